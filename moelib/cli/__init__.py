@@ -1,0 +1,1 @@
+"""The commands of `moelib`, one file each."""

@@ -1,0 +1,1 @@
+"""Configs and the module tree: what everything else is made of."""

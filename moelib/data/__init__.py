@@ -1,0 +1,1 @@
+"""From text to batches, each a pure function of seed and step."""

@@ -1,0 +1,1 @@
+"""The Mixture-of-Experts layer and its parts."""

@@ -1,0 +1,1 @@
+"""Whole models, their losses and their exact costs."""

@@ -1,0 +1,1 @@
+"""Meshes, and where each array lives on them."""

@@ -1,0 +1,39 @@
+"""What every test runs under: eight simulated CPU devices, strict numerics, checked shapes.
+
+Environment variables are set before JAX is imported, and processes that tests start inherit them.
+To run tests marked `gpu`: `JAX_PLATFORMS=cuda,cpu pytest -m gpu`.
+"""
+
+import os
+import pathlib
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow greets on stderr otherwise.
+
+import jax
+import jaxtyping
+import pytest
+
+_TESTS = pathlib.Path(__file__).parent
+
+# Shapes and types in these packages' signatures are checked at every call.
+_CHECKED_PACKAGES = ("moelib.kernels", "moelib.layers", "moelib.models")
+
+# Optax mixes dtypes in its updates: these folders run optimizers.
+_STANDARD_PROMOTION = ("learner", "train", "cli", "end_to_end")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Sets JAX's checks and hooks the type checker into imports that follow."""
+    del config
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jaxtyping.install_import_hook(list(_CHECKED_PACKAGES), "tests.runtime_types.checked")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Sets dtype promotion by the test's folder, before any of its fixtures run."""
+    folder = item.path.relative_to(_TESTS).parts[0]
+    mode = "standard" if folder in _STANDARD_PROMOTION else "strict"
+    jax.config.update("jax_numpy_dtype_promotion", mode)
