@@ -1,0 +1,255 @@
+"""What may stand in a config field: plain values, and their check against the field's annotation."""
+
+import dataclasses
+import difflib
+import enum
+import importlib
+import inspect
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeVar, Union
+
+import numpy as np
+
+T = TypeVar("T")
+
+
+class RequiredFieldValue:
+    """The value of a field that must be set before its config is instantiated."""
+
+    _instance: "RequiredFieldValue | None" = None
+
+    def __new__(cls) -> "RequiredFieldValue":
+        """Returns the one instance, so that `is REQUIRED` holds after a copy."""
+        if cls._instance is None:
+            cls._instance = super().__new__(cls)
+        return cls._instance
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __deepcopy__(self, memo: object) -> "RequiredFieldValue":
+        return self
+
+    def __repr__(self) -> str:
+        return "REQUIRED"
+
+
+REQUIRED: Any = RequiredFieldValue()
+Required = Union[T, RequiredFieldValue]  # noqa: UP007 (subscripted: Required[int])
+
+
+class NonConfigFieldError(TypeError):
+    """A value that no config may hold: only plain data, functions, classes and configs can."""
+
+
+class InvalidConfigValueError(TypeError):
+    """A value that does not fit its field's annotation."""
+
+
+class DType(str):
+    """The name of an array dtype; a field annotated so takes "bfloat16" or `jnp.bfloat16` alike."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __config_convert__(cls, value: Any) -> str:
+        """Returns the dtype's name. Raises InvalidConfigValueError if it is none."""
+        try:
+            return value if _is_dtype_name(value) else np.dtype(value).name
+        except TypeError as error:
+            raise InvalidConfigValueError(
+                f"{value!r} is not a dtype; use a name like 'float32' or 'bfloat16'"
+            ) from error
+
+
+_EXTENDED_DTYPES = re.compile(r"bfloat16|float[468]_e\w+|u?int[24]")
+
+
+def _is_dtype_name(value: Any) -> bool:
+    return isinstance(value, str) and bool(_EXTENDED_DTYPES.fullmatch(value))
+
+
+def similar_names(name: str, allowed: Iterable[str]) -> list[str]:
+    """Returns the allowed names most like `name`, best first, at most three."""
+    return difflib.get_close_matches(name, sorted(map(str, allowed)), n=3, cutoff=0.5)
+
+
+def did_you_mean(name: str, allowed: Iterable[str]) -> str:
+    """Returns the end of an error message: the nearest names, or all of them when none is near."""
+    allowed = sorted(map(str, allowed))
+    near = similar_names(name, allowed)
+    if near:
+        return f"did you mean {' or '.join(map(repr, near))}?"
+    return f"choose one of: {', '.join(allowed)}." if allowed else "there are none."
+
+
+# -- Values ------------------------------------------------------------------------------------
+
+_SCALARS = (type(None), bool, int, float, complex, str, bytes, enum.Enum, RequiredFieldValue)
+_validators: list[tuple[Callable[[Any], bool], Callable[[Any], None]]] = []
+
+
+def register_validator(match_fn: Callable[[Any], bool], validate_fn: Callable[[Any], None]) -> None:
+    """Lets configs hold values for which `match_fn` is true; `validate_fn` may raise for bad ones."""
+    _validators.append((match_fn, validate_fn))
+
+
+def is_record(value: Any) -> bool:
+    """Returns whether a value is a dataclass instance or a named tuple."""
+    return (dataclasses.is_dataclass(value) and not isinstance(value, type)) or (
+        isinstance(value, tuple) and hasattr(value, "_fields")
+    )
+
+
+def record_fields(value: Any) -> dict[str, Any]:
+    """Returns the fields of a dataclass instance or named tuple, by name."""
+    names = getattr(value, "_fields", None) or [f.name for f in dataclasses.fields(value)]
+    return {name: getattr(value, name) for name in names}
+
+
+def validate_value(value: Any, is_config: Callable[[Any], bool]) -> None:
+    """Raises NonConfigFieldError if a config may not hold `value`; looks into containers."""
+    for match_fn, validate_fn in _validators:
+        if match_fn(value):
+            validate_fn(value)
+            return
+    if isinstance(value, _SCALARS) or is_config(value):
+        return
+    if isinstance(value, re.Pattern | np.dtype | type) or inspect.isroutine(value):
+        return
+    if is_record(value):
+        elements: Iterable[Any] = record_fields(value).values()
+    elif isinstance(value, Mapping):
+        elements = [*value.keys(), *value.values()]
+    elif isinstance(value, list | tuple | set | frozenset):
+        elements = value
+    elif callable(value) and hasattr(value, "__qualname__"):
+        return  # A wrapped module-level function, such as a jitted one.
+    else:
+        raise NonConfigFieldError(
+            f"a config cannot hold {value!r} of type {type(value).__qualname__}: only plain data, "
+            "functions, classes and configs; wrap what it is made of with config_for_function or "
+            "config_for_class"
+        )
+    for element in elements:
+        validate_value(element, is_config)
+
+
+# -- Annotations -------------------------------------------------------------------------------
+
+
+def convert_value(value: Any, annotation: Any) -> Any:
+    """Returns the value as the annotation's own converter makes it (DType), or as it is."""
+    if value is None or value is REQUIRED:
+        return value
+    for option in _options(annotation):
+        convert = getattr(option, "__config_convert__", None)
+        if convert is not None:
+            return convert(value)
+    return value
+
+
+def fits(value: Any, annotation: Any) -> bool:
+    """Returns whether a value fits an annotation; containers are looked into.
+
+    An int fits a float; a bool is not an int. What cannot be checked (a type variable, a string
+    that names a class not yet known) fits.
+    """
+    if value is REQUIRED or annotation is Any or isinstance(annotation, TypeVar | str):
+        return True
+    options = _options(annotation)
+    if len(options) > 1:
+        return any(fits(value, option) for option in options)
+    origin = typing.get_origin(annotation)
+    if origin is None:
+        return _fits_class(value, annotation)
+    return _fits_generic(value, origin, typing.get_args(annotation))
+
+
+def describe_annotation(annotation: Any) -> str:
+    """Returns an annotation as a reader writes it."""
+    options = [option for option in _options(annotation) if option is not RequiredFieldValue]
+    if len(options) > 1:
+        return " | ".join(map(describe_annotation, options))
+    (annotation,) = options
+    if annotation is type(None):
+        return "None"
+    if isinstance(annotation, type) and not typing.get_args(annotation):
+        return annotation.__qualname__
+    return str(annotation).replace("typing.", "").replace("collections.abc.", "")
+
+
+def _options(annotation: Any) -> list[Any]:
+    """Returns the members of a union, or the annotation alone."""
+    if typing.get_origin(annotation) in (Union, types.UnionType):
+        return [o for member in typing.get_args(annotation) for o in _options(member)]
+    return [annotation]
+
+
+def _fits_class(value: Any, annotation: Any) -> bool:
+    if annotation is None:
+        return value is None
+    if annotation is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if annotation is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if annotation is Callable or annotation is typing.Callable:
+        return callable(value)
+    if isinstance(annotation, type):
+        if hasattr(annotation, "__config_convert__"):
+            return isinstance(value, str)
+        return isinstance(value, annotation)
+    return True  # A special form without a check of its own.
+
+
+def _fits_generic(value: Any, origin: Any, args: tuple[Any, ...]) -> bool:
+    if origin is Literal:
+        return value in args
+    if origin is type:
+        return isinstance(value, type)
+    if origin is Callable:
+        return callable(value)
+    if origin is typing.Annotated:
+        return fits(value, args[0])
+    if not isinstance(origin, type) or not isinstance(value, origin):
+        return not isinstance(origin, type)
+    if issubclass(origin, Mapping):
+        return all(fits(k, args[0]) and fits(v, args[1]) for k, v in value.items())
+    if issubclass(origin, tuple) and not (len(args) == 2 and args[1] is Ellipsis):
+        return len(value) == len(args) and all(map(fits, value, args))
+    if issubclass(origin, Iterable) and not isinstance(value, str | bytes):
+        return all(fits(element, args[0]) for element in value)
+    return not (isinstance(value, str | bytes) and issubclass(origin, Sequence))
+
+
+# -- Names of importable objects -----------------------------------------------------------------
+
+
+def reference(value: Any) -> str:
+    """Returns `module:qualname` of a class, function or enum member, by its public name."""
+    if isinstance(value, enum.Enum):
+        return f"{reference(type(value))}.{value.name}"
+    public, private, _ = value.__module__.partition("._")
+    if private and getattr(sys.modules.get(public), value.__qualname__, None) is value:
+        return f"{public}:{value.__qualname__}"
+    return f"{value.__module__}:{value.__qualname__}"
+
+
+def resolve_reference(text: str) -> Any:
+    """Returns the object that `module:qualname` names. Raises ValueError if there is none."""
+    module_name, _, qualname = text.partition(":")
+    try:
+        value = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and module_name.startswith(error.name):
+            raise ValueError(f"{text!r}: there is no module {module_name!r}.") from None
+        raise
+    for part in qualname.split("."):
+        if not hasattr(value, part):
+            raise ValueError(f"{text!r}: {value!r} has no {part!r}; {did_you_mean(part, dir(value))}")
+        value = getattr(value, part)
+    return value
