@@ -1,0 +1,79 @@
+"""What a parameter is before it has a value: shape, dtype, logical axes, initial values, treatment."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+Axes = tuple[str | None, ...]  # A logical axis name for each dimension, None for one never split.
+Initializer = Callable[[jax.Array, "ParameterSpec"], jax.Array]  # (key, spec) -> values
+
+
+@dataclasses.dataclass(frozen=True)
+class FanAxes:
+    """Which dimensions of a weight are its inputs, its outputs, and independent copies."""
+
+    in_axis: tuple[int, ...]
+    out_axis: tuple[int, ...]
+    batch_axis: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterSpec:
+    """A parameter of a layer.
+
+    Attributes:
+        shape: Its dimensions.
+        dtype: Name of the dtype it is stored in.
+        axes: The logical axis of each dimension ("embed", "ffn", ...); see parallel/sharding.py.
+        initializer: Makes the values from a key and this spec; None takes the layer's own.
+        fan_axes: Dimensions to count for fan-in and fan-out; None for biases and scales.
+        trainable: Whether gradients are taken and the learner updates it.
+        weight_decay_scale: Multiplies the weight decay; 0 for none.
+    """
+
+    shape: tuple[int, ...]
+    axes: Axes
+    dtype: str = "float32"
+    initializer: Initializer | None = None
+    fan_axes: FanAxes | None = None
+    trainable: bool = True
+    weight_decay_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if len(self.axes) != len(self.shape):
+            raise ValueError(
+                f"a parameter of shape {self.shape} has {len(self.shape)} dimensions, but its axes "
+                f"{self.axes} name {len(self.axes)}."
+            )
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    def fans(self) -> tuple[int, int]:
+        """Returns (fan in, fan out). Raises ValueError if the spec names no fan axes."""
+        if self.fan_axes is None:
+            raise ValueError(f"a parameter of shape {self.shape} has no fan_axes to count.")
+        fan_in = math.prod(self.shape[axis] for axis in self.fan_axes.in_axis)
+        fan_out = math.prod(self.shape[axis] for axis in self.fan_axes.out_axis)
+        return fan_in, fan_out
+
+    def stacked(self, num: int, axis: str | None = "layers") -> "ParameterSpec":
+        """Returns the spec of `num` such parameters stacked along a new first dimension."""
+        fan_axes = self.fan_axes and FanAxes(
+            in_axis=tuple(a + 1 for a in self.fan_axes.in_axis),
+            out_axis=tuple(a + 1 for a in self.fan_axes.out_axis),
+            batch_axis=(0, *(a + 1 for a in self.fan_axes.batch_axis)),
+        )
+        return dataclasses.replace(
+            self, shape=(num, *self.shape), axes=(axis, *self.axes), fan_axes=fan_axes
+        )
+
+
+def is_spec(value: Any) -> bool:
+    """Returns whether a value is a ParameterSpec (for `is_leaf`)."""
+    return isinstance(value, ParameterSpec)

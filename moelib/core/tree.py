@@ -1,0 +1,116 @@
+"""Trees of arrays by path: flatten, look up, match regular expressions, count."""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moelib.core.config_values import did_you_mean
+
+Nested = dict[str, Any]
+
+
+def _key_name(key: Any) -> str:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def path_string(path: Sequence[Any]) -> str:
+    """Returns a JAX key path as "decoder/layer0/weight"."""
+    return "/".join(map(_key_name, path))
+
+
+def flatten_items(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> list[tuple[str, Any]]:
+    """Returns (path, leaf) of every leaf, paths as "decoder/layer0/weight"."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
+    return [(path_string(path), leaf) for path, leaf in leaves]
+
+
+def tree_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """Returns a tree of the same structure whose leaves are their own paths."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: path_string(path), tree, is_leaf=is_leaf)
+
+
+def get_path(tree: Nested, path: str) -> Any:
+    """Returns the subtree or leaf at "a/b/c". Raises KeyError with the nearest names."""
+    value: Any = tree
+    for name in filter(None, path.split("/")):
+        if not isinstance(value, dict) or name not in value:
+            names = value if isinstance(value, dict) else ()
+            raise KeyError(f"{path!r}: no {name!r} there; {did_you_mean(name, names)}")
+        value = value[name]
+    return value
+
+
+def match_rules(
+    tree: Any,
+    rules: Sequence[tuple[str, Any]],
+    *,
+    default: Any,
+    place: str,
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> Any:
+    """Returns a tree with, for each leaf, the value of the first rule that matches its path.
+
+    Args:
+        tree: Any tree.
+        rules: (regular expression for a whole path, value), first match wins.
+        default: The value where no rule matches.
+        place: What the rules are, for errors.
+        is_leaf: As in `jax.tree.map`.
+
+    Raises:
+        ValueError: If a rule matches no path, or is hidden by the rules before it.
+    """
+    paths = tree_paths(tree, is_leaf)
+    used: set[int] = set()
+
+    def choose(path: str) -> Any:
+        for i, (pattern, value) in enumerate(rules):
+            if re.fullmatch(pattern, path):
+                used.add(i)
+                return value
+        return default
+
+    chosen = jax.tree.map(choose, paths)
+    for i, (pattern, _) in enumerate(rules):
+        if i not in used:
+            names = jax.tree.leaves(paths)
+            raise ValueError(
+                f"{place}: the rule {pattern!r} decides for no path; "
+                f"{did_you_mean(re.sub(r'[^a-zA-Z0-9_/]', '', pattern), names[:200])}"
+            )
+    return chosen
+
+
+def count_elements(tree: Any) -> int:
+    """Returns the number of array elements in a tree of arrays or specs."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree, is_leaf=_has_shape))
+
+
+def count_bytes(tree: Any) -> int:
+    """Returns the bytes that the arrays or specs of a tree take."""
+    leaves = jax.tree.leaves(tree, is_leaf=_has_shape)
+    return sum(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)
+
+
+def _has_shape(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def cast_floats(tree: Any, dtype: Any) -> Any:
+    """Returns the tree with its floating-point arrays cast to `dtype`; None leaves it as it is."""
+    if dtype is None:
+        return tree
+
+    def cast(x: Any) -> Any:
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(cast, tree)
