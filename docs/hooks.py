@@ -1,0 +1,28 @@
+"""Adds a reference page for each folder of moelib/, so that none is forgotten."""
+
+import pathlib
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+_PACKAGE = pathlib.Path(__file__).parents[1] / "moelib"
+
+
+def _pages() -> dict[str, str]:
+    """Returns the page of each folder: its path and what stands on it."""
+    names = sorted(path.parent.name for path in _PACKAGE.glob("*/__init__.py"))
+    return {f"reference/{name}.md": f"# {name}\n\n::: moelib.{name}\n" for name in names}
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Lists the pages under Reference."""
+    reference = next(entry["Reference"] for entry in config.nav if "Reference" in entry)
+    reference.extend(page for page in _pages() if page not in reference)
+    return config
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Adds the pages, which exist in memory only."""
+    for path, content in _pages().items():
+        files.append(File.generated(config, path, content=content))
+    return files
