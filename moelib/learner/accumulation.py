@@ -1,0 +1,136 @@
+"""Gradient accumulation: one step over a batch in several micro-batches, weighted by tokens.
+
+Means over tokens are added up with their weights, so that the result is that of the whole batch
+at once: a micro-batch with half of the tokens counts half. (A plain mean over micro-batches, as
+is often done, gives tokens beside padding more weight.)
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moelib.core import tree
+from moelib.core.metrics import WeightedScalar, combine, is_weighted
+
+
+class Accumulated(NamedTuple):
+    """A step's gradients, and what goes with them.
+
+    Attributes:
+        objective: float32 scalar, the mean over the batch.
+        weight: float32 scalar, what the mean is over: the number of tokens.
+        gradients: Of the objective with respect to the parameters, float32.
+        metrics: Tree of WeightedScalar.
+        state: The state after the last micro-batch.
+    """
+
+    objective: jax.Array
+    weight: jax.Array
+    gradients: Any
+    metrics: Any
+    state: Any
+
+
+# (micro-batch, state) -> (mean objective, its weight, gradients of the mean, metrics, new state)
+StepFn = Callable[[Any, Any], tuple[jax.Array, jax.Array, Any, Any, Any]]
+
+
+def accumulate(fn: StepFn, batch: Any, *, num_microbatches: int, state: Any = None) -> Accumulated:
+    """Returns what `fn` gives for the batch, computed one micro-batch after the other.
+
+    With one micro-batch this is a call of `fn`; with more, a `jax.lax.scan`, which keeps one set
+    of gradients beside one micro-batch's activations.
+
+    Args:
+        fn: (micro-batch, state) -> (objective, weight, gradients, metrics, state): the mean of the
+            objective over the micro-batch's tokens; how many there are, 0 or more; the gradients
+            of that mean; a tree of WeightedScalar; and the state that the next micro-batch sees,
+            with the shapes and dtypes of the one given.
+        batch: Tree of arrays [B, ...]; see `split_batch` for which rows go together.
+        num_microbatches: Number A of micro-batches; must divide B.
+        state: What goes from micro-batch to micro-batch, for example random keys.
+
+    Raises:
+        ValueError: If the number of micro-batches is less than 1 or does not divide the rows, or
+            a metric is no WeightedScalar.
+    """
+    if num_microbatches == 1:
+        objective, weight, gradients, metrics, state = fn(batch, state)
+        _check_metrics(metrics)
+        gradients = tree.cast_floats(gradients, jnp.float32)
+        return Accumulated(_float(objective), _float(weight), gradients, metrics, state)
+    micro_batches = split_batch(batch, num_microbatches)
+
+    def body(total: Accumulated, micro_batch: Any) -> tuple[Accumulated, None]:
+        objective, weight, gradients, metrics, state = fn(micro_batch, total.state)
+        weight = _float(weight)
+        return Accumulated(
+            objective=total.objective + weight * _float(objective),
+            weight=total.weight + weight,
+            gradients=jax.tree.map(
+                lambda sum, g: sum + weight * _float(g), total.gradients, gradients
+            ),
+            metrics=jax.tree.map(combine, total.metrics, metrics, is_leaf=is_weighted),
+            state=state,
+        ), None
+
+    total, _ = jax.lax.scan(body, _zeros(fn, micro_batches, state), micro_batches)
+    scale = 1.0 / jnp.where(total.weight > 0, total.weight, 1.0)
+    return total._replace(
+        objective=total.objective * scale,
+        gradients=jax.tree.map(lambda g: g * scale, total.gradients),
+    )
+
+
+def split_batch(batch: Any, num_microbatches: int) -> Any:
+    """Returns each array [B, ...] as [A, B/A, ...]: micro-batch i has the rows i, i + A, i + 2A ...
+
+    Rows are dealt out, not cut in A blocks, because B is sharded in contiguous blocks: if each
+    device holds B/n rows, a block of B/A rows lies on n/A of the devices, and would have to be
+    spread over all of them. [B] -> [B/A, A] splits each device's own rows, as long as A divides
+    B/n, and no row moves.
+
+    Raises:
+        ValueError: If A is less than 1, or an array has no rows or not a multiple of A.
+    """
+    A = num_microbatches
+    if A < 1:
+        raise ValueError(f"num_microbatches is {A}; set it to 1 or more.")
+
+    def deal(path: Any, x: jax.Array) -> jax.Array:
+        rows = x.shape[0] if x.ndim else 0
+        if rows == 0 or rows % A:
+            raise ValueError(
+                f"num_microbatches is {A}, but batch[{tree.path_string(path)!r}] of shape "
+                f"{x.shape} has {rows} rows; set it to a divisor of the batch size."
+            )
+        return jnp.moveaxis(x.reshape(rows // A, A, *x.shape[1:]), 1, 0)  # [A, B/A, ...]
+
+    return jax.tree_util.tree_map_with_path(deal, batch)
+
+
+def _zeros(fn: StepFn, micro_batches: Any, state: Any) -> Accumulated:
+    """Returns the sums before the first micro-batch."""
+    first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), micro_batches)
+    _, _, gradients, metrics, _ = jax.eval_shape(fn, first, state)
+    _check_metrics(metrics)
+    zeros = lambda x: jnp.zeros(x.shape, jnp.float32)
+    zero = jnp.zeros((), jnp.float32)
+    return Accumulated(
+        zero, zero, jax.tree.map(zeros, gradients), jax.tree.map(zeros, metrics), state
+    )
+
+
+def _check_metrics(metrics: Any) -> None:
+    for path, value in tree.flatten_items(metrics, is_leaf=is_weighted):
+        if not isinstance(value, WeightedScalar):
+            raise ValueError(
+                f"the metric {path!r} is {value!r}; make it metrics.weighted(mean, weight), so "
+                "that micro-batches can be averaged."
+            )
+
+
+def _float(x: Any) -> jax.Array:
+    return jnp.asarray(x, jnp.float32)

@@ -1,0 +1,143 @@
+"""Adafactor's parts: second moments kept as a row and a column, and sizes relative to parameters.
+
+Optax has the same for single matrices. Here what is stacked (layers of a scan, experts) is treated
+as many matrices, each with its own statistics, so that a scan and a loop over layers agree.
+Source: Shazeer and Stern, arXiv:1804.04235.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from moelib.learner import paths
+from moelib.learner.paths import Nested
+
+
+class FactoredState(NamedTuple):
+    """State of `scale_by_factored_rms`; each parameter has either a row and a column, or all.
+
+    Attributes:
+        count: int32 scalar, number of updates so far.
+        row: Mean squares over the larger of the two factored dimensions.
+        col: Mean squares over the smaller one.
+        full: Squares of the parameters that are not factored.
+    """
+
+    count: jax.Array
+    row: Nested
+    col: Nested
+    full: Nested
+
+
+def scale_by_factored_rms(
+    *,
+    decay_exponent: float = 0.8,
+    min_dim_size_to_factor: int = 128,
+    eps: float = 1e-30,
+    param_specs: Nested | None = None,
+) -> optax.GradientTransformation:
+    """Returns gradients divided by the root of a running mean of their squares, kept factored.
+
+    Args:
+        decay_exponent: The mean decays by 1 - t^-decay_exponent at step t.
+        min_dim_size_to_factor: Matrices are factored if both dimensions have at least this size.
+        eps: Added to the squares.
+        param_specs: Says which dimensions are stacked; without it, none are.
+    """
+    batch_of = {path: paths.batch_axes(s) for path, s in paths.specs_by_path(param_specs).items()}
+
+    def factored_axes(path: str, x: Any) -> tuple[int, int] | None:
+        """Returns (smaller, larger) of the two largest dimensions that are not stacked."""
+        axes = [axis for axis in range(x.ndim) if axis not in batch_of.get(path, ())]
+        axes.sort(key=lambda axis: x.shape[axis])
+        if len(axes) < 2 or x.shape[axes[-2]] < min_dim_size_to_factor:
+            return None
+        return axes[-2], axes[-1]
+
+    def init(params: Nested) -> FactoredState:
+        axes = {path: factored_axes(path, x) for path, x in paths.by_path(params).items()}
+        factored = paths.select(params, lambda path: axes[path] is not None)
+        whole = paths.select(params, lambda path: axes[path] is None)
+
+        def zeros(which: int) -> Nested:
+            return paths.map_by_path(
+                lambda path, x: jnp.zeros_like(jnp.sum(x, axis=axes[path][which])), factored
+            )
+
+        full = jax.tree.map(jnp.zeros_like, whole)
+        return FactoredState(jnp.zeros((), jnp.int32), zeros(1), zeros(0), full)
+
+    def update(updates: Nested, state: FactoredState, params: Any = None) -> Any:
+        del params
+        count = optax.safe_increment(state.count)
+        decay = 1.0 - count.astype(jnp.float32) ** -decay_exponent
+        blend = lambda old, new: decay * old + (1.0 - decay) * new
+        squares = paths.map_by_path(lambda path, g: jnp.square(g) + eps, updates)
+        axes = {path: factored_axes(path, x) for path, x in paths.by_path(updates).items()}
+        in_full = lambda path: axes[path] is None
+        factored = paths.select(squares, lambda path: not in_full(path))
+        means = [
+            paths.map_by_path(lambda path, sq: jnp.mean(sq, axis=axes[path][which]), factored)  # noqa: B023
+            for which in (1, 0)
+        ]
+        row = jax.tree.map(blend, state.row, means[0])
+        col = jax.tree.map(blend, state.col, means[1])
+        full = jax.tree.map(blend, state.full, paths.select(squares, in_full))
+        rows, cols, fulls = paths.by_path(row), paths.by_path(col), paths.by_path(full)
+
+        def scale(path: str, g: jax.Array) -> jax.Array:
+            pair = axes[path]
+            if pair is None:
+                return g * jax.lax.rsqrt(fulls[path])
+            smaller, larger = pair
+            in_row = smaller - 1 if smaller > larger else smaller
+            mean = jnp.mean(rows[path], axis=in_row, keepdims=True)
+            row_factor = jnp.expand_dims(jax.lax.rsqrt(rows[path] / mean), larger)
+            return g * row_factor * jnp.expand_dims(jax.lax.rsqrt(cols[path]), smaller)
+
+        updates = paths.map_by_path(scale, updates)
+        return updates, FactoredState(count, row, col, full)
+
+    return optax.GradientTransformation(init, update)
+
+
+def clip_by_rms(
+    threshold: float, *, param_specs: Nested | None = None
+) -> optax.GradientTransformation:
+    """Returns updates scaled down so that no matrix or vector has a root mean square above it."""
+    rms = _rms(param_specs)
+
+    def update(updates: Nested, params: Any = None) -> Nested:
+        del params
+        return paths.map_by_path(
+            lambda path, u: u / jnp.maximum(1.0, rms(path, u) / threshold), updates
+        )
+
+    return optax.stateless(update)
+
+
+def scale_by_param_rms(
+    *, min_scale: float = 1e-3, param_specs: Nested | None = None
+) -> optax.GradientTransformation:
+    """Returns updates times the root mean square of their parameter, or `min_scale` if larger."""
+    rms = _rms(param_specs)
+
+    def update(updates: Nested, params: Any) -> Nested:
+        return paths.map_by_path(
+            lambda path, u, p: u * jnp.maximum(rms(path, p), min_scale), updates, params
+        )
+
+    return optax.stateless(update)
+
+
+def _rms(param_specs: Nested | None) -> Any:
+    """Returns (path, x) -> the root mean square of each stacked part of x, dimensions kept."""
+    batch_of = {path: paths.batch_axes(s) for path, s in paths.specs_by_path(param_specs).items()}
+
+    def rms(path: str, x: jax.Array) -> jax.Array:
+        axes = tuple(axis for axis in range(x.ndim) if axis not in batch_of.get(path, ()))
+        return jnp.sqrt(jnp.mean(jnp.square(x), axis=axes, keepdims=True))
+
+    return rms

@@ -1,0 +1,282 @@
+"""Gradient transformations: the parts that optimizers are made of, beside those of Optax.
+
+Each returns an `optax.GradientTransformation`. Those that treat parameters by what they are have
+an argument `param_specs`, the model's nested dict of ParameterSpec; in a config it is left None,
+and the learner fills it in.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from moelib.core import tree
+from moelib.core.param import ParameterSpec
+from moelib.learner import paths
+from moelib.learner.paths import Nested
+from moelib.learner.schedules import Schedule, as_schedule
+
+# For parameters by path: (regular expression for the whole path "a/b/c", factor), first match
+# wins; or a function of the ParameterSpec.
+PathScales = Sequence[tuple[str, float]] | Callable[[ParameterSpec], float]
+
+
+def chain(*args: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Returns the transformations one after the other: gradients go in at the first.
+
+    Raises:
+        ValueError: If there are none, or one of them is something else.
+    """
+    if not args:
+        raise ValueError("chain: args is empty; name the transformations, the optimizer last.")
+    for i, arg in enumerate(args):
+        if not isinstance(arg, optax.GradientTransformation):
+            raise ValueError(
+                f"chain: args[{i}] is {arg!r}; set it to a gradient transformation, or to the "
+                "config of a function that returns one."
+            )
+    return optax.chain(*args)
+
+
+def global_norm(gradients: Any) -> jax.Array:
+    """Returns the root of the sum of all squares, float32, not finite if an element is not."""
+    squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(gradients)]
+    return jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))
+
+
+def clip_by_global_norm(max_norm: float, *, eps: float = 0.0) -> optax.GradientTransformation:
+    """Returns gradients scaled down so that their global norm is at most `max_norm`.
+
+    The norm is over the parameters that the transformation sees: in a learner with update rules,
+    those of its own rule. The learner reports the norm before clipping as `gradient_norm`.
+
+    Args:
+        max_norm: The largest norm, positive.
+        eps: Added to the norm that is divided by (1e-6 in PyTorch and Megatron).
+
+    Raises:
+        ValueError: If `max_norm` is not positive.
+
+    Source: Pascanu et al., arXiv:1211.5063, algorithm 1.
+    """
+    if max_norm <= 0:
+        raise ValueError(f"clip_by_global_norm: max_norm is {max_norm}; set it above 0.")
+
+    def update(updates: Any, params: Any = None) -> Any:
+        del params
+        norm = global_norm(updates)
+        scale = jnp.where(norm > max_norm, max_norm / (norm + eps), 1.0)
+        return jax.tree.map(lambda g: g * scale.astype(g.dtype), updates)
+
+    return optax.stateless(update)
+
+
+class LearningRateState(NamedTuple):
+    """State of `scale_by_learning_rate`.
+
+    Attributes:
+        count: int32 scalar, number of updates so far.
+        learning_rate: float32 scalar, the rate of the last update; 0 before the first.
+    """
+
+    count: jax.Array
+    learning_rate: jax.Array
+
+
+def scale_by_learning_rate(
+    learning_rate: float | Schedule, *, reported_scale: float = 1.0
+) -> optax.GradientTransformation:
+    """Returns updates times minus the learning rate; the first update is step 1 of a schedule.
+
+    Args:
+        learning_rate: A number, or a schedule (moelib.learner.schedules).
+        reported_scale: The rate that the learner reports is this times `learning_rate`, for
+            optimizers that have multiplied by a constant rate before.
+    """
+    schedule = as_schedule(learning_rate)
+
+    def init(params: Any) -> LearningRateState:
+        del params
+        return LearningRateState(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32))
+
+    def update(updates: Any, state: LearningRateState, params: Any = None) -> Any:
+        del params
+        count = optax.safe_increment(state.count)
+        rate = jnp.asarray(schedule(count), jnp.float32)
+        updates = jax.tree.map(lambda u: -rate.astype(u.dtype) * u, updates)
+        return updates, LearningRateState(count, rate * reported_scale)
+
+    return optax.GradientTransformation(init, update)
+
+
+def add_decayed_weights(
+    weight_decay: float,
+    *,
+    per_param_scale: PathScales = (),
+    param_specs: Nested | None = None,
+) -> optax.GradientTransformation:
+    """Returns updates plus `weight_decay` times each parameter's scale times the parameter.
+
+    Whether a parameter is a vector is never told from its array: under a scan over layers the
+    scale of a norm is stacked to a matrix. Layers give biases and norms a `weight_decay_scale` of
+    0 in their specs.
+
+    Args:
+        weight_decay: Strength of the decay, 0 for none.
+        per_param_scale: Replaces the specs' `weight_decay_scale`: (regex of a path, scale), first
+            match wins, the spec's own where none matches; or a function of the spec, such as
+            `matrices_only`, which needs `param_specs`.
+        param_specs: What the parameters are; without it every scale is 1 where no rule matches.
+
+    Raises:
+        ValueError: If `weight_decay` is negative or a rule matches no path.
+
+    Source: Loshchilov and Hutter, arXiv:1711.05101.
+    """
+    if weight_decay < 0:
+        raise ValueError(f"weight_decay is {weight_decay}; set it to 0 or more.")
+    place = "weight_decay_per_param_scale"
+    default = lambda spec: 1.0 if spec is None else spec.weight_decay_scale
+    scales_of = _scales(per_param_scale, param_specs, default, place)
+
+    def update(updates: Any, params: Any) -> Any:
+        if weight_decay == 0:
+            return updates
+        scales = scales_of(params)
+
+        def add(path: str, update: jax.Array, param: jax.Array) -> jax.Array:
+            scale = scales[path] * weight_decay
+            return update if scale == 0 else update + scale * param.astype(update.dtype)
+
+        return paths.map_by_path(add, updates, params)
+
+    return optax.stateless(update)
+
+
+def matrices_only(spec: ParameterSpec) -> float:
+    """Returns 1 for a weight that has fan axes and 0 for a bias or scale, stacked or not."""
+    return 0.0 if spec.fan_axes is None else 1.0
+
+
+def scale_by_path(
+    scales: PathScales, *, param_specs: Nested | None = None
+) -> optax.GradientTransformation:
+    """Returns each update times the factor of its path, 1 where no rule matches.
+
+    After an optimizer in a chain the factors multiply its learning rate.
+
+    Args:
+        scales: (regex of a path, factor), first match wins; or a function of the ParameterSpec.
+        param_specs: What the parameters are; needed where `scales` is a function, or under update
+            rules, which show this only a part of the parameters.
+
+    Raises:
+        ValueError: If a rule matches no path.
+    """
+    scales_of = _scales(scales, param_specs, lambda spec: 1.0, "scale_by_path")
+
+    def update(updates: Any, params: Any = None) -> Any:
+        del params
+        factors = scales_of(updates)
+        return paths.map_by_path(lambda path, u: u * factors[path], updates)
+
+    return optax.stateless(update)
+
+
+def _scales(
+    rules: PathScales,
+    param_specs: Nested | None,
+    default: Callable[[ParameterSpec | None], float],
+    place: str,
+) -> Callable[[Nested], Mapping[str, float]]:
+    """Returns parameters -> {path: factor}. With specs, rules are checked at once against them."""
+    if param_specs is None:
+        if callable(rules):
+            raise ValueError(f"{place}: a function of the spec needs param_specs; set them.")
+        return lambda params: paths.by_path(
+            tree.match_rules(params, rules, default=default(None), place=place)
+        )
+    specs = paths.specs_by_path(param_specs)
+    if callable(rules):
+        factors = {path: rules(spec) for path, spec in specs.items()}
+    else:
+        defaults = {path: default(spec) for path, spec in specs.items()}
+        chosen = tree.match_rules(defaults, rules, default=None, place=place)
+        is_none = lambda x: x is None
+        factors = {
+            path: defaults[path] if factor is None else factor
+            for path, factor in paths.by_path(chosen, is_none).items()
+        }
+    return lambda params: factors
+
+
+def split(
+    transforms: Mapping[str, optax.GradientTransformation], labels: Mapping[str, str]
+) -> optax.GradientTransformationExtraArgs:
+    """Returns a transformation that gives each parameter to the transformation of its label.
+
+    Each sees a nested dict of its own parameters only, and holds state for no others. The state is
+    a dict by label, without labels that no parameter has.
+
+    Args:
+        transforms: By label.
+        labels: The label of each parameter by path.
+    """
+    inner = {label: optax.with_extra_args_support(tx) for label, tx in transforms.items()}
+
+    def part(params: Any, label: str) -> Nested:
+        return paths.select(params, lambda path: labels[path] == label)
+
+    def init(params: Nested) -> dict[str, Any]:
+        parts = {label: part(params, label) for label in inner}
+        return {label: inner[label].init(part) for label, part in parts.items() if part}
+
+    def update(
+        updates: Nested, state: dict[str, Any], params: Nested | None = None, **extra: Any
+    ) -> tuple[Nested, dict[str, Any]]:
+        done, new_state = {}, {}
+        for label, old in state.items():
+            own = None if params is None else part(params, label)
+            out, new_state[label] = inner[label].update(part(updates, label), old, own, **extra)
+            done = paths.merge(done, out)
+        return done, new_state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Returns `inner` run in float32 with float32 state, whatever the parameters are stored in."""
+    cast = lambda x: None if x is None else tree.cast_floats(x, jnp.float32)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return inner.update(cast(updates), state, cast(params))
+
+    return optax.GradientTransformation(lambda params: inner.init(cast(params)), update)
+
+
+# (loss or None, global norm of the gradients) -> whether to take the step, a bool scalar.
+SkipPolicy = Callable[[jax.Array | None, jax.Array], jax.Array]
+
+
+def skip_bad_steps(*, drop_norm: float | None = None) -> SkipPolicy:
+    """Returns the policy that takes no step whose loss or gradients are not finite.
+
+    Args:
+        drop_norm: Steps whose global gradient norm is above this are left out too; None for no
+            such bound.
+
+    Raises:
+        ValueError: If `drop_norm` is not positive.
+    """
+    if drop_norm is not None and drop_norm <= 0:
+        raise ValueError(f"skip_bad_steps: drop_norm is {drop_norm}; set it above 0, or to None.")
+
+    def take_step(loss: jax.Array | None, gradient_norm: jax.Array) -> jax.Array:
+        good = jnp.isfinite(gradient_norm)
+        if drop_norm is not None:
+            good &= gradient_norm <= drop_norm
+        return good if loss is None else good & jnp.isfinite(loss)
+
+    return take_step
