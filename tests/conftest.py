@@ -15,6 +15,8 @@ import jax
 import jaxtyping
 import pytest
 
+from tests import runtime_types
+
 _TESTS = pathlib.Path(__file__).parent
 
 # Shapes and types in these packages' signatures are checked at every call.
@@ -28,7 +30,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Sets JAX's checks and hooks the type checker into imports that follow."""
     del config
     jax.config.update("jax_numpy_rank_promotion", "raise")
-    jaxtyping.install_import_hook(list(_CHECKED_PACKAGES), "tests.runtime_types.checked")
+    checker = f"{runtime_types.__name__}.checked"
+    jaxtyping.install_import_hook(list(_CHECKED_PACKAGES), checker)
 
 
 @pytest.hookimpl(tryfirst=True)
