@@ -1,0 +1,126 @@
+"""Grouped-query attention: multi-head when every query head has its own keys and values."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from moelib.core.config import REQUIRED, Required, config_class
+from moelib.core.param import Axes, FanAxes, ParameterSpec
+from moelib.kernels.flash_attention import flash_attention
+from moelib.layers import initializers
+from moelib.layers.base import BaseLayer
+from moelib.layers.norm import BaseNorm
+from moelib.layers.rope import RotaryEmbedding
+from moelib.parallel.sharding import constrain
+
+
+class GroupedQueryAttention(BaseLayer):
+    """Causal self-attention with H query heads that share G key and value heads.
+
+    Source: Ainslie et al., arXiv:2305.13245. QK-norm: Dehghani et al., arXiv:2302.05442.
+    """
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Config of `GroupedQueryAttention`."""
+
+        input_dim: Required[int] = REQUIRED  # D.
+        num_heads: Required[int] = REQUIRED  # H.
+        num_kv_heads: int | None = None  # G; H if None.
+        head_dim: int | None = None  # Dh; D / H if None.
+        qkv_bias: bool = False
+        output_bias: bool = False
+        rope: BaseLayer.Config | None = RotaryEmbedding.default_config()
+        qk_norm: BaseNorm.Config | None = None  # Normalises each head's queries and keys.
+
+    def __init__(self, cfg: Config, *, parent: BaseLayer | None) -> None:
+        super().__init__(cfg, parent=parent)
+        cfg = self.config
+        if cfg.head_dim is None:
+            if cfg.input_dim % cfg.num_heads:
+                raise ValueError(
+                    f"{self.path()}: input_dim {cfg.input_dim} is not a multiple of num_heads "
+                    f"{cfg.num_heads}; set head_dim."
+                )
+            cfg.head_dim = cfg.input_dim // cfg.num_heads
+        cfg.num_kv_heads = cfg.num_kv_heads or cfg.num_heads
+        if cfg.num_heads % cfg.num_kv_heads:
+            raise ValueError(
+                f"{self.path()}: num_heads {cfg.num_heads} is not a multiple of num_kv_heads "
+                f"{cfg.num_kv_heads}."
+            )
+        if cfg.rope is not None:
+            self._add_child("rope", cfg.rope)
+        if cfg.qk_norm is not None:
+            self._add_child("q_norm", cfg.qk_norm.clone(dim=cfg.head_dim))
+            self._add_child("k_norm", cfg.qk_norm.clone(dim=cfg.head_dim))
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        cfg: GroupedQueryAttention.Config = self.config
+        heads, groups, dim = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+        output_init = self._initializer("output_init")
+        specs = {
+            "q": ParameterSpec(
+                (cfg.input_dim, heads, dim),
+                ("embed", "heads", "head_dim"),
+                fan_axes=FanAxes((0,), (1, 2)),
+            ),
+            "kv": ParameterSpec(
+                (cfg.input_dim, 2, groups, dim),
+                ("embed", None, "kv_heads", "head_dim"),
+                fan_axes=FanAxes((0,), (2, 3), (1,)),
+            ),
+            "output": ParameterSpec(
+                (heads, dim, cfg.input_dim),
+                ("heads", "head_dim", "embed"),
+                initializer=output_init,
+                fan_axes=FanAxes((0, 1), (2,)),
+            ),
+        }
+        if cfg.qkv_bias:
+            specs["q_bias"] = _bias((heads, dim), ("heads", "head_dim"))
+            specs["kv_bias"] = _bias((2, groups, dim), (None, "kv_heads", "head_dim"))
+        if cfg.output_bias:
+            specs["output_bias"] = _bias((cfg.input_dim,), ("norm",))
+        return specs
+
+    def forward(
+        self,
+        x: Float[Array, "B S D"],
+        *,
+        positions: Int[Array, "B S"],
+        segment_ids: Int[Array, "B S"] | None = None,
+    ) -> Float[Array, "B S D"]:
+        """Returns the layer's output; tokens see only what stands before them in their segment."""
+        cfg: GroupedQueryAttention.Config = self.config
+        params = {name: p.astype(x.dtype) for name, p in self.parameters.items() if _is_array(p)}
+        q = jnp.einsum("bsd,dhk->bshk", x, params["q"])
+        kv = jnp.einsum("bsd,dngk->bsngk", x, params["kv"])
+        if cfg.qkv_bias:
+            q = q + params["q_bias"][None, None]
+            kv = kv + params["kv_bias"][None, None]
+        k, v = kv[:, :, 0], kv[:, :, 1]  # [B, S, G, Dh]
+        if cfg.qk_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if cfg.rope is not None:
+            q, k = self.rope(q, positions), self.rope(k, positions)
+        split = ("batch", "sequence", "activation_heads", None)
+        q, k, v = constrain(q, split), constrain(k, split), constrain(v, split)
+        out = flash_attention(q, k, v, segment_ids)
+        y = jnp.einsum("bshk,hkd->bsd", constrain(out, split), params["output"])
+        return y + params["output_bias"][None, None] if cfg.output_bias else y
+
+    def _own_forward_flops_per_token(self, seq_len: int) -> float:
+        cfg: GroupedQueryAttention.Config = self.config
+        projections = 2 * cfg.input_dim * cfg.head_dim * 2 * (cfg.num_heads + cfg.num_kv_heads)
+        keys_seen = (seq_len + 1) / 2  # On average, under the causal mask.
+        return projections + 2 * 2 * keys_seen * cfg.num_heads * cfg.head_dim
+
+
+def _bias(shape: tuple[int, ...], axes: Axes) -> ParameterSpec:
+    zeros = initializers.constant(0.0)
+    return ParameterSpec(shape, axes, initializer=zeros, weight_decay_scale=0.0)
+
+
+def _is_array(value: object) -> bool:
+    return isinstance(value, jax.Array)

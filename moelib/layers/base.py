@@ -1,0 +1,144 @@
+"""BaseLayer: a module that has parameters."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from moelib.core.config import ConfigOr, DType, config_class, maybe_instantiate
+from moelib.core.context import Nested, fold_name
+from moelib.core.module import Module, nowrap
+from moelib.core.param import Initializer, ParameterSpec
+from moelib.layers import initializers
+
+
+class BaseLayer(Module):
+    """A module with parameters, which it describes by `_create_layer_parameter_specs`.
+
+    `dtype`, `param_init` and `output_init` that are None are those of the layer that holds it.
+    """
+
+    @config_class
+    class Config(Module.Config):
+        """Config of `BaseLayer`."""
+
+        dtype: DType | None = None  # Of the stored parameters; float32 at the root.
+        param_init: ConfigOr[Callable] | None = None  # Of weights; N(0, 1 / fan-in) at the root.
+        output_init: ConfigOr[Callable] | None = None  # Of weights that write to the residual
+        # stream; `param_init` if no layer above sets it.
+
+    @nowrap
+    def _inherited(self, field: str) -> Any:
+        """Returns a config field of this layer, or of the nearest one above that sets it."""
+        layer: Module | None = self
+        while isinstance(layer, BaseLayer):
+            value = getattr(layer.config, field)
+            if value is not None:
+                return value
+            layer = layer.parent
+        return None
+
+    def _initializer(self, field: str = "param_init") -> Initializer:
+        """Returns the initializer of this layer's weights ("param_init" or "output_init")."""
+        init = self._inherited(field)
+        if init is None and field == "output_init":
+            init = self._inherited("param_init")
+        return initializers.fan_in_normal() if init is None else maybe_instantiate(init)
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        """Returns the specs of the parameters of this layer itself, by name."""
+        return {}
+
+    @nowrap
+    def layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        """Returns the specs of this layer's own parameters, with dtype and initializer filled in."""
+        dtype = self._inherited("dtype") or "float32"
+        return {
+            name: dataclasses.replace(
+                spec,
+                dtype=dtype if spec.dtype == "" else spec.dtype,
+                initializer=spec.initializer or self._initializer(),
+            )
+            for name, spec in self._create_layer_parameter_specs().items()
+        }
+
+    @nowrap
+    def create_parameter_specs_recursively(self) -> Nested:
+        """Returns the specs of all parameters of this layer and the layers inside."""
+        specs: Nested = dict(self.layer_parameter_specs())
+        for name, child in self.children.items():
+            if isinstance(child, BaseLayer):
+                specs[name] = child.create_parameter_specs_recursively()
+        return _without_empty(specs)
+
+    @nowrap
+    def initialize_parameters_recursively(
+        self, prng_key: jax.Array, *, prebuilt: Nested | None = None
+    ) -> Nested:
+        """Returns initial parameters. `prebuilt` ones are taken as they are.
+
+        A parameter's values depend on the key and its path only.
+        """
+        prebuilt = prebuilt or {}
+        params: Nested = {}
+        for name, spec in self.layer_parameter_specs().items():
+            assert spec.initializer is not None
+            key = fold_name(prng_key, name)
+            params[name] = prebuilt[name] if name in prebuilt else spec.initializer(key, spec)
+        for name, child in self.children.items():
+            if isinstance(child, BaseLayer):
+                params[name] = child.initialize_parameters_recursively(
+                    fold_name(prng_key, name), prebuilt=prebuilt.get(name)
+                )
+        return _without_empty(params)
+
+    # What happens between steps.
+
+    def _end_step(self, params: Nested) -> Nested:
+        """Returns this layer's own parameters as they are after an optimizer step."""
+        return params
+
+    @nowrap
+    def end_step_recursively(self, state: Nested) -> Nested:
+        """Returns the state after an optimizer step, in which layers update what is not trained."""
+        own = {name: value for name, value in state.items() if name not in self.children}
+        state = {**state, **self._end_step(own)}
+        for name, child in self.children.items():
+            if isinstance(child, BaseLayer) and name in state:
+                state[name] = child.end_step_recursively(state[name])
+        return state
+
+    # Costs.
+
+    def _own_active_parameters(self) -> int:
+        """Returns how many of this layer's own parameters take part in computing one token."""
+        return sum(spec.size for spec in self.layer_parameter_specs().values() if spec.trainable)
+
+    @nowrap
+    def active_parameters(self) -> int:
+        """Returns how many trainable parameters take part in computing one token."""
+        inside = (c.active_parameters() for c in self.children.values() if isinstance(c, BaseLayer))
+        return self._own_active_parameters() + sum(inside)
+
+    def _own_forward_flops_per_token(self, seq_len: int) -> float:
+        """Returns the forward matmul FLOPs a token of this layer itself."""
+        del seq_len
+        return 0.0
+
+    @nowrap
+    def forward_flops_per_token(self, seq_len: int) -> float:
+        """Returns the forward FLOPs a token: 2 for each multiply-add of a matmul, else nothing."""
+        inside = (
+            c.forward_flops_per_token(seq_len) for c in self.children.values() if isinstance(c, BaseLayer)
+        )
+        return self._own_forward_flops_per_token(seq_len) + sum(inside)
+
+    @property
+    def parameters(self) -> Nested:
+        """The parameters of this layer in the current context."""
+        return self.state
+
+
+def _without_empty(tree: Nested) -> Nested:
+    return {name: value for name, value in tree.items() if not (isinstance(value, dict) and not value)}

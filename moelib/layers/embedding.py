@@ -1,0 +1,36 @@
+"""Token embedding, and its use as a tied output head."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from moelib.core.config import REQUIRED, Required, config_class
+from moelib.core.param import FanAxes, ParameterSpec
+from moelib.layers.base import BaseLayer
+
+
+class Embedding(BaseLayer):
+    """A table of V vectors of size D."""
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Config of `Embedding`."""
+
+        num_embeddings: Required[int] = REQUIRED  # V.
+        dim: Required[int] = REQUIRED  # D.
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        cfg: Embedding.Config = self.config
+        # A lookup sums nothing: fan-in is 1 for a table, D where it serves as the head.
+        return {
+            "weight": ParameterSpec(
+                (cfg.num_embeddings, cfg.dim), ("vocab", "embed"), fan_axes=FanAxes((1,), (0,))
+            )
+        }
+
+    def forward(self, ids: Int[Array, "B S"]) -> Float[Array, "B S D"]:
+        """Returns the vectors of the ids. Ids beyond the table give NaN, never another's vector."""
+        return jnp.take(self.parameters["weight"], ids, axis=0, mode="fill", fill_value=jnp.nan)
+
+    def attend(self, x: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
+        """Returns the inner products with all vectors: the logits of a tied head."""
+        return jnp.einsum("bsd,vd->bsv", x, self.parameters["weight"].astype(x.dtype))

@@ -1,0 +1,55 @@
+"""Dense feed-forward layer: up-projection, activation, down-projection."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from moelib.core.config import REQUIRED, Required, config_class
+from moelib.core.param import FanAxes, ParameterSpec
+from moelib.layers.activation import Activation, activate
+from moelib.layers.base import BaseLayer
+from moelib.parallel.sharding import constrain
+
+
+class FeedForward(BaseLayer):
+    """y = f(x W_gate) * (x W_up) W_down, or f(x W_up) W_down without a gate."""
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Config of `FeedForward`."""
+
+        input_dim: Required[int] = REQUIRED  # D.
+        hidden_dim: Required[int] = REQUIRED  # F.
+        activation: Activation = Activation.SWIGLU
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        cfg: FeedForward.Config = self.config
+        n = cfg.activation.num_projections
+        return {
+            "up": ParameterSpec(
+                (cfg.input_dim, n, cfg.hidden_dim),
+                ("embed", None, "ffn"),
+                fan_axes=FanAxes((0,), (2,), (1,)),
+            ),
+            "down": ParameterSpec(
+                (cfg.hidden_dim, cfg.input_dim),
+                ("ffn", "embed"),
+                fan_axes=FanAxes((0,), (1,)),
+                initializer=self._initializer("output_init"),
+            ),
+        }
+
+    def forward(
+        self, x: Float[Array, "B S D"], mask: Bool[Array, "B S"] | None = None
+    ) -> Float[Array, "B S D"]:
+        """Returns the layer's output. The mask of valid tokens is of no use here."""
+        del mask
+        up, down = (self.parameters[name].astype(x.dtype) for name in ("up", "down"))
+        hidden = jnp.einsum("bsd,dnf->bsnf", x, up)
+        hidden = activate(hidden, self.config.activation)  # [B, S, F]
+        hidden = constrain(hidden, ("batch", "sequence", "activation_ffn"))
+        return jnp.einsum("bsf,fd->bsd", hidden, down)
+
+    def _own_forward_flops_per_token(self, seq_len: int) -> float:
+        del seq_len
+        cfg: FeedForward.Config = self.config
+        return 2.0 * cfg.input_dim * cfg.hidden_dim * (cfg.activation.num_projections + 1)

@@ -1,0 +1,51 @@
+"""Initial values of parameters: functions that return `(key, spec) -> values`.
+
+A layer's keys are derived from the parameter's path, so values depend neither on the mesh nor on
+the order of layers.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from moelib.core.param import Initializer, ParameterSpec
+
+
+def normal(std: float = 0.02) -> Initializer:
+    """Returns an initializer that draws from N(0, std^2)."""
+
+    def init(key: jax.Array, spec: ParameterSpec) -> jax.Array:
+        return (std * jax.random.normal(key, spec.shape, jnp.float32)).astype(spec.dtype)
+
+    return init
+
+
+def truncated_normal(std: float = 0.02, bound: float = 3.0) -> Initializer:
+    """Returns an initializer that draws from N(0, std^2), redrawn beyond `bound` * std."""
+
+    def init(key: jax.Array, spec: ParameterSpec) -> jax.Array:
+        values = jax.random.truncated_normal(key, -bound, bound, spec.shape, jnp.float32)
+        return (std * values).astype(spec.dtype)
+
+    return init
+
+
+def fan_in_normal(scale: float = 1.0) -> Initializer:
+    """Returns an initializer that draws from N(0, scale^2 / fan-in) (LeCun et al., 1998)."""
+
+    def init(key: jax.Array, spec: ParameterSpec) -> jax.Array:
+        fan_in, _ = spec.fans()
+        return normal(scale / math.sqrt(fan_in))(key, spec)
+
+    return init
+
+
+def constant(value: float = 0.0) -> Initializer:
+    """Returns an initializer that fills with one value."""
+
+    def init(key: jax.Array, spec: ParameterSpec) -> jax.Array:
+        del key
+        return jnp.full(spec.shape, value, spec.dtype)
+
+    return init

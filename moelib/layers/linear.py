@@ -1,0 +1,51 @@
+"""Linear: y = x W + b."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from moelib.core.config import REQUIRED, Required, config_class
+from moelib.core.param import Axes, FanAxes, ParameterSpec
+from moelib.layers import initializers
+from moelib.layers.base import BaseLayer
+
+
+class Linear(BaseLayer):
+    """A linear map of the last dimension."""
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Config of `Linear`."""
+
+        input_dim: Required[int] = REQUIRED
+        output_dim: Required[int] = REQUIRED
+        bias: bool = False
+        axes: tuple[str | None, str | None] = ("embed", None)  # Logical axes of the weight.
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        cfg: Linear.Config = self.config
+        axes: Axes = cfg.axes
+        specs = {
+            "weight": ParameterSpec(
+                (cfg.input_dim, cfg.output_dim), axes, fan_axes=FanAxes((0,), (1,))
+            )
+        }
+        if cfg.bias:
+            specs["bias"] = ParameterSpec(
+                (cfg.output_dim,),
+                axes[1:],
+                initializer=initializers.constant(0.0),
+                weight_decay_scale=0.0,
+            )
+        return specs
+
+    def forward(self, x: Float[Array, "... D"]) -> Float[Array, "... F"]:
+        """Returns x W + b."""
+        y = jnp.einsum("...d,df->...f", x, self.parameters["weight"].astype(x.dtype))
+        if "bias" in self.parameters:
+            bias = self.parameters["bias"].astype(x.dtype)
+            y = y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
+        return y
+
+    def _own_forward_flops_per_token(self, seq_len: int) -> float:
+        del seq_len
+        return 2.0 * self.config.input_dim * self.config.output_dim

@@ -1,0 +1,34 @@
+"""What is logged of every MoE layer: how healthy its routing is."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from moelib.core.metrics import WeightedScalar, weighted
+from moelib.layers.moe.balance import expert_counts
+from moelib.layers.moe.router import Routing
+
+
+def routing_metrics(routing: Routing) -> dict[str, WeightedScalar]:
+    """Returns the metrics of one layer, over its valid tokens.
+
+    load_max_over_mean: Rows of the busiest expert over the mean, 1 when even.
+    dead_experts: How many experts got no token.
+    entropy: Mean entropy of the router's probabilities, nats; log E when it knows nothing.
+    logit_rms: Root mean square of the router's logits.
+    """
+    num_experts = routing.probs.shape[-1]
+    tokens = jnp.sum(routing.mask, dtype=jnp.float32)
+    counts = jnp.sum(expert_counts(routing.expert_ids, routing.mask, num_experts), 0)  # [E]
+    mean = jnp.maximum(jnp.mean(counts), 1e-9)
+
+    def token_mean(values: Float[Array, "B S"]) -> Float[Array, ""]:
+        return jnp.sum(jnp.where(routing.mask, values, 0.0)) / jnp.maximum(tokens, 1.0)
+
+    entropy = -jnp.sum(routing.probs * jnp.log(jnp.maximum(routing.probs, 1e-30)), -1)
+    squares = jnp.mean(jnp.square(routing.logits), -1)
+    return {
+        "load_max_over_mean": weighted(jnp.max(counts) / mean, tokens),
+        "dead_experts": weighted(jnp.sum(counts == 0, dtype=jnp.float32), tokens),
+        "entropy": weighted(token_mean(entropy), tokens),
+        "logit_rms": weighted(jnp.sqrt(token_mean(squares)), tokens),
+    }

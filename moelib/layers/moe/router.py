@@ -1,0 +1,111 @@
+"""Router: which experts a token goes to, and with what weights.
+
+Shapes: B batch, S sequence, E experts, K experts a token.
+"""
+
+import enum
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from moelib.core.config import REQUIRED, Required, config_class
+from moelib.core.param import FanAxes, ParameterSpec
+from moelib.layers.base import BaseLayer
+from moelib.layers.moe.balance import BiasBalancing
+
+
+class Routing(NamedTuple):
+    """Where tokens go. All arrays are float32 but the ids and the mask.
+
+    Attributes:
+        expert_ids: The K experts of each token, best first.
+        weights: What each expert's output is multiplied by.
+        probs: Scores over all experts, which sum to 1 a token; for balance losses.
+        logits: The router's raw outputs.
+        mask: False for padding, which goes to no expert.
+    """
+
+    expert_ids: Int[Array, "B S K"]
+    weights: Float[Array, "B S K"]
+    probs: Float[Array, "B S E"]
+    logits: Float[Array, "B S E"]
+    mask: Bool[Array, "B S"]
+
+
+class Score(enum.Enum):
+    """How logits become the weights of the chosen experts."""
+
+    SOFTMAX_BEFORE_TOP_K = "softmax_before_top_k"  # Softmax over all experts (Switch, OLMoE).
+    SOFTMAX_AFTER_TOP_K = "softmax_after_top_k"  # Softmax over the chosen ones (Mixtral, GPT-OSS).
+    SIGMOID = "sigmoid"  # Each expert by itself (DeepSeek-V3, arXiv:2412.19437, eq. 15).
+
+
+class Router(BaseLayer):
+    """Sends each token to the K experts with the highest scores, computed in float32."""
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Config of `Router`."""
+
+        input_dim: Required[int] = REQUIRED  # D.
+        num_experts: Required[int] = REQUIRED  # E.
+        num_experts_per_token: Required[int] = REQUIRED  # K.
+        score: Score = Score.SOFTMAX_BEFORE_TOP_K
+        renormalize: bool = False  # Whether the K weights are divided by their sum.
+        scaling_factor: float = 1.0  # Multiplies the weights.
+        bias_balancing: BiasBalancing.Config | None = None
+
+    def __init__(self, cfg: Config, *, parent: BaseLayer | None) -> None:
+        super().__init__(cfg, parent=parent)
+        cfg = self.config
+        if not 1 <= cfg.num_experts_per_token <= cfg.num_experts:
+            raise ValueError(
+                f"{self.path()}: num_experts_per_token is {cfg.num_experts_per_token}; it must be "
+                f"from 1 to num_experts, {cfg.num_experts}."
+            )
+        if cfg.bias_balancing is not None:
+            balancing = cfg.bias_balancing.clone(num_experts=cfg.num_experts)
+            self._add_child("bias_balancing", balancing)
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        cfg: Router.Config = self.config
+        return {
+            "weight": ParameterSpec(
+                (cfg.input_dim, cfg.num_experts), (None, None), fan_axes=FanAxes((0,), (1,))
+            )
+        }
+
+    def forward(self, x: Float[Array, "B S D"], mask: Bool[Array, "B S"]) -> Routing:
+        """Returns where each token goes. Ties go to the expert with the lower number."""
+        cfg: Router.Config = self.config
+        logits = jnp.einsum(
+            "bsd,de->bse",
+            x.astype(jnp.float32),
+            self.parameters["weight"].astype(jnp.float32),
+            precision=jax.lax.Precision.HIGHEST,
+        )
+        if cfg.score is Score.SIGMOID:
+            scores = jax.nn.sigmoid(logits)
+            probs = scores / jnp.sum(scores, -1, keepdims=True)
+        else:
+            probs = scores = jax.nn.softmax(logits, -1)
+        choice = scores
+        if cfg.bias_balancing is not None:
+            choice = self.bias_balancing.biased(scores)
+        _, expert_ids = jax.lax.top_k(jax.lax.stop_gradient(choice), cfg.num_experts_per_token)
+        if cfg.score is Score.SOFTMAX_AFTER_TOP_K:
+            weights = jax.nn.softmax(jnp.take_along_axis(logits, expert_ids, -1), -1)
+        else:
+            weights = jnp.take_along_axis(scores, expert_ids, -1)  # [B, S, K]
+        if cfg.renormalize:
+            weights = weights / (jnp.sum(weights, -1, keepdims=True) + 1e-20)
+        routing = Routing(expert_ids, weights * cfg.scaling_factor, probs, logits, mask)
+        if cfg.bias_balancing is not None and self.is_training:
+            self.bias_balancing.count(expert_ids, mask)
+        return routing
+
+    def _own_forward_flops_per_token(self, seq_len: int) -> float:
+        del seq_len
+        return 2.0 * self.config.input_dim * self.config.num_experts

@@ -1,0 +1,70 @@
+"""RMSNorm and LayerNorm, computed in float32."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from moelib.core.config import REQUIRED, Required, config_class
+from moelib.core.param import ParameterSpec
+from moelib.layers import initializers
+from moelib.layers.base import BaseLayer
+
+
+class BaseNorm(BaseLayer):
+    """A normalisation of the last dimension with a learned scale."""
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Config of `BaseNorm`."""
+
+        dim: Required[int] = REQUIRED
+        eps: float = 1e-6
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        ones = initializers.constant(1.0)
+        shape = (self.config.dim,)
+        return {"scale": ParameterSpec(shape, ("norm",), initializer=ones, weight_decay_scale=0.0)}
+
+    def _scaled(self, x: Float[Array, "... D"], name: str = "scale") -> Float[Array, "..."]:
+        """Returns a parameter [D] in float32 with as many dimensions as x."""
+        return self.parameters[name].astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+class RMSNorm(BaseNorm):
+    """x / rms(x) * scale. Source: Zhang and Sennrich, arXiv:1910.07467, eq. 4."""
+
+    def forward(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        """Returns the normalised x, in the dtype of x."""
+        x32 = x.astype(jnp.float32)
+        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x32), -1, keepdims=True) + self.config.eps)
+        return (x32 * inverse * self._scaled(x)).astype(x.dtype)
+
+
+class LayerNorm(BaseNorm):
+    """(x - mean) / std * scale + bias. Source: Ba et al., arXiv:1607.06450."""
+
+    @config_class
+    class Config(BaseNorm.Config):
+        """Config of `LayerNorm`."""
+
+        eps: float = 1e-5
+        bias: bool = True
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        specs = super()._create_layer_parameter_specs()
+        if self.config.bias:
+            zeros = initializers.constant(0.0)
+            specs["bias"] = ParameterSpec(
+                (self.config.dim,), ("norm",), initializer=zeros, weight_decay_scale=0.0
+            )
+        return specs
+
+    def forward(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        """Returns the normalised x, in the dtype of x."""
+        x32 = x.astype(jnp.float32)
+        centred = x32 - jnp.mean(x32, -1, keepdims=True)
+        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(centred), -1, keepdims=True) + self.config.eps)
+        y = centred * inverse * self._scaled(x)
+        if self.config.bias:
+            y = y + self._scaled(x, "bias")
+        return y.astype(x.dtype)

@@ -1,0 +1,101 @@
+"""A causal language model: embedding, decoder, norm, head."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from moelib.core.config import REQUIRED, Required, config_class
+from moelib.core.metrics import WeightedScalar, weighted
+from moelib.core.module import Module, nowrap
+from moelib.layers.base import BaseLayer
+from moelib.layers.embedding import Embedding
+from moelib.layers.linear import Linear
+from moelib.layers.norm import BaseNorm, RMSNorm
+from moelib.layers.transformer import ScanStack
+from moelib.models.loss import language_model_loss
+from moelib.parallel.sharding import constrain
+
+Batch = dict[str, Any]
+
+
+class CausalLM(BaseLayer):
+    """Predicts each token from those before it.
+
+    A batch holds `input_ids [B, S] int32`, `target_labels [B, S]` (negative: does not count),
+    and optionally `segment_ids [B, S]` (0 is padding) and `positions [B, S]`.
+    """
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Config of `CausalLM`."""
+
+        vocab_size: Required[int] = REQUIRED  # V.
+        dim: Required[int] = REQUIRED  # D.
+        embedding: Embedding.Config = Embedding.default_config()
+        decoder: BaseLayer.Config = ScanStack.default_config()
+        output_norm: BaseNorm.Config = RMSNorm.default_config()
+        lm_head: Linear.Config | None = Linear.default_config()  # None ties it to the embedding.
+        z_loss: float = 0.0  # Weight of the squared logsumexp of the logits in the objective.
+
+    def __init__(self, cfg: Config, *, parent: Module | None) -> None:
+        super().__init__(cfg, parent=parent)
+        cfg = self.config
+        self._add_child("embedding", cfg.embedding.clone(num_embeddings=cfg.vocab_size, dim=cfg.dim))
+        self._add_child("decoder", cfg.decoder.clone(input_dim=cfg.dim))
+        self._add_child("output_norm", cfg.output_norm.clone(dim=cfg.dim))
+        if cfg.lm_head is not None:
+            head = cfg.lm_head.clone(
+                input_dim=cfg.dim, output_dim=cfg.vocab_size, axes=("embed", "vocab")
+            )
+            self._add_child("lm_head", head)
+
+    def hidden(self, batch: Batch) -> Float[Array, "B S D"]:
+        """Returns the normalised output of the decoder."""
+        ids: Int[Array, "B S"] = batch["input_ids"]
+        segment_ids = batch.get("segment_ids")
+        positions = batch.get("positions")
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(ids.shape[1])[None], ids.shape)
+        mask = None if segment_ids is None else segment_ids > 0
+        x = constrain(self.embedding(ids), ("batch", "sequence", "activation_embed"))
+        x = self.decoder(x, positions=positions, segment_ids=segment_ids, mask=mask)
+        return self.output_norm(x)
+
+    def forward(self, batch: Batch) -> tuple[WeightedScalar, dict[str, WeightedScalar]]:
+        """Returns (loss, metrics): means over the batch's valid tokens and their number.
+
+        The loss is the cross-entropy in nats plus the z-loss of the config; auxiliary losses of
+        layers are put out beside it. Metrics hold `cross_entropy` alone.
+        """
+        hidden = self.hidden(batch)
+        tied = self.config.lm_head is None
+        head = self.parameters["embedding" if tied else "lm_head"]["weight"]
+        out = language_model_loss(
+            hidden,
+            head.astype(hidden.dtype),
+            batch["target_labels"],
+            tied=tied,
+            z_loss=self.config.z_loss,
+        )
+        num = jnp.maximum(out.num_tokens, 1.0)
+        loss = WeightedScalar(out.objective / num, out.num_tokens)
+        return loss, {"cross_entropy": weighted(out.cross_entropy / num, out.num_tokens)}
+
+    def logits(self, batch: Batch) -> Float[Array, "B S V"]:
+        """Returns the logits of the next token at every position."""
+        hidden = self.hidden(batch)
+        if self.config.lm_head is None:
+            return self.embedding.attend(hidden)
+        return self.lm_head(hidden)
+
+    @nowrap
+    def forward_flops_per_token(self, seq_len: int) -> float:
+        """Returns the forward FLOPs a token, a tied head's included."""
+        head = 2.0 * self.config.dim * self.config.vocab_size if self.config.lm_head is None else 0.0
+        return super().forward_flops_per_token(seq_len) + head
+
+    @nowrap
+    def flops_per_token(self, *, seq_len: int) -> float:
+        """Returns the matmul FLOPs of a training token, forward and backward: 3 times forward."""
+        return 3.0 * self.forward_flops_per_token(seq_len)

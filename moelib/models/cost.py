@@ -1,0 +1,44 @@
+"""What a model costs: parameters, FLOPs a token, bytes of state; exact, from the config alone."""
+
+import dataclasses
+
+import jax
+
+from moelib.core import tree
+from moelib.core.param import is_spec
+from moelib.models.causal_lm import CausalLM
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelCost:
+    """Counts of one model.
+
+    Attributes:
+        total_parameters: All trainable parameters.
+        active_parameters: Those that take part in computing one token.
+        active_non_embedding_parameters: The same without embedding and output head.
+        train_flops_per_token: FLOPs of the matmuls of one training token, forward and backward (3
+            times forward); attention counts the keys that the causal mask lets through.
+        parameter_bytes: Bytes of all stored parameters.
+    """
+
+    total_parameters: int
+    active_parameters: int
+    active_non_embedding_parameters: int
+    train_flops_per_token: float
+    parameter_bytes: int
+
+
+def model_cost(model: CausalLM, *, seq_len: int) -> ModelCost:
+    """Returns the counts of a model at a sequence length."""
+    specs = model.create_parameter_specs_recursively()
+    leaves = jax.tree.leaves(specs, is_leaf=is_spec)
+    active = model.active_parameters()
+    outside = [model.children[n] for n in ("embedding", "lm_head") if n in model.children]
+    return ModelCost(
+        total_parameters=sum(spec.size for spec in leaves if spec.trainable),
+        active_parameters=active,
+        active_non_embedding_parameters=active - sum(m.active_parameters() for m in outside),
+        train_flops_per_token=model.flops_per_token(seq_len=seq_len),
+        parameter_bytes=tree.count_bytes(specs),
+    )

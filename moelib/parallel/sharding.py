@@ -1,0 +1,150 @@
+"""The one table from logical axes to mesh axes, and the places of arrays that follow from it.
+
+Layers name the dimensions of their parameters and activations ("embed", "ffn", "batch"); only
+this file knows the mesh. Without a mesh everything here does nothing.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from moelib.core import tree
+from moelib.core.config_values import did_you_mean
+from moelib.core.param import ParameterSpec, is_spec
+
+Rules = Mapping[str, tuple[str, ...]]
+
+# Weights are split over fsdp along the model width and over model along what tensor parallelism
+# splits; activations over the batch axes. An axis that the mesh lacks or that has size 1 is no
+# split. A logical axis with an empty tuple is never split.
+DEFAULT_RULES: Rules = {
+    # Parameters.
+    "vocab": ("model",),
+    "embed": ("fsdp",),
+    "ffn": ("model",),
+    "heads": ("model",),
+    "kv_heads": ("model",),
+    "head_dim": (),
+    "experts": ("expert",),
+    "layers": (),
+    "norm": (),
+    # Activations.
+    "batch": ("data", "expert", "fsdp"),
+    "sequence": ("seq",),
+    "activation_embed": (),
+    "activation_ffn": ("model",),
+    "activation_heads": ("model",),
+}
+
+_overrides: ContextVar[Rules] = ContextVar("moelib_sharding_rules", default={})
+
+
+@contextlib.contextmanager
+def sharding_rules(overrides: Rules) -> Iterator[None]:
+    """Changes some lines of the table inside the block.
+
+    Raises:
+        ValueError: If a logical axis is not in the table.
+    """
+    for name in overrides:
+        _check_known(name, DEFAULT_RULES)
+    token = _overrides.set({**_overrides.get(), **overrides})
+    try:
+        yield
+    finally:
+        _overrides.reset(token)
+
+
+def current_rules() -> Rules:
+    """Returns the table in force."""
+    return {**DEFAULT_RULES, **_overrides.get()}
+
+
+def current_mesh() -> jax.sharding.AbstractMesh | None:
+    """Returns the mesh that `jax.set_mesh` set, or None without one or inside a shard_map."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty or mesh.manual_axes else mesh
+
+
+def _check_known(name: str, rules: Rules) -> None:
+    if name not in rules:
+        raise ValueError(f"no sharding rule for the logical axis {name!r}; {did_you_mean(name, rules)}")
+
+
+def mesh_axes(name: str, mesh_shape: Mapping[str, int], rules: Rules | None = None) -> tuple[str, ...]:
+    """Returns the mesh axes, larger than 1, over which a logical axis is split."""
+    rules = current_rules() if rules is None else rules
+    _check_known(name, rules)
+    return tuple(axis for axis in rules[name] if mesh_shape.get(axis, 1) > 1)
+
+
+def partition_spec(
+    axes: Sequence[str | None],
+    mesh_shape: Mapping[str, int],
+    *,
+    shape: Sequence[int] | None = None,
+    rules: Rules | None = None,
+    place: str = "an array",
+) -> PartitionSpec:
+    """Returns how an array with these logical axes is split over a mesh.
+
+    Args:
+        axes: A logical axis, or None, for each dimension.
+        mesh_shape: Sizes of the mesh axes.
+        shape: Sizes of the dimensions; if given, each must divide.
+        rules: The table; by default the one in force.
+        place: What the array is, for errors.
+
+    Raises:
+        ValueError: If a mesh axis would be used twice, or a dimension does not divide.
+    """
+    entries: list[Any] = []
+    used: dict[str, str] = {}
+    for i, name in enumerate(axes):
+        names = () if name is None else mesh_axes(name, mesh_shape, rules)
+        for axis in names:
+            if axis in used:
+                raise ValueError(
+                    f"{place}: the mesh axis {axis!r} would split both {used[axis]!r} and {name!r}; "
+                    "change one of their sharding rules."
+                )
+            used[axis] = str(name)
+        parts = 1
+        for axis in names:
+            parts *= mesh_shape[axis]
+        if shape is not None and shape[i] % parts:
+            raise ValueError(
+                f"{place}: its dimension {name!r} of {shape[i]} does not divide into {parts} parts "
+                f"(mesh axes {', '.join(names)}); change the size or the mesh."
+            )
+        entries.append(names[0] if len(names) == 1 else names or None)
+    return PartitionSpec(*entries)
+
+
+def named_shardings(specs: Any, mesh: jax.sharding.Mesh, rules: Rules | None = None) -> Any:
+    """Returns a tree of NamedShardings, one for each ParameterSpec of a tree.
+
+    Raises:
+        ValueError: As `partition_spec`, with the parameter's path.
+    """
+    shape = dict(mesh.shape)
+
+    def place(path: Any, spec: ParameterSpec) -> NamedSharding:
+        name = tree.path_string(path)
+        split = partition_spec(spec.axes, shape, shape=spec.shape, rules=rules, place=name)
+        return NamedSharding(mesh, split)
+
+    return jax.tree_util.tree_map_with_path(place, specs, is_leaf=is_spec)
+
+
+def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
+    """Tells the compiler how an activation is split. Does nothing without a mesh."""
+    mesh = current_mesh()
+    if mesh is None or mesh.size == 1:
+        return x
+    spec = partition_spec(axes, dict(mesh.shape), shape=x.shape, place=f"an activation {axes}")
+    return jax.lax.with_sharding_constraint(x, spec)
