@@ -1,0 +1,146 @@
+"""Token sources: tokenized documents with random access, as packing reads them.
+
+A source is a sequence of documents inside a few flat arrays of tokens ("files"), so that any piece
+of any document is one slice. Token positions are global: files follow one another.
+
+Letters: N documents, V vocabulary, P pieces.
+"""
+
+import hashlib
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from moelib.core.config import REQUIRED, Configurable, Required, config_class
+
+
+class TokenSource(Configurable):
+    """Tokenized documents. A subclass fills the attributes, and says how to get at a file."""
+
+    @config_class
+    class Config(Configurable.Config):
+        """Config of `TokenSource`."""
+
+    name: str  # What messages call it.
+    vocab_size: int  # Every id is below it.
+    eos_id: int
+    fingerprint: str  # Another one means other tokens.
+    token_num_bytes: npt.NDArray[np.int32]  # [V] bytes of text that each token covers.
+    starts: npt.NDArray[np.int64]  # [N] where each document begins.
+    lengths: npt.NDArray[np.int64]  # [N] tokens of each document, end of text included.
+    file_starts: npt.NDArray[np.int64]  # Where each file begins, and last the end of all.
+
+    @abstractmethod
+    def file(self, index: int) -> npt.NDArray[np.unsignedinteger | np.signedinteger]:
+        """Returns all tokens of a file, as a flat array (mapped memory, usually)."""
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents N."""
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents, end of text included."""
+        return int(self.lengths.sum())
+
+    def document(self, index: int) -> npt.NDArray[np.int32]:
+        """Returns the ids of a document. Raises IndexError if there is no such document."""
+        if not 0 <= index < self.num_documents:
+            raise IndexError(f"{self.name} has {self.num_documents} documents; {index} is none.")
+        out = np.empty(self.lengths[index], np.int32)
+        self.read(self.starts[index : index + 1], self.lengths[index : index + 1], out, [0])
+        return out
+
+    def read(
+        self,
+        starts: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int64],
+        out: npt.NDArray[np.int32],
+        places: npt.NDArray[np.int64] | Sequence[int],
+    ) -> None:
+        """Copies P pieces, none of which crosses a document, into a flat array.
+
+        Args:
+            starts: Where each piece begins [P].
+            lengths: Tokens of each piece [P].
+            out: Where they go.
+            places: Index in `out` of each piece's first token [P].
+        """
+        files = np.searchsorted(self.file_starts, starts, side="right") - 1
+        local = starts - self.file_starts[files]
+        places = np.asarray(places)
+        for index in np.unique(files).tolist():
+            tokens, mine = self.file(index), files == index
+            for place, start, length in zip(
+                places[mine].tolist(), local[mine].tolist(), lengths[mine].tolist(), strict=True
+            ):
+                out[place : place + length] = tokens[start : start + length]
+
+    def at(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        """Returns single tokens [P]."""
+        files = np.searchsorted(self.file_starts, indices, side="right") - 1
+        out = np.empty(len(indices), np.int32)
+        for index in np.unique(files).tolist():
+            mine = files == index
+            out[mine] = self.file(index)[indices[mine] - self.file_starts[index]]
+        return out
+
+
+class InMemoryTokens(TokenSource):
+    """Documents of token ids given in the config: for tests and examples."""
+
+    @config_class
+    class Config(TokenSource.Config):
+        """Config of `InMemoryTokens`."""
+
+        documents: Required[Sequence[Sequence[int]]] = REQUIRED
+        vocab_size: Required[int] = REQUIRED
+        eos_id: int = 0
+
+    def __init__(self, cfg: Config) -> None:
+        """Checks the ids.
+
+        Raises:
+            ValueError: If there is no document, or an id is not in the vocabulary.
+        """
+        super().__init__(cfg)
+        cfg = self.config
+        if not cfg.documents:
+            raise ValueError("InMemoryTokens has no documents; set documents to at least one.")
+        self._hold([np.asarray(ids, np.int64) for ids in cfg.documents], cfg.vocab_size, cfg.eos_id)
+
+    def _hold(
+        self, documents: Sequence[npt.NDArray[np.integer]], vocab_size: int, eos_id: int
+    ) -> None:
+        """Takes the documents in."""
+        self.name = f"{type(self).__name__} of {len(documents)} documents"
+        tokens = np.concatenate(documents)
+        check_vocabulary(tokens, vocab_size, self.name)
+        self._tokens = tokens.astype(np.int32)
+        self.vocab_size, self.eos_id = vocab_size, eos_id
+        self.token_num_bytes = np.ones(vocab_size, np.int32)
+        self.token_num_bytes[eos_id] = 0
+        self.lengths = np.array([len(ids) for ids in documents], np.int64)
+        self.starts = np.cumsum(self.lengths) - self.lengths
+        self.file_starts = np.array([0, len(tokens)], np.int64)
+        content = hashlib.sha256(self._tokens.astype("<i4").tobytes())
+        content.update(self.lengths.astype("<i8").tobytes())
+        self.fingerprint = content.hexdigest()
+
+    def file(self, index: int) -> npt.NDArray[np.int32]:
+        """Returns all tokens."""
+        del index
+        return self._tokens
+
+
+def check_vocabulary(tokens: npt.NDArray[np.integer], vocab_size: int, place: str) -> None:
+    """Raises ValueError if an id is negative or not below `vocab_size`."""
+    if tokens.size and not (0 <= tokens.min() and tokens.max() < vocab_size):
+        index = int(np.argmax((tokens < 0) | (tokens >= vocab_size)))
+        raise ValueError(
+            f"{place}: token id {tokens.flat[index]} (token {index}) is beyond the vocabulary of "
+            f"{vocab_size}; set vocab_size above every id, or use the tokenizer that goes with it."
+        )

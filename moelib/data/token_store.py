@@ -1,0 +1,260 @@
+"""The token store: tokenized documents on disk, read as mapped memory.
+
+A store is a folder:
+
+    meta.json             counts, hashes, files; written last, so a store without it is no store
+    tokenizer.json        the tokenizer that made it (absent if none did)
+    tokens-00000.bin ...  ids, uint16 or uint32 little endian; documents follow one another
+    lengths.npy           tokens of each document, uint32 [N]
+    num_bytes.npy         UTF-8 bytes of each document's text, uint32 [N]
+    token_num_bytes.npy   bytes of text that each token covers, int32 [V]
+
+Which documents belong to which split (train, validation) is decided by a hash of the document's
+index and the store's split seed. It is written in no file: the fractions in meta.json say it
+all, so that training and evaluation cannot disagree.
+
+Letters: N documents, V vocabulary.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moelib.core.config import REQUIRED, Required, config_class
+from moelib.data.hashing import random_uniform
+from moelib.data.token_source import TokenSource, check_vocabulary
+from moelib.data.tokenizer import FILE_NAME, Tokenizer
+
+FORMAT = 1
+META = "meta.json"
+LENGTHS = "lengths.npy"
+NUM_BYTES = "num_bytes.npy"
+TOKEN_NUM_BYTES = "token_num_bytes.npy"
+
+
+@dataclasses.dataclass
+class StoreMeta:
+    """What meta.json says."""
+
+    vocab_size: int
+    eos_id: int
+    eos_token: str  # Empty if no tokenizer made the store.
+    dtype: str  # "uint16" or "uint32".
+    file_tokens: list[int]  # Tokens of each file.
+    num_documents: int
+    num_tokens: int  # End-of-text tokens included.
+    num_bytes: int  # UTF-8 bytes of all texts.
+    num_empty: int  # Documents left out because they were empty.
+    num_bad_records: int  # Records left out because they held no document.
+    splits: dict[str, float]  # Fraction of documents in each split, in order; they sum to 1.
+    split_seed: int
+    append_eos: bool
+    tokenizer_hash: str
+    source_hash: str
+    content_hash: str  # Of tokens and lengths.
+    format: int = FORMAT
+
+
+def token_dtype(vocab_size: int) -> str:
+    """Returns the smallest dtype for ids: "uint16" or "uint32"."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+def tokens_file(index: int) -> str:
+    """Returns the name of a file of tokens."""
+    return f"tokens-{index:05d}.bin"
+
+
+def read_meta(path: str) -> StoreMeta:
+    """Returns what a store's meta.json says.
+
+    Raises:
+        FileNotFoundError: If there is no store, or an unfinished one.
+        ValueError: If meta.json is broken or of another format.
+    """
+    place = os.path.join(path, META)
+    try:
+        with open(place, encoding="utf-8") as file:
+            content = json.load(file)
+    except FileNotFoundError:
+        unfinished = os.path.isdir(path + ".partial")
+        raise FileNotFoundError(
+            f"There is no token store at {path}; "
+            + (
+                "it is unfinished: run the same `moelib prepare` again to go on."
+                if unfinished
+                else "make one with `moelib prepare`, or set path to one."
+            )
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{place} is broken ({error}); prepare the store again.") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f"{place} is not of format {FORMAT}; prepare the store again.")
+    try:
+        return StoreMeta(**content)
+    except TypeError as error:
+        raise ValueError(f"{place} is broken ({error}); prepare the store again.") from None
+
+
+def split_of_documents(
+    num_documents: int, fractions: Sequence[float], seed: int
+) -> npt.NDArray[np.int8]:
+    """Returns the index of each document's split [N], by a hash of its index and the seed."""
+    uniform = random_uniform(num_documents, seed)
+    bounds = np.cumsum(fractions)[:-1]
+    return np.searchsorted(bounds, uniform, side="right").astype(np.int8)
+
+
+def check_splits(splits: Mapping[str, float]) -> None:
+    """Raises ValueError if fractions are not positive or do not sum to 1."""
+    if not splits or min(splits.values()) <= 0 or abs(sum(splits.values()) - 1) > 1e-9:
+        raise ValueError(
+            f"splits is {dict(splits)}; set positive fractions that sum to 1, for example "
+            "{'train': 0.95, 'validation': 0.05}."
+        )
+
+
+class TokenStore(TokenSource):
+    """A prepared store, or one split of it."""
+
+    @config_class
+    class Config(TokenSource.Config):
+        """Config of `TokenStore`."""
+
+        path: Required[str] = REQUIRED  # Folder of the store.
+        split: str | None = "train"  # A split of the store's; None takes all documents.
+        tokenizer_hash: str | None = None  # Refuses a store that another tokenizer made.
+
+    def __init__(self, cfg: Config) -> None:
+        """Opens the store; tokens are not read yet.
+
+        Raises:
+            FileNotFoundError: If there is no store.
+            ValueError: If it is torn, of another tokenizer, or has no such split or documents.
+        """
+        super().__init__(cfg)
+        cfg = self.config
+        self.meta = meta = read_meta(cfg.path)
+        self.name = f"token store {cfg.path}"
+        if cfg.tokenizer_hash not in (None, meta.tokenizer_hash):
+            raise ValueError(
+                f"{self.name} was made by tokenizer {meta.tokenizer_hash:.12}, not by "
+                f"{cfg.tokenizer_hash:.12}; prepare it again, or use the tokenizer in its folder."
+            )
+        self.vocab_size, self.eos_id = meta.vocab_size, meta.eos_id
+        self.file_starts = np.concatenate([[0], np.cumsum(meta.file_tokens, dtype=np.int64)])
+        self._check_files()
+        self.token_num_bytes = self._array(TOKEN_NUM_BYTES, meta.vocab_size)
+        lengths = self._array(LENGTHS, meta.num_documents).astype(np.int64)
+        starts = np.cumsum(lengths) - lengths
+        if lengths.sum() != meta.num_tokens:
+            raise self._torn(f"{LENGTHS} sums to {lengths.sum()}, not to {meta.num_tokens}")
+        members = self._members()
+        self.starts, self.lengths = starts[members], lengths[members]
+        split = "" if cfg.split is None else f" {cfg.split} {meta.splits} {meta.split_seed}"
+        self.fingerprint = hashlib.sha256((meta.content_hash + split).encode()).hexdigest()
+        self._open = functools.lru_cache(maxsize=256)(self._map)  # Few enough open files.
+
+    def _members(self) -> npt.NDArray[np.bool_] | slice:
+        """Returns which documents are in the split."""
+        meta, split = self.meta, self.config.split
+        if split is None:
+            return slice(None)
+        if split not in meta.splits:
+            raise ValueError(
+                f"{self.name} has no split {split!r}; set split to one of {list(meta.splits)}, or "
+                "to None for all documents."
+            )
+        members = split_of_documents(
+            meta.num_documents, list(meta.splits.values()), meta.split_seed
+        ) == list(meta.splits).index(split)
+        if not members.any():
+            raise ValueError(
+                f"Split {split!r} of {self.name} is empty: {meta.splits[split]} of "
+                f"{meta.num_documents} documents; prepare it with a larger fraction."
+            )
+        return members
+
+    def _torn(self, what: str) -> ValueError:
+        return ValueError(
+            f"{self.name} is torn: {what}; copy it again, or prepare it again (delete the folder "
+            "first)."
+        )
+
+    def _check_files(self) -> None:
+        """Raises ValueError if a file is missing or its size is wrong."""
+        itemsize = np.dtype(self.meta.dtype).itemsize
+        for index, tokens in enumerate(self.meta.file_tokens):
+            path = os.path.join(self.config.path, tokens_file(index))
+            size = os.path.getsize(path) if os.path.exists(path) else -1
+            if size < 0:
+                raise self._torn(f"{tokens_file(index)} is missing")
+            if size != tokens * itemsize:
+                raise self._torn(f"{tokens_file(index)} has {size} bytes, not {tokens * itemsize}")
+
+    def _array(self, name: str, size: int) -> npt.NDArray[Any]:
+        """Returns an array of the store. Raises ValueError if it is torn."""
+        try:
+            array = np.load(os.path.join(self.config.path, name))
+        except (OSError, ValueError, EOFError) as error:
+            raise self._torn(f"{name} cannot be read ({error})") from None
+        if array.shape != (size,):
+            raise self._torn(f"{name} has {len(array)} entries, not {size}")
+        return array
+
+    def _map(self, index: int) -> npt.NDArray[np.unsignedinteger]:
+        if not self.meta.file_tokens[index]:
+            return np.empty(0, self.meta.dtype)  # No empty file can be mapped.
+        path = os.path.join(self.config.path, tokens_file(index))
+        dtype = np.dtype(self.meta.dtype).newbyteorder("<")
+        return np.memmap(path, dtype, "r").view(np.ndarray)
+
+    def file(self, index: int) -> npt.NDArray[np.unsignedinteger]:
+        """Returns all tokens of a file, mapped."""
+        return self._open(index)
+
+    @property
+    def num_bytes(self) -> npt.NDArray[np.int64]:
+        """Bytes of UTF-8 text of each document of the split [N]."""
+        return self._array(NUM_BYTES, self.meta.num_documents).astype(np.int64)[self._members()]
+
+    def tokenizer(self) -> Tokenizer:
+        """Returns the tokenizer that made the store.
+
+        Raises:
+            FileNotFoundError: If the store was not made from text.
+            ValueError: If the file in the folder is not the tokenizer that made it.
+        """
+        cfg = Tokenizer.default_config().set(path=self.config.path, eos_token=self.meta.eos_token)
+        tokenizer: Tokenizer = cfg.instantiate()
+        if tokenizer.fingerprint != self.meta.tokenizer_hash:
+            raise ValueError(
+                f"{FILE_NAME} of {self.name} has changed ({tokenizer.fingerprint:.12}, was "
+                f"{self.meta.tokenizer_hash:.12}); put the old one back, or prepare again."
+            )
+        return tokenizer
+
+    def verify(self) -> None:
+        """Reads everything. Raises ValueError if content or a token id is not as it was made."""
+        hashes = []
+        for index in range(len(self.meta.file_tokens)):
+            tokens = self.file(index)
+            check_vocabulary(tokens, self.vocab_size, f"{self.name}, {tokens_file(index)}")
+            hashes.append(hashlib.sha256(tokens).hexdigest())
+        lengths = self._array(LENGTHS, self.meta.num_documents)
+        if content_hash(hashes, lengths) != self.meta.content_hash:
+            raise self._torn("its tokens or lengths are not those that were written")
+
+
+def content_hash(file_hashes: Sequence[str], lengths: npt.NDArray[np.unsignedinteger]) -> str:
+    """Returns a store's content hash, from its files' SHA-256 and its documents' lengths."""
+    content = hashlib.sha256(lengths.astype("<u4").tobytes())
+    content.update("".join(file_hashes).encode())
+    return content.hexdigest()

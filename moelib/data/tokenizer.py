@@ -1,0 +1,267 @@
+"""Tokenizers: text to token ids and back, always as byte-level or other BPE in a tokenizer.json.
+
+Every tokenizer here is one of the `tokenizers` library, so that the same file serves Hugging Face
+export. What matters for training is fixed on loading: no truncation, no padding, no tokens added
+around a document, and special tokens written out in a text are ordinary text.
+
+Letters: V vocabulary.
+"""
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moelib.core.config import REQUIRED, Configurable, Required, config_class, did_you_mean
+
+END_OF_TEXT = "<|endoftext|>"
+FILE_NAME = "tokenizer.json"
+
+
+class Tokenizer(Configurable):
+    """A tokenizer.json from disk: encodes documents and says how many bytes each token covers."""
+
+    @config_class
+    class Config(Configurable.Config):
+        """Config of `Tokenizer`."""
+
+        path: Required[str] = REQUIRED  # tokenizer.json, or a folder or token store that has one.
+        eos_token: str = END_OF_TEXT  # Marks the end of a document; must be in the vocabulary.
+
+    def __init__(self, cfg: Config) -> None:
+        """Loads the file.
+
+        Raises:
+            FileNotFoundError: If there is no such file.
+            ValueError: If the file is not a tokenizer, or lacks the end-of-text token.
+        """
+        super().__init__(cfg)
+        self._load(self._read(), self.config.eos_token)
+
+    def _read(self) -> str:
+        """Returns the text of the tokenizer.json that the config names."""
+        path = self.config.path
+        if os.path.isdir(path):
+            path = os.path.join(path, FILE_NAME)
+        try:
+            with open(path, encoding="utf-8") as file:
+                return file.read()
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                f"There is no tokenizer at {path}; set path to a tokenizer.json, or train one "
+                "with train_bpe()."
+            ) from None
+        except UnicodeDecodeError:
+            raise ValueError(
+                f"{path} is not text; set path to a tokenizer.json (a SentencePiece model must be "
+                "converted first)."
+            ) from None
+
+    def _load(self, text: str, eos_token: str) -> None:
+        import tokenizers
+
+        place = getattr(self.config, "path", "the tokenizer")
+        try:
+            self._content: dict[str, Any] = json.loads(text)
+            self._tokenizer = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # The library raises bare Exception.
+            raise ValueError(
+                f"{place} is not a tokenizer.json of the tokenizers library: {error}"
+            ) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        self._text = text
+        eos_id = self._tokenizer.token_to_id(eos_token)
+        if eos_id is None:
+            special = [token["content"] for token in self._content.get("added_tokens", ())]
+            raise ValueError(
+                f"{place} has no token {eos_token!r}; set eos_token to its end-of-text token: "
+                + did_you_mean(eos_token, special)
+            )
+        self.eos_id: int = eos_id
+        self.eos_token = eos_token
+        self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+
+    # Text and ids.
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of a text, with nothing added before or after."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Returns the ids of many texts; faster than one by one."""
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
+        """Returns the text of ids, special tokens included; broken UTF-8 becomes U+FFFD.
+
+        Raises:
+            ValueError: If an id is not in the vocabulary.
+        """
+        ids = np.asarray(ids, np.int64)
+        if ids.size and not (0 <= ids.min() and ids.max() < self.vocab_size):
+            wrong = ids[(ids < 0) | (ids >= self.vocab_size)][0]
+            raise ValueError(
+                f"Token id {wrong} is beyond the vocabulary of {self.vocab_size}; decode with the "
+                "tokenizer that the ids came from."
+            )
+        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+
+    def decode_batch(self, batch: Iterable[Sequence[int]]) -> list[str]:
+        """Returns the texts of many id sequences."""
+        return [self.decode(ids) for ids in batch]
+
+    # What a token store keeps of it.
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A SHA-256 of the tokenizer's content; white space and key order in its file are free."""
+        canonical = json.dumps(self._content, sort_keys=True) + f"\neos {self.eos_id}"
+        return hashlib.sha256(canonical.encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """Returns the text of the tokenizer.json."""
+        return self._text
+
+    def save(self, path: str) -> str:
+        """Writes the tokenizer.json to a path, or into a folder, and returns where it went."""
+        if os.path.isdir(path):
+            path = os.path.join(path, FILE_NAME)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(self._text)
+        return path
+
+    def token_num_bytes(self) -> npt.NDArray[np.int32]:
+        """Returns how many bytes of UTF-8 text each token covers [V]; special tokens cover none.
+
+        Exact for byte-level tokenizers, whose tokens are byte strings. For others (SentencePiece
+        style) a marker of a space counts as one byte, and so does a byte-fallback token.
+        """
+        sizes = np.zeros(self.vocab_size, np.int32)
+        special = {t["id"] for t in self._content.get("added_tokens", ()) if t.get("special")}
+        byte_level = _is_byte_level(self._content)
+        for token, index in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            if index not in special:
+                sizes[index] = len(token) if byte_level else _piece_num_bytes(token)
+        return sizes
+
+
+class ByteTokenizer(Tokenizer):
+    """A token for each of the 256 bytes, and end of text: needs no training and no file."""
+
+    @config_class
+    class Config(Configurable.Config):
+        """Config of `ByteTokenizer`."""
+
+    def __init__(self, cfg: Config) -> None:
+        Configurable.__init__(self, cfg)
+        self._load(_byte_level_json({}, [], 256), END_OF_TEXT)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, path: str) -> Tokenizer:
+    """Returns a byte-level BPE trained on texts and written to `path`.
+
+    The ids: 256 bytes in order, then end of text, then merges by rank. The same texts give the
+    same tokenizer.
+
+    Args:
+        texts: Documents; all are read, so pass a sample (some 20 MB is plenty for 32k tokens).
+        vocab_size: Number of tokens, the 256 bytes and end of text included.
+        path: Where the tokenizer.json goes; a folder that exists gets a file of that name.
+
+    Raises:
+        ValueError: If vocab_size is too small, or there is no text.
+    """
+    import tokenizers
+    from tokenizers import models, trainers
+
+    if vocab_size < 257:
+        raise ValueError(
+            f"vocab_size is {vocab_size}, but 256 bytes and end of text are 257; set more."
+        )
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1,
+        initial_alphabet=_byte_characters(),
+        special_tokens=[],
+        show_progress=False,
+    )
+    bpe = tokenizers.Tokenizer(models.BPE())
+    bpe.pre_tokenizer, _ = _byte_level_parts()
+    counter = _Counted(texts)
+    bpe.train_from_iterator(counter, trainer=trainer)
+    if not counter.num_characters:
+        raise ValueError(
+            f"There is no text to train a tokenizer on: {counter.num_texts} documents, all empty."
+        )
+    model = json.loads(bpe.to_str())["model"]
+    text = _byte_level_json(model["vocab"], model["merges"], 256)
+    if os.path.isdir(path):
+        path = os.path.join(path, FILE_NAME)
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+    return Tokenizer.default_config().set(path=path).instantiate()
+
+
+class _Counted:
+    """Passes texts on and counts them."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts = texts
+        self.num_texts = self.num_characters = 0
+
+    def __iter__(self) -> Iterable[str]:
+        for text in self._texts:
+            self.num_texts += 1
+            self.num_characters += len(text)
+            yield text
+
+
+def _byte_characters() -> list[str]:
+    """Returns the printable character that stands for each byte in a byte-level vocabulary.
+
+    Printable Latin-1 bytes stand for themselves; the others are moved up from U+0100.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    moved = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(moved)) for byte in range(256)]
+
+
+def _byte_level_parts() -> tuple[Any, Any]:
+    """Returns the pre-tokenizer and decoder of byte-level BPE."""
+    from tokenizers import decoders, pre_tokenizers
+
+    return pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+
+
+def _byte_level_json(vocab: dict[str, int], merges: list[Any], eos_id: int) -> str:
+    """Returns a tokenizer.json: bytes 0 to 255, end of text, then the merged tokens in order."""
+    import tokenizers
+    from tokenizers import models
+
+    ids = {character: byte for byte, character in enumerate(_byte_characters())}
+    merged = sorted((t for t in vocab if t not in ids), key=lambda token: vocab[token])
+    ids[END_OF_TEXT] = eos_id
+    ids |= {token: index for index, token in enumerate(merged, eos_id + 1)}
+    bpe = tokenizers.Tokenizer(models.BPE(ids, [tuple(merge) for merge in merges]))
+    bpe.pre_tokenizer, bpe.decoder = _byte_level_parts()
+    bpe.add_special_tokens([END_OF_TEXT])
+    return bpe.to_str(pretty=True)
+
+
+def _is_byte_level(content: dict[str, Any]) -> bool:
+    """Returns whether a tokenizer.json's tokens are byte strings in byte-level characters."""
+    return '"ByteLevel"' in json.dumps([content.get("pre_tokenizer"), content.get("decoder")])
+
+
+def _piece_num_bytes(token: str) -> int:
+    """Returns the bytes of a SentencePiece-style token."""
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return 1
+    return len(token.replace("\u2581", " ").encode())
