@@ -1,30 +1,20 @@
-"""Changes to a whole config tree: modifiers, and the replacement of one kind of layer by another."""
+"""Changes to a whole config tree: modifiers, and replacing one kind of layer by another."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from moelib.core import config_text
 from moelib.core.config import REQUIRED, ConfigBase, Configurable, InstantiableConfig
+from moelib.core.config_path import set_at, sub_configs
+
+__all__ = ["ConfigModifier", "replace_layer_config_recursively", "sub_configs"]
 
 
 class ConfigModifier(Configurable):
     """A change to a config that is itself a config, for example a mesh rule."""
 
     def __call__(self, cfg: Any) -> Any:
-        """Returns the changed config: `cfg` itself or a new one. The caller uses what is returned."""
+        """Returns the changed config, `cfg` itself or a new one; callers use what is returned."""
         raise NotImplementedError(f"{type(self).__qualname__} must define __call__.")
-
-
-def sub_configs(cfg: ConfigBase) -> Iterator[tuple[str, ConfigBase]]:
-    """Yields (path, config) of every config inside `cfg`, outermost first, `cfg` not included."""
-
-    def walk(value: Any, keys: list[Any]) -> Iterator[tuple[str, ConfigBase]]:
-        for key, child in config_text._children(value):
-            if isinstance(child, ConfigBase):
-                yield config_text.join_path([*keys, key]), child
-            yield from walk(child, [*keys, key])
-
-    return walk(cfg, [])
 
 
 def replace_layer_config_recursively(
@@ -49,7 +39,7 @@ def replace_layer_config_recursively(
         inside_replaced = any(path.startswith(outer) for outer in skipped)
         if inside_replaced or getattr(old, "klass", None) is not target:
             continue
-        config_text.set_at(cfg, path, new(old) if callable(new) else _take_over(new.clone(), old))
+        set_at(cfg, path, new(old) if callable(new) else _take_over(new.clone(), old))
         skipped.append(path + ".")
         count += 1
     if not count:
@@ -60,6 +50,6 @@ def replace_layer_config_recursively(
 def _take_over(new: InstantiableConfig, old: ConfigBase) -> InstantiableConfig:
     """Copies into `new` those fields of `old` that it also has and leaves at None or REQUIRED."""
     for name, value in old.items():
-        if name in new.keys() and name != "klass" and getattr(new, name) in (None, REQUIRED):
+        if name in new and name != "klass" and getattr(new, name) in (None, REQUIRED):
             setattr(new, name, value)
     return new

@@ -1,5 +1,6 @@
-"""What may stand in a config field: plain values, and their check against the field's annotation."""
+"""What may stand in a config field: plain values, checked against the field's annotation."""
 
+import contextlib
 import dataclasses
 import difflib
 import enum
@@ -84,17 +85,20 @@ def did_you_mean(name: str, allowed: Iterable[str]) -> str:
     near = similar_names(name, allowed)
     if near:
         return f"did you mean {' or '.join(map(repr, near))}?"
-    return f"choose one of: {', '.join(allowed)}." if allowed else "there are none."
+    if not allowed:
+        return "there are none."
+    more = f", and {len(allowed) - 20} more" if len(allowed) > 20 else ""
+    return f"choose one of: {', '.join(allowed[:20])}{more}."
 
 
 # -- Values ------------------------------------------------------------------------------------
 
-_SCALARS = (type(None), bool, int, float, complex, str, bytes, enum.Enum, RequiredFieldValue)
+_SCALARS = (type(None), bool, int, float, str, bytes, enum.Enum, RequiredFieldValue)
 _validators: list[tuple[Callable[[Any], bool], Callable[[Any], None]]] = []
 
 
 def register_validator(match_fn: Callable[[Any], bool], validate_fn: Callable[[Any], None]) -> None:
-    """Lets configs hold values for which `match_fn` is true; `validate_fn` may raise for bad ones."""
+    """Lets configs hold values for which `match_fn` is true; `validate_fn` raises for bad ones."""
     _validators.append((match_fn, validate_fn))
 
 
@@ -106,8 +110,10 @@ def is_record(value: Any) -> bool:
 
 
 def record_fields(value: Any) -> dict[str, Any]:
-    """Returns the fields of a dataclass instance or named tuple, by name."""
-    names = getattr(value, "_fields", None) or [f.name for f in dataclasses.fields(value)]
+    """Returns the fields of a dataclass instance or named tuple, by name: what makes it anew."""
+    names = getattr(value, "_fields", None)
+    if names is None:
+        names = [field.name for field in dataclasses.fields(value) if field.init]
     return {name: getattr(value, name) for name in names}
 
 
@@ -117,36 +123,55 @@ def validate_value(value: Any, is_config: Callable[[Any], bool]) -> None:
         if match_fn(value):
             validate_fn(value)
             return
-    if isinstance(value, _SCALARS) or is_config(value):
+    if isinstance(value, _SCALARS) or is_config(value) or has_reference(value):
         return
-    if isinstance(value, re.Pattern | np.dtype | type) or inspect.isroutine(value):
+    if isinstance(value, re.Pattern | np.dtype):
         return
-    if is_record(value):
-        elements: Iterable[Any] = record_fields(value).values()
-    elif isinstance(value, Mapping):
-        elements = [*value.keys(), *value.values()]
-    elif isinstance(value, list | tuple | set | frozenset):
-        elements = value
-    elif callable(value) and hasattr(value, "__qualname__"):
-        return  # A wrapped module-level function, such as a jitted one.
-    else:
-        raise NonConfigFieldError(
-            f"a config cannot hold {value!r} of type {type(value).__qualname__}: only plain data, "
-            "functions, classes and configs; wrap what it is made of with config_for_function or "
-            "config_for_class"
-        )
-    for element in elements:
+    for element in _elements(value):
         validate_value(element, is_config)
+
+
+def _elements(value: Any) -> Iterable[Any]:
+    """Returns what is in a container or record. Raises NonConfigFieldError for anything else."""
+    if is_record(value):
+        return record_fields(value).values()
+    if type(value) is dict:
+        for key in value:
+            if not isinstance(key, str | int) or isinstance(key, enum.Enum):
+                raise NonConfigFieldError(f"{value!r} has the key {key!r}: keys are str or int")
+        return value.values()
+    if type(value) in (list, tuple, set, frozenset):
+        return value
+    raise NonConfigFieldError(
+        f"a config cannot hold {value!r} of type {type(value).__qualname__}: only plain data, "
+        "functions, classes and configs; wrap what it is made of with config_for_function or "
+        "config_for_class"
+    )
+
+
+def has_reference(value: Any) -> bool:
+    """Returns whether a value is a class, a function, or a wrapped one such as a jitted function.
+
+    A method of an object is none: the object is not in the name.
+    """
+    if inspect.ismethod(value) and not isinstance(value.__self__, type):
+        return False
+    return isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__"))
 
 
 # -- Annotations -------------------------------------------------------------------------------
 
 
 def convert_value(value: Any, annotation: Any) -> Any:
-    """Returns the value as the annotation's own converter makes it (DType), or as it is."""
+    """Returns the value as the annotation's own converter makes it (DType), or as it is.
+
+    Scalars of NumPy become plain ones.
+    """
     if value is None or value is REQUIRED:
         return value
-    for option in _options(annotation):
+    if isinstance(value, np.generic):
+        value = value.item()
+    for option in options(annotation):
         convert = getattr(option, "__config_convert__", None)
         if convert is not None:
             return convert(value)
@@ -161,9 +186,9 @@ def fits(value: Any, annotation: Any) -> bool:
     """
     if value is REQUIRED or annotation is Any or isinstance(annotation, TypeVar | str):
         return True
-    options = _options(annotation)
-    if len(options) > 1:
-        return any(fits(value, option) for option in options)
+    members = options(annotation)
+    if len(members) > 1:
+        return any(fits(value, option) for option in members)
     origin = typing.get_origin(annotation)
     if origin is None:
         return _fits_class(value, annotation)
@@ -172,10 +197,10 @@ def fits(value: Any, annotation: Any) -> bool:
 
 def describe_annotation(annotation: Any) -> str:
     """Returns an annotation as a reader writes it."""
-    options = [option for option in _options(annotation) if option is not RequiredFieldValue]
-    if len(options) > 1:
-        return " | ".join(map(describe_annotation, options))
-    (annotation,) = options
+    members = [option for option in options(annotation) if option is not RequiredFieldValue]
+    if len(members) > 1:
+        return " | ".join(map(describe_annotation, members))
+    (annotation,) = members
     if annotation is type(None):
         return "None"
     if isinstance(annotation, type) and not typing.get_args(annotation):
@@ -183,10 +208,12 @@ def describe_annotation(annotation: Any) -> str:
     return str(annotation).replace("typing.", "").replace("collections.abc.", "")
 
 
-def _options(annotation: Any) -> list[Any]:
+def options(annotation: Any) -> list[Any]:
     """Returns the members of a union, or the annotation alone."""
+    if isinstance(annotation, typing.TypeAliasType):
+        annotation = annotation.__value__
     if typing.get_origin(annotation) in (Union, types.UnionType):
-        return [o for member in typing.get_args(annotation) for o in _options(member)]
+        return [o for member in typing.get_args(annotation) for o in options(member)]
     return [annotation]
 
 
@@ -202,15 +229,18 @@ def _fits_class(value: Any, annotation: Any) -> bool:
     if isinstance(annotation, type):
         if hasattr(annotation, "__config_convert__"):
             return isinstance(value, str)
-        return isinstance(value, annotation)
-    return True  # A special form without a check of its own.
+        with contextlib.suppress(TypeError):  # A protocol that says nothing at run time.
+            return isinstance(value, annotation)
+    return True  # What has no check of its own.
 
 
 def _fits_generic(value: Any, origin: Any, args: tuple[Any, ...]) -> bool:
     if origin is Literal:
         return value in args
     if origin is type:
-        return isinstance(value, type)
+        return isinstance(value, type) and (
+            not isinstance(args[0], type) or issubclass(value, args[0])
+        )
     if origin is Callable:
         return callable(value)
     if origin is typing.Annotated:
@@ -233,10 +263,12 @@ def reference(value: Any) -> str:
     """Returns `module:qualname` of a class, function or enum member, by its public name."""
     if isinstance(value, enum.Enum):
         return f"{reference(type(value))}.{value.name}"
-    public, private, _ = value.__module__.partition("._")
-    if private and getattr(sys.modules.get(public), value.__qualname__, None) is value:
-        return f"{public}:{value.__qualname__}"
-    return f"{value.__module__}:{value.__qualname__}"
+    module = getattr(value, "__module__", None) or "builtins"
+    name = getattr(value, "__qualname__", None) or repr(value)
+    public, private, _ = module.partition("._")
+    if private and getattr(sys.modules.get(public), name, None) is value:
+        return f"{public}:{name}"
+    return f"{module}:{name}"
 
 
 def resolve_reference(text: str) -> Any:
@@ -250,6 +282,7 @@ def resolve_reference(text: str) -> Any:
         raise
     for part in qualname.split("."):
         if not hasattr(value, part):
-            raise ValueError(f"{text!r}: {value!r} has no {part!r}; {did_you_mean(part, dir(value))}")
+            near = did_you_mean(part, [name for name in dir(value) if not name.startswith("_")])
+            raise ValueError(f"{text!r}: {value!r} has no {part!r}; {near}")
         value = getattr(value, part)
     return value

@@ -9,6 +9,7 @@ import dataclasses
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -79,6 +80,7 @@ class InvocationContext:
         is_training: Whether this is a training step.
         outputs: Where its outputs go.
         child_keys: Keys of children that are not derived from their names (inside a scan).
+        calls: How often each module below has been called from here, by its path.
     """
 
     module: "Module"
@@ -87,39 +89,64 @@ class InvocationContext:
     is_training: bool
     outputs: OutputCollection
     child_keys: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
+    calls: dict[tuple[str, ...], int] = dataclasses.field(default_factory=dict)
 
     def key(self) -> jax.Array | None:
-        """Returns the random key of this call, or None."""
-        if callable(self.prng_key):
-            self.prng_key = self.prng_key()
-        return self.prng_key
+        """Returns the random key of this call, or None.
 
-    def child(self, name: str, module: "Module") -> "InvocationContext":
-        """Returns the context of a direct child."""
+        It is made anew each time: a kept one could belong to a scan that has ended.
+        """
+        return self.prng_key() if callable(self.prng_key) else self.prng_key
+
+    def child(self, name: str, module: "Module", *, call: int = 0) -> "InvocationContext":
+        """Returns the context of the call number `call` of a direct child."""
 
         def key() -> jax.Array | None:
-            if name in self.child_keys:
-                return self.child_keys[name]
-            parent_key = self.key()
-            return None if parent_key is None else fold_name(parent_key, name)
+            key = self.child_keys.get(name)
+            if key is None and (parent_key := self.key()) is not None:
+                key = fold_name(parent_key, name)
+            return key if key is None or call == 0 else jax.random.fold_in(key, call)
 
         return InvocationContext(
             module=module,
             state=None if self.state is None else self.state.get(name, {}),
             prng_key=key,
             is_training=self.is_training,
-            outputs=OutputCollection(*(part.setdefault(name, {}) for part in self.outputs)),
+            outputs=OutputCollection(*(self._nested(part, name) for part in self.outputs)),
+        )
+
+    def _nested(self, outputs: Nested, name: str) -> Nested:
+        """Returns the outputs of child `name`."""
+        inner = outputs.setdefault(name, {})
+        return inner if isinstance(inner, dict) else self._conflict(name)
+
+    def _conflict(self, name: str) -> Any:
+        raise OutputConflictError(
+            f"{self.module.path() or self.module.name} has an output or child {name!r} already; a "
+            "module that is called twice must give its outputs different names."
         )
 
     def add(self, kind: str, name: str, value: Any) -> None:
         """Adds an output. Raises OutputConflictError if the module gave one of that name before."""
         outputs = getattr(self.outputs, kind)
-        if outputs.get(name, {}) != {}:
-            raise OutputConflictError(
-                f"{self.module.path() or self.module.name}: {kind} has {name!r} already; a module "
-                "that is called twice must give its outputs different names."
-            )
+        before = outputs.get(name, {})
+        if not isinstance(before, dict) or before:
+            self._conflict(name)
         outputs[name] = value
+
+    def merge(self, collection: OutputCollection) -> None:
+        """Adds what a transformation of this module's code has put out, children included."""
+
+        def merge(outputs: Nested, new: Nested) -> None:
+            for name, value in new.items():
+                if isinstance(value, dict):
+                    merge(self._nested(outputs, name), value)
+                elif name in outputs:
+                    self._conflict(name)
+                outputs.setdefault(name, value)
+
+        for outputs, new in zip(self.outputs, collection, strict=True):
+            merge(outputs, new)
 
 
 _local = threading.local()
@@ -180,6 +207,16 @@ def child_context(
         yield context
 
 
+def _descend(context: InvocationContext, path: tuple[str, ...]) -> InvocationContext:
+    """Returns the context of one more call of the module at `path` below."""
+    call = context.calls.get(path, 0)
+    context.calls[path] = call + 1
+    for depth, name in enumerate(path, 1):
+        child = context.module.children[name]
+        context = context.child(name, child, call=call if depth == len(path) else 0)
+    return context
+
+
 def context_for(module: "Module") -> InvocationContext:
     """Returns a context for `module`, reached from the innermost context that holds it.
 
@@ -194,9 +231,7 @@ def context_for(module: "Module") -> InvocationContext:
             node = node.parent
         if node is None:
             continue
-        for name in reversed(names):
-            context = context.child(name, context.module.children[name])
-        return context
+        return _descend(context, tuple(reversed(names)))
     outermost = context_stack()[0].module
     raise RuntimeError(
         f"{module.path()} is not inside {outermost.path() or outermost.name}, which runs now; add "
@@ -207,37 +242,41 @@ def context_for(module: "Module") -> InvocationContext:
 # -- Repetition ----------------------------------------------------------------------------------
 
 
-def _collecting(
-    context: InvocationContext, fn: Callable[..., Any]
-) -> Callable[..., tuple[Any, OutputCollection]]:
-    """Returns (state, keys, *args) -> (fn(*args), its outputs), to be traced by a transformation."""
-
-    def run(state: Nested, keys: Mapping[str, jax.Array], *args: Any) -> Any:
-        inner = dataclasses.replace(
-            context,
-            state={**(context.state or {}), **state},
-            outputs=new_output_collection(),
-            child_keys={**context.child_keys, **keys},
-        )
-        with set_current_context(inner):
-            result = fn(*args)
-        return result, prune_empty(inner.outputs)
-
-    return run
-
-
-def _merge(context: InvocationContext, collection: OutputCollection) -> None:
-    """Adds the outputs that a transformation returned to those of the context."""
-    for kind, part in zip(collection._fields, collection, strict=True):
-        for name, value in part.items():
-            context.add(kind, name, value)
-
-
 def _context() -> InvocationContext:
     context = current_context()
     if context is None:
         raise RuntimeError("call the module through functional() first.")
     return context
+
+
+class _Collecting:
+    """Runs a function in a copy of a context and returns its outputs, for a transformation."""
+
+    def __init__(self, context: InvocationContext, fn: Callable[..., Any]) -> None:
+        self.context, self.fn = context, fn
+        self.calls = context.calls
+
+    def __call__(
+        self, state: Nested, key: jax.Array | None, keys: Mapping[str, jax.Array], *args: Any
+    ) -> tuple[Any, OutputCollection]:
+        """Returns (fn(*args), its outputs); JAX may trace it more than once."""
+        inner = dataclasses.replace(
+            self.context,
+            state={**(self.context.state or {}), **state},
+            prng_key=key,
+            outputs=new_output_collection(),
+            child_keys={**self.context.child_keys, **keys},
+            calls=dict(self.context.calls),
+        )
+        with set_current_context(inner):
+            result = self.fn(*args)
+        self.calls = inner.calls
+        return result, prune_empty(inner.outputs)
+
+    def finish(self, outputs: OutputCollection) -> None:
+        """Hands what the transformation returned to the context."""
+        self.context.calls.update(self.calls)
+        self.context.merge(outputs)
 
 
 def scan_in_context(
@@ -261,20 +300,26 @@ def scan_in_context(
         xs: Inputs of the turns, stacked.
         length: Number of turns.
         state: State of the repeated children by name, each array with a first dimension `length`.
-        child_keys: Random keys [length] of the repeated children, by name.
+        child_keys: Random keys [length] of the repeated children, by name; without them, each
+            turn has a key of its own all the same.
         remat: Wraps the turn, for example `functools.partial(jax.checkpoint, policy=...)`.
     """
     context = _context()
-    run = _collecting(context, fn)
-    run = remat(run) if remat else run
+    collecting = _Collecting(context, fn)
+    run = remat(collecting) if remat else collecting
+    key = context.key()
+    turn_keys = (
+        key if key is None else jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(length))
+    )
 
     def body(carry: Any, inputs: Any) -> Any:
-        x, state, keys = inputs
-        (carry, y), outputs = run(state, keys, carry, x)
+        x, state, turn_key, keys = inputs
+        (carry, y), outputs = run(state, turn_key, keys, carry, x)
         return carry, (y, outputs)
 
-    carry, (ys, outputs) = jax.lax.scan(body, carry, (xs, state, child_keys or {}), length=length)
-    _merge(context, outputs)
+    inputs = (xs, state, turn_keys, child_keys or {})
+    carry, (ys, outputs) = jax.lax.scan(body, carry, inputs, length=length)
+    collecting.finish(outputs)
     return carry, ys
 
 
@@ -286,7 +331,9 @@ def remat_in_context(
 ) -> Any:
     """Returns `remat(fn)(*args)`; the state of the named children is an input, outputs are kept."""
     context = _context()
+    collecting = _Collecting(context, fn)
     state = {name: (context.state or {}).get(name, {}) for name in children}
-    result, outputs = remat(_collecting(context, fn))(state, {}, *args)
-    _merge(context, outputs)
+    keys = {name: context.child_keys[name] for name in children if name in context.child_keys}
+    result, outputs = remat(collecting)(state, context.key(), keys, *args)
+    collecting.finish(outputs)
     return result

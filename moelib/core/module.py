@@ -13,11 +13,12 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from moelib.core import config_base, config_build, tree
 from moelib.core import context as context_lib
-from moelib.core import tree
 from moelib.core.config import (
     Configurable,
     InstantiableConfig,
+    InvalidConfigNameError,
     RequiredFieldMissingError,
     config_class,
     did_you_mean,
@@ -87,17 +88,18 @@ def _in_context(method: Callable[..., Any]) -> Callable[..., Any]:
                 return method(self, *args, **kwargs)
             except Exception as error:
                 _explain(error, self, method.__name__)
-                raise error.with_traceback(_without_wrappers(error.__traceback__)) from None
+                error.__traceback__ = _without_wrappers(error.__traceback__)
+                raise
 
     wrapper.__dict__["_moelib_wrapped"] = True
     return wrapper
 
 
-_WRAPPER_FILES = {__file__, context_lib.__file__}
+_WRAPPER_FILES = {__file__, context_lib.__file__, config_base.__file__, config_build.__file__}
 
 
 def _without_wrappers(traceback: types.TracebackType | None) -> types.TracebackType | None:
-    """Returns the traceback without the frames of this file and of the context's."""
+    """Returns the traceback without the frames of the files that only pass calls on."""
     frames = []
     while traceback is not None:
         if traceback.tb_frame.f_code.co_filename not in _WRAPPER_FILES:
@@ -111,9 +113,6 @@ def _without_wrappers(traceback: types.TracebackType | None) -> types.TracebackT
 
 def _explain(error: Exception, module: "Module", method: str) -> None:
     """Adds to an error, once, which module raised it and the shapes of its own parameters."""
-    if error.__dict__.get("_moelib_explained"):
-        return
-    error.__dict__["_moelib_explained"] = True
     context = current_context()
     state = (context.state if context else None) or {}
     shapes = ", ".join(
@@ -121,22 +120,18 @@ def _explain(error: Exception, module: "Module", method: str) -> None:
         for name, leaf in tree.flatten_items(state)[:8]
         if hasattr(leaf, "shape")
     )
-    error.add_note(
-        f"in {module.path() or module.name} ({type(module).__qualname__}.{method})"
-        + (f"; parameters: {shapes}" if shapes else "")
-    )
+    place = f"in {module.path() or module.name} ({type(module).__qualname__}.{method})"
+    _note(error, place + (f"; parameters: {shapes}" if shapes else ""))
 
 
-class _ModuleMeta(type):
-    """Freezes a module's config once the module is built."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        module = super().__call__(*args, **kwargs)
-        module.config.freeze()
-        return module
+def _note(error: Exception, note: str) -> None:
+    """Adds a note to an error that the modules further inside have not noted."""
+    if not error.__dict__.get("_moelib_noted"):
+        error.__dict__["_moelib_noted"] = True
+        error.add_note(note)
 
 
-class Module(Configurable, metaclass=_ModuleMeta):
+class Module(Configurable):
     """A node in a tree of configured objects."""
 
     @config_class
@@ -155,7 +150,8 @@ class Module(Configurable, metaclass=_ModuleMeta):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for name, value in list(vars(cls).items()):
+        for name in dir(cls):  # Methods of mixins that are no modules, too.
+            value = inspect.getattr_static(cls, name)
             if name.startswith("_") or not inspect.isfunction(value):
                 continue
             if not value.__dict__.keys() & {"_moelib_nowrap", "_moelib_wrapped"}:
@@ -178,6 +174,7 @@ class Module(Configurable, metaclass=_ModuleMeta):
         """The modules directly inside, by name."""
         return self._children
 
+    @nowrap
     def path(self) -> str:
         """Returns "decoder.layer0.attention": the names from below the root; "" for the root."""
         if self._parent is None:
@@ -190,13 +187,25 @@ class Module(Configurable, metaclass=_ModuleMeta):
 
         Raises:
             ChildNameConflictError: If the name is taken.
+            InvalidConfigNameError: If the name holds what separates names in paths.
+            RequiredFieldMissingError: If a REQUIRED field is unset; it holds the whole path.
         """
-        if name in self._children or hasattr(type(self), name):
+        if name in self._children or name in self.__dict__ or hasattr(type(self), name):
             raise ChildNameConflictError(f"{self.path() or self.name} has a {name!r} already.")
+        if not name or {".", "/"} & set(name):
+            raise InvalidConfigNameError(
+                f"a child of {self.path() or self.name} is called {name!r}."
+            )
         try:
             child = cfg.clone(name=name).instantiate(parent=self, **kwargs)
         except RequiredFieldMissingError as error:
-            raise error.inside(name) from None
+            error.inside(name)
+            raise
+        except Exception as error:
+            where = f"{self.path()}.{name}" if self._parent else name
+            _note(error, f"while {where} was built ({cfg._title()})")
+            error.__traceback__ = _without_wrappers(error.__traceback__)
+            raise
         self._children[name] = child
         return child
 
@@ -204,6 +213,8 @@ class Module(Configurable, metaclass=_ModuleMeta):
         children = self.__dict__.get("_children", {})
         if name in children:
             return children[name]
+        if hasattr(type(self), name):
+            return object.__getattribute__(self, name)  # A property: its own error.
         where = f"{type(self).__qualname__} has no {name!r}"
         raise AttributeError(f"{where}; {did_you_mean(name, children)}" if children else where)
 
@@ -286,6 +297,11 @@ class Module(Configurable, metaclass=_ModuleMeta):
         self.get_invocation_context().add("module_outputs", name, value)
 
     @nowrap
+    def get_module_outputs(self) -> Nested:
+        """Returns what this module and its children have put out by `add_module_output` so far."""
+        return self.get_invocation_context().outputs.module_outputs
+
+    @nowrap
     def add_aux_loss(self, name: str, value: jax.Array, *, weight: float | jax.Array) -> None:
         """Adds `value * weight` to the training objective; `value` is a scalar."""
         if jnp.shape(value) != ():
@@ -335,6 +351,11 @@ def functional(
             raise ValueError(
                 f"drop_output_collections: {name!r}; {did_you_mean(name, OutputCollection._fields)}"
             )
+    if not isinstance(inputs, Sequence | Mapping):
+        raise TypeError(
+            f"functional({module.name}): inputs is {type(inputs).__name__}; pass a tuple of "
+            "positional arguments or a dict of named ones."
+        )
     inside = current_context()
     context = InvocationContext(module, state, prng_key, is_training, new_output_collection())
     with set_current_context(context):
@@ -344,7 +365,8 @@ def functional(
             outputs = bound(**inputs) if by_name else bound(*inputs)
         except Exception as error:
             _explain(error, module, method)
-            raise error.with_traceback(_without_wrappers(error.__traceback__)) from None
+            error.__traceback__ = _without_wrappers(error.__traceback__)
+            raise
     collection = context_lib.prune_empty(context.outputs)
     collection = collection._replace(**{name: {} for name in drop_output_collections})
     if collection.aux_losses and inside is not None and is_training:

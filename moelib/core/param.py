@@ -1,4 +1,4 @@
-"""What a parameter is before it has a value: shape, dtype, logical axes, initial values, treatment."""
+"""What a parameter is before it has a value: shape, dtype, logical axes, how it starts."""
 
 import dataclasses
 import math
@@ -26,7 +26,7 @@ class ParameterSpec:
 
     Attributes:
         shape: Its dimensions.
-        dtype: Name of the dtype it is stored in.
+        dtype: Name of the dtype it is stored in; empty for the one its layer is set to.
         axes: The logical axis of each dimension ("embed", "ffn", ...); see parallel/sharding.py.
         initializer: Makes the values from a key and this spec; None takes the layer's own.
         fan_axes: Dimensions to count for fan-in and fan-out; None for biases and scales.
@@ -36,7 +36,7 @@ class ParameterSpec:
 
     shape: tuple[int, ...]
     axes: Axes
-    dtype: str = "float32"
+    dtype: str = ""
     initializer: Initializer | None = None
     fan_axes: FanAxes | None = None
     trainable: bool = True
@@ -48,6 +48,13 @@ class ParameterSpec:
                 f"a parameter of shape {self.shape} has {len(self.shape)} dimensions, but its axes "
                 f"{self.axes} name {len(self.axes)}."
             )
+        fan = self.fan_axes or FanAxes((), ())
+        for axis in (*fan.in_axis, *fan.out_axis, *fan.batch_axis):
+            if not 0 <= axis < len(self.shape):
+                raise ValueError(
+                    f"fan axis {axis} of a parameter of shape {self.shape}: count the dimensions "
+                    f"from 0 to {len(self.shape) - 1}."
+                )
 
     @property
     def size(self) -> int:

@@ -25,9 +25,7 @@ def path_string(path: Sequence[Any]) -> str:
     return "/".join(map(_key_name, path))
 
 
-def flatten_items(
-    tree: Any, is_leaf: Callable[[Any], bool] | None = None
-) -> list[tuple[str, Any]]:
+def flatten_items(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
     """Returns (path, leaf) of every leaf, paths as "decoder/layer0/weight"."""
     leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
     return [(path_string(path), leaf) for path, leaf in leaves]
@@ -35,7 +33,9 @@ def flatten_items(
 
 def tree_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
     """Returns a tree of the same structure whose leaves are their own paths."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: path_string(path), tree, is_leaf=is_leaf)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: path_string(path), tree, is_leaf=is_leaf
+    )
 
 
 def get_path(tree: Nested, path: str) -> Any:
