@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from moelib.kernels.cross_entropy import cross_entropy
 from moelib.parallel import sharding
+from moelib.parallel.collectives import vary
 
 
 class TokenLoss(NamedTuple):
@@ -62,7 +63,8 @@ def language_model_loss(
     axes = sharding.mesh_axes("batch", shape) + sharding.mesh_axes("sequence", shape)
 
     def summed(hidden: Array, head: Array, labels: Array) -> TokenLoss:
-        return jax.tree.map(lambda x: jax.lax.psum(x, axes), local(hidden, head, labels))
+        out = local(*vary((hidden, head, labels), axes))
+        return jax.tree.map(lambda x: jax.lax.psum(x, axes) if axes else x, out)
 
     specs = (tokens, PartitionSpec(), tokens)
     run = jax.shard_map(summed, in_specs=specs, out_specs=PartitionSpec())

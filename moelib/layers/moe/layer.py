@@ -21,6 +21,7 @@ from moelib.layers.moe.experts import FeedForwardExperts
 from moelib.layers.moe.metrics import routing_metrics
 from moelib.layers.moe.router import Router, Routing
 from moelib.parallel import sharding
+from moelib.parallel.collectives import vary
 
 
 class MoELayer(BaseLayer):
@@ -117,15 +118,15 @@ def _on_each_device(
     the hidden dimension, and the parts are summed.
     """
     tokens = sharding.partition_spec(("batch", "sequence"), mesh_shape, shape=x.shape[:2])
-    split = sharding.mesh_axes("ffn", mesh_shape)
-    ffn = split[0] if split else None
+    ffn = sharding.mesh_axes("ffn", mesh_shape)
+    axes = (*sharding.mesh_axes("batch", mesh_shape), *sharding.mesh_axes("sequence", mesh_shape))
     specs = {
-        "up": PartitionSpec(None, None, None, ffn),
-        "down": PartitionSpec(None, ffn, None),
+        "up": PartitionSpec(None, None, None, ffn or None),
+        "down": PartitionSpec(None, ffn or None, None),
     }
 
     def run(params: Nested, x: Array, *routing: Array) -> Array:
-        y = local(params, x, *routing)
+        y = local(*vary((params, x, *routing), (*axes, *ffn)))
         return jax.lax.psum(y, ffn) if ffn else y
 
     run = jax.shard_map(run, in_specs=(specs, tokens, tokens, tokens, tokens), out_specs=tokens)
