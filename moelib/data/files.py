@@ -15,9 +15,9 @@ import sysconfig
 import tokenize
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO, Any
+from typing import Any
 
-from moelib.core.config import REQUIRED, Required, config_class
+from moelib.core.config import REQUIRED, config_class
 from moelib.data.source import BadRecordError, BadRecords, Part, Source
 
 # Text in a part: enough to keep a worker busy for a while, little enough to share evenly.
@@ -131,7 +131,7 @@ def _decode_python(path: str, data: bytes) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class TextFilesPart(Part):
+class TextFilesPart:
     """Files that are a document each."""
 
     files: tuple[FileStamp, ...]
@@ -166,7 +166,7 @@ class TextFiles(Source):
     class Config(Source.Config):
         """Config of `TextFiles`."""
 
-        paths: Required[Sequence[str]] = REQUIRED  # Files, folders or glob patterns.
+        paths: Sequence[str] = REQUIRED  # Files, folders or glob patterns.
         endings: Sequence[str] = (".txt", ".md", ".rst")
 
     def parts(self) -> Sequence[Part]:
@@ -208,7 +208,7 @@ class PythonSourceCode(Source):
 
 
 @dataclasses.dataclass(frozen=True)
-class JsonLinesPart(Part):
+class JsonLinesPart:
     """The lines of a file that begin between two bytes of it, or all lines of a packed file."""
 
     file: FileStamp
@@ -241,7 +241,7 @@ class JsonLinesPart(Part):
                         raise wrapped from None
                     bad_records.add(wrapped)
 
-    def _lines(self, file: IO[bytes]) -> Iterator[bytes]:
+    def _lines(self, file: io.BufferedIOBase) -> Iterator[bytes]:
         """Yields the lines that begin in [start, end)."""
         position = self.start
         if self.start:
@@ -301,7 +301,7 @@ def _zstd_errors() -> tuple[type[Exception], ...]:
 
 
 @contextlib.contextmanager
-def open_packed(path: str) -> Iterator[IO[bytes]]:
+def open_packed(path: str) -> Iterator[io.BufferedIOBase]:
     """Opens a plain, .gz or .zst file for reading bytes."""
     with contextlib.ExitStack() as stack:
         if path.endswith(".gz"):
@@ -323,7 +323,7 @@ class JsonLines(Source):
     class Config(Source.Config):
         """Config of `JsonLines`."""
 
-        paths: Required[Sequence[str]] = REQUIRED  # Files, folders or glob patterns.
+        paths: Sequence[str] = REQUIRED  # Files, folders or glob patterns.
         text_field: str = "text"  # The field of a line that holds the document.
 
     def parts(self) -> Sequence[Part]:
@@ -344,7 +344,7 @@ class JsonLines(Source):
 
 
 @dataclasses.dataclass(frozen=True)
-class ParquetPart(Part):
+class ParquetPart:
     """Some row groups of a file."""
 
     file: FileStamp
@@ -397,7 +397,7 @@ class Parquet(Source):
     class Config(Source.Config):
         """Config of `Parquet`."""
 
-        paths: Required[Sequence[str]] = REQUIRED  # Files, folders or glob patterns.
+        paths: Sequence[str] = REQUIRED  # Files, folders or glob patterns.
         column: str = "text"  # The column that holds the document.
 
     def parts(self) -> Sequence[Part]:

@@ -71,7 +71,7 @@ def make_plan(
     seq_len: int,
     packing: Packing,
     boundary: DocumentBoundary,
-    seeds: tuple[int, ...] | None,
+    seeds: tuple[int, ...],
 ) -> EpochPlan:
     """Returns the plan of an epoch.
 
@@ -80,8 +80,7 @@ def make_plan(
         seq_len: Pairs in a row.
         packing: How documents become rows.
         boundary: What happens between documents.
-        seeds: What decides the order of documents and rows, usually seed and epoch; None keeps
-            the order of the source.
+        seeds: What decides the order of documents and rows: seed and epoch.
 
     Raises:
         ValueError: If there is no pair to predict, or best-fit should continue over boundaries.
@@ -116,8 +115,8 @@ def _nothing_to_predict(source: TokenSource) -> ValueError:
     )
 
 
-def _order(count: int, seeds: tuple[int, ...] | None, use: int) -> _Ints:
-    return np.arange(count) if seeds is None else random_permutation(count, *seeds, use)
+# What is shuffled, so that one seed gives each an order of its own.
+_DOCUMENTS, _ROWS = 0, 1
 
 
 class ConcatPlan(EpochPlan):
@@ -126,18 +125,16 @@ class ConcatPlan(EpochPlan):
     Rows are shuffled too, because a long document fills rows that follow one another.
     """
 
-    def __init__(
-        self, source: TokenSource, seq_len: int, seeds: tuple[int, ...] | None
-    ) -> None:
+    def __init__(self, source: TokenSource, seq_len: int, seeds: tuple[int, ...]) -> None:
         documents = np.flatnonzero(source.lengths > 1)
         if not len(documents):
             raise _nothing_to_predict(source)
-        self._documents = documents[_order(len(documents), seeds, 0)]
+        self._documents = documents[random_permutation(len(documents), *seeds, _DOCUMENTS)]
         self._ends = self._count_pairs(source).cumsum()  # In the epoch's stream of pairs.
         self._starts = source.starts
         self._seq_len = seq_len
         self.num_rows = int(-(-self._ends[-1] // seq_len))
-        self._rows = _order(self.num_rows, seeds, 1)
+        self._rows = random_permutation(self.num_rows, *seeds, _ROWS)
 
     def _count_pairs(self, source: TokenSource) -> _Ints:
         """Returns the pairs that each of the ordered documents adds to the stream."""
@@ -158,9 +155,7 @@ class ConcatPlan(EpochPlan):
         piece_end = np.minimum(document_end, end[row])
         start = self._starts[document] + piece_begin - document_begin
         next_token = start + (piece_end - piece_begin)
-        return Pieces(
-            row, start, piece_end - piece_begin, self._next(index, piece_end, next_token)
-        )
+        return Pieces(row, start, piece_end - piece_begin, self._next(index, piece_end, next_token))
 
     def _next(self, index: _Ints, piece_end: _Ints, inside: _Ints) -> _Ints:
         """Returns the position of each piece's last target, `inside` the document if it can be."""
@@ -191,15 +186,13 @@ class BestFitPlan(EpochPlan):
     many different lengths there are (at most S) rather than on how many documents.
     """
 
-    def __init__(
-        self, source: TokenSource, seq_len: int, seeds: tuple[int, ...] | None
-    ) -> None:
+    def __init__(self, source: TokenSource, seq_len: int, seeds: tuple[int, ...]) -> None:
         pairs = np.maximum(source.lengths - 1, 0)
         num_full, rest = np.divmod(pairs, seq_len)
         full = np.repeat(np.arange(len(pairs)), num_full)
         offset = (np.arange(len(full)) - np.searchsorted(full, full)) * seq_len
         short = np.flatnonzero(rest)
-        short = short[_order(len(short), seeds, 0)]
+        short = short[random_permutation(len(short), *seeds, _DOCUMENTS)]
         short = short[np.argsort(-rest[short], kind="stable")]
         if not len(full) + len(short):
             raise _nothing_to_predict(source)
@@ -214,11 +207,11 @@ class BestFitPlan(EpochPlan):
             ]
         )
         self._length = np.concatenate([np.full(len(full), seq_len), rest[documents]])
-        per_bin = np.bincount(bins, minlength=0) if len(bins) else np.zeros(0, np.int64)
+        per_bin = np.bincount(bins)
         per_row = np.concatenate([np.ones(len(full), np.int64), per_bin])
         self._first = np.concatenate([[0], np.cumsum(per_row)])  # First piece of each row.
         self.num_rows = len(per_row)
-        self._rows = _order(self.num_rows, seeds, 1)
+        self._rows = random_permutation(self.num_rows, *seeds, _ROWS)
 
     def pieces(self, rows: _Ints) -> Pieces:
         """Returns the pieces of bins and full rows."""
@@ -252,20 +245,19 @@ def best_fit(lengths: _Ints, capacity: int) -> _Ints:
                 group = np.concatenate(free.pop(space))
             else:
                 space = capacity
-                each = capacity // size
-                group = np.arange(num_bins, num_bins - (item - stop) // each + 1)[
-                    : -((item - stop) // each)
-                ]
+                needed = -(-(stop - item) // (capacity // size))
+                group = np.arange(num_bins, num_bins + needed)
                 num_bins += len(group)
             each = space // size
             num_full, more = divmod(min(len(group) * each, stop - item), each)
             used = num_full * each + more
             bins[item : item + used] = np.repeat(group[: num_full + 1], each)[:used]
             item += used
-            parts = [(group[:num_full], space - each * size)]
-            parts.append((group[num_full : num_full + 1], space - more * size))
-            parts.append((group[num_full + 1 :], space))
-            for part, left in parts:
+            for part, left in (
+                (group[:num_full], space - each * size),
+                (group[num_full : num_full + 1], space - more * size),
+                (group[num_full + 1 :], space),
+            ):
                 if left and len(part):
                     free.setdefault(left, []).append(part)
                     available |= 1 << left

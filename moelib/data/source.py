@@ -10,8 +10,9 @@ import hashlib
 import json
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Protocol
 
-from moelib.core.config import REQUIRED, Configurable, Required, config_class
+from moelib.core.config import REQUIRED, Configurable, config_class
 
 
 class BadRecordError(ValueError):
@@ -31,13 +32,21 @@ class BadRecords:
         self.count += 1
 
 
-class Part:
-    """A piece of a source; subclasses are frozen dataclasses of plain values."""
+class Part(Protocol):
+    """A piece of a source: any frozen dataclass of plain values that has these."""
 
-    name: str  # What messages call it, usually its file.
-    num_bytes: int  # Bytes to read: exact or an estimate, for progress and the check of disk space.
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
-    @abstractmethod
+    @property
+    def name(self) -> str:
+        """What messages call it, usually its file."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of text: exact or an estimate, for progress and the check of disk space."""
+        ...
+
     def documents(self, bad_records: BadRecords | None = None) -> Iterator[str]:
         """Yields the documents in their order, empty ones included.
 
@@ -49,6 +58,7 @@ class Part:
             OSError: If the data cannot be read.
             ValueError: If it is not what it should be (not UTF-8, not compressed, no such column).
         """
+        ...
 
 
 class Source(Configurable):
@@ -64,11 +74,8 @@ class Source(Configurable):
 
     def fingerprint(self) -> str:
         """Returns a hash of what the parts are made of; another one means other documents."""
-        described = [[type(part).__name__, self._describe(part)] for part in self.parts()]
+        described = [[type(part).__name__, dataclasses.asdict(part)] for part in self.parts()]
         return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
-
-    def _describe(self, part: Part) -> object:
-        return dataclasses.asdict(part)  # type: ignore[call-overload]
 
     def documents(self, bad_records: BadRecords | None = None) -> Iterator[str]:
         """Yields all documents, part after part. See `Part.documents`."""
@@ -77,7 +84,7 @@ class Source(Configurable):
 
 
 @dataclasses.dataclass(frozen=True)
-class TextsPart(Part):
+class TextsPart:
     """Documents held in memory."""
 
     texts: tuple[str, ...]
@@ -101,7 +108,7 @@ class InMemorySource(Source):
     class Config(Source.Config):
         """Config of `InMemorySource`."""
 
-        texts: Required[Sequence[str]] = REQUIRED
+        texts: Sequence[str] = REQUIRED
         documents_per_part: int = 64
 
     def parts(self) -> Sequence[Part]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from moelib.core.config import REQUIRED, Configurable, Required, config_class
+from moelib.core.config import REQUIRED, Configurable, config_class
 
 
 class TokenSource(Configurable):
@@ -71,22 +71,22 @@ class TokenSource(Configurable):
         """
         files = np.searchsorted(self.file_starts, starts, side="right") - 1
         local = starts - self.file_starts[files]
-        places = np.asarray(places)
-        for index in np.unique(files).tolist():
-            tokens, mine = self.file(index), files == index
-            for place, start, length in zip(
-                places[mine].tolist(), local[mine].tolist(), lengths[mine].tolist(), strict=True
-            ):
-                out[place : place + length] = tokens[start : start + length]
+        get = self.file
+        for index, place, start, length in zip(
+            files.tolist(),
+            np.asarray(places).tolist(),
+            local.tolist(),
+            lengths.tolist(),
+            strict=True,
+        ):
+            out[place : place + length] = get(index)[start : start + length]
 
     def at(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         """Returns single tokens [P]."""
         files = np.searchsorted(self.file_starts, indices, side="right") - 1
-        out = np.empty(len(indices), np.int32)
-        for index in np.unique(files).tolist():
-            mine = files == index
-            out[mine] = self.file(index)[indices[mine] - self.file_starts[index]]
-        return out
+        local = indices - self.file_starts[files]
+        pairs = zip(files.tolist(), local.tolist(), strict=True)
+        return np.array([self.file(index)[place] for index, place in pairs], np.int32)
 
 
 class InMemoryTokens(TokenSource):
@@ -96,8 +96,8 @@ class InMemoryTokens(TokenSource):
     class Config(TokenSource.Config):
         """Config of `InMemoryTokens`."""
 
-        documents: Required[Sequence[Sequence[int]]] = REQUIRED
-        vocab_size: Required[int] = REQUIRED
+        documents: Sequence[Sequence[int]] = REQUIRED
+        vocab_size: int = REQUIRED
         eos_id: int = 0
 
     def __init__(self, cfg: Config) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moelib.core.config import REQUIRED, Required, config_class
+from moelib.core.config import REQUIRED, config_class
 from moelib.data.hashing import random_uniform
 from moelib.data.token_source import TokenSource, check_vocabulary
 from moelib.data.tokenizer import FILE_NAME, Tokenizer
@@ -128,7 +128,7 @@ class TokenStore(TokenSource):
     class Config(TokenSource.Config):
         """Config of `TokenStore`."""
 
-        path: Required[str] = REQUIRED  # Folder of the store.
+        path: str = REQUIRED  # Folder of the store.
         split: str | None = "train"  # A split of the store's; None takes all documents.
         tokenizer_hash: str | None = None  # Refuses a store that another tokenizer made.
 

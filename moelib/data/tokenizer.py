@@ -11,13 +11,13 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from moelib.core.config import REQUIRED, Configurable, Required, config_class, did_you_mean
+from moelib.core.config import REQUIRED, Configurable, config_class, did_you_mean
 
 END_OF_TEXT = "<|endoftext|>"
 FILE_NAME = "tokenizer.json"
@@ -30,7 +30,7 @@ class Tokenizer(Configurable):
     class Config(Configurable.Config):
         """Config of `Tokenizer`."""
 
-        path: Required[str] = REQUIRED  # tokenizer.json, or a folder or token store that has one.
+        path: str = REQUIRED  # tokenizer.json, or a folder or token store that has one.
         eos_token: str = END_OF_TEXT  # Marks the end of a document; must be in the vocabulary.
 
     def __init__(self, cfg: Config) -> None:
@@ -65,7 +65,7 @@ class Tokenizer(Configurable):
     def _load(self, text: str, eos_token: str) -> None:
         import tokenizers
 
-        place = getattr(self.config, "path", "the tokenizer")
+        place = self.config.path or "the tokenizer"
         try:
             self._content: dict[str, Any] = json.loads(text)
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
@@ -157,11 +157,13 @@ class ByteTokenizer(Tokenizer):
     """A token for each of the 256 bytes, and end of text: needs no training and no file."""
 
     @config_class
-    class Config(Configurable.Config):
+    class Config(Tokenizer.Config):
         """Config of `ByteTokenizer`."""
 
+        path: str = ""  # There is no file.
+
     def __init__(self, cfg: Config) -> None:
-        Configurable.__init__(self, cfg)
+        super(Tokenizer, self).__init__(cfg)
         self._load(_byte_level_json({}, [], 256), END_OF_TEXT)
 
 
@@ -216,7 +218,7 @@ class _Counted:
         self._texts = texts
         self.num_texts = self.num_characters = 0
 
-    def __iter__(self) -> Iterable[str]:
+    def __iter__(self) -> Iterator[str]:
         for text in self._texts:
             self.num_texts += 1
             self.num_characters += len(text)

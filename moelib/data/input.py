@@ -1,0 +1,111 @@
+"""Inputs: what a trainer reads batches from, whatever lies behind them.
+
+A batch is a dict of NumPy arrays:
+
+    input_ids         int32 [B, S]
+    target_labels     int32 [B, S]  the token that follows; negative where nothing is predicted
+    segment_ids       int32 [B, S]  1, 2, ... for the documents of a row; 0 is padding
+    positions         int32 [B, S]
+    target_num_bytes  int32 [B]     bytes of text that a row's targets cover
+
+Letters: B rows of a batch, S sequence length.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from moelib.core.config import REQUIRED, Configurable, config_class
+
+Batch = dict[str, npt.NDArray[np.int32]]
+State = dict[str, Any]  # JSON values only.
+
+PADDING_LABEL = -1
+
+
+class BatchIterator(Iterator[Batch]):
+    """One host's batches in order, from a place that can be saved and returned to."""
+
+    def __iter__(self) -> Self:
+        """Returns itself."""
+        return self
+
+    @abstractmethod
+    def __next__(self) -> Batch:
+        """Returns this host's rows of the next batch. Raises StopIteration when all are read."""
+
+    @abstractmethod
+    def state(self) -> State:
+        """Returns the place after the batches returned so far, as JSON values."""
+
+    @abstractmethod
+    def restore(self, state: State) -> None:
+        """Goes to a place. Raises ValueError if it is one of another input's."""
+
+
+class Input(Configurable):
+    """A source of batches."""
+
+    @config_class
+    class Config(Configurable.Config):
+        """Config of `Input`."""
+
+        seq_len: int = REQUIRED  # S.
+        global_batch_size: int = REQUIRED  # Rows of a step, over all hosts.
+
+    def __init__(self, cfg: Config) -> None:
+        """Checks the sizes. Raises ValueError if one is not positive."""
+        super().__init__(cfg)
+        for name in ("seq_len", "global_batch_size"):
+            if (value := getattr(self.config, name)) < 1:
+                raise ValueError(f"{name} is {value}; set it to 1 or more.")
+
+    @abstractmethod
+    def iterator(self, host_index: int = 0, num_hosts: int = 1) -> BatchIterator:
+        """Returns the batches of one of several hosts, from the first.
+
+        Host h has rows [h * B / hosts, (h + 1) * B / hosts) of each global batch.
+
+        Raises:
+            ValueError: If the hosts do not divide the batch.
+        """
+
+
+def batch_spec(global_batch_size: int, seq_len: int) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each array of a global batch; all are int32. Needs no data."""
+    names = ("input_ids", "target_labels", "segment_ids", "positions")
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(names, (global_batch_size, seq_len))
+    return shapes | {"target_num_bytes": (global_batch_size,)}
+
+
+def empty_batch(num_rows: int, seq_len: int, eos_id: int) -> Batch:
+    """Returns rows of padding only."""
+    return {
+        "input_ids": np.full((num_rows, seq_len), eos_id, np.int32),
+        "target_labels": np.full((num_rows, seq_len), PADDING_LABEL, np.int32),
+        "segment_ids": np.zeros((num_rows, seq_len), np.int32),
+        "positions": np.zeros((num_rows, seq_len), np.int32),
+        "target_num_bytes": np.zeros(num_rows, np.int32),
+    }
+
+
+def rows_of_host(global_batch_size: int, host_index: int, num_hosts: int) -> range:
+    """Returns a host's rows of a global batch.
+
+    Raises:
+        ValueError: If the hosts do not divide the batch, or there is no such host.
+    """
+    if num_hosts < 1 or not 0 <= host_index < num_hosts:
+        raise ValueError(
+            f"host_index is {host_index} of {num_hosts} hosts; set it below num_hosts."
+        )
+    if global_batch_size % num_hosts:
+        raise ValueError(
+            f"global_batch_size is {global_batch_size}, which {num_hosts} hosts do not divide; set "
+            f"it to a multiple of {num_hosts}."
+        )
+    rows = global_batch_size // num_hosts
+    return range(host_index * rows, (host_index + 1) * rows)
