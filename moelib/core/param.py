@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 Axes = tuple[str | None, ...]  # A logical axis name for each dimension, None for one never split.
 Initializer = Callable[[jax.Array, "ParameterSpec"], jax.Array]  # (key, spec) -> values
@@ -32,6 +33,8 @@ class ParameterSpec:
         fan_axes: Dimensions to count for fan-in and fan-out; None for biases and scales.
         trainable: Whether gradients are taken and the learner updates it.
         weight_decay_scale: Multiplies the weight decay; 0 for none.
+        castable: Whether a step that computes in a lower precision may cast it. Routers are
+            computed from their full weights.
     """
 
     shape: tuple[int, ...]
@@ -41,6 +44,7 @@ class ParameterSpec:
     fan_axes: FanAxes | None = None
     trainable: bool = True
     weight_decay_scale: float = 1.0
+    castable: bool = True
 
     def __post_init__(self) -> None:
         if len(self.axes) != len(self.shape):
@@ -84,3 +88,21 @@ class ParameterSpec:
 def is_spec(value: Any) -> bool:
     """Returns whether a value is a ParameterSpec (for `is_leaf`)."""
     return isinstance(value, ParameterSpec)
+
+
+def cast_parameters(params: Any, specs: Any, dtype: Any) -> Any:
+    """Returns parameters as a step computes with them: those that may be cast, in `dtype`.
+
+    Args:
+        params: Nested arrays.
+        specs: Their ParameterSpecs, nested alike.
+        dtype: The dtype of the computation; None casts nothing.
+    """
+    if dtype is None:
+        return params
+
+    def cast(spec: ParameterSpec, x: Any) -> Any:
+        may = spec.castable and spec.trainable and jnp.issubdtype(x.dtype, jnp.floating)
+        return x.astype(dtype) if may else x
+
+    return jax.tree.map(cast, specs, params, is_leaf=is_spec)

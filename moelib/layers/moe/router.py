@@ -73,7 +73,10 @@ class Router(BaseLayer):
         cfg: Router.Config = self.config
         return {
             "weight": ParameterSpec(
-                (cfg.input_dim, cfg.num_experts), (None, None), fan_axes=FanAxes((0,), (1,))
+                (cfg.input_dim, cfg.num_experts),
+                (None, None),
+                fan_axes=FanAxes((0,), (1,)),
+                castable=False,
             )
         }
 
