@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar, dataclass_transform
 
 from moelib.core import config_values
-from moelib.core.config_values import InvalidConfigValueError, did_you_mean
+from moelib.core.config_values import REQUIRED, InvalidConfigValueError, did_you_mean
 
 T = TypeVar("T")
 
@@ -159,13 +159,13 @@ def _checked(place: str, value: Any, annotation: Any) -> Any:
     return value
 
 
-_SHARED = frozenset({bool, int, float, str, bytes, type(None), type, type(config_class)})
+_SHARED = frozenset({bool, int, float, str, bytes, type(None), type(config_class), type(REQUIRED)})
 
 
 def _copy_value(value: Any) -> Any:
     """Returns a copy of a field's value that shares no config and no container with it."""
     kind = type(value)
-    if kind in _SHARED:
+    if kind in _SHARED or isinstance(value, type):
         return value
     if isinstance(value, ConfigBase):
         return value.clone()
@@ -184,6 +184,8 @@ def _copy_value(value: Any) -> Any:
 
 
 def _freeze(value: Any) -> None:
+    if type(value) in _SHARED or isinstance(value, type):
+        return
     if isinstance(value, ConfigBase):
         value.freeze()
     elif isinstance(value, dict):

@@ -76,6 +76,11 @@ class InstantiableConfig(ConfigBase, Generic[T]):
             error.leaving(self)
             raise
 
+    def _mine(self) -> Self:
+        """Returns this config, marked as one that the object it builds may keep uncopied."""
+        self.__dict__["_fresh"] = True
+        return self
+
     def _check_required(self, given: Collection[str] = ()) -> None:
         missing = [name for name, value in self.items() if value is REQUIRED and name not in given]
         if missing:
@@ -127,7 +132,7 @@ class Configurable(metaclass=_FrozenOnceBuilt):
     def __init__(self, cfg: Any) -> None:
         """Keeps a copy of `cfg`, which is frozen when the object is built."""
         cfg._check_required()
-        self._config = cfg.clone()
+        self._config = cfg if cfg.__dict__.pop("_fresh", False) else cfg.clone()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -12,7 +12,7 @@ from moelib.core.config_values import did_you_mean
 Key = str | int
 _NAME = r"[^.\[\]'\":\s\\]+"
 _QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
-_TOKEN = re.compile(rf"\.?({_NAME})|\[(\d+|{_QUOTED})\]")
+_TOKEN = re.compile(rf"\.?({_NAME})|\[(-?\d+|{_QUOTED})\]")
 
 
 def split_path(path: str | Sequence[Key]) -> list[Key]:
@@ -31,7 +31,8 @@ def split_front(text: str) -> tuple[list[Key], str]:
     end = 0
     while match := _TOKEN.match(text, end):
         name, bracket = match.groups()
-        keys.append(name if name is not None else ast.literal_eval(bracket))
+        index = bracket or ""
+        keys.append(name or (int(index) if index.isdigit() else ast.literal_eval(index)))
         end = match.end()
     return keys, text[end:]
 

@@ -278,27 +278,32 @@ def _read_node(node: ast.expr) -> Any:
 class _Node:
     """The lines of a text below one path."""
 
-    number: int  # Of the first line.
+    place: str  # Of the first line.
     text: str | None = None
-    children: dict[Key, "_Node"] = dataclasses.field(default_factory=dict)
+    inside: dict[Key, "_Node"] = dataclasses.field(default_factory=dict)
 
 
-def parse(text: str) -> Any:
+def parse(text: str, *, place: str = "line ") -> Any:
     """Returns the config that `to_text` printed.
+
+    Args:
+        text: What it printed; empty lines and those that start with # are left out.
+        place: Where it stands, for errors and origins, such as "config.txt:"; the number of
+            the line comes after it.
 
     Raises:
         ValueError: If a line cannot be read; the message holds its number.
     """
-    root = _Node(1)
+    root = _Node(f"{place}1")
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         keys, rest = split_front(line)
         if not keys or not rest.startswith(": "):
-            raise ValueError(f"line {number}: expected 'path: value', got {line!r}.")
+            raise ValueError(f"{place}{number}: expected 'path: value', got {line!r}.")
         node = root
         for key in keys:
-            node = node.children.setdefault(key, _Node(number))
+            node = node.inside.setdefault(key, _Node(f"{place}{number}"))
         node.text = rest[2:]
     return _build(root)
 
@@ -313,28 +318,25 @@ _OPENERS: dict[str, Callable[[Any], ConfigBase]] = {
 
 def _build(node: _Node) -> Any:
     """Returns the value that the lines of a node describe."""
-    opener = next((name for name in _OPENERS if name in node.children), None)
-    if node.text is None and opener is None:
-        raise ValueError(f"line {node.number}: no line before it says what holds this value.")
-    if node.text is None and opener is not None:
-        cfg = _OPENERS[opener](_build(node.children.pop(opener)))
-        for key, child in node.children.items():
-            value = _build(child)
-            with _numbered(child):
-                setattr(cfg, str(key), value)
-        return cfg
-    inside = {key: _build(child) for key, child in node.children.items()}
-    with _numbered(node):
-        return _read_line(node.text or "", inside)
+    if node.text is not None:
+        inside = {key: _build(child) for key, child in node.inside.items()}
+        return _at(node, _read_line, node.text, inside)
+    opener = next((name for name in _OPENERS if name in node.inside), None)
+    if opener is None:
+        raise ValueError(f"{node.place}: no line before it says what holds this value.")
+    cfg = _at(node, _OPENERS[opener], _build(node.inside.pop(opener)))
+    for key, child in node.inside.items():
+        _at(child, setattr, cfg, str(key), _build(child))
+    return cfg
 
 
-@contextlib.contextmanager
-def _numbered(node: _Node) -> Iterator[None]:
-    """Turns an error inside into a ValueError with the number of the line."""
+def _at(node: _Node, do: Callable[..., Any], *args: Any) -> Any:
+    """Returns `do(*args)`; an error says which line it comes from, and so do values set."""
     try:
-        yield
+        with config_origin(node.place):
+            return do(*args)
     except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"line {node.number}: {error}") from error
+        raise ValueError(f"{node.place}: {error}") from error
 
 
 def _read_line(text: str, inside: dict[Key, Any]) -> Any:

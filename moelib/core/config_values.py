@@ -67,7 +67,9 @@ class DType(str):
             ) from error
 
 
-_EXTENDED_DTYPES = re.compile(r"bfloat16|float[468]_e\w+|u?int[24]")
+_EXTENDED_DTYPES = re.compile(  # Names that NumPy does not know until ml_dtypes is imported.
+    r"bfloat16|float8_e(3m4|4m3(b11fnuz|fn|fnuz)?|5m2(fnuz)?|8m0fnu)|float4_e2m1fn|u?int[24]"
+)
 
 
 def _is_dtype_name(value: Any) -> bool:
@@ -137,7 +139,7 @@ def _elements(value: Any) -> Iterable[Any]:
         return record_fields(value).values()
     if type(value) is dict:
         for key in value:
-            if not isinstance(key, str | int) or isinstance(key, enum.Enum):
+            if type(key) not in (str, int):
                 raise NonConfigFieldError(f"{value!r} has the key {key!r}: keys are str or int")
         return value.values()
     if type(value) in (list, tuple, set, frozenset):
@@ -154,7 +156,8 @@ def has_reference(value: Any) -> bool:
 
     A method of an object is none: the object is not in the name.
     """
-    if inspect.ismethod(value) and not isinstance(value.__self__, type):
+    holder = getattr(value, "__self__", None) if inspect.isroutine(value) else None
+    if holder is not None and not isinstance(holder, type | types.ModuleType):
         return False
     return isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__"))
 

@@ -197,7 +197,7 @@ class Module(Configurable):
                 f"a child of {self.path() or self.name} is called {name!r}."
             )
         try:
-            child = cfg.clone(name=name).instantiate(parent=self, **kwargs)
+            child = cfg.clone(name=name)._mine().instantiate(parent=self, **kwargs)
         except RequiredFieldMissingError as error:
             error.inside(name)
             raise

@@ -1,0 +1,239 @@
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from moelib.core.config import (
+    REQUIRED,
+    ConfigOr,
+    Configurable,
+    FrozenConfigError,
+    InstantiableConfig,
+    InvalidConfigClassError,
+    InvalidConfigNameError,
+    InvalidConfigValueError,
+    MissingConfigClassDecoratorError,
+    Required,
+    RequiredFieldMissingError,
+    UnknownFieldError,
+    config_class,
+    config_for_class,
+    config_for_function,
+    maybe_instantiate,
+    maybe_set_config,
+)
+
+
+class Scale(Configurable):
+    @config_class
+    class Config(Configurable.Config):
+        factor: Required[ConfigOr[float]] = REQUIRED
+        inner: InstantiableConfig | None = None
+
+    def __init__(self, cfg: Any):
+        super().__init__(cfg)
+        self.inner = maybe_instantiate(self.config.inner)
+
+
+class Shifted(Scale):
+    @config_class
+    class Config(Scale.Config):
+        shift: int = 1
+
+
+class Renamed(Scale):
+    pass
+
+
+def linear(x: float, slope: float = 2.0, *rest: Any, bias: Any = None, **more: Any) -> Any:
+    return x, slope, rest, bias, more
+
+
+def missing_path(cfg: InstantiableConfig, **kwargs: Any) -> str:
+    """Returns the path that the error of a config with an unset field names."""
+    with pytest.raises(RequiredFieldMissingError, match="must be set before") as error:
+        cfg.instantiate(**kwargs)
+    return str(error.value).partition(" ")[0]
+
+
+def test_instantiate_builds_the_class_of_the_config():
+    built = Scale.default_config().set(factor=2.0).instantiate()
+    assert type(built) is Scale
+    assert built.config.factor == 2.0
+
+
+def test_instantiate_does_not_touch_the_config_and_copies_it():
+    cfg = Scale.default_config().set(factor=2.0)
+    built = cfg.instantiate()
+    cfg.factor = 3.0
+    assert built.config.factor == 2.0
+
+
+def test_the_config_of_a_built_object_is_frozen_and_the_same_each_time():
+    built = Scale.default_config().set(factor=2.0, inner=Scale.default_config().set(factor=1.0))
+    built = built.instantiate()
+    assert built.config is built.config
+    with pytest.raises(FrozenConfigError, match=r"Scale.Config.factor belongs to an object"):
+        built.config.factor = 3.0
+    with pytest.raises(FrozenConfigError, match="already built"):
+        built.config.inner.factor = 3.0
+    assert Scale(Scale.default_config().set(factor=1.0)).config._frozen
+
+
+def test_an_object_may_complete_its_config_while_it_is_built():
+    class Completed(Scale):
+        def __init__(self, cfg: Any):
+            super().__init__(cfg)
+            self.config.factor = 7.0
+
+    cfg = Completed.default_config().set(factor=1.0)
+    assert cfg.instantiate().config.factor == 7.0
+    assert cfg.factor == 1.0
+
+
+def test_a_config_knows_its_class_however_it_is_made():
+    assert Scale.Config(factor=1.0).klass is Scale
+    assert Scale.Config(factor=1.0) == Scale.default_config().set(factor=1.0)
+    assert Shifted.default_config().klass is Shifted
+    assert Renamed.default_config().klass is Renamed
+    assert Scale.default_config().klass is Scale
+
+
+def test_the_class_may_be_changed_only_to_one_with_the_same_fields():
+    assert Scale.default_config().set(klass=Renamed, factor=1.0).instantiate().__class__ is Renamed
+    with pytest.raises(InvalidConfigValueError, match=r"Shifted.*use its default_config\(\)"):
+        Scale.default_config().set(klass=Shifted)
+    with pytest.raises(InvalidConfigValueError, match="klass"):
+        Scale.default_config().set(klass=int)
+
+
+def test_a_config_without_the_decorator_is_refused_when_its_class_is_made():
+    with pytest.raises(MissingConfigClassDecoratorError, match="needs the decorator @config_class"):
+
+        class Bad(Configurable):
+            class Config(Configurable.Config):
+                pass
+
+
+def test_an_unset_field_is_named():
+    assert missing_path(Scale.default_config()) == "factor"
+    with pytest.raises(RequiredFieldMissingError, match=r"before Scale.Config .*\.set\(factor="):
+        Scale(Scale.default_config())
+
+
+def test_an_unset_field_further_inside_is_named_by_its_whole_path():
+    inner = Scale.default_config().set(factor=1.0, inner=Scale.default_config())
+    assert missing_path(inner) == "inner.factor"
+    outer = Shifted.default_config().set(factor=1.0, inner=inner)
+    assert missing_path(outer) == "inner.inner.factor"
+
+
+def test_an_unset_parameter_in_a_list_of_function_configs_is_named_by_its_whole_path():
+    chain = config_for_function(optax.chain).set(
+        args=[
+            config_for_function(optax.clip).set(max_delta=1.0),
+            config_for_function(optax.adamw).set(b1=0.8),
+        ]
+    )
+    assert missing_path(chain) == "args[1].learning_rate"
+    scale = Scale.default_config().set(factor=1.0, inner=chain)
+    assert missing_path(scale) == "inner.args[1].learning_rate"
+
+
+def test_a_function_is_called_with_its_fields():
+    cfg = config_for_function(linear).set(x=1.0, rest=[3, 4], bias="b", more={"k": 5})
+    assert cfg.instantiate() == (1.0, 2.0, (3, 4), "b", {"k": 5})
+    assert cfg.fn is linear
+
+
+def test_arguments_given_at_instantiation_take_the_place_of_fields():
+    assert config_for_function(linear).instantiate(x=1.0, k=2) == (1.0, 2.0, (), None, {"k": 2})
+
+
+def test_configs_in_parameters_are_instantiated_at_any_depth():
+    inner = config_for_function(linear).set(x=1.0)
+    built = config_for_function(linear).set(x=inner, rest=[[inner]], more={"k": {"j": inner}})
+    value = inner.instantiate()
+    assert built.instantiate() == (value, 2.0, ([value],), None, {"k": {"j": value}})
+
+
+def test_annotated_parameters_are_checked():
+    with pytest.raises(InvalidConfigValueError, match=r"linear.slope = 'a': got str"):
+        config_for_function(linear).set(slope="a")
+    assert config_for_function(linear).set(slope=config_for_function(abs)).slope.fn is abs
+
+
+def test_an_unknown_parameter_is_refused_with_the_nearest_name():
+    with pytest.raises(UnknownFieldError, match="linear has no field 'slop'; did you mean"):
+        config_for_function(linear).set(slop=1.0)
+
+
+def test_positional_only_parameters_are_passed_by_position():
+    def positional(a: Any, /, b: Any) -> Any:
+        return a, b
+
+    assert config_for_function(positional).set(a=1, b=2).instantiate() == (1, 2)
+
+
+def test_parameters_with_names_that_configs_need_are_refused():
+    with pytest.raises(InvalidConfigNameError, match="'fn' has a name that configs of functions"):
+        config_for_function(lambda fn: fn)
+    with pytest.raises(InvalidConfigNameError, match="cannot be private or a method of configs"):
+        config_for_function(lambda clone: clone)
+
+
+def test_a_third_party_class_becomes_a_config():
+    class Point:
+        def __init__(self, x: int, y: int = 2):
+            self.place = x, y
+
+    cfg = config_for_class(Point)
+    assert cfg.clone(x=1).instantiate().place == (1, 2)
+    with pytest.raises(RequiredFieldMissingError, match="x must be set before config of"):
+        cfg.instantiate()
+
+
+def test_classes_functions_and_configurables_are_told_apart():
+    with pytest.raises(InvalidConfigClassError, match="use config_for_class"):
+        config_for_function(int)
+    with pytest.raises(InvalidConfigClassError, match="use config_for_function"):
+        config_for_class(linear)
+    with pytest.raises(InvalidConfigClassError, match=r"Scale has a default_config\(\)"):
+        config_for_class(Scale)
+
+
+def test_an_optax_optimizer_with_a_schedule_is_built_from_configs():
+    schedule = config_for_function(optax.cosine_decay_schedule).set(init_value=0.5, decay_steps=10)
+    cfg = config_for_function(optax.sgd).set(learning_rate=schedule)
+    optimizer = cfg.instantiate()
+    with jax.numpy_dtype_promotion("standard"):
+        update, _ = optimizer.update(jnp.ones(()), optimizer.init(jnp.ones(())))
+    assert float(update) == pytest.approx(-0.5)
+
+
+def test_fields_that_a_config_lacks_can_be_left_out():
+    cfg = Scale.default_config()
+    maybe_set_config(cfg, factor=3.0, unheard_of=1)
+    assert cfg.factor == 3.0
+
+
+def test_a_config_that_builds_nothing_says_so():
+    @config_class
+    class Nothing(InstantiableConfig):
+        pass
+
+    with pytest.raises(TypeError, match="Nothing does not say what it builds"):
+        Nothing().instantiate()
+
+
+def test_an_error_of_a_constructor_reaches_the_caller_unchanged():
+    class Failing(Scale):
+        def __init__(self, cfg: Any):
+            super().__init__(cfg)
+            raise KeyError("mine") from ValueError("its cause")
+
+    with pytest.raises(KeyError, match="mine") as error:
+        Failing.default_config().set(factor=1.0).instantiate()
+    assert isinstance(error.value.__cause__, ValueError)

@@ -1,0 +1,106 @@
+from typing import Any
+
+import pytest
+
+from moelib.core.config import REQUIRED, Configurable, Required, config_class
+from moelib.core.config_modifier import ConfigModifier, replace_layer_config_recursively
+
+
+class Dense(Configurable):
+    @config_class
+    class Config(Configurable.Config):
+        dim: Required[int] = REQUIRED
+        act: str = "silu"
+        inner: Configurable.Config | None = None
+
+
+class SubDense(Dense):
+    pass
+
+
+class Sparse(Configurable):
+    @config_class
+    class Config(Configurable.Config):
+        dim: Required[int] = REQUIRED
+        act: str = "gelu"
+        num_experts: int = 8
+
+
+class Stack(Configurable):
+    @config_class
+    class Config(Configurable.Config):
+        layers: list[Configurable.Config] = []
+        last: Configurable.Config | None = None
+        anything: Any = None
+
+
+def stack() -> Any:
+    return Stack.default_config().set(
+        layers=[Dense.default_config().set(dim=1), SubDense.default_config().set(dim=2)],
+        last=Dense.default_config().set(dim=3),
+        anything={"k": (Dense.default_config().set(dim=4),)},
+    )
+
+
+def test_every_config_of_the_class_is_replaced_and_counted():
+    cfg = stack()
+    assert replace_layer_config_recursively(cfg, Dense, Sparse.default_config()) == 3
+    assert [layer.klass for layer in cfg.layers] == [Sparse, SubDense]
+    assert cfg.last == Sparse.default_config().set(dim=3)
+    assert cfg.anything["k"][0].dim == 4
+
+
+def test_fields_that_the_new_config_sets_are_kept():
+    cfg = stack()
+    replace_layer_config_recursively(cfg, Dense, Sparse.default_config().set(dim=9))
+    assert (cfg.last.dim, cfg.last.act) == (9, "gelu")
+
+
+def test_the_new_config_is_copied_to_each_place():
+    cfg, new = stack(), Sparse.default_config()
+    replace_layer_config_recursively(cfg, Dense, new)
+    cfg.last.num_experts = 1
+    assert (cfg.layers[0].num_experts, new.num_experts) == (8, 8)
+
+
+def test_a_function_can_make_the_new_config_from_the_old():
+    cfg = stack()
+    replace_layer_config_recursively(
+        cfg, Dense, lambda old: Sparse.default_config().set(dim=10 * old.dim)
+    )
+    assert (cfg.layers[0].dim, cfg.last.dim) == (10, 30)
+
+
+def test_a_replacement_may_hold_what_it_replaces():
+    cfg = stack()
+    count = replace_layer_config_recursively(
+        cfg, Dense, lambda old: SubDense.default_config().set(dim=1, inner=old)
+    )
+    assert count == 3
+    assert cfg.last.inner.dim == 3
+
+
+def test_configs_inside_a_replaced_one_go_with_it():
+    cfg = stack()
+    cfg.last.inner = Dense.default_config()
+    assert replace_layer_config_recursively(cfg, Dense, Sparse.default_config()) == 3
+
+
+def test_nothing_to_replace_is_an_error():
+    with pytest.raises(ValueError, match="no config of Sparse is inside"):
+        replace_layer_config_recursively(stack(), Sparse, Dense.default_config())
+
+
+def test_a_modifier_is_a_config_that_changes_configs():
+    class SetDim(ConfigModifier):
+        @config_class
+        class Config(ConfigModifier.Config):
+            dim: int = 1
+
+        def __call__(self, cfg: Any) -> Any:
+            cfg.last.dim = self.config.dim
+            return cfg
+
+    assert SetDim.default_config().set(dim=5).instantiate()(stack()).last.dim == 5
+    with pytest.raises(NotImplementedError, match="must define __call__"):
+        ConfigModifier.default_config().instantiate()(stack())

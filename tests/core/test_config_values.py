@@ -1,0 +1,244 @@
+import collections
+import dataclasses
+import enum
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from moelib.core.config import (
+    REQUIRED,
+    ConfigBase,
+    DType,
+    InvalidConfigValueError,
+    NonConfigFieldError,
+    Required,
+    config_class,
+    did_you_mean,
+    register_validator,
+    similar_names,
+)
+from moelib.core.config_values import (
+    _validators,
+    convert_value,
+    describe_annotation,
+    fits,
+    reference,
+    resolve_reference,
+    validate_value,
+)
+
+T = TypeVar("T")
+
+
+class Color(enum.Enum):
+    RED = "red"
+
+
+class Pair(NamedTuple):
+    a: int
+    b: Any
+
+
+@dataclasses.dataclass
+class Point:
+    x: Any
+
+
+class Speaks(Protocol):
+    def speak(self) -> str: ...
+
+
+type Number = int | float
+
+
+@pytest.mark.parametrize(
+    ("value", "annotation", "expected"),
+    [
+        (1, int, True),
+        (True, int, False),
+        (1.0, int, False),
+        (1, float, True),
+        (True, float, False),
+        (1, bool, False),
+        (None, int, False),
+        (None, int | None, True),
+        (None, None, True),
+        (REQUIRED, int, True),
+        (3, Required[int], True),
+        ("a", Required[int], False),
+        ("a", str | int, True),
+        (1.5, Number, True),
+        ("a", Number, False),
+        ([1, 2], list[int], True),
+        ([1, "a"], list[int], False),
+        ((1, 2), list[int], False),
+        ((1, 2), tuple[int, ...], True),
+        ((), tuple[int, ...], True),
+        ((1, "a"), tuple[int, str], True),
+        ((1, 2, 3), tuple[int, int], False),
+        ({"a": [1]}, dict[str, list[int]], True),
+        ({"a": ["b"]}, dict[str, list[int]], False),
+        ({"a": 1}, Mapping[str, int], True),
+        ([1], Sequence[int], True),
+        ("ab", Sequence[str], False),
+        ({1}, set[int], True),
+        ("a", Literal["a", "b"], True),
+        ("c", Literal["a", "b"], False),
+        (abs, Callable[[int], int], True),
+        (3, Callable[[int], int], False),
+        (abs, Callable, True),
+        (bool, type[int], True),
+        (str, type[int], False),
+        (str, type, True),
+        (Color.RED, Color, True),
+        ("red", Color, False),
+        (Pair(1, 2), Pair, True),
+        (3, Any, True),
+        (3, T, True),
+        (3, "ClassNotYetKnown", True),
+        (3, Speaks, True),
+    ],
+)
+def test_values_fit_annotations(value: Any, annotation: Any, expected: bool):
+    assert fits(value, annotation) is expected
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(None, True, 1, 1.5, "a", b"a", Color.RED, REQUIRED, re.compile("a"), np.dtype("int8")),
+        *([1, (2, {3}, frozenset({4}))], {"a": {1: None}}, Pair(1, [2]), Point(x=(1,))),
+        *(abs, len, int, jnp.bfloat16, jax.nn.silu, jax.nn.relu, Point, lambda x: x),
+    ],
+)
+def test_plain_data_functions_and_classes_may_be_held(value: Any):
+    validate_value(value, lambda _: False)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(object(), np.ones(2), functools.partial(abs, 1), iter([1]), 1j),
+        *(Pair(1, object()), Point(object()), collections.defaultdict(list), {(1, 2): 3}),
+        *("a".join, {Color.RED: 1}),
+    ],
+)
+def test_objects_may_not_be_held(value: Any):
+    with pytest.raises(NonConfigFieldError):
+        validate_value(value, lambda _: False)
+
+
+def test_a_validator_lets_configs_hold_more_and_may_refuse():
+    def validate(value: Any) -> None:
+        if value.size > 1:
+            raise ValueError("one element only")
+
+    register_validator(lambda value: isinstance(value, np.ndarray), validate)
+    try:
+        validate_value([np.ones(1)], lambda _: False)
+        with pytest.raises(ValueError, match="one element only"):
+            validate_value([np.ones(2)], lambda _: False)
+    finally:
+        _validators.pop()
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        ("bfloat16", "bfloat16"),
+        (jnp.bfloat16, "bfloat16"),
+        (np.float32, "float32"),
+        (np.dtype("int8"), "int8"),
+        (jnp.float8_e4m3fn, "float8_e4m3fn"),
+        ("float8_e4m3fn", "float8_e4m3fn"),
+        ("float32", "float32"),
+        (ml_dtypes.int4, "int4"),
+        ("int4", "int4"),
+    ],
+)
+def test_a_dtype_becomes_its_name(value: Any, name: str):
+    assert convert_value(value, DType | None) == name
+
+
+@pytest.mark.parametrize("value", ["float33", "bfloat", 3, "float8_e4m3fnn"])
+def test_what_is_no_dtype_is_refused(value: Any):
+    with pytest.raises(InvalidConfigValueError, match="is not a dtype; use a name like 'float32'"):
+        convert_value(value, DType)
+
+
+def test_scalars_of_numpy_become_plain():
+    @config_class
+    class Sizes(ConfigBase):
+        num: int = 1
+        rate: float = 1.0
+        on: bool = False
+
+    cfg = Sizes(num=np.int64(3), rate=np.float32(0.5), on=np.bool_(True))  # pyrefly: ignore
+    assert [type(value) for _, value in cfg.items()] == [int, float, bool]
+
+
+@pytest.mark.parametrize(
+    ("annotation", "text"),
+    [
+        (Required[int], "int"),
+        (int | None, "int | None"),
+        (Required[Color | str], "Color | str"),
+        (list[int], "list[int]"),
+        (Callable[[int], int], "Callable[[int], int]"),
+        (Any, "Any"),
+    ],
+)
+def test_annotations_are_described_as_written(annotation: Any, text: str):
+    assert describe_annotation(annotation) == text
+
+
+def test_near_names_are_proposed_best_first():
+    names = ["num_experts", "num_heads", "dim"]
+    assert similar_names("num_expert", names)[0] == "num_experts"
+    assert did_you_mean("num_expert", names).startswith("did you mean 'num_experts'")
+    assert did_you_mean("zzz", names) == "choose one of: dim, num_experts, num_heads."
+    assert did_you_mean("zzz", []) == "there are none."
+
+
+def test_a_long_list_of_names_is_cut():
+    text = did_you_mean("zzz", [f"layer{i}" for i in range(60)])
+    assert text.endswith("and 40 more.")
+
+
+@pytest.mark.parametrize(
+    "value", [Color.RED, Point, abs, jax.nn.silu, jnp.float32, jax.lax.scan, np.exp, Pair]
+)
+def test_a_reference_names_its_object(value: Any):
+    assert resolve_reference(reference(value)) is value
+
+
+def test_private_modules_are_named_by_their_public_one():
+    assert reference(jax.nn.silu) == "jax.nn:silu" or ":silu" in reference(jax.nn.silu)
+    assert reference(jax.Array) == "jax:Array"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("no.such.module:x", "there is no module 'no.such.module'"),
+        ("math:sqrtt", "has no 'sqrtt'; did you mean 'sqrt'"),
+        ("math:sqrt.x", "has no 'x'"),
+    ],
+)
+def test_a_reference_to_nothing_is_refused(text: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        resolve_reference(text)
+
+
+def test_an_error_inside_a_referenced_module_is_its_own(tmp_path: Any, monkeypatch: Any):
+    (tmp_path / "broken_module_of_a_user.py").write_text("import no_such_package_of_a_user")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="no_such_package_of_a_user"):
+        resolve_reference("broken_module_of_a_user:x")
