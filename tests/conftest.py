@@ -7,14 +7,14 @@ To run tests marked `gpu`: `JAX_PLATFORMS=cuda,cpu pytest -m gpu`.
 import os
 import pathlib
 
-_TESTS = pathlib.Path(__file__).parent
-
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow greets on stderr otherwise.
 
 # What was compiled once is read from here: the learner's tests take 22 s instead of 90 s.
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_TESTS.parent / ".cache/jax"))
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parents[1] / ".cache/jax")
+)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
@@ -23,6 +23,8 @@ import jaxtyping
 import pytest
 
 from tests import runtime_types
+
+_TESTS = pathlib.Path(__file__).parent
 
 # Shapes and types in these packages' signatures are checked at every call.
 _CHECKED_PACKAGES = ("moelib.kernels", "moelib.layers", "moelib.models")
