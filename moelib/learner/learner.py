@@ -229,22 +229,29 @@ class Learner(Module):
         updated = paths.select(params, self.is_updated)
         gradients = self._gradients_of(updated, gradients)
         norm = transforms.global_norm(gradients)
-        extra = {} if loss is None else {"value": loss}
-        updates, optimizer = self._optimizer.update(gradients, state.optimizer, updated, **extra)
-        new = optax.apply_updates(updated, updates)
-        ema = None if self._ema is None else self._ema.update(new, state.ema)
-        new_state = LearnerState(optimizer, ema, state.skipped_steps)
-        metrics = {"gradient_norm": norm, **_learning_rates(optimizer)}
-        if self._take_step is not None:
+        metrics = {"gradient_norm": norm}
+
+        def step() -> tuple[Nested, LearnerState, dict[str, jax.Array]]:
+            extra = {} if loss is None else {"value": loss}
+            updates, optimizer = self._optimizer.update(
+                gradients, state.optimizer, updated, **extra
+            )
+            new = optax.apply_updates(updated, updates)
+            ema = None if self._ema is None else self._ema.update(new, state.ema)
+            new_state = LearnerState(optimizer, ema, state.skipped_steps)
+            return new, new_state, _learning_rates(optimizer)
+
+        if self._take_step is None:
+            new, new_state, rates = step()
+        else:
             take = self._take_step(loss, norm)
-            keep = lambda new, old: jnp.where(take, new, old)
-            new = jax.tree.map(keep, new, updated)
-            new_state = jax.tree.map(keep, new_state, state)
-            skipped = 1 - take.astype(jnp.int32)
-            new_state = new_state._replace(skipped_steps=state.skipped_steps + skipped)
-            metrics["skipped"] = skipped.astype(jnp.float32)
+            rest = state._replace(skipped_steps=state.skipped_steps + 1)
+            rates = _learning_rates(state.optimizer)
+            # A branch, not a choice between two results: both would have to be kept in memory.
+            new, new_state, rates = jax.lax.cond(take, step, lambda: (updated, rest, rates))
+            metrics["skipped"] = 1.0 - take.astype(jnp.float32)
             metrics["skipped_steps"] = new_state.skipped_steps.astype(jnp.float32)
-        return LearnerUpdate(paths.merge(params, new), new_state, metrics)
+        return LearnerUpdate(paths.merge(params, new), new_state, metrics | rates)
 
     def _gradients_of(self, updated: Nested, gradients: Nested) -> Nested:
         """Returns the gradients of the parameters that are updated."""

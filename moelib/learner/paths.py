@@ -61,5 +61,5 @@ def batch_axes(spec: ParameterSpec) -> tuple[int, ...]:
     dims = range(len(spec.shape))
     if spec.fan_axes is None:
         return tuple(dims)[:-1]
-    matrix = {axis % len(spec.shape) for axis in (*spec.fan_axes.in_axis, *spec.fan_axes.out_axis)}
+    matrix = (*spec.fan_axes.in_axis, *spec.fan_axes.out_axis)
     return tuple(axis for axis in dims if axis not in matrix)

@@ -1,0 +1,133 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from moelib.core import metrics
+from moelib.learner.accumulation import accumulate, split_batch
+
+PARAMS = {
+    "w": jax.random.normal(jax.random.key(0), (5, 3)),
+    "b": jax.random.normal(jax.random.key(1), (3,)),
+}
+
+
+def make_batch(num_rows=8, empty_rows=0):
+    x = jax.random.normal(jax.random.key(2), (num_rows, 6, 5))
+    y = jax.random.normal(jax.random.key(3), (num_rows, 6, 3))
+    lengths = jax.random.randint(jax.random.key(4), (num_rows, 1), 1, 7)
+    mask = (jnp.arange(6)[None] < lengths) & (jnp.arange(num_rows)[:, None] >= empty_rows)
+    return {"x": x, "y": y, "mask": mask}
+
+
+def step(batch, state):
+    """Mean squared error over the tokens that are not padding."""
+
+    def objective(params):
+        out = jnp.tanh(batch["x"] @ params["w"] + params["b"][None, None])
+        error = jnp.sum(jnp.square(out - batch["y"]), -1)
+        weight = jnp.sum(batch["mask"])
+        return jnp.sum(error * batch["mask"]) / jnp.maximum(weight, 1), weight
+
+    (loss, weight), gradients = jax.value_and_grad(objective, has_aux=True)(PARAMS)
+    logged = {
+        "layer": {"loss": metrics.weighted(loss, weight)},
+        "rows": metrics.weighted(1.0, batch["x"].shape[0]),
+    }
+    return loss, weight, gradients, logged, jax.tree.map(lambda x: x + 1, state)
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 4, 8])
+@pytest.mark.parametrize("empty_rows", [0, 3])
+def test_equals_the_whole_batch(num_microbatches, empty_rows):
+    batch = make_batch(empty_rows=empty_rows)
+    whole = accumulate(step, batch, num_microbatches=1, state={"calls": jnp.int32(0)})
+    parts = jax.jit(
+        lambda batch: accumulate(
+            step, batch, num_microbatches=num_microbatches, state={"calls": jnp.int32(0)}
+        )
+    )(batch)
+    same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+    jax.tree.map(same, whole._replace(state=None), parts._replace(state=None))
+    assert int(whole.state["calls"]) == 1
+    assert int(parts.state["calls"]) == num_microbatches
+
+
+def test_plain_mean_over_microbatches_would_differ():
+    batch = make_batch()
+    whole = accumulate(step, batch, num_microbatches=1)
+    losses = jax.lax.map(lambda part: step(part, None)[0], split_batch(batch, 4))
+    assert abs(jnp.mean(losses) - whole.objective) > 1e-3
+
+
+def test_batch_without_tokens_gives_zeros():
+    out = accumulate(step, make_batch(empty_rows=8), num_microbatches=2)
+    assert float(out.weight) == 0.0
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(out.gradients))
+    assert float(out.objective) == 0.0
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_low_precision_gradients_are_summed_in_float32(num_microbatches):
+    def tiny(batch, state):
+        weight = jnp.float32(batch.shape[0])
+        mean = jnp.mean(batch)
+        return mean, weight, {"w": mean.astype(jnp.bfloat16)}, {}, state
+
+    batch = jnp.asarray([1.0, 1 / 256, 1 / 256, 1 / 256])  # 1 + 1/256 is 1 in bfloat16.
+    out = accumulate(tiny, batch, num_microbatches=num_microbatches)
+    assert out.gradients["w"].dtype == jnp.float32
+    if num_microbatches == 4:
+        np.testing.assert_allclose(out.gradients["w"], (1 + 3 / 256) / 4)
+
+
+def test_state_goes_from_microbatch_to_microbatch():
+    def record(batch, state):
+        return batch[0], 1.0, {}, {}, 10 * state + batch[0].astype(jnp.int32)
+
+    out = accumulate(record, jnp.arange(1.0, 4.0), num_microbatches=3, state=jnp.int32(0))
+    assert int(out.state) == 123
+
+
+def test_rows_are_dealt_out():
+    out = split_batch({"ids": jnp.arange(8)}, 2)["ids"]
+    np.testing.assert_array_equal(out, [[0, 2, 4, 6], [1, 3, 5, 7]])
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_no_row_moves_between_devices(axis_type):
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4], axis_types=(axis_type,))
+    rows = np.arange(16 * 3).reshape(16, 3)
+    batch = jax.device_put(rows, NamedSharding(mesh, PartitionSpec("data")))
+    split = jax.jit(lambda x: split_batch(x, 4)).lower(batch).compile()
+    assert tuple(split.output_shardings.spec)[:2] == (None, "data")
+    text = split.as_text()
+    for collective in ("all-to-all", "all-gather", "collective-permute", "all-reduce"):
+        assert collective not in text
+    for shard in split(batch).addressable_shards:
+        device = shard.index[1].start
+        own = rows[4 * device : 4 * device + 4]
+        np.testing.assert_array_equal(np.sort(np.asarray(shard.data).ravel()), own.ravel())
+
+
+@pytest.mark.parametrize(
+    ("batch", "num_microbatches", "message"),
+    [
+        ({"ids": jnp.ones((10, 2))}, 4, r"num_microbatches is 4, but batch\['ids'\] of shape \(10"),
+        ({"ids": jnp.ones((8, 2)), "k": jnp.ones(())}, 4, r"batch\['k'\] of shape \(\) has 0 rows"),
+        ({"ids": jnp.ones((8, 2))}, 0, "num_microbatches is 0; set it to 1 or more"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(batch, num_microbatches, message):
+    with pytest.raises(ValueError, match=message):
+        accumulate(step, batch, num_microbatches=num_microbatches)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_metric_without_a_weight_is_refused(num_microbatches):
+    def bare(batch, state):
+        return jnp.mean(batch), 1.0, {}, {"layer": {"loss": jnp.mean(batch)}}, state
+
+    with pytest.raises(ValueError, match="the metric 'layer/loss' is"):
+        accumulate(bare, jnp.ones(4), num_microbatches=num_microbatches)

@@ -1,0 +1,187 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from moelib.core.config import config_for_function
+from moelib.learner import schedules
+
+# Iterations of the seven FLAME-MoE models.
+FLAME_ITERS = (2121, 2424, 4165, 5473, 5685, 8815, 11029)
+
+
+def megatron_lr(num_steps, *, style, max_lr, min_lr, warmup, decay, wsd_decay=0, wsd_style=""):
+    """Megatron-LM's OptimizerParamScheduler.get_lr, in its units (samples), init_lr 0."""
+    if warmup > 0 and num_steps <= warmup:
+        return max_lr * num_steps / warmup
+    if num_steps > decay:
+        return min_lr
+    if style == "inverse-square-root":
+        return max(min_lr, max_lr * max(warmup, 1) ** 0.5 / max(num_steps, 1) ** 0.5)
+    ratio = (num_steps - warmup) / (decay - warmup)
+    if style == "linear":
+        coeff = 1 - ratio
+    elif style == "cosine":
+        coeff = 0.5 * (math.cos(math.pi * ratio) + 1)
+    elif num_steps <= decay - wsd_decay:
+        coeff = 1.0
+    else:
+        r = (num_steps - (decay - wsd_decay)) / wsd_decay
+        coeff = {
+            "linear": 1 - r,
+            "cosine": 0.5 * (math.cos(math.pi * r) + 1),
+            "exponential": 2 * 0.5**r - 1,
+            "minus_sqrt": 1 - math.sqrt(r),
+        }[wsd_style]
+    return min_lr + coeff * (max_lr - min_lr)
+
+
+def all_steps(schedule, num_steps):
+    return np.asarray(jax.vmap(schedule)(jnp.arange(1, num_steps + 1)))
+
+
+@pytest.mark.parametrize("iters", FLAME_ITERS)
+def test_flame_recipe_is_megatrons(iters):
+    schedule = schedules.wsd(
+        3e-4,
+        max_step=iters,
+        warmup_steps=0.01 * iters,
+        decay_steps=iters // 10,
+        end_lr=3e-5,
+        decay="exponential",
+    )
+    batch = 1024  # Megatron counts in samples.
+    expected = [
+        megatron_lr(
+            step * batch,
+            style="WSD",
+            max_lr=3e-4,
+            min_lr=3e-5,
+            warmup=0.01 * iters * batch,
+            decay=iters * batch,
+            wsd_decay=iters // 10 * batch,
+            wsd_style="exponential",
+        )
+        for step in range(1, iters + 1)
+    ]
+    got = all_steps(schedule, iters)
+    np.testing.assert_allclose(got, expected, rtol=2e-6)
+    assert got[-1] == np.float32(3e-5)
+
+
+@pytest.mark.parametrize("decay", ["linear", "cosine", "exponential", "minus_sqrt"])
+def test_wsd_decays_as_megatron(decay):
+    schedule = schedules.wsd(
+        2.0, max_step=100, warmup_steps=10, decay_steps=30, end_lr=0.5, decay=decay
+    )
+    expected = [
+        megatron_lr(
+            step,
+            style="WSD",
+            max_lr=2.0,
+            min_lr=0.5,
+            warmup=10,
+            decay=100,
+            wsd_decay=30,
+            wsd_style=decay,
+        )
+        for step in range(1, 121)
+    ]
+    np.testing.assert_allclose(all_steps(schedule, 120), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "style"), [(schedules.linear, "linear"), (schedules.cosine, "cosine")]
+)
+def test_decay_after_warmup_as_megatron(schedule, style):
+    got = all_steps(schedule(2.0, max_step=100, warmup_steps=10, end_lr=0.5), 120)
+    expected = [
+        megatron_lr(step, style=style, max_lr=2.0, min_lr=0.5, warmup=10, decay=100)
+        for step in range(1, 121)
+    ]
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_inverse_sqrt_as_megatron():
+    got = all_steps(schedules.inverse_sqrt(2.0, warmup_steps=10, end_lr=0.5), 1000)
+    expected = [
+        megatron_lr(
+            step, style="inverse-square-root", max_lr=2.0, min_lr=0.5, warmup=10, decay=1000
+        )
+        for step in range(1, 1001)
+    ]
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_cosine_as_optax():
+    ours = schedules.for_optax(schedules.cosine(2.0, max_step=100, warmup_steps=10, end_lr=0.2))
+    theirs = optax.warmup_cosine_decay_schedule(0.0, 2.0, 10, 100, 0.2)
+    counts = jnp.arange(110)  # Optax counts updates from 0: its count 1 is our step 1.
+    np.testing.assert_allclose(jax.vmap(ours)(counts), jax.vmap(theirs)(counts + 1), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        schedules.constant(3.0, warmup_steps=4),
+        schedules.linear(3.0, max_step=10, warmup_steps=4),
+        schedules.cosine(3.0, max_step=10, warmup_steps=4),
+        schedules.inverse_sqrt(3.0, warmup_steps=4),
+        schedules.wsd(3.0, max_step=10, warmup_steps=4, decay_steps=2),
+    ],
+)
+def test_warmup_begins_at_one_part_and_ends_at_the_peak(schedule):
+    assert [float(schedule(step)) for step in range(1, 5)] == [0.75, 1.5, 2.25, 3.0]
+
+
+def test_no_warmup_begins_at_the_peak():
+    assert float(schedules.wsd(3.0, max_step=10, decay_steps=2)(1)) == 3.0
+    assert float(schedules.constant(3.0)(1)) == 3.0
+
+
+def test_decay_of_the_whole_run():
+    got = all_steps(schedules.wsd(1.0, max_step=4, decay_steps=4), 5)
+    np.testing.assert_allclose(got, [0.75, 0.5, 0.25, 0, 0])
+
+
+def test_step_may_be_traced_and_gives_float32():
+    out = jax.jit(schedules.cosine(1.0, max_step=10))(jnp.int32(5))
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(out, 0.5, rtol=1e-6)
+
+
+def test_config_builds_a_schedule():
+    cfg = config_for_function(schedules.wsd).set(peak_lr=2.0, max_step=8, decay_steps=4)
+    assert float(cfg.instantiate()(6)) == 1.0
+
+
+def test_number_is_a_schedule():
+    assert float(schedules.as_schedule(0.25)(7)) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: schedules.constant(1.0, warmup_steps=-1), "warmup_steps is -1; set it to 0 or"),
+        (
+            lambda: schedules.wsd(1.0, max_step=10, warmup_steps=8, decay_steps=3),
+            "wsd: warmup_steps 8 and decay_steps 3 are more than max_step 10",
+        ),
+        (lambda: schedules.wsd(1.0, max_step=10, decay_steps=0), "decay_steps is 0; set it to 1"),
+        (
+            lambda: schedules.wsd(1.0, max_step=10, decay_steps=2, decay="exponental"),
+            "did you mean 'exponential'",
+        ),
+        (
+            lambda: schedules.cosine(1.0, max_step=10, warmup_steps=10),
+            "warmup_steps is 10 and max_step is 10: nothing is left to decay",
+        ),
+        (lambda: schedules.inverse_sqrt(1.0, warmup_steps=0), "warmup_steps is 0; set it to 1"),
+    ],
+)
+def test_bad_lengths_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
