@@ -1,0 +1,145 @@
+"""Documents in lines of JSON, a document each: plain files, .gz, or .zst."""
+
+import contextlib
+import dataclasses
+import gzip
+import io
+import json
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+
+from moelib.core.config import REQUIRED, config_class
+from moelib.data.files import EXPANSION, FileStamp, find_files, part_size
+from moelib.data.source import BadRecordError, BadRecords, Part, Source
+
+ENDINGS = tuple(
+    stem + packed for stem in (".jsonl", ".json") for packed in ("", ".gz", ".zst", ".zstd")
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class JsonLinesPart:
+    """The lines of a file that begin between two bytes of it, or all lines of a packed file."""
+
+    file: FileStamp
+    text_field: str
+    start: int = 0
+    end: int | None = None  # None reads to the end of the file.
+
+    @property
+    def name(self) -> str:
+        """The file."""
+        return self.file.path
+
+    @property
+    def num_bytes(self) -> int:
+        """Estimated bytes of the lines."""
+        return self.file.num_text_bytes if self.end is None else self.end - self.start
+
+    def documents(self, bad_records: BadRecords | None = None) -> Iterator[str]:
+        """Yields the text field of each line; blank lines are no records."""
+        with open_packed(self.file.path) as file:
+            for number, line in enumerate(self._lines(file), 1):
+                if not line.strip():
+                    continue
+                try:
+                    yield _text_of(line, self.text_field)
+                except BadRecordError as error:
+                    place = f"{self.file.path}:{self._lines_before() + number}"
+                    wrapped = BadRecordError(f"{place}: {error}")
+                    if bad_records is None:
+                        raise wrapped from None
+                    bad_records.add(wrapped)
+
+    def _lines(self, file: io.BufferedIOBase) -> Iterator[bytes]:
+        """Yields the lines that begin in [start, end)."""
+        position = self.start
+        if self.start:
+            file.seek(self.start - 1)
+            position += len(file.readline()) - 1  # The rest of a line that began before.
+        try:
+            for line in file:
+                if self.end is not None and position >= self.end:
+                    return
+                position += len(line)
+                yield line
+        except (EOFError, OSError, zlib.error) as error:
+            if getattr(error, "errno", None):
+                raise  # The disk's, not the archive's.
+            raise ValueError(
+                f"{self.file.path} cannot be unpacked ({error}); fetch it again, or leave it out "
+                "of paths."
+            ) from error
+
+    def _lines_before(self) -> int:
+        """Returns how many lines begin before this part's first."""
+        if not self.start:
+            return 0
+        with open(self.file.path, "rb") as file:
+            count, left = 0, self.start
+            while left and (block := file.read(min(left, 1 << 20))):
+                count += block.count(b"\n")
+                left -= len(block)
+            file.seek(self.start - 1)
+            return count + (file.read(1) != b"\n")
+
+
+def _text_of(line: bytes, field: str) -> str:
+    """Returns the text field of a line of JSON. Raises BadRecordError if there is none."""
+    try:
+        record = json.loads(line.strip())
+    except (ValueError, RecursionError) as error:
+        array = line.strip() == b"["
+        hint = " (the file is an array, it seems; write a record a line)" if array else ""
+        raise BadRecordError(f"not JSON{hint}: {error}") from None
+    if not isinstance(record, dict):
+        raise BadRecordError(f"a {type(record).__name__}, not an object with a field {field!r}")
+    if field not in record:
+        raise BadRecordError(f"no field {field!r}; it has {sorted(record)}: set text_field")
+    if not isinstance(text := record[field], str):
+        raise BadRecordError(f"field {field!r} is {text!r:.40}, not text")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise BadRecordError(f"field {field!r} has half a surrogate pair, not text") from None
+    return text
+
+
+@contextlib.contextmanager
+def open_packed(path: str) -> Iterator[io.BufferedIOBase]:
+    """Opens a plain, .gz or .zst file for reading bytes."""
+    with contextlib.ExitStack() as stack:
+        if path.endswith(".gz"):
+            yield stack.enter_context(gzip.open(path, "rb"))
+        elif path.endswith((".zst", ".zstd")):
+            import pyarrow  # Its reader, unlike zstandard's, notices an archive that is cut short.
+
+            raw = stack.enter_context(pyarrow.input_stream(path, compression="zstd"))
+            yield stack.enter_context(io.BufferedReader(raw, 1 << 20))
+        else:
+            yield stack.enter_context(open(path, "rb"))
+
+
+class JsonLines(Source):
+    """Lines of JSON, a document each: .jsonl or .json, plain, .gz or .zst (as DCLM ships them)."""
+
+    @config_class
+    class Config(Source.Config):
+        """Config of `JsonLines`."""
+
+        paths: Sequence[str] = REQUIRED  # Files, folders or glob patterns.
+        text_field: str = "text"  # The field of a line that holds the document.
+
+    def parts(self) -> Sequence[Part]:
+        """Returns packed files whole, and plain ones in ranges of bytes."""
+        files = find_files(self.config.paths, ENDINGS)
+        size, field = part_size(files), self.config.text_field
+        parts: list[Part] = []
+        for file in files:
+            if os.path.splitext(file.path)[1] in EXPANSION:
+                parts.append(JsonLinesPart(file, field))
+                continue
+            starts = range(0, max(file.num_bytes, 1), size)
+            parts += [JsonLinesPart(file, field, i, min(i + size, file.num_bytes)) for i in starts]
+        return parts

@@ -1,0 +1,91 @@
+import pathlib
+
+import pytest
+
+from moelib.data import files
+from moelib.data.files import PythonSourceCode, TextFiles
+
+
+def _text_files(*paths: object) -> TextFiles:
+    return TextFiles.default_config().set(paths=[str(path) for path in paths]).instantiate()
+
+
+def test_a_folder_gives_its_text_files_in_order(tmp_path: pathlib.Path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "one.txt").write_bytes("ü\r\n".encode())
+    (tmp_path / "a.md").write_text("second")
+    (tmp_path / "skipped.bin").write_text("no text")
+    assert sorted(_text_files(tmp_path).documents()) == sorted(["second", "ü\r\n"])
+    assert list(_text_files(tmp_path / "**" / "*.txt", tmp_path / "a.md").documents()) == [
+        "ü\r\n",
+        "second",
+    ]
+
+
+def test_many_small_files_are_grouped_and_large_ones_stand_alone(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(files, "_MIN_PART_BYTES", 10)
+    for index, size in enumerate([4, 4, 4, 50, 1, 1]):
+        (tmp_path / f"{index}.txt").write_text(str(index) * size)
+    parts = _text_files(tmp_path).parts()
+    assert [part.num_bytes for part in parts] == [8, 4, 50, 2]
+    assert parts[0].name == f"{tmp_path}/0.txt and 1 more"
+
+
+def test_a_file_that_is_not_utf8_is_named_with_its_byte(tmp_path: pathlib.Path):
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match=r"latin.txt is not UTF-8: byte 3 is 0xe9"):
+        list(_text_files(tmp_path).documents())
+
+
+def test_paths_that_match_nothing_are_named(tmp_path: pathlib.Path):
+    with pytest.raises(FileNotFoundError, match=r"nothing-here matches no file"):
+        _text_files(tmp_path / "nothing-here").parts()
+    with pytest.raises(FileNotFoundError, match=r"a folder with files ending in .txt, .md, .rst"):
+        _text_files(tmp_path).parts()
+    with pytest.raises(ValueError, match="No paths are given"):
+        _text_files().parts()
+
+
+def test_an_unreadable_file_is_an_error(tmp_path: pathlib.Path):
+    (tmp_path / "a.txt").write_text("text")
+    parts = _text_files(tmp_path).parts()
+    (tmp_path / "a.txt").unlink()
+    with pytest.raises(FileNotFoundError, match=r"a\.txt"):
+        list(parts[0].documents())
+
+
+def test_fingerprint_changes_with_a_file(tmp_path: pathlib.Path):
+    (tmp_path / "a.txt").write_text("text")
+    before = _text_files(tmp_path).fingerprint()
+    assert _text_files(tmp_path).fingerprint() == before
+    (tmp_path / "a.txt").write_text("other")
+    assert _text_files(tmp_path).fingerprint() != before
+
+
+def test_python_sources_leave_out_packages_and_caches(tmp_path: pathlib.Path):
+    for folder in ("site-packages", "__pycache__", "json"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.py").write_text(f"# {folder}")
+    (tmp_path / "a.py").write_bytes(b"# -*- coding: latin-1 -*-\n# \xe9\n")
+    (tmp_path / "b.py").write_bytes(b"# \xe9, and no encoding is declared\n")
+    source = PythonSourceCode.default_config().set(path=str(tmp_path)).instantiate()
+    assert list(source.documents()) == [
+        "# -*- coding: latin-1 -*-\n# é\n",
+        "# é, and no encoding is declared\n",
+        "# json",
+    ]
+
+
+def test_the_standard_library_has_megabytes_of_source():
+    source = PythonSourceCode.default_config().instantiate()
+    parts = source.parts()
+    assert sum(part.num_bytes for part in parts) > 5_000_000
+    assert source.fingerprint() == PythonSourceCode.default_config().instantiate().fingerprint()
+    assert any("import" in text for text in parts[0].documents())
+
+
+def test_a_folder_without_python_sources_is_refused(tmp_path: pathlib.Path):
+    with pytest.raises(FileNotFoundError, match="has no Python sources; set path"):
+        PythonSourceCode.default_config().set(path=str(tmp_path)).instantiate().parts()

@@ -1,0 +1,51 @@
+import pathlib
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from moelib.data import files
+from moelib.data.parquet import Parquet
+from moelib.data.source import BadRecordError, BadRecords
+
+
+def _source(path: object, **fields: str) -> Parquet:
+    return Parquet.default_config().set(paths=[str(path)], **fields).instantiate()
+
+
+def test_row_groups_are_parts_and_rows_are_documents(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    texts = [f"row {i}" for i in range(10)]
+    table = pyarrow.table({"text": texts, "id": list(range(10))})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=3)
+    assert list(_source(tmp_path).documents()) == texts
+    assert len(_source(tmp_path).parts()) == 1
+    monkeypatch.setattr(files, "_MIN_PART_BYTES", 1)
+    monkeypatch.setattr(files, "_MAX_PART_BYTES", 1)
+    assert len(_source(tmp_path).parts()) == 4
+    assert list(_source(tmp_path).documents()) == texts
+
+
+def test_a_missing_value_is_named_or_counted(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(files, "_MIN_PART_BYTES", 1)
+    monkeypatch.setattr(files, "_MAX_PART_BYTES", 1)
+    table = pyarrow.table({"text": ["a", "b", None, "d"]})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    with pytest.raises(BadRecordError, match=r"a.parquet, row 3: column 'text' is None"):
+        list(_source(tmp_path).documents())
+    bad = BadRecords()
+    assert list(_source(tmp_path).documents(bad)) == ["a", "b", "d"]
+    assert bad.count == 1
+
+
+def test_a_missing_column_and_another_kind_of_file_are_named(tmp_path: pathlib.Path):
+    parquet.write_table(pyarrow.table({"body": ["a"]}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"no column 'text'; set column to one of \['body'\]"):
+        _source(tmp_path).parts()
+    assert list(_source(tmp_path, column="body").documents()) == ["a"]
+    (tmp_path / "a.parquet").write_text("no table at all")
+    with pytest.raises(ValueError, match=r"a.parquet is not a Parquet file"):
+        _source(tmp_path).parts()
