@@ -48,59 +48,62 @@ def scale_by_factored_rms(
     """
     batch_of = {path: paths.batch_axes(s) for path, s in paths.specs_by_path(param_specs).items()}
 
-    def factored_axes(path: str, x: Any) -> tuple[int, int] | None:
-        """Returns (smaller, larger) of the two largest dimensions that are not stacked."""
-        axes = [axis for axis in range(x.ndim) if axis not in batch_of.get(path, ())]
-        axes.sort(key=lambda axis: x.shape[axis])
-        if len(axes) < 2 or x.shape[axes[-2]] < min_dim_size_to_factor:
-            return None
-        return axes[-2], axes[-1]
+    def axes_of(params: Nested) -> dict[str, tuple[int, int]]:
+        """Returns {path: (smaller, larger)}, the dimensions by which a parameter is factored."""
+        axes = {
+            path: _factored_axes(x.shape, batch_of.get(path, ()), min_dim_size_to_factor)
+            for path, x in paths.by_path(params).items()
+        }
+        return {path: pair for path, pair in axes.items() if pair is not None}
 
     def init(params: Nested) -> FactoredState:
-        axes = {path: factored_axes(path, x) for path, x in paths.by_path(params).items()}
-        factored = paths.select(params, lambda path: axes[path] is not None)
-        whole = paths.select(params, lambda path: axes[path] is None)
-
-        def zeros(which: int) -> Nested:
-            return paths.map_by_path(
-                lambda path, x: jnp.zeros_like(jnp.sum(x, axis=axes[path][which])), factored
-            )
-
+        axes = axes_of(params)
+        factored = paths.select(params, lambda path: path in axes)
+        whole = paths.select(params, lambda path: path not in axes)
+        row = paths.map_by_path(lambda path, x: jnp.zeros_like(x.sum(axes[path][1])), factored)
+        col = paths.map_by_path(lambda path, x: jnp.zeros_like(x.sum(axes[path][0])), factored)
         full = jax.tree.map(jnp.zeros_like, whole)
-        return FactoredState(jnp.zeros((), jnp.int32), zeros(1), zeros(0), full)
+        return FactoredState(jnp.zeros((), jnp.int32), row, col, full)
 
     def update(updates: Nested, state: FactoredState, params: Any = None) -> Any:
         del params
+        axes = axes_of(updates)
         count = optax.safe_increment(state.count)
         decay = 1.0 - count.astype(jnp.float32) ** -decay_exponent
         blend = lambda old, new: decay * old + (1.0 - decay) * new
-        squares = paths.map_by_path(lambda path, g: jnp.square(g) + eps, updates)
-        axes = {path: factored_axes(path, x) for path, x in paths.by_path(updates).items()}
-        in_full = lambda path: axes[path] is None
-        factored = paths.select(squares, lambda path: not in_full(path))
-        means = [
-            paths.map_by_path(lambda path, sq: jnp.mean(sq, axis=axes[path][which]), factored)  # noqa: B023
-            for which in (1, 0)
-        ]
-        row = jax.tree.map(blend, state.row, means[0])
-        col = jax.tree.map(blend, state.col, means[1])
-        full = jax.tree.map(blend, state.full, paths.select(squares, in_full))
+        squares = jax.tree.map(lambda g: jnp.square(g) + eps, updates)
+        factored = paths.select(squares, lambda path: path in axes)
+        whole = paths.select(squares, lambda path: path not in axes)
+        row = paths.map_by_path(lambda path, sq: sq.mean(axes[path][1]), factored)
+        col = paths.map_by_path(lambda path, sq: sq.mean(axes[path][0]), factored)
+        row = jax.tree.map(blend, state.row, row)
+        col = jax.tree.map(blend, state.col, col)
+        full = jax.tree.map(blend, state.full, whole)
         rows, cols, fulls = paths.by_path(row), paths.by_path(col), paths.by_path(full)
 
         def scale(path: str, g: jax.Array) -> jax.Array:
-            pair = axes[path]
-            if pair is None:
+            if path not in axes:
                 return g * jax.lax.rsqrt(fulls[path])
-            smaller, larger = pair
+            smaller, larger = axes[path]
             in_row = smaller - 1 if smaller > larger else smaller
             mean = jnp.mean(rows[path], axis=in_row, keepdims=True)
             row_factor = jnp.expand_dims(jax.lax.rsqrt(rows[path] / mean), larger)
             return g * row_factor * jnp.expand_dims(jax.lax.rsqrt(cols[path]), smaller)
 
-        updates = paths.map_by_path(scale, updates)
-        return updates, FactoredState(count, row, col, full)
+        return paths.map_by_path(scale, updates), FactoredState(count, row, col, full)
 
     return optax.GradientTransformation(init, update)
+
+
+def _factored_axes(
+    shape: tuple[int, ...], batch: tuple[int, ...], min_size: int
+) -> tuple[int, int] | None:
+    """Returns (smaller, larger) of the two largest dimensions that are not stacked, if large."""
+    axes = [axis for axis in range(len(shape)) if axis not in batch]
+    axes.sort(key=lambda axis: shape[axis])
+    if len(axes) < 2 or shape[axes[-2]] < min_size:
+        return None
+    return axes[-2], axes[-1]
 
 
 def clip_by_rms(

@@ -47,9 +47,7 @@ def sgd_optimizer(
     decay = transforms.add_decayed_weights(
         weight_decay, per_param_scale=weight_decay_per_param_scale, param_specs=param_specs
     )
-    return optax.chain(
-        transforms.in_float32(inner), decay, transforms.scale_by_learning_rate(learning_rate)
-    )
+    return _descend(inner, learning_rate, decay)
 
 
 def adam_optimizer(
@@ -93,9 +91,7 @@ def adamw_optimizer(
         weight_decay, per_param_scale=weight_decay_per_param_scale, param_specs=param_specs
     )
     adam = optax.scale_by_adam(b1=b1, b2=b2, eps=eps, mu_dtype=mu_dtype)
-    return optax.chain(
-        transforms.in_float32(adam), decay, transforms.scale_by_learning_rate(learning_rate)
-    )
+    return _descend(adam, learning_rate, decay)
 
 
 def adamw_decoupled_optimizer(
@@ -167,9 +163,7 @@ def lion_optimizer(
         weight_decay, per_param_scale=weight_decay_per_param_scale, param_specs=param_specs
     )
     lion = optax.scale_by_lion(b1=b1, b2=b2, mu_dtype=mu_dtype)
-    return optax.chain(
-        transforms.in_float32(lion), decay, transforms.scale_by_learning_rate(learning_rate)
-    )
+    return _descend(lion, learning_rate, decay)
 
 
 def adafactor_optimizer(
@@ -223,11 +217,7 @@ def adafactor_optimizer(
     decay = transforms.add_decayed_weights(
         weight_decay, per_param_scale=weight_decay_per_param_scale, param_specs=param_specs
     )
-    return optax.chain(
-        transforms.in_float32(optax.chain(*parts)),
-        decay,
-        transforms.scale_by_learning_rate(learning_rate),
-    )
+    return _descend(optax.chain(*parts), learning_rate, decay)
 
 
 def muon_optimizer(
@@ -306,9 +296,7 @@ def muon_optimizer(
     decay = transforms.add_decayed_weights(
         weight_decay, per_param_scale=weight_decay_per_param_scale, param_specs=param_specs
     )
-    matrices = optax.chain(
-        transforms.in_float32(muon), decay, transforms.scale_by_learning_rate(learning_rate)
-    )
+    matrices = _descend(muon, learning_rate, decay)
     others = adamw_optimizer(
         learning_rate if adam_learning_rate is None else adam_learning_rate,
         b1=adam_b1,
@@ -320,6 +308,17 @@ def muon_optimizer(
         param_specs=param_specs,
     )
     return transforms.split({"matrices": matrices, "others": others}, labels)
+
+
+def _descend(
+    direction: optax.GradientTransformation,
+    learning_rate: float | Schedule,
+    decay: optax.GradientTransformation,
+) -> optax.GradientTransformation:
+    """Returns p -= learning_rate * (direction, computed in float32, + decay)."""
+    return optax.chain(
+        transforms.in_float32(direction), decay, transforms.scale_by_learning_rate(learning_rate)
+    )
 
 
 def _muon_labels(

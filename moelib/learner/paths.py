@@ -40,7 +40,7 @@ def by_path(params: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[s
     return dict(tree.flatten_items(params, is_leaf))
 
 
-def map_by_path(fn: Callable[[str, Any], Any], params: Any, *others: Any) -> Any:
+def map_by_path(fn: Callable[..., Any], params: Any, *others: Any) -> Any:
     """Returns the tree of fn(path, leaf, ...)."""
     return jax.tree_util.tree_map_with_path(
         lambda path, *leaves: fn(tree.path_string(path), *leaves), params, *others

@@ -3,13 +3,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from moelib.core import config_text, tree
 from moelib.core.config import RequiredFieldMissingError, UnknownFieldError
 from moelib.core.metrics import weighted
+from moelib.core.param import is_spec
 from moelib.learner import optimizers, paths, schedules, transforms
 from moelib.learner.accumulation import accumulate
-from moelib.learner.learner import Learner, UpdateType
+from moelib.learner.learner import Learner, LearnerUpdate, UpdateType
 from tests.learner.example import (
     SPECS,
     arrays,
@@ -285,6 +287,61 @@ def test_average_has_the_dtype_of_the_parameters():
 def test_without_an_average_the_parameters_are_evaluated():
     learner = make_learner(ADAMW)
     assert learner.eval_params(learner.init(PARAMS), PARAMS) is PARAMS
+
+
+# On a mesh, and in other forms.
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        ADAMW,
+        fn(optimizers.adafactor_optimizer, learning_rate=0.1, min_dim_size_to_factor=4),
+        fn(optimizers.muon_optimizer, learning_rate=0.1),
+    ],
+)
+def test_mesh_gives_the_same_update_and_state_lies_as_specified(optimizer):
+    clip = fn(transforms.clip_by_global_norm, max_norm=1.0)
+    learner = make_learner(
+        fn(transforms.chain, args=[clip, optimizer]),
+        skip=fn(transforms.skip_bad_steps),
+        ema=ema_config(0.9),
+    )
+    mesh = jax.make_mesh((2, 2), ("fsdp", "expert"), axis_types=(AxisType.Auto,) * 2)
+    table = {"embed": "fsdp", "experts": "expert", "vocab": "expert"}
+    place = lambda spec: NamedSharding(mesh, PartitionSpec(*map(table.get, spec.axes)))
+    places = jax.tree.map(place, SPECS, is_leaf=is_spec)
+    state_places = jax.tree.map(place, learner.state_specs(SPECS), is_leaf=is_spec)
+    gradients, state = gradients_like(PARAMS, 0), learner.init(PARAMS)
+    update = jax.jit(
+        lambda g, s, p: learner.update(gradients=g, state=s, params=p),
+        in_shardings=(places, state_places, places),
+        out_shardings=LearnerUpdate(places, state_places, None),
+    )
+    on_mesh = update(
+        jax.device_put(gradients, places),
+        jax.device_put(state, state_places),
+        jax.device_put(PARAMS, places),
+    )
+    assert_close(jax.device_get(on_mesh), jax.device_get(step(learner)), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        fn(optax.adamw, learning_rate=0.1),
+        fn(optax.lamb, learning_rate=0.1),
+        fn(optax.adafactor, learning_rate=0.1),
+        fn(optax.contrib.schedule_free_adamw, learning_rate=0.1),
+    ],
+)
+def test_third_party_optimizers_under_a_skip_policy(optimizer):
+    learner = make_learner(optimizer, skip=fn(transforms.skip_bad_steps))
+    params, state = PARAMS, learner.init(PARAMS)
+    out = step(learner, gradients=jax.tree.map(lambda p: p * jnp.nan, PARAMS))
+    assert_same_bits(out.params, params)
+    out = step(learner, params=params, state=out.state)
+    assert_close(out.params, step(make_learner(optimizer), state=state).params)
 
 
 # With accumulation.
