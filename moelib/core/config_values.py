@@ -40,7 +40,10 @@ class RequiredFieldValue:
 
 
 REQUIRED: Any = RequiredFieldValue()
-Required = Union[T, RequiredFieldValue]  # noqa: UP007 (subscripted: Required[int])
+if typing.TYPE_CHECKING:  # Who reads a built object's config finds a T.
+    Required = typing.Annotated[T, "must be set"]
+else:
+    Required = Union[T, RequiredFieldValue]  # noqa: UP007 (subscripted: Required[int])
 
 
 class NonConfigFieldError(TypeError):

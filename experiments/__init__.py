@@ -1,0 +1,1 @@
+"""Named configs: values only, no logic of the library."""

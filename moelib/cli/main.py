@@ -1,0 +1,90 @@
+"""The `moelib` command: `moelib <command> [flags]`. Each command is a file of this folder."""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from absl import flags
+
+from moelib.core.config_values import did_you_mean
+
+# Name: (module, what it does). The module has define_flags() and run(args) -> None.
+COMMANDS = {
+    "train": ("moelib.cli.train", "Trains a named config; run again, it resumes."),
+    "prepare": ("moelib.cli.prepare", "Tokenizes a corpus into a token store."),
+    "config": ("moelib.cli.config", "Prints, explains, compares or counts a named config."),
+    "generate": ("moelib.cli.generate", "Continues a prompt with a trained model."),
+    "bench": ("moelib.cli.bench", "Measures speed on this machine."),
+    "quickstart": ("moelib.cli.quickstart", "Trains a small model on text of this machine."),
+}
+
+
+def usage() -> str:
+    """Returns the text of `moelib --help`."""
+    lines = [f"  {name:<12}{text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(
+        ["Usage: moelib <command> [flags]", "", *lines, "", "moelib <command> --help: its flags."]
+    )
+
+
+def run(argv: Sequence[str]) -> int:
+    """Runs a command line (without the program's name) and returns the exit status."""
+    if not argv or argv[0] in ("--help", "-h", "help", "--helpfull"):
+        print(usage())
+        return 0 if argv else 2
+    name = argv[0]
+    if name not in COMMANDS:
+        print(f"moelib: no command {name!r}; {did_you_mean(name, COMMANDS)}", file=sys.stderr)
+        return 2
+    command = importlib.import_module(COMMANDS[name][0])
+    command.define_flags()
+    try:
+        rest = flags.FLAGS([f"moelib {name}", *argv[1:]])[1:]
+    except flags.Error as error:
+        print(f"moelib {name}: {error}", file=sys.stderr)
+        return 2
+    return _run_command(name, command, rest)
+
+
+def _run_command(name: str, command: object, rest: Sequence[str]) -> int:
+    """Runs a command. What the user can mend is one line; anything else keeps its traceback."""
+    from moelib.core.config import (
+        InvalidConfigNameError,
+        InvalidConfigValueError,
+        RequiredFieldMissingError,
+        UnknownFieldError,
+    )
+    from moelib.launch import UsageError
+
+    try:
+        command.run(rest)
+    except (
+        InvalidConfigNameError,
+        InvalidConfigValueError,
+        RequiredFieldMissingError,
+        UnknownFieldError,
+        UsageError,
+    ) as error:
+        print(f"moelib {name}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # The reader of our output, such as head, has seen enough.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
+    return 0
+
+
+def define_help_flags() -> None:
+    """Defines --help for the commands."""
+    from absl import app
+
+    app.define_help_flags()
+
+
+def main() -> None:
+    """Runs the command line of this process."""
+    define_help_flags()
+    sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()
