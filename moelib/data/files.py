@@ -24,6 +24,10 @@ _PARTS_PER_SOURCE = 64
 EXPANSION = {".gz": 4, ".zst": 5, ".zstd": 5, ".parquet": 3}
 
 
+# A file that each token store has; folders with it hold no text.
+STORE_MARK = "moelib_prepare.json"
+
+
 @dataclasses.dataclass(frozen=True)
 class FileStamp:
     """A file as it was when the source listed it."""
@@ -69,8 +73,11 @@ def find_files(paths: Sequence[str], endings: tuple[str, ...]) -> list[FileStamp
 
 
 def walk_files(folder: str, endings: tuple[str, ...]) -> Iterator[str]:
-    """Yields the files at any depth of a folder whose names end so."""
-    for parent, _, names in os.walk(folder):
+    """Yields the files at any depth of a folder whose names end so, but not of token stores."""
+    for parent, folders, names in os.walk(folder):
+        if STORE_MARK in names:
+            folders.clear()  # A token store that was put beside its texts.
+            continue
         yield from (os.path.join(parent, name) for name in names if name.endswith(endings))
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from moelib.data import token_store
+from moelib.data.files import STORE_MARK
 from moelib.data.prepare_part import (
     PARTS,
     PartOptions,
@@ -29,11 +30,10 @@ from moelib.data.prepare_part import (
     write_json,
 )
 from moelib.data.progress import Progress, format_bytes
-from moelib.data.source import BadRecords, Part, Source
+from moelib.data.source import BadRecords, Part, Source, fingerprint
 from moelib.data.token_store import StoreMeta, TokenStore
 from moelib.data.tokenizer import Tokenizer
 
-_PLAN = "plan.json"
 _SAMPLE_BYTES = 1 << 18  # Text whose tokens are counted to foresee the disk space.
 
 
@@ -75,9 +75,9 @@ def prepare(
     token_store.check_splits(splits)
     if num_processes < 1:
         raise ValueError(f"num_processes is {num_processes}; set it to 1 or more.")
-    output_dir = output_dir.rstrip("/")
+    output_dir, parts = output_dir.rstrip("/"), source.parts()
     plan = {
-        "source": source.fingerprint(),
+        "source": fingerprint(parts),
         "tokenizer": tokenizer.fingerprint,
         "append_eos": append_eos,
         "skip_bad_records": skip_bad_records,
@@ -91,8 +91,8 @@ def prepare(
     else:
         folder = output_dir + ".partial"
         _begin(folder, plan, tokenizer, progress)
-        _tokenize(folder, source.parts(), tokenizer, plan, num_processes, progress)
-        meta = _finish(folder, plan, tokenizer, len(source.parts()))
+        _tokenize(folder, parts, tokenizer, plan, num_processes, progress)
+        meta = _finish(folder, plan, tokenizer, len(parts))
         os.rename(folder, output_dir)
         progress.say(_report(output_dir, meta))
     shutil.rmtree(os.path.join(output_dir, PARTS), ignore_errors=True)
@@ -105,7 +105,7 @@ def prepare(
 def _check_same_plan(folder: str, plan: Mapping[str, Any]) -> None:
     """Raises FileExistsError unless this very plan made what is in a folder."""
     try:
-        with open(os.path.join(folder, _PLAN), encoding="utf-8") as file:
+        with open(os.path.join(folder, STORE_MARK), encoding="utf-8") as file:
             found = json.load(file)
     except (OSError, ValueError):
         raise FileExistsError(
@@ -130,7 +130,7 @@ def _begin(folder: str, plan: Mapping[str, Any], tokenizer: Tokenizer, progress:
             shutil.rmtree(folder)
     os.makedirs(os.path.join(folder, PARTS))
     tokenizer.save(folder)
-    write_json(os.path.join(folder, _PLAN), plan)
+    write_json(os.path.join(folder, STORE_MARK), plan)
 
 
 def _check_disk(folder: str, parts: Sequence[Part], tokenizer: Tokenizer) -> None:

@@ -61,6 +61,12 @@ class Part(Protocol):
         ...
 
 
+def fingerprint(parts: Sequence[Part]) -> str:
+    """Returns a hash of what parts are made of; another one means other documents."""
+    described = [[type(part).__name__, dataclasses.asdict(part)] for part in parts]
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
 class Source(Configurable):
     """Documents to train on, in a stable order, from any number of files."""
 
@@ -71,11 +77,6 @@ class Source(Configurable):
     @abstractmethod
     def parts(self) -> Sequence[Part]:
         """Returns the parts, at least one. Raises ValueError if there is nothing to read."""
-
-    def fingerprint(self) -> str:
-        """Returns a hash of what the parts are made of; another one means other documents."""
-        described = [[type(part).__name__, dataclasses.asdict(part)] for part in self.parts()]
-        return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
     def documents(self, bad_records: BadRecords | None = None) -> Iterator[str]:
         """Yields all documents, part after part. See `Part.documents`."""

@@ -2,6 +2,7 @@
 
 A store is a folder:
 
+    moelib_prepare.json   what was asked for: another wish for the same folder is refused
     meta.json             counts, hashes, files; written last, so a store without it is no store
     tokenizer.json        the tokenizer that made it (absent if none did)
     tokens-00000.bin ...  ids, uint16 or uint32 little endian; documents follow one another

@@ -4,6 +4,7 @@ import pytest
 
 from moelib.data import files
 from moelib.data.files import PythonSourceCode, TextFiles
+from moelib.data.source import fingerprint
 
 
 def _text_files(*paths: object) -> TextFiles:
@@ -20,6 +21,14 @@ def test_a_folder_gives_its_text_files_in_order(tmp_path: pathlib.Path):
         "ü\r\n",
         "second",
     ]
+
+
+def test_a_token_store_beside_the_texts_is_no_text(tmp_path: pathlib.Path):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "store" / "parts").mkdir(parents=True)
+    for name in (files.STORE_MARK, "b.txt", "parts/c.txt"):
+        (tmp_path / "store" / name).write_text("")
+    assert list(_text_files(tmp_path).documents()) == ["text"]
 
 
 def test_many_small_files_are_grouped_and_large_ones_stand_alone(
@@ -58,10 +67,10 @@ def test_an_unreadable_file_is_an_error(tmp_path: pathlib.Path):
 
 def test_fingerprint_changes_with_a_file(tmp_path: pathlib.Path):
     (tmp_path / "a.txt").write_text("text")
-    before = _text_files(tmp_path).fingerprint()
-    assert _text_files(tmp_path).fingerprint() == before
+    before = fingerprint(_text_files(tmp_path).parts())
+    assert fingerprint(_text_files(tmp_path).parts()) == before
     (tmp_path / "a.txt").write_text("other")
-    assert _text_files(tmp_path).fingerprint() != before
+    assert fingerprint(_text_files(tmp_path).parts()) != before
 
 
 def test_python_sources_leave_out_packages_and_caches(tmp_path: pathlib.Path):
@@ -82,7 +91,9 @@ def test_the_standard_library_has_megabytes_of_source():
     source = PythonSourceCode.default_config().instantiate()
     parts = source.parts()
     assert sum(part.num_bytes for part in parts) > 5_000_000
-    assert source.fingerprint() == PythonSourceCode.default_config().instantiate().fingerprint()
+    assert fingerprint(source.parts()) == fingerprint(
+        PythonSourceCode.default_config().instantiate().parts()
+    )
     assert any("import" in text for text in parts[0].documents())
 
 

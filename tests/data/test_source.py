@@ -1,6 +1,6 @@
 import pytest
 
-from moelib.data.source import InMemorySource
+from moelib.data.source import InMemorySource, fingerprint
 
 
 def test_documents_come_in_order_whatever_the_parts():
@@ -13,7 +13,7 @@ def test_documents_come_in_order_whatever_the_parts():
 
 def test_fingerprint_depends_on_the_texts():
     prints = [
-        InMemorySource.default_config().set(texts=texts).instantiate().fingerprint()
+        fingerprint(InMemorySource.default_config().set(texts=texts).instantiate().parts())
         for texts in (["a", "b"], ["a", "b"], ["b", "a"])
     ]
     assert prints[0] == prints[1] != prints[2]

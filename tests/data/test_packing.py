@@ -1,0 +1,138 @@
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from moelib.data.packing import (
+    DocumentBoundary,
+    Packing,
+    best_fit,
+    check_long_documents,
+    make_plan,
+)
+from moelib.data.token_source import InMemoryTokens, TokenSource
+
+RESET, CONTINUE = DocumentBoundary.RESET, DocumentBoundary.CONTINUE
+LENGTHS = [1, 2, 40, 9, 8, 17, 3, 3, 1, 25, 16, 2, 31, 5]
+
+
+def _source(lengths: list[int]) -> TokenSource:
+    """Returns documents whose tokens are all different: token number i is i."""
+    ends = np.cumsum(lengths)
+    documents = [list(range(end - n, end)) for end, n in zip(ends.tolist(), lengths, strict=True)]
+    cfg = InMemoryTokens.default_config().set(documents=documents, vocab_size=sum(lengths) + 1)
+    return cfg.instantiate()
+
+
+def _pairs(source: TokenSource, seq_len: int, packing: Packing, boundary: DocumentBoundary, seed=0):
+    """Returns all pairs (token, target) of an epoch, as positions, and the pairs of each row."""
+    plan = make_plan(source, seq_len, packing, boundary, (seed, 0))
+    pieces = plan.pieces(np.arange(plan.num_rows))
+    pairs = []
+    per_row = np.bincount(pieces.row, pieces.length, plan.num_rows)
+    for start, n, after in zip(pieces.start, pieces.length, pieces.next_token, strict=True):
+        tokens = [*range(start, start + n), after]
+        pairs += zip(tokens[:-1], map(int, tokens[1:]), strict=True)
+    return pairs, per_row
+
+
+@pytest.mark.parametrize("packing", list(Packing))
+@pytest.mark.parametrize("seq_len", [1, 7, 8, 64, 1000])
+def test_every_pair_inside_a_document_is_in_an_epoch_once(packing: Packing, seq_len: int):
+    source = _source(LENGTHS)
+    pairs, per_row = _pairs(source, seq_len, packing, RESET)
+    expected = [
+        (int(start) + i, int(start) + i + 1)
+        for start, n in zip(source.starts, source.lengths, strict=True)
+        for i in range(n - 1)
+    ]
+    assert Counter(pairs) == Counter(expected)
+    assert per_row.min() >= 1
+    assert per_row.max() <= seq_len
+
+
+@pytest.mark.parametrize("seq_len", [7, 8, 64])
+def test_concat_and_split_fills_all_rows_but_one(seq_len: int):
+    _, per_row = _pairs(_source(LENGTHS), seq_len, Packing.CONCAT_AND_SPLIT, RESET)
+    assert sorted(per_row)[1:] == [seq_len] * (len(per_row) - 1)
+
+
+@pytest.mark.parametrize("seq_len", [1, 7, 64])
+def test_a_stream_has_every_token_but_the_first_as_a_target_once(seq_len: int):
+    source = _source([n for n in LENGTHS if n > 1])
+    pairs, per_row = _pairs(source, seq_len, Packing.CONCAT_AND_SPLIT, CONTINUE)
+    total = source.num_tokens
+    assert len({target for _, target in pairs}) == len({token for token, _ in pairs}) == total - 1
+    assert len(pairs) == total - 1
+    assert sorted(per_row)[1:] == [seq_len] * (len(per_row) - 1)
+    # Targets across documents lead from an end to a beginning.
+    ends = set((source.starts + source.lengths - 1).tolist())
+    across = [(token, target) for token, target in pairs if target != token + 1]
+    assert all(token in ends and target in source.starts for token, target in across)
+
+
+def test_rows_asked_for_in_any_order_are_the_same():
+    plan = make_plan(_source(LENGTHS), 8, Packing.CONCAT_AND_SPLIT, RESET, (0, 0))
+    together = plan.pieces(np.array([3, 1, 5]))
+    for place, row in enumerate([3, 1, 5]):
+        alone = plan.pieces(np.array([row]))
+        assert np.array_equal(together.start[together.row == place], alone.start)
+        assert np.array_equal(together.length[together.row == place], alone.length)
+
+
+@pytest.mark.parametrize("packing", list(Packing))
+def test_order_depends_on_seed_and_epoch_only(packing: Packing):
+    source = _source(LENGTHS)
+    rows = np.arange(make_plan(source, 16, packing, RESET, (0, 0)).num_rows)
+    starts = [
+        tuple(make_plan(source, 16, packing, RESET, seeds).pieces(rows).start)
+        for seeds in ((0, 0), (0, 0), (0, 1), (1, 0))
+    ]
+    assert starts[0] == starts[1]
+    assert len(set(starts)) == 3
+
+
+def test_best_fit_keeps_documents_that_fit_whole():
+    source = _source(LENGTHS)
+    plan = make_plan(source, 40, Packing.BEST_FIT, RESET, (0, 0))
+    pieces = plan.pieces(np.arange(plan.num_rows))
+    assert sorted(pieces.length.tolist()) == sorted(n - 1 for n in LENGTHS if n > 1)
+
+
+def _slow_best_fit(lengths: list[int], capacity: int) -> list[int]:
+    """Returns the free space of bins that best-fit leaves, an item at a time."""
+    free: list[int] = []
+    for length in lengths:
+        fitting = [space for space in free if space >= length]
+        if fitting:
+            free.remove(min(fitting))
+        free.append((min(fitting) if fitting else capacity) - length)
+    return sorted(free)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_best_fit_equals_the_textbook_algorithm(seed: int):
+    rng = np.random.default_rng(seed)
+    lengths = -np.sort(-rng.integers(1, 65, 500))
+    bins = best_fit(lengths, 64)
+    used = np.bincount(bins, lengths).astype(int)
+    assert sorted(64 - used) == _slow_best_fit(lengths.tolist(), 64)
+    assert set(bins.tolist()) == set(range(len(used)))
+
+
+def test_documents_of_one_token_make_no_rows():
+    with pytest.raises(ValueError, match="has 2 documents but no token that follows another"):
+        make_plan(_source([1, 1]), 8, Packing.CONCAT_AND_SPLIT, RESET, (0, 0))
+    with pytest.raises(ValueError, match="no token that follows another"):
+        make_plan(_source([1, 1]), 8, Packing.BEST_FIT, RESET, (0, 0))
+
+
+def test_best_fit_makes_no_stream():
+    with pytest.raises(ValueError, match="best_fit, which does not make a stream; set document_b"):
+        make_plan(_source([3]), 8, Packing.BEST_FIT, CONTINUE, (0, 0))
+
+
+def test_a_document_longer_than_a_row_can_be_refused():
+    check_long_documents(_source([4, 9]), 8)
+    with pytest.raises(ValueError, match=r"Document 1 of .* has 10 tokens, .*set long_documents"):
+        check_long_documents(_source([4, 10]), 8)

@@ -1,0 +1,191 @@
+import errno
+import os
+import pathlib
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from moelib.data import prepare as prepare_module
+from moelib.data import prepare_part
+from moelib.data.json_lines import JsonLines
+from moelib.data.prepare import prepare
+from moelib.data.source import BadRecordError, InMemorySource
+from moelib.data.token_store import TokenStore
+from moelib.data.tokenizer import ByteTokenizer, Tokenizer, train_bpe
+
+TEXTS = [f"Text number {i}, " * (1 + i % 5) for i in range(40)]
+
+
+def _source(texts: list[str], documents_per_part: int = 10) -> InMemorySource:
+    cfg = InMemorySource.default_config()
+    return cfg.set(texts=texts, documents_per_part=documents_per_part).instantiate()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return ByteTokenizer.default_config().instantiate()
+
+
+def _contents(store: TokenStore) -> dict[str, bytes]:
+    folder = pathlib.Path(store.config.path)
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_any_number_of_processes_makes_the_same_store(tmp_path: pathlib.Path, tokenizer: Tokenizer):
+    one, two = (
+        prepare(_source(TEXTS), tokenizer, str(tmp_path / str(n)), num_processes=n) for n in (1, 2)
+    )
+    assert _contents(one) == _contents(two)
+    assert len(one.meta.file_tokens) == 4
+    assert not os.path.exists(tmp_path / "1.partial")
+    one.verify()
+
+
+def test_errors_of_worker_processes_arrive(tmp_path: pathlib.Path, tokenizer: Tokenizer):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{name}"}}\n{name}\n')
+    source = JsonLines.default_config().set(paths=[str(tmp_path)]).instantiate()
+    with pytest.raises(BadRecordError, match=r"[ab]\.jsonl:2: not JSON.*--skip_bad_lines"):
+        prepare(source, tokenizer, str(tmp_path / "store"), num_processes=2)
+
+
+def test_empty_documents_and_bad_records_are_counted(tmp_path: pathlib.Path, tokenizer: Tokenizer):
+    (tmp_path / "a.jsonl").write_text('{"text": "good"}\nbad\n{"text": ""}\n')
+    source = JsonLines.default_config().set(paths=[str(tmp_path)]).instantiate()
+    store = prepare(source, tokenizer, str(tmp_path / "store"), skip_bad_records=True)
+    meta = store.meta
+    assert (meta.num_documents, meta.num_empty, meta.num_bad_records) == (1, 1, 1)
+
+
+def test_documents_can_go_without_an_end(tmp_path: pathlib.Path, tokenizer: Tokenizer):
+    store = prepare(_source(["ab"]), tokenizer, str(tmp_path / "store"), append_eos=False)
+    assert store.document(0).tolist() == [97, 98]
+
+
+def test_a_source_without_text_is_refused(tmp_path: pathlib.Path, tokenizer: Tokenizer):
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\nbad\n')
+    source = JsonLines.default_config().set(paths=[str(tmp_path)]).instantiate()
+    with pytest.raises(
+        ValueError, match=r"no text: 1 empty .* 1 bad records \(the first: .*a.json"
+    ):
+        prepare(source, tokenizer, str(tmp_path / "store"), skip_bad_records=True)
+    assert sorted(os.listdir(tmp_path)) == ["a.jsonl"]
+
+
+def _fails_after(count: int, error: Exception) -> Callable[..., None]:
+    """Returns a `tokenize_part` that fails once `count` parts are finished."""
+    left = [count]
+
+    def tokenize(*args: Any) -> None:
+        if not left[0]:
+            raise error
+        left[0] -= 1
+        prepare_part.tokenize_part(*args)
+
+    return tokenize
+
+
+def test_a_killed_run_goes_on_from_its_finished_parts(
+    tmp_path: pathlib.Path,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    whole = prepare(_source(TEXTS), tokenizer, str(tmp_path / "whole"))
+    path = str(tmp_path / "store")
+    monkeypatch.setattr(prepare_module, "tokenize_part", _fails_after(2, KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        prepare(_source(TEXTS), tokenizer, path)
+    # A part that was cut off while being written counts as unfinished.
+    torn = pathlib.Path(path + ".partial", "tokens-00003.bin")
+    torn.write_bytes(torn.read_bytes()[:3] if torn.exists() else b"abc")
+    left = _fails_after(2, AssertionError("more than the two parts that were left"))
+    monkeypatch.setattr(prepare_module, "tokenize_part", left)
+    store = prepare(_source(TEXTS), tokenizer, path)
+    assert "2 of 4 parts are finished" in capsys.readouterr().err
+    assert _contents(store) == _contents(whole)
+
+
+@pytest.mark.parametrize("change", ["source", "tokenizer"])
+def test_an_unfinished_run_of_something_else_starts_over(
+    tmp_path: pathlib.Path,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    change: str,
+):
+    path = str(tmp_path / "store")
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "tokenize_part", _fails_after(2, KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            prepare(_source(TEXTS), tokenizer, path)
+    source = _source(TEXTS[1:] if change == "source" else TEXTS)
+    if change == "tokenizer":
+        tokenizer = train_bpe(TEXTS, 270, str(tmp_path / "tokenizer.json"))
+    store = prepare(source, tokenizer, path)
+    said = capsys.readouterr().err
+    assert f"starting over, because {path}.partial was prepared with another {change}" in said
+    store.verify()
+    assert store.num_documents == len(source.config.texts)
+
+
+def test_a_finished_store_is_found_again_and_never_replaced(
+    tmp_path: pathlib.Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+):
+    path = str(tmp_path / "store")
+    prepare(_source(TEXTS), tokenizer, path)
+    assert "40 documents" in capsys.readouterr().err
+    prepare(_source(TEXTS), tokenizer, path)
+    assert "is prepared already" in capsys.readouterr().err
+    other = train_bpe(TEXTS, 270, str(tmp_path / "tokenizer.json"))
+    with pytest.raises(FileExistsError, match=r"another source and tokenizer; set output_dir"):
+        prepare(_source(TEXTS[1:]), other, path)
+    os.mkdir(tmp_path / "mine")
+    with pytest.raises(FileExistsError, match="mine exists and was not made by `moelib prepare`"):
+        prepare(_source(TEXTS), tokenizer, str(tmp_path / "mine"))
+
+
+def test_too_small_a_disk_is_noticed_before_the_work(
+    tmp_path: pathlib.Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(OSError, match=r"needs some \d+\.\d kB and 1.0 kB are free; free space"):
+        prepare(_source(TEXTS), tokenizer, str(tmp_path / "store"))
+
+
+def test_a_full_disk_keeps_finished_parts(
+    tmp_path: pathlib.Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    path = str(tmp_path / "store")
+    finished: list[str] = []
+
+    def write(place: str, content: Any) -> None:
+        if len(finished) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        finished.append(place)
+        write_json(place, content)
+
+    write_json = prepare_part.write_json
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_part, "write_json", write)
+        with pytest.raises(OSError, match=r"disk is full .*finished parts are kept: free space"):
+            prepare(_source(TEXTS), tokenizer, path)
+    assert len(finished) == 2
+    prepare(_source(TEXTS), tokenizer, path).verify()
+
+
+def test_a_tokenizer_with_ids_beyond_its_vocabulary_is_refused(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    tokenizer: Tokenizer = ByteTokenizer.default_config().instantiate()
+    monkeypatch.setattr(tokenizer, "encode_batch", lambda texts: [[1, 300] for _ in texts])
+    with pytest.raises(ValueError, match=r"in memory: token id 300 \(token 1\) is beyond the voc"):
+        prepare(_source(TEXTS), tokenizer, str(tmp_path / "store"))
+
+
+def test_no_processes_are_refused(tmp_path: pathlib.Path, tokenizer: Tokenizer):
+    with pytest.raises(ValueError, match="num_processes is 0; set it to 1 or more"):
+        prepare(_source(TEXTS), tokenizer, str(tmp_path / "store"), num_processes=0)
