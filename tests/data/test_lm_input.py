@@ -1,0 +1,237 @@
+import json
+import pathlib
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from moelib.data.input import Batch, batch_spec
+from moelib.data.lm_input import InputMode, LMInput
+from moelib.data.mixture import Mixture
+from moelib.data.packing import DocumentBoundary, LongDocuments, Packing
+from moelib.data.prepare import prepare
+from moelib.data.source import InMemorySource
+from moelib.data.token_source import InMemoryTokens
+from moelib.data.token_store import TokenStore
+from moelib.data.tokenizer import ByteTokenizer
+
+LENGTHS = [1, 2, 40, 9, 8, 17, 3, 3, 1, 25, 16, 2, 31, 5]
+
+
+def _documents(first: int = 0) -> list[list[int]]:
+    """Returns documents whose tokens are all different."""
+    ends = first + np.cumsum(LENGTHS)
+    return [list(range(end - n, end)) for end, n in zip(ends.tolist(), LENGTHS, strict=True)]
+
+
+def _tokens(first: int = 0) -> InMemoryTokens.Config:
+    return InMemoryTokens.default_config().set(documents=_documents(first), vocab_size=1000)
+
+
+def _config(**fields: object) -> LMInput.Config:
+    cfg = LMInput.default_config().set(source=_tokens(), seq_len=16, global_batch_size=4)
+    return cfg.set(**fields)
+
+
+def _pairs(batches: list[Batch]) -> Counter[tuple[int, int]]:
+    pairs: Counter[tuple[int, int]] = Counter()
+    for batch in batches:
+        valid = batch["target_labels"] >= 0
+        ids, targets = batch["input_ids"][valid], batch["target_labels"][valid]
+        pairs.update(zip(ids.tolist(), targets.tolist(), strict=True))
+    return pairs
+
+
+def _all_pairs(documents: list[list[int]]) -> Counter[tuple[int, int]]:
+    return Counter((ids[i], ids[i + 1]) for ids in documents for i in range(len(ids) - 1))
+
+
+@pytest.mark.parametrize("packing", list(Packing))
+@pytest.mark.parametrize("seq_len", [5, 16, 64])
+def test_an_evaluation_has_every_target_once(packing: Packing, seq_len: int):
+    cfg = _config(packing=packing, seq_len=seq_len, mode=InputMode.EVALUATE, seed=3)
+    lm_input = cfg.instantiate()
+    batches = list(lm_input.iterator())
+    assert len(batches) == lm_input.num_batches
+    assert {batch["input_ids"].shape for batch in batches} == {(4, seq_len)}
+    assert _pairs(batches) == _all_pairs(_documents())
+
+
+@pytest.mark.parametrize("packing", list(Packing))
+def test_training_repeats_every_target_once_an_epoch_in_another_order(packing: Packing):
+    lm_input = _config(packing=packing, global_batch_size=1).instantiate()
+    rows = lm_input.rows_per_epoch
+    epochs = [[lm_input.batch(e * rows + i) for i in range(rows)] for e in range(3)]
+    for epoch in epochs:
+        assert _pairs(epoch) == _all_pairs(_documents())
+    orders = {tuple(batch["input_ids"][0, 0] for batch in epoch) for epoch in epochs}
+    assert len(orders) == 3
+
+
+def test_arrays_have_the_stated_shapes():
+    batch = _config().instantiate().batch(0)
+    assert {name: array.shape for name, array in batch.items()} == batch_spec(4, 16)
+    assert {array.dtype.name for array in batch.values()} == {"int32"}
+
+
+@pytest.mark.parametrize("packing", list(Packing))
+def test_segments_and_positions_begin_anew_with_each_document(packing: Packing):
+    lm_input = _config(packing=packing, mode=InputMode.EVALUATE).instantiate()
+    where = {token: (d, i) for d, ids in enumerate(_documents()) for i, token in enumerate(ids)}
+    for batch in lm_input.iterator():
+        for ids, targets, segments, positions in zip(
+            *(batch[name] for name in list(batch_spec(1, 1))[:4]), strict=True
+        ):
+            valid = segments > 0
+            assert (targets[~valid] == -1).all()
+            assert (ids[~valid] == lm_input.eos_id).all()
+            assert not positions[~valid].any()
+            assert valid[: valid.sum()].all()  # Padding stands at the end.
+            assert set(segments[valid].tolist()) == set(range(1, segments.max() + 1))
+            for segment in range(1, segments.max() + 1):
+                mine = segments == segment
+                places = [where[token] for token in ids[mine].tolist()]
+                assert len({document for document, _ in places}) == 1
+                assert positions[mine].tolist() == list(range(mine.sum()))
+                offsets = [offset for _, offset in places]
+                assert offsets == list(range(offsets[0], offsets[0] + len(offsets)))
+                assert np.array_equal(ids[mine][1:], targets[mine][:-1])
+
+
+def test_a_stream_has_one_segment_and_predicts_across_documents():
+    cfg = _config(document_boundary=DocumentBoundary.CONTINUE, mode=InputMode.EVALUATE)
+    batches = list(cfg.instantiate().iterator())
+    ids = np.concatenate([batch["input_ids"] for batch in batches])
+    targets = np.concatenate([batch["target_labels"] for batch in batches])
+    segments = np.concatenate([batch["segment_ids"] for batch in batches])
+    positions = np.concatenate([batch["positions"] for batch in batches])
+    valid = segments > 0
+    assert set(np.unique(segments)) <= {0, 1}
+    assert np.array_equal(positions, np.arange(16) * valid)
+    inner = valid[:, 1:]
+    assert np.array_equal(targets[:, :-1][inner], ids[:, 1:][inner])
+    documents = [ids for ids in _documents() if len(ids) > 1]
+    assert (targets >= 0).sum() == sum(map(len, documents)) - 1
+    within = _all_pairs(_documents())
+    assert within <= _pairs(batches)
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 4])
+def test_any_number_of_hosts_has_the_same_global_batch(num_hosts: int):
+    for cfg in (_config(), _mixed()):
+        lm_input = cfg.instantiate()
+        for step in (0, 7, 100):
+            parts = [lm_input.host_batch(step, host, num_hosts) for host in range(num_hosts)]
+            for name, expected in lm_input.batch(step).items():
+                together = np.concatenate([part[name] for part in parts])
+                assert np.array_equal(together, expected)
+
+
+def _mixed(**fields: object) -> LMInput.Config:
+    sources = {"a": _tokens(), "b": _tokens(500)}
+    weights = {"a": 3.0, "b": 1.0}
+    mixture = Mixture.default_config().set(sources=sources, weights=weights)
+    return _config(source=mixture, **fields)
+
+
+def test_a_mixture_has_each_sources_own_rows_in_order():
+    alone = _config(source=_tokens(500), global_batch_size=1).instantiate()
+    lm_input = _mixed().instantiate()
+    rows = np.concatenate([lm_input.batch(step)["input_ids"] for step in range(50)])
+    of_b = rows[rows[:, 0] >= 500]
+    assert len(of_b) == 50
+    expected = np.concatenate([alone.batch(step)["input_ids"] for step in range(50)])
+    assert np.array_equal(of_b, expected)
+
+
+def test_a_mixtures_epoch_reads_every_source():
+    lm_input = _mixed(global_batch_size=1).instantiate()
+    batches = [lm_input.batch(step) for step in range(lm_input.rows_per_epoch)]
+    assert set(_pairs(batches)) == set(_all_pairs(_documents())) | set(_all_pairs(_documents(500)))
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_a_restored_iterator_goes_on_as_an_unbroken_one(num_hosts: int):
+    lm_input = _mixed().instantiate()
+    unbroken = lm_input.iterator()
+    for _ in range(5):
+        next(unbroken)
+    state = json.loads(json.dumps(unbroken.state()))
+    others = [_mixed().instantiate().iterator(host, num_hosts) for host in range(num_hosts)]
+    for other in others:
+        other.restore(state)
+    for _ in range(20):
+        expected, parts = next(unbroken), [next(other) for other in others]
+        for name in expected:
+            assert np.array_equal(np.concatenate([part[name] for part in parts]), expected[name])
+    assert unbroken.state() == others[0].state()
+
+
+def test_the_place_of_another_input_is_refused_with_what_changed():
+    state = _config(seed=1).instantiate().iterator().state()
+    with pytest.raises(
+        ValueError, match=r"seed was 1 and is 0, seq_len was 16 and is 8|seq_len was"
+    ):
+        _config(seq_len=8).instantiate().iterator().restore(state)
+    with pytest.raises(ValueError, match=r"source was \{.*\} and is \{"):
+        _config(seed=1, source=_tokens(1)).instantiate().iterator().restore(state)
+    with pytest.raises(ValueError, match="weights was None and is"):
+        _mixed(seed=1).instantiate().iterator().restore(state)
+    with pytest.raises(ValueError, match="is not the place of an LMInput"):
+        _config().instantiate().iterator().restore({"elsewhere": 1})
+
+
+def test_bytes_of_targets_are_those_of_the_text(tmp_path: pathlib.Path):
+    texts = ["Grüße", "x", "a longer text \U0001f642 that goes over rows"]
+    source = InMemorySource.default_config().set(texts=texts).instantiate()
+    prepare(source, ByteTokenizer.default_config().instantiate(), str(tmp_path / "store"))
+    store = TokenStore.default_config().set(path=str(tmp_path / "store"))
+    lm_input = _config(source=store, mode=InputMode.EVALUATE).instantiate()
+    total = sum(int(batch["target_num_bytes"].sum()) for batch in lm_input.iterator())
+    # A byte a token, and the first token of a document is no target.
+    assert total == sum(len(text.encode()) - 1 for text in texts)
+    batch = lm_input.batch(0)
+    ends = batch["target_labels"] == lm_input.eos_id
+    valid = batch["target_labels"] >= 0
+    assert np.array_equal(batch["target_num_bytes"], (valid & ~ends).sum(1))
+
+
+def test_documents_longer_than_a_row_can_be_refused():
+    refusing = LongDocuments.ERROR
+    _config(seq_len=39, long_documents=refusing).instantiate()
+    with pytest.raises(ValueError, match=r"Document 2 of .* has 40 tokens, more than a row of 38"):
+        _config(seq_len=38, long_documents=refusing).instantiate()
+
+
+def test_an_evaluation_can_be_cut_short():
+    lm_input = _config(mode=InputMode.EVALUATE, max_batches=2, global_batch_size=1).instantiate()
+    assert lm_input.num_batches == len(list(lm_input.iterator())) == 2
+
+
+def test_an_evaluation_of_a_mixture_is_refused():
+    with pytest.raises(ValueError, match="mode is EVALUATE and source is a mixture"):
+        _mixed(mode=InputMode.EVALUATE).instantiate()
+
+
+def test_a_vocabulary_beyond_the_models_is_refused():
+    _config(vocab_size=1000).instantiate()
+    with pytest.raises(
+        ValueError, match=r"ids up to 999, beyond the vocabulary of 512; set vocab_"
+    ):
+        _config(vocab_size=512).instantiate()
+
+
+def test_a_token_beyond_the_vocabulary_is_noticed_when_it_is_read(tmp_path: pathlib.Path):
+    source = InMemorySource.default_config().set(texts=["some text"]).instantiate()
+    prepare(source, ByteTokenizer.default_config().instantiate(), str(tmp_path / "store"))
+    tokens = np.memmap(tmp_path / "store" / "tokens-00000.bin", "<u2", "r+")
+    tokens[3] = 60_000
+    tokens.flush()
+    store = TokenStore.default_config().set(path=str(tmp_path / "store"))
+    with pytest.raises(ValueError, match=r"token store .*: token id 60000 .* vocabulary of 257"):
+        _config(source=store).instantiate().batch(0)
+
+
+def test_hosts_that_do_not_divide_the_batch_are_refused_at_once():
+    with pytest.raises(ValueError, match="which 3 hosts do not divide"):
+        _config().instantiate().iterator(0, 3)

@@ -1,0 +1,146 @@
+import threading
+import traceback
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from moelib.data.input import Batch, BatchIterator, State
+from moelib.data.lm_input import InputMode, LMInput
+from moelib.data.prefetch import HostRows, Prefetcher, host_rows, put_batch
+from moelib.data.synthetic import SyntheticInput
+
+
+def _input(**fields: object) -> LMInput:
+    cfg = SyntheticInput.default_config().set(vocab_size=64, seq_len=32, global_batch_size=8)
+    return cfg.set(**fields).instantiate()
+
+
+def _sharding(shape: tuple[int, ...], names: tuple[str, ...], spec: PartitionSpec) -> NamedSharding:
+    mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
+    return NamedSharding(mesh, spec)
+
+
+def _same(batch: Batch) -> Batch:
+    return batch
+
+
+def test_batches_come_in_order_and_end():
+    lm_input = _input(mode=InputMode.EVALUATE)
+    with Prefetcher(lm_input.iterator(), _same) as batches:
+        taken = list(batches)
+        with pytest.raises(StopIteration):
+            next(batches)
+    for batch, expected in zip(taken, lm_input.iterator(), strict=True):
+        assert np.array_equal(batch["input_ids"], expected["input_ids"])
+
+
+def test_state_is_the_place_of_what_was_taken_not_of_what_was_read():
+    lm_input = _input()
+    read = threading.Semaphore(0)
+
+    def put(batch: Batch) -> Batch:
+        read.release()
+        return batch
+
+    with Prefetcher(lm_input.iterator(), put, num_batches=3) as batches:
+        assert batches.state()["step"] == 0
+        next(batches)
+        for _ in range(4):  # One taken and three kept ready.
+            assert read.acquire(timeout=10)
+        assert batches.state()["step"] == 1
+        other = lm_input.iterator()
+        other.restore(batches.state())
+        assert np.array_equal(next(other)["input_ids"], next(batches)["input_ids"])
+
+
+class _Failing(BatchIterator):
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __next__(self) -> Batch:
+        self.count += 1
+        if self.count == 3:
+            raise ValueError("the third one fails")
+        return {}
+
+    def state(self) -> State:
+        return {}
+
+    def restore(self, state: State) -> None:
+        raise NotImplementedError
+
+
+def test_an_error_arrives_where_its_batch_would_have():
+    with Prefetcher(_Failing(), _same) as batches:
+        next(batches)
+        next(batches)
+        for _ in range(2):  # And again, should anyone ask.
+            with pytest.raises(ValueError, match="the third one fails") as raised:
+                next(batches)
+        lines = "".join(traceback.format_exception(raised.value))
+        assert 'raise ValueError("the third one fails")' in lines
+
+
+def test_closing_ends_the_thread_at_any_time():
+    threads = threading.active_count()
+    batches = Prefetcher(_input().iterator(), _same)
+    assert threading.active_count() == threads + 1
+    batches.close()
+    batches.close()
+    assert threading.active_count() == threads
+    with pytest.raises(RuntimeError, match="The prefetcher is closed; make a new one"):
+        next(batches)
+
+
+def test_none_kept_ready_is_refused():
+    with pytest.raises(ValueError, match="num_batches is 0; set it to 1 or more"):
+        Prefetcher(_input().iterator(), _same, num_batches=0)
+
+
+def test_batches_lie_on_devices_as_told():
+    sharding = _sharding((4, 2), ("data", "seq"), PartitionSpec("data", "seq"))
+    lm_input = _input()
+    host, num_hosts = host_rows(sharding, 8)
+    iterator = lm_input.iterator(host, num_hosts)
+    with Prefetcher(iterator, lambda batch: put_batch(batch, sharding, 8)) as batches:
+        placed = next(batches)
+    for name, expected in lm_input.batch(0).items():
+        assert np.array_equal(placed[name], expected)
+    assert placed["input_ids"].sharding == sharding
+    assert placed["target_num_bytes"].sharding.spec == PartitionSpec("data")
+
+
+def test_one_process_holds_all_rows():
+    for spec in (PartitionSpec(("data", "seq")), PartitionSpec(None, "seq"), PartitionSpec()):
+        sharding = _sharding((4, 2), ("data", "seq"), spec)
+        assert host_rows(sharding, 8) == HostRows(0, 1)
+
+
+class _OneOfSeveral:
+    """The sharding of a process that addresses only some devices of a mesh."""
+
+    def __init__(self, *rows: slice) -> None:
+        self._rows = rows
+
+    def addressable_devices_indices_map(self, shape: tuple[int, ...]) -> dict[int, tuple[slice]]:
+        del shape
+        return {device: (rows,) for device, rows in enumerate(self._rows)}
+
+
+def test_a_process_with_some_devices_gets_their_share(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("moelib.data.prefetch.row_sharding", lambda sharding, ndim: sharding)
+    both = _OneOfSeveral(slice(4, 6), slice(6, 8), slice(4, 6))  # Two devices share rows.
+    assert host_rows(both, 8) == HostRows(1, 2)  # type: ignore[arg-type]
+    apart = _OneOfSeveral(slice(0, 2), slice(4, 6))
+    with pytest.raises(
+        ValueError, match=r"holds rows \[\(0, 2\), \(4, 6\)\] of 8, which is no equal"
+    ):
+        host_rows(apart, 8)  # type: ignore[arg-type]
+
+
+def test_a_batch_that_the_mesh_does_not_divide_is_refused():
+    sharding = _sharding((8,), ("data",), PartitionSpec("data"))
+    with pytest.raises(ValueError, match="global_batch_size is 6, which does not divide over the"):
+        host_rows(sharding, 6)
