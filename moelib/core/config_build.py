@@ -106,7 +106,7 @@ class Configurable(metaclass=_FrozenOnceBuilt):
     """A class whose objects are built from its nested `Config`."""
 
     @config_class
-    class Config(InstantiableConfig["Configurable"]):
+    class Config(InstantiableConfig[Any]):
         """Config of `Configurable`."""
 
         klass: type = REQUIRED  # The class to build.

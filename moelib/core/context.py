@@ -122,7 +122,7 @@ class InvocationContext:
 
     def _conflict(self, name: str) -> Any:
         raise OutputConflictError(
-            f"{self.module.path() or self.module.name} has an output or child {name!r} already; a "
+            f"{self.module._title()} has an output or child {name!r} already; a "
             "module that is called twice must give its outputs different names."
         )
 
@@ -234,7 +234,7 @@ def context_for(module: "Module") -> InvocationContext:
         return _descend(context, tuple(reversed(names)))
     outermost = context_stack()[0].module
     raise RuntimeError(
-        f"{module.path()} is not inside {outermost.path() or outermost.name}, which runs now; add "
+        f"{module._title()} is not inside {outermost._title()}, which runs now; add "
         "it as a child, or share it with _share_with_descendants."
     )
 

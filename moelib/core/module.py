@@ -28,8 +28,11 @@ from moelib.core.context import (
     InvocationContext,
     Nested,
     OutputCollection,
+    OutputConflictError,
     child_context,
+    clone_context_stack,
     current_context,
+    install_context_stack,
     new_output_collection,
     remat_in_context,
     scan_in_context,
@@ -43,10 +46,13 @@ __all__ = [
     "InvocationContext",
     "Module",
     "OutputCollection",
+    "OutputConflictError",
     "UnconsumedAuxLossError",
     "child_context",
+    "clone_context_stack",
     "current_context",
     "functional",
+    "install_context_stack",
     "new_output_collection",
     "nowrap",
     "remat_in_context",
@@ -120,7 +126,7 @@ def _explain(error: Exception, module: "Module", method: str) -> None:
         for name, leaf in tree.flatten_items(state)[:8]
         if hasattr(leaf, "shape")
     )
-    place = f"in {module.path() or module.name} ({type(module).__qualname__}.{method})"
+    place = f"in {module._title()} ({type(module).__qualname__}.{method})"
     _note(error, place + (f"; parameters: {shapes}" if shapes else ""))
 
 
@@ -182,6 +188,10 @@ class Module(Configurable):
         above = self._parent.path()
         return f"{above}.{self.name}" if above else self.name
 
+    def _title(self) -> str:
+        """Returns what errors call this module: its path, or the name of the root."""
+        return self.path() or self.name
+
     def _add_child(self, name: str, cfg: InstantiableConfig, **kwargs: Any) -> "Module":
         """Builds a child module, which is then reached as `self.<name>`.
 
@@ -191,11 +201,9 @@ class Module(Configurable):
             RequiredFieldMissingError: If a REQUIRED field is unset; it holds the whole path.
         """
         if name in self._children or name in self.__dict__ or hasattr(type(self), name):
-            raise ChildNameConflictError(f"{self.path() or self.name} has a {name!r} already.")
+            raise ChildNameConflictError(f"{self._title()} has a {name!r} already.")
         if not name or {".", "/"} & set(name):
-            raise InvalidConfigNameError(
-                f"a child of {self.path() or self.name} is called {name!r}."
-            )
+            raise InvalidConfigNameError(f"a child of {self._title()} is called {name!r}.")
         try:
             child = cfg.clone(name=name)._mine().instantiate(parent=self, **kwargs)
         except RequiredFieldMissingError as error:
@@ -225,7 +233,7 @@ class Module(Configurable):
             node = node.parent
         if node is None:
             raise InvalidDescendantError(
-                f"{module.path()} is not below {self.path() or self.name}, which shares it."
+                f"{module._title()} is not below {self._title()}, which shares it."
             )
         self._shared[shared_module_name] = module
 
@@ -240,7 +248,7 @@ class Module(Configurable):
             known |= node._shared.keys()
             node = node.parent
         raise KeyError(
-            f"{self.path()}: no module is shared as {shared_module_name!r}; "
+            f"{self._title()}: no module is shared as {shared_module_name!r}; "
             + did_you_mean(shared_module_name, known)
         )
 
@@ -252,7 +260,7 @@ class Module(Configurable):
         context = current_context()
         if context is None or context.module is not self:
             raise RuntimeError(
-                f"{self.path() or self.name} does not run in a context; call its methods through "
+                f"{self._title()} does not run in a context; call its methods through "
                 "functional(module, prng_key=, state=, inputs=, is_training=)."
             )
         return context
@@ -262,7 +270,7 @@ class Module(Configurable):
         """The parameters of this module and of its children, by name."""
         state = self.get_invocation_context().state
         if state is None:
-            raise RuntimeError(f"{self.path() or self.name}: functional() was given state=None.")
+            raise RuntimeError(f"{self._title()}: functional() was given state=None.")
         return state
 
     @property
@@ -271,8 +279,7 @@ class Module(Configurable):
         key = self.get_invocation_context().key()
         if key is None:
             raise RuntimeError(
-                f"{self.path() or self.name} asks for a random key, but functional() was given "
-                "prng_key=None."
+                f"{self._title()} asks for a random key, but functional() was given prng_key=None."
             )
         return key
 
@@ -306,8 +313,8 @@ class Module(Configurable):
         """Adds `value * weight` to the training objective; `value` is a scalar."""
         if jnp.shape(value) != ():
             raise ValueError(
-                f"{self.path()}: the auxiliary loss {name!r} has shape {jnp.shape(value)}; it must "
-                "be a scalar."
+                f"{self._title()}: the auxiliary loss {name!r} has shape {jnp.shape(value)}; it "
+                "must be a scalar."
             )
         loss = AuxLoss(jnp.asarray(value), jnp.asarray(weight, jnp.float32))
         self.get_invocation_context().add("aux_losses", name, loss)
@@ -370,9 +377,10 @@ def functional(
     collection = context_lib.prune_empty(context.outputs)
     collection = collection._replace(**{name: {} for name in drop_output_collections})
     if collection.aux_losses and inside is not None and is_training:
-        names = ", ".join(path for path, _ in tree.flatten_items(collection.aux_losses))
+        is_loss = lambda value: isinstance(value, AuxLoss)
+        names = ", ".join(path for path, _ in tree.flatten_items(collection.aux_losses, is_loss))
         raise UnconsumedAuxLossError(
-            f"{inside.module.path()} calls functional({module.name}), and the auxiliary losses "
+            f"{inside.module._title()} calls functional({module.name}), and the auxiliary losses "
             f"{names} would be lost; call the child directly, or pass "
             "drop_output_collections=('aux_losses',) if they are to be left out."
         )

@@ -1,0 +1,288 @@
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moelib.core.config import config_class
+from moelib.core.context import (
+    AuxLoss,
+    OutputCollection,
+    child_context,
+    current_context,
+    fold_name,
+    new_output_collection,
+    prune_empty,
+    remat_in_context,
+    scan_in_context,
+)
+from moelib.core.module import Module, OutputConflictError, functional
+
+LENGTH = 3
+
+
+class Layer(Module):
+    """Scales its input; gives an output of each kind."""
+
+    def forward(self, x: jax.Array) -> jax.Array:
+        x = x * self.state["scale"]
+        self.add_aux_loss("balance", jnp.sum(x), weight=0.1)
+        self.add_summary("sum", jnp.sum(x))
+        self.add_state_update("count", jnp.ones(()))
+        return x
+
+    def noise(self) -> jax.Array:
+        return jax.random.uniform(self.prng_key)
+
+
+class Stack(Module):
+    """Three layers as a loop and as one that is repeated, to be run by any function."""
+
+    @config_class
+    class Config(Module.Config):
+        layer: Layer.Config = Layer.default_config()
+
+    def __init__(self, cfg: Any, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        for i in range(LENGTH):
+            self._add_child(f"layer{i}", self.config.layer)
+        self._add_child("repeated", self.config.layer)
+
+    def forward(self, do: Any, *args: Any) -> Any:
+        return do(self, *args)
+
+
+SCALES = jnp.array([2.0, 3.0, 4.0])
+STATE = {
+    **{f"layer{i}": {"scale": SCALES[i]} for i in range(LENGTH)},
+    "repeated": {"scale": SCALES},
+}
+
+
+class Root(Module):
+    """Holds the stack one level down, so that keys are derived from above."""
+
+    def __init__(self, cfg: Any, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        self._add_child("stack", Stack.default_config())
+        self._add_child("after", Layer.default_config())
+
+    def forward(self, do: Any, *args: Any) -> Any:
+        return do(self, *args)
+
+
+remat = functools.partial(jax.checkpoint, prevent_cse=False)
+
+
+def loop(m: Any, x: jax.Array) -> jax.Array:
+    for i in range(LENGTH):
+        x = m.children[f"layer{i}"](x)
+    return x
+
+
+def scan(m: Any, x: jax.Array, **kwargs: Any) -> jax.Array:
+    def turn(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return m.repeated(x), None
+
+    state = {"repeated": m.state["repeated"]}
+    return scan_in_context(turn, carry=x, length=LENGTH, state=state, **kwargs)[0]
+
+
+def remat_loop(m: Any, x: jax.Array) -> jax.Array:
+    for i in range(LENGTH):
+        name = f"layer{i}"
+        x = remat_in_context(m.children[name], x, remat=remat, children=[name])
+    return x
+
+
+def remat_inside_scan(m: Any, x: jax.Array) -> jax.Array:
+    def turn(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return remat_in_context(m.repeated, x, remat=remat, children=["repeated"]), None
+
+    state = {"repeated": m.state["repeated"]}
+    return scan_in_context(turn, carry=x, length=LENGTH, state=state)[0]
+
+
+scan_of_remat = functools.partial(scan, remat=remat)
+WAYS = [loop, scan, remat_loop, scan_of_remat, remat_inside_scan]
+
+
+def run(do: Any, *args: Any, state: Any = STATE, key: int | None = None) -> Any:
+    module = Stack.default_config().set(name="stack").instantiate(parent=None)
+    prng_key = None if key is None else jax.random.key(key)
+    return functional(module, prng_key, state, (do, *args), is_training=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("jit", [False, True])
+def test_auxiliary_losses_reach_the_total_however_layers_are_repeated(way: Any, jit: bool):
+    def forward(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y, collection = run(way, x)
+        return y, collection.total_aux_loss()
+
+    y, total = (jax.jit(forward) if jit else forward)(jnp.ones(2))
+    assert y.tolist() == [24.0, 24.0]
+    np.testing.assert_allclose(total, 0.1 * 2 * (2 + 6 + 24), rtol=1e-6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_through_auxiliary_losses_are_those_of_the_loop(way: Any):
+    def objective(scales: jax.Array) -> jax.Array:
+        state = {f"layer{i}": {"scale": scales[i]} for i in range(LENGTH)}
+        state["repeated"] = {"scale": scales}
+        y, collection = run(way, jnp.ones(2), state=state)
+        return jnp.sum(y) + collection.total_aux_loss()
+
+    a, b, c = SCALES
+    expected = [
+        2 * b * c + 0.2 * (1 + b + b * c),
+        2 * a * c + 0.2 * (a + a * c),
+        2 * a * b + 0.2 * a * b,
+    ]
+    np.testing.assert_allclose(jax.grad(objective)(SCALES), jnp.stack(expected), rtol=1e-6)
+
+
+def test_outputs_of_a_scan_are_stacked_under_the_repeated_child():
+    _, collection = run(scan, jnp.ones(2))
+    assert collection.summaries["repeated"]["sum"].tolist() == [4.0, 12.0, 48.0]
+    assert collection.state_updates["repeated"]["count"].shape == (LENGTH,)
+    assert collection.aux_losses["repeated"]["balance"].weight.shape == (LENGTH,)
+    assert list(collection.aux_losses) == ["repeated"]
+
+
+def test_a_scan_carries_inputs_and_results_of_each_turn():
+    def forward(m: Any) -> Any:
+        def turn(carry: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return carry + x, carry * x
+
+        return scan_in_context(turn, carry=jnp.zeros(()), xs=SCALES, length=LENGTH, state={})
+
+    (carry, ys), _ = run(forward)
+    assert carry == 9.0
+    assert ys.tolist() == [0.0, 6.0, 20.0]
+
+
+def test_each_turn_of_a_scan_draws_anew():
+    def forward(m: Any) -> jax.Array:
+        def turn(carry: None, _: None) -> tuple[None, jax.Array]:
+            return carry, m.repeated.noise()
+
+        return scan_in_context(turn, carry=None, length=LENGTH, state={})[1]
+
+    assert len(set(run(forward, key=0)[0].tolist())) == LENGTH
+
+
+@pytest.mark.parametrize("wrap", [None, remat])
+def test_a_scan_given_the_keys_of_a_loop_draws_what_the_loop_draws(wrap: Any):
+    def looped(m: Any) -> list[jax.Array]:
+        return [m.children[f"layer{i}"].noise() for i in range(LENGTH)]
+
+    def scanned(m: Any) -> jax.Array:
+        def turn(carry: None, _: None) -> tuple[None, jax.Array]:
+            return carry, m.repeated.noise()
+
+        keys = jnp.stack([fold_name(m.prng_key, f"layer{i}") for i in range(LENGTH)])
+        return scan_in_context(
+            turn, carry=None, length=LENGTH, state={}, child_keys={"repeated": keys}, remat=wrap
+        )[1]
+
+    assert run(scanned, key=0)[0].tolist() == [float(x) for x in run(looped, key=0)[0]]
+
+
+def test_remat_draws_what_a_plain_call_draws():
+    def rematted(m: Any) -> jax.Array:
+        return remat_in_context(m.layer0.noise, remat=remat, children=["layer0"])
+
+    assert run(rematted, key=0)[0] == run(lambda m: m.layer0.noise(), key=0)[0]
+
+
+def test_a_child_called_again_under_remat_draws_anew():
+    def twice(m: Any) -> tuple[jax.Array, jax.Array]:
+        first = remat_in_context(m.layer0.noise, remat=remat, children=["layer0"])
+        return first, remat_in_context(m.layer0.noise, remat=remat, children=["layer0"])
+
+    first, second = run(twice, key=0)[0]
+    assert first != second
+
+
+@pytest.mark.parametrize("transform", ["scan", "remat"])
+def test_no_key_that_was_made_inside_a_transformation_is_used_after_it(transform: str):
+    def inner(s: Any) -> jax.Array:
+        if transform == "remat":
+            return remat_in_context(s.layer0.noise, remat=remat, children=["layer0"])
+        turn = lambda carry, _: (carry, s.repeated.noise())
+        return scan_in_context(turn, carry=None, length=LENGTH, state={})[1]
+
+    def forward(m: Any) -> tuple[jax.Array, jax.Array]:
+        return m.stack(inner), m.after.noise()
+
+    module = Root.default_config().instantiate(parent=None)
+    for wrap in (lambda fn: fn, jax.jit):
+        inputs = (forward,)
+        wrap(lambda key, inputs=inputs: functional(module, key, {}, inputs, is_training=True))(
+            jax.random.key(0)
+        )
+
+
+def test_two_parts_of_one_child_may_be_repeated_one_after_the_other():
+    def forward(m: Any, x: jax.Array) -> jax.Array:
+        x = remat_in_context(m.layer0, x, remat=remat, children=["layer0"])
+        remat_in_context(
+            lambda: m.add_summary("own", jnp.ones(())), remat=remat, children=["layer0"]
+        )
+        return x
+
+    _, collection = run(forward, jnp.ones(2))
+    assert collection.summaries["own"] == 1.0
+    assert collection.summaries["layer0"]["sum"] == 4.0
+
+
+def test_a_child_that_gives_one_output_twice_under_remat_is_refused():
+    def forward(m: Any, x: jax.Array) -> jax.Array:
+        x = remat_in_context(m.layer0, x, remat=remat, children=["layer0"])
+        return remat_in_context(m.layer0, x, remat=remat, children=["layer0"])
+
+    with pytest.raises(OutputConflictError, match="different names"):
+        run(forward, jnp.ones(2))
+
+
+def test_repetition_needs_a_context():
+    with pytest.raises(RuntimeError, match=r"call the module through functional\(\) first"):
+        scan_in_context(lambda c, x: (c, x), carry=0, length=1, state={})
+    with (
+        pytest.raises(RuntimeError, match=r"call the module through functional\(\)"),
+        child_context("a"),
+    ):
+        pass
+
+
+def test_a_child_context_can_have_other_state_and_another_key():
+    def forward(m: Any) -> Any:
+        with child_context("layer0", state={"scale": 7}, prng_key=jax.random.key(1)) as context:
+            assert current_context() is context
+            return m.layer0.state["scale"], m.layer0.noise()
+
+    (scale, draw), _ = run(forward, key=0)
+    assert scale == 7
+    assert draw == jax.random.uniform(jax.random.key(1))
+
+
+def test_empty_parts_of_collections_are_left_out():
+    collection = new_output_collection()
+    collection.summaries["a"] = {"b": {}, "c": 1}
+    collection.state_updates["a"] = {"b": {}}
+    assert prune_empty(collection) == OutputCollection({"a": {"c": 1}}, {}, {}, {})
+
+
+def test_the_total_of_auxiliary_losses_is_float32():
+    loss = AuxLoss(jnp.ones((), jnp.bfloat16), jnp.float32(0.5))
+    total = OutputCollection({}, {}, {}, {"a": {"x": loss}}).total_aux_loss()
+    assert (total.dtype, float(total)) == (jnp.float32, 0.5)
+
+
+def test_names_give_different_keys():
+    key = jax.random.key(0)
+    keys = {tuple(jax.random.key_data(fold_name(key, f"layer{i}")).tolist()) for i in range(50)}
+    assert len(keys) == 50

@@ -1,0 +1,582 @@
+import abc
+import threading
+import traceback
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from moelib.core.config import (
+    REQUIRED,
+    FrozenConfigError,
+    InstantiableConfig,
+    InvalidConfigNameError,
+    Required,
+    RequiredFieldMissingError,
+    config_class,
+    config_for_function,
+)
+from moelib.core.context import clone_context_stack, install_context_stack
+from moelib.core.module import (
+    ChildNameConflictError,
+    InvalidDescendantError,
+    Module,
+    OutputConflictError,
+    UnconsumedAuxLossError,
+    current_context,
+    functional,
+    nowrap,
+)
+
+
+class Linear(Module):
+    @config_class
+    class Config(Module.Config):
+        input_dim: Required[int] = REQUIRED
+        scale: float = 1.0
+
+    def forward(self, x: jax.Array) -> jax.Array:
+        self.add_summary("mean", jnp.mean(x))
+        return self.config.scale * (x @ self.state["weight"])
+
+    def transposed(self, x: jax.Array) -> jax.Array:
+        return x @ self.state["weight"].T
+
+    def noise(self) -> jax.Array:
+        return jax.random.uniform(self.prng_key)
+
+    @nowrap
+    def num_elements(self) -> int:
+        return self.config.input_dim**2
+
+
+class Ffn(Module):
+    @config_class
+    class Config(Module.Config):
+        input_dim: Required[int] = REQUIRED
+        up: Linear.Config = Linear.default_config()
+        down: InstantiableConfig = Linear.default_config()
+
+    def __init__(self, cfg: Any, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        cfg = self.config
+        self._add_child("up", cfg.up.set(input_dim=cfg.input_dim))
+        self._add_child("down", cfg.down.set(input_dim=cfg.input_dim))
+
+    def forward(self, x: jax.Array) -> jax.Array:
+        return self.down(jax.nn.relu(self.up(x)))
+
+
+class Parent(Module):
+    """Holds any children, and runs any function as its forward method."""
+
+    @config_class
+    class Config(Module.Config):
+        children_: dict[str, InstantiableConfig] = {}
+
+    def __init__(self, cfg: Any, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        for name, child in self.config.children_.items():
+            self._add_child(name, child)
+
+    def forward(self, do: Any, *args: Any) -> Any:
+        return do(self, *args)
+
+
+class WithLoss(Module):
+    def forward(self, x: jax.Array) -> jax.Array:
+        self.add_aux_loss("balance", jnp.sum(x), weight=0.5)
+        return x
+
+
+def ffn(dim: int = 2) -> Ffn:
+    return Ffn.default_config().set(name="ffn", input_dim=dim).instantiate(parent=None)
+
+
+def parent(**children: InstantiableConfig) -> Parent:
+    return Parent.default_config().set(name="root", children_=children).instantiate(parent=None)
+
+
+def linear() -> Any:
+    return Linear.default_config().set(input_dim=2)
+
+
+def run(module: Module, *inputs: Any, state: Any = None, key: int | None = None, **kwargs: Any):
+    """Returns functional() of a module in training."""
+    prng_key = None if key is None else jax.random.key(key)
+    kwargs = {"is_training": True, **kwargs}
+    return functional(module, prng_key, {} if state is None else state, inputs, **kwargs)
+
+
+WEIGHTS = {"up": {"weight": 2 * jnp.eye(2)}, "down": {"weight": 3 * jnp.eye(2)}}
+
+
+# -- The tree ------------------------------------------------------------------------------------
+
+
+def test_children_are_reached_by_name_and_know_their_place():
+    module = parent(a=Ffn.default_config().set(input_dim=2))
+    assert module.a.up is module.children["a"].children["up"]
+    assert module.a.up.path() == "a.up"
+    assert module.path() == ""
+    assert (module.name, module.a.name, module.a.parent) == ("root", "a", module)
+    assert Ffn.default_config().set(input_dim=1).instantiate(parent=None).name == "ffn"
+
+
+def test_a_name_that_is_no_child_is_refused_with_the_nearest():
+    with pytest.raises(AttributeError, match="Ffn has no 'dwn'; did you mean 'down'"):
+        _ = ffn().dwn
+
+
+def test_an_attribute_error_inside_a_property_is_its_own():
+    class Broken(Linear):
+        @property
+        def half(self) -> Any:
+            return self.config.nothing_of_the_sort
+
+    with pytest.raises(AttributeError, match="has no field 'nothing_of_the_sort'"):
+        _ = Broken.default_config().set(input_dim=1).instantiate(parent=None).half
+
+
+@pytest.mark.parametrize("name", ["up", "forward", "name", "_parent"])
+def test_a_child_with_a_taken_name_is_refused(name: str):
+    with pytest.raises(ChildNameConflictError, match=f"ffn has a '{name}' already"):
+        ffn()._add_child(name, linear())
+
+
+@pytest.mark.parametrize("name", ["a.b", "a/b", ""])
+def test_a_child_name_that_would_break_paths_is_refused(name: str):
+    with pytest.raises(InvalidConfigNameError, match=f"a child of ffn is called '{name}'"):
+        ffn()._add_child(name, linear())
+
+
+def test_what_a_parent_sets_on_its_children_is_seen_with_its_place():
+    module = ffn(dim=4)
+    assert module.up.config.input_dim == 4
+    assert module.up.config.origin("input_dim").startswith(__file__)
+    assert module.config.up.input_dim == 4
+    assert module.up.config is module.up.config
+
+
+def test_the_configs_of_a_built_tree_are_frozen():
+    module = ffn()
+    for built in (module, module.up, Ffn(Ffn.default_config().set(input_dim=1), parent=None)):
+        with pytest.raises(FrozenConfigError, match="already built"):
+            built.config.input_dim = 3
+
+
+def test_building_does_not_change_the_config_and_can_be_repeated():
+    cfg = Ffn.default_config().set(input_dim=2)
+    before = cfg.debug_string()
+    first, second = cfg.instantiate(parent=None), cfg.instantiate(parent=None)
+    assert cfg.debug_string() == before
+    assert first.config == second.config
+    assert first.config is not second.config
+
+
+def test_one_config_can_build_two_children():
+    cfg = linear()
+    module = parent(a=cfg, b=cfg)
+    assert module.a is not module.b
+    assert (module.a.config.name, module.b.config.name) == ("a", "b")
+
+
+def test_a_child_field_takes_a_subclass_and_a_function_config():
+    class Wide(Linear):
+        @config_class
+        class Config(Linear.Config):
+            more: int = 1
+
+    cfg = Ffn.default_config().set(input_dim=2, up=Wide.default_config())
+    assert type(cfg.instantiate(parent=None).up) is Wide
+
+    def built(input_dim: int, name: str, parent: Module) -> Module:
+        return linear().set(name=name, input_dim=input_dim).instantiate(parent=parent)
+
+    cfg.down = config_for_function(built).set(name="down", parent=None)
+    assert cfg.instantiate(parent=None).down.path() == "down"
+
+
+def test_an_unset_field_is_named_by_its_path_from_the_root():
+    cfg = Parent.default_config().set(name="root", children_={"a": Ffn.default_config()})
+    outer = Parent.default_config().set(name="root", children_={"outer": cfg})
+    with pytest.raises(RequiredFieldMissingError) as error:
+        outer.instantiate(parent=None)
+    assert str(error.value).startswith("outer.a.input_dim must be set before Ffn.Config is")
+    assert str(error.value).endswith(".set(input_dim=...).")
+
+
+def test_an_unset_field_of_what_a_module_builds_itself_is_named_by_its_path():
+    class Holder(Module):
+        @config_class
+        class Config(Module.Config):
+            schedules: list[InstantiableConfig] = []
+
+        def __init__(self, cfg: Any, *, parent: Module | None):
+            super().__init__(cfg, parent=parent)
+            self.schedules = [schedule.instantiate() for schedule in self.config.schedules]
+
+    def schedule(peak: float) -> float:
+        return peak
+
+    schedules = [config_for_function(schedule).set(peak=1.0), config_for_function(schedule)]
+    cfg = Holder.default_config().set(schedules=schedules)
+    with pytest.raises(RequiredFieldMissingError, match=r"^a\.schedules\[1\]\.peak must be set"):
+        parent(a=cfg)
+
+
+def test_an_error_while_building_keeps_its_traceback_and_says_where():
+    class Failing(Linear):
+        def __init__(self, cfg: Any, *, parent: Module | None):
+            super().__init__(cfg, parent=parent)
+            self.fail()
+
+        @nowrap
+        def fail(self) -> None:
+            raise ValueError("mine") from KeyError("its cause")
+
+    cfg = Parent.default_config().set(children_={"b": Failing.default_config().set(input_dim=1)})
+    with pytest.raises(ValueError, match="mine") as error:
+        parent(a=cfg)
+    assert error.value.__notes__ == [f"while a.b was built ({Failing.Config.__qualname__})"]
+    assert isinstance(error.value.__cause__, KeyError)
+    names = [frame.name for frame in traceback.extract_tb(error.value.__traceback__)]
+    assert names[-2:] == ["__init__", "fail"]
+    assert len(names) <= 9
+
+
+# -- Calls ---------------------------------------------------------------------------------------
+
+
+def test_functional_returns_the_result_and_the_outputs_by_path():
+    y, collection = run(ffn(), jnp.ones((1, 2)), state=WEIGHTS)
+    assert y.tolist() == [[6.0, 6.0]]
+    assert jax.tree.map(float, collection.summaries) == {"up": {"mean": 1.0}, "down": {"mean": 2.0}}
+    assert collection.state_updates == {}
+
+
+def test_functional_takes_arguments_by_name():
+    inputs = {"x": jnp.ones((1, 2))}
+    y, _ = functional(ffn(), None, WEIGHTS, inputs, is_training=False)
+    assert y.tolist() == [[6.0, 6.0]]
+
+
+def test_functional_refuses_an_array_in_place_of_arguments():
+    with pytest.raises(TypeError, match=r"functional\(ffn\): inputs is .*Array.*; pass a tuple"):
+        functional(ffn(), None, WEIGHTS, jnp.ones((1, 2)), is_training=False)  # pyrefly: ignore
+
+
+def test_functional_runs_other_methods():
+    module = linear().instantiate(parent=None)
+    weight = jnp.arange(4.0).reshape(2, 2)
+    y, _ = run(module, jnp.ones((1, 2)), state={"weight": weight}, method="transposed")
+    assert y.tolist() == [[1.0, 5.0]]
+    with pytest.raises(AttributeError, match="Linear has no 'transpose'"):
+        run(module, method="transpose")
+
+
+def test_functional_is_a_pure_function_under_jit_and_grad():
+    module = ffn()
+
+    @jax.jit
+    def loss(state: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(run(module, x, state=state)[0])
+
+    grads = jax.grad(loss)(WEIGHTS, jnp.ones((1, 2)))
+    assert grads["down"]["weight"].tolist() == [[2.0, 2.0], [2.0, 2.0]]
+    assert current_context() is None
+
+
+def test_methods_of_children_run_with_their_own_state():
+    module = parent(f=Ffn.default_config().set(input_dim=2))
+    y, collection = run(module, lambda m: m.f.up.transposed(jnp.ones((1, 2))), state={"f": WEIGHTS})
+    assert y.tolist() == [[2.0, 2.0]]
+    assert collection.summaries == {}
+
+
+def test_super_forward_runs_in_the_same_context():
+    class Twice(Linear):
+        def forward(self, x: jax.Array) -> jax.Array:
+            return 2 * super().forward(x)
+
+    module = parent(a=Twice.default_config().set(input_dim=2))
+    y, collection = run(module, lambda m: m.a(jnp.ones((1, 2))), state={"a": WEIGHTS["up"]})
+    assert y.tolist() == [[4.0, 4.0]]
+    assert list(collection.summaries["a"]) == ["mean"]
+
+
+def test_methods_of_a_mixin_run_in_the_context_of_the_module():
+    class Doubling:
+        def doubled(self) -> Any:
+            return 2 * self.state["weight"]  # pyrefly: ignore[missing-attribute]
+
+    class Mixed(Doubling, Linear):
+        pass
+
+    module = parent(a=Mixed.default_config().set(input_dim=2))
+    y, _ = run(module, lambda m: m.a.doubled(), state={"a": {"weight": 4}})
+    assert y == 8
+
+
+def test_a_module_may_be_abstract():
+    class Abstract(Module, abc.ABC):
+        @abc.abstractmethod
+        def forward(self) -> None: ...
+
+    with pytest.raises(TypeError, match="abstract"):
+        Abstract.default_config().instantiate(parent=None)
+
+
+def test_methods_without_context_run_anywhere():
+    module = parent(a=linear())
+    assert module.a.num_elements() == 4
+    assert run(module, lambda m: m.a.num_elements())[0] == 4
+
+
+def test_a_child_that_gives_outputs_may_not_be_called_twice_under_one_name():
+    module = parent(a=linear())
+
+    def twice(m: Any, x: jax.Array) -> jax.Array:
+        return m.a(m.a(x))
+
+    with pytest.raises(OutputConflictError, match="a has an output or child 'mean' already"):
+        run(module, twice, jnp.ones((1, 2)), state={"a": WEIGHTS["up"]})
+
+
+def test_a_child_may_be_called_twice_and_draws_anew():
+    module = parent(a=linear(), b=linear())
+    draws, _ = run(module, lambda m: (m.a.noise(), m.b.noise(), m.a.noise()), key=0)
+    assert len(set(map(float, draws))) == 3
+
+
+def test_keys_of_children_do_not_depend_on_their_order():
+    def draw(m: Any) -> dict[str, float]:
+        return {name: float(m.children[name].noise()) for name in m.children}
+
+    first, _ = run(parent(a=linear(), b=linear()), draw, key=0)
+    second, _ = run(parent(c=linear(), b=linear(), a=linear()), draw, key=0)
+    assert first["a"] != first["b"]
+    assert {name: second[name] for name in first} == first
+
+
+def test_keys_of_grandchildren_do_not_depend_on_what_ran_before():
+    module = parent(f=Ffn.default_config().set(input_dim=2))
+    alone, _ = run(module, lambda m: m.f.down.noise(), key=0)
+    after, _ = run(module, lambda m: (m.f.up.noise(), m.f.down.noise())[1], key=0)
+    assert alone == after
+
+
+def test_old_and_new_random_keys_both_work():
+    module = linear().instantiate(parent=None)
+    for key in (jax.random.key(0), jax.random.PRNGKey(0)):
+        assert functional(module, key, {}, (), is_training=True, method="noise")[0] < 1
+
+
+def test_a_missing_key_state_or_context_is_reported():
+    module = parent(a=linear())
+    with pytest.raises(RuntimeError, match="a asks for a random key, but functional"):
+        run(module, lambda m: m.a.noise())
+    with pytest.raises(RuntimeError, match=r"a: functional\(\) was given state=None"):
+        functional(module, None, None, (lambda m: m.a(1),), is_training=True)
+    with pytest.raises(RuntimeError, match="a does not run in a context; call its methods through"):
+        module.a(jnp.ones((1, 2)))
+
+
+def test_a_module_of_another_tree_is_refused():
+    other = parent(x=linear())
+    with pytest.raises(RuntimeError, match="x is not inside root, which runs now; add it as a"):
+        run(parent(), lambda m: other.x(jnp.ones((1, 2))))
+
+
+def test_the_mode_reaches_every_module():
+    class Mode(Module):
+        def forward(self) -> bool:
+            return self.is_training
+
+    module = parent(a=Mode.default_config())
+    assert run(module, lambda m: m.a())[0] is True
+    assert run(module, lambda m: m.a(), is_training=False)[0] is False
+
+
+def test_threads_have_contexts_of_their_own():
+    module = parent(a=linear())
+    seen: list[Any] = []
+
+    def in_thread(stack: Any) -> None:
+        seen.append(current_context())
+        install_context_stack(stack)
+        seen.append(module.a.transposed(jnp.ones((1, 2))).tolist())
+
+    def forward(m: Any) -> None:
+        thread = threading.Thread(target=in_thread, args=(clone_context_stack(),))
+        thread.start()
+        thread.join()
+
+    run(module, forward, state={"a": WEIGHTS["up"]})
+    assert seen == [None, [[2.0, 2.0]]]
+    assert current_context() is None
+
+
+# -- Outputs -------------------------------------------------------------------------------------
+
+
+def test_outputs_go_to_their_collections():
+    def put_out(m: Any) -> Any:
+        m.add_summary("s", 1)
+        m.add_state_update("bias", 2)
+        m.add_module_output("o", 3)
+        return m.get_module_outputs()
+
+    outputs, collection = run(parent(), put_out)
+    assert outputs == {"o": 3}
+    assert collection == ({"s": 1}, {"bias": 2}, {"o": 3}, {})
+
+
+def test_an_output_may_not_take_the_name_of_a_child_that_gave_some():
+    def put_out(m: Any, x: jax.Array, first: bool) -> None:
+        if first:
+            m.add_summary("a", 1)
+        m.a(x)
+        m.add_summary("a", 1)
+
+    module = parent(a=linear())
+    for first in (True, False):
+        with pytest.raises(OutputConflictError, match="root has an output or child 'a' already"):
+            run(module, put_out, jnp.ones((1, 2)), first, state={"a": WEIGHTS["up"]})
+
+
+def test_an_array_output_given_twice_is_refused():
+    def put_out(m: Any) -> None:
+        m.add_module_output("o", jnp.zeros(3))
+        m.add_module_output("o", jnp.zeros(3))
+
+    with pytest.raises(OutputConflictError, match="must give its outputs different names"):
+        run(parent(), put_out)
+
+
+def test_collections_can_be_dropped():
+    _, collection = run(
+        ffn(), jnp.ones((1, 2)), state=WEIGHTS, drop_output_collections=["summaries"]
+    )
+    assert collection.summaries == {}
+    with pytest.raises(ValueError, match="collections: 'summary'; did you mean 'summaries"):
+        run(ffn(), drop_output_collections=["summary"])
+
+
+def test_auxiliary_losses_reach_the_total_with_their_weights():
+    module = parent(a=WithLoss.default_config(), b=WithLoss.default_config())
+    _, collection = run(module, lambda m: m.a(jnp.ones(4)) + m.b(jnp.ones(4)))
+    assert collection.total_aux_loss() == 0.5 * 4 + 0.5 * 4
+    assert run(parent(), lambda m: None)[1].total_aux_loss() == 0.0
+
+
+def test_an_auxiliary_loss_is_a_scalar():
+    with pytest.raises(ValueError, match=r"the auxiliary loss 'x' has shape \(2,\); it must be"):
+        run(parent(), lambda m: m.add_aux_loss("x", jnp.ones(2), weight=1.0))
+
+
+def test_an_auxiliary_loss_lost_in_a_nested_functional_is_an_error():
+    module = parent(a=WithLoss.default_config())
+
+    def nested(m: Any, **kwargs: Any) -> Any:
+        kwargs = {"is_training": True, **kwargs}
+        return functional(m.a, None, {}, (jnp.ones(2),), **kwargs)[0]
+
+    with pytest.raises(UnconsumedAuxLossError, match=r"functional\(a\), .* balance would be lost"):
+        run(module, nested)
+    dropped, _ = run(module, lambda m: nested(m, drop_output_collections=["aux_losses"]))
+    assert dropped.tolist() == [1.0, 1.0]
+    evaluated, _ = run(module, lambda m: nested(m, is_training=False), is_training=False)
+    assert evaluated.tolist() == [1.0, 1.0]
+
+
+# -- Shared modules ------------------------------------------------------------------------------
+
+
+class Head(Module):
+    def forward(self, x: jax.Array) -> jax.Array:
+        return self.get_shared_module("emb").transposed(x)
+
+
+class Sharing(Parent):
+    def __init__(self, cfg: Any, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        self._share_with_descendants(self.emb, shared_module_name="emb")
+
+
+def sharing() -> Sharing:
+    deep = Parent.default_config().set(children_={"head": Head.default_config()})
+    cfg = Sharing.default_config().set(name="root", children_={"emb": linear(), "deep": deep})
+    return cfg.instantiate(parent=None)
+
+
+def test_a_shared_module_runs_with_the_state_of_its_own_place():
+    weight = jnp.arange(4.0).reshape(2, 2)
+    y, _ = run(
+        sharing(), lambda m: m.deep.head(jnp.ones((1, 2))), state={"emb": {"weight": weight}}
+    )
+    assert y.tolist() == [[1.0, 5.0]]
+
+
+def test_gradients_of_a_shared_module_add_up():
+    def loss(weight: jax.Array) -> jax.Array:
+        x = jnp.ones((1, 2))
+        both = run(
+            sharing(), lambda m: m.emb(x) + m.deep.head(x), state={"emb": {"weight": weight}}
+        )
+        return jnp.sum(both[0])
+
+    assert jax.grad(loss)(jnp.eye(2)).tolist() == [[2.0, 2.0], [2.0, 2.0]]
+
+
+def test_a_module_that_is_not_shared_is_refused_with_the_nearest():
+    with pytest.raises(KeyError, match=r"deep\.head: no module is shared as 'embb'; did you mean"):
+        sharing().deep.head.get_shared_module("embb")
+
+
+def test_only_descendants_can_be_shared():
+    with pytest.raises(InvalidDescendantError, match="x is not below root, which shares it"):
+        parent()._share_with_descendants(parent(x=linear()).x, shared_module_name="x")
+
+
+# -- Errors --------------------------------------------------------------------------------------
+
+
+def test_the_traceback_of_a_layer_is_short_and_says_which_layer_and_shapes():
+    cfg: Any = Ffn.default_config().set(input_dim=2)
+    for _ in range(5):
+        cfg = Parent.default_config().set(children_={"inner": cfg})
+    module = cfg.instantiate(parent=None)
+    state = {"up": {"weight": jnp.eye(2)}, "down": {"weight": jnp.ones((3, 3))}}
+    for _ in range(5):
+        state = {"inner": state}
+
+    def forward(m: Any, x: jax.Array) -> jax.Array:
+        inner = m.children["inner"]
+        return inner(forward, x) if isinstance(inner, Parent) else inner(x)
+
+    with pytest.raises(TypeError, match=r"dot_general requires contracting dimensions") as error:
+        jax.jit(lambda s: run(module, forward, jnp.ones((1, 2)), state=s))(state)
+    assert error.value.__notes__[0] == (
+        "in inner.inner.inner.inner.inner.down (Linear.forward); parameters: weight [3, 3] float32"
+    )
+    frames = traceback.extract_tb(error.value.__traceback__)
+    ours = [frame for frame in frames if "moelib/core" in frame.filename]
+    theirs = [frame for frame in frames if frame.filename == __file__]
+    assert len(ours) <= 1
+    assert len(theirs) == 3 + 2 * 5 + 2  # Two a level here: `forward` of the test and of Parent.
+    assert theirs[-1].name == "forward"
+
+
+def test_an_error_keeps_its_cause_and_is_explained_once():
+    cause = KeyError("cause")
+
+    def fail(m: Any) -> None:
+        raise ValueError("mine") from cause
+
+    module = parent(a=Parent.default_config())
+    with pytest.raises(ValueError, match="mine") as error:
+        run(module, lambda m: m.a(fail))
+    assert error.value.__cause__ is cause
+    assert error.value.__notes__ == ["in a (Parent.forward)"]

@@ -1,0 +1,45 @@
+import jax.numpy as jnp
+import pytest
+
+from moelib.core.param import FanAxes, ParameterSpec, is_spec
+
+EXPERTS = ParameterSpec(
+    shape=(8, 4, 6), axes=("experts", "embed", "ffn"), fan_axes=FanAxes((1,), (2,), (0,))
+)
+
+
+def test_sizes_and_fans_are_counted():
+    assert EXPERTS.size == 192
+    assert EXPERTS.fans() == (4, 6)
+    heads = ParameterSpec((4, 3, 2), ("embed", "heads", None), fan_axes=FanAxes((0,), (1, 2)))
+    assert heads.fans() == (4, 6)
+
+
+def test_a_stacked_spec_has_a_new_first_axis_and_the_same_fans():
+    stacked = EXPERTS.stacked(5)
+    assert stacked.shape == (5, 8, 4, 6)
+    assert stacked.axes == ("layers", "experts", "embed", "ffn")
+    assert stacked.fan_axes == FanAxes((2,), (3,), (0, 1))
+    assert stacked.fans() == EXPERTS.fans()
+    assert ParameterSpec((), ()).stacked(2, axis=None).axes == (None,)
+
+
+def test_axes_must_name_every_dimension():
+    with pytest.raises(ValueError, match=r"shape \(2, 3\) has 2 dimensions, but .* name 1"):
+        ParameterSpec((2, 3), ("embed",))
+
+
+@pytest.mark.parametrize("axis", [-1, 2])
+def test_fan_axes_must_be_dimensions(axis: int):
+    with pytest.raises(ValueError, match=f"fan axis {axis} .* count the dimensions from 0 to 1"):
+        ParameterSpec((2, 3), (None, None), fan_axes=FanAxes((0,), (axis,)))
+
+
+def test_fans_need_fan_axes():
+    with pytest.raises(ValueError, match=r"shape \(3,\) has no fan_axes to count"):
+        ParameterSpec((3,), (None,)).fans()
+
+
+def test_specs_are_told_from_arrays():
+    assert is_spec(EXPERTS)
+    assert not is_spec(jnp.ones(1))
