@@ -4,7 +4,7 @@ Rows are numbered on and on: row i of the run is row `i % R` of epoch `i // R`, 
 [n * B, (n + 1) * B). So the place to save is one integer, the number of hosts may change between
 two steps, and any batch of any step can be looked at.
 
-Letters: B rows of a batch, S sequence length, R rows of an epoch, P pieces, T tokens of a fill.
+Letters: B rows of a batch, S sequence length, R rows of an epoch.
 """
 
 import enum
@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moelib.core.config import REQUIRED, config_class
+from moelib.data.fill import fill_pieces
 from moelib.data.input import (
     Batch,
     BatchIterator,
@@ -30,11 +31,10 @@ from moelib.data.packing import (
     EpochPlan,
     LongDocuments,
     Packing,
-    Pieces,
     check_long_documents,
     make_plan,
 )
-from moelib.data.token_source import TokenSource, check_vocabulary
+from moelib.data.token_source import TokenSource
 
 _Ints = npt.NDArray[np.int64]
 
@@ -236,35 +236,5 @@ class _PackedRows:
             mine = epochs == epoch
             if mine.any():
                 pieces = self._plan(epoch).pieces(in_epoch[mine])
-                self._fill_pieces(pieces, places[mine], batch)
-
-    def _fill_pieces(self, pieces: Pieces, places: _Ints, batch: Batch) -> None:
-        """Writes an epoch's pieces; `places[pieces.row]` is the row of the batch."""
-        S = self._cfg.seq_len
-        row, length = pieces.row, pieces.length
-        before = np.cumsum(length) - length  # [P] where a piece begins among the T tokens.
-        first = np.searchsorted(row, np.arange(len(places)))  # First piece of each row.
-        in_row = before - before[first][row]
-        to = places[row] * S + in_row  # [P] where a piece goes in the batch.
-        T = int(length.sum())
-        ids = np.empty(T, np.int32)
-        self.source.read(pieces.start, length, ids, before)
-        targets = np.empty(T, np.int32)
-        targets[:-1] = ids[1:]
-        targets[before + length - 1] = self.source.at(pieces.next_token)
-        for tokens in (ids, targets):
-            check_vocabulary(tokens, self.source.vocab_size, self.source.name)
-        if self._cfg.document_boundary is DocumentBoundary.RESET:
-            segment, begin = np.arange(len(row)) - first[row] + 1, before
-        else:
-            segment, begin = np.ones_like(row), before[first][row]
-        along = np.arange(T, dtype=np.int32)
-        where: slice | npt.NDArray[np.integer] = slice(places[0] * S, places[0] * S + T)
-        if T != S * len(places) or places[-1] - places[0] != len(places) - 1:
-            where = along + np.repeat(to - before, length)
-        batch["input_ids"].reshape(-1)[where] = ids
-        batch["target_labels"].reshape(-1)[where] = targets
-        batch["segment_ids"].reshape(-1)[where] = np.repeat(segment.astype(np.int32), length)
-        batch["positions"].reshape(-1)[where] = along - np.repeat(begin.astype(np.int32), length)
-        sizes = self.source.token_num_bytes[targets]
-        batch["target_num_bytes"][places] = np.add.reduceat(sizes, before[first])
+                boundary = self._cfg.document_boundary
+                fill_pieces(batch, places[mine], pieces, self.source, boundary)

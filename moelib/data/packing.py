@@ -71,7 +71,7 @@ def make_plan(
     seq_len: int,
     packing: Packing,
     boundary: DocumentBoundary,
-    seeds: tuple[int, ...],
+    seeds: tuple[int, ...] | None,
 ) -> EpochPlan:
     """Returns the plan of an epoch.
 
@@ -80,7 +80,8 @@ def make_plan(
         seq_len: Pairs in a row.
         packing: How documents become rows.
         boundary: What happens between documents.
-        seeds: What decides the order of documents and rows: seed and epoch.
+        seeds: What decides the order of documents and rows, usually seed and epoch; None keeps
+            the order of the source.
 
     Raises:
         ValueError: If there is no pair to predict, or best-fit should continue over boundaries.
@@ -119,22 +120,28 @@ def _nothing_to_predict(source: TokenSource) -> ValueError:
 _DOCUMENTS, _ROWS = 0, 1
 
 
+def _order(count: int, seeds: tuple[int, ...] | None, use: int) -> _Ints:
+    return np.arange(count) if seeds is None else random_permutation(count, *seeds, use)
+
+
 class ConcatPlan(EpochPlan):
     """Concat-and-split: the pairs of the shuffled documents one after another, S a row.
 
     Rows are shuffled too, because a long document fills rows that follow one another.
     """
 
-    def __init__(self, source: TokenSource, seq_len: int, seeds: tuple[int, ...]) -> None:
-        documents = np.flatnonzero(source.lengths > 1)
-        if not len(documents):
-            raise _nothing_to_predict(source)
-        self._documents = documents[random_permutation(len(documents), *seeds, _DOCUMENTS)]
+    _min_tokens = 2  # Shorter documents add no pair.
+
+    def __init__(self, source: TokenSource, seq_len: int, seeds: tuple[int, ...] | None) -> None:
+        documents = np.flatnonzero(source.lengths >= self._min_tokens)
+        self._documents = documents[_order(len(documents), seeds, _DOCUMENTS)]
         self._ends = self._count_pairs(source).cumsum()  # In the epoch's stream of pairs.
+        if not len(documents) or not self._ends[-1]:
+            raise _nothing_to_predict(source)
         self._starts = source.starts
         self._seq_len = seq_len
         self.num_rows = int(-(-self._ends[-1] // seq_len))
-        self._rows = random_permutation(self.num_rows, *seeds, _ROWS)
+        self._rows = _order(self.num_rows, seeds, _ROWS)
 
     def _count_pairs(self, source: TokenSource) -> _Ints:
         """Returns the pairs that each of the ordered documents adds to the stream."""
@@ -166,9 +173,11 @@ class ConcatPlan(EpochPlan):
 class StreamPlan(ConcatPlan):
     """Concat-and-split of tokens, with targets across documents."""
 
+    _min_tokens = 1
+
     def _count_pairs(self, source: TokenSource) -> _Ints:
         lengths = source.lengths[self._documents]
-        lengths[-1] -= 1  # Nothing comes after the last token of the epoch.
+        lengths[-1:] -= 1  # Nothing comes after the last token of the epoch.
         return lengths
 
     def _next(self, index: _Ints, piece_end: _Ints, inside: _Ints) -> _Ints:
@@ -186,13 +195,13 @@ class BestFitPlan(EpochPlan):
     many different lengths there are (at most S) rather than on how many documents.
     """
 
-    def __init__(self, source: TokenSource, seq_len: int, seeds: tuple[int, ...]) -> None:
+    def __init__(self, source: TokenSource, seq_len: int, seeds: tuple[int, ...] | None) -> None:
         pairs = np.maximum(source.lengths - 1, 0)
         num_full, rest = np.divmod(pairs, seq_len)
         full = np.repeat(np.arange(len(pairs)), num_full)
         offset = (np.arange(len(full)) - np.searchsorted(full, full)) * seq_len
         short = np.flatnonzero(rest)
-        short = short[random_permutation(len(short), *seeds, _DOCUMENTS)]
+        short = short[_order(len(short), seeds, _DOCUMENTS)]
         short = short[np.argsort(-rest[short], kind="stable")]
         if not len(full) + len(short):
             raise _nothing_to_predict(source)
@@ -211,7 +220,7 @@ class BestFitPlan(EpochPlan):
         per_row = np.concatenate([np.ones(len(full), np.int64), per_bin])
         self._first = np.concatenate([[0], np.cumsum(per_row)])  # First piece of each row.
         self.num_rows = len(per_row)
-        self._rows = random_permutation(self.num_rows, *seeds, _ROWS)
+        self._rows = _order(self.num_rows, seeds, _ROWS)
 
     def pieces(self, rows: _Ints) -> Pieces:
         """Returns the pieces of bins and full rows."""
