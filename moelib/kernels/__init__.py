@@ -1,0 +1,1 @@
+"""Kernels: one folder each, with an entry, a reference, and one file a backend."""

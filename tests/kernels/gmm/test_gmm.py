@@ -1,0 +1,238 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from moelib.kernels.gmm import gmm, gmm_weight_gradient, reference
+
+BACKENDS = ["cpu", "xla", "reference", None]
+GROUPS = [
+    [64, 64],
+    [1, 127],
+    [0, 128],
+    [128, 0, 0],
+    [0, 0, 0],
+    [37, 0, 3, 60],  # Rows are left over.
+    [300, 1, 0, 19, 0],
+    [2, 1, 3, 0, 1],
+]
+
+
+def _operands(sizes, num_rows=None, k=12, n=20, dtype=jnp.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    m = max(sum(sizes), 128) if num_rows is None else num_rows
+    shapes = (m, k), (len(sizes), k, n), (m, n)
+    lhs, rhs, grad = (jnp.asarray(rng.normal(size=s), dtype) for s in shapes)
+    return lhs, rhs, grad, jnp.asarray(sizes, jnp.int32)
+
+
+def _by_loop(lhs, rhs, sizes):
+    """One NumPy matmul for each group."""
+    out = np.zeros((len(lhs), rhs.shape[2]))
+    ends = np.cumsum(sizes)
+    for group, (start, end) in enumerate(zip(ends - np.asarray(sizes), ends, strict=True)):
+        out[start:end] = np.asarray(lhs, np.float64)[start:end] @ np.asarray(rhs, np.float64)[group]
+    return out
+
+
+def _assert_close(value, expected, tolerance=1e-5):
+    value, expected = np.asarray(value, np.float64), np.asarray(expected, np.float64)
+    scale = max(1.0, np.abs(expected).max(initial=0))
+    np.testing.assert_allclose(value / scale, expected / scale, atol=tolerance, rtol=0)
+
+
+def _pull(function, grad, *primals):
+    """Returns (value, gradients) of `sum(function * grad)`."""
+    value, pull = jax.vjp(function, *primals)
+    return value, pull(grad.astype(value.dtype))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sizes", GROUPS, ids=str)
+def test_values_and_gradients_equal_the_reference(backend, sizes):
+    lhs, rhs, grad, group_sizes = _operands(sizes)
+    run = functools.partial(gmm, group_sizes=group_sizes, backend=backend)
+    plain = functools.partial(
+        reference.gmm, group_sizes=group_sizes, transpose_rhs=False, out_dtype=jnp.float32
+    )
+    value, grads = jax.jit(functools.partial(_pull, run))(grad, lhs, rhs)
+    _, expected_grads = _pull(plain, grad, lhs, rhs)
+    _assert_close(value, _by_loop(lhs, rhs, sizes))
+    for got, expected in zip(grads, expected_grads, strict=True):
+        _assert_close(got, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_transposed_rhs_gives_the_same_values_and_transposed_gradients(backend):
+    lhs, rhs, grad, sizes = _operands([5, 0, 70, 30])
+    flipped = rhs.transpose(0, 2, 1)
+    straight = functools.partial(gmm, group_sizes=sizes, backend=backend)
+    turned = functools.partial(straight, transpose_rhs=True)
+    value, (lhs_grad, rhs_grad) = _pull(straight, grad, lhs, rhs)
+    turned_value, (turned_lhs_grad, turned_rhs_grad) = _pull(turned, grad, lhs, flipped)
+    _assert_close(turned_value, value)
+    _assert_close(turned_lhs_grad, lhs_grad)
+    _assert_close(turned_rhs_grad.transpose(0, 2, 1), rhs_grad)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_separate_parts_are_the_gradients(backend):
+    lhs, rhs, grad, sizes = _operands([5, 0, 70, 30])
+    _, (lhs_grad, rhs_grad) = _pull(functools.partial(gmm, group_sizes=sizes), grad, lhs, rhs)
+    by_part = gmm(grad, rhs, sizes, transpose_rhs=True, backend=backend)
+    _assert_close(by_part, lhs_grad)
+    _assert_close(gmm_weight_gradient(lhs, grad, sizes, backend=backend), rhs_grad)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_weight_gradient_is_differentiable(backend):
+    lhs, rhs, grad, sizes = _operands([5, 0, 70, 30])
+    run = functools.partial(gmm_weight_gradient, group_sizes=sizes, backend=backend)
+    plain = functools.partial(
+        reference.gmm_weight_gradient, group_sizes=sizes, out_dtype=jnp.float32
+    )
+    _, grads = _pull(run, rhs, lhs, grad)
+    _, expected_grads = _pull(plain, rhs, lhs, grad)
+    for got, expected in zip(grads, expected_grads, strict=True):
+        _assert_close(got, expected)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_shapes_and_groups_equal_one_matmul_a_group(seed):
+    rng = np.random.default_rng(seed)
+    g, k, n = rng.integers(1, 12), rng.integers(1, 40), rng.integers(1, 40)
+    sizes = rng.multinomial(rng.integers(0, 500), rng.dirichlet(np.full(g, 0.4))).tolist()
+    lhs, rhs, grad, group_sizes = _operands(sizes, sum(sizes) + rng.integers(0, 9), k, n, seed=seed)
+    value, (lhs_grad, rhs_grad) = _pull(
+        functools.partial(gmm, group_sizes=group_sizes), grad, lhs, rhs
+    )
+    _assert_close(value, _by_loop(lhs, rhs, sizes))
+    _assert_close(lhs_grad, _by_loop(grad, rhs.transpose(0, 2, 1), sizes))
+    ends = np.cumsum(sizes)
+    parts = [np.s_[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    _assert_close(rhs_grad, [np.asarray(lhs)[p].T @ np.asarray(grad)[p] for p in parts])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_of_no_group_may_hold_anything(backend):
+    lhs, rhs, grad, sizes = _operands([30, 40], num_rows=100)
+    run = functools.partial(gmm, group_sizes=sizes, backend=backend)
+    value, grads = _pull(run, grad, lhs, rhs)
+    stale = lhs.at[70:].set(jnp.nan)
+    stale_value, stale_grads = _pull(run, grad.at[70:].set(jnp.nan), stale, rhs)
+    np.testing.assert_array_equal(value[70:], 0)
+    np.testing.assert_array_equal(grads[0][70:], 0)
+    _assert_close(stale_value, value)
+    for got, expected in zip(stale_grads, grads, strict=True):
+        _assert_close(got, expected)
+
+
+def test_nan_in_a_row_stays_in_that_row():
+    lhs, rhs, _, sizes = _operands([30, 40, 58])
+    value = gmm(lhs.at[33].set(jnp.nan), rhs, sizes)
+    assert np.isnan(value[33]).all()
+    assert np.isfinite(np.delete(np.asarray(value), 33, axis=0)).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bfloat16_is_summed_in_float32(backend):
+    lhs, rhs, grad, sizes = _operands([1, 127], k=1024, dtype=jnp.bfloat16)
+    run = functools.partial(gmm, group_sizes=sizes, backend=backend)
+    value, grads = _pull(run, grad, lhs, rhs)
+    wide = run(lhs, rhs, preferred_element_type=jnp.float32)
+    exact = _by_loop(lhs, rhs, [1, 127])
+    assert (value.dtype, wide.dtype) == (jnp.bfloat16, jnp.float32)
+    assert [g.dtype for g in grads] == [jnp.bfloat16, jnp.bfloat16]
+    _assert_close(value, exact, 2**-8)
+    _assert_close(wide, exact)
+    _, exact_grads = _pull(
+        functools.partial(gmm, group_sizes=sizes, backend="reference"),
+        *(x.astype(jnp.float32) for x in (grad, lhs, rhs)),
+    )
+    for got, expected in zip(grads, exact_grads, strict=True):
+        _assert_close(got, expected, 2**-8)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("m", "g", "k", "n"), [(0, 3, 4, 5), (6, 2, 0, 5), (6, 2, 4, 0)])
+def test_empty_operands_give_zeros(backend, m, g, k, n):
+    lhs, rhs, grad, sizes = _operands([m] + [0] * (g - 1), m, k, n)
+    value, grads = _pull(functools.partial(gmm, group_sizes=sizes, backend=backend), grad, lhs, rhs)
+    assert (value.shape, grads[0].shape, grads[1].shape) == ((m, n), (m, k), (g, k, n))
+    np.testing.assert_array_equal(value, 0)
+
+
+def test_it_works_under_remat_in_a_scan():
+    lhs, rhs, grad, sizes = _operands([40, 0, 88], k=16, n=16)
+
+    def layers(run, lhs, rhs):
+        step = jax.checkpoint(lambda x, w: (jnp.tanh(run(x, w)), None))
+        return jax.lax.scan(step, lhs, jnp.stack([rhs, rhs[::-1]]))[0]
+
+    run = functools.partial(gmm, group_sizes=sizes)
+    plain = functools.partial(
+        reference.gmm, group_sizes=sizes, transpose_rhs=False, out_dtype=jnp.float32
+    )
+    value, grads = jax.jit(functools.partial(_pull, functools.partial(layers, run)))(grad, lhs, rhs)
+    expected, expected_grads = _pull(functools.partial(layers, plain), grad, lhs, rhs)
+    _assert_close(value, expected)
+    for got, want in zip(grads, expected_grads, strict=True):
+        _assert_close(got, want)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("varying_rhs", [False, True])
+def test_it_works_in_shard_map(backend, varying_rhs):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rng = np.random.default_rng(0)
+    sizes = jnp.asarray(rng.multinomial(20, [0.5, 0, 0.2, 0.3], size=8), jnp.int32)  # [8, 4]
+    lhs, rhs, grad, _ = _operands([1] * (32 if varying_rhs else 4), 8 * 22)
+    split, whole = PartitionSpec("data"), PartitionSpec()
+
+    def local(lhs, rhs, grad, sizes):
+        value = gmm(lhs, rhs, sizes[0], backend=backend)
+        return jax.lax.psum(jnp.sum(value * grad), "data")
+
+    specs = (split, split if varying_rhs else whole, split, split)
+    run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=whole)
+    got = jax.jit(jax.value_and_grad(run, argnums=(0, 1)))(lhs, rhs, grad, sizes)
+
+    def plain(lhs, rhs):
+        total = jnp.float32(0)
+        for shard in range(8):
+            rows = np.s_[shard * 22 : (shard + 1) * 22]
+            own = rhs[4 * shard : 4 * shard + 4] if varying_rhs else rhs
+            value = reference.gmm(
+                lhs[rows], own, sizes[shard], transpose_rhs=False, out_dtype=jnp.float32
+            )
+            total += jnp.sum(value * grad[rows])
+        return total
+
+    expected = jax.value_and_grad(plain, argnums=(0, 1))(lhs, rhs)
+    for value, want in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        _assert_close(value, want)
+
+
+@pytest.fixture
+def _no_shape_checks(monkeypatch):
+    """What a user runs: no jaxtyping, so our own errors are seen."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+@pytest.mark.usefixtures("_no_shape_checks")
+def test_bad_input_is_refused():
+    lhs, rhs, grad, sizes = _operands([64, 64])
+    with pytest.raises(ValueError, match="no backend 'cuda'; set one of cpu, reference, xla"):
+        gmm(lhs, rhs, sizes, backend="cuda")
+    with pytest.raises(ValueError, match=r"lhs \(128, 12\) is not \[m, k\] to \[g, n, k\]"):
+        gmm(lhs, rhs, sizes, transpose_rhs=True)
+    with pytest.raises(ValueError, match="no matrix for each"):
+        gmm(lhs, rhs, sizes[:1])
+    with pytest.raises(ValueError, match=r"\[g\] integers, not float32\[2\]"):
+        gmm(lhs, rhs, sizes.astype(jnp.float32))
+    with pytest.raises(ValueError, match="rows differ"):
+        gmm_weight_gradient(lhs[1:], grad, sizes)
