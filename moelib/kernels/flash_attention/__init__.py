@@ -36,7 +36,8 @@ def flash_attention(
     Raises:
         ValueError: If H is not a multiple of G, or the backend is unknown.
 
-    Source: Vaswani et al., arXiv:1706.03762, eq. 1; grouped heads: Ainslie et al., arXiv:2305.13245.
+    Source: Vaswani et al., arXiv:1706.03762, eq. 1; grouped heads: Ainslie et al.,
+    arXiv:2305.13245.
     """
     if q.shape[2] % k.shape[2]:
         raise ValueError(

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-MASKED = -1e30  # Finite: a row with nothing to attend to gives a mean, never NaN.
+MASKED = -1e30  # Finite: a row with nothing to attend to never becomes NaN.
 
 
 def attention_mask(
@@ -32,12 +32,12 @@ def attend(
     *,
     scale: float,
 ) -> Float[Array, "B Q H Dh"]:
-    """Returns softmax(scale q k^T, where mask) v; scores and softmax in float32."""
+    """Returns softmax(scale q k^T, where mask) v; zeros where all is masked. In float32 inside."""
     batch, queries, heads, dim = q.shape
     grouped = q.reshape(batch, queries, k.shape[2], heads // k.shape[2], dim)
     scores = jnp.einsum("bqgnd,bkgd->bgnqk", grouped, k, preferred_element_type=jnp.float32)
     scores = jnp.where(mask[:, None, None], scores * scale, MASKED)
-    probs = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    probs = jnp.where(mask[:, None, None], jax.nn.softmax(scores, axis=-1), 0.0).astype(v.dtype)
     out = jnp.einsum("bgnqk,bkgd->bqgnd", probs, v)
     return out.reshape(q.shape)
 
