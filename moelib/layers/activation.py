@@ -3,7 +3,6 @@
 import enum
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
@@ -33,5 +32,5 @@ _FUNCTIONS = {
 
 def activate(hidden: Float[Array, "... n F"], activation: Activation) -> Float[Array, "... F"]:
     """Returns f(hidden[0]) * hidden[1] of the last but one dimension, or f(hidden[0]) if n is 1."""
-    gate = _FUNCTIONS[activation](jnp.take(hidden, 0, axis=-2))
-    return gate * jnp.take(hidden, 1, axis=-2) if activation.num_projections == 2 else gate
+    gate = _FUNCTIONS[activation](hidden[..., 0, :])
+    return gate * hidden[..., 1, :] if activation.num_projections == 2 else gate

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from moelib.core.config import ConfigOr, DType, config_class, maybe_instantiate
+from moelib.core.config import ConfigOr, DType, config_class, did_you_mean, maybe_instantiate
 from moelib.core.context import Nested, fold_name
 from moelib.core.module import Module, nowrap
 from moelib.core.param import Initializer, ParameterSpec
@@ -46,13 +46,17 @@ class BaseLayer(Module):
             init = self._inherited("param_init")
         return initializers.fan_in_normal() if init is None else maybe_instantiate(init)
 
+    def _layers(self) -> "dict[str, BaseLayer]":
+        """Returns the children that are layers, by name."""
+        return {n: c for n, c in self.children.items() if isinstance(c, BaseLayer)}
+
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         """Returns the specs of the parameters of this layer itself, by name."""
         return {}
 
     @nowrap
     def layer_parameter_specs(self) -> dict[str, ParameterSpec]:
-        """Returns the specs of this layer's own parameters, with dtype and initializer filled in."""
+        """Returns the specs of this layer's own parameters, dtype and initializer filled in."""
         dtype = self._inherited("dtype") or "float32"
         return {
             name: dataclasses.replace(
@@ -67,9 +71,8 @@ class BaseLayer(Module):
     def create_parameter_specs_recursively(self) -> Nested:
         """Returns the specs of all parameters of this layer and the layers inside."""
         specs: Nested = dict(self.layer_parameter_specs())
-        for name, child in self.children.items():
-            if isinstance(child, BaseLayer):
-                specs[name] = child.create_parameter_specs_recursively()
+        for name, child in self._layers().items():
+            specs[name] = child.create_parameter_specs_recursively()
         return _without_empty(specs)
 
     @nowrap
@@ -79,19 +82,31 @@ class BaseLayer(Module):
         """Returns initial parameters. `prebuilt` ones are taken as they are.
 
         A parameter's values depend on the key and its path only.
+
+        Raises:
+            ValueError: If a prebuilt one is none of this layer's.
         """
         prebuilt = prebuilt or {}
         params: Nested = {}
-        for name, spec in self.layer_parameter_specs().items():
+        specs = self.layer_parameter_specs()
+        self._check_known(prebuilt, specs)
+        for name, spec in specs.items():
             assert spec.initializer is not None
             key = fold_name(prng_key, name)
             params[name] = prebuilt[name] if name in prebuilt else spec.initializer(key, spec)
-        for name, child in self.children.items():
-            if isinstance(child, BaseLayer):
-                params[name] = child.initialize_parameters_recursively(
-                    fold_name(prng_key, name), prebuilt=prebuilt.get(name)
-                )
+        for name, child in self._layers().items():
+            params[name] = child.initialize_parameters_recursively(
+                fold_name(prng_key, name), prebuilt=prebuilt.get(name)
+            )
         return _without_empty(params)
+
+    def _check_known(self, prebuilt: Nested, specs: Nested) -> None:
+        for name in prebuilt:
+            if name not in specs and name not in self.children:
+                raise ValueError(
+                    f"{self._title()}: no parameter or layer for the prebuilt {name!r}; "
+                    + did_you_mean(name, {*specs, *self.children})
+                )
 
     # What happens between steps.
 
@@ -104,8 +119,8 @@ class BaseLayer(Module):
         """Returns the state after an optimizer step, in which layers update what is not trained."""
         own = {name: value for name, value in state.items() if name not in self.children}
         state = {**state, **self._end_step(own)}
-        for name, child in self.children.items():
-            if isinstance(child, BaseLayer) and name in state:
+        for name, child in self._layers().items():
+            if name in state:
                 state[name] = child.end_step_recursively(state[name])
         return state
 
@@ -118,8 +133,8 @@ class BaseLayer(Module):
     @nowrap
     def active_parameters(self) -> int:
         """Returns how many trainable parameters take part in computing one token."""
-        inside = (c.active_parameters() for c in self.children.values() if isinstance(c, BaseLayer))
-        return self._own_active_parameters() + sum(inside)
+        inside = sum(layer.active_parameters() for layer in self._layers().values())
+        return self._own_active_parameters() + inside
 
     def _own_forward_flops_per_token(self, seq_len: int) -> float:
         """Returns the forward matmul FLOPs a token of this layer itself."""
@@ -129,16 +144,21 @@ class BaseLayer(Module):
     @nowrap
     def forward_flops_per_token(self, seq_len: int) -> float:
         """Returns the forward FLOPs a token: 2 for each multiply-add of a matmul, else nothing."""
-        inside = (
-            c.forward_flops_per_token(seq_len) for c in self.children.values() if isinstance(c, BaseLayer)
-        )
-        return self._own_forward_flops_per_token(seq_len) + sum(inside)
+        inside = sum(layer.forward_flops_per_token(seq_len) for layer in self._layers().values())
+        return self._own_forward_flops_per_token(seq_len) + inside
 
     @property
     def parameters(self) -> Nested:
-        """The parameters of this layer in the current context."""
+        """The parameters of this layer in the current context, those of its children inside."""
         return self.state
+
+    @property
+    def own_parameters(self) -> Nested:
+        """The parameters of this layer in the current context, without those of its children."""
+        return {n: value for n, value in self.state.items() if n not in self.children}
 
 
 def _without_empty(tree: Nested) -> Nested:
-    return {name: value for name, value in tree.items() if not (isinstance(value, dict) and not value)}
+    return {
+        name: value for name, value in tree.items() if not (isinstance(value, dict) and not value)
+    }

@@ -28,8 +28,9 @@ class Embedding(BaseLayer):
         }
 
     def forward(self, ids: Int[Array, "B S"]) -> Float[Array, "B S D"]:
-        """Returns the vectors of the ids. Ids beyond the table give NaN, never another's vector."""
-        return jnp.take(self.parameters["weight"], ids, axis=0, mode="fill", fill_value=jnp.nan)
+        """Returns the vectors of the ids. Ids outside the table give NaN, no other's vector."""
+        rows = self.parameters["weight"].at[ids]
+        return rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
     def attend(self, x: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
         """Returns the inner products with all vectors: the logits of a tied head."""

@@ -1,4 +1,4 @@
-"""Rotary position embedding. Source: Su et al., arXiv:2104.09864, eq. 34, in the half-split form."""
+"""Rotary position embedding, in the half-split form."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -8,7 +8,10 @@ from moelib.layers.base import BaseLayer
 
 
 class RotaryEmbedding(BaseLayer):
-    """Rotates pairs (i, i + R/2) of the first R entries of each head by position * theta^(-2i/R)."""
+    """Rotates entries i and i + R/2 of a head, for i < R/2, by position * theta^(-2i/R).
+
+    Source: Su et al., arXiv:2104.09864, eq. 34, with the pairs of GPT-NeoX.
+    """
 
     @config_class
     class Config(BaseLayer.Config):
@@ -25,7 +28,7 @@ class RotaryEmbedding(BaseLayer):
         dim = cfg.rotary_dim or x.shape[-1]
         if dim % 2 or dim > x.shape[-1]:
             raise ValueError(
-                f"{self.path()}: rotary_dim is {dim}; it must be even and at most the head's "
+                f"{self._title()}: rotary_dim is {dim}; it must be even and at most the head's "
                 f"{x.shape[-1]}."
             )
         frequency = cfg.theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)  # [R/2]

@@ -82,8 +82,8 @@ class BaseStack(BaseLayer):
         repeated = cfg.num_layers - len(cfg.first_layers)
         if not cfg.block or repeated < 0 or repeated % len(cfg.block):
             raise ValueError(
-                f"{self.path()}: {cfg.num_layers} layers less {len(cfg.first_layers)} first ones do "
-                f"not divide into blocks of {len(cfg.block)}; change num_layers."
+                f"{self._title()}: {cfg.num_layers} layers less {len(cfg.first_layers)} first ones "
+                f"do not divide into blocks of {len(cfg.block)}; change num_layers."
             )
         self._repeats = repeated // len(cfg.block)
         self._remat = None if cfg.remat is None else cfg.remat.instantiate()
@@ -140,7 +140,7 @@ class ScanStack(BaseStack):
     @nowrap
     def _repeated(self) -> dict[str, BaseLayer]:
         """Returns the layers of the block, by name."""
-        return {n: c for n, c in self.children.items() if n.startswith("repeated")}
+        return {n: c for n, c in self._layers().items() if n.startswith("repeated")}
 
     def _keys(self, key: jax.Array) -> dict[str, jax.Array]:
         """Returns the keys [repeats] of each layer of the block, as a LoopStack's layers have."""
@@ -166,9 +166,10 @@ class ScanStack(BaseStack):
         self, prng_key: jax.Array, *, prebuilt: Nested | None = None
     ) -> Nested:
         """Returns initial parameters; those of the block are stacked along a first axis."""
+        self._check_known(prebuilt or {}, {})
         params: Nested = {}
         keys = self._keys(prng_key)
-        for name, child in self.children.items():
+        for name, child in self._layers().items():
             built = (prebuilt or {}).get(name)
             if name not in keys:
                 key = fold_name(prng_key, name)
@@ -186,11 +187,11 @@ class ScanStack(BaseStack):
     def end_step_recursively(self, state: Nested) -> Nested:
         """Returns the state after an optimizer step."""
         state = dict(state)
-        for name, child in self.children.items():
-            end_step = child.end_step_recursively
-            if name in self._repeated():
-                end_step = jax.vmap(end_step)
-            state[name] = end_step(state[name])
+        for name in state.keys() & self._layers().keys():
+            end_step = self._layers()[name].end_step_recursively
+            state[name] = (jax.vmap(end_step) if name in self._repeated() else end_step)(
+                state[name]
+            )
         return state
 
     def forward(self, x: Float[Array, "B S D"], **side_inputs: Any) -> Float[Array, "B S D"]:
@@ -221,12 +222,14 @@ class ScanStack(BaseStack):
     @nowrap
     def active_parameters(self) -> int:
         """Returns how many trainable parameters take part in computing one token."""
-        return sum(self._times(n) * c.active_parameters() for n, c in self.children.items())
+        return sum(self._times(n) * c.active_parameters() for n, c in self._layers().items())
 
     @nowrap
     def forward_flops_per_token(self, seq_len: int) -> float:
         """Returns the forward FLOPs a token."""
-        return sum(self._times(n) * c.forward_flops_per_token(seq_len) for n, c in self.children.items())
+        return sum(
+            self._times(n) * c.forward_flops_per_token(seq_len) for n, c in self._layers().items()
+        )
 
     def _times(self, name: str) -> int:
         return self._repeats if name in self._repeated() else 1

@@ -41,10 +41,17 @@ class CausalLM(BaseLayer):
     def __init__(self, cfg: Config, *, parent: Module | None) -> None:
         super().__init__(cfg, parent=parent)
         cfg = self.config
-        self._add_child("embedding", cfg.embedding.clone(num_embeddings=cfg.vocab_size, dim=cfg.dim))
+        self._add_child(
+            "embedding", cfg.embedding.clone(num_embeddings=cfg.vocab_size, dim=cfg.dim)
+        )
         self._add_child("decoder", cfg.decoder.clone(input_dim=cfg.dim))
         self._add_child("output_norm", cfg.output_norm.clone(dim=cfg.dim))
         if cfg.lm_head is not None:
+            if cfg.lm_head.bias:
+                raise ValueError(
+                    f"{self._title()}: lm_head.bias is True, but the loss has a head without bias; "
+                    "set it to False."
+                )
             head = cfg.lm_head.clone(
                 input_dim=cfg.dim, output_dim=cfg.vocab_size, axes=("embed", "vocab")
             )
@@ -92,7 +99,9 @@ class CausalLM(BaseLayer):
     @nowrap
     def forward_flops_per_token(self, seq_len: int) -> float:
         """Returns the forward FLOPs a token, a tied head's included."""
-        head = 2.0 * self.config.dim * self.config.vocab_size if self.config.lm_head is None else 0.0
+        head = (
+            2.0 * self.config.dim * self.config.vocab_size if self.config.lm_head is None else 0.0
+        )
         return super().forward_flops_per_token(seq_len) + head
 
     @nowrap

@@ -1,4 +1,4 @@
-"""The loss of a language model: cross-entropy over the vocabulary, without ever holding all logits."""
+"""The loss of a language model: cross-entropy without ever holding all logits."""
 
 from typing import NamedTuple
 

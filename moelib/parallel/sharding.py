@@ -40,7 +40,7 @@ DEFAULT_RULES: Rules = {
     "activation_heads": ("model",),
 }
 
-_overrides: ContextVar[Rules] = ContextVar("moelib_sharding_rules", default={})
+_overrides: ContextVar[Rules | None] = ContextVar("moelib_sharding_rules", default=None)
 
 
 @contextlib.contextmanager
@@ -52,7 +52,7 @@ def sharding_rules(overrides: Rules) -> Iterator[None]:
     """
     for name in overrides:
         _check_known(name, DEFAULT_RULES)
-    token = _overrides.set({**_overrides.get(), **overrides})
+    token = _overrides.set({**(_overrides.get() or {}), **overrides})
     try:
         yield
     finally:
@@ -61,7 +61,7 @@ def sharding_rules(overrides: Rules) -> Iterator[None]:
 
 def current_rules() -> Rules:
     """Returns the table in force."""
-    return {**DEFAULT_RULES, **_overrides.get()}
+    return {**DEFAULT_RULES, **(_overrides.get() or {})}
 
 
 def current_mesh() -> jax.sharding.AbstractMesh | None:
@@ -72,10 +72,14 @@ def current_mesh() -> jax.sharding.AbstractMesh | None:
 
 def _check_known(name: str, rules: Rules) -> None:
     if name not in rules:
-        raise ValueError(f"no sharding rule for the logical axis {name!r}; {did_you_mean(name, rules)}")
+        raise ValueError(
+            f"no sharding rule for the logical axis {name!r}; {did_you_mean(name, rules)}"
+        )
 
 
-def mesh_axes(name: str, mesh_shape: Mapping[str, int], rules: Rules | None = None) -> tuple[str, ...]:
+def mesh_axes(
+    name: str, mesh_shape: Mapping[str, int], rules: Rules | None = None
+) -> tuple[str, ...]:
     """Returns the mesh axes, larger than 1, over which a logical axis is split."""
     rules = current_rules() if rules is None else rules
     _check_known(name, rules)
@@ -109,8 +113,8 @@ def partition_spec(
         for axis in names:
             if axis in used:
                 raise ValueError(
-                    f"{place}: the mesh axis {axis!r} would split both {used[axis]!r} and {name!r}; "
-                    "change one of their sharding rules."
+                    f"{place}: the mesh axis {axis!r} would split both {used[axis]!r} and "
+                    f"{name!r}; change one of their sharding rules."
                 )
             used[axis] = str(name)
         parts = 1

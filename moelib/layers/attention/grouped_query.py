@@ -1,6 +1,5 @@
 """Grouped-query attention: multi-head when every query head has its own keys and values."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -36,28 +35,27 @@ class GroupedQueryAttention(BaseLayer):
     def __init__(self, cfg: Config, *, parent: BaseLayer | None) -> None:
         super().__init__(cfg, parent=parent)
         cfg = self.config
-        if cfg.head_dim is None:
-            if cfg.input_dim % cfg.num_heads:
-                raise ValueError(
-                    f"{self.path()}: input_dim {cfg.input_dim} is not a multiple of num_heads "
-                    f"{cfg.num_heads}; set head_dim."
-                )
-            cfg.head_dim = cfg.input_dim // cfg.num_heads
-        cfg.num_kv_heads = cfg.num_kv_heads or cfg.num_heads
-        if cfg.num_heads % cfg.num_kv_heads:
+        if cfg.head_dim is None and cfg.input_dim % cfg.num_heads:
             raise ValueError(
-                f"{self.path()}: num_heads {cfg.num_heads} is not a multiple of num_kv_heads "
-                f"{cfg.num_kv_heads}."
+                f"{self._title()}: input_dim {cfg.input_dim} is not a multiple of num_heads "
+                f"{cfg.num_heads}; set head_dim."
+            )
+        self._head_dim: int = cfg.head_dim or cfg.input_dim // cfg.num_heads
+        self._num_kv_heads: int = cfg.num_kv_heads or cfg.num_heads
+        if cfg.num_heads % self._num_kv_heads:
+            raise ValueError(
+                f"{self._title()}: num_heads {cfg.num_heads} is not a multiple of num_kv_heads "
+                f"{self._num_kv_heads}; change one of them."
             )
         if cfg.rope is not None:
             self._add_child("rope", cfg.rope)
         if cfg.qk_norm is not None:
-            self._add_child("q_norm", cfg.qk_norm.clone(dim=cfg.head_dim))
-            self._add_child("k_norm", cfg.qk_norm.clone(dim=cfg.head_dim))
+            self._add_child("q_norm", cfg.qk_norm.clone(dim=self._head_dim))
+            self._add_child("k_norm", cfg.qk_norm.clone(dim=self._head_dim))
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg: GroupedQueryAttention.Config = self.config
-        heads, groups, dim = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+        heads, groups, dim = cfg.num_heads, self._num_kv_heads, self._head_dim
         output_init = self._initializer("output_init")
         specs = {
             "q": ParameterSpec(
@@ -93,7 +91,7 @@ class GroupedQueryAttention(BaseLayer):
     ) -> Float[Array, "B S D"]:
         """Returns the layer's output; tokens see only what stands before them in their segment."""
         cfg: GroupedQueryAttention.Config = self.config
-        params = {name: p.astype(x.dtype) for name, p in self.parameters.items() if _is_array(p)}
+        params = {name: p.astype(x.dtype) for name, p in self.own_parameters.items()}
         q = jnp.einsum("bsd,dhk->bshk", x, params["q"])
         kv = jnp.einsum("bsd,dngk->bsngk", x, params["kv"])
         if cfg.qkv_bias:
@@ -112,15 +110,12 @@ class GroupedQueryAttention(BaseLayer):
 
     def _own_forward_flops_per_token(self, seq_len: int) -> float:
         cfg: GroupedQueryAttention.Config = self.config
-        projections = 2 * cfg.input_dim * cfg.head_dim * 2 * (cfg.num_heads + cfg.num_kv_heads)
+        heads = 2 * (cfg.num_heads + self._num_kv_heads)  # Queries, outputs; keys, values.
+        projections = 2 * cfg.input_dim * self._head_dim * heads
         keys_seen = (seq_len + 1) / 2  # On average, under the causal mask.
-        return projections + 2 * 2 * keys_seen * cfg.num_heads * cfg.head_dim
+        return projections + 2 * 2 * keys_seen * cfg.num_heads * self._head_dim
 
 
 def _bias(shape: tuple[int, ...], axes: Axes) -> ParameterSpec:
     zeros = initializers.constant(0.0)
     return ParameterSpec(shape, axes, initializer=zeros, weight_decay_scale=0.0)
-
-
-def _is_array(value: object) -> bool:
-    return isinstance(value, jax.Array)

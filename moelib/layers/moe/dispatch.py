@@ -4,7 +4,6 @@ Every dispatcher gives the same output and gradients where it drops nothing. The
 of one device: T tokens, K experts a token, R = T K rows.
 """
 
-
 import functools
 
 import jax

@@ -37,8 +37,8 @@ class Routing(NamedTuple):
 class Score(enum.Enum):
     """How logits become the weights of the chosen experts."""
 
-    SOFTMAX_BEFORE_TOP_K = "softmax_before_top_k"  # Softmax over all experts (Switch, OLMoE).
-    SOFTMAX_AFTER_TOP_K = "softmax_after_top_k"  # Softmax over the chosen ones (Mixtral, GPT-OSS).
+    SOFTMAX_BEFORE_TOP_K = "softmax_before_top_k"  # Over all experts (Switch, OLMoE).
+    SOFTMAX_AFTER_TOP_K = "softmax_after_top_k"  # Over the chosen (Mixtral, GPT-OSS).
     SIGMOID = "sigmoid"  # Each expert by itself (DeepSeek-V3, arXiv:2412.19437, eq. 15).
 
 
@@ -62,7 +62,7 @@ class Router(BaseLayer):
         cfg = self.config
         if not 1 <= cfg.num_experts_per_token <= cfg.num_experts:
             raise ValueError(
-                f"{self.path()}: num_experts_per_token is {cfg.num_experts_per_token}; it must be "
+                f"{self._title()}: num_experts_per_token is {cfg.num_experts_per_token}; it must be "
                 f"from 1 to num_experts, {cfg.num_experts}."
             )
         if cfg.bias_balancing is not None:
