@@ -109,3 +109,22 @@ def rows_of_host(global_batch_size: int, host_index: int, num_hosts: int) -> ran
         )
     rows = global_batch_size // num_hosts
     return range(host_index * rows, (host_index + 1) * rows)
+
+
+def check_state(state: State, identity: State) -> None:
+    """Raises ValueError unless a state was saved by an input of this identity."""
+    saved = state.get("input")
+    if not isinstance(saved, dict) or not isinstance(state.get("step"), int):
+        raise ValueError(
+            f"{state!r:.80} is not the place of an input; restore a checkpoint of this run."
+        )
+    changed = [
+        f"{name} was {saved.get(name)} and is {identity.get(name)}"
+        for name in identity | saved
+        if identity.get(name) != saved.get(name)
+    ]
+    if changed:
+        raise ValueError(
+            f"The input has changed since it was saved: {', '.join(changed)}; set it back, or "
+            "start a new run."
+        )

@@ -44,7 +44,7 @@ class JsonLinesPart:
                 if not line.strip():
                     continue
                 try:
-                    yield _text_of(line, self.text_field)
+                    yield text_of(line, self.text_field)
                 except BadRecordError as error:
                     place = f"{self.file.path}:{self._lines_before() + number}"
                     wrapped = BadRecordError(f"{place}: {error}")
@@ -85,7 +85,7 @@ class JsonLinesPart:
             return count + (file.read(1) != b"\n")
 
 
-def _text_of(line: bytes, field: str) -> str:
+def text_of(line: bytes, field: str) -> str:
     """Returns the text field of a line of JSON. Raises BadRecordError if there is none."""
     try:
         record = json.loads(line.strip())

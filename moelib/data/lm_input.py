@@ -22,6 +22,7 @@ from moelib.data.input import (
     BatchIterator,
     Input,
     State,
+    check_state,
     empty_batch,
     rows_of_host,
 )
@@ -188,23 +189,8 @@ class LMInputIterator(BatchIterator):
         Raises:
             ValueError: If the saved input had other batches.
         """
-        try:
-            step, saved = int(state["step"]), dict(state["input"])
-        except (KeyError, TypeError, ValueError):
-            raise ValueError(
-                f"{state!r:.80} is not the place of an LMInput; restore a checkpoint of this run."
-            ) from None
-        now = self._input.identity
-        changed = [name for name in now | saved if now.get(name) != saved.get(name)]
-        if changed:
-            differences = ", ".join(
-                f"{name} was {saved.get(name)} and is {now.get(name)}" for name in changed
-            )
-            raise ValueError(
-                f"The input has changed since it was saved: {differences}; set it back, or start a "
-                "new run."
-            )
-        self.step = step
+        check_state(state, self._input.identity)
+        self.step = state["step"]
 
 
 class _PackedRows:

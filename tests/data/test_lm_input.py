@@ -176,7 +176,7 @@ def test_the_place_of_another_input_is_refused_with_what_changed():
         _config(seed=1, source=_tokens(1)).instantiate().iterator().restore(state)
     with pytest.raises(ValueError, match="weights was None and is"):
         _mixed(seed=1).instantiate().iterator().restore(state)
-    with pytest.raises(ValueError, match="is not the place of an LMInput"):
+    with pytest.raises(ValueError, match="is not the place of an input"):
         _config().instantiate().iterator().restore({"elsewhere": 1})
 
 

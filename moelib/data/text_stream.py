@@ -1,0 +1,138 @@
+"""Records of text for tf.data to read: what a `StreamingInput` streams.
+
+tf.data reads records natively, so that its iterator can be checkpointed; Python makes documents of
+them afterwards.
+"""
+
+import hashlib
+import json
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from moelib.core.config import REQUIRED, Configurable, config_class
+from moelib.data.files import FileStamp, find_files
+from moelib.data.json_lines import text_of
+from moelib.data.source import BadRecordError
+from moelib.data.tfds_import import import_tensorflow
+from moelib.data.tfds_source import check_split_and_feature, open_builder
+
+
+class TextStream(Configurable):
+    """Records for tf.data to read: (place, content) pairs of strings."""
+
+    @config_class
+    class Config(Configurable.Config):
+        """Config of `TextStream`."""
+
+    @abstractmethod
+    def records(self, host_index: int, num_hosts: int) -> Any:
+        """Returns one pass of a host's records, a tf.data.Dataset of (place, content)."""
+
+    @abstractmethod
+    def text(self, content: bytes) -> str:
+        """Returns a record's document. Raises BadRecordError if it holds none."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Returns a hash of what is read."""
+
+
+class JsonLinesStream(TextStream):
+    """Lines of JSON files, plain or .gz. Hosts share the files, or each file's lines if too few."""
+
+    @config_class
+    class Config(TextStream.Config):
+        """Config of `JsonLinesStream`."""
+
+        paths: Sequence[str] = REQUIRED  # Files, folders or glob patterns.
+        text_field: str = "text"  # The field of a line that holds the document.
+        num_open_files: int = 4  # Files that are read in turns.
+
+    def _files(self) -> list[FileStamp]:
+        files = find_files(self.config.paths, (".jsonl", ".json", ".jsonl.gz", ".json.gz"))
+        for file in files:
+            if file.path.endswith((".zst", ".zstd")):
+                raise ValueError(
+                    f"{file.path}: tf.data cannot unpack .zst; prepare a token store of it, or set "
+                    "paths to plain or .gz files."
+                )
+        return files
+
+    def records(self, host_index: int, num_hosts: int) -> Any:
+        """Returns lines with their file and number."""
+        tf = import_tensorflow()
+        paths = [file.path for file in self._files()]
+        share_files = len(paths) >= num_hosts
+        if share_files:
+            paths = paths[host_index::num_hosts]
+
+        def lines(path: Any) -> Any:
+            packed = tf.where(tf.strings.regex_full_match(path, r".*\.gz"), "GZIP", "")
+            numbered = tf.data.TextLineDataset(path, compression_type=packed).enumerate(1)
+            name = lambda number: tf.strings.join([path, ":", tf.strings.as_string(number)])
+            return numbered.map(lambda number, line: (name(number), line))
+
+        files = tf.data.Dataset.from_tensor_slices(paths)
+        records = files.interleave(lines, cycle_length=self.config.num_open_files)
+        return records if share_files else records.shard(num_hosts, host_index)
+
+    def text(self, content: bytes) -> str:
+        """Returns the text field; a blank line is an empty document."""
+        return text_of(content, self.config.text_field) if content.strip() else ""
+
+    def fingerprint(self) -> str:
+        """Returns a hash of the files' names and sizes."""
+        sizes = [(file.path, file.num_bytes) for file in self._files()]
+        return hashlib.sha256(json.dumps(sizes).encode()).hexdigest()
+
+
+class TfdsStream(TextStream):
+    """Examples of a TFDS data set that is stored as TFRecord."""
+
+    @config_class
+    class Config(TextStream.Config):
+        """Config of `TfdsStream`."""
+
+        name: str = REQUIRED  # Such as "c4/en", or the folder of a built data set.
+        data_dir: str | None = None  # Where TFDS keeps data sets; None is its own default.
+        split: str = "train"
+        text_feature: str = "text"
+
+    def _builder(self) -> Any:
+        cfg = self.config
+        builder = open_builder(cfg.name, cfg.data_dir)
+        check_split_and_feature(builder, cfg.split, cfg.text_feature)
+        if (found := builder.info.file_format.value) != "tfrecord":
+            raise ValueError(
+                f"{builder.info.full_name} is stored as {found}, which tf.data cannot read; "
+                "prepare a token store from TfdsText, or build it as tfrecord."
+            )
+        return builder
+
+    def records(self, host_index: int, num_hosts: int) -> Any:
+        """Returns every num_hosts-th example with its number."""
+        tf = import_tensorflow()
+        cfg, builder = self.config, self._builder()
+        name = f"{builder.info.full_name} {cfg.split} "
+        examples = builder.as_dataset(split=cfg.split, shuffle_files=False).enumerate()
+
+        def record(number: Any, example: Any) -> Any:
+            place = tf.strings.join([name, tf.strings.as_string(number)])
+            return place, example[cfg.text_feature]
+
+        return examples.map(record).shard(num_hosts, host_index)
+
+    def text(self, content: bytes) -> str:
+        """Returns the text."""
+        try:
+            return content.decode()
+        except UnicodeDecodeError as error:
+            raise BadRecordError(f"not UTF-8: {error}") from None
+
+    def fingerprint(self) -> str:
+        """Returns a hash of the split's name and size."""
+        info = self._builder().info
+        split = info.splits[self.config.split]
+        described = [info.full_name, self.config.split, split.num_examples, split.num_bytes]
+        return hashlib.sha256(json.dumps(described).encode()).hexdigest()

@@ -1,0 +1,167 @@
+"""All tests that import TensorFlow, which takes seconds: streaming, and TFRecord files."""
+
+import gzip
+import json
+import pathlib
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from moelib.data.input import Batch, batch_spec
+from moelib.data.packing import DocumentBoundary
+from moelib.data.prefetch import Prefetcher
+from moelib.data.source import BadRecordError, InMemorySource
+from moelib.data.streaming import StreamingInput
+from moelib.data.text_stream import JsonLinesStream, TfdsStream
+from moelib.data.tfds_builder import build_text_corpus
+from moelib.data.tfds_source import TfdsText
+from moelib.data.tokenizer import ByteTokenizer, Tokenizer
+
+# TensorFlow and TFDS use deprecated functions of theirs.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+TEXTS = [f"{i:03d}" + "x" * (7 * i % 41) for i in range(40)]
+RESET, CONTINUE = DocumentBoundary.RESET, DocumentBoundary.CONTINUE
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("lines")
+    for index in range(4):
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS[index::4]).encode()
+        if index % 2:
+            (folder / f"{index}.jsonl.gz").write_bytes(gzip.compress(lines))
+        else:
+            (folder / f"{index}.jsonl").write_bytes(lines)
+    return str(folder)
+
+
+def _config(path: str, **fields: object) -> StreamingInput.Config:
+    return StreamingInput.default_config().set(
+        stream=JsonLinesStream.default_config().set(paths=[path]),
+        tokenizer=ByteTokenizer.default_config(),
+        seq_len=16,
+        global_batch_size=4,
+        shuffle_buffer=8,
+        snapshot_every=5,
+        **fields,
+    )
+
+
+def _documents(batches: list[Batch]) -> list[str]:
+    """Returns what the batches' rows hold one after another, cut at ends of text."""
+    flat = []
+    for batch in batches:
+        for ids, targets in zip(batch["input_ids"], batch["target_labels"], strict=True):
+            for token, target in zip(ids.tolist(), targets.tolist(), strict=True):
+                flat.append(chr(token) + ("\n" if target == 256 else ""))
+    return "".join(flat).split("\n")
+
+
+def test_every_document_is_in_an_epoch_once(files: str):
+    iterator = _config(files).instantiate().iterator()
+    pairs = sum(map(len, TEXTS))  # Every character, with what follows or the end.
+    batches = [next(iterator) for _ in range(1 + pairs // 64)]
+    assert {name: a.shape for name, a in batches[0].items()} == batch_spec(4, 16)
+    documents = _documents(batches)
+    assert Counter(documents[: len(TEXTS)]) == Counter(TEXTS)
+    assert documents[: len(TEXTS)] != TEXTS
+    assert all((batch["segment_ids"] > 0).all() for batch in batches)
+
+
+@pytest.mark.parametrize("boundary", [RESET, CONTINUE])
+@pytest.mark.parametrize("step", [3, 13, 40])
+def test_a_restored_stream_goes_on_as_an_unbroken_one(
+    files: str, boundary: DocumentBoundary, step: int
+):
+    cfg = _config(files, document_boundary=boundary, seed=5)
+    unbroken = cfg.instantiate().iterator()
+    for _ in range(step):
+        next(unbroken)
+    state = json.loads(json.dumps(unbroken.state()))
+    restored = cfg.instantiate().iterator()
+    restored.restore(state)
+    for _ in range(30):
+        expected, found = next(unbroken), next(restored)
+        assert all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_stream_predicts_across_documents(files: str):
+    batch = next(_config(files, document_boundary=CONTINUE).instantiate().iterator())
+    assert np.array_equal(batch["input_ids"].ravel()[1:], batch["target_labels"].ravel()[:-1])
+    assert (batch["positions"] == np.arange(16)).all()
+    assert (batch["input_ids"] == 256).any()
+
+
+@pytest.mark.parametrize("num_hosts", [2, 4])
+def test_hosts_have_documents_of_their_own(files: str, num_hosts: int):
+    seen: list[str] = []
+    for host in range(num_hosts):
+        iterator = _config(files).instantiate().iterator(host, num_hosts)
+        batch = next(iterator)
+        assert len(batch["input_ids"]) == 4 // num_hosts
+        seen += _documents([batch])[:-1]
+    assert len(set(seen)) == len(seen)
+
+
+def test_more_hosts_than_files_share_the_lines(files: str):
+    path = f"{files}/0.jsonl"
+    seen = []
+    for host in range(2):
+        iterator = _config(path).instantiate().iterator(host, 2)
+        seen.append(set(_documents([next(iterator) for _ in range(6)])[:-1]))
+    assert not seen[0] & seen[1]
+    assert seen[0] | seen[1] == set(TEXTS[0::4])
+
+
+def test_state_of_another_host_is_refused(files: str):
+    state = _config(files).instantiate().iterator(0, 2).state()
+    with pytest.raises(ValueError, match="host_index was 0 and is 1"):
+        _config(files).instantiate().iterator(1, 2).restore(state)
+    with pytest.raises(ValueError, match="num_hosts was 2 and is 1"):
+        _config(files).instantiate().iterator().restore(state)
+
+
+def test_prefetching_keeps_the_place_of_what_was_taken(files: str):
+    cfg = _config(files)
+    with Prefetcher(cfg.instantiate().iterator(), lambda batch: batch) as batches:
+        for _ in range(12):
+            next(batches)
+        state = batches.state()
+        expected = next(batches)
+    iterator = cfg.instantiate().iterator()
+    iterator.restore(state)
+    assert np.array_equal(next(iterator)["input_ids"], expected["input_ids"])
+
+
+def test_a_broken_line_is_named_or_counted(tmp_path: pathlib.Path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a good line"}\n\nbad\n')
+    iterator = _config(str(tmp_path)).instantiate().iterator()
+    with pytest.raises(BadRecordError, match=r"a.jsonl:3: not JSON.*set max_bad_records"):
+        next(iterator)
+    iterator = _config(str(tmp_path), max_bad_records=1000).instantiate().iterator()
+    next(iterator)
+    assert iterator.num_bad_records > 0
+
+
+def test_a_stream_without_text_is_refused(tmp_path: pathlib.Path):
+    (tmp_path / "a.jsonl").write_text("")
+    with pytest.raises(ValueError, match="The stream has no text in 0 records; set its paths"):
+        next(_config(str(tmp_path)).instantiate().iterator())
+
+
+def test_a_vocabulary_beyond_the_models_is_refused(files: str):
+    with pytest.raises(ValueError, match="vocabulary of 257, beyond the model's 256"):
+        _config(files, vocab_size=256).instantiate()
+
+
+def test_tfrecord_data_sets_are_streamed_and_read(tmp_path: pathlib.Path):
+    source = InMemorySource.default_config().set(texts=TEXTS).instantiate()
+    folder = build_text_corpus(source, "mine", str(tmp_path), file_format="tfrecord")
+    assert sorted(TfdsText.default_config().set(name=folder).instantiate().documents()) == TEXTS
+    stream = TfdsStream.default_config().set(name=folder)
+    cfg = _config("unused").set(stream=stream)
+    batches = [next(cfg.instantiate().iterator()) for _ in range(2)]
+    assert set(_documents(batches[:1])[:-1]) <= set(TEXTS)
+    assert isinstance(cfg.instantiate().tokenizer, Tokenizer)

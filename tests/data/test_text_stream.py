@@ -1,0 +1,35 @@
+"""What needs no TensorFlow; tests/data/test_streaming.py reads the records."""
+
+import pathlib
+
+import pytest
+
+from moelib.data.source import BadRecordError, InMemorySource
+from moelib.data.text_stream import JsonLinesStream, TfdsStream
+from moelib.data.tfds_builder import build_text_corpus
+
+
+def test_lines_become_documents_and_blank_ones_are_empty():
+    cfg = JsonLinesStream.default_config().set(paths=["unread"], text_field="body")
+    stream = cfg.instantiate()
+    assert [stream.text(line) for line in (b'{"body": "x"}', b" ")] == ["x", ""]
+    with pytest.raises(BadRecordError, match="no field 'body'"):
+        stream.text(b"{}")
+
+
+def test_archives_that_tf_data_cannot_read_are_refused(tmp_path: pathlib.Path):
+    (tmp_path / "a.jsonl.zst").write_bytes(b"")
+    stream = JsonLinesStream.default_config().set(paths=[str(tmp_path / "*")]).instantiate()
+    with pytest.raises(ValueError, match=r"a.jsonl.zst: tf.data cannot unpack .zst; prepare a"):
+        stream.fingerprint()
+
+
+@pytest.mark.filterwarnings("ignore")  # TFDS uses deprecated functions.
+def test_a_data_set_stored_for_random_access_is_refused(tmp_path: pathlib.Path):
+    source = InMemorySource.default_config().set(texts=["x"]).instantiate()
+    folder = build_text_corpus(source, "mine", str(tmp_path))
+    stream = TfdsStream.default_config().set(name=folder).instantiate()
+    with pytest.raises(ValueError, match=r"is stored as array_record, which tf.data cannot read"):
+        stream.fingerprint()
+    with pytest.raises(BadRecordError, match="not UTF-8"):
+        stream.text(b"\xff")

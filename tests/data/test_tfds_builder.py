@@ -1,0 +1,73 @@
+import importlib.util
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from moelib.data import tfds_builder
+from moelib.data.json_lines import JsonLines
+from moelib.data.source import BadRecordError, InMemorySource
+from moelib.data.tfds_builder import build_text_corpus
+from moelib.data.tfds_source import TfdsText
+
+# TFDS and Beam use deprecated functions of theirs.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+TEXTS = [f"Dokument {i} für Leser" for i in range(50)]
+
+
+def _source() -> InMemorySource:
+    return (
+        InMemorySource.default_config().set(texts=[*TEXTS, ""], documents_per_part=7).instantiate()
+    )
+
+
+def test_a_corpus_is_written_and_read_without_tensorflow(tmp_path: pathlib.Path):
+    program = f"""
+import sys
+from moelib.data.source import InMemorySource
+from moelib.data.tfds_builder import build_text_corpus
+from moelib.data.tfds_source import TfdsText
+
+texts = {TEXTS!r}
+source = InMemorySource.default_config().set(texts=texts + [""]).instantiate()
+folder = build_text_corpus(source, "mine", {str(tmp_path)!r}, num_shards=3)
+read = TfdsText.default_config().set(name=folder).instantiate()
+assert sorted(read.documents()) == sorted(texts)
+assert not {{"tensorflow", "jax"}} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    folder = tmp_path / "text_corpus" / "mine" / "1.0.0"
+    assert len(list(folder.glob("*.array_record-*"))) == 3
+    # By name too, and a second time it is found.
+    by_name = TfdsText.default_config().set(name="text_corpus/mine", data_dir=str(tmp_path))
+    assert sorted(by_name.instantiate().documents()) == sorted(TEXTS)
+    assert build_text_corpus(_source(), "mine", str(tmp_path)) == str(folder)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("apache_beam") is None, reason="apache_beam is not installed"
+)
+def test_beam_writes_the_same_documents(tmp_path: pathlib.Path):
+    folder = build_text_corpus(
+        _source(), "beam", str(tmp_path), num_shards=2, beam_runner="DirectRunner"
+    )
+    assert len(list(pathlib.Path(folder).glob("*.array_record-*"))) == 2
+    read = TfdsText.default_config().set(name=folder).instantiate()
+    assert sorted(read.documents()) == sorted(TEXTS)
+
+
+def test_a_broken_record_is_an_error(tmp_path: pathlib.Path):
+    (tmp_path / "a.jsonl").write_text('{"text": "good"}\nbad\n')
+    source = JsonLines.default_config().set(paths=[str(tmp_path)]).instantiate()
+    with pytest.raises(BadRecordError, match=r"a.jsonl:2: not JSON"):
+        build_text_corpus(source, "broken", str(tmp_path))
+
+
+def test_beam_that_is_not_installed_is_named(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"install it with `pip install moelib\[beam\]`"):
+        tfds_builder.build_text_corpus(_source(), "x", str(tmp_path), beam_runner="DirectRunner")
