@@ -27,7 +27,7 @@ from moelib.layers.norm import BaseNorm
 from moelib.layers.transformer import ScanStack, TransformerLayer, remat
 from moelib.learner import schedules, transforms
 from moelib.learner.learner import Learner
-from moelib.learner.optimizers import adamw_optimizer
+from moelib.learner.optimizers import adamw_optimizer, muon_optimizer
 from moelib.models.causal_lm import CausalLM
 from moelib.parallel.mesh import mesh_shape_from_axes
 from moelib.train.evaler import SpmdEvaler
@@ -231,6 +231,31 @@ def trainer(
     return cfg
 
 
+def tiny() -> SpmdTrainer.Config:
+    """Returns a FLAME-MoE for a laptop: 4 layers of width 256, top-2 of 16 experts, 4096 tokens.
+
+    Muon for matrices and a short schedule replace the recipe: it is made to learn in minutes.
+    """
+    size = MoESize(num_layers=4, dim=256, max_step=800, save_every=400, rows_per_device=8)
+    model = moe_model(size).set(vocab_size=4096)
+    moe = moe_feed_forward(size.expert_hidden_dim, num_experts=16).set(num_experts_per_token=2)
+    model.decoder.block[0].feed_forward = moe
+    model.decoder.remat = None
+    schedule = config_for_function(schedules.wsd).set(
+        peak_lr=0.01, max_step=size.max_step, warmup_steps=20, decay_steps=400, decay="linear"
+    )
+    muon = config_for_function(muon_optimizer).set(learning_rate=schedule, weight_decay=0.01)
+    clip = config_for_function(transforms.clip_by_global_norm).set(max_norm=1.0)
+    cfg = trainer(model, max_step=size.max_step, save_every=size.save_every, rows_per_device=32)
+    cfg.learner.optimizer = config_for_function(transforms.chain).set(args=[clip, muon])
+    cfg.set(train_dtype=None, mesh_shape=mesh_shape_from_axes(data=-1))
+    for lm_input, rows in ((cfg.input, 8), (cfg.evalers["validation"].input, 16)):
+        lm_input.set(seq_len=256, global_batch_size=rows, vocab_size=4096)
+        lm_input.source.path = "{data_dir}/text"
+        lm_input.document_boundary = DocumentBoundary.RESET
+    return cfg
+
+
 def _moe(size: MoESize) -> SpmdTrainer.Config:
     return trainer(
         moe_model(size),
@@ -253,4 +278,4 @@ def named_trainer_configs() -> Mapping[str, Callable[[], SpmdTrainer.Config]]:
     """Returns the configs by name."""
     configs = {f"flame-moe-{n}": functools.partial(_moe, size) for n, size in MOE_SIZES.items()}
     configs |= {f"dense-{n}": functools.partial(_dense, size) for n, size in DENSE_SIZES.items()}
-    return configs
+    return {**configs, "flame-moe-tiny": tiny}

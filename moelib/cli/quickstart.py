@@ -1,0 +1,147 @@
+"""`moelib quickstart`: the whole way on a laptop, from text to a trained model and a sample.
+
+Without `--data_dir` it trains on the sources of Python's standard library, which every machine that
+runs this has: nothing is downloaded.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from absl import flags
+
+from moelib import launch
+from moelib.launch import UsageError
+
+FLAGS = flags.FLAGS
+
+SPLITS = {"train": 0.98, "validation": 0.02}
+PROMPT = "def main("
+
+
+def define_flags() -> None:
+    """Defines the flags of the command."""
+    launch.define_train_flags()
+    flags.DEFINE_string("prompt", None, "What the sample at the end begins with.")
+    flags.DEFINE_integer("vocab_size", 4096, "Tokens of the BPE that is trained on the text.")
+    FLAGS.set_default("module", "experiments.flame_moe")
+    FLAGS.set_default("config", "flame-moe-tiny")
+    FLAGS.set_default("trainer_dir", "runs/quickstart")
+
+
+def run(args: Sequence[str]) -> None:
+    """Prepares the text, trains, compares with simple models and prints a sample."""
+    if args:
+        raise UsageError(f"{args[0]!r} is no flag; --data_dir names text of your own.")
+    launch.set_up_devices()
+    store_dir = os.path.join(FLAGS.trainer_dir, "data", "text")
+    text = FLAGS.data_dir
+    train, validation = prepare_text(text, store_dir, FLAGS.vocab_size)
+    cfg = launch.load_config(
+        FLAGS.module,
+        FLAGS.config,
+        sets=FLAGS.set,
+        data_dir=os.path.dirname(store_dir),
+        max_step=FLAGS.max_step,
+        mesh_selector=FLAGS.mesh_selector,
+    )
+    run_dir = os.path.join(FLAGS.trainer_dir, "run")
+    cfg.set(dir=run_dir)
+    result = cfg.instantiate(parent=None).run()
+    _compare(result["evaler_summaries"]["validation"], train, validation)
+    default_prompt = PROMPT if text is None else _first_words(validation)
+    _sample(run_dir, FLAGS.prompt or default_prompt)
+
+
+def prepare_text(text: str | None, store_dir: str, vocab_size: int) -> tuple[Any, Any]:
+    """Returns the train and validation splits of a store of the text, made if it is not there."""
+    from moelib.cli.prepare import sample
+    from moelib.data.files import PythonSourceCode
+    from moelib.data.prepare import prepare
+    from moelib.data.source_for_path import source_for_path
+    from moelib.data.token_store import TokenStore
+    from moelib.data.tokenizer import Tokenizer, train_bpe
+
+    cfg = PythonSourceCode.default_config() if text is None else source_for_path(text)
+    try:
+        source = cfg.instantiate()
+        tokenizer_path = store_dir + ".tokenizer.json"
+        if os.path.exists(tokenizer_path):
+            tokenizer = Tokenizer.default_config().set(path=tokenizer_path).instantiate()
+        else:
+            print(f"Training a byte-level BPE of {vocab_size} tokens ...", flush=True)
+            os.makedirs(os.path.dirname(store_dir), exist_ok=True)
+            tokenizer = train_bpe(sample(source.documents(), 8_000_000), vocab_size, tokenizer_path)
+        processes = os.cpu_count() or 1
+        prepare(source, tokenizer, store_dir, num_processes=processes, splits=SPLITS)
+    except (ValueError, OSError) as error:
+        raise UsageError(str(error)) from error
+    splits = (TokenStore.default_config().set(path=store_dir, split=split) for split in SPLITS)
+    train, validation = (split.instantiate() for split in splits)
+    return train, validation
+
+
+def unigram_bits_per_byte(train: Any, validation: Any) -> float:
+    """Returns what a model that knows only how frequent each token is reaches.
+
+    Frequencies are those of the training split, one added to each.
+    """
+    import numpy as np
+
+    def counts(source: Any) -> Any:
+        totals = np.zeros(source.vocab_size, np.int64)
+        for i in range(source.num_documents):
+            totals += np.bincount(source.document(i), minlength=source.vocab_size)
+        return totals
+
+    seen = counts(train) + 1
+    tokens = counts(validation)
+    bits = -np.sum(tokens * np.log2(seen / seen.sum()))
+    return float(bits / np.sum(tokens * validation.token_num_bytes))
+
+
+def gzip_bits_per_byte(validation: Any) -> float:
+    """Returns what `gzip -9` makes of the validation text, all documents in one file."""
+    import gzip
+
+    tokenizer = _tokenizer_of(validation)
+    texts = (_text_of(validation, tokenizer, i) for i in range(validation.num_documents))
+    text = "".join(texts).encode()
+    return 8.0 * len(gzip.compress(text, 9)) / len(text)
+
+
+def _tokenizer_of(store: Any) -> Any:
+    from moelib.data.tokenizer import Tokenizer
+
+    return Tokenizer.default_config().set(path=store.config.path).instantiate()
+
+
+def _text_of(store: Any, tokenizer: Any, index: int) -> str:
+    ids = store.document(index)
+    return tokenizer.decode(ids[ids != store.eos_id].tolist())
+
+
+def _first_words(validation: Any) -> str:
+    return " ".join(_text_of(validation, _tokenizer_of(validation), 0).split()[:4])
+
+
+def _compare(summaries: dict[str, float], train: Any, validation: Any) -> None:
+    """Prints the model's bits per byte beside those of simple models."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("held-out text", "bits per byte", title="Compression of text it has not seen")
+    table.add_row("this model", f"{summaries['bits_per_byte']:.3f}")
+    table.add_row("gzip -9", f"{gzip_bits_per_byte(validation):.3f}")
+    table.add_row("unigram model", f"{unigram_bits_per_byte(train, validation):.3f}")
+    Console().print(table)
+
+
+def _sample(run_dir: str, prompt: str) -> None:
+    """Prints how the trained model continues a prompt."""
+    from moelib.cli.generate import load_for_inference, stream_text
+
+    model = load_for_inference(run_dir)
+    print(f"\nA sample, after {prompt!r}:\n")
+    stream_text(model, prompt, max_new_tokens=160, temperature=0.7, top_p=0.95, seed=0)
+    print(f"\nmoelib generate --trainer_dir {run_dir} --prompt ... gives more.")

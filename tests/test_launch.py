@@ -1,0 +1,151 @@
+"""From flags to a config: names, modules with errors of their own, settings, data and meshes."""
+
+import pytest
+
+from moelib import launch
+from moelib.core import config_text
+from moelib.core.config import (
+    REQUIRED,
+    Configurable,
+    InvalidConfigNameError,
+    InvalidConfigValueError,
+    UnknownFieldError,
+    config_class,
+)
+from moelib.core.config_modifier import ConfigModifier
+
+MODULE = '''
+from tests.test_launch import Job
+
+def named_trainer_configs():
+    return {"small": lambda: Job.default_config(), "large": lambda: Job.default_config()}
+'''
+
+
+class Job(Configurable):
+    """Stands for a trainer: only its config matters here."""
+
+    @config_class
+    class Config(Configurable.Config):
+        """Config of `Job`."""
+
+        dir: str = REQUIRED
+        max_step: int = 10
+        path: str = "{data_dir}/tokens"
+        mesh_shape: tuple[int, ...] = (1,)
+        mesh_rules: list[tuple[str, object]] = []
+
+
+class TwoSteps(ConfigModifier):
+    """Returns another config than it was given."""
+
+    def __call__(self, cfg):
+        return cfg.clone(max_step=2)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+    return tmp_path
+
+
+def write(folder, name, text):
+    path = folder / f"{name}.py"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_config_is_found_in_the_current_folder_and_changed_by_flags(folder):
+    write(folder, "found_here", MODULE)
+    cfg = launch.load_config("found_here", "small", sets=["mesh_shape=(2, 4)"], max_step=7)
+    assert cfg.mesh_shape == (2, 4)
+    assert cfg.max_step == 7
+    assert cfg.origin("max_step") == "--max_step max_step=7"
+    assert cfg.origin("mesh_shape") == "--set mesh_shape=(2, 4)"
+
+
+def test_unknown_config_names_the_nearest(folder):
+    write(folder, "two_names", MODULE)
+    with pytest.raises(InvalidConfigNameError, match="no config 'smal'; did you mean 'small'"):
+        launch.load_config("two_names", "smal")
+
+
+@pytest.mark.parametrize(
+    ("assignment", "error", "message"),
+    [
+        ("max_stp=3", UnknownFieldError, "did you mean 'max_step'"),
+        ("max_step=three", InvalidConfigValueError, "'three' is not int"),
+        ("max_step", InvalidConfigValueError, "expected path=value"),
+    ],
+)
+def test_bad_settings_say_what_is_wrong(folder, assignment, error, message):
+    write(folder, "settings", MODULE)
+    with pytest.raises(error, match=message):
+        launch.load_config("settings", "small", sets=[assignment])
+
+
+def test_missing_module_names_both_places_that_were_looked_at():
+    with pytest.raises(launch.UsageError, match=r"'nowhere' or 'experiments\.nowhere'"):
+        launch.import_module("nowhere")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "error", "message"),
+    [
+        ("broken_import", "import no_such_package_anywhere", ModuleNotFoundError, "no_such_pack"),
+        ("broken_name", "undefined_name + 1", NameError, "undefined_name"),
+        ("broken_key", "{}['absent']", KeyError, "absent"),
+    ],
+)
+def test_error_inside_an_experiment_is_raised_as_it_is(folder, name, text, error, message):
+    write(folder, name, text)
+    with pytest.raises(error, match=message) as info:
+        launch.import_module(name)
+    assert f"{name}.py" in str(info.traceback[-1].path)
+
+
+def test_module_without_configs_is_told_what_to_define(folder):
+    write(folder, "no_configs", "")
+    with pytest.raises(InvalidConfigNameError, match=r"defines no named_trainer_configs"):
+        launch.load_config("no_configs", "small")
+
+
+def test_data_dir_replaces_its_placeholder_everywhere():
+    cfg = Job.default_config()
+    with pytest.raises(launch.UsageError, match="path is '{data_dir}/tokens'.*--data_dir"):
+        launch.check_data_dir(cfg)
+    launch.set_data_dir(cfg, "/data/")
+    launch.check_data_dir(cfg)
+    assert cfg.path == "/data/tokens"
+    assert cfg.origin("path") == "--data_dir /data/"
+
+
+def test_mesh_selector_takes_the_first_rule_that_matches():
+    rules = [("gpu-.*", (8, 1)), (".*", TwoSteps.default_config())]
+    cfg = Job.default_config().set(mesh_rules=rules)
+    assert launch.select_mesh(cfg, "gpu-h100").mesh_shape == (8, 1)
+
+
+def test_what_a_mesh_rule_returns_is_used():
+    cfg = Job.default_config().set(mesh_rules=[("tpu", TwoSteps.default_config())])
+    assert launch.select_mesh(cfg, "tpu").max_step == 2
+    assert cfg.max_step == 10
+
+
+def test_selector_without_a_rule_names_the_rules():
+    cfg = Job.default_config().set(mesh_rules=[("gpu-.*", (8, 1))])
+    with pytest.raises(launch.UsageError, match=r"--mesh_selector cpu: no mesh rule.*'gpu-\.\*'"):
+        launch.select_mesh(cfg, "cpu")
+
+
+def test_missing_trainer_dir_is_named():
+    cfg = Job.default_config().set(path="here")
+    with pytest.raises(launch.UsageError, match="--trainer_dir"):
+        launch.train(cfg)
+
+
+def test_config_text_of_a_loaded_config_reads_back(folder):
+    write(folder, "reads_back", MODULE)
+    cfg = launch.load_config("reads_back", "small", sets=["max_step=3"])
+    assert config_text.parse(cfg.debug_string()) == cfg
