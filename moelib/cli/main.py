@@ -3,6 +3,8 @@
 import importlib
 import os
 import sys
+import textwrap
+import types
 from collections.abc import Sequence
 
 from absl import flags
@@ -39,6 +41,9 @@ def run(argv: Sequence[str]) -> int:
         return 2
     command = importlib.import_module(COMMANDS[name][0])
     command.define_flags()
+    if {"--help", "-h", "-help", "--helpfull"} & set(argv[1:]):
+        print(command_help(command))
+        return 0
     try:
         rest = flags.FLAGS([f"moelib {name}", *argv[1:]])[1:]
     except flags.Error as error:
@@ -47,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
     return _run_command(name, command, rest)
 
 
-def _run_command(name: str, command: object, rest: Sequence[str]) -> int:
+def _run_command(name: str, command: types.ModuleType, rest: Sequence[str]) -> int:
     """Runs a command. What the user can mend is one line; anything else keeps its traceback."""
     from moelib.core.config import (
         InvalidConfigNameError,
@@ -73,16 +78,21 @@ def _run_command(name: str, command: object, rest: Sequence[str]) -> int:
     return 0
 
 
-def define_help_flags() -> None:
-    """Defines --help for the commands."""
-    from absl import app
-
-    app.define_help_flags()
+def command_help(command: types.ModuleType) -> str:
+    """Returns what a command does, and its flags with their defaults."""
+    lines = [(command.__doc__ or "").strip(), ""]
+    for module, defined in sorted(flags.FLAGS.flags_by_module_dict().items()):
+        if module.startswith("moelib."):
+            for flag in defined:
+                default = "" if flag.default in (None, []) else f" (default: {flag.default})"
+                lines += textwrap.wrap(
+                    f"--{flag.name}: {flag.help}{default}", 96, subsequent_indent=" " * 8
+                )
+    return "\n".join(lines)
 
 
 def main() -> None:
     """Runs the command line of this process."""
-    define_help_flags()
     sys.exit(run(sys.argv[1:]))
 
 
