@@ -3,10 +3,12 @@
 Letters: S sequence length, P pieces, T tokens of all pieces, n rows.
 """
 
+import functools
+
 import numpy as np
 import numpy.typing as npt
 
-from moelib.data.input import Batch
+from moelib.data.input import TOKEN_ARRAYS, Batch
 from moelib.data.packing import DocumentBoundary, Pieces
 from moelib.data.token_source import TokenSource, check_vocabulary
 
@@ -32,29 +34,43 @@ def fill_pieces(
     """
     S = batch["input_ids"].shape[1]
     row, length = pieces.row, pieces.length
+    n, T = len(places), int(length.sum())
     before = np.cumsum(length) - length  # [P] where a piece begins among the T tokens.
-    first = np.searchsorted(row, np.arange(len(places)))  # First piece of each row.
-    in_row = before - before[first][row]
-    to = places[row] * S + in_row  # [P] where a piece goes in the batch.
-    T = int(length.sum())
-    ids = np.empty(T, np.int32)
+    first = np.searchsorted(row, np.arange(n))  # First piece of each row.
+    row_begin = before[first]
+    full = T == n * S
+    in_place = full and places[-1] - places[0] == n - 1
+    # Full rows that follow one another are written where they belong, without copies.
+    begin = int(places[0]) * S
+    ids, targets, segments, positions = (
+        batch[name].reshape(-1)[begin : begin + T] if in_place else np.empty(T, np.int32)
+        for name in TOKEN_ARRAYS
+    )
     source.read(pieces.start, length, ids, before)
-    targets = np.empty(T, np.int32)
     targets[:-1] = ids[1:]
-    targets[before + length - 1] = source.at(pieces.next_token)
-    for tokens in (ids, targets):
+    next_tokens = source.at(pieces.next_token)
+    targets[before + length - 1] = next_tokens
+    for tokens in (ids, next_tokens):
         check_vocabulary(tokens, source.vocab_size, source.name)
     if boundary is DocumentBoundary.RESET:
-        segment, begin = np.arange(len(row)) - first[row] + 1, before
+        segment, origin = np.arange(1, len(row) + 1) - first[row], before
     else:
-        segment, begin = np.ones_like(row), before[first][row]
-    along = np.arange(T, dtype=np.int32)
-    where: slice | npt.NDArray[np.integer] = slice(places[0] * S, places[0] * S + T)
-    if T != S * len(places) or places[-1] - places[0] != len(places) - 1:
-        where = along + np.repeat(to - before, length)
-    batch["input_ids"].reshape(-1)[where] = ids
-    batch["target_labels"].reshape(-1)[where] = targets
-    batch["segment_ids"].reshape(-1)[where] = np.repeat(segment.astype(np.int32), length)
-    batch["positions"].reshape(-1)[where] = along - np.repeat(begin.astype(np.int32), length)
-    sizes = source.token_num_bytes[targets]
-    batch["target_num_bytes"][places] = np.add.reduceat(sizes, before[first])
+        segment, origin = np.ones_like(row), row_begin[row]
+    segments[:] = np.repeat(segment.astype(np.int32), length)
+    np.subtract(_count(T), np.repeat(origin.astype(np.int32), length), out=positions)
+    sizes = source.token_num_bytes.take(targets, mode="clip")  # Faster; ids are checked.
+    batch["target_num_bytes"][places] = np.add.reduceat(sizes, row_begin)
+    if in_place:
+        return
+    to = np.repeat(places[row] * S - row_begin[row], length) + _count(T)
+    for name, tokens in zip(TOKEN_ARRAYS, (ids, targets, segments, positions), strict=True):
+        if full:
+            batch[name][places] = tokens.reshape(n, S)
+        else:
+            batch[name].reshape(-1)[to] = tokens
+
+
+@functools.lru_cache(maxsize=4)
+def _count(stop: int) -> npt.NDArray[np.int32]:
+    """Returns 0, 1, ... below `stop`, not to be written to."""
+    return np.arange(stop, dtype=np.int32)

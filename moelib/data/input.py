@@ -24,6 +24,7 @@ Batch = dict[str, npt.NDArray[np.int32]]
 State = dict[str, Any]  # JSON values only.
 
 PADDING_LABEL = -1
+TOKEN_ARRAYS = ("input_ids", "target_labels", "segment_ids", "positions")  # Each [B, S].
 
 
 class BatchIterator(Iterator[Batch]):
@@ -76,8 +77,7 @@ class Input(Configurable):
 
 def batch_spec(global_batch_size: int, seq_len: int) -> dict[str, tuple[int, ...]]:
     """Returns the shape of each array of a global batch; all are int32. Needs no data."""
-    names = ("input_ids", "target_labels", "segment_ids", "positions")
-    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(names, (global_batch_size, seq_len))
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(TOKEN_ARRAYS, (global_batch_size, seq_len))
     return shapes | {"target_num_bytes": (global_batch_size,)}
 
 

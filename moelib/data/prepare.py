@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
@@ -216,9 +217,18 @@ def _in_processes(jobs: Sequence[_Job], num_processes: int, eos_token: str) -> I
 
 def _start_worker(folder: str, eos_token: str) -> None:
     """Loads the tokenizer in a worker; threads of its own would only be in each other's way."""
+    threading.Thread(target=_die_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     cfg = Tokenizer.default_config().set(path=folder, eos_token=eos_token)
     _worker_tokenizer.append(cfg.instantiate())
+
+
+def _die_with_parent() -> None:
+    """Ends a worker whose parent was killed: it would wait for work forever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _do_job(job: _Job) -> int:

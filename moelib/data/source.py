@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Protocol
 
 from moelib.core.config import REQUIRED, Configurable, config_class
+from moelib.data.hashing import random_permutation
 
 
 class BadRecordError(ValueError):
@@ -118,3 +119,25 @@ class InMemorySource(Source):
         if not texts:
             raise ValueError("InMemorySource has no documents; set texts to at least one.")
         return [TextsPart(texts[i : i + size]) for i in range(0, len(texts), size)]
+
+
+def sample_documents(source: Source, num_bytes: int, seed: int = 0) -> Iterator[str]:
+    """Yields some documents from all over a source: to train a tokenizer on.
+
+    Args:
+        source: The documents; records without one are passed over.
+        num_bytes: UTF-8 bytes of text to yield, give or take a document.
+        seed: Decides which parts come first, if there are more than are needed.
+    """
+    parts = source.parts()
+    share = max(num_bytes // len(parts), num_bytes // 64, 1)  # Of a part.
+    for index in random_permutation(len(parts), seed).tolist():
+        left = min(share, num_bytes)
+        for text in parts[index].documents(BadRecords()):
+            if left <= 0:
+                break
+            yield text
+            left -= len(text.encode())
+            num_bytes -= len(text.encode())
+        if num_bytes <= 0:
+            return

@@ -22,7 +22,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -241,6 +241,13 @@ class TokenStore(TokenSource):
                 f"{self.meta.tokenizer_hash:.12}); put the old one back, or prepare again."
             )
         return tokenizer
+
+    def texts(self) -> Iterator[str]:
+        """Yields the documents as text, without ends of text."""
+        tokenizer = self.tokenizer()
+        for index in range(self.num_documents):
+            ids = self.document(index)
+            yield tokenizer.decode(ids[: len(ids) - self.meta.append_eos])
 
     def verify(self) -> None:
         """Reads everything. Raises ValueError if content or a token id is not as it was made."""

@@ -1,6 +1,6 @@
 import pytest
 
-from moelib.data.source import InMemorySource, fingerprint
+from moelib.data.source import InMemorySource, fingerprint, sample_documents
 
 
 def test_documents_come_in_order_whatever_the_parts():
@@ -22,3 +22,13 @@ def test_fingerprint_depends_on_the_texts():
 def test_no_documents_are_refused():
     with pytest.raises(ValueError, match="InMemorySource has no documents; set texts"):
         InMemorySource.default_config().set(texts=[]).instantiate().parts()
+
+
+def test_a_sample_comes_from_all_over_and_has_the_asked_size():
+    texts = [f"{i:04d}" for i in range(1000)]
+    source = InMemorySource.default_config().set(texts=texts, documents_per_part=50).instantiate()
+    sample = list(sample_documents(source, 400))
+    assert len(sample) == 100
+    assert len({int(text) // 50 for text in sample}) == 20
+    assert sample == list(sample_documents(source, 400))
+    assert sorted(sample_documents(source, 10_000)) == texts

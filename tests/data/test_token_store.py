@@ -27,8 +27,7 @@ def _open(path: pathlib.Path, **fields: object) -> TokenStore:
 
 
 def _texts(store: TokenStore) -> list[str]:
-    tokenizer = store.tokenizer()
-    return [tokenizer.decode(store.document(i)[:-1]) for i in range(store.num_documents)]
+    return list(store.texts())
 
 
 def test_all_documents_come_back_with_their_end_and_bytes(path: pathlib.Path):

@@ -1,0 +1,58 @@
+"""What a model must beat: bits per byte of simple predictors on the same documents.
+
+Letters: V vocabulary.
+"""
+
+import zlib
+
+import numpy as np
+import numpy.typing as npt
+
+from moelib.data.token_source import TokenSource
+from moelib.data.token_store import TokenStore
+
+
+def unigram_bits_per_byte(train: TokenSource, validation: TokenSource) -> float:
+    """Returns the bits per byte of a model that knows only how frequent each token is.
+
+    It counts what a language model's loss counts: every token but the first of a document, the end
+    of text among them, over the bytes those tokens cover.
+
+    Args:
+        train: Where frequencies come from, with 1 added to each count.
+        validation: What is predicted.
+
+    Raises:
+        ValueError: If the vocabularies differ, or nothing is to be predicted.
+    """
+    if train.vocab_size != validation.vocab_size:
+        raise ValueError(
+            f"{train.name} and {validation.name} have vocabularies of {train.vocab_size} and "
+            f"{validation.vocab_size}; prepare both with one tokenizer."
+        )
+    learned, counts = _count_targets(train) + 1, _count_targets(validation)
+    num_bytes = int(counts @ validation.token_num_bytes.astype(np.int64))
+    if not num_bytes:
+        raise ValueError(f"{validation.name} has no text to predict; use a larger split.")
+    bits = -np.log2(learned / learned.sum())
+    return float(counts @ bits) / num_bytes
+
+
+def _count_targets(source: TokenSource) -> npt.NDArray[np.int64]:
+    """Returns how often each token is a target [V]."""
+    counts = np.zeros(source.vocab_size, np.int64)
+    for index in range(source.num_documents):
+        np.add.at(counts, source.document(index)[1:], 1)
+    return counts
+
+
+def gzip_bits_per_byte(store: TokenStore) -> float:
+    """Returns the bits per byte of `gzip -9` on the documents of a store, one after another."""
+    packer = zlib.compressobj(9, wbits=31)
+    num_bytes = num_packed = 0
+    for text in store.texts():
+        data = text.encode()
+        num_bytes += len(data)
+        num_packed += len(packer.compress(data))
+    num_packed += len(packer.flush())
+    return 8 * num_packed / num_bytes
