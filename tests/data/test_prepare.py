@@ -1,17 +1,20 @@
+import dataclasses
 import errno
+import multiprocessing
 import os
 import pathlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
+from moelib.core.config import config_class
 from moelib.data import prepare as prepare_module
 from moelib.data import prepare_part
 from moelib.data.json_lines import JsonLines
 from moelib.data.prepare import prepare
-from moelib.data.source import BadRecordError, InMemorySource
+from moelib.data.source import BadRecordError, BadRecords, InMemorySource, Part, Source
 from moelib.data.token_store import TokenStore
 from moelib.data.tokenizer import ByteTokenizer, Tokenizer, train_bpe
 
@@ -48,6 +51,33 @@ def test_errors_of_worker_processes_arrive(tmp_path: pathlib.Path, tokenizer: To
         (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{name}"}}\n{name}\n')
     source = JsonLines.default_config().set(paths=[str(tmp_path)]).instantiate()
     with pytest.raises(BadRecordError, match=r"[ab]\.jsonl:2: not JSON.*--skip_bad_lines"):
+        prepare(source, tokenizer, str(tmp_path / "store"), num_processes=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class _DeadlyPart:
+    name: str
+    num_bytes: int = 100
+
+    def documents(self, bad_records: BadRecords | None = None) -> Iterator[str]:
+        del bad_records
+        if multiprocessing.parent_process() is not None:
+            os._exit(1)  # As one that is out of memory would.
+        yield "text"
+
+
+class _DeadlySource(Source):
+    @config_class
+    class Config(Source.Config):
+        pass
+
+    def parts(self) -> Sequence[Part]:
+        return [_DeadlyPart("a"), _DeadlyPart("b")]
+
+
+def test_a_worker_that_dies_is_noticed(tmp_path: pathlib.Path, tokenizer: Tokenizer):
+    source = _DeadlySource.default_config().instantiate()
+    with pytest.raises(RuntimeError, match=r"A worker process died .* finished parts are kept"):
         prepare(source, tokenizer, str(tmp_path / "store"), num_processes=2)
 
 
