@@ -1,0 +1,182 @@
+"""Reading checkpoints: all of one, or the parameters alone, under any mesh."""
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from moelib.checkpoint import contents
+from moelib.checkpoint.contents import (
+    CheckpointNotFoundError,
+    CheckpointRecord,
+    DamagedCheckpointError,
+)
+from moelib.core import tree
+
+logger = logging.getLogger(__name__)
+
+
+class Restored(NamedTuple):
+    """A checkpoint that was read.
+
+    Attributes:
+        state: Its arrays, in the structure asked for.
+        record: What was written beside them.
+        path: Its folder.
+    """
+
+    state: Any
+    record: CheckpointRecord
+    path: str
+
+
+def restore_checkpoint(path: str, target: Any) -> Restored:
+    """Returns the checkpoint at `path` in the structure and shardings of the target.
+
+    Args:
+        path: Its folder.
+        target: Tree of `jax.ShapeDtypeStruct` with shardings.
+
+    Raises:
+        CheckpointMismatchError: If the arrays are not those of the target.
+        DamagedCheckpointError: If it cannot be read.
+    """
+    record = CheckpointRecord.read(path)
+    contents.check_arrays(record.arrays, contents.describe_arrays(target), path)
+    nested = _read(path, contents.to_nested(target), partial=False)
+    return Restored(contents.from_nested(nested, target), record, path)
+
+
+def restore_params_only(
+    directory: str, target: Any, *, step: int | None = None, average: bool = True
+) -> Restored:
+    """Returns the model's parameters alone, to evaluate or generate with; reads nothing else.
+
+    Args:
+        directory: The folder of the checkpoints.
+        target: Nested dict of `jax.ShapeDtypeStruct`, with shardings or without.
+        step: Which step; None takes the newest that can be read.
+        average: Whether to take the average of the parameters where the learner kept one.
+
+    Raises:
+        CheckpointMismatchError: If the parameters are not those of the target.
+        CheckpointNotFoundError: If there is no checkpoint.
+        DamagedCheckpointError: If none can be read.
+    """
+    found = agreed_checkpoints(directory)
+    if not found or (step is not None and step not in found):
+        raise not_found(directory, step, found)
+    damages = []
+    for candidate in [step] if step is not None else reversed(found):
+        try:
+            return _restore_params(found[candidate], target, average)
+        except DamagedCheckpointError as error:
+            damages.append(str(error))
+            logger.warning("Damaged checkpoint: %s", error)
+    raise DamagedCheckpointError("no checkpoint can be read:\n  " + "\n  ".join(damages))
+
+
+_AVERAGE = "learner/ema/params/"
+
+
+def _restore_params(path: str, target: Any, average: bool) -> Restored:
+    record = CheckpointRecord.read(path)
+    wanted = contents.describe_arrays(target)
+    saved = {
+        name.removeprefix("model/"): array
+        for name, array in record.arrays.items()
+        if name.startswith("model/")
+    }
+    contents.check_arrays(saved, wanted, path)
+    sources = {
+        name: _AVERAGE + name
+        if average and record.arrays.get(_AVERAGE + name, [""])[1:] == [wanted[name][1]]
+        else f"model/{name}"
+        for name in wanted
+    }
+    leaves = dict(tree.flatten_items(target))
+    arrays = {
+        source: jax.ShapeDtypeStruct(
+            leaves[name].shape,
+            np.dtype(record.arrays[source][0]),
+            sharding=getattr(leaves[name], "sharding", None),
+        )
+        for name, source in sources.items()
+    }
+    read = dict(tree.flatten_items(_read(path, contents.unflatten(arrays), partial=True)))
+    params = {name: read[source].astype(wanted[name][0]) for name, source in sources.items()}
+    return Restored(contents.from_nested(contents.unflatten(params), target), record, path)
+
+
+def _read(path: str, target: dict[str, Any], *, partial: bool) -> dict[str, Any]:
+    """Returns the arrays of a nested dict of targets; those without a sharding on one device.
+
+    Raises:
+        DamagedCheckpointError: If that fails, on any process.
+    """
+    import orbax.checkpoint as ocp
+
+    one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    target = jax.tree.map(
+        lambda x: x if x.sharding else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), target
+    )
+    args = ocp.args.PyTreeRestore(
+        item=target,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(target),
+        partial_restore=partial,
+    )
+    error: Exception | None = None
+    arrays: dict[str, Any] = {}
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            arrays = checkpointer.restore(os.path.join(path, contents.STATE_ITEM), args=args)
+    except Exception as caught:
+        error = caught
+    if not _on_all_processes(error is None):
+        reason = first_line(error) if error else "another process could not read it"
+        raise DamagedCheckpointError(f"{path} cannot be read: {reason}") from error
+    return arrays
+
+
+def not_found(
+    directory: str, step: int | None, found: Mapping[int, str]
+) -> CheckpointNotFoundError:
+    """Returns the error that names what was asked for and what there is."""
+    what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+    there = f"there are steps {', '.join(map(str, found))}." if found else "the folder has none."
+    return CheckpointNotFoundError(f"{directory}: {what}; {there}")
+
+
+def first_line(error: BaseException) -> str:
+    """Returns an error's type and the first line of what it says."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:400]}"
+
+
+def agreed_checkpoints(directory: str) -> dict[int, str]:
+    """Returns the complete checkpoints {step: path} as process 0 sees them, on all processes."""
+    found = contents.list_checkpoints(directory)
+    if jax.process_count() == 1:
+        return found
+    from jax.experimental import multihost_utils
+
+    newest = np.zeros(_MAX_LISTED, np.int32)
+    steps = list(found)[-_MAX_LISTED:]
+    newest[: len(steps)] = np.array(steps, np.int32) + 1  # 0 is none.
+    agreed = multihost_utils.broadcast_one_to_all(newest)
+    return {int(s) - 1: contents.step_path(directory, int(s) - 1) for s in agreed if s > 0}
+
+
+_MAX_LISTED = 256
+
+
+def _on_all_processes(ok: bool) -> bool:
+    """Returns whether all processes say so."""
+    if jax.process_count() == 1:
+        return ok
+    from jax.experimental import multihost_utils
+
+    return bool(multihost_utils.process_allgather(np.array(ok)).all())
