@@ -1,0 +1,131 @@
+"""Evaluation: means over all tokens of an evaluation set."""
+
+import collections
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from moelib.checkpoint.policy import every_n_steps_and_last_policy
+from moelib.core.config import (
+    REQUIRED,
+    InstantiableConfig,
+    Required,
+    config_class,
+    config_for_function,
+)
+from moelib.core.module import Module, nowrap
+from moelib.data.input import Input
+from moelib.data.prefetch import Prefetcher, host_rows, put_batch
+from moelib.train.metrics import Scalars, language_metrics, unpack
+from moelib.train.state import batch_sharding
+from moelib.train.step import make_eval_step
+
+logger = logging.getLogger(__name__)
+
+
+class SpmdEvaler(Module):
+    """Evaluates a model on an input that ends, when its policy says so."""
+
+    @config_class
+    class Config(Module.Config):
+        """Config of `SpmdEvaler`."""
+
+        input: Required[Input.Config] = REQUIRED  # One that ends: mode EVALUATE, or max_batches.
+        # Builds a moelib.checkpoint.policy.Policy; its max_step, if None, is the trainer's.
+        eval_policy: InstantiableConfig = config_for_function(every_n_steps_and_last_policy).set(
+            n=1000
+        )
+
+    def __init__(
+        self, cfg: Any, *, parent: Module | None, model: Any, train_dtype: str | None = None
+    ) -> None:
+        """Builds the policy; the input is opened at the first evaluation.
+
+        Args:
+            cfg: A `SpmdEvaler.Config`.
+            parent: The module that holds the evaler, or None.
+            model: What to evaluate.
+            train_dtype: What trainable parameters are cast to.
+        """
+        super().__init__(cfg, parent=parent)
+        self._policy = self.config.eval_policy.instantiate()
+        self._step_fn = make_eval_step(model, train_dtype=train_dtype)
+        self._input: Input | None = None
+        self._compiled: Callable[..., Any] | None = None
+
+    @nowrap
+    def should_evaluate(self, *, step: int, summaries: Mapping[str, float] | None = None) -> bool:
+        """Returns whether the policy wants an evaluation after this step."""
+        return self._policy(step=step, summaries=summaries or {})
+
+    @nowrap
+    def evaluate(
+        self,
+        params: Any,
+        mesh: jax.sharding.Mesh,
+        *,
+        on_batch: Callable[[int], None] | None = None,
+    ) -> Scalars:
+        """Returns the metrics over the whole input: each the mean by its own weight.
+
+        With them `num_tokens`, `perplexity`, and `bits_per_byte` if batches have
+        `target_num_bytes`; both from all tokens together, without auxiliary losses.
+
+        To be called inside `jax.set_mesh(mesh)`.
+
+        Args:
+            params: The model's parameters, sharded over `mesh`.
+            mesh: The mesh.
+            on_batch: Called with the number of batches done after each.
+
+        Raises:
+            ValueError: If the input has no token to predict.
+        """
+        if self._input is None:
+            self._input = self.config.input.instantiate()
+        totals: dict[str, float] = collections.defaultdict(float)
+        rows, seq_len = self.config.input.global_batch_size, self.config.input.seq_len
+        sharding = batch_sharding(rows, seq_len, mesh)
+        batches = self._input.iterator(*host_rows(sharding, rows))
+        put = lambda batch: put_batch(batch, sharding, rows)
+        before = None  # One batch is read back while the next one runs.
+        with Prefetcher(batches, put) as feed:
+            for count, batch in enumerate(feed):
+                after = self._compile(params, batch, mesh)(params, batch)
+                _add(totals, before)
+                before = after
+                if on_batch is not None:
+                    on_batch(count)
+        _add(totals, before)
+        if not totals["num_tokens"]:
+            raise ValueError(
+                f"{self.path() or self.name}: the input has no token to predict; set input to one "
+                "with text in it."
+            )
+        return _means(totals)
+
+    def _compile(self, params: Any, batch: Any, mesh: jax.sharding.Mesh) -> Callable[..., Any]:
+        if self._compiled is None:
+            replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+            jitted = jax.jit(self._step_fn, out_shardings=replicated)
+            self._compiled = jitted.lower(params, batch).compile()
+        return self._compiled
+
+
+def _add(totals: dict[str, float], packed: Any) -> None:
+    if packed is not None:
+        for name, value in unpack(packed).items():
+            totals[name] += value
+
+
+def _means(totals: Mapping[str, float]) -> Scalars:
+    """Returns total / weight of each metric, and what is derived from them."""
+    means = {"num_tokens": totals["num_tokens"]}
+    for key, total in totals.items():
+        name = key.removeprefix("total/")
+        if name != key:
+            weight = totals[f"weight/{name}"]
+            means[name] = total / weight if weight else 0.0
+    return means | language_metrics(means)

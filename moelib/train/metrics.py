@@ -1,0 +1,98 @@
+"""Metrics of a step: one vector on the devices, names and numbers on the host.
+
+Hundreds of little arrays a step would cost more than the step of a small model; one does not.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moelib.core import tree
+from moelib.core.metrics import WeightedScalar, is_weighted, weighted
+
+Scalars = dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedMetrics:
+    """Metrics packed into one array.
+
+    Attributes:
+        vector: float32 [number of values].
+        layout: (name, shape) of each metric, in the vector's order.
+    """
+
+    vector: Any
+    layout: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+jax.tree_util.register_dataclass(PackedMetrics, data_fields=["vector"], meta_fields=["layout"])
+
+
+def pack(metrics: dict[str, Any]) -> PackedMetrics:
+    """Returns metrics, scalars or arrays by name, packed."""
+    names = sorted(metrics)
+    layout = tuple((name, jnp.shape(metrics[name])) for name in names)
+    values = [jnp.ravel(jnp.asarray(metrics[name], jnp.float32)) for name in names]
+    return PackedMetrics(jnp.concatenate(values), layout)
+
+
+def unpack(packed: PackedMetrics) -> Scalars:
+    """Returns the numbers by name, those of arrays as "name/0", "name/1"; waits for the step."""
+    values = np.asarray(packed.vector).tolist()
+    scalars: Scalars = {}
+    start = 0
+    for name, shape in packed.layout:
+        size = math.prod(shape)
+        for i in range(size):
+            scalars[f"{name}/{i}" if shape else name] = values[start + i]
+        start += size
+    return scalars
+
+
+def as_weighted(value: Any, weight: Any = 1.0) -> WeightedScalar:
+    """Returns a WeightedScalar as it is, and anything else with the weight, as float32."""
+    if isinstance(value, WeightedScalar):
+        return WeightedScalar(*(jnp.asarray(x, jnp.float32) for x in value))
+    value = jnp.asarray(value, jnp.float32)
+    return WeightedScalar(value, jnp.broadcast_to(jnp.asarray(weight, jnp.float32), value.shape))
+
+
+def collect(loss: WeightedScalar, metrics: Any, collection: Any, batch: Any) -> dict[str, Any]:
+    """Returns all metrics of a forward pass as WeightedScalars by name.
+
+    `loss` is without auxiliary losses, `aux_loss` their weighted sum; each of them is there by its
+    path, unweighted, as are the layers' summaries.
+    """
+    found = {"loss": loss, "aux_loss": weighted(collection.total_aux_loss(), loss.weight)}
+    for name, value in tree.flatten_items(metrics, is_leaf=is_weighted):
+        found[name] = as_weighted(value, loss.weight)
+    for name, value in tree.flatten_items(collection.summaries, is_leaf=is_weighted):
+        found[name] = as_weighted(value, loss.weight)
+    for name, value in tree.flatten_items(collection.aux_losses, is_leaf=_is_aux_loss):
+        found[name] = as_weighted(value.value, loss.weight)
+    if "target_num_bytes" in batch:
+        num_bytes = jnp.sum(batch["target_num_bytes"].astype(jnp.float32))
+        num_tokens = jnp.maximum(loss.weight, 1.0)
+        found["bytes_per_token"] = weighted(num_bytes / num_tokens, loss.weight)
+    return found
+
+
+def _is_aux_loss(value: Any) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "value")
+
+
+def language_metrics(scalars: Scalars) -> Scalars:
+    """Returns perplexity, and bits per byte if the bytes are known, without auxiliary losses.
+
+    Both come from the mean over all tokens: nats a token, `cross_entropy` or else `loss`.
+    """
+    nats = scalars.get("cross_entropy", scalars["loss"])
+    derived = {"perplexity": math.exp(min(nats, 700.0)) if math.isfinite(nats) else nats}
+    if num_bytes := scalars.get("bytes_per_token"):
+        derived["bits_per_byte"] = nats / math.log(2) / num_bytes
+    return derived

@@ -1,0 +1,61 @@
+"""A window of steps under JAX's profiler."""
+
+import itertools
+import logging
+import os
+from collections.abc import Sequence
+
+import jax
+
+logger = logging.getLogger(__name__)
+
+
+class ProfilerWindow:
+    """Traces a few steps from each of some steps on, into `<dir>/profile`.
+
+    TensorBoard's profile plugin and Perfetto (`perfetto_trace.json.gz`) show the traces.
+    """
+
+    def __init__(self, directory: str, start_steps: Sequence[int], num_steps: int = 3) -> None:
+        """Checks the settings.
+
+        Args:
+            directory: The run's folder.
+            start_steps: Steps before which a trace begins; the first step is 1.
+            num_steps: How many steps a trace holds.
+
+        Raises:
+            ValueError: If there is no step to trace, or two traces overlap.
+        """
+        starts = sorted(start_steps)
+        if num_steps < 1 or (starts and starts[0] < 1):
+            raise ValueError(
+                f"start_trace_steps {list(start_steps)}, num_trace_steps {num_steps}: steps and "
+                "their number start at 1."
+            )
+        for a, b in itertools.pairwise(starts):
+            if b < a + num_steps:
+                raise ValueError(
+                    f"start_trace_steps: the traces of {num_steps} steps from {a} and from {b} "
+                    f"overlap; leave {num_steps} steps or more between them."
+                )
+        self._starts, self._num = set(starts), num_steps
+        self.directory = os.path.join(directory, "profile")
+        self._until: int | None = None
+
+    def before_step(self, step: int) -> None:
+        """Starts a trace if one begins with this step."""
+        if step in self._starts and self._until is None:
+            jax.profiler.start_trace(self.directory)
+            self._until = step + self._num - 1
+
+    def ends_after(self, step: int) -> bool:
+        """Returns whether a trace ends with this step, which must be done before `stop`."""
+        return self._until is not None and step >= self._until
+
+    def stop(self) -> None:
+        """Ends the trace if there is one."""
+        if self._until is not None:
+            self._until = None
+            jax.profiler.stop_trace()
+            logger.info("Wrote a trace to %s", self.directory)

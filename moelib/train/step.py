@@ -1,0 +1,163 @@
+"""The training step and the evaluation step: pure functions of state and batch.
+
+Everything in them is of the global batch: means are weighted by tokens, over devices and over
+micro-batches.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moelib.core import tree
+from moelib.core.module import functional
+from moelib.learner import paths
+from moelib.learner.accumulation import accumulate
+from moelib.learner.learner import Learner
+from moelib.train.metrics import PackedMetrics, as_weighted, collect, pack
+from moelib.train.state import TrainerState
+
+Batch = dict[str, Any]
+Nested = dict[str, Any]
+TrainStep = Callable[[TrainerState, Batch], tuple[TrainerState, PackedMetrics]]
+EvalStep = Callable[[Nested, Batch], PackedMetrics]
+
+POISONED = "poisoned"  # 1 if the state is not fit to go on from.
+
+
+def make_train_step(
+    model: Any, learner: Learner, *, train_dtype: str | None = None, num_microbatches: int = 1
+) -> TrainStep:
+    """Returns the function (state, batch) -> (state after the step, metrics of the step).
+
+    The objective is the loss plus the auxiliary losses. Parameters that the learner does not
+    update take the values that layers put out; of a step that the learner skips, nothing stays.
+
+    The metric `poisoned` is 1 if the new parameters are not finite, or the loss is not and the
+    step was taken nevertheless.
+
+    Args:
+        model: A module; see `moelib.train.trainer.SpmdTrainer`.
+        learner: Built for the model's specs.
+        train_dtype: Trainable parameters are cast to it for the forward and backward pass.
+        num_microbatches: Passes over equal parts of the batch before the one update.
+    """
+
+    def train_step(state: TrainerState, batch: Batch) -> tuple[TrainerState, PackedMetrics]:
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.prng_key), state.step)
+        trained = paths.select(state.model, learner.is_updated)
+        fixed = paths.select(state.model, lambda path: not learner.is_updated(path))
+        castable = _trainable(model)
+
+        def micro_step(batch: Batch, carry: Any) -> Any:
+            fixed, index = carry
+
+            def objective(trained: Nested) -> Any:
+                params = _cast(paths.merge(fixed, trained), train_dtype, castable)
+                micro_key = jax.random.fold_in(key, index)
+                return _forward(model, params, micro_key, batch, is_training=True)
+
+            grad = jax.value_and_grad(objective, has_aux=True)
+            (value, (metrics, updates)), gradients = grad(trained)
+            new_fixed = _updated(fixed, updates)
+            return value, metrics["loss"].weight, gradients, metrics, (new_fixed, index + 1)
+
+        carry = (fixed, jnp.zeros((), jnp.int32))
+        done = accumulate(micro_step, batch, num_microbatches=num_microbatches, state=carry)
+        update = learner.update(
+            gradients=done.gradients,
+            state=state.learner,
+            params=state.model,
+            loss=done.objective,
+        )
+        metrics = {name: value.mean for name, value in done.metrics.items()}
+        metrics |= {**update.metrics, "num_tokens": done.weight, "objective": done.objective}
+        skipped = update.metrics.get("skipped")
+        params = _end_step(model, paths.merge(update.params, done.state[0]), state.model, skipped)
+        metrics[POISONED] = _is_poisoned(done.objective, params, skipped)
+        return TrainerState(state.step + 1, state.prng_key, params, update.state), pack(metrics)
+
+    return train_step
+
+
+def make_eval_step(model: Any, *, train_dtype: str | None = None) -> EvalStep:
+    """Returns the function (parameters, batch) -> metrics; sums are what evaluations add up.
+
+    Beside means there are `num_tokens`, and `total/<name>`: each metric times its weight.
+    """
+
+    def eval_step(params: Nested, batch: Batch) -> PackedMetrics:
+        params = _cast(params, train_dtype, _trainable(model))
+        _, (metrics, _) = _forward(model, params, None, batch, is_training=False)
+        totals: dict[str, Any] = {"num_tokens": metrics["loss"].weight}
+        for name, value in metrics.items():
+            # A mean over no tokens may be NaN; its total is 0.
+            total = jnp.where(value.weight > 0, value.mean * value.weight, 0.0)
+            totals[f"total/{name}"], totals[f"weight/{name}"] = total, value.weight
+        return pack(totals)
+
+    return eval_step
+
+
+def _forward(
+    model: Any, params: Nested, key: jax.Array | None, batch: Batch, *, is_training: bool
+) -> Any:
+    """Returns (objective, (metrics as WeightedScalars, state updates))."""
+    outputs, collection = functional(model, key, params, (batch,), is_training=is_training)
+    loss, metrics = outputs
+    loss = as_weighted(loss)
+    found = collect(loss, metrics, collection, batch)
+    return loss.mean + collection.total_aux_loss(), (found, collection.state_updates)
+
+
+def _updated(fixed: Nested, updates: Nested) -> Nested:
+    """Returns the parameters that are not trained, with what layers put out in their place.
+
+    Raises:
+        ValueError: If a layer puts out a value for a parameter that is trained, or there is none.
+    """
+    known = paths.by_path(fixed)
+    for path, value in tree.flatten_items(updates):
+        if path not in known or known[path].shape != value.shape:
+            raise ValueError(
+                f"add_state_update for {path!r}, shape {value.shape}: there is no such parameter "
+                "that the learner leaves alone; give it a ParameterSpec of that shape with "
+                "trainable=False."
+            )
+    new = paths.by_path(updates)
+    return paths.map_by_path(
+        lambda path, old: new[path].astype(old.dtype) if path in new else old, fixed
+    )
+
+
+def _end_step(model: Any, new: Nested, old: Nested, skipped: jax.Array | None) -> Nested:
+    """Returns the parameters after the layers' own updates; the old ones if the step is skipped."""
+    if hasattr(model, "end_step_recursively"):
+        new = model.end_step_recursively(new)
+    new = jax.tree.map(lambda n, o: n.astype(o.dtype), new, old)
+    if skipped is None:
+        return new
+    return jax.tree.map(lambda n, o: jnp.where(skipped > 0, o, n), new, old)
+
+
+def _is_poisoned(loss: jax.Array, params: Nested, skipped: jax.Array | None) -> jax.Array:
+    bad = ~jnp.isfinite(loss)
+    if skipped is not None:
+        bad &= skipped == 0
+    for leaf in jax.tree.leaves(params):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            bad |= ~jnp.all(jnp.isfinite(leaf))
+    return bad.astype(jnp.float32)
+
+
+def _trainable(model: Any) -> dict[str, bool]:
+    """Returns, by path, whether gradients are taken; what is not may need all its digits."""
+    specs = paths.specs_by_path(model.create_parameter_specs_recursively())
+    return {path: spec.trainable for path, spec in specs.items()}
+
+
+def _cast(params: Nested, dtype: str | None, castable: dict[str, bool]) -> Nested:
+    return paths.map_by_path(
+        lambda path, x: tree.cast_floats(x, dtype) if castable[path] else x, params
+    )

@@ -1,0 +1,370 @@
+"""The trainer: builds everything a run needs, restores it, and runs it to its end."""
+
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from moelib.checkpoint.checkpointer import Checkpointer
+from moelib.checkpoint.contents import CheckpointRecord
+from moelib.core import tree
+from moelib.core.config import (
+    REQUIRED,
+    ConfigBase,
+    DType,
+    InstantiableConfig,
+    Required,
+    RequiredFieldMissingError,
+    config_class,
+    did_you_mean,
+)
+from moelib.core.module import Module, nowrap
+from moelib.data.input import Input, batch_spec
+from moelib.data.prefetch import row_sharding
+from moelib.learner.learner import Learner
+from moelib.parallel import sharding
+from moelib.parallel.mesh import (
+    MESH_AXIS_NAMES,
+    HybridMeshShape,
+    create_device_mesh,
+    describe_mesh,
+    mesh_shape_from_axes,
+)
+from moelib.train import state as state_lib
+from moelib.train.evaler import SpmdEvaler
+from moelib.train.identity import claim_directory, config_hash
+from moelib.train.loop import TrainLoop
+from moelib.train.state import TrainerState
+from moelib.train.step import make_train_step
+from moelib.train.summary_writer import SummaryWriter
+
+logger = logging.getLogger(__name__)
+
+
+class SpmdTrainer(Module):
+    """Trains a model, the same on one device and on many processes with many.
+
+    The model is a module with `create_parameter_specs_recursively() -> nested dict of
+    ParameterSpec`, `initialize_parameters_recursively(prng_key) -> nested dict of arrays`, and
+    `forward(batch) -> (loss, metrics)`, the loss a WeightedScalar of nats a token and the number
+    of tokens. It may have `end_step_recursively(parameters) -> parameters`, applied after each
+    step, and `flops_per_token(seq_len=) -> float`, for FLOP/s.
+
+    A run leaves in its folder `config.txt`, `metrics.jsonl`, `summaries/` and `checkpoints/`, and
+    goes on from the newest checkpoint when it is started again; it then takes the same steps, bit
+    for bit, as if it had never been stopped.
+    """
+
+    @config_class
+    class Config(Module.Config):
+        """Config of `SpmdTrainer`."""
+
+        # What is trained, on what.
+        input: Required[Input.Config] = REQUIRED
+        model: Required[InstantiableConfig] = REQUIRED
+        learner: Learner.Config = Learner.default_config()
+        max_step: Required[int] = REQUIRED
+        prng_seed: int = 0  # Of initial parameters and dropout.
+        train_dtype: DType | None = None  # Trainable parameters are cast to it for each step.
+        num_microbatches: int = 1  # Parts of a batch computed one after the other.
+        # Builds a function from the first TrainerState to the one to begin with.
+        init_state_builder: InstantiableConfig | None = None
+
+        # Where.
+        mesh_shape: Sequence[int] | HybridMeshShape = mesh_shape_from_axes(data=-1)
+        mesh_axis_names: Sequence[str] = MESH_AXIS_NAMES
+        # (regex for --mesh_selector, mesh shape or config of a ConfigModifier); first match wins.
+        mesh_rules: Sequence[tuple[str, Any]] = ()
+
+        # What it leaves.
+        dir: Required[str] = REQUIRED
+        checkpointer: Checkpointer.Config | None = Checkpointer.default_config()  # None: none.
+        evalers: dict[str, SpmdEvaler.Config] = {}
+        summary_writer: SummaryWriter.Config = SummaryWriter.default_config()
+        log_every_n_steps: int = 10
+
+        # When something goes wrong, and to see what goes on.
+        stop_on_nan: bool = True  # If not, training goes on, but such a state is never saved.
+        watchdog_timeout_seconds: float | None = 1800.0  # Without a step: print all stacks.
+        crash_on_hang_timeout_seconds: float | None = None  # Without a step: exit.
+        start_trace_steps: Sequence[int] = ()  # Steps before which a profiler trace begins.
+        num_trace_steps: int = 3  # Steps in a trace.
+
+    def __init__(self, cfg: Any, *, parent: Module | None) -> None:
+        """Builds model, learner, evalers and checkpointer. Opens no data and touches no device.
+
+        Raises:
+            ValueError: If a setting cannot be.
+        """
+        super().__init__(cfg, parent=parent)
+        cfg = self.config
+        _check(cfg)
+        self._add_child("model", cfg.model)
+        specs = self.model.create_parameter_specs_recursively()
+        self._add_child("learner", cfg.learner, param_specs=specs)
+        self._evalers: dict[str, SpmdEvaler] = {}
+        for name, evaler in cfg.evalers.items():
+            evaler = _with_max_step(evaler, "eval_policy", cfg.max_step)
+            shared = {"model": self.model, "train_dtype": cfg.train_dtype}
+            self._evalers[name] = self._add_child(f"evaler_{name}", evaler, **shared)
+        if cfg.checkpointer is not None:
+            checkpointer = _with_max_step(cfg.checkpointer, "save_policy", cfg.max_step)
+            _set_if_required(checkpointer, dir=os.path.join(cfg.dir, "checkpoints"))
+            self._add_child("checkpointer", checkpointer)
+        writer = cfg.summary_writer.clone()
+        _set_if_required(
+            writer,
+            dir=os.path.join(cfg.dir, "summaries"),
+            jsonl_path=os.path.join(cfg.dir, "metrics.jsonl"),
+        )
+        self._add_child("summary_writer", writer)
+        self._state: TrainerState | None = None
+        self._input_state: dict[str, Any] | None = None
+        self._compiled: Callable[..., Any] | None = None
+        self.step = 0  # Steps taken, known without asking the devices.
+
+    # What there is.
+
+    @nowrap
+    def mesh(self) -> jax.sharding.Mesh:
+        """Returns the mesh of the config, over all devices; `jax.set_mesh` takes it."""
+        return self._mesh
+
+    @functools.cached_property
+    def _mesh(self) -> jax.sharding.Mesh:
+        return create_device_mesh(self.config.mesh_shape, self.config.mesh_axis_names)
+
+    @functools.cached_property
+    def input(self) -> Input:
+        """The training input, opened when it is first asked for."""
+        try:
+            return self.config.input.instantiate()
+        except RequiredFieldMissingError as error:
+            raise error.inside("input") from None
+
+    @property
+    def evalers(self) -> dict[str, SpmdEvaler]:
+        """The evalers, by name."""
+        return self._evalers
+
+    @functools.cached_property
+    def trainer_state_specs(self) -> TrainerState:
+        """The state with a ParameterSpec in place of each array."""
+        return state_lib.state_specs(self.model, self.learner)
+
+    @functools.cached_property
+    def trainer_state_shardings(self) -> TrainerState:
+        """The state with a NamedSharding in place of each array."""
+        return sharding.named_shardings(self.trainer_state_specs, self.mesh())
+
+    @property
+    def trainer_state(self) -> TrainerState:
+        """The state now. Raises RuntimeError before `init` or `restore_checkpoint`."""
+        if self._state is None:
+            raise RuntimeError("There is no state yet; call init() or restore_checkpoint() first.")
+        return self._state
+
+    @property
+    def input_state(self) -> dict[str, Any] | None:
+        """The place in the training data after the steps taken, or None at the beginning."""
+        return self._input_state
+
+    @property
+    def batch_sharding(self) -> jax.sharding.NamedSharding:
+        """Where the arrays [B, S] of a batch lie."""
+        cfg = self.config.input
+        return state_lib.batch_sharding(cfg.global_batch_size, cfg.seq_len, self.mesh())
+
+    @nowrap
+    def model_params_for_eval(self) -> dict[str, Any]:
+        """Returns the parameters to evaluate: their average if the learner keeps one."""
+        return self.learner.eval_params(self.trainer_state.learner, self.trainer_state.model)
+
+    @nowrap
+    def flops_per_token(self) -> float | None:
+        """Returns the FLOPs of training on a token, or None if the model does not say."""
+        if not hasattr(self.model, "flops_per_token"):
+            return None
+        return self.model.flops_per_token(seq_len=self.config.input.seq_len)
+
+    # State.
+
+    @nowrap
+    def init(self, prng_key: jax.Array | int | None = None) -> None:
+        """Makes the state before the first step, from a key or else `prng_seed`."""
+        cfg = self.config
+        key = cfg.prng_seed if prng_key is None else prng_key
+        with jax.set_mesh(self.mesh()):
+            state = state_lib.init_state(
+                self.model, self.learner, key, self.trainer_state_shardings
+            )
+            if cfg.init_state_builder is not None:
+                state = cfg.init_state_builder.instantiate()(state)
+                state = jax.device_put(state, self.trainer_state_shardings)
+        self._state, self._input_state, self.step = state, None, int(state.step)
+
+    @nowrap
+    def restore_checkpoint(self, step: int | None = None) -> int | None:
+        """Takes over the newest checkpoint that can be read, or that of `step`.
+
+        Returns:
+            Its step, or None if there is no checkpoint.
+
+        Raises:
+            CheckpointMismatchError: If it is of another config.
+            CheckpointNotFoundError: If there is none of the step.
+            DamagedCheckpointError: If none can be read.
+        """
+        if self.config.checkpointer is None:
+            return None
+        target = state_lib.abstract_state(self.trainer_state_specs, self.trainer_state_shardings)
+        restored = self.checkpointer.restore(target, step=step)
+        if restored is None:
+            return None
+        if restored.record.config_hash != config_hash(self.config):
+            logger.warning(
+                "%s was written under a config that differs in model, learner, input or prng_seed.",
+                restored.path,
+            )
+        self._state, self._input_state = restored.state, restored.record.input
+        self.step = restored.record.step
+        return self.step
+
+    @nowrap
+    def save_checkpoint(self, metrics: dict[str, float] | None = None) -> None:
+        """Begins to write a checkpoint of the state now, with the metrics of its evaluations."""
+        record = CheckpointRecord(
+            step=self.step,
+            arrays={},
+            input=self._input_state,
+            metrics=metrics or {},
+            config_hash=config_hash(self.config),
+            mesh=dict(self.mesh().shape),
+        )
+        self.checkpointer.save(self.trainer_state, record)
+
+    # Steps.
+
+    @nowrap
+    def compile_train_step(self, batch: Any = None) -> jax.stages.Compiled:
+        """Returns the training step (state, batch) -> (state, metrics), compiled; state is donated.
+
+        Args:
+            batch: Arrays, or what stands for them; by default those that language-model inputs
+                give, for which no data is opened.
+        """
+        cfg = self.config
+        if batch is None:
+            shapes = batch_spec(cfg.input.global_batch_size, cfg.input.seq_len)
+            batch = {name: jax.ShapeDtypeStruct(shape, "int32") for name, shape in shapes.items()}
+        batch = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=row_sharding(self.batch_sharding, len(x.shape))
+            ),
+            batch,
+        )
+        state = state_lib.abstract_state(self.trainer_state_specs, self.trainer_state_shardings)
+        step = make_train_step(
+            self.model,
+            self.learner,
+            train_dtype=cfg.train_dtype,
+            num_microbatches=cfg.num_microbatches,
+        )
+        replicated = jax.sharding.NamedSharding(self.mesh(), jax.sharding.PartitionSpec())
+        out = (self.trainer_state_shardings, replicated)
+        with jax.set_mesh(self.mesh()):
+            return (
+                jax.jit(step, donate_argnums=(0,), out_shardings=out).lower(state, batch).compile()
+            )
+
+    @nowrap
+    def run_step(self, batch: Any, *, input_state: dict[str, Any] | None = None) -> Any:
+        """Takes a step, and returns its packed metrics without waiting for them.
+
+        Args:
+            batch: Global arrays.
+            input_state: The place in the data after the batch, to be saved with the state.
+        """
+        if self._compiled is None:
+            begin = time.perf_counter()
+            self._compiled = self.compile_train_step(batch)
+            logger.info("Compiled the training step in %.1f s.", time.perf_counter() - begin)
+        self._state, metrics = self._compiled(self.trainer_state, batch)
+        self._input_state = input_state
+        self.step += 1
+        return metrics
+
+    @nowrap
+    def run(self, prng_key: jax.Array | int | None = None) -> dict[str, Any]:
+        """Trains up to `max_step`, from the newest checkpoint if there is one.
+
+        SIGTERM or SIGINT saves a checkpoint and returns.
+
+        Args:
+            prng_key: Key or seed of a run that begins; by default `prng_seed`.
+
+        Returns:
+            `loss` of the last step (nats a token, None if no step was taken), `aux` its metrics by
+            name, `evaler_summaries` the newest metrics of each evaler by name, `step` the number
+            of steps taken, and `stopped_by` (None, "SIGTERM", "SIGINT" or "end of input").
+
+        Raises:
+            TrainerDirConflictError: If the folder belongs to another run.
+            NonFiniteError: At the first step whose loss or parameters are not finite.
+            CheckpointSaveError: If the last checkpoint could not be written.
+        """
+        cfg = self.config
+        with jax.set_mesh(self.mesh()):
+            config_path = claim_directory(cfg, cfg.dir, write=jax.process_index() == 0)
+            if cfg.checkpointer is not None:
+                self.checkpointer.remove_unfinished()
+            restored = self.restore_checkpoint()
+            if restored is None:
+                self.init(prng_key)
+            self.summary_writer.resume(self.step)
+            return TrainLoop(self, config_path=config_path).run()
+
+    @nowrap
+    def describe(self) -> str:
+        """Returns one line: parameters, state, mesh."""
+        params = self.trainer_state_specs.model
+        mesh = self.mesh()
+        return (
+            f"{tree.count_elements(params):,} parameters, "
+            f"{tree.count_bytes(self.trainer_state_specs) / 1e6:,.1f} MB of state, mesh: "
+            f"{describe_mesh(tuple(mesh.shape.values()), tuple(mesh.shape))} "
+            f"({mesh.devices.flat[0].device_kind})"
+        )
+
+
+def _check(cfg: Any) -> None:
+    """Raises ValueError for settings that cannot be."""
+    for name in ("max_step", "log_every_n_steps", "num_microbatches"):
+        if getattr(cfg, name) < 1:
+            raise ValueError(f"{name} is {getattr(cfg, name)}; set it to 1 or more.")
+    if cfg.checkpointer is not None and (metric := cfg.checkpointer.best_metric) is not None:
+        evaler = metric.partition("/")[0]
+        if evaler not in cfg.evalers:
+            raise ValueError(
+                f"checkpointer.best_metric is {metric!r}, but there is no evaler {evaler!r}; "
+                + did_you_mean(evaler, cfg.evalers)
+            )
+
+
+def _set_if_required(cfg: ConfigBase, **values: Any) -> None:
+    for name, value in values.items():
+        if getattr(cfg, name) is REQUIRED:
+            setattr(cfg, name, value)
+
+
+def _with_max_step(cfg: Any, policy: str, max_step: int) -> Any:
+    """Returns a copy of a config, whose policy knows the run's last step if it asks for it."""
+    cfg = cfg.clone()
+    inside = getattr(cfg, policy)
+    if dict(inside.items()).get("max_step", 0) is None:
+        inside.set(max_step=max_step)
+    return cfg

@@ -1,0 +1,95 @@
+"""The watchdog: says where every thread is when no step has ended for too long."""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from typing import Self, TextIO
+
+EXIT_CODE = 87  # Of a process that the watchdog ended.
+
+
+class Watchdog:
+    """Prints the stacks of all threads after some seconds without a step; may end the process.
+
+    Use it in a `with`, and call `beat` after every step. It sleeps until the first.
+    """
+
+    def __init__(
+        self,
+        timeout_seconds: float | None,
+        *,
+        crash_timeout_seconds: float | None = None,
+        stream: TextIO | None = None,
+    ) -> None:
+        """Checks the settings.
+
+        Args:
+            timeout_seconds: Seconds without a step before stacks are printed; None for never.
+            crash_timeout_seconds: Seconds before the process exits with code 87, so that
+                whatever runs it can start it again; None for never.
+            stream: Where stacks go, a file with a descriptor; by default stderr.
+
+        Raises:
+            ValueError: If a timeout is not positive.
+        """
+        for name, value in (
+            ("watchdog_timeout_seconds", timeout_seconds),
+            ("crash_on_hang_timeout_seconds", crash_timeout_seconds),
+        ):
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} is {value}; set it above 0, or to None for no watchdog.")
+        self._timeout, self._crash = timeout_seconds, crash_timeout_seconds
+        self._stream = stream or sys.stderr
+        self._stop = threading.Event()
+        self._last: tuple[int, float] | None = None
+        self._reported: int | None = None
+        self._thread: threading.Thread | None = None
+
+    def beat(self, step: int) -> None:
+        """Says that a step has ended, or that other work has and the clock starts anew."""
+        self._last = (step, time.monotonic())
+
+    def pause(self) -> None:
+        """Stops the clock until the next beat, for work that may take long."""
+        self._last = None
+
+    def __enter__(self) -> Self:
+        limits = [t for t in (self._timeout, self._crash) if t is not None]
+        if limits:
+            self._stop.clear()
+            period = min(min(limits) / 4, 5.0)
+            self._thread = threading.Thread(
+                target=self._watch, args=(period,), name="watchdog", daemon=True
+            )
+            self._thread.start()
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _watch(self, period: float) -> None:
+        while not self._stop.wait(period):
+            last = self._last
+            if last is None:
+                continue
+            step, since = last[0], time.monotonic() - last[1]
+            if self._timeout is not None and since > self._timeout and self._reported != step:
+                self._reported = step
+                self._report(step, since)
+            if self._crash is not None and since > self._crash:
+                self._report(step, since)
+                print(f"Watchdog: exits with code {EXIT_CODE}.", file=self._stream, flush=True)
+                os._exit(EXIT_CODE)
+
+    def _report(self, step: int, seconds: float) -> None:
+        print(
+            f"Watchdog: no step for {seconds:.0f} s after step {step}; all threads:",
+            file=self._stream,
+            flush=True,
+        )
+        faulthandler.dump_traceback(file=self._stream, all_threads=True)
