@@ -26,5 +26,5 @@ def cross_entropy(
     onehot = jax.nn.one_hot(labels, logits.shape[1], dtype=jnp.float32)
     nll = lse - jnp.sum(onehot * logits, axis=-1)
     nll = jnp.where(labels >= logits.shape[1], jnp.nan, nll)
-    terms = jnp.where(ignored, 0.0, weights * (nll + z_loss * lse**2))
-    return jnp.sum(terms), jnp.where(ignored, 0.0, nll), jnp.where(ignored, 0.0, lse)
+    nll, lse, weights = (jnp.where(ignored, 0.0, x) for x in (nll, lse, weights))
+    return jnp.sum(weights * (nll + z_loss * lse**2)), nll, lse

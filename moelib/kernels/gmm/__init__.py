@@ -63,7 +63,9 @@ def gmm(
         want = "[g, n, k]" if transpose_rhs else "[g, k, n]"
         raise ValueError(f"gmm: lhs {lhs.shape} is not [m, k] to {want} of rhs {rhs.shape}.")
     if rhs.shape[0] != group_sizes.shape[0]:
-        raise ValueError(f"gmm: rhs {rhs.shape} has no matrix for each of {group_sizes.shape[0]} groups.")
+        raise ValueError(
+            f"gmm: rhs {rhs.shape} has no matrix for each of {group_sizes.shape[0]} groups."
+        )
     check_backend("gmm", backend, _BACKENDS)
     out_dtype = jnp.dtype(preferred_element_type or lhs.dtype)
     return _gmm(transpose_rhs, backend, out_dtype, *align(lhs, rhs, group_sizes))

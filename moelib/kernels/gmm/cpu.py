@@ -22,9 +22,9 @@ from moelib.kernels.varying import zeros_like_varying
 def block_sizes(num_rows: int, num_groups: int) -> tuple[int, ...]:
     """Returns the numbers of rows in a block, largest first; the last is also the edge block's.
 
-    An edge block wastes half of itself on average, so it is small beside a group. A small block
-    spends its time on packing the group's matrix, so none is under 8 rows, and large groups are
-    mostly done in large blocks; over 256 rows nothing is gained.
+    An edge block wastes half of itself on average, so it is no larger than a group need be, and 64
+    rows suffice to hide that each block packs the group's matrix anew. Large groups are mostly done
+    in blocks of 256 rows; more sizes or larger ones gain nothing, and each takes time to compile.
 
     Args:
         num_rows: Rows of all groups; no block is larger.
@@ -32,12 +32,9 @@ def block_sizes(num_rows: int, num_groups: int) -> tuple[int, ...]:
     """
     mean = num_rows / max(num_groups, 1)
     edge = 8
-    while edge < min(64, mean / 2):
+    while edge < min(64, mean):
         edge *= 2
-    sizes = [edge]
-    while sizes[0] * 2 <= min(256, mean):
-        sizes.insert(0, sizes[0] * 2)
-    return tuple(size for size in sizes if size <= num_rows) or (num_rows,)
+    return (256, edge) if mean >= 256 else (min(edge, num_rows),)
 
 
 def gmm(
@@ -91,19 +88,18 @@ def gmm_weight_gradient(
         return out
     blocks = block_sizes(m, len(group_sizes))
 
-    def product(lhs_rows: Array, row: Array, size: int) -> Array:
-        grad_rows = lax.dynamic_slice_in_dim(grad, row, size)
-        dims = (((0,), (0,)), ((), ()))
-        return lax.dot_general(lhs_rows, grad_rows, dims, preferred_element_type=jnp.float32)
+    def product(row: Array, size: int, mine: Array | None = None) -> Array:
+        pair = [lax.dynamic_slice_in_dim(x, row, size) for x in (lhs, grad)]
+        if mine is not None:  # Both, for a NaN in another group's row times zero is NaN.
+            pair = [jnp.where(mine, x, 0) for x in pair]
+        return lax.dot_general(*pair, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+    def add(total: Array, row: Array, size: int) -> Array:
+        return total + product(row, size)
 
     def visit(group: Array, start: Array, end: Array, out: Array) -> Array:
         row, stop, mine = _edge(start, end, blocks[-1], m)
-        lhs_rows = jnp.where(mine, lax.dynamic_slice_in_dim(lhs, row, blocks[-1]), 0)
-        total = product(lhs_rows, row, blocks[-1])
-
-        def add(total: Array, row: Array, size: int) -> Array:
-            return total + product(lax.dynamic_slice_in_dim(lhs, row, size), row, size)
-
+        total = product(row, blocks[-1], mine)
         total = _whole_blocks(stop, end, blocks, add, total).astype(out_dtype)
         return lax.dynamic_update_index_in_dim(out, total, group, axis=0)
 
@@ -119,14 +115,13 @@ def _visit_groups(
     """Folds `visit(group, start row, end row, carry)` over the groups that have rows, in order."""
     ends = jnp.minimum(jnp.cumsum(group_sizes), num_rows).astype(jnp.int32)
     starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
-    full = ends > starts
-    order = jnp.argsort(~full, stable=True)
+    num_full = jnp.cumsum(ends > starts, dtype=jnp.int32)  # Up to and with each group.
 
     def body(i: Array, carry: Any) -> Any:
-        group = order[i]
+        group = jnp.sum(num_full <= i, dtype=jnp.int32)  # The i-th, from 0, that has rows.
         return visit(group, starts[group], ends[group], carry)
 
-    return lax.fori_loop(0, jnp.sum(full, dtype=jnp.int32), body, carry)
+    return lax.fori_loop(0, num_full[-1], body, carry)
 
 
 def _edge(start: Array, end: Array, size: int, num_rows: int) -> tuple[Array, Array, Array]:

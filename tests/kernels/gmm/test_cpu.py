@@ -8,9 +8,9 @@ from moelib.kernels.gmm.cpu import block_sizes, gmm
 @pytest.mark.parametrize(
     ("num_rows", "num_groups", "expected"),
     [
-        (16384, 16, (256, 128, 64)),
-        (4096, 16, (256, 128, 64)),
-        (4096, 64, (64, 32)),
+        (16384, 16, (256, 64)),
+        (4096, 16, (256, 64)),
+        (4096, 64, (64,)),
         (64, 64, (8,)),
         (5, 2, (5,)),
         (1, 1, (1,)),

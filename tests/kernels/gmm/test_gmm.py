@@ -9,16 +9,14 @@ from jax.sharding import PartitionSpec
 
 from moelib.kernels.gmm import gmm, gmm_weight_gradient, reference
 
-BACKENDS = ["cpu", "xla", "reference", None]
-GROUPS = [
-    [64, 64],
-    [1, 127],
-    [0, 128],
-    [128, 0, 0],
-    [0, 0, 0],
-    [37, 0, 3, 60],  # Rows are left over.
-    [300, 1, 0, 19, 0],
-    [2, 1, 3, 0, 1],
+BACKENDS = ["cpu", "xla", "reference"]
+
+# Rows, and sizes of groups among them. The mean group decides the blocks: 64, 64, 256 and 64, 8.
+CASES = [
+    *((128, sizes) for sizes in ([64, 64], [1, 127], [0, 128], [128, 0], [0, 0], [37, 60])),
+    *((320, sizes) for sizes in ([300, 1, 0, 19, 0], [0, 0, 0, 0, 320], [63, 65, 64, 1, 127])),
+    *((600, sizes) for sizes in ([600, 0], [1, 599], [321, 255])),
+    *((13, sizes) for sizes in ([2, 1, 3, 0, 1], [0, 13, 0, 0, 0])),
 ]
 
 
@@ -51,15 +49,21 @@ def _pull(function, grad, *primals):
     return value, pull(grad.astype(value.dtype))
 
 
+@functools.partial(jax.jit, static_argnames="backend")
+def _compiled(lhs, rhs, grad, sizes, backend):
+    """Compiled once for all groups of one shape."""
+    run = functools.partial(gmm, group_sizes=sizes, backend=backend)
+    return _pull(run, grad, lhs, rhs)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("sizes", GROUPS, ids=str)
-def test_values_and_gradients_equal_the_reference(backend, sizes):
-    lhs, rhs, grad, group_sizes = _operands(sizes)
-    run = functools.partial(gmm, group_sizes=group_sizes, backend=backend)
+@pytest.mark.parametrize(("num_rows", "sizes"), CASES, ids=str)
+def test_values_and_gradients_equal_the_reference(backend, num_rows, sizes):
+    lhs, rhs, grad, group_sizes = _operands(sizes, num_rows)
     plain = functools.partial(
         reference.gmm, group_sizes=group_sizes, transpose_rhs=False, out_dtype=jnp.float32
     )
-    value, grads = jax.jit(functools.partial(_pull, run))(grad, lhs, rhs)
+    value, grads = _compiled(lhs, rhs, grad, group_sizes, backend)
     _, expected_grads = _pull(plain, grad, lhs, rhs)
     _assert_close(value, _by_loop(lhs, rhs, sizes))
     for got, expected in zip(grads, expected_grads, strict=True):
@@ -70,9 +74,8 @@ def test_values_and_gradients_equal_the_reference(backend, sizes):
 def test_a_transposed_rhs_gives_the_same_values_and_transposed_gradients(backend):
     lhs, rhs, grad, sizes = _operands([5, 0, 70, 30])
     flipped = rhs.transpose(0, 2, 1)
-    straight = functools.partial(gmm, group_sizes=sizes, backend=backend)
-    turned = functools.partial(straight, transpose_rhs=True)
-    value, (lhs_grad, rhs_grad) = _pull(straight, grad, lhs, rhs)
+    turned = functools.partial(gmm, group_sizes=sizes, backend=backend, transpose_rhs=True)
+    value, (lhs_grad, rhs_grad) = _compiled(lhs, rhs, grad, sizes, "reference")
     turned_value, (turned_lhs_grad, turned_rhs_grad) = _pull(turned, grad, lhs, flipped)
     _assert_close(turned_value, value)
     _assert_close(turned_lhs_grad, lhs_grad)
@@ -82,7 +85,7 @@ def test_a_transposed_rhs_gives_the_same_values_and_transposed_gradients(backend
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_separate_parts_are_the_gradients(backend):
     lhs, rhs, grad, sizes = _operands([5, 0, 70, 30])
-    _, (lhs_grad, rhs_grad) = _pull(functools.partial(gmm, group_sizes=sizes), grad, lhs, rhs)
+    _, (lhs_grad, rhs_grad) = _compiled(lhs, rhs, grad, sizes, "reference")
     by_part = gmm(grad, rhs, sizes, transpose_rhs=True, backend=backend)
     _assert_close(by_part, lhs_grad)
     _assert_close(gmm_weight_gradient(lhs, grad, sizes, backend=backend), rhs_grad)
@@ -101,15 +104,13 @@ def test_the_weight_gradient_is_differentiable(backend):
         _assert_close(got, expected)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_random_shapes_and_groups_equal_one_matmul_a_group(seed):
+@pytest.mark.parametrize("seed", range(24))
+def test_random_groups_equal_one_matmul_a_group(seed):
     rng = np.random.default_rng(seed)
-    g, k, n = rng.integers(1, 12), rng.integers(1, 40), rng.integers(1, 40)
-    sizes = rng.multinomial(rng.integers(0, 500), rng.dirichlet(np.full(g, 0.4))).tolist()
-    lhs, rhs, grad, group_sizes = _operands(sizes, sum(sizes) + rng.integers(0, 9), k, n, seed=seed)
-    value, (lhs_grad, rhs_grad) = _pull(
-        functools.partial(gmm, group_sizes=group_sizes), grad, lhs, rhs
-    )
+    m, g, k, n = [(320, 5, 12, 20), (600, 2, 12, 20), (13, 5, 12, 20), (200, 9, 33, 7)][seed % 4]
+    sizes = rng.multinomial(rng.integers(m // 2, m + 1), rng.dirichlet(np.full(g, 0.4))).tolist()
+    lhs, rhs, grad, group_sizes = _operands(sizes, m, k, n, seed=seed)
+    value, (lhs_grad, rhs_grad) = _compiled(lhs, rhs, grad, group_sizes, None)
     _assert_close(value, _by_loop(lhs, rhs, sizes))
     _assert_close(lhs_grad, _by_loop(grad, rhs.transpose(0, 2, 1), sizes))
     ends = np.cumsum(sizes)
@@ -119,11 +120,10 @@ def test_random_shapes_and_groups_equal_one_matmul_a_group(seed):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_of_no_group_may_hold_anything(backend):
-    lhs, rhs, grad, sizes = _operands([30, 40], num_rows=100)
-    run = functools.partial(gmm, group_sizes=sizes, backend=backend)
-    value, grads = _pull(run, grad, lhs, rhs)
-    stale = lhs.at[70:].set(jnp.nan)
-    stale_value, stale_grads = _pull(run, grad.at[70:].set(jnp.nan), stale, rhs)
+    lhs, rhs, grad, sizes = _operands([30, 40], num_rows=128)
+    value, grads = _compiled(lhs, rhs, grad, sizes, backend)
+    stale, stale_grad = lhs.at[70:].set(jnp.nan), grad.at[70:].set(jnp.nan)
+    stale_value, stale_grads = _compiled(stale, rhs, stale_grad, sizes, backend)
     np.testing.assert_array_equal(value[70:], 0)
     np.testing.assert_array_equal(grads[0][70:], 0)
     _assert_close(stale_value, value)
@@ -131,18 +131,20 @@ def test_rows_of_no_group_may_hold_anything(backend):
         _assert_close(got, expected)
 
 
-def test_nan_in_a_row_stays_in_that_row():
-    lhs, rhs, _, sizes = _operands([30, 40, 58])
-    value = gmm(lhs.at[33].set(jnp.nan), rhs, sizes)
+def test_nan_in_a_row_stays_in_that_row_and_its_groups_gradient():
+    lhs, rhs, grad, sizes = _operands([30, 98])
+    value, (lhs_grad, rhs_grad) = _compiled(lhs.at[33].set(jnp.nan), rhs, grad, sizes, None)
     assert np.isnan(value[33]).all()
     assert np.isfinite(np.delete(np.asarray(value), 33, axis=0)).all()
+    assert np.isfinite(lhs_grad).all()
+    assert np.isfinite(rhs_grad[0]).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bfloat16_is_summed_in_float32(backend):
     lhs, rhs, grad, sizes = _operands([1, 127], k=1024, dtype=jnp.bfloat16)
     run = functools.partial(gmm, group_sizes=sizes, backend=backend)
-    value, grads = _pull(run, grad, lhs, rhs)
+    value, grads = _compiled(lhs, rhs, grad, sizes, backend)
     wide = run(lhs, rhs, preferred_element_type=jnp.float32)
     exact = _by_loop(lhs, rhs, [1, 127])
     assert (value.dtype, wide.dtype) == (jnp.bfloat16, jnp.float32)

@@ -1,0 +1,37 @@
+import jax
+import jax.numpy as jnp
+import pytest
+
+from moelib.kernels.cross_entropy import cross_entropy
+from moelib.kernels.cross_entropy.xla import chunk_size_for
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "vocab_size", "expected"),
+    [
+        (4096, 32768, 1024),
+        (4096, 8192, 4096),
+        (1100, 32768, 552),  # Two equal chunks rather than one whole and one nearly empty.
+        (100, 10**9, 8),
+        (5, 10**9, 5),
+        (0, 100, 0),
+    ],
+)
+def test_chunks_are_equal_and_fit_the_budget(num_tokens, vocab_size, expected):
+    assert chunk_size_for(num_tokens, vocab_size) == expected
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_all_logits_are_never_held_and_no_head_is_transposed(transposed):
+    num_tokens, dim, vocab_size, chunk = 512, 8, 4096, 32
+    head = (vocab_size, dim) if transposed else (dim, vocab_size)
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(num_tokens, dim), head]]
+    labels = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
+
+    def loss(hidden, head, labels):
+        out = cross_entropy(hidden, head, labels, transposed_head=transposed, chunk_size=chunk)
+        return out.loss
+
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*shapes, labels).compile()
+    chunk_bytes, head_bytes = 4 * chunk * vocab_size, 4 * dim * vocab_size
+    assert compiled.memory_analysis().temp_size_in_bytes < 2.5 * chunk_bytes + 2.5 * head_bytes
