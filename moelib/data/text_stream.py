@@ -87,26 +87,26 @@ class JsonLinesStream(TextStream):
         return hashlib.sha256(json.dumps(sizes).encode()).hexdigest()
 
 
-class TfdsStream(TextStream):
+class TFDSStream(TextStream):
     """Examples of a TFDS data set that is stored as TFRecord."""
 
     @config_class
     class Config(TextStream.Config):
-        """Config of `TfdsStream`."""
+        """Config of `TFDSStream`."""
 
         name: str = REQUIRED  # Such as "c4/en", or the folder of a built data set.
         data_dir: str | None = None  # Where TFDS keeps data sets; None is its own default.
         split: str = "train"
-        text_feature: str = "text"
+        text_field: str = "text"
 
     def _builder(self) -> Any:
         cfg = self.config
         builder = open_builder(cfg.name, cfg.data_dir)
-        check_split_and_feature(builder, cfg.split, cfg.text_feature)
+        check_split_and_feature(builder, cfg.split, cfg.text_field)
         if (found := builder.info.file_format.value) != "tfrecord":
             raise ValueError(
                 f"{builder.info.full_name} is stored as {found}, which tf.data cannot read; "
-                "prepare a token store from TfdsText, or build it as tfrecord."
+                "prepare a token store from TFDSSource, or build it as tfrecord."
             )
         return builder
 
@@ -119,7 +119,7 @@ class TfdsStream(TextStream):
 
         def record(number: Any, example: Any) -> Any:
             place = tf.strings.join([name, tf.strings.as_string(number)])
-            return place, example[cfg.text_feature]
+            return place, example[cfg.text_field]
 
         return examples.map(record).shard(num_hosts, host_index)
 

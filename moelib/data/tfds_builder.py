@@ -85,7 +85,7 @@ def build_text_corpus(
     beam_options: Any | None = None,
     beam_runner: str | None = None,
 ) -> str:
-    """Writes a data set, unless it is there, and returns its folder: what `TfdsText` takes as name.
+    """Writes a data set, unless it is there, and returns its folder: a name for `TFDSSource`.
 
     Args:
         source: The documents. Empty ones are left out.

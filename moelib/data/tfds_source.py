@@ -50,13 +50,13 @@ def check_split_and_feature(builder: Any, split: str, feature: str) -> None:
         raise ValueError(f"{name} has no split {split!r}; " + did_you_mean(split, splits))
     if feature not in features:
         raise ValueError(
-            f"{name} has no feature {feature!r}; set text_feature: "
+            f"{name} has no feature {feature!r}; set text_field: "
             + did_you_mean(feature, list(features))
         )
 
 
 @dataclasses.dataclass(frozen=True)
-class TfdsPart:
+class TFDSPart:
     """A range of a split."""
 
     folder: str  # Of the built data set.
@@ -94,17 +94,17 @@ class TfdsPart:
             yield record[self.feature]
 
 
-class TfdsText(Source):
+class TFDSSource(Source):
     """Texts of a data set, by its name in TFDS or its folder."""
 
     @config_class
     class Config(Source.Config):
-        """Config of `TfdsText`."""
+        """Config of `TFDSSource`."""
 
         name: str = REQUIRED  # Such as "c4/en", or the folder of a built data set.
         data_dir: str | None = None  # Where TFDS keeps data sets; None is its own default.
         split: str = "train"
-        text_feature: str = "text"
+        text_field: str = "text"
 
     def parts(self) -> Sequence[Part]:
         """Returns ranges of the split.
@@ -114,7 +114,7 @@ class TfdsText(Source):
         """
         cfg = self.config
         builder = open_builder(cfg.name, cfg.data_dir)
-        check_split_and_feature(builder, cfg.split, cfg.text_feature)
+        check_split_and_feature(builder, cfg.split, cfg.text_field)
         info = builder.info.splits[cfg.split]
         count, size = info.num_examples, info.num_bytes
         if not count:
@@ -124,12 +124,12 @@ class TfdsText(Source):
         step = max(count * _PART_BYTES // max(size, 1), 1)
         folder = os.fspath(builder.data_path)
         return [
-            TfdsPart(
+            TFDSPart(
                 folder,
                 cfg.split,
                 start,
                 min(start + step, count),
-                cfg.text_feature,
+                cfg.text_field,
                 size * (min(start + step, count) - start) // count,
             )
             for start in range(0, count, step)

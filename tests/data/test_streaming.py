@@ -13,9 +13,9 @@ from moelib.data.packing import DocumentBoundary
 from moelib.data.prefetch import Prefetcher
 from moelib.data.source import BadRecordError, InMemorySource
 from moelib.data.streaming import StreamingInput
-from moelib.data.text_stream import JsonLinesStream, TfdsStream
+from moelib.data.text_stream import JsonLinesStream, TFDSStream
 from moelib.data.tfds_builder import build_text_corpus
-from moelib.data.tfds_source import TfdsText
+from moelib.data.tfds_source import TFDSSource
 from moelib.data.tokenizer import ByteTokenizer, Tokenizer
 
 # TensorFlow and TFDS use deprecated functions of theirs.
@@ -159,8 +159,8 @@ def test_a_vocabulary_beyond_the_models_is_refused(files: str):
 def test_tfrecord_data_sets_are_streamed_and_read(tmp_path: pathlib.Path):
     source = InMemorySource.default_config().set(texts=TEXTS).instantiate()
     folder = build_text_corpus(source, "mine", str(tmp_path), file_format="tfrecord")
-    assert sorted(TfdsText.default_config().set(name=folder).instantiate().documents()) == TEXTS
-    stream = TfdsStream.default_config().set(name=folder)
+    assert sorted(TFDSSource.default_config().set(name=folder).instantiate().documents()) == TEXTS
+    stream = TFDSStream.default_config().set(name=folder)
     cfg = _config("unused").set(stream=stream)
     batches = [next(cfg.instantiate().iterator()) for _ in range(2)]
     assert set(_documents(batches[:1])[:-1]) <= set(TEXTS)

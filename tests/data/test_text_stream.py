@@ -5,7 +5,7 @@ import pathlib
 import pytest
 
 from moelib.data.source import BadRecordError, InMemorySource
-from moelib.data.text_stream import JsonLinesStream, TfdsStream
+from moelib.data.text_stream import JsonLinesStream, TFDSStream
 from moelib.data.tfds_builder import build_text_corpus
 
 
@@ -28,7 +28,7 @@ def test_archives_that_tf_data_cannot_read_are_refused(tmp_path: pathlib.Path):
 def test_a_data_set_stored_for_random_access_is_refused(tmp_path: pathlib.Path):
     source = InMemorySource.default_config().set(texts=["x"]).instantiate()
     folder = build_text_corpus(source, "mine", str(tmp_path))
-    stream = TfdsStream.default_config().set(name=folder).instantiate()
+    stream = TFDSStream.default_config().set(name=folder).instantiate()
     with pytest.raises(ValueError, match=r"is stored as array_record, which tf.data cannot read"):
         stream.fingerprint()
     with pytest.raises(BadRecordError, match="not UTF-8"):

@@ -9,7 +9,7 @@ from moelib.data import tfds_builder
 from moelib.data.json_lines import JsonLines
 from moelib.data.source import BadRecordError, InMemorySource
 from moelib.data.tfds_builder import build_text_corpus
-from moelib.data.tfds_source import TfdsText
+from moelib.data.tfds_source import TFDSSource
 
 # TFDS and Beam use deprecated functions of theirs.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -28,12 +28,12 @@ def test_a_corpus_is_written_and_read_without_tensorflow(tmp_path: pathlib.Path)
 import sys
 from moelib.data.source import InMemorySource
 from moelib.data.tfds_builder import build_text_corpus
-from moelib.data.tfds_source import TfdsText
+from moelib.data.tfds_source import TFDSSource
 
 texts = {TEXTS!r}
 source = InMemorySource.default_config().set(texts=texts + [""]).instantiate()
 folder = build_text_corpus(source, "mine", {str(tmp_path)!r}, num_shards=3)
-read = TfdsText.default_config().set(name=folder).instantiate()
+read = TFDSSource.default_config().set(name=folder).instantiate()
 assert sorted(read.documents()) == sorted(texts)
 assert not {{"tensorflow", "jax"}} & set(sys.modules)
 """
@@ -41,7 +41,7 @@ assert not {{"tensorflow", "jax"}} & set(sys.modules)
     folder = tmp_path / "text_corpus" / "mine" / "1.0.0"
     assert len(list(folder.glob("*.array_record-*"))) == 3
     # By name too, and a second time it is found.
-    by_name = TfdsText.default_config().set(name="text_corpus/mine", data_dir=str(tmp_path))
+    by_name = TFDSSource.default_config().set(name="text_corpus/mine", data_dir=str(tmp_path))
     assert sorted(by_name.instantiate().documents()) == sorted(TEXTS)
     assert build_text_corpus(_source(), "mine", str(tmp_path)) == str(folder)
 
@@ -54,7 +54,7 @@ def test_beam_writes_the_same_documents(tmp_path: pathlib.Path):
         _source(), "beam", str(tmp_path), num_shards=2, beam_runner="DirectRunner"
     )
     assert len(list(pathlib.Path(folder).glob("*.array_record-*"))) == 2
-    read = TfdsText.default_config().set(name=folder).instantiate()
+    read = TFDSSource.default_config().set(name=folder).instantiate()
     assert sorted(read.documents()) == sorted(TEXTS)
 
 

@@ -5,7 +5,7 @@ import pytest
 from moelib.data import tfds_source
 from moelib.data.source import InMemorySource
 from moelib.data.tfds_builder import build_text_corpus
-from moelib.data.tfds_source import TfdsText
+from moelib.data.tfds_source import TFDSSource
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TFDS uses deprecated functions.
 
@@ -18,8 +18,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return build_text_corpus(source, "mine", str(tmp_path_factory.mktemp("tfds")))
 
 
-def _source(name: str, **fields: str) -> TfdsText:
-    return TfdsText.default_config().set(name=name, **fields).instantiate()
+def _source(name: str, **fields: str) -> TFDSSource:
+    return TFDSSource.default_config().set(name=name, **fields).instantiate()
 
 
 def test_parts_are_ranges_with_the_documents_of_the_whole(
@@ -40,5 +40,5 @@ def test_unknown_names_are_said(folder: str, tmp_path: pathlib.Path):
     assert len(str(raised.value)) < 400  # TFDS lists all it has.
     with pytest.raises(ValueError, match=r"mine/1.0.0 has no split 'trian'; did you mean 'train'"):
         _source(folder, split="trian").parts()
-    with pytest.raises(ValueError, match=r"no feature 'txt'; set text_feature: .*'text'"):
-        _source(folder, text_feature="txt").parts()
+    with pytest.raises(ValueError, match=r"no feature 'txt'; set text_field: .*'text'"):
+        _source(folder, text_field="txt").parts()
