@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from moelib.checkpoint.policy import every_n_steps_and_last_policy, every_n_steps_policy
+from moelib.checkpoint.policy import every_n_steps_and_last_policy
 from moelib.core.config import config_for_function
 from moelib.data.lm_input import InputMode, LMInput
 from moelib.data.packing import DocumentBoundary
@@ -27,7 +27,7 @@ from moelib.layers.norm import BaseNorm
 from moelib.layers.transformer import ScanStack, TransformerLayer, remat
 from moelib.learner import schedules, transforms
 from moelib.learner.learner import Learner
-from moelib.learner.optimizers import adamw_optimizer, muon_optimizer
+from moelib.learner.optimizers import adamw_optimizer
 from moelib.models.causal_lm import CausalLM
 from moelib.parallel.mesh import mesh_shape_from_axes
 from moelib.train.evaler import SpmdEvaler
@@ -178,7 +178,6 @@ def learner(max_step: int) -> Learner.Config:
     schedule = config_for_function(schedules.wsd).set(
         peak_lr=3e-4,
         end_lr=3e-5,
-        max_step=max_step,
         warmup_steps=0.01 * max_step,
         decay_steps=max_step // 10,
         decay="exponential",
@@ -220,13 +219,12 @@ def trainer(
         num_microbatches=BATCH_SIZE // (32 * rows_per_device),
         mesh_shape=mesh_shape_from_axes(fsdp=-1),
     )
-    cfg.checkpointer.save_policy = config_for_function(every_n_steps_and_last_policy).set(
-        n=save_every, max_step=max_step
-    )
+    policy = config_for_function(every_n_steps_and_last_policy).set(n=save_every)
+    cfg.checkpointer.save_policy = policy
     cfg.checkpointer.keep_last_n = None
     cfg.evalers["validation"] = SpmdEvaler.default_config().set(
         input=_input("validation", InputMode.EVALUATE).set(max_batches=25),
-        eval_policy=config_for_function(every_n_steps_policy).set(n=save_every),
+        eval_policy=policy,
     )
     return cfg
 
@@ -234,7 +232,7 @@ def trainer(
 def tiny() -> SpmdTrainer.Config:
     """Returns a FLAME-MoE for a laptop: 4 layers of width 256, top-2 of 16 experts, 4096 tokens.
 
-    Muon for matrices and a short schedule replace the recipe: it is made to learn in minutes.
+    A higher rate and a short schedule replace the recipe's: it is made to learn in minutes.
     """
     size = MoESize(num_layers=4, dim=256, max_step=800, save_every=400, rows_per_device=8)
     model = moe_model(size).set(vocab_size=4096)
@@ -242,12 +240,14 @@ def tiny() -> SpmdTrainer.Config:
     model.decoder.block[0].feed_forward = moe
     model.decoder.remat = None
     schedule = config_for_function(schedules.wsd).set(
-        peak_lr=0.01, max_step=size.max_step, warmup_steps=20, decay_steps=400, decay="linear"
+        peak_lr=3e-3, warmup_steps=20, decay_steps=400, decay="linear"
     )
-    muon = config_for_function(muon_optimizer).set(learning_rate=schedule, weight_decay=0.01)
+    adamw = config_for_function(adamw_optimizer).set(
+        learning_rate=schedule, b1=0.9, b2=0.98, eps=1e-9, weight_decay=0.1
+    )
     clip = config_for_function(transforms.clip_by_global_norm).set(max_norm=1.0)
     cfg = trainer(model, max_step=size.max_step, save_every=size.save_every, rows_per_device=32)
-    cfg.learner.optimizer = config_for_function(transforms.chain).set(args=[clip, muon])
+    cfg.learner.optimizer = config_for_function(transforms.chain).set(args=[clip, adamw])
     cfg.set(train_dtype=None, mesh_shape=mesh_shape_from_axes(data=-1))
     for lm_input, rows in ((cfg.input, 8), (cfg.evalers["validation"].input, 16)):
         lm_input.set(seq_len=256, global_batch_size=rows, vocab_size=4096)

@@ -47,17 +47,16 @@ def count(cfg: Any) -> dict[str, float]:
     """Returns the counts of a trainer config; nothing is allocated.
 
     Keys: total_parameters, active_parameters, active_non_embedding_parameters,
-    train_flops_per_token, parameter_bytes, learner_bytes, state_bytes (the sum of both).
+    train_flops_per_token, parameter_bytes, learner_bytes (optimizer moments and averages),
+    state_bytes (all of a checkpoint).
     """
     from moelib.core import tree
     from moelib.models.cost import model_cost
 
-    model = cfg.model.instantiate(parent=None)
-    specs = model.create_parameter_specs_recursively()
-    counts = dataclasses.asdict(model_cost(model, seq_len=cfg.input.seq_len))
-    learner = cfg.learner.instantiate(parent=None, param_specs=specs)
-    counts["learner_bytes"] = tree.count_bytes(learner.state_specs(specs))
-    counts["state_bytes"] = counts["parameter_bytes"] + counts["learner_bytes"]
+    trainer = cfg.clone(dir=cfg.dir or "unused").instantiate(parent=None)
+    counts = dataclasses.asdict(model_cost(trainer.model, seq_len=cfg.input.seq_len))
+    counts["learner_bytes"] = tree.count_bytes(trainer.trainer_state_specs.learner)
+    counts["state_bytes"] = tree.count_bytes(trainer.trainer_state_specs)
     return counts
 
 

@@ -74,7 +74,7 @@ def load_for_inference(trainer_dir: str, *, step: int | None = None) -> LoadedMo
     with open(path, encoding="utf-8") as file:
         cfg = config_text.parse(file.read())
     store = getattr(cfg.input, "source", None)
-    if store is None or "path" not in store.keys():
+    if store is None or "path" not in store:
         raise UsageError(f"{path}: input.source names no token store, so there is no tokenizer.")
     tokenizer = Tokenizer.default_config().set(path=store.path).instantiate()
     model = cfg.model.instantiate(parent=None)

@@ -50,8 +50,8 @@ def generate(
         raise ValueError(f"The prompt holds id {max(prompt)}; the vocabulary is {vocab_size}.")
     if max_new_tokens < 1 or temperature < 0 or not 0 < top_p <= 1:
         raise ValueError(
-            f"max_new_tokens {max_new_tokens}, temperature {temperature}, top_p {top_p}: set them to "
-            "1 or more, 0 or more, and above 0 to 1."
+            f"max_new_tokens {max_new_tokens}, temperature {temperature}, top_p {top_p}: set them "
+            "to 1 or more, 0 or more, and above 0 to 1."
         )
     key = jax.random.key(seed)
     ids = list(prompt)
@@ -59,11 +59,8 @@ def generate(
         size = max(64, 1 << (len(ids) - 1).bit_length())  # Few sizes: each is compiled once.
         buffer = np.zeros((1, size), np.int32)
         buffer[0, : len(ids)] = ids
-        token = int(
-            _next_token(
-                model, params, buffer, len(ids), jax.random.fold_in(key, len(ids)), temperature, top_p
-            )
-        )
+        draw_key = jax.random.fold_in(key, len(ids))
+        token = int(_next_token(model, params, buffer, len(ids), draw_key, temperature, top_p))
         if token in stop_ids:
             return
         ids.append(token)

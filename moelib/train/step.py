@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from moelib.core import tree
 from moelib.core.module import functional
+from moelib.core.param import cast_parameters
 from moelib.learner import paths
 from moelib.learner.accumulation import accumulate
 from moelib.learner.learner import Learner
@@ -48,13 +49,13 @@ def make_train_step(
         key = jax.random.fold_in(jax.random.wrap_key_data(state.prng_key), state.step)
         trained = paths.select(state.model, learner.is_updated)
         fixed = paths.select(state.model, lambda path: not learner.is_updated(path))
-        castable = _trainable(model)
+        specs = model.create_parameter_specs_recursively()
 
         def micro_step(batch: Batch, carry: Any) -> Any:
             fixed, index = carry
 
             def objective(trained: Nested) -> Any:
-                params = _cast(paths.merge(fixed, trained), train_dtype, castable)
+                params = cast_parameters(paths.merge(fixed, trained), specs, train_dtype)
                 micro_key = jax.random.fold_in(key, index)
                 return _forward(model, params, micro_key, batch, is_training=True)
 
@@ -74,7 +75,9 @@ def make_train_step(
         metrics = {name: value.mean for name, value in done.metrics.items()}
         metrics |= {**update.metrics, "num_tokens": done.weight, "objective": done.objective}
         skipped = update.metrics.get("skipped")
-        params = _end_step(model, paths.merge(update.params, done.state[0]), state.model, skipped)
+        params = _end_step(
+            model, learner, paths.merge(update.params, done.state[0]), state.model, skipped
+        )
         metrics[POISONED] = _is_poisoned(done.objective, params, skipped)
         return TrainerState(state.step + 1, state.prng_key, params, update.state), pack(metrics)
 
@@ -88,7 +91,8 @@ def make_eval_step(model: Any, *, train_dtype: str | None = None) -> EvalStep:
     """
 
     def eval_step(params: Nested, batch: Batch) -> PackedMetrics:
-        params = _cast(params, train_dtype, _trainable(model))
+        specs = model.create_parameter_specs_recursively()
+        params = cast_parameters(params, specs, train_dtype)
         _, (metrics, _) = _forward(model, params, None, batch, is_training=False)
         totals: dict[str, Any] = {"num_tokens": metrics["loss"].weight}
         for name, value in metrics.items():
@@ -131,14 +135,21 @@ def _updated(fixed: Nested, updates: Nested) -> Nested:
     )
 
 
-def _end_step(model: Any, new: Nested, old: Nested, skipped: jax.Array | None) -> Nested:
+def _end_step(
+    model: Any, learner: Learner, new: Nested, old: Nested, skipped: jax.Array | None
+) -> Nested:
     """Returns the parameters after the layers' own updates; the old ones if the step is skipped."""
     if hasattr(model, "end_step_recursively"):
         new = model.end_step_recursively(new)
     new = jax.tree.map(lambda n, o: n.astype(o.dtype), new, old)
     if skipped is None:
         return new
-    return jax.tree.map(lambda n, o: jnp.where(skipped > 0, o, n), new, old)
+    # The learner has left alone what it updates; choosing again would copy it.
+    before = paths.by_path(old)
+    return paths.map_by_path(
+        lambda path, n: n if learner.is_updated(path) else jnp.where(skipped > 0, before[path], n),
+        new,
+    )
 
 
 def _is_poisoned(loss: jax.Array, params: Nested, skipped: jax.Array | None) -> jax.Array:
@@ -149,15 +160,3 @@ def _is_poisoned(loss: jax.Array, params: Nested, skipped: jax.Array | None) -> 
         if jnp.issubdtype(leaf.dtype, jnp.floating):
             bad |= ~jnp.all(jnp.isfinite(leaf))
     return bad.astype(jnp.float32)
-
-
-def _trainable(model: Any) -> dict[str, bool]:
-    """Returns, by path, whether gradients are taken; what is not may need all its digits."""
-    specs = paths.specs_by_path(model.create_parameter_specs_recursively())
-    return {path: spec.trainable for path, spec in specs.items()}
-
-
-def _cast(params: Nested, dtype: str | None, castable: dict[str, bool]) -> Nested:
-    return paths.map_by_path(
-        lambda path, x: tree.cast_floats(x, dtype) if castable[path] else x, params
-    )

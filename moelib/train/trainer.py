@@ -22,6 +22,7 @@ from moelib.core.config import (
     config_class,
     did_you_mean,
 )
+from moelib.core.config_path import sub_configs
 from moelib.core.module import Module, nowrap
 from moelib.data.input import Input, batch_spec
 from moelib.data.prefetch import row_sharding
@@ -105,7 +106,8 @@ class SpmdTrainer(Module):
         _check(cfg)
         self._add_child("model", cfg.model)
         specs = self.model.create_parameter_specs_recursively()
-        self._add_child("learner", cfg.learner, param_specs=specs)
+        learner = _with_run_length(cfg.learner, cfg.max_step)
+        self._add_child("learner", learner, param_specs=specs)
         self._evalers: dict[str, SpmdEvaler] = {}
         for name, evaler in cfg.evalers.items():
             evaler = _with_max_step(evaler, "eval_policy", cfg.max_step)
@@ -343,6 +345,12 @@ class SpmdTrainer(Module):
 
 def _check(cfg: Any) -> None:
     """Raises ValueError for settings that cannot be."""
+    inputs = {"input": cfg.input} | {f"evalers.{n}.input": e.input for n, e in cfg.evalers.items()}
+    for path, inside in inputs.items():
+        if inside is REQUIRED:
+            raise RequiredFieldMissingError("SpmdTrainer.Config", [path])
+        if missing := [name for name, value in inside.items() if value is REQUIRED]:
+            raise RequiredFieldMissingError("the input", missing).inside(path)
     for name in ("max_step", "log_every_n_steps", "num_microbatches"):
         if getattr(cfg, name) < 1:
             raise ValueError(f"{name} is {getattr(cfg, name)}; set it to 1 or more.")
@@ -359,6 +367,15 @@ def _set_if_required(cfg: ConfigBase, **values: Any) -> None:
     for name, value in values.items():
         if getattr(cfg, name) is REQUIRED:
             setattr(cfg, name, value)
+
+
+def _with_run_length(cfg: Any, max_step: int) -> Any:
+    """Returns a copy of the learner's config, whose schedules end with the run unless they say."""
+    cfg = cfg.clone()
+    for _, inside in sub_configs(cfg):
+        if dict(inside.items()).get("max_step") is REQUIRED:
+            inside.set(max_step=max_step)
+    return cfg
 
 
 def _with_max_step(cfg: Any, policy: str, max_step: int) -> Any:
