@@ -51,6 +51,7 @@ class TrainLoop:
         self.stopped_by: str | None = None
         self._pending: tuple[int, PackedMetrics] | None = None
         self._saved_step: int | None = trainer.step or None
+        self._unsound = False  # Whether the last checkpoint was left out for its state.
         self._num_slots = cfg.input.global_batch_size * cfg.input.seq_len
         self._stop = StopRequest()
         self._profiler = ProfilerWindow(cfg.dir, cfg.start_trace_steps, cfg.num_trace_steps)
@@ -220,6 +221,7 @@ class TrainLoop:
         trainer = self.trainer
         if self.last.get(POISONED):
             logger.error("NO CHECKPOINT of step %d: its state is not finite.", trainer.step)
+            self._unsound = True
             return
         metric = trainer.checkpointer.config.best_metric
         if metric is not None and summaries and metric not in summaries:
@@ -230,7 +232,7 @@ class TrainLoop:
                 )
         with self.throughput.spent_on("checkpoint"):
             trainer.save_checkpoint(summaries)
-        self._saved_step = trainer.step
+        self._saved_step, self._unsound = trainer.step, False
 
     def _end(self) -> None:
         """Looks at the last step, and sees to it that its state is saved."""
@@ -244,11 +246,13 @@ class TrainLoop:
         with self.throughput.spent_on("checkpoint"):
             trainer.checkpointer.wait()
         self.throughput.report()
-        if trainer.checkpointer.last_error is not None:
+        error = trainer.checkpointer.last_error
+        if self._unsound or error is not None:
+            reason = "its state is not finite" if self._unsound else str(error)
             raise CheckpointSaveError(
                 f"The last checkpoint, of step {trainer.step}, could not be written to "
-                f"{trainer.checkpointer.dir}: {trainer.checkpointer.last_error}"
-            ) from trainer.checkpointer.last_error
+                f"{trainer.checkpointer.dir}: {reason}"
+            ) from error
 
     def _close_checkpointer(self) -> None:
         if self.trainer.config.checkpointer is not None:

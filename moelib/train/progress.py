@@ -125,4 +125,5 @@ def print_summary(title: str, rows: list[tuple[str, str]], health: list[tuple[st
         shown.add_section()
         for name, value in health:
             shown.add_row(name, value)
-    console.Console(highlight=False, markup=False).print(shown)
+    width = None if sys.stdout.isatty() else 120  # A file has none of its own.
+    console.Console(highlight=False, markup=False, width=width).print(shown)

@@ -72,7 +72,8 @@ def init_state(
 ) -> TrainerState:
     """Returns the state before the first step; no array is ever whole on one device.
 
-    The values do not depend on the mesh. To be called inside `jax.set_mesh`.
+    The values do not depend on the mesh, but for rounding in the last bit. To be called inside
+    `jax.set_mesh`.
 
     Args:
         model: A module with `initialize_parameters_recursively(prng_key)`.

@@ -66,7 +66,7 @@ class TinyModel(BaseLayer):
         tokens = jnp.sum(valid)
         loss = -jnp.sum(picked * valid) / jnp.maximum(tokens, 1.0)
         if cfg.nan_at is not None:
-            loss = jnp.where(params["steps"] + 1 == cfg.nan_at, jnp.nan, loss)
+            loss = loss * jnp.where(params["steps"] + 1 == cfg.nan_at, jnp.nan, 1.0)
         self.add_aux_loss("logits_square", jnp.mean(jnp.square(logits)), weight=cfg.aux_weight)
         self.add_summary("logits_max", jnp.max(logits))
         if self.is_training:

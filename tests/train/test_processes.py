@@ -1,0 +1,76 @@
+"""Runs that are killed, and runs in several processes: what follows equals an unbroken run."""
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tests.train import tiny
+
+
+def start(directory, *args, devices=8, **environment):
+    env = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": os.getcwd()}
+    command = [sys.executable, "-m", "tests.train.tiny", "--dir", str(directory), *map(str, args)]
+    return subprocess.Popen(
+        command, env=env | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finish(process, code=0):
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == code, err
+    return (json.loads(out.splitlines()[-1]) if code == 0 else None), err
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """Losses of a run that nothing breaks."""
+    directory = tmp_path_factory.mktemp("unbroken")
+    tiny.trainer_config(directory).instantiate(parent=None).run()
+    return tiny.losses(directory)
+
+
+def test_sigterm_at_any_step_saves_and_the_rest_is_the_same(tmp_path, expected):
+    step = random.randint(1, 7)
+    out, err = finish(start(tmp_path, "--signal_at", step, "--save_every", 100))
+    assert out["stopped_by"] == "SIGTERM"
+    assert f"saving and stopping after step {out['step']}" in err
+    assert step <= out["step"] <= step + 1
+    assert os.listdir(tmp_path / "checkpoints") == [f"step_{out['step']:08d}"]
+    tiny.trainer_config(tmp_path).instantiate(parent=None).run()
+    assert tiny.losses(tmp_path) == expected, step
+
+
+def test_sigkill_goes_on_from_the_last_checkpoint(tmp_path, expected):
+    finish(start(tmp_path, "--signal_at", 6, "--signal", "SIGKILL"), code=-9)
+    assert "step_00000004" in os.listdir(tmp_path / "checkpoints")
+    tiny.trainer_config(tmp_path).instantiate(parent=None).run()
+    assert tiny.losses(tmp_path) == expected
+
+
+@pytest.mark.slow
+def test_sigint_saves_too(tmp_path):
+    out, _ = finish(start(tmp_path, "--signal_at", 2, "--signal", "SIGINT"))
+    assert out["stopped_by"] == "SIGINT"
+
+
+@pytest.mark.slow
+def test_number_of_processes_may_change_and_sigterm_stops_all(tmp_path, expected):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    args = ("--coordinator", f"localhost:{port}", "--num_processes", 2, "--signal_at", 3)
+    processes = [start(tmp_path, *args, "--process_id", i, devices=2) for i in range(2)]
+    outs = [finish(process)[0] for process in processes]
+    assert outs[0] == outs[1]
+    assert outs[0]["stopped_by"] == "SIGTERM"
+    assert 3 <= outs[0]["step"] < 8
+    tiny.trainer_config(tmp_path).instantiate(parent=None).run()
+    losses = tiny.losses(tmp_path)
+    assert losses.keys() == expected.keys()
+    for step, loss in losses.items():
+        assert loss == pytest.approx(expected[step], abs=1e-5)

@@ -1,0 +1,188 @@
+"""A run: what it leaves, that it resumes bit for bit, under another mesh, and what it refuses."""
+
+import json
+import math
+import os
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moelib.checkpoint.checkpointer import CheckpointSaveError
+from moelib.checkpoint.contents import CheckpointMismatchError
+from moelib.core import tree
+from moelib.train.identity import TrainerDirConflictError
+from moelib.train.loop import NonFiniteError
+from tests.train import tiny
+
+
+def run(cfg):
+    trainer = cfg.instantiate(parent=None)
+    return trainer, trainer.run()
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """A run of 8 steps: its folder, trainer and result."""
+    directory = tmp_path_factory.mktemp("unbroken")
+    trainer, out = run(tiny.trainer_config(directory))
+    return directory, trainer, out
+
+
+def test_run_leaves_what_it_says(unbroken):
+    directory, _, out = unbroken
+    assert sorted(os.listdir(directory)) == [
+        "checkpoints", "config.txt", "metrics.jsonl", "summaries",
+    ]  # fmt: skip
+    assert sorted(os.listdir(directory / "checkpoints")) == ["step_00000004", "step_00000008"]
+    assert sorted(os.listdir(directory / "summaries")) == ["train", "val"]
+    assert out["step"] == 8
+    assert out["stopped_by"] is None
+    assert out["loss"] == tiny.losses(directory)[8] < tiny.losses(directory)[1]
+
+
+def test_metrics_of_a_step(unbroken):
+    directory, _, _ = unbroken
+    with open(directory / "metrics.jsonl", encoding="utf-8") as lines:
+        first = json.loads(next(lines))
+    assert first["num_tokens"] == 8 * 16
+    assert first["perplexity"] == pytest.approx(math.exp(first["cross_entropy"]))
+    assert first["objective"] == pytest.approx(first["loss"] + first["aux_loss"])
+    assert first["aux_loss"] == pytest.approx(0.01 * first["logits_square"])
+    assert {"tokens_per_second", "tflops_per_second", "step_seconds", "time/input"} <= set(first)
+
+
+def test_layers_own_updates_reach_the_state(unbroken):
+    _, trainer, _ = unbroken
+    assert int(trainer.trainer_state.model["passes"]) == 8
+    assert int(trainer.trainer_state.model["steps"]) == 8
+
+
+def test_resumed_run_equals_the_unbroken_bit_for_bit(unbroken, tmp_path):
+    _, trainer, _ = unbroken
+    run(tiny.trainer_config(tmp_path, max_step=3))
+    resumed, _ = run(tiny.trainer_config(tmp_path))
+    assert tiny.losses(tmp_path) == tiny.losses(unbroken[0])
+    for path, value in tree.flatten_items(trainer.trainer_state):
+        other = dict(tree.flatten_items(resumed.trainer_state))[path]
+        assert np.array_equal(value, other), path
+
+
+def test_run_that_is_done_takes_no_step(unbroken, tmp_path):
+    run(tiny.trainer_config(tmp_path, max_step=2))
+    _, out = run(tiny.trainer_config(tmp_path, max_step=2))
+    assert out["step"] == 2
+    assert out["loss"] is None
+
+
+def test_resumed_on_four_of_eight_devices_agrees(unbroken, tmp_path, monkeypatch):
+    run(tiny.trainer_config(tmp_path, max_step=4, mesh_shape=(1, 2, 1, 2, 1, 2)))
+    four = jax.devices()[:4]
+    monkeypatch.setattr(jax, "devices", lambda *args: four)
+    run(tiny.trainer_config(tmp_path, mesh_shape=(1, 1, 1, 4, 1, 1)))
+    losses, expected = tiny.losses(tmp_path), tiny.losses(unbroken[0])
+    assert losses.keys() == expected.keys()
+    for step, loss in losses.items():
+        assert loss == pytest.approx(expected[step], abs=1e-5)
+
+
+def test_initial_values_do_not_depend_on_the_mesh(tmp_path):
+    states = []
+    for shape in ((1, 8, 1, 1, 1, 1), (1, 1, 1, 4, 1, 2)):
+        trainer = tiny.trainer_config(tmp_path, mesh_shape=shape).instantiate(parent=None)
+        trainer.init()
+        states.append(trainer.trainer_state.model)
+    assert states[1]["table"].sharding.spec == jax.sharding.PartitionSpec("model", "fsdp")
+    same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6)  # Rounding of vectorised code.
+    jax.tree.map(same, *states)
+
+
+def test_nan_stops_at_its_step_and_names_the_last_good_checkpoint(tmp_path):
+    cfg = tiny.trainer_config(tmp_path, save_every=2)
+    cfg.model.nan_at = 7
+    with pytest.raises(NonFiniteError, match=r"step 7: the loss is nan.*checkpoint is of step 6"):
+        run(cfg)
+    assert "step_00000008" not in os.listdir(tmp_path / "checkpoints")
+
+
+def test_nan_in_the_step_to_be_saved_is_never_saved(tmp_path):
+    cfg = tiny.trainer_config(tmp_path, save_every=2).set(stop_on_nan=False)
+    cfg.model.nan_at = 5
+    with pytest.raises(CheckpointSaveError, match=r"step 8, .* not finite"):
+        run(cfg)
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step_00000002", "step_00000004"]
+
+
+def test_end_of_input_saves(tmp_path):
+    cfg = tiny.trainer_config(tmp_path, max_step=100, evaler=False)
+    cfg.input = tiny.input_config(mode=tiny.InputMode.EVALUATE).set(max_batches=3)
+    _, out = run(cfg)
+    assert (out["step"], out["stopped_by"]) == (3, "end of input")
+    assert os.listdir(tmp_path / "checkpoints") == ["step_00000003"]
+
+
+def test_folder_of_another_run_is_refused(tmp_path):
+    run(tiny.trainer_config(tmp_path, max_step=1))
+    cfg = tiny.trainer_config(tmp_path, max_step=1)
+    cfg.model.dim = 8
+    with pytest.raises(TrainerDirConflictError, match=r"model.dim is 16 there, and 8 in this"):
+        run(cfg)
+    cfg = tiny.trainer_config(tmp_path, max_step=2).set(log_every_n_steps=2)
+    assert run(cfg)[1]["step"] == 2
+
+
+def test_checkpoint_of_another_config_is_refused(tmp_path):
+    run(tiny.trainer_config(tmp_path, max_step=1))
+    os.remove(tmp_path / "config.txt")
+    cfg = tiny.trainer_config(tmp_path, max_step=2)
+    cfg.model.dim = 8
+    wanted = r"'model/head' is float32\[16, 32\] in the checkpoint, and float32\[8, 32\] in this"
+    with pytest.raises(CheckpointMismatchError, match=wanted):
+        run(cfg)
+
+
+def test_accumulation_gives_the_same_losses(unbroken, tmp_path):
+    cfg = tiny.trainer_config(tmp_path, max_step=2, evaler=False, mesh_shape=(1, 1, 1, 4, 1, 2))
+    cfg.set(num_microbatches=2)
+    cfg.model.set(dropout=0.0)
+    run(cfg)
+    whole = tiny.trainer_config(tmp_path / "whole", max_step=2, evaler=False)
+    whole.model.set(dropout=0.0)
+    run(whole)
+    for step, loss in tiny.losses(tmp_path / "whole").items():
+        assert tiny.losses(tmp_path)[step] == pytest.approx(loss, abs=1e-6)
+
+
+def test_batch_that_the_mesh_does_not_divide_is_refused(tmp_path):
+    cfg = tiny.trainer_config(tmp_path)
+    cfg.input.global_batch_size = 6
+    with pytest.raises(ValueError, match=r"global_batch_size 6.*of 6 does not divide into 8 parts"):
+        run(cfg)
+
+
+def test_settings_that_cannot_be_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="max_step is 0; set it to 1 or more"):
+        tiny.trainer_config(tmp_path, max_step=0).instantiate(parent=None)
+    cfg = tiny.trainer_config(tmp_path)
+    cfg.checkpointer.best_metric = "vla/loss"
+    with pytest.raises(ValueError, match="no evaler 'vla'; did you mean 'val'"):
+        cfg.instantiate(parent=None)
+    cfg = tiny.trainer_config(tmp_path).set(input=tiny.SyntheticInput.default_config())
+    with pytest.raises(ValueError, match=re.escape("input.seq_len, input.global_batch_size must")):
+        cfg.instantiate(parent=None)
+
+
+def test_state_can_be_changed_before_the_first_step(tmp_path):
+    cfg = tiny.trainer_config(tmp_path)
+    cfg.init_state_builder = tiny.config_for_function(_zero_head)
+    trainer = cfg.instantiate(parent=None)
+    trainer.init()
+    assert not jnp.any(trainer.trainer_state.model["head"])
+
+
+def _zero_head():
+    return lambda state: state._replace(
+        model={**state.model, "head": jnp.zeros_like(state.model["head"])}
+    )
