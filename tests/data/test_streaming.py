@@ -18,8 +18,10 @@ from moelib.data.tfds_builder import build_text_corpus
 from moelib.data.tfds_source import TFDSSource
 from moelib.data.tokenizer import ByteTokenizer, Tokenizer
 
-# TensorFlow and TFDS use deprecated functions of theirs.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    pytest.mark.slow,  # Importing TensorFlow takes 7 s of an idle processor, 15 to 50 of a busy one.
+    pytest.mark.filterwarnings("ignore"),  # TensorFlow and TFDS use deprecated functions of theirs.
+]
 
 TEXTS = [f"{i:03d}" + "x" * (7 * i % 41) for i in range(40)]
 RESET, CONTINUE = DocumentBoundary.RESET, DocumentBoundary.CONTINUE
