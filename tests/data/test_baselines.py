@@ -25,7 +25,7 @@ def test_unigram_bits_are_those_of_smoothed_counts():
 
 
 def test_a_unigram_model_of_the_made_up_language_learns_nothing():
-    cfg = SyntheticTokens.default_config().set(vocab_size=65, num_documents=2000)
+    cfg = SyntheticTokens.default_config().set(vocab_size=65, num_documents=400)
     train, validation = (cfg.clone(seed=seed).instantiate() for seed in (0, 1))
     assert unigram_bits_per_byte(train, validation) == pytest.approx(6, abs=0.1)
 

@@ -19,7 +19,7 @@ from moelib.data.tfds_source import TFDSSource
 from moelib.data.tokenizer import ByteTokenizer, Tokenizer
 
 pytestmark = [
-    pytest.mark.slow,  # Importing TensorFlow takes 7 s of an idle processor, 15 to 50 of a busy one.
+    pytest.mark.slow,  # Importing TensorFlow: 7 s of an idle processor, up to 50 of a busy one.
     pytest.mark.filterwarnings("ignore"),  # TensorFlow and TFDS use deprecated functions of theirs.
 ]
 
