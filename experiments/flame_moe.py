@@ -239,9 +239,7 @@ def tiny() -> SpmdTrainer.Config:
     moe = moe_feed_forward(size.expert_hidden_dim, num_experts=16).set(num_experts_per_token=2)
     model.decoder.block[0].feed_forward = moe
     model.decoder.remat = None
-    schedule = config_for_function(schedules.wsd).set(
-        peak_lr=3e-3, warmup_steps=20, decay_steps=400, decay="linear"
-    )
+    schedule = config_for_function(schedules.linear).set(peak_lr=3e-3, warmup_steps=20)
     adamw = config_for_function(adamw_optimizer).set(
         learning_rate=schedule, b1=0.9, b2=0.98, eps=1e-9, weight_decay=0.1
     )

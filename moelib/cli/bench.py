@@ -98,15 +98,17 @@ def bench_step() -> None:
     tokens = FLAGS.batch_size * FLAGS.seq_len
     flops = cost.train_flops_per_token * tokens
     print(
-        f"{cost.total_parameters / 1e6:.1f}M parameters, {cost.active_parameters / 1e6:.1f}M active; "
-        f"{FLAGS.batch_size} x {FLAGS.seq_len} tokens, float32; compiled in {compile_seconds:.1f} s"
+        f"{cost.total_parameters / 1e6:.1f}M parameters, {cost.active_parameters / 1e6:.1f}M "
+        f"active; {FLAGS.batch_size} x {FLAGS.seq_len} tokens, float32; "
+        f"compiled in {compile_seconds:.1f} s"
     )
     for name, pick in (("best", min), ("median", statistics.median)):
         seconds, at_most = pick(times["step"]), matmul_flops / pick(times["matmul"])
+        rate = flops / seconds
         print(
             f"{name:<7}{1e3 * seconds:8.1f} ms a step {tokens / seconds:10,.0f} tokens/s "
-            f"{flops / seconds / 1e9:8.1f} GFLOP/s, {100 * flops / seconds / at_most:.0f}% of a plain "
-            f"matmul's {at_most / 1e9:.0f}"
+            f"{rate / 1e9:8.1f} GFLOP/s, {rate / at_most:.0%} of a plain matmul's "
+            f"{at_most / 1e9:.0f}"
         )
 
 
