@@ -14,7 +14,14 @@ from tests.train import tiny
 
 def start(directory, *args, devices=8, **environment):
     env = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": os.getcwd()}
-    command = [sys.executable, "-m", "tests.train.tiny", "--dir", str(directory), *map(str, args)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.train.process",
+        "--dir",
+        str(directory),
+        *map(str, args),
+    ]
     return subprocess.Popen(
         command, env=env | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

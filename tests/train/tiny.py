@@ -1,12 +1,7 @@
-"""A model of a few hundred parameters with everything that a trainer must carry, and its trainer.
+"""A small model that has everything a trainer must carry, and its trainer."""
 
-Run as a script it trains in a process of its own: see `main`.
-"""
-
-import argparse
 import json
 import os
-import signal
 
 import jax
 import jax.numpy as jnp
@@ -115,38 +110,3 @@ def losses(directory):
     with open(os.path.join(directory, "metrics.jsonl"), encoding="utf-8") as lines:
         values = [json.loads(line) for line in lines]
     return {value["step"]: value["loss"] for value in values if "loss" in value}
-
-
-def main():
-    """Trains; `--signal_at N` sends the process a signal as soon as it has taken step N."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--dir", required=True)
-    parser.add_argument("--max_step", type=int, default=8)
-    parser.add_argument("--save_every", type=int, default=4)
-    parser.add_argument("--signal_at", type=int)
-    parser.add_argument("--signal", default="SIGTERM")
-    parser.add_argument("--coordinator")
-    parser.add_argument("--process_id", type=int, default=0)
-    parser.add_argument("--num_processes", type=int, default=1)
-    args = parser.parse_args()
-    if args.coordinator:
-        jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
-    cfg = trainer_config(args.dir, max_step=args.max_step, save_every=args.save_every)
-    trainer = cfg.instantiate(parent=None)
-    run_step = trainer.run_step
-
-    def run_step_and_signal(batch, *, input_state=None):
-        metrics = run_step(batch, input_state=input_state)
-        if trainer.step == args.signal_at and args.process_id == 0:
-            if args.signal == "SIGKILL":
-                trainer.checkpointer.wait()
-            os.kill(os.getpid(), getattr(signal, args.signal))
-        return metrics
-
-    trainer.run_step = run_step_and_signal
-    out = trainer.run()
-    print(json.dumps({"step": out["step"], "stopped_by": out["stopped_by"]}))
-
-
-if __name__ == "__main__":
-    main()

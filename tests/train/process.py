@@ -1,0 +1,45 @@
+"""A run of the tiny trainer in a process of its own, which may send itself a signal."""
+
+import argparse
+import json
+import os
+import signal
+
+import jax
+
+from tests.train.tiny import trainer_config
+
+
+def main():
+    """Trains; `--signal_at N` sends the process a signal as soon as it has taken step N."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dir", required=True)
+    parser.add_argument("--max_step", type=int, default=8)
+    parser.add_argument("--save_every", type=int, default=4)
+    parser.add_argument("--signal_at", type=int)
+    parser.add_argument("--signal", default="SIGTERM")
+    parser.add_argument("--coordinator")
+    parser.add_argument("--process_id", type=int, default=0)
+    parser.add_argument("--num_processes", type=int, default=1)
+    args = parser.parse_args()
+    if args.coordinator:
+        jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
+    cfg = trainer_config(args.dir, max_step=args.max_step, save_every=args.save_every)
+    trainer = cfg.instantiate(parent=None)
+    run_step = trainer.run_step
+
+    def run_step_and_signal(batch, *, input_state=None):
+        metrics = run_step(batch, input_state=input_state)
+        if trainer.step == args.signal_at and args.process_id == 0:
+            if args.signal == "SIGKILL":
+                trainer.checkpointer.wait()
+            os.kill(os.getpid(), getattr(signal, args.signal))
+        return metrics
+
+    trainer.run_step = run_step_and_signal
+    out = trainer.run()
+    print(json.dumps({"step": out["step"], "stopped_by": out["stopped_by"]}))
+
+
+if __name__ == "__main__":
+    main()
