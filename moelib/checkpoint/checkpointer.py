@@ -111,7 +111,6 @@ class Checkpointer(Module):
         """
         self.wait()
         step = record.step
-        os.makedirs(self._dir, exist_ok=True)
         values = record.to_json() | {
             "arrays": contents.describe_arrays(state),
             "versions": contents.library_versions(),
@@ -119,6 +118,7 @@ class Checkpointer(Module):
         try:
             import orbax.checkpoint as ocp
 
+            os.makedirs(self._dir, exist_ok=True)
             args = ocp.args.Composite(
                 **{
                     contents.STATE_ITEM: ocp.args.PyTreeSave(contents.to_nested(state)),

@@ -101,7 +101,7 @@ def list_checkpoints(directory: str) -> dict[int, str]:
     """
     try:
         names = os.listdir(directory)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     found = {}
     for name in names:
