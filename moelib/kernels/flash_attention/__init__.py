@@ -6,10 +6,12 @@ queries, memory linear in the sequence, on every platform.
 
 from jaxtyping import Array, Float, Int
 
-from moelib.kernels.flash_attention.reference import reference
-from moelib.kernels.flash_attention.xla import xla
+from moelib.kernels.backend import check_backend
+from moelib.kernels.flash_attention import reference, xla
 
-_BACKENDS = {"reference": reference, "xla": xla}
+__all__ = ["flash_attention"]
+
+_BACKENDS = {"reference": reference.attention, "xla": xla.attention}
 
 
 def flash_attention(
@@ -44,8 +46,7 @@ def flash_attention(
             f"flash_attention: {q.shape[2]} query heads do not divide into {k.shape[2]} groups; "
             "num_heads must be a multiple of num_kv_heads."
         )
-    if backend is not None and backend not in _BACKENDS:
-        raise ValueError(f"flash_attention: no backend {backend!r}; use one of {list(_BACKENDS)}.")
+    check_backend("flash_attention", backend, _BACKENDS)
     attend = _BACKENDS[backend or "xla"]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return attend(q, k, v, segment_ids, causal=causal, scale=scale)

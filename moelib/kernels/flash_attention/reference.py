@@ -42,7 +42,7 @@ def attend(
     return out.reshape(q.shape)
 
 
-def reference(
+def attention(
     q: Float[Array, "B S H Dh"],
     k: Float[Array, "B S G Dh"],
     v: Float[Array, "B S G Dh"],

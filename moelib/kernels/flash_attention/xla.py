@@ -1,13 +1,14 @@
 """Attention in blocks of queries: memory linear in the sequence, in plain XLA.
 
 Only one block's scores are ever held; the backward pass computes them again from the saved
-logsumexp (Dao et al., arXiv:2205.14135, algorithms 1 and 4). Keys behind a causal block's end are cut
-off statically. The n = H / G query heads of a group stand in one matmul's rows: [B, G, n * block,
-Dh] times [B, G, S, Dh].
+logsumexp (Dao et al., arXiv:2205.14135, algorithms 1 and 4). Keys behind a causal block's end are
+cut off statically. The n = H / G query heads of a group stand in one matmul's rows:
+[B, G, n * block, Dh] times [B, G, S, Dh].
 """
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,10 @@ from jaxtyping import Array, Float, Int
 
 from moelib.kernels.flash_attention.reference import MASKED, attention_mask
 
-_MAX_BLOCKS = 32  # Blocks are unrolled; a longer sequence has longer ones.
+_MAX_BLOCKS = 16  # Blocks are unrolled, so each is compiled; a longer sequence has longer ones.
 
 
-def xla(
+def attention(
     q: Float[Array, "B S H Dh"],
     k: Float[Array, "B S G Dh"],
     v: Float[Array, "B S G Dh"],
@@ -56,6 +57,8 @@ def _forward(
 ) -> tuple[Array, tuple]:
     outputs, sums = [], []
     for rows, keys in _blocks(q.shape[3], block, causal):
+        if outputs:
+            q, outputs[-1] = _in_turn(q, outputs[-1])
         scores = _scores(q[..., rows, :], k[:, :, keys], segments, rows, keys, causal, scale)
         # Far above MASKED also where all is masked: such a row attends to nothing and gives zeros.
         peak = jnp.maximum(jnp.max(scores, -1, keepdims=True), MASKED / 10)
@@ -74,6 +77,7 @@ def _backward(causal: bool, scale: float, block: int, residuals: tuple, grad: Ar
     grad_q = []
     grad_k, grad_v = jnp.zeros_like(k, jnp.float32), jnp.zeros_like(v, jnp.float32)
     for rows, keys in _blocks(q.shape[3], block, causal):
+        q, (grad_k, grad_v) = _in_turn(q, (grad_k, grad_v))
         q_block, grad_block = q[..., rows, :], grad[..., rows, :]
         scores = _scores(q_block, k[:, :, keys], segments, rows, keys, causal, scale)
         probs = jnp.exp(scores - lse[..., rows, :])
@@ -86,6 +90,11 @@ def _backward(causal: bool, scale: float, block: int, residuals: tuple, grad: Ar
 
 
 _attention.defvjp(_forward, _backward)
+
+
+def _in_turn(q: Array, made: Any) -> tuple[Array, Any]:
+    """Returns both; what follows from q waits for what was made. XLA runs blocks side by side."""
+    return jax.lax.optimization_barrier((q, made))
 
 
 def _blocks(seq_len: int, block: int, causal: bool) -> Iterator[tuple[slice, slice]]:
