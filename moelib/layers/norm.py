@@ -27,7 +27,7 @@ class BaseNorm(BaseLayer):
 
     def _scaled(self, x: Float[Array, "... D"], name: str = "scale") -> Float[Array, "..."]:
         """Returns a parameter [D] in float32 with as many dimensions as x."""
-        return self.parameters[name].astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+        return jnp.asarray(self.parameters[name], jnp.float32)[(None,) * (x.ndim - 1)]
 
 
 class RMSNorm(BaseNorm):

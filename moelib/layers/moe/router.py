@@ -62,8 +62,8 @@ class Router(BaseLayer):
         cfg = self.config
         if not 1 <= cfg.num_experts_per_token <= cfg.num_experts:
             raise ValueError(
-                f"{self._title()}: num_experts_per_token is {cfg.num_experts_per_token}; it must be "
-                f"from 1 to num_experts, {cfg.num_experts}."
+                f"{self._title()}: num_experts_per_token is {cfg.num_experts_per_token}; it must "
+                f"be from 1 to num_experts, {cfg.num_experts}."
             )
         if cfg.bias_balancing is not None:
             balancing = cfg.bias_balancing.clone(num_experts=cfg.num_experts)

@@ -1,0 +1,49 @@
+"""Building a layer and calling it, in one line each."""
+
+import inspect
+from typing import Any
+
+import jax
+import numpy as np
+
+from moelib.core.config import InstantiableConfig
+from moelib.core.module import OutputCollection, functional
+
+
+def build(cfg: InstantiableConfig, **fields: Any) -> Any:
+    """Returns the layer of a config, as a root."""
+    return cfg.clone(name="layer", **fields).instantiate(parent=None)
+
+
+def initial(layer: Any, seed: int = 0) -> Any:
+    """Returns initial parameters."""
+    return layer.initialize_parameters_recursively(jax.random.key(seed))
+
+
+def call_and_collect(
+    layer: Any,
+    params: Any,
+    *args: Any,
+    method: str = "forward",
+    is_training: bool = True,
+    **kw: Any,
+) -> tuple[Any, OutputCollection]:
+    """Returns (what a method returns, what the layer puts out)."""
+    inputs = inspect.signature(getattr(layer, method)).bind(*args, **kw).arguments
+    key = jax.random.key(1)
+    return functional(layer, key, params, inputs, is_training=is_training, method=method)
+
+
+def call(layer: Any, params: Any, *args: Any, **kw: Any) -> Any:
+    """Returns what a method returns."""
+    return call_and_collect(layer, params, *args, **kw)[0]
+
+
+def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> np.ndarray:
+    """Returns float32 draws from N(0, scale^2)."""
+    return (scale * np.random.default_rng(seed).normal(size=shape)).astype(np.float32)
+
+
+def float64(tree: Any) -> Any:
+    """Returns a tree of arrays as NumPy float64, for references."""
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)

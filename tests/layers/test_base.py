@@ -1,0 +1,150 @@
+"""BaseLayer: parameters, their keys, dtypes and initializers; what happens after a step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moelib.core.config import REQUIRED, Required, config_class, config_for_function
+from moelib.core.param import FanAxes, ParameterSpec
+from moelib.layers import initializers
+from moelib.layers.base import BaseLayer
+from tests.layers.calling import build, call, initial
+
+
+class Scale(BaseLayer):
+    """Multiplies by a weight; counts steps in a parameter that is not trained."""
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Config of `Scale`."""
+
+        dim: Required[int] = REQUIRED
+
+    def _create_layer_parameter_specs(self):
+        fans = FanAxes((0,), (0,))
+        return {
+            "weight": ParameterSpec((self.config.dim,), ("norm",), fan_axes=fans),
+            "writes": ParameterSpec(
+                (2,), (None,), initializer=self._initializer("output_init"), fan_axes=fans
+            ),
+            "steps": ParameterSpec(
+                (), (), dtype="int32", initializer=initializers.constant(0), trainable=False
+            ),
+        }
+
+    def forward(self, x):
+        return x * self.parameters["weight"].astype(x.dtype)
+
+    def own_names(self):
+        return sorted(self.own_parameters)
+
+    def _end_step(self, params):
+        return {**params, "steps": params["steps"] + 1}
+
+
+class Pair(BaseLayer):
+    """Two scales."""
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Config of `Pair`."""
+
+        first: BaseLayer.Config = Scale.default_config()
+        second: BaseLayer.Config = Scale.default_config()
+        swapped: bool = False
+
+    def __init__(self, cfg, *, parent):
+        super().__init__(cfg, parent=parent)
+        names = ["first", "second"]
+        for name in reversed(names) if cfg.swapped else names:
+            self._add_child(name, getattr(self.config, name).clone(dim=3))
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+    def own_names(self):
+        return sorted(self.own_parameters)
+
+
+def pair(**fields):
+    return build(Pair.default_config(), **fields)
+
+
+def test_values_depend_on_the_path_and_not_on_the_order():
+    params = initial(pair())
+    jax.tree.map(np.testing.assert_array_equal, initial(pair(swapped=True)), params)
+    assert not np.array_equal(params["first"]["weight"], params["second"]["weight"])
+    assert not np.array_equal(initial(pair(), seed=1)["first"]["weight"], params["first"]["weight"])
+
+
+def test_dtype_is_that_of_the_nearest_layer_above_that_sets_one():
+    layer = pair(dtype="bfloat16", second=Scale.default_config().set(dtype="float32"))
+    params = initial(layer)
+    assert params["first"]["weight"].dtype == jnp.bfloat16
+    assert params["second"]["weight"].dtype == jnp.float32
+    assert params["first"]["steps"].dtype == jnp.int32
+    specs = layer.create_parameter_specs_recursively()
+    assert specs["first"]["weight"].dtype == "bfloat16"
+
+
+def test_initializers_come_from_the_nearest_layer_above_that_sets_them():
+    ones = config_for_function(initializers.constant).set(value=1.0)
+    twos = config_for_function(initializers.constant).set(value=2.0)
+    params = initial(pair(param_init=ones))
+    assert float(params["first"]["weight"][0]) == float(params["first"]["writes"][0]) == 1
+    params = initial(pair(param_init=ones, output_init=twos))
+    assert float(params["first"]["weight"][0]) == 1
+    assert float(params["first"]["writes"][0]) == 2
+    params = initial(pair(param_init=ones, first=Scale.default_config().set(param_init=twos)))
+    assert (float(params["first"]["weight"][0]), float(params["second"]["weight"][0])) == (2, 1)
+
+
+def test_specs_and_values_agree():
+    layer = pair()
+    specs = layer.create_parameter_specs_recursively()
+    shapes = jax.tree.map(lambda x: (x.shape, str(x.dtype)), initial(layer))
+    assert shapes == jax.tree.map(lambda s: (s.shape, s.dtype), specs)
+
+
+def test_prebuilt_values_are_taken_and_the_rest_made():
+    weight = jnp.full(3, 7.0)
+    params = pair().initialize_parameters_recursively(
+        jax.random.key(0), prebuilt={"second": {"weight": weight}}
+    )
+    want = initial(pair())
+    assert params["second"]["weight"] is weight
+    np.testing.assert_array_equal(params["first"]["weight"], want["first"]["weight"])
+
+
+@pytest.mark.parametrize(
+    ("prebuilt", "message"),
+    [
+        ({"secnd": {}}, "layer: no parameter or layer for the prebuilt 'secnd'; .*second"),
+        ({"first": {"wieght": 1}}, "first: no parameter or layer for the prebuilt .*weight"),
+    ],
+)
+def test_an_unknown_prebuilt_name_is_refused(prebuilt, message):
+    with pytest.raises(ValueError, match=message):
+        pair().initialize_parameters_recursively(jax.random.key(0), prebuilt=prebuilt)
+
+
+def test_a_step_ends_in_every_layer_and_leaves_the_rest_alone():
+    params = initial(pair())
+    after = pair().end_step_recursively(params)
+    assert int(after["first"]["steps"]) == int(after["second"]["steps"]) == 1
+    np.testing.assert_array_equal(after["first"]["weight"], params["first"]["weight"])
+    assert int(params["first"]["steps"]) == 0
+
+
+def test_own_parameters_leave_out_those_of_children():
+    layer = pair()
+    params = initial(layer)
+    assert call(layer, params, method="own_names") == []
+    scale = build(Scale.default_config(), dim=3)
+    assert call(scale, initial(scale), method="own_names") == ["steps", "weight", "writes"]
+
+
+def test_active_parameters_are_the_trainable_ones():
+    assert pair().active_parameters() == 2 * (3 + 2)
+    assert pair().forward_flops_per_token(8) == 0

@@ -1,0 +1,40 @@
+"""Embedding: lookups, ids outside of the table, and the tied head."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moelib.layers.embedding import Embedding
+from tests.layers.calling import build, call, float64, initial, normal
+
+LAYER = build(Embedding.default_config(), num_embeddings=5, dim=4)
+PARAMS = initial(LAYER)
+
+
+def test_a_lookup_gives_the_rows_of_the_ids():
+    ids = np.array([[0, 4, 4], [2, 1, 0]])
+    got = call(LAYER, PARAMS, jnp.asarray(ids))
+    np.testing.assert_array_equal(got, np.asarray(PARAMS["weight"])[ids])
+
+
+def test_an_id_outside_of_the_table_gives_nan_and_no_other_row():
+    got = np.asarray(call(LAYER, PARAMS, jnp.array([[-1, 5, -5, 1]])))
+    assert np.isnan(got[0, :3]).all()
+    np.testing.assert_array_equal(got[0, 3], PARAMS["weight"][1])
+
+
+def test_gradients_of_a_lookup_add_up_over_equal_ids():
+    ids = jnp.array([[1, 1, 3]])
+    grad = jax.grad(lambda p: jnp.sum(call(LAYER, p, ids)))(PARAMS)["weight"]
+    np.testing.assert_array_equal(grad[:, 0], [0, 2, 0, 1, 0])
+
+
+def test_the_tied_head_is_the_inner_product_with_every_row():
+    x = normal(2, 3, 4)
+    got = call(LAYER, PARAMS, jnp.asarray(x), method="attend")
+    np.testing.assert_allclose(got, x.astype(np.float64) @ float64(PARAMS)["weight"].T, rtol=1e-5)
+
+
+def test_a_lookup_costs_no_matmul():
+    assert LAYER.forward_flops_per_token(8) == 0
+    assert LAYER.active_parameters() == 20

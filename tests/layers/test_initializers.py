@@ -1,0 +1,51 @@
+"""Initializers: their moments, dtypes and independence of everything but key and spec."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moelib.core.param import FanAxes, ParameterSpec
+from moelib.layers import initializers
+
+KEY = jax.random.key(0)
+SPEC = ParameterSpec(
+    (4, 64, 2, 128), ("experts", "embed", None, "ffn"), "float32", None, FanAxes((1,), (3,), (0, 2))
+)
+
+
+@pytest.mark.parametrize(
+    ("init", "std"),
+    [
+        (initializers.normal(0.3), 0.3),
+        (initializers.fan_in_normal(), 64**-0.5),
+        (initializers.fan_in_normal(2.0), 2 * 64**-0.5),
+        # The variance of a normal cut at +-3: 1 - 6 phi(3) / (Phi(3) - Phi(-3)).
+        (initializers.truncated_normal(0.3), 0.3 * 0.98658),
+    ],
+)
+def test_draws_have_mean_zero_and_the_stated_spread(init, std):
+    values = np.asarray(init(KEY, SPEC), np.float64)
+    tolerance = 5 / np.sqrt(values.size)  # Five standard errors.
+    assert abs(values.mean()) < std * tolerance
+    assert abs(values.std() / std - 1) < tolerance
+
+
+def test_a_truncated_normal_stays_within_its_bound():
+    values = initializers.truncated_normal(0.5, bound=2.0)(KEY, SPEC)
+    assert 0.9 < float(jnp.max(jnp.abs(values))) <= 1.0
+
+
+def test_constants_fill():
+    np.testing.assert_array_equal(initializers.constant(1.5)(KEY, SPEC), np.full(SPEC.shape, 1.5))
+
+
+@pytest.mark.parametrize("init", [initializers.normal(), initializers.constant(1.0)])
+def test_values_are_of_the_dtype_of_the_spec(init):
+    spec = ParameterSpec((8,), ("norm",), "bfloat16")
+    assert init(KEY, spec).dtype == jnp.bfloat16
+
+
+def test_fan_in_without_fan_axes_says_what_is_missing():
+    with pytest.raises(ValueError, match=r"shape \(8,\) has no fan_axes"):
+        initializers.fan_in_normal()(KEY, ParameterSpec((8,), ("norm",), "float32"))
