@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from moelib.core import tree
 from moelib.core.config_values import did_you_mean
 from moelib.core.param import ParameterSpec, is_spec
+from moelib.parallel.mesh import MESH_AXIS_NAMES
 
 Rules = Mapping[str, tuple[str, ...]]
 
@@ -48,10 +49,18 @@ def sharding_rules(overrides: Rules) -> Iterator[None]:
     """Changes some lines of the table inside the block.
 
     Raises:
-        ValueError: If a logical axis is not in the table.
+        ValueError: If a logical axis is not in the table, or a mesh axis is none of
+            `MESH_AXIS_NAMES` or of the mesh that is set.
     """
-    for name in overrides:
+    known = (*MESH_AXIS_NAMES, *jax.sharding.get_abstract_mesh().axis_names)
+    for name, axes in overrides.items():
         _check_known(name, DEFAULT_RULES)
+        for axis in axes:
+            if axis not in known:
+                raise ValueError(
+                    f"sharding rule for {name!r}: there is no mesh axis {axis!r}; "
+                    + did_you_mean(axis, known)
+                )
     token = _overrides.set({**(_overrides.get() or {}), **overrides})
     try:
         yield

@@ -1,0 +1,133 @@
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+
+from moelib.core.param import ParameterSpec
+from moelib.parallel.mesh import MESH_AXIS_NAMES, create_device_mesh, mesh_shape_from_axes
+from moelib.parallel.sharding import (
+    DEFAULT_RULES,
+    constrain,
+    current_mesh,
+    current_rules,
+    mesh_axes,
+    named_shardings,
+    partition_spec,
+    sharding_rules,
+)
+
+MESH = {"data": 2, "expert": 1, "fsdp": 2, "seq": 1, "model": 2}
+
+
+def mesh(**axes):
+    return create_device_mesh(mesh_shape_from_axes(**axes))
+
+
+@pytest.mark.parametrize(
+    ("axes", "expected"),
+    [
+        (("embed", None, "ffn"), PartitionSpec("fsdp", None, "model")),
+        (("experts", "embed", None, "ffn"), PartitionSpec(None, "fsdp", None, "model")),
+        (("batch", "sequence"), PartitionSpec(("data", "fsdp"), None)),
+        (("vocab", "embed"), PartitionSpec("model", "fsdp")),
+        (("norm",), PartitionSpec(None)),
+        ((), PartitionSpec()),
+    ],
+)
+def test_the_table_gives_the_places(axes, expected):
+    assert partition_spec(axes, MESH) == expected
+
+
+def test_the_table_names_axes_of_the_mesh():
+    assert {axis for axes in DEFAULT_RULES.values() for axis in axes} <= set(MESH_AXIS_NAMES)
+
+
+def test_an_axis_that_the_mesh_lacks_or_of_size_1_is_no_split():
+    assert mesh_axes("batch", {"data": 4}) == ("data",)
+    assert mesh_axes("batch", {"data": 1, "fsdp": 2}) == ("fsdp",)
+    assert mesh_axes("batch", {}) == ()
+
+
+def test_a_mesh_axis_used_twice_is_refused_with_both_names():
+    with pytest.raises(ValueError, match="'fsdp' would split both 'batch' and 'embed'; change one"):
+        partition_spec(("batch", "embed"), MESH)
+
+
+def test_an_unknown_logical_axis_is_refused_with_the_nearest():
+    with pytest.raises(ValueError, match="logical axis 'embedd'; did you mean 'embed'"):
+        partition_spec(("embedd",), MESH)
+
+
+def test_a_dimension_that_does_not_divide_is_refused_with_the_parameters_path():
+    specs = {"decoder": {"layer0": {"kv": ParameterSpec((8, 3), ("embed", "kv_heads"))}}}
+    message = (
+        r"decoder/layer0/kv: its dimension 'kv_heads' of 3 does not divide into 2 parts "
+        r"\(mesh axes model\); change the size or the mesh"
+    )
+    with pytest.raises(ValueError, match=message):
+        named_shardings(specs, mesh(data=4, model=2))
+
+
+def test_parameters_get_their_places():
+    specs = {"up": ParameterSpec((4, 8), ("embed", "ffn")), "scale": ParameterSpec((3,), ("norm",))}
+    places = named_shardings(specs, mesh(fsdp=4, model=2))
+    assert places["up"].spec == PartitionSpec("fsdp", "model")
+    assert places["up"].shard_shape((4, 8)) == (1, 4)
+    assert places["scale"].shard_shape((3,)) == (3,)
+
+
+def test_rules_change_inside_the_block_only():
+    with sharding_rules({"embed": ("data", "fsdp")}):
+        assert mesh_axes("embed", MESH) == ("data", "fsdp")
+        with sharding_rules({"ffn": ()}):
+            assert mesh_axes("ffn", MESH) == ()
+            assert mesh_axes("embed", MESH) == ("data", "fsdp")
+        assert mesh_axes("ffn", MESH) == ("model",)
+    assert current_rules() == DEFAULT_RULES
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"embedd": ("fsdp",)}, "logical axis 'embedd'; did you mean 'embed'"),
+        ({"embed": ("fdsp",)}, "'embed': there is no mesh axis 'fdsp'; did you mean 'fsdp'"),
+    ],
+)
+def test_a_rule_about_nothing_is_refused(rules, message):
+    with pytest.raises(ValueError, match=message), sharding_rules(rules):
+        pass
+
+
+def test_a_mesh_with_names_of_its_own_may_be_named_in_rules():
+    own = jax.make_mesh((8,), ("ring",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(own), sharding_rules({"sequence": ("ring",)}):
+        assert mesh_axes("sequence", dict(own.shape)) == ("ring",)
+
+
+def test_without_a_mesh_nothing_is_constrained():
+    assert current_mesh() is None
+    x = jnp.ones((3, 5))
+    assert constrain(x, ("batch", "sequence")) is x
+
+
+def test_an_activation_is_split_as_told():
+    axes = ("batch", "sequence", "activation_ffn")
+    with jax.set_mesh(mesh(data=2, seq=2, model=2)):
+        y = jax.jit(lambda x: constrain(x, axes))(jnp.ones((2, 4, 6)))
+        message = "an activation .*: its dimension 'batch' of 3 does not divide into 2 parts"
+        with pytest.raises(ValueError, match=message):
+            constrain(jnp.ones((3, 4, 6)), axes)
+    assert y.sharding.spec == PartitionSpec("data", "seq", "model")
+
+
+def test_inside_a_shard_map_there_is_no_mesh_to_split_over():
+    seen = []
+
+    def local(x):
+        seen.append(current_mesh())
+        return constrain(x, ("batch",))
+
+    with jax.set_mesh(mesh(data=8)):
+        spec = PartitionSpec("data")
+        jax.jit(jax.shard_map(local, in_specs=spec, out_specs=spec))(jnp.ones(8))
+    assert seen[0] is None
