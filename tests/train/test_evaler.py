@@ -1,0 +1,82 @@
+"""Evaluation: totals over the whole set, not means of batches."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from moelib.data.input import PADDING_LABEL
+from moelib.data.lm_input import InputMode
+from moelib.train.evaler import SpmdEvaler
+from tests.train import tiny
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    trainer = tiny.trainer_config(tmp_path_factory.mktemp("run")).instantiate(parent=None)
+    trainer.init()
+    return trainer
+
+
+def evaluate(trainer, cfg):
+    evaler = SpmdEvaler.default_config().set(name="val", input=cfg)
+    evaler = evaler.instantiate(parent=None, model=trainer.model)
+    with jax.set_mesh(trainer.mesh()):
+        return evaler.evaluate(trainer.trainer_state.model, trainer.mesh())
+
+
+def log_probs(params, batch):
+    logits = np.asarray(params["table"])[batch["input_ids"]] @ np.asarray(params["head"])
+    logits = logits - np.log(np.sum(np.exp(logits), -1, keepdims=True))
+    labels = batch["target_labels"]
+    picked = np.take_along_axis(logits, np.maximum(labels, 0)[..., None], -1)[..., 0]
+    return np.where(labels != PADDING_LABEL, picked, 0.0)
+
+
+def test_means_are_over_all_tokens(trainer):
+    cfg = tiny.input_config(mode=InputMode.EVALUATE, seed=1)
+    lm_input = cfg.instantiate()
+    batches = [lm_input.batch(i) for i in range(lm_input.num_batches)]
+    valid = [int(np.sum(batch["target_labels"] != PADDING_LABEL)) for batch in batches]
+    assert valid[-1] < valid[0]  # The last batch is padded: a mean of means would be wrong.
+    nats = -sum(log_probs(trainer.trainer_state.model, batch).sum() for batch in batches)
+    num_bytes = sum(int(batch["target_num_bytes"].sum()) for batch in batches)
+    found = evaluate(trainer, cfg)
+    assert found["num_tokens"] == sum(valid)
+    assert found["loss"] == pytest.approx(nats / sum(valid), rel=1e-5)
+    assert found["perplexity"] == pytest.approx(math.exp(nats / sum(valid)), rel=1e-5)
+    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / num_bytes, rel=1e-5)
+
+
+def test_input_without_a_token_to_predict_is_refused(trainer):
+    cfg = tiny.input_config(mode=InputMode.EVALUATE).set(max_batches=0)
+    with pytest.raises(ValueError, match="val: the input has no token to predict"):
+        evaluate(trainer, cfg)
+
+
+def test_training_shows_the_average_to_evalers(tmp_path):
+    cfg = tiny.trainer_config(tmp_path, max_step=3, save_every=3)
+    cfg.learner.ema.decay = 0.9
+    trainer = cfg.instantiate(parent=None)
+    out = trainer.run()
+    average = trainer.model_params_for_eval()
+    assert not np.array_equal(average["head"], trainer.trainer_state.model["head"])
+    with jax.set_mesh(trainer.mesh()):
+        again = trainer.evalers["val"].evaluate(average, trainer.mesh())
+    assert out["evaler_summaries"]["val"] == again
+
+
+def test_best_metric_that_no_evaluation_has_is_refused(tmp_path):
+    cfg = tiny.trainer_config(tmp_path, max_step=1)
+    cfg.checkpointer.set(best_metric="val/perplexty", keep_best_n=1)
+    with pytest.raises(ValueError, match="best_metric is 'val/perplexty'; did you mean 'val/perp"):
+        cfg.instantiate(parent=None).run()
+
+
+def test_best_checkpoint_stays(tmp_path):
+    cfg = tiny.trainer_config(tmp_path, max_step=4, save_every=1)
+    cfg.checkpointer.set(best_metric="val/loss", best_mode="max", keep_best_n=1, keep_last_n=1)
+    cfg.instantiate(parent=None).run()
+    names = [path.name for path in sorted((tmp_path / "checkpoints").iterdir())]
+    assert names == ["step_00000001", "step_00000004"]  # The loss falls.

@@ -1,0 +1,79 @@
+"""The loop: it costs little, and does not wait where it need not."""
+
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from moelib.train.loop import TrainLoop
+from moelib.train.metrics import pack
+from tests.train import tiny
+
+
+def test_host_overhead_is_under_a_millisecond(tmp_path, monkeypatch):
+    cfg = tiny.trainer_config(tmp_path, max_step=300, evaler=False)
+    cfg.set(log_every_n_steps=100, checkpointer=None)
+    trainer = cfg.instantiate(parent=None)
+    trainer.init()
+    metrics = pack({f"m{i}": np.float32(1) for i in range(100)} | {"poisoned": 0, "num_tokens": 1})
+    metrics = jax.device_put(
+        metrics, jax.sharding.NamedSharding(trainer.mesh(), jax.sharding.PartitionSpec())
+    )
+    trainer._compiled = lambda state, batch: (state, metrics)  # A step that takes no time.
+    times = []
+    run_step = trainer.run_step
+
+    def timed(batch, *, input_state=None):
+        times.append(time.perf_counter())
+        return run_step(batch, input_state=input_state)
+
+    monkeypatch.setattr(trainer, "run_step", timed)
+    monkeypatch.setattr(TrainLoop, "_next_batch", lambda self, feed: {})
+    monkeypatch.setattr("moelib.train.metrics.language_metrics", lambda scalars: {})
+    monkeypatch.setattr("moelib.train.loop.language_metrics", lambda scalars: {})
+    with jax.set_mesh(trainer.mesh()):
+        TrainLoop(trainer, config_path="").run()
+    assert np.median(np.diff(times)) < 1e-3
+
+
+def test_steps_are_looked_at_one_behind(tmp_path, monkeypatch):
+    cfg = tiny.trainer_config(tmp_path, max_step=4, evaler=False).set(checkpointer=None)
+    trainer = cfg.instantiate(parent=None)
+    order = []
+    run_step, look = trainer.run_step, TrainLoop._look
+
+    def step(batch, *, input_state=None):
+        order.append(f"step {trainer.step + 1}")
+        return run_step(batch, input_state=input_state)
+
+    def looked(self):
+        if self._pending is not None:
+            order.append(f"look {self._pending[0]}")
+        look(self)
+
+    monkeypatch.setattr(trainer, "run_step", step)
+    monkeypatch.setattr(TrainLoop, "_look", looked)
+    trainer.run()
+    assert order == [
+        "step 1", "step 2", "look 1", "step 3", "look 2", "step 4", "look 3", "look 4",
+    ]  # fmt: skip
+
+
+def test_an_error_of_the_input_is_raised_and_the_run_closed(tmp_path, monkeypatch):
+    cfg = tiny.trainer_config(tmp_path)
+    trainer = cfg.instantiate(parent=None)
+    monkeypatch.setattr(
+        type(trainer.input), "host_batch", lambda *args: (_ for _ in ()).throw(OSError("gone"))
+    )
+    with pytest.raises(OSError, match="gone"):
+        trainer.run()
+
+
+def test_changed_input_is_refused_on_resuming(tmp_path):
+    tiny.trainer_config(tmp_path, max_step=2).instantiate(parent=None).run()
+    (tmp_path / "config.txt").unlink()
+    cfg = tiny.trainer_config(tmp_path)
+    cfg.input.seed = 3
+    with pytest.raises(ValueError, match="The input has changed since it was saved: seed was 0"):
+        cfg.instantiate(parent=None).run()

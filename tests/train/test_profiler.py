@@ -1,0 +1,37 @@
+"""The profiler window: which steps are traced, and where traces go."""
+
+import pytest
+
+from moelib.train.profiler import ProfilerWindow
+from tests.train import tiny
+
+
+def test_window_of_steps(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr("jax.profiler.start_trace", calls.append)
+    monkeypatch.setattr("jax.profiler.stop_trace", lambda: calls.append("stop"))
+    window = ProfilerWindow(str(tmp_path), [2, 6], num_steps=2)
+    traced = []
+    for step in range(1, 9):
+        window.before_step(step)
+        if len(calls) % 2:
+            traced.append(step)
+        if window.ends_after(step):
+            window.stop()
+    window.stop()
+    assert traced == [2, 3, 6, 7]
+    assert calls == [str(tmp_path / "profile"), "stop"] * 2
+
+
+def test_settings_that_cannot_be_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="steps and their number start at 1"):
+        ProfilerWindow(str(tmp_path), [0])
+    with pytest.raises(ValueError, match=r"from 4 and from 5 overlap; leave 3"):
+        ProfilerWindow(str(tmp_path), [5, 4])
+
+
+@pytest.mark.slow
+def test_run_leaves_a_trace(tmp_path):
+    cfg = tiny.trainer_config(tmp_path, max_step=4, evaler=False)
+    cfg.set(start_trace_steps=[2], num_trace_steps=1).instantiate(parent=None).run()
+    assert list((tmp_path / "profile").rglob("*.xplane.pb"))

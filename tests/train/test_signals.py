@@ -1,0 +1,26 @@
+"""Requests to stop: caught once, and handlers put back."""
+
+import os
+import signal
+
+import pytest
+
+from moelib.train.signals import StopRequest
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_signal_is_a_request(name):
+    before = signal.getsignal(signal.Signals[name])
+    with StopRequest() as stop:
+        assert not stop.asked(1)
+        os.kill(os.getpid(), signal.Signals[name])
+        assert stop.asked(2)
+        assert stop.signal_name == name
+    assert signal.getsignal(signal.Signals[name]) is before
+
+
+def test_second_interrupt_interrupts():
+    with StopRequest():
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)

@@ -1,0 +1,49 @@
+"""The state: specs, shardings, and keys of any form."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moelib.core.param import is_spec
+from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
+from moelib.train import state
+from tests.train import tiny
+
+
+@pytest.mark.parametrize("key", [5, jax.random.key(5), jax.random.PRNGKey(5)])
+def test_keys_of_any_form(key):
+    np.testing.assert_array_equal(state.key_data(key), jax.random.key_data(jax.random.key(5)))
+
+
+def test_specs_are_those_of_the_state(tmp_path):
+    trainer = tiny.trainer_config(tmp_path).instantiate(parent=None)
+    trainer.init()
+    specs = jax.tree.map(
+        lambda spec: (spec.shape, spec.dtype), trainer.trainer_state_specs, is_leaf=is_spec
+    )
+    assert specs == jax.tree.map(lambda x: (x.shape, str(x.dtype)), trainer.trainer_state)
+
+
+def test_optimizer_state_lies_where_its_parameter_does(tmp_path):
+    cfg = tiny.trainer_config(tmp_path, mesh_shape=mesh_shape_from_axes(fsdp=4, model=2))
+    trainer = cfg.instantiate(parent=None)
+    trainer.init()
+    table = trainer.trainer_state.model["table"].sharding
+    moments = [x for x in jax.tree.leaves(trainer.trainer_state.learner) if x.shape == (32, 16)]
+    assert len(moments) == 2
+    assert all(x.sharding == table for x in moments)
+    assert trainer.trainer_state.model["table"].addressable_shards[0].data.shape == (16, 4)
+
+
+def test_abstract_state_has_shardings(tmp_path):
+    trainer = tiny.trainer_config(tmp_path).instantiate(parent=None)
+    target = state.abstract_state(trainer.trainer_state_specs, trainer.trainer_state_shardings)
+    assert target.step.dtype == jnp.int32
+    assert target.model["table"].sharding == trainer.trainer_state_shardings.model["table"]
+
+
+def test_sequence_that_does_not_divide_is_refused():
+    mesh = create_device_mesh(mesh_shape_from_axes(data=2, seq=4))
+    with pytest.raises(ValueError, match=r"seq_len 18\]: its dimension 'sequence' of 18"):
+        state.batch_sharding(8, 18, mesh)

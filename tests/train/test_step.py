@@ -1,0 +1,157 @@
+"""The step: its gradients are those of the objective, on any mesh and in micro-batches."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moelib.core.config import config_for_function
+from moelib.core.module import functional
+from moelib.learner.optimizers import sgd_optimizer
+from moelib.learner.transforms import skip_bad_steps
+from moelib.parallel import sharding
+from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
+from moelib.train import metrics, state
+from moelib.train.step import make_eval_step, make_train_step
+from tests.train import tiny
+
+
+def build(num_microbatches=1, train_dtype=None, skip=None, **model_fields):
+    model = tiny.TinyModel.default_config().set(**{"dropout": 0.0, **model_fields})
+    cfg = tiny.trainer_config("unused").set(model=model)
+    cfg.learner.optimizer = config_for_function(sgd_optimizer).set(learning_rate=1.0)
+    cfg.learner.skip = skip
+    trainer = cfg.instantiate(parent=None)
+    step = make_train_step(
+        trainer.model,
+        trainer.learner,
+        num_microbatches=num_microbatches,
+        train_dtype=train_dtype,
+    )
+    return trainer, step
+
+
+def start_of(trainer):
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    places = jax.tree.map(lambda _: one, trainer.trainer_state_specs)
+    return state.init_state(trainer.model, trainer.learner, 0, places)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    batch = dict(tiny.input_config().instantiate().batch(0))
+    batch["target_labels"][:3, 5:] = -1  # Rows of different weight.
+    return {name: jnp.asarray(value) for name, value in batch.items()}
+
+
+def test_gradient_is_that_of_loss_and_aux_losses(batch):
+    trainer, step = build(aux_weight=0.5)
+    before = start_of(trainer)
+
+    def objective(params):
+        (loss, _), _ = functional(
+            trainer.model, None, {**before.model, **params}, (batch,), is_training=False
+        )
+        x = params["table"][batch["input_ids"]] @ params["head"]
+        return loss.mean + 0.5 * jnp.mean(jnp.square(x))
+
+    trained = {name: before.model[name] for name in ("table", "head")}
+    value, gradients = jax.value_and_grad(objective)(trained)
+    after, packed = jax.jit(step)(before, batch)
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(before.model[name] - after.model[name], gradient, atol=1e-7)
+    assert metrics.unpack(packed)["objective"] == pytest.approx(float(value), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "axes", [{"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "model": 2}, {"data": 2, "seq": 4}]
+)
+def test_every_mesh_gives_the_same_step(batch, axes):
+    trainer, step = build()
+    start = start_of(trainer)
+    expected, expected_metrics = jax.jit(step)(start, batch)
+    mesh = create_device_mesh(mesh_shape_from_axes(**axes))
+    with jax.set_mesh(mesh):
+        places = sharding.named_shardings(trainer.trainer_state_specs, mesh)
+        rows = state.batch_sharding(8, 16, mesh)
+        put = lambda x: jax.device_put(
+            x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*rows.spec[: x.ndim]))
+        )
+        sharded = {name: put(x) for name, x in batch.items()}
+        out, out_metrics = jax.jit(step)(jax.device_put(start, places), sharded)
+    close = lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-5)
+    jax.tree.map(close, out.model, expected.model)
+    got, want = metrics.unpack(out_metrics), metrics.unpack(expected_metrics)
+    assert got == pytest.approx(want, rel=1e-5, abs=1e-6)
+
+
+def test_micro_batches_give_the_step_of_the_whole(batch):
+    whole_trainer, whole = build(aux_weight=0.0)
+    _, parts = build(num_microbatches=4, aux_weight=0.0)
+    start = start_of(whole_trainer)
+    a, metrics_a = jax.jit(whole)(start, batch)
+    b, metrics_b = jax.jit(parts)(start, batch)
+    for name in ("table", "head"):
+        np.testing.assert_allclose(a.model[name], b.model[name], atol=1e-6)
+    assert int(a.model["passes"]) == 1
+    assert int(b.model["passes"]) == 4  # What layers put out goes from part to part.
+    assert int(b.model["steps"]) == 1
+    a, b = metrics.unpack(metrics_a), metrics.unpack(metrics_b)
+    assert b["loss"] == pytest.approx(a["loss"], rel=1e-6)
+    assert b["num_tokens"] == a["num_tokens"] == float(jnp.sum(batch["target_labels"] >= 0))
+
+
+def test_step_is_deterministic_and_its_key_changes(batch):
+    trainer, step = build(dropout=0.5)
+    step, start = jax.jit(step), start_of(trainer)
+    one, two = step(start, batch), step(start, batch)
+    jax.tree.map(np.testing.assert_array_equal, one, two)
+    later = step(start._replace(step=start.step + 1), batch)
+    assert metrics.unpack(later[1])["loss"] != metrics.unpack(one[1])["loss"]
+
+
+def test_parameters_are_cast_but_for_what_is_not_trained(batch):
+    trainer, step = build(train_dtype="bfloat16")
+    start = start_of(trainer)
+    # 1000.5 and 1001 are the same in bfloat16.
+    start = start._replace(model={**start.model, "passes": jnp.float32(1000.5)})
+    after, _ = jax.jit(step)(start, batch)
+    assert float(after.model["passes"]) == 1001.5
+    assert after.model["table"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("skipping", [False, True])
+def test_nan_poisons_unless_the_step_is_skipped(batch, skipping):
+    skip = config_for_function(skip_bad_steps) if skipping else None
+    trainer, step = build(skip=skip, nan_at=1)
+    start = start_of(trainer)
+    after, packed = jax.jit(step)(start, batch)
+    assert metrics.unpack(packed)["poisoned"] == float(not skipping)
+    if skipping:
+        jax.tree.map(np.testing.assert_array_equal, after.model, start.model)
+        assert int(after.step) == 1
+
+
+def test_evaluation_adds_up(batch):
+    trainer, _ = build()
+    start = start_of(trainer)
+    totals = metrics.unpack(jax.jit(make_eval_step(trainer.model))(start.model, batch))
+    parts = [
+        metrics.unpack(make_eval_step(trainer.model)(start.model, jax.tree.map(rows, batch)))
+        for rows in (lambda x: x[:3], lambda x: x[3:])
+    ]
+    for name in ("total/loss", "num_tokens", "total/bytes_per_token"):
+        assert totals[name] == pytest.approx(sum(part[name] for part in parts), rel=1e-6)
+
+
+def test_update_of_a_trained_parameter_is_refused(batch):
+    class Wrong(tiny.TinyModel):
+        def forward(self, batch):
+            self.add_state_update("table", self.parameters["table"])
+            return super().forward(batch)
+
+    trainer, _ = build()
+    model = Wrong.default_config().set(name="model").instantiate(parent=None)
+    step = make_train_step(model, trainer.learner)
+    with pytest.raises(ValueError, match=r"'table', shape \(32, 16\): there is no such parameter"):
+        step(start_of(trainer), batch)

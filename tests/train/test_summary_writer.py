@@ -1,0 +1,70 @@
+"""Summaries: JSON lines and event files, and that a resumed run goes on in them."""
+
+import json
+
+import pytest
+
+from moelib.train.summary_writer import SummaryWriter, truncate_json_lines
+
+
+def make(path, **settings):
+    cfg = SummaryWriter.default_config().set(
+        dir=str(path / "summaries"), jsonl_path=str(path / "metrics.jsonl"), **settings
+    )
+    return cfg.instantiate(parent=None)
+
+
+def lines(path):
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_json_lines(tmp_path):
+    writer = make(tmp_path)
+    writer.write(1, {"loss": 2.0, "norm": float("nan")})
+    writer.write(1, {"loss": 3.0}, group="val")
+    found = lines(tmp_path)
+    writer.close()
+    assert [line.pop("time") > 0 for line in found] == [True, True]
+    assert found == [{"step": 1, "loss": 2.0, "norm": None}, {"step": 1, "val/loss": 3.0}]
+
+
+def test_tensorboard_reads_what_is_written(tmp_path):
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
+
+    writer = make(tmp_path, formats=("tensorboard",))
+    writer.resume(4)
+    writer.write(5, {"loss": 2.5})
+    writer.close()
+    assert not (tmp_path / "metrics.jsonl").exists()
+    (path,) = (tmp_path / "summaries" / "train").iterdir()
+    reader, events = PyRecordReader_New(str(path)), []
+    for _ in range(3):
+        reader.GetNext()
+        events.append(Event.FromString(reader.record()))
+    assert events[0].file_version == "brain.Event:2"
+    assert events[1].step == 5
+    assert events[1].session_log.status == events[1].session_log.START
+    assert events[2].step == 5
+    assert [(v.tag, v.simple_value) for v in events[2].summary.value] == [("loss", 2.5)]
+
+
+def test_resumed_run_overwrites_later_steps_and_torn_lines(tmp_path):
+    writer = make(tmp_path, formats=("json_lines",))
+    for step in (1, 2, 3):
+        writer.write(step, {"loss": step})
+    writer.close()
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 4, "lo')
+    writer.resume(2)
+    writer.write(3, {"loss": 30.0})
+    writer.close()
+    assert [(line["step"], line["loss"]) for line in lines(tmp_path)] == [(1, 1), (2, 2), (3, 30.0)]
+
+
+@pytest.mark.parametrize("content", ["", None])
+def test_nothing_to_truncate(tmp_path, content):
+    path = tmp_path / "metrics.jsonl"
+    if content is not None:
+        path.write_text(content)
+    assert truncate_json_lines(str(path), 3) == 0
