@@ -114,7 +114,9 @@ def load_config(
         InvalidConfigNameError: If there is no such config; the nearest is named.
     """
     if not module or not name:
-        raise UsageError("--module and --config name what to run; `moelib config --module M` lists.")
+        raise UsageError(
+            "--module and --config name what to run; `moelib config --module M` lists."
+        )
     cfg = get_named_trainer_config(name, config_module=import_module(module))()
     if mesh_selector is not None:
         cfg = select_mesh(cfg, mesh_selector)
@@ -183,7 +185,9 @@ def set_up_devices() -> None:
     import jax
 
     if FLAGS.jax_backend is not None:
-        jax.config.update("jax_platforms", {"gpu": "cuda"}.get(FLAGS.jax_backend, FLAGS.jax_backend))
+        jax.config.update(
+            "jax_platforms", {"gpu": "cuda"}.get(FLAGS.jax_backend, FLAGS.jax_backend)
+        )
     if FLAGS.num_cpu_devices is not None:
         jax.config.update("jax_num_cpu_devices", FLAGS.num_cpu_devices)
     job = (FLAGS.distributed_coordinator, FLAGS.num_processes, FLAGS.process_id)

@@ -14,12 +14,12 @@ from moelib.core.config import (
 )
 from moelib.core.config_modifier import ConfigModifier
 
-MODULE = '''
+MODULE = """
 from tests.test_launch import Job
 
 def named_trainer_configs():
     return {"small": lambda: Job.default_config(), "large": lambda: Job.default_config()}
-'''
+"""
 
 
 class Job(Configurable):
@@ -113,7 +113,7 @@ def test_module_without_configs_is_told_what_to_define(folder):
 
 def test_data_dir_replaces_its_placeholder_everywhere():
     cfg = Job.default_config()
-    with pytest.raises(launch.UsageError, match="path is '{data_dir}/tokens'.*--data_dir"):
+    with pytest.raises(launch.UsageError, match=r"path is '{data_dir}/tokens'.*--data_dir"):
         launch.check_data_dir(cfg)
     launch.set_data_dir(cfg, "/data/")
     launch.check_data_dir(cfg)

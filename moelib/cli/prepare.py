@@ -1,7 +1,7 @@
 """`moelib prepare`: tokenizes a corpus into a token store, and can train the tokenizer first."""
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from absl import flags
@@ -100,6 +100,7 @@ def read_splits(items: Sequence[str]) -> dict[str, float]:
 
 
 def _tokenizer(source: Any) -> Any:
+    from moelib.data.source import sample_documents
     from moelib.data.tokenizer import ByteTokenizer, Tokenizer, train_bpe
 
     if FLAGS.tokenizer == "bytes":
@@ -109,15 +110,6 @@ def _tokenizer(source: Any) -> Any:
     path = FLAGS.output.rstrip("/") + ".tokenizer.json"
     if os.path.exists(path):
         return Tokenizer.default_config().set(path=path).instantiate()
-    texts = sample(source.documents(), FLAGS.train_bpe_mb * 1_000_000)
+    texts = sample_documents(source, FLAGS.train_bpe_mb * 1_000_000)
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     return train_bpe(texts, FLAGS.train_bpe, path)
-
-
-def sample(documents: Iterable[str], num_bytes: int) -> Iterator[str]:
-    """Yields documents from the first on, until they make up as many bytes (of ASCII)."""
-    for text in documents:
-        if num_bytes <= 0:
-            return
-        num_bytes -= len(text)
-        yield text

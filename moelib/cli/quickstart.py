@@ -53,11 +53,15 @@ def run(args: Sequence[str]) -> None:
     _sample(run_dir, FLAGS.prompt or default_prompt)
 
 
+def _first_words(store: Any) -> str:
+    return " ".join(next(iter(store.texts())).split()[:4])
+
+
 def prepare_text(text: str | None, store_dir: str, vocab_size: int) -> tuple[Any, Any]:
     """Returns the train and validation splits of a store of the text, made if it is not there."""
-    from moelib.cli.prepare import sample
     from moelib.data.files import PythonSourceCode
     from moelib.data.prepare import prepare
+    from moelib.data.source import sample_documents
     from moelib.data.source_for_path import source_for_path
     from moelib.data.token_store import TokenStore
     from moelib.data.tokenizer import Tokenizer, train_bpe
@@ -71,7 +75,7 @@ def prepare_text(text: str | None, store_dir: str, vocab_size: int) -> tuple[Any
         else:
             print(f"Training a byte-level BPE of {vocab_size} tokens ...", flush=True)
             os.makedirs(os.path.dirname(store_dir), exist_ok=True)
-            tokenizer = train_bpe(sample(source.documents(), 8_000_000), vocab_size, tokenizer_path)
+            tokenizer = train_bpe(sample_documents(source, 8_000_000), vocab_size, tokenizer_path)
         processes = os.cpu_count() or 1
         prepare(source, tokenizer, store_dir, num_processes=processes, splits=SPLITS)
     except (ValueError, OSError) as error:
@@ -81,54 +85,12 @@ def prepare_text(text: str | None, store_dir: str, vocab_size: int) -> tuple[Any
     return train, validation
 
 
-def unigram_bits_per_byte(train: Any, validation: Any) -> float:
-    """Returns what a model that knows only how frequent each token is reaches.
-
-    Frequencies are those of the training split, one added to each.
-    """
-    import numpy as np
-
-    def counts(source: Any) -> Any:
-        totals = np.zeros(source.vocab_size, np.int64)
-        for i in range(source.num_documents):
-            totals += np.bincount(source.document(i), minlength=source.vocab_size)
-        return totals
-
-    seen = counts(train) + 1
-    tokens = counts(validation)
-    bits = -np.sum(tokens * np.log2(seen / seen.sum()))
-    return float(bits / np.sum(tokens * validation.token_num_bytes))
-
-
-def gzip_bits_per_byte(validation: Any) -> float:
-    """Returns what `gzip -9` makes of the validation text, all documents in one file."""
-    import gzip
-
-    tokenizer = _tokenizer_of(validation)
-    texts = (_text_of(validation, tokenizer, i) for i in range(validation.num_documents))
-    text = "".join(texts).encode()
-    return 8.0 * len(gzip.compress(text, 9)) / len(text)
-
-
-def _tokenizer_of(store: Any) -> Any:
-    from moelib.data.tokenizer import Tokenizer
-
-    return Tokenizer.default_config().set(path=store.config.path).instantiate()
-
-
-def _text_of(store: Any, tokenizer: Any, index: int) -> str:
-    ids = store.document(index)
-    return tokenizer.decode(ids[ids != store.eos_id].tolist())
-
-
-def _first_words(validation: Any) -> str:
-    return " ".join(_text_of(validation, _tokenizer_of(validation), 0).split()[:4])
-
-
 def _compare(summaries: dict[str, float], train: Any, validation: Any) -> None:
     """Prints the model's bits per byte beside those of simple models."""
     from rich.console import Console
     from rich.table import Table
+
+    from moelib.data.baselines import gzip_bits_per_byte, unigram_bits_per_byte
 
     table = Table("held-out text", "bits per byte", title="Compression of text it has not seen")
     table.add_row("this model", f"{summaries['bits_per_byte']:.3f}")

@@ -256,6 +256,15 @@ class SpmdTrainer(Module):
         """Returns the training step (state, batch) -> (state, metrics), compiled; state is donated.
 
         Args:
+            batch: As `lower_train_step` takes it.
+        """
+        return self.lower_train_step(batch).compile()
+
+    @nowrap
+    def lower_train_step(self, batch: Any = None) -> jax.stages.Lowered:
+        """Returns the training step as it goes into the compiler, for the config's mesh.
+
+        Args:
             batch: Arrays, or what stands for them; by default those that language-model inputs
                 give, for which no data is opened.
         """
@@ -279,9 +288,7 @@ class SpmdTrainer(Module):
         replicated = jax.sharding.NamedSharding(self.mesh(), jax.sharding.PartitionSpec())
         out = (self.trainer_state_shardings, replicated)
         with jax.set_mesh(self.mesh()):
-            return (
-                jax.jit(step, donate_argnums=(0,), out_shardings=out).lower(state, batch).compile()
-            )
+            return jax.jit(step, donate_argnums=(0,), out_shardings=out).lower(state, batch)
 
     @nowrap
     def run_step(self, batch: Any, *, input_state: dict[str, Any] | None = None) -> Any:
