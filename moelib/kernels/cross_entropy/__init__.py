@@ -66,7 +66,8 @@ def cross_entropy(
         z_loss: Weight of the squared logsumexp (PaLM, arXiv:2204.02311, sec. 5).
         logit_cap: Bounds logits to `cap * tanh(logits / cap)` (Gemma 2, arXiv:2408.00118, sec. 2).
         transposed_head: Whether head is a table; nothing is copied for it.
-        chunk_size: Tokens whose logits are held at once; by default what fits into 128 MiB.
+        chunk_size: Tokens whose logits are held at once; by default what fits into 128 MiB. Their
+            gradients take as much again.
         backend: "xla" (the default) or "reference", which holds all logits.
 
     Raises:

@@ -44,7 +44,9 @@ def gmm(
 
     The first `group_sizes[0]` rows are the first group's, and so on. Rows past the sum of the group
     sizes belong to no group: they give zeros, have zero gradients, and may hold anything. Products
-    are summed in float32. Differentiable in lhs and rhs, in reverse mode.
+    are summed in float32; operands of two dtypes are multiplied in the wider. Differentiable in lhs
+    and rhs, in reverse mode. With several devices it belongs inside of `jax.shard_map`: it is not
+    partitioned by itself.
 
     Args:
         lhs: The rows, sorted by group.
@@ -56,7 +58,7 @@ def gmm(
         preferred_element_type: Dtype of the result; lhs's by default.
 
     Raises:
-        ValueError: If the shapes disagree, a dtype is not as stated, or the backend is unknown.
+        ValueError: If the shapes disagree, group_sizes are not integers, or the backend is unknown.
     """
     _check_group_sizes("gmm", group_sizes)
     if rhs.ndim != 3 or rhs.shape[2 if transpose_rhs else 1] != lhs.shape[1]:
@@ -67,7 +69,7 @@ def gmm(
             f"gmm: rhs {rhs.shape} has no matrix for each of {group_sizes.shape[0]} groups."
         )
     check_backend("gmm", backend, _BACKENDS)
-    out_dtype = jnp.dtype(preferred_element_type or lhs.dtype)
+    out_dtype = _out_dtype(lhs, preferred_element_type)
     return _gmm(transpose_rhs, backend, out_dtype, *align(lhs, rhs, group_sizes))
 
 
@@ -92,13 +94,13 @@ def gmm_weight_gradient(
         preferred_element_type: Dtype of the result; lhs's by default.
 
     Raises:
-        ValueError: If the shapes disagree, a dtype is not as stated, or the backend is unknown.
+        ValueError: If the shapes disagree, group_sizes are not integers, or the backend is unknown.
     """
     _check_group_sizes("gmm_weight_gradient", group_sizes)
     if lhs.shape[0] != grad.shape[0]:
         raise ValueError(f"gmm_weight_gradient: lhs {lhs.shape}, grad {grad.shape}: rows differ.")
     check_backend("gmm_weight_gradient", backend, _BACKENDS)
-    out_dtype = jnp.dtype(preferred_element_type or lhs.dtype)
+    out_dtype = _out_dtype(lhs, preferred_element_type)
     return _weight_gradient(backend, out_dtype, *align(lhs, grad, group_sizes))
 
 
@@ -106,6 +108,10 @@ def _check_group_sizes(kernel: str, group_sizes: Array) -> None:
     if group_sizes.ndim != 1 or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         shape, dtype = group_sizes.shape, group_sizes.dtype
         raise ValueError(f"{kernel}: group_sizes must be [g] integers, not {dtype}{list(shape)}.")
+
+
+def _out_dtype(lhs: Array, preferred: DTypeLike | None) -> Any:
+    return lhs.dtype if preferred is None else jnp.dtype(preferred)
 
 
 def _run(name: str, backend: str | None, lhs: Array, other: Array, sizes: Array, **kw: Any) -> Any:

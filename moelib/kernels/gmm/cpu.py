@@ -92,7 +92,8 @@ def gmm_weight_gradient(
         pair = [lax.dynamic_slice_in_dim(x, row, size) for x in (lhs, grad)]
         if mine is not None:  # Both, for a NaN in another group's row times zero is NaN.
             pair = [jnp.where(mine, x, 0) for x in pair]
-        return lax.dot_general(*pair, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        dims = (((0,), (0,)), ((), ()))
+        return lax.dot_general(pair[0], pair[1], dims, preferred_element_type=jnp.float32)
 
     def add(total: Array, row: Array, size: int) -> Array:
         return total + product(row, size)
