@@ -120,5 +120,5 @@ def test_heads_that_do_not_divide_into_groups_are_refused():
 
 
 def test_an_unknown_backend_is_refused_with_those_there_are():
-    with pytest.raises(ValueError, match="has no backend 'xlaa'; .*xla"):
+    with pytest.raises(ValueError, match=r"has no backend 'xlaa'; .*xla"):
         flash_attention(*operands(), backend="xlaa")

@@ -8,14 +8,15 @@ import pytest
 from moelib.kernels.flash_attention import reference, xla
 
 
-def test_the_scores_of_one_block_at_a_time_are_held():
-    seq_len, block = 1024, 128
+def temporary_bytes(seq_len):
     shape = jax.ShapeDtypeStruct((1, seq_len, 1, 8), jnp.float32)
-    run = functools.partial(xla.attention, scale=1.0, block=block)
+    run = functools.partial(xla.attention, scale=1.0, block=16)
     compiled = jax.jit(jax.grad(lambda q, k, v: jnp.sum(run(q, k, v)), (0, 1, 2)))
-    memory = compiled.lower(shape, shape, shape).compile().memory_analysis()
-    # Scores, their exponentials and their gradients, of the longest block; all would be 8 MiB.
-    assert memory.temp_size_in_bytes < 4 * (4 * block * seq_len)
+    return compiled.lower(shape, shape, shape).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_memory_is_linear_in_the_sequence():
+    assert temporary_bytes(1024) < 2.4 * temporary_bytes(512)
 
 
 @pytest.mark.parametrize("block", [1, 5, 16, 64])
