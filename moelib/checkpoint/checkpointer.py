@@ -159,7 +159,7 @@ class Checkpointer(Module):
         if self._orbax is None:
             import orbax.checkpoint as ocp
 
-            handlers = {
+            handlers: dict[str, Any] = {
                 contents.STATE_ITEM: ocp.PyTreeCheckpointHandler(),
                 contents.RECORD_ITEM: ocp.JsonCheckpointHandler(),
             }

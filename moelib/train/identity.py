@@ -13,7 +13,7 @@ _DECIDES = re.compile(r"(model|learner|input|prng_seed)\b.*")
 # Inside those: lengths of a run, how something is computed and not what, and where data lies (the
 # input compares what is in it).
 _MAY_CHANGE = re.compile(
-    r".*\b(max_step|decay_steps|num_microbatches|max_batches|\w*backend|remat\w*|prefetch\w*"
+    r".*\b(max_step|decay_steps|max_batches|dispatcher|\w*kernel|\w*backend|remat\w*|prefetch\w*"
     r"|num_threads|num_workers|path|paths|dir|data_dir)\b.*"
 )
 

@@ -18,7 +18,7 @@ from moelib.core.config import did_you_mean
 from moelib.data.prefetch import Prefetcher, host_rows, put_batch
 from moelib.train.metrics import PackedMetrics, Scalars, language_metrics, unpack
 from moelib.train.profiler import ProfilerWindow
-from moelib.train.progress import ProgressLine, progress_text, seconds_text
+from moelib.train.progress import ProgressLine, evaluation_text
 from moelib.train.report import report_run
 from moelib.train.signals import StopRequest
 from moelib.train.step import POISONED
@@ -191,7 +191,8 @@ class TrainLoop:
             self._save(summaries)
         if self._stop.asked(step):
             self.stopped_by = self._stop.signal_name
-            self._line.say(f"{self.stopped_by}: saving and stopping after step {step}")
+            saving = "saving and " if checkpointer else ""
+            self._line.say(f"{self.stopped_by}: {saving}stopping after step {step}")
             return True
         return False
 
@@ -257,14 +258,3 @@ class TrainLoop:
     def _close_checkpointer(self) -> None:
         if self.trainer.config.checkpointer is not None:
             self.trainer.checkpointer.close()
-
-
-def evaluation_text(scalars: Scalars) -> str:
-    """Returns the metrics of an evaluation that a line shows."""
-    text = f"{progress_text(scalars)}  perplexity {scalars['perplexity']:.2f}"
-    if "bits_per_byte" in scalars:
-        text += f"  bits/byte {scalars['bits_per_byte']:.4f}"
-    return text
-
-
-__all__ = ["NonFiniteError", "TrainLoop", "evaluation_text", "seconds_text"]

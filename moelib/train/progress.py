@@ -24,6 +24,14 @@ def progress_text(scalars: Scalars) -> str:
     return "  ".join(text for text in shown if not (same and text.startswith("ce ")))
 
 
+def evaluation_text(scalars: Scalars) -> str:
+    """Returns the metrics of an evaluation that a line shows."""
+    text = f"{progress_text(scalars)}  perplexity {scalars['perplexity']:.2f}"
+    if "bits_per_byte" in scalars:
+        text += f"  bits/byte {scalars['bits_per_byte']:.4f}"
+    return text
+
+
 class ProgressLine:
     """One live line on a terminal, plain lines elsewhere; on stderr. Use it in a `with`."""
 

@@ -1,6 +1,7 @@
 """Summaries: numbers by step, as JSON lines and as TensorBoard event files."""
 
 import json
+import logging
 import math
 import os
 import socket
@@ -12,6 +13,8 @@ import jax
 
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.module import Module, nowrap
+
+logger = logging.getLogger(__name__)
 
 
 class SummaryWriter(Module):
@@ -34,6 +37,7 @@ class SummaryWriter(Module):
         self._events: dict[str, Any] = {}
         self._jsonl: Any = None
         self._purge_step: int | None = None
+        self._failures = 0
 
     @nowrap
     def resume(self, step: int) -> None:
@@ -48,6 +52,8 @@ class SummaryWriter(Module):
     def write(self, step: int, scalars: Mapping[str, float], *, group: str = "train") -> None:
         """Writes scalars of a step; they are on disk when this returns.
 
+        That the disk is full is logged as an error, and no more.
+
         Args:
             step: The step.
             scalars: By name; in JSON, what is not finite becomes null.
@@ -55,13 +61,25 @@ class SummaryWriter(Module):
         """
         if not self._active:
             return
-        if "json_lines" in self.config.formats:
-            prefix = "" if group == "train" else f"{group}/"
-            values = {f"{prefix}{name}": _json_number(x) for name, x in scalars.items()}
-            line = json.dumps({"step": step, "time": round(time.time(), 3), **values})
-            self._json_lines().write(line + "\n")
-        if "tensorboard" in self.config.formats:
-            self._write_events(step, scalars, group)
+        try:
+            if "json_lines" in self.config.formats:
+                self._write_json(step, scalars, group)
+            if "tensorboard" in self.config.formats:
+                self._write_events(step, scalars, group)
+        except OSError as error:
+            self._failures += 1
+            if self._failures == 1:
+                logger.error("NO METRICS of step %d: %s. Training goes on.", step, error)
+            return
+        if self._failures:
+            logger.error("Metrics are written again; %d writes failed before.", self._failures)
+            self._failures = 0
+
+    def _write_json(self, step: int, scalars: Mapping[str, float], group: str) -> None:
+        prefix = "" if group == "train" else f"{group}/"
+        values = {f"{prefix}{name}": _json_number(x) for name, x in scalars.items()}
+        line = json.dumps({"step": step, "time": round(time.time(), 3), **values})
+        self._json_lines().write(line + "\n")
 
     def _json_lines(self) -> Any:
         if self._jsonl is None:

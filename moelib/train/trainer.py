@@ -14,15 +14,12 @@ from moelib.checkpoint.contents import CheckpointRecord
 from moelib.core import tree
 from moelib.core.config import (
     REQUIRED,
-    ConfigBase,
     DType,
     InstantiableConfig,
     Required,
     RequiredFieldMissingError,
     config_class,
-    did_you_mean,
 )
-from moelib.core.config_path import sub_configs
 from moelib.core.module import Module, nowrap
 from moelib.data.input import Input, batch_spec
 from moelib.data.prefetch import row_sharding
@@ -39,6 +36,12 @@ from moelib.train import state as state_lib
 from moelib.train.evaler import SpmdEvaler
 from moelib.train.identity import claim_directory, config_hash
 from moelib.train.loop import TrainLoop
+from moelib.train.settings import (
+    check_config,
+    set_if_required,
+    with_max_step,
+    with_run_length,
+)
 from moelib.train.state import TrainerState
 from moelib.train.step import make_train_step
 from moelib.train.summary_writer import SummaryWriter
@@ -103,22 +106,22 @@ class SpmdTrainer(Module):
         """
         super().__init__(cfg, parent=parent)
         cfg = self.config
-        _check(cfg)
+        check_config(cfg)
         self._add_child("model", cfg.model)
         specs = self.model.create_parameter_specs_recursively()
-        learner = _with_run_length(cfg.learner, cfg.max_step)
+        learner = with_run_length(cfg.learner, cfg.max_step)
         self._add_child("learner", learner, param_specs=specs)
-        self._evalers: dict[str, SpmdEvaler] = {}
+        self._evalers: dict[str, Any] = {}
         for name, evaler in cfg.evalers.items():
-            evaler = _with_max_step(evaler, "eval_policy", cfg.max_step)
+            evaler = with_max_step(evaler, "eval_policy", cfg.max_step)
             shared = {"model": self.model, "train_dtype": cfg.train_dtype}
             self._evalers[name] = self._add_child(f"evaler_{name}", evaler, **shared)
         if cfg.checkpointer is not None:
-            checkpointer = _with_max_step(cfg.checkpointer, "save_policy", cfg.max_step)
-            _set_if_required(checkpointer, dir=os.path.join(cfg.dir, "checkpoints"))
+            checkpointer = with_max_step(cfg.checkpointer, "save_policy", cfg.max_step)
+            set_if_required(checkpointer, dir=os.path.join(cfg.dir, "checkpoints"))
             self._add_child("checkpointer", checkpointer)
         writer = cfg.summary_writer.clone()
-        _set_if_required(
+        set_if_required(
             writer,
             dir=os.path.join(cfg.dir, "summaries"),
             jsonl_path=os.path.join(cfg.dir, "metrics.jsonl"),
@@ -348,47 +351,3 @@ class SpmdTrainer(Module):
             f"{describe_mesh(tuple(mesh.shape.values()), tuple(mesh.shape))} "
             f"({mesh.devices.flat[0].device_kind})"
         )
-
-
-def _check(cfg: Any) -> None:
-    """Raises ValueError for settings that cannot be."""
-    inputs = {"input": cfg.input} | {f"evalers.{n}.input": e.input for n, e in cfg.evalers.items()}
-    for path, inside in inputs.items():
-        if inside is REQUIRED:
-            raise RequiredFieldMissingError("SpmdTrainer.Config", [path])
-        if missing := [name for name, value in inside.items() if value is REQUIRED]:
-            raise RequiredFieldMissingError("the input", missing).inside(path)
-    for name in ("max_step", "log_every_n_steps", "num_microbatches"):
-        if getattr(cfg, name) < 1:
-            raise ValueError(f"{name} is {getattr(cfg, name)}; set it to 1 or more.")
-    if cfg.checkpointer is not None and (metric := cfg.checkpointer.best_metric) is not None:
-        evaler = metric.partition("/")[0]
-        if evaler not in cfg.evalers:
-            raise ValueError(
-                f"checkpointer.best_metric is {metric!r}, but there is no evaler {evaler!r}; "
-                + did_you_mean(evaler, cfg.evalers)
-            )
-
-
-def _set_if_required(cfg: ConfigBase, **values: Any) -> None:
-    for name, value in values.items():
-        if getattr(cfg, name) is REQUIRED:
-            setattr(cfg, name, value)
-
-
-def _with_run_length(cfg: Any, max_step: int) -> Any:
-    """Returns a copy of the learner's config, whose schedules end with the run unless they say."""
-    cfg = cfg.clone()
-    for _, inside in sub_configs(cfg):
-        if dict(inside.items()).get("max_step") is REQUIRED:
-            inside.set(max_step=max_step)
-    return cfg
-
-
-def _with_max_step(cfg: Any, policy: str, max_step: int) -> Any:
-    """Returns a copy of a config, whose policy knows the run's last step if it asks for it."""
-    cfg = cfg.clone()
-    inside = getattr(cfg, policy)
-    if dict(inside.items()).get("max_step", 0) is None:
-        inside.set(max_step=max_step)
-    return cfg

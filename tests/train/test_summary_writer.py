@@ -1,5 +1,6 @@
 """Summaries: JSON lines and event files, and that a resumed run goes on in them."""
 
+import errno
 import json
 
 import pytest
@@ -60,6 +61,24 @@ def test_resumed_run_overwrites_later_steps_and_torn_lines(tmp_path):
     writer.write(3, {"loss": 30.0})
     writer.close()
     assert [(line["step"], line["loss"]) for line in lines(tmp_path)] == [(1, 1), (2, 2), (3, 30.0)]
+
+
+def test_full_disk_is_said_once_and_training_goes_on(tmp_path, caplog, monkeypatch):
+    writer = make(tmp_path)
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "_json_lines", full)
+        for step in (1, 2):
+            writer.write(step, {"loss": 1.0})
+    assert caplog.text.count("NO METRICS of step 1: [Errno 28] No space left on device") == 1
+    assert "step 2" not in caplog.text
+    writer.write(3, {"loss": 1.0})
+    writer.close()
+    assert "written again; 2 writes failed" in caplog.text
+    assert [line["step"] for line in lines(tmp_path)] == [3]
 
 
 @pytest.mark.parametrize("content", ["", None])

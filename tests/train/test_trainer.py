@@ -1,5 +1,6 @@
 """A run: what it leaves, that it resumes bit for bit, under another mesh, and what it refuses."""
 
+import errno
 import json
 import math
 import os
@@ -113,6 +114,27 @@ def test_nan_in_the_step_to_be_saved_is_never_saved(tmp_path):
     with pytest.raises(CheckpointSaveError, match=r"step 8, .* not finite"):
         run(cfg)
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step_00000002", "step_00000004"]
+
+
+def test_full_disk_does_not_stop_training(unbroken, tmp_path, caplog, monkeypatch):
+    trainer = tiny.trainer_config(tmp_path, evaler=False).instantiate(parent=None)
+    orbax = trainer.checkpointer._checkpointer()
+    monkeypatch.setattr(orbax, "save", _full_disk)
+    assert trainer.run()["step"] == 8
+    assert "NO CHECKPOINT of step 4" in caplog.text
+    assert os.listdir(tmp_path / "checkpoints") == ["step_00000008"]
+    assert tiny.losses(tmp_path) == tiny.losses(unbroken[0])
+
+
+def test_last_checkpoint_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
+    trainer = tiny.trainer_config(tmp_path, max_step=3, evaler=False).instantiate(parent=None)
+    monkeypatch.setattr(trainer.checkpointer._checkpointer(), "save", _full_disk)
+    with pytest.raises(CheckpointSaveError, match=r"step 3, could not be written .*No space left"):
+        trainer.run()
+
+
+def _full_disk(*args, **kwargs):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_end_of_input_saves(tmp_path):

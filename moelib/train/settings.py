@@ -1,0 +1,56 @@
+"""What a trainer checks in its config, and what it fills in."""
+
+from typing import Any
+
+from moelib.core.config import REQUIRED, ConfigBase, RequiredFieldMissingError, did_you_mean
+from moelib.core.config_path import sub_configs
+
+
+def check_config(cfg: Any) -> None:
+    """Checks a `SpmdTrainer.Config`.
+
+    Raises:
+        RequiredFieldMissingError: If a field of an input is unset.
+        ValueError: If a setting cannot be.
+    """
+    inputs = {"input": cfg.input} | {f"evalers.{n}.input": e.input for n, e in cfg.evalers.items()}
+    for path, inside in inputs.items():
+        if inside is REQUIRED:
+            raise RequiredFieldMissingError("SpmdTrainer.Config", [path])
+        if missing := [name for name, value in inside.items() if value is REQUIRED]:
+            raise RequiredFieldMissingError("the input", missing).inside(path)
+    for name in ("max_step", "log_every_n_steps", "num_microbatches"):
+        if getattr(cfg, name) < 1:
+            raise ValueError(f"{name} is {getattr(cfg, name)}; set it to 1 or more.")
+    if cfg.checkpointer is not None and (metric := cfg.checkpointer.best_metric) is not None:
+        evaler = metric.partition("/")[0]
+        if evaler not in cfg.evalers:
+            raise ValueError(
+                f"checkpointer.best_metric is {metric!r}, but there is no evaler {evaler!r}; "
+                + did_you_mean(evaler, cfg.evalers)
+            )
+
+
+def set_if_required(cfg: ConfigBase, **values: Any) -> None:
+    """Sets those of the fields that are REQUIRED still."""
+    for name, value in values.items():
+        if getattr(cfg, name) is REQUIRED:
+            setattr(cfg, name, value)
+
+
+def with_run_length(cfg: Any, max_step: int) -> Any:
+    """Returns a copy of the learner's config, whose schedules end with the run unless they say."""
+    cfg = cfg.clone()
+    for _, inside in sub_configs(cfg):
+        if dict(inside.items()).get("max_step") is REQUIRED:
+            inside.set(max_step=max_step)
+    return cfg
+
+
+def with_max_step(cfg: Any, policy: str, max_step: int) -> Any:
+    """Returns a copy of a config, whose policy knows the run's last step if it asks for it."""
+    cfg = cfg.clone()
+    inside = getattr(cfg, policy)
+    if dict(inside.items()).get("max_step", 0) is None:
+        inside.set(max_step=max_step)
+    return cfg
