@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from moelib.core.config import Configurable, config_class
+from moelib.core.config import Configurable
 from moelib.core.context import Nested
 from moelib.layers.moe.experts import FeedForwardExperts
 
@@ -44,11 +44,10 @@ class DenseDispatcher(Dispatcher):
         mask: Bool[Array, "T"],
     ) -> Float[Array, "T D"]:
         """Returns the weighted sums."""
-        outputs = experts.all_experts(params, x)  # [T, E, D]
-        num_experts = outputs.shape[1]
-        chosen = expert_ids[..., None] == jnp.arange(num_experts)[None, None]  # [T, K, E]
+        outputs = experts.all_experts(params, jnp.where(mask[:, None], x, 0.0))  # [T, E, D]
+        chosen = expert_ids[..., None] == jnp.arange(outputs.shape[1])[None, None]  # [T, K, E]
+        chosen = chosen & mask[:, None, None]
         dense = jnp.sum(jnp.where(chosen, weights[..., None], 0.0), 1)
-        dense = jnp.where(mask[:, None], dense, 0.0)
         return jnp.einsum("ted,te->td", outputs.astype(jnp.float32), dense).astype(x.dtype)
 
 
@@ -57,10 +56,6 @@ class SortedDispatcher(Dispatcher):
 
     Dispatch and combine are gathers in both directions: no scatter, no copy of tokens K times.
     """
-
-    @config_class
-    class Config(Dispatcher.Config):
-        """Config of `SortedDispatcher`."""
 
     def __call__(
         self,

@@ -1,0 +1,166 @@
+"""Balance losses in closed form and against float64 references; balance by bias."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moelib.layers.moe.balance import (
+    BalanceScope,
+    BiasBalancing,
+    expert_counts,
+    load_balance_loss,
+    router_z_loss,
+)
+from tests.layers.calling import build, call, call_and_collect, initial, normal
+
+B, S, E, K = 3, 7, 5, 2
+
+
+def routing(seed=0):
+    """Returns random (probabilities, ids of the best K, mask, logits)."""
+    logits = normal(B, S, E, seed=seed, scale=2.0)
+    probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    ids = np.argsort(-logits, -1)[..., :K]
+    mask = np.arange(S) < np.array([[S], [3], [0]])  # A whole row, a part, and padding only.
+    return tuple(map(jnp.asarray, (probs, ids, mask, logits)))
+
+
+def switch_loss(probs, ids, mask):
+    """E sum_e f_e P_e over the tokens that count, eq. 4, with f a share of T K choices."""
+    probs, ids = (np.asarray(a)[np.asarray(mask)] for a in (probs, ids))
+    share = np.bincount(ids.ravel(), minlength=E) / ids.size
+    return E * np.sum(share * probs.astype(np.float64).mean(0))
+
+
+def test_counts_are_those_of_the_valid_tokens():
+    _, ids, mask, _ = routing()
+    got = expert_counts(ids, mask, E)
+    for b in range(B):
+        valid = np.asarray(ids)[b, np.asarray(mask)[b]]
+        np.testing.assert_array_equal(got[b], np.bincount(valid.ravel(), minlength=E))
+
+
+def test_the_loss_is_that_of_switch_over_the_valid_tokens():
+    probs, ids, mask, _ = routing()
+    got = load_balance_loss(probs, ids, mask)
+    np.testing.assert_allclose(got, switch_loss(probs, ids, mask), rtol=1e-6)
+
+
+def test_a_loss_a_sequence_is_the_mean_over_rows_by_their_tokens():
+    probs, ids, mask, _ = routing()
+    got = load_balance_loss(probs, ids, mask, BalanceScope.SEQUENCE)
+    rows = [switch_loss(probs[b], ids[b], mask[b]) for b in (0, 1)]
+    np.testing.assert_allclose(got, (S * rows[0] + 3 * rows[1]) / (S + 3), rtol=1e-6)
+
+
+@pytest.mark.parametrize("scope", BalanceScope)
+def test_even_routing_costs_one_and_one_expert_for_all_costs_e(scope):
+    mask = jnp.ones((2, 5), bool)
+    even = jnp.full((2, 5, E), 1 / E)
+    ids = jnp.broadcast_to(jnp.arange(5)[None, :, None], (2, 5, 1))
+    np.testing.assert_allclose(load_balance_loss(even, ids, mask, scope), 1.0, rtol=1e-6)
+    all_to_one = jnp.zeros((2, 5, E)).at[..., 3].set(1.0)
+    loss = load_balance_loss(all_to_one, jnp.full((2, 5, 1), 3), mask, scope)
+    np.testing.assert_allclose(loss, E, rtol=1e-6)
+
+
+@pytest.mark.parametrize("scope", BalanceScope)
+def test_the_order_of_tokens_in_a_row_does_not_matter(scope):
+    probs, ids, mask, _ = routing()
+    order = np.random.default_rng(1).permutation(S)
+    got = load_balance_loss(probs[:, order], ids[:, order], mask[:, order], scope)
+    np.testing.assert_allclose(got, load_balance_loss(probs, ids, mask, scope), rtol=1e-6)
+
+
+@pytest.mark.parametrize("scope", BalanceScope)
+def test_what_padding_holds_changes_neither_loss_nor_gradient(scope):
+    probs, ids, mask, logits = routing()
+    hole = ~mask[..., None]
+    other_probs, other_ids = jnp.where(hole, 7.0, probs), jnp.where(hole, 1, ids)
+    run = jax.value_and_grad(lambda p, i: load_balance_loss(p, i, mask, scope))
+    got, want = run(other_probs, other_ids), run(probs, ids)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert not np.any(np.asarray(want[1])[~np.asarray(mask)])
+    other_logits = jnp.where(hole, 99.0, logits)
+    np.testing.assert_array_equal(router_z_loss(other_logits, mask), router_z_loss(logits, mask))
+
+
+def test_a_batch_of_padding_costs_nothing():
+    probs, ids, mask, logits = routing()
+    for scope in BalanceScope:
+        assert float(load_balance_loss(probs, ids, mask & False, scope)) == 0
+    assert float(router_z_loss(logits, mask & False)) == 0
+
+
+def test_the_gradient_is_e_times_the_share_over_the_tokens():
+    probs, ids, mask, _ = routing()
+    grad = jax.grad(load_balance_loss)(probs, ids, mask)
+    tokens = np.asarray(mask).sum()
+    share = np.bincount(np.asarray(ids)[np.asarray(mask)].ravel(), minlength=E) / (K * tokens)
+    np.testing.assert_allclose(grad[0, 0], E * share / tokens, rtol=1e-5)
+
+
+def test_one_expert_is_refused():
+    with pytest.raises(ValueError, match="num_experts is 1; set it to 2 or more"):
+        load_balance_loss(
+            jnp.ones((1, 2, 1)), jnp.zeros((1, 2, 1), jnp.int32), jnp.ones((1, 2), bool)
+        )
+
+
+def test_the_z_loss_is_the_mean_square_of_the_logsumexp():
+    _, _, mask, logits = routing()
+    valid = np.asarray(logits, np.float64)[np.asarray(mask)]
+    want = np.mean(np.log(np.exp(valid).sum(-1)) ** 2)
+    np.testing.assert_allclose(router_z_loss(logits, mask), want, rtol=1e-6)
+
+
+BALANCING = build(BiasBalancing.default_config(), num_experts=4, rate=0.01)
+
+
+def test_biases_go_up_for_idle_experts_and_down_for_busy_ones():
+    state = {"bias": jnp.array([1.0, 0, 0, 0]), "counts": jnp.array([8.0, 0, 4, 4])}
+    after = BALANCING.end_step_recursively(state)
+    np.testing.assert_allclose(after["bias"], [0.99, 0.01, 0, 0], rtol=1e-6)
+    assert not np.any(after["counts"])
+
+
+def test_counts_of_micro_batches_add_up():
+    state = initial(BALANCING)
+    mask, ids = jnp.ones((1, 2), bool), jnp.array([[[0, 1], [0, 2]]])
+    for _ in range(2):
+        _, outputs = call_and_collect(BALANCING, state, ids, mask, method="count")
+        state = {**state, **outputs.state_updates}
+    np.testing.assert_array_equal(state["counts"], [4, 2, 2, 0])
+
+
+def test_the_bias_is_added_to_the_scores_and_its_range_reported():
+    state = {**initial(BALANCING), "bias": jnp.array([0.5, 0, 0, -0.25])}
+    scores = jnp.ones((1, 1, 4))
+    got, outputs = call_and_collect(BALANCING, state, scores, method="biased")
+    np.testing.assert_array_equal(got[0, 0], [1.5, 1, 1, 0.75])
+    assert float(outputs.summaries["bias_range"]) == 0.75
+
+
+def test_nothing_of_it_is_trained():
+    assert not any(s.trainable for s in BALANCING.layer_parameter_specs().values())
+    assert BALANCING.active_parameters() == 0
+
+
+def test_a_skewed_router_is_balanced_in_time():
+    layer = build(BiasBalancing.default_config(), num_experts=4, rate=0.02)
+    scores = jax.nn.sigmoid(jnp.asarray(normal(1, 256, 4) + np.float32([1.5, 0, 0, -1.5])))
+    mask = jnp.ones((1, 256), bool)
+
+    @jax.jit
+    def step(state):
+        _, ids = jax.lax.top_k(call(layer, state, scores, method="biased"), 1)
+        _, outputs = call_and_collect(layer, state, ids, mask, method="count")
+        counts = outputs.state_updates["counts"]
+        return layer.end_step_recursively({**state, **outputs.state_updates}), counts
+
+    state, first = step(initial(layer))
+    for _ in range(80):
+        state, last = step(state)
+    assert float(jnp.max(first)) > 2 * 64
+    assert float(jnp.max(last)) < 1.2 * 64

@@ -1,0 +1,170 @@
+"""Dispatchers: the sorted one against the oracle and a loop over tokens, values and gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moelib.layers.moe.dispatch import (
+    DenseDispatcher,
+    Dispatcher,
+    SortedDispatcher,
+    combine_rows,
+    dispatch_rows,
+)
+from moelib.layers.moe.experts import FeedForwardExperts
+from tests.layers.calling import build, float64, initial, normal
+
+T, D, F, E, K = 40, 4, 6, 5, 2
+EXPERTS = build(
+    FeedForwardExperts.default_config(),
+    num_experts=E,
+    num_experts_per_token=K,
+    input_dim=D,
+    hidden_dim=F,
+)
+PARAMS = initial(EXPERTS)
+DENSE, SORTED = (cls.default_config().instantiate() for cls in (DenseDispatcher, SortedDispatcher))
+X, GRAD = jnp.asarray(normal(T, D)), jnp.asarray(normal(T, D, seed=1))
+WEIGHTS = jnp.asarray(np.abs(normal(T, K, seed=2)))
+
+
+def random_ids(experts, seed=0):
+    """Returns K different ones of the experts for each token."""
+    rng = np.random.default_rng(seed)
+    return np.stack([rng.permutation(experts)[:K] for _ in range(T)])
+
+
+IDS = {
+    "random": random_ids(np.arange(E)),
+    "skewed": np.where(np.arange(T)[:, None] < 36, [[3, 1]], random_ids(np.arange(E))),
+    "with empty experts": random_ids([0, 4]),
+    "all to the same": np.broadcast_to([[2, 0]], (T, K)),
+}
+MASKS = {
+    "no padding": np.ones(T, bool),
+    "padding at the end": np.arange(T) < 25,
+    "padding anywhere": np.random.default_rng(3).random(T) < 0.6,
+    "all padding": np.zeros(T, bool),
+}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def pulled(dispatcher, params, x, ids, weights, mask, grad):
+    """Returns (value, gradients in parameters, x and weights)."""
+    run = lambda params, x, weights: dispatcher(EXPERTS, params, x, ids, weights, mask)
+    value, pull = jax.vjp(run, params, x, weights)
+    return value, pull(grad)
+
+
+def by_loop(params, x, ids, weights, mask):
+    """Each token and each of its experts by itself, in float64."""
+    p, x, weights = float64(params), float64(x), float64(weights)
+    out = np.zeros_like(x)
+    for t in np.flatnonzero(mask):
+        for k, e in enumerate(ids[t]):
+            gate, up = np.einsum("d,dnf->nf", x[t], p["up"][e])
+            out[t] += weights[t, k] * ((gate / (1 + np.exp(-gate)) * up) @ p["down"][e])
+    return out
+
+
+@pytest.mark.parametrize("ids", IDS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_sorted_equals_dense_in_values_and_all_gradients(ids, mask):
+    ids, mask = jnp.asarray(IDS[ids]), jnp.asarray(MASKS[mask])
+    got = pulled(SORTED, PARAMS, X, ids, WEIGHTS, mask, GRAD)
+    want = pulled(DENSE, PARAMS, X, ids, WEIGHTS, mask, GRAD)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        scale = float(jnp.max(jnp.abs(b)))
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * max(scale, 1.0))
+    np.testing.assert_allclose(
+        got[0], by_loop(PARAMS, X, np.asarray(ids), WEIGHTS, np.asarray(mask)), atol=1e-5
+    )
+    assert not np.any(np.asarray(got[0])[~np.asarray(mask)])
+
+
+@pytest.mark.parametrize("dispatcher", [DENSE, SORTED])
+def test_permuted_tokens_give_permuted_outputs(dispatcher):
+    order = np.random.default_rng(5).permutation(T)
+    ids, mask = jnp.asarray(IDS["random"]), jnp.asarray(MASKS["padding anywhere"])
+    want, (_, want_x, want_weights) = pulled(dispatcher, PARAMS, X, ids, WEIGHTS, mask, GRAD)
+    moved = [a[order] for a in (X, ids, WEIGHTS, mask, GRAD)]
+    got, (_, got_x, got_weights) = pulled(dispatcher, PARAMS, *moved)
+    for a, b in ((got, want), (got_x, want_x), (got_weights, want_weights)):
+        np.testing.assert_allclose(a, b[order], atol=1e-5)
+
+
+@pytest.mark.parametrize("dispatcher", [DENSE, SORTED])
+def test_permuted_experts_give_the_same_output(dispatcher):
+    order = np.array([3, 0, 4, 1, 2])
+    ids, mask = jnp.asarray(IDS["random"]), jnp.asarray(MASKS["padding at the end"])
+    want, _ = pulled(dispatcher, PARAMS, X, ids, WEIGHTS, mask, GRAD)
+    moved = jax.tree.map(lambda p: p[order], PARAMS)
+    renamed = jnp.asarray(np.argsort(order))[ids]
+    got, _ = pulled(dispatcher, moved, X, renamed, WEIGHTS, mask, GRAD)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+@pytest.mark.parametrize("dispatcher", [DENSE, SORTED])
+def test_a_token_with_nan_stays_by_itself(dispatcher):
+    ids, mask = jnp.asarray(IDS["random"]), jnp.asarray(MASKS["no padding"])
+    want, _ = pulled(dispatcher, PARAMS, X, ids, WEIGHTS, mask, GRAD)
+    got, _ = pulled(dispatcher, PARAMS, X.at[7].set(jnp.nan), ids, WEIGHTS, mask, GRAD)
+    assert np.isnan(got[7]).all()
+    others = np.arange(T) != 7
+    np.testing.assert_allclose(got[others], want[others], atol=1e-6)
+
+
+@pytest.mark.parametrize("dispatcher", [DENSE, SORTED])
+def test_padding_may_hold_anything(dispatcher):
+    ids, mask = jnp.asarray(IDS["random"]), jnp.asarray(MASKS["padding anywhere"])
+    want = pulled(dispatcher, PARAMS, X, ids, WEIGHTS, mask, GRAD)
+    hole = ~mask[:, None]
+    x, weights = jnp.where(hole, jnp.nan, X), jnp.where(hole, jnp.nan, WEIGHTS)
+    got = pulled(dispatcher, PARAMS, x, ids, weights, mask, GRAD)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), got, want)
+
+
+def test_bfloat16_rows_are_summed_in_float32():
+    ids, mask = jnp.asarray(IDS["random"]), jnp.asarray(MASKS["no padding"])
+    x = X.astype(jnp.bfloat16)
+    want = by_loop(PARAMS, x, IDS["random"], WEIGHTS, MASKS["no padding"])
+    for dispatcher in (DENSE, SORTED):
+        got, (grads, *_) = pulled(
+            dispatcher, PARAMS, x, ids, WEIGHTS, mask, GRAD.astype(jnp.bfloat16)
+        )
+        assert got.dtype == jnp.bfloat16
+        assert grads["up"].dtype == jnp.float32
+        np.testing.assert_allclose(got.astype(jnp.float32), want, atol=2e-2 * np.abs(want).max())
+
+
+def test_rows_go_out_and_come_back():
+    ids = IDS["random"].reshape(-1)
+    order = np.argsort(ids, kind="stable")
+    inverse = jnp.asarray(np.argsort(order))
+    rows = dispatch_rows(X, jnp.asarray(order), inverse, K)
+    np.testing.assert_array_equal(rows, np.repeat(np.asarray(X), K, axis=0)[order])
+    back = combine_rows(rows, WEIGHTS, jnp.asarray(order), inverse)
+    np.testing.assert_allclose(back, X * jnp.sum(WEIGHTS, 1, keepdims=True), rtol=1e-5)
+
+
+def test_the_gradients_of_dispatch_and_combine_are_those_of_plain_gathers():
+    order = np.argsort(IDS["random"].reshape(-1), kind="stable")
+    inverse, order = jnp.asarray(np.argsort(order)), jnp.asarray(order)
+    rows = jnp.asarray(normal(T * K, D, seed=4))
+    got = jax.vjp(lambda x: dispatch_rows(x, order, inverse, K), X)[1](rows)
+    want = jax.vjp(lambda x: x[order // K], X)[1](rows)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5, atol=1e-6)
+    plain = lambda rows, w: jnp.sum(rows[inverse].reshape(T, K, D) * w[..., None], 1)
+    got = jax.vjp(lambda rows, w: combine_rows(rows, w, order, inverse), rows, WEIGHTS)[1](GRAD)
+    want = jax.vjp(plain, rows, WEIGHTS)[1](GRAD)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_dispatcher_that_defines_nothing_says_so():
+    dispatcher = Dispatcher.default_config().instantiate()
+    with pytest.raises(NotImplementedError, match="Dispatcher must define __call__"):
+        dispatcher(EXPERTS, PARAMS, X, jnp.asarray(IDS["random"]), WEIGHTS, jnp.ones(T, bool))

@@ -1,0 +1,52 @@
+"""Experts: what each computes, stacked or grouped, and what they cost."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moelib.layers.activation import Activation
+from moelib.layers.feed_forward import FeedForward
+from moelib.layers.moe.experts import FeedForwardExperts
+from tests.layers.calling import build, call, initial, normal
+
+D, F, E, K = 4, 6, 3, 2
+
+
+def experts(activation=Activation.SWIGLU):
+    return build(
+        FeedForwardExperts.default_config(),
+        num_experts=E,
+        num_experts_per_token=K,
+        input_dim=D,
+        hidden_dim=F,
+        activation=activation,
+    )
+
+
+@pytest.mark.parametrize("activation", [Activation.SWIGLU, Activation.GELU])
+def test_each_expert_is_a_feed_forward_layer(activation):
+    layer, x = experts(activation), jnp.asarray(normal(7, D))
+    params = initial(layer)
+    got = layer.all_experts(params, x)
+    one = build(FeedForward.default_config(), input_dim=D, hidden_dim=F, activation=activation)
+    for e in range(E):
+        mine = {name: value[e] for name, value in params.items()}
+        np.testing.assert_allclose(got[:, e], call(one, mine, x[None])[0], rtol=1e-5, atol=1e-6)
+
+
+def test_grouped_rows_meet_their_own_expert_and_rows_past_the_end_give_zeros():
+    layer, rows = experts(), jnp.asarray(normal(8, D))
+    params = initial(layer)
+    got = layer.grouped(params, rows, jnp.array([2, 0, 4], jnp.int32))
+    every = layer.all_experts(params, rows)
+    np.testing.assert_allclose(got[:2], every[:2, 0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got[2:6], every[2:6, 2], rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(got[6:], np.zeros((2, D)))
+
+
+def test_a_token_pays_for_its_own_experts_only():
+    layer = experts()
+    assert layer.active_parameters() == K * 3 * D * F
+    assert layer.forward_flops_per_token(8) == 2 * K * 3 * D * F
+    specs = layer.create_parameter_specs_recursively()
+    assert sum(spec.size for spec in specs.values()) == E * 3 * D * F

@@ -1,0 +1,49 @@
+"""Routing metrics against counts by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moelib.layers.moe.metrics import routing_metrics
+from moelib.layers.moe.router import Routing
+from tests.layers.calling import normal
+
+
+def routing(logits, ids, mask):
+    logits = jnp.asarray(logits)
+    probs = jax.nn.softmax(logits, -1)
+    return Routing(jnp.asarray(ids), jnp.ones(np.shape(ids)), probs, logits, jnp.asarray(mask))
+
+
+def test_metrics_are_those_of_the_valid_tokens():
+    logits = normal(2, 3, 4)
+    ids = np.array([[[0, 1], [0, 2], [3, 3]], [[0, 2], [3, 3], [3, 3]]])
+    mask = np.array([[True, True, False], [True, False, False]])
+    got = routing_metrics(routing(logits, ids, mask))
+    valid = logits[mask].astype(np.float64)
+    probs = np.exp(valid) / np.exp(valid).sum(-1, keepdims=True)
+    want = {
+        "load_max_over_mean": 3 / (6 / 4),  # Experts got 3, 1, 2 and 0 of 6 choices.
+        "dead_experts": 1,
+        "entropy": -np.sum(probs * np.log(probs), -1).mean(),
+        "logit_rms": np.sqrt(np.mean(valid**2)),
+    }
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        np.testing.assert_allclose(got[name].mean, value, rtol=1e-6, err_msg=name)
+        assert float(got[name].weight) == 3
+
+
+def test_a_router_that_knows_nothing_has_full_entropy():
+    got = routing_metrics(
+        routing(np.zeros((1, 2, 8)), np.zeros((1, 2, 1), int), np.ones((1, 2), bool))
+    )
+    np.testing.assert_allclose(got["entropy"].mean, np.log(8), rtol=1e-6)
+    assert float(got["load_max_over_mean"].mean) == 8
+
+
+def test_a_batch_of_padding_has_no_weight_and_finite_metrics():
+    got = routing_metrics(
+        routing(np.zeros((1, 2, 4)), np.zeros((1, 2, 1), int), np.zeros((1, 2), bool))
+    )
+    assert all(np.isfinite(v.mean) and float(v.weight) == 0 for v in got.values())
