@@ -63,7 +63,7 @@ def test_the_scale_multiplies_the_scores():
 @functools.partial(jax.jit, static_argnames=("causal", "backend"))
 def pulled(q, k, v, ids, grad, *, causal, backend):
     value, pull = jax.vjp(
-        lambda *a: flash_attention(*a, ids, causal=causal, backend=backend), q, k, v
+        lambda q, k, v: flash_attention(q, k, v, ids, causal=causal, backend=backend), q, k, v
     )
     return value, pull(grad)
 
