@@ -93,8 +93,7 @@ def _dispatch_fwd(x: Array, order: Array, inverse: Array, num_choices: int) -> t
 
 
 def _dispatch_bwd(num_choices: int, inverse: Array, grad: Array) -> tuple[Array, None, None]:
-    by_token = grad[inverse].reshape(-1, num_choices, grad.shape[-1])
-    return jnp.sum(by_token, 1, dtype=jnp.float32).astype(grad.dtype), None, None
+    return _sum_rows(grad, inverse.reshape(-1, num_choices)), None, None
 
 
 dispatch_rows.defvjp(_dispatch_fwd, _dispatch_bwd)
@@ -109,9 +108,20 @@ def combine_rows(
 ) -> Float[Array, "T D"]:
     """Returns each token's weighted sum of its K rows, summed in float32."""
     del order
-    by_token = outputs[inverse].reshape(*weights.shape, -1)  # [T, K, D]
-    total = jnp.einsum("tkd,tk->td", by_token.astype(jnp.float32), weights)
-    return total.astype(outputs.dtype)
+    return _sum_rows(outputs, inverse.reshape(weights.shape), weights)
+
+
+def _sum_rows(
+    rows: Float[Array, "R D"],
+    places: Int[Array, "T K"],
+    weights: Float[Array, "T K"] | None = None,
+) -> Float[Array, "T D"]:
+    """Returns the (weighted) sum of each token's K rows, in float32; no [T, K, D] is made."""
+    total = jnp.zeros((), jnp.float32)
+    for k in range(places.shape[1]):
+        row = rows[places[:, k]].astype(jnp.float32)  # [T, D]
+        total = total + (row if weights is None else row * weights[:, k, None])
+    return total.astype(rows.dtype)
 
 
 def _combine_fwd(outputs: Array, weights: Array, order: Array, inverse: Array) -> tuple:
