@@ -1,0 +1,56 @@
+"""`moelib config`: what it prints of a config, of two, and of where values were set."""
+
+import pytest
+
+from experiments import flame_moe
+from moelib.cli import config
+from moelib.core import config_text
+
+
+@pytest.fixture
+def tiny():
+    return flame_moe.tiny()
+
+
+def test_counts_are_those_of_every_array(tiny):
+    counts = config.count(tiny)
+    assert counts["parameter_bytes"] == 4 * counts["total_parameters"]
+    # AdamW keeps two moments, and a few counters beside.
+    assert 0 <= counts["learner_bytes"] - 2 * counts["parameter_bytes"] < 100
+    assert counts["active_parameters"] < counts["total_parameters"]
+    embeddings = 2 * 4096 * 256
+    assert counts["active_non_embedding_parameters"] == counts["active_parameters"] - embeddings
+
+
+def test_counting_needs_no_folder_and_no_data(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config.count(tiny)
+    assert not list(tmp_path.iterdir())
+
+
+def test_diff_shows_both_sides_of_what_differs(tiny, capsys):
+    other = tiny.clone(max_step=9)
+    config.print_diff(tiny, other, "a", "b")
+    assert capsys.readouterr().out == "--- a\n+++ b\n- max_step: 800\n+ max_step: 9\n"
+
+
+def test_diff_of_the_same_says_so(tiny, capsys):
+    config.print_diff(tiny, tiny.clone(), "a", "b")
+    assert capsys.readouterr().out.endswith("(the same)\n")
+
+
+def test_explained_values_name_the_line_or_flag_that_set_them(tiny, capsys):
+    config_text.set_from_text(tiny, "max_step=9")
+    config.print_origins(tiny, ["max_step", "input.seq_len", "log_every_n_steps"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("#")[1].strip().split(":")[0] for line in lines] == [
+        "experiments/flame_moe.py",
+        "--set max_step=9",
+        "default of moelib.train.trainer",
+    ]
+
+
+def test_path_that_leads_nowhere_names_the_nearest(tiny, capsys):
+    with pytest.raises(SystemExit):
+        config.print_origins(tiny, ["max_stp"])
+    assert "nothing at max_stp; did you mean 'max_step'" in capsys.readouterr().err
