@@ -59,7 +59,9 @@ def language_model_loss(
     if mesh is None or mesh.size == 1:
         return local(hidden, head, labels)
     shape = dict(mesh.shape)
-    tokens = sharding.partition_spec(("batch", "sequence"), shape, shape=labels.shape)
+    tokens = sharding.partition_spec(
+        ("batch", "sequence"), shape, shape=labels.shape, place="target_labels"
+    )
     axes = sharding.mesh_axes("batch", shape) + sharding.mesh_axes("sequence", shape)
 
     def summed(hidden: Array, head: Array, labels: Array) -> TokenLoss:

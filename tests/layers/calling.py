@@ -9,6 +9,9 @@ import numpy as np
 from moelib.core.config import InstantiableConfig
 from moelib.core.module import OutputCollection, functional
 
+# LLVM takes most of the time that compiled tests take; unoptimized code is as right.
+QUICK = {"xla_backend_optimization_level": 0}
+
 
 def build(cfg: InstantiableConfig, **fields: Any) -> Any:
     """Returns the layer of a config, as a root."""

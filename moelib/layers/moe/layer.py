@@ -93,7 +93,7 @@ class MoELayer(BaseLayer):
         inputs = (params, x, routing.expert_ids, routing.weights, routing.mask)
         if mesh is None or mesh.size == 1:
             return local(*inputs)
-        return _on_each_device(local, dict(mesh.shape), *inputs)
+        return _on_each_device(local, dict(mesh.shape), f"tokens of {self._title()}", *inputs)
 
     def _report(self, routing: Routing) -> None:
         """Puts out the auxiliary losses and the metrics of the routing."""
@@ -110,14 +110,16 @@ class MoELayer(BaseLayer):
 
 
 def _on_each_device(
-    local: Any, mesh_shape: dict[str, int], params: Nested, x: Array, *routing: Array
+    local: Any, mesh_shape: dict[str, int], place: str, params: Nested, x: Array, *routing: Array
 ) -> Array:
     """Runs `local` on each device's own tokens, with weights gathered but for their model split.
 
     What enters is split by batch and sequence; each device of the model axis computes its part of
     the hidden dimension, and the parts are summed.
     """
-    tokens = sharding.partition_spec(("batch", "sequence"), mesh_shape, shape=x.shape[:2])
+    tokens = sharding.partition_spec(
+        ("batch", "sequence"), mesh_shape, shape=x.shape[:2], place=place
+    )
     ffn = sharding.mesh_axes("ffn", mesh_shape)
     axes = (*sharding.mesh_axes("batch", mesh_shape), *sharding.mesh_axes("sequence", mesh_shape))
     specs = {

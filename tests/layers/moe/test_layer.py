@@ -1,0 +1,201 @@
+"""The MoE layer: against a loop over tokens, with padding, on meshes, in bfloat16."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moelib.core.module import UnconsumedAuxLossError, functional
+from moelib.layers.base import BaseLayer
+from moelib.layers.feed_forward import FeedForward
+from moelib.layers.moe.balance import BalanceScope, BiasBalancing, LoadBalanceLoss, RouterZLoss
+from moelib.layers.moe.dispatch import DenseDispatcher
+from moelib.layers.moe.layer import MoELayer
+from moelib.layers.moe.router import Router, Score
+from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
+from moelib.parallel.sharding import named_shardings
+from tests.layers.calling import QUICK, build, call, call_and_collect, float64, initial, normal
+
+B, S, D, F, E, K = 8, 6, 8, 8, 4, 2
+X = normal(B, S, D)
+MASK = jnp.asarray(np.arange(S) < S - np.arange(B)[:, None] % 4)  # 0 to 3 tokens of padding.
+
+
+def layer(**fields):
+    cfg = MoELayer.default_config().set(
+        input_dim=D,
+        hidden_dim=F,
+        num_experts=E,
+        num_experts_per_token=K,
+        shared_experts=FeedForward.default_config().set(hidden_dim=12),
+        load_balance_loss=LoadBalanceLoss.default_config().set(weight=0.5),
+        router_z_loss=RouterZLoss.default_config().set(weight=0.25),
+    )
+    return build(cfg, **fields)
+
+
+LAYER = layer()
+PARAMS = initial(LAYER)
+
+
+def objective(made, params, x, mask):
+    y, outputs = call_and_collect(made, params, x, mask)
+    y = jnp.where(mask[..., None], y, 0.0).astype(jnp.float32)
+    return jnp.mean(jnp.square(y)) + outputs.total_aux_loss(), (y, outputs)
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+def forward(made, params, x, mask):
+    """Returns (output, what the layer puts out), compiled once for all tests."""
+    return call_and_collect(made, params, x, mask)
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+def value_and_grads(made, params, x, mask):
+    run = functools.partial(objective, made)
+    return jax.value_and_grad(run, (0, 1), has_aux=True)(params, x, mask)
+
+
+def swiglu(x, up, down):
+    gate, value = x @ up[:, 0], x @ up[:, 1]
+    return (gate / (1 + np.exp(-gate)) * value) @ down
+
+
+def test_a_token_gets_its_experts_by_their_weights_and_the_shared_one():
+    p, x = float64(PARAMS), X.astype(np.float64)
+    want = swiglu(x, p["shared_experts"]["up"], p["shared_experts"]["down"])
+    for b, s in zip(*np.nonzero(MASK), strict=True):
+        logits = x[b, s] @ p["router"]["weight"]
+        probs = np.exp(logits) / np.exp(logits).sum()
+        for e in np.argsort(-probs)[:K]:
+            expert = swiglu(x[b, s], p["experts"]["up"][e], p["experts"]["down"][e])
+            want[b, s] += probs[e] * expert
+    got = forward(LAYER, PARAMS, jnp.asarray(X), MASK)[0]
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("scope", "score"),
+    [
+        (BalanceScope.MICRO_BATCH, Score.SOFTMAX_BEFORE_TOP_K),
+        (BalanceScope.SEQUENCE, Score.SOFTMAX_AFTER_TOP_K),
+        (BalanceScope.SEQUENCE, Score.SIGMOID),
+    ],
+)
+def test_dispatchers_agree_in_every_gradient_with_padding_and_losses(scope, score):
+    loss = LoadBalanceLoss.default_config().set(weight=0.5, scope=scope)
+    fields = {"load_balance_loss": loss, "router": Router.default_config().set(score=score)}
+    dense = layer(dispatcher=DenseDispatcher.default_config(), **fields)
+    got = value_and_grads(layer(**fields), PARAMS, jnp.asarray(X), MASK)
+    want = value_and_grads(dense, PARAMS, jnp.asarray(X), MASK)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
+
+
+def test_what_padding_holds_changes_no_output_loss_metric_or_gradient():
+    other = jnp.where(MASK[..., None], jnp.asarray(X), 7.0)
+    got = value_and_grads(LAYER, PARAMS, other, MASK)
+    want = value_and_grads(LAYER, PARAMS, jnp.asarray(X), MASK)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), got, want)
+
+
+def test_more_padding_changes_nothing():
+    pad = ((0, 0), (0, 3))
+    longer = jnp.asarray(np.pad(X, (*pad, (0, 0)), constant_values=3.0))
+    y, got = forward(LAYER, PARAMS, longer, jnp.pad(MASK, pad))
+    want_y, want = forward(LAYER, PARAMS, jnp.asarray(X), MASK)
+    np.testing.assert_allclose(y[:, :S][MASK], want_y[MASK], atol=1e-6)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), got, want)
+
+
+def test_the_order_of_tokens_does_not_matter():
+    order = np.random.default_rng(1).permutation(S)
+    y, got = forward(LAYER, PARAMS, jnp.asarray(X)[:, order], MASK[:, order])
+    want_y, want = forward(LAYER, PARAMS, jnp.asarray(X), MASK)
+    np.testing.assert_allclose(y, want_y[:, order], atol=1e-6)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), got, want)
+
+
+def test_no_mask_means_no_padding():
+    got = forward(LAYER, PARAMS, jnp.asarray(X), None)[0]
+    want = forward(LAYER, PARAMS, jnp.asarray(X), jnp.ones((B, S), bool))[0]
+    np.testing.assert_array_equal(got, want)
+
+
+def test_a_token_with_nan_stays_by_itself():
+    want = forward(LAYER, PARAMS, jnp.asarray(X), MASK)[0]
+    got = np.asarray(forward(LAYER, PARAMS, jnp.asarray(X).at[2, 1].set(jnp.nan), MASK)[0])
+    assert np.isnan(got[2, 1]).all()
+    others = np.ones((B, S), bool)
+    others[2, 1] = False
+    np.testing.assert_allclose(got[others], np.asarray(want)[others], atol=1e-6)
+
+
+def test_auxiliary_losses_carry_their_weights():
+    _, outputs = forward(LAYER, PARAMS, jnp.asarray(X), MASK)
+    losses = outputs.aux_losses
+    assert {name: float(loss.weight) for name, loss in losses.items()} == {
+        "load_balance_loss": 0.5,
+        "router_z_loss": 0.25,
+    }
+    want = 0.5 * losses["load_balance_loss"].value + 0.25 * losses["router_z_loss"].value
+    np.testing.assert_allclose(outputs.total_aux_loss(), want, rtol=1e-6)
+
+
+def test_auxiliary_losses_that_would_be_lost_are_an_error():
+    class Careless(BaseLayer):
+        """Runs a layer beside itself and forgets what it puts out."""
+
+        def forward(self, x):
+            return functional(LAYER, None, PARAMS, (x,), is_training=True)[0]
+
+    with pytest.raises(UnconsumedAuxLossError, match="load_balance_loss, router_z_loss would be"):
+        call(build(Careless.default_config()), {}, jnp.asarray(X))
+
+
+def test_bfloat16_tokens_are_routed_and_weighed_in_float32():
+    x = jnp.asarray(X, jnp.bfloat16)
+    y, outputs = forward(LAYER, PARAMS, x, MASK)
+    assert y.dtype == jnp.bfloat16
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(outputs))
+    want_y, want = forward(LAYER, PARAMS, x.astype(jnp.float32), MASK)
+    jax.tree.map(np.testing.assert_array_equal, outputs, want)  # Losses and metrics bit for bit.
+    np.testing.assert_allclose(y.astype(jnp.float32), want_y, atol=0.02)
+
+
+def test_a_mesh_gives_the_values_of_one_device():
+    router = Router.default_config().set(bias_balancing=BiasBalancing.default_config())
+    made = layer(router=router)
+    params = initial(made)
+    mesh = create_device_mesh(mesh_shape_from_axes(fsdp=2, seq=2, model=2))
+    want = value_and_grads(made, params, jnp.asarray(X), MASK)
+    with jax.set_mesh(mesh):
+        places = named_shardings(made.create_parameter_specs_recursively(), mesh)
+        placed = jax.device_put(params, places)
+        got = value_and_grads(made, placed, jnp.asarray(X), MASK)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
+
+
+def test_a_batch_that_does_not_divide_over_the_mesh_is_refused():
+    mesh = create_device_mesh(mesh_shape_from_axes(data=8))
+    message = "tokens of layer: its dimension 'batch' of 4 does not divide into 8 parts"
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
+        call(LAYER, PARAMS, jnp.asarray(X)[:4], MASK[:4])
+
+
+def test_active_parameters_and_flops_are_counted_by_hand():
+    matrices = 3 * D * (K * F + 12)
+    assert LAYER.active_parameters() == matrices + D * E
+    assert LAYER.forward_flops_per_token(S) == 2 * (matrices + D * E)
+
+
+def test_more_choices_than_experts_are_refused_with_the_routers_path():
+    with pytest.raises(ValueError, match=r"router: num_experts_per_token is 5; .* num_experts, 4"):
+        layer(num_experts_per_token=5)
+
+
+def test_one_expert_has_nothing_to_balance():
+    made = layer(num_experts=1, num_experts_per_token=1)
+    with pytest.raises(ValueError, match="num_experts is 1"):
+        call(made, initial(made), jnp.asarray(X), MASK)
