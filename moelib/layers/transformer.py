@@ -98,6 +98,8 @@ class LoopStack(BaseStack):
     def __init__(self, cfg: BaseStack.Config, *, parent: BaseLayer | None) -> None:
         super().__init__(cfg, parent=parent)
         cfg = self.config
+        if cfg.remat is not None:
+            self._remat = cfg.remat.clone(prevent_cse=True).instantiate()
         for i, layer in enumerate([*cfg.first_layers, *cfg.block * self._repeats]):
             self._add_layer(f"layer{i}", layer)
 
@@ -241,7 +243,7 @@ def remat(policy: str | None = None, prevent_cse: bool = False) -> Callable[[Cal
     Args:
         policy: Name of a policy in `jax.checkpoint_policies` for what is stored all the same, such
             as "dots_with_no_batch_dims_saveable"; None stores the block's input only.
-        prevent_cse: Needed outside of a scan, where the compiler would undo it.
+        prevent_cse: Needed outside of a scan, where the compiler would undo it: a LoopStack sets it.
 
     Raises:
         ValueError: If there is no such policy.

@@ -32,7 +32,8 @@ def call_and_collect(
     **kw: Any,
 ) -> tuple[Any, OutputCollection]:
     """Returns (what a method returns, what the layer puts out)."""
-    inputs = inspect.signature(getattr(layer, method)).bind(*args, **kw).arguments
+    names = inspect.signature(getattr(layer, method)).parameters
+    inputs = {**dict(zip(names, args, strict=False)), **kw}
     key = jax.random.key(1)
     return functional(layer, key, params, inputs, is_training=is_training, method=method)
 

@@ -1,0 +1,282 @@
+"""Transformer layers and stacks: loop, scan and remat are one function; costs; errors."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moelib.core.config import config_class, config_for_function
+from moelib.core.module import functional
+from moelib.layers.base import BaseLayer
+from moelib.layers.feed_forward import FeedForward
+from moelib.layers.moe.balance import BiasBalancing
+from moelib.layers.moe.dispatch import DenseDispatcher
+from moelib.layers.moe.router import Router
+from moelib.layers.norm import LayerNorm
+from moelib.layers.transformer import LoopStack, ScanStack, TransformerLayer, remat
+from tests.layers.calling import QUICK, build, call, float64, initial, normal
+from tests.models import tiny
+
+B, S, D, L = 2, 6, tiny.DIM, 5
+X = jnp.asarray(normal(B, S, D))
+POSITIONS = jnp.broadcast_to(jnp.arange(S)[None], (B, S))
+MASK = jnp.asarray([[True] * 6, [True] * 4 + [False] * 2])
+
+
+class Noise(BaseLayer):
+    """A feed-forward layer that adds noise: each layer must have a key of its own."""
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Config of `Noise`."""
+
+        input_dim: int = D
+
+    def forward(self, x, mask=None):
+        del mask
+        return 0.1 * jax.random.normal(self.prng_key, x.shape, x.dtype)
+
+
+def layers(dispatcher=None):
+    """Returns (a first dense layer, an MoE layer with all that layers put out, a noisy one)."""
+    dense = FeedForward.default_config().set(hidden_dim=12)
+    router = Router.default_config().set(bias_balancing=BiasBalancing.default_config())
+    moe = tiny.moe(router=router, dispatcher=dispatcher or DenseDispatcher.default_config())
+    feed_forwards = (dense, moe, Noise.default_config())
+    return tuple(tiny.transformer_layer(feed_forward) for feed_forward in feed_forwards)
+
+
+@functools.cache
+def stack(kind, with_remat=False):
+    first, moe, noisy = layers()
+    wrap = config_for_function(remat) if with_remat else None
+    cfg = kind.default_config().set(
+        input_dim=D, num_layers=L, first_layers=[first], block=[moe, noisy], remat=wrap
+    )
+    return build(cfg)
+
+
+def as_scan(tree):
+    """Returns a LoopStack's tree (parameters, gradients, outputs) as a ScanStack has it."""
+    stacked = {
+        f"repeated{j}": jax.tree.map(
+            lambda *xs: jnp.stack(xs), *(tree[f"layer{i}"] for i in range(1 + j, L, 2))
+        )
+        for j in (0, 1)
+        if f"layer{1 + j}" in tree
+    }
+    first = {"layer0": tree["layer0"]} if "layer0" in tree else {}
+    return {**first, **stacked}
+
+
+@functools.cache
+def parameters():
+    init = stack(LoopStack).initialize_parameters_recursively
+    return jax.jit(init, compiler_options=QUICK)(jax.random.key(0))
+
+
+def objective(made, params, x):
+    y, outputs = functional(
+        made,
+        jax.random.key(1),
+        params,
+        {"x": x, "positions": POSITIONS, "mask": MASK},
+        is_training=True,
+    )
+    return jnp.mean(jnp.square(y)) + outputs.total_aux_loss(), (y, outputs)
+
+
+@functools.cache
+def results(kind, with_remat=False):
+    """Returns ((objective, (output, collection)), gradients in parameters and x)."""
+    run = jax.value_and_grad(functools.partial(objective, stack(kind, with_remat)), (0, 1), True)
+    params = parameters() if kind is LoopStack else as_scan(parameters())
+    return jax.jit(run, compiler_options=QUICK)(params, X)
+
+
+def test_loop_and_scan_start_with_the_same_values():
+    made = tiny.initial(stack(ScanStack))
+    tiny.assert_trees_close(made, as_scan(parameters()), 2e-7)
+
+
+def test_specs_are_those_of_the_values_and_stacked_along_layers():
+    specs = stack(ScanStack).create_parameter_specs_recursively()
+    shapes = jax.tree.map(lambda x: (x.shape, str(x.dtype)), as_scan(parameters()))
+    assert jax.tree.map(lambda s: (s.shape, s.dtype), specs) == shapes
+    up = specs["repeated0"]["feed_forward"]["experts"]["up"]
+    assert up.axes == ("layers", "experts", "embed", None, "ffn")
+    assert up.fans() == (D, 8)
+
+
+def test_loop_equals_scan_in_output_losses_and_every_gradient():
+    (loop, (loop_y, loop_out)), (loop_grads, loop_x) = results(LoopStack)
+    (scan, (scan_y, scan_out)), (scan_grads, scan_x) = results(ScanStack)
+    tiny.assert_trees_close((scan, scan_y, scan_x), (loop, loop_y, loop_x))
+    tiny.assert_trees_close(scan_grads, as_scan(loop_grads))
+    for mine, theirs in zip(scan_out, loop_out, strict=True):
+        tiny.assert_trees_close(mine, as_scan(theirs))
+
+
+@pytest.mark.parametrize("kind", [LoopStack, ScanStack])
+def test_remat_changes_nothing(kind):
+    tiny.assert_trees_close(results(kind, True), results(kind), 1e-6)
+
+
+@pytest.mark.parametrize("kind", [LoopStack, ScanStack])
+@pytest.mark.parametrize("with_remat", [False, True])
+def test_auxiliary_losses_of_every_layer_reach_the_objective(kind, with_remat):
+    (total, (y, outputs)), _ = results(kind, with_remat)
+    losses = jax.tree.leaves(outputs.aux_losses, is_leaf=lambda x: hasattr(x, "weight"))
+    values = np.concatenate([np.ravel(loss.value * loss.weight) for loss in losses])
+    assert len(values) == 2 * 2  # Two losses of each of the two MoE layers.
+    assert (values > 0.05).all()
+    np.testing.assert_allclose(total - jnp.mean(jnp.square(y)), values.sum(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [LoopStack, ScanStack])
+@pytest.mark.parametrize("with_remat", [False, True])
+def test_auxiliary_losses_of_every_layer_have_gradients(kind, with_remat):
+    wrap = config_for_function(remat) if with_remat else None
+    made = build(kind.default_config(), input_dim=D, num_layers=2, block=[layers()[1]], remat=wrap)
+
+    def losses(params):
+        inputs = {"x": X, "positions": POSITIONS, "mask": MASK}
+        _, outputs = functional(made, None, params, inputs, is_training=True)
+        return outputs.total_aux_loss()
+
+    params = [parameters()[name] for name in ("layer1", "layer3")]
+    if kind is LoopStack:
+        params = {"layer0": params[0], "layer1": params[1]}
+    else:
+        params = {"repeated0": jax.tree.map(lambda *xs: jnp.stack(xs), *params)}
+    grads = jax.jit(jax.grad(losses), compiler_options=QUICK)(params)
+    routers = [g["feed_forward"]["router"]["weight"] for g in grads.values()]
+    for grad in np.concatenate([np.reshape(g, (-1, D, tiny.NUM_EXPERTS)) for g in routers]):
+        assert np.abs(grad).max() > 1e-2
+
+
+def test_every_layer_has_a_key_of_its_own():
+    made = build(LoopStack.default_config(), input_dim=D, num_layers=2, block=[layers()[2]])
+    scan = build(ScanStack.default_config(), input_dim=D, num_layers=2, block=[layers()[2]])
+    params = initial(made)
+    zeroed = jax.tree.map(jnp.zeros_like, params)
+    y = call(made, zeroed, x=X, positions=POSITIONS)
+    one = build(LoopStack.default_config(), input_dim=D, num_layers=1, block=[layers()[2]])
+    first = call(one, {"layer0": zeroed["layer0"]}, x=X, positions=POSITIONS) - X
+    assert not np.allclose(y - X, 2 * first)  # The second layer's noise is another.
+    scanned = {"repeated0": jax.tree.map(lambda *a: jnp.stack(a), *zeroed.values())}
+    np.testing.assert_allclose(call(scan, scanned, x=X, positions=POSITIONS), y, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [LoopStack, ScanStack])
+def test_steps_end_in_every_layer(kind):
+    params = parameters() if kind is LoopStack else as_scan(parameters())
+
+    def busy(path, x):
+        return x.at[..., 0].set(4.0) if path[-1].key == "counts" else x
+
+    after = stack(kind).end_step_recursively(jax.tree_util.tree_map_with_path(busy, params))
+    biases = [
+        value
+        for path, value in jax.tree_util.tree_flatten_with_path(after)[0]
+        if path[-1].key == "bias"
+    ]
+    assert sum(b.size for b in biases) == 2 * tiny.NUM_EXPERTS
+    for bias in biases:
+        np.testing.assert_allclose(bias[..., 0], -1e-3, rtol=1e-5)
+        np.testing.assert_allclose(bias[..., 1:], 1e-3, rtol=1e-5)
+    assert jax.tree.structure(after) == jax.tree.structure(params)
+
+
+def test_counts_are_those_of_all_layers():
+    loop, scan = stack(LoopStack), stack(ScanStack)
+    first, moe, noisy = (build(cfg, input_dim=D) for cfg in layers())
+    want = first.active_parameters() + 2 * (moe.active_parameters() + noisy.active_parameters())
+    assert loop.active_parameters() == scan.active_parameters() == want
+    flops = [made.forward_flops_per_token(S) for made in (first, moe, noisy)]
+    want = flops[0] + 2 * (flops[1] + flops[2])
+    assert loop.forward_flops_per_token(S) == scan.forward_flops_per_token(S) == want
+
+
+@pytest.mark.parametrize("kind", [LoopStack, ScanStack])
+def test_a_stack_may_have_first_layers_only(kind):
+    made = build(kind.default_config(), input_dim=D, num_layers=1, first_layers=[layers()[0]])
+    params = initial(made)
+    want = call(build(layers()[0], input_dim=D), params["layer0"], x=X, positions=POSITIONS)
+    np.testing.assert_array_equal(call(made, params, x=X, positions=POSITIONS), want)
+
+
+def test_a_scan_takes_prebuilt_values():
+    made = stack(ScanStack)
+    scales = jnp.arange(2.0 * D).reshape(2, D)
+    prebuilt = {"repeated0": {"attention_norm": {"scale": scales}}}
+    init = functools.partial(made.initialize_parameters_recursively, prebuilt=prebuilt)
+    got = jax.jit(init, compiler_options=QUICK)(jax.random.key(0))
+    np.testing.assert_array_equal(got["repeated0"]["attention_norm"]["scale"], scales)
+    other = got["repeated0"]["self_attention"]
+    tiny.assert_trees_close(other, as_scan(parameters())["repeated0"]["self_attention"], 2e-7)
+    with pytest.raises(ValueError, match="no parameter or layer for the prebuilt 'repeated2'"):
+        made.initialize_parameters_recursively(jax.random.key(0), prebuilt={"repeated2": {}})
+
+
+def test_a_layer_adds_attention_and_feed_forward_to_the_stream():
+    cfg = layers()[0].set(norm=LayerNorm.default_config())
+    made = build(cfg, input_dim=D)
+    params = initial(made)
+    part = lambda name, *args, **kw: call(made.children[name], params[name], *args, **kw)
+    x = X + part("self_attention", part("attention_norm", X), positions=POSITIONS)
+    want = x + part("feed_forward", part("feed_forward_norm", x))
+    got = call(made, params, x=X, positions=POSITIONS, mask=MASK)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+    assert not np.allclose(float64(got), float64(X))
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "message"),
+    [
+        (4, "layer: 4 layers less 1 first ones do not divide into blocks of 2; change num_layers"),
+        (0, "layer: 0 layers less 1 first ones"),
+    ],
+)
+def test_layers_that_do_not_divide_into_blocks_are_refused(num_layers, message):
+    first, moe, noisy = layers()
+    with pytest.raises(ValueError, match=message):
+        build(
+            ScanStack.default_config(),
+            input_dim=D,
+            num_layers=num_layers,
+            first_layers=[first],
+            block=[moe, noisy],
+        )
+
+
+def test_an_unknown_remat_policy_is_refused_with_those_there_are():
+    with pytest.raises(ValueError, match=r"'dots' is unknown; choose one of .*dots_saveable"):
+        remat("dots")
+
+
+@pytest.mark.parametrize("kind", [LoopStack, ScanStack])
+def test_remat_keeps_less_for_the_backward_pass(kind):
+    def temporary_bytes(with_remat):
+        wrap = config_for_function(remat) if with_remat else None
+        made = build(
+            kind.default_config(), input_dim=D, num_layers=4, block=[layers()[0]], remat=wrap
+        )
+        params = jax.eval_shape(made.initialize_parameters_recursively, jax.random.key(0))
+
+        def loss(params, x):
+            return jnp.sum(call(made, params, x=x, positions=POSITIONS))
+
+        compiled = jax.jit(jax.grad(loss), compiler_options=QUICK).lower(params, X).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes(True) < 0.75 * temporary_bytes(False)
+
+
+def test_the_default_layer_is_attention_and_a_feed_forward_layer():
+    cfg = TransformerLayer.default_config().set(input_dim=8)
+    cfg.self_attention.num_heads = 2
+    cfg.feed_forward.hidden_dim = 16
+    assert build(cfg).active_parameters() == 2 * 8 + 4 * 8 * 8 + 3 * 8 * 16
