@@ -243,7 +243,7 @@ def remat(policy: str | None = None, prevent_cse: bool = False) -> Callable[[Cal
     Args:
         policy: Name of a policy in `jax.checkpoint_policies` for what is stored all the same, such
             as "dots_with_no_batch_dims_saveable"; None stores the block's input only.
-        prevent_cse: Needed outside of a scan, where the compiler would undo it: a LoopStack sets it.
+        prevent_cse: Needed outside of a scan, or the compiler undoes it; a LoopStack sets it.
 
     Raises:
         ValueError: If there is no such policy.

@@ -12,7 +12,6 @@ from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.base import BaseLayer
 from moelib.layers.feed_forward import FeedForward
 from moelib.layers.moe.balance import LoadBalanceLoss, RouterZLoss
-from moelib.layers.moe.dispatch import SortedDispatcher
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.transformer import BaseStack, ScanStack, TransformerLayer
 from moelib.models.causal_lm import CausalLM
@@ -85,10 +84,11 @@ def objective(
     return result[0].mean + outputs.total_aux_loss(), (result, outputs)
 
 
+@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
 def value_and_grad(model: CausalLM, params: Any, batch: Any) -> Any:
-    """Returns ((objective, (outputs of forward, collection)), gradients), compiled."""
-    run = jax.value_and_grad(functools.partial(objective, model), has_aux=True, allow_int=True)
-    return jax.jit(run, compiler_options=QUICK)(params, batch)
+    """Returns ((objective, (what forward returned, collection)), gradients), compiled."""
+    run = functools.partial(objective, model)
+    return jax.value_and_grad(run, has_aux=True)(params, batch)
 
 
 def initial(model: BaseLayer, seed: int = 0, **jit_options: Any) -> Any:

@@ -1,0 +1,198 @@
+"""The whole model: the same on every mesh, in loop, scan and remat; padding and packing."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moelib.core.param import cast_parameters
+from moelib.layers.linear import Linear
+from moelib.layers.moe.balance import BiasBalancing
+from moelib.layers.moe.dispatch import DenseDispatcher
+from moelib.layers.moe.router import Router
+from moelib.parallel.sharding import named_shardings
+from tests.layers.calling import QUICK, call
+from tests.models import tiny
+
+
+@functools.cache
+def scan_model() -> Any:
+    balancing = BiasBalancing.default_config()
+    router = Router.default_config().set(bias_balancing=balancing)
+    return tiny.model_config(tiny.decoder(router=router)).instantiate(parent=None)
+
+
+@functools.cache
+def on_one_device() -> Any:
+    """Returns (parameters, ((objective, outputs), gradients)) of the model and a packed batch."""
+    params = tiny.initial(scan_model())
+    return params, tiny.value_and_grad(scan_model(), params, tiny.packed_batch())
+
+
+MESHES = [
+    {"data": 8},
+    {"fsdp": 8},
+    {"data": 2, "fsdp": 2, "model": 2},
+    {"expert": 2, "seq": 2, "model": 2},
+]
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_every_mesh_gives_the_values_of_one_device(axes: dict[str, int]):
+    model, (params, want) = scan_model(), on_one_device()
+    mesh = tiny.mesh(**axes)
+    shardings = named_shardings(model.create_parameter_specs_recursively(), mesh)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(params, shardings)
+        got = tiny.value_and_grad(model, placed, tiny.packed_batch())
+    tiny.assert_trees_close(got, want)
+
+
+def test_initial_values_do_not_depend_on_the_mesh():
+    model, mesh = scan_model(), tiny.mesh(data=2, fsdp=2, model=2)
+    shardings = named_shardings(model.create_parameter_specs_recursively(), mesh)
+    with jax.set_mesh(mesh):
+        placed = tiny.initial(model, out_shardings=shardings)
+    # Bits drawn are the same; the code that makes a normal of them rounds by its vector width.
+    tiny.assert_trees_close(placed, on_one_device()[0], 2e-7)
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+def logits(model: Any, params: Any, batch: Any) -> jax.Array:
+    return call(model, params, batch, method="logits")
+
+
+def results(params: Any, batch: Any) -> Any:
+    """Returns (objective, metrics, what layers put out, gradients)."""
+    (total, ((loss, metrics), outputs)), grads = tiny.value_and_grad(scan_model(), params, batch)
+    return total, loss, metrics, outputs, grads
+
+
+def test_the_loss_is_the_mean_cross_entropy_of_the_logits():
+    params, ((_, ((loss, metrics), _)), _) = on_one_device()
+    batch = tiny.packed_batch()
+    scores = np.asarray(logits(scan_model(), params, batch), np.float64)
+    log_probs = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
+    labels = np.asarray(batch["target_labels"])
+    at_labels = np.take_along_axis(log_probs, np.maximum(labels, 0)[..., None], -1)[..., 0]
+    np.testing.assert_allclose(loss.mean, -at_labels[labels >= 0].mean(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["cross_entropy"].mean, loss.mean, rtol=1e-6)
+    assert float(loss.weight) == float(metrics["cross_entropy"].weight) == (labels >= 0).sum()
+
+
+def test_auxiliary_losses_are_in_the_objective_and_not_in_the_loss():
+    _, ((total, ((loss, _), outputs)), _) = on_one_device()
+    assert outputs.total_aux_loss() > 0.5
+    np.testing.assert_allclose(total, loss.mean + outputs.total_aux_loss(), rtol=1e-6)
+
+
+def test_two_documents_in_a_row_equal_two_rows():
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, tiny.VOCAB_SIZE, (4, length)) for length in (5, 3)]
+    ids = np.concatenate(documents, 1)
+    numbers = [np.full((4, d.shape[1]), n + 1) for n, d in enumerate(documents)]
+    places = [np.broadcast_to(np.arange(d.shape[1]), d.shape) for d in documents]
+    labels = [np.concatenate([d[:, 1:], np.full((4, 1), -1)], 1) for d in documents]
+
+    def rows(parts, value):
+        """Each document a row of its own, padded."""
+        padded = [np.pad(p, ((0, 0), (0, 8 - p.shape[1])), constant_values=value) for p in parts]
+        return np.concatenate(padded)
+
+    packed = [np.concatenate(parts, 1) for parts in (labels, numbers, places)]
+    packed = {"input_ids": ids, **dict(zip(NAMES, packed, strict=True))}
+    empty = {name: np.zeros_like(value) for name, value in packed.items()}
+    empty["target_labels"] -= 1
+    packed = {name: np.concatenate([packed[name], empty[name]]) for name in packed}
+    alone = [rows(labels, -1), rows(numbers, 0), rows(places, 0)]
+    alone = {"input_ids": rows(documents, 7), **dict(zip(NAMES, alone, strict=True))}
+    params = on_one_device()[0]
+    as_arrays = functools.partial(jax.tree.map, lambda x: jnp.asarray(x, jnp.int32))
+    got, want = results(params, as_arrays(packed)), results(params, as_arrays(alone))
+    tiny.assert_trees_close(got, want)
+
+
+NAMES = ("target_labels", "segment_ids", "positions")
+
+
+def test_what_padding_holds_changes_no_loss_metric_count_or_gradient():
+    params, want = on_one_device()
+    batch = tiny.packed_batch()
+    hole = batch["segment_ids"] == 0
+    assert 5 < int(hole.sum()) < 20
+    batch["input_ids"] = jnp.where(hole, 31 - batch["input_ids"], batch["input_ids"])
+    batch["positions"] = jnp.where(hole, 99, batch["positions"])
+    tiny.assert_trees_close(tiny.value_and_grad(scan_model(), params, batch), want, 1e-6)
+
+
+def test_the_order_of_rows_does_not_matter():
+    params, want = on_one_device()
+    order = np.random.default_rng(1).permutation(tiny.ROWS)
+    batch = {name: value[order] for name, value in tiny.packed_batch().items()}
+    tiny.assert_trees_close(tiny.value_and_grad(scan_model(), params, batch), want)
+
+
+def test_an_id_beyond_the_vocabulary_spoils_its_row_only():
+    params, batch = on_one_device()[0], tiny.packed_batch()
+    want = logits(scan_model(), params, batch)
+    batch["input_ids"] = batch["input_ids"].at[3, 1].set(tiny.VOCAB_SIZE)
+    got = logits(scan_model(), params, batch)
+    assert np.isnan(got[3, 1]).all()
+    others = np.arange(tiny.ROWS) != 3
+    np.testing.assert_allclose(got[others], want[others], rtol=1e-5, atol=1e-6)
+
+
+def test_without_segments_and_positions_a_row_is_one_document():
+    params, batch = on_one_device()[0], tiny.packed_batch()
+    shape = batch["input_ids"].shape
+    whole = {
+        "input_ids": batch["input_ids"],
+        "segment_ids": jnp.ones(shape, jnp.int32),
+        "positions": jnp.broadcast_to(jnp.arange(shape[1])[None], shape),
+    }
+    got = logits(scan_model(), params, {"input_ids": batch["input_ids"]})
+    np.testing.assert_allclose(got, logits(scan_model(), params, whole), rtol=1e-5, atol=1e-6)
+
+
+def test_a_bfloat16_step_keeps_routers_in_float32_and_the_loss_close():
+    params, want = on_one_device()
+    specs = scan_model().create_parameter_specs_recursively()
+    lower = cast_parameters(params, specs, jnp.bfloat16)
+    layer = lower["decoder"]["repeated0"]["feed_forward"]
+    assert layer["router"]["weight"].dtype == jnp.float32
+    assert layer["router"]["bias_balancing"]["bias"].dtype == jnp.float32
+    assert layer["experts"]["up"].dtype == lower["embedding"]["weight"].dtype == jnp.bfloat16
+    (total, ((loss, _), outputs)), grads = tiny.value_and_grad(
+        scan_model(), lower, tiny.packed_batch()
+    )
+    assert loss.mean.dtype == total.dtype == jnp.float32
+    np.testing.assert_allclose(total, want[0][0], rtol=0.01)
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(outputs))
+    assert all(np.isfinite(np.asarray(g, np.float32)).all() for g in jax.tree.leaves(grads))
+
+
+def test_a_tied_head_is_the_embedding_table():
+    cfg = tiny.decoder(dispatcher=DenseDispatcher.default_config())
+    untied = tiny.model_config(cfg).instantiate(parent=None)
+    tied = tiny.model_config(cfg, lm_head=None).instantiate(parent=None)
+    params = {**on_one_device()[0]}
+    router = params["decoder"]["repeated0"]["feed_forward"]["router"]
+    params = jax.tree.map(lambda x: x, params)  # Dicts of our own.
+    params["decoder"]["repeated0"]["feed_forward"]["router"] = {"weight": router["weight"]}
+    table = params["embedding"]["weight"]
+    params["lm_head"] = {"weight": table.T}
+    want = logits(untied, params, tiny.packed_batch())
+    del params["lm_head"]
+    got = logits(tied, params, tiny.packed_batch())
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    specs = tied.create_parameter_specs_recursively()
+    assert "lm_head" not in specs
+
+
+def test_a_head_with_a_bias_is_refused():
+    cfg = tiny.model_config(lm_head=Linear.default_config().set(bias=True))
+    with pytest.raises(ValueError, match=r"model: lm_head.bias is True, but the loss"):
+        cfg.instantiate(parent=None)
