@@ -54,28 +54,37 @@ def run(argv: Sequence[str]) -> int:
 
 def _run_command(name: str, command: types.ModuleType, rest: Sequence[str]) -> int:
     """Runs a command. What the user can mend is one line; anything else keeps its traceback."""
-    from moelib.core.config import (
-        InvalidConfigNameError,
-        InvalidConfigValueError,
-        RequiredFieldMissingError,
-        UnknownFieldError,
-    )
-    from moelib.launch import UsageError
-
     try:
         command.run(rest)
-    except (
-        InvalidConfigNameError,
-        InvalidConfigValueError,
-        RequiredFieldMissingError,
-        UnknownFieldError,
-        UsageError,
-    ) as error:
-        print(f"moelib {name}: {error}", file=sys.stderr)
-        return 2
     except BrokenPipeError:  # The reader of our output, such as head, has seen enough.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
+    except Exception as error:
+        if not _says_what_to_mend(error):
+            raise
+        print(f"moelib {name}: {error}", file=sys.stderr)
+        return 2
     return 0
+
+
+def _says_what_to_mend(error: Exception) -> bool:
+    """Returns whether an error is about the user's flags, config or files, and says all."""
+    if isinstance(error, FileNotFoundError):
+        return error.errno is None  # Those of the operating system do not say what to do.
+    from moelib.checkpoint.contents import CheckpointMismatchError
+    from moelib.core import config
+    from moelib.launch import UsageError
+    from moelib.train.identity import TrainerDirConflictError
+
+    return isinstance(
+        error,
+        UsageError
+        | config.InvalidConfigNameError
+        | config.InvalidConfigValueError
+        | config.RequiredFieldMissingError
+        | config.UnknownFieldError
+        | CheckpointMismatchError
+        | TrainerDirConflictError,
+    )
 
 
 def command_help(command: types.ModuleType) -> str:

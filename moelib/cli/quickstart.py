@@ -15,7 +15,7 @@ from moelib.launch import UsageError
 
 FLAGS = flags.FLAGS
 
-SPLITS = {"train": 0.98, "validation": 0.02}
+SPLITS = {"train": 0.97, "validation": 0.03}
 PROMPT = "def main("
 
 
@@ -59,15 +59,17 @@ def _first_words(store: Any) -> str:
 
 def prepare_text(text: str | None, store_dir: str, vocab_size: int) -> tuple[Any, Any]:
     """Returns the train and validation splits of a store of the text, made if it is not there."""
-    from moelib.data.files import PythonSourceCode
+    from moelib.data.files import PythonSourceCode, TextFiles
     from moelib.data.prepare import prepare
     from moelib.data.source import sample_documents
     from moelib.data.source_for_path import source_for_path
     from moelib.data.token_store import TokenStore
     from moelib.data.tokenizer import Tokenizer, train_bpe
 
-    cfg = PythonSourceCode.default_config() if text is None else source_for_path(text)
     try:
+        cfg = PythonSourceCode.default_config() if text is None else source_for_path(text)
+        if isinstance(cfg, TextFiles.Config):  # One long file can be held out in part.
+            cfg.max_document_chars = 1 << 12
         source = cfg.instantiate()
         tokenizer_path = store_dir + ".tokenizer.json"
         if os.path.exists(tokenizer_path):
@@ -78,10 +80,10 @@ def prepare_text(text: str | None, store_dir: str, vocab_size: int) -> tuple[Any
             tokenizer = train_bpe(sample_documents(source, 8_000_000), vocab_size, tokenizer_path)
         processes = os.cpu_count() or 1
         prepare(source, tokenizer, store_dir, num_processes=processes, splits=SPLITS)
+        store = TokenStore.default_config().set(path=store_dir)
+        train, validation = (store.clone(split=split).instantiate() for split in SPLITS)
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
-    splits = (TokenStore.default_config().set(path=store_dir, split=split) for split in SPLITS)
-    train, validation = (split.instantiate() for split in splits)
     return train, validation
 
 

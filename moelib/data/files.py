@@ -132,10 +132,11 @@ def _decode_python(path: str, data: bytes) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class TextFilesPart:
-    """Files that are a document each."""
+    """Files that are a document each, or several."""
 
     files: tuple[FileStamp, ...]
     encoding: str = "utf-8"  # Or "python": what the source file declares.
+    max_document_chars: int | None = None  # Longer texts are cut.
 
     @property
     def name(self) -> str:
@@ -149,18 +150,32 @@ class TextFilesPart:
         return sum(file.num_bytes for file in self.files)
 
     def documents(self, bad_records: BadRecords | None = None) -> Iterator[str]:
-        """Yields each file's text, line ends as they are in the file."""
+        """Yields each file's text, line ends as they are in the file; long ones in pieces."""
         del bad_records
         decode: Callable[[str, bytes], str] = (
             _decode_python if self.encoding == "python" else _decode_utf8
         )
         for file in self.files:
             with open(file.path, "rb") as opened:
-                yield decode(file.path, opened.read())
+                text = decode(file.path, opened.read())
+            yield from _pieces(text, self.max_document_chars or len(text))
+
+
+def _pieces(text: str, most: int) -> Iterator[str]:
+    """Yields the text in pieces of at most so many characters, cut behind a line's end if it can."""
+    start = 0
+    while len(text) - start > most:
+        end = text.rfind("\n", start, start + most) + 1 or start + most
+        yield text[start:end]
+        start = end
+    yield text[start:]
 
 
 class TextFiles(Source):
-    """Text files, a document each; from a folder, those ending in `endings`."""
+    """Text files, a document each; from a folder, those ending in `endings`.
+
+    A split is made of whole documents, so a few large files need `max_document_chars`.
+    """
 
     @config_class
     class Config(Source.Config):
@@ -168,11 +183,16 @@ class TextFiles(Source):
 
         paths: Sequence[str] = REQUIRED  # Files, folders or glob patterns.
         endings: Sequence[str] = (".txt", ".md", ".rst")
+        max_document_chars: int | None = None  # Longer files are cut, behind a line's end.
 
     def parts(self) -> Sequence[Part]:
-        """Returns the files in groups."""
-        files = find_files(self.config.paths, tuple(self.config.endings))
-        return [TextFilesPart(group) for group in group_files(files, part_size(files))]
+        """Returns the files in groups. Raises ValueError if `max_document_chars` is below 1."""
+        cfg = self.config
+        if cfg.max_document_chars is not None and cfg.max_document_chars < 1:
+            raise ValueError(f"max_document_chars is {cfg.max_document_chars}; set 1 or more.")
+        files = find_files(cfg.paths, tuple(cfg.endings))
+        groups = group_files(files, part_size(files))
+        return [TextFilesPart(group, "utf-8", cfg.max_document_chars) for group in groups]
 
 
 class PythonSourceCode(Source):

@@ -55,3 +55,20 @@ def test_commands_import_nothing_heavy_for_help():
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_a_missing_store_is_one_line_that_says_how_to_make_it(tmp_path):
+    run = ["train", "--module", "experiments.flame_moe", "--config", "flame-moe-tiny"]
+    done = moelib(*run, f"--data_dir={tmp_path}", f"--trainer_dir={tmp_path}/run")
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"moelib train: There is no token store at {tmp_path}/text; make one")
+    assert "Traceback" not in done.stderr
+
+
+def test_an_error_of_the_users_module_keeps_its_traceback(tmp_path):
+    (tmp_path / "broken.py").write_text("open('/no/such/file')\n")
+    command = [sys.executable, "-m", "moelib.cli.main", "config", "--module=broken", "--config=a"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1
+    assert 'broken.py", line 1' in done.stderr

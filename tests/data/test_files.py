@@ -48,6 +48,16 @@ def test_a_file_that_is_not_utf8_is_named_with_its_byte(tmp_path: pathlib.Path):
         list(_text_files(tmp_path).documents())
 
 
+def test_long_files_are_cut_behind_lines_and_nothing_is_lost(tmp_path: pathlib.Path):
+    text = "one\ntwo two\n" + "x" * 25 + "\nend"
+    (tmp_path / "a.txt").write_text(text)
+    cfg = TextFiles.default_config().set(paths=[str(tmp_path / "a.txt")], max_document_chars=10)
+    documents = [d for part in cfg.instantiate().parts() for d in part.documents()]
+    assert documents == ["one\n", "two two\n", "x" * 10, "x" * 10, "x" * 5 + "\nend"]
+    with pytest.raises(ValueError, match="max_document_chars is 0"):
+        cfg.set(max_document_chars=0).instantiate().parts()
+
+
 def test_paths_that_match_nothing_are_named(tmp_path: pathlib.Path):
     with pytest.raises(FileNotFoundError, match=r"nothing-here matches no file"):
         _text_files(tmp_path / "nothing-here").parts()

@@ -1,0 +1,52 @@
+"""`moelib quickstart`: from text to a trained model, a comparison and a sample."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from moelib.cli import quickstart
+from moelib.launch import UsageError
+
+TEXT = "".join(f"def f{i}(x):\n    return x + {i % 7}\n\n" for i in range(60_000))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Returns the path of one file of two megabytes."""
+    path = tmp_path_factory.mktemp("text") / "all.txt"
+    path.write_text(TEXT)
+    return str(path)
+
+
+def test_one_file_is_prepared_once_and_held_out_in_part(text, tmp_path, capsys):
+    made = [quickstart.prepare_text(text, str(tmp_path / "store"), 300) for _ in range(2)]
+    assert capsys.readouterr().out.count("Training a byte-level BPE of 300 tokens") == 1
+    texts = [list(split.texts()) for split in made[1]]
+    assert sorted("".join(sum(texts, []))) == sorted(TEXT)
+    assert 0.005 < len(texts[1]) / len(texts[0]) < 0.1
+
+
+def test_too_little_text_is_an_error_that_says_so(tmp_path):
+    (tmp_path / "little.txt").write_text("a few words")
+    with pytest.raises(UsageError, match="is empty"):
+        quickstart.prepare_text(f"{tmp_path}/little.txt", str(tmp_path / "store"), 300)
+
+
+def test_text_that_is_not_there_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(UsageError, match=r"nothing\.txt"):
+        quickstart.prepare_text(f"{tmp_path}/nothing.txt", str(tmp_path / "store"), 300)
+
+
+@pytest.mark.slow  # A minute: the whole model is compiled, for two steps.
+def test_the_whole_way(text, tmp_path):
+    command = [sys.executable, "-m", "moelib.cli.main", "quickstart", f"--data_dir={text}"]
+    flags = [f"--trainer_dir={tmp_path}/qs", "--max_step=2", "--vocab_size=300"]
+    done = subprocess.run([*command, *flags], check=True, capture_output=True, text=True)
+    for part in ("this model", "gzip -9", "unigram model", "A sample, after 'def f"):
+        assert part in done.stdout
+    run = tmp_path / "qs" / "run"
+    assert (run / "checkpoints" / "step_00000002").is_dir()
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert any("bits_per_byte" in str(step) for step in steps)
