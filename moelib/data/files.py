@@ -162,7 +162,7 @@ class TextFilesPart:
 
 
 def _pieces(text: str, most: int) -> Iterator[str]:
-    """Yields the text in pieces of at most so many characters, cut behind a line's end if it can."""
+    """Yields the text in pieces of at most so many characters, cut behind line ends if it can."""
     start = 0
     while len(text) - start > most:
         end = text.rfind("\n", start, start + most) + 1 or start + most
