@@ -5,7 +5,7 @@ runs this has: nothing is downloaded.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from absl import flags
@@ -16,6 +16,7 @@ from moelib.launch import UsageError
 FLAGS = flags.FLAGS
 
 SPLITS = {"train": 0.97, "validation": 0.03}
+BPE_BYTES = 8_000_000  # Of the text, for the tokenizer to learn from.
 PROMPT = "def main("
 
 
@@ -60,8 +61,7 @@ def _first_words(store: Any) -> str:
 def prepare_text(text: str | None, store_dir: str, vocab_size: int) -> tuple[Any, Any]:
     """Returns the train and validation splits of a store of the text, made if it is not there."""
     from moelib.data.files import PythonSourceCode, TextFiles
-    from moelib.data.prepare import prepare
-    from moelib.data.source import sample_documents
+    from moelib.data.prepare import documents_of_split, prepare
     from moelib.data.source_for_path import source_for_path
     from moelib.data.token_store import TokenStore
     from moelib.data.tokenizer import Tokenizer, train_bpe
@@ -77,7 +77,10 @@ def prepare_text(text: str | None, store_dir: str, vocab_size: int) -> tuple[Any
         else:
             print(f"Training a byte-level BPE of {vocab_size} tokens ...", flush=True)
             os.makedirs(os.path.dirname(store_dir), exist_ok=True)
-            tokenizer = train_bpe(sample_documents(source, 8_000_000), vocab_size, tokenizer_path)
+            texts = documents_of_split(source, SPLITS, "train")  # What is held out is unseen.
+            num_bytes = sum(part.num_bytes for part in source.parts())
+            texts = _spread(texts, BPE_BYTES / max(num_bytes, 1))
+            tokenizer = train_bpe(texts, vocab_size, tokenizer_path)
         processes = os.cpu_count() or 1
         prepare(source, tokenizer, store_dir, num_processes=processes, splits=SPLITS)
         store = TokenStore.default_config().set(path=store_dir)
@@ -85,6 +88,16 @@ def prepare_text(text: str | None, store_dir: str, vocab_size: int) -> tuple[Any
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
     return train, validation
+
+
+def _spread(texts: Iterable[str], share: float) -> Iterator[str]:
+    """Yields about such a share of all text, evenly spread over it."""
+    seen = taken = 0
+    for text in texts:
+        seen += len(text)
+        if taken <= share * seen:
+            taken += len(text)
+            yield text
 
 
 def _compare(summaries: dict[str, float], train: Any, validation: Any) -> None:

@@ -103,6 +103,32 @@ def prepare(
 # -- Beginning -----------------------------------------------------------------------------------
 
 
+def documents_of_split(
+    source: Source, splits: Mapping[str, float], split: str, *, split_seed: int = 0
+) -> Iterator[str]:
+    """Yields the documents that a store of the source has in a split, in order, without the store.
+
+    For what is learned from text before there is a store, such as a tokenizer, and must not see
+    what is held out. Broken records are passed over, as with `skip_bad_records`.
+
+    Raises:
+        ValueError: If a split fraction is wrong or there is no such split.
+    """
+    token_store.check_splits(splits)
+    if split not in splits:
+        raise ValueError(f"There is no split {split!r} in {list(splits)}.")
+    fractions, wanted = list(splits.values()), list(splits).index(split)
+    chosen, index = np.zeros(0, bool), 0
+    for part in source.parts():
+        for text in filter(None, part.documents(BadRecords())):
+            if index == len(chosen):
+                of_each = token_store.split_of_documents(2 * index + 1024, fractions, split_seed)
+                chosen = of_each == wanted
+            if chosen[index]:
+                yield text
+            index += 1
+
+
 def _check_same_plan(folder: str, plan: Mapping[str, Any]) -> None:
     """Raises FileExistsError unless this very plan made what is in a folder."""
     try:

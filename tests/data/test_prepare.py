@@ -13,7 +13,7 @@ from moelib.core.config import config_class
 from moelib.data import prepare as prepare_module
 from moelib.data import prepare_part
 from moelib.data.json_lines import JsonLines
-from moelib.data.prepare import prepare
+from moelib.data.prepare import documents_of_split, prepare
 from moelib.data.source import BadRecordError, BadRecords, InMemorySource, Part, Source
 from moelib.data.token_store import TokenStore
 from moelib.data.tokenizer import ByteTokenizer, Tokenizer, train_bpe
@@ -219,3 +219,17 @@ def test_a_tokenizer_with_ids_beyond_its_vocabulary_is_refused(
 def test_no_processes_are_refused(tmp_path: pathlib.Path, tokenizer: Tokenizer):
     with pytest.raises(ValueError, match="num_processes is 0; set it to 1 or more"):
         prepare(_source(TEXTS), tokenizer, str(tmp_path / "store"), num_processes=0)
+
+
+def test_documents_of_a_split_are_those_that_the_store_has(
+    tmp_path: pathlib.Path, tokenizer: Tokenizer
+):
+    texts = [f"Text {i}" if i % 7 else "" for i in range(3000)]
+    splits = {"train": 0.8, "validation": 0.2}
+    source = _source(texts)
+    store = prepare(source, tokenizer, str(tmp_path / "store"), splits=splits, split_seed=3)
+    for split in splits:
+        want = store.config.clone(split=split).instantiate().texts()
+        assert list(documents_of_split(source, splits, split, split_seed=3)) == list(want)
+    with pytest.raises(ValueError, match="no split 'test'"):
+        list(documents_of_split(source, splits, "test"))
