@@ -24,7 +24,7 @@ def define_flags() -> None:
     """Defines the flags of the command."""
     launch.define_train_flags()
     flags.DEFINE_string("prompt", None, "What the sample at the end begins with.")
-    flags.DEFINE_integer("vocab_size", 4096, "Tokens of the BPE that is trained on the text.")
+    flags.DEFINE_integer("vocab_size", 8192, "Tokens of the BPE that is trained on the text.")
     FLAGS.set_default("module", "experiments.flame_moe")
     FLAGS.set_default("config", "flame-moe-tiny")
     FLAGS.set_default("trainer_dir", "runs/quickstart")
