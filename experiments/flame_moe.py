@@ -257,7 +257,7 @@ def tiny() -> SpmdTrainer.Config:
         learning_rate=schedule, b1=0.9, b2=0.98, eps=1e-9, weight_decay=0.1
     )
     clip = config_for_function(transforms.clip_by_global_norm).set(max_norm=1.0)
-    cfg = trainer(model, max_step=600, save_every=300, rows_per_device=32)
+    cfg = trainer(model, max_step=700, save_every=350, rows_per_device=32)
     cfg.learner.optimizer = config_for_function(transforms.chain).set(args=[clip, adamw])
     cfg.set(train_dtype=None, mesh_shape=mesh_shape_from_axes(data=-1))
     for lm_input, rows in ((cfg.input, 8), (cfg.evalers["validation"].input, 32)):

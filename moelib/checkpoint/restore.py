@@ -66,7 +66,7 @@ def restore_params_only(
         CheckpointNotFoundError: If there is no checkpoint.
         DamagedCheckpointError: If none can be read.
     """
-    found = agreed_checkpoints(directory)
+    found = agreed_checkpoints(os.path.abspath(directory))
     if not found or (step is not None and step not in found):
         raise not_found(directory, step, found)
     damages = []

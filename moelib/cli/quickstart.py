@@ -107,7 +107,7 @@ def _compare(summaries: dict[str, float], train: Any, validation: Any) -> None:
 
     from moelib.data.baselines import gzip_bits_per_byte, unigram_bits_per_byte
 
-    table = Table("held-out text", "bits per byte", title="Compression of text it has not seen")
+    table = Table("text it has not seen", "bits per byte")
     table.add_row("this model", f"{summaries['bits_per_byte']:.3f}")
     table.add_row("gzip -9", f"{gzip_bits_per_byte(validation):.3f}")
     table.add_row("unigram model", f"{unigram_bits_per_byte(train, validation):.3f}")

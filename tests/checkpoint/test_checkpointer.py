@@ -218,6 +218,17 @@ def test_folder_that_cannot_be_written_is_said(tmp_path, caplog):
     assert "There is no older one." in caplog.text
 
 
+def test_parameters_alone_also_of_a_relative_path(checkpointer, monkeypatch):
+    save(checkpointer, 4)
+    state = make_state(4)
+    folder, name = os.path.split(checkpointer.dir)
+    monkeypatch.chdir(folder)
+    shapes = jax.eval_shape(lambda: state["model"])
+    jax.tree.map(
+        np.testing.assert_array_equal, restore_params_only(name, shapes).state, state["model"]
+    )
+
+
 def test_parameters_alone(checkpointer):
     save(checkpointer, 4)
     state = make_state(4)
