@@ -8,7 +8,7 @@ A config prints a line a value, `path: literal`. Functions, classes and enum mem
     decoder.first_layers[0].klass: moelib.layers.transformer:TransformerLayer
     decoder.first_layers[0].hidden_dim: 1368
 
-Fields that are None or REQUIRED by default and were left so are not printed.
+Fields that are None, REQUIRED or empty text by default and were left so are not printed.
 """
 
 import ast
@@ -212,7 +212,8 @@ def _is_set(cfg: ConfigBase, name: str, value: Any) -> bool:
     is_default = cfg._all_fields()[name].default is value
     if isinstance(cfg, _FunctionConfig) and is_default and not _is_plain(value):
         return config_values.has_reference(value)  # Else an object that has no text.
-    return not (is_default and (value is None or value is REQUIRED))
+    is_empty = value is None or value is REQUIRED or (isinstance(value, str) and not value)
+    return not (is_default and is_empty)
 
 
 def leaves(cfg: ConfigBase) -> Iterator[tuple[str, Any]]:
