@@ -73,6 +73,32 @@ def current_rules() -> Rules:
     return {**DEFAULT_RULES, **(_overrides.get() or {})}
 
 
+def check_mesh_axes(mesh_shape: Mapping[str, int], rules: Rules | None = None) -> None:
+    """Checks that something is split over every mesh axis larger than 1.
+
+    Args:
+        mesh_shape: Sizes of the mesh axes.
+        rules: The table; by default the one in force.
+
+    Raises:
+        ValueError: If no rule names an axis, whose devices would all compute the same.
+    """
+    rules = current_rules() if rules is None else rules
+    used = {axis for axes in rules.values() for axis in axes}
+    for axis, size in mesh_shape.items():
+        if size > 1 and axis not in used:
+            why = (
+                "nothing is split over it yet; set it to 1, and one of "
+                f"{', '.join(sorted(used))} in its place."
+                if axis in MESH_AXIS_NAMES
+                else f"no sharding rule names it; {did_you_mean(axis, used)}"
+            )
+            raise ValueError(
+                f"The mesh axis {axis!r} has size {size}, but all its devices would compute the "
+                f"same: {why}"
+            )
+
+
 def current_mesh() -> jax.sharding.AbstractMesh | None:
     """Returns the mesh that `jax.set_mesh` set, or None without one or inside a shard_map."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -136,12 +136,18 @@ class SpmdTrainer(Module):
 
     @nowrap
     def mesh(self) -> jax.sharding.Mesh:
-        """Returns the mesh of the config, over all devices; `jax.set_mesh` takes it."""
+        """Returns the mesh of the config, over all devices; `jax.set_mesh` takes it.
+
+        Raises:
+            ValueError: If it does not take exactly the devices, or nothing is split over an axis.
+        """
         return self._mesh
 
     @functools.cached_property
     def _mesh(self) -> jax.sharding.Mesh:
-        return create_device_mesh(self.config.mesh_shape, self.config.mesh_axis_names)
+        mesh = create_device_mesh(self.config.mesh_shape, self.config.mesh_axis_names)
+        sharding.check_mesh_axes(dict(mesh.shape))
+        return mesh
 
     @functools.cached_property
     def input(self) -> Input:

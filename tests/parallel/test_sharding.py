@@ -7,6 +7,7 @@ from moelib.core.param import ParameterSpec
 from moelib.parallel.mesh import MESH_AXIS_NAMES, create_device_mesh, mesh_shape_from_axes
 from moelib.parallel.sharding import (
     DEFAULT_RULES,
+    check_mesh_axes,
     constrain,
     current_mesh,
     current_rules,
@@ -131,3 +132,12 @@ def test_inside_a_shard_map_there_is_no_mesh_to_split_over():
         spec = PartitionSpec("data")
         jax.jit(jax.shard_map(local, in_specs=spec, out_specs=spec))(jnp.ones(8))
     assert seen[0] is None
+
+
+def test_mesh_axes_that_no_rule_names():
+    check_mesh_axes({"pipeline": 1, "data": 8})
+    check_mesh_axes({"pipeline": 8}, {"layers": ("pipeline",)})
+    with pytest.raises(ValueError, match=r"'pipeline' has size 8.*nothing is split over it yet"):
+        check_mesh_axes({"pipeline": 8})
+    with pytest.raises(ValueError, match=r"'fdsp' has size 2.*did you mean 'fsdp'\?"):
+        check_mesh_axes({"fdsp": 2})

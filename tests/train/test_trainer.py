@@ -184,6 +184,21 @@ def test_batch_that_the_mesh_does_not_divide_is_refused(tmp_path):
         run(cfg)
 
 
+@pytest.mark.parametrize(
+    ("shape", "names", "message"),
+    [
+        ((8, 1, 1, 1, 1, 1), None, r"axis 'pipeline' has size 8, .*nothing is split over it yet"),
+        ((-1,), ("dta",), r"axis 'dta' has size 8, .*did you mean 'data'\?"),
+    ],
+)
+def test_mesh_axis_that_splits_nothing_is_refused(tmp_path, shape, names, message):
+    cfg = tiny.trainer_config(tmp_path, mesh_shape=shape)
+    if names is not None:
+        cfg.set(mesh_axis_names=names)
+    with pytest.raises(ValueError, match=message):
+        run(cfg)
+
+
 def test_settings_that_cannot_be_are_refused(tmp_path):
     with pytest.raises(ValueError, match="max_step is 0; set it to 1 or more"):
         tiny.trainer_config(tmp_path, max_step=0).instantiate(parent=None)
