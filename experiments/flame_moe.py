@@ -226,7 +226,7 @@ def trainer(
     cfg.checkpointer.keep_last_n = None
     cfg.evalers["validation"] = SpmdEvaler.default_config().set(
         input=_input("validation", InputMode.EVALUATE).set(max_batches=25),
-        eval_policy=policy,
+        eval_policy=policy.clone(),
     )
     return cfg
 
@@ -251,7 +251,7 @@ def tiny() -> SpmdTrainer.Config:
     )
     tables = config_for_function(normal).set(std=0.02)
     model.embedding.param_init = tables
-    model.lm_head = Linear.default_config().set(param_init=tables)
+    model.lm_head = Linear.default_config().set(param_init=tables.clone())
     schedule = config_for_function(schedules.linear).set(peak_lr=3e-3, warmup_steps=50)
     adamw = config_for_function(adamw_optimizer).set(
         learning_rate=schedule, b1=0.9, b2=0.98, eps=1e-9, weight_decay=0.1

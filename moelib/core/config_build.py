@@ -38,24 +38,38 @@ class RequiredFieldMissingError(ValueError):
             f"{names} must be set before {self.owner} is instantiated: .set({self.fields[0]}=...)."
         )
 
-    def inside(self, name: str | int) -> Self:
-        """Returns the error as seen from the module whose child is `name`."""
-        self.path, self._placed = (name, *self.path), True
+    def inside(self, name: str | int, holder: ConfigBase | None = None) -> Self:
+        """Returns the error as seen from the module whose child is `name`.
+
+        Where the holder's config has the unset field, the path is the field's there: a child need
+        not be called as its config is.
+        """
+        found = None if holder is None else self._place_in(holder)
+        self.path, self._placed = (*((name,) if found is None else found), *self.path), True
         return self
 
     def leaving(self, cfg: ConfigBase) -> None:
         """Completes the path up to `cfg`, whose object could not be built."""
-        from moelib.core.config_path import split_path, sub_configs
-
         if not self._placed:
-            for path, inner in sub_configs(cfg):
-                unset = self.path or all(inner._values.get(f) is REQUIRED for f in self.fields)
-                if inner._title() == self._start and unset:
-                    self.path = (*split_path(path), *self.path)
-                    break
-            else:
+            found = self._place_in(cfg)
+            if found is None:
                 return
+            self.path = (*found, *self.path)
         self._start, self._placed = cfg._title(), False
+
+    def _place_in(self, cfg: ConfigBase) -> tuple[str | int, ...] | None:
+        """Returns where the config at which the path starts stands inside `cfg`, if it does."""
+        from moelib.core.config_path import children, split_path, sub_configs
+
+        for path, inner in sub_configs(cfg):
+            holder: Any = inner
+            for key in self.path:
+                holder = dict(children(holder)).get(key)
+            values = holder._values if isinstance(holder, ConfigBase) else {}
+            unset = all(values.get(field) is REQUIRED for field in self.fields)
+            if inner._title() == self._start and unset:
+                return tuple(split_path(path))
+        return None
 
 
 class InstantiableConfig(ConfigBase, Generic[T]):

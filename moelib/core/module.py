@@ -207,7 +207,7 @@ class Module(Configurable):
         try:
             child = cfg.clone(name=name)._mine().instantiate(parent=self, **kwargs)
         except RequiredFieldMissingError as error:
-            error.inside(name)
+            error.inside(name, self.config)
             raise
         except Exception as error:
             where = f"{self.path()}.{name}" if self._parent else name

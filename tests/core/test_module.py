@@ -203,7 +203,9 @@ def test_an_unset_field_is_named_by_its_path_from_the_root():
     outer = Parent.default_config().set(name="root", children_={"outer": cfg})
     with pytest.raises(RequiredFieldMissingError) as error:
         outer.instantiate(parent=None)
-    assert str(error.value).startswith("outer.a.input_dim must be set before Ffn.Config is")
+    path, _, rest = str(error.value).partition(" ")
+    assert path == "children_.outer.children_.a.input_dim"
+    assert rest.startswith("must be set before Ffn.Config is")
     assert str(error.value).endswith(".set(input_dim=...).")
 
 
@@ -222,7 +224,9 @@ def test_an_unset_field_of_what_a_module_builds_itself_is_named_by_its_path():
 
     schedules = [config_for_function(schedule).set(peak=1.0), config_for_function(schedule)]
     cfg = Holder.default_config().set(schedules=schedules)
-    with pytest.raises(RequiredFieldMissingError, match=r"^a\.schedules\[1\]\.peak must be set"):
+    with pytest.raises(
+        RequiredFieldMissingError, match=r"^children_\.a\.schedules\[1\]\.peak "
+    ):
         parent(a=cfg)
 
 

@@ -6,7 +6,9 @@ import jax
 import pytest
 
 from experiments import flame_moe
-from moelib.core import config_text
+from moelib.core import config_path, config_text
+from moelib.core.config import REQUIRED, RequiredFieldMissingError
+from moelib.core.config_path import sub_configs
 from moelib.models.cost import model_cost
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -32,17 +34,25 @@ def cost(cfg):
 def test_parameters_equal_the_published_shapes(name):
     counts = cost(CONFIGS[f"flame-moe-{name}"]())
     assert (counts.active_parameters, counts.total_parameters) == TRUE_COUNTS[name]
+    embeddings = 2 * flame_moe.VOCAB_SIZE * flame_moe.MOE_SIZES[name].dim
+    assert counts.active_non_embedding_parameters == counts.active_parameters - embeddings
 
 
 @pytest.mark.parametrize("name", flame_moe.MOE_SIZES)
 def test_names_follow_from_the_authors_formula(name):
+    assert name in TRUE_COUNTS
     assert flame_moe.published_name(flame_moe.MOE_SIZES[name]) == name
 
 
 @pytest.mark.parametrize("name", flame_moe.MOE_SIZES)
-def test_ten_checkpoints_fit_into_the_steps(name):
-    size = flame_moe.MOE_SIZES[name]
-    assert size.max_step // size.save_every == 10
+def test_ten_evenly_spaced_checkpoints_and_the_last(name):
+    size, cfg = flame_moe.MOE_SIZES[name], CONFIGS[f"flame-moe-{name}"]()
+    policies = (cfg.checkpointer.save_policy, cfg.evalers["validation"].eval_policy)
+    for policy in policies:
+        acts = policy.clone(max_step=cfg.max_step).instantiate()
+        steps = [step for step in range(1, cfg.max_step + 1) if acts(step=step)]
+        assert steps == [size.save_every * i for i in range(1, 11)] + [size.max_step]
+    assert cfg.checkpointer.keep_last_n is None  # All are kept.
 
 
 @pytest.mark.parametrize(
@@ -61,6 +71,30 @@ def test_config_is_the_golden_one_and_reads_back(name):
     assert path.exists(), f"make it with: python -m tests.experiments.test_flame_moe {name}"
     assert text == path.read_text()
     assert config_text.parse(text) == CONFIGS[name]()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_config_stands_in_two_places(name):  # Else --set of one would set the other.
+    cfg = CONFIGS[name]()
+    assert len({id(inner) for _, inner in sub_configs(cfg)}) == len(list(sub_configs(cfg)))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "model.vocab_size",
+        "model.decoder.first_layers[0].feed_forward.hidden_dim",
+        "model.decoder.block[0].self_attention.num_heads",
+        "model.decoder.block[0].feed_forward.shared_experts.hidden_dim",
+        "learner.optimizer.args[1].learning_rate.peak_lr",
+    ],
+)
+def test_an_unset_field_is_named_by_its_path_in_the_config(path, tmp_path):
+    cfg = CONFIGS["flame-moe-tiny"]().set(dir=str(tmp_path))
+    config_path.set_at(cfg, path, REQUIRED)
+    with pytest.raises(RequiredFieldMissingError) as error:
+        cfg.instantiate(parent=None).lower_train_step()
+    assert str(error.value).startswith(f"{path} must be set")
 
 
 FAST = ("flame-moe-tiny", "flame-moe-38m-100m", "dense-77m")
