@@ -25,6 +25,7 @@ from moelib.data.prepare_part import (
     PARTS,
     PartOptions,
     PartResult,
+    check_no_bad_records,
     part_file,
     read_result,
     tokenize_part,
@@ -68,7 +69,8 @@ def prepare(
         The store, with all its documents.
 
     Raises:
-        FileExistsError: If output_dir holds another store, or something else.
+        FileExistsError: If output_dir holds another store, or something else, or
+            `<output_dir>.partial` something that was not made here.
         ValueError: If the source is empty or broken, or a split fraction is wrong.
         OSError: If the disk is too small, or becomes full; finished parts are kept.
     """
@@ -81,18 +83,18 @@ def prepare(
         "source": fingerprint(parts),
         "tokenizer": tokenizer.fingerprint,
         "append_eos": append_eos,
-        "skip_bad_records": skip_bad_records,
         "splits": splits,
         "split_seed": split_seed,
     }
     progress = Progress("prepare")
     if os.path.exists(output_dir):
-        _check_same_plan(output_dir, plan)
+        _check_finished(output_dir, plan, skip_bad_records)
         progress.say(f"{output_dir} is prepared already.")
     else:
         folder = output_dir + ".partial"
         _begin(folder, plan, tokenizer, progress)
-        _tokenize(folder, parts, tokenizer, plan, num_processes, progress)
+        options = PartOptions(append_eos, skip_bad_records)
+        _tokenize(folder, parts, tokenizer, options, num_processes, progress)
         meta = _finish(folder, plan, tokenizer, len(parts))
         os.rename(folder, output_dir)
         progress.say(_report(output_dir, meta))
@@ -129,8 +131,14 @@ def documents_of_split(
             index += 1
 
 
-def _check_same_plan(folder: str, plan: Mapping[str, Any]) -> None:
-    """Raises FileExistsError unless this very plan made what is in a folder."""
+def _changed(folder: str, plan: Mapping[str, Any]) -> list[str]:
+    """Returns the names of what a plan has otherwise than the one that began a folder.
+
+    Whether bad records are skipped is no part of a plan: it changes nothing where there are none.
+
+    Raises:
+        FileExistsError: If no plan began the folder.
+    """
     try:
         with open(os.path.join(folder, STORE_MARK), encoding="utf-8") as file:
             found = json.load(file)
@@ -138,7 +146,14 @@ def _check_same_plan(folder: str, plan: Mapping[str, Any]) -> None:
         raise FileExistsError(
             f"{folder} exists and was not made by `moelib prepare`; set output_dir to a new folder."
         ) from None
-    changed = [name for name, value in plan.items() if found.get(name) != value]
+    return [name for name, value in plan.items() if found.get(name) != value]
+
+
+def _check_finished(folder: str, plan: Mapping[str, Any], skip_bad_records: bool) -> None:
+    """Raises FileExistsError unless this very plan made the store in a folder."""
+    changed = _changed(folder, plan)
+    if not changed and not skip_bad_records and token_store.read_meta(folder).num_bad_records:
+        changed = ["skip_bad_records"]
     if changed:
         raise FileExistsError(
             f"{folder} was prepared with another {' and '.join(changed)}; set output_dir to a new "
@@ -147,17 +162,22 @@ def _check_same_plan(folder: str, plan: Mapping[str, Any]) -> None:
 
 
 def _begin(folder: str, plan: Mapping[str, Any], tokenizer: Tokenizer, progress: Progress) -> None:
-    """Makes the working folder, or keeps one that the same plan began."""
-    if os.path.exists(folder):
-        try:
-            _check_same_plan(folder, plan)
-            return
-        except FileExistsError as error:
-            progress.say(f"starting over, because {error}")
-            shutil.rmtree(folder)
-    os.makedirs(os.path.join(folder, PARTS))
+    """Makes the working folder, or keeps one that the same plan began.
+
+    Raises:
+        FileExistsError: If there is something that no plan began, such as files of the user's.
+    """
+    if os.path.isdir(folder) and not os.listdir(folder):
+        os.rmdir(folder)  # Killed before the mark was there.
+    if os.path.exists(folder) and (changed := _changed(folder, plan)):
+        progress.say(
+            f"starting over, because {folder} was prepared with another {' and '.join(changed)}."
+        )
+        shutil.rmtree(folder)
+    os.makedirs(folder, exist_ok=True)
+    write_json(os.path.join(folder, STORE_MARK), plan)  # First: it says that the rest is ours.
+    os.makedirs(os.path.join(folder, PARTS), exist_ok=True)
     tokenizer.save(folder)
-    write_json(os.path.join(folder, STORE_MARK), plan)
 
 
 def _check_disk(folder: str, parts: Sequence[Part], tokenizer: Tokenizer) -> None:
@@ -189,19 +209,21 @@ def _tokenize(
     folder: str,
     parts: Sequence[Part],
     tokenizer: Tokenizer,
-    plan: Mapping[str, Any],
+    options: PartOptions,
     num_processes: int,
     progress: Progress,
 ) -> None:
     """Tokenizes the parts that are not finished, the largest first."""
-    todo = [index for index in range(len(parts)) if read_result(folder, index) is None]
+    results = [read_result(folder, index) for index in range(len(parts))]
+    if not options.skip_bad_records:
+        check_no_bad_records(results)
+    todo = [index for index, result in enumerate(results) if result is None]
     todo.sort(key=lambda index: -parts[index].num_bytes)
     if len(todo) < len(parts):
         progress.say(f"{len(parts) - len(todo)} of {len(parts)} parts are finished; going on.")
     if not todo:
         return
     _check_disk(folder, [parts[index] for index in todo], tokenizer)
-    options = PartOptions(plan["append_eos"], plan["skip_bad_records"])
     total, left = (sum(parts[i].num_bytes for i in some) for some in (range(len(parts)), todo))
     with progress.of(total) as advance:
         advance(total - left)

@@ -18,6 +18,10 @@ from moelib.data.tokenizer import Tokenizer
 
 PARTS = "parts"  # The folder of what is known of finished parts; removed from a finished store.
 _BATCH_CHARACTERS = 1 << 20  # Text that is tokenized at once.
+_MEND = (
+    "mend it, or leave such records out with skip_bad_records (--skip_bad_lines), which counts "
+    "them."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,10 +97,7 @@ def _named_errors(folder: str, part: Part) -> Iterator[None]:
     try:
         yield
     except BadRecordError as error:
-        raise BadRecordError(
-            f"{error}; mend it, or leave such records out with skip_bad_records "
-            "(--skip_bad_lines), which counts them."
-        ) from None
+        raise BadRecordError(f"{error}; {_MEND}") from None
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
@@ -141,3 +142,10 @@ def read_result(folder: str, index: int) -> PartResult | None:
             return PartResult(**json.load(file))
     except FileNotFoundError:
         return None
+
+
+def check_no_bad_records(results: Iterable[PartResult | None]) -> None:
+    """Raises BadRecordError if a part was finished without records that hold no document."""
+    for result in results:
+        if result is not None and result.num_bad_records:
+            raise BadRecordError(f"{result.first_bad_record}; {_MEND}")

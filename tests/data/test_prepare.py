@@ -177,6 +177,77 @@ def test_a_finished_store_is_found_again_and_never_replaced(
         prepare(_source(TEXTS), tokenizer, str(tmp_path / "mine"))
 
 
+def test_a_partial_folder_that_is_not_ours_is_left_alone(
+    tmp_path: pathlib.Path, tokenizer: Tokenizer
+):
+    mine = tmp_path / "store.partial" / "mine.txt"
+    mine.parent.mkdir()
+    mine.write_text("years of work")
+    with pytest.raises(FileExistsError, match=r"store\.partial exists and was not made by `moelib"):
+        prepare(_source(TEXTS), tokenizer, str(tmp_path / "store"))
+    assert mine.read_text() == "years of work"
+    mine.unlink()  # An empty one may be one of ours that was killed at once.
+    prepare(_source(TEXTS), tokenizer, str(tmp_path / "store")).verify()
+
+
+def test_a_run_that_was_killed_while_beginning_goes_on(
+    tmp_path: pathlib.Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    def killed(path: str) -> str:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizer, "save", killed)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(_source(TEXTS), tokenizer, str(tmp_path / "store"))
+    store = prepare(_source(TEXTS), tokenizer, str(tmp_path / "store"))
+    assert store.tokenizer().fingerprint == tokenizer.fingerprint
+
+
+def _broken_source(folder: pathlib.Path) -> JsonLines:
+    """Returns a source of two parts, of which the second has a broken line."""
+    (folder / "a.jsonl").write_text('{"text": "a good and long line"}\n')
+    (folder / "b.jsonl").write_text('{"text": "good"}\nbad\n')
+    return JsonLines.default_config().set(paths=[str(folder)]).instantiate()
+
+
+def test_skipping_bad_records_keeps_the_parts_that_were_finished_without(
+    tmp_path: pathlib.Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+):
+    source, path = _broken_source(tmp_path), str(tmp_path / "store")
+    with pytest.raises(BadRecordError, match=r"b\.jsonl:2: not JSON"):
+        prepare(source, tokenizer, path)
+    store = prepare(source, tokenizer, path, skip_bad_records=True)
+    assert "1 of 2 parts are finished" in capsys.readouterr().err
+    assert (store.meta.num_documents, store.meta.num_bad_records) == (2, 1)
+    whole = prepare(source, tokenizer, str(tmp_path / "whole"), skip_bad_records=True)
+    assert _contents(store) == _contents(whole)
+
+
+def test_parts_and_stores_without_their_bad_records_serve_only_who_skips_them(
+    tmp_path: pathlib.Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    source, path = _broken_source(tmp_path), str(tmp_path / "store")
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "_finish", _fails_after(0, KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            prepare(source, tokenizer, path, skip_bad_records=True)
+    with pytest.raises(BadRecordError, match=r"b\.jsonl:2: not JSON.*--skip_bad_lines"):
+        prepare(source, tokenizer, path)
+    prepare(source, tokenizer, path, skip_bad_records=True).verify()
+    with pytest.raises(FileExistsError, match="prepared with another skip_bad_records"):
+        prepare(source, tokenizer, path)
+
+
+def test_a_store_without_bad_records_serves_who_skips_them_too(
+    tmp_path: pathlib.Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+):
+    path = str(tmp_path / "store")
+    prepare(_source(TEXTS), tokenizer, path)
+    prepare(_source(TEXTS), tokenizer, path, skip_bad_records=True)
+    assert "is prepared already" in capsys.readouterr().err
+
+
 def test_too_small_a_disk_is_noticed_before_the_work(
     tmp_path: pathlib.Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ):
