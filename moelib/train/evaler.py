@@ -17,7 +17,7 @@ from moelib.core.config import (
 )
 from moelib.core.module import Module, nowrap
 from moelib.data.input import Input
-from moelib.data.prefetch import Prefetcher, host_rows, put_batch
+from moelib.data.prefetch import HostRows, Prefetcher, host_rows, put_batch
 from moelib.train.metrics import Scalars, language_metrics, unpack
 from moelib.train.state import batch_sharding
 from moelib.train.step import make_eval_step
@@ -41,7 +41,7 @@ class SpmdEvaler(Module):
     def __init__(
         self, cfg: Any, *, parent: Module | None, model: Any, train_dtype: str | None = None
     ) -> None:
-        """Builds the policy; the input is opened at the first evaluation.
+        """Builds the policy; the input is opened by `open_input` or the first evaluation.
 
         Args:
             cfg: A `SpmdEvaler.Config`.
@@ -59,6 +59,23 @@ class SpmdEvaler(Module):
     def should_evaluate(self, *, step: int, summaries: Mapping[str, float] | None = None) -> bool:
         """Returns whether the policy wants an evaluation after this step."""
         return self._policy(step=step, summaries=summaries or {})
+
+    @nowrap
+    def open_input(self, mesh: jax.sharding.Mesh) -> None:
+        """Opens the input, if it is not open yet; reads no batch.
+
+        Raises:
+            ValueError: If the mesh does not divide the batch, or the input cannot be opened.
+        """
+        self._share(mesh)
+        if self._input is None:
+            self._input = self.config.input.instantiate()
+
+    def _share(self, mesh: jax.sharding.Mesh) -> tuple[jax.sharding.NamedSharding, HostRows]:
+        """Returns where batches lie, and which rows of them are this process's."""
+        rows = self.config.input.global_batch_size
+        sharding = batch_sharding(rows, self.config.input.seq_len, mesh)
+        return sharding, host_rows(sharding, rows)
 
     @nowrap
     def evaluate(
@@ -83,12 +100,12 @@ class SpmdEvaler(Module):
         Raises:
             ValueError: If the input has no token to predict.
         """
-        if self._input is None:
-            self._input = self.config.input.instantiate()
+        self.open_input(mesh)
+        assert self._input is not None
         totals: dict[str, float] = collections.defaultdict(float)
-        rows, seq_len = self.config.input.global_batch_size, self.config.input.seq_len
-        sharding = batch_sharding(rows, seq_len, mesh)
-        batches = self._input.iterator(*host_rows(sharding, rows))
+        rows = self.config.input.global_batch_size
+        sharding, share = self._share(mesh)
+        batches = self._input.iterator(*share)
         put = lambda batch: put_batch(batch, sharding, rows)
         before = None  # One batch is read back while the next one runs.
         with Prefetcher(batches, put) as feed:

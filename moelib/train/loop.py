@@ -75,6 +75,8 @@ class TrainLoop:
             stack.enter_context(self._watchdog)
             self._greet()
             if trainer.step < trainer.config.max_step:
+                for evaler in trainer.evalers.values():  # What is wrong is known before a step.
+                    evaler.open_input(trainer.mesh())
                 self._take_steps(stack.enter_context(self._open_input()))
             self._end()
         if self.is_main:

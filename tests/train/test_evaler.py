@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from moelib.data.input import PADDING_LABEL
-from moelib.data.lm_input import InputMode
+from moelib.data.lm_input import InputMode, LMInput
+from moelib.data.token_store import TokenStore
 from moelib.train.evaler import SpmdEvaler
 from tests.train import tiny
 
@@ -80,3 +81,15 @@ def test_best_checkpoint_stays(tmp_path):
     cfg.instantiate(parent=None).run()
     names = [path.name for path in sorted((tmp_path / "checkpoints").iterdir())]
     assert names == ["step_00000001", "step_00000004"]  # The loss falls.
+
+
+def test_inputs_of_evalers_are_opened_before_the_first_step(tmp_path, monkeypatch):
+    cfg = tiny.trainer_config(tmp_path)
+    nowhere = TokenStore.default_config().set(path=str(tmp_path / "nowhere"))
+    cfg.evalers["val"].input = LMInput.default_config().set(
+        global_batch_size=8, seq_len=16, source=nowhere, mode=InputMode.EVALUATE
+    )
+    trainer = cfg.instantiate(parent=None)
+    monkeypatch.setattr(trainer, "run_step", lambda *args, **kwargs: pytest.fail("took a step"))
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        trainer.run()
