@@ -19,6 +19,7 @@ def check_config(cfg: Any) -> None:
             raise RequiredFieldMissingError("SpmdTrainer.Config", [path])
         if missing := [name for name, value in inside.items() if value is REQUIRED]:
             raise RequiredFieldMissingError("the input", missing).inside(path)
+        with_vocab_size(inside, cfg.model, path)
     for name in ("max_step", "log_every_n_steps", "num_microbatches"):
         if getattr(cfg, name) < 1:
             raise ValueError(f"{name} is {getattr(cfg, name)}; set it to 1 or more.")
@@ -36,6 +37,32 @@ def set_if_required(cfg: ConfigBase, **values: Any) -> None:
     for name, value in values.items():
         if getattr(cfg, name) is REQUIRED:
             setattr(cfg, name, value)
+
+
+def with_vocab_size(cfg: Any, model: Any, path: str) -> Any:
+    """Returns a copy of an input's config that refuses ids beyond the model's vocabulary.
+
+    Args:
+        cfg: The input's config.
+        model: The model's config.
+        path: Where the input's config is, for errors.
+
+    Raises:
+        ValueError: If the input says that its vocabulary is larger than the model's.
+    """
+    cfg = cfg.clone()
+    model_size = dict(model.items()).get("vocab_size")
+    values = dict(cfg.items())
+    if "vocab_size" not in values or not isinstance(model_size, int):
+        return cfg
+    if values["vocab_size"] is None:
+        cfg.set(vocab_size=model_size)
+    elif values["vocab_size"] > model_size:
+        raise ValueError(
+            f"{path}.vocab_size is {values['vocab_size']}, beyond model.vocab_size, which is "
+            f"{model_size}; set the model's to at least that, or leave the input's unset."
+        )
+    return cfg
 
 
 def with_run_length(cfg: Any, max_step: int) -> Any:

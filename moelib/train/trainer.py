@@ -41,6 +41,7 @@ from moelib.train.settings import (
     set_if_required,
     with_max_step,
     with_run_length,
+    with_vocab_size,
 )
 from moelib.train.state import TrainerState
 from moelib.train.step import make_train_step
@@ -114,6 +115,7 @@ class SpmdTrainer(Module):
         self._evalers: dict[str, Any] = {}
         for name, evaler in cfg.evalers.items():
             evaler = with_max_step(evaler, "eval_policy", cfg.max_step)
+            evaler.input = with_vocab_size(evaler.input, cfg.model, f"evalers.{name}.input")
             shared = {"model": self.model, "train_dtype": cfg.train_dtype}
             self._evalers[name] = self._add_child(f"evaler_{name}", evaler, **shared)
         if cfg.checkpointer is not None:
@@ -153,7 +155,7 @@ class SpmdTrainer(Module):
     def input(self) -> Input:
         """The training input, opened when it is first asked for."""
         try:
-            return self.config.input.instantiate()
+            return with_vocab_size(self.config.input, self.config.model, "input").instantiate()
         except RequiredFieldMissingError as error:
             raise error.inside("input") from None
 

@@ -14,7 +14,9 @@ import pytest
 from moelib.checkpoint.checkpointer import CheckpointSaveError
 from moelib.checkpoint.contents import CheckpointMismatchError
 from moelib.core import tree
-from moelib.train.identity import TrainerDirConflictError
+from moelib.data.lm_input import LMInput
+from moelib.data.token_source import InMemoryTokens
+from moelib.train.identity import TrainerDirConflictError, config_hash
 from moelib.train.loop import NonFiniteError
 from tests.train import tiny
 
@@ -208,6 +210,30 @@ def test_settings_that_cannot_be_are_refused(tmp_path):
         cfg.instantiate(parent=None)
     cfg = tiny.trainer_config(tmp_path).set(input=tiny.SyntheticInput.default_config())
     with pytest.raises(ValueError, match=re.escape("input.seq_len, input.global_batch_size must")):
+        cfg.instantiate(parent=None)
+
+
+def test_inputs_know_the_vocabulary_of_the_model(tmp_path):
+    cfg = tiny.trainer_config(tmp_path, max_step=1)
+    before = config_hash(cfg)
+    beyond = InMemoryTokens.default_config().set(documents=[[7, 40]] * 99, vocab_size=41, eos_id=0)
+    cfg.input = LMInput.default_config().set(global_batch_size=8, seq_len=16, source=beyond)
+    with pytest.raises(ValueError, match=r"token ids up to 40, beyond the vocabulary of 32"):
+        run(cfg)
+    cfg = tiny.trainer_config(tmp_path)
+    cfg.evalers["val"].input.vocab_size = None
+    trainer = cfg.instantiate(parent=None)
+    assert trainer.evalers["val"].config.input.vocab_size == 32
+    assert trainer.config.evalers["val"].input.vocab_size is None
+    assert config_hash(trainer.config) == before
+
+
+@pytest.mark.parametrize("place", ["input", "evalers.val.input"])
+def test_vocabulary_of_an_input_beyond_the_models_is_refused(tmp_path, place):
+    cfg = tiny.trainer_config(tmp_path)
+    (cfg if place == "input" else cfg.evalers["val"]).input.vocab_size = 33
+    wanted = re.escape(f"{place}.vocab_size is 33, beyond model.vocab_size, which is 32; set the")
+    with pytest.raises(ValueError, match=wanted):
         cfg.instantiate(parent=None)
 
 
