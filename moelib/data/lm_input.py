@@ -43,7 +43,7 @@ _Ints = npt.NDArray[np.int64]
 class InputMode(enum.Enum):
     """What the rows are for."""
 
-    TRAIN = "train"  # Epoch after epoch, without end.
+    TRAIN = "train"  # Epoch after epoch, without end (but for `max_batches`).
     EVALUATE = "evaluate"  # One epoch; the last batch is filled up with empty rows.
 
 
@@ -61,7 +61,9 @@ class LMInput(Input):
         mode: InputMode = InputMode.TRAIN
         seed: int = 0  # Decides the order of documents and rows.
         vocab_size: int | None = None  # The model's: a source with a larger one is refused.
-        max_batches: int | None = None  # Of an evaluation; None reads all rows.
+        max_batches: int | None = (
+            None  # After so many the batches end; None goes on as `mode` says.
+        )
 
     def __init__(self, cfg: Config) -> None:
         """Opens the sources; rows are planned when the first is read.
@@ -107,10 +109,17 @@ class LMInput(Input):
 
     @property
     def num_batches(self) -> int:
-        """Batches of an epoch, and so of an evaluation; the last may be padded."""
-        batches = -(-self.rows_per_epoch // self.config.global_batch_size)
-        limit = self.config.max_batches
-        return batches if limit is None else min(batches, limit)
+        """Batches that the iterator has, or an epoch if it is endless; the last may be padded."""
+        cfg = self.config
+        if cfg.max_batches is not None and cfg.mode is InputMode.TRAIN:
+            return cfg.max_batches
+        batches = -(-self.rows_per_epoch // cfg.global_batch_size)
+        return batches if cfg.max_batches is None else min(batches, cfg.max_batches)
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether the iterator never ends."""
+        return self.config.mode is InputMode.TRAIN and self.config.max_batches is None
 
     def batch(self, step: int) -> Batch:
         """Returns the global batch of a step, counted from 0."""
@@ -140,7 +149,7 @@ class LMInput(Input):
         return batch
 
     def iterator(self, host_index: int = 0, num_hosts: int = 1) -> "LMInputIterator":
-        """Returns a host's batches from step 0; in an evaluation they end."""
+        """Returns a host's batches from step 0; they end unless the input is endless."""
         rows_of_host(self.config.global_batch_size, host_index, num_hosts)
         return LMInputIterator(self, host_index, num_hosts)
 
@@ -173,7 +182,7 @@ class LMInputIterator(BatchIterator):
     def __next__(self) -> Batch:
         """Returns this host's rows of the next step."""
         lm_input = self._input
-        if lm_input.config.mode is InputMode.EVALUATE and self.step >= lm_input.num_batches:
+        if not lm_input.is_endless and self.step >= lm_input.num_batches:
             raise StopIteration
         batch = lm_input.host_batch(self.step, *self._host)
         self.step += 1

@@ -207,6 +207,30 @@ def test_an_evaluation_can_be_cut_short():
     assert lm_input.num_batches == len(list(lm_input.iterator())) == 2
 
 
+@pytest.mark.parametrize("max_batches", [0, 2, 300])  # Of fewer than 20 an epoch.
+def test_batches_of_training_end_after_max_batches(max_batches: int):
+    for cfg in (_config(max_batches=max_batches), _mixed(max_batches=max_batches)):
+        lm_input = cfg.instantiate()
+        batches = list(lm_input.iterator())
+        assert len(batches) == lm_input.num_batches == max_batches
+        endless = cfg.clone(max_batches=None).instantiate()
+        for step, batch in enumerate(batches):
+            assert np.array_equal(batch["input_ids"], endless.batch(step)["input_ids"])
+
+
+def test_a_restored_iterator_ends_where_an_unbroken_one_does():
+    cfg = _config(max_batches=7)
+    unbroken = cfg.instantiate().iterator()
+    for _ in range(3):
+        next(unbroken)
+    restored = cfg.instantiate().iterator()
+    restored.restore(json.loads(json.dumps(unbroken.state())))
+    assert len(list(restored)) == len(list(unbroken)) == 4
+    longer = cfg.clone(max_batches=9).instantiate().iterator()
+    longer.restore(unbroken.state())
+    assert len(list(longer)) == 2
+
+
 def test_an_evaluation_of_a_mixture_is_refused():
     with pytest.raises(ValueError, match="mode is EVALUATE and source is a mixture"):
         _mixed(mode=InputMode.EVALUATE).instantiate()
