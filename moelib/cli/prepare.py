@@ -1,7 +1,7 @@
 """`moelib prepare`: tokenizes a corpus into a token store, and can train the tokenizer first."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from absl import flags
@@ -22,7 +22,7 @@ def define_flags() -> None:
     flags.DEFINE_string("output", None, "Folder of the token store.")
     flags.DEFINE_string("tokenizer", None, "A tokenizer.json, or `bytes`.")
     flags.DEFINE_integer("train_bpe", None, "Trains a byte-level BPE of as many tokens first.")
-    flags.DEFINE_integer("train_bpe_mb", 20, "How many MB of the corpus to train the BPE on.")
+    flags.DEFINE_integer("train_bpe_mb", 20, "How many MB to train the BPE on, of the split train.")
     flags.DEFINE_string("text_field", "text", "Field or column that holds a document.")
     flags.DEFINE_string("tfds_data_dir", None, "Where TFDS data sets lie.")
     flags.DEFINE_integer("num_processes", os.cpu_count() or 1, "Worker processes.")
@@ -53,16 +53,19 @@ def run(args: Sequence[str]) -> None:
 
 def _prepare() -> None:
     from moelib.data.prepare import prepare
+    from moelib.data.token_store import check_splits
 
+    splits = read_splits(FLAGS.splits)
+    check_splits(splits)  # Before a tokenizer is trained, which takes minutes.
     source = source_for(FLAGS.source).instantiate()
     prepare(
         source,
-        _tokenizer(source),
+        _tokenizer(source, splits),
         FLAGS.output,
         num_processes=FLAGS.num_processes,
         append_eos=FLAGS.append_eos,
         skip_bad_records=FLAGS.skip_bad_lines,
-        splits=read_splits(FLAGS.splits),
+        splits=splits,
         split_seed=FLAGS.split_seed,
     )
 
@@ -99,9 +102,8 @@ def read_splits(items: Sequence[str]) -> dict[str, float]:
     return splits
 
 
-def _tokenizer(source: Any) -> Any:
-    from moelib.data.source import sample_documents
-    from moelib.data.tokenizer import ByteTokenizer, Tokenizer, train_bpe
+def _tokenizer(source: Any, splits: Mapping[str, float]) -> Any:
+    from moelib.data.tokenizer import ByteTokenizer, Tokenizer, check_vocab_size, train_bpe
 
     if FLAGS.tokenizer == "bytes":
         return ByteTokenizer.default_config().instantiate()
@@ -109,7 +111,22 @@ def _tokenizer(source: Any) -> Any:
         return Tokenizer.default_config().set(path=FLAGS.tokenizer).instantiate()
     path = FLAGS.output.rstrip("/") + ".tokenizer.json"
     if os.path.exists(path):
-        return Tokenizer.default_config().set(path=path).instantiate()
-    texts = sample_documents(source, FLAGS.train_bpe_mb * 1_000_000)
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    return train_bpe(texts, FLAGS.train_bpe, path)
+        tokenizer = Tokenizer.default_config().set(path=path).instantiate()
+    else:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        tokenizer = train_bpe(_texts_for_bpe(source, splits), FLAGS.train_bpe, path)
+    check_vocab_size(tokenizer, FLAGS.train_bpe, path, flag="--train_bpe")
+    return tokenizer
+
+
+def _texts_for_bpe(source: Any, splits: Mapping[str, float]) -> Iterator[str]:
+    """Returns what the tokenizer learns from: text of the split train; of all if there is none."""
+    from moelib.data.prepare import documents_of_split
+    from moelib.data.source import sample_documents, spread
+
+    num_bytes = FLAGS.train_bpe_mb * 1_000_000
+    if len(splits) == 1 or "train" not in splits:
+        return sample_documents(source, num_bytes)
+    train = documents_of_split(source, splits, "train", split_seed=FLAGS.split_seed)
+    num_train = splits["train"] * sum(part.num_bytes for part in source.parts())
+    return spread(train, num_bytes / max(num_train, 1))

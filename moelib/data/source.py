@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import json
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Protocol
 
 from moelib.core.config import REQUIRED, Configurable, config_class
@@ -119,6 +119,16 @@ class InMemorySource(Source):
         if not texts:
             raise ValueError("InMemorySource has no documents; set texts to at least one.")
         return [TextsPart(texts[i : i + size]) for i in range(0, len(texts), size)]
+
+
+def spread(texts: Iterable[str], share: float) -> Iterator[str]:
+    """Yields about such a share (0 to 1) of all text, evenly spread over it."""
+    seen = taken = 0
+    for text in texts:
+        seen += len(text)
+        if taken <= share * seen:
+            taken += len(text)
+            yield text
 
 
 def sample_documents(source: Source, num_bytes: int, seed: int = 0) -> Iterator[str]:

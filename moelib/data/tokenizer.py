@@ -211,6 +211,25 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str) -> Tokenizer:
     return Tokenizer.default_config().set(path=path).instantiate()
 
 
+def check_vocab_size(
+    tokenizer: Tokenizer, wanted: int, path: str, *, flag: str = "vocab_size"
+) -> None:
+    """Raises ValueError if a tokenizer that was trained for a store is not of the size asked for.
+
+    Args:
+        tokenizer: The tokenizer at `path`.
+        wanted: How many tokens it should have.
+        path: Its file, which the message names.
+        flag: What the user sets the size with.
+    """
+    if (found := tokenizer.vocab_size) != wanted:
+        little = ", or there was too little text for more" if found < wanted else ""
+        raise ValueError(
+            f"{path} has {found} tokens, and {flag} is {wanted}: it was trained for another size"
+            f"{little}; delete the file to train it anew, or set {flag} to {found}."
+        )
+
+
 class _Counted:
     """Passes texts on and counts them."""
 

@@ -1,11 +1,14 @@
 """`moelib prepare`: a corpus to a token store, and what it says of broken ones."""
 
+import functools
 import subprocess
 import sys
 
 import pytest
+from absl import flags
 
 from moelib.cli import prepare
+from moelib.data import tokenizer
 from moelib.data.token_store import TokenStore
 from moelib.launch import UsageError
 
@@ -69,3 +72,63 @@ def test_broken_line_is_named_and_can_be_skipped(tmp_path):
 def test_split_that_is_no_fraction_is_named():
     with pytest.raises(UsageError, match="--splits train: expected name=fraction"):
         prepare.read_splits(["train"])
+
+
+@pytest.fixture
+def run_prepare(monkeypatch):
+    """Returns a function that runs the command with these flags in this process."""
+
+    def run(**values):
+        found = flags.FlagValues()
+        monkeypatch.setattr(prepare, "FLAGS", found)
+        with monkeypatch.context() as patch:
+            patch.setattr(flags, "FLAGS", found)
+            for kind in ("string", "integer", "bool", "list"):
+                define = getattr(flags, f"DEFINE_{kind}")
+                patch.setattr(flags, f"DEFINE_{kind}", functools.partial(define, flag_values=found))
+            prepare.define_flags()
+        found(["moelib", "--num_processes=1", *(f"--{k}={v}" for k, v in values.items())])
+        prepare.run([])
+
+    return run
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(f'{{"text": "document number {i}"}}\n' for i in range(200)))
+    return path
+
+
+def test_tokenizer_of_another_size_is_not_taken_for_the_one_asked_for(
+    run_prepare, corpus, tmp_path
+):
+    path = tmp_path / "store"
+    run_prepare(source=corpus, output=path, train_bpe=300)
+    run_prepare(source=corpus, output=path, train_bpe=300)
+    message = r"store\.tokenizer\.json has 300 tokens, and --train_bpe is 280: .* delete the file"
+    with pytest.raises(UsageError, match=message):
+        run_prepare(source=corpus, output=path, train_bpe=280)
+
+
+def test_splits_are_checked_before_a_tokenizer_is_trained(run_prepare, corpus, tmp_path):
+    with pytest.raises(UsageError, match="set positive fractions that sum to 1"):
+        run_prepare(source=corpus, output=tmp_path / "a", train_bpe=300, splits="train=0.5")
+    with pytest.raises(UsageError, match="--splits validation: expected name=fraction"):
+        run_prepare(source=corpus, output=tmp_path / "a", train_bpe=300, splits="validation")
+    assert not (tmp_path / "a.tokenizer.json").exists()
+
+
+def test_tokenizer_learns_from_the_training_split_alone(run_prepare, corpus, tmp_path, monkeypatch):
+    learnt = []
+    train_bpe = tokenizer.train_bpe
+    monkeypatch.setattr(
+        tokenizer,
+        "train_bpe",
+        lambda texts, *args: train_bpe(learnt.extend(texts) or learnt, *args),
+    )
+    run_prepare(
+        source=corpus, output=tmp_path / "store", train_bpe=300, splits="validation=0.3,train=0.7"
+    )
+    store = TokenStore.default_config().set(path=str(tmp_path / "store"), split="train")
+    assert learnt == list(store.instantiate().texts())

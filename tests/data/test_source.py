@@ -1,6 +1,6 @@
 import pytest
 
-from moelib.data.source import InMemorySource, fingerprint, sample_documents
+from moelib.data.source import InMemorySource, fingerprint, sample_documents, spread
 
 
 def test_documents_come_in_order_whatever_the_parts():
@@ -32,3 +32,11 @@ def test_a_sample_comes_from_all_over_and_has_the_asked_size():
     assert len({int(text) // 50 for text in sample}) == 20
     assert sample == list(sample_documents(source, 400))
     assert sorted(sample_documents(source, 10_000)) == texts
+
+
+def test_a_share_of_texts_is_spread_over_all():
+    texts = [f"{i:04d}" for i in range(1000)]
+    taken = [int(text) for text in spread(texts, 0.1)]
+    assert len(taken) == 101  # The first, and then a tenth.
+    assert {number // 100 for number in taken} == set(range(10))
+    assert list(spread(texts, 1.0)) == texts

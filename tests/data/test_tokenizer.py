@@ -4,7 +4,13 @@ import pathlib
 import numpy as np
 import pytest
 
-from moelib.data.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer, train_bpe
+from moelib.data.tokenizer import (
+    END_OF_TEXT,
+    ByteTokenizer,
+    Tokenizer,
+    check_vocab_size,
+    train_bpe,
+)
 
 TEXTS = [
     "def add(a, b):\n    return a + b\n" * 20,
@@ -107,6 +113,16 @@ def test_missing_end_of_text_token_is_named(trained: Tokenizer, tmp_path: pathli
 def test_id_beyond_the_vocabulary_is_refused(trained: Tokenizer):
     with pytest.raises(ValueError, match="Token id 300 is beyond the vocabulary of 300"):
         trained.decode(np.array([1, 300]))
+
+
+def test_a_tokenizer_of_another_size_than_asked_for_is_refused(trained: Tokenizer):
+    check_vocab_size(trained, 300, "a.json")
+    with pytest.raises(
+        ValueError, match=r"a.json has 300 tokens, and vocab_size is 299: .* delete"
+    ):
+        check_vocab_size(trained, 299, "a.json")
+    with pytest.raises(ValueError, match=r"too little text for more; .* set --train_bpe to 300"):
+        check_vocab_size(trained, 301, "a.json", flag="--train_bpe")
 
 
 def test_training_needs_room_for_bytes_and_some_text(tmp_path: pathlib.Path):
