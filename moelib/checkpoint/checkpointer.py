@@ -201,6 +201,9 @@ class Checkpointer(Module):
                 metrics[step] = CheckpointRecord.read(path).metrics.get(cfg.best_metric or "")
             except DamagedCheckpointError:
                 self._damaged.add(step)
+            except OSError as error:
+                logger.warning("No old checkpoint is dropped: %s.", error)
+                return
         kept = steps_to_keep(
             metrics,
             keep_last_n=cfg.keep_last_n,
@@ -227,6 +230,8 @@ class Checkpointer(Module):
             CheckpointMismatchError: If the arrays are not those of the target.
             CheckpointNotFoundError: If there is none of the step.
             DamagedCheckpointError: If every checkpoint is damaged, or that of the step.
+            Exception: As it came, what kept a checkpoint from being read that may be sound: no
+                permission, a disk that fails, too little memory.
         """
         found = agreed_checkpoints(self._dir)
         if step is not None:
@@ -243,8 +248,8 @@ class Checkpointer(Module):
                 logger.warning("Damaged checkpoint, trying the one before: %s", error)
         if damages:
             raise DamagedCheckpointError(
-                "every checkpoint is damaged:\n  " + "\n  ".join(damages) + "\nRemove "
-                f"{self._dir} to start from step 0."
+                "every checkpoint is damaged:\n  " + "\n  ".join(damages) + "\nMove "
+                f"{self._dir} aside to start from step 0."
             )
         return None
 

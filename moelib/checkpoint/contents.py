@@ -1,10 +1,12 @@
 """What lies in a checkpoint: its record, its arrays by path, and whether they fit a target."""
 
 import dataclasses
+import errno
 import importlib.metadata
 import json
 import os
 import platform
+import re
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -64,7 +66,8 @@ class CheckpointRecord:
         """Returns the record of the checkpoint at `path`.
 
         Raises:
-            DamagedCheckpointError: If there is none that can be read.
+            DamagedCheckpointError: If it is missing or torn.
+            OSError: If it cannot be read for a reason that is not its own: see `unreadable`.
         """
         file = os.path.join(path, _RECORD_FILE)
         try:
@@ -75,7 +78,35 @@ class CheckpointRecord:
         except FileNotFoundError:
             raise DamagedCheckpointError(f"{path}: the file {_RECORD_FILE} is missing.") from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            if unreadable(error):
+                raise
             raise DamagedCheckpointError(f"{file} cannot be read: {error}.") from error
+
+
+# What the message of a library without exceptions of its own (TensorStore, XLA) says of it: the
+# codes, and any error of the system but that there is no such file, or a folder in its place.
+_UNREADABLE = re.compile(
+    "RESOURCE_EXHAUSTED|PERMISSION_DENIED|UNAUTHENTICATED|UNAVAILABLE|DEADLINE_EXCEEDED"
+    rf"|(?:os_error_code='|OS error )(?!(?:{errno.ENOENT}|{errno.ENOTDIR}|{errno.EISDIR})\b)\d"
+)
+
+
+def unreadable(error: BaseException) -> bool:
+    """Returns whether something kept a file from being read that says nothing of what is in it.
+
+    No permission, a disk or network that fails, too little memory: what is there may be sound.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, BaseExceptionGroup) and any(map(unreadable, seen.exceptions)):
+            return True
+        missing = isinstance(seen, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+        if isinstance(seen, OSError) and seen.errno is not None and not missing:
+            return True
+        if isinstance(seen, MemoryError) or _UNREADABLE.search(str(seen)):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
 
 
 def library_versions() -> dict[str, str]:

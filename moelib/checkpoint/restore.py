@@ -2,21 +2,25 @@
 
 import logging
 import os
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import numpy as np
 
 from moelib.checkpoint import contents
 from moelib.checkpoint.contents import (
+    CheckpointMismatchError,
     CheckpointNotFoundError,
     CheckpointRecord,
     DamagedCheckpointError,
+    unreadable,
 )
 from moelib.core import tree
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Restored(NamedTuple):
@@ -42,10 +46,10 @@ def restore_checkpoint(path: str, target: Any) -> Restored:
 
     Raises:
         CheckpointMismatchError: If the arrays are not those of the target.
-        DamagedCheckpointError: If it cannot be read.
+        DamagedCheckpointError: If it is damaged.
+        Exception: What kept a sound checkpoint from being read, as it came: see `unreadable`.
     """
-    record = CheckpointRecord.read(path)
-    contents.check_arrays(record.arrays, contents.describe_arrays(target), path)
+    record = _read_record(path, target)
     nested = _read(path, contents.to_nested(target), partial=False)
     return Restored(contents.from_nested(nested, target), record, path)
 
@@ -83,14 +87,8 @@ _AVERAGE = "learner/ema/params/"
 
 
 def _restore_params(path: str, target: Any, average: bool) -> Restored:
-    record = CheckpointRecord.read(path)
     wanted = contents.describe_arrays(target)
-    saved = {
-        name.removeprefix("model/"): array
-        for name, array in record.arrays.items()
-        if name.startswith("model/")
-    }
-    contents.check_arrays(saved, wanted, path)
+    record = _read_record(path, target, prefix="model/")
     sources = {
         name: _AVERAGE + name
         if average and record.arrays.get(_AVERAGE + name, [""])[1:] == [wanted[name][1]]
@@ -111,11 +109,28 @@ def _restore_params(path: str, target: Any, average: bool) -> Restored:
     return Restored(contents.from_nested(contents.unflatten(params), target), record, path)
 
 
+def _read_record(path: str, target: Any, *, prefix: str = "") -> CheckpointRecord:
+    """Returns a checkpoint's record, if its arrays below `prefix` are those of the target."""
+
+    def read() -> CheckpointRecord:
+        record = CheckpointRecord.read(path)
+        saved = {
+            name.removeprefix(prefix): array
+            for name, array in record.arrays.items()
+            if name.startswith(prefix)
+        }
+        contents.check_arrays(saved, contents.describe_arrays(target), path)
+        return record
+
+    return on_all_processes(read, path)
+
+
 def _read(path: str, target: dict[str, Any], *, partial: bool) -> dict[str, Any]:
     """Returns the arrays of a nested dict of targets; those without a sharding on one device.
 
     Raises:
-        DamagedCheckpointError: If that fails, on any process.
+        DamagedCheckpointError: If they are damaged, as any process sees them.
+        Exception: As it came, what says nothing of the checkpoint.
     """
     import orbax.checkpoint as ocp
 
@@ -128,17 +143,17 @@ def _read(path: str, target: dict[str, Any], *, partial: bool) -> dict[str, Any]
         restore_args=ocp.checkpoint_utils.construct_restore_args(target),
         partial_restore=partial,
     )
-    error: Exception | None = None
-    arrays: dict[str, Any] = {}
-    try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            arrays = checkpointer.restore(os.path.join(path, contents.STATE_ITEM), args=args)
-    except Exception as caught:
-        error = caught
-    if not _on_all_processes(error is None):
-        reason = first_line(error) if error else "another process could not read it"
-        raise DamagedCheckpointError(f"{path} cannot be read: {reason}") from error
-    return arrays
+
+    def read() -> dict[str, Any]:
+        try:
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+                return checkpointer.restore(os.path.join(path, contents.STATE_ITEM), args=args)
+        except Exception as error:
+            if unreadable(error):
+                raise
+            raise DamagedCheckpointError(f"{path} cannot be read: {first_line(error)}") from error
+
+    return on_all_processes(read, path)
 
 
 def not_found(
@@ -158,7 +173,7 @@ def first_line(error: BaseException) -> str:
 
 def agreed_checkpoints(directory: str) -> dict[int, str]:
     """Returns the complete checkpoints {step: path} as process 0 sees them, on all processes."""
-    found = contents.list_checkpoints(directory)
+    found = on_all_processes(lambda: contents.list_checkpoints(directory), directory)
     if jax.process_count() == 1:
         return found
     from jax.experimental import multihost_utils
@@ -173,10 +188,45 @@ def agreed_checkpoints(directory: str) -> dict[int, str]:
 _MAX_LISTED = 256
 
 
-def _on_all_processes(ok: bool) -> bool:
-    """Returns whether all processes say so."""
+# How bad it is that something could not be read; the worst of all processes decides.
+_FINE, _DAMAGED, _MISMATCH, _UNREADABLE = range(4)
+
+
+def on_all_processes(read: Callable[[], T], path: str) -> T:
+    """Returns what `read` returns, once it has succeeded on all processes.
+
+    Raises:
+        Exception: If it failed on any, on all of them: the process's own error, or one that says
+            that another has failed.
+    """
+    result, error = None, None
+    try:
+        result = read()
+    except Exception as caught:
+        error = caught
+    verdict = _verdict(error)
+    worst = _worst(verdict)
+    if worst == _FINE:
+        return cast("T", result)
+    if error is not None and verdict == worst:
+        raise error
+    message = f"{path} cannot be read by another process; its log says why."
+    kinds = {_DAMAGED: DamagedCheckpointError, _MISMATCH: CheckpointMismatchError}
+    raise kinds.get(worst, RuntimeError)(message) from error
+
+
+def _verdict(error: Exception | None) -> int:
+    if error is None:
+        return _FINE
+    if isinstance(error, DamagedCheckpointError):
+        return _DAMAGED
+    return _MISMATCH if isinstance(error, CheckpointMismatchError) else _UNREADABLE
+
+
+def _worst(verdict: int) -> int:
+    """Returns the largest of the processes' verdicts."""
     if jax.process_count() == 1:
-        return ok
+        return verdict
     from jax.experimental import multihost_utils
 
-    return bool(multihost_utils.process_allgather(np.array(ok)).all())
+    return int(multihost_utils.process_allgather(np.array(verdict, np.int32)).max())

@@ -1,5 +1,6 @@
 """Checkpoints: what is written is read, under any mesh; damage, other configs and full disks."""
 
+import errno
 import logging
 import os
 import resource
@@ -9,9 +10,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
+from moelib.checkpoint import contents, restore
 from moelib.checkpoint.checkpointer import Checkpointer
 from moelib.checkpoint.contents import (
     CheckpointMismatchError,
@@ -22,7 +26,7 @@ from moelib.checkpoint.contents import (
     list_checkpoints,
     step_path,
 )
-from moelib.checkpoint.restore import restore_params_only
+from moelib.checkpoint.restore import on_all_processes, restore_params_only
 
 
 class Empty(NamedTuple):
@@ -143,11 +147,100 @@ def test_damaged_one_is_named_and_the_one_before_read(checkpointer, caplog, dama
     assert checkpointer.restore(target_of(make_state())).record.step == 2
 
 
+UNREADABLE = [
+    PermissionError(errno.EACCES, "Permission denied"),
+    OSError(errno.EIO, "Input/output error"),
+    MemoryError("Unable to allocate"),
+    ValueError("PERMISSION_DENIED: Failed to open [os_error_code='13']"),
+    RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes"),
+]
+
+
+@pytest.mark.parametrize("error", UNREADABLE, ids=repr)
+@pytest.mark.parametrize("place", ["record", "arrays"])
+def test_what_says_nothing_of_the_checkpoint_is_raised_as_it_is(
+    checkpointer, monkeypatch, error, place
+):
+    save(checkpointer, 1)
+    save(checkpointer, 2)
+
+    def fail(*args, **kwargs):
+        raise error
+
+    if place == "arrays":
+        monkeypatch.setattr(ocp.Checkpointer, "restore", fail)
+    else:
+        monkeypatch.setattr(contents.json, "load", fail)
+    with pytest.raises(type(error)) as caught:
+        checkpointer.restore(target_of(make_state()))
+    assert caught.value is error
+    assert checkpointer.latest_step() == 2
+
+
+def test_file_that_the_system_does_not_open_is_no_damage(checkpointer):
+    save(checkpointer, 1)
+    save(checkpointer, 2)
+    for folder, _, names in os.walk(os.path.join(step_path(checkpointer.dir, 2), "state")):
+        for name in names if folder.endswith(os.sep + "d") else ():
+            os.remove(os.path.join(folder, name))
+            os.symlink(name, os.path.join(folder, name))  # To itself: ELOOP.
+    with pytest.raises(Exception, match="Too many levels of symbolic links"):
+        checkpointer.restore(target_of(make_state()))
+    assert checkpointer.latest_step() == 2
+
+
+def test_record_that_cannot_be_read_drops_no_checkpoint(tmp_path, monkeypatch, caplog):
+    checkpointer = make(tmp_path, keep_last_n=1)
+    save(checkpointer, 1)
+    monkeypatch.setattr(contents.json, "load", lambda file: (_ for _ in ()).throw(UNREADABLE[1]))
+    save(checkpointer, 2)
+    checkpointer.close()
+    assert list(list_checkpoints(tmp_path)) == [1, 2]
+    assert "No old checkpoint is dropped: [Errno 5] Input/output error" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("theirs", "error"),
+    [
+        (0, CheckpointMismatchError),
+        (1, CheckpointMismatchError),
+        (2, CheckpointMismatchError),
+        (3, RuntimeError),
+    ],
+)
+def test_processes_agree_before_one_fails(monkeypatch, theirs, error):
+    def gather(mine):
+        return np.array([mine, theirs])
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(multihost_utils, "process_allgather", gather)
+    mismatch = CheckpointMismatchError("other sizes")
+    with pytest.raises(error) as caught:
+        on_all_processes(lambda: (_ for _ in ()).throw(mismatch), "place")
+    assert (caught.value is mismatch) == (theirs < 3)
+    if theirs == 0:
+        assert on_all_processes(lambda: 5, "place") == 5
+    if theirs == 1:
+        with pytest.raises(DamagedCheckpointError, match="cannot be read by another process"):
+            on_all_processes(lambda: 5, "place")
+
+
+def test_record_is_read_inside_the_agreement(checkpointer, monkeypatch):
+    save(checkpointer, 1)
+    remove_record(step_path(checkpointer.dir, 1))
+    agreed = []
+    monkeypatch.setattr(restore, "_worst", lambda verdict: agreed.append(verdict) or verdict)
+    with pytest.raises(DamagedCheckpointError):
+        checkpointer.restore(target_of(make_state()))
+    assert agreed == [0, 1]  # The list, the record.
+
+
 def test_all_damaged_is_an_error(checkpointer):
     save(checkpointer, 1)
     truncate_arrays(step_path(checkpointer.dir, 1))
     with pytest.raises(
-        DamagedCheckpointError, match=r"(?s)every checkpoint is damaged.*step_00000001"
+        DamagedCheckpointError,
+        match=r"(?s)every checkpoint is damaged.*step_00000001.*Move .* aside",
     ):
         checkpointer.restore(target_of(make_state()))
 
