@@ -60,13 +60,15 @@ def load_for_inference(trainer_dir: str, *, step: int | None = None) -> LoadedMo
     """Returns the model of a run at a checkpoint, the newest by default.
 
     Raises:
-        UsageError: If the folder holds no run, or its data has no tokenizer.
+        FileNotFoundError: If its token store is gone, or has no tokenizer.
+        UsageError: If the folder holds no run, or its data is no token store.
+        ValueError: If the tokenizer in the store is no longer the one that made it.
     """
     import jax
 
     from moelib.checkpoint.restore import restore_params_only
     from moelib.core.param import is_spec
-    from moelib.data.tokenizer import Tokenizer
+    from moelib.data.token_store import TokenStore
 
     path = os.path.join(trainer_dir, "config.txt")
     if not os.path.exists(path):
@@ -74,9 +76,9 @@ def load_for_inference(trainer_dir: str, *, step: int | None = None) -> LoadedMo
     with open(path, encoding="utf-8") as file:
         cfg = config_text.parse(file.read())
     store = getattr(cfg.input, "source", None)
-    if store is None or "path" not in store:
+    if not isinstance(store, TokenStore.Config):
         raise UsageError(f"{path}: input.source names no token store, so there is no tokenizer.")
-    tokenizer = Tokenizer.default_config().set(path=store.path).instantiate()
+    tokenizer = store.clone(split=None).instantiate().tokenizer()
     model = cfg.model.instantiate(parent=None)
     target = jax.tree.map(
         lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype),
@@ -111,6 +113,7 @@ def stream_text(
         top_p=top_p,
         seed=seed,
         stop_ids=(loaded.tokenizer.eos_id,),
+        vocab_size=loaded.tokenizer.vocab_size,
     )
     for token in tokens:
         ids.append(token)

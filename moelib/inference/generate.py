@@ -26,6 +26,7 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     stop_ids: Sequence[int] = (),
+    vocab_size: int | None = None,
 ) -> Iterator[int]:
     """Yields tokens that follow a prompt, at most `max_new_tokens`; stops after a stop token.
 
@@ -38,12 +39,14 @@ def generate(
         top_p: Draws among the likeliest tokens whose probabilities reach this sum.
         seed: Decides what is drawn; token n of the text depends on (seed, n).
         stop_ids: Tokens that end the text; they are not yielded.
+        vocab_size: Tokens that mean something, if the model's vocabulary is padded beyond them:
+            the others are never drawn. None takes all of the model's.
 
     Raises:
-        ValueError: If the prompt is empty or holds an id beyond the vocabulary, or a setting is
-            out of range.
+        ValueError: If the prompt is empty or holds an id beyond the vocabulary, a setting is out
+            of range, or vocab_size is larger than the model's.
     """
-    vocab_size = model.config.vocab_size
+    vocab_size = _checked_vocab_size(vocab_size, model.config.vocab_size)
     if not prompt:
         raise ValueError("The prompt is empty; give it at least one token, such as end of text.")
     if not 0 <= min(prompt) <= max(prompt) < vocab_size:
@@ -60,11 +63,25 @@ def generate(
         buffer = np.zeros((1, size), np.int32)
         buffer[0, : len(ids)] = ids
         draw_key = jax.random.fold_in(key, len(ids))
-        token = int(_next_token(model, params, buffer, len(ids), draw_key, temperature, top_p))
+        token = int(
+            _next_token(model, params, buffer, len(ids), vocab_size, draw_key, temperature, top_p)
+        )
         if token in stop_ids:
             return
         ids.append(token)
         yield token
+
+
+def _checked_vocab_size(wanted: int | None, of_model: int) -> int:
+    """Returns how many tokens may be drawn. Raises ValueError if the model has not as many."""
+    if wanted is None:
+        return of_model
+    if not 1 <= wanted <= of_model:
+        raise ValueError(
+            f"vocab_size is {wanted}, and the model has {of_model} tokens; generate with the "
+            "tokenizer that the model was trained with."
+        )
+    return wanted
 
 
 @functools.partial(jax.jit, static_argnums=(0,))
@@ -73,11 +90,12 @@ def _next_token(
     params: Nested,
     buffer: Any,
     length: Any,
+    vocab_size: Any,
     key: jax.Array,
     temperature: Any,
     top_p: Any,
 ) -> jax.Array:
-    """Returns the token that follows the first `length` of buffer [1, S]."""
+    """Returns the token that follows the first `length` of buffer [1, S]; it is below `vocab_size`."""
     index = jnp.arange(buffer.shape[1], dtype=jnp.int32)[None]
     batch = {
         "input_ids": buffer,
@@ -88,7 +106,9 @@ def _next_token(
         model, prng_key=None, state=params, inputs=(batch,), is_training=False, method="logits"
     )
     logits = jax.lax.dynamic_index_in_dim(logits[0], length - 1, 0, keepdims=False)  # [V]
-    return sample_token(logits.astype(jnp.float32), key, temperature, top_p)
+    known = jnp.arange(logits.shape[0]) < vocab_size
+    logits = jnp.where(known, logits.astype(jnp.float32), -jnp.inf)
+    return sample_token(logits, key, temperature, top_p)
 
 
 def sample_token(logits: jax.Array, key: jax.Array, temperature: Any, top_p: Any) -> jax.Array:

@@ -52,6 +52,20 @@ def test_text_ends_before_a_stop_token(model):
     assert stopped == list(itertools.takewhile(lambda token: token != stop, free))
 
 
+@pytest.mark.parametrize("temperature", [0.0, 5.0])
+def test_tokens_beyond_the_tokenizers_vocabulary_are_never_drawn(model, temperature):
+    model, params = model
+    settings = {"max_new_tokens": 40, "temperature": temperature}
+    free = list(generate(model, params, [1], **settings))
+    size = max(free)
+    assert all(token < size for token in generate(model, params, [1], vocab_size=size, **settings))
+    assert free == list(generate(model, params, [1], vocab_size=11, **settings))
+    with pytest.raises(ValueError, match="holds id 4; the vocabulary is 4"):
+        next(generate(model, params, [4], vocab_size=4, **settings))
+    with pytest.raises(ValueError, match="vocab_size is 12, and the model has 11 tokens"):
+        next(generate(model, params, [4], vocab_size=12, **settings))
+
+
 def test_top_p_leaves_out_unlikely_tokens():
     logits = jnp.log(jnp.asarray([0.5, 0.3, 0.15, 0.05]))
     keys = jax.random.split(jax.random.key(0), 400)
