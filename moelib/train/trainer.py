@@ -22,7 +22,7 @@ from moelib.core.config import (
 )
 from moelib.core.module import Module, nowrap
 from moelib.data.input import Input, batch_spec
-from moelib.data.prefetch import row_sharding
+from moelib.data.prefetch import HostRows, host_rows, row_sharding
 from moelib.learner.learner import Learner
 from moelib.parallel import sharding
 from moelib.parallel.mesh import (
@@ -35,6 +35,7 @@ from moelib.parallel.mesh import (
 from moelib.train import state as state_lib
 from moelib.train.evaler import SpmdEvaler
 from moelib.train.identity import claim_directory, config_hash
+from moelib.train.input_state import gather_input_state, input_state_of
 from moelib.train.loop import TrainLoop
 from moelib.train.settings import (
     check_config,
@@ -183,7 +184,7 @@ class SpmdTrainer(Module):
 
     @property
     def input_state(self) -> dict[str, Any] | None:
-        """The place in the training data after the steps taken, or None at the beginning."""
+        """This process's place in the data after the steps taken, or None at the beginning."""
         return self._input_state
 
     @property
@@ -191,6 +192,11 @@ class SpmdTrainer(Module):
         """Where the arrays [B, S] of a batch lie."""
         cfg = self.config.input
         return state_lib.batch_sharding(cfg.global_batch_size, cfg.seq_len, self.mesh())
+
+    @property
+    def _host_rows(self) -> HostRows:
+        """Which share of the batch this process reads."""
+        return host_rows(self.batch_sharding, self.config.input.global_batch_size)
 
     @nowrap
     def model_params_for_eval(self) -> dict[str, Any]:
@@ -231,6 +237,7 @@ class SpmdTrainer(Module):
             CheckpointMismatchError: If it is of another config.
             CheckpointNotFoundError: If there is none of the step.
             DamagedCheckpointError: If none can be read.
+            ValueError: If the place in the data cannot be restored on so many processes.
         """
         if self.config.checkpointer is None:
             return None
@@ -243,17 +250,20 @@ class SpmdTrainer(Module):
                 "%s was written under a config that differs in model, learner, input or prng_seed.",
                 restored.path,
             )
-        self._state, self._input_state = restored.state, restored.record.input
-        self.step = restored.record.step
+        self._input_state = input_state_of(restored.record.input, self._host_rows)
+        self._state, self.step = restored.state, restored.record.step
         return self.step
 
     @nowrap
     def save_checkpoint(self, metrics: dict[str, float] | None = None) -> None:
-        """Begins to write a checkpoint of the state now, with the metrics of its evaluations."""
+        """Begins to write a checkpoint of the state now, with the metrics of its evaluations.
+
+        All processes must call it.
+        """
         record = CheckpointRecord(
             step=self.step,
             arrays={},
-            input=self._input_state,
+            input=gather_input_state(self._input_state, self._host_rows),
             metrics=metrics or {},
             config_hash=config_hash(self.config),
             mesh=dict(self.mesh().shape),

@@ -7,7 +7,26 @@ import signal
 
 import jax
 
+from moelib.data.input import check_state
+from moelib.data.lm_input import LMInputIterator
+from moelib.data.synthetic import SyntheticInput
 from tests.train.tiny import trainer_config
+
+
+class HostInput(SyntheticInput):
+    """Its places are those of one host, as of an input that streams."""
+
+    def iterator(self, host_index=0, num_hosts=1):
+        return _HostIterator(self, host_index, num_hosts)
+
+
+class _HostIterator(LMInputIterator):
+    def state(self):
+        return {"step": self.step, "input": {**self._input.identity, "host": list(self._host)}}
+
+    def restore(self, state):
+        check_state(state, self.state()["input"])
+        self.step = state["step"]
 
 
 def main():
@@ -21,10 +40,13 @@ def main():
     parser.add_argument("--coordinator")
     parser.add_argument("--process_id", type=int, default=0)
     parser.add_argument("--num_processes", type=int, default=1)
+    parser.add_argument("--own_places", action="store_true")  # Of each host in the data.
     args = parser.parse_args()
     if args.coordinator:
         jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
     cfg = trainer_config(args.dir, max_step=args.max_step, save_every=args.save_every)
+    if args.own_places:
+        cfg.input = HostInput.default_config().set(**dict(cfg.input.items()))
     trainer = cfg.instantiate(parent=None)
     run_step = trainer.run_step
 

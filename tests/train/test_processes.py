@@ -33,6 +33,16 @@ def finish(process, code=0):
     return (json.loads(out.splitlines()[-1]) if code == 0 else None), err
 
 
+def finish_two(directory, *args):
+    """Runs in two processes of two devices each, and returns what they say."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    args = (*args, "--coordinator", f"localhost:{port}", "--num_processes", 2)
+    processes = [start(directory, *args, "--process_id", i, devices=2) for i in range(2)]
+    return [finish(process)[0] for process in processes]
+
+
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
     """Losses of a run that nothing breaks."""
@@ -67,16 +77,22 @@ def test_sigint_saves_too(tmp_path):
 
 @pytest.mark.slow
 def test_number_of_processes_may_change_and_sigterm_stops_all(tmp_path, expected):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    args = ("--coordinator", f"localhost:{port}", "--num_processes", 2, "--signal_at", 3)
-    processes = [start(tmp_path, *args, "--process_id", i, devices=2) for i in range(2)]
-    outs = [finish(process)[0] for process in processes]
+    outs = finish_two(tmp_path, "--signal_at", 3)
     assert outs[0] == outs[1]
     assert outs[0]["stopped_by"] == "SIGTERM"
     assert 3 <= outs[0]["step"] < 8
     tiny.trainer_config(tmp_path).instantiate(parent=None).run()
+    losses = tiny.losses(tmp_path)
+    assert losses.keys() == expected.keys()
+    for step, loss in losses.items():
+        assert loss == pytest.approx(expected[step], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_each_of_two_processes_goes_on_at_its_own_place_in_the_data(tmp_path, expected):
+    finish_two(tmp_path, "--own_places", "--max_step", 3)
+    outs = finish_two(tmp_path, "--own_places")
+    assert [out["step"] for out in outs] == [8, 8]
     losses = tiny.losses(tmp_path)
     assert losses.keys() == expected.keys()
     for step, loss in losses.items():

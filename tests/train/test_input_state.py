@@ -1,0 +1,50 @@
+"""The place in the data of several processes: saved together, each restored its own."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import multihost_utils
+
+from moelib.data.prefetch import HostRows
+from moelib.train.input_state import gather_input_state, input_state_of
+
+
+def gather(monkeypatch, states):
+    """Returns what process 0 saves of all states, [(share, state)]."""
+    texts = [json.dumps(list(state)).encode() for state in states]
+    width = max(map(len, texts))
+    padded = np.stack([np.frombuffer(text.ljust(width, b"\0"), np.uint8) for text in texts])
+
+    def process_allgather(mine):
+        everyones = padded if mine.ndim else np.array([len(text) for text in texts])
+        np.testing.assert_array_equal(everyones[0], mine)
+        return everyones
+
+    monkeypatch.setattr(jax, "process_count", lambda: len(states))
+    monkeypatch.setattr(multihost_utils, "process_allgather", process_allgather)
+    num_hosts = 1 + max(share for share, _ in states)
+    return gather_input_state(states[0][1], HostRows(states[0][0], num_hosts))
+
+
+def test_each_share_gets_its_own(monkeypatch):
+    states = [{"step": 3, "buffer": "a" * n} for n in (5, 0)]
+    saved = gather(monkeypatch, [(1, states[1]), (0, states[0]), (1, states[1])])
+    assert saved == {"hosts": states}
+    assert json.loads(json.dumps(saved)) == saved
+    for share in (0, 1):
+        assert input_state_of(saved, HostRows(share, 2)) == states[share]
+
+
+@pytest.mark.parametrize("state", [None, {"step": 3, "input": {"seed": 0}}])
+def test_same_everywhere_is_saved_once_and_fits_any_number(monkeypatch, state):
+    saved = gather(monkeypatch, [(0, state), (1, state)])
+    assert saved == state
+    assert input_state_of(saved, HostRows(2, 3)) == state
+
+
+def test_another_number_of_hosts_is_refused():
+    saved = {"hosts": [{"step": 1}, {"step": 2}]}
+    with pytest.raises(ValueError, match="place in the data of 2 hosts, and there are 4 now"):
+        input_state_of(saved, HostRows(0, 4))
