@@ -95,7 +95,7 @@ def _next_token(
     temperature: Any,
     top_p: Any,
 ) -> jax.Array:
-    """Returns the token that follows the first `length` of buffer [1, S]; it is below `vocab_size`."""
+    """Returns the token below `vocab_size` that follows the first `length` of buffer [1, S]."""
     index = jnp.arange(buffer.shape[1], dtype=jnp.int32)[None]
     batch = {
         "input_ids": buffer,
