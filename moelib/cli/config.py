@@ -11,7 +11,7 @@ from absl import flags
 
 from moelib import launch
 from moelib.core import config_text
-from moelib.core.config import did_you_mean
+from moelib.core.config import InvalidConfigNameError, did_you_mean
 
 FLAGS = flags.FLAGS
 
@@ -25,10 +25,15 @@ def define_flags() -> None:
 
 
 def run(args: Sequence[str]) -> None:
-    """Prints what the flags ask for. Arguments are paths below which values are shown."""
+    """Prints what the flags ask for. Arguments are paths below which values are shown.
+
+    Raises:
+        UsageError: If a flag is missing that another needs.
+        InvalidConfigNameError: If the module has no configs, or not one of that name.
+    """
     if FLAGS.module and not FLAGS.config:
-        names = launch.import_module(FLAGS.module).named_trainer_configs()
-        print("\n".join(names))
+        _check_only_lists(args)
+        print("\n".join(_names(FLAGS.module)))
         return
     cfg = launch.config_from_flags()
     if FLAGS.count:
@@ -41,6 +46,27 @@ def run(args: Sequence[str]) -> None:
     else:
         lines = cfg.debug_string().splitlines()
         print("\n".join(_below(lines, args, key=lambda line: line.partition(": ")[0])))
+
+
+def _check_only_lists(args: Sequence[str]) -> None:
+    """Raises UsageError if something is asked for that needs --config."""
+    asked = [f"--{name}" for name in ("diff", "explain", "count") if FLAGS[name].value]
+    if asked or args:
+        raise launch.UsageError(
+            f"{' and '.join([*asked, *args])} needs --config; without it, --module {FLAGS.module} "
+            "lists the names."
+        )
+
+
+def _names(module_name: str) -> list[str]:
+    """Returns the names of a module's configs. Raises InvalidConfigNameError if it has none."""
+    module = launch.import_module(module_name)
+    if not hasattr(module, "named_trainer_configs"):
+        raise InvalidConfigNameError(
+            f"--module {module_name}: {module.__name__} defines no named_trainer_configs(); name a "
+            "module of experiments, such as experiments.flame_moe."
+        )
+    return list(module.named_trainer_configs())
 
 
 def count(cfg: Any) -> dict[str, float]:

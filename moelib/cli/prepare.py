@@ -16,11 +16,12 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "source",
         None,
-        "File, folder or pattern of text, JSON lines (.gz, .zst) or Parquet; tfds:NAME[/SPLIT] for "
+        "File, folder or pattern of text, JSON lines (.gz, .zst) or Parquet; tfds:NAME[@SPLIT] for "
         "a TFDS data set; python for the Python standard library's own sources.",
     )
     flags.DEFINE_string("output", None, "Folder of the token store.")
     flags.DEFINE_string("tokenizer", None, "A tokenizer.json, or `bytes`.")
+    flags.DEFINE_string("eos_token", None, "End-of-text token of --tokenizer, if no <|endoftext|>.")
     flags.DEFINE_integer("train_bpe", None, "Trains a byte-level BPE of as many tokens first.")
     flags.DEFINE_integer("train_bpe_mb", 20, "How many MB to train the BPE on, of the split train.")
     flags.DEFINE_string("text_field", "text", "Field or column that holds a document.")
@@ -45,6 +46,10 @@ def run(args: Sequence[str]) -> None:
             raise UsageError(f"--{name} must be set; `moelib prepare --help` says to what.")
     if (FLAGS.tokenizer is None) == (FLAGS.train_bpe is None):
         raise UsageError("one of --tokenizer and --train_bpe must be set.")
+    if FLAGS.eos_token is not None and FLAGS.tokenizer in (None, "bytes"):
+        raise UsageError(
+            "--eos_token names a token of a file: set --tokenizer to a tokenizer.json."
+        )
     try:
         _prepare()
     except (ValueError, OSError) as error:
@@ -108,7 +113,8 @@ def _tokenizer(source: Any, splits: Mapping[str, float]) -> Any:
     if FLAGS.tokenizer == "bytes":
         return ByteTokenizer.default_config().instantiate()
     if FLAGS.tokenizer is not None:
-        return Tokenizer.default_config().set(path=FLAGS.tokenizer).instantiate()
+        cfg = Tokenizer.default_config().set(path=FLAGS.tokenizer)
+        return cfg.set(eos_token=FLAGS.eos_token or cfg.eos_token).instantiate()
     path = FLAGS.output.rstrip("/") + ".tokenizer.json"
     if os.path.exists(path):
         tokenizer = Tokenizer.default_config().set(path=path).instantiate()

@@ -81,8 +81,8 @@ class Tokenizer(Configurable):
         if eos_id is None:
             special = [token["content"] for token in self._content.get("added_tokens", ())]
             raise ValueError(
-                f"{place} has no token {eos_token!r}; set eos_token to its end-of-text token: "
-                + did_you_mean(eos_token, special)
+                f"{place} has no token {eos_token!r}; set eos_token (--eos_token) to its "
+                "end-of-text token: " + did_you_mean(eos_token, special)
             )
         self.eos_id: int = eos_id
         self.eos_token = eos_token

@@ -1,10 +1,13 @@
 """`moelib config`: what it prints of a config, of two, and of where values were set."""
 
 import pytest
+from absl import flags
 
 from experiments import flame_moe
 from moelib.cli import config
 from moelib.core import config_text
+from moelib.core.config import InvalidConfigNameError
+from moelib.launch import UsageError
 
 
 @pytest.fixture
@@ -54,3 +57,36 @@ def test_path_that_leads_nowhere_names_the_nearest(tiny, capsys):
     with pytest.raises(SystemExit):
         config.print_origins(tiny, ["max_stp"])
     assert "nothing at max_stp; did you mean 'max_step'" in capsys.readouterr().err
+
+
+@pytest.fixture
+def run_config(monkeypatch):
+    """Returns a function that runs the command with these arguments in this process."""
+
+    def run(*arguments):
+        found = flags.FlagValues()
+        for name in ("module", "config", "diff"):
+            flags.DEFINE_string(name, None, "", flag_values=found)
+        for name in ("explain", "count"):
+            flags.DEFINE_bool(name, False, "", flag_values=found)
+        monkeypatch.setattr(config, "FLAGS", found)
+        config.run(found(["moelib", *arguments])[1:])
+
+    return run
+
+
+def test_module_alone_lists_its_names(run_config, capsys):
+    run_config("--module=experiments.flame_moe")
+    assert "flame-moe-tiny" in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("asked", ["--diff=b", "--explain", "--count", "model"])
+def test_what_needs_a_config_is_refused_without(run_config, capsys, asked):
+    with pytest.raises(UsageError, match=r"^(--)?\w+ needs --config; without it, --module exp"):
+        run_config("--module=experiments.flame_moe", asked)
+    assert not capsys.readouterr().out
+
+
+def test_module_without_configs_is_named(run_config):
+    with pytest.raises(InvalidConfigNameError, match="json defines no named_trainer_configs"):
+        run_config("--module=json")

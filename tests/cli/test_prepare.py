@@ -132,3 +132,23 @@ def test_tokenizer_learns_from_the_training_split_alone(run_prepare, corpus, tmp
     )
     store = TokenStore.default_config().set(path=str(tmp_path / "store"), split="train")
     assert learnt == list(store.instantiate().texts())
+
+
+def test_end_of_text_of_a_tokenizer_can_be_named(run_prepare, corpus, tmp_path):
+    file = tmp_path / "tokenizer.json"
+    tokenizer.train_bpe(["some text"], 258, str(file))
+    file.write_text(file.read_text().replace(tokenizer.END_OF_TEXT, "<end>"))
+    with pytest.raises(UsageError, match=r"set eos_token \(--eos_token\) to"):
+        run_prepare(source=corpus, output=tmp_path / "a", tokenizer=file)
+    run_prepare(source=corpus, output=tmp_path / "a", tokenizer=file, eos_token="<end>")
+    store = TokenStore.default_config().set(path=str(tmp_path / "a")).instantiate()
+    assert store.meta.eos_token == "<end>"
+    with pytest.raises(UsageError, match="--eos_token names a token of a file"):
+        run_prepare(source=corpus, output=tmp_path / "b", tokenizer="bytes", eos_token="<end>")
+
+
+def test_help_names_a_data_sets_split_as_it_is_read(run_prepare, corpus, tmp_path):
+    run_prepare(source=corpus, output=tmp_path / "a", tokenizer="bytes")  # Defines the flags.
+    assert "tfds:NAME[@SPLIT]" in prepare.FLAGS["source"].help
+    source = prepare.source_for("tfds:c4/en@validation")
+    assert (source.name, source.split) == ("c4/en", "validation")
