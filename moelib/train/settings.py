@@ -1,9 +1,12 @@
 """What a trainer checks in its config, and what it fills in."""
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from moelib.core.config import REQUIRED, ConfigBase, RequiredFieldMissingError, did_you_mean
 from moelib.core.config_path import sub_configs
+from moelib.parallel.sharding import mesh_axes
 
 
 def check_config(cfg: Any) -> None:
@@ -23,6 +26,13 @@ def check_config(cfg: Any) -> None:
     for name in ("max_step", "log_every_n_steps", "num_microbatches"):
         if getattr(cfg, name) < 1:
             raise ValueError(f"{name} is {getattr(cfg, name)}; set it to 1 or more.")
+    rows, parts = cfg.input.global_batch_size, cfg.num_microbatches
+    if rows % parts:
+        raise ValueError(
+            f"input.global_batch_size is {rows}, which num_microbatches, {parts}, does not divide; "
+            f"set it to a multiple of {parts}, or num_microbatches to a divisor of {rows}."
+        )
+    _check_folders(cfg)
     if cfg.checkpointer is not None and (metric := cfg.checkpointer.best_metric) is not None:
         evaler = metric.partition("/")[0]
         if evaler not in cfg.evalers:
@@ -30,6 +40,39 @@ def check_config(cfg: Any) -> None:
                 f"checkpointer.best_metric is {metric!r}, but there is no evaler {evaler!r}; "
                 + did_you_mean(evaler, cfg.evalers)
             )
+
+
+def _check_folders(cfg: Any) -> None:
+    """Raises ValueError if a run is to leave something in a folder that is not local."""
+    folders = {"dir": cfg.dir}
+    for name in ("checkpointer", "summary_writer"):
+        inside = dict(getattr(cfg, name).items()) if getattr(cfg, name) is not None else {}
+        folders |= {f"{name}.{k}": inside[k] for k in ("dir", "jsonl_path") if k in inside}
+    for name, folder in folders.items():
+        if isinstance(folder, str) and "://" in folder:
+            raise ValueError(
+                f"{name} is {folder!r}, but remote folders are not supported yet; mount it (with "
+                "gcsfuse or s3fs, for example), and set the path of the mounted folder."
+            )
+
+
+def check_microbatches(cfg: Any, mesh_shape: Mapping[str, int]) -> None:
+    """Checks that the micro-batches of a `SpmdTrainer.Config` divide over a mesh.
+
+    Raises:
+        ValueError: If the axes that split the batch do not divide a micro-batch.
+    """
+    axes = mesh_axes("batch", mesh_shape)
+    parts = math.prod(mesh_shape[axis] for axis in axes)
+    rows, num_microbatches = cfg.input.global_batch_size, cfg.num_microbatches
+    if rows // num_microbatches % parts:
+        said = ", ".join(f"{axis} {mesh_shape[axis]}" for axis in axes)
+        raise ValueError(
+            f"input.global_batch_size is {rows} and num_microbatches is {num_microbatches}: "
+            f"micro-batches of {rows // num_microbatches} rows do not divide over the mesh axes "
+            f"{said}, {parts} parts; set global_batch_size to a multiple of "
+            f"{num_microbatches * parts}, or make num_microbatches or mesh_shape smaller."
+        )
 
 
 def set_if_required(cfg: ConfigBase, **values: Any) -> None:

@@ -39,6 +39,7 @@ from moelib.train.input_state import gather_input_state, input_state_of
 from moelib.train.loop import TrainLoop
 from moelib.train.settings import (
     check_config,
+    check_microbatches,
     set_if_required,
     with_max_step,
     with_run_length,
@@ -189,9 +190,11 @@ class SpmdTrainer(Module):
 
     @property
     def batch_sharding(self) -> jax.sharding.NamedSharding:
-        """Where the arrays [B, S] of a batch lie."""
+        """Where the arrays [B, S] of a batch lie. Raises ValueError if the mesh cannot split it."""
         cfg = self.config.input
-        return state_lib.batch_sharding(cfg.global_batch_size, cfg.seq_len, self.mesh())
+        place = state_lib.batch_sharding(cfg.global_batch_size, cfg.seq_len, self.mesh())
+        check_microbatches(self.config, dict(self.mesh().shape))
+        return place
 
     @property
     def _host_rows(self) -> HostRows:
@@ -349,6 +352,7 @@ class SpmdTrainer(Module):
         """
         cfg = self.config
         with jax.set_mesh(self.mesh()):
+            _ = self.batch_sharding  # What the mesh cannot split is refused first.
             config_path = claim_directory(cfg, cfg.dir, write=jax.process_index() == 0)
             if cfg.checkpointer is not None:
                 self.checkpointer.remove_unfinished()

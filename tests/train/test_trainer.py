@@ -186,6 +186,31 @@ def test_batch_that_the_mesh_does_not_divide_is_refused(tmp_path):
         run(cfg)
 
 
+def test_micro_batches_that_do_not_divide_are_refused(tmp_path):
+    cfg = tiny.trainer_config(tmp_path).set(num_microbatches=3)
+    wanted = r"input.global_batch_size is 8, which num_microbatches, 3, does not divide; set it to"
+    with pytest.raises(ValueError, match=wanted):
+        cfg.instantiate(parent=None)
+    cfg = tiny.trainer_config(tmp_path, mesh_shape=(1, 2, 1, 4, 1, 1)).set(num_microbatches=2)
+    wanted = (
+        r"global_batch_size is 8 and num_microbatches is 2: micro-batches of 4 rows do not divide "
+        r"over the mesh axes data 2, fsdp 4, 8 parts; set global_batch_size to a multiple of 16"
+    )
+    with pytest.raises(ValueError, match=wanted):
+        run(cfg)
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["dir", "checkpointer.dir", "summary_writer.jsonl_path"])
+def test_remote_folder_is_refused(tmp_path, place):
+    cfg = tiny.trainer_config(tmp_path)
+    *parents, name = place.split(".")
+    (getattr(cfg, parents[0]) if parents else cfg).set(**{name: "gs://bucket/run"})
+    wanted = rf"{re.escape(place)} is 'gs://bucket/run', but remote folders are not supported yet"
+    with pytest.raises(ValueError, match=wanted):
+        cfg.instantiate(parent=None)
+
+
 @pytest.mark.parametrize(
     ("shape", "names", "message"),
     [
