@@ -67,9 +67,13 @@ class Parquet(Source):
         column: str = "text"  # The column that holds the document.
 
     def parts(self) -> Sequence[Part]:
-        """Returns row groups. Raises ValueError if a file lacks the column."""
+        """Returns row groups. Raises ValueError if a file lacks the column, or none has a row."""
         files = find_files(self.config.paths, (".parquet",))
-        return [part for file in files for part in self._parts_of(file, part_size(files))]
+        parts = [part for file in files for part in self._parts_of(file, part_size(files))]
+        if not parts:
+            more = f" and {len(files) - 1} more files" if len(files) > 1 else ""
+            raise ValueError(f"{files[0].path}{more} holds no rows; set paths to files with text.")
+        return parts
 
     def _parts_of(self, file: FileStamp, size: int) -> Iterator[ParquetPart]:
         column = self.config.column
@@ -86,6 +90,6 @@ class Parquet(Source):
             group = metadata.row_group(index)
             num_bytes += group.total_byte_size
             rows += group.num_rows
-            if num_bytes >= size or index == metadata.num_row_groups - 1:
+            if rows > first_row and (num_bytes >= size or index == metadata.num_row_groups - 1):
                 yield ParquetPart(file, column, tuple(groups), first_row, num_bytes)
                 groups, num_bytes, first_row = [], 0, rows

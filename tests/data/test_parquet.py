@@ -6,7 +6,7 @@ from pyarrow import parquet
 
 from moelib.data import files
 from moelib.data.parquet import Parquet
-from moelib.data.source import BadRecordError, BadRecords
+from moelib.data.source import BadRecordError, BadRecords, sample_documents
 
 
 def _source(path: object, **fields: str) -> Parquet:
@@ -39,6 +39,22 @@ def test_a_missing_value_is_named_or_counted(
     bad = BadRecords()
     assert list(_source(tmp_path).documents(bad)) == ["a", "b", "d"]
     assert bad.count == 1
+
+
+@pytest.mark.parametrize("num_files", [1, 3])
+@pytest.mark.parametrize("with_group", [False, True])
+def test_files_without_rows_are_named(tmp_path: pathlib.Path, num_files: int, with_group: bool):
+    empty = pyarrow.table({"text": pyarrow.array([], pyarrow.string())})
+    for number in range(num_files):
+        path = tmp_path / f"{number}.parquet"
+        with parquet.ParquetWriter(path, empty.schema) as writer:
+            if with_group:
+                writer.write_table(empty)
+    more = " and 2 more files" if num_files > 1 else ""
+    with pytest.raises(ValueError, match=rf"0\.parquet{more} holds no rows; set paths"):
+        list(sample_documents(_source(tmp_path), 100))
+    parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "z.parquet")
+    assert list(sample_documents(_source(tmp_path), 100)) == ["a"]
 
 
 def test_a_missing_column_and_another_kind_of_file_are_named(tmp_path: pathlib.Path):
