@@ -3,15 +3,18 @@
 Importing this imports TFDS, which imports TensorFlow only for TFRecord files.
 """
 
+import json
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from moelib.data.source import Part, Source
+from moelib.data.source import Part, Source, fingerprint
 from moelib.data.tfds_import import import_tfds
 
 tfds = import_tfds()
 
 VERSION = "1.0.0"
+SOURCE_FILE = "moelib_source.json"  # In the data set's folder.
 _Example = tuple[str, dict[str, str]]
 
 
@@ -87,6 +90,8 @@ def build_text_corpus(
 ) -> str:
     """Writes a data set, unless it is there, and returns its folder: a name for `TFDSSource`.
 
+    The folder says in `moelib_source.json` what it was made from.
+
     Args:
         source: The documents. Empty ones are left out.
         name: Tells corpora apart: the data set is "text_corpus/<name>".
@@ -98,6 +103,7 @@ def build_text_corpus(
 
     Raises:
         ModuleNotFoundError: If Beam should do the work and is not installed.
+        FileExistsError: If the data set is there and was made from another source.
         ValueError: If the source has nothing to read or a broken record, or file_format is unknown.
     """
     config = tfds.core.BuilderConfig(name=name, version=VERSION)
@@ -110,8 +116,29 @@ def build_text_corpus(
         _require_beam()
         builder = BeamTextCorpus(source, **kwargs)
         download = download.replace(beam_options=beam_options, beam_runner=beam_runner)
-    builder.download_and_prepare(download_config=download)
-    return str(builder.data_path)
+    folder, made_from = str(builder.data_path), {"source": fingerprint(source.parts())}
+    place = os.path.join(folder, SOURCE_FILE)
+    if builder.is_prepared():
+        _check_made_from(place, made_from, name)
+    else:
+        builder.download_and_prepare(download_config=download)
+        with open(place, "w", encoding="utf-8") as file:
+            json.dump(made_from, file)
+    return folder
+
+
+def _check_made_from(place: str, made_from: dict[str, str], name: str) -> None:
+    """Raises FileExistsError unless a data set says that it was made from this source."""
+    try:
+        with open(place, encoding="utf-8") as file:
+            found = json.load(file)
+    except FileNotFoundError:
+        found = None  # Killed before it was written, or of an older version: made from who knows.
+    if found != made_from:
+        raise FileExistsError(
+            f"{os.path.dirname(place)} was made from another source, or does not say from which; "
+            f"set name to another than {name!r}, or delete that folder to make it again."
+        )
 
 
 def _require_beam() -> None:

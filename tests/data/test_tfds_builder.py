@@ -31,7 +31,8 @@ from moelib.data.tfds_builder import build_text_corpus
 from moelib.data.tfds_source import TFDSSource
 
 texts = {TEXTS!r}
-source = InMemorySource.default_config().set(texts=texts + [""]).instantiate()
+cfg = InMemorySource.default_config().set(texts=[*texts, ""], documents_per_part=7)
+source = cfg.instantiate()
 folder = build_text_corpus(source, "mine", {str(tmp_path)!r}, num_shards=3)
 read = TFDSSource.default_config().set(name=folder).instantiate()
 assert sorted(read.documents()) == sorted(texts)
@@ -44,6 +45,16 @@ assert not {{"tensorflow", "jax"}} & set(sys.modules)
     by_name = TFDSSource.default_config().set(name="text_corpus/mine", data_dir=str(tmp_path))
     assert sorted(by_name.instantiate().documents()) == sorted(TEXTS)
     assert build_text_corpus(_source(), "mine", str(tmp_path)) == str(folder)
+
+
+def test_a_corpus_of_another_source_is_not_taken_for_this_ones(tmp_path: pathlib.Path):
+    folder = build_text_corpus(_source(), "mine", str(tmp_path))
+    assert build_text_corpus(_source(), "mine", str(tmp_path)) == folder
+    other = InMemorySource.default_config().set(texts=TEXTS[1:]).instantiate()
+    with pytest.raises(FileExistsError, match=r"1\.0\.0 was made from another source.*than 'mine'"):
+        build_text_corpus(other, "mine", str(tmp_path))
+    read = TFDSSource.default_config().set(name=build_text_corpus(other, "other", str(tmp_path)))
+    assert sorted(read.instantiate().documents()) == sorted(TEXTS[1:])
 
 
 @pytest.mark.skipif(
