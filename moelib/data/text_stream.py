@@ -12,7 +12,7 @@ from typing import Any
 
 from moelib.core.config import REQUIRED, Configurable, config_class
 from moelib.data.files import FileStamp, find_files
-from moelib.data.json_lines import text_of
+from moelib.data.json_lines import ENDINGS, text_of
 from moelib.data.source import BadRecordError
 from moelib.data.tfds_import import import_tensorflow
 from moelib.data.tfds_source import check_split_and_feature, open_builder
@@ -50,13 +50,14 @@ class JsonLinesStream(TextStream):
         num_open_files: int = 4  # Files that are read in turns.
 
     def _files(self) -> list[FileStamp]:
-        files = find_files(self.config.paths, (".jsonl", ".json", ".jsonl.gz", ".json.gz"))
-        for file in files:
-            if file.path.endswith((".zst", ".zstd")):
-                raise ValueError(
-                    f"{file.path}: tf.data cannot unpack .zst; prepare a token store of it, or set "
-                    "paths to plain or .gz files."
-                )
+        files = find_files(self.config.paths, ENDINGS)
+        packed = [file.path for file in files if file.path.endswith((".zst", ".zstd"))]
+        if packed:
+            more = f" and {len(packed) - 1} more" if len(packed) > 1 else ""
+            raise ValueError(
+                f"{packed[0]}{more}: tf.data cannot unpack .zst; prepare a token store of it, or "
+                "set paths to plain or .gz files."
+            )
         return files
 
     def records(self, host_index: int, num_hosts: int) -> Any:

@@ -24,6 +24,16 @@ def test_archives_that_tf_data_cannot_read_are_refused(tmp_path: pathlib.Path):
         stream.fingerprint()
 
 
+def test_archives_beside_plain_files_of_a_folder_are_not_passed_over(tmp_path: pathlib.Path):
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
+    stream = JsonLinesStream.default_config().set(paths=[str(tmp_path)]).instantiate()
+    stream.fingerprint()
+    for name in ("b.jsonl.zst", "c.json.zstd"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(ValueError, match=r"b.jsonl.zst and 1 more: tf.data cannot unpack .zst"):
+        stream.fingerprint()
+
+
 @pytest.mark.filterwarnings("ignore")  # TFDS uses deprecated functions.
 def test_a_data_set_stored_for_random_access_is_refused(tmp_path: pathlib.Path):
     source = InMemorySource.default_config().set(texts=["x"]).instantiate()
