@@ -1,5 +1,6 @@
 """Summaries: numbers by step, as JSON lines and as TensorBoard event files."""
 
+import contextlib
 import json
 import logging
 import math
@@ -41,12 +42,22 @@ class SummaryWriter(Module):
 
     @nowrap
     def resume(self, step: int) -> None:
-        """Drops what was written after `step`, so that a resumed run goes on where it restored."""
+        """Drops what was written after `step`, so that a resumed run goes on where it restored.
+
+        If the disk does not allow it, that is logged as an error, and the later lines stay.
+        """
         if not self._active:
             return
         self._purge_step = step + 1
-        if "json_lines" in self.config.formats:
-            truncate_json_lines(self.config.jsonl_path, step)
+        if "json_lines" not in self.config.formats:
+            return
+        path = self.config.jsonl_path
+        try:
+            truncate_json_lines(path, step)
+        except OSError as error:
+            logger.error(
+                "METRICS after step %d stay in %s: %s. Training goes on.", step, path, error
+            )
 
     @nowrap
     def write(self, step: int, scalars: Mapping[str, float], *, group: str = "train") -> None:
@@ -100,13 +111,18 @@ class SummaryWriter(Module):
 
     @nowrap
     def close(self) -> None:
-        """Closes the files. The writer can be used again."""
-        for writer in self._events.values():
-            writer.close()
+        """Closes the files. The writer can be used again.
+
+        What the disk does not take is lost, which is logged as an error, and no more.
+        """
+        files = [*self._events.values(), *([] if self._jsonl is None else [self._jsonl])]
         self._events.clear()
-        if self._jsonl is not None:
-            self._jsonl.close()
-            self._jsonl = None
+        self._jsonl = None
+        for file in files:
+            try:
+                file.close()
+            except OSError as error:
+                logger.error("THE LAST METRICS may not be on disk: %s.", error)
 
 
 class _EventFile:
@@ -117,9 +133,16 @@ class _EventFile:
 
         os.makedirs(directory, exist_ok=True)
         name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
-        self._file = open(os.path.join(directory, name), "xb")  # noqa: SIM115
+        path = os.path.join(directory, name)
+        self._file = open(path, "xb")  # noqa: SIM115
         self._records = RecordWriter(self._file)
-        self.add(file_version="brain.Event:2")
+        try:
+            self.add(file_version="brain.Event:2")
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            os.remove(path)
+            raise
 
     def add(self, **fields: Any) -> None:
         """Writes an event with these fields."""
@@ -136,8 +159,10 @@ class _EventFile:
         self.add(step=step, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
 
     def close(self) -> None:
-        self._records.close()
-        self._file.close()
+        try:
+            self._records.close()
+        finally:
+            self._file.close()
 
 
 def _json_number(x: float) -> float | None:
@@ -156,9 +181,14 @@ def truncate_json_lines(path: str, step: int) -> int:
             else:
                 dropped += 1
     if dropped:
-        with open(f"{path}.tmp", "w", encoding="utf-8") as out:
-            out.writelines(kept)
-        os.replace(f"{path}.tmp", path)
+        try:
+            with open(f"{path}.tmp", "w", encoding="utf-8") as out:
+                out.writelines(kept)
+            os.replace(f"{path}.tmp", path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.remove(f"{path}.tmp")  # Half of it would take room for nothing.
+            raise
     return dropped
 
 

@@ -2,9 +2,11 @@
 
 import errno
 import json
+import os
 
 import pytest
 
+from moelib.train import summary_writer
 from moelib.train.summary_writer import SummaryWriter, truncate_json_lines
 
 
@@ -79,6 +81,50 @@ def test_full_disk_is_said_once_and_training_goes_on(tmp_path, caplog, monkeypat
     writer.close()
     assert "written again; 2 writes failed" in caplog.text
     assert [line["step"] for line in lines(tmp_path)] == [3]
+
+
+def test_full_disk_at_closing_is_said_and_no_more(tmp_path, caplog):
+    writer = make(tmp_path, formats=("json_lines",)).config.clone(jsonl_path="/dev/full")
+    writer = writer.instantiate(parent=None)
+    writer.write(1, {"loss": 1.0})
+    writer.close()
+    assert "NO METRICS of step 1: [Errno 28] No space left on device" in caplog.text
+    assert "THE LAST METRICS may not be on disk: [Errno 28]" in caplog.text
+    writer.close()
+
+
+def test_event_files_on_a_full_disk_are_closed_all_the_same(tmp_path, caplog):
+    writer = make(tmp_path, formats=("tensorboard",))
+    with open("/dev/full", "wb") as full:
+        for group in ("train", "val"):
+            writer.write(1, {"loss": 1.0}, group=group)
+            os.dup2(full.fileno(), writer._events[group]._file.fileno())
+    writer.write(2, {"loss": 1.0})
+    writer.write(2, {"loss": 1.0}, group="val")
+    files = [events._file for events in writer._events.values()]
+    writer.close()
+    assert [file.closed for file in files] == [True, True]
+    assert caplog.text.count("THE LAST METRICS may not be on disk: [Errno 28]") == 2
+
+
+def test_event_file_that_cannot_be_begun_leaves_nothing(tmp_path, monkeypatch):
+    def full(self, **fields):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(summary_writer._EventFile, "add", full)
+    writer = make(tmp_path, formats=("tensorboard",))
+    writer.write(1, {"loss": 1.0})
+    writer.close()
+    assert not list((tmp_path / "summaries" / "train").iterdir())
+
+
+def test_run_on_a_full_disk_can_be_resumed(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    (tmp_path / "metrics.jsonl.tmp").symlink_to("/dev/full")
+    make(tmp_path).resume(1)
+    assert "METRICS after step 1 stay in" in caplog.text
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
 
 
 @pytest.mark.parametrize("content", ["", None])
