@@ -50,6 +50,7 @@ class TrainLoop:
         self.evaler_summaries: dict[str, Scalars] = {}
         self.stopped_by: str | None = None
         self._pending: tuple[int, PackedMetrics] | None = None
+        self._summaries: Scalars = {}  # Of the evaluations after this step.
         self._saved_step: int | None = trainer.step or None
         self._unsound = False  # Whether the last checkpoint was left out for its state.
         self._num_slots = cfg.input.global_batch_size * cfg.input.seq_len
@@ -74,6 +75,8 @@ class TrainLoop:
             stack.enter_context(self._line)
             stack.enter_context(self._watchdog)
             self._greet()
+            if trainer.step:  # What the run was stopped before.
+                self._evaluate(trainer.step, done=trainer.restored_metrics)
             if trainer.step < trainer.config.max_step:
                 for evaler in trainer.evalers.values():  # What is wrong is known before a step.
                     evaler.open_input(trainer.mesh())
@@ -135,7 +138,7 @@ class TrainLoop:
         with jax.profiler.StepTraceAnnotation("train", step_num=trainer.step + 1):
             packed = trainer.run_step(batch, input_state=feed.state())
         self._look()
-        self._pending = (trainer.step, packed)
+        self._pending, self._summaries = (trainer.step, packed), {}
 
     def _look(self) -> None:
         """Waits for the step that was dispatched last, if not looked at yet, and checks it."""
@@ -182,26 +185,45 @@ class TrainLoop:
     # Between steps.
 
     def _after_step(self) -> bool:
-        """Evaluates and saves if it is time to; returns whether to stop."""
+        """Evaluates and saves if it is time to; returns whether to stop.
+
+        Who asks to stop may not wait long: an evaluation that is due is left to the run that
+        goes on.
+        """
         step = self.trainer.step
         if self._profiler.ends_after(step):
             self._look()
             self._profiler.stop()
+        if self._asked_to_stop(step):
+            return True
         summaries = self._evaluate(step)
         checkpointer = self.trainer.config.checkpointer and self.trainer.checkpointer
         if checkpointer and checkpointer.should_save(step=step, summaries=summaries):
             self._save(summaries)
-        if self._stop.asked(step):
-            self.stopped_by = self._stop.signal_name
-            saving = "saving and " if checkpointer else ""
-            self._line.say(f"{self.stopped_by}: {saving}stopping after step {step}")
-            return True
-        return False
+        return self._asked_to_stop(step)
 
-    def _evaluate(self, step: int) -> Scalars:
-        """Runs the evalers whose time it is; returns "<evaler>/<metric>" of all of them."""
+    def _asked_to_stop(self, step: int) -> bool:
+        if not self._stop.asked(step):
+            return False
+        self.stopped_by = self._stop.signal_name
+        saving = "saving and " if self.trainer.config.checkpointer else ""
+        self._line.say(f"{self.stopped_by}: {saving}stopping after step {step}")
+        return True
+
+    def _evaluate(self, step: int, *, done: Scalars | None = None) -> Scalars:
+        """Runs the evalers whose time it is; returns "<evaler>/<metric>" of all of them.
+
+        Args:
+            step: The step.
+            done: What evalers have found at this step, which are left out.
+        """
         trainer = self.trainer
-        due = {n: e for n, e in trainer.evalers.items() if e.should_evaluate(step=step)}
+        ran = {name.partition("/")[0] for name in done or {}}
+        due = {
+            name: evaler
+            for name, evaler in trainer.evalers.items()
+            if name not in ran and evaler.should_evaluate(step=step)
+        }
         if not due:
             return {}
         self._look()
@@ -216,6 +238,7 @@ class TrainLoop:
                 trainer.summary_writer.write(step, scalars, group=name)
                 found |= {f"{name}/{metric}": value for metric, value in scalars.items()}
                 self._line.say(f"step {step}  {name}: {evaluation_text(scalars)}")
+        self._summaries = found
         return found
 
     def _save(self, summaries: Scalars) -> None:
@@ -244,7 +267,7 @@ class TrainLoop:
         if trainer.config.checkpointer is None:
             return
         if trainer.step != self._saved_step:
-            self._save({})
+            self._save(self._summaries)
         self._watchdog.pause()
         with self.throughput.spent_on("checkpoint"):
             trainer.checkpointer.wait()

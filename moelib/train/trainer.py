@@ -134,6 +134,7 @@ class SpmdTrainer(Module):
         self._state: TrainerState | None = None
         self._input_state: dict[str, Any] | None = None
         self._compiled: Callable[..., Any] | None = None
+        self.restored_metrics: dict[str, float] = {}  # Of evaluations, in the checkpoint restored.
         self.step = 0  # Steps taken, known without asking the devices.
 
     # What there is.
@@ -255,6 +256,7 @@ class SpmdTrainer(Module):
             )
         self._input_state = input_state_of(restored.record.input, self._host_rows)
         self._state, self.step = restored.state, restored.record.step
+        self.restored_metrics = restored.record.metrics
         return self.step
 
     @nowrap

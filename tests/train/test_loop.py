@@ -1,5 +1,7 @@
 """The loop: it costs little, and does not wait where it need not."""
 
+import json
+import os
 import time
 
 import jax
@@ -8,6 +10,7 @@ import pytest
 
 from moelib.train.loop import TrainLoop
 from moelib.train.metrics import pack
+from moelib.train.signals import StopRequest
 from tests.train import tiny
 
 
@@ -77,3 +80,38 @@ def test_changed_input_is_refused_on_resuming(tmp_path):
     cfg.input.seed = 3
     with pytest.raises(ValueError, match="The input has changed since it was saved: seed was 0"):
         cfg.instantiate(parent=None).run()
+
+
+def test_stop_comes_before_an_evaluation_that_is_made_up_for_later(tmp_path, monkeypatch):
+    unbroken = tmp_path / "unbroken"
+    tiny.trainer_config(unbroken).instantiate(parent=None).run()
+    directory = tmp_path / "stopped"
+    trainer = tiny.trainer_config(directory).instantiate(parent=None)
+    with monkeypatch.context() as patch:
+        patch.setattr(StopRequest, "asked", lambda self, step: step == 4)
+        patch.setattr(trainer.evalers["val"], "evaluate", lambda *a, **k: pytest.fail("evaluated"))
+        assert trainer.run()["step"] == 4
+    assert os.listdir(directory / "checkpoints") == ["step_00000004"]
+    tiny.trainer_config(directory).instantiate(parent=None).run()
+    assert evaluations(directory) == evaluations(unbroken)
+    assert [step for step, _ in evaluations(directory)] == [4, 8]
+
+
+def evaluations(directory):
+    with open(directory / "metrics.jsonl", encoding="utf-8") as lines:
+        values = [json.loads(line) for line in lines]
+    return [(value["step"], value["val/loss"]) for value in values if "val/loss" in value]
+
+
+def test_stop_during_an_evaluation_keeps_what_it_found(tmp_path, monkeypatch):
+    cfg = tiny.trainer_config(tmp_path)
+    cfg.checkpointer.save_policy.n = 100
+    trainer = cfg.instantiate(parent=None)
+    evaler, stop = trainer.evalers["val"], []
+    evaluate = evaler.evaluate
+    with monkeypatch.context() as patch:
+        patch.setattr(StopRequest, "asked", lambda self, step: bool(stop))
+        patch.setattr(evaler, "evaluate", lambda *a, **k: stop.append(1) or evaluate(*a, **k))
+        assert trainer.run()["step"] == 4
+    cfg.instantiate(parent=None).run()
+    assert [step for step, _ in evaluations(tmp_path)] == [4, 8]
