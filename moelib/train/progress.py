@@ -95,7 +95,6 @@ def seconds_text(seconds: float) -> str:
 _EXPERT_HEALTH = (  # (end of the metric's name, title, form)
     ("load_max_over_mean", "busiest expert / mean load", "{:.2f}"),
     ("dead_experts", "experts without a token", "{:.1f}"),
-    ("drop_rate", "share of tokens dropped", "{:.2%}"),
     ("entropy", "router entropy, nats", "{:.3f}"),
     ("logit_rms", "router logits, rms", "{:.3f}"),
     ("bias_range", "router bias, range", "{:.4f}"),

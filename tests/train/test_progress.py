@@ -1,7 +1,10 @@
 """What a run says: lines, lengths of time, and the health of experts."""
 
+import jax.numpy as jnp
 import pytest
 
+from moelib.layers.moe.metrics import routing_metrics
+from moelib.layers.moe.router import Routing
 from moelib.train import progress
 
 
@@ -47,6 +50,19 @@ def test_health_of_experts_over_layers():
         ("busiest expert / mean load", "2.00 (worst layer 2.50)"),
         ("router entropy, nats", "2.000 (worst layer 1.000)"),
     ]
+
+
+def test_health_is_of_metrics_that_layers_have():
+    probs = jnp.full((1, 4, 2), 0.5)
+    routing = Routing(
+        expert_ids=jnp.zeros((1, 4, 1), jnp.int32),
+        weights=jnp.ones((1, 4, 1)),
+        probs=probs,
+        logits=jnp.zeros_like(probs),
+        mask=jnp.ones((1, 4), bool),
+    )
+    known = routing_metrics(routing).keys() | {"bias_range"}  # Of moelib.layers.moe.balance.
+    assert {end for end, _, _ in progress._EXPERT_HEALTH} == known
 
 
 def test_table_says_everything(capsys):
