@@ -3,7 +3,9 @@
 import importlib
 import os
 import sys
+import sysconfig
 import textwrap
+import traceback
 import types
 from collections.abc import Sequence
 
@@ -67,10 +69,18 @@ def _run_command(name: str, command: types.ModuleType, rest: Sequence[str]) -> i
 
 
 def _says_what_to_mend(error: Exception) -> bool:
-    """Returns whether an error is about the user's flags, config or files, and says all."""
+    """Returns whether an error is about the user's flags or files, and says all.
+
+    One that comes from a line of the user's own module keeps its traceback.
+    """
+    ours = os.path.dirname(os.path.dirname(__file__)) + os.sep
+    python = (sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("purelib") + os.sep, "<")
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if any(not file.startswith((ours, *python)) for file in files):
+        return False
     if isinstance(error, FileNotFoundError):
         return error.errno is None  # Those of the operating system do not say what to do.
-    from moelib.checkpoint.contents import CheckpointMismatchError
+    from moelib.checkpoint.contents import CheckpointMismatchError, DamagedCheckpointError
     from moelib.core import config
     from moelib.launch import UsageError
     from moelib.train.identity import TrainerDirConflictError
@@ -83,6 +93,7 @@ def _says_what_to_mend(error: Exception) -> bool:
         | config.RequiredFieldMissingError
         | config.UnknownFieldError
         | CheckpointMismatchError
+        | DamagedCheckpointError
         | TrainerDirConflictError,
     )
 

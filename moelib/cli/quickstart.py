@@ -4,6 +4,7 @@ Without `--data_dir` it trains on the sources of Python's standard library, whic
 runs this has: nothing is downloaded.
 """
 
+import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from absl import flags
 
 from moelib import launch
+from moelib.core.config import config_origin
 from moelib.launch import UsageError
 
 FLAGS = flags.FLAGS
@@ -48,10 +50,24 @@ def run(args: Sequence[str]) -> None:
     )
     run_dir = os.path.join(FLAGS.trainer_dir, "run")
     cfg.set(dir=run_dir)
-    result = cfg.instantiate(parent=None).run()
-    _compare(result["evaler_summaries"]["validation"], train, validation)
+    with config_origin("--trainer_prng_seed"):
+        if FLAGS.trainer_prng_seed is not None:
+            cfg.prng_seed = FLAGS.trainer_prng_seed
+    result = launch.train(cfg)
+    if result["stopped_by"] is not None:
+        print(f"Stopped by {result['stopped_by']}; the same command goes on from there.")
+        return
+    _compare(_last_bits_per_byte(run_dir), train, validation)
     default_prompt = PROMPT if text is None else _first_words(validation)
     _sample(run_dir, FLAGS.prompt or default_prompt)
+
+
+def _last_bits_per_byte(run_dir: str) -> float:
+    """Returns the last validation's figure, also where a finished run had nothing left to do."""
+    with open(os.path.join(run_dir, "metrics.jsonl"), encoding="utf-8") as lines:
+        records = [json.loads(line) for line in lines]
+    name = "validation/bits_per_byte"
+    return next(record[name] for record in reversed(records) if name in record)
 
 
 def _first_words(store: Any) -> str:
@@ -64,7 +80,7 @@ def prepare_text(text: str | None, store_dir: str, vocab_size: int) -> tuple[Any
     from moelib.data.prepare import documents_of_split, prepare
     from moelib.data.source_for_path import source_for_path
     from moelib.data.token_store import TokenStore
-    from moelib.data.tokenizer import Tokenizer, train_bpe
+    from moelib.data.tokenizer import Tokenizer, check_vocab_size, train_bpe
 
     try:
         cfg = PythonSourceCode.default_config() if text is None else source_for_path(text)
@@ -74,6 +90,7 @@ def prepare_text(text: str | None, store_dir: str, vocab_size: int) -> tuple[Any
         tokenizer_path = store_dir + ".tokenizer.json"
         if os.path.exists(tokenizer_path):
             tokenizer = Tokenizer.default_config().set(path=tokenizer_path).instantiate()
+            check_vocab_size(tokenizer, vocab_size, tokenizer_path, flag="--vocab_size")
         else:
             print(f"Training a byte-level BPE of {vocab_size} tokens ...", flush=True)
             os.makedirs(os.path.dirname(store_dir), exist_ok=True)
@@ -100,7 +117,7 @@ def _spread(texts: Iterable[str], share: float) -> Iterator[str]:
             yield text
 
 
-def _compare(summaries: dict[str, float], train: Any, validation: Any) -> None:
+def _compare(bits_per_byte: float, train: Any, validation: Any) -> None:
     """Prints the model's bits per byte beside those of simple models."""
     from rich.console import Console
     from rich.table import Table
@@ -108,7 +125,7 @@ def _compare(summaries: dict[str, float], train: Any, validation: Any) -> None:
     from moelib.data.baselines import gzip_bits_per_byte, unigram_bits_per_byte
 
     table = Table("text it has not seen", "bits per byte")
-    table.add_row("this model", f"{summaries['bits_per_byte']:.3f}")
+    table.add_row("this model", f"{bits_per_byte:.3f}")
     table.add_row("gzip -9", f"{gzip_bits_per_byte(validation):.3f}")
     table.add_row("unigram model", f"{unigram_bits_per_byte(train, validation):.3f}")
     Console().print(table)

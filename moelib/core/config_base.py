@@ -271,6 +271,16 @@ class ConfigBase:
     def __deepcopy__(self, memo: object) -> Self:
         return self.clone()
 
+    def _check_containers(self) -> None:
+        """Checks what was put into lists and dicts in place, which assignment did not see.
+
+        Raises:
+            InvalidConfigValueError: If a value may not stand there.
+        """
+        for name, value in self._values.items():
+            if isinstance(value, list | dict):
+                _checked(f"{self._title()}.{name}", value, self.annotation(name))
+
     def freeze(self) -> Self:
         """Makes this config and those inside it read-only, and returns it."""
         if not self._frozen:

@@ -99,6 +99,7 @@ class InstantiableConfig(ConfigBase, Generic[T]):
         missing = [name for name, value in self.items() if value is REQUIRED and name not in given]
         if missing:
             raise RequiredFieldMissingError(self._title(), missing)
+        self._check_containers()
 
     def _build(self, **kwargs: Any) -> T:
         raise TypeError(f"{self._title()} does not say what it builds.")

@@ -90,7 +90,9 @@ def _read_as(text: str, annotation: Any, current: Any, place: str) -> Any:
             raise InvalidConfigValueError(f"{place}: {error}") from None
     wanted = config_values.describe_annotation(annotation)
     wanted = f"a value like {current!r}" if annotation is Any else wanted
-    raise InvalidConfigValueError(f"{place}: {text!r} is not {wanted}.")
+    named = config_values.named_values(annotation)
+    advice = f"; {config_values.did_you_mean(text, named)}" if named else "."
+    raise InvalidConfigValueError(f"{place}: {text!r} is not {wanted}{advice}")
 
 
 _UNSET = type(None) | config_values.RequiredFieldValue
@@ -166,6 +168,8 @@ def literal(value: Any) -> str:
             return f"{{{', '.join(f'{literal(k)}: {literal(v)}' for k, v in value.items())}}}"
         case re.Pattern():
             return f"re.compile({value.pattern!r}, {value.flags})"
+    if isinstance(value, np.dtype) and value.fields is None:
+        return f"dtype({value.name!r})"  # NumPy prints those of ml_dtypes without quotes.
     if value is REQUIRED or _is_plain(value) or isinstance(value, np.dtype):
         return repr(value)
     return config_values.reference(value)
@@ -251,7 +255,12 @@ def read_literal(text: str) -> Any:
 
 
 _NAMES = {"REQUIRED": REQUIRED, "nan": math.nan, "inf": math.inf}
-_CALLS = {"set": set, "frozenset": frozenset, "dtype": np.dtype, "re.compile": re.compile}
+_CALLS = {
+    "set": set,
+    "frozenset": frozenset,
+    "dtype": config_values.dtype,
+    "re.compile": re.compile,
+}
 
 
 def _read_node(node: ast.expr) -> Any:

@@ -79,6 +79,15 @@ def _is_dtype_name(value: Any) -> bool:
     return isinstance(value, str) and bool(_EXTENDED_DTYPES.fullmatch(value))
 
 
+def dtype(name: str) -> np.dtype:
+    """Returns a dtype by its name, those of ml_dtypes too."""
+    if not _is_dtype_name(name):
+        return np.dtype(name)
+    import ml_dtypes  # With JAX; a config without such a dtype does without.
+
+    return np.dtype(getattr(ml_dtypes, name))
+
+
 def similar_names(name: str, allowed: Iterable[str]) -> list[str]:
     """Returns the allowed names most like `name`, best first, at most three."""
     return difflib.get_close_matches(name, sorted(map(str, allowed)), n=3, cutoff=0.5)
@@ -212,6 +221,17 @@ def describe_annotation(annotation: Any) -> str:
     if isinstance(annotation, type) and not typing.get_args(annotation):
         return annotation.__qualname__
     return str(annotation).replace("typing.", "").replace("collections.abc.", "")
+
+
+def named_values(annotation: Any) -> list[str]:
+    """Returns the values that an annotation names one by one: those of its enums and literals."""
+    named: list[str] = []
+    for option in options(annotation):
+        if isinstance(option, type) and issubclass(option, enum.Enum):
+            named += [member.name.lower() for member in option]
+        elif typing.get_origin(option) is typing.Literal:
+            named += map(str, typing.get_args(option))
+    return named
 
 
 def options(annotation: Any) -> list[Any]:

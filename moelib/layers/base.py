@@ -56,15 +56,26 @@ class BaseLayer(Module):
 
     @nowrap
     def layer_parameter_specs(self) -> dict[str, ParameterSpec]:
-        """Returns the specs of this layer's own parameters, dtype and initializer filled in."""
+        """Returns the specs of this layer's own parameters, dtype and initializer filled in.
+
+        Raises:
+            ValueError: If a dimension is below 1.
+        """
         dtype = self._inherited("dtype") or "float32"
+        specs = self._create_layer_parameter_specs()
+        for name, spec in specs.items():
+            if any(size < 1 for size in spec.shape):
+                raise ValueError(
+                    f"{self._title()}: the shape of {name!r} is {spec.shape} (axes {spec.axes}); "
+                    "set the sizes of which it is made to 1 or more."
+                )
         return {
             name: dataclasses.replace(
                 spec,
                 dtype=dtype if spec.dtype == "" else spec.dtype,
                 initializer=spec.initializer or self._initializer(),
             )
-            for name, spec in self._create_layer_parameter_specs().items()
+            for name, spec in specs.items()
         }
 
     @nowrap

@@ -25,8 +25,8 @@ class RotaryEmbedding(BaseLayer):
     ) -> Float[Array, "B S H Dh"]:
         """Returns the rotated x, in the dtype of x; angles are computed in float32."""
         cfg: RotaryEmbedding.Config = self.config
-        dim = cfg.rotary_dim or x.shape[-1]
-        if dim % 2 or dim > x.shape[-1]:
+        dim = x.shape[-1] if cfg.rotary_dim is None else cfg.rotary_dim
+        if dim % 2 or not 0 < dim <= x.shape[-1]:
             raise ValueError(
                 f"{self._title()}: rotary_dim is {dim}; it must be even and at most the head's "
                 f"{x.shape[-1]}."

@@ -8,7 +8,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from moelib.core.config import REQUIRED, InstantiableConfig, Required, config_class
+from moelib.core.config import (
+    REQUIRED,
+    InstantiableConfig,
+    Required,
+    config_class,
+    did_you_mean,
+)
 from moelib.core.context import Nested, fold_name
 from moelib.core.module import nowrap, remat_in_context, scan_in_context
 from moelib.core.param import is_spec
@@ -237,19 +243,29 @@ class ScanStack(BaseStack):
         return self._repeats if name in self._repeated() else 1
 
 
+# Those of `jax.checkpoint_policies` that are policies themselves; the others there make one.
+REMAT_POLICIES = (
+    "everything_saveable",
+    "nothing_saveable",
+    "dots_saveable",
+    "dots_with_no_batch_dims_saveable",
+)
+
+
 def remat(policy: str | None = None, prevent_cse: bool = False) -> Callable[[Callable], Callable]:
     """Returns a wrapper that recomputes a block in the backward pass instead of storing it.
 
     Args:
-        policy: Name of a policy in `jax.checkpoint_policies` for what is stored all the same, such
-            as "dots_with_no_batch_dims_saveable"; None stores the block's input only.
+        policy: What is stored all the same, one of REMAT_POLICIES; None stores the block's input
+            only.
         prevent_cse: Needed outside of a scan, or the compiler undoes it; a LoopStack sets it.
 
     Raises:
         ValueError: If there is no such policy.
     """
-    if policy is not None and not hasattr(jax.checkpoint_policies, policy):
-        known = [name for name in dir(jax.checkpoint_policies) if not name.startswith("_")]
-        raise ValueError(f"remat policy {policy!r} is unknown; choose one of {', '.join(known)}.")
+    if policy is not None and policy not in REMAT_POLICIES:
+        raise ValueError(
+            f"remat policy {policy!r} is unknown; {did_you_mean(policy, REMAT_POLICIES)}"
+        )
     chosen = None if policy is None else getattr(jax.checkpoint_policies, policy)
     return functools.partial(jax.checkpoint, policy=chosen, prevent_cse=prevent_cse)

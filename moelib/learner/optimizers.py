@@ -40,7 +40,16 @@ def sgd_optimizer(
     mu_dtype: Any = None,
     param_specs: Nested | None = None,
 ) -> optax.GradientTransformation:
-    """Returns stochastic gradient descent: m = momentum * m + g; p -= learning_rate * m."""
+    """Returns stochastic gradient descent: m = momentum * m + g; p -= learning_rate * m.
+
+    Raises:
+        ValueError: If `nesterov` or `mu_dtype` is set but there is no momentum.
+    """
+    if not momentum and (nesterov or mu_dtype is not None):
+        raise ValueError(
+            f"sgd_optimizer: nesterov={nesterov} and mu_dtype={mu_dtype} do nothing at momentum 0; "
+            "set momentum, or leave them out."
+        )
     inner = optax.identity()
     if momentum:
         inner = optax.trace(momentum, nesterov=nesterov, accumulator_dtype=mu_dtype)
@@ -198,8 +207,16 @@ def adafactor_optimizer(
         mu_dtype: Dtype of the mean of updates.
         param_specs: Filled in by the learner; without it what is stacked counts as one matrix.
 
+    Raises:
+        ValueError: If `mu_dtype` is set but `b1` is not.
+
     Source: Shazeer and Stern, arXiv:1804.04235, algorithms 4 and 5.
     """
+    if b1 is None and mu_dtype is not None:
+        raise ValueError(
+            f"adafactor_optimizer: mu_dtype={mu_dtype} does nothing without b1; set b1, or leave "
+            "mu_dtype out."
+        )
     parts = [
         factored.scale_by_factored_rms(
             decay_exponent=decay_exponent,

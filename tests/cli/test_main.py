@@ -1,7 +1,10 @@
 """The `moelib` command: help, commands and flags that do not exist, errors in one line."""
 
+import os
 import subprocess
 import sys
+
+import pytest
 
 from moelib.cli import main
 
@@ -66,9 +69,17 @@ def test_a_missing_store_is_one_line_that_says_how_to_make_it(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_an_error_of_the_users_module_keeps_its_traceback(tmp_path):
-    (tmp_path / "broken.py").write_text("open('/no/such/file')\n")
+@pytest.mark.parametrize(
+    "line",
+    [
+        "open('/no/such/file')",
+        "raise FileNotFoundError('no table of sizes')",
+        "from experiments import flame_moe; flame_moe.tiny().set(max_stp=3)",
+    ],
+)
+def test_an_error_of_the_users_module_keeps_its_traceback(line, tmp_path):
+    (tmp_path / "broken.py").write_text(f"import sys; sys.path.append({os.getcwd()!r})\n{line}\n")
     command = [sys.executable, "-m", "moelib.cli.main", "config", "--module=broken", "--config=a"]
     done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1
-    assert 'broken.py", line 1' in done.stderr
+    assert 'broken.py", line 2' in done.stderr

@@ -237,3 +237,23 @@ def test_an_error_of_a_constructor_reaches_the_caller_unchanged():
     with pytest.raises(KeyError, match="mine") as error:
         Failing.default_config().set(factor=1.0).instantiate()
     assert isinstance(error.value.__cause__, ValueError)
+
+
+def test_what_was_put_into_a_container_in_place_is_checked_when_it_is_used():
+    class Holder(Configurable):
+        @config_class
+        class Config(Configurable.Config):
+            sizes: list[int] = []
+            parts: dict[str, InstantiableConfig] = {}
+
+    cfg = Holder.default_config()
+    cfg.sizes.append(3)
+    cfg.parts["a"] = Scale.default_config().set(factor=1.0)
+    assert cfg.instantiate().config.sizes == [3]
+    cfg.sizes.append("x")
+    with pytest.raises(InvalidConfigValueError, match=r"Holder.Config.sizes = \[3, 'x'\]"):
+        cfg.instantiate()
+    cfg.sizes.pop()
+    cfg.parts["b"] = "nonsense"
+    with pytest.raises(InvalidConfigValueError, match=r"Holder.Config.parts = .*'nonsense'"):
+        cfg.instantiate()

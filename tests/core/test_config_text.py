@@ -384,3 +384,10 @@ def test_a_default_that_has_no_text_is_left_to_its_function():
     cfg = config_for_function(with_marker)
     assert "default:" not in cfg.debug_string()
     assert cfg.instantiate() == (1, marker)
+
+
+@pytest.mark.parametrize("name", ["float32", "int8", "bfloat16", "float8_e4m3fn"])
+def test_dtypes_read_back(name):
+    cfg = config_for_function(np.zeros).set(shape=(2,), dtype=jax.numpy.dtype(name))
+    assert f"dtype: dtype('{name}')\n" in config_text.to_text(cfg)
+    assert config_text.parse(config_text.to_text(cfg)) == cfg

@@ -224,9 +224,7 @@ def test_an_unset_field_of_what_a_module_builds_itself_is_named_by_its_path():
 
     schedules = [config_for_function(schedule).set(peak=1.0), config_for_function(schedule)]
     cfg = Holder.default_config().set(schedules=schedules)
-    with pytest.raises(
-        RequiredFieldMissingError, match=r"^children_\.a\.schedules\[1\]\.peak "
-    ):
+    with pytest.raises(RequiredFieldMissingError, match=r"^children_\.a\.schedules\[1\]\.peak "):
         parent(a=cfg)
 
 

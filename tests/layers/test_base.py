@@ -148,3 +148,10 @@ def test_own_parameters_leave_out_those_of_children():
 def test_active_parameters_are_the_trainable_ones():
     assert pair().active_parameters() == 2 * (3 + 2)
     assert pair().forward_flops_per_token(8) == 0
+
+
+@pytest.mark.parametrize("dim", [0, -3])
+def test_sizes_below_one_are_refused_with_the_layer_and_the_shape(dim):
+    layer = build(Scale.default_config(), dim=dim)
+    with pytest.raises(ValueError, match=rf"layer: the shape of 'weight' is \({dim},\)"):
+        layer.create_parameter_specs_recursively()

@@ -241,3 +241,16 @@ def test_decay_follows_the_specs(name):
     for group, leaf in (("layer", "experts"), ("emb", "weight")):
         assert_close(out.params[group][leaf], shrunk[group][leaf])
     np.testing.assert_array_equal(out.params["layer"]["scale"], PARAMS["layer"]["scale"])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: optimizers.sgd_optimizer(0.1, nesterov=True), "nesterov=True .* set momentum"),
+        (lambda: optimizers.sgd_optimizer(0.1, mu_dtype="bfloat16"), "mu_dtype=bfloat16"),
+        (lambda: optimizers.adafactor_optimizer(0.1, mu_dtype="bfloat16"), "without b1; set b1"),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

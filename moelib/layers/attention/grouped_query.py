@@ -35,6 +35,9 @@ class GroupedQueryAttention(BaseLayer):
     def __init__(self, cfg: Config, *, parent: BaseLayer | None) -> None:
         super().__init__(cfg, parent=parent)
         cfg = self.config
+        for field in ("input_dim", "num_heads", "num_kv_heads", "head_dim"):
+            if (size := getattr(cfg, field)) is not None and size < 1:
+                raise ValueError(f"{self._title()}: {field} is {size}; set it to 1 or more.")
         if cfg.head_dim is None and cfg.input_dim % cfg.num_heads:
             raise ValueError(
                 f"{self._title()}: input_dim {cfg.input_dim} is not a multiple of num_heads "

@@ -137,8 +137,11 @@ def test_parameters_and_flops_are_counted_by_hand():
     [
         ({"num_heads": 3}, "layer: input_dim 8 is not a multiple of num_heads 3; set head_dim"),
         ({"num_kv_heads": 3}, "layer: num_heads 4 is not a multiple of num_kv_heads 3; change"),
+        ({"num_heads": 0}, "layer: num_heads is 0; set it to 1 or more"),
+        ({"num_kv_heads": 0}, "layer: num_kv_heads is 0; set it to 1 or more"),
+        ({"head_dim": -4}, "layer: head_dim is -4; set it to 1 or more"),
     ],
 )
-def test_heads_that_do_not_divide_are_refused(fields, message):
+def test_heads_that_cannot_be_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         attention(**fields)
