@@ -6,7 +6,7 @@ runs this has: nothing is downloaded.
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from absl import flags
@@ -78,6 +78,7 @@ def prepare_text(text: str | None, store_dir: str, vocab_size: int) -> tuple[Any
     """Returns the train and validation splits of a store of the text, made if it is not there."""
     from moelib.data.files import PythonSourceCode, TextFiles
     from moelib.data.prepare import documents_of_split, prepare
+    from moelib.data.source import spread
     from moelib.data.source_for_path import source_for_path
     from moelib.data.token_store import TokenStore
     from moelib.data.tokenizer import Tokenizer, check_vocab_size, train_bpe
@@ -90,13 +91,15 @@ def prepare_text(text: str | None, store_dir: str, vocab_size: int) -> tuple[Any
         tokenizer_path = store_dir + ".tokenizer.json"
         if os.path.exists(tokenizer_path):
             tokenizer = Tokenizer.default_config().set(path=tokenizer_path).instantiate()
-            check_vocab_size(tokenizer, vocab_size, tokenizer_path, flag="--vocab_size")
+            if tokenizer.vocab_size > vocab_size:
+                check_vocab_size(tokenizer, vocab_size, tokenizer_path, flag="--vocab_size")
+            print(f"{tokenizer_path} has {tokenizer.vocab_size} tokens; it is used again.")
         else:
             print(f"Training a byte-level BPE of {vocab_size} tokens ...", flush=True)
             os.makedirs(os.path.dirname(store_dir), exist_ok=True)
             texts = documents_of_split(source, SPLITS, "train")  # What is held out is unseen.
             num_bytes = sum(part.num_bytes for part in source.parts())
-            texts = _spread(texts, BPE_BYTES / max(num_bytes, 1))
+            texts = spread(texts, BPE_BYTES / max(num_bytes, 1))
             tokenizer = train_bpe(texts, vocab_size, tokenizer_path)
         processes = os.cpu_count() or 1
         prepare(source, tokenizer, store_dir, num_processes=processes, splits=SPLITS)
@@ -105,16 +108,6 @@ def prepare_text(text: str | None, store_dir: str, vocab_size: int) -> tuple[Any
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
     return train, validation
-
-
-def _spread(texts: Iterable[str], share: float) -> Iterator[str]:
-    """Yields about such a share of all text, evenly spread over it."""
-    seen = taken = 0
-    for text in texts:
-        seen += len(text)
-        if taken <= share * seen:
-            taken += len(text)
-            yield text
 
 
 def _compare(bits_per_byte: float, train: Any, validation: Any) -> None:

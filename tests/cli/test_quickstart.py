@@ -21,7 +21,11 @@ def text(tmp_path_factory):
 
 def test_one_file_is_prepared_once_and_held_out_in_part(text, tmp_path, capsys):
     made = [quickstart.prepare_text(text, str(tmp_path / "store"), 300) for _ in range(2)]
-    assert capsys.readouterr().out.count("Training a byte-level BPE of 300 tokens") == 1
+    said = capsys.readouterr().out
+    assert said.count("Training a byte-level BPE of 300 tokens") == 1
+    assert said.count("has 300 tokens; it is used again") == 1
+    with pytest.raises(UsageError, match="has 300 tokens, and --vocab_size is 290"):
+        quickstart.prepare_text(text, str(tmp_path / "store"), 290)
     texts = [list(split.texts()) for split in made[1]]
     assert sorted("".join([*texts[0], *texts[1]])) == sorted(TEXT)
     assert 0.005 < len(texts[1]) / len(texts[0]) < 0.1
