@@ -42,7 +42,7 @@ def model_config(num_experts: int) -> Any:
     from moelib.layers.attention.grouped_query import GroupedQueryAttention
     from moelib.layers.moe.balance import LoadBalanceLoss
     from moelib.layers.moe.layer import MoELayer
-    from moelib.layers.transformer import ScanStack, TransformerLayer
+    from moelib.layers.transformer import LoopStack, TransformerLayer
     from moelib.models.causal_lm import CausalLM
 
     moe = MoELayer.default_config().set(
@@ -53,7 +53,7 @@ def model_config(num_experts: int) -> Any:
     )
     attention = GroupedQueryAttention.default_config().set(num_heads=8, num_kv_heads=4)
     layer = TransformerLayer.default_config().set(self_attention=attention, feed_forward=moe)
-    decoder = ScanStack.default_config().set(num_layers=4, block=[layer])
+    decoder = LoopStack.default_config().set(num_layers=4, block=[layer])
     return CausalLM.default_config().set(vocab_size=8192, dim=256, decoder=decoder)
 
 
