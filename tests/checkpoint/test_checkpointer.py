@@ -28,11 +28,6 @@ from moelib.checkpoint.contents import (
 )
 from moelib.checkpoint.restore import on_all_processes, restore_params_only
 
-# A read that fails inside Orbax leaves an event loop whose end, whenever it is collected, warns.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"
-)
-
 
 class Empty(NamedTuple):
     """As Optax has them."""
