@@ -61,9 +61,7 @@ class LMInput(Input):
         mode: InputMode = InputMode.TRAIN
         seed: int = 0  # Decides the order of documents and rows.
         vocab_size: int | None = None  # The model's: a source with a larger one is refused.
-        max_batches: int | None = (
-            None  # After so many the batches end; None goes on as `mode` says.
-        )
+        max_batches: int | None = None  # Ends after so many; None ends as `mode` says.
 
     def __init__(self, cfg: Config) -> None:
         """Opens the sources; rows are planned when the first is read.

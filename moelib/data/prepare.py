@@ -102,9 +102,6 @@ def prepare(
     return TokenStore.default_config().set(path=output_dir, split=None).instantiate()
 
 
-# -- Beginning -----------------------------------------------------------------------------------
-
-
 def documents_of_split(
     source: Source, splits: Mapping[str, float], split: str, *, split_seed: int = 0
 ) -> Iterator[str]:
@@ -129,6 +126,9 @@ def documents_of_split(
             if chosen[index]:
                 yield text
             index += 1
+
+
+# -- Beginning -----------------------------------------------------------------------------------
 
 
 def _changed(folder: str, plan: Mapping[str, Any]) -> list[str]:
