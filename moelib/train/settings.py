@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moelib.core.config import REQUIRED, ConfigBase, RequiredFieldMissingError, did_you_mean
-from moelib.core.config_path import sub_configs
+from moelib.core.config_path import join_path, sub_configs
 from moelib.parallel.sharding import mesh_axes
 
 
@@ -16,13 +16,14 @@ def check_config(cfg: Any) -> None:
         RequiredFieldMissingError: If a field of an input is unset.
         ValueError: If a setting cannot be.
     """
-    inputs = {"input": cfg.input} | {f"evalers.{n}.input": e.input for n, e in cfg.evalers.items()}
-    for path, inside in inputs.items():
+    inputs = [((), cfg.input)] + [(("evalers", n), e.input) for n, e in cfg.evalers.items()]
+    for holder, inside in inputs:
         if inside is REQUIRED:
-            raise RequiredFieldMissingError("SpmdTrainer.Config", [path])
+            raise RequiredFieldMissingError("SpmdTrainer.Config", ["input"], holder)
+        path = (*holder, "input")
         if missing := [name for name, value in inside.items() if value is REQUIRED]:
-            raise RequiredFieldMissingError("the input", missing).inside(path)
-        with_vocab_size(inside, cfg.model, path)
+            raise RequiredFieldMissingError("the input", missing, path[1:]).inside(path[0])
+        with_vocab_size(inside, cfg.model, join_path(path))
     for name in ("max_step", "log_every_n_steps", "num_microbatches"):
         if getattr(cfg, name) < 1:
             raise ValueError(f"{name} is {getattr(cfg, name)}; set it to 1 or more.")

@@ -4,7 +4,6 @@ import errno
 import json
 import math
 import os
-import re
 
 import jax
 import jax.numpy as jnp
@@ -186,29 +185,11 @@ def test_batch_that_the_mesh_does_not_divide_is_refused(tmp_path):
         run(cfg)
 
 
-def test_micro_batches_that_do_not_divide_are_refused(tmp_path):
-    cfg = tiny.trainer_config(tmp_path).set(num_microbatches=3)
-    wanted = r"input.global_batch_size is 8, which num_microbatches, 3, does not divide; set it to"
-    with pytest.raises(ValueError, match=wanted):
-        cfg.instantiate(parent=None)
+def test_micro_batches_that_the_mesh_does_not_divide_are_refused(tmp_path):
     cfg = tiny.trainer_config(tmp_path, mesh_shape=(1, 2, 1, 4, 1, 1)).set(num_microbatches=2)
-    wanted = (
-        r"global_batch_size is 8 and num_microbatches is 2: micro-batches of 4 rows do not divide "
-        r"over the mesh axes data 2, fsdp 4, 8 parts; set global_batch_size to a multiple of 16"
-    )
-    with pytest.raises(ValueError, match=wanted):
+    with pytest.raises(ValueError, match="micro-batches of 4 rows do not divide over the mesh"):
         run(cfg)
     assert not os.listdir(tmp_path)
-
-
-@pytest.mark.parametrize("place", ["dir", "checkpointer.dir", "summary_writer.jsonl_path"])
-def test_remote_folder_is_refused(tmp_path, place):
-    cfg = tiny.trainer_config(tmp_path)
-    *parents, name = place.split(".")
-    (getattr(cfg, parents[0]) if parents else cfg).set(**{name: "gs://bucket/run"})
-    wanted = rf"{re.escape(place)} is 'gs://bucket/run', but remote folders are not supported yet"
-    with pytest.raises(ValueError, match=wanted):
-        cfg.instantiate(parent=None)
 
 
 @pytest.mark.parametrize(
@@ -229,13 +210,6 @@ def test_mesh_axis_that_splits_nothing_is_refused(tmp_path, shape, names, messag
 def test_settings_that_cannot_be_are_refused(tmp_path):
     with pytest.raises(ValueError, match="max_step is 0; set it to 1 or more"):
         tiny.trainer_config(tmp_path, max_step=0).instantiate(parent=None)
-    cfg = tiny.trainer_config(tmp_path)
-    cfg.checkpointer.best_metric = "vla/loss"
-    with pytest.raises(ValueError, match="no evaler 'vla'; did you mean 'val'"):
-        cfg.instantiate(parent=None)
-    cfg = tiny.trainer_config(tmp_path).set(input=tiny.SyntheticInput.default_config())
-    with pytest.raises(ValueError, match=re.escape("input.seq_len, input.global_batch_size must")):
-        cfg.instantiate(parent=None)
 
 
 def test_inputs_know_the_vocabulary_of_the_model(tmp_path):
@@ -251,15 +225,6 @@ def test_inputs_know_the_vocabulary_of_the_model(tmp_path):
     assert trainer.evalers["val"].config.input.vocab_size == 32
     assert trainer.config.evalers["val"].input.vocab_size is None
     assert config_hash(trainer.config) == before
-
-
-@pytest.mark.parametrize("place", ["input", "evalers.val.input"])
-def test_vocabulary_of_an_input_beyond_the_models_is_refused(tmp_path, place):
-    cfg = tiny.trainer_config(tmp_path)
-    (cfg if place == "input" else cfg.evalers["val"]).input.vocab_size = 33
-    wanted = re.escape(f"{place}.vocab_size is 33, beyond model.vocab_size, which is 32; set the")
-    with pytest.raises(ValueError, match=wanted):
-        cfg.instantiate(parent=None)
 
 
 def test_state_can_be_changed_before_the_first_step(tmp_path):

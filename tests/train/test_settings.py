@@ -1,0 +1,188 @@
+"""What a trainer checks in its config, and what it fills in."""
+
+import re
+
+import pytest
+
+from moelib.core.config import (
+    REQUIRED,
+    Configurable,
+    RequiredFieldMissingError,
+    config_class,
+    config_for_function,
+)
+from moelib.data.synthetic import SyntheticInput
+from moelib.learner.learner import Learner
+from moelib.learner.schedules import cosine
+from moelib.train.settings import (
+    check_config,
+    check_microbatches,
+    set_if_required,
+    with_max_step,
+    with_run_length,
+    with_vocab_size,
+)
+from tests.train import tiny
+
+
+@pytest.fixture
+def cfg(tmp_path):
+    return tiny.trainer_config(tmp_path)
+
+
+def test_a_config_that_can_be_is_left_as_it_is(cfg):
+    cfg.checkpointer.best_metric = "val/loss"
+    cfg.input.vocab_size = None
+    before = cfg.debug_string()
+    check_config(cfg)
+    assert cfg.debug_string() == before
+
+
+@pytest.mark.parametrize("name", ["max_step", "log_every_n_steps", "num_microbatches"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_counts_below_one_are_refused(cfg, name, value):
+    with pytest.raises(ValueError, match=f"^{name} is {value}; set it to 1 or more"):
+        check_config(cfg.set(**{name: value}))
+
+
+def test_micro_batches_that_do_not_divide_the_batch_are_refused(cfg):
+    wanted = (
+        "input.global_batch_size is 8, which num_microbatches, 3, does not divide; set it to a "
+        "multiple of 3, or num_microbatches to a divisor of 8."
+    )
+    with pytest.raises(ValueError, match=re.escape(wanted)):
+        check_config(cfg.set(num_microbatches=3))
+
+
+@pytest.mark.parametrize(
+    "place", ["dir", "checkpointer.dir", "summary_writer.dir", "summary_writer.jsonl_path"]
+)
+def test_remote_folder_is_refused(cfg, place):
+    *parents, name = place.split(".")
+    (getattr(cfg, parents[0]) if parents else cfg).set(**{name: "gs://bucket/run"})
+    wanted = rf"^{re.escape(place)} is 'gs://bucket/run', but remote folders are not supported yet"
+    with pytest.raises(ValueError, match=wanted):
+        check_config(cfg)
+
+
+def test_metric_of_no_evaler_is_refused(cfg):
+    cfg.checkpointer.best_metric = "vla/loss"
+    wanted = r"best_metric is 'vla/loss', but there is no evaler 'vla'; did you mean 'val'\?"
+    with pytest.raises(ValueError, match=wanted):
+        check_config(cfg)
+
+
+@pytest.mark.parametrize("place", ["input", "evalers.val.input"])
+def test_unset_fields_of_an_input_are_named_by_their_path(cfg, place):
+    holder = cfg if place == "input" else cfg.evalers["val"]
+    holder.input = SyntheticInput.default_config()
+    wanted = f"{place}.seq_len, {place}.global_batch_size must be set before the input"
+    with pytest.raises(RequiredFieldMissingError, match=re.escape(wanted)):
+        check_config(cfg)
+    holder.input = REQUIRED
+    with pytest.raises(RequiredFieldMissingError, match=f"^{re.escape(place)} must be set before"):
+        check_config(cfg)
+
+
+@pytest.mark.parametrize("place", ["input", "evalers.val.input"])
+def test_vocabulary_of_an_input_beyond_the_models_is_refused(cfg, place):
+    holder = cfg if place == "input" else cfg.evalers["val"]
+    holder.input.vocab_size = 33
+    wanted = re.escape(f"{place}.vocab_size is 33, beyond model.vocab_size, which is 32; set the")
+    with pytest.raises(ValueError, match=wanted):
+        check_config(cfg)
+
+
+@pytest.mark.parametrize(("own", "expected"), [(None, 32), (32, 32), (20, 20)])
+def test_an_input_gets_the_vocabulary_of_the_model_unless_it_has_one(cfg, own, expected):
+    cfg.input.vocab_size = own
+    made = with_vocab_size(cfg.input, cfg.model, "input")
+    assert made.vocab_size == expected
+    assert cfg.input.vocab_size == own
+
+
+class Plain(Configurable):
+    """Has no vocabulary."""
+
+    @config_class
+    class Config(Configurable.Config):
+        size: int = 3
+
+
+def test_inputs_and_models_without_a_vocabulary_are_copied_only(cfg):
+    plain = Plain.default_config()
+    for own in (None, 99):
+        cfg.input.vocab_size = own
+        assert with_vocab_size(cfg.input, plain, "input") == cfg.input
+    made = with_vocab_size(plain, cfg.model, "input")
+    assert made == plain
+    assert made is not plain
+
+
+MESH = {"pipeline": 1, "data": 2, "expert": 1, "fsdp": 4, "seq": 1, "model": 1}
+
+
+def test_micro_batches_that_the_mesh_does_not_divide_are_refused(cfg):
+    wanted = (
+        "input.global_batch_size is 8 and num_microbatches is 2: micro-batches of 4 rows do not "
+        "divide over the mesh axes data 2, fsdp 4, 8 parts; set global_batch_size to a multiple of "
+        "16, or make num_microbatches or mesh_shape smaller."
+    )
+    with pytest.raises(ValueError, match=re.escape(wanted)):
+        check_microbatches(cfg.set(num_microbatches=2), MESH)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "num_microbatches", "mesh", "fits"),
+    [
+        (8, 1, MESH, True),
+        (16, 2, MESH, True),
+        (24, 2, MESH, False),  # 12 rows over 8 parts.
+        (8, 2, MESH | {"fsdp": 1, "seq": 2, "model": 2}, True),  # These do not split rows.
+        (8, 4, MESH | {"fsdp": 1, "expert": 2}, False),
+        (3, 3, {}, True),
+    ],
+)
+def test_only_axes_that_split_the_batch_count(cfg, batch_size, num_microbatches, mesh, fits):
+    cfg.set(num_microbatches=num_microbatches).input.global_batch_size = batch_size
+    try:
+        check_microbatches(cfg, mesh)
+    except ValueError:
+        fitted = False
+    else:
+        fitted = True
+    assert fitted is fits
+
+
+def test_only_fields_that_are_unset_are_set(cfg):
+    writer = cfg.summary_writer.set(dir="mine")
+    assert writer.jsonl_path is REQUIRED
+    set_if_required(writer, dir="theirs", jsonl_path="theirs.jsonl")
+    assert (writer.dir, writer.jsonl_path) == ("mine", "theirs.jsonl")
+
+
+def test_schedules_end_with_the_run_unless_they_say(cfg):
+    schedule = config_for_function(cosine)
+    learner = Learner.default_config().set(optimizer=cfg.learner.optimizer)
+    learner.optimizer.learning_rate = schedule
+    assert with_run_length(learner, 70).optimizer.learning_rate.max_step == 70
+    assert learner.optimizer.learning_rate.max_step is REQUIRED
+    learner.optimizer.learning_rate = schedule.set(max_step=50)
+    assert with_run_length(learner, 70) == learner
+
+
+def test_policies_know_the_last_step_unless_they_say(cfg):
+    checkpointer = cfg.checkpointer
+    assert with_max_step(checkpointer, "save_policy", 70).save_policy.max_step == 70
+    assert checkpointer.save_policy.max_step is None
+    checkpointer.save_policy.max_step = 50
+    assert with_max_step(checkpointer, "save_policy", 70) == checkpointer
+
+
+def test_policy_that_does_not_ask_for_the_last_step_is_left_alone(cfg):
+    cfg.checkpointer.save_policy = config_for_function(_never)
+    assert with_max_step(cfg.checkpointer, "save_policy", 70) == cfg.checkpointer
+
+
+def _never():
+    return lambda *, step, summaries: False
