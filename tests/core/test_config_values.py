@@ -51,6 +51,11 @@ class Point:
     x: Any
 
 
+@config_class
+class Holder(ConfigBase):
+    held: Any = None
+
+
 class Speaks(Protocol):
     def speak(self) -> str: ...
 
@@ -119,7 +124,10 @@ def test_values_fit_annotations(value: Any, annotation: Any, expected: bool):
     ],
 )
 def test_plain_data_functions_and_classes_may_be_held(value: Any):
-    validate_value(value, lambda _: False)
+    refused = object()
+    with pytest.raises(NonConfigFieldError, match=f"cannot hold {re.escape(repr(refused))} of"):
+        validate_value([value, refused], lambda _: False)  # Only what stands after the value.
+    assert Holder(held=value).held == value
 
 
 @pytest.mark.parametrize(

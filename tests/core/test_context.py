@@ -219,11 +219,14 @@ def test_no_key_that_was_made_inside_a_transformation_is_used_after_it(transform
         return m.stack(inner), m.after.noise()
 
     module = Root.default_config().instantiate(parent=None)
+    inputs = (lambda m: m.after.noise(),)
+    alone, _ = functional(module, jax.random.key(0), {}, inputs, is_training=True)
     for wrap in (lambda fn: fn, jax.jit):
         inputs = (forward,)
-        wrap(lambda key, inputs=inputs: functional(module, key, {}, inputs, is_training=True))(
-            jax.random.key(0)
-        )
+        (_, after), _ = wrap(
+            lambda key, inputs=inputs: functional(module, key, {}, inputs, is_training=True)
+        )(jax.random.key(0))
+        assert after == alone
 
 
 def test_two_parts_of_one_child_may_be_repeated_one_after_the_other():

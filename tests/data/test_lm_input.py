@@ -244,17 +244,6 @@ def test_a_vocabulary_beyond_the_models_is_refused():
         _config(vocab_size=512).instantiate()
 
 
-def test_a_token_beyond_the_vocabulary_is_noticed_when_it_is_read(tmp_path: pathlib.Path):
-    source = InMemorySource.default_config().set(texts=["some text"]).instantiate()
-    prepare(source, ByteTokenizer.default_config().instantiate(), str(tmp_path / "store"))
-    tokens = np.memmap(tmp_path / "store" / "tokens-00000.bin", "<u2", "r+")
-    tokens[3] = 60_000
-    tokens.flush()
-    store = TokenStore.default_config().set(path=str(tmp_path / "store"))
-    with pytest.raises(ValueError, match=r"token store .*: token id 60000 .* vocabulary of 257"):
-        _config(source=store).instantiate().batch(0)
-
-
 def test_hosts_that_do_not_divide_the_batch_are_refused_at_once():
     with pytest.raises(ValueError, match="which 3 hosts do not divide"):
         _config().instantiate().iterator(0, 3)

@@ -89,11 +89,6 @@ def test_empty_documents_and_bad_records_are_counted(tmp_path: pathlib.Path, tok
     assert (meta.num_documents, meta.num_empty, meta.num_bad_records) == (1, 1, 1)
 
 
-def test_documents_can_go_without_an_end(tmp_path: pathlib.Path, tokenizer: Tokenizer):
-    store = prepare(_source(["ab"]), tokenizer, str(tmp_path / "store"), append_eos=False)
-    assert store.document(0).tolist() == [97, 98]
-
-
 def test_a_source_without_text_is_refused(tmp_path: pathlib.Path, tokenizer: Tokenizer):
     (tmp_path / "a.jsonl").write_text('{"text": ""}\nbad\n')
     source = JsonLines.default_config().set(paths=[str(tmp_path)]).instantiate()
@@ -276,15 +271,6 @@ def test_a_full_disk_keeps_finished_parts(
             prepare(_source(TEXTS), tokenizer, path)
     assert len(finished) == 2
     prepare(_source(TEXTS), tokenizer, path).verify()
-
-
-def test_a_tokenizer_with_ids_beyond_its_vocabulary_is_refused(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-):
-    tokenizer: Tokenizer = ByteTokenizer.default_config().instantiate()
-    monkeypatch.setattr(tokenizer, "encode_batch", lambda texts: [[1, 300] for _ in texts])
-    with pytest.raises(ValueError, match=r"in memory: token id 300 \(token 1\) is beyond the voc"):
-        prepare(_source(TEXTS), tokenizer, str(tmp_path / "store"))
 
 
 def test_no_processes_are_refused(tmp_path: pathlib.Path, tokenizer: Tokenizer):

@@ -1,0 +1,292 @@
+"""Reading: under any mesh, all or the parameters alone, and what all processes agree on."""
+
+import errno
+import logging
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import multihost_utils
+
+from moelib.checkpoint import restore
+from moelib.checkpoint.contents import (
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    list_checkpoints,
+    step_path,
+)
+from moelib.checkpoint.restore import (
+    agreed_checkpoints,
+    first_line,
+    not_found,
+    on_all_processes,
+    restore_checkpoint,
+    restore_params_only,
+)
+from tests.checkpoint.small import (
+    DAMAGES,
+    make_state,
+    remove_record,
+    save,
+    target_of,
+    truncate_arrays,
+)
+
+
+@pytest.mark.parametrize("num_devices", [8, 4, 1])
+def test_read_under_another_mesh(checkpointer, num_devices):
+    state = jax.device_put(
+        make_state(), jax.tree.map(lambda t: t.sharding, target_of(make_state()))
+    )
+    save(checkpointer, 3, state, input={"step": 3}, metrics={"val/loss": 1.5}, mesh={"data": 8})
+    target = target_of(state, num_devices)
+    restored = restore_checkpoint(step_path(checkpointer.dir, 3), target)
+    jax.tree.map(np.testing.assert_array_equal, restored.state, state)
+    assert jax.tree.map(lambda x: x.sharding, restored.state) == jax.tree.map(
+        lambda x: x.sharding, target
+    )
+    assert restored.record.input == {"step": 3}
+    assert restored.record.metrics == {"val/loss": 1.5}
+    assert restored.record.mesh == {"data": 8}
+    assert restored.record.versions["jax"] == jax.__version__
+    assert restored.path == step_path(checkpointer.dir, 3)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_one_is_refused_by_its_path(checkpointer, damage):
+    save(checkpointer, 1)
+    path = step_path(checkpointer.dir, 1)
+    damage(path)
+    with pytest.raises(DamagedCheckpointError, match=rf"{path}.* (cannot be read|is missing)"):
+        restore_checkpoint(path, target_of(make_state()))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"w": jnp.zeros((8, 4)), "b": jnp.ones(3, jnp.bfloat16)},
+            r"'model/w' is float32\[8, 8\] in the checkpoint, and float32\[8, 4\] in this run",
+        ),
+        (
+            {"w": jnp.zeros((8, 8)), "c": jnp.ones(3)},
+            r"no array 'model/c' \(wanted: float32\[3\]\); did you mean 'model/b'",
+        ),
+        ({"w": jnp.zeros((8, 8))}, r"has an array 'model/b', bfloat16\[3\], that this run has not"),
+    ],
+)
+def test_checkpoint_of_another_config_names_the_first_path(checkpointer, change, message):
+    save(checkpointer, 1)
+    path = step_path(checkpointer.dir, 1)
+    with pytest.raises(CheckpointMismatchError, match=message):
+        restore_checkpoint(path, target_of({**make_state(), "model": change}))
+
+
+def test_parameters_alone_also_of_a_relative_path(checkpointer, monkeypatch):
+    save(checkpointer, 4)
+    state = make_state(4)
+    folder, name = os.path.split(checkpointer.dir)
+    monkeypatch.chdir(folder)
+    shapes = jax.eval_shape(lambda: state["model"])
+    jax.tree.map(
+        np.testing.assert_array_equal, restore_params_only(name, shapes).state, state["model"]
+    )
+
+
+def test_parameters_alone(checkpointer):
+    save(checkpointer, 4)
+    state = make_state(4)
+    restored = restore_params_only(checkpointer.dir, target_of(state["model"], 2))
+    jax.tree.map(np.testing.assert_array_equal, restored.state, state["model"])
+    shapes = jax.eval_shape(lambda: state["model"])
+    restored = restore_params_only(checkpointer.dir, shapes, step=4)
+    jax.tree.map(np.testing.assert_array_equal, restored.state, state["model"])
+
+
+def test_parameters_alone_are_the_average_if_there_is_one(checkpointer):
+    model = {"w": jnp.ones((2, 2), jnp.bfloat16), "count": jnp.ones(2)}
+    average = {"w": jnp.full((2, 2), 0.5, jnp.float32)}
+    save(checkpointer, 1, {"model": model, "learner": {"ema": {"params": average}}})
+    shapes = jax.eval_shape(lambda: model)
+    restored = restore_params_only(checkpointer.dir, shapes).state
+    assert restored["w"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(restored["w"], average["w"])
+    np.testing.assert_array_equal(restored["count"], model["count"])
+    restored = restore_params_only(checkpointer.dir, shapes, average=False).state
+    np.testing.assert_array_equal(restored["w"], model["w"])
+
+
+def test_parameters_of_nothing_are_refused(tmp_path):
+    with pytest.raises(CheckpointNotFoundError, match="no checkpoint; the folder has none"):
+        restore_params_only(str(tmp_path), {})
+
+
+@pytest.mark.parametrize("num_devices", [4, None])
+def test_parameters_lie_where_the_target_says_or_on_one_device(checkpointer, num_devices):
+    save(checkpointer, 4)
+    model = make_state()["model"]
+    target = target_of(model, num_devices) if num_devices else jax.eval_shape(lambda: model)
+    restored = restore_params_only(checkpointer.dir, target).state
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    for name, value in restored.items():
+        assert value.sharding == (target[name].sharding or one), name
+
+
+def test_average_of_other_sizes_is_not_taken(checkpointer):
+    model = {"w": jnp.ones((2, 2))}
+    learner = {"ema": {"params": {"w": jnp.zeros(4)}}}
+    save(checkpointer, 1, {"model": model, "learner": learner})
+    restored = restore_params_only(checkpointer.dir, jax.eval_shape(lambda: model)).state
+    np.testing.assert_array_equal(restored["w"], model["w"])
+
+
+def test_parameters_of_another_model_are_refused(checkpointer):
+    save(checkpointer, 4)
+    shapes = jax.eval_shape(lambda: make_state()["model"] | {"w": jnp.zeros((8, 4))})
+    with pytest.raises(
+        CheckpointMismatchError,
+        match=r"step_00000004: 'w' is float32\[8, 8\] in the checkpoint, and float32\[8, 4\] in",
+    ):
+        restore_params_only(checkpointer.dir, shapes)
+
+
+def test_parameters_of_a_step_that_is_missing_are_refused(checkpointer):
+    save(checkpointer, 4)
+    save(checkpointer, 6)
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"no checkpoint of step 7; there are steps 4, 6\."
+    ):
+        restore_params_only(checkpointer.dir, {}, step=7)
+
+
+def test_parameters_are_those_of_the_newest_that_is_sound(checkpointer, caplog):
+    for step in (1, 2):
+        save(checkpointer, step)
+    truncate_arrays(step_path(checkpointer.dir, 2))
+    shapes = jax.eval_shape(lambda: make_state()["model"])
+    with caplog.at_level(logging.WARNING):
+        restored = restore_params_only(checkpointer.dir, shapes)
+    assert restored.record.step == 1
+    np.testing.assert_array_equal(restored.state["w"], make_state(1)["model"]["w"])
+    assert "Damaged checkpoint" in caplog.text
+    assert "step_00000002" in caplog.text
+    with pytest.raises(DamagedCheckpointError, match=r"can be read:\n  .*step_00000002") as caught:
+        restore_params_only(checkpointer.dir, shapes, step=2)
+    assert "step_00000001" not in str(caught.value)
+    remove_record(step_path(checkpointer.dir, 1))
+    with pytest.raises(DamagedCheckpointError, match=r"(?s)step_00000002.*\n  .*step_00000001"):
+        restore_params_only(checkpointer.dir, shapes)
+
+
+def test_nothing_but_the_parameters_is_read(checkpointer, monkeypatch):
+    save(checkpointer, 4)
+    asked = []
+    read = restore._read
+    monkeypatch.setattr(
+        restore, "_read", lambda *args, **kw: asked.append(args) or read(*args, **kw)
+    )
+    restore_params_only(checkpointer.dir, jax.eval_shape(lambda: make_state()["model"]))
+    assert [(args[1].keys(), args[1]["model"].keys()) for args in asked] == [
+        ({"model"}, {"w", "b"})
+    ]
+
+
+@pytest.mark.parametrize(
+    ("step", "found", "message"),
+    [
+        (None, {}, "place: no checkpoint; the folder has none."),
+        (7, {}, "place: no checkpoint of step 7; the folder has none."),
+        (0, {2: "a", 5: "b"}, "place: no checkpoint of step 0; there are steps 2, 5."),
+    ],
+)
+def test_what_was_asked_for_and_what_there_is_are_said(step, found, message):
+    assert str(not_found("place", step, found)) == message
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("\n  one\ntwo"), "ValueError: one"),
+        (KeyError(), "KeyError: "),
+        (OSError("x" * 500), "OSError: " + "x" * 400),
+    ],
+)
+def test_first_line_of_an_error(error, line):
+    assert first_line(error) == line
+
+
+def test_all_processes_take_the_checkpoints_that_process_0_sees(tmp_path, monkeypatch):
+    (tmp_path / "step_00000003").mkdir()  # This process sees another folder than process 0.
+    sent = []
+
+    def broadcast(mine):
+        sent.append(mine)
+        theirs = np.zeros_like(mine)
+        theirs[:2] = [0 + 1, 4 + 1]
+        return theirs
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(multihost_utils, "process_allgather", lambda mine: np.array([mine, 0]))
+    monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", broadcast)
+    directory = str(tmp_path)
+    assert agreed_checkpoints(directory) == {step: step_path(directory, step) for step in (0, 4)}
+    assert [mine[mine > 0].tolist() for mine in sent] == [[3 + 1]]
+
+
+def test_of_very_many_checkpoints_the_newest_are_agreed_on(tmp_path, monkeypatch):
+    for step in range(300):
+        (tmp_path / f"step_{step:08d}").mkdir()
+    directory = str(tmp_path)
+    assert agreed_checkpoints(directory) == list_checkpoints(directory)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(multihost_utils, "process_allgather", lambda mine: np.array([mine, 0]))
+    monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", lambda mine: mine)
+    assert list(agreed_checkpoints(directory)) == list(range(300 - 256, 300))
+
+
+def test_error_that_is_worse_than_those_of_others_is_the_processes_own(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(multihost_utils, "process_allgather", lambda mine: np.array([mine, 1]))
+    unreadable = PermissionError(errno.EACCES, "Permission denied")
+    with pytest.raises(PermissionError) as caught:
+        on_all_processes(lambda: (_ for _ in ()).throw(unreadable), "place")
+    assert caught.value is unreadable
+
+
+@pytest.mark.parametrize(
+    ("theirs", "error"),
+    [
+        (0, CheckpointMismatchError),
+        (1, CheckpointMismatchError),
+        (2, CheckpointMismatchError),
+        (3, RuntimeError),
+    ],
+)
+def test_processes_agree_before_one_fails(monkeypatch, theirs, error):
+    def gather(mine):
+        return np.array([mine, theirs])
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(multihost_utils, "process_allgather", gather)
+    mismatch = CheckpointMismatchError("other sizes")
+    with pytest.raises(error) as caught:
+        on_all_processes(lambda: (_ for _ in ()).throw(mismatch), "place")
+    assert (caught.value is mismatch) == (theirs < 3)
+    if theirs == 0:
+        assert on_all_processes(lambda: 5, "place") == 5
+    if theirs == 1:
+        with pytest.raises(DamagedCheckpointError, match="cannot be read by another process"):
+            on_all_processes(lambda: 5, "place")
+
+
+def test_record_is_read_inside_the_agreement(checkpointer, monkeypatch):
+    save(checkpointer, 1)
+    remove_record(step_path(checkpointer.dir, 1))
+    agreed = []
+    monkeypatch.setattr(restore, "_worst", lambda verdict: agreed.append(verdict) or verdict)
+    with pytest.raises(DamagedCheckpointError):
+        checkpointer.restore(target_of(make_state()))
+    assert agreed == [0, 1]  # The list, the record.

@@ -1,0 +1,201 @@
+"""One part of a source becomes its files of a store, whole or not at all."""
+
+import dataclasses
+import errno
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moelib.data import prepare_part
+from moelib.data.json_lines import JsonLines
+from moelib.data.prepare_part import (
+    PARTS,
+    PartOptions,
+    PartResult,
+    check_no_bad_records,
+    part_file,
+    read_result,
+    tokenize_part,
+    write_json,
+)
+from moelib.data.source import BadRecordError, BadRecords, Part, TextsPart
+from moelib.data.tokenizer import ByteTokenizer, Tokenizer
+
+TEXTS = ("ab", "", "Grüße", "c")
+OPTIONS = PartOptions(append_eos=True, skip_bad_records=False)
+
+
+@pytest.fixture
+def tokenizer() -> Tokenizer:
+    return ByteTokenizer.default_config().instantiate()
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path) -> str:
+    (tmp_path / "store" / PARTS).mkdir(parents=True)
+    return str(tmp_path / "store")
+
+
+def _tokens(folder: str, index: int, dtype: str = "<u2") -> list[int]:
+    return np.fromfile(os.path.join(folder, f"tokens-{index:05d}.bin"), dtype).tolist()
+
+
+def _broken_part(folder: pathlib.Path) -> Part:
+    """Returns a part of a document, a broken line, and an empty document."""
+    (folder / "a.jsonl").write_text('{"text": "good"}\nbad\n{"text": ""}\n')
+    (part,) = JsonLines.default_config().set(paths=[str(folder / "a.jsonl")]).instantiate().parts()
+    return part
+
+
+def test_a_part_leaves_its_tokens_lengths_and_bytes(folder: str, tokenizer: Tokenizer):
+    tokenize_part(folder, 3, TextsPart(TEXTS), tokenizer, OPTIONS)
+    end = tokenizer.eos_id
+    expected = [*b"ab", end, *"Grüße".encode(), end, *b"c", end]
+    assert _tokens(folder, 3) == expected
+    assert np.load(part_file(folder, 3, "lengths.npy")).tolist() == [3, 8, 2]
+    assert np.load(part_file(folder, 3, "num_bytes.npy")).tolist() == [2, 7, 1]
+    assert read_result(folder, 3) == PartResult(
+        num_tokens=13,
+        num_documents=3,
+        num_bytes=10,
+        num_empty=1,
+        num_bad_records=0,
+        first_bad_record="",
+        sha256=hashlib.sha256(np.array(expected, "<u2").tobytes()).hexdigest(),
+    )
+
+
+def test_documents_can_go_without_an_end(folder: str, tokenizer: Tokenizer):
+    options = dataclasses.replace(OPTIONS, append_eos=False)
+    tokenize_part(folder, 0, TextsPart(("ab", "c")), tokenizer, options)
+    assert _tokens(folder, 0) == [97, 98, 99]
+
+
+def test_a_part_without_text_is_finished_too(folder: str, tokenizer: Tokenizer):
+    tokenize_part(folder, 0, TextsPart(("",)), tokenizer, OPTIONS)
+    assert _tokens(folder, 0) == []
+    result = read_result(folder, 0)
+    assert result is not None
+    assert (result.num_documents, result.num_empty) == (0, 1)
+
+
+def test_ids_of_a_large_vocabulary_have_four_bytes(
+    folder: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(tokenizer, "vocab_size", (1 << 16) + 1)
+    monkeypatch.setattr(tokenizer, "encode_batch", lambda texts: [[1 << 16] for _ in texts])
+    tokenize_part(folder, 0, TextsPart(("a",)), tokenizer, OPTIONS)
+    assert _tokens(folder, 0, "<u4") == [1 << 16, tokenizer.eos_id]
+
+
+@pytest.mark.parametrize(("characters", "most"), [(1, 1), (3, 2)])
+def test_text_is_tokenized_a_little_at_a_time(
+    folder: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, characters: int, most: int
+):
+    tokenize_part(folder, 0, TextsPart(TEXTS * 5), tokenizer, OPTIONS)
+    sizes: list[int] = []
+    encode = tokenizer.encode_batch
+    monkeypatch.setattr(prepare_part, "_BATCH_CHARACTERS", characters)
+    monkeypatch.setattr(tokenizer, "encode_batch", lambda t: sizes.append(len(t)) or encode(t))
+    tokenize_part(folder, 1, TextsPart(TEXTS * 5), tokenizer, OPTIONS)
+    assert _tokens(folder, 1) == _tokens(folder, 0)
+    assert read_result(folder, 1) == read_result(folder, 0)
+    assert sum(sizes) == 15
+    assert max(sizes) == most
+
+
+def test_bad_records_are_an_error_that_says_what_to_do_or_are_counted(
+    tmp_path: pathlib.Path, folder: str, tokenizer: Tokenizer
+):
+    part = _broken_part(tmp_path)
+    mend = r"a\.jsonl:2: not JSON.*; mend it, or leave such records out with skip_bad_records"
+    with pytest.raises(BadRecordError, match=mend):
+        tokenize_part(folder, 0, part, tokenizer, OPTIONS)
+    assert read_result(folder, 0) is None
+    options = dataclasses.replace(OPTIONS, skip_bad_records=True)
+    tokenize_part(folder, 0, part, tokenizer, options)
+    result = read_result(folder, 0)
+    assert result is not None
+    assert (result.num_documents, result.num_empty, result.num_bad_records) == (1, 1, 1)
+    assert "a.jsonl:2: not JSON" in result.first_bad_record
+    with pytest.raises(BadRecordError, match=mend):
+        check_no_bad_records([None, result])
+
+
+def test_parts_that_are_unfinished_or_sound_have_no_bad_records(folder: str, tokenizer: Tokenizer):
+    tokenize_part(folder, 0, TextsPart(TEXTS), tokenizer, OPTIONS)
+    results = [read_result(folder, index) for index in (0, 1)]
+    assert results[1] is None
+    assert check_no_bad_records(results) is None
+
+
+def test_a_tokenizer_with_ids_beyond_its_vocabulary_is_refused(
+    folder: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(tokenizer, "encode_batch", lambda texts: [[1, 300] for _ in texts])
+    with pytest.raises(ValueError, match=r"in memory: token id 300 \(token 1\) is beyond the voc"):
+        tokenize_part(folder, 0, TextsPart(TEXTS), tokenizer, OPTIONS)
+    assert read_result(folder, 0) is None
+
+
+@dataclasses.dataclass(frozen=True)
+class _FailingPart:
+    """Fails as the system does after its first document."""
+
+    code: int
+    name: str = "part seven"
+    num_bytes: int = 2
+
+    def documents(self, bad_records: BadRecords | None = None) -> Iterator[str]:
+        del bad_records
+        yield "ab"
+        raise OSError(self.code, os.strerror(self.code), "where")
+
+
+def test_a_full_disk_is_said_with_what_to_do(folder: str, tokenizer: Tokenizer):
+    wanted = (
+        "the disk is full while writing the tokens of part seven; finished parts are kept: free "
+        "space and run the same again, or set output_dir to a larger disk"
+    )
+    with pytest.raises(OSError, match=wanted) as caught:
+        tokenize_part(folder, 0, _FailingPart(errno.ENOSPC), tokenizer, OPTIONS)
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, folder)
+    assert read_result(folder, 0) is None
+
+
+@pytest.mark.parametrize("place", ["lengths.npy", "json"])
+def test_a_disk_that_is_full_at_the_end_leaves_no_finished_part(
+    folder: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, place: str
+):
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(*((np, "save") if place == "lengths.npy" else (json, "dump")), full)
+    with pytest.raises(OSError, match="disk is full while writing the tokens of documents in mem"):
+        tokenize_part(folder, 0, TextsPart(TEXTS), tokenizer, OPTIONS)
+    assert read_result(folder, 0) is None
+
+
+def test_another_error_of_the_system_is_raised_as_it_is(folder: str, tokenizer: Tokenizer):
+    with pytest.raises(OSError, match=r"\[Errno 5\] Input/output error: 'where'"):
+        tokenize_part(folder, 0, _FailingPart(errno.EIO), tokenizer, OPTIONS)
+
+
+def test_json_that_cannot_be_written_leaves_the_file_as_it_was(tmp_path: pathlib.Path):
+    path = tmp_path / "a.json"
+    write_json(str(path), {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(str(path), {"a": 2, "b": object()})
+    assert json.loads(path.read_text()) == {"a": 1}
+    write_json(str(path), {"a": 3})
+    assert json.loads(path.read_text()) == {"a": 3}
+
+
+def test_files_of_a_part_are_named_by_its_number(tmp_path: pathlib.Path):
+    assert part_file(str(tmp_path), 12, "json") == str(tmp_path / "parts" / "00012.json")
