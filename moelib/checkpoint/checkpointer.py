@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import shutil
+import time
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -35,6 +36,7 @@ from moelib.core.module import Module, nowrap
 logger = logging.getLogger(__name__)
 
 _UNFINISHED = ".orbax-checkpoint-tmp"  # In the name of a folder that is not complete.
+_REMOVE_TRIES = 20
 
 
 class CheckpointSaveError(RuntimeError):
@@ -183,9 +185,13 @@ class Checkpointer(Module):
             with contextlib.suppress(Exception):
                 self._orbax.close()
             self._orbax = None
-        if jax.process_index() == 0:
-            for path in _unfinished(self._dir):
+        # The storage's own threads may write on for a moment, into a folder that goes.
+        for _ in range(_REMOVE_TRIES if jax.process_index() == 0 else 0):
+            if not (left := _unfinished(self._dir)):
+                break
+            for path in left:
                 shutil.rmtree(path, ignore_errors=True)
+            time.sleep(0.1)
 
     def _drop_old(self) -> None:
         """Deletes the checkpoints that are not to be kept."""
