@@ -1,17 +1,20 @@
 """Attention: softmax(scale q k^T) v with grouped key and value heads.
 
-`flash_attention` is the one entry. `reference` says what it means; `xla` computes it in blocks of
-queries, memory linear in the sequence, on every platform.
+`flash_attention` is the one entry for whole sequences; `shards` has the building blocks of a
+sequence that is split over devices. `reference` says what attention means; `xla` computes it in
+blocks of queries, memory linear in the sequence, on every platform.
 """
 
+import functools
+
+import jax
 from jaxtyping import Array, Float, Int
 
-from moelib.kernels.backend import check_backend
-from moelib.kernels.flash_attention import reference, xla
+from moelib.kernels.flash_attention import backends, reference
+from moelib.kernels.flash_attention.reference import Rule, whole_rows
+from moelib.kernels.varying import align
 
 __all__ = ["flash_attention"]
-
-_BACKENDS = {"reference": reference.attention, "xla": xla.attention}
 
 
 def flash_attention(
@@ -21,10 +24,16 @@ def flash_attention(
     segment_ids: Int[Array, "B S"] | None = None,
     *,
     causal: bool = True,
+    window: int | None = None,
+    sinks: Float[Array, "H"] | None = None,
+    logit_cap: float | None = None,
     scale: float | None = None,
     backend: str | None = None,
 ) -> Float[Array, "B S H Dh"]:
     """Returns attention over whole sequences, in the dtype of v.
+
+    Differentiable in q, k, v and sinks, in reverse mode. What is not finite in one token makes NaN
+    of the tokens that may attend to it, and of nothing else.
 
     Args:
         q: Queries. Head h attends with key and value head h // (H / G).
@@ -32,21 +41,69 @@ def flash_attention(
         v: Values.
         segment_ids: Tokens attend only inside their segment; None for one segment a row.
         causal: Whether a token attends only to itself and to what stands before it.
+        window: How many tokens a token sees, itself and those just before it; None for all.
+        sinks: One more score for each head, which takes its share of the softmax and has no value.
+        logit_cap: Scores become cap * tanh(scores / cap), after the scale; None for no cap.
         scale: Multiplies the scores; 1 / sqrt(Dh) by default.
         backend: "xla" (the default) or "reference".
 
     Raises:
-        ValueError: If H is not a multiple of G, or the backend is unknown.
+        ValueError: If H is not a multiple of G, the operands' dtypes differ, window is below 1 or
+            not causal, logit_cap is not positive, sinks are not one a head, or the backend is
+            unknown.
 
     Source: Vaswani et al., arXiv:1706.03762, eq. 1; grouped heads: Ainslie et al.,
-    arXiv:2305.13245.
+    arXiv:2305.13245; in blocks: Dao et al., arXiv:2205.14135; window: Beltagy et al.,
+    arXiv:2004.05150; logit cap: Gemma 2, arXiv:2408.00118; sinks: GPT-OSS, arXiv:2508.10925.
     """
-    if q.shape[2] % k.shape[2]:
+    rule = Rule(q.shape[-1] ** -0.5 if scale is None else scale, causal, window, logit_cap)
+    backends.check(backend, q, k, v, rule, also=("reference",))
+    if sinks is not None and sinks.shape != (q.shape[2],):
         raise ValueError(
-            f"flash_attention: {q.shape[2]} query heads do not divide into {k.shape[2]} groups; "
-            "num_heads must be a multiple of num_kv_heads."
+            f"flash_attention: sinks have shape {list(sinks.shape)}; there must be one for each "
+            f"query head, [{q.shape[2]}]."
         )
-    check_backend("flash_attention", backend, _BACKENDS)
-    attend = _BACKENDS[backend or "xla"]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return attend(q, k, v, segment_ids, causal=causal, scale=scale)
+    if backend == "reference":
+        places = whole_rows(q.shape[1], segment_ids)
+        return reference.attention(q, k, v, sinks, places, rule)
+    leaves, structure = jax.tree.flatten((q, k, v, sinks, segment_ids))
+    return _attention(rule, backend, *jax.tree.unflatten(structure, align(*leaves)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attention(
+    rule: Rule,
+    backend: str | None,
+    q: Array,
+    k: Array,
+    v: Array,
+    sinks: Array | None,
+    segments: Array | None,
+) -> Array:
+    return _forward(rule, backend, q, k, v, sinks, segments)[0]
+
+
+def _forward(
+    rule: Rule,
+    backend: str | None,
+    q: Array,
+    k: Array,
+    v: Array,
+    sinks: Array | None,
+    segments: Array | None,
+) -> tuple[Array, tuple]:
+    places = whole_rows(q.shape[1], segments)
+    out, lse = backends.forward(backend, q, k, v, sinks, places, rule, in_order=True)
+    return out, (q, k, v, sinks, segments, out, lse)
+
+
+def _backward(rule: Rule, backend: str | None, residuals: tuple, grad: Array) -> tuple:
+    q, k, v, sinks, segments, out, lse = residuals
+    places = whole_rows(q.shape[1], segments)
+    delta = backends.output_times_gradient(out, grad)
+    grads = backends.backward(backend, q, k, v, lse, delta, grad, places, rule, in_order=True)
+    of_sinks = None if sinks is None else backends.sinks_gradient(sinks, lse, delta)
+    return *grads, of_sinks, None
+
+
+_attention.defvjp(_forward, _backward)

@@ -1,57 +1,82 @@
 """What attention means, at any cost: all scores at once, in float32."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
+
+from moelib.kernels.flash_attention.finite import poison_scores
 
 MASKED = -1e30  # Finite: a row with nothing to attend to never becomes NaN.
 
 
-def attention_mask(
-    q_index: Int[Array, "Q"],
-    k_index: Int[Array, "K"],
-    q_segments: Int[Array, "B Q"] | None,
-    k_segments: Int[Array, "B K"] | None,
-    *,
-    causal: bool,
-) -> Array:
-    """Returns [B or 1, Q, K], true where the query at q_index may attend to the key at k_index."""
-    mask = jnp.ones((1, q_index.shape[0], k_index.shape[0]), bool)
-    if causal:
-        mask = mask & (q_index[None, :, None] >= k_index[None, None, :])
-    if q_segments is not None and k_segments is not None:
-        mask = mask & (q_segments[:, :, None] == k_segments[:, None, :])
+class Rule(NamedTuple):
+    """How scores are made, and which of them count. Hashable: a static argument."""
+
+    scale: float  # Multiplies the products of queries and keys.
+    causal: bool = True  # A query sees itself and what stands before it.
+    window: int | None = None  # Of these, itself and the window - 1 before it.
+    logit_cap: float | None = None  # Scores become cap * tanh(scores / cap).
+
+
+class Places(NamedTuple):
+    """Where queries and keys stand: their positions in the row, and their segments."""
+
+    q_index: Int[Array, "Q"]
+    k_index: Int[Array, "K"]
+    q_segments: Int[Array, "B Q"] | None = None
+    k_segments: Int[Array, "B K"] | None = None
+
+
+def whole_rows(seq_len: int, segment_ids: Int[Array, "B S"] | None) -> Places:
+    """Returns the places of whole sequences that attend to themselves."""
+    index = jnp.arange(seq_len, dtype=jnp.int32)
+    return Places(index, index, segment_ids, segment_ids)
+
+
+def attention_mask(places: Places, rule: Rule) -> Bool[Array, "b Q K"]:
+    """Returns, for b = B or 1, where a query may attend to a key."""
+    ahead = places.q_index[None, :, None] - places.k_index[None, None, :]
+    mask = ahead >= 0 if rule.causal else jnp.ones_like(ahead, bool)
+    if rule.window is not None:
+        mask = mask & (ahead < rule.window)
+    if places.q_segments is not None and places.k_segments is not None:
+        mask = mask & (places.q_segments[:, :, None] == places.k_segments[:, None, :])
     return mask
 
 
-def attend(
-    q: Float[Array, "B Q H Dh"],
-    k: Float[Array, "B K G Dh"],
-    v: Float[Array, "B K G Dh"],
-    mask: Array,
-    *,
-    scale: float,
-) -> Float[Array, "B Q H Dh"]:
-    """Returns softmax(scale q k^T, where mask) v; zeros where all is masked. In float32 inside."""
-    batch, queries, heads, dim = q.shape
-    grouped = q.reshape(batch, queries, k.shape[2], heads // k.shape[2], dim)
-    scores = jnp.einsum("bqgnd,bkgd->bgnqk", grouped, k, preferred_element_type=jnp.float32)
-    scores = jnp.where(mask[:, None, None], scores * scale, MASKED)
-    probs = jnp.where(mask[:, None, None], jax.nn.softmax(scores, axis=-1), 0.0).astype(v.dtype)
-    out = jnp.einsum("bgnqk,bkgd->bqgnd", probs, v)
-    return out.reshape(q.shape)
+def capped(scores: Float[Array, "..."], rule: Rule) -> Float[Array, "..."]:
+    """Returns the scores, scaled already, after the rule's cap."""
+    if rule.logit_cap is None:
+        return scores
+    return rule.logit_cap * jnp.tanh(scores / rule.logit_cap)
 
 
 def attention(
-    q: Float[Array, "B S H Dh"],
-    k: Float[Array, "B S G Dh"],
-    v: Float[Array, "B S G Dh"],
-    segment_ids: Int[Array, "B S"] | None = None,
-    *,
-    causal: bool = True,
-    scale: float,
-) -> Float[Array, "B S H Dh"]:
-    """Returns attention over whole sequences."""
-    index = jnp.arange(q.shape[1])
-    mask = attention_mask(index, index, segment_ids, segment_ids, causal=causal)
-    return attend(q, k, v, mask, scale=scale)
+    q: Float[Array, "B Q H Dh"],
+    k: Float[Array, "B K G Dh"],
+    v: Float[Array, "B K G Dh"],
+    sinks: Float[Array, "H"] | None,
+    places: Places,
+    rule: Rule,
+) -> Float[Array, "B Q H Dh"]:
+    """Returns softmax(scores, where the mask) v, zeros where all is masked.
+
+    A sink is one more score of the softmax, with no value.
+    """
+    batch, queries, heads, dim = q.shape
+    groups = k.shape[2]
+    q, k, v = poison_scores(q, k, v)
+    grouped = q.reshape(batch, queries, groups, heads // groups, dim)
+    scores = jnp.einsum("bqgnd,bkgd->bgnqk", grouped, k, preferred_element_type=jnp.float32)
+    mask = attention_mask(places, rule)[:, None, None]
+    scores = jnp.where(mask, capped(scores * rule.scale, rule), MASKED)
+    if sinks is not None:
+        column = sinks.astype(jnp.float32).reshape(1, groups, -1, 1, 1)
+        column = jnp.broadcast_to(column, (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, column], axis=-1)
+    probs = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]]
+    probs = jnp.where(mask, probs, 0.0).astype(v.dtype)
+    out = jnp.einsum("bgnqk,bkgd->bqgnd", probs, v)
+    return out.reshape(q.shape)

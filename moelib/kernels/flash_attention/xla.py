@@ -2,179 +2,296 @@
 
 Only one block's scores are ever held; the backward pass computes them again from the saved
 logsumexp (Dao et al., arXiv:2205.14135, algorithms 1 and 4). The n = H / G query heads of a group
-stand in one matmul's rows: [B, G, n * block, Dh] times [B, G, S, Dh].
+stand in one matmul's rows: [B, G, n * block, Dh] times [B, G, keys, Dh].
 
-Blocks are visited in a loop: unrolled, XLA would compute the scores of all of them side by side.
-Causal attention has one loop for each of a few parts of the sequence, and keys behind a part's end
-are cut off statically.
+Blocks are visited in loops: unrolled, XLA would compute the scores of all of them side by side.
+Which keys a block meets is decided statically when queries and keys are one sequence in order: a
+causal one has one loop for each of a few parts, and keys behind a part's end are cut off; with a
+window every block meets a slice of block + window - 1 keys. For shards in any order keys come in
+tiles, and a tile that a block cannot see is passed over at run time.
+
+Shapes: n heads a group; q queries of a block, k keys that they meet.
 """
 
-import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Float32
 
-from moelib.kernels.flash_attention.reference import MASKED, attention_mask
+from moelib.kernels.flash_attention.finite import poison_rows, poison_scores, zero_not_finite
+from moelib.kernels.flash_attention.reference import MASKED, Places, Rule, attention_mask, capped
 from moelib.kernels.varying import align, zeros_like_varying
 
+EMPTY = MASKED / 10  # The logsumexp of no key at all: far above MASKED, far below any score.
 _MAX_PARTS = 8  # Each is compiled by itself; the last block of one in 8 computes what is masked.
+_KEY_TILE = 1024  # Keys of shards in any order.
 
 
-def attention(
-    q: Float[Array, "B S H Dh"],
-    k: Float[Array, "B S G Dh"],
-    v: Float[Array, "B S G Dh"],
-    segment_ids: Int[Array, "B S"] | None = None,
+def forward(
+    q: Float[Array, "B Q H Dh"],
+    k: Float[Array, "B K G Dh"],
+    v: Float[Array, "B K G Dh"],
+    sinks: Float[Array, "H"] | None,
+    places: Places,
+    rule: Rule,
     *,
-    causal: bool = True,
-    scale: float,
+    in_order: bool,
     block: int = 64,
-) -> Float[Array, "B S H Dh"]:
-    """Returns attention over whole sequences, `block` queries at a time."""
-    batch, seq_len, heads, dim = q.shape
+) -> tuple[Float[Array, "B Q H Dh"], Float32[Array, "B H Q"]]:
+    """Returns the attention of queries to keys, and the logsumexp of each query's scores.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        sinks: One more score for each head, or None.
+        places: Where queries and keys stand.
+        rule: How scores are made.
+        in_order: Whether queries and keys are the same sequence, its positions 0, 1, ...
+        block: Queries that are computed at once.
+    """
+    q, k, v, sinks, places = _aligned(q, k, v, sinks, places)
     groups = k.shape[2]
-    q, k, v = align(q, k, v)
-    grouped = q.reshape(batch, seq_len, groups, heads // groups, dim).transpose(0, 2, 3, 1, 4)
-    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)  # [B, G, S, Dh]
-    out = _attention(grouped, k, v, segment_ids, causal, scale, block)
-    return out.transpose(0, 3, 1, 2, 4).reshape(q.shape)
+    q, k, v = poison_scores(q, k, v)
+    rows, k, v = _grouped(q, groups), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    start = EMPTY if sinks is None else sinks.astype(jnp.float32).reshape(1, groups, -1, 1, 1)
+    out_dtype = v.dtype if in_order else jnp.float32  # In order, each row is written once.
+    out = zeros_like_varying(rows.shape, out_dtype, q)
+    lse = zeros_like_varying((*rows.shape[:-1], 1), jnp.float32, q) + start
 
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _attention(
-    q: Float[Array, "B G n S Dh"],
-    k: Float[Array, "B G S Dh"],
-    v: Float[Array, "B G S Dh"],
-    segments: Int[Array, "B S"] | None,
-    causal: bool,
-    scale: float,
-    block: int,
-) -> Float[Array, "B G n S Dh"]:
-    return _forward(q, k, v, segments, causal, scale, block)[0]
-
-
-def _forward(
-    q: Array, k: Array, v: Array, segments: Array | None, causal: bool, scale: float, block: int
-) -> tuple[Array, tuple]:
-    def step(carry: tuple[Array, Array], start: Any, size: int, keys: int) -> tuple[Array, Array]:
+    def step(carry: tuple[Array, Array], at: _Block) -> tuple[Array, Array]:
         out, lse = carry
-        scores = _scores(q, k, segments, start, size, keys, causal, scale)
-        # Far above MASKED also where all is masked: such a row attends to nothing and gives zeros.
-        peak = jnp.maximum(jnp.max(scores, -1, keepdims=True), MASKED / 10)
-        exp = jnp.exp(scores - peak)
-        total = jnp.maximum(jnp.sum(exp, -1, keepdims=True), 1e-30)
-        made = _dot(exp.astype(v.dtype), v[:, :, :keys], 2) / total
-        return _put(out, made, start), _put(lse, peak + jnp.log(total), start)
+        scores, mask = _scores(rows, k, places, at, rule)
+        scores = jnp.where(mask, scores, MASKED)
+        before = at.queries(lse)
+        peak = jnp.maximum(jnp.max(scores, -1, keepdims=True), before)
+        exp, old = jnp.exp(scores - peak), jnp.exp(before - peak)
+        total = old + jnp.sum(exp, -1, keepdims=True)
+        made = _dot(exp.astype(v.dtype), at.keys(v), 2) + old * at.queries(out).astype(old.dtype)
+        return at.put(out, made / total), at.put(lse, peak + jnp.log(total))
 
-    sums = (*q.shape[:-1], 1)
-    carry = zeros_like_varying(q.shape, v.dtype, q), zeros_like_varying(sums, jnp.float32, q)
-    out, lse = _over_blocks(step, carry, q.shape[3], block, causal)
-    return out, (q, k, v, segments, out, lse)
+    out, lse = _over_blocks(step, (out, lse), places, rule, in_order, block)
+    out = out.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(v.dtype if in_order else out.dtype)
+    return out, lse.reshape(q.shape[0], q.shape[2], q.shape[1])
 
 
-def _backward(causal: bool, scale: float, block: int, residuals: tuple, grad: Array) -> tuple:
-    q, k, v, segments, out, lse = residuals
-    inner = jnp.sum(grad.astype(jnp.float32) * out.astype(jnp.float32), -1, keepdims=True)
+def backward(
+    q: Float[Array, "B Q H Dh"],
+    k: Float[Array, "B K G Dh"],
+    v: Float[Array, "B K G Dh"],
+    lse: Float32[Array, "B H Q"],
+    delta: Float32[Array, "B H Q"],
+    grad: Float[Array, "B Q H Dh"],
+    places: Places,
+    rule: Rule,
+    *,
+    in_order: bool,
+    block: int = 64,
+) -> tuple[Array, Array, Array]:
+    """Returns the gradients in q, k and v, for these keys' share of each query's softmax.
 
-    def step(carry: tuple[Array, ...], start: Any, size: int, keys: int) -> tuple[Array, ...]:
+    Of the operands' dtypes when in order, else float32, to be summed further.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        lse: The logsumexp of all scores of each query, those of other keys and sinks too.
+        delta: The sum of output times gradient of each query.
+        grad: The gradient of the output.
+        places: Where queries and keys stand.
+        rule: How scores are made.
+        in_order: As for `forward`.
+        block: Queries that are computed at once.
+    """
+    q, k, v, lse, delta, grad, places = _aligned(q, k, v, lse, delta, grad, places)
+    groups = k.shape[2]
+    dtypes = [x.dtype if in_order else jnp.dtype(jnp.float32) for x in (q, k, v)]
+    lse, delta = poison_rows(lse, delta)
+    q, k, v, grad = zero_not_finite(q, k, v, grad)
+    shape = q.shape
+    q, grad = _grouped(q, groups), _grouped(grad, groups)
+    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    lse, delta = lse.reshape(*q.shape[:-1], 1), delta.reshape(*q.shape[:-1], 1)
+
+    def step(carry: tuple[Array, ...], at: _Block) -> tuple[Array, ...]:
         grad_q, grad_k, grad_v = carry
-        q_block, grad_block, lse_block, inner_block = (
-            _rows(x, start, size) for x in (q, grad, lse, inner)
-        )
-        scores = _scores(q, k, segments, start, size, keys, causal, scale)
-        probs = jnp.exp(scores - lse_block)
-        grad_probs = _dot(grad_block, v[:, :, :keys], 3)
-        grad_scores = (probs * (grad_probs - inner_block) * scale).astype(q.dtype)
-        grad_q = _put(grad_q, _dot(grad_scores, k[:, :, :keys], 2), start)
-        grad_k = grad_k.at[:, :, :keys].add(_transposed_dot(grad_scores, q_block))
-        grad_v = grad_v.at[:, :, :keys].add(_transposed_dot(probs.astype(v.dtype), grad_block))
+        scores, mask = _scores(q, k, places, at, rule)
+        probs = jnp.where(mask, jnp.exp(scores - at.queries(lse)), 0.0)
+        rows = at.queries(grad)
+        grad_scores = probs * (_dot(rows, at.keys(v), 3) - at.queries(delta)) * rule.scale
+        if rule.logit_cap is not None:
+            grad_scores = grad_scores * (1 - jnp.square(scores / rule.logit_cap))
+        grad_scores = grad_scores.astype(q.dtype)
+        made = _dot(grad_scores, at.keys(k), 2)
+        made = made + at.queries(grad_q).astype(made.dtype)
+        grad_q = at.put(grad_q, made)
+        grad_k = at.add(grad_k, _transposed_dot(grad_scores, at.queries(q)))
+        grad_v = at.add(grad_v, _transposed_dot(probs.astype(v.dtype), rows))
         return grad_q, grad_k, grad_v
 
-    zeros = [(q.shape, q.dtype), (k.shape, jnp.float32), (v.shape, jnp.float32)]
-    carry = tuple(zeros_like_varying(shape, dtype, q) for shape, dtype in zeros)
-    grad_q, grad_k, grad_v = _over_blocks(step, carry, q.shape[3], block, causal)
-    return grad_q, grad_k.astype(k.dtype), grad_v.astype(v.dtype), None
+    sums: list[tuple[Array, DTypeLike]] = [(q, dtypes[0]), (k, jnp.float32), (v, jnp.float32)]
+    carry = tuple(zeros_like_varying(x.shape, dtype, q) for x, dtype in sums)
+    grad_q, grad_k, grad_v = _over_blocks(step, carry, places, rule, in_order, block)
+    grad_q = grad_q.transpose(0, 3, 1, 2, 4).reshape(shape)
+    grad_k, grad_v = (x.transpose(0, 2, 1, 3) for x in (grad_k, grad_v))
+    return grad_q, grad_k.astype(dtypes[1]), grad_v.astype(dtypes[2])
 
 
-_attention.defvjp(_forward, _backward)
+class _Block(NamedTuple):
+    """`size` queries from `start` on, and the `span` keys from `first` on that they meet."""
+
+    start: Any
+    size: int
+    first: Any
+    span: int
+
+    def queries(self, x: Float[Array, "B G n Q x"]) -> Float[Array, "B G n q x"]:
+        return lax.dynamic_slice_in_dim(x, self.start, self.size, axis=3)
+
+    def put(self, x: Float[Array, "B G n Q x"], rows: Array) -> Float[Array, "B G n Q x"]:
+        return lax.dynamic_update_slice_in_dim(x, rows.astype(x.dtype), self.start, axis=3)
+
+    def keys(self, x: Float[Array, "B G K x"]) -> Float[Array, "B G k x"]:
+        return lax.dynamic_slice_in_dim(x, self.first, self.span, axis=2)
+
+    def add(self, x: Float[Array, "B G K x"], rows: Array) -> Float[Array, "B G K x"]:
+        return lax.dynamic_update_slice_in_dim(x, self.keys(x) + rows, self.first, axis=2)
+
+    def places(self, places: Places) -> Places:
+        of_queries = lambda x: lax.dynamic_slice_in_dim(x, self.start, self.size, axis=-1)
+        of_keys = lambda x: lax.dynamic_slice_in_dim(x, self.first, self.span, axis=-1)
+        q_segments, k_segments = places.q_segments, places.k_segments
+        return Places(
+            of_queries(places.q_index),
+            of_keys(places.k_index),
+            None if q_segments is None else of_queries(q_segments),
+            None if k_segments is None else of_keys(k_segments),
+        )
 
 
 def _over_blocks(
-    step: Callable[[Any, Any, int, int], Any], carry: Any, seq_len: int, block: int, causal: bool
+    step: Callable[[Any, _Block], Any],
+    carry: Any,
+    places: Places,
+    rule: Rule,
+    in_order: bool,
+    block: int,
 ) -> Any:
-    """Folds `step(carry, first query, queries, keys that they may see)` over blocks of queries."""
-    for start, stop in _parts(seq_len, block):
-        keys = stop if causal else seq_len
-        if stop - start <= block:
-            carry = step(carry, start, stop - start, keys)
-        else:
-            turn = lambda i, carry, start=start, keys=keys: step(
-                carry, start + i * block, block, keys
-            )
-            carry = lax.fori_loop(0, (stop - start) // block, turn, carry)
+    """Folds `step` over blocks of queries and the keys that they may see."""
+    queries, keys = places.q_index.shape[0], places.k_index.shape[0]
+    if in_order:
+        return _over_parts(step, carry, queries, rule, block)
+
+    def if_seen(carry: Any, at: _Block) -> Any:
+        seen = _may_see(at.places(places), rule)
+        return lax.cond(seen, lambda carry: step(carry, at), lambda carry: carry, carry)
+
+    for first in range(0, keys, _KEY_TILE):
+        span = min(_KEY_TILE, keys - first)
+        for start, stop in _parts(queries, block, 1):
+            size = min(block, stop - start)
+            carry = _loop(if_seen, carry, start, stop, size, lambda _, first=first: first, span)
     return carry
 
 
-def _parts(seq_len: int, block: int) -> Iterator[tuple[int, int]]:
-    """Yields (start, stop) of parts that are multiples of the block, or less than one."""
+def _over_parts(
+    step: Callable[[Any, _Block], Any], carry: Any, seq_len: int, rule: Rule, block: int
+) -> Any:
+    window = rule.window if rule.window is not None and rule.window + block <= seq_len else None
+    for start, stop in _parts(seq_len, block, _MAX_PARTS if window is None else 1):
+        size = min(block, stop - start)
+        span, first = stop if rule.causal else seq_len, lambda _: 0
+        if window is not None:
+            span = window + size - 1
+            first = lambda row, size=size, span=span: jnp.maximum(row + size - span, 0)
+        carry = _loop(step, carry, start, stop, size, first, span)
+    return carry
+
+
+def _loop(
+    step: Callable[[Any, _Block], Any],
+    carry: Any,
+    start: int,
+    stop: int,
+    size: int,
+    first: Callable[[Any], Any],
+    span: int,
+) -> Any:
+    """Folds `step` over the blocks of `size` queries from start to stop."""
+    turn = lambda row, carry: step(carry, _Block(row, size, first(row), span))
+    if stop - start == size:
+        return turn(start, carry)
+    count = (stop - start) // size
+    return lax.fori_loop(0, count, lambda i, carry: turn(start + i * size, carry), carry)
+
+
+def _parts(seq_len: int, block: int, count: int) -> Iterator[tuple[int, int]]:
+    """Yields (start, stop) of `count` parts or less, multiples of the block, and of what is left.
+
+    What is left is less than a block.
+    """
     whole = seq_len - seq_len % block
-    size = block * max(1, -(-whole // (block * _MAX_PARTS)))
+    size = block * max(1, -(-whole // (block * count)))
     for start in range(0, whole, size):
         yield start, min(start + size, whole)
     if whole < seq_len:
         yield whole, seq_len
 
 
-def _rows(x: Float[Array, "B G n S x"], start: Any, size: int) -> Float[Array, "B G n Q x"]:
-    return lax.dynamic_slice_in_dim(x, start, size, axis=3)
-
-
-def _put(x: Float[Array, "B G n S x"], rows: Array, start: Any) -> Float[Array, "B G n S x"]:
-    return lax.dynamic_update_slice_in_dim(x, rows.astype(x.dtype), start, axis=3)
+def _may_see(places: Places, rule: Rule) -> Bool[Array, ""]:
+    """Returns whether a query may see a key by the least and the greatest of their positions."""
+    q_index, k_index = places.q_index, places.k_index
+    seen = jnp.max(q_index) >= jnp.min(k_index) if rule.causal else jnp.full((), True)
+    if rule.window is not None:
+        seen = seen & (jnp.min(q_index) - jnp.max(k_index) < rule.window)
+    return seen
 
 
 def _scores(
-    q: Float[Array, "B G n S Dh"],
-    k: Float[Array, "B G S Dh"],
-    segments: Int[Array, "B S"] | None,
-    start: Any,
-    size: int,
-    keys: int,
-    causal: bool,
-    scale: float,
-) -> Float[Array, "B G n Q K"]:
-    """Returns the scores of a block in float32, MASKED where the query may not attend."""
-    of_queries, of_keys = None, None
-    if segments is not None:
-        of_queries = lax.dynamic_slice_in_dim(segments, start, size, axis=1)
-        of_keys = segments[:, :keys]
-    index = start + jnp.arange(size), jnp.arange(keys)
-    mask = attention_mask(*index, of_queries, of_keys, causal=causal)[:, None, None]
-    scores = _dot(_rows(q, start, size), k[:, :, :keys], 3) * scale
-    return jnp.where(mask, scores, MASKED)
+    q: Float[Array, "B G n Q Dh"],
+    k: Float[Array, "B G K Dh"],
+    places: Places,
+    at: _Block,
+    rule: Rule,
+) -> tuple[Float32[Array, "B G n q k"], Bool[Array, "b 1 1 q k"]]:
+    """Returns the scores of a block, and where its queries may attend to its keys."""
+    mask = attention_mask(at.places(places), rule)[:, None, None]
+    return capped(_dot(at.queries(q), at.keys(k), 3) * rule.scale, rule), mask
+
+
+def _grouped(x: Float[Array, "B Q H Dh"], groups: int) -> Float[Array, "B G n Q Dh"]:
+    batch, queries, heads, dim = x.shape
+    return x.reshape(batch, queries, groups, heads // groups, dim).transpose(0, 2, 3, 1, 4)
 
 
 def _dot(
-    a: Float[Array, "B G n Q x"], b: Float[Array, "B G i j"], axis: int
-) -> Float[Array, "B G n Q y"]:
+    a: Float[Array, "B G n q x"], b: Float[Array, "B G i j"], axis: int
+) -> Float32[Array, "B G n q y"]:
     """Returns a b, contracted over dimension `axis` of b, in float32.
 
     The n heads of a group are rows of one matmul.
     """
     rows = a.reshape(*a.shape[:2], -1, a.shape[-1])
     dims = (((3,), (axis,)), ((0, 1), (0, 1)))
-    out = jax.lax.dot_general(rows, b, dims, preferred_element_type=jnp.float32)
+    out = lax.dot_general(rows, b, dims, preferred_element_type=jnp.float32)
     return out.reshape(*a.shape[:-1], out.shape[-1])
 
 
 def _transposed_dot(
-    a: Float[Array, "B G n Q x"], b: Float[Array, "B G n Q y"]
-) -> Float[Array, "B G x y"]:
+    a: Float[Array, "B G n q x"], b: Float[Array, "B G n q y"]
+) -> Float32[Array, "B G x y"]:
     """Returns a^T b in float32, summed over the heads of a group too."""
     a, b = (t.reshape(*t.shape[:2], -1, t.shape[-1]) for t in (a, b))
     dims = (((2,), (2,)), ((0, 1), (0, 1)))
-    return jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
+    return lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
+
+
+def _aligned(*operands: Any) -> Any:
+    """Returns the operands, each of their arrays varying over the same mesh axes."""
+    leaves, structure = jax.tree.flatten(operands)
+    return jax.tree.unflatten(structure, align(*leaves))

@@ -2,10 +2,15 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
-from moelib.kernels.flash_attention import flash_attention
+from moelib.kernels.flash_attention import flash_attention, reference, xla
+from moelib.kernels.flash_attention.reference import Places, Rule
+from tests.kernels.flash_attention.cases import CASES, Case, assert_close, exact, pulled
+from tests.kernels.flash_attention.cases import operands as operands_of
 
 BACKENDS = ["xla", "reference", None]
 
@@ -60,25 +65,97 @@ def test_the_scale_multiplies_the_scores():
     np.testing.assert_allclose(flash_attention(q, k, v, scale=0.7), want, rtol=1e-5, atol=1e-6)
 
 
-@functools.partial(jax.jit, static_argnames=("causal", "backend"))
-def pulled(q, k, v, ids, grad, *, causal, backend):
-    value, pull = jax.vjp(
-        lambda q, k, v: flash_attention(q, k, v, ids, causal=causal, backend=backend), q, k, v
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_blocks_give_the_values_and_gradients_of_the_reference(case):
+    got = pulled(*operands_of(case), **case.options(), backend="xla")
+    dtype = got[0].dtype
+    want = jax.tree.map(lambda x: x.astype(dtype), exact(case))
+    assert_close(got, want, 1e-5 if dtype == jnp.float32 else 2**-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_packed_documents_are_as_separate_ones(backend):
+    (q, k, v), sinks = operands(90), jnp.asarray([0.5, -1.0, 2.0, 0.0])
+    options = {"window": 16, "sinks": sinks, "backend": backend}
+    ids = jnp.asarray([[1] * 40 + [2] * 50] * 2, jnp.int32)
+    packed = flash_attention(q, k, v, ids, **options)
+    for part in np.s_[:, :40], np.s_[:, 40:]:
+        alone = flash_attention(q[part], k[part], v[part], **options)
+        np.testing.assert_allclose(packed[part], alone, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["xla", "reference"])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_rows_that_see_nothing_give_zeros_and_zero_gradients(backend, with_sinks):
+    """Places where no query may see any key: their positions come before all keys."""
+    q, k, v = operands(8)
+    index = jnp.arange(8, dtype=jnp.int32)
+    places, rule = Places(index, index + 4), Rule(1.0)
+    sinks = jnp.ones(4) if with_sinks else None
+
+    def attend(q, k, v):
+        if backend == "reference":
+            return reference.attention(q, k, v, sinks, places, rule)
+        return xla.forward(q, k, v, sinks, places, rule, in_order=False)[0]
+
+    out = attend(q, k, v)
+    assert not np.any(out[:, :4])
+    assert np.all(np.any(out[:, 4:], axis=-1))
+    if backend == "reference":
+        grads = jax.grad(lambda q, k, v: attend(q, k, v).sum(), (0, 1, 2))(q, k, v)
+    else:
+        lse, delta = (
+            xla.forward(q, k, v, sinks, places, rule, in_order=False)[1],
+            jnp.ones((2, 4, 8)),
+        )
+        grads = xla.backward(q, k, v, lse, delta, q, places, rule, in_order=False)
+    assert all(np.isfinite(grad).all() for grad in grads)
+    assert not np.any(grads[0][:, :4])
+    assert not np.any(grads[1][:, 4:])
+    assert not np.any(grads[2][:, 4:])
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_what_is_not_finite_stays_in_rows_that_may_attend_to_it(place, wrong):
+    clean = operands(20, heads=2, groups=1)
+    ids = jnp.asarray([[1] * 12 + [2] * 8] * 2, jnp.int32)
+    broken = list(clean)
+    broken[place] = broken[place].at[0, 8, 0, 3].set(wrong)
+    run = functools.partial(pulled, sinks=None, ids=ids, grad=clean[0], causal=True, window=3)
+    (out, grads), (clean_out, clean_grads) = (
+        run(*x, logit_cap=None, backend="xla") for x in (broken, clean)
     )
-    return value, pull(grad)
+    sees = np.zeros((2, 20), bool)
+    sees[0, 8:11] = True  # The rows within the window of token 8.
+    if place == 0:
+        sees[0, 9:11] = False  # A query is seen by none but itself.
+    for a, b in zip((out, grads[0]), (clean_out, clean_grads[0]), strict=True):
+        np.testing.assert_array_equal(a[~sees], b[~sees])
+    assert np.isnan(out[sees]).any(axis=(1, 2)).all()
+    # The keys that such a row may see.
+    seen = np.zeros((2, 20), bool)
+    seen[0, 6 : 9 if place == 0 else 11] = True
+    for a, b in zip(grads[1:3], clean_grads[1:3], strict=True):
+        np.testing.assert_array_equal(a[~seen], b[~seen])
 
 
-# Blocks of 64 queries: one, one and a bit, three and a bit.
-@pytest.mark.parametrize("seq_len", [64, 65, 200])
-@pytest.mark.parametrize("causal", [True, False])
-def test_blocks_give_the_values_and_gradients_of_the_reference(seq_len, causal):
-    q, k, v = operands(seq_len, heads=2, groups=1, dim=4)
-    ids, grad = segments(seq_len), jnp.flip(q, 1)
-    got = pulled(q, k, v, ids, grad, causal=causal, backend="xla")
-    want = pulled(q, k, v, ids, grad, causal=causal, backend="reference")
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        scale = float(jnp.max(jnp.abs(b)))
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * scale)
+@pytest.mark.parametrize("backend", ["xla"])
+def test_it_works_in_shard_map_with_replicated_sinks(backend):
+    case = Case(72, 4, 2, 64, window=20, sinks=True, packed=True)
+    q, k, v, sinks, ids, grad = operands_of(case)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    split, whole = PartitionSpec("data"), PartitionSpec()
+
+    def local(q, k, v, sinks, ids, grad):
+        out = flash_attention(q, k, v, ids, window=20, sinks=sinks, backend=backend)
+        return jax.lax.psum(jnp.sum(out * grad), "data")
+
+    specs = (split, split, split, whole, split, split)
+    run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=whole)
+    got = jax.jit(jax.grad(run, argnums=(0, 1, 2, 3)))(q, k, v, sinks, ids, grad)
+    want = pulled(q, k, v, sinks, ids, grad, **case.options(), backend="reference")[1]
+    assert_close(got, want, 1e-5)
 
 
 def test_what_comes_later_and_other_segments_change_nothing():
@@ -90,6 +167,13 @@ def test_what_comes_later_and_other_segments_change_nothing():
     after = flash_attention(q, k, v, ids)
     np.testing.assert_array_equal(after[:, 3:6], before[:, 3:6])
     assert not np.allclose(after[:, 6], before[:, 6])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_with_a_window_of_one_each_token_gives_its_own_value(backend):
+    q, k, v = operands(heads=2, groups=2)
+    out = flash_attention(q, k, v, window=1, backend=backend)
+    np.testing.assert_allclose(out, v, rtol=1e-6)
 
 
 def test_a_first_token_gives_its_own_value():
@@ -122,3 +206,25 @@ def test_heads_that_do_not_divide_into_groups_are_refused():
 def test_an_unknown_backend_is_refused_with_those_there_are():
     with pytest.raises(ValueError, match=r"has no backend 'xlaa'; .*xla"):
         flash_attention(*operands(), backend="xlaa")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 0}, "window is 0; .*set 1 or more"),
+        ({"window": 4, "causal": False}, "window is 4 with causal=False; .*set causal=True"),
+        ({"logit_cap": 0.0}, "logit_cap is 0.0; set a number above 0"),
+        ({"sinks": jnp.ones(3)}, r"sinks have shape \[3\]; .*\[4\]"),
+    ],
+)
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_what_makes_no_sense_is_refused(options, message, backend, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.raises(ValueError, match=message):
+        flash_attention(*operands(), **options, backend=backend)
+
+
+def test_operands_of_two_dtypes_are_refused():
+    q, k, v = operands()
+    with pytest.raises(ValueError, match="k is bfloat16 and v is float32; cast them"):
+        flash_attention(q, k.astype(jnp.bfloat16), v)

@@ -5,23 +5,57 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moelib.kernels.flash_attention import reference, xla
+from moelib.kernels.flash_attention import flash_attention, xla
+from moelib.kernels.flash_attention.reference import Rule, attention, whole_rows
 
 
-def temporary_bytes(seq_len):
+def _temporary_bytes(seq_len, window):
     shape = jax.ShapeDtypeStruct((1, seq_len, 1, 8), jnp.float32)
-    run = functools.partial(xla.attention, scale=1.0, block=16)
+    run = functools.partial(flash_attention, window=window, backend="xla")
     compiled = jax.jit(jax.grad(lambda q, k, v: jnp.sum(run(q, k, v)), (0, 1, 2)))
     return compiled.lower(shape, shape, shape).compile().memory_analysis().temp_size_in_bytes
 
 
-def test_memory_is_linear_in_the_sequence():
-    assert temporary_bytes(1024) < 2.4 * temporary_bytes(512)
+@pytest.mark.parametrize("window", [None, 100])
+def test_memory_is_linear_in_the_sequence(window):
+    assert _temporary_bytes(2048, window) < 2.4 * _temporary_bytes(1024, window)
+
+
+def _matmul_flops(jaxpr):
+    """Returns the FLOPs of all matmuls, those in loops as often as they run."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            ((contracted, _), _), lhs = eqn.params["dimension_numbers"], eqn.invars[0].aval
+            inner = np.prod([lhs.shape[axis] for axis in contracted])
+            total += 2 * inner * np.prod(eqn.outvars[0].aval.shape)
+        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        for param in jax.tree.leaves(list(eqn.params.values())):
+            inner = getattr(param, "jaxpr", param)  # A closed one holds an open one.
+            total += times * _matmul_flops(inner) if hasattr(inner, "eqns") else 0
+    return total
+
+
+def _flops(seq_len, window):
+    shape = jax.ShapeDtypeStruct((1, seq_len, 1, 8), jnp.float32)
+    run = functools.partial(flash_attention, window=window, backend="xla")
+    grad = jax.grad(lambda q, k, v: jnp.sum(run(q, k, v)), (0, 1, 2))
+    return _matmul_flops(jax.make_jaxpr(grad)(shape, shape, shape).jaxpr)
+
+
+def test_with_a_window_only_the_keys_around_it_are_computed():
+    # 64 queries meet 163 keys, in 7 matmuls: 2 forward and 5 backward.
+    assert _flops(1024, 100) == 7 * 2 * 8 * 1024 * 163
+    assert _flops(4096, 100) == 4 * _flops(1024, 100)
+    assert _flops(1024, 100) < 0.3 * _flops(1024, None)
 
 
 @pytest.mark.parametrize("block", [1, 5, 16, 64])
-def test_the_size_of_a_block_changes_no_value(block):
+@pytest.mark.parametrize("window", [None, 4])
+def test_the_size_of_a_block_changes_no_value(block, window):
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 16, 2, 4)), jnp.float32) for _ in range(3))
-    got = jax.jit(functools.partial(xla.attention, scale=0.5, block=block))(q, k, v)
-    np.testing.assert_allclose(got, reference.attention(q, k, v, scale=0.5), rtol=1e-5, atol=1e-6)
+    places, rule = whole_rows(16, None), Rule(0.5, window=window)
+    run = functools.partial(xla.forward, rule=rule, in_order=True, block=block)
+    got, _ = jax.jit(lambda q, k, v: run(q, k, v, None, places))(q, k, v)
+    np.testing.assert_allclose(got, attention(q, k, v, None, places, rule), rtol=1e-5, atol=1e-6)

@@ -1,0 +1,81 @@
+"""Cases of attention: together they cover every pair of options, on sizes on and off the block."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moelib.kernels.flash_attention import flash_attention
+
+
+class Case(NamedTuple):
+    seq_len: int
+    heads: int
+    groups: int
+    dim: int
+    causal: bool = True
+    window: int | None = None
+    sinks: bool = False
+    cap: float | None = None
+    packed: bool = False
+    dtype: str = "float32"
+
+    def options(self):
+        return {"causal": self.causal, "window": self.window, "logit_cap": self.cap}
+
+
+CASES = [
+    Case(128, 1, 1, 64),
+    Case(257, 4, 1, 64, window=70, sinks=True, packed=True),
+    Case(200, 8, 1, 128, sinks=True, cap=2.0),
+    Case(65, 4, 2, 192, causal=False, packed=True),
+    Case(256, 2, 2, 128, window=2, cap=3.0),
+    Case(300, 8, 2, 64, window=128, packed=True, cap=1.5, dtype="bfloat16"),
+    Case(130, 4, 4, 192, causal=False, sinks=True, cap=2.0, dtype="bfloat16"),
+    Case(384, 3, 1, 64, window=200, sinks=True, dtype="bfloat16"),
+    Case(100, 6, 3, 128, packed=True, dtype="bfloat16"),
+    Case(256, 2, 1, 64, causal=False),
+]
+
+
+def operands(case):
+    """Returns q, k, v, sinks, segments and a gradient of the output."""
+    rng = np.random.default_rng(case.seq_len)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), case.dtype)
+    q, grad = (normal(2, case.seq_len, case.heads, case.dim) for _ in range(2))
+    k, v = (normal(2, case.seq_len, case.groups, case.dim) for _ in range(2))
+    sinks = normal(case.heads) if case.sinks else None
+    return q, k, v, sinks, segments(case.seq_len) if case.packed else None, grad
+
+
+def segments(seq_len, seed=0):
+    """Returns two rows of segments, the second with padding at its end."""
+    rng = np.random.default_rng(seed)
+    rows = np.cumsum(rng.random((2, seq_len)) < max(0.05, 2 / seq_len), axis=1) + 1
+    rows[1, seq_len - seq_len // 4 :] = 0
+    return jnp.asarray(rows, jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnames=("causal", "window", "logit_cap", "backend"))
+def pulled(q, k, v, sinks, ids, grad, **options):
+    """Returns the value, and the gradients in q, k, v and sinks."""
+    attend = lambda q, k, v, sinks: flash_attention(q, k, v, ids, sinks=sinks, **options)
+    value, pull = jax.vjp(attend, q, k, v, sinks)
+    return value, pull(grad)
+
+
+def assert_close(got, want, tolerance):
+    """Asserts that no value is further off than a share of the greatest."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max())
+
+
+def exact(case):
+    """Returns what the reference gives in float32 for the case's operands."""
+    wide = [None if x is None else x.astype(jnp.float32) for x in operands(case)]
+    wide[4] = operands(case)[4]
+    return pulled(*wide, **case.options(), backend="reference")

@@ -1,0 +1,114 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+
+from moelib.kernels.flash_attention import flash_attention
+from moelib.kernels.flash_attention.shards import (
+    add_sinks,
+    attention_backward,
+    attention_forward,
+    merge,
+    sinks_gradient,
+)
+from tests.kernels.flash_attention.cases import Case, assert_close, operands, pulled
+
+
+def zigzag(seq_len, shards):
+    """Returns each shard's positions: a piece of the front and its mirror image at the back."""
+    pieces = np.arange(seq_len, dtype=np.int32).reshape(2 * shards, -1)
+    return [np.concatenate([pieces[i], pieces[2 * shards - 1 - i]]) for i in range(shards)]
+
+
+@functools.partial(jax.jit, static_argnames=("shards", "backend", "causal", "window", "logit_cap"))
+def by_shards(q, k, v, sinks, ids, grad, index, *, shards, backend, **options):
+    """Returns what `pulled` does, from every pair of a shard of queries and a shard of keys."""
+    rows = jnp.split(index, shards)
+    of = lambda x, i: None if x is None else x[:, rows[i]]
+    run = {"backend": backend, **options}
+    zeros = lambda x: jnp.zeros(x.shape, jnp.float32)
+    out, grads, of_sinks = zeros(q), [zeros(q), zeros(k), zeros(v)], 0.0
+    for i in range(shards):
+        places = lambda j, i=i: (rows[i], rows[j], of(ids, i), of(ids, j))
+        pairs = [
+            attention_forward(of(q, i), of(k, j), of(v, j), *places(j), **run)
+            for j in range(shards)
+        ]
+        part = functools.reduce(merge, pairs)
+        part = part if sinks is None else add_sinks(part, sinks)
+        out = out.at[:, rows[i]].set(part[0])
+        if sinks is not None:
+            of_sinks += sinks_gradient(sinks, *part, of(grad, i))
+        for j in range(shards):
+            made = attention_backward(
+                of(q, i), of(k, j), of(v, j), *part, of(grad, i), *places(j), **run
+            )
+            for n, (side, value) in enumerate(zip((i, j, j), made, strict=True)):
+                grads[n] = grads[n].at[:, rows[side]].add(value)
+    return out, (*grads, None if sinks is None else of_sinks)
+
+
+@pytest.mark.parametrize("backend", ["xla"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(96, 4, 2, 64),
+        Case(96, 4, 1, 64, window=30, sinks=True, packed=True, cap=2.0),
+        Case(96, 2, 2, 64, causal=False, sinks=True),
+    ],
+    ids=str,
+)
+def test_pairs_of_shards_in_zigzag_give_the_attention_of_the_whole_row(case, backend):
+    index = jnp.asarray(np.concatenate(zigzag(96, 3)))
+    got = by_shards(*operands(case), index, shards=3, backend=backend, **case.options())
+    want = pulled(*operands(case), **case.options(), backend="reference")
+    assert_close(got, want, 1e-5)
+
+
+@pytest.mark.parametrize("backend", ["xla"])
+def test_keys_that_no_query_sees_give_zeros_and_change_no_merge(backend):
+    q, k, v, *_ = operands(Case(16, 2, 1, 64))
+    early, late = jnp.arange(16, dtype=jnp.int32), jnp.arange(16, 32, dtype=jnp.int32)
+    unseen = attention_forward(q, k, v, early, late, backend=backend)
+    assert not np.any(unseen[0])
+    own = attention_forward(q, k, v, early, early, backend=backend)
+    for got in merge(own, unseen), merge(unseen, own), merge(merge(unseen, unseen), own):
+        assert_close(got, own, 1e-6)
+    grads = attention_backward(q, k, v, *own, q, early, late, backend=backend)
+    assert not any(np.any(grad) for grad in grads)
+
+
+def test_the_logsumexp_is_that_of_jax():
+    q, k, v, *_ = operands(Case(16, 2, 1, 64))
+    index = jnp.arange(16, dtype=jnp.int32)
+    _, got = attention_forward(q, k, v, index, index)
+    _, want = jax.nn.dot_product_attention(q, k, v, is_causal=True, return_residual=True)
+    np.testing.assert_allclose(got, want.transpose(0, 2, 1), rtol=1e-5, atol=1e-6)
+
+
+def test_keys_in_tiles_and_in_reverse_order_give_the_same(monkeypatch):
+    monkeypatch.setattr("moelib.kernels.flash_attention.xla._KEY_TILE", 32)
+    case = Case(96, 2, 1, 64, window=30)
+    q, k, v, *_ = operands(case)
+    index = jnp.flip(jnp.arange(96, dtype=jnp.int32))
+    out, _ = attention_forward(q[:, ::-1], k[:, ::-1], v[:, ::-1], index, index, window=30)
+    want = flash_attention(q, k, v, window=30, backend="reference")
+    assert_close(out[:, ::-1], want, 1e-5)
+
+
+def test_segments_of_one_side_only_are_refused(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    q, k, v, *_ = operands(Case(16, 2, 1, 64))
+    index, ids = jnp.arange(16, dtype=jnp.int32), jnp.ones((2, 16), jnp.int32)
+    with pytest.raises(ValueError, match="only the queries have segments; give both"):
+        attention_forward(q, k, v, index, index, ids)
+
+
+def test_a_window_below_one_is_refused():
+    q, k, v, *_ = operands(Case(16, 2, 1, 64))
+    index = jnp.arange(16, dtype=jnp.int32)
+    with pytest.raises(ValueError, match="window is 0"):
+        attention_forward(q, k, v, index, index, window=0)
