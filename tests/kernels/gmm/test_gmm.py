@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from moelib.kernels.gmm import gmm, gmm_weight_gradient, reference
 
-BACKENDS = ["cpu", "xla", "reference"]
+BACKENDS = ["cpu", "xla", "tpu", "reference"]
 
 # Rows, and sizes of groups among them. The mean group decides the blocks: 64, 64, 256 and 64, 8.
 CASES = [
@@ -228,12 +228,12 @@ def _no_shape_checks(monkeypatch):
 @pytest.mark.usefixtures("_no_shape_checks")
 def test_bad_input_is_refused():
     lhs, rhs, grad, sizes = _operands([64, 64])
-    with pytest.raises(ValueError, match="no backend 'cuda'; set one of cpu, reference, xla"):
+    with pytest.raises(ValueError, match="no backend 'cuda'; set one of cpu, reference, tpu"):
         gmm(lhs, rhs, sizes, backend="cuda")
     with pytest.raises(ValueError, match=r"lhs \(128, 12\) is not \[m, k\] to \[g, n, k\]"):
         gmm(lhs, rhs, sizes, transpose_rhs=True)
-    with pytest.raises(ValueError, match="no matrix for each"):
-        gmm(lhs, rhs, sizes[:1])
+    with pytest.raises(ValueError, match="no matrix for each of 3 groups"):
+        gmm(lhs, rhs, jnp.append(sizes, 0))
     with pytest.raises(ValueError, match=r"\[g\] integers, not float32\[2\]"):
         gmm(lhs, rhs, sizes.astype(jnp.float32))
     with pytest.raises(ValueError, match="rows differ"):

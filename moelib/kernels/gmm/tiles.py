@@ -1,0 +1,228 @@
+"""Tiles of the TPU's grouped matmul: which blocks fit, how long they take, and which to use.
+
+Times and bytes are arithmetic from the chip's published figures; nothing is measured. Tests compile
+what is chosen for every generation, so `vmem_bytes` is known to be no less than a kernel needs.
+
+Shapes: m rows, k in, n out, g groups.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from jax.experimental.pallas import tpu as pltpu
+
+_LANES = 128
+_STEP_SECONDS = 0.35e-6  # A grid step's own cost, whatever it does.
+_WEIGHT_ROWS = 128  # Loading a block of weights into the MXU takes as long as this many rows.
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Sizes of a kernel's blocks."""
+
+    m: int
+    k: int
+    n: int
+    sub_m: int  # Divides m: where a tile is not all one group's, rows are multiplied by so many.
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is to be multiplied. For the weight gradient, k and n are the sides of its result."""
+
+    m: int
+    k: int
+    n: int
+    g: int
+    dtype_bytes: int
+    out_bytes: int
+    parts: int = 1  # Matrices side by side, whose products one activation joins.
+    saves: bool = False  # Whether the products are written beside their activation.
+    weight_gradient: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What one TensorCore has."""
+
+    vmem_bytes: int
+    flops_per_second: float  # In bfloat16.
+    bytes_per_second: float  # To and from HBM.
+    num_cores: int = 1  # That share one kernel.
+
+
+# Chips that cannot be told apart get what fits all of them from v5e on.
+_ANY_CHIP = Chip(64 * 2**20, 9.2e14, 1.64e12, 1)
+
+
+def current_chip() -> Chip:
+    """Returns the chip that is traced for: the mesh's in context, else the default device's.
+
+    If that is no TPU, as when a program is compiled for one elsewhere and no mesh is set, it is a
+    chip with the least VMEM from v5e on.
+    """
+    try:
+        info = pltpu.get_tpu_info()
+    except (ValueError, RuntimeError):
+        return _ANY_CHIP
+    return Chip(
+        info.vmem_capacity_bytes,
+        float(info.bf16_ops_per_second),
+        float(info.mem_bw_bytes_per_second),
+        info.num_cores,
+    )
+
+
+def rows_computed(group_sizes: Sequence[int], num_rows: int, tiles: Tiles) -> int:
+    """Returns the number of rows that a kernel multiplies, a row once for each time it is.
+
+    Args:
+        group_sizes: Number of rows of each group.
+        num_rows: Number of all rows; groups have none past them.
+        tiles: Its tiles.
+    """
+    ends = np.minimum(np.cumsum(group_sizes), num_rows)
+    starts = np.concatenate([[0], ends[:-1]])
+    blocks = -(-ends // tiles.sub_m) - starts // tiles.sub_m
+    return int(np.where(ends > starts, blocks, 0).sum()) * tiles.sub_m
+
+
+def rows_computed_over_routed(group_sizes: Sequence[int], num_rows: int, tiles: Tiles) -> float:
+    """Returns `rows_computed` over the rows of groups: 1 at best.
+
+    Args:
+        group_sizes: Number of rows of each group, some row in all.
+        num_rows: Number of all rows.
+        tiles: Its tiles.
+
+    Raises:
+        ValueError: If no group has rows.
+    """
+    routed = min(int(np.sum(group_sizes)), num_rows)
+    if routed == 0:
+        raise ValueError(f"No group has rows: group_sizes are {list(group_sizes)}; give it some.")
+    return rows_computed(group_sizes, num_rows, tiles) / routed
+
+
+def vmem_bytes(job: Job, tiles: Tiles) -> int:
+    """Returns the VMEM that a kernel takes at most.
+
+    Blocks that are read or written are held twice, the next beside the present one. A product is
+    held in float32 before it is added or stored.
+    """
+    tm, tk, tn = tiles.m, _padded(tiles.k), _padded(tiles.n)
+    if job.weight_gradient:
+        blocks = 2 * (tm * (tk + tn) * job.dtype_bytes + tk * tn * job.out_bytes)
+        # The sum and a product, and lhs turned.
+        return blocks + 2 * tk * tn * 4 + tm * tk * job.dtype_bytes + _SPARE
+    written = 1 + (job.parts if job.saves else 0)
+    blocks = 2 * (tm * tk + job.parts * tk * tn) * job.dtype_bytes
+    blocks += 2 * written * tm * tn * job.out_bytes
+    held = job.parts * (1 if tiles.k >= job.k else 2)
+    return blocks + held * tm * tn * 4 + _SPARE
+
+
+_SPARE = 2**20  # For masks and registers that spill.
+
+
+def modelled_seconds(job: Job, tiles: Tiles, chip: Chip) -> float:
+    """Returns the time that a kernel takes if groups are of one size and begin anywhere.
+
+    In each visit the MXU works while the next visit's blocks are fetched, so a visit takes the
+    longer of the two; the first fetch and the last store are waited for.
+    """
+    rows = job.m / max(job.g, 1)  # Of a group.
+    visits = job.g * (max(rows - 1, 0) / tiles.m + 1)
+    fetched = (visits - job.g) if tiles.k >= job.k or job.weight_gradient else 0
+    passed = job.g * _rows_passed(rows, tiles)
+    tk, tn = _padded(tiles.k), _padded(tiles.n)
+    peak = chip.flops_per_second * (1 if job.dtype_bytes <= 2 else 1 / 6)
+    tiles_k, tiles_n = -(-job.k // tiles.k), -(-job.n // tiles.n)
+    multiply = 2 * passed * tk * tn * job.parts / peak / visits  # Of one visit, one (k, n) tile.
+    tiles_m = min(visits, -(-job.m // tiles.m))
+    if job.weight_gradient:
+        return _weight_seconds(job, tiles, chip, visits, multiply) / _cores(chip, tiles_k)
+    matrix = job.parts * tk * tn * job.dtype_bytes / chip.bytes_per_second
+    once = tiles_m / visits if tiles_k == 1 else 1.0  # A tile of rows is kept between its visits.
+    rows_in = once * tiles.m * tk * job.dtype_bytes / chip.bytes_per_second
+    written = 1 + (job.parts if job.saves else 0)
+    rows_out = tiles_m / visits * tiles.m * tn * job.out_bytes * written / chip.bytes_per_second
+    rows_out /= tiles_k
+    stay = max(multiply, rows_in + rows_out) + _STEP_SECONDS
+    change = max(multiply, matrix + rows_in + rows_out) + _STEP_SECONDS
+    seconds = tiles_n * tiles_k * (fetched * stay + (visits - fetched) * change)
+    return seconds / _cores(chip, tiles_n) + matrix + rows_in
+
+
+def _rows_passed(rows: float, tiles: Tiles) -> float:
+    """Returns the rows of a group that pass the MXU, with those for which it only loads weights."""
+    full = max(rows - tiles.m + 1, 0) / tiles.m  # Tiles that are all the group's own.
+    shared = max(rows - 1, 0) / tiles.m + 1 - full
+    blocks = max(rows - 1, 0) / tiles.sub_m + 1 - full * (tiles.m // tiles.sub_m)
+    # Two blocks go together, so one is left over half of the time.
+    waits = shared / 2 * max(_WEIGHT_ROWS - tiles.sub_m, 0)
+    return full * max(tiles.m, _WEIGHT_ROWS) + blocks * tiles.sub_m + waits
+
+
+def _weight_seconds(job: Job, tiles: Tiles, chip: Chip, visits: float, multiply: float) -> float:
+    tk, tn = _padded(tiles.k), _padded(tiles.n)
+    tiles_k, tiles_n = -(-job.k // tiles.k), -(-job.n // tiles.n)
+    rows_in = tiles.m * (tk + tn) * job.dtype_bytes / chip.bytes_per_second
+    matrix = tk * tn * job.out_bytes / chip.bytes_per_second
+    stay = max(multiply, rows_in) + _STEP_SECONDS
+    change = max(multiply, rows_in + matrix) + _STEP_SECONDS
+    return tiles_k * tiles_n * ((visits - job.g) * stay + job.g * change) + rows_in + matrix
+
+
+def _cores(chip: Chip, parallel: int) -> float:
+    """Returns how many cores are busy on average in a dimension of so many independent tiles."""
+    return parallel / -(-parallel // chip.num_cores)
+
+
+def candidates(job: Job) -> Iterator[Tiles]:
+    """Yields the tiles that the kernels' layout allows, whatever they take.
+
+    The last two dimensions of a block are multiples of (16, 128), or the array's own.
+    """
+    rows = 16
+    while rows < min(job.m, 512):
+        rows *= 2
+    for m in sorted({rows, max(rows // 2, 16), max(rows // 4, 16)}):
+        for k in _sides(job.k):
+            for n in _sides(job.n):
+                yield Tiles(m, k, n, min(m, 64))
+
+
+def _sides(size: int) -> list[int]:
+    """Returns the size itself and the smaller multiples of 128 that waste no tile."""
+    sides = [size]
+    for parts in range(2, size // _LANES + 1):
+        side = -(-size // (parts * _LANES)) * _LANES
+        if side >= 2 * _LANES or size <= 4 * _LANES:
+            sides.append(side)
+    return sorted({side for side in sides if side == size or size % side == 0}, reverse=True)
+
+
+@functools.lru_cache(maxsize=512)
+def choose(job: Job, chip: Chip) -> Tiles:
+    """Returns the tiles of least modelled time among those that take half of the chip's VMEM.
+
+    The other half is left to what XLA keeps there and to its transfers in flight.
+
+    Raises:
+        ValueError: If none fits.
+    """
+    limit = chip.vmem_bytes // 2
+    fitting = [tiles for tiles in candidates(job) if vmem_bytes(job, tiles) <= limit]
+    if not fitting:
+        raise ValueError(
+            f"gmm on TPUs: no tile of k={job.k}, n={job.n} fits into {limit} bytes of VMEM; pad k "
+            f"and n to multiples of {_LANES}, or set backend='xla'."
+        )
+    return min(fitting, key=lambda tiles: modelled_seconds(job, tiles, chip))
+
+
+def _padded(side: int) -> int:
+    return -(-side // _LANES) * _LANES

@@ -1,0 +1,186 @@
+"""Grouped matmul for TPUs: Pallas kernels that visit each tile of rows once for each of its groups.
+
+The grid has as many steps as there are visits, counted at run time: a tile without rows of a group
+is filled with zeros, and neither it nor an empty group is read or multiplied. A group's matrix,
+whole in k if it fits, stays in VMEM from the group's first visit to its last. A visit in which all
+rows of the tile are the group's own multiplies them at once; any other multiplies only the blocks
+of `Tiles.sub_m` rows in which the group has rows.
+
+Shapes: m rows, k in, n out, g groups held, s groups counted, p matrices side by side.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from moelib.kernels.gmm.tiles import Tiles
+from moelib.kernels.gmm.tpu_gradient import weight_gradient
+from moelib.kernels.gmm.tpu_product import product
+from moelib.kernels.varying import zeros_like_varying
+
+DTYPES = ("bfloat16", "float32")
+
+
+def gmm(
+    lhs: Float[Array, "m k"],
+    rhs: Float[Array, "g ..."],
+    group_sizes: Int[Array, "s"],
+    bias: Float[Array, "g n"] | None = None,
+    group_offset: Int[Array, ""] | None = None,
+    *,
+    transpose_rhs: bool,
+    out_dtype: DTypeLike,
+    tiles: Tiles | None = None,
+    interpret: Any = None,
+) -> Float[Array, "m n"]:
+    """Returns `lhs[i] @ rhs[group of row i]` plus its bias, zeros for rows of no group held.
+
+    Args:
+        lhs: The rows, sorted by group.
+        rhs: A matrix for each group held, [g, k, n]; [g, n, k] if `transpose_rhs`.
+        group_sizes: Number of rows of each group.
+        bias: A vector for each group held.
+        group_offset: The first group held; 0 by default.
+        transpose_rhs: Whether to multiply by the transposes.
+        out_dtype: Dtype of the result.
+        tiles: Chosen by `tiles.choose` by default.
+        interpret: What `pl.pallas_call` is given; by default the kernel is compiled for a TPU and
+            interpreted elsewhere.
+
+    Raises:
+        ValueError: If the kernel has no such dtype.
+    """
+    n = rhs.shape[1 if transpose_rhs else 2]
+    if 0 in (lhs.shape[0], n, rhs.shape[0]):
+        return zeros_like_varying((lhs.shape[0], n), out_dtype, lhs)
+    run = functools.partial(
+        product, activation=None, save=False, transpose_rhs=transpose_rhs, out_dtype=out_dtype
+    )
+    run = functools.partial(run, tiles=tiles)
+    biases = None if bias is None else bias[:, None]
+    return _on_platform(run, interpret, lhs, (rhs,), biases, group_sizes, group_offset)[0]
+
+
+def gmm_activated(
+    lhs: Float[Array, "m k"],
+    rhs: Float[Array, "g k p n"],
+    group_sizes: Int[Array, "s"],
+    bias: Float[Array, "g p n"] | None = None,
+    group_offset: Int[Array, ""] | None = None,
+    *,
+    activation: Callable[..., Array],
+    save: bool,
+    out_dtype: DTypeLike,
+    tiles: Tiles | None = None,
+    interpret: Any = None,
+) -> tuple[Float[Array, "m n"], Float[Array, "p m n"] | None]:
+    """Returns the activation of p products of each row, and, if `save`, the products themselves.
+
+    Both are zeros for rows of no group held. Arguments are as for `gmm`.
+
+    Args:
+        lhs: The rows, sorted by group.
+        rhs: p matrices for each group held.
+        group_sizes: Number of rows of each group.
+        bias: p vectors for each group held.
+        group_offset: The first group held; 0 by default.
+        activation: Elementwise, of p arrays in float32.
+        save: Whether to return the products, in `out_dtype`.
+        out_dtype: Dtype of the result.
+        tiles: Chosen by `tiles.choose` by default.
+        interpret: As for `gmm`.
+
+    Raises:
+        ValueError: If the kernel has no such dtype.
+    """
+    g, k, p, n = rhs.shape
+    m = lhs.shape[0]
+    if 0 in (m, n, g):
+        saved = zeros_like_varying((p, m, n), out_dtype, lhs) if save else None
+        return zeros_like_varying((m, n), out_dtype, lhs), saved
+    # Matrices side by side are blocks of columns of one array, if columns fall into whole lanes.
+    whole = n % 128 == 0
+    parts = (rhs.reshape(g, k, p * n),) * p if whole else tuple(rhs[:, :, i] for i in range(p))
+    run = functools.partial(
+        product, activation=activation, save=save, transpose_rhs=False, out_dtype=out_dtype
+    )
+    run = functools.partial(run, tiles=tiles)
+    out = _on_platform(run, interpret, lhs, parts, bias, group_sizes, group_offset)
+    return out[0], out[1] if save else None
+
+
+def gmm_weight_gradient(
+    lhs: Float[Array, "m k"],
+    grad: Float[Array, "m n"],
+    group_sizes: Int[Array, "s"],
+    group_offset: Int[Array, ""] | None = None,
+    *,
+    out_dtype: DTypeLike,
+    num_groups: int | None = None,
+    bias_dtype: DTypeLike | None = None,
+    tiles: Tiles | None = None,
+    interpret: Any = None,
+) -> Float[Array, "g k n"] | tuple[Float[Array, "g k n"], Float[Array, "g n"]]:
+    """Returns the sum of `lhs[i]^T grad[i]` over the rows i of each group held.
+
+    Args:
+        lhs: The rows, sorted by group.
+        grad: As many rows.
+        group_sizes: Number of rows of each group.
+        group_offset: The first group held; 0 by default.
+        out_dtype: Dtype of the result.
+        num_groups: Number of groups held; all by default.
+        bias_dtype: If given, the sums of grad over the rows of each group are returned too.
+        tiles: Chosen by `tiles.choose` by default.
+        interpret: As for `gmm`.
+
+    Raises:
+        ValueError: If the kernel has no such dtype.
+    """
+    g = len(group_sizes) if num_groups is None else num_groups
+    (m, k), n = lhs.shape, grad.shape[1]
+    if 0 in (m, k, n, g):
+        zeros = zeros_like_varying((g, k, n), out_dtype, lhs)
+        return zeros if bias_dtype is None else (zeros, zeros_like_varying((g, n), bias_dtype, lhs))
+    run = functools.partial(
+        weight_gradient, num_groups=g, out_dtype=out_dtype, bias_dtype=bias_dtype, tiles=tiles
+    )
+    return _on_platform(run, interpret, lhs, grad, group_sizes, group_offset)
+
+
+def _on_platform(run: Callable[..., Any], interpret: Any, *operands: Any) -> Any:
+    lhs = operands[0]
+    if str(lhs.dtype) not in DTYPES:
+        raise ValueError(
+            f"gmm on TPUs has no kernel for {lhs.dtype}; cast to one of {', '.join(DTYPES)}, "
+            "or set backend='xla'."
+        )
+    if interpret is not None:
+        return run(*operands, interpret=interpret)
+    compiled = functools.partial(run, interpret=False)
+    interpreted = functools.partial(_interpreted, functools.partial(run, interpret=True))
+    return lax.platform_dependent(*operands, tpu=compiled, default=interpreted)
+
+
+def _interpreted(run: Callable[..., Any], *operands: Any) -> Any:
+    """Returns `run(*operands)`, in which arrays that vary over mesh axes do not.
+
+    JAX's interpreter of kernels cannot mix what varies and what does not, so every device runs all
+    devices' kernels, and takes its own result.
+    """
+    axes = tuple(sorted(jax.typeof(operands[0]).manual_axis_type.varying))
+    if not axes:
+        return run(*operands)
+    index, size = lax.axis_index(axes), lax.axis_size(axes)
+
+    def everyones(array: Array) -> Array:
+        places = zeros_like_varying((size, *array.shape), array.dtype, array)
+        return lax.psum(lax.dynamic_update_index_in_dim(places, array, index, axis=0), axes)
+
+    made = lax.map(lambda x: run(*x), jax.tree.map(everyones, operands))
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), made)

@@ -1,0 +1,129 @@
+"""The TPU's kernel of the grouped matmul's weight gradient: rows times rows, summed by group.
+
+The grid is (tile of k, tile of n, visit of a tile of rows). A group's sum stays in VMEM from its
+first visit to its last, and is written once.
+
+Shapes: m rows, k and n sides of the result, g groups held, s groups counted.
+"""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from moelib.kernels.gmm.groups import Visits, row_ranges, weight_visits
+from moelib.kernels.gmm.tiles import Job, Tiles, choose, current_chip
+from moelib.kernels.gmm.tpu_blocks import each_block, each_columns, keep, like, vmem_limit
+
+
+def weight_gradient(
+    lhs: Float[Array, "m k"],
+    grad: Float[Array, "m n"],
+    group_sizes: Int[Array, "s"],
+    group_offset: Int[Array, ""] | None,
+    *,
+    num_groups: int,
+    out_dtype: DTypeLike,
+    bias_dtype: DTypeLike | None,
+    tiles: Tiles | None,
+    interpret: Any,
+) -> Any:
+    """Returns the sums of `lhs[i]^T grad[i]`, [g, k, n]; with those of grad, [g, n], if wanted.
+
+    Args:
+        lhs: The rows, sorted by group.
+        grad: As many rows.
+        group_sizes: Number of rows of each group.
+        group_offset: The first group held; 0 by default.
+        num_groups: Number of groups held.
+        out_dtype: Dtype of the result.
+        bias_dtype: Dtype of the sums of grad, or None for none.
+        tiles: Chosen by `tiles.choose` by default.
+        interpret: What `pl.pallas_call` is given.
+    """
+    (m, k), n = lhs.shape, grad.shape[1]
+    out_bytes = jnp.dtype(out_dtype).itemsize
+    job = Job(m, k, n, num_groups, lhs.dtype.itemsize, out_bytes, weight_gradient=True)
+    tiles = choose(job, current_chip()) if tiles is None else tiles
+    tm, tk, tn = tiles.m, tiles.k, tiles.n
+    tiles_k, tiles_n = pl.cdiv(k, tk), pl.cdiv(n, tn)
+    starts, ends = row_ranges(group_sizes, m, num_groups, group_offset)
+    visits, num_visits = weight_visits(starts, ends, m, tm)
+    out_shape = [like((num_groups, k, n), out_dtype, lhs)]
+    out_specs = [pl.BlockSpec((None, tk, tn), lambda i, j, v, visits: (visits.group[v], i, j))]
+    scratch = [pltpu.VMEM((tk, tn), jnp.float32)]
+    if bias_dtype is not None:
+        # One for each tile of k, all the same: none is written by two cores, or twice.
+        out_shape.append(like((tiles_k, num_groups, 1, n), bias_dtype, lhs))
+        out_specs.append(
+            pl.BlockSpec((None, None, 1, tn), lambda i, j, v, visits: (i, visits.group[v], 0, j))
+        )
+        scratch.append(pltpu.VMEM((1, tn), jnp.float32))
+    read = tiles_n * m * k + tiles_k * m * n
+    out = pl.pallas_call(
+        functools.partial(_kernel, tiles=tiles),
+        out_shape=out_shape,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(tiles_k, tiles_n, num_visits),
+            in_specs=[
+                pl.BlockSpec((tm, tk), lambda i, j, v, visits: (visits.tile[v], i)),
+                pl.BlockSpec((tm, tn), lambda i, j, v, visits: (visits.tile[v], j)),
+            ],
+            out_specs=out_specs,
+            scratch_shapes=scratch,
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=vmem_limit(job, tiles),
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * m * k * n,
+            bytes_accessed=read * lhs.dtype.itemsize + num_groups * k * n * out_bytes,
+            transcendentals=0,
+        ),
+        interpret=interpret,
+        name="gmm_weight_gradient",
+    )(visits, lhs, grad)
+    return out[0] if bias_dtype is None else (out[0], out[1][0, :, 0])
+
+
+def _kernel(visits: Visits, lhs: Any, grad: Any, *refs: Any, tiles: Tiles) -> None:
+    outs, totals = refs[: len(refs) // 2], refs[len(refs) // 2 :]
+    visit = pl.program_id(2)
+    start, end = visits.start[visit], visits.end[visit]
+
+    @pl.when(visits.first[visit] == 1)
+    def _() -> None:
+        for total in totals:
+            total[...] = jnp.zeros_like(total)
+
+    def add(rows: Any, first_row: Any) -> None:
+        def own(values: Array) -> Array:
+            """Both sides are masked, for a NaN in another group's row times zero is NaN."""
+            if first_row is None:
+                return values
+            return keep(values, 0, start - first_row, end - first_row)
+
+        def columns(at: Any) -> None:
+            dims = (((0,), (0,)), ((), ()))
+            pair = own(lhs[rows, at]), own(grad[rows, :])
+            made = lax.dot_general(*pair, dims, preferred_element_type=jnp.float32)
+            totals[0][at, :] += made
+
+        each_columns(tiles.k, columns)
+        if len(totals) == 2:
+            right = own(grad[rows, :]).astype(jnp.float32)
+            totals[1][...] += jnp.sum(right, axis=0, keepdims=True)
+
+    each_block(start, end, tiles, add)
+
+    @pl.when(visits.last[visit] == 1)
+    def _() -> None:
+        for out, total in zip(outs, totals, strict=True):
+            out[...] = total[...].astype(out.dtype)
