@@ -2,7 +2,10 @@
 
 `flash_attention` is the one entry for whole sequences; `shards` has the building blocks of a
 sequence that is split over devices. `reference` says what attention means; `xla` computes it in
-blocks of queries, memory linear in the sequence, on every platform.
+blocks of queries, memory linear in the sequence, on every platform; `tpu` in Pallas kernels.
+
+With several devices the kernels belong inside of `jax.shard_map`: XLA does not partition them, and
+takes the xla form where a mesh axis is left to it.
 """
 
 import functools
@@ -45,19 +48,20 @@ def flash_attention(
         sinks: One more score for each head, which takes its share of the softmax and has no value.
         logit_cap: Scores become cap * tanh(scores / cap), after the scale; None for no cap.
         scale: Multiplies the scores; 1 / sqrt(Dh) by default.
-        backend: "xla" (the default) or "reference".
+        backend: "tpu" (Pallas kernels, the default on TPUs where they can be used; interpreted on
+            CPUs), "xla" (the default elsewhere), or "reference".
 
     Raises:
         ValueError: If H is not a multiple of G, the operands' dtypes differ, window is below 1 or
-            not causal, logit_cap is not positive, sinks are not one a head, or the backend is
-            unknown.
+            not causal, logit_cap is not positive, sinks are not one a head, the backend is
+            unknown, or it cannot take the head_dim, dtype or length.
 
     Source: Vaswani et al., arXiv:1706.03762, eq. 1; grouped heads: Ainslie et al.,
     arXiv:2305.13245; in blocks: Dao et al., arXiv:2205.14135; window: Beltagy et al.,
     arXiv:2004.05150; logit cap: Gemma 2, arXiv:2408.00118; sinks: GPT-OSS, arXiv:2508.10925.
     """
     rule = Rule(q.shape[-1] ** -0.5 if scale is None else scale, causal, window, logit_cap)
-    backends.check(backend, q, k, v, rule, also=("reference",))
+    backends.check(backend, q, k, v, rule, in_order=True, also=("reference",))
     if sinks is not None and sinks.shape != (q.shape[2],):
         raise ValueError(
             f"flash_attention: sinks have shape {list(sinks.shape)}; there must be one for each "

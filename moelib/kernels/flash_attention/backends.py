@@ -1,19 +1,21 @@
 """The forms of attention that have a forward and a backward pass, and the choice of one."""
 
 import functools
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from moelib.kernels.backend import check_backend, run_on_backend
-from moelib.kernels.flash_attention import xla
+from moelib.kernels.flash_attention import tpu, xla
 from moelib.kernels.flash_attention.reference import Places, Rule
 
-_FORWARD: dict[str, Callable[..., Any]] = {"xla": xla.forward}
-_BACKWARD: dict[str, Callable[..., Any]] = {"xla": xla.backward}
-_PLATFORMS = {"default": "xla"}
+_logger = logging.getLogger(__name__)
+_BACKENDS = {"xla": xla, "tpu": tpu}
 
 
 def check(
@@ -23,9 +25,10 @@ def check(
     v: Float[Array, "B K G Dh"],
     rule: Rule,
     *,
+    in_order: bool,
     also: tuple[str, ...] = (),
 ) -> None:
-    """Raises ValueError for what no backend can do, and for a backend that there is not.
+    """Raises ValueError for what no backend can do, or not the one asked for.
 
     Args:
         backend: One of the forms here, or of the names in `also`, or None.
@@ -33,6 +36,7 @@ def check(
         k: Keys.
         v: Values.
         rule: How scores are made.
+        in_order: Whether queries and keys are the same sequence.
         also: Further backends.
     """
     if q.shape[2] % k.shape[2]:
@@ -60,7 +64,9 @@ def check(
             f"flash_attention: logit_cap is {rule.logit_cap}; set a number above 0, or None for no "
             "cap."
         )
-    check_backend("flash_attention", backend, {**_FORWARD, **dict.fromkeys(also)})
+    check_backend("flash_attention", backend, {**_BACKENDS, **dict.fromkeys(also)})
+    if backend == "tpu" and (reason := tpu.reason_against(q, k, rule, in_order=in_order)):
+        raise ValueError(f'flash_attention: {reason}; or set backend="xla".')
 
 
 def forward(
@@ -75,10 +81,8 @@ def forward(
     in_order: bool,
 ) -> tuple[Float[Array, "B Q H Dh"], Float32[Array, "B H Q"]]:
     """Returns attention and the logsumexp of each query's scores, as `xla.forward` does."""
-    runs = {
-        name: functools.partial(run, rule=rule, in_order=in_order) for name, run in _FORWARD.items()
-    }
-    return run_on_backend("flash_attention", backend, runs, _PLATFORMS, q, k, v, sinks, places)
+    operands = q, k, v, sinks, places
+    return _run("forward", backend, operands, rule=rule, in_order=in_order)
 
 
 def backward(
@@ -95,12 +99,45 @@ def backward(
     in_order: bool,
 ) -> tuple[Array, Array, Array]:
     """Returns the gradients in q, k and v, as `xla.backward` does."""
-    runs = {
-        name: functools.partial(run, rule=rule, in_order=in_order)
-        for name, run in _BACKWARD.items()
-    }
     operands = q, k, v, lse, delta, grad, places
-    return run_on_backend("flash_attention", backend, runs, _PLATFORMS, *operands)
+    return _run("backward", backend, operands, rule=rule, in_order=in_order)
+
+
+def _run(pass_: str, backend: str | None, operands: tuple[Any, ...], **options: Any) -> Any:
+    runs: dict[str, Callable[..., Any]] = {
+        name: functools.partial(getattr(module, pass_), **options)
+        for name, module in _BACKENDS.items()
+    }
+    if backend == "tpu":  # Asked for by name: on a CPU, tests do that.
+        interpreted = functools.partial(runs["tpu"], interpret=True)
+        return lax.platform_dependent(*operands, tpu=runs["tpu"], cpu=interpreted)
+    platforms = _platforms(*operands[:2], **options)
+    return run_on_backend("flash_attention", backend, runs, platforms, *operands)
+
+
+def _platforms(q: Array, k: Array, rule: Rule, in_order: bool) -> Mapping[str, str]:
+    """Returns each platform's backend for these operands; why a slower one, is logged."""
+    reason = tpu.reason_against(q, k, rule, in_order=in_order) or _reason_of_mesh()
+    if reason:
+        _log_once(f"flash_attention takes the xla form on TPUs: {reason}.")
+        return {"default": "xla"}
+    return {"tpu": "tpu", "default": "xla"}
+
+
+def _reason_of_mesh() -> str | None:
+    """Returns why a Pallas kernel cannot be used here, or None: XLA does not partition it."""
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = jax.sharding.AxisType.Manual
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    split = [name for name, kind in kinds if kind != manual and mesh.shape[name] > 1]
+    if split:
+        return f"the mesh axes {', '.join(split)} are not manual; call it inside of jax.shard_map"
+    return None
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    _logger.info(message)
 
 
 def output_times_gradient(

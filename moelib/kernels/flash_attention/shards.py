@@ -63,7 +63,7 @@ def attention_forward(
     rule = Rule(q.shape[-1] ** -0.5 if scale is None else scale, causal, window, logit_cap)
     places = Places(q_index, k_index, q_segments, k_segments)
     _check(places)
-    backends.check(backend, q, k, v, rule)
+    backends.check(backend, q, k, v, rule, in_order=False)
     return backends.forward(backend, q, k, v, None, places, rule, in_order=False)
 
 
@@ -127,7 +127,7 @@ def attention_backward(
     rule = Rule(q.shape[-1] ** -0.5 if scale is None else scale, causal, window, logit_cap)
     places = Places(q_index, k_index, q_segments, k_segments)
     _check(places)
-    backends.check(backend, q, k, v, rule)
+    backends.check(backend, q, k, v, rule, in_order=False)
     grad, delta = grad.astype(q.dtype), backends.output_times_gradient(out, grad)
     return backends.backward(backend, q, k, v, lse, delta, grad, places, rule, in_order=False)
 

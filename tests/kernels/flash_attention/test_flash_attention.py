@@ -115,16 +115,17 @@ def test_rows_that_see_nothing_give_zeros_and_zero_gradients(backend, with_sinks
     assert not np.any(grads[2][:, 4:])
 
 
+@pytest.mark.parametrize("backend", ["xla", "tpu"])
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
-def test_what_is_not_finite_stays_in_rows_that_may_attend_to_it(place, wrong):
-    clean = operands(20, heads=2, groups=1)
+def test_what_is_not_finite_stays_in_rows_that_may_attend_to_it(place, wrong, backend):
+    clean = operands(20, heads=2, groups=1, dim=64)
     ids = jnp.asarray([[1] * 12 + [2] * 8] * 2, jnp.int32)
     broken = list(clean)
     broken[place] = broken[place].at[0, 8, 0, 3].set(wrong)
     run = functools.partial(pulled, sinks=None, ids=ids, grad=clean[0], causal=True, window=3)
     (out, grads), (clean_out, clean_grads) = (
-        run(*x, logit_cap=None, backend="xla") for x in (broken, clean)
+        run(*x, logit_cap=None, backend=backend) for x in (broken, clean)
     )
     sees = np.zeros((2, 20), bool)
     sees[0, 8:11] = True  # The rows within the window of token 8.
@@ -140,15 +141,14 @@ def test_what_is_not_finite_stays_in_rows_that_may_attend_to_it(place, wrong):
         np.testing.assert_array_equal(a[~seen], b[~seen])
 
 
-@pytest.mark.parametrize("backend", ["xla"])
-def test_it_works_in_shard_map_with_replicated_sinks(backend):
+def test_it_works_in_shard_map_with_replicated_sinks():
     case = Case(72, 4, 2, 64, window=20, sinks=True, packed=True)
     q, k, v, sinks, ids, grad = operands_of(case)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     split, whole = PartitionSpec("data"), PartitionSpec()
 
     def local(q, k, v, sinks, ids, grad):
-        out = flash_attention(q, k, v, ids, window=20, sinks=sinks, backend=backend)
+        out = flash_attention(q, k, v, ids, window=20, sinks=sinks)
         return jax.lax.psum(jnp.sum(out * grad), "data")
 
     specs = (split, split, split, whole, split, split)

@@ -23,7 +23,11 @@ def zigzag(seq_len, shards):
     return [np.concatenate([pieces[i], pieces[2 * shards - 1 - i]]) for i in range(shards)]
 
 
-@functools.partial(jax.jit, static_argnames=("shards", "backend", "causal", "window", "logit_cap"))
+_STATIC = "backend", "causal", "window", "logit_cap"
+_forward = jax.jit(attention_forward, static_argnames=_STATIC)  # Compiled once for all pairs.
+_backward = jax.jit(attention_backward, static_argnames=_STATIC)
+
+
 def by_shards(q, k, v, sinks, ids, grad, index, *, shards, backend, **options):
     """Returns what `pulled` does, from every pair of a shard of queries and a shard of keys."""
     rows = jnp.split(index, shards)
@@ -33,25 +37,20 @@ def by_shards(q, k, v, sinks, ids, grad, index, *, shards, backend, **options):
     out, grads, of_sinks = zeros(q), [zeros(q), zeros(k), zeros(v)], 0.0
     for i in range(shards):
         places = lambda j, i=i: (rows[i], rows[j], of(ids, i), of(ids, j))
-        pairs = [
-            attention_forward(of(q, i), of(k, j), of(v, j), *places(j), **run)
-            for j in range(shards)
-        ]
+        pairs = [_forward(of(q, i), of(k, j), of(v, j), *places(j), **run) for j in range(shards)]
         part = functools.reduce(merge, pairs)
         part = part if sinks is None else add_sinks(part, sinks)
         out = out.at[:, rows[i]].set(part[0])
         if sinks is not None:
             of_sinks += sinks_gradient(sinks, *part, of(grad, i))
         for j in range(shards):
-            made = attention_backward(
-                of(q, i), of(k, j), of(v, j), *part, of(grad, i), *places(j), **run
-            )
+            made = _backward(of(q, i), of(k, j), of(v, j), *part, of(grad, i), *places(j), **run)
             for n, (side, value) in enumerate(zip((i, j, j), made, strict=True)):
                 grads[n] = grads[n].at[:, rows[side]].add(value)
     return out, (*grads, None if sinks is None else of_sinks)
 
 
-@pytest.mark.parametrize("backend", ["xla"])
+@pytest.mark.parametrize("backend", ["xla", "tpu"])
 @pytest.mark.parametrize(
     "case",
     [
@@ -68,16 +67,16 @@ def test_pairs_of_shards_in_zigzag_give_the_attention_of_the_whole_row(case, bac
     assert_close(got, want, 1e-5)
 
 
-@pytest.mark.parametrize("backend", ["xla"])
+@pytest.mark.parametrize("backend", ["xla", "tpu"])
 def test_keys_that_no_query_sees_give_zeros_and_change_no_merge(backend):
     q, k, v, *_ = operands(Case(16, 2, 1, 64))
     early, late = jnp.arange(16, dtype=jnp.int32), jnp.arange(16, 32, dtype=jnp.int32)
-    unseen = attention_forward(q, k, v, early, late, backend=backend)
+    unseen = _forward(q, k, v, early, late, backend=backend)
     assert not np.any(unseen[0])
-    own = attention_forward(q, k, v, early, early, backend=backend)
+    own = _forward(q, k, v, early, early, backend=backend)
     for got in merge(own, unseen), merge(unseen, own), merge(merge(unseen, unseen), own):
         assert_close(got, own, 1e-6)
-    grads = attention_backward(q, k, v, *own, q, early, late, backend=backend)
+    grads = _backward(q, k, v, *own, q, early, late, backend=backend)
     assert not any(np.any(grad) for grad in grads)
 
 

@@ -1,0 +1,398 @@
+"""The Pallas TPU kernels of attention: outputs, gradients of queries, gradients of keys and values.
+
+All arrays have the sequence last, and scores have a row for each key: [keys, queries]. The
+sequence then fills the lanes at any head_dim, what a query has one of (its maximum, sum, logsumexp)
+is one row, and maxima and sums over keys go over sublanes, the fast direction. The queries of the n
+heads that share keys stand side by side, so keys are loaded once for all of them.
+
+Each kernel runs over a list of visits (see `visits`); masks are computed only in visits that are
+not wholly seen.
+
+Shapes: C chunks of n heads, a group or a part of one; q queries and k keys of a block, r = n q.
+
+Source: Dao et al., arXiv:2205.14135 and Dao, arXiv:2307.08691.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int, Int32
+
+from moelib.kernels.flash_attention.reference import MASKED, Rule, capped
+from moelib.kernels.flash_attention.visits import (
+    column,
+    is_first,
+    is_last,
+    is_seen,
+    is_whole,
+    least_ahead,
+    row,
+)
+
+EMPTY = MASKED / 10  # As in the xla form: the logsumexp of no key at all.
+_VMEM_LIMIT = 48 * 2**20  # Of 64 MiB on tpu7x, and 128 MiB on the others.
+
+
+class Masks(NamedTuple):
+    """Positions, and segments or None."""
+
+    q_index: Int32[Array, "1 Q"]
+    k_index: Int32[Array, "1 K"]
+    q_segments: Int32[Array, "B 1 Q"] | None
+    k_segments: Int32[Array, "B 1 K"] | None
+
+
+class Call(NamedTuple):
+    """What all kernels are built from. Hashable."""
+
+    rule: Rule
+    block_q: int
+    block_k: int
+    interpret: Any  # As for `pl.pallas_call`.
+
+
+def outputs(
+    call: Call,
+    visits: Int[Array, "V"],
+    q: Float[Array, "B C n Dh Q"],
+    k: Float[Array, "B G Dh K"],
+    v: Float[Array, "B G Dh K"],
+    sinks: Float32[Array, "C n"] | None,
+    masks: Masks,
+    *,
+    dtype: DTypeLike,
+) -> tuple[Float[Array, "B C n Dh Q"], Float32[Array, "B C n Q"]]:
+    """Returns the attention and the logsumexp of each query. Visits: rows are blocks of queries."""
+    heads, dim = q.shape[2:4]
+    specs = _Specs(call, q, k, row, column)
+    rows = heads * call.block_q
+    return _pallas_call(
+        functools.partial(_outputs_kernel, call),
+        call,
+        visits,
+        operands=((q, specs.q), (k, specs.k), (v, specs.k), *specs.of_masks(masks)),
+        scalars=sinks,
+        results=((q.shape, dtype, specs.q), ((*q.shape[:3], q.shape[4]), jnp.float32, specs.sums)),
+        scratch=((1, rows), (1, rows), (dim, rows)),
+        matmuls=2,
+    )
+
+
+def query_gradients(
+    call: Call,
+    visits: Int[Array, "V"],
+    q: Float[Array, "B C n Dh Q"],
+    k: Float[Array, "B G Dh K"],
+    v: Float[Array, "B G Dh K"],
+    grad: Float[Array, "B C n Dh Q"],
+    lse: Float32[Array, "B C n Q"],
+    delta: Float32[Array, "B C n Q"],
+    masks: Masks,
+    *,
+    dtype: DTypeLike,
+) -> Float[Array, "B C n Dh Q"]:
+    """Returns the gradient in the queries. Visits: rows are blocks of queries."""
+    specs = _Specs(call, q, k, row, column)
+    of_queries = (q, specs.q), (k, specs.k), (v, specs.k), (grad, specs.q)
+    return _pallas_call(
+        functools.partial(_query_gradients_kernel, call),
+        call,
+        visits,
+        operands=(*of_queries, (lse, specs.sums), (delta, specs.sums), *specs.of_masks(masks)),
+        scalars=None,
+        results=((q.shape, dtype, specs.q),),
+        scratch=((q.shape[3], q.shape[2] * call.block_q),),
+        matmuls=3,
+    )[0]
+
+
+def key_gradients(
+    call: Call,
+    visits: Int[Array, "V"],
+    q: Float[Array, "B C n Dh Q"],
+    k: Float[Array, "B G Dh K"],
+    v: Float[Array, "B G Dh K"],
+    grad: Float[Array, "B C n Dh Q"],
+    lse: Float32[Array, "B C n Q"],
+    delta: Float32[Array, "B C n Q"],
+    masks: Masks,
+    *,
+    dtype: DTypeLike,
+) -> tuple[Float[Array, "B C Dh K"], Float[Array, "B C Dh K"]]:
+    """Returns each chunk's gradients in keys and values. Visits: rows are blocks of keys."""
+    specs = _Specs(call, q, k, column, row)
+    shape = (*q.shape[:2], *k.shape[2:])
+    of_queries = (q, specs.q), (k, specs.k), (v, specs.k), (grad, specs.q)
+    return _pallas_call(
+        functools.partial(_key_gradients_kernel, call),
+        call,
+        visits,
+        operands=(*of_queries, (lse, specs.sums), (delta, specs.sums), *specs.of_masks(masks)),
+        scalars=None,
+        results=((shape, dtype, specs.k_sums),) * 2,
+        scratch=((k.shape[2], call.block_k),) * 2,
+        matmuls=4,
+    )
+
+
+def _outputs_kernel(
+    call: Call, visits: Any, refs: Any, sinks: Any, results: Any, scratch: Any
+) -> None:
+    q, k, v, *masks = refs
+    out, lse = results
+    peak, total, acc = scratch
+    chunk, visit, heads = pl.program_id(1), visits[pl.program_id(2)], q.shape[0]
+
+    @pl.when(is_first(visit))
+    def _() -> None:
+        start = [EMPTY if sinks is None else sinks[chunk, i] for i in range(heads)]
+        peak[...] = _side_by_side([jnp.full((1, call.block_q), x, jnp.float32) for x in start])
+        total[...] = jnp.ones_like(total)  # The sink's own share; of EMPTY, nothing remains.
+        acc[...] = jnp.zeros_like(acc)
+
+    def meet(masked: bool) -> None:
+        scores = _scores(call.rule, q, k)
+        if masked:
+            scores = jnp.where(_mask(call.rule, masks, heads), scores, MASKED)
+        before = peak[...]
+        after = jnp.maximum(before, jnp.max(scores, axis=0, keepdims=True))
+        exp, old = jnp.exp(scores - after), jnp.exp(before - after)
+        peak[...] = after
+        total[...] = total[...] * old + jnp.sum(exp, axis=0, keepdims=True)
+        acc[...] = acc[...] * old + _dot(v[...], exp.astype(v.dtype), 1, 0)
+
+    _meet(visit, masks, meet)
+
+    @pl.when(is_last(visit))
+    def _() -> None:
+        _store_heads(out, acc[...] / total[...])
+        _store_heads(lse, peak[...] + jnp.log(total[...]))
+
+
+def _query_gradients_kernel(
+    call: Call, visits: Any, refs: Any, sinks: Any, results: Any, scratch: Any
+) -> None:
+    del sinks
+    k = refs[1]
+    (acc,) = scratch
+    visit = visits[pl.program_id(2)]
+
+    @pl.when(is_first(visit))
+    def _() -> None:
+        acc[...] = jnp.zeros_like(acc)
+
+    def meet(masked: bool) -> None:
+        _, grad_scores = _score_gradients(call.rule, refs, masked)
+        acc[...] += _dot(k[...], grad_scores.astype(k.dtype), 1, 0)
+
+    _meet(visit, refs[6:], meet)
+
+    @pl.when(is_last(visit))
+    def _() -> None:
+        _store_heads(results[0], acc[...] * call.rule.scale)
+
+
+def _key_gradients_kernel(
+    call: Call, visits: Any, refs: Any, sinks: Any, results: Any, scratch: Any
+) -> None:
+    del sinks
+    q, _, _, grad, *_ = refs
+    grad_k, grad_v = scratch
+    visit = visits[pl.program_id(2)]
+
+    @pl.when(is_first(visit))
+    def _() -> None:
+        grad_k[...] = jnp.zeros_like(grad_k)
+        grad_v[...] = jnp.zeros_like(grad_v)
+
+    def meet(masked: bool) -> None:
+        probs, grad_scores = _score_gradients(call.rule, refs, masked)
+        grad_v[...] += _dot(_heads(grad), probs.astype(grad.dtype), 1, 1)
+        grad_k[...] += _dot(_heads(q), grad_scores.astype(q.dtype), 1, 1)
+
+    _meet(visit, refs[6:], meet)
+
+    @pl.when(is_last(visit))
+    def _() -> None:
+        results[0][...] = (grad_k[...] * call.rule.scale).astype(results[0].dtype)
+        results[1][...] = grad_v[...].astype(results[1].dtype)
+
+
+def _meet(visit: Any, masks: Any, meet: Any) -> None:
+    """Calls `meet(masked)` if the visit is seen."""
+    if len(masks) > 2:  # Segments: any pair may be masked.
+        pl.when(is_seen(visit))(functools.partial(meet, True))
+        return
+    pl.when(is_seen(visit) & is_whole(visit))(functools.partial(meet, False))
+    pl.when(is_seen(visit) & ~is_whole(visit))(functools.partial(meet, True))
+
+
+def _scores(rule: Rule, q: Any, k: Any) -> Float32[Array, "k r"]:
+    return capped(_dot(k[...], _heads(q), 0, 0) * rule.scale, rule)
+
+
+def _score_gradients(rule: Rule, refs: Any, masked: bool) -> tuple[Array, Array]:
+    """Returns the probabilities, and the gradient of the scores without their scale, [k, r]."""
+    q, k, v, grad, lse, delta, *masks = refs
+    scores = _scores(rule, q, k)
+    probs = jnp.exp(scores - _heads(lse))
+    if masked:
+        probs = jnp.where(_mask(rule, masks, q.shape[0]), probs, 0.0)
+    grad_scores = probs * (_dot(v[...], _heads(grad), 0, 0) - _heads(delta))
+    if rule.logit_cap is not None:
+        grad_scores = grad_scores * (1 - jnp.square(scores / rule.logit_cap))
+    return probs, grad_scores
+
+
+def _mask(rule: Rule, masks: Any, heads: int) -> Array:
+    """Returns where a query may attend to a key, [k, r]."""
+    q_index, k_index, *segments = masks
+    ahead = _side_by_side([q_index[...]] * heads) - _column(k_index[...])
+    mask = ahead >= least_ahead(rule)
+    if rule.window is not None:
+        mask = mask & (ahead < rule.window)
+    if segments:
+        q_segments, k_segments = segments
+        mask = mask & (_side_by_side([q_segments[...]] * heads) == _column(k_segments[...]))
+    return mask
+
+
+def _column(x: Int32[Array, "1 k"]) -> Int32[Array, "k 1"]:
+    return jnp.broadcast_to(x, (128, x.shape[1])).T[:, :1]
+
+
+def _heads(ref: Any) -> Array:
+    """Returns the heads of a block side by side: [n, Dh, q] as [Dh, r], [n, q] as [1, r]."""
+    if len(ref.shape) == 2:
+        return _side_by_side([ref[i : i + 1, :] for i in range(ref.shape[0])])
+    return _side_by_side([ref[i] for i in range(ref.shape[0])])
+
+
+def _store_heads(ref: Any, x: Float32[Array, "x r"]) -> None:
+    """Stores what stands side by side as a block."""
+    for i in range(ref.shape[0]):
+        part = x[:, i * ref.shape[-1] : (i + 1) * ref.shape[-1]].astype(ref.dtype)
+        if len(ref.shape) == 2:
+            ref[i : i + 1, :] = part
+        else:
+            ref[i] = part
+
+
+def _side_by_side(parts: list[Array]) -> Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+
+def _dot(a: Array, b: Array, a_axis: int, b_axis: int) -> Array:
+    dims = (((a_axis,), (b_axis,)), ((), ()))
+    return lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
+
+
+class _Specs:
+    """How arrays are cut in blocks: `of_q` and `of_k` give a visit's block of each."""
+
+    def __init__(self, call: Call, q: Array, k: Array, of_q: Any, of_k: Any) -> None:
+        _, chunks, heads, dim, _ = q.shape
+        parts = chunks // k.shape[1]  # Chunks that share a group's keys.
+        block_q, block_k = call.block_q, call.block_k
+        self.q = pl.BlockSpec(
+            (None, None, heads, dim, block_q), lambda b, c, i, at: (b, c, 0, 0, of_q(at[i]))
+        )
+        self.sums = pl.BlockSpec(
+            (None, None, heads, block_q), lambda b, c, i, at: (b, c, 0, of_q(at[i]))
+        )
+        self.k = pl.BlockSpec(
+            (None, None, dim, block_k), lambda b, c, i, at: (b, lax.div(c, parts), 0, of_k(at[i]))
+        )
+        self.k_sums = pl.BlockSpec(
+            (None, None, dim, block_k), lambda b, c, i, at: (b, c, 0, of_k(at[i]))
+        )
+        self._of_masks = (
+            pl.BlockSpec((1, block_q), lambda b, c, i, at: (0, of_q(at[i]))),
+            pl.BlockSpec((1, block_k), lambda b, c, i, at: (0, of_k(at[i]))),
+            pl.BlockSpec((None, 1, block_q), lambda b, c, i, at: (b, 0, of_q(at[i]))),
+            pl.BlockSpec((None, 1, block_k), lambda b, c, i, at: (b, 0, of_k(at[i]))),
+        )
+
+    def of_masks(self, masks: Masks) -> list[tuple[Array, pl.BlockSpec]]:
+        pairs = zip(masks, self._of_masks, strict=True)
+        return [(array, spec) for array, spec in pairs if array is not None]
+
+
+def _pallas_call(
+    kernel: Any,
+    call: Call,
+    visits: Array,
+    *,
+    operands: Any,
+    scalars: Array | None,
+    results: Any,
+    scratch: Any,
+    matmuls: int,
+) -> Any:
+    arrays, specs = [array for array, _ in operands], [spec for _, spec in operands]
+    batch, chunks = arrays[0].shape[:2]
+    if scalars is not None:
+        arrays.append(scalars)
+        specs.append(pl.BlockSpec(memory_space=pltpu.SMEM))
+
+    def run(visits: Any, *refs: Any) -> None:
+        ins, refs = refs[: len(arrays)], refs[len(arrays) :]
+        ins, scalar = (ins, None) if scalars is None else (ins[:-1], ins[-1])
+        kernel(visits, ins, scalar, refs[: len(results)], refs[len(results) :])
+
+    varying = _varying(arrays[0])
+    return pl.pallas_call(
+        run,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(batch, chunks, visits.shape[0]),
+            in_specs=specs,
+            out_specs=[spec for *_, spec in results],
+            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
+        ),
+        out_shape=[jax.ShapeDtypeStruct(shape, dtype, **varying) for shape, dtype, _ in results],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=_VMEM_LIMIT,
+        ),
+        cost_estimate=_cost(call, visits.shape[0], operands, results, matmuls),
+        interpret=call.interpret,
+    )(visits, *arrays)
+
+
+def _cost(
+    call: Call, num_visits: int, operands: Any, results: Any, matmuls: int
+) -> pl.CostEstimate:
+    """Returns the cost of the visits alone. Each loads its block of keys, or of queries, anew."""
+    batch, chunks, heads, dim, _ = operands[0][0].shape
+    steps = batch * chunks * num_visits
+    scores = steps * heads * call.block_q * call.block_k
+    size = lambda shape, dtype: jnp.dtype(dtype).itemsize * _product(shape)
+    once = sum(size(shape, dtype) for shape, dtype, _ in results)
+    loaded = sum(
+        size([x for x in spec.block_shape if x is not None], array.dtype)
+        for array, spec in operands
+    )
+    return pl.CostEstimate(
+        flops=2 * matmuls * dim * scores,
+        transcendentals=scores * (1 if call.rule.logit_cap is None else 2),
+        bytes_accessed=once + steps * loaded,
+    )
+
+
+def _product(shape: Any) -> int:
+    return functools.reduce(lambda a, b: a * b, shape, 1)
+
+
+def _varying(array: Array) -> dict[str, Any]:
+    """Returns what an output's type takes so that it varies over mesh axes as the array does."""
+    aval = jax.typeof(array)
+    if hasattr(aval, "manual_axis_type"):  # Since jax 0.12.
+        return {"manual_axis_type": aval.manual_axis_type}
+    return {"vma": aval.vma}

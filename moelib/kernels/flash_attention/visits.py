@@ -1,0 +1,110 @@
+"""Which pairs of a block of queries and a block of keys a kernel visits, in what order.
+
+A kernel's grid runs over a list of visits instead of over all pairs, so a pair that no query sees
+costs nothing, no load either. Queries and keys of one sequence in order have a list known when the
+kernel is built; for shards in any order the list is computed on the device: it has all pairs, but
+a pair that is not seen names the block that is loaded already.
+
+A visit is one int32: the row, the column, and four flags. Rows are what the kernel sums over:
+blocks of queries for the output, blocks of keys for the gradients of keys and values.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from moelib.kernels.flash_attention.reference import Rule
+
+PAST_END = 2**30  # The position of keys that only fill the last block: behind every query.
+MAX_VISITS = 2**17  # Of 4 bytes each, in a scalar memory of 1 MiB.
+_BITS = 13  # Of a row and of a column.
+MAX_BLOCKS = 2**_BITS
+_NOT_CAUSAL = -(2**29)  # The furthest that a query sees ahead then: not up to PAST_END.
+
+
+def row(visit: Any) -> Any:
+    """Returns the index of the block that is summed over."""
+    return visit & (2**_BITS - 1)
+
+
+def column(visit: Any) -> Any:
+    """Returns the index of the block that changes with each visit."""
+    return (visit >> _BITS) & (2**_BITS - 1)
+
+
+def is_first(visit: Any) -> Any:
+    """Returns whether it is the first visit of its row."""
+    return _flag(visit, 0)
+
+
+def is_last(visit: Any) -> Any:
+    """Returns whether it is the last visit of its row."""
+    return _flag(visit, 1)
+
+
+def is_seen(visit: Any) -> Any:
+    """Returns whether any of its queries may see any of its keys."""
+    return _flag(visit, 2)
+
+
+def is_whole(visit: Any) -> Any:
+    """Returns whether each of its queries sees each of its keys, segments aside."""
+    return _flag(visit, 3)
+
+
+def least_ahead(rule: Rule) -> int:
+    """Returns how far a query stands ahead of a key, at the least, to see it."""
+    return 0 if rule.causal else _NOT_CAUSAL
+
+
+def visits(q_index: Any, k_index: Any, rule: Rule, *, by_keys: bool) -> Any:
+    """Returns the list of visits, int32 [V], row after row; each row has one visit at least.
+
+    Args:
+        q_index: Positions of queries, [blocks, queries of a block].
+        k_index: Positions of keys, likewise. NumPy arrays give a NumPy list, of the seen pairs
+            only; JAX arrays a list of all pairs.
+        rule: Who sees whom.
+        by_keys: Whether rows are blocks of keys; otherwise of queries.
+    """
+    q_low, q_high = q_index.min(1)[:, None], q_index.max(1)[:, None]
+    k_low, k_high = k_index.min(1)[None], k_index.max(1)[None]
+    least = least_ahead(rule)
+    seen, whole = q_high - k_low >= least, q_low - k_high >= least
+    if rule.window is not None:
+        seen = seen & (q_low - k_high < rule.window)
+        whole = whole & (q_high - k_low < rule.window)
+    if by_keys:
+        seen, whole = seen.T, whole.T
+    rows, columns = seen.shape
+    assert max(rows, columns) <= MAX_BLOCKS, (rows, columns)
+    static = isinstance(seen, np.ndarray)
+    xp: Any = np if static else jnp
+    at_row = xp.broadcast_to(xp.arange(rows, dtype=xp.int32)[:, None], seen.shape)
+    at_column = xp.broadcast_to(xp.arange(columns, dtype=xp.int32)[None], seen.shape)
+    if static:
+        kept = seen.copy()
+        kept[:, 0] |= ~seen.any(1)  # An empty row's zeros must be written too.
+        ends = at_column == kept.argmax(1)[:, None], at_column == _last(kept)[:, None]
+        return _pack(at_row, at_column, *ends, seen, whole)[kept].astype(np.int32)
+    loaded = jnp.where(seen, at_column, -1)
+    loaded = jnp.maximum.accumulate(loaded, axis=1)  # Unseen ones after, and first ones, wait.
+    loaded = jnp.where(loaded < 0, jnp.argmax(seen, axis=1)[:, None].astype(jnp.int32), loaded)
+    ends = at_column == 0, at_column == columns - 1
+    return _pack(at_row, loaded, *ends, seen, whole).reshape(-1)
+
+
+def _pack(at_row: Any, at_column: Any, *flags: Any) -> Any:
+    packed = at_row | (at_column << _BITS)
+    for bit, flag in enumerate(flags):
+        packed = packed | (flag.astype(packed.dtype) << (2 * _BITS + bit))
+    return packed
+
+
+def _flag(visit: Any, bit: int) -> Any:
+    return ((visit >> (2 * _BITS + bit)) & 1) == 1
+
+
+def _last(kept: np.ndarray) -> np.ndarray:
+    return kept.shape[1] - 1 - kept[:, ::-1].argmax(1)

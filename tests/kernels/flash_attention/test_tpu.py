@@ -1,0 +1,194 @@
+import importlib.util
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel,
+    splash_attention_mask,
+)
+from jax.sharding import PartitionSpec
+
+from moelib.kernels.flash_attention import backends, flash_attention, tpu, xla
+from moelib.kernels.flash_attention.reference import Rule, whole_rows
+from tests.kernels.flash_attention.cases import (
+    CASES,
+    Case,
+    assert_close,
+    exact,
+    operands,
+    pulled,
+)
+
+_ROOT = pathlib.Path(__file__).parents[3]
+_needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu, which compiles, is not installed"
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels_give_the_values_and_gradients_of_the_reference(case):
+    got = pulled(*operands(case), **case.options(), backend="tpu")
+    dtype = got[0].dtype
+    want = jax.tree.map(lambda x: x.astype(dtype), exact(case))
+    assert_close(got, want, 1e-5 if dtype == jnp.float32 else 2**-5)
+
+
+def _passes(case, run, **options):
+    """Returns the results of the forward and of the backward pass of a module."""
+    q, k, v, sinks, ids, grad = operands(case)
+    places = whole_rows(case.seq_len, ids)
+    rule = Rule(case.dim**-0.5, case.causal, case.window, case.cap)
+    out, lse = run.forward(q, k, v, sinks, places, rule, in_order=True, **options)
+    delta = jnp.sum(out * grad, -1).transpose(0, 2, 1)
+    grads = run.backward(q, k, v, lse, delta, grad, places, rule, in_order=True, **options)
+    return out, lse, grads
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(257, 2, 1, 64, window=70, sinks=True, packed=True), Case(130, 2, 2, 64, causal=False)],
+    ids=str,
+)
+def test_no_kernel_reads_memory_that_nothing_wrote(case):
+    """The interpreter fills it with NaN."""
+    got = _passes(case, tpu, interpret=pltpu.InterpretParams(uninitialized_memory="nan"))
+    assert_close(got, _passes(case, xla), 1e-5)
+
+
+@pytest.mark.parametrize("heads", [6, 12])
+def test_many_heads_of_a_group_are_computed_in_chunks(heads, monkeypatch):
+    monkeypatch.setattr(tpu, "_MAX_ROWS", 512)  # Chunks of 3 and 4 heads.
+    case = Case(130, heads, 1, 64, sinks=True)
+    assert_close(_passes(case, tpu, interpret=True), _passes(case, xla), 1e-5)
+
+
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (100, None), (None, 2.0)])
+def test_values_and_gradients_are_those_of_splash_attention(window, cap):
+    case = Case(256, 2, 2, 128, window=window, cap=cap)
+    q, k, v, _, _, grad = operands(case)
+    one = splash_attention_mask.CausalMask((256, 256))
+    if window is not None:
+        one = splash_attention_mask.LocalMask((256, 256), (window - 1, 0), 0)
+    splash = splash_attention_kernel.make_splash_mha(
+        splash_attention_mask.MultiHeadMask([one] * 2),
+        head_shards=1,
+        q_seq_shards=1,
+        attn_logits_soft_cap=cap,
+        interpret=True,
+    )
+    by_head = lambda x: x.transpose(0, 2, 1, 3)
+    attend = lambda q, k, v: by_head(
+        jax.vmap(splash)(by_head(q) * 128**-0.5, *map(by_head, (k, v)))
+    )
+    value, pull = jax.vjp(attend, q, k, v)
+    got = pulled(q, k, v, None, None, grad, **case.options(), backend="tpu")
+    assert_close(got, (value, (*pull(grad), None)), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype", "message"),
+    [
+        (32, jnp.float32, r'head_dim is 32; .*64 is the nearest; or set backend="xla"'),
+        (90, jnp.float32, "head_dim is 90; .*96 is the nearest"),
+        (64, jnp.float16, "dtype is float16; the TPU kernels take bfloat16 and float32"),
+    ],
+)
+def test_what_the_kernels_cannot_take_is_refused_when_they_are_asked_for(dim, dtype, message):
+    x = jnp.ones((1, 8, 1, dim), dtype)
+    with pytest.raises(ValueError, match=message):
+        flash_attention(x, x, x, backend="tpu")
+
+
+def test_a_sequence_with_too_many_blocks_is_refused(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    x = jax.ShapeDtypeStruct((1, 2**20, 1, 64), jnp.float32)
+    run = lambda x, **options: flash_attention(x, x, x, backend="tpu", **options)
+    with pytest.raises(ValueError, match=r"1048576 queries .*; the TPU kernels take 131072 pairs"):
+        jax.eval_shape(run, x)
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "limit", "block"),
+    [
+        (1, 512, 128),
+        (1024, 512, 256),
+        (2048, 512, 512),
+        (2048, 128, 128),
+        (1100, 512, 256),
+        (4200, 512, 512),
+        (900, 512, 128),
+    ],
+)
+def test_blocks_are_as_large_as_pays(seq_len, limit, block):
+    assert tpu._block(seq_len, limit) == block
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_kernels_work_in_shard_map(check_vma):
+    """Interpreted without the check of varying axes, which the interpreter itself does not pass."""
+    case = Case(72, 4, 2, 64, window=20, sinks=True, packed=True)
+    q, k, v, sinks, ids, grad = operands(case)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    split, whole = PartitionSpec("data"), PartitionSpec()
+
+    def local(q, k, v, sinks, ids, grad):
+        attend = lambda q, k, v, sinks: flash_attention(
+            q, k, v, ids, sinks=sinks, window=20, backend="tpu"
+        )
+        value, pull = jax.vjp(attend, q, k, v, sinks)
+        *grads, of_sinks = pull(grad)
+        return value, (*grads, of_sinks if check_vma else jax.lax.psum(of_sinks, "data"))
+
+    results = split, (split, split, split, whole)
+    specs = split, split, split, whole, split, split
+    run = jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=results, check_vma=check_vma)
+    )
+    if check_vma:
+        run.trace(q, k, v, sinks, ids, grad)
+        return
+    got = run(q, k, v, sinks, ids, grad)
+    assert_close(got, pulled(*operands(case), **case.options(), backend="reference"), 1e-5)
+
+
+def test_where_xla_would_have_to_partition_them_the_xla_form_is_taken_and_logged(caplog):
+    x = jax.ShapeDtypeStruct((2, 8, 1, 64), jnp.float32)
+    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    kernels = lambda: str(jax.make_jaxpr(lambda x: flash_attention(x, x, x))(x)).count("pallas")
+    assert kernels() > 0
+    backends._log_once.cache_clear()
+    with caplog.at_level("INFO", logger=backends.__name__), jax.set_mesh(mesh):
+        assert kernels() == 0
+        assert kernels() == 0
+    (record,) = caplog.records
+    assert "xla form on TPUs: the mesh axes fsdp are not manual; call it inside" in record.message
+
+
+def _compile(*names):
+    command = [sys.executable, "-m", "tests.kernels.flash_attention.compile_for_tpu", *names]
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@_needs_libtpu
+def test_the_default_on_tpus_is_the_kernels():
+    (made,) = _compile("v6e:2x2x1=in shard_map")
+    assert made["kernels"] == 3
+    # 9 matmuls; 2 blocks of 128 queries by 2 of 128 keys: 3 of 4 pairs are visited.
+    assert made["flops"] == pytest.approx(9 * 2 * 64 * 8 * 3 * 128**2, rel=0.1)
+
+
+@pytest.mark.slow
+@_needs_libtpu
+def test_all_kernels_compile_for_all_generations():
+    made = _compile("v5e:2x2", "v5p:2x2x1", "v6e:2x2x1", "tpu7x:2x2x1")
+    assert len(made) == 4 * 8
+    assert all(program["kernels"] == 3 for program in made)
