@@ -76,7 +76,7 @@ def gmm_activated(
 
     The bias is added to each product. Rows of no group that rhs holds are zeros, whatever the
     activation makes of zeros, and have zero gradients. Differentiable in lhs, rhs and
-    bias, in reverse mode.
+    bias, in reverse mode, once; `gmm` and the activation can be any number of times.
 
     Args:
         lhs: The rows, sorted by group, as for `gmm`.
@@ -166,41 +166,17 @@ def _activated(options: _Options, *operands: Any) -> Array:
 
 
 def _activated_forward(options: _Options, *operands: Any) -> tuple[Array, tuple[Any, ...]]:
-    out, parts = _activated_and_parts(options, *operands)
+    out, parts = _run(options, *operands, save=True)
     return out, (operands, parts)
 
 
 def _activated_backward(
     options: _Options, saved: tuple[Any, ...], grad: Array
 ) -> tuple[Array | None, ...]:
-    return _backward(options, saved, (grad, None))
-
-
-_activated.defvjp(_activated_forward, _activated_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _activated_and_parts(options: _Options, *operands: Any) -> tuple[Array, Array]:
-    out, parts = _run(options, *operands, save=True)
-    assert parts is not None
-    return out, parts
-
-
-def _both_forward(options: _Options, *operands: Any) -> tuple[tuple[Array, Array], Any]:
-    out, parts = _activated_and_parts(options, *operands)
-    return (out, parts), (operands, parts)
-
-
-def _backward(
-    options: _Options, saved: tuple[Any, ...], grads: tuple[Array, Array | None]
-) -> tuple[Array | None, ...]:
-    """Returns the gradients of the operands, from those of what is activated and of the parts."""
     (lhs, rhs, bias, sizes, offset), parts = saved
     p, m, n = parts.shape
     _, pull = jax.vjp(lambda x: options.activation(*x), parts.astype(jnp.float32))
-    (made,) = pull(grads[0].astype(jnp.float32))
-    if grads[1] is not None:
-        made += grads[1].astype(jnp.float32)
+    (made,) = pull(grad.astype(jnp.float32))
     made = jnp.moveaxis(made.astype(parts.dtype), 0, 1).reshape(m, p * n)  # [m, p * n]
     turned = GmmOptions(True, options.backend, lhs.dtype)
     lhs_grad = product(turned, made, _flat(rhs), None, sizes, offset)
@@ -212,4 +188,6 @@ def _backward(
     return lhs_grad, found[0].reshape(rhs.shape), found[1].reshape(bias.shape), None, None
 
 
-_activated_and_parts.defvjp(_both_forward, _backward)
+# Under remat the first pass then runs the kernel that writes no products; JAX can differentiate
+# it only once for that.
+_activated.defvjp(_activated_forward, _activated_backward, optimize_remat=True)

@@ -196,13 +196,16 @@ def candidates(job: Job) -> Iterator[Tiles]:
 
 
 def _sides(size: int) -> list[int]:
-    """Returns the size itself and the smaller multiples of 128 that waste no tile."""
-    sides = [size]
-    for parts in range(2, size // _LANES + 1):
+    """Returns the size itself, and smaller multiples of 128 of which few reach past it.
+
+    They divide a size that is a multiple of 128: matrices side by side begin at whole tiles.
+    """
+    sides = {size, min(size, _LANES)}
+    for parts in range(2, min(size // _LANES, 32) + 1):
         side = -(-size // (parts * _LANES)) * _LANES
-        if side >= 2 * _LANES or size <= 4 * _LANES:
-            sides.append(side)
-    return sorted({side for side in sides if side == size or size % side == 0}, reverse=True)
+        if size % _LANES or size % side == 0:
+            sides.add(side)
+    return sorted(sides, reverse=True)
 
 
 @functools.lru_cache(maxsize=512)
@@ -210,17 +213,10 @@ def choose(job: Job, chip: Chip) -> Tiles:
     """Returns the tiles of least modelled time among those that take half of the chip's VMEM.
 
     The other half is left to what XLA keeps there and to its transfers in flight.
-
-    Raises:
-        ValueError: If none fits.
     """
     limit = chip.vmem_bytes // 2
     fitting = [tiles for tiles in candidates(job) if vmem_bytes(job, tiles) <= limit]
-    if not fitting:
-        raise ValueError(
-            f"gmm on TPUs: no tile of k={job.k}, n={job.n} fits into {limit} bytes of VMEM; pad k "
-            f"and n to multiples of {_LANES}, or set backend='xla'."
-        )
+    assert fitting, "Tiles of 128 by 128 fit every chip."
     return min(fitting, key=lambda tiles: modelled_seconds(job, tiles, chip))
 
 

@@ -61,7 +61,7 @@ def gmm(
     run = functools.partial(
         product, activation=None, save=False, transpose_rhs=transpose_rhs, out_dtype=out_dtype
     )
-    run = functools.partial(run, tiles=tiles)
+    run = functools.partial(run, tiles=tiles, num_parts=1)
     biases = None if bias is None else bias[:, None]
     return _on_platform(run, interpret, lhs, (rhs,), biases, group_sizes, group_offset)[0]
 
@@ -105,11 +105,11 @@ def gmm_activated(
         return zeros_like_varying((m, n), out_dtype, lhs), saved
     # Matrices side by side are blocks of columns of one array, if columns fall into whole lanes.
     whole = n % 128 == 0
-    parts = (rhs.reshape(g, k, p * n),) * p if whole else tuple(rhs[:, :, i] for i in range(p))
+    parts = (rhs.reshape(g, k, p * n),) if whole else tuple(rhs[:, :, i] for i in range(p))
     run = functools.partial(
         product, activation=activation, save=save, transpose_rhs=False, out_dtype=out_dtype
     )
-    run = functools.partial(run, tiles=tiles)
+    run = functools.partial(run, tiles=tiles, num_parts=p)
     out = _on_platform(run, interpret, lhs, parts, bias, group_sizes, group_offset)
     return out[0], out[1] if save else None
 

@@ -28,6 +28,7 @@ def product(
     group_sizes: Int[Array, "s"],
     group_offset: Int[Array, ""] | None,
     *,
+    num_parts: int,
     activation: Callable[..., Array] | None,
     save: bool,
     transpose_rhs: bool,
@@ -39,11 +40,12 @@ def product(
 
     Args:
         lhs: The rows, sorted by group.
-        matrices: p arrays of matrices, [g, k, n] or, if `transpose_rhs`, [g, n, k]; or p times the
-            same array, [g, k, p * n], with the matrices in its columns.
+        matrices: p arrays of matrices, [g, k, n] or, if `transpose_rhs`, [g, n, k]; or one array,
+            [g, k, p * n], with the matrices in its columns.
         bias: p vectors for each group held.
         group_sizes: Number of rows of each group.
         group_offset: The first group held; 0 by default.
+        num_parts: p.
         activation: Of p arrays; None, if p is 1, for the product itself.
         save: Whether to return the products.
         transpose_rhs: Whether to multiply by the transposes.
@@ -51,9 +53,10 @@ def product(
         tiles: Chosen by `tiles.choose` by default.
         interpret: What `pl.pallas_call` is given.
     """
-    (m, k), p, num_groups = lhs.shape, len(matrices), matrices[0].shape[0]
+    (m, k), p, num_groups = lhs.shape, num_parts, matrices[0].shape[0]
     width = matrices[0].shape[1 if transpose_rhs else 2]
-    n = width // p if p > 1 and matrices[0] is matrices[-1] else width
+    n = width // (p // len(matrices))
+    matrices = matrices * (p // len(matrices))
     out_bytes = jnp.dtype(out_dtype).itemsize
     job = Job(m, k, n, num_groups, lhs.dtype.itemsize, out_bytes, p, save)
     tiles = choose(job, current_chip()) if tiles is None else tiles

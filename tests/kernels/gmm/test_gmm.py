@@ -238,3 +238,87 @@ def test_bad_input_is_refused():
         gmm(lhs, rhs, sizes.astype(jnp.float32))
     with pytest.raises(ValueError, match="rows differ"):
         gmm_weight_gradient(lhs[1:], grad, sizes)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("transpose_rhs", [False, True])
+def test_a_bias_is_added_to_its_groups_rows(backend, transpose_rhs):
+    lhs, rhs, grad, sizes = _operands([5, 0, 70, 30])
+    bias = jnp.asarray(np.random.default_rng(1).normal(size=(4, 20)), jnp.float32)
+    groups = np.repeat(np.arange(4), sizes)
+
+    def run(lhs, rhs, bias):
+        rhs = rhs.transpose(0, 2, 1) if transpose_rhs else rhs
+        options = {"transpose_rhs": transpose_rhs, "backend": backend}
+        return gmm(lhs, rhs, sizes, bias=bias, **options)
+
+    def plain(lhs, rhs, bias):
+        options = {"transpose_rhs": False, "out_dtype": jnp.float32}
+        return reference.gmm(lhs, rhs, sizes, **options) + jnp.pad(bias[groups], ((0, 23), (0, 0)))
+
+    value, grads = jax.jit(functools.partial(_pull, run))(grad, lhs, rhs, bias)
+    expected, expected_grads = _pull(plain, grad, lhs, rhs, bias)
+    for got, want in zip([value, *grads], [expected, *expected_grads], strict=True):
+        _assert_close(got, want)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("offset", [0, 1, 3])
+def test_groups_held_in_part_give_zeros_for_the_others(backend, offset):
+    all_sizes = [20, 30, 0, 25, 10]
+    lhs, rhs, grad, sizes = _operands(all_sizes, 128)
+    held, mine = rhs[offset : offset + 2], np.repeat(np.arange(5), all_sizes)
+    mine = np.append((mine >= offset) & (mine < offset + 2), [False] * 43)[:, None]
+    bias = jnp.asarray(np.random.default_rng(1).normal(size=(2, 20)), jnp.float32)
+    stale, stale_grad = jnp.where(mine, lhs, jnp.nan), jnp.where(mine, grad, jnp.nan)
+
+    @jax.jit
+    def run(lhs, grad, rhs, bias, offset):
+        kernel = functools.partial(gmm, group_sizes=sizes, group_offset=offset, backend=backend)
+        return _pull(lambda lhs, rhs, bias: kernel(lhs, rhs, bias=bias), grad, lhs, rhs, bias)
+
+    value, grads = run(stale, stale_grad, held, bias, offset)
+
+    def plain(lhs, rhs, bias):
+        full = jnp.zeros((5, 12, 20)).at[offset : offset + 2].set(rhs)
+        added = jnp.zeros((5, 20)).at[offset : offset + 2].set(bias)
+        out = gmm(lhs, full, sizes, bias=added, backend="reference")
+        return jnp.where(mine, out, 0)
+
+    expected, expected_grads = _pull(plain, grad, lhs, held, bias)
+    for got, want in zip([value, *grads], [expected, *expected_grads], strict=True):
+        _assert_close(got, want)
+    if backend == "cpu":  # Also by itself, where the number of groups has to be told.
+        part = gmm_weight_gradient(
+            stale, stale_grad, sizes, group_offset=offset, num_groups=2, backend=backend
+        )
+        _assert_close(part, expected_grads[1])
+
+
+def test_the_gradient_of_a_bias_is_differentiable():
+    lhs, rhs, grad, sizes = _operands([5, 3], 9, 3, 4)
+    bias = jnp.ones((2, 4))
+
+    def norm(backend, grad):
+        run = functools.partial(gmm, group_sizes=sizes, backend=backend)
+        _, (rhs_grad, bias_grad) = _pull(
+            lambda rhs, bias: run(lhs, rhs, bias=bias), grad, rhs, bias
+        )
+        return jnp.sum(rhs_grad**2) + jnp.sum(bias_grad**2)
+
+    _assert_close(jax.grad(norm, 1)("cpu", grad), jax.grad(norm, 1)("reference", grad))
+
+
+@pytest.mark.usefixtures("_no_shape_checks")
+def test_groups_and_biases_that_do_not_fit_are_refused():
+    lhs, rhs, _, sizes = _operands([64, 64])
+    with pytest.raises(ValueError, match="set group_offset to the first that it holds"):
+        gmm(lhs, rhs[:1], sizes)
+    with pytest.raises(ValueError, match="2 groups are held, but 1 are counted"):
+        gmm(lhs, rhs, sizes[:1], group_offset=0)
+    with pytest.raises(ValueError, match=r"bias \(2, 12\) is not \[g, n\], \(2, 20\)"):
+        gmm(lhs, rhs, sizes, bias=rhs[:, :, 0])
+    with pytest.raises(ValueError, match=r"group_offset is 0\.5; set one integer"):
+        gmm(lhs, rhs[:1], sizes, group_offset=0.5)
+    with pytest.raises(ValueError, match="no kernel for float16; cast to one of"):
+        gmm(lhs.astype(jnp.float16), rhs.astype(jnp.float16), sizes, backend="tpu")

@@ -1,0 +1,72 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moelib.kernels.gmm.groups import output_visits, row_ranges, weight_visits
+
+
+def _columns(visits, count):
+    return {name: np.asarray(x)[: int(count)] for name, x in visits._asdict().items()}
+
+
+def _groups(seed, num_rows):
+    rng = np.random.default_rng(seed)
+    total = [0, num_rows // 2, num_rows, 2 * num_rows][seed % 4]
+    sizes = rng.multinomial(total, rng.dirichlet(np.full(6, 0.3)))
+    return sizes, row_ranges(jnp.asarray(sizes, jnp.int32), num_rows)
+
+
+def test_ranges_end_with_the_rows_and_may_begin_at_a_later_group():
+    sizes = jnp.asarray([3, 0, 4, 9], jnp.int32)
+    starts, ends = row_ranges(sizes, 10)
+    assert (starts.tolist(), ends.tolist()) == ([0, 3, 3, 7], [3, 3, 7, 10])
+    starts, ends = row_ranges(sizes, 10, 2, jnp.int32(1))
+    assert (starts.tolist(), ends.tolist()) == ([3, 3], [3, 7])
+
+
+@pytest.mark.parametrize("offset", [None, 0, 2, 4])
+@pytest.mark.parametrize("seed", range(8))
+def test_every_row_is_written_by_its_group_and_every_tile_in_one_run(seed, offset):
+    num_rows, tile = 100, 16
+    sizes, (starts, ends) = _groups(seed, num_rows)
+    held = range(6)
+    if offset is not None:
+        starts, ends = row_ranges(jnp.asarray(sizes), num_rows, 2, jnp.int32(offset))
+        held = range(offset, offset + 2)
+    found = _columns(*output_visits(starts, ends, num_rows, tile))
+    owner = np.full(112, -1)
+    for group, out_tile, start, end in zip(
+        found["group"], found["out_tile"], found["start"], found["end"], strict=True
+    ):
+        assert (owner[16 * out_tile + start : 16 * out_tile + end] == -1).all()
+        owner[16 * out_tile + start : 16 * out_tile + end] = group
+    every = np.repeat(np.arange(6), sizes)[:num_rows]
+    want = [group - held[0] if group in held else -1 for group in every]
+    np.testing.assert_array_equal(owner, np.append(want, [-1] * (112 - len(want))))
+    runs = found["out_tile"][found["first"] == 1]
+    assert sorted(runs) == list(range(7))
+    # A visit without rows reads nothing that was not read before.
+    empty = found["start"] == found["end"]
+    assert not empty[: (~empty).sum()].any()
+    for name in ("group", "tile"):
+        assert len(set(found[name][max((~empty).sum() - 1, 0) :])) <= 1
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_group_is_written_once_and_sums_its_rows(seed):
+    num_rows, tile = 100, 16
+    sizes, (starts, ends) = _groups(seed, num_rows)
+    found = _columns(*weight_visits(starts, ends, num_rows, tile))
+    assert found["group"][found["first"] == 1].tolist() == list(range(6))
+    assert found["group"][found["last"] == 1].tolist() == list(range(6))
+    assert (found["tile"] < 7).all()
+    rows = np.zeros(6, int)
+    np.add.at(rows, found["group"], found["end"] - found["start"])
+    np.testing.assert_array_equal(rows, np.asarray(ends - starts))
+    assert len(found["group"]) <= 7 + 6 + (sizes == 0).sum()
+
+
+def test_an_empty_group_costs_no_visit_of_the_product():
+    for sizes in ([64, 64], [64, 0, 0, 0, 64]):
+        starts, ends = row_ranges(jnp.asarray(sizes), 128)
+        assert output_visits(starts, ends, 128, 32)[1] == 4
