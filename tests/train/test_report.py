@@ -18,6 +18,7 @@ H200 = types.SimpleNamespace(
 def report(capsys, monkeypatch):
     """Returns the title of a loop's report and its rows."""
     monkeypatch.setenv("COLUMNS", "1000")  # No path is so long that its row goes on in the next.
+    monkeypatch.setenv("LINES", "50")  # On a dumb terminal, both count or neither.
 
     def report(loop, wall_seconds=100.0):
         report_run(loop, wall_seconds=wall_seconds)

@@ -13,7 +13,7 @@ import functools
 import jax
 from jaxtyping import Array, Float, Int
 
-from moelib.kernels.flash_attention import backends, reference
+from moelib.kernels.flash_attention import backends, cudnn, reference
 from moelib.kernels.flash_attention.reference import Rule, whole_rows
 from moelib.kernels.varying import align
 
@@ -49,7 +49,8 @@ def flash_attention(
         logit_cap: Scores become cap * tanh(scores / cap), after the scale; None for no cap.
         scale: Multiplies the scores; 1 / sqrt(Dh) by default.
         backend: "tpu" (Pallas kernels, the default on TPUs where they can be used; interpreted on
-            CPUs), "xla" (the default elsewhere), or "reference".
+            CPUs), "xla" (the default elsewhere), "cudnn" (on GPUs that have it; what is not finite
+            may reach further there), or "reference".
 
     Raises:
         ValueError: If H is not a multiple of G, the operands' dtypes differ, window is below 1 or
@@ -61,7 +62,7 @@ def flash_attention(
     arXiv:2004.05150; logit cap: Gemma 2, arXiv:2408.00118; sinks: GPT-OSS, arXiv:2508.10925.
     """
     rule = Rule(q.shape[-1] ** -0.5 if scale is None else scale, causal, window, logit_cap)
-    backends.check(backend, q, k, v, rule, in_order=True, also=("reference",))
+    backends.check(backend, q, k, v, rule, in_order=True, also=("reference", "cudnn"))
     if sinks is not None and sinks.shape != (q.shape[2],):
         raise ValueError(
             f"flash_attention: sinks have shape {list(sinks.shape)}; there must be one for each "
@@ -70,6 +71,10 @@ def flash_attention(
     if backend == "reference":
         places = whole_rows(q.shape[1], segment_ids)
         return reference.attention(q, k, v, sinks, places, rule)
+    if backend == "cudnn":
+        if reason := cudnn.reason_against(q, segment_ids, sinks, rule):
+            raise ValueError(f'flash_attention: {reason}; or set backend="xla".')
+        return cudnn.attention(q, k, v, rule)
     leaves, structure = jax.tree.flatten((q, k, v, sinks, segment_ids))
     return _attention(rule, backend, *jax.tree.unflatten(structure, align(*leaves)))
 

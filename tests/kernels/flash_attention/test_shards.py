@@ -26,27 +26,28 @@ def zigzag(seq_len, shards):
 _STATIC = "backend", "causal", "window", "logit_cap"
 _forward = jax.jit(attention_forward, static_argnames=_STATIC)  # Compiled once for all pairs.
 _backward = jax.jit(attention_backward, static_argnames=_STATIC)
+_merge = jax.jit(merge)
 
 
 def by_shards(q, k, v, sinks, ids, grad, index, *, shards, backend, **options):
     """Returns what `pulled` does, from every pair of a shard of queries and a shard of keys."""
-    rows = jnp.split(index, shards)
-    of = lambda x, i: None if x is None else x[:, rows[i]]
+    rows = np.split(index, shards)
+    of = lambda x, i: None if x is None else np.asarray(x)[:, rows[i]]
     run = {"backend": backend, **options}
-    zeros = lambda x: jnp.zeros(x.shape, jnp.float32)
-    out, grads, of_sinks = zeros(q), [zeros(q), zeros(k), zeros(v)], 0.0
+    out, grads, of_sinks = np.zeros_like(q), [np.zeros_like(x) for x in (q, k, v)], 0.0
     for i in range(shards):
-        places = lambda j, i=i: (rows[i], rows[j], of(ids, i), of(ids, j))
-        pairs = [_forward(of(q, i), of(k, j), of(v, j), *places(j), **run) for j in range(shards)]
-        part = functools.reduce(merge, pairs)
-        part = part if sinks is None else add_sinks(part, sinks)
-        out = out.at[:, rows[i]].set(part[0])
+        places = [(rows[i], rows[j], of(ids, i), of(ids, j)) for j in range(shards)]
+        pairs = [_forward(of(q, i), of(k, j), of(v, j), *places[j], **run) for j in range(shards)]
+        part = functools.reduce(_merge, pairs)
         if sinks is not None:
-            of_sinks += sinks_gradient(sinks, *part, of(grad, i))
+            part = jax.jit(add_sinks)(part, sinks)
+            of_sinks += jax.jit(sinks_gradient)(sinks, *part, of(grad, i))
+        out[:, rows[i]] = part[0]
         for j in range(shards):
-            made = _backward(of(q, i), of(k, j), of(v, j), *part, of(grad, i), *places(j), **run)
+            operands = of(q, i), of(k, j), of(v, j), *part, of(grad, i)
+            made = _backward(*operands, *places[j], **run)
             for n, (side, value) in enumerate(zip((i, j, j), made, strict=True)):
-                grads[n] = grads[n].at[:, rows[side]].add(value)
+                grads[n][:, rows[side]] += value
     return out, (*grads, None if sinks is None else of_sinks)
 
 
@@ -61,7 +62,7 @@ def by_shards(q, k, v, sinks, ids, grad, index, *, shards, backend, **options):
     ids=str,
 )
 def test_pairs_of_shards_in_zigzag_give_the_attention_of_the_whole_row(case, backend):
-    index = jnp.asarray(np.concatenate(zigzag(96, 3)))
+    index = np.concatenate(zigzag(96, 3))
     got = by_shards(*operands(case), index, shards=3, backend=backend, **case.options())
     want = pulled(*operands(case), **case.options(), backend="reference")
     assert_close(got, want, 1e-5)
