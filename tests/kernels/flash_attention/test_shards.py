@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from moelib.kernels.flash_attention import flash_attention
 from moelib.kernels.flash_attention.shards import (
@@ -112,3 +113,39 @@ def test_a_window_below_one_is_refused():
     index = jnp.arange(16, dtype=jnp.int32)
     with pytest.raises(ValueError, match="window is 0"):
         attention_forward(q, k, v, index, index, window=0)
+
+
+def test_a_ring_of_devices_gives_the_attention_of_the_whole_row():
+    """As ring attention will: positions vary over devices, and varying axes are checked."""
+    case = Case(96, 4, 2, 64, window=30, packed=True)
+    q, k, v, _, ids, grad = operands(case)
+    mesh = jax.make_mesh((3,), ("seq",), axis_types=(jax.sharding.AxisType.Auto,))
+    turn = lambda x: jax.lax.ppermute(x, "seq", [(0, 1), (1, 2), (2, 0)])
+
+    def local(q, k, v, ids, grad, index):
+        keys, parts, grads = (k, v, index, ids), [], []
+        for _ in range(3):
+            k, v, k_index, k_ids = keys
+            places = index, k_index, ids, k_ids
+            parts.append(attention_forward(q, k, v, *places, window=30))
+            keys = jax.tree.map(turn, keys)
+        part = functools.reduce(merge, parts)
+        sums = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), (k, v))
+        for _ in range(3):
+            k, v, k_index, k_ids = keys
+            places = index, k_index, ids, k_ids
+            of_q, *made = attention_backward(q, k, v, *part, grad, *places, window=30)
+            grads.append(of_q)
+            sums = tuple(turn(a + b) for a, b in zip(sums, made, strict=True))
+            keys = jax.tree.map(turn, keys)
+        return part[0], (sum(grads), *sums, None)
+
+    split = PartitionSpec(None, "seq")
+    specs = split, split, split, split, split, PartitionSpec("seq")
+    run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=split)
+    index = np.concatenate(zigzag(96, 3))
+    moved = [x[:, index] for x in (q, k, v, ids, grad)]
+    got = jax.jit(run)(*moved, jnp.asarray(index))
+    got = jax.tree.map(lambda x: x[:, np.argsort(index)], got)
+    want = pulled(q, k, v, None, ids, grad, **case.options(), backend="reference")
+    assert_close(got, want, 1e-5)
