@@ -15,15 +15,20 @@ H200 = types.SimpleNamespace(
 
 
 @pytest.fixture
-def report(capsys, monkeypatch):
+def report(capsys):
     """Returns the title of a loop's report and its rows."""
-    monkeypatch.setenv("COLUMNS", "1000")  # No path is so long that its row goes on in the next.
-    monkeypatch.setenv("LINES", "50")  # On a dumb terminal, both count or neither.
 
     def report(loop, wall_seconds=100.0):
         report_run(loop, wall_seconds=wall_seconds)
         title, *lines = filter(str.strip, capsys.readouterr().out.splitlines())
-        rows = [line.strip().split("  ", 1) for line in lines if set(line.strip()) != {"─"}]
+        rows = []
+        for line in lines:
+            if set(line.strip()) == {"─"}:
+                continue
+            if line.startswith(" " * 8):  # A long path goes on.
+                rows[-1][1] += line.strip()
+            else:
+                rows.append(line.strip().split("  ", 1))
         return title.strip(), {name: value.strip() for name, value in rows}
 
     return report
