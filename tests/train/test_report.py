@@ -5,6 +5,7 @@ import types
 import numpy as np
 import pytest
 
+from moelib.train import progress
 from moelib.train.report import report_run
 from moelib.train.throughput import Throughput
 from tests.train import tiny
@@ -15,21 +16,15 @@ H200 = types.SimpleNamespace(
 
 
 @pytest.fixture
-def report(capsys):
-    """Returns the title of a loop's report and its rows."""
+def report(monkeypatch):
+    """Returns the title of a loop's report and its rows, as they are given to be printed."""
+    printed = []
+    monkeypatch.setattr(progress, "print_summary", lambda *args: printed.append(args))
 
     def report(loop, wall_seconds=100.0):
         report_run(loop, wall_seconds=wall_seconds)
-        title, *lines = filter(str.strip, capsys.readouterr().out.splitlines())
-        rows = []
-        for line in lines:
-            if set(line.strip()) == {"─"}:
-                continue
-            if line.startswith(" " * 8):  # A long path goes on.
-                rows[-1][1] += line.strip()
-            else:
-                rows.append(line.strip().split("  ", 1))
-        return title.strip(), {name: value.strip() for name, value in rows}
+        title, rows, health = printed.pop()
+        return title, dict([*rows, *health])
 
     return report
 
