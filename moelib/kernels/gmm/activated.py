@@ -80,7 +80,8 @@ def gmm_activated(
 
     Args:
         lhs: The rows, sorted by group, as for `gmm`.
-        rhs: p matrices for each group held.
+        rhs: p matrices for each group held. On TPUs store them as [g, k, p * n] and reshape: that
+            is free, while an array that lies in memory as [g, k, p, n] is copied.
         group_sizes: As for `gmm`.
         activation: An elementwise function of p float32 arrays of one shape, such as `swiglu`. Give
             the same function again, not another made alike: it is compiled once for each.

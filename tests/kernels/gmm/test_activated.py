@@ -62,7 +62,9 @@ def test_values_and_gradients_equal_one_matmul_a_row(backend, sizes, num_rows, s
     value, grads = jax.jit(
         functools.partial(_pull, lambda lhs, rhs, bias: run(lhs, rhs, bias=bias))
     )(grad, lhs, rhs, bias)
-    expected, expected_grads = _pull(lambda *x: _plain(*x, sizes, activation), grad, lhs, rhs, bias)
+    expected, expected_grads = _pull(
+        lambda x, w, b: _plain(x, w, b, sizes, activation), grad, lhs, rhs, bias
+    )
     _assert_close(value, expected)
     _assert_close(run(lhs, rhs, bias=bias), expected)  # Not differentiated: nothing is saved.
     for got, want in zip(grads, expected_grads, strict=True):
@@ -116,9 +118,9 @@ def test_on_a_tpu_products_leave_the_kernel_only_to_be_differentiated():
 def test_bfloat16_is_activated_in_float32_on_a_tpu():
     lhs, rhs, bias, _, sizes = _operands([37, 60], 128, dtype=jnp.bfloat16)
     out = gmm_activated(lhs, rhs, sizes, activation=clamped_swiglu, bias=bias, backend="tpu")
-    wide = (x.astype(jnp.float32) for x in (lhs, rhs, bias))
+    lhs, rhs, bias = (x.astype(jnp.float32) for x in (lhs, rhs, bias))
     assert out.dtype == jnp.bfloat16
-    _assert_close(out, _plain(*wide, [37, 60], clamped_swiglu), 2**-8)
+    _assert_close(out, _plain(lhs, rhs, bias, [37, 60], clamped_swiglu), 2**-8)
 
 
 def test_it_works_under_remat_in_a_scan_of_shard_maps():
