@@ -61,7 +61,7 @@ class TransformerLayer(BaseLayer):
             segment_ids: The document of each token in its row; None for one document a row.
             mask: False for padding; None if there is none.
         """
-        stream = ("batch", "sequence", "activation_embed")
+        stream = ("batch", "residual_sequence", "activation_embed")
         y = self.self_attention(
             self.attention_norm(x), positions=positions, segment_ids=segment_ids
         )

@@ -65,7 +65,7 @@ class CausalLM(BaseLayer):
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(ids.shape[1])[None], ids.shape)
         mask = None if segment_ids is None else segment_ids > 0
-        x = constrain(self.embedding(ids), ("batch", "sequence", "activation_embed"))
+        x = constrain(self.embedding(ids), ("batch", "residual_sequence", "activation_embed"))
         x = self.decoder(x, positions=positions, segment_ids=segment_ids, mask=mask)
         return self.output_norm(x)
 

@@ -5,6 +5,7 @@ this file knows the mesh. Without a mesh everything here does nothing.
 """
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -20,8 +21,10 @@ from moelib.parallel.mesh import MESH_AXIS_NAMES
 Rules = Mapping[str, tuple[str, ...]]
 
 # Weights are split over fsdp along the model width and over model along what tensor parallelism
-# splits; activations over the batch axes. An axis that the mesh lacks or that has size 1 is no
-# split. A logical axis with an empty tuple is never split.
+# splits; activations over the batch axes, and between layers over model along the sequence
+# (Korthikanti et al., arXiv:2205.05198). Experts have axes of their own, so that they can be split
+# over others: {"experts": ("expert", "model"), "expert_ffn": ()}. An axis that the mesh lacks or
+# that has size 1 is no split. A logical axis with an empty tuple is never split.
 DEFAULT_RULES: Rules = {
     # Parameters.
     "vocab": ("model",),
@@ -31,11 +34,14 @@ DEFAULT_RULES: Rules = {
     "kv_heads": ("model",),
     "head_dim": (),
     "experts": ("expert",),
+    "expert_embed": ("fsdp",),
+    "expert_ffn": ("model",),
     "layers": (),
     "norm": (),
     # Activations.
     "batch": ("data", "expert", "fsdp"),
     "sequence": ("seq",),
+    "residual_sequence": ("seq", "model"),  # Between layers: norms and sums are split too.
     "activation_embed": (),
     "activation_ffn": ("model",),
     "activation_heads": ("model",),
@@ -141,27 +147,64 @@ def partition_spec(
     Raises:
         ValueError: If a mesh axis would be used twice, or a dimension does not divide.
     """
+    names = [() if name is None else mesh_axes(name, mesh_shape, rules) for name in axes]
+    return split_over(names, mesh_shape, shape, place, axes)
+
+
+def split_over(
+    axes: Sequence[tuple[str, ...]],
+    mesh_shape: Mapping[str, int],
+    shape: Sequence[int] | None,
+    place: str,
+    names: Sequence[str | None] | None = None,
+) -> PartitionSpec:
+    """Returns the spec of an array whose dimensions are split over these mesh axes.
+
+    Args:
+        axes: The mesh axes of each dimension; none for one that is not split.
+        mesh_shape: Sizes of the mesh axes.
+        shape: Sizes of the dimensions; if given, each must divide.
+        place: What the array is, for errors.
+        names: Logical axes of the dimensions, for errors; by default their numbers.
+
+    Raises:
+        ValueError: If a mesh axis would be used twice, or a dimension does not divide.
+    """
     entries: list[Any] = []
-    used: dict[str, str] = {}
-    for i, name in enumerate(axes):
-        names = () if name is None else mesh_axes(name, mesh_shape, rules)
-        for axis in names:
+    used: dict[str, Any] = {}
+    for i, split in enumerate(axes):
+        name = i if names is None else names[i]
+        for axis in split:
             if axis in used:
                 raise ValueError(
                     f"{place}: the mesh axis {axis!r} would split both {used[axis]!r} and "
                     f"{name!r}; change one of their sharding rules."
                 )
-            used[axis] = str(name)
-        parts = 1
-        for axis in names:
-            parts *= mesh_shape[axis]
+            used[axis] = name
+        parts = math.prod(mesh_shape[axis] for axis in split)
         if shape is not None and shape[i] % parts:
             raise ValueError(
                 f"{place}: its dimension {name!r} of {shape[i]} does not divide into {parts} parts "
-                f"(mesh axes {', '.join(names)}); change the size or the mesh."
+                f"(mesh axes {', '.join(split)}); change the size or the mesh."
             )
-        entries.append(names[0] if len(names) == 1 else names or None)
+        entries.append(split[0] if len(split) == 1 else split or None)
     return PartitionSpec(*entries)
+
+
+def partition_specs(
+    specs: Any, mesh_shape: Mapping[str, int], rules: Rules | None = None, *, place: str = ""
+) -> Any:
+    """Returns a tree of PartitionSpecs, one for each ParameterSpec of a tree.
+
+    Raises:
+        ValueError: As `partition_spec`, with the parameter's path, and `place` before it.
+    """
+
+    def split(path: Any, spec: ParameterSpec) -> PartitionSpec:
+        name = place + tree.path_string(path)
+        return partition_spec(spec.axes, mesh_shape, shape=spec.shape, rules=rules, place=name)
+
+    return jax.tree_util.tree_map_with_path(split, specs, is_leaf=is_spec)
 
 
 def named_shardings(specs: Any, mesh: jax.sharding.Mesh, rules: Rules | None = None) -> Any:
@@ -170,14 +213,8 @@ def named_shardings(specs: Any, mesh: jax.sharding.Mesh, rules: Rules | None = N
     Raises:
         ValueError: As `partition_spec`, with the parameter's path.
     """
-    shape = dict(mesh.shape)
-
-    def place(path: Any, spec: ParameterSpec) -> NamedSharding:
-        name = tree.path_string(path)
-        split = partition_spec(spec.axes, shape, shape=spec.shape, rules=rules, place=name)
-        return NamedSharding(mesh, split)
-
-    return jax.tree_util.tree_map_with_path(place, specs, is_leaf=is_spec)
+    splits = partition_specs(specs, dict(mesh.shape), rules)
+    return jax.tree.map(lambda split: NamedSharding(mesh, split), splits)
 
 
 def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:

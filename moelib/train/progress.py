@@ -96,6 +96,7 @@ _EXPERT_HEALTH = (  # (end of the metric's name, title, form)
     ("load_max_over_mean", "busiest expert / mean load", "{:.2f}"),
     ("dead_experts", "experts without a token", "{:.1f}"),
     ("entropy", "router entropy, nats", "{:.3f}"),
+    ("drop_rate", "choices dropped / all", "{:.4f}"),
     ("logit_rms", "router logits, rms", "{:.3f}"),
     ("bias_range", "router bias, range", "{:.4f}"),
 )

@@ -5,8 +5,8 @@ from jaxtyping import Array, Float, Int
 
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.param import Axes, FanAxes, ParameterSpec
-from moelib.kernels.flash_attention import flash_attention
 from moelib.layers import initializers
+from moelib.layers.attention.on_mesh import Rule, attend
 from moelib.layers.base import BaseLayer
 from moelib.layers.norm import BaseNorm
 from moelib.layers.rope import RotaryEmbedding
@@ -30,6 +30,9 @@ class GroupedQueryAttention(BaseLayer):
         qkv_bias: bool = False
         output_bias: bool = False
         rope: BaseLayer.Config | None = RotaryEmbedding.default_config()
+        window: int | None = None  # Tokens that one sees, itself included; None for all before it.
+        sinks: bool = False  # A learned score for each head that has no value.
+        logit_cap: float | None = None  # Scores become cap * tanh(scores / cap).
         qk_norm: BaseNorm.Config | None = None  # Normalises each head's queries and keys.
 
     def __init__(self, cfg: Config, *, parent: BaseLayer | None) -> None:
@@ -83,6 +86,8 @@ class GroupedQueryAttention(BaseLayer):
             specs["kv_bias"] = _bias((2, groups, dim), (None, "kv_heads", "head_dim"))
         if cfg.output_bias:
             specs["output_bias"] = _bias((cfg.input_dim,), ("norm",))
+        if cfg.sinks:
+            specs["sinks"] = _bias((heads,), ("heads",))
         return specs
 
     def forward(
@@ -107,7 +112,8 @@ class GroupedQueryAttention(BaseLayer):
             q, k = self.rope(q, positions), self.rope(k, positions)
         split = ("batch", "sequence", "activation_heads", None)
         q, k, v = constrain(q, split), constrain(k, split), constrain(v, split)
-        out = flash_attention(q, k, v, segment_ids)
+        rule = Rule(window=cfg.window, logit_cap=cfg.logit_cap)
+        out = attend(q, k, v, segment_ids, params.get("sinks"), rule)
         y = jnp.einsum("bshk,hkd->bsd", constrain(out, split), params["output"])
         return y + params["output_bias"][None, None] if cfg.output_bias else y
 
@@ -115,7 +121,8 @@ class GroupedQueryAttention(BaseLayer):
         cfg: GroupedQueryAttention.Config = self.config
         heads = 2 * (cfg.num_heads + self._num_kv_heads)  # Queries, outputs; keys, values.
         projections = 2 * cfg.input_dim * self._head_dim * heads
-        keys_seen = (seq_len + 1) / 2  # On average, under the causal mask.
+        window = min(seq_len, cfg.window or seq_len)
+        keys_seen = window - window * (window - 1) / 2 / seq_len  # On average.
         return projections + 2 * 2 * keys_seen * cfg.num_heads * self._head_dim
 
 

@@ -30,6 +30,9 @@ class BalanceScope(enum.Enum):
 
     MICRO_BATCH = "micro_batch"  # All tokens of one forward pass, on all devices.
     SEQUENCE = "sequence"  # Each row by itself (DeepSeek-V2, arXiv:2405.04434, eq. 23).
+    # Loads of the optimizer step's micro-batches so far, this one included (Qiu et al.,
+    # arXiv:2501.11873, sec. 3.2); MICRO_BATCH if there is one.
+    GLOBAL_BATCH = "global_batch"
 
 
 def load_balance_loss(
@@ -37,6 +40,7 @@ def load_balance_loss(
     expert_ids: Int[Array, "B S K"],
     mask: Bool[Array, "B S"],
     scope: BalanceScope = BalanceScope.MICRO_BATCH,
+    earlier_counts: Float[Array, "E"] | None = None,
 ) -> Float[Array, ""]:
     """Returns 1 when tokens are spread evenly over the experts, and up to E when they are not.
 
@@ -45,6 +49,7 @@ def load_balance_loss(
         expert_ids: The experts each token was sent to.
         mask: False for padding.
         scope: The tokens over which fractions are taken. Rows of padding only count nowhere.
+        earlier_counts: For GLOBAL_BATCH: choices of each expert in earlier micro-batches.
 
     Raises:
         ValueError: If there are fewer than two experts.
@@ -57,11 +62,12 @@ def load_balance_loss(
     counts = expert_counts(expert_ids, mask, num_experts)  # [B, E]
     mass = jnp.sum(jnp.where(mask[..., None], probs, 0.0), 1)  # [B, E]
     tokens = jnp.sum(mask, 1, dtype=jnp.float32)  # [B]
-    if scope is BalanceScope.MICRO_BATCH:
+    if scope is not BalanceScope.SEQUENCE:
         counts, mass, tokens = (jnp.sum(a, 0, keepdims=True) for a in (counts, mass, tokens))
-    safe = jnp.maximum(tokens, 1.0)
-    fraction = counts / (safe * expert_ids.shape[-1])[:, None]
-    loss = num_experts * jnp.sum(fraction * mass / safe[:, None], -1)  # [B] or [1]
+    if scope is BalanceScope.GLOBAL_BATCH and earlier_counts is not None:
+        counts = counts + earlier_counts[None]
+    fraction = counts / jnp.maximum(jnp.sum(counts, -1, keepdims=True), 1.0)  # Of all choices.
+    loss = num_experts * jnp.sum(fraction * mass / jnp.maximum(tokens, 1.0)[:, None], -1)
     return jnp.sum(loss * tokens) / jnp.maximum(jnp.sum(tokens), 1.0)
 
 
@@ -97,6 +103,43 @@ class RouterZLoss(Configurable):
         weight: Required[float] = REQUIRED
 
 
+class LoadCounter(BaseLayer):
+    """Choices of each expert in the micro-batches of an optimizer step so far, on all devices."""
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Config of `LoadCounter`."""
+
+        num_experts: Required[int] = REQUIRED
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        return {"counts": _untrained((self.config.num_experts,))}
+
+    def earlier(
+        self, expert_ids: Int[Array, "B S K"], mask: Bool[Array, "B S"]
+    ) -> Float[Array, "E"]:
+        """Returns the counts of earlier micro-batches; adds this one's where training."""
+        before = self.parameters["counts"]
+        if self.is_training:
+            counts = jnp.sum(expert_counts(expert_ids, mask, self.config.num_experts), 0)
+            self.add_state_update("counts", before + counts)
+        return before
+
+    def _end_step(self, params: Nested) -> Nested:
+        return jax.tree.map(jnp.zeros_like, params)
+
+
+def _untrained(shape: tuple[int, ...]) -> ParameterSpec:
+    return ParameterSpec(
+        shape,
+        (None,) * len(shape),
+        dtype="float32",
+        initializer=initializers.constant(0.0),
+        trainable=False,
+        weight_decay_scale=0.0,
+    )
+
+
 class BiasBalancing(BaseLayer):
     """Balance without a loss: a bias, added to scores only to choose, moves against the load.
 
@@ -113,15 +156,7 @@ class BiasBalancing(BaseLayer):
         rate: float = 1e-3
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
-        zeros = initializers.constant(0.0)
-        spec = ParameterSpec(
-            (self.config.num_experts,),
-            (None,),
-            dtype="float32",
-            initializer=zeros,
-            trainable=False,
-            weight_decay_scale=0.0,
-        )
+        spec = _untrained((self.config.num_experts,))
         return {"bias": spec, "counts": spec}
 
     def biased(self, scores: Float[Array, "B S E"]) -> Float[Array, "B S E"]:

@@ -1,33 +1,100 @@
 """Dispatchers: how tokens reach their experts and come back as one sum.
 
 Every dispatcher gives the same output and gradients where it drops nothing. They see the tokens
-of one device: T tokens, K experts a token, R = T K rows.
+of one device, inside of a shard_map if there are more:
+
+    dense      every expert computes every token: the oracle, for tests
+    sorted     rows sorted by expert, one grouped matmul; dropless
+    ragged     sorted, and rows travel to the devices that hold their experts; dropless
+    ring       sorted, and all tokens of a group of devices travel to each of them; dropless
+    capacity   a fixed number of rows an expert; drops the rest
+
+`dense` and `sorted` need every expert's weights: experts that are split over mesh axes are gathered
+for them, as other weights are. For the others they stay where they are.
+
+Shapes: B batch, S sequence, T = B S tokens, K experts a token, E experts, D width.
 """
 
-import functools
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from moelib.core.config import Configurable
 from moelib.core.context import Nested
-from moelib.layers.moe.experts import FeedForwardExperts
+from moelib.layers.moe.rows import combine_rows, keep_first, sort_choices, take_rows
+
+
+@runtime_checkable
+class Experts(Protocol):
+    """What a dispatcher asks of the layer that holds the experts; see `FeedForwardExperts`."""
+
+    def grouped(
+        self, params: Nested, rows: Float[Array, "R D"], group_sizes: Int[Array, "E"]
+    ) -> Float[Array, "R D"]:
+        """Returns what each expert makes of its rows, which stand sorted by expert."""
+        ...
+
+    def batched(self, params: Nested, rows: Float[Array, "E C D"]) -> Float[Array, "E C D"]:
+        """Returns what each expert makes of its rows, as many for each."""
+        ...
+
+
+class Choices(NamedTuple):
+    """Where this device's tokens go.
+
+    Attributes:
+        expert_ids: The K experts of each token.
+        weights: What each expert's output is multiplied by, float32.
+        mask: False for padding, which goes to no expert.
+    """
+
+    expert_ids: Int[Array, "B S K"]
+    weights: Float[Array, "B S K"]
+    mask: Bool[Array, "B S"]
+
+
+class Place(NamedTuple):
+    """Where a dispatcher runs.
+
+    Attributes:
+        num_experts: E, on all devices.
+        expert_axes: Mesh axes over which experts are split; each device has its own tokens.
+        sequence_axes: Mesh axes over which rows of the batch are split along the sequence.
+    """
+
+    num_experts: int
+    expert_axes: tuple[str, ...] = ()
+    sequence_axes: tuple[str, ...] = ()
+
+
+class Dispatched(NamedTuple):
+    """What a dispatcher returns.
+
+    Attributes:
+        y: For each token, the weighted sum of its experts' outputs; 0 for padding.
+        num_dropped: How many choices of this device's tokens were left out, float32.
+    """
+
+    y: Float[Array, "B S D"]
+    num_dropped: Float[Array, ""]
 
 
 class Dispatcher(Configurable):
     """Sends rows to experts and combines what comes back."""
 
+    # Whether it takes its device's experts alone, and reaches the others by itself.
+    expert_parallel: ClassVar[bool] = False
+
     def __call__(
         self,
-        experts: FeedForwardExperts,
+        experts: Experts,
         params: Nested,
-        x: Float[Array, "T D"],
-        expert_ids: Int[Array, "T K"],
-        weights: Float[Array, "T K"],
-        mask: Bool[Array, "T"],
-    ) -> Float[Array, "T D"]:
-        """Returns, for each token, the weighted sum of its experts' outputs; 0 for padding."""
+        x: Float[Array, "B S D"],
+        choices: Choices,
+        place: Place,
+    ) -> Dispatched:
+        """Returns the weighted sums of the experts' outputs."""
         raise NotImplementedError(f"{type(self).__qualname__} must define __call__.")
 
 
@@ -36,19 +103,22 @@ class DenseDispatcher(Dispatcher):
 
     def __call__(
         self,
-        experts: FeedForwardExperts,
+        experts: Experts,
         params: Nested,
-        x: Float[Array, "T D"],
-        expert_ids: Int[Array, "T K"],
-        weights: Float[Array, "T K"],
-        mask: Bool[Array, "T"],
-    ) -> Float[Array, "T D"]:
+        x: Float[Array, "B S D"],
+        choices: Choices,
+        place: Place,
+    ) -> Dispatched:
         """Returns the weighted sums."""
-        outputs = experts.all_experts(params, jnp.where(mask[:, None], x, 0.0))  # [T, E, D]
-        chosen = expert_ids[..., None] == jnp.arange(outputs.shape[1])[None, None]  # [T, K, E]
-        chosen = chosen & mask[:, None, None]
-        dense = jnp.sum(jnp.where(chosen, weights[..., None], 0.0), 1)
-        return jnp.einsum("ted,te->td", outputs.astype(jnp.float32), dense).astype(x.dtype)
+        tokens = jnp.where(choices.mask[..., None], x, 0).reshape(-1, x.shape[-1])
+        tokens = jnp.broadcast_to(tokens[None], (place.num_experts, *tokens.shape))
+        outputs = experts.batched(params, tokens)  # [E, T, D]
+        chosen = choices.expert_ids[..., None] == jnp.arange(place.num_experts)[None, None, None]
+        chosen = chosen & choices.mask[..., None, None]  # [B, S, K, E]
+        dense = jnp.sum(jnp.where(chosen, choices.weights[..., None], 0.0), 2)
+        dense = dense.reshape(-1, place.num_experts)  # [T, E]
+        y = jnp.einsum("etd,te->td", outputs.astype(jnp.float32), dense).astype(x.dtype)
+        return Dispatched(y.reshape(x.shape), jnp.zeros((), jnp.float32))
 
 
 class SortedDispatcher(Dispatcher):
@@ -59,82 +129,65 @@ class SortedDispatcher(Dispatcher):
 
     def __call__(
         self,
-        experts: FeedForwardExperts,
+        experts: Experts,
         params: Nested,
-        x: Float[Array, "T D"],
-        expert_ids: Int[Array, "T K"],
-        weights: Float[Array, "T K"],
-        mask: Bool[Array, "T"],
-    ) -> Float[Array, "T D"]:
+        x: Float[Array, "B S D"],
+        choices: Choices,
+        place: Place,
+    ) -> Dispatched:
         """Returns the weighted sums."""
-        num_experts = params["up"].shape[0]
-        ids = jnp.where(mask[:, None], expert_ids, num_experts).reshape(-1)  # Padding goes last.
-        order = jnp.argsort(ids, stable=True)  # [R]: the row of (token, k) that stands here.
-        inverse = jnp.argsort(order)
-        ends = jnp.searchsorted(ids[order], jnp.arange(num_experts + 1), side="left")
-        group_sizes = jnp.diff(ends).astype(jnp.int32)  # [E]
-        rows = dispatch_rows(x, order, inverse, expert_ids.shape[1])
-        outputs = experts.grouped(params, rows, group_sizes)
-        weights = jnp.where(mask[:, None], weights, 0.0)
-        return combine_rows(outputs, weights, order, inverse)
+        tokens, ids, weights = flat_choices(x, choices, place.num_experts)
+        y, num_dropped = run_sorted(experts, params, tokens, ids, weights, place.num_experts)
+        return Dispatched(y.reshape(x.shape), num_dropped)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def dispatch_rows(
-    x: Float[Array, "T D"], order: Int[Array, "R"], inverse: Int[Array, "R"], num_choices: int
-) -> Float[Array, "R D"]:
-    """Returns the token of row order[i], for each i; a token has `num_choices` rows."""
-    del inverse
-    return x[order // num_choices]
+def flat_choices(x: Array, choices: Choices, num_experts: int) -> tuple[Array, Array, Array]:
+    """Returns (tokens [T, D], ids [T, K], weights [T, K]); the ids of padding are E, for none."""
+    num_choices = choices.expert_ids.shape[-1]
+    ids = jnp.where(choices.mask[..., None], choices.expert_ids, num_experts)
+    weights = choices.weights.reshape(-1, num_choices)
+    return x.reshape(-1, x.shape[-1]), ids.reshape(-1, num_choices), weights
 
 
-def _dispatch_fwd(x: Array, order: Array, inverse: Array, num_choices: int) -> tuple[Array, Array]:
-    return dispatch_rows(x, order, inverse, num_choices), inverse
-
-
-def _dispatch_bwd(num_choices: int, inverse: Array, grad: Array) -> tuple[Array, None, None]:
-    return _sum_rows(grad, inverse.reshape(-1, num_choices)), None, None
-
-
-dispatch_rows.defvjp(_dispatch_fwd, _dispatch_bwd)
-
-
-@jax.custom_vjp
-def combine_rows(
-    outputs: Float[Array, "R D"],
+def run_sorted(
+    experts: Experts,
+    params: Nested,
+    x: Float[Array, "T D"],
+    ids: Int[Array, "T K"],
     weights: Float[Array, "T K"],
-    order: Int[Array, "R"],
-    inverse: Int[Array, "R"],
-) -> Float[Array, "T D"]:
-    """Returns each token's weighted sum of its K rows, summed in float32."""
-    del order
-    return _sum_rows(outputs, inverse.reshape(weights.shape), weights)
+    num_experts: int,
+    max_rows: int | None = None,
+) -> tuple[Float[Array, "T D"], Float[Array, ""]]:
+    """Returns (each token's weighted sum over the experts held here, choices dropped).
+
+    Args:
+        experts: The experts.
+        params: Weights of those held here.
+        x: Tokens.
+        ids: Experts held here, from 0; `num_experts` or more for a choice that goes to none.
+        weights: Of the choices, float32.
+        num_experts: How many are held here.
+        max_rows: The most rows; the choices of the last tokens that are beyond it are dropped.
+    """
+    tokens, num_choices = ids.shape
+    most = tokens * min(num_choices, num_experts)  # A token goes to each of its experts once.
+    num_dropped = jnp.zeros((), jnp.float32)
+    if max_rows is not None and max_rows < most:
+        wanted = ids < num_experts
+        kept = keep_first(wanted, max_rows)
+        num_dropped = jnp.sum(wanted & ~kept, dtype=jnp.float32)
+        ids, most = jnp.where(kept, ids, num_experts), max_rows
+    row_map, group_sizes = sort_choices(jnp.minimum(ids, num_experts), num_experts, most)
+    outputs = experts.grouped(params, take_rows(x, row_map), group_sizes)
+    return combine_rows(outputs, weights, row_map), num_dropped
 
 
-def _sum_rows(
-    rows: Float[Array, "R D"],
-    places: Int[Array, "T K"],
-    weights: Float[Array, "T K"] | None = None,
-) -> Float[Array, "T D"]:
-    """Returns the (weighted) sum of each token's K rows, in float32; no [T, K, D] is made."""
-    total = jnp.zeros((), jnp.float32)
-    for k in range(places.shape[1]):
-        row = rows[places[:, k]].astype(jnp.float32)  # [T, D]
-        total = total + (row if weights is None else row * weights[:, k, None])
-    return total.astype(rows.dtype)
+def rows_within(factor: float | None, even: float, most: int) -> int:
+    """Returns the rows of a buffer: `factor` times those of an even load, `most` at the most."""
+    return most if factor is None else min(most, max(1, -int(-(factor * even) // 1)))
 
 
-def _combine_fwd(outputs: Array, weights: Array, order: Array, inverse: Array) -> tuple:
-    return combine_rows(outputs, weights, order, inverse), (outputs, weights, order, inverse)
-
-
-def _combine_bwd(residuals: tuple[Array, ...], grad: Array) -> tuple:
-    outputs, weights, order, inverse = residuals
-    num_choices = weights.shape[1]
-    rows = grad[order // num_choices].astype(jnp.float32)  # [R, D]
-    grad_outputs = (rows * weights.reshape(-1)[order][:, None]).astype(outputs.dtype)
-    products = jnp.sum(rows * outputs.astype(jnp.float32), -1)  # [R], in the order of experts.
-    return grad_outputs, products[inverse].reshape(weights.shape), None, None
-
-
-combine_rows.defvjp(_combine_fwd, _combine_bwd)
+def check_factor(name: str, value: Any) -> None:
+    """Raises ValueError unless a factor is above 0 or None."""
+    if value is not None and not value > 0:
+        raise ValueError(f"{name} is {value}; set it above 0.")

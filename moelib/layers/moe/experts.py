@@ -35,23 +35,23 @@ class FeedForwardExperts(BaseLayer):
         return {
             "up": ParameterSpec(
                 (cfg.num_experts, cfg.input_dim, n, cfg.hidden_dim),
-                ("experts", "embed", None, "ffn"),
+                ("experts", "expert_embed", None, "expert_ffn"),
                 fan_axes=FanAxes((1,), (3,), (0, 2)),
             ),
             "down": ParameterSpec(
                 (cfg.num_experts, cfg.hidden_dim, cfg.input_dim),
-                ("experts", "ffn", "embed"),
+                ("experts", "expert_ffn", "expert_embed"),
                 fan_axes=FanAxes((1,), (2,), (0,)),
                 initializer=self._initializer("output_init"),
             ),
         }
 
     @nowrap
-    def all_experts(self, params: Nested, x: Float[Array, "T D"]) -> Float[Array, "T E D"]:
-        """Returns what every expert makes of every token."""
-        hidden = jnp.einsum("td,ednf->tenf", x, params["up"].astype(x.dtype))
+    def batched(self, params: Nested, rows: Float[Array, "E C D"]) -> Float[Array, "E C D"]:
+        """Returns what each expert makes of its rows, as many for each."""
+        hidden = jnp.einsum("ecd,ednf->ecnf", rows, params["up"].astype(rows.dtype))
         hidden = activate(hidden, self.config.activation)
-        return jnp.einsum("tef,efd->ted", hidden, params["down"].astype(x.dtype))
+        return jnp.einsum("ecf,efd->ecd", hidden, params["down"].astype(rows.dtype))
 
     @nowrap
     def grouped(

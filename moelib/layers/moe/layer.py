@@ -1,6 +1,7 @@
 """The MoE layer: router > dispatch > experts > combine, beside experts that every token visits."""
 
-from typing import Any
+import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,19 +10,23 @@ from jaxtyping import Array, Bool, Float
 
 from moelib.core.config import REQUIRED, InstantiableConfig, Required, config_class
 from moelib.core.context import Nested
+from moelib.core.param import ParameterSpec, is_spec
 from moelib.layers.base import BaseLayer
 from moelib.layers.moe.balance import (
+    BalanceScope,
     LoadBalanceLoss,
+    LoadCounter,
     RouterZLoss,
     load_balance_loss,
     router_z_loss,
 )
-from moelib.layers.moe.dispatch import SortedDispatcher
+from moelib.layers.moe.dispatch import Choices, Dispatched, Place
+from moelib.layers.moe.dispatch_ragged import RaggedDispatcher
 from moelib.layers.moe.experts import FeedForwardExperts
 from moelib.layers.moe.metrics import routing_metrics
 from moelib.layers.moe.router import Router, Routing
 from moelib.parallel import sharding
-from moelib.parallel.collectives import vary
+from moelib.parallel.collectives import gather, vary
 
 
 class MoELayer(BaseLayer):
@@ -39,7 +44,7 @@ class MoELayer(BaseLayer):
         num_experts: Required[int] = REQUIRED  # E.
         num_experts_per_token: Required[int] = REQUIRED  # K.
         router: BaseLayer.Config = Router.default_config()
-        dispatcher: InstantiableConfig = SortedDispatcher.default_config()
+        dispatcher: InstantiableConfig = RaggedDispatcher.default_config()
         experts: BaseLayer.Config = FeedForwardExperts.default_config()
         shared_experts: BaseLayer.Config | None = None  # A feed-forward layer; set its hidden_dim.
         load_balance_loss: LoadBalanceLoss.Config | None = None
@@ -57,6 +62,10 @@ class MoELayer(BaseLayer):
         self._add_child("experts", cfg.experts.clone(hidden_dim=cfg.hidden_dim, **sizes))
         if cfg.shared_experts is not None:
             self._add_child("shared_experts", cfg.shared_experts.clone(input_dim=cfg.input_dim))
+        balance = cfg.load_balance_loss
+        if balance is not None and balance.scope is BalanceScope.GLOBAL_BATCH:
+            counter = LoadCounter.default_config().set(num_experts=cfg.num_experts)
+            self._add_child("load_counter", counter)
         self._dispatcher = cfg.dispatcher.instantiate()
 
     def forward(
@@ -66,70 +75,78 @@ class MoELayer(BaseLayer):
         if mask is None:
             mask = jnp.ones(x.shape[:2], bool)
         routing: Routing = self.router(x, mask)
-        y = self._routed(self.parameters["experts"], x, routing)
+        y, num_dropped = self._routed(self.parameters["experts"], x, routing)
         if self.config.shared_experts is not None:
             y = y + self.shared_experts(x, mask)
-        self._report(routing)
+        self._report(routing, num_dropped)
         return y
 
-    def _routed(
-        self, params: Nested, x: Float[Array, "B S D"], routing: Routing
-    ) -> Float[Array, "B S D"]:
-        """Returns the weighted sums of the experts' outputs, each device on its own tokens."""
-
-        def local(params: Nested, x: Array, ids: Array, weights: Array, mask: Array) -> Array:
-            choices = ids.shape[-1]
-            y = self._dispatcher(
-                self.experts,
-                params,
-                x.reshape(-1, x.shape[-1]),
-                ids.reshape(-1, choices),
-                weights.reshape(-1, choices),
-                mask.reshape(-1),
-            )
-            return y.reshape(x.shape)
-
+    def _routed(self, params: Nested, x: Float[Array, "B S D"], routing: Routing) -> Dispatched:
+        """Returns the weighted sums of the experts' outputs, and the choices dropped anywhere."""
+        choices = Choices(routing.expert_ids, routing.weights, routing.mask)
         mesh = sharding.current_mesh()
-        inputs = (params, x, routing.expert_ids, routing.weights, routing.mask)
         if mesh is None or mesh.size == 1:
-            return local(*inputs)
-        return _on_each_device(local, dict(mesh.shape), f"tokens of {self._title()}", *inputs)
+            place = Place(self.config.num_experts)
+            return self._dispatcher(self.experts, params, x, choices, place)
+        return self._on_each_device(dict(mesh.shape), params, x, choices)
 
-    def _report(self, routing: Routing) -> None:
+    def _on_each_device(
+        self, mesh_shape: dict[str, int], params: Nested, x: Array, choices: Choices
+    ) -> Dispatched:
+        """Dispatches each device's own tokens, split by batch and sequence.
+
+        Weights are gathered in the compute dtype, but for the experts themselves if the dispatcher
+        reaches those of other devices, and for their hidden dimension: the devices along it share
+        tokens, each computes its part, and the parts are summed. Where experts are split over axes
+        that split no tokens, these split the sequence too.
+        """
+        names = functools.partial(sharding.mesh_axes, mesh_shape=mesh_shape)
+        experts = names("experts") if self._dispatcher.expert_parallel else ()
+        batch, sequence, ffn = names("batch"), names("sequence"), names("expert_ffn")
+        sequence += tuple(axis for axis in experts if axis not in (*batch, *sequence))
+        axes = (*batch, *sequence, *ffn)
+        place = Place(self.config.num_experts, experts, sequence)
+        title, dims = f"tokens of {self._title()}", ("batch", "sequence")
+        tokens = sharding.split_over((batch, sequence), mesh_shape, x.shape[:2], title, dims)
+        # The parts are summed into the split that the residual stream has.
+        copies = math.prod(mesh_shape[axis] for axis in ffn)
+        scattered = bool(ffn) and names("residual_sequence") == (*sequence, *ffn)
+        parts = copies * math.prod(mesh_shape[axis] for axis in sequence)
+        scattered = scattered and x.shape[1] % parts == 0
+        specs = self.experts.create_parameter_specs_recursively()
+        splits = sharding.partition_specs(specs, mesh_shape, place=f"{self._title()}: experts/")
+
+        def whole(spec: ParameterSpec, split: PartitionSpec, weight: Array) -> Array:
+            weight = weight.astype(x.dtype) if spec.castable else weight
+            return gather(vary(weight, axes), split, keep=(*experts, *ffn))
+
+        def run(params: Nested, x: Array, choices: Choices) -> tuple[Array, Array]:
+            params = jax.tree.map(whole, specs, splits, params, is_leaf=is_spec)
+            x, choices = vary((x, choices), axes)
+            y, num_dropped = self._dispatcher(self.experts, params, x, choices, place)
+            if scattered:
+                y = jax.lax.psum_scatter(y, ffn, scatter_dimension=1, tiled=True)
+            elif ffn:
+                y = jax.lax.psum(y, ffn)
+            return y, jax.lax.psum(vary(num_dropped, axes), axes) / copies
+
+        result = PartitionSpec(tokens[0], (*sequence, *ffn)) if scattered else tokens
+        in_specs, out_specs = (splits, tokens, tokens), (result, PartitionSpec())
+        run = jax.shard_map(run, in_specs=in_specs, out_specs=out_specs)
+        return Dispatched(*run(params, x, choices))
+
+    def _report(self, routing: Routing, num_dropped: Array) -> None:
         """Puts out the auxiliary losses and the metrics of the routing."""
         cfg: MoELayer.Config = self.config
-        for name, value in routing_metrics(routing).items():
+        for name, value in routing_metrics(routing, num_dropped).items():
             self.add_summary(name, value)
         if cfg.load_balance_loss is not None:
-            scope = cfg.load_balance_loss.scope
-            loss = load_balance_loss(routing.probs, routing.expert_ids, routing.mask, scope)
+            scope, earlier = cfg.load_balance_loss.scope, None
+            if scope is BalanceScope.GLOBAL_BATCH:
+                earlier = self.load_counter.earlier(routing.expert_ids, routing.mask)
+            choices = routing.expert_ids, routing.mask
+            loss = load_balance_loss(routing.probs, *choices, scope, earlier)
             self.add_aux_loss("load_balance_loss", loss, weight=cfg.load_balance_loss.weight)
         if cfg.router_z_loss is not None:
             loss = router_z_loss(routing.logits, routing.mask)
             self.add_aux_loss("router_z_loss", loss, weight=cfg.router_z_loss.weight)
-
-
-def _on_each_device(
-    local: Any, mesh_shape: dict[str, int], place: str, params: Nested, x: Array, *routing: Array
-) -> Array:
-    """Runs `local` on each device's own tokens, with weights gathered but for their model split.
-
-    What enters is split by batch and sequence; each device of the model axis computes its part of
-    the hidden dimension, and the parts are summed.
-    """
-    tokens = sharding.partition_spec(
-        ("batch", "sequence"), mesh_shape, shape=x.shape[:2], place=place
-    )
-    ffn = sharding.mesh_axes("ffn", mesh_shape)
-    axes = (*sharding.mesh_axes("batch", mesh_shape), *sharding.mesh_axes("sequence", mesh_shape))
-    specs = {
-        "up": PartitionSpec(None, None, None, ffn or None),
-        "down": PartitionSpec(None, ffn or None, None),
-    }
-
-    def run(params: Nested, x: Array, *routing: Array) -> Array:
-        y = local(*vary((params, x, *routing), (*axes, *ffn)))
-        return jax.lax.psum(y, ffn) if ffn else y
-
-    run = jax.shard_map(run, in_specs=(specs, tokens, tokens, tokens, tokens), out_specs=tokens)
-    return run(params, x, *routing)

@@ -8,13 +8,14 @@ from moelib.layers.moe.balance import expert_counts
 from moelib.layers.moe.router import Routing
 
 
-def routing_metrics(routing: Routing) -> dict[str, WeightedScalar]:
+def routing_metrics(routing: Routing, num_dropped: Float[Array, ""]) -> dict[str, WeightedScalar]:
     """Returns the metrics of one layer, over its valid tokens.
 
     load_max_over_mean: Rows of the busiest expert over the mean, 1 when even.
     dead_experts: How many experts got no token.
     entropy: Mean entropy of the router's probabilities, nats; log E when it knows nothing.
     logit_rms: Root mean square of the router's logits.
+    drop_rate: Choices that a dispatcher dropped, over all choices.
     """
     num_experts = routing.probs.shape[-1]
     tokens = jnp.sum(routing.mask, dtype=jnp.float32)
@@ -30,5 +31,6 @@ def routing_metrics(routing: Routing) -> dict[str, WeightedScalar]:
         "load_max_over_mean": weighted(jnp.max(counts) / mean, tokens),
         "dead_experts": weighted(jnp.sum(counts == 0, dtype=jnp.float32), tokens),
         "entropy": weighted(token_mean(entropy), tokens),
+        "drop_rate": weighted(num_dropped / jnp.maximum(jnp.sum(counts), 1.0), tokens),
         "logit_rms": weighted(jnp.sqrt(token_mean(squares)), tokens),
     }

@@ -8,6 +8,7 @@ import pytest
 from moelib.layers.moe.balance import (
     BalanceScope,
     BiasBalancing,
+    LoadCounter,
     expert_counts,
     load_balance_loss,
     router_z_loss,
@@ -164,3 +165,28 @@ def test_a_skewed_router_is_balanced_in_time():
         state, last = step(state)
     assert float(jnp.max(first)) > 2 * 64
     assert float(jnp.max(last)) < 1.2 * 64
+
+
+def test_a_loss_of_the_global_batch_counts_the_micro_batches_before():
+    probs, ids, mask, _ = routing()
+    before = jnp.array([4.0, 0.0, 1.0, 2.0, 3.0])
+    got = load_balance_loss(probs, ids, mask, BalanceScope.GLOBAL_BATCH, before)
+    valid = np.asarray(mask)
+    counts = np.asarray(before) + np.bincount(np.asarray(ids)[valid].ravel(), minlength=E)
+    mean = np.asarray(probs, np.float64)[valid].mean(0)
+    np.testing.assert_allclose(got, E * np.sum(counts / counts.sum() * mean), rtol=1e-6)
+
+
+def test_a_load_counter_counts_up_within_a_step_and_starts_anew_after_it():
+    _, ids, mask, _ = routing()
+    made = build(LoadCounter.default_config(), num_experts=E)
+    counts, total = initial(made), jnp.zeros(E)
+    for _ in range(2):
+        before, outputs = call_and_collect(made, counts, ids, mask, method="earlier")
+        np.testing.assert_array_equal(before, total)
+        counts = outputs.state_updates
+        total = total + jnp.sum(expert_counts(ids, mask, E), 0)
+        np.testing.assert_array_equal(counts["counts"], total)
+    np.testing.assert_array_equal(made.end_step_recursively(counts)["counts"], np.zeros(E))
+    _, outputs = call_and_collect(made, counts, ids, mask, method="earlier", is_training=False)
+    assert not outputs.state_updates

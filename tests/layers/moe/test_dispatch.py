@@ -1,4 +1,4 @@
-"""Dispatchers: the sorted one against the oracle and a loop over tokens, values and gradients."""
+"""Dispatchers on one device: against the oracle and a loop over tokens, values and gradients."""
 
 import functools
 
@@ -8,16 +8,19 @@ import numpy as np
 import pytest
 
 from moelib.layers.moe.dispatch import (
+    Choices,
     DenseDispatcher,
     Dispatcher,
+    Place,
     SortedDispatcher,
-    combine_rows,
-    dispatch_rows,
 )
+from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
+from moelib.layers.moe.dispatch_ragged import RaggedDispatcher, RingDispatcher
 from moelib.layers.moe.experts import FeedForwardExperts
 from tests.layers.calling import build, float64, initial, normal
 
-T, D, F, E, K = 40, 4, 6, 5, 2
+B, S, D, F, E, K = 4, 10, 4, 6, 5, 2
+T = B * S
 EXPERTS = build(
     FeedForwardExperts.default_config(),
     num_experts=E,
@@ -26,7 +29,14 @@ EXPERTS = build(
     hidden_dim=F,
 )
 PARAMS = initial(EXPERTS)
-DENSE, SORTED = (cls.default_config().instantiate() for cls in (DenseDispatcher, SortedDispatcher))
+DENSE = DenseDispatcher.default_config().instantiate()
+OTHERS = {
+    "sorted": SortedDispatcher.default_config().instantiate(),
+    "ragged": RaggedDispatcher.default_config().instantiate(),
+    "ring": RingDispatcher.default_config().instantiate(),
+    "capacity": CapacityDispatcher.default_config().set(capacity_factor=E / K).instantiate(),
+}
+ALL = {"dense": DENSE, **OTHERS}
 X, GRAD = jnp.asarray(normal(T, D)), jnp.asarray(normal(T, D, seed=1))
 WEIGHTS = jnp.asarray(np.abs(normal(T, K, seed=2)))
 
@@ -54,7 +64,12 @@ MASKS = {
 @functools.partial(jax.jit, static_argnums=0)
 def pulled(dispatcher, params, x, ids, weights, mask, grad):
     """Returns (value, gradients in parameters, x and weights)."""
-    run = lambda params, x, weights: dispatcher(EXPERTS, params, x, ids, weights, mask)
+
+    def run(params, x, weights):
+        rows = lambda a: a.reshape(B, S, *a.shape[1:])
+        choices = Choices(rows(ids), rows(weights), rows(mask))
+        return dispatcher(EXPERTS, params, rows(x), choices, Place(E)).y.reshape(T, D)
+
     value, pull = jax.vjp(run, params, x, weights)
     return value, pull(grad)
 
@@ -72,9 +87,10 @@ def by_loop(params, x, ids, weights, mask):
 
 @pytest.mark.parametrize("ids", IDS)
 @pytest.mark.parametrize("mask", MASKS)
-def test_sorted_equals_dense_in_values_and_all_gradients(ids, mask):
+@pytest.mark.parametrize("dispatcher", OTHERS)
+def test_each_equals_dense_in_values_and_all_gradients(dispatcher, ids, mask):
     ids, mask = jnp.asarray(IDS[ids]), jnp.asarray(MASKS[mask])
-    got = pulled(SORTED, PARAMS, X, ids, WEIGHTS, mask, GRAD)
+    got = pulled(ALL[dispatcher], PARAMS, X, ids, WEIGHTS, mask, GRAD)
     want = pulled(DENSE, PARAMS, X, ids, WEIGHTS, mask, GRAD)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         scale = float(jnp.max(jnp.abs(b)))
@@ -85,7 +101,7 @@ def test_sorted_equals_dense_in_values_and_all_gradients(ids, mask):
     assert not np.any(np.asarray(got[0])[~np.asarray(mask)])
 
 
-@pytest.mark.parametrize("dispatcher", [DENSE, SORTED])
+@pytest.mark.parametrize("dispatcher", ALL.values(), ids=ALL)
 def test_permuted_tokens_give_permuted_outputs(dispatcher):
     order = np.random.default_rng(5).permutation(T)
     ids, mask = jnp.asarray(IDS["random"]), jnp.asarray(MASKS["padding anywhere"])
@@ -96,7 +112,7 @@ def test_permuted_tokens_give_permuted_outputs(dispatcher):
         np.testing.assert_allclose(a, b[order], atol=1e-5)
 
 
-@pytest.mark.parametrize("dispatcher", [DENSE, SORTED])
+@pytest.mark.parametrize("dispatcher", ALL.values(), ids=ALL)
 def test_permuted_experts_give_the_same_output(dispatcher):
     order = np.array([3, 0, 4, 1, 2])
     ids, mask = jnp.asarray(IDS["random"]), jnp.asarray(MASKS["padding at the end"])
@@ -107,7 +123,7 @@ def test_permuted_experts_give_the_same_output(dispatcher):
     np.testing.assert_allclose(got, want, atol=1e-6)
 
 
-@pytest.mark.parametrize("dispatcher", [DENSE, SORTED])
+@pytest.mark.parametrize("dispatcher", ALL.values(), ids=ALL)
 def test_a_token_with_nan_stays_by_itself(dispatcher):
     ids, mask = jnp.asarray(IDS["random"]), jnp.asarray(MASKS["no padding"])
     want, _ = pulled(dispatcher, PARAMS, X, ids, WEIGHTS, mask, GRAD)
@@ -117,7 +133,7 @@ def test_a_token_with_nan_stays_by_itself(dispatcher):
     np.testing.assert_allclose(got[others], want[others], atol=1e-6)
 
 
-@pytest.mark.parametrize("dispatcher", [DENSE, SORTED])
+@pytest.mark.parametrize("dispatcher", ALL.values(), ids=ALL)
 def test_padding_may_hold_anything(dispatcher):
     ids, mask = jnp.asarray(IDS["random"]), jnp.asarray(MASKS["padding anywhere"])
     want = pulled(dispatcher, PARAMS, X, ids, WEIGHTS, mask, GRAD)
@@ -131,7 +147,7 @@ def test_bfloat16_rows_are_summed_in_float32():
     ids, mask = jnp.asarray(IDS["random"]), jnp.asarray(MASKS["no padding"])
     x = X.astype(jnp.bfloat16)
     want = by_loop(PARAMS, x, IDS["random"], WEIGHTS, MASKS["no padding"])
-    for dispatcher in (DENSE, SORTED):
+    for dispatcher in ALL.values():
         got, (grads, *_) = pulled(
             dispatcher, PARAMS, x, ids, WEIGHTS, mask, GRAD.astype(jnp.bfloat16)
         )
@@ -140,31 +156,7 @@ def test_bfloat16_rows_are_summed_in_float32():
         np.testing.assert_allclose(got.astype(jnp.float32), want, atol=2e-2 * np.abs(want).max())
 
 
-def test_rows_go_out_and_come_back():
-    ids = IDS["random"].reshape(-1)
-    order = np.argsort(ids, kind="stable")
-    inverse = jnp.asarray(np.argsort(order))
-    rows = dispatch_rows(X, jnp.asarray(order), inverse, K)
-    np.testing.assert_array_equal(rows, np.repeat(np.asarray(X), K, axis=0)[order])
-    back = combine_rows(rows, WEIGHTS, jnp.asarray(order), inverse)
-    np.testing.assert_allclose(back, X * jnp.sum(WEIGHTS, 1, keepdims=True), rtol=1e-5)
-
-
-def test_the_gradients_of_dispatch_and_combine_are_those_of_plain_gathers():
-    order = np.argsort(IDS["random"].reshape(-1), kind="stable")
-    inverse, order = jnp.asarray(np.argsort(order)), jnp.asarray(order)
-    rows = jnp.asarray(normal(T * K, D, seed=4))
-    got = jax.vjp(lambda x: dispatch_rows(x, order, inverse, K), X)[1](rows)
-    want = jax.vjp(lambda x: x[order // K], X)[1](rows)
-    np.testing.assert_allclose(got[0], want[0], rtol=1e-5, atol=1e-6)
-    plain = lambda rows, w: jnp.sum(rows[inverse].reshape(T, K, D) * w[..., None], 1)
-    got = jax.vjp(lambda rows, w: combine_rows(rows, w, order, inverse), rows, WEIGHTS)[1](GRAD)
-    want = jax.vjp(plain, rows, WEIGHTS)[1](GRAD)
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-
-
 def test_a_dispatcher_that_defines_nothing_says_so():
     dispatcher = Dispatcher.default_config().instantiate()
     with pytest.raises(NotImplementedError, match="Dispatcher must define __call__"):
-        dispatcher(EXPERTS, PARAMS, X, jnp.asarray(IDS["random"]), WEIGHTS, jnp.ones(T, bool))
+        pulled(dispatcher, PARAMS, X, jnp.asarray(IDS["random"]), WEIGHTS, jnp.ones(T, bool), GRAD)

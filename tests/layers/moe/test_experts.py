@@ -27,20 +27,20 @@ def experts(activation=Activation.SWIGLU):
 def test_each_expert_is_a_feed_forward_layer(activation):
     layer, x = experts(activation), jnp.asarray(normal(7, D))
     params = initial(layer)
-    got = layer.all_experts(params, x)
+    got = layer.batched(params, jnp.broadcast_to(x[None], (E, 7, D)))  # [E, 7, D]
     one = build(FeedForward.default_config(), input_dim=D, hidden_dim=F, activation=activation)
     for e in range(E):
         mine = {name: value[e] for name, value in params.items()}
-        np.testing.assert_allclose(got[:, e], call(one, mine, x[None])[0], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(got[e], call(one, mine, x[None])[0], rtol=1e-5, atol=1e-6)
 
 
 def test_grouped_rows_meet_their_own_expert_and_rows_past_the_end_give_zeros():
     layer, rows = experts(), jnp.asarray(normal(8, D))
     params = initial(layer)
     got = layer.grouped(params, rows, jnp.array([2, 0, 4], jnp.int32))
-    every = layer.all_experts(params, rows)
-    np.testing.assert_allclose(got[:2], every[:2, 0], rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(got[2:6], every[2:6, 2], rtol=1e-5, atol=1e-6)
+    every = layer.batched(params, jnp.broadcast_to(rows[None], (E, 8, D)))
+    np.testing.assert_allclose(got[:2], every[0, :2], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got[2:6], every[2, 2:6], rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(got[6:], np.zeros((2, D)))
 
 

@@ -19,13 +19,14 @@ def test_metrics_are_those_of_the_valid_tokens():
     logits = normal(2, 3, 4)
     ids = np.array([[[0, 1], [0, 2], [3, 3]], [[0, 2], [3, 3], [3, 3]]])
     mask = np.array([[True, True, False], [True, False, False]])
-    got = routing_metrics(routing(logits, ids, mask))
+    got = routing_metrics(routing(logits, ids, mask), jnp.float32(2))
     valid = logits[mask].astype(np.float64)
     probs = np.exp(valid) / np.exp(valid).sum(-1, keepdims=True)
     want = {
         "load_max_over_mean": 3 / (6 / 4),  # Experts got 3, 1, 2 and 0 of 6 choices.
         "dead_experts": 1,
         "entropy": -np.sum(probs * np.log(probs), -1).mean(),
+        "drop_rate": 2 / 6,
         "logit_rms": np.sqrt(np.mean(valid**2)),
     }
     assert got.keys() == want.keys()
@@ -36,7 +37,8 @@ def test_metrics_are_those_of_the_valid_tokens():
 
 def test_a_router_that_knows_nothing_has_full_entropy():
     got = routing_metrics(
-        routing(np.zeros((1, 2, 8)), np.zeros((1, 2, 1), int), np.ones((1, 2), bool))
+        routing(np.zeros((1, 2, 8)), np.zeros((1, 2, 1), int), np.ones((1, 2), bool)),
+        jnp.float32(0),
     )
     np.testing.assert_allclose(got["entropy"].mean, np.log(8), rtol=1e-6)
     assert float(got["load_max_over_mean"].mean) == 8
@@ -44,6 +46,7 @@ def test_a_router_that_knows_nothing_has_full_entropy():
 
 def test_a_batch_of_padding_has_no_weight_and_finite_metrics():
     got = routing_metrics(
-        routing(np.zeros((1, 2, 4)), np.zeros((1, 2, 1), int), np.zeros((1, 2), bool))
+        routing(np.zeros((1, 2, 4)), np.zeros((1, 2, 1), int), np.zeros((1, 2), bool)),
+        jnp.float32(0),
     )
     assert all(np.isfinite(v.mean) and float(v.weight) == 0 for v in got.values())

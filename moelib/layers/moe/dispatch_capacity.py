@@ -1,0 +1,122 @@
+"""Dispatch by capacity: a fixed number of rows for each expert, so that all sizes are static.
+
+Shapes: B rows of the batch, S tokens of each, K experts a token, E experts, C capacity, D width.
+"""
+
+import math
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from moelib.core.config import config_class
+from moelib.core.context import Nested
+from moelib.layers.moe.dispatch import (
+    Choices,
+    Dispatched,
+    Dispatcher,
+    Experts,
+    Place,
+    check_factor,
+    flat_choices,
+)
+from moelib.layers.moe.rows import RowMap, combine_rows, sort_choices, take_rows
+from moelib.parallel.exchange import gather_sizes, group_size
+
+
+class CapacityDispatcher(Dispatcher):
+    """Each row of the batch sends at most C = capacity_factor S K / E choices to each expert.
+
+    The first C choices, in the order of tokens, are kept, the others dropped: the same ones on
+    every mesh, since a row of the batch stands by itself. Rows travel by one all-to-all of fixed
+    size each way. Source: GShard, arXiv:2006.16668, algorithm 1, with a row as the group.
+    """
+
+    expert_parallel = True
+
+    @config_class
+    class Config(Dispatcher.Config):
+        """Config of `CapacityDispatcher`."""
+
+        capacity_factor: float = 1.25  # E / K and more drops nothing.
+
+    def __init__(self, cfg: Config) -> None:
+        super().__init__(cfg)
+        check_factor("capacity_factor", self.config.capacity_factor)
+
+    def __call__(
+        self,
+        experts: Experts,
+        params: Nested,
+        x: Float[Array, "B S D"],
+        choices: Choices,
+        place: Place,
+    ) -> Dispatched:
+        """Returns the weighted sums."""
+        batch, seq_len, num_choices = choices.expert_ids.shape
+        n, num_experts = group_size(place.expert_axes), place.num_experts
+        parts = group_size(place.sequence_axes)
+        capacity = self._capacity(parts * seq_len, num_choices, num_experts)
+        tokens, ids, weights = flat_choices(x, choices, num_experts)
+        ids = ids.reshape(batch, seq_len, num_choices)
+        kept = _rank(ids, num_experts, place.sequence_axes) < capacity
+        num_dropped = jnp.sum((ids < num_experts) & ~kept, dtype=jnp.float32)
+        # A part of a row holds no more choices of an expert than it has tokens.
+        row_map = _slots(jnp.where(kept, ids, num_experts), num_experts, min(capacity, seq_len))
+        rows = take_rows(tokens, row_map).reshape(num_experts, -1, x.shape[-1])
+        if n > 1:  # [E, B C, D] -> [E / n, n B C, D]
+            rows = lax.all_to_all(rows, place.expert_axes, 0, 1, tiled=True)
+        outputs = experts.batched(params, rows)
+        if n > 1:
+            outputs = lax.all_to_all(outputs, place.expert_axes, 1, 0, tiled=True)
+        y = combine_rows(outputs.reshape(-1, x.shape[-1]), weights, row_map)
+        return Dispatched(y.reshape(x.shape), num_dropped)
+
+    def _capacity(self, seq_len: int, num_choices: int, num_experts: int) -> int:
+        even = seq_len * num_choices / num_experts
+        return min(seq_len, max(1, math.ceil(self.config.capacity_factor * even)))
+
+
+def _rank(
+    ids: Int[Array, "B S K"], num_experts: int, sequence_axes: tuple[str, ...]
+) -> Int[Array, "B S K"]:
+    """Returns how many earlier choices of its row went to the expert of each choice."""
+    batch, seq_len, num_choices = ids.shape
+    flat = ids.reshape(batch, -1)
+    chosen = (flat[..., None] == jnp.arange(num_experts)[None, None]).astype(
+        jnp.int32
+    )  # [B, SK, E]
+    counts = jnp.cumsum(chosen, 1)
+    before = counts - chosen
+    if sequence_axes and group_size(sequence_axes) > 1:
+        of_parts = gather_sizes(counts[:, -1], sequence_axes)  # [parts, B, E]
+        earlier = jnp.arange(of_parts.shape[0]) < lax.axis_index(sequence_axes)
+        before = before + jnp.sum(jnp.where(earlier[:, None, None], of_parts, 0), 0)[:, None]
+    index = jnp.minimum(flat, num_experts - 1)[..., None]
+    return jnp.take_along_axis(before, index, -1).reshape(batch, seq_len, num_choices)
+
+
+def _slots(ids: Int[Array, "B S K"], num_experts: int, capacity: int) -> RowMap:
+    """Returns the map onto E * B * C rows, C for each expert and row of the batch.
+
+    Args:
+        ids: The expert of each choice; E for one that is dropped.
+        num_experts: E.
+        capacity: C; no expert may have more of a row's choices.
+    """
+    batch, _, num_choices = ids.shape
+    num_groups = num_experts * batch
+    keys = ids * batch + jnp.arange(batch)[:, None, None]
+    keys = jnp.where(ids < num_experts, keys, num_groups).reshape(-1, num_choices)
+    dense, sizes = sort_choices(keys, num_groups, keys.size)
+    starts = jnp.cumsum(sizes) - sizes
+    place = jnp.arange(capacity)
+    source = jnp.where(place[None] < sizes[:, None], starts[:, None] + place[None], keys.size)
+    choices = dense.choices.at[source.reshape(-1)].get(mode="fill", fill_value=keys.size)
+    first = (
+        (jnp.arange(num_groups, dtype=jnp.int32) * capacity - starts)
+        .at[keys]
+        .get(mode="fill", fill_value=0)
+    )
+    rows = jnp.where(keys < num_groups, dense.rows + first, num_groups * capacity)
+    return RowMap(choices, rows.astype(jnp.int32))

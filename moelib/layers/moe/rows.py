@@ -1,0 +1,123 @@
+"""Rows and choices: tokens are copied to rows, one for each expert they go to, and summed back.
+
+A `RowMap` says which choice of which token each row holds, and which row each choice has. Both
+directions being known, every copy and every sum, forward and backward, is a gather: nothing is
+scattered, no token is repeated in memory before it is copied.
+
+Shapes: T tokens, K choices a token, R rows, D width.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+class RowMap(NamedTuple):
+    """Which choice each row holds, and which row each choice has.
+
+    Attributes:
+        choices: token * K + k of each row; T * K or more for a row that holds none.
+        rows: The row of each choice; R or more for a choice that has none.
+    """
+
+    choices: Int[Array, "R"]
+    rows: Int[Array, "T K"]
+
+    @property
+    def tokens(self) -> Int[Array, "R"]:
+        """The token of each row; T or more for a row that holds none."""
+        return self.choices // self.rows.shape[1]
+
+
+def sort_choices(
+    keys: Int[Array, "T K"], num_groups: int, num_rows: int
+) -> tuple[RowMap, Int[Array, "g"]]:
+    """Returns the map with rows sorted by key, tokens in order within one, and each key's rows.
+
+    Args:
+        keys: The group of each choice; `num_groups` for a choice that gets no row.
+        num_groups: Number g of groups.
+        num_rows: R, at most T K; there must be no more choices with a group.
+    """
+    flat = keys.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    places = jnp.argsort(order).astype(jnp.int32).reshape(keys.shape)
+    ends = jnp.searchsorted(flat[order], jnp.arange(num_groups + 1), side="left")
+    sizes = jnp.diff(ends).astype(jnp.int32)
+    choices = jnp.where(jnp.arange(num_rows) < ends[-1], order[:num_rows], flat.size)
+    rows = jnp.where(keys < num_groups, places, num_rows)
+    return RowMap(choices.astype(jnp.int32), rows), sizes
+
+
+def keep_first(wanted: Bool[Array, "T K"], num_rows: int | Array) -> Bool[Array, "T K"]:
+    """Returns which wanted choices are among the first `num_rows` in the order of tokens."""
+    flat = wanted.reshape(-1)
+    return (flat & (jnp.cumsum(flat, dtype=jnp.int32) <= num_rows)).reshape(wanted.shape)
+
+
+@jax.custom_vjp
+def take_rows(x: Float[Array, "T D"], row_map: RowMap) -> Float[Array, "R D"]:
+    """Returns the token of each row; zeros where a row holds none."""
+    return x.at[row_map.tokens].get(mode="fill", fill_value=0)
+
+
+@jax.custom_vjp
+def sum_rows(rows: Float[Array, "R D"], row_map: RowMap) -> Float[Array, "T D"]:
+    """Returns the sum of each token's rows, taken in float32; zeros for a token without rows."""
+    return _sum(rows, row_map.rows, None)
+
+
+def _sum(
+    rows: Float[Array, "R D"], places: Int[Array, "T K"], weights: Float[Array, "T K"] | None
+) -> Float[Array, "T D"]:
+    """Returns the (weighted) sum of each token's rows; no [T, K, D] is made."""
+    total = jnp.zeros((), jnp.float32)
+    for k in range(places.shape[1]):
+        row = rows.at[places[:, k]].get(mode="clip").astype(jnp.float32)  # [T, D]
+        if weights is not None:
+            row = row * weights[:, k, None]
+        total = total + jnp.where(places[:, k, None] < rows.shape[0], row, 0.0)
+    return total.astype(rows.dtype)
+
+
+take_rows.defvjp(
+    lambda x, row_map: (take_rows(x, row_map), row_map),
+    lambda row_map, grad: (sum_rows(grad, row_map), None),
+)
+sum_rows.defvjp(
+    lambda rows, row_map: (sum_rows(rows, row_map), row_map),
+    lambda row_map, grad: (take_rows(grad, row_map), None),
+)
+
+
+@jax.custom_vjp
+def combine_rows(
+    rows: Float[Array, "R D"], weights: Float[Array, "T K"], row_map: RowMap
+) -> Float[Array, "T D"]:
+    """Returns the weighted sum of each token's rows, taken in float32.
+
+    A choice without a row counts nowhere, whatever its weight.
+    """
+    return _sum(rows, row_map.rows, weights)
+
+
+def _combine_forward(rows: Array, weights: Array, row_map: RowMap) -> tuple[Array, tuple]:
+    return combine_rows(rows, weights, row_map), (rows, weights, row_map)
+
+
+def _combine_backward(
+    residuals: tuple[Array, Array, RowMap], grad: Array
+) -> tuple[Array, Array, None]:
+    rows, weights, row_map = residuals
+    of_rows = take_rows(grad, row_map).astype(jnp.float32)  # [R, D]
+    weight = weights.reshape(-1).at[row_map.choices].get(mode="fill", fill_value=0)
+    held = (row_map.choices < weights.size)[:, None]
+    # What a row without a choice holds may be anything; so it is left out, not multiplied by 0.
+    products = jnp.sum(jnp.where(held, of_rows * rows.astype(jnp.float32), 0.0), -1)  # [R]
+    grad_weights = products.at[row_map.rows].get(mode="fill", fill_value=0)
+    return (of_rows * weight[:, None]).astype(rows.dtype), grad_weights, None
+
+
+combine_rows.defvjp(_combine_forward, _combine_backward)

@@ -1,0 +1,78 @@
+"""Rows of choices: against plain NumPy gathers and sums, with choices that have no row."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moelib.layers.moe.rows import combine_rows, keep_first, sort_choices, sum_rows, take_rows
+from tests.layers.calling import normal
+
+T, K, G, R, D = 9, 3, 4, 25, 5
+KEYS = np.random.default_rng(0).integers(0, G + 1, (T, K)).astype(np.int32)  # G: no row.
+ROW_MAP, SIZES = sort_choices(jnp.asarray(KEYS), G, R)
+X, WEIGHTS, ROWS = (jnp.asarray(normal(*shape)) for shape in ((T, D), (T, K), (R, D)))
+NUM_ROWS = int((KEYS < G).sum())
+
+
+def test_rows_stand_sorted_by_group_and_by_token_within_one():
+    want = sorted((KEYS[t, k], t, k) for t, k in np.ndindex(T, K) if KEYS[t, k] < G)
+    got = np.asarray(ROW_MAP.choices)
+    np.testing.assert_array_equal(got[:NUM_ROWS], [t * K + k for _, t, k in want])
+    assert (got[NUM_ROWS:] >= T * K).all()
+    np.testing.assert_array_equal(SIZES, np.bincount(KEYS.ravel(), minlength=G + 1)[:G])
+    for row, (_, t, k) in enumerate(want):
+        assert ROW_MAP.rows[t, k] == row
+    assert (np.asarray(ROW_MAP.rows)[KEYS == G] >= R).all()
+
+
+def plain_matrix():
+    """Returns which row [R, T] holds which token."""
+    held = np.zeros((R, T), np.float32)
+    for t, k in np.ndindex(T, K):
+        if KEYS[t, k] < G:
+            held[ROW_MAP.rows[t, k], t] = 1
+    return held
+
+
+def test_tokens_are_copied_to_their_rows_and_summed_back():
+    held = plain_matrix()
+    np.testing.assert_allclose(take_rows(X, ROW_MAP), held @ X, rtol=1e-6)
+    np.testing.assert_allclose(sum_rows(ROWS, ROW_MAP), held.T @ ROWS, rtol=1e-5, atol=1e-6)
+
+
+def test_the_gradients_are_those_of_plain_matrices():
+    held = plain_matrix()
+    (grad,) = jax.vjp(lambda x: take_rows(x, ROW_MAP), X)[1](ROWS)
+    np.testing.assert_allclose(grad, held.T @ ROWS, rtol=1e-5, atol=1e-6)
+    (grad,) = jax.vjp(lambda rows: sum_rows(rows, ROW_MAP), ROWS)[1](X)
+    np.testing.assert_allclose(grad, held @ X, rtol=1e-6)
+    places = jnp.minimum(ROW_MAP.rows, R - 1)
+    has = jnp.asarray(KEYS < G)[..., None]
+
+    def plain(rows, weights):
+        return jnp.sum(jnp.where(has, rows[places] * weights[..., None], 0.0), 1)
+
+    got, pull = jax.vjp(lambda rows, w: combine_rows(rows, w, ROW_MAP), ROWS, WEIGHTS)
+    want, plain_pull = jax.vjp(plain, ROWS, WEIGHTS)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    for a, b in zip(pull(X), plain_pull(X), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_rows_without_a_choice_and_choices_without_a_row_may_hold_anything():
+    rows = ROWS.at[NUM_ROWS:].set(jnp.nan)
+    weights = jnp.where(jnp.asarray(KEYS == G), jnp.nan, WEIGHTS)
+    got, pull = jax.vjp(lambda rows, w: combine_rows(rows, w, ROW_MAP), rows, weights)
+    want, plain = jax.vjp(lambda rows, w: combine_rows(rows, w, ROW_MAP), ROWS, WEIGHTS)
+    np.testing.assert_array_equal(got, want)
+    for a, b in zip(pull(X), plain(X), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("num_rows", [0, 4, 100])
+def test_the_first_wanted_choices_are_kept(num_rows):
+    wanted = KEYS < 2
+    got = np.asarray(keep_first(jnp.asarray(wanted), num_rows))
+    want = np.flatnonzero(wanted)[:num_rows]
+    np.testing.assert_array_equal(np.flatnonzero(got), want)
