@@ -25,7 +25,8 @@ from moelib.layers.linear import Linear
 from moelib.layers.moe.balance import LoadBalanceLoss, RouterZLoss
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.norm import BaseNorm
-from moelib.layers.transformer import BaseStack, LoopStack, ScanStack, TransformerLayer, remat
+from moelib.layers.remat import remat
+from moelib.layers.transformer import BaseStack, LoopStack, ScanStack, TransformerLayer
 from moelib.learner import schedules, transforms
 from moelib.learner.learner import Learner
 from moelib.learner.optimizers import adamw_optimizer

@@ -7,6 +7,7 @@ from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.param import FanAxes, ParameterSpec
 from moelib.layers.activation import Activation, activate
 from moelib.layers.base import BaseLayer
+from moelib.layers.remat import keep_point
 from moelib.parallel.sharding import constrain
 
 
@@ -44,10 +45,10 @@ class FeedForward(BaseLayer):
         """Returns the layer's output. The mask of valid tokens is of no use here."""
         del mask
         up, down = (self.parameters[name].astype(x.dtype) for name in ("up", "down"))
-        hidden = jnp.einsum("bsd,dnf->bsnf", x, up)
+        hidden = keep_point(jnp.einsum("bsd,dnf->bsnf", x, up), "feed_forward_up")
         hidden = activate(hidden, self.config.activation)  # [B, S, F]
         hidden = constrain(hidden, ("batch", "sequence", "activation_ffn"))
-        return jnp.einsum("bsf,fd->bsd", hidden, down)
+        return keep_point(jnp.einsum("bsf,fd->bsd", hidden, down), "feed_forward_down")
 
     def _own_forward_flops_per_token(self, seq_len: int) -> float:
         del seq_len

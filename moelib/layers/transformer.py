@@ -1,7 +1,6 @@
 """Transformer layers and stacks of them, as a loop or as a scan over repeating blocks."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +12,6 @@ from moelib.core.config import (
     InstantiableConfig,
     Required,
     config_class,
-    did_you_mean,
 )
 from moelib.core.context import Nested, fold_name
 from moelib.core.module import nowrap, remat_in_context, scan_in_context
@@ -80,7 +78,7 @@ class BaseStack(BaseLayer):
         num_layers: Required[int] = REQUIRED  # L, the first layers included.
         first_layers: list[BaseLayer.Config] = []  # Layers unlike the rest.
         block: list[BaseLayer.Config] = [TransformerLayer.default_config()]
-        remat: InstantiableConfig | None = None  # Wraps each block: config_for_function(remat).
+        remat: InstantiableConfig | None = None  # Wraps each block: moelib.layers.remat.remat.
 
     def __init__(self, cfg: Config, *, parent: BaseLayer | None) -> None:
         super().__init__(cfg, parent=parent)
@@ -241,31 +239,3 @@ class ScanStack(BaseStack):
 
     def _times(self, name: str) -> int:
         return self._repeats if name in self._repeated() else 1
-
-
-# Those of `jax.checkpoint_policies` that are policies themselves; the others there make one.
-REMAT_POLICIES = (
-    "everything_saveable",
-    "nothing_saveable",
-    "dots_saveable",
-    "dots_with_no_batch_dims_saveable",
-)
-
-
-def remat(policy: str | None = None, prevent_cse: bool = False) -> Callable[[Callable], Callable]:
-    """Returns a wrapper that recomputes a block in the backward pass instead of storing it.
-
-    Args:
-        policy: What is stored all the same, one of REMAT_POLICIES; None stores the block's input
-            only.
-        prevent_cse: Needed outside of a scan, or the compiler undoes it; a LoopStack sets it.
-
-    Raises:
-        ValueError: If there is no such policy.
-    """
-    if policy is not None and policy not in REMAT_POLICIES:
-        raise ValueError(
-            f"remat policy {policy!r} is unknown; {did_you_mean(policy, REMAT_POLICIES)}"
-        )
-    chosen = None if policy is None else getattr(jax.checkpoint_policies, policy)
-    return functools.partial(jax.checkpoint, policy=chosen, prevent_cse=prevent_cse)

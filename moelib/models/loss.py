@@ -1,5 +1,6 @@
 """The loss of a language model: cross-entropy without ever holding all logits."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -9,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from moelib.kernels.cross_entropy import cross_entropy
 from moelib.parallel import sharding
-from moelib.parallel.collectives import vary
+from moelib.parallel.collectives import gather, vary
 
 
 class TokenLoss(NamedTuple):
@@ -43,31 +44,47 @@ def language_model_loss(
         tied: Whether the head is the embedding table.
         z_loss: Weight of the squared logsumexp in the objective (PaLM, arXiv:2204.02311, sec. 5).
     """
-
-    def local(hidden: Array, head: Array, labels: Array) -> TokenLoss:
-        out = cross_entropy(
-            hidden.reshape(-1, hidden.shape[-1]),
-            head,
-            labels.reshape(-1),
-            z_loss=z_loss,
-            transposed_head=tied,
-        )
-        num_tokens = jnp.sum(labels >= 0, dtype=jnp.float32)
-        return TokenLoss(out.loss, jnp.sum(out.nll), num_tokens)
-
     mesh = sharding.current_mesh()
     if mesh is None or mesh.size == 1:
-        return local(hidden, head, labels)
+        return _sums(hidden, head, labels, tied, z_loss, ())
     shape = dict(mesh.shape)
+    names = functools.partial(sharding.mesh_axes, mesh_shape=shape)
     tokens = sharding.partition_spec(
         ("batch", "sequence"), shape, shape=labels.shape, place="target_labels"
     )
-    axes = sharding.mesh_axes("batch", shape) + sharding.mesh_axes("sequence", shape)
+    axes, vocab = (*names("batch"), *names("sequence")), names("vocab")
+    of_head = ("vocab", "embed") if tied else ("embed", "vocab")
+    split = sharding.partition_spec(of_head, shape, shape=head.shape, place="the head")
 
     def summed(hidden: Array, head: Array, labels: Array) -> TokenLoss:
-        out = local(*vary((hidden, head, labels), axes))
-        return jax.tree.map(lambda x: jax.lax.psum(x, axes) if axes else x, out)
+        head = gather(vary(head, (*axes, *vocab)), split, keep=vocab)
+        hidden, labels = vary((hidden, labels), (*axes, *vocab))
+        out = _sums(hidden, head, labels, tied, z_loss, vocab)
+        over = (*axes, *vocab)
+        return jax.tree.map(lambda x: jax.lax.psum(x, over) if over else x, out)
 
-    specs = (tokens, PartitionSpec(), tokens)
+    specs = (tokens, split, tokens)
     run = jax.shard_map(summed, in_specs=specs, out_specs=PartitionSpec())
     return run(hidden, head, labels)
+
+
+def _sums(
+    hidden: Float[Array, "B S D"],
+    head: Array,
+    labels: Int[Array, "B S"],
+    tied: bool,
+    z_loss: float,
+    vocab_axes: tuple[str, ...],
+) -> TokenLoss:
+    """Returns the sums over a device's own tokens; its share, where devices share a vocabulary."""
+    out = cross_entropy(
+        hidden.reshape(-1, hidden.shape[-1]),
+        head,
+        labels.reshape(-1),
+        z_loss=z_loss,
+        transposed_head=tied,
+        vocab_axes=vocab_axes,
+    )
+    shards = jax.lax.axis_size(vocab_axes) if vocab_axes else 1
+    num_tokens = jnp.sum(labels >= 0, dtype=jnp.float32)
+    return TokenLoss(out.loss, jnp.sum(out.nll) / shards, num_tokens / shards)

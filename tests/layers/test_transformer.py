@@ -15,13 +15,8 @@ from moelib.layers.moe.balance import BiasBalancing
 from moelib.layers.moe.dispatch import DenseDispatcher
 from moelib.layers.moe.router import Router
 from moelib.layers.norm import LayerNorm
-from moelib.layers.transformer import (
-    REMAT_POLICIES,
-    LoopStack,
-    ScanStack,
-    TransformerLayer,
-    remat,
-)
+from moelib.layers.remat import remat
+from moelib.layers.transformer import LoopStack, ScanStack, TransformerLayer
 from tests.layers.calling import QUICK, build, call, float64, initial, normal
 from tests.models import tiny
 
@@ -256,19 +251,6 @@ def test_layers_that_do_not_divide_into_blocks_are_refused(num_layers, message):
             first_layers=[first],
             block=[moe, noisy],
         )
-
-
-def test_an_unknown_remat_policy_is_refused_with_those_there_are():
-    with pytest.raises(ValueError, match=r"'dots' is unknown; choose one of: dots_saveable"):
-        remat("dots")
-    with pytest.raises(ValueError, match="'save_only_these_names' is unknown"):
-        remat("save_only_these_names")  # It makes a policy, and is none.
-
-
-@pytest.mark.parametrize("policy", REMAT_POLICIES)
-def test_every_remat_policy_gives_the_gradient(policy):
-    run = remat(policy)(lambda x: jnp.sin(x) ** 2)
-    np.testing.assert_allclose(jax.grad(run)(0.3), np.sin(0.6), rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [LoopStack, ScanStack])

@@ -35,15 +35,19 @@ def test_sums_are_over_the_tokens_that_count(z_loss, tied):
     np.testing.assert_allclose(got, by_hand(z_loss), rtol=1e-5)
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
-    "axes", [{"data": 8}, {"data": 2, "seq": 2, "model": 2}, {"model": 2}], ids=str
+    "axes",
+    [{"data": 8}, {"data": 2, "seq": 2, "model": 2}, {"model": 2}, {"fsdp": 2, "model": 2}],
+    ids=str,
 )
-def test_every_mesh_gives_the_sums_and_gradients_of_one_device(axes):
+def test_every_mesh_gives_the_sums_and_gradients_of_one_device(axes, tied):
     def run(hidden, head):
-        out = language_model_loss(hidden, head, LABELS, tied=False, z_loss=0.1)
+        out = language_model_loss(hidden, head, LABELS, tied=tied, z_loss=0.1)
         return out.objective, out
 
-    compute = lambda: jax.jit(jax.value_and_grad(run, (0, 1), has_aux=True))(HIDDEN, HEAD)
+    head = HEAD.T if tied else HEAD
+    compute = lambda: jax.jit(jax.value_and_grad(run, (0, 1), has_aux=True))(HIDDEN, head)
     want = compute()
     with jax.set_mesh(tiny.mesh(**axes)):
         got = compute()
@@ -54,6 +58,19 @@ def test_rows_that_do_not_divide_are_refused():
     message = "target_labels: its dimension 'batch' of 3 does not divide into 8 parts"
     with jax.set_mesh(tiny.mesh(data=8)), pytest.raises(ValueError, match=message):
         language_model_loss(HIDDEN[:3], HEAD, LABELS[:3], tied=False)
+
+
+def test_a_label_beyond_a_split_vocabulary_is_nan():
+    with jax.set_mesh(tiny.mesh(model=2)):
+        got = jax.jit(lambda labels: language_model_loss(HIDDEN, HEAD, labels, tied=False))
+        assert np.isnan(got(LABELS.at[0, 0].set(V)).objective)
+        assert np.isfinite(got(LABELS.at[0, 0].set(V - 1)).objective)
+
+
+def test_a_vocabulary_that_does_not_divide_is_refused():
+    message = "the head: its dimension 'vocab' of 9 does not divide into 2 parts"
+    with jax.set_mesh(tiny.mesh(model=2)), pytest.raises(ValueError, match=message):
+        language_model_loss(HIDDEN, HEAD[:, :9], LABELS, tied=False)
 
 
 def test_no_token_that_counts_is_a_loss_of_zero():

@@ -47,6 +47,7 @@ def cross_entropy(
     logit_cap: float | None = None,
     transposed_head: bool = False,
     chunk_size: int | None = None,
+    vocab_axes: tuple[str, ...] = (),
     backend: str | None = None,
 ) -> CrossEntropyOutput:
     """Returns the cross-entropy of `softmax(hidden @ head)` against the labels, a sum over tokens.
@@ -68,11 +69,14 @@ def cross_entropy(
         transposed_head: Whether head is a table; nothing is copied for it.
         chunk_size: Tokens whose logits are held at once; by default what fits into 128 MiB. Their
             gradients take as much again.
+        vocab_axes: Inside `jax.shard_map`: mesh axes over which the vocabulary is split, so that
+            head is this device's part. `loss` is then this device's share, an equal one, and the
+            gradients in hidden are what its part adds: sum both over the axes.
         backend: "xla" (the default) or "reference", which holds all logits.
 
     Raises:
         ValueError: If the shapes disagree, the chunk size or cap is not positive, or the backend
-            is unknown.
+            is unknown, or "reference" with a split vocabulary.
 
     Source: gradients in the forward pass as in Liger Kernel, arXiv:2410.10989, sec. 3.2.
     """
@@ -82,11 +86,16 @@ def cross_entropy(
         raise ValueError(f"cross_entropy: chunk_size is {chunk_size}; set 1 or more, or None.")
     if logit_cap is not None and not logit_cap > 0:
         raise ValueError(f"cross_entropy: logit_cap is {logit_cap}; set it above 0, or to None.")
+    if vocab_axes and backend == "reference":
+        raise ValueError(
+            'cross_entropy: backend="reference" holds the whole vocabulary; set vocab_axes to (), '
+            "or the backend to None."
+        )
     if weights is None:
         weights = jnp.ones(labels.shape, jnp.float32)
     num_tokens, vocab_size = hidden.shape[0], head.shape[0 if transposed_head else 1]
     size = chunk_size or xla.chunk_size_for(num_tokens, vocab_size)
-    options = xla.Options(transposed_head, z_loss, logit_cap, size)
+    options = xla.Options(transposed_head, z_loss, logit_cap, size, vocab_axes)
     arrays = align(hidden, head, labels, weights.astype(jnp.float32))
     run = _reference if backend == "reference" else _chunked
     loss, nll, lse = run(options, *arrays)

@@ -30,6 +30,24 @@ class Options:
     z_loss: float
     logit_cap: float | None
     chunk_size: int
+    vocab_axes: tuple[str, ...] = ()
+
+    def vocab_shards(self) -> int:
+        """Returns how many devices share the vocabulary."""
+        return lax.axis_size(self.vocab_axes) if self.vocab_axes else 1
+
+    def labels_here(self, labels: Array, logits: Array) -> Array:
+        """Returns the labels counted from the first token of this device's part."""
+        if not self.vocab_axes:
+            return labels
+        first = lax.axis_index(self.vocab_axes) * logits.shape[1]
+        return labels - first.astype(labels.dtype)
+
+    def over_vocab(self, reduce: Callable[..., Array], x: Array) -> Array:
+        """Returns x reduced over the devices that share the vocabulary, for each of them."""
+        if not self.vocab_axes:
+            return x
+        return lax.pcast(reduce(x, self.vocab_axes), self.vocab_axes, to="varying")
 
 
 def chunk_size_for(num_tokens: int, vocab_size: int) -> int:
@@ -51,7 +69,7 @@ def forward(
 
     def step(carry: None, chunk: tuple[Array, Array, Array]) -> tuple[None, tuple[Array, ...]]:
         _, logits = _logits(chunk[0], head, chunk[1], options)
-        return carry, _nll_and_lse(logits, chunk[1])
+        return carry, _nll_and_lse(logits, chunk[1], options)
 
     _, (nll, lse) = _over_chunks(step, None, (hidden, labels, weights), options.chunk_size)
     loss, nll, lse, _ = _totals(nll, lse, labels, weights, options)
@@ -72,7 +90,7 @@ def forward_and_gradients(
     ) -> tuple[Array, tuple[Array, ...]]:
         rows, labels, weights = chunk
         rows, logits = _logits(rows, head, labels, options)
-        nll, lse = _nll_and_lse(logits, labels)
+        nll, lse = _nll_and_lse(logits, labels, options)
         grad = _logits_gradient(logits, lse, labels, weights, options).astype(hidden.dtype)
         pair = (grad, rows) if options.transposed_head else (rows, grad)
         rows_grad = _dot(grad, head, 1, 0 if options.transposed_head else 1)
@@ -120,23 +138,29 @@ def _logits(
     return rows, options.logit_cap * jnp.tanh(logits / options.logit_cap)
 
 
-def _nll_and_lse(logits: Array, labels: Array) -> tuple[Array, Array]:
+def _nll_and_lse(logits: Array, labels: Array, options: Options) -> tuple[Array, Array]:
     """Returns each token's (negative log-likelihood, logsumexp), [c] each."""
-    vocab_size = logits.shape[1]
-    peak = jnp.max(logits, axis=1)
-    lse = peak + jnp.log(jnp.sum(jnp.exp(logits - peak[:, None]), axis=1))
-    index = jnp.clip(labels, 0, vocab_size - 1)[:, None]
-    nll = lse - jnp.take_along_axis(logits, index, axis=1)[:, 0]
-    return jnp.where(labels < vocab_size, nll, jnp.nan), lse
+    size = logits.shape[1]
+    peak = options.over_vocab(lax.pmax, jnp.max(logits, axis=1))
+    total = jnp.sum(jnp.exp(logits - peak[:, None]), axis=1)
+    lse = peak + jnp.log(options.over_vocab(lax.psum, total))
+    here = options.labels_here(labels, logits)
+    logit = jnp.take_along_axis(logits, jnp.clip(here, 0, size - 1)[:, None], axis=1)[:, 0]
+    if options.vocab_axes:
+        logit = options.over_vocab(lax.psum, jnp.where((here >= 0) & (here < size), logit, 0.0))
+    nll = lse - logit
+    return jnp.where(labels < size * options.vocab_shards(), nll, jnp.nan), lse
 
 
 def _logits_gradient(
     logits: Array, lse: Array, labels: Array, weights: Array, options: Options
 ) -> Float[Array, "c V"]:
     """Returns the gradient of a chunk's loss in its logits before the cap."""
-    weights = jnp.where(labels < 0, 0.0, jnp.where(labels < logits.shape[1], weights, jnp.nan))
+    vocab_size = logits.shape[1] * options.vocab_shards()
+    weights = jnp.where(labels < 0, 0.0, jnp.where(labels < vocab_size, weights, jnp.nan))
     scale = weights * (1 + 2 * options.z_loss * lse)
-    target = lax.broadcasted_iota(labels.dtype, logits.shape, 1) == labels[:, None]
+    here = options.labels_here(labels, logits)
+    target = lax.broadcasted_iota(labels.dtype, logits.shape, 1) == here[:, None]
     probs = jnp.exp(logits - lse[:, None])
     grad = scale[:, None] * probs - jnp.where(target, weights[:, None], 0.0)
     if options.logit_cap is None:
@@ -147,11 +171,15 @@ def _logits_gradient(
 def _totals(
     nll: Array, lse: Array, labels: Array, weights: Array, options: Options
 ) -> tuple[Array, Array, Array, Array]:
-    """Returns (loss, nll, lse, loss of each token before its weight), zeros where ignored."""
+    """Returns (loss, nll, lse, loss of each token before its weight), zeros where ignored.
+
+    The losses are this device's share of them.
+    """
     ignored = labels < 0
     nll, lse = jnp.where(ignored, 0.0, nll), jnp.where(ignored, 0.0, lse)
     losses = nll + options.z_loss * lse**2
-    return jnp.sum(jnp.where(ignored, 0.0, weights) * losses), nll, lse, losses
+    loss = jnp.sum(jnp.where(ignored, 0.0, weights) * losses) / options.vocab_shards()
+    return loss, nll, lse, losses / options.vocab_shards()
 
 
 def _dot(a: Array, b: Array, a_dim: int, b_dim: int) -> Array:

@@ -11,13 +11,16 @@ takes the xla form where a mesh axis is left to it.
 import functools
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from moelib.kernels.flash_attention import backends, cudnn, reference
 from moelib.kernels.flash_attention.reference import Rule, whole_rows
 from moelib.kernels.varying import align
 
-__all__ = ["flash_attention"]
+__all__ = ["CONTEXT", "flash_attention"]
+
+CONTEXT = "attention_context"  # What `jax.checkpoint` policies call the output and its logsumexp.
 
 
 def flash_attention(
@@ -35,8 +38,9 @@ def flash_attention(
 ) -> Float[Array, "B S H Dh"]:
     """Returns attention over whole sequences, in the dtype of v.
 
-    Differentiable in q, k, v and sinks, in reverse mode. What is not finite in one token makes NaN
-    of the tokens that may attend to it, and of nothing else.
+    Differentiable in q, k, v and sinks, in reverse mode. A policy of `jax.checkpoint` that keeps
+    the name `CONTEXT` keeps what the backward pass needs beside the operands. What is not finite in
+    one token makes NaN of the tokens that may attend to it, and of nothing else.
 
     Args:
         q: Queries. Head h attends with key and value head h // (H / G).
@@ -103,6 +107,8 @@ def _forward(
 ) -> tuple[Array, tuple]:
     places = whole_rows(q.shape[1], segments)
     out, lse = backends.forward(backend, q, k, v, sinks, places, rule, in_order=True)
+    # Kept by a policy, both spare the backward pass a second forward pass.
+    out, lse = checkpoint_name(out, CONTEXT), checkpoint_name(lse, CONTEXT)
     return out, (q, k, v, sinks, segments, out, lse)
 
 

@@ -5,10 +5,12 @@ from jaxtyping import Array, Float, Int
 
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.param import Axes, FanAxes, ParameterSpec
+from moelib.kernels.flash_attention import CONTEXT
 from moelib.layers import initializers
 from moelib.layers.attention.on_mesh import Rule, attend
 from moelib.layers.base import BaseLayer
 from moelib.layers.norm import BaseNorm
+from moelib.layers.remat import keep_point
 from moelib.layers.rope import RotaryEmbedding
 from moelib.parallel.sharding import constrain
 
@@ -100,8 +102,8 @@ class GroupedQueryAttention(BaseLayer):
         """Returns the layer's output; tokens see only what stands before them in their segment."""
         cfg: GroupedQueryAttention.Config = self.config
         params = {name: p.astype(x.dtype) for name, p in self.own_parameters.items()}
-        q = jnp.einsum("bsd,dhk->bshk", x, params["q"])
-        kv = jnp.einsum("bsd,dngk->bsngk", x, params["kv"])
+        q = keep_point(jnp.einsum("bsd,dhk->bshk", x, params["q"]), "attention_q")
+        kv = keep_point(jnp.einsum("bsd,dngk->bsngk", x, params["kv"]), "attention_kv")
         if cfg.qkv_bias:
             q = q + params["q_bias"][None, None]
             kv = kv + params["kv_bias"][None, None]
@@ -114,7 +116,9 @@ class GroupedQueryAttention(BaseLayer):
         q, k, v = constrain(q, split), constrain(k, split), constrain(v, split)
         rule = Rule(window=cfg.window, logit_cap=cfg.logit_cap)
         out = attend(q, k, v, segment_ids, params.get("sinks"), rule)
-        y = jnp.einsum("bshk,hkd->bsd", constrain(out, split), params["output"])
+        out = keep_point(constrain(out, split), CONTEXT)
+        y = jnp.einsum("bshk,hkd->bsd", out, params["output"])
+        y = keep_point(y, "attention_output")
         return y + params["output_bias"][None, None] if cfg.output_bias else y
 
     def _own_forward_flops_per_token(self, seq_len: int) -> float:

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from moelib.kernels.flash_attention import flash_attention, shards
+from moelib.kernels.flash_attention import CONTEXT, flash_attention, shards
 from moelib.parallel import sharding
 from moelib.parallel.collectives import vary, varying_axes
 
@@ -175,7 +176,7 @@ def _forward(
     start = vary((part, (k, v, index, segments)), sorted(varying_axes(q)))
     (part, _), _ = lax.scan(step, start, None, length=lax.axis_size(axes))
     out, lse = part if sinks is None else shards.add_sinks(part, sinks)
-    out = out.astype(v.dtype)
+    out, lse = (checkpoint_name(x, CONTEXT) for x in (out.astype(v.dtype), lse))
     return out, (q, k, v, sinks, index, segments, out, lse)
 
 

@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 from moelib.core.config import Configurable
 from moelib.core.context import Nested
 from moelib.layers.moe.rows import combine_rows, keep_first, sort_choices, take_rows
+from moelib.layers.remat import keep_point
 
 
 @runtime_checkable
@@ -178,7 +179,8 @@ def run_sorted(
         num_dropped = jnp.sum(wanted & ~kept, dtype=jnp.float32)
         ids, most = jnp.where(kept, ids, num_experts), max_rows
     row_map, group_sizes = sort_choices(jnp.minimum(ids, num_experts), num_experts, most)
-    outputs = experts.grouped(params, take_rows(x, row_map), group_sizes)
+    rows = keep_point(take_rows(x, row_map), "experts_input")
+    outputs = experts.grouped(params, rows, group_sizes)
     return combine_rows(outputs, weights, row_map), num_dropped
 
 

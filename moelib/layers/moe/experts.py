@@ -10,6 +10,7 @@ from moelib.core.param import FanAxes, ParameterSpec
 from moelib.kernels.gmm import gmm
 from moelib.layers.activation import Activation, activate
 from moelib.layers.base import BaseLayer
+from moelib.layers.remat import keep_point
 
 
 class FeedForwardExperts(BaseLayer):
@@ -50,8 +51,9 @@ class FeedForwardExperts(BaseLayer):
     def batched(self, params: Nested, rows: Float[Array, "E C D"]) -> Float[Array, "E C D"]:
         """Returns what each expert makes of its rows, as many for each."""
         hidden = jnp.einsum("ecd,ednf->ecnf", rows, params["up"].astype(rows.dtype))
-        hidden = activate(hidden, self.config.activation)
-        return jnp.einsum("ecf,efd->ecd", hidden, params["down"].astype(rows.dtype))
+        hidden = activate(keep_point(hidden, "experts_up"), self.config.activation)
+        y = jnp.einsum("ecf,efd->ecd", hidden, params["down"].astype(rows.dtype))
+        return keep_point(y, "experts_down")
 
     @nowrap
     def grouped(
@@ -64,8 +66,9 @@ class FeedForwardExperts(BaseLayer):
         num_experts, dim, n, width = params["up"].shape
         up = params["up"].astype(rows.dtype).reshape(num_experts, dim, n * width)
         hidden = gmm(rows, up, group_sizes).reshape(-1, n, width)
-        hidden = activate(hidden, self.config.activation)
-        return gmm(hidden, params["down"].astype(rows.dtype), group_sizes)
+        hidden = activate(keep_point(hidden, "experts_up"), self.config.activation)
+        y = gmm(hidden, params["down"].astype(rows.dtype), group_sizes)
+        return keep_point(y, "experts_down")
 
     def _own_active_parameters(self) -> int:
         cfg: FeedForwardExperts.Config = self.config

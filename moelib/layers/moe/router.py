@@ -14,6 +14,7 @@ from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.param import FanAxes, ParameterSpec
 from moelib.layers.base import BaseLayer
 from moelib.layers.moe.balance import BiasBalancing
+from moelib.layers.remat import keep_point
 
 
 class Routing(NamedTuple):
@@ -89,6 +90,7 @@ class Router(BaseLayer):
             self.parameters["weight"].astype(jnp.float32),
             precision=jax.lax.Precision.HIGHEST,
         )
+        logits = keep_point(logits, "router_logits")
         if cfg.score is Score.SIGMOID:
             scores = jax.nn.sigmoid(logits)
             probs = scores / jnp.sum(scores, -1, keepdims=True)

@@ -1,0 +1,115 @@
+"""Recomputation: what is kept by name is not computed again, and nothing else changes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moelib.core.config import config_for_function
+from moelib.layers.moe.layer import MoELayer
+from moelib.layers.remat import REMAT_POLICIES, keep_point, remat
+from moelib.layers.transformer import LoopStack, ScanStack, TransformerLayer
+from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
+from tests.layers.calling import QUICK, build, call, initial, normal
+
+B, S, D, L = 8, 8, 16, 2
+X = jnp.asarray(normal(B, S, D))
+POSITIONS = jnp.broadcast_to(jnp.arange(S)[None], (B, S))
+MATMULS = (
+    *("attention_q", "attention_kv", "attention_context", "attention_output"),
+    *("router_logits", "experts_input", "experts_up", "experts_down"),
+)
+
+
+@functools.cache
+def stack(kind, **fields):
+    moe = MoELayer.default_config().set(num_experts=4, num_experts_per_token=2, hidden_dim=8)
+    layer = TransformerLayer.default_config().set(feed_forward=moe)
+    layer.self_attention.set(num_heads=4, num_kv_heads=2)
+    wrap = config_for_function(remat).set(**fields) if fields else None
+    return build(kind.default_config(), input_dim=D, num_layers=L, block=[layer], remat=wrap)
+
+
+def gradients(made, params, x):
+    loss = lambda params, x: jnp.mean(jnp.square(call(made, params, x, positions=POSITIONS)))
+    return jax.grad(loss, (0, 1))(params, x)
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+def compiled(made, params, x):
+    return gradients(made, params, x)
+
+
+def count(made, name="dot_general"):
+    """Returns how often a primitive stands in the program of the gradients."""
+    params = jax.eval_shape(lambda: initial(made))
+    text = str(jax.make_jaxpr(functools.partial(gradients, made))(params, X))
+    return text.count(f" {name}[") + text.count(f"={name}[")
+
+
+@pytest.mark.parametrize("policy", [None, *REMAT_POLICIES])
+def test_every_remat_policy_gives_the_gradient(policy):
+    run = remat(policy)(lambda x: jnp.sin(x) ** 2)
+    np.testing.assert_allclose(jax.grad(run)(0.3), np.sin(0.6), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keep"),
+    [(ScanStack, ()), (ScanStack, MATMULS), (LoopStack, ("attention_context", "experts_up"))],
+)
+def test_what_is_kept_changes_no_gradient(kind, keep):
+    params = initial(stack(kind))
+    want = compiled(stack(kind), params, X)
+    got = compiled(stack(kind, keep=keep), params, X)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), got, want)
+
+
+@pytest.mark.parametrize("mesh", [{"expert": 2, "model": 2, "seq": 2}])
+def test_names_are_kept_inside_of_a_shard_map_too(mesh):
+    params = initial(stack(ScanStack))
+    want = compiled(stack(ScanStack), params, X)
+    with jax.set_mesh(create_device_mesh(mesh_shape_from_axes(**mesh))):
+        got = jax.device_get(compiled(stack(ScanStack, keep=MATMULS), params, X))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), got, want)
+
+
+def test_each_name_spares_the_backward_pass_its_matmul():
+    nothing, everything = count(stack(ScanStack, keep=())), count(stack(ScanStack))
+    assert nothing > everything
+    for name in ("attention_q", "attention_kv", "router_logits"):
+        assert count(stack(ScanStack, keep=(name,))) == nothing - 1, name
+    # The attention's loop over blocks of queries has two matmuls.
+    assert count(stack(ScanStack, keep=("attention_context",))) == nothing - 2
+    assert count(stack(ScanStack, keep=MATMULS)) == everything
+
+
+def test_what_is_offloaded_waits_in_the_memory_of_the_host():
+    made = stack(ScanStack, keep=("attention_q",), offload=("attention_context",))
+    params = jax.eval_shape(lambda: initial(made))
+    text = str(jax.make_jaxpr(functools.partial(gradients, made))(params, X))
+    assert "<host>" in text
+
+
+def test_a_name_that_the_block_has_not_is_refused_with_those_it_has():
+    made = stack(LoopStack, keep=("expert_up",))
+    with pytest.raises(ValueError, match="has no 'expert_up'; did you mean 'experts_up'"):
+        jax.eval_shape(functools.partial(gradients, made), initial(made), X)
+
+
+def test_points_of_an_inner_block_count_for_the_outer_one():
+    inner = remat(keep=["a"])(lambda x: keep_point(jnp.sin(x), "a"))
+    outer = remat(keep=["a", "b"])(lambda x: keep_point(inner(x) ** 2, "b"))
+    np.testing.assert_allclose(jax.grad(outer)(0.3), np.sin(0.6), rtol=1e-6)
+
+
+def test_wrong_settings_are_refused():
+    with pytest.raises(ValueError, match="'dots' is unknown; choose one of: dots_saveable"):
+        remat("dots")
+    with pytest.raises(ValueError, match="'save_only_these_names' is unknown"):
+        remat("save_only_these_names")  # It makes a policy, and is none.
+    with pytest.raises(ValueError, match="policy is 'dots_saveable' and a are named"):
+        remat("dots_saveable", keep=["a"])
+    with pytest.raises(ValueError, match="a cannot be both kept and offloaded"):
+        remat(keep=["a"], offload=["a", "b"])
