@@ -1,0 +1,191 @@
+"""A step of a 4-layer model, accumulation and all, is the same on every mesh of eight devices."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moelib.core.config import config_for_function
+from moelib.data.synthetic import SyntheticInput
+from moelib.layers.feed_forward import FeedForward
+from moelib.layers.moe.balance import (
+    BalanceScope,
+    BiasBalancing,
+    LoadBalanceLoss,
+    RouterZLoss,
+)
+from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
+from moelib.layers.moe.dispatch_ragged import RingDispatcher
+from moelib.layers.moe.layer import MoELayer
+from moelib.layers.moe.router import Router
+from moelib.layers.remat import REMAT_POLICIES, remat
+from moelib.layers.transformer import ScanStack, TransformerLayer
+from moelib.learner.learner import Learner
+from moelib.learner.optimizers import sgd_optimizer
+from moelib.models.causal_lm import CausalLM
+from moelib.parallel import sharding
+from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
+from moelib.train import metrics, state
+from moelib.train.step import make_train_step
+from moelib.train.trainer import SpmdTrainer
+
+ROWS, SEQ_LEN, VOCAB_SIZE = 16, 16, 32
+QUICK = {"xla_backend_optimization_level": 0}
+
+MESHES = [
+    {"expert": 2, "fsdp": 2, "model": 2},
+    {"data": 8},
+    {"fsdp": 8},
+    {"expert": 8},
+    {"seq": 8},
+    {"data": 4, "model": 2},
+    {"expert": 4, "fsdp": 2},
+    {"data": 2, "expert": 2, "fsdp": 2},
+    {"expert": 2, "seq": 4},
+    {"fsdp": 2, "seq": 2, "model": 2},
+    {"data": 2, "expert": 2, "seq": 2},
+    {"expert": 2, "seq": 2, "model": 2},
+    {"data": 2, "fsdp": 2, "seq": 2},
+]
+REMATS: dict[str, dict[str, Any]] = {
+    "inputs": {},
+    **{policy: {"policy": policy} for policy in REMAT_POLICIES},
+    "named": {"keep": ["attention_context", "experts_up"]},
+}
+
+
+def trainer(remat_fields: dict[str, Any] | None = None, **moe_fields: Any) -> SpmdTrainer:
+    """Returns a trainer whose step subtracts the gradient."""
+    balance = LoadBalanceLoss.default_config().set(weight=0.1, scope=BalanceScope.GLOBAL_BATCH)
+    router = Router.default_config().set(bias_balancing=BiasBalancing.default_config())
+    moe = MoELayer.default_config().set(
+        hidden_dim=8,
+        num_experts=8,
+        num_experts_per_token=2,
+        router=router,
+        shared_experts=FeedForward.default_config().set(hidden_dim=8),
+        load_balance_loss=balance,
+        router_z_loss=RouterZLoss.default_config().set(weight=0.01),
+    )
+    layer = TransformerLayer.default_config().set(feed_forward=moe.set(**moe_fields))
+    layer.self_attention.set(num_heads=4, num_kv_heads=2, window=7, sinks=True)
+    wrap = None if remat_fields is None else config_for_function(remat).set(**remat_fields)
+    decoder = ScanStack.default_config().set(num_layers=4, block=[layer], remat=wrap)
+    cfg = SpmdTrainer.default_config().set(
+        name="trainer",
+        dir="unused",
+        model=CausalLM.default_config().set(vocab_size=VOCAB_SIZE, dim=16, decoder=decoder),
+        learner=Learner.default_config().set(
+            optimizer=config_for_function(sgd_optimizer).set(learning_rate=1.0)
+        ),
+        input=SyntheticInput.default_config().set(
+            vocab_size=VOCAB_SIZE, seq_len=SEQ_LEN, global_batch_size=ROWS
+        ),
+        max_step=2,
+    )
+    return cfg.instantiate(parent=None)
+
+
+@functools.cache
+def packed_batch(seed: int = 0) -> dict[str, np.ndarray]:
+    """Returns rows of two documents each, with 0 to 3 tokens of padding after them."""
+    rng = np.random.default_rng(seed)
+    shape = (ROWS, SEQ_LEN)
+    ids = rng.integers(0, VOCAB_SIZE, shape)
+    index = np.broadcast_to(np.arange(SEQ_LEN), shape)
+    second = rng.integers(2, SEQ_LEN, (ROWS, 1))  # Where the second document begins.
+    end = SEQ_LEN - np.arange(ROWS)[:, None] % 4
+    segments = np.where(index >= end, 0, np.where(index < second, 1, 2))
+    batch = {
+        "input_ids": ids,
+        "target_labels": np.where(segments > 0, np.roll(ids, -1, 1), -1),
+        "segment_ids": segments,
+        "positions": np.where(index < second, index, index - second),
+    }
+    return {name: value.astype(np.int32) for name, value in batch.items()}
+
+
+def run(made: SpmdTrainer, start: Any, axes: dict[str, int] | None, num_steps: int = 1) -> Any:
+    """Returns (state, metrics) after some steps on a mesh, or on one device."""
+    step = make_train_step(made.model, made.learner, num_microbatches=2)
+    devices = jax.devices() if axes else jax.devices()[:1]
+    mesh = create_device_mesh(mesh_shape_from_axes(**(axes or {})), devices=devices)
+    with jax.set_mesh(mesh):
+        places = sharding.named_shardings(made.trainer_state_specs, mesh)
+        step = jax.jit(step, out_shardings=(places, None), compiler_options=QUICK)
+        at = jax.device_put(start, places)
+        packed = None
+        for i in range(num_steps):
+            split = state.batch_sharding(ROWS, SEQ_LEN, mesh)
+            at, packed = step(at, jax.device_put(packed_batch(i), split))
+    return at, metrics.unpack(packed)
+
+
+def initial(made: SpmdTrainer) -> Any:
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    places = jax.tree.map(lambda _: one, made.trainer_state_specs)
+    return jax.device_get(state.init_state(made.model, made.learner, 0, places))
+
+
+@functools.cache
+def expected() -> tuple[Any, Any, Any]:
+    made = trainer()
+    start = initial(made)
+    after, found = run(made, start, None)
+    return start, jax.device_get(after), found
+
+
+def check(got: Any, found: Any) -> None:
+    _, want, want_metrics = expected()
+    leaves = jax.tree_util.tree_flatten_with_path(want.model)[0]
+    for (path, a), b in zip(leaves, jax.tree.leaves(jax.device_get(got.model)), strict=True):
+        name = jax.tree_util.keystr(path)
+        np.testing.assert_allclose(b, a, rtol=0, atol=1e-5 * max(1, np.abs(a).max()), err_msg=name)
+    assert found == pytest.approx(want_metrics, rel=1e-5, abs=1e-6)
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "axes", [MESHES[0], *(pytest.param(m, marks=SLOW) for m in MESHES[1:])], ids=str
+)
+def test_a_step_is_the_same_on_every_mesh(axes):
+    check(*run(trainer(), expected()[0], axes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", REMATS.values(), ids=REMATS)
+@pytest.mark.parametrize("axes", [MESHES[0], MESHES[10]], ids=str)
+def test_a_step_is_the_same_under_every_remat(axes, fields):
+    check(*run(trainer(fields), expected()[0], axes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "dispatcher",
+    [
+        RingDispatcher.default_config(),
+        CapacityDispatcher.default_config().set(capacity_factor=4.0),
+    ],
+    ids=["ring", "capacity"],
+)
+def test_a_step_is_the_same_with_every_dispatcher(dispatcher):
+    check(*run(trainer(dispatcher=dispatcher), expected()[0], MESHES[11]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [MESHES[0], MESHES[7], MESHES[10]], ids=str)
+def test_what_is_replicated_is_equal_on_all_devices_after_ten_steps(axes):
+    made = trainer()
+    after, _ = run(made, expected()[0], axes, num_steps=10)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(after)[0]:
+        parts: dict[str, Any] = {}
+        for shard in leaf.addressable_shards:
+            place = str(shard.index)
+            first = parts.setdefault(place, np.asarray(shard.data))
+            np.testing.assert_array_equal(shard.data, first, err_msg=jax.tree_util.keystr(path))
+    assert float(jnp.max(after.step)) == 10
