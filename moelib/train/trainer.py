@@ -101,13 +101,22 @@ class SpmdTrainer(Module):
         start_trace_steps: Sequence[int] = ()  # Steps before which a profiler trace begins.
         num_trace_steps: int = 3  # Steps in a trace.
 
-    def __init__(self, cfg: Any, *, parent: Module | None) -> None:
+    def __init__(
+        self, cfg: Any, *, parent: Module | None, devices: Sequence[Any] | None = None
+    ) -> None:
         """Builds model, learner, evalers and checkpointer. Opens no data and touches no device.
+
+        Args:
+            cfg: The config.
+            parent: None.
+            devices: Those of the mesh, all by default. A step can be lowered for some that are not
+                there, such as a topology's.
 
         Raises:
             ValueError: If a setting cannot be.
         """
         super().__init__(cfg, parent=parent)
+        self._devices = devices
         cfg = self.config
         check_config(cfg)
         self._add_child("model", cfg.model)
@@ -141,7 +150,7 @@ class SpmdTrainer(Module):
 
     @nowrap
     def mesh(self) -> jax.sharding.Mesh:
-        """Returns the mesh of the config, over all devices; `jax.set_mesh` takes it.
+        """Returns the mesh of the config, over its devices; `jax.set_mesh` takes it.
 
         Raises:
             ValueError: If it does not take exactly the devices, or nothing is split over an axis.
@@ -150,7 +159,8 @@ class SpmdTrainer(Module):
 
     @functools.cached_property
     def _mesh(self) -> jax.sharding.Mesh:
-        mesh = create_device_mesh(self.config.mesh_shape, self.config.mesh_axis_names)
+        cfg = self.config
+        mesh = create_device_mesh(cfg.mesh_shape, cfg.mesh_axis_names, self._devices)
         sharding.check_mesh_axes(dict(mesh.shape))
         return mesh
 

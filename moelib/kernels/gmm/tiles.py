@@ -106,6 +106,11 @@ def rows_computed_over_routed(group_sizes: Sequence[int], num_rows: int, tiles: 
     return rows_computed(group_sizes, num_rows, tiles) / routed
 
 
+def kernel_metadata(job: Job, tiles: Tiles) -> dict[str, str]:
+    """Returns what a compiled program says of a kernel, enough to count the rows computed."""
+    return {"rows": str(job.m), "groups": str(job.g), "rows_at_once": str(tiles.sub_m)}
+
+
 def vmem_bytes(job: Job, tiles: Tiles) -> int:
     """Returns the VMEM that a kernel takes at most.
 

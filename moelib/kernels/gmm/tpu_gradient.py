@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from moelib.kernels.gmm.groups import Visits, row_ranges, weight_visits
-from moelib.kernels.gmm.tiles import Job, Tiles, choose, current_chip
+from moelib.kernels.gmm.tiles import Job, Tiles, choose, current_chip, kernel_metadata
 from moelib.kernels.gmm.tpu_blocks import each_block, each_columns, keep, like, vmem_limit
 
 
@@ -89,6 +89,7 @@ def weight_gradient(
         ),
         interpret=interpret,
         name="gmm_weight_gradient",
+        metadata=kernel_metadata(job, tiles),
     )(visits, lhs, grad)
     return out[0] if bias_dtype is None else (out[0], out[1][0, :, 0])
 

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from moelib.kernels.gmm.groups import Visits, output_visits, row_ranges
-from moelib.kernels.gmm.tiles import Job, Tiles, choose, current_chip
+from moelib.kernels.gmm.tiles import Job, Tiles, choose, current_chip, kernel_metadata
 from moelib.kernels.gmm.tpu_blocks import between, each_block, each_columns, keep, like, vmem_limit
 
 
@@ -110,6 +110,7 @@ def product(
         ),
         interpret=interpret,
         name="gmm",
+        metadata=kernel_metadata(job, tiles),
     )(visits, lhs, *matrices, *biases)
 
 
