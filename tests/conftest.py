@@ -11,6 +11,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow greets on stderr otherwise.
 
+# Several processes may compile for TPUs at a time, and no cloud is asked which TPU is here.
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+
 # What was compiled once is read from here: the learner's tests take 22 s instead of 90 s.
 os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parents[1] / ".cache/jax")
@@ -30,7 +34,7 @@ _TESTS = pathlib.Path(__file__).parent
 _CHECKED_PACKAGES = ("moelib.kernels", "moelib.layers", "moelib.models")
 
 # Optax mixes dtypes in its updates: these folders run optimizers.
-_STANDARD_PROMOTION = ("learner", "train", "cli", "end_to_end", "experiments")
+_STANDARD_PROMOTION = ("learner", "train", "cli", "end_to_end", "experiments", "planning")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -18,6 +18,7 @@ COMMANDS = {
     "train": ("moelib.cli.train", "Trains a named config; run again, it resumes."),
     "prepare": ("moelib.cli.prepare", "Tokenizes a corpus into a token store."),
     "config": ("moelib.cli.config", "Prints, explains, compares or counts a named config."),
+    "plan": ("moelib.cli.plan", "Compiles a training step for TPUs that are not here; reports."),
     "generate": ("moelib.cli.generate", "Continues a prompt with a trained model."),
     "bench": ("moelib.cli.bench", "Measures speed on this machine."),
     "quickstart": ("moelib.cli.quickstart", "Trains a small model on text of this machine."),

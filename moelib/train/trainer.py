@@ -301,6 +301,16 @@ class SpmdTrainer(Module):
         """Returns the training step as it goes into the compiler, for the config's mesh.
 
         Args:
+            batch: As `trace_train_step` takes it.
+        """
+        with jax.set_mesh(self.mesh()):
+            return self.trace_train_step(batch).lower()
+
+    @nowrap
+    def trace_train_step(self, batch: Any = None) -> jax.stages.Traced:
+        """Returns the training step as JAX's own program, for the config's mesh.
+
+        Args:
             batch: Arrays, or what stands for them; by default those that language-model inputs
                 give, for which no data is opened.
         """
@@ -324,7 +334,7 @@ class SpmdTrainer(Module):
         replicated = jax.sharding.NamedSharding(self.mesh(), jax.sharding.PartitionSpec())
         out = (self.trainer_state_shardings, replicated)
         with jax.set_mesh(self.mesh()):
-            return jax.jit(step, donate_argnums=(0,), out_shardings=out).lower(state, batch)
+            return jax.jit(step, donate_argnums=(0,), out_shardings=out).trace(state, batch)
 
     @nowrap
     def run_step(self, batch: Any, *, input_state: dict[str, Any] | None = None) -> Any:

@@ -1,0 +1,289 @@
+"""Optimized HLO text as data: computations, their instructions, and how often a step runs them.
+
+What a step runs is counted from the entry downwards. The body of a loop runs as often as the loop's
+known trip count says; a loop without one is looked for a bound in its condition, else counted once,
+and reported in `Program.loops_of_unknown_length`. Of a conditional's branches only the costliest by
+the compiler's estimate is counted (of equals, that with the most instructions). A computation
+called from several places runs the sum of their times.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator, Mapping
+
+_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{\s*$")
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
+_OPCODE = re.compile(r"\s*([\w\-]+)\(")
+_NAME = re.compile(r"%([\w.\-]+)")
+_INDEX_COMMENT = re.compile(r"/\*.*?\*/")
+_CALLS = re.compile(
+    r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
+)
+_CALL_LISTS = re.compile(r"\b(branch_computations|called_computations|calls)=\{([^}]*)\}")
+_TRIP_COUNT = re.compile(r'known_trip_count[\\"]*:\s*\{[\\"]*n[\\"]*:[\\"]*(\d+)')
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_SPARSE_CORE = 'async_execution_thread="sparsecore"'
+_UNKNOWN_CYCLES = 2**60  # So many or more: the compiler does not know.
+_BRANCHES = ("true_computation", "false_computation", "branch_computations")
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One instruction.
+
+    Attributes:
+        name: Without its %.
+        shape: Of the result, as text; a tuple's in parentheses.
+        opcode: Such as `all-gather-start`.
+        operands: Names.
+        arguments: What stands in the parentheses.
+        attributes: What stands after them.
+    """
+
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    arguments: str
+    attributes: str
+
+    @property
+    def op_name(self) -> str:
+        """Where the program made it, as "jit(step)/decoder/dot_general"; "" if it is not known."""
+        found = _OP_NAME.search(self.attributes)
+        return found.group(1) if found else ""
+
+    @property
+    def cycles(self) -> int:
+        """The compiler's estimate; 0 where it has none."""
+        found = _CYCLES.search(self.attributes)
+        cycles = int(found.group(1)) if found else 0
+        return cycles if cycles < _UNKNOWN_CYCLES else 0
+
+    @functools.cached_property
+    def calls(self) -> tuple[tuple[str, str], ...]:
+        """The computations that it runs: (attribute, name). Only the start of async pairs does."""
+        if self.opcode.endswith(("-done", "-update")):
+            return ()
+        found = [(kind, name) for kind, name in _CALLS.findall(self.attributes)]
+        for kind, names in _CALL_LISTS.findall(self.attributes):
+            found += [(kind, name.strip().lstrip("%")) for name in names.split(",") if name.strip()]
+        return tuple(found)
+
+    def attribute(self, name: str) -> str:
+        """Returns the text of an attribute up to a space or comma outside brackets; "" if none."""
+        found = re.search(rf"(?:^|[\s,]){re.escape(name)}=", self.attributes)
+        if not found:
+            return ""
+        text, depth = self.attributes[found.end() :], 0
+        for i, letter in enumerate(text):
+            if letter in ", " and depth == 0:
+                return text[:i]
+            depth += (letter in "{[(") - (letter in "}])")
+        return text
+
+
+@dataclasses.dataclass
+class Computation:
+    """A list of instructions that runs as one.
+
+    Attributes:
+        name: Without its %.
+        instructions: By name, in order.
+        executions: How often a step runs it on each device.
+        fused: Whether it is part of a fusion, whose instruction stands for all of it.
+        asynchronous: Whether it runs beside others, between an async-start and its async-done.
+        sparse_core: Whether it runs on the SparseCores.
+    """
+
+    name: str
+    instructions: dict[str, Instruction] = dataclasses.field(default_factory=dict)
+    executions: int = 0
+    fused: bool = False
+    asynchronous: bool = False
+    sparse_core: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled program: all its computations by name."""
+
+    computations: Mapping[str, Computation]
+    entry: str
+    loops_of_unknown_length: tuple[str, ...] = ()
+
+    def instructions(self) -> Iterator[tuple[Computation, Instruction]]:
+        """Yields every instruction with its computation."""
+        for computation in self.computations.values():
+            for instruction in computation.instructions.values():
+                yield computation, instruction
+
+
+def parse(text: str) -> Program:
+    """Returns the program of an optimized HLO module's text.
+
+    Raises:
+        ValueError: If there is no ENTRY computation.
+    """
+    computations: dict[str, Computation] = {}
+    entry = ""
+    for is_entry, name, statement in _statements(text):
+        computation = computations.setdefault(name, Computation(name))
+        if is_entry:
+            entry = name
+        if statement:
+            instruction = _instruction(statement)
+            computation.instructions[instruction.name] = instruction
+    if not entry:
+        raise ValueError("The text has no ENTRY computation; give that of an HLO module.")
+    return Program(computations, entry, _count_executions(computations, entry))
+
+
+def _statements(text: str) -> Iterator[tuple[bool, str, str]]:
+    """Yields (whether the entry, computation, instruction); one without instruction at its head.
+
+    An attribute may run over several lines: whatever begins nothing belongs to what was begun.
+    """
+    is_entry, name, lines = False, "", list[str]()
+    for line in text.splitlines():
+        if line == "}" or (name and _INSTRUCTION.match(line)):
+            header = None
+        elif line[:1].strip() and (header := _HEADER.match(line)):
+            pass
+        else:
+            if lines:
+                lines.append(line)
+            continue
+        if lines:
+            yield is_entry, name, "".join(lines)
+        lines = []
+        if line == "}":
+            name = ""
+        elif header:
+            is_entry, name = header.group(1) is not None, header.group(2)
+            yield is_entry, name, ""
+        else:
+            lines = [line]
+    if lines:
+        yield is_entry, name, "".join(lines)
+
+
+def _instruction(statement: str) -> Instruction:
+    begin = _INSTRUCTION.match(statement)
+    assert begin is not None
+    rest = statement[begin.end() :]
+    end = _closing(rest, 0) if rest.startswith("(") else rest.index(" ")
+    shape = _INDEX_COMMENT.sub("", rest[:end])
+    opcode = _OPCODE.match(rest, end)
+    assert opcode is not None, statement[:200]
+    close = _closing(rest, opcode.end() - 1)
+    arguments = rest[opcode.end() : close - 1]
+    return Instruction(
+        name=begin.group(2),
+        shape=shape,
+        opcode=opcode.group(1),
+        operands=tuple(_NAME.findall(arguments)),
+        arguments=arguments,
+        attributes=rest[close:].lstrip(", "),
+    )
+
+
+def _closing(text: str, start: int) -> int:
+    """Returns the place after the parenthesis that closes the one at `start`."""
+    depth = 0
+    for found in re.compile(r"[()]").finditer(text, start):
+        depth += 1 if found.group() == "(" else -1
+        if depth == 0:
+            return found.end()
+    return len(text)
+
+
+def _count_executions(computations: dict[str, Computation], entry: str) -> tuple[str, ...]:
+    """Fills in how often, and where, each computation runs; returns loops of unknown length."""
+    unknown: list[str] = []
+    order = _callees_first(computations, entry)
+    costs = _costs(computations, order)
+    computations[entry].executions = 1
+    for name in reversed(order):
+        caller = computations[name]
+        for instruction in caller.instructions.values():
+            calls = [call for call in instruction.calls if call[1] in computations]
+            if not calls:
+                continue
+            factor = 1
+            if instruction.opcode == "while":
+                trips = _trip_count(instruction, computations)
+                factor = 1 if trips is None else trips
+                if trips is None:
+                    unknown.append(instruction.name)
+            for callee in _that_run(calls, costs):
+                called = computations[callee]
+                called.executions += caller.executions * factor
+                starts = instruction.opcode.endswith("-start")
+                called.fused |= caller.fused or instruction.opcode == "fusion"
+                called.asynchronous |= caller.asynchronous or starts
+                called.sparse_core |= caller.sparse_core or _SPARSE_CORE in instruction.attributes
+    return tuple(unknown)
+
+
+def _callees_first(computations: dict[str, Computation], entry: str) -> list[str]:
+    """Returns the computations that can be reached, each after all that it calls."""
+    order: list[str] = []
+    seen = {entry}
+    stack = [(entry, iter(_all_calls(computations[entry])))]
+    while stack:
+        name, callees = stack[-1]
+        callee = next(callees, None)
+        if callee is None:
+            order.append(name)
+            stack.pop()
+        elif callee in computations and callee not in seen:
+            seen.add(callee)
+            stack.append((callee, iter(_all_calls(computations[callee]))))
+    return order
+
+
+def _all_calls(computation: Computation) -> list[str]:
+    return [name for each in computation.instructions.values() for _, name in each.calls]
+
+
+def _costs(computations: dict[str, Computation], order: list[str]) -> dict[str, tuple[int, int]]:
+    """Returns (cycles, instructions) of one run of each computation, with all that it calls."""
+    costs: dict[str, tuple[int, int]] = {}
+    for name in order:
+        cycles, count = 0, 0
+        for instruction in computations[name].instructions.values():
+            cycles, count = cycles + instruction.cycles, count + 1
+            if instruction.opcode == "fusion":
+                continue  # Its own estimate is of all that is fused.
+            calls = [call for call in instruction.calls if call[1] in computations]
+            trips = 1
+            if instruction.opcode == "while":
+                trips = _trip_count(instruction, computations) or 1
+            for callee in _that_run(calls, costs):
+                cycles += trips * costs[callee][0]
+                count += trips * costs[callee][1]
+        costs[name] = cycles, count
+    return costs
+
+
+def _that_run(calls: list[tuple[str, str]], costs: dict[str, tuple[int, int]]) -> list[str]:
+    """Returns the names of those called; of a conditional's branches only the costliest."""
+    branches = [name for kind, name in calls if kind in _BRANCHES]
+    if not branches:
+        return [name for _, name in calls]
+    return [max(branches, key=lambda name: costs[name])]
+
+
+def _trip_count(loop: Instruction, computations: dict[str, Computation]) -> int | None:
+    if found := _TRIP_COUNT.search(loop.attributes):
+        return int(found.group(1))
+    condition = computations.get(dict(loop.calls).get("condition", ""))
+    bounds = [
+        int(each.arguments)
+        for each in (condition.instructions.values() if condition else ())
+        if each.opcode == "constant" and re.fullmatch(r"\d+", each.arguments)
+    ]
+    return max(bounds, default=None)

@@ -1,0 +1,50 @@
+"""The trainer's own step, compiled for a topology; and what cannot be planned."""
+
+import pytest
+
+from moelib.planning.compiling import plan_step
+from moelib.planning.report import total
+from moelib.planning.topologies import PlanError, topology
+from tests.train import tiny
+
+
+@pytest.fixture(scope="module")
+def where():
+    pytest.importorskip("libtpu")
+    return topology("v6e:2x2x1")
+
+
+def test_the_step_is_laid_over_the_devices_of_the_topology(where, tmp_path):
+    cfg = tiny.trainer_config(tmp_path, mesh_shape=(1, -1, 1, 2, 1, 1), evaler=False)
+    path = tmp_path / "step.hlo"
+    report = plan_step(cfg, where, name="tiny", hlo_path=str(path))
+    assert (report.name, report.topology) == ("tiny", "v6e:2x2x1")
+    assert report.mesh["data"] == report.mesh["fsdp"] == 2
+    assert report.memory.aliased > 0  # The state is donated.
+    assert total(report.collectives, "all-reduce") is not None
+    assert report.seconds.compile_cpu > 0
+    assert report.rows_routed is None
+    assert path.read_text().startswith("HloModule jit_train_step")
+    assert not (tmp_path / "config.txt").exists()
+
+
+def test_a_mesh_that_does_not_fit_the_devices_is_refused(where, tmp_path):
+    cfg = tiny.trainer_config(tmp_path, mesh_shape=(1, 3, 1, 2, 1, 1))
+    with pytest.raises(PlanError, match="takes 6 devices, but there are 4"):
+        plan_step(cfg, where, name="tiny")
+
+
+def test_a_batch_that_the_mesh_does_not_split_is_refused(where, tmp_path):
+    cfg = tiny.trainer_config(tmp_path)
+    cfg.input.global_batch_size = 6
+    with pytest.raises(PlanError, match=r"global_batch_size 6.*does not divide into 4 parts"):
+        plan_step(cfg, where, name="tiny")
+
+
+def test_a_step_that_does_not_fit_says_what_it_needs_and_what_the_state_holds(where, tmp_path):
+    cfg = tiny.trainer_config(tmp_path, evaler=False)
+    cfg.model.set(vocab_size=2**23, dim=512)
+    cfg.input.vocab_size = 2**23
+    with pytest.raises(PlanError, match=r"v6e:2x2x1: the step .*GiB: parameters") as error:
+        plan_step(cfg, where, name="tiny")
+    assert "\n" not in str(error.value)
