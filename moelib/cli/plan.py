@@ -8,6 +8,7 @@ and counts are the program's; cycles are the compiler's estimate, without kernel
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -48,6 +49,11 @@ def run(args: Sequence[str]) -> None:
     if not FLAGS.topology:
         raise UsageError("--topology says for what to compile, such as v6e:2x2x1.")
     beside = [_read_beside(path) for path in FLAGS.beside]
+    for flag in ("json", "hlo"):
+        if FLAGS[flag].value and not os.path.isdir(os.path.dirname(FLAGS[flag].value) or "."):
+            raise UsageError(
+                f"--{flag} {FLAGS[flag].value}: there is no such folder; make it first."
+            )
     os.environ["JAX_PLATFORMS"] = "cpu"  # No device is used, and none is to be taken.
     from moelib.planning.compiling import plan_step
     from moelib.planning.topologies import PlanError, topology
@@ -55,6 +61,7 @@ def run(args: Sequence[str]) -> None:
     cfg = launch.config_from_flags()
     try:
         where = topology(FLAGS.topology)
+        print(f"compiling for {where.name}; it may take minutes", file=sys.stderr)
         report = plan_step(
             cfg,
             where,

@@ -70,6 +70,7 @@ def test_figures_that_no_report_has_are_refused(tmp_path):
         ((*TINY, "--topology=v6x:2x2x1"), "did you mean 'v6e'"),
         (("v6e:2x2x1",), "'v6e:2x2x1' is no flag"),
         ((*TINY, "--topology=v6e:2x2", "--beside=none.json"), "--beside none.json: .*No such file"),
+        ((*TINY, "--topology=v6e:2x2", "--json=no/x.json"), "--json no/x.json: .*no such folder"),
     ],
 )
 def test_what_cannot_be_is_one_line(command, args, message):
