@@ -49,11 +49,9 @@ def run(args: Sequence[str]) -> None:
     if not FLAGS.topology:
         raise UsageError("--topology says for what to compile, such as v6e:2x2x1.")
     beside = [_read_beside(path) for path in FLAGS.beside]
-    for flag in ("json", "hlo"):
-        if FLAGS[flag].value and not os.path.isdir(os.path.dirname(FLAGS[flag].value) or "."):
-            raise UsageError(
-                f"--{flag} {FLAGS[flag].value}: there is no such folder; make it first."
-            )
+    for flag, path in (("json", FLAGS.json), ("hlo", FLAGS.hlo)):
+        if path and not os.path.isdir(os.path.dirname(path) or "."):
+            raise UsageError(f"--{flag} {path}: there is no such folder; make it first.")
     os.environ["JAX_PLATFORMS"] = "cpu"  # No device is used, and none is to be taken.
     from moelib.planning.compiling import plan_step
     from moelib.planning.topologies import PlanError, topology

@@ -109,7 +109,7 @@ def _rows_routed(trainer: Any) -> int | None:
     counts = {
         inside.num_experts_per_token
         for _, inside in sub_configs(cfg.model)
-        if "num_experts_per_token" in inside
+        if isinstance(dict(inside.items()).get("num_experts_per_token"), int)
     }
     return tokens * counts.pop() if len(counts) == 1 else None
 

@@ -1,7 +1,10 @@
 """The trainer's own step, compiled for a topology; and what cannot be planned."""
 
+import jax
 import pytest
 
+from experiments import flame_moe
+from moelib.planning import compiling
 from moelib.planning.compiling import plan_step
 from moelib.planning.report import total
 from moelib.planning.topologies import PlanError, topology
@@ -26,6 +29,12 @@ def test_the_step_is_laid_over_the_devices_of_the_topology(where, tmp_path):
     assert report.rows_routed is None
     assert path.read_text().startswith("HloModule jit_train_step")
     assert not (tmp_path / "config.txt").exists()
+
+
+def test_rows_routed_are_a_devices_tokens_times_their_experts():
+    cfg = flame_moe.tiny().set(dir="unused", mesh_shape=(1, 1, 2, 2, 1, 1))
+    trainer = cfg.instantiate(parent=None, devices=jax.devices()[:4])
+    assert compiling._rows_routed(trainer) == 8 * 128 // 4 * 2
 
 
 def test_a_mesh_that_does_not_fit_the_devices_is_refused(where, tmp_path):
