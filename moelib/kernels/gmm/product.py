@@ -13,10 +13,16 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from moelib.kernels.backend import check_backend, run_on_backend
-from moelib.kernels.gmm import cpu, reference, tpu, xla
+from moelib.kernels.gmm import cpu, gpu, reference, tpu, xla
 from moelib.kernels.varying import align
 
-BACKENDS: dict[str, ModuleType] = {"reference": reference, "cpu": cpu, "xla": xla, "tpu": tpu}
+BACKENDS: dict[str, ModuleType] = {
+    "reference": reference,
+    "cpu": cpu,
+    "xla": xla,
+    "tpu": tpu,
+    "gpu": gpu,
+}
 
 
 def gmm(
@@ -50,9 +56,11 @@ def gmm(
         group_offset: rhs holds the groups from this one on, of all that are counted: from 0 to
             s - g. By default it holds all, and g is s.
         transpose_rhs: Whether to multiply by each matrix's transpose; nothing is copied for it.
-        backend: "cpu" (loops over blocks of rows, the default except on TPU), "tpu" (Pallas
-            kernels, the default there for bfloat16 and float32; interpreted elsewhere, for tests),
-            "xla" (`lax.ragged_dot`, what other dtypes get on TPU), or "reference".
+        backend: "cpu" (loops over blocks of rows, the default except on TPU and Hopper), "tpu"
+            (Pallas kernels, the default there for bfloat16 and float32; interpreted elsewhere, for
+            tests), "gpu" (the same for Hopper, for bfloat16 and float16, k and n multiples of 64;
+            the default where the mesh in context or the default device is one), "xla"
+            (`lax.ragged_dot`, what other dtypes get on TPU), or "reference".
         preferred_element_type: Dtype of the result; lhs's by default.
 
     Raises:
@@ -182,14 +190,18 @@ def _run(
 ) -> Any:
     """Runs the function called `name` of the backend's module, on operands of one dtype.
 
-    On TPUs, dtypes for which there is no kernel of ours take XLA's.
+    On TPUs, dtypes for which there is no kernel of ours take XLA's; on Hopper, whatever there is
+    none for takes the "cpu" form.
     """
     dtype = jnp.promote_types(lhs.dtype, other.dtype)
     runs = {key: functools.partial(getattr(module, name), **kw) for key, module in BACKENDS.items()}
     own = "tpu" if str(dtype) in tpu.DTYPES else "xla"
     if backend is None:  # The platform's own: what is compiled elsewhere need not be traced.
         runs["tpu"] = functools.partial(runs["tpu"], interpret=False)
+        runs["gpu"] = functools.partial(runs["gpu"], interpret=False)
+    sides = lhs.shape[1], other.shape[1 if kw.get("transpose_rhs") else -1]
     platforms = {"tpu": own, "default": "cpu"}
+    platforms |= gpu.default_on_cuda(name, dtype, sides, kw["out_dtype"])
     operands = lhs.astype(dtype), other.astype(dtype), *rest
     return run_on_backend(name, backend, runs, platforms, *operands)
 

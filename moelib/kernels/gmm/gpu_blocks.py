@@ -1,0 +1,200 @@
+"""What the Hopper GPU's two kernels of the grouped matmul share: the pipeline and the way out.
+
+How these kernels work, for a reader who knows Pallas but not Mosaic-GPU. The grid has one block of
+threads for each SM, and each block walks over tiles of the result ("persistent"). A block has three
+warpgroups of 128 threads, the axis "wg", which run the same code but branch on their index:
+
+- Warpgroup 2 only loads. `copy_gmem_to_smem` starts the copy engine (TMA), which fetches a box of
+  an array into shared memory (SMEM) while the threads go on, fills with zeros what lies outside
+  the array, and arrives at a barrier when it is done.
+- Warpgroups 0 and 1 multiply. `wgmma` makes the tensor cores multiply two blocks in SMEM and add
+  the product to an accumulator in the registers of the warpgroup's threads; it runs on while the
+  threads go on, too, until `wgmma_wait(1)` says that all but the last one are done.
+
+Between them stand the stages, a ring of slots in SMEM. Each slot has two barriers: `full`, at which
+the copies arrive and for which the multipliers wait, and `free`, the other way around. The steps of
+all tiles go through one ring, so the loads for the next tile begin while this one is still written.
+
+A product leaves from registers through a small slot in SMEM, by another copy, which runs on while
+the next columns are converted (`wait_smem_to_gmem(1)` says that all but the last have been read).
+
+"Transforms" say how a block lies in SMEM: in columns of 128 bytes, in which each row's sixteen-byte
+pieces are permuted ("swizzled"), so that neither tensor cores nor stores meet in one bank.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+from moelib.kernels.gmm.gpu_tiles import ROW_BYTES, SIDE
+
+NUM_SLOTS = 2  # Of each warpgroup, for what leaves.
+_LOADER_REGISTERS = 40  # Of each thread; the two other warpgroups share the rest of 512.
+_MULTIPLIER_REGISTERS = 232
+
+
+def operand(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+    """Returns SMEM for operands of `wgmma`."""
+    return plgpu.SMEM(shape, dtype, transforms=_transforms(8, dtype))
+
+
+def out_slots(dtype: DTypeLike) -> Any:
+    """Returns SMEM through which results leave; of its slots any rows can be copied.
+
+    It lies as an operand does, only that a tile of rows is one row.
+    """
+    columns = ROW_BYTES // jnp.dtype(dtype).itemsize
+    return plgpu.SMEM((2, NUM_SLOTS, SIDE, columns), dtype, transforms=_transforms(1, dtype))
+
+
+def _transforms(rows: int, dtype: DTypeLike) -> tuple[Any, ...]:
+    columns = ROW_BYTES // jnp.dtype(dtype).itemsize
+    return plgpu.TilingTransform((rows, columns)), plgpu.SwizzleTransform(ROW_BYTES)
+
+
+def split_roles(load: Callable[[], None], multiply: Callable[[Array], None]) -> None:
+    """Runs `multiply(0)`, `multiply(1)` and `load()` in three warpgroups."""
+    warpgroup = lax.axis_index("wg")
+
+    def multiplier() -> None:
+        plgpu.set_max_registers(_MULTIPLIER_REGISTERS, action="increase")
+        multiply(warpgroup)
+        plgpu.wait_smem_to_gmem(0)
+
+    def loader() -> None:
+        plgpu.set_max_registers(_LOADER_REGISTERS, action="decrease")
+        load()
+
+    lax.cond(warpgroup < 2, multiplier, loader)
+
+
+class Ring:
+    """The stages, as the loader and the multipliers see them. A step is counted over all tiles."""
+
+    def __init__(self, stages: int, full: Any, free: Any):
+        self.stages = stages
+        self.full = full
+        self.free = free
+
+    def slot(self, step: Array) -> Array:
+        """Returns the step's slot."""
+        return lax.rem(step, jnp.int32(self.stages))
+
+    def load(self, first: Array, count: Array, copy: Callable[[Array, Array, Any], None]) -> Array:
+        """Runs `copy(i, slot, barrier)` for a tile's steps when their slots are free.
+
+        Returns the step after the last.
+        """
+
+        def one(i: Array, _: None) -> None:
+            slot = self.slot(first + i)
+
+            @pl.when(first + i >= self.stages)
+            def _() -> None:
+                plgpu.barrier_wait(self.free.at[slot])
+
+            copy(i, slot, self.full.at[slot])
+
+        lax.fori_loop(0, count, one, None)
+        return first + count
+
+    def drain(self, end: Array) -> None:
+        """Waits until all slots are free, for a block of threads leaves no barrier in use."""
+
+        def one(step: Array, _: None) -> None:
+            plgpu.barrier_wait(self.free.at[self.slot(step)])
+
+        lax.fori_loop(jnp.maximum(end - self.stages, 0), end, one, None)
+
+    def multiply(
+        self,
+        first: Array,
+        count: Array,
+        shape: tuple[int, int],
+        blocks: Callable[[Array, Array], tuple[Any, Any]],
+    ) -> Array:
+        """Returns the sum of the products of `blocks(i, slot)` over a tile's steps; zeros if none.
+
+        A slot is given back when the next product has begun, for then its own is done.
+        """
+
+        def run(total: Any) -> Array:
+            def one(i: Array, _: None) -> None:
+                slot = self.slot(first + i)
+                plgpu.barrier_wait(self.full.at[slot])
+                left, right = blocks(i, slot)
+                plgpu.wgmma(total, left, right)
+                plgpu.wgmma_wait(1)
+
+                @pl.when(i > 0)
+                def _() -> None:
+                    plgpu.barrier_arrive(self.free.at[self.slot(first + i - 1)])
+
+            lax.fori_loop(0, count, one, None)
+            return total[...]
+
+        value = pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+
+        @pl.when(count > 0)
+        def _() -> None:
+            plgpu.barrier_arrive(self.free.at[self.slot(first + count - 1)])
+
+        return value
+
+
+def store(
+    value: Array, slots: Any, out: Any, row: Any, column: Any, own: tuple[Array, Array] | None
+) -> None:
+    """Writes a block of 64 rows to `out`, from (row, column) on; only its rows in `own`, if given.
+
+    What lies past the array's last column is not written.
+
+    Args:
+        value: [64, columns] in float32.
+        slots: This warpgroup's slots.
+        out: [m, n].
+        row: The block's first row.
+        column: Its first column.
+        own: The first of its rows to be written, and the one after the last.
+    """
+    wide = slots.shape[-1]
+    for i in range(value.shape[1] // wide):
+        slot = slots.at[i % NUM_SLOTS]
+        chunk = value[:, i * wide : (i + 1) * wide].astype(out.dtype)
+        plgpu.wait_smem_to_gmem(NUM_SLOTS - 1, wait_read_only=True)
+        slot[...] = plgpu.layout_cast(chunk, plgpu.Layout.WGMMA)
+        plgpu.commit_smem()
+        columns = pl.ds(column + i * wide, wide)
+        if own is None:
+            plgpu.copy_smem_to_gmem(slot, out.at[pl.ds(row, SIDE), columns])
+        else:
+            _copy_rows(slot, out, row, columns, own)
+
+
+def _copy_rows(slot: Any, out: Any, row: Any, columns: Any, own: tuple[Array, Array]) -> None:
+    """Starts the copies of some of a slot's rows: how many one takes is fixed when it is compiled.
+
+    So there is one for each bit of their number.
+    """
+    at, count = own[0], own[1] - own[0]
+    for size in (64, 32, 16, 8, 4, 2, 1):
+
+        @pl.when((count & size) != 0)
+        def _(size: int = size, at: Array = at) -> None:
+            rows = out.at[pl.ds(row + at, size), columns]
+            plgpu.copy_smem_to_gmem(slot.at[pl.ds(at, size)], rows, commit_group=False)
+
+        at = at + (count & size)
+    plgpu.commit_smem_to_gmem_group()
+
+
+def rows_within(first: Array, start: Array, end: Array) -> tuple[Array, Array]:
+    """Returns (low, high): which of 64 rows from `first` on lie between; alike if none does."""
+    low = jnp.clip(start - first, 0, SIDE)
+    return low, jnp.maximum(jnp.clip(end - first, 0, SIDE), low)

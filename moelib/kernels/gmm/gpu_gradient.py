@@ -1,0 +1,205 @@
+"""The Hopper GPU's kernel of the grouped matmul's weight gradient: rows times rows, by group.
+
+How such a kernel works is told in `gpu_blocks`. Here a step takes 64 rows, from the multiple of 8
+at or before the group's first row on. In the first step and the last one, rows of other groups are
+replaced by zeros in shared memory, on both sides, for a NaN among them times zero is NaN.
+
+Shapes: m rows, k and n sides of the result, g groups held, s groups counted.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from moelib.kernels.gmm.gpu_blocks import (
+    Ring,
+    operand,
+    out_slots,
+    rows_within,
+    split_roles,
+    store,
+)
+from moelib.kernels.gmm.gpu_tiles import SIDE, GpuTiles
+from moelib.kernels.gmm.gpu_visits import ALIGNED_ROWS, aligned
+from moelib.kernels.gmm.groups import row_ranges
+
+
+def weight_gradient(
+    lhs: Float[Array, "m k"],
+    grad: Float[Array, "m n"],
+    group_sizes: Int[Array, "s"],
+    group_offset: Int[Array, ""] | None,
+    *,
+    num_groups: int,
+    out_dtype: DTypeLike,
+    tiles: GpuTiles,
+    num_blocks: int,
+    interpret: Any,
+) -> Float[Array, "g k n"]:
+    """Returns the sums of `lhs[i]^T grad[i]` over the rows i of each group held.
+
+    Args:
+        lhs: The rows, sorted by group, in bfloat16 or float16: a multiple of 8 rows, and k of 64.
+        grad: As many rows of the same dtype; so is n.
+        group_sizes: Number of rows of each group.
+        group_offset: The first group held; 0 by default.
+        num_groups: Number of groups held.
+        out_dtype: Dtype of the result.
+        tiles: Its tiles.
+        num_blocks: Number of blocks of threads, one for each SM.
+        interpret: What `plgpu.kernel` is given.
+    """
+    (m, k), n = lhs.shape, grad.shape[1]
+    starts, ends = row_ranges(group_sizes, m, num_groups, group_offset)
+    kernel = _Kernel(tiles, num_groups, pl.cdiv(k, tiles.m), pl.cdiv(n, tiles.n), num_blocks)
+    written = num_groups * k * n * jnp.dtype(out_dtype).itemsize
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((num_groups, k, n), out_dtype),
+        scratch_types={
+            "left": operand((tiles.stages, 2, SIDE, SIDE), lhs.dtype),
+            "right": operand((tiles.stages, SIDE, tiles.n), grad.dtype),
+            "slots": out_slots(out_dtype),
+            "full": plgpu.Barrier(num_arrivals=3, num_barriers=tiles.stages),
+            "free": plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages),
+            "masked": plgpu.Barrier(num_arrivals=2),
+        },
+        grid=(num_blocks,),
+        grid_names=("sm",),
+        num_threads=3,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * m * k * n, bytes_accessed=2 * m * (k + n) + written, transcendentals=0
+        ),
+        interpret=interpret,
+    )(starts, ends, lhs, grad)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """The kernel: what is fixed when it is compiled."""
+
+    tiles: GpuTiles
+    num_groups: int
+    tiles_k: int
+    tiles_n: int
+    num_blocks: int
+
+    # Pallas names a kernel after its function.
+    __name__ = "gmm_weight_gradient"
+
+    def __call__(self, *refs: Any, **scratch: Any) -> None:
+        block = _Block(self, *refs, **scratch)
+        split_roles(block.load, block.multiply)
+
+
+class _Block:
+    """What one block of threads does, as its three warpgroups see it."""
+
+    def __init__(
+        self,
+        kernel: _Kernel,
+        *refs: Any,
+        left: Any,
+        right: Any,
+        slots: Any,
+        masked: Any,
+        **ring: Any,
+    ):
+        self.starts, self.ends, self.lhs, self.grad, self.out = refs
+        self.left, self.right, self.slots, self.masked = left, right, slots, masked
+        self.kernel = kernel
+        self.ring = Ring(kernel.tiles.stages, **ring)
+        self.index = lax.axis_index("sm")
+        rest = kernel.num_groups * kernel.tiles_k * kernel.tiles_n - self.index
+        self.num_tiles = lax.div(rest + kernel.num_blocks - 1, kernel.num_blocks)
+
+    def place(self, i: Array) -> tuple[Array, Array, Array]:
+        """Returns (group, first row of the result, first column) of this block's i-th tile."""
+        kernel = self.kernel
+        at = i * kernel.num_blocks + self.index
+        rest, column = lax.div(at, kernel.tiles_n), lax.rem(at, kernel.tiles_n)
+        group, row = lax.div(rest, kernel.tiles_k), lax.rem(rest, kernel.tiles_k)
+        return group, row * kernel.tiles.m, column * kernel.tiles.n
+
+    def num_steps(self, group: Array) -> Array:
+        """Returns how many steps of 64 rows a group has."""
+        start, end = self.starts[group], self.ends[group]
+        steps = lax.div(end - aligned(start) + (SIDE - 1), SIDE)
+        return jnp.where(end > start, steps, 0)
+
+    def first_row(self, group: Array, i: Array) -> Array:
+        """Returns the first of a step's rows."""
+        return pl.multiple_of(aligned(self.starts[group]) + i * SIDE, ALIGNED_ROWS)
+
+    def load(self) -> None:
+        """Loads the operands of all tiles."""
+        self.ring.drain(lax.fori_loop(0, self.num_tiles, self._load_tile, jnp.int32(0)))
+
+    def _load_tile(self, i: Array, step: Array) -> Array:
+        group, row, column = self.place(i)
+
+        def copy(i: Array, slot: Array, barrier: Any) -> None:
+            rows = pl.ds(self.first_row(group, i), SIDE)
+            for half in range(2):
+                left = self.lhs.at[rows, pl.ds(row + half * SIDE, SIDE)]
+                plgpu.copy_gmem_to_smem(left, self.left.at[slot, half], barrier)
+            right = self.grad.at[rows, pl.ds(column, self.kernel.tiles.n)]
+            plgpu.copy_gmem_to_smem(right, self.right.at[slot], barrier)
+
+        return self.ring.load(step, self.num_steps(group), copy)
+
+    def multiply(self, warpgroup: Array) -> None:
+        """Multiplies and writes this warpgroup's 64 rows of all tiles."""
+
+        def tile(i: Array, step: Array) -> Array:
+            group, row, column = self.place(i)
+
+            def blocks(i: Array, slot: Array) -> tuple[Any, Any]:
+                own = rows_within(self.first_row(group, i), self.starts[group], self.ends[group])
+
+                @pl.when(own[1] - own[0] < SIDE)
+                def _() -> None:
+                    self._mask(warpgroup, slot, own)
+
+                return self.left.at[slot, warpgroup].transpose((1, 0)), self.right.at[slot]
+
+            count = self.num_steps(group)
+            value = self.ring.multiply(step, count, (SIDE, self.kernel.tiles.n), blocks)
+            first = row + warpgroup * SIDE
+            store(value, self.slots.at[warpgroup], self.out.at[group], first, column, None)
+            return step + count
+
+        lax.fori_loop(0, self.num_tiles, tile, jnp.int32(0))
+
+    def _mask(self, warpgroup: Array, slot: Array, own: tuple[Array, Array]) -> None:
+        """Clears rows that are not the group's.
+
+        Each warpgroup does so in its half of lhs and in every other 64 columns of grad, of which
+        both read all: so each waits for the other.
+        """
+        _clear(self.left.at[slot, warpgroup], own)
+        for j in range(self.kernel.tiles.n // SIDE):
+
+            @pl.when(warpgroup == j % 2)
+            def _(j: int = j) -> None:
+                _clear(self.right.at[slot, :, pl.ds(j * SIDE, SIDE)], own)
+
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.masked)
+        plgpu.barrier_wait(self.masked)
+
+
+def _clear(block: Any, own: tuple[Array, Array]) -> None:
+    """Puts zeros into a block's rows but those from own[0] to own[1]."""
+    value = plgpu.load(block, layout=plgpu.Layout.WGMMA)
+    row = plgpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=plgpu.Layout.WGMMA)
+    block[...] = jnp.where((row >= own[0]) & (row < own[1]), value, jnp.zeros_like(value))
