@@ -117,11 +117,23 @@ def _run(pass_: str, backend: str | None, operands: tuple[Any, ...], **options: 
 
 def _platforms(q: Array, k: Array, rule: Rule, in_order: bool) -> Mapping[str, str]:
     """Returns each platform's backend for these operands; why a slower one, is logged."""
+    if _is_for_gpu():
+        _log_once(
+            "flash_attention takes the xla form on GPUs: there is no kernel of ours for them; "
+            'backend="cudnn" takes attention without sinks, segment_ids and logit_cap.'
+        )
+        return {"default": "xla"}
     reason = tpu.reason_against(q, k, rule, in_order=in_order) or _reason_of_mesh()
     if reason:
         _log_once(f"flash_attention takes the xla form on TPUs: {reason}.")
         return {"default": "xla"}
     return {"tpu": "tpu", "default": "xla"}
+
+
+def _is_for_gpu() -> bool:
+    """Returns whether the mesh in context is one of GPUs, or else the default device is one."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return (jax.default_backend() if device is None else device.platform) in ("gpu", "cuda")
 
 
 def _reason_of_mesh() -> str | None:

@@ -167,7 +167,8 @@ def store(
     for i in range(value.shape[1] // wide):
         slot = slots.at[i % NUM_SLOTS]
         chunk = value[:, i * wide : (i + 1) * wide].astype(out.dtype)
-        plgpu.wait_smem_to_gmem(NUM_SLOTS - 1, wait_read_only=True)
+        # The last tile's copies have read their slots long ago; in this one, slots take turns.
+        plgpu.wait_smem_to_gmem(NUM_SLOTS - 1 if i else 0, wait_read_only=True)
         slot[...] = plgpu.layout_cast(chunk, plgpu.Layout.WGMMA)
         plgpu.commit_smem()
         columns = pl.ds(column + i * wide, wide)

@@ -183,7 +183,11 @@ class _Block:
                 value += self._bias(self.group(visit), first)
             row = self.first_row(visit, half)
             own = rows_within(row, self.visits[2][visit], self.visits[3][visit])
-            store(value, self.slots.at[warpgroup], self.out, row, first, own)
+
+            @pl.when(own[0] < own[1])
+            def _() -> None:
+                store(value, self.slots.at[warpgroup], self.out, row, first, own)
+
             return step + count
 
         lax.fori_loop(0, self.num_tiles, tile, jnp.int32(0))
