@@ -1,15 +1,19 @@
 """Activations of feed-forward layers, gated and plain."""
 
 import enum
+from collections.abc import Callable
 
 import jax
 from jaxtyping import Array, Float
+
+from moelib.kernels.gmm import clamped_swiglu, swiglu
 
 
 class Activation(enum.Enum):
     """What stands between the two matmuls of a feed-forward layer."""
 
     SWIGLU = "swiglu"  # silu(gate) * up. Source: Shazeer, arXiv:2002.05202.
+    CLAMPED_SWIGLU = "clamped_swiglu"  # Of GPT-OSS; see `moelib.kernels.gmm.clamped_swiglu`.
     GEGLU = "geglu"  # gelu(gate) * up.
     GELU = "gelu"
     SILU = "silu"
@@ -18,19 +22,29 @@ class Activation(enum.Enum):
     @property
     def num_projections(self) -> int:
         """2 for a gated activation (gate and up), else 1."""
-        return 2 if self in (Activation.SWIGLU, Activation.GEGLU) else 1
+        return 2 if self in _GATED else 1
+
+    @property
+    def function(self) -> Callable[..., Array]:
+        """The elementwise function of as many arrays; the same object each time."""
+        return _GATED[self] if self in _GATED else _PLAIN[self]
 
 
-_FUNCTIONS = {
-    Activation.SWIGLU: jax.nn.silu,
-    Activation.GEGLU: lambda x: jax.nn.gelu(x, approximate=False),
-    Activation.GELU: lambda x: jax.nn.gelu(x, approximate=False),
+def _gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    return jax.nn.gelu(x, approximate=False)
+
+
+def _geglu(gate: Float[Array, "..."], up: Float[Array, "..."]) -> Float[Array, "..."]:
+    return _gelu(gate) * up
+
+
+_GATED: dict[Activation, Callable[..., Array]] = {
+    Activation.SWIGLU: swiglu,
+    Activation.CLAMPED_SWIGLU: clamped_swiglu,
+    Activation.GEGLU: _geglu,
+}
+_PLAIN: dict[Activation, Callable[..., Array]] = {
+    Activation.GELU: _gelu,
     Activation.SILU: jax.nn.silu,
     Activation.RELU: jax.nn.relu,
 }
-
-
-def activate(hidden: Float[Array, "... n F"], activation: Activation) -> Float[Array, "... F"]:
-    """Returns f(hidden[0]) * hidden[1] of the last but one dimension, or f(hidden[0]) if n is 1."""
-    gate = _FUNCTIONS[activation](hidden[..., 0, :])
-    return gate * hidden[..., 1, :] if activation.num_projections == 2 else gate

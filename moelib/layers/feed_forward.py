@@ -5,7 +5,7 @@ from jaxtyping import Array, Bool, Float
 
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.param import FanAxes, ParameterSpec
-from moelib.layers.activation import Activation, activate
+from moelib.layers.activation import Activation
 from moelib.layers.base import BaseLayer
 from moelib.layers.remat import keep_point
 from moelib.parallel.sharding import constrain
@@ -27,9 +27,9 @@ class FeedForward(BaseLayer):
         n = cfg.activation.num_projections
         return {
             "up": ParameterSpec(
-                (cfg.input_dim, n, cfg.hidden_dim),
-                ("embed", None, "ffn"),
-                fan_axes=FanAxes((0,), (2,), (1,)),
+                (n, cfg.input_dim, cfg.hidden_dim),
+                (None, "embed", "ffn"),
+                fan_axes=FanAxes((1,), (2,), (0,)),
             ),
             "down": ParameterSpec(
                 (cfg.hidden_dim, cfg.input_dim),
@@ -45,8 +45,8 @@ class FeedForward(BaseLayer):
         """Returns the layer's output. The mask of valid tokens is of no use here."""
         del mask
         up, down = (self.parameters[name].astype(x.dtype) for name in ("up", "down"))
-        hidden = keep_point(jnp.einsum("bsd,dnf->bsnf", x, up), "feed_forward_up")
-        hidden = activate(hidden, self.config.activation)  # [B, S, F]
+        parts = [keep_point(jnp.einsum("bsd,df->bsf", x, w), "feed_forward_up") for w in up]
+        hidden = self.config.activation.function(*parts)  # [B, S, F]
         hidden = constrain(hidden, ("batch", "sequence", "activation_ffn"))
         return keep_point(jnp.einsum("bsf,fd->bsd", hidden, down), "feed_forward_down")
 

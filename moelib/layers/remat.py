@@ -2,7 +2,8 @@
 
 Layers name the results of their matmuls by `keep_point`; a config says by name which of them are
 kept on the device and which wait in the host's memory. What has no name, or is not asked for, is
-computed again.
+computed again, but for where tokens go: a few integers a token, which cost sorts, and which would
+have to come out the same again.
 """
 
 import contextlib
@@ -24,7 +25,10 @@ REMAT_POLICIES = (
     "dots_with_no_batch_dims_saveable",
 )
 
+_ROUTING = "routing"
+
 _seen: ContextVar[set[str] | None] = ContextVar("moelib_keep_points", default=None)
+_kept: ContextVar[frozenset[str]] = ContextVar("moelib_kept", default=frozenset())
 
 
 def keep_point(x: jax.Array, name: str) -> jax.Array:
@@ -33,6 +37,22 @@ def keep_point(x: jax.Array, name: str) -> jax.Array:
     if seen is not None:
         seen.add(name)
     return checkpoint_name(x, name)
+
+
+def keep_routing(x: Any) -> Any:
+    """Returns arrays that say where tokens go; `remat` keeps them whatever it is told."""
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, _ROUTING), x)
+
+
+def keeps(name: str) -> bool:
+    """Returns whether the block that is traced keeps or offloads the point of this name.
+
+    A layer that asks need not make the point itself: something in it has that name.
+    """
+    seen = _seen.get()
+    if seen is not None:
+        seen.add(name)
+    return name in _kept.get()
 
 
 def remat(
@@ -66,16 +86,17 @@ def remat(
         )
     if twice := sorted(set(keep) & set(offload)):
         raise ValueError(f"remat: {', '.join(twice)} cannot be both kept and offloaded.")
-    chosen = None if policy is None else getattr(jax.checkpoint_policies, policy)
-    if offload:
-        chosen = jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=list(keep),
+    policies = jax.checkpoint_policies
+    chosen = policies.save_only_these_names(*keep, _ROUTING)
+    if policy is not None:
+        chosen = policies.save_from_both_policies(chosen, getattr(policies, policy))
+    elif offload:
+        chosen = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[*keep, _ROUTING],
             names_which_can_be_offloaded=list(offload),
             offload_src="device",
             offload_dst="pinned_host",
         )
-    elif keep:
-        chosen = jax.checkpoint_policies.save_only_these_names(*keep)
     checkpoint = functools.partial(jax.checkpoint, policy=chosen, prevent_cse=prevent_cse)
     return lambda fn: checkpoint(_checked(fn, names))
 
@@ -87,7 +108,7 @@ def _checked(fn: Callable, names: Sequence[str]) -> Callable:
 
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _recorded() as seen:
+        with _recorded(names) as seen:
             result = fn(*args, **kwargs)
         for name in names:
             if name not in seen:
@@ -98,12 +119,13 @@ def _checked(fn: Callable, names: Sequence[str]) -> Callable:
 
 
 @contextlib.contextmanager
-def _recorded() -> Iterator[set[str]]:
+def _recorded(names: Sequence[str]) -> Iterator[set[str]]:
     outer, seen = _seen.get(), set[str]()
-    token = _seen.set(seen)
+    tokens = _seen.set(seen), _kept.set(frozenset(names))
     try:
         yield seen
     finally:
-        _seen.reset(token)
+        _seen.reset(tokens[0])
+        _kept.reset(tokens[1])
         if outer is not None:
             outer |= seen

@@ -20,15 +20,16 @@ from moelib.parallel.mesh import MESH_AXIS_NAMES
 
 Rules = Mapping[str, tuple[str, ...]]
 
-# Weights are split over fsdp along the model width and over model along what tensor parallelism
-# splits; activations over the batch axes, and between layers over model along the sequence
-# (Korthikanti et al., arXiv:2205.05198). Experts have axes of their own, so that they can be split
-# over others: {"experts": ("expert", "model"), "expert_ffn": ()}. An axis that the mesh lacks or
-# that has size 1 is no split. A logical axis with an empty tuple is never split.
+# Weights are split along the model width over fsdp, and over expert too but for those of experts;
+# and over model along what tensor parallelism splits. Activations are split over the batch axes,
+# and between layers over model along the sequence (Korthikanti et al., arXiv:2205.05198). Experts
+# have axes of their own, so that they can be split over others: {"experts": ("expert", "model"),
+# "expert_ffn": ()}. An axis that the mesh lacks or that has size 1 is no split. A logical axis with
+# an empty tuple is never split.
 DEFAULT_RULES: Rules = {
     # Parameters.
     "vocab": ("model",),
-    "embed": ("fsdp",),
+    "embed": ("fsdp", "expert"),
     "ffn": ("model",),
     "heads": ("model",),
     "kv_heads": ("model",),

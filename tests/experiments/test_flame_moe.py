@@ -1,17 +1,12 @@
-"""The FLAME-MoE configs: published counts, names and steps; golden files show every value."""
+"""The FLAME-MoE configs: published counts, names and steps."""
 
-import pathlib
-
-import jax
 import pytest
 
 from experiments import flame_moe
-from moelib.core import config_path, config_text
+from moelib.core import config_path
 from moelib.core.config import REQUIRED, RequiredFieldMissingError
-from moelib.core.config_path import sub_configs
 from moelib.models.cost import model_cost
 
-GOLDEN = pathlib.Path(__file__).parent / "golden"
 CONFIGS = flame_moe.named_trainer_configs()
 
 # Counted from the published shapes by hand: every matrix, router and norm once, V = 50304.
@@ -64,21 +59,6 @@ def test_dense_baselines_have_the_size_of_their_name(name, millions):
     assert counts.active_parameters == counts.total_parameters
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_config_is_the_golden_one_and_reads_back(name):
-    text = CONFIGS[name]().debug_string()
-    path = GOLDEN / f"{name}.txt"
-    assert path.exists(), f"make it with: python -m tests.experiments.test_flame_moe {name}"
-    assert text == path.read_text()
-    assert config_text.parse(text) == CONFIGS[name]()
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_no_config_stands_in_two_places(name):  # Else --set of one would set the other.
-    cfg = CONFIGS[name]()
-    assert len({id(inner) for _, inner in sub_configs(cfg)}) == len(list(sub_configs(cfg)))
-
-
 @pytest.mark.parametrize(
     "path",
     [
@@ -95,23 +75,3 @@ def test_an_unset_field_is_named_by_its_path_in_the_config(path, tmp_path):
     with pytest.raises(RequiredFieldMissingError) as error:
         cfg.instantiate(parent=None).lower_train_step()
     assert str(error.value).startswith(f"{path} must be set")
-
-
-FAST = ("flame-moe-tiny", "flame-moe-38m-100m", "dense-77m")
-
-
-@pytest.mark.parametrize(
-    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in CONFIGS]
-)
-def test_step_lowers_on_eight_devices(name, tmp_path):
-    cfg = CONFIGS[name]().set(dir=str(tmp_path))
-    trainer = cfg.instantiate(parent=None)
-    lowered = trainer.lower_train_step()
-    assert trainer.mesh().size == len(jax.devices()) == 8
-    assert "func.func public @main" in lowered.as_text()
-
-
-if __name__ == "__main__":  # Writes golden files anew, to be read in review.
-    GOLDEN.mkdir(exist_ok=True)
-    for config_name, make in CONFIGS.items():
-        (GOLDEN / f"{config_name}.txt").write_text(make().debug_string())

@@ -19,7 +19,7 @@ def test_swiglu_is_silu_of_gate_times_up_projected_down():
     params = initial(layer(Activation.SWIGLU))
     x = normal(2, 3, 4)
     p = float64(params)
-    gate, up = x.astype(np.float64) @ p["up"][:, 0], x.astype(np.float64) @ p["up"][:, 1]
+    gate, up = x.astype(np.float64) @ p["up"][0], x.astype(np.float64) @ p["up"][1]
     want = (gate / (1 + np.exp(-gate)) * up) @ p["down"]
     got = call(layer(Activation.SWIGLU), params, jnp.asarray(x))
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
@@ -27,10 +27,10 @@ def test_swiglu_is_silu_of_gate_times_up_projected_down():
 
 def test_gelu_has_one_projection():
     params = initial(layer(Activation.GELU))
-    assert params["up"].shape == (4, 1, 6)
+    assert params["up"].shape == (1, 4, 6)
     x = normal(2, 3, 4)
     p = float64(params)
-    hidden = x.astype(np.float64) @ p["up"][:, 0]
+    hidden = x.astype(np.float64) @ p["up"][0]
     hidden = 0.5 * hidden * (1 + np.vectorize(math.erf)(hidden / math.sqrt(2)))
     got = call(layer(Activation.GELU), params, jnp.asarray(x))
     np.testing.assert_allclose(got, hidden @ p["down"], rtol=1e-5, atol=1e-6)

@@ -85,6 +85,12 @@ def test_each_name_spares_the_backward_pass_its_matmul():
     assert count(stack(ScanStack, keep=MATMULS)) == everything
 
 
+@pytest.mark.parametrize("fields", [{"keep": ()}, {"policy": "nothing_saveable"}])
+def test_where_tokens_go_is_never_computed_again(fields):
+    for name in ("sort", "top_k"):
+        assert count(stack(ScanStack, **fields), name) == count(stack(ScanStack), name) > 0
+
+
 def test_what_is_offloaded_waits_in_the_memory_of_the_host():
     made = stack(ScanStack, keep=("attention_q",), offload=("attention_context",))
     params = jax.eval_shape(lambda: initial(made))

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moelib.layers.rope import RotaryEmbedding
+from moelib.layers.rope import RotaryEmbedding, YarnRotaryEmbedding
 from tests.layers.calling import build, call, normal
 
 LAYER = build(RotaryEmbedding.default_config())
@@ -57,3 +57,50 @@ def test_a_rotary_dim_that_does_not_fit_is_refused(dim):
     layer = build(RotaryEmbedding.default_config(), rotary_dim=dim)
     with pytest.raises(ValueError, match=f"layer: rotary_dim is {dim}; .* at most the head's 8"):
         call(layer, {}, jnp.zeros((2, 4, 3, 8)), jnp.asarray(POSITIONS))
+
+
+def yarn(**settings):
+    return build(
+        YarnRotaryEmbedding.default_config(),
+        **{"theta": 150_000.0, "factor": 32.0, "original_context": 4096, **settings},
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "dim", "ends"),
+    [
+        ({"truncate": False}, 64, (8.0928, 17.3980)),  # GPT-OSS.
+        ({"theta": 10_000.0, "factor": 40.0}, 64, (10, 23)),  # DeepSeek-V2.
+    ],
+)
+def test_yarn_slows_the_pairs_that_published_models_slow(settings, dim, ends):
+    layer = yarn(**settings)
+    np.testing.assert_allclose(layer.ramp_ends(dim), ends, atol=1e-4)
+    plain = settings.get("theta", 150_000.0) ** (-np.arange(dim // 2) * 2 / dim)
+    ratio = plain / np.asarray(layer.frequencies(dim), np.float64)[0]
+    pairs = np.arange(dim // 2)
+    np.testing.assert_allclose(ratio[pairs <= ends[0]], 1, rtol=1e-5)
+    np.testing.assert_allclose(ratio[pairs >= ends[1]], settings.get("factor", 32.0), rtol=1e-5)
+    assert (np.diff(ratio) >= -1e-4).all()
+
+
+def test_yarn_makes_queries_and_keys_longer_by_its_factor():
+    x = jnp.asarray(normal(2, 4, 3, 8))
+    made = np.asarray(call(yarn(), {}, x, jnp.asarray(POSITIONS)))
+    lengths = np.linalg.norm(made, axis=-1) / np.linalg.norm(x, axis=-1)
+    np.testing.assert_allclose(lengths, 1.346574, rtol=1e-5)  # GPT-OSS: 0.1 ln 32 + 1.
+    made = call(yarn(attention_factor=1.0), {}, x, jnp.asarray(POSITIONS))
+    np.testing.assert_allclose(np.linalg.norm(made, axis=-1), np.linalg.norm(x, axis=-1), rtol=1e-5)
+
+
+def test_yarn_of_factor_one_is_the_plain_embedding():
+    x = jnp.asarray(normal(2, 4, 3, 8))
+    plain = build(RotaryEmbedding.default_config(), theta=150_000.0)
+    got, want = (call(each, {}, x, jnp.asarray(POSITIONS)) for each in (yarn(factor=1.0), plain))
+    np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+@pytest.mark.parametrize("settings", [{"factor": 0.5}, {"beta_fast": 1.0}, {"beta_slow": 0.0}])
+def test_yarn_refuses_settings_that_mean_nothing(settings):
+    with pytest.raises(ValueError, match=r"layer: factor .* must be at least 1"):
+        yarn(**settings)

@@ -107,7 +107,7 @@ def test_specs_are_those_of_the_values_and_stacked_along_layers():
     shapes = jax.tree.map(lambda x: (x.shape, str(x.dtype)), as_scan(parameters()))
     assert jax.tree.map(lambda s: (s.shape, s.dtype), specs) == shapes
     up = specs["repeated0"]["feed_forward"]["experts"]["up"]
-    assert up.axes == ("layers", "experts", "expert_embed", None, "expert_ffn")
+    assert up.axes == ("layers", "experts", None, "expert_embed", "expert_ffn")
     assert up.fans() == (D, 8)
 
 

@@ -8,7 +8,7 @@ differentiated any number of times, in reverse:
     d rhs = gmm_weight_gradient(lhs, d out, group_sizes)
 
 A schedule that defers weight gradients calls the last two itself. `gmm_activated` is `gmm` by
-matrices side by side (gate and up) and then an activation that joins their products.
+several matrices of each group (gate and up) and then an activation that joins their products.
 
 Shapes: m rows, k in, n out, g groups held, s groups counted.
 """

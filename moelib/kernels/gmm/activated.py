@@ -4,10 +4,11 @@ On TPUs the kernel applies the activation to the float32 products before they le
 is written instead of p times as much; the products too only if they will be differentiated.
 Elsewhere it is a grouped matmul and then the activation.
 
-Shapes: m rows, k in, n out, g groups held, s groups counted, p matrices side by side.
+Shapes: m rows, k in, n out, g groups held, s groups counted, p matrices of each group.
 """
 
 import functools
+import operator
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -15,22 +16,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from moelib.kernels.backend import run_on_backend
-from moelib.kernels.gmm import tpu
+from moelib.kernels.gmm import gpu, tpu
 from moelib.kernels.gmm.groups import row_ranges
 from moelib.kernels.gmm.product import (
     BACKENDS,
-    GmmOptions,
-    WeightOptions,
     align_all,
     check_groups,
     check_operands,
     out_dtype,
-    product,
-    weight_gradient,
     widened,
 )
 
@@ -63,7 +61,7 @@ def clamped_swiglu(
 
 def gmm_activated(
     lhs: Float[Array, "m k"],
-    rhs: Float[Array, "g k p n"],
+    rhs: Float[Array, "g p k n"],
     group_sizes: Int[Array, "s"],
     *,
     activation: Callable[..., Array],
@@ -71,8 +69,9 @@ def gmm_activated(
     group_offset: Int[Array, ""] | int | None = None,
     backend: str | None = None,
     preferred_element_type: DTypeLike | None = None,
+    products_name: str | None = None,
 ) -> Float[Array, "m n"]:
-    """Returns `activation(lhs[i] @ rhs[g, :, 0], lhs[i] @ rhs[g, :, 1])` for row i of group g.
+    """Returns `activation(lhs[i] @ rhs[g, 0], lhs[i] @ rhs[g, 1])` for row i of group g.
 
     The bias is added to each product. Rows of no group that rhs holds are zeros, whatever the
     activation makes of zeros, and have zero gradients. Differentiable in lhs, rhs and
@@ -80,8 +79,7 @@ def gmm_activated(
 
     Args:
         lhs: The rows, sorted by group, as for `gmm`.
-        rhs: p matrices for each group held. On TPUs store them as [g, k, p * n] and reshape: that
-            is free, while an array that lies in memory as [g, k, p, n] is copied.
+        rhs: p matrices for each group held.
         group_sizes: As for `gmm`.
         activation: An elementwise function of p float32 arrays of one shape, such as `swiglu`. Give
             the same function again, not another made alike: it is compiled once for each.
@@ -89,48 +87,80 @@ def gmm_activated(
         group_offset: As for `gmm`.
         backend: As for `gmm`.
         preferred_element_type: Dtype of the result; lhs's by default.
+        products_name: A name under which a policy of `jax.checkpoint` keeps the result and the p
+            products [m, n]. Without, a forward pass under `jax.checkpoint` never writes the latter.
 
     Raises:
         ValueError: If the shapes disagree, group_sizes are not integers, the backend is unknown, or
             has no kernel for the dtype.
     """
     if rhs.ndim != 4:
-        raise ValueError(f"gmm_activated: rhs {rhs.shape} is not [g, k, p, n].")
-    g, _, p, n = rhs.shape
-    check_operands("gmm_activated", lhs, rhs[:, :, 0], group_sizes, backend, transpose_rhs=False)
+        raise ValueError(f"gmm_activated: rhs {rhs.shape} is not [g, p, k, n].")
+    g, p, _, n = rhs.shape
+    check_operands("gmm_activated", lhs, rhs[:, 0], group_sizes, backend, transpose_rhs=False)
     offset = check_groups("gmm_activated", g, group_sizes, group_offset)
     if bias is not None and bias.shape != (g, p, n):
         raise ValueError(f"gmm_activated: bias {bias.shape} is not [g, p, n], {(g, p, n)}.")
-    options = _Options(activation, backend, out_dtype(lhs, preferred_element_type))
-    return _activated(options, *align_all(lhs, rhs, bias, group_sizes, offset))
+    dtype = out_dtype(lhs, preferred_element_type)
+    options = _Options(activation, backend, dtype, products_name)
+    run = _activated if products_name is None else _activated_by_name
+    return run(options, *align_all(lhs, rhs, bias, group_sizes, offset))
 
 
 class _Options(NamedTuple):
     activation: Callable[..., Array]
     backend: str | None
     out_dtype: Any
+    products_name: str | None
 
 
-def _run(options: _Options, *operands: Any, save: bool) -> tuple[Array, Array | None]:
-    """Returns (activated [m, n], products [p, m, n] if `save`)."""
-    activation, backend, dtype = options
-    lhs, rhs, bias, sizes, offset = operands
-    if lhs.shape[1] == 0:
-        lhs, rhs = widened(lhs, 1), widened(rhs, 1)
-    wide = jnp.promote_types(lhs.dtype, rhs.dtype)
-    kw = {"activation": activation, "save": save, "out_dtype": dtype}
+def _run(
+    name: str,
+    options: _Options,
+    sides: tuple[int, int],
+    other: Callable[..., Any],
+    *operands: Any,
+    **kw: Any,
+) -> Any:
+    """Runs the TPU's kernel of this name, or `other(backend's module, ...)` elsewhere.
+
+    `sides` are k and n.
+    """
+    lhs, rhs, *rest = operands
+    dtype = jnp.result_type(*jax.tree.leaves((lhs, rhs)))
     runs: dict[str, Callable[..., Any]] = {
-        name: functools.partial(_by_parts, module, **kw) for name, module in BACKENDS.items()
+        key: functools.partial(other, module, **kw) for key, module in BACKENDS.items()
     }
     # Compiled where it is the platform's own, and interpreted if it is asked for elsewhere.
-    interpret = False if backend is None else None
-    runs["tpu"] = functools.partial(tpu.gmm_activated, interpret=interpret, **kw)
-    platforms = {"tpu": "tpu" if str(wide) in tpu.DTYPES else "xla", "default": "cpu"}
-    inputs = lhs.astype(wide), rhs.astype(wide), sizes, bias, offset
-    return run_on_backend("gmm_activated", backend, runs, platforms, *inputs)
+    interpret = False if options.backend is None else None
+    runs["tpu"] = functools.partial(getattr(tpu, name), interpret=interpret, **kw)
+    platforms = {"tpu": "tpu" if str(dtype) in tpu.DTYPES else "xla", "default": "cpu"}
+    platforms |= gpu.default_on_cuda(name, dtype, sides, kw["out_dtype"])
+    inputs = *jax.tree.map(lambda x: x.astype(dtype), (lhs, rhs)), *rest
+    return run_on_backend("gmm_activated", options.backend, runs, platforms, *inputs)
 
 
-def _by_parts(
+def _forward(options: _Options, *operands: Any, save: bool) -> tuple[Array, tuple[Array, ...]]:
+    """Returns (activated [m, n], p products [m, n] if `save`)."""
+    lhs, rhs, bias, sizes, offset = operands
+    if lhs.shape[1] == 0:
+        lhs, rhs = widened(lhs, 1), widened(rhs, 2)
+    kw = {"activation": options.activation, "save": save, "out_dtype": options.out_dtype}
+    return _run(
+        "gmm_activated",
+        options,
+        rhs.shape[2:],
+        _activated_parts,
+        lhs,
+        rhs,
+        sizes,
+        bias,
+        offset,
+        **kw,
+    )
+
+
+def _activated_parts(
     module: ModuleType,
     lhs: Array,
     rhs: Array,
@@ -141,54 +171,94 @@ def _by_parts(
     activation: Callable[..., Array],
     save: bool,
     out_dtype: Any,
-) -> tuple[Array, Array | None]:
-    """Does it as a grouped matmul, whose products are rounded, and the activation."""
-    m, (g, _, p, n) = lhs.shape[0], rhs.shape
-    added = None if bias is None else bias.reshape(g, p * n)
+) -> tuple[Array, tuple[Array, ...]]:
+    """Does it as one grouped matmul a part, whose products are rounded, and the activation."""
     kw = {"transpose_rhs": False, "out_dtype": out_dtype}
-    made = module.gmm(lhs, _flat(rhs), sizes, added, offset, **kw)
-    parts = jnp.moveaxis(made.reshape(m, p, n), 1, 0)  # [p, m, n]
-    out = activation(*parts.astype(jnp.float32)).astype(out_dtype)
-    starts, ends = row_ranges(sizes, m, g, offset)
+    parts = tuple(
+        module.gmm(lhs, rhs[:, i], sizes, None if bias is None else bias[:, i], offset, **kw)
+        for i in range(rhs.shape[1])
+    )
+    out = activation(*(part.astype(jnp.float32) for part in parts)).astype(out_dtype)
+    starts, ends = row_ranges(sizes, m := lhs.shape[0], g := rhs.shape[0], offset)
     rows = lax.iota(jnp.int32, m)[:, None]
     first, last = (starts[0], ends[-1]) if g else (0, 0)
-    return jnp.where((rows >= first) & (rows < last), out, 0), parts if save else None
+    return jnp.where((rows >= first) & (rows < last), out, 0), parts if save else ()
 
 
-def _flat(rhs: Array) -> Array:
-    """Returns the matrices in the columns of one for each group, [g, k, p * n]."""
-    g, k, p, n = rhs.shape
-    return rhs.reshape(g, k, p * n)
+def _summed_parts(
+    module: ModuleType,
+    lhs: tuple[Array, ...],
+    rhs: Array,
+    sizes: Array,
+    offset: Array | None,
+    *,
+    out_dtype: Any,
+) -> Array:
+    """Returns the sum over p of `lhs[p] @ rhs[:, p]^T`, by group."""
+    kw = {"transpose_rhs": True, "out_dtype": jnp.float32}
+    parts = [module.gmm(rows, rhs[:, i], sizes, None, offset, **kw) for i, rows in enumerate(lhs)]
+    return functools.reduce(operator.add, parts).astype(out_dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _activated(options: _Options, *operands: Any) -> Array:
-    return _run(options, *operands, save=False)[0]
+def _weight_gradient_parts(
+    module: ModuleType,
+    lhs: Array,
+    grads: tuple[Array, ...],
+    sizes: Array,
+    offset: Array | None,
+    **kw: Any,
+) -> Any:
+    """Returns the gradients of the p matrices of each group, and of their biases if wanted."""
+    made = [module.gmm_weight_gradient(lhs, grad, sizes, offset, **kw) for grad in grads]
+    return jax.tree.map(lambda *x: jnp.stack(x, 1), *made)
 
 
-def _activated_forward(options: _Options, *operands: Any) -> tuple[Array, tuple[Any, ...]]:
-    out, parts = _run(options, *operands, save=True)
+def _value(options: _Options, *operands: Any) -> Array:
+    return _forward(options, *operands, save=False)[0]
+
+
+def _value_and_saved(options: _Options, *operands: Any) -> tuple[Array, tuple[Any, ...]]:
+    out, parts = _forward(options, *operands, save=True)
+    if options.products_name is not None:
+        out, *parts = (checkpoint_name(x, options.products_name) for x in (out, *parts))
     return out, (operands, parts)
 
 
-def _activated_backward(
-    options: _Options, saved: tuple[Any, ...], grad: Array
-) -> tuple[Array | None, ...]:
+def _backward(options: _Options, saved: tuple[Any, ...], grad: Array) -> tuple[Array | None, ...]:
     (lhs, rhs, bias, sizes, offset), parts = saved
-    p, m, n = parts.shape
-    _, pull = jax.vjp(lambda x: options.activation(*x), parts.astype(jnp.float32))
-    (made,) = pull(grad.astype(jnp.float32))
-    made = jnp.moveaxis(made.astype(parts.dtype), 0, 1).reshape(m, p * n)  # [m, p * n]
-    turned = GmmOptions(True, options.backend, lhs.dtype)
-    lhs_grad = product(turned, made, _flat(rhs), None, sizes, offset)
+    _, pull = jax.vjp(options.activation, *(part.astype(jnp.float32) for part in parts))
+    made = tuple(x.astype(grad.dtype) for x in pull(grad.astype(jnp.float32)))  # p of [m, n]
+    kw = {"out_dtype": lhs.dtype}
+    lhs_grad = _run(
+        "gmm_summed",
+        options,
+        (rhs.shape[2], rhs.shape[3]),
+        _summed_parts,
+        made,
+        rhs,
+        sizes,
+        offset,
+        **kw,
+    )
     bias_dtype = None if bias is None else bias.dtype
-    weights = WeightOptions(rhs.shape[0], options.backend, rhs.dtype, bias_dtype)
-    found = weight_gradient(weights, lhs, made, sizes, offset)
-    if bias is None:
-        return lhs_grad, found.reshape(rhs.shape), None, None, None
-    return lhs_grad, found[0].reshape(rhs.shape), found[1].reshape(bias.shape), None, None
+    kw = {"out_dtype": rhs.dtype, "num_groups": rhs.shape[0], "bias_dtype": bias_dtype}
+    rows = widened(lhs, 1) if lhs.shape[1] == 0 else lhs
+    inputs = rows, made, sizes, offset
+    found = _run(
+        "gmm_weight_gradients",
+        options,
+        (rhs.shape[2], rhs.shape[3]),
+        _weight_gradient_parts,
+        *inputs,
+        **kw,
+    )
+    rhs_grad, bias_grad = (found, None) if bias is None else found
+    return lhs_grad, rhs_grad[:, :, : lhs.shape[1]], bias_grad, None, None
 
 
 # Under remat the first pass then runs the kernel that writes no products; JAX can differentiate
-# it only once for that.
-_activated.defvjp(_activated_forward, _activated_backward, optimize_remat=True)
+# it only once for that, and sees no name in it.
+_activated = jax.custom_vjp(_value, nondiff_argnums=(0,))
+_activated.defvjp(_value_and_saved, _backward, optimize_remat=True)
+_activated_by_name = jax.custom_vjp(_value, nondiff_argnums=(0,))
+_activated_by_name.defvjp(_value_and_saved, _backward)

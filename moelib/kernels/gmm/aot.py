@@ -49,7 +49,7 @@ def _compiles(job: Job, device: Any, tiles: Tiles) -> str | None:
     else:
         join = lambda *parts: sum(parts[1:], parts[0])
         run = lambda *x: tpu.gmm_activated(*x, activation=join, save=job.saves, **kw)
-        operands = rows, shape(job.g, job.k, job.parts, job.n), sizes
+        operands = rows, shape(job.g, job.parts, job.k, job.n), sizes
     with jax.set_mesh(mesh):
         try:
             jax.jit(run).lower(*operands).compile()

@@ -38,8 +38,9 @@ class Job:
     g: int
     dtype_bytes: int
     out_bytes: int
-    parts: int = 1  # Matrices side by side, whose products one activation joins.
+    parts: int = 1  # Matrices of each group, whose products one activation joins.
     saves: bool = False  # Whether the products are written beside their activation.
+    num_lhs: int = 1  # Arrays of rows: one, or one for each part.
     weight_gradient: bool = False
 
 
@@ -119,11 +120,12 @@ def vmem_bytes(job: Job, tiles: Tiles) -> int:
     """
     tm, tk, tn = tiles.m, _padded(tiles.k), _padded(tiles.n)
     if job.weight_gradient:
-        blocks = 2 * (tm * (tk + tn) * job.dtype_bytes + tk * tn * job.out_bytes)
+        rows = tm * (tk + job.parts * tn) * job.dtype_bytes
+        blocks = 2 * (rows + tk * tn * job.out_bytes)
         # The sum and a product, and lhs turned.
         return blocks + 2 * tk * tn * 4 + tm * tk * job.dtype_bytes + _SPARE
     written = 1 + (job.parts if job.saves else 0)
-    blocks = 2 * (tm * tk + job.parts * tk * tn) * job.dtype_bytes
+    blocks = 2 * (job.num_lhs * tm * tk + job.parts * tk * tn) * job.dtype_bytes
     blocks += 2 * written * tm * tn * job.out_bytes
     held = job.parts * (1 if tiles.k >= job.k else 2)
     return blocks + held * tm * tn * 4 + _SPARE
@@ -151,7 +153,7 @@ def modelled_seconds(job: Job, tiles: Tiles, chip: Chip) -> float:
         return _weight_seconds(job, tiles, chip, visits, multiply) / _cores(chip, tiles_k)
     matrix = job.parts * tk * tn * job.dtype_bytes / chip.bytes_per_second
     once = tiles_m / visits if tiles_k == 1 else 1.0  # A tile of rows is kept between its visits.
-    rows_in = once * tiles.m * tk * job.dtype_bytes / chip.bytes_per_second
+    rows_in = once * job.num_lhs * tiles.m * tk * job.dtype_bytes / chip.bytes_per_second
     written = 1 + (job.parts if job.saves else 0)
     rows_out = tiles_m / visits * tiles.m * tn * job.out_bytes * written / chip.bytes_per_second
     rows_out /= tiles_k
@@ -203,7 +205,7 @@ def candidates(job: Job) -> Iterator[Tiles]:
 def _sides(size: int) -> list[int]:
     """Returns the size itself, and smaller multiples of 128 of which few reach past it.
 
-    They divide a size that is a multiple of 128: matrices side by side begin at whole tiles.
+    They divide a size that is a multiple of 128.
     """
     sides = {size, min(size, _LANES)}
     for parts in range(2, min(size // _LANES, 32) + 1):

@@ -6,10 +6,11 @@ whole in k if it fits, stays in VMEM from the group's first visit to its last. A
 rows of the tile are the group's own multiplies them at once; any other multiplies only the blocks
 of `Tiles.sub_m` rows in which the group has rows.
 
-Shapes: m rows, k in, n out, g groups held, s groups counted, p matrices side by side.
+Shapes: m rows, k in, n out, g groups held, s groups counted, p matrices of each group.
 """
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -59,16 +60,20 @@ def gmm(
     if 0 in (lhs.shape[0], n, rhs.shape[0]):
         return zeros_like_varying((lhs.shape[0], n), out_dtype, lhs)
     run = functools.partial(
-        product, activation=None, save=False, transpose_rhs=transpose_rhs, out_dtype=out_dtype
+        product,
+        activation=None,
+        save=False,
+        transpose_rhs=transpose_rhs,
+        out_dtype=out_dtype,
+        tiles=tiles,
     )
-    run = functools.partial(run, tiles=tiles, num_parts=1)
     biases = None if bias is None else bias[:, None]
-    return _on_platform(run, interpret, lhs, (rhs,), biases, group_sizes, group_offset)[0]
+    return _on_platform(run, interpret, (lhs,), rhs[:, None], biases, group_sizes, group_offset)[0]
 
 
 def gmm_activated(
     lhs: Float[Array, "m k"],
-    rhs: Float[Array, "g k p n"],
+    rhs: Float[Array, "g p k n"],
     group_sizes: Int[Array, "s"],
     bias: Float[Array, "g p n"] | None = None,
     group_offset: Int[Array, ""] | None = None,
@@ -78,10 +83,10 @@ def gmm_activated(
     out_dtype: DTypeLike,
     tiles: Tiles | None = None,
     interpret: Any = None,
-) -> tuple[Float[Array, "m n"], Float[Array, "p m n"] | None]:
+) -> tuple[Float[Array, "m n"], tuple[Float[Array, "m n"], ...]]:
     """Returns the activation of p products of each row, and, if `save`, the products themselves.
 
-    Both are zeros for rows of no group held. Arguments are as for `gmm`.
+    All are zeros for rows of no group held. Arguments are as for `gmm`.
 
     Args:
         lhs: The rows, sorted by group.
@@ -98,20 +103,48 @@ def gmm_activated(
     Raises:
         ValueError: If the kernel has no such dtype.
     """
-    g, k, p, n = rhs.shape
+    g, p, _, n = rhs.shape
     m = lhs.shape[0]
     if 0 in (m, n, g):
-        saved = zeros_like_varying((p, m, n), out_dtype, lhs) if save else None
-        return zeros_like_varying((m, n), out_dtype, lhs), saved
-    # Matrices side by side are blocks of columns of one array, if columns fall into whole lanes.
-    whole = n % 128 == 0
-    parts = (rhs.reshape(g, k, p * n),) if whole else tuple(rhs[:, :, i] for i in range(p))
+        zeros = zeros_like_varying((m, n), out_dtype, lhs)
+        return zeros, (zeros,) * (p if save else 0)
     run = functools.partial(
-        product, activation=activation, save=save, transpose_rhs=False, out_dtype=out_dtype
+        product,
+        activation=activation,
+        save=save,
+        transpose_rhs=False,
+        out_dtype=out_dtype,
+        tiles=tiles,
     )
-    run = functools.partial(run, tiles=tiles, num_parts=p)
-    out = _on_platform(run, interpret, lhs, parts, bias, group_sizes, group_offset)
-    return out[0], out[1] if save else None
+    out = _on_platform(run, interpret, (lhs,), rhs, bias, group_sizes, group_offset)
+    return out[0], tuple(out[1:])
+
+
+def gmm_summed(
+    lhs: tuple[Float[Array, "m n"], ...],
+    rhs: Float[Array, "g p k n"],
+    group_sizes: Int[Array, "s"],
+    group_offset: Int[Array, ""] | None = None,
+    *,
+    out_dtype: DTypeLike,
+    tiles: Tiles | None = None,
+    interpret: Any = None,
+) -> Float[Array, "m k"]:
+    """Returns the sum over p of `lhs[p][i] @ rhs[group of row i, p]^T`.
+
+    The gradient of `gmm_activated` in its rows, from that in its products. Arguments are as for it.
+    """
+    m, (g, _, k, _) = lhs[0].shape[0], rhs.shape
+    if 0 in (m, k, g):
+        return zeros_like_varying((m, k), out_dtype, lhs[0])
+    run = functools.partial(
+        product, activation=_sum, save=False, transpose_rhs=True, out_dtype=out_dtype, tiles=tiles
+    )
+    return _on_platform(run, interpret, lhs, rhs, None, group_sizes, group_offset)[0]
+
+
+def _sum(*parts: Array) -> Array:
+    return functools.reduce(operator.add, parts)
 
 
 def gmm_weight_gradient(
@@ -142,22 +175,54 @@ def gmm_weight_gradient(
     Raises:
         ValueError: If the kernel has no such dtype.
     """
+    made = gmm_weight_gradients(
+        lhs,
+        (grad,),
+        group_sizes,
+        group_offset,
+        out_dtype=out_dtype,
+        num_groups=num_groups,
+        bias_dtype=bias_dtype,
+        tiles=tiles,
+        interpret=interpret,
+    )
+    return jax.tree.map(lambda x: x[:, 0], made)
+
+
+def gmm_weight_gradients(
+    lhs: Float[Array, "m k"],
+    grads: tuple[Float[Array, "m n"], ...],
+    group_sizes: Int[Array, "s"],
+    group_offset: Int[Array, ""] | None = None,
+    *,
+    out_dtype: DTypeLike,
+    num_groups: int | None = None,
+    bias_dtype: DTypeLike | None = None,
+    tiles: Tiles | None = None,
+    interpret: Any = None,
+) -> Float[Array, "g p k n"] | tuple[Float[Array, "g p k n"], Float[Array, "g p n"]]:
+    """Returns the sum of `lhs[i]^T grads[p][i]` over the rows i of each group held, for every p.
+
+    Arguments are as for `gmm_weight_gradient`.
+    """
     g = len(group_sizes) if num_groups is None else num_groups
-    (m, k), n = lhs.shape, grad.shape[1]
+    (m, k), n, p = lhs.shape, grads[0].shape[1], len(grads)
     if 0 in (m, k, n, g):
-        zeros = zeros_like_varying((g, k, n), out_dtype, lhs)
-        return zeros if bias_dtype is None else (zeros, zeros_like_varying((g, n), bias_dtype, lhs))
+        zeros = zeros_like_varying((g, p, k, n), out_dtype, lhs)
+        if bias_dtype is None:
+            return zeros
+        return zeros, zeros_like_varying((g, p, n), bias_dtype, lhs)
     run = functools.partial(
         weight_gradient, num_groups=g, out_dtype=out_dtype, bias_dtype=bias_dtype, tiles=tiles
     )
-    return _on_platform(run, interpret, lhs, grad, group_sizes, group_offset)
+    return _on_platform(run, interpret, lhs, grads, group_sizes, group_offset)
 
 
 def _on_platform(run: Callable[..., Any], interpret: Any, *operands: Any) -> Any:
-    lhs = operands[0]
-    if str(lhs.dtype) not in DTYPES:
+    dtype = jax.tree.leaves(operands)[0].dtype
+    if str(dtype) not in DTYPES:
         raise ValueError(
-            f"gmm on TPUs has no kernel for {lhs.dtype}; cast to one of {', '.join(DTYPES)}, "
+            f"gmm on TPUs has no kernel for {dtype}; cast to one of {', '.join(DTYPES)}, "
             "or set backend='xla'."
         )
     if interpret is not None:
@@ -173,7 +238,7 @@ def _interpreted(run: Callable[..., Any], *operands: Any) -> Any:
     JAX's interpreter of kernels cannot mix what varies and what does not, so every device runs all
     devices' kernels, and takes its own result.
     """
-    axes = tuple(sorted(jax.typeof(operands[0]).manual_axis_type.varying))
+    axes = tuple(sorted(jax.typeof(jax.tree.leaves(operands)[0]).manual_axis_type.varying))
     if not axes:
         return run(*operands)
     index, size = lax.axis_index(axes), lax.axis_size(axes)

@@ -2,7 +2,7 @@
 
 The grid is (tile of n, visit of a tile of rows, tile of k).
 
-Shapes: m rows, k in, n out, g groups held, s groups counted, p matrices side by side.
+Shapes: m rows, k in, n out, g groups held, s groups counted, p matrices of each group.
 """
 
 import dataclasses
@@ -22,13 +22,12 @@ from moelib.kernels.gmm.tpu_blocks import between, each_block, each_columns, kee
 
 
 def product(
-    lhs: Float[Array, "m k"],
-    matrices: tuple[Float[Array, "g ..."], ...],
+    lhs: tuple[Float[Array, "m k"], ...],
+    rhs: Float[Array, "g p k n"] | Float[Array, "g p n k"],
     bias: Float[Array, "g p n"] | None,
     group_sizes: Int[Array, "s"],
     group_offset: Int[Array, ""] | None,
     *,
-    num_parts: int,
     activation: Callable[..., Array] | None,
     save: bool,
     transpose_rhs: bool,
@@ -36,16 +35,14 @@ def product(
     tiles: Tiles | None,
     interpret: Any,
 ) -> tuple[Array, ...]:
-    """Returns the activation of each row's p products, ([m, n],); with them, [p, m, n], if `save`.
+    """Returns (the activation of each row's p products, [m, n]; the p products, if `save`).
 
     Args:
-        lhs: The rows, sorted by group.
-        matrices: p arrays of matrices, [g, k, n] or, if `transpose_rhs`, [g, n, k]; or one array,
-            [g, k, p * n], with the matrices in its columns.
+        lhs: The rows, sorted by group: the same for all of the p matrices, or p arrays.
+        rhs: p matrices for each group held, [g, p, n, k] if `transpose_rhs`.
         bias: p vectors for each group held.
         group_sizes: Number of rows of each group.
         group_offset: The first group held; 0 by default.
-        num_parts: p.
         activation: Of p arrays; None, if p is 1, for the product itself.
         save: Whether to return the products.
         transpose_rhs: Whether to multiply by the transposes.
@@ -53,12 +50,11 @@ def product(
         tiles: Chosen by `tiles.choose` by default.
         interpret: What `pl.pallas_call` is given.
     """
-    (m, k), p, num_groups = lhs.shape, num_parts, matrices[0].shape[0]
-    width = matrices[0].shape[1 if transpose_rhs else 2]
-    n = width // (p // len(matrices))
-    matrices = matrices * (p // len(matrices))
+    (m, k), (num_groups, p), num_lhs = lhs[0].shape, rhs.shape[:2], len(lhs)
+    n = rhs.shape[2 if transpose_rhs else 3]
     out_bytes = jnp.dtype(out_dtype).itemsize
-    job = Job(m, k, n, num_groups, lhs.dtype.itemsize, out_bytes, p, save)
+    in_bytes = lhs[0].dtype.itemsize
+    job = Job(m, k, n, num_groups, in_bytes, out_bytes, p, save, num_lhs)
     tiles = choose(job, current_chip()) if tiles is None else tiles
     tm, tk, tn = tiles.m, tiles.k, tiles.n
     tiles_n, tiles_k = pl.cdiv(n, tn), pl.cdiv(k, tk)
@@ -66,37 +62,29 @@ def product(
     visits, num_visits = output_visits(starts, ends, m, tm)
 
     def matrix_spec(part: int) -> pl.BlockSpec:
-        first = part * (n // tn) if width != n else 0
+        def index(j: Array, v: Array, step: Array, visits: Visits) -> tuple[Array | int, ...]:
+            return visits.group[v], part, *((j, step) if transpose_rhs else (step, j))
 
-        def index(j: Array, v: Array, step: Array, visits: Visits) -> tuple[Array, ...]:
-            place = (first + j, step) if transpose_rhs else (step, first + j)
-            return visits.group[v], *place
+        return pl.BlockSpec((None, None, tn, tk) if transpose_rhs else (None, None, tk, tn), index)
 
-        return pl.BlockSpec((None, tn, tk) if transpose_rhs else (None, tk, tn), index)
-
-    in_specs = [pl.BlockSpec((tm, tk), lambda j, v, step, visits: (visits.tile[v], step))]
-    in_specs += map(matrix_spec, range(p))
+    of_rows = pl.BlockSpec((tm, tk), lambda j, v, step, visits: (visits.tile[v], step))
+    of_bias = pl.BlockSpec((None, 1, tn), lambda j, v, step, visits: (visits.group[v], 0, j))
+    of_out = pl.BlockSpec((tm, tn), lambda j, v, step, visits: (visits.out_tile[v], j))
     biases = () if bias is None else tuple(bias[:, i : i + 1] for i in range(p))  # [g, 1, n]
-    for _ in biases:
-        in_specs.append(
-            pl.BlockSpec((None, 1, tn), lambda j, v, step, visits: (visits.group[v], 0, j))
-        )
-    out_specs = [pl.BlockSpec((tm, tn), lambda j, v, step, visits: (visits.out_tile[v], j))]
-    out_shape = [like((m, n), out_dtype, lhs)]
-    if save:
-        out_specs.append(
-            pl.BlockSpec((p, tm, tn), lambda j, v, step, visits: (0, visits.out_tile[v], j))
-        )
-        out_shape.append(like((p, m, n), out_dtype, lhs))
-    read = tiles_n * m * k + p * num_groups * k * n
+    num_outs = 1 + (p if save else 0)
+    read = tiles_n * num_lhs * m * k + p * num_groups * k * n
     return pl.pallas_call(
-        _Kernel(k, tiles, p, bias is not None, activation, save, transpose_rhs),
-        out_shape=out_shape,
+        _Kernel(k, tiles, p, num_lhs, bias is not None, activation, save, transpose_rhs),
+        out_shape=[like((m, n), out_dtype, lhs[0])] * num_outs,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(tiles_n, num_visits, tiles_k),
-            in_specs=in_specs,
-            out_specs=out_specs,
+            in_specs=[
+                *[of_rows] * num_lhs,
+                *map(matrix_spec, range(p)),
+                *[of_bias] * len(biases),
+            ],
+            out_specs=[of_out] * num_outs,
             scratch_shapes=[pltpu.VMEM((p, tm, tn), jnp.float32)] if tiles_k > 1 else [],
         ),
         compiler_params=pltpu.CompilerParams(
@@ -105,13 +93,13 @@ def product(
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * p * m * k * n,
-            bytes_accessed=read * lhs.dtype.itemsize + (1 + p * save) * m * n * out_bytes,
+            bytes_accessed=read * in_bytes + num_outs * m * n * out_bytes,
             transcendentals=m * n if activation else 0,
         ),
         interpret=interpret,
         name="gmm",
         metadata=kernel_metadata(job, tiles),
-    )(visits, lhs, *matrices, *biases)
+    )(visits, *lhs, *[rhs] * p, *biases)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +109,7 @@ class _Kernel:
     k: int
     tiles: Tiles
     num_parts: int
+    num_lhs: int
     has_bias: bool
     activation: Callable[..., Array] | None
     save: bool
@@ -129,10 +118,11 @@ class _Kernel:
     # Pallas names a kernel after its function.
     __name__ = "gmm"
 
-    def __call__(self, visits: Visits, lhs: Any, *refs: Any) -> None:
+    def __call__(self, visits: Visits, *refs: Any) -> None:
         p, num_biases = self.num_parts, self.num_parts * self.has_bias
+        lhs, refs = refs[: self.num_lhs], refs[self.num_lhs :]
         matrices, biases, refs = refs[:p], refs[p : p + num_biases], refs[p + num_biases :]
-        num_outs = 1 + self.save
+        num_outs = 1 + p * self.save
         outs: Any = refs[:num_outs]
         total: Any = refs[num_outs] if len(refs) > num_outs else None
         visit, step = pl.program_id(1), pl.program_id(2)
@@ -165,14 +155,14 @@ class _Kernel:
         each_block(start, end, self.tiles, multiply)
 
     def _products(self, lhs: Any, matrices: Any, rows: Any, at: Any, step: Array) -> list[Array]:
-        left = lhs[rows, :]
+        lefts = [each[rows, :] for each in lhs]
         rest = self.k - step * self.tiles.k
         reaches_past_k = self.k % self.tiles.k != 0  # In the last step.
         if reaches_past_k:
-            left = keep(left, 1, 0, rest)
+            lefts = [keep(left, 1, 0, rest) for left in lefts]
         axis = 1 if self.transpose_rhs else 0
         values = []
-        for matrix in matrices:
+        for left, matrix in zip(lefts * (self.num_parts // self.num_lhs), matrices, strict=True):
             right = matrix[at, :] if self.transpose_rhs else matrix[:, at]
             if reaches_past_k:
                 right = keep(right, axis, 0, rest)
@@ -194,10 +184,7 @@ class _Kernel:
             added = [bias[:, at].astype(jnp.float32) for bias in biases]
             values = [value + bias for value, bias in zip(values, added, strict=True)]
         first = values[0] if self.activation is None else self.activation(*values)
-        places = [(outs[0], first)]
-        if self.save:
-            places += [(outs[1].at[part], value) for part, value in enumerate(values)]
-        for ref, value in places:
+        for ref, value in zip(outs, [first, *values][: len(outs)], strict=True):
             if own is not None:
                 old = ref[rows, at].astype(value.dtype)
                 value = jnp.where(between(value.shape, 0, *own), value, old)

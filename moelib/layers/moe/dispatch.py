@@ -30,6 +30,8 @@ from moelib.layers.remat import keep_point
 class Experts(Protocol):
     """What a dispatcher asks of the layer that holds the experts; see `FeedForwardExperts`."""
 
+    added_once: ClassVar[tuple[str, ...]]  # Parameters that one of the devices adds that sum parts.
+
     def grouped(
         self, params: Nested, rows: Float[Array, "R D"], group_sizes: Int[Array, "E"]
     ) -> Float[Array, "R D"]:

@@ -63,7 +63,9 @@ class CapacityDispatcher(Dispatcher):
         num_dropped = jnp.sum((ids < num_experts) & ~kept, dtype=jnp.float32)
         # A part of a row holds no more choices of an expert than it has tokens.
         row_map = _slots(jnp.where(kept, ids, num_experts), num_experts, min(capacity, seq_len))
-        rows = take_rows(tokens, row_map).reshape(num_experts, -1, x.shape[-1])
+        held = (row_map.choices < ids.size)[:, None]
+        rows = jnp.where(held, take_rows(tokens, row_map), 0)  # Every row is computed.
+        rows = rows.reshape(num_experts, -1, x.shape[-1])
         if n > 1:  # [E, B C, D] -> [E / n, n B C, D]
             rows = lax.all_to_all(rows, place.expert_axes, 0, 1, tiled=True)
         outputs = experts.batched(params, rows)

@@ -24,6 +24,7 @@ from moelib.layers.moe.dispatch import (
     run_sorted,
 )
 from moelib.layers.moe.rows import RowMap, keep_first, sort_choices, sum_rows, take_rows
+from moelib.layers.remat import keep_routing
 from moelib.parallel.exchange import exchange, gather_sizes, group_size
 
 
@@ -90,9 +91,8 @@ class RaggedDispatcher(_ExpertParallel):
             num_received=min(n * num_tokens, num_rows),
             max_pair=num_tokens,
         )
-        received_ids, received_weights = _received_choices(
-            send(_choices_of_rows(ids, weights, device, row_map, held)), sizes, place, held
-        )
+        said = keep_routing(send(_choices_of_rows(ids, weights, device, row_map, held)))
+        received_ids, received_weights = _received_choices(said, sizes, place, held)
         y, _ = run_sorted(
             experts,
             params,

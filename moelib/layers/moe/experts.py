@@ -1,5 +1,7 @@
 """Experts: E feed-forward layers whose weights are stacked."""
 
+from typing import ClassVar
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -7,18 +9,22 @@ from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.context import Nested
 from moelib.core.module import nowrap
 from moelib.core.param import FanAxes, ParameterSpec
-from moelib.kernels.gmm import gmm
-from moelib.layers.activation import Activation, activate
+from moelib.kernels.gmm import gmm, gmm_activated
+from moelib.layers import initializers
+from moelib.layers.activation import Activation
 from moelib.layers.base import BaseLayer
-from moelib.layers.remat import keep_point
+from moelib.layers.remat import keep_point, keeps
 
 
 class FeedForwardExperts(BaseLayer):
-    """E experts, each f(x W_gate) * (x W_up) W_down.
+    """E experts, each f(x W_gate) * (x W_up) W_down, with biases if asked for.
 
     It only holds the weights and says what an expert computes; which rows reach which expert is
     the dispatcher's affair, so these methods take the weights and need no context.
     """
+
+    # Added to the sum over the hidden dimension: of devices that share it, one does.
+    added_once: ClassVar[tuple[str, ...]] = ("down_bias",)
 
     @config_class
     class Config(BaseLayer.Config):
@@ -29,15 +35,16 @@ class FeedForwardExperts(BaseLayer):
         input_dim: Required[int] = REQUIRED  # D.
         hidden_dim: Required[int] = REQUIRED  # F.
         activation: Activation = Activation.SWIGLU
+        bias: bool = False  # After both matmuls.
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg: FeedForwardExperts.Config = self.config
         n = cfg.activation.num_projections
-        return {
+        specs = {
             "up": ParameterSpec(
-                (cfg.num_experts, cfg.input_dim, n, cfg.hidden_dim),
-                ("experts", "expert_embed", None, "expert_ffn"),
-                fan_axes=FanAxes((1,), (3,), (0, 2)),
+                (cfg.num_experts, n, cfg.input_dim, cfg.hidden_dim),
+                ("experts", None, "expert_embed", "expert_ffn"),
+                fan_axes=FanAxes((2,), (3,), (0, 1)),
             ),
             "down": ParameterSpec(
                 (cfg.num_experts, cfg.hidden_dim, cfg.input_dim),
@@ -46,13 +53,36 @@ class FeedForwardExperts(BaseLayer):
                 initializer=self._initializer("output_init"),
             ),
         }
+        if cfg.bias:
+            zeros = initializers.constant(0.0)
+            specs["up_bias"] = ParameterSpec(
+                (cfg.num_experts, n, cfg.hidden_dim),
+                ("experts", None, "expert_ffn"),
+                initializer=zeros,
+                weight_decay_scale=0.0,
+            )
+            specs["down_bias"] = ParameterSpec(
+                (cfg.num_experts, cfg.input_dim),
+                ("experts", "expert_embed"),
+                initializer=zeros,
+                weight_decay_scale=0.0,
+            )
+        return specs
 
     @nowrap
     def batched(self, params: Nested, rows: Float[Array, "E C D"]) -> Float[Array, "E C D"]:
         """Returns what each expert makes of its rows, as many for each."""
-        hidden = jnp.einsum("ecd,ednf->ecnf", rows, params["up"].astype(rows.dtype))
-        hidden = activate(keep_point(hidden, "experts_up"), self.config.activation)
-        y = jnp.einsum("ecf,efd->ecd", hidden, params["down"].astype(rows.dtype))
+        params = {name: value.astype(rows.dtype) for name, value in params.items()}
+        parts = []
+        for i in range(self.config.activation.num_projections):
+            part = jnp.einsum("ecd,edf->ecf", rows, params["up"][:, i])
+            if self.config.bias:
+                part = part + params["up_bias"][:, i, None]
+            parts.append(keep_point(part, "experts_up"))
+        hidden = self.config.activation.function(*parts)
+        y = jnp.einsum("ecf,efd->ecd", hidden, params["down"])
+        if self.config.bias:
+            y = y + params["down_bias"][:, None]
         return keep_point(y, "experts_down")
 
     @nowrap
@@ -63,11 +93,16 @@ class FeedForwardExperts(BaseLayer):
 
         Rows past the sum of the group sizes give zeros.
         """
-        num_experts, dim, n, width = params["up"].shape
-        up = params["up"].astype(rows.dtype).reshape(num_experts, dim, n * width)
-        hidden = gmm(rows, up, group_sizes).reshape(-1, n, width)
-        hidden = activate(keep_point(hidden, "experts_up"), self.config.activation)
-        y = gmm(hidden, params["down"].astype(rows.dtype), group_sizes)
+        params = {name: value.astype(rows.dtype) for name, value in params.items()}
+        hidden = gmm_activated(
+            rows,
+            params["up"],
+            group_sizes,
+            activation=self.config.activation.function,
+            bias=params.get("up_bias"),
+            products_name="experts_up" if keeps("experts_up") else None,
+        )
+        y = gmm(hidden, params["down"], group_sizes, bias=params.get("down_bias"))
         return keep_point(y, "experts_down")
 
     def _own_active_parameters(self) -> int:

@@ -122,6 +122,12 @@ class MoELayer(BaseLayer):
 
         def run(params: Nested, x: Array, choices: Choices) -> tuple[Array, Array]:
             params = jax.tree.map(whole, specs, splits, params, is_leaf=is_spec)
+            if ffn:
+                params = params | {
+                    name: jnp.where(jax.lax.axis_index(ffn) == 0, params[name], 0)
+                    for name in self.experts.added_once
+                    if name in params
+                }
             x, choices = vary((x, choices), axes)
             y, num_dropped = self._dispatcher(self.experts, params, x, choices, place)
             if scattered:

@@ -12,9 +12,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.param import FanAxes, ParameterSpec
+from moelib.layers import initializers
 from moelib.layers.base import BaseLayer
 from moelib.layers.moe.balance import BiasBalancing
-from moelib.layers.remat import keep_point
+from moelib.layers.remat import keep_point, keep_routing
 
 
 class Routing(NamedTuple):
@@ -54,6 +55,7 @@ class Router(BaseLayer):
         num_experts: Required[int] = REQUIRED  # E.
         num_experts_per_token: Required[int] = REQUIRED  # K.
         score: Score = Score.SOFTMAX_BEFORE_TOP_K
+        bias: bool = False  # A learned one of each expert, added to the logits.
         renormalize: bool = False  # Whether the K weights are divided by their sum.
         scaling_factor: float = 1.0  # Multiplies the weights.
         bias_balancing: BiasBalancing.Config | None = None
@@ -72,14 +74,23 @@ class Router(BaseLayer):
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg: Router.Config = self.config
-        return {
+        specs = {
             "weight": ParameterSpec(
                 (cfg.input_dim, cfg.num_experts),
-                (None, None),
+                ("embed", None),
                 fan_axes=FanAxes((0,), (1,)),
                 castable=False,
             )
         }
+        if cfg.bias:
+            specs["bias"] = ParameterSpec(
+                (cfg.num_experts,),
+                (None,),
+                initializer=initializers.constant(0.0),
+                weight_decay_scale=0.0,
+                castable=False,
+            )
+        return specs
 
     def forward(self, x: Float[Array, "B S D"], mask: Bool[Array, "B S"]) -> Routing:
         """Returns where each token goes. Ties go to the expert with the lower number."""
@@ -90,6 +101,8 @@ class Router(BaseLayer):
             self.parameters["weight"].astype(jnp.float32),
             precision=jax.lax.Precision.HIGHEST,
         )
+        if cfg.bias:
+            logits = logits + self.parameters["bias"].astype(jnp.float32)[None, None]
         logits = keep_point(logits, "router_logits")
         if cfg.score is Score.SIGMOID:
             scores = jax.nn.sigmoid(logits)
@@ -100,6 +113,7 @@ class Router(BaseLayer):
         if cfg.bias_balancing is not None:
             choice = self.bias_balancing.biased(scores)
         _, expert_ids = jax.lax.top_k(jax.lax.stop_gradient(choice), cfg.num_experts_per_token)
+        expert_ids = keep_routing(expert_ids)
         if cfg.score is Score.SOFTMAX_AFTER_TOP_K:
             weights = jax.nn.softmax(jnp.take_along_axis(logits, expert_ids, -1), -1)
         else:

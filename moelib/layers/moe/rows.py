@@ -2,7 +2,8 @@
 
 A `RowMap` says which choice of which token each row holds, and which row each choice has. Both
 directions being known, every copy and every sum, forward and backward, is a gather: nothing is
-scattered, no token is repeated in memory before it is copied.
+scattered, no token is repeated in memory before it is copied. A row that holds no choice may hold
+anything, and so may the gradients in it: nothing reads it.
 
 Shapes: T tokens, K choices a token, R rows, D width.
 """
@@ -12,6 +13,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from moelib.layers.remat import keep_routing
 
 
 class RowMap(NamedTuple):
@@ -42,13 +45,12 @@ def sort_choices(
         num_rows: R, at most T K; there must be no more choices with a group.
     """
     flat = keys.reshape(-1)
-    order = jnp.argsort(flat, stable=True)
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     places = jnp.argsort(order).astype(jnp.int32).reshape(keys.shape)
-    ends = jnp.searchsorted(flat[order], jnp.arange(num_groups + 1), side="left")
-    sizes = jnp.diff(ends).astype(jnp.int32)
-    choices = jnp.where(jnp.arange(num_rows) < ends[-1], order[:num_rows], flat.size)
+    sizes = jnp.sum(flat[:, None] == jnp.arange(num_groups)[None], 0, dtype=jnp.int32)
+    choices = jnp.where(jnp.arange(num_rows) < jnp.sum(sizes), order[:num_rows], flat.size)
     rows = jnp.where(keys < num_groups, places, num_rows)
-    return RowMap(choices.astype(jnp.int32), rows), sizes
+    return keep_routing((RowMap(choices, rows), sizes))
 
 
 def keep_first(wanted: Bool[Array, "T K"], num_rows: int | Array) -> Bool[Array, "T K"]:
@@ -59,8 +61,8 @@ def keep_first(wanted: Bool[Array, "T K"], num_rows: int | Array) -> Bool[Array,
 
 @jax.custom_vjp
 def take_rows(x: Float[Array, "T D"], row_map: RowMap) -> Float[Array, "R D"]:
-    """Returns the token of each row; zeros where a row holds none."""
-    return x.at[row_map.tokens].get(mode="fill", fill_value=0)
+    """Returns the token of each row; some other token where a row holds none."""
+    return x.at[row_map.tokens].get(mode="clip")
 
 
 @jax.custom_vjp
@@ -112,7 +114,7 @@ def _combine_backward(
 ) -> tuple[Array, Array, None]:
     rows, weights, row_map = residuals
     of_rows = take_rows(grad, row_map).astype(jnp.float32)  # [R, D]
-    weight = weights.reshape(-1).at[row_map.choices].get(mode="fill", fill_value=0)
+    weight = weights.reshape(-1).at[row_map.choices].get(mode="fill", fill_value=0)  # [R]
     held = (row_map.choices < weights.size)[:, None]
     # What a row without a choice holds may be anything; so it is left out, not multiplied by 0.
     products = jnp.sum(jnp.where(held, of_rows * rows.astype(jnp.float32), 0.0), -1)  # [R]

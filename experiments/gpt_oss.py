@@ -1,0 +1,162 @@
+"""GPT-OSS: the two published models, and the one of a published TPU run that others can repeat.
+
+Source: OpenAI, gpt-oss-120b & gpt-oss-20b Model Card (arXiv:2508.10925), and their configs. The
+recipe of their training is not published: the one here is ordinary.
+
+`gpt-oss-3b-v6e4` is the shape with which MaxText was compiled for four TPU v6e: 16 layers of width
+2048, 16 experts, top-2, sequences of 1024, one a device, experts split over two of the devices. Its
+compiled step is set beside MaxText's by
+
+    moelib plan --module=experiments.gpt_oss --config=gpt-oss-3b-v6e4 --topology=v6e:2x2x1 \
+        --beside=experiments/gpt_oss_beside.json
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from moelib.core.config import config_for_function
+from moelib.data.lm_input import InputMode, LMInput
+from moelib.data.packing import DocumentBoundary
+from moelib.data.token_store import TokenStore
+from moelib.layers.activation import Activation
+from moelib.layers.attention.grouped_query import GroupedQueryAttention
+from moelib.layers.initializers import normal
+from moelib.layers.moe.balance import LoadBalanceLoss
+from moelib.layers.moe.experts import FeedForwardExperts
+from moelib.layers.moe.layer import MoELayer
+from moelib.layers.moe.router import Router, Score
+from moelib.layers.norm import RMSNorm
+from moelib.layers.remat import remat
+from moelib.layers.rope import YarnRotaryEmbedding
+from moelib.layers.transformer import ScanStack, TransformerLayer
+from moelib.learner import schedules, transforms
+from moelib.learner.learner import Learner
+from moelib.learner.optimizers import adamw_optimizer
+from moelib.models.causal_lm import CausalLM
+from moelib.parallel.mesh import mesh_shape_from_axes
+from moelib.train.evaler import SpmdEvaler
+from moelib.train.trainer import SpmdTrainer
+
+
+class Size(NamedTuple):
+    """Shape of a model: layers L, width D, H query heads, E experts, K of them a token, width F."""
+
+    num_layers: int
+    dim: int
+    num_heads: int
+    num_experts: int
+    num_experts_per_token: int
+    hidden_dim: int
+    vocab_size: int
+
+
+SIZES = {
+    "20b": Size(24, 2880, 64, 32, 4, 2880, 201_088),
+    "120b": Size(36, 2880, 64, 128, 4, 2880, 201_088),
+    "3b-v6e4": Size(16, 2048, 32, 16, 2, 2048, 32_768),
+}
+
+
+def _layer(size: Size, window: int | None) -> TransformerLayer.Config:
+    rope = YarnRotaryEmbedding.default_config().set(
+        theta=150_000.0, factor=32.0, original_context=4096, truncate=False
+    )
+    attention = GroupedQueryAttention.default_config().set(
+        num_heads=size.num_heads,
+        num_kv_heads=8,
+        head_dim=64,
+        qkv_bias=True,
+        output_bias=True,
+        sinks=True,
+        window=window,
+        rope=rope,
+    )
+    moe = MoELayer.default_config().set(
+        hidden_dim=size.hidden_dim,
+        num_experts=size.num_experts,
+        num_experts_per_token=size.num_experts_per_token,
+        router=Router.default_config().set(score=Score.SOFTMAX_AFTER_TOP_K, bias=True),
+        experts=FeedForwardExperts.default_config().set(
+            activation=Activation.CLAMPED_SWIGLU, bias=True
+        ),
+        load_balance_loss=LoadBalanceLoss.default_config().set(weight=0.01),
+    )
+    return TransformerLayer.default_config().set(
+        self_attention=attention, feed_forward=moe, norm=RMSNorm.default_config().set(eps=1e-5)
+    )
+
+
+def model(size: Size) -> CausalLM.Config:
+    """Returns the model: attention to 128 tokens and to all in turns, experts in every layer."""
+    decoder = ScanStack.default_config().set(
+        num_layers=size.num_layers,
+        block=[_layer(size, 128), _layer(size, None)],
+        remat=config_for_function(remat),
+    )
+    return CausalLM.default_config().set(
+        vocab_size=size.vocab_size,
+        dim=size.dim,
+        decoder=decoder,
+        output_norm=RMSNorm.default_config().set(eps=1e-5),
+        param_init=config_for_function(normal).set(std=0.02),
+    )
+
+
+def _input(size: Size, seq_len: int, rows: int, split: str, mode: InputMode) -> LMInput.Config:
+    return LMInput.default_config().set(
+        source=TokenStore.default_config().set(path="{data_dir}/text", split=split),
+        seq_len=seq_len,
+        global_batch_size=rows,
+        document_boundary=DocumentBoundary.RESET,
+        vocab_size=size.vocab_size,
+        mode=mode,
+        seed=1234,
+    )
+
+
+def trainer(
+    size: Size, *, seq_len: int, rows: int, max_step: int = 10_000, **mesh: int
+) -> SpmdTrainer.Config:
+    """Returns the job: bfloat16 compute over float32 parameters, AdamW at 3e-4, a cosine to 3e-5.
+
+    Args:
+        size: The model.
+        seq_len: Tokens of a row.
+        rows: Rows of a step, on all devices.
+        max_step: Steps.
+        **mesh: The size of each mesh axis.
+    """
+    schedule = config_for_function(schedules.cosine).set(
+        peak_lr=3e-4, end_lr=3e-5, warmup_steps=0.01 * max_step
+    )
+    adamw = config_for_function(adamw_optimizer).set(
+        learning_rate=schedule, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1
+    )
+    clip = config_for_function(transforms.clip_by_global_norm).set(max_norm=1.0)
+    chain = config_for_function(transforms.chain).set(args=[clip, adamw])
+    cfg = SpmdTrainer.default_config().set(
+        model=model(size),
+        learner=Learner.default_config().set(optimizer=chain),
+        input=_input(size, seq_len, rows, "train", InputMode.TRAIN),
+        max_step=max_step,
+        train_dtype="bfloat16",
+        mesh_shape=mesh_shape_from_axes(**mesh),
+    )
+    cfg.evalers["validation"] = SpmdEvaler.default_config().set(
+        input=_input(size, seq_len, rows, "validation", InputMode.EVALUATE).set(max_batches=25)
+    )
+    return cfg
+
+
+def named_trainer_configs() -> Mapping[str, Callable[[], SpmdTrainer.Config]]:
+    """Returns the configs by name."""
+    jobs = {
+        "20b": {"seq_len": 4096, "rows": 64, "fsdp": -1, "expert": 4},
+        "120b": {"seq_len": 4096, "rows": 256, "fsdp": -1, "expert": 8},
+        "3b-v6e4": {"seq_len": 1024, "rows": 4, "fsdp": 2, "expert": 2},
+    }
+    return {
+        f"gpt-oss-{name}": functools.partial(trainer, SIZES[name], **job)
+        for name, job in jobs.items()
+    }

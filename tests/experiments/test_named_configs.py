@@ -1,0 +1,49 @@
+"""Every named config: golden files show every value, and its step lowers."""
+
+import math
+import pathlib
+
+import jax
+import pytest
+
+from experiments import flame_moe, gpt_oss
+from moelib.core import config_text
+from moelib.core.config_path import sub_configs
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+CONFIGS = {**flame_moe.named_trainer_configs(), **gpt_oss.named_trainer_configs()}
+FAST = ("flame-moe-tiny", "flame-moe-38m-100m", "dense-77m", "gpt-oss-3b-v6e4")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_config_is_the_golden_one_and_reads_back(name):
+    text = CONFIGS[name]().debug_string()
+    path = GOLDEN / f"{name}.txt"
+    assert path.exists(), "make it with: python -m tests.experiments.test_named_configs"
+    assert text == path.read_text()
+    assert config_text.parse(text) == CONFIGS[name]()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_config_stands_in_two_places(name):  # Else --set of one would set the other.
+    cfg = CONFIGS[name]()
+    assert len({id(inner) for _, inner in sub_configs(cfg)}) == len(list(sub_configs(cfg)))
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in CONFIGS]
+)
+def test_step_lowers_on_eight_devices_or_those_of_its_mesh(name, tmp_path):
+    cfg = CONFIGS[name]().set(dir=str(tmp_path))
+    sizes = [int(axis) for axis in cfg.mesh_shape]
+    size = 8 if -1 in sizes else math.prod(sizes)
+    trainer = cfg.instantiate(parent=None, devices=jax.devices()[:size])
+    lowered = trainer.lower_train_step()
+    assert trainer.mesh().size == size
+    assert "func.func public @main" in lowered.as_text()
+
+
+if __name__ == "__main__":  # Writes golden files anew, to be read in review.
+    GOLDEN.mkdir(exist_ok=True)
+    for config_name, make in CONFIGS.items():
+        (GOLDEN / f"{config_name}.txt").write_text(make().debug_string())
