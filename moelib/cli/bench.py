@@ -1,9 +1,13 @@
 """`moelib bench`: measures on this machine, beside what the machine can do at best.
 
-    moelib bench step   one training step of a 17.6M-parameter Mixture-of-Experts model
+    moelib bench step        one training step of a 17.6M-parameter Mixture-of-Experts model
+    moelib bench gmm         the experts' grouped matmuls, beside a loop over experts
+    moelib bench attention   beside jax.nn.dot_product_attention
+    moelib bench dispatch    a layer of experts by each dispatcher, on all devices
+    moelib bench loss        head and cross-entropy, beside one that holds all logits
 
-Every figure is measured by turns with the rate of a plain matmul in the same process, so that a
-busy machine slows both; least and median times are given.
+All with gradients. Every figure is measured by turns with the rate of a plain matmul in the same
+process, so that a busy machine slows both; least and median times are given.
 """
 
 import statistics
@@ -17,7 +21,8 @@ from moelib.launch import UsageError, define_device_flags, set_up_devices
 
 FLAGS = flags.FLAGS
 
-BENCHMARKS = ("step",)
+BENCHMARKS = ("step", "gmm", "attention", "dispatch", "loss")
+ROUTINGS = ("learned", "balanced", "skewed")
 
 
 def define_flags() -> None:
@@ -27,6 +32,12 @@ def define_flags() -> None:
     flags.DEFINE_integer("batch_size", 8, "Rows of a step.")
     flags.DEFINE_integer("seq_len", 256, "Tokens of a row.")
     flags.DEFINE_integer("num_experts", 16, "Experts of each layer.")
+    flags.DEFINE_integer("num_experts_per_token", 2, "How many of them a token goes to.")
+    flags.DEFINE_integer("dim", 256, "Width of the model.")
+    flags.DEFINE_integer("hidden_dim", 256, "Width of an expert.")
+    flags.DEFINE_enum(
+        "routing", "learned", ROUTINGS, "Where tokens go: by random weights, evenly, or unevenly."
+    )
 
 
 def run(args: Sequence[str]) -> None:
@@ -34,99 +45,54 @@ def run(args: Sequence[str]) -> None:
     if len(args) != 1 or args[0] not in BENCHMARKS:
         raise UsageError(f"name one benchmark: {', '.join(BENCHMARKS)}.")
     set_up_devices()
-    bench_step()
-
-
-def model_config(num_experts: int) -> Any:
-    """Returns the model: 4 layers of width 256, top-2 of the experts of width 256, 8/4 heads."""
-    from moelib.layers.attention.grouped_query import GroupedQueryAttention
-    from moelib.layers.moe.balance import LoadBalanceLoss
-    from moelib.layers.moe.layer import MoELayer
-    from moelib.layers.transformer import LoopStack, TransformerLayer
-    from moelib.models.causal_lm import CausalLM
-
-    moe = MoELayer.default_config().set(
-        hidden_dim=256,
-        num_experts=num_experts,
-        num_experts_per_token=2,
-        load_balance_loss=LoadBalanceLoss.default_config().set(weight=0.01),
-    )
-    attention = GroupedQueryAttention.default_config().set(num_heads=8, num_kv_heads=4)
-    layer = TransformerLayer.default_config().set(self_attention=attention, feed_forward=moe)
-    decoder = LoopStack.default_config().set(num_layers=4, block=[layer])
-    return CausalLM.default_config().set(vocab_size=8192, dim=256, decoder=decoder)
-
-
-def learner_config() -> Any:
-    """Returns AdamW with gradients clipped at a norm of 1."""
-    from moelib.core.config import config_for_function
-    from moelib.learner import transforms
-    from moelib.learner.learner import Learner
-    from moelib.learner.optimizers import adamw_optimizer
-
-    clip = config_for_function(transforms.clip_by_global_norm).set(max_norm=1.0)
-    adamw = config_for_function(adamw_optimizer).set(learning_rate=3e-4, weight_decay=0.1)
-    chain = config_for_function(transforms.chain).set(args=[clip, adamw])
-    return Learner.default_config().set(optimizer=chain)
-
-
-def bench_step() -> None:
-    """Prints tokens a second, FLOP/s and the share of the machine's matmul rate."""
     import jax
 
-    from moelib.models.cost import model_cost
-    from moelib.train.state import init_state
-    from moelib.train.step import make_train_step
+    from moelib.cli import bench_cases
+    from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 
-    model = model_config(FLAGS.num_experts).instantiate(parent=None)
-    specs = model.create_parameter_specs_recursively()
-    learner = learner_config().instantiate(parent=None, param_specs=specs)
-    cost = model_cost(model, seq_len=FLAGS.seq_len)
-    state = init_state(model, learner, 0, None)
-    batch = _random_batch(8192)
+    sizes = bench_cases.Sizes(
+        batch_size=FLAGS.batch_size,
+        seq_len=FLAGS.seq_len,
+        dim=FLAGS.dim,
+        hidden_dim=FLAGS.hidden_dim,
+        num_experts=FLAGS.num_experts,
+        num_experts_per_token=FLAGS.num_experts_per_token,
+    )
     begin = time.perf_counter()
-    step = jax.jit(make_train_step(model, learner), donate_argnums=0).lower(state, batch).compile()
-    compile_seconds = time.perf_counter() - begin
-
-    def one_step() -> Any:
-        nonlocal state
-        state, metrics = step(state, batch)
-        return metrics.vector
-
-    matmul, matmul_flops = _matmul()
-    times = interleaved({"step": one_step, "matmul": matmul}, FLAGS.repeats)
-    tokens = FLAGS.batch_size * FLAGS.seq_len
-    flops = cost.train_flops_per_token * tokens
+    if args[0] == "dispatch" and len(jax.devices()) > 1:
+        with jax.set_mesh(create_device_mesh(mesh_shape_from_axes(expert=-1))):
+            cases = bench_cases.CASES[args[0]](sizes, FLAGS.routing)
+    else:
+        cases = bench_cases.CASES[args[0]](sizes, FLAGS.routing)
     print(
-        f"{cost.total_parameters / 1e6:.1f}M parameters, {cost.active_parameters / 1e6:.1f}M "
-        f"active; {FLAGS.batch_size} x {FLAGS.seq_len} tokens, float32; "
-        f"compiled in {compile_seconds:.1f} s"
+        f"{args[0]}: {sizes.batch_size} x {sizes.seq_len} tokens, width {sizes.dim}, "
+        f"{sizes.num_experts} experts of width {sizes.hidden_dim}, top-"
+        f"{sizes.num_experts_per_token}, {FLAGS.routing} routing, float32, {len(jax.devices())} "
+        f"device(s); compiled in {time.perf_counter() - begin:.1f} s"
     )
-    for name, pick in (("best", min), ("median", statistics.median)):
-        seconds, at_most = pick(times["step"]), matmul_flops / pick(times["matmul"])
-        rate = flops / seconds
-        print(
-            f"{name:<7}{1e3 * seconds:8.1f} ms a step {tokens / seconds:10,.0f} tokens/s "
-            f"{rate / 1e9:8.1f} GFLOP/s, {rate / at_most:.0%} of a plain matmul's "
-            f"{at_most / 1e9:.0f}"
-        )
+    print_table(cases, FLAGS.repeats)
 
 
-def _random_batch(vocab_size: int) -> dict[str, Any]:
-    import jax
-    import numpy as np
-
-    shape = (FLAGS.batch_size, FLAGS.seq_len)
-    ids = np.random.default_rng(0).integers(0, vocab_size, shape).astype(np.int32)
-    positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
-    return jax.device_put(
-        {
-            "input_ids": ids,
-            "target_labels": np.roll(ids, -1, 1),
-            "segment_ids": np.ones_like(ids),
-            "positions": positions,
-        }
-    )
+def print_table(cases: dict[str, Any], repeats: int) -> None:
+    """Measures the cases by turns with a plain matmul, and prints a line for each."""
+    matmul, matmul_flops = _matmul()
+    runs = {name: case.run for name, case in cases.items()}
+    times = interleaved({**runs, "a plain matmul": matmul}, repeats)
+    width = max(map(len, cases))
+    for name, case in cases.items():
+        memory = case.compiled.memory_analysis()
+        total = memory.argument_size_in_bytes + memory.output_size_in_bytes
+        total += memory.temp_size_in_bytes - memory.alias_size_in_bytes
+        for which, pick in (("best", min), ("median", statistics.median)):
+            seconds = pick(times[name])
+            at_most = matmul_flops / pick(times["a plain matmul"])
+            rate = case.flops / seconds
+            print(
+                f"{name:<{width}} {which:<7}{1e3 * seconds:8.1f} ms a step "
+                f"{case.tokens / seconds:10,.0f} tokens/s {rate / 1e9:8.1f} GFLOP/s, "
+                f"{rate / at_most:.0%} of a plain matmul's {at_most / 1e9:.0f}; "
+                f"{total / 2**20:,.0f} MiB a device"
+            )
 
 
 def _matmul() -> tuple[Callable[[], Any], float]:

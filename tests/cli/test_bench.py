@@ -1,14 +1,24 @@
 """`moelib bench`: what is measured is what is said, and by turns."""
 
+import re
+
+import jax
+import numpy as np
 import pytest
 
-from moelib.cli import bench
+from moelib.cli import bench, bench_cases
 from moelib.launch import UsageError
 from moelib.models.cost import model_cost
+from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
+
+SMALL = bench_cases.Sizes(
+    batch_size=8, seq_len=16, dim=32, hidden_dim=16, num_experts=8, num_heads=2, num_kv_heads=1
+)
 
 
 def test_the_model_has_the_size_and_the_flops_that_are_said():
-    cost = model_cost(bench.model_config(16).instantiate(parent=None), seq_len=256)
+    cfg = bench_cases.model_config(bench_cases.Sizes(), "learned")
+    cost = model_cost(cfg.instantiate(parent=None), seq_len=256)
     embeddings, attention = 2 * 8192 * 256, 256 * 32 * (8 + 2 * 4 + 8)
     router, expert, norms = 16 * 256, 3 * 256 * 256, (2 * 4 + 1) * 256
     assert cost.total_parameters == embeddings + 4 * (attention + router + 16 * expert) + norms
@@ -16,6 +26,36 @@ def test_the_model_has_the_size_and_the_flops_that_are_said():
     matmuls = embeddings // 2 + 4 * (attention + router + 2 * expert)
     scores = 4 * 2 * 8 * 32 * (256 + 1) / 2  # Keys times queries, then values; the causal half.
     assert cost.train_flops_per_token == 3 * 2 * (matmuls + scores)
+
+
+@pytest.mark.parametrize("name", ["gmm", "attention", "loss"])
+def test_what_stands_side_by_side_gives_the_same_gradients(name):
+    cases = bench_cases.CASES[name](SMALL, "skewed")
+    first, *others = (jax.tree.leaves(case.run()) for case in cases.values())
+    assert len({case.flops for case in cases.values()}) == 1 < len(cases)
+    for other in others:
+        for a, b in zip(first, other, strict=True):
+            scale = np.abs(b).max()
+            np.testing.assert_allclose(a / scale, b / scale, atol=1e-5)
+
+
+def test_dispatchers_that_drop_nothing_give_the_same_gradients_on_all_devices():
+    with jax.set_mesh(create_device_mesh(mesh_shape_from_axes(expert=-1))):
+        cases = bench_cases.dispatch_cases(SMALL, "balanced")
+        made = {name: jax.tree.leaves(jax.device_get(case.run())) for name, case in cases.items()}
+    for name, leaves in made.items():  # Balanced routing fits every capacity.
+        for a, b in zip(leaves, made["dense"], strict=True):
+            scale = max(np.abs(b).max(), 1e-3)
+            np.testing.assert_allclose(a / scale, b / scale, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(("routing", "most"), [("balanced", 1.0), ("skewed", 2.0)])
+def test_planned_routing_is_what_its_name_says(routing, most):
+    sizes = bench_cases.Sizes(batch_size=8, seq_len=256)
+    ids = bench_cases.planned_ids(routing, sizes.num_tokens, sizes)
+    assert all(len(set(row)) == sizes.num_experts_per_token for row in ids)
+    share = np.bincount(ids.reshape(-1), minlength=16) * 16 / ids.size
+    assert share.max() == 1 if most == 1 else share.max() > most > 1 > share.min() > 0
 
 
 def test_runs_are_measured_by_turns_and_the_first_turn_is_not_counted():
@@ -26,6 +66,14 @@ def test_runs_are_measured_by_turns_and_the_first_turn_is_not_counted():
     assert [len(times[name]) for name in runs] == [3, 3]
 
 
+def test_the_table_has_a_line_for_each_case_and_way_of_counting(capsys):
+    bench.print_table(bench_cases.loss_cases(SMALL, "learned"), 2)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["loss", "loss", "all", "all"]
+    for line in lines:
+        assert re.search(r"ms a step +[\d,]+ tokens/s +[\d.]+ GFLOP/s, \d+% of .* MiB a dev", line)
+
+
 def test_an_unknown_benchmark_names_those_there_are():
-    with pytest.raises(UsageError, match="name one benchmark: step"):
+    with pytest.raises(UsageError, match="name one benchmark: step, gmm, attention, dispatch, los"):
         bench.run(["stpe"])

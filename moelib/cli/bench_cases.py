@@ -1,0 +1,312 @@
+"""What `moelib bench` measures: each case is one compiled function and what it should cost.
+
+Where tokens go is made up by `PlannedRouter`, or by the sizes of groups: `learned` is what a
+router with random weights does with random tokens, `balanced` gives every expert as many, `skewed`
+gives expert i a share of 1 / (i + 1).
+
+Shapes: T tokens, D width, F hidden width, E experts, K of them a token.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from moelib.core.config import REQUIRED, Required, config_class, config_for_function
+from moelib.core.module import functional
+from moelib.layers.attention.grouped_query import GroupedQueryAttention
+from moelib.layers.attention.on_mesh import attend
+from moelib.layers.moe.balance import LoadBalanceLoss
+from moelib.layers.moe.dispatch import DenseDispatcher, SortedDispatcher
+from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
+from moelib.layers.moe.dispatch_ragged import RaggedDispatcher, RingDispatcher
+from moelib.layers.moe.experts import FeedForwardExperts
+from moelib.layers.moe.layer import MoELayer
+from moelib.layers.moe.router import Router, Routing
+from moelib.layers.transformer import LoopStack, TransformerLayer
+from moelib.learner import transforms
+from moelib.learner.learner import Learner
+from moelib.learner.optimizers import adamw_optimizer
+from moelib.models.causal_lm import CausalLM
+from moelib.models.cost import model_cost
+from moelib.models.loss import language_model_loss
+from moelib.parallel.sharding import named_shardings
+from moelib.train.state import init_state
+from moelib.train.step import make_train_step
+
+DISPATCHERS = {
+    "dense": DenseDispatcher,
+    "sorted": SortedDispatcher,
+    "ragged": RaggedDispatcher,
+    "ring": RingDispatcher,
+    "capacity": CapacityDispatcher,
+}
+VOCAB_SIZE = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes of what is measured."""
+
+    batch_size: int = 8  # Rows.
+    seq_len: int = 256
+    dim: int = 256  # D.
+    hidden_dim: int = 256  # F.
+    num_experts: int = 16  # E.
+    num_experts_per_token: int = 2  # K.
+    num_heads: int = 8
+    num_kv_heads: int = 4
+    num_layers: int = 4
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.batch_size * self.seq_len
+
+
+@dataclasses.dataclass
+class Case:
+    """A function to be measured.
+
+    Attributes:
+        run: Starts one turn, and returns arrays to wait for.
+        flops: Of the matmuls of a turn, as the mathematics needs them, on all devices.
+        tokens: Of a turn.
+        compiled: The program.
+    """
+
+    run: Callable[[], Any]
+    flops: float
+    tokens: int
+    compiled: jax.stages.Compiled
+
+
+class PlannedRouter(Router):
+    """Sends tokens where it is told, by the weights of its own scores."""
+
+    @config_class
+    class Config(Router.Config):
+        """Config of `PlannedRouter`."""
+
+        routing: Required[str] = REQUIRED  # learned, balanced or skewed.
+
+    def forward(self, x: Float[Array, "B S D"], mask: Bool[Array, "B S"]) -> Routing:
+        """Returns where each token goes."""
+        made: Routing = super().forward(x, mask)
+        cfg: PlannedRouter.Config = self.config
+        if cfg.routing == "learned":
+            return made
+        ids = planned_ids(cfg.routing, x.shape[0] * x.shape[1], cfg)
+        return made._replace(expert_ids=jnp.asarray(ids).reshape(made.expert_ids.shape))
+
+
+def planned_ids(routing: str, num_tokens: int, sizes: Any) -> Int[np.ndarray, "T K"]:
+    """Returns K different experts for each token, balanced or skewed."""
+    num_experts, k = sizes.num_experts, sizes.num_experts_per_token
+    if routing == "balanced":
+        return np.arange(num_tokens * k, dtype=np.int32).reshape(-1, k) % num_experts
+    # Of logs of shares plus Gumbel noise the K largest are a draw without replacement.
+    noise = np.random.default_rng(0).gumbel(size=(num_tokens, num_experts))
+    score = noise - np.log1p(np.arange(num_experts))
+    return np.argsort(-score, axis=1)[:, :k].astype(np.int32)
+
+
+def model_config(sizes: Sizes, routing: str) -> CausalLM.Config:
+    """Returns the model of `step`: attention and experts in every layer."""
+    moe = moe_config(sizes, routing).set(
+        load_balance_loss=LoadBalanceLoss.default_config().set(weight=0.01)
+    )
+    attention = GroupedQueryAttention.default_config().set(
+        num_heads=sizes.num_heads, num_kv_heads=sizes.num_kv_heads
+    )
+    layer = TransformerLayer.default_config().set(self_attention=attention, feed_forward=moe)
+    decoder = LoopStack.default_config().set(num_layers=sizes.num_layers, block=[layer])
+    return CausalLM.default_config().set(vocab_size=VOCAB_SIZE, dim=sizes.dim, decoder=decoder)
+
+
+def moe_config(sizes: Sizes, routing: str) -> MoELayer.Config:
+    """Returns a layer of experts whose routing is planned."""
+    return MoELayer.default_config().set(
+        hidden_dim=sizes.hidden_dim,
+        num_experts=sizes.num_experts,
+        num_experts_per_token=sizes.num_experts_per_token,
+        router=PlannedRouter.default_config().set(routing=routing),
+    )
+
+
+def learner_config() -> Learner.Config:
+    """Returns AdamW with gradients clipped at a norm of 1."""
+    clip = config_for_function(transforms.clip_by_global_norm).set(max_norm=1.0)
+    adamw = config_for_function(adamw_optimizer).set(learning_rate=3e-4, weight_decay=0.1)
+    chain = config_for_function(transforms.chain).set(args=[clip, adamw])
+    return Learner.default_config().set(optimizer=chain)
+
+
+def step_case(sizes: Sizes, routing: str) -> dict[str, Case]:
+    """A whole training step, in float32."""
+    model = model_config(sizes, routing).instantiate(parent=None)
+    specs = model.create_parameter_specs_recursively()
+    learner = learner_config().instantiate(parent=None, param_specs=specs)
+    state = init_state(model, learner, 0, None)
+    batch = _random_batch(sizes)
+    step = jax.jit(make_train_step(model, learner), donate_argnums=0)
+    compiled = step.lower(state, batch).compile()
+    held = [state]
+
+    def run() -> Any:
+        held[0], metrics = compiled(held[0], batch)
+        return metrics.vector
+
+    cost = model_cost(model, seq_len=sizes.seq_len)
+    flops = cost.train_flops_per_token * sizes.num_tokens
+    return {"step": Case(run, flops, sizes.num_tokens, compiled)}
+
+
+def gmm_cases(sizes: Sizes, routing: str) -> dict[str, Case]:
+    """The experts' grouped matmuls with their gradients, and a matmul for each expert in a loop."""
+    cfg = FeedForwardExperts.default_config().set(
+        name="experts",
+        num_experts=sizes.num_experts,
+        num_experts_per_token=sizes.num_experts_per_token,
+        input_dim=sizes.dim,
+        hidden_dim=sizes.hidden_dim,
+    )
+    experts = cfg.instantiate(parent=None)
+    params = experts.initialize_parameters_recursively(jax.random.key(0))
+    rows = jax.random.normal(
+        jax.random.key(1), (sizes.num_tokens * sizes.num_experts_per_token, sizes.dim)
+    )
+    group_sizes = _group_sizes(sizes, routing)
+    ends = np.cumsum(group_sizes)
+
+    def grouped(params: Any, rows: Array) -> Array:
+        return jnp.sum(jnp.square(experts.grouped(params, rows, jnp.asarray(group_sizes))))
+
+    def loop(params: Any, rows: Array) -> Array:
+        total = jnp.zeros((), rows.dtype)
+        for e, end in enumerate(ends):
+            mine = jax.tree.map(lambda x, e=e: x[e : e + 1], params)
+            total += jnp.sum(
+                jnp.square(experts.batched(mine, rows[None, end - group_sizes[e] : end]))
+            )
+        return total
+
+    flops = 3 * 2.0 * rows.shape[0] * 3 * sizes.dim * sizes.hidden_dim
+    return {
+        name: _case(jax.grad(run, (0, 1)), (params, rows), flops, sizes.num_tokens)
+        for name, run in (("grouped", grouped), ("loop", loop))
+    }
+
+
+def attention_cases(sizes: Sizes, routing: str) -> dict[str, Case]:
+    """Causal attention with its gradients, of all before a token and of a window, and JAX's own."""
+    del routing
+    head_dim = sizes.dim // sizes.num_heads
+    keys = jax.random.split(jax.random.key(0), 3)
+    heads = (sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads)
+    q, k, v = (
+        jax.random.normal(key, (sizes.batch_size, sizes.seq_len, n, head_dim))
+        for key, n in zip(keys, heads, strict=True)
+    )
+
+    def plain(q: Array, k: Array, v: Array) -> Array:
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+    scores = sizes.batch_size * sizes.num_heads * sizes.seq_len * (sizes.seq_len + 1) / 2
+    flops = 3 * 2 * 2.0 * scores * head_dim
+    return {
+        name: _case(
+            jax.grad(lambda *x, run=run: jnp.sum(jnp.square(run(*x))), (0, 1, 2)),
+            (q, k, v),
+            flops,
+            sizes.num_tokens,
+        )
+        for name, run in (("attention", attend), ("jax.nn", plain))
+    }
+
+
+def loss_cases(sizes: Sizes, routing: str) -> dict[str, Case]:
+    """The head and the cross-entropy with their gradients, and with all logits in memory."""
+    del routing
+    hidden = jax.random.normal(jax.random.key(0), (sizes.batch_size, sizes.seq_len, sizes.dim))
+    head = jax.random.normal(jax.random.key(1), (sizes.dim, VOCAB_SIZE)) / sizes.dim**0.5
+    labels = _random_batch(sizes)["target_labels"]
+
+    def chunked(hidden: Array, head: Array) -> Array:
+        return language_model_loss(hidden, head, labels, tied=False).objective
+
+    def whole(hidden: Array, head: Array) -> Array:
+        logits = jax.nn.log_softmax(jnp.einsum("bsd,dv->bsv", hidden, head))
+        return -jnp.sum(jnp.take_along_axis(logits, labels[..., None], -1))
+
+    flops = 3 * 2.0 * sizes.num_tokens * sizes.dim * VOCAB_SIZE
+    return {
+        name: _case(jax.grad(run, (0, 1)), (hidden, head), flops, sizes.num_tokens)
+        for name, run in (("loss", chunked), ("all logits", whole))
+    }
+
+
+def dispatch_cases(sizes: Sizes, routing: str) -> dict[str, Case]:
+    """A layer of experts with its gradients, by each dispatcher, experts split over all devices."""
+    x = jax.random.normal(jax.random.key(0), (sizes.batch_size, sizes.seq_len, sizes.dim))
+    cases = {}
+    mesh = jax.sharding.get_abstract_mesh()
+    for name, dispatcher in DISPATCHERS.items():
+        cfg = moe_config(sizes, routing).set(
+            name="moe", input_dim=sizes.dim, dispatcher=dispatcher.default_config()
+        )
+        layer = cfg.instantiate(parent=None)
+        params = layer.initialize_parameters_recursively(jax.random.key(1))
+        if mesh.shape_tuple:
+            specs = layer.create_parameter_specs_recursively()
+            params = jax.device_put(params, named_shardings(specs, jax.sharding.get_mesh()))
+
+        def run(params: Any, x: Array, layer: Any = layer) -> Array:
+            return jnp.sum(jnp.square(functional(layer, None, params, (x,), is_training=True)[0]))
+
+        flops = 3 * layer.forward_flops_per_token(sizes.seq_len) * sizes.num_tokens
+        cases[name] = _case(jax.grad(run, (0, 1)), (params, x), flops, sizes.num_tokens)
+    return cases
+
+
+CASES: dict[str, Callable[[Sizes, str], dict[str, Case]]] = {
+    "step": step_case,
+    "gmm": gmm_cases,
+    "attention": attention_cases,
+    "dispatch": dispatch_cases,
+    "loss": loss_cases,
+}
+
+
+def _case(run: Callable[..., Any], arguments: tuple[Any, ...], flops: float, tokens: int) -> Case:
+    compiled = jax.jit(run).lower(*arguments).compile()
+    return Case(lambda: compiled(*arguments), flops, tokens, compiled)
+
+
+def _group_sizes(sizes: Sizes, routing: str) -> Int[np.ndarray, "E"]:
+    """Returns how many rows each expert gets."""
+    if routing == "learned":
+        weight = np.random.default_rng(1).normal(size=(sizes.dim, sizes.num_experts))
+        x = np.random.default_rng(2).normal(size=(sizes.num_tokens, sizes.dim))
+        ids = np.argsort(-x @ weight, axis=1)[:, : sizes.num_experts_per_token]
+    else:
+        ids = planned_ids(routing, sizes.num_tokens, sizes)
+    return np.bincount(ids.reshape(-1), minlength=sizes.num_experts).astype(np.int32)
+
+
+def _random_batch(sizes: Sizes) -> dict[str, Any]:
+    shape = (sizes.batch_size, sizes.seq_len)
+    ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, shape).astype(np.int32)
+    positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+    return jax.device_put(
+        {
+            "input_ids": ids,
+            "target_labels": np.roll(ids, -1, 1),
+            "segment_ids": np.ones_like(ids),
+            "positions": positions,
+        }
+    )
