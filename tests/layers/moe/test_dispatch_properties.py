@@ -1,0 +1,100 @@
+"""Whatever the shapes, the mesh, the routing and the mask: all dispatchers do what the oracle does.
+
+Each seed draws a case: the sizes, which of five mesh axes the eight devices lie on, which experts
+tokens go to (any, a few, one after the other) and which tokens are padding.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moelib.layers.moe.dispatch import DenseDispatcher
+from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
+from moelib.layers.moe.layer import MoELayer
+from moelib.layers.moe.router import Routing
+from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
+from tests.layers.calling import QUICK, build, call, initial, normal
+from tests.layers.moe.test_dispatch_on_meshes import DISPATCHERS, check
+
+AXES = ("data", "expert", "fsdp", "seq", "model")
+SHAPES = [shape for shape in itertools.product((1, 2, 4, 8), repeat=5) if np.prod(shape) == 8]
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 30))]
+
+
+class Case:
+    """One draw."""
+
+    def __init__(self, seed):
+        rng = np.random.default_rng(seed)
+        self.mesh = dict(zip(AXES, SHAPES[rng.integers(len(SHAPES))], strict=True))
+        mesh = self.mesh
+        self.E = int(mesh["expert"] * rng.integers(1, 5))
+        self.K = int(rng.integers(1, min(self.E, 5) + 1))
+        self.B = int(mesh["data"] * mesh["expert"] * mesh["fsdp"] * rng.integers(1, 3))
+        self.S = int(2 * mesh["seq"] * mesh["model"] * rng.integers(1, 5))
+        self.D, self.F = int(8 * rng.integers(1, 4)), int(8 * rng.integers(1, 4))
+        few = rng.permutation(self.E)[: self.K]  # All tokens go to the same.
+        skew = np.log1p(np.arange(self.E)) * rng.choice([0.0, 1.0, 3.0])
+        score = rng.gumbel(size=(self.B, self.S, self.E)) - skew
+        ids = np.argsort(-score, -1)[..., : self.K]
+        ids = np.broadcast_to(few, ids.shape) if rng.random() < 0.25 else ids
+        self.ids = jnp.asarray(ids.astype(np.int32))
+        kept = rng.choice([0.0, 0.5, 1.0], p=[0.15, 0.35, 0.5])
+        self.mask = jnp.asarray(rng.random((self.B, self.S)) < kept)
+        self.weights = jnp.asarray(np.abs(normal(self.B, self.S, self.K, seed=seed)))
+        self.x, self.grad = (jnp.asarray(normal(self.B, self.S, self.D, seed=s)) for s in (1, 2))
+
+    def layer(self, dispatcher):
+        return build(
+            MoELayer.default_config(),
+            input_dim=self.D,
+            hidden_dim=self.F,
+            num_experts=self.E,
+            num_experts_per_token=self.K,
+            dispatcher=dispatcher,
+        )
+
+    def pulled(self, dispatcher, mesh=None):
+        """Returns ((output, choices dropped), gradients in experts, x and weights)."""
+        made = self.layer(dispatcher)
+        params = initial(self.layer(DenseDispatcher.default_config()))
+
+        def run(experts, x, weights):
+            nothing = jnp.zeros((self.B, self.S, self.E))
+            routing = Routing(self.ids, weights, nothing, nothing, self.mask)
+            return tuple(call(made, params, experts, x, routing, method="_routed"))
+
+        def pull(experts, x, weights):
+            y, back, num_dropped = jax.vjp(run, experts, x, weights, has_aux=True)
+            return (y, num_dropped), back(self.grad)
+
+        pull = jax.jit(pull, compiler_options=QUICK)
+        if mesh is None:
+            return pull(params["experts"], self.x, self.weights)
+        with jax.set_mesh(create_device_mesh(mesh_shape_from_axes(**mesh))):
+            return jax.device_get(pull(params["experts"], self.x, self.weights))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_all_dispatchers_agree_with_the_oracle(seed):
+    case = Case(seed)
+    want = case.pulled(DenseDispatcher.default_config())
+    for name, cfg in DISPATCHERS.items():
+        if name == "capacity":
+            cfg = cfg.clone(capacity_factor=case.E / case.K)  # Room for every token.
+        got = case.pulled(cfg, case.mesh)
+        assert got[0][1] == 0, name
+        check(got, want)
+
+
+@pytest.mark.parametrize(
+    "seed", [101, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(102, 112))]
+)
+def test_the_same_choices_are_dropped_on_every_mesh(seed):
+    case = Case(seed)
+    cfg = CapacityDispatcher.default_config().set(capacity_factor=0.6)
+    want = case.pulled(cfg)
+    check(case.pulled(cfg, case.mesh), want)
