@@ -10,6 +10,7 @@ All with gradients. Every figure is measured by turns with the rate of a plain m
 process, so that a busy machine slows both; least and median times are given.
 """
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +34,10 @@ def define_flags() -> None:
     flags.DEFINE_integer("seq_len", 256, "Tokens of a row.")
     flags.DEFINE_integer("num_experts", 16, "Experts of each layer.")
     flags.DEFINE_integer("num_experts_per_token", 2, "How many of them a token goes to.")
+    flags.DEFINE_integer("num_heads", 8, "Heads of attention.")
+    flags.DEFINE_integer("num_kv_heads", 4, "Heads of keys and values.")
+    flags.DEFINE_integer("vocab_size", 8192, "Tokens that there are.")
+    flags.DEFINE_integer("num_layers", 4, "Layers of the model.")
     flags.DEFINE_integer("dim", 256, "Width of the model.")
     flags.DEFINE_integer("hidden_dim", 256, "Width of an expert.")
     flags.DEFINE_enum(
@@ -50,14 +55,8 @@ def run(args: Sequence[str]) -> None:
     from moelib.cli import bench_cases
     from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 
-    sizes = bench_cases.Sizes(
-        batch_size=FLAGS.batch_size,
-        seq_len=FLAGS.seq_len,
-        dim=FLAGS.dim,
-        hidden_dim=FLAGS.hidden_dim,
-        num_experts=FLAGS.num_experts,
-        num_experts_per_token=FLAGS.num_experts_per_token,
-    )
+    names = [field.name for field in dataclasses.fields(bench_cases.Sizes)]
+    sizes = bench_cases.Sizes(**{name: getattr(FLAGS, name) for name in names})
     begin = time.perf_counter()
     if args[0] == "dispatch" and len(jax.devices()) > 1:
         with jax.set_mesh(create_device_mesh(mesh_shape_from_axes(expert=-1))):

@@ -45,7 +45,6 @@ DISPATCHERS = {
     "ring": RingDispatcher,
     "capacity": CapacityDispatcher,
 }
-VOCAB_SIZE = 8192
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +60,7 @@ class Sizes:
     num_heads: int = 8
     num_kv_heads: int = 4
     num_layers: int = 4
+    vocab_size: int = 8192
 
     @property
     def num_tokens(self) -> int:
@@ -125,7 +125,9 @@ def model_config(sizes: Sizes, routing: str) -> CausalLM.Config:
     )
     layer = TransformerLayer.default_config().set(self_attention=attention, feed_forward=moe)
     decoder = LoopStack.default_config().set(num_layers=sizes.num_layers, block=[layer])
-    return CausalLM.default_config().set(vocab_size=VOCAB_SIZE, dim=sizes.dim, decoder=decoder)
+    return CausalLM.default_config().set(
+        vocab_size=sizes.vocab_size, dim=sizes.dim, decoder=decoder
+    )
 
 
 def moe_config(sizes: Sizes, routing: str) -> MoELayer.Config:
@@ -233,7 +235,7 @@ def loss_cases(sizes: Sizes, routing: str) -> dict[str, Case]:
     """The head and the cross-entropy with their gradients, and with all logits in memory."""
     del routing
     hidden = jax.random.normal(jax.random.key(0), (sizes.batch_size, sizes.seq_len, sizes.dim))
-    head = jax.random.normal(jax.random.key(1), (sizes.dim, VOCAB_SIZE)) / sizes.dim**0.5
+    head = jax.random.normal(jax.random.key(1), (sizes.dim, sizes.vocab_size)) / sizes.dim**0.5
     labels = _random_batch(sizes)["target_labels"]
 
     def chunked(hidden: Array, head: Array) -> Array:
@@ -243,7 +245,7 @@ def loss_cases(sizes: Sizes, routing: str) -> dict[str, Case]:
         logits = jax.nn.log_softmax(jnp.einsum("bsd,dv->bsv", hidden, head))
         return -jnp.sum(jnp.take_along_axis(logits, labels[..., None], -1))
 
-    flops = 3 * 2.0 * sizes.num_tokens * sizes.dim * VOCAB_SIZE
+    flops = 3 * 2.0 * sizes.num_tokens * sizes.dim * sizes.vocab_size
     return {
         name: _case(jax.grad(run, (0, 1)), (hidden, head), flops, sizes.num_tokens)
         for name, run in (("loss", chunked), ("all logits", whole))
@@ -300,7 +302,7 @@ def _group_sizes(sizes: Sizes, routing: str) -> Int[np.ndarray, "E"]:
 
 def _random_batch(sizes: Sizes) -> dict[str, Any]:
     shape = (sizes.batch_size, sizes.seq_len)
-    ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, shape).astype(np.int32)
+    ids = np.random.default_rng(0).integers(0, sizes.vocab_size, shape).astype(np.int32)
     positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
     return jax.device_put(
         {
