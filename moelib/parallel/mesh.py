@@ -18,7 +18,10 @@ MeshShape = Sequence[int]  # A size for each axis; one may be -1.
 
 
 class HybridMeshShape(NamedTuple):
-    """A mesh over several slices or hosts: the size of an axis is its `ici` times its `dcn` size.
+    """A mesh over several slices: the size of an axis is its `ici` times its `dcn` size.
+
+    Slices are what devices say they belong to (`slice_index`: TPUs and GPUs). Where they do not
+    say, as on CPUs, processes stand for slices, and one process may stand for several.
 
     Attributes:
         ici: Sizes inside a slice, where links are fast.
@@ -82,19 +85,20 @@ def infer_mesh_shape(
     if unknown and num_devices % known:
         raise ValueError(
             f"{place} ({said}): its known sizes multiply to {known}, which does not divide "
-            f"the {num_devices} devices; make the product one of {_divisors(num_devices)}."
+            f"the {num_devices} devices; make the product one of "
+            f"{', '.join(map(str, _divisors(num_devices)))}."
         )
     if not unknown and known != num_devices:
         raise ValueError(
             f"{place} ({said}) takes {known} devices, but there are {num_devices}; "
-            + _what_fits(mesh_shape, names, num_devices)
+            f"{_what_fits(mesh_shape, names, num_devices)}, or set one size to -1."
         )
     shape = [num_devices // known if size == -1 else size for size in mesh_shape]
     return tuple(shape)
 
 
-def _divisors(n: int) -> str:
-    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def _what_fits(shape: MeshShape, names: Sequence[str], num_devices: int) -> str:
@@ -104,12 +108,9 @@ def _what_fits(shape: MeshShape, names: Sequence[str], num_devices: int) -> str:
         others = math.prod(shape) // size
         if size > 1 and num_devices % others == 0:
             advice.append(f"{names[i]} {num_devices // others}")
-    fits = (
-        f"with the other sizes as they are, {' or '.join(advice)} would fit"
-        if advice
-        else (f"sizes that multiply to {num_devices} would fit")
-    )
-    return f"{fits}, or set one size to -1."
+    if advice:
+        return f"with the other sizes as they are, {' or '.join(advice)} would fit"
+    return f"sizes that multiply to {num_devices} would fit"
 
 
 def create_device_mesh(
@@ -125,13 +126,19 @@ def create_device_mesh(
         devices: The devices; by default all of them, on all hosts.
 
     Raises:
-        ValueError: If the sizes do not take exactly the devices.
+        ValueError: If the sizes do not take exactly the devices, or devices are of several slices
+            and the shape does not say which axes lie across them.
     """
     devices = jax.devices() if devices is None else list(devices)
     if isinstance(mesh_shape, HybridMeshShape):
         array = _hybrid_devices(mesh_shape, axis_names, devices)
         return Mesh(array, tuple(axis_names), axis_types=(AxisType.Auto,) * len(axis_names))
     shape = infer_mesh_shape(mesh_shape, len(devices), axis_names=axis_names)
+    if (num_slices := len(_slices(devices) or [devices])) > 1:
+        raise ValueError(
+            f"mesh_shape ({describe_mesh(shape, axis_names)}): the devices are of {num_slices} "
+            "slices; set it to HybridMeshShape(ici=sizes inside a slice, dcn=sizes across slices)."
+        )
     # On a TPU, make_mesh follows the wiring; elsewhere the order of the devices stays.
     return jax.make_mesh(
         shape, tuple(axis_names), axis_types=(AxisType.Auto,) * len(shape), devices=devices
@@ -142,28 +149,77 @@ def _hybrid_devices(
     shape: HybridMeshShape, axis_names: Sequence[str], devices: Sequence[Any]
 ) -> np.ndarray:
     """Returns the devices of a hybrid mesh, each slice contiguous along every `ici` axis."""
-    if len(shape.dcn) != len(shape.ici):
-        raise ValueError(
-            f"mesh_shape: ici {tuple(shape.ici)} and dcn {tuple(shape.dcn)} must have as many "
-            "sizes as each other."
-        )
-    num_slices = math.prod(shape.dcn)
-    if min(shape.dcn) < 1 or len(devices) % num_slices:
-        raise ValueError(
-            f"mesh_shape.dcn ({describe_mesh(shape.dcn, axis_names)}) takes {num_slices} slices, "
-            f"which does not divide the {len(devices)} devices; make the product one of "
-            f"{_divisors(len(devices))}."
-        )
+    sizes = {"ici": shape.ici, "dcn": shape.dcn}
+    for name, given in sizes.items():
+        if len(given) != len(axis_names):
+            raise ValueError(
+                f"mesh_shape.{name} {tuple(given)} has {len(given)} sizes for the "
+                f"{len(axis_names)} axes {', '.join(axis_names)}; give one size an axis."
+            )
+    slices = _as_many_slices(shape.dcn, axis_names, devices)
     ici = infer_mesh_shape(
-        shape.ici, len(devices) // num_slices, axis_names=axis_names, place="mesh_shape.ici"
+        shape.ici, len(slices[0]), axis_names=axis_names, place="mesh_shape.ici (one slice)"
     )
     if hasattr(devices[0], "slice_index"):
         from jax.experimental import mesh_utils
 
         return mesh_utils.create_hybrid_device_mesh(ici, tuple(shape.dcn), devices)
-    ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
-    slices = np.array(ordered).reshape(*shape.dcn, *ici)
+    arranged = np.array(slices).reshape(*shape.dcn, *ici)
     rank = len(ici)
     interleaved = [axis for i in range(rank) for axis in (i, rank + i)]  # dcn_0, ici_0, dcn_1, ...
-    sizes = [d * i for d, i in zip(shape.dcn, ici, strict=True)]
-    return slices.transpose(interleaved).reshape(sizes)
+    both = [d * i for d, i in zip(shape.dcn, ici, strict=True)]
+    return arranged.transpose(interleaved).reshape(both)
+
+
+def _as_many_slices(
+    dcn: MeshShape, axis_names: Sequence[str], devices: Sequence[Any]
+) -> list[list[Any]]:
+    """Returns the devices of each slice, for as many slices as the `dcn` sizes take."""
+    num = math.prod(dcn)
+    said = describe_mesh(dcn, axis_names) if num != 1 else "all 1"
+    if min(dcn) < 1:
+        raise ValueError(f"mesh_shape.dcn ({said}): sizes are 1 or more; only ici may have a -1.")
+    slices = _slices(devices)
+    if slices is not None and len(slices) != num:
+        raise ValueError(
+            f"mesh_shape.dcn ({said}) makes {num} of the {len(slices)} slices; "
+            f"{_what_fits(dcn, axis_names, len(slices))}."
+        )
+    if slices is None:
+        slices = _split_processes(num, said, devices)
+    if len({len(each) for each in slices}) > 1:
+        raise ValueError(
+            f"mesh_shape.dcn ({said}): the slices have {', '.join(str(len(s)) for s in slices)} "
+            "devices; a mesh takes as many of each."
+        )
+    return slices
+
+
+def _slices(devices: Sequence[Any]) -> list[list[Any]] | None:
+    """Returns the devices of each slice, or None if they do not say of which they are."""
+    if not hasattr(devices[0], "slice_index"):
+        return None
+    return _grouped(devices, "slice_index")
+
+
+def _split_processes(num_slices: int, said: str, devices: Sequence[Any]) -> list[list[Any]]:
+    """Returns `num_slices` groups of whole processes, or of equal parts of processes."""
+    processes = _grouped(devices, "process_index")
+    num = len(processes)
+    if len(devices) % num_slices or (num % num_slices and num_slices % num):
+        raise ValueError(
+            f"mesh_shape.dcn ({said}) takes {num_slices} slices, which does not divide the "
+            f"{len(devices)} devices of {num} processes; make the product one of "
+            f"{', '.join(str(d) for d in _divisors(len(devices)) if not (num % d and d % num))}."
+        )
+    ordered = [device for process in processes for device in process]
+    size = len(devices) // num_slices
+    return [ordered[start : start + size] for start in range(0, len(ordered), size)]
+
+
+def _grouped(devices: Sequence[Any], attribute: str) -> list[list[Any]]:
+    """Returns the devices with each value of an attribute, in its order and that of their ids."""
+    groups: dict[int, list[Any]] = {}
+    for device in sorted(devices, key=lambda device: (getattr(device, attribute), device.id)):
+        groups.setdefault(getattr(device, attribute), []).append(device)
+    return list(groups.values())

@@ -1,5 +1,7 @@
 """Meshes: sizes are inferred and checked, and hybrid ones keep slices together."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -8,11 +10,13 @@ from jax.sharding import AxisType
 from moelib.parallel.mesh import (
     MESH_AXIS_NAMES,
     HybridMeshShape,
+    _hybrid_devices,
     create_device_mesh,
     describe_mesh,
     infer_mesh_shape,
     mesh_shape_from_axes,
 )
+from tests.parallel.slices import two_slices
 
 
 def test_one_size_is_inferred():
@@ -61,6 +65,108 @@ def test_hybrid_mesh_keeps_slices_together():
     inner = create_device_mesh(HybridMeshShape(ici=(2, 2), dcn=(1, 2)), ("data", "model"))
     ids = np.vectorize(lambda device: device.id)(inner.devices)
     assert ids.tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessDevice:
+    """A device that knows its process, and no slice."""
+
+    id: int
+    process_index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class SliceDevice(ProcessDevice):
+    """A device of a slice, which may have several processes."""
+
+    slice_index: int
+    device_kind: str = "fake"
+    platform: str = "fake"
+
+
+def on_processes(num_processes, num_devices):
+    """Devices in an order that mixes processes."""
+    return [ProcessDevice(i, i % num_processes) for i in range(num_devices)]
+
+
+def on_slices(*sizes):
+    """Devices of slices of these sizes, two to a process, in an order that mixes slices."""
+    slices = [s for s, size in enumerate(sizes) for _ in range(size)]
+    devices = [SliceDevice(i, i // 2, s) for i, s in enumerate(slices)]
+    return devices[::2] + devices[1::2]
+
+
+def attributes(mesh_devices, name):
+    return np.vectorize(lambda device: getattr(device, name))(mesh_devices)
+
+
+@pytest.mark.parametrize(("data", "fsdp"), [(2, 1), (1, 2)])
+def test_outer_sizes_lie_across_slices_and_inner_ones_within(data, fsdp):
+    hybrid = HybridMeshShape(ici=(1, 1, 2, 2, 1, 1), dcn=(1, data, 1, fsdp, 1, 1))
+    found = attributes(_hybrid_devices(hybrid, MESH_AXIS_NAMES, on_slices(4, 4)), "slice_index")
+    assert found.shape == (1, data, 2, 2 * fsdp, 1, 1)
+    if data == 2:  # The slice is the place along data, whatever the others are.
+        assert (found == np.arange(2)[:, None, None, None, None]).all()
+    else:  # Along fsdp come first all places within the first slice.
+        assert (found == np.array([0, 0, 1, 1])[:, None, None]).all()
+
+
+@pytest.mark.parametrize("num_processes", [2, 4])
+def test_processes_are_the_slices_of_devices_that_know_none(num_processes):
+    hybrid = HybridMeshShape(ici=(-1, 2), dcn=(2, 1))
+    found = _hybrid_devices(hybrid, ("data", "model"), on_processes(num_processes, 8))
+    processes = attributes(found, "process_index").reshape(2, -1)  # A row is a slice.
+    half = num_processes // 2
+    assert [set(row) for row in processes.tolist()] == [
+        set(range(half)),
+        set(range(half, num_processes)),
+    ]
+    assert len(set(attributes(found, "id").flat)) == 8
+
+
+@pytest.mark.parametrize(
+    ("dcn", "devices", "said"),
+    [
+        ((4, 1), on_slices(4, 4), r"dcn \(data 4\) makes 4 of the 2 slices; .*data 2 would fit\."),
+        ((1, 1), on_slices(4, 4), r"dcn \(all 1\) makes 1 of the 2 slices; .*multiply to 2"),
+        ((2, 1), on_slices(4, 2), r"dcn \(data 2\): the slices have 4, 2 devices"),
+        ((-1, 1), on_slices(4, 4), r"dcn \(data -1\): .* only ici may have a -1"),
+        ((2,), on_slices(4, 4), r"dcn \(2,\) has 1 sizes for the 2 axes data, model"),
+        ((2, 1), on_processes(3, 12), r"dcn \(data 2\).*12 devices of 3 processes; .* 1, 3, 6, 12"),
+    ],
+)
+def test_slices_that_are_not_there_are_refused_by_axis_and_size(dcn, devices, said):
+    with pytest.raises(ValueError, match=said):
+        create_device_mesh(HybridMeshShape(ici=(-1, 1), dcn=dcn), ("data", "model"), devices)
+
+
+def test_sizes_inside_a_slice_are_refused_by_axis_and_size():
+    hybrid = HybridMeshShape(ici=(1, 3), dcn=(2, 1))
+    with pytest.raises(ValueError, match=r"ici \(one slice\) \(model 3\).* are 4; .*model 4 would"):
+        create_device_mesh(hybrid, ("data", "model"), on_slices(4, 4))
+
+
+def test_several_slices_want_a_hybrid_shape():
+    with pytest.raises(ValueError, match=r"\(data 4, model 2\): the devices are of 2 slices; set"):
+        create_device_mesh((-1, 2), ("data", "model"), on_slices(4, 4))
+
+
+def test_slices_of_a_topology_are_kept_together():
+    pytest.importorskip("libtpu")
+    devices = two_slices()
+    hybrid = HybridMeshShape(
+        ici=mesh_shape_from_axes(expert=2, fsdp=-1), dcn=mesh_shape_from_axes(data=2)
+    )
+    mesh = create_device_mesh(hybrid, devices=devices)
+    assert {name: size for name, size in mesh.shape.items() if size > 1} == {
+        "data": 2,
+        "expert": 2,
+        "fsdp": 2,
+    }
+    slices = attributes(mesh.devices, "slice_index").reshape(2, 4)
+    assert slices.tolist() == [[0] * 4, [1] * 4]
+    for a, b in mesh.devices.reshape(4, 2):  # Neighbours along the last axis have a link.
+        assert sum(abs(x - y) for x, y in zip(a.coords, b.coords, strict=True)) == 1
 
 
 def test_hybrid_mesh_that_does_not_divide_is_refused():

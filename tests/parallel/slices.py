@@ -1,0 +1,14 @@
+"""Two slices of TPUs that are not here."""
+
+from moelib.planning.topologies import prepare_libtpu
+
+
+def two_slices():
+    """Returns the eight devices of two v6e slices of 2x2 chips; to be called where libtpu is."""
+    prepare_libtpu()
+    from jax.experimental import topologies
+
+    description = topologies.get_topology_desc(
+        platform="tpu", topology_name="v6e:2x2x1", num_slices=2
+    )
+    return tuple(description.devices)
