@@ -31,7 +31,7 @@ from moelib.core.config import (
 )
 from moelib.core.module import Module, nowrap
 from moelib.core.param import is_spec
-from moelib.learner import paths, transforms
+from moelib.learner import offload, paths, transforms
 from moelib.learner.ema import EmaState, param_ema
 from moelib.learner.paths import Nested
 from moelib.learner.state_specs import state_specs
@@ -90,6 +90,9 @@ class Learner(Module):
         # Returns a transforms.SkipPolicy, for example config_for_function(skip_bad_steps). None
         # takes every step, whatever the gradients are.
         skip: InstantiableConfig | None = None
+        # Whether moments and averages wait in the host's memory between steps. A device then holds
+        # them during the update only, for their way there and back in every step.
+        offload_state: bool = False
 
     def __init__(self, cfg: Any, *, parent: Module | None, param_specs: Nested) -> None:
         """Builds the optimizers.
@@ -179,7 +182,8 @@ class Learner(Module):
             )
         updated = paths.select(params, self.is_updated)
         ema = None if self._ema is None else self._ema.init(updated)
-        return LearnerState(self._optimizer.init(updated), ema, jnp.zeros((), jnp.int32))
+        state = LearnerState(self._optimizer.init(updated), ema, jnp.zeros((), jnp.int32))
+        return offload.to_host(state) if self.config.offload_state else state
 
     @nowrap
     def state_specs(self, param_specs: Nested | None = None) -> LearnerState:
@@ -195,6 +199,21 @@ class Learner(Module):
             is_leaf=is_spec,
         )
         return state_specs(jax.eval_shape(self.init, shapes), specs)
+
+    @nowrap
+    def state_shardings(self, specs: LearnerState, shardings: LearnerState) -> LearnerState:
+        """Returns where the state's arrays lie between steps.
+
+        Args:
+            specs: The state with a ParameterSpec in place of each array, as of `state_specs`.
+            shardings: Where each would lie on the devices, as NamedShardings.
+
+        Raises:
+            ValueError: If `offload_state` is set, and the devices reach no memory of the host.
+        """
+        if not self.config.offload_state:
+            return shardings
+        return offload.host_shardings(specs, shardings, self._place("offload_state"))
 
     @nowrap
     def update(
@@ -228,6 +247,8 @@ class Learner(Module):
         """
         updated = paths.select(params, self.is_updated)
         gradients = self._gradients_of(updated, gradients)
+        if self.config.offload_state:
+            gradients, state = offload.to_device_after(gradients, state)
         norm = transforms.global_norm(gradients)
         metrics = {"gradient_norm": norm}
 
@@ -251,6 +272,8 @@ class Learner(Module):
             new, new_state, rates = jax.lax.cond(take, step, lambda: (updated, rest, rates))
             metrics["skipped"] = 1.0 - take.astype(jnp.float32)
             metrics["skipped_steps"] = new_state.skipped_steps.astype(jnp.float32)
+        if self.config.offload_state:
+            new_state = offload.to_host(new_state)
         return LearnerUpdate(paths.merge(params, new), new_state, metrics | rates)
 
     def _gradients_of(self, updated: Nested, gradients: Nested) -> Nested:
@@ -277,7 +300,10 @@ class Learner(Module):
         if state.ema is None:
             return params
         updated = paths.select(params, self.is_updated)
-        average = jax.tree.map(lambda a, p: a.astype(p.dtype), state.ema.params, updated)
+        averages = state.ema.params
+        if self.config.offload_state:
+            averages = offload.to_device(averages)
+        average = jax.tree.map(lambda a, p: a.astype(p.dtype), averages, updated)
         return paths.merge(params, average)
 
 

@@ -14,7 +14,7 @@ _DECIDES = re.compile(r"(model|learner|input|prng_seed)\b.*")
 # input compares what is in it).
 _MAY_CHANGE = re.compile(
     r".*\b(max_step|decay_steps|max_batches|dispatcher|\w*kernel|\w*backend|remat\w*|prefetch\w*"
-    r"|num_threads|num_workers|path|paths|dir|data_dir)\b.*"
+    r"|offload_state|num_threads|num_workers|path|paths|dir|data_dir)\b.*"
 )
 
 

@@ -57,6 +57,17 @@ def state_specs(model: Any, learner: Learner) -> TrainerState:
     return jax.tree.map(bare, state, is_leaf=is_spec)
 
 
+def state_shardings(specs: TrainerState, learner: Learner, mesh: jax.sharding.Mesh) -> TrainerState:
+    """Returns where each array of the state lies between steps, a NamedSharding for each.
+
+    Raises:
+        ValueError: If a dimension does not divide over the mesh, or the learner asks for a memory
+            that the mesh's devices do not reach.
+    """
+    places = sharding.named_shardings(specs, mesh)
+    return places._replace(learner=learner.state_shardings(specs.learner, places.learner))
+
+
 def abstract_state(specs: Any, shardings: Any) -> Any:
     """Returns a `jax.ShapeDtypeStruct` with its sharding for each spec."""
     return jax.tree.map(

@@ -185,7 +185,7 @@ class SpmdTrainer(Module):
     @functools.cached_property
     def trainer_state_shardings(self) -> TrainerState:
         """The state with a NamedSharding in place of each array."""
-        return sharding.named_shardings(self.trainer_state_specs, self.mesh())
+        return state_lib.state_shardings(self.trainer_state_specs, self.learner, self.mesh())
 
     @property
     def trainer_state(self) -> TrainerState:

@@ -1,0 +1,145 @@
+"""The learner's state waits in the host's memory, and no number of a run changes."""
+
+import jax
+import numpy as np
+import pytest
+
+from moelib.core import tree
+from moelib.core.config import config_for_function
+from moelib.data.input import batch_spec
+from moelib.data.prefetch import row_sharding
+from moelib.learner import offload
+from moelib.learner.optimizers import adafactor_optimizer
+from moelib.learner.transforms import chain, clip_by_global_norm, skip_bad_steps
+from moelib.parallel.mesh import mesh_shape_from_axes
+from moelib.planning.compiling import no_compilation_cache
+from moelib.planning.topologies import topology
+from tests.train import tiny
+
+
+def offloaded(cfg, value=True):
+    cfg.learner.offload_state = value
+    return cfg
+
+
+def kinds(state):
+    return {path: x.sharding.memory_kind for path, x in tree.flatten_items(state)}
+
+
+def assert_same_bits(a, b):
+    a, b = dict(tree.flatten_items(a)), dict(tree.flatten_items(b))
+    assert a.keys() == b.keys()
+    for path in a:
+        assert np.asarray(a[path]).tobytes() == np.asarray(b[path]).tobytes(), path
+
+
+def with_everything(directory, **mesh):
+    """A run whose learner has an average and a skip policy, and steps that are not taken."""
+    cfg = tiny.trainer_config(directory, mesh_shape=mesh_shape_from_axes(**mesh))
+    cfg.learner.ema.decay = 0.9
+    cfg.learner.skip = config_for_function(skip_bad_steps).set(drop_norm=0.075)
+    cfg.learner.optimizer = config_for_function(chain).set(
+        args=[config_for_function(clip_by_global_norm).set(max_norm=0.1), cfg.learner.optimizer]
+    )
+    return cfg
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "model": 2}], ids=str
+)
+def test_a_run_is_the_same_bit_for_bit(tmp_path, mesh):
+    runs = []
+    for value in (False, True):
+        directory = tmp_path / str(value)
+        trainer = offloaded(with_everything(directory, **mesh), value).instantiate(parent=None)
+        out = trainer.run()
+        runs.append((trainer, out, tiny.losses(directory)))
+    (plain, out, losses), (other, other_out, other_losses) = runs
+    assert_same_bits(plain.trainer_state, other.trainer_state)
+    assert losses == other_losses
+    assert 0 < plain.trainer_state.learner.skipped_steps < 8
+    assert out["evaler_summaries"] == other_out["evaler_summaries"]
+
+
+def test_one_device_will_do(tmp_path):
+    cfg = offloaded(tiny.trainer_config(tmp_path, max_step=2, evaler=False))
+    trainer = cfg.instantiate(parent=None, devices=jax.devices()[:1])
+    trainer.run()
+    assert "pinned_host" in kinds(trainer.trainer_state).values()
+
+
+def test_what_has_dimensions_waits_on_the_host_and_the_rest_does_not(tmp_path):
+    trainer = offloaded(with_everything(tmp_path, fsdp=8)).instantiate(parent=None)
+    trainer.init()
+    first = kinds(trainer.trainer_state)
+    trainer.run()
+    assert kinds(trainer.trainer_state) == first
+    for path, spec in tree.flatten_items(trainer.trainer_state_specs):
+        waits = path.startswith("learner/") and len(spec.shape) > 0
+        assert (first[path] == "pinned_host") == waits, path
+    assert sum(kind == "pinned_host" for kind in first.values()) == 6  # mu, nu and average of two.
+
+
+def test_the_state_is_donated(tmp_path):
+    trainer = offloaded(tiny.trainer_config(tmp_path, evaler=False)).instantiate(parent=None)
+    trainer.init()
+    before = trainer.trainer_state
+    with jax.set_mesh(trainer.mesh()):
+        trainer.run_step(
+            {
+                name: jax.device_put(
+                    np.ones(shape, np.int32), row_sharding(trainer.batch_sharding, len(shape))
+                )
+                for name, shape in batch_spec(8, 16).items()
+            }
+        )
+    assert all(x.is_deleted() for x in jax.tree.leaves(before.learner))
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_run_goes_on_with_the_other_setting(tmp_path, first):
+    unbroken = with_everything(tmp_path / "a", fsdp=8).instantiate(parent=None)
+    unbroken.run()
+    offloaded(with_everything(tmp_path / "b", fsdp=8), first).set(max_step=4).instantiate(
+        parent=None
+    ).run()
+    resumed = offloaded(with_everything(tmp_path / "b", data=8), not first)
+    resumed = resumed.set(mesh_shape=unbroken.config.mesh_shape).instantiate(parent=None)
+    assert resumed.restore_checkpoint() == 4
+    assert ("pinned_host" in kinds(resumed.trainer_state).values()) == (not first)
+    resumed.run()
+    assert_same_bits(resumed.trainer_state, unbroken.trainer_state)
+
+
+def test_factored_moments_wait_too(tmp_path):
+    cfg = offloaded(tiny.trainer_config(tmp_path, max_step=2, evaler=False))
+    cfg.learner.optimizer = config_for_function(adafactor_optimizer).set(learning_rate=0.02)
+    trainer = cfg.instantiate(parent=None)
+    trainer.run()
+    assert "pinned_host" in kinds(trainer.trainer_state.learner).values()
+
+
+def test_devices_without_such_a_memory_are_refused_by_the_name_of_the_field(tmp_path, monkeypatch):
+    monkeypatch.setattr(offload, "MEMORY_KIND", "drum")
+    trainer = offloaded(tiny.trainer_config(tmp_path)).instantiate(parent=None)
+    with pytest.raises(ValueError, match=r"learner.offload_state is True.* 'cpu' have no .*'drum'"):
+        trainer.init()
+
+
+def test_on_a_tpu_the_state_is_an_argument_of_the_host(tmp_path):
+    pytest.importorskip("libtpu")
+    devices = topology("v6e:2x2x1").devices
+    analyses = []
+    for value in (False, True):
+        cfg = tiny.trainer_config(tmp_path, mesh_shape=mesh_shape_from_axes(fsdp=-1), evaler=False)
+        cfg.model.set(vocab_size=2048, dim=512)
+        trainer = offloaded(cfg, value).instantiate(parent=None, devices=devices)
+        with no_compilation_cache():
+            analyses.append(trainer.compile_train_step().memory_analysis())
+    plain, other = analyses
+    moments = 2 * 2 * 4 * 2048 * 512 // 4  # mu and nu of two matrices in float32, on one device.
+    assert plain.host_argument_size_in_bytes == 0
+    assert other.host_argument_size_in_bytes == moments
+    assert other.host_alias_size_in_bytes == moments  # Donated.
+    fewer = plain.argument_size_in_bytes - other.argument_size_in_bytes
+    assert fewer == pytest.approx(moments, abs=4096)  # Scalars are padded.
