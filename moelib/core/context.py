@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from moelib.core.param import cast_slices
+
 if TYPE_CHECKING:
     from moelib.core.module import Module
 
@@ -262,7 +264,7 @@ class _Collecting:
         """Returns (fn(*args), its outputs); JAX may trace it more than once."""
         inner = dataclasses.replace(
             self.context,
-            state={**(self.context.state or {}), **state},
+            state={**(self.context.state or {}), **cast_slices(state)},
             prng_key=key,
             outputs=new_output_collection(),
             child_keys={**self.context.child_keys, **keys},

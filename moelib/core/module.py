@@ -38,6 +38,7 @@ from moelib.core.context import (
     scan_in_context,
     set_current_context,
 )
+from moelib.core.param import cast_slices
 
 __all__ = [
     "AuxLoss",
@@ -271,7 +272,7 @@ class Module(Configurable):
         state = self.get_invocation_context().state
         if state is None:
             raise RuntimeError(f"{self._title()}: functional() was given state=None.")
-        return state
+        return {n: x if n in self._children else cast_slices(x) for n, x in state.items()}
 
     @property
     def prng_key(self) -> jax.Array:

@@ -90,11 +90,49 @@ def is_spec(value: Any) -> bool:
     return isinstance(value, ParameterSpec)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CastInScan:
+    """A parameter of stacked layers that each turn of their scan casts for itself.
+
+    So no copy of all layers in the dtype of the computation is held beside the parameters. Its
+    gradient is taken at `zeros`, and so is in that dtype from the start.
+
+    Attributes:
+        value: [layers, ...], in its own dtype.
+        zeros: As many zeros in the dtype of the computation.
+    """
+
+    value: Any
+    zeros: Any
+
+    def cast(self) -> jax.Array:
+        """Returns the value in the dtype of the computation."""
+        value, dtype = self.value, self.zeros.dtype
+        limits = jnp.finfo(dtype)
+        if limits.bits < jnp.finfo(value.dtype).bits:
+            # Rounded by itself, or XLA would cast all layers at once, before the scan.
+            value = jax.lax.reduce_precision(value, limits.nexp, limits.nmant)
+        return value.astype(dtype) + self.zeros
+
+
+def cast_slices(params: Any) -> Any:
+    """Returns parameters with those cast that were to be cast in a scan."""
+    late = lambda x: isinstance(x, CastInScan)
+    return jax.tree.map(lambda x: x.cast() if late(x) else x, params, is_leaf=late)
+
+
+def may_cast(spec: ParameterSpec) -> bool:
+    """Returns whether a step may compute with a parameter in another dtype."""
+    floating = jnp.issubdtype(jnp.dtype(spec.dtype), jnp.floating)
+    return spec.castable and spec.trainable and floating
+
+
 def cast_parameters(params: Any, specs: Any, dtype: Any) -> Any:
     """Returns parameters as a step computes with them: those that may be cast, in `dtype`.
 
     Args:
-        params: Nested arrays.
+        params: Nested arrays; a `CastInScan` stays what it is.
         specs: Their ParameterSpecs, nested alike.
         dtype: The dtype of the computation; None casts nothing.
     """
@@ -102,7 +140,6 @@ def cast_parameters(params: Any, specs: Any, dtype: Any) -> Any:
         return params
 
     def cast(spec: ParameterSpec, x: Any) -> Any:
-        may = spec.castable and spec.trainable and jnp.issubdtype(x.dtype, jnp.floating)
-        return x.astype(dtype) if may else x
+        return x if isinstance(x, CastInScan) or not may_cast(spec) else x.astype(dtype)
 
     return jax.tree.map(cast, specs, params, is_leaf=is_spec)

@@ -214,12 +214,13 @@ class ScanStack(BaseStack):
                 x = layer(x, **side_inputs)
             return x, None
 
-        key = self.get_invocation_context().key()
+        context = self.get_invocation_context()
+        key, state = context.key(), context.state or {}
         x, _ = scan_in_context(
             run,
             carry=x,
             length=self._repeats,
-            state={name: self.state[name] for name in repeated},
+            state={name: state.get(name, {}) for name in repeated},
             child_keys={} if key is None else self._keys(key),
             remat=self._remat,
         )

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 
 from moelib.core import tree
 from moelib.core.module import functional
-from moelib.core.param import cast_parameters
+from moelib.core.param import CastInScan, ParameterSpec, cast_parameters, may_cast
 from moelib.learner import paths
 from moelib.learner.accumulation import accumulate
 from moelib.learner.learner import Learner
+from moelib.parallel import sharding
 from moelib.train.metrics import PackedMetrics, as_weighted, collect, pack
 from moelib.train.state import TrainerState
 
@@ -50,17 +51,24 @@ def make_train_step(
         trained = paths.select(state.model, learner.is_updated)
         fixed = paths.select(state.model, lambda path: not learner.is_updated(path))
         specs = model.create_parameter_specs_recursively()
+        late = {} if train_dtype is None else _cast_in_scans(specs)
 
         def micro_step(batch: Batch, carry: Any) -> Any:
             fixed, index = carry
 
-            def objective(trained: Nested) -> Any:
-                params = cast_parameters(paths.merge(fixed, trained), specs, train_dtype)
+            def objective(at: Nested) -> Any:
+                params = paths.map_by_path(
+                    lambda path, x, a: CastInScan(x, a) if path in late else a, trained, at
+                )
+                params = cast_parameters(paths.merge(fixed, params), specs, train_dtype)
                 micro_key = jax.random.fold_in(key, index)
                 return _forward(model, params, micro_key, batch, is_training=True)
 
             grad = jax.value_and_grad(objective, has_aux=True)
-            (value, (metrics, updates)), gradients = grad(trained)
+            at = paths.map_by_path(
+                lambda path, x: _zeros(late[path], train_dtype) if path in late else x, trained
+            )
+            (value, (metrics, updates)), gradients = grad(at)
             new_fixed = _updated(fixed, updates)
             return value, metrics["loss"].weight, gradients, metrics, (new_fixed, index + 1)
 
@@ -113,6 +121,16 @@ def _forward(
     loss = as_weighted(loss)
     found = collect(loss, metrics, collection, batch)
     return loss.mean + collection.total_aux_loss(), (found, collection.state_updates)
+
+
+def _cast_in_scans(specs: Nested) -> dict[str, ParameterSpec]:
+    """Returns by path the parameters of stacked layers that each turn of the scan casts."""
+    found = paths.specs_by_path(specs)
+    return {p: spec for p, spec in found.items() if spec.axes[:1] == ("layers",) and may_cast(spec)}
+
+
+def _zeros(spec: ParameterSpec, dtype: str | None) -> jax.Array:
+    return sharding.constrain(jnp.zeros(spec.shape, dtype), spec.axes)
 
 
 def _updated(fixed: Nested, updates: Nested) -> Nested:

@@ -1,14 +1,24 @@
 """The step: its gradients are those of the objective, on any mesh and in micro-batches."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moelib.core.config import config_for_function
+from moelib.core.config import config_class, config_for_function
 from moelib.core.module import functional
+from moelib.core.param import ParameterSpec, cast_parameters
+from moelib.layers.base import BaseLayer
+from moelib.layers.initializers import constant
+from moelib.layers.moe.layer import MoELayer
+from moelib.layers.remat import remat
+from moelib.layers.transformer import ScanStack, TransformerLayer
+from moelib.learner import paths
 from moelib.learner.optimizers import sgd_optimizer
 from moelib.learner.transforms import skip_bad_steps
+from moelib.models.causal_lm import CausalLM
 from moelib.parallel import sharding
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 from moelib.train import metrics, state
@@ -155,3 +165,87 @@ def test_update_of_a_trained_parameter_is_refused(batch):
     step = make_train_step(model, trainer.learner)
     with pytest.raises(ValueError, match=r"'table', shape \(32, 16\): there is no such parameter"):
         step(start_of(trainer), batch)
+
+
+LAYERS = 3
+
+
+def scanned(train_dtype):
+    """Returns (trainer, step, state, batch) of a model of three stacked layers."""
+    model = CausalLM.default_config().set(vocab_size=64, dim=16)
+    moe = MoELayer.default_config().set(num_experts=4, num_experts_per_token=2, hidden_dim=8)
+    layer = TransformerLayer.default_config().set(feed_forward=moe)
+    layer.self_attention.set(num_heads=4, num_kv_heads=2)
+    model.decoder = ScanStack.default_config().set(
+        num_layers=LAYERS, block=[layer], remat=config_for_function(remat)
+    )
+    cfg = tiny.trainer_config("unused").set(model=model)
+    cfg.learner.optimizer = config_for_function(sgd_optimizer).set(learning_rate=1.0)
+    trainer = cfg.instantiate(parent=None)
+    step = make_train_step(trainer.model, trainer.learner, train_dtype=train_dtype)
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 8)), jnp.int32)
+    return trainer, step, start_of(trainer), {"input_ids": ids, "target_labels": ids[:, ::-1]}
+
+
+def test_casting_layer_by_layer_gives_the_gradients_of_casting_all_at_once():
+    trainer, step, before, batch = scanned("bfloat16")
+    specs = trainer.model.create_parameter_specs_recursively()
+
+    def objective(params):
+        params = cast_parameters(params, specs, "bfloat16")
+        (loss, _), collection = functional(trainer.model, None, params, (batch,), is_training=True)
+        return loss.mean + collection.total_aux_loss()
+
+    gradients = jax.jit(jax.grad(objective))(before.model)
+    after, _ = jax.jit(step)(before, batch)
+
+    def same(path, old, new, gradient):
+        want = old - gradient.astype(jnp.float32)
+        scale = max(1e-3, float(jnp.abs(gradient).max()))
+        np.testing.assert_allclose(new, want, atol=2**-8 * scale, err_msg=path)
+
+    paths.map_by_path(same, before.model, after.model, gradients)
+
+
+def test_no_copy_of_all_layers_is_cast():
+    _, step, before, batch = scanned("bfloat16")
+    text = str(jax.make_jaxpr(step)(before, batch))
+    casts = re.findall(r":bf16\[([\d,]*)\] = convert_element_type", text)
+    assert casts
+    assert not [shape for shape in casts if shape.startswith(f"{LAYERS},")]
+    assert f"bf16[{LAYERS},4,2,16,8]" in text  # Gradients are summed in bfloat16.
+
+
+class LoopOverLayers(BaseLayer):
+    """Layers stacked by hand, without a scan of the library."""
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Config of `LoopOverLayers`."""
+
+        input_dim: int = 16
+
+    def _create_layer_parameter_specs(self):
+        return {
+            "weight": ParameterSpec((LAYERS, 16), axes=("layers", None), initializer=constant(1.0))
+        }
+
+    def forward(self, x, **side_inputs):
+        for weight in self.parameters["weight"]:
+            assert weight.dtype == x.dtype
+            x = x * weight[None, None]
+        return x
+
+
+def test_stacked_layers_without_a_scan_are_cast_too():
+    cfg = tiny.trainer_config("unused")
+    cfg.model = CausalLM.default_config().set(
+        vocab_size=64, dim=16, decoder=LoopOverLayers.default_config()
+    )
+    cfg.learner.optimizer = config_for_function(sgd_optimizer).set(learning_rate=1.0)
+    trainer = cfg.instantiate(parent=None)
+    before = start_of(trainer)
+    ids = jnp.zeros((2, 8), jnp.int32)
+    step = make_train_step(trainer.model, trainer.learner, train_dtype="bfloat16")
+    after, _ = jax.jit(step)(before, {"input_ids": ids, "target_labels": ids + 1})
+    assert (after.model["decoder"]["weight"] != before.model["decoder"]["weight"]).any()
