@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -54,7 +55,7 @@ def gmm(
         group_sizes: Number of rows of each group, 0 or more. Rows counted past m do not exist.
         bias: A vector for each group held, added to its rows' results.
         group_offset: rhs holds the groups from this one on, of all that are counted: from 0 to
-            s - g. By default it holds all, and g is s.
+            s - g, to which an array is clamped. By default it holds all, and g is s.
         transpose_rhs: Whether to multiply by each matrix's transpose; nothing is copied for it.
         backend: "cpu" (loops over blocks of rows, the default except on TPU and Hopper), "tpu"
             (Pallas kernels, the default there for bfloat16 and float32; interpreted elsewhere, for
@@ -64,8 +65,8 @@ def gmm(
         preferred_element_type: Dtype of the result; lhs's by default.
 
     Raises:
-        ValueError: If the shapes disagree, group_sizes are not integers, the backend is unknown, or
-            has no kernel for the dtype.
+        ValueError: If the shapes disagree, group_sizes are not integers, group_offset is a number
+            out of its range, the backend is unknown, or has no kernel for the dtype.
     """
     check_operands("gmm", lhs, rhs, group_sizes, backend, transpose_rhs=transpose_rhs)
     offset = check_groups("gmm", rhs.shape[0], group_sizes, group_offset)
@@ -101,8 +102,7 @@ def gmm_weight_gradient(
         preferred_element_type: Dtype of the result; lhs's by default.
 
     Raises:
-        ValueError: If the shapes disagree, group_sizes are not integers, the backend is unknown, or
-            has no kernel for the dtype.
+        ValueError: As `gmm`.
     """
     _check_group_sizes("gmm_weight_gradient", group_sizes)
     if lhs.shape[0] != grad.shape[0]:
@@ -141,7 +141,8 @@ def check_groups(
     """Returns the offset as an int32 scalar, or None for none.
 
     Raises:
-        ValueError: If the groups held cannot be among those counted.
+        ValueError: If the groups held cannot be among those counted; of an offset that is an array
+            only the shape and dtype are looked at.
     """
     counted = group_sizes.shape[0]
     if offset is None and num_groups != counted:
@@ -153,6 +154,12 @@ def check_groups(
         raise ValueError(f"{kernel}: {num_groups} groups are held, but {counted} are counted.")
     if offset is None:
         return None
+    last = counted - num_groups
+    if isinstance(offset, int | np.integer) and not 0 <= offset <= last:
+        raise ValueError(
+            f"{kernel}: group_offset is {offset}, but {num_groups} of {counted} groups are held; "
+            f"set the first of them, from 0 to {last}."
+        )
     offset = jnp.asarray(offset)
     if offset.shape != () or not jnp.issubdtype(offset.dtype, jnp.integer):
         raise ValueError(f"{kernel}: group_offset is {offset}; set one integer.")

@@ -320,5 +320,11 @@ def test_groups_and_biases_that_do_not_fit_are_refused():
         gmm(lhs, rhs, sizes, bias=rhs[:, :, 0])
     with pytest.raises(ValueError, match=r"group_offset is 0\.5; set one integer"):
         gmm(lhs, rhs[:1], sizes, group_offset=0.5)
+    for offset in (-1, 2, np.int64(2), np.int32(-1)):
+        match = f"group_offset is {offset}, but 1 of 2 groups are held; .* from 0 to 1"
+        with pytest.raises(ValueError, match=match):
+            gmm(lhs, rhs[:1], sizes, group_offset=offset)
+        with pytest.raises(ValueError, match=match):
+            gmm_weight_gradient(lhs, lhs, sizes, group_offset=offset, num_groups=1)
     with pytest.raises(ValueError, match="no kernel for float16; cast to one of"):
         gmm(lhs.astype(jnp.float16), rhs.astype(jnp.float16), sizes, backend="tpu")
