@@ -105,8 +105,10 @@ def gmm_weight_gradient(
         ValueError: As `gmm`.
     """
     _check_group_sizes("gmm_weight_gradient", group_sizes)
-    if lhs.shape[0] != grad.shape[0]:
-        raise ValueError(f"gmm_weight_gradient: lhs {lhs.shape}, grad {grad.shape}: rows differ.")
+    if not lhs.ndim == grad.ndim == 2 or lhs.shape[0] != grad.shape[0]:
+        raise ValueError(
+            f"gmm_weight_gradient: lhs {lhs.shape} and grad {grad.shape} are not [m, k] and [m, n]."
+        )
     check_backend("gmm_weight_gradient", backend, BACKENDS)
     num_groups = len(group_sizes) if num_groups is None else num_groups
     offset = check_groups("gmm_weight_gradient", num_groups, group_sizes, group_offset)
@@ -129,7 +131,7 @@ def check_operands(
 ) -> None:
     """Raises ValueError unless lhs [m, k] can be multiplied by rhs, with a backend that exists."""
     _check_group_sizes(kernel, group_sizes)
-    if rhs.ndim != 3 or rhs.shape[2 if transpose_rhs else 1] != lhs.shape[1]:
+    if lhs.ndim != 2 or rhs.ndim != 3 or rhs.shape[2 if transpose_rhs else 1] != lhs.shape[1]:
         want = "[g, n, k]" if transpose_rhs else "[g, k, n]"
         raise ValueError(f"{kernel}: lhs {lhs.shape} is not [m, k] to {want} of rhs {rhs.shape}.")
     check_backend(kernel, backend, BACKENDS)

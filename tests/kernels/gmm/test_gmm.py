@@ -236,8 +236,12 @@ def test_bad_input_is_refused():
         gmm(lhs, rhs, jnp.append(sizes, 0))
     with pytest.raises(ValueError, match=r"\[g\] integers, not float32\[2\]"):
         gmm(lhs, rhs, sizes.astype(jnp.float32))
-    with pytest.raises(ValueError, match="rows differ"):
-        gmm_weight_gradient(lhs[1:], grad, sizes)
+    for wrong in (lhs[None], lhs[:, 0], lhs[:, None]):
+        with pytest.raises(ValueError, match=r"lhs \(.*\) is not \[m, k\] to \[g, k, n\]"):
+            gmm(wrong, rhs, sizes)
+    for pair in ((lhs[1:], grad), (lhs[None], grad), (lhs, grad[:, None]), (lhs[:, 0], grad)):
+        with pytest.raises(ValueError, match=r"and grad \(.*\) are not \[m, k\] and \[m, n\]"):
+            gmm_weight_gradient(*pair, sizes)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
