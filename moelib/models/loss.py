@@ -43,6 +43,10 @@ def language_model_loss(
         labels: The token that follows each one; negative where none counts.
         tied: Whether the head is the embedding table.
         z_loss: Weight of the squared logsumexp in the objective (PaLM, arXiv:2204.02311, sec. 5).
+
+    Raises:
+        ValueError: If the mesh does not divide the labels or the head, or if one of its axes splits
+            both tokens and the vocabulary.
     """
     mesh = sharding.current_mesh()
     if mesh is None or mesh.size == 1:
@@ -52,16 +56,17 @@ def language_model_loss(
     tokens = sharding.partition_spec(
         ("batch", "sequence"), shape, shape=labels.shape, place="target_labels"
     )
-    axes, vocab = (*names("batch"), *names("sequence")), names("vocab")
+    sharding.partition_spec(("batch", "sequence", "vocab"), shape, place="the logits")
+    vocab = names("vocab")
+    axes = (*names("batch"), *names("sequence"), *vocab)
     of_head = ("vocab", "embed") if tied else ("embed", "vocab")
     split = sharding.partition_spec(of_head, shape, shape=head.shape, place="the head")
 
     def summed(hidden: Array, head: Array, labels: Array) -> TokenLoss:
-        head = gather(vary(head, (*axes, *vocab)), split, keep=vocab)
-        hidden, labels = vary((hidden, labels), (*axes, *vocab))
+        head = gather(vary(head, axes), split, keep=vocab)
+        hidden, labels = vary((hidden, labels), axes)
         out = _sums(hidden, head, labels, tied, z_loss, vocab)
-        over = (*axes, *vocab)
-        return jax.tree.map(lambda x: jax.lax.psum(x, over) if over else x, out)
+        return jax.tree.map(lambda x: jax.lax.psum(x, axes) if axes else x, out)
 
     specs = (tokens, split, tokens)
     run = jax.shard_map(summed, in_specs=specs, out_specs=PartitionSpec())

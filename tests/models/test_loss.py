@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from moelib.models.loss import language_model_loss
+from moelib.parallel.sharding import sharding_rules
 from tests.layers.calling import normal
 from tests.models import tiny
 
@@ -71,6 +72,14 @@ def test_a_vocabulary_that_does_not_divide_is_refused():
     message = "the head: its dimension 'vocab' of 9 does not divide into 2 parts"
     with jax.set_mesh(tiny.mesh(model=2)), pytest.raises(ValueError, match=message):
         language_model_loss(HIDDEN, HEAD[:, :9], LABELS, tied=False)
+
+
+def test_an_axis_that_splits_tokens_and_the_vocabulary_is_refused():
+    message = "the logits: the mesh axis 'fsdp' would split both 'batch' and 'vocab'; change one"
+    rules = sharding_rules({"vocab": ("model", "fsdp"), "embed": ()})
+    mesh = jax.set_mesh(tiny.mesh(fsdp=2, model=2))
+    with mesh, rules, pytest.raises(ValueError, match=message):
+        language_model_loss(HIDDEN, jnp.ones((D, 12)), LABELS, tied=False)
 
 
 def test_no_token_that_counts_is_a_loss_of_zero():

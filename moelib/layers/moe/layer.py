@@ -106,15 +106,16 @@ class MoELayer(BaseLayer):
         sequence += tuple(axis for axis in experts if axis not in (*batch, *sequence))
         axes = (*batch, *sequence, *ffn)
         place = Place(self.config.num_experts, experts, sequence)
-        title, dims = f"tokens of {self._title()}", ("batch", "sequence")
+        specs = self.experts.create_parameter_specs_recursively()
+        splits = sharding.partition_specs(specs, mesh_shape, place=f"{self._title()}: experts/")
+        title, dims = f"tokens of {self._title()}", ("batch", "sequence", "expert_ffn")
+        sharding.split_over((batch, sequence, ffn), mesh_shape, None, title, dims)
         tokens = sharding.split_over((batch, sequence), mesh_shape, x.shape[:2], title, dims)
         # The parts are summed into the split that the residual stream has.
         copies = math.prod(mesh_shape[axis] for axis in ffn)
         scattered = bool(ffn) and names("residual_sequence") == (*sequence, *ffn)
         parts = copies * math.prod(mesh_shape[axis] for axis in sequence)
         scattered = scattered and x.shape[1] % parts == 0
-        specs = self.experts.create_parameter_specs_recursively()
-        splits = sharding.partition_specs(specs, mesh_shape, place=f"{self._title()}: experts/")
 
         def whole(spec: ParameterSpec, split: PartitionSpec, weight: Array) -> Array:
             weight = weight.astype(x.dtype) if spec.castable else weight

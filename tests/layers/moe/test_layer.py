@@ -17,7 +17,7 @@ from moelib.layers.moe.experts import FeedForwardExperts
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.moe.router import Router, Score
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
-from moelib.parallel.sharding import named_shardings
+from moelib.parallel.sharding import named_shardings, sharding_rules
 from tests.layers.calling import QUICK, build, call, call_and_collect, float64, initial, normal
 
 B, S, D, F, E, K = 8, 6, 8, 8, 4, 2
@@ -213,6 +213,20 @@ def test_a_batch_that_does_not_divide_over_the_mesh_is_refused():
     message = "tokens of layer: its dimension 'batch' of 4 does not divide into 8 parts"
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
         call(LAYER, PARAMS, jnp.asarray(X)[:4], MASK[:4])
+
+
+@pytest.mark.parametrize(
+    ("axes", "rules", "names"),
+    [
+        ({"expert": 2}, {"expert_ffn": ("expert", "model"), "experts": ()}, "'expert'.*'batch'"),
+        ({"seq": 2}, {"expert_ffn": ("seq", "model")}, "'seq'.*'sequence'"),
+    ],
+)
+def test_an_axis_that_splits_tokens_and_hidden_units_is_refused(axes, rules, names):
+    mesh = create_device_mesh(mesh_shape_from_axes(model=2, fsdp=2, **axes))
+    message = f"tokens of layer: the mesh axis {names} and 'expert_ffn'; change one of their"
+    with jax.set_mesh(mesh), sharding_rules(rules), pytest.raises(ValueError, match=message):
+        call(LAYER, PARAMS, jnp.asarray(X), MASK)
 
 
 def test_active_parameters_and_flops_are_counted_by_hand():
