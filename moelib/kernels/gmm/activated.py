@@ -91,20 +91,19 @@ def gmm_activated(
             products [m, n]. Without, a forward pass under `jax.checkpoint` never writes the latter.
 
     Raises:
-        ValueError: If the shapes disagree, group_sizes are not integers, the backend is unknown, or
-            has no kernel for the dtype.
+        ValueError: As `gmm`.
     """
     if rhs.ndim != 4:
         raise ValueError(f"gmm_activated: rhs {rhs.shape} is not [g, p, k, n].")
     g, p, _, n = rhs.shape
     check_operands("gmm_activated", lhs, rhs[:, 0], group_sizes, backend, transpose_rhs=False)
-    offset = check_groups("gmm_activated", g, group_sizes, group_offset)
+    sizes, offset = check_groups("gmm_activated", g, group_sizes, group_offset)
     if bias is not None and bias.shape != (g, p, n):
         raise ValueError(f"gmm_activated: bias {bias.shape} is not [g, p, n], {(g, p, n)}.")
     dtype = out_dtype(lhs, preferred_element_type)
     options = _Options(activation, backend, dtype, products_name)
     run = _activated if products_name is None else _activated_by_name
-    return run(options, *align_all(lhs, rhs, bias, group_sizes, offset))
+    return run(options, *align_all(lhs, rhs, bias, sizes, offset))
 
 
 class _Options(NamedTuple):

@@ -52,7 +52,8 @@ def gmm(
     Args:
         lhs: The rows, sorted by group.
         rhs: A matrix for each group held, [g, k, n]; [g, n, k] if `transpose_rhs`.
-        group_sizes: Number of rows of each group, 0 or more. Rows counted past m do not exist.
+        group_sizes: Number of rows of each group; one below 0 counts as 0. Rows counted past m do
+            not exist.
         bias: A vector for each group held, added to its rows' results.
         group_offset: rhs holds the groups from this one on, of all that are counted: from 0 to
             s - g, to which an array is clamped. By default it holds all, and g is s.
@@ -69,12 +70,12 @@ def gmm(
             out of its range, the backend is unknown, or has no kernel for the dtype.
     """
     check_operands("gmm", lhs, rhs, group_sizes, backend, transpose_rhs=transpose_rhs)
-    offset = check_groups("gmm", rhs.shape[0], group_sizes, group_offset)
+    sizes, offset = check_groups("gmm", rhs.shape[0], group_sizes, group_offset)
     n = rhs.shape[1 if transpose_rhs else 2]
     if bias is not None and bias.shape != (rhs.shape[0], n):
         raise ValueError(f"gmm: bias {bias.shape} is not [g, n], {(rhs.shape[0], n)}.")
     options = GmmOptions(transpose_rhs, backend, out_dtype(lhs, preferred_element_type))
-    return product(options, *align_all(lhs, rhs, bias, group_sizes, offset))
+    return product(options, *align_all(lhs, rhs, bias, sizes, offset))
 
 
 def gmm_weight_gradient(
@@ -111,9 +112,9 @@ def gmm_weight_gradient(
         )
     check_backend("gmm_weight_gradient", backend, BACKENDS)
     num_groups = len(group_sizes) if num_groups is None else num_groups
-    offset = check_groups("gmm_weight_gradient", num_groups, group_sizes, group_offset)
+    sizes, offset = check_groups("gmm_weight_gradient", num_groups, group_sizes, group_offset)
     options = WeightOptions(num_groups, backend, out_dtype(lhs, preferred_element_type), None)
-    return weight_gradient(options, *align_all(lhs, grad, group_sizes, offset))
+    return weight_gradient(options, *align_all(lhs, grad, sizes, offset))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -139,8 +140,8 @@ def check_operands(
 
 def check_groups(
     kernel: str, num_groups: int, group_sizes: Array, offset: Array | int | None
-) -> Array | None:
-    """Returns the offset as an int32 scalar, or None for none.
+) -> tuple[Array, Array | None]:
+    """Returns the sizes, none below 0, and the offset as an int32 scalar, or None for none.
 
     Raises:
         ValueError: If the groups held cannot be among those counted; of an offset that is an array
@@ -154,8 +155,9 @@ def check_groups(
         )
     if num_groups > counted:
         raise ValueError(f"{kernel}: {num_groups} groups are held, but {counted} are counted.")
+    sizes = jnp.maximum(group_sizes, 0)  # Backends would differ on rows counted backwards.
     if offset is None:
-        return None
+        return sizes, None
     last = counted - num_groups
     if isinstance(offset, int | np.integer) and not 0 <= offset <= last:
         raise ValueError(
@@ -165,7 +167,7 @@ def check_groups(
     offset = jnp.asarray(offset)
     if offset.shape != () or not jnp.issubdtype(offset.dtype, jnp.integer):
         raise ValueError(f"{kernel}: group_offset is {offset}; set one integer.")
-    return offset.astype(jnp.int32)
+    return sizes, offset.astype(jnp.int32)
 
 
 def _check_group_sizes(kernel: str, group_sizes: Array) -> None:

@@ -72,6 +72,13 @@ def test_values_and_gradients_equal_one_matmul_a_row(backend, sizes, num_rows, s
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_group_of_less_than_no_rows_has_none(backend):
+    lhs, rhs, bias, _, sizes = _operands([-3, 40, -1, 5], 64)
+    value = gmm_activated(lhs, rhs, sizes, activation=swiglu, bias=bias, backend=backend)
+    _assert_close(value, _plain(lhs, rhs, bias, [0, 40, 0, 5], swiglu))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_groups_held_in_part_and_no_bias(backend):
     sizes = [20, 30, 0, 25, 10]
     lhs, rhs, _, grad, group_sizes = _operands(sizes, 90)

@@ -71,6 +71,21 @@ def test_values_and_gradients_equal_the_reference(backend, num_rows, sizes):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sizes", [[5, -2, 60], [-3, 40, 5], [150, -10, 3], [40, 5, -30]], ids=str)
+def test_a_group_of_less_than_no_rows_has_none(backend, sizes):
+    lhs, rhs, grad, group_sizes = _operands(sizes, 128)
+    got = _compiled(lhs, rhs, grad, group_sizes, backend)
+    want = _compiled(lhs, rhs, grad, jnp.maximum(group_sizes, 0), "reference")
+    for value, expected in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        _assert_close(value, expected)
+    by_part = gmm_weight_gradient(lhs, grad, group_sizes, backend=backend)
+    _assert_close(by_part, want[1][1])
+    held = gmm(lhs, rhs[1:], group_sizes, group_offset=1, backend=backend)
+    first = np.arange(128)[:, None] < sizes[0]
+    _assert_close(held, jnp.where(first, 0, want[0]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_transposed_rhs_gives_the_same_values_and_transposed_gradients(backend):
     lhs, rhs, grad, sizes = _operands([5, 0, 70, 30])
     flipped = rhs.transpose(0, 2, 1)
