@@ -7,6 +7,7 @@ else: the transpose of that cast sums a replicated input's gradient over the axe
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 
-def align(*arrays: Array) -> tuple[Array, ...]:
-    """Returns the arrays, each varying over every axis over which any of them varies."""
+def align(*trees: Any) -> tuple[Any, ...]:
+    """Returns the trees, each of their arrays varying over every axis over which any varies."""
+    arrays = jax.tree.leaves(trees)
     axes = frozenset[str]().union(*(_varying_axes(array) for array in arrays))
-    return tuple(_vary(array, axes) for array in arrays)
+    return jax.tree.map(lambda array: _vary(array, axes), trees)
 
 
 def zeros_like_varying(shape: Sequence[int], dtype: DTypeLike, array: Array) -> Array:

@@ -16,6 +16,20 @@ def test_nothing_changes_outside_of_shard_map():
     assert zeros_like_varying((2, 3), jnp.bfloat16, x).dtype == jnp.bfloat16
 
 
+def test_the_arrays_of_trees_vary_alike_and_what_is_none_stays_none():
+    spec = PartitionSpec("a")
+
+    def local(x: jax.Array, w: jax.Array) -> jax.Array:
+        (also_x, nothing), pair = align((x, None), {"w": w})
+        assert nothing is None
+        assert jax.typeof(pair["w"]) == jax.typeof(also_x) == jax.typeof(x)
+        return also_x + pair["w"]
+
+    specs = (spec, PartitionSpec())
+    run = jax.shard_map(local, mesh=_mesh(), in_specs=specs, out_specs=spec)
+    np.testing.assert_array_equal(run(jnp.ones(2), jnp.ones(1)), [2, 2])
+
+
 def test_the_gradient_of_a_replicated_array_is_summed_over_the_axes_it_is_aligned_to():
     spec = PartitionSpec("a", "b")
 

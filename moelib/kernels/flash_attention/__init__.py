@@ -15,10 +15,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from moelib.kernels.flash_attention import backends, cudnn, reference
-from moelib.kernels.flash_attention.reference import Rule, whole_rows
+from moelib.kernels.flash_attention.reference import EMPTY, Rule, whole_rows
 from moelib.kernels.varying import align
 
-__all__ = ["CONTEXT", "flash_attention"]
+__all__ = ["CONTEXT", "EMPTY", "flash_attention"]
 
 CONTEXT = "attention_context"  # What `jax.checkpoint` policies call the output and its logsumexp.
 
@@ -79,8 +79,7 @@ def flash_attention(
         if reason := cudnn.reason_against(q, segment_ids, sinks, rule):
             raise ValueError(f'flash_attention: {reason}; or set backend="xla".')
         return cudnn.attention(q, k, v, rule)
-    leaves, structure = jax.tree.flatten((q, k, v, sinks, segment_ids))
-    return _attention(rule, backend, *jax.tree.unflatten(structure, align(*leaves)))
+    return _attention(rule, backend, *align(q, k, v, sinks, segment_ids))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

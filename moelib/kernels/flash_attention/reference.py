@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from moelib.kernels.flash_attention.finite import poison_scores
 
 MASKED = -1e30  # Finite: a row with nothing to attend to never becomes NaN.
+EMPTY = MASKED / 10  # The logsumexp of no key at all: far above MASKED, far below any score.
 
 
 class Rule(NamedTuple):

@@ -5,7 +5,6 @@ Shapes: C chunks of n heads; a chunk is a group's heads, or a part of them if th
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32
@@ -80,7 +79,7 @@ def forward(
         sinks = sinks.astype(jnp.float32).reshape(chunks, -1)
     list_, masks = _visits(call, places, in_order, by_keys=False)
     operands = _of_queries(call, chunks, q), _of_keys(call, k), _of_keys(call, v), sinks, masks
-    operands = _aligned(list_, *operands)
+    operands = align(list_, *operands)
     out, lse = tpu_kernels.outputs(call, *operands, dtype=out_dtype)
     return _whole_queries(out, q), lse.reshape(q.shape[0], q.shape[2], -1)[..., : q.shape[1]]
 
@@ -122,7 +121,7 @@ def backward(
     by_keys, _ = _visits(call, places, in_order, by_keys=True)
     operands = _of_queries(call, chunks, q), _of_keys(call, k), _of_keys(call, v)
     operands = *operands, _of_queries(call, chunks, grad), *rows, masks
-    by_queries, by_keys, *operands = _aligned(by_queries, by_keys, *operands)
+    by_queries, by_keys, *operands = align(by_queries, by_keys, *operands)
     grad_q = tpu_kernels.query_gradients(call, by_queries, *operands, dtype=dtypes[0])
     sums_dtype = dtypes[1] if chunks == groups else jnp.dtype(jnp.float32)
     grads = tpu_kernels.key_gradients(call, by_keys, *operands, dtype=sums_dtype)
@@ -209,8 +208,3 @@ def _whole_keys(
 def _padded(x: Array, block: int) -> Array:
     """Returns the array with zeros up to a multiple of the block behind its last axis."""
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % block)])
-
-
-def _aligned(*operands: Any) -> Any:
-    leaves, structure = jax.tree.flatten(operands)
-    return jax.tree.unflatten(structure, align(*leaves))

@@ -24,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from moelib.kernels.flash_attention.reference import MASKED, Rule, capped
+from moelib.kernels.flash_attention.reference import EMPTY, MASKED, Rule, capped
 from moelib.kernels.flash_attention.visits import (
     column,
     is_first,
@@ -35,7 +35,6 @@ from moelib.kernels.flash_attention.visits import (
     row,
 )
 
-EMPTY = MASKED / 10  # As in the xla form: the logsumexp of no key at all.
 _VMEM_LIMIT = 48 * 2**20  # Of 64 MiB on tpu7x, and 128 MiB on the others.
 
 

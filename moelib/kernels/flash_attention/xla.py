@@ -16,17 +16,22 @@ Shapes: n heads a group; q queries of a block, k keys that they meet.
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32
 
 from moelib.kernels.flash_attention.finite import poison_rows, poison_scores, zero_not_finite
-from moelib.kernels.flash_attention.reference import MASKED, Places, Rule, attention_mask, capped
+from moelib.kernels.flash_attention.reference import (
+    EMPTY,
+    MASKED,
+    Places,
+    Rule,
+    attention_mask,
+    capped,
+)
 from moelib.kernels.varying import align, zeros_like_varying
 
-EMPTY = MASKED / 10  # The logsumexp of no key at all: far above MASKED, far below any score.
 _MAX_PARTS = 8  # Each is compiled by itself; the last block of one in 8 computes what is masked.
 _KEY_TILE = 1024  # Keys of shards in any order.
 
@@ -54,7 +59,7 @@ def forward(
         in_order: Whether queries and keys are the same sequence, its positions 0, 1, ...
         block: Queries that are computed at once.
     """
-    q, k, v, sinks, places = _aligned(q, k, v, sinks, places)
+    q, k, v, sinks, places = align(q, k, v, sinks, places)
     groups = k.shape[2]
     q, k, v = poison_scores(q, k, v)
     rows, k, v = _grouped(q, groups), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
@@ -108,7 +113,7 @@ def backward(
         in_order: As for `forward`.
         block: Queries that are computed at once.
     """
-    q, k, v, lse, delta, grad, places = _aligned(q, k, v, lse, delta, grad, places)
+    q, k, v, lse, delta, grad, places = align(q, k, v, lse, delta, grad, places)
     groups = k.shape[2]
     dtypes = [x.dtype if in_order else jnp.dtype(jnp.float32) for x in (q, k, v)]
     lse, delta = poison_rows(lse, delta)
@@ -289,9 +294,3 @@ def _transposed_dot(
     a, b = (t.reshape(*t.shape[:2], -1, t.shape[-1]) for t in (a, b))
     dims = (((2,), (2,)), ((0, 1), (0, 1)))
     return lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
-
-
-def _aligned(*operands: Any) -> Any:
-    """Returns the operands, each of their arrays varying over the same mesh axes."""
-    leaves, structure = jax.tree.flatten(operands)
-    return jax.tree.unflatten(structure, align(*leaves))

@@ -25,12 +25,12 @@ from moelib.kernels.gmm import gpu, tpu
 from moelib.kernels.gmm.groups import row_ranges
 from moelib.kernels.gmm.product import (
     BACKENDS,
-    align_all,
     check_groups,
     check_operands,
     out_dtype,
     widened,
 )
+from moelib.kernels.varying import align
 
 
 def swiglu(gate: Float[Array, "*n"], up: Float[Array, "*n"]) -> Float[Array, "*n"]:
@@ -103,7 +103,7 @@ def gmm_activated(
     dtype = out_dtype(lhs, preferred_element_type)
     options = _Options(activation, backend, dtype, products_name)
     run = _activated if products_name is None else _activated_by_name
-    return run(options, *align_all(lhs, rhs, bias, sizes, offset))
+    return run(options, *align(lhs, rhs, bias, sizes, offset))
 
 
 class _Options(NamedTuple):

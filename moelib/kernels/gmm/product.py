@@ -75,7 +75,7 @@ def gmm(
     if bias is not None and bias.shape != (rhs.shape[0], n):
         raise ValueError(f"gmm: bias {bias.shape} is not [g, n], {(rhs.shape[0], n)}.")
     options = GmmOptions(transpose_rhs, backend, out_dtype(lhs, preferred_element_type))
-    return product(options, *align_all(lhs, rhs, bias, sizes, offset))
+    return product(options, *align(lhs, rhs, bias, sizes, offset))
 
 
 def gmm_weight_gradient(
@@ -114,7 +114,7 @@ def gmm_weight_gradient(
     num_groups = len(group_sizes) if num_groups is None else num_groups
     sizes, offset = check_groups("gmm_weight_gradient", num_groups, group_sizes, group_offset)
     options = WeightOptions(num_groups, backend, out_dtype(lhs, preferred_element_type), None)
-    return weight_gradient(options, *align_all(lhs, grad, sizes, offset))
+    return weight_gradient(options, *align(lhs, grad, sizes, offset))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -183,12 +183,6 @@ def out_dtype(lhs: Array, preferred: DTypeLike | None) -> Any:
 
 # ------------------------------------------------------------------------------------------------
 # Backends
-
-
-def align_all(*arrays: Array | None) -> list[Array | None]:
-    """Returns the arrays that are not None, all varying over the same mesh axes, and the Nones."""
-    aligned = iter(align(*(array for array in arrays if array is not None)))
-    return [None if array is None else next(aligned) for array in arrays]
 
 
 def widened(array: Array, axis: int) -> Array:

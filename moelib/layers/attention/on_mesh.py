@@ -20,11 +20,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from moelib.kernels.flash_attention import CONTEXT, flash_attention, shards
+from moelib.kernels.flash_attention import CONTEXT, EMPTY, flash_attention, shards
 from moelib.parallel import sharding
 from moelib.parallel.collectives import vary, varying_axes
-
-_NOTHING = -1e29  # The logsumexp of no score at all; finite, and far below any score.
 
 
 class Rule(NamedTuple):
@@ -171,7 +169,7 @@ def _forward(
         return (shards.merge(part, made), after), None
 
     batch, size, heads, _ = q.shape
-    part = jnp.zeros(q.shape, jnp.float32), jnp.full((batch, heads, size), _NOTHING, jnp.float32)
+    part = jnp.zeros(q.shape, jnp.float32), jnp.full((batch, heads, size), EMPTY, jnp.float32)
     # Every array varies as the keys and the ring do.
     start = vary((part, (k, v, index, segments)), sorted(varying_axes(q)))
     (part, _), _ = lax.scan(step, start, None, length=lax.axis_size(axes))
