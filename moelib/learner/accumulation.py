@@ -21,7 +21,8 @@ class Accumulated(NamedTuple):
     Attributes:
         objective: float32 scalar, the mean over the batch.
         weight: float32 scalar, what the mean is over: the number of tokens.
-        gradients: Of the objective with respect to the parameters, float32.
+        gradients: Of the objective with respect to the parameters: float32, but those of a single
+            micro-batch in the dtypes that they have.
         metrics: Tree of WeightedScalar.
         state: The state after the last micro-batch.
     """
@@ -59,7 +60,6 @@ def accumulate(fn: StepFn, batch: Any, *, num_microbatches: int, state: Any = No
     if num_microbatches == 1:
         objective, weight, gradients, metrics, state = fn(batch, state)
         _check_metrics(metrics)
-        gradients = tree.cast_floats(gradients, jnp.float32)
         return Accumulated(_float(objective), _float(weight), gradients, metrics, state)
     micro_batches = split_batch(batch, num_microbatches)
 

@@ -11,7 +11,8 @@ methods are pure, and can be traced by `jax.jit` and `jax.eval_shape`.
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -33,6 +34,7 @@ from moelib.core.module import Module, nowrap
 from moelib.core.param import is_spec
 from moelib.learner import offload, paths, transforms
 from moelib.learner.ema import EmaState, param_ema
+from moelib.learner.in_turns import in_turns
 from moelib.learner.paths import Nested
 from moelib.learner.state_specs import state_specs
 
@@ -247,34 +249,45 @@ class Learner(Module):
         """
         updated = paths.select(params, self.is_updated)
         gradients = self._gradients_of(updated, gradients)
-        if self.config.offload_state:
-            gradients, state = offload.to_device_after(gradients, state)
         norm = transforms.global_norm(gradients)
         metrics = {"gradient_norm": norm}
+        take = None if self._take_step is None else self._take_step(loss, norm)
+        step = functools.partial(self._step, take=take, loss=loss)
+        run = in_turns if self.config.offload_state else _at_once
+        new, new_state, rates = run(step, updated, gradients, state)
+        if take is not None:
+            metrics["skipped"] = 1.0 - take.astype(jnp.float32)
+            metrics["skipped_steps"] = new_state.skipped_steps.astype(jnp.float32)
+        return LearnerUpdate(paths.merge(params, new), new_state, metrics | rates)
+
+    def _step(
+        self,
+        params: Nested,
+        gradients: Nested,
+        state: LearnerState,
+        *,
+        take: jax.Array | None,
+        loss: jax.Array | None,
+    ) -> tuple[Nested, LearnerState, dict[str, jax.Array]]:
+        """Returns the parameters, the state and the learning rates after a step, if it is taken."""
+        gradients = tree.cast_floats(gradients, jnp.float32)
 
         def step() -> tuple[Nested, LearnerState, dict[str, jax.Array]]:
             extra = {} if loss is None else {"value": loss}
-            updates, optimizer = self._optimizer.update(
-                gradients, state.optimizer, updated, **extra
-            )
-            new = optax.apply_updates(updated, updates)
+            updates, optimizer = self._optimizer.update(gradients, state.optimizer, params, **extra)
+            new = optax.apply_updates(params, updates)
             ema = None if self._ema is None else self._ema.update(new, state.ema)
             new_state = LearnerState(optimizer, ema, state.skipped_steps)
             return new, new_state, _learning_rates(optimizer)
 
-        if self._take_step is None:
-            new, new_state, rates = step()
-        else:
-            take = self._take_step(loss, norm)
-            rest = state._replace(skipped_steps=state.skipped_steps + 1)
-            rates = _learning_rates(state.optimizer)
-            # A branch, not a choice between two results: both would have to be kept in memory.
-            new, new_state, rates = jax.lax.cond(take, step, lambda: (updated, rest, rates))
-            metrics["skipped"] = 1.0 - take.astype(jnp.float32)
-            metrics["skipped_steps"] = new_state.skipped_steps.astype(jnp.float32)
-        if self.config.offload_state:
-            new_state = offload.to_host(new_state)
-        return LearnerUpdate(paths.merge(params, new), new_state, metrics | rates)
+        if take is None:
+            return step()
+        rest = state._replace(skipped_steps=state.skipped_steps + 1)
+        untaken = params, rest, _learning_rates(state.optimizer)
+        if self.config.offload_state:  # Array by array: a branch would need all at once.
+            return jax.tree.map(functools.partial(jnp.where, take), step(), untaken)
+        # A branch, not a choice between two results: both would have to be kept in memory.
+        return jax.lax.cond(take, step, lambda: untaken)
 
     def _gradients_of(self, updated: Nested, gradients: Nested) -> Nested:
         """Returns the gradients of the parameters that are updated."""
@@ -305,6 +318,10 @@ class Learner(Module):
             averages = offload.to_device(averages)
         average = jax.tree.map(lambda a, p: a.astype(p.dtype), averages, updated)
         return paths.merge(params, average)
+
+
+def _at_once(step: Callable[..., Any], *args: Any) -> Any:
+    return step(*args)
 
 
 def _maybe_clone(cfg: Any) -> Any:

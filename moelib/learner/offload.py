@@ -23,16 +23,6 @@ def to_device(state: Any) -> Any:
     return _put(state, jax.memory.Space.Device)
 
 
-def to_device_after(gradients: Any, state: Any) -> tuple[Any, Any]:
-    """Returns (gradients, state on the device), the state brought there when gradients are ready.
-
-    Else the compiler brings it at once, beside the activations: a step then takes more memory than
-    one that offloads nothing, and not less.
-    """
-    gradients, state = jax.lax.optimization_barrier((gradients, state))
-    return gradients, to_device(state)
-
-
 def host_shardings(specs: Any, shardings: Any, place: str) -> Any:
     """Returns where a learner's arrays lie between steps.
 
@@ -46,7 +36,7 @@ def host_shardings(specs: Any, shardings: Any, place: str) -> Any:
     """
 
     def on_host(spec: ParameterSpec, sharding: NamedSharding) -> NamedSharding:
-        if not _waits(spec):
+        if not waits(spec):
             return sharding
         _check_memory(sharding.mesh, place)
         return sharding.with_memory_kind(MEMORY_KIND)
@@ -66,9 +56,10 @@ def _check_memory(mesh: Mesh | AbstractMesh, place: str) -> None:
         )
 
 
-def _waits(x: Any) -> bool:
+def waits(x: Any) -> bool:
+    """Returns whether an array of the state waits on the host."""
     return len(x.shape) > 0
 
 
 def _put(state: Any, space: jax.memory.Space) -> Any:
-    return jax.tree.map(lambda x: jax.device_put(x, space) if _waits(x) else x, state)
+    return jax.tree.map(lambda x: jax.device_put(x, space) if waits(x) else x, state)

@@ -400,3 +400,11 @@ def test_missing_optimizer_and_unknown_fields_are_refused():
         Learner.default_config().instantiate(parent=None, param_specs=SPECS)
     with pytest.raises(UnknownFieldError, match="update_rules"):
         Learner.default_config().update_rule = []
+
+
+def test_gradients_of_low_precision_are_clipped_and_scaled_in_float32():
+    clipped = fn(transforms.chain, args=[fn(transforms.clip_by_global_norm, max_norm=0.1), SGD])
+    learner = make_learner(optimizer=clipped)
+    gradients = tree.cast_floats(gradients_like(PARAMS, 0), jnp.bfloat16)
+    low = step(learner, gradients=gradients)
+    assert_close(low.params, step(learner, gradients=tree.cast_floats(gradients, "float32")).params)

@@ -1,0 +1,144 @@
+"""An update whose state waits on the host, done for one parameter after another.
+
+The update is traced, and cut into groups of results that share no array of the state: for AdamW
+each parameter with its two moments.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend import core
+
+from moelib.learner.offload import to_device, to_host, waits
+
+Update = Callable[[Any, Any, Any], tuple[Any, Any, Any]]
+
+
+def in_turns(update: Update, params: Any, gradients: Any, state: Any) -> tuple[Any, Any, Any]:
+    """Returns `update(params, gradients, state)` of a state that waits on the host.
+
+    A loop brings to the device what a group of results needs of the state, and takes it back,
+    before it does the next. The compiler would bring all of it at once, as the step begins, and
+    keep it beside the activations: more memory than a step takes that offloads nothing.
+
+    Args:
+        update: Returns (params, state, anything that needs no array of the state), the first two
+            like those given. Arrays of the state lie on the device together if one result needs
+            them: of an optimizer that looks at all moments to change one parameter, all of them.
+        params: The parameters.
+        gradients: Their gradients.
+        state: As of `offload.to_host`; so is the one returned.
+
+    Raises:
+        ValueError: If a result beside parameters and state needs an array of the state.
+    """
+    leaves, treedef = jax.tree.flatten((params, gradients, state))
+    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+    traced = jax.make_jaxpr(update, return_shape=True)
+    with jax.disable_jit():  # A jitted function of all moments would be one piece.
+        closed, shapes = traced(*treedef.unflatten(structs))
+    graph = _Graph(closed)
+    given = dict(zip(graph.inputs, leaves, strict=True))
+    # The input that stands where a result will: its own value before the update.
+    num_state = len(jax.tree.leaves(state))
+    of_state = graph.inputs[len(leaves) - num_state :]
+    before = [*graph.inputs[: len(jax.tree.leaves(params))], *of_state]
+    waiting = [var for var in of_state if waits(given[var])]
+
+    needs = graph.needs(waiting)
+    values = graph.constants | {var: x for var, x in given.items() if var not in waiting}
+    # What is one number for all parameters is computed once: norms, rates, counts.
+    scalars = [var for var, bits in needs.items() if not bits and not var.aval.shape]
+    values |= zip(scalars, graph.evaluate(scalars, values), strict=True)
+
+    def turn(bits: int, members: list[int]) -> Callable[[dict[int, Any]], dict[int, Any]]:
+        def run(carry: dict[int, Any]) -> dict[int, Any]:
+            own = {before[i]: carry[i] for i in members}
+            brought = [var for i, var in enumerate(waiting) if bits >> i & 1]
+            known = values | own | {var: to_device(own.get(var, given[var])) for var in brought}
+            found = graph.evaluate([graph.outs[i] for i in members], known)
+            return carry | {i: back(i, x) for i, x in zip(members, found, strict=True)}
+
+        return run
+
+    def back(i: int, x: Any) -> Any:
+        return to_host(x) if i < len(before) and before[i] in waiting else x
+
+    needed = [0 if isinstance(out, core.Literal) else needs.get(out, 0) for out in graph.outs]
+    if any(needed[len(before) :]):
+        raise ValueError(
+            "offload_state is True, but a metric of the optimizer is computed from moments, which "
+            "wait on the host; set it to False."
+        )
+    alone = [i for i, bits in enumerate(needed) if not bits]
+    found = graph.evaluate([graph.outs[i] for i in alone], values)
+    made = {i: back(i, x) for i, x in zip(alone, found, strict=True)}
+    if groups := _groups(needed):
+        turns = [turn(bits, members) for bits, members in groups]
+        start = {i: given[before[i]] for i, bits in enumerate(needed) if bits}
+        made |= lax.fori_loop(0, len(turns), lambda i, x: lax.switch(i, turns, x), start)
+    return jax.tree.unflatten(jax.tree.structure(shapes), [made[i] for i in range(len(made))])
+
+
+def _groups(needed: Sequence[int]) -> list[tuple[int, list[int]]]:
+    """Returns the results that share some of what they need, at any remove: (all of it, which).
+
+    Args:
+        needed: For each result the bits of what it needs.
+    """
+    groups: list[tuple[int, list[int]]] = []
+    for i, bits in enumerate(needed):
+        if bits:
+            mine = [group for group in groups if group[0] & bits]
+            groups = [group for group in groups if not group[0] & bits]
+            members = [member for _, members in mine for member in members]
+            joined = functools.reduce(operator.or_, (bits for bits, _ in mine), bits)
+            groups.append((joined, [*members, i]))
+    return groups
+
+
+class _Graph:
+    """A traced function, of which parts can be computed."""
+
+    def __init__(self, closed: Any) -> None:
+        self._jaxpr = closed.jaxpr
+        self._producers = {
+            var: (i, eqn) for i, eqn in enumerate(self._jaxpr.eqns) for var in eqn.outvars
+        }
+        self.inputs: list[Any] = list(self._jaxpr.invars)
+        self.outs: list[Any] = list(self._jaxpr.outvars)
+        self.constants = dict(zip(self._jaxpr.constvars, closed.consts, strict=True))
+
+    def needs(self, some: Sequence[Any]) -> dict[Any, int]:
+        """Returns for each variable that is computed the bits of which of some inputs it needs."""
+        needs = {var: 1 << i for i, var in enumerate(some)}
+        for eqn in self._jaxpr.eqns:
+            bits = (needs.get(var, 0) for var in eqn.invars if not isinstance(var, core.Literal))
+            needs |= dict.fromkeys(eqn.outvars, functools.reduce(operator.or_, bits, 0))
+        return needs
+
+    def evaluate(self, wanted: Sequence[Any], values: dict[Any, Any]) -> list[Any]:
+        """Returns the values of variables, from those that are known."""
+        todo: dict[int, Any] = {}
+        known: dict[Any, None] = {}
+        pending = list(wanted)
+        while pending:
+            var = pending.pop()
+            if isinstance(var, core.Literal):
+                continue
+            if var in values:
+                known[var] = None
+            elif self._producers[var][0] not in todo:
+                i, eqn = self._producers[var]
+                todo[i] = eqn
+                pending += eqn.invars
+        eqns = [todo[i] for i in sorted(todo)]
+        part = self._jaxpr.replace(
+            constvars=(), invars=list(known), outvars=list(wanted), eqns=eqns
+        )
+        compute = core.jaxpr_as_fun(core.ClosedJaxpr(part, ()))
+        return compute(*(values[var] for var in known))
