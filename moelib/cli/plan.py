@@ -122,6 +122,7 @@ _MEMORY = (
     Figure("memory.temporaries", "  temporaries", _gib),
     Figure("memory.aliased", "  outputs in place of arguments", _gib),
     Figure("memory.code", "  code", _mib),
+    Figure("memory.host", "  beside it, on the host", _gib),
 )
 _WORK = (
     Figure("cycles", "Mcycles without kernels, collectives", lambda v: f"{v / 1e6:.1f}"),

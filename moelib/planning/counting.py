@@ -80,13 +80,19 @@ def step_report(
 
 
 def _memory(analysis: Any) -> Memory:
+    peak = analysis.peak_memory_in_bytes
+    host = analysis.host_argument_size_in_bytes + analysis.host_temp_size_in_bytes
+    if host:  # It is in the peak, too; what is allocated on the device is the closest bound.
+        kept = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+        peak = analysis.argument_size_in_bytes + kept + analysis.temp_size_in_bytes
     return Memory(
-        peak=analysis.peak_memory_in_bytes,
+        peak=peak,
         arguments=analysis.argument_size_in_bytes,
         outputs=analysis.output_size_in_bytes,
         temporaries=analysis.temp_size_in_bytes,
         aliased=analysis.alias_size_in_bytes,
         code=analysis.generated_code_size_in_bytes,
+        host=host,
     )
 
 

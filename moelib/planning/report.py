@@ -32,6 +32,7 @@ class Memory:
     temporaries: int
     aliased: int  # Of the outputs, what lies in the place of arguments.
     code: int
+    host: int = 0  # In the host's memory, beside all these.
 
 
 @dataclasses.dataclass(frozen=True)
