@@ -57,7 +57,7 @@ def _files(loop: "TrainLoop") -> list[tuple[str, str]]:
     if "tensorboard" in writer.formats:
         files.append(("TensorBoard", writer.dir))
     if trainer.config.checkpointer is not None and trainer.checkpointer.latest_step() is not None:
-        newest = f"step {trainer.checkpointer.latest_step()} in {trainer.checkpointer.dir}"
+        newest = f"step {trainer.checkpointer.latest_step()} in {trainer.checkpointer.config.dir}"
         files.append(("checkpoint", newest))
     if trainer.config.start_trace_steps:
         files.append(("traces", os.path.join(trainer.config.dir, "profile")))
