@@ -47,7 +47,7 @@ class Choices(NamedTuple):
     """Where this device's tokens go.
 
     Attributes:
-        expert_ids: The K experts of each token.
+        expert_ids: The K experts of each token; a number that is no expert's sends it to none.
         weights: What each expert's output is multiplied by, float32.
         mask: False for padding, which goes to no expert.
     """
@@ -145,9 +145,14 @@ class SortedDispatcher(Dispatcher):
 
 
 def flat_choices(x: Array, choices: Choices, num_experts: int) -> tuple[Array, Array, Array]:
-    """Returns (tokens [T, D], ids [T, K], weights [T, K]); the ids of padding are E, for none."""
-    num_choices = choices.expert_ids.shape[-1]
-    ids = jnp.where(choices.mask[..., None], choices.expert_ids, num_experts)
+    """Returns (tokens [T, D], ids [T, K], weights [T, K]); E where a choice goes to no expert.
+
+    None are the choices of padding, and those that name no expert from 0 to E - 1.
+    """
+    ids = choices.expert_ids
+    num_choices = ids.shape[-1]
+    goes = choices.mask[..., None] & (ids >= 0) & (ids < num_experts)
+    ids = jnp.where(goes, ids, num_experts)
     weights = choices.weights.reshape(-1, num_choices)
     return x.reshape(-1, x.shape[-1]), ids.reshape(-1, num_choices), weights
 

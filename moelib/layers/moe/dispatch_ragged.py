@@ -39,7 +39,9 @@ class _ExpertParallel(Dispatcher):
 
         # Rows of a device's experts over those of an even load, K T. None takes the most that can
         # come, min(n, E / K): nothing is ever dropped. With less, when more come, the choices of
-        # the last tokens of the last devices are dropped, and counted.
+        # the last tokens of the last devices are dropped, and counted: which ones is the same on
+        # every run, but not on every mesh, for the room is each device's. (Capacity's is each
+        # row's, and so the same on every mesh.)
         buffer_factor: float | None = None
 
     def __init__(self, cfg: Config) -> None:
@@ -68,12 +70,12 @@ class RaggedDispatcher(_ExpertParallel):
         n = group_size(place.expert_axes)
         held = place.num_experts // n
         tokens, ids, weights = flat_choices(x, choices, place.num_experts)
-        if n == 1:
-            y, num_dropped = run_sorted(experts, params, tokens, ids, weights, held)
-            return Dispatched(y.reshape(x.shape), num_dropped)
         num_tokens, num_choices = ids.shape
         most = num_tokens * n * min(num_choices, held)
         num_rows = rows_within(self.config.buffer_factor, num_tokens * num_choices, most)
+        if n == 1:
+            y, num_dropped = run_sorted(experts, params, tokens, ids, weights, held, num_rows)
+            return Dispatched(y.reshape(x.shape), num_dropped)
         device = ids // held  # [T, K]; n for padding.
         kept = device < n
         if num_rows < most:

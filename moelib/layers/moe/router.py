@@ -22,7 +22,7 @@ class Routing(NamedTuple):
     """Where tokens go. All arrays are float32 but the ids and the mask.
 
     Attributes:
-        expert_ids: The K experts of each token, best first.
+        expert_ids: The K experts of each token, best first; a number that is no expert's for none.
         weights: What each expert's output is multiplied by.
         probs: Scores over all experts, which sum to 1 a token; for balance losses.
         logits: The router's raw outputs.

@@ -114,6 +114,27 @@ def test_experts_may_be_split_over_other_axes_than_the_batch(name, experts):
     check(got, want)
 
 
+@pytest.mark.parametrize("name", ["sorted", "ragged", "ring", "capacity"])
+@pytest.mark.parametrize("none", [-1, E])
+def test_a_choice_of_no_expert_counts_nowhere(name, none):
+    ids, mask = ROUTINGS["random"]
+    ids = ids.at[0, 3, 1].set(none).at[2, :4].set(none)  # One of a token's, and all of four.
+    want = pulled(layer("dense"), PARAMS, X, WEIGHTS, ids, mask, GRAD)
+    assert not np.any(want[0][0][2, :4])
+    check(pulled(layer(name), PARAMS, X, WEIGHTS, ids, mask, GRAD), want)
+    check(on_mesh({"expert": 4, "fsdp": 2}, layer(name), (ids, mask)), want)
+
+
+@pytest.mark.parametrize("mesh", [{"data": 8}, {"expert": 8}, {"expert": 4, "fsdp": 2}], ids=str)
+def test_ragged_and_ring_drop_the_same(mesh):
+    made = [
+        on_mesh(mesh, layer(name, buffer_factor=0.7), ROUTINGS["random"])
+        for name in ("ragged", "ring")
+    ]
+    assert float(made[0][0][1]) > 0
+    check(*made)
+
+
 def test_capacity_drops_the_same_on_every_mesh():
     made = layer("capacity", capacity_factor=0.8)
     want = pulled(made, PARAMS, X, WEIGHTS, *ROUTINGS["random"], GRAD)
