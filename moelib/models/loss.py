@@ -61,6 +61,7 @@ def language_model_loss(
     axes = (*names("batch"), *names("sequence"), *vocab)
     of_head = ("vocab", "embed") if tied else ("embed", "vocab")
     split = sharding.partition_spec(of_head, shape, shape=head.shape, place="the head")
+    split = sharding.keep_axes(split, axes)  # Devices that share tokens share the head.
 
     def summed(hidden: Array, head: Array, labels: Array) -> TokenLoss:
         head = gather(vary(head, axes), split, keep=vocab)

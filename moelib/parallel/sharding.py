@@ -192,6 +192,12 @@ def split_over(
     return PartitionSpec(*entries)
 
 
+def keep_axes(split: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
+    """Returns how an array is split once it is gathered over all mesh axes but these."""
+    entries = [(entry,) if isinstance(entry, str) else entry or () for entry in split]
+    return PartitionSpec(*(tuple(a for a in entry if a in axes) or None for entry in entries))
+
+
 def partition_specs(
     specs: Any, mesh_shape: Mapping[str, int], rules: Rules | None = None, *, place: str = ""
 ) -> Any:

@@ -55,6 +55,17 @@ def test_every_mesh_gives_the_sums_and_gradients_of_one_device(axes, tied):
     tiny.assert_trees_close(got, want, 1e-6)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_may_be_split_over_an_axis_that_splits_no_tokens(tied):
+    head = HEAD.T if tied else HEAD
+    run = lambda hidden, head: language_model_loss(hidden, head, LABELS, tied=tied).objective
+    want = jax.value_and_grad(run, (0, 1))(HIDDEN, head)
+    rules = sharding_rules({"embed": ("model",), "vocab": ()})
+    with jax.set_mesh(tiny.mesh(fsdp=4, model=2)), rules:
+        got = jax.jit(jax.value_and_grad(run, (0, 1)))(HIDDEN, head)
+    tiny.assert_trees_close(got, want, 1e-6)
+
+
 def test_rows_that_do_not_divide_are_refused():
     message = "target_labels: its dimension 'batch' of 3 does not divide into 8 parts"
     with jax.set_mesh(tiny.mesh(data=8)), pytest.raises(ValueError, match=message):

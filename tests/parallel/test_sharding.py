@@ -11,6 +11,7 @@ from moelib.parallel.sharding import (
     constrain,
     current_mesh,
     current_rules,
+    keep_axes,
     mesh_axes,
     named_shardings,
     partition_spec,
@@ -67,6 +68,14 @@ def test_a_dimension_that_does_not_divide_is_refused_with_the_parameters_path():
     )
     with pytest.raises(ValueError, match=message):
         named_shardings(specs, mesh(data=4, model=2))
+
+
+def test_what_is_gathered_is_split_over_the_axes_that_stay():
+    split = PartitionSpec(("fsdp", "model"), "expert", None, "model")
+    assert keep_axes(split, ("fsdp", "model")) == PartitionSpec(
+        ("fsdp", "model"), None, None, "model"
+    )
+    assert keep_axes(split, ("fsdp", "expert")) == PartitionSpec("fsdp", "expert", None, None)
 
 
 def test_parameters_get_their_places():

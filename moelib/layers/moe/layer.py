@@ -98,7 +98,8 @@ class MoELayer(BaseLayer):
         Weights are gathered in the compute dtype, but for the experts themselves if the dispatcher
         reaches those of other devices, and for their hidden dimension: the devices along it share
         tokens, each computes its part, and the parts are summed. Where experts are split over axes
-        that split no tokens, these split the sequence too.
+        that split no tokens, these split the sequence too; weights split over such axes for storage
+        alone are gathered by the compiler.
         """
         names = functools.partial(sharding.mesh_axes, mesh_shape=mesh_shape)
         experts = names("experts") if self._dispatcher.expert_parallel else ()
@@ -117,12 +118,14 @@ class MoELayer(BaseLayer):
         parts = copies * math.prod(mesh_shape[axis] for axis in sequence)
         scattered = scattered and x.shape[1] % parts == 0
 
-        def whole(spec: ParameterSpec, split: PartitionSpec, weight: Array) -> Array:
-            weight = weight.astype(x.dtype) if spec.castable else weight
+        def cast(spec: ParameterSpec, weight: Array) -> Array:
+            return weight.astype(x.dtype) if spec.castable else weight
+
+        def whole(split: PartitionSpec, weight: Array) -> Array:
             return gather(vary(weight, axes), split, keep=(*experts, *ffn))
 
         def run(params: Nested, x: Array, choices: Choices) -> tuple[Array, Array]:
-            params = jax.tree.map(whole, specs, splits, params, is_leaf=is_spec)
+            params = jax.tree.map(whole, splits, params)
             if ffn:
                 params = params | {
                     name: jnp.where(jax.lax.axis_index(ffn) == 0, params[name], 0)
@@ -137,6 +140,9 @@ class MoELayer(BaseLayer):
                 y = jax.lax.psum(y, ffn)
             return y, jax.lax.psum(vary(num_dropped, axes), axes) / copies
 
+        # Devices that share tokens share their weights: those are gathered on the way in.
+        params = jax.tree.map(cast, specs, params, is_leaf=is_spec)
+        splits = jax.tree.map(lambda split: sharding.keep_axes(split, axes), splits)
         result = PartitionSpec(tokens[0], (*sequence, *ffn)) if scattered else tokens
         in_specs, out_specs = (splits, tokens, tokens), (result, PartitionSpec())
         run = jax.shard_map(run, in_specs=in_specs, out_specs=out_specs)

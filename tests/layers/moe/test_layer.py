@@ -12,7 +12,8 @@ from moelib.layers.activation import Activation
 from moelib.layers.base import BaseLayer
 from moelib.layers.feed_forward import FeedForward
 from moelib.layers.moe.balance import BalanceScope, BiasBalancing, LoadBalanceLoss, RouterZLoss
-from moelib.layers.moe.dispatch import DenseDispatcher
+from moelib.layers.moe.dispatch import DenseDispatcher, SortedDispatcher
+from moelib.layers.moe.dispatch_ragged import RaggedDispatcher
 from moelib.layers.moe.experts import FeedForwardExperts
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.moe.router import Router, Score
@@ -204,6 +205,27 @@ def test_a_mesh_gives_the_values_of_one_device(fields):
     with jax.set_mesh(mesh):
         places = named_shardings(made.create_parameter_specs_recursively(), mesh)
         placed = jax.device_put(params, places)
+        got = value_and_grads(made, placed, jnp.asarray(X), MASK)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, want)
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "rules"),
+    [
+        (RaggedDispatcher, {"expert_embed": ("fsdp", "model"), "expert_ffn": ()}),
+        (RaggedDispatcher, {"expert_embed": ("model",), "expert_ffn": ()}),
+        (SortedDispatcher, {"experts": ("expert", "model"), "expert_ffn": ()}),
+    ],
+)
+def test_weights_may_be_split_over_an_axis_that_splits_no_tokens(dispatcher, rules):
+    made = layer(dispatcher=dispatcher.default_config(), **GPT_OSS)
+    params = jax.tree.map(lambda x: jnp.asarray(normal(*x.shape, seed=x.size)), initial(made))
+    mesh = create_device_mesh(mesh_shape_from_axes(expert=2, fsdp=2, model=2))
+    want = value_and_grads(made, params, jnp.asarray(X), MASK)
+    with jax.set_mesh(mesh), sharding_rules(rules):
+        places = named_shardings(made.create_parameter_specs_recursively(), mesh)
+        placed = jax.device_put(params, places)
+        assert not placed["experts"]["up"].sharding.is_fully_replicated
         got = value_and_grads(made, placed, jnp.asarray(X), MASK)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, want)
 
