@@ -57,7 +57,8 @@ def flash_attention(
             may reach further there), or "reference".
 
     Raises:
-        ValueError: If H is not a multiple of G, the operands' dtypes differ, window is below 1 or
+        ValueError: If the shapes do not fit together, a size but S is 0, segment_ids are not
+            integers, H is not a multiple of G, the operands' dtypes differ, window is below 1 or
             not causal, logit_cap is not positive, sinks are not one a head, the backend is
             unknown, or it cannot take the head_dim, dtype or length.
 
@@ -65,6 +66,7 @@ def flash_attention(
     arXiv:2305.13245; in blocks: Dao et al., arXiv:2205.14135; window: Beltagy et al.,
     arXiv:2004.05150; logit cap: Gemma 2, arXiv:2408.00118; sinks: GPT-OSS, arXiv:2508.10925.
     """
+    backends.check_shapes(q, k, v, segment_ids, segment_ids, in_order=True)
     rule = Rule(q.shape[-1] ** -0.5 if scale is None else scale, causal, window, logit_cap)
     backends.check(backend, q, k, v, rule, in_order=True, also=("reference", "cudnn"))
     if sinks is not None and sinks.shape != (q.shape[2],):

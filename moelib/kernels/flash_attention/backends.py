@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int
 
 from moelib.kernels.backend import check_backend, run_on_backend
 from moelib.kernels.flash_attention import tpu, xla
@@ -16,6 +16,43 @@ from moelib.kernels.flash_attention.reference import Places, Rule
 
 _logger = logging.getLogger(__name__)
 _BACKENDS = {"xla": xla, "tpu": tpu}
+
+
+def check_shapes(
+    q: Float[Array, "B Q H Dh"],
+    k: Float[Array, "B K G Dh"],
+    v: Float[Array, "B K G Dh"],
+    q_segments: Int[Array, "B Q"] | None,
+    k_segments: Int[Array, "B K"] | None,
+    *,
+    in_order: bool,
+) -> None:
+    """Raises ValueError unless the operands fit together; arguments as for `check`."""
+    if q.ndim != 4 or k.ndim != 4:
+        raise ValueError(
+            f"flash_attention: q {q.shape} and k {k.shape} must be [B, S, H, Dh] and [B, S, G, Dh]."
+        )
+    (batch, queries, heads, dim), (_, keys, groups, _) = q.shape, k.shape
+    if 0 in (batch, heads, groups, dim):
+        raise ValueError(
+            f"flash_attention: q {q.shape} and k {k.shape} have a size of 0; set batch, heads and "
+            "head_dim to 1 or more."
+        )
+    want = batch, queries if in_order else keys, groups, dim
+    for name, x in (("k", k), ("v", v)):
+        if x.shape != want:
+            raise ValueError(
+                f"flash_attention: {name} has shape {x.shape}; to q {q.shape} and the {groups} "
+                f"heads of k it must be {want}."
+            )
+    for name, ids, length in (("q", q_segments, queries), ("k", k_segments, want[1])):
+        if ids is None:
+            continue
+        if ids.shape != (batch, length) or not jnp.issubdtype(ids.dtype, jnp.integer):
+            raise ValueError(
+                f"flash_attention: the segment_ids of {name} are {ids.dtype}{list(ids.shape)}; "
+                f"they must be integers, [{batch}, {length}]."
+            )
 
 
 def check(

@@ -60,9 +60,9 @@ def attention_forward(
     Raises:
         ValueError: As for `flash_attention`; and if only one side has segments.
     """
-    rule = Rule(q.shape[-1] ** -0.5 if scale is None else scale, causal, window, logit_cap)
     places = Places(q_index, k_index, q_segments, k_segments)
-    _check(places)
+    _check(q, k, v, places)
+    rule = Rule(q.shape[-1] ** -0.5 if scale is None else scale, causal, window, logit_cap)
     backends.check(backend, q, k, v, rule, in_order=False)
     return backends.forward(backend, q, k, v, None, places, rule, in_order=False)
 
@@ -124,9 +124,9 @@ def attention_backward(
     Raises:
         ValueError: As for `attention_forward`.
     """
-    rule = Rule(q.shape[-1] ** -0.5 if scale is None else scale, causal, window, logit_cap)
     places = Places(q_index, k_index, q_segments, k_segments)
-    _check(places)
+    _check(q, k, v, places)
+    rule = Rule(q.shape[-1] ** -0.5 if scale is None else scale, causal, window, logit_cap)
     backends.check(backend, q, k, v, rule, in_order=False)
     grad, delta = grad.astype(q.dtype), backends.output_times_gradient(out, grad)
     return backends.backward(backend, q, k, v, lse, delta, grad, places, rule, in_order=False)
@@ -146,10 +146,17 @@ def _weight(log: Float32[Array, "B H Q"]) -> Float32[Array, "B Q H 1"]:
     return jnp.exp(log).transpose(0, 2, 1)[..., None]
 
 
-def _check(places: Places) -> None:
+def _check(q: Array, k: Array, v: Array, places: Places) -> None:
     if (places.q_segments is None) != (places.k_segments is None):
         with_segments = "keys" if places.q_segments is None else "queries"
         raise ValueError(
             f"flash_attention: only the {with_segments} have segments; give both their segments, "
             "or neither."
+        )
+    backends.check_shapes(q, k, v, places.q_segments, places.k_segments, in_order=False)
+    lengths = q.shape[1], k.shape[1]
+    if (places.q_index.shape, places.k_index.shape) != ((lengths[0],), (lengths[1],)):
+        raise ValueError(
+            f"flash_attention: q_index {places.q_index.shape} and k_index {places.k_index.shape} "
+            f"must have a position for each of {lengths[0]} queries and {lengths[1]} keys."
         )

@@ -224,6 +224,45 @@ def test_what_makes_no_sense_is_refused(options, message, backend, monkeypatch):
         flash_attention(*operands(), **options, backend=backend)
 
 
+@pytest.mark.parametrize(
+    ("cut", "message"),
+    [
+        (lambda q, k, v: (q, k[:, :5], v[:, :5]), r"k has shape \(2, 5, 2, 8\);.* \(2, 7, 2, 8\)"),
+        (lambda q, k, v: (q[:, :5], k, v), r"k has shape \(2, 7, 2, 8\);.* \(2, 5, 2, 8\)"),
+        (lambda q, k, v: (q, k[:1], v[:1]), r"k has shape \(1, 7, 2, 8\)"),
+        (lambda q, k, v: (q, k[..., :4], v), r"k has shape \(2, 7, 2, 4\)"),
+        (lambda q, k, v: (q, k, v[:, :5]), r"v has shape \(2, 5, 2, 8\);.* \(2, 7, 2, 8\)"),
+        (lambda q, k, v: (q, k, v[:, :, :1]), r"v has shape \(2, 7, 1, 8\)"),
+        (lambda q, k, v: (q, k, v[..., :4]), r"v has shape \(2, 7, 2, 4\)"),
+        (lambda q, k, v: (q[0], k, v), r"q \(7, 4, 8\) and k .* must be \[B, S, H, Dh\]"),
+        (lambda q, k, v: (q, k[0], v), r"k \(7, 2, 8\) must be"),
+        (lambda q, k, v: (q[..., :0], k[..., :0], v[..., :0]), "have a size of 0; set .*head_dim"),
+        (lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]), "have a size of 0; set .*heads"),
+        (lambda q, k, v: (q[:0], k[:0], v[:0]), "have a size of 0; set batch"),
+    ],
+)
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_shapes_that_do_not_fit_together_are_named(cut, message, backend, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.raises(ValueError, match=message):
+        flash_attention(*cut(*operands()), backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (jnp.ones((2, 5), jnp.int32), r"int32\[2, 5\]; they must be integers, \[2, 7\]"),
+        (jnp.ones(7, jnp.int32), r"int32\[7\]"),
+        (jnp.ones((2, 7)), r"float32\[2, 7\]; they must be integers"),
+    ],
+    ids=["short", "one row", "floats"],
+)
+def test_segment_ids_are_integers_one_a_token(ids, message, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.raises(ValueError, match=f"segment_ids of q are {message}"):
+        flash_attention(*operands(), ids)
+
+
 def test_operands_of_two_dtypes_are_refused():
     q, k, v = operands()
     with pytest.raises(ValueError, match="k is bfloat16 and v is float32; cast them"):

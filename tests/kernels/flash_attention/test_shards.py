@@ -149,3 +149,15 @@ def test_a_ring_of_devices_gives_the_attention_of_the_whole_row():
     got = jax.tree.map(lambda x: x[:, np.argsort(index)], got)
     want = pulled(q, k, v, None, ids, grad, **case.options(), backend="reference")
     assert_close(got, want, 1e-5)
+
+
+def test_shards_that_do_not_fit_together_are_named(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    q, k, v, *_ = operands(Case(16, 2, 1, 64))
+    index, ids = jnp.arange(16, dtype=jnp.int32), jnp.ones((2, 16), jnp.int32)
+    with pytest.raises(ValueError, match=r"v has shape \(2, 8, 1, 64\);.* \(2, 16, 1, 64\)"):
+        attention_forward(q, k, v[:, :8], index, index)
+    with pytest.raises(ValueError, match=r"segment_ids of k are int32\[2, 8\]; .*\[2, 16\]"):
+        attention_forward(q, k, v, index, index, ids, ids[:, :8])
+    with pytest.raises(ValueError, match=r"k_index \(8,\) must have a position for each of 16 q"):
+        attention_forward(q, k, v, index, index[:8])
