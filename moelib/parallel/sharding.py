@@ -7,7 +7,6 @@ this file knows the mesh. Without a mesh everything here does nothing.
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -48,12 +47,13 @@ DEFAULT_RULES: Rules = {
     "activation_heads": ("model",),
 }
 
-_overrides: ContextVar[Rules | None] = ContextVar("moelib_sharding_rules", default=None)
+# The lines changed: (logical axis, mesh axes), sorted. Part of what JAX keys its traces on.
+_overrides = jax.make_user_context(())
 
 
 @contextlib.contextmanager
-def sharding_rules(overrides: Rules) -> Iterator[None]:
-    """Changes some lines of the table inside the block.
+def sharding_rules(overrides: Mapping[str, Sequence[str]]) -> Iterator[None]:
+    """Changes some lines of the table inside the block; functions under jit are traced anew for it.
 
     Raises:
         ValueError: If a logical axis is not in the table, or a mesh axis is none of
@@ -68,16 +68,14 @@ def sharding_rules(overrides: Rules) -> Iterator[None]:
                     f"sharding rule for {name!r}: there is no mesh axis {axis!r}; "
                     + did_you_mean(axis, known)
                 )
-    token = _overrides.set({**(_overrides.get() or {}), **overrides})
-    try:
+    changed = dict(_overrides.value) | {name: tuple(axes) for name, axes in overrides.items()}
+    with _overrides(tuple(sorted(changed.items()))):
         yield
-    finally:
-        _overrides.reset(token)
 
 
 def current_rules() -> Rules:
     """Returns the table in force."""
-    return {**DEFAULT_RULES, **(_overrides.get() or {})}
+    return {**DEFAULT_RULES, **dict(_overrides.value)}
 
 
 def check_mesh_axes(mesh_shape: Mapping[str, int], rules: Rules | None = None) -> None:

@@ -96,6 +96,22 @@ def test_rules_change_inside_the_block_only():
     assert current_rules() == DEFAULT_RULES
 
 
+def test_each_table_has_its_own_trace_and_equal_ones_share_it():
+    traced = []
+
+    @jax.jit
+    def split(x):
+        traced.append(dict(current_rules()))
+        return constrain(x, ("batch", None))
+
+    with jax.set_mesh(mesh(data=8)):
+        for rules, num_traces in [({}, 1), ({"batch": ()}, 2), ({"batch": []}, 2), ({}, 2)]:
+            with sharding_rules(rules):
+                spec = split(jnp.zeros((8, 2))).sharding.spec
+            assert spec == (PartitionSpec() if rules else PartitionSpec("data")), rules
+            assert len(traced) == num_traces
+
+
 @pytest.mark.parametrize(
     ("rules", "message"),
     [

@@ -80,10 +80,8 @@ def pulled(made, params, x, weights, ids, mask, grad):
 
 def on_mesh(axes, made, routing, x=X, rules=None):
     mesh = create_device_mesh(mesh_shape_from_axes(**axes))
-    with jax.set_mesh(mesh), sharding_rules(rules or {}):
-        # Rules decide while tracing: each mesh has a trace of its own, each table too.
-        run = pulled if not rules else jax.jit(pulled.__wrapped__, static_argnums=0)
-        return jax.device_get(run(made, PARAMS, x, WEIGHTS, *routing, GRAD))
+    with jax.set_mesh(mesh), sharding_rules(rules or {}):  # Each has a trace of its own.
+        return jax.device_get(pulled(made, PARAMS, x, WEIGHTS, *routing, GRAD))
 
 
 def check(got, want):
@@ -109,9 +107,15 @@ def test_every_mesh_equals_the_oracle_on_one_device(name, mesh, routing):
 @pytest.mark.parametrize("experts", [("expert", "model"), ("model",), ("seq", "model")])
 def test_experts_may_be_split_over_other_axes_than_the_batch(name, experts):
     rules = {"experts": experts, "expert_ffn": ()}
-    want = pulled(layer("dense"), PARAMS, X, WEIGHTS, *ROUTINGS["random"], GRAD)
-    got = on_mesh({"expert": 2, "model": 2, "seq": 2}, layer(name), ROUTINGS["random"], rules=rules)
-    check(got, want)
+    axes, made, routing = {"expert": 2, "model": 2, "seq": 2}, layer(name), ROUTINGS["random"]
+    want = pulled(layer("dense"), PARAMS, X, WEIGHTS, *routing, GRAD)
+    check(on_mesh(axes, made, routing), want)  # So that there is a trace under another table.
+    check(on_mesh(axes, made, routing, rules=rules), want)
+    lowered = []
+    for table in ({}, rules):
+        with jax.set_mesh(create_device_mesh(mesh_shape_from_axes(**axes))), sharding_rules(table):
+            lowered.append(pulled.lower(made, PARAMS, X, WEIGHTS, *routing, GRAD).as_text())
+    assert lowered[0] != lowered[1]
 
 
 @pytest.mark.parametrize("name", ["sorted", "ragged", "ring", "capacity"])
