@@ -15,6 +15,7 @@ for them, as other weights are. For the others they stay where they are.
 Shapes: B batch, S sequence, T = B S tokens, K experts a token, E experts, D width.
 """
 
+import math
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -196,7 +197,10 @@ def rows_within(factor: float | None, even: float, most: int) -> int:
     return most if factor is None else min(most, max(1, -int(-(factor * even) // 1)))
 
 
-def check_factor(name: str, value: Any) -> None:
-    """Raises ValueError unless a factor is above 0 or None."""
-    if value is not None and not value > 0:
-        raise ValueError(f"{name} is {value}; set it above 0.")
+def check_factor(owner: Any, field: str) -> None:
+    """Raises ValueError unless the field of the owner's config is above 0 and finite, or None."""
+    value = getattr(owner.config, field)
+    if value is not None and not 0 < value < math.inf:
+        raise ValueError(
+            f"{type(owner).__qualname__}.{field} is {value}; set it above 0, to a finite number."
+        )

@@ -42,7 +42,7 @@ class CapacityDispatcher(Dispatcher):
 
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)
-        check_factor("capacity_factor", self.config.capacity_factor)
+        check_factor(self, "capacity_factor")
 
     def __call__(
         self,

@@ -46,7 +46,7 @@ class _ExpertParallel(Dispatcher):
 
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)
-        check_factor("buffer_factor", self.config.buffer_factor)
+        check_factor(self, "buffer_factor")
 
 
 class RaggedDispatcher(_ExpertParallel):

@@ -1,12 +1,14 @@
 """Dispatchers on one device: against the oracle and a loop over tokens, values and gradients."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.moe.dispatch import (
     Choices,
     DenseDispatcher,
@@ -17,6 +19,8 @@ from moelib.layers.moe.dispatch import (
 from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
 from moelib.layers.moe.dispatch_ragged import RaggedDispatcher, RingDispatcher
 from moelib.layers.moe.experts import FeedForwardExperts
+from moelib.layers.moe.layer import MoELayer
+from moelib.layers.transformer import TransformerLayer
 from tests.layers.calling import build, float64, initial, normal
 
 B, S, D, F, E, K = 4, 10, 4, 6, 5, 2
@@ -160,3 +164,31 @@ def test_a_dispatcher_that_defines_nothing_says_so():
     dispatcher = Dispatcher.default_config().instantiate()
     with pytest.raises(NotImplementedError, match="Dispatcher must define __call__"):
         pulled(dispatcher, PARAMS, X, jnp.asarray(IDS["random"]), WEIGHTS, jnp.ones(T, bool), GRAD)
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, math.inf, math.nan])
+@pytest.mark.parametrize(
+    ("dispatcher", "field"),
+    [
+        (CapacityDispatcher, "capacity_factor"),
+        (RaggedDispatcher, "buffer_factor"),
+        (RingDispatcher, "buffer_factor"),
+    ],
+)
+def test_factors_that_are_not_finite_and_above_zero_are_refused(dispatcher, field, factor):
+    cfg = dispatcher.default_config().set(**{field: factor})
+    match = f"^{dispatcher.__name__}.{field} is {factor}; set it above 0, to a finite number"
+    with pytest.raises(ValueError, match=match):
+        cfg.instantiate()
+    moe = MoELayer.default_config().set(
+        num_experts=E, num_experts_per_token=K, hidden_dim=F, dispatcher=cfg
+    )
+    attention = GroupedQueryAttention.default_config().set(num_heads=1)
+    with pytest.raises(ValueError, match=match) as caught:
+        build(
+            TransformerLayer.default_config(),
+            input_dim=D,
+            self_attention=attention,
+            feed_forward=moe,
+        )
+    assert "feed_forward" in caught.value.__notes__[0]
