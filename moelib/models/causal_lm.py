@@ -89,6 +89,15 @@ class CausalLM(BaseLayer):
         loss = WeightedScalar(out.objective / num, out.num_tokens)
         return loss, {"cross_entropy": weighted(out.cross_entropy / num, out.num_tokens)}
 
+    @nowrap
+    def token_counts(self, batch: Batch) -> tuple[Array, Array]:
+        """Returns how many tokens the loss counts, and how many are no padding, float32."""
+        labels, segment_ids = batch["target_labels"], batch.get("segment_ids")
+        tokens = jnp.ones_like(labels) if segment_ids is None else segment_ids
+        counted = (jnp.sum(mask, dtype=jnp.float32) for mask in (labels >= 0, tokens > 0))
+        num_labels, num_tokens = counted
+        return num_labels, num_tokens
+
     def logits(self, batch: Batch) -> Float[Array, "B S V"]:
         """Returns the logits of the next token at every position."""
         hidden = self.hidden(batch)

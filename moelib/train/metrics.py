@@ -62,23 +62,25 @@ def as_weighted(value: Any, weight: Any = 1.0) -> WeightedScalar:
     return WeightedScalar(value, jnp.broadcast_to(jnp.asarray(weight, jnp.float32), value.shape))
 
 
-def collect(loss: WeightedScalar, metrics: Any, collection: Any, batch: Any) -> dict[str, Any]:
+def collect(
+    loss: WeightedScalar, metrics: Any, collection: Any, batch: Any, num_tokens: jax.Array
+) -> dict[str, Any]:
     """Returns all metrics of a forward pass as WeightedScalars by name.
 
     `loss` is without auxiliary losses, `aux_loss` their weighted sum; each of them is there by its
-    path, unweighted, as are the layers' summaries.
+    path, unweighted, as are the layers' summaries. They are means over `num_tokens`, where a loss
+    may be one over fewer.
     """
-    found = {"loss": loss, "aux_loss": weighted(collection.total_aux_loss(), loss.weight)}
+    found = {"loss": loss, "aux_loss": weighted(collection.total_aux_loss(), num_tokens)}
     for name, value in tree.flatten_items(metrics, is_leaf=is_weighted):
         found[name] = as_weighted(value, loss.weight)
     for name, value in tree.flatten_items(collection.summaries, is_leaf=is_weighted):
-        found[name] = as_weighted(value, loss.weight)
+        found[name] = as_weighted(value, num_tokens)
     for name, value in tree.flatten_items(collection.aux_losses, is_leaf=_is_aux_loss):
-        found[name] = as_weighted(value.value, loss.weight)
+        found[name] = as_weighted(value.value, num_tokens)
     if "target_num_bytes" in batch:
         num_bytes = jnp.sum(batch["target_num_bytes"].astype(jnp.float32))
-        num_tokens = jnp.maximum(loss.weight, 1.0)
-        found["bytes_per_token"] = weighted(num_bytes / num_tokens, loss.weight)
+        found["bytes_per_token"] = weighted(num_bytes / jnp.maximum(loss.weight, 1.0), loss.weight)
     return found
 
 

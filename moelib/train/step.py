@@ -52,9 +52,11 @@ def make_train_step(
         fixed = paths.select(state.model, lambda path: not learner.is_updated(path))
         specs = model.create_parameter_specs_recursively()
         late = {} if train_dtype is None else _cast_in_scans(specs)
+        counts = _token_counts(model, batch)
 
         def micro_step(batch: Batch, carry: Any) -> Any:
             fixed, index = carry
+            shares = _shares(_token_counts(model, batch), counts, num_microbatches)
 
             def objective(at: Nested) -> Any:
                 params = paths.map_by_path(
@@ -62,7 +64,8 @@ def make_train_step(
                 )
                 params = cast_parameters(paths.merge(fixed, params), specs, train_dtype)
                 micro_key = jax.random.fold_in(key, index)
-                return _forward(model, params, micro_key, batch, is_training=True)
+                loss, aux_loss, rest = _forward(model, params, micro_key, batch, is_training=True)
+                return loss * shares[0] + aux_loss * shares[1], rest
 
             grad = jax.value_and_grad(objective, has_aux=True)
             at = paths.map_by_path(
@@ -70,7 +73,8 @@ def make_train_step(
             )
             (value, (metrics, updates)), gradients = grad(at)
             new_fixed = _updated(fixed, updates)
-            return value, metrics["loss"].weight, gradients, metrics, (new_fixed, index + 1)
+            weight = metrics["loss"].weight if counts is None else jnp.ones(())
+            return value, weight, gradients, metrics, (new_fixed, index + 1)
 
         carry = (fixed, jnp.zeros((), jnp.int32))
         done = accumulate(micro_step, batch, num_microbatches=num_microbatches, state=carry)
@@ -80,8 +84,9 @@ def make_train_step(
             params=state.model,
             loss=done.objective,
         )
+        num_tokens = done.metrics["loss"].weight
         metrics = {name: value.mean for name, value in done.metrics.items()}
-        metrics |= {**update.metrics, "num_tokens": done.weight, "objective": done.objective}
+        metrics |= {**update.metrics, "num_tokens": num_tokens, "objective": done.objective}
         skipped = update.metrics.get("skipped")
         params = _end_step(
             model, learner, paths.merge(update.params, done.state[0]), state.model, skipped
@@ -101,7 +106,7 @@ def make_eval_step(model: Any, *, train_dtype: str | None = None) -> EvalStep:
     def eval_step(params: Nested, batch: Batch) -> PackedMetrics:
         specs = model.create_parameter_specs_recursively()
         params = cast_parameters(params, specs, train_dtype)
-        _, (metrics, _) = _forward(model, params, None, batch, is_training=False)
+        _, _, (metrics, _) = _forward(model, params, None, batch, is_training=False)
         totals: dict[str, Any] = {"num_tokens": metrics["loss"].weight}
         for name, value in metrics.items():
             # A mean over no tokens may be NaN; its total is 0.
@@ -115,12 +120,32 @@ def make_eval_step(model: Any, *, train_dtype: str | None = None) -> EvalStep:
 def _forward(
     model: Any, params: Nested, key: jax.Array | None, batch: Batch, *, is_training: bool
 ) -> Any:
-    """Returns (objective, (metrics as WeightedScalars, state updates))."""
+    """Returns (loss, auxiliary losses, (metrics as WeightedScalars, state updates))."""
     outputs, collection = functional(model, key, params, (batch,), is_training=is_training)
     loss, metrics = outputs
     loss = as_weighted(loss)
-    found = collect(loss, metrics, collection, batch)
-    return loss.mean + collection.total_aux_loss(), (found, collection.state_updates)
+    counts = _token_counts(model, batch)
+    found = collect(loss, metrics, collection, batch, loss.weight if counts is None else counts[1])
+    return loss.mean, collection.total_aux_loss(), (found, collection.state_updates)
+
+
+def _token_counts(model: Any, batch: Batch) -> tuple[jax.Array, jax.Array] | None:
+    """Returns how many tokens the loss counts, and auxiliary losses, if the model says."""
+    return model.token_counts(batch) if hasattr(model, "token_counts") else None
+
+
+def _shares(counts: Any, of: Any, num_microbatches: int) -> tuple[Any, Any]:
+    """Returns what to multiply a micro-batch's loss and auxiliary losses by.
+
+    The mean over micro-batches is then that over all tokens that each of the two counts.
+    """
+    if of is None or num_microbatches == 1:
+        return 1.0, 1.0
+    loss, aux = (
+        num_microbatches * num / jnp.maximum(total, 1.0)
+        for num, total in zip(counts, of, strict=True)
+    )
+    return loss, aux
 
 
 def _cast_in_scans(specs: Nested) -> dict[str, ParameterSpec]:

@@ -12,6 +12,7 @@ from moelib.core.module import functional
 from moelib.core.param import ParameterSpec, cast_parameters
 from moelib.layers.base import BaseLayer
 from moelib.layers.initializers import constant
+from moelib.layers.moe.balance import BalanceScope, LoadBalanceLoss, RouterZLoss
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.remat import remat
 from moelib.layers.transformer import ScanStack, TransformerLayer
@@ -249,3 +250,43 @@ def test_stacked_layers_without_a_scan_are_cast_too():
     step = make_train_step(trainer.model, trainer.learner, train_dtype="bfloat16")
     after, _ = jax.jit(step)(before, {"input_ids": ids, "target_labels": ids + 1})
     assert (after.model["decoder"]["weight"] != before.model["decoder"]["weight"]).any()
+
+
+def with_aux_losses(num_microbatches, labels_of_odd_rows):
+    """Returns the state and metrics after a step of eight rows, some with few labels."""
+    trainer, _, before, _ = scanned(None)
+    cfg = trainer.model.config.clone()
+    cfg.decoder.block[0].feed_forward.set(
+        load_balance_loss=LoadBalanceLoss.default_config().set(
+            weight=0.1, scope=BalanceScope.SEQUENCE
+        ),
+        router_z_loss=RouterZLoss.default_config().set(weight=0.1),
+    )
+    model = cfg.instantiate(parent=None)
+    rng = np.random.default_rng(0)
+    ids = jnp.asarray(rng.integers(0, 64, (8, 8)), jnp.int32)
+    segment_ids = jnp.asarray(np.arange(8) < rng.integers(4, 9, (8, 1)), jnp.int32)
+    labels = jnp.where(segment_ids > 0, ids[:, ::-1], -1)
+    labels = labels.at[1::2, labels_of_odd_rows:].set(-1)
+    batch = {"input_ids": ids, "target_labels": labels, "segment_ids": segment_ids}
+    step = make_train_step(model, trainer.learner, num_microbatches=num_microbatches)
+    after, packed = jax.jit(step)(before, batch)
+    return after, metrics.unpack(packed)
+
+
+@pytest.mark.parametrize("labels_of_odd_rows", [8, 1, 0])
+@pytest.mark.parametrize("num_microbatches", [2, 8])
+def test_micro_batches_with_few_labels_have_the_auxiliary_losses_of_their_tokens(
+    num_microbatches, labels_of_odd_rows
+):
+    # Rows are dealt out, so that all odd rows are one of two micro-batches.
+    whole, metrics_of_whole = with_aux_losses(1, labels_of_odd_rows)
+    parts, metrics_of_parts = with_aux_losses(num_microbatches, labels_of_odd_rows)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        whole.model,
+        parts.model,
+    )
+    for name, value in metrics_of_whole.items():
+        if "loss" in name or name in ("objective", "gradient_norm", "num_tokens"):
+            np.testing.assert_allclose(metrics_of_parts[name], value, rtol=1e-5, err_msg=name)
