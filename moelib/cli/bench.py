@@ -11,6 +11,7 @@ process, so that a busy machine slows both; least and median times are given.
 """
 
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,8 @@ from moelib.launch import UsageError, define_device_flags, set_up_devices
 FLAGS = flags.FLAGS
 
 BENCHMARKS = ("step", "gmm", "attention", "dispatch", "loss")
+_WITH_EXPERTS = ("step", "gmm", "dispatch")
+_WITH_HEADS = ("step", "attention")
 ROUTINGS = ("learned", "balanced", "skewed")
 
 
@@ -40,6 +43,11 @@ def define_flags() -> None:
     flags.DEFINE_integer("num_layers", 4, "Layers of the model.")
     flags.DEFINE_integer("dim", 256, "Width of the model.")
     flags.DEFINE_integer("hidden_dim", 256, "Width of an expert.")
+    flags.DEFINE_float(
+        "buffer_factor",
+        None,
+        "Rows that a device has room for, over those of an even load; by default for the worst.",
+    )
     flags.DEFINE_enum(
         "routing", "learned", ROUTINGS, "Where tokens go: by random weights, evenly, or unevenly."
     )
@@ -57,6 +65,9 @@ def run(args: Sequence[str]) -> None:
 
     names = [field.name for field in dataclasses.fields(bench_cases.Sizes)]
     sizes = bench_cases.Sizes(**{name: getattr(FLAGS, name) for name in names})
+    if FLAGS.repeats < 1:
+        raise UsageError(f"--repeats={FLAGS.repeats}: set it to 1 or more.")
+    check_sizes(args[0], sizes, len(jax.devices()))
     begin = time.perf_counter()
     if args[0] == "dispatch" and len(jax.devices()) > 1:
         with jax.set_mesh(create_device_mesh(mesh_shape_from_axes(expert=-1))):
@@ -64,12 +75,57 @@ def run(args: Sequence[str]) -> None:
     else:
         cases = bench_cases.CASES[args[0]](sizes, FLAGS.routing)
     print(
-        f"{args[0]}: {sizes.batch_size} x {sizes.seq_len} tokens, width {sizes.dim}, "
-        f"{sizes.num_experts} experts of width {sizes.hidden_dim}, top-"
-        f"{sizes.num_experts_per_token}, {FLAGS.routing} routing, float32, {len(jax.devices())} "
+        f"{args[0]}: {described(args[0], sizes, FLAGS.routing)}, float32, {len(jax.devices())} "
         f"device(s); compiled in {time.perf_counter() - begin:.1f} s"
     )
     print_table(cases, FLAGS.repeats)
+
+
+def check_sizes(name: str, sizes: Any, num_devices: int) -> None:
+    """Raises UsageError, with the flag to change, for sizes that the benchmark cannot have."""
+    for field, value in dataclasses.asdict(sizes).items():
+        if isinstance(value, int) and value < 1:
+            raise UsageError(f"--{field}={value}: set it to 1 or more.")
+    if sizes.buffer_factor is not None and not 0 < sizes.buffer_factor < math.inf:
+        raise UsageError(f"--buffer_factor={sizes.buffer_factor}: set a finite number above 0.")
+    if name in _WITH_HEADS:
+        _check_multiple("dim", sizes.dim, sizes.num_heads, "--num_heads")
+        _check_multiple("num_heads", sizes.num_heads, sizes.num_kv_heads, "--num_kv_heads")
+    if name == "step" and sizes.dim // sizes.num_heads % 2:
+        raise UsageError(
+            f"--num_heads={sizes.num_heads}: a head of {sizes.dim // sizes.num_heads} has no two "
+            "halves to rotate; change it or --dim."
+        )
+    if name in _WITH_EXPERTS and sizes.num_experts_per_token > sizes.num_experts:
+        raise UsageError(
+            f"--num_experts_per_token={sizes.num_experts_per_token}: set it to at most the "
+            f"{sizes.num_experts} of --num_experts."
+        )
+    if name == "step" and sizes.num_experts == 1:
+        raise UsageError("--num_experts=1: there is nothing to balance; set it to 2 or more.")
+    if name == "dispatch":
+        for field in ("num_experts", "batch_size"):
+            _check_multiple(field, getattr(sizes, field), num_devices, "the number of devices")
+
+
+def _check_multiple(field: str, value: int, divisor: int, of_what: str) -> None:
+    if value % divisor:
+        raise UsageError(
+            f"--{field}={value}: it is not a multiple of {divisor}, {of_what}; change one of them."
+        )
+
+
+def described(name: str, sizes: Any, routing: str) -> str:
+    """Returns the sizes, and the routing, that the benchmark depends on."""
+    parts = [f"{sizes.batch_size} x {sizes.seq_len} tokens", f"width {sizes.dim}"]
+    if name in _WITH_HEADS:
+        parts.append(f"{sizes.num_heads} heads on {sizes.num_kv_heads}")
+    if name in _WITH_EXPERTS:
+        parts.append(f"{sizes.num_experts} experts of width {sizes.hidden_dim}")
+        parts.append(f"top-{sizes.num_experts_per_token}, {routing} routing")
+    if name in ("step", "loss"):
+        parts.append(f"vocabulary of {sizes.vocab_size:,}")
+    return ", ".join(parts)
 
 
 def print_table(cases: dict[str, Any], repeats: int) -> None:

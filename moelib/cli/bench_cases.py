@@ -8,6 +8,7 @@ Shapes: T tokens, D width, F hidden width, E experts, K of them a token.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from moelib.core.config import REQUIRED, Required, config_class, config_for_function
 from moelib.core.module import functional
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
-from moelib.layers.attention.on_mesh import attend
+from moelib.layers.attention.on_mesh import Rule, attend
 from moelib.layers.moe.balance import LoadBalanceLoss
 from moelib.layers.moe.dispatch import DenseDispatcher, SortedDispatcher
 from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
@@ -61,6 +62,7 @@ class Sizes:
     num_kv_heads: int = 4
     num_layers: int = 4
     vocab_size: int = 8192
+    buffer_factor: float | None = None  # Of the dispatchers that have one; None has room for all.
 
     @property
     def num_tokens(self) -> int:
@@ -205,7 +207,10 @@ def gmm_cases(sizes: Sizes, routing: str) -> dict[str, Case]:
 
 
 def attention_cases(sizes: Sizes, routing: str) -> dict[str, Case]:
-    """Causal attention with its gradients, of all before a token and of a window, and JAX's own."""
+    """Causal attention with its gradients, of all before a token and of a window, and JAX's own.
+
+    The window is a quarter of the sequence.
+    """
     del routing
     head_dim = sizes.dim // sizes.num_heads
     keys = jax.random.split(jax.random.key(0), 3)
@@ -215,20 +220,21 @@ def attention_cases(sizes: Sizes, routing: str) -> dict[str, Case]:
         for key, n in zip(keys, heads, strict=True)
     )
 
-    def plain(q: Array, k: Array, v: Array) -> Array:
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
-
-    scores = sizes.batch_size * sizes.num_heads * sizes.seq_len * (sizes.seq_len + 1) / 2
-    flops = 3 * 2 * 2.0 * scores * head_dim
-    return {
-        name: _case(
-            jax.grad(lambda *x, run=run: jnp.sum(jnp.square(run(*x))), (0, 1, 2)),
-            (q, k, v),
-            flops,
-            sizes.num_tokens,
-        )
-        for name, run in (("attention", attend), ("jax.nn", plain))
+    plain = functools.partial(jax.nn.dot_product_attention, is_causal=True)
+    window = max(1, sizes.seq_len // 4)
+    runs: dict[str, tuple[Callable[..., Array], int]] = {
+        "attention": (attend, sizes.seq_len),
+        "jax.nn": (plain, sizes.seq_len),
+        "window": (functools.partial(attend, rule=Rule(window)), window),
+        "jax.nn window": (functools.partial(plain, local_window_size=(window - 1, 0)), window),
     }
+    cases = {}
+    for name, (run, seen) in runs.items():  # The first tokens see less than the others.
+        scores = sizes.num_tokens * seen - sizes.batch_size * seen * (seen - 1) / 2
+        flops = 3 * 2 * 2.0 * scores * sizes.num_heads * head_dim
+        grad = jax.grad(lambda *x, run=run: jnp.sum(jnp.square(run(*x))), (0, 1, 2))
+        cases[name] = _case(grad, (q, k, v), flops, sizes.num_tokens)
+    return cases
 
 
 def loss_cases(sizes: Sizes, routing: str) -> dict[str, Case]:
@@ -261,6 +267,8 @@ def dispatch_cases(sizes: Sizes, routing: str) -> dict[str, Case]:
         cfg = moe_config(sizes, routing).set(
             name="moe", input_dim=sizes.dim, dispatcher=dispatcher.default_config()
         )
+        if hasattr(cfg.dispatcher, "buffer_factor"):
+            cfg.dispatcher.buffer_factor = sizes.buffer_factor
         layer = cfg.instantiate(parent=None)
         params = layer.initialize_parameters_recursively(jax.random.key(1))
         if mesh.shape_tuple:

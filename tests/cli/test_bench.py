@@ -1,5 +1,6 @@
 """`moelib bench`: what is measured is what is said, and by turns."""
 
+import math
 import re
 
 import jax
@@ -30,13 +31,20 @@ def test_the_model_has_the_size_and_the_flops_that_are_said():
 
 @pytest.mark.parametrize("name", ["gmm", "attention", "loss"])
 def test_what_stands_side_by_side_gives_the_same_gradients(name):
-    cases = bench_cases.CASES[name](SMALL, "skewed")
-    first, *others = (jax.tree.leaves(case.run()) for case in cases.values())
-    assert len({case.flops for case in cases.values()}) == 1 < len(cases)
-    for other in others:
-        for a, b in zip(first, other, strict=True):
+    cases = list(bench_cases.CASES[name](SMALL, "skewed").values())
+    for ours, other in zip(cases[::2], cases[1::2], strict=True):
+        assert ours.flops == other.flops
+        for a, b in zip(*(jax.tree.leaves(case.run()) for case in (ours, other)), strict=True):
             scale = np.abs(b).max()
             np.testing.assert_allclose(a / scale, b / scale, atol=1e-5)
+
+
+def test_the_flops_of_attention_are_those_of_the_scores_that_count():
+    cases = bench_cases.attention_cases(SMALL, "learned")
+    ahead = np.arange(16)[:, None] - np.arange(16)
+    for name, window in (("attention", 16), ("window", 4)):
+        scores = 8 * 2 * ((ahead >= 0) & (ahead < window)).sum()  # Of 8 rows and 2 heads.
+        assert cases[name].flops == 3 * 2 * 2 * 16 * scores
 
 
 def test_dispatchers_that_drop_nothing_give_the_same_gradients_on_all_devices():
@@ -72,6 +80,40 @@ def test_the_table_has_a_line_for_each_case_and_way_of_counting(capsys):
     assert [line.split()[0] for line in lines] == ["loss", "loss", "all", "all"]
     for line in lines:
         assert re.search(r"ms a step +[\d,]+ tokens/s +[\d.]+ GFLOP/s, \d+% of .* MiB a dev", line)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "num_devices", "message"),
+    [
+        ("step", {"seq_len": 0}, 1, "^--seq_len=0: set it to 1 or more"),
+        ("gmm", {"hidden_dim": -1}, 1, "^--hidden_dim=-1: set it to 1 or more"),
+        ("attention", {"num_heads": 7}, 1, "^--dim=256: it is not a multiple of 7, --num_heads"),
+        ("step", {"num_kv_heads": 3}, 1, "^--num_heads=8: .* multiple of 3, --num_kv_heads"),
+        ("step", {"num_heads": 256}, 1, "^--num_heads=256: a head of 1 has no two halves"),
+        ("step", {"num_experts": 1, "num_experts_per_token": 1}, 1, "^--num_experts=1: .* 2 or mo"),
+        ("gmm", {"num_experts": 2, "num_experts_per_token": 4}, 1, "^--num_experts_per_token=4: "),
+        ("dispatch", {"num_experts": 4}, 8, "^--num_experts=4: .* of 8, the number of devices"),
+        ("dispatch", {"batch_size": 4}, 8, "^--batch_size=4: .* of 8, the number of devices"),
+        ("dispatch", {"buffer_factor": math.inf}, 8, "^--buffer_factor=inf: set a finite number"),
+    ],
+    ids=str,
+)
+def test_sizes_that_cannot_be_measured_are_refused_by_flag(name, sizes, num_devices, message):
+    with pytest.raises(UsageError, match=message):
+        bench.check_sizes(name, bench_cases.Sizes(**sizes), num_devices)
+
+
+def test_sizes_that_a_benchmark_does_not_use_are_not_checked():
+    sizes = bench_cases.Sizes(num_heads=7, num_experts=2, num_experts_per_token=4, batch_size=3)
+    bench.check_sizes("loss", sizes, 8)
+    for name in bench.BENCHMARKS:
+        bench.check_sizes(name, bench_cases.Sizes(), 8)
+
+
+def test_the_routing_is_named_where_it_is_used():
+    for name in bench.BENCHMARKS:
+        used = name in ("step", "gmm", "dispatch")
+        assert ("skewed routing" in bench.described(name, SMALL, "skewed")) == used
 
 
 def test_an_unknown_benchmark_names_those_there_are():
