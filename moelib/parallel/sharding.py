@@ -6,7 +6,8 @@ this file knows the mesh. Without a mesh everything here does nothing.
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -49,11 +50,15 @@ DEFAULT_RULES: Rules = {
 
 # The lines changed: (logical axis, mesh axes), sorted. Part of what JAX keys its traces on.
 _overrides = jax.make_user_context(())
+_asked: ContextVar[set[str] | None] = ContextVar("moelib_logical_axes_asked", default=None)
 
 
 @contextlib.contextmanager
-def sharding_rules(overrides: Mapping[str, Sequence[str]]) -> Iterator[None]:
+def sharding_rules(overrides: Mapping[str, Sequence[str]]) -> Iterator[set[str]]:
     """Changes some lines of the table inside the block; functions under jit are traced anew for it.
+
+    Yields:
+        The logical axes asked for inside the block; it grows.
 
     Raises:
         ValueError: If a logical axis is not in the table, or a mesh axis is none of
@@ -69,8 +74,33 @@ def sharding_rules(overrides: Mapping[str, Sequence[str]]) -> Iterator[None]:
                     + did_you_mean(axis, known)
                 )
     changed = dict(_overrides.value) | {name: tuple(axes) for name, axes in overrides.items()}
-    with _overrides(tuple(sorted(changed.items()))):
-        yield
+    outer, asked = _asked.get(), set[str]()
+    token = _asked.set(asked)
+    try:
+        with _overrides(tuple(sorted(changed.items()))):
+            yield asked
+    finally:
+        _asked.reset(token)
+        if outer is not None:
+            outer |= asked
+
+
+def check_rules_asked(overrides: Collection[str], asked: Collection[str]) -> None:
+    """Checks that rules had something to split.
+
+    Args:
+        overrides: The logical axes of the rules.
+        asked: Those that parameters, batches and activations have, as `sharding_rules` yields them.
+
+    Raises:
+        ValueError: If a rule is about an axis that nothing has.
+    """
+    for name in overrides:
+        if name not in asked:
+            raise ValueError(
+                f"sharding_rules: nothing has the logical axis {name!r}, so it splits nothing; "
+                f"leave it out, or choose one of: {', '.join(sorted(asked))}."
+            )
 
 
 def current_rules() -> Rules:
@@ -117,11 +147,19 @@ def _check_known(name: str, rules: Rules) -> None:
         )
 
 
+def _note_asked(*names: str | None) -> None:
+    asked = _asked.get()
+    if asked is not None:
+        asked.update(name for name in names if name is not None)
+
+
 def mesh_axes(
     name: str, mesh_shape: Mapping[str, int], rules: Rules | None = None
 ) -> tuple[str, ...]:
     """Returns the mesh axes, larger than 1, over which a logical axis is split."""
-    rules = current_rules() if rules is None else rules
+    if rules is None:
+        rules = current_rules()
+        _note_asked(name)
     _check_known(name, rules)
     return tuple(axis for axis in rules[name] if mesh_shape.get(axis, 1) > 1)
 
@@ -224,6 +262,7 @@ def named_shardings(specs: Any, mesh: jax.sharding.Mesh, rules: Rules | None = N
 
 def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
     """Tells the compiler how an activation is split. Does nothing without a mesh."""
+    _note_asked(*axes)
     mesh = current_mesh()
     if mesh is None or mesh.size == 1:
         return x

@@ -1,10 +1,11 @@
 """The trainer: builds everything a run needs, restores it, and runs it to its end."""
 
+import contextlib
 import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -86,6 +87,8 @@ class SpmdTrainer(Module):
         mesh_axis_names: Sequence[str] = MESH_AXIS_NAMES
         # (regex for --mesh_selector, mesh shape or config of a ConfigModifier); first match wins.
         mesh_rules: Sequence[tuple[str, Any]] = ()
+        # {logical axis: mesh axes}, in place of lines of `moelib.parallel.sharding.DEFAULT_RULES`.
+        sharding_rules: dict[str, Sequence[str]] | None = None
 
         # What it leaves.
         dir: Required[str] = REQUIRED
@@ -143,6 +146,7 @@ class SpmdTrainer(Module):
         self._state: TrainerState | None = None
         self._input_state: dict[str, Any] | None = None
         self._compiled: Callable[..., Any] | None = None
+        self._axes_asked: set[str] = set()  # Logical axes of state, batch and activations.
         self.restored_metrics: dict[str, float] = {}  # Of evaluations, in the checkpoint restored.
         self.step = 0  # Steps taken, known without asking the devices.
 
@@ -153,7 +157,8 @@ class SpmdTrainer(Module):
         """Returns the mesh of the config, over its devices; `jax.set_mesh` takes it.
 
         Raises:
-            ValueError: If it does not take exactly the devices, or nothing is split over an axis.
+            ValueError: If it does not take exactly the devices, if nothing is split over one of its
+                axes, or if a sharding rule names an axis that is not there.
         """
         return self._mesh
 
@@ -161,8 +166,17 @@ class SpmdTrainer(Module):
     def _mesh(self) -> jax.sharding.Mesh:
         cfg = self.config
         mesh = create_device_mesh(cfg.mesh_shape, cfg.mesh_axis_names, self._devices)
-        sharding.check_mesh_axes(dict(mesh.shape))
+        with jax.set_mesh(mesh), sharding.sharding_rules(cfg.sharding_rules or {}):
+            sharding.check_mesh_axes(dict(mesh.shape))
         return mesh
+
+    @contextlib.contextmanager
+    def _on_mesh(self) -> Iterator[None]:
+        """Sets the mesh and the sharding rules, and notes what is asked of these."""
+        rules = sharding.sharding_rules(self.config.sharding_rules or {})
+        with jax.set_mesh(self.mesh()), rules as asked:
+            yield
+        self._axes_asked |= asked
 
     @functools.cached_property
     def input(self) -> Input:
@@ -185,7 +199,8 @@ class SpmdTrainer(Module):
     @functools.cached_property
     def trainer_state_shardings(self) -> TrainerState:
         """The state with a NamedSharding in place of each array."""
-        return state_lib.state_shardings(self.trainer_state_specs, self.learner, self.mesh())
+        with self._on_mesh():
+            return state_lib.state_shardings(self.trainer_state_specs, self.learner, self.mesh())
 
     @property
     def trainer_state(self) -> TrainerState:
@@ -203,8 +218,9 @@ class SpmdTrainer(Module):
     def batch_sharding(self) -> jax.sharding.NamedSharding:
         """Where the arrays [B, S] of a batch lie. Raises ValueError if the mesh cannot split it."""
         cfg = self.config.input
-        place = state_lib.batch_sharding(cfg.global_batch_size, cfg.seq_len, self.mesh())
-        check_microbatches(self.config, dict(self.mesh().shape))
+        with self._on_mesh():
+            place = state_lib.batch_sharding(cfg.global_batch_size, cfg.seq_len, self.mesh())
+            check_microbatches(self.config, dict(self.mesh().shape))
         return place
 
     @property
@@ -231,7 +247,7 @@ class SpmdTrainer(Module):
         """Makes the state before the first step, from a key or else `prng_seed`."""
         cfg = self.config
         key = cfg.prng_seed if prng_key is None else prng_key
-        with jax.set_mesh(self.mesh()):
+        with self._on_mesh():
             state = state_lib.init_state(
                 self.model, self.learner, key, self.trainer_state_shardings
             )
@@ -303,7 +319,7 @@ class SpmdTrainer(Module):
         Args:
             batch: As `trace_train_step` takes it.
         """
-        with jax.set_mesh(self.mesh()):
+        with self._on_mesh():
             return self.trace_train_step(batch).lower()
 
     @nowrap
@@ -313,6 +329,9 @@ class SpmdTrainer(Module):
         Args:
             batch: Arrays, or what stands for them; by default those that language-model inputs
                 give, for which no data is opened.
+
+        Raises:
+            ValueError: If the mesh cannot split something, or a sharding rule splits nothing.
         """
         cfg = self.config
         if batch is None:
@@ -333,8 +352,10 @@ class SpmdTrainer(Module):
         )
         replicated = jax.sharding.NamedSharding(self.mesh(), jax.sharding.PartitionSpec())
         out = (self.trainer_state_shardings, replicated)
-        with jax.set_mesh(self.mesh()):
-            return jax.jit(step, donate_argnums=(0,), out_shardings=out).trace(state, batch)
+        with self._on_mesh():
+            traced = jax.jit(step, donate_argnums=(0,), out_shardings=out).trace(state, batch)
+        sharding.check_rules_asked(cfg.sharding_rules or {}, self._axes_asked)
+        return traced
 
     @nowrap
     def run_step(self, batch: Any, *, input_state: dict[str, Any] | None = None) -> Any:
@@ -373,7 +394,7 @@ class SpmdTrainer(Module):
             CheckpointSaveError: If the last checkpoint could not be written.
         """
         cfg = self.config
-        with jax.set_mesh(self.mesh()):
+        with self._on_mesh():
             _ = self.batch_sharding  # What the mesh cannot split is refused first.
             config_path = claim_directory(cfg, cfg.dir, write=jax.process_index() == 0)
             if cfg.checkpointer is not None:

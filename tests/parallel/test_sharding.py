@@ -8,6 +8,7 @@ from moelib.parallel.mesh import MESH_AXIS_NAMES, create_device_mesh, mesh_shape
 from moelib.parallel.sharding import (
     DEFAULT_RULES,
     check_mesh_axes,
+    check_rules_asked,
     constrain,
     current_mesh,
     current_rules,
@@ -94,6 +95,20 @@ def test_rules_change_inside_the_block_only():
             assert mesh_axes("embed", MESH) == ("data", "fsdp")
         assert mesh_axes("ffn", MESH) == ("model",)
     assert current_rules() == DEFAULT_RULES
+
+
+def test_a_block_yields_the_logical_axes_asked_for_inside():
+    with sharding_rules({}) as outer:
+        partition_spec(("batch", None), MESH)
+        with sharding_rules({"embed": ()}) as asked:
+            constrain(jnp.ones((3, 5)), ("sequence", None))  # Without a mesh too.
+            partition_spec(("heads",), MESH, rules={"heads": ()})  # Asks another table.
+        assert asked == {"sequence"}
+        check_rules_asked({"sequence"}, asked)
+        message = "nothing has the logical axis 'embed'.*one of: sequence"
+        with pytest.raises(ValueError, match=message):
+            check_rules_asked({"embed"}, asked)
+    assert outer == {"batch", "sequence"}
 
 
 def test_each_table_has_its_own_trace_and_equal_ones_share_it():

@@ -13,10 +13,12 @@ import pytest
 from moelib.checkpoint.checkpointer import CheckpointSaveError
 from moelib.checkpoint.contents import CheckpointMismatchError
 from moelib.core import tree
+from moelib.core.config_text import parse, set_from_text
 from moelib.data.lm_input import LMInput
 from moelib.data.token_source import InMemoryTokens
 from moelib.train.identity import TrainerDirConflictError, config_hash
 from moelib.train.loop import NonFiniteError
+from tests.models import tiny as models
 from tests.train import tiny
 
 
@@ -212,6 +214,51 @@ def test_mesh_axis_that_splits_nothing_is_refused(tmp_path, shape, names, messag
         cfg.set(mesh_axis_names=names)
     with pytest.raises(ValueError, match=message):
         run(cfg)
+
+
+def moe_config(directory, *rules):
+    cfg = tiny.trainer_config(directory, max_step=2, evaler=False, mesh_shape=(1, 2, 2, 1, 1, 2))
+    cfg.set(model=models.model_config(), checkpointer=None)
+    for rule in rules:
+        set_from_text(cfg, rule)
+    return cfg
+
+
+def test_experts_folded_over_other_axes_give_the_same_losses(tmp_path):
+    fold = "sharding_rules={'experts': ('expert', 'model'), 'expert_ffn': ()}"
+    cfg = moe_config(tmp_path / "folded", fold)
+    assert parse(cfg.debug_string()) == cfg
+    trainer, _ = run(cfg)
+    up = tree.flatten_items(trainer.trainer_state.model)
+    splits = [x.sharding.spec[1] for path, x in up if path.endswith("/experts/up")]  # [L, E, ...
+    assert splits == [("expert", "model")]
+    run(moe_config(tmp_path / "default"))
+    losses, expected = tiny.losses(tmp_path / "folded"), tiny.losses(tmp_path / "default")
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert len(losses) == 2
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_sharding_rule_that_splits_nothing_is_refused_with_those_that_could(tmp_path, num_devices):
+    cfg = tiny.trainer_config(tmp_path).set(sharding_rules={"embed": (), "experts": ("expert",)})
+    trainer = cfg.instantiate(parent=None, devices=jax.devices()[:num_devices])
+    message = "nothing has the logical axis 'experts', .* one of: batch, embed, .*vocab"
+    with pytest.raises(ValueError, match=message):
+        trainer.trace_train_step()
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"expert": ("data",)}, r"the logical axis 'expert'; did you mean 'experts'"),
+        ({"experts": ("dta",)}, r"rule for 'experts': there is no mesh axis 'dta'; did you mean"),
+        ({"batch": ("fsdp",)}, r"axis 'data' has size 8, .*nothing is split over it"),
+    ],
+)
+def test_sharding_rule_about_axes_that_are_not_there_is_refused(tmp_path, rules, message):
+    with pytest.raises(ValueError, match=message):
+        run(tiny.trainer_config(tmp_path).set(sharding_rules=rules))
+    assert not os.listdir(tmp_path)
 
 
 def test_settings_that_cannot_be_are_refused(tmp_path):
