@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -219,9 +220,28 @@ class SpmdTrainer(Module):
         """Where the arrays [B, S] of a batch lie. Raises ValueError if the mesh cannot split it."""
         cfg = self.config.input
         with self._on_mesh():
+            self._check_sequences()
             place = state_lib.batch_sharding(cfg.global_batch_size, cfg.seq_len, self.mesh())
             check_microbatches(self.config, dict(self.mesh().shape))
         return place
+
+    def _check_sequences(self) -> None:
+        """Raises ValueError if the mesh does not divide the sequences of an input."""
+        cfg, mesh_shape = self.config, dict(self.mesh().shape)
+        inputs = {"input": cfg.input} | {
+            f"evalers.{n}.input": e.input for n, e in cfg.evalers.items()
+        }
+        for name in ("sequence", "residual_sequence"):
+            axes = sharding.mesh_axes(name, mesh_shape)
+            parts = math.prod(mesh_shape[axis] for axis in axes)
+            said = ", ".join(f"{axis} {mesh_shape[axis]}" for axis in axes)
+            for path, inside in inputs.items():
+                if inside.seq_len % parts:
+                    raise ValueError(
+                        f"{path}.seq_len is {inside.seq_len}, which does not divide into the "
+                        f"{parts} parts of {name!r} over the mesh axes {said}; set it to a "
+                        f"multiple of {parts}, or make mesh_shape smaller there."
+                    )
 
     @property
     def _host_rows(self) -> HostRows:

@@ -194,6 +194,23 @@ def test_batch_that_the_mesh_does_not_divide_is_refused(tmp_path):
         run(cfg)
 
 
+@pytest.mark.parametrize("path", ["input", "evalers.val.input"])
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((1, 1, 1, 1, 8, 1), "8 parts of 'sequence' over the mesh axes seq 8; set .* of 8,"),
+        ((1, 1, 1, 1, 2, 4), "8 parts of 'residual_sequence' over the mesh axes seq 2, model 4;"),
+    ],
+)
+def test_sequence_that_the_mesh_does_not_divide_is_refused(tmp_path, path, shape, message):
+    cfg = tiny.trainer_config(tmp_path, mesh_shape=shape)
+    set_from_text(cfg, f"{path}.seq_len=12")
+    message = rf"^{path}.seq_len is 12, .* into the {message} .*or make mesh_shape smaller"
+    with pytest.raises(ValueError, match=message):
+        run(cfg)
+    assert not os.listdir(tmp_path)
+
+
 def test_micro_batches_that_the_mesh_does_not_divide_are_refused(tmp_path):
     cfg = tiny.trainer_config(tmp_path, mesh_shape=(1, 2, 1, 4, 1, 1)).set(num_microbatches=2)
     with pytest.raises(ValueError, match="micro-batches of 4 rows do not divide over the mesh"):
