@@ -7,7 +7,9 @@
     moelib bench loss        head and cross-entropy, beside one that holds all logits
 
 All with gradients. Every figure is measured by turns with the rate of a plain matmul in the same
-process, so that a busy machine slows both; least and median times are given.
+process, so that a busy machine slows both; least and median times are given. Memory is that of
+one device: what the program holds, and what a turn reads and writes by XLA's count, in which the
+body of a loop counts once.
 """
 
 import dataclasses
@@ -26,6 +28,7 @@ FLAGS = flags.FLAGS
 BENCHMARKS = ("step", "gmm", "attention", "dispatch", "loss")
 _WITH_EXPERTS = ("step", "gmm", "dispatch")
 _WITH_HEADS = ("step", "attention")
+DTYPES = ("float32", "bfloat16")
 ROUTINGS = ("learned", "balanced", "skewed")
 
 
@@ -47,6 +50,9 @@ def define_flags() -> None:
         "buffer_factor",
         None,
         "Rows that a device has room for, over those of an even load; by default for the worst.",
+    )
+    flags.DEFINE_enum(
+        "dtype", "float32", DTYPES, "What a step computes in; elsewhere inputs and weights too."
     )
     flags.DEFINE_enum(
         "routing", "learned", ROUTINGS, "Where tokens go: by random weights, evenly, or unevenly."
@@ -75,10 +81,11 @@ def run(args: Sequence[str]) -> None:
     else:
         cases = bench_cases.CASES[args[0]](sizes, FLAGS.routing)
     print(
-        f"{args[0]}: {described(args[0], sizes, FLAGS.routing)}, float32, {len(jax.devices())} "
-        f"device(s); compiled in {time.perf_counter() - begin:.1f} s"
+        f"{args[0]}: {described(args[0], sizes, FLAGS.routing)}, {len(jax.devices())} device(s); "
+        f"compiled in {time.perf_counter() - begin:.1f} s\n"
+        "Accessed is what XLA counts as read and written, the body of a loop once."
     )
-    print_table(cases, FLAGS.repeats)
+    print_table(cases, FLAGS.repeats, sizes.dtype)
 
 
 def check_sizes(name: str, sizes: Any, num_devices: int) -> None:
@@ -116,7 +123,7 @@ def _check_multiple(field: str, value: int, divisor: int, of_what: str) -> None:
 
 
 def described(name: str, sizes: Any, routing: str) -> str:
-    """Returns the sizes, and the routing, that the benchmark depends on."""
+    """Returns the sizes, the routing and the dtype that the benchmark depends on."""
     parts = [f"{sizes.batch_size} x {sizes.seq_len} tokens", f"width {sizes.dim}"]
     if name in _WITH_HEADS:
         parts.append(f"{sizes.num_heads} heads on {sizes.num_kv_heads}")
@@ -125,38 +132,54 @@ def described(name: str, sizes: Any, routing: str) -> str:
         parts.append(f"top-{sizes.num_experts_per_token}, {routing} routing")
     if name in ("step", "loss"):
         parts.append(f"vocabulary of {sizes.vocab_size:,}")
-    return ", ".join(parts)
+    return ", ".join([*parts, sizes.dtype])
 
 
-def print_table(cases: dict[str, Any], repeats: int) -> None:
-    """Measures the cases by turns with a plain matmul, and prints a line for each."""
-    matmul, matmul_flops = _matmul()
+def print_table(cases: dict[str, Any], repeats: int, dtype: str) -> None:
+    """Measures the cases by turns with a plain matmul of the dtype, and prints lines for each."""
+    matmul, matmul_flops = _matmul(dtype)
     runs = {name: case.run for name, case in cases.items()}
     times = interleaved({**runs, "a plain matmul": matmul}, repeats)
     width = max(map(len, cases))
     for name, case in cases.items():
-        memory = case.compiled.memory_analysis()
-        total = memory.argument_size_in_bytes + memory.output_size_in_bytes
-        total += memory.temp_size_in_bytes - memory.alias_size_in_bytes
+        memory = described_memory(case.compiled)
         for which, pick in (("best", min), ("median", statistics.median)):
             seconds = pick(times[name])
             at_most = matmul_flops / pick(times["a plain matmul"])
             rate = case.flops / seconds
             print(
                 f"{name:<{width}} {which:<7}{1e3 * seconds:8.1f} ms a step "
-                f"{case.tokens / seconds:10,.0f} tokens/s {rate / 1e9:8.1f} GFLOP/s, "
-                f"{rate / at_most:.0%} of a plain matmul's {at_most / 1e9:.0f}; "
-                f"{total / 2**20:,.0f} MiB a device"
+                f"{case.tokens / seconds:10,.0f} tokens/s {described_rate(rate):>14}, "
+                f"{rate / at_most:.0%} of a plain matmul's {described_rate(at_most)}; {memory}"
             )
 
 
-def _matmul() -> tuple[Callable[[], Any], float]:
-    """Returns a plain float32 matmul of [4096, 1024] x [1024, 1024], and its FLOPs."""
+def described_rate(flops_per_second: float) -> str:
+    """Returns the rate in GFLOP/s, from 1000 of them on in TFLOP/s."""
+    giga = flops_per_second / 1e9
+    return f"{giga:.1f} GFLOP/s" if giga < 1000 else f"{giga / 1000:.2f} TFLOP/s"
+
+
+def described_memory(compiled: Any) -> str:
+    """Returns what a program holds and, where it is counted, what a turn reads and writes."""
+    memory = compiled.memory_analysis()
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    held += memory.temp_size_in_bytes - memory.alias_size_in_bytes
+    accessed = (compiled.cost_analysis() or {}).get("bytes accessed")
+    parts = [f"{held / 2**20:,.0f} MiB held"]
+    if accessed is not None:
+        parts.append(f"{accessed / 2**20:,.0f} MiB accessed a turn")
+    return f"{', '.join(parts)}, a device"
+
+
+def _matmul(dtype: str) -> tuple[Callable[[], Any], float]:
+    """Returns a plain matmul of [4096, 1024] x [1024, 1024], and its FLOPs."""
     import jax
     import jax.numpy as jnp
 
     keys = jax.random.split(jax.random.key(0))
-    x, w = jax.random.normal(keys[0], (4096, 1024)), jax.random.normal(keys[1], (1024, 1024))
+    shapes = (4096, 1024), (1024, 1024)
+    x, w = (jax.random.normal(*pair, dtype) for pair in zip(keys, shapes, strict=True))
     multiply = jax.jit(jnp.matmul).lower(x, w).compile()
     return lambda: multiply(x, w), 2.0 * 4096 * 1024 * 1024
 

@@ -19,8 +19,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moelib.core.config import REQUIRED, Required, config_class, config_for_function
 from moelib.core.module import functional
+from moelib.core.param import cast_parameters
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.attention.on_mesh import Rule, attend
+from moelib.layers.base import BaseLayer
 from moelib.layers.moe.balance import LoadBalanceLoss
 from moelib.layers.moe.dispatch import DenseDispatcher, SortedDispatcher
 from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
@@ -63,6 +65,7 @@ class Sizes:
     num_layers: int = 4
     vocab_size: int = 8192
     buffer_factor: float | None = None  # Of the dispatchers that have one; None has room for all.
+    dtype: str = "float32"  # Of a step's forward and backward pass; else of inputs and weights.
 
     @property
     def num_tokens(self) -> int:
@@ -151,13 +154,14 @@ def learner_config() -> Learner.Config:
 
 
 def step_case(sizes: Sizes, routing: str) -> dict[str, Case]:
-    """A whole training step, in float32."""
+    """A whole training step; parameters and AdamW's moments are in float32 in any case."""
     model = model_config(sizes, routing).instantiate(parent=None)
     specs = model.create_parameter_specs_recursively()
     learner = learner_config().instantiate(parent=None, param_specs=specs)
     state = init_state(model, learner, 0, None)
     batch = _random_batch(sizes)
-    step = jax.jit(make_train_step(model, learner), donate_argnums=0)
+    train_dtype = None if sizes.dtype == "float32" else sizes.dtype
+    step = jax.jit(make_train_step(model, learner, train_dtype=train_dtype), donate_argnums=0)
     compiled = step.lower(state, batch).compile()
     held = [state]
 
@@ -180,10 +184,9 @@ def gmm_cases(sizes: Sizes, routing: str) -> dict[str, Case]:
         hidden_dim=sizes.hidden_dim,
     )
     experts = cfg.instantiate(parent=None)
-    params = experts.initialize_parameters_recursively(jax.random.key(0))
-    rows = jax.random.normal(
-        jax.random.key(1), (sizes.num_tokens * sizes.num_experts_per_token, sizes.dim)
-    )
+    params = _initial(experts, sizes)
+    num_rows = sizes.num_tokens * sizes.num_experts_per_token
+    rows = jax.random.normal(jax.random.key(1), (num_rows, sizes.dim), sizes.dtype)
     group_sizes = _group_sizes(sizes, routing)
     ends = np.cumsum(group_sizes)
 
@@ -216,7 +219,7 @@ def attention_cases(sizes: Sizes, routing: str) -> dict[str, Case]:
     keys = jax.random.split(jax.random.key(0), 3)
     heads = (sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads)
     q, k, v = (
-        jax.random.normal(key, (sizes.batch_size, sizes.seq_len, n, head_dim))
+        jax.random.normal(key, (sizes.batch_size, sizes.seq_len, n, head_dim), sizes.dtype)
         for key, n in zip(keys, heads, strict=True)
     )
 
@@ -240,16 +243,18 @@ def attention_cases(sizes: Sizes, routing: str) -> dict[str, Case]:
 def loss_cases(sizes: Sizes, routing: str) -> dict[str, Case]:
     """The head and the cross-entropy with their gradients, and with all logits in memory."""
     del routing
-    hidden = jax.random.normal(jax.random.key(0), (sizes.batch_size, sizes.seq_len, sizes.dim))
-    head = jax.random.normal(jax.random.key(1), (sizes.dim, sizes.vocab_size)) / sizes.dim**0.5
+    hidden = _random_tokens(sizes)
+    head = jax.random.normal(jax.random.key(1), (sizes.dim, sizes.vocab_size), sizes.dtype)
+    head /= sizes.dim**0.5
     labels = _random_batch(sizes)["target_labels"]
 
     def chunked(hidden: Array, head: Array) -> Array:
         return language_model_loss(hidden, head, labels, tied=False).objective
 
     def whole(hidden: Array, head: Array) -> Array:
-        logits = jax.nn.log_softmax(jnp.einsum("bsd,dv->bsv", hidden, head))
-        return -jnp.sum(jnp.take_along_axis(logits, labels[..., None], -1))
+        logits = jnp.einsum("bsd,dv->bsv", hidden, head, preferred_element_type=jnp.float32)
+        logs = jax.nn.log_softmax(logits)
+        return -jnp.sum(jnp.take_along_axis(logs, labels[..., None], -1))
 
     flops = 3 * 2.0 * sizes.num_tokens * sizes.dim * sizes.vocab_size
     return {
@@ -260,7 +265,7 @@ def loss_cases(sizes: Sizes, routing: str) -> dict[str, Case]:
 
 def dispatch_cases(sizes: Sizes, routing: str) -> dict[str, Case]:
     """A layer of experts with its gradients, by each dispatcher, experts split over all devices."""
-    x = jax.random.normal(jax.random.key(0), (sizes.batch_size, sizes.seq_len, sizes.dim))
+    x = _random_tokens(sizes)
     cases = {}
     mesh = jax.sharding.get_abstract_mesh()
     for name, dispatcher in DISPATCHERS.items():
@@ -270,7 +275,7 @@ def dispatch_cases(sizes: Sizes, routing: str) -> dict[str, Case]:
         if hasattr(cfg.dispatcher, "buffer_factor"):
             cfg.dispatcher.buffer_factor = sizes.buffer_factor
         layer = cfg.instantiate(parent=None)
-        params = layer.initialize_parameters_recursively(jax.random.key(1))
+        params = _initial(layer, sizes)
         if mesh.shape_tuple:
             specs = layer.create_parameter_specs_recursively()
             params = jax.device_put(params, named_shardings(specs, jax.sharding.get_mesh()))
@@ -295,6 +300,17 @@ CASES: dict[str, Callable[[Sizes, str], dict[str, Case]]] = {
 def _case(run: Callable[..., Any], arguments: tuple[Any, ...], flops: float, tokens: int) -> Case:
     compiled = jax.jit(run).lower(*arguments).compile()
     return Case(lambda: compiled(*arguments), flops, tokens, compiled)
+
+
+def _initial(layer: BaseLayer, sizes: Sizes) -> Any:
+    """Returns a layer's parameters; those that a step would not cast stay in float32."""
+    params = layer.initialize_parameters_recursively(jax.random.key(1))
+    return cast_parameters(params, layer.create_parameter_specs_recursively(), sizes.dtype)
+
+
+def _random_tokens(sizes: Sizes) -> Float[Array, "B S D"]:
+    shape = (sizes.batch_size, sizes.seq_len, sizes.dim)
+    return jax.random.normal(jax.random.key(0), shape, sizes.dtype)
 
 
 def _group_sizes(sizes: Sizes, routing: str) -> Int[np.ndarray, "E"]:

@@ -1,14 +1,18 @@
 """`moelib bench`: what is measured is what is said, and by turns."""
 
+import dataclasses
 import math
 import re
+import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from moelib.cli import bench, bench_cases
 from moelib.launch import UsageError
+from moelib.layers.moe.dispatch import SortedDispatcher
 from moelib.models.cost import model_cost
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 
@@ -29,14 +33,35 @@ def test_the_model_has_the_size_and_the_flops_that_are_said():
     assert cost.train_flops_per_token == 3 * 2 * (matmuls + scores)
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2**-5)])
 @pytest.mark.parametrize("name", ["gmm", "attention", "loss"])
-def test_what_stands_side_by_side_gives_the_same_gradients(name):
-    cases = list(bench_cases.CASES[name](SMALL, "skewed").values())
+def test_what_stands_side_by_side_gives_the_same_gradients(name, dtype, tolerance):
+    sizes = dataclasses.replace(SMALL, dtype=dtype)
+    cases = list(bench_cases.CASES[name](sizes, "skewed").values())
     for ours, other in zip(cases[::2], cases[1::2], strict=True):
         assert ours.flops == other.flops
         for a, b in zip(*(jax.tree.leaves(case.run()) for case in (ours, other)), strict=True):
+            assert a.dtype == b.dtype == dtype
+            a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
             scale = np.abs(b).max()
-            np.testing.assert_allclose(a / scale, b / scale, atol=1e-5)
+            np.testing.assert_allclose(a / scale, b / scale, atol=tolerance)
+
+
+def test_a_step_computes_in_the_dtype_and_keeps_its_state_in_float32():
+    sizes = dataclasses.replace(SMALL, dtype="bfloat16", num_layers=1, vocab_size=64)
+    case = bench_cases.step_case(sizes, "learned")["step"]
+    assert np.isfinite(case.run()).all()
+    state = jax.tree.leaves(case.compiled.in_avals)
+    assert not any(x.dtype == jnp.bfloat16 for x in state)
+    assert "bf16[" in case.compiled.as_text()
+
+
+def test_dispatched_tokens_and_experts_are_of_the_dtype_and_the_router_is_not(monkeypatch):
+    monkeypatch.setattr(bench_cases, "DISPATCHERS", {"sorted": SortedDispatcher})
+    sizes = dataclasses.replace(SMALL, dtype="bfloat16")
+    params, x = bench_cases.dispatch_cases(sizes, "learned")["sorted"].run()
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in [x, *jax.tree.leaves(params["experts"])])
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params["router"]))
 
 
 def test_the_flops_of_attention_are_those_of_the_scores_that_count():
@@ -75,11 +100,29 @@ def test_runs_are_measured_by_turns_and_the_first_turn_is_not_counted():
 
 
 def test_the_table_has_a_line_for_each_case_and_way_of_counting(capsys):
-    bench.print_table(bench_cases.loss_cases(SMALL, "learned"), 2)
+    bench.print_table(bench_cases.loss_cases(SMALL, "learned"), 2, "bfloat16")
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["loss", "loss", "all", "all"]
     for line in lines:
-        assert re.search(r"ms a step +[\d,]+ tokens/s +[\d.]+ GFLOP/s, \d+% of .* MiB a dev", line)
+        assert re.search(r"ms a step +[\d,]+ tokens/s +[\d.]+ GFLOP/s, \d+% of .* GFLOP/s; ", line)
+        assert re.search(r"; [\d,]+ MiB held, [\d,]+ MiB accessed a turn, a device$", line)
+
+
+def test_rates_are_given_in_a_unit_that_suits_them():
+    assert bench.described_rate(999.94e9) == "999.9 GFLOP/s"
+    assert bench.described_rate(1.234e12) == "1.23 TFLOP/s"
+
+
+@pytest.mark.parametrize("cost", [None, {}, {"flops": 1.0}])
+def test_bytes_that_nobody_counts_are_left_out(cost):
+    memory = types.SimpleNamespace(
+        argument_size_in_bytes=3 * 2**20,
+        output_size_in_bytes=2 * 2**20,
+        temp_size_in_bytes=2**20,
+        alias_size_in_bytes=2**20,
+    )
+    compiled = types.SimpleNamespace(memory_analysis=lambda: memory, cost_analysis=lambda: cost)
+    assert bench.described_memory(compiled) == "5 MiB held, a device"
 
 
 @pytest.mark.parametrize(
@@ -113,7 +156,9 @@ def test_sizes_that_a_benchmark_does_not_use_are_not_checked():
 def test_the_routing_is_named_where_it_is_used():
     for name in bench.BENCHMARKS:
         used = name in ("step", "gmm", "dispatch")
-        assert ("skewed routing" in bench.described(name, SMALL, "skewed")) == used
+        said = bench.described(name, SMALL, "skewed")
+        assert ("skewed routing" in said) == used
+        assert said.endswith(", float32")
 
 
 def test_an_unknown_benchmark_names_those_there_are():
