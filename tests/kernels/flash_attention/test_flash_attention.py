@@ -259,8 +259,9 @@ def test_shapes_that_do_not_fit_together_are_named(cut, message, backend, monkey
 )
 def test_segment_ids_are_integers_one_a_token(ids, message, monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    q, k, v = operands()
     with pytest.raises(ValueError, match=f"segment_ids of q are {message}"):
-        flash_attention(*operands(), ids)
+        flash_attention(q, k, v, ids)
 
 
 def test_operands_of_two_dtypes_are_refused():
