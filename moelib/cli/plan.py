@@ -28,7 +28,7 @@ def define_flags() -> None:
     launch.define_config_flags()
     flags.DEFINE_string("topology", None, "For what to compile, such as v6e:2x2x1.")
     flags.DEFINE_multi_string(
-        "compiler_option", [], "name=value: for the compiler, beside the generation's defaults."
+        "compiler_option", [], "name=value: for the compiler, over those that training takes."
     )
     flags.DEFINE_integer("top", 0, "Lists so many of the costliest instructions and places.")
     flags.DEFINE_string("json", None, "Writes the report to this file.")
@@ -64,7 +64,7 @@ def run(args: Sequence[str]) -> None:
             cfg,
             where,
             name=FLAGS.config,
-            compiler_options=_compiler_options(where.generation.compiler_options),
+            compiler_options=_compiler_options(),
             num_costliest=max(FLAGS.top, 20),
             hlo_path=FLAGS.hlo,
         )
@@ -78,8 +78,8 @@ def run(args: Sequence[str]) -> None:
         print_costliest(report, FLAGS.top, where.generation.cycles_per_second)
 
 
-def _compiler_options(defaults: Mapping[str, str]) -> dict[str, str]:
-    options = dict(defaults)
+def _compiler_options() -> dict[str, str]:
+    options = {}
     for text in FLAGS.compiler_option:
         name, equals, value = text.partition("=")
         if not equals:

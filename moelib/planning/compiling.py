@@ -38,7 +38,7 @@ def plan_step(
         cfg: A `SpmdTrainer.Config`, whose mesh is laid over the topology's devices.
         topology: For what to compile.
         name: What the report calls the step.
-        compiler_options: In place of the generation's own.
+        compiler_options: Over those that the trainer compiles with.
         num_costliest: How many instructions the report lists.
         hlo_path: Where to write the compiled program's text, if anywhere.
 
@@ -54,7 +54,7 @@ def plan_step(
         rows_routed = _rows_routed(trainer)
     except ValueError as error:
         raise PlanError(f"topology {topology.name}: {error}") from None
-    options = topology.generation.compiler_options if compiler_options is None else compiler_options
+    options = trainer.compiler_options() | dict(compiler_options or {})
     with no_compilation_cache():
         begin = time.perf_counter()
         traced = trainer.trace_train_step()
@@ -63,7 +63,7 @@ def plan_step(
             lowered = traced.lower()
         after_lower, after_lower_cpu = time.perf_counter(), time.process_time()
         try:
-            compiled = lowered.compile(compiler_options=dict(options))
+            compiled = lowered.compile(compiler_options=options)
         except Exception as error:
             raise _out_of_memory(error, trainer, topology) or error from None
     seconds = Seconds(

@@ -6,7 +6,7 @@ libtpu describes and compiles for topologies of which no device is there.
 import dataclasses
 import importlib.util
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from moelib.core.config import did_you_mean
@@ -22,7 +22,7 @@ class PlanError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """What one device of a TPU generation has, and how we compile for it.
+    """What one device of a TPU generation has.
 
     Attributes:
         name: As it stands before the colon of a topology's name.
@@ -31,7 +31,6 @@ class Generation:
         flops_per_second: Peak in bfloat16.
         hbm_bytes_per_second: To and from HBM.
         cycles_per_second: Clock of the TensorCore, which turns cycles into time.
-        compiler_options: Our defaults.
     """
 
     name: str
@@ -40,23 +39,7 @@ class Generation:
     flops_per_second: float
     hbm_bytes_per_second: float
     cycles_per_second: float
-    compiler_options: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-
-# All-gathers, reduce-scatters and all-reduces on the SparseCores, beside the TensorCore's work;
-# without these every all-gather is synchronous. The other generations' compilers take the same
-# options, but nobody has seen what they do there.
-_V6E_OPTIONS = {
-    "xla_tpu_scoped_vmem_limit_kib": "81920",
-    "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
-    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
-    "xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true",
-    "xla_tpu_use_tc_device_shape_on_sc": "true",
-    "xla_sc_enable_instruction_fusion": "false",
-    "xla_sc_disable_megacore_partitioning": "true",
-    "xla_tpu_enable_data_parallel_all_reduce_opt": "true",
-    "xla_tpu_data_parallel_opt_different_sized_ops": "true",
-}
 
 # FLOP/s and HBM bandwidth: Google Cloud's documentation, pages "TPU v5e", "TPU v5p", "TPU v6e" and
 # "TPU7x (Ironwood)". A device of tpu7x is half a chip. Bytes of HBM are what the compiler's own
@@ -69,7 +52,7 @@ GENERATIONS = {
     for generation in (
         Generation("v5e", "TPU v5 lite", int(15.75 * _GIB), 197e12, 819e9, 1.5e9),
         Generation("v5p", "TPU v5", int(95.73 * _GIB), 459e12, 2765e9, 1.75e9),
-        Generation("v6e", "TPU v6 lite", int(31.24 * _GIB), 918e12, 1640e9, 1.75e9, _V6E_OPTIONS),
+        Generation("v6e", "TPU v6 lite", int(31.24 * _GIB), 918e12, 1640e9, 1.75e9),
         Generation("tpu7x", "TPU7x", int(94.74 * _GIB), 1153.5e12, 3690e9, 1.75e9),
     )
 }

@@ -35,6 +35,7 @@ from moelib.parallel.mesh import (
     mesh_shape_from_axes,
 )
 from moelib.train import state as state_lib
+from moelib.train.compiler_options import BY_DEVICE_KIND
 from moelib.train.evaler import SpmdEvaler
 from moelib.train.identity import claim_directory, config_hash
 from moelib.train.input_state import gather_input_state, input_state_of
@@ -61,7 +62,8 @@ class SpmdTrainer(Module):
     ParameterSpec`, `initialize_parameters_recursively(prng_key) -> nested dict of arrays`, and
     `forward(batch) -> (loss, metrics)`, the loss a WeightedScalar of nats a token and the number
     of tokens. It may have `end_step_recursively(parameters) -> parameters`, applied after each
-    step, and `flops_per_token(seq_len=) -> float`, for FLOP/s.
+    step, `flops_per_token(seq_len=) -> float`, for FLOP/s, and `token_counts(batch) -> (tokens of
+    the loss, tokens of auxiliary losses)`, without which the latter are weighted like the loss.
 
     A run leaves in its folder `config.txt`, `metrics.jsonl`, `summaries/` and `checkpoints/`, and
     goes on from the newest checkpoint when it is started again; it then takes the same steps, bit
@@ -90,6 +92,8 @@ class SpmdTrainer(Module):
         mesh_rules: Sequence[tuple[str, Any]] = ()
         # {logical axis: mesh axes}, in place of lines of `moelib.parallel.sharding.DEFAULT_RULES`.
         sharding_rules: dict[str, Sequence[str]] | None = None
+        # Of XLA, for the step; over those of `moelib.train.compiler_options` for the devices.
+        compiler_options: dict[str, str] | None = None
 
         # What it leaves.
         dir: Required[str] = REQUIRED
@@ -330,7 +334,14 @@ class SpmdTrainer(Module):
         Args:
             batch: As `lower_train_step` takes it.
         """
-        return self.lower_train_step(batch).compile()
+        return self.lower_train_step(batch).compile(compiler_options=self.compiler_options())
+
+    @nowrap
+    def compiler_options(self) -> dict[str, str]:
+        """Returns the options of XLA that the step is compiled with."""
+        device = self.mesh().devices.flat[0]
+        defaults = BY_DEVICE_KIND.get(device.device_kind, {})
+        return {**defaults, **(self.config.compiler_options or {})}
 
     @nowrap
     def lower_train_step(self, batch: Any = None) -> jax.stages.Lowered:

@@ -13,6 +13,7 @@ from moelib.planning.compiling import no_compilation_cache
 from moelib.planning.counting import step_report
 from moelib.planning.report import total
 from moelib.planning.topologies import topology
+from moelib.train.compiler_options import BY_DEVICE_KIND
 
 L, B, D = 6, 64, 512
 
@@ -34,7 +35,7 @@ def _report(where, function, *arguments):
         compiled = (
             jax.jit(function)
             .lower(*shapes)
-            .compile(compiler_options=dict(where.generation.compiler_options))
+            .compile(compiler_options=dict(BY_DEVICE_KIND[where.generation.device_kind]))
         )
     return step_report(compiled, name="x", topology=where.name, mesh=dict(mesh.shape))
 

@@ -16,6 +16,8 @@ from moelib.core import tree
 from moelib.core.config_text import parse, set_from_text
 from moelib.data.lm_input import LMInput
 from moelib.data.token_source import InMemoryTokens
+from moelib.parallel.mesh import mesh_shape_from_axes
+from moelib.planning.topologies import topology
 from moelib.train.identity import TrainerDirConflictError, config_hash
 from moelib.train.loop import NonFiniteError
 from tests.models import tiny as models
@@ -310,3 +312,21 @@ def _zero_head():
     return lambda state: state._replace(
         model={**state.model, "head": jnp.zeros_like(state.model["head"])}
     )
+
+
+def test_the_step_is_compiled_with_the_options_of_the_devices_and_the_config(tmp_path):
+    cfg = tiny.trainer_config(tmp_path)
+    assert cfg.instantiate(parent=None).compiler_options() == {}
+    cfg.compiler_options = {"xla_no_such_option": "true"}
+    with pytest.raises(Exception, match="xla_no_such_option"):
+        cfg.instantiate(parent=None).compile_train_step()
+
+
+def test_on_v6e_gathers_run_on_the_sparse_cores(tmp_path):
+    pytest.importorskip("libtpu")
+    cfg = tiny.trainer_config(tmp_path, mesh_shape=mesh_shape_from_axes(fsdp=-1), evaler=False)
+    cfg.compiler_options = {"xla_tpu_scoped_vmem_limit_kib": "65536"}
+    trainer = cfg.instantiate(parent=None, devices=topology("v6e:2x2x1").devices)
+    options = trainer.compiler_options()
+    assert options["xla_tpu_enable_sparse_core_collective_offload_all_gather"] == "true"
+    assert options["xla_tpu_scoped_vmem_limit_kib"] == "65536"

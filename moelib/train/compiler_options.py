@@ -1,0 +1,20 @@
+"""Options of XLA's compiler for training steps, for each kind of device."""
+
+from collections.abc import Mapping
+
+# All-gathers, reduce-scatters and all-reduces on the SparseCores, beside the TensorCore's work;
+# without these every all-gather is synchronous. The compilers for other generations take the same
+# options, but nobody has seen what they do there.
+_V6E = {
+    "xla_tpu_scoped_vmem_limit_kib": "81920",
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true",
+    "xla_tpu_use_tc_device_shape_on_sc": "true",
+    "xla_sc_enable_instruction_fusion": "false",
+    "xla_sc_disable_megacore_partitioning": "true",
+    "xla_tpu_enable_data_parallel_all_reduce_opt": "true",
+    "xla_tpu_data_parallel_opt_different_sized_ops": "true",
+}
+
+BY_DEVICE_KIND: Mapping[str, Mapping[str, str]] = {"TPU v6 lite": _V6E}
