@@ -116,7 +116,12 @@ def _input(size: Size, seq_len: int, rows: int, split: str, mode: InputMode) -> 
 
 
 def trainer(
-    size: Size, *, seq_len: int, rows: int, max_step: int = 10_000, **mesh: int
+    size: Size,
+    *,
+    seq_len: int,
+    rows: int,
+    meshes: Mapping[str, Mapping[str, int]],
+    max_step: int = 10_000,
 ) -> SpmdTrainer.Config:
     """Returns the job: bfloat16 compute over float32 parameters, AdamW at 3e-4, a cosine to 3e-5.
 
@@ -124,9 +129,11 @@ def trainer(
         size: The model.
         seq_len: Tokens of a row.
         rows: Rows of a step, on all devices.
+        meshes: For each kind of hardware, a pattern of `--mesh_selector`, the sizes of mesh axes;
+            the first is what the config has.
         max_step: Steps.
-        **mesh: The size of each mesh axis.
     """
+    shapes = {pattern: mesh_shape_from_axes(**axes) for pattern, axes in meshes.items()}
     schedule = config_for_function(schedules.cosine).set(
         peak_lr=3e-4, end_lr=3e-5, warmup_steps=0.01 * max_step
     )
@@ -141,7 +148,8 @@ def trainer(
         input=_input(size, seq_len, rows, "train", InputMode.TRAIN),
         max_step=max_step,
         train_dtype="bfloat16",
-        mesh_shape=mesh_shape_from_axes(**mesh),
+        mesh_shape=next(iter(shapes.values())),
+        mesh_rules=list(shapes.items()),
     )
     cfg.evalers["validation"] = SpmdEvaler.default_config().set(
         input=_input(size, seq_len, rows, "validation", InputMode.EVALUATE).set(max_batches=25)
@@ -151,12 +159,15 @@ def trainer(
 
 def named_trainer_configs() -> Mapping[str, Callable[[], SpmdTrainer.Config]]:
     """Returns the configs by name."""
-    jobs = {
-        "20b": {"seq_len": 4096, "rows": 64, "fsdp": -1, "expert": 4},
-        "120b": {"seq_len": 4096, "rows": 256, "fsdp": -1, "expert": 8},
-        "3b-v6e4": {"seq_len": 1024, "rows": 4, "fsdp": 2, "expert": 2},
+    chips = r"(tpu-(v5p|v6e|7x)|gpu-(h100|h200|b200))-\d+"
+    jobs = {  # Tokens of a row, rows, meshes.
+        "20b": (4096, 64, {chips: {"fsdp": -1, "expert": 4}}),
+        "120b": (4096, 256, {chips: {"fsdp": -1, "expert": 8}}),
+        "3b-v6e4": (1024, 4, {"tpu-v6e-4": {"fsdp": 2, "expert": 2}, chips: {"fsdp": -1}}),
     }
     return {
-        f"gpt-oss-{name}": functools.partial(trainer, SIZES[name], **job)
-        for name, job in jobs.items()
+        f"gpt-oss-{name}": functools.partial(
+            trainer, SIZES[name], seq_len=seq_len, rows=rows, meshes=meshes
+        )
+        for name, (seq_len, rows, meshes) in jobs.items()
     }
