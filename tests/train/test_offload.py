@@ -51,7 +51,12 @@ def with_everything(directory, **mesh):
 
 
 @pytest.mark.parametrize(
-    "mesh", [{"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "model": 2}], ids=str
+    "mesh",
+    [
+        {"data": 2, "fsdp": 2, "model": 2},
+        *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ({"data": 8}, {"fsdp": 8})),
+    ],
+    ids=str,
 )
 def test_a_run_is_the_same(tmp_path, mesh):
     runs = []

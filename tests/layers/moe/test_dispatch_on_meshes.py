@@ -103,8 +103,18 @@ def test_every_mesh_equals_the_oracle_on_one_device(name, mesh, routing):
     check(on_mesh(mesh, layer(name), ROUTINGS[routing]), want)
 
 
-@pytest.mark.parametrize("name", ["ragged", "ring", "capacity"])
-@pytest.mark.parametrize("experts", [("expert", "model"), ("model",), ("seq", "model")])
+@pytest.mark.parametrize(
+    ("name", "experts"),
+    [
+        ("ragged", ("expert", "model")),
+        ("ring", ("seq", "model")),
+        *(
+            pytest.param(name, experts, marks=pytest.mark.slow)
+            for name in ("ragged", "ring", "capacity")
+            for experts in (("expert", "model"), ("model",), ("seq", "model"))
+        ),
+    ],
+)
 def test_experts_may_be_split_over_other_axes_than_the_batch(name, experts):
     rules = {"experts": experts, "expert_ffn": ()}
     axes, made, routing = {"expert": 2, "model": 2, "seq": 2}, layer(name), ROUTINGS["random"]
@@ -119,17 +129,17 @@ def test_experts_may_be_split_over_other_axes_than_the_batch(name, experts):
 
 
 @pytest.mark.parametrize("name", ["sorted", "ragged", "ring", "capacity"])
-@pytest.mark.parametrize("none", [-1, E])
-def test_a_choice_of_no_expert_counts_nowhere(name, none):
+def test_a_choice_of_no_expert_counts_nowhere(name):
     ids, mask = ROUTINGS["random"]
-    ids = ids.at[0, 3, 1].set(none).at[2, :4].set(none)  # One of a token's, and all of four.
+    ids = ids.at[0, 3, 1].set(-1).at[1, 2, 0].set(E)  # One of a token's.
+    ids = ids.at[2, :2].set(-1).at[2, 2:4].set(E)  # All of four tokens'.
     want = pulled(layer("dense"), PARAMS, X, WEIGHTS, ids, mask, GRAD)
     assert not np.any(want[0][0][2, :4])
     check(pulled(layer(name), PARAMS, X, WEIGHTS, ids, mask, GRAD), want)
     check(on_mesh({"expert": 4, "fsdp": 2}, layer(name), (ids, mask)), want)
 
 
-@pytest.mark.parametrize("mesh", [{"data": 8}, {"expert": 8}, {"expert": 4, "fsdp": 2}], ids=str)
+@pytest.mark.parametrize("mesh", [{"data": 8}, {"expert": 4, "fsdp": 2}], ids=str)
 def test_ragged_and_ring_drop_the_same(mesh):
     made = [
         on_mesh(mesh, layer(name, buffer_factor=0.7), ROUTINGS["random"])
@@ -187,14 +197,3 @@ def test_experts_that_do_not_divide_are_named():
     message = r"experts/down: its dimension 'experts' of 6 does not divide into 4 parts"
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
         jax.eval_shape(lambda p: call(made, p, X), jax.eval_shape(lambda: initial(made)))
-
-
-@pytest.mark.parametrize("factor", [0, -1.0])
-def test_factors_are_above_zero(factor):
-    for cfg, field in [
-        (CapacityDispatcher.default_config(), "capacity_factor"),
-        (RaggedDispatcher.default_config(), "buffer_factor"),
-        (RingDispatcher.default_config(), "buffer_factor"),
-    ]:
-        with pytest.raises(ValueError, match=rf"{field} is {factor}.*; set it above 0"):
-            cfg.set(**{field: float(factor)}).instantiate()
