@@ -74,7 +74,13 @@ def router(cfg: SpmdTrainer.Config) -> None:
     # --8<-- [end:router]
 
 
-@pytest.mark.parametrize("change", [None, dense, attention, optimizer, router])
+@pytest.mark.parametrize(
+    "change",
+    [
+        router,
+        *(pytest.param(c, marks=pytest.mark.slow) for c in (None, dense, attention, optimizer)),
+    ],
+)
 def test_swapped_layer_trains(change, tmp_path):
     cfg = small_trainer().set(dir=str(tmp_path), log_every_n_steps=1, checkpointer=None)
     if change is not None:
