@@ -5,14 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moelib.core import tree
 from moelib.core.config import config_for_function
 from moelib.data.input import batch_spec
 from moelib.data.prefetch import row_sharding
 from moelib.learner import offload
-from moelib.learner.in_turns import _groups, in_turns
 from moelib.learner.optimizers import adafactor_optimizer
 from moelib.learner.transforms import chain, clip_by_global_norm, global_norm, skip_bad_steps
 from moelib.parallel.mesh import mesh_shape_from_axes
@@ -177,50 +175,3 @@ def test_moments_that_one_result_needs_together_come_together(tmp_path):
         runs.append(cfg.instantiate(parent=None))
         runs[-1].run()
     assert_same(runs[0].trainer_state, runs[1].trainer_state)
-
-
-def test_results_that_share_a_need_are_one_group():
-    assert _groups([0b001, 0b010, 0, 0b011, 0b100, 0b100]) == [(0b011, [0, 1, 3]), (0b100, [4, 5])]
-
-
-def test_a_metric_computed_from_moments_is_refused():
-    params, state = {"w": jnp.ones(3)}, {"m": jnp.ones(3)}
-
-    def update(params, gradients, state):
-        return params, state, {"mean": state["m"].mean()}
-
-    with pytest.raises(ValueError, match="a metric of the optimizer is computed from moments"):
-        jax.jit(lambda *args: in_turns(update, *args))(params, params, offload.to_host(state))
-
-
-def test_on_a_tpu_moments_come_one_parameter_after_another():
-    pytest.importorskip("libtpu")
-    place = NamedSharding(Mesh(topology("v6e:2x2x1").devices[:1], "x"), PartitionSpec())
-    host = place.with_memory_kind("pinned_host")
-    num, shape = 6, (2048, 2048)
-    struct = lambda where: {
-        f"w{i}": jax.ShapeDtypeStruct(shape, jnp.float32, sharding=where) for i in range(num)
-    }
-
-    adam = optax.scale_by_adam()  # Corrects the bias of all moments in one jitted function.
-
-    def update(params, gradients, moments):
-        count = jnp.zeros((), jnp.int32)
-        state = optax.ScaleByAdamState(count, *moments)
-        updates, state = adam.update(gradients, state, params)
-        return optax.apply_updates(params, updates), (state.mu, state.nu), {}
-
-    def at_once(params, gradients, moments):
-        params, moments, rest = update(params, gradients, offload.to_device(moments))
-        return params, offload.to_host(moments), rest
-
-    def temporaries(run):
-        step = jax.jit(run, donate_argnums=(0, 2), out_shardings=(place, host, place))
-        with no_compilation_cache():
-            moments = struct(host), struct(host)
-            compiled = step.lower(struct(place), struct(place), moments).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    one = 4 * shape[0] * shape[1]
-    assert temporaries(at_once) > 2 * num * one
-    assert temporaries(lambda *args: in_turns(update, *args)) < 4.1 * one  # There and back.

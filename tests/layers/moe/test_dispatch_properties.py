@@ -90,11 +90,16 @@ def test_all_dispatchers_agree_with_the_oracle(seed):
         check(got, want)
 
 
+# Seeds with which something is dropped.
+DROPPING = (103, 101, 104, 105, 106, 107, 110, 112, 113, 115, 117, 118, 120, 122)
+
+
 @pytest.mark.parametrize(
-    "seed", [101, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(102, 112))]
+    "seed", [DROPPING[0], *(pytest.param(seed, marks=pytest.mark.slow) for seed in DROPPING[1:])]
 )
 def test_the_same_choices_are_dropped_on_every_mesh(seed):
     case = Case(seed)
     cfg = CapacityDispatcher.default_config().set(capacity_factor=0.6)
     want = case.pulled(cfg)
+    assert want[0][1] > 0
     check(case.pulled(cfg, case.mesh), want)

@@ -1,0 +1,80 @@
+"""An offloaded update goes through parameters in turns."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from moelib.learner import offload
+from moelib.learner.in_turns import _groups, in_turns
+from moelib.planning.compiling import no_compilation_cache
+from moelib.planning.topologies import topology
+
+
+def test_an_update_of_any_operations_is_the_same():
+    """Numbers shared by all parameters, scans, results that nobody reads, a moment of no shape."""
+
+    def update(params, gradients, state):
+        total, doubled = jax.lax.scan(lambda c, x: (c + x, 2 * x), 0.0, jnp.arange(3.0))
+        jnp.sum(gradients["a"]) * 3.0
+        rate = doubled[1] / jnp.sum(jnp.square(gradients["b"]))
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g, state["m"], gradients)
+        params = jax.tree.map(lambda p, m: p - rate * m, params, moments)
+        return params, {"m": moments, "count": state["count"] + 1}, {"rate": rate + total}
+
+    params = {"a": jnp.arange(4.0), "b": jnp.ones((2, 3)), "scalar": jnp.ones(())}
+    state = {"m": jax.tree.map(jnp.ones_like, params), "count": jnp.zeros((), jnp.int32)}
+    turned = jax.jit(lambda p, s: in_turns(update, p, p, offload.to_host(s)))(params, state)
+    want = jax.jit(update)(params, params, state)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), turned, want)
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(turned[1]["m"]) if x.ndim}
+    assert kinds == {"pinned_host"}
+
+
+def test_results_that_share_a_need_are_one_group():
+    assert _groups([0b001, 0b010, 0, 0b011, 0b100, 0b100]) == [(0b011, [0, 1, 3]), (0b100, [4, 5])]
+
+
+def test_a_metric_computed_from_moments_is_refused():
+    params, state = {"w": jnp.ones(3)}, {"m": jnp.ones(3)}
+
+    def update(params, gradients, state):
+        return params, state, {"mean": state["m"].mean()}
+
+    with pytest.raises(ValueError, match="a metric of the optimizer is computed from moments"):
+        jax.jit(lambda *args: in_turns(update, *args))(params, params, offload.to_host(state))
+
+
+def test_on_a_tpu_moments_come_one_parameter_after_another():
+    pytest.importorskip("libtpu")
+    place = NamedSharding(Mesh(topology("v6e:2x2x1").devices[:1], "x"), PartitionSpec())
+    host = place.with_memory_kind("pinned_host")
+    num, shape = 6, (2048, 2048)
+    struct = lambda where: {
+        f"w{i}": jax.ShapeDtypeStruct(shape, jnp.float32, sharding=where) for i in range(num)
+    }
+
+    adam = optax.scale_by_adam()  # Corrects the bias of all moments in one jitted function.
+
+    def update(params, gradients, moments):
+        count = jnp.zeros((), jnp.int32)
+        state = optax.ScaleByAdamState(count, *moments)
+        updates, state = adam.update(gradients, state, params)
+        return optax.apply_updates(params, updates), (state.mu, state.nu), {}
+
+    def at_once(params, gradients, moments):
+        params, moments, rest = update(params, gradients, offload.to_device(moments))
+        return params, offload.to_host(moments), rest
+
+    def temporaries(run):
+        step = jax.jit(run, donate_argnums=(0, 2), out_shardings=(place, host, place))
+        with no_compilation_cache():
+            moments = struct(host), struct(host)
+            compiled = step.lower(struct(place), struct(place), moments).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    one = 4 * shape[0] * shape[1]
+    assert temporaries(at_once) > 2 * num * one
+    assert temporaries(lambda *args: in_turns(update, *args)) < 4.1 * one  # There and back.
