@@ -152,40 +152,10 @@ def gmm_weight_gradient(
     grad: Float[Array, "m n"],
     group_sizes: Int[Array, "s"],
     group_offset: Int[Array, ""] | None = None,
-    *,
-    out_dtype: DTypeLike,
-    num_groups: int | None = None,
-    bias_dtype: DTypeLike | None = None,
-    tiles: Tiles | None = None,
-    interpret: Any = None,
+    **options: Any,
 ) -> Float[Array, "g k n"] | tuple[Float[Array, "g k n"], Float[Array, "g n"]]:
-    """Returns the sum of `lhs[i]^T grad[i]` over the rows i of each group held.
-
-    Args:
-        lhs: The rows, sorted by group.
-        grad: As many rows.
-        group_sizes: Number of rows of each group.
-        group_offset: The first group held; 0 by default.
-        out_dtype: Dtype of the result.
-        num_groups: Number of groups held; all by default.
-        bias_dtype: If given, the sums of grad over the rows of each group are returned too.
-        tiles: Chosen by `tiles.choose` by default.
-        interpret: As for `gmm`.
-
-    Raises:
-        ValueError: If the kernel has no such dtype.
-    """
-    made = gmm_weight_gradients(
-        lhs,
-        (grad,),
-        group_sizes,
-        group_offset,
-        out_dtype=out_dtype,
-        num_groups=num_groups,
-        bias_dtype=bias_dtype,
-        tiles=tiles,
-        interpret=interpret,
-    )
+    """Returns `gmm_weight_gradients` of one grad, without the dimension p."""
+    made = gmm_weight_gradients(lhs, (grad,), group_sizes, group_offset, **options)
     return jax.tree.map(lambda x: x[:, 0], made)
 
 
@@ -203,7 +173,19 @@ def gmm_weight_gradients(
 ) -> Float[Array, "g p k n"] | tuple[Float[Array, "g p k n"], Float[Array, "g p n"]]:
     """Returns the sum of `lhs[i]^T grads[p][i]` over the rows i of each group held, for every p.
 
-    Arguments are as for `gmm_weight_gradient`.
+    Args:
+        lhs: The rows, sorted by group.
+        grads: p arrays of as many rows.
+        group_sizes: Number of rows of each group.
+        group_offset: The first group held; 0 by default.
+        out_dtype: Dtype of the result.
+        num_groups: Number of groups held; all by default.
+        bias_dtype: If given, the sums of grads over the rows of each group are returned too.
+        tiles: Chosen by `tiles.choose` by default.
+        interpret: As for `gmm`.
+
+    Raises:
+        ValueError: If the kernel has no such dtype.
     """
     g = len(group_sizes) if num_groups is None else num_groups
     (m, k), n, p = lhs.shape, grads[0].shape[1], len(grads)
