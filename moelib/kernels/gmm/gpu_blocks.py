@@ -25,6 +25,7 @@ pieces are permuted ("swizzled"), so that neither tensor cores nor stores meet i
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -56,6 +57,60 @@ def out_slots(dtype: DTypeLike) -> Any:
 def _transforms(rows: int, dtype: DTypeLike) -> tuple[Any, ...]:
     columns = ROW_BYTES // jnp.dtype(dtype).itemsize
     return plgpu.TilingTransform((rows, columns)), plgpu.SwizzleTransform(ROW_BYTES)
+
+
+def launch(
+    kernel: Callable[..., None],
+    *inputs: Array,
+    out: jax.ShapeDtypeStruct,
+    stages: int,
+    num_copies: int,
+    num_blocks: int,
+    flops: int,
+    bytes_accessed: int,
+    interpret: Any,
+    **scratch: Any,
+) -> Array:
+    """Returns what a kernel writes, which runs in one block of threads for each SM.
+
+    Args:
+        kernel: Called with the inputs, the result, `scratch`, `slots` for what leaves and the
+            barriers of the ring, `full` and `free`.
+        *inputs: In the GPU's memory.
+        out: The result's shape and dtype.
+        stages: Slots of the ring.
+        num_copies: How many copies fill one.
+        num_blocks: Blocks of threads.
+        flops: Estimated, for the compiler.
+        bytes_accessed: Estimated.
+        interpret: What `plgpu.kernel` is given.
+        **scratch: Further shared memory and barriers.
+    """
+    scratch |= {
+        "slots": out_slots(out.dtype),
+        "full": plgpu.Barrier(num_arrivals=num_copies, num_barriers=stages),
+        "free": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+    }
+    cost = pl.CostEstimate(flops=flops, bytes_accessed=bytes_accessed, transcendentals=0)
+    run = plgpu.kernel(
+        kernel,
+        out_type=out,
+        scratch_types=scratch,
+        grid=(num_blocks,),
+        grid_names=("sm",),
+        num_threads=3,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
+        cost_estimate=cost,
+        interpret=interpret,
+    )
+    return run(*inputs)
+
+
+def own_tiles(num_tiles: Any, num_blocks: int) -> tuple[Array, Array]:
+    """Returns (this block's index, how many of all tiles are its: every `num_blocks`-th)."""
+    index = lax.axis_index("sm")
+    return index, lax.div(num_tiles - index + num_blocks - 1, num_blocks)
 
 
 def split_roles(load: Callable[[], None], multiply: Callable[[Array], None]) -> None:

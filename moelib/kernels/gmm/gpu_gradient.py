@@ -20,8 +20,9 @@ from jaxtyping import Array, Float, Int
 
 from moelib.kernels.gmm.gpu_blocks import (
     Ring,
+    launch,
     operand,
-    out_slots,
+    own_tiles,
     rows_within,
     split_roles,
     store,
@@ -60,27 +61,23 @@ def weight_gradient(
     starts, ends = row_ranges(group_sizes, m, num_groups, group_offset)
     kernel = _Kernel(tiles, num_groups, pl.cdiv(k, tiles.m), pl.cdiv(n, tiles.n), num_blocks)
     written = num_groups * k * n * jnp.dtype(out_dtype).itemsize
-    return plgpu.kernel(
+    return launch(
         kernel,
-        out_type=jax.ShapeDtypeStruct((num_groups, k, n), out_dtype),
-        scratch_types={
-            "left": operand((tiles.stages, 2, SIDE, SIDE), lhs.dtype),
-            "right": operand((tiles.stages, SIDE, tiles.n), grad.dtype),
-            "slots": out_slots(out_dtype),
-            "full": plgpu.Barrier(num_arrivals=3, num_barriers=tiles.stages),
-            "free": plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages),
-            "masked": plgpu.Barrier(num_arrivals=2),
-        },
-        grid=(num_blocks,),
-        grid_names=("sm",),
-        num_threads=3,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * m * k * n, bytes_accessed=2 * m * (k + n) + written, transcendentals=0
-        ),
+        starts,
+        ends,
+        lhs,
+        grad,
+        out=jax.ShapeDtypeStruct((num_groups, k, n), out_dtype),
+        left=operand((tiles.stages, 2, SIDE, SIDE), lhs.dtype),
+        right=operand((tiles.stages, SIDE, tiles.n), grad.dtype),
+        masked=plgpu.Barrier(num_arrivals=2),
+        stages=tiles.stages,
+        num_copies=3,
+        num_blocks=num_blocks,
+        flops=2 * m * k * n,
+        bytes_accessed=2 * m * (k + n) + written,
         interpret=interpret,
-    )(starts, ends, lhs, grad)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,9 +115,8 @@ class _Block:
         self.left, self.right, self.slots, self.masked = left, right, slots, masked
         self.kernel = kernel
         self.ring = Ring(kernel.tiles.stages, **ring)
-        self.index = lax.axis_index("sm")
-        rest = kernel.num_groups * kernel.tiles_k * kernel.tiles_n - self.index
-        self.num_tiles = lax.div(rest + kernel.num_blocks - 1, kernel.num_blocks)
+        num_tiles = kernel.num_groups * kernel.tiles_k * kernel.tiles_n
+        self.index, self.num_tiles = own_tiles(num_tiles, kernel.num_blocks)
 
     def place(self, i: Array) -> tuple[Array, Array, Array]:
         """Returns (group, first row of the result, first column) of this block's i-th tile."""

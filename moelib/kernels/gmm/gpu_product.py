@@ -18,8 +18,9 @@ from jaxtyping import Array, Float, Int
 
 from moelib.kernels.gmm.gpu_blocks import (
     Ring,
+    launch,
     operand,
-    out_slots,
+    own_tiles,
     rows_within,
     split_roles,
     store,
@@ -69,29 +70,24 @@ def product(
         biases.append(jnp.pad(bias.astype(jnp.float32), ((0, 1), (0, past))))  # Last: no group's.
     kernel = _Kernel(tiles, pl.cdiv(k, SIDE), tiles_n, num_blocks, transpose_rhs)
     block = (tiles.stages, tiles.n, SIDE) if transpose_rhs else (tiles.stages, SIDE, tiles.n)
-    num_copies = tiles.halves + 1
-    return plgpu.kernel(
+    written = m * n * jnp.dtype(out_dtype).itemsize
+    return launch(
         kernel,
-        out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
-        scratch_types={
-            "left": operand((tiles.stages, tiles.halves, SIDE, SIDE), lhs.dtype),
-            "right": operand(block, rhs.dtype),
-            "slots": out_slots(out_dtype),
-            "full": plgpu.Barrier(num_arrivals=num_copies, num_barriers=tiles.stages),
-            "free": plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages),
-        },
-        grid=(num_blocks,),
-        grid_names=("sm",),
-        num_threads=3,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * m * k * n,
-            bytes_accessed=(m * k + num_groups * k * n) * 2 + m * n * jnp.dtype(out_dtype).itemsize,
-            transcendentals=0,
-        ),
+        *visits,
+        num_visits,
+        lhs,
+        rhs,
+        *biases,
+        out=jax.ShapeDtypeStruct((m, n), out_dtype),
+        left=operand((tiles.stages, tiles.halves, SIDE, SIDE), lhs.dtype),
+        right=operand(block, rhs.dtype),
+        stages=tiles.stages,
+        num_copies=tiles.halves + 1,
+        num_blocks=num_blocks,
+        flops=2 * m * k * n,
+        bytes_accessed=2 * (m * k + num_groups * k * n) + written,
         interpret=interpret,
-    )(*visits, num_visits, lhs, rhs, *biases)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,9 +118,7 @@ class _Block:
         self.kernel = kernel
         self.ring = Ring(kernel.tiles.stages, **ring)
         self.shape = num_visits[0], kernel.tiles_n
-        self.index = lax.axis_index("sm")
-        rest = self.shape[0] * self.shape[1] - self.index
-        self.num_tiles = lax.div(rest + kernel.num_blocks - 1, kernel.num_blocks)
+        self.index, self.num_tiles = own_tiles(self.shape[0] * self.shape[1], kernel.num_blocks)
 
     def place(self, i: Array) -> tuple[Array, Array, Array]:
         """Returns (visit, tile of columns, number of steps) of this block's i-th tile."""
