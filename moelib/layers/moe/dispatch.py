@@ -19,12 +19,14 @@ import math
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from moelib.core.config import Configurable
 from moelib.core.context import Nested
-from moelib.layers.moe.rows import combine_rows, keep_first, sort_choices, take_rows
+from moelib.layers.moe.rows import combine_rows, sort_choices, take_rows
 from moelib.layers.remat import keep_point
+from moelib.parallel.exchange import gather_sizes, group_size
 
 
 @runtime_checkable
@@ -141,8 +143,8 @@ class SortedDispatcher(Dispatcher):
     ) -> Dispatched:
         """Returns the weighted sums."""
         tokens, ids, weights = flat_choices(x, choices, place.num_experts)
-        y, num_dropped = run_sorted(experts, params, tokens, ids, weights, place.num_experts)
-        return Dispatched(y.reshape(x.shape), num_dropped)
+        y = run_sorted(experts, params, tokens, ids, weights, place.num_experts, ids.size)
+        return Dispatched(y.reshape(x.shape), jnp.zeros((), jnp.float32))
 
 
 def flat_choices(x: Array, choices: Choices, num_experts: int) -> tuple[Array, Array, Array]:
@@ -165,9 +167,9 @@ def run_sorted(
     ids: Int[Array, "T K"],
     weights: Float[Array, "T K"],
     num_experts: int,
-    max_rows: int | None = None,
-) -> tuple[Float[Array, "T D"], Float[Array, ""]]:
-    """Returns (each token's weighted sum over the experts held here, choices dropped).
+    num_rows: int,
+) -> Float[Array, "T D"]:
+    """Returns each token's weighted sum over the experts held here.
 
     Args:
         experts: The experts.
@@ -176,25 +178,41 @@ def run_sorted(
         ids: Experts held here, from 0; `num_experts` or more for a choice that goes to none.
         weights: Of the choices, float32.
         num_experts: How many are held here.
-        max_rows: The most rows; the choices of the last tokens that are beyond it are dropped.
+        num_rows: The most choices that go to one of them.
     """
-    tokens, num_choices = ids.shape
-    most = tokens * min(num_choices, num_experts)  # A token goes to each of its experts once.
-    num_dropped = jnp.zeros((), jnp.float32)
-    if max_rows is not None and max_rows < most:
-        wanted = ids < num_experts
-        kept = keep_first(wanted, max_rows)
-        num_dropped = jnp.sum(wanted & ~kept, dtype=jnp.float32)
-        ids, most = jnp.where(kept, ids, num_experts), max_rows
-    row_map, group_sizes = sort_choices(jnp.minimum(ids, num_experts), num_experts, most)
+    row_map, group_sizes = sort_choices(jnp.minimum(ids, num_experts), num_experts, num_rows)
     rows = keep_point(take_rows(x, row_map), "experts_input")
     outputs = experts.grouped(params, rows, group_sizes)
-    return combine_rows(outputs, weights, row_map), num_dropped
+    return combine_rows(outputs, weights, row_map)
+
+
+def first_of_row(
+    groups: Int[Array, "B S K"], num_groups: int, room: int, sequence_axes: tuple[str, ...]
+) -> Bool[Array, "B S K"]:
+    """Returns which choices are among the first `room` that their row sends to their group.
+
+    Rows of the batch stand by themselves, so that it is the same on every mesh.
+
+    Args:
+        groups: Of each choice; `num_groups` for none.
+        num_groups: How many there are.
+        room: The most choices of a row and a group.
+        sequence_axes: Mesh axes over which rows are split.
+    """
+    batch = groups.shape[0]
+    flat = groups.reshape(batch, -1, 1)
+    chosen = (flat == jnp.arange(num_groups)[None, None]).astype(jnp.int32)  # [B, SK, g]
+    rank = jnp.cumsum(chosen, 1)  # From 1.
+    if group_size(sequence_axes) > 1:
+        of_parts = gather_sizes(rank[:, -1], sequence_axes)  # [parts, B, g]
+        earlier = jnp.arange(of_parts.shape[0]) < lax.axis_index(sequence_axes)
+        rank = rank + jnp.sum(jnp.where(earlier[:, None, None], of_parts, 0), 0)[:, None]
+    return jnp.any((chosen > 0) & (rank <= room), -1).reshape(groups.shape)
 
 
 def rows_within(factor: float | None, even: float, most: int) -> int:
-    """Returns the rows of a buffer: `factor` times those of an even load, `most` at the most."""
-    return most if factor is None else min(most, max(1, -int(-(factor * even) // 1)))
+    """Returns how many choices there is room for: `factor` times an even load, `most` at most."""
+    return most if factor is None else min(most, max(1, math.ceil(factor * even)))
 
 
 def check_factor(owner: Any, field: str) -> None:

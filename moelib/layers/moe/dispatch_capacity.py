@@ -3,8 +3,6 @@
 Shapes: B rows of the batch, S tokens of each, K experts a token, E experts, C capacity, D width.
 """
 
-import math
-
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -18,10 +16,12 @@ from moelib.layers.moe.dispatch import (
     Experts,
     Place,
     check_factor,
+    first_of_row,
     flat_choices,
+    rows_within,
 )
 from moelib.layers.moe.rows import RowMap, combine_rows, sort_choices, take_rows
-from moelib.parallel.exchange import gather_sizes, group_size
+from moelib.parallel.exchange import group_size
 
 
 class CapacityDispatcher(Dispatcher):
@@ -56,10 +56,11 @@ class CapacityDispatcher(Dispatcher):
         batch, seq_len, num_choices = choices.expert_ids.shape
         n, num_experts = group_size(place.expert_axes), place.num_experts
         parts = group_size(place.sequence_axes)
-        capacity = self._capacity(parts * seq_len, num_choices, num_experts)
+        even = parts * seq_len * num_choices / num_experts
+        capacity = rows_within(self.config.capacity_factor, even, parts * seq_len)
         tokens, ids, weights = flat_choices(x, choices, num_experts)
         ids = ids.reshape(batch, seq_len, num_choices)
-        kept = _rank(ids, num_experts, place.sequence_axes) < capacity
+        kept = first_of_row(ids, num_experts, capacity, place.sequence_axes)
         num_dropped = jnp.sum((ids < num_experts) & ~kept, dtype=jnp.float32)
         # A part of a row holds no more choices of an expert than it has tokens.
         row_map = _slots(jnp.where(kept, ids, num_experts), num_experts, min(capacity, seq_len))
@@ -73,29 +74,6 @@ class CapacityDispatcher(Dispatcher):
             outputs = lax.all_to_all(outputs, place.expert_axes, 1, 0, tiled=True)
         y = combine_rows(outputs.reshape(-1, x.shape[-1]), weights, row_map)
         return Dispatched(y.reshape(x.shape), num_dropped)
-
-    def _capacity(self, seq_len: int, num_choices: int, num_experts: int) -> int:
-        even = seq_len * num_choices / num_experts
-        return min(seq_len, max(1, math.ceil(self.config.capacity_factor * even)))
-
-
-def _rank(
-    ids: Int[Array, "B S K"], num_experts: int, sequence_axes: tuple[str, ...]
-) -> Int[Array, "B S K"]:
-    """Returns how many earlier choices of its row went to the expert of each choice."""
-    batch, seq_len, num_choices = ids.shape
-    flat = ids.reshape(batch, -1)
-    chosen = (flat[..., None] == jnp.arange(num_experts)[None, None]).astype(
-        jnp.int32
-    )  # [B, SK, E]
-    counts = jnp.cumsum(chosen, 1)
-    before = counts - chosen
-    if sequence_axes and group_size(sequence_axes) > 1:
-        of_parts = gather_sizes(counts[:, -1], sequence_axes)  # [parts, B, E]
-        earlier = jnp.arange(of_parts.shape[0]) < lax.axis_index(sequence_axes)
-        before = before + jnp.sum(jnp.where(earlier[:, None, None], of_parts, 0), 0)[:, None]
-    index = jnp.minimum(flat, num_experts - 1)[..., None]
-    return jnp.take_along_axis(before, index, -1).reshape(batch, seq_len, num_choices)
 
 
 def _slots(ids: Int[Array, "B S K"], num_experts: int, capacity: int) -> RowMap:

@@ -5,6 +5,7 @@ experts held by each, D width.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -19,11 +20,12 @@ from moelib.layers.moe.dispatch import (
     Experts,
     Place,
     check_factor,
+    first_of_row,
     flat_choices,
     rows_within,
     run_sorted,
 )
-from moelib.layers.moe.rows import RowMap, keep_first, sort_choices, sum_rows, take_rows
+from moelib.layers.moe.rows import RowMap, sort_choices, sum_rows, take_rows
 from moelib.layers.remat import keep_routing
 from moelib.parallel.exchange import exchange, gather_sizes, group_size
 
@@ -37,16 +39,81 @@ class _ExpertParallel(Dispatcher):
     class Config(Dispatcher.Config):
         """Config of expert-parallel dispatchers."""
 
-        # Rows of a device's experts over those of an even load, K T. None takes the most that can
-        # come, min(n, E / K): nothing is ever dropped. With less, when more come, the choices of
-        # the last tokens of the last devices are dropped, and counted: which ones is the same on
-        # every run, but not on every mesh, for the room is each device's. (Capacity's is each
-        # row's, and so the same on every mesh.)
+        # Room for the choices that come to a device, over that of an even load, K T. None takes the
+        # most that can come, min(n, E / K): nothing is ever dropped. With less, each row of the
+        # batch has room for buffer_factor S K / buffer_blocks choices at each block of experts;
+        # those of its last tokens beyond are dropped, the same ones on every mesh, and counted.
         buffer_factor: float | None = None
+        # Equal blocks of experts. Fewer drop less, for more experts share room. With more devices
+        # than blocks each has room for a whole block: n / buffer_blocks times as much.
+        buffer_blocks: int = 8
 
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)
         check_factor(self, "buffer_factor")
+        if cfg.buffer_blocks < 1:
+            raise ValueError(
+                f"{type(self).__qualname__}.buffer_blocks is {cfg.buffer_blocks}; set 1 or more."
+            )
+
+    def _within_buffer(self, ids: Int[Array, "T K"], batch: int, place: Place) -> "_Fitting":
+        """Returns the choices that there is room for.
+
+        Args:
+            ids: The experts of this device's tokens; E for none.
+            batch: How many rows of the batch they are of.
+            place: Where it runs.
+        """
+        num_experts, sequence_axes = place.num_experts, place.sequence_axes
+        n = group_size(place.expert_axes)
+        (num_tokens, num_choices), held = ids.shape, num_experts // n
+        most = n * num_tokens * min(num_choices, held)
+        if self.config.buffer_factor is None:
+            return _Fitting(ids, most, jnp.zeros((), jnp.float32))
+        num_blocks = self._num_blocks(num_experts)
+        width, seq_len = num_experts // num_blocks, num_tokens // batch  # Of a block; of a part.
+        per_token = min(num_choices, width)
+        length = group_size(sequence_axes) * seq_len
+        even = length * num_choices / num_blocks
+        room = rows_within(self.config.buffer_factor, even, length * per_token)
+        blocks = ids.reshape(batch, seq_len, num_choices) // width
+        kept = first_of_row(blocks, num_blocks, room, sequence_axes).reshape(ids.shape)
+        num_dropped = jnp.sum((ids < num_experts) & ~kept, dtype=jnp.float32)
+        # Parts of a row that lie within the group of devices share the row's room.
+        parts = group_size([axis for axis in sequence_axes if axis in place.expert_axes])
+        from_row = min(room, parts * seq_len * per_token)
+        starts = range(0, num_experts, held)
+        touched = max((i + held - 1) // width - i // width + 1 for i in starts)  # By a device.
+        most = min(most, n // parts * batch * touched * from_row)
+        return _Fitting(jnp.where(kept, ids, num_experts), most, num_dropped)
+
+    def _num_blocks(self, num_experts: int) -> int:
+        """Returns the blocks of experts. Raises ValueError if they do not divide the experts."""
+        wanted = self.config.buffer_blocks
+        if num_experts % wanted:
+            nearest = min(
+                (d for d in range(1, num_experts + 1) if num_experts % d == 0),
+                key=lambda divisor: abs(divisor - wanted),
+            )
+            raise ValueError(
+                f"{type(self).__qualname__}.buffer_blocks is {wanted}, which does not divide "
+                f"{num_experts} experts; set {nearest}."
+            )
+        return wanted
+
+
+class _Fitting(NamedTuple):
+    """The choices that there is room for.
+
+    Attributes:
+        ids: Their experts; E for none, and for those dropped.
+        num_rows: The most choices that come to a device.
+        num_dropped: Choices of this device's tokens that were dropped, float32.
+    """
+
+    ids: Int[Array, "T K"]
+    num_rows: int
+    num_dropped: Float[Array, ""]
 
 
 class RaggedDispatcher(_ExpertParallel):
@@ -71,18 +138,11 @@ class RaggedDispatcher(_ExpertParallel):
         held = place.num_experts // n
         tokens, ids, weights = flat_choices(x, choices, place.num_experts)
         num_tokens, num_choices = ids.shape
-        most = num_tokens * n * min(num_choices, held)
-        num_rows = rows_within(self.config.buffer_factor, num_tokens * num_choices, most)
+        ids, num_rows, num_dropped = self._within_buffer(ids, x.shape[0], place)
         if n == 1:
-            y, num_dropped = run_sorted(experts, params, tokens, ids, weights, held, num_rows)
+            y = run_sorted(experts, params, tokens, ids, weights, held, num_rows)
             return Dispatched(y.reshape(x.shape), num_dropped)
-        device = ids // held  # [T, K]; n for padding.
-        kept = device < n
-        if num_rows < most:
-            kept = _within_buffers(device, n, num_rows, place.expert_axes)
-        num_dropped = jnp.sum((device < n) & ~kept, dtype=jnp.float32)
-        device = jnp.where(kept, device, n)
-
+        device = ids // held  # [T, K]; n for a choice that goes to none.
         row_map, sent = sort_choices(
             jnp.where(_first_of_each(device), device, n), n, num_tokens * min(num_choices, n)
         )
@@ -95,7 +155,7 @@ class RaggedDispatcher(_ExpertParallel):
         )
         said = keep_routing(send(_choices_of_rows(ids, weights, device, row_map, held)))
         received_ids, received_weights = _received_choices(said, sizes, place, held)
-        y, _ = run_sorted(
+        y = run_sorted(
             experts,
             params,
             send(take_rows(tokens, row_map)),
@@ -120,20 +180,6 @@ def _first_of_each(device: Int[Array, "T K"]) -> Bool[Array, "T K"]:
     same = device[:, :, None] == device[:, None, :]  # [T, K, K]
     earlier = jnp.arange(num_choices)[:, None] > jnp.arange(num_choices)[None]  # [K, K]
     return ~jnp.any(same & earlier[None], -1)
-
-
-def _within_buffers(
-    device: Int[Array, "T K"], n: int, num_rows: int, axes: tuple[str, ...]
-) -> Bool[Array, "T K"]:
-    """Returns which choices still fit into the buffers of the devices they go to.
-
-    Buffers fill up in the order of devices, and of tokens within one.
-    """
-    to = device[..., None] == jnp.arange(n)[None, None]  # [T, K, n]
-    counts = gather_sizes(jnp.sum(to, (0, 1), dtype=jnp.int32), axes)  # [n, n]
-    before = (jnp.cumsum(counts, 0) - counts)[lax.axis_index(axes)]
-    kept = [keep_first(to[..., i], num_rows - before[i]) for i in range(n)]
-    return jnp.any(jnp.stack(kept), 0)
 
 
 def _choices_of_rows(
@@ -183,17 +229,14 @@ class RingDispatcher(_ExpertParallel):
         axes = place.expert_axes
         n = group_size(axes)
         held = place.num_experts // n
-        arrays = flat_choices(x, choices, place.num_experts)
-        num_tokens, num_choices = arrays[1].shape
-        first = 0
+        tokens, ids, weights = flat_choices(x, choices, place.num_experts)
+        ids, num_rows, num_dropped = self._within_buffer(ids, x.shape[0], place)
         if n > 1:
-            arrays = tuple(lax.all_gather(a, axes, tiled=True) for a in arrays)
+            arrays = tokens, ids, weights
+            tokens, ids, weights = (lax.all_gather(a, axes, tiled=True) for a in arrays)
             first = lax.axis_index(axes) * held
-        tokens, ids, weights = arrays
-        ids = jnp.where((ids >= first) & (ids < first + held), ids - first, held)
-        most = n * num_tokens * min(num_choices, held)
-        num_rows = rows_within(self.config.buffer_factor, num_tokens * num_choices, most)
-        y, num_dropped = run_sorted(experts, params, tokens, ids, weights, held, num_rows)
+            ids = jnp.where((ids >= first) & (ids < first + held), ids - first, held)
+        y = run_sorted(experts, params, tokens, ids, weights, held, num_rows)
         if n > 1:
             y = lax.psum_scatter(y, axes, tiled=True)
         return Dispatched(y.reshape(x.shape), num_dropped)

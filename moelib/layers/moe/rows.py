@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from moelib.layers.remat import keep_routing
 
@@ -51,12 +51,6 @@ def sort_choices(
     choices = jnp.where(jnp.arange(num_rows) < jnp.sum(sizes), order[:num_rows], flat.size)
     rows = jnp.where(keys < num_groups, places, num_rows)
     return keep_routing((RowMap(choices, rows), sizes))
-
-
-def keep_first(wanted: Bool[Array, "T K"], num_rows: int | Array) -> Bool[Array, "T K"]:
-    """Returns which wanted choices are among the first `num_rows` in the order of tokens."""
-    flat = wanted.reshape(-1)
-    return (flat & (jnp.cumsum(flat, dtype=jnp.int32) <= num_rows)).reshape(wanted.shape)
 
 
 @jax.custom_vjp

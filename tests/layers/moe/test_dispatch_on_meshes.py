@@ -144,42 +144,75 @@ def test_a_choice_of_no_expert_counts_nowhere(name):
     check(on_mesh({"expert": 4, "fsdp": 2}, layer(name), (ids, mask)), want)
 
 
-@pytest.mark.parametrize("mesh", [{"data": 8}, {"expert": 4, "fsdp": 2}], ids=str)
-def test_ragged_and_ring_drop_the_same(mesh):
-    made = [
-        on_mesh(mesh, layer(name, buffer_factor=0.7), ROUTINGS["random"])
-        for name in ("ragged", "ring")
-    ]
-    assert float(made[0][0][1]) > 0
-    check(*made)
+def dropped_by_row(ids, mask, num_blocks, factor):
+    """Returns (ids with E for what there is no room for, how many): row by row, token by token."""
+    ids, num_dropped = np.array(ids), 0
+    for b in range(B):
+        free = np.full(num_blocks, int(np.ceil(factor * S * K / num_blocks)))
+        for s, k in np.ndindex(S, K):
+            block = ids[b, s, k] * num_blocks // E
+            if mask[b, s] and free[block] == 0:
+                ids[b, s, k] = E
+                num_dropped += 1
+            elif mask[b, s]:
+                free[block] -= 1
+    return jnp.asarray(ids), num_dropped
 
 
-def test_capacity_drops_the_same_on_every_mesh():
-    made = layer("capacity", capacity_factor=0.8)
-    want = pulled(made, PARAMS, X, WEIGHTS, *ROUTINGS["random"], GRAD)
-    assert 0 < float(want[0][1]) < MASK.sum() * K
-    for mesh in MESHES:
-        check(on_mesh(mesh, made, ROUTINGS["random"]), want)
+# Blocks as large as a device's experts, smaller, larger, and ones that lie across two devices.
+DROPS = [
+    ("capacity", 8, MESHES[3], "random"),
+    ("ragged", 4, MESHES[3], "random"),
+    ("ragged", 2, MESHES[0], "skewed to one device"),
+    ("ring", 8, MESHES[2], "random"),
+    *(
+        pytest.param(name, num_blocks, mesh, routing, marks=pytest.mark.slow)
+        for name in ("ragged", "ring", "capacity")
+        for num_blocks in ((8,) if name == "capacity" else (1, 2, 4, 8))
+        for mesh in MESHES
+        for routing in ("random", "skewed to one device", "no token of some rows")
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "num_blocks", "mesh", "routing"), DROPS, ids=str)
+def test_the_same_choices_are_dropped_on_every_mesh(name, num_blocks, mesh, routing):
+    factor, fields = 0.6, {"buffer_factor": 0.6, "buffer_blocks": num_blocks}
+    made = layer(name, **({"capacity_factor": factor} if name == "capacity" else fields))
+    ids, mask = ROUTINGS[routing]
+    ids, num_dropped = dropped_by_row(ids, mask, num_blocks, factor)
+    assert num_dropped > 0
+    (y, _), grads = pulled(layer("dense"), PARAMS, X, WEIGHTS, ids, mask, GRAD)
+    want = (y, np.float32(num_dropped)), grads
+    check(pulled(made, PARAMS, X, WEIGHTS, *ROUTINGS[routing], GRAD), want)
+    check(on_mesh(mesh, made, ROUTINGS[routing]), want)
 
 
 @pytest.mark.parametrize("name", ["ragged", "ring"])
-@pytest.mark.parametrize("routing", ["random", "skewed to one device"])
-def test_a_buffer_too_small_drops_the_last_tokens_and_counts_them(name, routing):
-    ids, mask = ROUTINGS[routing]
-    factor, n = 1.0, 8
-    (y, num_dropped), _ = on_mesh({"expert": n}, layer(name, buffer_factor=factor), (ids, mask))
-    kept = np.zeros((B, S, K), bool)  # One row of the batch is on each device.
-    free = np.full(n, int(factor * S * K))
-    for b, s, k in np.ndindex(B, S, K):
-        device = int(ids[b, s, k]) // (E // n)
-        if mask[b, s] and free[device] > 0:
-            free[device] -= 1
-            kept[b, s, k] = True
-    assert num_dropped == np.sum(np.asarray(mask)[..., None] & ~kept)
-    assert num_dropped > 0
-    weights = jnp.where(jnp.asarray(kept), WEIGHTS, 0.0)
-    (want, _), _ = pulled(layer("dense"), PARAMS, X, weights, ids, mask, GRAD)
-    np.testing.assert_allclose(y, want, atol=1e-5)
+def test_a_buffer_has_as_many_rows_as_its_factor_says(name):
+    n, even = 4, B * S * K // 8  # Choices of each of eight devices.
+    rows = n * B * S // 8 * min(K, E // n), even, even * 3 // 2, 2 * even
+    bounds = (None, 8), (1.0, 8), (1.5, 8), (1.0, 2)
+    for want, (factor, blocks) in zip(rows, bounds, strict=True):
+        fields = {"buffer_factor": factor, "buffer_blocks": blocks}
+        made = build(layer(name, **fields).config.clone(hidden_dim=24))
+        params = jax.eval_shape(lambda made=made: initial(made))
+        with jax.set_mesh(create_device_mesh(mesh_shape_from_axes(expert=n, fsdp=2))):
+            lowered = pulled.lower(made, params, X, WEIGHTS, *ROUTINGS["random"], GRAD)
+        program = lowered.as_text()  # Activations are 24 wide.
+        assert [r for r in rows if f"tensor<{r}x24xf32>" in program] == [want]
+
+
+@pytest.mark.parametrize("name", ["ragged", "ring"])
+def test_blocks_that_do_not_divide_the_experts_are_refused(name):
+    message = r"Dispatcher.buffer_blocks is 5, which does not divide 8 experts; set 4\."
+    with pytest.raises(ValueError, match=message):
+        pulled(
+            layer(name, buffer_factor=1.0, buffer_blocks=5),
+            *(PARAMS, X, WEIGHTS, *ROUTINGS["random"], GRAD),
+        )
+    with pytest.raises(ValueError, match=r"Dispatcher.buffer_blocks is 0; set 1 or more\."):
+        layer(name, buffer_blocks=0)
 
 
 @pytest.mark.parametrize("name", DISPATCHERS)

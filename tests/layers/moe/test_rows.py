@@ -3,9 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from moelib.layers.moe.rows import combine_rows, keep_first, sort_choices, sum_rows, take_rows
+from moelib.layers.moe.rows import combine_rows, sort_choices, sum_rows, take_rows
 from tests.layers.calling import normal
 
 T, K, G, R, D = 9, 3, 4, 25, 5
@@ -70,11 +69,3 @@ def test_rows_without_a_choice_and_choices_without_a_row_may_hold_anything():
     np.testing.assert_array_equal(got, want)
     for a, b in zip(pull(X), plain(X), strict=True):
         np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.parametrize("num_rows", [0, 4, 100])
-def test_the_first_wanted_choices_are_kept(num_rows):
-    wanted = KEYS < 2
-    got = np.asarray(keep_first(jnp.asarray(wanted), num_rows))
-    want = np.flatnonzero(wanted)[:num_rows]
-    np.testing.assert_array_equal(np.flatnonzero(got), want)
