@@ -54,6 +54,91 @@ class RotaryEmbedding(BaseLayer):
         return 1.0
 
 
+class LinearRotaryEmbedding(RotaryEmbedding):
+    """Rotary embedding that divides positions by `factor`.
+
+    Source: Chen et al., arXiv:2306.15595, eq. 4.
+    """
+
+    @config_class
+    class Config(RotaryEmbedding.Config):
+        """Config of `LinearRotaryEmbedding`."""
+
+        factor: Required[float] = REQUIRED  # Context length over the original one.
+
+    def __init__(self, cfg: Config, *, parent: Module | None) -> None:
+        super().__init__(cfg, parent=parent)
+        if self.config.factor < 1:
+            raise ValueError(
+                f"{self._title()}: factor is {self.config.factor}; set it to 1 or more."
+            )
+
+    @nowrap
+    def frequencies(self, dim: int) -> Float[Array, "1 n"]:
+        """Returns the radians a position by which each of the dim / 2 pairs is rotated."""
+        return super().frequencies(dim) / self.config.factor
+
+
+class Llama3RotaryEmbedding(RotaryEmbedding):
+    """Rotary embedding for contexts `factor` times longer, as in Llama 3.1.
+
+    Pairs that turn more than `high_freq_factor` times within the original context rotate as before,
+    those that turn less than `low_freq_factor` times `factor` times slower, those between in
+    between, linearly in the number of turns.
+
+    Source: Grattafiori et al., The Llama 3 Herd of Models, arXiv:2407.21783, and its code.
+    """
+
+    @config_class
+    class Config(RotaryEmbedding.Config):
+        """Config of `Llama3RotaryEmbedding`."""
+
+        factor: Required[float] = REQUIRED
+        original_context: Required[int] = REQUIRED  # Tokens.
+        low_freq_factor: float = 1.0  # Turns.
+        high_freq_factor: float = 4.0  # Turns.
+
+    def __init__(self, cfg: Config, *, parent: Module | None) -> None:
+        super().__init__(cfg, parent=parent)
+        cfg = self.config
+        ends = cfg.high_freq_factor > cfg.low_freq_factor > 0
+        if cfg.factor < 1 or cfg.original_context < 1 or not ends:
+            raise ValueError(
+                f"{self._title()}: factor {cfg.factor} must be at least 1, original_context "
+                f"{cfg.original_context} at least 1, and high_freq_factor {cfg.high_freq_factor} "
+                f"above low_freq_factor {cfg.low_freq_factor}, above 0."
+            )
+
+    @nowrap
+    def frequencies(self, dim: int) -> Float[Array, "1 n"]:
+        """Returns the radians a position by which each of the dim / 2 pairs is rotated."""
+        cfg: Llama3RotaryEmbedding.Config = self.config
+        plain = super().frequencies(dim)
+        turns = plain * (cfg.original_context / (2 * math.pi))
+        low, high = cfg.low_freq_factor, cfg.high_freq_factor
+        kept = jnp.clip((turns - low) / (high - low), 0, 1)
+        return plain * kept + plain / cfg.factor * (1 - kept)
+
+
+def yarn_mscale(factor: float, m: float = 1.0) -> float:
+    """Returns 0.1 m ln(factor) + 1: what keeps scores from flattening in a longer context.
+
+    DeepSeek's attention multiplies its scores by the square, with m = mscale_all_dim.
+
+    Args:
+        factor: Context length over the original one, at least 1.
+        m: How much of the paper's correction is made; 0 for none.
+
+    Raises:
+        ValueError: If the factor is below 1.
+
+    Source: Peng et al., arXiv:2309.00071, eq. 22.
+    """
+    if factor < 1:
+        raise ValueError(f"yarn_mscale: factor is {factor}; set it to 1 or more.")
+    return 0.1 * m * math.log(factor) + 1
+
+
 class YarnRotaryEmbedding(RotaryEmbedding):
     """Rotary embedding for contexts `factor` times longer than those first trained on.
 
@@ -72,7 +157,9 @@ class YarnRotaryEmbedding(RotaryEmbedding):
         beta_fast: float = 32.0
         beta_slow: float = 1.0
         truncate: bool = True  # Whether the ends of the ramp are whole pairs; GPT-OSS: not.
-        attention_factor: float | None = None  # Of queries and of keys; 0.1 ln s + 1 if None.
+        attention_factor: float | None = None  # Of queries and of keys; if None,
+        mscale: float = 1.0  # yarn_mscale(s, mscale) over
+        mscale_all_dim: float = 0.0  # yarn_mscale(s, mscale_all_dim), as in DeepSeek-V2.
 
     def __init__(self, cfg: Config, *, parent: Module | None) -> None:
         super().__init__(cfg, parent=parent)
@@ -82,6 +169,12 @@ class YarnRotaryEmbedding(RotaryEmbedding):
                 f"{self._title()}: factor {cfg.factor} must be at least 1, original_context "
                 f"{cfg.original_context} at least 1, and beta_fast {cfg.beta_fast} above beta_slow "
                 f"{cfg.beta_slow}, above 0."
+            )
+        if cfg.attention_factor is not None and (cfg.mscale, cfg.mscale_all_dim) != (1, 0):
+            raise ValueError(
+                f"{self._title()}: attention_factor is {cfg.attention_factor}, so mscale "
+                f"{cfg.mscale} and mscale_all_dim {cfg.mscale_all_dim} would say nothing; leave "
+                "out the one or the others."
             )
 
     @nowrap
@@ -109,5 +202,7 @@ class YarnRotaryEmbedding(RotaryEmbedding):
 
     @property
     def _factor(self) -> float:
-        factor = self.config.attention_factor
-        return 0.1 * math.log(self.config.factor) + 1 if factor is None else factor
+        cfg: YarnRotaryEmbedding.Config = self.config
+        if cfg.attention_factor is not None:
+            return cfg.attention_factor
+        return yarn_mscale(cfg.factor, cfg.mscale) / yarn_mscale(cfg.factor, cfg.mscale_all_dim)

@@ -4,7 +4,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moelib.layers.rope import RotaryEmbedding, YarnRotaryEmbedding
+from moelib.layers.rope import (
+    LinearRotaryEmbedding,
+    Llama3RotaryEmbedding,
+    RotaryEmbedding,
+    YarnRotaryEmbedding,
+    yarn_mscale,
+)
 from tests.layers.calling import build, call, normal
 
 LAYER = build(RotaryEmbedding.default_config())
@@ -104,3 +110,86 @@ def test_yarn_of_factor_one_is_the_plain_embedding():
 def test_yarn_refuses_settings_that_mean_nothing(settings):
     with pytest.raises(ValueError, match=r"layer: factor .* must be at least 1"):
         yarn(**settings)
+
+
+def test_deepseek_v2_lite_multiplies_scores_and_not_queries_and_keys():
+    mscale = yarn_mscale(40.0, 0.707)
+    np.testing.assert_allclose(mscale, 1.260804, atol=1e-6)
+    np.testing.assert_allclose(192**-0.5 * mscale**2, 0.114721, atol=1e-6)
+    layer = yarn(theta=10_000.0, factor=40.0, mscale=0.707, mscale_all_dim=0.707)
+    x = jnp.asarray(normal(2, 4, 3, 64))
+    made = np.asarray(call(layer, {}, x, jnp.asarray(POSITIONS)))
+    np.testing.assert_allclose(np.linalg.norm(made, axis=-1), np.linalg.norm(x, axis=-1), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("m", "m_all"), [(1.0, 0.0), (1.0, 0.707), (0.707, 1.0), (0.0, 0.0)])
+def test_yarn_multiplies_by_one_mscale_over_the_other(m, m_all):
+    x = jnp.asarray(normal(2, 4, 3, 8))
+    made = np.asarray(call(yarn(mscale=m, mscale_all_dim=m_all), {}, x, jnp.asarray(POSITIONS)))
+    lengths = np.linalg.norm(made, axis=-1) / np.linalg.norm(x, axis=-1)
+    want = (0.1 * m * np.log(32) + 1) / (0.1 * m_all * np.log(32) + 1)
+    np.testing.assert_allclose(lengths, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"mscale": 0.707}, {"mscale_all_dim": 0.707}])
+def test_yarn_refuses_two_words_on_one_factor(settings):
+    with pytest.raises(ValueError, match=r"layer: attention_factor is 1.0, so mscale .* leave out"):
+        yarn(attention_factor=1.0, **settings)
+
+
+def test_mscale_of_a_shorter_context_is_refused():
+    assert yarn_mscale(1.0) == 1.0
+    with pytest.raises(ValueError, match=r"yarn_mscale: factor is 0.5; set it to 1 or more"):
+        yarn_mscale(0.5)
+
+
+def test_linear_scaling_divides_positions():
+    layer = build(LinearRotaryEmbedding.default_config(), factor=4.0)
+    x = normal(2, 4, 3, 8)
+    got = call(layer, {}, jnp.asarray(x), jnp.asarray(POSITIONS))
+    np.testing.assert_allclose(got, rotated(x, POSITIONS / 4, 10_000.0, 8), atol=1e-3)
+    with pytest.raises(ValueError, match=r"layer: factor is 0.5; set it to 1 or more"):
+        build(LinearRotaryEmbedding.default_config(), factor=0.5)
+
+
+def llama3(**settings):
+    cfg = Llama3RotaryEmbedding.default_config()
+    return build(cfg, **{"theta": 500_000.0, "factor": 8.0, "original_context": 8192, **settings})
+
+
+@pytest.mark.parametrize("settings", [{}, {"factor": 32.0}, {"low_freq_factor": 2.0}], ids=str)
+def test_llama3_slows_pairs_by_their_wavelength(settings):
+    layer = llama3(**settings)
+    factor, low = settings.get("factor", 8.0), settings.get("low_freq_factor", 1.0)
+    kinds, want = [], []
+    for i in range(64):  # Wavelengths in tokens, as the published code has them.
+        frequency = 500_000.0 ** (-i / 64)
+        wavelength = 2 * np.pi / frequency
+        if wavelength < 8192 / 4:
+            kind, slowed = "kept", frequency
+        elif wavelength > 8192 / low:
+            kind, slowed = "slowed", frequency / factor
+        else:
+            smooth = (8192 / wavelength - low) / (4 - low)
+            kind, slowed = "between", (1 - smooth) * frequency / factor + smooth * frequency
+        kinds.append(kind)
+        want.append(slowed)
+    assert set(kinds) == {"kept", "between", "slowed"}
+    np.testing.assert_allclose(layer.frequencies(128)[0], want, rtol=2e-5)
+    x = normal(2, 4, 3, 128)
+    got = np.asarray(call(layer, {}, jnp.asarray(x), jnp.asarray(POSITIONS)))
+    np.testing.assert_allclose(np.linalg.norm(got, axis=-1), np.linalg.norm(x, axis=-1), rtol=1e-5)
+
+
+def test_llama3_of_factor_one_is_the_plain_embedding():
+    plain = build(RotaryEmbedding.default_config(), theta=500_000.0)
+    got = llama3(factor=1.0).frequencies(64)
+    np.testing.assert_allclose(got, plain.frequencies(64), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"factor": 0.5}, {"original_context": 0}, {"high_freq_factor": 1.0}]
+)
+def test_llama3_refuses_settings_that_mean_nothing(settings):
+    with pytest.raises(ValueError, match=r"layer: factor .* must be at least 1, original_context"):
+        llama3(**settings)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float
 
 from moelib.core.config import REQUIRED, InstantiableConfig, Required, config_class
 from moelib.core.context import Nested
-from moelib.core.param import ParameterSpec, is_spec
+from moelib.core.param import FanAxes, ParameterSpec, is_spec
 from moelib.layers.base import BaseLayer
 from moelib.layers.moe.balance import (
     BalanceScope,
@@ -32,7 +32,8 @@ from moelib.parallel.collectives import gather, vary
 class MoELayer(BaseLayer):
     """A mixture of experts in the place of a feed-forward layer.
 
-    Source: Shazeer et al., arXiv:1701.06538; shared experts: Dai et al., arXiv:2401.06066.
+    Source: Shazeer et al., arXiv:1701.06538; shared experts: Dai et al., arXiv:2401.06066; their
+    gate: Qwen2, arXiv:2407.10671.
     """
 
     @config_class
@@ -47,6 +48,7 @@ class MoELayer(BaseLayer):
         dispatcher: InstantiableConfig = RaggedDispatcher.default_config()
         experts: BaseLayer.Config = FeedForwardExperts.default_config()
         shared_experts: BaseLayer.Config | None = None  # A feed-forward layer; set its hidden_dim.
+        shared_gate: bool = False  # Whether sigmoid(x w) multiplies what the shared experts give.
         load_balance_loss: LoadBalanceLoss.Config | None = None
         router_z_loss: RouterZLoss.Config | None = None
 
@@ -62,11 +64,22 @@ class MoELayer(BaseLayer):
         self._add_child("experts", cfg.experts.clone(hidden_dim=cfg.hidden_dim, **sizes))
         if cfg.shared_experts is not None:
             self._add_child("shared_experts", cfg.shared_experts.clone(input_dim=cfg.input_dim))
+        elif cfg.shared_gate:
+            raise ValueError(
+                f"{self._title()}: shared_gate is set without shared_experts; set these too, or "
+                "leave it out."
+            )
         balance = cfg.load_balance_loss
         if balance is not None and balance.scope is BalanceScope.GLOBAL_BATCH:
             counter = LoadCounter.default_config().set(num_experts=cfg.num_experts)
             self._add_child("load_counter", counter)
         self._dispatcher = cfg.dispatcher.instantiate()
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        cfg: MoELayer.Config = self.config
+        shape, axes = (cfg.input_dim, 1), ("embed", None)
+        gate = ParameterSpec(shape, axes, fan_axes=FanAxes((0,), (1,)))
+        return {"shared_gate": gate} if cfg.shared_gate else {}
 
     def forward(
         self, x: Float[Array, "B S D"], mask: Bool[Array, "B S"] | None = None
@@ -77,9 +90,19 @@ class MoELayer(BaseLayer):
         routing: Routing = self.router(x, mask)
         y, num_dropped = self._routed(self.parameters["experts"], x, routing)
         if self.config.shared_experts is not None:
-            y = y + self.shared_experts(x, mask)
+            y = y + self._from_shared_experts(x, mask)
         self._report(routing, num_dropped)
         return y
+
+    def _from_shared_experts(
+        self, x: Float[Array, "B S D"], mask: Bool[Array, "B S"]
+    ) -> Float[Array, "B S D"]:
+        """Returns the shared experts' output, gated if it is to be."""
+        y = self.shared_experts(x, mask)
+        if not self.config.shared_gate:
+            return y
+        weight = self.parameters["shared_gate"].astype(x.dtype)
+        return y * jax.nn.sigmoid(jnp.einsum("bsd,dn->bsn", x, weight))  # [B, S, 1]
 
     def _routed(self, params: Nested, x: Float[Array, "B S D"], routing: Routing) -> Dispatched:
         """Returns the weighted sums of the experts' outputs, and the choices dropped anywhere."""
@@ -163,3 +186,7 @@ class MoELayer(BaseLayer):
         if cfg.router_z_loss is not None:
             loss = router_z_loss(routing.logits, routing.mask)
             self.add_aux_loss("router_z_loss", loss, weight=cfg.router_z_loss.weight)
+
+    def _own_forward_flops_per_token(self, seq_len: int) -> float:
+        del seq_len
+        return 2.0 * self._own_active_parameters()  # The shared experts' gate.

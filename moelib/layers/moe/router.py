@@ -44,8 +44,20 @@ class Score(enum.Enum):
     SIGMOID = "sigmoid"  # Each expert by itself (DeepSeek-V3, arXiv:2412.19437, eq. 15).
 
 
+class GroupScore(enum.Enum):
+    """How good a group of experts is for a token, from its experts' scores."""
+
+    MAX = "max"  # The best one's (DeepSeek-V2, arXiv:2405.04434, sec. 2.2.2).
+    SUM_OF_TOP_2 = "sum_of_top_2"  # Of the two best (DeepSeek-V3, arXiv:2412.19437, sec. 2.1.2).
+
+
 class Router(BaseLayer):
-    """Sends each token to the K experts with the highest scores, computed in float32."""
+    """Sends each token to the K experts with the highest scores, computed in float32.
+
+    With groups, experts stand in `num_groups` equal ones in the order of their numbers, and a
+    token's come from the `num_groups_per_token` best of them (DeepSeek-V2, arXiv:2405.04434, sec.
+    2.2.2). Weights are the scores whatever the groups.
+    """
 
     @config_class
     class Config(BaseLayer.Config):
@@ -59,6 +71,9 @@ class Router(BaseLayer):
         renormalize: bool = False  # Whether the K weights are divided by their sum.
         scaling_factor: float = 1.0  # Multiplies the weights.
         bias_balancing: BiasBalancing.Config | None = None
+        num_groups: int | None = None  # None for no groups.
+        num_groups_per_token: int | None = None  # The groups that a token's experts may come from.
+        group_score: GroupScore = GroupScore.MAX
 
     def __init__(self, cfg: Config, *, parent: BaseLayer | None) -> None:
         super().__init__(cfg, parent=parent)
@@ -68,9 +83,39 @@ class Router(BaseLayer):
                 f"{self._title()}: num_experts_per_token is {cfg.num_experts_per_token}; it must "
                 f"be from 1 to num_experts, {cfg.num_experts}."
             )
+        self._check_groups()
         if cfg.bias_balancing is not None:
             balancing = cfg.bias_balancing.clone(num_experts=cfg.num_experts)
             self._add_child("bias_balancing", balancing)
+
+    def _check_groups(self) -> None:
+        """Raises ValueError unless groups are of one size and the chosen ones hold K experts."""
+        cfg: Router.Config = self.config
+        num_groups, num_chosen = cfg.num_groups, cfg.num_groups_per_token
+        if num_groups is None and num_chosen is None:
+            return
+        if num_groups is None or num_chosen is None:
+            raise ValueError(
+                f"{self._title()}: num_groups is {num_groups} and num_groups_per_token "
+                f"{num_chosen}; set both, or neither."
+            )
+        if num_groups < 1 or cfg.num_experts % num_groups:
+            raise ValueError(
+                f"{self._title()}: {cfg.num_experts} experts do not divide into num_groups "
+                f"{num_groups}; change one of them."
+            )
+        size = cfg.num_experts // num_groups
+        if not 1 <= num_chosen <= num_groups or num_chosen * size < cfg.num_experts_per_token:
+            raise ValueError(
+                f"{self._title()}: num_groups_per_token is {num_chosen}; it must be from 1 to "
+                f"num_groups, {num_groups}, and groups of {size} must hold num_experts_per_token, "
+                f"{cfg.num_experts_per_token}."
+            )
+        if cfg.group_score is GroupScore.SUM_OF_TOP_2 and size < 2:
+            raise ValueError(
+                f"{self._title()}: group_score {cfg.group_score.value!r} takes groups of 2 experts "
+                f"or more; num_groups {num_groups} makes groups of {size}."
+            )
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg: Router.Config = self.config
@@ -112,7 +157,8 @@ class Router(BaseLayer):
         choice = scores
         if cfg.bias_balancing is not None:
             choice = self.bias_balancing.biased(scores)
-        _, expert_ids = jax.lax.top_k(jax.lax.stop_gradient(choice), cfg.num_experts_per_token)
+        choice = self._in_best_groups(jax.lax.stop_gradient(choice))
+        _, expert_ids = jax.lax.top_k(choice, cfg.num_experts_per_token)
         expert_ids = keep_routing(expert_ids)
         if cfg.score is Score.SOFTMAX_AFTER_TOP_K:
             weights = jax.nn.softmax(jnp.take_along_axis(logits, expert_ids, -1), -1)
@@ -124,6 +170,22 @@ class Router(BaseLayer):
         if cfg.bias_balancing is not None and self.is_training:
             self.bias_balancing.count(expert_ids, mask)
         return routing
+
+    def _in_best_groups(self, choice: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
+        """Returns what experts are chosen by, -inf outside of each token's best groups.
+
+        DeepSeek-V2 has 0 there, below every score: the same, but for scores that underflow to 0.
+        """
+        cfg: Router.Config = self.config
+        if cfg.num_groups is None or cfg.num_groups_per_token is None:
+            return choice
+        grouped = choice.reshape(*choice.shape[:2], cfg.num_groups, -1)  # [B, S, groups, size]
+        num_best = 1 if cfg.group_score is GroupScore.MAX else 2
+        scores = jnp.sum(jax.lax.top_k(grouped, num_best)[0], -1)  # [B, S, groups]
+        _, best = jax.lax.top_k(scores, cfg.num_groups_per_token)
+        groups = jnp.arange(cfg.num_groups)[None, None, None]
+        kept = jnp.any(best[..., None] == groups, -2)  # [B, S, groups]
+        return jnp.where(kept[..., None], grouped, -jnp.inf).reshape(choice.shape)
 
     def _own_forward_flops_per_token(self, seq_len: int) -> float:
         del seq_len

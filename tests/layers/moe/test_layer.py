@@ -194,7 +194,33 @@ def test_gpt_oss_experts_have_biases_and_its_router_too():
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("fields", [{"router": BALANCED}, GPT_OSS], ids=["balanced", "gpt-oss"])
+def test_shared_experts_may_have_a_gate():
+    made = layer(shared_gate=True)
+    params = initial(made)
+    p, x = float64(params), X.astype(np.float64)
+    gate = 1 / (1 + np.exp(-np.einsum("bsd,dn->bsn", x, p["shared_gate"])))
+    shared = swiglu(x, p["shared_experts"]["up"], p["shared_experts"]["down"])
+    got = forward(made, params, jnp.asarray(X), MASK)[0]
+    routed = forward(layer(shared_experts=None), params, jnp.asarray(X), MASK)[0]
+    np.testing.assert_allclose(got - routed, gate * shared, rtol=1e-5, atol=1e-5)
+    assert np.ptp(gate) > 0.5
+    assert made.active_parameters() == LAYER.active_parameters() + D
+    assert made.forward_flops_per_token(S) == LAYER.forward_flops_per_token(S) + 2 * D
+    half = forward(made, params, jnp.asarray(X, jnp.bfloat16), MASK)[0]
+    assert half.dtype == jnp.bfloat16
+    np.testing.assert_allclose(half.astype(jnp.float32), got, atol=0.05)
+
+
+def test_a_gate_of_no_shared_experts_is_refused():
+    with pytest.raises(ValueError, match="layer: shared_gate is set without shared_experts; set"):
+        layer(shared_experts=None, shared_gate=True)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"router": BALANCED, "shared_gate": True}, GPT_OSS],
+    ids=["balanced and gated", "gpt-oss"],
+)
 def test_a_mesh_gives_the_values_of_one_device(fields):
     made = layer(**fields)
     params = initial(made)

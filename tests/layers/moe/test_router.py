@@ -1,5 +1,7 @@
 """The router's scores in all modes, against float64 references; ties, biases and precision."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 
 from moelib.core.param import cast_parameters
 from moelib.layers.moe.balance import BiasBalancing
-from moelib.layers.moe.router import Router, Score
+from moelib.layers.moe.router import GroupScore, Router, Score
 from tests.layers.calling import build, call, call_and_collect, float64, initial, normal
 
 D, E, K = 8, 5, 2
@@ -115,6 +117,125 @@ def test_a_bfloat16_step_routes_from_full_weights_in_float32():
     want = call(layer, params, x.astype(jnp.float32), MASK)
     jax.tree.map(np.testing.assert_array_equal, got, want)
     assert got.logits.dtype == got.probs.dtype == got.weights.dtype == jnp.float32
+
+
+GROUPS = {"num_experts": 12, "num_experts_per_token": 3}
+V2_GROUPS = {**GROUPS, "num_groups": 4, "num_groups_per_token": 2, "group_score": GroupScore.MAX}
+V3_GROUPS = {**V2_GROUPS, "group_score": GroupScore.SUM_OF_TOP_2}
+
+
+def best(scores, k):
+    return sorted(range(len(scores)), key=lambda e: -scores[e])[:k]
+
+
+def mixtral(logits, bias):
+    p = softmax(logits)
+    ids = best(p, 3)
+    return ids, p[ids] / p[ids].sum()
+
+
+def qwen(logits, bias):
+    p = softmax(logits)
+    ids = best(p, 3)
+    return ids, p[ids]
+
+
+def deepseek_v2(logits, bias):
+    p = softmax(logits)
+    groups = best([max(p[3 * g : 3 * g + 3]) for g in range(4)], 2)
+    ids = best([p[e] if e // 3 in groups else 0.0 for e in range(12)], 3)
+    return ids, 16.0 * p[ids]
+
+
+def deepseek_v3(logits, bias):
+    p = 1 / (1 + np.exp(-logits))
+    choice = p + bias
+    groups = best([sum(sorted(choice[3 * g : 3 * g + 3])[1:]) for g in range(4)], 2)
+    ids = best([choice[e] if e // 3 in groups else -np.inf for e in range(12)], 3)
+    return ids, 2.5 * p[ids] / (p[ids].sum() + 1e-20)
+
+
+def gpt_oss(logits, bias):
+    logits = logits + bias
+    ids = best(logits, 3)
+    return ids, softmax(logits[ids])
+
+
+BALANCED = {"bias_balancing": BiasBalancing.default_config()}
+FAMILIES = {
+    mixtral: {"score": Score.SOFTMAX_AFTER_TOP_K},
+    qwen: {},
+    deepseek_v2: {**V2_GROUPS, "scaling_factor": 16.0},
+    deepseek_v3: {
+        **V3_GROUPS,
+        **BALANCED,
+        "score": Score.SIGMOID,
+        "renormalize": True,
+        "scaling_factor": 2.5,
+    },
+    gpt_oss: {"score": Score.SOFTMAX_AFTER_TOP_K, "bias": True},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
+def test_each_family_routes_as_published(family):
+    layer = router(**{**GROUPS, **FAMILIES[family]})
+    # Biases as large as the scores, some of which they make negative: they decide on groups too.
+    weight, bias = normal(D, 12, seed=4), normal(12, seed=5)
+    params: dict[str, Any] = {"weight": jnp.asarray(weight)}
+    if layer.config.bias:
+        params["bias"] = jnp.asarray(bias)
+    if layer.config.bias_balancing is not None:
+        params["bias_balancing"] = {"bias": jnp.asarray(bias), "counts": jnp.zeros(12)}
+    x = normal(2, 50, D, seed=6)
+    got = call(layer, params, jnp.asarray(x), jnp.ones((2, 50), bool))
+    logits = x.astype(np.float64).reshape(-1, D) @ weight.astype(np.float64)
+    ids, weights = zip(*(family(row, bias.astype(np.float64)) for row in logits), strict=True)
+    np.testing.assert_array_equal(got.expert_ids.reshape(100, 3), ids)
+    np.testing.assert_allclose(got.weights.reshape(100, 3), weights, rtol=2e-5)
+    if layer.config.num_groups is not None:  # They matter: the best of all are others.
+        free = np.argsort(-(logits + bias * (family is deepseek_v3)))[:, :3]
+        assert (np.sort(free) != np.sort(ids)).any(-1).sum() > 10
+    if family is qwen:  # With norm_topk_prob.
+        normed = call(router(**GROUPS, renormalize=True), params, jnp.asarray(x), got.mask)
+        want = [w / w.sum() for w in weights]
+        np.testing.assert_allclose(normed.weights.reshape(100, 3), want, rtol=2e-5)
+
+
+def test_renormalizing_adds_nothing_to_what_softmax_leaves():
+    """DeepSeek-V3's 1e-20 under the sum of weights is lost beside 1 / E, as others have it."""
+    layer, plain = router(renormalize=True), router()
+    params = initial(layer)
+    raw = call(plain, params, jnp.asarray(X), MASK).weights
+    got = call(layer, params, jnp.asarray(X), MASK).weights
+    np.testing.assert_array_equal(got, raw / jnp.sum(raw, -1, keepdims=True))
+
+
+def test_scores_that_underflow_are_of_the_best_groups_all_the_same():
+    layer = router(**V2_GROUPS)
+    weight = jnp.zeros((D, 12)).at[0, 4].set(200.0).at[0, 8].set(150.0)  # Groups 1 and 2.
+    x = jnp.zeros((1, 1, D)).at[0, 0, 0].set(1.0)
+    got = call(layer, {"weight": weight}, x, jnp.ones((1, 1), bool))
+    assert set(np.asarray(got.expert_ids).ravel() // 3) <= {1, 2}
+    np.testing.assert_array_equal(got.weights, [[[1.0, np.exp(np.float32(-50.0)), 0.0]]])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_groups": None}, "num_groups is None and num_groups_per_token 2; set both"),
+        ({"num_groups_per_token": None}, "num_groups is 4 and num_groups_per_token None; set"),
+        ({"num_groups": 5}, "12 experts do not divide into num_groups 5; change one of them"),
+        ({"num_groups": 0}, "12 experts do not divide into num_groups 0; change one of them"),
+        ({"num_groups_per_token": 5}, "num_groups_per_token is 5; it must be from 1 to num_gr"),
+        ({"num_groups_per_token": 0}, "num_groups_per_token is 0; it must be from 1 to num_gr"),
+        ({"num_experts_per_token": 7}, "groups of 3 must hold num_experts_per_token, 7"),
+        ({"num_groups": 12, "num_groups_per_token": 4}, "'sum_of_top_2' takes groups of 2 exp"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused(fields, message):
+    with pytest.raises(ValueError, match=f"layer: .*{message}"):
+        router(**{**V3_GROUPS, **fields})
 
 
 @pytest.mark.parametrize("choices", [0, 6])

@@ -1,0 +1,163 @@
+"""Multi-head latent attention: keys and values of all heads come from one small vector a token."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from moelib.core.config import REQUIRED, Required, config_class
+from moelib.core.param import FanAxes, ParameterSpec
+from moelib.kernels.flash_attention import CONTEXT
+from moelib.layers.attention.on_mesh import Rule, attend
+from moelib.layers.base import BaseLayer
+from moelib.layers.norm import BaseNorm, RMSNorm
+from moelib.layers.remat import keep_point
+from moelib.layers.rope import RotaryEmbedding
+from moelib.parallel.sharding import constrain
+
+
+class LatentAttention(BaseLayer):
+    """Causal self-attention whose keys and values are projections of a normalised latent.
+
+    Position is in a part of the queries, and in one key that all heads share beside their own.
+
+    Source: DeepSeek-V2, arXiv:2405.04434, eq. 9 to 19, with the norms of section 3.1.2.
+    """
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Config of `LatentAttention`."""
+
+        input_dim: Required[int] = REQUIRED  # D.
+        num_heads: Required[int] = REQUIRED  # H.
+        q_lora_rank: int | None = None  # Of the queries' latent; None for one matrix without it.
+        kv_lora_rank: Required[int] = REQUIRED  # Of the latent of keys and values.
+        nope_head_dim: Required[int] = REQUIRED  # Entries of a query or key without position,
+        rope_head_dim: Required[int] = REQUIRED  # and those that are rotated, after them; even.
+        v_head_dim: Required[int] = REQUIRED
+        rope: BaseLayer.Config | None = RotaryEmbedding.default_config()
+        norm: BaseNorm.Config = RMSNorm.default_config()  # Of the latents.
+        score_factor: float = 1.0  # Scores are multiplied by it over sqrt(nope + rope dims).
+
+    def __init__(self, cfg: Config, *, parent: BaseLayer | None) -> None:
+        super().__init__(cfg, parent=parent)
+        cfg = self.config
+        sizes = ("input_dim", "num_heads", "q_lora_rank", "kv_lora_rank")
+        for field in (*sizes, "nope_head_dim", "rope_head_dim", "v_head_dim"):
+            if (size := getattr(cfg, field)) is not None and size < 1:
+                raise ValueError(f"{self._title()}: {field} is {size}; set it to 1 or more.")
+        if cfg.rope_head_dim % 2:
+            raise ValueError(
+                f"{self._title()}: rope_head_dim is {cfg.rope_head_dim}; pairs of entries are "
+                "rotated, so set an even number."
+            )
+        if not cfg.score_factor > 0:
+            raise ValueError(
+                f"{self._title()}: score_factor is {cfg.score_factor}; set it above 0."
+            )
+        self._qk_head_dim: int = cfg.nope_head_dim + cfg.rope_head_dim
+        if cfg.rope is not None:
+            self._add_child("rope", cfg.rope)
+        if cfg.q_lora_rank is not None:
+            self._add_child("q_norm", cfg.norm.clone(dim=cfg.q_lora_rank))
+        self._add_child("kv_norm", cfg.norm.clone(dim=cfg.kv_lora_rank))
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        cfg: LatentAttention.Config = self.config
+        specs = {
+            "kv_down": _down(cfg.input_dim, cfg.kv_lora_rank),
+            "k_rope": _down(cfg.input_dim, cfg.rope_head_dim),
+            "kv_up": _up(cfg.kv_lora_rank, cfg.num_heads, cfg.nope_head_dim + cfg.v_head_dim),
+            "output": ParameterSpec(
+                (cfg.num_heads, cfg.v_head_dim, cfg.input_dim),
+                ("heads", "head_dim", "embed"),
+                initializer=self._initializer("output_init"),
+                fan_axes=FanAxes((0, 1), (2,)),
+            ),
+        }
+        if cfg.q_lora_rank is None:
+            return specs | {"q": _up(cfg.input_dim, cfg.num_heads, self._qk_head_dim)}
+        return specs | {
+            "q_down": _down(cfg.input_dim, cfg.q_lora_rank),
+            "q_up": _up(cfg.q_lora_rank, cfg.num_heads, self._qk_head_dim),
+        }
+
+    def forward(
+        self,
+        x: Float[Array, "B S D"],
+        *,
+        positions: Int[Array, "B S"],
+        segment_ids: Int[Array, "B S"] | None = None,
+    ) -> Float[Array, "B S D"]:
+        """Returns the layer's output; tokens see only what stands before them in their segment."""
+        cfg: LatentAttention.Config = self.config
+        q = self._queries(x, positions)
+        k, v = self.keys_and_values(*self.latents(x, positions))
+        # `attend` takes one width: zeros add nothing to a score, and make entries that are cut off.
+        width = max(self._qk_head_dim, cfg.v_head_dim)
+        split = ("batch", "sequence", "activation_heads", None)
+        q, k, v = (constrain(_widened(x, width), split) for x in (q, k, v))
+        rule = Rule(scale=cfg.score_factor * self._qk_head_dim**-0.5)
+        out = keep_point(constrain(attend(q, k, v, segment_ids, rule=rule), split), CONTEXT)
+        out = out[..., : cfg.v_head_dim]
+        y = jnp.einsum("bshk,hkd->bsd", out, self._weight("output", x))
+        return keep_point(y, "attention_output")
+
+    def latents(
+        self, x: Float[Array, "B S D"], positions: Int[Array, "B S"]
+    ) -> tuple[Float[Array, "B S latent"], Float[Array, "B S rope"]]:
+        """Returns each token's normalised latent and rotated shared key: what a cache holds."""
+        latent = self.kv_norm(self._projected(x, "kv_down", "attention_kv"))
+        key = self._projected(x, "k_rope", "attention_kv")
+        return latent, self._rotated(key[:, :, None], positions)[:, :, 0]
+
+    def keys_and_values(
+        self, latent: Float[Array, "B S latent"], key: Float[Array, "B S rope"]
+    ) -> tuple[Float[Array, "B S H qk"], Float[Array, "B S H v"]]:
+        """Returns all heads' keys and values of tokens from what `latents` returned of them."""
+        nope, heads = self.config.nope_head_dim, self.config.num_heads
+        kv = jnp.einsum("bsd,dhk->bshk", latent, self._weight("kv_up", latent))
+        kv = keep_point(kv, "attention_kv")
+        shared = jnp.broadcast_to(key[:, :, None], (*key.shape[:2], heads, key.shape[-1]))
+        return jnp.concatenate([kv[..., :nope], shared], -1), kv[..., nope:]
+
+    def _queries(
+        self, x: Float[Array, "B S D"], positions: Int[Array, "B S"]
+    ) -> Float[Array, "B S H qk"]:
+        cfg: LatentAttention.Config = self.config
+        up = "q"
+        if cfg.q_lora_rank is not None:
+            x, up = self.q_norm(self._projected(x, "q_down", "attention_q")), "q_up"
+        q = keep_point(jnp.einsum("bsd,dhk->bshk", x, self._weight(up, x)), "attention_q")
+        nope, rope = jnp.split(q, [cfg.nope_head_dim], axis=-1)
+        return jnp.concatenate([nope, self._rotated(rope, positions)], -1)
+
+    def _projected(self, x: Float[Array, "B S D"], name: str, point: str) -> Float[Array, "B S n"]:
+        return keep_point(jnp.einsum("bsd,dn->bsn", x, self._weight(name, x)), point)
+
+    def _rotated(
+        self, x: Float[Array, "B S H rope"], positions: Int[Array, "B S"]
+    ) -> Float[Array, "B S H rope"]:
+        return x if self.config.rope is None else self.rope(x, positions)
+
+    def _weight(self, name: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        return self.own_parameters[name].astype(x.dtype)
+
+    def _own_forward_flops_per_token(self, seq_len: int) -> float:
+        cfg: LatentAttention.Config = self.config
+        keys_seen = (seq_len + 1) / 2  # On average.
+        head = self._qk_head_dim + cfg.v_head_dim  # A score, and a part of the sum of values.
+        # All parameters of the layer itself are matrices that a token is multiplied by.
+        return 2 * self._own_active_parameters() + 2 * keys_seen * cfg.num_heads * head
+
+
+def _down(inputs: int, outputs: int) -> ParameterSpec:
+    return ParameterSpec((inputs, outputs), ("embed", None), fan_axes=FanAxes((0,), (1,)))
+
+
+def _up(inputs: int, heads: int, head_dim: int) -> ParameterSpec:
+    axes = ("embed", "heads", "head_dim")
+    return ParameterSpec((inputs, heads, head_dim), axes, fan_axes=FanAxes((0,), (1, 2)))
+
+
+def _widened(x: Float[Array, "B S H n"], width: int) -> Float[Array, "B S H m"]:
+    """Returns x with zeros behind the entries of each head, `width` in all."""
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, width - x.shape[-1])))

@@ -1,0 +1,221 @@
+"""Latent attention against the paper's formulas in float64, on a mesh, and its sizes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moelib.core.config import config_for_function
+from moelib.core.param import is_spec
+from moelib.layers import initializers
+from moelib.layers.attention.latent import LatentAttention
+from moelib.layers.remat import remat
+from moelib.layers.rope import YarnRotaryEmbedding
+from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
+from moelib.parallel.sharding import named_shardings
+from tests.layers.calling import QUICK, build, call, float64, initial, normal
+
+B, S, D, H, NOPE, ROPE, V = 4, 8, 8, 4, 6, 4, 3
+X = normal(B, S, D)
+SEGMENTS = np.repeat([[1, 2, 0]], B, 0).repeat([3, 4, 1], axis=1)  # 3 tokens, 4, and padding.
+SEGMENTS[1] = 5
+IN_ROWS = np.broadcast_to(np.arange(S), (B, S))
+IN_DOCUMENTS = IN_ROWS - np.argmax(SEGMENTS[:, :, None] == SEGMENTS[:, None], axis=-1)
+QUERY_LATENT = {"q_lora_rank": 6}
+
+
+def attention(**fields):
+    sizes = {"kv_lora_rank": 4, "nope_head_dim": NOPE, "rope_head_dim": ROPE, "v_head_dim": V}
+    # Larger weights than at the start, so that scores differ.
+    init = config_for_function(initializers.normal).set(std=0.5)
+    fields = {"input_dim": D, "num_heads": H, "param_init": init, **sizes, **fields}
+    return build(LatentAttention.default_config(), **fields)
+
+
+def parameters(layer):
+    """Initial ones, and scales of the norms that are not all one."""
+    params = initial(layer)
+    norms = {
+        n: {"scale": v["scale"] + normal(*v["scale"].shape) / 3}
+        for n, v in params.items()
+        if n.endswith("norm")
+    }
+    return params | norms
+
+
+def run(layer, params, x, positions=IN_ROWS, segment_ids=None):
+    segments = None if segment_ids is None else jnp.asarray(segment_ids)
+    at = jnp.asarray(positions)
+    return call(layer, params, jnp.asarray(x), positions=at, segment_ids=segments)
+
+
+forward = jax.jit(run, static_argnums=0, compiler_options=QUICK)
+
+
+def normalised(x, norm):
+    return x / np.sqrt(np.mean(x**2) + 1e-6) * norm["scale"]
+
+
+def rotated(x, position, theta=1e4):
+    """Entries i and i + n/2 of the last dimension are one complex number."""
+    pairs = x[..., : ROPE // 2] + 1j * x[..., ROPE // 2 :]
+    pairs = pairs * np.exp(1j * position * theta ** (-2 * np.arange(ROPE // 2) / ROPE))
+    return np.concatenate([pairs.real, pairs.imag], -1)
+
+
+def by_hand(params, x, positions, segment_ids, score_factor=1.0):
+    """Eq. 9 to 19 of the paper in float64: token by token, then one query at a time."""
+    p, x = float64(params), x.astype(np.float64)
+    query = np.zeros((B, S, H, NOPE + ROPE))
+    key, value, out = np.zeros_like(query), np.zeros((B, S, H, V)), np.zeros_like(x)
+    for b, t in np.ndindex(B, S):
+        h = x[b, t]
+        latent = normalised(h @ p["kv_down"], p["kv_norm"])  # Eq. 9.
+        shared = rotated(h @ p["k_rope"], positions[b, t])  # Eq. 15.
+        if "q" in p:
+            queries = np.einsum("d,dhk->hk", h, p["q"])
+        else:
+            latent_q = normalised(h @ p["q_down"], p["q_norm"])  # Eq. 12.
+            queries = np.einsum("d,dhk->hk", latent_q, p["q_up"])  # Eq. 13.
+        for i in range(H):
+            key[b, t, i] = *(latent @ p["kv_up"][:, i, :NOPE]), *shared  # Eq. 10, 17.
+            value[b, t, i] = latent @ p["kv_up"][:, i, NOPE:]  # Eq. 11.
+            turned = rotated(queries[i, NOPE:], positions[b, t])  # Eq. 14.
+            query[b, t, i] = *queries[i, :NOPE], *turned  # Eq. 16.
+    for b, t, i in np.ndindex(B, S, H):
+        seen = np.arange(t + 1)
+        seen = seen[segment_ids[b, seen] == segment_ids[b, t]]
+        scores = key[b, seen, i] @ query[b, t, i] * score_factor / np.sqrt(NOPE + ROPE)
+        weights = np.exp(scores - scores.max())
+        head = weights @ value[b, seen, i] / weights.sum()  # Eq. 18.
+        out[b, t] += head @ p["output"][i]  # Eq. 19.
+    return out
+
+
+@pytest.mark.parametrize("fields", [{}, QUERY_LATENT, {"score_factor": 1.6}], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_output_is_that_of_the_papers_formulas(fields, packed):
+    layer = attention(**fields)
+    params = parameters(layer)
+    positions = IN_DOCUMENTS if packed else IN_ROWS
+    segments = SEGMENTS if packed else np.ones_like(SEGMENTS)
+    want = by_hand(params, X, positions, segments, fields.get("score_factor", 1.0))
+    got = forward(layer, params, X, positions, segments if packed else None)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)
+
+
+def test_values_may_be_wider_than_keys():
+    wide = attention(v_head_dim=NOPE + ROPE + 2)
+    params = parameters(wide)
+    narrow = {
+        **params,
+        "kv_up": params["kv_up"][..., : NOPE + V],
+        "output": params["output"][:, :V],
+    }
+    rest = {**params, "output": params["output"].at[:, :V].set(0.0)}
+    parts = forward(attention(), narrow, X) + forward(wide, rest, X)
+    np.testing.assert_allclose(forward(wide, params, X), parts, rtol=1e-5, atol=1e-5)
+
+
+def test_what_a_cache_would_hold_is_made_token_by_token():
+    layer = attention()
+    params, x, positions = parameters(layer), jnp.asarray(X), jnp.asarray(IN_ROWS)
+    latent, key = call(layer, params, x, positions, method="latents")
+    assert latent.shape == (B, S, 4)
+    assert key.shape == (B, S, ROPE)
+    k, v = call(layer, params, latent, key, method="keys_and_values")
+    assert k.shape == (B, S, H, NOPE + ROPE)
+    assert v.shape == (B, S, H, V)
+    for t in (0, 5):
+        token = slice(t, t + 1)
+        held = call(layer, params, x[:, token], positions[:, token], method="latents")
+        made = call(layer, params, *held, method="keys_and_values")
+        for got, want in zip((*held, *made), (latent, key, k, v), strict=True):
+            np.testing.assert_allclose(got, want[:, token], rtol=1e-5, atol=1e-6)
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+def value_and_grads(layer, params, x):
+    def objective(params, x):
+        y = run(layer, params, x, IN_DOCUMENTS, SEGMENTS)
+        return jnp.sum(jnp.square(y)), y
+
+    return jax.value_and_grad(objective, (0, 1), has_aux=True)(params, x)
+
+
+@pytest.mark.parametrize("fields", [{}, QUERY_LATENT], ids=str)
+def test_a_mesh_gives_the_values_of_one_device_and_every_parameter_a_gradient(fields):
+    layer = attention(**fields)
+    params = parameters(layer)
+    want = value_and_grads(layer, params, jnp.asarray(X))
+    for grad in jax.tree.leaves(want[1]):
+        assert float(jnp.min(jnp.max(jnp.abs(grad), 0))) > 1e-3
+    mesh = create_device_mesh(mesh_shape_from_axes(fsdp=2, seq=2, model=2))
+    with jax.set_mesh(mesh):
+        places = named_shardings(layer.create_parameter_specs_recursively(), mesh)
+        placed = jax.device_put(params, places)
+        assert placed["kv_up"].sharding.shard_shape((4, H, NOPE + V)) == (2, H // 2, NOPE + V)
+        got = value_and_grads(layer, placed, jnp.asarray(X))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-5), got, want)
+
+
+def test_what_remat_may_keep_has_the_names_of_other_attention():
+    layer = attention(**QUERY_LATENT)
+    params = parameters(layer)
+    names = ["attention_q", "attention_kv", "attention_context", "attention_output"]
+    loss = lambda x: jnp.sum(jnp.square(run(layer, params, x)))
+    jitted = functools.partial(jax.jit, compiler_options=QUICK)
+    kept = jitted(jax.grad(remat(keep=names, prevent_cse=True)(loss)))(X)
+    np.testing.assert_allclose(kept, jitted(jax.grad(loss))(X), rtol=1e-5, atol=1e-5)
+
+
+def test_bfloat16_stays_near_float32():
+    layer = attention(**QUERY_LATENT)
+    params = parameters(layer)
+    got = forward(layer, params, jnp.asarray(X, jnp.bfloat16))
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(got.astype(jnp.float32), forward(layer, params, X), atol=0.1)
+
+
+def lite(**fields):
+    sizes = {"input_dim": 2048, "num_heads": 16, "kv_lora_rank": 512, "v_head_dim": 128}
+    rope = YarnRotaryEmbedding.default_config().set(factor=40.0, original_context=4096)
+    return attention(**sizes, nope_head_dim=128, rope_head_dim=64, rope=rope, **fields)
+
+
+def test_deepseek_v2_lite_has_its_published_sizes():
+    specs = jax.tree.leaves(lite().create_parameter_specs_recursively(), is_leaf=is_spec)
+    # q_proj, kv_a_proj_with_mqa, kv_b_proj, o_proj, and the norm of the latent.
+    matrices = 3072 * 2048 + 576 * 2048 + 4096 * 512 + 2048 * 2048
+    assert sum(spec.size for spec in specs) == matrices + 512
+    assert lite().active_parameters() == matrices + 512
+
+
+def test_flops_are_counted_by_hand():
+    matrices = 3072 * 2048 + 576 * 2048 + 4096 * 512 + 2048 * 2048
+    # A token sees 1, 2, ... S keys, of 192 entries, and as many values, of 128.
+    seen = sum(range(1, S + 1)) / S
+    assert lite().forward_flops_per_token(S) == 2 * matrices + 2 * seen * 16 * (192 + 128)
+    small = lite(q_lora_rank=32).forward_flops_per_token(S)
+    latent = 2048 * 32 + 32 * 3072
+    assert small == lite().forward_flops_per_token(S) + 2 * (latent - 3072 * 2048)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_heads": 0}, "layer: num_heads is 0; set it to 1 or more"),
+        ({"q_lora_rank": 0}, "layer: q_lora_rank is 0; set it to 1 or more"),
+        ({"kv_lora_rank": -1}, "layer: kv_lora_rank is -1; set it to 1 or more"),
+        ({"nope_head_dim": 0}, "layer: nope_head_dim is 0; set it to 1 or more"),
+        ({"v_head_dim": 0}, "layer: v_head_dim is 0; set it to 1 or more"),
+        ({"rope_head_dim": 0}, "layer: rope_head_dim is 0; set it to 1 or more"),
+        ({"rope_head_dim": 3}, "layer: rope_head_dim is 3; pairs .* set an even number"),
+        ({"score_factor": 0.0}, "layer: score_factor is 0.0; set it above 0"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        attention(**fields)
