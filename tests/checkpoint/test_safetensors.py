@@ -1,0 +1,117 @@
+"""Folders of safetensors: read back, over many files, and what is damaged."""
+
+import json
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from moelib.checkpoint.safetensors import DamagedTensorsError, TensorFolder, write_tensors
+
+ARRAYS = {
+    "a": np.arange(12, dtype=np.float32).reshape(3, 4),
+    "b.weight": np.arange(6).astype(ml_dtypes.bfloat16),
+    "c": np.array([[1, 2, 3]], np.int32),
+}
+
+
+def read_all(folder):
+    with TensorFolder(str(folder)) as tensors:
+        return {key: tensors.read(key) for key in tensors.keys()}  # noqa: SIM118
+
+
+@pytest.mark.parametrize(("max_file_bytes", "num_files"), [(1 << 20, 1), (60, 2), (1, 3)])
+def test_tensors_come_back_from_one_file_and_from_many(tmp_path, max_file_bytes, num_files):
+    names = write_tensors(str(tmp_path), ARRAYS.items(), max_file_bytes=max_file_bytes)
+    assert len(names) == num_files
+    found = read_all(tmp_path)
+    assert found.keys() == ARRAYS.keys()
+    for key, values in ARRAYS.items():
+        assert found[key].dtype == values.dtype
+        np.testing.assert_array_equal(found[key], values)
+    with TensorFolder(str(tmp_path)) as tensors:
+        assert {key: tensors.shape(key) for key in ARRAYS} == {
+            k: v.shape for k, v in ARRAYS.items()
+        }
+
+
+def test_files_are_those_that_other_libraries_read(tmp_path):
+    names = write_tensors(str(tmp_path), ARRAYS.items(), max_file_bytes=60)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": sum(x.nbytes for x in ARRAYS.values())}
+    assert index["weight_map"].keys() == ARRAYS.keys()
+    for name in names:
+        with safe_open(tmp_path / name, "np") as file:
+            assert file.metadata() == {"format": "pt"}
+            assert {k for k, v in index["weight_map"].items() if v == name} == set(file.keys())
+
+
+def test_a_file_that_is_cut_off_is_named(tmp_path):
+    write_tensors(str(tmp_path), ARRAYS.items())
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DamagedTensorsError, match=re.escape(f"{path} is no whole safetensors")):
+        TensorFolder(str(tmp_path))
+
+
+def test_a_flipped_bit_is_found(tmp_path):
+    write_tensors(str(tmp_path), ARRAYS.items())
+    path = tmp_path / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 4
+    path.write_bytes(content)
+    with pytest.raises(DamagedTensorsError, match=re.escape(f"{path} has changed")):
+        read_all(tmp_path)
+
+
+def test_an_error_while_reading_is_not_hidden_by_a_checksum(tmp_path):
+    write_tensors(str(tmp_path), ARRAYS.items())
+    path = tmp_path / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 4
+    path.write_bytes(content)
+    with pytest.raises(KeyError, match="nothing"), TensorFolder(str(tmp_path)) as tensors:
+        tensors.read("nothing")
+
+
+def test_a_folder_without_sums_is_read(tmp_path):
+    save_file(ARRAYS, tmp_path / "model.safetensors")
+    assert read_all(tmp_path).keys() == ARRAYS.keys()
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors; nor .*index\.json"):
+        TensorFolder(str(tmp_path))
+    names = write_tensors(str(tmp_path), ARRAYS.items(), max_file_bytes=60)
+    (tmp_path / names[1]).unlink()
+    with pytest.raises(FileNotFoundError, match=f"{names[1]}; .*index.json names it"):
+        TensorFolder(str(tmp_path))
+
+
+def test_an_index_that_names_a_tensor_that_is_not_there_is_refused(tmp_path):
+    names = write_tensors(str(tmp_path), ARRAYS.items(), max_file_bytes=60)
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["d"] = names[0]
+    path.write_text(json.dumps(index))
+    with pytest.raises(DamagedTensorsError, match=f"{names[0]} has no d"):
+        TensorFolder(str(tmp_path))
+    path.write_text("{}")
+    with pytest.raises(DamagedTensorsError, match="is no index of tensors"):
+        TensorFolder(str(tmp_path))
+
+
+def test_a_dtype_that_is_not_known_is_named(tmp_path):
+    save_file({"x": np.zeros(2, ml_dtypes.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    message = r"x is of dtype F8_E4M3; moelib reads .*BF16"
+    with pytest.raises(ValueError, match=message), TensorFolder(str(tmp_path)) as tensors:
+        tensors.read("x")
+
+
+def test_nothing_is_written_over(tmp_path):
+    write_tensors(str(tmp_path), ARRAYS.items())
+    with pytest.raises(FileExistsError, match="choose another folder"):
+        write_tensors(str(tmp_path), ARRAYS.items())
