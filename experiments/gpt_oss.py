@@ -15,10 +15,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from experiments.jobs import CHIPS, Job, trainer
 from moelib.core.config import config_for_function
-from moelib.data.lm_input import InputMode, LMInput
-from moelib.data.packing import DocumentBoundary
-from moelib.data.token_store import TokenStore
 from moelib.layers.activation import Activation
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.initializers import normal
@@ -30,12 +28,7 @@ from moelib.layers.norm import RMSNorm
 from moelib.layers.remat import remat
 from moelib.layers.rope import YarnRotaryEmbedding
 from moelib.layers.transformer import ScanStack, TransformerLayer
-from moelib.learner import schedules, transforms
-from moelib.learner.learner import Learner
-from moelib.learner.optimizers import adamw_optimizer
 from moelib.models.causal_lm import CausalLM
-from moelib.parallel.mesh import mesh_shape_from_axes
-from moelib.train.evaler import SpmdEvaler
 from moelib.train.trainer import SpmdTrainer
 
 
@@ -103,71 +96,20 @@ def model(size: Size) -> CausalLM.Config:
     )
 
 
-def _input(size: Size, seq_len: int, rows: int, split: str, mode: InputMode) -> LMInput.Config:
-    return LMInput.default_config().set(
-        source=TokenStore.default_config().set(path="{data_dir}/text", split=split),
-        seq_len=seq_len,
-        global_batch_size=rows,
-        document_boundary=DocumentBoundary.RESET,
-        vocab_size=size.vocab_size,
-        mode=mode,
-        seed=1234,
-    )
-
-
-def trainer(
-    size: Size,
-    *,
-    seq_len: int,
-    rows: int,
-    meshes: Mapping[str, Mapping[str, int]],
-    max_step: int = 10_000,
-) -> SpmdTrainer.Config:
-    """Returns the job: bfloat16 compute over float32 parameters, AdamW at 3e-4, a cosine to 3e-5.
-
-    Args:
-        size: The model.
-        seq_len: Tokens of a row.
-        rows: Rows of a step, on all devices.
-        meshes: For each kind of hardware, a pattern of `--mesh_selector`, the sizes of mesh axes;
-            the first is what the config has.
-        max_step: Steps.
-    """
-    shapes = {pattern: mesh_shape_from_axes(**axes) for pattern, axes in meshes.items()}
-    schedule = config_for_function(schedules.cosine).set(
-        peak_lr=3e-4, end_lr=3e-5, warmup_steps=0.01 * max_step
-    )
-    adamw = config_for_function(adamw_optimizer).set(
-        learning_rate=schedule, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1
-    )
-    clip = config_for_function(transforms.clip_by_global_norm).set(max_norm=1.0)
-    chain = config_for_function(transforms.chain).set(args=[clip, adamw])
-    cfg = SpmdTrainer.default_config().set(
-        model=model(size),
-        learner=Learner.default_config().set(optimizer=chain),
-        input=_input(size, seq_len, rows, "train", InputMode.TRAIN),
-        max_step=max_step,
-        train_dtype="bfloat16",
-        mesh_shape=next(iter(shapes.values())),
-        mesh_rules=list(shapes.items()),
-    )
-    cfg.evalers["validation"] = SpmdEvaler.default_config().set(
-        input=_input(size, seq_len, rows, "validation", InputMode.EVALUATE).set(max_batches=25)
-    )
-    return cfg
+def _trainer(size: Size, job: Job) -> SpmdTrainer.Config:
+    return trainer(model(size), job)
 
 
 def named_trainer_configs() -> Mapping[str, Callable[[], SpmdTrainer.Config]]:
     """Returns the configs by name."""
-    chips = r"(tpu-(v5p|v6e|7x)|gpu-(h100|h200|b200))-\d+"
     jobs = {  # Tokens of a row, rows, meshes.
-        "20b": (4096, 64, {chips: {"fsdp": -1, "expert": 4}}),
-        "120b": (4096, 256, {chips: {"fsdp": -1, "expert": 8}}),
-        "3b-v6e4": (1024, 4, {"tpu-v6e-4": {"fsdp": 2, "expert": 2}, chips: {"fsdp": -1}}),
+        "20b": (4096, 64, {CHIPS: {"fsdp": -1, "expert": 4}}),
+        "120b": (4096, 256, {CHIPS: {"fsdp": -1, "expert": 8}}),
+        "3b-v6e4": (1024, 4, {"tpu-v6e-4": {"fsdp": 2, "expert": 2}, CHIPS: {"fsdp": -1}}),
     }
     return {
         f"gpt-oss-{name}": functools.partial(
-            trainer, SIZES[name], seq_len=seq_len, rows=rows, meshes=meshes
+            _trainer, SIZES[name], Job(seq_len=seq_len, rows=rows, meshes=meshes)
         )
         for name, (seq_len, rows, meshes) in jobs.items()
     }

@@ -1,0 +1,83 @@
+"""An ordinary job of pretraining, for models whose own data and recipe are not public."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from moelib.core.config import config_for_function
+from moelib.data.lm_input import InputMode, LMInput
+from moelib.data.packing import DocumentBoundary
+from moelib.data.token_store import TokenStore
+from moelib.learner import schedules, transforms
+from moelib.learner.learner import Learner
+from moelib.learner.optimizers import adamw_optimizer
+from moelib.models.causal_lm import CausalLM
+from moelib.parallel.mesh import mesh_shape_from_axes
+from moelib.train.evaler import SpmdEvaler
+from moelib.train.trainer import SpmdTrainer
+
+# What `--mesh_selector` calls the accelerators that the meshes here are for.
+CHIPS = r"(tpu-(v5p|v6e|7x)|gpu-(h100|h200|b200))-\d+"
+
+
+class Job(NamedTuple):
+    """AdamW with a cosine, on documents of `{data_dir}/text`.
+
+    Attributes:
+        seq_len: Tokens of a row.
+        rows: Rows of a step, on all devices.
+        meshes: For each kind of hardware, a pattern of `--mesh_selector`, the sizes of mesh axes;
+            the first is what the config has.
+        max_step: Steps.
+        peak_lr: After the warmup.
+        end_lr: At the end.
+        warmup_steps: A hundredth of the steps if None.
+        weight_decay: Of weights, not of norms and biases.
+    """
+
+    seq_len: int
+    rows: int
+    meshes: Mapping[str, Mapping[str, int]]
+    max_step: int = 10_000
+    peak_lr: float = 3e-4
+    end_lr: float = 3e-5
+    warmup_steps: int | None = None
+    weight_decay: float = 0.1
+
+
+def trainer(model: CausalLM.Config, job: Job) -> SpmdTrainer.Config:
+    """Returns the job of a model: bfloat16 compute over float32 parameters."""
+    shapes = {pattern: mesh_shape_from_axes(**axes) for pattern, axes in job.meshes.items()}
+    warmup = 0.01 * job.max_step if job.warmup_steps is None else job.warmup_steps
+    schedule = config_for_function(schedules.cosine).set(
+        peak_lr=job.peak_lr, end_lr=job.end_lr, warmup_steps=warmup
+    )
+    adamw = config_for_function(adamw_optimizer).set(
+        learning_rate=schedule, b1=0.9, b2=0.95, eps=1e-8, weight_decay=job.weight_decay
+    )
+    clip = config_for_function(transforms.clip_by_global_norm).set(max_norm=1.0)
+    chain = config_for_function(transforms.chain).set(args=[clip, adamw])
+    cfg = SpmdTrainer.default_config().set(
+        model=model,
+        learner=Learner.default_config().set(optimizer=chain),
+        input=_input(model, job, "train", InputMode.TRAIN),
+        max_step=job.max_step,
+        train_dtype="bfloat16",
+        mesh_shape=next(iter(shapes.values())),
+        mesh_rules=list(shapes.items()),
+    )
+    cfg.evalers["validation"] = SpmdEvaler.default_config().set(
+        input=_input(model, job, "validation", InputMode.EVALUATE).set(max_batches=25)
+    )
+    return cfg
+
+
+def _input(model: CausalLM.Config, job: Job, split: str, mode: InputMode) -> LMInput.Config:
+    return LMInput.default_config().set(
+        source=TokenStore.default_config().set(path="{data_dir}/text", split=split),
+        seq_len=job.seq_len,
+        global_batch_size=job.rows,
+        document_boundary=DocumentBoundary.RESET,
+        vocab_size=model.vocab_size,
+        mode=mode,
+        seed=1234,
+    )

@@ -1,0 +1,179 @@
+"""DeepSeek-V2 and V3: latent attention, groups of experts, shared experts, dense first layers.
+
+Sources: arXiv:2405.04434 and arXiv:2412.19437.
+"""
+
+from typing import Any
+
+from moelib.layers.attention.latent import LatentAttention
+from moelib.layers.feed_forward import FeedForward
+from moelib.layers.moe.balance import BiasBalancing
+from moelib.layers.moe.layer import MoELayer
+from moelib.layers.moe.router import GroupScore, Router, Score
+from moelib.layers.norm import RMSNorm
+from moelib.layers.rope import YarnRotaryEmbedding, yarn_mscale
+from moelib.layers.transformer import TransformerLayer
+from moelib.models.causal_lm import CausalLM
+from moelib.models.huggingface import blocks
+from moelib.models.huggingface.family import Family
+from moelib.models.huggingface.places import Part, Table
+from moelib.models.huggingface.settings import Settings, one_of
+
+_LATENT_EPS = 1e-6  # Of the norms of latents, whatever rms_norm_eps is.
+
+
+def _in_layer(cfg: CausalLM.Config) -> Table:
+    """Returns the places of a layer's tensors; some hold what is apart in ours."""
+    layer = blocks.layers_of(cfg.decoder)[0]
+    attention = blocks.expect(layer.self_attention, LatentAttention.Config)
+    nope, latent = attention.nope_head_dim, attention.kv_lora_rank
+    both = latent + attention.rope_head_dim
+    kv_down = "self_attn.kv_a_proj_with_mqa.weight"
+    return {
+        **blocks.NORMS,
+        "self_attention/q": [
+            Part("self_attn.q_proj.weight", "(h k) d -> d h k", pairs_from=nope),
+        ],
+        "self_attention/q_down": [Part("self_attn.q_a_proj.weight", "r d -> d r")],
+        "self_attention/q_norm/scale": [Part("self_attn.q_a_layernorm.weight", "r -> r")],
+        "self_attention/q_up": [
+            Part("self_attn.q_b_proj.weight", "(h k) r -> r h k", pairs_from=nope),
+        ],
+        "self_attention/kv_down": [Part(kv_down, "r d -> d r", rows=(0, latent))],
+        "self_attention/k_rope": [Part(kv_down, "k d -> d k", rows=(latent, both), pairs_from=0)],
+        "self_attention/kv_norm/scale": [Part("self_attn.kv_a_layernorm.weight", "r -> r")],
+        "self_attention/kv_up": [Part("self_attn.kv_b_proj.weight", "(h k) r -> r h k")],
+        "self_attention/output": [Part("self_attn.o_proj.weight", "d (h k) -> h k d")],
+        **blocks.feed_forward_table("feed_forward", "mlp"),  # Of a dense layer.
+        **blocks.MOE,
+        "feed_forward/router/bias_balancing/bias": [
+            Part("mlp.gate.e_score_correction_bias", "e -> e")
+        ],
+        **blocks.feed_forward_table("feed_forward/shared_experts", "mlp.shared_experts"),
+    }
+
+
+def _attention(settings: Settings) -> LatentAttention.Config:
+    settings.expect(attention_bias=False)
+    settings.pass_over(["num_key_value_heads", "head_dim", "qk_head_dim"])
+    rope = blocks.rope(settings)
+    factor = 1.0
+    if isinstance(rope, YarnRotaryEmbedding.Config) and rope.mscale_all_dim:
+        factor = yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2
+    return LatentAttention.default_config().set(
+        num_heads=settings.take("num_attention_heads"),
+        q_lora_rank=settings.take("q_lora_rank"),
+        kv_lora_rank=settings.take("kv_lora_rank"),
+        nope_head_dim=settings.take("qk_nope_head_dim"),
+        rope_head_dim=settings.take("qk_rope_head_dim"),
+        v_head_dim=settings.take("v_head_dim"),
+        rope=rope,
+        norm=RMSNorm.default_config().set(eps=_LATENT_EPS),
+        score_factor=factor,
+    )
+
+
+def _model(settings: Settings, router: Router.Config) -> CausalLM.Config:
+    settings.expect(moe_layer_freq=1, quantization_config=None, mlp_bias=False)
+    width = settings.take("moe_intermediate_size")
+    shared = settings.take("n_shared_experts", None)
+    moe = MoELayer.default_config().set(
+        num_experts=settings.take("n_routed_experts"),
+        num_experts_per_token=settings.take("num_experts_per_tok"),
+        hidden_dim=width,
+        router=router,
+        shared_experts=blocks.feed_forward(shared * width) if shared else None,
+    )
+    layer = TransformerLayer.default_config().set(
+        self_attention=_attention(settings), norm=blocks.norm(settings)
+    )
+    num_dense = settings.take("first_k_dense_replace")
+    dense = blocks.feed_forward(settings.take("intermediate_size"))
+    layers = [
+        layer.clone(feed_forward=dense if n < num_dense else moe)
+        for n in range(settings.take("num_hidden_layers"))
+    ]
+    return blocks.model(settings, layers)
+
+
+_V2_GROUPS = {"greedy": False, "group_limited_greedy": True}
+
+
+def _v2(settings: Settings) -> CausalLM.Config:
+    settings.expect(scoring_func="softmax", norm_topk_prob=False)
+    router = Router.default_config().set(
+        score=Score.SOFTMAX_BEFORE_TOP_K,
+        scaling_factor=float(settings.take("routed_scaling_factor")),
+    )
+    groups = settings.take("n_group", None), settings.take("topk_group", None)
+    if one_of(settings.place, "topk_method", settings.take("topk_method"), _V2_GROUPS):
+        router.set(num_groups=groups[0], num_groups_per_token=groups[1])
+    return _model(settings, router)
+
+
+def _v3(settings: Settings) -> CausalLM.Config:
+    settings.expect(scoring_func="sigmoid", topk_method="noaux_tc", rope_interleave=True)
+    settings.pass_over(["num_nextn_predict_layers"])
+    router = Router.default_config().set(
+        score=Score.SIGMOID,
+        renormalize=settings.take("norm_topk_prob"),
+        scaling_factor=float(settings.take("routed_scaling_factor")),
+        bias_balancing=BiasBalancing.default_config(),
+        num_groups=settings.take("n_group"),
+        num_groups_per_token=settings.take("topk_group"),
+        group_score=GroupScore.SUM_OF_TOP_2,
+    )
+    return _model(settings, router)
+
+
+def _settings(cfg: CausalLM.Config) -> dict[str, Any]:
+    layers = blocks.layers_of(cfg.decoder)
+    kinds = [layer.feed_forward for layer in layers]
+    dense = [kind for kind in kinds if isinstance(kind, FeedForward.Config)]
+    moe = next(kind for kind in kinds if isinstance(kind, MoELayer.Config))
+    attention = blocks.expect(layers[0].self_attention, LatentAttention.Config)
+    return {
+        **blocks.model_settings(cfg),
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_heads,
+        "q_lora_rank": attention.q_lora_rank,
+        "kv_lora_rank": attention.kv_lora_rank,
+        "qk_nope_head_dim": attention.nope_head_dim,
+        "qk_rope_head_dim": attention.rope_head_dim,
+        "v_head_dim": attention.v_head_dim,
+        "rope_parameters": blocks.rope_settings(attention.rope),
+        "first_k_dense_replace": len(dense),
+        "intermediate_size": dense[0].hidden_dim if dense else 4 * cfg.dim,  # Of no layer.
+        "moe_intermediate_size": moe.hidden_dim,
+        "n_routed_experts": moe.num_experts,
+        "num_experts_per_tok": moe.num_experts_per_token,
+        "n_shared_experts": moe.shared_experts and moe.shared_experts.hidden_dim // moe.hidden_dim,
+        "routed_scaling_factor": moe.router.scaling_factor,
+        "n_group": moe.router.num_groups,
+        "topk_group": moe.router.num_groups_per_token,
+    }
+
+
+def _v2_settings(cfg: CausalLM.Config) -> dict[str, Any]:
+    settings = _settings(cfg)
+    grouped = settings["n_group"] is not None
+    return {**settings, "topk_method": "group_limited_greedy" if grouped else "greedy"}
+
+
+def _v3_settings(cfg: CausalLM.Config) -> dict[str, Any]:
+    return {
+        **_settings(cfg),
+        "norm_topk_prob": cfg.decoder.block[0].feed_forward.router.renormalize,
+    }
+
+
+V2 = Family("deepseek_v2", "DeepseekV2ForCausalLM", _v2, _v2_settings, _in_layer)
+V3 = Family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    _v3,
+    _v3_settings,
+    _in_layer,
+    # The layers past the last predict a second token; transformers leaves them out, too.
+    ignored=lambda cfg: (rf"model\.layers\.{cfg.decoder.num_layers}\..*",),
+)

@@ -1,0 +1,57 @@
+"""Llama 3 and Qwen3, dense models. Sources: arXiv:2407.21783 and arXiv:2505.09388."""
+
+from typing import Any
+
+from moelib.layers.transformer import TransformerLayer
+from moelib.models.causal_lm import CausalLM
+from moelib.models.huggingface import blocks
+from moelib.models.huggingface.family import Family
+from moelib.models.huggingface.places import Table
+from moelib.models.huggingface.settings import Settings
+
+IN_LAYER: Table = {
+    **blocks.NORMS,
+    **blocks.ATTENTION,
+    **blocks.feed_forward_table("feed_forward", "mlp"),
+}
+
+
+def _model(settings: Settings, *, qk_norm: bool) -> CausalLM.Config:
+    norm = blocks.norm(settings)
+    bias = settings.take("attention_bias", False)
+    attention = blocks.attention(
+        settings,
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm=norm.clone() if qk_norm else None,
+    )
+    layer = TransformerLayer.default_config().set(
+        self_attention=attention,
+        feed_forward=blocks.feed_forward(settings.take("intermediate_size")),
+        norm=norm,
+    )
+    return blocks.model(settings, [layer] * settings.take("num_hidden_layers"))
+
+
+def _settings(cfg: CausalLM.Config) -> dict[str, Any]:
+    layer = cfg.decoder.block[0]
+    return {
+        **blocks.model_settings(cfg),
+        **blocks.attention_settings(layer.self_attention, cfg.dim),
+        "attention_bias": layer.self_attention.qkv_bias,
+        "intermediate_size": layer.feed_forward.hidden_dim,
+    }
+
+
+def _llama(settings: Settings) -> CausalLM.Config:
+    settings.expect(mlp_bias=False)
+    return _model(settings, qk_norm=False)
+
+
+def _qwen3(settings: Settings) -> CausalLM.Config:
+    blocks.expect_full_attention(settings)
+    return _model(settings, qk_norm=True)
+
+
+LLAMA = Family("llama", "LlamaForCausalLM", _llama, _settings, lambda cfg: IN_LAYER)
+QWEN3 = Family("qwen3", "Qwen3ForCausalLM", _qwen3, _settings, lambda cfg: IN_LAYER)

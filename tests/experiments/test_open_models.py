@@ -1,0 +1,49 @@
+"""The open models: the counts of their published weights."""
+
+import pytest
+
+from experiments import open_models
+from moelib.models.cost import model_cost
+
+# Of the tensors on the hub; of Qwen2-57B added up by hand. DeepSeek-V3's hold 58 biases of 256
+# more, which no gradient trains.
+TOTAL = {
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "qwen2-57b-a14b": 57_408_658_944,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
+    "olmoe-1b-7b": 6_919_161_856,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v2": 235_741_434_880,
+    "deepseek-v3": 671_026_404_352,
+}
+# In billions, both embeddings counted.
+ACTIVE = {
+    "qwen3-30b-a3b": 3.353,
+    "mixtral-8x7b": 12.880,
+    "deepseek-v2-lite": 2.661,
+    "deepseek-v2": 21.376,
+    "deepseek-v3": 37.552,
+    "olmoe-1b-7b": 1.282,
+}
+
+
+def counts(name):
+    cfg = open_models.named_trainer_configs()[name]()
+    return model_cost(cfg.model.instantiate(parent=None), seq_len=1024)
+
+
+@pytest.mark.parametrize("name", open_models.SIZES)
+def test_parameters_are_as_many_as_published(name):
+    assert counts(name).total_parameters == TOTAL[name]
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_as_many_take_part_in_a_token(name):
+    assert round(counts(name).active_parameters / 1e9, 3) == ACTIVE[name]

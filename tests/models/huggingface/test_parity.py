@@ -1,0 +1,202 @@
+"""Every family against what transformers computes: logits, loss, gradients, experts, tensors.
+
+The fixtures are made by make_fixtures.py.
+"""
+
+import functools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from moelib.core.module import functional
+from moelib.layers.moe.layer import MoELayer
+from moelib.models.huggingface.families import places_of, read_model, settings_of
+from moelib.models.huggingface.places import layer_numbers
+from moelib.models.huggingface.tensors import load_parameters, their_tensors
+from tests.layers.calling import QUICK
+
+FIXTURES = pathlib.Path(__file__).parent / "fixtures"
+FAMILIES = sorted(path.name for path in FIXTURES.iterdir())
+
+
+class Tensors(dict):
+    """Arrays as a source of tensors."""
+
+    def shape(self, key):
+        return self[key].shape
+
+    read = dict.__getitem__
+
+
+@functools.cache
+def fixture(family):
+    """Returns (family, our config, its tensors, what transformers computes)."""
+    folder = FIXTURES / family
+    settings = json.loads((folder / "config.json").read_text())
+    found, cfg = read_model(settings, "config.json")
+    return found, cfg, Tensors(load_file(folder / "model.safetensors")), expected(folder)
+
+
+def expected(folder):
+    return load_file(folder / "expected.safetensors")
+
+
+@functools.cache
+def loaded(family):
+    """Returns (model, places, parameters)."""
+    found, cfg, tensors, _ = fixture(family)
+    model = cfg.instantiate(parent=None)
+    places = places_of(found, model)
+    targets = jax.eval_shape(
+        model.initialize_parameters_recursively, jax.ShapeDtypeStruct((), jax.random.key(0).dtype)
+    )
+    return model, places, load_parameters(tensors, places, targets)
+
+
+def batch(want, rows=slice(None), tokens=slice(None)):
+    """Returns our batch; labels are shifted, as transformers does inside."""
+    labels = np.full_like(want["labels"], -100)
+    labels[:, :-1] = want["labels"][:, 1:]
+    arrays = {
+        "input_ids": want["input_ids"],
+        "positions": want["position_ids"],
+        "segment_ids": want["segment_ids"],
+        "target_labels": labels,
+    }
+    return {name: jnp.asarray(x[rows, tokens], jnp.int32) for name, x in arrays.items()}
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+def logits_of(model, params, inputs):
+    return functional(model, None, params, (inputs,), is_training=False, method="logits")[0]
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+def computed(model, params, inputs):
+    """Returns (loss, its gradients, what the layers put out)."""
+
+    def loss(params):
+        (value, _), outputs = functional(model, None, params, (inputs,), is_training=False)
+        return value.mean, outputs.module_outputs
+
+    (value, outputs), grads = jax.value_and_grad(loss, has_aux=True)(params)
+    return value, grads, outputs
+
+
+def put_out(self, routing, num_dropped):
+    """In place of a layer's metrics, where its tokens go."""
+    assert num_dropped.shape == ()
+    self.add_module_output("routing", {"ids": routing.expert_ids, "logits": routing.logits})
+
+
+@functools.cache
+def results(family):
+    """Returns (loss, gradients, {layer: (ids [B, S, K], logits [B, S, E])})."""
+    model, _, params = loaded(family)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MoELayer, "_report", put_out)
+        loss, grads, outputs = computed(model, params, batch(fixture(family)[3]))
+    routing = {}
+    for name, numbers in layer_numbers(model.children["decoder"]):
+        made = outputs.get("decoder", {}).get(name)
+        for i, number in enumerate(numbers if made else []):
+            ids, logits = (made["feed_forward"]["routing"][x] for x in ("ids", "logits"))
+            routing[number] = (ids[i], logits[i]) if ids.ndim == 4 else (ids, logits)
+    return loss, grads, routing
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(family):
+    model, _, params = loaded(family)
+    want = fixture(family)[3]
+    logits = logits_of(model, params, batch(want))
+    np.testing.assert_allclose(logits, want["logits"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_every_gradient_are_those_of_transformers(family):
+    _, places, _ = loaded(family)
+    _, _, tensors, want = fixture(family)
+    value, grads, _ = results(family)
+    np.testing.assert_allclose(value, want["loss"], rtol=1e-6)
+    got = dict(their_tensors(grads, places))
+    names = {key.removeprefix("grad.") for key in want if key.startswith("grad.")}
+    buffers = {key for key in tensors if "e_score_correction_bias" in key}
+    assert names == got.keys() - buffers
+    for name in names:
+        grad = want[f"grad.{name}"]
+        assert np.any(grad) or ".experts." in name, name  # Of which some get no token.
+        atol = 1e-4 * np.max(np.abs(grad))
+        np.testing.assert_allclose(got[name], grad, rtol=0, atol=atol, err_msg=name)
+
+
+SPARSE = [family for family in FAMILIES if family not in ("llama3", "qwen3")]
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_tokens_go_to_the_same_experts(family):
+    want, found = fixture(family)[3], results(family)[2]
+    names = {key for key in want if key.startswith("choices.")}
+    assert names == {f"choices.{number}" for number in found}
+    for number, (ids, _) in found.items():
+        np.testing.assert_array_equal(np.sort(ids, -1), want[f"choices.{number}"])
+
+
+@pytest.mark.parametrize("family", [f for f in SPARSE if not f.startswith("deepseek")])
+def test_the_pooled_load_balance_loss_is_that_of_transformers(family):
+    found = results(family)[2]
+    ids = np.concatenate([ids.reshape(-1, ids.shape[-1]) for ids, _ in found.values()])
+    probs = np.concatenate(
+        [jax.nn.softmax(x, -1).reshape(-1, x.shape[-1]) for _, x in found.values()]
+    )
+    num_experts = probs.shape[-1]
+    # Of all layers together, a choice counted as a whole token: K where experts have equal shares.
+    fraction = np.bincount(ids.ravel(), minlength=num_experts) / ids.shape[0]
+    got = num_experts * np.sum(fraction * probs.mean(0))
+    np.testing.assert_allclose(got, fixture(family)[3]["aux_loss"], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        family
+        if family in ("llama3", "deepseek_v2_lite")
+        else pytest.param(family, marks=pytest.mark.slow)
+        for family in FAMILIES
+    ],
+)
+def test_packed_documents_are_as_they_are_alone(family):
+    model, _, params = loaded(family)
+    want = fixture(family)[3]
+    (cut,) = np.flatnonzero(np.diff(want["segment_ids"][1])) + 1
+    for tokens in (slice(0, cut), slice(cut, None)):
+        alone = batch(want, slice(1, 2), tokens)
+        del alone["segment_ids"]
+        logits = logits_of(model, params, alone)
+        np.testing.assert_allclose(logits, want["logits"][1:, tokens], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tensors_and_settings_come_back_as_they_were(family):
+    _, places, params = loaded(family)
+    found, cfg, tensors, _ = fixture(family)
+    back = dict(their_tensors(params, places))
+    assert back.keys() == tensors.keys()
+    for key, values in tensors.items():
+        np.testing.assert_array_equal(back[key], values)
+    again, settings = settings_of(cfg)
+    assert (again.model_type, again.architecture) == (found.model_type, found.architecture)
+    theirs = json.loads((FIXTURES / family / "config.json").read_text())
+    if not theirs.get("mlp_only_layers", [0]):  # It is of no layer.
+        theirs.pop("intermediate_size")
+    for name in settings.keys() & theirs.keys():
+        ours = settings[name]
+        if name == "rope_parameters":  # What is not written has its default.
+            ours = {key: ours[key] for key in theirs[name]}
+        assert theirs[name] in (ours, None), name
+    assert read_model({**settings, "model_type": found.model_type}, "again")[1] == cfg

@@ -1,0 +1,103 @@
+"""Our exports, loaded by transformers in a Python of its own: the same logits, the same text.
+
+    pytest -m hf tests/models/huggingface
+
+makes that Python once, in .cache/transformers (1.5 GB, a minute or two); `MOELIB_HF_PYTHON` names
+another that has torch and transformers.
+"""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from experiments import flame_moe
+from moelib.core.config import config_for_function
+from moelib.core.module import functional
+from moelib.layers.initializers import normal
+from moelib.train.pretrained import load_pretrained, read_config, save_pretrained
+from tests.layers.calling import QUICK
+
+pytestmark = [pytest.mark.hf, pytest.mark.slow]
+
+HERE = pathlib.Path(__file__).parent
+FAMILIES = sorted(path.name for path in (HERE / "fixtures").iterdir())
+PINNED = ("torch==2.13.0", "transformers==5.23.0", "safetensors", "numpy")
+
+
+@pytest.fixture(scope="module")
+def python():
+    """Returns a Python that has torch and transformers."""
+    if given := os.environ.get("MOELIB_HF_PYTHON"):
+        return given
+    folder = HERE.parents[2] / ".cache/transformers"
+    if not (folder / "done").exists():
+        base = shutil.which("python3.11") or sys.executable
+        subprocess.run([base, "-m", "venv", "--clear", folder], check=True)
+        subprocess.run([folder / "bin/pip", "install", "--quiet", *PINNED], check=True)
+        (folder / "done").touch()
+    return folder / "bin/python"
+
+
+def in_transformers(python, folder, input_ids):
+    """Returns (class of the model, logits, greedy text) of a folder."""
+    save_file({"input_ids": np.asarray(input_ids)}, folder / "asked.safetensors")
+    out = folder / "answered.safetensors"
+    command = [python, HERE / "with_transformers.py", folder, out]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    answer = load_file(out)
+    return done.stdout.split()[-1], answer["logits"], answer["generated"]
+
+
+def greedy(model, params, ids):
+    """Returns the ids and 16 more, each the likeliest."""
+
+    @jax.jit(compiler_options=QUICK)
+    def logits(params, ids):
+        return functional(
+            model, None, params, ({"input_ids": ids},), is_training=False, method="logits"
+        )[0]
+
+    first = logits(params, ids)
+    buffer = jnp.pad(ids, ((0, 0), (0, 16)))
+    for at in range(ids.shape[1], buffer.shape[1]):
+        best = jnp.argmax(logits(params, buffer)[:, at - 1], -1)
+        buffer = buffer.at[:, at].set(best.astype(buffer.dtype))
+    return first, buffer
+
+
+def check(python, cfg, params, folder, architecture):
+    ids = jax.random.randint(jax.random.key(1), (2, 12), 0, min(cfg.vocab_size, 40))
+    logits, text = greedy(cfg.instantiate(parent=None), params, ids)
+    name, theirs, generated = in_transformers(python, folder, ids)
+    assert name == architecture
+    np.testing.assert_allclose(logits, theirs, rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(text, generated)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_loads_what_we_write_and_computes_the_same(family, python, tmp_path):
+    cfg, _ = read_config(str(HERE / "fixtures" / family))
+    model = cfg.clone(param_init=config_for_function(normal).set(std=0.3)).instantiate(parent=None)
+    params = model.initialize_parameters_recursively(jax.random.key(0))
+    architecture = save_pretrained(str(tmp_path), cfg, params)
+    check(python, cfg, params, tmp_path, architecture)
+    back = load_pretrained(str(tmp_path))
+    assert back.cfg == cfg
+
+
+@pytest.mark.parametrize("name", ["flame-moe-tiny", "dense-77m"])
+def test_transformers_computes_what_flame_moe_does(name, python, tmp_path):
+    cfg = flame_moe.named_trainer_configs()[name]().model
+    cfg.set(vocab_size=48, output_init=None, param_init=config_for_function(normal).set(std=0.05))
+    params = cfg.instantiate(parent=None).initialize_parameters_recursively(jax.random.key(0))
+    architecture = save_pretrained(str(tmp_path), cfg, params)
+    check(python, cfg, params, tmp_path, architecture)

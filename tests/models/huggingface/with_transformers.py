@@ -1,0 +1,35 @@
+"""Runs in a Python that has torch and transformers: what they make of a folder that we wrote.
+
+    python with_transformers.py FOLDER OUT
+
+FOLDER holds a model and asked.safetensors, `input_ids` [B, S]. OUT becomes a safetensors file of
+`logits` [B, S, V] and `generated` [B, S + 16], greedily.
+"""
+
+import pathlib
+import sys
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+if __name__ == "__main__":
+    folder, out = map(pathlib.Path, sys.argv[1:])
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, dtype=torch.float32, attn_implementation="eager"
+    )
+    wrong = {name: keys for name, keys in info.items() if keys}
+    assert not wrong, wrong  # Else transformers warns, and draws what is missing.
+    ids = load_file(folder / "asked.safetensors")["input_ids"].long()
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits
+        generated = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),  # Else it guesses one from the padding token.
+            max_new_tokens=16,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
+    save_file({"logits": logits.contiguous(), "generated": generated.contiguous()}, out)
+    print(type(model).__name__)

@@ -1,0 +1,302 @@
+"""Models of Hugging Face, read from folders and written to them."""
+
+import json
+import pathlib
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from experiments import flame_moe
+from moelib.checkpoint.contents import CheckpointMismatchError
+from moelib.core import tree
+from moelib.core.config import config_for_function
+from moelib.layers.initializers import normal
+from moelib.models.huggingface.families import NoFamilyError, settings_of
+from moelib.models.huggingface.mxfp4 import dequantize
+from moelib.models.huggingface.tensors import TensorMismatchError
+from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
+from moelib.train.pretrained import (
+    load_pretrained,
+    read_config,
+    save_pretrained,
+    state_from_hugging_face,
+)
+from tests.train.tiny import trainer_config
+
+FIXTURES = pathlib.Path(__file__).parents[1] / "models/huggingface/fixtures"
+
+
+def copy_of(family, folder):
+    shutil.copytree(FIXTURES / family, folder)
+    (folder / "expected.safetensors").unlink()
+    return folder
+
+
+def change(folder, **settings):
+    path = folder / "config.json"
+    values = json.loads(path.read_text()) | settings
+    path.write_text(json.dumps({n: x for n, x in values.items() if x is not ...}))
+
+
+def check_equal(a, b):
+    for (path, x), (_, y) in zip(tree.flatten_items(a), tree.flatten_items(b), strict=True):
+        np.testing.assert_array_equal(x, y, err_msg=path)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+def test_a_mesh_holds_what_one_device_holds(family):
+    mesh = create_device_mesh(mesh_shape_from_axes(expert=2, fsdp=2, model=2))
+    one = load_pretrained(str(FIXTURES / family))
+    many = load_pretrained(str(FIXTURES / family), mesh=mesh)
+    check_equal(one.params, many.params)
+    experts = many.params["decoder"]["repeated0"]["feed_forward"]["experts"]["up"]
+    assert experts.sharding.spec[1] == "expert"
+    assert all(leaf.committed for leaf in jax.tree.leaves(many.params))
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v2", "gpt_oss"])
+def test_what_is_written_from_a_mesh_reads_back(family, tmp_path):
+    mesh = create_device_mesh(mesh_shape_from_axes(expert=2, fsdp=2, model=2))
+    made = load_pretrained(str(FIXTURES / family), mesh=mesh)
+    save_pretrained(
+        str(tmp_path / "out"),
+        made.cfg,
+        made.params,
+        tokenizer_json='{"version": "1.0"}',
+        eos_token="<end>",
+        more_settings={"eos_token_id": 7},
+        generation={"eos_token_id": 7},
+        max_file_bytes=20_000,
+    )
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    assert json.loads((tmp_path / "out/generation_config.json").read_text()) == {"eos_token_id": 7}
+    assert (tmp_path / "out/tokenizer.json").read_text() == '{"version": "1.0"}'
+    assert json.loads((tmp_path / "out/tokenizer_config.json").read_text()) == {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<end>",
+    }
+    back = load_pretrained(str(tmp_path / "out"))
+    assert back.cfg == made.cfg
+    assert back.settings["eos_token_id"] == 7
+    check_equal(back.params, made.params)
+
+
+def test_parameters_are_rounded_to_the_dtype_but_for_those_that_stay_in_float32(tmp_path):
+    made = load_pretrained(str(FIXTURES / "deepseek_v3"), dtype=jnp.bfloat16)
+    exact = load_pretrained(str(FIXTURES / "deepseek_v3"))
+    q = made.params["decoder"]["repeated0"]["self_attention"]["q_up"]
+    assert q.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(
+        q, exact.params["decoder"]["repeated0"]["self_attention"]["q_up"].astype(jnp.bfloat16)
+    )
+    router = made.params["decoder"]["repeated0"]["feed_forward"]["router"]
+    assert router["bias_balancing"]["bias"].dtype == jnp.float32
+    save_pretrained(str(tmp_path), exact.cfg, exact.params, dtype=jnp.bfloat16)
+    written = load_file(tmp_path / "model.safetensors")
+    assert {str(x.dtype) for x in written.values()} == {"bfloat16"}
+
+
+def random_parameters(cfg):
+    model = cfg.clone(param_init=config_for_function(normal).set(std=0.1)).instantiate(parent=None)
+    return model.initialize_parameters_recursively(jax.random.key(0))
+
+
+def test_flame_moe_is_a_qwen2_moe_whose_shared_experts_count_twice_behind_a_gate_of_a_half(
+    tmp_path,
+):
+    cfg = flame_moe.tiny().model
+    params = random_parameters(cfg)
+    assert save_pretrained(str(tmp_path), cfg, params) == "Qwen2MoeForCausalLM"
+    tensors = load_file(tmp_path / "model.safetensors")
+    gate = tensors["model.layers.1.mlp.shared_expert_gate.weight"]
+    np.testing.assert_array_equal(gate, np.zeros((1, 128), np.float32))
+    shared = params["decoder"]["layer1"]["feed_forward"]["shared_experts"]["down"]
+    np.testing.assert_array_equal(
+        tensors["model.layers.1.mlp.shared_expert.down_proj.weight"], 2 * np.asarray(shared).T
+    )
+    assert "model.layers.0.mlp.gate_proj.weight" in tensors  # The first layer is dense.
+
+
+def test_a_model_that_no_architecture_computes_says_what_differs():
+    cfg = flame_moe.tiny().model
+    for layer in cfg.decoder.block:
+        layer.self_attention.logit_cap = 30.0
+    message = r"Qwen2MoeForCausalLM differs in .*logit_cap: 30\.0, there None"
+    with pytest.raises(NoFamilyError, match=message):
+        settings_of(cfg)
+
+
+def test_how_it_trains_changes_no_architecture():
+    cfg = flame_moe.named_trainer_configs()["flame-moe-38m-100m"]().model
+    assert cfg.decoder.remat is not None
+    assert settings_of(cfg)[0].architecture == "Qwen2MoeForCausalLM"
+
+
+# -- Training that begins with them ----------------------------------------------------------------
+
+
+def trainer_of(model, folder, **fields):
+    return trainer_config(str(folder)).set(model=model, **fields).instantiate(parent=None)
+
+
+def test_training_goes_on_from_an_export_with_the_same_loss(tmp_path):
+    cfg, _ = read_config(str(FIXTURES / "olmoe"))
+    first = trainer_of(cfg, tmp_path / "first", max_step=3)
+    loss = first.run()["loss"]
+    assert np.isfinite(loss)
+    save_pretrained(str(tmp_path / "hf"), cfg, first.trainer_state.model)
+    builder = config_for_function(state_from_hugging_face).set(folder=str(tmp_path / "hf"))
+    learner = first.config.learner.clone()
+    learner.ema.decay = 0.9
+    second = trainer_of(cfg, tmp_path / "second", init_state_builder=builder, learner=learner)
+    second.init(prng_key=5)
+    check_equal(second.trainer_state.model, first.trainer_state.model)
+    check_equal(second.model_params_for_eval(), first.trainer_state.model)
+    losses = []
+    for trainer in (first, second):
+        with jax.set_mesh(trainer.mesh()):
+            evaler, params = trainer.evalers["val"], trainer.trainer_state.model
+            losses.append(evaler.evaluate(params, trainer.mesh())["loss"])
+    assert losses[0] == losses[1]
+
+
+def test_a_run_of_another_model_is_told_what_differs(tmp_path):
+    cfg, _ = read_config(str(FIXTURES / "olmoe"))
+    builder = config_for_function(state_from_hugging_face).set(folder=str(FIXTURES / "olmoe"))
+    cfg.decoder.num_layers = 3
+    trainer = trainer_of(cfg, tmp_path, init_state_builder=builder)
+    message = (
+        r"olmoe is not the run's model: decoder/.* is \(2, .*\) there, and \(3, .*\) in the run"
+    )
+    with pytest.raises(CheckpointMismatchError, match=message):
+        trainer.init()
+
+
+# -- What cannot be read ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("llama3", {"model_type": "lama"}, r"model_type is 'lama'; .*'llama'"),
+        ("llama3", {"model_type": ...}, r"model_type is None; .*deepseek_v3"),
+        ("llama3", {"intermediate_size": ...}, r"config\.json: intermediate_size is missing"),
+        ("llama3", {"hidden_act": "gelu"}, r"hidden_act is 'gelu'; moelib has 'silu' alone"),
+        ("llama3", {"new_thing": 3}, r"does not know: new_thing=3"),
+        ("mixtral", {"sliding_window": 8}, r"sliding_window is 8; moelib has None alone"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 2}, r"layer_types has 'sliding_att"),
+        (
+            "llama3",
+            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+            r"rope_type is 'longrope'; .*yarn",
+        ),
+        (
+            "llama3",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "wave": 2}},
+            r"rotary embedding 'default' that moelib does not know: wave=2",
+        ),
+        ("llama3", {"rope_parameters": {"rope_type": "default"}}, r"rope_theta is missing"),
+        ("deepseek_v2", {"topk_method": "best"}, r"topk_method is 'best'; .*greedy"),
+        ("gpt_oss", {"layer_types": ["half_attention"] * 2}, r"layer_types is 'half_attention'"),
+    ],
+    ids=str,
+)
+def test_settings_that_are_not_known_are_named(family, settings, message, tmp_path):
+    folder = copy_of(family, tmp_path / "model")
+    change(folder, **settings)
+    with pytest.raises(ValueError, match=message):
+        read_config(str(folder))
+
+
+def test_missing_and_unknown_tensors_and_other_shapes_are_listed(tmp_path):
+    folder = copy_of("llama3", tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.extra"] = tensors.pop("model.norm.weight")
+    tensors["lm_head.weight"] = np.ascontiguousarray(tensors["lm_head.weight"][:-1])
+    save_file(tensors, folder / "model.safetensors")
+    message = (
+        r"Missing: 1: model\.norm\.weight\nUnknown: 1: model\.extra\n"
+        r"Of another shape: 1: lm_head\.weight \[39, 16\], not \[40, 16\]"
+    )
+    with pytest.raises(TensorMismatchError, match=message):
+        load_pretrained(str(folder))
+
+
+def test_the_layers_of_deepseek_that_predict_a_second_token_are_left_out_aloud(tmp_path, caplog):
+    folder = copy_of("deepseek_v3", tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.3.eh_proj.weight"] = np.zeros((2, 2), np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    made = load_pretrained(str(folder))
+    check_equal(made.params, load_pretrained(str(FIXTURES / "deepseek_v3")).params)
+    assert "1 tensors that the model has no use for are left out" in caplog.text
+
+
+def test_a_folder_that_is_none_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path / "config.json"))):
+        load_pretrained(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is no JSON"):
+        load_pretrained(str(tmp_path))
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"config\.json holds no settings"):
+        load_pretrained(str(tmp_path))
+
+
+# -- MXFP4 -----------------------------------------------------------------------------------------
+
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]  # OCP MX 1.0, table 5.
+
+
+def quantized(values):
+    """Returns (blocks, scales) of values [E, n, 32 G] in MXFP4, and what they are rounded to."""
+    grouped = values.reshape(*values.shape[:-1], -1, 32)
+    scales = np.floor(np.log2(np.abs(grouped).max(-1))) - 2
+    scaled = grouped / np.exp2(scales)[..., None]
+    codes = np.argmin(np.abs(np.abs(scaled)[..., None] - np.array(E2M1)), -1)
+    exact = np.sign(scaled) * np.array(E2M1)[codes] * np.exp2(scales)[..., None]
+    codes = codes + 8 * (scaled < 0)
+    blocks = (codes[..., ::2] + 16 * codes[..., 1::2]).astype(np.uint8)
+    return blocks, (scales + 127).astype(np.uint8), exact.reshape(values.shape)
+
+
+def test_mxfp4_reads_as_the_numbers_it_stands_for():
+    values = np.random.default_rng(0).normal(size=(2, 6, 64)) * np.exp2(np.arange(6))[None, :, None]
+    blocks, scales, exact = quantized(values)
+    assert blocks.shape == (2, 6, 2, 16)
+    got = dequantize(blocks, scales)
+    assert str(got.dtype) == "bfloat16"
+    np.testing.assert_array_equal(got.astype(np.float64), exact.swapaxes(-1, -2))
+
+
+def test_gpt_oss_is_read_from_mxfp4(tmp_path):
+    folder = copy_of("gpt_oss", tmp_path / "model")
+    change(folder, hidden_size=32, quantization_config={"quant_method": "mxfp4"})
+    cfg, _ = read_config(str(folder))
+    cfg.decoder.block[0].feed_forward.hidden_dim = 32
+    cfg.decoder.block[1].feed_forward.hidden_dim = 32
+    change(folder, intermediate_size=32)
+    params = random_parameters(cfg)
+    shutil.rmtree(tmp_path / "model")
+    save_pretrained(str(folder), cfg, params)
+    tensors = load_file(folder / "model.safetensors")
+    want = {}
+    for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
+        blocks, scales, exact = quantized(tensors.pop(name).swapaxes(-1, -2))
+        tensors[name + "_blocks"], tensors[name + "_scales"] = blocks, scales
+        want[name] = exact.swapaxes(-1, -2)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "SHA256SUMS").unlink()
+    experts = load_pretrained(str(folder)).params["decoder"]["repeated1"]["feed_forward"]["experts"]
+    np.testing.assert_array_equal(
+        experts["down"][0], want["model.layers.1.mlp.experts.down_proj"].astype(np.float32)
+    )
+    np.testing.assert_array_equal(
+        experts["up"][0, :, 0],
+        want["model.layers.1.mlp.experts.gate_up_proj"][..., ::2].astype(np.float32),
+    )
