@@ -12,6 +12,8 @@ from moelib.core.module import Module, nowrap
 from moelib.core.param import Initializer, ParameterSpec
 from moelib.layers import initializers
 
+_CACHE = "cache"  # What a layer's cache is called in its state, beside its parameters.
+
 
 class BaseLayer(Module):
     """A module with parameters, which it describes by `_create_layer_parameter_specs`.
@@ -119,6 +121,42 @@ class BaseLayer(Module):
                     + did_you_mean(name, {*specs, *self.children})
                 )
 
+    # What layers keep of earlier tokens when a text is written token by token.
+
+    def _create_layer_cache_specs(self, batch_size: int, length: int) -> dict[str, ParameterSpec]:
+        """Returns the specs of what this layer itself keeps of each row's tokens, by name.
+
+        An empty dtype is that of the activations. A layer that has such specs finds the arrays in
+        `cache`, and puts out new ones by `put_cache`.
+
+        Args:
+            batch_size: Rows.
+            length: The most tokens of a row.
+        """
+        del batch_size, length
+        return {}
+
+    @nowrap
+    def create_cache_specs_recursively(self, batch_size: int, length: int) -> Nested:
+        """Returns the specs of what this layer and the layers inside keep of earlier tokens.
+
+        Arrays of these specs, merged into the parameters, are a state with a cache.
+        """
+        specs: Nested = {_CACHE: dict(self._create_layer_cache_specs(batch_size, length))}
+        for name, child in self._layers().items():
+            specs[name] = child.create_cache_specs_recursively(batch_size, length)
+        return _without_empty(specs)
+
+    @property
+    def cache(self) -> dict[str, jax.Array] | None:
+        """What this layer has kept of earlier tokens, or None if nothing is to be kept."""
+        return self.state.get(_CACHE)
+
+    @nowrap
+    def put_cache(self, **arrays: jax.Array) -> None:
+        """Puts out what this layer keeps, the tokens of this call included."""
+        self.get_invocation_context().add("state_updates", _CACHE, arrays)
+
     # What happens between steps.
 
     def _end_step(self, params: Nested) -> Nested:
@@ -166,7 +204,8 @@ class BaseLayer(Module):
     @property
     def own_parameters(self) -> Nested:
         """The parameters of this layer in the current context, without those of its children."""
-        return {n: value for n, value in self.state.items() if n not in self.children}
+        others = {*self.children, _CACHE}
+        return {n: value for n, value in self.state.items() if n not in others}
 
 
 def _without_empty(tree: Nested) -> Nested:

@@ -162,10 +162,18 @@ class ScanStack(BaseStack):
     def create_parameter_specs_recursively(self) -> Nested:
         """Returns the specs; those of the block are stacked along a first axis "layers"."""
         specs = super().create_parameter_specs_recursively()
-        for name in self._repeated():
-            stack = functools.partial(jax.tree.map, lambda s: s.stacked(self._repeats))
-            specs[name] = stack(specs[name], is_leaf=is_spec)
-        return specs
+        return self._stacked(specs)
+
+    @nowrap
+    def create_cache_specs_recursively(self, batch_size: int, length: int) -> Nested:
+        """Returns the specs; those of the block are stacked along a first axis "layers"."""
+        return self._stacked(super().create_cache_specs_recursively(batch_size, length))
+
+    def _stacked(self, specs: Nested) -> Nested:
+        """Returns specs of the layers, those of the block stacked."""
+        stack = functools.partial(jax.tree.map, lambda s: s.stacked(self._repeats), is_leaf=is_spec)
+        repeated = self._repeated()
+        return {name: stack(part) if name in repeated else part for name, part in specs.items()}
 
     @nowrap
     def initialize_parameters_recursively(

@@ -100,7 +100,14 @@ class CausalLM(BaseLayer):
 
     def logits(self, batch: Batch) -> Float[Array, "B S V"]:
         """Returns the logits of the next token at every position."""
-        hidden = self.hidden(batch)
+        return self._head(self.hidden(batch))
+
+    def logits_at(self, batch: Batch, index: Int[Array, "B"]) -> Float[Array, "B V"]:
+        """Returns the logits of the token after the one at `index` of each row."""
+        hidden = jnp.take_along_axis(self.hidden(batch), index[:, None, None], axis=1)
+        return self._head(hidden)[:, 0]
+
+    def _head(self, hidden: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
         if self.config.lm_head is None:
             return self.embedding.attend(hidden)
         return self.lm_head(hidden)

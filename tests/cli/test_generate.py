@@ -1,6 +1,10 @@
 """`moelib generate`: the model and the tokenizer of a run, and text from them."""
 
+import json
+
 import pytest
+from absl import flags
+from absl.testing import flagsaver
 
 from moelib.cli import generate
 from moelib.data.lm_input import LMInput
@@ -73,3 +77,89 @@ def test_what_is_no_run_on_a_token_store_is_named(run, tmp_path):
     tiny.trainer_config(tmp_path, max_step=1, evaler=False).instantiate(parent=None).run()
     with pytest.raises(UsageError, match=r"input\.source names no token store"):
         generate.load_for_inference(str(tmp_path))
+
+
+PROMPTS = ["document", "do", "of many"]
+
+
+def lines(*records):
+    """Returns JSON lines."""
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+@pytest.fixture
+def command(run):
+    """Runs the command with flags; those that it defines are taken away again."""
+
+    def runs(*args):
+        args = [f"--trainer_dir={run / 'run'}", "--max_new_tokens=12", *map(str, args)]
+        with flagsaver.flagsaver():
+            generate.define_flags()
+            generate.run(flags.FLAGS(["moelib generate", *args])[1:])
+
+    return runs
+
+
+def test_each_prompt_of_a_file_is_continued_as_it_is_alone(command, tmp_path, capsys):
+    (tmp_path / "in").write_text(lines(*({"id": i, "prompt": p} for i, p in enumerate(PROMPTS))))
+    files = (f"--input={tmp_path / 'in'}", f"--output={tmp_path / 'out'}", "--batch_size=2")
+    command(*files, "--temperature=0")
+    assert f"{tmp_path / 'out'}: 3 texts" in capsys.readouterr().out
+    records = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    assert [(record["id"], record["prompt"]) for record in records] == list(enumerate(PROMPTS))
+    for record in records:
+        assert len(record["tokens"]) <= 12
+        command("--prompt", record["prompt"], "--temperature=0")
+        assert capsys.readouterr().out == record["prompt"] + record["text"] + "\n"
+
+
+def test_texts_end_before_a_stop_string(command, tmp_path, capsys):
+    drawn = ("--temperature=5", "--top_p=1", "--seed=3", "--max_new_tokens=40")
+    command("--prompt=do", *drawn)
+    free = capsys.readouterr().out
+    stop = free[12:14]
+    want = free[: 2 + free[2:].index(stop)]
+    command("--prompt=do", f"--stop={stop}", *drawn)
+    assert capsys.readouterr().out == want + "\n"
+    (tmp_path / "in").write_text(lines({"prompt": "do"}))
+    files = (f"--input={tmp_path / 'in'}", f"--output={tmp_path / 'out'}", "--batch_size=1")
+    command(*files, f"--stop={stop}", *drawn)
+    record = json.loads((tmp_path / "out").read_text())
+    assert "do" + record["text"] == want
+    assert len(record["tokens"]) < 40
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (lines({"prompt": "a"}) + '\n{"prompt": "b', ":3 is no line of JSON"),
+        (lines({"prompt": "a"}, {"promt": "b"}), ':2 is no JSON object with a text "prompt"'),
+        (lines(["prompt"]), ":1 is no JSON object"),
+        (lines({"prompt": "a", "text": "b"}), ":1 has a field 'text'"),
+        ("\n", "has no lines"),
+        (lines({"prompt": "a"}, {"prompt": ""}), ":2: the prompt is empty"),
+        (lines({"prompt": "document " * 40}), ":1: the prompt has .* --max_length is 30"),
+    ],
+)
+def test_lines_that_are_no_prompts_are_named(command, tmp_path, text, message):
+    (tmp_path / "in").write_text(text)
+    with pytest.raises(UsageError, match=message):
+        command(f"--input={tmp_path / 'in'}", f"--output={tmp_path / 'out'}", "--max_length=30")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "--prompt or --input must be set"),
+        (["--prompt="], "--prompt or --input must be set"),
+        (["--prompt=a", "--input=b"], "--prompt or --input must be set"),
+        (["--input=a"], "--input and --output must be set together"),
+        (["--prompt=a", "b"], "'b' is no flag"),
+        (["--input=a", f"--output={__file__}"], "exists; remove it"),
+        (["--prompt=a", "--top_k=0"], "top_k is 0; set it to 1 or more"),
+    ],
+)
+def test_flags_that_do_not_fit_together_are_refused(command, args, message):
+    with pytest.raises(UsageError, match=message):
+        command(*args)

@@ -1,90 +1,241 @@
-"""Generation: the same text whatever the buffer, greedy and drawn; bad prompts."""
+"""Generation: the likeliest texts, drawn ones that depend on nothing else, their ends; meshes."""
 
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moelib.core.module import functional
-from moelib.inference.generate import generate, sample_token
-from moelib.layers.transformer import ScanStack, TransformerLayer
-from moelib.models.causal_lm import CausalLM
+from moelib.core import tree
+from moelib.inference import decode
+from moelib.inference.generate import Settings, generate, generate_many
+from moelib.inference.unstack import unstacked
+from moelib.layers.moe.dispatch import DenseDispatcher
+from moelib.layers.transformer import LoopStack
+from moelib.parallel import sharding
+from tests.inference.models import compiled_whole_logits, decoder, layer, model_of, with_parameters
+from tests.layers.calling import QUICK
+from tests.models import tiny
+
+PROMPTS = [[3], [5, 1, 30, 2, 7, 7], [31, 0, 4], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
+NEW = 9  # More than twice round the ring of a window of three.
+# No token is 99: texts with and without a stop token share their programs.
+DRAWN = {"max_new_tokens": NEW, "temperature": 1.5, "top_p": 0.9, "stop_ids": [99]}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quickly_compiled():
+    """Has programs compiled without optimization, which takes less time."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, arguments in (
+            ("_begin", {"static_argnums": (0, 4)}),
+            ("_advance", {"static_argnums": 0, "donate_argnums": 2}),
+        ):
+            program = getattr(decode, name).__wrapped__
+            quick = jax.jit(program, compiler_options=QUICK, **arguments)
+            patch.setattr(decode, name, quick)
+        yield
 
 
 @pytest.fixture(scope="module")
 def model():
-    layer = TransformerLayer.default_config()
-    layer.self_attention.num_heads = 2
-    layer.feed_forward.hidden_dim = 16
-    decoder = ScanStack.default_config().set(num_layers=1, block=[layer])
-    cfg = CausalLM.default_config().set(vocab_size=11, dim=8, decoder=decoder)
-    model = cfg.instantiate(parent=None)
-    return model, model.initialize_parameters_recursively(jax.random.key(0))
+    """Returns a model with a window in one of its layers."""
+    return with_parameters(tiny.model_config(decoder(layer(window=3), layer(), kind=LoopStack)))
 
 
-def test_greedy_text_is_the_likeliest_token_each_time(model):
-    model, params = model
-    ids = [1, 2, 3]
-    for token in generate(model, params, ids[:3], max_new_tokens=4, temperature=0.0):
-        batch = {"input_ids": jnp.asarray([ids], jnp.int32)}
-        logits, _ = functional(
-            model, None, params, (batch,), is_training=False, method="logits"
-        )  # Without any padding.
-        assert token == int(np.argmax(logits[0, -1]))
-        ids.append(token)
-    assert len(ids) == 7
+def one(model, prompt, **settings):
+    """Returns the text that follows a prompt."""
+    return list(generate(model[0], model[1], prompt, **settings))
 
 
-def test_same_seed_gives_the_same_text_and_another_one_another(model):
-    model, params = model
-    text = lambda seed: list(generate(model, params, [1], max_new_tokens=12, seed=seed))
-    assert text(0) == text(0)
-    assert text(0) != text(1)
+def many(model, prompts=PROMPTS, **settings):
+    """Returns the texts that follow prompts."""
+    return list(generate_many(model[0], model[1], prompts, **settings))
 
 
-def test_text_ends_before_a_stop_token(model):
-    model, params = model
-    free = list(generate(model, params, [1], max_new_tokens=12, seed=3))
-    stop = free[5]
-    stopped = list(generate(model, params, [1], max_new_tokens=12, seed=3, stop_ids=[stop]))
-    assert stopped == list(itertools.takewhile(lambda token: token != stop, free))
+@pytest.fixture(scope="module")
+def drawn(model):
+    """Returns texts that follow the prompts, drawn with seed 4."""
+    return many(model, **DRAWN, seed=4)
+
+
+def assert_likeliest(model, prompts, texts):
+    """Asserts that each token is the likeliest after those before it, computed all at once."""
+    rows = np.zeros((len(prompts), 32), np.int32)
+    for row, prompt, text in zip(rows, prompts, texts, strict=True):
+        row[: len(prompt) + len(text)] = [*prompt, *text]
+    best = np.argmax(compiled_whole_logits(*model, rows), axis=-1)
+    for row, prompt, text in zip(best, prompts, texts, strict=True):
+        assert row[len(prompt) - 1 :][: len(text)].tolist() == text
+
+
+def test_greedy_texts_are_the_likeliest_tokens_while_caches_grow(monkeypatch):
+    monkeypatch.setattr(decode, "_MIN_CACHE", 8)  # From 16 to 32.
+    moe = tiny.moe(dispatcher=DenseDispatcher.default_config())
+    stack = decoder(layer(moe, window=3), first_layers=[layer(sinks=True)])
+    model = with_parameters(tiny.model_config(stack))
+    texts = many(model, max_new_tokens=20, temperature=0.0)
+    assert [len(text) for text in texts] == [20] * 4
+    assert_likeliest(model, PROMPTS, texts)
+
+
+def test_one_text_is_written_as_it_would_be_beside_others(model, drawn):
+    assert one(model, PROMPTS[0], **DRAWN, seed=4) == drawn[0]
+    assert one(model, PROMPTS[0], **DRAWN, seed=5) != drawn[0]
+
+
+def test_drawn_texts_do_not_depend_on_the_batch(model, drawn):
+    assert many(model, **DRAWN, seed=4, batch_size=3) == drawn
+
+
+def test_drawn_texts_with_seeds_of_their_own_do_not_depend_on_the_order(model):
+    seeds = [10, 11, 12, 13]
+    texts = many(model, **DRAWN, seeds=seeds)
+    backwards = many(model, PROMPTS[::-1], **DRAWN, seeds=seeds[::-1])
+    assert backwards[::-1] == texts
+    assert one(model, PROMPTS[2], **DRAWN, seed=12) == texts[2]
+    same = many(model, PROMPTS[1:2] * 3, **DRAWN, seed=0)
+    assert len(set(map(tuple, same))) == 3  # Of one prompt, three texts.
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_padded_prompts_are_as_good_as_unpadded_ones(model, drawn, left):
+    ids, mask = np.full((4, 9), 31), np.zeros((4, 9), bool)
+    for i, prompt in enumerate(PROMPTS):
+        place = slice(9 - len(prompt), 9) if left else slice(len(prompt))
+        ids[i, place], mask[i, place] = prompt, True
+    assert many(model, ids, mask=mask, **DRAWN, seed=4) == drawn
+
+
+def test_texts_end_before_a_stop_token_and_others_go_on(model, drawn):
+    stop = drawn[1][3]
+    want = [list(itertools.takewhile(lambda token: token != stop, text)) for text in drawn]
+    assert len({len(text) for text in want}) > 1
+    assert many(model, **DRAWN | {"stop_ids": [stop]}, seed=4) == want
+
+
+def test_texts_end_where_the_caller_says(model, drawn):
+    ends = lambda tokens: sum(tokens) > 60
+    want = [
+        next((text[:n] for n in range(1, NEW) if ends(text[:n])), text)
+        for text in drawn  # The token with which it ends is part of the text.
+    ]
+    assert want != drawn
+    assert many(model, **DRAWN, seed=4, ends=ends) == want
+
+
+def test_max_length_counts_the_prompt(model, drawn):
+    texts = many(model, **DRAWN, seed=4, max_length=12)
+    assert texts == [text[: 12 - len(ids)] for ids, text in zip(PROMPTS, drawn, strict=True)]
+
+
+def test_a_penalty_keeps_tokens_of_prompt_and_text_from_coming_again(model):
+    settings = {"max_new_tokens": NEW, "temperature": 0.0, "repetition_penalty": 1e9}
+    shifted = model[0], model[1] | {"lm_head": {"weight": abs(model[1]["lm_head"]["weight"])}}
+    for prompt, text in zip(PROMPTS, many(shifted, **settings), strict=True):
+        assert len({*prompt, *text}) == len(set(prompt)) + NEW
 
 
 @pytest.mark.parametrize("temperature", [0.0, 5.0])
 def test_tokens_beyond_the_tokenizers_vocabulary_are_never_drawn(model, temperature):
-    model, params = model
-    settings = {"max_new_tokens": 40, "temperature": temperature}
-    free = list(generate(model, params, [1], **settings))
+    settings = {"max_new_tokens": 30, "temperature": temperature}
+    free = one(model, [1], **settings)
     size = max(free)
-    assert all(token < size for token in generate(model, params, [1], vocab_size=size, **settings))
-    assert free == list(generate(model, params, [1], vocab_size=11, **settings))
-    with pytest.raises(ValueError, match="holds id 4; the vocabulary is 4"):
-        next(generate(model, params, [4], vocab_size=4, **settings))
-    with pytest.raises(ValueError, match="vocab_size is 12, and the model has 11 tokens"):
-        next(generate(model, params, [4], vocab_size=12, **settings))
+    assert max(one(model, [1], vocab_size=size, **settings)) < size
+    assert free == one(model, [1], vocab_size=32, **settings)
 
 
-def test_top_p_leaves_out_unlikely_tokens():
-    logits = jnp.log(jnp.asarray([0.5, 0.3, 0.15, 0.05]))
-    keys = jax.random.split(jax.random.key(0), 400)
-    drawn = np.asarray(jax.vmap(lambda key: sample_token(logits, key, 1.0, 0.7))(keys))
-    assert set(drawn.tolist()) == {0, 1}
-    assert abs(np.mean(drawn == 0) - 0.5 / 0.8) < 0.1
+def test_texts_are_written_one_by_one_and_side_by_side(model, capsys):
+    model, params = model
+    first, second = PROMPTS[:2]
+    # --8<-- [start:generate]
+    model, params = unstacked(model, params)
+    for token in generate(model, params, first, max_new_tokens=8, temperature=0.8, top_p=0.95):
+        print(token, end=" ", flush=True)
+
+    prompts = [first, second]
+    texts = list(generate_many(model, params, prompts, max_new_tokens=8, temperature=0.0))
+    # --8<-- [end:generate]
+    assert len(capsys.readouterr().out.split()) == 8
+    assert [len(text) for text in texts] == [8, 8]
 
 
 @pytest.mark.parametrize(
-    ("prompt", "settings", "message"),
+    "moe",
+    [pytest.param(False, id="dense"), pytest.param(True, id="experts", marks=pytest.mark.slow)],
+)
+def test_a_mesh_writes_the_texts_of_one_device(moe):
+    block = layer(tiny.moe() if moe else None, num_kv_heads=2, window=3)
+    model, params = with_parameters(tiny.model_config(decoder(block, kind=LoopStack)))
+    prompts = PROMPTS[:3]  # A number that the mesh does not divide.
+    want = many((model, params), prompts, **DRAWN, seed=4)
+    mesh = tiny.mesh(expert=2, fsdp=2, model=2)
+    places = sharding.named_shardings(model.create_parameter_specs_recursively(), mesh)
+    with jax.set_mesh(mesh):
+        assert many((model, jax.device_put(params, places)), prompts, **DRAWN, seed=4) == want
+
+
+def test_parameters_taken_apart_stay_split_as_they_were():
+    model, params = model_of("scan")
+    mesh = tiny.mesh(fsdp=4, model=2)
+    places = sharding.named_shardings(model.create_parameter_specs_recursively(), mesh)
+    with jax.set_mesh(mesh):
+        loops, apart = unstacked(model, jax.device_put(params, places))
+    specs = loops.create_parameter_specs_recursively()
+    for name in ("self_attention/kv", "feed_forward/down"):
+        path = f"decoder/layer4/{name}"
+        want = sharding.named_shardings(tree.get_path(specs, path), mesh)
+        got = tree.get_path(apart, path)
+        assert got.sharding.is_equivalent_to(want, got.ndim)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "message"),
     [
-        ([], {}, "The prompt is empty"),
-        ([3, 11], {}, "holds id 11; the vocabulary is 11"),
-        ([1], {"max_new_tokens": 0}, "max_new_tokens 0"),
-        ([1], {"temperature": -1.0}, "temperature -1.0"),
-        ([1], {"top_p": 0.0}, "top_p 0.0"),
+        ([[1], []], {}, "Prompt 1 is empty"),
+        ([[3, 32]], {}, "Prompt 0 holds id 32; the vocabulary is 32"),
+        ([[3, -1]], {}, "Prompt 0 holds id -1"),
+        ([[4]], {"vocab_size": 4}, "Prompt 0 holds id 4; the vocabulary is 4"),
+        ([[4]], {"vocab_size": 33}, "vocab_size is 33, and the model has 32 tokens"),
+        ([[1], [1] * 8], {"max_length": 8}, "Prompt 1 has 8 tokens, and max_length is 8"),
+        ([[1]], {"batch_size": 0}, "batch_size is 0"),
     ],
 )
-def test_bad_requests_are_refused(model, prompt, settings, message):
-    model, params = model
+def test_prompts_that_cannot_be_continued_are_refused(model, prompts, settings, message):
     with pytest.raises(ValueError, match=message):
-        next(generate(model, params, prompt, **{"max_new_tokens": 1, **settings}))
+        many(model, prompts, **{"max_new_tokens": 1, **settings})
+
+
+def test_a_prompt_that_cannot_be_continued_is_refused_before_anything_is_computed(model):
+    with pytest.raises(ValueError, match="The prompt is empty"):
+        generate(model[0], model[1], [], max_new_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_new_tokens", 0),
+        ("max_length", 1),
+        ("temperature", -1.0),
+        ("temperature", float("nan")),
+        ("top_k", 0),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("min_p", -0.1),
+        ("repetition_penalty", 0.0),
+    ],
+)
+def test_settings_out_of_range_are_refused(field, value):
+    with pytest.raises(ValueError, match=f"{field} is {value}; set it to"):
+        Settings(**{"max_new_tokens": 1, field: value})
+
+
+def test_few_programs_are_compiled(model):
+    """Prompts of many lengths and many settings share their programs."""
+    sizes = lambda: (decode._begin._cache_size(), decode._advance._cache_size())
+    many(model, **DRAWN)
+    before = sizes()
+    for i in range(1, 4):
+        prompts = [[1] * i, [2] * 2 * i, [3], [4] * 9]
+        many(model, prompts, **DRAWN | {"temperature": 0.5 + i, "top_p": 0.2 * i}, seed=i)
+    assert sizes() == before

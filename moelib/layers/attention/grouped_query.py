@@ -7,6 +7,7 @@ from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.param import Axes, FanAxes, ParameterSpec
 from moelib.kernels.flash_attention import CONTEXT
 from moelib.layers import initializers
+from moelib.layers.attention.cached import attend_to_cache, num_slots, store
 from moelib.layers.attention.on_mesh import Rule, attend
 from moelib.layers.base import BaseLayer
 from moelib.layers.norm import BaseNorm
@@ -35,7 +36,9 @@ class GroupedQueryAttention(BaseLayer):
         window: int | None = None  # Tokens that one sees, itself included; None for all before it.
         sinks: bool = False  # A learned score for each head that has no value.
         logit_cap: float | None = None  # Scores become cap * tanh(scores / cap).
-        qk_norm: BaseNorm.Config | None = None  # Normalises each head's queries and keys.
+        qk_norm: BaseNorm.Config | None = None  # Normalises each head's queries and keys,
+        qk_norm_joint: bool = False  # or those of all heads together (OLMoE, arXiv:2409.02060).
+        qkv_clip: float | None = None  # Queries, keys and values are kept within +-qkv_clip.
 
     def __init__(self, cfg: Config, *, parent: BaseLayer | None) -> None:
         super().__init__(cfg, parent=parent)
@@ -48,6 +51,8 @@ class GroupedQueryAttention(BaseLayer):
                 f"{self._title()}: input_dim {cfg.input_dim} is not a multiple of num_heads "
                 f"{cfg.num_heads}; set head_dim."
             )
+        if cfg.qkv_clip is not None and not cfg.qkv_clip > 0:
+            raise ValueError(f"{self._title()}: qkv_clip is {cfg.qkv_clip}; set it above 0.")
         self._head_dim: int = cfg.head_dim or cfg.input_dim // cfg.num_heads
         self._num_kv_heads: int = cfg.num_kv_heads or cfg.num_heads
         if cfg.num_heads % self._num_kv_heads:
@@ -58,8 +63,9 @@ class GroupedQueryAttention(BaseLayer):
         if cfg.rope is not None:
             self._add_child("rope", cfg.rope)
         if cfg.qk_norm is not None:
-            self._add_child("q_norm", cfg.qk_norm.clone(dim=self._head_dim))
-            self._add_child("k_norm", cfg.qk_norm.clone(dim=self._head_dim))
+            for name, heads in (("q_norm", cfg.num_heads), ("k_norm", self._num_kv_heads)):
+                dim = self._head_dim * (heads if cfg.qk_norm_joint else 1)
+                self._add_child(name, cfg.qk_norm.clone(dim=dim))
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg: GroupedQueryAttention.Config = self.config
@@ -92,6 +98,12 @@ class GroupedQueryAttention(BaseLayer):
             specs["sinks"] = _bias((heads,), ("heads",))
         return specs
 
+    def _create_layer_cache_specs(self, batch_size: int, length: int) -> dict[str, ParameterSpec]:
+        slots = num_slots(length, self.config.window)
+        shape = (batch_size, self._num_kv_heads, slots, self._head_dim)
+        spec = ParameterSpec(shape, ("batch", "kv_heads", None, "head_dim"))
+        return {"k": spec, "v": spec}
+
     def forward(
         self,
         x: Float[Array, "B S D"],
@@ -99,7 +111,11 @@ class GroupedQueryAttention(BaseLayer):
         positions: Int[Array, "B S"],
         segment_ids: Int[Array, "B S"] | None = None,
     ) -> Float[Array, "B S D"]:
-        """Returns the layer's output; tokens see only what stands before them in their segment."""
+        """Returns the layer's output; tokens see only what stands before them in their segment.
+
+        With a cache in its state: prompts (S above 1, see moelib.layers.attention.cached) are
+        stored in it; one token a row (S = 1) is stored too, and sees all that is stored.
+        """
         cfg: GroupedQueryAttention.Config = self.config
         params = {name: p.astype(x.dtype) for name, p in self.own_parameters.items()}
         q = keep_point(jnp.einsum("bsd,dhk->bshk", x, params["q"]), "attention_q")
@@ -109,17 +125,43 @@ class GroupedQueryAttention(BaseLayer):
             kv = kv + params["kv_bias"][None, None]
         k, v = kv[:, :, 0], kv[:, :, 1]  # [B, S, G, Dh]
         if cfg.qk_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self._normalised(self.q_norm, q), self._normalised(self.k_norm, k)
+        if cfg.qkv_clip is not None:
+            q, k, v = (jnp.clip(x, -cfg.qkv_clip, cfg.qkv_clip) for x in (q, k, v))
         if cfg.rope is not None:
             q, k = self.rope(q, positions), self.rope(k, positions)
         split = ("batch", "sequence", "activation_heads", None)
         q, k, v = constrain(q, split), constrain(k, split), constrain(v, split)
-        rule = Rule(window=cfg.window, logit_cap=cfg.logit_cap)
-        out = attend(q, k, v, segment_ids, params.get("sinks"), rule)
+        out = self._attend(q, k, v, positions, segment_ids, params.get("sinks"))
         out = keep_point(constrain(out, split), CONTEXT)
         y = jnp.einsum("bshk,hkd->bsd", out, params["output"])
         y = keep_point(y, "attention_output")
         return y + params["output_bias"][None, None] if cfg.output_bias else y
+
+    def _attend(
+        self,
+        q: Float[Array, "B S H Dh"],
+        k: Float[Array, "B S G Dh"],
+        v: Float[Array, "B S G Dh"],
+        positions: Int[Array, "B S"],
+        segment_ids: Int[Array, "B S"] | None,
+        sinks: Float[Array, "H"] | None,
+    ) -> Float[Array, "B S H Dh"]:
+        rule = Rule(window=self.config.window, logit_cap=self.config.logit_cap)
+        cache = self.cache
+        if cache is not None:
+            at = (positions, segment_ids, rule.window)
+            k_cache = store(cache["k"], k.swapaxes(1, 2), *at)  # [B, G, L, Dh]
+            v_cache = store(cache["v"], v.swapaxes(1, 2), *at)
+            self.put_cache(k=k_cache, v=v_cache)
+            if q.shape[1] == 1:
+                return attend_to_cache(q, k_cache, v_cache, positions, sinks, rule)
+        return attend(q, k, v, segment_ids, sinks, rule)
+
+    def _normalised(self, norm: BaseNorm, x: Float[Array, "B S N Dh"]) -> Float[Array, "B S N Dh"]:
+        if not self.config.qk_norm_joint:
+            return norm(x)
+        return norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
 
     def _own_forward_flops_per_token(self, seq_len: int) -> float:
         cfg: GroupedQueryAttention.Config = self.config

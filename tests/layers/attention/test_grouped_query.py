@@ -38,8 +38,15 @@ def by_hand(layer, params, x, segment_ids=None, theta=1e4):
     kv = np.einsum("bsd,dngk->bsngk", x, p["kv"]) + p.get("kv_bias", 0.0)
     k, v = kv[:, :, 0], kv[:, :, 1]
     if "q_norm" in p:
-        q = q / np.sqrt(np.mean(q**2, -1, keepdims=True) + 1e-6) * p["q_norm"]["scale"]
-        k = k / np.sqrt(np.mean(k**2, -1, keepdims=True) + 1e-6) * p["k_norm"]["scale"]
+        axes = (-2, -1) if layer.config.qk_norm_joint else -1
+
+        def normalised(x, scale):
+            scale = scale.reshape(-1, x.shape[-1])  # Of each head, or one for all.
+            return x / np.sqrt(np.mean(x**2, axes, keepdims=True) + 1e-6) * scale
+
+        q, k = normalised(q, p["q_norm"]["scale"]), normalised(k, p["k_norm"]["scale"])
+    if layer.config.qkv_clip is not None:
+        q, k, v = (np.clip(x, -layer.config.qkv_clip, layer.config.qkv_clip) for x in (q, k, v))
     dim = q.shape[-1]
     if layer.config.rope is not None:
         turn = np.exp(1j * np.arange(S)[:, None] * theta ** (-2 * np.arange(dim // 2) / dim))
@@ -66,6 +73,12 @@ def by_hand(layer, params, x, segment_ids=None, theta=1e4):
         {"qkv_bias": True, "output_bias": True},
         {"rope": None},
         {"qk_norm": RMSNorm.default_config(), "num_kv_heads": 2},
+        {
+            "qk_norm": RMSNorm.default_config(),
+            "qk_norm_joint": True,
+            "num_kv_heads": 2,
+            "qkv_clip": 0.9,
+        },
     ],
     ids=str,
 )

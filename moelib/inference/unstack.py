@@ -1,0 +1,85 @@
+"""Weights taken apart that layers use one by one: a token is computed faster from whole arrays.
+
+A scan copies each layer's weights out of the stack for each token, and its cache too, back as well.
+On CPUs and GPUs even what is cut out of an array at a fixed place is copied.
+"""
+
+import functools
+from typing import Any
+
+import jax
+
+from moelib.core.config_modifier import replace_layer_config_recursively
+from moelib.core.context import Nested
+from moelib.core.module import Module
+from moelib.layers.feed_forward import FeedForward
+from moelib.layers.transformer import BaseStack, LoopStack, ScanStack
+from moelib.models.causal_lm import CausalLM
+
+
+@jax.tree_util.register_pytree_node_class
+class _Parts(tuple[Any, ...]):
+    """An array as the parts along its first axis, for a layer that iterates over it."""
+
+    def astype(self, dtype: Any) -> "_Parts":
+        return _Parts(part.astype(dtype) for part in self)
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], None]:
+        return tuple(self), None
+
+    @classmethod
+    def tree_unflatten(cls, aux: None, parts: Any) -> "_Parts":
+        del aux
+        return cls(parts)
+
+
+def unstacked(model: CausalLM, params: Nested) -> tuple[CausalLM, Nested]:
+    """Returns the same model with loops in the place of scans, and its parameters taken apart.
+
+    These are copies, so drop the others if memory is short; what is apart already stays as it is.
+    """
+    return _with_loops(model), _unstacked(model, params)
+
+
+@functools.lru_cache(maxsize=8)  # What is compiled for the model is found again.
+def _with_loops(model: CausalLM) -> CausalLM:
+    while _has_scan(model):  # Once more for each depth of scans in scans.
+        cfg = model.config.clone()
+        replace_layer_config_recursively(cfg, ScanStack, _loop)
+        model = cfg.instantiate(parent=None)
+    return model
+
+
+def _has_scan(module: Module) -> bool:
+    return type(module) is ScanStack or any(map(_has_scan, module.children.values()))
+
+
+def _loop(cfg: BaseStack.Config) -> LoopStack.Config:
+    fields = {name: value for name, value in cfg.items() if name != "klass"}
+    return LoopStack.default_config().set(**fields | {"remat": None})
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _unstacked(module: Module, params: Nested) -> Nested:
+    if type(module) is FeedForward:
+        return params | {"up": _Parts(params["up"])}
+    if type(module) is ScanStack:
+        return _as_loop(module, params)
+    inside = module.children.keys() & params.keys()
+    return params | {name: _unstacked(module.children[name], params[name]) for name in inside}
+
+
+def _as_loop(stack: ScanStack, params: Nested) -> Nested:
+    """Returns the parameters of a ScanStack under the names that a LoopStack's have."""
+    first, size = len(stack.config.first_layers), len(stack.config.block)
+    layers = {}
+    for name, part in params.items():
+        layer = stack.children[name]
+        if name.startswith("layer"):
+            layers[name] = _unstacked(layer, part)
+            continue
+        place = first + int(name.removeprefix("repeated"))
+        for r in range((stack.config.num_layers - first) // size):
+            one = jax.tree.map(lambda x, r=r: x[r], part)
+            layers[f"layer{place + r * size}"] = _unstacked(layer, one)
+    return layers

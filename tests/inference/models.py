@@ -1,0 +1,96 @@
+"""Models with every kind of cache, and the logits of their rows computed from the whole text."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moelib.core import tree
+from moelib.core.context import Nested
+from moelib.core.module import functional
+from moelib.core.param import is_spec
+from moelib.layers.attention.grouped_query import GroupedQueryAttention
+from moelib.layers.base import BaseLayer
+from moelib.layers.feed_forward import FeedForward
+from moelib.layers.moe.dispatch import DenseDispatcher
+from moelib.layers.norm import RMSNorm
+from moelib.layers.transformer import BaseStack, LoopStack, ScanStack, TransformerLayer
+from moelib.models.causal_lm import CausalLM
+from tests.layers.calling import QUICK
+from tests.models import tiny
+
+
+def layer(feed_forward: BaseLayer.Config | None = None, **fields: Any) -> TransformerLayer.Config:
+    """Returns a layer of which the attention has these fields."""
+    return TransformerLayer.default_config().set(
+        self_attention=GroupedQueryAttention.default_config().set(num_heads=4, **fields),
+        feed_forward=feed_forward or FeedForward.default_config().set(hidden_dim=8),
+    )
+
+
+def decoder(
+    *block: BaseLayer.Config, kind: type[BaseStack] = ScanStack, first_layers: Any = ()
+) -> BaseStack.Config:
+    """Returns a stack that has the block once, or a scan over two."""
+    repeats = 2 if kind is ScanStack else 1
+    return kind.default_config().set(
+        num_layers=len(first_layers) + repeats * len(block),
+        first_layers=list(first_layers),
+        block=list(block),
+    )
+
+
+def gpt_oss_block() -> list[BaseLayer.Config]:
+    """Returns a layer that sees 3 tokens and one that sees all, both with experts."""
+    fields = {"num_kv_heads": 2, "qkv_bias": True, "output_bias": True, "sinks": True}
+    moe = tiny.moe(dispatcher=DenseDispatcher.default_config())
+    return [layer(moe, **fields, window=window) for window in (3, None)]
+
+
+NORM = RMSNorm.default_config()
+DECODERS = {
+    "plain": lambda: decoder(layer()),
+    "grouped": lambda: decoder(layer(num_kv_heads=2, logit_cap=0.5, qk_norm=NORM)),
+    "window": lambda: decoder(
+        layer(window=3, qk_norm=NORM, qk_norm_joint=True, qkv_clip=0.9, rope=None, sinks=True)
+    ),
+    "dense, then experts": lambda: decoder(*gpt_oss_block(), first_layers=[layer()]),
+    "loop": lambda: decoder(layer(window=3), layer(), kind=LoopStack),
+    "scan": lambda: decoder(layer(window=3), layer(), first_layers=[layer()]),
+}
+
+
+@functools.cache
+def model_of(name: str, **fields: Any) -> tuple[CausalLM, Nested]:
+    """Returns a model and parameters for it, none of them zero."""
+    return with_parameters(tiny.model_config(DECODERS[name](), **fields))
+
+
+def with_parameters(cfg: CausalLM.Config) -> tuple[CausalLM, Nested]:
+    """Returns the model of a config and parameters for it, none of them zero."""
+    model = cfg.instantiate(parent=None)
+    specs = tree.flatten_items(model.create_parameter_specs_recursively(), is_spec)
+    draw = np.random.default_rng(0).normal
+    made: Nested = {}
+    for path, spec in specs:
+        *parents, name = path.split("/")
+        inside = functools.reduce(
+            lambda inside, parent: inside.setdefault(parent, {}), parents, made
+        )
+        mean = 1.0 if name == "scale" else 0.0
+        inside[name] = jnp.asarray(draw(mean, 0.4, spec.shape), jnp.float32)
+    return model, made
+
+
+def whole_logits(model: CausalLM, params: Nested, ids: Any) -> jax.Array:
+    """Returns the logits [B, S, V] of rows without padding."""
+    batch = {"input_ids": jnp.asarray(ids, jnp.int32)}
+    return functional(model, None, params, (batch,), is_training=False, method="logits")[0]
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+def compiled_whole_logits(model: CausalLM, params: Nested, ids: Any) -> jax.Array:
+    """Returns the same, compiled."""
+    return whole_logits(model, params, ids)
