@@ -20,6 +20,8 @@ COMMANDS = {
     "config": ("moelib.cli.config", "Prints, explains, compares or counts a named config."),
     "plan": ("moelib.cli.plan", "Compiles a training step for TPUs that are not here; reports."),
     "generate": ("moelib.cli.generate", "Continues a prompt with a trained model."),
+    "evaluate": ("moelib.cli.evaluate", "Answers benchmarks with the checkpoints of a run."),
+    "convert": ("moelib.cli.convert", "Reads and writes models of Hugging Face."),
     "bench": ("moelib.cli.bench", "Measures speed on this machine."),
     "quickstart": ("moelib.cli.quickstart", "Trains a small model on text of this machine."),
 }

@@ -1,0 +1,1 @@
+"""Multiple choice, perplexity, and the tasks of lm-eval, for a trained model."""

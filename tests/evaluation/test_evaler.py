@@ -1,0 +1,91 @@
+"""Tasks in training: their metrics stand beside those of the input."""
+
+import jax
+import pytest
+
+from moelib.data.lm_input import InputMode, LMInput
+from moelib.data.prepare import prepare
+from moelib.data.source import InMemorySource
+from moelib.data.synthetic import SyntheticInput
+from moelib.data.token_store import TokenStore
+from moelib.data.tokenizer import Tokenizer
+from moelib.evaluation.evaler import TaskEvaler
+from moelib.evaluation.evaluations import evaluate
+from moelib.evaluation.multiple_choice import task_evaluation
+from moelib.evaluation.scoring import Scorer
+from moelib.parallel.mesh import create_device_mesh
+from moelib.train.evaler import SpmdEvaler
+from tests.evaluation import folders
+from tests.evaluation.bag_lm import bag_lm
+
+MESH = (1, 2, 1, 4, 1, 1)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.default_config().set(path=str(folders.DATA)).instantiate()
+
+
+@pytest.fixture(scope="module")
+def lm_input(tokenizer, tmp_path_factory):
+    """Returns the config of an input over a store of the tests' tokenizer."""
+    store = tmp_path_factory.mktemp("data") / "store"
+    texts = [f"document {i} of the store" for i in range(40)]
+    prepare(InMemorySource.default_config().set(texts=texts).instantiate(), tokenizer, str(store))
+    return LMInput.default_config().set(
+        source=TokenStore.default_config().set(path=str(store)),
+        seq_len=512,
+        global_batch_size=8,
+        mode=InputMode.EVALUATE,
+    )
+
+
+def evaler(lm_input, **settings):
+    """Returns (an evaler, its parameters)."""
+    model, params = bag_lm(folders.PADDED_VOCAB_SIZE)
+    cfg = TaskEvaler.default_config().set(
+        name="val", input=lm_input, tasks=["arc_easy", "winogrande"], data_dir=str(folders.DATA)
+    )
+    return cfg.set(**settings).instantiate(parent=None, model=model), params
+
+
+def test_metrics_are_those_of_the_input_and_of_the_tasks(lm_input, tokenizer):
+    ours, params = evaler(lm_input, num_fewshot=2, limit=3)
+    alone = SpmdEvaler.default_config().set(name="val", input=lm_input)
+    mesh, batches = create_device_mesh(MESH), []
+    model, _ = bag_lm(folders.PADDED_VOCAB_SIZE)
+    with jax.set_mesh(mesh):
+        found = ours.evaluate(params, mesh, on_batch=batches.append)
+        expected = alone.instantiate(parent=None, model=model).evaluate(params, mesh)
+        again = ours.evaluate(params, mesh)
+    assert found == again
+    assert batches[-1] == (4 + 3 + 4) + 3 * 2  # The choices of all questions.
+    scorer = Scorer(model, vocab_size=tokenizer.vocab_size, max_length=512)
+    for name in ("arc_easy", "winogrande"):
+        task = task_evaluation(name, str(folders.DATA), tokenizer, num_fewshot=2, limit=3)
+        for metric, (value, _) in evaluate(scorer, params, [task])[name].items():
+            expected[f"{name}/{metric}"] = value
+    assert found == expected
+    assert {"loss", "perplexity", "arc_easy/acc_norm", "winogrande/acc"} <= found.keys()
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"data_dir": "gone"}, FileNotFoundError, "There is no gone/ARC-Easy/ARC-Easy-Test.jsonl"),
+        ({"tasks": ["arc"]}, ValueError, "There is no task 'arc'"),
+    ],
+)
+def test_what_is_wrong_is_known_before_a_step(lm_input, settings, error, message):
+    ours, _ = evaler(lm_input, **settings)
+    mesh = create_device_mesh(MESH)
+    with jax.set_mesh(mesh), pytest.raises(error, match=message):
+        ours.open_input(mesh)
+
+
+def test_an_input_without_a_tokenizer_is_refused():
+    synthetic = SyntheticInput.default_config().set(
+        seq_len=8, global_batch_size=8, vocab_size=folders.PADDED_VOCAB_SIZE
+    )
+    with pytest.raises(ValueError, match=r"val: input\.source names no token store"):
+        evaler(synthetic)

@@ -1,0 +1,164 @@
+"""Questions with choices: prompts, scores and accuracies are those of lm-eval."""
+
+import json
+import math
+import random
+
+import pytest
+
+from moelib.data.tokenizer import ByteTokenizer, Tokenizer
+from moelib.evaluation.evaluations import evaluate
+from moelib.evaluation.multiple_choice import accuracies, prompts, task_evaluation
+from moelib.evaluation.scoring import Score, Scorer
+from moelib.evaluation.tasks import TASKS, Question, read_questions
+from tests.evaluation import folders
+from tests.evaluation.bag_lm import bag_lm
+
+FIXTURES = json.loads(folders.FIXTURES.read_text(encoding="utf-8"))
+CASES = [name for name in FIXTURES if name != "rolling"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.default_config().set(path=str(folders.DATA)).instantiate()
+
+
+@pytest.fixture(scope="module")
+def scored(tokenizer):
+    """Returns (vocabulary padded beyond the tokenizer's) scorer and parameters."""
+    model, params = bag_lm(folders.PADDED_VOCAB_SIZE)
+    return Scorer(model, vocab_size=tokenizer.vocab_size, max_length=1024), params
+
+
+def pairs_of(case):
+    return [
+        (context, continuation)
+        for sample in FIXTURES[case]["samples"]
+        for context, continuation in zip(
+            sample["contexts"] * (len(sample["continuations"]) // len(sample["contexts"])),
+            sample["continuations"],
+            strict=True,
+        )
+    ]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_prompts_are_lm_evals_byte_for_byte(case):
+    task = TASKS[case.removesuffix("_3")]
+    questions = read_questions(str(folders.DATA / task.file), task.question)
+    expected = FIXTURES[case]
+    settings = expected["num_fewshot"], expected["fewshot_seed"]
+    assert prompts(task, questions, str(folders.DATA), *settings) == pairs_of(case)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_scores_and_accuracies_are_lm_evals(case, tokenizer, scored):
+    expected = FIXTURES[case]
+    evaluation = task_evaluation(
+        case.removesuffix("_3"),
+        str(folders.DATA),
+        tokenizer,
+        num_fewshot=expected["num_fewshot"],
+        fewshot_seed=expected["fewshot_seed"],
+    )
+    scorer, params = scored
+    scores = scorer.score(params, evaluation.requests)
+    samples = expected["samples"]
+    log_probs = [value for sample in samples for value in sample["log_probs"]]
+    assert [score.log_prob for score in scores] == pytest.approx(log_probs, abs=1e-5, rel=1e-6)
+    assert [s.is_greedy for s in scores] == [value for s in samples for value in s["greedy"]]
+    found = evaluate(scorer, params, [evaluation])[evaluation.name]
+    flat = {name: metric.value for name, metric in found.items()}
+    flat |= {f"{name}_stderr": metric.stderr for name, metric in found.items()}
+    assert flat == pytest.approx(expected["metrics"], abs=1e-12)
+
+
+def test_the_fixtures_tell_accuracies_apart():
+    metrics = [FIXTURES[case]["metrics"] for case in CASES]
+    assert len({found["acc"] for found in metrics}) > 2
+    assert any(found["acc"] != found.get("acc_norm", found["acc"]) for found in metrics)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_hugging_faces_fields_ask_the_same_as_the_published_ones(name, tmp_path):
+    task = TASKS[name]
+    folders.write_hugging_face_files(tmp_path)
+    for file in (task.file, task.shots_file):
+        published = read_questions(str(folders.DATA / file), task.question)
+        converted = read_questions(str(tmp_path / file), task.question)
+        assert [q[:3] for q in converted] == [q[:3] for q in published]
+
+
+def test_a_limit_takes_the_first_questions_with_the_same_examples(tokenizer):
+    whole = task_evaluation("piqa", str(folders.DATA), tokenizer)
+    part = task_evaluation("piqa", str(folders.DATA), tokenizer, limit=3)
+    assert part.settings == {"num_fewshot": 10, "num_questions": 3}
+    assert len(part.requests) == 6
+    for ours, other in zip(part.requests, whole.requests, strict=False):
+        assert all(map(list.__eq__, map(list, ours), map(list, other)))
+
+
+def test_examples_are_drawn_by_the_seed(tokenizer):
+    first = lambda seed: task_evaluation(
+        "arc_easy", str(folders.DATA), tokenizer, fewshot_seed=seed
+    ).requests[0]
+    assert list(first(0).context) == list(first(0).context) != list(first(1).context)
+
+
+def test_a_question_is_no_example_for_itself():
+    task = TASKS["piqa"]
+    questions = read_questions(str(folders.DATA / task.file), task.question)
+    pool = read_questions(str(folders.DATA / task.shots_file), task.question)
+    inside = questions[1]
+    assert sum(question.line == inside.line for question in pool) == 2
+    for seed in range(20):
+        pairs = prompts(task, [inside], str(folders.DATA), 10, seed)
+        assert pairs[0][0].count(inside.queries[0]) == 1
+
+
+def test_accuracies_against_a_count_by_hand():
+    rng = random.Random(0)
+    questions, scores, hits, normed_hits = [], [], 0, 0
+    for _ in range(50):
+        endings = ["x" * rng.randint(1, 9) for _ in range(rng.randint(2, 5))]
+        log_probs = [-rng.uniform(1, 20) for _ in endings]
+        gold = rng.randrange(len(endings))
+        questions.append(Question([""] * len(endings), endings, gold, {}))
+        scores += [Score(value, False) for value in log_probs]
+        by_value = sorted(range(len(endings)), key=lambda i: log_probs[i])
+        by_character = sorted(range(len(endings)), key=lambda i: log_probs[i] / len(endings[i]))
+        hits += by_value[-1] == gold
+        normed_hits += by_character[-1] == gold
+    found = accuracies(TASKS["arc_easy"], questions, scores)
+    for name, count in (("acc", hits), ("acc_norm", normed_hits)):
+        share = count / 50
+        assert found[name].value == pytest.approx(share)
+        assert found[name].stderr == pytest.approx(math.sqrt(share * (1 - share) / 49))
+
+
+def test_one_question_has_no_standard_error():
+    question = Question(["", ""], ["a", "b"], 1, {})
+    found = accuracies(TASKS["piqa"], [question], [Score(-2.0, False), Score(-1.0, False)])
+    assert found["acc"] == (1.0, None)
+
+
+def test_an_ending_of_marks_only_is_never_chosen():
+    question = Question(["q", "q"], ["", "b"], 1, {})
+    found = accuracies(TASKS["piqa"], [question], [Score(-0.5, False), Score(-9.0, False)])
+    assert (found["acc"].value, found["acc_norm"].value) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "error", "message"),
+    [
+        ("arc_eazy", {}, ValueError, "no task 'arc_eazy'; did you mean 'arc_easy'"),
+        ("piqa", {"num_fewshot": -1}, ValueError, "num_fewshot is -1"),
+        ("piqa", {"limit": 0}, ValueError, "limit is 0"),
+        ("piqa", {"num_fewshot": 12}, ValueError, "has 12 questions, and 12 examples .* to 11 or"),
+        ("arc_easy", {"num_fewshot": 13}, ValueError, "has 12 questions, .* to 12 or less"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(name, settings, error, message):
+    tokenizer = ByteTokenizer.default_config().instantiate()
+    with pytest.raises(error, match=message):
+        task_evaluation(name, str(folders.DATA), tokenizer, **settings)

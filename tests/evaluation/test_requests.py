@@ -1,0 +1,40 @@
+"""Texts as tokens: where a continuation begins."""
+
+import pytest
+
+from moelib.data.tokenizer import ByteTokenizer, Tokenizer
+from moelib.evaluation.requests import encode_pairs, encode_texts
+from tests.evaluation import folders
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.default_config().set(path=str(folders.DATA)).instantiate()
+
+
+def test_spaces_at_the_end_of_a_context_go_to_the_continuation(tokenizer):
+    spaced, plain = encode_pairs(tokenizer, [("To sit \n", "use"), ("To sit", " \nuse")])
+    assert list(spaced.context) == list(plain.context) == tokenizer.encode("To sit")
+    assert list(spaced.continuation) == list(plain.continuation)
+    assert tokenizer.decode(spaced.continuation) == " \nuse"
+
+
+def test_a_continuation_has_what_the_whole_has_beyond_the_context(tokenizer):
+    whole = tokenizer.encode("the answer is the answer")
+    cut = len(tokenizer.encode("the ans"))
+    (request,) = encode_pairs(tokenizer, [("the ans", "wer is the answer")])
+    assert list(request.continuation) == whole[cut:]
+
+
+def test_an_empty_context_is_the_end_of_text():
+    tokenizer = ByteTokenizer.default_config().instantiate()
+    eos = tokenizer.eos_id
+    empty, spaces = encode_pairs(tokenizer, [("", "ab"), ("  ", "ab")])
+    assert (list(empty.context), list(empty.continuation)) == ([eos], [97, 98])
+    assert (list(spaces.context), list(spaces.continuation)) == ([eos], [32, 32, 97, 98])
+
+
+def test_many_texts_are_those_one_by_one(tokenizer):
+    texts = [f"question {i} " * (i % 3) for i in range(2100)]
+    found = [list(ids) for ids in encode_texts(tokenizer, iter(texts))]
+    assert found == [tokenizer.encode(text) for text in texts]

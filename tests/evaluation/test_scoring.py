@@ -1,0 +1,223 @@
+"""Scores: those of each request alone, whatever stands beside it; cuts; the vocabulary; meshes."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moelib.core.module import functional
+from moelib.core.param import is_spec
+from moelib.evaluation.evaluations import Evaluation, Metric, evaluate
+from moelib.evaluation.requests import Request
+from moelib.evaluation.scoring import Scorer
+from moelib.layers.moe.layer import MoELayer
+from moelib.layers.transformer import ScanStack, TransformerLayer
+from moelib.models.causal_lm import CausalLM
+from moelib.parallel.mesh import create_device_mesh
+from tests.evaluation.bag_lm import bag_lm, bag_log_probs, bag_params
+
+VOCAB = 50
+
+
+def request(rng, context, continuation, vocab_size=VOCAB):
+    ids = rng.integers(0, vocab_size, context + continuation).astype(np.int32)
+    return Request(ids[:context], ids[context:])
+
+
+def some_requests(num=23, longest=150, seed=0):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, [longest, 9], (num, 2))
+    return [request(rng, context, continuation) for context, continuation in lengths]
+
+
+def alone(params, request, vocab_size=VOCAB, max_length=10**6):
+    """Returns (log-probability, whether it is greedy) by NumPy, of one request."""
+    ids = np.concatenate(request)[-(max_length + 1) :]
+    num = len(request.continuation)
+    rows = bag_log_probs(params, ids[:-1], vocab_size)[-num:]
+    log_prob = sum(rows[i, token] for i, token in enumerate(request.continuation))
+    return log_prob, all(rows.argmax(-1) == request.continuation)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return bag_lm(VOCAB)
+
+
+def test_scores_are_those_of_each_request_alone(model):
+    requests = some_requests()
+    scores = Scorer(model[0], vocab_size=VOCAB, max_length=200).score(model[1], requests)
+    for score, of in zip(scores, requests, strict=True):
+        log_prob, is_greedy = alone(bag_params(VOCAB), of)
+        assert score.log_prob == pytest.approx(log_prob, abs=1e-4)
+        assert score.is_greedy == is_greedy
+
+
+def test_greedy_is_what_greedy_decoding_gives(model):
+    rng = np.random.default_rng(1)
+    params = bag_params(VOCAB)
+    context = rng.integers(0, VOCAB, 70).tolist()
+    ids = list(context)
+    for _ in range(5):
+        ids.append(int(bag_log_probs(params, ids, VOCAB)[-1].argmax()))
+    likely = np.array(ids[70:], np.int32)
+    other = likely.copy()
+    other[2] = (other[2] + 1) % VOCAB
+    requests = [Request(np.array(context, np.int32), tail) for tail in (likely, other)]
+    scores = Scorer(model[0], vocab_size=VOCAB, max_length=200).score(model[1], requests)
+    assert [score.is_greedy for score in scores] == [True, False]
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 300, 1 << 14])
+def test_order_and_batch_size_do_not_matter(model, batch_tokens):
+    requests = some_requests()
+    base = Scorer(model[0], vocab_size=VOCAB, max_length=200).score(model[1], requests)
+    order = np.random.default_rng(2).permutation(len(requests))
+    scorer = Scorer(model[0], vocab_size=VOCAB, max_length=200, batch_tokens=batch_tokens)
+    done = []
+    mixed = scorer.score(model[1], [requests[i] for i in order], on_batch=done.append)
+    for i, score in zip(order, mixed, strict=True):
+        assert score.log_prob == pytest.approx(base[i].log_prob, rel=1e-5)
+        assert score.is_greedy == base[i].is_greedy
+    assert done == sorted(done)
+    assert done[-1] == len(requests)
+    assert (batch_tokens == 1) == (len(done) == len(requests))
+
+
+def test_each_length_is_compiled_once(model):
+    rng = np.random.default_rng(3)
+    contexts = [*range(10, 60, 7), *range(70, 120, 9), *range(140, 190, 9)]
+    requests = [request(rng, context, 3) for context in contexts]
+    scorer = Scorer(model[0], vocab_size=VOCAB, max_length=200, batch_tokens=128)
+    for _ in range(2):
+        scorer.score(model[1], requests)
+    assert scorer._score._cache_size() == 3  # 64, 128, and 200, the longest.
+
+
+def test_long_contexts_are_cut_from_the_left_and_counted(model, caplog):
+    rng = np.random.default_rng(4)
+    requests = [request(rng, context, 4) for context in (300, 77, 76, 20)]
+    scorer = Scorer(model[0], vocab_size=VOCAB, max_length=80)
+    assert scorer.num_cut(requests) == 1  # 77 + 4 tokens are 80 that are read and one that is not.
+    with caplog.at_level(logging.WARNING):
+        scores = scorer.score(model[1], requests)
+    assert "1 of 4 requests are longer than max_length, which is 80 tokens" in caplog.text
+    for score, of in zip(scores, requests, strict=True):
+        expected, _ = alone(bag_params(VOCAB), of, max_length=80)
+        assert score.log_prob == pytest.approx(expected, abs=1e-4)
+    assert scores[0].log_prob != pytest.approx(alone(bag_params(VOCAB), requests[0])[0], abs=1e-2)
+
+
+def test_a_padded_vocabulary_takes_no_probability(model):
+    requests = [
+        Request(np.array([1, 2], np.int32), np.array([token], np.int32)) for token in range(30)
+    ]
+    scores = Scorer(model[0], vocab_size=30, max_length=64).score(model[1], requests)
+    assert sum(np.exp(score.log_prob) for score in scores) == pytest.approx(1.0, abs=1e-5)
+    assert sum(score.is_greedy for score in scores) == 1
+    assert scores[7].log_prob == pytest.approx(alone(bag_params(50), requests[7], 30)[0], abs=1e-5)
+
+
+def mixture_model(vocab_size=48):
+    experts = MoELayer.default_config().set(hidden_dim=16, num_experts=4, num_experts_per_token=2)
+    layer = TransformerLayer.default_config().set(feed_forward=experts)
+    layer.self_attention.num_heads = 2
+    decoder = ScanStack.default_config().set(num_layers=1, block=[layer])
+    cfg = CausalLM.default_config().set(vocab_size=vocab_size, dim=16, decoder=decoder)
+    model = cfg.instantiate(parent=None)
+    rng = np.random.default_rng(7)
+    draw = lambda spec: jnp.asarray(rng.normal(0, 0.5, spec.shape), jnp.float32)
+    return model, jax.tree.map(draw, model.create_parameter_specs_recursively(), is_leaf=is_spec)
+
+
+def mixture_requests():
+    rng = np.random.default_rng(5)
+    return [request(rng, n, 3, 48) for n in (2, 30, 9, 61, 40)]
+
+
+def test_a_mixture_of_experts_scores_as_it_does_without_padding():
+    model, params = mixture_model()
+    logits = jax.jit(
+        lambda ids: functional(
+            model, None, params, ({"input_ids": ids},), is_training=False, method="logits"
+        )[0]
+    )
+    requests = mixture_requests()
+    scores = Scorer(model, vocab_size=48, max_length=128).score(params, requests)
+    ids = np.concatenate(requests[1])
+    rows = np.asarray(jax.nn.log_softmax(logits(ids[None, :-1])[0]), np.float64)[-3:]
+    log_prob = sum(rows[n, token] for n, token in enumerate(requests[1].continuation))
+    assert scores[1].log_prob == pytest.approx(log_prob, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 2, 2, 2, 1, 1), pytest.param((1, 1, 2, 1, 2, 2), marks=pytest.mark.slow)]
+)
+def test_scores_do_not_depend_on_the_mesh(shape):
+    model, params = mixture_model()
+    base = Scorer(model, vocab_size=48, max_length=100).score(params, mixture_requests())
+    mesh = create_device_mesh(shape)
+    with jax.set_mesh(mesh):
+        scorer = Scorer(model, vocab_size=48, max_length=100, mesh=mesh, batch_tokens=128)
+        split = scorer.score(params, mixture_requests())
+    assert [s.log_prob for s in split] == pytest.approx([s.log_prob for s in base], abs=1e-5)
+
+
+def test_parameters_are_cast_to_the_dtype_of_training():
+    model, params = mixture_model()
+    settings = {"vocab_size": 48, "max_length": 64}
+    full = Scorer(model, **settings).score(params, mixture_requests())
+    low = Scorer(model, **settings, train_dtype="bfloat16").score(params, mixture_requests())
+    values = [[score.log_prob for score in scores] for scores in (full, low)]
+    assert values[0] != values[1]
+    assert values[0] == pytest.approx(values[1], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("context", "continuation", "message"),
+    [
+        ([], [1], "Request 1 has 0 tokens of context and 1 of continuation"),
+        ([1], [], "Request 1 has 1 tokens of context and 0 of continuation"),
+        ([1], [2] * 65, "Request 1 has a continuation of 65 tokens, and max_length is 64"),
+        ([1], [VOCAB], "Request 1 holds id 50, and the vocabulary is 50"),
+        ([-1], [1], "Request 1 holds id -1"),
+    ],
+)
+def test_what_cannot_be_scored_is_named(model, context, continuation, message):
+    bad = Request(np.array(context, np.int32), np.array(continuation, np.int32))
+    good = Request(np.array([1], np.int32), np.array([1], np.int32))
+    with pytest.raises(ValueError, match=message):
+        Scorer(model[0], vocab_size=VOCAB, max_length=64).score(model[1], [good, bad])
+
+
+def test_parameters_that_are_not_finite_are_an_error(model):
+    broken = {**model[1], "head": model[1]["head"] * jnp.nan}
+    with pytest.raises(
+        ValueError, match="request 0 is not a number: the parameters are not finite"
+    ):
+        Scorer(model[0], vocab_size=VOCAB, max_length=64).score(
+            broken, [Request(np.array([1], np.int32), np.array([1], np.int32))]
+        )
+
+
+def test_a_vocabulary_beyond_the_models_is_refused(model):
+    with pytest.raises(ValueError, match="vocab_size is 51, and the model has 50 tokens"):
+        Scorer(model[0], vocab_size=51, max_length=64).score(model[1], some_requests(num=1))
+
+
+def test_sizes_that_are_not_positive_are_refused(model):
+    with pytest.raises(ValueError, match="batch_tokens is 0"):
+        Scorer(model[0], vocab_size=VOCAB, max_length=8, batch_tokens=0)
+
+
+def test_evaluations_get_their_own_scores(model):
+    requests = some_requests(num=6)
+    scorer = Scorer(model[0], vocab_size=VOCAB, max_length=200)
+    total = lambda scores: {"nats": Metric(-sum(score.log_prob for score in scores))}
+    parts = [Evaluation("a", requests[:2], total, {}), Evaluation("b", requests[2:], total, {})]
+    found = evaluate(scorer, model[1], parts)
+    for part in parts:
+        nats = -sum(alone(bag_params(VOCAB), request)[0] for request in part.requests)
+        assert found[part.name]["nats"].value == pytest.approx(nats, rel=1e-5)
