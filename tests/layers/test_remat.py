@@ -57,7 +57,11 @@ def test_every_remat_policy_gives_the_gradient(policy):
 
 @pytest.mark.parametrize(
     ("kind", "keep"),
-    [(ScanStack, ()), (ScanStack, MATMULS), (LoopStack, ("attention_context", "experts_up"))],
+    [
+        (ScanStack, ()),
+        pytest.param(ScanStack, MATMULS, marks=pytest.mark.slow),
+        (LoopStack, ("attention_context", "experts_up")),
+    ],
 )
 def test_what_is_kept_changes_no_gradient(kind, keep):
     params = initial(stack(kind))
@@ -85,7 +89,9 @@ def test_each_name_spares_the_backward_pass_its_matmul():
     assert count(stack(ScanStack, keep=MATMULS)) == everything
 
 
-@pytest.mark.parametrize("fields", [{"keep": ()}, {"policy": "nothing_saveable"}])
+@pytest.mark.parametrize(
+    "fields", [{"keep": ()}, pytest.param({"policy": "nothing_saveable"}, marks=pytest.mark.slow)]
+)
 def test_where_tokens_go_is_never_computed_again(fields):
     for name in ("sort", "top_k"):
         assert count(stack(ScanStack, **fields), name) == count(stack(ScanStack), name) > 0

@@ -9,6 +9,7 @@ import pytest
 
 from moelib.core.config import config_class, config_for_function
 from moelib.core.module import functional
+from moelib.core.param import is_spec
 from moelib.layers.base import BaseLayer
 from moelib.layers.feed_forward import FeedForward
 from moelib.layers.moe.balance import BiasBalancing
@@ -109,6 +110,19 @@ def test_specs_are_those_of_the_values_and_stacked_along_layers():
     up = specs["repeated0"]["feed_forward"]["experts"]["up"]
     assert up.axes == ("layers", "experts", None, "expert_embed", "expert_ffn")
     assert up.fans() == (D, 8)
+
+
+def test_caches_are_those_of_a_loops_layers_stacked():
+    loop, scan = (
+        stack(kind).create_cache_specs_recursively(2, 32) for kind in (LoopStack, ScanStack)
+    )
+    zeros = lambda specs: jax.tree.map(lambda s: jnp.zeros(s.shape), specs, is_leaf=is_spec)
+    want = jax.tree.map(jnp.shape, as_scan(zeros(loop)))
+    assert jax.tree.map(jnp.shape, zeros(scan)) == want
+    cache = scan["repeated1"]["self_attention"]["cache"]
+    assert cache["k"].shape == (2, 2, 2, 32, D // 4)
+    assert cache["k"].axes == ("layers", "batch", "kv_heads", None, "head_dim")
+    assert scan["layer0"].keys() == {"self_attention"}  # Nothing else keeps anything.
 
 
 def test_loop_equals_scan_in_output_losses_and_every_gradient():

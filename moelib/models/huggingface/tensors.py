@@ -162,7 +162,7 @@ class _Filling:
                 continue
             cut = tuple(slice(a - s.start, b - s.start) for (a, b), s in zip(both, at, strict=True))
             part = self.parts[device]
-            piece = jax.device_put(values[cut].astype(part.dtype), device)
+            piece = jax.device_put(values[cut].astype(part.dtype, copy=False), device)
             starts = [a - b for (a, _), (b, _) in zip(both, bounds, strict=True)]
             # Waits, so that no more than one tensor is on its way.
             with _alone(device):

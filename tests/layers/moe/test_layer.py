@@ -218,7 +218,7 @@ def test_a_gate_of_no_shared_experts_is_refused():
 
 @pytest.mark.parametrize(
     "fields",
-    [{"router": BALANCED, "shared_gate": True}, GPT_OSS],
+    [{"router": BALANCED, "shared_gate": True}, pytest.param(GPT_OSS, marks=pytest.mark.slow)],
     ids=["balanced and gated", "gpt-oss"],
 )
 def test_a_mesh_gives_the_values_of_one_device(fields):
@@ -239,8 +239,13 @@ def test_a_mesh_gives_the_values_of_one_device(fields):
     ("dispatcher", "rules"),
     [
         (RaggedDispatcher, {"expert_embed": ("fsdp", "model"), "expert_ffn": ()}),
-        (RaggedDispatcher, {"expert_embed": ("model",), "expert_ffn": ()}),
-        (SortedDispatcher, {"experts": ("expert", "model"), "expert_ffn": ()}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (RaggedDispatcher, {"expert_embed": ("model",), "expert_ffn": ()}),
+                (SortedDispatcher, {"experts": ("expert", "model"), "expert_ffn": ()}),
+            )
+        ),
     ],
 )
 def test_weights_may_be_split_over_an_axis_that_splits_no_tokens(dispatcher, rules):
