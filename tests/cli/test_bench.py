@@ -47,6 +47,7 @@ def test_what_stands_side_by_side_gives_the_same_gradients(name, dtype, toleranc
             np.testing.assert_allclose(a / scale, b / scale, atol=tolerance)
 
 
+@pytest.mark.slow
 def test_a_step_computes_in_the_dtype_and_keeps_its_state_in_float32():
     sizes = dataclasses.replace(SMALL, dtype="bfloat16", num_layers=1, vocab_size=64)
     case = bench_cases.step_case(sizes, "learned")["step"]
@@ -72,6 +73,7 @@ def test_the_flops_of_attention_are_those_of_the_scores_that_count():
         assert cases[name].flops == 3 * 2 * 2 * 16 * scores
 
 
+@pytest.mark.slow
 def test_dispatchers_that_drop_nothing_give_the_same_gradients_on_all_devices():
     with jax.set_mesh(create_device_mesh(mesh_shape_from_axes(expert=-1))):
         cases = bench_cases.dispatch_cases(SMALL, "balanced")

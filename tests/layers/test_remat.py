@@ -58,7 +58,7 @@ def test_every_remat_policy_gives_the_gradient(policy):
 @pytest.mark.parametrize(
     ("kind", "keep"),
     [
-        (ScanStack, ()),
+        pytest.param(ScanStack, (), marks=pytest.mark.slow),
         pytest.param(ScanStack, MATMULS, marks=pytest.mark.slow),
         (LoopStack, ("attention_context", "experts_up")),
     ],
@@ -92,6 +92,7 @@ def test_each_name_spares_the_backward_pass_its_matmul():
 @pytest.mark.parametrize(
     "fields", [{"keep": ()}, pytest.param({"policy": "nothing_saveable"}, marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_where_tokens_go_is_never_computed_again(fields):
     for name in ("sort", "top_k"):
         assert count(stack(ScanStack, **fields), name) == count(stack(ScanStack), name) > 0

@@ -33,8 +33,8 @@ def on_one_device() -> Any:
 
 
 MESHES = [
-    {"data": 8},
-    {"fsdp": 8},
+    pytest.param({"data": 8}, marks=pytest.mark.slow),
+    pytest.param({"fsdp": 8}, marks=pytest.mark.slow),
     {"data": 2, "fsdp": 2, "model": 2},
     {"expert": 2, "seq": 2, "model": 2},
 ]

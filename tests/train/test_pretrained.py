@@ -59,7 +59,9 @@ def test_a_mesh_holds_what_one_device_holds(family):
     assert all(leaf.committed for leaf in jax.tree.leaves(many.params))
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v2", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family", ["deepseek_v2", "gpt_oss", pytest.param("qwen2_moe", marks=pytest.mark.slow)]
+)
 def test_what_is_written_from_a_mesh_reads_back(family, tmp_path):
     mesh = create_device_mesh(mesh_shape_from_axes(expert=2, fsdp=2, model=2))
     made = load_pretrained(str(FIXTURES / family), mesh=mesh)
@@ -144,6 +146,7 @@ def trainer_of(model, folder, **fields):
     return trainer_config(str(folder)).set(model=model, **fields).instantiate(parent=None)
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_an_export_with_the_same_loss(tmp_path):
     cfg, _ = read_config(str(FIXTURES / "olmoe"))
     first = trainer_of(cfg, tmp_path / "first", max_step=3)
@@ -165,6 +168,7 @@ def test_training_goes_on_from_an_export_with_the_same_loss(tmp_path):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_a_run_of_another_model_is_told_what_differs(tmp_path):
     cfg, _ = read_config(str(FIXTURES / "olmoe"))
     builder = config_for_function(state_from_hugging_face).set(folder=str(FIXTURES / "olmoe"))
@@ -274,6 +278,7 @@ def test_mxfp4_reads_as_the_numbers_it_stands_for():
     np.testing.assert_array_equal(got.astype(np.float64), exact.swapaxes(-1, -2))
 
 
+@pytest.mark.slow
 def test_gpt_oss_is_read_from_mxfp4(tmp_path):
     folder = copy_of("gpt_oss", tmp_path / "model")
     change(folder, hidden_size=32, quantization_config={"quant_method": "mxfp4"})

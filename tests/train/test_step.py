@@ -188,6 +188,7 @@ def scanned(train_dtype):
     return trainer, step, start_of(trainer), {"input_ids": ids, "target_labels": ids[:, ::-1]}
 
 
+@pytest.mark.slow
 def test_casting_layer_by_layer_gives_the_gradients_of_casting_all_at_once():
     trainer, step, before, batch = scanned("bfloat16")
     specs = trainer.model.create_parameter_specs_recursively()
@@ -274,7 +275,10 @@ def with_aux_losses(num_microbatches, labels_of_odd_rows):
     return after, metrics.unpack(packed)
 
 
-@pytest.mark.parametrize(("num_microbatches", "labels_of_odd_rows"), [(2, 0), (8, 1)])
+@pytest.mark.parametrize(
+    ("num_microbatches", "labels_of_odd_rows"),
+    [pytest.param(2, 0, marks=pytest.mark.slow), (8, 1)],
+)
 def test_micro_batches_with_few_labels_have_the_auxiliary_losses_of_their_tokens(
     num_microbatches, labels_of_odd_rows
 ):

@@ -243,6 +243,7 @@ def moe_config(directory, *rules):
     return cfg
 
 
+@pytest.mark.slow
 def test_experts_folded_over_other_axes_give_the_same_losses(tmp_path):
     fold = "sharding_rules={'experts': ('expert', 'model'), 'expert_ffn': ()}"
     cfg = moe_config(tmp_path / "folded", fold)

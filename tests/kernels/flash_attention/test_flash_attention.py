@@ -65,7 +65,11 @@ def test_the_scale_multiplies_the_scores():
     np.testing.assert_allclose(flash_attention(q, k, v, scale=0.7), want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+# The others are computed by the TPU's kernels in every run.
+SOME = [pytest.param(c, marks=pytest.mark.slow) if i % 2 else c for i, c in enumerate(CASES)]
+
+
+@pytest.mark.parametrize("case", SOME, ids=str)
 def test_blocks_give_the_values_and_gradients_of_the_reference(case):
     got = pulled(*operands_of(case), **case.options(), backend="xla")
     dtype = got[0].dtype

@@ -57,7 +57,12 @@ def _passes(case, run, **options):
 
 @pytest.mark.parametrize(
     "case",
-    [Case(257, 2, 1, 64, window=70, sinks=True, packed=True), Case(130, 2, 2, 64, causal=False)],
+    [
+        pytest.param(
+            Case(257, 2, 1, 64, window=70, sinks=True, packed=True), marks=pytest.mark.slow
+        ),
+        Case(130, 2, 2, 64, causal=False),
+    ],
     ids=str,
 )
 def test_no_kernel_reads_memory_that_nothing_wrote(case):
@@ -66,7 +71,7 @@ def test_no_kernel_reads_memory_that_nothing_wrote(case):
     assert_close(got, _passes(case, xla), 1e-5)
 
 
-@pytest.mark.parametrize("heads", [6, 12])
+@pytest.mark.parametrize("heads", [pytest.param(6, marks=pytest.mark.slow), 12])
 def test_many_heads_of_a_group_are_computed_in_chunks(heads, monkeypatch):
     monkeypatch.setattr(tpu, "_MAX_ROWS", 512)  # Chunks of 3 and 4 heads.
     case = Case(130, heads, 1, 64, sinks=True)

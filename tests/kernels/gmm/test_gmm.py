@@ -71,7 +71,17 @@ def test_values_and_gradients_equal_the_reference(backend, num_rows, sizes):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("sizes", [[5, -2, 60], [-3, 40, 5], [150, -10, 3], [40, 5, -30]], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [5, -2, 60],
+        *(
+            pytest.param(sizes, marks=pytest.mark.slow)
+            for sizes in ([-3, 40, 5], [150, -10, 3], [40, 5, -30])
+        ),
+    ],
+    ids=str,
+)
 def test_a_group_of_less_than_no_rows_has_none(backend, sizes):
     lhs, rhs, grad, group_sizes = _operands(sizes, 128)
     got = _compiled(lhs, rhs, grad, group_sizes, backend)

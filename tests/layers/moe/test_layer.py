@@ -248,6 +248,7 @@ def test_a_mesh_gives_the_values_of_one_device(fields):
         ),
     ],
 )
+@pytest.mark.slow
 def test_weights_may_be_split_over_an_axis_that_splits_no_tokens(dispatcher, rules):
     made = layer(dispatcher=dispatcher.default_config(), **GPT_OSS)
     params = jax.tree.map(lambda x: jnp.asarray(normal(*x.shape, seed=x.size)), initial(made))
