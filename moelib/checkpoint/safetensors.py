@@ -152,8 +152,8 @@ def _read_sums(folder: str) -> dict[str, str]:
     if not os.path.exists(path):
         return {}
     with open(path, encoding="utf-8") as file:
-        pairs = [line.split() for line in file if line.strip()]
-    return {name.lstrip("*"): digest for digest, name in pairs}
+        pairs = [line.split(maxsplit=1) for line in file if line.strip()]
+    return {os.path.normpath(name.strip().lstrip("*")): digest for digest, name in pairs}
 
 
 def write_tensors(

@@ -19,7 +19,10 @@ def define_flags() -> None:
     flags.DEFINE_integer("step", None, "Checkpoint to take; the newest if unset.")
     flags.DEFINE_string("to_hf", None, "Folder for the Hugging Face model that is made of it.")
     flags.DEFINE_enum(
-        "dtype", None, ["float32", "bfloat16", "float16"], "Of what is written; as it is if unset."
+        "dtype",
+        None,
+        ["float32", "bfloat16", "float16"],
+        "Of what is written; if unset, float32 for --to, and as it is for --to_hf.",
     )
 
 

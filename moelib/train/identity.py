@@ -17,6 +17,9 @@ _MAY_CHANGE = re.compile(
     r"|offload_state|num_threads|num_workers|path|paths|dir|data_dir)\b.*"
 )
 
+# But what a dispatcher drops is.
+_ROOM = re.compile(r".*\.dispatcher\.(capacity_factor|buffer_factor)")
+
 
 class TrainerDirConflictError(ValueError):
     """The folder of a run belongs to another one."""
@@ -28,7 +31,8 @@ def identity(config_text: str) -> dict[str, str]:
     return {
         path: value
         for path, _, value in lines
-        if _DECIDES.fullmatch(path) and not _MAY_CHANGE.fullmatch(path)
+        if _DECIDES.fullmatch(path)
+        and (not _MAY_CHANGE.fullmatch(path) or (_ROOM.fullmatch(path) and value != "None"))
     }
 
 

@@ -152,7 +152,7 @@ def save_pretrained(
         folder: Where; it is made.
         cfg: The model.
         params: Its parameters.
-        dtype: What they are rounded to; as they are if None.
+        dtype: What they are rounded to, but for those that no gradient trains; as they are if None.
         tokenizer_json: The text of its tokenizer.json.
         eos_token: The tokenizer's end of text.
         more_settings: Further settings of config.json: token ids, max_position_embeddings.
@@ -165,13 +165,16 @@ def save_pretrained(
     """
     family, settings = settings_of(cfg)
     model = cfg.instantiate(parent=None)
+    specs = dict(tree.flatten_items(model.create_parameter_specs_recursively(), is_spec))
 
     def tensors() -> Iterator[tuple[str, np.ndarray]]:
-        for key, values in their_tensors(params, places_of(family, model)):
-            yield key, values if dtype is None else values.astype(jnp.dtype(dtype))
-        kept = jnp.dtype(dtype or jnp.float32)
+        places = places_of(family, model)
+        kept = {place.key for place in places if not specs[place.path].trainable}
+        for key, values in their_tensors(params, places):
+            as_it_is = dtype is None or key in kept  # A bias that balances: it chooses experts.
+            yield key, values if as_it_is else values.astype(jnp.dtype(dtype))
         for key, shape in family.zeros(cfg).items():
-            yield key, np.zeros(shape, kept)
+            yield key, np.zeros(shape, written)
 
     written = jnp.dtype(dtype or params["embedding"]["weight"].dtype)
     settings = {

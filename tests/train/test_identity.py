@@ -4,7 +4,16 @@ import pathlib
 
 import pytest
 
-from moelib.train.identity import TrainerDirConflictError, claim_directory, config_hash
+from moelib.layers.moe.dispatch import SortedDispatcher
+from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
+from moelib.layers.moe.dispatch_ragged import RaggedDispatcher
+from moelib.layers.moe.layer import MoELayer
+from moelib.train.identity import (
+    TrainerDirConflictError,
+    claim_directory,
+    config_hash,
+    identity,
+)
 from tests.train import tiny
 
 
@@ -50,3 +59,15 @@ def test_what_may_not(tmp_path, path, value, message):
 def test_other_processes_only_check(tmp_path):
     claim_directory(tiny.trainer_config("somewhere"), str(tmp_path), write=False)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_dispatcher_drops_may_not_change_but_how_it_sends_may():
+    def lines(dispatcher):
+        moe = MoELayer.default_config().set(dispatcher=dispatcher)
+        return identity(tiny.trainer_config("somewhere").set(model=moe).debug_string())
+
+    ragged = lines(RaggedDispatcher.default_config())
+    assert ragged == lines(SortedDispatcher.default_config())
+    assert ragged != lines(CapacityDispatcher.default_config())
+    bounded = lines(RaggedDispatcher.default_config().set(buffer_factor=2.0))
+    assert bounded.items() - ragged.items() == {("model.dispatcher.buffer_factor", "2.0")}

@@ -16,6 +16,7 @@ from moelib.checkpoint.contents import CheckpointMismatchError
 from moelib.core import tree
 from moelib.core.config import config_for_function
 from moelib.layers.initializers import normal
+from moelib.layers.transformer import LoopStack
 from moelib.models.huggingface.families import NoFamilyError, settings_of
 from moelib.models.huggingface.mxfp4 import dequantize
 from moelib.models.huggingface.tensors import TensorMismatchError
@@ -100,7 +101,14 @@ def test_parameters_are_rounded_to_the_dtype_but_for_those_that_stay_in_float32(
     assert router["bias_balancing"]["bias"].dtype == jnp.float32
     save_pretrained(str(tmp_path), exact.cfg, exact.params, dtype=jnp.bfloat16)
     written = load_file(tmp_path / "model.safetensors")
-    assert {str(x.dtype) for x in written.values()} == {"bfloat16"}
+    biases = {key for key in written if "e_score_correction_bias" in key}
+    assert biases  # They choose experts: rounded, they would choose others.
+    for key, values in written.items():
+        assert values.dtype == (np.float32 if key in biases else jnp.bfloat16), key
+
+
+class OwnStack(LoopStack):
+    """Might do anything with its layers."""
 
 
 def random_parameters(cfg):
@@ -130,6 +138,16 @@ def test_a_model_that_no_architecture_computes_says_what_differs():
         layer.self_attention.logit_cap = 30.0
     message = r"Qwen2MoeForCausalLM differs in .*logit_cap: 30\.0, there None"
     with pytest.raises(NoFamilyError, match=message):
+        settings_of(cfg)
+
+
+def test_a_stack_of_ones_own_is_no_known_architecture():
+    cfg = flame_moe.tiny().model
+    layers = cfg.decoder
+    cfg.decoder = OwnStack.default_config().set(
+        num_layers=layers.num_layers, first_layers=layers.first_layers, block=layers.block
+    )
+    with pytest.raises(NoFamilyError, match=r"OwnStack is no stack that moelib has"):
         settings_of(cfg)
 
 

@@ -168,6 +168,12 @@ def attention(settings: Settings, **fields: Any) -> GroupedQueryAttention.Config
     return cfg.set(**fields)
 
 
+def attention_with_bias(settings: Settings, **fields: Any) -> GroupedQueryAttention.Config:
+    """Returns attention whose matmuls all have a bias if `attention_bias` says so."""
+    bias = settings.take("attention_bias", False)
+    return attention(settings, qkv_bias=bias, output_bias=bias, **fields)
+
+
 def attention_settings(cfg: Any, dim: int) -> dict[str, Any]:
     """Returns the settings that `attention` reads."""
     cfg = expect(cfg, GroupedQueryAttention.Config)

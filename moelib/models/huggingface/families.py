@@ -11,6 +11,7 @@ from typing import Any
 from moelib.core.config import did_you_mean
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.moe.router import Score
+from moelib.layers.transformer import LoopStack, ScanStack
 from moelib.models.causal_lm import CausalLM
 from moelib.models.huggingface import blocks
 from moelib.models.huggingface.deepseek import V2, V3
@@ -60,7 +61,12 @@ def settings_of(cfg: CausalLM.Config) -> tuple[Family, dict[str, Any]]:
     Raises:
         NoFamilyError: If there is none; it says what the nearest has not.
     """
-    wanted = _computed(cfg)
+    try:
+        wanted = _computed(cfg)
+    except TypeError as error:
+        raise NoFamilyError(
+            f"No architecture of transformers is known for this model: {error}"
+        ) from None
     nearest: tuple[int, str] | None = None
     for family in FAMILIES:
         try:
@@ -98,6 +104,8 @@ _NOT_COMPUTED = re.compile(
 
 def _computed(cfg: CausalLM.Config) -> dict[str, Any]:
     """Returns what of a config decides what it computes, by path."""
+    if cfg.decoder.klass not in (LoopStack, ScanStack):  # Which run the same layers.
+        raise TypeError(f"{cfg.decoder.klass.__qualname__} is no stack that moelib has.")
     cfg = cfg.clone()
     layers = [layer.clone() for layer in blocks.layers_of(cfg.decoder)]
     for layer in layers:

@@ -18,13 +18,7 @@ IN_LAYER: Table = {
 
 def _model(settings: Settings, *, qk_norm: bool) -> CausalLM.Config:
     norm = blocks.norm(settings)
-    bias = settings.take("attention_bias", False)
-    attention = blocks.attention(
-        settings,
-        qkv_bias=bias,
-        output_bias=bias,
-        qk_norm=norm.clone() if qk_norm else None,
-    )
+    attention = blocks.attention_with_bias(settings, qk_norm=norm.clone() if qk_norm else None)
     layer = TransformerLayer.default_config().set(
         self_attention=attention,
         feed_forward=blocks.feed_forward(settings.take("intermediate_size")),

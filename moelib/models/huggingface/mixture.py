@@ -87,11 +87,8 @@ def _mixtral_settings(cfg: CausalLM.Config) -> dict[str, Any]:
 
 def _olmoe(settings: Settings) -> CausalLM.Config:
     norm = blocks.norm(settings)
-    bias = settings.take("attention_bias", False)
-    attention = blocks.attention(
+    attention = blocks.attention_with_bias(
         settings,
-        qkv_bias=bias,
-        output_bias=bias,
         qk_norm=norm.clone(),
         qk_norm_joint=True,
         qkv_clip=settings.take("clip_qkv", None),
@@ -163,8 +160,7 @@ def _qwen_settings(cfg: CausalLM.Config) -> dict[str, Any]:
 def _qwen3_moe(settings: Settings) -> CausalLM.Config:
     blocks.expect_full_attention(settings)
     norm = blocks.norm(settings)
-    bias = settings.take("attention_bias", False)
-    attention = blocks.attention(settings, qkv_bias=bias, output_bias=bias, qk_norm=norm.clone())
+    attention = blocks.attention_with_bias(settings, qk_norm=norm.clone())
     sparse = _qwen_moe(settings)
     return blocks.model(settings, _qwen_layers(settings, attention, norm, sparse))
 
