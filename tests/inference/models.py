@@ -12,6 +12,7 @@ from moelib.core.context import Nested
 from moelib.core.module import functional
 from moelib.core.param import is_spec
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
+from moelib.layers.attention.latent import LatentAttention
 from moelib.layers.base import BaseLayer
 from moelib.layers.feed_forward import FeedForward
 from moelib.layers.moe.dispatch import DenseDispatcher
@@ -28,6 +29,13 @@ def layer(feed_forward: BaseLayer.Config | None = None, **fields: Any) -> Transf
         self_attention=GroupedQueryAttention.default_config().set(num_heads=4, **fields),
         feed_forward=feed_forward or FeedForward.default_config().set(hidden_dim=8),
     )
+
+
+def latent_layer(**fields: Any) -> TransformerLayer.Config:
+    """Returns a layer that keeps latents, with values wider than its queries and keys."""
+    sizes = {"num_heads": 4, "kv_lora_rank": 6, "nope_head_dim": 4, "rope_head_dim": 2}
+    attention = LatentAttention.default_config().set(v_head_dim=7, **sizes, **fields)
+    return layer().set(self_attention=attention)
 
 
 def decoder(
@@ -57,6 +65,7 @@ DECODERS = {
         layer(window=3, qk_norm=NORM, qk_norm_joint=True, qkv_clip=0.9, rope=None, sinks=True)
     ),
     "dense, then experts": lambda: decoder(*gpt_oss_block(), first_layers=[layer()]),
+    "latent": lambda: decoder(latent_layer(), latent_layer(q_lora_rank=5, score_factor=1.3)),
     "loop": lambda: decoder(layer(window=3), layer(), kind=LoopStack),
     "scan": lambda: decoder(layer(window=3), layer(), first_layers=[layer()]),
 }

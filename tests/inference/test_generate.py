@@ -13,7 +13,14 @@ from moelib.inference.unstack import unstacked
 from moelib.layers.moe.dispatch import DenseDispatcher
 from moelib.layers.transformer import LoopStack
 from moelib.parallel import sharding
-from tests.inference.models import compiled_whole_logits, decoder, layer, model_of, with_parameters
+from tests.inference.models import (
+    DECODERS,
+    compiled_whole_logits,
+    decoder,
+    layer,
+    model_of,
+    with_parameters,
+)
 from tests.layers.calling import QUICK
 from tests.models import tiny
 
@@ -77,6 +84,17 @@ def test_greedy_texts_are_the_likeliest_tokens_while_caches_grow(monkeypatch):
     texts = many(model, max_new_tokens=20, temperature=0.0)
     assert [len(text) for text in texts] == [20] * 4
     assert_likeliest(model, PROMPTS, texts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DECODERS)
+def test_every_kind_of_cache_writes_the_likeliest_texts_in_any_batch_and_order(name):
+    model = model_of(name)
+    greedy = {"max_new_tokens": 20, "temperature": 0.0}
+    texts = many(model, **greedy)
+    assert_likeliest(model, PROMPTS, texts)
+    assert many(model, PROMPTS[::-1], **greedy, batch_size=3)[::-1] == texts
+    assert [one(model, prompt, **greedy) for prompt in PROMPTS[:2]] == texts[:2]
 
 
 def test_one_text_is_written_as_it_would_be_beside_others(model, drawn):

@@ -1,4 +1,9 @@
-"""Multi-head latent attention: keys and values of all heads come from one small vector a token."""
+"""Multi-head latent attention: keys and values of all heads come from one small vector a token.
+
+That vector and the shared key are all that a cache holds: (kv_lora_rank + rope_head_dim) numbers a
+token. One more token is computed without keys and values of the earlier ones: the projections of
+the latent are multiplied into its query, and into what it gets back ("absorbed").
+"""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -6,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.param import FanAxes, ParameterSpec
 from moelib.kernels.flash_attention import CONTEXT
+from moelib.layers.attention.cached import attend_to_cache, store
 from moelib.layers.attention.on_mesh import Rule, attend
 from moelib.layers.base import BaseLayer
 from moelib.layers.norm import BaseNorm, RMSNorm
@@ -80,6 +86,11 @@ class LatentAttention(BaseLayer):
             "q_up": _up(cfg.q_lora_rank, cfg.num_heads, self._qk_head_dim),
         }
 
+    def _create_layer_cache_specs(self, batch_size: int, length: int) -> dict[str, ParameterSpec]:
+        cfg: LatentAttention.Config = self.config
+        shape = (batch_size, length, cfg.kv_lora_rank + cfg.rope_head_dim)
+        return {"latent": ParameterSpec(shape, ("batch", None, None))}
+
     def forward(
         self,
         x: Float[Array, "B S D"],
@@ -87,19 +98,59 @@ class LatentAttention(BaseLayer):
         positions: Int[Array, "B S"],
         segment_ids: Int[Array, "B S"] | None = None,
     ) -> Float[Array, "B S D"]:
-        """Returns the layer's output; tokens see only what stands before them in their segment."""
-        cfg: LatentAttention.Config = self.config
+        """Returns the layer's output; tokens see only what stands before them in their segment.
+
+        With a cache in its state: prompts (S above 1, see moelib.layers.attention.cached) are
+        stored in it; one token a row (S = 1) is stored too, and sees all that is stored.
+        """
         q = self._queries(x, positions)
-        k, v = self.keys_and_values(*self.latents(x, positions))
+        out = self._attend(q, *self.latents(x, positions), positions, segment_ids)
+        y = jnp.einsum("bshk,hkd->bsd", out, self._weight("output", x))
+        return keep_point(y, "attention_output")
+
+    def _attend(
+        self,
+        q: Float[Array, "B S H qk"],
+        latent: Float[Array, "B S latent"],
+        key: Float[Array, "B S rope"],
+        positions: Int[Array, "B S"],
+        segment_ids: Int[Array, "B S"] | None,
+    ) -> Float[Array, "B S H v"]:
+        cfg: LatentAttention.Config = self.config
+        rule = Rule(scale=cfg.score_factor * self._qk_head_dim**-0.5)
+        cache = self.cache
+        if cache is not None:
+            new = jnp.concatenate([latent, key], axis=-1)
+            held = store(cache["latent"], new, positions, segment_ids)
+            self.put_cache(latent=held)
+            if q.shape[1] == 1:
+                return self._attend_to_latents(q, held, positions, rule)
+        k, v = self.keys_and_values(latent, key)
         # `attend` takes one width: zeros add nothing to a score, and make entries that are cut off.
         width = max(self._qk_head_dim, cfg.v_head_dim)
         split = ("batch", "sequence", "activation_heads", None)
         q, k, v = (constrain(_widened(x, width), split) for x in (q, k, v))
-        rule = Rule(scale=cfg.score_factor * self._qk_head_dim**-0.5)
         out = keep_point(constrain(attend(q, k, v, segment_ids, rule=rule), split), CONTEXT)
-        out = out[..., : cfg.v_head_dim]
-        y = jnp.einsum("bshk,hkd->bsd", out, self._weight("output", x))
-        return keep_point(y, "attention_output")
+        return out[..., : cfg.v_head_dim]
+
+    def _attend_to_latents(
+        self,
+        q: Float[Array, "B 1 H qk"],
+        held: Float[Array, "B L both"],
+        positions: Int[Array, "B 1"],
+        rule: Rule,
+    ) -> Float[Array, "B 1 H v"]:
+        """Returns the attention to all that is held, as one key that is also the value of all heads.
+
+        Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.2 (the absorbed matrices).
+        """
+        nope, rank = self.config.nope_head_dim, self.config.kv_lora_rank
+        up = self._weight("kv_up", q)
+        q_latent = jnp.einsum("bshk,dhk->bshd", q[..., :nope], up[..., :nope])
+        q = jnp.concatenate([q_latent, q[..., nope:]], axis=-1)
+        # The rotated keys are summed with the latents, and cut off: cheaper than to copy the rest.
+        out = attend_to_cache(q, held[:, None], held[:, None], positions, None, rule)
+        return jnp.einsum("bshd,dhk->bshk", out[..., :rank], up[..., nope:])
 
     def latents(
         self, x: Float[Array, "B S D"], positions: Int[Array, "B S"]
