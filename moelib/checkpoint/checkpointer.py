@@ -24,6 +24,7 @@ from moelib.checkpoint.restore import (
     not_found,
     restore_checkpoint,
 )
+from moelib.core import tree
 from moelib.core.config import (
     REQUIRED,
     InstantiableConfig,
@@ -123,7 +124,7 @@ class Checkpointer(Module):
             os.makedirs(self._dir, exist_ok=True)
             args = ocp.args.Composite(
                 **{
-                    contents.STATE_ITEM: ocp.args.PyTreeSave(contents.to_nested(state)),
+                    contents.STATE_ITEM: ocp.args.PyTreeSave(tree.to_nested(state)),
                     contents.RECORD_ITEM: ocp.args.JsonSave(values),
                 }
             )

@@ -7,10 +7,7 @@ import json
 import os
 import platform
 import re
-from collections.abc import Mapping
 from typing import Any, Self
-
-import jax
 
 from moelib.core import tree
 from moelib.core.config_values import did_you_mean
@@ -151,30 +148,6 @@ def latest_checkpoint(directory: str) -> str | None:
 def describe_arrays(state: Any) -> Arrays:
     """Returns dtype and sizes of every array of a tree, by path."""
     return {path: [str(x.dtype), list(x.shape)] for path, x in tree.flatten_items(state)}
-
-
-def to_nested(state: Any) -> dict[str, Any]:
-    """Returns any tree as dicts keyed by the parts of its paths; empty parts are left out."""
-    return unflatten(dict(tree.flatten_items(state)))
-
-
-def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns {"a/b": x} as {"a": {"b": x}}."""
-    nested: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        *parents, name = path.split("/")
-        inside = nested
-        for parent in parents:
-            inside = inside.setdefault(parent, {})
-        inside[name] = leaf
-    return nested
-
-
-def from_nested(nested: dict[str, Any], like: Any) -> Any:
-    """Returns what `to_nested` made a tree of, in the structure of `like`."""
-    leaves, structure = jax.tree_util.tree_flatten_with_path(like)
-    values = [tree.get_path(nested, tree.path_string(path)) for path, _ in leaves]
-    return jax.tree.unflatten(structure, values)
 
 
 def check_arrays(saved: Arrays, wanted: Arrays, path: str) -> None:

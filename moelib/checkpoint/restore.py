@@ -50,8 +50,8 @@ def restore_checkpoint(path: str, target: Any) -> Restored:
         Exception: What kept a sound checkpoint from being read, as it came: see `unreadable`.
     """
     record = _read_record(path, target)
-    nested = _read(path, contents.to_nested(target), partial=False)
-    return Restored(contents.from_nested(nested, target), record, path)
+    nested = _read(path, tree.to_nested(target), partial=False)
+    return Restored(tree.from_nested(nested, target), record, path)
 
 
 def restore_params_only(
@@ -104,9 +104,9 @@ def _restore_params(path: str, target: Any, average: bool) -> Restored:
         )
         for name, source in sources.items()
     }
-    read = dict(tree.flatten_items(_read(path, contents.unflatten(arrays), partial=True)))
+    read = dict(tree.flatten_items(_read(path, tree.unflatten(arrays), partial=True)))
     params = {name: read[source].astype(wanted[name][0]) for name, source in sources.items()}
-    return Restored(contents.from_nested(contents.unflatten(params), target), record, path)
+    return Restored(tree.from_nested(tree.unflatten(params), target), record, path)
 
 
 def _read_record(path: str, target: Any, *, prefix: str = "") -> CheckpointRecord:

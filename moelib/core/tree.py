@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -47,6 +47,30 @@ def get_path(tree: Nested, path: str) -> Any:
             raise KeyError(f"{path!r}: no {name!r} there; {did_you_mean(name, names)}")
         value = value[name]
     return value
+
+
+def to_nested(tree: Any) -> Nested:
+    """Returns any tree as dicts keyed by the parts of its paths; empty parts are left out."""
+    return unflatten(dict(flatten_items(tree)))
+
+
+def unflatten(leaves: Mapping[str, Any]) -> Nested:
+    """Returns {"a/b": x} as {"a": {"b": x}}."""
+    nested: Nested = {}
+    for path, leaf in leaves.items():
+        *parents, name = path.split("/")
+        inside = nested
+        for parent in parents:
+            inside = inside.setdefault(parent, {})
+        inside[name] = leaf
+    return nested
+
+
+def from_nested(nested: Nested, like: Any) -> Any:
+    """Returns what `to_nested` made a tree of, in the structure of `like`."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(like)
+    values = [get_path(nested, path_string(path)) for path, _ in leaves]
+    return jax.tree.unflatten(structure, values)
 
 
 def match_rules(

@@ -1,5 +1,8 @@
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from moelib.core import tree
@@ -14,6 +17,23 @@ def test_leaves_are_listed_by_path():
         "decoder/layer0/weight",
     ]
     assert [path for path, _ in tree.flatten_items([{"a": 1}, (2,)])] == ["0/a", "1/0"]
+
+
+class Pair(NamedTuple):
+    """Any tree that is no dict."""
+
+    a: object
+    b: object
+
+
+def test_any_tree_goes_through_nested_dicts():
+    made = Pair({"x": np.ones(2), "none": None}, [np.zeros(3), (), Pair(np.ones(1), {})])
+    nested = tree.to_nested(made)
+    assert nested.keys() == {"a", "b"}
+    assert nested["b"].keys() == {"0", "2"}
+    back = tree.from_nested(nested, made)
+    assert isinstance(back.b[2], Pair)
+    np.testing.assert_array_equal(back.a["x"], made.a["x"])
 
 
 def test_a_tree_of_paths_has_the_same_structure():

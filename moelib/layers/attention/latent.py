@@ -140,7 +140,7 @@ class LatentAttention(BaseLayer):
         positions: Int[Array, "B 1"],
         rule: Rule,
     ) -> Float[Array, "B 1 H v"]:
-        """Returns the attention to all that is held, as one key that is also the value of all heads.
+        """Returns the attention to what is held: one key of all heads, which is also their value.
 
         Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.2 (the absorbed matrices).
         """

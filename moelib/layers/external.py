@@ -1,0 +1,187 @@
+"""A layer from elsewhere: any two functions of which one makes parameters and one applies them.
+
+Modules of Flax and Equinox, or plain functions, so become part of a model: their parameters stand
+in its tree, are split over a mesh, trained, saved and restored like those of any layer here.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moelib.core import tree
+from moelib.core.config import (
+    REQUIRED,
+    InstantiableConfig,
+    Required,
+    config_class,
+    did_you_mean,
+)
+from moelib.core.context import Nested
+from moelib.core.module import Module, nowrap
+from moelib.core.param import ParameterSpec, is_spec
+from moelib.layers.base import BaseLayer
+
+
+class InitApply(NamedTuple):
+    """The two functions of a layer.
+
+    Attributes:
+        init: (random key) -> parameters, any tree of arrays.
+        apply: (parameters, inputs) -> outputs, or `Updated`. It is called with the inputs that the
+            layer is called with, and with `prng_key` and `is_training` if it names them.
+    """
+
+    init: Callable[[jax.Array], Any]
+    apply: Callable[..., Any]
+
+
+class Updated(NamedTuple):
+    """What `apply` returns if a call changes parameters, such as running means.
+
+    Attributes:
+        outputs: What the layer returns.
+        changed: New values of parameters that are not trained: a part of their tree.
+    """
+
+    outputs: Any
+    changed: Any
+
+
+class ExternalLayer(BaseLayer):
+    """A layer made of an `InitApply`.
+
+    A parameter's name is its path in the tree that `init` makes, with "/" between the parts.
+    Integers and booleans are not trained. Vectors and scalars are trained without weight decay.
+    """
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Config of `ExternalLayer`."""
+
+        functions: Required[InstantiableConfig] = REQUIRED  # Builds an InitApply, or such a pair.
+        input_dim: int | None = None  # D; where `functions` has an `input_dim` that is not set.
+        # (regex for a parameter's name, its logical axes); those of no rule are on every device.
+        axes: Sequence[tuple[str, Sequence[str | None]]] = ()
+        fixed: Sequence[str] = ()  # Regexes for names of parameters that are not trained.
+        # Forward FLOPs a token; None for 2 of each trained entry that is not of a vector.
+        flops_per_token: float | None = None
+
+    def __init__(self, cfg: Config, *, parent: Module | None) -> None:
+        """Builds the functions, and traces `init` for the shapes of what it makes.
+
+        Raises:
+            ValueError: If rules for names match none, or do not fit what they match.
+        """
+        super().__init__(cfg, parent=parent)
+        cfg = self.config
+        functions = cfg.functions
+        if "input_dim" in functions and functions.input_dim in (None, REQUIRED):
+            functions = functions.clone(input_dim=cfg.input_dim)
+        made = functions.instantiate()
+        if not (isinstance(made, tuple) and len(made) == 2 and all(map(callable, made))):
+            raise ValueError(
+                f"{self._title()}: functions builds {type(made).__name__}; let it return the two "
+                "functions (init, apply)."
+            )
+        self._init, self._apply = made
+        named = inspect.signature(self._apply).parameters
+        self._own_inputs = [name for name in ("prng_key", "is_training") if name in named]
+        key = jax.eval_shape(lambda: jax.random.key(0))  # Touches no device.
+        self._shapes = jax.eval_shape(self._init, key)
+        self._specs = self._specs_of(self._shapes)
+
+    def _specs_of(self, shapes: Any) -> Nested:
+        cfg: ExternalLayer.Config = self.config
+        leaves, nested = dict(tree.flatten_items(shapes)), tree.to_nested(shapes)
+        if "" in leaves:
+            raise ValueError(f"{self._title()}: init makes one array; let it make {{name: array}}.")
+        if "cache" in nested or len(tree.flatten_items(nested)) < len(jax.tree.leaves(shapes)):
+            raise ValueError(
+                f"{self._title()}: init makes {', '.join(leaves)}; let no two have the same name, "
+                'nor any begin with "cache".'
+            )
+        axes = tree.match_rules(nested, cfg.axes, default=None, place=f"{self._title()}: axes")
+        rules = [(pattern, True) for pattern in cfg.fixed]
+        fixed = tree.match_rules(nested, rules, default=False, place=f"{self._title()}: fixed")
+        return jax.tree.map(self._spec, tree.tree_paths(nested), nested, axes, fixed)
+
+    def _spec(
+        self, name: str, leaf: jax.ShapeDtypeStruct, axes: Sequence[str | None] | None, fixed: bool
+    ) -> ParameterSpec:
+        floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+        if not floating and not jnp.issubdtype(leaf.dtype, jnp.integer) and leaf.dtype != bool:
+            raise ValueError(
+                f"{self._title()}: {name!r} is of dtype {leaf.dtype}; let init make real numbers, "
+                "integers and booleans, and let apply take random keys as `prng_key`."
+            )
+        if 0 in leaf.shape:
+            raise ValueError(
+                f"{self._title()}: the shape of {name!r} is {leaf.shape}; let sizes be 1 or more."
+            )
+        dtype = self._inherited("dtype") if floating else None
+        try:
+            return ParameterSpec(
+                leaf.shape,
+                (None,) * leaf.ndim if axes is None else tuple(axes),
+                dtype=dtype or str(leaf.dtype),
+                trainable=floating and not fixed,
+                weight_decay_scale=float(leaf.ndim > 1),
+            )
+        except ValueError as error:
+            raise ValueError(f"{self._title()}: axes of {name!r}: {error}") from error
+
+    @nowrap
+    def create_parameter_specs_recursively(self) -> Nested:
+        """Returns the specs of what `init` makes."""
+        return self._specs
+
+    @nowrap
+    def initialize_parameters_recursively(
+        self, prng_key: jax.Array, *, prebuilt: Nested | None = None
+    ) -> Nested:
+        """Returns what `init` makes of the key. `prebuilt` ones are taken as they are.
+
+        Raises:
+            ValueError: If a prebuilt one is none of this layer's.
+        """
+        made = dict(tree.flatten_items(tree.to_nested(self._init(prng_key))))
+        for name, spec in tree.flatten_items(self._specs, is_spec):
+            made[name] = made[name].astype(spec.dtype)
+        for name, value in tree.flatten_items(prebuilt or {}):
+            if name not in made:
+                raise ValueError(
+                    f"{self._title()}: no parameter for the prebuilt {name!r}; "
+                    + did_you_mean(name, made)
+                )
+            made[name] = value
+        return tree.unflatten(made)
+
+    def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
+        """Returns what `apply` makes of the parameters and these inputs."""
+        context = self.get_invocation_context()
+        if "prng_key" in self._own_inputs:
+            named_inputs["prng_key"] = context.key()
+        if "is_training" in self._own_inputs:
+            named_inputs["is_training"] = self.is_training
+        params = tree.from_nested(self.own_parameters, self._shapes)
+        outputs = self._apply(params, *inputs, **named_inputs)
+        if not isinstance(outputs, Updated):
+            return outputs
+        for name, value in tree.to_nested(outputs.changed).items():
+            self.add_state_update(name, value)
+        return outputs.outputs
+
+    def _own_active_parameters(self) -> int:
+        return sum(spec.size for spec in self._trained())
+
+    def _own_forward_flops_per_token(self, seq_len: int) -> float:
+        del seq_len
+        given = self.config.flops_per_token
+        matrices = sum(2.0 * spec.size for spec in self._trained() if len(spec.shape) > 1)
+        return matrices if given is None else given
+
+    def _trained(self) -> list[ParameterSpec]:
+        return [s for s in jax.tree.leaves(self._specs, is_leaf=is_spec) if s.trainable]

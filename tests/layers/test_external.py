@@ -1,0 +1,282 @@
+"""Layers made of functions from elsewhere: Flax linen, Flax NNX, Equinox, and plain ones."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+from moelib.core import tree
+from moelib.core.config import config_for_function
+from moelib.core.module import functional
+from moelib.core.param import is_spec
+from moelib.layers.external import ExternalLayer, InitApply, Updated
+from moelib.layers.transformer import LoopStack, ScanStack
+from tests.inference.models import decoder, layer, with_parameters
+from tests.layers.calling import build, call, call_and_collect, initial
+from tests.models import tiny
+
+D = 8
+X = np.random.default_rng(0).normal(size=(2, 5, D)).astype(np.float32)
+
+
+def plain(input_dim, hidden_dim=6):
+    """Returns a layer of one matrix and back, and a bias."""
+
+    def init(key):
+        up, down = jax.random.split(key)
+        return {
+            "up": jax.random.normal(up, (input_dim, hidden_dim)),
+            "down": [jax.random.normal(down, (hidden_dim, input_dim)), jnp.ones(input_dim)],
+        }
+
+    def apply(params, x, mask=None):
+        del mask
+        weight, bias = params["down"]
+        return jnp.tanh(x @ params["up"]) @ weight + bias[None, None]
+
+    return init, apply
+
+
+# --8<-- [start:linen]
+class Gated(linen.Module):
+    """A feed-forward layer in Flax linen."""
+
+    hidden_dim: int
+
+    @linen.compact
+    def __call__(self, x):
+        gate, up = (linen.Dense(self.hidden_dim, use_bias=False)(x) for _ in range(2))
+        return linen.Dense(x.shape[-1])(linen.silu(gate) * up)
+
+
+def gated(input_dim, hidden_dim):
+    """Returns how its parameters are made, and how it is applied."""
+    module = Gated(hidden_dim)
+
+    def init(key):
+        return module.init(key, jnp.zeros((1, 1, input_dim)))["params"]
+
+    def apply(params, x, mask=None):
+        del mask  # Each token is computed by itself.
+        return module.apply({"params": params}, x)
+
+    return init, apply
+
+
+# --8<-- [end:linen]
+
+
+# --8<-- [start:nnx]
+def nnx_mlp(input_dim, hidden_dim):
+    """Returns the two functions of a feed-forward layer in Flax NNX."""
+
+    def make(key):
+        rngs = nnx.Rngs(key)
+        up = nnx.Linear(input_dim, hidden_dim, rngs=rngs)
+        return nnx.Sequential(up, nnx.relu, nnx.Linear(hidden_dim, input_dim, rngs=rngs))
+
+    def apply(params, x, mask=None):
+        del mask
+        module = nnx.eval_shape(make, jax.random.key(0))
+        return nnx.merge(nnx.graphdef(module), params)(x)
+
+    return lambda key: nnx.state(make(key), nnx.Param), apply
+
+
+# --8<-- [end:nnx]
+
+
+# --8<-- [start:equinox]
+def equinox_mlp(input_dim, hidden_dim):
+    """Returns the two functions of a feed-forward layer in Equinox."""
+
+    def make(key):
+        return eqx.nn.MLP(input_dim, input_dim, hidden_dim, depth=1, key=key)
+
+    def apply(params, x, mask=None):
+        del mask
+        rest = eqx.filter_eval_shape(make, jax.random.key(0))
+        module = eqx.combine(params, eqx.filter(rest, callable))
+        return jax.vmap(jax.vmap(module))(x)  # Its layers take one token.
+
+    return lambda key: eqx.filter(make(key), eqx.is_array), apply
+
+
+# --8<-- [end:equinox]
+
+
+def external(functions, axes=(), **fields):
+    """Returns the config of a layer of these functions."""
+    cfg = ExternalLayer.default_config().set(functions=config_for_function(functions), axes=axes)
+    cfg.functions.set(**fields)
+    return cfg.set(input_dim=D)
+
+
+def test_the_layer_of_the_docs_is_one_field_of_a_model():
+    cfg = tiny.model_config(decoder(layer()))
+    # --8<-- [start:use]
+    layers = cfg.decoder.block[0]
+    layers.feed_forward = ExternalLayer.default_config().set(
+        functions=config_for_function(gated).set(hidden_dim=32),  # input_dim comes from above.
+        axes=[("Dense_[01]/kernel", ("embed", "ffn")), ("Dense_2/kernel", ("ffn", "embed"))],
+    )
+    # --8<-- [end:use]
+    specs = cfg.instantiate(parent=None).create_parameter_specs_recursively()
+    made = specs["decoder"]["repeated0"]["feed_forward"]
+    assert made["Dense_2"]["kernel"].axes == ("layers", "ffn", "embed")
+    assert made["Dense_0"]["kernel"].shape == (2, tiny.DIM, 32)
+
+
+def names_of(made):
+    return {path: spec.shape for path, spec in tree.flatten_items(made, is_spec)}
+
+
+@pytest.mark.parametrize("functions", [plain, gated, nnx_mlp, equinox_mlp])
+def test_outputs_and_gradients_are_those_of_the_functions(functions):
+    made = build(external(functions, hidden_dim=6))
+    init, apply = functions(D, 6)
+    theirs = init(jax.random.key(3))
+    ours = initial(made, seed=3)
+    specs = made.create_parameter_specs_recursively()
+    assert names_of(specs) == {path: x.shape for path, x in tree.flatten_items(ours)}
+    assert names_of(specs) == {path: x.shape for path, x in tree.flatten_items(theirs)}
+
+    def loss(apply, params):
+        return jnp.sum(apply(params) ** 2)
+
+    got = jax.value_and_grad(lambda p: loss(lambda p: call(made, p, x=X), p))(ours)
+    want = jax.value_and_grad(lambda p: loss(lambda p: apply(p, X), p))(theirs)
+    assert got[0] == want[0] > 0
+    jax.tree.map(np.testing.assert_array_equal, got[1], tree.to_nested(want[1]))
+
+
+def test_parameters_are_counted_split_and_decayed_as_said():
+    made = build(external(plain, axes=[("up", ("embed", "ffn")), ("down/0", ("ffn", "embed"))]))
+    specs = made.create_parameter_specs_recursively()
+    assert specs["up"].axes == ("embed", "ffn")
+    assert specs["down"]["0"].axes == ("ffn", "embed")
+    assert specs["down"]["1"].axes == (None,)
+    assert specs["down"]["1"].weight_decay_scale == 0
+    assert specs["up"].weight_decay_scale == 1
+    assert made.active_parameters() == 2 * D * 6 + D
+    assert made.forward_flops_per_token(7) == 2 * 2 * D * 6
+    told = build(external(plain).set(flops_per_token=5.0, dtype="bfloat16"))
+    assert told.forward_flops_per_token(7) == 5
+    assert {x.dtype for x in jax.tree.leaves(initial(told))} == {jnp.dtype("bfloat16")}
+
+
+@pytest.mark.parametrize("kind", [LoopStack, ScanStack])
+def test_a_language_model_has_them_in_the_place_of_its_own(kind):
+    stack = decoder(layer(external(plain)), layer(), kind=kind)
+    model, params = with_parameters(tiny.model_config(stack))
+    ids = np.arange(10).reshape(2, 5) % tiny.VOCAB_SIZE
+    batch = {"input_ids": jnp.asarray(ids)}
+    logits, _ = functional(model, None, params, (batch,), is_training=False, method="logits")
+    init_again = model.initialize_parameters_recursively(jax.random.key(0))
+    assert jax.tree.structure(init_again) == jax.tree.structure(params)
+    if kind is ScanStack:
+        loop = decoder(layer(external(plain)), layer(), kind=LoopStack)
+        loop = tiny.model_config(loop.set(num_layers=4)).instantiate(parent=None)
+        apart = {f"layer{i}": _turn(params["decoder"], i) for i in range(4)}
+        want, _ = functional(
+            loop,
+            None,
+            params | {"decoder": apart},
+            (batch,),
+            is_training=False,
+            method="logits",
+        )
+        np.testing.assert_allclose(logits, want, atol=1e-5)
+
+
+def _turn(stacked, i):
+    return jax.tree.map(lambda x: x[i // 2], stacked[f"repeated{i % 2}"])
+
+
+def running_mean(input_dim, momentum=0.5):
+    """Returns a layer that centres its inputs, and drops some while it is trained."""
+
+    def init(key):
+        del key
+        return {"mean": jnp.zeros(input_dim), "steps": jnp.zeros((), jnp.int32)}
+
+    def apply(params, x, *, prng_key, is_training):
+        y = x - params["mean"][None, None]
+        if not is_training:
+            return y
+        mean = (1 - momentum) * params["mean"] + momentum * jnp.mean(x, axis=(0, 1))
+        kept = jax.random.bernoulli(prng_key, 0.5, x.shape)
+        changed = {"mean": mean, "steps": params["steps"] + 1}
+        return Updated(jnp.where(kept, y, 0.0), changed)
+
+    return InitApply(init, apply)
+
+
+def test_functions_may_draw_and_change_what_is_not_trained():
+    made = build(external(running_mean).set(fixed=["mean"]))
+    specs = made.create_parameter_specs_recursively()
+    assert not specs["mean"].trainable
+    assert not specs["steps"].trainable
+    assert made.active_parameters() == 0
+    params = initial(made)
+    y, collected = call_and_collect(made, params, x=X)
+    assert 0 < np.mean(np.asarray(y) == 0) < 1
+    assert int(collected.state_updates["steps"]) == 1
+    np.testing.assert_allclose(collected.state_updates["mean"], X.mean((0, 1)) / 2, rtol=1e-6)
+    y, collected = call_and_collect(made, params, x=X, is_training=False)
+    np.testing.assert_array_equal(y, X)
+    assert not collected.state_updates
+
+
+def test_prebuilt_parameters_are_taken():
+    made = build(external(plain))
+    bias = np.full(D, 7.0, np.float32)
+    params = made.initialize_parameters_recursively(
+        jax.random.key(0), prebuilt={"down": {"1": bias}}
+    )
+    np.testing.assert_array_equal(params["down"]["1"], bias)
+    with pytest.raises(ValueError, match=r"no parameter for the prebuilt 'down/2'"):
+        made.initialize_parameters_recursively(jax.random.key(0), prebuilt={"down": {"2": bias}})
+
+
+def no_pair(input_dim):
+    """Returns one function where two are asked for."""
+    return lambda key: {"w": jnp.ones(input_dim)}
+
+
+def made_by(init):
+    """Returns a function that returns this init and an apply."""
+
+    def functions(input_dim):
+        del input_dim
+        return init, lambda params, x: x
+
+    return functions
+
+
+@pytest.mark.parametrize(
+    ("cfg", "message"),
+    [
+        (external(no_pair), r"layer: functions builds function; let it return the two functions"),
+        (external(made_by(lambda key: key)), r"init makes one array"),
+        (external(made_by(lambda key: {"k": key})), r"'k' is of dtype key<fry>"),
+        (
+            external(made_by(lambda key: {"z": jnp.ones(1, "complex64")})),
+            r"'z' is of dtype complex",
+        ),
+        (external(made_by(lambda key: {"cache": jnp.ones(1)})), r'nor any begin with "cache"'),
+        (
+            external(made_by(lambda key: {"a/b": jnp.ones(1), "a": {"b": jnp.ones(1)}})),
+            r"init makes a/b; let no two have the same name",
+        ),
+        (external(made_by(lambda key: {"a": jnp.ones((0, 2))})), r"'a'.*\(0, 2\).*1 or more"),
+        (external(plain, axes=[("up", ("embed",))]), r"layer: axes of 'up': a parameter of shape"),
+        (external(plain, axes=[("uq", ("embed",))]), r"layer: axes: the rule 'uq' decides for no"),
+        (external(plain).set(fixed=["dawn.*"]), r"layer: fixed: the rule 'dawn.\*' decides for no"),
+    ],
+)
+def test_functions_that_cannot_be_a_layer_are_refused(cfg, message):
+    with pytest.raises(ValueError, match=message):
+        build(cfg)
