@@ -1,9 +1,12 @@
 """Models of Hugging Face, read from folders and written to them."""
 
 import json
+import os
 import pathlib
 import re
 import shutil
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +30,7 @@ from moelib.train.pretrained import (
     save_pretrained,
     state_from_hugging_face,
 )
+from tests.train import import_memory
 from tests.train.tiny import trainer_config
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "models/huggingface/fixtures"
@@ -47,6 +51,18 @@ def change(folder, **settings):
 def check_equal(a, b):
     for (path, x), (_, y) in zip(tree.flatten_items(a), tree.flatten_items(b), strict=True):
         np.testing.assert_array_equal(x, y, err_msg=path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="measures as Linux does")
+def test_no_more_than_two_tensors_are_held_beside_the_model(tmp_path):
+    import_memory.write(tmp_path)
+    for dtype in ("bfloat16", "float32"):
+        command = [sys.executable, "-m", "tests.train.import_memory", str(tmp_path), dtype]
+        out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        held, largest = json.loads(out), import_memory.LARGEST * jnp.dtype(dtype).itemsize
+        assert held["model"] > 8 * largest  # Else all of it could be held.
+        assert held["beside"] < 2 * largest + (8 << 20), (dtype, held)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from moelib.kernels.backend import run_on_backend
-from moelib.kernels.gmm import gpu, tpu
+from moelib.kernels.gmm import cpu, gpu, tpu
 from moelib.kernels.gmm.groups import row_ranges
 from moelib.kernels.gmm.product import (
     BACKENDS,
@@ -174,7 +174,7 @@ def _activated_parts(
     """Does it as one grouped matmul a part, whose products are rounded, and the activation."""
     kw = {"transpose_rhs": False, "out_dtype": out_dtype}
     parts = tuple(
-        module.gmm(lhs, rhs[:, i], sizes, None if bias is None else bias[:, i], offset, **kw)
+        _part(module, i, lhs, rhs, sizes, None if bias is None else bias[:, i], offset, **kw)
         for i in range(rhs.shape[1])
     )
     out = activation(*(part.astype(jnp.float32) for part in parts)).astype(out_dtype)
@@ -182,6 +182,15 @@ def _activated_parts(
     rows = lax.iota(jnp.int32, m)[:, None]
     first, last = (starts[0], ends[-1]) if g else (0, 0)
     return jnp.where((rows >= first) & (rows < last), out, 0), parts if save else ()
+
+
+def _part(
+    module: ModuleType, i: int, lhs: Array, rhs: Array, *operands: Array | None, **kw: Any
+) -> Array:
+    """Returns the grouped matmul with the i-th matrix of each group."""
+    if module is cpu:
+        return cpu.gmm(lhs, rhs, *operands, part=i, **kw)
+    return module.gmm(lhs, rhs[:, i], *operands, **kw)
 
 
 def _summed_parts(
@@ -195,7 +204,7 @@ def _summed_parts(
 ) -> Array:
     """Returns the sum over p of `lhs[p] @ rhs[:, p]^T`, by group."""
     kw = {"transpose_rhs": True, "out_dtype": jnp.float32}
-    parts = [module.gmm(rows, rhs[:, i], sizes, None, offset, **kw) for i, rows in enumerate(lhs)]
+    parts = [_part(module, i, rows, rhs, sizes, None, offset, **kw) for i, rows in enumerate(lhs)]
     return functools.reduce(operator.add, parts).astype(out_dtype)
 
 

@@ -50,9 +50,14 @@ def gmm(
     *,
     transpose_rhs: bool,
     out_dtype: DTypeLike,
+    part: int | None = None,
 ) -> Float[Array, "m n"]:
-    """Returns `lhs[i] @ rhs[group of row i]` plus its bias, zeros for rows of no group held."""
-    m, n = lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
+    """Returns `lhs[i] @ rhs[group of row i]` plus its bias, zeros for rows of no group held.
+
+    With a part, rhs is [g, p, ...], and it is this one of a group's p matrices: a slice of rhs
+    would be a copy of it for groups without rows, too.
+    """
+    m, n = lhs.shape[0], rhs.shape[-2 if transpose_rhs else -1]
     out = zeros_like_varying((m, n), out_dtype, lhs)
     if 0 in (m, n, *rhs.shape):
         return out
@@ -61,7 +66,9 @@ def gmm(
     dims = (((1,), (1 if transpose_rhs else 0,)), ((), ()))
 
     def visit(group: Array, start: Array, end: Array, out: Array) -> Array:
-        matrix = lax.dynamic_index_in_dim(rhs, group, keepdims=False)
+        first = (group, 0, 0) if part is None else (group, part, 0, 0)
+        size = (*(1,) * (rhs.ndim - 2), *rhs.shape[-2:])
+        matrix = lax.dynamic_slice(rhs, first, size).reshape(rhs.shape[-2:])
         added = None if bias is None else lax.dynamic_index_in_dim(bias, group)  # [1, n]
 
         def product(row: Array, size: int) -> Array:
