@@ -432,6 +432,7 @@ class SpmdTrainer(Module):
                 self.checkpointer.remove_unfinished()
             restored = self.restore_checkpoint()
             if restored is None:
+                _ = self.input  # Data that are not there are known before anything is computed.
                 self.init(prng_key)
             self.summary_writer.resume(self.step)
             return TrainLoop(self, config_path=config_path).run()

@@ -46,6 +46,7 @@ def run(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_padded_model_writes_only_what_its_tokenizer_knows(run, capsys):
     loaded = generate.load_for_inference(str(run / "run"))
     assert (loaded.model.config.vocab_size, loaded.tokenizer.vocab_size) == (400, 280)

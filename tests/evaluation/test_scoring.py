@@ -152,9 +152,8 @@ def test_a_mixture_of_experts_scores_as_it_does_without_padding():
     assert scores[1].log_prob == pytest.approx(log_prob, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    "shape", [(1, 2, 2, 2, 1, 1), pytest.param((1, 1, 2, 1, 2, 2), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(1, 2, 2, 2, 1, 1), (1, 1, 2, 1, 2, 2)])
 def test_scores_do_not_depend_on_the_mesh(shape):
     model, params = mixture_model()
     base = Scorer(model, vocab_size=48, max_length=100).score(params, mixture_requests())

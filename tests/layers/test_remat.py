@@ -60,7 +60,7 @@ def test_every_remat_policy_gives_the_gradient(policy):
     [
         pytest.param(ScanStack, (), marks=pytest.mark.slow),
         pytest.param(ScanStack, MATMULS, marks=pytest.mark.slow),
-        (LoopStack, ("attention_context", "experts_up")),
+        pytest.param(LoopStack, ("attention_context", "experts_up"), marks=pytest.mark.slow),
     ],
 )
 def test_what_is_kept_changes_no_gradient(kind, keep):
@@ -70,6 +70,7 @@ def test_what_is_kept_changes_no_gradient(kind, keep):
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"expert": 2, "model": 2, "seq": 2}])
 def test_names_are_kept_inside_of_a_shard_map_too(mesh):
     params = initial(stack(ScanStack))

@@ -134,7 +134,7 @@ def test_loop_equals_scan_in_output_losses_and_every_gradient():
         tiny.assert_trees_close(mine, as_scan(theirs))
 
 
-@pytest.mark.parametrize("kind", [LoopStack, ScanStack])
+@pytest.mark.parametrize("kind", [pytest.param(LoopStack, marks=pytest.mark.slow), ScanStack])
 def test_remat_changes_nothing(kind):
     tiny.assert_trees_close(results(kind, True), results(kind), 1e-6)
 
@@ -172,6 +172,7 @@ def test_auxiliary_losses_of_every_layer_have_gradients(kind, with_remat):
         assert np.abs(grad).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_every_layer_has_a_key_of_its_own():
     made = build(LoopStack.default_config(), input_dim=D, num_layers=2, block=[layers()[2]])
     scan = build(ScanStack.default_config(), input_dim=D, num_layers=2, block=[layers()[2]])

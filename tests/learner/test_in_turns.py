@@ -47,6 +47,7 @@ def test_a_metric_computed_from_moments_is_refused():
         jax.jit(lambda *args: in_turns(update, *args))(params, params, offload.to_host(state))
 
 
+@pytest.mark.slow
 def test_on_a_tpu_moments_come_one_parameter_after_another():
     pytest.importorskip("libtpu")
     place = NamedSharding(Mesh(topology("v6e:2x2x1").devices[:1], "x"), PartitionSpec())

@@ -35,7 +35,7 @@ def on_one_device() -> Any:
 MESHES = [
     pytest.param({"data": 8}, marks=pytest.mark.slow),
     pytest.param({"fsdp": 8}, marks=pytest.mark.slow),
-    {"data": 2, "fsdp": 2, "model": 2},
+    pytest.param({"data": 2, "fsdp": 2, "model": 2}, marks=pytest.mark.slow),
     {"expert": 2, "seq": 2, "model": 2},
 ]
 

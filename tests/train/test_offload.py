@@ -107,6 +107,7 @@ def test_the_state_is_donated(tmp_path):
     assert all(x.is_deleted() for x in moments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [False, True])
 def test_a_run_goes_on_with_the_other_setting(tmp_path, first):
     unbroken = with_everything(tmp_path / "a", fsdp=8).instantiate(parent=None)
@@ -122,6 +123,7 @@ def test_a_run_goes_on_with_the_other_setting(tmp_path, first):
     assert_same(resumed.trainer_state, unbroken.trainer_state)
 
 
+@pytest.mark.slow
 def test_factored_moments_wait_too(tmp_path):
     cfg = offloaded(tiny.trainer_config(tmp_path, max_step=2, evaler=False))
     cfg.learner.optimizer = config_for_function(adafactor_optimizer).set(learning_rate=0.02)
@@ -137,6 +139,7 @@ def test_devices_without_such_a_memory_are_refused_by_the_name_of_the_field(tmp_
         trainer.init()
 
 
+@pytest.mark.slow
 def test_on_a_tpu_the_state_is_an_argument_of_the_host(tmp_path):
     pytest.importorskip("libtpu")
     devices = topology("v6e:2x2x1").devices
@@ -167,6 +170,7 @@ def pulled_together(limit):
     return optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
 
 
+@pytest.mark.slow
 def test_moments_that_one_result_needs_together_come_together(tmp_path):
     runs = []
     for value in (False, True):

@@ -7,6 +7,7 @@ from moelib.parallel.mesh import HybridMeshShape, mesh_shape_from_axes
 from tests.parallel.slices import two_slices
 
 
+@pytest.mark.slow
 def test_a_step_lowers_for_two_slices():
     pytest.importorskip("libtpu")
     cfg = flame_moe.tiny().set(

@@ -209,6 +209,7 @@ def test_casting_layer_by_layer_gives_the_gradients_of_casting_all_at_once():
     paths.map_by_path(same, before.model, after.model, gradients)
 
 
+@pytest.mark.slow
 def test_no_copy_of_all_layers_is_cast():
     _, step, before, batch = scanned("bfloat16")
     text = str(jax.make_jaxpr(step)(before, batch))
@@ -275,9 +276,10 @@ def with_aux_losses(num_microbatches, labels_of_odd_rows):
     return after, metrics.unpack(packed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_microbatches", "labels_of_odd_rows"),
-    [pytest.param(2, 0, marks=pytest.mark.slow), (8, 1)],
+    [(2, 0), (8, 1)],
 )
 def test_micro_batches_with_few_labels_have_the_auxiliary_losses_of_their_tokens(
     num_microbatches, labels_of_odd_rows

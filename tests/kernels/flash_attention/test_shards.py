@@ -56,7 +56,7 @@ def by_shards(q, k, v, sinks, ids, grad, index, *, shards, backend, **options):
 @pytest.mark.parametrize(
     "case",
     [
-        Case(96, 4, 2, 64),
+        pytest.param(Case(96, 4, 2, 64), marks=pytest.mark.slow),
         Case(96, 4, 1, 64, window=30, sinks=True, packed=True, cap=2.0),
         Case(96, 2, 2, 64, causal=False, sinks=True),
     ],

@@ -54,6 +54,7 @@ def test_weight_gradients_with_tiles_of_every_kind(case):
         _assert_close(value, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["straddled", "off"])
 def test_nothing_is_read_before_it_is_written(case):
     """This interpreter fills what was not written with NaN, and finds reads out of bounds."""

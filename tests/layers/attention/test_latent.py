@@ -145,7 +145,9 @@ def value_and_grads(layer, params, x):
     return jax.value_and_grad(objective, (0, 1), has_aux=True)(params, x)
 
 
-@pytest.mark.parametrize("fields", [{}, QUERY_LATENT], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{}, pytest.param(QUERY_LATENT, marks=pytest.mark.slow)], ids=str
+)
 def test_a_mesh_gives_the_values_of_one_device_and_every_parameter_a_gradient(fields):
     layer = attention(**fields)
     params = parameters(layer)

@@ -51,8 +51,15 @@ def on_mesh(axes, rule, *arrays):
         return jax.device_get(pulled(attend, rule, *arrays))
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+# Every case on one mesh, and the hardest on all.
+PAIRS = [
+    pytest.param(mesh, case, marks=() if mesh == MESHES[0] or case == "all" else pytest.mark.slow)
+    for mesh in MESHES
+    for case in CASES
+]
+
+
+@pytest.mark.parametrize(("mesh", "case"), PAIRS, ids=str)
 def test_every_mesh_equals_the_reference_on_one_device(mesh, case):
     rule, segments, sinks = CASES[case]
     got = on_mesh(mesh, rule, Q, K, V, sinks, segments)

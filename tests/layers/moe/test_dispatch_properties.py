@@ -95,9 +95,8 @@ def test_all_dispatchers_agree_with_the_oracle(seed):
 DROPPING = (103, 101, 104, 105, 106, 107, 110, 112, 113, 115, 117, 118, 120, 122)
 
 
-@pytest.mark.parametrize(
-    "seed", [DROPPING[0], *(pytest.param(seed, marks=pytest.mark.slow) for seed in DROPPING[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", DROPPING)
 def test_the_same_choices_are_dropped_on_every_mesh(seed):
     case = Case(seed)
     blocks = max(d for d in (1, 2, 3, 4, 5) if case.E % d == 0)

@@ -82,9 +82,9 @@ def test_a_token_gets_its_experts_by_their_weights_and_the_shared_one():
 @pytest.mark.parametrize(
     ("scope", "score"),
     [
-        (BalanceScope.MICRO_BATCH, Score.SOFTMAX_BEFORE_TOP_K),
+        pytest.param(BalanceScope.MICRO_BATCH, Score.SOFTMAX_BEFORE_TOP_K, marks=pytest.mark.slow),
         (BalanceScope.SEQUENCE, Score.SOFTMAX_AFTER_TOP_K),
-        (BalanceScope.SEQUENCE, Score.SIGMOID),
+        pytest.param(BalanceScope.SEQUENCE, Score.SIGMOID, marks=pytest.mark.slow),
     ],
 )
 def test_dispatchers_agree_in_every_gradient_with_padding_and_losses(scope, score):
