@@ -1,12 +1,14 @@
-"""`moelib generate`: continues prompts with a trained model.
+"""`moelib generate`: continues prompts with a model of a run, or of Hugging Face.
 
     moelib generate --trainer_dir RUN --prompt 'def main('
+    moelib generate --hf_dir MODEL --prompt 'def main('
     moelib generate --trainer_dir RUN --input prompts.jsonl --output texts.jsonl
 
 A line of the input is a JSON object with a text "prompt". The same line of the output has its other
 fields too, and "text" and "tokens", what follows the prompt.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -24,6 +26,9 @@ FLAGS = flags.FLAGS
 def define_flags() -> None:
     """Defines the flags of the command."""
     flags.DEFINE_string("trainer_dir", None, "Folder of a training run.")
+    flags.DEFINE_string("hf_dir", None, "Folder of a Hugging Face model, in its place.")
+    flags.DEFINE_string("dtype", None, "Of the parameters of --hf_dir; what its config.json says.")
+    flags.DEFINE_string("mesh", None, "Devices by axis: fsdp=4,expert=2; one device if unset.")
     flags.DEFINE_string("prompt", None, "Text to continue on the terminal.")
     flags.DEFINE_string("input", None, "JSON lines with a prompt each, in the place of --prompt.")
     flags.DEFINE_string("output", None, "Where the texts of --input go.")
@@ -53,11 +58,29 @@ _SETTINGS = (
 
 
 class LoadedModel(NamedTuple):
-    """A model of a run, with its parameters and the tokenizer of its data."""
+    """A model with its parameters and tokenizer.
+
+    Attributes:
+        model: A CausalLM.
+        params: Its parameters.
+        tokenizer: A `moelib.data.tokenizer.Tokenizer`.
+        stop_ids: Tokens that end a text beside the tokenizer's own.
+        adds_special_tokens: Whether prompts begin with what the tokenizer's file says, such as a
+            token that begins every text.
+        max_length: The most tokens of prompt and text that the model was made for; None if not
+            known.
+    """
 
     model: Any
     params: Any
     tokenizer: Any
+    stop_ids: tuple[int, ...] = ()
+    adds_special_tokens: bool = False
+    max_length: int | None = None
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Returns the ids of prompts."""
+        return self.tokenizer.encode_batch(texts, add_special_tokens=self.adds_special_tokens)
 
 
 def run(args: Sequence[str]) -> None:
@@ -69,27 +92,107 @@ def run(args: Sequence[str]) -> None:
     """
     if args:
         raise UsageError(f"{args[0]!r} is no flag; quote the prompt: --prompt 'def f('.")
-    if not FLAGS.trainer_dir:
-        raise UsageError("--trainer_dir must be set; `moelib generate --help` says to what.")
+    if bool(FLAGS.trainer_dir) == bool(FLAGS.hf_dir):
+        raise UsageError("--trainer_dir or --hf_dir must be set; see `moelib generate --help`.")
+    for flag, needs in (("dtype", "hf_dir"), ("step", "trainer_dir")):
+        if FLAGS[flag].value is not None and not FLAGS[needs].value:
+            raise UsageError(f"--{flag} goes with --{needs}; leave it out.")
     if bool(FLAGS.prompt) == bool(FLAGS.input):
         raise UsageError("--prompt or --input must be set, to a text or to a file of prompts.")
     if bool(FLAGS.input) != bool(FLAGS.output):
         raise UsageError("--input and --output must be set together.")
     settings = {name: FLAGS[name].value for name in _SETTINGS}
+    import jax
+
     try:
         requests = read_requests(FLAGS.input, FLAGS.output) if FLAGS.input else []
-        loaded = load_for_inference(FLAGS.trainer_dir, step=FLAGS.step)
-        if FLAGS.input:
-            files = FLAGS.input, FLAGS.output
-            continue_file(loaded, requests, *files, FLAGS.batch_size, FLAGS.stop, **settings)
-        else:
-            stream_text(loaded, FLAGS.prompt, stop=FLAGS.stop, **settings)
+        mesh = mesh_of(FLAGS.mesh) if FLAGS.mesh else None
+        loaded = _load(mesh)
+        if settings["max_length"] is None:
+            settings["max_length"] = loaded.max_length
+        with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+            if FLAGS.input:
+                files = FLAGS.input, FLAGS.output
+                continue_file(loaded, requests, *files, FLAGS.batch_size, FLAGS.stop, **settings)
+            else:
+                stream_text(loaded, FLAGS.prompt, stop=FLAGS.stop, **settings)
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
 
 
-def load_for_inference(trainer_dir: str, *, step: int | None = None) -> LoadedModel:
+def _load(mesh: Any | None) -> LoadedModel:
+    if FLAGS.hf_dir:
+        return load_hugging_face(FLAGS.hf_dir, dtype=FLAGS.dtype, mesh=mesh)
+    return load_for_inference(FLAGS.trainer_dir, step=FLAGS.step, mesh=mesh)
+
+
+def mesh_of(text: str) -> Any:
+    """Returns a mesh of all devices from "fsdp=4,expert=2".
+
+    Raises:
+        UsageError: If the text is none, or the devices are not as many.
+    """
+    from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
+
+    sizes = dict(part.split("=", 1) for part in text.split(",") if "=" in part)
+    if len(sizes) != len(text.split(",")) or not all(map(str.isdecimal, sizes.values())):
+        raise UsageError(f"--mesh {text!r}: say axes and their sizes, such as fsdp=4,expert=2.")
+    try:
+        shape = mesh_shape_from_axes(**{name.strip(): int(size) for name, size in sizes.items()})
+        return create_device_mesh(shape)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"--mesh {text!r}: {error}") from error
+
+
+def load_hugging_face(
+    folder: str, *, dtype: str | None = None, mesh: Any | None = None
+) -> LoadedModel:
+    """Returns the model in a folder of Hugging Face, with the tokenizer that is there.
+
+    Args:
+        folder: With config.json, safetensors, tokenizer.json and tokenizer_config.json.
+        dtype: Of the parameters; what config.json says, or else float32, if None.
+        mesh: Where they go; the first device if None.
+
+    Raises:
+        UsageError: If the tokenizer does not say its end of text, or does not fit the model.
+        Exception: As `load_pretrained`.
+    """
+    from moelib.train.pretrained import load_pretrained, read_config
+
+    cfg, settings = read_config(folder)
+    tokenizer = converted_tokenizer(folder)
+    if tokenizer.vocab_size > cfg.vocab_size:
+        raise UsageError(
+            f"{folder}: its tokenizer has {tokenizer.vocab_size} tokens, and its model "
+            f"{cfg.vocab_size}; they do not belong together."
+        )
+    path, ends = os.path.join(folder, "generation_config.json"), [settings.get("eos_token_id")]
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as file:
+            ends.append(json.load(file).get("eos_token_id"))
+    stop_ids = {end for each in ends for end in (each if isinstance(each, list) else [each])}
+    dtype = dtype or settings.get("dtype") or settings.get("torch_dtype") or "float32"
+    loaded = load_pretrained(folder, dtype=dtype, mesh=mesh)
+    return LoadedModel(
+        loaded.cfg.instantiate(parent=None),
+        loaded.params,
+        tokenizer,
+        stop_ids=tuple(sorted(stop_ids - {None})),
+        adds_special_tokens=True,
+        max_length=settings.get("max_position_embeddings"),
+    )
+
+
+def load_for_inference(
+    trainer_dir: str, *, step: int | None = None, mesh: Any | None = None
+) -> LoadedModel:
     """Returns the model of a run at a checkpoint, the newest by default.
+
+    Args:
+        trainer_dir: Folder of the run.
+        step: The checkpoint; None for the newest.
+        mesh: Where the parameters go; the first device if None.
 
     Raises:
         FileNotFoundError: If its token store is gone, or has no tokenizer.
@@ -102,6 +205,7 @@ def load_for_inference(trainer_dir: str, *, step: int | None = None) -> LoadedMo
     from moelib.core.param import is_spec
     from moelib.data.token_store import TokenStore
     from moelib.data.tokenizer import FILE_NAME
+    from moelib.parallel.sharding import named_shardings
 
     path = os.path.join(trainer_dir, "config.txt")
     if not os.path.exists(path):
@@ -109,7 +213,8 @@ def load_for_inference(trainer_dir: str, *, step: int | None = None) -> LoadedMo
     with open(path, encoding="utf-8") as file:
         cfg = config_text.parse(file.read())
     store = getattr(cfg.input, "source", None)
-    if os.path.exists(os.path.join(trainer_dir, FILE_NAME)):  # Of a model that was converted.
+    converted = os.path.exists(os.path.join(trainer_dir, FILE_NAME))
+    if converted:  # A model of Hugging Face.
         tokenizer = converted_tokenizer(trainer_dir)
     elif isinstance(store, TokenStore.Config):
         tokenizer = store.clone(split=None).instantiate().tokenizer()
@@ -119,13 +224,16 @@ def load_for_inference(trainer_dir: str, *, step: int | None = None) -> LoadedMo
             "there is no tokenizer."
         )
     model = cfg.model.instantiate(parent=None)
+    specs = model.create_parameter_specs_recursively()
     target = jax.tree.map(
-        lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype),
-        model.create_parameter_specs_recursively(),
-        is_leaf=is_spec,
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs, is_leaf=is_spec
     )
+    if mesh is not None:
+        target = jax.tree.map(
+            lambda x, sharding: x.update(sharding=sharding), target, named_shardings(specs, mesh)
+        )
     restored = restore_params_only(os.path.join(trainer_dir, "checkpoints"), target, step=step)
-    return LoadedModel(model, restored.state, tokenizer)
+    return LoadedModel(model, restored.state, tokenizer, adds_special_tokens=converted)
 
 
 def converted_tokenizer(folder: str) -> Any:
@@ -162,18 +270,19 @@ def stream_text(
     from moelib.inference.generate import generate
     from moelib.inference.text import pieces_of_text
 
-    model, params, tokenizer = loaded
-    ids = tokenizer.encode(prompt)
-    tokens = generate(model, params, ids, **settings, **_of_tokenizer(tokenizer))
-    sys.stdout.write(tokenizer.decode(ids))
-    for piece in pieces_of_text(tokens, ids, tokenizer.decode, stop):
+    ids = loaded.encode([prompt])[0]
+    tokens = generate(loaded.model, loaded.params, ids, **settings, **_of_tokenizer(loaded))
+    sys.stdout.write(prompt)
+    for piece in pieces_of_text(tokens, ids, loaded.tokenizer.decode, stop):
         sys.stdout.write(piece)
         sys.stdout.flush()
     print()
 
 
-def _of_tokenizer(tokenizer: Any) -> dict[str, Any]:
-    return {"stop_ids": (tokenizer.eos_id,), "vocab_size": tokenizer.vocab_size}
+def _of_tokenizer(loaded: LoadedModel) -> dict[str, Any]:
+    tokenizer = loaded.tokenizer
+    stop_ids = {tokenizer.eos_id, *loaded.stop_ids}
+    return {"stop_ids": tuple(sorted(stop_ids)), "vocab_size": tokenizer.vocab_size}
 
 
 class Request(NamedTuple):
@@ -246,8 +355,8 @@ def continue_file(
     from moelib.inference.generate import generate_many
     from moelib.inference.text import text_of
 
-    model, params, tokenizer = loaded
-    prompts = tokenizer.encode_batch([request.record["prompt"] for request in requests])
+    tokenizer = loaded.tokenizer
+    prompts = loaded.encode([request.record["prompt"] for request in requests])
     for request, ids in zip(requests, prompts, strict=True):
         _check_length(ids, settings.get("max_length"), f"{path}:{request.number}")
 
@@ -256,13 +365,13 @@ def continue_file(
         return any(end in text for end in stop)
 
     texts = generate_many(
-        model,
-        params,
+        loaded.model,
+        loaded.params,
         prompts,
         batch_size=batch_size,
         ends=ends if stop else None,
         **settings,
-        **_of_tokenizer(tokenizer),
+        **_of_tokenizer(loaded),
     )
     num_tokens = 0
     progress = Progress("generate").of(sum(request.num_bytes for request in requests))
@@ -282,5 +391,6 @@ def _check_length(ids: Sequence[int], max_length: int | None, place: str) -> Non
     if max_length is not None and len(ids) >= max_length:
         raise UsageError(
             f"{place}: the prompt has {len(ids)} tokens, and --max_length is {max_length}, the "
-            "prompt included; raise it, or cut the prompt."
+            "prompt included (unset, it is what the model was made for); raise it, or cut the "
+            "prompt."
         )

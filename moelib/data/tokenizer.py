@@ -94,9 +94,19 @@ class Tokenizer(Configurable):
         """Returns the ids of a text, with nothing added before or after."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the ids of many texts; faster than one by one."""
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool = False
+    ) -> list[list[int]]:
+        """Returns the ids of many texts; faster than one by one.
+
+        Args:
+            texts: The texts.
+            add_special_tokens: Whether to add what the tokenizer's file says, such as a token that
+                begins every text.
+        """
+        encodings = self._tokenizer.encode_batch_fast(
+            list(texts), add_special_tokens=add_special_tokens
+        )
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:

@@ -1,7 +1,11 @@
 """`moelib generate`: the model and the tokenizer of a run, and text from them."""
 
+import functools
 import json
+import shutil
 
+import jax
+import jax.numpy as jnp
 import pytest
 from absl import flags
 from absl.testing import flagsaver
@@ -15,6 +19,7 @@ from moelib.data.tokenizer import END_OF_TEXT, Tokenizer, train_bpe
 from moelib.launch import UsageError
 from moelib.layers.transformer import ScanStack, TransformerLayer
 from moelib.models.causal_lm import CausalLM
+from moelib.train.pretrained import save_pretrained
 from tests.train import tiny
 
 TEXTS = [f"document number {i} of many" for i in range(60)]
@@ -80,6 +85,91 @@ def test_what_is_no_run_on_a_token_store_is_named(run, tmp_path):
         generate.load_for_inference(str(tmp_path))
 
 
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """Returns the folder of a Hugging Face model whose texts begin with token 256."""
+    folder = tmp_path_factory.mktemp("hub")
+    train_bpe(TEXTS, 280, str(folder))
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    begin = {"SpecialToken": {"id": END_OF_TEXT, "type_id": 0}}
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [begin, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {END_OF_TEXT: {"id": END_OF_TEXT, "ids": [256], "tokens": [END_OF_TEXT]}},
+    }
+    file.write_text(json.dumps(content))
+    layer = TransformerLayer.default_config()
+    layer.self_attention.num_heads = 2
+    layer.feed_forward.hidden_dim = 16
+    decoder = ScanStack.default_config().set(num_layers=2, block=[layer])
+    cfg = CausalLM.default_config().set(vocab_size=288, dim=8, decoder=decoder)
+    params = cfg.instantiate(parent=None).initialize_parameters_recursively(jax.random.key(0))
+    save_pretrained(
+        str(folder),
+        cfg,
+        params,
+        dtype="bfloat16",
+        tokenizer_json=file.read_text(),
+        eos_token=END_OF_TEXT,
+        more_settings={"eos_token_id": 256, "max_position_embeddings": 40},
+        generation={"eos_token_id": [256, 7]},
+    )
+    return folder
+
+
+def generate_with(*args):
+    """Runs the command with flags; those that it defines are taken away again."""
+    with flagsaver.flagsaver():
+        generate.define_flags()
+        generate.run(flags.FLAGS(["moelib generate", *map(str, args)])[1:])
+
+
+def test_a_model_of_hugging_face_is_read_as_it_was_published(hub):
+    loaded = generate.load_hugging_face(str(hub))
+    assert {x.dtype for x in jax.tree.leaves(loaded.params)} == {jnp.dtype("bfloat16")}
+    assert loaded.encode(["document"])[0][0] == 256
+    assert loaded.encode(["document"])[0][1:] == loaded.tokenizer.encode("document")
+    assert (loaded.stop_ids, loaded.max_length) == ((7, 256), 40)
+
+
+@pytest.mark.slow
+def test_a_model_of_hugging_face_writes_the_same_text_on_a_mesh(hub, tmp_path, capsys):
+    flags_of_both = (f"--hf_dir={hub}", "--dtype=float32", "--temperature=0")
+    generate_with(*flags_of_both, "--prompt=document")
+    text = capsys.readouterr().out
+    assert text.startswith("document")
+    generate_with(*flags_of_both, "--prompt=document", "--mesh=fsdp=4,model=2")
+    assert capsys.readouterr().out == text
+    (tmp_path / "in").write_text(lines({"prompt": "document number " * 40}))
+    files = (f"--input={tmp_path / 'in'}", f"--output={tmp_path / 'out'}")
+    with pytest.raises(UsageError, match=r"in:1: the prompt has .* --max_length is 40"):
+        generate_with(*flags_of_both, *files)
+
+
+def test_a_tokenizer_of_another_model_is_refused(hub, tmp_path):
+    shutil.copytree(hub, tmp_path / "hub")
+    train_bpe(TEXTS, 300, str(tmp_path / "hub"))
+    with pytest.raises(UsageError, match=r"its tokenizer has 300 tokens, and its model 288"):
+        generate.load_hugging_face(str(tmp_path / "hub"))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--mesh=fsdp"], "--mesh 'fsdp': say axes and their sizes"),
+        (["--mesh=fsdb=8"], "--mesh 'fsdb=8': .*fsdb"),
+        (["--mesh=fsdp=3"], "--mesh 'fsdp=3': .*3 devices"),
+        (["--step=3"], "--step goes with --trainer_dir"),
+        (["--trainer_dir=x"], "--trainer_dir or --hf_dir must be set"),
+    ],
+)
+def test_flags_of_a_model_that_cannot_be_are_refused(hub, args, message):
+    with pytest.raises(UsageError, match=message):
+        generate_with(f"--hf_dir={hub}", "--prompt=a", *args)
+
+
 PROMPTS = ["document", "do", "of many"]
 
 
@@ -90,15 +180,8 @@ def lines(*records):
 
 @pytest.fixture
 def command(run):
-    """Runs the command with flags; those that it defines are taken away again."""
-
-    def runs(*args):
-        args = [f"--trainer_dir={run / 'run'}", "--max_new_tokens=12", *map(str, args)]
-        with flagsaver.flagsaver():
-            generate.define_flags()
-            generate.run(flags.FLAGS(["moelib generate", *args])[1:])
-
-    return runs
+    """Runs the command on the run."""
+    return functools.partial(generate_with, f"--trainer_dir={run / 'run'}", "--max_new_tokens=12")
 
 
 def test_each_prompt_of_a_file_is_continued_as_it_is_alone(command, tmp_path, capsys):

@@ -185,12 +185,12 @@ def _activated_parts(
 
 
 def _part(
-    module: ModuleType, i: int, lhs: Array, rhs: Array, *operands: Array | None, **kw: Any
+    module: ModuleType, i: int, lhs: Array, rhs: Array, sizes: Array, *operands: Any, **kw: Any
 ) -> Array:
     """Returns the grouped matmul with the i-th matrix of each group."""
     if module is cpu:
-        return cpu.gmm(lhs, rhs, *operands, part=i, **kw)
-    return module.gmm(lhs, rhs[:, i], *operands, **kw)
+        return cpu.gmm(lhs, rhs, sizes, *operands, part=i, **kw)
+    return module.gmm(lhs, rhs[:, i], sizes, *operands, **kw)
 
 
 def _summed_parts(
