@@ -12,6 +12,7 @@ import threading
 from collections.abc import Collection, Iterable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 SINGLE_FILE = "model.safetensors"
@@ -20,6 +21,7 @@ SUMS_FILE = "SHA256SUMS"
 
 # What a file may hold, and what it is in numpy.
 _DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")
+_FLOAT8 = "F8_E4M3"
 
 
 class DamagedTensorsError(RuntimeError):
@@ -85,14 +87,27 @@ class TensorFolder:
 
     def read(self, key: str) -> np.ndarray:
         """Returns a tensor. Raises ValueError if it is of a dtype that moelib does not read."""
-        file = self._files[self._file_of[key]]
+        file, path = self._files[self._file_of[key]], os.path.join(self.folder, self._file_of[key])
         dtype = file.get_slice(key).get_dtype()
+        if dtype == _FLOAT8:
+            return _read_float8(path, key)
         if dtype not in _DTYPES:
             raise ValueError(
-                f"{os.path.join(self.folder, self._file_of[key])}: {key} is of dtype {dtype}; "
-                f"moelib reads {', '.join(_DTYPES)}. Convert it to BF16 first."
+                f"{path}: {key} is of dtype {dtype}; moelib reads "
+                f"{', '.join((*_DTYPES, _FLOAT8))}. Convert it to BF16 first."
             )
         return file.get_tensor(key)
+
+
+def _read_float8(path: str, key: str) -> np.ndarray:
+    """Returns a tensor that the library of the format has no NumPy dtype for."""
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        about = json.loads(file.read(size))[key]
+        begin, end = about["data_offsets"]
+        file.seek(8 + size + begin)
+        values = np.frombuffer(file.read(end - begin), ml_dtypes.float8_e4m3fn)
+    return values.reshape(about["shape"])
 
 
 def _index(folder: str) -> dict[str, str]:

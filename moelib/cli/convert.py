@@ -119,6 +119,9 @@ def to_hugging_face(
 
     loaded = load_for_inference(trainer_dir, step=step)
     tokenizer = loaded.tokenizer
+    settings = {"eos_token_id": tokenizer.eos_id}
+    if loaded.seq_len is not None:
+        settings["max_position_embeddings"] = loaded.seq_len
     architecture = save_pretrained(
         to,
         loaded.model.config,
@@ -126,7 +129,7 @@ def to_hugging_face(
         dtype=dtype,
         tokenizer_json=tokenizer.to_json(),
         eos_token=tokenizer.config.eos_token,
-        more_settings={"eos_token_id": tokenizer.eos_id},
+        more_settings=settings,
         generation={"eos_token_id": tokenizer.eos_id},
     )
     return f"{architecture} is in {to}: {', '.join(sorted(os.listdir(to)))}."

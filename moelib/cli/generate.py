@@ -69,6 +69,7 @@ class LoadedModel(NamedTuple):
             token that begins every text.
         max_length: The most tokens of prompt and text that the model was made for; None if not
             known.
+        seq_len: Tokens of a row of its training; None if not known.
     """
 
     model: Any
@@ -77,6 +78,7 @@ class LoadedModel(NamedTuple):
     stop_ids: tuple[int, ...] = ()
     adds_special_tokens: bool = False
     max_length: int | None = None
+    seq_len: int | None = None
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the ids of prompts."""
@@ -233,7 +235,13 @@ def load_for_inference(
             lambda x, sharding: x.update(sharding=sharding), target, named_shardings(specs, mesh)
         )
     restored = restore_params_only(os.path.join(trainer_dir, "checkpoints"), target, step=step)
-    return LoadedModel(model, restored.state, tokenizer, adds_special_tokens=converted)
+    return LoadedModel(
+        model,
+        restored.state,
+        tokenizer,
+        adds_special_tokens=converted,
+        seq_len=getattr(cfg.input, "seq_len", None),
+    )
 
 
 def converted_tokenizer(folder: str) -> Any:

@@ -20,7 +20,7 @@ from moelib.core.param import is_spec
 from moelib.models.causal_lm import CausalLM
 from moelib.models.huggingface.families import places_of, read_model, settings_of
 from moelib.models.huggingface.family import Family
-from moelib.models.huggingface.mxfp4 import Dequantized
+from moelib.models.huggingface.quantized import Dequantized
 from moelib.models.huggingface.tensors import load_parameters, their_tensors
 from moelib.parallel.sharding import named_shardings
 from moelib.train.state import TrainerState

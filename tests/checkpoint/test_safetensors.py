@@ -104,9 +104,19 @@ def test_an_index_that_names_a_tensor_that_is_not_there_is_refused(tmp_path):
         TensorFolder(str(tmp_path))
 
 
+def test_float8_is_read(tmp_path):
+    values = np.arange(-6, 6).reshape(3, 4).astype(ml_dtypes.float8_e4m3fn)
+    before = np.ones(5, np.float32)
+    save_file({"a": before, "x": values}, tmp_path / "model.safetensors")
+    with TensorFolder(str(tmp_path)) as tensors:
+        read = tensors.read("x")
+    assert read.dtype == values.dtype
+    np.testing.assert_array_equal(read.astype(np.float32), values.astype(np.float32))
+
+
 def test_a_dtype_that_is_not_known_is_named(tmp_path):
-    save_file({"x": np.zeros(2, ml_dtypes.float8_e4m3fn)}, tmp_path / "model.safetensors")
-    message = r"x is of dtype F8_E4M3; moelib reads .*BF16"
+    save_file({"x": np.zeros(2, ml_dtypes.float8_e5m2)}, tmp_path / "model.safetensors")
+    message = r"x is of dtype F8_E5M2; moelib reads .*BF16.*F8_E4M3"
     with pytest.raises(ValueError, match=message), TensorFolder(str(tmp_path)) as tensors:
         tensors.read("x")
 

@@ -10,6 +10,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -21,7 +22,7 @@ from moelib.core.config import config_for_function
 from moelib.layers.initializers import normal
 from moelib.layers.transformer import LoopStack
 from moelib.models.huggingface.families import NoFamilyError, settings_of
-from moelib.models.huggingface.mxfp4 import dequantize
+from moelib.models.huggingface.quantized import dequantize, scaled
 from moelib.models.huggingface.tensors import TensorMismatchError
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 from moelib.train.pretrained import (
@@ -286,7 +287,46 @@ def test_a_folder_that_is_none_is_named(tmp_path):
         load_pretrained(str(tmp_path))
 
 
-# -- MXFP4 -----------------------------------------------------------------------------------------
+# -- Weights of few bits with scales ---------------------------------------------------------------
+
+
+def in_float8(values):
+    """Returns (values, scales) [m / 128, n / 128] of a matrix in FP8, and what they stand for."""
+    scales = np.empty([-(-size // 128) for size in values.shape], np.float32)
+    low, exact = np.empty_like(values, ml_dtypes.float8_e4m3fn), np.empty_like(values)
+    for i, j in np.ndindex(*scales.shape):
+        part = np.s_[i * 128 : (i + 1) * 128, j * 128 : (j + 1) * 128]
+        scales[i, j] = np.abs(values[part]).max() / 448
+        low[part] = values[part] / scales[i, j]
+        exact[part] = low[part].astype(np.float32) * scales[i, j]
+    return low, scales, exact
+
+
+def test_deepseek_v3_is_read_from_fp8(tmp_path):
+    folder = copy_of("deepseek_v3", tmp_path / "model")
+    change(folder, hidden_size=160, q_lora_rank=136)
+    cfg, _ = read_config(str(folder))
+    shutil.rmtree(folder)
+    save_pretrained(str(folder), cfg, random_parameters(cfg))
+    tensors = load_file(folder / "model.safetensors")
+    stored, exact = dict(tensors), dict(tensors)
+    for name in [n for n in tensors if n.endswith("proj.weight")]:
+        stored[name], stored[name + "_scale_inv"], exact[name] = in_float8(tensors[name])
+    assert stored["model.layers.0.self_attn.q_b_proj.weight_scale_inv"].shape == (1, 2)
+    (folder / "SHA256SUMS").unlink()
+    save_file(exact, folder / "model.safetensors")
+    want = load_pretrained(str(folder)).params
+    save_file(stored, folder / "model.safetensors")
+    about = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    change(folder, quantization_config=about | {"activation_scheme": "dynamic"})
+    check_equal(load_pretrained(str(folder)).params, want)
+
+    change(folder, quantization_config=about | {"activation_scheme": "static"})
+    with pytest.raises(ValueError, match=r"quantization_config is .*'static'.*; moelib has"):
+        load_pretrained(str(folder))
+    with pytest.raises(ValueError, match=r"w \(160, 200\) has scales \(1, 2\); .*\(2, 2\)"):
+        scaled(np.ones((160, 200)), np.ones((1, 2), np.float32), "w")
+
 
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]  # OCP MX 1.0, table 5.
 

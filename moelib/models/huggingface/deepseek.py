@@ -73,8 +73,20 @@ def _attention(settings: Settings) -> LatentAttention.Config:
     )
 
 
+_FP8 = {  # How DeepSeek-V3 is published; weights are read as what they stand for.
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
+
+
 def _model(settings: Settings, router: Router.Config) -> CausalLM.Config:
-    settings.expect(moe_layer_freq=1, quantization_config=None, mlp_bias=False)
+    settings.expect(moe_layer_freq=1, mlp_bias=False)
+    if (found := settings.take("quantization_config", None)) not in (None, _FP8):
+        raise ValueError(
+            f"{settings.place}: quantization_config is {found!r}; moelib has {_FP8!r} alone."
+        )
     width = settings.take("moe_intermediate_size")
     shared = settings.take("n_shared_experts", None)
     moe = MoELayer.default_config().set(

@@ -1,6 +1,7 @@
-"""Weights in MXFP4, in which GPT-OSS is published: 4-bit numbers with a scale for each 32.
+"""Weights of few bits with scales: MXFP4, as GPT-OSS is published, and FP8, as DeepSeek-V3 is.
 
-Source: OCP Microscaling Formats (MX) Specification 1.0, sections 5.3.3 (E2M1) and 5.4.1 (E8M0).
+Source: OCP Microscaling Formats (MX) Specification 1.0, sections 5.3.3 (E2M1) and 5.4.1 (E8M0);
+DeepSeek-V3, arXiv:2412.19437, section 3.3.2 (a scale for each 128 x 128 weights).
 """
 
 from collections.abc import Collection
@@ -11,15 +12,18 @@ import numpy as np
 from moelib.models.huggingface.tensors import Source
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
+_INVERSE = "_scale_inv"  # What DeepSeek calls the scale of a weight.
+_BLOCK = 128
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _VALUES = np.concatenate([_MAGNITUDES, -_MAGNITUDES])  # Bit 3 is the sign.
 
 
 class Dequantized:
-    """Tensors of which those that are stored in MXFP4 read as bfloat16, which is exact.
+    """Tensors of which those that are stored with scales read as what they stand for, exactly.
 
     `NAME_blocks` [..., n, G, 16] uint8 and `NAME_scales` [..., n, G] uint8 read as `NAME`
-    [..., 32 G, n].
+    [..., 32 G, n] bfloat16. `NAME` [m, n] float8 and `NAME_scale_inv` [m / 128, n / 128] float32,
+    rounded up, read as `NAME` [m, n] float32.
     """
 
     def __init__(self, source: Source) -> None:
@@ -27,10 +31,12 @@ class Dequantized:
         names = set(source.keys())
         blocks = {name.removesuffix(_BLOCKS) for name in names if name.endswith(_BLOCKS)}
         self._packed = {name for name in blocks if name + _SCALES in names}
+        self._scaled = {name for name in names if name + _INVERSE in names}
 
     def keys(self) -> Collection[str]:
         """Returns the names of all tensors."""
         parts = {name + suffix for name in self._packed for suffix in (_BLOCKS, _SCALES)}
+        parts |= {name + _INVERSE for name in self._scaled}
         return (set(self.source.keys()) - parts) | self._packed
 
     def shape(self, key: str) -> tuple[int, ...]:
@@ -42,6 +48,8 @@ class Dequantized:
 
     def read(self, key: str) -> np.ndarray:
         """Returns a tensor."""
+        if key in self._scaled:
+            return scaled(self.source.read(key), self.source.read(key + _INVERSE), key)
         if key not in self._packed:
             return self.source.read(key)
         return dequantize(self.source.read(key + _BLOCKS), self.source.read(key + _SCALES))
@@ -58,3 +66,26 @@ def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     values = np.ldexp(values, scales.astype(np.int32)[..., None, None] - 127)
     values = values.reshape(*blocks.shape[:-2], -1).astype(ml_dtypes.bfloat16)
     return np.swapaxes(values, -1, -2)
+
+
+def scaled(values: np.ndarray, scales: np.ndarray, place: str) -> np.ndarray:
+    """Returns values [m, n] float32, each times the scale of its 128 x 128.
+
+    Args:
+        values: [m, n] of any floating dtype.
+        scales: [m / 128, n / 128] rounded up, float32.
+        place: What they are, for the error.
+
+    Raises:
+        ValueError: If there are not as many scales.
+    """
+    wanted = tuple(-(-size // _BLOCK) for size in values.shape)
+    if scales.shape != wanted:
+        raise ValueError(
+            f"{place} {values.shape} has scales {scales.shape}; moelib reads those of "
+            f"{_BLOCK} x {_BLOCK} weights each, {wanted}."
+        )
+    out = values.astype(np.float32)
+    for i, row in enumerate(scales):
+        out[i * _BLOCK : (i + 1) * _BLOCK] *= np.repeat(row, _BLOCK)[: out.shape[1]]
+    return out
