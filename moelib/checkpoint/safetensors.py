@@ -46,6 +46,10 @@ class TensorFolder:
         self._files: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
         named = _index(folder)
+        if named and os.path.exists(os.path.join(folder, SINGLE_FILE)):
+            raise DamagedTensorsError(
+                f"{folder} has {SINGLE_FILE} and {INDEX_FILE}; remove one of them."
+            )
         for name in sorted(set(named.values())) if named else [SINGLE_FILE]:
             self._open(name)
         for key, name in named.items():
@@ -117,7 +121,10 @@ def _index(folder: str) -> dict[str, str]:
         return {}
     try:
         with open(path, encoding="utf-8") as file:
-            return dict(json.load(file)["weight_map"])
+            named = dict(json.load(file)["weight_map"])
+        if not named:
+            raise ValueError("it names no tensor")
+        return named
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedTensorsError(f"{path} is no index of tensors: {error!r}.") from error
 
@@ -168,6 +175,8 @@ def _read_sums(folder: str) -> dict[str, str]:
         return {}
     with open(path, encoding="utf-8") as file:
         pairs = [line.split(maxsplit=1) for line in file if line.strip()]
+    if any(len(pair) != 2 for pair in pairs):
+        raise DamagedTensorsError(f"{path} has lines that are no checksum and name; remove it.")
     return {os.path.normpath(name.strip().lstrip("*")): digest for digest, name in pairs}
 
 

@@ -3,12 +3,25 @@
 import os
 import shutil
 from collections.abc import Sequence
+from typing import Any
 
 from absl import flags
 
+from moelib.cli import generate
 from moelib.launch import UsageError
 
 FLAGS = flags.FLAGS
+
+
+# What a folder of Hugging Face has beside its config and tensors.
+_BESIDE = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+_TOKEN_IDS = ("bos_token_id", "pad_token_id")
 
 
 def define_flags() -> None:
@@ -18,10 +31,11 @@ def define_flags() -> None:
     flags.DEFINE_string("trainer_dir", None, "Folder of a training run, to read.")
     flags.DEFINE_integer("step", None, "Checkpoint to take; the newest if unset.")
     flags.DEFINE_string("to_hf", None, "Folder for the Hugging Face model that is made of it.")
+    flags.DEFINE_string("mesh", None, "Devices by axis: fsdp=4,expert=2; one device if unset.")
     flags.DEFINE_enum(
         "dtype",
         None,
-        ["float32", "bfloat16", "float16"],
+        generate.DTYPES,
         "Of what is written; if unset, float32 for --to, and as it is for --to_hf.",
     )
 
@@ -46,13 +60,11 @@ def run(args: Sequence[str]) -> None:
     from moelib.checkpoint.safetensors import DamagedTensorsError
 
     try:
+        how = {"dtype": FLAGS.dtype, "mesh": generate.mesh_of(FLAGS.mesh) if FLAGS.mesh else None}
         if "from_hf" in given:
-            print(from_hugging_face(FLAGS.from_hf, FLAGS.to, dtype=FLAGS.dtype))
+            print(from_hugging_face(FLAGS.from_hf, FLAGS.to, **how))
         else:
-            made = to_hugging_face(
-                FLAGS.trainer_dir, FLAGS.to_hf, step=FLAGS.step, dtype=FLAGS.dtype
-            )
-            print(made)
+            print(to_hugging_face(FLAGS.trainer_dir, FLAGS.to_hf, step=FLAGS.step, **how))
     except (
         CheckpointMismatchError,
         DamagedCheckpointError,
@@ -63,28 +75,34 @@ def run(args: Sequence[str]) -> None:
         raise UsageError(str(error)) from error
 
 
-def from_hugging_face(folder: str, to: str, *, dtype: str | None = None) -> str:
+def from_hugging_face(
+    folder: str, to: str, *, dtype: str | None = None, mesh: Any | None = None
+) -> str:
     """Writes a model of Hugging Face as step 0 of a run that has no data; says what it wrote.
 
     Args:
         folder: The model's.
         to: Folder of the run, which is made.
         dtype: Of the parameters; float32 if None.
+        mesh: Over which they are laid meanwhile; one device if None.
 
     Raises:
         FileExistsError: If there is a run in `to`.
+        UsageError: If there is a tokenizer that does not belong to the model.
         Exception: As `load_pretrained`.
     """
     from moelib.checkpoint.checkpointer import Checkpointer
     from moelib.checkpoint.contents import CheckpointRecord
     from moelib.train.identity import CONFIG_FILE
-    from moelib.train.pretrained import load_pretrained
+    from moelib.train.pretrained import load_pretrained, read_config
     from moelib.train.trainer import SpmdTrainer
 
     path = os.path.join(to, CONFIG_FILE)
     if os.path.exists(path):
         raise FileExistsError(f"{path} is there already; choose another folder.")
-    loaded = load_pretrained(folder, dtype=dtype or "float32")
+    if generate.read_json(folder, "tokenizer_config.json").get("eos_token"):
+        generate.converted_tokenizer(folder, read_config(folder)[0].vocab_size)
+    loaded = load_pretrained(folder, dtype=dtype or "float32", mesh=mesh)
     os.makedirs(to, exist_ok=True)
     checkpoints = os.path.join(to, "checkpoints")
     writer = Checkpointer.default_config().set(dir=checkpoints).instantiate(parent=None)
@@ -94,14 +112,17 @@ def from_hugging_face(folder: str, to: str, *, dtype: str | None = None) -> str:
         raise writer.last_error
     with open(path, "w", encoding="utf-8") as file:
         file.write(SpmdTrainer.default_config().set(model=loaded.cfg).debug_string())
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        if os.path.exists(source := os.path.join(folder, name)):
-            shutil.copy(source, to)
+    _copy(("config.json", *_BESIDE), folder, to)
     return f"The {loaded.settings['model_type']} model is in {to}."
 
 
 def to_hugging_face(
-    trainer_dir: str, to: str, *, step: int | None = None, dtype: str | None = None
+    trainer_dir: str,
+    to: str,
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    mesh: Any | None = None,
 ) -> str:
     """Writes a run's model for transformers; says what it wrote.
 
@@ -110,18 +131,19 @@ def to_hugging_face(
         to: Folder of the model, which is made.
         step: Checkpoint to take; the newest if None.
         dtype: What parameters are rounded to; as they are if None.
+        mesh: Over which they are laid meanwhile; one device if None.
 
     Raises:
         Exception: As `load_for_inference` and `save_pretrained`.
     """
-    from moelib.cli.generate import load_for_inference
     from moelib.train.pretrained import save_pretrained
 
-    loaded = load_for_inference(trainer_dir, step=step)
+    loaded = generate.load_for_inference(trainer_dir, step=step, mesh=mesh)
     tokenizer = loaded.tokenizer
-    settings = {"eos_token_id": tokenizer.eos_id}
-    if loaded.seq_len is not None:
-        settings["max_position_embeddings"] = loaded.seq_len
+    settings = {"eos_token_id": tokenizer.eos_id, "max_position_embeddings": loaded.seq_len}
+    if published := generate.read_json(trainer_dir, "config.json"):  # It was converted.
+        settings = {name: published.get(name) for name in (*settings, *_TOKEN_IDS)}
+    settings = {name: value for name, value in settings.items() if value is not None}
     architecture = save_pretrained(
         to,
         loaded.model.config,
@@ -132,4 +154,11 @@ def to_hugging_face(
         more_settings=settings,
         generation={"eos_token_id": tokenizer.eos_id},
     )
+    _copy(_BESIDE, trainer_dir, to)
     return f"{architecture} is in {to}: {', '.join(sorted(os.listdir(to)))}."
+
+
+def _copy(names: Sequence[str], source: str, to: str) -> None:
+    for name in names:
+        if os.path.exists(path := os.path.join(source, name)):
+            shutil.copy(path, to)

@@ -27,7 +27,8 @@ def define_flags() -> None:
     """Defines the flags of the command."""
     flags.DEFINE_string("trainer_dir", None, "Folder of a training run.")
     flags.DEFINE_string("hf_dir", None, "Folder of a Hugging Face model, in its place.")
-    flags.DEFINE_string("dtype", None, "Of the parameters of --hf_dir; what its config.json says.")
+    what = "Of the parameters of --hf_dir; what its config.json says if unset."
+    flags.DEFINE_enum("dtype", None, DTYPES, what)
     flags.DEFINE_string("mesh", None, "Devices by axis: fsdp=4,expert=2; one device if unset.")
     flags.DEFINE_string("prompt", None, "Text to continue on the terminal.")
     flags.DEFINE_string("input", None, "JSON lines with a prompt each, in the place of --prompt.")
@@ -45,6 +46,7 @@ def define_flags() -> None:
     flags.DEFINE_multi_string("stop", [], "Text that ends a text and is no part of it.")
 
 
+DTYPES = ("float32", "bfloat16", "float16")
 _SETTINGS = (
     "max_new_tokens",
     "max_length",
@@ -163,27 +165,42 @@ def load_hugging_face(
     from moelib.train.pretrained import load_pretrained, read_config
 
     cfg, settings = read_config(folder)
-    tokenizer = converted_tokenizer(folder)
-    if tokenizer.vocab_size > cfg.vocab_size:
-        raise UsageError(
-            f"{folder}: its tokenizer has {tokenizer.vocab_size} tokens, and its model "
-            f"{cfg.vocab_size}; they do not belong together."
-        )
-    path, ends = os.path.join(folder, "generation_config.json"), [settings.get("eos_token_id")]
-    if os.path.exists(path):
-        with open(path, encoding="utf-8") as file:
-            ends.append(json.load(file).get("eos_token_id"))
-    stop_ids = {end for each in ends for end in (each if isinstance(each, list) else [each])}
+    tokenizer = converted_tokenizer(folder, cfg.vocab_size)
     dtype = dtype or settings.get("dtype") or settings.get("torch_dtype") or "float32"
+    if dtype not in DTYPES:
+        known = ", ".join(DTYPES)
+        raise UsageError(
+            f"{folder}/config.json: dtype is {dtype!r}; set --dtype to one of {known}."
+        )
     loaded = load_pretrained(folder, dtype=dtype, mesh=mesh)
-    return LoadedModel(
-        loaded.cfg.instantiate(parent=None),
-        loaded.params,
-        tokenizer,
-        stop_ids=tuple(sorted(stop_ids - {None})),
-        adds_special_tokens=True,
-        max_length=settings.get("max_position_embeddings"),
+    model = loaded.cfg.instantiate(parent=None)
+    return LoadedModel(model, loaded.params, tokenizer)._replace(**_published(folder))
+
+
+def _published(folder: str) -> dict[str, Any]:
+    """Returns the fields of a LoadedModel that a folder of Hugging Face says."""
+    settings, generation = (
+        read_json(folder, f"{name}.json") for name in ("config", "generation_config")
     )
+    ends = [settings.get("eos_token_id"), generation.get("eos_token_id")]
+    stop_ids = {end for each in ends for end in (each if isinstance(each, list) else [each])}
+    return {
+        "stop_ids": tuple(sorted(stop_ids - {None})),
+        "adds_special_tokens": True,
+        "max_length": settings.get("max_position_embeddings"),
+    }
+
+
+def read_json(folder: str, name: str) -> dict[str, Any]:
+    """Returns what a JSON file holds; nothing if there is no such file."""
+    path = os.path.join(folder, name)
+    if not os.path.exists(path):
+        return {}
+    try:
+        with open(path, encoding="utf-8") as file:
+            return dict(json.load(file))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{path} is no JSON object: {error}; mend or remove it.") from error
 
 
 def load_for_inference(
@@ -217,7 +234,7 @@ def load_for_inference(
     store = getattr(cfg.input, "source", None)
     converted = os.path.exists(os.path.join(trainer_dir, FILE_NAME))
     if converted:  # A model of Hugging Face.
-        tokenizer = converted_tokenizer(trainer_dir)
+        tokenizer = converted_tokenizer(trainer_dir, cfg.model.vocab_size)
     elif isinstance(store, TokenStore.Config):
         tokenizer = store.clone(split=None).instantiate().tokenizer()
     else:
@@ -235,33 +252,37 @@ def load_for_inference(
             lambda x, sharding: x.update(sharding=sharding), target, named_shardings(specs, mesh)
         )
     restored = restore_params_only(os.path.join(trainer_dir, "checkpoints"), target, step=step)
-    return LoadedModel(
-        model,
-        restored.state,
-        tokenizer,
-        adds_special_tokens=converted,
-        seq_len=getattr(cfg.input, "seq_len", None),
-    )
+    loaded = LoadedModel(model, restored.state, tokenizer)
+    if converted:
+        return loaded._replace(**_published(trainer_dir))
+    return loaded._replace(seq_len=cfg.input.seq_len)
 
 
-def converted_tokenizer(folder: str) -> Any:
+def converted_tokenizer(folder: str, vocab_size: int) -> Any:
     """Returns the tokenizer of a folder that has a tokenizer.json and says its end of text.
 
+    Args:
+        folder: The folder.
+        vocab_size: Of the model.
+
     Raises:
-        UsageError: If tokenizer_config.json names no end of text.
+        UsageError: If tokenizer_config.json names no end of text, or the tokenizer has more tokens
+            than the model.
     """
     from moelib.data.tokenizer import Tokenizer
 
     path = os.path.join(folder, "tokenizer_config.json")
-    about = {}
-    if os.path.exists(path):
-        with open(path, encoding="utf-8") as file:
-            about = json.load(file)
-    eos = about.get("eos_token")
+    eos = read_json(folder, "tokenizer_config.json").get("eos_token")
     eos = eos.get("content") if isinstance(eos, dict) else eos
     if eos is None:
         raise UsageError(f"{path} names no eos_token; add one, so that texts have an end.")
-    return Tokenizer.default_config().set(path=folder, eos_token=eos).instantiate()
+    tokenizer = Tokenizer.default_config().set(path=folder, eos_token=eos).instantiate()
+    if tokenizer.vocab_size > vocab_size:
+        raise UsageError(
+            f"{folder}: its tokenizer has {tokenizer.vocab_size} tokens, and its model "
+            f"{vocab_size}; they do not belong together."
+        )
+    return tokenizer
 
 
 def stream_text(
@@ -279,6 +300,7 @@ def stream_text(
     from moelib.inference.text import pieces_of_text
 
     ids = loaded.encode([prompt])[0]
+    _check_length(ids, settings.get("max_length"), loaded.seq_len, "--prompt")
     tokens = generate(loaded.model, loaded.params, ids, **settings, **_of_tokenizer(loaded))
     sys.stdout.write(prompt)
     for piece in pieces_of_text(tokens, ids, loaded.tokenizer.decode, stop):
@@ -366,7 +388,8 @@ def continue_file(
     tokenizer = loaded.tokenizer
     prompts = loaded.encode([request.record["prompt"] for request in requests])
     for request, ids in zip(requests, prompts, strict=True):
-        _check_length(ids, settings.get("max_length"), f"{path}:{request.number}")
+        place = f"{path}:{request.number}"
+        _check_length(ids, settings.get("max_length"), loaded.seq_len, place)
 
     def ends(tokens: list[int]) -> bool:
         text = tokenizer.decode(tokens)
@@ -393,7 +416,9 @@ def continue_file(
     print(f"{output}: {len(requests)} texts, {num_tokens} tokens.")
 
 
-def _check_length(ids: Sequence[int], max_length: int | None, place: str) -> None:
+def _check_length(
+    ids: Sequence[int], max_length: int | None, seq_len: int | None, place: str
+) -> None:
     if not ids:
         raise UsageError(f"{place}: the prompt is empty; give it at least one character.")
     if max_length is not None and len(ids) >= max_length:
@@ -401,4 +426,9 @@ def _check_length(ids: Sequence[int], max_length: int | None, place: str) -> Non
             f"{place}: the prompt has {len(ids)} tokens, and --max_length is {max_length}, the "
             "prompt included (unset, it is what the model was made for); raise it, or cut the "
             "prompt."
+        )
+    if max_length is None and seq_len is not None and len(ids) > seq_len:
+        raise UsageError(
+            f"{place}: the prompt has {len(ids)} tokens, and the model was trained on rows of "
+            f"{seq_len}; cut the prompt, or set --max_length if it can read more."
         )

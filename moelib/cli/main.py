@@ -84,6 +84,7 @@ def _says_what_to_mend(error: Exception) -> bool:
     if isinstance(error, FileNotFoundError):
         return error.errno is None  # Those of the operating system do not say what to do.
     from moelib.checkpoint.contents import CheckpointMismatchError, DamagedCheckpointError
+    from moelib.checkpoint.safetensors import DamagedTensorsError
     from moelib.core import config
     from moelib.launch import UsageError
     from moelib.train.identity import TrainerDirConflictError
@@ -97,6 +98,7 @@ def _says_what_to_mend(error: Exception) -> bool:
         | config.UnknownFieldError
         | CheckpointMismatchError
         | DamagedCheckpointError
+        | DamagedTensorsError
         | TrainerDirConflictError,
     )
 

@@ -102,11 +102,16 @@ class Tokenizer(Configurable):
         Args:
             texts: The texts.
             add_special_tokens: Whether to add what the tokenizer's file says, such as a token that
-                begins every text.
+                begins every text, and to read special tokens in a text as such, as transformers
+                does. Otherwise they are text like all other.
         """
-        encodings = self._tokenizer.encode_batch_fast(
-            list(texts), add_special_tokens=add_special_tokens
-        )
+        self._tokenizer.encode_special_tokens = not add_special_tokens
+        try:
+            encodings = self._tokenizer.encode_batch_fast(
+                list(texts), add_special_tokens=add_special_tokens
+            )
+        finally:
+            self._tokenizer.encode_special_tokens = True
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:

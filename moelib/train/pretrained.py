@@ -4,7 +4,9 @@ Nothing here needs torch or transformers, and no more than a tensor is held besi
 """
 
 import json
+import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -18,14 +20,28 @@ from moelib.core import tree
 from moelib.core.context import Nested
 from moelib.core.param import is_spec
 from moelib.models.causal_lm import CausalLM
-from moelib.models.huggingface.families import places_of, read_model, settings_of
+from moelib.models.huggingface.families import (
+    NotTheModelError,
+    check_computes,
+    may_drop,
+    places_of,
+    read_model,
+    settings_of,
+)
 from moelib.models.huggingface.family import Family
 from moelib.models.huggingface.quantized import Dequantized
-from moelib.models.huggingface.tensors import load_parameters, their_tensors
+from moelib.models.huggingface.tensors import (
+    TensorMismatchError,
+    load_parameters,
+    their_tensors,
+)
 from moelib.parallel.sharding import named_shardings
 from moelib.train.state import TrainerState
 
+logger = logging.getLogger(__name__)
+
 CONFIG_FILE = "config.json"
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 class Pretrained(NamedTuple):
@@ -71,7 +87,9 @@ def load_pretrained(
     """
     values = _read_settings(folder)
     family, cfg = read_model(values, os.path.join(folder, CONFIG_FILE))
-    model = cfg.clone(dtype=str(jnp.dtype(dtype))).instantiate(parent=None)
+    if jnp.dtype(dtype) != jnp.float32:
+        cfg = cfg.clone(dtype=str(jnp.dtype(dtype)))
+    model = cfg.instantiate(parent=None)
     specs = model.create_parameter_specs_recursively()
     targets = jax.tree.map(
         lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs, is_leaf=is_spec
@@ -85,12 +103,17 @@ def load_pretrained(
     return Pretrained(cfg, _read_tensors(folder, family, model, targets), values)
 
 
-def state_from_hugging_face(folder: str) -> Callable[[TrainerState], TrainerState]:
+def state_from_hugging_face(folder: str, model: CausalLM) -> Callable[[TrainerState], TrainerState]:
     """Returns what gives a run's first state the weights in a folder: an `init_state_builder`.
 
         cfg.init_state_builder = config_for_function(state_from_hugging_face).set(folder="...")
 
-    An average of the parameters begins with them, too.
+    An average of the parameters begins with them, too. What only the run's model has, such as
+    counters of losses of balance, begins at 0.
+
+    Args:
+        folder: With config.json and safetensors.
+        model: The run's, which computes what the folder's does; the trainer gives it.
 
     Raises:
         CheckpointMismatchError: When it is called, if the run's model is not the folder's.
@@ -99,21 +122,13 @@ def state_from_hugging_face(folder: str) -> Callable[[TrainerState], TrainerStat
 
     def build(state: TrainerState) -> TrainerState:
         values = _read_settings(folder)
-        family, cfg = read_model(values, os.path.join(folder, CONFIG_FILE))
-        model = cfg.instantiate(parent=None)
+        try:
+            family = check_computes(values, os.path.join(folder, CONFIG_FILE), model.config)
+        except NotTheModelError as error:
+            raise CheckpointMismatchError(str(error)) from error
         targets = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state.model
         )
-        wanted = model.create_parameter_specs_recursively()
-        shapes = [
-            {path: x.shape for path, x in tree.flatten_items(t, is_spec)} for t in (wanted, targets)
-        ]
-        for path in sorted(shapes[0].keys() | shapes[1].keys()):
-            if (theirs := shapes[0].get(path)) != (ours := shapes[1].get(path)):
-                raise CheckpointMismatchError(
-                    f"{folder} is not the run's model: {path} is {theirs or 'missing'} there, and "
-                    f"{ours or 'missing'} in the run; set `model` to what its config.json says."
-                )
         params = _read_tensors(folder, family, model, targets)
         learner = state.learner
         if learner.ema is not None:
@@ -129,9 +144,17 @@ def state_from_hugging_face(folder: str) -> Callable[[TrainerState], TrainerStat
 
 
 def _read_tensors(folder: str, family: Family, model: CausalLM, targets: Nested) -> Nested:
-    with TensorFolder(folder) as tensors:
+    with TensorFolder(folder) as folder_tensors:
+        tensors = Dequantized(folder_tensors)
         places, ignored = places_of(family, model), family.ignored(model.config)
-        return load_parameters(Dequantized(tensors), places, targets, ignored=ignored)
+        if model.config.lm_head is None and _HEAD in tensors.keys():  # noqa: SIM118, no dict.
+            if not np.array_equal(tensors.read(_HEAD), tensors.read(_EMBEDDING)):
+                raise TensorMismatchError(
+                    f"{folder}: tie_word_embeddings is set, and {_HEAD} is not {_EMBEDDING}; unset "
+                    "it, or remove the tensor."
+                )
+            ignored = (*ignored, re.escape(_HEAD))
+        return load_parameters(tensors, places, targets, ignored=ignored)
 
 
 def save_pretrained(
@@ -164,6 +187,12 @@ def save_pretrained(
         NoFamilyError: If transformers has no such model.
     """
     family, settings = settings_of(cfg)
+    if dropping := may_drop(cfg):
+        logger.warning(
+            "%s may drop choices of experts, which transformers never does: where it has dropped "
+            "some, the logits differ.",
+            ", ".join(dropping),
+        )
     model = cfg.instantiate(parent=None)
     specs = dict(tree.flatten_items(model.create_parameter_specs_recursively(), is_spec))
 
@@ -172,7 +201,7 @@ def save_pretrained(
         kept = {place.key for place in places if not specs[place.path].trainable}
         for key, values in their_tensors(params, places):
             as_it_is = dtype is None or key in kept  # A bias that balances: it chooses experts.
-            yield key, values if as_it_is else values.astype(jnp.dtype(dtype))
+            yield key, values if as_it_is else _rounded(key, values, jnp.dtype(dtype))
         for key, shape in family.zeros(cfg).items():
             yield key, np.zeros(shape, written)
 
@@ -194,6 +223,14 @@ def save_pretrained(
         about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos_token}
         _write_json(folder, "tokenizer_config.json", {k: x for k, x in about.items() if x})
     return family.architecture
+
+
+def _rounded(key: str, values: np.ndarray, dtype: Any) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        rounded = values.astype(dtype)
+    if np.isfinite(values).all() and not np.isfinite(rounded).all():
+        raise ValueError(f"{key} has values too large for {dtype}; choose bfloat16 or float32.")
+    return rounded
 
 
 def _read_settings(folder: str) -> dict[str, Any]:

@@ -82,7 +82,8 @@ class SpmdTrainer(Module):
         prng_seed: int = 0  # Of initial parameters and dropout.
         train_dtype: DType | None = None  # Trainable parameters are cast to it for each step.
         num_microbatches: int = 1  # Parts of a batch computed one after the other.
-        # Builds a function from the first TrainerState to the one to begin with.
+        # Builds a function from the first TrainerState to the one to begin with. It is given the
+        # model, if it has such an argument.
         init_state_builder: InstantiableConfig | None = None
 
         # Where.
@@ -276,7 +277,8 @@ class SpmdTrainer(Module):
                 self.model, self.learner, key, self.trainer_state_shardings
             )
             if cfg.init_state_builder is not None:
-                state = cfg.init_state_builder.instantiate()(state)
+                given = {"model": self.model} if "model" in cfg.init_state_builder else {}
+                state = cfg.init_state_builder.instantiate(**given)(state)
                 state = jax.device_put(state, self.trainer_state_shardings)
         self._state, self._input_state, self.step = state, None, int(state.step)
 

@@ -2,10 +2,10 @@
 
 import json
 import pathlib
-import shutil
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -14,7 +14,7 @@ from moelib.cli import convert, generate
 from moelib.core import tree
 from moelib.data.tokenizer import END_OF_TEXT, train_bpe
 from moelib.launch import UsageError
-from moelib.train.pretrained import load_pretrained
+from moelib.train.pretrained import load_pretrained, read_config, save_pretrained
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "models/huggingface/fixtures"
 
@@ -23,8 +23,12 @@ FIXTURES = pathlib.Path(__file__).parents[1] / "models/huggingface/fixtures"
 def hub(tmp_path):
     """A model's folder, with a tokenizer."""
     folder = tmp_path / "hub"
-    shutil.copytree(FIXTURES / "mixtral", folder)
-    (folder / "expected.safetensors").unlink()
+    cfg, _ = read_config(str(FIXTURES / "mixtral"))
+    cfg.vocab_size = 280
+    params = cfg.instantiate(parent=None).initialize_parameters_recursively(jax.random.key(0))
+    more = {"bos_token_id": 3, "eos_token_id": 256, "max_position_embeddings": 60}
+    ends = {"eos_token_id": [256, 7], "temperature": 0.5}
+    save_pretrained(str(folder), cfg, params, more_settings=more, generation=ends)
     train_bpe(["some text, and some more of it"], 280, str(folder / "tokenizer.json"))
     about = {"eos_token": {"content": END_OF_TEXT}}
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
@@ -50,8 +54,36 @@ def test_a_model_becomes_a_checkpoint_and_the_same_model_again(hub, tmp_path):
     settings = json.loads((tmp_path / "back/config.json").read_text())
     assert settings["architectures"] == ["MixtralForCausalLM"]
     assert settings["eos_token_id"] == loaded.tokenizer.eos_id
-    text = (tmp_path / "back/tokenizer.json").read_text()
-    assert text == (hub / "tokenizer.json").read_text()
+    assert (settings["bos_token_id"], settings["max_position_embeddings"]) == (3, 60)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / "back" / name).read_text() == (hub / name).read_text()
+    assert (loaded.stop_ids, loaded.max_length) == ((7, 256), 60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_checkpoint_of_another_dtype_reads_back_on_any_mesh(hub, tmp_path, dtype):
+    mesh = generate.mesh_of("fsdp=2,expert=4")
+    convert.from_hugging_face(str(hub), str(tmp_path / "run"), dtype=dtype, mesh=mesh)
+    loaded = generate.load_for_inference(str(tmp_path / "run"))
+    weights = loaded.params["embedding"]["weight"]
+    assert weights.dtype == dtype
+    convert.to_hugging_face(str(tmp_path / "run"), str(tmp_path / "back"), mesh=mesh)
+    back = load_file(tmp_path / "back/model.safetensors")["model.embed_tokens.weight"]
+    np.testing.assert_array_equal(back.astype(np.float32), np.asarray(weights, np.float32))
+
+
+def test_a_tokenizer_of_another_model_is_refused(hub, tmp_path):
+    train_bpe(["text"], 281, str(hub / "tokenizer.json"))
+    change_vocabulary(hub, 250)
+    with pytest.raises(UsageError, match=r"its tokenizer has 2\d\d tokens, and its model 250"):
+        convert.from_hugging_face(str(hub), str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def change_vocabulary(folder, size):
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"vocab_size": size}))
 
 
 def test_nothing_is_written_over(hub, tmp_path):

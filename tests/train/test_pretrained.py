@@ -20,6 +20,8 @@ from moelib.checkpoint.contents import CheckpointMismatchError
 from moelib.core import tree
 from moelib.core.config import config_for_function
 from moelib.layers.initializers import normal
+from moelib.layers.moe.balance import BalanceScope, LoadBalanceLoss
+from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
 from moelib.layers.transformer import LoopStack
 from moelib.models.huggingface.families import NoFamilyError, settings_of
 from moelib.models.huggingface.quantized import dequantize, scaled
@@ -204,13 +206,77 @@ def test_training_goes_on_from_an_export_with_the_same_loss(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_may_train_otherwise_than_the_folder_says(tmp_path):
+    cfg, _ = read_config(str(FIXTURES / "qwen3_moe"))
+    folder = str(FIXTURES / "qwen3_moe")
+    builder = config_for_function(state_from_hugging_face).set(folder=folder)
+    loop = LoopStack.default_config().set(
+        num_layers=cfg.decoder.num_layers,
+        block=[layer.clone() for layer in cfg.decoder.block] * cfg.decoder.num_layers,
+    )
+    for layer in loop.block:
+        layer.feed_forward.load_balance_loss = LoadBalanceLoss.default_config().set(
+            weight=0.1, scope=BalanceScope.GLOBAL_BATCH
+        )
+    trainer = trainer_of(cfg.clone(decoder=loop), tmp_path, init_state_builder=builder)
+    trainer.init()
+    made = trainer.trainer_state.model["decoder"]["layer1"]
+    want = load_pretrained(folder).params["decoder"]["repeated0"]
+    check_equal(made["self_attention"], jax.tree.map(lambda x: x[1], want["self_attention"]))
+    assert not made["feed_forward"]["load_counter"]["counts"].any()
+
+
+def test_a_tied_model_may_hold_its_head_twice(tmp_path):
+    folder = copy_of("qwen3", tmp_path / "model")
+    (folder / "SHA256SUMS").unlink(missing_ok=True)
+    want = load_pretrained(str(folder)).params
+    assert "lm_head" not in want
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    check_equal(load_pretrained(str(folder)).params, want)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] + 1
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(TensorMismatchError, match=r"lm_head\.weight is not model\.embed_tokens"):
+        load_pretrained(str(folder))
+
+
+def test_yarn_multiplies_scores_by_mscale_all_dim_whatever_mscale_is(tmp_path):
+    folder = copy_of("deepseek_v3", tmp_path / "model")
+    factors = []
+    for mscale in (0.707, None):
+        rope = {"rope_type": "yarn", "factor": 40.0, "mscale": mscale, "mscale_all_dim": 0.707}
+        rope |= {"rope_theta": 1e4, "original_max_position_embeddings": 16}
+        change(folder, rope_parameters=rope)
+        attention = read_config(str(folder))[0].decoder.block[0].self_attention
+        factors.append(attention.score_factor)
+    assert factors[0] == factors[1] > 1.5
+
+
+def test_a_float16_that_would_be_infinite_is_refused(tmp_path):
+    cfg, _ = read_config(str(FIXTURES / "llama3"))
+    params = random_parameters(cfg)
+    params["output_norm"]["scale"] = params["output_norm"]["scale"] + 1e5
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has values too large for float16"):
+        save_pretrained(str(tmp_path), cfg, params, dtype="float16")
+
+
+def test_that_transformers_drops_no_choice_is_said(tmp_path, caplog):
+    cfg, _ = read_config(str(FIXTURES / "mixtral"))
+    for layer in cfg.decoder.block:
+        layer.feed_forward.dispatcher = CapacityDispatcher.default_config().set(capacity_factor=1.0)
+    save_pretrained(str(tmp_path), cfg, random_parameters(cfg))
+    assert "capacity_factor may drop choices of experts" in caplog.text
+
+
+@pytest.mark.slow
 def test_a_run_of_another_model_is_told_what_differs(tmp_path):
     cfg, _ = read_config(str(FIXTURES / "olmoe"))
     builder = config_for_function(state_from_hugging_face).set(folder=str(FIXTURES / "olmoe"))
     cfg.decoder.num_layers = 3
     trainer = trainer_of(cfg, tmp_path, init_state_builder=builder)
     message = (
-        r"olmoe is not the run's model: decoder/.* is \(2, .*\) there, and \(3, .*\) in the run"
+        r"olmoe/config.json is not the run's model: decoder.num_layers is 2 there, and 3 in the run"
     )
     with pytest.raises(CheckpointMismatchError, match=message):
         trainer.init()
@@ -227,6 +293,13 @@ def test_a_run_of_another_model_is_told_what_differs(tmp_path):
         ("llama3", {"intermediate_size": ...}, r"config\.json: intermediate_size is missing"),
         ("llama3", {"hidden_act": "gelu"}, r"hidden_act is 'gelu'; moelib has 'silu' alone"),
         ("llama3", {"new_thing": 3}, r"does not know: new_thing=3"),
+        ("qwen3_moe", {"num_hidden_layers": "2"}, r"a setting is of a kind that moelib does not"),
+        ("llama3", {"rope_parameters": "yarn"}, r"rope_scaling is 'yarn', no settings"),
+        (
+            "llama3",
+            {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+            r"rope_parameters and rope_scaling differ",
+        ),
         ("mixtral", {"sliding_window": 8}, r"sliding_window is 8; moelib has None alone"),
         ("qwen3", {"layer_types": ["sliding_attention"] * 2}, r"layer_types has 'sliding_att"),
         (

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 from moelib.layers.activation import Activation
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.feed_forward import FeedForward
+from moelib.layers.moe.layer import MoELayer
 from moelib.layers.norm import RMSNorm
 from moelib.layers.rope import (
     LinearRotaryEmbedding,
@@ -76,6 +77,12 @@ MOE: Table = {
 }
 
 
+def moe_of(cfg: CausalLM.Config) -> MoELayer.Config:
+    """Returns the first MoE layer's. Raises StopIteration if there is none."""
+    parts = (layer.feed_forward for layer in layers_of(cfg.decoder))
+    return next(part for part in parts if isinstance(part, MoELayer.Config))
+
+
 # -- Rotary embeddings ---------------------------------------------------------------------------
 
 # For each kind, our class, and the names of our fields for those of theirs.
@@ -107,6 +114,22 @@ _ROPES: Mapping[str, tuple[type[RotaryEmbedding], Mapping[str, str]]] = {
 }
 
 
+def rope_parameters(settings: Settings) -> dict[str, Any]:
+    """Returns `rope_parameters`, which older files call `rope_scaling`; empty if there are none.
+
+    Raises:
+        ValueError: If both are there, and differ.
+    """
+    names = ("rope_parameters", "rope_scaling")
+    given = [found for name in names if (found := settings.take(name, None))]
+    for found in given:
+        if not isinstance(found, dict):
+            raise ValueError(f"{settings.place}: {' or '.join(names)} is {found!r}, no settings.")
+    if len(given) == 2 and given[0] != given[1]:
+        raise ValueError(f"{settings.place}: {' and '.join(names)} differ; leave one of them out.")
+    return dict(given[0]) if given else {}
+
+
 def rope(settings: Settings) -> RotaryEmbedding.Config:
     """Returns the rotary embedding of `rope_parameters`, or of `rope_theta` and `rope_scaling`.
 
@@ -114,8 +137,7 @@ def rope(settings: Settings) -> RotaryEmbedding.Config:
         ValueError: If it is of a kind, or has a setting, that moelib has not.
     """
     theta = settings.take("rope_theta", None)
-    scaling = settings.take("rope_scaling", None)
-    found = dict(settings.take("rope_parameters", scaling) or {})
+    found = rope_parameters(settings)
     kind = found.pop("rope_type", found.pop("type", "default"))
     found.pop("type", None)
     theta = found.pop("rope_theta", theta)

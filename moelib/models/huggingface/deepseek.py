@@ -56,10 +56,11 @@ def _in_layer(cfg: CausalLM.Config) -> Table:
 def _attention(settings: Settings) -> LatentAttention.Config:
     settings.expect(attention_bias=False)
     settings.pass_over(["num_key_value_heads", "head_dim", "qk_head_dim"])
+    mscale = blocks.rope_parameters(settings).get("mscale_all_dim")
     rope = blocks.rope(settings)
     factor = 1.0
-    if isinstance(rope, YarnRotaryEmbedding.Config) and rope.mscale_all_dim:
-        factor = yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2
+    if isinstance(rope, YarnRotaryEmbedding.Config) and mscale:  # Whatever `mscale` is.
+        factor = yarn_mscale(rope.factor, mscale) ** 2
     return LatentAttention.default_config().set(
         num_heads=settings.take("num_attention_heads"),
         q_lora_rank=settings.take("q_lora_rank"),
@@ -131,10 +132,11 @@ def _v3(settings: Settings) -> CausalLM.Config:
         renormalize=settings.take("norm_topk_prob"),
         scaling_factor=float(settings.take("routed_scaling_factor")),
         bias_balancing=BiasBalancing.default_config(),
-        num_groups=settings.take("n_group"),
-        num_groups_per_token=settings.take("topk_group"),
-        group_score=GroupScore.SUM_OF_TOP_2,
     )
+    groups = settings.take("n_group"), settings.take("topk_group")
+    if groups[0] not in (None, 1):
+        router.set(num_groups=groups[0], num_groups_per_token=groups[1])
+        router.set(group_score=GroupScore.SUM_OF_TOP_2)
     return _model(settings, router)
 
 
@@ -142,7 +144,9 @@ def _settings(cfg: CausalLM.Config) -> dict[str, Any]:
     layers = blocks.layers_of(cfg.decoder)
     kinds = [layer.feed_forward for layer in layers]
     dense = [kind for kind in kinds if isinstance(kind, FeedForward.Config)]
-    moe = next(kind for kind in kinds if isinstance(kind, MoELayer.Config))
+    moe = blocks.moe_of(cfg)
+    if moe.shared_experts is None:
+        raise ValueError("DeepSeek's layers in transformers have shared experts.")
     attention = blocks.expect(layers[0].self_attention, LatentAttention.Config)
     return {
         **blocks.model_settings(cfg),
@@ -159,23 +163,22 @@ def _settings(cfg: CausalLM.Config) -> dict[str, Any]:
         "moe_intermediate_size": moe.hidden_dim,
         "n_routed_experts": moe.num_experts,
         "num_experts_per_tok": moe.num_experts_per_token,
-        "n_shared_experts": moe.shared_experts and moe.shared_experts.hidden_dim // moe.hidden_dim,
+        "n_shared_experts": moe.shared_experts.hidden_dim // moe.hidden_dim,
         "routed_scaling_factor": moe.router.scaling_factor,
-        "n_group": moe.router.num_groups,
-        "topk_group": moe.router.num_groups_per_token,
+        "n_group": moe.router.num_groups or 1,
+        "topk_group": moe.router.num_groups_per_token or 1,
     }
 
 
 def _v2_settings(cfg: CausalLM.Config) -> dict[str, Any]:
-    settings = _settings(cfg)
-    grouped = settings["n_group"] is not None
-    return {**settings, "topk_method": "group_limited_greedy" if grouped else "greedy"}
+    grouped = blocks.moe_of(cfg).router.num_groups is not None
+    return {**_settings(cfg), "topk_method": "group_limited_greedy" if grouped else "greedy"}
 
 
 def _v3_settings(cfg: CausalLM.Config) -> dict[str, Any]:
     return {
         **_settings(cfg),
-        "norm_topk_prob": cfg.decoder.block[0].feed_forward.router.renormalize,
+        "norm_topk_prob": blocks.moe_of(cfg).router.renormalize,
     }
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from moelib.core.config import did_you_mean
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
-from moelib.layers.moe.router import Score
+from moelib.layers.moe.layer import MoELayer
+from moelib.layers.moe.router import GroupScore, Score
 from moelib.layers.transformer import LoopStack, ScanStack
 from moelib.models.causal_lm import CausalLM
 from moelib.models.huggingface import blocks
@@ -36,6 +37,10 @@ class NoFamilyError(ValueError):
     """No known architecture of transformers computes what a model of ours does."""
 
 
+class NotTheModelError(ValueError):
+    """A config.json computes something else than a model of ours does."""
+
+
 def read_model(values: Mapping[str, Any], place: str) -> tuple[Family, CausalLM.Config]:
     """Returns the family and our config of a config.json.
 
@@ -50,7 +55,46 @@ def read_model(values: Mapping[str, Any], place: str) -> tuple[Family, CausalLM.
     kind = values.get("model_type")
     if kind not in families:
         raise ValueError(f"{place}: model_type is {kind!r}; {did_you_mean(str(kind), families)}")
-    return families[kind], families[kind].model(Settings(values, place))
+    family = families[kind]
+    if not values.get("num_hidden_layers", 1):
+        raise ValueError(f"{place}: num_hidden_layers is {values['num_hidden_layers']!r}.")
+    try:
+        return family, family.model(Settings(values, place))
+    except (AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{place}: a setting is of a kind that moelib does not know for {kind!r}: {error}"
+        ) from error
+
+
+def check_computes(values: dict[str, Any], place: str, cfg: CausalLM.Config) -> Family:
+    """Returns the family of a config.json that computes what a config of ours does.
+
+    Raises:
+        NotTheModelError: If it computes something else; the message names what differs.
+        Exception: As `read_model`.
+    """
+    family, read = read_model(values, place)
+    wanted, found = _computed(cfg), _computed(read)
+    differs = [
+        f"{path} is {found.get(path)} there, and {wanted.get(path)} in the run"
+        for path in sorted(wanted.keys() | found.keys())
+        if wanted.get(path) != found.get(path)
+    ]
+    if differs:
+        raise NotTheModelError(
+            f"{place} is not the run's model: {'; '.join(differs[:5])}; set `model` to what it "
+            "says."
+        )
+    return family
+
+
+def may_drop(cfg: CausalLM.Config) -> list[str]:
+    """Returns the fields by which a model's dispatchers may drop choices of experts."""
+    fields = ("capacity_factor", "buffer_factor")
+    values = cfg.to_flat_dict()
+    return sorted(
+        path for path, value in values.items() if path.endswith(fields) and value is not None
+    )
 
 
 def settings_of(cfg: CausalLM.Config) -> tuple[Family, dict[str, Any]]:
@@ -113,6 +157,10 @@ def _computed(cfg: CausalLM.Config) -> dict[str, Any]:
         if isinstance(attention, GroupedQueryAttention.Config):
             attention.num_kv_heads = attention.num_kv_heads or attention.num_heads
             attention.head_dim = attention.head_dim or cfg.dim // attention.num_heads
+        if isinstance(layer.feed_forward, MoELayer.Config):
+            router = layer.feed_forward.router
+            if router.num_groups is None:  # Then it decides nothing.
+                router.group_score = GroupScore.MAX
     cfg.decoder = blocks.stack(layers)
     values = {
         path: value for path, value in cfg.to_flat_dict().items() if not _NOT_COMPUTED.search(path)

@@ -126,7 +126,7 @@ def _qwen_layers(
     settings: Settings, attention: Any, norm: RMSNorm.Config, sparse: MoELayer.Config
 ) -> list[TransformerLayer.Config]:
     """Returns the layers: dense where `mlp_only_layers` or `decoder_sparse_step` say so."""
-    dense_layers = settings.take("mlp_only_layers", [])
+    dense_layers = settings.take("mlp_only_layers", None) or []
     every = settings.take("decoder_sparse_step", 1)
     dense = blocks.feed_forward(settings.take("intermediate_size"))
     layer = TransformerLayer.default_config().set(self_attention=attention, norm=norm)
@@ -208,11 +208,13 @@ def _zero_gates(cfg: CausalLM.Config) -> dict[str, tuple[int, ...]]:
 
 
 def _qwen2_moe_settings(cfg: CausalLM.Config) -> dict[str, Any]:
-    layer = cfg.decoder.block[0]
+    shared = blocks.moe_of(cfg).shared_experts
+    if shared is None:
+        raise ValueError("Qwen2-MoE has shared experts.")
     settings = {
         **_qwen_settings(cfg),
-        "qkv_bias": layer.self_attention.qkv_bias,
-        "shared_expert_intermediate_size": layer.feed_forward.shared_experts.hidden_dim,
+        "qkv_bias": blocks.layers_of(cfg.decoder)[0].self_attention.qkv_bias,
+        "shared_expert_intermediate_size": shared.hidden_dim,
     }
     settings.pop("head_dim")  # It is the width over the heads.
     return settings

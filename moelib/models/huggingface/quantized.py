@@ -62,10 +62,14 @@ def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
         blocks: [..., n, G, 16] uint8, two values each, the low half first.
         scales: [..., n, G] uint8, powers of two, 127 for 1.
     """
-    values = np.stack([_VALUES[blocks & 15], _VALUES[blocks >> 4]], -1)  # [..., n, G, 16, 2]
-    values = np.ldexp(values, scales.astype(np.int32)[..., None, None] - 127)
-    values = values.reshape(*blocks.shape[:-2], -1).astype(ml_dtypes.bfloat16)
-    return np.swapaxes(values, -1, -2)
+    *lead, n, num_groups, size = blocks.shape
+    out = np.empty((*lead, num_groups * size * 2, n), ml_dtypes.bfloat16)
+    for at in np.ndindex(*lead):  # One expert at a time is held in float32.
+        low, high = _VALUES[blocks[at] & 15], _VALUES[blocks[at] >> 4]
+        values = np.stack([low, high], -1)  # [n, G, 16, 2]
+        values = np.ldexp(values, scales[at].astype(np.int32)[..., None, None] - 127)
+        out[at] = values.reshape(n, -1).T
+    return out
 
 
 def scaled(values: np.ndarray, scales: np.ndarray, place: str) -> np.ndarray:
