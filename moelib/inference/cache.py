@@ -105,15 +105,23 @@ def _specs(model: CausalLM, batch_size: int, length: int) -> Any:
 @functools.lru_cache(maxsize=8)
 def _keeps_cache(model: CausalLM) -> bool:
     """Returns whether every layer of the model's stacks keeps what it needs, and logs if not."""
-    without = _layer_without_cache(model)
+    without = _layer_that_mixes(model) or _layer_without_cache(model)
     if without is not None:
         logger.warning(
             "%s (%s) keeps no cache: every token is computed from the whole text. Give the layer "
-            "that attends _create_layer_cache_specs.",
+            "that attends _create_layer_cache_specs, or set token_by_token of an ExternalLayer.",
             without.path() or without.name,
             type(without).__qualname__,
         )
     return without is None
+
+
+def _layer_that_mixes(layer: BaseLayer) -> BaseLayer | None:
+    """Returns a layer that sees other tokens and keeps none, or None."""
+    if layer.sees_other_tokens:
+        return layer
+    inside = (child for child in layer.children.values() if isinstance(child, BaseLayer))
+    return next(filter(None, map(_layer_that_mixes, inside)), None)
 
 
 def _layer_without_cache(layer: BaseLayer) -> BaseLayer | None:

@@ -136,6 +136,11 @@ class BaseLayer(Module):
         del batch_size, length
         return {}
 
+    @property
+    def sees_other_tokens(self) -> bool:
+        """Whether this layer itself needs other tokens without a cache that keeps them."""
+        return False
+
     @nowrap
     def create_cache_specs_recursively(self, batch_size: int, length: int) -> Nested:
         """Returns the specs of what this layer and the layers inside keep of earlier tokens.

@@ -66,6 +66,8 @@ class ExternalLayer(BaseLayer):
         # (regex for a parameter's name, its logical axes); those of no rule are on every device.
         axes: Sequence[tuple[str, Sequence[str | None]]] = ()
         fixed: Sequence[str] = ()  # Regexes for names of parameters that are not trained.
+        # Whether apply computes each token by itself; if not, texts are written without a cache.
+        token_by_token: bool = False
         # Forward FLOPs a token; None for 2 of each trained entry that is not of a vector.
         flops_per_token: float | None = None
 
@@ -90,7 +92,11 @@ class ExternalLayer(BaseLayer):
         named = inspect.signature(self._apply).parameters
         self._own_inputs = [name for name in ("prng_key", "is_training") if name in named]
         key = jax.eval_shape(lambda: jax.random.key(0))  # Touches no device.
-        self._shapes = jax.eval_shape(self._init, key)
+        try:
+            self._shapes = jax.eval_shape(self._init, key)
+        except TypeError as error:
+            error.add_note(f"{self._title()}: init must make a tree of arrays and nothing else.")
+            raise
         self._specs = self._specs_of(self._shapes)
 
     def _specs_of(self, shapes: Any) -> Nested:
@@ -149,7 +155,7 @@ class ExternalLayer(BaseLayer):
         """
         made = dict(tree.flatten_items(tree.to_nested(self._init(prng_key))))
         for name, spec in tree.flatten_items(self._specs, is_spec):
-            made[name] = made[name].astype(spec.dtype)
+            made[name] = jnp.asarray(made[name], spec.dtype)
         for name, value in tree.flatten_items(prebuilt or {}):
             if name not in made:
                 raise ValueError(
@@ -158,6 +164,11 @@ class ExternalLayer(BaseLayer):
                 )
             made[name] = value
         return tree.unflatten(made)
+
+    @property
+    def sees_other_tokens(self) -> bool:
+        """Whether a token's output may depend on other tokens, of which nothing is kept."""
+        return not self.config.token_by_token
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         """Returns what `apply` makes of the parameters and these inputs."""

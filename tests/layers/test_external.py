@@ -11,9 +11,10 @@ from moelib.core import tree
 from moelib.core.config import config_for_function
 from moelib.core.module import functional
 from moelib.core.param import is_spec
+from moelib.inference.generate import generate_many
 from moelib.layers.external import ExternalLayer, InitApply, Updated
 from moelib.layers.transformer import LoopStack, ScanStack
-from tests.inference.models import decoder, layer, with_parameters
+from tests.inference.models import decoder, layer, whole_logits, with_parameters
 from tests.layers.calling import build, call, call_and_collect, initial
 from tests.models import tiny
 
@@ -121,6 +122,7 @@ def test_the_layer_of_the_docs_is_one_field_of_a_model():
     layers.feed_forward = ExternalLayer.default_config().set(
         functions=config_for_function(gated).set(hidden_dim=32),  # input_dim comes from above.
         axes=[("Dense_[01]/kernel", ("embed", "ffn")), ("Dense_2/kernel", ("ffn", "embed"))],
+        token_by_token=True,  # So that generation may keep a cache beside it.
     )
     # --8<-- [end:use]
     specs = cfg.instantiate(parent=None).create_parameter_specs_recursively()
@@ -239,6 +241,43 @@ def test_prebuilt_parameters_are_taken():
     np.testing.assert_array_equal(params["down"]["1"], bias)
     with pytest.raises(ValueError, match=r"no parameter for the prebuilt 'down/2'"):
         made.initialize_parameters_recursively(jax.random.key(0), prebuilt={"down": {"2": bias}})
+
+
+def mean_of_earlier(input_dim):
+    """Returns a layer that sees all tokens so far."""
+    del input_dim
+
+    def init(key):
+        del key
+        return {"scale": 1.0}  # Any number is an array.
+
+    def apply(params, x, mask=None):
+        del mask
+        number = jnp.arange(1, x.shape[1] + 1, dtype=x.dtype)[None, :, None]
+        return params["scale"] * jnp.cumsum(x, axis=1) / number
+
+    return init, apply
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+def test_texts_are_computed_whole_unless_tokens_are_said_to_stand_alone(by_token, caplog):
+    functions = plain if by_token else mean_of_earlier
+    part = external(functions).set(token_by_token=by_token)
+    stack = decoder(layer(part), layer(), kind=LoopStack)
+    model, params = with_parameters(tiny.model_config(stack))
+    prompts = [[3, 4, 5], [7]]
+    texts = list(generate_many(model, params, prompts, max_new_tokens=5, temperature=0.0))
+    assert ("keeps no cache" in caplog.text) != by_token
+    for prompt, text in zip(prompts, texts, strict=True):
+        for n, token in enumerate(text):
+            logits = whole_logits(model, params, [[*prompt, *text[:n]]])
+            assert int(jnp.argmax(logits[0, -1])) == token
+
+
+def test_what_is_no_array_is_named():
+    with pytest.raises(TypeError) as error:
+        build(external(made_by(lambda key: {"f": jnp.tanh})))
+    assert "layer: init must make a tree of arrays" in "".join(error.value.__notes__)
 
 
 def no_pair(input_dim):
