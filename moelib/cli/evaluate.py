@@ -135,7 +135,8 @@ def evaluate_run(
 
     Raises:
         FileNotFoundError: If a file is missing.
-        UsageError: If the folder holds no run, a task is unknown, or results would be overwritten.
+        UsageError: If the folder holds no run, a task is unknown, results would be overwritten, or
+            the run has no input and max_length is None.
         ValueError: If a file is broken, or an argument out of range.
     """
     written = os.path.join(output, "results.json")
@@ -149,7 +150,12 @@ def evaluate_run(
     from moelib.evaluation.scoring import Scorer
 
     run = _open_run(trainer_dir, steps[0])
-    max_length = run.config.input.seq_len if max_length is None else max_length
+    max_length = run.seq_len if max_length is None else max_length
+    if max_length is None:
+        raise UsageError(
+            f"--trainer_dir {trainer_dir} was not trained by moelib, so its config.txt has no "
+            "input.seq_len; set --max_length to the tokens that the model is to read."
+        )
     scorer = Scorer(
         run.model,
         vocab_size=run.tokenizer.vocab_size,
@@ -190,7 +196,7 @@ def evaluate_run(
     os.makedirs(output, exist_ok=True)
     results: list[Any] = []
     for step in steps:
-        results += report.results_of(step, step * run.tokens_per_step, found_at(step))
+        results += report.results_of(step, run.tokens_at(step), found_at(step))
         report.write_results(output, results, settings)  # Kept if a later step fails.
     report.print_results(trainer_dir, results)
     print(f"wrote {written} and results.csv")
@@ -209,9 +215,14 @@ class _Run(NamedTuple):
     params_at: Callable[[int], Any]  # Reads the parameters of a step.
 
     @property
-    def tokens_per_step(self) -> int:
-        """Tokens of a batch, padding included."""
-        return self.config.input.global_batch_size * self.config.input.seq_len
+    def seq_len(self) -> int | None:
+        """Tokens of a row of its training; None if it has no input, as a converted model."""
+        return getattr(self.config.input, "seq_len", None)
+
+    def tokens_at(self, step: int) -> int | None:
+        """Returns the tokens read by a step, padding included; None if that is not known."""
+        rows = getattr(self.config.input, "global_batch_size", None)
+        return None if rows is None or self.seq_len is None else step * rows * self.seq_len
 
 
 def _open_run(trainer_dir: str, step: int) -> _Run:

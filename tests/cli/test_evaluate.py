@@ -3,18 +3,23 @@
 import csv
 import importlib.util
 import json
+import math
+import pathlib
+import shutil
+import string
 import subprocess
 import sys
 import types
 
 import pytest
+import tokenizers
 
-from moelib.cli import evaluate
+from moelib.cli import convert, evaluate
 from moelib.data.lm_input import InputMode, LMInput
 from moelib.data.prepare import prepare
 from moelib.data.source import InMemorySource
 from moelib.data.token_store import TokenStore
-from moelib.data.tokenizer import Tokenizer
+from moelib.data.tokenizer import END_OF_TEXT, Tokenizer
 from moelib.evaluation.evaler import TaskEvaler
 from moelib.launch import UsageError
 from moelib.layers.transformer import ScanStack, TransformerLayer
@@ -23,6 +28,7 @@ from tests.evaluation import folders
 from tests.train import tiny
 
 DATA = str(folders.DATA)
+HUGGING_FACE = pathlib.Path(__file__).parents[1] / "models/huggingface/fixtures"
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +119,39 @@ def test_a_corpus_beside_a_task_and_what_was_cut(run, tmp_path):
     assert tasks["arc_easy"] == {"num_fewshot": 10, "num_questions": 2, "num_cut": 7}
     assert tasks[corpus] == {"num_documents": 2, "num_cut": 0}
     assert not (tmp_path / "results.png").exists()
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """Returns the folder of a model of Hugging Face, converted."""
+    hub, to = (tmp_path_factory.mktemp("converted") / name for name in ("hub", "run"))
+    shutil.copytree(HUGGING_FACE / "qwen3_moe", hub)
+    vocab = {token: i for i, token in enumerate([END_OF_TEXT, " ", *string.ascii_lowercase])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges=[]))
+    tokenizer.save(str(hub / "tokenizer.json"))
+    (hub / "tokenizer_config.json").write_text(json.dumps({"eos_token": END_OF_TEXT}))
+    convert.from_hugging_face(str(hub), str(to))
+    return to
+
+
+def test_a_converted_model_is_evaluated_though_it_has_no_input(converted, tmp_path):
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("letters and spaces alone are known to a model of so few tokens")
+    evaluate.evaluate_run(
+        str(converted),
+        steps=evaluate.find_steps(str(converted), None),
+        corpus=[str(corpus)],
+        max_length=64,
+        output=str(tmp_path),
+    )
+    results = json.loads((tmp_path / "results.json").read_text())["results"]
+    assert {(r["step"], r["tokens"], r["task"]) for r in results} == {(0, None, str(corpus))}
+    assert all(math.isfinite(r["value"]) for r in results)
+
+
+def test_a_converted_model_does_not_say_how_much_it_reads(converted, tmp_path):
+    with pytest.raises(UsageError, match=r"has no input\.seq_len; set --max_length to"):
+        evaluate.evaluate_run(str(converted), steps=[0], corpus=["x"], output=str(tmp_path))
 
 
 def test_steps_are_all_or_named_or_the_newest(run, tmp_path):
