@@ -166,17 +166,20 @@ class Scorer:
     def _padded(self, num_tokens: int) -> int:
         """Returns the length of a row for so many tokens: a power of two, or max_length."""
         length = max(MIN_LENGTH, 1 << (num_tokens - 1).bit_length())
-        return _round_up(min(length, self.max_length), self._parts("sequence", "residual_sequence"))
+        ring = self._parts("sequence")
+        pieces = 2 * ring if ring > 1 else 1  # Attention takes two of each device.
+        parts = math.lcm(pieces, self._parts("residual_sequence"))
+        return _round_up(min(length, self.max_length), parts)
 
     def _num_rows(self, num_requests: int, length: int) -> int:
         """Returns the rows of batches of a length: no more than there is use for."""
         rows = min(max(1, self.batch_tokens // length), 1 << (num_requests - 1).bit_length())
         return _round_up(rows, self._parts("batch"))
 
-    def _parts(self, *axes: str) -> int:
-        """Returns into how many parts the mesh splits these logical axes, at most."""
+    def _parts(self, axis: str) -> int:
+        """Returns into how many parts the mesh splits a logical axis."""
         shape = dict(self._mesh.shape) if self._mesh is not None else {}
-        return max(math.prod(shape[x] for x in sharding.mesh_axes(axis, shape)) for axis in axes)
+        return math.prod(shape[name] for name in sharding.mesh_axes(axis, shape))
 
     def _put(self, batch: Batch) -> dict[str, Any]:
         """Returns the batch as arrays over the mesh, of which this process gives its rows."""

@@ -1,7 +1,7 @@
 """Rows of tokens that grow: prompts are computed at once, and then one token of each row at a time.
 
 Each program is compiled once for a number of rows, a padded length of prompts and a length of the
-cache; lengths are powers of two.
+cache; lengths are powers of two, and multiples of what a mesh splits sequences into.
 
 Letters: B rows, S tokens of the longest prompt and padding, V vocabulary, n tokens that end a text.
 """
@@ -89,7 +89,7 @@ def tokens_of_rows(
     """
     inputs = _padded(prompts, _num_rows(max(num_rows or 0, len(prompts))))
     longest, steps = max(len(p.ids) for p in prompts), max(p.limit for p in prompts)
-    room = _power_of_two(min(max(longest + 1, _MIN_CACHE), longest + steps), _MIN_PROMPT)
+    room = _length(min(max(longest + 1, _MIN_CACHE), longest + steps))
     rows, token = _begin(model, params, inputs, choice, room)
     for step in range(steps):
         ready = token
@@ -104,10 +104,26 @@ def tokens_of_rows(
 
 def _num_rows(wanted: int) -> int:
     """Returns a number of rows, as many as wanted or more, that the mesh divides."""
+    return _round_up(wanted, _parts("batch"))
+
+
+def _length(wanted: int) -> int:
+    """Returns a length of rows, as many tokens as wanted or more, that the mesh divides."""
+    ring = _parts("sequence")
+    pieces = 2 * ring if ring > 1 else 1  # Attention takes two of each device.
+    parts = math.lcm(pieces, _parts("residual_sequence"))
+    return _round_up(max(_MIN_PROMPT, 1 << (wanted - 1).bit_length()), parts)
+
+
+def _parts(axis: str) -> int:
+    """Returns into how many parts the mesh splits a logical axis."""
     mesh = sharding.current_mesh()
     shape = {} if mesh is None else dict(mesh.shape)
-    parts = math.prod(shape[axis] for axis in sharding.mesh_axes("batch", shape))
-    return -(-wanted // parts) * parts
+    return math.prod(shape[name] for name in sharding.mesh_axes(axis, shape))
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def _one_token_each() -> Any:
@@ -115,10 +131,6 @@ def _one_token_each() -> Any:
     if sharding.current_mesh() is None:
         return contextlib.nullcontext()
     return sharding.sharding_rules({"sequence": (), "residual_sequence": ()})
-
-
-def _power_of_two(size: int, least: int) -> int:
-    return max(least, 1 << (size - 1).bit_length())
 
 
 class _Inputs(NamedTuple):
@@ -131,7 +143,7 @@ class _Inputs(NamedTuple):
 
 def _padded(prompts: Sequence[Prompt], num_rows: int) -> _Inputs:
     """Returns prompts with padding after them, and rows that have ended below them."""
-    size = _power_of_two(max(len(p.ids) for p in prompts), _MIN_PROMPT)
+    size = _length(max(len(p.ids) for p in prompts))
     ids = np.zeros((num_rows, size), np.int32)
     numbers = np.zeros((4, num_rows), np.uint32)
     for row, prompt in enumerate(prompts):

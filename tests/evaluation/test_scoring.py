@@ -164,6 +164,12 @@ def test_scores_do_not_depend_on_the_mesh(shape):
     assert [s.log_prob for s in split] == pytest.approx([s.log_prob for s in base], abs=1e-5)
 
 
+def test_rows_are_padded_to_two_pieces_for_each_device_that_splits_them(model):
+    mesh = create_device_mesh((1, 1, 1, 1, 3, 1), devices=jax.devices()[:3])
+    scorer = Scorer(model[0], vocab_size=VOCAB, max_length=99, mesh=mesh)
+    assert scorer._padded(99) == 102
+
+
 def test_parameters_are_cast_to_the_dtype_of_training():
     model, params = mixture_model()
     settings = {"vocab_size": 48, "max_length": 64}

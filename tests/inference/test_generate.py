@@ -193,6 +193,32 @@ def test_a_mesh_writes_the_texts_of_one_device(moe):
         assert many((model, jax.device_put(params, places)), prompts, **DRAWN, seed=4) == want
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "axes", "shortest"),
+    [("latent", {"seq": 2, "model": 2}, 16), ("latent", {"seq": 8}, 2), ("plain", {"model": 4}, 2)],
+)
+def test_a_mesh_that_splits_sequences_writes_the_texts_of_one_device(
+    name, axes, shortest, monkeypatch
+):
+    monkeypatch.setattr(decode, "_MIN_PROMPT", shortest)
+    model, params = model_of(name)
+    greedy = {"max_new_tokens": 4, "temperature": 0.0}
+    want = many((model, params), PROMPTS[:1], **greedy)
+    mesh = tiny.mesh(**axes)
+    places = sharding.named_shardings(model.create_parameter_specs_recursively(), mesh)
+    with jax.set_mesh(mesh):
+        assert many((model, jax.device_put(params, places)), PROMPTS[:1], **greedy) == want
+
+
+@pytest.mark.parametrize(
+    ("axes", "want"), [({"model": 3}, 18), ({"seq": 2, "model": 3}, 24), ({"seq": 3}, 18)]
+)
+def test_prompts_are_padded_to_what_the_mesh_divides(axes, want):
+    with jax.set_mesh(tiny.mesh(**axes)):
+        assert decode._padded([decode.Prompt([1], 1, 0)], 1).ids.shape == (1, want)
+
+
 def test_parameters_taken_apart_stay_split_as_they_were():
     model, params = model_of("scan")
     mesh = tiny.mesh(fsdp=4, model=2)
