@@ -173,7 +173,7 @@ def read_questions(path: str, question: Callable[[Line], Question]) -> list[Ques
     questions = []
     for place, line in _read_lines(path):
         try:
-            questions.append(question(line))
+            questions.append(_checked(question(line)))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             reason = f"no field {error}" if isinstance(error, KeyError) else str(error)
             raise ValueError(
@@ -182,6 +182,14 @@ def read_questions(path: str, question: Callable[[Line], Question]) -> list[Ques
     if not questions:
         raise ValueError(f"{path} is empty; put the benchmark's own file there.")
     return questions
+
+
+def _checked(question: Question) -> Question:
+    """Returns the question. Raises ValueError if its label names none of its endings."""
+    num_endings = len(question.endings)
+    if not 0 <= question.gold < num_endings:
+        raise ValueError(f"the label is {question.gold}, and must be from 0 to {num_endings - 1}")
+    return question
 
 
 def _read_lines(path: str) -> Iterator[tuple[str, dict[str, Any]]]:

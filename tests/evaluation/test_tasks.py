@@ -96,6 +96,16 @@ def test_labels_that_lie_beside_a_file_belong_to_its_lines(tmp_path):
     ("name", "content", "message"),
     [
         ("piqa", '{"goal": "g", "sol1": "a", "sol2": "b"}', "lines.jsonl:1: no field 'label'"),
+        (
+            "piqa",
+            '{"goal": "g", "sol1": "a", "sol2": "b", "label": -1}',
+            "lines.jsonl:1: the label is -1, and must be from 0 to 1; put the benchmark's own",
+        ),
+        (
+            "hellaswag",
+            '{"activity_label": "A", "ctx_a": "a", "ctx_b": "b", "endings": ["c"], "label": "1"}',
+            "lines.jsonl:1: the label is 1, and must be from 0 to 0",
+        ),
         ("piqa", "\n[1]", "lines.jsonl:2 is not a JSON object"),
         ("piqa", '{"goal"', "lines.jsonl:1 is not JSON"),
         ("piqa", "\n", "lines.jsonl is empty"),
