@@ -24,8 +24,9 @@ class Settings:
     """How texts go on. Without temperature they are always the same.
 
     Attributes:
-        max_new_tokens: The most tokens after a prompt, 1 or more.
-        max_length: The most tokens of prompt and text together; None for any number.
+        max_new_tokens: The most tokens after a prompt, 1 to 2147483647.
+        max_length: The most tokens of prompt and text together, 2 to 2147483647; None for any
+            number.
         temperature: Divides the logits; 0 takes the likeliest token, whatever the next three are.
         top_k: Draws among as many of the likeliest tokens; None among all.
         top_p: Draws among the likeliest tokens whose probabilities reach this sum, up to 1.
@@ -73,11 +74,13 @@ class Settings:
         )
 
 
+_MOST = (1 << 31) - 1  # As int32 can count.
+
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "max_new_tokens": (lambda x: x >= 1, "1 or more"),
-    "max_length": (lambda x: x >= 2, "2 or more"),
+    "max_new_tokens": (lambda x: 1 <= x <= _MOST, f"1 to {_MOST}"),
+    "max_length": (lambda x: 2 <= x <= _MOST, f"2 to {_MOST}"),
     "temperature": (lambda x: 0 <= x < math.inf, "0 or more"),
-    "top_k": (lambda x: x >= 1, "1 or more"),
+    "top_k": (lambda x: 1 <= x <= _MOST, f"1 to {_MOST}"),
     "top_p": (lambda x: 0 < x <= 1, "above 0 and up to 1"),
     "min_p": (lambda x: 0 <= x <= 1, "0 to 1"),
     "repetition_penalty": (lambda x: 0 < x < math.inf, "above 0; 1 changes nothing"),
@@ -141,19 +144,26 @@ def generate_many(
         **settings: Fields of `Settings`.
 
     Raises:
-        ValueError: As for `generate`, or if batch_size is below 1.
+        ValueError: As for `generate`, or if batch_size is below 1, or there are not as many seeds
+            as prompts.
     """
     made = Settings(**settings)
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; set it to 1 or more.")
     if mask is not None:
         prompts = [np.asarray(p)[m].tolist() for p, m in zip(prompts, mask, strict=True)]
+    if seeds is not None and len(seeds) != len(prompts):
+        raise ValueError(
+            f"seeds has {len(seeds)} numbers for {len(prompts)} prompts; give one for each, or set "
+            "seed."
+        )
     rows = []
     for i, ids in enumerate(prompts):
         limit = _limit(model, ids, made, f"Prompt {i}")
         seed = (made.seed, i) if seeds is None else (seeds[i], 0)
         rows.append(Prompt(ids, limit, *seed))
-    return _texts(model, params, rows, made, batch_size or max(len(rows), 1), ends)
+    batch_size = max(1, min(batch_size or len(rows), len(rows)))
+    return _texts(model, params, rows, made, batch_size, ends)
 
 
 def _texts(

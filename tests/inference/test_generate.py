@@ -243,11 +243,28 @@ def test_parameters_taken_apart_stay_split_as_they_were():
         ([[4]], {"vocab_size": 33}, "vocab_size is 33, and the model has 32 tokens"),
         ([[1], [1] * 8], {"max_length": 8}, "Prompt 1 has 8 tokens, and max_length is 8"),
         ([[1]], {"batch_size": 0}, "batch_size is 0"),
+        ([[1], [2]], {"seeds": [0]}, "seeds has 1 numbers for 2 prompts; give one for each"),
+        ([[1]], {"seeds": [0, 1]}, "seeds has 2 numbers for 1 prompts"),
     ],
 )
 def test_prompts_that_cannot_be_continued_are_refused(model, prompts, settings, message):
     with pytest.raises(ValueError, match=message):
         many(model, prompts, **{"max_new_tokens": 1, **settings})
+
+
+def test_no_more_rows_are_computed_than_there_are_prompts(model, monkeypatch):
+    seen = []
+
+    def tokens_of_rows(*arguments, num_rows):
+        del arguments
+        seen.append(num_rows)
+        yield np.array([decode.NO_TOKEN] * num_rows)
+
+    monkeypatch.setattr("moelib.inference.generate.tokens_of_rows", tokens_of_rows)
+    assert many(model, **DRAWN, batch_size=100) == [[]] * 4
+    assert many(model, PROMPTS[:3], **DRAWN, batch_size=2) == [[]] * 3
+    assert many(model, [], **DRAWN, batch_size=2) == []
+    assert seen == [4, 2, 2]
 
 
 def test_a_prompt_that_cannot_be_continued_is_refused_before_anything_is_computed(model):
@@ -259,10 +276,13 @@ def test_a_prompt_that_cannot_be_continued_is_refused_before_anything_is_compute
     ("field", "value"),
     [
         ("max_new_tokens", 0),
+        ("max_new_tokens", 1 << 31),
         ("max_length", 1),
+        ("max_length", 1 << 31),
         ("temperature", -1.0),
         ("temperature", float("nan")),
         ("top_k", 0),
+        ("top_k", 1 << 31),
         ("top_p", 0.0),
         ("top_p", 1.1),
         ("min_p", -0.1),
