@@ -2,48 +2,90 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+_Decode = Callable[[Sequence[int]], str]
+
+_FEW = 16  # Tokens that are enough to decode the next one by,
+_MANY = 64  # and how many are decoded before those in front are left out.
+
 
 def text_of(
-    tokens: Sequence[int],
-    prompt: Sequence[int],
-    decode: Callable[[Sequence[int]], str],
-    stops: Sequence[str] = (),
+    tokens: Sequence[int], prompt: Sequence[int], decode: _Decode, stops: Sequence[str] = ()
 ) -> str:
-    """Returns the text of the tokens that follow a prompt, up to the first stop string in it."""
+    """Returns the text of the tokens that follow a prompt, up to the first stop string in it.
+
+    Raises:
+        ValueError: If a stop string is empty.
+    """
+    _check(stops)
     text = decode([*prompt, *tokens])[len(decode(prompt)) :]
     return text[: _end(text, stops)]
 
 
 def pieces_of_text(
-    tokens: Iterable[int],
-    prompt: Sequence[int],
-    decode: Callable[[Sequence[int]], str],
-    stops: Sequence[str] = (),
+    tokens: Iterable[int], prompt: Sequence[int], decode: _Decode, stops: Sequence[str] = ()
 ) -> Iterator[str]:
-    """Yields the text of tokens that follow a prompt, as far as it is certain; takes no more then.
+    """Returns the text of tokens that follow a prompt, as far as it is certain; takes no more then.
 
     A part of a character waits for the rest of it, and what may begin a stop string for what comes.
+    A token takes as long after a long text as after a short one.
 
     Args:
         tokens: One after the other.
         prompt: The tokens before them.
         decode: Returns the text of tokens, with U+FFFD for what is no UTF-8.
         stops: Texts that end the text; they are no part of it.
+
+    Raises:
+        ValueError: If a stop string is empty.
     """
-    taken: list[int] = []
-    text, shown = "", 0
+    _check(stops)
+    return _pieces(tokens, list(prompt), decode, stops)
+
+
+def _pieces(
+    tokens: Iterable[int], prompt: list[int], decode: _Decode, stops: Sequence[str]
+) -> Iterator[str]:
+    last, whole = _shortened(prompt, decode(prompt), decode)
+    shown = len(whole)  # Of the text of the last tokens.
+    text = ""
     for token in tokens:
-        taken.append(token)
-        whole = text_of(taken, prompt, decode)
-        text = whole[: _end(whole, stops)]
-        if len(text) < len(whole):
+        last.append(token)
+        whole = decode(last)
+        text = whole[shown:]
+        end = _end(text, stops)
+        if end < len(text):
+            text = text[:end]
             break
         certain = text.rstrip("\ufffd")
         certain = certain[: len(certain) - _num_begun(certain, stops)]
-        if len(certain) > shown:
-            yield certain[shown:]
-            shown = len(certain)
-    yield text[shown:]
+        if certain:
+            yield certain
+            shown += len(certain)
+            text = text[len(certain) :]
+        if len(last) > _MANY and not whole.endswith("\ufffd"):
+            fewer, rest = _shortened(last, whole, decode)
+            if len(text) <= len(rest):
+                last, shown = fewer, len(rest) - len(text)
+    yield text
+
+
+def _shortened(tokens: list[int], text: str, decode: _Decode) -> tuple[list[int], str]:
+    """Returns some of the last tokens, and their text, with which that of all of them ends.
+
+    Alone, tokens may have another text: if the first is a part of a character, for example.
+    """
+    num = _FEW
+    while num < len(tokens):
+        end = decode(tokens[-num:])
+        if end and text.endswith(end):
+            return tokens[-num:], end
+        num *= 2
+    return tokens, text
+
+
+def _check(stops: Sequence[str]) -> None:
+    if "" in stops:
+        raise ValueError("--stop is empty; set it to a text of one character or more.")
 
 
 def _end(text: str, stops: Sequence[str]) -> int:
