@@ -17,6 +17,7 @@ from lm_eval.tasks import TaskManager
 from tqdm import tqdm
 
 from moelib.core.context import Nested
+from moelib.core.param import cast_parameters
 from moelib.data.tokenizer import Tokenizer
 from moelib.evaluation.evaluations import Metric
 from moelib.evaluation.perplexity import rolling_windows
@@ -41,12 +42,14 @@ class LmEvalModel(TemplateLM):
 
         Args:
             model: Generates.
-            params: The model's parameters.
+            params: The model's parameters; it computes with them in the scorer's `train_dtype`.
             tokenizer: That the model was trained with.
             scorer: Of the model.
         """
         super().__init__()
-        self._model, self._params, self._scorer = model, params, scorer
+        specs = model.create_parameter_specs_recursively()
+        self._params = cast_parameters(params, specs, scorer.train_dtype)
+        self._model, self._scorer = model, scorer
         self._tokenizer = tokenizer
 
     @property

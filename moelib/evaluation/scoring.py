@@ -71,7 +71,7 @@ class Scorer:
         for name, value in (("max_length", max_length), ("batch_tokens", batch_tokens)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; set it to 1 or more.")
-        self.vocab_size, self.max_length = vocab_size, max_length
+        self.vocab_size, self.max_length, self.train_dtype = vocab_size, max_length, train_dtype
         self.batch_tokens, self._mesh = batch_tokens, mesh
         everywhere = mesh and jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         self._score = jax.jit(_score_fn(model, vocab_size, train_dtype), out_shardings=everywhere)

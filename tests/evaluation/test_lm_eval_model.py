@@ -17,6 +17,7 @@ from moelib.cli import evaluate
 from moelib.core.module import functional
 from moelib.data.tokenizer import Tokenizer
 from moelib.evaluation.scoring import Scorer
+from moelib.inference.generate import generate_many
 from moelib.launch import UsageError
 from moelib.layers.transformer import ScanStack, TransformerLayer
 from moelib.models.causal_lm import CausalLM
@@ -127,6 +128,20 @@ def test_greedy_text_ends_before_the_first_of_the_stops(generator, tokenizer):
     assert ask(max_gen_toks=12, until=stops) == expected
     assert ask(max_gen_toks=12, until=stops[1]) == text[: text.index(stops[1])]
     assert ask(max_tokens=3, until=[]) == tokenizer.decode(ids[length : length + 3])
+
+
+def test_text_is_generated_in_the_dtype_of_training(generator, tokenizer):
+    model, params = generator._model, generator._params
+    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    settings = {"vocab_size": tokenizer.vocab_size, "max_length": 64, "train_dtype": "bfloat16"}
+    trained_low = LmEvalModel(model, params, tokenizer, Scorer(model, **settings))
+    ids = tokenizer.encode("A rose")
+    (want,) = generate_many(
+        model, low, [ids], max_new_tokens=12, temperature=0.0, vocab_size=tokenizer.vocab_size
+    )
+    request = Request("A rose", {"max_gen_toks": 12, "until": []})
+    assert trained_low.generate_until([request]) == [tokenizer.decode(want)]
+    assert trained_low._params["embedding"]["weight"].dtype == jnp.bfloat16
 
 
 def test_requests_with_their_own_settings_are_answered_in_order(generator, tokenizer):
