@@ -10,7 +10,7 @@ from moelib.core.module import Module, nowrap
 from moelib.data.token_store import TokenStore
 from moelib.evaluation.evaluations import Evaluation, evaluate
 from moelib.evaluation.multiple_choice import task_evaluation
-from moelib.evaluation.scoring import Scorer
+from moelib.evaluation.scoring import BATCH_TOKENS, Scorer
 from moelib.train.evaler import SpmdEvaler
 from moelib.train.metrics import Scalars
 
@@ -18,8 +18,8 @@ from moelib.train.metrics import Scalars
 class TaskEvaler(SpmdEvaler):
     """Evaluates on an input, as every evaler does, and then on tasks.
 
-    The input, of a token store, gives the tokenizer, the length that the model reads
-    (`seq_len`), and the tokens of a batch.
+    The input, of a token store, gives the tokenizer and the length that the model reads
+    (`seq_len`).
     """
 
     @config_class
@@ -30,6 +30,9 @@ class TaskEvaler(SpmdEvaler):
         data_dir: Required[str] = REQUIRED  # Folder of the tasks' files.
         num_fewshot: int | None = None  # Examples before a question; None takes each task's.
         limit: int | None = 200  # The first questions of each task; None takes all.
+        # Tokens of a batch of questions, padding included; a row for each part of the mesh at
+        # least. Logits of all of them are kept at once, in float32.
+        batch_tokens: int = BATCH_TOKENS
 
     def __init__(
         self, cfg: Any, *, parent: Module | None, model: Any, train_dtype: str | None = None
@@ -55,7 +58,8 @@ class TaskEvaler(SpmdEvaler):
 
         Raises:
             FileNotFoundError: If a file is missing.
-            ValueError: If the mesh does not divide the batch, or the input or a file is broken.
+            ValueError: If the mesh does not divide the batch, the input or a file is broken, or
+                batch_tokens is not positive.
         """
         super().open_input(mesh)
         if self._scorer is not None:
@@ -72,7 +76,7 @@ class TaskEvaler(SpmdEvaler):
             self._model,
             vocab_size=tokenizer.vocab_size,
             max_length=cfg.input.seq_len,
-            batch_tokens=cfg.input.global_batch_size * cfg.input.seq_len,
+            batch_tokens=cfg.batch_tokens,
             train_dtype=self._train_dtype,
             mesh=mesh,
         )

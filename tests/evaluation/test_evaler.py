@@ -74,6 +74,7 @@ def test_metrics_are_those_of_the_input_and_of_the_tasks(lm_input, tokenizer):
     [
         ({"data_dir": "gone"}, FileNotFoundError, "There is no gone/ARC-Easy/ARC-Easy-Test.jsonl"),
         ({"tasks": ["arc"]}, ValueError, "There is no task 'arc'"),
+        ({"batch_tokens": 0}, ValueError, "batch_tokens is 0; set it to 1 or more"),
     ],
 )
 def test_what_is_wrong_is_known_before_a_step(lm_input, settings, error, message):
@@ -81,6 +82,18 @@ def test_what_is_wrong_is_known_before_a_step(lm_input, settings, error, message
     mesh = create_device_mesh(MESH)
     with jax.set_mesh(mesh), pytest.raises(error, match=message):
         ours.open_input(mesh)
+
+
+@pytest.mark.parametrize(("batch_tokens", "num_rows"), [(1 << 14, 32), (1 << 13, 16), (1, 8)])
+def test_tokens_that_are_scored_at_once_are_not_those_of_a_training_batch(
+    lm_input, batch_tokens, num_rows
+):
+    large = lm_input.clone(global_batch_size=1 << 12)
+    ours, _ = evaler(large, batch_tokens=batch_tokens)
+    mesh = create_device_mesh(MESH)
+    with jax.set_mesh(mesh):
+        ours.open_input(mesh)
+    assert ours._scorer._num_rows(100, 512) == num_rows  # The mesh splits rows into 8 parts.
 
 
 def test_an_input_without_a_tokenizer_is_refused():
