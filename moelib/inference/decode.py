@@ -28,6 +28,7 @@ _MIN_PROMPT = 16  # What prompts are padded to at least,
 _MIN_CACHE = 256  # and what a cache has room for if so much may be needed.
 
 NO_TOKEN = -1  # Of a row that has ended.
+_NOT_FINITE = -2  # Of a row whose logits are not numbers; no caller sees it.
 
 
 class Prompt(NamedTuple):
@@ -86,6 +87,9 @@ def tokens_of_rows(
         prompts: B of them, at least one.
         choice: How tokens are chosen.
         num_rows: Rows to compute, so that fewer prompts need no program of their own; B if None.
+
+    Raises:
+        ValueError: If the logits of a row that goes on are not finite.
     """
     inputs = _padded(prompts, _num_rows(max(num_rows or 0, len(prompts))))
     longest, steps = max(len(p.ids) for p in prompts), max(p.limit for p in prompts)
@@ -99,7 +103,13 @@ def tokens_of_rows(
                 rows = rows._replace(cache=_grow(model, rows.cache, len(inputs.ids), room))
             with _one_token_each():
                 rows, token = _advance(model, params, rows, choice)
-        yield np.asarray(ready)[: len(prompts)]
+        tokens = np.asarray(ready)[: len(prompts)]
+        if np.any(tokens == _NOT_FINITE):
+            raise ValueError(
+                f"The logits of token {step + 1} after a prompt are not finite: the parameters are "
+                "not, it seems; take another checkpoint, or a dtype of a larger range."
+            )
+        yield tokens
 
 
 def _num_rows(wanted: int) -> int:
@@ -196,9 +206,11 @@ def _with_next(
     """Returns the rows with a token chosen, and that token; NO_TOKEN where a row has ended."""
     known = jnp.arange(logits.shape[1], dtype=jnp.int32) < choice.vocab_size
     logits = jnp.where(known[None], logits, -jnp.inf)
+    finite = jnp.isfinite(jnp.max(logits, axis=1))  # One NaN makes the maximum NaN.
     token = choose(logits, _keys(rows), rows.seen, choice.sampling)
     stops = jnp.any(token[:, None] == choice.stop_ids[None], axis=1)
     shown = jnp.where(rows.active & ~stops, token, NO_TOKEN)
+    shown = jnp.where(rows.active & ~finite, _NOT_FINITE, shown)
     num_chosen = rows.num_chosen + 1
     active = rows.active & ~stops & (num_chosen < rows.limit)
     seen = rows.seen

@@ -103,7 +103,7 @@ def generate(
 
     Raises:
         ValueError: If a setting is out of range, or the prompt is empty, too long, or holds an id
-            beyond the vocabulary.
+            beyond the vocabulary; or, with the token, if its logits are not finite.
     """
     made = Settings(**settings)
     row = Prompt(prompt, _limit(model, prompt, made, "The prompt"), made.seed)

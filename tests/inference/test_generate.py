@@ -272,6 +272,25 @@ def test_a_prompt_that_cannot_be_continued_is_refused_before_anything_is_compute
         generate(model[0], model[1], [], max_new_tokens=1)
 
 
+@pytest.mark.parametrize("settings", [{"temperature": 0.0}, DRAWN])
+def test_logits_that_are_not_finite_are_an_error(model, settings):
+    broken = model[0], model[1] | {"lm_head": {"weight": model[1]["lm_head"]["weight"] * np.nan}}
+    message = "logits of token 1 after a prompt are not finite: the parameters are not"
+    with pytest.raises(ValueError, match=message):
+        many(broken, **settings | {"max_new_tokens": NEW})
+
+
+def test_an_error_in_the_midst_of_a_text_comes_after_the_tokens_before_it(model):
+    greedy = {"max_new_tokens": NEW, "temperature": 0.0}
+    first = one(model, PROMPTS[0], **greedy)[0]
+    assert first not in PROMPTS[0]
+    weight = model[1]["embedding"]["weight"].at[first].set(np.inf)
+    tokens = generate(model[0], model[1] | {"embedding": {"weight": weight}}, PROMPTS[0], **greedy)
+    assert next(tokens) == first
+    with pytest.raises(ValueError, match="logits of token 2 after a prompt are not finite"):
+        next(tokens)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
