@@ -68,7 +68,7 @@ class Settings:
         return Sampling(
             penalty,
             jnp.float32(max(self.temperature, 1e-6)),
-            None if self.top_k is None else jnp.int32(self.top_k),
+            None if self.top_k is None else jnp.int32(min(self.top_k, _MOST)),
             None if self.top_p == 1 else jnp.float32(self.top_p),
             None if self.min_p == 0 else jnp.float32(self.min_p),
         )
@@ -80,7 +80,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_new_tokens": (lambda x: 1 <= x <= _MOST, f"1 to {_MOST}"),
     "max_length": (lambda x: 2 <= x <= _MOST, f"2 to {_MOST}"),
     "temperature": (lambda x: 0 <= x < math.inf, "0 or more"),
-    "top_k": (lambda x: 1 <= x <= _MOST, f"1 to {_MOST}"),
+    "top_k": (lambda x: x >= 1, "1 or more"),
     "top_p": (lambda x: 0 < x <= 1, "above 0 and up to 1"),
     "min_p": (lambda x: 0 <= x <= 1, "0 to 1"),
     "repetition_penalty": (lambda x: 0 < x < math.inf, "above 0; 1 changes nothing"),

@@ -301,7 +301,6 @@ def test_an_error_in_the_midst_of_a_text_comes_after_the_tokens_before_it(model)
         ("temperature", -1.0),
         ("temperature", float("nan")),
         ("top_k", 0),
-        ("top_k", 1 << 31),
         ("top_p", 0.0),
         ("top_p", 1.1),
         ("min_p", -0.1),
@@ -311,6 +310,10 @@ def test_an_error_in_the_midst_of_a_text_comes_after_the_tokens_before_it(model)
 def test_settings_out_of_range_are_refused(field, value):
     with pytest.raises(ValueError, match=f"{field} is {value}; set it to"):
         Settings(**{"max_new_tokens": 1, field: value})
+
+
+def test_a_top_k_beyond_every_vocabulary_keeps_all():
+    assert Settings(max_new_tokens=1, top_k=1 << 40).sampling().top_k == 2**31 - 1
 
 
 def test_few_programs_are_compiled(model):
