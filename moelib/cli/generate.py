@@ -94,17 +94,7 @@ def run(args: Sequence[str]) -> None:
         UsageError: If flags are missing or out of range, the folder is not that of a run, or a line
             of the input is no prompt.
     """
-    if args:
-        raise UsageError(f"{args[0]!r} is no flag; quote the prompt: --prompt 'def f('.")
-    if bool(FLAGS.trainer_dir) == bool(FLAGS.hf_dir):
-        raise UsageError("--trainer_dir or --hf_dir must be set; see `moelib generate --help`.")
-    for flag, needs in (("dtype", "hf_dir"), ("step", "trainer_dir")):
-        if FLAGS[flag].value is not None and not FLAGS[needs].value:
-            raise UsageError(f"--{flag} goes with --{needs}; leave it out.")
-    if bool(FLAGS.prompt) == bool(FLAGS.input):
-        raise UsageError("--prompt or --input must be set, to a text or to a file of prompts.")
-    if bool(FLAGS.input) != bool(FLAGS.output):
-        raise UsageError("--input and --output must be set together.")
+    _check_flags(args)
     settings = {name: FLAGS[name].value for name in _SETTINGS}
     import jax
 
@@ -122,6 +112,22 @@ def run(args: Sequence[str]) -> None:
                 stream_text(loaded, FLAGS.prompt, stop=FLAGS.stop, **settings)
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
+
+
+def _check_flags(args: Sequence[str]) -> None:
+    if args:
+        raise UsageError(f"{args[0]!r} is no flag; quote the prompt: --prompt 'def f('.")
+    if bool(FLAGS.trainer_dir) == bool(FLAGS.hf_dir):
+        raise UsageError("--trainer_dir or --hf_dir must be set; see `moelib generate --help`.")
+    for flag, needs in (("dtype", "hf_dir"), ("step", "trainer_dir")):
+        if FLAGS[flag].value is not None and not FLAGS[needs].value:
+            raise UsageError(f"--{flag} goes with --{needs}; leave it out.")
+    if bool(FLAGS.prompt) == bool(FLAGS.input):
+        raise UsageError("--prompt or --input must be set, to a text or to a file of prompts.")
+    if bool(FLAGS.input) != bool(FLAGS.output):
+        raise UsageError("--input and --output must be set together.")
+    if "" in FLAGS.stop:
+        raise UsageError("--stop is empty; set it to a text of one character or more.")
 
 
 def _load(mesh: Any | None) -> LoadedModel:

@@ -158,6 +158,7 @@ def test_a_tokenizer_of_another_model_is_refused(hub, tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
+        (["--stop="], "--stop is empty"),
         (["--mesh=fsdp"], "--mesh 'fsdp': say axes and their sizes"),
         (["--mesh=fsdb=8"], "--mesh 'fsdb=8': .*fsdb"),
         (["--mesh=fsdp=3"], "--mesh 'fsdp=3': .*3 devices"),
