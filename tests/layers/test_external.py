@@ -169,6 +169,7 @@ def test_parameters_are_counted_split_and_decayed_as_said():
     assert {x.dtype for x in jax.tree.leaves(initial(told))} == {jnp.dtype("bfloat16")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [LoopStack, ScanStack])
 def test_a_language_model_has_them_in_the_place_of_its_own(kind):
     stack = decoder(layer(external(plain)), layer(), kind=kind)

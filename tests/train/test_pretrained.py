@@ -135,6 +135,7 @@ def random_parameters(cfg):
     return model.initialize_parameters_recursively(jax.random.key(0))
 
 
+@pytest.mark.slow
 def test_flame_moe_is_a_qwen2_moe_whose_shared_experts_count_twice_behind_a_gate_of_a_half(
     tmp_path,
 ):

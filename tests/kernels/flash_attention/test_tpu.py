@@ -55,6 +55,7 @@ def _passes(case, run, **options):
     return out, lse, grads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -71,6 +72,7 @@ def test_no_kernel_reads_memory_that_nothing_wrote(case):
     assert_close(got, _passes(case, xla), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [pytest.param(6, marks=pytest.mark.slow), 12])
 def test_many_heads_of_a_group_are_computed_in_chunks(heads, monkeypatch):
     monkeypatch.setattr(tpu, "_MAX_ROWS", 512)  # Chunks of 3 and 4 heads.

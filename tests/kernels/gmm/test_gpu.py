@@ -78,6 +78,7 @@ def test_weight_gradients_equal_the_reference():
         _assert_close(run(lhs, grad, sizes), want, 2**-8)
 
 
+@pytest.mark.slow
 def test_nan_stays_in_its_row_and_its_groups_gradient():
     lhs, rhs, grad, _ = _operands(104, 64, 64, 3)
     sizes = jnp.asarray([37, 0, 60], jnp.int32)

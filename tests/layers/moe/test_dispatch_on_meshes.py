@@ -134,6 +134,7 @@ def test_experts_may_be_split_over_other_axes_than_the_batch(name, experts):
     assert lowered[0] != lowered[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["ragged", *(pytest.param(n, marks=pytest.mark.slow) for n in ("sorted", "ring", "capacity"))],
@@ -192,6 +193,7 @@ def test_the_same_choices_are_dropped_on_every_mesh(name, num_blocks, mesh, rout
     check(on_mesh(mesh, made, ROUTINGS[routing]), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ragged", pytest.param("ring", marks=pytest.mark.slow)])
 def test_a_buffer_has_as_many_rows_as_its_factor_says(name):
     n, even = 4, B * S * K // 8  # Choices of each of eight devices.
