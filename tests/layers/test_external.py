@@ -9,11 +9,10 @@ from flax import linen, nnx
 
 from moelib.core import tree
 from moelib.core.config import config_for_function
-from moelib.core.module import functional
 from moelib.core.param import is_spec
 from moelib.inference.generate import generate_many
 from moelib.layers.external import ExternalLayer, InitApply, Updated
-from moelib.layers.transformer import LoopStack, ScanStack
+from moelib.layers.transformer import LoopStack
 from tests.inference.models import decoder, layer, whole_logits, with_parameters
 from tests.layers.calling import build, call, call_and_collect, initial
 from tests.models import tiny
@@ -170,28 +169,17 @@ def test_parameters_are_counted_split_and_decayed_as_said():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [LoopStack, ScanStack])
-def test_a_language_model_has_them_in_the_place_of_its_own(kind):
-    stack = decoder(layer(external(plain)), layer(), kind=kind)
-    model, params = with_parameters(tiny.model_config(stack))
+def test_a_scan_over_them_computes_what_a_loop_does():
+    block = layer(external(plain)), layer()
+    scan, params = with_parameters(tiny.model_config(decoder(*block)))
+    started = scan.initialize_parameters_recursively(jax.random.key(0))
+    assert jax.tree.structure(started) == jax.tree.structure(params)
+    stack = decoder(*block, kind=LoopStack).set(num_layers=4)
+    loop = tiny.model_config(stack).instantiate(parent=None)
+    apart = {f"layer{i}": _turn(params["decoder"], i) for i in range(4)}
     ids = np.arange(10).reshape(2, 5) % tiny.VOCAB_SIZE
-    batch = {"input_ids": jnp.asarray(ids)}
-    logits, _ = functional(model, None, params, (batch,), is_training=False, method="logits")
-    init_again = model.initialize_parameters_recursively(jax.random.key(0))
-    assert jax.tree.structure(init_again) == jax.tree.structure(params)
-    if kind is ScanStack:
-        loop = decoder(layer(external(plain)), layer(), kind=LoopStack)
-        loop = tiny.model_config(loop.set(num_layers=4)).instantiate(parent=None)
-        apart = {f"layer{i}": _turn(params["decoder"], i) for i in range(4)}
-        want, _ = functional(
-            loop,
-            None,
-            params | {"decoder": apart},
-            (batch,),
-            is_training=False,
-            method="logits",
-        )
-        np.testing.assert_allclose(logits, want, atol=1e-5)
+    want = whole_logits(loop, params | {"decoder": apart}, ids)
+    np.testing.assert_allclose(whole_logits(scan, params, ids), want, atol=1e-5)
 
 
 def _turn(stacked, i):
