@@ -177,7 +177,8 @@ class SpmdTrainer(Module):
         return mesh
 
     @contextlib.contextmanager
-    def _on_mesh(self) -> Iterator[None]:
+    @nowrap
+    def on_mesh(self) -> Iterator[None]:
         """Sets the mesh and the sharding rules, and notes what is asked of these."""
         rules = sharding.sharding_rules(self.config.sharding_rules or {})
         with jax.set_mesh(self.mesh()), rules as asked:
@@ -205,7 +206,7 @@ class SpmdTrainer(Module):
     @functools.cached_property
     def trainer_state_shardings(self) -> TrainerState:
         """The state with a NamedSharding in place of each array."""
-        with self._on_mesh():
+        with self.on_mesh():
             return state_lib.state_shardings(self.trainer_state_specs, self.learner, self.mesh())
 
     @property
@@ -224,7 +225,7 @@ class SpmdTrainer(Module):
     def batch_sharding(self) -> jax.sharding.NamedSharding:
         """Where the arrays [B, S] of a batch lie. Raises ValueError if the mesh cannot split it."""
         cfg = self.config.input
-        with self._on_mesh():
+        with self.on_mesh():
             self._check_sequences()
             place = state_lib.batch_sharding(cfg.global_batch_size, cfg.seq_len, self.mesh())
             check_microbatches(self.config, dict(self.mesh().shape))
@@ -272,7 +273,7 @@ class SpmdTrainer(Module):
         """Makes the state before the first step, from a key or else `prng_seed`."""
         cfg = self.config
         key = cfg.prng_seed if prng_key is None else prng_key
-        with self._on_mesh():
+        with self.on_mesh():
             state = state_lib.init_state(
                 self.model, self.learner, key, self.trainer_state_shardings
             )
@@ -352,7 +353,7 @@ class SpmdTrainer(Module):
         Args:
             batch: As `trace_train_step` takes it.
         """
-        with self._on_mesh():
+        with self.on_mesh():
             return self.trace_train_step(batch).lower()
 
     @nowrap
@@ -385,10 +386,15 @@ class SpmdTrainer(Module):
         )
         replicated = jax.sharding.NamedSharding(self.mesh(), jax.sharding.PartitionSpec())
         out = (self.trainer_state_shardings, replicated)
-        with self._on_mesh():
+        with self.on_mesh():
             traced = jax.jit(step, donate_argnums=(0,), out_shardings=out).trace(state, batch)
-        sharding.check_rules_asked(cfg.sharding_rules or {}, self._axes_asked)
+        self.check_sharding_rules()
         return traced
+
+    @nowrap
+    def check_sharding_rules(self) -> None:
+        """Raises ValueError if a sharding rule is about an axis that nothing traced so far has."""
+        sharding.check_rules_asked(self.config.sharding_rules or {}, self._axes_asked)
 
     @nowrap
     def run_step(self, batch: Any, *, input_state: dict[str, Any] | None = None) -> Any:
@@ -427,7 +433,7 @@ class SpmdTrainer(Module):
             CheckpointSaveError: If the last checkpoint could not be written.
         """
         cfg = self.config
-        with self._on_mesh():
+        with self.on_mesh():
             _ = self.batch_sharding  # What the mesh cannot split is refused first.
             config_path = claim_directory(cfg, cfg.dir, write=jax.process_index() == 0)
             if cfg.checkpointer is not None:

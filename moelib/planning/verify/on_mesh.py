@@ -1,0 +1,157 @@
+"""What is checked on every mesh: the same numbers as on one device, and a state that survives."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from moelib.core import tree
+from moelib.planning.verify.compare import (
+    Difference,
+    first_bit_difference,
+    first_difference,
+)
+from moelib.planning.verify.probe import Observed, Probe
+from moelib.planning.verify.reference import Reference, curve
+
+# How far float32 numbers may be apart that are summed in another order, relative to the largest of
+# their array. Seen on eight devices: 2e-6 of gradients, 4e-7 of metrics.
+TOLERANCE = 1e-5
+_CURVE_TOLERANCE = 1e-4  # Optimizers that divide by small gradients make differences larger.
+
+Check = tuple[str, Callable[[], Difference | None]]
+
+
+def mesh_checks(reference: Reference, probe: Probe) -> Iterator[Check]:
+    """Yields (name, check) in order; each returns the first difference, or None."""
+    ours = _Steps(reference, probe)
+    yield "loss", ours.loss
+    yield "metrics", ours.metrics
+    yield "gradients", ours.gradients
+    yield "update", ours.update
+    yield "curve", ours.curve
+    yield "replicas", ours.replicas
+    if probe.trainer.config.checkpointer is not None:
+        yield "restored", ours.restored
+        yield "resumed", ours.resumed
+
+
+MESH_CHECKS = (
+    "loss",
+    "metrics",
+    "gradients",
+    "update",
+    "curve",
+    "replicas",
+    "restored",
+    "resumed",
+)
+
+
+class _Steps:
+    """Some steps on a mesh, each taken when it is first asked for."""
+
+    def __init__(self, reference: Reference, probe: Probe) -> None:
+        self._reference, self._probe = reference, probe
+
+    @functools.cached_property
+    def _first(self) -> Observed:
+        known = self._reference
+        return self._probe(known.start, known.batches[0], known.first.gradients)
+
+    @functools.cached_property
+    def _curve(self) -> tuple[tuple[float, ...], list[Any]]:
+        known = self._reference
+        return curve(self._probe, known.start, known.batches, known.first.gradients)
+
+    def loss(self) -> Difference | None:
+        """Compares the loss and the objective of the first step."""
+        names = ("loss", "objective", "num_tokens")
+        return _compare_metrics(self._reference, self._first, lambda name: name in names)
+
+    def metrics(self) -> Difference | None:
+        """Compares auxiliary losses, loads of experts, and all else that layers report."""
+        return _compare_metrics(self._reference, self._first, lambda _: True)
+
+    def gradients(self) -> Difference | None:
+        """Compares the gradient of every parameter."""
+        want, got = self._reference.first.gradients, jax.device_get(self._first.gradients)
+        return first_difference(want, got, relative=TOLERANCE, floor=rounding_floor(want))
+
+    def update(self) -> Difference | None:
+        """Compares what the learner makes of the same gradients, and what layers update."""
+        known = self._reference
+        got = jax.device_get(self._first.updated)
+        moved = _largest_move(known.start.model, known.first.updated)
+        if found := first_difference(
+            known.first.updated, got, relative=2**-21, floor=TOLERANCE * moved
+        ):
+            return found
+        kept = lambda state: _untrained(state.model, known.first.gradients)
+        return first_difference(
+            kept(known.first.state), kept(jax.device_get(self._first.state)), relative=TOLERANCE
+        )
+
+    def curve(self) -> Difference | None:
+        """Compares the losses of a few steps, each from the state before it."""
+        want = {f"loss of step {i}": x for i, x in enumerate(self._reference.losses)}
+        got = dict(zip(want, self._curve[0], strict=True))
+        return first_difference(want, got, relative=_CURVE_TOLERANCE)
+
+    def replicas(self) -> Difference | None:
+        """Compares, bit for bit, the devices that hold the same part of an array."""
+        for path, array in tree.flatten_items(self._curve[1][-1]):
+            first: dict[str, np.ndarray] = {}
+            for shard in array.addressable_shards:
+                data = np.asarray(shard.data)
+                known = first.setdefault(str(shard.index), data)
+                name = f"{path} on device {shard.device.id}"
+                if found := first_bit_difference({name: known}, {name: data}):
+                    return found
+        return None
+
+    def restored(self) -> Difference | None:
+        """Saves on the mesh and restores on one device: every array, bit for bit."""
+        state = self._curve[1][-2]
+        self._probe.save(state, _SAVED_STEP)
+        got = self._reference.probe.restored(self._probe, _SAVED_STEP)
+        return first_bit_difference(jax.device_get(state), jax.device_get(got))
+
+    def resumed(self) -> Difference | None:
+        """Restores on the mesh and takes a step: the state of the unbroken run, bit for bit."""
+        known = self._reference
+        state = self._probe.restored(self._probe, _SAVED_STEP)
+        after = self._probe(state, known.batches[-1], known.first.gradients).state
+        return first_bit_difference(jax.device_get(self._curve[1][-1]), jax.device_get(after))
+
+
+_SAVED_STEP = 2  # The last but one of the curve's states.
+
+
+def rounding_floor(gradients: Any) -> float:
+    """Returns what a gradient may be off that is a sum of larger ones: they may cancel out."""
+    return 1e-7 * max(float(np.abs(x).max(initial=0.0)) for x in jax.tree.leaves(gradients))
+
+
+def _compare_metrics(
+    reference: Reference, observed: Observed, keep: Callable[[str], bool]
+) -> Difference | None:
+    want, got = reference.first.metrics, observed.metrics
+    names = [name for name in want if keep(name)]
+    if want.keys() != got.keys():
+        raise ValueError(f"metrics on one side only: {sorted(want.keys() ^ got.keys())}.")
+    pick = lambda values: {name: values[name] for name in names}
+    return first_difference(pick(want), pick(got), relative=TOLERANCE, floor=1e-7)
+
+
+def _largest_move(before: Any, after: Any) -> float:
+    known = dict(tree.flatten_items(before))
+    moves = (float(np.abs(x - known[p]).max(initial=0.0)) for p, x in tree.flatten_items(after))
+    return max(moves, default=0.0)
+
+
+def _untrained(params: Any, gradients: Any) -> dict[str, Any]:
+    trained = dict(tree.flatten_items(gradients))
+    return {path: x for path, x in tree.flatten_items(params) if path not in trained}
