@@ -19,6 +19,7 @@ COMMANDS = {
     "prepare": ("moelib.cli.prepare", "Tokenizes a corpus into a token store."),
     "config": ("moelib.cli.config", "Prints, explains, compares or counts a named config."),
     "plan": ("moelib.cli.plan", "Compiles a training step for TPUs that are not here; reports."),
+    "verify": ("moelib.cli.verify", "Checks that a config computes the same on every mesh."),
     "generate": ("moelib.cli.generate", "Continues a prompt with a trained model."),
     "evaluate": ("moelib.cli.evaluate", "Answers benchmarks with the checkpoints of a run."),
     "convert": ("moelib.cli.convert", "Reads and writes models of Hugging Face."),

@@ -66,7 +66,9 @@ def _own_axes(cfg: Any) -> list[set[str]]:
             sizes.append([-1 if -1 in pair else math.prod(pair) for pair in both])
         elif isinstance(shape, Sequence):
             sizes.append(shape)
-    return [{n for n, s in zip(cfg.mesh_axis_names, each, strict=False) if s != 1} for each in sizes]
+    return [
+        {n for n, s in zip(cfg.mesh_axis_names, each, strict=False) if s != 1} for each in sizes
+    ]
 
 
 def _read(text: str, names: Sequence[str], num_devices: int) -> Axes:

@@ -23,11 +23,11 @@ from moelib.planning.verify.reference import Reference
 from moelib.train.pretrained import save_pretrained, state_from_hugging_face
 
 
-class Fault(Exception):
+class FaultError(Exception):
     """Something that is wrong with the config; the message says what."""
 
 
-class NotApplicable(Exception):
+class NotApplicableError(Exception):
     """A check that the config gives nothing to do; the message says why."""
 
 
@@ -35,7 +35,7 @@ Check = tuple[str, Callable[[], Difference | None]]
 
 
 def single_checks(cfg: Any, reference: Reference) -> Iterator[Check]:
-    """Yields (name, check). A check returns the first difference or None, or raises a `Fault`."""
+    """Yields (name, check). A check returns the first difference or None, or raises a `FaultError`."""
     ours = _Checks(cfg, reference)
     yield "rules", ours.rules
     yield "initial", ours.initial
@@ -62,12 +62,12 @@ class _Checks:
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise Fault(f"mesh_rules[{i}]: {pattern!r} is no pattern: {error}.") from None
+                raise FaultError(f"mesh_rules[{i}]: {pattern!r} is no pattern: {error}.") from None
             shapes = rule if isinstance(rule, HybridMeshShape) else (rule,)
             for shape in shapes:
                 names = self._cfg.mesh_axis_names
                 if not isinstance(shape, ConfigBase) and len(shape) != len(names):
-                    raise Fault(
+                    raise FaultError(
                         f"mesh_rules[{i}]: {shape} has {len(shape)} sizes for the {len(names)} "
                         f"axes {', '.join(names)}; give one size an axis."
                     )
@@ -84,7 +84,7 @@ class _Checks:
                     continue
                 for i, j in _pairs(len(parts)):
                     if np.array_equal(parts[i], parts[j]):
-                        raise Fault(
+                        raise FaultError(
                             f"{path}: {name} {i} and {j} begin with the same values, so that they "
                             "stay the same; draw each from a key of its own."
                         )
@@ -95,7 +95,7 @@ class _Checks:
         idle = sum(x for name, x in metrics.items() if _last(name) == "dead_experts")
         for path, x in tree.flatten_items(self._reference.first.gradients):
             if not np.any(x):
-                raise Fault(
+                raise FaultError(
                     f"{path} has no gradient; use it, or declare it frozen: trainable=False in its "
                     "ParameterSpec, or a rule of learner.update_rules."
                 )
@@ -105,7 +105,9 @@ class _Checks:
             parts = np.moveaxis(x, axes.index("experts"), 0)
             without = [i for i, part in enumerate(parts) if not np.any(part)]
             if without:
-                raise Fault(f"{path}: expert {without[0]} was sent tokens, but has no gradient.")
+                raise FaultError(
+                    f"{path}: expert {without[0]} was sent tokens, but has no gradient."
+                )
 
     def auxiliary(self) -> Difference | None:
         """The objective is the loss and every auxiliary loss of the config, times its weight."""
@@ -114,13 +116,13 @@ class _Checks:
         for path, weight in _auxiliary_losses(self._reference.probe.trainer.model):
             values = [x for name, x in metrics.items() if re.fullmatch(rf"{path}(/\d+)?", name)]
             if not values:
-                raise Fault(
+                raise FaultError(
                     f"{path} has weight {weight:g}, but no such loss arrives at the trainer: a "
                     "layer around it drops what its children put out."
                 )
             total += weight * math.fsum(values)
         if total == 0.0 and metrics["aux_loss"] == 0.0:
-            raise NotApplicable("no auxiliary losses")
+            raise NotApplicableError("no auxiliary losses")
         want = {"aux_loss": total or metrics["aux_loss"]}
         want["objective"] = metrics["loss"] + want["aux_loss"]
         return first_difference(want, {n: metrics[n] for n in want}, relative=TOLERANCE)
@@ -134,7 +136,7 @@ class _Checks:
             parts = {**observed.metrics, **dict(tree.flatten_items(observed.gradients))}
             for name, x in parts.items():
                 if not np.all(np.isfinite(x)):
-                    raise Fault(f"{name} is not finite for {what}.")
+                    raise FaultError(f"{name} is not finite for {what}.")
 
     def padding(self) -> Difference | None:
         """What padding holds changes nothing, nor how much of it there is."""
@@ -149,7 +151,7 @@ class _Checks:
         other = batches.with_other_first_documents(batch, self._vocab_size, seed=6)
         observed = [self._reference.observe(each).metrics for each in (batch, other)]
         if any(x for each in observed for name, x in each.items() if _last(name) == "drop_rate"):
-            raise NotApplicable("tokens are dropped, which ones depends on the whole row")
+            raise NotApplicableError("tokens are dropped, which ones depends on the whole row")
         want, got = ({"loss": each["loss"]} for each in observed)
         return first_difference(want, got, relative=TOLERANCE)
 
@@ -189,13 +191,13 @@ class _Checks:
         """To a folder of Hugging Face and back: every parameter that is trained, bit for bit."""
         cfg, probe = self._cfg.model, self._reference.probe
         if not isinstance(cfg, CausalLM.Config):
-            raise NotApplicable("no CausalLM")
+            raise NotApplicableError("no CausalLM")
         want = self._reference.start
         with tempfile.TemporaryDirectory() as folder:
             try:
                 save_pretrained(folder, cfg, jax.device_put(want.model, probe.places.model))
             except NoFamilyError as error:
-                raise NotApplicable(str(error).partition(";")[0]) from None
+                raise NotApplicableError(str(error).partition(";")[0]) from None
             empty = want._replace(model=jax.tree.map(np.zeros_like, want.model))
             empty = jax.device_put(empty, probe.places)
             got = state_from_hugging_face(folder, probe.trainer.model)(empty)

@@ -75,9 +75,7 @@ class Probe:
         """Returns the state before the first step, as a run begins."""
         trainer = self.trainer
         with trainer.on_mesh():
-            return init_state(
-                trainer.model, trainer.learner, trainer.config.prng_seed, self.places
-            )
+            return init_state(trainer.model, trainer.learner, trainer.config.prng_seed, self.places)
 
     @property
     def places(self) -> Any:

@@ -55,6 +55,14 @@ def shrink(cfg: Any, num_devices: int) -> tuple[Any, list[Change]]:
     return small, _changes(cfg, small)
 
 
+def runnable(cfg: Any) -> tuple[Any, list[Change]]:
+    """Returns a copy of a trainer's config in float32, of its own sizes and on its own data."""
+    same = cfg.clone()
+    _full_precision(same)
+    _short_run(same)
+    return same, _changes(cfg, same)
+
+
 def _configs(cfg: ConfigBase) -> list[ConfigBase]:
     return [cfg, *(inside for _, inside in sub_configs(cfg))]
 

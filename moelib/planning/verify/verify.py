@@ -1,6 +1,7 @@
 """Runs the checks: on one device, then mesh by mesh; what comes next is compiled meanwhile."""
 
 import concurrent.futures
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,13 +11,13 @@ from moelib.core.config import ConfigBase
 from moelib.planning.verify.compare import Difference
 from moelib.planning.verify.meshes import Axes, describe
 from moelib.planning.verify.on_mesh import mesh_checks
-from moelib.planning.verify.on_one import Check, Fault, NotApplicable, single_checks
+from moelib.planning.verify.on_one import Check, FaultError, NotApplicableError, single_checks
 from moelib.planning.verify.outcome import Outcome, Status
 from moelib.planning.verify.probe import Probe
 from moelib.planning.verify.reference import Reference, make_reference
 
 ONE_DEVICE = "1 device"
-_COMPILED = "compiled"  # The check that a mesh can be used at all.
+COMPILED = "compiled"  # The check that a mesh can be used at all.
 
 
 def verify(
@@ -36,9 +37,9 @@ def verify(
         reference = make_reference(cfg, devices[0])
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
-        yield Outcome(ONE_DEVICE, _COMPILED, Status.FAILED, said, time.perf_counter() - begin)
+        yield Outcome(ONE_DEVICE, COMPILED, Status.FAILED, said, time.perf_counter() - begin)
         return
-    yield Outcome(ONE_DEVICE, _COMPILED, Status.PASSED, "", time.perf_counter() - begin)
+    yield Outcome(ONE_DEVICE, COMPILED, Status.PASSED, "", time.perf_counter() - begin)
     with _ahead(cfg, reference, axes, devices, folder) as probes:
         for outcome in _outcomes(ONE_DEVICE, single_checks(cfg, reference)):
             yield outcome
@@ -56,13 +57,13 @@ def _on_mesh(mesh: str, reference: Reference, probe: Callable[[], Probe]) -> Ite
     try:
         made = probe()
     except ValueError as error:
-        yield Outcome(mesh, _COMPILED, Status.SKIPPED, str(error), time.perf_counter() - begin)
+        yield Outcome(mesh, COMPILED, Status.SKIPPED, str(error), time.perf_counter() - begin)
         return
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
-        yield Outcome(mesh, _COMPILED, Status.FAILED, said, time.perf_counter() - begin)
+        yield Outcome(mesh, COMPILED, Status.FAILED, said, time.perf_counter() - begin)
         return
-    yield Outcome(mesh, _COMPILED, Status.PASSED, "", time.perf_counter() - begin)
+    yield Outcome(mesh, COMPILED, Status.PASSED, "", time.perf_counter() - begin)
     yield from _outcomes(mesh, mesh_checks(reference, made))
 
 
@@ -76,39 +77,29 @@ def _outcomes(mesh: str, checks: Iterable[Check]) -> Iterator[Outcome]:
 def _run(check: Callable[[], Difference | None]) -> tuple[Status, str]:
     try:
         found = check()
-    except NotApplicable as why:
+    except NotApplicableError as why:
         return Status.SKIPPED, str(why)
-    except Fault as fault:
+    except FaultError as fault:
         return Status.FAILED, str(fault)
     except Exception as error:
         return Status.FAILED, f"{type(error).__name__}: {error}"
     return (Status.PASSED, "") if found is None else (Status.FAILED, str(found))
 
 
-class _ahead:
-    """Compiles the meshes' steps in threads, in order, while others are checked."""
+@contextlib.contextmanager
+def _ahead(
+    cfg: Any, reference: Reference, axes: Sequence[Axes], devices: Sequence[Any], folder: str
+) -> Iterator[list[Callable[[], Probe]]]:
+    """Yields functions that return each mesh's compiled step; threads compile them in order."""
 
-    def __init__(
-        self,
-        cfg: Any,
-        reference: Reference,
-        axes: Sequence[Axes],
-        devices: Sequence[Any],
-        folder: str,
-    ) -> None:
-        self._pool = concurrent.futures.ThreadPoolExecutor(max(1, os.cpu_count() or 1))
-        known = reference
+    def compiled(index: int) -> Probe:
+        own = cfg.clone(dir=os.path.join(folder, f"mesh{index}"))
+        probe = Probe(own, axes[index], devices)
+        probe.compile(reference.start, reference.batches[0], reference.first.gradients)
+        return probe
 
-        def compiled(index: int) -> Probe:
-            own = cfg.clone(dir=os.path.join(folder, f"mesh{index}"))
-            probe = Probe(own, axes[index], devices)
-            probe.compile(known.start, known.batches[0], known.first.gradients)
-            return probe
-
-        self._futures = [self._pool.submit(compiled, i) for i in range(len(axes))]
-
-    def __enter__(self) -> list[Callable[[], Probe]]:
-        return [future.result for future in self._futures]
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+    pool = concurrent.futures.ThreadPoolExecutor(max(1, os.cpu_count() or 1))
+    try:
+        yield [pool.submit(compiled, i).result for i in range(len(axes))]
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
