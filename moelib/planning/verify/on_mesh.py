@@ -28,8 +28,8 @@ def mesh_checks(reference: Reference, probe: Probe) -> Iterator[Check]:
     """Yields (name, check) in order; each returns the first difference, or None."""
     ours = _Steps(reference, probe)
     yield "loss", ours.loss
-    yield "metrics", ours.metrics
     yield "gradients", ours.gradients
+    yield "metrics", ours.metrics
     yield "update", ours.update
     yield "curve", ours.curve
     yield "replicas", ours.replicas
@@ -40,8 +40,8 @@ def mesh_checks(reference: Reference, probe: Probe) -> Iterator[Check]:
 
 MESH_CHECKS = (
     "loss",
-    "metrics",
     "gradients",
+    "metrics",
     "update",
     "curve",
     "replicas",

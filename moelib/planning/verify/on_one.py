@@ -1,9 +1,11 @@
 """What is checked on one device: what must not matter does not, and what must does."""
 
+import functools
+import itertools
 import math
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ import numpy as np
 from moelib.core import tree
 from moelib.core.config import ConfigBase
 from moelib.core.module import Module
+from moelib.core.param import ParameterSpec
 from moelib.learner import paths
 from moelib.models.causal_lm import CausalLM
 from moelib.models.huggingface.families import NoFamilyError
@@ -19,6 +22,7 @@ from moelib.parallel.mesh import HybridMeshShape
 from moelib.planning.verify import batches
 from moelib.planning.verify.compare import Difference, first_bit_difference, first_difference
 from moelib.planning.verify.on_mesh import TOLERANCE, rounding_floor
+from moelib.planning.verify.probe import Probe
 from moelib.planning.verify.reference import Reference
 from moelib.train.pretrained import save_pretrained, state_from_hugging_face
 
@@ -34,11 +38,16 @@ class NotApplicableError(Exception):
 Check = tuple[str, Callable[[], Difference | None]]
 
 
+def early_checks(cfg: Any, probe: Probe, initial: Any) -> Iterator[Check]:
+    """Yields those of the checks that need no step, only the state as a run begins."""
+    specs = paths.specs_by_path(probe.trainer.trainer_state_specs.model)
+    yield "rules", functools.partial(_check_mesh_rules, cfg)
+    yield "initial", functools.partial(_check_initial, initial.model, specs)
+
+
 def single_checks(cfg: Any, reference: Reference) -> Iterator[Check]:
-    """Yields (name, check). A check returns the first difference or None, or raises a `FaultError`."""
+    """Yields (name, check): it returns the first difference or None, or raises `FaultError`."""
     ours = _Checks(cfg, reference)
-    yield "rules", ours.rules
-    yield "initial", ours.initial
     yield "reached", ours.reached
     yield "auxiliary", ours.auxiliary
     yield "masked", ours.masked
@@ -55,39 +64,6 @@ class _Checks:
         self._vocab_size: int = vocab_size
         self._batch = reference.batches[0]
         self._specs = paths.specs_by_path(reference.probe.trainer.trainer_state_specs.model)
-
-    def rules(self) -> None:
-        """Every mesh rule is a pattern and a mesh; the others were checked by what they change."""
-        for i, (pattern, rule) in enumerate(self._cfg.mesh_rules or ()):
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise FaultError(f"mesh_rules[{i}]: {pattern!r} is no pattern: {error}.") from None
-            shapes = rule if isinstance(rule, HybridMeshShape) else (rule,)
-            for shape in shapes:
-                names = self._cfg.mesh_axis_names
-                if not isinstance(shape, ConfigBase) and len(shape) != len(names):
-                    raise FaultError(
-                        f"mesh_rules[{i}]: {shape} has {len(shape)} sizes for the {len(names)} "
-                        f"axes {', '.join(names)}; give one size an axis."
-                    )
-
-    def initial(self) -> None:
-        """No two experts begin alike, no two layers, unless all entries are equal on purpose."""
-        for path, x in tree.flatten_items(self._reference.initial.model):
-            spec = self._specs[path]
-            for axis, name in enumerate(spec.axes):
-                if name not in ("experts", "layers") or not spec.trainable:
-                    continue
-                parts = np.moveaxis(np.asarray(x), axis, 0)
-                if np.ptp(parts[0]) == 0 or parts[0].size < 2:
-                    continue
-                for i, j in _pairs(len(parts)):
-                    if np.array_equal(parts[i], parts[j]):
-                        raise FaultError(
-                            f"{path}: {name} {i} and {j} begin with the same values, so that they "
-                            "stay the same; draw each from a key of its own."
-                        )
 
     def reached(self) -> None:
         """Every parameter that is trained has a gradient, each expert's too."""
@@ -207,13 +183,42 @@ class _Checks:
         )
 
 
+def _check_mesh_rules(cfg: Any) -> None:
+    """Every mesh rule is a pattern and a mesh; other rules were checked by what they change."""
+    names = cfg.mesh_axis_names
+    for i, (pattern, rule) in enumerate(cfg.mesh_rules or ()):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise FaultError(f"mesh_rules[{i}]: {pattern!r} is no pattern: {error}.") from None
+        for shape in rule if isinstance(rule, HybridMeshShape) else (rule,):
+            if not isinstance(shape, ConfigBase) and len(shape) != len(names):
+                raise FaultError(
+                    f"mesh_rules[{i}]: {shape} has {len(shape)} sizes for the {len(names)} axes "
+                    f"{', '.join(names)}; give one size an axis."
+                )
+
+
+def _check_initial(params: Any, specs: Mapping[str, ParameterSpec]) -> None:
+    """No two experts begin alike, no two layers, unless all entries are equal on purpose."""
+    for path, x in tree.flatten_items(params):
+        for axis, name in enumerate(specs[path].axes):
+            if name not in ("experts", "layers") or not specs[path].trainable:
+                continue
+            parts = np.moveaxis(np.asarray(x), axis, 0)
+            if np.ptp(parts[0]) == 0 or parts[0].size < 2:
+                continue
+            for i, j in itertools.combinations(range(len(parts)), 2):
+                if np.array_equal(parts[i], parts[j]):
+                    raise FaultError(
+                        f"{path}: {name} {i} and {j} begin with the same values, so that they "
+                        "stay the same; draw each from a key of its own."
+                    )
+
+
 def _last(name: str) -> str:
     """Returns the last part of a metric's path that is no number."""
     return re.sub(r"(/\d+)+$", "", name).rpartition("/")[2]
-
-
-def _pairs(num: int) -> Iterator[tuple[int, int]]:
-    return ((i, j) for j in range(num) for i in range(j))
 
 
 def _joined(parts: list[Any]) -> dict[str, Any]:

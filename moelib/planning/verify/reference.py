@@ -22,7 +22,6 @@ class Reference:
 
     Attributes:
         probe: The step on one device.
-        initial: The state as a run begins.
         start: The state that is compared from: no parameter has only equal entries, so that all
             take part.
         batches: One for each step of the curve.
@@ -31,7 +30,6 @@ class Reference:
     """
 
     probe: Probe
-    initial: Any
     start: Any
     batches: tuple[Batch, ...]
     first: Observed
@@ -42,14 +40,17 @@ class Reference:
         return jax.device_get(self.probe(self.start, batch, self.first.gradients))
 
 
-def make_reference(cfg: Any, device: Any) -> Reference:
+def make_reference(cfg: Any, probe: Probe, initial: Any) -> Reference:
     """Compiles and runs the steps on one device.
+
+    Args:
+        cfg: The trainer's config.
+        probe: Of one device.
+        initial: The state as a run begins, on the host.
 
     Raises:
         Exception: Whatever the config's own model raises.
     """
-    probe = Probe(cfg, {}, [device])
-    initial = jax.device_get(probe.initial())
     start = initial._replace(model=_enlivened(initial.model, probe))
     vocab_size = dict(cfg.model.items()).get("vocab_size") or 64
     batches = tuple(
@@ -60,9 +61,7 @@ def make_reference(cfg: Any, device: Any) -> Reference:
     probe.compile(start, batches[0], gradients)
     gradients = jax.device_get(probe(start, batches[0], gradients).gradients)
     first = jax.device_get(probe(start, batches[0], gradients))
-    return Reference(
-        probe, initial, start, batches, first, curve(probe, start, batches, gradients)[0]
-    )
+    return Reference(probe, start, batches, first, curve(probe, start, batches, gradients)[0])
 
 
 def curve(

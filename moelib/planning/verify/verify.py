@@ -7,11 +7,19 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import jax
+
 from moelib.core.config import ConfigBase
 from moelib.planning.verify.compare import Difference
 from moelib.planning.verify.meshes import Axes, describe
 from moelib.planning.verify.on_mesh import mesh_checks
-from moelib.planning.verify.on_one import Check, FaultError, NotApplicableError, single_checks
+from moelib.planning.verify.on_one import (
+    Check,
+    FaultError,
+    NotApplicableError,
+    early_checks,
+    single_checks,
+)
 from moelib.planning.verify.outcome import Outcome, Status
 from moelib.planning.verify.probe import Probe
 from moelib.planning.verify.reference import Reference, make_reference
@@ -31,40 +39,49 @@ def verify(
         devices: As many as each mesh takes.
         folder: For checkpoints.
     """
-    begin = time.perf_counter()
-    cfg = cfg.clone(dir=os.path.join(folder, "one"))
-    try:
-        reference = make_reference(cfg, devices[0])
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-        yield Outcome(ONE_DEVICE, COMPILED, Status.FAILED, said, time.perf_counter() - begin)
-        return
-    yield Outcome(ONE_DEVICE, COMPILED, Status.PASSED, "", time.perf_counter() - begin)
+    for outcome in _all(cfg.clone(dir=os.path.join(folder, "one")), axes, devices, folder):
+        yield outcome
+        if outcome.status is Status.FAILED:
+            return
+
+
+def _all(cfg: Any, axes: Sequence[Axes], devices: Sequence[Any], folder: str) -> Iterator[Outcome]:
+    def build() -> tuple[Probe, Any]:
+        probe = Probe(cfg, {}, devices[:1])
+        return probe, jax.device_get(probe.initial())
+
+    built, outcome = _made(ONE_DEVICE, "built", build)
+    yield outcome
+    assert built is not None
+    yield from _outcomes(ONE_DEVICE, early_checks(cfg, *built))
+    reference, outcome = _made(ONE_DEVICE, COMPILED, lambda: make_reference(cfg, *built))
+    yield outcome
+    assert reference is not None
     with _ahead(cfg, reference, axes, devices, folder) as probes:
-        for outcome in _outcomes(ONE_DEVICE, single_checks(cfg, reference)):
-            yield outcome
-            if outcome.status is Status.FAILED:
-                return
+        yield from _outcomes(ONE_DEVICE, single_checks(cfg, reference))
         for each, probe in zip(axes, probes, strict=True):
-            for outcome in _on_mesh(describe(each), reference, probe):
-                yield outcome
-                if outcome.status is Status.FAILED:
-                    return
+            yield from _on_mesh(describe(each), reference, probe)
 
 
-def _on_mesh(mesh: str, reference: Reference, probe: Callable[[], Probe]) -> Iterator[Outcome]:
+def _on_mesh(mesh: str, reference: Reference, compiled: Callable[[], Probe]) -> Iterator[Outcome]:
+    probe, outcome = _made(mesh, COMPILED, compiled, skips=(ValueError,))
+    yield outcome
+    if probe is not None:
+        yield from _outcomes(mesh, mesh_checks(reference, probe))
+
+
+def _made[T](
+    mesh: str, check: str, make: Callable[[], T], skips: tuple[type[Exception], ...] = ()
+) -> tuple[T | None, Outcome]:
+    """Returns what `make` makes, or None, and the outcome: errors of `skips` are no failure."""
     begin = time.perf_counter()
     try:
-        made = probe()
-    except ValueError as error:
-        yield Outcome(mesh, COMPILED, Status.SKIPPED, str(error), time.perf_counter() - begin)
-        return
+        made, status, said = make(), Status.PASSED, ""
+    except skips as error:
+        made, status, said = None, Status.SKIPPED, str(error)
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-        yield Outcome(mesh, COMPILED, Status.FAILED, said, time.perf_counter() - begin)
-        return
-    yield Outcome(mesh, COMPILED, Status.PASSED, "", time.perf_counter() - begin)
-    yield from _outcomes(mesh, mesh_checks(reference, made))
+        made, status, said = None, Status.FAILED, f"{type(error).__name__}: {error}"
+    return made, Outcome(mesh, check, status, said, time.perf_counter() - begin)
 
 
 def _outcomes(mesh: str, checks: Iterable[Check]) -> Iterator[Outcome]:
