@@ -48,7 +48,9 @@ def tiny(**layer_fields: Any) -> SpmdTrainer.Config:
     )
 
 
+# --8<-- [start:verify]
 def outcomes(cfg: SpmdTrainer.Config, *axes: Axes, num_devices: int = 4) -> list[Outcome]:
     """Returns what `verify` finds on these meshes."""
     with tempfile.TemporaryDirectory() as folder:
         return list(verify(cfg, axes, jax.devices()[:num_devices], folder))
+# --8<-- [end:verify]
