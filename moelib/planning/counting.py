@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from moelib.planning import hlo, hlo_values
-from moelib.planning.fusions import deepest_fusions, fusion_kinds
+from moelib.planning.fusions import deepest_fusions, fusion_kinds, instructions_inside, phase_of
 from moelib.planning.hlo import Instruction, Program
-from moelib.planning.hlo_places import Places, phase
+from moelib.planning.hlo_places import Places
 from moelib.planning.kernels import kernels
 from moelib.planning.report import (
     Costly,
@@ -149,7 +149,7 @@ def _cycle_shares(program: Program) -> tuple[Share, ...]:
     sums = collections.Counter[tuple[str, str]]()
     for computation, each in program.instructions():
         if not computation.fused and each.cycles and computation.executions:
-            key = _work(program, each), phase(each.op_name)
+            key = _work(program, each), phase_of(program, each)
             sums[key] += each.cycles * computation.executions
     return tuple(Share(*key, amount) for key, amount in sums.most_common())
 
@@ -162,12 +162,7 @@ def _work(program: Program, instruction: Instruction) -> str:
     """Returns what an instruction is for: of a fusion, the heaviest of what is in it."""
     inside = [instruction]
     if instruction.is_fusion:
-        inside = [
-            each
-            for _, name in instruction.calls
-            if name in program.computations
-            for each in program.computations[name].instructions.values()
-        ]
+        inside = instructions_inside(program, instruction)
     opcodes = {each.opcode for each in inside}
     if any(hlo_values.is_matmul(each) for each in inside):
         return "matmul"

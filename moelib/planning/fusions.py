@@ -17,8 +17,8 @@ def fusion_kinds(program: Program) -> tuple[Fusions, ...]:
     """Returns how many fusions there are of each kind in each part of a step, in its order."""
     rows: dict[tuple[str, str], collections.Counter[str]] = {}
     for computation, each in _fusions(program):
-        inside = _inside(program, each)
-        key = _kind(each), _phase(each, inside)
+        inside = instructions_inside(program, each)
+        key = _kind(each), phase_of(program, each)
         row = rows.setdefault(key, collections.Counter())
         row["count"] += 1
         row["executions"] += computation.executions
@@ -33,7 +33,7 @@ def deepest_fusions(program: Program) -> tuple[DeepFusion, ...]:
         DeepFusion(
             name=each.name,
             kind=_kind(each),
-            instructions=len(_inside(program, each)),
+            instructions=len(instructions_inside(program, each)),
             levels=_levels(program, each),
             executions=computation.executions,
             op_name=each.op_name,
@@ -61,13 +61,13 @@ def _called(program: Program, fusion: Instruction) -> list[Computation]:
     return [program.computations[n] for _, n in fusion.calls if n in program.computations]
 
 
-def _inside(program: Program, fusion: Instruction) -> list[Instruction]:
+def instructions_inside(program: Program, fusion: Instruction) -> list[Instruction]:
     """Returns the instructions in a fusion and in those inside it, parameters left out."""
     found: list[Instruction] = []
     for computation in _called(program, fusion):
         for each in computation.instructions.values():
             if each.is_fusion:
-                found += _inside(program, each)
+                found += instructions_inside(program, each)
             elif each.opcode != "parameter":
                 found.append(each)
     return found
@@ -83,9 +83,14 @@ def _levels(program: Program, fusion: Instruction) -> int:
     return 1 + max(inner, default=0)
 
 
-def _phase(fusion: Instruction, inside: list[Instruction]) -> str:
-    """Returns the part of the step that a fusion belongs to, else that of most inside it."""
-    if (own := phase(fusion.op_name)) != "other":
+def phase_of(program: Program, instruction: Instruction) -> str:
+    """Returns the part of the step that an instruction belongs to.
+
+    A fusion without a part of its own is of that of most instructions inside.
+    """
+    own = phase(instruction.op_name)
+    if own != "other" or not instruction.is_fusion:
         return own
-    known = collections.Counter(part for e in inside if (part := phase(e.op_name)) != "other")
+    inside = (phase(each.op_name) for each in instructions_inside(program, instruction))
+    known = collections.Counter(part for part in inside if part != "other")
     return known.most_common(1)[0][0] if known else "other"

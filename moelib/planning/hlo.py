@@ -40,6 +40,7 @@ class Instruction:
         operands: Names.
         arguments: What stands in the parentheses.
         attributes: What stands after them.
+        is_root: Whether its result is that of its computation.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Instruction:
     operands: tuple[str, ...]
     arguments: str
     attributes: str
+    is_root: bool = False
 
     @property
     def op_name(self) -> str:
@@ -197,6 +199,7 @@ def _instruction(statement: str) -> Instruction:
         operands=tuple(_NAME.findall(arguments)),
         arguments=arguments,
         attributes=rest[close:].lstrip(", "),
+        is_root=begin.group(1) is not None,
     )
 
 
