@@ -171,8 +171,10 @@ def _work(program: Program, instruction: Instruction) -> str:
             return opcode
     if any(opcode.startswith("reduce") for opcode in opcodes):
         return "reduction"
-    plain = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element"}
-    if opcodes - plain <= _MOVES | _INDEXES:
+    opcodes -= {"parameter", "constant", "bitcast", "tuple", "get-tuple-element"}
+    if opcodes <= {"broadcast", "iota"}:
+        return "filling with a constant"
+    if opcodes <= _MOVES | _INDEXES:
         return "copies and slices"
     return "elementwise"
 

@@ -24,6 +24,7 @@ class Sizes:
     state: int = 64 * _MIB  # An array of the state.
     activation: int = 64 * _MIB
     collective: int = 1 * _MIB  # Its result.
+    waited_for: int = 64 * _MIB  # Results of a synchronous collective in a step.
     copy: int = 64 * _MIB
     padded: int = 64 * _MIB  # An array with its padding.
 

@@ -99,19 +99,19 @@ def _collectives_of(
 
 def synchronous_collectives(step: Step) -> Iterator[Finding]:
     """Collectives that stop all work, where an option that is not set lets them run beside it."""
-    facts = step.facts
     for kind in COLLECTIVES:
         options = _missing_options(step, kind)
         if not options:
             continue
         for computation, each, _ in _large(step, kind):
-            if runs_beside(computation, each):
+            sent = sent_bytes(each) * computation.executions
+            if runs_beside(computation, each) or sent < step.sizes.waited_for:
                 continue
             yield step.finding(
                 "synchronous collective", "hint", computation, each,
                 path="compiler_options",
-                advice=f"{kind} stops the device; {facts.device_kind or facts.platform} can run "
-                f"it beside other work: set compiler_options {options}.",
+                advice=f"the device waits for {kind}; compiler_options {options} let the compiler "
+                "run those beside other work that do not need each other's results.",
             )  # fmt: skip
 
 
