@@ -18,10 +18,7 @@ def report_text(report: StepReport, plots: Mapping[str, str]) -> str:
     axes = " x ".join(f"{name} {size}" for name, size in report.mesh.items() if size > 1)
     parts = [
         f"# {report.name} on {report.topology}",
-        (
-            f"One training step, on one device of the mesh {axes or 'of one device'}. Loops count as "
-            "often as they run."
-        ),
+        f"One training step, on one device of the mesh {axes or 'of one device'}.",
         *_section("Findings", [_findings(report.findings)]),
         *_section("Stages", [_stages(report)]),
         *_section("Memory", [_image(plots, "memory"), _memory(report)]),

@@ -61,7 +61,7 @@ def examine(
     return dataclasses.replace(
         report,
         memory_shares=memory_shares(trainer, report.memory),
-        findings=tuple(lint_step(trainer, program, places, model_flops)),
+        findings=tuple(lint_step(trainer, program, places, traced=traced, model_flops=model_flops)),
     )
 
 

@@ -36,6 +36,7 @@ def lint(
     places: Places | None = None,
     sizes: Sizes = _ALL_SIZES,
     model_flops: int = 0,
+    traced: Any = None,
 ) -> list[Finding]:
     """Returns what the rules find in a compiled step, warnings first, then by bytes of a step.
 
@@ -48,16 +49,21 @@ def lint(
         places: Where its instructions were made, if that is known.
         sizes: From which bytes on to speak of something.
         model_flops: What the model needs of a step on one device; 0 if that is not known.
+        traced: The step as a `jax.stages.Traced`, if it is at hand.
     """
     step = Step(program, facts, places or Places(""), sizes)
     found = [finding for rule in RULES.values() for finding in rule(step)]
     found += lint_compute.more_matmuls_than_the_model(step, model_flops)
+    if traced is not None:
+        found += lint_compute.dense_grouped_matmuls_traced(step, traced)
     return merged(found)
 
 
-def lint_step(trainer: Any, program: Program, places: Places, model_flops: int) -> list[Finding]:
+def lint_step(
+    trainer: Any, program: Program, places: Places, *, traced: Any, model_flops: int
+) -> list[Finding]:
     """Returns what `lint` finds in a trainer's own step, and in its remat."""
-    found = lint(program, facts_of(trainer), places=places, model_flops=model_flops)
+    found = lint(program, facts_of(trainer), places=places, model_flops=model_flops, traced=traced)
     return merged([*found, *lint_compute.remat_that_keeps_nothing(trainer)])
 
 
@@ -66,8 +72,8 @@ def merged(findings: Iterable[Finding]) -> list[Finding]:
     groups: dict[tuple[str, str, str], list[Finding]] = {}
     for each in findings:
         key = each.rule, each.config_path, each.advice
-        if each.executions == 0:
-            key = (*key[:2], each.instruction)
+        if each.executions == 0 and not each.op_name:
+            key = (*key[:2], each.instruction)  # An array of the state speaks for itself.
         groups.setdefault(key, []).append(each)
     kept = [
         dataclasses.replace(max(group, key=_cost), count=sum(each.count for each in group))

@@ -20,17 +20,47 @@ _NOTHING = (None, "nothing_saveable")  # Policies that are meant to keep nothing
 def dense_grouped_matmuls(step: Step) -> Iterator[Finding]:
     """Grouped matmuls that the compiler computes for every row and every group."""
     for computation, each in step.program.instructions():
-        if not computation.executions or not hlo_values.is_matmul(each):
-            continue
-        if "ragged_dot" not in each.op_name:
-            continue
-        groups = max(step.facts.num_experts, default=0)
-        said = f", up to {groups} times the work" if groups else ""
-        yield step.finding(
-            "dense grouped matmul", "warning", computation, each,
-            advice="jax.lax.ragged_dot has no kernel here and becomes a matmul of all rows with "
-            f"each group's matrix{said}; call moelib.kernels.gmm instead.",
-        )  # fmt: skip
+        matmul = computation.executions and hlo_values.is_matmul(each)
+        if matmul and "ragged_dot" in each.op_name:
+            advice = _advice(step)
+            yield step.finding(_DENSE, "warning", computation, each, advice=advice)
+
+
+def dense_grouped_matmuls_traced(step: Step, traced: Any) -> Iterator[Finding]:
+    """The same in JAX's own program: but for a TPU, JAX expands them before the compiler.
+
+    Args:
+        step: The step under lint.
+        traced: The same, a `jax.stages.Traced`.
+    """
+    if step.facts.platform == "tpu":
+        return
+    for eqn in _equations(traced.jaxpr.jaxpr):
+        if eqn.primitive.name == "ragged_dot_general":
+            name, out = str(eqn.source_info.name_stack), eqn.outvars[0].aval
+            yield Finding(
+                rule=_DENSE,
+                severity="warning",
+                instruction=f"ragged_dot {out.str_short()}",
+                bytes=out.size * out.dtype.itemsize,
+                executions=0,
+                op_name=name,
+                places=(),
+                config_path=step.config_path(name),
+                advice=_advice(step),
+            )
+
+
+_DENSE = "dense grouped matmul"
+
+
+def _advice(step: Step) -> str:
+    groups = max(step.facts.num_experts, default=0)
+    said = f", up to {groups} times the work" if groups else ""
+    return (
+        "jax.lax.ragged_dot has no kernel here and becomes a matmul of all rows with each group's "
+        f"matrix{said}; call moelib.kernels.gmm instead."
+    )
 
 
 def more_matmuls_than_the_model(step: Step, model_flops: int) -> Iterator[Finding]:
@@ -122,11 +152,15 @@ def _forward(trainer: Any) -> Any:
 
 def _checkpoints(jaxpr: Any) -> Iterator[Any]:
     """Yields the equations of `jax.checkpoint`, those inside others too."""
+    return (eqn for eqn in _equations(jaxpr) if {"policy", "prevent_cse"} <= eqn.params.keys())
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """Yields the equations of a jaxpr, and of those inside it."""
     for eqn in jaxpr.eqns:
-        if {"policy", "prevent_cse"} <= eqn.params.keys():
-            yield eqn
+        yield eqn
         for inside in _inner(eqn):
-            yield from _checkpoints(inside)
+            yield from _equations(inside)
 
 
 def _inner(eqn: Any) -> Iterator[Any]:

@@ -1,0 +1,99 @@
+"""Faults planted in a user's layers, which lint must find in the step that is compiled of them."""
+
+import jax
+import pytest
+
+from moelib.core.config import config_for_function
+from moelib.layers.remat import remat
+from moelib.planning import hlo
+from moelib.planning.compiling import no_compilation_cache
+from moelib.planning.hlo_places import Places
+from moelib.planning.lint import lint
+from moelib.planning.lint_compute import remat_that_keeps_nothing
+from moelib.planning.lint_facts import Sizes, facts_of
+from tests.planning import planted
+
+# Of a small model: one sequence's activations, and a matrix.
+SMALL = Sizes(activation=2**15, collective=2**12, state=2**14, copy=2**30, padded=2**30)
+
+
+def _findings(trainer):
+    """Returns {rule: finding} of a trainer's step, compiled."""
+    with no_compilation_cache():
+        text = trainer.compile_train_step().as_text()
+    found = lint(
+        hlo.parse(text),
+        facts_of(trainer),
+        places=Places(text),
+        sizes=SMALL,
+        traced=trainer.trace_train_step(),
+    )
+    return {each.rule: each for each in found}
+
+
+def _on_cpu(tmp_path, layer, **changes):
+    return _findings(planted.trainer(tmp_path, layer, jax.devices()[:8], **changes))
+
+
+def test_a_sound_layer_is_left_alone(tmp_path):
+    assert _on_cpu(tmp_path, planted.Sound) == {}
+
+
+def test_an_unsplit_temporary_is_found_at_its_layer_and_its_line(tmp_path):
+    finding = _on_cpu(tmp_path, planted.Unsplit)["activation of all devices"]
+    assert finding.config_path == "model.layer"
+    assert finding.bytes == 16 * 16 * planted.DIM * 4  # The rows of all devices.
+    assert any("planted.py" in place for place in finding.places)
+
+
+def test_a_dense_ragged_dot_is_found(tmp_path):
+    finding = _on_cpu(tmp_path, planted.Dense)["dense grouped matmul"]
+    assert finding.config_path == "model.layer"
+    assert "moelib.kernels.gmm" in finding.advice
+
+
+def test_experts_whose_weights_are_gathered_are_found(tmp_path):
+    finding = _on_cpu(tmp_path, planted.GathersExperts)["all-gather for all-to-all"]
+    assert "weights of all experts" in finding.advice
+    assert finding.config_path == "model.layer"
+
+
+def test_experts_that_gather_all_tokens_are_found(tmp_path):
+    finding = _on_cpu(tmp_path, planted.GathersTokens)["all-gather for all-to-all"]
+    assert "tokens of all devices" in finding.advice
+
+
+def test_state_that_nothing_splits_is_found(tmp_path):
+    found = _on_cpu(tmp_path, planted.Sound, mesh_shape=(1, 8, 1, 1, 1, 1))
+    assert found["replicated state"].config_path == "sharding_rules"
+
+
+# -- Remat ---------------------------------------------------------------------------------------
+
+
+def _no_such_point(prevent_cse: bool = False):
+    policy = jax.checkpoint_policies.save_only_these_names("no_such_point")
+    return lambda fn: jax.checkpoint(fn, policy=policy, prevent_cse=prevent_cse)
+
+
+def _trainer_with_remat(tmp_path, wrapper):
+    from experiments import flame_moe
+
+    cfg = flame_moe.tiny()
+    cfg.set(dir=str(tmp_path), mesh_shape=(1, 1, 1, 1, 1, 1))
+    cfg.model.decoder.set(num_layers=2, remat=wrapper)
+    return cfg.instantiate(parent=None, devices=jax.devices()[:1])
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "count"),
+    [
+        (config_for_function(_no_such_point), 1),
+        (config_for_function(remat).set(policy="dots_saveable"), 0),
+        (config_for_function(remat).set(keep=["experts_down"]), 0),
+        (config_for_function(remat), 0),  # It is meant to keep nothing.
+    ],
+)
+def test_a_remat_policy_that_matches_nothing_is_found(tmp_path, wrapper, count):
+    found = remat_that_keeps_nothing(_trainer_with_remat(tmp_path, wrapper))
+    assert [each.config_path for each in found] == ["model.decoder.remat"] * count
