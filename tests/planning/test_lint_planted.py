@@ -15,6 +15,7 @@ from tests.planning import planted
 
 # Of a small model: one sequence's activations, and a matrix.
 SMALL = Sizes(activation=2**15, collective=2**12, state=2**14, copy=2**30, padded=2**30)
+EMPTY = hlo.parse("ENTRY %main (a: f32[8]) -> f32[8] {\n  ROOT %a = f32[8]{0} parameter(0)\n}\n")
 
 
 def _findings(trainer):
@@ -35,6 +36,7 @@ def _on_cpu(tmp_path, layer, **changes):
     return _findings(planted.trainer(tmp_path, layer, jax.devices()[:8], **changes))
 
 
+@pytest.mark.slow
 def test_a_sound_layer_is_left_alone(tmp_path):
     assert _on_cpu(tmp_path, planted.Sound) == {}
 
@@ -47,25 +49,37 @@ def test_an_unsplit_temporary_is_found_at_its_layer_and_its_line(tmp_path):
 
 
 def test_a_dense_ragged_dot_is_found(tmp_path):
-    finding = _on_cpu(tmp_path, planted.Dense)["dense grouped matmul"]
-    assert finding.config_path == "model.layer"
-    assert "moelib.kernels.gmm" in finding.advice
+    trainer = planted.trainer(tmp_path, planted.Dense, jax.devices()[:8])
+    found = lint(EMPTY, facts_of(trainer), traced=trainer.trace_train_step())
+    assert {(each.rule, each.config_path) for each in found} == {
+        ("dense grouped matmul", "model.layer")
+    }
+    assert "up to 4 times the work; call moelib.kernels.gmm" in found[0].advice
 
 
+@pytest.mark.slow
 def test_experts_whose_weights_are_gathered_are_found(tmp_path):
     finding = _on_cpu(tmp_path, planted.GathersExperts)["all-gather for all-to-all"]
     assert "weights of all experts" in finding.advice
     assert finding.config_path == "model.layer"
 
 
+@pytest.mark.slow
 def test_experts_that_gather_all_tokens_are_found(tmp_path):
     finding = _on_cpu(tmp_path, planted.GathersTokens)["all-gather for all-to-all"]
     assert "tokens of all devices" in finding.advice
 
 
 def test_state_that_nothing_splits_is_found(tmp_path):
-    found = _on_cpu(tmp_path, planted.Sound, mesh_shape=(1, 8, 1, 1, 1, 1))
-    assert found["replicated state"].config_path == "sharding_rules"
+    devices = jax.devices()[:8]
+    whole = planted.trainer(tmp_path, planted.Sound, devices, mesh_shape=(1, 8, 1, 1, 1, 1))
+    found = lint(EMPTY, facts_of(whole), sizes=SMALL)
+    assert {each.config_path for each in found} == {"sharding_rules"}
+    paths = [each.instruction.partition(" ")[0] for each in found]
+    assert "model/layer/weight" in paths
+    assert len(paths) == 3
+    split = planted.trainer(tmp_path, planted.Sound, devices)
+    assert lint(EMPTY, facts_of(split), sizes=SMALL) == []
 
 
 # -- Remat ---------------------------------------------------------------------------------------
