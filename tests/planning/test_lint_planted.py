@@ -1,16 +1,22 @@
 """Faults planted in a user's layers, which lint must find in the step that is compiled of them."""
 
+import functools
+
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from moelib.core.config import config_for_function
 from moelib.layers.remat import remat
+from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 from moelib.planning import hlo
 from moelib.planning.compiling import no_compilation_cache
 from moelib.planning.hlo_places import Places
 from moelib.planning.lint import lint
 from moelib.planning.lint_compute import remat_that_keeps_nothing
-from moelib.planning.lint_facts import Sizes, facts_of
+from moelib.planning.lint_facts import Facts, Sizes, StateArray, facts_of
+from moelib.planning.topologies import topology
 from tests.planning import planted
 
 # Of a small model: one sequence's activations, and a matrix.
@@ -111,3 +117,40 @@ def _trainer_with_remat(tmp_path, wrapper):
 def test_a_remat_policy_that_matches_nothing_is_found(tmp_path, wrapper, count):
     found = remat_that_keeps_nothing(_trainer_with_remat(tmp_path, wrapper))
     assert [each.config_path for each in found] == ["model.decoder.remat"] * count
+
+
+# -- A compiler for TPUs -------------------------------------------------------------------------
+
+
+def test_a_weight_that_each_turn_gathers_again_in_float32_is_found_in_a_tpus_program():
+    pytest.importorskip("libtpu")
+    mesh = create_device_mesh(mesh_shape_from_axes(fsdp=4), devices=topology("v6e:2x2x1").devices)
+
+    @functools.partial(
+        jax.shard_map, in_specs=(PartitionSpec("fsdp"),) * 2, out_specs=PartitionSpec("fsdp")
+    )
+    def step(weight, x):
+        def turn(x, _):
+            whole = jax.lax.all_gather(weight, "fsdp", tiled=True)
+            return jnp.tanh(x @ (whole * x[0, 0].astype(jnp.float32)).astype(x.dtype)), None
+
+        return jax.lax.scan(turn, x, length=6)[0]
+
+    place = NamedSharding(mesh, PartitionSpec("fsdp"))
+    weight = jax.ShapeDtypeStruct((2048, 2048), jnp.float32, sharding=place)
+    x = jax.ShapeDtypeStruct((512, 2048), jnp.bfloat16, sharding=place)
+    with jax.set_mesh(mesh), no_compilation_cache():
+        text = jax.jit(step).lower(weight, x).compile().as_text()
+    state = StateArray("model/weight", (2048, 2048), ("embed", None), 2**22, split=True, cast=True)
+    facts = Facts(
+        dict(mesh.shape), device_kind="TPU v6 lite", train_dtype="bfloat16", state=(state,)
+    )
+    found = {each.rule: each for each in lint(hlo.parse(text), facts, places=Places(text))}
+    assert found.keys() >= {
+        "float32 gather of weights",
+        "collective that its loop does not change",
+        "synchronous collective",
+    }
+    repeated = found["collective that its loop does not change"]
+    assert (repeated.executions, repeated.bytes) == (6, 2048 * 2048 * 4)
+    assert repeated.places[0].startswith("planning/test_lint_planted.py")
