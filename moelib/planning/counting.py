@@ -20,6 +20,7 @@ from moelib.planning.hlo import Instruction, Program
 from moelib.planning.hlo_places import Places
 from moelib.planning.kernels import kernels
 from moelib.planning.report import (
+    SMALL_BYTES,
     Costly,
     Memory,
     Operation,
@@ -98,14 +99,17 @@ def step_report(
 def _memory(analysis: Any) -> Memory:
     peak = analysis.peak_memory_in_bytes
     host = analysis.host_argument_size_in_bytes + analysis.host_temp_size_in_bytes
-    if host:  # It is in the peak, too; what is allocated on the device is the closest bound.
-        kept = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-        peak = analysis.argument_size_in_bytes + kept + analysis.temp_size_in_bytes
+    kept = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    lasting, temporaries = analysis.argument_size_in_bytes + kept, analysis.temp_size_in_bytes
+    # The host's memory is in the peak, too, and a CPU's peak leaves temporaries out: what is
+    # allocated on the device is then the closest bound.
+    if host or peak - lasting < min(temporaries, SMALL_BYTES):
+        peak = lasting + temporaries
     return Memory(
         peak=peak,
         arguments=analysis.argument_size_in_bytes,
         outputs=analysis.output_size_in_bytes,
-        temporaries=analysis.temp_size_in_bytes,
+        temporaries=temporaries,
         aliased=analysis.alias_size_in_bytes,
         code=analysis.generated_code_size_in_bytes,
         host=host,

@@ -61,6 +61,7 @@ def test_memory_is_split_into_what_a_device_holds(dumped):
     assert shares["parameters"] + shares["learner's state"] + shares["other arguments"] == (
         report.memory.arguments
     )
+    assert report.memory.peak >= report.memory.arguments + shares["temporaries"]
 
 
 def test_flops_are_set_against_the_models_own(dumped):
