@@ -5,6 +5,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax.numpy as jnp
+
 from moelib.core import tree
 from moelib.core.config_path import sub_configs
 from moelib.core.param import is_spec, may_cast
@@ -122,16 +124,14 @@ def _state(trainer: Any) -> Iterator[StateArray]:
                 path=f"{part}/{path}",
                 shape=whole,
                 axes=spec.axes,
-                shard_bytes=hlo_bytes(shard, spec.dtype),
+                shard_bytes=_bytes(shard, spec.dtype),
                 split=shard != whole,
                 cast=part == "model" and trainer.config.train_dtype is not None and may_cast(spec),
             )
 
 
-def hlo_bytes(shape: tuple[int, ...], dtype: str) -> int:
+def _bytes(shape: tuple[int, ...], dtype: str) -> int:
     """Returns the bytes of an array."""
-    import jax.numpy as jnp
-
     return math.prod(shape) * jnp.dtype(dtype).itemsize
 
 

@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Iterator
 
+from moelib.core.config_path import get
 from moelib.planning import hlo_values
 from moelib.planning.hlo import Computation, Instruction
 from moelib.planning.lint_facts import Step
@@ -167,19 +168,12 @@ def _is_weight(step: Step, sizes: list[int], *, experts: bool = False) -> bool:
 
 def _in_experts(step: Step, op_name: str) -> bool:
     """Returns whether a layer with experts made an instruction, outside its shared experts."""
-    path, node = step.config_path(op_name), step.facts.model
-    return "num_experts" in _fields(path, node) and "shared_experts" not in path
-
-
-def _fields(path: str, model: object) -> set[str]:
-    """Returns the names of the fields of the config at a path of the trainer's, "model..."."""
-    from moelib.core.config_path import get
-
-    if model is None or path == "learner":
-        return set()
+    path, model = step.config_path(op_name), step.facts.model
+    if model is None or path == "learner" or "shared_experts" in path:
+        return False
     inside = path.removeprefix("model").lstrip(".")
-    cfg = get(model.config, inside) if inside else model.config  # type: ignore[attr-defined]
-    return set(dict(cfg.items()))
+    made_by = get(model.config, inside) if inside else model.config
+    return "num_experts" in dict(made_by.items())
 
 
 # What may give another result with the same operands, or is not looked into.
