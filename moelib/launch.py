@@ -50,6 +50,7 @@ def define_train_flags() -> None:
     define_config_flags()
     flags.DEFINE_string("trainer_dir", None, "Where the run writes, and resumes from.")
     flags.DEFINE_integer("trainer_prng_seed", None, "Sets prng_seed of the config.")
+    flags.DEFINE_string("dump", None, "Writes the compiled step, and a report of it, in a folder.")
     define_device_flags()
 
 
@@ -199,12 +200,29 @@ def set_up_devices() -> None:
         jax.distributed.initialize(*job)
 
 
-def train(cfg: Any) -> Any:
-    """Builds the trainer of a config and runs it to the end; returns what `run` returns."""
+def train(cfg: Any, dump: str | None = None) -> Any:
+    """Builds the trainer of a config and runs it to the end; returns what `run` returns.
+
+    Args:
+        cfg: The config.
+        dump: A folder, for what `moelib.planning.dump` writes of the step when it is compiled.
+
+    Raises:
+        UsageError: If the run has no folder, or `dump` cannot be made.
+    """
     check_data_dir(cfg)
     if cfg.dir is REQUIRED or not cfg.dir:
         raise UsageError("--trainer_dir says where the run writes, and resumes from.")
-    return cfg.instantiate(parent=None).run()
+    if dump is None:
+        return cfg.instantiate(parent=None).run()
+    from moelib.planning.dump import DumpError, dump_when_compiled
+
+    try:
+        trainer = cfg.instantiate(parent=None)
+        dump_when_compiled(trainer, dump, name=FLAGS.config or "step")
+    except DumpError as error:
+        raise UsageError(f"--dump {error}") from None
+    return trainer.run()
 
 
 def main(argv: Sequence[str]) -> None:
@@ -219,7 +237,7 @@ def main(argv: Sequence[str]) -> None:
         if FLAGS.trainer_prng_seed is not None:
             cfg.prng_seed = FLAGS.trainer_prng_seed
     set_up_devices()
-    train(cfg)
+    train(cfg, FLAGS.dump)
 
 
 def _dashed(name: str) -> str:

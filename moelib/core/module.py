@@ -83,14 +83,17 @@ def nowrap(fn: F) -> F:
 
 
 def _in_context(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the method so that calls from other modules enter the context of its own module."""
+    """Returns the method so that calls from other modules enter the context of its own module.
+
+    What it computes bears the module's name in the compiled program.
+    """
 
     @functools.wraps(method)
     def wrapper(self: "Module", *args: Any, **kwargs: Any) -> Any:
         context = current_context()
         if context is None or context.module is self:
             return method(self, *args, **kwargs)
-        with set_current_context(context_lib.context_for(self)):
+        with set_current_context(context_lib.context_for(self)), jax.named_scope(self.name):
             try:
                 return method(self, *args, **kwargs)
             except Exception as error:

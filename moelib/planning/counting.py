@@ -11,26 +11,26 @@ out. Figures of other programs that were summed in the same way can stand beside
 """
 
 import collections
-import math
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from moelib.planning import hlo, hlo_values
-from moelib.planning.hlo import Computation, Instruction, Program
+from moelib.planning.fusions import deepest_fusions, fusion_kinds, instructions_inside, phase_of
+from moelib.planning.hlo import Instruction, Program
 from moelib.planning.hlo_places import Places
+from moelib.planning.kernels import kernels
 from moelib.planning.report import (
-    COLLECTIVES,
     SMALL_BYTES,
-    Collective,
     Costly,
-    Kernel,
     Memory,
     Operation,
     Seconds,
+    Share,
     Source,
+    Stage,
     StepReport,
 )
+from moelib.planning.sends import collective_groups, collectives
 
 OPERATIONS = ("copy", "transpose", "sort", "gather", "scatter")
 _NO_SECONDS = Seconds()
@@ -42,9 +42,13 @@ def step_report(
     name: str,
     topology: str,
     mesh: Mapping[str, int],
+    program: Program | None = None,
     rows_routed: int | None = None,
     seconds: Seconds = _NO_SECONDS,
     num_costliest: int = 20,
+    model_flops: int = 0,
+    stages: Sequence[Stage] = (),
+    slices: Sequence[int] = (),
 ) -> StepReport:
     """Returns the report of a `jax.stages.Compiled`.
 
@@ -53,43 +57,59 @@ def step_report(
         name: What it is.
         topology: What it was compiled for.
         mesh: Sizes of the mesh's axes, outermost first.
+        program: The step's text, parsed, if that is at hand.
         rows_routed: Rows that reach a device's experts if routing is balanced.
         seconds: What compiling took.
         num_costliest: How many instructions to list.
+        model_flops: What the model needs of a step on one device; 0 if that is not known.
+        stages: Sizes of the step before it was compiled.
+        slices: The slice of each device of the mesh, in its order; by default all are in one.
     """
     text = compiled.as_text()
-    program = hlo.parse(text)
+    program = hlo.parse(text) if program is None else program
     cycles = _cycles(program, Places(text))
+    memory = _memory(compiled.memory_analysis())
+    counts = _counts(program)
+    after = Stage("HLO, optimized", text.count("\n"), counts["instructions"], counts["fusions"])
     return StepReport(
         name=name,
         topology=topology,
         mesh=dict(mesh),
-        memory=_memory(compiled.memory_analysis()),
+        memory=memory,
         cycles=sum(each.cycles for each in cycles),
         sources=_sources(cycles),
         costliest=tuple(cycles[:num_costliest]),
-        collectives=_collectives(program, mesh),
-        kernels=_kernels(program),
+        collectives=collectives(program, mesh),
+        kernels=kernels(program),
         operations=tuple(_operation(program, opcode) for opcode in OPERATIONS),
         matmul_flops=_matmul_flops(program),
-        **_counts(program),
+        **counts,
         rows_routed=rows_routed,
         loops_of_unknown_length=program.loops_of_unknown_length,
         seconds=seconds,
+        model_flops=model_flops,
+        stages=(*stages, after),
+        collective_groups=collective_groups(program, mesh, slices),
+        fusion_kinds=fusion_kinds(program),
+        deepest_fusions=deepest_fusions(program),
+        cycle_shares=_cycle_shares(program),
     )
 
 
 def _memory(analysis: Any) -> Memory:
     peak = analysis.peak_memory_in_bytes
     host = analysis.host_argument_size_in_bytes + analysis.host_temp_size_in_bytes
-    if host:  # It is in the peak, too; what is allocated on the device is the closest bound.
-        kept = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-        peak = analysis.argument_size_in_bytes + kept + analysis.temp_size_in_bytes
+    kept = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    lasting, temporaries = analysis.argument_size_in_bytes + kept, analysis.temp_size_in_bytes
+    # The host's memory is in the peak, too, and a CPU's peak leaves temporaries out: what is
+    # allocated on the device is then the closest bound.
+    if host or peak - lasting < min(temporaries, SMALL_BYTES):
+        peak = lasting + temporaries
     return Memory(
         peak=peak,
         arguments=analysis.argument_size_in_bytes,
         outputs=analysis.output_size_in_bytes,
-        temporaries=analysis.temp_size_in_bytes,
+        temporaries=temporaries,
         aliased=analysis.alias_size_in_bytes,
         code=analysis.generated_code_size_in_bytes,
         host=host,
@@ -128,82 +148,47 @@ def _source(places: Places, instruction: Instruction) -> str:
     return f"{when}({instruction.opcode}) {name.rpartition('/')[2]}".rstrip()
 
 
+def _cycle_shares(program: Program) -> tuple[Share, ...]:
+    """Returns the cycles by what is done and in which part of the step, most first."""
+    sums = collections.Counter[tuple[str, str]]()
+    for computation, each in program.instructions():
+        if not computation.fused and each.cycles and computation.executions:
+            key = _work(program, each), phase_of(program, each)
+            sums[key] += each.cycles * computation.executions
+    return tuple(Share(*key, amount) for key, amount in sums.most_common())
+
+
+_MOVES = {"copy", "transpose", "copy-start", "bitcast-convert", "concatenate", "slice", "pad"}
+_INDEXES = {"gather", "scatter", "sort", "dynamic-slice", "dynamic-update-slice"}
+
+
+def _work(program: Program, instruction: Instruction) -> str:
+    """Returns what an instruction is for: of a fusion, the heaviest of what is in it."""
+    inside = [instruction]
+    if instruction.is_fusion:
+        inside = instructions_inside(program, instruction)
+    opcodes = {each.opcode for each in inside}
+    if any(hlo_values.is_matmul(each) for each in inside):
+        return "matmul"
+    for opcode in ("sort", "scatter", "gather"):
+        if opcode in opcodes:
+            return opcode
+    if any(opcode.startswith("reduce") for opcode in opcodes):
+        return "reduction"
+    opcodes -= {"parameter", "constant", "bitcast", "tuple", "get-tuple-element"}
+    if opcodes <= {"broadcast", "iota"}:
+        return "filling with a constant"
+    if opcodes <= _MOVES | _INDEXES:
+        return "copies and slices"
+    return "elementwise"
+
+
 def _sources(costly: Iterable[Costly]) -> tuple[Source, ...]:
     cycles, counts = collections.Counter[str](), collections.Counter[str]()
     for each in costly:
         cycles[each.source] += each.cycles
         counts[each.source] += 1
     return tuple(Source(name, total, counts[name]) for name, total in cycles.most_common())
-
-
-def _collectives(program: Program, mesh: Mapping[str, int]) -> tuple[Collective, ...]:
-    rows: dict[tuple[Any, ...], collections.Counter[str]] = {}
-    for computation, each in program.instructions():
-        kind = each.opcode.removesuffix("-start")
-        if kind not in COLLECTIVES or not computation.executions:
-            continue
-        groups = hlo_values.device_groups(each)
-        size = len(groups[0]) if groups else math.prod(mesh.values())
-        key = kind, hlo_values.axes_of_groups(groups, mesh), size
-        _add_collective(rows.setdefault(key, collections.Counter()), computation, each)
-    order = sorted(rows, key=lambda key: (COLLECTIVES.index(key[0]), -rows[key]["bytes"]))
-    return tuple(Collective(*key, **rows[key]) for key in order)
-
-
-def _add_collective(
-    row: collections.Counter[str], computation: Computation, instruction: Instruction
-) -> None:
-    result = hlo_values.shape_bytes(hlo_values.result_shape(instruction))
-    beside = computation.asynchronous or instruction.opcode.endswith("-start")
-    small = result <= SMALL_BYTES
-    row["count"] += 1
-    row["asynchronous"] += beside
-    row["small"] += small
-    row["small_asynchronous"] += small and beside
-    row["executions"] += computation.executions
-    row["bytes"] += result * computation.executions
-
-
-_ESTIMATE = re.compile(r'"cost_estimate":\{"flops":"(\d+)".*?"bytes_accessed":"(\d+)"', re.DOTALL)
-
-
-def _kernels(program: Program) -> tuple[Kernel, ...]:
-    rows: dict[tuple[Any, ...], collections.Counter[str]] = {}
-    for computation, each in program.instructions():
-        if each.opcode != "custom-call" or '"tpu_custom_call"' not in each.attributes:
-            continue
-        if not computation.executions:
-            continue
-        key = _kernel_name(each), *(_said(each, k) for k in ("rows", "groups", "rows_at_once"))
-        row = rows.setdefault(key, collections.Counter())
-        estimate = _ESTIMATE.search(each.attributes)
-        flops, read = map(int, estimate.groups()) if estimate else (0, 0)
-        row["count"] += 1
-        row["without_estimate"] += estimate is None
-        row["executions"] += computation.executions
-        row["flops"] += flops * computation.executions
-        row["bytes"] += read * computation.executions
-    return tuple(
-        Kernel(name, **rows[key], rows=key[1], groups=key[2], rows_at_once=key[3])
-        for key in sorted(rows)
-        for name in key[:1]
-    )
-
-
-def _kernel_name(instruction: Instruction) -> str:
-    """Returns what `pallas_call` was given as a name, else the instruction's."""
-    if found := re.search(r'kernel_name[\\"]*[:=]\s*[\\"]*([\w.\-]+)', instruction.attributes):
-        return found.group(1)
-    path = instruction.op_name.split("/")
-    if len(path) > 1 and path[-1] == "pallas_call" and "(" not in path[-2]:
-        return path[-2]
-    return re.sub(r"[.\d]*$", "", instruction.name)
-
-
-def _said(instruction: Instruction, key: str) -> int:
-    """Returns a number in a kernel's metadata; 0 without."""
-    found = re.search(rf'"{key}":"(\d+)"', instruction.attribute("frontend_attributes"))
-    return int(found.group(1)) if found else 0
 
 
 def _operation(program: Program, opcode: str) -> Operation:
@@ -221,13 +206,13 @@ def _matmul_flops(program: Program) -> int:
     return sum(
         hlo_values.matmul_flops(each, computation) * computation.executions
         for computation, each in program.instructions()
-        if each.opcode in ("convolution", "dot")
+        if hlo_values.is_matmul(each)
     )
 
 
 def _counts(program: Program) -> Mapping[str, Any]:
     alone = [(c, each) for c, each in program.instructions() if not c.fused]
-    fusions = [c for c, each in alone if each.opcode == "fusion"]
+    fusions = [c for c, each in alone if each.is_fusion]
     return {
         "fusions": len(fusions),
         "fusion_executions": sum(c.executions for c in fusions),

@@ -40,6 +40,7 @@ class Instruction:
         operands: Names.
         arguments: What stands in the parentheses.
         attributes: What stands after them.
+        is_root: Whether its result is that of its computation.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Instruction:
     operands: tuple[str, ...]
     arguments: str
     attributes: str
+    is_root: bool = False
 
     @property
     def op_name(self) -> str:
@@ -61,6 +63,16 @@ class Instruction:
         found = _CYCLES.search(self.attributes)
         cycles = int(found.group(1)) if found else 0
         return cycles if cycles < _UNKNOWN_CYCLES else 0
+
+    @property
+    def starts(self) -> bool:
+        """Whether it begins what runs beside others; a GPU's start may be marked synchronous."""
+        return self.opcode.endswith("-start") and '"is_sync":true' not in self.attributes
+
+    @property
+    def is_fusion(self) -> bool:
+        """Whether it runs a fusion, at once or beside others."""
+        return self.opcode in ("fusion", "fusion-start")
 
     @functools.cached_property
     def calls(self) -> tuple[tuple[str, str], ...]:
@@ -187,6 +199,7 @@ def _instruction(statement: str) -> Instruction:
         operands=tuple(_NAME.findall(arguments)),
         arguments=arguments,
         attributes=rest[close:].lstrip(", "),
+        is_root=begin.group(1) is not None,
     )
 
 
@@ -221,9 +234,8 @@ def _count_executions(computations: dict[str, Computation], entry: str) -> tuple
             for callee in _that_run(calls, costs):
                 called = computations[callee]
                 called.executions += caller.executions * factor
-                starts = instruction.opcode.endswith("-start")
-                called.fused |= caller.fused or instruction.opcode == "fusion"
-                called.asynchronous |= caller.asynchronous or starts
+                called.fused |= caller.fused or instruction.is_fusion
+                called.asynchronous |= caller.asynchronous or instruction.starts
                 called.sparse_core |= caller.sparse_core or _SPARSE_CORE in instruction.attributes
     return tuple(unknown)
 
@@ -256,7 +268,7 @@ def _costs(computations: dict[str, Computation], order: list[str]) -> dict[str, 
         cycles, count = 0, 0
         for instruction in computations[name].instructions.values():
             cycles, count = cycles + instruction.cycles, count + 1
-            if instruction.opcode == "fusion":
+            if instruction.is_fusion:
                 continue  # Its own estimate is of all that is fused.
             calls = [call for call in instruction.calls if call[1] in computations]
             trips = 1

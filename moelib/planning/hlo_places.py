@@ -14,6 +14,20 @@ _FRAME_ID = re.compile(r"stack_frame_id=(\d+)")
 _FIELD = re.compile(r"(\w+)=(\d+)")
 
 
+def phase(op_name: str) -> str:
+    """Returns which part of a step made an instruction: one of `moelib.planning.report.PHASES`.
+
+    `recomputed` is what the backward pass computes again of the forward pass.
+    """
+    if "rematted_computation" in op_name:
+        return "recomputed"
+    if "transpose(" in op_name:
+        return "backward"
+    if "jvp(" in op_name:
+        return "forward"
+    return "optimizer" if "/learner/" in op_name else "other"
+
+
 class Place(NamedTuple):
     """A line of a function; the file as seen from the package."""
 

@@ -22,6 +22,27 @@ def shape_bytes(shape: str) -> int:
     return math.ceil(total)
 
 
+_TILED = re.compile(r"\b([a-z]+[0-9][0-9a-z]*|pred)\[([0-9,]*)\]\{([0-9,]*):T\(([0-9,]+)\)")
+
+
+def padded_bytes(shape: str) -> int:
+    """Returns the bytes of an array laid out in tiles, as a TPU has it, with the padding.
+
+    An array that is not tiled has none; of a tuple, 0 is returned.
+    """
+    if shape.startswith("("):
+        return 0
+    if not (found := _TILED.match(shape)):
+        return shape_bytes(shape)
+    dtype, dims, order, tile = found.groups()
+    sizes, tiles = _sizes(dims), _sizes(tile)
+    physical = [sizes[axis] for axis in reversed(_sizes(order))]
+    physical = [1] * (len(tiles) - len(physical)) + physical
+    inside = [-(-size // t) * t for size, t in zip(physical[-len(tiles) :], tiles, strict=True)]
+    whole = math.prod(physical[: -len(tiles)]) * math.prod(inside)
+    return math.ceil(_bits(dtype) / 8 * whole)
+
+
 def _bits(dtype: str) -> int:
     """Returns the bits of an element: the number in a name such as bf16 or f8e4m3fn."""
     if dtype in _BITS:
@@ -138,8 +159,18 @@ def axes_of_groups(groups: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> 
     return tuple(name for i, name in enumerate(mesh) if i in varying)
 
 
+def is_matmul(instruction: Instruction) -> bool:
+    """Returns whether an instruction is a matmul of XLA's own, or one that cuBLAS does for it."""
+    if instruction.opcode == "custom-call":
+        return 'custom_call_target="__cublas$' in instruction.attributes
+    return instruction.opcode in ("convolution", "dot")
+
+
+_CUBLAS_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+
+
 def matmul_flops(instruction: Instruction, computation: Computation) -> int:
-    """Returns the FLOPs of one run of a `dot` or `convolution`: two for each multiplication.
+    """Returns the FLOPs of one run of what `is_matmul`: two for each multiplication.
 
     A TPU writes every matmul as a convolution. Taps that fall on padding or between the elements of
     a dilated operand multiply nothing and are left out.
@@ -152,7 +183,8 @@ def matmul_flops(instruction: Instruction, computation: Computation) -> int:
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
     if not labels:
         contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
-        axes = _sizes(contracted.group(1)) if contracted else []
+        contracted = contracted or _CUBLAS_CONTRACTED.search(instruction.attributes)
+        axes = _sizes(contracted.group(1).replace('"', "")) if contracted else []
         return 2 * math.prod(out) * math.prod(lhs[axis] for axis in axes)
     of_lhs, of_rhs, of_out = labels.groups()
     window = _window(instruction.attributes)

@@ -19,6 +19,7 @@ COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
+PHASES = ("forward", "recomputed", "backward", "optimizer", "other")
 SMALL_BYTES = 1024  # A collective of no more is a scalar's or a few counts': latency only.
 
 
@@ -63,8 +64,29 @@ class Collective:
 
 
 @dataclasses.dataclass(frozen=True)
+class CollectiveGroups:
+    """All collectives of one kind among the same groups of devices.
+
+    Attributes:
+        kind: Such as all-gather.
+        groups: Of devices, as places in the mesh: "0,1 | 2,3".
+        link: "slice" if each group lies in one slice, "network" if one reaches over several.
+        count: Number in the program.
+        executions: How often a step runs them.
+        bytes: Of results, in a step.
+    """
+
+    kind: str
+    groups: str
+    link: str
+    count: int = 0
+    executions: int = 0
+    bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A Pallas kernel: a custom call of target tpu_custom_call.
+    """A kernel by its name: of Pallas, or of a GPU's libraries (cuBLAS, cuDNN).
 
     Attributes:
         name: Its name.
@@ -76,6 +98,8 @@ class Kernel:
         rows: Of a grouped matmul, the rows of its left side; 0 for other kernels.
         groups: Of a grouped matmul, its groups.
         rows_at_once: Of a grouped matmul, rows of a block that is multiplied as a whole.
+        kind: What it is for: "grouped matmul", "attention" or their gradients, "matmul", "other".
+        library: "pallas tpu", "mosaic gpu", "triton", "cublas" or "cudnn".
     """
 
     name: str
@@ -87,6 +111,87 @@ class Kernel:
     rows: int = 0
     groups: int = 0
     rows_at_once: int = 0
+    kind: str = "other"
+    library: str = "pallas tpu"
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """The size of the step on its way through the compiler; 0 for what a stage does not have."""
+
+    name: str
+    lines: int
+    instructions: int = 0
+    fusions: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Fusions:
+    """All fusions of one kind in one part of a step.
+
+    Attributes:
+        kind: Such as loop, input, output or custom; of a GPU's own, its name (triton_gemm).
+        phase: One of `PHASES`.
+        count: Number in the program.
+        executions: How often a step runs them.
+        instructions: In them, parameters not counted: what would run alone without them.
+    """
+
+    kind: str
+    phase: str
+    count: int = 0
+    executions: int = 0
+    instructions: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class DeepFusion:
+    """One fusion: how many instructions are in it, and how many levels of fusions."""
+
+    name: str
+    kind: str
+    instructions: int
+    levels: int
+    executions: int
+    op_name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What a category takes, in the unit of the table that it is in (bytes or cycles)."""
+
+    category: str
+    phase: str
+    amount: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Something in a compiled step that costs more than it needs to.
+
+    Attributes:
+        rule: What was looked for; a name in `moelib.planning.lint.RULES`.
+        severity: "warning" where something is wrong, "hint" where there is a trade to think about.
+        instruction: The largest one found, or the array of the state.
+        bytes: Of that instruction's result, or the array, on a device.
+        executions: How often a step runs it; 0 for an array.
+        op_name: Where the program made it.
+        places: Lines of the source, innermost first.
+        config_path: What to change in the trainer's config.
+        advice: What is wrong, and what to set instead.
+        count: How many instructions were found that have the same rule, config_path and advice.
+    """
+
+    rule: str
+    severity: str
+    instruction: str
+    bytes: int
+    executions: int
+    op_name: str
+    places: tuple[str, ...]
+    config_path: str
+    advice: str
+    count: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +253,7 @@ class StepReport:
         sources: Where the cycles are, costliest first.
         costliest: The costliest instructions.
         collectives: What is sent.
-        kernels: Pallas kernels.
+        kernels: Pallas kernels, and those of libraries.
         operations: Instructions worth watching.
         matmul_flops: Executed by XLA, outside of kernels.
         fusions: Number in the program.
@@ -158,6 +263,14 @@ class StepReport:
         rows_routed: Rows of a grouped matmul that belong to a token, where that is known.
         loops_of_unknown_length: Loops whose bodies were counted once; empty is good.
         seconds: What compiling took.
+        model_flops: What the model needs of a step on one device, by its own count; 0 if unknown.
+        stages: Sizes from jaxpr to the compiled program.
+        collective_groups: What is sent, by groups of devices.
+        fusion_kinds: Fusions by kind and phase.
+        deepest_fusions: Those with the most instructions.
+        memory_shares: Bytes of the arguments and of what else is held, by what they are.
+        cycle_shares: Cycles by what is done and phase.
+        findings: Of `moelib.planning.lint`.
     """
 
     name: str
@@ -178,6 +291,27 @@ class StepReport:
     rows_routed: int | None = None
     loops_of_unknown_length: tuple[str, ...] = ()
     seconds: Seconds = Seconds()
+    model_flops: int = 0
+    stages: tuple[Stage, ...] = ()
+    collective_groups: tuple[CollectiveGroups, ...] = ()
+    fusion_kinds: tuple[Fusions, ...] = ()
+    deepest_fusions: tuple[DeepFusion, ...] = ()
+    memory_shares: tuple[Share, ...] = ()
+    cycle_shares: tuple[Share, ...] = ()
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def executed_flops(self) -> int:
+        """FLOPs of matmuls, those that kernels say they do included."""
+        return self.matmul_flops + sum(kernel.flops for kernel in self.kernels)
+
+    @property
+    def executed_over_model_flops(self) -> float | None:
+        """How many FLOPs run for each that the model needs; None if that is not known.
+
+        Recomputation, rows of grouped matmuls that no token fills, and masked attention are in it.
+        """
+        return self.executed_flops / self.model_flops if self.model_flops else None
 
     @property
     def rows_computed_over_routed(self) -> float | None:

@@ -78,12 +78,13 @@ def make_train_step(
 
         carry = (fixed, jnp.zeros((), jnp.int32))
         done = accumulate(micro_step, batch, num_microbatches=num_microbatches, state=carry)
-        update = learner.update(
-            gradients=done.gradients,
-            state=state.learner,
-            params=state.model,
-            loss=done.objective,
-        )
+        with jax.named_scope("learner"):
+            update = learner.update(
+                gradients=done.gradients,
+                state=state.learner,
+                params=state.model,
+                loss=done.objective,
+            )
         num_tokens = done.metrics["loss"].weight
         metrics = {name: value.mean for name, value in done.metrics.items()}
         metrics |= {**update.metrics, "num_tokens": num_tokens, "objective": done.objective}

@@ -152,6 +152,7 @@ class SpmdTrainer(Module):
         self._state: TrainerState | None = None
         self._input_state: dict[str, Any] | None = None
         self._compiled: Callable[..., Any] | None = None
+        self.on_compiled: Callable[[Any, Any, Any], None] | None = None
         self._axes_asked: set[str] = set()  # Logical axes of state, batch and activations.
         self.restored_metrics: dict[str, float] = {}  # Of evaluations, in the checkpoint restored.
         self.step = 0  # Steps taken, known without asking the devices.
@@ -334,10 +335,18 @@ class SpmdTrainer(Module):
     def compile_train_step(self, batch: Any = None) -> jax.stages.Compiled:
         """Returns the training step (state, batch) -> (state, metrics), compiled; state is donated.
 
+        `on_compiled`, if it is set, is then called with the step traced, lowered and compiled.
+
         Args:
             batch: As `lower_train_step` takes it.
         """
-        return self.lower_train_step(batch).compile(compiler_options=self.compiler_options())
+        traced = self.trace_train_step(batch)
+        with self.on_mesh():
+            lowered = traced.lower()
+        compiled = lowered.compile(compiler_options=self.compiler_options())
+        if self.on_compiled is not None:
+            self.on_compiled(traced, lowered, compiled)
+        return compiled
 
     @nowrap
     def compiler_options(self) -> dict[str, str]:

@@ -55,6 +55,21 @@ def test_the_same_command_again_resumes(command, tmp_path, capsys):
     assert {step: again[step] for step in first} == first
 
 
+def test_the_step_that_runs_is_dumped_if_asked_for(command, tmp_path):
+    args = ["--module=named_tiny", "--config=tiny", f"--trainer_dir={tmp_path}/run"]
+    command(*args, "--max_step=1", f"--dump={tmp_path}/dump")
+    assert (tmp_path / "dump" / "report.md").read_text().startswith("# tiny on ")
+    assert (tmp_path / "dump" / "hlo_optimized.txt").exists()
+    assert list(tiny.losses(tmp_path / "run")) == [1]
+
+
+def test_a_dump_that_cannot_be_written_is_refused(command, tmp_path):
+    (tmp_path / "file").write_text("")
+    args = ["--module=named_tiny", "--config=tiny", f"--trainer_dir={tmp_path}/run"]
+    with pytest.raises(UsageError, match=r"--dump .*file/dump: Not a directory"):
+        command(*args, f"--dump={tmp_path}/file/dump")
+
+
 def test_what_is_no_flag_is_refused(command):
     with pytest.raises(UsageError, match=r"'trainer_dir' is no flag; did you mean '--trainer_dir'"):
         command("--module=named_tiny", "--config=tiny", "trainer_dir")

@@ -258,6 +258,14 @@ def test_functional_returns_the_result_and_the_outputs_by_path():
     assert collection.state_updates == {}
 
 
+def test_what_a_child_computes_bears_its_name_in_the_program():
+    lowered = jax.jit(lambda x: functional(ffn(), None, WEIGHTS, (x,), is_training=False)[0]).lower(
+        jnp.ones((1, 2))
+    )
+    names = lowered.as_text(debug_info=True)
+    assert all(f"/{child}/dot_general" in names for child in ffn().children)
+
+
 def test_functional_takes_arguments_by_name():
     inputs = {"x": jnp.ones((1, 2))}
     y, _ = functional(ffn(), None, WEIGHTS, inputs, is_training=False)

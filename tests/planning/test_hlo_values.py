@@ -27,6 +27,22 @@ def test_bytes_of_a_shape(shape, expected):
     assert values.shape_bytes(shape) == expected
 
 
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ("bf16[16,256]{1,0:T(8,128)(2,1)}", 16 * 256 * 2),
+        ("f32[2048,4]{1,0:T(8,128)}", 2048 * 128 * 4),
+        ("f32[2048,4]{0,1:T(8,128)}", 2048 * 8 * 4),  # The first dimension lies innermost.
+        ("s32[3,5,130]{2,1,0:T(8,128)S(1)}", 3 * 8 * 256 * 4),
+        ("f32[100]{0:T(1024)}", 1024 * 4),
+        ("bf16[3,5]{1,0}", 30),  # In no tiles.
+        ("(f32[2048,4]{1,0:T(8,128)}, s32[])", 0),
+    ],
+)
+def test_bytes_with_the_padding_of_tiles(shape, expected):
+    assert values.padded_bytes(shape) == expected
+
+
 def test_elements_of_nested_tuples():
     assert values.tuple_elements("((f32[2]{0}, s32[3]), bf16[4,4]{1,0}, u32[])") == [
         "(f32[2], s32[3])",
@@ -86,6 +102,15 @@ def test_flops_of_a_dot_are_two_for_each_product():
         "  ROOT %c = f32[3,5,11]{2,1,0} dot(%a, %b), lhs_batch_dims={0}, "
         "lhs_contracting_dims={2}, rhs_batch_dims={0}, rhs_contracting_dims={1}"
     ) == 2 * (3 * 5 * 7 * 11)
+
+
+def test_flops_of_a_matmul_of_cublas():
+    assert _flops(
+        "  %a = bf16[64,32]{1,0} parameter(0)\n  %b = bf16[32,16]{1,0} parameter(1)\n"
+        "  ROOT %c = (bf16[64,16]{1,0}, s8[4194304]{0}) custom-call(%a, %b), "
+        'custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":'
+        '{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}'
+    ) == 2 * (64 * 32 * 16)
 
 
 def test_flops_of_a_plain_matmul_written_as_a_convolution():

@@ -10,7 +10,7 @@ from moelib.planning import report as reports
 from moelib.planning.report import Collective, Kernel, Memory, Source, StepReport
 
 
-def _report(**changes):
+def make_report(**changes):
     report = StepReport(
         name="x",
         topology="v6e:2x2x1",
@@ -32,13 +32,13 @@ def _report(**changes):
 
 
 def test_json_gives_back_the_same_report():
-    report = _report(loops_of_unknown_length=("while.1",), rows_routed=5)
+    report = make_report(loops_of_unknown_length=("while.1",), rows_routed=5)
     assert StepReport.from_json(report.to_json()) == report
 
 
 def test_fields_that_a_report_has_not_are_refused():
     with pytest.raises(TypeError, match="sendings"):
-        StepReport.from_json(_report().to_json().replace('"collectives"', '"sendings"'))
+        StepReport.from_json(make_report().to_json().replace('"collectives"', '"sendings"'))
 
 
 def test_collectives_of_a_kind_are_summed_over_axes():
@@ -61,10 +61,15 @@ def test_rows_computed_are_the_mean_over_places_where_groups_begin():
         inner = np.arange(1, 8) * 256 + rng.integers(-32, 32, 7)
         sizes = np.diff([0, *inner, 2048]).tolist()
         ratios.append(rows_computed_over_routed(sizes, 4096, tiles))
-    ours = _report(rows_routed=2048).rows_computed_over_routed
+    ours = make_report(rows_routed=2048).rows_computed_over_routed
     assert ours == pytest.approx(np.mean(ratios), rel=0.01)
     assert ours == (2048 + 7 * 63) / 2048
 
 
 def test_without_grouped_matmuls_there_is_no_ratio():
-    assert _report(kernels=()).rows_computed_over_routed is None
+    assert make_report(kernels=()).rows_computed_over_routed is None
+
+
+def test_flops_executed_are_set_against_the_models():
+    assert make_report().executed_over_model_flops is None
+    assert make_report(model_flops=4).executed_over_model_flops == (8 + 3) / 4

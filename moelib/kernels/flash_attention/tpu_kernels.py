@@ -74,6 +74,7 @@ def outputs(
     return _pallas_call(
         functools.partial(_outputs_kernel, call),
         call,
+        "attention",
         visits,
         operands=((q, specs.q), (k, specs.k), (v, specs.k), *specs.of_masks(masks)),
         scalars=sinks,
@@ -102,6 +103,7 @@ def query_gradients(
     return _pallas_call(
         functools.partial(_query_gradients_kernel, call),
         call,
+        "attention_query_gradient",
         visits,
         operands=(*of_queries, (lse, specs.sums), (delta, specs.sums), *specs.of_masks(masks)),
         scalars=None,
@@ -131,6 +133,7 @@ def key_gradients(
     return _pallas_call(
         functools.partial(_key_gradients_kernel, call),
         call,
+        "attention_key_gradient",
         visits,
         operands=(*of_queries, (lse, specs.sums), (delta, specs.sums), *specs.of_masks(masks)),
         scalars=None,
@@ -326,6 +329,7 @@ class _Specs:
 def _pallas_call(
     kernel: Any,
     call: Call,
+    name: str,
     visits: Array,
     *,
     operands: Any,
@@ -362,6 +366,7 @@ def _pallas_call(
         ),
         cost_estimate=_cost(call, visits.shape[0], operands, results, matmuls),
         interpret=call.interpret,
+        name=name,
     )(visits, *arrays)
 
 
