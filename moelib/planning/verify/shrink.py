@@ -16,8 +16,17 @@ from moelib.data.lm_input import LMInput
 from moelib.data.mixture import Mixture
 from moelib.data.synthetic import SyntheticTokens
 
-_WIDTHS = ("dim", "input_dim", "output_dim", "hidden_dim", "embedding_dim", "model_dim")
-_RANKS = ("q_lora_rank", "kv_lora_rank", "rank")
+_WIDTHS = (
+    "dim",
+    "input_dim",
+    "output_dim",
+    "hidden_dim",
+    "embedding_dim",
+    "model_dim",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "rank",
+)
 _VOCABULARIES = ("vocab_size", "num_embeddings")
 _WINDOW, _SEQ_LEN, _MAX_STEP = 7, 32, 8
 
@@ -46,7 +55,6 @@ def shrink(cfg: Any, num_devices: int) -> tuple[Any, list[Change]]:
         _smaller_heads(holder, num_devices)
         _fewer_experts(holder, num_devices)
     _smaller_widths(small.model, num_devices)
-    _smaller(small.model, _RANKS, _ranked(8, 4))
     _smaller(small.model, _VOCABULARIES, lambda size: _kept_divisors(size, num_devices, 64))
     _smaller(small.model, ("window",), lambda _: _WINDOW)
     _full_precision(small)
@@ -89,12 +97,6 @@ def _smaller(cfg: ConfigBase, names: Iterable[str], new: Callable[[int], int]) -
     for holder in _configs(cfg):
         for name, size in _sizes(holder, names).items():
             holder.set(**{name: min(size, new(size))})
-
-
-def _ranked(least: int, apart: int) -> Callable[[int], int]:
-    """Returns a function from sizes to small ones: another for each, in the order they come."""
-    known: dict[int, int] = {}
-    return lambda size: known.setdefault(size, least + apart * len(known))
 
 
 # -- Layers --------------------------------------------------------------------------------------

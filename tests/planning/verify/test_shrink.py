@@ -36,6 +36,7 @@ def test_sizes_keep_what_devices_divide(name):
     small, _ = shrink(cfg, 8)
     after = small.to_flat_dict()
     fields = ("dim", "hidden_dim", "num_heads", "num_kv_heads", "num_experts", "vocab_size")
+    fields += ("q_lora_rank", "kv_lora_rank")
     compared = 0
     for path, before in cfg.to_flat_dict().items():
         if not path.startswith("model.") or path.rpartition(".")[2] not in fields:
