@@ -130,7 +130,7 @@ def write_stages(step: PlannedStep, folder: str) -> None:
     place.mkdir(parents=True, exist_ok=True)
     (place / "jaxpr.txt").write_text(str(step.traced.jaxpr), encoding="utf-8")
     (place / "stablehlo.mlir").write_text(step.lowered.as_text(), encoding="utf-8")
-    (place / "optimized.hlo").write_text(step.compiled.as_text(), encoding="utf-8")
+    (place / "optimized.hlo").write_text(step.compiled.as_text() or "", encoding="utf-8")
     (place / "report.json").write_text(step.report.to_json(), encoding="utf-8")
 
 

@@ -182,6 +182,14 @@ def test_another_form_in_its_place_is_reported_once(caplog):
     assert message.startswith("gmm runs as XLA's loops over blocks of rows")
 
 
+def test_a_gpu_for_which_there_is_no_kernel_is_reported_once(caplog):
+    with _compiled_for("NVIDIA B300"), caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert gpu.default_on_cuda("gmm", jnp.bfloat16, (128, 64), jnp.bfloat16) == {}
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.endswith("loops over blocks of rows: no kernel is for NVIDIA B300.")
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_visits_write_every_row_once_and_fit_their_array(seed):
     rng = np.random.default_rng(seed)
