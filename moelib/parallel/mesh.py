@@ -121,6 +121,8 @@ def create_device_mesh(
 ) -> Mesh:
     """Returns a mesh over all devices, whose axes the compiler may use as it sees fit.
 
+    Axes are in the order of their names; on GPUs of several slices, those across slices come first.
+
     Args:
         mesh_shape: Sizes of the axes; one may be -1. Of a hybrid shape, one of `ici`.
         axis_names: Names of the axes.
@@ -132,8 +134,13 @@ def create_device_mesh(
     """
     devices = jax.devices() if devices is None else list(devices)
     if isinstance(mesh_shape, HybridMeshShape):
-        array = _hybrid_devices(mesh_shape, axis_names, devices)
-        return Mesh(array, tuple(axis_names), axis_types=(AxisType.Auto,) * len(axis_names))
+        array, names = _hybrid_devices(mesh_shape, axis_names, devices), tuple(axis_names)
+        if getattr(devices[0], "platform", None) == "gpu":
+            # XLA:GPU takes a device's place in the mesh for its id, and so for the host it is on:
+            # with hosts innermost it would split each collective within hosts as if across them.
+            order = sorted(range(array.ndim), key=lambda axis: mesh_shape.dcn[axis] == 1)
+            array, names = array.transpose(order), tuple(names[axis] for axis in order)
+        return Mesh(array, names, axis_types=(AxisType.Auto,) * len(names))
     shape = infer_mesh_shape(mesh_shape, len(devices), axis_names=axis_names)
     if (num_slices := len(_slices(devices) or [devices])) > 1:
         raise ValueError(

@@ -130,5 +130,7 @@ def test_each_host_of_gpus_is_a_slice_that_a_mesh_asks_for():
     devices = topology("h100:2x8").devices
     with pytest.raises(ValueError, match=r"the devices are of 2 slices; set it to HybridMesh"):
         create_device_mesh((2, 8), ("fsdp", "expert"), devices)
-    mesh = create_device_mesh(HybridMeshShape((1, 8), (2, 1)), ("fsdp", "expert"), devices)
+    mesh = create_device_mesh(HybridMeshShape((8, 1), (1, 2)), ("expert", "fsdp"), devices)
+    assert dict(mesh.shape) == {"fsdp": 2, "expert": 8}
     assert [{each.process_index for each in row} for row in mesh.devices] == [{0}, {1}]
+    assert [each.id for each in mesh.devices.flat] == list(range(16))  # As XLA:GPU assumes.
