@@ -217,7 +217,7 @@ def _start(place: pathlib.Path, stderr: Any) -> subprocess.Popen:
         [*WORKER, str(place / "request"), str(place / "result")],
         stdout=subprocess.PIPE,
         stderr=stderr,
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,  # Its end tells the worker that we have ended.
         env=environment,
         text=True,
         start_new_session=True,

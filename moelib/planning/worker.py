@@ -8,7 +8,9 @@ config as text. Each stage that is done is a line of JSON on stdout, and RESULT 
 import json
 import os
 import pathlib
+import signal
 import sys
+import threading
 import time
 
 
@@ -35,5 +37,17 @@ def main(request_path: str, result_path: str) -> None:
     pathlib.Path(result_path).write_text(json.dumps(result), encoding="utf-8")
 
 
+def end_with_parent() -> None:
+    """Ends this group of processes as soon as the parent, which holds our stdin open, has ended."""
+
+    def wait() -> None:
+        sys.stdin.read()
+        os.killpg(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 if __name__ == "__main__":
+    if os.getpgrp() == os.getpid():  # Started by `apart`, not by hand.
+        end_with_parent()
     main(*sys.argv[1:])

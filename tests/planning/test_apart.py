@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import signal
+import subprocess
 import sys
 import textwrap
 import threading
@@ -163,6 +164,14 @@ def _has_ended(pid):
             return True
         time.sleep(0.1)
     return False
+
+
+def test_a_worker_ends_with_the_process_that_started_it():
+    program = "import time; from moelib.planning import worker; worker.end_with_parent()"
+    command = [sys.executable, "-c", f"{program}; time.sleep(600)"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as process:
+        process.stdin.close()
+        assert process.wait(timeout=30) == -signal.SIGKILL
 
 
 def test_ctrl_c_stops_it_and_says_what_was_learnt(cfg, worker):
