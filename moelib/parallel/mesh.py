@@ -21,7 +21,8 @@ class HybridMeshShape(NamedTuple):
     """A mesh over several slices: the size of an axis is its `ici` times its `dcn` size.
 
     Slices are what devices say they belong to (`slice_index`: TPUs and GPUs). Where they do not
-    say, as on CPUs, processes stand for slices, and one process may stand for several.
+    say, as on CPUs, processes stand for slices, and one process may stand for several. So do they
+    for GPUs that are only described, to compile for: all of these say slice 0.
 
     Attributes:
         ici: Sizes inside a slice, where links are fast.
@@ -120,6 +121,8 @@ def create_device_mesh(
 ) -> Mesh:
     """Returns a mesh over all devices, whose axes the compiler may use as it sees fit.
 
+    Axes are in the order of their names; on GPUs of several slices, those across slices come first.
+
     Args:
         mesh_shape: Sizes of the axes; one may be -1. Of a hybrid shape, one of `ici`.
         axis_names: Names of the axes.
@@ -131,8 +134,13 @@ def create_device_mesh(
     """
     devices = jax.devices() if devices is None else list(devices)
     if isinstance(mesh_shape, HybridMeshShape):
-        array = _hybrid_devices(mesh_shape, axis_names, devices)
-        return Mesh(array, tuple(axis_names), axis_types=(AxisType.Auto,) * len(axis_names))
+        array, names = _hybrid_devices(mesh_shape, axis_names, devices), tuple(axis_names)
+        if getattr(devices[0], "platform", None) == "gpu":
+            # XLA:GPU takes a device's place in the mesh for its id, and so for the host it is on:
+            # with hosts innermost it would split each collective within hosts as if across them.
+            order = sorted(range(array.ndim), key=lambda axis: mesh_shape.dcn[axis] == 1)
+            array, names = array.transpose(order), tuple(names[axis] for axis in order)
+        return Mesh(array, names, axis_types=(AxisType.Auto,) * len(names))
     shape = infer_mesh_shape(mesh_shape, len(devices), axis_names=axis_names)
     if (num_slices := len(_slices(devices) or [devices])) > 1:
         raise ValueError(
@@ -160,7 +168,7 @@ def _hybrid_devices(
     ici = infer_mesh_shape(
         shape.ici, len(slices[0]), axis_names=axis_names, place="mesh_shape.ici (one slice)"
     )
-    if hasattr(devices[0], "slice_index"):
+    if hasattr(devices[0], "slice_index") and not _are_described_gpus(devices):
         from jax.experimental import mesh_utils
 
         return mesh_utils.create_hybrid_device_mesh(ici, tuple(shape.dcn), devices)
@@ -199,7 +207,14 @@ def _slices(devices: Sequence[Any]) -> list[list[Any]] | None:
     """Returns the devices of each slice, or None if they do not say of which they are."""
     if not hasattr(devices[0], "slice_index"):
         return None
-    return _grouped(devices, "slice_index")
+    return _grouped(devices, "process_index" if _are_described_gpus(devices) else "slice_index")
+
+
+def _are_described_gpus(devices: Sequence[Any]) -> bool:
+    """Returns whether the devices are GPUs, none of them of a process that runs."""
+    return getattr(devices[0], "platform", None) == "gpu" and all(
+        device.local_hardware_id is None for device in devices
+    )
 
 
 def _split_processes(num_slices: int, said: str, devices: Sequence[Any]) -> list[list[Any]]:

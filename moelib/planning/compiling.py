@@ -5,20 +5,38 @@ import math
 import pathlib
 import re
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from moelib.core.config import REQUIRED
 from moelib.core.config_path import sub_configs
+from moelib.parallel.mesh import describe_mesh
 from moelib.planning.counting import step_report
 from moelib.planning.report import Seconds, StepReport
 from moelib.planning.topologies import PlanError, Topology
 from moelib.train import state as state_lib
 
+STAGES = ("build", "trace", "lower", "compile", "count")
+OnStage = Callable[[str, float, str], None]
+
 _GIB = 2**30
+
+# The compiler asks the GPU itself how much room its own sort of over 16,384 keys takes; where there
+# is none, it is to write the sort out, as it does for fewer.
+_WITHOUT_DEVICE = {"tpu": {}, "gpu": {"xla_gpu_enable_cub_radix_sort": "False"}}
+
+
+class PlannedStep(NamedTuple):
+    """A training step, at every stage on its way through the compiler."""
+
+    trainer: Any
+    traced: jax.stages.Traced
+    lowered: jax.stages.Lowered
+    compiled: jax.stages.Compiled
+    report: StepReport
 
 
 def plan_step(
@@ -29,10 +47,13 @@ def plan_step(
     compiler_options: Mapping[str, str] | None = None,
     num_costliest: int = 20,
     hlo_path: str | None = None,
+    dump_dir: str | None = None,
+    on_stage: OnStage = lambda stage, seconds, said: None,
 ) -> StepReport:
     """Returns the report of a trainer config's own training step, compiled for a topology.
 
-    Nothing is allocated, and no data is opened.
+    Nothing is allocated, and no data is opened. A process compiles for one kind of GPU: the
+    compiler of GPU kernels does not tell two apart.
 
     Args:
         cfg: A `SpmdTrainer.Config`, whose mesh is laid over the topology's devices.
@@ -41,11 +62,15 @@ def plan_step(
         compiler_options: Over those that the trainer compiles with.
         num_costliest: How many instructions the report lists.
         hlo_path: Where to write the compiled program's text, if anywhere.
+        dump_dir: Where to write what the step is at each stage, if anywhere.
+        on_stage: Told of each of `STAGES` that is done, its seconds, and what came out.
 
     Raises:
         PlanError: If the mesh does not fit the devices or the batch the mesh, or if the step takes
-            more memory than a device has.
+            more memory than a TPU has. The compiler for GPUs does not refuse: compare the report's
+            peak.
     """
+    watch = _Stopwatch(on_stage)
     trainer = cfg.clone(**({"dir": "unused"} if cfg.dir is REQUIRED else {})).instantiate(
         parent=None, devices=topology.devices
     )
@@ -54,35 +79,59 @@ def plan_step(
         rows_routed = _rows_routed(trainer)
     except ValueError as error:
         raise PlanError(f"topology {topology.name}: {error}") from None
-    options = trainer.compiler_options() | dict(compiler_options or {})
+    watch.done("build", describe_mesh(tuple(mesh.values()), tuple(mesh)))
+    options = trainer.compiler_options() | _WITHOUT_DEVICE[topology.accelerator.platform]
     with no_compilation_cache():
-        begin = time.perf_counter()
         traced = trainer.trace_train_step()
-        after_trace = time.perf_counter()
+        watch.done("trace", f"{len(traced.jaxpr.eqns)} equations at the top")
         with jax.set_mesh(trainer.mesh()):
             lowered = traced.lower()
-        after_lower, after_lower_cpu = time.perf_counter(), time.process_time()
+        watch.done("lower", f"StableHLO of {len(lowered.as_text()) / 1e6:.1f} MB")
+        cpu = time.process_time()
         try:
-            compiled = lowered.compile(compiler_options=options)
+            compiled = lowered.compile(compiler_options=options | dict(compiler_options or {}))
         except Exception as error:
             raise _out_of_memory(error, trainer, topology) or error from None
-    seconds = Seconds(
-        trace=after_trace - begin,
-        lower=after_lower - after_trace,
-        compile=time.perf_counter() - after_lower,
-        compile_cpu=time.process_time() - after_lower_cpu,
-    )
+        cpu = time.process_time() - cpu
+        watch.done("compile", f"{cpu:.1f} s of CPU")
     if hlo_path is not None:
         pathlib.Path(hlo_path).write_text(compiled.as_text(), encoding="utf-8")
-    return step_report(
+    report = step_report(
         compiled,
         name=name,
         topology=topology.name,
         mesh=mesh,
         rows_routed=rows_routed,
-        seconds=seconds,
+        seconds=Seconds(*(watch.seconds[each] for each in STAGES[1:4]), compile_cpu=cpu),
         num_costliest=num_costliest,
     )
+    if dump_dir is not None:
+        write_stages(PlannedStep(trainer, traced, lowered, compiled, report), dump_dir)
+    watch.done("count", f"{report.instructions:,} instructions")
+    return report
+
+
+class _Stopwatch:
+    """Knows how long each stage took, and tells of it."""
+
+    def __init__(self, on_stage: OnStage) -> None:
+        self.seconds: dict[str, float] = {}
+        self._on_stage, self._begin = on_stage, time.perf_counter()
+
+    def done(self, stage: str, said: str) -> None:
+        now = time.perf_counter()
+        self.seconds[stage], self._begin = now - self._begin, now
+        self._on_stage(stage, self.seconds[stage], said)
+
+
+def write_stages(step: PlannedStep, folder: str) -> None:
+    """Writes what a step is at each stage into a folder, which is made."""
+    place = pathlib.Path(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "jaxpr.txt").write_text(str(step.traced.jaxpr), encoding="utf-8")
+    (place / "stablehlo.mlir").write_text(step.lowered.as_text(), encoding="utf-8")
+    (place / "optimized.hlo").write_text(step.compiled.as_text() or "", encoding="utf-8")
+    (place / "report.json").write_text(step.report.to_json(), encoding="utf-8")
 
 
 @contextlib.contextmanager

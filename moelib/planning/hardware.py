@@ -24,6 +24,7 @@ class Accelerator:
             direction.
         devices_per_domain: Devices that NVLink joins; None of a TPU, whose slice is one domain.
         dollars_per_hour: Of one device, on demand.
+        devices_per_host: Of a GPU, the most that a host has.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Accelerator:
     network_bytes_per_second: float
     devices_per_domain: int | None
     dollars_per_hour: float
+    devices_per_host: int = 8
 
 
 # TPU: peak FLOP/s, HBM bandwidth and ICI from Google Cloud's documentation, pages "TPU v5e", "TPU
@@ -48,7 +50,8 @@ class Accelerator:
 #
 # v4 is left out: libtpu describes it as two devices a chip, but runs join the two.
 #
-# GPU: NVIDIA's data sheets (dense, SXM). Bytes of HBM are less what the driver and CUDA take.
+# GPU: NVIDIA's data sheets (dense, SXM). Bytes of HBM are 0.6 to 2 GiB less than XLA's own
+# description of the GPU says, which is what the driver and CUDA take.
 # Network: 400 Gb/s InfiniBand a GPU, 200 for A100.
 #
 # Prices are public list prices on demand in US regions, of whole machines over their devices; they
@@ -87,6 +90,10 @@ ACCELERATORS = {
         Accelerator(
             "b200", "gpu", "NVIDIA B200", int(177.0 * _GIB), 2250e12, 8000e9, 1.85e9,
             900e9, 50e9, 8, 14.24,
+        ),
+        Accelerator(
+            "gb200", "gpu", "NVIDIA GB200", int(183.0 * _GIB), 2500e12, 8000e9, 1.93e9,
+            900e9, 50e9, 72, 10.50, 4,
         ),
     )
 }  # fmt: skip

@@ -1,19 +1,29 @@
-"""TPU topologies by name, and what a device of each generation has.
+"""Topologies by name: devices that are wired together, though they are not here.
 
-libtpu describes and compiles for topologies of which no device is there.
+    v6e:2x2, v5p:4x4x4    one slice: TPU chips on a torus, as libtpu describes it
+    2*v6e:4x4             two such slices
+    h100:2x8              hosts x GPUs of a host, as JAX's CUDA plugin describes them
+
+A slice is what fast links join. One of GPUs is an NVLink domain: a host, or a rack of a GB200.
 """
 
 import dataclasses
 import importlib.util
+import math
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from moelib.core.config import did_you_mean
+from moelib.planning import gpu_targets
+from moelib.planning.hardware import ACCELERATORS, Accelerator
 
-EXAMPLE = "v6e:2x2x1"
+EXAMPLES = {"tpu": "v6e:2x2", "gpu": "h100:2x8"}
 
-_GIB = 2**30
+_NAME = re.compile(r"(?:(?P<slices>\d+)\*)?(?P<accelerator>[^:*]*):(?P<shape>\d+(?:x\d+)*)")
+_DEVICES_PER_CHIP = {"tpu7x": 2}
+_FLAT = ("v5e", "v6e")  # Their torus has two dimensions; a third is 1.
 
 
 class PlanError(ValueError):
@@ -21,41 +31,13 @@ class PlanError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Generation:
-    """What one device of a TPU generation has.
-
-    Attributes:
-        name: As it stands before the colon of a topology's name.
-        device_kind: What JAX calls a device.
-        hbm_bytes: Bytes that the compiler may hand out.
-        flops_per_second: Peak in bfloat16.
-        hbm_bytes_per_second: To and from HBM.
-        cycles_per_second: Clock of the TensorCore, which turns cycles into time.
-    """
+class TopologyShape:
+    """How many devices of what: all that a topology's name says."""
 
     name: str
-    device_kind: str
-    hbm_bytes: int
-    flops_per_second: float
-    hbm_bytes_per_second: float
-    cycles_per_second: float
-
-
-# FLOP/s and HBM bandwidth: Google Cloud's documentation, pages "TPU v5e", "TPU v5p", "TPU v6e" and
-# "TPU7x (Ironwood)". A device of tpu7x is half a chip. Bytes of HBM are what the compiler's own
-# out-of-memory message says is available (libtpu 0.0.51), of 16, 95, 32 and 96 GB a device. Clocks
-# follow from peak FLOP/s over what the matrix units do in a cycle; that of tpu7x is a guess.
-#
-# v4 is left out: libtpu describes it as two devices a chip, but runs join the two.
-GENERATIONS = {
-    generation.name: generation
-    for generation in (
-        Generation("v5e", "TPU v5 lite", int(15.75 * _GIB), 197e12, 819e9, 1.5e9),
-        Generation("v5p", "TPU v5", int(95.73 * _GIB), 459e12, 2765e9, 1.75e9),
-        Generation("v6e", "TPU v6 lite", int(31.24 * _GIB), 918e12, 1640e9, 1.75e9),
-        Generation("tpu7x", "TPU7x", int(94.74 * _GIB), 1153.5e12, 3690e9, 1.75e9),
-    )
-}
+    accelerator: Accelerator
+    num_slices: int
+    devices_per_slice: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,41 +45,127 @@ class Topology:
     """Devices that are wired together, though they are not here."""
 
     name: str
-    generation: Generation
+    accelerator: Accelerator
     devices: Sequence[Any]
 
 
-def topology(name: str) -> Topology:
-    """Returns the topology of a name such as v6e:2x2x1: a generation, and its chips on a torus.
+def describe(name: str) -> TopologyShape:
+    """Returns what a topology's name says; no compiler is loaded, so it may yet refuse the shape.
 
     Raises:
-        PlanError: If the generation is not known, libtpu refuses the shape, or libtpu is
-            not installed.
+        PlanError: If the accelerator is not known or the shape is none of its own.
     """
-    generation_name = name.partition(":")[0]
-    if generation_name not in GENERATIONS or ":" not in name:
+    said = name.partition(":")[0].rpartition("*")[2]
+    if said not in ACCELERATORS:
         raise PlanError(
-            f"topology {name!r} is not known: write a generation ({', '.join(GENERATIONS)}), a "
-            f"colon and a shape, such as {EXAMPLE}; {did_you_mean(generation_name, GENERATIONS)}"
+            f"topology {name!r} is not known: write an accelerator ({', '.join(ACCELERATORS)}), a "
+            f"colon and a shape, such as {' or '.join(EXAMPLES.values())}; "
+            f"{did_you_mean(said, ACCELERATORS)}"
         )
+    accelerator = ACCELERATORS[said]
+    parts = _NAME.fullmatch(name)
+    num_slices = int(parts["slices"] or 1) if parts else 0
+    shape = tuple(int(side) for side in parts["shape"].split("x")) if parts else ()
+    if not num_slices or 0 in shape:
+        raise PlanError(
+            f"topology {name!r}: {name.partition(':')[2]!r} is no shape; write sizes of 1 or more "
+            f"with x between, as in {EXAMPLES[accelerator.platform]}."
+        )
+    if accelerator.platform == "tpu":
+        return _describe_tpu(name, accelerator, num_slices, shape)
+    return _describe_gpu(name, accelerator, bool(parts and parts["slices"]), shape)
+
+
+def _describe_tpu(
+    name: str, accelerator: Accelerator, num_slices: int, shape: tuple[int, ...]
+) -> TopologyShape:
+    if not 2 <= len(shape) <= 3 or (accelerator.name in _FLAT and shape[2:] not in ((), (1,))):
+        sides = "2" if accelerator.name in _FLAT else "2 or 3"
+        raise PlanError(
+            f"topology {name!r}: the chips of {accelerator.name} lie on a torus of {sides} "
+            f"dimensions; write one, as in {EXAMPLES['tpu']}."
+        )
+    num = math.prod(shape) * _DEVICES_PER_CHIP.get(accelerator.name, 1)
+    return TopologyShape(name, accelerator, num_slices, num)
+
+
+def _describe_gpu(
+    name: str, accelerator: Accelerator, slices_given: bool, shape: tuple[int, ...]
+) -> TopologyShape:
+    most = accelerator.devices_per_host
+    if slices_given or len(shape) != 2 or shape[1] > most:
+        raise PlanError(
+            f"topology {name!r}: write the hosts and the GPUs of a host, of which "
+            f"{accelerator.name} has up to {most}: such as {accelerator.name}:2x{most}."
+        )
+    hosts, gpus = shape
+    domain = accelerator.devices_per_domain or most
+    hosts_per_slice = 1 if domain <= most else min(hosts, domain // gpus)
+    if hosts % hosts_per_slice:
+        raise PlanError(
+            f"topology {name!r}: {hosts} hosts are not whole NVLink domains of {hosts_per_slice}; "
+            f"write up to {hosts_per_slice} of them, or a multiple."
+        )
+    return TopologyShape(name, accelerator, hosts // hosts_per_slice, hosts_per_slice * gpus)
+
+
+def topology(name: str) -> Topology:
+    """Returns the devices of a topology's name, as the compiler describes them.
+
+    Raises:
+        PlanError: As for `describe`, or if the compiler refuses the shape or is not installed.
+    """
+    shape = describe(name)
+    devices = _tpus(shape) if shape.accelerator.platform == "tpu" else _gpus(shape)
+    assert len(devices) == shape.num_slices * shape.devices_per_slice, (shape, len(devices))
+    return Topology(name, shape.accelerator, devices)
+
+
+def _tpus(shape: TopologyShape) -> tuple[Any, ...]:
     if importlib.util.find_spec("libtpu") is None:
         raise PlanError(
-            f"topology {name!r}: libtpu, which compiles for TPUs, is not installed; "
+            f"topology {shape.name!r}: libtpu, which compiles for TPUs, is not installed; "
             "pip install 'moelib[tpu]'."
         )
     prepare_libtpu()
     import jax
     from jax.experimental import topologies
 
+    one_slice = shape.name.rpartition("*")[2]
+    slices = {"num_slices": shape.num_slices} if shape.num_slices > 1 else {}
     try:
-        description = topologies.get_topology_desc(platform="tpu", topology_name=name)
+        found = topologies.get_topology_desc(platform="tpu", topology_name=one_slice, **slices)
     except jax.errors.JaxRuntimeError as error:
         said = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
         raise PlanError(
-            f"topology {name!r}: {said.rstrip('.')}; write a shape that {generation_name} is built "
-            f"in, as in {EXAMPLE}."
+            f"topology {shape.name!r}: {said.rstrip('.')}; write a shape that "
+            f"{shape.accelerator.name} is built in, as in {EXAMPLES['tpu']}."
         ) from None
-    return Topology(name, GENERATIONS[generation_name], tuple(description.devices))
+    return tuple(found.devices)
+
+
+def _gpus(shape: TopologyShape) -> tuple[Any, ...]:
+    if not gpu_targets.is_installed():
+        raise PlanError(
+            f"topology {shape.name!r}: JAX's CUDA plugin, which compiles for GPUs, is not "
+            "installed; pip install 'moelib[plan-gpu]', or 'moelib[gpu]' to train there too."
+        )
+    config = gpu_targets.target_config(shape.accelerator.device_kind)
+    if config is None:
+        raise PlanError(
+            f"topology {shape.name!r}: the installed CUDA plugin does not know "
+            f"{shape.accelerator.device_kind}, only {', '.join(gpu_targets.target_configs())}; "
+            "install a newer one."
+        )
+    from jax.experimental import topologies
+
+    # A process a slice: devices of a description all say that they are of slice 0.
+    found = topologies.get_topology_desc(
+        platform="cuda",
+        target_config=config,
+        topology=f"{shape.num_slices}x1x{shape.devices_per_slice}",
+    )
+    return tuple(found.devices)
 
 
 def prepare_libtpu() -> None:

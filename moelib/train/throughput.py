@@ -19,7 +19,7 @@ _PEAK_TFLOPS = (
     ("TPU v6", 918.0),
     ("TPU7x", 1153.5),  # A core: half a chip.
     ("NVIDIA B200", 2250.0),
-    ("NVIDIA GB200", 2250.0),
+    ("NVIDIA GB200", 2500.0),
     ("NVIDIA H200", 989.0),
     ("NVIDIA H100 PCIe", 756.0),
     ("NVIDIA H100", 989.0),

@@ -82,6 +82,7 @@ class SliceDevice(ProcessDevice):
     slice_index: int
     device_kind: str = "fake"
     platform: str = "fake"
+    local_hardware_id: int | None = 0
 
 
 def on_processes(num_processes, num_devices):
@@ -144,6 +145,21 @@ def test_sizes_inside_a_slice_are_refused_by_axis_and_size():
     hybrid = HybridMeshShape(ici=(1, 3), dcn=(2, 1))
     with pytest.raises(ValueError, match=r"ici \(one slice\) \(model 3\).* are 4; .*model 4 would"):
         create_device_mesh(hybrid, ("data", "model"), on_slices(4, 4))
+
+
+@pytest.mark.parametrize("described", [False, True])
+def test_axes_across_hosts_of_gpus_come_first(described):
+    hosts = [0] * 4 + [1] * 4
+    devices = [
+        SliceDevice(i, host, 0 if described else host, "H100", "gpu", None if described else i % 4)
+        for i, host in enumerate(hosts)
+    ]
+    hybrid = HybridMeshShape(ici=(4, 1), dcn=(1, 2))
+    mesh = create_device_mesh(hybrid, ("expert", "fsdp"), devices)
+    assert dict(mesh.shape) == {"fsdp": 2, "expert": 4}
+    assert attributes(mesh.devices, "id").tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    with pytest.raises(ValueError, match=r"the devices are of 2 slices; set"):
+        create_device_mesh((8, 1), ("expert", "fsdp"), devices)
 
 
 def test_several_slices_want_a_hybrid_shape():

@@ -35,7 +35,7 @@ def _report(where, function, *arguments):
         compiled = (
             jax.jit(function)
             .lower(*shapes)
-            .compile(compiler_options=dict(BY_DEVICE_KIND[where.generation.device_kind]))
+            .compile(compiler_options=dict(BY_DEVICE_KIND[where.accelerator.device_kind]))
         )
     return step_report(compiled, name="x", topology=where.name, mesh=dict(mesh.shape))
 

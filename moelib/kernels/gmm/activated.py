@@ -133,6 +133,7 @@ def _run(
     # Compiled where it is the platform's own, and interpreted if it is asked for elsewhere.
     interpret = False if options.backend is None else None
     runs["tpu"] = functools.partial(getattr(tpu, name), interpret=interpret, **kw)
+    runs["gpu"] = functools.partial(runs["gpu"], interpret=interpret)
     platforms = {"tpu": "tpu" if str(dtype) in tpu.DTYPES else "xla", "default": "cpu"}
     platforms |= gpu.default_on_cuda(name, dtype, sides, kw["out_dtype"])
     inputs = *jax.tree.map(lambda x: x.astype(dtype), (lhs, rhs)), *rest
@@ -170,9 +171,10 @@ def _activated_parts(
     activation: Callable[..., Array],
     save: bool,
     out_dtype: Any,
+    **options: Any,
 ) -> tuple[Array, tuple[Array, ...]]:
     """Does it as one grouped matmul a part, whose products are rounded, and the activation."""
-    kw = {"transpose_rhs": False, "out_dtype": out_dtype}
+    kw = {"transpose_rhs": False, "out_dtype": out_dtype, **options}
     parts = tuple(
         _part(module, i, lhs, rhs, sizes, None if bias is None else bias[:, i], offset, **kw)
         for i in range(rhs.shape[1])
@@ -201,9 +203,10 @@ def _summed_parts(
     offset: Array | None,
     *,
     out_dtype: Any,
+    **options: Any,
 ) -> Array:
     """Returns the sum over p of `lhs[p] @ rhs[:, p]^T`, by group."""
-    kw = {"transpose_rhs": True, "out_dtype": jnp.float32}
+    kw = {"transpose_rhs": True, "out_dtype": jnp.float32, **options}
     parts = [_part(module, i, rows, rhs, sizes, None, offset, **kw) for i, rows in enumerate(lhs)]
     return functools.reduce(operator.add, parts).astype(out_dtype)
 

@@ -159,7 +159,7 @@ def default_on_cuda(
     """Returns {"cuda": "gpu"} if this backend is to be the default there, else {}.
 
     It is if the program is known to be compiled for a Hopper GPU and the kernels take the operands.
-    If only the operands are in the way, that is reported once.
+    If it is for a GPU, and the kind of GPU or the operands are in the way, that is reported once.
 
     Args:
         kernel: Its name, for the report.
@@ -168,12 +168,14 @@ def default_on_cuda(
         out_dtype: Dtype of the result.
     """
     found = current_gpu()
-    if found is None or not is_hopper(found[0]):
+    if found is None:
         return {}
-    reason = unfit(dtype, sides, out_dtype)
-    if reason is None:
+    if not is_hopper(found[0]):
+        _report(f"{kernel} runs as XLA's loops over blocks of rows: no kernel is for {found[0]}.")
+    elif reason := unfit(dtype, sides, out_dtype):
+        _report(f"{kernel} runs as XLA's loops over blocks of rows, for the GPU's kernel {reason}")
+    else:
         return {"cuda": "gpu"}
-    _report(f"{kernel} runs as XLA's loops over blocks of rows, for the GPU's kernel {reason}")
     return {}
 
 

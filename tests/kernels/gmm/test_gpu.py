@@ -19,7 +19,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from moelib.kernels.gmm import gmm, gmm_weight_gradient, gpu, reference
+from moelib.kernels.gmm import gmm, gmm_activated, gmm_weight_gradient, gpu, reference, swiglu
 from moelib.kernels.gmm.gpu_tiles import (
     SMEM_BYTES,
     GpuTiles,
@@ -140,7 +140,9 @@ def test_what_does_not_fit_is_refused_and_says_what_does():
 
 def _compiled_for(kind):
     device = AbstractDevice(device_kind=kind, num_cores=132, platform="gpu")
-    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = AbstractMesh((1,), ("x",), axis_types=auto, abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def test_it_is_the_default_for_hopper_only():
@@ -158,12 +160,34 @@ def test_it_is_the_default_for_hopper_only():
                 jax.eval_shape(functools.partial(gmm, backend="gpu"), *operands)
 
 
+def test_under_remat_it_can_be_differentiated_for_it_is_not_interpreted_on_the_way():
+    operands = [((16, 64), "bfloat16"), ((2, 2, 64, 64), "bfloat16"), ((2,), "int32")]
+
+    @jax.checkpoint
+    def run(rows, matrices, sizes):
+        return jnp.sum(gmm_activated(rows, matrices, sizes, activation=swiglu), dtype=jnp.float32)
+
+    with _compiled_for(gpu_topology.H100):
+        shapes = (jax.ShapeDtypeStruct(*shape) for shape in operands)
+        made = jax.make_jaxpr(jax.grad(run, argnums=(0, 1)))(*shapes)
+    assert "wgmma" in str(made)
+    assert "callback" not in str(made)  # Of the interpreter.
+
+
 def test_another_form_in_its_place_is_reported_once(caplog):
     with _compiled_for(gpu_topology.H100), caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert gpu.default_on_cuda("gmm", jnp.bfloat16, (128, 200), jnp.bfloat16) == {}
     (message,) = [r.getMessage() for r in caplog.records if "not 200 elem" in r.getMessage()]
     assert message.startswith("gmm runs as XLA's loops over blocks of rows")
+
+
+def test_a_gpu_for_which_there_is_no_kernel_is_reported_once(caplog):
+    with _compiled_for("NVIDIA B300"), caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert gpu.default_on_cuda("gmm", jnp.bfloat16, (128, 64), jnp.bfloat16) == {}
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.endswith("loops over blocks of rows: no kernel is for NVIDIA B300.")
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,0 +1,38 @@
+"""Steps compiled for GPUs that are not here. Needs JAX's CUDA plugin, as in moelib[plan-gpu]."""
+
+import pytest
+
+from experiments import flame_moe
+from moelib.parallel.mesh import HybridMeshShape, mesh_shape_from_axes
+from moelib.planning import gpu_targets
+from moelib.planning.apart import compile_apart
+from moelib.planning.report import total
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not gpu_targets.is_installed(), reason="JAX's CUDA plugin is not installed"),
+]
+
+
+@pytest.mark.parametrize(
+    ("topology", "mesh_shape", "kernels"),
+    [
+        ("h100:1x4", mesh_shape_from_axes(expert=4), True),
+        (
+            "h100:2x4",
+            HybridMeshShape(mesh_shape_from_axes(expert=4), mesh_shape_from_axes(fsdp=2)),
+            True,
+        ),
+        ("b200:1x4", mesh_shape_from_axes(expert=4), False),
+    ],
+)
+def test_the_step_of_experts_over_a_host_compiles(topology, mesh_shape, kernels, tmp_path):
+    cfg = flame_moe.tiny().set(mesh_shape=mesh_shape, train_dtype="bfloat16")
+    dumps = tmp_path / "dump"
+    outcome = compile_apart(cfg, topology, name="tiny", cache_dir=None, dump_dir=str(dumps))
+    assert outcome.report is not None, outcome.failure
+    assert outcome.report.memory.peak > outcome.report.memory.arguments > 0
+    sent = total(outcome.report.collectives, "ragged-all-to-all")
+    assert sent is not None
+    assert (sent.axes, sent.group_size) == (("expert",), 4)  # Inside of hosts, and whole.
+    assert ("mosaic_gpu" in (dumps / "optimized.hlo").read_text()) == kernels
