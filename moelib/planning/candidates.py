@@ -10,18 +10,18 @@ from moelib.core.config import config_for_function, did_you_mean
 from moelib.layers.remat import remat
 from moelib.parallel import sharding
 from moelib.parallel.mesh import HybridMeshShape, describe_mesh, infer_mesh_shape
-from moelib.planning.shapes import TopologyShape
-from moelib.planning.topologies import PlanError
-from moelib.planning.workload import (
+from moelib.planning.kept import (
     DOTS,
     DOTS_NO_BATCH,
     FULL,
     NONE,
     OWN,
-    Workload,
     remat_name,
     with_remat,
 )
+from moelib.planning.shapes import TopologyShape
+from moelib.planning.topologies import PlanError
+from moelib.planning.workload import Workload
 
 # An axis across slices carries what it must over the slow network: those along which devices only
 # share a batch, or experts.
@@ -111,17 +111,16 @@ def candidates(
     """
     rules = rules_of(cfg)
     wanted = None if mesh is None else _parsed_mesh(mesh, cfg.mesh_axis_names, topology)
-    found, why = [], ""
+    found, why, legal = [], "", _Rules(work, rules)
+    names = list(_remats(cfg, work))
     for each in _meshes(cfg, work, topology, rules, wanted):
-        if (refused := _refused(work, each, rules)) is not None:
+        if (refused := legal.refuse(each)) is not None:
             why = why or f"{each}: {refused}"
             continue
         parts = each.parts(rules["batch"])
         most = work.global_batch_size // parts
         for rows in _powers_of_two(most):
-            found += [
-                Candidate(topology, each, rows, most // rows, name) for name in _remats(cfg, work)
-            ]
+            found += [Candidate(topology, each, rows, most // rows, name) for name in names]
     if not found:
         raise PlanError(
             f"topology {topology.name}: no mesh of its {topology.num_devices} devices"
@@ -155,7 +154,7 @@ def as_it_is(cfg: Any, work: Workload, topology: TopologyShape) -> Candidate:
         sharding.check_mesh_axes(mesh.sizes, rules)
     except ValueError as error:
         raise PlanError(str(error)) from None
-    if (refused := _refused(work, mesh, rules)) is not None:
+    if (refused := _Rules(work, rules).refuse(mesh)) is not None:
         raise PlanError(f"topology {topology.name}: {refused}")
     micro, parts = cfg.num_microbatches, mesh.parts(rules["batch"])
     rows = work.global_batch_size // micro
@@ -175,7 +174,7 @@ def rules_of(cfg: Any) -> sharding.Rules:
 
 
 def _remats(cfg: Any, work: Workload) -> Iterator[str]:
-    """Yields names of remats that differ: `nothing_saveable` is full, `everything_saveable` none."""
+    """Yields remats that differ: `nothing_saveable` is full, `everything_saveable` is none."""
     yield OWN
     own = remat_name(cfg.model)
     seen = {work.kept[OWN]}
@@ -230,36 +229,40 @@ def _factorizations(n: int, num: int) -> tuple[tuple[int, ...], ...]:
     return tuple((d, *others) for d, found in rest for others in found)
 
 
-def _refused(work: Workload, mesh: Mesh, rules: sharding.Rules) -> str | None:
-    """Returns why the sharding rules do not take a mesh, or None."""
-    shape = mesh.sizes
-    rows, length = work.global_batch_size, work.seq_len
-    pieces = 2 if mesh.parts(rules["sequence"]) > 1 else 1  # Of a ring of attention.
-    arrays = [
-        (("batch", "residual_sequence"), (rows, length), "the batch"),
-        (("batch", "sequence"), (rows, length // pieces), "attention's halves of a sequence"),
-        (("batch", "sequence", "vocab"), None, "the logits"),
-        (("batch", "sequence", "expert_ffn"), None, "tokens of experts"),
-    ]
-    arrays += [(leaf.axes, leaf.shape, "a parameter") for leaf in work.parameters]
-    for axes, sizes, place in arrays:
-        if (error := _error(axes, shape, sizes, rules, place)) is not None:
-            return error
-    return None
+class _Rules:
+    """Which meshes the sharding rules take, for what a workload splits."""
 
+    def __init__(self, work: Workload, rules: sharding.Rules) -> None:
+        self._rules = rules
+        rows, length = work.global_batch_size, work.seq_len
+        self._arrays = [
+            (("batch", "residual_sequence"), (rows, length), "the batch"),
+            (("batch", "sequence", "vocab"), None, "the logits"),
+            (("batch", "sequence", "expert_ffn"), None, "tokens of experts"),
+            *((leaf.axes, leaf.shape, "a parameter") for leaf in work.parameters),
+        ]
+        self._halves = (("batch", "sequence"), (rows, length // 2), "attention's half sequences")
+        self._known: dict[tuple[Any, ...], str | None] = {}
 
-def _error(
-    axes: Sequence[str | None],
-    mesh: Mapping[str, int],
-    shape: Sequence[int] | None,
-    rules: sharding.Rules,
-    place: str,
-) -> str | None:
-    try:
-        sharding.partition_spec(axes, mesh, shape=shape, rules=rules, place=place)
-    except ValueError as error:
-        return str(error)
-    return None
+    def refuse(self, mesh: Mesh) -> str | None:
+        """Returns why the rules do not take a mesh, or None."""
+        key = tuple(sorted(mesh.sizes.items()))
+        if key not in self._known:
+            # A ring of attention deals each device two pieces of a sequence.
+            ring = [self._halves] if mesh.parts(self._rules["sequence"]) > 1 else []
+            errors = (self._error(mesh, *each) for each in (*ring, *self._arrays))
+            self._known[key] = next((error for error in errors if error), None)
+        return self._known[key]
+
+    def _error(
+        self, mesh: Mesh, axes: Sequence[str | None], sizes: Sequence[int] | None, place: str
+    ) -> str | None:
+        try:
+            rules = self._rules
+            sharding.partition_spec(axes, mesh.sizes, shape=sizes, rules=rules, place=place)
+        except ValueError as error:
+            return str(error)
+        return None
 
 
 def _parsed_mesh(text: str, names: Sequence[str], topology: TopologyShape) -> dict[str, int]:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 
 from moelib.planning.candidates import Mesh
-from moelib.planning.shapes import TopologyShape
+from moelib.planning.shapes import DEVICES_PER_CHIP, TopologyShape
 
 # A dimension of a torus is a ring from this size on: of whole cubes of 4 on v5p and tpu7x, of a
 # whole pod's edge on v5e and v6e. Source: Google Cloud's documentation of their topologies.
@@ -71,6 +71,9 @@ class Links:
         """Returns what an all-gather sends whose result has so many bytes; a reduce-scatter too."""
         inside, across = self._group(axes)
         links = bytes_ * (inside - 1) / inside
+        if inside == self._topology.devices_per_slice:
+            # Devices of a chip receive each a part of what both need, and pass it on in the chip.
+            links /= DEVICES_PER_CHIP.get(self._topology.accelerator.name, 1)
         return self._sent(inside, links, bytes_ / inside * (across - 1) / across, hops=1.0)
 
     def reduced(self, axes: Sequence[str], bytes_: float) -> Sent:

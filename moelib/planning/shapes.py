@@ -9,7 +9,7 @@ from moelib.planning.hardware import ACCELERATORS, Accelerator
 from moelib.planning.topologies import PlanError
 
 _NAME = re.compile(r"(?:(?P<slices>[1-9]\d*)\*)?(?P<kind>\w+):(?P<shape>[1-9]\d*(?:x[1-9]\d*)*)")
-_DEVICES_PER_CHIP = {"tpu7x": 2}
+DEVICES_PER_CHIP = {"tpu7x": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ def describe(name: str) -> TopologyShape:
     accelerator, shape = ACCELERATORS[kind], [int(size) for size in found["shape"].split("x")]
     num_slices = int(found["slices"] or 1)
     if accelerator.platform == "tpu":
-        devices = math.prod(shape) * _DEVICES_PER_CHIP.get(kind, 1)
+        devices = math.prod(shape) * DEVICES_PER_CHIP.get(kind, 1)
         return TopologyShape(name, accelerator, num_slices, devices)
     most = accelerator.devices_per_domain or 8
     if len(shape) != 2 or shape[1] > most:

@@ -1,35 +1,21 @@
-"""What a config's training step holds and computes, read from the model without a mesh.
-
-Parameters and the optimizer's state are known exactly, by their specs. What the forward pass leaves
-for the backward pass is read from the model's own trace at a few tokens, whatever layers it has:
-`jax.vjp` says what is kept without recomputation; the names and matmuls in the forward pass, what a
-remat policy keeps of it. All of it grows with the tokens.
-"""
+"""What a config's training step holds and computes, read from the model without a mesh."""
 
 import collections
 import dataclasses
-import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from moelib.core.config import REQUIRED
 from moelib.core.config_path import sub_configs
-from moelib.core.module import functional
 from moelib.core.param import ParameterSpec, is_spec, may_cast
 from moelib.layers.moe.dispatch_ragged import RingDispatcher
 from moelib.learner import offload
+from moelib.planning.kept import FULL, NONE, OWN, Kept, nearest_remat, read_kept, remat_name
 from moelib.planning.topologies import PlanError
-from moelib.train import state as state_lib
-
-# What a few tokens cost is the same for each; rows of two lengths tell them from other sizes.
-_ROWS, _TOKENS = 2, 128
-_TRACED = _ROWS * _TOKENS
-
-FULL, NONE, OWN = "full", "none", "as it is"
-DOTS, DOTS_NO_BATCH = "dots_saveable", "dots_with_no_batch_dims_saveable"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,28 +44,6 @@ class Leaf:
     def size(self) -> int:
         """Elements of all of them."""
         return math.prod(self.shape) * self.count
-
-
-@dataclasses.dataclass(frozen=True)
-class Kept:
-    """Bytes a token, kept for the backward pass.
-
-    Attributes:
-        split: That tensor parallelism splits: the residual stream, heads, hidden dimensions.
-        whole: That it does not.
-        rows: Of rows that travelled to experts, one a choice; a buffer may hold more rows.
-    """
-
-    split: float = 0.0
-    whole: float = 0.0
-    rows: float = 0.0
-
-    def __add__(self, other: "Kept") -> "Kept":
-        return Kept(self.split + other.split, self.whole + other.whole, self.rows + other.rows)
-
-    def times(self, factor: float) -> "Kept":
-        """Returns as much, multiplied."""
-        return Kept(self.split * factor, self.whole * factor, self.rows * factor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +87,7 @@ class Workload:
         forward_flops: Of a token.
         decoder_flops: Of these, those that a block recomputes.
         routed_flops: Of these, those of routed experts.
+        own: The remat that computes as much again as the config's own, as near as can be told.
         kept: By the name of a remat, what the whole model keeps.
         block: What one block leaves when nothing is recomputed.
     """
@@ -141,6 +106,7 @@ class Workload:
     forward_flops: float
     decoder_flops: float
     routed_flops: float
+    own: str
     kept: Mapping[str, Kept]
     block: Kept
 
@@ -153,6 +119,13 @@ class Workload:
     def model_flops(self) -> float:
         """FLOPs of a training token, nothing computed twice."""
         return 3.0 * self.forward_flops
+
+    def computed_again(self, remat: str) -> float:
+        """Returns the FLOPs a token that the backward pass computes again; 0 if it does not."""
+        name = self.own if remat == OWN else remat
+        if name == NONE:
+            return 0.0
+        return self.decoder_flops if name == FULL else self.routed_flops
 
 
 def read_workload(cfg: Any) -> Workload:
@@ -181,7 +154,8 @@ def read_workload(cfg: Any) -> Workload:
     forward = float(model.forward_flops_per_token(seq_len))
     decoder = getattr(model, "children", {}).get("decoder")
     inside = forward if decoder is None else float(decoder.forward_flops_per_token(seq_len))
-    kept, block = _kept(cfg, specs.model, moe, num_blocks)
+    choices = 0 if moe is None else moe.num_experts_per_token
+    kept, block = read_kept(cfg, specs.model, choices=choices, num_blocks=num_blocks)
     return Workload(
         global_batch_size=cfg.input.global_batch_size,
         seq_len=seq_len,
@@ -197,14 +171,13 @@ def read_workload(cfg: Any) -> Workload:
         forward_flops=forward,
         decoder_flops=inside,
         routed_flops=0.0 if moe is None else _routed_flops(parameters, moe),
+        own=remat_name(cfg.model) or nearest_remat(kept),
         kept=kept,
         block=block,
     )
 
 
 def _built(cfg: Any) -> Any:
-    from moelib.core.config import REQUIRED
-
     try:
         given = {"dir": "unused"} if cfg.dir is REQUIRED else {}
         return cfg.clone(**given).instantiate(parent=None)
@@ -292,129 +265,3 @@ def _moe(model: Any, specs: Any) -> Moe | None:
 def _routed_flops(leaves: tuple[Leaf, ...], moe: Moe) -> float:
     routed = sum(leaf.size for leaf in leaves if "experts" in leaf.axes and len(leaf.shape) > 2)
     return 2.0 * routed * moe.num_experts_per_token / moe.num_experts
-
-
-# -- What is kept --------------------------------------------------------------------------------
-
-
-def with_remat(model: Any, remat: Any) -> Any:
-    """Returns a model's config with the remat of every stack set; None recomputes nothing."""
-    model = model.clone()
-    for _, inside in sub_configs(model):
-        if "remat" in dict(inside.items()):
-            inside.remat = remat
-    return model
-
-
-def _kept(
-    cfg: Any, specs: Any, moe: Moe | None, num_blocks: int
-) -> tuple[dict[str, Kept], Kept]:
-    """Returns what the model keeps by the name of a remat, and what one block leaves."""
-    plain = with_remat(cfg.model, None)
-    loss, args = _traceable(plain, specs, cfg.train_dtype)
-    measure = functools.partial(_measured, moe=moe)
-    known = {(x.shape, x.dtype) for x in jax.tree.leaves(args[0])}
-
-    def left(loss: Any) -> Kept:
-        residuals = jax.eval_shape(lambda p, b: jax.vjp(lambda p: loss(p, b), p)[1], *args)
-        arrays = [x for x in jax.tree.leaves(residuals) if (x.shape, x.dtype) not in known]
-        return sum((measure(x.shape, x.dtype) for x in arrays), Kept())
-
-    none = left(loss)
-    forward = list(_equations(jax.make_jaxpr(loss)(*args).jaxpr))
-    point = lambda each: measure(each.outvars[0].aval.shape, each.outvars[0].aval.dtype).times
-    total = lambda found: sum((point(e)(times) for e, times in found), Kept())
-    named = collections.defaultdict(list)
-    for each, times in forward:
-        if each.primitive.name == "name":
-            named[each.params["name"]].append((each, times))
-    dots = [(e, times) for e, times in forward if e.primitive.name == "dot_general"]
-    alone = [(e, t) for e, t in dots if not e.params["dimension_numbers"][1][0]]
-    itemsize = jnp.dtype(cfg.train_dtype or "float32").itemsize
-    dim = max((s.shape[s.axes.index("embed")] for s in _with(specs, "embed")), default=0)
-    # The input of each block, and the last hidden state and its gradient.
-    full = Kept(split=(num_blocks + 2.0) * dim * itemsize) + total(named["routing"])
-    kept = {FULL: full, DOTS: full + total(dots), DOTS_NO_BATCH: full + total(alone), NONE: none}
-    kept[OWN] = _own(cfg.model, kept, {name: total(found) for name, found in named.items()})
-    if kept[OWN] is None:
-        kept[OWN] = left(_traceable(cfg.model, specs, cfg.train_dtype)[0])
-    return kept, none.times(1.0 / num_blocks)
-
-
-def _with(specs: Any, axis: str) -> list[ParameterSpec]:
-    return [s for s in jax.tree.leaves(specs, is_leaf=is_spec) if axis in s.axes]
-
-
-def remats(model: Any) -> list[Any]:
-    """Returns the remat of each stack of a model's config."""
-    found = [dict(inside.items()) for _, inside in sub_configs(model)]
-    return [values["remat"] for values in found if "remat" in values]
-
-
-def remat_name(model: Any) -> str | None:
-    """Returns which of the remats of `Workload.kept` a config has, or None if it is another."""
-    found = remats(model)
-    if not found or all(each is None for each in found):
-        return NONE
-    said = [{} if each is None else dict(each.items()) for each in found]
-    if any(each != said[0] for each in said) or "policy" not in said[0]:
-        return None
-    if said[0].get("keep") or said[0].get("offload"):
-        return None
-    policies = {None: FULL, "nothing_saveable": FULL, "everything_saveable": NONE}
-    return policies.get(said[0]["policy"], said[0]["policy"])
-
-
-def _own(model: Any, kept: Mapping[str, Kept], named: Mapping[str, Kept]) -> Kept | None:
-    """Returns what the config's own remat keeps, or None if only a trace can tell."""
-    name = remat_name(model)
-    if name is not None:
-        return kept[name]
-    found = [dict(each.items()) for each in remats(model) if each is not None]
-    if len(found) != 1 or "keep" not in found[0]:
-        return None
-    points = (named.get(name, Kept()) for name in found[0]["keep"])
-    return sum(points, kept[FULL])
-
-
-def _traceable(model: Any, specs: Any, train_dtype: Any) -> tuple[Any, tuple[Any, Any]]:
-    """Returns the loss of a model's config, and shapes of its arguments at a few tokens."""
-    built = model.clone(name="model").instantiate(parent=None)
-    dtype = lambda s: train_dtype if train_dtype is not None and may_cast(s) else s.dtype
-    params = jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s.shape, jnp.dtype(dtype(s))), specs, is_leaf=is_spec
-    )
-    ids = jax.ShapeDtypeStruct((_ROWS, _TOKENS), jnp.int32)
-    batch = dict.fromkeys(("input_ids", "target_labels", "segment_ids", "positions"), ids)
-
-    def loss(params: Any, batch: Any) -> jax.Array:
-        key = jax.random.key(0)
-        (out, _), collection = functional(built, key, params, (batch,), is_training=True)
-        return out.mean + collection.total_aux_loss()
-
-    return loss, (params, batch)
-
-
-def _equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
-    """Yields what is computed and how often, but for what kernels do inside."""
-    for each in jaxpr.eqns:
-        yield each, times
-        if each.primitive.name in ("cond", "custom_vjp_call", "pallas_call", "while"):
-            continue
-        inside = times * each.params["length"] if each.primitive.name == "scan" else times
-        for value in each.params.values():
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from _equations(inner, inside)
-
-
-def _measured(shape: tuple[int, ...], dtype: Any, *, moe: Moe | None) -> Kept:
-    """Returns the bytes a token of an array of the trace."""
-    size = math.prod(shape)
-    if size % _TRACED:
-        return Kept()  # It does not grow with the tokens.
-    bytes_ = size * jnp.dtype(dtype).itemsize / _TRACED
-    if moe and _TRACED * moe.num_experts_per_token in shape:
-        return Kept(rows=bytes_)
-    # Rows and tokens in one dimension: what a dispatcher sees, of all devices that share tokens.
-    return Kept(whole=bytes_) if _TRACED in shape else Kept(split=bytes_)
