@@ -269,11 +269,11 @@ def _parsed_mesh(text: str, names: Sequence[str], topology: TopologyShape) -> di
     """Returns the sizes of fsdp=2,expert=-1."""
     sizes = {}
     for part in text.split(","):
-        name, equals, size = (each.strip() for each in part.partition("="))
+        name, _, size = (each.strip() for each in part.partition("="))
+        if not size.lstrip("-").isdigit():
+            raise PlanError(f"mesh {text!r}: write axis=size, as fsdp=2,expert=4.")
         if name not in names:
             raise PlanError(f"mesh {text!r}: {name!r} is no axis; {did_you_mean(name, names)}")
-        if not equals or not size.lstrip("-").isdigit():
-            raise PlanError(f"mesh {text!r}: write axis=size, as fsdp=2,expert=4.")
         sizes[name] = int(size)
     try:
         place = f"topology {topology.name}: mesh"

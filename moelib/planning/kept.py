@@ -46,6 +46,11 @@ class Kept:
     def __add__(self, other: "Kept") -> "Kept":
         return Kept(self.split + other.split, self.whole + other.whole, self.rows + other.rows)
 
+    def at_most(self, other: "Kept") -> "Kept":
+        """Returns the smaller of each."""
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Kept(*(min(pair) for pair in pairs))
+
     def times(self, factor: float) -> "Kept":
         """Returns as much, multiplied."""
         return Kept(self.split * factor, self.whole * factor, self.rows * factor)
@@ -91,7 +96,9 @@ def read_kept(
     dim = max((s.shape[s.axes.index("embed")] for s in _with(specs, "embed")), default=0)
     # The input of each block, and the last hidden state and its gradient.
     full = Kept(split=(num_blocks + 2.0) * dim * itemsize) + named[_ROUTING]
-    kept = {FULL: full, DOTS: full + dots, DOTS_NO_BATCH: full + alone, NONE: none}
+    # Of the matmuls' results those are kept that the backward pass needs, and no more than all.
+    kept = {FULL: full, NONE: none}
+    kept |= {DOTS: (full + dots).at_most(none), DOTS_NO_BATCH: (full + alone).at_most(none)}
     own = _own(cfg.model, kept, named)
     if own is None:
         own = _left(_traceable(cfg.model, specs, cfg.train_dtype)[0], args, measure)
@@ -101,7 +108,21 @@ def read_kept(
 def _left(loss: Any, args: Any, measure: Callable[..., Kept]) -> Kept:
     """Returns what the forward pass of a loss leaves, but for parameters."""
     known = {(x.shape, x.dtype) for x in jax.tree.leaves(args[0])}
-    residuals = jax.eval_shape(lambda p, b: jax.vjp(lambda p: loss(p, b), p)[1], *args)
+    floats = jax.tree.map(lambda x: jnp.issubdtype(x.dtype, jnp.floating), args[0])
+
+    def backward(params: Any, batch: Any) -> Any:
+        leaves, structure = jax.tree.flatten(params)
+        chosen = jax.tree.leaves(floats)
+
+        def of(trained: list[Any]) -> Any:
+            rest = iter(trained)
+            pairs = zip(leaves, chosen, strict=True)
+            merged = [next(rest) if is_float else leaf for leaf, is_float in pairs]
+            return loss(jax.tree.unflatten(structure, merged), batch)
+
+        return jax.vjp(of, [x for x, is_float in zip(leaves, chosen, strict=True) if is_float])[1]
+
+    residuals = jax.eval_shape(backward, *args)
     arrays = [x for x in jax.tree.leaves(residuals) if (x.shape, x.dtype) not in known]
     return sum((measure(x.shape, x.dtype) for x in arrays), Kept())
 

@@ -132,15 +132,10 @@ def read_workload(cfg: Any) -> Workload:
     """Returns what the step of a `SpmdTrainer.Config` holds and computes.
 
     Raises:
-        PlanError: If the model says nothing of its FLOPs, or cannot be traced.
+        PlanError: If the model says nothing of its FLOPs, or a setting cannot be.
     """
     trainer = _built(cfg)
     specs = trainer.trainer_state_specs
-    if not hasattr(trainer.model, "forward_flops_per_token"):
-        raise PlanError(
-            f"{type(trainer.model).__qualname__} has no forward_flops_per_token(seq_len), without "
-            "which no time can be said; define it, or see --compile."
-        )
     compute = jnp.dtype(cfg.train_dtype or "float32").itemsize
     learner = [
         spec
@@ -151,7 +146,13 @@ def read_workload(cfg: Any) -> Workload:
     model, seq_len = trainer.model, cfg.input.seq_len
     num_layers, num_blocks = _depth(cfg.model)
     moe = _moe(cfg.model, specs.model)
-    forward = float(model.forward_flops_per_token(seq_len))
+    flops = trainer.flops_per_token()
+    if flops is None:
+        raise PlanError(
+            f"{type(model).__qualname__} has no flops_per_token(seq_len=), without which there is "
+            "no time to estimate; define it: the FLOPs of training on a token."
+        )
+    forward = flops / 3
     decoder = getattr(model, "children", {}).get("decoder")
     inside = forward if decoder is None else float(decoder.forward_flops_per_token(seq_len))
     choices = 0 if moe is None else moe.num_experts_per_token
