@@ -56,6 +56,8 @@ def print_rows(estimates: Iterable[Any], whole: Whole, title: str) -> None:
     for i, each in enumerate(estimates, start=1):
         table.add_row(f"{i}", *_cells(each, whole))
     show(table)
+    if whole.budget is not None:
+        print("!: within the budget at best, over it at worst.")
 
 
 def _cells(estimate: Any, whole: Whole) -> list[str]:
@@ -74,7 +76,7 @@ def _cells(estimate: Any, whole: Whole) -> list[str]:
     if whole.tokens:
         days, dollars = estimate.whole_run(whole.tokens)
         cells += [_between(days), _between(dollars)]
-        cells[-1] += "" if whole.is_sure(estimate) else " (may pass the budget)"
+        cells[-1] += "" if whole.is_sure(estimate) else " !"
     return [*cells, limit(estimate)]
 
 

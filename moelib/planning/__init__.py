@@ -1,5 +1,7 @@
 """What a training step will be on hardware that nobody has rented yet.
 
-`topologies` has the devices, `compiling` the real step compiled for them, `hlo` reads the compiled
-program, `report` counts what is in it.
+Estimated: `workload` is what the step computes, `candidates` the ways to run it on a topology,
+`estimate` what each holds, sends and costs, `sweep` all of them, `calibration` published runs.
+Compiled: `topologies` has the devices, `compiling` the real step compiled for them, `hlo` reads the
+compiled program, `report` counts what is in it.
 """

@@ -118,13 +118,17 @@ Remade by `{command}`.
 Each row is a published run, on the nearest mesh that moelib has. The predicted range contains what
 was measured in {hits} of {len(found)} rows; the highest of a range is {widths[0]:.1f} to
 {widths[-1]:.1f} times its lowest, {middle:.1f} times in the middle. Tokens a second are of one
-device; a device of tpu7x is half a chip.
+device; a device of tpu7x is half a chip. GiB are what moelib would hold for such a step, dropless
+and with parameters and moments in float32; others hold less where they drop tokens or store less.
+
+The efficiencies below were chosen with these runs in view, so the table shows how well one set of
+them serves all, and not how well an unknown run is foreseen.
 """
-    head = "System,Model,Devices,Mesh,Rows at a time,Measured,Predicted,Width,Within,Limit,Remarks"
+    head = "System,Model,Devices,Mesh,Rows at a time,Measured,Predicted,Width,Within,Limit,GiB held"
     lines = [
         text,
-        f"| {head.replace(',', ' | ')} |",
-        f"|{' --- |' * 11}",
+        f"| {head.replace(',', ' | ')} | Remarks |",
+        f"|{' --- |' * 12}",
         *(_row(each) for each in found),
         "",
         "The same efficiencies serve every row; no row has its own:",
@@ -163,6 +167,7 @@ def _row(each: Calibrated) -> str:
         f"{each.width:.1f}",
         "yes" if each.contained else "**no**",
         max(estimate.parts, key=lambda part: estimate.parts[part]),
+        f"{estimate.bytes_held / 2**30:.0f} of {estimate.capacity / 2**30:.0f}",
         run.note,
     )
     return f"| {' | '.join(cells)} |"

@@ -40,12 +40,12 @@ class Efficiency:
     seconds_an_operation: float
 
 
-# Steps of large matmuls reach some 70% of the peak (MaxText's Mixtral on v5p: 53% of it in model
-# FLOPs, with a quarter computed again); grouped ones of small experts, of a few hundred rows each,
+# Steps of large matmuls reach two thirds of the peak (MaxText's Mixtral on v5p: 53% of it in model
+# FLOPs, and a quarter computed again); grouped ones of small experts, of a few hundred rows each,
 # half as much. Copies reach 90% of HBM's bandwidth, gathers of rows 60%. Collectives of many MiB
 # reach 85% of a link, those of a few MiB, or one after another, half. An operation that has little
 # to do takes a few microseconds.
-BEST = Efficiency(0.72, 0.90, 0.85, 0.85, 0.0)
+BEST = Efficiency(0.68, 0.90, 0.85, 0.85, 0.0)
 POOR = Efficiency(0.35, 0.60, 0.50, 0.60, 3e-6)
 
 # Operations a layer that XLA runs in a step, forward, again and backward: 5,129 for 16 layers of

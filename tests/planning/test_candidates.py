@@ -93,8 +93,9 @@ def test_a_mesh_can_be_given(tiny):
     ],
 )
 def test_a_mesh_that_cannot_be_is_refused(tiny, mesh, message):
+    cfg, work = tiny
     with pytest.raises(PlanError, match=message):
-        candidates(*tiny, describe("h100:1x8"), mesh=mesh)
+        candidates(cfg, work, describe("h100:1x8"), mesh=mesh)
 
 
 def test_as_it_is_takes_mesh_and_parts_of_the_config(tiny):
