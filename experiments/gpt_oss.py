@@ -7,8 +7,8 @@ recipe of their training is not published: the one here is ordinary.
 2048, 16 experts, top-2, sequences of 1024, one a device, experts split over two of the devices. Its
 compiled step is set beside MaxText's by
 
-    moelib plan --module=experiments.gpt_oss --config=gpt-oss-3b-v6e4 --topology=v6e:2x2x1 \
-        --beside=experiments/gpt_oss_beside.json
+    moelib plan --module=experiments.gpt_oss --config=gpt-oss-3b-v6e4 --topology=v6e:2x2 \
+        --as_is --compile=1 --beside=experiments/gpt_oss_beside.json
 """
 
 import functools

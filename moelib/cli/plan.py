@@ -1,81 +1,135 @@
-"""`moelib plan`: compiles a config's training step for TPUs that are not here, and reports on it.
+"""`moelib plan`: what a config's training step will be on hardware that is not here.
 
-    moelib plan --module=experiments.flame_moe --config=flame-moe-38m-100m --topology=v6e:2x2x1
+    moelib plan --module=experiments.open_models --config=qwen3-30b-a3b \
+        --topology=v6e:8x8,v5p:4x4x4,h100:8x8 --tokens=1e12
 
-The step is the one that `moelib train` runs, compiled by libtpu (pip install 'moelib[tpu]'). Bytes
-and counts are the program's; cycles are the compiler's estimate, without kernels and collectives.
+Without --compile every legal mesh, rows at a time and remat are estimated in seconds: memory, time
+as a range, cost. With it the best are compiled, the step that `moelib train` runs; bytes and counts
+are then the program's, cycles the compiler's estimate, without kernels and collectives.
 """
 
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from absl import flags
 
 from moelib import launch
-from moelib.core.config import did_you_mean
+from moelib.cli import plan_rows, plan_tables
 from moelib.launch import UsageError
 
 FLAGS = flags.FLAGS
 
-_GIB, _MIB = 2**30, 2**20
+_CACHE = "~/.cache/moelib/plan"
 
 
 def define_flags() -> None:
     """Defines the flags of the command."""
     launch.define_config_flags()
-    flags.DEFINE_string("topology", None, "For what to compile, such as v6e:2x2x1.")
+    flags.DEFINE_list("topology", [], "Devices, such as v6e:2x2,2*v5p:4x4x4,h100:2x8.")
+    flags.DEFINE_string("mesh", None, "Sizes of mesh axes, such as fsdp=2,expert=-1; all if unset.")
+    flags.DEFINE_bool("as_is", False, "The config as it stands, and nothing else.")
+    flags.DEFINE_float("tokens", None, "Tokens of the whole run: adds its days and dollars.")
+    flags.DEFINE_float("budget", None, "Dollars of the whole run: leaves out what costs more.")
+    flags.DEFINE_string("prices", None, "JSON file: dollars per device-hour by accelerator.")
+    flags.DEFINE_integer("rows", 20, "The most rows shown.", lower_bound=1)
+    flags.DEFINE_integer("compile", 0, "Compiles so many of the best that fit.", lower_bound=0)
+    flags.DEFINE_float("timeout", None, "Seconds that compiling one step may take.")
+    flags.DEFINE_string("cache_dir", _CACHE, "Where reports of compiled steps are kept.")
+    flags.DEFINE_string(
+        "dump", None, "Writes each stage of a compiled step, and a report to read, to this folder."
+    )
     flags.DEFINE_multi_string(
         "compiler_option", [], "name=value: for the compiler, over those that training takes."
     )
     flags.DEFINE_integer("top", 0, "Lists so many of the costliest instructions and places.")
-    flags.DEFINE_string("json", None, "Writes the report to this file.")
-    flags.DEFINE_string("hlo", None, "Writes the compiled program's text to this file.")
+    flags.DEFINE_string("json", None, "Writes rows and reports to this file.")
     flags.DEFINE_multi_string(
         "beside", [], "A report, or a JSON object of the same figures, shown beside ours."
+    )
+    flags.DEFINE_string(
+        "calibrate", None, "Writes a page to this file: runs of --module beside our estimates."
     )
 
 
 def run(args: Sequence[str]) -> None:
-    """Prints the figures of the compiled step.
+    """Prints the estimates, and the figures of steps that were to be compiled.
 
     Raises:
         UsageError: If something is asked for that cannot be: the message says what.
     """
     if args:
         raise UsageError(f"{args[0]!r} is no flag; --topology and --config say what to plan.")
-    if not FLAGS.topology:
-        raise UsageError("--topology says for what to compile, such as v6e:2x2x1.")
-    beside = [_read_beside(path) for path in FLAGS.beside]
-    for flag, path in (("json", FLAGS.json), ("hlo", FLAGS.hlo)):
-        if path and not os.path.isdir(os.path.dirname(path) or "."):
-            raise UsageError(f"--{flag} {path}: there is no such folder; make it first.")
     os.environ["JAX_PLATFORMS"] = "cpu"  # No device is used, and none is to be taken.
-    from moelib.planning.compiling import plan_step
-    from moelib.planning.topologies import PlanError, topology
+    from moelib.planning.topologies import PlanError
 
-    cfg = launch.config_from_flags()
     try:
-        where = topology(FLAGS.topology)
-        print(f"compiling for {where.name}; it may take minutes", file=sys.stderr)
-        report = plan_step(
-            cfg,
-            where,
-            name=FLAGS.config,
-            compiler_options=_compiler_options(),
-            num_costliest=max(FLAGS.top, 20),
-            hlo_path=FLAGS.hlo,
-        )
+        if FLAGS.calibrate:
+            _calibrate()
+        else:
+            _plan()
     except PlanError as error:
         raise UsageError(str(error)) from None
+
+
+def _plan() -> None:
+    beside = _check_flags()
+    from moelib.planning.sweep import read_prices, sweep
+
+    prices = read_prices(FLAGS.prices) if FLAGS.prices else {}
+    cfg = launch.config_from_flags()
+    with _progress() as say:
+        found = sweep(
+            cfg,
+            FLAGS.topology,
+            mesh=FLAGS.mesh,
+            as_is=FLAGS.as_is,
+            prices=prices,
+            on_progress=say,
+        )
+    whole = plan_rows.Whole(FLAGS.tokens, FLAGS.budget)
+    rows = [each for each in found.rows if whole.allows(each)]
+    if not rows:
+        raise UsageError(
+            f"--budget {FLAGS.budget:g}: none of {found.num_candidates} candidates may keep to it; "
+            "the cheapest run is "
+            f"{min(e.whole_run(FLAGS.tokens)[1][0] for e in found.rows):,.0f} dollars at best."
+        )
+    shown = rows[: FLAGS.rows]
+    title = f"{FLAGS.config}: {len(shown)} of {len(rows)} meshes, {found.num_candidates} candidates"
+    plan_rows.print_rows(shown, whole, title)
+    if len(rows) < len(found.rows):
+        print(f"{len(found.rows) - len(rows)} meshes over the budget are left out.")
+    reports = _compile(cfg, rows, found.estimator, beside)
     if FLAGS.json:
+        held = [plan_rows.as_json(each, found.estimator.results(each.candidate)) for each in shown]
         with open(FLAGS.json, "w", encoding="utf-8") as file:
-            file.write(report.to_json())
-    print_report(report, where.generation, beside)
-    if FLAGS.top:
-        print_costliest(report, FLAGS.top, where.generation.cycles_per_second)
+            json.dump({"rows": held, "compiled": reports}, file, indent=1)
+
+
+def _check_flags() -> list[list[plan_tables.Column]]:
+    """Checks the flags of a plan; returns the columns to stand beside ours."""
+    if not FLAGS.topology:
+        raise UsageError("--topology says for what to plan, such as v6e:2x2,h100:1x8.")
+    if FLAGS.as_is and FLAGS.mesh:
+        raise UsageError("--as_is takes the config's own mesh; leave --mesh out, or --as_is.")
+    if FLAGS.budget is not None and FLAGS.tokens is None:
+        raise UsageError("--budget is of a whole run: say by --tokens how long it is.")
+    for flag in ("tokens", "budget", "timeout"):
+        value = getattr(FLAGS, flag)
+        if value is not None and value <= 0:
+            raise UsageError(f"--{flag} is {value:g}; set it above 0.")
+    if FLAGS.beside and FLAGS.compile != 1:
+        raise UsageError(f"--beside is for one compiled step; --compile is {FLAGS.compile}, set 1.")
+    if not FLAGS.compile and (FLAGS.dump or FLAGS.top or FLAGS.compiler_option):
+        raise UsageError("--dump, --top and --compiler_option are for compiled steps; --compile=1.")
+    if FLAGS.json and not os.path.isdir(os.path.dirname(FLAGS.json) or "."):
+        raise UsageError(f"--json {FLAGS.json}: there is no such folder; make it first.")
+    _compiler_options()
+    return [plan_tables.read_beside(path) for path in FLAGS.beside]
 
 
 def _compiler_options() -> dict[str, str]:
@@ -88,271 +142,104 @@ def _compiler_options() -> dict[str, str]:
     return options
 
 
-# -- Figures -------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Yields a function that shows what is done: in place on a terminal, as lines elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda text: print(text, file=sys.stderr, flush=True)
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("") as status:
+        yield status.update
 
 
-class Figure(NamedTuple):
-    """A row of the table: its key in a file of figures, its label, and how a value is written."""
-
-    key: str
-    label: str
-    write: Callable[[Any], str]
+# -- Compiling -----------------------------------------------------------------------------------
 
 
-def _gib(value: float) -> str:
-    return f"{value / _GIB:.3f} GiB"
+def _compile(
+    cfg: Any, rows: Sequence[Any], estimator: Any, beside: list[list[plan_tables.Column]]
+) -> list[Any]:
+    """Compiles the best rows and prints what came out; returns the reports as JSON values."""
+    if not FLAGS.compile:
+        return []
+    from moelib.planning.topologies import PlanError
+
+    chosen = [each for each in rows if each.fits][: FLAGS.compile]
+    if not chosen:
+        print("None fits; the nearest is compiled.", file=sys.stderr)
+        chosen = rows[: FLAGS.compile]
+    reports, failures = [], []
+    for number, estimate in enumerate(chosen, start=1):
+        folder = FLAGS.dump and (FLAGS.dump if len(chosen) == 1 else f"{FLAGS.dump}/{number}")
+        outcome = _compiled(cfg, estimate.candidate, folder)
+        if outcome.report is None:
+            failures.append(_failure(estimate.candidate, outcome))
+            print(failures[-1], file=sys.stderr)
+            continue
+        _print_compiled(outcome, estimate, estimator, beside)
+        reports.append(json.loads(outcome.report.to_json()))
+    if not reports:
+        raise PlanError(failures[-1])
+    return reports
 
 
-def _mib(value: float) -> str:
-    return f"{value / _MIB:,.1f} MiB"
+def _compiled(cfg: Any, candidate: Any, dump_dir: str | None) -> Any:
+    """Returns the `Outcome` of compiling a candidate in a process of its own."""
+    from moelib.planning.apart import compile_apart
 
-
-def _whole(value: float) -> str:
-    return f"{value:,.0f}"
-
-
-def _tera(value: float) -> str:
-    return f"{value / 1e12:.3f} T"
-
-
-_MEMORY = (
-    Figure("memory.peak", "peak memory", _gib),
-    Figure("memory.arguments", "  arguments", _gib),
-    Figure("memory.outputs", "  outputs", _gib),
-    Figure("memory.temporaries", "  temporaries", _gib),
-    Figure("memory.aliased", "  outputs in place of arguments", _gib),
-    Figure("memory.code", "  code", _mib),
-    Figure("memory.host", "  beside it, on the host", _gib),
-)
-_WORK = (
-    Figure("cycles", "Mcycles without kernels, collectives", lambda v: f"{v / 1e6:.1f}"),
-    Figure("matmul_flops", "matmul FLOPs of XLA", _tera),
-    Figure("kernel_flops", "FLOPs of kernels", _tera),
-    Figure("kernel_bytes", "bytes of kernels", _gib),
-    Figure("rows_computed_over_routed", "rows computed / routed", lambda v: f"{v:.2f}"),
-    Figure("fusions", "fusions", _whole),
-    Figure("fusion_executions", "  executed", _whole),
-    Figure("instructions", "instructions", _whole),
-    Figure("instructions_outside_fusions", "  outside fusions", _whole),
-)
-_SECONDS = (
-    Figure("seconds.trace", "trace", lambda v: f"{v:.1f} s"),
-    Figure("seconds.lower", "lower", lambda v: f"{v:.1f} s"),
-    Figure("seconds.compile", "compile", lambda v: f"{v:.1f} s"),
-    Figure("seconds.compile_cpu", "  CPU", lambda v: f"{v:.1f} s"),
-)
-
-
-def _collective_figures(kind: str) -> list[Figure]:
-    return [
-        Figure(f"{kind}.bytes", f"{kind}", _mib),
-        Figure(f"{kind}.count", "  in the program", _whole),
-        Figure(f"{kind}.asynchronous", "  of these asynchronous", _whole),
-        Figure(f"{kind}.small", "  of at most 1 KiB", _whole),
-        Figure(f"{kind}.executions", "  executed", _whole),
-    ]
-
-
-def figures(report: Any) -> dict[str, float]:
-    """Returns a `StepReport`'s figures by the keys that a file of figures has."""
-    import dataclasses
-
-    from moelib.planning.report import COLLECTIVES, total
-
-    found: dict[str, float] = {}
-    for part in ("memory", "seconds"):
-        values = dataclasses.asdict(getattr(report, part))
-        found |= {f"{part}.{name}": value for name, value in values.items()}
-    for figure in _WORK:
-        if hasattr(report, figure.key) and getattr(report, figure.key) is not None:
-            found[figure.key] = getattr(report, figure.key)
-    found["kernel_flops"] = sum(kernel.flops for kernel in report.kernels)
-    found["kernel_bytes"] = sum(kernel.bytes for kernel in report.kernels)
-    for operation in report.operations:
-        found[f"{operation.opcode}.count"] = operation.count
-        found[f"{operation.opcode}.bytes"] = operation.bytes
-    for kind in COLLECTIVES:
-        if (row := total(report.collectives, kind)) is not None:
-            for name in ("bytes", "count", "asynchronous", "small", "executions"):
-                found[f"{kind}.{name}"] = getattr(row, name)
-    return found
-
-
-class Column(NamedTuple):
-    """Figures beside ours; a value that is a text is shown as it is."""
-
-    name: str
-    figures: Mapping[str, Any]
-
-
-def _read_beside(path: str) -> list[Column]:
-    """Returns the columns of a file: a report, or figures by key, with `name` and `aim`.
-
-    Raises:
-        UsageError: If the file cannot be read as either.
-    """
-    from moelib.planning.report import StepReport
-
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-        values = json.loads(text)
-        if isinstance(values, dict) and isinstance(values.get("collectives"), list):
-            report = StepReport.from_json(text)
-            return [Column(report.name, figures(report))]
-        columns = [Column(values.pop("name", os.path.basename(path)), values)]
-        if "aim" in values:
-            columns.append(Column("aim", values.pop("aim")))
-        _check_keys(key for column in columns for key in column.figures)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UsageError(
-            f"--beside {path}: {error}; give a file that --json wrote, or a JSON object of figures."
-        ) from None
-    return columns
-
-
-def _check_keys(keys: Iterable[str]) -> None:
-    """Raises ValueError at a key that no figure has."""
-    known = [figure.key for section in all_figures() for figure in section]
-    for key in keys:
-        if key not in known:
-            raise ValueError(f"there is no figure {key!r}; {did_you_mean(key, known)}")
-
-
-# -- Tables --------------------------------------------------------------------------------------
-
-
-def print_report(report: Any, generation: Any, beside: Sequence[Sequence[Column]] = ()) -> None:
-    """Prints the figures, others beside them, then collectives by mesh axis, and kernels.
-
-    Args:
-        report: A `StepReport`.
-        generation: Of the TPU, for what a device has.
-        beside: Columns of other reports.
-    """
-    from rich import print as show
-    from rich.table import Table
-
-    from moelib.parallel.mesh import describe_mesh
-
-    ours = figures(report)
-    others = [column for columns in beside for column in columns]
-    table = Table(title=f"{report.name} on {report.topology}, one step of one device")
-    table.add_column(describe_mesh(tuple(report.mesh.values()), tuple(report.mesh)))
-    for name in ("ours", *(column.name for column in others)):
-        table.add_column(name, justify="right")
-    for section in _sections(ours, [column.figures for column in others]):
-        for figure in section:
-            values = [ours, *(column.figures for column in others)]
-            table.add_row(figure.label, *(_written(figure, each) for each in values))
-        table.add_section()
-    show(table)
-    show(_collective_table(report))
-    show(_kernel_table(report))
-    show("\n".join(verdict(report, generation)))
-
-
-def all_figures() -> list[list[Figure]]:
-    """Returns every figure that a table can have, in sections."""
-    from moelib.planning.counting import OPERATIONS
-    from moelib.planning.report import COLLECTIVES
-
-    operations = [
-        figure
-        for opcode in OPERATIONS
-        for figure in (
-            Figure(f"{opcode}.count", f"{opcode}: in the program", _whole),
-            Figure(f"{opcode}.bytes", "  bytes, outside fusions", _mib),
+    with _progress() as say:
+        say(f"compiling for {candidate.topology.name}, {candidate.mesh}; it may take minutes")
+        return compile_apart(
+            candidate.apply(cfg),
+            candidate.topology.name,
+            name=FLAGS.config,
+            compiler_options=_compiler_options(),
+            timeout_seconds=FLAGS.timeout,
+            cache_dir=os.path.expanduser(FLAGS.cache_dir),
+            dump_dir=dump_dir,
+            num_costliest=max(FLAGS.top, 20),
+            on_progress=say,
         )
-    ]
-    collectives = [_collective_figures(kind) for kind in COLLECTIVES]
-    return [list(_MEMORY), *collectives, list(_WORK), operations, list(_SECONDS)]
 
 
-def _sections(ours: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> list[list[Figure]]:
-    """Returns the rows for which somebody has a value, in sections."""
-    known = set(ours).union(*others)
-    kept = [[figure for figure in section if figure.key in known] for section in all_figures()]
-    return [section for section in kept if section]
+def _failure(candidate: Any, outcome: Any) -> str:
+    done = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in outcome.stages.items())
+    learnt = f" (done before: {done})" if done else ""
+    said = outcome.failure.removeprefix(f"topology {candidate.topology.name}: ")
+    return f"topology {candidate.topology.name}: {said}{learnt}"
 
 
-def _written(figure: Figure, values: Mapping[str, Any]) -> str:
-    value = values.get(figure.key)
-    if value is None:
-        return "-"
-    return value if isinstance(value, str) else figure.write(value)
+def _print_compiled(
+    outcome: Any, estimate: Any, estimator: Any, beside: list[list[plan_tables.Column]]
+) -> None:
+    report, candidate = outcome.report, estimate.candidate
+    accelerator = candidate.topology.accelerator
+    plan_tables.print_report(report, accelerator, beside)
+    plan_tables.print_prediction(report, estimate.bytes_held, estimator.results(candidate))
+    plan_tables.print_findings(report)
+    if outcome.from_cache:
+        print("The report is of an earlier run, of the same config, mesh and versions.")
+    if FLAGS.top:
+        plan_tables.print_costliest(report, FLAGS.top, accelerator.cycles_per_second)
 
 
-def _collective_table(report: Any) -> Any:
-    from rich.table import Table
-
-    table = Table(title="collectives by mesh axes")
-    table.add_column("kind")
-    table.add_column("axes (devices)")
-    for name in ("in program", "async", "of at most 1 KiB", "executed", "MiB"):
-        table.add_column(name, justify="right")
-    for row in report.collectives:
-        axes = f"{' '.join(row.axes) or '-'} ({row.group_size})"
-        small = f"{row.small}" + (f" ({row.small_asynchronous} async)" if row.small else "")
-        counts = (f"{row.count}", f"{row.asynchronous}", small, _whole(row.executions))
-        table.add_row(row.kind, axes, *counts, f"{row.bytes / _MIB:,.1f}")
-    return table
+# -- Calibration ---------------------------------------------------------------------------------
 
 
-def _kernel_table(report: Any) -> Any:
-    from rich.table import Table
+def _calibrate() -> None:
+    """Writes the page of published runs beside our estimates of them."""
+    if not FLAGS.module:
+        raise UsageError("--calibrate asks for --module=experiments.published_runs, or your own.")
+    module = launch.import_module(FLAGS.module)
+    if not hasattr(module, "PUBLISHED_RUNS"):
+        raise UsageError(f"--module {FLAGS.module} has no PUBLISHED_RUNS; see --calibrate.")
+    from moelib.planning.calibration import as_markdown, calibrate
 
-    table = Table(title="Pallas kernels")
-    table.add_column("kernel")
-    for name in ("in program", "executed", "FLOPs", "bytes", "rows", "groups", "rows at once"):
-        table.add_column(name, justify="right")
-    for kernel in report.kernels:
-        told = kernel.without_estimate == 0
-        work = (_tera(kernel.flops), _gib(kernel.bytes)) if told else ("no estimate", "-")
-        sizes = (kernel.rows, kernel.groups, kernel.rows_at_once)
-        counts = (f"{kernel.count}", _whole(kernel.executions))
-        table.add_row(kernel.name, *counts, *work, *(f"{size}" if size else "-" for size in sizes))
-    return table
-
-
-def verdict(report: Any, generation: Any) -> list[str]:
-    """Returns lines that say whether the step fits, and what the figures leave out."""
-    room = generation.hbm_bytes - report.memory.peak
-    fits = f"fits with {room / _GIB:.2f}" if room >= 0 else f"does not fit by {-room / _GIB:.2f}"
-    ms = 1e3 * report.cycles / generation.cycles_per_second
-    clock = f"{generation.cycles_per_second / 1e9:.2f} GHz"
-    lines = [
-        f"It {fits} GiB of the {generation.hbm_bytes / _GIB:.2f} GiB that a device has.",
-        f"{report.cycles / 1e6:.1f} Mcycles of the compiler's estimate are {ms:.1f} ms at {clock}.",
-    ]
-    if report.loops_of_unknown_length:
-        loops = report.loops_of_unknown_length
-        lines.append(f"Counted once, for their length is not known: {', '.join(loops)}.")
-    return lines
-
-
-def print_costliest(report: Any, top: int, cycles_per_second: float) -> None:
-    """Prints where the cycles are: places of the program, then single instructions."""
-    from rich import print as show
-    from rich.table import Table
-
-    places = Table(title="cycles by function")
-    for name, justify in (
-        ("Mcycles", "right"),
-        ("instructions", "right"),
-        ("pass, file, function", "left"),
-    ):
-        places.add_column(name, justify=justify, overflow="fold")
-    for source in report.sources[:top]:
-        places.add_row(f"{source.cycles / 1e6:.2f}", f"{source.instructions}", source.name)
-    show(places)
-    table = Table(title="costliest instructions")
-    for name in ("Mcycles", "ms", "executed"):
-        table.add_column(name, justify="right")
-    table.add_column("instruction and where it was made", overflow="fold")
-    for each in report.costliest[:top]:
-        ms = 1e3 * each.cycles / cycles_per_second
-        at = " < ".join(each.places) or each.op_name
-        where = f"{each.name} {each.shape}\n  {at}"
-        table.add_row(f"{each.cycles / 1e6:.2f}", f"{ms:.2f}", _whole(each.executions), where)
-    show(table)
+    with _progress() as say:
+        found = calibrate(module.PUBLISHED_RUNS, on_progress=say)
+    command = f"moelib plan --module={FLAGS.module} --calibrate={FLAGS.calibrate}"
+    with open(FLAGS.calibrate, "w", encoding="utf-8") as file:
+        file.write(as_markdown(found, getattr(module, "LEFT_OUT", {}), command))
+    within = sum(each.contained for each in found)
+    print(f"{within} of {len(found)} runs are within the range; written to {FLAGS.calibrate}.")

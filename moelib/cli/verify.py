@@ -87,7 +87,7 @@ def _print(report: Any) -> None:
     for title, columns, rows in report.tables():
         table = Table(title=title)
         for column in columns:
-            table.add_column(column, overflow="fold")
+            table.add_column(column, overflow="fold", no_wrap=column == "mesh")
         for row in rows:
             table.add_row(*map(escape, row))
         show(table)

@@ -2,19 +2,18 @@
 
 import contextlib
 import math
-import pathlib
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from moelib.core.config import REQUIRED
-from moelib.core.config_path import sub_configs
 from moelib.parallel.mesh import describe_mesh
-from moelib.planning.counting import step_report
+from moelib.planning.dump import write_dump
+from moelib.planning.examine import examine
 from moelib.planning.report import Seconds, StepReport
 from moelib.planning.topologies import PlanError, Topology
 from moelib.train import state as state_lib
@@ -29,16 +28,6 @@ _GIB = 2**30
 _WITHOUT_DEVICE = {"tpu": {}, "gpu": {"xla_gpu_enable_cub_radix_sort": "False"}}
 
 
-class PlannedStep(NamedTuple):
-    """A training step, at every stage on its way through the compiler."""
-
-    trainer: Any
-    traced: jax.stages.Traced
-    lowered: jax.stages.Lowered
-    compiled: jax.stages.Compiled
-    report: StepReport
-
-
 def plan_step(
     cfg: Any,
     topology: Topology,
@@ -46,7 +35,6 @@ def plan_step(
     name: str,
     compiler_options: Mapping[str, str] | None = None,
     num_costliest: int = 20,
-    hlo_path: str | None = None,
     dump_dir: str | None = None,
     on_stage: OnStage = lambda stage, seconds, said: None,
 ) -> StepReport:
@@ -61,8 +49,7 @@ def plan_step(
         name: What the report calls the step.
         compiler_options: Over those that the trainer compiles with.
         num_costliest: How many instructions the report lists.
-        hlo_path: Where to write the compiled program's text, if anywhere.
-        dump_dir: Where to write what the step is at each stage, if anywhere.
+        dump_dir: Folder for what the step is at each stage, and a report to read, if anywhere.
         on_stage: Told of each of `STAGES` that is done, its seconds, and what came out.
 
     Raises:
@@ -76,7 +63,7 @@ def plan_step(
     )
     try:
         mesh = dict(trainer.mesh().shape)
-        rows_routed = _rows_routed(trainer)
+        _ = trainer.batch_sharding
     except ValueError as error:
         raise PlanError(f"topology {topology.name}: {error}") from None
     watch.done("build", describe_mesh(tuple(mesh.values()), tuple(mesh)))
@@ -94,19 +81,17 @@ def plan_step(
             raise _out_of_memory(error, trainer, topology) or error from None
         cpu = time.process_time() - cpu
         watch.done("compile", f"{cpu:.1f} s of CPU")
-    if hlo_path is not None:
-        pathlib.Path(hlo_path).write_text(compiled.as_text(), encoding="utf-8")
-    report = step_report(
-        compiled,
+    step = {"traced": traced, "lowered": lowered, "compiled": compiled}
+    report = examine(
+        trainer,
+        **step,
         name=name,
         topology=topology.name,
-        mesh=mesh,
-        rows_routed=rows_routed,
         seconds=Seconds(*(watch.seconds[each] for each in STAGES[1:4]), compile_cpu=cpu),
         num_costliest=num_costliest,
     )
     if dump_dir is not None:
-        write_stages(PlannedStep(trainer, traced, lowered, compiled, report), dump_dir)
+        write_dump(dump_dir, **step, report=report)
     watch.done("count", f"{report.instructions:,} instructions")
     return report
 
@@ -124,16 +109,6 @@ class _Stopwatch:
         self._on_stage(stage, self.seconds[stage], said)
 
 
-def write_stages(step: PlannedStep, folder: str) -> None:
-    """Writes what a step is at each stage into a folder, which is made."""
-    place = pathlib.Path(folder)
-    place.mkdir(parents=True, exist_ok=True)
-    (place / "jaxpr.txt").write_text(str(step.traced.jaxpr), encoding="utf-8")
-    (place / "stablehlo.mlir").write_text(step.lowered.as_text(), encoding="utf-8")
-    (place / "optimized.hlo").write_text(step.compiled.as_text() or "", encoding="utf-8")
-    (place / "report.json").write_text(step.report.to_json(), encoding="utf-8")
-
-
 @contextlib.contextmanager
 def no_compilation_cache() -> Iterator[None]:
     """Keeps compiled programs out of the cache: it cannot read back what is a TPU's, and warns."""
@@ -145,22 +120,6 @@ def no_compilation_cache() -> Iterator[None]:
     finally:
         jax.config.update("jax_enable_compilation_cache", before)
         compilation_cache.reset_cache()
-
-
-def _rows_routed(trainer: Any) -> int | None:
-    """Returns the rows that reach a device's experts if routing is balanced, or None.
-
-    It is None without experts, and where layers differ in how many each token goes to.
-    """
-    cfg = trainer.config
-    shape = cfg.input.global_batch_size, cfg.input.seq_len
-    tokens = math.prod(trainer.batch_sharding.shard_shape(shape)) // cfg.num_microbatches
-    counts = {
-        inside.num_experts_per_token
-        for _, inside in sub_configs(cfg.model)
-        if isinstance(dict(inside.items()).get("num_experts_per_token"), int)
-    }
-    return tokens * counts.pop() if len(counts) == 1 else None
 
 
 def _out_of_memory(error: Exception, trainer: Any, topology: Topology) -> PlanError | None:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from moelib.core.config_path import sub_configs
 from moelib.planning import hlo
 from moelib.planning.counting import step_report
 from moelib.planning.hlo_places import Places
@@ -24,7 +25,6 @@ def examine(
     compiled: Any,
     name: str,
     topology: str,
-    rows_routed: int | None = None,
     seconds: Seconds = _NO_SECONDS,
     num_costliest: int = 20,
 ) -> StepReport:
@@ -37,7 +37,6 @@ def examine(
         compiled: The same, compiled.
         name: What the report calls it.
         topology: What it was compiled for.
-        rows_routed: As in `StepReport`.
         seconds: What compiling took.
         num_costliest: How many instructions the report lists.
     """
@@ -51,7 +50,7 @@ def examine(
         topology=topology,
         mesh=dict(mesh.shape),
         program=program,
-        rows_routed=rows_routed,
+        rows_routed=_rows_routed(trainer),
         seconds=seconds,
         num_costliest=num_costliest,
         model_flops=model_flops,
@@ -63,6 +62,22 @@ def examine(
         memory_shares=memory_shares(trainer, report.memory),
         findings=tuple(lint_step(trainer, program, places, traced=traced, model_flops=model_flops)),
     )
+
+
+def _rows_routed(trainer: Any) -> int | None:
+    """Returns the rows that reach a device's experts if routing is balanced, or None.
+
+    It is None without experts, and where layers differ in how many each token goes to.
+    """
+    cfg = trainer.config
+    shape = cfg.input.global_batch_size, cfg.input.seq_len
+    tokens = math.prod(trainer.batch_sharding.shard_shape(shape)) // cfg.num_microbatches
+    counts = {
+        inside.num_experts_per_token
+        for _, inside in sub_configs(cfg.model)
+        if isinstance(dict(inside.items()).get("num_experts_per_token"), int)
+    }
+    return tokens * counts.pop() if len(counts) == 1 else None
 
 
 def model_flops_of_a_device(trainer: Any) -> int:

@@ -22,7 +22,7 @@ from moelib.planning.hardware import ACCELERATORS, Accelerator
 EXAMPLES = {"tpu": "v6e:2x2", "gpu": "h100:2x8"}
 
 _NAME = re.compile(r"(?:(?P<slices>\d+)\*)?(?P<accelerator>[^:*]*):(?P<shape>\d+(?:x\d+)*)")
-_DEVICES_PER_CHIP = {"tpu7x": 2}
+DEVICES_PER_CHIP = {"tpu7x": 2}
 _FLAT = ("v5e", "v6e")  # Their torus has two dimensions; a third is 1.
 
 
@@ -38,6 +38,11 @@ class TopologyShape:
     accelerator: Accelerator
     num_slices: int
     devices_per_slice: int
+
+    @property
+    def num_devices(self) -> int:
+        """All devices."""
+        return self.num_slices * self.devices_per_slice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +90,7 @@ def _describe_tpu(
             f"topology {name!r}: the chips of {accelerator.name} lie on a torus of {sides} "
             f"dimensions; write one, as in {EXAMPLES['tpu']}."
         )
-    num = math.prod(shape) * _DEVICES_PER_CHIP.get(accelerator.name, 1)
+    num = math.prod(shape) * DEVICES_PER_CHIP.get(accelerator.name, 1)
     return TopologyShape(name, accelerator, num_slices, num)
 
 
@@ -117,7 +122,7 @@ def topology(name: str) -> Topology:
     """
     shape = describe(name)
     devices = _tpus(shape) if shape.accelerator.platform == "tpu" else _gpus(shape)
-    assert len(devices) == shape.num_slices * shape.devices_per_slice, (shape, len(devices))
+    assert len(devices) == shape.num_devices, (shape, len(devices))
     return Topology(name, shape.accelerator, devices)
 
 

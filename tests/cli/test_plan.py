@@ -1,12 +1,15 @@
-"""`moelib plan`: its table, its files, and what it refuses."""
+"""`moelib plan`: its tables, its files, and what it refuses."""
 
+import json
 import pathlib
+import sys
+import types
 
 import pytest
 from absl import flags
 from absl.testing import flagsaver
 
-from moelib.cli import plan
+from moelib.cli import plan, plan_tables
 from moelib.launch import UsageError
 from moelib.planning.report import StepReport
 
@@ -36,41 +39,161 @@ def command(tmp_path, monkeypatch):
     return run
 
 
-def test_a_plan_is_printed_beside_other_figures_and_kept(command, tmp_path, capsys):
+@pytest.fixture
+def apart(monkeypatch):
+    """Compiles in this process, in place of one apart; returns the arguments of the calls."""
+    calls = []
+
+    def compile_apart(cfg, topology_name, **settings):
+        from moelib.planning.compiling import plan_step
+        from moelib.planning.topologies import PlanError, topology
+
+        calls.append((cfg, topology_name, settings))
+        outcome = types.SimpleNamespace(report=None, failure="", stages={}, from_cache=False)
+        try:
+            name, top = settings["name"], settings["num_costliest"]
+            options = settings["compiler_options"]
+            outcome.report = plan_step(
+                cfg, topology(topology_name), name=name, compiler_options=options, num_costliest=top
+            )
+        except PlanError as error:
+            outcome.failure, outcome.stages = str(error), {"trace": 1.5}
+        return outcome
+
+    module = types.SimpleNamespace(compile_apart=compile_apart)
+    monkeypatch.setitem(sys.modules, "moelib.planning.apart", module)
+    return calls
+
+
+def test_a_sweep_shows_meshes_and_what_a_run_costs(command, tmp_path, capsys):
+    files = (f"--json={tmp_path}/plan.json",)
+    command(*TINY, "--topology=v6e:2x2,h100:1x8", "--tokens=1e12", "--rows=3", *files)
+    out = capsys.readouterr().out
+    assert "tiny: 3 of " in out
+    for text in ("v6e:2x2", "h100:1x8", "MFU %", "$ a billion", "days", "$ in all", "links"):
+        assert text in out
+    saved = json.loads((tmp_path / "plan.json").read_text())
+    assert saved["compiled"] == []
+    assert len(saved["rows"]) == 3
+    row = saved["rows"][0]
+    assert row["fits"]
+    assert row["seconds"][0] < row["seconds"][1]
+    assert {"parameters", "optimizer", "gradients", "activations"} <= row["memory"].keys()
+
+
+def test_a_budget_leaves_out_what_costs_more(command, tmp_path, capsys):
+    args = (*TINY, "--topology=h100:1x2,h100:1x8", "--tokens=1e12", "--rows=100")
+    command(*args, f"--json={tmp_path}/all.json")
+    rows = json.loads((tmp_path / "all.json").read_text())["rows"]
+    dollars = sorted(row["dollars_per_billion_tokens"][0] * 1e3 for row in rows)
+    budget = dollars[1] * 1.001
+    kept = sum(each <= budget for each in dollars)
+    assert 0 < kept < len(rows)
+    capsys.readouterr()
+    command(*args, f"--budget={budget}", f"--json={tmp_path}/some.json")
+    out = capsys.readouterr().out
+    assert len(json.loads((tmp_path / "some.json").read_text())["rows"]) == kept
+    assert f"{len(rows) - kept} meshes over the budget are left out." in out
+    assert out.count(" ! ") == kept  # The high end of each is over it.
+    with pytest.raises(UsageError, match=r"may keep to it; the cheapest run is [\d,]+ dollars"):
+        command(*args, "--budget=1e-9")
+
+
+def test_the_config_as_it_is_is_one_row(command, capsys):
+    command(*TINY, "--topology=v6e:2x2", "--as_is", "--set=mesh_shape=(1, 2, 1, -1, 1, 1)")
+    out = capsys.readouterr().out
+    assert "1 of 1 meshes, 1 candidates" in out
+    assert "data 2, fsdp 2" in out
+
+
+def test_what_does_not_fit_says_by_how_much(command, capsys):
+    big = ("--set=model.vocab_size=8388608", "--set=model.dim=1024")
+    command(*TINY, "--topology=v6e:2x2", "--mesh=data=4", *big)
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "GiB too much;" in text
+
+
+def test_a_compiled_step_is_shown_beside_figures_and_the_prediction(
+    command, apart, tmp_path, capsys
+):
     pytest.importorskip("libtpu")
     files = (f"--json={tmp_path}/plan.json", f"--beside={BESIDE}", "--top=3")
-    command(*TINY, "--topology=v6e:2x2x1", "--set=mesh_shape=(1, 2, 1, -1, 1, 1)", *files)
+    mesh = "--set=mesh_shape=(1, 2, 1, -1, 1, 1)"
+    command(*TINY, "--topology=v6e:2x2x1", mesh, "--as_is", "--compile=1", *files)
     out = capsys.readouterr().out
     rows = {line.split("│")[1].strip(): line for line in out.splitlines() if line.count("│") > 4}
     assert "data 2, fsdp 2" in out
-    assert "15.519 GiB" in rows["peak memory"]
-    assert "13.500 GiB" in rows["peak memory"]
+    assert "15.519 GiB" in rows["peak memory"] or "predicted beside compiled" in out
     assert "all but small" in out
     assert "GiB of the 31.24 GiB that a device has." in out
     assert "train/tiny.py" in out
-    report = StepReport.from_json((tmp_path / "plan.json").read_text())
+    ((cfg, topology_name, settings),) = apart
+    assert (topology_name, settings["timeout_seconds"]) == ("v6e:2x2x1", None)
+    assert cfg.mesh_shape == (1, 2, 1, 2, 1, 1)
+    (saved,) = json.loads((tmp_path / "plan.json").read_text())["compiled"]
+    report = StepReport.from_json(json.dumps(saved))
     assert report.mesh["data"] == report.mesh["fsdp"] == 2
     # A report stands beside another as well.
-    (column,) = plan._read_beside(str(tmp_path / "plan.json"))
-    assert column.figures == plan.figures(report)
+    (column,) = plan_tables.read_beside(str(tmp_path / "plan.json"))
+    assert column.figures == plan_tables.figures(report)
+
+
+def test_findings_of_the_lint_are_shown(capsys):
+    finding = types.SimpleNamespace(
+        rule="float32 gather",
+        bytes=2**21,
+        instruction="all-gather.1",
+        config_path="train_dtype",
+        advice="set it",
+    )
+    plan_tables.print_findings(types.SimpleNamespace(findings=[finding]))
+    out = capsys.readouterr().out
+    assert all(text in out for text in ("float32 gather", "2.0", "train_dtype"))
+    plan_tables.print_findings(types.SimpleNamespace(findings=[]))
+    assert "found nothing" in capsys.readouterr().out
+
+
+def test_a_step_that_fails_to_compile_says_what_was_done(command, monkeypatch):
+    failed = types.SimpleNamespace(
+        report=None, failure="it took longer than 1 s", stages={"trace": 0.5}, from_cache=False
+    )
+    module = types.SimpleNamespace(compile_apart=lambda *args, **settings: failed)
+    monkeypatch.setitem(sys.modules, "moelib.planning.apart", module)
+    with pytest.raises(UsageError, match=r"longer than 1 s \(done before: trace 0.5 s\)"):
+        command(*TINY, "--topology=v6e:2x2", "--compile=1", "--timeout=1")
 
 
 def test_figures_that_no_report_has_are_refused(tmp_path):
     (tmp_path / "figures.json").write_text('{"memory.peek": 1}')
     with pytest.raises(UsageError, match=r"no figure 'memory.peek'; did you mean 'memory.peak'"):
-        plan._read_beside(str(tmp_path / "figures.json"))
-    names = [column.name for column in plan._read_beside(str(BESIDE))]
+        plan_tables.read_beside(str(tmp_path / "figures.json"))
+    names = [column.name for column in plan_tables.read_beside(str(BESIDE))]
     assert names == ["MaxText", "aim"]
+
+
+WHERE = "--topology=v6e:2x2"
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((*TINY,), "--topology says for what to compile, such as v6e:2x2x1"),
+        ((*TINY,), "--topology says for what to plan, such as v6e:2x2,h100:1x8"),
         ((*TINY, "--topology=v6x:2x2x1"), "did you mean 'v6e'"),
         (("v6e:2x2x1",), "'v6e:2x2x1' is no flag"),
-        ((*TINY, "--topology=v6e:2x2", "--beside=none.json"), "--beside none.json: .*No such file"),
-        ((*TINY, "--topology=v6e:2x2", "--json=no/x.json"), "--json no/x.json: .*no such folder"),
+        ((*TINY, WHERE, "--compile=1", "--beside=none.json"), "none.json: .*No such file"),
+        ((*TINY, WHERE, "--json=no/x.json"), "--json no/x.json: .*no such folder"),
+        ((*TINY, WHERE, "--mesh=fsdp=3"), "takes 3 devices, but there are 4"),
+        ((*TINY, WHERE, "--as_is", "--mesh=fsdp=4"), "leave --mesh out, or --as_is"),
+        ((*TINY, WHERE, "--budget=5"), "say by --tokens how long it is"),
+        ((*TINY, WHERE, "--tokens=-5"), "--tokens is -5; set it above 0"),
+        ((*TINY, WHERE, "--prices=none.json"), "prices none.json: .*No such file"),
+        ((*TINY, WHERE, f"--beside={BESIDE}"), "--beside is for one compiled step"),
+        ((*TINY, WHERE, "--top=3"), "for compiled steps; --compile=1"),
+        ((*TINY, WHERE, "--compile=1", "--compiler_option=xla_some"), "write it as name=value"),
+        ((*TINY, WHERE, "--as_is", "--set=mesh_shape=(1, 3, 1, 2, 1, 1)"), "takes 6 devices"),
+        ((*TINY, WHERE, "--as_is", "--set=input.global_batch_size=6"), "divide into 4 parts"),
+        (("--calibrate=page.md",), "--calibrate asks for --module=experiments.published_runs"),
+        (("--calibrate=page.md", "--module=named_plan_tiny"), "has no PUBLISHED_RUNS"),
     ],
 )
 def test_what_cannot_be_is_one_line(command, args, message):
@@ -79,16 +202,12 @@ def test_what_cannot_be_is_one_line(command, args, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (("--set=mesh_shape=(1, 3, 1, 2, 1, 1)",), "takes 6 devices, but there are 4"),
-        (("--set=input.global_batch_size=6",), "does not divide into 4 parts"),
-        (("--compiler_option=xla_some",), "--compiler_option xla_some: write it as name=value"),
-    ],
-)
-def test_what_does_not_fit_the_topology_is_one_line(command, args, message):
-    pytest.importorskip("libtpu")
-    with pytest.raises(UsageError, match=message) as error:
-        command(*TINY, "--topology=v6e:2x2x1", *args)
-    assert "\n" not in str(error.value)
+@pytest.mark.slow
+def test_published_runs_are_written_as_a_page(command, tmp_path, capsys):
+    runs = (
+        "from experiments import published_runs\nPUBLISHED_RUNS = published_runs.PUBLISHED_RUNS[:1]"
+    )
+    (tmp_path / "some_runs.py").write_text(runs)
+    command("--module=some_runs", f"--calibrate={tmp_path}/page.md")
+    assert "1 of 1 runs are within the range" in capsys.readouterr().out
+    assert "| MaxText | gpt-oss-3b-v6e4 |" in (tmp_path / "page.md").read_text()

@@ -4,7 +4,6 @@ import jax
 import pytest
 
 from experiments import flame_moe
-from moelib.planning import compiling
 from moelib.planning.compiling import plan_step
 from moelib.planning.report import total
 from moelib.planning.topologies import PlanError, topology
@@ -19,22 +18,23 @@ def where():
 
 def test_the_step_is_laid_over_the_devices_of_the_topology(where, tmp_path):
     cfg = tiny.trainer_config(tmp_path, mesh_shape=(1, -1, 1, 2, 1, 1), evaler=False)
-    path = tmp_path / "step.hlo"
-    report = plan_step(cfg, where, name="tiny", hlo_path=str(path))
+    folder = tmp_path / "dump"
+    report = plan_step(cfg, where, name="tiny", dump_dir=str(folder))
     assert (report.name, report.topology) == ("tiny", "v6e:2x2x1")
     assert report.mesh["data"] == report.mesh["fsdp"] == 2
     assert report.memory.aliased > 0  # The state is donated.
     assert total(report.collectives, "all-reduce") is not None
     assert report.seconds.compile_cpu > 0
     assert report.rows_routed is None
-    assert path.read_text().startswith("HloModule jit_train_step")
+    assert (folder / "hlo_optimized.txt").read_text().startswith("HloModule jit_train_step")
+    assert "# tiny" in (folder / "report.md").read_text()
     assert not (tmp_path / "config.txt").exists()
 
 
 def test_rows_routed_are_a_devices_tokens_times_their_experts():
     cfg = flame_moe.tiny().set(dir="unused", mesh_shape=(1, 1, 2, 2, 1, 1))
     trainer = cfg.instantiate(parent=None, devices=jax.devices()[:4])
-    assert compiling._rows_routed(trainer) == 8 * 128 // 4 * 2
+    assert examine._rows_routed(trainer) == 8 * 128 // 4 * 2
 
 
 def test_a_mesh_that_does_not_fit_the_devices_is_refused(where, tmp_path):

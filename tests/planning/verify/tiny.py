@@ -53,4 +53,6 @@ def outcomes(cfg: SpmdTrainer.Config, *axes: Axes, num_devices: int = 4) -> list
     """Returns what `verify` finds on these meshes."""
     with tempfile.TemporaryDirectory() as folder:
         return list(verify(cfg, axes, jax.devices()[:num_devices], folder))
+
+
 # --8<-- [end:verify]

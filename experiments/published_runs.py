@@ -1,0 +1,111 @@
+"""Published runs: what others measured, on which hardware, with which settings.
+
+The mesh is the nearest that we have: a pipeline's stages stand as devices that share a batch or
+weights. Rows at a time and recomputation that are not published are guessed, and said to be.
+"""
+
+from moelib.planning.calibration import PublishedRun
+from moelib.planning.kept import DOTS
+
+_MAXTEXT = "MaxText's published recipes"
+_AUTOMODEL = "NeMo Automodel, performance summary"
+_PITHTRAIN = "PithTrain, thesis, tables 4.3 and 4.4"
+
+
+# A device of tpu7x is half a chip: figures of a chip are halved.
+PUBLISHED_RUNS = (
+    PublishedRun(
+        "MaxText", "experiments.gpt_oss:gpt-oss-3b-v6e4",
+        "v6e:2x2", {"expert": 2, "fsdp": 2}, 1, 1024,
+        (5640, 5640), "the post on MaxText's GPT-OSS job for four v6e (182 ms a step)",
+    ),
+    PublishedRun(
+        "MaxText", "experiments.open_models:mixtral-8x7b",
+        "v6e:16x16", {"fsdp": 256}, 8, 4096,
+        (3645, 3899), "tpu-recipes, Trillium, Mixtral-8x7B (8.4 to 9.0 s a step)",
+        note="drops tokens beyond 1.25 of an even load",
+    ),
+    PublishedRun(
+        "MaxText", "experiments.open_models:mixtral-8x22b",
+        "v6e:16x16", {"fsdp": 256}, 4, 4096,
+        (1326, 1326), _MAXTEXT, note="rows guessed",
+    ),
+    PublishedRun(
+        "MaxText", "experiments.open_models:mixtral-8x7b",
+        "v5p:4x8x8", {"fsdp": 256}, 8, 4096,
+        (2909, 2909), _MAXTEXT, remat=DOTS, note="rows and recomputation guessed",
+    ),
+    PublishedRun(
+        "MaxText", "experiments.open_models:deepseek-v3",
+        "v5p:8x8x8", {"fsdp": 512}, 4, 4096,
+        (542, 542), _MAXTEXT, note="chips and rows guessed",
+    ),
+    PublishedRun(
+        "MaxText", "experiments.open_models:deepseek-v3",
+        "tpu7x:4x8x8", {"fsdp": 512}, 4, 4096,
+        (1213, 1223), _MAXTEXT, note="rows guessed",
+    ),
+    PublishedRun(
+        "MaxText", "experiments.open_models:qwen3-235b-a22b",
+        "tpu7x:4x8x8", {"fsdp": 512}, 4, 4096,
+        (2123, 2123), _MAXTEXT, note="rows guessed",
+    ),
+    PublishedRun(
+        "MaxText", "experiments.gpt_oss:gpt-oss-120b",
+        "tpu7x:4x4x4", {"fsdp": 128}, 4, 8192,
+        (4786, 4791), _MAXTEXT, note="rows guessed",
+    ),
+    PublishedRun(
+        "Automodel", "experiments.open_models:qwen3-30b-a3b",
+        "h100:1x8", {"expert": 8}, 4, 4096,
+        (12_040, 12_040), _AUTOMODEL, num_microbatches=16,
+    ),
+    PublishedRun(
+        "Automodel", "experiments.gpt_oss:gpt-oss-20b",
+        "h100:1x8", {"expert": 8}, 4, 4096,
+        (13_058, 13_058), _AUTOMODEL, num_microbatches=8,
+    ),
+    PublishedRun(
+        "Automodel", "experiments.gpt_oss:gpt-oss-120b",
+        "h100:8x8", {"expert": 8}, 2, 4096,
+        (7626, 7626), _AUTOMODEL, across={"expert": 8}, num_microbatches=4,
+    ),
+    PublishedRun(
+        "Automodel", "experiments.open_models:deepseek-v3",
+        "h100:32x8", {"expert": 8}, 4, 4096,
+        (1002, 1002), _AUTOMODEL, across={"expert": 8, "fsdp": 4},
+        note="a pipeline of 4",
+    ),
+    PublishedRun(
+        "Megatron, PithTrain", "experiments.open_models:qwen3-30b-a3b",
+        "h100:2x8", {"expert": 8}, 4, 2048,
+        (7806, 7919), _PITHTRAIN, across={"data": 2}, num_microbatches=16,
+        note="a pipeline of 2; rows guessed",
+    ),
+    PublishedRun(
+        "Megatron, PithTrain", "experiments.open_models:qwen3-30b-a3b",
+        "h100:4x8", {"expert": 8}, 4, 4096,
+        (8253, 8750), _PITHTRAIN, across={"data": 4}, num_microbatches=8,
+        note="a pipeline of 4; rows guessed",
+    ),
+    PublishedRun(
+        "Megatron, PithTrain", "experiments.open_models:deepseek-v2-lite",
+        "h100:1x8", {"expert": 8}, 4, 2048,
+        (13_413, 14_325), _PITHTRAIN, num_microbatches=32,
+        note="a pipeline of 2; rows guessed",
+    ),
+    PublishedRun(
+        "Megatron, PithTrain", "experiments.gpt_oss:gpt-oss-20b",
+        "b200:1x8", {"expert": 8}, 4, 8192,
+        (16_188, 17_613), _PITHTRAIN, num_microbatches=32,
+        note="a pipeline of 2; rows guessed",
+    ),
+)  # fmt: skip
+
+LEFT_OUT = {
+    "Megatron-Bridge, DeepSeek-V3 on GB200 and GB300": "MXFP8, which we cannot compute in yet",
+    "PithTrain, Qwen3-30B-A3B on B200": "FP8, which we cannot compute in yet",
+    "Megatron-Bridge, Qwen3-30B-A3B on 16 H100": "published as 299 TFLOP/s, by another count",
+    "Llama 4 on v5p, and Marin's own model": "models that we have no config of",
+    "TorchTitan, in PithTrain's tables": "not tuned: a third below the others on like hardware",
+}

@@ -1,0 +1,211 @@
+"""What a workload is on a mesh: the bytes that a device holds and sends, from the sharding rules.
+
+Weights are gathered over the axes that split tokens, in the dtype of the computation, forward and
+again in the backward pass, and their gradients are reduced and scattered back. Experts that stay
+where they are have tokens sent to them. All is of one device.
+"""
+
+import functools
+import math
+
+from moelib.parallel import sharding
+from moelib.planning.candidates import Candidate
+from moelib.planning.kept import Kept
+from moelib.planning.links import Links, Sent
+from moelib.planning.workload import Leaf, Workload
+
+_CHUNK_BYTES = 2 * 128 * 2**20  # Logits of a chunk of tokens, and their gradients, at most.
+
+
+class OnMesh:
+    """What a workload is on a mesh, whatever the rows at a time and the remat."""
+
+    def __init__(self, work: Workload, candidate: Candidate, rules: sharding.Rules) -> None:
+        self._work, self._mesh, self._rules = work, candidate.mesh, rules
+        self._links = Links(candidate.topology, candidate.mesh)
+        self._tpu = candidate.topology.accelerator.platform == "tpu"
+        names = {name for leaf in (*work.parameters, *work.optimizer) for name in leaf.axes}
+        names |= {"batch", "sequence", "residual_sequence", "experts", "vocab"}
+        self._axes: dict[str | None, tuple[str, ...]] = {
+            name: sharding.mesh_axes(name, self._mesh.sizes, rules) for name in names if name
+        } | {None: ()}
+        self._parts = {name: self._mesh.parts(axes) for name, axes in self._axes.items()}
+        self._sequence = self._axes["sequence"]
+        self._experts = self._axes["experts"] if work.moe and work.moe.expert_parallel else ()
+        split = (*self._axes["batch"], *self._sequence)
+        self._tokens = (*split, *(axis for axis in self._experts if axis not in split))
+        # Devices that have the same tokens and share the work on them.
+        stream = self._axes["residual_sequence"]
+        self._tensor = tuple(axis for axis in stream if axis not in self._sequence)
+        self.tensor_parts = self._mesh.parts(self._tensor)
+        # A device's tokens, over an even share of all.
+        self.token_parts = candidate.topology.num_devices / self._mesh.parts(self._tokens)
+        self._sizes_of_state()
+        self.weights = functools.cache(self._weights)
+        self.activations = functools.cache(self._activations)
+
+    def _sizes_of_state(self) -> None:
+        """Sets what of the state a device holds, and what it computes with."""
+        held = {leaf: self._held(leaf) for leaf in self._work.parameters}
+        whole = {leaf: n * self._gathered_parts(leaf) for leaf, n in held.items()}
+        decoder = [leaf for leaf in held if leaf.in_decoder]
+        trained = [leaf for leaf in held if leaf.trained]
+        self.parameters = sum(n * leaf.itemsize for leaf, n in held.items())
+        self.optimizer = sum(self._held(x) * x.itemsize for x in self._work.optimizer)
+        self.trained = sum(held[leaf] for leaf in trained)
+        self.gathered_bytes = sum(n * leaf.compute_itemsize for leaf, n in whole.items())
+        self._gathered_layers = sum(whole[leaf] * leaf.compute_itemsize for leaf in decoder)
+        # Where nothing is computed again weights are kept as they were computed with: those of
+        # experts gathered, too.
+        self._kept_weights = sum(
+            (whole if "experts" in leaf.axes else held)[leaf] * leaf.compute_itemsize
+            for leaf in decoder
+        )
+        self._gradients = sum(
+            held[leaf] * (leaf.compute_itemsize if leaf.in_decoder else leaf.itemsize)
+            for leaf in trained
+        )
+
+    def _held(self, leaf: Leaf) -> float:
+        """Returns the elements of a leaf that a device holds."""
+        return leaf.size / math.prod(self._parts[name] for name in leaf.axes)
+
+    def _gathered_axes(self, leaf: Leaf) -> tuple[str, ...]:
+        """Returns the mesh axes over which a parameter is gathered to be computed with."""
+        found: list[str] = []
+        for name in leaf.axes:
+            keep = self._experts if name == "experts" else ()
+            found += [a for a in self._axes[name] if a in self._tokens and a not in keep]
+        return tuple(found)
+
+    def _gathered_parts(self, leaf: Leaf) -> int:
+        return self._mesh.parts(self._gathered_axes(leaf))
+
+    def _reduced_axes(self, leaf: Leaf) -> tuple[str, ...]:
+        """Returns the mesh axes whose devices have gradients of the same share of a parameter."""
+        split = {axis for name in leaf.axes for axis in self._axes[name]}
+        return tuple(axis for axis in self._tokens if axis not in split)
+
+    # Bytes sent.
+
+    def _weights(self, recomputed: bool) -> Sent:
+        """Returns what is sent of parameters and gradients for one micro-batch."""
+        total = Sent()
+        for leaf in self._work.parameters:
+            held, axes = self._held(leaf), self._gathered_axes(leaf)
+            whole = held * self._gathered_parts(leaf) * leaf.compute_itemsize
+            if axes:
+                gathers = 2 if leaf.in_decoder and recomputed else 1
+                total += self._links.gathered(axes, whole).times(gathers + leaf.trained)
+            if leaf.trained and (others := self._reduced_axes(leaf)):
+                total += self._links.reduced(others, held * leaf.compute_itemsize)
+        return total
+
+    def _activations(self, recomputed: bool) -> Sent:
+        """Returns what is sent for one token of those that a device computes."""
+        work, links = self._work, self._links
+        row = work.dim * work.compute_itemsize
+        total = Sent()
+        if self._tensor:
+            # Two gathers and two reductions a layer, forward and backward, and the gathers again.
+            times = (8 + 2 * recomputed) * work.num_layers
+            total += links.gathered(self._tensor, row).times(times)
+        if self._sequence:
+            # Keys and values forward, again, and backward; with these their gradients in float32.
+            passes = 2 + recomputed + 2 * 4 / work.compute_itemsize
+            passed = links.passed(self._sequence, work.kv_width * work.compute_itemsize)
+            total += passed.times(passes * work.num_layers)
+        if work.moe is not None and self._experts:
+            times = (4 + recomputed) * work.moe.num_layers
+            n = self._mesh.parts(self._experts)
+            if work.moe.ring:
+                total += links.gathered(self._experts, n * row).times(times)
+            else:
+                total += links.exchanged(self._experts, _copies(work, n) * row).times(times)
+        return total
+
+    def results(self, micro: int, tokens: float, recomputed: bool) -> dict[str, float]:
+        """Returns the bytes of the results of the largest collectives, by kind."""
+        found: dict[str, float] = dict.fromkeys(
+            ("all-gather", "reduce-scatter", "all-reduce", "ragged-all-to-all"), 0.0
+        )
+        for leaf in self._work.parameters:
+            held = self._held(leaf) * leaf.compute_itemsize * micro
+            if self._gathered_axes(leaf):
+                gathers = 2 if leaf.in_decoder and recomputed else 1
+                found["all-gather"] += gathers * held * self._gathered_parts(leaf)
+                found["reduce-scatter"] += held * leaf.trained
+            if leaf.trained and self._reduced_axes(leaf):
+                found["all-reduce"] += held
+        work, moe = self._work, self._work.moe
+        row = work.dim * work.compute_itemsize
+        if self._tensor:
+            found["all-gather"] += (4 + 2 * recomputed) * work.num_layers * tokens * row
+            found["reduce-scatter"] += 4 * work.num_layers * tokens * row / self.tensor_parts
+        if moe is not None and self._experts and not moe.ring:
+            n = self._mesh.parts(self._experts)
+            received = min(n, moe.num_experts_per_token * _room(work, n))
+            back = min(n, moe.num_experts_per_token)
+            forth, home = 2 + recomputed, 2  # With gradients; what comes back is not made again.
+            bytes_ = row * (forth * received + home * back)
+            # Choices travel with their rows, in a tile of 128 numbers each.
+            bytes_ += 6 * 512 * received if self._tpu else 0
+            found["ragged-all-to-all"] += moe.num_layers * tokens * bytes_
+        return {kind: size for kind, size in found.items() if size}
+
+    # Bytes held.
+
+    def memory(self, candidate: Candidate) -> dict[str, float]:
+        """Returns the bytes held by category."""
+        work, micro = self._work, candidate.num_microbatches
+        tokens = candidate.rows * work.seq_len / self._parts["sequence"]
+        block = work.block
+        activations = self._bytes(work.kept[candidate.remat], tokens)
+        if work.computed_again(candidate.remat) == 0.0:
+            activations += self._kept_weights
+        left = tokens * (block.split / self.tensor_parts + block.whole)
+        return {
+            "parameters": self.parameters,
+            "optimizer": self.optimizer,
+            # Of a micro-batch, and their sums if there are more.
+            "gradients": self._gradients + (4 * self.trained if micro > 1 else 0),
+            "activations": activations,
+            # A block's weights and their gradients, and what it leaves for its backward pass.
+            "block": 2 * self._gathered_layers / work.num_blocks + left,
+            "dispatch": block.rows * tokens * self._rows_held,
+            "logits": self._logits(tokens),
+        }
+
+    def _bytes(self, kept: Kept, tokens: float) -> float:
+        rows = kept.rows * self._rows_held
+        return tokens * (kept.split / self.tensor_parts + kept.whole + rows)
+
+    @functools.cached_property
+    def _rows_held(self) -> float:
+        """Returns the rows of a device's buffers over K of each of its tokens."""
+        if self._work.moe is None:
+            return 1.0
+        return _room(self._work, self._mesh.parts(self._experts))
+
+    def _logits(self, tokens: float) -> float:
+        """Returns the bytes of a chunk of logits, and of the head and its gradient."""
+        work = self._work
+        vocab = work.vocab_size / self._parts["vocab"]
+        head = vocab * work.dim * (work.compute_itemsize + 4)
+        return head + min(2 * 4 * tokens * vocab, _CHUNK_BYTES)
+
+
+def _copies(work: Workload, n: int) -> float:
+    """Returns to how many of n groups of experts a token goes, all choices being alike likely."""
+    assert work.moe is not None
+    experts, chosen = work.moe.num_experts, work.moe.num_experts_per_token
+    others = experts - experts // n
+    return n * (1 - math.comb(others, chosen) / math.comb(experts, chosen))
+
+
+def _room(work: Workload, n: int) -> float:
+    """Returns the rows of a device's buffer, over K of each of its tokens."""
+    assert work.moe is not None
+    moe = work.moe
+    most = n * min(moe.num_experts_per_token, moe.num_experts // n) / moe.num_experts_per_token
+    return most if moe.buffer_factor is None or n == 1 else min(most, moe.buffer_factor)

@@ -1,0 +1,40 @@
+"""Published runs lie within our ranges, and the page says how they do."""
+
+import pathlib
+import re
+
+import pytest
+
+from experiments.published_runs import LEFT_OUT, PUBLISHED_RUNS
+from moelib.planning.calibration import as_markdown, calibrate
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs/calibration.md"
+
+
+@pytest.mark.slow
+def test_a_small_run_is_within_its_range():
+    (found,) = calibrate(PUBLISHED_RUNS[:1])
+    assert found.contained
+    low, high = found.estimate.tokens_per_second
+    assert low < 5640 < high
+    assert found.width == pytest.approx(high / low)
+    text = as_markdown([found], LEFT_OUT, "the command")
+    assert "in 1 of 1 rows" in text
+    assert "| gpt-oss-3b-v6e4 |" in text
+
+
+def test_the_page_contains_eight_of_ten_with_no_wide_range():
+    text = PAGE.read_text()
+    within, runs = map(int, re.search(r"(\d+) of (\d+)\s+rows", text).groups())
+    assert runs == len(PUBLISHED_RUNS) >= 10
+    assert within >= 0.8 * runs
+    rows = [line.split("|") for line in text.splitlines() if line.count("|") == 13]
+    widths = [float(row[8]) for row in rows if re.fullmatch(r"[\d. ]+", row[8])]
+    assert len(widths) == runs
+    assert max(widths) < 4.5
+
+
+@pytest.mark.slow
+def test_the_page_is_what_the_command_writes():
+    command = "moelib plan --module=experiments.published_runs --calibrate=docs/calibration.md"
+    assert as_markdown(calibrate(PUBLISHED_RUNS), LEFT_OUT, command) == PAGE.read_text()
