@@ -40,7 +40,7 @@ def define_flags() -> None:
     flags.DEFINE_float("timeout", None, "Seconds that compiling one step may take.")
     flags.DEFINE_string("cache_dir", _CACHE, "Where reports of compiled steps are kept.")
     flags.DEFINE_string(
-        "dump", None, "Writes each stage of a compiled step, and a report to read, to this folder."
+        "dump", None, "Writes each stage of a compiled step, and a report, to this folder."
     )
     flags.DEFINE_multi_string(
         "compiler_option", [], "name=value: for the compiler, over those that training takes."

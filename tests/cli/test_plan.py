@@ -11,7 +11,7 @@ from absl.testing import flagsaver
 
 from moelib.cli import plan, plan_tables
 from moelib.launch import UsageError
-from moelib.planning.report import StepReport
+from moelib.planning.report import Finding, StepReport
 
 MODULE = """
 from tests.train import tiny
@@ -138,19 +138,25 @@ def test_a_compiled_step_is_shown_beside_figures_and_the_prediction(
     assert column.figures == plan_tables.figures(report)
 
 
-def test_findings_of_the_lint_are_shown(capsys):
-    finding = types.SimpleNamespace(
+def test_findings_of_lint_are_shown(capsys):
+    finding = Finding(
         rule="float32 gather",
-        bytes=2**21,
-        instruction="all-gather.1",
+        severity="warning",
+        instruction="all-gather.7",
+        bytes=64 << 20,
+        executions=8,
+        op_name="jit(step)/decoder",
+        places=("layers/linear.py:40",),
         config_path="train_dtype",
-        advice="set it",
+        advice="set it to bfloat16",
     )
     plan_tables.print_findings(types.SimpleNamespace(findings=[finding]))
     out = capsys.readouterr().out
-    assert all(text in out for text in ("float32 gather", "2.0", "train_dtype"))
+    assert "warning: float32 gather: train_dtype" in out
+    assert "all-gather.7: 64.0 MiB, 8 times a step" in out
+    assert "set it to bfloat16" in out
     plan_tables.print_findings(types.SimpleNamespace(findings=[]))
-    assert "found nothing" in capsys.readouterr().out
+    assert "nothing" in capsys.readouterr().out
 
 
 def test_a_step_that_fails_to_compile_says_what_was_done(command, monkeypatch):

@@ -4,6 +4,7 @@ import jax
 import pytest
 
 from experiments import flame_moe
+from moelib.planning import examine
 from moelib.planning.compiling import plan_step
 from moelib.planning.report import total
 from moelib.planning.topologies import PlanError, topology
