@@ -19,8 +19,9 @@ def build(cfg: InstantiableConfig, **fields: Any) -> Any:
 
 
 def initial(layer: Any, seed: int = 0) -> Any:
-    """Returns initial parameters."""
-    return layer.initialize_parameters_recursively(jax.random.key(seed))
+    """Returns initial parameters, made under jit."""
+    init = layer.initialize_parameters_recursively
+    return jax.jit(init)(jax.random.key(seed))
 
 
 def call_and_collect(
@@ -31,11 +32,25 @@ def call_and_collect(
     is_training: bool = True,
     **kw: Any,
 ) -> tuple[Any, OutputCollection]:
-    """Returns (what a method returns, what the layer puts out)."""
+    """Returns (what a method returns, what the layer puts out), by one compiled program.
+
+    Operations alone are programs too: twenty of them take longer to compile than one of twenty.
+    """
     names = inspect.signature(getattr(layer, method)).parameters
     inputs = {**dict(zip(names, args, strict=False)), **kw}
-    key = jax.random.key(1)
-    return functional(layer, key, params, inputs, is_training=is_training, method=method)
+    arrays = {name: value for name, value in inputs.items() if _is_arrays(value)}
+    others = {name: value for name, value in inputs.items() if name not in arrays}
+
+    def run(params: Any, arrays: dict[str, Any]) -> tuple[Any, OutputCollection]:
+        key = jax.random.key(1)
+        inputs = {**arrays, **others}
+        return functional(layer, key, params, inputs, is_training=is_training, method=method)
+
+    return jax.jit(run)(params, arrays)
+
+
+def _is_arrays(value: Any) -> bool:
+    return all(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(value))
 
 
 def call(layer: Any, params: Any, *args: Any, **kw: Any) -> Any:

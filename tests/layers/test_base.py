@@ -1,15 +1,18 @@
 """BaseLayer: parameters, their keys, dtypes and initializers; what happens after a step."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from moelib.core.config import REQUIRED, Required, config_class, config_for_function
+from moelib.core.module import functional
 from moelib.core.param import FanAxes, ParameterSpec
 from moelib.layers import initializers
 from moelib.layers.base import BaseLayer
-from tests.layers.calling import build, call, initial
+from tests.layers.calling import build, initial
 
 
 class Scale(BaseLayer):
@@ -138,11 +141,11 @@ def test_a_step_ends_in_every_layer_and_leaves_the_rest_alone():
 
 
 def test_own_parameters_leave_out_those_of_children():
-    layer = pair()
-    params = initial(layer)
-    assert call(layer, params, method="own_names") == []
-    scale = build(Scale.default_config(), dim=3)
-    assert call(scale, initial(scale), method="own_names") == ["steps", "weight", "writes"]
+    names = functools.partial(functional, prng_key=None, inputs={}, is_training=True)
+    layer, scale = pair(), build(Scale.default_config(), dim=3)
+    assert names(layer, state=initial(layer), method="own_names")[0] == []
+    want = ["steps", "weight", "writes"]
+    assert names(scale, state=initial(scale), method="own_names")[0] == want
 
 
 def test_active_parameters_are_the_trainable_ones():
