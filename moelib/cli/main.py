@@ -18,7 +18,7 @@ COMMANDS = {
     "train": ("moelib.cli.train", "Trains a named config; run again, it resumes."),
     "prepare": ("moelib.cli.prepare", "Tokenizes a corpus into a token store."),
     "config": ("moelib.cli.config", "Prints, explains, compares or counts a named config."),
-    "plan": ("moelib.cli.plan", "Compiles a training step for TPUs that are not here; reports."),
+    "plan": ("moelib.cli.plan", "Says whether a run fits, how fast, at what cost."),
     "verify": ("moelib.cli.verify", "Checks that a config computes the same on every mesh."),
     "generate": ("moelib.cli.generate", "Continues a prompt with a trained model."),
     "evaluate": ("moelib.cli.evaluate", "Answers benchmarks with the checkpoints of a run."),

@@ -1,4 +1,4 @@
-"""Every named config of experiments/ passes `verify`; configs that are the same when small run once."""
+"""Every named config of experiments/ passes `verify`; those that are equal when small run once."""
 
 import functools
 
