@@ -243,12 +243,11 @@ def verdict(report: Any, accelerator: Any) -> list[str]:
     """Returns lines that say whether the step fits, and what the figures leave out."""
     room = accelerator.hbm_bytes - report.memory.peak
     fits = f"fits with {room / _GIB:.2f}" if room >= 0 else f"does not fit by {-room / _GIB:.2f}"
-    ms = 1e3 * report.cycles / accelerator.cycles_per_second
-    clock = f"{accelerator.cycles_per_second / 1e9:.2f} GHz"
-    lines = [
-        f"It {fits} GiB of the {accelerator.hbm_bytes / _GIB:.2f} GiB that a device has.",
-        f"{report.cycles / 1e6:.1f} Mcycles of the compiler's estimate are {ms:.1f} ms at {clock}.",
-    ]
+    lines = [f"It {fits} GiB of the {accelerator.hbm_bytes / _GIB:.2f} GiB that a device has."]
+    if report.cycles:  # Compilers for GPUs estimate none.
+        ms = 1e3 * report.cycles / accelerator.cycles_per_second
+        said = f"{ms:.1f} ms at {accelerator.cycles_per_second / 1e9:.2f} GHz"
+        lines.append(f"{report.cycles / 1e6:.1f} Mcycles of the compiler's estimate are {said}.")
     if report.loops_of_unknown_length:
         loops = report.loops_of_unknown_length
         lines.append(f"Counted once, for their length is not known: {', '.join(loops)}.")

@@ -93,10 +93,11 @@ def _kind(name: str, instruction: Instruction, made_by: str) -> str:
         backward = backward or (" gradient" if "transpose(" in instruction.op_name else "")
         again = "rematted_computation" in instruction.op_name
         return "grouped matmul" + ("" if again else backward)
-    words = (name, instruction.op_name)
-    if made_by == "cudnn" or any("attention" in word for word in words):
+    if made_by == "cublas":
+        return "matmul"
+    if made_by == "cudnn" or "attention" in name or "attention" in instruction.op_name:
         return "attention" + backward
-    return "matmul" if made_by == "cublas" else "other"
+    return "other"
 
 
 def _said(instruction: Instruction, key: str) -> int:
