@@ -46,9 +46,12 @@ def run(args: Sequence[str]) -> None:
     """
     if args:
         raise UsageError(f"{args[0]!r} is no flag; --module and --config say what to verify.")
-    if not os.path.isdir(os.path.dirname(FLAGS.report) or "."):
-        raise UsageError(f"--report {FLAGS.report}: there is no such folder; make it first.")
+    folder = os.path.dirname(FLAGS.report) or "."
+    if not os.path.isdir(folder) or os.path.isdir(FLAGS.report):
+        raise UsageError(f"--report {FLAGS.report}: set it to a file in a folder that is there.")
     cfg = launch.config_from_flags()
+    if FLAGS.full_size:
+        launch.check_data_dir(cfg)
     os.environ["JAX_PLATFORMS"] = "cpu"  # Numbers are compared, and no device is to be taken.
     import jax
 
@@ -59,22 +62,26 @@ def run(args: Sequence[str]) -> None:
     from moelib.planning.verify.report import Report
     from moelib.planning.verify.shrink import runnable, shrink
 
+    small, changes = runnable(cfg) if FLAGS.full_size else shrink(cfg, FLAGS.devices)
     try:
-        small, changes = runnable(cfg) if FLAGS.full_size else shrink(cfg, FLAGS.devices)
         axes = meshes(small, FLAGS.devices, FLAGS.meshes)
     except ValueError as error:
-        raise UsageError(f"--config {FLAGS.config}: {error}") from None
-    report = Report(FLAGS.config, FLAGS.devices, changes, [describe(each) for each in axes])
+        raise UsageError(f"--meshes: {error}") from None
+    asked = FLAGS.meshes not in ("auto", "all")
+    names = [describe(each) for each in axes]
+    report = Report(FLAGS.config, FLAGS.devices, changes, names, asked)
     begin = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder, _progress(len(axes) + 1) as show:
-        for outcome in verify(small, axes, jax.devices()[: FLAGS.devices], folder):
-            report.add(outcome)
-            show(outcome.mesh, outcome.check)
-    report.seconds = time.perf_counter() - begin
-    _print(report)
-    with open(FLAGS.report, "w", encoding="utf-8") as file:
-        file.write(report.to_markdown())
-    print(f"The report is in {FLAGS.report}.")
+    try:
+        with tempfile.TemporaryDirectory() as folder, _progress(len(axes) + 1) as show:
+            for outcome in verify(small, axes, jax.devices()[: FLAGS.devices], folder):
+                report.add(outcome)
+                show(outcome.mesh, outcome.check)
+    finally:
+        report.seconds = time.perf_counter() - begin
+        _print(report)
+        with open(FLAGS.report, "w", encoding="utf-8") as file:
+            file.write(report.to_markdown())
+        print(f"The report is in {FLAGS.report}.")
     if report.status is not Status.PASSED:
         raise SystemExit(1)
 

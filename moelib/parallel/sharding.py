@@ -53,6 +53,10 @@ _overrides = jax.make_user_context(())
 _asked: ContextVar[set[str] | None] = ContextVar("moelib_logical_axes_asked", default=None)
 
 
+class SplitError(ValueError):
+    """Something that a mesh cannot split; the message says what, and what to set instead."""
+
+
 @contextlib.contextmanager
 def sharding_rules(overrides: Mapping[str, Sequence[str]]) -> Iterator[set[str]]:
     """Changes some lines of the table inside the block; functions under jit are traced anew for it.
@@ -116,7 +120,7 @@ def check_mesh_axes(mesh_shape: Mapping[str, int], rules: Rules | None = None) -
         rules: The table; by default the one in force.
 
     Raises:
-        ValueError: If no rule names an axis, whose devices would all compute the same.
+        SplitError: If no rule names an axis, whose devices would all compute the same.
     """
     rules = current_rules() if rules is None else rules
     used = {axis for axes in rules.values() for axis in axes}
@@ -128,7 +132,7 @@ def check_mesh_axes(mesh_shape: Mapping[str, int], rules: Rules | None = None) -
                 if axis in MESH_AXIS_NAMES
                 else f"no sharding rule names it; {did_you_mean(axis, used)}"
             )
-            raise ValueError(
+            raise SplitError(
                 f"The mesh axis {axis!r} has size {size}, but all its devices would compute the "
                 f"same: {why}"
             )
@@ -182,7 +186,7 @@ def partition_spec(
         place: What the array is, for errors.
 
     Raises:
-        ValueError: If a mesh axis would be used twice, or a dimension does not divide.
+        SplitError: If a mesh axis would be used twice, or a dimension does not divide.
     """
     names = [() if name is None else mesh_axes(name, mesh_shape, rules) for name in axes]
     return split_over(names, mesh_shape, shape, place, axes)
@@ -205,7 +209,7 @@ def split_over(
         names: Logical axes of the dimensions, for errors; by default their numbers.
 
     Raises:
-        ValueError: If a mesh axis would be used twice, or a dimension does not divide.
+        SplitError: If a mesh axis would be used twice, or a dimension does not divide.
     """
     entries: list[Any] = []
     used: dict[str, Any] = {}
@@ -213,14 +217,14 @@ def split_over(
         name = i if names is None else names[i]
         for axis in split:
             if axis in used:
-                raise ValueError(
+                raise SplitError(
                     f"{place}: the mesh axis {axis!r} would split both {used[axis]!r} and "
                     f"{name!r}; change one of their sharding rules."
                 )
             used[axis] = name
         parts = math.prod(mesh_shape[axis] for axis in split)
         if shape is not None and shape[i] % parts:
-            raise ValueError(
+            raise SplitError(
                 f"{place}: its dimension {name!r} of {shape[i]} does not divide into {parts} parts "
                 f"(mesh axes {', '.join(split)}); change the size or the mesh."
             )

@@ -6,7 +6,7 @@ from typing import Any
 
 from moelib.core.config import REQUIRED, ConfigBase, RequiredFieldMissingError, did_you_mean
 from moelib.core.config_path import join_path, sub_configs
-from moelib.parallel.sharding import mesh_axes
+from moelib.parallel.sharding import SplitError, mesh_axes
 
 
 def check_config(cfg: Any) -> None:
@@ -61,14 +61,14 @@ def check_microbatches(cfg: Any, mesh_shape: Mapping[str, int]) -> None:
     """Checks that the micro-batches of a `SpmdTrainer.Config` divide over a mesh.
 
     Raises:
-        ValueError: If the axes that split the batch do not divide a micro-batch.
+        SplitError: If the axes that split the batch do not divide a micro-batch.
     """
     axes = mesh_axes("batch", mesh_shape)
     parts = math.prod(mesh_shape[axis] for axis in axes)
     rows, num_microbatches = cfg.input.global_batch_size, cfg.num_microbatches
     if rows // num_microbatches % parts:
         said = ", ".join(f"{axis} {mesh_shape[axis]}" for axis in axes)
-        raise ValueError(
+        raise SplitError(
             f"input.global_batch_size is {rows} and num_microbatches is {num_microbatches}: "
             f"micro-batches of {rows // num_microbatches} rows do not divide over the mesh axes "
             f"{said}, {parts} parts; set global_batch_size to a multiple of "

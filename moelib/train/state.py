@@ -93,7 +93,7 @@ def init_state(
         model: A module with `initialize_parameters_recursively(prng_key)`.
         learner: Built for the model's specs.
         prng_key: Key or seed of the run.
-        shardings: TrainerState of a Sharding for each array.
+        shardings: TrainerState of a Sharding for each array; None for one device.
     """
 
     def init(data: jax.Array) -> TrainerState:
@@ -102,7 +102,8 @@ def init_state(
         step = jnp.zeros((), jnp.int32)
         return TrainerState(step, jax.random.key_data(train_key), params, learner.init(params))
 
-    device = next(iter(jax.tree.leaves(shardings)[0].device_set))
+    places = jax.tree.leaves(shardings)
+    device = next(iter(places[0].device_set)) if places else jax.devices()[0]
     options = _ON_CPU if device.platform == "cpu" else {}
     return jax.jit(init, out_shardings=shardings, compiler_options=options)(key_data(prng_key))
 

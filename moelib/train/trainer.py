@@ -244,7 +244,7 @@ class SpmdTrainer(Module):
             said = ", ".join(f"{axis} {mesh_shape[axis]}" for axis in axes)
             for path, inside in inputs.items():
                 if inside.seq_len % parts:
-                    raise ValueError(
+                    raise sharding.SplitError(
                         f"{path}.seq_len is {inside.seq_len}, which does not divide into the "
                         f"{parts} parts of {name!r} over the mesh axes {said}; set it to a "
                         f"multiple of {parts}, or make mesh_shape smaller there."

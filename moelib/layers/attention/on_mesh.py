@@ -66,7 +66,7 @@ def attend(
     ring = sharding.mesh_axes("sequence", shape)
     pieces = 2 * math.prod(shape[axis] for axis in ring)
     if ring and q.shape[1] % pieces:
-        raise ValueError(
+        raise sharding.SplitError(
             f"attention: the sequence of {q.shape[1]} does not divide into {pieces} pieces, two "
             f"for each device of the mesh axes {', '.join(ring)}; change its length or the mesh."
         )

@@ -13,7 +13,15 @@ def packed_batch(num_rows: int, seq_len: int, vocab_size: int, seed: int) -> Bat
     """Returns rows of two documents each with some padding after them; the last is all padding.
 
     The loss counts the second document alone in every other row, so that rows weigh differently.
+
+    Raises:
+        ValueError: If there is no room for that.
     """
+    if num_rows < 2 or seq_len < _MOST_PADDING + 4:
+        raise ValueError(
+            f"input.global_batch_size is {num_rows} and input.seq_len {seq_len}; set them to 2 and "
+            f"{_MOST_PADDING + 4} or more."
+        )
     rng = np.random.default_rng(seed)
     shape = (num_rows, seq_len)
     rows = np.arange(num_rows)[:, None]
@@ -46,18 +54,21 @@ def with_other_padding(batch: Batch, vocab_size: int, seed: int) -> Batch:
     }
 
 
-def with_other_first_documents(batch: Batch, vocab_size: int, seed: int) -> Batch:
-    """Returns the batch with other tokens in every row's first document."""
+def with_other_document(batch: Batch, document: int, vocab_size: int, seed: int) -> Batch:
+    """Returns the batch with other tokens in one of every row's documents, 1 or 2."""
     rng = np.random.default_rng(seed)
-    first = batch["segment_ids"] == 1
-    ids = rng.integers(0, vocab_size, first.shape)
-    return {**batch, "input_ids": _where(first, ids, batch["input_ids"])}
+    inside = batch["segment_ids"] == document
+    ids = rng.integers(0, vocab_size, inside.shape)
+    return {**batch, "input_ids": _where(inside, ids, batch["input_ids"])}
 
 
-def without_first_labels(batch: Batch) -> Batch:
-    """Returns the batch, of which the loss counts no row's first document."""
-    first = batch["segment_ids"] == 1
-    return {**batch, "target_labels": _where(first, -1, batch["target_labels"])}
+def labels_of(batch: Batch, document: int) -> Batch:
+    """Returns the batch, of which the loss counts one of every row's documents only, 1 or 2."""
+    inside = batch["segment_ids"] == document
+    follows = np.roll(batch["segment_ids"], -1, 1) == document
+    follows[:, -1] = False
+    labels = np.roll(batch["input_ids"], -1, 1)
+    return {**batch, "target_labels": _where(inside & follows, labels, -1)}
 
 
 def twice(batch: Batch) -> Batch:

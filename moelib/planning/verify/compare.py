@@ -69,7 +69,7 @@ def _difference(
         raise ValueError(f"{path}: shape {b.shape} in the place of {a.shape}.")
     if not a.size:
         return None
-    wide = np.float64 if a.dtype.kind in "fV" else a.dtype  # V: bfloat16 and its like.
+    wide = np.float64 if a.dtype.kind in "fV" else np.int64  # V: bfloat16 and its like.
     a, b = a.astype(wide), b.astype(wide)
     with np.errstate(invalid="ignore"):
         error = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
@@ -91,5 +91,18 @@ def _difference(
 
 
 def first_bit_difference(expected: Any, found: Any) -> Difference | None:
-    """Returns the first leaf that is not the same bit for bit, or None."""
-    return first_difference(expected, found, relative=0.0)
+    """Returns the first leaf that is not the same bit for bit, or None.
+
+    Raises:
+        ValueError: If the trees have not the same leaves, of the same shapes and dtypes.
+    """
+    found_leaves = dict(tree.flatten_items(found))
+    if (difference := first_difference(expected, found, relative=0.0)) is not None:
+        return difference
+    for path, value in tree.flatten_items(expected):
+        a, b = np.asarray(value), np.asarray(found_leaves[path])
+        if a.dtype != b.dtype:
+            raise ValueError(f"{path}: {b.dtype} in the place of {a.dtype}.")
+        if a.tobytes() != b.tobytes():  # Signs of zeros, or kinds of NaN.
+            raise ValueError(f"{path}: other bits of values that are equal.")
+    return None

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from moelib.core.config import did_you_mean
+from moelib.core.config import ConfigBase, did_you_mean
 from moelib.parallel.mesh import HybridMeshShape
 from moelib.parallel.sharding import DEFAULT_RULES
 
@@ -27,7 +27,7 @@ def meshes(cfg: Any, num_devices: int, which: str = "auto") -> list[Axes]:
     used = {axis for axes in rules.values() for axis in axes}
     names = [name for name in cfg.mesh_axis_names if name in used]
     if which not in ("auto", "all"):
-        return [_read(text, names, num_devices) for text in which.split(";") if text.strip()]
+        return [_read(text, names, num_devices) for text in which.split(";")]
     found = list(_factorized(names, num_devices))
     if which == "all":
         return found
@@ -58,7 +58,9 @@ def _factorized(names: Sequence[str], num: int) -> Iterator[Axes]:
 
 def _own_axes(cfg: Any) -> list[set[str]]:
     """Returns which axes are more than 1, or are to be found out, in each mesh of the config."""
-    shapes = [cfg.mesh_shape, *(rule for _, rule in cfg.mesh_rules or ())]
+    rules = [rule for _, rule in cfg.mesh_rules or ()]
+    changed = [rule.instantiate()(cfg.clone()) for rule in rules if isinstance(rule, ConfigBase)]
+    shapes = [cfg.mesh_shape, *rules, *(each.mesh_shape for each in changed)]
     sizes: list[Sequence[int]] = []
     for shape in shapes:
         if isinstance(shape, HybridMeshShape):

@@ -13,8 +13,9 @@ from moelib.planning.verify.compare import (
     first_bit_difference,
     first_difference,
 )
+from moelib.planning.verify.outcome import NotApplicableError
 from moelib.planning.verify.probe import Observed, Probe
-from moelib.planning.verify.reference import Reference, curve
+from moelib.planning.verify.reference import SAVED_STEP, Reference, curve
 
 # How far float32 numbers may be apart that are summed in another order, relative to the largest of
 # their array. Seen on eight devices: 2e-6 of gradients, 4e-7 of metrics.
@@ -22,20 +23,6 @@ TOLERANCE = 1e-5
 _CURVE_TOLERANCE = 1e-4  # Optimizers that divide by small gradients make differences larger.
 
 Check = tuple[str, Callable[[], Difference | None]]
-
-
-def mesh_checks(reference: Reference, probe: Probe) -> Iterator[Check]:
-    """Yields (name, check) in order; each returns the first difference, or None."""
-    ours = _Steps(reference, probe)
-    yield "loss", ours.loss
-    yield "gradients", ours.gradients
-    yield "metrics", ours.metrics
-    yield "update", ours.update
-    yield "curve", ours.curve
-    yield "replicas", ours.replicas
-    if probe.trainer.config.checkpointer is not None:
-        yield "restored", ours.restored
-        yield "resumed", ours.resumed
 
 
 MESH_CHECKS = (
@@ -48,6 +35,13 @@ MESH_CHECKS = (
     "restored",
     "resumed",
 )
+
+
+def mesh_checks(reference: Reference, probe: Probe) -> Iterator[Check]:
+    """Yields (name, check) of `MESH_CHECKS`; a check returns the first difference, or None."""
+    ours = _Steps(reference, probe)
+    for name in MESH_CHECKS:
+        yield name, getattr(ours, name)
 
 
 class _Steps:
@@ -83,16 +77,24 @@ class _Steps:
     def update(self) -> Difference | None:
         """Compares what the learner makes of the same gradients, and what layers update."""
         known = self._reference
-        got = jax.device_get(self._first.updated)
-        moved = _largest_move(known.start.model, known.first.updated)
-        if found := first_difference(
-            known.first.updated, got, relative=2**-21, floor=TOLERANCE * moved
-        ):
+        ours = jax.device_get(self._first)
+        before, got = (dict(tree.flatten_items(x)) for x in (known.start.model, ours.updated))
+        moved = 0.0
+        for path, want in tree.flatten_items(known.first.updated):
+            move = float(np.abs(want - before[path]).max(initial=0.0))
+            moved = max(moved, move)
+            pair = {path: want}, {path: got[path]}
+            if found := first_difference(*pair, relative=2**-22, floor=TOLERANCE * move):
+                return found
+        state = known.first.learner, ours.learner
+        if found := first_difference(*state, relative=TOLERANCE):
             return found
-        kept = lambda state: _untrained(state.model, known.first.gradients)
-        return first_difference(
-            kept(known.first.state), kept(jax.device_get(self._first.state)), relative=TOLERANCE
-        )
+        kept = [untrained(x.state.model, known.first.gradients) for x in (known.first, ours)]
+        if found := first_difference(*kept, relative=TOLERANCE):
+            return found
+        if not moved:
+            raise NotApplicableError("the first update moves nothing: its rate is 0, or is skipped")
+        return None
 
     def curve(self) -> Difference | None:
         """Compares the losses of a few steps, each from the state before it."""
@@ -113,21 +115,26 @@ class _Steps:
         return None
 
     def restored(self) -> Difference | None:
-        """Saves on the mesh and restores on one device: every array, bit for bit."""
+        """Saves on the mesh and restores on one device, and the other way: bit for bit."""
+        known, probe = self._reference, self._probe
+        if probe.trainer.config.checkpointer is None:
+            raise NotApplicableError("no checkpointer")
         state = self._curve[1][-2]
-        self._probe.save(state, _SAVED_STEP)
-        got = self._reference.probe.restored(self._probe, _SAVED_STEP)
-        return first_bit_difference(jax.device_get(state), jax.device_get(got))
+        probe.save(state, SAVED_STEP)
+        got = known.probe.restored(probe, SAVED_STEP)
+        if found := first_bit_difference(jax.device_get(state), jax.device_get(got)):
+            return found
+        got = probe.restored(known.probe, SAVED_STEP)
+        return first_bit_difference(known.start, jax.device_get(got))
 
     def resumed(self) -> Difference | None:
         """Restores on the mesh and takes a step: the state of the unbroken run, bit for bit."""
-        known = self._reference
-        state = self._probe.restored(self._probe, _SAVED_STEP)
-        after = self._probe(state, known.batches[-1], known.first.gradients).state
+        known, probe = self._reference, self._probe
+        if probe.trainer.config.checkpointer is None:
+            raise NotApplicableError("no checkpointer")
+        state = probe.restored(probe, SAVED_STEP)
+        after = probe(state, known.batches[-1], known.first.gradients).state
         return first_bit_difference(jax.device_get(self._curve[1][-1]), jax.device_get(after))
-
-
-_SAVED_STEP = 2  # The last but one of the curve's states.
 
 
 def rounding_floor(gradients: Any) -> float:
@@ -146,12 +153,7 @@ def _compare_metrics(
     return first_difference(pick(want), pick(got), relative=TOLERANCE, floor=1e-7)
 
 
-def _largest_move(before: Any, after: Any) -> float:
-    known = dict(tree.flatten_items(before))
-    moves = (float(np.abs(x - known[p]).max(initial=0.0)) for p, x in tree.flatten_items(after))
-    return max(moves, default=0.0)
-
-
-def _untrained(params: Any, gradients: Any) -> dict[str, Any]:
+def untrained(params: Any, gradients: Any) -> dict[str, Any]:
+    """Returns by path the parameters that have no gradient: layers update them themselves."""
     trained = dict(tree.flatten_items(gradients))
     return {path: x for path, x in tree.flatten_items(params) if path not in trained}

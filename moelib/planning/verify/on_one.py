@@ -15,34 +15,26 @@ from moelib.core import tree
 from moelib.core.config import ConfigBase
 from moelib.core.module import Module
 from moelib.core.param import ParameterSpec
+from moelib.layers.moe.balance import LoadBalanceLoss, RouterZLoss
 from moelib.learner import paths
 from moelib.models.causal_lm import CausalLM
 from moelib.models.huggingface.families import NoFamilyError
 from moelib.parallel.mesh import HybridMeshShape
 from moelib.planning.verify import batches
 from moelib.planning.verify.compare import Difference, first_bit_difference, first_difference
-from moelib.planning.verify.on_mesh import TOLERANCE, rounding_floor
+from moelib.planning.verify.on_mesh import TOLERANCE, rounding_floor, untrained
+from moelib.planning.verify.outcome import FaultError, NotApplicableError
 from moelib.planning.verify.probe import Probe
 from moelib.planning.verify.reference import Reference
 from moelib.train.pretrained import save_pretrained, state_from_hugging_face
-
-
-class FaultError(Exception):
-    """Something that is wrong with the config; the message says what."""
-
-
-class NotApplicableError(Exception):
-    """A check that the config gives nothing to do; the message says why."""
-
 
 Check = tuple[str, Callable[[], Difference | None]]
 
 
 def early_checks(cfg: Any, probe: Probe, initial: Any) -> Iterator[Check]:
     """Yields those of the checks that need no step, only the state as a run begins."""
-    specs = paths.specs_by_path(probe.trainer.trainer_state_specs.model)
     yield "rules", functools.partial(_check_mesh_rules, cfg)
-    yield "initial", functools.partial(_check_initial, initial.model, specs)
+    yield "initial", functools.partial(_check_initial, probe, initial.model)
 
 
 def single_checks(cfg: Any, reference: Reference) -> Iterator[Check]:
@@ -52,6 +44,7 @@ def single_checks(cfg: Any, reference: Reference) -> Iterator[Check]:
     yield "auxiliary", ours.auxiliary
     yield "masked", ours.masked
     yield "padding", ours.padding
+    yield "doubled", ours.doubled
     yield "packing", ours.packing
     yield "hosts", ours.hosts
     yield "exported", ours.exported
@@ -67,8 +60,11 @@ class _Checks:
 
     def reached(self) -> None:
         """Every parameter that is trained has a gradient, each expert's too."""
-        metrics = self._reference.first.metrics
-        idle = sum(x for name, x in metrics.items() if _last(name) == "dead_experts")
+        idle = [
+            name.partition("dead_experts")[0]
+            for name, x in self._reference.first.metrics.items()
+            if _last(name) == "dead_experts" and x
+        ]
         for path, x in tree.flatten_items(self._reference.first.gradients):
             if not np.any(x):
                 raise FaultError(
@@ -76,7 +72,7 @@ class _Checks:
                     "ParameterSpec, or a rule of learner.update_rules."
                 )
             axes = self._specs[path].axes
-            if "experts" not in axes or idle:
+            if "experts" not in axes or any(path.startswith(layer) for layer in idle):
                 continue
             parts = np.moveaxis(x, axes.index("experts"), 0)
             without = [i for i, part in enumerate(parts) if not np.any(part)]
@@ -86,21 +82,26 @@ class _Checks:
                 )
 
     def auxiliary(self) -> Difference | None:
-        """The objective is the loss and every auxiliary loss of the config, times its weight."""
+        """The objective is the loss and the auxiliary losses; none of the config's is missing."""
         metrics = self._reference.first.metrics
-        total = 0.0
+        least = 0.0
         for path, weight in _auxiliary_losses(self._reference.probe.trainer.model):
-            values = [x for name, x in metrics.items() if re.fullmatch(rf"{path}(/\d+)?", name)]
+            own = re.compile(rf"{re.escape(path)}(/\d+)?")
+            values = [x for name, x in metrics.items() if own.fullmatch(name)]
             if not values:
                 raise FaultError(
                     f"{path} has weight {weight:g}, but no such loss arrives at the trainer: a "
                     "layer around it drops what its children put out."
                 )
-            total += weight * math.fsum(values)
-        if total == 0.0 and metrics["aux_loss"] == 0.0:
+            least += weight * math.fsum(values)
+        if least == 0.0 and metrics["aux_loss"] == 0.0:
             raise NotApplicableError("no auxiliary losses")
-        want = {"aux_loss": total or metrics["aux_loss"]}
-        want["objective"] = metrics["loss"] + want["aux_loss"]
+        if metrics["aux_loss"] < least * (1 - TOLERANCE):
+            raise FaultError(
+                f"The auxiliary losses of the config, times their weights, are {least:.9g}, but "
+                f"{metrics['aux_loss']:.9g} is what arrives in the objective."
+            )
+        want = {"objective": metrics["loss"] + metrics["aux_loss"]}
         return first_difference(want, {n: metrics[n] for n in want}, relative=TOLERANCE)
 
     def masked(self) -> None:
@@ -110,42 +111,60 @@ class _Checks:
             ("a batch of padding only", self._reference.observe(batches.all_padding(self._batch))),
         ):
             parts = {**observed.metrics, **dict(tree.flatten_items(observed.gradients))}
+            parts |= {f"new {path}": x for path, x in tree.flatten_items(observed.state.model)}
             for name, x in parts.items():
-                if not np.all(np.isfinite(x)):
+                if not np.all(np.isfinite(np.asarray(x, np.float64))):
                     raise FaultError(f"{name} is not finite for {what}.")
 
     def padding(self) -> Difference | None:
-        """What padding holds changes nothing, nor how much of it there is."""
+        """What padding holds changes nothing."""
         other = batches.with_other_padding(self._batch, self._vocab_size, seed=5)
-        if found := self._same(self._batch, other):
-            return found
-        return self._same(batches.twice(self._batch), batches.once(self._batch), ("num_tokens",))
+        return self._same(self._batch, other)
+
+    def doubled(self) -> Difference | None:
+        """Rows that are there twice are worth what they are once, with padding in their place."""
+        if why := self._depends_on_rows():
+            raise NotApplicableError(why)
+        return self._same(batches.twice(self._batch), batches.once(self._batch))
+
+    def _depends_on_rows(self) -> str:
+        """Returns why a row may count otherwise in another place of the batch; "" if not."""
+        key = np.asarray(self._reference.start.prng_key)
+        other = self._reference.observe(self._batch, prng_key=key ^ 1)
+        if other.metrics["loss"] != self._reference.first.metrics["loss"]:
+            return "the step draws random numbers, others for each row"
+        return "" if not _drops(other.metrics) else "tokens are dropped"
 
     def packing(self) -> Difference | None:
-        """The loss of a row's second document does not depend on its first."""
-        batch = batches.without_first_labels(self._batch)
-        other = batches.with_other_first_documents(batch, self._vocab_size, seed=6)
-        observed = [self._reference.observe(each).metrics for each in (batch, other)]
-        if any(x for each in observed for name, x in each.items() if _last(name) == "drop_rate"):
-            raise NotApplicableError("tokens are dropped, which ones depends on the whole row")
-        want, got = ({"loss": each["loss"]} for each in observed)
-        return first_difference(want, got, relative=TOLERANCE)
+        """The loss of a row's document does not depend on the other documents of the row."""
+        for mine, theirs in ((1, 2), (2, 1)):
+            batch = batches.labels_of(self._batch, mine)
+            other = batches.with_other_document(batch, theirs, self._vocab_size, seed=6)
+            observed = [self._reference.observe(each).metrics for each in (batch, other)]
+            if any(map(_drops, observed)):
+                raise NotApplicableError("tokens are dropped, which ones depends on the whole row")
+            want, got = ({f"loss of documents {mine}": each["loss"]} for each in observed)
+            if found := first_difference(want, got, relative=TOLERANCE):
+                return found
+        return None
 
-    def _same(self, a: Any, b: Any, but: tuple[str, ...] = ()) -> Difference | None:
-        """Compares metrics and gradients of two batches on one device."""
+    def _same(self, a: Any, b: Any) -> Difference | None:
+        """Compares losses, loads, gradients and what layers update, of two batches."""
         want, got = self._reference.observe(a), self._reference.observe(b)
-        pick = lambda values: {n: x for n, x in values.items() if n not in but}
-        metrics = pick(want.metrics), pick(got.metrics)
+        metrics = [{n: x for n, x in o.metrics.items() if _is_mean(n)} for o in (want, got)]
         if found := first_difference(*metrics, relative=TOLERANCE, floor=1e-7):
             return found
         floor = rounding_floor(want.gradients)
-        return first_difference(want.gradients, got.gradients, relative=TOLERANCE, floor=floor)
+        pair = want.gradients, got.gradients
+        if found := first_difference(*pair, relative=TOLERANCE, floor=floor):
+            return found
+        kept = [untrained(each.state.model, want.gradients) for each in (want, got)]
+        return first_difference(*kept, relative=TOLERANCE)
 
     def hosts(self) -> Difference | None:
         """Batches depend on the step alone: on 1, 2 and 4 hosts, and after a restore."""
-        made = self._cfg.input.instantiate()
-        alone = made.iterator()
-        want = [next(alone) for _ in range(3)]
+        made = self._reference.probe.trainer.input
+        want = list(itertools.islice(made.iterator(), 3))
         for num_hosts in (2, 4):
             if self._cfg.input.global_batch_size % num_hosts:
                 continue
@@ -159,6 +178,8 @@ class _Checks:
                 states.append([host.state() for host in hosts])
             for host, state in zip(hosts, states[0], strict=True):
                 host.restore(state)
+            if len(want) < 2:
+                raise NotApplicableError("the input has a single batch")
             if found := first_bit_difference(want[1], _joined([next(host) for host in hosts])):
                 return found
         return None
@@ -219,6 +240,86 @@ def _check_initial(params: Any, specs: Mapping[str, ParameterSpec]) -> None:
 def _last(name: str) -> str:
     """Returns the last part of a metric's path that is no number."""
     return re.sub(r"(/\d+)+$", "", name).rpartition("/")[2]
+
+
+def _drops(metrics: Mapping[str, float]) -> bool:
+    return any(x for name, x in metrics.items() if _last(name) == "drop_rate")
+
+
+def _is_mean(name: str) -> bool:
+    """Returns whether a metric is one that a batch has as often as its rows are repeated."""
+    means = ("objective", "cross_entropy", "load_max_over_mean", "dead_experts", "entropy")
+    return _last(name) in means or _last(name).endswith("loss")
+
+
+def _joined(parts: list[Any]) -> dict[str, Any]:
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def _auxiliary_losses(module: Module, path: str = "") -> Iterator[tuple[str, float]]:
+    """Yields (path, weight) of the losses that MoE layers have in their configs."""
+    for name in ("load_balance_loss", "router_z_loss"):
+        value = dict(module.config.items()).get(name)
+        if isinstance(value, LoadBalanceLoss.Config | RouterZLoss.Config) and value.weight:
+            yield f"{path}{name}", float(value.weight)
+    for name, child in module.children.items():
+        yield from _auxiliary_losses(child, f"{path}{name}/")
+
+
+def _check_mesh_rules(cfg: Any) -> None:
+    """Every mesh rule is a pattern and a mesh; other rules were checked by what they change."""
+    names = cfg.mesh_axis_names
+    for i, (pattern, rule) in enumerate(cfg.mesh_rules or ()):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise FaultError(f"mesh_rules[{i}]: {pattern!r} is no pattern: {error}.") from None
+        if isinstance(rule, ConfigBase):
+            rule.instantiate()(cfg.clone())  # Whatever it raises is its fault.
+            continue
+        for shape in rule if isinstance(rule, HybridMeshShape) else (rule,):
+            if len(shape) != len(names):
+                raise FaultError(
+                    f"mesh_rules[{i}]: {shape} has {len(shape)} sizes for the {len(names)} axes "
+                    f"{', '.join(names)}; give one size an axis."
+                )
+
+
+def _check_initial(probe: Probe, params: Any) -> None:
+    """No two experts begin alike, no two layers, in what is drawn from a key."""
+    redrawn = probe.initial(probe.trainer.config.prng_seed + 1).model
+    again = dict(tree.flatten_items(jax.device_get(redrawn)))
+    drawn = {p: np.asarray(x) for p, x in tree.flatten_items(params) if np.any(x != again[p])}
+    specs = paths.specs_by_path(probe.trainer.trainer_state_specs.model)
+    known: dict[Any, str] = {}
+    for path, x in drawn.items():
+        named = [(path, x)]
+        for axis, name in enumerate(specs[path].axes):
+            if name in ("experts", "layers"):
+                parts = [(at, np.moveaxis(part, axis, 0)) for at, part in named]
+                named = [(f"{at}, {name} {i}", p) for at, part in parts for i, p in enumerate(part)]
+        for at, part in named:
+            like = re.sub(r"\d+", "", path), part.shape, part.tobytes()
+            if part.size > 1 and (first := known.setdefault(like, at)) != at:
+                raise FaultError(
+                    f"{first} and {at} begin with the same values, so that they may stay the same; "
+                    "draw each from a key of its own."
+                )
+
+
+def _last(name: str) -> str:
+    """Returns the last part of a metric's path that is no number."""
+    return re.sub(r"(/\d+)+$", "", name).rpartition("/")[2]
+
+
+def _drops(metrics: Mapping[str, float]) -> bool:
+    return any(x for name, x in metrics.items() if _last(name) == "drop_rate")
+
+
+def _is_mean(name: str) -> bool:
+    """Returns whether a metric is one that a batch has as often as its rows are repeated."""
+    means = ("objective", "cross_entropy", "load_max_over_mean", "dead_experts", "entropy")
+    return _last(name) in means or _last(name).endswith("loss")
 
 
 def _joined(parts: list[Any]) -> dict[str, Any]:

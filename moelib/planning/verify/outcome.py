@@ -4,6 +4,14 @@ import enum
 from typing import NamedTuple
 
 
+class FaultError(Exception):
+    """Something that is wrong with the config; the message says what."""
+
+
+class NotApplicableError(Exception):
+    """A check that the config gives nothing to do; the message says why."""
+
+
 class Status(enum.Enum):
     """How a check ended."""
 

@@ -28,12 +28,14 @@ class Observed(NamedTuple):
         metrics: Numbers by name: loss, auxiliary losses, what layers report.
         gradients: Of the objective, for every parameter that is trained.
         updated: Parameters after the learner's update by the gradients that it was given.
+        learner: The learner's state after that update.
     """
 
     state: Any
     metrics: dict[str, float]
     gradients: Nested
     updated: Nested
+    learner: Any
 
 
 class _Overheard:
@@ -71,11 +73,11 @@ class Probe:
         self._rows = made.batch_sharding
         self._step: Any = None
 
-    def initial(self) -> Any:
-        """Returns the state before the first step, as a run begins."""
+    def initial(self, prng_seed: int) -> Any:
+        """Returns the state before the first step, as a run of this seed begins."""
         trainer = self.trainer
         with trainer.on_mesh():
-            return init_state(trainer.model, trainer.learner, trainer.config.prng_seed, self.places)
+            return init_state(trainer.model, trainer.learner, prng_seed, self.places)
 
     @property
     def places(self) -> Any:
@@ -101,10 +103,10 @@ class Probe:
             update = trainer.learner.update(
                 gradients=gradients, state=state.learner, params=state.model, loss=jnp.ones(())
             )
-            return after, packed, overheard.gradients, update.params
+            return after, packed, overheard.gradients, update.params, update.state
 
         with trainer.on_mesh():
-            out = (self.places, None, None, None)
+            out = (self.places, None, None, None, self.places.learner)
             given = self._put(state, batch, gradients)
             lowered = jax.jit(step, out_shardings=out).lower(*given)
             trainer.check_sharding_rules()
@@ -117,6 +119,7 @@ class Probe:
             Exception: If it cannot be written.
         """
         checkpointer = self.trainer.checkpointer
+        state = jax.device_put(state, self.places)
         checkpointer.save(state, CheckpointRecord(step=step, arrays={}))
         checkpointer.close()
         if checkpointer.last_error is not None:
@@ -140,8 +143,8 @@ class Probe:
     def __call__(self, state: Any, batch: Any, gradients: Nested) -> Observed:
         """Returns what a step from a state computes, and an update by other gradients."""
         with self.trainer.on_mesh():
-            after, packed, found, updated = self._step(*self._put(state, batch, gradients))
-        return Observed(after, metrics.unpack(packed), found, updated)
+            after, packed, found, updated, learner = self._step(*self._put(state, batch, gradients))
+        return Observed(after, metrics.unpack(packed), found, updated, learner)
 
 
 def _like(part: Nested, whole: Nested) -> Nested:

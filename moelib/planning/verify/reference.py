@@ -13,6 +13,7 @@ from moelib.planning.verify.batches import packed_batch
 from moelib.planning.verify.probe import Observed, Probe
 
 NUM_STEPS = 3  # Of the loss curve.
+SAVED_STEP = 2  # What checkpoints are called.
 _SPREAD = 0.05  # Of what is added to parameters that begin all equal.
 
 
@@ -35,9 +36,15 @@ class Reference:
     first: Observed
     losses: tuple[float, ...]
 
-    def observe(self, batch: Batch) -> Observed:
-        """Returns what a step from `start` computes on one device, on the host."""
-        return jax.device_get(self.probe(self.start, batch, self.first.gradients))
+    def observe(self, batch: Batch, prng_key: Any = None) -> Observed:
+        """Returns what a step from `start` computes on one device, on the host.
+
+        Args:
+            batch: The step's.
+            prng_key: uint32 key data in the place of the state's own.
+        """
+        start = self.start if prng_key is None else self.start._replace(prng_key=prng_key)
+        return jax.device_get(self.probe(start, batch, self.first.gradients))
 
 
 def make_reference(cfg: Any, probe: Probe, initial: Any) -> Reference:
@@ -61,6 +68,8 @@ def make_reference(cfg: Any, probe: Probe, initial: Any) -> Reference:
     probe.compile(start, batches[0], gradients)
     gradients = jax.device_get(probe(start, batches[0], gradients).gradients)
     first = jax.device_get(probe(start, batches[0], gradients))
+    if cfg.checkpointer is not None:
+        probe.save(start, SAVED_STEP)
     return Reference(probe, start, batches, first, curve(probe, start, batches, gradients)[0])
 
 

@@ -20,6 +20,7 @@ class Report:
         num_devices: Of each mesh.
         changes: What was made small.
         meshes: Those that were to be tried, in order.
+        asked: Whether they were named: then each has to pass.
         outcomes: What was found, in order.
         seconds: How long all of it took.
     """
@@ -28,6 +29,7 @@ class Report:
     num_devices: int
     changes: Sequence[Change]
     meshes: Sequence[str]
+    asked: bool = False
     outcomes: list[Outcome] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
 
@@ -37,11 +39,12 @@ class Report:
 
     @property
     def status(self) -> Status:
-        """FAILED if a check failed, SKIPPED if no mesh could be used, else PASSED."""
+        """FAILED if a check failed, SKIPPED if no mesh, or not every one asked for, was usable."""
         if any(each.status is Status.FAILED for each in self.outcomes):
             return Status.FAILED
         passed = {each.mesh for each in self.outcomes if each.status is Status.PASSED}
-        return Status.PASSED if passed - {ONE_DEVICE} else Status.SKIPPED
+        wanted = set(self.meshes) if self.asked else passed - {ONE_DEVICE}
+        return Status.PASSED if wanted and wanted <= passed else Status.SKIPPED
 
     def tables(self) -> Iterator[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
         """Yields (title, columns, rows): the checks on one device, then meshes by checks."""

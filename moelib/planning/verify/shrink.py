@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from moelib.checkpoint.checkpointer import Checkpointer
 from moelib.core.config import REQUIRED, ConfigBase
 from moelib.core.config_path import sub_configs
 from moelib.data.input import Input
@@ -161,7 +162,8 @@ def _fewer_experts(cfg: ConfigBase, num_devices: int) -> None:
         groups = _sizes(inside, ("num_groups", "num_groups_per_token"))
         if len(groups) == 2:  # Of at least two experts each.
             num = math.gcd(groups["num_groups"], few // 2)
-            inside.set(num_groups=num, num_groups_per_token=max(1, num // 2))
+            least = math.ceil(cfg.num_experts_per_token * num / few)  # That hold so many experts.
+            inside.set(num_groups=num, num_groups_per_token=max(least, num // 2))
 
 
 def _smaller_widths(cfg: ConfigBase, num_devices: int) -> None:
@@ -187,7 +189,7 @@ def _full_precision(cfg: Any) -> None:
 
 def _short_run(cfg: Any) -> None:
     """Makes a run of a few steps at full rate, which writes and evaluates nothing by itself."""
-    lengths = {"warmup_steps": 1, "decay_steps": 1, "max_step": _MAX_STEP}
+    lengths = {"warmup_steps": 1, "decay_steps": 4, "max_step": _MAX_STEP}
     for holder in _configs(cfg.learner):
         values = dict(holder.items())
         for name, most in lengths.items():
@@ -195,8 +197,9 @@ def _short_run(cfg: Any) -> None:
                 holder.set(**{name: min(values[name], most)})
     cfg.set(max_step=_MAX_STEP, evalers={}, init_state_builder=None, compiler_options=None)
     cfg.set(start_trace_steps=())
-    if cfg.checkpointer is not None:
-        cfg.checkpointer.set(dir=REQUIRED)
+    if cfg.checkpointer is not None:  # The best would be those of an evaluation.
+        cfg.checkpointer.set(dir=REQUIRED, keep_best_n=0, best_metric=None)
+        cfg.checkpointer.set(save_policy=Checkpointer.default_config().save_policy)
 
 
 def _made_up_data(cfg: Any, num_devices: int) -> None:

@@ -10,17 +10,17 @@ from typing import Any
 import jax
 
 from moelib.core.config import ConfigBase
+from moelib.parallel.sharding import SplitError
 from moelib.planning.verify.compare import Difference
 from moelib.planning.verify.meshes import Axes, describe
 from moelib.planning.verify.on_mesh import mesh_checks
-from moelib.planning.verify.on_one import (
-    Check,
+from moelib.planning.verify.on_one import Check, early_checks, single_checks
+from moelib.planning.verify.outcome import (
     FaultError,
     NotApplicableError,
-    early_checks,
-    single_checks,
+    Outcome,
+    Status,
 )
-from moelib.planning.verify.outcome import Outcome, Status
 from moelib.planning.verify.probe import Probe
 from moelib.planning.verify.reference import Reference, make_reference
 
@@ -48,7 +48,7 @@ def verify(
 def _all(cfg: Any, axes: Sequence[Axes], devices: Sequence[Any], folder: str) -> Iterator[Outcome]:
     def build() -> tuple[Probe, Any]:
         probe = Probe(cfg, {}, devices[:1])
-        return probe, jax.device_get(probe.initial())
+        return probe, jax.device_get(probe.initial(cfg.prng_seed))
 
     built, outcome = _made(ONE_DEVICE, "built", build)
     yield outcome
@@ -64,7 +64,7 @@ def _all(cfg: Any, axes: Sequence[Axes], devices: Sequence[Any], folder: str) ->
 
 
 def _on_mesh(mesh: str, reference: Reference, compiled: Callable[[], Probe]) -> Iterator[Outcome]:
-    probe, outcome = _made(mesh, COMPILED, compiled, skips=(ValueError,))
+    probe, outcome = _made(mesh, COMPILED, compiled, skips=(SplitError,))
     yield outcome
     if probe is not None:
         yield from _outcomes(mesh, mesh_checks(reference, probe))
@@ -106,7 +106,7 @@ def _run(check: Callable[[], Difference | None]) -> tuple[Status, str]:
 @contextlib.contextmanager
 def _ahead(
     cfg: Any, reference: Reference, axes: Sequence[Axes], devices: Sequence[Any], folder: str
-) -> Iterator[list[Callable[[], Probe]]]:
+) -> Iterator[Iterator[Callable[[], Probe]]]:
     """Yields functions that return each mesh's compiled step; threads compile them in order."""
 
     def compiled(index: int) -> Probe:
@@ -115,8 +115,14 @@ def _ahead(
         probe.compile(reference.start, reference.batches[0], reference.first.gradients)
         return probe
 
-    pool = concurrent.futures.ThreadPoolExecutor(max(1, os.cpu_count() or 1))
+    pool = concurrent.futures.ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0))))
     try:
-        yield [pool.submit(compiled, i).result for i in range(len(axes))]
+        yield _results([pool.submit(compiled, i) for i in range(len(axes))])
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _results(futures: list[concurrent.futures.Future[Probe]]) -> Iterator[Callable[[], Probe]]:
+    """Yields what waits for each, and lets go of those before."""
+    while futures:
+        yield futures.pop(0).result

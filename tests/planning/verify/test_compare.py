@@ -51,6 +51,16 @@ def test_one_bit_is_a_difference():
     assert found.index == (2,)
 
 
+def test_bits_are_compared_of_equal_values_too():
+    yes = np.array([True, False])
+    assert first_bit_difference({"a": yes}, {"a": yes.copy()}) is None
+    assert first_bit_difference({"a": yes}, {"a": ~yes}) is not None
+    with pytest.raises(ValueError, match=r"a: other bits"):
+        first_bit_difference({"a": np.zeros(1)}, {"a": -np.zeros(1)})
+    with pytest.raises(ValueError, match=r"a: float64 in the place of float32"):
+        first_bit_difference({"a": np.zeros(1, np.float32)}, {"a": np.zeros(1)})
+
+
 def test_whole_numbers_are_compared_as_such():
     large = np.array([2**31 - 1], np.int32)
     assert first_bit_difference({"a": large}, {"a": large - 1}) is not None

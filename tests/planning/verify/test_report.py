@@ -49,3 +49,12 @@ def test_no_mesh_at_all_is_no_success():
     )
     assert made.status is Status.SKIPPED
     assert "nothing was verified" in made.lines()[-1]
+
+
+def test_a_mesh_that_was_asked_for_has_to_pass():
+    made = report(
+        Outcome("fsdp 8", "loss", Status.PASSED), Outcome("model 8", "compiled", Status.SKIPPED)
+    )
+    assert made.status is Status.PASSED
+    made.asked = True
+    assert made.status is Status.SKIPPED
