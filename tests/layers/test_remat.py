@@ -80,6 +80,7 @@ def test_names_are_kept_inside_of_a_shard_map_too(mesh):
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), got, want)
 
 
+@pytest.mark.slow
 def test_each_name_spares_the_backward_pass_its_matmul():
     nothing, everything = count(stack(ScanStack, keep=())), count(stack(ScanStack))
     assert nothing > everything
