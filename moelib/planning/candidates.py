@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -269,10 +270,12 @@ def _parsed_mesh(text: str, names: Sequence[str], topology: TopologyShape) -> di
     sizes = {}
     for part in text.split(","):
         name, _, size = (each.strip() for each in part.partition("="))
-        if not size.lstrip("-").isdigit():
+        if not re.fullmatch(r"-?[0-9]+", size):
             raise PlanError(f"mesh {text!r}: write axis=size, as fsdp=2,expert=4.")
         if name not in names:
             raise PlanError(f"mesh {text!r}: {name!r} is no axis; {did_you_mean(name, names)}")
+        if name in sizes:
+            raise PlanError(f"mesh {text!r}: {name} is there twice; give it one size.")
         sizes[name] = int(size)
     try:
         place = f"topology {topology.name}: mesh"
