@@ -15,7 +15,7 @@ from moelib.parallel.mesh import describe_mesh
 from moelib.planning.dump import write_dump
 from moelib.planning.examine import examine
 from moelib.planning.report import Seconds, StepReport
-from moelib.planning.topologies import PlanError, Topology
+from moelib.planning.topologies import OutOfMemoryError, PlanError, Topology
 from moelib.train import state as state_lib
 
 STAGES = ("build", "trace", "lower", "compile", "count")
@@ -53,9 +53,9 @@ def plan_step(
         on_stage: Told of each of `STAGES` that is done, its seconds, and what came out.
 
     Raises:
-        PlanError: If the mesh does not fit the devices or the batch the mesh, or if the step takes
-            more memory than a TPU has. The compiler for GPUs does not refuse: compare the report's
-            peak.
+        PlanError: If the mesh does not fit the devices or the batch the mesh.
+        OutOfMemoryError: If the step takes more memory than a TPU has. The compiler for GPUs does
+            not refuse: compare the report's peak.
     """
     watch = _Stopwatch(on_stage)
     trainer = cfg.clone(**({"dir": "unused"} if cfg.dir is REQUIRED else {})).instantiate(
@@ -122,7 +122,7 @@ def no_compilation_cache() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-def _out_of_memory(error: Exception, trainer: Any, topology: Topology) -> PlanError | None:
+def _out_of_memory(error: Exception, trainer: Any, topology: Topology) -> OutOfMemoryError | None:
     """Returns what to say of a step that does not fit, or None if the error is another one."""
     said = str(error)
     if "RESOURCE_EXHAUSTED" not in said or "hbm" not in said.lower():
@@ -141,7 +141,7 @@ def _out_of_memory(error: Exception, trainer: Any, topology: Topology) -> PlanEr
         ),
     }
     most = ", ".join(f"{what} {size / _GIB:.2f}" for what, size in holds.items())
-    return PlanError(
+    return OutOfMemoryError(
         f"topology {topology.name}: the step {needs}; of the state a device holds, in GiB: {most}. "
         "Make global_batch_size smaller or num_microbatches larger, keep less for the backward "
         "pass (remat), or spread the state over more devices."

@@ -30,6 +30,10 @@ class PlanError(ValueError):
     """What is asked for cannot be planned; the message is all one needs."""
 
 
+class OutOfMemoryError(PlanError):
+    """A step takes more memory than a device has."""
+
+
 @dataclasses.dataclass(frozen=True)
 class TopologyShape:
     """How many devices of what: all that a topology's name says."""
