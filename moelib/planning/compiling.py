@@ -67,7 +67,11 @@ def plan_step(
     except ValueError as error:
         raise PlanError(f"topology {topology.name}: {error}") from None
     watch.done("build", describe_mesh(tuple(mesh.values()), tuple(mesh)))
-    options = trainer.compiler_options() | _WITHOUT_DEVICE[topology.accelerator.platform]
+    options = (
+        trainer.compiler_options()
+        | _WITHOUT_DEVICE[topology.accelerator.platform]
+        | dict(compiler_options or {})
+    )
     with no_compilation_cache():
         traced = trainer.trace_train_step()
         watch.done("trace", f"{len(traced.jaxpr.eqns)} equations at the top")
@@ -76,7 +80,7 @@ def plan_step(
         watch.done("lower", f"StableHLO of {len(lowered.as_text()) / 1e6:.1f} MB")
         cpu = time.process_time()
         try:
-            compiled = lowered.compile(compiler_options=options | dict(compiler_options or {}))
+            compiled = lowered.compile(compiler_options=options)
         except Exception as error:
             raise _out_of_memory(error, trainer, topology) or error from None
         cpu = time.process_time() - cpu
@@ -89,6 +93,7 @@ def plan_step(
         topology=topology.name,
         seconds=Seconds(*(watch.seconds[each] for each in STAGES[1:4]), compile_cpu=cpu),
         num_costliest=num_costliest,
+        compiler_options=options,
     )
     if dump_dir is not None:
         write_dump(dump_dir, **step, report=report)
