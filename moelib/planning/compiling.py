@@ -1,7 +1,6 @@
 """Compiles the training step of a config for a topology, and reports what came out."""
 
 import contextlib
-import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,10 +12,9 @@ from jax.experimental.compilation_cache import compilation_cache
 from moelib.core.config import REQUIRED
 from moelib.parallel.mesh import describe_mesh
 from moelib.planning.dump import write_dump
-from moelib.planning.examine import examine
-from moelib.planning.report import Seconds, StepReport
+from moelib.planning.examine import examine, memory_shares
+from moelib.planning.report import Memory, Seconds, StepReport
 from moelib.planning.topologies import OutOfMemoryError, PlanError, Topology
-from moelib.train import state as state_lib
 
 STAGES = ("build", "trace", "lower", "compile", "count")
 OnStage = Callable[[str, float, str], None]
@@ -132,32 +130,17 @@ def _out_of_memory(error: Exception, trainer: Any, topology: Topology) -> OutOfM
     said = str(error)
     if "RESOURCE_EXHAUSTED" not in said or "hbm" not in said.lower():
         return None
-    specs = state_lib.abstract_state(trainer.trainer_state_specs, trainer.trainer_state_shardings)
     found = re.search(r"total memory required for ([^(]*)\(([\d.]+)G\).*\(([\d.]+)G\)", said)
     needs = (
         f"needs {found.group(2)} of {found.group(3)} GiB a device for {found.group(1).strip()}"
         if found
         else f"does not fit: {said.splitlines()[0]}"
     )
-    holds = {
-        "parameters": _bytes_on_a_device(trainer.trainer_state_shardings.model, specs.model),
-        "the learner's state": _bytes_on_a_device(
-            trainer.trainer_state_shardings.learner, specs.learner
-        ),
-    }
-    most = ", ".join(f"{what} {size / _GIB:.2f}" for what, size in holds.items())
+    nothing = Memory(0, 0, 0, 0, 0, 0)
+    holds = memory_shares(trainer, nothing)[:2]  # The parameters, and the learner's state.
+    most = ", ".join(f"{share.category} {share.amount / _GIB:.2f}" for share in holds)
     return OutOfMemoryError(
         f"topology {topology.name}: the step {needs}; of the state a device holds, in GiB: {most}. "
         "Make global_batch_size smaller or num_microbatches larger, keep less for the backward "
         "pass (remat), or spread the state over more devices."
     )
-
-
-def _bytes_on_a_device(shardings: Any, specs: Any) -> int:
-    """Returns the bytes that one device holds of what the specs describe."""
-    sizes = jax.tree.map(
-        lambda place, spec: math.prod(place.shard_shape(spec.shape)) * spec.dtype.itemsize,
-        shardings,
-        specs,
-    )
-    return sum(jax.tree.leaves(sizes))
