@@ -278,6 +278,8 @@ def test_figures_that_no_report_has_are_refused(tmp_path):
         ((*TINY, WHERE, "--tokens=nan"), "--tokens is nan; set it above 0"),
         ((*TINY, WHERE, "--json=."), r"--json \.: it is a folder; name a file"),
         ((*TINY, WHERE, "--compile=1", "--dump=named_plan_tiny.py/x"), "--dump .*can be made"),
+        ((*TINY, WHERE, "--mesh=pipeline=-1"), "pipeline is 4, but nothing is split over it yet"),
+        ((*TINY, WHERE, "--mesh=fsdp=2,expert=2"), "expert is 2, but the model has no experts"),
         ((*TINY, WHERE, "--mesh=fsdp=--2"), "write axis=size"),
         ((*TINY, WHERE, "--mesh=fsdp=²"), "write axis=size"),
         ((*TINY, WHERE, "--mesh=fsdp=2,fsdp=4"), "fsdp is there twice"),
