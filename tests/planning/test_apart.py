@@ -182,6 +182,7 @@ def test_ctrl_c_stops_it_and_says_what_was_learnt(cfg, worker):
             threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
 
     outcome = _run(cfg, on_progress=interrupt)
+    assert outcome.interrupted
     assert "stopped by Ctrl-C" in outcome.failure
     assert "traced in 0.5 s" in outcome.failure
 
