@@ -10,20 +10,18 @@ are then the program's, cycles the compiler's estimate, without kernels and coll
 
 import contextlib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from absl import flags
 
 from moelib import launch
-from moelib.cli import plan_rows, plan_tables
+from moelib.cli import plan_compiling, plan_rows, plan_tables
 from moelib.launch import UsageError
 
 FLAGS = flags.FLAGS
-
-_CACHE = "~/.cache/moelib/plan"
 
 
 def define_flags() -> None:
@@ -38,7 +36,9 @@ def define_flags() -> None:
     flags.DEFINE_integer("rows", 20, "The most rows shown.", lower_bound=1)
     flags.DEFINE_integer("compile", 0, "Compiles so many of the best that fit.", lower_bound=0)
     flags.DEFINE_float("timeout", None, "Seconds that compiling one step may take.")
-    flags.DEFINE_string("cache_dir", _CACHE, "Where reports of compiled steps are kept.")
+    flags.DEFINE_string(
+        "cache_dir", None, "Keeps reports of compiled steps; by default ~/.cache/moelib/plan."
+    )
     flags.DEFINE_string(
         "dump", None, "Writes each stage of a compiled step, and a report, to this folder."
     )
@@ -60,6 +60,7 @@ def run(args: Sequence[str]) -> None:
 
     Raises:
         UsageError: If something is asked for that cannot be: the message says what.
+        SystemExit: With code 1, if a step of several did not compile.
     """
     if args:
         raise UsageError(f"{args[0]!r} is no flag; --topology and --config say what to plan.")
@@ -93,21 +94,25 @@ def _plan() -> None:
     whole = plan_rows.Whole(FLAGS.tokens, FLAGS.budget)
     rows = [each for each in found.rows if whole.allows(each)]
     if not rows:
+        dollars = [each.whole_run(FLAGS.tokens)[1][0] for each in found.rows if each.fits]
         raise UsageError(
             f"--budget {FLAGS.budget:g}: none of {found.num_candidates} candidates may keep to it; "
-            "the cheapest run is "
-            f"{min(e.whole_run(FLAGS.tokens)[1][0] for e in found.rows):,.0f} dollars at best."
+            + (f"the cheapest that fits costs {min(dollars):,.0f}." if dollars else "none fits.")
         )
     shown = rows[: FLAGS.rows]
     title = f"{FLAGS.config}: {len(shown)} of {len(rows)} meshes, {found.num_candidates} candidates"
     plan_rows.print_rows(shown, whole, title)
     if len(rows) < len(found.rows):
         print(f"{len(found.rows) - len(rows)} meshes over the budget are left out.")
-    reports = _compile(cfg, rows, found.estimator, beside)
+    compiled = plan_compiling.compile_best(cfg, rows, found.estimator, beside, _progress)
     if FLAGS.json:
         held = [plan_rows.as_json(each, found.estimator.results(each.candidate)) for each in shown]
         with open(FLAGS.json, "w", encoding="utf-8") as file:
-            json.dump({"rows": held, "compiled": reports}, file, indent=1)
+            json.dump({"rows": held, **compiled.as_json()}, file, indent=1)
+    if compiled.failures and not compiled.reports:
+        raise UsageError(compiled.failures[-1]["failure"])
+    if compiled.failures:
+        raise SystemExit(1)
 
 
 def _check_flags() -> list[list[plan_tables.Column]]:
@@ -120,26 +125,41 @@ def _check_flags() -> list[list[plan_tables.Column]]:
         raise UsageError("--budget is of a whole run: say by --tokens how long it is.")
     for flag in ("tokens", "budget", "timeout"):
         value = getattr(FLAGS, flag)
-        if value is not None and value <= 0:
+        if value is not None and not 0 < value < math.inf:
             raise UsageError(f"--{flag} is {value:g}; set it above 0.")
     if FLAGS.beside and FLAGS.compile != 1:
         raise UsageError(f"--beside is for one compiled step; --compile is {FLAGS.compile}, set 1.")
-    if not FLAGS.compile and (FLAGS.dump or FLAGS.top or FLAGS.compiler_option):
-        raise UsageError("--dump, --top and --compiler_option are for compiled steps; --compile=1.")
-    if FLAGS.json and not os.path.isdir(os.path.dirname(FLAGS.json) or "."):
-        raise UsageError(f"--json {FLAGS.json}: there is no such folder; make it first.")
-    _compiler_options()
+    for flag in ("dump", "top", "compiler_option", "timeout"):
+        if getattr(FLAGS, flag) and not FLAGS.compile:
+            raise UsageError(f"--{flag} is for compiled steps; set --compile=1.")
+    _check_file("json")
+    if FLAGS.dump:
+        _make_dump_folder()
+    plan_compiling.compiler_options()
     return [plan_tables.read_beside(path) for path in FLAGS.beside]
 
 
-def _compiler_options() -> dict[str, str]:
-    options = {}
-    for text in FLAGS.compiler_option:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise UsageError(f"--compiler_option {text}: write it as name=value.")
-        options[name.lstrip("-")] = value
-    return options
+def _check_file(flag: str) -> None:
+    """Raises UsageError if a flag names a file that cannot be written."""
+    path = getattr(FLAGS, flag)
+    if path is None:
+        return
+    folder = os.path.dirname(path) or "."
+    if os.path.isdir(path):
+        raise UsageError(f"--{flag} {path}: it is a folder; name a file.")
+    if not os.path.isdir(folder):
+        raise UsageError(f"--{flag} {path}: there is no such folder; make it first.")
+    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise UsageError(f"--{flag} {path}: it cannot be written; name another file.")
+
+
+def _make_dump_folder() -> None:
+    from moelib.planning.dump import DumpError, make_folder
+
+    try:
+        make_folder(FLAGS.dump)
+    except DumpError as error:
+        raise UsageError(f"--dump {error}") from None
 
 
 @contextlib.contextmanager
@@ -149,79 +169,10 @@ def _progress() -> Iterator[Callable[[str], None]]:
         yield lambda text: print(text, file=sys.stderr, flush=True)
         return
     from rich.console import Console
+    from rich.markup import escape
 
     with Console(stderr=True).status("") as status:
-        yield status.update
-
-
-# -- Compiling -----------------------------------------------------------------------------------
-
-
-def _compile(
-    cfg: Any, rows: Sequence[Any], estimator: Any, beside: list[list[plan_tables.Column]]
-) -> list[Any]:
-    """Compiles the best rows and prints what came out; returns the reports as JSON values."""
-    if not FLAGS.compile:
-        return []
-    from moelib.planning.topologies import PlanError
-
-    chosen = [each for each in rows if each.fits][: FLAGS.compile]
-    if not chosen:
-        print("None fits; the nearest is compiled.", file=sys.stderr)
-        chosen = rows[: FLAGS.compile]
-    reports, failures = [], []
-    for number, estimate in enumerate(chosen, start=1):
-        folder = FLAGS.dump and (FLAGS.dump if len(chosen) == 1 else f"{FLAGS.dump}/{number}")
-        outcome = _compiled(cfg, estimate.candidate, folder)
-        if outcome.report is None:
-            failures.append(_failure(estimate.candidate, outcome))
-            print(failures[-1], file=sys.stderr)
-            continue
-        _print_compiled(outcome, estimate, estimator, beside)
-        reports.append(json.loads(outcome.report.to_json()))
-    if not reports:
-        raise PlanError(failures[-1])
-    return reports
-
-
-def _compiled(cfg: Any, candidate: Any, dump_dir: str | None) -> Any:
-    """Returns the `Outcome` of compiling a candidate in a process of its own."""
-    from moelib.planning.apart import compile_apart
-
-    with _progress() as say:
-        say(f"compiling for {candidate.topology.name}, {candidate.mesh}; it may take minutes")
-        return compile_apart(
-            candidate.apply(cfg),
-            candidate.topology.name,
-            name=FLAGS.config,
-            compiler_options=_compiler_options(),
-            timeout_seconds=FLAGS.timeout,
-            cache_dir=os.path.expanduser(FLAGS.cache_dir),
-            dump_dir=dump_dir,
-            num_costliest=max(FLAGS.top, 20),
-            on_progress=say,
-        )
-
-
-def _failure(candidate: Any, outcome: Any) -> str:
-    done = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in outcome.stages.items())
-    learnt = f" (done before: {done})" if done else ""
-    said = outcome.failure.removeprefix(f"topology {candidate.topology.name}: ")
-    return f"topology {candidate.topology.name}: {said}{learnt}"
-
-
-def _print_compiled(
-    outcome: Any, estimate: Any, estimator: Any, beside: list[list[plan_tables.Column]]
-) -> None:
-    report, candidate = outcome.report, estimate.candidate
-    accelerator = candidate.topology.accelerator
-    plan_tables.print_report(report, accelerator, beside)
-    plan_tables.print_prediction(report, estimate.bytes_held, estimator.results(candidate))
-    plan_tables.print_findings(report)
-    if outcome.from_cache:
-        print("The report is of an earlier run, of the same config, mesh and versions.")
-    if FLAGS.top:
-        plan_tables.print_costliest(report, FLAGS.top, accelerator.cycles_per_second)
+        yield lambda text: status.update(escape(text))
 
 
 # -- Calibration ---------------------------------------------------------------------------------
@@ -229,6 +180,7 @@ def _print_compiled(
 
 def _calibrate() -> None:
     """Writes the page of published runs beside our estimates of them."""
+    _check_file("calibrate")
     if not FLAGS.module:
         raise UsageError("--calibrate asks for --module=experiments.published_runs, or your own.")
     module = launch.import_module(FLAGS.module)

@@ -80,6 +80,22 @@ def _cells(estimate: Any, whole: Whole) -> list[str]:
     return [*cells, limit(estimate)]
 
 
+def print_memory(estimate: Any) -> None:
+    """Prints the bytes that a device was estimated to hold, largest first, against what it has."""
+    from rich import print as show
+    from rich.table import Table
+
+    table = Table()
+    table.add_column(f"{estimate.candidate.topology.name}: memory by our estimate")
+    table.add_column("GiB", justify="right")
+    for name, held in sorted(estimate.memory.items(), key=lambda each: -each[1]):
+        table.add_row(name, f"{held / _GIB:.2f}")
+    table.add_section()
+    table.add_row("in all", f"{estimate.bytes_held / _GIB:.2f}")
+    table.add_row("a device has", f"{estimate.capacity / _GIB:.2f}")
+    show(table)
+
+
 def limit(estimate: Any) -> str:
     """Returns what limits a candidate; of one that does not fit, by how much, and the most held."""
     if estimate.fits:

@@ -49,6 +49,7 @@ _WORK = (
     Figure("matmul_flops", "matmul FLOPs of XLA", _tera),
     Figure("kernel_flops", "FLOPs of kernels", _tera),
     Figure("kernel_bytes", "bytes of kernels", _gib),
+    Figure("executed_over_model_flops", "FLOPs executed / model's", lambda v: f"{v:.2f}"),
     Figure("rows_computed_over_routed", "rows computed / routed", lambda v: f"{v:.2f}"),
     Figure("fusions", "fusions", _whole),
     Figure("fusion_executions", "  executed", _whole),
@@ -86,6 +87,8 @@ def figures(report: Any) -> dict[str, float]:
     for figure in _WORK:
         if hasattr(report, figure.key) and getattr(report, figure.key) is not None:
             found[figure.key] = getattr(report, figure.key)
+    if not report.cycles:  # Compilers for GPUs estimate none.
+        del found["cycles"]
     found["kernel_flops"] = sum(kernel.flops for kernel in report.kernels)
     found["kernel_bytes"] = sum(kernel.bytes for kernel in report.kernels)
     for operation in report.operations:
@@ -259,6 +262,9 @@ def print_costliest(report: Any, top: int, cycles_per_second: float) -> None:
     from rich import print as show
     from rich.table import Table
 
+    if not report.costliest:
+        print("--top: this compiler estimates no cycles, so that none can be listed.")
+        return
     places = Table(title="cycles by function")
     for name, justify in (
         ("Mcycles", "right"),

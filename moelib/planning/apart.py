@@ -34,6 +34,7 @@ _DOING = {
     "count": "counted",
 }
 _LAST_LINES = 12
+_NUM_COSTLIEST = 200  # More than anybody reads, so that asking for more compiles nothing anew.
 
 _logger = logging.getLogger(__name__)
 
@@ -47,12 +48,16 @@ class Outcome:
         failure: Why there is none; empty if there is one.
         stages: Seconds of each stage of the compile, the last one cut short by a failure.
         from_cache: Whether it was compiled before.
+        out_of_memory: Whether the compiler refused it for the memory that it takes.
+        interrupted: Whether Ctrl-C stopped it.
     """
 
     report: StepReport | None
     failure: str
     stages: Mapping[str, float]
     from_cache: bool
+    out_of_memory: bool = False
+    interrupted: bool = False
 
 
 def compile_apart(
@@ -64,7 +69,6 @@ def compile_apart(
     timeout_seconds: float | None = None,
     cache_dir: str | None = report_cache.DEFAULT_DIR,
     dump_dir: str | None = None,
-    num_costliest: int = 20,
     on_progress: Callable[[str], None] = lambda line: None,
 ) -> Outcome:
     """Returns what came of compiling a config's training step for a topology.
@@ -80,7 +84,6 @@ def compile_apart(
         timeout_seconds: When to give up; None for never.
         cache_dir: Where reports are kept, and what `plan_step` refused; None for nowhere.
         dump_dir: Where to write what the step is at each stage; it is then compiled anew.
-        num_costliest: How many instructions the report lists.
         on_progress: Told of each stage that is done, in a line.
 
     Raises:
@@ -98,7 +101,7 @@ def compile_apart(
         "config": config_text.to_text(cfg),
         "topology": topology_name,
         "compiler_options": dict(compiler_options or {}),
-        "num_costliest": num_costliest,
+        "num_costliest": _NUM_COSTLIEST,
     }
     key = report_cache.key(request)
     if cache_dir is not None and dump_dir is None:
@@ -109,7 +112,7 @@ def compile_apart(
     run = _Run(topology_name, timeout_seconds, on_progress)
     result = run.result_of(request)
     if isinstance(result, str):
-        return Outcome(None, result, run.stages, from_cache=False)
+        return Outcome(None, result, run.stages, from_cache=False, interrupted=run.interrupted)
     kept = {**result, "stages": run.stages}
     if cache_dir is not None:
         report_cache.write(cache_dir, key, kept)
@@ -129,7 +132,8 @@ def _outcome(kept: Mapping[str, Any], name: str, cache_dir: str | None) -> Outco
         return report_cache.warn_damaged(cache_dir, repr(error))
     if report is not None:
         report = dataclasses.replace(report, name=name)
-    return Outcome(report, failure, stages, from_cache=cache_dir is not None)
+    out_of_memory = bool(kept.get("out_of_memory"))
+    return Outcome(report, failure, stages, cache_dir is not None, out_of_memory)
 
 
 class _Run:
@@ -139,6 +143,7 @@ class _Run:
         self, topology_name: str, timeout_seconds: float | None, tell: Callable[[str], None]
     ) -> None:
         self.stages: dict[str, float] = {}
+        self.interrupted = False
         self._topology, self._timeout, self._tell = topology_name, timeout_seconds, tell
         self._lines: list[str] = []
         self._begin = time.perf_counter()
@@ -167,6 +172,7 @@ class _Run:
                 self._note(line.rstrip("\n"))
             code = process.wait()
         except KeyboardInterrupt:
+            self.interrupted = True
             return "stopped by Ctrl-C"
         finally:
             timer.cancel()

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -110,8 +111,14 @@ def candidates(
     """
     rules = rules_of(cfg)
     wanted = None if mesh is None else _parsed_mesh(mesh, cfg.mesh_axis_names, topology)
+    split = _axes(cfg, work, rules)
+    for name, size in (wanted or {}).items():
+        if size > 1 and name not in split:
+            dense = name == "expert" and work.moe is None
+            reason = "the model has no experts" if dense else "nothing is split over it yet"
+            raise PlanError(f"mesh {mesh!r}: {name} is {size}, but {reason}; leave it out.")
     found, why, legal = [], "", _Rules(work, rules)
-    names = list(_remats(cfg, work))
+    remats = list(_remats(cfg, work))
     for each in _meshes(cfg, work, topology, rules, wanted):
         if (refused := legal.refuse(each)) is not None:
             why = why or f"{each}: {refused}"
@@ -119,7 +126,7 @@ def candidates(
         parts = each.parts(rules["batch"])
         most = work.global_batch_size // parts
         for rows in _powers_of_two(most):
-            found += [Candidate(topology, each, rows, most // rows, name) for name in names]
+            found += [Candidate(topology, each, rows, most // rows, name) for name in remats]
     if not found:
         raise PlanError(
             f"topology {topology.name}: no mesh of its {topology.num_devices} devices"
@@ -196,6 +203,14 @@ def _mesh(names: Sequence[str], ici: Sequence[int], dcn: Sequence[int]) -> Mesh:
     return Mesh(larger(ici), larger(dcn))
 
 
+def _axes(cfg: Any, work: Workload, rules: sharding.Rules) -> list[str]:
+    """Returns the axes by which something is split."""
+    used = {axis for axes in rules.values() for axis in axes}
+    if work.moe is None:
+        used -= {"expert"}  # To dense weights it is a second fsdp.
+    return [name for name in cfg.mesh_axis_names if name in used]
+
+
 def _meshes(
     cfg: Any,
     work: Workload,
@@ -204,10 +219,7 @@ def _meshes(
     wanted: Mapping[str, int] | None,
 ) -> Iterator[Mesh]:
     """Yields the meshes of all devices over axes by which something is split."""
-    used = {axis for axes in rules.values() for axis in axes}
-    names = [n for n in cfg.mesh_axis_names if n in used]
-    if work.moe is None:
-        names = [n for n in names if n != "expert"]  # To dense weights it is a second fsdp.
+    names = _axes(cfg, work, rules)
     across = [n for n in names if n in _ACROSS]
     inner = list(_factorizations(topology.devices_per_slice, len(names)))
     for sizes in _factorizations(topology.num_slices, len(across)):
@@ -269,10 +281,12 @@ def _parsed_mesh(text: str, names: Sequence[str], topology: TopologyShape) -> di
     sizes = {}
     for part in text.split(","):
         name, _, size = (each.strip() for each in part.partition("="))
-        if not size.lstrip("-").isdigit():
+        if not re.fullmatch(r"-?[0-9]+", size):
             raise PlanError(f"mesh {text!r}: write axis=size, as fsdp=2,expert=4.")
         if name not in names:
             raise PlanError(f"mesh {text!r}: {name!r} is no axis; {did_you_mean(name, names)}")
+        if name in sizes:
+            raise PlanError(f"mesh {text!r}: {name} is there twice; give it one size.")
         sizes[name] = int(size)
     try:
         place = f"topology {topology.name}: mesh"

@@ -1,7 +1,6 @@
 """Compiles the training step of a config for a topology, and reports what came out."""
 
 import contextlib
-import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,10 +12,9 @@ from jax.experimental.compilation_cache import compilation_cache
 from moelib.core.config import REQUIRED
 from moelib.parallel.mesh import describe_mesh
 from moelib.planning.dump import write_dump
-from moelib.planning.examine import examine
-from moelib.planning.report import Seconds, StepReport
-from moelib.planning.topologies import PlanError, Topology
-from moelib.train import state as state_lib
+from moelib.planning.examine import examine, memory_shares
+from moelib.planning.report import Memory, Seconds, StepReport
+from moelib.planning.topologies import OutOfMemoryError, PlanError, Topology
 
 STAGES = ("build", "trace", "lower", "compile", "count")
 OnStage = Callable[[str, float, str], None]
@@ -53,9 +51,9 @@ def plan_step(
         on_stage: Told of each of `STAGES` that is done, its seconds, and what came out.
 
     Raises:
-        PlanError: If the mesh does not fit the devices or the batch the mesh, or if the step takes
-            more memory than a TPU has. The compiler for GPUs does not refuse: compare the report's
-            peak.
+        PlanError: If the mesh does not fit the devices or the batch the mesh.
+        OutOfMemoryError: If the step takes more memory than a TPU has. The compiler for GPUs does
+            not refuse: compare the report's peak.
     """
     watch = _Stopwatch(on_stage)
     trainer = cfg.clone(**({"dir": "unused"} if cfg.dir is REQUIRED else {})).instantiate(
@@ -67,7 +65,11 @@ def plan_step(
     except ValueError as error:
         raise PlanError(f"topology {topology.name}: {error}") from None
     watch.done("build", describe_mesh(tuple(mesh.values()), tuple(mesh)))
-    options = trainer.compiler_options() | _WITHOUT_DEVICE[topology.accelerator.platform]
+    options = (
+        trainer.compiler_options()
+        | _WITHOUT_DEVICE[topology.accelerator.platform]
+        | dict(compiler_options or {})
+    )
     with no_compilation_cache():
         traced = trainer.trace_train_step()
         watch.done("trace", f"{len(traced.jaxpr.eqns)} equations at the top")
@@ -76,7 +78,7 @@ def plan_step(
         watch.done("lower", f"StableHLO of {len(lowered.as_text()) / 1e6:.1f} MB")
         cpu = time.process_time()
         try:
-            compiled = lowered.compile(compiler_options=options | dict(compiler_options or {}))
+            compiled = lowered.compile(compiler_options=options)
         except Exception as error:
             raise _out_of_memory(error, trainer, topology) or error from None
         cpu = time.process_time() - cpu
@@ -89,6 +91,7 @@ def plan_step(
         topology=topology.name,
         seconds=Seconds(*(watch.seconds[each] for each in STAGES[1:4]), compile_cpu=cpu),
         num_costliest=num_costliest,
+        compiler_options=options,
     )
     if dump_dir is not None:
         write_dump(dump_dir, **step, report=report)
@@ -122,37 +125,22 @@ def no_compilation_cache() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-def _out_of_memory(error: Exception, trainer: Any, topology: Topology) -> PlanError | None:
+def _out_of_memory(error: Exception, trainer: Any, topology: Topology) -> OutOfMemoryError | None:
     """Returns what to say of a step that does not fit, or None if the error is another one."""
     said = str(error)
     if "RESOURCE_EXHAUSTED" not in said or "hbm" not in said.lower():
         return None
-    specs = state_lib.abstract_state(trainer.trainer_state_specs, trainer.trainer_state_shardings)
     found = re.search(r"total memory required for ([^(]*)\(([\d.]+)G\).*\(([\d.]+)G\)", said)
     needs = (
         f"needs {found.group(2)} of {found.group(3)} GiB a device for {found.group(1).strip()}"
         if found
         else f"does not fit: {said.splitlines()[0]}"
     )
-    holds = {
-        "parameters": _bytes_on_a_device(trainer.trainer_state_shardings.model, specs.model),
-        "the learner's state": _bytes_on_a_device(
-            trainer.trainer_state_shardings.learner, specs.learner
-        ),
-    }
-    most = ", ".join(f"{what} {size / _GIB:.2f}" for what, size in holds.items())
-    return PlanError(
+    nothing = Memory(0, 0, 0, 0, 0, 0)
+    holds = memory_shares(trainer, nothing)[:2]  # The parameters, and the learner's state.
+    most = ", ".join(f"{share.category} {share.amount / _GIB:.2f}" for share in holds)
+    return OutOfMemoryError(
         f"topology {topology.name}: the step {needs}; of the state a device holds, in GiB: {most}. "
         "Make global_batch_size smaller or num_microbatches larger, keep less for the backward "
         "pass (remat), or spread the state over more devices."
     )
-
-
-def _bytes_on_a_device(shardings: Any, specs: Any) -> int:
-    """Returns the bytes that one device holds of what the specs describe."""
-    sizes = jax.tree.map(
-        lambda place, spec: math.prod(place.shard_shape(spec.shape)) * spec.dtype.itemsize,
-        shardings,
-        specs,
-    )
-    return sum(jax.tree.leaves(sizes))

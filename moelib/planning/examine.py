@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ def examine(
     topology: str,
     seconds: Seconds = _NO_SECONDS,
     num_costliest: int = 20,
+    compiler_options: Mapping[str, str] | None = None,
 ) -> StepReport:
     """Returns the report of a trainer's step, findings of lint included.
 
@@ -39,6 +41,7 @@ def examine(
         topology: What it was compiled for.
         seconds: What compiling took.
         num_costliest: How many instructions the report lists.
+        compiler_options: What the step was compiled with; by default what the trainer takes.
     """
     text = compiled.as_text()
     program, places = hlo.parse(text), Places(text)
@@ -57,10 +60,16 @@ def examine(
         stages=stages(traced, lowered),
         slices=[getattr(device, "slice_index", 0) for device in mesh.devices.flat],
     )
+    findings = lint_step(
+        trainer,
+        program,
+        places,
+        traced=traced,
+        model_flops=model_flops,
+        compiler_options=compiler_options,
+    )
     return dataclasses.replace(
-        report,
-        memory_shares=memory_shares(trainer, report.memory),
-        findings=tuple(lint_step(trainer, program, places, traced=traced, model_flops=model_flops)),
+        report, memory_shares=memory_shares(trainer, report.memory), findings=tuple(findings)
     )
 
 

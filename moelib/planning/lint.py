@@ -5,7 +5,7 @@ instruction, its bytes, and the place in the config that decides.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from moelib.planning import lint_arrays, lint_compute, lint_sends
@@ -60,10 +60,17 @@ def lint(
 
 
 def lint_step(
-    trainer: Any, program: Program, places: Places, *, traced: Any, model_flops: int
+    trainer: Any,
+    program: Program,
+    places: Places,
+    *,
+    traced: Any,
+    model_flops: int,
+    compiler_options: Mapping[str, str] | None = None,
 ) -> list[Finding]:
     """Returns what `lint` finds in a trainer's own step, and in its remat."""
-    found = lint(program, facts_of(trainer), places=places, model_flops=model_flops, traced=traced)
+    facts = facts_of(trainer, compiler_options)
+    found = lint(program, facts, places=places, model_flops=model_flops, traced=traced)
     return merged([*found, *lint_compute.remat_that_keeps_nothing(trainer)])
 
 

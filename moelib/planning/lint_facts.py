@@ -65,7 +65,7 @@ class Facts:
         row_axes: Mesh axes that split rows.
         train_dtype: What parameters are cast to, or None.
         num_experts: All that layers have.
-        compiler_options: What the step is compiled with.
+        compiler_options: What the step is compiled with, in lower case.
         state: The arrays of the state.
         model: The module, for the places in its config; or None.
     """
@@ -92,10 +92,11 @@ class Facts:
         return (each for each in self.state if each.path.startswith("model/"))
 
 
-def facts_of(trainer: Any) -> Facts:
-    """Returns the facts of a `SpmdTrainer`."""
+def facts_of(trainer: Any, compiler_options: Mapping[str, str] | None = None) -> Facts:
+    """Returns the facts of a `SpmdTrainer`; options by default those that it compiles with."""
     cfg, mesh = trainer.config, trainer.mesh()
     device = mesh.devices.flat[0]
+    options = trainer.compiler_options() if compiler_options is None else compiler_options
     numbers = (dict(inside.items()).get("num_experts") for _, inside in sub_configs(cfg.model))
     spec = trainer.batch_sharding.spec
     axes = spec[0] if spec and spec[0] is not None else ()
@@ -108,7 +109,7 @@ def facts_of(trainer: Any) -> Facts:
         row_axes=(axes,) if isinstance(axes, str) else tuple(axes),
         train_dtype=cfg.train_dtype,
         num_experts=frozenset(number for number in numbers if isinstance(number, int)),
-        compiler_options=trainer.compiler_options(),
+        compiler_options={name: value.lower() for name, value in options.items()},
         state=tuple(_state(trainer)),
         model=trainer.model,
     )

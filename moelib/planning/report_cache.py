@@ -30,15 +30,18 @@ _PACKAGES = (
     "jax-cuda13-pjrt",
     "nvidia-cuda-nvcc",
     "nvidia-nvvm",
+    "optax",
 )
+# Of the environment, what JAX and the compilers read; the worker sets JAX_PLATFORMS itself.
+_READ = re.compile(r"XLA_FLAGS|LIBTPU_INIT_ARGS|JAX_(?!PLATFORMS$)\w+")
 _REFERENCE = re.compile(r"([\w.]+):[A-Za-z_]\w*")
 
 
 def key(request: Mapping[str, Any]) -> str:
     """Returns the name under which to keep the result of a request.
 
-    It changes with the request, the versions of JAX and the compilers, the sources of moelib, and
-    those of other modules that the config names.
+    It changes with the request, the versions of JAX and the compilers, the flags that they read
+    from the environment, the sources of moelib, and those of other modules that the config names.
 
     Args:
         request: Values of JSON; `config` is the config as text.
@@ -46,6 +49,7 @@ def key(request: Mapping[str, Any]) -> str:
     parts = {
         "request": request,
         "versions": {name: _version(name) for name in _PACKAGES},
+        "environment": {name: os.environ[name] for name in os.environ if _READ.fullmatch(name)},
         "moelib": _hash_of_moelib(),
         "others": {name: _hash(path) for name, path in _named_sources(request["config"]).items()},
     }

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -100,7 +101,8 @@ def read_prices(path: str) -> dict[str, float]:
                 raise ValueError(
                     f"there is no accelerator {name!r}; {did_you_mean(name, ACCELERATORS)}"
                 )
-            if isinstance(price, bool) or not isinstance(price, int | float) or price <= 0:
+            number = isinstance(price, int | float) and not isinstance(price, bool)
+            if not number or not 0 < price < math.inf:
                 raise ValueError(f"the price of {name!r} is {price!r}; set a number above 0")
     except (OSError, ValueError) as error:
         raise PlanError(

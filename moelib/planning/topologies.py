@@ -24,10 +24,16 @@ EXAMPLES = {"tpu": "v6e:2x2", "gpu": "h100:2x8"}
 _NAME = re.compile(r"(?:(?P<slices>\d+)\*)?(?P<accelerator>[^:*]*):(?P<shape>\d+(?:x\d+)*)")
 DEVICES_PER_CHIP = {"tpu7x": 2}
 _FLAT = ("v5e", "v6e")  # Their torus has two dimensions; a third is 1.
+# Chips of a pod, by Google's pages on each: no slice has more.
+_CHIPS_PER_POD = {"v5e": 256, "v6e": 256, "v5p": 8960, "tpu7x": 9216}
 
 
 class PlanError(ValueError):
     """What is asked for cannot be planned; the message is all one needs."""
+
+
+class OutOfMemoryError(PlanError):
+    """A step takes more memory than a device has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +95,17 @@ def _describe_tpu(
         raise PlanError(
             f"topology {name!r}: the chips of {accelerator.name} lie on a torus of {sides} "
             f"dimensions; write one, as in {EXAMPLES['tpu']}."
+        )
+    chips, most = math.prod(shape), _CHIPS_PER_POD[accelerator.name]
+    if chips > most:
+        raise PlanError(
+            f"topology {name!r}: a slice of {accelerator.name} has up to {most} chips, and this "
+            f"one would have {chips}; write several slices, as in 2*{EXAMPLES['tpu']}."
+        )
+    if accelerator.name in _FLAT and any(side not in (1, 2, 4, 8, 16) for side in shape):
+        raise PlanError(
+            f"topology {name!r}: sides of a slice of {accelerator.name} are 1, 2, 4, 8 or 16; "
+            f"write such ones, as in {EXAMPLES['tpu']}."
         )
     num = math.prod(shape) * DEVICES_PER_CHIP.get(accelerator.name, 1)
     return TopologyShape(name, accelerator, num_slices, num)

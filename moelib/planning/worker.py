@@ -21,7 +21,7 @@ def main(request_path: str, result_path: str) -> None:
     request = json.loads(pathlib.Path(request_path).read_text(encoding="utf-8"))
     from moelib.core import config_text
     from moelib.planning.compiling import plan_step
-    from moelib.planning.topologies import PlanError, topology
+    from moelib.planning.topologies import OutOfMemoryError, PlanError, topology
 
     def tell(stage: str, seconds: float, said: str) -> None:
         print(json.dumps({"stage": stage, "seconds": seconds, "said": said}), flush=True)
@@ -33,7 +33,8 @@ def main(request_path: str, result_path: str) -> None:
         report = plan_step(cfg, where, on_stage=tell, **request)
         result = {"report": json.loads(report.to_json())}
     except PlanError as error:
-        result = {"failure": str(error)}
+        full = isinstance(error, OutOfMemoryError)
+        result = {"failure": str(error), "out_of_memory": full}
     pathlib.Path(result_path).write_text(json.dumps(result), encoding="utf-8")
 
 

@@ -1,5 +1,6 @@
 """`moelib plan`: its tables, its files, and what it refuses."""
 
+import dataclasses
 import json
 import pathlib
 import sys
@@ -11,7 +12,8 @@ from absl.testing import flagsaver
 
 from moelib.cli import plan, plan_tables
 from moelib.launch import UsageError
-from moelib.planning.report import Finding, StepReport
+from moelib.planning.report import Finding, Memory, StepReport
+from tests.planning.test_report import make_report
 
 MODULE = """
 from tests.train import tiny
@@ -20,6 +22,7 @@ def named_trainer_configs():
     return {"tiny": lambda: tiny.trainer_config("", max_step=2, evaler=False)}
 """
 TINY = ("--module=named_plan_tiny", "--config=tiny")
+WHERE = "--topology=v6e:2x2"
 BESIDE = pathlib.Path(__file__).parents[2] / "experiments/gpt_oss_beside.json"
 
 
@@ -49,20 +52,38 @@ def apart(monkeypatch):
         from moelib.planning.topologies import PlanError, topology
 
         calls.append((cfg, topology_name, settings))
-        outcome = types.SimpleNamespace(report=None, failure="", stages={}, from_cache=False)
+        outcome = _outcome(None)
         try:
-            name, top = settings["name"], settings["num_costliest"]
-            options = settings["compiler_options"]
-            outcome.report = plan_step(
-                cfg, topology(topology_name), name=name, compiler_options=options, num_costliest=top
-            )
+            options = {each: settings[each] for each in ("name", "compiler_options")}
+            outcome.report = plan_step(cfg, topology(topology_name), **options)
         except PlanError as error:
             outcome.failure, outcome.stages = str(error), {"trace": 1.5}
         return outcome
 
+    _put(monkeypatch, compile_apart)
+    return calls
+
+
+def _put(monkeypatch, compile_apart):
+    """Puts a function in the place of that which compiles."""
     module = types.SimpleNamespace(compile_apart=compile_apart)
     monkeypatch.setitem(sys.modules, "moelib.planning.apart", module)
-    return calls
+
+
+def _outcome(report, **said):
+    given = {"failure": "", "stages": {}, "from_cache": False}
+    more = {"out_of_memory": False, "interrupted": False}
+    return types.SimpleNamespace(report=report, **given | more | said)
+
+
+def _of(outcomes, calls):
+    """Returns a function that gives outcomes, one a call, and notes the calls."""
+
+    def compile_apart(cfg, topology_name, **settings):
+        calls.append(topology_name)
+        return outcomes[len(calls) - 1]
+
+    return compile_apart
 
 
 def test_a_sweep_shows_meshes_and_what_a_run_costs(command, tmp_path, capsys):
@@ -95,7 +116,7 @@ def test_a_budget_leaves_out_what_costs_more(command, tmp_path, capsys):
     assert len(json.loads((tmp_path / "some.json").read_text())["rows"]) == kept
     assert f"{len(rows) - kept} meshes over the budget are left out." in out
     assert out.count(" ! ") == kept  # The high end of each is over it.
-    with pytest.raises(UsageError, match=r"may keep to it; the cheapest run is [\d,]+ dollars"):
+    with pytest.raises(UsageError, match=r"may keep to it; the cheapest that fits costs [\d,]+\."):
         command(*args, "--budget=1e-9")
 
 
@@ -159,14 +180,75 @@ def test_findings_of_lint_are_shown(capsys):
     assert "nothing" in capsys.readouterr().out
 
 
-def test_a_step_that_fails_to_compile_says_what_was_done(command, monkeypatch):
-    failed = types.SimpleNamespace(
-        report=None, failure="it took longer than 1 s", stages={"trace": 0.5}, from_cache=False
-    )
-    module = types.SimpleNamespace(compile_apart=lambda *args, **settings: failed)
-    monkeypatch.setitem(sys.modules, "moelib.planning.apart", module)
-    with pytest.raises(UsageError, match=r"longer than 1 s \(done before: trace 0.5 s\)"):
-        command(*TINY, "--topology=v6e:2x2", "--compile=1", "--timeout=1")
+def test_a_step_that_fails_to_compile_says_what_was_done(command, monkeypatch, capsys):
+    failed = _outcome(None, failure="it took longer than 1 s: traced", stages={"trace": 0.5})
+    _put(monkeypatch, _of([failed], []))
+    args = (*TINY, WHERE, "--compile=1", "--timeout=1", "--json=plan.json")
+    with pytest.raises(UsageError, match=r"longer than 1 s: traced$"):
+        command(*args)
+    assert "longer" not in "".join(capsys.readouterr())  # It is said once: by the error.
+    (saved,) = json.loads(pathlib.Path("plan.json").read_text())["failures"]
+    assert saved["topology"] == "v6e:2x2"
+    assert saved["stages"] == {"trace": 0.5}
+
+
+def test_one_step_that_fails_is_no_success(command, monkeypatch, capsys):
+    outcomes = [_outcome(None, failure="it crashed"), _outcome(make_report())]
+    _put(monkeypatch, _of(outcomes, []))
+    with pytest.raises(SystemExit) as error:
+        command(*TINY, WHERE, "--compile=2", "--json=plan.json")
+    assert error.value.code == 1
+    assert capsys.readouterr().err.count("it crashed") == 1
+    saved = json.loads(pathlib.Path("plan.json").read_text())
+    assert (len(saved["compiled"]), len(saved["failures"])) == (1, 1)
+
+
+def test_ctrl_c_ends_all_that_was_to_be_compiled(command, monkeypatch):
+    calls = []
+    stopped = _outcome(None, failure="stopped by Ctrl-C", interrupted=True)
+    _put(monkeypatch, _of([stopped], calls))
+    with pytest.raises(UsageError, match=r"stopped by Ctrl-C"):
+        command(*TINY, WHERE, "--compile=3")
+    assert calls == ["v6e:2x2"]
+
+
+def test_a_step_that_takes_too_much_memory_is_a_table(command, monkeypatch, capsys):
+    _put(monkeypatch, _of([_outcome(None, failure="too much", out_of_memory=True)], []))
+    with pytest.raises(UsageError, match=r"too much"):
+        command(*TINY, WHERE, "--compile=1")
+    out = capsys.readouterr().out
+    rows = [line.split("│")[1:3] for line in out[out.index("by our estimate") :].splitlines()]
+    sizes = {row[0].strip(): float(row[1]) for row in rows if len(row) == 2}
+    assert sizes.pop("a device has") == 31.24
+    held = sizes.pop("in all")
+    assert {"parameters", "optimizer", "activations"} <= sizes.keys()
+    assert sum(sizes.values()) == pytest.approx(held, abs=0.005 * (len(sizes) + 1))
+
+
+def test_memory_that_more_devices_do_not_lower_is_said(command, monkeypatch, capsys):
+    memory = Memory(3 << 30, 1 << 30, 0, 2 << 30, 0, 0)
+    reports = [make_report(topology=f"v6e:{shape}", memory=memory) for shape in ("2x2", "2x4")]
+    few, many = (dataclasses.replace(reports[i], mesh={"data": n}) for i, n in ((0, 4), (1, 8)))
+    by_name = {"v6e:2x2": few, "v6e:2x4": many}
+    _put(monkeypatch, lambda cfg, where, **settings: _outcome(by_name[where]))
+    command(*TINY, "--topology=v6e:2x4,v6e:2x2", "--compile=2")
+    out = capsys.readouterr().out
+    assert "v6e:2x2 to v6e:2x4: warning: memory that does not fall: mesh_shape" in out
+    assert "arguments: 1,024.0 MiB" in out
+
+
+def test_figures_of_a_compiled_step_have_flops_over_the_models():
+    report = make_report(model_flops=4, matmul_flops=8)
+    figures = plan_tables.figures(report)
+    executed = 8 + sum(kernel.flops for kernel in report.kernels)
+    assert figures["executed_over_model_flops"] == executed / 4
+    assert figures["cycles"] == report.cycles
+    assert "cycles" not in plan_tables.figures(dataclasses.replace(report, cycles=0))
+
+
+def test_without_cycles_no_table_of_them_is_printed(capsys):
+    plan_tables.print_costliest(make_report(cycles=0, sources=(), costliest=()), 3, 1e9)
+    assert capsys.readouterr().out.startswith("--top: this compiler estimates no cycles")
 
 
 def test_figures_that_no_report_has_are_refused(tmp_path):
@@ -175,9 +257,6 @@ def test_figures_that_no_report_has_are_refused(tmp_path):
         plan_tables.read_beside(str(tmp_path / "figures.json"))
     names = [column.name for column in plan_tables.read_beside(str(BESIDE))]
     assert names == ["MaxText", "aim"]
-
-
-WHERE = "--topology=v6e:2x2"
 
 
 @pytest.mark.parametrize(
@@ -194,7 +273,17 @@ WHERE = "--topology=v6e:2x2"
         ((*TINY, WHERE, "--tokens=-5"), "--tokens is -5; set it above 0"),
         ((*TINY, WHERE, "--prices=none.json"), "prices none.json: .*No such file"),
         ((*TINY, WHERE, f"--beside={BESIDE}"), "--beside is for one compiled step"),
-        ((*TINY, WHERE, "--top=3"), "for compiled steps; --compile=1"),
+        ((*TINY, WHERE, "--top=3"), "--top is for compiled steps; set --compile=1"),
+        ((*TINY, WHERE, "--timeout=3"), "--timeout is for compiled steps"),
+        ((*TINY, WHERE, "--tokens=nan"), "--tokens is nan; set it above 0"),
+        ((*TINY, WHERE, "--json=."), r"--json \.: it is a folder; name a file"),
+        ((*TINY, WHERE, "--compile=1", "--dump=named_plan_tiny.py/x"), "--dump .*can be made"),
+        ((*TINY, WHERE, "--mesh=pipeline=-1"), "pipeline is 4, but nothing is split over it yet"),
+        ((*TINY, WHERE, "--mesh=fsdp=2,expert=2"), "expert is 2, but the model has no experts"),
+        ((*TINY, WHERE, "--mesh=fsdp=--2"), "write axis=size"),
+        ((*TINY, WHERE, "--mesh=fsdp=²"), "write axis=size"),
+        ((*TINY, WHERE, "--mesh=fsdp=2,fsdp=4"), "fsdp is there twice"),
+        (("--calibrate=no/x.md", "--module=named_plan_tiny"), "no/x.md: there is no such folder"),
         ((*TINY, WHERE, "--compile=1", "--compiler_option=xla_some"), "write it as name=value"),
         ((*TINY, WHERE, "--as_is", "--set=mesh_shape=(1, 3, 1, 2, 1, 1)"), "takes 6 devices"),
         ((*TINY, WHERE, "--as_is", "--set=input.global_batch_size=6"), "divide into 4 parts"),

@@ -182,6 +182,7 @@ def test_ctrl_c_stops_it_and_says_what_was_learnt(cfg, worker):
             threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
 
     outcome = _run(cfg, on_progress=interrupt)
+    assert outcome.interrupted
     assert "stopped by Ctrl-C" in outcome.failure
     assert "traced in 0.5 s" in outcome.failure
 
@@ -221,7 +222,7 @@ def test_the_real_worker_compiles_and_refuses_and_both_are_kept(cfg, tmp_path):
     assert outcome.report is not None, outcome.failure
     assert outcome.report.memory.peak > 0
     assert list(outcome.stages) == ["start", "build", "trace", "lower", "compile", "count"]
-    assert (dumps / "optimized.hlo").read_text().startswith("HloModule")
+    assert (dumps / "hlo_optimized.txt").read_text().startswith("HloModule")
     kept = _run(cfg, cache_dir=folder)
     assert (kept.from_cache, kept.report) == (True, outcome.report)
     cfg.mesh_shape = (1, 3, 1, 1, 1, 1)

@@ -4,10 +4,11 @@ import jax
 import pytest
 
 from experiments import flame_moe
-from moelib.planning import examine
+from moelib.planning import examine, lint, lint_facts
 from moelib.planning.compiling import plan_step
 from moelib.planning.report import total
 from moelib.planning.topologies import PlanError, topology
+from moelib.train.compiler_options import BY_DEVICE_KIND
 from tests.train import tiny
 
 
@@ -30,6 +31,21 @@ def test_the_step_is_laid_over_the_devices_of_the_topology(where, tmp_path):
     assert (folder / "hlo_optimized.txt").read_text().startswith("HloModule jit_train_step")
     assert "# tiny" in (folder / "report.md").read_text()
     assert not (tmp_path / "config.txt").exists()
+
+
+def test_lint_is_told_the_options_that_the_step_was_compiled_with(where, tmp_path, monkeypatch):
+    told = []
+
+    def facts_of(trainer, compiler_options):
+        told.append(lint_facts.facts_of(trainer, compiler_options))
+        return told[-1]
+
+    monkeypatch.setattr(lint, "facts_of", facts_of)
+    cfg = tiny.trainer_config(tmp_path, evaler=False)
+    changed = "xla_tpu_enable_data_parallel_all_reduce_opt"
+    plan_step(cfg, where, name="tiny", compiler_options={changed: "False"})
+    assert BY_DEVICE_KIND["TPU v6 lite"][changed] == "true"
+    assert told[0].compiler_options == BY_DEVICE_KIND["TPU v6 lite"] | {changed: "false"}
 
 
 def test_rows_routed_are_a_devices_tokens_times_their_experts():

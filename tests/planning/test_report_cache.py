@@ -48,3 +48,12 @@ def test_a_folder_that_cannot_be_written_is_warned_about(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     report_cache.write(str(tmp_path / "file"), "k", {})
     assert "the report is not kept" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_X64"])
+def test_a_key_changes_with_the_flags_in_the_environment(monkeypatch, name):
+    before = report_cache.key(_REQUEST)
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")  # The worker takes none of these.
+    assert report_cache.key(_REQUEST) == before
+    monkeypatch.setenv(name, "another")
+    assert report_cache.key(_REQUEST) != before

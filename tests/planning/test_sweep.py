@@ -55,6 +55,8 @@ def test_what_does_not_fit_comes_last_nearest_first():
     [
         ("[1]", "it holds no object"),
         ('{"v6x": 1}', "no accelerator 'v6x'; did you mean 'v6e'"),
+        ('{"v6e": NaN}', "the price of 'v6e' is nan; set a number above 0"),
+        ('{"v6e": true}', "the price of 'v6e' is True; set a number above 0"),
         ('{"v6e": -1}', "the price of 'v6e' is -1; set a number above 0"),
         ("{", "Write dollars per hour of one device"),
     ],

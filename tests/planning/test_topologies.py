@@ -41,6 +41,10 @@ def test_what_is_no_shape_is_refused_with_one_that_is(name):
     [
         ("v6e:4x4x4", "torus of 2 dimensions"),
         ("v5p:4", "torus of 2 or 3 dimensions"),
+        ("v6e:64x64", "up to 256 chips, and this one would have 4096"),
+        ("v5p:16x20x29", "up to 8960 chips"),
+        ("v6e:3x5", "sides of a slice of v6e are 1, 2, 4, 8 or 16"),
+        ("2*v5e:32x4", "sides of a slice of v5e"),
         ("h100:16", "up to 8: such as h100:2x8"),
         ("h100:1x16", "up to 8: such as h100:2x8"),
         ("gb200:1x8", "up to 4: such as gb200:2x4"),
@@ -107,8 +111,8 @@ def test_slices_of_tpus_know_which_they_are():
 
 def test_a_shape_that_libtpu_refuses_is_said_in_one_line():
     pytest.importorskip("libtpu")
-    with pytest.raises(PlanError, match=r"v6e:3x7x1.*not divisible.*as in v6e:2x2") as error:
-        topology("v6e:3x7x1")
+    with pytest.raises(PlanError, match=r"v5p:3x7x1.*not divisible.*as in v6e:2x2") as error:
+        topology("v5p:3x7x1")
     assert "\n" not in str(error.value)
 
 
