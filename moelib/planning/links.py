@@ -148,8 +148,7 @@ def _sides(topology: TopologyShape) -> list[int]:
 
 @functools.cache
 def _crossing(topology: TopologyShape, chips: int) -> float:
-    """Returns the seconds of an all-to-all, times a link's bytes a second, over a device's rows,
-    among so many chips.
+    """Returns a link's seconds of an all-to-all of so many chips, in those of a device's rows.
 
     Half of the rows of a half of a dimension of k chips cross its middle: over one link of a line,
     k / 4 of a device's rows; over two of a ring, k / 8. The longest dimension takes longest. A

@@ -12,14 +12,14 @@ from moelib.planning.report import COLLECTIVES, Finding
 from moelib.planning.sends import collective_instructions, runs_beside, sent_bytes
 from moelib.train.compiler_options import BY_DEVICE_KIND
 
-# Options of XLA that let a kind of collective run beside other work, by platform.
+# Options of XLA that let a kind of collective run beside other work. On GPUs the compiler sees to
+# that by itself, and none changes it (`compiler_options`).
 _TPU_OPTIONS = {
     "all-to-all": "xla_tpu_enable_async_all_to_all",
     "all-gather": "xla_tpu_enable_sparse_core_collective_offload_all_gather",
     "reduce-scatter": "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
     "all-reduce": "xla_tpu_enable_sparse_core_collective_offload_all_reduce",
 }
-_GPU_OPTION = "xla_gpu_enable_latency_hiding_scheduler"
 
 
 def gathers_over_experts(step: Step) -> Iterator[Finding]:
@@ -119,9 +119,7 @@ def synchronous_collectives(step: Step) -> Iterator[Finding]:
 def _missing_options(step: Step, kind: str) -> dict[str, str]:
     """Returns the options that would make a kind of collective asynchronous and are not set."""
     facts, wanted = step.facts, dict[str, str]()
-    if facts.platform == "gpu":
-        wanted = {_GPU_OPTION: "true"}
-    elif facts.platform == "tpu" and kind in _TPU_OPTIONS:
+    if facts.platform == "tpu" and kind in _TPU_OPTIONS:
         option = _TPU_OPTIONS[kind]
         known = BY_DEVICE_KIND.get(facts.device_kind, {})
         if option in known:
