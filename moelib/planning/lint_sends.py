@@ -3,8 +3,10 @@
 import itertools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from moelib.core.config_path import get
+from moelib.layers.moe.dispatch_ragged import RingDispatcher
 from moelib.planning import hlo_values
 from moelib.planning.hlo import Computation, Instruction
 from moelib.planning.lint_facts import Step
@@ -41,8 +43,9 @@ def gathers_over_experts(step: Step) -> Iterator[Finding]:
                     "travel instead: a dispatcher that sends them to the experts by all-to-all.",
                 )  # fmt: skip
         elif not _is_weight(step, sizes) and _in_experts(step, each.op_name):
+            severity = "hint" if _chose_to_gather(step, each.op_name) else "warning"
             yield step.finding(
-                "all-gather for all-to-all", "warning", computation, each,
+                "all-gather for all-to-all", severity, computation, each,
                 advice="tokens of all devices are gathered where each needs only those that its "
                 "experts were chosen by; a dispatcher that sends them by all-to-all moves fewer.",
             )  # fmt: skip
@@ -164,14 +167,26 @@ def _is_weight(step: Step, sizes: list[int], *, experts: bool = False) -> bool:
     return False
 
 
+def _chose_to_gather(step: Step, op_name: str) -> bool:
+    """Returns whether the config asks for a dispatcher that gathers tokens."""
+    made_by = _made_by(step, op_name)
+    dispatcher = dict(made_by.items()).get("dispatcher") if made_by is not None else None
+    return isinstance(dispatcher, RingDispatcher.Config)
+
+
 def _in_experts(step: Step, op_name: str) -> bool:
     """Returns whether a layer with experts made an instruction, outside its shared experts."""
+    made_by = _made_by(step, op_name)
+    return made_by is not None and "num_experts" in dict(made_by.items())
+
+
+def _made_by(step: Step, op_name: str) -> Any:
+    """Returns the config of the layer that made an instruction, or None if none is known."""
     path, model = step.config_path(op_name), step.facts.model
     if model is None or path == "learner" or "shared_experts" in path:
-        return False
+        return None
     inside = path.removeprefix("model").lstrip(".")
-    made_by = get(model.config, inside) if inside else model.config
-    return "num_experts" in dict(made_by.items())
+    return get(model.config, inside) if inside else model.config
 
 
 # What may give another result with the same operands, or is not looked into.

@@ -190,6 +190,15 @@ def test_other_activations_are_left_alone(statement, changes):
     assert _found(statement, facts=dataclasses.replace(FACTS, **changes)) == []
 
 
+@pytest.mark.parametrize("shape", ["f32[16,1024,4096]", "f32[16,512,4096]"])
+def test_stacked_weights_are_no_activations(shape):
+    layers = StateArray("w", (16, 1024, 4096), ("layers", "embed", "ffn"), MIB, True, True)
+    facts = dataclasses.replace(FACTS, state=(layers,))
+    statement = f"%x = {shape}{{2,1,0}} add(%a, %a)"
+    assert _found(statement, facts=facts) == []
+    assert _found(statement) == [("activation of all devices", "x")]  # No weight of this shape.
+
+
 def test_state_that_no_axis_splits_is_found_if_it_is_large():
     whole = dataclasses.replace(WEIGHT, split=False, shard_bytes=64 * MIB)
     assert _found(facts=dataclasses.replace(FACTS, state=(whole,))) == [
