@@ -118,8 +118,8 @@ def as_markdown(found: Iterable[Calibrated], left_out: Mapping[str, str], comman
 Remade by `{command}`.
 
 Each row is a published run, on the nearest mesh that moelib has. The predicted range contains what
-was measured in {hits} of {len(found)} rows. Of these rows {over} would hold more than the device
-has, and {staged} were run with a pipeline, which moelib lacks. The highest of a range is {widths[0]:.1f} to
+was measured in {hits} of {len(found)} rows. Of these {over} would hold more than a device has, and
+{staged} were run with a pipeline, which moelib lacks. The highest of a range is {widths[0]:.1f} to
 {widths[-1]:.1f} times its lowest, {middle:.1f} times in the middle. Tokens a second are of one
 device; a device of tpu7x is half a chip. GiB are what moelib would hold for such a step, dropless
 and with parameters and moments in float32; others hold less where they drop tokens or store less.
