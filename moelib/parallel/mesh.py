@@ -138,11 +138,11 @@ def create_device_mesh(
         if getattr(devices[0], "platform", None) == "gpu":
             # XLA:GPU takes a device's place in the mesh for its id, and so for the host it is on:
             # with hosts innermost it would split each collective within hosts as if across them.
-            order = sorted(range(array.ndim), key=lambda axis: mesh_shape.dcn[axis] == 1)
+            order = _hosts_first(mesh_shape, array.shape, names)
             array, names = array.transpose(order), tuple(names[axis] for axis in order)
         return Mesh(array, names, axis_types=(AxisType.Auto,) * len(names))
     shape = infer_mesh_shape(mesh_shape, len(devices), axis_names=axis_names)
-    if (num_slices := len(_slices(devices) or [devices])) > 1:
+    if (num_slices := len(slices(devices) or [devices])) > 1:
         raise ValueError(
             f"mesh_shape ({describe_mesh(shape, axis_names)}): the devices are of {num_slices} "
             "slices; set it to HybridMeshShape(ici=sizes inside a slice, dcn=sizes across slices)."
@@ -151,6 +151,25 @@ def create_device_mesh(
     return jax.make_mesh(
         shape, tuple(axis_names), axis_types=(AxisType.Auto,) * len(shape), devices=devices
     )
+
+
+def _hosts_first(
+    shape: HybridMeshShape, sizes: Sequence[int], axis_names: Sequence[str]
+) -> list[int]:
+    """Returns the axes such that devices of a slice follow each other, slice by slice.
+
+    Raises:
+        ValueError: If several axes lie both inside slices and across them: no order does it then.
+    """
+    across = [size > 1 for size in shape.dcn]
+    inside = [size > outer for size, outer in zip(sizes, shape.dcn, strict=True)]
+    both = [name for name, a, b in zip(axis_names, across, inside, strict=True) if a and b]
+    if len(both) > 1:
+        raise ValueError(
+            f"mesh_shape: on GPUs one axis at most may have sizes in both ici and dcn, and "
+            f"{', '.join(both)} have; give all but one of them ici or dcn 1."
+        )
+    return sorted(range(len(sizes)), key=lambda axis: (not across[axis], inside[axis]))
 
 
 def _hybrid_devices(
@@ -187,23 +206,23 @@ def _as_many_slices(
     said = describe_mesh(dcn, axis_names) if num != 1 else "all 1"
     if min(dcn) < 1:
         raise ValueError(f"mesh_shape.dcn ({said}): sizes are 1 or more; only ici may have a -1.")
-    slices = _slices(devices)
-    if slices is not None and len(slices) != num:
+    found = slices(devices)
+    if found is not None and len(found) != num:
         raise ValueError(
-            f"mesh_shape.dcn ({said}) makes {num} of the {len(slices)} slices; "
-            f"{_what_fits(dcn, axis_names, len(slices))}."
+            f"mesh_shape.dcn ({said}) makes {num} of the {len(found)} slices; "
+            f"{_what_fits(dcn, axis_names, len(found))}."
         )
-    if slices is None:
-        slices = _split_processes(num, said, devices)
-    if len({len(each) for each in slices}) > 1:
+    if found is None:
+        found = _split_processes(num, said, devices)
+    if len({len(each) for each in found}) > 1:
         raise ValueError(
-            f"mesh_shape.dcn ({said}): the slices have {', '.join(str(len(s)) for s in slices)} "
+            f"mesh_shape.dcn ({said}): the slices have {', '.join(str(len(s)) for s in found)} "
             "devices; a mesh takes as many of each."
         )
-    return slices
+    return found
 
 
-def _slices(devices: Sequence[Any]) -> list[list[Any]] | None:
+def slices(devices: Sequence[Any]) -> list[list[Any]] | None:
     """Returns the devices of each slice, or None if they do not say of which they are."""
     if not hasattr(devices[0], "slice_index"):
         return None

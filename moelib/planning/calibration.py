@@ -109,6 +109,8 @@ def as_markdown(found: Iterable[Calibrated], left_out: Mapping[str, str], comman
     """
     found = list(found)
     hits = sum(each.contained for each in found)
+    over = sum(each.estimate.bytes_held > each.estimate.capacity for each in found)
+    staged = sum("pipeline" in each.run.note for each in found)
     widths = sorted(each.width for each in found)
     middle = widths[len(widths) // 2]
     text = f"""# How far the estimates of `moelib plan` can be trusted
@@ -116,7 +118,8 @@ def as_markdown(found: Iterable[Calibrated], left_out: Mapping[str, str], comman
 Remade by `{command}`.
 
 Each row is a published run, on the nearest mesh that moelib has. The predicted range contains what
-was measured in {hits} of {len(found)} rows; the highest of a range is {widths[0]:.1f} to
+was measured in {hits} of {len(found)} rows. Of these {over} would hold more than a device has, and
+{staged} were run with a pipeline, which moelib lacks. The highest of a range is {widths[0]:.1f} to
 {widths[-1]:.1f} times its lowest, {middle:.1f} times in the middle. Tokens a second are of one
 device; a device of tpu7x is half a chip. GiB are what moelib would hold for such a step, dropless
 and with parameters and moments in float32; others hold less where they drop tokens or store less.
@@ -124,11 +127,11 @@ and with parameters and moments in float32; others hold less where they drop tok
 The efficiencies below were chosen with these runs in view, so the table shows how well one set of
 them serves all, and not how well an unknown run is foreseen.
 """
-    head = "System,Model,Devices,Mesh,Rows at a time,Measured,Predicted,Width,Within,Limit,GiB held"
+    head = "System,Model,Devices,Mesh,Rows at a time,Remat,Measured,Predicted,Width,Within,Limit"
     lines = [
         text,
-        f"| {head.replace(',', ' | ')} | Remarks |",
-        f"|{' --- |' * 12}",
+        f"| {head.replace(',', ' | ')} | GiB held | Remarks |",
+        f"|{' --- |' * 13}",
         *(_row(each) for each in found),
         "",
         "The same efficiencies serve every row; no row has its own:",
@@ -162,6 +165,7 @@ def _row(each: Calibrated) -> str:
         run.topology,
         str(estimate.candidate.mesh),
         f"{run.rows} of {run.seq_len:,}",
+        run.remat,
         between(*run.tokens_per_second),
         between(*estimate.tokens_per_second),
         f"{each.width:.1f}",

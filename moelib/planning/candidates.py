@@ -125,7 +125,7 @@ def candidates(
             continue
         parts = each.parts(rules["batch"])
         most = work.global_batch_size // parts
-        for rows in _powers_of_two(most):
+        for rows in (n for n in range(1, most + 1) if most % n == 0):
             found += [Candidate(topology, each, rows, most // rows, name) for name in remats]
     if not found:
         raise PlanError(
@@ -190,14 +190,6 @@ def _remats(cfg: Any, work: Workload) -> Iterator[str]:
             yield name
 
 
-def _powers_of_two(most: int) -> Iterator[int]:
-    rows = 1
-    while rows <= most:
-        if most % rows == 0:
-            yield rows
-        rows *= 2
-
-
 def _mesh(names: Sequence[str], ici: Sequence[int], dcn: Sequence[int]) -> Mesh:
     larger = lambda sizes: tuple((n, s) for n, s in zip(names, sizes, strict=True) if s > 1)
     return Mesh(larger(ici), larger(dcn))
@@ -226,6 +218,11 @@ def _meshes(
         dcn = dict(zip(across, sizes, strict=True))
         for ici in inner:
             mesh = _mesh(names, ici, [dcn.get(n, 1) for n in names])
+            if (
+                topology.accelerator.platform == "gpu"
+                and len(mesh.inside.keys() & mesh.across.keys()) > 1
+            ):
+                continue  # `create_device_mesh` refuses it.
             if wanted is None or all(wanted.get(n, 1) == mesh.sizes.get(n, 1) for n in names):
                 yield mesh
 

@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from moelib.core.config_path import sub_configs
+from moelib.parallel.mesh import slices
 from moelib.planning import hlo
 from moelib.planning.counting import step_report
 from moelib.planning.hlo_places import Places
@@ -58,7 +59,7 @@ def examine(
         num_costliest=num_costliest,
         model_flops=model_flops,
         stages=stages(traced, lowered),
-        slices=[getattr(device, "slice_index", 0) for device in mesh.devices.flat],
+        slices=_slice_of_each(mesh.devices.flat),
     )
     findings = lint_step(
         trainer,
@@ -71,6 +72,13 @@ def examine(
     return dataclasses.replace(
         report, memory_shares=memory_shares(trainer, report.memory), findings=tuple(findings)
     )
+
+
+def _slice_of_each(devices: Iterable[Any]) -> list[int]:
+    """Returns the slice of each device; 0 of those that do not say of which they are."""
+    devices = list(devices)
+    number = {id(d): i for i, each in enumerate(slices(devices) or [devices]) for d in each}
+    return [number[id(device)] for device in devices]
 
 
 def _rows_routed(trainer: Any) -> int | None:

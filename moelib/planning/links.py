@@ -10,6 +10,7 @@ crosses several on its way.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -67,14 +68,32 @@ class Links:
         inside = math.prod(self._mesh.inside.get(axis, 1) for axis in axes)
         return inside, math.prod(self._mesh.across.get(axis, 1) for axis in axes)
 
+    def _devices_of_chip(self, axes: Sequence[str]) -> int:
+        """Returns how many devices of a chip a group has.
+
+        A mesh is laid on whole dimensions of the torus where sizes allow it, so a group has both
+        if its size is made of no such; where sizes do not tell, the innermost axis has both.
+        """
+        num = DEVICES_PER_CHIP.get(self._topology.accelerator.name, 1)
+        inside, _ = self._group(axes)
+        if num == 1 or inside % num:
+            return 1
+        taken = itertools.product(*((1, side) for side in _sides(self._topology)))
+        dimensions = {math.prod(sides) for sides in taken}
+        rest = self._topology.devices_per_slice // inside
+        if inside in dimensions and (
+            rest not in dimensions or [*self._mesh.inside][-1] not in axes
+        ):
+            return 1
+        return num
+
     def gathered(self, axes: Sequence[str], bytes_: float) -> Sent:
         """Returns what an all-gather sends whose result has so many bytes; a reduce-scatter too."""
         inside, across = self._group(axes)
         links = bytes_ * (inside - 1) / inside
-        if inside == self._topology.devices_per_slice:
-            # Devices of a chip receive each a part of what both need, and pass it on in the chip.
-            links /= DEVICES_PER_CHIP.get(self._topology.accelerator.name, 1)
-        return self._sent(inside, links, bytes_ / inside * (across - 1) / across, hops=1.0)
+        # Devices of a chip receive each a part of what both need, and pass it on in the chip.
+        links /= self._devices_of_chip(axes)
+        return self._sent(inside, links, bytes_ / inside * (across - 1) / across)
 
     def reduced(self, axes: Sequence[str], bytes_: float) -> Sent:
         """Returns what an all-reduce of so many bytes sends."""
@@ -84,22 +103,27 @@ class Links:
         """Returns what an all-to-all sends, of rows of so many bytes, evenly for all."""
         inside, across = self._group(axes)
         n = inside * across
-        hops = 1.0
-        if self._topology.accelerator.platform == "tpu":
-            dims = max(_share(self._topology, inside) / 2, 0.5)
-            # Along each ring of k devices, in both directions: k / 4 links on the way.
-            hops = max(1.0, inside ** (1 / max(dims, 1.0)) / 4)
-        return self._sent(inside, bytes_ * (inside - 1) / n, bytes_ * (n - inside) / n, hops)
+        links, network = bytes_ * (inside - 1) / n, bytes_ * (n - inside) / n
+        if inside == 1 or self._topology.accelerator.platform != "tpu":
+            return self._sent(inside, links, network)
+        seconds = (
+            bytes_
+            * inside
+            / n
+            * _crossing(self._topology, inside // self._devices_of_chip(axes))
+            / _of_one_link(self._topology)
+        )
+        return dataclasses.replace(self._sent(inside, links, network), links_seconds=seconds)
 
     def passed(self, axes: Sequence[str], bytes_: float) -> Sent:
         """Returns what a device sends that passes so many bytes on, once round a ring."""
         inside, across = self._group(axes)
         n = inside * across
-        return self._sent(inside, bytes_ * n, bytes_ * n if across > 1 else 0.0, hops=1.0)
+        return self._sent(inside, bytes_ * n, bytes_ * n if across > 1 else 0.0)
 
-    def _sent(self, inside: int, links: float, network: float, hops: float) -> Sent:
+    def _sent(self, inside: int, links: float, network: float) -> Sent:
         accelerator = self._topology.accelerator
-        seconds = hops * links / links_bytes_per_second(self._topology, inside) if links else 0.0
+        seconds = links / links_bytes_per_second(self._topology, inside) if links else 0.0
         return Sent(links, network, seconds, network / accelerator.network_bytes_per_second)
 
 
@@ -108,16 +132,44 @@ def links_bytes_per_second(topology: TopologyShape, group: int) -> float:
     accelerator = topology.accelerator
     if accelerator.platform != "tpu" or group == 1:
         return accelerator.link_bytes_per_second  # A switch joins all.
-    of_one = accelerator.link_bytes_per_second / (2 * _DIMENSIONS[accelerator.name])
-    return of_one * _share(topology, group)
+    return _of_one_link(topology) * _share(topology, group)
+
+
+def _of_one_link(topology: TopologyShape) -> float:
+    accelerator = topology.accelerator
+    return accelerator.link_bytes_per_second / (2 * _DIMENSIONS[accelerator.name])
+
+
+def _sides(topology: TopologyShape) -> list[int]:
+    """Returns the chips along each dimension of a slice's torus, those of 1 left out."""
+    shape = topology.name.rpartition(":")[2].split("x")
+    return [int(side) for side in shape if side != "1"]
+
+
+@functools.cache
+def _crossing(topology: TopologyShape, chips: int) -> float:
+    """Returns a link's seconds of an all-to-all of so many chips, in those of a device's rows.
+
+    Half of the rows of a half of a dimension of k chips cross its middle: over one link of a line,
+    k / 4 of a device's rows; over two of a ring, k / 8. The longest dimension takes longest. A
+    group has whole dimensions of the slice if some have its size, and parts of them otherwise.
+    """
+    kind, sides = topology.accelerator.name, _sides(topology)
+    parts = [[d for d in range(1, side + 1) if side % d == 0] for side in sides]
+    laid = [each for each in itertools.product(*parts) if math.prod(each) == chips]
+    pairs = [[(k, k == side) for k, side in zip(e, sides, strict=True) if k > 1] for e in laid]
+    whole = [each for each in pairs if all(ring for _, ring in each)]
+    return min(
+        max((k / (8 if ring and k >= _RING[kind] else 4) for k, ring in each), default=0.25)
+        for each in whole or pairs or [[(chips, False)]]
+    )
 
 
 @functools.cache
 def _share(topology: TopologyShape, group: int) -> float:
     """Returns how many links of a device a group of this size has, 1 or more."""
     kind = topology.accelerator.name
-    shape = topology.name.rpartition(":")[2].split("x")
-    sizes = [int(size) for size in shape if size != "1"]
+    sizes = _sides(topology)
     links = sum(2 if size >= _RING[kind] else 1 for size in sizes)
     devices = max(math.prod(sizes), 2)
     return max(1.0, links * min(math.log(max(group, 1)) / math.log(devices), 1.0))

@@ -1,5 +1,7 @@
 """Lint of what a step holds: arrays that no axis splits, padding, copies between layouts."""
 
+import itertools
+import math
 from collections.abc import Iterator
 
 from moelib.planning import hlo_values
@@ -61,12 +63,29 @@ def _has_all_rows(step: Step, sizes: list[int], opcode: str) -> bool:
     """
     facts = step.facts
     real = [size for size in sizes if size > 1]
-    if len(real) < 2 or _split_last(step, real[-1]):
+    if len(real) < 2 or _split_last(step, real[-1]) or _is_of_state(step, real):
         return False
     if len(real) > 2 and real[0] == facts.rows:
         return facts.seq_len % real[1] == 0
     gathers = opcode.removesuffix("-start") == "all-gather"
     return gathers and real[0] == facts.rows * facts.seq_len
+
+
+def _is_of_state(step: Step, real: list[int]) -> bool:
+    """Returns whether sizes larger than 1 are those of an array of the state, or of its shard.
+
+    Layers are stacked in front in some, and are not split.
+    """
+    mesh = step.facts.mesh.values()
+    parts = {math.prod(some) for n in range(4) for some in itertools.combinations(mesh, n)}
+    for each in step.facts.state:
+        stacked = each.axes[:1] == ("layers",)
+        whole = [size for size in each.shape if size > 1]
+        if len(whole) != len(real) or (stacked and each.shape[0] not in (1, real[0])):
+            continue
+        if all(w % f == 0 and w // f in parts for w, f in zip(whole, real, strict=True)):
+            return True
+    return False
 
 
 def _split_last(step: Step, last: int) -> bool:

@@ -3,8 +3,10 @@
 import itertools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from moelib.core.config_path import get
+from moelib.layers.moe.dispatch_ragged import RingDispatcher
 from moelib.planning import hlo_values
 from moelib.planning.hlo import Computation, Instruction
 from moelib.planning.lint_facts import Step
@@ -12,14 +14,14 @@ from moelib.planning.report import COLLECTIVES, Finding
 from moelib.planning.sends import collective_instructions, runs_beside, sent_bytes
 from moelib.train.compiler_options import BY_DEVICE_KIND
 
-# Options of XLA that let a kind of collective run beside other work, by platform.
+# Options of XLA that let a kind of collective run beside other work. On GPUs the compiler sees to
+# that by itself, and none changes it (`compiler_options`).
 _TPU_OPTIONS = {
     "all-to-all": "xla_tpu_enable_async_all_to_all",
     "all-gather": "xla_tpu_enable_sparse_core_collective_offload_all_gather",
     "reduce-scatter": "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
     "all-reduce": "xla_tpu_enable_sparse_core_collective_offload_all_reduce",
 }
-_GPU_OPTION = "xla_gpu_enable_latency_hiding_scheduler"
 
 
 def gathers_over_experts(step: Step) -> Iterator[Finding]:
@@ -41,8 +43,9 @@ def gathers_over_experts(step: Step) -> Iterator[Finding]:
                     "travel instead: a dispatcher that sends them to the experts by all-to-all.",
                 )  # fmt: skip
         elif not _is_weight(step, sizes) and _in_experts(step, each.op_name):
+            severity = "hint" if _chose_to_gather(step, each.op_name) else "warning"
             yield step.finding(
-                "all-gather for all-to-all", "warning", computation, each,
+                "all-gather for all-to-all", severity, computation, each,
                 advice="tokens of all devices are gathered where each needs only those that its "
                 "experts were chosen by; a dispatcher that sends them by all-to-all moves fewer.",
             )  # fmt: skip
@@ -119,9 +122,7 @@ def synchronous_collectives(step: Step) -> Iterator[Finding]:
 def _missing_options(step: Step, kind: str) -> dict[str, str]:
     """Returns the options that would make a kind of collective asynchronous and are not set."""
     facts, wanted = step.facts, dict[str, str]()
-    if facts.platform == "gpu":
-        wanted = {_GPU_OPTION: "true"}
-    elif facts.platform == "tpu" and kind in _TPU_OPTIONS:
+    if facts.platform == "tpu" and kind in _TPU_OPTIONS:
         option = _TPU_OPTIONS[kind]
         known = BY_DEVICE_KIND.get(facts.device_kind, {})
         if option in known:
@@ -166,14 +167,26 @@ def _is_weight(step: Step, sizes: list[int], *, experts: bool = False) -> bool:
     return False
 
 
+def _chose_to_gather(step: Step, op_name: str) -> bool:
+    """Returns whether the config asks for a dispatcher that gathers tokens."""
+    made_by = _made_by(step, op_name)
+    dispatcher = dict(made_by.items()).get("dispatcher") if made_by is not None else None
+    return isinstance(dispatcher, RingDispatcher.Config)
+
+
 def _in_experts(step: Step, op_name: str) -> bool:
     """Returns whether a layer with experts made an instruction, outside its shared experts."""
+    made_by = _made_by(step, op_name)
+    return made_by is not None and "num_experts" in dict(made_by.items())
+
+
+def _made_by(step: Step, op_name: str) -> Any:
+    """Returns the config of the layer that made an instruction, or None if none is known."""
     path, model = step.config_path(op_name), step.facts.model
     if model is None or path == "learner" or "shared_experts" in path:
-        return False
+        return None
     inside = path.removeprefix("model").lstrip(".")
-    made_by = get(model.config, inside) if inside else model.config
-    return "num_experts" in dict(made_by.items())
+    return get(model.config, inside) if inside else model.config
 
 
 # What may give another result with the same operands, or is not looked into.

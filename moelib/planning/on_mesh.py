@@ -25,7 +25,7 @@ class OnMesh:
         self._links = Links(candidate.topology, candidate.mesh)
         self._tpu = candidate.topology.accelerator.platform == "tpu"
         names = {name for leaf in (*work.parameters, *work.optimizer) for name in leaf.axes}
-        names |= {"batch", "sequence", "residual_sequence", "experts", "vocab"}
+        names |= {"batch", "sequence", "residual_sequence", "experts", "vocab", "kv_heads"}
         self._axes: dict[str | None, tuple[str, ...]] = {
             name: sharding.mesh_axes(name, self._mesh.sizes, rules) for name in names if name
         } | {None: ()}
@@ -112,8 +112,9 @@ class OnMesh:
             total += links.gathered(self._tensor, row).times(times)
         if self._sequence:
             # Keys and values forward, again, and backward; with these their gradients in float32.
-            passes = 2 + recomputed + 2 * 4 / work.compute_itemsize
-            passed = links.passed(self._sequence, work.kv_width * work.compute_itemsize)
+            passes = 2 + recomputed + 4 / work.compute_itemsize
+            width = work.kv_width / self._parts["kv_heads"]
+            passed = links.passed(self._sequence, width * work.compute_itemsize)
             total += passed.times(passes * work.num_layers)
         if work.moe is not None and self._experts:
             times = (4 + recomputed) * work.moe.num_layers
@@ -142,6 +143,11 @@ class OnMesh:
         if self._tensor:
             found["all-gather"] += (4 + 2 * recomputed) * work.num_layers * tokens * row
             found["reduce-scatter"] += 4 * work.num_layers * tokens * row / self.tensor_parts
+        if moe is not None and self._experts and moe.ring:
+            # Tokens out and home: gathers of all, and reductions to a device's own.
+            times = moe.num_layers * tokens * row
+            found["all-gather"] += (2 + recomputed) * self._mesh.parts(self._experts) * times
+            found["reduce-scatter"] += 2 * times
         if moe is not None and self._experts and not moe.ring:
             n = self._mesh.parts(self._experts)
             received = min(n, moe.num_experts_per_token * _room(work, n))

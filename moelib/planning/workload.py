@@ -264,5 +264,10 @@ def _moe(model: Any, specs: Any) -> Moe | None:
 
 
 def _routed_flops(leaves: tuple[Leaf, ...], moe: Moe) -> float:
-    routed = sum(leaf.size for leaf in leaves if "experts" in leaf.axes and len(leaf.shape) > 2)
+    matrices = (
+        leaf
+        for leaf in leaves  # Biases have a dimension less.
+        if "experts" in leaf.axes and len(leaf.shape) - ("layers" in leaf.axes) > 2
+    )
+    routed = sum(leaf.size for leaf in matrices)
     return 2.0 * routed * moe.num_experts_per_token / moe.num_experts

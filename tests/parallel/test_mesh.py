@@ -15,6 +15,7 @@ from moelib.parallel.mesh import (
     describe_mesh,
     infer_mesh_shape,
     mesh_shape_from_axes,
+    slices,
 )
 from tests.parallel.slices import two_slices
 
@@ -160,6 +161,34 @@ def test_axes_across_hosts_of_gpus_come_first(described):
     assert attributes(mesh.devices, "id").tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     with pytest.raises(ValueError, match=r"the devices are of 2 slices; set"):
         create_device_mesh((8, 1), ("expert", "fsdp"), devices)
+
+
+def _gpus(hosts):
+    return [SliceDevice(i, i // 8, 0, "H100", "gpu", None) for i in range(8 * hosts)]
+
+
+@pytest.mark.parametrize(
+    ("ici", "dcn"),
+    [((8, 1), (2, 2)), ((1, 8), (2, 2)), ((4, 2), (1, 4)), ((2, 4), (4, 1)), ((8, 1), (1, 4))],
+)
+def test_hosts_of_gpus_are_never_interleaved(ici, dcn):
+    mesh = create_device_mesh(HybridMeshShape(ici, dcn), ("data", "expert"), _gpus(4))
+    hosts = attributes(mesh.devices, "process_index").reshape(4, 8)
+    assert [len(set(row)) for row in hosts.tolist()] == [1] * 4
+
+
+def test_two_axes_within_and_across_hosts_of_gpus_are_refused():
+    hybrid = HybridMeshShape(ici=(4, 2), dcn=(2, 2))
+    with pytest.raises(ValueError, match=r"data, expert have; give all but one of them ici or"):
+        create_device_mesh(hybrid, ("data", "expert"), _gpus(4))
+
+
+def test_gpus_that_are_only_described_are_of_their_processes_slices():
+    devices = _gpus(2)
+    assert [[each.id for each in some] for some in slices(devices) or []] == [
+        list(range(8)),
+        list(range(8, 16)),
+    ]
 
 
 def test_several_slices_want_a_hybrid_shape():

@@ -1,5 +1,6 @@
 """Candidates are what the trainer takes, no more and no less."""
 
+import dataclasses
 import itertools
 import math
 
@@ -73,6 +74,23 @@ def test_slices_take_a_hybrid_mesh(tiny):
     assert all(math.prod(shape.dcn) == 2 and math.prod(shape.ici) == 4 for shape in shapes)
     across = {MESH_AXIS_NAMES[shape.dcn.index(2)] for shape in shapes}
     assert across == {"data", "expert", "fsdp"}
+
+
+def test_on_gpus_one_axis_at_most_is_within_slices_and_across(tiny):
+    cfg, work = tiny
+    work = dataclasses.replace(work, global_batch_size=16)
+    both = lambda mesh: sum(axis in mesh.inside for axis in mesh.across)
+    found = {each.mesh for each in candidates(cfg, work, describe("h100:4x4"))}
+    assert {both(mesh) for mesh in found} == {0, 1}
+    tpus = {each.mesh for each in candidates(cfg, work, describe("4*v6e:2x2"))}
+    assert {both(mesh) for mesh in tpus} == {0, 1, 2}
+
+
+def test_rows_at_a_time_are_all_divisors(tiny):
+    cfg, work = tiny
+    work = dataclasses.replace(work, global_batch_size=6)
+    found = candidates(cfg, work, describe("h100:1x2"), mesh="fsdp=2")
+    assert {(each.rows, each.num_microbatches) for each in found} == {(1, 3), (3, 1)}
 
 
 def test_a_mesh_can_be_given(tiny):

@@ -1,6 +1,7 @@
 """What is counted in programs that libtpu compiles, where the counts are known beforehand."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from moelib.kernels.gmm import gmm
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 from moelib.planning.compiling import no_compilation_cache
 from moelib.planning.counting import step_report
+from moelib.planning.examine import _slice_of_each
 from moelib.planning.report import total
 from moelib.planning.topologies import topology
 from moelib.train.compiler_options import BY_DEVICE_KIND
@@ -112,3 +114,15 @@ def test_grouped_matmuls_say_how_many_rows_they_compute(where):
     assert (kernel.rows, kernel.groups) == (1024, 4)
     computed = 1024 + 3 * (kernel.rows_at_once - 1)
     assert report.rows_computed_over_routed == computed / 1024
+
+
+def test_described_gpus_are_in_the_slices_of_their_processes():
+    gpus = [
+        types.SimpleNamespace(
+            id=i, process_index=i // 2, slice_index=0, platform="gpu", local_hardware_id=None
+        )
+        for i in range(4)
+    ]
+    assert _slice_of_each(gpus[::-1]) == [1, 1, 0, 0]
+    cpus = [types.SimpleNamespace(id=i, process_index=i) for i in range(2)]
+    assert _slice_of_each(cpus) == [0, 0]

@@ -6,9 +6,10 @@ import jax
 import pytest
 
 from experiments import gpt_oss
-from moelib.planning.candidates import as_it_is, candidates, rules_of
+from moelib.planning.candidates import Candidate, Mesh, as_it_is, candidates, rules_of
 from moelib.planning.estimate import Estimator
 from moelib.planning.kept import DOTS, FULL, NONE, OWN
+from moelib.planning.on_mesh import OnMesh
 from moelib.planning.topologies import describe
 from moelib.planning.workload import read_workload
 from moelib.train.state import abstract_state
@@ -124,3 +125,17 @@ def test_the_published_step_on_four_tpus_is_near_the_compiled_one():
     assert results["ragged-all-to-all"] / MIB == pytest.approx(736, rel=0.001)
     assert found.model_flops == pytest.approx(4.047e12, rel=0.01)  # MaxText's own count.
     assert found.seconds[0] < 0.182 < found.seconds[1]  # Measured with MaxText.
+
+
+def test_ring_attention_sends_keys_and_values_and_once_their_gradients(tiny):
+    cfg, work, _ = tiny
+    sent = {}
+    for sizes in ({"seq": 2}, {"seq": 2, "model": 2}, {"model": 2}):
+        topology = describe(f"h100:1x{math.prod(sizes.values())}")
+        each = Candidate(topology, Mesh(tuple(sizes.items())), 1, 1, NONE)
+        sent[tuple(sizes)] = OnMesh(work, each, rules_of(cfg)).activations(False).links_bytes
+    # Twice in the dtype of the computation and once in float32, each in two turns of the ring.
+    elements = 2 * work.num_layers * work.kv_width
+    alone = elements * (2 * work.compute_itemsize + 4)
+    assert sent["seq",] == pytest.approx(alone)
+    assert sent["seq", "model"] - sent["model",] == pytest.approx(alone / 2)

@@ -8,6 +8,7 @@ from moelib.planning import hlo
 from moelib.planning.lint import lint, merged
 from moelib.planning.lint_arrays import memory_that_does_not_fall
 from moelib.planning.lint_facts import Facts, Sizes, StateArray
+from moelib.planning.sends import collective_instructions, runs_beside
 from tests.planning.test_report import make_report
 
 MIB = 2**20
@@ -146,14 +147,17 @@ def test_a_collective_that_no_option_would_help_is_left_alone():
     assert _found(SENT.replace("8192,8192", "1024,1024")) == []  # Too small to wait for.
 
 
-def test_what_a_gpu_runs_at_once_is_synchronous_and_what_it_starts_is_not():
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_no_option_is_said_to_help_on_gpus(synchronous):
     facts = dataclasses.replace(FACTS, platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
     start = (
         "%r = ((bf16[8]), bf16[8192,8192]{1,0}) all-gather-start(%a), replica_groups=[2,2]<=[4], "
         'dimensions={0}, backend_config={"collective_backend_config":{"is_sync":SYNC}}'
-    )
-    assert _found(start.replace("SYNC", "true"), facts=facts) == [("synchronous collective", "r")]
-    assert _found(start.replace("SYNC", "false"), facts=facts) == []
+    ).replace("SYNC", str(synchronous).lower())
+    assert _found(start, facts=facts) == []
+    program = hlo.parse("ENTRY %m (a: f32[8]) -> f32[8] {\n  ROOT " + start + "\n}\n")
+    ((_, computation, each),) = collective_instructions(program)
+    assert runs_beside(computation, each) == (not synchronous)
 
 
 # -- What is held --------------------------------------------------------------------------------
@@ -184,6 +188,15 @@ def test_an_activation_of_all_rows_is_found(statement):
 )  # fmt: skip
 def test_other_activations_are_left_alone(statement, changes):
     assert _found(statement, facts=dataclasses.replace(FACTS, **changes)) == []
+
+
+@pytest.mark.parametrize("shape", ["f32[16,1024,4096]", "f32[16,512,4096]"])
+def test_stacked_weights_are_no_activations(shape):
+    layers = StateArray("w", (16, 1024, 4096), ("layers", "embed", "ffn"), MIB, True, True)
+    facts = dataclasses.replace(FACTS, state=(layers,))
+    statement = f"%x = {shape}{{2,1,0}} add(%a, %a)"
+    assert _found(statement, facts=facts) == []
+    assert _found(statement) == [("activation of all devices", "x")]  # No weight of this shape.
 
 
 def test_state_that_no_axis_splits_is_found_if_it_is_large():
