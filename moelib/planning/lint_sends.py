@@ -171,7 +171,8 @@ def _chose_to_gather(step: Step, op_name: str) -> bool:
     """Returns whether the config asks for a dispatcher that gathers tokens."""
     made_by = _made_by(step, op_name)
     dispatcher = dict(made_by.items()).get("dispatcher") if made_by is not None else None
-    return isinstance(dispatcher, RingDispatcher.Config)
+    chosen = None if dispatcher is None else dict(dispatcher.items()).get("klass")
+    return isinstance(chosen, type) and issubclass(chosen, RingDispatcher)
 
 
 def _in_experts(step: Step, op_name: str) -> bool:
