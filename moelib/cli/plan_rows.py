@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from moelib.cli.tables import show
+
 _GIB = 2**30
 
 
@@ -39,7 +41,6 @@ def print_rows(estimates: Iterable[Any], whole: Whole, title: str) -> None:
         whole: The run that they are for.
         title: Of the table.
     """
-    from rich import print as show
     from rich.table import Table
 
     table = Table(title=title)
@@ -82,7 +83,6 @@ def _cells(estimate: Any, whole: Whole) -> list[str]:
 
 def print_memory(estimate: Any) -> None:
     """Prints the bytes that a device was estimated to hold, largest first, against what it has."""
-    from rich import print as show
     from rich.table import Table
 
     table = Table()

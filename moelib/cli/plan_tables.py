@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from moelib.cli.tables import show
 from moelib.core.config import did_you_mean
 from moelib.launch import UsageError
 
@@ -157,7 +158,6 @@ def print_report(report: Any, accelerator: Any, beside: Sequence[Sequence[Column
         accelerator: For what a device has.
         beside: Columns of other reports.
     """
-    from rich import print as show
     from rich.table import Table
 
     from moelib.parallel.mesh import describe_mesh
@@ -259,7 +259,6 @@ def verdict(report: Any, accelerator: Any) -> list[str]:
 
 def print_costliest(report: Any, top: int, cycles_per_second: float) -> None:
     """Prints where the cycles are: places of the program, then single instructions."""
-    from rich import print as show
     from rich.table import Table
 
     if not report.costliest:
@@ -295,7 +294,6 @@ def print_prediction(report: Any, memory: float, results: Mapping[str, float]) -
         memory: Bytes that a device was predicted to hold.
         results: Predicted bytes of the results of collectives, by kind.
     """
-    from rich import print as show
     from rich.table import Table
 
     from moelib.planning.report import total

@@ -18,6 +18,7 @@ from typing import Any
 from absl import flags
 
 from moelib import launch
+from moelib.cli.tables import show
 from moelib.launch import UsageError
 
 FLAGS = flags.FLAGS
@@ -87,8 +88,6 @@ def run(args: Sequence[str]) -> None:
 
 
 def _print(report: Any) -> None:
-    from rich import print as show
-    from rich.markup import escape
     from rich.table import Table
 
     for title, columns, rows in report.tables():
@@ -96,7 +95,7 @@ def _print(report: Any) -> None:
         for column in columns:
             table.add_column(column, overflow="fold", no_wrap=column == "mesh")
         for row in rows:
-            table.add_row(*map(escape, row))
+            table.add_row(*row)
         show(table)
     for line in report.lines():
         print(line)

@@ -14,7 +14,6 @@ import numpy as np
 from moelib.core import tree
 from moelib.core.config import ConfigBase
 from moelib.core.module import Module
-from moelib.core.param import ParameterSpec
 from moelib.layers.moe.balance import LoadBalanceLoss, RouterZLoss
 from moelib.learner import paths
 from moelib.models.causal_lm import CausalLM
@@ -212,68 +211,6 @@ def _check_mesh_rules(cfg: Any) -> None:
             re.compile(pattern)
         except re.error as error:
             raise FaultError(f"mesh_rules[{i}]: {pattern!r} is no pattern: {error}.") from None
-        for shape in rule if isinstance(rule, HybridMeshShape) else (rule,):
-            if not isinstance(shape, ConfigBase) and len(shape) != len(names):
-                raise FaultError(
-                    f"mesh_rules[{i}]: {shape} has {len(shape)} sizes for the {len(names)} axes "
-                    f"{', '.join(names)}; give one size an axis."
-                )
-
-
-def _check_initial(params: Any, specs: Mapping[str, ParameterSpec]) -> None:
-    """No two experts begin alike, no two layers, unless all entries are equal on purpose."""
-    for path, x in tree.flatten_items(params):
-        for axis, name in enumerate(specs[path].axes):
-            if name not in ("experts", "layers") or not specs[path].trainable:
-                continue
-            parts = np.moveaxis(np.asarray(x), axis, 0)
-            if np.ptp(parts[0]) == 0 or parts[0].size < 2:
-                continue
-            for i, j in itertools.combinations(range(len(parts)), 2):
-                if np.array_equal(parts[i], parts[j]):
-                    raise FaultError(
-                        f"{path}: {name} {i} and {j} begin with the same values, so that they "
-                        "stay the same; draw each from a key of its own."
-                    )
-
-
-def _last(name: str) -> str:
-    """Returns the last part of a metric's path that is no number."""
-    return re.sub(r"(/\d+)+$", "", name).rpartition("/")[2]
-
-
-def _drops(metrics: Mapping[str, float]) -> bool:
-    return any(x for name, x in metrics.items() if _last(name) == "drop_rate")
-
-
-def _is_mean(name: str) -> bool:
-    """Returns whether a metric is one that a batch has as often as its rows are repeated."""
-    means = ("objective", "cross_entropy", "load_max_over_mean", "dead_experts", "entropy")
-    return _last(name) in means or _last(name).endswith("loss")
-
-
-def _joined(parts: list[Any]) -> dict[str, Any]:
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-
-def _auxiliary_losses(module: Module, path: str = "") -> Iterator[tuple[str, float]]:
-    """Yields (path, weight) of the losses that MoE layers have in their configs."""
-    for name in ("load_balance_loss", "router_z_loss"):
-        value = dict(module.config.items()).get(name)
-        if isinstance(value, LoadBalanceLoss.Config | RouterZLoss.Config) and value.weight:
-            yield f"{path}{name}", float(value.weight)
-    for name, child in module.children.items():
-        yield from _auxiliary_losses(child, f"{path}{name}/")
-
-
-def _check_mesh_rules(cfg: Any) -> None:
-    """Every mesh rule is a pattern and a mesh; other rules were checked by what they change."""
-    names = cfg.mesh_axis_names
-    for i, (pattern, rule) in enumerate(cfg.mesh_rules or ()):
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise FaultError(f"mesh_rules[{i}]: {pattern!r} is no pattern: {error}.") from None
         if isinstance(rule, ConfigBase):
             rule.instantiate()(cfg.clone())  # Whatever it raises is its fault.
             continue
@@ -327,10 +264,10 @@ def _joined(parts: list[Any]) -> dict[str, Any]:
 
 
 def _auxiliary_losses(module: Module, path: str = "") -> Iterator[tuple[str, float]]:
-    """Yields (path, weight) of the losses that layers have in their configs."""
-    for name, value in dict(module.config.items()).items():
-        weight = dict(value.items()).get("weight") if isinstance(value, ConfigBase) else None
-        if name.endswith("_loss") and isinstance(weight, int | float) and weight:
-            yield f"{path}{name}", float(weight)
+    """Yields (path, weight) of the losses that MoE layers have in their configs."""
+    for name in ("load_balance_loss", "router_z_loss"):
+        value = dict(module.config.items()).get(name)
+        if isinstance(value, LoadBalanceLoss.Config | RouterZLoss.Config) and value.weight:
+            yield f"{path}{name}", float(value.weight)
     for name, child in module.children.items():
         yield from _auxiliary_losses(child, f"{path}{name}/")

@@ -13,7 +13,7 @@ from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.module import functional
 from moelib.core.param import FanAxes, ParameterSpec
 from moelib.layers.base import BaseLayer
-from moelib.layers.moe.balance import load_balance_loss
+from moelib.layers.moe.balance import LoadBalanceLoss, load_balance_loss, router_z_loss
 from moelib.layers.moe.experts import FeedForwardExperts
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.transformer import LoopStack
@@ -83,6 +83,19 @@ class BalancedOnEachDevice(MoELayer):
             loss = jax.shard_map(loss, in_specs=P(BATCH), out_specs=P(), check_vma=False)
         value = loss(routing.probs, routing.expert_ids, routing.mask)
         self.add_aux_loss("load_balance_loss", value, weight=0.1)
+
+
+class WithALossOfItsOwn(MoELayer):
+    """No bug: a loss beside those of the library, of another name than its field."""
+
+    @config_class
+    class Config(MoELayer.Config):
+        confidence_loss: LoadBalanceLoss.Config = LoadBalanceLoss.default_config().set(weight=0.1)
+
+    def _report(self, routing: Any, num_dropped: Any) -> None:
+        super()._report(routing, num_dropped)
+        weight = self.config.confidence_loss.weight
+        self.add_aux_loss("own", router_z_loss(routing.logits, routing.mask), weight=weight)
 
 
 class LayersWithoutTheirLosses(LoopStack):

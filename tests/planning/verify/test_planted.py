@@ -25,7 +25,8 @@ def failure(cfg, *axes):
 
 
 def test_nothing_is_found_where_nothing_is_planted():
-    found = outcomes(tiny(), {"expert": 2, "model": 2})
+    layer = moe(planted.WithALossOfItsOwn)  # Right, though its name is not its field's.
+    found = outcomes(tiny(**layer), {"expert": 2, "model": 2})
     failed = [each for each in found if each.status is Status.FAILED]
     assert not failed
     skipped = [each.check for each in found if each.status is Status.SKIPPED]
