@@ -101,6 +101,8 @@ def limit(estimate: Any) -> str:
     if estimate.fits:
         return estimate.limit
     missing = (estimate.bytes_held - estimate.capacity) / _GIB
+    if missing <= 0:
+        return f"memory: {-missing:.1f} GiB left is within the estimate's error"
     largest = max(estimate.memory, key=estimate.memory.__getitem__)
     held = estimate.memory[largest] / _GIB
     return f"memory: {missing:.1f} GiB too much; {largest} {held:.1f}"

@@ -51,6 +51,7 @@ class MoELayer(BaseLayer):
         shared_gate: bool = False  # Whether sigmoid(x w) multiplies what the shared experts give.
         load_balance_loss: LoadBalanceLoss.Config | None = None
         router_z_loss: RouterZLoss.Config | None = None
+        report_expert_counts: bool = False  # Whether the load of each expert is a metric too.
 
     def __init__(self, cfg: Config, *, parent: BaseLayer | None) -> None:
         super().__init__(cfg, parent=parent)
@@ -174,7 +175,10 @@ class MoELayer(BaseLayer):
     def _report(self, routing: Routing, num_dropped: Array) -> None:
         """Puts out the auxiliary losses and the metrics of the routing."""
         cfg: MoELayer.Config = self.config
-        for name, value in routing_metrics(routing, num_dropped).items():
+        metrics = routing_metrics(routing, num_dropped)
+        if not cfg.report_expert_counts:
+            del metrics["expert_counts"]
+        for name, value in metrics.items():
             self.add_summary(name, value)
         if cfg.load_balance_loss is not None:
             scope, earlier = cfg.load_balance_loss.scope, None

@@ -16,6 +16,7 @@ def routing_metrics(routing: Routing, num_dropped: Float[Array, ""]) -> dict[str
     entropy: Mean entropy of the router's probabilities, nats; log E when it knows nothing.
     logit_rms: Root mean square of the router's logits.
     drop_rate: Choices that a dispatcher dropped, over all choices.
+    expert_counts: float32 [E], choices of each expert, those dropped too.
     """
     num_experts = routing.probs.shape[-1]
     tokens = jnp.sum(routing.mask, dtype=jnp.float32)
@@ -33,4 +34,5 @@ def routing_metrics(routing: Routing, num_dropped: Float[Array, ""]) -> dict[str
         "entropy": weighted(token_mean(entropy), tokens),
         "drop_rate": weighted(num_dropped / jnp.maximum(jnp.sum(counts), 1.0), tokens),
         "logit_rms": weighted(jnp.sqrt(token_mean(squares)), tokens),
+        "expert_counts": weighted(counts, jnp.broadcast_to(tokens, counts.shape)),
     }

@@ -59,6 +59,7 @@ def shrink(cfg: Any, num_devices: int) -> tuple[Any, list[Change]]:
     _smaller(small.model, _VOCABULARIES, lambda size: _kept_divisors(size, num_devices, 64))
     _smaller(small.model, ("window",), lambda _: _WINDOW)
     _full_precision(small)
+    _all_reported(small)
     _short_run(small)
     _made_up_data(small, num_devices)
     return small, _changes(cfg, small)
@@ -68,6 +69,7 @@ def runnable(cfg: Any) -> tuple[Any, list[Change]]:
     """Returns a copy of a trainer's config in float32, of its own sizes and on its own data."""
     same = cfg.clone()
     _full_precision(same)
+    _all_reported(same)
     _short_run(same)
     return same, _changes(cfg, same)
 
@@ -185,6 +187,13 @@ def _full_precision(cfg: Any) -> None:
     for holder in _configs(cfg.model):
         if isinstance(dict(holder.items()).get("dtype"), str):
             holder.set(dtype="float32")
+
+
+def _all_reported(cfg: Any) -> None:
+    """Has MoE layers put out how many tokens each expert gets, for comparison."""
+    for holder in _configs(cfg.model):
+        if "report_expert_counts" in dict(holder.items()):
+            holder.set(report_expert_counts=True)
 
 
 def _short_run(cfg: Any) -> None:

@@ -146,6 +146,16 @@ def test_auxiliary_losses_carry_their_weights():
     np.testing.assert_allclose(outputs.total_aux_loss(), want, rtol=1e-6)
 
 
+def test_how_many_tokens_each_expert_gets_is_told_if_asked_for():
+    made = layer(report_expert_counts=True)
+    _, outputs = forward(made, PARAMS, jnp.asarray(X), MASK)
+    counts = outputs.summaries["expert_counts"].mean
+    assert counts.shape == (E,)
+    assert jnp.sum(counts) == K * jnp.sum(MASK)
+    _, outputs = forward(LAYER, PARAMS, jnp.asarray(X), MASK)
+    assert "expert_counts" not in outputs.summaries
+
+
 def test_auxiliary_losses_that_would_be_lost_are_an_error():
     class Careless(BaseLayer):
         """Runs a layer beside itself and forgets what it puts out."""
