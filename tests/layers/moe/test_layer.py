@@ -151,7 +151,7 @@ def test_how_many_tokens_each_expert_gets_is_told_if_asked_for():
     _, outputs = forward(made, PARAMS, jnp.asarray(X), MASK)
     counts = outputs.summaries["expert_counts"].mean
     assert counts.shape == (E,)
-    assert jnp.sum(counts) == K * jnp.sum(MASK)
+    assert float(jnp.sum(counts)) == K * int(jnp.sum(MASK))
     _, outputs = forward(LAYER, PARAMS, jnp.asarray(X), MASK)
     assert "expert_counts" not in outputs.summaries
 
