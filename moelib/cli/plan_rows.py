@@ -54,11 +54,26 @@ def print_rows(estimates: Iterable[Any], whole: Whole, title: str) -> None:
     for name in ("days", "$ in all") if whole.tokens else ():
         table.add_column(name, justify="right")
     table.add_column("limit")
+    estimates = list(estimates)
     for i, each in enumerate(estimates, start=1):
         table.add_row(f"{i}", *_cells(each, whole))
     show(table)
+    for line in _details(estimates[0]):
+        print(line)
     if whole.budget is not None:
         print("!: within the budget at best, over it at worst.")
+
+
+def _details(estimate: Any) -> list[str]:
+    """Returns lines about what a device holds, computes and sends in a step of the first row."""
+    held = (f"{name} {size / _GIB:.1f}" for name, size in estimate.memory.items())
+    flops = (_number(x / 1e12) for x in (estimate.model_flops, estimate.hardware_flops))
+    sent = (_number(x / _GIB) for x in (estimate.links_bytes, estimate.network_bytes))
+    return [
+        f"Row 1, each device: {', '.join(held)} GiB;",
+        "{} TFLOPs of the model, {} with what is computed again; ".format(*flops)
+        + "{} GiB sent over links, {} over the network.".format(*sent),
+    ]
 
 
 def _cells(estimate: Any, whole: Whole) -> list[str]:

@@ -90,8 +90,10 @@ def _is_of_state(step: Step, real: list[int]) -> bool:
 
 def _split_last(step: Step, last: int) -> bool:
     """Returns whether the last dimension is a part of a model's, split in the place of the rows."""
-    widths = {size for each in step.facts.parameters() for size in each.shape}
-    return last not in widths and last * step.facts.row_parts in widths
+    arrays = list(step.facts.parameters())
+    named = [pair for each in arrays for pair in zip(each.axes, each.shape, strict=True)]
+    whole = {size for name, size in named if name == "embed"}  # What activations end with.
+    return last not in whole and last * step.facts.row_parts in {size for _, size in named}
 
 
 def padding(step: Step) -> Iterator[Finding]:

@@ -12,6 +12,7 @@ from absl.testing import flagsaver
 
 from moelib.cli import plan, plan_tables
 from moelib.launch import UsageError
+from moelib.planning import hardware
 from moelib.planning.report import Finding, Memory, StepReport
 from tests.planning.test_report import make_report
 
@@ -32,7 +33,7 @@ def command(tmp_path, monkeypatch):
     (tmp_path / "named_plan_tiny.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "40")  # Output to a file is not cut to a terminal's width.
 
     def run(*args):
         with flagsaver.flagsaver():
@@ -98,6 +99,8 @@ def test_a_sweep_shows_meshes_and_what_a_run_costs(command, tmp_path, capsys):
     assert len(saved["rows"]) == 3
     row = saved["rows"][0]
     assert row["fits"]
+    held = row["memory"]["parameters"] / 2**30
+    assert f"Row 1, each device: parameters {held:.1f}, optimizer " in out
     assert row["seconds"][0] < row["seconds"][1]
     assert {"parameters", "optimizer", "gradients", "activations"} <= row["memory"].keys()
 
@@ -132,6 +135,26 @@ def test_what_does_not_fit_says_by_how_much(command, capsys):
     command(*TINY, "--topology=v6e:2x2", "--mesh=data=4", *big)
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "GiB too much;" in text
+
+
+def test_what_nearly_fills_a_device_is_no_fit(command, tmp_path, capsys):
+    most = hardware.ACCELERATORS["v6e"].hbm_bytes
+    args = (*TINY, "--topology=v6e:2x2", "--as_is", f"--json={tmp_path}/plan.json")
+    sizes = {}
+    for vocab_size in (10**8, 2 * 10**8):
+        command(*args, f"--set=model.vocab_size={vocab_size}", "--set=input.vocab_size=64")
+        (row,) = json.loads((tmp_path / "plan.json").read_text())["rows"]
+        sizes[vocab_size] = sum(row["memory"].values())
+    (few, some), (many, more) = sizes.items()
+    a_token = (more - some) / (many - few)
+    capsys.readouterr()
+    for share, fits in ((0.95, False), (0.85, True)):
+        vocab_size = int(few + (share * most - some) / a_token)
+        command(*args, f"--set=model.vocab_size={vocab_size}", "--set=input.vocab_size=64")
+        (row,) = json.loads((tmp_path / "plan.json").read_text())["rows"]
+        assert sum(row["memory"].values()) == pytest.approx(share * most, rel=0.01)
+        assert row["fits"] == fits
+        assert ("within the estimate's error" in capsys.readouterr().out) != fits
 
 
 def test_a_compiled_step_is_shown_beside_figures_and_the_prediction(

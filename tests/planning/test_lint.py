@@ -184,6 +184,8 @@ def test_an_activation_of_all_rows_is_found(statement):
         ("%x = bf16[32768,1024]{1,0} add(%a, %a)", {}),  # Rows that a device sends to experts.
         ("%x = bf16[16,2048,1024]{2,1,0} add(%a, %a)",
          {"state": (dataclasses.replace(WEIGHT, shape=(4096, 4096)),)}),  # A quarter of the width.
+        ("%x = bf16[16,2048,1024]{2,1,0} add(%a, %a)",
+         {"state": (dataclasses.replace(WEIGHT, shape=(4096, 1024)),)}),  # Not of the other side.
     ],
 )  # fmt: skip
 def test_other_activations_are_left_alone(statement, changes):

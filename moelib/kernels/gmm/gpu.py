@@ -4,7 +4,7 @@ A group's matrix meets only the windows of 64 rows that hold its rows, and nothi
 or copied. The tensor cores' instruction (`wgmma`) takes 16-bit floats and sums in float32, and the
 copy engine (TMA) moves whole 128 bytes of a row, so k and n are multiples of 64. What does not fit
 is an error if this backend was asked for by name. If it was not, the "cpu" form takes it, and that
-is reported once.
+is reported once. What is Mosaic's is imported where it is used, for that takes a second.
 
 Shapes: m rows, k in, n out, g groups held, s groups counted.
 """
@@ -16,12 +16,9 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from moelib.kernels.gmm.gpu_gradient import weight_gradient
-from moelib.kernels.gmm.gpu_product import product
 from moelib.kernels.gmm.gpu_tiles import (
     SIDE,
     GpuTiles,
@@ -68,6 +65,8 @@ def gmm(
     Raises:
         ValueError: If the kernel cannot take the dtypes or the sides, or the GPU is no Hopper.
     """
+    from moelib.kernels.gmm.gpu_product import product
+
     axis = 1 if transpose_rhs else 2
     m, n, g = lhs.shape[0], rhs.shape[axis], rhs.shape[0]
     if 0 in (m, n, g):
@@ -137,6 +136,8 @@ def _weights(
     tiles: GpuTiles | None,
     interpret: Any,
 ) -> Array:
+    from moelib.kernels.gmm.gpu_gradient import weight_gradient
+
     (m, k), n, g = lhs.shape, grad.shape[1], num_groups
     if 0 in (m, k, n, g):
         return zeros_like_varying((g, k, n), dtype, lhs)
@@ -232,6 +233,7 @@ def _num_blocks() -> int:
 
 def _on_platform(run: Callable[..., Array], interpret: Any, blocks: int, *operands: Any) -> Array:
     """Runs the kernel, compiled for a GPU and, unless `interpret` says, interpreted elsewhere."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
 
     def made(*operands: Any, num_blocks: int, interpret: Any) -> Array:
         out = run(*operands, num_blocks=num_blocks, interpret=interpret)
