@@ -29,7 +29,7 @@ Rules = Mapping[str, tuple[str, ...]]
 DEFAULT_RULES: Rules = {
     # Parameters.
     "vocab": ("model",),
-    "embed": ("fsdp", "expert"),
+    "embed": ("expert", "fsdp"),  # In the batch's order: embeddings go to their rows at once.
     "ffn": ("model",),
     "heads": ("model",),
     "kv_heads": ("model",),
