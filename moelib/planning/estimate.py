@@ -146,7 +146,7 @@ class Estimator:
         micro = candidate.num_microbatches
         tokens = work.tokens / topology.num_devices
         again = work.computed_again(candidate.remat)
-        recomputed = again > 0
+        recomputed = work.recomputes(candidate.remat)
         hardware = (work.model_flops + again) * tokens
         sent = on_mesh.weights(recomputed).times(micro) + on_mesh.activations(recomputed).times(
             tokens * on_mesh.token_parts
@@ -175,7 +175,7 @@ class Estimator:
         """Returns the bytes of the results of collectives, by kind, as a compiled program has."""
         on_mesh, work = self._on_mesh(candidate), self._work
         tokens = work.tokens / candidate.topology.num_devices * on_mesh.token_parts
-        recomputed = work.computed_again(candidate.remat) > 0
+        recomputed = work.recomputes(candidate.remat)
         return on_mesh.results(candidate.num_microbatches, tokens, recomputed)
 
     def _on_mesh(self, candidate: Candidate) -> "OnMesh":

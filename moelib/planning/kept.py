@@ -1,8 +1,8 @@
 """What the forward pass keeps for the backward pass, read from the model's own trace.
 
 `jax.vjp` says what is kept where nothing is computed again, whatever layers there are; the names
-and matmuls in the forward pass, what a remat policy keeps of it. The trace is of a few tokens on
-one device: all of it grows with the tokens.
+and matmuls in the forward pass, what a remat policy keeps of it. The trace is on one device, of two
+numbers of rows: what grows with them is an activation, and by how much, its bytes a token.
 """
 
 import collections
@@ -19,9 +19,8 @@ from moelib.core.config_path import sub_configs
 from moelib.core.module import functional
 from moelib.core.param import ParameterSpec, is_spec, may_cast
 
-# What a few tokens cost is the same for each; rows of two lengths tell them from other sizes.
-_ROWS, _TOKENS = 2, 128
-_TRACED = _ROWS * _TOKENS
+# Rows of each trace, and the tokens of a row.
+_ROWS, _TOKENS = (2, 3), 128
 
 _ROUTING = "routing"  # What every remat keeps: where tokens go.
 
@@ -66,7 +65,7 @@ def with_remat(model: Any, remat: Any) -> Any:
 
 
 def read_kept(
-    cfg: Any, specs: Any, *, choices: int, num_blocks: int
+    cfg: Any, specs: Any, *, choices: int, num_blocks: int, slots_of: int = 0
 ) -> tuple[dict[str, Kept], Kept]:
     """Returns what a model keeps by the name of a remat, and what one block leaves without.
 
@@ -75,17 +74,21 @@ def read_kept(
         specs: Those of its model's parameters.
         choices: Experts that a token goes to; 0 without experts.
         num_blocks: How often a block is repeated.
+        slots_of: Experts that have as many slots for each row of the batch; 0 without such.
+
+    Raises:
+        ValueError: If the model cannot be traced, or its remat names what no block has.
     """
-    loss, args = _traceable(with_remat(cfg.model, None), specs, cfg.train_dtype)
-    measure = functools.partial(_measured, choices=choices)
-    none = _left(loss, args, measure)
+    loss, params, batches = _traceable(with_remat(cfg.model, None), specs, cfg.train_dtype)
+    measure = functools.partial(_measured, choices=choices, slots_of=slots_of)
+    none = _left(loss, params, batches, measure)
     named: dict[str, Kept] = collections.defaultdict(Kept)
     dots = alone = Kept()
-    for each, times in _equations(jax.make_jaxpr(loss)(*args).jaxpr):
+    few, many = (_equations(jax.make_jaxpr(loss)(params, batch).jaxpr) for batch in batches)
+    for (each, times), (other, _) in zip(few, many, strict=True):
         if each.primitive.name not in ("name", "dot_general"):
             continue
-        result = each.outvars[0].aval
-        size = measure(result.shape, result.dtype).times(times)
+        size = measure(each.outvars[0].aval, other.outvars[0].aval).times(times)
         if each.primitive.name == "name":
             named[each.params["name"]] += size
         else:
@@ -99,32 +102,31 @@ def read_kept(
     # Of the matmuls' results those are kept that the backward pass needs, and no more than all.
     kept = {FULL: full, NONE: none}
     kept |= {DOTS: (full + dots).at_most(none), DOTS_NO_BATCH: (full + alone).at_most(none)}
+    own_loss = _traceable(cfg.model, specs, cfg.train_dtype)[0]
     own = _own(cfg.model, kept, named)
     if own is None:
-        own = _left(_traceable(cfg.model, specs, cfg.train_dtype)[0], args, measure)
+        own = _left(own_loss, params, batches, measure)
+    elif remat_name(cfg.model) is None:
+        jax.eval_shape(own_loss, params, batches[0])  # Names that no block has are errors.
     return kept | {OWN: own}, none.times(1.0 / num_blocks)
 
 
-def _left(loss: Any, args: Any, measure: Callable[..., Kept]) -> Kept:
-    """Returns what the forward pass of a loss leaves, but for parameters."""
-    known = {(x.shape, x.dtype) for x in jax.tree.leaves(args[0])}
-    floats = jax.tree.map(lambda x: jnp.issubdtype(x.dtype, jnp.floating), args[0])
+def _left(loss: Any, params: Any, batches: Any, measure: Callable[..., Kept]) -> Kept:
+    """Returns what the forward pass of a loss leaves of the tokens."""
+    leaves, structure = jax.tree.flatten(params)
+    floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in leaves]
 
-    def backward(params: Any, batch: Any) -> Any:
-        leaves, structure = jax.tree.flatten(params)
-        chosen = jax.tree.leaves(floats)
-
+    def backward(leaves: list[Any], batch: Any) -> Any:
         def of(trained: list[Any]) -> Any:
             rest = iter(trained)
-            pairs = zip(leaves, chosen, strict=True)
+            pairs = zip(leaves, floats, strict=True)
             merged = [next(rest) if is_float else leaf for leaf, is_float in pairs]
             return loss(jax.tree.unflatten(structure, merged), batch)
 
-        return jax.vjp(of, [x for x, is_float in zip(leaves, chosen, strict=True) if is_float])[1]
+        return jax.vjp(of, [x for x, is_float in zip(leaves, floats, strict=True) if is_float])[1]
 
-    residuals = jax.eval_shape(backward, *args)
-    arrays = [x for x in jax.tree.leaves(residuals) if (x.shape, x.dtype) not in known]
-    return sum((measure(x.shape, x.dtype) for x in arrays), Kept())
+    residuals = (jax.tree.leaves(jax.eval_shape(backward, leaves, batch)) for batch in batches)
+    return sum((measure(*pair) for pair in zip(*residuals, strict=True)), Kept())
 
 
 def _with(specs: Any, axis: str) -> list[ParameterSpec]:
@@ -169,22 +171,22 @@ def _own(model: Any, kept: Mapping[str, Kept], named: Mapping[str, Kept]) -> Kep
     return sum(points, kept[FULL])
 
 
-def _traceable(model: Any, specs: Any, train_dtype: Any) -> tuple[Any, tuple[Any, Any]]:
-    """Returns the loss of a model's config, and shapes of its arguments at a few tokens."""
+def _traceable(model: Any, specs: Any, train_dtype: Any) -> tuple[Any, Any, list[Any]]:
+    """Returns the loss of a model's config, and shapes of parameters and of two batches."""
     built = model.clone(name="model").instantiate(parent=None)
     dtype = lambda s: train_dtype if train_dtype is not None and may_cast(s) else s.dtype
     params = jax.tree.map(
         lambda s: jax.ShapeDtypeStruct(s.shape, jnp.dtype(dtype(s))), specs, is_leaf=is_spec
     )
-    ids = jax.ShapeDtypeStruct((_ROWS, _TOKENS), jnp.int32)
-    batch = dict.fromkeys(("input_ids", "target_labels", "segment_ids", "positions"), ids)
+    ids = [jax.ShapeDtypeStruct((rows, _TOKENS), jnp.int32) for rows in _ROWS]
+    names = ("input_ids", "target_labels", "segment_ids", "positions")
 
     def loss(params: Any, batch: Any) -> jax.Array:
         key = jax.random.key(0)
         (out, _), collection = functional(built, key, params, (batch,), is_training=True)
         return out.mean + collection.total_aux_loss()
 
-    return loss, (params, batch)
+    return loss, params, [dict.fromkeys(names, each) for each in ids]
 
 
 def _equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
@@ -200,13 +202,16 @@ def _equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
                 yield from _equations(inner, inside)
 
 
-def _measured(shape: tuple[int, ...], dtype: Any, *, choices: int) -> Kept:
-    """Returns the bytes a token of an array of the trace."""
-    size = math.prod(shape)
-    if size % _TRACED:
-        return Kept()  # It does not grow with the tokens.
-    bytes_ = size * jnp.dtype(dtype).itemsize / _TRACED
-    if choices and _TRACED * choices in shape:
+def _measured(few: Any, many: Any, *, choices: int, slots_of: int) -> Kept:
+    """Returns the bytes a token of an array that is in both traces."""
+    rows = _ROWS[1] - _ROWS[0]
+    elements = (math.prod(many.shape) - math.prod(few.shape)) / (rows * _TOKENS)
+    bytes_ = elements * jnp.dtype(few.dtype).itemsize
+    grown = {pair for pair in zip(few.shape, many.shape, strict=True) if pair[0] != pair[1]}
+    tokens = tuple(rows * _TOKENS for rows in _ROWS)
+    if choices and tuple(n * choices for n in tokens) in grown:
+        return Kept(rows=bytes_)
+    if slots_of and slots_of in few.shape[:-2]:
         return Kept(rows=bytes_)
     # Rows and tokens in one dimension: what a dispatcher sees, of all devices that share tokens.
-    return Kept(whole=bytes_) if _TRACED in shape else Kept(split=bytes_)
+    return Kept(whole=bytes_) if tokens in grown else Kept(split=bytes_)

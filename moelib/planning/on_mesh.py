@@ -95,7 +95,7 @@ class OnMesh:
             held, axes = self._held(leaf), self._gathered_axes(leaf)
             whole = held * self._gathered_parts(leaf) * leaf.compute_itemsize
             if axes:
-                gathers = 2 if leaf.in_decoder and recomputed else 1
+                gathers = _gathers(leaf, recomputed)
                 total += self._links.gathered(axes, whole).times(gathers + leaf.trained)
             if leaf.trained and (others := self._reduced_axes(leaf)):
                 total += self._links.reduced(others, held * leaf.compute_itemsize)
@@ -121,6 +121,9 @@ class OnMesh:
             n = self._mesh.parts(self._experts)
             if work.moe.ring:
                 total += links.gathered(self._experts, n * row).times(times)
+            elif work.moe.capacity_factor is not None:
+                slots = work.moe.capacity_factor * work.moe.num_experts_per_token
+                total += links.exchanged(self._experts, slots * row).times(times)
             else:
                 total += links.exchanged(self._experts, _copies(work, n) * row).times(times)
         return total
@@ -128,13 +131,13 @@ class OnMesh:
     def results(self, micro: int, tokens: float, recomputed: bool) -> dict[str, float]:
         """Returns the bytes of the results of the largest collectives, by kind."""
         found: dict[str, float] = dict.fromkeys(
-            ("all-gather", "reduce-scatter", "all-reduce", "ragged-all-to-all"), 0.0
+            ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all"), 0.0
         )
         for leaf in self._work.parameters:
             held = self._held(leaf) * leaf.compute_itemsize * micro
             if self._gathered_axes(leaf):
-                gathers = 2 if leaf.in_decoder and recomputed else 1
-                found["all-gather"] += gathers * held * self._gathered_parts(leaf)
+                whole = held * self._gathered_parts(leaf)
+                found["all-gather"] += _gathers(leaf, recomputed) * whole
                 found["reduce-scatter"] += held * leaf.trained
             if leaf.trained and self._reduced_axes(leaf):
                 found["all-reduce"] += held
@@ -148,7 +151,10 @@ class OnMesh:
             times = moe.num_layers * tokens * row
             found["all-gather"] += (2 + recomputed) * self._mesh.parts(self._experts) * times
             found["reduce-scatter"] += 2 * times
-        if moe is not None and self._experts and not moe.ring:
+        elif moe is not None and self._experts and moe.capacity_factor is not None:
+            slots = moe.capacity_factor * moe.num_experts_per_token
+            found["all-to-all"] += (4 + recomputed) * moe.num_layers * tokens * slots * row
+        elif moe is not None and self._experts:
             n = self._mesh.parts(self._experts)
             received = min(n, moe.num_experts_per_token * _room(work, n))
             back = min(n, moe.num_experts_per_token)
@@ -167,7 +173,7 @@ class OnMesh:
         tokens = candidate.rows * work.seq_len / self._parts["sequence"]
         block = work.block
         activations = self._bytes(work.kept[candidate.remat], tokens)
-        if work.computed_again(candidate.remat) == 0.0:
+        if not work.recomputes(candidate.remat):
             activations += self._kept_weights
         left = tokens * (block.split / self.tensor_parts + block.whole)
         return {
@@ -201,6 +207,14 @@ class OnMesh:
         return head + min(2 * 4 * tokens * vocab, _CHUNK_BYTES)
 
 
+def _gathers(leaf: Leaf, recomputed: bool) -> int:
+    """Returns how often a step gathers a parameter for one micro-batch.
+
+    Those of layers are gathered again for the backward pass; experts' only if they run again.
+    """
+    return 2 if leaf.in_decoder and (recomputed or "experts" not in leaf.axes) else 1
+
+
 def _copies(work: Workload, n: int) -> float:
     """Returns to how many of n groups of experts a token goes, all choices being alike likely."""
     assert work.moe is not None
@@ -214,4 +228,8 @@ def _room(work: Workload, n: int) -> float:
     assert work.moe is not None
     moe = work.moe
     most = n * min(moe.num_experts_per_token, moe.num_experts // n) / moe.num_experts_per_token
-    return most if moe.buffer_factor is None or n == 1 else min(most, moe.buffer_factor)
+    if moe.capacity_factor is not None:
+        return 1.0  # Slots were counted with the rows.
+    if moe.buffer_factor is None or n == 1:
+        return most
+    return min(most, moe.buffer_factor * max(1.0, n / moe.buffer_blocks))

@@ -56,8 +56,11 @@ class Moe:
         num_experts_per_token: K.
         expert_parallel: Whether the dispatcher reaches experts of other devices.
         ring: Whether it gathers tokens for that, and does not send each to its experts.
-        buffer_factor: Room for the rows that come to a device over that of an even load; None for
-            the most that can come.
+        buffer_factor: Room for the rows that come to a block of experts over that of an even load;
+            None for the most that can come.
+        buffer_blocks: Blocks of experts that have such room; 1 has a device at least.
+        capacity_factor: Slots of an expert over an even load, all of which are sent and computed;
+            None where only the rows that are chosen are.
     """
 
     num_layers: int
@@ -66,6 +69,8 @@ class Moe:
     expert_parallel: bool
     ring: bool
     buffer_factor: float | None
+    buffer_blocks: int
+    capacity_factor: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,11 +125,15 @@ class Workload:
         """FLOPs of a training token, nothing computed twice."""
         return 3.0 * self.forward_flops
 
+    def recomputes(self, remat: str) -> bool:
+        """Returns whether the backward pass computes anything again."""
+        return (self.own if remat == OWN else remat) != NONE
+
     def computed_again(self, remat: str) -> float:
-        """Returns the FLOPs a token that the backward pass computes again; 0 if it does not."""
-        name = self.own if remat == OWN else remat
-        if name == NONE:
+        """Returns the FLOPs a token of matmuls that the backward pass computes again."""
+        if not self.recomputes(remat):
             return 0.0
+        name = self.own if remat == OWN else remat
         return self.decoder_flops if name == FULL else self.routed_flops
 
 
@@ -156,7 +165,10 @@ def read_workload(cfg: Any) -> Workload:
     decoder = getattr(model, "children", {}).get("decoder")
     inside = forward if decoder is None else float(decoder.forward_flops_per_token(seq_len))
     choices = 0 if moe is None else moe.num_experts_per_token
-    kept, block = read_kept(cfg, specs.model, choices=choices, num_blocks=num_blocks)
+    slots_of = 0 if moe is None or moe.capacity_factor is None else moe.num_experts
+    kept, block = read_kept(
+        cfg, specs.model, choices=choices, num_blocks=num_blocks, slots_of=slots_of
+    )
     return Workload(
         global_batch_size=cfg.input.global_batch_size,
         seq_len=seq_len,
@@ -249,7 +261,7 @@ def _moe(model: Any, specs: Any) -> Moe | None:
     if not found or not routed:
         return None
     cfg = max(found, key=lambda each: each.num_experts)
-    dispatcher = cfg.dispatcher.instantiate()
+    dispatcher, fields = cfg.dispatcher.instantiate(), dict(cfg.dispatcher.items())
     widest = max(routed, key=lambda spec: spec.size)
     alike = [s for s in routed if s.axes == widest.axes]
     layers = sum(s.shape[0] if s.axes[0] == "layers" else 1 for s in alike)
@@ -259,7 +271,9 @@ def _moe(model: Any, specs: Any) -> Moe | None:
         num_experts_per_token=cfg.num_experts_per_token,
         expert_parallel=dispatcher.expert_parallel,
         ring=isinstance(dispatcher, RingDispatcher),
-        buffer_factor=dict(cfg.dispatcher.items()).get("buffer_factor"),
+        buffer_factor=fields.get("buffer_factor"),
+        buffer_blocks=fields.get("buffer_blocks", 1),
+        capacity_factor=fields.get("capacity_factor"),
     )
 
 

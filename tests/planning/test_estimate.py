@@ -1,15 +1,20 @@
 """Estimates: exact where they are said to be, and near compiled and published figures elsewhere."""
 
+import dataclasses
 import math
 
 import jax
 import pytest
 
 from experiments import gpt_oss
+from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
+from moelib.planning import hlo
 from moelib.planning.candidates import Candidate, Mesh, as_it_is, candidates, rules_of
 from moelib.planning.estimate import Estimator
 from moelib.planning.kept import DOTS, FULL, NONE, OWN
 from moelib.planning.on_mesh import OnMesh
+from moelib.planning.report import total
+from moelib.planning.sends import collectives
 from moelib.planning.topologies import describe
 from moelib.planning.workload import read_workload
 from moelib.train.state import abstract_state
@@ -125,6 +130,55 @@ def test_the_published_step_on_four_tpus_is_near_the_compiled_one():
     assert results["ragged-all-to-all"] / MIB == pytest.approx(736, rel=0.001)
     assert found.model_flops == pytest.approx(4.047e12, rel=0.01)  # MaxText's own count.
     assert found.seconds[0] < 0.182 < found.seconds[1]  # Measured with MaxText.
+
+
+@pytest.mark.slow
+def test_slots_of_a_capacity_are_sent_full_or_not():
+    cfg = tiny_moe.config().clone()
+    for layer in cfg.model.decoder.block:
+        capacity = CapacityDispatcher.default_config().set(capacity_factor=2.0)
+        layer.feed_forward.dispatcher = capacity
+    work = read_workload(cfg)
+    estimator = Estimator(work, rules_of(cfg), {})
+    each = Candidate(EIGHT, Mesh((("expert", 8),)), cfg.input.global_batch_size / 8, 1, NONE)
+    trainer = each.apply(cfg).instantiate(parent=None)
+    program = hlo.parse(trainer.compile_train_step().as_text())
+    report = collectives(program, dict(trainer.mesh().shape))
+    embedded = 2 * work.tokens / 8 * work.dim * work.compute_itemsize  # With their gradients.
+    results = estimator.results(each)
+    sent = total(report, "all-to-all")
+    assert sent is not None
+    assert sent.bytes == results["all-to-all"] + embedded
+    assert "ragged-all-to-all" not in results
+    # Twice K rows a token, whatever the mesh.
+    assert estimator(each).memory["dispatch"] == each.rows * work.seq_len * work.block.rows
+
+
+def test_room_grows_with_devices_beyond_the_blocks_of_experts(tiny):
+    cfg, work, _ = tiny
+    work = dataclasses.replace(
+        work, moe=dataclasses.replace(work.moe, buffer_factor=1.5, buffer_blocks=2)
+    )
+    held = {}
+    for n in (1, 2, 4, 8):
+        each = Candidate(describe(f"h100:1x{n}"), Mesh((("expert", n),)), 1, 1, NONE)
+        held[n] = OnMesh(work, each, rules_of(cfg)).memory(each)["dispatch"]
+    assert [held[n] / held[1] for n in (2, 4, 8)] == [1.5, 3, 6]
+
+
+@pytest.mark.parametrize("remat", [FULL, DOTS, NONE])
+def test_weights_of_layers_are_gathered_twice(remat):
+    cfg = tiny_moe.config().clone()
+    cfg.model.decoder.block = cfg.model.decoder.first_layers
+    cfg.model.decoder.first_layers = []
+    work = read_workload(cfg)
+    assert work.moe is None
+    each = Candidate(EIGHT, Mesh((("fsdp", 8),)), 1, 1, remat)
+    inside = [leaf for leaf in work.parameters if leaf.in_decoder and "embed" in leaf.axes]
+    outside = [leaf for leaf in work.parameters if not leaf.in_decoder and "embed" in leaf.axes]
+    size = lambda leaves: sum(leaf.size * leaf.compute_itemsize for leaf in leaves)
+    found = Estimator(work, rules_of(cfg), {}).results(each)["all-gather"]
+    assert found == 2 * size(inside) + size(outside)
 
 
 def test_ring_attention_sends_keys_and_values_and_once_their_gradients(tiny):

@@ -9,7 +9,10 @@ from moelib.layers.feed_forward import FeedForward
 from moelib.layers.remat import remat
 from moelib.layers.transformer import ScanStack, TransformerLayer
 from moelib.models.causal_lm import CausalLM
+from moelib.planning import kept as kept_lib
 from moelib.planning.kept import DOTS, FULL, NONE, OWN, read_kept, remat_name, with_remat
+from moelib.planning.workload import read_workload
+from tests.planning import tiny_moe
 from tests.train import tiny
 
 DIM, HIDDEN, LAYERS, HEADS, HEAD_DIM = 24, 40, 3, 2, 12
@@ -81,3 +84,20 @@ def test_parameters_are_no_activations(cfg):
     more, _ = _read(cfg)
     assert more[NONE].split == pytest.approx(kept[NONE].split, rel=0.01)
     assert jnp.dtype(cfg.train_dtype).itemsize == 2
+
+
+def test_sizes_that_look_like_tokens_are_none(monkeypatch):
+    cfg = tiny_moe.config().clone()
+    found = []
+    for tokens in (128, 96):  # A trace of 256 tokens with 2 choices each has 512 rows.
+        monkeypatch.setattr(kept_lib, "_TOKENS", tokens)
+        cfg.model.dim = 512
+        found.append(read_workload(cfg))
+    assert found[0].block == found[1].block
+    assert [found[0].kept[n] for n in (FULL, NONE)] == [found[1].kept[n] for n in (FULL, NONE)]
+
+
+def test_a_remat_that_names_what_no_block_has_is_refused(cfg):
+    cfg.model.decoder.remat = config_for_function(remat).set(keep=["feed_forward_upp"])
+    with pytest.raises(ValueError, match=r"no 'feed_forward_upp'; did you mean 'feed_forward_up'"):
+        _read(cfg)
