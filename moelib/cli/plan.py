@@ -91,6 +91,8 @@ def _plan() -> None:
             prices=prices,
             on_progress=say,
         )
+    for reason in found.refused:
+        print(f"Left out: {reason}", file=sys.stderr)
     whole = plan_rows.Whole(FLAGS.tokens, FLAGS.budget)
     rows = [each for each in found.rows if whole.allows(each)]
     if not rows:
