@@ -187,7 +187,10 @@ def _calibrate() -> None:
         raise UsageError("--calibrate asks for --module=experiments.published_runs, or your own.")
     module = launch.import_module(FLAGS.module)
     if not hasattr(module, "PUBLISHED_RUNS"):
-        raise UsageError(f"--module {FLAGS.module} has no PUBLISHED_RUNS; see --calibrate.")
+        raise UsageError(
+            f"--module {FLAGS.module} has no PUBLISHED_RUNS; define it: a sequence of "
+            "moelib.planning.calibration.PublishedRun."
+        )
     from moelib.planning.calibration import as_markdown, calibrate
 
     with _progress() as say:
