@@ -91,6 +91,8 @@ def _plan() -> None:
             prices=prices,
             on_progress=say,
         )
+    for reason in found.refused:
+        print(f"Left out: {reason}", file=sys.stderr)
     whole = plan_rows.Whole(FLAGS.tokens, FLAGS.budget)
     rows = [each for each in found.rows if whole.allows(each)]
     if not rows:
@@ -185,7 +187,10 @@ def _calibrate() -> None:
         raise UsageError("--calibrate asks for --module=experiments.published_runs, or your own.")
     module = launch.import_module(FLAGS.module)
     if not hasattr(module, "PUBLISHED_RUNS"):
-        raise UsageError(f"--module {FLAGS.module} has no PUBLISHED_RUNS; see --calibrate.")
+        raise UsageError(
+            f"--module {FLAGS.module} has no PUBLISHED_RUNS; define it: a sequence of "
+            "moelib.planning.calibration.PublishedRun."
+        )
     from moelib.planning.calibration import as_markdown, calibrate
 
     with _progress() as say:

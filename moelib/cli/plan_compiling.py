@@ -126,12 +126,14 @@ def _print_compiled(
 
 
 def _print_what_does_not_fall(done: Compiled) -> None:
-    """Prints what of a device's memory is no less with more devices, of every two steps."""
+    """Prints what of a device's memory is no less with more devices of the same kind."""
     from moelib.planning.dump_text import finding_lines
     from moelib.planning.lint_arrays import memory_that_does_not_fall
 
     ordered = sorted(done.reports, key=lambda each: each[1].topology.num_devices)
     for (few, one), (many, other) in itertools.combinations(ordered, 2):
+        if one.topology.accelerator != other.topology.accelerator:
+            continue
         if one.topology.num_devices == other.topology.num_devices:
             continue
         # What is kept for the backward pass differs by itself where these do.

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from moelib.core.config import config_for_function, did_you_mean
 from moelib.layers.remat import remat
 from moelib.parallel import sharding
@@ -107,7 +109,7 @@ def candidates(
         mesh: Sizes of axes, as fsdp=2,expert=-1; axes that are not named have size 1.
 
     Raises:
-        PlanError: If there is none.
+        PlanError: If there is none, or the sharding rules or `mesh` cannot be.
     """
     rules = rules_of(cfg)
     wanted = None if mesh is None else _parsed_mesh(mesh, cfg.mesh_axis_names, topology)
@@ -116,7 +118,8 @@ def candidates(
         if size > 1 and name not in split:
             dense = name == "expert" and work.moe is None
             reason = "the model has no experts" if dense else "nothing is split over it yet"
-            raise PlanError(f"mesh {mesh!r}: {name} is {size}, but {reason}; leave it out.")
+            place = f"topology {topology.name}: mesh {mesh!r}"
+            raise PlanError(f"{place}: {name} is {size}, but {reason}; leave it out.")
     found, why, legal = [], "", _Rules(work, rules)
     remats = list(_remats(cfg, work))
     for each in _meshes(cfg, work, topology, rules, wanted):
@@ -139,7 +142,8 @@ def as_it_is(cfg: Any, work: Workload, topology: TopologyShape) -> Candidate:
     """Returns the config as it stands.
 
     Raises:
-        PlanError: If its mesh does not fit the topology, or its batch the mesh.
+        PlanError: If its mesh does not fit the topology, its batch the mesh, or its sharding rules
+            cannot be.
     """
     names, shape = cfg.mesh_axis_names, cfg.mesh_shape
     per_slice, place = topology.devices_per_slice, f"topology {topology.name}: mesh_shape"
@@ -174,9 +178,21 @@ def as_it_is(cfg: Any, work: Workload, topology: TopologyShape) -> Candidate:
 
 
 def rules_of(cfg: Any) -> sharding.Rules:
-    """Returns the sharding rules of a trainer config."""
-    changed = {name: tuple(axes) for name, axes in (cfg.sharding_rules or {}).items()}
-    return {**sharding.DEFAULT_RULES, **changed}
+    """Returns the sharding rules of a trainer config.
+
+    Raises:
+        PlanError: If one is of a logical axis, or names a mesh axis, that there is not.
+    """
+    names = tuple(cfg.mesh_axis_names)
+    mesh = jax.sharding.AbstractMesh((1,) * len(names), names)
+    try:
+        with (
+            jax.sharding.use_abstract_mesh(mesh),
+            sharding.sharding_rules(cfg.sharding_rules or {}),
+        ):
+            return sharding.current_rules()
+    except ValueError as error:
+        raise PlanError(str(error)) from None
 
 
 def _remats(cfg: Any, work: Workload) -> Iterator[str]:

@@ -1,10 +1,10 @@
 """Optimized HLO text as data: computations, their instructions, and how often a step runs them.
 
 What a step runs is counted from the entry downwards. The body of a loop runs as often as the loop's
-known trip count says; a loop without one is looked for a bound in its condition, else counted once,
-and reported in `Program.loops_of_unknown_length`. Of a conditional's branches only the costliest by
-the compiler's estimate is counted (of equals, that with the most instructions). A computation
-called from several places runs the sum of their times.
+known trip count says; without one, n times if its condition is i < n, of an i that it carries and a
+constant n; else it is counted once, and reported in `Program.loops_of_unknown_length`. Of a
+conditional's branches only the costliest by the compiler's estimate is counted (of equals, that
+with the most instructions). A computation called from several places runs the sum of their times.
 """
 
 import dataclasses
@@ -293,9 +293,31 @@ def _trip_count(loop: Instruction, computations: dict[str, Computation]) -> int 
     if found := _TRIP_COUNT.search(loop.attributes):
         return int(found.group(1))
     condition = computations.get(dict(loop.calls).get("condition", ""))
-    bounds = [
-        int(each.arguments)
-        for each in (condition.instructions.values() if condition else ())
-        if each.opcode == "constant" and re.fullmatch(r"\d+", each.arguments)
-    ]
-    return max(bounds, default=None)
+    return _bound(condition, computations) if condition else None
+
+
+def _bound(condition: Computation, computations: Mapping[str, Computation]) -> int | None:
+    """Returns the n of a condition i < n, for an i that the loop carries and a constant n."""
+    made, root = dict(condition.instructions), _root(condition)
+    if root.opcode == "fusion":
+        fused = computations[dict(root.calls)["calls"]]
+        given = [made[name] for name in root.operands]
+        for name, each in fused.instructions.items():
+            made[name] = given[int(each.arguments)] if each.opcode == "parameter" else each
+        root = _root(fused)
+    if root.opcode != "compare" or root.attribute("direction") != "LT":
+        return None
+    carried, bound = (_before_copies(made[name], made) for name in root.operands)
+    if carried.opcode not in ("get-tuple-element", "parameter") or bound.opcode != "constant":
+        return None
+    return int(bound.arguments) if bound.arguments.isdecimal() else None
+
+
+def _root(computation: Computation) -> Instruction:
+    return next(each for each in computation.instructions.values() if each.is_root)
+
+
+def _before_copies(each: Instruction, made: Mapping[str, Instruction]) -> Instruction:
+    while each.opcode in ("bitcast", "copy"):
+        each = made[each.operands[0]]
+    return each

@@ -170,7 +170,7 @@ class Finding:
     """Something in a compiled step that costs more than it needs to.
 
     Attributes:
-        rule: What was looked for; a name in `moelib.planning.lint.RULES`.
+        rule: What was looked for, such as "padding".
         severity: "warning" where something is wrong, "hint" where there is a trade to think about.
         instruction: The largest one found, or the array of the state.
         bytes: Of that instruction's result, or the array, on a device.

@@ -23,11 +23,13 @@ class Sweep:
             the best of each topology before all others; then those that do not, by what they lack.
         num_candidates: How many were estimated.
         estimator: With which.
+        refused: Of each topology that can run nothing, the reason.
     """
 
     rows: tuple[Estimate, ...]
     num_candidates: int
     estimator: Estimator
+    refused: tuple[str, ...]
 
 
 def sweep(
@@ -50,23 +52,37 @@ def sweep(
         on_progress: Called with what is done next.
 
     Raises:
-        PlanError: If a topology is not known, or nothing can run on one.
+        PlanError: If a topology is not known, nothing can run on any, or the config cannot be.
     """
     shapes = [describe(name) for name in dict.fromkeys(topologies)]
     on_progress("reading what the model computes")
-    work = read_workload(cfg)
-    estimator = Estimator(work, rules_of(cfg), prices or {})
+    rules = rules_of(cfg)
+    try:
+        work = read_workload(cfg)
+    except ValueError as error:  # The model is traced, and says what it does not take.
+        raise PlanError(str(error)) from None
+    estimator = Estimator(work, rules, prices or {})
     best: dict[Any, Estimate] = {}
+    refused: dict[str, None] = {}  # In order, each once.
     num = 0
     for shape in shapes:
         on_progress(f"estimating on {shape.name}")
-        found = [as_it_is(cfg, work, shape)] if as_is else candidates(cfg, work, shape, mesh=mesh)
+        try:
+            if as_is:
+                found = [as_it_is(cfg, work, shape)]
+            else:
+                found = candidates(cfg, work, shape, mesh=mesh)
+        except PlanError as error:
+            refused[str(error)] = None
+            continue
         num += len(found)
         for candidate in found:
             estimate, key = estimator(candidate), (candidate.topology.name, candidate.mesh)
             if key not in best or _rank(estimate) < _rank(best[key]):
                 best[key] = estimate
-    return Sweep(tuple(_sorted(best.values())), num, estimator)
+    if not best:
+        raise PlanError(" ".join(refused))
+    return Sweep(tuple(_sorted(best.values())), num, estimator, tuple(refused))
 
 
 def _rank(estimate: Estimate) -> tuple[bool, float, int]:

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from moelib.parallel.mesh import MESH_AXIS_NAMES, HybridMeshShape
-from moelib.planning.candidates import as_it_is, candidates
+from moelib.planning.candidates import as_it_is, candidates, rules_of
 from moelib.planning.kept import FULL, OWN
 from moelib.planning.topologies import PlanError, describe
 from tests.planning import tiny_moe
@@ -124,3 +124,22 @@ def test_as_it_is_takes_mesh_and_parts_of_the_config(tiny):
     assert each.apply(cfg).model == cfg.model
     with pytest.raises(PlanError, match=r"it has 2 slices; set HybridMeshShape"):
         as_it_is(cfg, work, describe("h100:2x4"))
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"fnn": ("model",)}, "no sharding rule for the logical axis 'fnn'; did you mean 'ffn'"),
+        ({"ffn": ("modle",)}, "there is no mesh axis 'modle'; did you mean 'model'"),
+    ],
+)
+def test_sharding_rules_that_the_trainer_refuses_are_refused(tiny, rules, message):
+    with pytest.raises(PlanError, match=message):
+        rules_of(tiny[0].clone(sharding_rules=rules))
+
+
+def test_sharding_rules_may_name_the_configs_own_mesh_axes(tiny):
+    names = (*MESH_AXIS_NAMES, "rings")
+    cfg = tiny[0].clone(mesh_axis_names=names, sharding_rules={"ffn": ("rings",)})
+    assert rules_of(cfg)["ffn"] == ("rings",)
+    assert rules_of(cfg)["batch"] == ("data", "expert", "fsdp")

@@ -103,6 +103,51 @@ def test_loops_multiply_and_a_bound_stands_in_for_a_trip_count(program):
     assert program.loops_of_unknown_length == ("while.3",)
 
 
+CONDITION = """
+%fused (q.0: s32[], q.1: s32[]) -> pred[] {{
+  %q.1 = s32[] parameter(1)
+  %q.0 = s32[] parameter(0)
+  ROOT %fused_less = pred[] compare(%q.0, %q.1), direction=LT
+}}
+
+%condition (p.0: (s32[], s32[])) -> pred[] {{
+  %p.0 = (s32[], s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%p.0), index=0
+  %n = s32[] get-tuple-element(%p.0), index=1
+  %c = s32[] constant(512)
+  %copied = s32[] copy(%c)
+  %rows = s32[] multiply(%i, %c)
+  ROOT %more = pred[] {}
+}}
+
+%body (p.1: (s32[], s32[])) -> (s32[], s32[]) {{
+  ROOT %p.1 = (s32[], s32[]) parameter(0)
+}}
+
+ENTRY %main (a: (s32[], s32[])) -> (s32[], s32[]) {{
+  %a = (s32[], s32[]) parameter(0)
+  ROOT %while = (s32[], s32[]) while(%a), condition=%condition, body=%body
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "executions"),
+    [
+        ("compare(%i, %copied), direction=LT", 512),
+        ("fusion(%i, %c), kind=kLoop, calls=%fused", 512),
+        ("compare(%rows, %n), direction=LT", None),
+        ("compare(%rows, %c), direction=LT", None),
+        ("fusion(%rows, %n), kind=kLoop, calls=%fused", None),
+        ("compare(%i, %c), direction=GT", None),
+    ],
+)
+def test_only_what_a_loop_counts_up_to_is_its_bound(more, executions):
+    found = hlo.parse(CONDITION.format(more))
+    assert found.computations["body"].executions == (executions or 1)
+    assert found.loops_of_unknown_length == (() if executions else ("while",))
+
+
 def test_the_costliest_branch_is_the_one_that_runs(program):
     assert program.computations["dear"].executions == 1
     assert program.computations["cheap"].executions == 0

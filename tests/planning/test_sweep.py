@@ -37,6 +37,20 @@ def test_a_price_turns_the_order(found):
     assert turned.rows[0].candidate.topology.name == "h100:1x8"
 
 
+def test_a_topology_that_cannot_take_the_mesh_leaves_the_others():
+    found = sweep(tiny_moe.config(), TOPOLOGIES, mesh="fsdp=8")
+    assert {each.candidate.topology.name for each in found.rows} == {"h100:1x8"}
+    (reason,) = found.refused
+    assert "topology v6e:2x2: mesh (fsdp 8) takes 8 devices, but there are 4" in reason
+
+
+def test_what_the_model_refuses_when_it_is_traced_is_said():
+    cfg = tiny_moe.config().clone()
+    cfg.model.decoder.block[0].feed_forward.dispatcher.set(buffer_factor=1.5, buffer_blocks=3)
+    with pytest.raises(PlanError, match="buffer_blocks is 3, which does not divide"):
+        sweep(cfg, TOPOLOGIES)
+
+
 @pytest.mark.slow
 def test_what_does_not_fit_comes_last_nearest_first():
     cfg = tiny_moe.config().clone()
