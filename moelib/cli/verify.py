@@ -18,6 +18,7 @@ from typing import Any
 from absl import flags
 
 from moelib import launch
+from moelib.cli.files import check_file
 from moelib.cli.tables import show
 from moelib.launch import UsageError
 
@@ -47,9 +48,7 @@ def run(args: Sequence[str]) -> None:
     """
     if args:
         raise UsageError(f"{args[0]!r} is no flag; --module and --config say what to verify.")
-    folder = os.path.dirname(FLAGS.report) or "."
-    if not os.path.isdir(folder) or os.path.isdir(FLAGS.report):
-        raise UsageError(f"--report {FLAGS.report}: set it to a file in a folder that is there.")
+    check_file("report")
     cfg = launch.config_from_flags()
     if FLAGS.full_size:
         launch.check_data_dir(cfg)

@@ -1,5 +1,7 @@
 """`moelib verify`: its flags, its exit status, its report."""
 
+import os
+
 import pytest
 from absl import flags
 from absl.testing import flagsaver
@@ -31,6 +33,7 @@ def test_a_config_that_passes_leaves_a_report(command, tmp_path, capsys):
     found = [
         Outcome("1 device", "compiled", Status.PASSED),
         Outcome("fsdp 8", "loss", Status.PASSED),
+        Outcome("fsdp 8", "resumed", Status.PASSED),
     ]
     command(*TINY, "--meshes=fsdp=8", found=found)
     assert "| fsdp 8 | same |" in (tmp_path / "verify.md").read_text()
@@ -48,8 +51,9 @@ def test_a_failure_exits_with_1_and_shows_both_values(command, tmp_path, capsys)
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("--report=/no/such/folder/x.md",), "--report /no/such/folder/x.md: set it to a file"),
-        (("--report=/tmp",), "--report /tmp: set it to a file"),
+        (("--report=/no/such/folder/x.md",), "--report /no/such/folder/x.md: there is no such"),
+        (("--report=/tmp",), "--report /tmp: it is a folder"),
+        (("--report=",), "--report : it is a folder"),
         (("--meshes=fdsp=8",), "--meshes: mesh 'fdsp=8': no axis 'fdsp'"),
         (("--meshes=;",), "--meshes: mesh ''"),
         (("--full_size",), "say where the data is with --data_dir"),
@@ -60,3 +64,10 @@ def test_what_cannot_be_is_refused(command, args, said):
     with pytest.raises(UsageError) as error:
         command(*TINY, *args)
     assert said in str(error.value)
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_any_work(command, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setattr("moelib.launch.config_from_flags", lambda: pytest.fail("work was done"))
+    with pytest.raises(UsageError, match=r"--report verify.md: it cannot be written"):
+        command(*TINY)

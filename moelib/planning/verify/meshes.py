@@ -1,5 +1,6 @@
 """Over which meshes of some devices a config is tried."""
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -59,12 +60,15 @@ def _factorized(names: Sequence[str], num: int) -> Iterator[Axes]:
 def _own_axes(cfg: Any) -> list[set[str]]:
     """Returns which axes are more than 1, or are to be found out, in each mesh of the config."""
     rules = [rule for _, rule in cfg.mesh_rules or ()]
-    changed = [rule.instantiate()(cfg.clone()) for rule in rules if isinstance(rule, ConfigBase)]
-    shapes = [cfg.mesh_shape, *rules, *(each.mesh_shape for each in changed)]
+    shapes = [cfg.mesh_shape, *rules]
+    for rule in rules:
+        if isinstance(rule, ConfigBase):
+            with contextlib.suppress(Exception):  # The check `rules` says what it raises.
+                shapes.append(rule.instantiate()(cfg.clone()).mesh_shape)
     sizes: list[Sequence[int]] = []
     for shape in shapes:
         if isinstance(shape, HybridMeshShape):
-            both = zip(shape.ici, shape.dcn, strict=True)
+            both = zip(shape.ici, shape.dcn, strict=False)  # `rules` checks the lengths too.
             sizes.append([-1 if -1 in pair else math.prod(pair) for pair in both])
         elif isinstance(shape, Sequence):
             sizes.append(shape)

@@ -81,26 +81,29 @@ class _Checks:
                 )
 
     def auxiliary(self) -> Difference | None:
-        """The objective is the loss and the auxiliary losses; none of the config's is missing."""
-        metrics = self._reference.first.metrics
+        """The objective is the loss and the auxiliary losses, each of the config's once."""
+        known = self._reference
+        metrics, arrives = known.first.metrics, known.first.metrics["aux_loss"]
+        weights = dict(_auxiliary_losses(known.probe.trainer.model))
+        found = known.probe.auxiliary_losses(known.start.model, self._batch)
         least = 0.0
-        for path, weight in _auxiliary_losses(self._reference.probe.trainer.model):
-            own = re.compile(rf"{re.escape(path)}(/\d+)?")
-            values = [x for name, x in metrics.items() if own.fullmatch(name)]
-            if not values:
+        for path, weight in weights.items():
+            if weight and path not in found:
                 raise FaultError(
                     f"{path} has weight {weight:g}, but no such loss arrives at the trainer: a "
                     "layer around it drops what its children put out."
                 )
-            least += weight * math.fsum(values)
-        if least == 0.0 and metrics["aux_loss"] == 0.0:
+            own = re.compile(rf"{re.escape(path)}(/\d+)?")
+            least += weight * math.fsum(x for name, x in metrics.items() if own.fullmatch(name))
+        if least == 0.0 and arrives == 0.0:
             raise NotApplicableError("no auxiliary losses")
-        if metrics["aux_loss"] < least * (1 - TOLERANCE):
+        room = TOLERANCE * least
+        if arrives < least - room or (arrives > least + room and found <= weights.keys()):
             raise FaultError(
                 f"The auxiliary losses of the config, times their weights, are {least:.9g}, but "
-                f"{metrics['aux_loss']:.9g} is what arrives in the objective."
+                f"{arrives:.9g} is what arrives in the objective."
             )
-        want = {"objective": metrics["loss"] + metrics["aux_loss"]}
+        want = {"objective": metrics["loss"] + arrives}
         return first_difference(want, {n: metrics[n] for n in want}, relative=TOLERANCE)
 
     def masked(self) -> None:
@@ -122,6 +125,8 @@ class _Checks:
 
     def doubled(self) -> Difference | None:
         """Rows that are there twice are worth what they are once, with padding in their place."""
+        if (rows := len(self._batch["input_ids"])) % 2:
+            raise NotApplicableError(f"input.global_batch_size is {rows}, which is odd")
         if why := self._depends_on_rows():
             raise NotApplicableError(why)
         return self._same(batches.twice(self._batch), batches.once(self._batch))
@@ -164,9 +169,10 @@ class _Checks:
         """Batches depend on the step alone: on 1, 2 and 4 hosts, and after a restore."""
         made = self._reference.probe.trainer.input
         want = list(itertools.islice(made.iterator(), 3))
-        for num_hosts in (2, 4):
-            if self._cfg.input.global_batch_size % num_hosts:
-                continue
+        rows = self._cfg.input.global_batch_size
+        if rows % 2:
+            raise NotApplicableError(f"2 and 4 hosts do not divide input.global_batch_size {rows}")
+        for num_hosts in (2,) if rows % 4 else (2, 4):
             hosts = [made.iterator(host, num_hosts) for host in range(num_hosts)]
             states = []
             for batch in want:
@@ -212,7 +218,10 @@ def _check_mesh_rules(cfg: Any) -> None:
         except re.error as error:
             raise FaultError(f"mesh_rules[{i}]: {pattern!r} is no pattern: {error}.") from None
         if isinstance(rule, ConfigBase):
-            rule.instantiate()(cfg.clone())  # Whatever it raises is its fault.
+            try:
+                rule.instantiate()(cfg.clone())
+            except Exception as error:
+                raise FaultError(f"mesh_rules[{i}]: {type(error).__name__}: {error}") from error
             continue
         for shape in rule if isinstance(rule, HybridMeshShape) else (rule,):
             if len(shape) != len(names):
@@ -264,10 +273,10 @@ def _joined(parts: list[Any]) -> dict[str, Any]:
 
 
 def _auxiliary_losses(module: Module, path: str = "") -> Iterator[tuple[str, float]]:
-    """Yields (path, weight) of the losses that MoE layers have in their configs."""
+    """Yields (path, weight, which may be 0) of the losses that MoE layers have in their configs."""
     for name in ("load_balance_loss", "router_z_loss"):
         value = dict(module.config.items()).get(name)
-        if isinstance(value, LoadBalanceLoss.Config | RouterZLoss.Config) and value.weight:
+        if isinstance(value, LoadBalanceLoss.Config | RouterZLoss.Config):
             yield f"{path}{name}", float(value.weight)
     for name, child in module.children.items():
         yield from _auxiliary_losses(child, f"{path}{name}/")

@@ -1,5 +1,6 @@
 """A config's own training step on one mesh, with everything it computes laid open."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -7,6 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from moelib.checkpoint.contents import CheckpointRecord
+from moelib.core import tree
+from moelib.core.context import AuxLoss
+from moelib.core.module import functional
+from moelib.data.input import Batch
 from moelib.data.prefetch import row_sharding
 from moelib.learner.learner import Learner, LearnerUpdate
 from moelib.train import metrics
@@ -111,6 +116,14 @@ class Probe:
             lowered = jax.jit(step, out_shardings=out).lower(*given)
             trainer.check_sharding_rules()
             self._step = lowered.compile(compiler_options=_QUICK)
+
+    def auxiliary_losses(self, params: Nested, batch: Batch) -> set[str]:
+        """Returns the paths of all auxiliary losses that arrive at the trainer."""
+        forward = functools.partial(functional, self.trainer.model, is_training=True)
+        with self.trainer.on_mesh():
+            _, collection = jax.eval_shape(forward, jax.random.key(0), params, (batch,))
+        losses = tree.flatten_items(collection.aux_losses, lambda x: isinstance(x, AuxLoss))
+        return {path for path, _ in losses}
 
     def save(self, state: Any, step: int) -> None:
         """Writes a checkpoint with the trainer's own checkpointer.

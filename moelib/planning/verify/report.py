@@ -39,12 +39,22 @@ class Report:
 
     @property
     def status(self) -> Status:
-        """FAILED if a check failed, SKIPPED if no mesh, or not every one asked for, was usable."""
+        """FAILED if a check failed, SKIPPED if no mesh, or not each asked for, was verified."""
         if any(each.status is Status.FAILED for each in self.outcomes):
             return Status.FAILED
-        passed = {each.mesh for each in self.outcomes if each.status is Status.PASSED}
-        wanted = set(self.meshes) if self.asked else passed - {ONE_DEVICE}
-        return Status.PASSED if wanted and wanted <= passed else Status.SKIPPED
+        wanted = set(self.meshes) - (set() if self.asked else self._left_out)
+        return Status.PASSED if wanted and wanted <= self._done else Status.SKIPPED
+
+    @property
+    def _done(self) -> set[str]:
+        """The meshes on which the last check has been made."""
+        return {each.mesh for each in self.outcomes if each.check == MESH_CHECKS[-1]}
+
+    @property
+    def _left_out(self) -> set[str]:
+        """The meshes that the config cannot be split over."""
+        skipped = (each for each in self.outcomes if each.status is Status.SKIPPED)
+        return {each.mesh for each in skipped if each.check == COMPILED}
 
     def tables(self) -> Iterator[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
         """Yields (title, columns, rows): the checks on one device, then meshes by checks."""
@@ -68,10 +78,10 @@ class Report:
         failed = [each for each in self.outcomes if each.status is Status.FAILED]
         said = [f"Not checked: {each.mesh}, {each.check}: {each.said}" for each in skipped]
         said += [f"FAILED: {each.mesh}, {each.check}: {each.said}" for each in failed]
-        tried = {each.mesh for each in self.outcomes} - {ONE_DEVICE}
         if not failed:
-            num = len(tried) - len({each.mesh for each in skipped if each.check == COMPILED})
+            num, stopped = len(self._done), set(self.meshes) - self._done - self._left_out
             what = "nothing was verified" if num == 0 else "the same as on one device"
+            what += ", then stopped" if stopped else ""
             said.append(f"{num} of {len(self.meshes)} meshes: {what}, in {self.seconds:.0f} s.")
         return said
 

@@ -166,6 +166,9 @@ def _fewer_experts(cfg: ConfigBase, num_devices: int) -> None:
             num = math.gcd(groups["num_groups"], few // 2)
             least = math.ceil(cfg.num_experts_per_token * num / few)  # That hold so many experts.
             inside.set(num_groups=num, num_groups_per_token=max(least, num // 2))
+        for name, blocks in _sizes(inside, ("buffer_blocks",)).items():
+            if experts % blocks == 0:  # Else it is a mistake, which stays one.
+                inside.set(**{name: math.gcd(blocks, few)})
 
 
 def _smaller_widths(cfg: ConfigBase, num_devices: int) -> None:
@@ -184,9 +187,10 @@ def _smaller_widths(cfg: ConfigBase, num_devices: int) -> None:
 def _full_precision(cfg: Any) -> None:
     """Makes everything float32: differences between meshes are then the order of sums alone."""
     cfg.set(train_dtype=None)
-    for holder in _configs(cfg.model):
-        if isinstance(dict(holder.items()).get("dtype"), str):
-            holder.set(dtype="float32")
+    for holder in [*_configs(cfg.model), *_configs(cfg.learner)]:
+        for name, value in dict(holder.items()).items():
+            if f"_{name}".endswith("_dtype") and isinstance(value, str):
+                holder.set(**{name: "float32"})
 
 
 def _all_reported(cfg: Any) -> None:
@@ -215,7 +219,7 @@ def _made_up_data(cfg: Any, num_devices: int) -> None:
     """Gives every input made-up tokens in the place of files, and few rows."""
     vocab_size = dict(cfg.model.items()).get("vocab_size")
     accumulated = min(cfg.num_microbatches, 2)
-    rows = num_devices * accumulated
+    rows = math.lcm(num_devices * accumulated, 4)  # For `doubled`, and `hosts`.
     cfg.set(num_microbatches=accumulated)
     cfg.input.set(seq_len=_SEQ_LEN, global_batch_size=rows)
     if isinstance(cfg.input, LMInput.Config):

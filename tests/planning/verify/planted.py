@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from moelib.checkpoint.checkpointer import Checkpointer
 from moelib.core import tree
 from moelib.core.config import REQUIRED, Required, config_class
+from moelib.core.config_modifier import ConfigModifier
 from moelib.core.module import functional
 from moelib.core.param import FanAxes, ParameterSpec
 from moelib.layers.base import BaseLayer
@@ -85,6 +86,16 @@ class BalancedOnEachDevice(MoELayer):
         self.add_aux_loss("load_balance_loss", value, weight=0.1)
 
 
+class BalancedTwice(MoELayer):
+    """The balance loss with twice its weight."""
+
+    def _report(self, routing: Any, num_dropped: Any) -> None:
+        del num_dropped
+        weight = 2 * self.config.load_balance_loss.weight
+        value = load_balance_loss(routing.probs, routing.expert_ids, routing.mask)
+        self.add_aux_loss("load_balance_loss", value, weight=weight)
+
+
 class WithALossOfItsOwn(MoELayer):
     """No bug: a loss beside those of the library, of another name than its field."""
 
@@ -130,6 +141,13 @@ def same_for_all_experts() -> Any:
         return jnp.broadcast_to(one, spec.shape)
 
     return init
+
+
+class BrokenRule(ConfigModifier):
+    """A mesh rule that raises."""
+
+    def __call__(self, cfg: Any) -> Any:
+        raise ValueError("this mesh rule is broken")
 
 
 class OneRanksExperts(Checkpointer):

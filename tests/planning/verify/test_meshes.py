@@ -5,6 +5,7 @@ import pytest
 from moelib.parallel.mesh import HybridMeshShape, mesh_shape_from_axes
 from moelib.planning.verify.meshes import describe, meshes
 from moelib.train.trainer import SpmdTrainer
+from tests.planning.verify.planted import BrokenRule
 
 
 def config(**fields):
@@ -31,6 +32,11 @@ def test_mesh_rules_over_slices_count_as_the_configs_own():
     cfg = config(mesh_rules=[("gpu-.*", shape)])
     assert {"data": 2, "model": 4} in meshes(cfg, 8)
     assert {"data": 2, "model": 4} not in meshes(config(), 8)
+
+
+def test_a_mesh_rule_that_raises_is_left_to_the_checks():
+    broken = config(mesh_rules=[("gpu-.*", BrokenRule.default_config())])
+    assert meshes(broken, 8) == meshes(config(), 8)
 
 
 def test_an_axis_that_nothing_is_split_over_is_left_out():

@@ -69,6 +69,28 @@ def test_an_auxiliary_loss_that_does_not_arrive():
     assert "decoder/layer0/feed_forward/load_balance_loss has weight 0.1" in found.said
 
 
+def test_an_auxiliary_loss_that_counts_twice():
+    found = failure(tiny(**moe(planted.BalancedTwice)))
+    assert found.check == "auxiliary"
+    assert "is what arrives in the objective" in found.said
+
+
+def test_what_an_odd_number_of_rows_cannot_show_is_said():
+    cfg = tiny()
+    cfg.input.global_batch_size = 3
+    found = outcomes(cfg)
+    assert not [each for each in found if each.status is Status.FAILED]
+    said = {each.check: each.said for each in found if each.status is Status.SKIPPED}
+    assert "global_batch_size is 3, which is odd" in said["doubled"]
+    assert "2 and 4 hosts do not divide input.global_batch_size 3" in said["hosts"]
+
+
+def test_a_mesh_rule_that_raises():
+    found = failure(tiny().set(mesh_rules=[("gpu-.*", planted.BrokenRule.default_config())]))
+    assert found.check == "rules"
+    assert "mesh_rules[0]: ValueError: this mesh rule is broken" in found.said
+
+
 @pytest.mark.slow
 def test_padding_that_counts():
     found = failure(tiny(**moe(planted.PaddingAsTokens)))

@@ -16,7 +16,8 @@ def test_a_mesh_that_passed_is_same_and_one_that_cannot_be_is_explained():
     made = report(
         Outcome("1 device", "compiled", Status.PASSED),
         Outcome("fsdp 8", "compiled", Status.PASSED, seconds=2.0),
-        Outcome("fsdp 8", "loss", Status.PASSED, seconds=1.5),
+        Outcome("fsdp 8", "loss", Status.PASSED, seconds=1.0),
+        Outcome("fsdp 8", "resumed", Status.PASSED, seconds=0.5),
         Outcome("model 8", "compiled", Status.SKIPPED, "4 heads"),
     )
     assert made.status is Status.PASSED
@@ -51,9 +52,19 @@ def test_no_mesh_at_all_is_no_success():
     assert "nothing was verified" in made.lines()[-1]
 
 
+def test_a_mesh_that_was_only_begun_does_not_count():
+    made = report(
+        Outcome("1 device", "exported", Status.PASSED),
+        Outcome("fsdp 8", "resumed", Status.SKIPPED, "no checkpointer"),
+        Outcome("model 8", "compiled", Status.PASSED),
+    )
+    assert made.status is Status.SKIPPED
+    assert made.lines()[-1].startswith("1 of 2 meshes: the same as on one device, then stopped")
+
+
 def test_a_mesh_that_was_asked_for_has_to_pass():
     made = report(
-        Outcome("fsdp 8", "loss", Status.PASSED), Outcome("model 8", "compiled", Status.SKIPPED)
+        Outcome("fsdp 8", "resumed", Status.PASSED), Outcome("model 8", "compiled", Status.SKIPPED)
     )
     assert made.status is Status.PASSED
     made.asked = True

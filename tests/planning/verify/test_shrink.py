@@ -8,6 +8,7 @@ import pytest
 from experiments import flame_moe, gpt_oss, open_models
 from moelib.core.config_path import sub_configs
 from moelib.core.param import is_spec
+from moelib.layers.moe.dispatch_ragged import RaggedDispatcher
 from moelib.planning.verify.shrink import runnable, shrink
 
 CONFIGS = {
@@ -73,6 +74,31 @@ def test_the_run_is_in_float32_on_made_up_data():
     batch = small.input.instantiate().batch(0)
     assert batch["input_ids"].shape == (8, 32)
     assert batch["input_ids"].max() < small.model.vocab_size
+
+
+def test_the_learner_keeps_its_state_in_float32():
+    cfg = CONFIGS["flame-moe-tiny"]()
+    cfg.learner.optimizer.args[1].mu_dtype = "bfloat16"
+    for small, _ in (shrink(cfg, 8), runnable(cfg)):
+        assert small.learner.optimizer.args[1].mu_dtype == "float32"
+
+
+@pytest.mark.parametrize(("blocks", "few"), [(16, 8), (4, 4), (5, 5)])
+def test_blocks_of_a_buffer_divide_the_experts_if_they_did(blocks, few):
+    cfg = CONFIGS["flame-moe-tiny"]()
+    cfg.model.decoder.block[0].feed_forward.set(
+        num_experts=16,
+        dispatcher=RaggedDispatcher.default_config().set(buffer_factor=2.0, buffer_blocks=blocks),
+    )
+    small, _ = shrink(cfg, 8)
+    moe = small.model.decoder.block[0].feed_forward
+    assert (moe.num_experts, moe.dispatcher.buffer_blocks) == (8, few)
+
+
+@pytest.mark.parametrize(("num_devices", "rows"), [(2, 4), (3, 12), (8, 8)])
+def test_rows_can_be_halved_and_split_over_four_hosts(num_devices, rows):
+    small, _ = shrink(CONFIGS["flame-moe-tiny"](), num_devices)
+    assert small.input.global_batch_size == rows
 
 
 def test_without_shrinking_sizes_stay():
