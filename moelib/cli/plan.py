@@ -19,6 +19,7 @@ from absl import flags
 
 from moelib import launch
 from moelib.cli import plan_compiling, plan_rows, plan_tables
+from moelib.cli.files import check_file
 from moelib.launch import UsageError
 
 FLAGS = flags.FLAGS
@@ -134,25 +135,11 @@ def _check_flags() -> list[list[plan_tables.Column]]:
     for flag in ("dump", "top", "compiler_option", "timeout"):
         if getattr(FLAGS, flag) and not FLAGS.compile:
             raise UsageError(f"--{flag} is for compiled steps; set --compile=1.")
-    _check_file("json")
+    check_file("json")
     if FLAGS.dump:
         _make_dump_folder()
     plan_compiling.compiler_options()
     return [plan_tables.read_beside(path) for path in FLAGS.beside]
-
-
-def _check_file(flag: str) -> None:
-    """Raises UsageError if a flag names a file that cannot be written."""
-    path = getattr(FLAGS, flag)
-    if path is None:
-        return
-    folder = os.path.dirname(path) or "."
-    if os.path.isdir(path):
-        raise UsageError(f"--{flag} {path}: it is a folder; name a file.")
-    if not os.path.isdir(folder):
-        raise UsageError(f"--{flag} {path}: there is no such folder; make it first.")
-    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
-        raise UsageError(f"--{flag} {path}: it cannot be written; name another file.")
 
 
 def _make_dump_folder() -> None:
@@ -182,7 +169,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 def _calibrate() -> None:
     """Writes the page of published runs beside our estimates of them."""
-    _check_file("calibrate")
+    check_file("calibrate")
     if not FLAGS.module:
         raise UsageError("--calibrate asks for --module=experiments.published_runs, or your own.")
     module = launch.import_module(FLAGS.module)

@@ -68,7 +68,8 @@ def sharding_rules(overrides: Mapping[str, Sequence[str]]) -> Iterator[set[str]]
         ValueError: If a logical axis is not in the table, or a mesh axis is none of
             `MESH_AXIS_NAMES` or of the mesh that is set.
     """
-    known = (*MESH_AXIS_NAMES, *jax.sharding.get_abstract_mesh().axis_names)
+    names = jax.sharding.get_abstract_mesh().axis_names
+    known = tuple(dict.fromkeys((*MESH_AXIS_NAMES, *names)))
     for name, axes in overrides.items():
         _check_known(name, DEFAULT_RULES)
         for axis in axes:

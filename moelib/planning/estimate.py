@@ -48,7 +48,7 @@ class Efficiency:
 BEST = Efficiency(0.68, 0.90, 0.85, 0.85, 0.0)
 POOR = Efficiency(0.35, 0.60, 0.50, 0.60, 3e-6)
 
-# Steps compiled for v6e, H100 and B200 held from 17% less to 12% more than was estimated.
+# Steps compiled for v6e, H100 and B200 held from 8% less to 11% more than was estimated.
 MEMORY_ERROR = 0.12
 
 # Operations a layer that XLA runs in a step, forward, again and backward: 5,129 for 16 layers of
