@@ -72,6 +72,8 @@ class OnMesh:
 
     def _gathered_axes(self, leaf: Leaf) -> tuple[str, ...]:
         """Returns the mesh axes over which a parameter is gathered to be computed with."""
+        if self._is_table(leaf):
+            return ()  # Its rows go to the tokens.
         found: list[str] = []
         for name in leaf.axes:
             keep = self._experts if name == "experts" else ()
@@ -80,6 +82,17 @@ class OnMesh:
 
     def _gathered_parts(self, leaf: Leaf) -> int:
         return self._mesh.parts(self._gathered_axes(leaf))
+
+    def _is_table(self, leaf: Leaf) -> bool:
+        """Returns whether a parameter is a table that is looked up only, not the head too."""
+        head = any("vocab" in other.axes for other in self._work.parameters if other != leaf)
+        return leaf.axes == ("vocab", "embed") and head
+
+    @functools.cached_property
+    def _looked_up(self) -> list[tuple[str, ...]]:
+        """Returns the mesh axes that split the width of each table."""
+        tables = (leaf for leaf in self._work.parameters if self._is_table(leaf))
+        return [axes for _ in tables if (axes := self._axes["embed"])]
 
     def _reduced_axes(self, leaf: Leaf) -> tuple[str, ...]:
         """Returns the mesh axes whose devices have gradients of the same share of a parameter."""
@@ -106,6 +119,8 @@ class OnMesh:
         work, links = self._work, self._links
         row = work.dim * work.compute_itemsize
         total = Sent()
+        for axes in self._looked_up:  # Embeddings, and their gradients.
+            total += links.exchanged(axes, row).times(2)
         if self._tensor:
             # Two gathers and two reductions a layer, forward and backward, and the gathers again.
             times = (8 + 2 * recomputed) * work.num_layers
@@ -143,6 +158,7 @@ class OnMesh:
                 found["all-reduce"] += held
         work, moe = self._work, self._work.moe
         row = work.dim * work.compute_itemsize
+        found["all-to-all"] += 2 * tokens * row * len(self._looked_up)
         if self._tensor:
             found["all-gather"] += (4 + 2 * recomputed) * work.num_layers * tokens * row
             found["reduce-scatter"] += 4 * work.num_layers * tokens * row / self.tensor_parts
