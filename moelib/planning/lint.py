@@ -23,6 +23,7 @@ RULES = {
     "activation of all devices": lint_arrays.unsplit_activations,
     "replicated state": lint_arrays.replicated_state,
     "collective that its loop does not change": lint_sends.invariant_collectives,
+    "collective again to save memory": lint_sends.repeated_collectives,
     "synchronous collective": lint_sends.synchronous_collectives,
     "padding": lint_arrays.padding,
     "copy of a large array": lint_arrays.copies,

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,8 @@ from moelib.planning.lint_facts import Step
 from moelib.planning.report import COLLECTIVES, Finding
 from moelib.planning.sends import collective_instructions, runs_beside, sent_bytes
 from moelib.train.compiler_options import BY_DEVICE_KIND
+
+_AGAIN = re.compile(r"\.remat\d*(\.|$)")  # What XLA's rematerialization calls a copy.
 
 # Options of XLA that let a kind of collective run beside other work. On GPUs the compiler sees to
 # that by itself, and none changes it (`compiler_options`).
@@ -88,6 +91,19 @@ def invariant_collectives(step: Step) -> Iterator[Finding]:
                         advice=f"the same is sent in each of {turns} turns of a loop; send it "
                         "once, before the loop, if there is memory to hold it meanwhile.",
                     )  # fmt: skip
+
+
+def repeated_collectives(step: Step) -> Iterator[Finding]:
+    """Collectives that XLA runs again by itself, where results would have to be held for long."""
+    for kind in COLLECTIVES:
+        for computation, each, _ in _large(step, kind):
+            if _AGAIN.search(each.name):
+                yield step.finding(
+                    "collective again to save memory", "hint", computation, each,
+                    advice="XLA sends it again so as not to hold its result, for it thinks the "
+                    "step's memory short; fewer rows at a time, or a remat that keeps less, may "
+                    "cost less.",
+                )  # fmt: skip
 
 
 def _collectives_of(

@@ -138,6 +138,16 @@ def test_a_synchronous_collective_names_the_options_that_are_not_set():
     )
 
 
+def test_a_collective_that_xla_repeats_is_found():
+    facts = dataclasses.replace(FACTS, platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
+    gather = (
+        "%NAME = bf16[2048,2048]{1,0} all-gather(%a), replica_groups=[2,2]<=[4], dimensions={0}"
+    )
+    for name, found in (("g", []), ("g.remat", [1]), ("g.12.remat2.1", [1]), ("rematted.3", [])):
+        rule = ("collective again to save memory", name)
+        assert _found(gather.replace("NAME", name), facts=facts) == [rule for _ in found]
+
+
 def test_a_collective_that_no_option_would_help_is_left_alone():
     from moelib.train.compiler_options import BY_DEVICE_KIND
 
