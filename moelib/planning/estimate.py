@@ -65,7 +65,7 @@ class Estimate:
         memory: Bytes by category.
         capacity: Bytes that the device has.
         model_flops: Of a step on one device, nothing computed twice.
-        hardware_flops: With what is computed again.
+        hardware_flops: With what is computed again, and for slots of experts.
         links_bytes: Sent to devices of the slice.
         network_bytes: Sent to other slices.
         seconds: The step's time, (low, high).
@@ -147,7 +147,8 @@ class Estimator:
         tokens = work.tokens / topology.num_devices
         again = work.computed_again(candidate.remat)
         recomputed = work.recomputes(candidate.remat)
-        hardware = (work.model_flops + again) * tokens
+        unchosen = (on_mesh.slots - 1) * work.routed_flops * (3 + recomputed)
+        hardware = (work.model_flops + again + unchosen) * tokens
         sent = on_mesh.weights(recomputed).times(micro) + on_mesh.activations(recomputed).times(
             tokens * on_mesh.token_parts
         )

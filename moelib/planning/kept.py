@@ -64,6 +64,15 @@ def with_remat(model: Any, remat: Any) -> Any:
     return model
 
 
+def _with_all_rows(model: Any) -> Any:
+    """Returns a model's config whose dispatchers have room for every row that is sent."""
+    model = model.clone()
+    for _, inside in sub_configs(model):
+        if "buffer_factor" in dict(inside.items()):
+            inside.set(buffer_factor=None)
+    return model
+
+
 def read_kept(
     cfg: Any, specs: Any, *, choices: int, num_blocks: int, slots_of: int = 0
 ) -> tuple[dict[str, Kept], Kept]:
@@ -79,7 +88,8 @@ def read_kept(
     Raises:
         ValueError: If the model cannot be traced, or its remat names what no block has.
     """
-    loss, params, batches = _traceable(with_remat(cfg.model, None), specs, cfg.train_dtype)
+    unlimited = _with_all_rows(cfg.model)
+    loss, params, batches = _traceable(with_remat(unlimited, None), specs, cfg.train_dtype)
     measure = functools.partial(_measured, choices=choices, slots_of=slots_of)
     none = _left(loss, params, batches, measure)
     named: dict[str, Kept] = collections.defaultdict(Kept)
@@ -102,7 +112,7 @@ def read_kept(
     # Of the matmuls' results those are kept that the backward pass needs, and no more than all.
     kept = {FULL: full, NONE: none}
     kept |= {DOTS: (full + dots).at_most(none), DOTS_NO_BATCH: (full + alone).at_most(none)}
-    own_loss = _traceable(cfg.model, specs, cfg.train_dtype)[0]
+    own_loss = _traceable(unlimited, specs, cfg.train_dtype)[0]
     own = _own(cfg.model, kept, named)
     if own is None:
         own = _left(own_loss, params, batches, measure)
@@ -211,7 +221,17 @@ def _measured(few: Any, many: Any, *, choices: int, slots_of: int) -> Kept:
     tokens = tuple(rows * _TOKENS for rows in _ROWS)
     if choices and tuple(n * choices for n in tokens) in grown:
         return Kept(rows=bytes_)
-    if slots_of and slots_of in few.shape[:-2]:
+    if slots_of and _has_slots(few.shape, many.shape, slots_of):
         return Kept(rows=bytes_)
     # Rows and tokens in one dimension: what a dispatcher sees, of all devices that share tokens.
     return Kept(whole=bytes_) if tokens in grown else Kept(split=bytes_)
+
+
+def _has_slots(few: tuple[int, ...], many: tuple[int, ...], experts: int) -> bool:
+    """Returns whether an array has slots: [..., E, B C, D], or flat, [..., E B C, D]."""
+    for i, (a, b) in enumerate(zip(few, many, strict=True)):
+        if a == b or (a, b) in (_ROWS, tuple(rows * _TOKENS for rows in _ROWS)):
+            continue
+        if (i and few[i - 1] == experts) or a % (_ROWS[0] * experts) == 0:
+            return True
+    return False

@@ -85,8 +85,8 @@ class OnMesh:
 
     def _is_table(self, leaf: Leaf) -> bool:
         """Returns whether a parameter is a table that is looked up only, not the head too."""
-        head = any("vocab" in other.axes for other in self._work.parameters if other != leaf)
-        return leaf.axes == ("vocab", "embed") and head
+        heads = (other.axes == ("embed", "vocab") for other in self._work.parameters)
+        return leaf.axes == ("vocab", "embed") and any(heads)
 
     @functools.cached_property
     def _looked_up(self) -> list[tuple[str, ...]]:
@@ -137,7 +137,7 @@ class OnMesh:
             if work.moe.ring:
                 total += links.gathered(self._experts, n * row).times(times)
             elif work.moe.capacity_factor is not None:
-                slots = work.moe.capacity_factor * work.moe.num_experts_per_token
+                slots = self.slots * work.moe.num_experts_per_token
                 total += links.exchanged(self._experts, slots * row).times(times)
             else:
                 total += links.exchanged(self._experts, _copies(work, n) * row).times(times)
@@ -168,11 +168,12 @@ class OnMesh:
             found["all-gather"] += (2 + recomputed) * self._mesh.parts(self._experts) * times
             found["reduce-scatter"] += 2 * times
         elif moe is not None and self._experts and moe.capacity_factor is not None:
-            slots = moe.capacity_factor * moe.num_experts_per_token
+            slots = self.slots * moe.num_experts_per_token
             found["all-to-all"] += (4 + recomputed) * moe.num_layers * tokens * slots * row
         elif moe is not None and self._experts:
             n = self._mesh.parts(self._experts)
-            received = min(n, moe.num_experts_per_token * _room(work, n))
+            room = _room(work, n, self._row_parts)
+            received = min(n, moe.num_experts_per_token * room)
             back = min(n, moe.num_experts_per_token)
             forth, home = 2 + recomputed, 2  # With gradients; what comes back is not made again.
             bytes_ = row * (forth * received + home * back)
@@ -209,11 +210,27 @@ class OnMesh:
         return tokens * (kept.split / self.tensor_parts + kept.whole + rows)
 
     @functools.cached_property
-    def _rows_held(self) -> float:
-        """Returns the rows of a device's buffers over K of each of its tokens."""
-        if self._work.moe is None:
+    def slots(self) -> float:
+        """Rows that experts compute over those that are chosen: an expert's slots, full or not."""
+        moe = self._work.moe
+        if moe is None or moe.capacity_factor is None:
             return 1.0
-        return _room(self._work, self._mesh.parts(self._experts))
+        return _slots(self._work, self._row_parts)
+
+    @functools.cached_property
+    def _row_parts(self) -> int:
+        """Returns the parts of a row of the batch that are dispatched apart, each with its room."""
+        return self._mesh.parts([axis for axis in self._sequence if axis not in self._experts])
+
+    @functools.cached_property
+    def _rows_held(self) -> float:
+        """Returns the rows of a device's buffers over those of the trace."""
+        work = self._work
+        if work.moe is None:
+            return 1.0
+        if work.moe.capacity_factor is not None:
+            return self.slots / _slots(work, 1)
+        return _room(work, self._mesh.parts(self._experts), self._row_parts)
 
     def _logits(self, tokens: float) -> float:
         """Returns the bytes of a chunk of logits, and of the head and its gradient."""
@@ -239,13 +256,25 @@ def _copies(work: Workload, n: int) -> float:
     return n * (1 - math.comb(others, chosen) / math.comb(experts, chosen))
 
 
-def _room(work: Workload, n: int) -> float:
-    """Returns the rows of a device's buffer, over K of each of its tokens."""
+def _room(work: Workload, n: int, row_parts: int) -> float:
+    """Returns the rows of a device's buffer, over K of each of its tokens.
+
+    Args:
+        work: What is dispatched.
+        n: Devices that share the experts.
+        row_parts: Parts of a row of the batch, each of which has the whole row's room.
+    """
     assert work.moe is not None
     moe = work.moe
     most = n * min(moe.num_experts_per_token, moe.num_experts // n) / moe.num_experts_per_token
-    if moe.capacity_factor is not None:
-        return 1.0  # Slots were counted with the rows.
-    if moe.buffer_factor is None or n == 1:
+    if moe.buffer_factor is None:
         return most
-    return min(most, moe.buffer_factor * max(1.0, n / moe.buffer_blocks))
+    return min(most, moe.buffer_factor * max(1.0, n / moe.buffer_blocks) * row_parts)
+
+
+def _slots(work: Workload, row_parts: int) -> float:
+    """Returns the slots of all experts, over K of each token; a part of a row fills no more."""
+    assert work.moe is not None
+    assert work.moe.capacity_factor is not None
+    most = work.moe.num_experts / work.moe.num_experts_per_token
+    return min(work.moe.capacity_factor * row_parts, most)

@@ -125,7 +125,11 @@ def test_the_published_step_on_four_tpus_is_near_the_compiled_one():
     state = found.memory["parameters"] + found.memory["optimizer"]
     assert state / GIB == pytest.approx(9.86, rel=1e-3)
     assert found.bytes_held / GIB == pytest.approx(12.275, rel=0.1)
-    assert results["all-gather"] / MIB == pytest.approx(7173, rel=0.04)
+    # XLA gathers some weights of the layers, but for experts, a third time.
+    dense = [x for x in work.parameters if x.in_decoder and not {"experts", "norm"} & set(x.axes)]
+    third = sum(leaf.size * leaf.compute_itemsize for leaf in dense) / MIB
+    assert third < 0.05 * 7173
+    assert results["all-gather"] / MIB < 7173 < results["all-gather"] / MIB + third
     assert results["reduce-scatter"] / MIB == pytest.approx(1648.8, rel=0.001)
     assert results["all-to-all"] / MIB == 8
     assert results["ragged-all-to-all"] / MIB == pytest.approx(736, rel=0.001)
@@ -150,8 +154,38 @@ def test_slots_of_a_capacity_are_sent_full_or_not():
     assert sent is not None
     assert sent.bytes == results["all-to-all"]  # Embeddings go to their tokens, too.
     assert "ragged-all-to-all" not in results
-    # Twice K rows a token, whatever the mesh.
+    # Twice K rows a token; four parts of a row have the whole row's slots each.
     assert estimator(each).memory["dispatch"] == each.rows * work.seq_len * work.block.rows
+    apart = Candidate(EIGHT, Mesh((("expert", 2), ("seq", 4))), each.rows * 4, 1, NONE)
+    assert estimator(apart).memory["dispatch"] == 4 * estimator(each).memory["dispatch"]
+    # A layer's experts compute twice as many rows as are chosen, forward and backward.
+    more = estimator(each).hardware_flops - estimator(each).model_flops
+    assert more == pytest.approx(3 * work.routed_flops * work.tokens / 8)
+
+
+@pytest.mark.parametrize("num_experts", [96, 128])  # A row of the trace has 128 tokens.
+def test_slots_are_told_from_tokens(num_experts):
+    cfg = tiny_moe.config().clone()
+    layer = cfg.model.decoder.block[0].feed_forward
+    layer.set(num_experts=num_experts, num_experts_per_token=num_experts // 16)
+    layer.dispatcher = CapacityDispatcher.default_config().set(capacity_factor=1.0)
+    found = read_workload(cfg).block.rows
+    layer.dispatcher.capacity_factor = 2.0
+    # Choices themselves are no slots.
+    assert read_workload(cfg).block.rows / found == pytest.approx(2, rel=0.02)
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.5])
+def test_rows_are_counted_whatever_room_there_is_for_them(tiny, factor):
+    cfg, work, _ = tiny
+    cfg = cfg.clone()
+    cfg.model.decoder.block[0].feed_forward.dispatcher.buffer_factor = factor
+    read = read_workload(cfg)
+    assert read.block == work.block
+    each = Candidate(EIGHT, Mesh((("expert", 8),)), 1, 1, NONE)
+    whole = OnMesh(work, each, rules_of(cfg)).memory(each)["dispatch"]
+    held = OnMesh(read, each, rules_of(cfg)).memory(each)["dispatch"]
+    assert held / whole == factor / 8  # 2 choices of 2 held experts are the most: 8 times K rows.
 
 
 def test_room_grows_with_devices_beyond_the_blocks_of_experts(tiny):

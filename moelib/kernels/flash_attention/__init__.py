@@ -38,9 +38,10 @@ def flash_attention(
 ) -> Float[Array, "B S H Dh"]:
     """Returns attention over whole sequences, in the dtype of v.
 
-    Differentiable in q, k, v and sinks, in reverse mode. A policy of `jax.checkpoint` that keeps
-    the name `CONTEXT` keeps what the backward pass needs beside the operands. What is not finite in
-    one token makes NaN of the tokens that may attend to it, and of nothing else.
+    Differentiable in q, k, v and sinks, in reverse mode, once; for second derivatives take the
+    backend "reference". A policy of `jax.checkpoint` that keeps the name `CONTEXT` keeps what the
+    backward pass needs beside the operands. What is not finite in one token makes NaN of the tokens
+    that may attend to it, and of nothing else.
 
     Args:
         q: Queries. Head h attends with key and value head h // (H / G).

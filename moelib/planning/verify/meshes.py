@@ -28,7 +28,8 @@ def meshes(cfg: Any, num_devices: int, which: str = "auto") -> list[Axes]:
     used = {axis for axes in rules.values() for axis in axes}
     names = [name for name in cfg.mesh_axis_names if name in used]
     if which not in ("auto", "all"):
-        return [_read(text, names, num_devices) for text in which.split(";")]
+        asked = [_read(text, names, num_devices) for text in which.split(";")]
+        return list({describe(axes): axes for axes in asked}.values())
     found = list(_factorized(names, num_devices))
     if which == "all":
         return found

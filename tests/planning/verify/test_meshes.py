@@ -34,6 +34,13 @@ def test_mesh_rules_over_slices_count_as_the_configs_own():
     assert {"data": 2, "model": 4} not in meshes(config(), 8)
 
 
+def test_a_mesh_that_is_named_twice_is_tried_once():
+    assert meshes(config(), 8, "fsdp=8;data=2,model=4;fsdp=8") == [
+        {"fsdp": 8},
+        {"data": 2, "model": 4},
+    ]
+
+
 def test_a_mesh_rule_that_raises_is_left_to_the_checks():
     broken = config(mesh_rules=[("gpu-.*", BrokenRule.default_config())])
     assert meshes(broken, 8) == meshes(config(), 8)
