@@ -112,12 +112,12 @@ def read_kept(
     # Of the matmuls' results those are kept that the backward pass needs, and no more than all.
     kept = {FULL: full, NONE: none}
     kept |= {DOTS: (full + dots).at_most(none), DOTS_NO_BATCH: (full + alone).at_most(none)}
-    own_loss = _traceable(unlimited, specs, cfg.train_dtype)[0]
+    # What the model refuses, or its remat, is an error.
+    jax.eval_shape(_traceable(cfg.model, specs, cfg.train_dtype)[0], params, batches[0])
     own = _own(cfg.model, kept, named)
     if own is None:
-        own = _left(own_loss, params, batches, measure)
-    elif remat_name(cfg.model) is None:
-        jax.eval_shape(own_loss, params, batches[0])  # Names that no block has are errors.
+        loss = _traceable(unlimited, specs, cfg.train_dtype)[0]
+        own = _left(loss, params, batches, measure)
     return kept | {OWN: own}, none.times(1.0 / num_blocks)
 
 
