@@ -1,7 +1,7 @@
 """What a workload is on a mesh: the bytes that a device holds and sends, from the sharding rules.
 
-Weights are gathered over the axes that split tokens, in the dtype of the computation, forward and
-again in the backward pass, and their gradients are reduced and scattered back. Experts that stay
+Weights are gathered over the axes that split tokens, in the dtype of the computation, forward,
+again and backward, and their gradients are reduced and scattered back. Experts that stay
 where they are have tokens sent to them. All is of one device.
 """
 
@@ -243,9 +243,12 @@ class OnMesh:
 def _gathers(leaf: Leaf, recomputed: bool) -> int:
     """Returns how often a step gathers a parameter for one micro-batch.
 
-    Those of layers are gathered again for the backward pass; experts' only if they run again.
+    Those of layers are gathered forward, for what is computed again, and backward; experts' stay
+    from one of these passes to the next, and so does the head.
     """
-    return 2 if leaf.in_decoder and (recomputed or "experts" not in leaf.axes) else 1
+    if not leaf.in_decoder:
+        return 1
+    return 1 + recomputed + ("experts" not in leaf.axes)
 
 
 def _copies(work: Workload, n: int) -> float:
