@@ -5,7 +5,7 @@ weights. Rows at a time and recomputation that are not published are guessed, an
 """
 
 from moelib.planning.calibration import PublishedRun
-from moelib.planning.kept import DOTS
+from moelib.planning.estimate.activations import DOTS
 
 _MAXTEXT = "MaxText's published recipes"
 _AUTOMODEL = "NeMo Automodel, performance summary"

@@ -22,12 +22,9 @@ from moelib.core.config import (
     did_you_mean,
     get_named_trainer_config,
 )
+from moelib.core.errors import UsageError
 
 FLAGS = flags.FLAGS
-
-
-class UsageError(ValueError):
-    """Something that the user wrote cannot be done; the message is all they need."""
 
 
 # -- Flags ---------------------------------------------------------------------------------------
@@ -205,7 +202,7 @@ def train(cfg: Any, dump: str | None = None) -> Any:
 
     Args:
         cfg: The config.
-        dump: A folder, for what `moelib.planning.dump` writes of the step when it is compiled.
+        dump: Folder for the compiled step and its report (`moelib.planning.compiled.dump`).
 
     Raises:
         UsageError: If the run has no folder, or `dump` cannot be made.
@@ -215,7 +212,7 @@ def train(cfg: Any, dump: str | None = None) -> Any:
         raise UsageError("--trainer_dir says where the run writes, and resumes from.")
     if dump is None:
         return cfg.instantiate(parent=None).run()
-    from moelib.planning.dump import DumpError, dump_when_compiled
+    from moelib.planning.compiled.dump import DumpError, dump_when_compiled
 
     try:
         trainer = cfg.instantiate(parent=None)

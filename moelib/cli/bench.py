@@ -21,7 +21,8 @@ from typing import Any
 
 from absl import flags
 
-from moelib.launch import UsageError, define_device_flags, set_up_devices
+from moelib.core.errors import UsageError
+from moelib.launch import define_device_flags, set_up_devices
 
 FLAGS = flags.FLAGS
 

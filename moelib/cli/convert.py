@@ -8,7 +8,7 @@ from typing import Any
 from absl import flags
 
 from moelib.cli import generate
-from moelib.launch import UsageError
+from moelib.core.errors import UsageError
 
 FLAGS = flags.FLAGS
 

@@ -17,7 +17,7 @@ from absl import flags
 
 from moelib.core import config_text
 from moelib.core.config_values import did_you_mean
-from moelib.launch import UsageError
+from moelib.core.errors import UsageError
 
 FLAGS = flags.FLAGS
 

@@ -4,7 +4,7 @@ import os
 
 from absl import flags
 
-from moelib.launch import UsageError
+from moelib.core.errors import UsageError
 
 
 def check_file(flag: str) -> None:

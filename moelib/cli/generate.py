@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from absl import flags
 
 from moelib.core import config_text
-from moelib.launch import UsageError
+from moelib.core.errors import UsageError
 
 FLAGS = flags.FLAGS
 

@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from absl import flags
 
 from moelib import launch
-from moelib.cli import plan_compiling, plan_rows, plan_tables
+from moelib.cli import plan_compiling, plan_rows
 from moelib.cli.files import check_file
-from moelib.launch import UsageError
+from moelib.core.errors import UsageError
+from moelib.planning.report import tables as plan_tables
 
 FLAGS = flags.FLAGS
 
@@ -66,7 +67,7 @@ def run(args: Sequence[str]) -> None:
     if args:
         raise UsageError(f"{args[0]!r} is no flag; --topology and --config say what to plan.")
     os.environ["JAX_PLATFORMS"] = "cpu"  # No device is used, and none is to be taken.
-    from moelib.planning.topologies import PlanError
+    from moelib.planning.hardware.topologies import PlanError
 
     try:
         if FLAGS.calibrate:
@@ -79,7 +80,7 @@ def run(args: Sequence[str]) -> None:
 
 def _plan() -> None:
     beside = _check_flags()
-    from moelib.planning.sweep import read_prices, sweep
+    from moelib.planning.estimate.sweep import read_prices, sweep
 
     prices = read_prices(FLAGS.prices) if FLAGS.prices else {}
     cfg = launch.config_from_flags()
@@ -143,7 +144,7 @@ def _check_flags() -> list[list[plan_tables.Column]]:
 
 
 def _make_dump_folder() -> None:
-    from moelib.planning.dump import DumpError, make_folder
+    from moelib.planning.compiled.dump import DumpError, make_folder
 
     try:
         make_folder(FLAGS.dump)

@@ -10,8 +10,9 @@ from typing import Any
 
 from absl import flags
 
-from moelib.cli import plan_rows, plan_tables
-from moelib.launch import UsageError
+from moelib.cli import plan_rows
+from moelib.core.errors import UsageError
+from moelib.planning.report import tables as plan_tables
 
 FLAGS = flags.FLAGS
 
@@ -94,8 +95,8 @@ def _compiled(cfg: Any, candidate: Any, dump_dir: str | None, progress: Progress
     """Returns the `Outcome` of compiling a candidate in a process of its own."""
     import os
 
-    from moelib.planning.apart import compile_apart
-    from moelib.planning.report_cache import DEFAULT_DIR
+    from moelib.planning.compiled.cache import DEFAULT_DIR
+    from moelib.planning.compiled.in_subprocess import compile_apart
 
     with progress() as say:
         say(f"compiling for {candidate.topology.name}, {candidate.mesh}; it may take minutes")
@@ -127,8 +128,8 @@ def _print_compiled(
 
 def _print_what_does_not_fall(done: Compiled) -> None:
     """Prints what of a device's memory is no less with more devices of the same kind."""
-    from moelib.planning.dump_text import finding_lines
-    from moelib.planning.lint_arrays import memory_that_does_not_fall
+    from moelib.planning.lint.arrays import memory_that_does_not_fall
+    from moelib.planning.report.markdown import finding_lines
 
     ordered = sorted(done.reports, key=lambda each: each[1].topology.num_devices)
     for (few, one), (many, other) in itertools.combinations(ordered, 2):

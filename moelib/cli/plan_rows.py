@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from moelib.cli.tables import show
+from moelib.core.table import show
 
 _GIB = 2**30
 
@@ -37,7 +37,7 @@ def print_rows(estimates: Iterable[Any], whole: Whole, title: str) -> None:
     """Prints the table.
 
     Args:
-        estimates: `moelib.planning.estimate.Estimate`s, in the order of the rows.
+        estimates: `moelib.planning.estimate.estimate.Estimate`s, in the order of the rows.
         whole: The run that they are for.
         title: Of the table.
     """

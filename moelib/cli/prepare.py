@@ -6,7 +6,7 @@ from typing import Any
 
 from absl import flags
 
-from moelib.launch import UsageError
+from moelib.core.errors import UsageError
 
 FLAGS = flags.FLAGS
 

@@ -13,7 +13,7 @@ from absl import flags
 
 from moelib import launch
 from moelib.core.config import config_origin
-from moelib.launch import UsageError
+from moelib.core.errors import UsageError
 
 FLAGS = flags.FLAGS
 

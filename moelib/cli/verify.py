@@ -19,8 +19,8 @@ from absl import flags
 
 from moelib import launch
 from moelib.cli.files import check_file
-from moelib.cli.tables import show
-from moelib.launch import UsageError
+from moelib.core.errors import UsageError
+from moelib.core.table import show
 
 FLAGS = flags.FLAGS
 
@@ -57,10 +57,10 @@ def run(args: Sequence[str]) -> None:
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", FLAGS.devices)
-    from moelib.planning.verify import Status, verify
-    from moelib.planning.verify.meshes import describe, meshes
-    from moelib.planning.verify.report import Report
-    from moelib.planning.verify.shrink import runnable, shrink
+    from moelib.verify import Status, verify
+    from moelib.verify.meshes import describe, meshes
+    from moelib.verify.report import Report
+    from moelib.verify.shrink import runnable, shrink
 
     small, changes = runnable(cfg) if FLAGS.full_size else shrink(cfg, FLAGS.devices)
     try:

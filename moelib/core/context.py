@@ -20,7 +20,7 @@ from moelib.core.param import cast_slices
 if TYPE_CHECKING:
     from moelib.core.module import Module
 
-Nested = dict[str, Any]
+from moelib.core.tree import Nested
 
 
 class OutputConflictError(ValueError):

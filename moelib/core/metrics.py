@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+Scalars = dict[str, float]  # Metrics by name.
+
 
 class WeightedScalar(NamedTuple):
     """A mean and the weight it was taken over, for example a loss and its number of tokens."""

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from moelib.core.config_values import did_you_mean
 
-Nested = dict[str, Any]
+Nested = dict[str, Any]  # A tree of arrays or specs by name.
+Batch = dict[str, Any]  # Arrays of one batch by name.
 
 
 def _key_name(key: Any) -> str:

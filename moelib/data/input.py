@@ -16,11 +16,10 @@ from collections.abc import Iterator
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from moelib.core.config import REQUIRED, Configurable, config_class
+from moelib.core.tree import Batch
 
-Batch = dict[str, npt.NDArray[np.int32]]
 State = dict[str, Any]  # JSON values only.
 
 PADDING_LABEL = -1

@@ -7,8 +7,7 @@ import jax
 
 from moelib.core import tree
 from moelib.core.param import ParameterSpec, is_spec
-
-Nested = dict[str, Any]
+from moelib.core.tree import Nested
 
 
 def select(params: Nested, keep: Callable[[str], bool], prefix: str = "") -> Nested:

@@ -1,13 +1,12 @@
 """A causal language model: embedding, decoder, norm, head."""
 
-from typing import Any
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.metrics import WeightedScalar, weighted
 from moelib.core.module import Module, nowrap
+from moelib.core.tree import Batch
 from moelib.layers.base import BaseLayer
 from moelib.layers.embedding import Embedding
 from moelib.layers.linear import Linear
@@ -15,8 +14,6 @@ from moelib.layers.norm import BaseNorm, RMSNorm
 from moelib.layers.transformer import ScanStack
 from moelib.models.loss import language_model_loss
 from moelib.parallel.sharding import constrain
-
-Batch = dict[str, Any]
 
 
 class CausalLM(BaseLayer):

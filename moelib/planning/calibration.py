@@ -6,11 +6,11 @@ import importlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from moelib.planning.candidates import Candidate, Mesh, rules_of
-from moelib.planning.estimate import BEST, POOR, Estimate, Estimator
-from moelib.planning.kept import FULL
-from moelib.planning.topologies import describe
-from moelib.planning.workload import Workload, read_workload
+from moelib.planning.estimate.activations import FULL
+from moelib.planning.estimate.candidates import Candidate, Mesh, rules_of
+from moelib.planning.estimate.estimate import BEST, POOR, Estimate, Estimator
+from moelib.planning.estimate.workload import Workload, read_workload
+from moelib.planning.hardware.topologies import describe
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,9 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moelib.core import tree
-from moelib.core.metrics import WeightedScalar, is_weighted, weighted
-
-Scalars = dict[str, float]
+from moelib.core.metrics import Scalars, WeightedScalar, is_weighted, weighted
 
 
 @dataclasses.dataclass(frozen=True)

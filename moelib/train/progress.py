@@ -1,10 +1,9 @@
 """What a run says while it runs, and the table at its end."""
 
 import sys
-from collections.abc import Mapping
 from typing import Any, Self
 
-Scalars = Mapping[str, float]
+from moelib.core.metrics import Scalars
 
 _SHOWN = (  # (metric, how it is shown)
     ("loss", "loss {:.4f}"),

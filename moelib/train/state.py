@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from moelib.core.param import ParameterSpec, is_spec
+from moelib.core.tree import Nested
 from moelib.learner.learner import Learner
 from moelib.parallel import sharding
-
-Nested = dict[str, Any]
 
 # Above it LLVM takes 50 s in place of 4 for the random numbers of a few layers, for no faster code.
 _ON_CPU = {"xla_backend_optimization_level": 1}

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from moelib.core import tree
 from moelib.core.module import functional
 from moelib.core.param import CastInScan, ParameterSpec, cast_parameters, may_cast
+from moelib.core.tree import Batch, Nested
 from moelib.learner import paths
 from moelib.learner.accumulation import accumulate
 from moelib.learner.learner import Learner
@@ -20,8 +21,6 @@ from moelib.parallel import sharding
 from moelib.train.metrics import PackedMetrics, as_weighted, collect, pack
 from moelib.train.state import TrainerState
 
-Batch = dict[str, Any]
-Nested = dict[str, Any]
 TrainStep = Callable[[TrainerState, Batch], tuple[TrainerState, PackedMetrics]]
 EvalStep = Callable[[Nested, Batch], PackedMetrics]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from moelib.cli import bench, bench_cases
-from moelib.launch import UsageError
+from moelib.core.errors import UsageError
 from moelib.layers.moe.dispatch import SortedDispatcher
 from moelib.models.cost import model_cost
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes

@@ -7,7 +7,7 @@ from experiments import flame_moe
 from moelib.cli import config
 from moelib.core import config_text
 from moelib.core.config import InvalidConfigNameError
-from moelib.launch import UsageError
+from moelib.core.errors import UsageError
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from safetensors.numpy import load_file
 
 from moelib.cli import convert, generate
 from moelib.core import tree
+from moelib.core.errors import UsageError
 from moelib.data.tokenizer import END_OF_TEXT, train_bpe
-from moelib.launch import UsageError
 from moelib.train.pretrained import load_pretrained, read_config, save_pretrained
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "models/huggingface/fixtures"

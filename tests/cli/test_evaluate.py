@@ -15,13 +15,13 @@ import pytest
 import tokenizers
 
 from moelib.cli import convert, evaluate
+from moelib.core.errors import UsageError
 from moelib.data.lm_input import InputMode, LMInput
 from moelib.data.prepare import prepare
 from moelib.data.source import InMemorySource
 from moelib.data.token_store import TokenStore
 from moelib.data.tokenizer import END_OF_TEXT, Tokenizer
 from moelib.evaluation.evaler import TaskEvaler
-from moelib.launch import UsageError
 from moelib.layers.transformer import ScanStack, TransformerLayer
 from moelib.models.causal_lm import CausalLM
 from tests.evaluation import folders

@@ -11,12 +11,12 @@ from absl import flags
 from absl.testing import flagsaver
 
 from moelib.cli import generate
+from moelib.core.errors import UsageError
 from moelib.data.lm_input import LMInput
 from moelib.data.prepare import prepare
 from moelib.data.source import InMemorySource
 from moelib.data.token_store import TokenStore
 from moelib.data.tokenizer import END_OF_TEXT, Tokenizer, train_bpe
-from moelib.launch import UsageError
 from moelib.layers.transformer import ScanStack, TransformerLayer
 from moelib.models.causal_lm import CausalLM
 from moelib.train.pretrained import save_pretrained

@@ -10,11 +10,12 @@ import pytest
 from absl import flags
 from absl.testing import flagsaver
 
-from moelib.cli import plan, plan_tables
-from moelib.launch import UsageError
-from moelib.planning import hardware
-from moelib.planning.report import Finding, Memory, StepReport
-from tests.planning.test_report import make_report
+from moelib.cli import plan
+from moelib.core import accelerators as hardware
+from moelib.core.errors import UsageError
+from moelib.planning.report import tables as plan_tables
+from moelib.planning.report.step_report import Finding, Memory, StepReport
+from tests.planning.report.test_step_report import make_report
 
 MODULE = """
 from tests.train import tiny
@@ -49,8 +50,8 @@ def apart(monkeypatch):
     calls = []
 
     def compile_apart(cfg, topology_name, **settings):
-        from moelib.planning.compiling import plan_step
-        from moelib.planning.topologies import PlanError, topology
+        from moelib.planning.compiled.compile_step import plan_step
+        from moelib.planning.hardware.topologies import PlanError, topology
 
         calls.append((cfg, topology_name, settings))
         outcome = _outcome(None)
@@ -68,7 +69,7 @@ def apart(monkeypatch):
 def _put(monkeypatch, compile_apart):
     """Puts a function in the place of that which compiles."""
     module = types.SimpleNamespace(compile_apart=compile_apart)
-    monkeypatch.setitem(sys.modules, "moelib.planning.apart", module)
+    monkeypatch.setitem(sys.modules, "moelib.planning.compiled.in_subprocess", module)
 
 
 def _outcome(report, **said):

@@ -8,9 +8,9 @@ import pytest
 from absl import flags
 
 from moelib.cli import prepare
+from moelib.core.errors import UsageError
 from moelib.data import tokenizer
 from moelib.data.token_store import TokenStore
-from moelib.launch import UsageError
 
 
 def moelib(*args, **kwargs):

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from moelib.cli import quickstart
-from moelib.launch import UsageError
+from moelib.core.errors import UsageError
 
 TEXT = "".join(f"def f{i}(x):\n    return x + {i % 7}\n\n" for i in range(60_000))
 

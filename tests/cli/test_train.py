@@ -7,7 +7,7 @@ from absl import flags
 from absl.testing import flagsaver
 
 from moelib.cli import train
-from moelib.launch import UsageError
+from moelib.core.errors import UsageError
 from tests.train import tiny
 
 MODULE = """

@@ -7,8 +7,8 @@ from absl import flags
 from absl.testing import flagsaver
 
 from moelib.cli import verify
-from moelib.launch import UsageError
-from moelib.planning.verify import Outcome, Status
+from moelib.core.errors import UsageError
+from moelib.verify import Outcome, Status
 
 TINY = ("--module=experiments.flame_moe", "--config=flame-moe-tiny")
 
@@ -19,7 +19,7 @@ def command(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
     def run(*args, found=()):
-        monkeypatch.setattr("moelib.planning.verify.verify", lambda *_: iter(found))
+        monkeypatch.setattr("moelib.verify.verify", lambda *_: iter(found))
         with flagsaver.flagsaver():
             verify.define_flags()
             verify.run(flags.FLAGS(["moelib verify", *args])[1:])

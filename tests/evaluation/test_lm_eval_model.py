@@ -14,11 +14,11 @@ import pytest
 import yaml
 
 from moelib.cli import evaluate
+from moelib.core.errors import UsageError
 from moelib.core.module import functional
 from moelib.data.tokenizer import Tokenizer
 from moelib.evaluation.scoring import Scorer
 from moelib.inference.generate import generate_many
-from moelib.launch import UsageError
 from moelib.layers.transformer import ScanStack, TransformerLayer
 from moelib.models.causal_lm import CausalLM
 from tests.evaluation import folders

@@ -8,7 +8,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from moelib.planning.gpu_targets import PLUGIN, target_configs
+from moelib.planning.hardware.gpu_targets import PLUGIN, target_configs
 
 __all__ = ["A100", "B200", "H100", "PLUGIN", "mesh"]
 

@@ -9,8 +9,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moelib.learner import offload
 from moelib.learner.in_turns import _groups, in_turns
-from moelib.planning.compiling import no_compilation_cache
-from moelib.planning.topologies import topology
+from moelib.planning.compiled.compile_step import no_compilation_cache
+from moelib.planning.hardware.topologies import topology
 
 
 def test_an_update_of_any_operations_is_the_same():

@@ -1,6 +1,6 @@
 """Two slices of TPUs that are not here."""
 
-from moelib.planning.topologies import prepare_libtpu
+from moelib.planning.hardware.topologies import prepare_libtpu
 
 
 def two_slices():

@@ -4,9 +4,9 @@ import pytest
 
 from experiments import flame_moe
 from moelib.parallel.mesh import HybridMeshShape, mesh_shape_from_axes
-from moelib.planning import gpu_targets
-from moelib.planning.apart import compile_apart
-from moelib.planning.report import total
+from moelib.planning.compiled.in_subprocess import compile_apart
+from moelib.planning.hardware import gpu_targets
+from moelib.planning.report.step_report import total
 
 pytestmark = [
     pytest.mark.slow,

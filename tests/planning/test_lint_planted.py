@@ -10,13 +10,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from moelib.core.config import config_for_function
 from moelib.layers.remat import remat
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
-from moelib.planning import hlo
-from moelib.planning.compiling import no_compilation_cache
-from moelib.planning.hlo_places import Places
-from moelib.planning.lint import lint
-from moelib.planning.lint_compute import remat_that_keeps_nothing
-from moelib.planning.lint_facts import Facts, Sizes, StateArray, facts_of
-from moelib.planning.topologies import topology
+from moelib.planning.compiled.compile_step import no_compilation_cache
+from moelib.planning.hardware.topologies import topology
+from moelib.planning.hlo import program as hlo
+from moelib.planning.hlo.source import Places
+from moelib.planning.lint.compute import remat_that_keeps_nothing
+from moelib.planning.lint.facts import Facts, Sizes, StateArray, facts_of
+from moelib.planning.lint.rules import lint
 from tests.planning import planted
 
 # Of a small model: one sequence's activations, and a matrix.

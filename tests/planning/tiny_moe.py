@@ -3,7 +3,7 @@
 import functools
 
 from experiments import flame_moe
-from moelib.planning.workload import Workload, read_workload
+from moelib.planning.estimate.workload import Workload, read_workload
 
 
 @functools.cache

@@ -14,8 +14,8 @@ from moelib.learner import offload
 from moelib.learner.optimizers import adafactor_optimizer
 from moelib.learner.transforms import chain, clip_by_global_norm, global_norm, skip_bad_steps
 from moelib.parallel.mesh import mesh_shape_from_axes
-from moelib.planning.compiling import no_compilation_cache
-from moelib.planning.topologies import topology
+from moelib.planning.compiled.compile_step import no_compilation_cache
+from moelib.planning.hardware.topologies import topology
 from tests.train import tiny
 
 

@@ -17,7 +17,7 @@ from moelib.core.config_text import parse, set_from_text
 from moelib.data.lm_input import LMInput
 from moelib.data.token_source import InMemoryTokens
 from moelib.parallel.mesh import mesh_shape_from_axes
-from moelib.planning.topologies import topology
+from moelib.planning.hardware.topologies import topology
 from moelib.train.identity import TrainerDirConflictError, config_hash
 from moelib.train.loop import NonFiniteError
 from tests.models import tiny as models

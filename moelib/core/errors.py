@@ -1,0 +1,14 @@
+"""The base class of errors in a user's input, which commands show as one line."""
+
+
+class UserError(ValueError):
+    """A value, flag or file of the user cannot be used.
+
+    The message names the field and its value and says what to set instead. Commands print it
+    without a traceback (`--traceback` shows it). Errors that also are another Python error derive
+    from both: `class UnknownFieldError(UserError, AttributeError)`.
+    """
+
+
+class UsageError(UserError):
+    """A command line that cannot be carried out."""

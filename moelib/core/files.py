@@ -1,0 +1,37 @@
+"""Files written as a whole: readers see the old content or the new one, never a part."""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from typing import IO, Any
+
+
+@contextlib.contextmanager
+def atomic_file(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[Any]]:
+    """Opens a temporary file next to `path`, which replaces `path` when the block ends.
+
+    The content is synced to disk first. An error inside the block leaves `path` as it was.
+
+    Args:
+        path: File to write, with the permissions that a newly created file gets.
+        mode: "w" for text in UTF-8, "wb" for bytes.
+    """
+    temporary = f"{os.fspath(path)}.tmp-{os.getpid()}"
+    try:
+        with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def write_json(path: str | os.PathLike[str], value: Any, *, indent: int | None = 2) -> None:
+    """Writes `value` as JSON with a final newline, atomically."""
+    with atomic_file(path) as file:
+        json.dump(value, file, indent=indent)
+        file.write("\n")

@@ -1,0 +1,109 @@
+"""Writes a compiled step in a folder: every form of it, its report, and plots.
+
+`jaxpr.txt`, `stablehlo.txt`, `hlo_before.txt` and `hlo_optimized.txt` are the step on its way
+through the compiler, `report.json` and `report.md` what was counted and found in it.
+"""
+
+import os
+import pathlib
+from typing import Any
+
+import jax
+
+from moelib.planning.compiled.examine import examine, hlo_before
+from moelib.planning.report.markdown import report_text
+from moelib.planning.report.plots import plot_shares
+from moelib.planning.report.step_report import StepReport
+
+
+class DumpError(ValueError):
+    """A dump that cannot be written; the message names the folder."""
+
+
+def make_folder(folder: str) -> pathlib.Path:
+    """Returns the folder, made if it was not there.
+
+    Raises:
+        DumpError: If it cannot be made or written to.
+    """
+    path = pathlib.Path(folder)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DumpError(f"{folder}: {error.strerror}; name a folder that can be made.") from None
+    if not os.access(path, os.W_OK):
+        raise DumpError(f"{folder}: nothing can be written there; name another folder.")
+    return path
+
+
+def write_dump(
+    folder: str, *, traced: Any, lowered: Any, compiled: Any, report: StepReport
+) -> pathlib.Path:
+    """Writes all forms of a step and its report; returns the path of report.md.
+
+    Args:
+        folder: Where; made if it is not there. Files of an older dump are replaced.
+        traced: The step, a `jax.stages.Traced`.
+        lowered: The same, lowered.
+        compiled: The same, compiled.
+        report: Of `examine`.
+
+    Raises:
+        DumpError: If the folder cannot be made or written to.
+    """
+    path = make_folder(folder)
+    texts = {
+        "jaxpr.txt": str(traced.jaxpr),
+        "stablehlo.txt": lowered.as_text(),
+        "hlo_before.txt": hlo_before(lowered),
+        "hlo_optimized.txt": compiled.as_text(),
+        "report.json": report.to_json(),
+    }
+    for name, text in texts.items():
+        (path / name).write_text(text, encoding="utf-8")
+    return write_report(path, report)
+
+
+def write_report(folder: pathlib.Path, report: StepReport) -> pathlib.Path:
+    """Writes report.md and its plots in a folder that is there; returns the path of report.md."""
+    plots = {}
+    for name, shares, unit, scale in (
+        ("memory", report.memory_shares, "GiB", 2.0**30),
+        ("time", report.cycle_shares, "Mcycles", 1e6),
+    ):
+        if any(share.amount for share in shares):
+            plot_shares(str(folder / f"{name}.png"), f"{report.name}: {name}", shares, unit, scale)
+            plots[name] = f"{name}.png"
+    path = folder / "report.md"
+    path.write_text(report_text(report, plots), encoding="utf-8")
+    return path
+
+
+def dump_when_compiled(trainer: Any, folder: str, *, name: str) -> None:
+    """Has a trainer write the dump of its step as soon as it has compiled it; process 0 does.
+
+    Args:
+        trainer: A `SpmdTrainer` that has not run.
+        folder: Where.
+        name: What the report calls the step.
+
+    Raises:
+        DumpError: If the folder cannot be made or written to.
+    """
+    if jax.process_index() != 0:
+        return
+    make_folder(folder)
+
+    def write(traced: Any, lowered: Any, compiled: Any) -> None:
+        devices = trainer.mesh().devices.flat
+        report = examine(
+            trainer,
+            traced=traced,
+            lowered=lowered,
+            compiled=compiled,
+            name=name,
+            topology=f"{len(devices)} x {devices[0].device_kind}",
+        )
+        write_dump(folder, traced=traced, lowered=lowered, compiled=compiled, report=report)
+
+    trainer.on_compiled = write

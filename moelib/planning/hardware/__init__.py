@@ -1,0 +1,1 @@
+"""Devices of TPU topologies and GPU hosts that are not present."""

@@ -1,0 +1,1 @@
+"""Reader of compiled programs: HLO text, shapes and groups, and source locations."""

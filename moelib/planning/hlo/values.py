@@ -1,0 +1,222 @@
+"""What the texts inside an HLO instruction say: shapes, groups of devices, FLOPs of a matmul."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from moelib.planning.hlo.program import Computation, Instruction
+
+_ARRAY = re.compile(r"\b([a-z]+[0-9][0-9a-z]*|pred)\[([0-9,<=]*)\]")
+_LAYOUT = re.compile(r"\{[^{}]*\}")
+_BITS = {"pred": 8, "s4": 4, "u4": 4, "s2": 2, "u2": 2, "f4e2m1fn": 4}
+_SIZE = re.compile(r"[a-z]+?(\d+)")
+
+
+def shape_bytes(shape: str) -> int:
+    """Returns the bytes of a shape's elements, without padding; those of a tuple are summed."""
+    total = 0.0
+    for dtype, dims in _ARRAY.findall(_LAYOUT.sub("", shape)):
+        total += _bits(dtype) / 8 * math.prod(_sizes(dims))
+    return math.ceil(total)
+
+
+_TILED = re.compile(r"\b([a-z]+[0-9][0-9a-z]*|pred)\[([0-9,]*)\]\{([0-9,]*):T\(([0-9,]+)\)")
+
+
+def padded_bytes(shape: str) -> int:
+    """Returns the bytes of an array laid out in tiles, as a TPU has it, with the padding.
+
+    An array that is not tiled has none; of a tuple, 0 is returned.
+    """
+    if shape.startswith("("):
+        return 0
+    if not (found := _TILED.match(shape)):
+        return shape_bytes(shape)
+    dtype, dims, order, tile = found.groups()
+    sizes, tiles = _sizes(dims), _sizes(tile)
+    physical = [sizes[axis] for axis in reversed(_sizes(order))]
+    physical = [1] * (len(tiles) - len(physical)) + physical
+    inside = [-(-size // t) * t for size, t in zip(physical[-len(tiles) :], tiles, strict=True)]
+    whole = math.prod(physical[: -len(tiles)]) * math.prod(inside)
+    return math.ceil(_bits(dtype) / 8 * whole)
+
+
+def _bits(dtype: str) -> int:
+    """Returns the bits of an element: the number in a name such as bf16 or f8e4m3fn."""
+    if dtype in _BITS:
+        return _BITS[dtype]
+    found = _SIZE.match(dtype)
+    return int(found.group(1)) if found else 0
+
+
+def _sizes(dims: str) -> list[int]:
+    return [int(size.lstrip("<=")) for size in dims.split(",") if size]
+
+
+def dimensions(shape: str) -> list[int]:
+    """Returns the sizes of an array's dimensions; of a tuple, those of its first array."""
+    found = _ARRAY.search(shape)
+    return _sizes(found.group(2)) if found else []
+
+
+def plain_shape(shape: str) -> str:
+    """Returns a shape without layouts: bf16[8,128]."""
+    return _LAYOUT.sub("", shape)
+
+
+def tuple_elements(shape: str) -> list[str]:
+    """Returns the shapes in a tuple, or the shape itself in a list."""
+    shape = plain_shape(shape)
+    if not shape.startswith("("):
+        return [shape]
+    elements, depth, begin = [], 0, 1
+    for i, letter in enumerate(shape):
+        depth += (letter in "([") - (letter in ")]")
+        if (letter == "," and depth == 1) or depth == 0:
+            elements.append(shape[begin:i].strip())
+            begin = i + 1
+    return [element for element in elements if element]
+
+
+def result_shape(instruction: Instruction) -> str:
+    """Returns what a collective or copy gives in the end; that of a start may hold more.
+
+    The result of `all-gather-start` is (operands, results, ...); that of `all-reduce-start` is what
+    `all-reduce` gives.
+    """
+    elements = tuple_elements(instruction.shape)
+    if not instruction.opcode.endswith("-start") or instruction.opcode == "all-reduce-start":
+        return instruction.shape
+    return elements[1] if len(elements) > 1 else instruction.shape
+
+
+_MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\]([^{]*)\{([^}]*)\}")
+_MESH_AXIS = re.compile(r"'([^']*)'=(\d+)")
+_GROUP_AXIS = re.compile(r"'([^']*)'(?::\((\d+)\)(\d+))?")
+_IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+
+
+def device_groups(instruction: Instruction) -> list[list[int]]:
+    """Returns the groups of devices, as places in the mesh, that a collective joins.
+
+    Groups are written `{{0,1},{2,3}}`, or `[2,2]<=[4]T(1,0)` with or without a transposition, or
+    `mesh['a'=2,'b'=4] {'b'}` by axes, or parts of axes as in `'b':(1)2`. Pairs of a permutation
+    are groups of two. Empty if none are written: all devices.
+    """
+    if found := _MESH_GROUPS.search(instruction.attributes):
+        return _groups_along_axes(*found.groups())
+    text = instruction.attribute("replica_groups") or instruction.attribute("source_target_pairs")
+    if found := _IOTA.match(text):
+        return _iota(found).tolist()
+    groups = re.findall(r"\{([\d,\s]+)\}", text)
+    return [[int(device) for device in group.split(",")] for group in groups]
+
+
+def _iota(found: re.Match[str]) -> np.ndarray:
+    shape, sizes, order = (_sizes(part or "") for part in found.groups())
+    ids = np.arange(math.prod(sizes)).reshape(sizes)
+    return ids.transpose(order or None).reshape(shape)
+
+
+def _groups_along_axes(mesh: str, order: str, group: str) -> list[list[int]]:
+    """Returns the groups of devices that differ only along the axes named in `group`.
+
+    Args:
+        mesh: Its axes, `'a'=2,'b'=4`.
+        order: Its devices, if not in order, `[2,4]<=[4,2]T(1,0)` among other words.
+        group: Axes, or their parts: `'b':(2)2` is of size 2 inside 2 that come before it.
+    """
+    chosen = {name: (pre, size) for name, pre, size in _GROUP_AXIS.findall(group)}
+    sizes: list[int] = []
+    along: list[int] = []
+    for name, text in _MESH_AXIS.findall(mesh):
+        whole = int(text)
+        pre, size = chosen.get(name, ("1", "1"))
+        first, inner = int(pre or 1), int(size or whole)
+        along += [len(sizes) + 1] if name in chosen else []
+        sizes += [first, inner, whole // (first * inner)]
+    found = _IOTA.search(order)
+    ids = _iota(found) if found else np.arange(math.prod(sizes))
+    ids = np.moveaxis(ids.reshape(sizes), along, range(-len(along), 0))
+    return ids.reshape(-1, math.prod(sizes[axis] for axis in along)).tolist()
+
+
+def axes_of_groups(groups: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """Returns the mesh axes along which the devices of a group differ.
+
+    Args:
+        groups: Places in the mesh; none stand for one group of all.
+        mesh: Sizes of the axes, outermost first.
+    """
+    sizes = tuple(mesh.values())
+    groups = groups or [range(math.prod(sizes))]
+    varying = set[int]()
+    for group in groups:
+        places = np.stack(np.unravel_index(np.asarray(group), sizes))
+        varying |= set(np.flatnonzero(np.ptp(places, axis=1)).tolist())
+    return tuple(name for i, name in enumerate(mesh) if i in varying)
+
+
+def is_matmul(instruction: Instruction) -> bool:
+    """Returns whether an instruction is a matmul of XLA's own, or one that cuBLAS does for it."""
+    if instruction.opcode == "custom-call":
+        return 'custom_call_target="__cublas$' in instruction.attributes
+    return instruction.opcode in ("convolution", "dot")
+
+
+_CUBLAS_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+
+
+def matmul_flops(instruction: Instruction, computation: Computation) -> int:
+    """Returns the FLOPs of one run of what `is_matmul`: two for each multiplication.
+
+    A TPU writes every matmul as a convolution. Taps that fall on padding or between the elements of
+    a dilated operand multiply nothing and are left out.
+    """
+    operands = [computation.instructions.get(name) for name in instruction.operands[:2]]
+    if len(operands) < 2 or None in operands:
+        return 0
+    lhs, rhs = (dimensions(operand.shape) for operand in operands if operand is not None)
+    out = dimensions(instruction.shape)
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
+    if not labels:
+        contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
+        contracted = contracted or _CUBLAS_CONTRACTED.search(instruction.attributes)
+        axes = _sizes(contracted.group(1).replace('"', "")) if contracted else []
+        return 2 * math.prod(out) * math.prod(lhs[axis] for axis in axes)
+    of_lhs, of_rhs, of_out = labels.groups()
+    window = _window(instruction.attributes)
+    products = out[of_out.index("b")] * out[of_out.index("f")] * rhs[of_rhs.index("i")]
+    for i in range(sum(letter.isdigit() for letter in of_rhs)):
+        sizes = lhs[of_lhs.index(str(i))], out[of_out.index(str(i))]
+        products *= _taps(*sizes, **{key: values[i] for key, values in window.items()})
+    return 2 * products
+
+
+def _window(attributes: str) -> dict[str, list[int]]:
+    """Returns, for each spatial dimension, size, stride, low padding and dilations if not 1."""
+    found = re.search(r"window=\{([^}]*)\}", attributes)
+    parts = dict(part.split("=") for part in found.group(1).split()) if found else {}
+    window = {}
+    for key in ("size", "stride", "pad", "lhs_dilate", "rhs_dilate"):
+        if key in parts:
+            window[key] = [int(text.partition("_")[0]) for text in parts[key].split("x")]
+    return window
+
+
+def _taps(
+    num_in: int,
+    num_out: int,
+    *,
+    size: int = 1,
+    stride: int = 1,
+    pad: int = 0,
+    lhs_dilate: int = 1,
+    rhs_dilate: int = 1,
+) -> int:
+    """Returns how many (output, tap) pairs of one dimension meet an element of the input."""
+    places = np.arange(num_out)[:, None] * stride + np.arange(size) * rhs_dilate - pad
+    inside = (places >= 0) & (places <= (num_in - 1) * lhs_dilate)
+    return int(np.count_nonzero(inside & (places % lhs_dilate == 0)))

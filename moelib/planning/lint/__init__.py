@@ -1,0 +1,1 @@
+"""Rules that find waste in a compiled program."""

@@ -1,0 +1,116 @@
+"""Dumps of a small step, of one chip of a TPU and of the CPU."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import pytest
+
+from moelib.planning.compiled.dump import DumpError, dump_when_compiled, write_report
+from moelib.planning.report.markdown import finding_lines, report_text
+from moelib.planning.report.step_report import Finding, Share, StepReport
+from tests.planning.report.test_step_report import make_report
+from tests.train import tiny
+
+FINDING = Finding(
+    "padding", "hint", "fusion.1 f32[2048,4]", 2**20, 8, "jit(s)/mul", ("layers/norm.py:35",),
+    "model.decoder", "join dimensions", count=3,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def dumped(tmp_path_factory):
+    """Returns the folder that a run left, and the trainer."""
+    folder = tmp_path_factory.mktemp("run")
+    cfg = tiny.trainer_config(folder / "run", mesh_shape=(1, 1, 1, 2, 1, 1), evaler=False)
+    trainer = cfg.instantiate(parent=None, devices=jax.devices()[:2])
+    dump_when_compiled(trainer, str(folder / "new" / "dump"), name="tiny")
+    trainer.compile_train_step()
+    return folder / "new" / "dump"
+
+
+def test_all_stages_of_the_step_are_written(dumped):
+    assert "lambda" in (dumped / "jaxpr.txt").read_text()
+    assert "stablehlo." in (dumped / "stablehlo.txt").read_text()
+    for name in ("hlo_before.txt", "hlo_optimized.txt"):
+        assert (dumped / name).read_text().startswith("HloModule jit_train_step")
+
+
+def test_the_report_says_how_large_each_stage_is(dumped):
+    report = StepReport.from_json((dumped / "report.json").read_text())
+    assert [stage.name for stage in report.stages] == [
+        "jaxpr",
+        "StableHLO",
+        "HLO, before",
+        "HLO, optimized",
+    ]
+    for stage, name in zip(report.stages, ("jaxpr", "stablehlo"), strict=False):
+        assert stage.lines == len((dumped / f"{name}.txt").read_text().splitlines())
+    assert report.stages[2].instructions > 100
+    assert report.stages[2].fusions == 0
+    assert report.stages[3].fusions == report.fusions > 0
+    assert sum(row.count for row in report.fusion_kinds) == report.fusions
+
+
+def test_memory_is_split_into_what_a_device_holds(dumped):
+    report = StepReport.from_json((dumped / "report.json").read_text())
+    shares = {share.category: share.amount for share in report.memory_shares}
+    parameters = 2 * 32 * 16 * 4 // 2 + 2 * 4  # A table and a head, split in two; two counts.
+    assert shares["parameters"] == parameters
+    assert shares["parameters"] + shares["learner's state"] + shares["other arguments"] == (
+        report.memory.arguments
+    )
+    assert report.memory.peak >= report.memory.arguments + shares["temporaries"]
+
+
+def test_flops_are_set_against_the_models_own(dumped):
+    report = StepReport.from_json((dumped / "report.json").read_text())
+    tokens = 8 * 16 // 2
+    assert report.model_flops == tokens * 6 * 16 * 32
+    # The embedding is a gather: one matmul, forward, and two backward.
+    assert report.executed_over_model_flops == pytest.approx(1.0, rel=0.1)
+
+
+def test_the_report_can_be_read(dumped):
+    text = (dumped / "report.md").read_text()
+    assert text.startswith("# tiny on 2 x cpu")
+    for title in ("Findings", "Stages", "Memory", "Fusions", "Collectives by groups of devices"):
+        assert f"## {title}\n" in text
+    assert "![memory](memory.png)" in text
+    assert (dumped / "memory.png").read_bytes().startswith(b"\x89PNG")
+    assert "no estimate of time" in text
+    assert not (dumped / "time.png").exists()
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        assert len({line.count("|") for line in table.splitlines()}) == 1
+
+
+def test_time_is_plotted_where_there_is_an_estimate(tmp_path):
+    shares = (Share("matmul", "forward", 3_000_000), Share("matmul", "backward", 6_000_000))
+    path = write_report(tmp_path, make_report(cycle_shares=shares, cycles=9_000_000))
+    assert "| matmul | 3.00 | 0.00 | 6.00 | 0.00 | 0.00 | 9.00 |" in path.read_text()
+    assert (tmp_path / "time.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_findings_say_what_where_and_what_to_do():
+    assert finding_lines(FINDING) == [
+        "hint: padding: model.decoder",
+        "fusion.1 f32[2048,4] and 2 more: 1.0 MiB, 8 times a step",
+        "join dimensions",
+        "made at layers/norm.py:35",
+    ]
+    text = report_text(make_report(findings=(FINDING,)), {})
+    assert "- **padding** (hint): `model.decoder`\n  fusion.1" in text
+    assert "## Findings\n\nNone." in report_text(make_report(), {})
+
+
+def test_findings_are_kept_in_json():
+    report = make_report(findings=(FINDING, dataclasses.replace(FINDING, places=())))
+    assert StepReport.from_json(report.to_json()) == report
+    assert json.loads(report.to_json())["findings"][0]["rule"] == "padding"
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_compiled(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DumpError, match=r"file/dump: Not a directory; name a folder"):
+        dump_when_compiled(None, str(tmp_path / "file" / "dump"), name="tiny")

@@ -1,0 +1,232 @@
+"""Steps compiled in a process of their own: what it says, how long it may take, how it may end."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from moelib.planning.compiled import in_subprocess as apart
+from moelib.planning.compiled.in_subprocess import compile_apart
+from moelib.planning.report.step_report import Memory, StepReport
+from tests.train import tiny
+
+_REPORT = StepReport(
+    name="",
+    topology="v6e:2x2",
+    mesh={"fsdp": 4},
+    memory=Memory(1, 2, 3, 4, 5, 6),
+    cycles=7,
+    sources=(),
+    costliest=(),
+    collectives=(),
+    kernels=(),
+    operations=(),
+    matmul_flops=8,
+    fusions=1,
+    fusion_executions=1,
+    instructions=1,
+    instructions_outside_fusions=1,
+)
+
+# The first lines of what stands for the compiler: it has traced.
+_TRACES = """
+import json, os, pathlib, signal, subprocess, sys, time
+request = json.loads(pathlib.Path(sys.argv[1]).read_text())
+def tell(stage, said):
+    print(json.dumps({"stage": stage, "seconds": 0.5, "said": said}), flush=True)
+tell("start", "4 devices described")
+tell("build", "fsdp 4")
+tell("trace", "3 equations at the top")
+"""
+
+
+@pytest.fixture
+def cfg(tmp_path):
+    return tiny.trainer_config(tmp_path, evaler=False)
+
+
+@pytest.fixture
+def worker(tmp_path, monkeypatch):
+    """Returns a function that puts a program in the place of the worker."""
+
+    def put(rest):
+        path = tmp_path / "worker.py"
+        path.write_text(_TRACES + textwrap.dedent(rest))
+        monkeypatch.setattr(apart, "WORKER", (sys.executable, str(path)))
+
+    return put
+
+
+def _reports(count):
+    return f"""
+    with open({str(count)!r}, "a") as file:
+        file.write("x")
+    print("a library greets")
+    report = {json.loads(_REPORT.to_json())!r}
+    pathlib.Path(sys.argv[2]).write_text(json.dumps({{"report": report}}))
+    """
+
+
+def _run(cfg, **options):
+    options = {"name": "tiny", "cache_dir": None} | options
+    return compile_apart(cfg, "v6e:2x2", **options)
+
+
+def test_a_report_comes_back_with_its_stages_and_what_was_said(cfg, worker, tmp_path):
+    worker(_reports(tmp_path / "count"))
+    said = []
+    outcome = _run(cfg, on_progress=said.append)
+    assert outcome.report == dataclasses.replace(_REPORT, name="tiny")
+    assert (outcome.failure, outcome.from_cache) == ("", False)
+    assert outcome.stages == {"start": 0.5, "build": 0.5, "trace": 0.5}
+    assert "v6e:2x2: traced in 0.5 s (3 equations at the top)" in said
+    assert "a library greets" in said
+
+
+def test_the_second_time_it_is_read(cfg, worker, tmp_path):
+    worker(_reports(tmp_path / "count"))
+    first = _run(cfg, cache_dir=str(tmp_path / "cache"))
+    again = _run(cfg, cache_dir=str(tmp_path / "cache"), name="another")
+    assert (first.from_cache, again.from_cache) == (False, True)
+    assert again.report == dataclasses.replace(_REPORT, name="another")
+    assert again.stages == first.stages
+    assert (tmp_path / "count").read_text() == "x"
+
+
+@pytest.mark.parametrize("change", ["config", "options", "topology"])
+def test_what_changes_the_program_is_compiled_anew(cfg, worker, tmp_path, change):
+    worker(_reports(tmp_path / "count"))
+    folder = str(tmp_path / "cache")
+    compile_apart(cfg, "v6e:2x2", name="tiny", cache_dir=folder)
+    topology, options = "v6e:2x2", None
+    if change == "config":
+        cfg.model.dim = 32
+    elif change == "options":
+        options = {"xla_a": "1"}
+    else:
+        topology = "v6e:2x4"
+    compile_apart(cfg, topology, name="tiny", cache_dir=folder, compiler_options=options)
+    assert (tmp_path / "count").read_text() == "xx"
+
+
+def test_dumps_are_never_of_the_cache(cfg, worker, tmp_path):
+    worker(_reports(tmp_path / "count"))
+    for _ in range(2):
+        _run(cfg, cache_dir=str(tmp_path / "cache"), dump_dir=str(tmp_path / "dump"))
+    assert (tmp_path / "count").read_text() == "xx"
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"report": {}}', '{"stages": {}, "report": {}}'])
+def test_a_damaged_file_of_the_cache_is_a_miss_that_warns(cfg, worker, tmp_path, damage, caplog):
+    worker(_reports(tmp_path / "count"))
+    folder = tmp_path / "cache"
+    _run(cfg, cache_dir=str(folder))
+    (path,) = folder.iterdir()
+    path.write_text(damage)
+    outcome = _run(cfg, cache_dir=str(folder))
+    assert outcome.report is not None
+    assert not outcome.from_cache
+    assert "the step is compiled anew" in caplog.text
+    assert _run(cfg, cache_dir=str(folder)).from_cache
+
+
+def test_the_time_limit_ends_all_processes_and_says_what_was_learnt(cfg, worker, tmp_path):
+    pid = tmp_path / "pid"
+    worker(f"""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    pathlib.Path({str(pid)!r}).write_text(str(child.pid))
+    time.sleep(600)
+    """)
+    outcome = _run(cfg, timeout_seconds=2.0, cache_dir=str(tmp_path / "cache"))
+    assert outcome.report is None
+    assert "v6e:2x2: not done after the time limit of 2 s: " in outcome.failure
+    assert "traced in 0.5 s (3 equations at the top); then lower took" in outcome.failure
+    assert list(outcome.stages) == ["start", "build", "trace", "lower"]
+    assert _has_ended(int(pid.read_text()))
+    assert not (tmp_path / "cache").exists()  # A longer limit may do.
+
+
+def _has_ended(pid):
+    """Returns whether a process ends within five seconds; one that waits to be reaped has."""
+    for _ in range(50):
+        try:
+            with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
+                if file.read().rpartition(")")[2].split()[0] == "Z":
+                    return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_a_worker_ends_with_the_process_that_started_it():
+    program = "import time; from moelib.planning.compiled import worker; worker.end_with_parent()"
+    command = [sys.executable, "-c", f"{program}; time.sleep(600)"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as process:
+        process.stdin.close()
+        assert process.wait(timeout=30) == -signal.SIGKILL
+
+
+def test_ctrl_c_stops_it_and_says_what_was_learnt(cfg, worker):
+    worker("time.sleep(600)")
+
+    def interrupt(line):
+        if "traced" in line:
+            threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
+
+    outcome = _run(cfg, on_progress=interrupt)
+    assert outcome.interrupted
+    assert "stopped by Ctrl-C" in outcome.failure
+    assert "traced in 0.5 s" in outcome.failure
+
+
+def test_a_crash_of_the_compiler_says_its_last_words(cfg, worker):
+    worker("""
+    print("Check failed: rank == 2 (3 vs. 2)", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGABRT)
+    """)
+    outcome = _run(cfg)
+    assert "crashed with SIGABRT" in outcome.failure
+    assert "Check failed: rank == 2" in outcome.failure
+
+
+def test_an_error_of_the_step_says_what_it_was(cfg, worker):
+    worker("raise TypeError('no such dtype')")
+    assert "TypeError: no such dtype" in _run(cfg).failure
+
+
+def test_a_topology_that_is_not_known_starts_nothing(cfg, worker, tmp_path):
+    worker(_reports(tmp_path / "count"))
+    outcome = compile_apart(cfg, "v6f:2x2", name="tiny", cache_dir=None)
+    assert "topology 'v6f:2x2' is not known" in outcome.failure
+    assert not (tmp_path / "count").exists()
+
+
+def test_no_time_at_all_is_refused(cfg):
+    with pytest.raises(ValueError, match=r"timeout_seconds is 0; set a time above 0"):
+        _run(cfg, timeout_seconds=0)
+
+
+@pytest.mark.slow
+def test_the_real_worker_compiles_and_refuses_and_both_are_kept(cfg, tmp_path):
+    pytest.importorskip("libtpu")
+    folder, dumps = str(tmp_path / "cache"), tmp_path / "dump"
+    outcome = _run(cfg, cache_dir=folder, dump_dir=str(dumps))
+    assert outcome.report is not None, outcome.failure
+    assert outcome.report.memory.peak > 0
+    assert list(outcome.stages) == ["start", "build", "trace", "lower", "compile", "count"]
+    assert (dumps / "hlo_optimized.txt").read_text().startswith("HloModule")
+    kept = _run(cfg, cache_dir=folder)
+    assert (kept.from_cache, kept.report) == (True, outcome.report)
+    cfg.mesh_shape = (1, 3, 1, 1, 1, 1)
+    for from_cache in (False, True):
+        refused = _run(cfg, cache_dir=folder)
+        assert "takes 3 devices, but there are 4" in refused.failure
+        assert refused.from_cache == from_cache

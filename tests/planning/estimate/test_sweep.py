@@ -1,0 +1,98 @@
+"""The sweep: order of rows, prices, and how long it takes."""
+
+import json
+import time
+
+import pytest
+
+from experiments import open_models
+from moelib.planning.estimate.sweep import read_prices, sweep
+from moelib.planning.hardware.topologies import PlanError
+from tests.planning import tiny_moe
+
+TOPOLOGIES = ("v6e:2x2", "h100:1x8")
+
+
+@pytest.fixture(scope="module")
+def found():
+    return sweep(tiny_moe.config(), TOPOLOGIES)
+
+
+def test_rows_are_sorted_by_cost_the_best_of_each_topology_first(found):
+    first = [each.candidate.topology.name for each in found.rows[:2]]
+    assert sorted(first) == sorted(TOPOLOGIES)
+    for part in (found.rows[:2], found.rows[2:]):
+        costs = [each.middle_dollars for each in part]
+        assert costs == sorted(costs)
+    meshes = [(each.candidate.topology.name, each.candidate.mesh) for each in found.rows]
+    assert len(set(meshes)) == len(meshes) < found.num_candidates
+    for each in found.rows:
+        best = next(r for r in found.rows if r.candidate.topology == each.candidate.topology)
+        assert best.middle_dollars <= each.middle_dollars
+
+
+def test_a_price_turns_the_order(found):
+    assert found.rows[0].candidate.topology.name == "v6e:2x2"
+    turned = sweep(tiny_moe.config(), TOPOLOGIES, prices={"v6e": 1e3})
+    assert turned.rows[0].candidate.topology.name == "h100:1x8"
+
+
+def test_a_topology_that_cannot_take_the_mesh_leaves_the_others():
+    found = sweep(tiny_moe.config(), TOPOLOGIES, mesh="fsdp=8")
+    assert {each.candidate.topology.name for each in found.rows} == {"h100:1x8"}
+    (reason,) = found.refused
+    assert "topology v6e:2x2: mesh (fsdp 8) takes 8 devices, but there are 4" in reason
+
+
+def test_what_the_model_refuses_when_it_is_traced_is_said():
+    cfg = tiny_moe.config().clone()
+    cfg.model.decoder.block[0].feed_forward.dispatcher.set(buffer_factor=1.5, buffer_blocks=3)
+    with pytest.raises(PlanError, match="buffer_blocks is 3, which does not divide"):
+        sweep(cfg, TOPOLOGIES)
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_comes_last_nearest_first():
+    cfg = tiny_moe.config().clone()
+    cfg.model.set(vocab_size=2**24, dim=2**10)
+    cfg.input.vocab_size = 2**24
+    rows = sweep(cfg, ["v6e:2x2"]).rows
+    missing = [each.bytes_held - each.capacity for each in rows if not each.fits]
+    assert missing
+    assert missing == sorted(missing)
+    assert [each.fits for each in rows] == sorted((each.fits for each in rows), reverse=True)
+    assert {each.limit for each in rows if not each.fits} == {"memory"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1]", "it holds no object"),
+        ('{"v6x": 1}', "no accelerator 'v6x'; did you mean 'v6e'"),
+        ('{"v6e": NaN}', "the price of 'v6e' is nan; set a number above 0"),
+        ('{"v6e": true}', "the price of 'v6e' is True; set a number above 0"),
+        ('{"v6e": -1}', "the price of 'v6e' is -1; set a number above 0"),
+        ("{", "Write dollars per hour of one device"),
+    ],
+)
+def test_prices_that_are_none_are_refused(tmp_path, text, message):
+    path = tmp_path / "prices.json"
+    path.write_text(text)
+    with pytest.raises(PlanError, match=message):
+        read_prices(str(path))
+
+
+def test_prices_are_read(tmp_path):
+    path = tmp_path / "prices.json"
+    path.write_text(json.dumps({"v6e": 1.5}))
+    assert read_prices(str(path)) == {"v6e": 1.5}
+
+
+@pytest.mark.slow
+def test_three_large_topologies_take_seconds():
+    cfg = open_models.named_trainer_configs()["qwen3-30b-a3b"]()
+    begin = time.process_time()
+    found = sweep(cfg, ["v6e:8x8", "v5p:4x4x4", "h100:8x8"])
+    # 3 s outside of tests, whose type checks slow the trace down.
+    assert time.process_time() - begin < 10
+    assert found.num_candidates > 10_000

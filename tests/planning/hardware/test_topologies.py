@@ -1,0 +1,140 @@
+"""Names of topologies, and what is said of those that cannot be."""
+
+import importlib.util
+
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from moelib.core.accelerators import ACCELERATORS
+from moelib.parallel.mesh import HybridMeshShape, create_device_mesh
+from moelib.planning.hardware import gpu_targets
+from moelib.planning.hardware.topologies import PlanError, describe, topology
+from moelib.train.throughput import peak_tflops
+
+_GPUS = [name for name, each in ACCELERATORS.items() if each.platform == "gpu"]
+_TPUS = [name for name, each in ACCELERATORS.items() if each.platform == "tpu"]
+
+needs_cuda_plugin = pytest.mark.skipif(
+    not gpu_targets.is_installed(), reason="JAX's CUDA plugin is not installed"
+)
+
+
+@pytest.mark.parametrize("name", ["v6x:2x2x1", "banana:2x2", "", "2*:2x2"])
+def test_an_unknown_accelerator_names_those_there_are(name):
+    with pytest.raises(PlanError, match=r"v5e, v5p, v6e, tpu7x.*such as v6e:2x2 or h100:2x8"):
+        describe(name)
+
+
+def test_the_nearest_accelerator_is_named():
+    with pytest.raises(PlanError, match=r"did you mean .*'h100'"):
+        describe("h10:1x8")
+
+
+@pytest.mark.parametrize("name", ["v6e", "v6e:", "v6e:2x", "v6e:0x2", "0*v6e:2x2", "h100:a"])
+def test_what_is_no_shape_is_refused_with_one_that_is(name):
+    with pytest.raises(PlanError, match=r"is no shape; .* as in (v6e:2x2|h100:2x8)"):
+        describe(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("v6e:4x4x4", "torus of 2 dimensions"),
+        ("v5p:4", "torus of 2 or 3 dimensions"),
+        ("v6e:64x64", "up to 256 chips, and this one would have 4096"),
+        ("v5p:16x20x29", "up to 8960 chips"),
+        ("v6e:3x5", "sides of a slice of v6e are 1, 2, 4, 8 or 16"),
+        ("2*v5e:32x4", "sides of a slice of v5e"),
+        ("h100:16", "up to 8: such as h100:2x8"),
+        ("h100:1x16", "up to 8: such as h100:2x8"),
+        ("gb200:1x8", "up to 4: such as gb200:2x4"),
+        ("2*h100:1x8", "write the hosts"),
+        ("gb200:27x4", "whole NVLink domains of 18"),
+    ],
+)
+def test_a_shape_in_which_nothing_is_built_is_refused(name, said):
+    with pytest.raises(PlanError, match=said):
+        describe(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_slices", "devices_per_slice"),
+    [
+        ("v6e:2x2", 1, 4),
+        ("v6e:2x2x1", 1, 4),
+        ("2*v6e:4x4", 2, 16),
+        ("v5p:4x4x4", 1, 64),
+        ("tpu7x:2x2x1", 1, 8),  # Two devices a chip.
+        ("h100:2x8", 2, 8),  # NVLink ends at a host.
+        ("h200:1x4", 1, 4),
+        ("gb200:2x4", 1, 8),  # NVLink joins a rack of 18 hosts.
+        ("gb200:36x4", 2, 72),
+    ],
+)
+def test_a_name_says_how_many_devices_of_how_many_slices(name, num_slices, devices_per_slice):
+    found = describe(name)
+    assert (found.num_slices, found.devices_per_slice) == (num_slices, devices_per_slice)
+
+
+def test_what_is_not_installed_is_named_with_its_extra(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(PlanError, match=r"pip install 'moelib\[tpu\]'"):
+        topology("v6e:2x2")
+    with pytest.raises(PlanError, match=r"pip install 'moelib\[plan-gpu\]'"):
+        topology("h100:1x8")
+
+
+def test_figures_agree_with_those_of_pallas_and_of_training():
+    # Pallas says of v5p what one of its two cores has.
+    for name, version in (("v5e", "TPU_V5E"), ("v6e", "TPU_V6E"), ("tpu7x", "TPU_7X")):
+        info = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion[version], 1)
+        ours = ACCELERATORS[name]
+        assert ours.flops_per_second == pytest.approx(info.bf16_ops_per_second, rel=0.01)
+        assert ours.hbm_bytes_per_second == pytest.approx(info.mem_bw_bytes_per_second, rel=0.01)
+    for each in ACCELERATORS.values():
+        known = peak_tflops(each.device_kind)
+        assert known is None or known == pytest.approx(each.flops_per_second / 1e12, rel=0.01)
+
+
+@pytest.mark.parametrize("name", _TPUS)
+def test_libtpu_describes_every_tpu(name):
+    pytest.importorskip("libtpu")
+    found = topology(f"{name}:2x2")
+    assert len(found.devices) == (8 if name == "tpu7x" else 4)
+    assert found.devices[0].device_kind == found.accelerator.device_kind
+
+
+def test_slices_of_tpus_know_which_they_are():
+    pytest.importorskip("libtpu")
+    assert [device.slice_index for device in topology("2*v6e:2x2").devices] == [0] * 4 + [1] * 4
+
+
+def test_a_shape_that_libtpu_refuses_is_said_in_one_line():
+    pytest.importorskip("libtpu")
+    with pytest.raises(PlanError, match=r"v5p:3x7x1.*not divisible.*as in v6e:2x2") as error:
+        topology("v5p:3x7x1")
+    assert "\n" not in str(error.value)
+
+
+@needs_cuda_plugin
+@pytest.mark.parametrize("name", _GPUS)
+def test_the_cuda_plugin_describes_every_gpu(name):
+    accelerator = ACCELERATORS[name]
+    found = topology(f"{name}:1x4")
+    assert len(found.devices) == 4
+    assert found.devices[0].device_kind == accelerator.device_kind
+    config = gpu_targets.target_config(accelerator.device_kind)
+    assert 0.98 < accelerator.hbm_bytes / gpu_targets.memory_bytes(config) < 1
+    bandwidth = int(config.partition("memory_bandwidth: ")[2].split()[0])
+    assert accelerator.hbm_bytes_per_second == pytest.approx(bandwidth, rel=0.05)
+
+
+@needs_cuda_plugin
+def test_each_host_of_gpus_is_a_slice_that_a_mesh_asks_for():
+    devices = topology("h100:2x8").devices
+    with pytest.raises(ValueError, match=r"the devices are of 2 slices; set it to HybridMesh"):
+        create_device_mesh((2, 8), ("fsdp", "expert"), devices)
+    mesh = create_device_mesh(HybridMeshShape((8, 1), (1, 2)), ("expert", "fsdp"), devices)
+    assert dict(mesh.shape) == {"fsdp": 2, "expert": 8}
+    assert [{each.process_index for each in row} for row in mesh.devices] == [{0}, {1}]
+    assert [each.id for each in mesh.devices.flat] == list(range(16))  # As XLA:GPU assumes.

@@ -1,0 +1,128 @@
+"""What is counted in programs that libtpu compiles, where the counts are known beforehand."""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from moelib.kernels.gmm import gmm
+from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
+from moelib.planning.compiled.compile_step import no_compilation_cache
+from moelib.planning.compiled.examine import _slice_of_each
+from moelib.planning.hardware.topologies import topology
+from moelib.planning.report.count import step_report
+from moelib.planning.report.step_report import total
+from moelib.train.compiler_options import BY_DEVICE_KIND
+
+L, B, D = 6, 64, 512
+
+
+@pytest.fixture(scope="module")
+def where():
+    pytest.importorskip("libtpu")
+    return topology("v6e:2x2x1")
+
+
+def _report(where, function, *arguments):
+    """Returns the report of a function of (shape, dtype, spec), on a mesh of fsdp 2, expert 2."""
+    mesh = create_device_mesh(mesh_shape_from_axes(fsdp=2, expert=2), devices=where.devices)
+    shapes = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for shape, dtype, spec in arguments
+    ]
+    with jax.set_mesh(mesh), no_compilation_cache():
+        compiled = (
+            jax.jit(function)
+            .lower(*shapes)
+            .compile(compiler_options=dict(BY_DEVICE_KIND[where.accelerator.device_kind]))
+        )
+    return step_report(compiled, name="x", topology=where.name, mesh=dict(mesh.shape))
+
+
+@pytest.fixture(scope="module")
+def layers(where):
+    """L layers of matmuls, whose weights are gathered over fsdp one by one, and a mean."""
+
+    @functools.partial(
+        jax.shard_map,
+        in_specs=(PartitionSpec(None, "fsdp"), PartitionSpec(("expert", "fsdp"))),
+        out_specs=PartitionSpec(),
+    )
+    def step(weights, x):
+        def layer(x, weight):
+            return jnp.tanh(x @ jax.lax.all_gather(weight, "fsdp", tiled=True)), None
+
+        x, _ = jax.lax.scan(layer, x, weights)
+        return jax.lax.pmean(jnp.mean(x.astype(jnp.float32)), ("expert", "fsdp"))
+
+    weights = ((L, D, D), jnp.bfloat16, PartitionSpec(None, "fsdp"))
+    x = ((4 * B, D), jnp.bfloat16, PartitionSpec(("expert", "fsdp")))
+    return _report(where, step, weights, x)
+
+
+def test_a_collective_in_a_loop_counts_each_time_and_knows_its_axis(layers):
+    gathers = total(layers.collectives, "all-gather")
+    assert gathers is not None
+    assert (gathers.executions, gathers.bytes) == (L, L * D * D * 2)
+    assert (gathers.axes, gathers.group_size, gathers.small) == (("fsdp",), 2, 0)
+    assert gathers.asynchronous == gathers.count
+
+
+def test_a_scalars_reduction_is_told_apart(layers):
+    reduces = total(layers.collectives, "all-reduce")
+    assert reduces is not None
+    assert (reduces.count, reduces.small, reduces.executions, reduces.bytes) == (1, 1, 1, 4)
+    assert reduces.axes == ("expert", "fsdp")
+
+
+def test_matmuls_in_a_loop_count_each_time(layers):
+    assert layers.matmul_flops == L * 2 * B * D * D
+    assert layers.loops_of_unknown_length == ()
+
+
+def test_memory_is_that_of_the_arguments_and_more(layers):
+    assert layers.memory.arguments == L * D * D + B * D * 2
+    assert layers.memory.peak >= layers.memory.arguments
+
+
+def test_cycles_are_where_the_source_says(layers):
+    assert layers.cycles == sum(source.cycles for source in layers.sources) > 0
+    assert any("test_counting.py layer" in source.name for source in layers.sources)
+    assert layers.costliest[0].cycles == max(each.cycles for each in layers.costliest)
+
+
+def test_grouped_matmuls_say_how_many_rows_they_compute(where):
+    replicated = PartitionSpec()
+
+    @functools.partial(jax.shard_map, in_specs=(replicated,) * 3, out_specs=replicated)
+    def multiply(lhs, rhs, sizes):
+        return gmm(lhs, rhs, sizes)
+
+    report = _report(
+        where,
+        multiply,
+        ((1024, 256), jnp.bfloat16, replicated),
+        ((4, 256, 128), jnp.bfloat16, replicated),
+        ((4,), jnp.int32, replicated),
+    )
+    (kernel,) = report.kernels
+    assert (kernel.name, kernel.count, kernel.executions) == ("gmm", 1, 1)
+    assert kernel.flops == 2 * 1024 * 256 * 128
+    assert (kernel.rows, kernel.groups) == (1024, 4)
+    computed = 1024 + 3 * (kernel.rows_at_once - 1)
+    assert report.rows_computed_over_routed == computed / 1024
+
+
+def test_described_gpus_are_in_the_slices_of_their_processes():
+    gpus = [
+        types.SimpleNamespace(
+            id=i, process_index=i // 2, slice_index=0, platform="gpu", local_hardware_id=None
+        )
+        for i in range(4)
+    ]
+    assert _slice_of_each(gpus[::-1]) == [1, 1, 0, 0]
+    cpus = [types.SimpleNamespace(id=i, process_index=i) for i in range(2)]
+    assert _slice_of_each(cpus) == [0, 0]

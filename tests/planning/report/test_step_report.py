@@ -1,0 +1,75 @@
+"""Reports: JSON both ways, sums over kinds, and the rows that grouped matmuls compute."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from moelib.kernels.gmm.tiles import Tiles, rows_computed_over_routed
+from moelib.planning.report import step_report as reports
+from moelib.planning.report.step_report import Collective, Kernel, Memory, Source, StepReport
+
+
+def make_report(**changes):
+    report = StepReport(
+        name="x",
+        topology="v6e:2x2x1",
+        mesh={"expert": 2, "fsdp": 2},
+        memory=Memory(1, 2, 3, 4, 5, 6),
+        cycles=7,
+        sources=(Source("a", 7, 1),),
+        costliest=(),
+        collectives=(Collective("all-gather", ("fsdp",), 2, 3, 1, 0, 0, 9, 1000),),
+        kernels=(Kernel("gmm", 1, 2, 3, 4, 0, 4096, 8, 64),),
+        operations=(),
+        matmul_flops=8,
+        fusions=1,
+        fusion_executions=1,
+        instructions=1,
+        instructions_outside_fusions=1,
+    )
+    return dataclasses.replace(report, **changes)
+
+
+def test_json_gives_back_the_same_report():
+    report = make_report(loops_of_unknown_length=("while.1",), rows_routed=5)
+    assert StepReport.from_json(report.to_json()) == report
+
+
+def test_fields_that_a_report_has_not_are_refused():
+    with pytest.raises(TypeError, match="sendings"):
+        StepReport.from_json(make_report().to_json().replace('"collectives"', '"sendings"'))
+
+
+def test_collectives_of_a_kind_are_summed_over_axes():
+    rows = (
+        Collective("all-gather", ("fsdp",), 2, 3, 1, 0, 0, 9, 1000),
+        Collective("all-gather", ("expert",), 2, 2, 2, 1, 1, 4, 10),
+        Collective("all-reduce", ("fsdp",), 2),
+    )
+    expected = Collective("all-gather", ("fsdp", "expert"), 2, 5, 3, 1, 1, 13, 1010)
+    assert reports.total(rows, "all-gather") == expected
+    assert reports.total(rows, "all-to-all") is None
+
+
+def test_rows_computed_are_the_mean_over_places_where_groups_begin():
+    """Sizes of 256 up to a block's difference put the boundaries at every place of a block."""
+    rng = np.random.default_rng(0)
+    tiles = Tiles(128, 2048, 2048, sub_m=64)
+    ratios = []
+    for _ in range(2000):
+        inner = np.arange(1, 8) * 256 + rng.integers(-32, 32, 7)
+        sizes = np.diff([0, *inner, 2048]).tolist()
+        ratios.append(rows_computed_over_routed(sizes, 4096, tiles))
+    ours = make_report(rows_routed=2048).rows_computed_over_routed
+    assert ours == pytest.approx(np.mean(ratios), rel=0.01)
+    assert ours == (2048 + 7 * 63) / 2048
+
+
+def test_without_grouped_matmuls_there_is_no_ratio():
+    assert make_report(kernels=()).rows_computed_over_routed is None
+
+
+def test_flops_executed_are_set_against_the_models():
+    assert make_report().executed_over_model_flops is None
+    assert make_report(model_flops=4).executed_over_model_flops == (8 + 3) / 4

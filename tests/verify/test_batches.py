@@ -1,0 +1,57 @@
+"""Batches for `verify`: what they hold, and what a change of them changes."""
+
+import numpy as np
+import pytest
+
+from moelib.verify import batches
+
+BATCH = batches.packed_batch(8, 32, 50, seed=0)
+
+
+def test_rows_have_two_documents_and_padding_the_last_only_padding():
+    segments = BATCH["segment_ids"]
+    assert {1, 2} <= set(segments[0].tolist())
+    assert not segments[-1].any()
+    assert len({int((row == 0).sum()) for row in segments[:-1]}) > 3
+    labels, ids = BATCH["target_labels"], BATCH["input_ids"]
+    counted = labels >= 0
+    assert counted.any()
+    assert not counted[segments == 0].any()
+    np.testing.assert_array_equal(labels[:, :-1][counted[:, :-1]], ids[:, 1:][counted[:, :-1]])
+
+
+def test_labels_do_not_cross_documents():
+    segments, labels = BATCH["segment_ids"], BATCH["target_labels"]
+    crosses = segments[:, :-1] != segments[:, 1:]
+    assert (labels[:, :-1][crosses] < 0).all()
+
+
+@pytest.mark.parametrize("document", [1, 2])
+def test_one_document_is_changed_or_counted(document):
+    inside = BATCH["segment_ids"] == document
+    other = batches.with_other_document(BATCH, document, 50, seed=1)
+    changed = other["input_ids"] != BATCH["input_ids"]
+    assert changed[inside].any()
+    assert not changed[~inside].any()
+    labels = batches.labels_of(BATCH, document)["target_labels"]
+    assert (labels[inside] >= 0).any()
+    assert (labels[~inside] < 0).all()
+
+
+def test_only_padding_is_changed():
+    other = batches.with_other_padding(BATCH, 50, seed=1)
+    changed = other["input_ids"] != BATCH["input_ids"]
+    assert changed[BATCH["segment_ids"] == 0].any()
+    assert not changed[BATCH["segment_ids"] > 0].any()
+
+
+def test_twice_has_two_tokens_for_each_of_once():
+    twice, once = batches.twice(BATCH), batches.once(BATCH)
+    assert (twice["segment_ids"] > 0).sum() == 2 * (once["segment_ids"] > 0).sum()
+    np.testing.assert_array_equal(twice["input_ids"][:4], once["input_ids"][:4])
+    assert (batches.all_padding(BATCH)["target_labels"] < 0).all()
+
+
+def test_sequences_without_room_are_refused():
+    with pytest.raises(ValueError, match=r"input.seq_len 8; set them to 2 and 10 or more"):
+        batches.packed_batch(8, 8, 50, seed=0)

@@ -1,0 +1,71 @@
+"""Which meshes a config is tried on."""
+
+import pytest
+
+from moelib.parallel.mesh import HybridMeshShape, mesh_shape_from_axes
+from moelib.train.trainer import SpmdTrainer
+from moelib.verify.meshes import describe, meshes
+from tests.verify.planted import BrokenRule
+
+
+def config(**fields):
+    return SpmdTrainer.default_config().set(**fields)
+
+
+def test_all_are_every_way_to_split_eight_devices_over_five_axes():
+    found = meshes(config(), 8, "all")
+    assert len(found) == 35  # 3 halvings over 5 axes: C(7, 3).
+    assert len({tuple(axes.items()) for axes in found}) == 35
+
+
+def test_auto_has_each_axis_alone_all_triples_and_the_configs_own_first():
+    cfg = config(mesh_shape=mesh_shape_from_axes(fsdp=-1, expert=2))
+    found = meshes(cfg, 8)
+    assert found[:2] == [{"expert": 2, "fsdp": 4}, {"expert": 4, "fsdp": 2}]
+    assert sum(len(axes) == 1 for axes in found) == 5
+    assert sum(len(axes) == 3 for axes in found) == 10
+    assert len(found) == 17
+
+
+def test_mesh_rules_over_slices_count_as_the_configs_own():
+    shape = HybridMeshShape(ici=mesh_shape_from_axes(model=4), dcn=mesh_shape_from_axes(data=-1))
+    cfg = config(mesh_rules=[("gpu-.*", shape)])
+    assert {"data": 2, "model": 4} in meshes(cfg, 8)
+    assert {"data": 2, "model": 4} not in meshes(config(), 8)
+
+
+def test_a_mesh_that_is_named_twice_is_tried_once():
+    assert meshes(config(), 8, "fsdp=8;data=2,model=4;fsdp=8") == [
+        {"fsdp": 8},
+        {"data": 2, "model": 4},
+    ]
+
+
+def test_a_mesh_rule_that_raises_is_left_to_the_checks():
+    broken = config(mesh_rules=[("gpu-.*", BrokenRule.default_config())])
+    assert meshes(broken, 8) == meshes(config(), 8)
+
+
+def test_an_axis_that_nothing_is_split_over_is_left_out():
+    cfg = config(sharding_rules={"sequence": (), "residual_sequence": ()})
+    assert not any("seq" in axes for axes in meshes(cfg, 8, "all"))
+
+
+def test_a_list_is_taken_as_it_is():
+    found = meshes(config(), 8, "fsdp=8; model=4,data=2")
+    assert found == [{"fsdp": 8}, {"data": 2, "model": 4}]
+    assert describe(found[1]) == "data 2, model 4"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("fdsp=8", r"no axis 'fdsp'; did you mean 'fsdp'"),
+        ("fsdp=4", r"takes 4 devices; choose sizes that multiply to 8"),
+        ("fsdp=x", r"write axes once each"),
+        ("pipeline=8", r"no axis 'pipeline'"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused(text, said):
+    with pytest.raises(ValueError, match=said):
+        meshes(config(), 8, text)

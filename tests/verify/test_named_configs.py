@@ -1,0 +1,39 @@
+"""Every named config of experiments/ passes `verify`; those that are equal when small run once."""
+
+import functools
+
+import jax
+import pytest
+
+from experiments import flame_moe, gpt_oss, open_models
+from moelib.checkpoint.checkpointer import Checkpointer
+from moelib.core import config_text
+from moelib.verify import Status
+from moelib.verify.meshes import meshes
+from moelib.verify.shrink import shrink
+from tests.verify.tiny import outcomes
+
+CONFIGS = {
+    **flame_moe.named_trainer_configs(),
+    **gpt_oss.named_trainer_configs(),
+    **open_models.named_trainer_configs(),
+}
+
+
+@functools.cache
+def failures(text: str) -> list[str]:
+    """Returns what is found in a small config, given as text."""
+    cfg = config_text.parse(text)
+    found = outcomes(cfg, *meshes(cfg, 8), num_devices=8)
+    jax.clear_caches()  # Else each config leaves some 700 MiB of traces and programs.
+    tried = {each.mesh for each in found if each.status is Status.PASSED}
+    assert len(tried) >= 10, found
+    return [str(each) for each in found if each.status is Status.FAILED]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_named_config_computes_the_same_on_every_mesh(name):
+    small, _ = shrink(CONFIGS[name](), 8)
+    small.set(checkpointer=Checkpointer.default_config())  # When to save is all that differs.
+    assert failures(config_text.to_text(small)) == []

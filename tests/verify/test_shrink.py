@@ -1,0 +1,109 @@
+"""Configs are made small: every kind of layer stays, and what sizes can be divided by."""
+
+import math
+
+import jax
+import pytest
+
+from experiments import flame_moe, gpt_oss, open_models
+from moelib.core.config_path import sub_configs
+from moelib.core.param import is_spec
+from moelib.layers.moe.dispatch_ragged import RaggedDispatcher
+from moelib.verify.shrink import runnable, shrink
+
+CONFIGS = {
+    **flame_moe.named_trainer_configs(),
+    **gpt_oss.named_trainer_configs(),
+    **open_models.named_trainer_configs(),
+}
+
+
+@pytest.mark.parametrize("name", ["flame-moe-tiny", "gpt-oss-20b", "deepseek-v3", "qwen2-57b-a14b"])
+def test_a_small_config_is_small_and_has_the_same_kinds_of_layers(name):
+    cfg = CONFIGS[name]()
+    small, changes = shrink(cfg, 8)
+    kinds = lambda cfg: {type(each) for _, each in sub_configs(cfg.model)}
+    assert kinds(small) == kinds(cfg)
+    trainer = small.set(dir="unused").instantiate(parent=None)
+    specs = trainer.model.create_parameter_specs_recursively()
+    sizes = [spec.size for spec in jax.tree.leaves(specs, is_leaf=is_spec)]
+    assert sum(sizes) < 120_000
+    assert {change.path for change in changes} >= {"model.dim", "model.vocab_size"}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_sizes_keep_what_devices_divide(name):
+    cfg = CONFIGS[name]()
+    small, _ = shrink(cfg, 8)
+    after = small.to_flat_dict()
+    fields = ("dim", "hidden_dim", "num_heads", "num_kv_heads", "num_experts", "vocab_size")
+    fields += ("q_lora_rank", "kv_lora_rank")
+    compared = 0
+    for path, before in cfg.to_flat_dict().items():
+        if not path.startswith("model.") or path.rpartition(".")[2] not in fields:
+            continue
+        if path not in after or not isinstance(before, int):  # Of a layer that was left out.
+            continue
+        assert math.gcd(after[path], 8) == math.gcd(before, 8), path
+        compared += 1
+    assert compared >= 4
+
+
+def test_widths_that_differ_still_differ_and_equal_ones_are_equal():
+    small, _ = shrink(CONFIGS["flame-moe-38m-100m"](), 8)
+    decoder = small.model.decoder
+    dense, moe = decoder.first_layers[0], decoder.block[0]
+    assert dense.input_dim == moe.input_dim == small.model.dim
+    widths = [dense.feed_forward.hidden_dim, moe.feed_forward.hidden_dim, small.model.dim]
+    assert len(set(widths)) == 3
+    assert moe.feed_forward.shared_experts.hidden_dim not in widths
+
+
+def test_groups_of_experts_have_two_experts_or_more():
+    small, _ = shrink(CONFIGS["deepseek-v3"](), 8)
+    moe = small.model.decoder.block[0].feed_forward
+    router = moe.router
+    assert moe.num_experts // router.num_groups >= 2
+    assert 1 <= router.num_groups_per_token < router.num_groups
+    assert len(small.model.decoder.first_layers) == 1  # Three equal ones before.
+
+
+def test_the_run_is_in_float32_on_made_up_data():
+    small, _ = shrink(CONFIGS["qwen3-30b-a3b"](), 8)
+    assert small.train_dtype is None
+    batch = small.input.instantiate().batch(0)
+    assert batch["input_ids"].shape == (8, 32)
+    assert batch["input_ids"].max() < small.model.vocab_size
+
+
+def test_the_learner_keeps_its_state_in_float32():
+    cfg = CONFIGS["flame-moe-tiny"]()
+    cfg.learner.optimizer.args[1].mu_dtype = "bfloat16"
+    for small, _ in (shrink(cfg, 8), runnable(cfg)):
+        assert small.learner.optimizer.args[1].mu_dtype == "float32"
+
+
+@pytest.mark.parametrize(("blocks", "few"), [(16, 8), (4, 4), (5, 5)])
+def test_blocks_of_a_buffer_divide_the_experts_if_they_did(blocks, few):
+    cfg = CONFIGS["flame-moe-tiny"]()
+    cfg.model.decoder.block[0].feed_forward.set(
+        num_experts=16,
+        dispatcher=RaggedDispatcher.default_config().set(buffer_factor=2.0, buffer_blocks=blocks),
+    )
+    small, _ = shrink(cfg, 8)
+    moe = small.model.decoder.block[0].feed_forward
+    assert (moe.num_experts, moe.dispatcher.buffer_blocks) == (8, few)
+
+
+@pytest.mark.parametrize(("num_devices", "rows"), [(2, 4), (3, 12), (8, 8)])
+def test_rows_can_be_halved_and_split_over_four_hosts(num_devices, rows):
+    small, _ = shrink(CONFIGS["flame-moe-tiny"](), num_devices)
+    assert small.input.global_batch_size == rows
+
+
+def test_without_shrinking_sizes_stay():
+    cfg = CONFIGS["flame-moe-tiny"]()
+    same, changes = runnable(cfg)
+    assert same.model.dim == cfg.model.dim
+    model = [change.path for change in changes if change.path.startswith("model.")]
+    assert {path.rpartition(".")[2] for path in model} == {"report_expert_counts"}
