@@ -49,8 +49,6 @@ class Checkpointer(Module):
 
     @config_class
     class Config(Module.Config):
-        """Config of `Checkpointer`."""
-
         dir: Required[str] = REQUIRED  # A trainer sets <its dir>/checkpoints.
         # Builds a moelib.checkpoint.policy.Policy; its max_step, if None, is the trainer's.
         save_policy: InstantiableConfig = config_for_function(every_n_steps_and_last_policy).set(

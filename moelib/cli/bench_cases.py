@@ -95,8 +95,6 @@ class PlannedRouter(Router):
 
     @config_class
     class Config(Router.Config):
-        """Config of `PlannedRouter`."""
-
         routing: Required[str] = REQUIRED  # learned, balanced or skewed.
 
     def forward(self, x: Float[Array, "B S D"], mask: Bool[Array, "B S"]) -> Routing:

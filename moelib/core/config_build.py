@@ -122,8 +122,6 @@ class Configurable(metaclass=_FrozenOnceBuilt):
 
     @config_class
     class Config(InstantiableConfig[Any]):
-        """Config of `Configurable`."""
-
         klass: type = REQUIRED  # The class to build.
 
         def __setattr__(self, name: str, value: Any) -> None:

@@ -146,8 +146,6 @@ class Module(Configurable):
 
     @config_class
     class Config(Configurable.Config):
-        """Config of `Module`."""
-
         name: str = ""  # Set by the parent; the root's is its class's name unless given.
 
     def __init__(self, cfg: Any, *, parent: "Module | None") -> None:

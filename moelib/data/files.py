@@ -179,8 +179,6 @@ class TextFiles(Source):
 
     @config_class
     class Config(Source.Config):
-        """Config of `TextFiles`."""
-
         paths: Sequence[str] = REQUIRED  # Files, folders or glob patterns.
         endings: Sequence[str] = (".txt", ".md", ".rst")
         max_document_chars: int | None = None  # Longer files are cut, behind a line's end.
@@ -204,8 +202,6 @@ class PythonSourceCode(Source):
 
     @config_class
     class Config(Source.Config):
-        """Config of `PythonSourceCode`."""
-
         path: str | None = None  # The library's folder; None asks the running interpreter.
 
     def parts(self) -> Sequence[Part]:

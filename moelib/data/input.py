@@ -51,8 +51,6 @@ class Input(Configurable):
 
     @config_class
     class Config(Configurable.Config):
-        """Config of `Input`."""
-
         seq_len: int = REQUIRED  # S.
         global_batch_size: int = REQUIRED  # Rows of a step, over all hosts.
 

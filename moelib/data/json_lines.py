@@ -126,8 +126,6 @@ class JsonLines(Source):
 
     @config_class
     class Config(Source.Config):
-        """Config of `JsonLines`."""
-
         paths: Sequence[str] = REQUIRED  # Files, folders or glob patterns.
         text_field: str = "text"  # The field of a line that holds the document.
 

@@ -52,8 +52,6 @@ class LMInput(Input):
 
     @config_class
     class Config(Input.Config):
-        """Config of `LMInput`."""
-
         source: TokenSource.Config | Mixture.Config = REQUIRED
         packing: Packing = Packing.CONCAT_AND_SPLIT
         document_boundary: DocumentBoundary = DocumentBoundary.RESET

@@ -26,8 +26,6 @@ class Mixture(Configurable):
 
     @config_class
     class Config(Configurable.Config):
-        """Config of `Mixture`."""
-
         sources: dict[str, TokenSource.Config] = REQUIRED  # By a name of your choice.
         weights: dict[str, float] = REQUIRED  # Of rows, by the same names; any sum.
 

@@ -61,8 +61,6 @@ class Parquet(Source):
 
     @config_class
     class Config(Source.Config):
-        """Config of `Parquet`."""
-
         paths: Sequence[str] = REQUIRED  # Files, folders or glob patterns.
         column: str = "text"  # The column that holds the document.
 

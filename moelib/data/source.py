@@ -73,7 +73,7 @@ class Source(Configurable):
 
     @config_class
     class Config(Configurable.Config):
-        """Config of `Source`."""
+        pass
 
     @abstractmethod
     def parts(self) -> Sequence[Part]:
@@ -108,8 +108,6 @@ class InMemorySource(Source):
 
     @config_class
     class Config(Source.Config):
-        """Config of `InMemorySource`."""
-
         texts: Sequence[str] = REQUIRED
         documents_per_part: int = 64
 

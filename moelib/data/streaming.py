@@ -49,8 +49,6 @@ class StreamingInput(Input):
 
     @config_class
     class Config(Input.Config):
-        """Config of `StreamingInput`."""
-
         stream: TextStream.Config = REQUIRED
         tokenizer: Tokenizer.Config = REQUIRED
         document_boundary: DocumentBoundary = DocumentBoundary.RESET

@@ -49,8 +49,6 @@ class SyntheticTokens(InMemoryTokens):
 
     @config_class
     class Config(InMemoryTokens.Config):
-        """Config of `SyntheticTokens`."""
-
         documents: Sequence[Sequence[int]] = ()  # Made here.
         num_documents: int = 256
         max_document_tokens: int = 512  # Lengths are uniform from 2 up to this, the end included.
@@ -75,8 +73,6 @@ class SyntheticInput(LMInput):
 
     @config_class
     class Config(LMInput.Config):
-        """Config of `SyntheticInput`."""
-
         source: TokenSource.Config | Mixture.Config = SyntheticTokens.default_config()
 
     def __init__(self, cfg: Config) -> None:
@@ -139,8 +135,6 @@ class SyntheticText(Source):
 
     @config_class
     class Config(Source.Config):
-        """Config of `SyntheticText`."""
-
         num_documents: int = 256
         num_words: int = 200  # In each document.
         ring: int = 500  # Different words.

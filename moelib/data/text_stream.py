@@ -23,7 +23,7 @@ class TextStream(Configurable):
 
     @config_class
     class Config(Configurable.Config):
-        """Config of `TextStream`."""
+        pass
 
     @abstractmethod
     def records(self, host_index: int, num_hosts: int) -> Any:
@@ -43,8 +43,6 @@ class JsonLinesStream(TextStream):
 
     @config_class
     class Config(TextStream.Config):
-        """Config of `JsonLinesStream`."""
-
         paths: Sequence[str] = REQUIRED  # Files, folders or glob patterns.
         text_field: str = "text"  # The field of a line that holds the document.
         num_open_files: int = 4  # Files that are read in turns.
@@ -93,8 +91,6 @@ class TFDSStream(TextStream):
 
     @config_class
     class Config(TextStream.Config):
-        """Config of `TFDSStream`."""
-
         name: str = REQUIRED  # Such as "c4/en", or the folder of a built data set.
         data_dir: str | None = None  # Where TFDS keeps data sets; None is its own default.
         split: str = "train"

@@ -99,8 +99,6 @@ class TFDSSource(Source):
 
     @config_class
     class Config(Source.Config):
-        """Config of `TFDSSource`."""
-
         name: str = REQUIRED  # Such as "c4/en", or the folder of a built data set.
         data_dir: str | None = None  # Where TFDS keeps data sets; None is its own default.
         split: str = "train"

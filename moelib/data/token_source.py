@@ -21,7 +21,7 @@ class TokenSource(Configurable):
 
     @config_class
     class Config(Configurable.Config):
-        """Config of `TokenSource`."""
+        pass
 
     name: str  # What messages call it.
     vocab_size: int  # Every id is below it.
@@ -94,8 +94,6 @@ class InMemoryTokens(TokenSource):
 
     @config_class
     class Config(TokenSource.Config):
-        """Config of `InMemoryTokens`."""
-
         documents: Sequence[Sequence[int]] = REQUIRED
         vocab_size: int = REQUIRED
         eos_id: int = 0

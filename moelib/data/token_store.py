@@ -127,8 +127,6 @@ class TokenStore(TokenSource):
 
     @config_class
     class Config(TokenSource.Config):
-        """Config of `TokenStore`."""
-
         path: str = REQUIRED  # Folder of the store.
         split: str | None = "train"  # A split of the store's; None takes all documents.
         tokenizer_hash: str | None = None  # Refuses a store that another tokenizer made.

@@ -28,8 +28,6 @@ class Tokenizer(Configurable):
 
     @config_class
     class Config(Configurable.Config):
-        """Config of `Tokenizer`."""
-
         path: str = REQUIRED  # tokenizer.json, or a folder or token store that has one.
         eos_token: str = END_OF_TEXT  # Marks the end of a document; must be in the vocabulary.
 
@@ -173,8 +171,6 @@ class ByteTokenizer(Tokenizer):
 
     @config_class
     class Config(Tokenizer.Config):
-        """Config of `ByteTokenizer`."""
-
         path: str = ""  # There is no file.
 
     def __init__(self, cfg: Config) -> None:

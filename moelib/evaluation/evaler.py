@@ -24,8 +24,6 @@ class TaskEvaler(SpmdEvaler):
 
     @config_class
     class Config(SpmdEvaler.Config):
-        """Config of `TaskEvaler`."""
-
         tasks: Required[Sequence[str]] = REQUIRED  # Of moelib.evaluation.tasks.TASKS.
         data_dir: Required[str] = REQUIRED  # Folder of the tasks' files.
         num_fewshot: int | None = None  # Examples before a question; None takes each task's.

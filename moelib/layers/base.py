@@ -23,8 +23,6 @@ class BaseLayer(Module):
 
     @config_class
     class Config(Module.Config):
-        """Config of `BaseLayer`."""
-
         dtype: DType | None = None  # Of the stored parameters; float32 at the root.
         param_init: ConfigOr[Callable] | None = None  # Of weights; N(0, 1 / fan-in) at the root.
         output_init: ConfigOr[Callable] | None = None  # Of weights that write to the residual

@@ -13,8 +13,6 @@ class Embedding(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Config of `Embedding`."""
-
         num_embeddings: Required[int] = REQUIRED  # V.
         dim: Required[int] = REQUIRED  # D.
 

@@ -59,8 +59,6 @@ class ExternalLayer(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Config of `ExternalLayer`."""
-
         functions: Required[InstantiableConfig] = REQUIRED  # Builds an InitApply, or such a pair.
         input_dim: int | None = None  # D; where `functions` has an `input_dim` that is not set.
         # (regex for a parameter's name, its logical axes); those of no rule are on every device.

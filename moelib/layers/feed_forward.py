@@ -16,8 +16,6 @@ class FeedForward(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Config of `FeedForward`."""
-
         input_dim: Required[int] = REQUIRED  # D.
         hidden_dim: Required[int] = REQUIRED  # F.
         activation: Activation = Activation.SWIGLU

@@ -14,8 +14,6 @@ class Linear(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Config of `Linear`."""
-
         input_dim: Required[int] = REQUIRED
         output_dim: Required[int] = REQUIRED
         bias: bool = False

@@ -15,8 +15,6 @@ class BaseNorm(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Config of `BaseNorm`."""
-
         dim: Required[int] = REQUIRED
         eps: float = 1e-6
 
@@ -45,8 +43,6 @@ class LayerNorm(BaseNorm):
 
     @config_class
     class Config(BaseNorm.Config):
-        """Config of `LayerNorm`."""
-
         eps: float = 1e-5
         bias: bool = True
 

@@ -19,8 +19,6 @@ class RotaryEmbedding(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Config of `RotaryEmbedding`."""
-
         theta: float = 10_000.0
         rotary_dim: int | None = None  # R, even; the whole head if None.
 
@@ -62,8 +60,6 @@ class LinearRotaryEmbedding(RotaryEmbedding):
 
     @config_class
     class Config(RotaryEmbedding.Config):
-        """Config of `LinearRotaryEmbedding`."""
-
         factor: Required[float] = REQUIRED  # Context length over the original one.
 
     def __init__(self, cfg: Config, *, parent: Module | None) -> None:
@@ -91,8 +87,6 @@ class Llama3RotaryEmbedding(RotaryEmbedding):
 
     @config_class
     class Config(RotaryEmbedding.Config):
-        """Config of `Llama3RotaryEmbedding`."""
-
         factor: Required[float] = REQUIRED
         original_context: Required[int] = REQUIRED  # Tokens.
         low_freq_factor: float = 1.0  # Turns.
@@ -150,8 +144,6 @@ class YarnRotaryEmbedding(RotaryEmbedding):
 
     @config_class
     class Config(RotaryEmbedding.Config):
-        """Config of `YarnRotaryEmbedding`."""
-
         factor: Required[float] = REQUIRED  # s: context length over the original one.
         original_context: Required[int] = REQUIRED  # Tokens.
         beta_fast: float = 32.0

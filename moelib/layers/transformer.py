@@ -28,8 +28,6 @@ class TransformerLayer(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Config of `TransformerLayer`."""
-
         input_dim: Required[int] = REQUIRED  # D.
         self_attention: BaseLayer.Config = GroupedQueryAttention.default_config()
         feed_forward: BaseLayer.Config = FeedForward.default_config()  # Or a MoELayer.
@@ -72,8 +70,6 @@ class BaseStack(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Config of `BaseStack`."""
-
         input_dim: Required[int] = REQUIRED  # D.
         num_layers: Required[int] = REQUIRED  # L, the first layers included.
         first_layers: list[BaseLayer.Config] = []  # Layers unlike the rest.

@@ -82,8 +82,6 @@ class Learner(Module):
 
     @config_class
     class Config(Module.Config):
-        """Config of `Learner`."""
-
         # Of moelib.learner.optimizers, or any of Optax: config_for_function(optax.adamw).
         optimizer: Required[ConfigOr[optax.GradientTransformation]] = REQUIRED
         # (regex for a whole path, what is done there); the first that matches wins.

@@ -25,8 +25,6 @@ class CausalLM(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Config of `CausalLM`."""
-
         vocab_size: Required[int] = REQUIRED  # V.
         dim: Required[int] = REQUIRED  # D.
         embedding: Embedding.Config = Embedding.default_config()

@@ -30,8 +30,6 @@ class SpmdEvaler(Module):
 
     @config_class
     class Config(Module.Config):
-        """Config of `SpmdEvaler`."""
-
         input: Required[Input.Config] = REQUIRED  # One that ends: mode EVALUATE, or max_batches.
         # Builds a moelib.checkpoint.policy.Policy; its max_step, if None, is the trainer's.
         eval_policy: InstantiableConfig = config_for_function(every_n_steps_and_last_policy).set(

@@ -26,8 +26,6 @@ class SummaryWriter(Module):
 
     @config_class
     class Config(Module.Config):
-        """Config of `SummaryWriter`."""
-
         dir: Required[str] = REQUIRED  # A trainer sets <its dir>/summaries.
         jsonl_path: Required[str] = REQUIRED  # A trainer sets <its dir>/metrics.jsonl.
         formats: Sequence[Literal["tensorboard", "json_lines"]] = ("tensorboard", "json_lines")

@@ -72,8 +72,6 @@ class SpmdTrainer(Module):
 
     @config_class
     class Config(Module.Config):
-        """Config of `SpmdTrainer`."""
-
         # What is trained, on what.
         input: Required[Input.Config] = REQUIRED
         model: Required[InstantiableConfig] = REQUIRED

@@ -24,8 +24,6 @@ class GroupedQueryAttention(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Config of `GroupedQueryAttention`."""
-
         input_dim: Required[int] = REQUIRED  # D.
         num_heads: Required[int] = REQUIRED  # H.
         num_kv_heads: int | None = None  # G; H if None.

@@ -30,8 +30,6 @@ class LatentAttention(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Config of `LatentAttention`."""
-
         input_dim: Required[int] = REQUIRED  # D.
         num_heads: Required[int] = REQUIRED  # H.
         q_lora_rank: int | None = None  # Of the queries' latent; None for one matrix without it.

@@ -87,8 +87,6 @@ class LoadBalanceLoss(Configurable):
 
     @config_class
     class Config(Configurable.Config):
-        """Config of `LoadBalanceLoss`."""
-
         weight: Required[float] = REQUIRED
         scope: BalanceScope = BalanceScope.MICRO_BATCH
 
@@ -98,8 +96,6 @@ class RouterZLoss(Configurable):
 
     @config_class
     class Config(Configurable.Config):
-        """Config of `RouterZLoss`."""
-
         weight: Required[float] = REQUIRED
 
 
@@ -108,8 +104,6 @@ class LoadCounter(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Config of `LoadCounter`."""
-
         num_experts: Required[int] = REQUIRED
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
@@ -150,8 +144,6 @@ class BiasBalancing(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Config of `BiasBalancing`."""
-
         num_experts: Required[int] = REQUIRED
         rate: float = 1e-3
 

@@ -36,8 +36,6 @@ class CapacityDispatcher(Dispatcher):
 
     @config_class
     class Config(Dispatcher.Config):
-        """Config of `CapacityDispatcher`."""
-
         capacity_factor: float = 1.25  # E / K and more drops nothing.
 
     def __init__(self, cfg: Config) -> None:

@@ -28,8 +28,6 @@ class FeedForwardExperts(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Config of `FeedForwardExperts`."""
-
         num_experts: Required[int] = REQUIRED  # E.
         num_experts_per_token: Required[int] = REQUIRED  # K, for the counts of active parameters.
         input_dim: Required[int] = REQUIRED  # D.

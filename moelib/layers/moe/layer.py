@@ -38,8 +38,6 @@ class MoELayer(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Config of `MoELayer`."""
-
         input_dim: Required[int] = REQUIRED  # D.
         hidden_dim: Required[int] = REQUIRED  # F, of each expert.
         num_experts: Required[int] = REQUIRED  # E.

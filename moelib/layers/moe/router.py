@@ -61,8 +61,6 @@ class Router(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Config of `Router`."""
-
         input_dim: Required[int] = REQUIRED  # D.
         num_experts: Required[int] = REQUIRED  # E.
         num_experts_per_token: Required[int] = REQUIRED  # K.
