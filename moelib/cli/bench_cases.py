@@ -21,7 +21,7 @@ from moelib.core.config import REQUIRED, Required, config_class, config_for_func
 from moelib.core.module import functional
 from moelib.core.param import cast_parameters
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
-from moelib.layers.attention.on_mesh import Rule, attend
+from moelib.layers.attention.on_mesh import MaskSpec, attend
 from moelib.layers.base import BaseLayer
 from moelib.layers.moe.balance import LoadBalanceLoss
 from moelib.layers.moe.dispatch import DenseDispatcher, SortedDispatcher
@@ -221,12 +221,13 @@ def attention_cases(sizes: Sizes, routing: str) -> dict[str, Case]:
         for key, n in zip(keys, heads, strict=True)
     )
 
+    spec = MaskSpec(head_dim**-0.5)
     plain = functools.partial(jax.nn.dot_product_attention, is_causal=True)
     window = max(1, sizes.seq_len // 4)
     runs: dict[str, tuple[Callable[..., Array], int]] = {
-        "attention": (attend, sizes.seq_len),
+        "attention": (functools.partial(attend, spec=spec), sizes.seq_len),
         "jax.nn": (plain, sizes.seq_len),
-        "window": (functools.partial(attend, rule=Rule(window)), window),
+        "window": (functools.partial(attend, spec=spec._replace(window=window)), window),
         "jax.nn window": (functools.partial(plain, local_window_size=(window - 1, 0)), window),
     }
     cases = {}

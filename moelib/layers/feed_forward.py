@@ -7,7 +7,7 @@ from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.param import FanAxes, ParameterSpec
 from moelib.layers.activation import Activation
 from moelib.layers.base import BaseLayer
-from moelib.layers.remat import keep_point
+from moelib.layers.remat import save_activation
 from moelib.parallel.sharding import constrain
 
 
@@ -43,10 +43,10 @@ class FeedForward(BaseLayer):
         """Returns the layer's output. The mask of valid tokens is of no use here."""
         del mask
         up, down = (self.parameters[name].astype(x.dtype) for name in ("up", "down"))
-        parts = [keep_point(jnp.einsum("bsd,df->bsf", x, w), "feed_forward_up") for w in up]
+        parts = [save_activation(jnp.einsum("bsd,df->bsf", x, w), "feed_forward_up") for w in up]
         hidden = self.config.activation.function(*parts)  # [B, S, F]
         hidden = constrain(hidden, ("batch", "sequence", "activation_ffn"))
-        return keep_point(jnp.einsum("bsf,fd->bsd", hidden, down), "feed_forward_down")
+        return save_activation(jnp.einsum("bsf,fd->bsd", hidden, down), "feed_forward_down")
 
     def _own_forward_flops_per_token(self, seq_len: int) -> float:
         del seq_len

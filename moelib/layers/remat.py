@@ -1,9 +1,9 @@
-"""Recomputation: what a block keeps for its backward pass, and what it computes again.
+"""Recomputation: the activations that a block saves for its backward pass, by name.
 
-Layers name the results of their matmuls by `keep_point`; a config says by name which of them are
-kept on the device and which wait in the host's memory. What has no name, or is not asked for, is
-computed again, but for where tokens go: a few integers a token, which cost sorts, and which would
-have to come out the same again.
+Layers name the results of their matmuls by `save_activation`; a config lists the names that stay on
+the device, and those offloaded to the host's memory. Activations without a name, or not listed, are
+recomputed. The routing is always saved: it is a few integers per token, recomputing it takes sorts,
+and the result would have to be identical.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _seen: ContextVar[set[str] | None] = ContextVar("moelib_keep_points", default=No
 _kept: ContextVar[frozenset[str]] = ContextVar("moelib_kept", default=frozenset())
 
 
-def keep_point(x: jax.Array, name: str) -> jax.Array:
+def save_activation(x: jax.Array, name: str) -> jax.Array:
     """Returns x, which `remat` may keep by this name."""
     seen = _seen.get()
     if seen is not None:
@@ -39,7 +39,7 @@ def keep_point(x: jax.Array, name: str) -> jax.Array:
     return checkpoint_name(x, name)
 
 
-def keep_routing(x: Any) -> Any:
+def save_routing(x: Any) -> Any:
     """Returns arrays that say where tokens go; `remat` keeps them whatever it is told."""
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, _ROUTING), x)
 
@@ -67,8 +67,8 @@ def remat(
         policy: What is stored all the same, one of REMAT_POLICIES; None stores the block's input,
             and what `keep` and `offload` name.
         prevent_cse: Needed outside of a scan, or the compiler undoes it; a LoopStack sets it.
-        keep: Names of `keep_point`s that are stored on the device.
-        offload: Names of `keep_point`s that are stored in the host's memory meanwhile.
+        keep: Names of `save_activation`s that are stored on the device.
+        offload: Names of `save_activation`s that are stored in the host's memory meanwhile.
 
     Raises:
         ValueError: If there is no such policy, or it is given beside names; and, when the block is

@@ -9,7 +9,7 @@ import pytest
 
 from moelib.core.config import config_for_function
 from moelib.layers.moe.layer import MoELayer
-from moelib.layers.remat import REMAT_POLICIES, keep_point, remat
+from moelib.layers.remat import REMAT_POLICIES, remat, save_activation
 from moelib.layers.transformer import LoopStack, ScanStack, TransformerLayer
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 from tests.layers.calling import QUICK, build, call, initial, normal
@@ -114,8 +114,8 @@ def test_a_name_that_the_block_has_not_is_refused_with_those_it_has():
 
 
 def test_points_of_an_inner_block_count_for_the_outer_one():
-    inner = remat(keep=["a"])(lambda x: keep_point(jnp.sin(x), "a"))
-    outer = remat(keep=["a", "b"])(lambda x: keep_point(inner(x) ** 2, "b"))
+    inner = remat(keep=["a"])(lambda x: save_activation(jnp.sin(x), "a"))
+    outer = remat(keep=["a", "b"])(lambda x: save_activation(inner(x) ** 2, "b"))
     np.testing.assert_allclose(jax.grad(outer)(0.3), np.sin(0.6), rtol=1e-6)
 
 

@@ -15,10 +15,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from moelib.kernels.flash_attention import backends, cudnn, reference
-from moelib.kernels.flash_attention.reference import EMPTY, Rule, whole_rows
+from moelib.kernels.flash_attention.reference import EMPTY, MaskSpec, whole_rows
 from moelib.kernels.varying import align
 
-__all__ = ["CONTEXT", "EMPTY", "flash_attention"]
+__all__ = ["CONTEXT", "EMPTY", "MaskSpec", "flash_attention"]
 
 CONTEXT = "attention_context"  # What `jax.checkpoint` policies call the output and its logsumexp.
 
@@ -68,8 +68,8 @@ def flash_attention(
     arXiv:2004.05150; logit cap: Gemma 2, arXiv:2408.00118; sinks: GPT-OSS, arXiv:2508.10925.
     """
     backends.check_shapes(q, k, v, segment_ids, segment_ids, in_order=True)
-    rule = Rule(q.shape[-1] ** -0.5 if scale is None else scale, causal, window, logit_cap)
-    backends.check(backend, q, k, v, rule, in_order=True, also=("reference", "cudnn"))
+    spec = MaskSpec(q.shape[-1] ** -0.5 if scale is None else scale, causal, window, logit_cap)
+    backends.check(backend, q, k, v, spec, in_order=True, also=("reference", "cudnn"))
     if sinks is not None and sinks.shape != (q.shape[2],):
         raise ValueError(
             f"flash_attention: sinks have shape {list(sinks.shape)}; there must be one for each "
@@ -77,17 +77,17 @@ def flash_attention(
         )
     if backend == "reference":
         places = whole_rows(q.shape[1], segment_ids)
-        return reference.attention(q, k, v, sinks, places, rule)
+        return reference.attention(q, k, v, sinks, places, spec)
     if backend == "cudnn":
-        if reason := cudnn.reason_against(q, segment_ids, sinks, rule):
+        if reason := cudnn.reason_against(q, segment_ids, sinks, spec):
             raise ValueError(f'flash_attention: {reason}; or set backend="xla".')
-        return cudnn.attention(q, k, v, rule)
-    return _attention(rule, backend, *align(q, k, v, sinks, segment_ids))
+        return cudnn.attention(q, k, v, spec)
+    return _attention(spec, backend, *align(q, k, v, sinks, segment_ids))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attention(
-    rule: Rule,
+    spec: MaskSpec,
     backend: str | None,
     q: Array,
     k: Array,
@@ -95,11 +95,11 @@ def _attention(
     sinks: Array | None,
     segments: Array | None,
 ) -> Array:
-    return _forward(rule, backend, q, k, v, sinks, segments)[0]
+    return _forward(spec, backend, q, k, v, sinks, segments)[0]
 
 
 def _forward(
-    rule: Rule,
+    spec: MaskSpec,
     backend: str | None,
     q: Array,
     k: Array,
@@ -108,17 +108,17 @@ def _forward(
     segments: Array | None,
 ) -> tuple[Array, tuple]:
     places = whole_rows(q.shape[1], segments)
-    out, lse = backends.forward(backend, q, k, v, sinks, places, rule, in_order=True)
+    out, lse = backends.forward(backend, q, k, v, sinks, places, spec, in_order=True)
     # Kept by a policy, both spare the backward pass a second forward pass.
     out, lse = checkpoint_name(out, CONTEXT), checkpoint_name(lse, CONTEXT)
     return out, (q, k, v, sinks, segments, out, lse)
 
 
-def _backward(rule: Rule, backend: str | None, residuals: tuple, grad: Array) -> tuple:
+def _backward(spec: MaskSpec, backend: str | None, residuals: tuple, grad: Array) -> tuple:
     q, k, v, sinks, segments, out, lse = residuals
     places = whole_rows(q.shape[1], segments)
     delta = backends.output_times_gradient(out, grad)
-    grads = backends.backward(backend, q, k, v, lse, delta, grad, places, rule, in_order=True)
+    grads = backends.backward(backend, q, k, v, lse, delta, grad, places, spec, in_order=True)
     of_sinks = None if sinks is None else backends.sinks_gradient(sinks, lse, delta)
     return *grads, of_sinks, None
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from moelib.kernels.backend import check_backend, run_on_backend
 from moelib.kernels.flash_attention import tpu, xla
-from moelib.kernels.flash_attention.reference import Places, Rule
+from moelib.kernels.flash_attention.reference import MaskSpec, Places
 
 _logger = logging.getLogger(__name__)
 _BACKENDS = {"xla": xla, "tpu": tpu}
@@ -60,7 +60,7 @@ def check(
     q: Float[Array, "B Q H Dh"],
     k: Float[Array, "B K G Dh"],
     v: Float[Array, "B K G Dh"],
-    rule: Rule,
+    spec: MaskSpec,
     *,
     in_order: bool,
     also: tuple[str, ...] = (),
@@ -72,7 +72,7 @@ def check(
         q: Queries.
         k: Keys.
         v: Values.
-        rule: How scores are made.
+        spec: How scores are made.
         in_order: Whether queries and keys are the same sequence.
         also: Further backends.
     """
@@ -86,23 +86,23 @@ def check(
             f"flash_attention: q is {q.dtype}, k is {k.dtype} and v is {v.dtype}; cast them to one "
             "dtype."
         )
-    if rule.window is not None and rule.window < 1:
+    if spec.window is not None and spec.window < 1:
         raise ValueError(
-            f"flash_attention: window is {rule.window}; a token sees at least itself, so set 1 or "
+            f"flash_attention: window is {spec.window}; a token sees at least itself, so set 1 or "
             "more, or None for no window."
         )
-    if rule.window is not None and not rule.causal:
+    if spec.window is not None and not spec.causal:
         raise ValueError(
-            f"flash_attention: window is {rule.window} with causal=False; a window looks back "
+            f"flash_attention: window is {spec.window} with causal=False; a window looks back "
             "only, so set causal=True, or window=None."
         )
-    if rule.logit_cap is not None and not rule.logit_cap > 0:
+    if spec.logit_cap is not None and not spec.logit_cap > 0:
         raise ValueError(
-            f"flash_attention: logit_cap is {rule.logit_cap}; set a number above 0, or None for no "
+            f"flash_attention: logit_cap is {spec.logit_cap}; set a number above 0, or None for no "
             "cap."
         )
     check_backend("flash_attention", backend, {**_BACKENDS, **dict.fromkeys(also)})
-    if backend == "tpu" and (reason := tpu.reason_against(q, k, rule, in_order=in_order)):
+    if backend == "tpu" and (reason := tpu.reason_against(q, k, spec, in_order=in_order)):
         raise ValueError(f'flash_attention: {reason}; or set backend="xla".')
 
 
@@ -113,13 +113,13 @@ def forward(
     v: Float[Array, "B K G Dh"],
     sinks: Float[Array, "H"] | None,
     places: Places,
-    rule: Rule,
+    spec: MaskSpec,
     *,
     in_order: bool,
 ) -> tuple[Float[Array, "B Q H Dh"], Float32[Array, "B H Q"]]:
     """Returns attention and the logsumexp of each query's scores, as `xla.forward` does."""
     operands = q, k, v, sinks, places
-    return _run("forward", backend, operands, rule=rule, in_order=in_order)
+    return _run("forward", backend, operands, spec=spec, in_order=in_order)
 
 
 def backward(
@@ -131,13 +131,13 @@ def backward(
     delta: Float32[Array, "B H Q"],
     grad: Float[Array, "B Q H Dh"],
     places: Places,
-    rule: Rule,
+    spec: MaskSpec,
     *,
     in_order: bool,
 ) -> tuple[Array, Array, Array]:
     """Returns the gradients in q, k and v, as `xla.backward` does."""
     operands = q, k, v, lse, delta, grad, places
-    return _run("backward", backend, operands, rule=rule, in_order=in_order)
+    return _run("backward", backend, operands, spec=spec, in_order=in_order)
 
 
 def _run(pass_: str, backend: str | None, operands: tuple[Any, ...], **options: Any) -> Any:
@@ -152,7 +152,7 @@ def _run(pass_: str, backend: str | None, operands: tuple[Any, ...], **options: 
     return run_on_backend("flash_attention", backend, runs, platforms, *operands)
 
 
-def _platforms(q: Array, k: Array, rule: Rule, in_order: bool) -> Mapping[str, str]:
+def _platforms(q: Array, k: Array, spec: MaskSpec, in_order: bool) -> Mapping[str, str]:
     """Returns each platform's backend for these operands; why a slower one, is logged."""
     if _is_for_gpu():
         _log_once(
@@ -160,7 +160,7 @@ def _platforms(q: Array, k: Array, rule: Rule, in_order: bool) -> Mapping[str, s
             'backend="cudnn" takes attention without sinks, segment_ids and logit_cap.'
         )
         return {"default": "xla"}
-    reason = tpu.reason_against(q, k, rule, in_order=in_order) or _reason_of_mesh()
+    reason = tpu.reason_against(q, k, spec, in_order=in_order) or _reason_of_mesh()
     if reason:
         _log_once(f"flash_attention takes the xla form on TPUs: {reason}.")
         return {"default": "xla"}

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moelib.kernels.flash_attention.reference import Rule
+from moelib.kernels.flash_attention.reference import MaskSpec
 
 _DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 _MAX_HEAD_DIM = 128  # 256 since Hopper.
@@ -19,7 +19,7 @@ def reason_against(
     q: Float[Array, "B S H Dh"],
     segment_ids: Int[Array, "B S"] | None,
     sinks: Float[Array, "H"] | None,
-    rule: Rule,
+    spec: MaskSpec,
 ) -> str | None:
     """Returns why cuDNN cannot take these operands and what it can, or None if it can."""
     dim = q.shape[3]
@@ -35,8 +35,8 @@ def reason_against(
         return "there are segment_ids; cuDNN takes them only as a mask of the sequence squared"
     if sinks is not None:
         return "there are sinks; cuDNN has none here"
-    if rule.logit_cap is not None:
-        return f"logit_cap is {rule.logit_cap}; cuDNN has none here"
+    if spec.logit_cap is not None:
+        return f"logit_cap is {spec.logit_cap}; cuDNN has none here"
     return None
 
 
@@ -44,7 +44,7 @@ def attention(
     q: Float[Array, "B S H Dh"],
     k: Float[Array, "B S G Dh"],
     v: Float[Array, "B S G Dh"],
-    rule: Rule,
+    spec: MaskSpec,
 ) -> Float[Array, "B S H Dh"]:
     """Returns attention over whole sequences.
 
@@ -55,8 +55,8 @@ def attention(
         q,
         k,
         v,
-        scale=rule.scale,
-        is_causal=rule.causal,
-        local_window_size=None if rule.window is None else (rule.window - 1, 0),
+        scale=spec.scale,
+        is_causal=spec.causal,
+        local_window_size=None if spec.window is None else (spec.window - 1, 0),
         implementation="cudnn",
     )

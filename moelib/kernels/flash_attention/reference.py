@@ -12,7 +12,7 @@ MASKED = -1e30  # Finite: a row with nothing to attend to never becomes NaN.
 EMPTY = MASKED / 10  # The logsumexp of no key at all: far above MASKED, far below any score.
 
 
-class Rule(NamedTuple):
+class MaskSpec(NamedTuple):
     """How scores are made, and which of them count. Hashable: a static argument."""
 
     scale: float  # Multiplies the products of queries and keys.
@@ -36,22 +36,22 @@ def whole_rows(seq_len: int, segment_ids: Int[Array, "B S"] | None) -> Places:
     return Places(index, index, segment_ids, segment_ids)
 
 
-def attention_mask(places: Places, rule: Rule) -> Bool[Array, "b Q K"]:
+def attention_mask(places: Places, spec: MaskSpec) -> Bool[Array, "b Q K"]:
     """Returns, for b = B or 1, where a query may attend to a key."""
     ahead = places.q_index[None, :, None] - places.k_index[None, None, :]
-    mask = ahead >= 0 if rule.causal else jnp.ones_like(ahead, bool)
-    if rule.window is not None:
-        mask = mask & (ahead < rule.window)
+    mask = ahead >= 0 if spec.causal else jnp.ones_like(ahead, bool)
+    if spec.window is not None:
+        mask = mask & (ahead < spec.window)
     if places.q_segments is not None and places.k_segments is not None:
         mask = mask & (places.q_segments[:, :, None] == places.k_segments[:, None, :])
     return mask
 
 
-def capped(scores: Float[Array, "..."], rule: Rule) -> Float[Array, "..."]:
-    """Returns the scores, scaled already, after the rule's cap."""
-    if rule.logit_cap is None:
+def capped(scores: Float[Array, "..."], spec: MaskSpec) -> Float[Array, "..."]:
+    """Returns the scores, scaled already, after the spec's cap."""
+    if spec.logit_cap is None:
         return scores
-    return rule.logit_cap * jnp.tanh(scores / rule.logit_cap)
+    return spec.logit_cap * jnp.tanh(scores / spec.logit_cap)
 
 
 def attention(
@@ -60,7 +60,7 @@ def attention(
     v: Float[Array, "B K G Dh"],
     sinks: Float[Array, "H"] | None,
     places: Places,
-    rule: Rule,
+    spec: MaskSpec,
 ) -> Float[Array, "B Q H Dh"]:
     """Returns softmax(scores, where the mask) v, zeros where all is masked.
 
@@ -71,8 +71,8 @@ def attention(
     q, k, v = poison_scores(q, k, v)
     grouped = q.reshape(batch, queries, groups, heads // groups, dim)
     scores = jnp.einsum("bqgnd,bkgd->bgnqk", grouped, k, preferred_element_type=jnp.float32)
-    mask = attention_mask(places, rule)[:, None, None]
-    scores = jnp.where(mask, capped(scores * rule.scale, rule), MASKED)
+    mask = attention_mask(places, spec)[:, None, None]
+    scores = jnp.where(mask, capped(scores * spec.scale, spec), MASKED)
     if sinks is not None:
         column = sinks.astype(jnp.float32).reshape(1, groups, -1, 1, 1)
         column = jnp.broadcast_to(column, (*scores.shape[:-1], 1))

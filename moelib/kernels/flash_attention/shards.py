@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from moelib.kernels.flash_attention import backends
-from moelib.kernels.flash_attention.reference import Places, Rule
+from moelib.kernels.flash_attention.reference import MaskSpec, Places
 
 Part = tuple[Float32[Array, "B Q H Dh"], Float32[Array, "B H Q"]]  # Output and logsumexp.
 
@@ -62,9 +62,9 @@ def attention_forward(
     """
     places = Places(q_index, k_index, q_segments, k_segments)
     _check(q, k, v, places)
-    rule = Rule(q.shape[-1] ** -0.5 if scale is None else scale, causal, window, logit_cap)
-    backends.check(backend, q, k, v, rule, in_order=False)
-    return backends.forward(backend, q, k, v, None, places, rule, in_order=False)
+    spec = MaskSpec(q.shape[-1] ** -0.5 if scale is None else scale, causal, window, logit_cap)
+    backends.check(backend, q, k, v, spec, in_order=False)
+    return backends.forward(backend, q, k, v, None, places, spec, in_order=False)
 
 
 def merge(a: Part, b: Part) -> Part:
@@ -126,10 +126,10 @@ def attention_backward(
     """
     places = Places(q_index, k_index, q_segments, k_segments)
     _check(q, k, v, places)
-    rule = Rule(q.shape[-1] ** -0.5 if scale is None else scale, causal, window, logit_cap)
-    backends.check(backend, q, k, v, rule, in_order=False)
+    spec = MaskSpec(q.shape[-1] ** -0.5 if scale is None else scale, causal, window, logit_cap)
+    backends.check(backend, q, k, v, spec, in_order=False)
     grad, delta = grad.astype(q.dtype), backends.output_times_gradient(out, grad)
-    return backends.backward(backend, q, k, v, lse, delta, grad, places, rule, in_order=False)
+    return backends.backward(backend, q, k, v, lse, delta, grad, places, spec, in_order=False)
 
 
 def sinks_gradient(

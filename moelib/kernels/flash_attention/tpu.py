@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Float32
 
 from moelib.kernels.flash_attention import tpu_kernels
 from moelib.kernels.flash_attention.finite import poison_rows, poison_scores, zero_not_finite
-from moelib.kernels.flash_attention.reference import Places, Rule
+from moelib.kernels.flash_attention.reference import MaskSpec, Places
 from moelib.kernels.flash_attention.tpu_kernels import Call, Masks
 from moelib.kernels.flash_attention.visits import MAX_BLOCKS, MAX_VISITS, PAST_END, visits
 from moelib.kernels.varying import align
@@ -23,7 +23,7 @@ _DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 
 
 def reason_against(
-    q: Float[Array, "B Q H Dh"], k: Float[Array, "B K G Dh"], rule: Rule, *, in_order: bool
+    q: Float[Array, "B Q H Dh"], k: Float[Array, "B K G Dh"], spec: MaskSpec, *, in_order: bool
 ) -> str | None:
     """Returns why the kernels cannot take these operands and what they can, or None if they can."""
     dim = q.shape[3]
@@ -35,12 +35,12 @@ def reason_against(
         )
     if q.dtype not in _DTYPES:
         return f"the dtype is {q.dtype}; the TPU kernels take bfloat16 and float32"
-    call, _ = _call(q, k, rule, interpret=False)
+    call, _ = _call(q, k, spec, interpret=False)
     blocks = -(-q.shape[1] // call.block_q), -(-k.shape[1] // call.block_k)
     pairs = blocks[0] * blocks[1]
     if pairs > MAX_VISITS and in_order:
         index = np.arange(q.shape[1], dtype=np.int32)
-        pairs = len(visits(*_in_blocks(call, index, index), rule, by_keys=False))
+        pairs = len(visits(*_in_blocks(call, index, index), spec, by_keys=False))
     if pairs > MAX_VISITS or max(blocks) > MAX_BLOCKS:
         return (
             f"{q.shape[1]} queries and {k.shape[1]} keys make {pairs} pairs of blocks; the TPU "
@@ -55,7 +55,7 @@ def forward(
     v: Float[Array, "B K G Dh"],
     sinks: Float[Array, "H"] | None,
     places: Places,
-    rule: Rule,
+    spec: MaskSpec,
     *,
     in_order: bool,
     interpret: Any = False,
@@ -68,11 +68,11 @@ def forward(
         v: Values.
         sinks: One more score for each head, or None.
         places: Where queries and keys stand.
-        rule: How scores are made.
+        spec: How scores are made.
         in_order: Whether queries and keys are the same sequence, its positions 0, 1, ...
         interpret: As for `pl.pallas_call`.
     """
-    call, chunks = _call(q, k, rule, interpret)
+    call, chunks = _call(q, k, spec, interpret)
     out_dtype = v.dtype if in_order else jnp.dtype(jnp.float32)
     q, k, v = poison_scores(q, k, v)
     if sinks is not None:
@@ -92,7 +92,7 @@ def backward(
     delta: Float32[Array, "B H Q"],
     grad: Float[Array, "B Q H Dh"],
     places: Places,
-    rule: Rule,
+    spec: MaskSpec,
     *,
     in_order: bool,
     interpret: Any = False,
@@ -107,11 +107,11 @@ def backward(
         delta: The sum of output times gradient of each query.
         grad: The gradient of the output.
         places: Where queries and keys stand.
-        rule: How scores are made.
+        spec: How scores are made.
         in_order: As for `forward`.
         interpret: As for `pl.pallas_call`.
     """
-    call, chunks = _call(q, k, rule, interpret)
+    call, chunks = _call(q, k, spec, interpret)
     groups = k.shape[2]
     dtypes = [x.dtype if in_order else jnp.dtype(jnp.float32) for x in (q, k, v)]
     q, k, v, grad = zero_not_finite(q, k, v, grad)
@@ -129,7 +129,7 @@ def backward(
     return _whole_queries(grad_q, q), grad_k, grad_v
 
 
-def _call(q: Array, k: Array, rule: Rule, interpret: Any) -> tuple[Call, int]:
+def _call(q: Array, k: Array, spec: MaskSpec, interpret: Any) -> tuple[Call, int]:
     """Returns the block sizes, and the number of chunks of heads.
 
     Blocks are as large as pays: a quarter of the sequence at most, so causality leaves whole blocks
@@ -138,10 +138,10 @@ def _call(q: Array, k: Array, rule: Rule, interpret: Any) -> tuple[Call, int]:
     """
     heads = q.shape[2] // k.shape[2]
     fit = [n for n in range(1, heads + 1) if heads % n == 0 and n * _LANES <= _MAX_ROWS]
-    limit = _MAX_BLOCK if rule.window is None else min(_MAX_BLOCK, rule.window)
+    limit = _MAX_BLOCK if spec.window is None else min(_MAX_BLOCK, spec.window)
     block_q = _block(q.shape[1], min(limit, _MAX_ROWS // fit[-1]))
     block_k = _block(k.shape[1], limit)
-    return Call(rule, block_q, block_k, interpret), q.shape[2] // fit[-1]
+    return Call(spec, block_q, block_k, interpret), q.shape[2] // fit[-1]
 
 
 def _block(seq_len: int, limit: int) -> int:
@@ -159,7 +159,7 @@ def _visits(call: Call, places: Places, in_order: bool, *, by_keys: bool) -> tup
     if in_order:  # Known now, so the list is too.
         q_index = k_index = np.arange(q_index.shape[0], dtype=np.int32)
     rows = _in_blocks(call, q_index, k_index)
-    found = visits(*rows, call.rule, by_keys=by_keys)
+    found = visits(*rows, call.spec, by_keys=by_keys)
     segments = [
         None if x is None else _padded(x.astype(jnp.int32), block)[:, None]
         for x, block in (

@@ -24,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from moelib.kernels.flash_attention.reference import EMPTY, MASKED, Rule, capped
+from moelib.kernels.flash_attention.reference import EMPTY, MASKED, MaskSpec, capped
 from moelib.kernels.flash_attention.visits import (
     column,
     is_first,
@@ -50,7 +50,7 @@ class Masks(NamedTuple):
 class Call(NamedTuple):
     """What all kernels are built from. Hashable."""
 
-    rule: Rule
+    spec: MaskSpec
     block_q: int
     block_k: int
     interpret: Any  # As for `pl.pallas_call`.
@@ -159,9 +159,9 @@ def _outputs_kernel(
         acc[...] = jnp.zeros_like(acc)
 
     def meet(masked: bool) -> None:
-        scores = _scores(call.rule, q, k)
+        scores = _scores(call.spec, q, k)
         if masked:
-            scores = jnp.where(_mask(call.rule, masks, heads), scores, MASKED)
+            scores = jnp.where(_mask(call.spec, masks, heads), scores, MASKED)
         before = peak[...]
         after = jnp.maximum(before, jnp.max(scores, axis=0, keepdims=True))
         exp, old = jnp.exp(scores - after), jnp.exp(before - after)
@@ -190,14 +190,14 @@ def _query_gradients_kernel(
         acc[...] = jnp.zeros_like(acc)
 
     def meet(masked: bool) -> None:
-        _, grad_scores = _score_gradients(call.rule, refs, masked)
+        _, grad_scores = _score_gradients(call.spec, refs, masked)
         acc[...] += _dot(k[...], grad_scores.astype(k.dtype), 1, 0)
 
     _meet(visit, refs[6:], meet)
 
     @pl.when(is_last(visit))
     def _() -> None:
-        _store_heads(results[0], acc[...] * call.rule.scale)
+        _store_heads(results[0], acc[...] * call.spec.scale)
 
 
 def _key_gradients_kernel(
@@ -214,7 +214,7 @@ def _key_gradients_kernel(
         grad_v[...] = jnp.zeros_like(grad_v)
 
     def meet(masked: bool) -> None:
-        probs, grad_scores = _score_gradients(call.rule, refs, masked)
+        probs, grad_scores = _score_gradients(call.spec, refs, masked)
         grad_v[...] += _dot(_heads(grad), probs.astype(grad.dtype), 1, 1)
         grad_k[...] += _dot(_heads(q), grad_scores.astype(q.dtype), 1, 1)
 
@@ -222,7 +222,7 @@ def _key_gradients_kernel(
 
     @pl.when(is_last(visit))
     def _() -> None:
-        results[0][...] = (grad_k[...] * call.rule.scale).astype(results[0].dtype)
+        results[0][...] = (grad_k[...] * call.spec.scale).astype(results[0].dtype)
         results[1][...] = grad_v[...].astype(results[1].dtype)
 
 
@@ -235,30 +235,30 @@ def _meet(visit: Any, masks: Any, meet: Any) -> None:
     pl.when(is_seen(visit) & ~is_whole(visit))(functools.partial(meet, True))
 
 
-def _scores(rule: Rule, q: Any, k: Any) -> Float32[Array, "k r"]:
-    return capped(_dot(k[...], _heads(q), 0, 0) * rule.scale, rule)
+def _scores(spec: MaskSpec, q: Any, k: Any) -> Float32[Array, "k r"]:
+    return capped(_dot(k[...], _heads(q), 0, 0) * spec.scale, spec)
 
 
-def _score_gradients(rule: Rule, refs: Any, masked: bool) -> tuple[Array, Array]:
+def _score_gradients(spec: MaskSpec, refs: Any, masked: bool) -> tuple[Array, Array]:
     """Returns the probabilities, and the gradient of the scores without their scale, [k, r]."""
     q, k, v, grad, lse, delta, *masks = refs
-    scores = _scores(rule, q, k)
+    scores = _scores(spec, q, k)
     probs = jnp.exp(scores - _heads(lse))
     if masked:
-        probs = jnp.where(_mask(rule, masks, q.shape[0]), probs, 0.0)
+        probs = jnp.where(_mask(spec, masks, q.shape[0]), probs, 0.0)
     grad_scores = probs * (_dot(v[...], _heads(grad), 0, 0) - _heads(delta))
-    if rule.logit_cap is not None:
-        grad_scores = grad_scores * (1 - jnp.square(scores / rule.logit_cap))
+    if spec.logit_cap is not None:
+        grad_scores = grad_scores * (1 - jnp.square(scores / spec.logit_cap))
     return probs, grad_scores
 
 
-def _mask(rule: Rule, masks: Any, heads: int) -> Array:
+def _mask(spec: MaskSpec, masks: Any, heads: int) -> Array:
     """Returns where a query may attend to a key, [k, r]."""
     q_index, k_index, *segments = masks
     ahead = _side_by_side([q_index[...]] * heads) - _column(k_index[...])
-    mask = ahead >= least_ahead(rule)
-    if rule.window is not None:
-        mask = mask & (ahead < rule.window)
+    mask = ahead >= least_ahead(spec)
+    if spec.window is not None:
+        mask = mask & (ahead < spec.window)
     if segments:
         q_segments, k_segments = segments
         mask = mask & (_side_by_side([q_segments[...]] * heads) == _column(k_segments[...]))
@@ -385,7 +385,7 @@ def _cost(
     )
     return pl.CostEstimate(
         flops=2 * matmuls * dim * scores,
-        transcendentals=scores * (1 if call.rule.logit_cap is None else 2),
+        transcendentals=scores * (1 if call.spec.logit_cap is None else 2),
         bytes_accessed=once + steps * loaded,
     )
 

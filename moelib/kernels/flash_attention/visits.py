@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from moelib.kernels.flash_attention.reference import Rule
+from moelib.kernels.flash_attention.reference import MaskSpec
 
 PAST_END = 2**30  # The position of keys that only fill the last block: behind every query.
 MAX_VISITS = 2**17  # Of 4 bytes each, in a scalar memory of 1 MiB.
@@ -53,28 +53,28 @@ def is_whole(visit: Any) -> Any:
     return _flag(visit, 3)
 
 
-def least_ahead(rule: Rule) -> int:
+def least_ahead(spec: MaskSpec) -> int:
     """Returns how far a query stands ahead of a key, at the least, to see it."""
-    return 0 if rule.causal else _NOT_CAUSAL
+    return 0 if spec.causal else _NOT_CAUSAL
 
 
-def visits(q_index: Any, k_index: Any, rule: Rule, *, by_keys: bool) -> Any:
+def visits(q_index: Any, k_index: Any, spec: MaskSpec, *, by_keys: bool) -> Any:
     """Returns the list of visits, int32 [V], row after row; each row has one visit at least.
 
     Args:
         q_index: Positions of queries, [blocks, queries of a block].
         k_index: Positions of keys, likewise. NumPy arrays give a NumPy list, of the seen pairs
             only; JAX arrays a list of all pairs.
-        rule: Who sees whom.
+        spec: Who sees whom.
         by_keys: Whether rows are blocks of keys; otherwise of queries.
     """
     q_low, q_high = q_index.min(1)[:, None], q_index.max(1)[:, None]
     k_low, k_high = k_index.min(1)[None], k_index.max(1)[None]
-    least = least_ahead(rule)
+    least = least_ahead(spec)
     seen, whole = q_high - k_low >= least, q_low - k_high >= least
-    if rule.window is not None:
-        seen = seen & (q_low - k_high < rule.window)
-        whole = whole & (q_high - k_low < rule.window)
+    if spec.window is not None:
+        seen = seen & (q_low - k_high < spec.window)
+        whole = whole & (q_high - k_low < spec.window)
     if by_keys:
         seen, whole = seen.T, whole.T
     rows, columns = seen.shape

@@ -25,8 +25,8 @@ from moelib.kernels.flash_attention.finite import poison_rows, poison_scores, ze
 from moelib.kernels.flash_attention.reference import (
     EMPTY,
     MASKED,
+    MaskSpec,
     Places,
-    Rule,
     attention_mask,
     capped,
 )
@@ -42,7 +42,7 @@ def forward(
     v: Float[Array, "B K G Dh"],
     sinks: Float[Array, "H"] | None,
     places: Places,
-    rule: Rule,
+    spec: MaskSpec,
     *,
     in_order: bool,
     block: int = 64,
@@ -55,7 +55,7 @@ def forward(
         v: Values.
         sinks: One more score for each head, or None.
         places: Where queries and keys stand.
-        rule: How scores are made.
+        spec: How scores are made.
         in_order: Whether queries and keys are the same sequence, its positions 0, 1, ...
         block: Queries that are computed at once.
     """
@@ -70,7 +70,7 @@ def forward(
 
     def step(carry: tuple[Array, Array], at: _Block) -> tuple[Array, Array]:
         out, lse = carry
-        scores, mask = _scores(rows, k, places, at, rule)
+        scores, mask = _scores(rows, k, places, at, spec)
         scores = jnp.where(mask, scores, MASKED)
         before = at.queries(lse)
         peak = jnp.maximum(jnp.max(scores, -1, keepdims=True), before)
@@ -79,7 +79,7 @@ def forward(
         made = _dot(exp.astype(v.dtype), at.keys(v), 2) + old * at.queries(out).astype(old.dtype)
         return at.put(out, made / total), at.put(lse, peak + jnp.log(total))
 
-    out, lse = _over_blocks(step, (out, lse), places, rule, in_order, block)
+    out, lse = _over_blocks(step, (out, lse), places, spec, in_order, block)
     out = out.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(v.dtype if in_order else out.dtype)
     return out, lse.reshape(q.shape[0], q.shape[2], q.shape[1])
 
@@ -92,7 +92,7 @@ def backward(
     delta: Float32[Array, "B H Q"],
     grad: Float[Array, "B Q H Dh"],
     places: Places,
-    rule: Rule,
+    spec: MaskSpec,
     *,
     in_order: bool,
     block: int = 64,
@@ -109,7 +109,7 @@ def backward(
         delta: The sum of output times gradient of each query.
         grad: The gradient of the output.
         places: Where queries and keys stand.
-        rule: How scores are made.
+        spec: How scores are made.
         in_order: As for `forward`.
         block: Queries that are computed at once.
     """
@@ -125,12 +125,12 @@ def backward(
 
     def step(carry: tuple[Array, ...], at: _Block) -> tuple[Array, ...]:
         grad_q, grad_k, grad_v = carry
-        scores, mask = _scores(q, k, places, at, rule)
+        scores, mask = _scores(q, k, places, at, spec)
         probs = jnp.where(mask, jnp.exp(scores - at.queries(lse)), 0.0)
         rows = at.queries(grad)
-        grad_scores = probs * (_dot(rows, at.keys(v), 3) - at.queries(delta)) * rule.scale
-        if rule.logit_cap is not None:
-            grad_scores = grad_scores * (1 - jnp.square(scores / rule.logit_cap))
+        grad_scores = probs * (_dot(rows, at.keys(v), 3) - at.queries(delta)) * spec.scale
+        if spec.logit_cap is not None:
+            grad_scores = grad_scores * (1 - jnp.square(scores / spec.logit_cap))
         grad_scores = grad_scores.astype(q.dtype)
         made = _dot(grad_scores, at.keys(k), 2)
         made = made + at.queries(grad_q).astype(made.dtype)
@@ -141,7 +141,7 @@ def backward(
 
     sums: list[tuple[Array, DTypeLike]] = [(q, dtypes[0]), (k, jnp.float32), (v, jnp.float32)]
     carry = tuple(zeros_like_varying(x.shape, dtype, q) for x, dtype in sums)
-    grad_q, grad_k, grad_v = _over_blocks(step, carry, places, rule, in_order, block)
+    grad_q, grad_k, grad_v = _over_blocks(step, carry, places, spec, in_order, block)
     grad_q = grad_q.transpose(0, 3, 1, 2, 4).reshape(shape)
     grad_k, grad_v = (x.transpose(0, 2, 1, 3) for x in (grad_k, grad_v))
     return grad_q, grad_k.astype(dtypes[1]), grad_v.astype(dtypes[2])
@@ -183,17 +183,17 @@ def _over_blocks(
     step: Callable[[Any, _Block], Any],
     carry: Any,
     places: Places,
-    rule: Rule,
+    spec: MaskSpec,
     in_order: bool,
     block: int,
 ) -> Any:
     """Folds `step` over blocks of queries and the keys that they may see."""
     queries, keys = places.q_index.shape[0], places.k_index.shape[0]
     if in_order:
-        return _over_parts(step, carry, queries, rule, block)
+        return _over_parts(step, carry, queries, spec, block)
 
     def if_seen(carry: Any, at: _Block) -> Any:
-        seen = _may_see(at.places(places), rule)
+        seen = _may_see(at.places(places), spec)
         return lax.cond(seen, lambda carry: step(carry, at), lambda carry: carry, carry)
 
     for first in range(0, keys, _KEY_TILE):
@@ -205,12 +205,12 @@ def _over_blocks(
 
 
 def _over_parts(
-    step: Callable[[Any, _Block], Any], carry: Any, seq_len: int, rule: Rule, block: int
+    step: Callable[[Any, _Block], Any], carry: Any, seq_len: int, spec: MaskSpec, block: int
 ) -> Any:
-    window = rule.window if rule.window is not None and rule.window + block <= seq_len else None
+    window = spec.window if spec.window is not None and spec.window + block <= seq_len else None
     for start, stop in _parts(seq_len, block, _MAX_PARTS if window is None else 1):
         size = min(block, stop - start)
-        span, first = stop if rule.causal else seq_len, lambda _: 0
+        span, first = stop if spec.causal else seq_len, lambda _: 0
         if window is not None:
             span = window + size - 1
             first = lambda row, size=size, span=span: jnp.maximum(row + size - span, 0)
@@ -253,12 +253,12 @@ def _parts(seq_len: int, block: int, count: int) -> Iterator[tuple[int, int]]:
         yield whole, seq_len
 
 
-def _may_see(places: Places, rule: Rule) -> Bool[Array, ""]:
+def _may_see(places: Places, spec: MaskSpec) -> Bool[Array, ""]:
     """Returns whether a query may see a key by the least and the greatest of their positions."""
     q_index, k_index = places.q_index, places.k_index
-    seen = jnp.max(q_index) >= jnp.min(k_index) if rule.causal else jnp.full((), True)
-    if rule.window is not None:
-        seen = seen & (jnp.min(q_index) - jnp.max(k_index) < rule.window)
+    seen = jnp.max(q_index) >= jnp.min(k_index) if spec.causal else jnp.full((), True)
+    if spec.window is not None:
+        seen = seen & (jnp.min(q_index) - jnp.max(k_index) < spec.window)
     return seen
 
 
@@ -267,11 +267,11 @@ def _scores(
     k: Float[Array, "B G K Dh"],
     places: Places,
     at: _Block,
-    rule: Rule,
+    spec: MaskSpec,
 ) -> tuple[Float32[Array, "B G n q k"], Bool[Array, "b 1 1 q k"]]:
     """Returns the scores of a block, and where its queries may attend to its keys."""
-    mask = attention_mask(at.places(places), rule)[:, None, None]
-    return capped(_dot(at.queries(q), at.keys(k), 3) * rule.scale, rule), mask
+    mask = attention_mask(at.places(places), spec)[:, None, None]
+    return capped(_dot(at.queries(q), at.keys(k), 3) * spec.scale, spec), mask
 
 
 def _grouped(x: Float[Array, "B Q H Dh"], groups: int) -> Float[Array, "B G n Q Dh"]:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moelib.layers.attention.on_mesh import Rule
+from moelib.kernels.flash_attention import MaskSpec
 
 
 def num_slots(length: int, window: int | None) -> int:
@@ -82,7 +82,7 @@ def attend_to_cache(
     v: Float[Array, "B G L Dv"],
     positions: Int[Array, "B 1"],
     sinks: Float[Array, "H"] | None,
-    rule: Rule,
+    spec: MaskSpec,
 ) -> Float[Array, "B 1 H Dv"]:
     """Returns the attention of each row's newest token to what is stored, in the dtype of v.
 
@@ -94,15 +94,15 @@ def attend_to_cache(
         v: Values.
         positions: The position of the newest token.
         sinks: One more score for each head, which has no value.
-        rule: Window, cap and scale.
+        spec: Scale of the scores, window and cap.
     """
     batch, _, heads, dim = q.shape
     grouped = q.reshape(batch, k.shape[1], -1, dim)  # [B, G, H / G, Dh]
     scores = jnp.einsum("bgnd,bgld->bgnl", grouped, k, preferred_element_type=jnp.float32)
-    scores = scores * (dim**-0.5 if rule.scale is None else rule.scale)
-    if rule.logit_cap is not None:
-        scores = rule.logit_cap * jnp.tanh(scores / rule.logit_cap)
-    held = held_positions(positions[:, 0], k.shape[2], rule.window)
+    scores = scores * spec.scale
+    if spec.logit_cap is not None:
+        scores = spec.logit_cap * jnp.tanh(scores / spec.logit_cap)
+    held = held_positions(positions[:, 0], k.shape[2], spec.window)
     scores = jnp.where(held[:, None, None] >= 0, scores, -jnp.inf)
     if sinks is not None:
         sink = sinks.astype(jnp.float32).reshape(1, k.shape[1], -1, 1)

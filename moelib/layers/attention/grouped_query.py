@@ -5,13 +5,13 @@ from jaxtyping import Array, Float, Int
 
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.param import Axes, FanAxes, ParameterSpec
-from moelib.kernels.flash_attention import CONTEXT
+from moelib.kernels.flash_attention import CONTEXT, MaskSpec
 from moelib.layers import initializers
 from moelib.layers.attention.cached import attend_to_cache, num_slots, store
-from moelib.layers.attention.on_mesh import Rule, attend
+from moelib.layers.attention.on_mesh import attend
 from moelib.layers.base import BaseLayer
 from moelib.layers.norm import BaseNorm
-from moelib.layers.remat import keep_point
+from moelib.layers.remat import save_activation
 from moelib.layers.rope import RotaryEmbedding
 from moelib.parallel.sharding import constrain
 
@@ -116,8 +116,8 @@ class GroupedQueryAttention(BaseLayer):
         """
         cfg: GroupedQueryAttention.Config = self.config
         params = {name: p.astype(x.dtype) for name, p in self.own_parameters.items()}
-        q = keep_point(jnp.einsum("bsd,dhk->bshk", x, params["q"]), "attention_q")
-        kv = keep_point(jnp.einsum("bsd,dngk->bsngk", x, params["kv"]), "attention_kv")
+        q = save_activation(jnp.einsum("bsd,dhk->bshk", x, params["q"]), "attention_q")
+        kv = save_activation(jnp.einsum("bsd,dngk->bsngk", x, params["kv"]), "attention_kv")
         if cfg.qkv_bias:
             q = q + params["q_bias"][None, None]
             kv = kv + params["kv_bias"][None, None]
@@ -131,9 +131,9 @@ class GroupedQueryAttention(BaseLayer):
         split = ("batch", "sequence", "activation_heads", None)
         q, k, v = constrain(q, split), constrain(k, split), constrain(v, split)
         out = self._attend(q, k, v, positions, segment_ids, params.get("sinks"))
-        out = keep_point(constrain(out, split), CONTEXT)
+        out = save_activation(constrain(out, split), CONTEXT)
         y = jnp.einsum("bshk,hkd->bsd", out, params["output"])
-        y = keep_point(y, "attention_output")
+        y = save_activation(y, "attention_output")
         return y + params["output_bias"][None, None] if cfg.output_bias else y
 
     def _attend(
@@ -145,16 +145,17 @@ class GroupedQueryAttention(BaseLayer):
         segment_ids: Int[Array, "B S"] | None,
         sinks: Float[Array, "H"] | None,
     ) -> Float[Array, "B S H Dh"]:
-        rule = Rule(window=self.config.window, logit_cap=self.config.logit_cap)
+        cfg: GroupedQueryAttention.Config = self.config
+        spec = MaskSpec(self._head_dim**-0.5, window=cfg.window, logit_cap=cfg.logit_cap)
         cache = self.cache
         if cache is not None:
-            at = (positions, segment_ids, rule.window)
+            at = (positions, segment_ids, spec.window)
             k_cache = store(cache["k"], k.swapaxes(1, 2), *at)  # [B, G, L, Dh]
             v_cache = store(cache["v"], v.swapaxes(1, 2), *at)
             self.put_cache(k=k_cache, v=v_cache)
             if q.shape[1] == 1:
-                return attend_to_cache(q, k_cache, v_cache, positions, sinks, rule)
-        return attend(q, k, v, segment_ids, sinks, rule)
+                return attend_to_cache(q, k_cache, v_cache, positions, sinks, spec)
+        return attend(q, k, v, segment_ids, sinks, spec=spec)
 
     def _normalised(self, norm: BaseNorm, x: Float[Array, "B S N Dh"]) -> Float[Array, "B S N Dh"]:
         if not self.config.qk_norm_joint:

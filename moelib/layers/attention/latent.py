@@ -10,12 +10,12 @@ from jaxtyping import Array, Float, Int
 
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.param import FanAxes, ParameterSpec
-from moelib.kernels.flash_attention import CONTEXT
+from moelib.kernels.flash_attention import CONTEXT, MaskSpec
 from moelib.layers.attention.cached import attend_to_cache, store
-from moelib.layers.attention.on_mesh import Rule, attend
+from moelib.layers.attention.on_mesh import attend
 from moelib.layers.base import BaseLayer
 from moelib.layers.norm import BaseNorm, RMSNorm
-from moelib.layers.remat import keep_point
+from moelib.layers.remat import save_activation
 from moelib.layers.rope import RotaryEmbedding
 from moelib.parallel.sharding import constrain
 
@@ -104,7 +104,7 @@ class LatentAttention(BaseLayer):
         q = self._queries(x, positions)
         out = self._attend(q, *self.latents(x, positions), positions, segment_ids)
         y = jnp.einsum("bshk,hkd->bsd", out, self._weight("output", x))
-        return keep_point(y, "attention_output")
+        return save_activation(y, "attention_output")
 
     def _attend(
         self,
@@ -115,20 +115,20 @@ class LatentAttention(BaseLayer):
         segment_ids: Int[Array, "B S"] | None,
     ) -> Float[Array, "B S H v"]:
         cfg: LatentAttention.Config = self.config
-        rule = Rule(scale=cfg.score_factor * self._qk_head_dim**-0.5)
+        spec = MaskSpec(cfg.score_factor * self._qk_head_dim**-0.5)
         cache = self.cache
         if cache is not None:
             new = jnp.concatenate([latent, key], axis=-1)
             held = store(cache["latent"], new, positions, segment_ids)
             self.put_cache(latent=held)
             if q.shape[1] == 1:
-                return self._attend_to_latents(q, held, positions, rule)
+                return self._attend_to_latents(q, held, positions, spec)
         k, v = self.keys_and_values(latent, key)
         # `attend` takes one width: zeros add nothing to a score, and make entries that are cut off.
         width = max(self._qk_head_dim, cfg.v_head_dim)
         split = ("batch", "sequence", "activation_heads", None)
         q, k, v = (constrain(_widened(x, width), split) for x in (q, k, v))
-        out = keep_point(constrain(attend(q, k, v, segment_ids, rule=rule), split), CONTEXT)
+        out = save_activation(constrain(attend(q, k, v, segment_ids, spec=spec), split), CONTEXT)
         return out[..., : cfg.v_head_dim]
 
     def _attend_to_latents(
@@ -136,7 +136,7 @@ class LatentAttention(BaseLayer):
         q: Float[Array, "B 1 H qk"],
         held: Float[Array, "B L both"],
         positions: Int[Array, "B 1"],
-        rule: Rule,
+        spec: MaskSpec,
     ) -> Float[Array, "B 1 H v"]:
         """Returns the attention to what is held: one key of all heads, which is also their value.
 
@@ -147,7 +147,7 @@ class LatentAttention(BaseLayer):
         q_latent = jnp.einsum("bshk,dhk->bshd", q[..., :nope], up[..., :nope])
         q = jnp.concatenate([q_latent, q[..., nope:]], axis=-1)
         # The rotated keys are summed with the latents, and cut off: cheaper than to copy the rest.
-        out = attend_to_cache(q, held[:, None], held[:, None], positions, None, rule)
+        out = attend_to_cache(q, held[:, None], held[:, None], positions, None, spec)
         return jnp.einsum("bshd,dhk->bshk", out[..., :rank], up[..., nope:])
 
     def latents(
@@ -164,7 +164,7 @@ class LatentAttention(BaseLayer):
         """Returns all heads' keys and values of tokens from what `latents` returned of them."""
         nope, heads = self.config.nope_head_dim, self.config.num_heads
         kv = jnp.einsum("bsd,dhk->bshk", latent, self._weight("kv_up", latent))
-        kv = keep_point(kv, "attention_kv")
+        kv = save_activation(kv, "attention_kv")
         shared = jnp.broadcast_to(key[:, :, None], (*key.shape[:2], heads, key.shape[-1]))
         return jnp.concatenate([kv[..., :nope], shared], -1), kv[..., nope:]
 
@@ -175,12 +175,12 @@ class LatentAttention(BaseLayer):
         up = "q"
         if cfg.q_lora_rank is not None:
             x, up = self.q_norm(self._projected(x, "q_down", "attention_q")), "q_up"
-        q = keep_point(jnp.einsum("bsd,dhk->bshk", x, self._weight(up, x)), "attention_q")
+        q = save_activation(jnp.einsum("bsd,dhk->bshk", x, self._weight(up, x)), "attention_q")
         nope, rope = jnp.split(q, [cfg.nope_head_dim], axis=-1)
         return jnp.concatenate([nope, self._rotated(rope, positions)], -1)
 
     def _projected(self, x: Float[Array, "B S D"], name: str, point: str) -> Float[Array, "B S n"]:
-        return keep_point(jnp.einsum("bsd,dn->bsn", x, self._weight(name, x)), point)
+        return save_activation(jnp.einsum("bsd,dn->bsn", x, self._weight(name, x)), point)
 
     def _rotated(
         self, x: Float[Array, "B S H rope"], positions: Int[Array, "B S"]

@@ -12,7 +12,7 @@ Shapes: n devices of the ring, s = S / n tokens of one device.
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,20 +20,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from moelib.kernels.flash_attention import CONTEXT, EMPTY, flash_attention, shards
+from moelib.kernels.flash_attention import CONTEXT, EMPTY, MaskSpec, flash_attention, shards
 from moelib.parallel import sharding
 from moelib.parallel.collectives import vary, varying_axes
-
-
-class Rule(NamedTuple):
-    """What attends to what; see `flash_attention`. Hashable: a static argument."""
-
-    window: int | None = None
-    logit_cap: float | None = None
-    scale: float | None = None
-
-
-_PLAIN = Rule()
 
 
 def attend(
@@ -42,7 +31,8 @@ def attend(
     v: Float[Array, "B S G Dh"],
     segment_ids: Int[Array, "B S"] | None = None,
     sinks: Float[Array, "H"] | None = None,
-    rule: Rule = _PLAIN,
+    *,
+    spec: MaskSpec,
 ) -> Float[Array, "B S H Dh"]:
     """Returns causal attention, on whatever mesh is set.
 
@@ -52,14 +42,14 @@ def attend(
         v: Values.
         segment_ids: Tokens attend only inside their segment; None for one segment a row.
         sinks: One more score for each head, which has no value.
-        rule: Window, cap and scale.
+        spec: Scale of the scores, window and cap.
 
     Raises:
         ValueError: As `flash_attention`; or if the mesh does not divide batch, sequence or heads.
     """
     mesh = sharding.current_mesh()
     if mesh is None or mesh.size == 1:
-        return flash_attention(q, k, v, segment_ids, sinks=sinks, **rule._asdict())
+        return flash_attention(q, k, v, segment_ids, sinks=sinks, **spec._asdict())
     shape = dict(mesh.shape)
     axes = ("batch", "sequence", "activation_heads", None)
     split = sharding.partition_spec(axes, shape, shape=k.shape, place="attention's keys")
@@ -75,8 +65,8 @@ def attend(
     def local(arrays: tuple[Any, ...]) -> Array:
         q, k, v, segments, sinks = vary(arrays, used)
         if not ring:
-            return flash_attention(q, k, v, segments, sinks=sinks, **rule._asdict())
-        return _in_zigzag(ring, rule, q, k, v, segments, sinks)
+            return flash_attention(q, k, v, segments, sinks=sinks, **spec._asdict())
+        return _in_zigzag(ring, spec, q, k, v, segments, sinks)
 
     P = jax.sharding.PartitionSpec
     specs = (split, split, split, P(*split[:2]), P(split[2]))
@@ -86,7 +76,7 @@ def attend(
 
 def _in_zigzag(
     axes: tuple[str, ...],
-    rule: Rule,
+    spec: MaskSpec,
     q: Array,
     k: Array,
     v: Array,
@@ -98,7 +88,7 @@ def _in_zigzag(
     index = _piece_index(axes, n, q.shape[1] // 2)
     deal = functools.partial(_deal, axes=axes, n=n)
     q, k, v, segments = jax.tree.map(deal, (q, k, v, segments))  # Segments may be None.
-    return _deal(_ring(axes, rule, q, k, v, sinks, index, segments), axes=axes, n=n, back=True)
+    return _deal(_ring(axes, spec, q, k, v, sinks, index, segments), axes=axes, n=n, back=True)
 
 
 def _home(piece: int, n: int) -> int:
@@ -131,7 +121,7 @@ def _piece_index(axes: tuple[str, ...], n: int, size: int) -> Int[Array, "s"]:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _ring(
     axes: tuple[str, ...],
-    rule: Rule,
+    spec: MaskSpec,
     q: Float[Array, "B s H Dh"],
     k: Float[Array, "B s G Dh"],
     v: Float[Array, "B s G Dh"],
@@ -140,7 +130,7 @@ def _ring(
     segments: Int[Array, "B s"] | None,
 ) -> Float[Array, "B s H Dh"]:
     """Returns the attention of this device's queries to the keys of all devices of the ring."""
-    return _forward(axes, rule, q, k, v, sinks, index, segments)[0]
+    return _forward(axes, spec, q, k, v, sinks, index, segments)[0]
 
 
 def _rotate(tree: Any, axes: tuple[str, ...]) -> Any:
@@ -151,7 +141,7 @@ def _rotate(tree: Any, axes: tuple[str, ...]) -> Any:
 
 def _forward(
     axes: tuple[str, ...],
-    rule: Rule,
+    spec: MaskSpec,
     q: Array,
     k: Array,
     v: Array,
@@ -164,7 +154,7 @@ def _forward(
         after = _rotate(here, axes)  # On its way while this shard is computed.
         k, v, k_index, k_segments = here
         made = shards.attention_forward(
-            q, k, v, index, k_index, segments, k_segments, **rule._asdict()
+            q, k, v, index, k_index, segments, k_segments, **spec._asdict()
         )
         return (shards.merge(part, made), after), None
 
@@ -178,7 +168,7 @@ def _forward(
     return out, (q, k, v, sinks, index, segments, out, lse)
 
 
-def _backward(axes: tuple[str, ...], rule: Rule, residuals: tuple, grad: Array) -> tuple:
+def _backward(axes: tuple[str, ...], spec: MaskSpec, residuals: tuple, grad: Array) -> tuple:
     q, k, v, sinks, index, segments, out, lse = residuals
 
     def step(carry: tuple[Any, Any, Any], _: None) -> tuple[tuple[Any, Any, Any], None]:
@@ -186,7 +176,7 @@ def _backward(axes: tuple[str, ...], rule: Rule, residuals: tuple, grad: Array) 
         k, v, k_index, k_segments = here
         after = _rotate(here, axes)
         own, *others = shards.attention_backward(
-            q, k, v, out, lse, grad, index, k_index, segments, k_segments, **rule._asdict()
+            q, k, v, out, lse, grad, index, k_index, segments, k_segments, **spec._asdict()
         )
         grads = _rotate(tuple(a + b for a, b in zip(grads, others, strict=True)), axes)
         return (grad_q + own, after, grads), None

@@ -49,7 +49,7 @@ def load_balance_loss(
         expert_ids: The experts each token was sent to.
         mask: False for padding.
         scope: The tokens over which fractions are taken. Rows of padding only count nowhere.
-        earlier_counts: For GLOBAL_BATCH: choices of each expert in earlier micro-batches.
+        earlier_counts: For GLOBAL_BATCH: assignments of each expert in earlier micro-batches.
 
     Raises:
         ValueError: If there are fewer than two experts.
@@ -66,7 +66,7 @@ def load_balance_loss(
         counts, mass, tokens = (jnp.sum(a, 0, keepdims=True) for a in (counts, mass, tokens))
     if scope is BalanceScope.GLOBAL_BATCH and earlier_counts is not None:
         counts = counts + earlier_counts[None]
-    fraction = counts / jnp.maximum(jnp.sum(counts, -1, keepdims=True), 1.0)  # Of all choices.
+    fraction = counts / jnp.maximum(jnp.sum(counts, -1, keepdims=True), 1.0)  # Of all assignments.
     loss = num_experts * jnp.sum(fraction * mass / jnp.maximum(tokens, 1.0)[:, None], -1)
     return jnp.sum(loss * tokens) / jnp.maximum(jnp.sum(tokens), 1.0)
 
@@ -100,7 +100,7 @@ class RouterZLoss(Configurable):
 
 
 class LoadCounter(BaseLayer):
-    """Choices of each expert in the micro-batches of an optimizer step so far, on all devices."""
+    """Assignments per expert in the micro-batches of an optimizer step so far, on all devices."""
 
     @config_class
     class Config(BaseLayer.Config):

@@ -24,8 +24,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moelib.core.config import Configurable
 from moelib.core.context import Nested
-from moelib.layers.moe.rows import combine_rows, sort_choices, take_rows
-from moelib.layers.remat import keep_point
+from moelib.layers.moe.rows import combine_rows, sort_assignments, take_rows
+from moelib.layers.remat import save_activation
 from moelib.parallel.exchange import gather_sizes, group_size
 
 
@@ -46,7 +46,7 @@ class Experts(Protocol):
         ...
 
 
-class Choices(NamedTuple):
+class Assignments(NamedTuple):
     """Where this device's tokens go.
 
     Attributes:
@@ -60,7 +60,7 @@ class Choices(NamedTuple):
     mask: Bool[Array, "B S"]
 
 
-class Place(NamedTuple):
+class DispatchContext(NamedTuple):
     """Where a dispatcher runs.
 
     Attributes:
@@ -79,7 +79,7 @@ class Dispatched(NamedTuple):
 
     Attributes:
         y: For each token, the weighted sum of its experts' outputs; 0 for padding.
-        num_dropped: How many choices of this device's tokens were left out, float32.
+        num_dropped: How many assignments of this device's tokens were left out, float32.
     """
 
     y: Float[Array, "B S D"]
@@ -97,8 +97,8 @@ class Dispatcher(Configurable):
         experts: Experts,
         params: Nested,
         x: Float[Array, "B S D"],
-        choices: Choices,
-        place: Place,
+        assignments: Assignments,
+        context: DispatchContext,
     ) -> Dispatched:
         """Returns the weighted sums of the experts' outputs."""
         raise NotImplementedError(f"{type(self).__qualname__} must define __call__.")
@@ -112,17 +112,19 @@ class DenseDispatcher(Dispatcher):
         experts: Experts,
         params: Nested,
         x: Float[Array, "B S D"],
-        choices: Choices,
-        place: Place,
+        assignments: Assignments,
+        context: DispatchContext,
     ) -> Dispatched:
         """Returns the weighted sums."""
-        tokens = jnp.where(choices.mask[..., None], x, 0).reshape(-1, x.shape[-1])
-        tokens = jnp.broadcast_to(tokens[None], (place.num_experts, *tokens.shape))
+        tokens = jnp.where(assignments.mask[..., None], x, 0).reshape(-1, x.shape[-1])
+        tokens = jnp.broadcast_to(tokens[None], (context.num_experts, *tokens.shape))
         outputs = experts.batched(params, tokens)  # [E, T, D]
-        chosen = choices.expert_ids[..., None] == jnp.arange(place.num_experts)[None, None, None]
-        chosen = chosen & choices.mask[..., None, None]  # [B, S, K, E]
-        dense = jnp.sum(jnp.where(chosen, choices.weights[..., None], 0.0), 2)
-        dense = dense.reshape(-1, place.num_experts)  # [T, E]
+        chosen = (
+            assignments.expert_ids[..., None] == jnp.arange(context.num_experts)[None, None, None]
+        )
+        chosen = chosen & assignments.mask[..., None, None]  # [B, S, K, E]
+        dense = jnp.sum(jnp.where(chosen, assignments.weights[..., None], 0.0), 2)
+        dense = dense.reshape(-1, context.num_experts)  # [T, E]
         y = jnp.einsum("etd,te->td", outputs.astype(jnp.float32), dense).astype(x.dtype)
         return Dispatched(y.reshape(x.shape), jnp.zeros((), jnp.float32))
 
@@ -138,26 +140,28 @@ class SortedDispatcher(Dispatcher):
         experts: Experts,
         params: Nested,
         x: Float[Array, "B S D"],
-        choices: Choices,
-        place: Place,
+        assignments: Assignments,
+        context: DispatchContext,
     ) -> Dispatched:
         """Returns the weighted sums."""
-        tokens, ids, weights = flat_choices(x, choices, place.num_experts)
-        y = run_sorted(experts, params, tokens, ids, weights, place.num_experts, ids.size)
+        tokens, ids, weights = flat_assignments(x, assignments, context.num_experts)
+        y = run_sorted(experts, params, tokens, ids, weights, context.num_experts, ids.size)
         return Dispatched(y.reshape(x.shape), jnp.zeros((), jnp.float32))
 
 
-def flat_choices(x: Array, choices: Choices, num_experts: int) -> tuple[Array, Array, Array]:
-    """Returns (tokens [T, D], ids [T, K], weights [T, K]); E where a choice goes to no expert.
+def flat_assignments(
+    x: Array, assignments: Assignments, num_experts: int
+) -> tuple[Array, Array, Array]:
+    """Returns (tokens [T, D], ids [T, K], weights [T, K]); E where an assignment goes to no expert.
 
-    None are the choices of padding, and those that name no expert from 0 to E - 1.
+    None are the assignments of padding, and those that name no expert from 0 to E - 1.
     """
-    ids = choices.expert_ids
-    num_choices = ids.shape[-1]
-    goes = choices.mask[..., None] & (ids >= 0) & (ids < num_experts)
+    ids = assignments.expert_ids
+    top_k = ids.shape[-1]
+    goes = assignments.mask[..., None] & (ids >= 0) & (ids < num_experts)
     ids = jnp.where(goes, ids, num_experts)
-    weights = choices.weights.reshape(-1, num_choices)
-    return x.reshape(-1, x.shape[-1]), ids.reshape(-1, num_choices), weights
+    weights = assignments.weights.reshape(-1, top_k)
+    return x.reshape(-1, x.shape[-1]), ids.reshape(-1, top_k), weights
 
 
 def run_sorted(
@@ -175,13 +179,13 @@ def run_sorted(
         experts: The experts.
         params: Weights of those held here.
         x: Tokens.
-        ids: Experts held here, from 0; `num_experts` or more for a choice that goes to none.
-        weights: Of the choices, float32.
+        ids: Experts held here, from 0; `num_experts` or more for an assignment that goes to none.
+        weights: Of the assignments, float32.
         num_experts: How many are held here.
-        num_rows: The most choices that go to one of them.
+        num_rows: The most assignments that go to one of them.
     """
-    row_map, group_sizes = sort_choices(jnp.minimum(ids, num_experts), num_experts, num_rows)
-    rows = keep_point(take_rows(x, row_map), "experts_input")
+    row_map, group_sizes = sort_assignments(jnp.minimum(ids, num_experts), num_experts, num_rows)
+    rows = save_activation(take_rows(x, row_map), "experts_input")
     outputs = experts.grouped(params, rows, group_sizes)
     return combine_rows(outputs, weights, row_map)
 
@@ -189,14 +193,14 @@ def run_sorted(
 def first_of_row(
     groups: Int[Array, "B S K"], num_groups: int, room: int, sequence_axes: tuple[str, ...]
 ) -> Bool[Array, "B S K"]:
-    """Returns which choices are among the first `room` that their row sends to their group.
+    """Returns which assignments are among the first `room` that their row sends to their group.
 
     Rows of the batch stand by themselves, so that it is the same on every mesh.
 
     Args:
-        groups: Of each choice; `num_groups` for none.
+        groups: Of each assignment; `num_groups` for none.
         num_groups: How many there are.
-        room: The most choices of a row and a group.
+        room: The most assignments of a row and a group.
         sequence_axes: Mesh axes over which rows are split.
     """
     batch = groups.shape[0]
@@ -211,7 +215,7 @@ def first_of_row(
 
 
 def rows_within(factor: float | None, even: float, most: int) -> int:
-    """Returns how many choices there is room for: `factor` times an even load, `most` at most."""
+    """Returns the capacity in assignments: `factor` times an even load, at most `most`."""
     return most if factor is None else min(most, max(1, math.ceil(factor * even)))
 
 

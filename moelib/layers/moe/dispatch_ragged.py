@@ -14,19 +14,19 @@ from jaxtyping import Array, Bool, Float, Int
 from moelib.core.config import config_class
 from moelib.core.context import Nested
 from moelib.layers.moe.dispatch import (
-    Choices,
+    Assignments,
+    DispatchContext,
     Dispatched,
     Dispatcher,
     Experts,
-    Place,
     check_factor,
     first_of_row,
-    flat_choices,
+    flat_assignments,
     rows_within,
     run_sorted,
 )
-from moelib.layers.moe.rows import RowMap, sort_choices, sum_rows, take_rows
-from moelib.layers.remat import keep_routing
+from moelib.layers.moe.rows import RowMap, sort_assignments, sum_rows, take_rows
+from moelib.layers.remat import save_routing
 from moelib.parallel.exchange import exchange, gather_sizes, group_size
 
 
@@ -39,10 +39,10 @@ class _ExpertParallel(Dispatcher):
     class Config(Dispatcher.Config):
         """Config of expert-parallel dispatchers."""
 
-        # Room for the choices that come to a device, over that of an even load, K T. None takes the
-        # most that can come, min(n, E / K): nothing is ever dropped. With less, each row of the
-        # batch has room for buffer_factor S K / buffer_blocks choices at each block of experts;
-        # those of its last tokens beyond are dropped, the same ones on every mesh, and counted.
+        # Receive capacity per device, as a multiple of the balanced load of K T assignments. None
+        # takes the largest possible load, min(n, E / K): nothing is ever dropped. Otherwise each
+        # sequence may send buffer_factor S K / buffer_blocks assignments to each block of experts;
+        # its last ones beyond are dropped, the same ones on every mesh, and counted.
         buffer_factor: float | None = None
         # Equal blocks of experts. Fewer drop less, for more experts share room. With more devices
         # than blocks each has room for a whole block: n / buffer_blocks times as much.
@@ -56,31 +56,33 @@ class _ExpertParallel(Dispatcher):
                 f"{type(self).__qualname__}.buffer_blocks is {cfg.buffer_blocks}; set 1 or more."
             )
 
-    def _within_buffer(self, ids: Int[Array, "T K"], batch: int, place: Place) -> "_Fitting":
-        """Returns the choices that there is room for.
+    def _within_buffer(
+        self, ids: Int[Array, "T K"], batch: int, context: DispatchContext
+    ) -> "_Fitting":
+        """Returns the assignments that there is room for.
 
         Args:
             ids: The experts of this device's tokens; E for none.
             batch: How many rows of the batch they are of.
-            place: Where it runs.
+            context: Where it runs.
         """
-        num_experts, sequence_axes = place.num_experts, place.sequence_axes
-        n = group_size(place.expert_axes)
-        (num_tokens, num_choices), held = ids.shape, num_experts // n
-        most = n * num_tokens * min(num_choices, held)
+        num_experts, sequence_axes = context.num_experts, context.sequence_axes
+        n = group_size(context.expert_axes)
+        (num_tokens, top_k), held = ids.shape, num_experts // n
+        most = n * num_tokens * min(top_k, held)
         if self.config.buffer_factor is None:
             return _Fitting(ids, most, jnp.zeros((), jnp.float32))
         num_blocks = self._num_blocks(num_experts)
         width, seq_len = num_experts // num_blocks, num_tokens // batch  # Of a block; of a part.
-        per_token = min(num_choices, width)
+        per_token = min(top_k, width)
         length = group_size(sequence_axes) * seq_len
-        even = length * num_choices / num_blocks
+        even = length * top_k / num_blocks
         room = rows_within(self.config.buffer_factor, even, length * per_token)
-        blocks = ids.reshape(batch, seq_len, num_choices) // width
+        blocks = ids.reshape(batch, seq_len, top_k) // width
         kept = first_of_row(blocks, num_blocks, room, sequence_axes).reshape(ids.shape)
         num_dropped = jnp.sum((ids < num_experts) & ~kept, dtype=jnp.float32)
         # Parts of a row that lie within the group of devices share the row's room.
-        parts = group_size([axis for axis in sequence_axes if axis in place.expert_axes])
+        parts = group_size([axis for axis in sequence_axes if axis in context.expert_axes])
         from_row = min(room, parts * seq_len * per_token)
         starts = range(0, num_experts, held)
         touched = max((i + held - 1) // width - i // width + 1 for i in starts)  # By a device.
@@ -103,12 +105,12 @@ class _ExpertParallel(Dispatcher):
 
 
 class _Fitting(NamedTuple):
-    """The choices that there is room for.
+    """The assignments that there is room for.
 
     Attributes:
         ids: Their experts; E for none, and for those dropped.
-        num_rows: The most choices that come to a device.
-        num_dropped: Choices of this device's tokens that were dropped, float32.
+        num_rows: The most assignments that come to a device.
+        num_dropped: Assignments of this device's tokens that were dropped, float32.
     """
 
     ids: Int[Array, "T K"]
@@ -130,31 +132,31 @@ class RaggedDispatcher(_ExpertParallel):
         experts: Experts,
         params: Nested,
         x: Float[Array, "B S D"],
-        choices: Choices,
-        place: Place,
+        assignments: Assignments,
+        context: DispatchContext,
     ) -> Dispatched:
         """Returns the weighted sums."""
-        n = group_size(place.expert_axes)
-        held = place.num_experts // n
-        tokens, ids, weights = flat_choices(x, choices, place.num_experts)
-        num_tokens, num_choices = ids.shape
-        ids, num_rows, num_dropped = self._within_buffer(ids, x.shape[0], place)
+        n = group_size(context.expert_axes)
+        held = context.num_experts // n
+        tokens, ids, weights = flat_assignments(x, assignments, context.num_experts)
+        num_tokens, top_k = ids.shape
+        ids, num_rows, num_dropped = self._within_buffer(ids, x.shape[0], context)
         if n == 1:
             y = run_sorted(experts, params, tokens, ids, weights, held, num_rows)
             return Dispatched(y.reshape(x.shape), num_dropped)
-        device = ids // held  # [T, K]; n for a choice that goes to none.
-        row_map, sent = sort_choices(
-            jnp.where(_first_of_each(device), device, n), n, num_tokens * min(num_choices, n)
+        device = ids // held  # [T, K]; n for an assignment that goes to none.
+        row_map, sent = sort_assignments(
+            jnp.where(_first_of_each(device), device, n), n, num_tokens * min(top_k, n)
         )
         send = functools.partial(
             exchange,
-            sizes=(sizes := gather_sizes(sent, place.expert_axes)),
-            axes=place.expert_axes,
+            sizes=(sizes := gather_sizes(sent, context.expert_axes)),
+            axes=context.expert_axes,
             num_received=min(n * num_tokens, num_rows),
             max_pair=num_tokens,
         )
-        said = keep_routing(send(_choices_of_rows(ids, weights, device, row_map, held)))
-        received_ids, received_weights = _received_choices(said, sizes, place, held)
+        said = save_routing(send(_assignments_of_rows(ids, weights, device, row_map, held)))
+        received_ids, received_weights = _received_assignments(said, sizes, context, held)
         y = run_sorted(
             experts,
             params,
@@ -167,22 +169,22 @@ class RaggedDispatcher(_ExpertParallel):
         back = exchange(
             y,
             sizes.T,
-            axes=place.expert_axes,
-            num_received=row_map.choices.shape[0],
+            axes=context.expert_axes,
+            num_received=row_map.assignments.shape[0],
             max_pair=num_tokens,
         )
         return Dispatched(sum_rows(back, row_map).reshape(x.shape), num_dropped)
 
 
 def _first_of_each(device: Int[Array, "T K"]) -> Bool[Array, "T K"]:
-    """Returns which choices are the first of their token to go to their device."""
-    num_choices = device.shape[1]
+    """Returns which assignments are the first of their token to go to their device."""
+    top_k = device.shape[1]
     same = device[:, :, None] == device[:, None, :]  # [T, K, K]
-    earlier = jnp.arange(num_choices)[:, None] > jnp.arange(num_choices)[None]  # [K, K]
+    earlier = jnp.arange(top_k)[:, None] > jnp.arange(top_k)[None]  # [K, K]
     return ~jnp.any(same & earlier[None], -1)
 
 
-def _choices_of_rows(
+def _assignments_of_rows(
     ids: Int[Array, "T K"],
     weights: Float[Array, "T K"],
     device: Int[Array, "T K"],
@@ -190,7 +192,7 @@ def _choices_of_rows(
     held: int,
 ) -> Float[Array, "R M"]:
     """Returns what each row says to its device: (experts of that device, or none; weights)."""
-    of_row = device.reshape(-1).at[row_map.choices].get(mode="fill", fill_value=-1)  # [R]
+    of_row = device.reshape(-1).at[row_map.assignments].get(mode="fill", fill_value=-1)  # [R]
     tokens = row_map.tokens
     here = device.at[tokens].get(mode="fill", fill_value=-2) == of_row[:, None]  # [R, K]
     local = ids.at[tokens].get(mode="fill", fill_value=0) - of_row[:, None] * held
@@ -198,11 +200,11 @@ def _choices_of_rows(
     return jnp.concatenate([local.astype(weights.dtype), take_rows(weights, row_map)], -1)
 
 
-def _received_choices(
-    said: Float[Array, "R M"], sizes: Int[Array, "n n"], place: Place, held: int
+def _received_assignments(
+    said: Float[Array, "R M"], sizes: Int[Array, "n n"], context: DispatchContext, held: int
 ) -> tuple[Int[Array, "R K"], Float[Array, "R K"]]:
     """Returns (ids, weights) of the rows that came; of those past them, no experts."""
-    came = jnp.sum(sizes[:, lax.axis_index(place.expert_axes)])
+    came = jnp.sum(sizes[:, lax.axis_index(context.expert_axes)])
     ids, weights = jnp.split(said, 2, -1)
     valid = (jnp.arange(said.shape[0]) < came)[:, None]
     ids = jnp.where(valid, lax.stop_gradient(ids), held).astype(jnp.int32)
@@ -222,15 +224,15 @@ class RingDispatcher(_ExpertParallel):
         experts: Experts,
         params: Nested,
         x: Float[Array, "B S D"],
-        choices: Choices,
-        place: Place,
+        assignments: Assignments,
+        context: DispatchContext,
     ) -> Dispatched:
         """Returns the weighted sums."""
-        axes = place.expert_axes
+        axes = context.expert_axes
         n = group_size(axes)
-        held = place.num_experts // n
-        tokens, ids, weights = flat_choices(x, choices, place.num_experts)
-        ids, num_rows, num_dropped = self._within_buffer(ids, x.shape[0], place)
+        held = context.num_experts // n
+        tokens, ids, weights = flat_assignments(x, assignments, context.num_experts)
+        ids, num_rows, num_dropped = self._within_buffer(ids, x.shape[0], context)
         if n > 1:
             arrays = tokens, ids, weights
             tokens, ids, weights = (lax.all_gather(a, axes, tiled=True) for a in arrays)

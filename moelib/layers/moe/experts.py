@@ -13,7 +13,7 @@ from moelib.kernels.gmm import gmm, gmm_activated
 from moelib.layers import initializers
 from moelib.layers.activation import Activation
 from moelib.layers.base import BaseLayer
-from moelib.layers.remat import keep_point, keeps
+from moelib.layers.remat import keeps, save_activation
 
 
 class FeedForwardExperts(BaseLayer):
@@ -76,12 +76,12 @@ class FeedForwardExperts(BaseLayer):
             part = jnp.einsum("ecd,edf->ecf", rows, params["up"][:, i])
             if self.config.bias:
                 part = part + params["up_bias"][:, i, None]
-            parts.append(keep_point(part, "experts_up"))
+            parts.append(save_activation(part, "experts_up"))
         hidden = self.config.activation.function(*parts)
         y = jnp.einsum("ecf,efd->ecd", hidden, params["down"])
         if self.config.bias:
             y = y + params["down_bias"][:, None]
-        return keep_point(y, "experts_down")
+        return save_activation(y, "experts_down")
 
     @nowrap
     def grouped(
@@ -101,7 +101,7 @@ class FeedForwardExperts(BaseLayer):
             products_name="experts_up" if keeps("experts_up") else None,
         )
         y = gmm(hidden, params["down"], group_sizes, bias=params.get("down_bias"))
-        return keep_point(y, "experts_down")
+        return save_activation(y, "experts_down")
 
     def _own_active_parameters(self) -> int:
         cfg: FeedForwardExperts.Config = self.config

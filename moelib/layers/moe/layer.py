@@ -20,7 +20,7 @@ from moelib.layers.moe.balance import (
     load_balance_loss,
     router_z_loss,
 )
-from moelib.layers.moe.dispatch import Choices, Dispatched, Place
+from moelib.layers.moe.dispatch import Assignments, DispatchContext, Dispatched
 from moelib.layers.moe.dispatch_ragged import RaggedDispatcher
 from moelib.layers.moe.experts import FeedForwardExperts
 from moelib.layers.moe.metrics import routing_metrics
@@ -104,16 +104,16 @@ class MoELayer(BaseLayer):
         return y * jax.nn.sigmoid(jnp.einsum("bsd,dn->bsn", x, weight))  # [B, S, 1]
 
     def _routed(self, params: Nested, x: Float[Array, "B S D"], routing: Routing) -> Dispatched:
-        """Returns the weighted sums of the experts' outputs, and the choices dropped anywhere."""
-        choices = Choices(routing.expert_ids, routing.weights, routing.mask)
+        """Returns the weighted sums of the experts' outputs, and the dropped assignments."""
+        assignments = Assignments(routing.expert_ids, routing.weights, routing.mask)
         mesh = sharding.current_mesh()
         if mesh is None or mesh.size == 1:
-            place = Place(self.config.num_experts)
-            return self._dispatcher(self.experts, params, x, choices, place)
-        return self._on_each_device(dict(mesh.shape), params, x, choices)
+            context = DispatchContext(self.config.num_experts)
+            return self._dispatcher(self.experts, params, x, assignments, context)
+        return self._on_each_device(dict(mesh.shape), params, x, assignments)
 
     def _on_each_device(
-        self, mesh_shape: dict[str, int], params: Nested, x: Array, choices: Choices
+        self, mesh_shape: dict[str, int], params: Nested, x: Array, assignments: Assignments
     ) -> Dispatched:
         """Dispatches each device's own tokens, split by batch and sequence.
 
@@ -128,7 +128,7 @@ class MoELayer(BaseLayer):
         batch, sequence, ffn = names("batch"), names("sequence"), names("expert_ffn")
         sequence += tuple(axis for axis in experts if axis not in (*batch, *sequence))
         axes = (*batch, *sequence, *ffn)
-        place = Place(self.config.num_experts, experts, sequence)
+        context = DispatchContext(self.config.num_experts, experts, sequence)
         specs = self.experts.create_parameter_specs_recursively()
         splits = sharding.partition_specs(specs, mesh_shape, place=f"{self._title()}: experts/")
         title, dims = f"tokens of {self._title()}", ("batch", "sequence", "expert_ffn")
@@ -146,7 +146,7 @@ class MoELayer(BaseLayer):
         def whole(split: PartitionSpec, weight: Array) -> Array:
             return gather(vary(weight, axes), split, keep=(*experts, *ffn))
 
-        def run(params: Nested, x: Array, choices: Choices) -> tuple[Array, Array]:
+        def run(params: Nested, x: Array, assignments: Assignments) -> tuple[Array, Array]:
             params = jax.tree.map(whole, splits, params)
             if ffn:
                 params = params | {
@@ -154,8 +154,8 @@ class MoELayer(BaseLayer):
                     for name in self.experts.added_once
                     if name in params
                 }
-            x, choices = vary((x, choices), axes)
-            y, num_dropped = self._dispatcher(self.experts, params, x, choices, place)
+            x, assignments = vary((x, assignments), axes)
+            y, num_dropped = self._dispatcher(self.experts, params, x, assignments, context)
             if scattered:
                 y = jax.lax.psum_scatter(y, ffn, scatter_dimension=1, tiled=True)
             elif ffn:
@@ -168,7 +168,7 @@ class MoELayer(BaseLayer):
         result = PartitionSpec(tokens[0], (*sequence, *ffn)) if scattered else tokens
         in_specs, out_specs = (splits, tokens, tokens), (result, PartitionSpec())
         run = jax.shard_map(run, in_specs=in_specs, out_specs=out_specs)
-        return Dispatched(*run(params, x, choices))
+        return Dispatched(*run(params, x, assignments))
 
     def _report(self, routing: Routing, num_dropped: Array) -> None:
         """Puts out the auxiliary losses and the metrics of the routing."""
@@ -182,8 +182,8 @@ class MoELayer(BaseLayer):
             scope, earlier = cfg.load_balance_loss.scope, None
             if scope is BalanceScope.GLOBAL_BATCH:
                 earlier = self.load_counter.earlier(routing.expert_ids, routing.mask)
-            choices = routing.expert_ids, routing.mask
-            loss = load_balance_loss(routing.probs, *choices, scope, earlier)
+            assignments = routing.expert_ids, routing.mask
+            loss = load_balance_loss(routing.probs, *assignments, scope, earlier)
             self.add_aux_loss("load_balance_loss", loss, weight=cfg.load_balance_loss.weight)
         if cfg.router_z_loss is not None:
             loss = router_z_loss(routing.logits, routing.mask)

@@ -15,8 +15,8 @@ def routing_metrics(routing: Routing, num_dropped: Float[Array, ""]) -> dict[str
     dead_experts: How many experts got no token.
     entropy: Mean entropy of the router's probabilities, nats; log E when it knows nothing.
     logit_rms: Root mean square of the router's logits.
-    drop_rate: Choices that a dispatcher dropped, over all choices.
-    expert_counts: float32 [E], choices of each expert, those dropped too.
+    drop_rate: Assignments that a dispatcher dropped, over all assignments.
+    expert_counts: float32 [E], assignments of each expert, those dropped too.
     """
     num_experts = routing.probs.shape[-1]
     tokens = jnp.sum(routing.mask, dtype=jnp.float32)

@@ -15,7 +15,7 @@ from moelib.core.param import FanAxes, ParameterSpec
 from moelib.layers import initializers
 from moelib.layers.base import BaseLayer
 from moelib.layers.moe.balance import BiasBalancing
-from moelib.layers.remat import keep_point, keep_routing
+from moelib.layers.remat import save_activation, save_routing
 
 
 class Routing(NamedTuple):
@@ -146,18 +146,18 @@ class Router(BaseLayer):
         )
         if cfg.bias:
             logits = logits + self.parameters["bias"].astype(jnp.float32)[None, None]
-        logits = keep_point(logits, "router_logits")
+        logits = save_activation(logits, "router_logits")
         if cfg.score is Score.SIGMOID:
             scores = jax.nn.sigmoid(logits)
             probs = scores / jnp.sum(scores, -1, keepdims=True)
         else:
             probs = scores = jax.nn.softmax(logits, -1)
-        choice = scores
+        selection = scores
         if cfg.bias_balancing is not None:
-            choice = self.bias_balancing.biased(scores)
-        choice = self._in_best_groups(jax.lax.stop_gradient(choice))
-        _, expert_ids = jax.lax.top_k(choice, cfg.num_experts_per_token)
-        expert_ids = keep_routing(expert_ids)
+            selection = self.bias_balancing.biased(scores)
+        selection = self._in_best_groups(jax.lax.stop_gradient(selection))
+        _, expert_ids = jax.lax.top_k(selection, cfg.num_experts_per_token)
+        expert_ids = save_routing(expert_ids)
         if cfg.score is Score.SOFTMAX_AFTER_TOP_K:
             weights = jax.nn.softmax(jnp.take_along_axis(logits, expert_ids, -1), -1)
         else:
@@ -169,21 +169,23 @@ class Router(BaseLayer):
             self.bias_balancing.count(expert_ids, mask)
         return routing
 
-    def _in_best_groups(self, choice: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
+    def _in_best_groups(self, selection: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
         """Returns what experts are chosen by, -inf outside of each token's best groups.
 
         DeepSeek-V2 has 0 there, below every score: the same, but for scores that underflow to 0.
         """
         cfg: Router.Config = self.config
         if cfg.num_groups is None or cfg.num_groups_per_token is None:
-            return choice
-        grouped = choice.reshape(*choice.shape[:2], cfg.num_groups, -1)  # [B, S, groups, size]
+            return selection
+        grouped = selection.reshape(
+            *selection.shape[:2], cfg.num_groups, -1
+        )  # [B, S, groups, size]
         num_best = 1 if cfg.group_score is GroupScore.MAX else 2
         scores = jnp.sum(jax.lax.top_k(grouped, num_best)[0], -1)  # [B, S, groups]
         _, best = jax.lax.top_k(scores, cfg.num_groups_per_token)
         groups = jnp.arange(cfg.num_groups)[None, None, None]
         kept = jnp.any(best[..., None] == groups, -2)  # [B, S, groups]
-        return jnp.where(kept[..., None], grouped, -jnp.inf).reshape(choice.shape)
+        return jnp.where(kept[..., None], grouped, -jnp.inf).reshape(selection.shape)
 
     def _own_forward_flops_per_token(self, seq_len: int) -> float:
         del seq_len

@@ -1,11 +1,11 @@
-"""Rows and choices: tokens are copied to rows, one for each expert they go to, and summed back.
+"""Rows and assignments: tokens are copied to rows, one per assignment, and summed back.
 
-A `RowMap` says which choice of which token each row holds, and which row each choice has. Both
-directions being known, every copy and every sum, forward and backward, is a gather: nothing is
-scattered, no token is repeated in memory before it is copied. A row that holds no choice may hold
-anything, and so may the gradients in it: nothing reads it.
+A `RowMap` maps rows to assignments and assignments to rows. With both directions known, every copy
+and every sum, forward and backward, is a gather: nothing is scattered, and no token is repeated in
+memory before it is copied. Rows without an assignment, and their gradients, may hold any values:
+nothing reads them.
 
-Shapes: T tokens, K choices a token, R rows, D width.
+Shapes: T tokens, K assignments a token, R rows, D width.
 """
 
 from typing import NamedTuple
@@ -14,43 +14,43 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moelib.layers.remat import keep_routing
+from moelib.layers.remat import save_routing
 
 
 class RowMap(NamedTuple):
-    """Which choice each row holds, and which row each choice has.
+    """Which assignment each row holds, and which row each assignment has.
 
     Attributes:
-        choices: token * K + k of each row; T * K or more for a row that holds none.
-        rows: The row of each choice; R or more for a choice that has none.
+        assignments: token * K + k of each row; T * K or more for a row that holds none.
+        rows: The row of each assignment; R or more for an assignment that has none.
     """
 
-    choices: Int[Array, "R"]
+    assignments: Int[Array, "R"]
     rows: Int[Array, "T K"]
 
     @property
     def tokens(self) -> Int[Array, "R"]:
         """The token of each row; T or more for a row that holds none."""
-        return self.choices // self.rows.shape[1]
+        return self.assignments // self.rows.shape[1]
 
 
-def sort_choices(
+def sort_assignments(
     keys: Int[Array, "T K"], num_groups: int, num_rows: int
 ) -> tuple[RowMap, Int[Array, "g"]]:
     """Returns the map with rows sorted by key, tokens in order within one, and each key's rows.
 
     Args:
-        keys: The group of each choice; `num_groups` for a choice that gets no row.
+        keys: The group of each assignment; `num_groups` for an assignment that gets no row.
         num_groups: Number g of groups.
-        num_rows: R, at most T K; there must be no more choices with a group.
+        num_rows: R, at most T K; there must be no more assignments with a group.
     """
     flat = keys.reshape(-1)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     places = jnp.argsort(order).astype(jnp.int32).reshape(keys.shape)
     sizes = jnp.sum(flat[:, None] == jnp.arange(num_groups)[None], 0, dtype=jnp.int32)
-    choices = jnp.where(jnp.arange(num_rows) < jnp.sum(sizes), order[:num_rows], flat.size)
+    assignments = jnp.where(jnp.arange(num_rows) < jnp.sum(sizes), order[:num_rows], flat.size)
     rows = jnp.where(keys < num_groups, places, num_rows)
-    return keep_routing((RowMap(choices, rows), sizes))
+    return save_routing((RowMap(assignments, rows), sizes))
 
 
 @jax.custom_vjp
@@ -94,7 +94,7 @@ def combine_rows(
 ) -> Float[Array, "T D"]:
     """Returns the weighted sum of each token's rows, taken in float32.
 
-    A choice without a row counts nowhere, whatever its weight.
+    An assignment without a row counts nowhere, whatever its weight.
     """
     return _sum(rows, row_map.rows, weights)
 
@@ -108,9 +108,9 @@ def _combine_backward(
 ) -> tuple[Array, Array, None]:
     rows, weights, row_map = residuals
     of_rows = take_rows(grad, row_map).astype(jnp.float32)  # [R, D]
-    weight = weights.reshape(-1).at[row_map.choices].get(mode="fill", fill_value=0)  # [R]
-    held = (row_map.choices < weights.size)[:, None]
-    # What a row without a choice holds may be anything; so it is left out, not multiplied by 0.
+    weight = weights.reshape(-1).at[row_map.assignments].get(mode="fill", fill_value=0)  # [R]
+    held = (row_map.assignments < weights.size)[:, None]
+    # A row without an assignment may hold any value, so it is masked, not multiplied by 0.
     products = jnp.sum(jnp.where(held, of_rows * rows.astype(jnp.float32), 0.0), -1)  # [R]
     grad_weights = products.at[row_map.rows].get(mode="fill", fill_value=0)
     return (of_rows * weight[:, None]).astype(rows.dtype), grad_weights, None

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from moelib.kernels.flash_attention import flash_attention, reference, xla
-from moelib.kernels.flash_attention.reference import Places, Rule
+from moelib.kernels.flash_attention.reference import MaskSpec, Places
 from tests.kernels.flash_attention.cases import CASES, Case, assert_close, exact, pulled
 from tests.kernels.flash_attention.cases import operands as operands_of
 
@@ -94,13 +94,13 @@ def test_rows_that_see_nothing_give_zeros_and_zero_gradients(backend, with_sinks
     """Places where no query may see any key: their positions come before all keys."""
     q, k, v = operands(8)
     index = jnp.arange(8, dtype=jnp.int32)
-    places, rule = Places(index, index + 4), Rule(1.0)
+    places, spec = Places(index, index + 4), MaskSpec(1.0)
     sinks = jnp.ones(4) if with_sinks else None
 
     def attend(q, k, v):
         if backend == "reference":
-            return reference.attention(q, k, v, sinks, places, rule)
-        return xla.forward(q, k, v, sinks, places, rule, in_order=False)[0]
+            return reference.attention(q, k, v, sinks, places, spec)
+        return xla.forward(q, k, v, sinks, places, spec, in_order=False)[0]
 
     out = attend(q, k, v)
     assert not np.any(out[:, :4])
@@ -109,10 +109,10 @@ def test_rows_that_see_nothing_give_zeros_and_zero_gradients(backend, with_sinks
         grads = jax.grad(lambda q, k, v: attend(q, k, v).sum(), (0, 1, 2))(q, k, v)
     else:
         lse, delta = (
-            xla.forward(q, k, v, sinks, places, rule, in_order=False)[1],
+            xla.forward(q, k, v, sinks, places, spec, in_order=False)[1],
             jnp.ones((2, 4, 8)),
         )
-        grads = xla.backward(q, k, v, lse, delta, q, places, rule, in_order=False)
+        grads = xla.backward(q, k, v, lse, delta, q, places, spec, in_order=False)
     assert all(np.isfinite(grad).all() for grad in grads)
     assert not np.any(grads[0][:, :4])
     assert not np.any(grads[1][:, 4:])

@@ -16,7 +16,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from jax.sharding import PartitionSpec
 
 from moelib.kernels.flash_attention import backends, flash_attention, tpu, xla
-from moelib.kernels.flash_attention.reference import Rule, whole_rows
+from moelib.kernels.flash_attention.reference import MaskSpec, whole_rows
 from tests.kernels.flash_attention.cases import (
     CASES,
     Case,
@@ -48,10 +48,10 @@ def _passes(case, run, **options):
     """Returns the results of the forward and of the backward pass of a module."""
     q, k, v, sinks, ids, grad = operands(case)
     places = whole_rows(case.seq_len, ids)
-    rule = Rule(case.dim**-0.5, case.causal, case.window, case.cap)
-    out, lse = run.forward(q, k, v, sinks, places, rule, in_order=True, **options)
+    spec = MaskSpec(case.dim**-0.5, case.causal, case.window, case.cap)
+    out, lse = run.forward(q, k, v, sinks, places, spec, in_order=True, **options)
     delta = jnp.sum(out * grad, -1).transpose(0, 2, 1)
-    grads = run.backward(q, k, v, lse, delta, grad, places, rule, in_order=True, **options)
+    grads = run.backward(q, k, v, lse, delta, grad, places, spec, in_order=True, **options)
     return out, lse, grads
 
 

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from moelib.kernels.flash_attention import visits as v
-from moelib.kernels.flash_attention.reference import Rule
+from moelib.kernels.flash_attention.reference import MaskSpec
 
 
 def _table(found):
@@ -19,7 +19,7 @@ def _blocks(*starts, size=4):
 
 def test_a_causal_sequence_visits_what_stands_before():
     index = _blocks(0, 4, 8)
-    assert _table(v.visits(index, index, Rule(1.0), by_keys=False)) == [
+    assert _table(v.visits(index, index, MaskSpec(1.0), by_keys=False)) == [
         [0, 0, 1, 1, 1, 0],
         [1, 0, 1, 0, 1, 1],
         [1, 1, 0, 1, 1, 0],
@@ -31,7 +31,7 @@ def test_a_causal_sequence_visits_what_stands_before():
 
 def test_by_keys_rows_are_blocks_of_keys():
     index = _blocks(0, 4)
-    assert _table(v.visits(index, index, Rule(1.0), by_keys=True)) == [
+    assert _table(v.visits(index, index, MaskSpec(1.0), by_keys=True)) == [
         [0, 0, 1, 0, 1, 0],
         [0, 1, 0, 1, 1, 1],
         [1, 1, 1, 1, 1, 0],
@@ -40,7 +40,7 @@ def test_by_keys_rows_are_blocks_of_keys():
 
 def test_with_a_window_the_visits_are_linear_in_the_sequence():
     index = _blocks(*range(0, 64, 4))
-    found = _table(v.visits(index, index, Rule(1.0, window=4), by_keys=False))
+    found = _table(v.visits(index, index, MaskSpec(1.0, window=4), by_keys=False))
     assert len(found) == 2 * 16 - 1
     assert not any(whole for *_, whole in found)
 
@@ -48,21 +48,23 @@ def test_with_a_window_the_visits_are_linear_in_the_sequence():
 def test_without_causality_only_padding_is_masked():
     index, keys = _blocks(0, 4), _blocks(0, 4)
     keys[1, 2:] = v.PAST_END
-    found = _table(v.visits(index, keys, Rule(1.0, causal=False), by_keys=False))
+    found = _table(v.visits(index, keys, MaskSpec(1.0, causal=False), by_keys=False))
     assert [whole for *_, whole in found] == [1, 0, 1, 0]
 
 
 def test_a_row_that_sees_nothing_is_visited_once_for_its_zeros():
-    found = v.visits(_blocks(0), _blocks(8, 12), Rule(1.0), by_keys=False)
+    found = v.visits(_blocks(0), _blocks(8, 12), MaskSpec(1.0), by_keys=False)
     assert _table(found) == [[0, 0, 1, 1, 0, 0]]
 
 
 @pytest.mark.parametrize("by_keys", [False, True])
-@pytest.mark.parametrize("rule", [Rule(1.0), Rule(1.0, window=6), Rule(1.0, causal=False)])
-def test_a_list_made_on_the_device_sees_the_same_and_loads_nothing_else(rule, by_keys):
+@pytest.mark.parametrize(
+    "spec", [MaskSpec(1.0), MaskSpec(1.0, window=6), MaskSpec(1.0, causal=False)]
+)
+def test_a_list_made_on_the_device_sees_the_same_and_loads_nothing_else(spec, by_keys):
     index = _blocks(12, 0, 8, 4)
-    known = _table(v.visits(index, index, rule, by_keys=by_keys))
-    made = _table(v.visits(jnp.asarray(index), jnp.asarray(index), rule, by_keys=by_keys))
+    known = _table(v.visits(index, index, spec, by_keys=by_keys))
+    made = _table(v.visits(jnp.asarray(index), jnp.asarray(index), spec, by_keys=by_keys))
     assert len(made) == 16
     seen = lambda found: sorted((row, column, w) for row, column, _, _, s, w in found if s)
     assert seen(made) == seen(known)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moelib.kernels.flash_attention import flash_attention, xla
-from moelib.kernels.flash_attention.reference import Rule, attention, whole_rows
+from moelib.kernels.flash_attention.reference import MaskSpec, attention, whole_rows
 
 
 def _temporary_bytes(seq_len, window):
@@ -66,7 +66,7 @@ def test_with_a_window_only_the_keys_around_it_are_computed():
 def test_the_size_of_a_block_changes_no_value(block, window):
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 16, 2, 4)), jnp.float32) for _ in range(3))
-    places, rule = whole_rows(16, None), Rule(0.5, window=window)
-    run = functools.partial(xla.forward, rule=rule, in_order=True, block=block)
+    places, spec = whole_rows(16, None), MaskSpec(0.5, window=window)
+    run = functools.partial(xla.forward, spec=spec, in_order=True, block=block)
     got, _ = jax.jit(lambda q, k, v: run(q, k, v, None, places))(q, k, v)
-    np.testing.assert_allclose(got, attention(q, k, v, None, places, rule), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got, attention(q, k, v, None, places, spec), rtol=1e-5, atol=1e-6)

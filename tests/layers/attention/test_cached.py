@@ -4,9 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moelib.kernels.flash_attention import flash_attention
+from moelib.kernels.flash_attention import MaskSpec, flash_attention
 from moelib.layers.attention.cached import attend_to_cache, held_positions, num_slots, store
-from moelib.layers.attention.on_mesh import Rule
 from tests.layers.calling import normal
 
 B, S = 3, 11
@@ -87,24 +86,28 @@ def test_prompts_longer_than_the_cache_are_refused(window):
 
 
 @pytest.mark.parametrize(
-    ("groups", "rule", "with_sinks"),
-    [(1, Rule(), False), (2, Rule(window=4), True), (4, Rule(logit_cap=0.7, scale=0.9), False)],
+    ("groups", "spec", "with_sinks"),
+    [
+        (1, MaskSpec(0.4), False),
+        (2, MaskSpec(0.4, window=4), True),
+        (4, MaskSpec(0.9, logit_cap=0.7), False),
+    ],
 )
-def test_the_newest_token_attends_as_the_last_of_a_whole_row(groups, rule, with_sinks):
+def test_the_newest_token_attends_as_the_last_of_a_whole_row(groups, spec, with_sinks):
     q, k, v = (normal(B, S, n, 8, seed=i) for i, n in enumerate((4, groups, groups)))
     sinks = jnp.asarray(normal(4, seed=5)) if with_sinks else None
     whole = flash_attention(
-        *map(jnp.asarray, (q, k, v)), sinks=sinks, backend="reference", **rule._asdict()
+        *map(jnp.asarray, (q, k, v)), sinks=sinks, backend="reference", **spec._asdict()
     )
-    slots = num_slots(16, rule.window)
+    slots = num_slots(16, spec.window)
     last = np.array(LENGTHS) - 1
     garbage = normal(B, groups, slots, 8, seed=9, scale=100.0)  # Slots that hold nothing.
-    held = is_held(LENGTHS, slots, rule.window)[:, None, :, None]
+    held = is_held(LENGTHS, slots, spec.window)[:, None, :, None]
     caches = []
     for x in (k, v):
-        stored = [stored_by_hand(x[:, :, g], LENGTHS, slots, rule.window) for g in range(groups)]
+        stored = [stored_by_hand(x[:, :, g], LENGTHS, slots, spec.window) for g in range(groups)]
         caches.append(jnp.asarray(np.where(held, np.stack(stored, axis=1), garbage)))
     newest = jnp.asarray(q[np.arange(B), last][:, None])
     positions = jnp.asarray(last[:, None], jnp.int32)
-    got = attend_to_cache(newest, caches[0], caches[1], positions, sinks, rule)
+    got = attend_to_cache(newest, caches[0], caches[1], positions, sinks, spec)
     np.testing.assert_allclose(got[:, 0], whole[np.arange(B), last], atol=2e-6)

@@ -7,14 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moelib.kernels.flash_attention import flash_attention
-from moelib.layers.attention.on_mesh import Rule, attend
+from moelib.kernels.flash_attention import MaskSpec, flash_attention
+from moelib.layers.attention.on_mesh import attend
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 from tests.layers.calling import QUICK, normal
 
 B, S, H, G, DH = 4, 32, 4, 2, 8
 Q, GRAD = (jnp.asarray(normal(B, S, H, DH, seed=s)) for s in (0, 1))
 K, V = (jnp.asarray(normal(B, S, G, DH, seed=s)) for s in (2, 3))
+PLAIN = MaskSpec(DH**-0.5)
 SINKS = jnp.asarray(normal(H, seed=4))
 LENGTHS = np.array([[32, 0, 0], [5, 20, 4], [1, 1, 1], [16, 16, 0]])  # Of documents in a row.
 SEGMENTS = jnp.asarray(
@@ -27,28 +28,28 @@ MESHES = [
     {"fsdp": 2, "expert": 2, "model": 2},
 ]
 CASES = {
-    "plain": (Rule(), None, None),
-    "packed": (Rule(), SEGMENTS, None),
-    "window and sinks": (Rule(window=5), None, SINKS),
-    "all": (Rule(window=9, logit_cap=2.0, scale=0.3), SEGMENTS, SINKS),
+    "plain": (PLAIN, None, None),
+    "packed": (PLAIN, SEGMENTS, None),
+    "window and sinks": (PLAIN._replace(window=5), None, SINKS),
+    "all": (MaskSpec(0.3, window=9, logit_cap=2.0), SEGMENTS, SINKS),
 }
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=QUICK)
-def pulled(fn, rule, q, k, v, sinks, segments):
+def pulled(fn, spec, q, k, v, sinks, segments):
     """Returns (value, gradients in q, k, v and sinks)."""
-    run = lambda q, k, v, sinks: fn(q, k, v, segments, sinks, rule)
+    run = lambda q, k, v, sinks: fn(q, k, v, segments, sinks, spec=spec)
     value, pull = jax.vjp(run, q, k, v, sinks)
     return value, pull(GRAD.astype(value.dtype))
 
 
-def reference(q, k, v, segments, sinks, rule):
-    return flash_attention(q, k, v, segments, sinks=sinks, backend="reference", **rule._asdict())
+def reference(q, k, v, segments, sinks, spec):
+    return flash_attention(q, k, v, segments, sinks=sinks, backend="reference", **spec._asdict())
 
 
-def on_mesh(axes, rule, *arrays):
+def on_mesh(axes, spec, *arrays):
     with jax.set_mesh(create_device_mesh(mesh_shape_from_axes(**axes))):
-        return jax.device_get(pulled(attend, rule, *arrays))
+        return jax.device_get(pulled(attend, spec, *arrays))
 
 
 # Every case on one mesh, and the hardest on all.
@@ -61,23 +62,23 @@ PAIRS = [
 
 @pytest.mark.parametrize(("mesh", "case"), PAIRS, ids=str)
 def test_every_mesh_equals_the_reference_on_one_device(mesh, case):
-    rule, segments, sinks = CASES[case]
-    got = on_mesh(mesh, rule, Q, K, V, sinks, segments)
-    want = pulled(reference, rule, Q, K, V, sinks, segments)
+    spec, segments, sinks = CASES[case]
+    got = on_mesh(mesh, spec, Q, K, V, sinks, segments)
+    want = pulled(reference, spec, Q, K, V, sinks, segments)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), got, want)
 
 
 def test_a_ring_in_bfloat16_is_summed_in_float32():
     q, k, v = (x.astype(jnp.bfloat16) for x in (Q, K, V))
-    got, _ = on_mesh({"seq": 8}, Rule(), q, k, v, None, None)
-    want, _ = pulled(reference, Rule(), *(x.astype(jnp.float32) for x in (q, k, v)), None, None)
+    got, _ = on_mesh({"seq": 8}, PLAIN, q, k, v, None, None)
+    want, _ = pulled(reference, PLAIN, *(x.astype(jnp.float32) for x in (q, k, v)), None, None)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(got.astype(np.float32), want, atol=2e-2)
 
 
 def test_a_token_with_nan_stays_with_those_that_see_it():
     q = K.at[1, 7].set(jnp.nan)  # In the second document of row 1, from 5 to 24.
-    got, (grad_q, *_) = on_mesh({"seq": 4, "data": 2}, Rule(), Q, q, V, None, SEGMENTS)
+    got, (grad_q, *_) = on_mesh({"seq": 4, "data": 2}, PLAIN, Q, q, V, None, SEGMENTS)
     hit = np.zeros((B, S), bool)
     hit[1, 7:25] = True
     assert np.isnan(got[hit]).all()
@@ -91,7 +92,7 @@ def test_a_sequence_that_does_not_divide_in_pieces_is_refused():
         jax.set_mesh(create_device_mesh(mesh_shape_from_axes(seq=8))),
         pytest.raises(ValueError, match="sequence of 24 does not divide into 16 pieces"),
     ):
-        attend(x, x, x)
+        attend(x, x, x, spec=PLAIN)
 
 
 def test_key_heads_that_do_not_divide_are_refused():
@@ -99,4 +100,4 @@ def test_key_heads_that_do_not_divide_are_refused():
         jax.set_mesh(create_device_mesh(mesh_shape_from_axes(model=4, data=2))),
         pytest.raises(ValueError, match="keys: its dimension 'activation_heads' of 2"),
     ):
-        attend(Q, K, V)
+        attend(Q, K, V, spec=PLAIN)

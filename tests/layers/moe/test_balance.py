@@ -28,7 +28,7 @@ def routing(seed=0):
 
 
 def switch_loss(probs, ids, mask):
-    """E sum_e f_e P_e over the tokens that count, eq. 4, with f a share of T K choices."""
+    """E sum_e f_e P_e over the tokens that count, eq. 4, with f a share of T K assignments."""
     probs, ids = (np.asarray(a)[np.asarray(mask)] for a in (probs, ids))
     share = np.bincount(ids.ravel(), minlength=E) / ids.size
     return E * np.sum(share * probs.astype(np.float64).mean(0))

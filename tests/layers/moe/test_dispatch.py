@@ -10,10 +10,10 @@ import pytest
 
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.moe.dispatch import (
-    Choices,
+    Assignments,
     DenseDispatcher,
+    DispatchContext,
     Dispatcher,
-    Place,
     SortedDispatcher,
 )
 from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
@@ -71,8 +71,8 @@ def pulled(dispatcher, params, x, ids, weights, mask, grad):
 
     def run(params, x, weights):
         rows = lambda a: a.reshape(B, S, *a.shape[1:])
-        choices = Choices(rows(ids), rows(weights), rows(mask))
-        return dispatcher(EXPERTS, params, rows(x), choices, Place(E)).y.reshape(T, D)
+        assignments = Assignments(rows(ids), rows(weights), rows(mask))
+        return dispatcher(EXPERTS, params, rows(x), assignments, DispatchContext(E)).y.reshape(T, D)
 
     value, pull = jax.vjp(run, params, x, weights)
     return value, pull(grad)

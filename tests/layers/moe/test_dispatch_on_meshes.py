@@ -66,7 +66,7 @@ PARAMS = initial(layer("dense"))
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
 def pulled(made, params, x, weights, ids, mask, grad):
-    """Returns ((output, choices dropped), gradients in the experts' weights, x and weights)."""
+    """Returns ((output, assignments dropped), gradients in the experts' weights, x and weights)."""
 
     def run(experts, x, weights):
         nothing = jnp.zeros((B, S, E))
@@ -139,7 +139,7 @@ def test_experts_may_be_split_over_other_axes_than_the_batch(name, experts):
     "name",
     ["ragged", *(pytest.param(n, marks=pytest.mark.slow) for n in ("sorted", "ring", "capacity"))],
 )
-def test_a_choice_of_no_expert_counts_nowhere(name):
+def test_an_assignment_of_no_expert_counts_nowhere(name):
     ids, mask = ROUTINGS["random"]
     ids = ids.at[0, 3, 1].set(-1).at[1, 2, 0].set(E)  # One of a token's.
     ids = ids.at[2, :2].set(-1).at[2, 2:4].set(E)  # All of four tokens'.
@@ -179,7 +179,7 @@ DROPS = [
 
 
 @pytest.mark.parametrize(("name", "num_blocks", "mesh", "routing"), DROPS, ids=str)
-def test_the_same_choices_are_dropped_on_every_mesh(name, num_blocks, mesh, routing):
+def test_the_same_assignments_are_dropped_on_every_mesh(name, num_blocks, mesh, routing):
     factor, fields = 0.6, {"buffer_factor": 0.6, "buffer_blocks": num_blocks}
     made = layer(name, **({"capacity_factor": factor} if name == "capacity" else fields))
     ids, mask = ROUTINGS[routing]
@@ -194,7 +194,7 @@ def test_the_same_choices_are_dropped_on_every_mesh(name, num_blocks, mesh, rout
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ragged", pytest.param("ring", marks=pytest.mark.slow)])
 def test_a_buffer_has_as_many_rows_as_its_factor_says(name):
-    n, even = 4, B * S * K // 8  # Choices of each of eight devices.
+    n, even = 4, B * S * K // 8  # Assignments of each of eight devices.
     rows = n * B * S // 8 * min(K, E // n), even, even * 3 // 2, 2 * even
     bounds = (None, 8), (1.0, 8), (1.5, 8), (1.0, 2)
     for want, (factor, blocks) in zip(rows, bounds, strict=True):

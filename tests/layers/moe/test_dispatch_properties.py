@@ -59,7 +59,7 @@ class Case:
         )
 
     def pulled(self, dispatcher, mesh=None):
-        """Returns ((output, choices dropped), gradients in experts, x and weights)."""
+        """Returns ((output, assignments dropped), gradients in experts, x and weights)."""
         made = self.layer(dispatcher)
         params = initial(self.layer(DenseDispatcher.default_config()))
 
@@ -97,7 +97,7 @@ DROPPING = (103, 101, 104, 105, 106, 107, 110, 112, 113, 115, 117, 118, 120, 122
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", DROPPING)
-def test_the_same_choices_are_dropped_on_every_mesh(seed):
+def test_the_same_assignments_are_dropped_on_every_mesh(seed):
     case = Case(seed)
     blocks = max(d for d in (1, 2, 3, 4, 5) if case.E % d == 0)
     for cfg in (

@@ -299,7 +299,7 @@ def test_active_parameters_and_flops_are_counted_by_hand():
     assert LAYER.forward_flops_per_token(S) == 2 * (matrices + D * E)
 
 
-def test_more_choices_than_experts_are_refused_with_the_routers_path():
+def test_more_assignments_than_experts_are_refused_with_the_routers_path():
     with pytest.raises(ValueError, match=r"router: num_experts_per_token is 5; .* num_experts, 4"):
         layer(num_experts_per_token=5)
 

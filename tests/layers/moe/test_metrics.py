@@ -23,7 +23,7 @@ def test_metrics_are_those_of_the_valid_tokens():
     valid = logits[mask].astype(np.float64)
     probs = np.exp(valid) / np.exp(valid).sum(-1, keepdims=True)
     want = {
-        "load_max_over_mean": 3 / (6 / 4),  # Experts got 3, 1, 2 and 0 of 6 choices.
+        "load_max_over_mean": 3 / (6 / 4),  # Experts got 3, 1, 2 and 0 of 6 assignments.
         "dead_experts": 1,
         "entropy": -np.sum(probs * np.log(probs), -1).mean(),
         "drop_rate": 2 / 6,

@@ -238,11 +238,11 @@ def test_groups_that_cannot_be_are_refused(fields, message):
         router(**{**V3_GROUPS, **fields})
 
 
-@pytest.mark.parametrize("choices", [0, 6])
-def test_more_choices_than_experts_are_refused(choices):
-    message = f"layer: num_experts_per_token is {choices}; it must be from 1 to num_experts, 5"
+@pytest.mark.parametrize("top_k", [0, 6])
+def test_more_assignments_than_experts_are_refused(top_k):
+    message = f"layer: num_experts_per_token is {top_k}; it must be from 1 to num_experts, 5"
     with pytest.raises(ValueError, match=message):
-        router(num_experts_per_token=choices)
+        router(num_experts_per_token=top_k)
 
 
 def test_flops_are_those_of_the_logits():

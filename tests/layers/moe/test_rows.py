@@ -1,22 +1,22 @@
-"""Rows of choices: against plain NumPy gathers and sums, with choices that have no row."""
+"""Rows of assignments: against plain NumPy gathers and sums, with assignments that have no row."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moelib.layers.moe.rows import combine_rows, sort_choices, sum_rows, take_rows
+from moelib.layers.moe.rows import combine_rows, sort_assignments, sum_rows, take_rows
 from tests.layers.calling import normal
 
 T, K, G, R, D = 9, 3, 4, 25, 5
 KEYS = np.random.default_rng(0).integers(0, G + 1, (T, K)).astype(np.int32)  # G: no row.
-ROW_MAP, SIZES = sort_choices(jnp.asarray(KEYS), G, R)
+ROW_MAP, SIZES = sort_assignments(jnp.asarray(KEYS), G, R)
 X, WEIGHTS, ROWS = (jnp.asarray(normal(*shape)) for shape in ((T, D), (T, K), (R, D)))
 NUM_ROWS = int((KEYS < G).sum())
 
 
 def test_rows_stand_sorted_by_group_and_by_token_within_one():
     want = sorted((KEYS[t, k], t, k) for t, k in np.ndindex(T, K) if KEYS[t, k] < G)
-    got = np.asarray(ROW_MAP.choices)
+    got = np.asarray(ROW_MAP.assignments)
     np.testing.assert_array_equal(got[:NUM_ROWS], [t * K + k for _, t, k in want])
     assert (got[NUM_ROWS:] >= T * K).all()
     np.testing.assert_array_equal(SIZES, np.bincount(KEYS.ravel(), minlength=G + 1)[:G])
@@ -61,7 +61,7 @@ def test_the_gradients_are_those_of_plain_matrices():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_rows_without_a_choice_and_choices_without_a_row_may_hold_anything():
+def test_rows_without_an_assignment_and_assignments_without_a_row_may_hold_anything():
     rows = ROWS.at[NUM_ROWS:].set(jnp.nan)
     weights = jnp.where(jnp.asarray(KEYS == G), jnp.nan, WEIGHTS)
     got, pull = jax.vjp(lambda rows, w: combine_rows(rows, w, ROW_MAP), rows, weights)
