@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from moelib.core.tree import Nested, by_path
+
 Axes = tuple[str | None, ...]  # A logical axis name for each dimension, None for one never split.
 Initializer = Callable[[jax.Array, "ParameterSpec"], jax.Array]  # (key, spec) -> values
 
@@ -73,6 +75,19 @@ class ParameterSpec:
         fan_out = math.prod(self.shape[axis] for axis in self.fan_axes.out_axis)
         return fan_in, fan_out
 
+    @property
+    def batch_axes(self) -> tuple[int, ...]:
+        """The dimensions along which the parameter is a batch of independent ones.
+
+        For a weight these are all but the input and output axes of its fans (layers of a scan,
+        experts, query/key/value); a bias or scale is a batch of vectors along its last dimension.
+        """
+        dims = range(len(self.shape))
+        if self.fan_axes is None:
+            return tuple(dims)[:-1]
+        matrix = (*self.fan_axes.in_axis, *self.fan_axes.out_axis)
+        return tuple(axis for axis in dims if axis not in matrix)
+
     def stacked(self, num: int, axis: str | None = "layers") -> "ParameterSpec":
         """Returns the spec of `num` such parameters stacked along a new first dimension."""
         fan_axes = self.fan_axes and FanAxes(
@@ -88,6 +103,11 @@ class ParameterSpec:
 def is_spec(value: Any) -> bool:
     """Returns whether a value is a ParameterSpec (for `is_leaf`)."""
     return isinstance(value, ParameterSpec)
+
+
+def specs_by_path(specs: Nested | None) -> dict[str, ParameterSpec]:
+    """Returns {path: spec}; empty for None."""
+    return by_path(specs or {}, is_spec)
 
 
 @jax.tree_util.register_dataclass

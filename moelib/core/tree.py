@@ -39,6 +39,18 @@ def tree_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
     )
 
 
+def by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
+    """Returns {path: leaf}."""
+    return dict(flatten_items(tree, is_leaf))
+
+
+def map_by_path(fn: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """Returns the tree of fn(path, leaf, *leaves of the others)."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, *leaves: fn(path_string(path), *leaves), tree, *others
+    )
+
+
 def get_path(tree: Nested, path: str) -> Any:
     """Returns the subtree or leaf at "a/b/c". Raises KeyError with the nearest names."""
     value: Any = tree
@@ -48,6 +60,30 @@ def get_path(tree: Nested, path: str) -> Any:
             raise KeyError(f"{path!r}: no {name!r} there; {did_you_mean(name, names)}")
         value = value[name]
     return value
+
+
+def select(tree: Nested, keep: Callable[[str], bool], prefix: str = "") -> Nested:
+    """Returns the leaves for whose path `keep` is true, nested as before, without empty dicts."""
+    kept: Nested = {}
+    for name, value in tree.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, dict):
+            if inside := select(value, keep, f"{path}/"):
+                kept[name] = inside
+        elif keep(path):
+            kept[name] = value
+    return kept
+
+
+def merge(base: Nested, *others: Nested) -> Nested:
+    """Returns `base` with the leaves of the others added or replaced."""
+    merged = dict(base)
+    for other in others:
+        for name, value in other.items():
+            inside = merged.get(name)
+            both = isinstance(value, dict) and isinstance(inside, dict)
+            merged[name] = merge(inside, value) if both else value
+    return merged
 
 
 def to_nested(tree: Any) -> Nested:

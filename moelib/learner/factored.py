@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from moelib.learner import paths
-from moelib.learner.paths import Nested
+from moelib.core import tree
+from moelib.core.param import specs_by_path
+from moelib.core.tree import Nested
 
 
 class FactoredState(NamedTuple):
@@ -46,22 +47,22 @@ def scale_by_factored_rms(
         eps: Added to the squares.
         param_specs: Says which dimensions are stacked; without it, none are.
     """
-    batch_of = {path: paths.batch_axes(s) for path, s in paths.specs_by_path(param_specs).items()}
+    batch_of = {path: s.batch_axes for path, s in specs_by_path(param_specs).items()}
 
     def axes_of(params: Nested) -> dict[str, tuple[int, int]]:
         """Returns {path: (smaller, larger)}, the dimensions by which a parameter is factored."""
         axes = {
             path: _factored_axes(x.shape, batch_of.get(path, ()), min_dim_size_to_factor)
-            for path, x in paths.by_path(params).items()
+            for path, x in tree.by_path(params).items()
         }
         return {path: pair for path, pair in axes.items() if pair is not None}
 
     def init(params: Nested) -> FactoredState:
         axes = axes_of(params)
-        factored = paths.select(params, lambda path: path in axes)
-        whole = paths.select(params, lambda path: path not in axes)
-        row = paths.map_by_path(lambda path, x: jnp.zeros_like(x.sum(axes[path][1])), factored)
-        col = paths.map_by_path(lambda path, x: jnp.zeros_like(x.sum(axes[path][0])), factored)
+        factored = tree.select(params, lambda path: path in axes)
+        whole = tree.select(params, lambda path: path not in axes)
+        row = tree.map_by_path(lambda path, x: jnp.zeros_like(x.sum(axes[path][1])), factored)
+        col = tree.map_by_path(lambda path, x: jnp.zeros_like(x.sum(axes[path][0])), factored)
         full = jax.tree.map(jnp.zeros_like, whole)
         return FactoredState(jnp.zeros((), jnp.int32), row, col, full)
 
@@ -72,14 +73,14 @@ def scale_by_factored_rms(
         decay = 1.0 - count.astype(jnp.float32) ** -decay_exponent
         blend = lambda old, new: decay * old + (1.0 - decay) * new
         squares = jax.tree.map(lambda g: jnp.square(g) + eps, updates)
-        factored = paths.select(squares, lambda path: path in axes)
-        whole = paths.select(squares, lambda path: path not in axes)
-        row = paths.map_by_path(lambda path, sq: sq.mean(axes[path][1]), factored)
-        col = paths.map_by_path(lambda path, sq: sq.mean(axes[path][0]), factored)
+        factored = tree.select(squares, lambda path: path in axes)
+        whole = tree.select(squares, lambda path: path not in axes)
+        row = tree.map_by_path(lambda path, sq: sq.mean(axes[path][1]), factored)
+        col = tree.map_by_path(lambda path, sq: sq.mean(axes[path][0]), factored)
         row = jax.tree.map(blend, state.row, row)
         col = jax.tree.map(blend, state.col, col)
         full = jax.tree.map(blend, state.full, whole)
-        rows, cols, fulls = paths.by_path(row), paths.by_path(col), paths.by_path(full)
+        rows, cols, fulls = tree.by_path(row), tree.by_path(col), tree.by_path(full)
 
         def scale(path: str, g: jax.Array) -> jax.Array:
             if path not in axes:
@@ -90,7 +91,7 @@ def scale_by_factored_rms(
             row_factor = jnp.expand_dims(jax.lax.rsqrt(rows[path] / mean), larger)
             return g * row_factor * jnp.expand_dims(jax.lax.rsqrt(cols[path]), smaller)
 
-        return paths.map_by_path(scale, updates), FactoredState(count, row, col, full)
+        return tree.map_by_path(scale, updates), FactoredState(count, row, col, full)
 
     return optax.GradientTransformation(init, update)
 
@@ -114,7 +115,7 @@ def clip_by_rms(
 
     def update(updates: Nested, params: Any = None) -> Nested:
         del params
-        return paths.map_by_path(
+        return tree.map_by_path(
             lambda path, u: u / jnp.maximum(1.0, rms(path, u) / threshold), updates
         )
 
@@ -128,7 +129,7 @@ def scale_by_param_rms(
     rms = _rms(param_specs)
 
     def update(updates: Nested, params: Any) -> Nested:
-        return paths.map_by_path(
+        return tree.map_by_path(
             lambda path, u, p: u * jnp.maximum(rms(path, p), min_scale), updates, params
         )
 
@@ -137,7 +138,7 @@ def scale_by_param_rms(
 
 def _rms(param_specs: Nested | None) -> Any:
     """Returns (path, x) -> the root mean square of each stacked part of x, dimensions kept."""
-    batch_of = {path: paths.batch_axes(s) for path, s in paths.specs_by_path(param_specs).items()}
+    batch_of = {path: s.batch_axes for path, s in specs_by_path(param_specs).items()}
 
     def rms(path: str, x: jax.Array) -> jax.Array:
         axes = tuple(axis for axis in range(x.ndim) if axis not in batch_of.get(path, ()))

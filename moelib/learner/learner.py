@@ -31,11 +31,11 @@ from moelib.core.config import (
     maybe_instantiate,
 )
 from moelib.core.module import Module, nowrap
-from moelib.core.param import is_spec
-from moelib.learner import offload, paths, transforms
+from moelib.core.param import is_spec, specs_by_path
+from moelib.core.tree import Nested
+from moelib.learner import offload, transforms
 from moelib.learner.ema import EmaState, param_ema
 from moelib.learner.in_turns import in_turns
-from moelib.learner.paths import Nested
 from moelib.learner.state_specs import state_specs
 
 _MAIN = "main"  # Label of the parameters that `optimizer` updates.
@@ -133,10 +133,10 @@ class Learner(Module):
             place=self._place("update_rules"),
             is_leaf=is_spec,
         )
-        specs = paths.specs_by_path(self._param_specs)
+        specs = specs_by_path(self._param_specs)
         chosen = {
             path: label if specs[path].trainable else _FROZEN
-            for path, label in paths.by_path(chosen).items()
+            for path, label in tree.by_path(chosen).items()
         }
         for pattern, label in rules:
             if label not in (_FROZEN, _MAIN) and label not in chosen.values():
@@ -173,14 +173,14 @@ class Learner(Module):
         Raises:
             ValueError: If the parameters are not those of the specs.
         """
-        known, given = set(self._labels), set(paths.by_path(params))
+        known, given = set(self._labels), set(tree.by_path(params))
         for path in sorted(known ^ given):
             lacks, has = ("param_specs", "params") if path in given else ("params", "param_specs")
             raise ValueError(
                 f"{self._place('init')}: {has} has {path!r} and {lacks} has not; build the learner "
                 "with the specs of the model that the parameters are for."
             )
-        updated = paths.select(params, self.is_updated)
+        updated = tree.select(params, self.is_updated)
         ema = None if self._ema is None else self._ema.init(updated)
         state = LearnerState(self._optimizer.init(updated), ema, jnp.zeros((), jnp.int32))
         return offload.to_host(state) if self.config.offload_state else state
@@ -245,7 +245,7 @@ class Learner(Module):
         Raises:
             ValueError: If the gradient of a parameter that is updated is missing.
         """
-        updated = paths.select(params, self.is_updated)
+        updated = tree.select(params, self.is_updated)
         gradients = self._gradients_of(updated, gradients)
         norm = transforms.global_norm(gradients)
         metrics = {"gradient_norm": norm}
@@ -256,7 +256,7 @@ class Learner(Module):
         if take is not None:
             metrics["skipped"] = 1.0 - take.astype(jnp.float32)
             metrics["skipped_steps"] = new_state.skipped_steps.astype(jnp.float32)
-        return LearnerUpdate(paths.merge(params, new), new_state, metrics | rates)
+        return LearnerUpdate(tree.merge(params, new), new_state, metrics | rates)
 
     def _step(
         self,
@@ -289,7 +289,7 @@ class Learner(Module):
 
     def _gradients_of(self, updated: Nested, gradients: Nested) -> Nested:
         """Returns the gradients of the parameters that are updated."""
-        given = paths.by_path(gradients)
+        given = tree.by_path(gradients)
 
         def gradient(path: str, param: jax.Array) -> jax.Array:
             if path not in given or given[path].shape != param.shape:
@@ -300,7 +300,7 @@ class Learner(Module):
                 )
             return given[path]
 
-        return paths.map_by_path(gradient, updated)
+        return tree.map_by_path(gradient, updated)
 
     @nowrap
     def eval_params(self, state: LearnerState, params: Nested) -> Nested:
@@ -310,12 +310,12 @@ class Learner(Module):
         """
         if state.ema is None:
             return params
-        updated = paths.select(params, self.is_updated)
+        updated = tree.select(params, self.is_updated)
         averages = state.ema.params
         if self.config.offload_state:
             averages = offload.to_device(averages)
         average = jax.tree.map(lambda a, p: a.astype(p.dtype), averages, updated)
-        return paths.merge(params, average)
+        return tree.merge(params, average)
 
 
 def _at_once(step: Callable[..., Any], *args: Any) -> Any:

@@ -23,9 +23,9 @@ import optax
 import optax.contrib
 
 from moelib.core import tree
-from moelib.core.param import ParameterSpec, is_spec
-from moelib.learner import factored, paths, transforms
-from moelib.learner.paths import Nested
+from moelib.core.param import ParameterSpec, is_spec, specs_by_path
+from moelib.core.tree import Nested
+from moelib.learner import factored, transforms
 from moelib.learner.schedules import Schedule
 from moelib.learner.transforms import PathScales
 
@@ -292,7 +292,7 @@ def muon_optimizer(
             "muon_optimizer: param_specs is None, so nothing says which dimensions are a matrix; "
             "use it in a Learner, or set param_specs to the model's ParameterSpecs."
         )
-    specs = paths.specs_by_path(param_specs)
+    specs = specs_by_path(param_specs)
     labels = _muon_labels(param_specs, adam_axes, adam_paths)
     muon = optax.chain(
         optax.contrib.scale_by_muon(
@@ -300,12 +300,12 @@ def muon_optimizer(
             nesterov=nesterov,
             ns_steps=ns_steps,
             mu_dtype=mu_dtype,
-            weight_dimension_numbers=lambda params: paths.map_by_path(
+            weight_dimension_numbers=lambda params: tree.map_by_path(
                 lambda path, _: _matrix_axes(specs[path]), params
             ),
         ),
         optax.stateless(
-            lambda updates, _: paths.map_by_path(
+            lambda updates, _: tree.map_by_path(
                 lambda path, u: u * _muon_scale(specs[path], consistent_rms), updates
             )
         ),
@@ -351,8 +351,8 @@ def _muon_labels(
     chosen = tree.match_rules(
         param_specs, rules, default="", place="muon_optimizer: adam_paths", is_leaf=is_spec
     )
-    specs = paths.specs_by_path(param_specs)
-    return {path: rule or label(specs[path]) for path, rule in paths.by_path(chosen).items()}
+    specs = specs_by_path(param_specs)
+    return {path: rule or label(specs[path]) for path, rule in tree.by_path(chosen).items()}
 
 
 def _matrix_axes(spec: ParameterSpec) -> optax.contrib.MuonDimensionNumbers:

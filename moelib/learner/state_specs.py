@@ -5,9 +5,8 @@ from typing import Any
 
 import jax
 
-from moelib.core.param import Axes, ParameterSpec
-from moelib.learner import paths
-from moelib.learner.paths import Nested
+from moelib.core.param import Axes, ParameterSpec, specs_by_path
+from moelib.core.tree import Nested
 
 
 def state_specs(state: Any, param_specs: Nested) -> Any:
@@ -22,7 +21,7 @@ def state_specs(state: Any, param_specs: Nested) -> Any:
         state: Arrays or `jax.ShapeDtypeStruct`s.
         param_specs: Nested dict of the parameters' specs.
     """
-    specs = paths.specs_by_path(param_specs)
+    specs = specs_by_path(param_specs)
 
     def spec(path: Sequence[Any], leaf: Any) -> ParameterSpec:
         owner = _owner(path, specs)
@@ -55,7 +54,7 @@ def _axes(path: Sequence[Any], shape: tuple[int, ...], owner: ParameterSpec) -> 
     ]
     if not dropped:
         return (None,) * len(shape)
-    stacked = paths.batch_axes(owner)
+    stacked = owner.batch_axes
     dropped = [i for i in dropped if i not in stacked] or dropped
     # In a square matrix either dimension would fit: rows are means over the last, columns not.
     fields = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]

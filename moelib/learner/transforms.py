@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import optax
 
 from moelib.core import tree
-from moelib.core.param import ParameterSpec
-from moelib.learner import paths
-from moelib.learner.paths import Nested
+from moelib.core.param import ParameterSpec, specs_by_path
+from moelib.core.tree import Nested
 from moelib.learner.schedules import Schedule, as_schedule
 
 # For parameters by path: (regular expression for the whole path "a/b/c", factor), first match
@@ -150,7 +149,7 @@ def add_decayed_weights(
             scale = scales[path] * weight_decay
             return update if scale == 0 else update + scale * param.astype(update.dtype)
 
-        return paths.map_by_path(add, updates, params)
+        return tree.map_by_path(add, updates, params)
 
     return optax.stateless(update)
 
@@ -180,7 +179,7 @@ def scale_by_path(
     def update(updates: Any, params: Any = None) -> Any:
         del params
         factors = scales_of(updates)
-        return paths.map_by_path(lambda path, u: u * factors[path], updates)
+        return tree.map_by_path(lambda path, u: u * factors[path], updates)
 
     return optax.stateless(update)
 
@@ -195,10 +194,10 @@ def _scales(
     if param_specs is None:
         if callable(rules):
             raise ValueError(f"{place}: a function of the spec needs param_specs; set them.")
-        return lambda params: paths.by_path(
+        return lambda params: tree.by_path(
             tree.match_rules(params, rules, default=default(None), place=place)
         )
-    specs = paths.specs_by_path(param_specs)
+    specs = specs_by_path(param_specs)
     if callable(rules):
         factors = {path: rules(spec) for path, spec in specs.items()}
     else:
@@ -207,7 +206,7 @@ def _scales(
         is_none = lambda x: x is None
         factors = {
             path: defaults[path] if factor is None else factor
-            for path, factor in paths.by_path(chosen, is_none).items()
+            for path, factor in tree.by_path(chosen, is_none).items()
         }
     return lambda params: factors
 
@@ -227,7 +226,7 @@ def split(
     inner = {label: optax.with_extra_args_support(tx) for label, tx in transforms.items()}
 
     def part(params: Any, label: str) -> Nested:
-        return paths.select(params, lambda path: labels[path] == label)
+        return tree.select(params, lambda path: labels[path] == label)
 
     def init(params: Nested) -> dict[str, Any]:
         parts = {label: part(params, label) for label in inner}
@@ -240,7 +239,7 @@ def split(
         for label, old in state.items():
             own = None if params is None else part(params, label)
             out, new_state[label] = inner[label].update(part(updates, label), old, own, **extra)
-            done = paths.merge(done, out)
+            done = tree.merge(done, out)
         return done, new_state
 
     return optax.GradientTransformationExtraArgs(init, update)

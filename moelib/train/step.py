@@ -12,9 +12,8 @@ import jax.numpy as jnp
 
 from moelib.core import tree
 from moelib.core.module import functional
-from moelib.core.param import CastInScan, ParameterSpec, cast_parameters, may_cast
+from moelib.core.param import CastInScan, ParameterSpec, cast_parameters, may_cast, specs_by_path
 from moelib.core.tree import Batch, Nested
-from moelib.learner import paths
 from moelib.learner.accumulation import accumulate
 from moelib.learner.learner import Learner
 from moelib.parallel import sharding
@@ -47,8 +46,8 @@ def make_train_step(
 
     def train_step(state: TrainerState, batch: Batch) -> tuple[TrainerState, PackedMetrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.prng_key), state.step)
-        trained = paths.select(state.model, learner.is_updated)
-        fixed = paths.select(state.model, lambda path: not learner.is_updated(path))
+        trained = tree.select(state.model, learner.is_updated)
+        fixed = tree.select(state.model, lambda path: not learner.is_updated(path))
         specs = model.create_parameter_specs_recursively()
         late = {} if train_dtype is None else _cast_in_scans(specs)
         counts = _token_counts(model, batch)
@@ -58,16 +57,16 @@ def make_train_step(
             shares = _shares(_token_counts(model, batch), counts, num_microbatches)
 
             def objective(at: Nested) -> Any:
-                params = paths.map_by_path(
+                params = tree.map_by_path(
                     lambda path, x, a: CastInScan(x, a) if path in late else a, trained, at
                 )
-                params = cast_parameters(paths.merge(fixed, params), specs, train_dtype)
+                params = cast_parameters(tree.merge(fixed, params), specs, train_dtype)
                 micro_key = jax.random.fold_in(key, index)
                 loss, aux_loss, rest = _forward(model, params, micro_key, batch, is_training=True)
                 return loss * shares[0] + aux_loss * shares[1], rest
 
             grad = jax.value_and_grad(objective, has_aux=True)
-            at = paths.map_by_path(
+            at = tree.map_by_path(
                 lambda path, x: _zeros(late[path], train_dtype) if path in late else x, trained
             )
             (value, (metrics, updates)), gradients = grad(at)
@@ -89,7 +88,7 @@ def make_train_step(
         metrics |= {**update.metrics, "num_tokens": num_tokens, "objective": done.objective}
         skipped = update.metrics.get("skipped")
         params = _end_step(
-            model, learner, paths.merge(update.params, done.state[0]), state.model, skipped
+            model, learner, tree.merge(update.params, done.state[0]), state.model, skipped
         )
         metrics[POISONED] = _is_poisoned(done.objective, params, skipped)
         return TrainerState(state.step + 1, state.prng_key, params, update.state), pack(metrics)
@@ -150,7 +149,7 @@ def _shares(counts: Any, of: Any, num_microbatches: int) -> tuple[Any, Any]:
 
 def _cast_in_scans(specs: Nested) -> dict[str, ParameterSpec]:
     """Returns by path the parameters of stacked layers that each turn of the scan casts."""
-    found = paths.specs_by_path(specs)
+    found = specs_by_path(specs)
     return {p: spec for p, spec in found.items() if spec.axes[:1] == ("layers",) and may_cast(spec)}
 
 
@@ -164,7 +163,7 @@ def _updated(fixed: Nested, updates: Nested) -> Nested:
     Raises:
         ValueError: If a layer puts out a value for a parameter that is trained, or there is none.
     """
-    known = paths.by_path(fixed)
+    known = tree.by_path(fixed)
     for path, value in tree.flatten_items(updates):
         if path not in known or known[path].shape != value.shape:
             raise ValueError(
@@ -172,8 +171,8 @@ def _updated(fixed: Nested, updates: Nested) -> Nested:
                 "that the learner leaves alone; give it a ParameterSpec of that shape with "
                 "trainable=False."
             )
-    new = paths.by_path(updates)
-    return paths.map_by_path(
+    new = tree.by_path(updates)
+    return tree.map_by_path(
         lambda path, old: new[path].astype(old.dtype) if path in new else old, fixed
     )
 
@@ -188,8 +187,8 @@ def _end_step(
     if skipped is None:
         return new
     # The learner has left alone what it updates; choosing again would copy it.
-    before = paths.by_path(old)
-    return paths.map_by_path(
+    before = tree.by_path(old)
+    return tree.map_by_path(
         lambda path, n: n if learner.is_updated(path) else jnp.where(skipped > 0, before[path], n),
         new,
     )

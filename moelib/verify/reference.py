@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from moelib.core import tree
 from moelib.data.input import Batch
-from moelib.learner import paths
 from moelib.verify.batches import packed_batch
 from moelib.verify.step_probe import Observed, Probe
 
@@ -64,7 +64,7 @@ def make_reference(cfg: Any, probe: Probe, initial: Any) -> Reference:
         packed_batch(cfg.input.global_batch_size, cfg.input.seq_len, vocab_size, seed)
         for seed in range(NUM_STEPS)
     )
-    gradients = paths.select(start.model, probe.trainer.learner.is_updated)
+    gradients = tree.select(start.model, probe.trainer.learner.is_updated)
     probe.compile(start, batches[0], gradients)
     gradients = jax.device_get(probe(start, batches[0], gradients).gradients)
     first = jax.device_get(probe(start, batches[0], gradients))
@@ -95,4 +95,4 @@ def _enlivened(params: Any, probe: Probe) -> Any:
         rng = np.random.default_rng(zlib.crc32(path.encode()))
         return (x + _SPREAD * rng.standard_normal(x.shape)).astype(x.dtype)
 
-    return paths.map_by_path(enliven, params)
+    return tree.map_by_path(enliven, params)

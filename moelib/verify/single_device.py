@@ -14,8 +14,8 @@ import numpy as np
 from moelib.core import tree
 from moelib.core.config import ConfigBase
 from moelib.core.module import Module
+from moelib.core.param import specs_by_path
 from moelib.layers.moe.balance import LoadBalanceLoss, RouterZLoss
-from moelib.learner import paths
 from moelib.models.causal_lm import CausalLM
 from moelib.models.huggingface.families import NoFamilyError
 from moelib.parallel.mesh import HybridMeshShape
@@ -55,7 +55,7 @@ class _Checks:
         vocab_size = dict(cfg.model.items()).get("vocab_size") or 64
         self._vocab_size: int = vocab_size
         self._batch = reference.batches[0]
-        self._specs = paths.specs_by_path(reference.probe.trainer.trainer_state_specs.model)
+        self._specs = specs_by_path(reference.probe.trainer.trainer_state_specs.model)
 
     def reached(self) -> None:
         """Every parameter that is trained has a gradient, each expert's too."""
@@ -205,7 +205,7 @@ class _Checks:
             got = state_from_hugging_face(folder, probe.trainer.model)(empty)
         keep = probe.trainer.learner.is_updated
         return first_bit_difference(
-            paths.select(want.model, keep), paths.select(jax.device_get(got.model), keep)
+            tree.select(want.model, keep), tree.select(jax.device_get(got.model), keep)
         )
 
 
@@ -236,7 +236,7 @@ def _check_initial(probe: Probe, params: Any) -> None:
     redrawn = probe.initial(probe.trainer.config.prng_seed + 1).model
     again = dict(tree.flatten_items(jax.device_get(redrawn)))
     drawn = {p: np.asarray(x) for p, x in tree.flatten_items(params) if np.any(x != again[p])}
-    specs = paths.specs_by_path(probe.trainer.trainer_state_specs.model)
+    specs = specs_by_path(probe.trainer.trainer_state_specs.model)
     known: dict[Any, str] = {}
     for path, x in drawn.items():
         named = [(path, x)]

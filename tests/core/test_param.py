@@ -43,3 +43,18 @@ def test_fans_need_fan_axes():
 def test_specs_are_told_from_arrays():
     assert is_spec(EXPERTS)
     assert not is_spec(jnp.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "fan_axes", "batch"),
+    [
+        ((4, 6, 8), FanAxes((1,), (2,), (0,)), (0,)),
+        ((6, 3, 2, 4), FanAxes((0,), (2, 3), (1,)), (1,)),
+        ((5, 4, 6, 8), FanAxes((2,), (3,), (0,)), (0, 1)),
+        ((6,), None, ()),
+        ((9, 6), None, (0,)),  # The scale of a norm under a scan over 9 layers.
+    ],
+)
+def test_batch_axes_are_those_of_independent_parameters(shape, fan_axes, batch):
+    spec = ParameterSpec(shape, (None,) * len(shape), fan_axes=fan_axes)
+    assert spec.batch_axes == batch

@@ -93,3 +93,25 @@ def test_only_floats_are_cast():
     assert (cast["x"].dtype, cast["n"].dtype) == (jnp.bfloat16, jnp.int32)
     assert cast["k"].dtype == values["k"].dtype
     assert tree.cast_floats(values, None) is values
+
+
+NUMBERS = {"a": {"w": 1, "b": {"x": 2}}, "c": 3}
+
+
+def test_parts_merge_to_the_whole():
+    some = tree.select(NUMBERS, lambda path: path in ("a/b/x", "c"))
+    rest = tree.select(NUMBERS, lambda path: path == "a/w")
+    assert some == {"a": {"b": {"x": 2}}, "c": 3}
+    assert rest == {"a": {"w": 1}}
+    assert tree.merge({}, some, rest) == NUMBERS
+
+
+def test_merge_replaces_and_changes_no_input():
+    base = {"a": {"w": 1, "v": 2}}
+    assert tree.merge(base, {"a": {"w": 5}}) == {"a": {"w": 5, "v": 2}}
+    assert base == {"a": {"w": 1, "v": 2}}
+
+
+def test_leaves_by_path():
+    assert tree.by_path(NUMBERS) == {"a/w": 1, "a/b/x": 2, "c": 3}
+    assert tree.map_by_path(lambda path, x: f"{path}={x}", NUMBERS)["a"]["b"]["x"] == "a/b/x=2"

@@ -9,7 +9,7 @@ from moelib.core import config_text, tree
 from moelib.core.config import RequiredFieldMissingError, UnknownFieldError
 from moelib.core.metrics import weighted
 from moelib.core.param import is_spec
-from moelib.learner import optimizers, paths, schedules, transforms
+from moelib.learner import optimizers, schedules, transforms
 from moelib.learner.accumulation import accumulate
 from moelib.learner.learner import Learner, LearnerUpdate, UpdateType
 from tests.learner.example import (
@@ -45,9 +45,9 @@ def step(learner, params=PARAMS, state=None, gradients=None, loss=None):
 
 def test_third_party_optimizer():
     ours = run(make_learner(fn(optax.adamw, learning_rate=0.1, weight_decay=0.1)), PARAMS, 3)
-    trained = paths.select(PARAMS, lambda path: path != "layer/bias")
+    trained = tree.select(PARAMS, lambda path: path != "layer/bias")
     theirs = run_optimizer(optax.adamw(0.1, weight_decay=0.1), trained, 3)
-    assert_close(paths.select(ours.params, lambda path: path != "layer/bias"), theirs)
+    assert_close(tree.select(ours.params, lambda path: path != "layer/bias"), theirs)
 
 
 def test_third_party_optimizer_that_asks_for_the_loss():
@@ -105,7 +105,7 @@ def test_metrics_of_a_step():
     learner = make_learner(fn(transforms.chain, args=[clip, adamw]))
     out = step(learner)
     assert set(out.metrics) == {"gradient_norm", "learning_rate"}
-    trained = paths.select(gradients_like(PARAMS, 0), lambda path: path != "layer/bias")
+    trained = tree.select(gradients_like(PARAMS, 0), lambda path: path != "layer/bias")
     np.testing.assert_allclose(out.metrics["gradient_norm"], optax.tree.norm(trained), rtol=1e-6)
     np.testing.assert_allclose(out.metrics["learning_rate"], 0.1, rtol=1e-6)
     out = step(learner, state=out.state)
@@ -188,7 +188,7 @@ def test_rules_have_their_own_optimizers():
     plain = step(make_learner(ADAMW))
     assert_same_bits(out.params["layer"]["qkv"], plain.params["layer"]["qkv"])
     assert set(out.state.optimizer) == {"main", "rule1"}
-    moments = paths.by_path(out.state.optimizer["main"][0].mu)
+    moments = tree.by_path(out.state.optimizer["main"][0].mu)
     assert set(moments) == {"emb/weight", "layer/qkv"}
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import optax
 import pytest
 
+from moelib.core import tree
 from moelib.core.param import FanAxes, ParameterSpec
 from moelib.learner import optimizers, schedules, transforms
 from tests.learner.example import (
@@ -47,7 +48,7 @@ def assert_close(a, b, rtol=1e-6, atol=1e-6):
 def numpy_adamw(num_steps, *, lr, b1, b2, eps, decay, lr_times_decay):
     """Kingma and Ba's and Loshchilov and Hutter's algorithms, in float64."""
     out = {}
-    for path, array in transforms.paths.by_path(PARAMS).items():
+    for path, array in tree.by_path(PARAMS).items():
         p = np.asarray(array, np.float64)
         m, v = np.zeros_like(p), np.zeros_like(p)
         for t in range(1, num_steps + 1):
@@ -73,7 +74,7 @@ def test_adamw_as_the_paper_in_float64():
         decay=0.1,
         lr_times_decay=True,
     )
-    got = transforms.paths.by_path(run_optimizer(optimizer, PARAMS, 6))
+    got = tree.by_path(run_optimizer(optimizer, PARAMS, 6))
     assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -95,7 +96,7 @@ def test_decoupled_decay_does_not_change_with_the_learning_rate():
         decay=0.1,
         lr_times_decay=False,
     )
-    got = transforms.paths.by_path(run_optimizer(optimizer, PARAMS, 6))
+    got = tree.by_path(run_optimizer(optimizer, PARAMS, 6))
     assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -180,8 +181,8 @@ def test_muon_makes_each_stacked_matrix_orthogonal():
 def test_muon_leaves_embeddings_vectors_and_named_weights_to_adam():
     optimizer = optimizers.muon_optimizer(1.0, param_specs=SPECS, adam_paths=[".*/qkv"])
     state = optimizer.init(PARAMS)
-    matrices = transforms.paths.by_path(state["matrices"][0][0].mu)
-    others = transforms.paths.by_path(state["others"][0].nu)
+    matrices = tree.by_path(state["matrices"][0][0].mu)
+    others = tree.by_path(state["others"][0].nu)
     assert set(matrices) == {"layer/experts"}
     assert set(others) == {"emb/weight", "layer/scale", "layer/qkv", "layer/bias"}
 
@@ -218,7 +219,7 @@ def test_moments_of_low_precision_parameters_are_float32(name):
     learner = make_learner(ALL[name])
     out = run(learner, arrays(SPECS, dtype="bfloat16"), 2)
     assert out.params["layer"]["qkv"].dtype == jnp.bfloat16
-    moments = transforms.paths.tree.flatten_items(out.state.optimizer)
+    moments = tree.flatten_items(out.state.optimizer)
     assert all(leaf.dtype in (jnp.float32, jnp.int32) for _, leaf in moments)
 
 

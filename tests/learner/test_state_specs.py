@@ -5,7 +5,7 @@ import pytest
 
 from moelib.core import tree
 from moelib.core.param import FanAxes, ParameterSpec, is_spec
-from moelib.learner import optimizers, paths
+from moelib.learner import optimizers
 from moelib.learner.state_specs import state_specs
 from tests.learner.example import SCAN_SPECS, SPECS, arrays, ema_config, fn, make_learner
 
@@ -39,7 +39,7 @@ def test_every_array_has_a_spec_of_its_shape(name, specs):
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lion", "muon", "optax.adamw"])
 def test_moments_lie_like_their_parameters(name):
     learner = make_learner(OPTIMIZERS[name], SCAN_SPECS, ema=ema_config(0.9))
-    axes = paths.by_path(jax.tree.map(lambda s: s.axes, SCAN_SPECS, is_leaf=is_spec), is_axes)
+    axes = tree.by_path(jax.tree.map(lambda s: s.axes, SCAN_SPECS, is_leaf=is_spec), is_axes)
     found = 0
     for path, spec in tree.flatten_items(learner.state_specs(SCAN_SPECS)):
         owner = [name for name in axes if path.endswith(name)]

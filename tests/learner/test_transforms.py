@@ -4,6 +4,7 @@ import numpy as np
 import optax
 import pytest
 
+from moelib.core import tree
 from moelib.learner import schedules, transforms
 from tests.learner.example import SPECS, arrays
 
@@ -51,7 +52,7 @@ def decayed(**arguments):
     ones = jax.tree.map(jnp.ones_like, arrays(SPECS))
     zeros = jax.tree.map(jnp.zeros_like, ones)
     out, _ = apply(transforms.add_decayed_weights(0.5, **arguments), zeros, ones)
-    return {path: float(x.ravel()[0]) for path, x in transforms.paths.by_path(out).items()}
+    return {path: float(x.ravel()[0]) for path, x in tree.by_path(out).items()}
 
 
 def test_decay_takes_the_scale_of_the_spec():

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moelib.core import tree
 from moelib.core.config import config_class, config_for_function
 from moelib.core.module import functional
 from moelib.core.param import ParameterSpec, cast_parameters
@@ -16,7 +17,6 @@ from moelib.layers.moe.balance import BalanceScope, LoadBalanceLoss, RouterZLoss
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.remat import remat
 from moelib.layers.transformer import ScanStack, TransformerLayer
-from moelib.learner import paths
 from moelib.learner.optimizers import sgd_optimizer
 from moelib.learner.transforms import skip_bad_steps
 from moelib.models.causal_lm import CausalLM
@@ -206,7 +206,7 @@ def test_casting_layer_by_layer_gives_the_gradients_of_casting_all_at_once():
         scale = max(1e-3, float(jnp.abs(gradient).max()))
         np.testing.assert_allclose(new, want, atol=2**-8 * scale, err_msg=path)
 
-    paths.map_by_path(same, before.model, after.model, gradients)
+    tree.map_by_path(same, before.model, after.model, gradients)
 
 
 @pytest.mark.slow
