@@ -67,8 +67,6 @@ class LoadedModel(NamedTuple):
         params: Its parameters.
         tokenizer: A `moelib.data.tokenizer.Tokenizer`.
         stop_ids: Tokens that end a text beside the tokenizer's own.
-        adds_special_tokens: Whether prompts begin with what the tokenizer's file says, such as a
-            token that begins every text.
         max_length: The most tokens of prompt and text that the model was made for; None if not
             known.
         seq_len: Tokens of a row of its training; None if not known.
@@ -78,13 +76,12 @@ class LoadedModel(NamedTuple):
     params: Any
     tokenizer: Any
     stop_ids: tuple[int, ...] = ()
-    adds_special_tokens: bool = False
     max_length: int | None = None
     seq_len: int | None = None
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the ids of prompts."""
-        return self.tokenizer.encode_batch(texts, add_special_tokens=self.adds_special_tokens)
+        return self.tokenizer.encode_prompts(texts)
 
 
 def run(args: Sequence[str]) -> None:
@@ -192,7 +189,6 @@ def _published(folder: str) -> dict[str, Any]:
     stop_ids = {end for each in ends for end in (each if isinstance(each, list) else [each])}
     return {
         "stop_ids": tuple(sorted(stop_ids - {None})),
-        "adds_special_tokens": True,
         "max_length": settings.get("max_position_embeddings"),
     }
 
@@ -275,14 +271,16 @@ def converted_tokenizer(folder: str, vocab_size: int) -> Any:
         UsageError: If tokenizer_config.json names no end of text, or the tokenizer has more tokens
             than the model.
     """
-    from moelib.data.tokenizer import Tokenizer
+    from moelib.data.tokenizer import PublishedTokenizer
 
     path = os.path.join(folder, "tokenizer_config.json")
-    eos = read_json(folder, "tokenizer_config.json").get("eos_token")
-    eos = eos.get("content") if isinstance(eos, dict) else eos
+    settings = read_json(folder, "tokenizer_config.json")
+    tokens = (settings.get(name) for name in ("eos_token", "bos_token"))
+    eos, bos = (x.get("content") if isinstance(x, dict) else x for x in tokens)
     if eos is None:
         raise UsageError(f"{path} names no eos_token; add one, so that texts have an end.")
-    tokenizer = Tokenizer.default_config().set(path=folder, eos_token=eos).instantiate()
+    cfg = PublishedTokenizer.default_config().set(path=folder, eos_token=eos, bos_token=bos)
+    tokenizer: Any = cfg.set(add_bos_token=settings.get("add_bos_token")).instantiate()
     if tokenizer.vocab_size > vocab_size:
         raise UsageError(
             f"{folder}: its tokenizer has {tokenizer.vocab_size} tokens, and its model "

@@ -84,6 +84,7 @@ class Tokenizer(Configurable):
             )
         self.eos_id: int = eos_id
         self.eos_token = eos_token
+        self.bos_id: int | None = None  # The token that begins a text, if there is one.
         self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
     # Text and ids.
@@ -92,25 +93,19 @@ class Tokenizer(Configurable):
         """Returns the ids of a text, with nothing added before or after."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def encode_batch(
-        self, texts: Sequence[str], *, add_special_tokens: bool = False
-    ) -> list[list[int]]:
-        """Returns the ids of many texts; faster than one by one.
-
-        Args:
-            texts: The texts.
-            add_special_tokens: Whether to add what the tokenizer's file says, such as a token that
-                begins every text, and to read special tokens in a text as such, as transformers
-                does. Otherwise they are text like all other.
-        """
-        self._tokenizer.encode_special_tokens = not add_special_tokens
-        try:
-            encodings = self._tokenizer.encode_batch_fast(
-                list(texts), add_special_tokens=add_special_tokens
-            )
-        finally:
-            self._tokenizer.encode_special_tokens = True
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Returns the ids of many texts; faster than one by one."""
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
+
+    def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Returns the ids of texts as a model reads prompts, with BOS if the tokenizer adds it."""
+        return self.encode_batch(texts)
+
+    @property
+    def prefix_id(self) -> int:
+        """Id of the token that precedes the first token of a text: BOS, or else end of text."""
+        return self.eos_id if self.bos_id is None else self.bos_id
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
         """Returns the text of ids, special tokens included; broken UTF-8 becomes U+FFFD.
@@ -126,10 +121,6 @@ class Tokenizer(Configurable):
                 "tokenizer that the ids came from."
             )
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
-
-    def decode_batch(self, batch: Iterable[Sequence[int]]) -> list[str]:
-        """Returns the texts of many id sequences."""
-        return [self.decode(ids) for ids in batch]
 
     # What a token store keeps of it.
 
@@ -164,6 +155,37 @@ class Tokenizer(Configurable):
             if index not in special:
                 sizes[index] = len(token) if byte_level else _piece_num_bytes(token)
         return sizes
+
+
+class PublishedTokenizer(Tokenizer):
+    """The tokenizer of a published model, which encodes prompts as transformers does.
+
+    Special tokens in a prompt are recognized, and the prompt begins with BOS where the model asks
+    for it.
+    """
+
+    @config_class
+    class Config(Tokenizer.Config):
+        bos_token: str | None = None
+        add_bos_token: bool | None = None  # None: tokenizer.json decides.
+
+    def __init__(self, cfg: Config) -> None:
+        super().__init__(cfg)
+        if self.config.bos_token is not None:
+            self.bos_id = self._tokenizer.token_to_id(self.config.bos_token)
+
+    def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Returns the ids of prompts."""
+        add_bos = self.config.add_bos_token
+        prefix = [self.bos_id] if add_bos and self.bos_id is not None else []
+        self._tokenizer.encode_special_tokens = False
+        try:
+            encodings = self._tokenizer.encode_batch_fast(
+                list(texts), add_special_tokens=add_bos is None
+            )
+        finally:
+            self._tokenizer.encode_special_tokens = True
+        return [prefix + encoding.ids for encoding in encodings]
 
 
 class ByteTokenizer(Tokenizer):

@@ -7,6 +7,7 @@ import pytest
 from moelib.data.tokenizer import (
     END_OF_TEXT,
     ByteTokenizer,
+    PublishedTokenizer,
     Tokenizer,
     check_vocab_size,
     train_bpe,
@@ -44,12 +45,40 @@ def test_trained_tokenizer_round_trips_and_counts_bytes(trained: Tokenizer):
         assert ids == trained.encode(text)
         assert trained.decode(ids) == text
         assert trained.token_num_bytes()[ids].sum() == len(text.encode())
-    assert trained.decode_batch([[72], [trained.eos_id]]) == ["H", END_OF_TEXT]
+    assert trained.decode([72, trained.eos_id]) == "H" + END_OF_TEXT
     assert len(trained.encode(TEXTS[0])) < len(TEXTS[0]) / 2
 
 
 def test_end_of_text_written_in_a_text_is_ordinary_text(trained: Tokenizer):
     assert trained.eos_id not in trained.encode(TEXTS[2])
+
+
+@pytest.mark.parametrize(
+    ("template", "add_bos_token", "has_bos"),
+    [(True, None, True), (True, False, False), (False, None, False), (False, True, True)],
+)
+def test_prompts_of_a_published_model_begin_with_bos(
+    trained: Tokenizer, tmp_path: pathlib.Path, template: bool, add_bos_token: bool, has_bos: bool
+):
+    content = json.loads(trained.to_json())
+    bos = {"SpecialToken": {"id": END_OF_TEXT, "type_id": 0}}
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    special = {"id": END_OF_TEXT, "ids": [trained.eos_id], "tokens": [END_OF_TEXT]}
+    if template:
+        content["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": [bos, text],
+            "pair": [text, {"Sequence": {"id": "B", "type_id": 0}}],
+            "special_tokens": {END_OF_TEXT: special},
+        }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    cfg = PublishedTokenizer.default_config().set(path=str(tmp_path), bos_token=END_OF_TEXT)
+    tokenizer = cfg.set(add_bos_token=add_bos_token).instantiate()
+    assert tokenizer.prefix_id == tokenizer.bos_id == trained.eos_id
+    begin = [trained.eos_id] if has_bos else []
+    ids = [*begin, *trained.encode("a"), trained.eos_id]
+    assert tokenizer.encode_prompts(["", f"a{END_OF_TEXT}"]) == [begin, ids]
+    assert tokenizer.encode_batch(["a"]) == [trained.encode("a")]
 
 
 def test_training_again_gives_the_same_tokenizer(trained: Tokenizer, tmp_path: pathlib.Path):
