@@ -1,37 +1,78 @@
-"""Accelerators: what one device of each kind has, how it is linked to others, what it costs."""
+"""Accelerators: peak FLOP/s, memory, links and prices of one device of each kind."""
 
 import dataclasses
 
 _GIB = 2**30
 
+# Peak of dense matmuls in TFLOP/s, by the start of JAX's `device_kind`: bfloat16, float32, float8
+# (None without float8 units). From the makers' data sheets: Google Cloud's page on each TPU;
+# NVIDIA's tables without sparsity, SXM modules unless named. float32 is at JAX's default matmul
+# precision: one bfloat16 pass on TPU, TF32 on GPU.
+_PEAK_TFLOPS: dict[str, tuple[float, float, float | None]] = {
+    "TPU v2": (22.5, 22.5, None),  # Of a core, which is a device: half a chip.
+    "TPU v3": (61.5, 61.5, None),  # Of a core.
+    "TPU v4": (275.0, 275.0, None),
+    "TPU v5 lite": (197.0, 197.0, None),
+    "TPU v5e": (197.0, 197.0, None),
+    "TPU v5": (459.0, 459.0, None),
+    "TPU v6": (918.0, 918.0, None),
+    "TPU7x": (1153.5, 1153.5, 2307.0),  # Of a core.
+    "NVIDIA A10G": (70.0, 35.0, None),
+    "NVIDIA A100": (312.0, 156.0, None),
+    "NVIDIA L4": (121.0, 60.0, 242.5),
+    "NVIDIA L40S": (362.0, 183.0, 733.0),
+    "NVIDIA H100": (989.4, 494.7, 1978.9),
+    "NVIDIA H100 PCIe": (756.0, 378.0, 1513.0),
+    "NVIDIA H200": (989.4, 494.7, 1978.9),
+    "NVIDIA GH200": (989.4, 494.7, 1978.9),
+    "NVIDIA B200": (2250.0, 1125.0, 4500.0),
+    "NVIDIA GB200": (2500.0, 1250.0, 5000.0),
+}
+
+
+def peak_flops_per_second(device_kind: str, dtype: str = "bfloat16") -> float | None:
+    """Returns the peak rate of dense matmuls of one device, or None if it is unknown.
+
+    Args:
+        device_kind: Kind of the device, as JAX names it, such as "NVIDIA H100 80GB HBM3".
+        dtype: Dtype of the operands; float16 counts as bfloat16, and any float8 as float8.
+    """
+    kinds = [kind for kind in _PEAK_TFLOPS if device_kind.startswith(kind)]
+    column = {"bfloat16": 0, "float16": 0, "float32": 1}.get(
+        dtype, 2 if "float8" in dtype else None
+    )
+    if not kinds or column is None:
+        return None
+    peak = _PEAK_TFLOPS[max(kinds, key=len)][column]
+    return None if peak is None else peak * 1e12
+
 
 @dataclasses.dataclass(frozen=True)
 class Accelerator:
-    """One device, as JAX counts devices, of an accelerator.
+    """One device of an accelerator, as JAX counts devices.
 
     Attributes:
-        name: As it stands before the colon of a topology's name.
+        name: Name in a topology such as "h100:2x8".
         platform: "tpu" or "gpu".
-        device_kind: What JAX calls a device.
-        hbm_bytes: Bytes that the compiler may hand out.
-        flops_per_second: Peak of dense matmuls in bfloat16.
-        hbm_bytes_per_second: To and from HBM.
-        cycles_per_second: Clock of a TPU's TensorCore, which turns cycles into time; of a GPU's
-            multiprocessors.
-        link_bytes_per_second: Out of a device to those it is wired to (ICI, NVLink), all links
-            together, one direction.
-        network_bytes_per_second: Out of a device to other slices or hosts (DCN, InfiniBand), one
-            direction.
-        devices_per_domain: Devices that NVLink joins; None of a TPU, whose slice is one domain.
-        dollars_per_hour: Of one device, on demand.
-        devices_per_host: Of a GPU, the most that a host has.
+        device_kind: Kind of the device, as JAX names it.
+        hbm_bytes: HBM available to programs, in bytes.
+        hbm_bytes_per_second: HBM bandwidth.
+        cycles_per_second: Clock of a TPU's TensorCore, which converts cycles into time, or of a
+            GPU's multiprocessors.
+        link_bytes_per_second: Bandwidth out of a device over all its links to devices of its
+            domain (ICI, NVLink), in one direction.
+        network_bytes_per_second: Bandwidth out of a device to other slices or hosts (DCN,
+            InfiniBand), in one direction.
+        devices_per_domain: Number of devices joined by NVLink; None for a TPU, whose slice is one
+            domain.
+        dollars_per_hour: On-demand price of one device.
+        devices_per_host: Largest number of GPUs in one host.
     """
 
     name: str
     platform: str
     device_kind: str
     hbm_bytes: int
-    flops_per_second: float
     hbm_bytes_per_second: float
     cycles_per_second: float
     link_bytes_per_second: float
@@ -40,59 +81,65 @@ class Accelerator:
     dollars_per_hour: float
     devices_per_host: int = 8
 
+    @property
+    def flops_per_second(self) -> float:
+        """Peak rate of dense matmuls in bfloat16."""
+        peak = peak_flops_per_second(self.device_kind)
+        assert peak is not None, self.device_kind
+        return peak
 
-# TPU: peak FLOP/s, HBM bandwidth and ICI from Google Cloud's documentation, pages "TPU v5e", "TPU
-# v5p", "TPU v6e" and "TPU7x (Ironwood)"; ICI there is of both directions, half of it here. A device
-# of tpu7x is half a chip. Bytes of HBM are what the compiler's own out-of-memory message says is
-# available (libtpu 0.0.51), of 16, 95, 32 and 96 GB a device. Clocks follow from peak FLOP/s over
-# what the matrix units do in a cycle; that of tpu7x is a guess. DCN: a host's network over its
-# devices.
+
+# Accelerators for which programs can be compiled without the device.
 #
-# v4 is left out: libtpu describes it as two devices a chip, but runs join the two.
+# TPU: HBM bandwidth and ICI from Google Cloud's documentation, pages "TPU v5e", "TPU v5p", "TPU
+# v6e" and "TPU7x (Ironwood)"; ICI there counts both directions, here one. A device of tpu7x is half
+# a chip. HBM is what the compiler's out-of-memory message calls available (libtpu 0.0.51), of 16,
+# 95, 32 and 96 GB per device. Clocks follow from the peak FLOP/s and the FLOPs per cycle of the
+# matrix units; that of tpu7x is a guess. DCN: a host's network divided by its devices. v4 is
+# missing: libtpu describes two devices per chip where a run has one.
 #
-# GPU: NVIDIA's data sheets (dense, SXM). Bytes of HBM are 0.6 to 2 GiB less than XLA's own
-# description of the GPU says, which is what the driver and CUDA take.
-# Network: 400 Gb/s InfiniBand a GPU, 200 for A100.
+# GPU: NVIDIA's data sheets (SXM). HBM is 0.6 to 2 GiB below XLA's own description of the GPU, for
+# the driver and CUDA. Network: 400 Gb/s InfiniBand per GPU, 200 for A100.
 #
-# Prices are public list prices on demand in US regions, of whole machines over their devices; they
-# change and are bargained over: `moelib plan --prices` replaces them.
+# Prices are public on-demand list prices in US regions, of whole machines divided by their devices.
+# They change and are negotiable: `moelib plan --prices` replaces them.
 ACCELERATORS = {
     each.name: each
     for each in (
         Accelerator(
-            "v5e", "tpu", "TPU v5 lite", int(15.75 * _GIB), 197e12, 819e9, 1.5e9,
+            "v5e", "tpu", "TPU v5 lite", int(15.75 * _GIB), 819e9, 1.5e9,
             200e9, 6.25e9, None, 1.20,
         ),
         Accelerator(
-            "v5p", "tpu", "TPU v5", int(95.73 * _GIB), 459e12, 2765e9, 1.75e9,
+            "v5p", "tpu", "TPU v5", int(95.73 * _GIB), 2765e9, 1.75e9,
             600e9, 6.25e9, None, 4.20,
         ),
         Accelerator(
-            "v6e", "tpu", "TPU v6 lite", int(31.24 * _GIB), 918e12, 1640e9, 1.75e9,
+            "v6e", "tpu", "TPU v6 lite", int(31.24 * _GIB), 1640e9, 1.75e9,
             400e9, 12.5e9, None, 2.70,
         ),
         Accelerator(
-            "tpu7x", "tpu", "TPU7x", int(94.74 * _GIB), 1153.5e12, 3690e9, 1.75e9,
+            "tpu7x", "tpu", "TPU7x", int(94.74 * _GIB), 3690e9, 1.75e9,
             300e9, 12.5e9, None, 6.00,
         ),
         Accelerator(
-            "a100", "gpu", "NVIDIA A100-SXM4-80GB", int(78.5 * _GIB), 312e12, 2039e9, 1.41e9,
+            "a100", "gpu", "NVIDIA A100-SXM4-80GB", int(78.5 * _GIB), 2039e9, 1.41e9,
             300e9, 25e9, 8, 3.43,
         ),
         Accelerator(
-            "h100", "gpu", "NVIDIA H100 80GB HBM3", int(78.5 * _GIB), 989.4e12, 3350e9, 1.83e9,
+            "h100", "gpu", "NVIDIA H100 80GB HBM3", int(78.5 * _GIB), 3350e9, 1.83e9,
             450e9, 50e9, 8, 6.88,
         ),
         Accelerator(
-            "h200", "gpu", "NVIDIA H200", int(139.0 * _GIB), 989.4e12, 4800e9, 1.83e9,
+            "h200", "gpu", "NVIDIA H200", int(139.0 * _GIB), 4800e9, 1.83e9,
             450e9, 50e9, 8, 7.91,
         ),
         Accelerator(
-            "b200", "gpu", "NVIDIA B200", int(177.0 * _GIB), 2250e12, 8000e9, 1.85e9,
+            "b200", "gpu", "NVIDIA B200", int(177.0 * _GIB), 8000e9, 1.85e9,
             900e9, 50e9, 8, 14.24,
         ),
         Accelerator(
-            "gb200", "gpu", "NVIDIA GB200", int(183.0 * _GIB), 2500e12, 8000e9, 1.93e9,
+            "gb200", "gpu", "NVIDIA GB200", int(183.0 * _GIB), 8000e9, 1.93e9,
             900e9, 50e9, 72, 10.50, 4,
         ),
     )

@@ -7,38 +7,9 @@ from typing import Any
 
 import jax
 
-# Peak dense matmul rate of one device in bfloat16, TFLOP/s, as its maker states it, by the start
-# of `device_kind`; the first that fits counts.
-_PEAK_TFLOPS = (
-    ("TPU v2", 22.5),  # A core: half a chip.
-    ("TPU v3", 61.5),
-    ("TPU v4", 275.0),
-    ("TPU v5 lite", 197.0),
-    ("TPU v5e", 197.0),
-    ("TPU v5", 459.0),
-    ("TPU v6", 918.0),
-    ("TPU7x", 1153.5),  # A core: half a chip.
-    ("NVIDIA B200", 2250.0),
-    ("NVIDIA GB200", 2500.0),
-    ("NVIDIA H200", 989.0),
-    ("NVIDIA H100 PCIe", 756.0),
-    ("NVIDIA H100", 989.0),
-    ("NVIDIA GH200", 989.0),
-    ("NVIDIA A100", 312.0),
-    ("NVIDIA A10G", 70.0),
-    ("NVIDIA L40S", 362.0),
-    ("NVIDIA L4", 121.0),
-)
+from moelib.core.accelerators import peak_flops_per_second
 
 PARTS = ("input", "step", "checkpoint", "evaluation")
-
-
-def peak_tflops(device_kind: str) -> float | None:
-    """Returns the peak bfloat16 rate of a device, TFLOP/s, or None where it is not known."""
-    for start, peak in _PEAK_TFLOPS:
-        if device_kind.startswith(start):
-            return peak
-    return None
 
 
 class Throughput:
@@ -56,7 +27,7 @@ class Throughput:
         """
         self._flops = flops_per_token
         self._num_devices = len(devices)
-        self._peak = peak_tflops(devices[0].device_kind)
+        self._peak = peak_flops_per_second(devices[0].device_kind)
         self._local = [d for d in devices if d.process_index == jax.process_index()]
         self.total_tokens, self._total_slots = 0.0, 0
         self.total_seconds = dict.fromkeys(PARTS, 0.0)
@@ -122,5 +93,5 @@ class Throughput:
             rate = self._flops * slots / seconds / self._num_devices / 1e12
             metrics["tflops_per_second"] = rate
             if self._peak is not None:
-                metrics["mfu"] = rate / self._peak
+                metrics["mfu"] = rate * 1e12 / self._peak
         return metrics

@@ -9,7 +9,6 @@ from moelib.core.accelerators import ACCELERATORS
 from moelib.parallel.mesh import HybridMeshShape, create_device_mesh
 from moelib.planning.hardware import gpu_targets
 from moelib.planning.hardware.topologies import PlanError, describe, topology
-from moelib.train.throughput import peak_tflops
 
 _GPUS = [name for name, each in ACCELERATORS.items() if each.platform == "gpu"]
 _TPUS = [name for name, each in ACCELERATORS.items() if each.platform == "tpu"]
@@ -84,16 +83,13 @@ def test_what_is_not_installed_is_named_with_its_extra(monkeypatch):
         topology("h100:1x8")
 
 
-def test_figures_agree_with_those_of_pallas_and_of_training():
+def test_figures_agree_with_those_of_pallas():
     # Pallas says of v5p what one of its two cores has.
     for name, version in (("v5e", "TPU_V5E"), ("v6e", "TPU_V6E"), ("tpu7x", "TPU_7X")):
         info = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion[version], 1)
         ours = ACCELERATORS[name]
         assert ours.flops_per_second == pytest.approx(info.bf16_ops_per_second, rel=0.01)
         assert ours.hbm_bytes_per_second == pytest.approx(info.mem_bw_bytes_per_second, rel=0.01)
-    for each in ACCELERATORS.values():
-        known = peak_tflops(each.device_kind)
-        assert known is None or known == pytest.approx(each.flops_per_second / 1e12, rel=0.01)
 
 
 @pytest.mark.parametrize("name", _TPUS)
