@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from moelib.core.varying import vary
 from moelib.kernels.cross_entropy import cross_entropy
 from moelib.parallel import sharding
-from moelib.parallel.collectives import gather, vary
+from moelib.parallel.collectives import gather
 
 
 class TokenLoss(NamedTuple):

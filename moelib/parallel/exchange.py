@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from moelib.parallel.collectives import vary, varying_axes
+from moelib.core.varying import vary, varying_axes
 
 Axes = tuple[str, ...]
 

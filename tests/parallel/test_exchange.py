@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moelib.parallel.collectives import vary
+from moelib.core.varying import vary
 from moelib.parallel.exchange import exchange, gather_sizes
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
+from moelib.core.varying import align
 from moelib.kernels.backend import check_backend
 from moelib.kernels.cross_entropy import reference, xla
-from moelib.kernels.varying import align
 
 __all__ = ["CrossEntropyOutput", "cross_entropy"]
 

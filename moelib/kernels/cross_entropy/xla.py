@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from moelib.kernels.varying import zeros_like_varying
+from moelib.core.varying import zeros_like_varying
 
 # Memory for the float32 logits of a chunk: 1024 tokens at a vocabulary of 32,768. A smaller chunk
 # adds to the head's gradient, itself as large as the head, more often; a larger one gains nothing.

@@ -14,9 +14,9 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from moelib.core.varying import align
 from moelib.kernels.flash_attention import backends, cudnn, reference
 from moelib.kernels.flash_attention.reference import EMPTY, MaskSpec, whole_rows
-from moelib.kernels.varying import align
 
 __all__ = ["CONTEXT", "EMPTY", "MaskSpec", "flash_attention"]
 

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32
 
+from moelib.core.varying import align
 from moelib.kernels.flash_attention import tpu_kernels
 from moelib.kernels.flash_attention.finite import poison_rows, poison_scores, zero_not_finite
 from moelib.kernels.flash_attention.reference import MaskSpec, Places
 from moelib.kernels.flash_attention.tpu_kernels import Call, Masks
 from moelib.kernels.flash_attention.visits import MAX_BLOCKS, MAX_VISITS, PAST_END, visits
-from moelib.kernels.varying import align
 
 _LANES = 128
 _MAX_BLOCK = 512

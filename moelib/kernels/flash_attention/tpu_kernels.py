@@ -16,7 +16,6 @@ Source: Dao et al., arXiv:2205.14135 and Dao, arXiv:2307.08691.
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -24,6 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int, Int32
 
+from moelib.core.varying import struct_like_varying
 from moelib.kernels.flash_attention.reference import EMPTY, MASKED, MaskSpec, capped
 from moelib.kernels.flash_attention.visits import (
     column,
@@ -349,7 +349,6 @@ def _pallas_call(
         ins, scalar = (ins, None) if scalars is None else (ins[:-1], ins[-1])
         kernel(visits, ins, scalar, refs[: len(results)], refs[len(results) :])
 
-    varying = _varying(arrays[0])
     return pl.pallas_call(
         run,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -359,7 +358,7 @@ def _pallas_call(
             out_specs=[spec for *_, spec in results],
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
         ),
-        out_shape=[jax.ShapeDtypeStruct(shape, dtype, **varying) for shape, dtype, _ in results],
+        out_shape=[struct_like_varying(shape, dtype, arrays[0]) for shape, dtype, _ in results],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=_VMEM_LIMIT,
@@ -392,11 +391,3 @@ def _cost(
 
 def _product(shape: Any) -> int:
     return functools.reduce(lambda a, b: a * b, shape, 1)
-
-
-def _varying(array: Array) -> dict[str, Any]:
-    """Returns what an output's type takes so that it varies over mesh axes as the array does."""
-    aval = jax.typeof(array)
-    if hasattr(aval, "manual_axis_type"):  # Since jax 0.12.
-        return {"manual_axis_type": aval.manual_axis_type}
-    return {"vma": aval.vma}

@@ -21,6 +21,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32
 
+from moelib.core.varying import align, zeros_like_varying
 from moelib.kernels.flash_attention.finite import poison_rows, poison_scores, zero_not_finite
 from moelib.kernels.flash_attention.reference import (
     EMPTY,
@@ -30,7 +31,6 @@ from moelib.kernels.flash_attention.reference import (
     attention_mask,
     capped,
 )
-from moelib.kernels.varying import align, zeros_like_varying
 
 _MAX_PARTS = 8  # Each is compiled by itself; the last block of one in 8 computes what is masked.
 _KEY_TILE = 1024  # Keys of shards in any order.

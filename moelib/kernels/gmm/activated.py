@@ -20,6 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from moelib.core.varying import align
 from moelib.kernels.backend import run_on_backend
 from moelib.kernels.gmm import cpu, gpu, tpu
 from moelib.kernels.gmm.groups import row_ranges
@@ -30,7 +31,6 @@ from moelib.kernels.gmm.product import (
     out_dtype,
     widened,
 )
-from moelib.kernels.varying import align
 
 
 def swiglu(gate: Float[Array, "*n"], up: Float[Array, "*n"]) -> Float[Array, "*n"]:

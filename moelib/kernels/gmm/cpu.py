@@ -19,8 +19,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from moelib.core.varying import zeros_like_varying
 from moelib.kernels.gmm.groups import row_ranges
-from moelib.kernels.varying import zeros_like_varying
 
 
 def block_sizes(num_rows: int, num_groups: int) -> tuple[int, ...]:

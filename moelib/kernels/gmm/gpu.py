@@ -19,6 +19,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from moelib.core.varying import align, zeros_like_varying
 from moelib.kernels.gmm.gpu_tiles import (
     SIDE,
     GpuTiles,
@@ -27,7 +28,6 @@ from moelib.kernels.gmm.gpu_tiles import (
     current_gpu,
     is_hopper,
 )
-from moelib.kernels.varying import align, zeros_like_varying
 
 DTYPES = ("bfloat16", "float16")
 _INTERPRETED_BLOCKS = 2

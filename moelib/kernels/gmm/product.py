@@ -13,9 +13,9 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from moelib.core.varying import align
 from moelib.kernels.backend import check_backend, run_on_backend
 from moelib.kernels.gmm import cpu, gpu, reference, tpu, xla
-from moelib.kernels.varying import align
 
 BACKENDS: dict[str, ModuleType] = {
     "reference": reference,

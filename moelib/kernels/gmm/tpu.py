@@ -19,10 +19,10 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from moelib.core.varying import varying_axes, zeros_like_varying
 from moelib.kernels.gmm.tiles import Tiles
 from moelib.kernels.gmm.tpu_gradient import weight_gradient
 from moelib.kernels.gmm.tpu_product import product
-from moelib.kernels.varying import zeros_like_varying
 
 DTYPES = ("bfloat16", "float32")
 
@@ -220,7 +220,7 @@ def _interpreted(run: Callable[..., Any], *operands: Any) -> Any:
     JAX's interpreter of kernels cannot mix what varies and what does not, so every device runs all
     devices' kernels, and takes its own result.
     """
-    axes = tuple(sorted(jax.typeof(jax.tree.leaves(operands)[0]).manual_axis_type.varying))
+    axes = tuple(sorted(varying_axes(jax.tree.leaves(operands)[0])))
     if not axes:
         return run(*operands)
     index, size = lax.axis_index(axes), lax.axis_size(axes)

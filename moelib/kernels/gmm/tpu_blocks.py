@@ -3,11 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from moelib.kernels.gmm.tiles import Job, Tiles, vmem_bytes
@@ -80,8 +78,3 @@ def keep(values: Array, axis: int, start: Any, end: Any) -> Array:
 def vmem_limit(job: Job, tiles: Tiles) -> int:
     """Returns a kernel's VMEM limit, no less than the compiler's own."""
     return max(vmem_bytes(job, tiles), 16 * 2**20)
-
-
-def like(shape: tuple[int, ...], dtype: DTypeLike, array: Array) -> jax.ShapeDtypeStruct:
-    """Returns a shape that varies over the mesh axes over which the array does."""
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(array).manual_axis_type)

@@ -16,9 +16,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from moelib.core.varying import struct_like_varying
 from moelib.kernels.gmm.groups import Visits, row_ranges, weight_visits
 from moelib.kernels.gmm.tiles import Job, Tiles, choose, current_chip, kernel_metadata
-from moelib.kernels.gmm.tpu_blocks import each_block, each_columns, keep, like, vmem_limit
+from moelib.kernels.gmm.tpu_blocks import each_block, each_columns, keep, vmem_limit
 
 
 def weight_gradient(
@@ -72,7 +73,7 @@ def weight_gradient(
         part, column = place(j)
         return visits.group[v], part, i, column
 
-    out_shape = [like((num_groups, p, k, n), out_dtype, lhs)]
+    out_shape = [struct_like_varying((num_groups, p, k, n), out_dtype, lhs)]
     out_specs = [pl.BlockSpec((None, None, tk, tn), out_index)]
     scratch = [pltpu.VMEM((tk, tn), jnp.float32)]
     if bias_dtype is not None:
@@ -81,7 +82,7 @@ def weight_gradient(
             part, column = place(j)
             return i, visits.group[v], part, 0, column
 
-        out_shape.append(like((tiles_k, num_groups, p, 1, n), bias_dtype, lhs))
+        out_shape.append(struct_like_varying((tiles_k, num_groups, p, 1, n), bias_dtype, lhs))
         out_specs.append(pl.BlockSpec((None, None, None, 1, tn), bias_index))
         scratch.append(pltpu.VMEM((1, tn), jnp.float32))
     read = p * (tiles_n * m * k + tiles_k * m * n)

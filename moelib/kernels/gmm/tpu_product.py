@@ -16,9 +16,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from moelib.core.varying import struct_like_varying
 from moelib.kernels.gmm.groups import Visits, output_visits, row_ranges
 from moelib.kernels.gmm.tiles import Job, Tiles, choose, current_chip, kernel_metadata
-from moelib.kernels.gmm.tpu_blocks import between, each_block, each_columns, keep, like, vmem_limit
+from moelib.kernels.gmm.tpu_blocks import between, each_block, each_columns, keep, vmem_limit
 
 
 def product(
@@ -75,7 +76,7 @@ def product(
     read = tiles_n * num_lhs * m * k + p * num_groups * k * n
     return pl.pallas_call(
         _Kernel(k, tiles, p, num_lhs, bias is not None, activation, save, transpose_rhs),
-        out_shape=[like((m, n), out_dtype, lhs[0])] * num_outs,
+        out_shape=[struct_like_varying((m, n), out_dtype, lhs[0])] * num_outs,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(tiles_n, num_visits, tiles_k),

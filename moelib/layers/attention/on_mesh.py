@@ -20,9 +20,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from moelib.core.varying import vary, varying_axes
 from moelib.kernels.flash_attention import CONTEXT, EMPTY, MaskSpec, flash_attention, shards
 from moelib.parallel import sharding
-from moelib.parallel.collectives import vary, varying_axes
 
 
 def attend(

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float
 from moelib.core.config import REQUIRED, InstantiableConfig, Required, config_class
 from moelib.core.context import Nested
 from moelib.core.param import FanAxes, ParameterSpec, is_spec
+from moelib.core.varying import vary
 from moelib.layers.base import BaseLayer
 from moelib.layers.moe.balance import (
     BalanceScope,
@@ -26,7 +27,7 @@ from moelib.layers.moe.experts import FeedForwardExperts
 from moelib.layers.moe.metrics import routing_metrics
 from moelib.layers.moe.router import Router, Routing
 from moelib.parallel import sharding
-from moelib.parallel.collectives import gather, vary
+from moelib.parallel.collectives import gather
 
 
 class MoELayer(BaseLayer):
