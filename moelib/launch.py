@@ -121,10 +121,28 @@ def load_config(
     if max_step is not None:
         config_text.set_from_text(cfg, f"max_step={max_step}", flag="--max_step")
     for assignment in sets:
-        config_text.set_from_text(cfg, assignment)
+        set_field(cfg, assignment)
     if data_dir is not None:
         set_data_dir(cfg, data_dir)
     return cfg
+
+
+def set_field(cfg: ConfigBase, assignment: str) -> None:
+    """Sets a field from "path=value"; mesh_shape from "mesh_shape=fsdp=4,expert=2" too.
+
+    Raises:
+        UnknownFieldError: If there is no such field.
+        InvalidConfigValueError: If the text is not a value of the field.
+        UserError: If a mesh has unknown axes or wrong sizes.
+    """
+    path, _, text = (part.strip() for part in assignment.partition("="))
+    if path != "mesh_shape" or "=" not in text:
+        config_text.set_from_text(cfg, assignment)
+        return
+    from moelib.parallel.mesh import parse_mesh
+
+    with config_origin(f"--set {assignment}"):
+        cfg.set(mesh_shape=parse_mesh(text, axis_names=cfg.mesh_axis_names, field="mesh_shape"))
 
 
 def select_mesh(cfg: Any, selector: str) -> Any:

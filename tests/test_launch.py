@@ -13,6 +13,7 @@ from moelib.core.config import (
     config_class,
 )
 from moelib.core.config_modifier import ConfigModifier
+from moelib.core.errors import UserError
 
 MODULE = """
 from tests.test_launch import Job
@@ -33,6 +34,7 @@ class Job(Configurable):
         max_step: int = 10
         path: str = "{data_dir}/tokens"
         mesh_shape: tuple[int, ...] = (1,)
+        mesh_axis_names: tuple[str, ...] = ("data",)
         mesh_rules: list[tuple[str, object]] = []
 
 
@@ -63,6 +65,19 @@ def test_config_is_found_in_the_current_folder_and_changed_by_flags(folder):
     assert cfg.max_step == 7
     assert cfg.origin("max_step") == "--max_step max_step=7"
     assert cfg.origin("mesh_shape") == "--set mesh_shape=(2, 4)"
+
+
+@pytest.mark.parametrize("text", ["fsdp=4,data=2", "(2, 4)", "2,4", "[2, 4]"])
+def test_a_mesh_is_set_by_axes_or_by_numbers(text):
+    cfg = Job.default_config().set(mesh_axis_names=("data", "fsdp"))
+    launch.set_field(cfg, f"mesh_shape={text}")
+    assert tuple(cfg.mesh_shape) == (2, 4)
+    assert cfg.origin("mesh_shape") == f"--set mesh_shape={text}"
+
+
+def test_a_mesh_of_unknown_axes_is_refused():
+    with pytest.raises(UserError, match=r"mesh_shape 'fdsp=4': .*'fdsp'"):
+        launch.set_field(Job.default_config(), "mesh_shape=fdsp=4")
 
 
 def test_unknown_config_names_the_nearest(folder):

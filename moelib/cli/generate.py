@@ -137,18 +137,13 @@ def mesh_of(text: str) -> Any:
     """Returns a mesh of all devices from "fsdp=4,expert=2".
 
     Raises:
-        UsageError: If the text is none, or the devices are not as many.
+        UserError: If the text is not a mesh of all devices.
     """
-    from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
+    import jax
 
-    sizes = dict(part.split("=", 1) for part in text.split(",") if "=" in part)
-    if len(sizes) != len(text.split(",")) or not all(map(str.isdecimal, sizes.values())):
-        raise UsageError(f"--mesh {text!r}: say axes and their sizes, such as fsdp=4,expert=2.")
-    try:
-        shape = mesh_shape_from_axes(**{name.strip(): int(size) for name, size in sizes.items()})
-        return create_device_mesh(shape)
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"--mesh {text!r}: {error}") from error
+    from moelib.parallel.mesh import create_device_mesh, parse_mesh
+
+    return create_device_mesh(parse_mesh(text, num_devices=jax.device_count(), field="--mesh"))
 
 
 def load_hugging_face(

@@ -57,8 +57,9 @@ def run(args: Sequence[str]) -> None:
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", FLAGS.devices)
+    from moelib.parallel.mesh import describe_mesh
     from moelib.verify import Status, verify
-    from moelib.verify.meshes import describe, meshes
+    from moelib.verify.meshes import meshes
     from moelib.verify.report import Report
     from moelib.verify.shrink import runnable, shrink
 
@@ -68,7 +69,7 @@ def run(args: Sequence[str]) -> None:
     except ValueError as error:
         raise UsageError(f"--meshes: {error}") from None
     asked = FLAGS.meshes not in ("auto", "all")
-    names = [describe(each) for each in axes]
+    names = [describe_mesh(each) for each in axes]
     report = Report(FLAGS.config, FLAGS.devices, changes, names, asked)
     begin = time.perf_counter()
     try:

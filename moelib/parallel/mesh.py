@@ -1,36 +1,46 @@
-"""The mesh: how devices are arranged along named axes.
+"""Meshes: devices arranged along named axes.
 
-The axes, outermost first, are those of `MESH_AXIS_NAMES`: the outermost carry the least traffic,
-the innermost the most. A size of -1, for at most one axis, takes the devices that are left.
+A mesh is written `fsdp=4,expert=2`, on command lines and in messages. Axes that are not named have
+size 1; one size may be -1, which takes the remaining devices. The axes of `MESH_AXIS_NAMES` are
+ordered from the least traffic to the most.
 """
 
+import functools
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from moelib.core.config import did_you_mean
+from moelib.core.errors import UserError
+
 MESH_AXIS_NAMES = ("pipeline", "data", "expert", "fsdp", "seq", "model")
 
 MeshShape = Sequence[int]  # A size for each axis; one may be -1.
+MeshSizes = Mapping[str, int]  # Sizes by axis; axes that are absent have size 1.
 
 
 class HybridMeshShape(NamedTuple):
-    """A mesh over several slices: the size of an axis is its `ici` times its `dcn` size.
+    """The shape of a mesh over several slices: each axis has its `ici` times its `dcn` size.
 
-    Slices are what devices say they belong to (`slice_index`: TPUs and GPUs). Where they do not
-    say, as on CPUs, processes stand for slices, and one process may stand for several. So do they
-    for GPUs that are only described, to compile for: all of these say slice 0.
+    TPUs and GPUs report their slice (`slice_index`). Devices that do not, such as CPUs, are divided
+    into slices by process; one process may hold several slices. GPUs that are only described, for
+    compiling, all report slice 0 and are divided by process too.
 
     Attributes:
         ici: Sizes inside a slice, where links are fast.
-        dcn: Sizes across slices, where they are slow.
+        dcn: Sizes across slices, where links are slow.
     """
 
     ici: MeshShape
     dcn: MeshShape
+
+
+# -- Text ----------------------------------------------------------------------------------------
 
 
 def mesh_shape_from_axes(
@@ -46,10 +56,76 @@ def mesh_shape_from_axes(
     return (pipeline, data, expert, fsdp, seq, model)
 
 
-def describe_mesh(shape: MeshShape, axis_names: Sequence[str]) -> str:
-    """Returns the axes larger than 1, as "data 4, fsdp 2"; "1 device" if there are none."""
-    axes = [f"{name} {n}" for name, n in zip(axis_names, shape, strict=True) if n != 1]
-    return ", ".join(axes) or "1 device"
+def parse_mesh(
+    text: str,
+    *,
+    axis_names: Sequence[str] = MESH_AXIS_NAMES,
+    num_devices: int | None = None,
+    field: str = "mesh",
+) -> tuple[int, ...]:
+    """Returns the mesh shape that a text such as "fsdp=4,expert=-1" or "(1, 1, 2, 4, 1, 1)" names.
+
+    Args:
+        text: Axes and their sizes, or one size per axis.
+        axis_names: Names of the axes.
+        num_devices: Number of devices, which replaces a -1; None keeps the -1.
+        field: Name of the field or flag that holds the text, for errors.
+
+    Raises:
+        UserError: If the text is not a mesh, or not one of `num_devices` devices.
+    """
+    if re.fullmatch(r"[-0-9,\s()\[\]]*[0-9][-0-9,\s()\[\]]*", text):
+        shape = tuple(int(size) for size in re.findall(r"-?[0-9]+", text))
+    else:
+        sizes: dict[str, int] = {}
+        for part in text.split(","):
+            name, _, size = (each.strip() for each in part.partition("="))
+            if not re.fullmatch(r"-?[0-9]+", size):
+                raise UserError(
+                    f"{field} {text!r}: {part.strip()!r} is not axis=size; write axes and sizes "
+                    "such as fsdp=4,expert=2."
+                )
+            if name not in axis_names:
+                advice = did_you_mean(name, axis_names)
+                raise UserError(f"{field} {text!r}: unknown axis {name!r}; {advice}")
+            if name in sizes:
+                raise UserError(f"{field} {text!r}: {name} occurs twice; give it one size.")
+            sizes[name] = int(size)
+        shape = tuple(sizes.get(name, 1) for name in axis_names)
+    if num_devices is None:
+        _check_sizes(shape, axis_names, field)
+        return shape
+    return infer_mesh_shape(shape, num_devices, axis_names=axis_names, field=field)
+
+
+def describe_mesh(sizes: MeshSizes) -> str:
+    """Returns a mesh as `parse_mesh` reads it, such as "data=4,fsdp=2"; "1 device" for one."""
+    return ",".join(f"{name}={size}" for name, size in sizes.items() if size != 1) or "1 device"
+
+
+def all_meshes(num_devices: int, axis_names: Sequence[str]) -> list[dict[str, int]]:
+    """Returns every mesh of all devices: the sizes larger than 1 by axis, in the order of names."""
+    names = tuple(axis_names)
+    return [
+        {name: size for name, size in zip(names, sizes, strict=True) if size > 1}
+        for sizes in _factorizations(num_devices, len(names))
+    ]
+
+
+@functools.cache
+def _factorizations(n: int, num: int) -> tuple[tuple[int, ...], ...]:
+    """Returns every way to write n as an ordered product of `num` factors."""
+    if num == 0:
+        return ((),) if n == 1 else ()
+    rest = ((d, _factorizations(n // d, num - 1)) for d in _divisors(n))
+    return tuple((d, *others) for d, found in rest for others in found)
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+# -- Sizes ---------------------------------------------------------------------------------------
 
 
 def infer_mesh_shape(
@@ -57,61 +133,61 @@ def infer_mesh_shape(
     num_devices: int,
     *,
     axis_names: Sequence[str] | None = None,
-    place: str = "mesh_shape",
+    field: str = "mesh_shape",
 ) -> tuple[int, ...]:
     """Returns the mesh shape with its -1 replaced so that it takes all devices.
 
     Args:
         mesh_shape: Sizes of the axes, 1 or more, or -1 for at most one.
-        num_devices: The number of devices to arrange.
+        num_devices: Number of devices to arrange.
         axis_names: Names of the axes, for errors.
-        place: What the shape is, for errors.
+        field: Name of the field or flag that holds the shape, for errors.
 
     Raises:
-        ValueError: If the shape does not take exactly all devices.
+        UserError: If the shape does not take exactly all devices.
     """
     names = tuple(axis_names) if axis_names else tuple(f"axis {i}" for i in range(len(mesh_shape)))
-    if len(names) != len(mesh_shape):
-        raise ValueError(
-            f"{place} {tuple(mesh_shape)} has {len(mesh_shape)} sizes for the {len(names)} axes "
-            f"{', '.join(names)}; give one size an axis."
-        )
-    unknown = [i for i, size in enumerate(mesh_shape) if size == -1]
-    if len(unknown) > 1 or any(size < 1 and size != -1 for size in mesh_shape):
-        raise ValueError(
-            f"{place} {tuple(mesh_shape)}: sizes are 1 or more, and at most one may be -1."
-        )
+    _check_sizes(mesh_shape, names, field)
     known = math.prod(size for size in mesh_shape if size != -1)
-    said = describe_mesh(mesh_shape, names)
-    if unknown and num_devices % known:
-        raise ValueError(
-            f"{place} ({said}): its known sizes multiply to {known}, which does not divide "
-            f"the {num_devices} devices; make the product one of "
+    mesh = describe_mesh(dict(zip(names, mesh_shape, strict=True)))
+    if -1 in mesh_shape and num_devices % known:
+        raise UserError(
+            f"{field} {mesh}: the product {known} of its known sizes does not divide the "
+            f"{num_devices} devices; choose sizes with a product in "
             f"{', '.join(map(str, _divisors(num_devices)))}."
         )
-    if not unknown and known != num_devices:
-        raise ValueError(
-            f"{place} ({said}) takes {known} devices, but there are {num_devices}; "
-            f"{_what_fits(mesh_shape, names, num_devices)}, or set one size to -1."
+    if -1 not in mesh_shape and known != num_devices:
+        raise UserError(
+            f"{field} {mesh} takes {known} devices, but there are {num_devices}; "
+            f"{_sizes_that_fit(mesh_shape, names, num_devices)}, or set one size to -1."
         )
-    shape = [num_devices // known if size == -1 else size for size in mesh_shape]
-    return tuple(shape)
+    return tuple(num_devices // known if size == -1 else size for size in mesh_shape)
 
 
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+def _check_sizes(shape: MeshShape, names: Sequence[str], field: str) -> None:
+    """Checks that a shape has a size for each axis, at most one of them -1."""
+    if len(names) != len(shape):
+        raise UserError(
+            f"{field} {tuple(shape)} has {len(shape)} sizes for the {len(names)} axes "
+            f"{', '.join(names)}; give one size per axis."
+        )
+    if list(shape).count(-1) > 1 or any(size < 1 and size != -1 for size in shape):
+        raise UserError(f"{field} {tuple(shape)}: sizes are 1 or more, and at most one may be -1.")
 
 
-def _what_fits(shape: MeshShape, names: Sequence[str], num_devices: int) -> str:
-    """Returns advice: sizes of the axes in use for which the others can stay."""
+def _sizes_that_fit(shape: MeshShape, names: Sequence[str], num_devices: int) -> str:
+    """Returns advice: for each axis in use, the size that fits the others."""
     advice = []
-    for i, size in enumerate(shape):
+    for name, size in zip(names, shape, strict=True):
         others = math.prod(shape) // size
         if size > 1 and num_devices % others == 0:
-            advice.append(f"{names[i]} {num_devices // others}")
+            advice.append(f"{name}={num_devices // others}")
     if advice:
-        return f"with the other sizes as they are, {' or '.join(advice)} would fit"
-    return f"sizes that multiply to {num_devices} would fit"
+        return f"with the other sizes unchanged, {' or '.join(advice)} fits"
+    return f"choose sizes with the product {num_devices}"
+
+
+# -- Devices -------------------------------------------------------------------------------------
 
 
 def create_device_mesh(
@@ -119,35 +195,37 @@ def create_device_mesh(
     axis_names: Sequence[str] = MESH_AXIS_NAMES,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """Returns a mesh over all devices, whose axes the compiler may use as it sees fit.
+    """Returns a mesh over all devices, with axes of type Auto.
 
-    Axes are in the order of their names; on GPUs of several slices, those across slices come first.
+    The axes keep the order of their names, except on GPUs of several slices, where axes across
+    slices come first.
 
     Args:
-        mesh_shape: Sizes of the axes; one may be -1. Of a hybrid shape, one of `ici`.
+        mesh_shape: Sizes of the axes; one (of a hybrid shape's `ici`) may be -1.
         axis_names: Names of the axes.
-        devices: The devices; by default all of them, on all hosts.
+        devices: The devices; by default all devices of all hosts.
 
     Raises:
-        ValueError: If the sizes do not take exactly the devices, or devices are of several slices
-            and the shape does not say which axes lie across them.
+        UserError: If the sizes do not take exactly the devices, or the devices belong to several
+            slices and the shape is not hybrid.
     """
     devices = jax.devices() if devices is None else list(devices)
     if isinstance(mesh_shape, HybridMeshShape):
         array, names = _hybrid_devices(mesh_shape, axis_names, devices), tuple(axis_names)
         if getattr(devices[0], "platform", None) == "gpu":
-            # XLA:GPU takes a device's place in the mesh for its id, and so for the host it is on:
-            # with hosts innermost it would split each collective within hosts as if across them.
+            # XLA:GPU takes a device's position in the mesh for its id, and derives its host from
+            # that: with hosts innermost it would split each collective within hosts as if across.
             order = _hosts_first(mesh_shape, array.shape, names)
             array, names = array.transpose(order), tuple(names[axis] for axis in order)
         return Mesh(array, names, axis_types=(AxisType.Auto,) * len(names))
     shape = infer_mesh_shape(mesh_shape, len(devices), axis_names=axis_names)
     if (num_slices := len(slices(devices) or [devices])) > 1:
-        raise ValueError(
-            f"mesh_shape ({describe_mesh(shape, axis_names)}): the devices are of {num_slices} "
-            "slices; set it to HybridMeshShape(ici=sizes inside a slice, dcn=sizes across slices)."
+        mesh = describe_mesh(dict(zip(axis_names, shape, strict=True)))
+        raise UserError(
+            f"mesh_shape {mesh}: the devices belong to {num_slices} slices; set it to "
+            "HybridMeshShape(ici=sizes inside a slice, dcn=sizes across slices)."
         )
-    # On a TPU, make_mesh follows the wiring; elsewhere the order of the devices stays.
+    # On TPUs, make_mesh follows the physical topology; elsewhere devices keep their order.
     return jax.make_mesh(
         shape, tuple(axis_names), axis_types=(AxisType.Auto,) * len(shape), devices=devices
     )
@@ -156,18 +234,18 @@ def create_device_mesh(
 def _hosts_first(
     shape: HybridMeshShape, sizes: Sequence[int], axis_names: Sequence[str]
 ) -> list[int]:
-    """Returns the axes such that devices of a slice follow each other, slice by slice.
+    """Returns the order of axes in which the devices of each slice are contiguous.
 
     Raises:
-        ValueError: If several axes lie both inside slices and across them: no order does it then.
+        UserError: If several axes lie both inside and across slices: no order does it then.
     """
     across = [size > 1 for size in shape.dcn]
     inside = [size > outer for size, outer in zip(sizes, shape.dcn, strict=True)]
     both = [name for name, a, b in zip(axis_names, across, inside, strict=True) if a and b]
     if len(both) > 1:
-        raise ValueError(
-            f"mesh_shape: on GPUs one axis at most may have sizes in both ici and dcn, and "
-            f"{', '.join(both)} have; give all but one of them ici or dcn 1."
+        raise UserError(
+            f"mesh_shape: {', '.join(both)} have sizes in both ici and dcn, which on GPUs one axis "
+            "at most may have; set ici or dcn of the others to 1."
         )
     return sorted(range(len(sizes)), key=lambda axis: (not across[axis], inside[axis]))
 
@@ -176,75 +254,69 @@ def _hybrid_devices(
     shape: HybridMeshShape, axis_names: Sequence[str], devices: Sequence[Any]
 ) -> np.ndarray:
     """Returns the devices of a hybrid mesh, each slice contiguous along every `ici` axis."""
-    sizes = {"ici": shape.ici, "dcn": shape.dcn}
-    for name, given in sizes.items():
-        if len(given) != len(axis_names):
-            raise ValueError(
-                f"mesh_shape.{name} {tuple(given)} has {len(given)} sizes for the "
-                f"{len(axis_names)} axes {', '.join(axis_names)}; give one size an axis."
-            )
-    slices = _as_many_slices(shape.dcn, axis_names, devices)
+    _check_sizes(shape.dcn, axis_names, "mesh_shape.dcn")
+    per_slice = _split_into_slices(shape.dcn, axis_names, devices)
     ici = infer_mesh_shape(
-        shape.ici, len(slices[0]), axis_names=axis_names, place="mesh_shape.ici (one slice)"
+        shape.ici, len(per_slice[0]), axis_names=axis_names, field="mesh_shape.ici (one slice)"
     )
     if hasattr(devices[0], "slice_index") and not _are_described_gpus(devices):
         from jax.experimental import mesh_utils
 
         return mesh_utils.create_hybrid_device_mesh(ici, tuple(shape.dcn), devices)
-    arranged = np.array(slices).reshape(*shape.dcn, *ici)
+    arranged = np.array(per_slice).reshape(*shape.dcn, *ici)
     rank = len(ici)
     interleaved = [axis for i in range(rank) for axis in (i, rank + i)]  # dcn_0, ici_0, dcn_1, ...
-    both = [d * i for d, i in zip(shape.dcn, ici, strict=True)]
-    return arranged.transpose(interleaved).reshape(both)
+    sizes = [outer * inner for outer, inner in zip(shape.dcn, ici, strict=True)]
+    return arranged.transpose(interleaved).reshape(sizes)
 
 
-def _as_many_slices(
+def _split_into_slices(
     dcn: MeshShape, axis_names: Sequence[str], devices: Sequence[Any]
 ) -> list[list[Any]]:
-    """Returns the devices of each slice, for as many slices as the `dcn` sizes take."""
+    """Returns the devices of each slice, for the number of slices that the `dcn` sizes take."""
     num = math.prod(dcn)
-    said = describe_mesh(dcn, axis_names) if num != 1 else "all 1"
+    field = f"mesh_shape.dcn ({describe_mesh(dict(zip(axis_names, dcn, strict=True)))})"
     if min(dcn) < 1:
-        raise ValueError(f"mesh_shape.dcn ({said}): sizes are 1 or more; only ici may have a -1.")
+        raise UserError(f"{field}: sizes are 1 or more; only ici may have a -1.")
     found = slices(devices)
-    if found is not None and len(found) != num:
-        raise ValueError(
-            f"mesh_shape.dcn ({said}) makes {num} of the {len(found)} slices; "
-            f"{_what_fits(dcn, axis_names, len(found))}."
-        )
     if found is None:
-        found = _split_processes(num, said, devices)
+        found = _split_processes(num, field, devices)
+    if len(found) != num:
+        raise UserError(
+            f"{field} takes {num} slices, but there are {len(found)}; "
+            f"{_sizes_that_fit(dcn, axis_names, len(found))}."
+        )
     if len({len(each) for each in found}) > 1:
-        raise ValueError(
-            f"mesh_shape.dcn ({said}): the slices have {', '.join(str(len(s)) for s in found)} "
-            "devices; a mesh takes as many of each."
+        raise UserError(
+            f"{field}: the slices have {', '.join(str(len(each)) for each in found)} devices; a "
+            "mesh requires slices of one size."
         )
     return found
 
 
 def slices(devices: Sequence[Any]) -> list[list[Any]] | None:
-    """Returns the devices of each slice, or None if they do not say of which they are."""
+    """Returns the devices of each slice, or None if devices do not report their slice."""
     if not hasattr(devices[0], "slice_index"):
         return None
     return _grouped(devices, "process_index" if _are_described_gpus(devices) else "slice_index")
 
 
 def _are_described_gpus(devices: Sequence[Any]) -> bool:
-    """Returns whether the devices are GPUs, none of them of a process that runs."""
+    """Returns whether the devices are GPUs that belong to no running process."""
     return getattr(devices[0], "platform", None) == "gpu" and all(
         device.local_hardware_id is None for device in devices
     )
 
 
-def _split_processes(num_slices: int, said: str, devices: Sequence[Any]) -> list[list[Any]]:
+def _split_processes(num_slices: int, field: str, devices: Sequence[Any]) -> list[list[Any]]:
     """Returns `num_slices` groups of whole processes, or of equal parts of processes."""
     processes = _grouped(devices, "process_index")
     num = len(processes)
     if len(devices) % num_slices or (num % num_slices and num_slices % num):
-        raise ValueError(
-            f"mesh_shape.dcn ({said}) takes {num_slices} slices, which does not divide the "
-            f"{len(devices)} devices of {num} processes; make the product one of "
-            f"{', '.join(str(d) for d in _divisors(len(devices)) if not (num % d and d % num))}."
+        possible = [d for d in _divisors(len(devices)) if not (num % d and d % num)]
+        raise UserError(
+            f"{field} takes {num_slices} slices, which does not divide the {len(devices)} devices "
+            f"of {num} processes; choose a number of slices in {', '.join(map(str, possible))}."
         )
     ordered = [device for process in processes for device in process]
     size = len(devices) // num_slices
@@ -252,7 +324,7 @@ def _split_processes(num_slices: int, said: str, devices: Sequence[Any]) -> list
 
 
 def _grouped(devices: Sequence[Any], attribute: str) -> list[list[Any]]:
-    """Returns the devices with each value of an attribute, in its order and that of their ids."""
+    """Returns the devices grouped by an attribute, ordered by its value and by id."""
     groups: dict[int, list[Any]] = {}
     for device in sorted(devices, key=lambda device: (getattr(device, attribute), device.id)):
         groups.setdefault(getattr(device, attribute), []).append(device)

@@ -14,7 +14,8 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from moelib.core import tree
-from moelib.core.config_values import did_you_mean
+from moelib.core.config import did_you_mean
+from moelib.core.errors import UserError
 from moelib.core.param import ParameterSpec, is_spec
 from moelib.parallel.mesh import MESH_AXIS_NAMES
 
@@ -53,7 +54,7 @@ _overrides = jax.make_user_context(())
 _asked: ContextVar[set[str] | None] = ContextVar("moelib_logical_axes_asked", default=None)
 
 
-class SplitError(ValueError):
+class SplitError(UserError):
     """Something that a mesh cannot split; the message says what, and what to set instead."""
 
 

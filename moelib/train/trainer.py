@@ -460,6 +460,6 @@ class SpmdTrainer(Module):
         return (
             f"{tree.count_elements(params):,} parameters, "
             f"{tree.count_bytes(self.trainer_state_specs) / 1e6:,.1f} MB of state, mesh: "
-            f"{describe_mesh(tuple(mesh.shape.values()), tuple(mesh.shape))} "
+            f"{describe_mesh(mesh.shape)} "
             f"({mesh.devices.flat[0].device_kind})"
         )

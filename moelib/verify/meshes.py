@@ -2,11 +2,11 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from moelib.core.config import ConfigBase, did_you_mean
-from moelib.parallel.mesh import HybridMeshShape
+from moelib.core.config import ConfigBase
+from moelib.parallel.mesh import HybridMeshShape, all_meshes, describe_mesh, parse_mesh
 from moelib.parallel.sharding import DEFAULT_RULES
 
 Axes = dict[str, int]  # Sizes above 1 by axis, outermost first.
@@ -29,33 +29,14 @@ def meshes(cfg: Any, num_devices: int, which: str = "auto") -> list[Axes]:
     names = [name for name in cfg.mesh_axis_names if name in used]
     if which not in ("auto", "all"):
         asked = [_read(text, names, num_devices) for text in which.split(";")]
-        return list({describe(axes): axes for axes in asked}.values())
-    found = list(_factorized(names, num_devices))
+        return list({describe_mesh(axes): axes for axes in asked}.values())
+    found = all_meshes(num_devices, names)
     if which == "all":
         return found
     own = [own for own in _own_axes(cfg) if own]
     most = max((len(axes) for axes in found), default=0)
     kept = [axes for axes in found if len(axes) in (1, most) or set(axes) in own]
     return sorted(kept, key=lambda axes: (set(axes) not in own, len(axes)))
-
-
-def describe(axes: Mapping[str, int]) -> str:
-    """Returns "data 2, fsdp 4"."""
-    return ", ".join(f"{name} {size}" for name, size in axes.items()) or "1 device"
-
-
-def _factorized(names: Sequence[str], num: int) -> Iterator[Axes]:
-    """Yields every way to write a number as a product of the axes' sizes."""
-    if num == 1:
-        yield {}
-        return
-    if not names:
-        return
-    for size in range(1, num + 1):
-        if num % size == 0:
-            first = {names[0]: size} if size > 1 else {}
-            for rest in _factorized(names[1:], num // size):
-                yield first | rest
 
 
 def _own_axes(cfg: Any) -> list[set[str]]:
@@ -79,17 +60,5 @@ def _own_axes(cfg: Any) -> list[set[str]]:
 
 
 def _read(text: str, names: Sequence[str], num_devices: int) -> Axes:
-    axes: Axes = {}
-    for part in text.split(","):
-        name, _, size = (each.strip() for each in part.partition("="))
-        if name not in names:
-            raise ValueError(f"mesh {text!r}: no axis {name!r}; {did_you_mean(name, names)}")
-        if not size.isdigit() or int(size) < 1 or name in axes:
-            raise ValueError(f"mesh {text!r}: write axes once each, as in fsdp=4,expert=2.")
-        axes[name] = int(size)
-    if (product := math.prod(axes.values())) != num_devices:
-        raise ValueError(
-            f"mesh {text!r} takes {product} devices; choose sizes that multiply to {num_devices}, "
-            "or set --devices."
-        )
-    return {name: axes[name] for name in names if axes.get(name, 1) > 1}
+    shape = parse_mesh(text, axis_names=names, num_devices=num_devices)
+    return {name: size for name, size in zip(names, shape, strict=True) if size > 1}

@@ -10,10 +10,11 @@ from typing import Any
 import jax
 
 from moelib.core.config import ConfigBase
+from moelib.parallel.mesh import describe_mesh
 from moelib.parallel.sharding import SplitError
 from moelib.verify.compare import Difference
 from moelib.verify.mesh_checks import mesh_checks
-from moelib.verify.meshes import Axes, describe
+from moelib.verify.meshes import Axes
 from moelib.verify.outcome import (
     FaultError,
     NotApplicableError,
@@ -62,7 +63,7 @@ def _all(cfg: Any, axes: Sequence[Axes], devices: Sequence[Any], folder: str) ->
     with _ahead(cfg, reference, axes, devices, folder) as probes:
         yield from _outcomes(ONE_DEVICE, single_checks(cfg, reference))
         for each, probe in zip(axes, probes, strict=True):
-            yield from _on_mesh(describe(each), reference, probe)
+            yield from _on_mesh(describe_mesh(each), reference, probe)
 
 
 def _on_mesh(mesh: str, reference: Reference, compiled: Callable[[], Probe]) -> Iterator[Outcome]:

@@ -7,14 +7,17 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+from moelib.core.errors import UserError
 from moelib.parallel.mesh import (
     MESH_AXIS_NAMES,
     HybridMeshShape,
     _hybrid_devices,
+    all_meshes,
     create_device_mesh,
     describe_mesh,
     infer_mesh_shape,
     mesh_shape_from_axes,
+    parse_mesh,
     slices,
 )
 from tests.parallel.slices import two_slices
@@ -36,25 +39,23 @@ def test_fewer_devices_can_be_given():
 
 
 def test_too_small_a_mesh_names_both_numbers_and_what_fits():
-    with pytest.raises(
-        ValueError, match=r"data 3.* takes 3 devices, but there are 8.*data 8 would"
-    ):
+    with pytest.raises(UserError, match=r"data=3 takes 3 devices, but there are 8.*data=8"):
         create_device_mesh(mesh_shape_from_axes(data=3))
 
 
 def test_known_sizes_that_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match=r"multiply to 3, which does not divide the 8.*1, 2, 4, 8"):
+    with pytest.raises(UserError, match=r"data=-1,fsdp=3.* 3 .* 8 devices.*1, 2, 4, 8"):
         create_device_mesh(mesh_shape_from_axes(data=-1, fsdp=3))
 
 
 @pytest.mark.parametrize("shape", [(-1, -1), (0, 8)])
 def test_sizes_that_mean_nothing_are_refused(shape):
-    with pytest.raises(ValueError, match="at most one may be -1"):
+    with pytest.raises(UserError, match="at most one may be -1"):
         infer_mesh_shape(shape, 8)
 
 
 def test_as_many_sizes_as_axes():
-    with pytest.raises(ValueError, match="2 sizes for the 1 axes data"):
+    with pytest.raises(UserError, match="2 sizes for the 1 axes data"):
         create_device_mesh((2, 4), ("data",))
 
 
@@ -127,24 +128,24 @@ def test_processes_are_the_slices_of_devices_that_know_none(num_processes):
 
 
 @pytest.mark.parametrize(
-    ("dcn", "devices", "said"),
+    ("dcn", "devices", "message"),
     [
-        ((4, 1), on_slices(4, 4), r"dcn \(data 4\) makes 4 of the 2 slices; .*data 2 would fit\."),
-        ((1, 1), on_slices(4, 4), r"dcn \(all 1\) makes 1 of the 2 slices; .*multiply to 2"),
-        ((2, 1), on_slices(4, 2), r"dcn \(data 2\): the slices have 4, 2 devices"),
-        ((-1, 1), on_slices(4, 4), r"dcn \(data -1\): .* only ici may have a -1"),
+        ((4, 1), on_slices(4, 4), r"dcn \(data=4\) takes 4 slices.* are 2; .*data=2"),
+        ((1, 1), on_slices(4, 4), r"dcn \(1 device\) takes 1 slices.* are 2"),
+        ((2, 1), on_slices(4, 2), r"dcn \(data=2\): the slices have 4, 2 devices"),
+        ((-1, 1), on_slices(4, 4), r"dcn \(data=-1\): .* only ici may have a -1"),
         ((2,), on_slices(4, 4), r"dcn \(2,\) has 1 sizes for the 2 axes data, model"),
-        ((2, 1), on_processes(3, 12), r"dcn \(data 2\).*12 devices of 3 processes; .* 1, 3, 6, 12"),
+        ((2, 1), on_processes(3, 12), r"dcn \(data=2\).*12 devices of 3 processes; .* 1, 3, 6, 12"),
     ],
 )
-def test_slices_that_are_not_there_are_refused_by_axis_and_size(dcn, devices, said):
-    with pytest.raises(ValueError, match=said):
+def test_slices_that_are_not_there_are_refused_by_axis_and_size(dcn, devices, message):
+    with pytest.raises(UserError, match=message):
         create_device_mesh(HybridMeshShape(ici=(-1, 1), dcn=dcn), ("data", "model"), devices)
 
 
 def test_sizes_inside_a_slice_are_refused_by_axis_and_size():
     hybrid = HybridMeshShape(ici=(1, 3), dcn=(2, 1))
-    with pytest.raises(ValueError, match=r"ici \(one slice\) \(model 3\).* are 4; .*model 4 would"):
+    with pytest.raises(UserError, match=r"ici \(one slice\) model=3 .* are 4; .*model=4"):
         create_device_mesh(hybrid, ("data", "model"), on_slices(4, 4))
 
 
@@ -159,7 +160,7 @@ def test_axes_across_hosts_of_gpus_come_first(described):
     mesh = create_device_mesh(hybrid, ("expert", "fsdp"), devices)
     assert dict(mesh.shape) == {"fsdp": 2, "expert": 4}
     assert attributes(mesh.devices, "id").tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    with pytest.raises(ValueError, match=r"the devices are of 2 slices; set"):
+    with pytest.raises(UserError, match="devices belong to 2 slices"):
         create_device_mesh((8, 1), ("expert", "fsdp"), devices)
 
 
@@ -179,7 +180,7 @@ def test_hosts_of_gpus_are_never_interleaved(ici, dcn):
 
 def test_two_axes_within_and_across_hosts_of_gpus_are_refused():
     hybrid = HybridMeshShape(ici=(4, 2), dcn=(2, 2))
-    with pytest.raises(ValueError, match=r"data, expert have; give all but one of them ici or"):
+    with pytest.raises(UserError, match="data, expert have sizes in both ici and dcn"):
         create_device_mesh(hybrid, ("data", "expert"), _gpus(4))
 
 
@@ -192,7 +193,7 @@ def test_gpus_that_are_only_described_are_of_their_processes_slices():
 
 
 def test_several_slices_want_a_hybrid_shape():
-    with pytest.raises(ValueError, match=r"\(data 4, model 2\): the devices are of 2 slices; set"):
+    with pytest.raises(UserError, match="data=4,model=2: the devices belong to 2 slices"):
         create_device_mesh((-1, 2), ("data", "model"), on_slices(4, 4))
 
 
@@ -215,10 +216,50 @@ def test_slices_of_a_topology_are_kept_together():
 
 
 def test_hybrid_mesh_that_does_not_divide_is_refused():
-    with pytest.raises(ValueError, match="takes 3 slices, which does not divide the 8 devices"):
+    with pytest.raises(UserError, match="takes 3 slices, which does not divide the 8 devices"):
         create_device_mesh(HybridMeshShape(ici=(-1,), dcn=(3,)), ("data",))
 
 
-def test_description_leaves_out_axes_of_one():
-    assert describe_mesh((1, 4, 1), ("pipeline", "data", "model")) == "data 4"
-    assert describe_mesh((1,), ("data",)) == "1 device"
+def test_every_mesh_reads_back_from_its_description():
+    meshes = all_meshes(12, MESH_AXIS_NAMES)
+    assert len(meshes) == len({tuple(mesh.items()) for mesh in meshes}) == 21 * 6  # 2 * 2 * 3.
+    for mesh in meshes:
+        shape = parse_mesh(describe_mesh(mesh), num_devices=12)
+        assert describe_mesh(dict(zip(MESH_AXIS_NAMES, shape, strict=True))) == describe_mesh(mesh)
+    assert describe_mesh(all_meshes(1, MESH_AXIS_NAMES)[0]) == "1 device"
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        ("fsdp=4, expert=2", (1, 1, 2, 4, 1, 1)),
+        ("expert=2,fsdp=-1", (1, 1, 2, 4, 1, 1)),
+        ("(1, 1, 2, -1, 1, 1)", (1, 1, 2, 4, 1, 1)),
+        ("1,1,2,4,1,1", (1, 1, 2, 4, 1, 1)),
+    ],
+)
+def test_a_mesh_is_named_axes_or_one_size_per_axis(text, shape):
+    assert parse_mesh(text, num_devices=8) == shape
+
+
+def test_an_inferred_size_is_kept_where_the_devices_are_unknown():
+    assert parse_mesh("data=-1,fsdp=2") == mesh_shape_from_axes(data=-1, fsdp=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("fsdp", "'fsdp' is not axis=size"),
+        ("fsdp=x", "'fsdp=x'"),
+        ("", "''"),
+        ("fdsp=8", "'fdsp'; did you mean 'fsdp'"),
+        ("fsdp=2,fsdp=4", "fsdp occurs twice"),
+        ("fsdp=0", r"\(1, 1, 1, 0, 1, 1\)"),
+        ("fsdp=-1,data=-1", "at most one may be -1"),
+        ("2,4", "2 sizes for the 6 axes"),
+        ("fsdp=3", "fsdp=3 takes 3 devices, but there are 8"),
+    ],
+)
+def test_a_text_that_is_no_mesh_is_refused(text, named):
+    with pytest.raises(UserError, match=f"--mesh.*{named}"):
+        parse_mesh(text, num_devices=8, field="--mesh")

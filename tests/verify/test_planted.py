@@ -38,7 +38,7 @@ def test_nothing_is_found_where_nothing_is_planted():
 def test_a_sum_over_the_wrong_axis():
     layer = planted.SumOverTheWrongAxis.default_config()
     found = failure(tiny(feed_forward=layer), {"data": 4}, {"data": 2, "model": 2})
-    assert (found.mesh, found.check) == ("data 2, model 2", "loss")
+    assert (found.mesh, found.check) == ("data=2,model=2", "loss")
     assert "off by" in found.said
 
 
@@ -48,7 +48,7 @@ def test_gradients_of_experts_that_are_too_large():
     experts = planted.ExpertsWithLargerGradients.default_config()
     cfg.model.decoder.block[0].feed_forward.experts = experts
     found = failure(cfg, {"data": 4}, {"expert": 4})
-    assert (found.mesh, found.check) == ("expert 4", "gradients")
+    assert (found.mesh, found.check) == ("expert=4", "gradients")
     assert "feed_forward/experts/" in found.said
 
 
@@ -122,5 +122,5 @@ def test_a_checkpoint_of_one_ranks_experts():
     del fields["klass"]
     cfg.checkpointer = planted.OneRanksExperts.default_config().set(**fields)
     found = failure(cfg, {"data": 4}, {"expert": 2, "data": 2})
-    assert (found.mesh, found.check) == ("expert 2, data 2", "restored")
+    assert (found.mesh, found.check) == ("expert=2,data=2", "restored")
     assert "/experts/" in found.said

@@ -64,7 +64,7 @@ def plan_step(
         _ = trainer.batch_sharding
     except ValueError as error:
         raise PlanError(f"topology {topology.name}: {error}") from None
-    watch.done("build", describe_mesh(tuple(mesh.values()), tuple(mesh)))
+    watch.done("build", describe_mesh(mesh))
     options = (
         trainer.compiler_options()
         | _WITHOUT_DEVICE[topology.accelerator.platform]

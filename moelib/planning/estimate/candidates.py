@@ -3,16 +3,21 @@
 import dataclasses
 import functools
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from moelib.core.config import config_for_function, did_you_mean
+from moelib.core.config import config_for_function
 from moelib.layers.remat import remat
 from moelib.parallel import sharding
-from moelib.parallel.mesh import HybridMeshShape, describe_mesh, infer_mesh_shape
+from moelib.parallel.mesh import (
+    HybridMeshShape,
+    all_meshes,
+    describe_mesh,
+    infer_mesh_shape,
+    parse_mesh,
+)
 from moelib.planning.estimate.activations import (
     DOTS,
     DOTS_NO_BATCH,
@@ -58,10 +63,10 @@ class Mesh:
         return math.prod(self.sizes.get(axis, 1) for axis in axes)
 
     def __str__(self) -> str:
-        said = describe_mesh(tuple(self.inside.values()), tuple(self.inside))
+        said = describe_mesh(self.inside)
         if not self.dcn:
             return said
-        across = describe_mesh(tuple(self.across.values()), tuple(self.across))
+        across = describe_mesh(self.across)
         return f"{said}; across slices {across}"
 
 
@@ -149,15 +154,16 @@ def as_it_is(cfg: Any, work: Workload, topology: TopologyShape) -> Candidate:
     per_slice, place = topology.devices_per_slice, f"topology {topology.name}: mesh_shape"
     try:
         if isinstance(shape, HybridMeshShape):
-            ici = infer_mesh_shape(shape.ici, per_slice, axis_names=names, place=place)
-            dcn = infer_mesh_shape(shape.dcn, topology.num_slices, axis_names=names, place=place)
+            ici = infer_mesh_shape(shape.ici, per_slice, axis_names=names, field=place)
+            dcn = infer_mesh_shape(shape.dcn, topology.num_slices, axis_names=names, field=place)
         else:
-            ici = infer_mesh_shape(shape, topology.num_devices, axis_names=names, place=place)
+            ici = infer_mesh_shape(shape, topology.num_devices, axis_names=names, field=place)
             dcn = (1,) * len(names)
             if topology.num_slices > 1:
+                mesh = describe_mesh(dict(zip(names, ici, strict=True)))
                 raise ValueError(
-                    f"{place} ({describe_mesh(ici, names)}): it has {topology.num_slices} slices; "
-                    "set HybridMeshShape(ici=sizes inside a slice, dcn=sizes across slices)."
+                    f"{place} {mesh}: the topology has {topology.num_slices} slices; set "
+                    "HybridMeshShape(ici=sizes inside a slice, dcn=sizes across slices)."
                 )
         rules = rules_of(cfg)
         mesh = _mesh(names, ici, dcn)
@@ -229,11 +235,10 @@ def _meshes(
     """Yields the meshes of all devices over axes by which something is split."""
     names = _axes(cfg, work, rules)
     across = [n for n in names if n in _ACROSS]
-    inner = list(_factorizations(topology.devices_per_slice, len(names)))
-    for sizes in _factorizations(topology.num_slices, len(across)):
-        dcn = dict(zip(across, sizes, strict=True))
+    inner = all_meshes(topology.devices_per_slice, names)
+    for dcn in all_meshes(topology.num_slices, across):
         for ici in inner:
-            mesh = _mesh(names, ici, [dcn.get(n, 1) for n in names])
+            mesh = Mesh(tuple(ici.items()), tuple(dcn.items()))
             if (
                 topology.accelerator.platform == "gpu"
                 and len(mesh.inside.keys() & mesh.across.keys()) > 1
@@ -241,16 +246,6 @@ def _meshes(
                 continue  # `create_device_mesh` refuses it.
             if wanted is None or all(wanted.get(n, 1) == mesh.sizes.get(n, 1) for n in names):
                 yield mesh
-
-
-@functools.cache
-def _factorizations(n: int, num: int) -> tuple[tuple[int, ...], ...]:
-    """Returns every way to write n as a product of `num` sizes, in order."""
-    if num == 0:
-        return ((),) if n == 1 else ()
-    divisors = [d for d in range(1, n + 1) if n % d == 0]
-    rest = ((d, _factorizations(n // d, num - 1)) for d in divisors)
-    return tuple((d, *others) for d, found in rest for others in found)
 
 
 class _Rules:
@@ -291,21 +286,10 @@ class _Rules:
 
 def _parsed_mesh(text: str, names: Sequence[str], topology: TopologyShape) -> dict[str, int]:
     """Returns the sizes of fsdp=2,expert=-1."""
-    sizes = {}
-    for part in text.split(","):
-        name, _, size = (each.strip() for each in part.partition("="))
-        if not re.fullmatch(r"-?[0-9]+", size):
-            raise PlanError(f"mesh {text!r}: write axis=size, as fsdp=2,expert=4.")
-        if name not in names:
-            raise PlanError(f"mesh {text!r}: {name!r} is no axis; {did_you_mean(name, names)}")
-        if name in sizes:
-            raise PlanError(f"mesh {text!r}: {name} is there twice; give it one size.")
-        sizes[name] = int(size)
+    field = f"topology {topology.name}: mesh"
     try:
-        place = f"topology {topology.name}: mesh"
-        shape = infer_mesh_shape(
-            tuple(sizes.values()), topology.num_devices, axis_names=tuple(sizes), place=place
-        )
+        shape = parse_mesh(text, axis_names=names)
+        shape = infer_mesh_shape(shape, topology.num_devices, axis_names=names, field=field)
     except ValueError as error:
         raise PlanError(str(error)) from None
-    return dict(zip(sizes, shape, strict=True))
+    return dict(zip(names, shape, strict=True))

@@ -165,7 +165,7 @@ def print_report(report: Any, accelerator: Any, beside: Sequence[Sequence[Column
     ours = figures(report)
     others = [column for columns in beside for column in columns]
     table = Table(title=f"{report.name} on {report.topology}, one step of one device")
-    table.add_column(describe_mesh(tuple(report.mesh.values()), tuple(report.mesh)))
+    table.add_column(describe_mesh(report.mesh))
     for name in ("ours", *(column.name for column in others)):
         table.add_column(name, justify="right")
     for section in _sections(ours, [column.figures for column in others]):

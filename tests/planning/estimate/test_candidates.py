@@ -103,9 +103,9 @@ def test_a_mesh_can_be_given(tiny):
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        ("fsdp=3", "takes 3 devices, but there are 8.*fsdp 8 would fit"),
-        ("fdsp=8", "'fdsp' is no axis; did you mean 'fsdp'"),
-        ("fsdp:8", "write axis=size"),
+        ("fsdp=3", "takes 3 devices, but there are 8.*fsdp=8 fits"),
+        ("fdsp=8", "unknown axis 'fdsp'; did you mean 'fsdp'"),
+        ("fsdp:8", "'fsdp:8' is not axis=size"),
         ("model=8", "no mesh of its 8 devices with model=8 can run the config"),
     ],
 )
@@ -122,7 +122,7 @@ def test_as_it_is_takes_mesh_and_parts_of_the_config(tiny):
     assert each.mesh.sizes == {"expert": 2, "fsdp": 4}
     assert (each.num_microbatches, each.remat) == (cfg.num_microbatches, OWN)
     assert each.apply(cfg).model == cfg.model
-    with pytest.raises(PlanError, match=r"it has 2 slices; set HybridMeshShape"):
+    with pytest.raises(PlanError, match=r"has 2 slices; set HybridMeshShape"):
         as_it_is(cfg, work, describe("h100:2x4"))
 
 

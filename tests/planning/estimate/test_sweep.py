@@ -41,7 +41,7 @@ def test_a_topology_that_cannot_take_the_mesh_leaves_the_others():
     found = sweep(tiny_moe.config(), TOPOLOGIES, mesh="fsdp=8")
     assert {each.candidate.topology.name for each in found.rows} == {"h100:1x8"}
     (reason,) = found.refused
-    assert "topology v6e:2x2: mesh (fsdp 8) takes 8 devices, but there are 4" in reason
+    assert "topology v6e:2x2: mesh fsdp=8 takes 8 devices, but there are 4" in reason
 
 
 def test_what_the_model_refuses_when_it_is_traced_is_said():
