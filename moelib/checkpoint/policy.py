@@ -70,11 +70,6 @@ def evenly_spaced_policy(num: int = 10, *, max_step: int | None = None) -> Polic
     return policy
 
 
-def never_policy() -> Policy:
-    """Returns the policy that never acts."""
-    return lambda *, step, summaries=None: False
-
-
 def steps_to_keep(
     metrics: Mapping[int, float | None],
     *,

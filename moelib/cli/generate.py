@@ -212,14 +212,15 @@ def load_for_inference(
 
     Raises:
         FileNotFoundError: If its token store is gone, or has no tokenizer.
-        UsageError: If the folder holds no run, or its data is no token store.
+        UsageError: If the folder holds no run.
+        NoTokenizerError: If neither the folder nor the run's input has a tokenizer.
         ValueError: If the tokenizer in the store is no longer the one that made it.
     """
     import jax
 
     from moelib.checkpoint.restore import restore_params_only
     from moelib.core.param import is_spec
-    from moelib.data.token_store import TokenStore
+    from moelib.data.input import load_tokenizer
     from moelib.data.tokenizer import FILE_NAME
     from moelib.parallel.sharding import named_shardings
 
@@ -228,17 +229,10 @@ def load_for_inference(
         raise UsageError(f"--trainer_dir {trainer_dir} holds no run: there is no {path}.")
     with open(path, encoding="utf-8") as file:
         cfg = config_text.parse(file.read())
-    store = getattr(cfg.input, "source", None)
-    converted = os.path.exists(os.path.join(trainer_dir, FILE_NAME))
-    if converted:  # A model of Hugging Face.
+    if os.path.exists(os.path.join(trainer_dir, FILE_NAME)):
         tokenizer = converted_tokenizer(trainer_dir, cfg.model.vocab_size)
-    elif isinstance(store, TokenStore.Config):
-        tokenizer = store.clone(split=None).instantiate().tokenizer()
-    else:
-        raise UsageError(
-            f"{path}: input.source names no token store, and {trainer_dir} has no {FILE_NAME}, so "
-            "there is no tokenizer."
-        )
+    else:  # A run of a version that did not copy the tokenizer.
+        tokenizer = load_tokenizer(cfg.input)
     model = cfg.model.instantiate(parent=None)
     specs = model.create_parameter_specs_recursively()
     target = jax.tree.map(
@@ -250,7 +244,7 @@ def load_for_inference(
         )
     restored = restore_params_only(os.path.join(trainer_dir, "checkpoints"), target, step=step)
     loaded = LoadedModel(model, restored.state, tokenizer)
-    if converted:
+    if os.path.exists(os.path.join(trainer_dir, "config.json")):  # A model of Hugging Face.
         return loaded._replace(**_published(trainer_dir))
     return loaded._replace(seq_len=cfg.input.seq_len)
 
@@ -380,7 +374,7 @@ def continue_file(
         UsageError: If a prompt has no tokens, or too many.
         ValueError: If a setting is out of range.
     """
-    from moelib.data.progress import Progress
+    from moelib.core.progress import Progress
     from moelib.inference.generate import generate_many
     from moelib.inference.text import text_of
 
@@ -404,14 +398,15 @@ def continue_file(
         **_of_tokenizer(loaded),
     )
     num_tokens = 0
-    progress = Progress("generate").of(sum(request.num_bytes for request in requests))
-    with open(output, "x", encoding="utf-8") as file, progress as advance:
+    total = sum(request.num_bytes for request in requests)
+    show = Progress("generate", total, unit="B", seconds_between_lines=10.0)
+    with open(output, "x", encoding="utf-8") as file, show as progress:
         for request, ids, tokens in zip(requests, prompts, texts, strict=True):
             text = text_of(tokens, ids, tokenizer.decode, stop)
             record = {**request.record, "text": text, "tokens": tokens}
             print(json.dumps(record, ensure_ascii=False), file=file, flush=True)
             num_tokens += len(tokens)
-            advance(request.num_bytes)
+            progress.advance(request.num_bytes)
     print(f"{output}: {len(requests)} texts, {num_tokens} tokens.")
 
 

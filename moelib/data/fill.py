@@ -4,17 +4,21 @@ Letters: S sequence length, P pieces, T tokens of all pieces, n rows.
 """
 
 import functools
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from moelib.data.input import TOKEN_ARRAYS, Batch
+from moelib.data.input import TOKEN_ARRAYS
 from moelib.data.packing import DocumentBoundary, Pieces
 from moelib.data.token_source import TokenSource, check_vocabulary
 
+if TYPE_CHECKING:
+    from moelib.core.tree import Batch
+
 
 def fill_pieces(
-    batch: Batch,
+    batch: "Batch",
     places: npt.NDArray[np.int64],
     pieces: Pieces,
     source: TokenSource,

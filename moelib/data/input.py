@@ -13,12 +13,15 @@ Letters: B rows of a batch, S sequence length.
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from moelib.core.config import REQUIRED, Configurable, config_class
-from moelib.core.tree import Batch
+from moelib.data.tokenizer import NoTokenizerError, Tokenizer
+
+if TYPE_CHECKING:  # Importing JAX takes two seconds, and data needs none of it.
+    from moelib.core.tree import Batch
 
 State = dict[str, Any]  # JSON values only.
 
@@ -26,7 +29,7 @@ PADDING_LABEL = -1
 TOKEN_ARRAYS = ("input_ids", "target_labels", "segment_ids", "positions")  # Each [B, S].
 
 
-class BatchIterator(Iterator[Batch]):
+class BatchIterator(Iterator["Batch"]):
     """One host's batches in order, from a place that can be saved and returned to."""
 
     def __iter__(self) -> Self:
@@ -34,7 +37,7 @@ class BatchIterator(Iterator[Batch]):
         return self
 
     @abstractmethod
-    def __next__(self) -> Batch:
+    def __next__(self) -> "Batch":
         """Returns this host's rows of the next batch. Raises StopIteration when all are read."""
 
     @abstractmethod
@@ -61,6 +64,18 @@ class Input(Configurable):
             if (value := getattr(self.config, name)) < 1:
                 raise ValueError(f"{name} is {value}; set it to 1 or more.")
 
+    @classmethod
+    def load_tokenizer(cls, cfg: Any) -> Tokenizer:
+        """Returns the tokenizer of the text that the batches are made of, without opening data.
+
+        Args:
+            cfg: Config of an input of this class.
+
+        Raises:
+            NoTokenizerError: If the input has token ids that no tokenizer made.
+        """
+        raise NoTokenizerError(f"{cls.__name__} has no tokenizer: its token ids stand for no text.")
+
     @abstractmethod
     def iterator(self, host_index: int = 0, num_hosts: int = 1) -> BatchIterator:
         """Returns the batches of one of several hosts, from the first.
@@ -72,13 +87,42 @@ class Input(Configurable):
         """
 
 
+def load_tokenizer(cfg: Any) -> Tokenizer:
+    """Returns the tokenizer of an input, given its config, without opening its data.
+
+    Raises:
+        NoTokenizerError: If `cfg` is not the config of an input, or of one without a tokenizer.
+    """
+    if not isinstance(cfg, Input.Config):
+        raise NoTokenizerError(f"The run has no input ({cfg!r:.40}), and so no tokenizer.")
+    return cfg.klass.load_tokenizer(cfg)
+
+
+def save_tokenizer(cfg: Input.Config, folder: str) -> bool:
+    """Copies an input's tokenizer into a folder, so that a run can be used without its data.
+
+    Args:
+        cfg: Config of the input.
+        folder: Gets tokenizer.json, and tokenizer_config.json with the end-of-text token.
+
+    Returns:
+        Whether the input has a tokenizer.
+    """
+    try:
+        tokenizer = load_tokenizer(cfg)
+    except NoTokenizerError:
+        return False
+    tokenizer.save(folder)
+    return True
+
+
 def batch_spec(global_batch_size: int, seq_len: int) -> dict[str, tuple[int, ...]]:
     """Returns the shape of each array of a global batch; all are int32. Needs no data."""
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(TOKEN_ARRAYS, (global_batch_size, seq_len))
     return shapes | {"target_num_bytes": (global_batch_size,)}
 
 
-def empty_batch(num_rows: int, seq_len: int, eos_id: int) -> Batch:
+def empty_batch(num_rows: int, seq_len: int, eos_id: int) -> "Batch":
     """Returns rows of padding only."""
     return {
         "input_ids": np.full((num_rows, seq_len), eos_id, np.int32),

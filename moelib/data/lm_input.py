@@ -10,7 +10,7 @@ Letters: B rows of a batch, S sequence length, R rows of an epoch.
 import enum
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,6 @@ import numpy.typing as npt
 from moelib.core.config import REQUIRED, config_class
 from moelib.data.fill import fill_pieces
 from moelib.data.input import (
-    Batch,
     BatchIterator,
     Input,
     State,
@@ -36,6 +35,10 @@ from moelib.data.packing import (
     make_plan,
 )
 from moelib.data.token_source import TokenSource
+from moelib.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from moelib.core.tree import Batch
 
 _Ints = npt.NDArray[np.int64]
 
@@ -87,6 +90,11 @@ class LMInput(Input):
                 "to one source, and make an input of each."
             )
 
+    @classmethod
+    def load_tokenizer(cls, cfg: Any) -> Tokenizer:
+        """Returns the tokenizer that made the source's tokens."""
+        return cfg.source.klass.load_tokenizer(cfg.source)
+
     @property
     def sources(self) -> Sequence[TokenSource]:
         """The token sources, opened."""
@@ -117,11 +125,11 @@ class LMInput(Input):
         """Whether the iterator never ends."""
         return self.config.mode is InputMode.TRAIN and self.config.max_batches is None
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> "Batch":
         """Returns the global batch of a step, counted from 0."""
         return self.host_batch(step, 0, 1)
 
-    def host_batch(self, step: int, host_index: int, num_hosts: int) -> Batch:
+    def host_batch(self, step: int, host_index: int, num_hosts: int) -> "Batch":
         """Returns a host's rows of a step's batch: all hosts' rows make up `batch(step)`.
 
         Raises:
@@ -175,7 +183,7 @@ class LMInputIterator(BatchIterator):
         self._input, self._host = lm_input, (host_index, num_hosts)
         self.step = 0  # The next one.
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> "Batch":
         """Returns this host's rows of the next step."""
         lm_input = self._input
         if not lm_input.is_endless and self.step >= lm_input.num_batches:
@@ -218,7 +226,7 @@ class _PackedRows:
         """Rows of an epoch: the same for all."""
         return self._plan(0).num_rows
 
-    def fill(self, rows: _Ints, places: _Ints, batch: Batch) -> None:
+    def fill(self, rows: _Ints, places: _Ints, batch: "Batch") -> None:
         """Writes rows, numbered over all epochs, to places in a batch."""
         if not len(rows):
             return

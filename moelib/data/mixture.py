@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from moelib.core.config import REQUIRED, Configurable, config_class
 from moelib.data.token_source import TokenSource
+from moelib.data.tokenizer import Tokenizer
 
 PERIOD = 10_000  # Rows in a pattern: weights are rounded to so many parts.
 
@@ -54,6 +55,12 @@ class Mixture(Configurable):
         self._rank = np.empty(PERIOD, np.int64)  # Which row of its source each place has.
         for k, count in enumerate(self.counts.tolist()):
             self._rank[self.pattern == k] = np.arange(count)
+
+    @classmethod
+    def load_tokenizer(cls, cfg: Any) -> Tokenizer:
+        """Returns the tokenizer of the sources, which all have the same."""
+        source = next(iter(cfg.sources.values()))
+        return source.klass.load_tokenizer(source)
 
     def _check_vocabularies(self) -> None:
         first, *others = self.sources

@@ -8,10 +8,12 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
 
-from moelib.data.input import Batch, BatchIterator, State
+from moelib.data.input import BatchIterator, State
 
 if TYPE_CHECKING:
     import jax
+
+    from moelib.core.tree import Batch
 
 T = TypeVar("T")
 
@@ -65,7 +67,7 @@ def row_sharding(sharding: "jax.sharding.NamedSharding", ndim: int) -> "jax.shar
 
 
 def put_batch(
-    batch: Batch, sharding: "jax.sharding.NamedSharding", global_batch_size: int
+    batch: "Batch", sharding: "jax.sharding.NamedSharding", global_batch_size: int
 ) -> "dict[str, jax.Array]":
     """Returns the global batch as arrays, made of every process's own rows.
 
@@ -103,7 +105,7 @@ class Prefetcher(Iterator[T], Generic[T]):
     def __init__(
         self,
         batches: BatchIterator,
-        put: Callable[[Batch], T],
+        put: Callable[["Batch"], T],
         *,
         num_batches: int = 2,
     ) -> None:

@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
@@ -19,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from moelib.core.files import write_json
+from moelib.core.progress import Progress, format_bytes
 from moelib.data import token_store
 from moelib.data.files import STORE_MARK
 from moelib.data.prepare_part import (
@@ -29,9 +32,7 @@ from moelib.data.prepare_part import (
     part_file,
     read_result,
     tokenize_part,
-    write_json,
 )
-from moelib.data.progress import Progress, format_bytes
 from moelib.data.source import BadRecords, Part, Source, fingerprint
 from moelib.data.token_store import StoreMeta, TokenStore
 from moelib.data.tokenizer import Tokenizer
@@ -86,18 +87,17 @@ def prepare(
         "splits": splits,
         "split_seed": split_seed,
     }
-    progress = Progress("prepare")
     if os.path.exists(output_dir):
         _check_finished(output_dir, plan, skip_bad_records)
-        progress.say(f"{output_dir} is prepared already.")
+        _log(f"{output_dir} is prepared already.")
     else:
         folder = output_dir + ".partial"
-        _begin(folder, plan, tokenizer, progress)
+        _begin(folder, plan, tokenizer)
         options = PartOptions(append_eos, skip_bad_records)
-        _tokenize(folder, parts, tokenizer, options, num_processes, progress)
+        _tokenize(folder, parts, tokenizer, options, num_processes)
         meta = _finish(folder, plan, tokenizer, len(parts))
         os.rename(folder, output_dir)
-        progress.say(_report(output_dir, meta))
+        _log(_report(output_dir, meta))
     shutil.rmtree(os.path.join(output_dir, PARTS), ignore_errors=True)
     return TokenStore.default_config().set(path=output_dir, split=None).instantiate()
 
@@ -126,6 +126,10 @@ def documents_of_split(
             if chosen[index]:
                 yield text
             index += 1
+
+
+def _log(text: str) -> None:
+    print(f"prepare: {text}", file=sys.stderr, flush=True)
 
 
 # -- Beginning -----------------------------------------------------------------------------------
@@ -161,7 +165,7 @@ def _check_finished(folder: str, plan: Mapping[str, Any], skip_bad_records: bool
         )
 
 
-def _begin(folder: str, plan: Mapping[str, Any], tokenizer: Tokenizer, progress: Progress) -> None:
+def _begin(folder: str, plan: Mapping[str, Any], tokenizer: Tokenizer) -> None:
     """Makes the working folder, or keeps one that the same plan began.
 
     Raises:
@@ -170,9 +174,7 @@ def _begin(folder: str, plan: Mapping[str, Any], tokenizer: Tokenizer, progress:
     if os.path.isdir(folder) and not os.listdir(folder):
         os.rmdir(folder)  # Killed before the mark was there.
     if os.path.exists(folder) and (changed := _changed(folder, plan)):
-        progress.say(
-            f"starting over, because {folder} was prepared with another {' and '.join(changed)}."
-        )
+        _log(f"starting over, because {folder} was prepared with another {' and '.join(changed)}.")
         shutil.rmtree(folder)
     os.makedirs(folder, exist_ok=True)
     write_json(os.path.join(folder, STORE_MARK), plan)  # First: it says that the rest is ours.
@@ -211,7 +213,6 @@ def _tokenize(
     tokenizer: Tokenizer,
     options: PartOptions,
     num_processes: int,
-    progress: Progress,
 ) -> None:
     """Tokenizes the parts that are not finished, the largest first."""
     results = [read_result(folder, index) for index in range(len(parts))]
@@ -220,21 +221,21 @@ def _tokenize(
     todo = [index for index, result in enumerate(results) if result is None]
     todo.sort(key=lambda index: -parts[index].num_bytes)
     if len(todo) < len(parts):
-        progress.say(f"{len(parts) - len(todo)} of {len(parts)} parts are finished; going on.")
+        _log(f"{len(parts) - len(todo)} of {len(parts)} parts are finished; going on.")
     if not todo:
         return
     _check_disk(folder, [parts[index] for index in todo], tokenizer)
     total, left = (sum(parts[i].num_bytes for i in some) for some in (range(len(parts)), todo))
-    with progress.of(total) as advance:
-        advance(total - left)
+    show = Progress("prepare", total, start=total - left, unit="B", seconds_between_lines=10.0)
+    with show as progress:
         if num_processes == 1 or len(todo) == 1:
             for index in todo:
                 tokenize_part(folder, index, parts[index], tokenizer, options)
-                advance(parts[index].num_bytes)
+                progress.advance(parts[index].num_bytes)
         else:
             jobs = [(folder, index, parts[index], options) for index in todo]
             for index in _in_processes(jobs, min(num_processes, len(todo)), tokenizer.eos_token):
-                advance(parts[index].num_bytes)
+                progress.advance(parts[index].num_bytes)
 
 
 _Job = tuple[str, int, Part, PartOptions]

@@ -6,11 +6,12 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
+from moelib.core.files import write_json
 from moelib.data import token_store
 from moelib.data.source import BadRecordError, BadRecords, Part
 from moelib.data.token_source import check_vocabulary
@@ -126,13 +127,6 @@ def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
 def part_file(folder: str, index: int, ending: str) -> str:
     """Returns the path of a file of a part in a store that is being made."""
     return os.path.join(folder, PARTS, f"{index:05d}.{ending}")
-
-
-def write_json(path: str, content: Mapping[str, Any]) -> None:
-    """Writes a file whole or not at all."""
-    with open(path + ".tmp", "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
-    os.replace(path + ".tmp", path)
 
 
 def read_result(folder: str, index: int) -> PartResult | None:

@@ -18,7 +18,7 @@ import os
 import tempfile
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,6 @@ import numpy.typing as npt
 from moelib.core.config import REQUIRED, config_class
 from moelib.data.fill import fill_pieces
 from moelib.data.input import (
-    Batch,
     BatchIterator,
     Input,
     State,
@@ -40,6 +39,9 @@ from moelib.data.text_stream import TextStream
 from moelib.data.tfds_import import import_tensorflow
 from moelib.data.token_source import TokenSource
 from moelib.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from moelib.core.tree import Batch
 
 _DOCUMENTS_AT_ONCE = 32  # Tokenized together.
 
@@ -73,6 +75,11 @@ class StreamingInput(Input):
                 f"The tokenizer has a vocabulary of {self.tokenizer.vocab_size}, beyond the "
                 f"model's {cfg.vocab_size}; set the model's vocab_size to at least that."
             )
+
+    @classmethod
+    def load_tokenizer(cls, cfg: Any) -> Tokenizer:
+        """Returns the tokenizer of the config."""
+        return cfg.tokenizer.instantiate()
 
     def iterator(self, host_index: int = 0, num_hosts: int = 1) -> "StreamingIterator":
         """Returns a host's batches, without end."""
@@ -113,7 +120,7 @@ class StreamingIterator(BatchIterator):
         records = records.shuffle(cfg.shuffle_buffer, seed=cfg.seed, reshuffle_each_iteration=True)
         return records.repeat().prefetch(_DOCUMENTS_AT_ONCE)
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> "Batch":
         """Returns this host's rows of the next batch.
 
         Raises:
@@ -221,7 +228,7 @@ class _PendingDocuments(TokenSource):
             return max(total - 1, 0)
         return total - len(self.lengths)
 
-    def take(self, num_rows: int, seq_len: int, boundary: DocumentBoundary) -> Batch:
+    def take(self, num_rows: int, seq_len: int, boundary: DocumentBoundary) -> "Batch":
         """Returns rows full of pairs, and forgets the tokens before the last target."""
         plan = make_plan(self, seq_len, Packing.CONCAT_AND_SPLIT, boundary, None)
         pieces = plan.pieces(np.arange(num_rows))

@@ -9,11 +9,13 @@ Letters: N documents, V vocabulary, P pieces.
 import hashlib
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from moelib.core.config import REQUIRED, Configurable, config_class
+from moelib.data.tokenizer import NoTokenizerError, Tokenizer
 
 
 class TokenSource(Configurable):
@@ -31,6 +33,15 @@ class TokenSource(Configurable):
     starts: npt.NDArray[np.int64]  # [N] where each document begins.
     lengths: npt.NDArray[np.int64]  # [N] tokens of each document, end of text included.
     file_starts: npt.NDArray[np.int64]  # Where each file begins, and last the end of all.
+
+    @classmethod
+    def load_tokenizer(cls, cfg: Any) -> Tokenizer:
+        """Returns the tokenizer of a source with this config, without opening its tokens.
+
+        Raises:
+            NoTokenizerError: If the source has token ids that no tokenizer made.
+        """
+        raise NoTokenizerError(f"{cls.__name__} has no tokenizer: its token ids stand for no text.")
 
     @abstractmethod
     def file(self, index: int) -> npt.NDArray[np.unsignedinteger | np.signedinteger]:

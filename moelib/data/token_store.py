@@ -31,7 +31,7 @@ import numpy.typing as npt
 from moelib.core.config import REQUIRED, config_class
 from moelib.data.hashing import random_uniform
 from moelib.data.token_source import TokenSource, check_vocabulary
-from moelib.data.tokenizer import FILE_NAME, Tokenizer
+from moelib.data.tokenizer import FILE_NAME, NoTokenizerError, Tokenizer
 
 FORMAT = 1
 META = "meta.json"
@@ -224,21 +224,30 @@ class TokenStore(TokenSource):
         """Bytes of UTF-8 text of each document of the split [N]."""
         return self._array(NUM_BYTES, self.meta.num_documents).astype(np.int64)[self._members()]
 
-    def tokenizer(self) -> Tokenizer:
+    @classmethod
+    def load_tokenizer(cls, cfg: Any) -> Tokenizer:
         """Returns the tokenizer that made the store.
 
         Raises:
-            FileNotFoundError: If the store was not made from text.
-            ValueError: If the file in the folder is not the tokenizer that made it.
+            FileNotFoundError: If there is no store.
+            NoTokenizerError: If no tokenizer made the store.
+            ValueError: If the file in the folder is not the tokenizer that made the store.
         """
-        cfg = Tokenizer.default_config().set(path=self.config.path, eos_token=self.meta.eos_token)
-        tokenizer: Tokenizer = cfg.instantiate()
-        if tokenizer.fingerprint != self.meta.tokenizer_hash:
+        meta = read_meta(cfg.path)
+        if not meta.eos_token:
+            raise NoTokenizerError(f"token store {cfg.path} was not made from text.")
+        of_store = Tokenizer.default_config().set(path=cfg.path, eos_token=meta.eos_token)
+        tokenizer: Tokenizer = of_store.instantiate()
+        if tokenizer.fingerprint != meta.tokenizer_hash:
             raise ValueError(
-                f"{FILE_NAME} of {self.name} has changed ({tokenizer.fingerprint:.12}, was "
-                f"{self.meta.tokenizer_hash:.12}); put the old one back, or prepare again."
+                f"{FILE_NAME} of token store {cfg.path} has changed ({tokenizer.fingerprint:.12}, "
+                f"was {meta.tokenizer_hash:.12}); restore the original, or prepare the store again."
             )
         return tokenizer
+
+    def tokenizer(self) -> Tokenizer:
+        """Returns the tokenizer that made the store; see `load_tokenizer`."""
+        return self.load_tokenizer(self.config)
 
     def texts(self) -> Iterator[str]:
         """Yields the documents as text, without ends of text."""

@@ -18,9 +18,16 @@ import numpy as np
 import numpy.typing as npt
 
 from moelib.core.config import REQUIRED, Configurable, config_class, did_you_mean
+from moelib.core.errors import UserError
+from moelib.core.files import atomic_file, write_json
 
 END_OF_TEXT = "<|endoftext|>"
 FILE_NAME = "tokenizer.json"
+SETTINGS_FILE = "tokenizer_config.json"  # As Hugging Face names it.
+
+
+class NoTokenizerError(UserError):
+    """Data that consists of token ids which no tokenizer made."""
 
 
 class Tokenizer(Configurable):
@@ -134,13 +141,12 @@ class Tokenizer(Configurable):
         """Returns the text of the tokenizer.json."""
         return self._text
 
-    def save(self, path: str) -> str:
-        """Writes the tokenizer.json to a path, or into a folder, and returns where it went."""
-        if os.path.isdir(path):
-            path = os.path.join(path, FILE_NAME)
-        with open(path, "w", encoding="utf-8") as file:
+    def save(self, folder: str) -> None:
+        """Writes tokenizer.json and tokenizer_config.json, which names the end-of-text token."""
+        with atomic_file(os.path.join(folder, FILE_NAME)) as file:
             file.write(self._text)
-        return path
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.eos_token}
+        write_json(os.path.join(folder, SETTINGS_FILE), settings)
 
     def token_num_bytes(self) -> npt.NDArray[np.int32]:
         """Returns how many bytes of UTF-8 text each token covers [V]; special tokens cover none.
@@ -239,7 +245,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str) -> Tokenizer:
     text = _byte_level_json(model["vocab"], model["merges"], 256)
     if os.path.isdir(path):
         path = os.path.join(path, FILE_NAME)
-    with open(path, "w", encoding="utf-8") as file:
+    with atomic_file(path) as file:
         file.write(text)
     return Tokenizer.default_config().set(path=path).instantiate()
 

@@ -16,7 +16,8 @@ import numpy as np
 from moelib.core.context import Nested
 from moelib.core.module import functional
 from moelib.core.param import cast_parameters
-from moelib.data.input import PADDING_LABEL, TOKEN_ARRAYS, Batch, rows_of_host
+from moelib.core.tree import Batch
+from moelib.data.input import PADDING_LABEL, TOKEN_ARRAYS, rows_of_host
 from moelib.data.prefetch import host_rows, put_batch
 from moelib.evaluation.requests import Request
 from moelib.parallel import sharding

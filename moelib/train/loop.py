@@ -15,6 +15,7 @@ import jax
 
 from moelib.checkpoint.checkpointer import CheckpointSaveError
 from moelib.core.config import did_you_mean
+from moelib.data.input import save_tokenizer
 from moelib.data.prefetch import Prefetcher, host_rows, put_batch
 from moelib.train.metrics import PackedMetrics, Scalars, language_metrics, unpack
 from moelib.train.profiler import ProfilerWindow
@@ -105,6 +106,8 @@ class TrainLoop:
         batches = trainer.input.iterator(*host_rows(sharding, rows))
         if trainer.input_state is not None:
             batches.restore(trainer.input_state)
+        if self.is_main:
+            save_tokenizer(trainer.config.input, trainer.config.dir)
         return Prefetcher(batches, lambda batch: put_batch(batch, sharding, rows))
 
     def _take_steps(self, feed: Prefetcher[Any]) -> None:

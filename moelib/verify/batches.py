@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from moelib.data.input import Batch
+from moelib.core.tree import Batch
 
 _MOST_PADDING = 6  # Tokens at the end of a row.
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from moelib.core import tree
-from moelib.data.input import Batch
+from moelib.core.tree import Batch
 from moelib.verify.batches import packed_batch
 from moelib.verify.step_probe import Observed, Probe
 

@@ -11,8 +11,7 @@ from moelib.checkpoint.contents import CheckpointRecord
 from moelib.core import tree
 from moelib.core.context import AuxLoss
 from moelib.core.module import functional
-from moelib.core.tree import Nested
-from moelib.data.input import Batch
+from moelib.core.tree import Batch, Nested
 from moelib.data.prefetch import row_sharding
 from moelib.learner.learner import Learner, LearnerUpdate
 from moelib.train import metrics

@@ -29,10 +29,6 @@ def test_evenly_spaced_ends_with_the_last_step():
     assert {b - a for a, b in itertools.pairwise(steps)} == {1102, 1103}
 
 
-def test_never():
-    assert acting(policy.never_policy()) == []
-
-
 def test_settings_that_mean_nothing_are_refused():
     with pytest.raises(ValueError, match="n is 0; set it to 1 or more"):
         policy.every_n_steps_policy(0)

@@ -16,7 +16,7 @@ from moelib.data.lm_input import LMInput
 from moelib.data.prepare import prepare
 from moelib.data.source import InMemorySource
 from moelib.data.token_store import TokenStore
-from moelib.data.tokenizer import END_OF_TEXT, Tokenizer, train_bpe
+from moelib.data.tokenizer import END_OF_TEXT, NoTokenizerError, Tokenizer, train_bpe
 from moelib.layers.transformer import ScanStack, TransformerLayer
 from moelib.models.causal_lm import CausalLM
 from moelib.train.pretrained import save_pretrained
@@ -65,7 +65,19 @@ def test_the_tokenizer_is_the_stores_with_its_end_of_text(run):
     assert tokenizer.decode([tokenizer.eos_id]) == END
 
 
+def test_a_run_is_used_without_its_data(run):
+    (run / "store").rename(run / "moved")
+    try:
+        loaded = generate.load_for_inference(str(run / "run"))
+    finally:
+        (run / "moved").rename(run / "store")
+    assert loaded.tokenizer.eos_token == END
+    assert loaded.seq_len == 16
+    assert not loaded.adds_special_tokens
+
+
 def test_a_tokenizer_that_changed_since_is_refused(run):
+    (run / "run" / "tokenizer.json").unlink()  # As in runs of older versions.
     file = run / "store" / "tokenizer.json"
     text = file.read_text()
     try:
@@ -75,13 +87,14 @@ def test_a_tokenizer_that_changed_since_is_refused(run):
             generate.load_for_inference(str(run / "run"))
     finally:
         file.write_text(text)
+        (run / "run" / "tokenizer.json").write_text(text)
 
 
-def test_what_is_no_run_on_a_token_store_is_named(run, tmp_path):
+def test_a_folder_without_a_run_or_a_tokenizer_is_named(run, tmp_path):
     with pytest.raises(UsageError, match="holds no run: there is no"):
         generate.load_for_inference(str(tmp_path))
     tiny.trainer_config(tmp_path, max_step=1, evaler=False).instantiate(parent=None).run()
-    with pytest.raises(UsageError, match=r"input\.source names no token store"):
+    with pytest.raises(NoTokenizerError, match="SyntheticTokens has no tokenizer"):
         generate.load_for_inference(str(tmp_path))
 
 

@@ -4,8 +4,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from moelib.core.tree import Batch
 from moelib.data.fill import fill_pieces
-from moelib.data.input import Batch, empty_batch
+from moelib.data.input import empty_batch
 from moelib.data.packing import DocumentBoundary, Packing, Pieces, make_plan
 from moelib.data.token_source import InMemoryTokens, TokenSource
 

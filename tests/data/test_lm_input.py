@@ -5,7 +5,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from moelib.data.input import Batch, batch_spec
+from moelib.core.tree import Batch
+from moelib.data.input import batch_spec
 from moelib.data.lm_input import InputMode, LMInput
 from moelib.data.mixture import Mixture
 from moelib.data.packing import DocumentBoundary, LongDocuments, Packing

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from moelib.data.input import Batch, BatchIterator, State
+from moelib.core.tree import Batch
+from moelib.data.input import BatchIterator, State
 from moelib.data.lm_input import InputMode, LMInput
 from moelib.data.prefetch import HostRows, Prefetcher, host_rows, put_batch
 from moelib.data.synthetic import SyntheticInput

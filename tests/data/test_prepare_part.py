@@ -22,7 +22,6 @@ from moelib.data.prepare_part import (
     part_file,
     read_result,
     tokenize_part,
-    write_json,
 )
 from moelib.data.source import BadRecordError, BadRecords, Part, TextsPart
 from moelib.data.tokenizer import ByteTokenizer, Tokenizer
@@ -185,16 +184,6 @@ def test_a_disk_that_is_full_at_the_end_leaves_no_finished_part(
 def test_another_error_of_the_system_is_raised_as_it_is(folder: str, tokenizer: Tokenizer):
     with pytest.raises(OSError, match=r"\[Errno 5\] Input/output error: 'where'"):
         tokenize_part(folder, 0, _FailingPart(errno.EIO), tokenizer, OPTIONS)
-
-
-def test_json_that_cannot_be_written_leaves_the_file_as_it_was(tmp_path: pathlib.Path):
-    path = tmp_path / "a.json"
-    write_json(str(path), {"a": 1})
-    with pytest.raises(TypeError):
-        write_json(str(path), {"a": 2, "b": object()})
-    assert json.loads(path.read_text()) == {"a": 1}
-    write_json(str(path), {"a": 3})
-    assert json.loads(path.read_text()) == {"a": 3}
 
 
 def test_files_of_a_part_are_named_by_its_number(tmp_path: pathlib.Path):

@@ -8,7 +8,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from moelib.data.input import Batch, batch_spec
+from moelib.core.tree import Batch
+from moelib.data.input import batch_spec
 from moelib.data.packing import DocumentBoundary
 from moelib.data.prefetch import Prefetcher
 from moelib.data.source import BadRecordError, InMemorySource

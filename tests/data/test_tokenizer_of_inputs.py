@@ -1,0 +1,65 @@
+"""Every input names the tokenizer of its text, without opening its data."""
+
+import json
+import pathlib
+
+import pytest
+
+from moelib.data.input import Input, load_tokenizer, save_tokenizer
+from moelib.data.lm_input import LMInput
+from moelib.data.mixture import Mixture
+from moelib.data.prepare import prepare
+from moelib.data.source import InMemorySource
+from moelib.data.streaming import StreamingInput
+from moelib.data.synthetic import SyntheticInput
+from moelib.data.text_stream import JsonLinesStream
+from moelib.data.token_store import TokenStore
+from moelib.data.tokenizer import NoTokenizerError, Tokenizer, train_bpe
+
+TEXTS = ["one text", "another text"]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("data")
+    source = InMemorySource.default_config().set(texts=TEXTS).instantiate()
+    prepare(source, train_bpe(TEXTS, 260, str(folder / "bpe.json")), str(folder / "store"))
+    for tokens in (folder / "store").glob("tokens-*"):
+        tokens.unlink()  # Data that are gone: a tokenizer is read without them.
+    return str(folder / "store")
+
+
+def _inputs(store: str) -> dict[str, Input.Config]:
+    source = TokenStore.default_config().set(path=store)
+    mixture = Mixture.default_config().set(
+        sources={"a": source, "b": source.clone()}, weights={"a": 1.0, "b": 1.0}
+    )
+    stream = StreamingInput.default_config().set(
+        stream=JsonLinesStream.default_config().set(paths=["gone"]),
+        tokenizer=Tokenizer.default_config().set(path=store),
+    )
+    lm_input = LMInput.default_config()
+    return {
+        "store": lm_input.clone(source=source),
+        "mixture": lm_input.clone(source=mixture),
+        "stream": stream,
+    }
+
+
+@pytest.mark.parametrize("kind", ["store", "mixture", "stream"])
+def test_an_inputs_tokenizer_is_copied_into_a_runs_folder(
+    store: str, tmp_path: pathlib.Path, kind: str
+):
+    cfg = _inputs(store)[kind]
+    assert save_tokenizer(cfg, str(tmp_path))
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    of_run = Tokenizer.default_config().set(path=str(tmp_path), eos_token=settings["eos_token"])
+    assert of_run.instantiate().fingerprint == load_tokenizer(cfg).fingerprint
+
+
+def test_an_input_without_text_has_no_tokenizer(tmp_path: pathlib.Path):
+    cfg = SyntheticInput.default_config()
+    with pytest.raises(NoTokenizerError, match="SyntheticTokens has no tokenizer"):
+        load_tokenizer(cfg)
+    assert not save_tokenizer(cfg, str(tmp_path))
+    assert not list(tmp_path.iterdir())
