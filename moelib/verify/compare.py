@@ -1,4 +1,4 @@
-"""Whether two trees of arrays are the same, and where they first are not."""
+"""Comparison of two trees of arrays."""
 
 import dataclasses
 from typing import Any
@@ -10,34 +10,24 @@ from moelib.core import tree
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The first place where something is not what it has to be.
+    """The largest difference in the first leaf of a tree that differs."""
 
-    Attributes:
-        leaf: Path of the array, or name of the number.
-        index: Of the entry that differs most, () of a number.
-        expected: Its value.
-        found: The value in its place.
-        error: By how much the two differ.
-        allowed: By how much they may.
-        entries: How many entries of the leaf differ by more than that, and how many it has.
-    """
-
-    leaf: str
-    index: tuple[int, ...]
+    leaf: str  # Path of the array, or name of the number.
+    index: tuple[int, ...]  # Entry that differs most; () for a number.
     expected: float
     found: float
     error: float
     allowed: float
-    entries: tuple[int, int] = (1, 1)
+    entries: tuple[int, int] = (1, 1)  # (entries that differ by more than allowed, all entries)
 
     def __str__(self) -> str:
-        """Returns the leaf, both values, and by how much they differ."""
+        """Returns the leaf, both values and their difference."""
         at = f"[{', '.join(map(str, self.index))}]" if self.index else ""
-        differ, of = self.entries
-        some = f"; {differ:,} of {of:,} entries differ" if of > 1 else ""
+        differ, total = self.entries
+        share = f"; {differ:,} of {total:,} entries differ" if total > 1 else ""
         return (
-            f"{self.leaf}{at} is {self.found:.9g} and has to be {self.expected:.9g}: off by "
-            f"{self.error:.3g}, where {self.allowed:.3g} is allowed{some}"
+            f"{self.leaf}{at} is {self.found:.9g}, expected {self.expected:.9g}: error "
+            f"{self.error:.3g}, allowed {self.allowed:.3g}{share}"
         )
 
 
@@ -46,19 +36,17 @@ def first_difference(
 ) -> Difference | None:
     """Returns the first leaf that differs, or None.
 
-    A leaf may differ by `relative` times its largest expected magnitude, and by `floor`. What is
-    not finite on one side only always differs.
+    A leaf may differ by `relative` times its largest expected magnitude, plus `floor`. A value that
+    is finite on one side only always differs.
 
     Raises:
-        ValueError: If the trees have not the same leaves.
+        ValueError: If the trees have different leaves.
     """
     want, got = dict(tree.flatten_items(expected)), dict(tree.flatten_items(found))
     if unlike := sorted(want.keys() ^ got.keys()):
         raise ValueError(f"{', '.join(unlike)}: on one side only.")
-    for path, value in want.items():
-        if (difference := _difference(path, value, got[path], relative, floor)) is not None:
-            return difference
-    return None
+    differences = (_difference(path, x, got[path], relative, floor) for path, x in want.items())
+    return next((each for each in differences if each is not None), None)
 
 
 def _difference(
@@ -66,10 +54,10 @@ def _difference(
 ) -> Difference | None:
     a, b = np.asarray(expected), np.asarray(found)
     if a.shape != b.shape:
-        raise ValueError(f"{path}: shape {b.shape} in the place of {a.shape}.")
+        raise ValueError(f"{path}: shape {b.shape}, expected {a.shape}.")
     if not a.size:
         return None
-    wide = np.float64 if a.dtype.kind in "fV" else np.int64  # V: bfloat16 and its like.
+    wide = np.float64 if a.dtype.kind in "fV" else np.int64  # V: bfloat16 and similar dtypes.
     a, b = a.astype(wide), b.astype(wide)
     with np.errstate(invalid="ignore"):
         error = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
@@ -91,18 +79,18 @@ def _difference(
 
 
 def first_bit_difference(expected: Any, found: Any) -> Difference | None:
-    """Returns the first leaf that is not the same bit for bit, or None.
+    """Returns the first leaf that differs in any bit, or None.
 
     Raises:
-        ValueError: If the trees have not the same leaves, of the same shapes and dtypes.
+        ValueError: If the trees differ in their leaves, shapes or dtypes, or equal values in bits.
     """
-    found_leaves = dict(tree.flatten_items(found))
     if (difference := first_difference(expected, found, relative=0.0)) is not None:
         return difference
+    found_leaves = dict(tree.flatten_items(found))
     for path, value in tree.flatten_items(expected):
         a, b = np.asarray(value), np.asarray(found_leaves[path])
         if a.dtype != b.dtype:
-            raise ValueError(f"{path}: {b.dtype} in the place of {a.dtype}.")
+            raise ValueError(f"{path}: dtype {b.dtype}, expected {a.dtype}.")
         if a.tobytes() != b.tobytes():  # Signs of zeros, or kinds of NaN.
-            raise ValueError(f"{path}: other bits of values that are equal.")
+            raise ValueError(f"{path}: equal values differ in their bits.")
     return None

@@ -1,4 +1,4 @@
-"""Over which meshes of some devices a config is tried."""
+"""The meshes that a config is verified on."""
 
 import contextlib
 import math
@@ -12,45 +12,44 @@ from moelib.parallel.sharding import DEFAULT_RULES
 Axes = dict[str, int]  # Sizes above 1 by axis, outermost first.
 
 
-def meshes(cfg: Any, num_devices: int, which: str = "auto") -> list[Axes]:
-    """Returns meshes of exactly so many devices over the axes that the config splits something by.
+def meshes_to_check(cfg: Any, num_devices: int, which: str = "auto") -> list[Axes]:
+    """Returns meshes of `num_devices` devices over the axes that the config's rules split over.
 
     Args:
         cfg: A `SpmdTrainer.Config`.
         num_devices: Devices of each mesh.
-        which: "all"; "auto" for each axis alone, as many as fit together, and those axes that the
-            config's own mesh and mesh rules have; or a list such as "fsdp=8;data=2,model=4".
+        which: As `meshes` of `verify_config`.
 
     Raises:
-        ValueError: If a mesh of the list is none of so many devices.
+        UserError: If a mesh of the list is impossible.
     """
     rules = {**DEFAULT_RULES, **(cfg.sharding_rules or {})}
     used = {axis for axes in rules.values() for axis in axes}
     names = [name for name in cfg.mesh_axis_names if name in used]
     if which not in ("auto", "all"):
-        asked = [_read(text, names, num_devices) for text in which.split(";")]
-        return list({describe_mesh(axes): axes for axes in asked}.values())
+        requested = [_read(text, names, num_devices) for text in which.split(";")]
+        return list({describe_mesh(axes): axes for axes in requested}.values())
     found = all_meshes(num_devices, names)
     if which == "all":
         return found
-    own = [own for own in _own_axes(cfg) if own]
+    own = [axes for axes in _own_axes(cfg) if axes]
     most = max((len(axes) for axes in found), default=0)
     kept = [axes for axes in found if len(axes) in (1, most) or set(axes) in own]
     return sorted(kept, key=lambda axes: (set(axes) not in own, len(axes)))
 
 
 def _own_axes(cfg: Any) -> list[set[str]]:
-    """Returns which axes are more than 1, or are to be found out, in each mesh of the config."""
+    """Returns the axes that are larger than 1, or inferred, in each mesh of the config."""
     rules = [rule for _, rule in cfg.mesh_rules or ()]
     shapes = [cfg.mesh_shape, *rules]
     for rule in rules:
         if isinstance(rule, ConfigBase):
-            with contextlib.suppress(Exception):  # The check `rules` says what it raises.
+            with contextlib.suppress(Exception):  # The check `rules` reports it.
                 shapes.append(rule.instantiate()(cfg.clone()).mesh_shape)
     sizes: list[Sequence[int]] = []
     for shape in shapes:
         if isinstance(shape, HybridMeshShape):
-            both = zip(shape.ici, shape.dcn, strict=False)  # `rules` checks the lengths too.
+            both = zip(shape.ici, shape.dcn, strict=False)  # The check `rules` reports lengths.
             sizes.append([-1 if -1 in pair else math.prod(pair) for pair in both])
         elif isinstance(shape, Sequence):
             sizes.append(shape)

@@ -1,15 +1,23 @@
-"""What a check came to."""
+"""Outcomes of checks."""
 
 import enum
+from collections.abc import Callable
 from typing import NamedTuple
 
+from moelib.verify.compare import Difference
 
-class FaultError(Exception):
-    """Something that is wrong with the config; the message says what."""
+ONE_DEVICE = "1 device"  # The mesh of checks on one device.
+COMPILED = "compiled"  # The check that the step compiles for a mesh.
+
+Check = tuple[str, Callable[[], Difference | None]]  # (name, function that does the check)
 
 
-class NotApplicableError(Exception):
-    """A check that the config gives nothing to do; the message says why."""
+class CheckFailedError(Exception):
+    """A defect of the config; the message describes it."""
+
+
+class CheckSkippedError(Exception):
+    """A check that does not apply to the config; the message gives the reason."""
 
 
 class Status(enum.Enum):
@@ -21,18 +29,10 @@ class Status(enum.Enum):
 
 
 class Outcome(NamedTuple):
-    """What one check came to.
+    """The outcome of one check."""
 
-    Attributes:
-        mesh: Where: "1 device", or sizes of mesh axes.
-        check: Its name.
-        status: How it ended.
-        said: What was found, or why it was skipped.
-        seconds: How long it took.
-    """
-
-    mesh: str
+    mesh: str  # `ONE_DEVICE`, or sizes of mesh axes.
     check: str
     status: Status
-    said: str = ""
+    detail: str = ""  # Defect found, or reason for skipping.
     seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""The reference: what a config computes on one device, which every mesh has to repeat."""
+"""The reference: numbers of a config on one device, which every mesh has to reproduce."""
 
 import dataclasses
 import zlib
@@ -12,36 +12,27 @@ from moelib.core.tree import Batch
 from moelib.verify.batches import packed_batch
 from moelib.verify.step_probe import Observed, Probe
 
-NUM_STEPS = 3  # Of the loss curve.
-SAVED_STEP = 2  # What checkpoints are called.
-_SPREAD = 0.05  # Of what is added to parameters that begin all equal.
+SAVED_STEP = 2  # Step of the checkpoints that checks write.
+_NUM_STEPS = 3  # Length of the loss curve.
+_NOISE = 0.05  # Standard deviation of the noise added to parameters that start constant.
 
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """What one device computes, on the host.
+    """Numbers of one device, on the host."""
 
-    Attributes:
-        probe: The step on one device.
-        start: The state that is compared from: no parameter has only equal entries, so that all
-            take part.
-        batches: One for each step of the curve.
-        first: What the first step from `start` computes; its update is by its own gradients.
-        losses: Of each step of the curve.
-    """
-
-    probe: Probe
-    start: Any
-    batches: tuple[Batch, ...]
-    first: Observed
-    losses: tuple[float, ...]
+    probe: Probe  # The step on one device.
+    start: Any  # State that all comparisons start from; no trained parameter is constant in it.
+    batches: tuple[Batch, ...]  # One per step of the curve.
+    first: Observed  # Step from `start`; `updated` follows from the step's own gradients.
+    losses: tuple[float, ...]  # Loss of each step of the curve.
 
     def observe(self, batch: Batch, prng_key: Any = None) -> Observed:
-        """Returns what a step from `start` computes on one device, on the host.
+        """Returns the result, on the host, of a step from `start` on one device.
 
         Args:
-            batch: The step's.
-            prng_key: uint32 key data in the place of the state's own.
+            batch: Batch of the step.
+            prng_key: uint32 key data that replaces those of the state.
         """
         start = self.start if prng_key is None else self.start._replace(prng_key=prng_key)
         return jax.device_get(self.probe(start, batch, self.first.gradients))
@@ -51,18 +42,17 @@ def make_reference(cfg: Any, probe: Probe, initial: Any) -> Reference:
     """Compiles and runs the steps on one device.
 
     Args:
-        cfg: The trainer's config.
-        probe: Of one device.
-        initial: The state as a run begins, on the host.
+        cfg: Config of the trainer.
+        probe: Probe on one device.
+        initial: State at the start of a run, on the host.
 
     Raises:
-        Exception: Whatever the config's own model raises.
+        Exception: Any error of the config's own model.
     """
-    start = initial._replace(model=_enlivened(initial.model, probe))
-    vocab_size = dict(cfg.model.items()).get("vocab_size") or 64
+    start = initial._replace(model=_with_noise(initial.model, probe))
     batches = tuple(
-        packed_batch(cfg.input.global_batch_size, cfg.input.seq_len, vocab_size, seed)
-        for seed in range(NUM_STEPS)
+        packed_batch(cfg.input.global_batch_size, cfg.input.seq_len, vocab_size(cfg), seed)
+        for seed in range(_NUM_STEPS)
     )
     gradients = tree.select(start.model, probe.trainer.learner.is_updated)
     probe.compile(start, batches[0], gradients)
@@ -73,10 +63,15 @@ def make_reference(cfg: Any, probe: Probe, initial: Any) -> Reference:
     return Reference(probe, start, batches, first, curve(probe, start, batches, gradients)[0])
 
 
+def vocab_size(cfg: Any) -> int:
+    """Returns the vocabulary size of a trainer config's model; 64 for a model without one."""
+    return dict(cfg.model.items()).get("vocab_size") or 64
+
+
 def curve(
     probe: Probe, state: Any, batches: tuple[Batch, ...], gradients: Any
 ) -> tuple[tuple[float, ...], list[Any]]:
-    """Returns the loss of each step, and the state after each."""
+    """Returns the loss of each step, and the state after each step."""
     losses, states = [], []
     for batch in batches:
         observed = probe(state, batch, gradients)
@@ -86,13 +81,13 @@ def curve(
     return tuple(losses), states
 
 
-def _enlivened(params: Any, probe: Probe) -> Any:
-    """Returns parameters of which none has only equal entries; those not trained stay."""
+def _with_noise(params: Any, probe: Probe) -> Any:
+    """Returns the parameters with noise added to the trained ones that are constant."""
 
-    def enliven(path: str, x: Any) -> Any:
+    def add(path: str, x: Any) -> Any:
         if not probe.trainer.learner.is_updated(path) or x.size == 0 or np.ptp(x) > 0:
             return x
         rng = np.random.default_rng(zlib.crc32(path.encode()))
-        return (x + _SPREAD * rng.standard_normal(x.shape)).astype(x.dtype)
+        return (x + _NOISE * rng.standard_normal(x.shape)).astype(x.dtype)
 
-    return tree.map_by_path(enliven, params)
+    return tree.map_by_path(add, params)

@@ -1,11 +1,11 @@
-"""What is checked on one device: what must not matter does not, and what must does."""
+"""Checks on one device: what must not matter does not, and what must does."""
 
 import functools
 import itertools
 import math
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -22,138 +22,138 @@ from moelib.parallel.mesh import HybridMeshShape
 from moelib.train.pretrained import save_pretrained, state_from_hugging_face
 from moelib.verify import batches
 from moelib.verify.compare import Difference, first_bit_difference, first_difference
-from moelib.verify.mesh_checks import TOLERANCE, rounding_floor, untrained
-from moelib.verify.outcome import FaultError, NotApplicableError
-from moelib.verify.reference import Reference
+from moelib.verify.mesh_checks import TOLERANCE, rounding_floor, untrained_parameters
+from moelib.verify.outcome import Check, CheckFailedError, CheckSkippedError
+from moelib.verify.reference import Reference, vocab_size
 from moelib.verify.step_probe import Probe
-
-Check = tuple[str, Callable[[], Difference | None]]
 
 
 def early_checks(cfg: Any, probe: Probe, initial: Any) -> Iterator[Check]:
-    """Yields those of the checks that need no step, only the state as a run begins."""
+    """Yields the checks that need the initial state only, and no step."""
     yield "rules", functools.partial(_check_mesh_rules, cfg)
     yield "initial", functools.partial(_check_initial, probe, initial.model)
 
 
-def single_checks(cfg: Any, reference: Reference) -> Iterator[Check]:
-    """Yields (name, check): it returns the first difference or None, or raises `FaultError`."""
-    ours = _Checks(cfg, reference)
-    yield "reached", ours.reached
-    yield "auxiliary", ours.auxiliary
-    yield "masked", ours.masked
-    yield "padding", ours.padding
-    yield "doubled", ours.doubled
-    yield "packing", ours.packing
-    yield "hosts", ours.hosts
-    yield "exported", ours.exported
+def single_device_checks(cfg: Any, reference: Reference) -> Iterator[Check]:
+    """Yields the checks that run steps.
+
+    A check returns the first difference or None, or raises `CheckFailedError`.
+    """
+    checks = _SingleDeviceChecks(cfg, reference)
+    yield "reached", checks.reached
+    yield "auxiliary", checks.auxiliary
+    yield "masked", checks.masked
+    yield "padding", checks.padding
+    yield "doubled", checks.doubled
+    yield "packing", checks.packing
+    yield "hosts", checks.hosts
+    yield "exported", checks.exported
 
 
-class _Checks:
+class _SingleDeviceChecks:
     def __init__(self, cfg: Any, reference: Reference) -> None:
         self._cfg, self._reference = cfg, reference
-        vocab_size = dict(cfg.model.items()).get("vocab_size") or 64
-        self._vocab_size: int = vocab_size
-        self._batch = reference.batches[0]
+        self._vocab_size, self._batch = vocab_size(cfg), reference.batches[0]
         self._specs = specs_by_path(reference.probe.trainer.trainer_state_specs.model)
 
     def reached(self) -> None:
-        """Every parameter that is trained has a gradient, each expert's too."""
-        idle = [
+        """Checks that every trained parameter has a gradient, of each expert too."""
+        layers_with_dead_experts = [
             name.partition("dead_experts")[0]
             for name, x in self._reference.first.metrics.items()
-            if _last(name) == "dead_experts" and x
+            if _metric(name) == "dead_experts" and x
         ]
         for path, x in tree.flatten_items(self._reference.first.gradients):
             if not np.any(x):
-                raise FaultError(
-                    f"{path} has no gradient; use it, or declare it frozen: trainable=False in its "
-                    "ParameterSpec, or a rule of learner.update_rules."
+                raise CheckFailedError(
+                    f"{path} has no gradient; use it, or freeze it with trainable=False in its "
+                    "ParameterSpec or with a rule of learner.update_rules."
                 )
             axes = self._specs[path].axes
-            if "experts" not in axes or any(path.startswith(layer) for layer in idle):
+            if "experts" not in axes or path.startswith(tuple(layers_with_dead_experts)):
                 continue
             parts = np.moveaxis(x, axes.index("experts"), 0)
-            without = [i for i, part in enumerate(parts) if not np.any(part)]
-            if without:
-                raise FaultError(
-                    f"{path}: expert {without[0]} was sent tokens, but has no gradient."
+            if missing := [i for i, part in enumerate(parts) if not np.any(part)]:
+                raise CheckFailedError(
+                    f"{path}: expert {missing[0]} received tokens, but has no gradient."
                 )
 
     def auxiliary(self) -> Difference | None:
-        """The objective is the loss and the auxiliary losses, each of the config's once."""
+        """Checks that the objective is the loss plus each configured auxiliary loss, once."""
         known = self._reference
-        metrics, arrives = known.first.metrics, known.first.metrics["aux_loss"]
+        metrics, arrived = known.first.metrics, known.first.metrics["aux_loss"]
         weights = dict(_auxiliary_losses(known.probe.trainer.model))
         found = known.probe.auxiliary_losses(known.start.model, self._batch)
-        least = 0.0
+        expected = 0.0
         for path, weight in weights.items():
             if weight and path not in found:
-                raise FaultError(
-                    f"{path} has weight {weight:g}, but no such loss arrives at the trainer: a "
-                    "layer around it drops what its children put out."
+                raise CheckFailedError(
+                    f"{path} has weight {weight:g}, but no such loss reaches the trainer: a layer "
+                    "around it drops the outputs of its children."
                 )
             own = re.compile(rf"{re.escape(path)}(/\d+)?")
-            least += weight * math.fsum(x for name, x in metrics.items() if own.fullmatch(name))
-        if least == 0.0 and arrives == 0.0:
-            raise NotApplicableError("no auxiliary losses")
-        room = TOLERANCE * least
-        if arrives < least - room or (arrives > least + room and found <= weights.keys()):
-            raise FaultError(
-                f"The auxiliary losses of the config, times their weights, are {least:.9g}, but "
-                f"{arrives:.9g} is what arrives in the objective."
+            expected += weight * math.fsum(x for name, x in metrics.items() if own.fullmatch(name))
+        if expected == 0.0 and arrived == 0.0:
+            raise CheckSkippedError("no auxiliary losses")
+        margin = TOLERANCE * expected
+        too_small, too_large = arrived < expected - margin, arrived > expected + margin
+        if too_small or (too_large and found <= weights.keys()):
+            raise CheckFailedError(
+                f"The configured auxiliary losses times their weights sum to {expected:.9g}, but "
+                f"the objective contains {arrived:.9g}."
             )
-        want = {"objective": metrics["loss"] + arrives}
+        want = {"objective": metrics["loss"] + arrived}
         return first_difference(want, {n: metrics[n] for n in want}, relative=TOLERANCE)
 
     def masked(self) -> None:
-        """Rows of nothing but padding, and whole batches of it, give finite numbers."""
-        for what, observed in (
-            ("the batch, whose last row is padding", self._reference.first),
+        """Checks that sequences and batches of padding only give finite numbers."""
+        for name, observed in (
+            ("the batch, whose last sequence is padding", self._reference.first),
             ("a batch of padding only", self._reference.observe(batches.all_padding(self._batch))),
         ):
             parts = {**observed.metrics, **dict(tree.flatten_items(observed.gradients))}
             parts |= {f"new {path}": x for path, x in tree.flatten_items(observed.state.model)}
-            for name, x in parts.items():
+            for path, x in parts.items():
                 if not np.all(np.isfinite(np.asarray(x, np.float64))):
-                    raise FaultError(f"{name} is not finite for {what}.")
+                    raise CheckFailedError(f"{path} is not finite for {name}.")
 
     def padding(self) -> Difference | None:
-        """What padding holds changes nothing."""
+        """Checks that the content of padding changes nothing."""
         other = batches.with_other_padding(self._batch, self._vocab_size, seed=5)
-        return self._same(self._batch, other)
+        return self._compare_batches(self._batch, other)
 
     def doubled(self) -> Difference | None:
-        """Rows that are there twice are worth what they are once, with padding in their place."""
-        if (rows := len(self._batch["input_ids"])) % 2:
-            raise NotApplicableError(f"input.global_batch_size is {rows}, which is odd")
-        if why := self._depends_on_rows():
-            raise NotApplicableError(why)
-        return self._same(batches.twice(self._batch), batches.once(self._batch))
+        """Checks that repeated sequences weigh as much as the same ones once, plus padding."""
+        if (batch_size := len(self._batch["input_ids"])) % 2:
+            raise CheckSkippedError(f"input.global_batch_size={batch_size} is odd")
+        if reason := self._dependence_on_order():
+            raise CheckSkippedError(reason)
+        twice = batches.first_half_twice(self._batch)
+        return self._compare_batches(twice, batches.first_half_padded(self._batch))
 
-    def _depends_on_rows(self) -> str:
-        """Returns why a row may count otherwise in another place of the batch; "" if not."""
+    def _dependence_on_order(self) -> str:
+        """Returns why a sequence's place in the batch may matter; "" if it does not."""
         key = np.asarray(self._reference.start.prng_key)
         other = self._reference.observe(self._batch, prng_key=key ^ 1)
         if other.metrics["loss"] != self._reference.first.metrics["loss"]:
-            return "the step draws random numbers, others for each row"
-        return "" if not _drops(other.metrics) else "tokens are dropped"
+            return "the step draws different random numbers for each sequence"
+        return "tokens are dropped" if _drops_tokens(other.metrics) else ""
 
     def packing(self) -> Difference | None:
-        """The loss of a row's document does not depend on the other documents of the row."""
-        for mine, theirs in ((1, 2), (2, 1)):
-            batch = batches.labels_of(self._batch, mine)
-            other = batches.with_other_document(batch, theirs, self._vocab_size, seed=6)
-            observed = [self._reference.observe(each).metrics for each in (batch, other)]
-            if any(map(_drops, observed)):
-                raise NotApplicableError("tokens are dropped, which ones depends on the whole row")
+        """Checks that a document's loss does not depend on other documents of its sequence."""
+        for mine, other in ((1, 2), (2, 1)):
+            batch = batches.with_loss_of(self._batch, mine)
+            changed = batches.with_other_document(batch, other, self._vocab_size, seed=6)
+            observed = [self._reference.observe(each).metrics for each in (batch, changed)]
+            if any(map(_drops_tokens, observed)):
+                raise CheckSkippedError("which tokens are dropped depends on the whole sequence")
             want, got = ({f"loss of documents {mine}": each["loss"]} for each in observed)
             if found := first_difference(want, got, relative=TOLERANCE):
                 return found
         return None
 
-    def _same(self, a: Any, b: Any) -> Difference | None:
-        """Compares losses, loads, gradients and what layers update, of two batches."""
+    def _compare_batches(self, a: Any, b: Any) -> Difference | None:
+        """Compares losses, loads, gradients and updates of layers of two batches."""
         want, got = self._reference.observe(a), self._reference.observe(b)
         metrics = [{n: x for n, x in o.metrics.items() if _is_mean(n)} for o in (want, got)]
         if found := first_difference(*metrics, relative=TOLERANCE, floor=1e-7):
@@ -162,46 +162,46 @@ class _Checks:
         pair = want.gradients, got.gradients
         if found := first_difference(*pair, relative=TOLERANCE, floor=floor):
             return found
-        kept = [untrained(each.state.model, want.gradients) for each in (want, got)]
-        return first_difference(*kept, relative=TOLERANCE)
+        untrained = [untrained_parameters(o.state.model, want.gradients) for o in (want, got)]
+        return first_difference(*untrained, relative=TOLERANCE)
 
     def hosts(self) -> Difference | None:
-        """Batches depend on the step alone: on 1, 2 and 4 hosts, and after a restore."""
-        made = self._reference.probe.trainer.input
-        want = list(itertools.islice(made.iterator(), 3))
-        rows = self._cfg.input.global_batch_size
-        if rows % 2:
-            raise NotApplicableError(f"2 and 4 hosts do not divide input.global_batch_size {rows}")
-        for num_hosts in (2,) if rows % 4 else (2, 4):
-            hosts = [made.iterator(host, num_hosts) for host in range(num_hosts)]
+        """Checks that batches depend on the step only: on 1, 2 and 4 hosts, and after a restore."""
+        source = self._reference.probe.trainer.input
+        want = list(itertools.islice(source.iterator(), 3))
+        batch_size = self._cfg.input.global_batch_size
+        if batch_size % 2:
+            raise CheckSkippedError(
+                f"input.global_batch_size={batch_size} does not divide over 2 and 4 hosts"
+            )
+        for num_hosts in (2,) if batch_size % 4 else (2, 4):
+            hosts = [source.iterator(host, num_hosts) for host in range(num_hosts)]
             states = []
             for batch in want:
-                parts = [next(host) for host in hosts]
-                found = first_bit_difference(batch, _joined(parts))
-                if found:
+                if found := first_bit_difference(batch, _joined([next(host) for host in hosts])):
                     return found
                 states.append([host.state() for host in hosts])
             for host, state in zip(hosts, states[0], strict=True):
                 host.restore(state)
             if len(want) < 2:
-                raise NotApplicableError("the input has a single batch")
+                raise CheckSkippedError("the input has a single batch")
             if found := first_bit_difference(want[1], _joined([next(host) for host in hosts])):
                 return found
         return None
 
     def exported(self) -> Difference | None:
-        """To a folder of Hugging Face and back: every parameter that is trained, bit for bit."""
+        """Compares, bit for bit, trained parameters before and after a Hugging Face folder."""
         cfg, probe = self._cfg.model, self._reference.probe
         if not isinstance(cfg, CausalLM.Config):
-            raise NotApplicableError("no CausalLM")
+            raise CheckSkippedError("not a CausalLM")
         want = self._reference.start
         with tempfile.TemporaryDirectory() as folder:
             try:
-                save_pretrained(folder, cfg, jax.device_put(want.model, probe.places.model))
+                save_pretrained(folder, cfg, jax.device_put(want.model, probe.shardings.model))
             except NoFamilyError as error:
-                raise NotApplicableError(str(error).partition(";")[0]) from None
+                raise CheckSkippedError(str(error).partition(";")[0]) from None
             empty = want._replace(model=jax.tree.map(np.zeros_like, want.model))
-            empty = jax.device_put(empty, probe.places)
+            empty = jax.device_put(empty, probe.shardings)
             got = state_from_hugging_face(folder, probe.trainer.model)(empty)
         keep = probe.trainer.learner.is_updated
         return first_bit_difference(
@@ -210,62 +210,66 @@ class _Checks:
 
 
 def _check_mesh_rules(cfg: Any) -> None:
-    """Every mesh rule is a pattern and a mesh; other rules were checked by what they change."""
+    """Checks that every mesh rule is a pattern with a mesh, or a modifier that raises nothing."""
     names = cfg.mesh_axis_names
     for i, (pattern, rule) in enumerate(cfg.mesh_rules or ()):
         try:
             re.compile(pattern)
         except re.error as error:
-            raise FaultError(f"mesh_rules[{i}]: {pattern!r} is no pattern: {error}.") from None
+            raise CheckFailedError(
+                f"mesh_rules[{i}]: {pattern!r} is not a regular expression: {error}."
+            ) from None
         if isinstance(rule, ConfigBase):
             try:
                 rule.instantiate()(cfg.clone())
             except Exception as error:
-                raise FaultError(f"mesh_rules[{i}]: {type(error).__name__}: {error}") from error
+                raise CheckFailedError(
+                    f"mesh_rules[{i}]: {type(error).__name__}: {error}"
+                ) from error
             continue
         for shape in rule if isinstance(rule, HybridMeshShape) else (rule,):
             if len(shape) != len(names):
-                raise FaultError(
+                raise CheckFailedError(
                     f"mesh_rules[{i}]: {shape} has {len(shape)} sizes for the {len(names)} axes "
-                    f"{', '.join(names)}; give one size an axis."
+                    f"{', '.join(names)}; give one size per axis."
                 )
 
 
 def _check_initial(probe: Probe, params: Any) -> None:
-    """No two experts begin alike, no two layers, in what is drawn from a key."""
+    """Checks that no two experts, and no two layers, start with the same random values."""
     redrawn = probe.initial(probe.trainer.config.prng_seed + 1).model
-    again = dict(tree.flatten_items(jax.device_get(redrawn)))
-    drawn = {p: np.asarray(x) for p, x in tree.flatten_items(params) if np.any(x != again[p])}
+    other = dict(tree.flatten_items(jax.device_get(redrawn)))
+    random = {p: np.asarray(x) for p, x in tree.flatten_items(params) if np.any(x != other[p])}
     specs = specs_by_path(probe.trainer.trainer_state_specs.model)
-    known: dict[Any, str] = {}
-    for path, x in drawn.items():
+    seen: dict[Any, str] = {}
+    for path, x in random.items():
         named = [(path, x)]
         for axis, name in enumerate(specs[path].axes):
             if name in ("experts", "layers"):
                 parts = [(at, np.moveaxis(part, axis, 0)) for at, part in named]
                 named = [(f"{at}, {name} {i}", p) for at, part in parts for i, p in enumerate(part)]
         for at, part in named:
-            like = re.sub(r"\d+", "", path), part.shape, part.tobytes()
-            if part.size > 1 and (first := known.setdefault(like, at)) != at:
-                raise FaultError(
-                    f"{first} and {at} begin with the same values, so that they may stay the same; "
-                    "draw each from a key of its own."
+            key = re.sub(r"\d+", "", path), part.shape, part.tobytes()
+            if part.size > 1 and (first := seen.setdefault(key, at)) != at:
+                raise CheckFailedError(
+                    f"{first} and {at} start with the same values and may stay equal; draw each "
+                    "from its own key."
                 )
 
 
-def _last(name: str) -> str:
-    """Returns the last part of a metric's path that is no number."""
+def _metric(name: str) -> str:
+    """Returns the last part of a metric's path that is not a number."""
     return re.sub(r"(/\d+)+$", "", name).rpartition("/")[2]
 
 
-def _drops(metrics: Mapping[str, float]) -> bool:
-    return any(x for name, x in metrics.items() if _last(name) == "drop_rate")
+def _drops_tokens(metrics: Mapping[str, float]) -> bool:
+    return any(x for name, x in metrics.items() if _metric(name) == "drop_rate")
 
 
 def _is_mean(name: str) -> bool:
-    """Returns whether a metric is one that a batch has as often as its rows are repeated."""
+    """Returns whether a metric is a mean over tokens, which repeated sequences do not change."""
     means = ("objective", "cross_entropy", "load_max_over_mean", "dead_experts", "entropy")
-    return _last(name) in means or _last(name).endswith("loss")
+    return _metric(name) in means or _metric(name).endswith("loss")
 
 
 def _joined(parts: list[Any]) -> dict[str, Any]:
@@ -273,7 +277,7 @@ def _joined(parts: list[Any]) -> dict[str, Any]:
 
 
 def _auxiliary_losses(module: Module, path: str = "") -> Iterator[tuple[str, float]]:
-    """Yields (path, weight, which may be 0) of the losses that MoE layers have in their configs."""
+    """Yields (path, weight) of the auxiliary losses in the configs of MoE layers."""
     for name in ("load_balance_loss", "router_z_loss"):
         value = dict(module.config.items()).get(name)
         if isinstance(value, LoadBalanceLoss.Config | RouterZLoss.Config):

@@ -1,6 +1,5 @@
-"""A config's own training step on one mesh, with everything it computes laid open."""
+"""A config's own training step on one mesh, with its gradients and updates exposed."""
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 from moelib.checkpoint.contents import CheckpointRecord
 from moelib.core import tree
 from moelib.core.context import AuxLoss
-from moelib.core.module import functional
+from moelib.core.jaxpr import forward_pass
 from moelib.core.tree import Batch, Nested
 from moelib.data.prefetch import row_sharding
 from moelib.learner.learner import Learner, LearnerUpdate
@@ -19,30 +18,22 @@ from moelib.train.state import abstract_state, init_state
 from moelib.train.step import make_train_step
 from moelib.train.trainer import SpmdTrainer
 
-# Compiled in a third of the time; the numbers differ by the order of sums at most.
-_QUICK = {"xla_backend_optimization_level": 0}
+# A third of the compile time; results differ by the order of sums at most.
+_FAST_COMPILE = {"xla_backend_optimization_level": 0}
 
 
 class Observed(NamedTuple):
-    """What a step on a mesh computed, as it lies on the devices.
+    """The results of a step, on the devices of its mesh."""
 
-    Attributes:
-        state: The TrainerState after the step.
-        metrics: Numbers by name: loss, auxiliary losses, what layers report.
-        gradients: Of the objective, for every parameter that is trained.
-        updated: Parameters after the learner's update by the gradients that it was given.
-        learner: The learner's state after that update.
-    """
-
-    state: Any
-    metrics: dict[str, float]
-    gradients: Nested
-    updated: Nested
-    learner: Any
+    state: Any  # TrainerState after the step.
+    metrics: dict[str, float]  # Loss, auxiliary losses, and metrics of layers, by name.
+    gradients: Nested  # Gradients of the objective, for every trained parameter.
+    updated: Nested  # Parameters after an update by the gradients that the probe was given.
+    learner: Any  # State of the learner after that update.
 
 
-class _Overheard:
-    """A learner that is listened to: what gradients it is given."""
+class _RecordingLearner:
+    """A learner that keeps the gradients it is given."""
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
@@ -57,35 +48,36 @@ class _Overheard:
 
 
 class Probe:
-    """A config's training step on one mesh of some devices."""
+    """A config's training step on one mesh."""
 
     def __init__(self, cfg: Any, axes: Mapping[str, int], devices: Sequence[Any]) -> None:
         """Builds the trainer; compiles nothing.
 
         Args:
             cfg: A `SpmdTrainer.Config` with a `dir`.
-            axes: Sizes of mesh axes; 1 for those not named.
-            devices: As many as the sizes multiply to.
+            axes: Sizes of mesh axes; other axes have size 1.
+            devices: Devices of the mesh.
 
         Raises:
             ValueError: If the config cannot be split over the mesh.
         """
         shape = tuple(axes.get(name, 1) for name in cfg.mesh_axis_names)
-        made = cfg.clone(mesh_shape=shape).instantiate(parent=None, devices=devices)
-        self.trainer: SpmdTrainer = made
-        self._rows = made.batch_sharding
+        self.trainer: SpmdTrainer = cfg.clone(mesh_shape=shape).instantiate(
+            parent=None, devices=devices
+        )
+        self._batch_sharding = self.trainer.batch_sharding
         self._step: Any = None
 
+    @property
+    def shardings(self) -> Any:
+        """Shardings of the arrays of the state."""
+        return self.trainer.trainer_state_shardings
+
     def initial(self, prng_seed: int) -> Any:
-        """Returns the state before the first step, as a run of this seed begins."""
+        """Returns the state before the first step of a run with this seed."""
         trainer = self.trainer
         with trainer.on_mesh():
-            return init_state(trainer.model, trainer.learner, prng_seed, self.places)
-
-    @property
-    def places(self) -> Any:
-        """Where the arrays of the state lie."""
-        return self.trainer.trainer_state_shardings
+            return init_state(trainer.model, trainer.learner, prng_seed, self.shardings)
 
     def compile(self, state: Any, batch: Any, gradients: Nested) -> None:
         """Compiles the step for values of these shapes.
@@ -94,10 +86,10 @@ class Probe:
             ValueError: If the config cannot be split over the mesh, or a rule splits nothing.
         """
         trainer = self.trainer
-        overheard = _Overheard(trainer.learner)
+        recorder = _RecordingLearner(trainer.learner)
         train_step = make_train_step(
             trainer.model,
-            overheard,  # pyrefly: ignore[bad-argument-type]
+            recorder,  # pyrefly: ignore[bad-argument-type]
             num_microbatches=trainer.config.num_microbatches,
         )
 
@@ -106,20 +98,19 @@ class Probe:
             update = trainer.learner.update(
                 gradients=gradients, state=state.learner, params=state.model, loss=jnp.ones(())
             )
-            return after, packed, overheard.gradients, update.params, update.state
+            return after, packed, recorder.gradients, update.params, update.state
 
         with trainer.on_mesh():
-            out = (self.places, None, None, None, self.places.learner)
-            given = self._put(state, batch, gradients)
-            lowered = jax.jit(step, out_shardings=out).lower(*given)
+            out = (self.shardings, None, None, None, self.shardings.learner)
+            arguments = self._put(state, batch, gradients)
+            lowered = jax.jit(step, out_shardings=out).lower(*arguments)
             trainer.check_sharding_rules()
-            self._step = lowered.compile(compiler_options=_QUICK)
+            self._step = lowered.compile(compiler_options=_FAST_COMPILE)
 
     def auxiliary_losses(self, params: Nested, batch: Batch) -> set[str]:
-        """Returns the paths of all auxiliary losses that arrive at the trainer."""
-        forward = functools.partial(functional, self.trainer.model, is_training=True)
+        """Returns the paths of all auxiliary losses that reach the trainer."""
         with self.trainer.on_mesh():
-            _, collection = jax.eval_shape(forward, jax.random.key(0), params, (batch,))
+            _, collection = jax.eval_shape(forward_pass(self.trainer.model), params, batch)
         losses = tree.flatten_items(collection.aux_losses, lambda x: isinstance(x, AuxLoss))
         return {path for path, _ in losses}
 
@@ -130,37 +121,31 @@ class Probe:
             Exception: If it cannot be written.
         """
         checkpointer = self.trainer.checkpointer
-        state = jax.device_put(state, self.places)
+        state = jax.device_put(state, self.shardings)
         checkpointer.save(state, CheckpointRecord(step=step, arrays={}))
         checkpointer.close()
         if checkpointer.last_error is not None:
             raise checkpointer.last_error
 
-    def restored(self, of: "Probe", step: int) -> Any:
-        """Returns the state of a checkpoint that another mesh's probe wrote, on this mesh."""
-        target = abstract_state(self.trainer.trainer_state_specs, self.places)
-        restored = of.trainer.checkpointer.restore(target, step=step)
+    def restore(self, writer: "Probe", step: int) -> Any:
+        """Returns the state of a checkpoint written by any mesh's probe, on this mesh."""
+        target = abstract_state(self.trainer.trainer_state_specs, self.shardings)
+        restored = writer.trainer.checkpointer.restore(target, step=step)
         assert restored is not None
         return restored.state
 
     def _put(self, state: Any, batch: Any, gradients: Nested) -> Any:
-        rows = {n: jax.device_put(x, row_sharding(self._rows, x.ndim)) for n, x in batch.items()}
+        """Returns the arguments of the step on the devices of the mesh."""
+        put = lambda x: jax.device_put(x, row_sharding(self._batch_sharding, x.ndim))
+        trained = dict(tree.flatten_items(gradients))
         return (
-            jax.device_put(state, self.places),
-            rows,
-            jax.tree.map(jax.device_put, gradients, _like(gradients, self.places.model)),
+            jax.device_put(state, self.shardings),
+            {name: put(x) for name, x in batch.items()},
+            jax.device_put(gradients, tree.select(self.shardings.model, trained.__contains__)),
         )
 
     def __call__(self, state: Any, batch: Any, gradients: Nested) -> Observed:
-        """Returns what a step from a state computes, and an update by other gradients."""
+        """Returns the results of a step from `state`, and of an update by `gradients`."""
         with self.trainer.on_mesh():
             after, packed, found, updated, learner = self._step(*self._put(state, batch, gradients))
         return Observed(after, metrics.unpack(packed), found, updated, learner)
-
-
-def _like(part: Nested, whole: Nested) -> Nested:
-    """Returns the leaves of `whole` that `part` has too."""
-    return {
-        name: _like(inside, whole[name]) if isinstance(inside, dict) else whole[name]
-        for name, inside in part.items()
-    }

@@ -33,7 +33,7 @@ def test_one_document_is_changed_or_counted(document):
     changed = other["input_ids"] != BATCH["input_ids"]
     assert changed[inside].any()
     assert not changed[~inside].any()
-    labels = batches.labels_of(BATCH, document)["target_labels"]
+    labels = batches.with_loss_of(BATCH, document)["target_labels"]
     assert (labels[inside] >= 0).any()
     assert (labels[~inside] < 0).all()
 
@@ -46,12 +46,12 @@ def test_only_padding_is_changed():
 
 
 def test_twice_has_two_tokens_for_each_of_once():
-    twice, once = batches.twice(BATCH), batches.once(BATCH)
+    twice, once = batches.first_half_twice(BATCH), batches.first_half_padded(BATCH)
     assert (twice["segment_ids"] > 0).sum() == 2 * (once["segment_ids"] > 0).sum()
     np.testing.assert_array_equal(twice["input_ids"][:4], once["input_ids"][:4])
     assert (batches.all_padding(BATCH)["target_labels"] < 0).all()
 
 
 def test_sequences_without_room_are_refused():
-    with pytest.raises(ValueError, match=r"input.seq_len 8; set them to 2 and 10 or more"):
+    with pytest.raises(ValueError, match=r"input\.seq_len=8"):
         batches.packed_batch(8, 8, 50, seed=0)

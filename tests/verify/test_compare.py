@@ -20,7 +20,7 @@ def test_the_entry_that_differs_most_is_named_with_both_values():
     assert found is not None
     assert (found.leaf, found.index, found.expected, found.found) == ("a", (1, 2), 1.0, 1.5)
     assert (found.error, found.entries) == (0.5, (2, 6))
-    assert "a[1, 2] is 1.5 and has to be 1: off by 0.5" in str(found)
+    assert "a[1, 2] is 1.5, expected 1: error 0.5" in str(found)
 
 
 @pytest.mark.parametrize(("error", "differs"), [(9e-6, False), (2e-5, True)])
@@ -55,9 +55,9 @@ def test_bits_are_compared_of_equal_values_too():
     yes = np.array([True, False])
     assert first_bit_difference({"a": yes}, {"a": yes.copy()}) is None
     assert first_bit_difference({"a": yes}, {"a": ~yes}) is not None
-    with pytest.raises(ValueError, match=r"a: other bits"):
+    with pytest.raises(ValueError, match=r"^a: .* bits"):
         first_bit_difference({"a": np.zeros(1)}, {"a": -np.zeros(1)})
-    with pytest.raises(ValueError, match=r"a: float64 in the place of float32"):
+    with pytest.raises(ValueError, match=r"^a: .*float64.*float32"):
         first_bit_difference({"a": np.zeros(1, np.float32)}, {"a": np.zeros(1)})
 
 
@@ -69,5 +69,5 @@ def test_whole_numbers_are_compared_as_such():
 def test_trees_of_other_leaves_are_refused():
     with pytest.raises(ValueError, match=r"b: on one side only"):
         first_difference({"a": 1.0}, {"a": 1.0, "b": 2.0}, relative=1.0)
-    with pytest.raises(ValueError, match=r"a: shape \(3,\) in the place of \(2,\)"):
+    with pytest.raises(ValueError, match=r"^a: .*\(3,\).*\(2,\)"):
         first_difference({"a": np.ones(2)}, {"a": np.ones(3)}, relative=1.0)

@@ -4,7 +4,7 @@ import pytest
 
 from moelib.parallel.mesh import HybridMeshShape, describe_mesh, mesh_shape_from_axes
 from moelib.train.trainer import SpmdTrainer
-from moelib.verify.meshes import meshes
+from moelib.verify.meshes import meshes_to_check
 from tests.verify.planted import BrokenRule
 
 
@@ -13,14 +13,14 @@ def config(**fields):
 
 
 def test_all_are_every_way_to_split_eight_devices_over_five_axes():
-    found = meshes(config(), 8, "all")
+    found = meshes_to_check(config(), 8, "all")
     assert len(found) == 35  # 3 halvings over 5 axes: C(7, 3).
     assert len({tuple(axes.items()) for axes in found}) == 35
 
 
 def test_auto_has_each_axis_alone_all_triples_and_the_configs_own_first():
     cfg = config(mesh_shape=mesh_shape_from_axes(fsdp=-1, expert=2))
-    found = meshes(cfg, 8)
+    found = meshes_to_check(cfg, 8)
     assert found[:2] == [{"expert": 2, "fsdp": 4}, {"expert": 4, "fsdp": 2}]
     assert sum(len(axes) == 1 for axes in found) == 5
     assert sum(len(axes) == 3 for axes in found) == 10
@@ -30,12 +30,12 @@ def test_auto_has_each_axis_alone_all_triples_and_the_configs_own_first():
 def test_mesh_rules_over_slices_count_as_the_configs_own():
     shape = HybridMeshShape(ici=mesh_shape_from_axes(model=4), dcn=mesh_shape_from_axes(data=-1))
     cfg = config(mesh_rules=[("gpu-.*", shape)])
-    assert {"data": 2, "model": 4} in meshes(cfg, 8)
-    assert {"data": 2, "model": 4} not in meshes(config(), 8)
+    assert {"data": 2, "model": 4} in meshes_to_check(cfg, 8)
+    assert {"data": 2, "model": 4} not in meshes_to_check(config(), 8)
 
 
 def test_a_mesh_that_is_named_twice_is_tried_once():
-    assert meshes(config(), 8, "fsdp=8;data=2,model=4;fsdp=8") == [
+    assert meshes_to_check(config(), 8, "fsdp=8;data=2,model=4;fsdp=8") == [
         {"fsdp": 8},
         {"data": 2, "model": 4},
     ]
@@ -43,16 +43,16 @@ def test_a_mesh_that_is_named_twice_is_tried_once():
 
 def test_a_mesh_rule_that_raises_is_left_to_the_checks():
     broken = config(mesh_rules=[("gpu-.*", BrokenRule.default_config())])
-    assert meshes(broken, 8) == meshes(config(), 8)
+    assert meshes_to_check(broken, 8) == meshes_to_check(config(), 8)
 
 
 def test_an_axis_that_nothing_is_split_over_is_left_out():
     cfg = config(sharding_rules={"sequence": (), "residual_sequence": ()})
-    assert not any("seq" in axes for axes in meshes(cfg, 8, "all"))
+    assert not any("seq" in axes for axes in meshes_to_check(cfg, 8, "all"))
 
 
 def test_a_list_is_taken_as_it_is():
-    found = meshes(config(), 8, "fsdp=8; model=4,data=2")
+    found = meshes_to_check(config(), 8, "fsdp=8; model=4,data=2")
     assert found == [{"fsdp": 8}, {"data": 2, "model": 4}]
     assert describe_mesh(found[1]) == "data=2,model=4"
 
@@ -68,4 +68,4 @@ def test_a_list_is_taken_as_it_is():
 )
 def test_a_mesh_that_cannot_be_is_refused(text, said):
     with pytest.raises(ValueError, match=said):
-        meshes(config(), 8, text)
+        meshes_to_check(config(), 8, text)

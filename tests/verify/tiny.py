@@ -1,4 +1,4 @@
-"""A tiny MoE model's config, for `verify`."""
+"""The config of a tiny MoE model, and the outcomes of its checks."""
 
 import tempfile
 from typing import Any
@@ -14,14 +14,15 @@ from moelib.learner.learner import Learner
 from moelib.learner.optimizers import adamw_optimizer
 from moelib.models.causal_lm import CausalLM
 from moelib.train.trainer import SpmdTrainer
-from moelib.verify import Outcome, verify
 from moelib.verify.meshes import Axes
+from moelib.verify.outcome import Outcome
+from moelib.verify.run import run_checks
 
 VOCAB_SIZE = 32
 
 
 def tiny(**layer_fields: Any) -> SpmdTrainer.Config:
-    """Returns one layer of width 16, four experts, eight rows of 16 tokens."""
+    """Returns a model of one layer of width 16 and four experts, with 8 x 16 tokens per batch."""
     moe = MoELayer.default_config().set(
         hidden_dim=8,
         num_experts=4,
@@ -48,11 +49,7 @@ def tiny(**layer_fields: Any) -> SpmdTrainer.Config:
     )
 
 
-# --8<-- [start:verify]
 def outcomes(cfg: SpmdTrainer.Config, *axes: Axes, num_devices: int = 4) -> list[Outcome]:
-    """Returns what `verify` finds on these meshes."""
+    """Returns the outcomes of the checks on one device and these meshes."""
     with tempfile.TemporaryDirectory() as folder:
-        return list(verify(cfg, axes, jax.devices()[:num_devices], folder))
-
-
-# --8<-- [end:verify]
+        return list(run_checks(cfg, axes, jax.devices()[:num_devices], folder))

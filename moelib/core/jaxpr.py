@@ -1,0 +1,80 @@
+"""Jaxprs: abstract traces of a model, and one walk over everything that a trace computes.
+
+Nothing here runs on a device: arrays are `jax.ShapeDtypeStruct`s.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+from moelib.core.module import functional
+from moelib.core.param import cast_parameters, is_spec
+from moelib.core.tree import Batch, Nested
+
+
+def abstract_parameters(specs: Nested, train_dtype: str | None = None) -> Nested:
+    """Returns the shapes and dtypes of the parameters that a training step computes with.
+
+    Args:
+        specs: Nested ParameterSpecs.
+        train_dtype: Dtype that the step casts parameters to; None casts nothing.
+    """
+    stored = jax.tree.map(
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs, is_leaf=is_spec
+    )
+    return jax.eval_shape(lambda params: cast_parameters(params, specs, train_dtype), stored)
+
+
+def forward_pass(model: Any) -> Callable[[Nested, Batch], Any]:
+    """Returns a model's forward pass in training: `functional` of (parameters, batch).
+
+    `jax.make_jaxpr`, `jax.eval_shape` and `jax.vjp` take it; its random key is constant.
+    """
+
+    def forward(params: Nested, batch: Batch) -> Any:
+        return functional(model, jax.random.key(0), params, (batch,), is_training=True)
+
+    return forward
+
+
+class InnerJaxpr(NamedTuple):
+    """A jaxpr inside an equation."""
+
+    name: str  # Parameter of the equation, such as "body_jaxpr" or "branches[1]".
+    jaxpr: Any
+    trip_count: int | None  # Runs per run of the equation; None for a `while`, where it is unknown.
+
+
+def inner_jaxprs(eqn: Any) -> Iterator[InnerJaxpr]:
+    """Yields the jaxprs inside an equation: loop bodies, branches, wrapped functions, kernels."""
+    trip_count = {"scan": eqn.params.get("length"), "while": None}.get(eqn.primitive.name, 1)
+    for name, value in eqn.params.items():
+        several = isinstance(value, tuple | list)
+        for i, each in enumerate(value if several else (value,)):
+            jaxpr = getattr(each, "jaxpr", each)  # Of a closed jaxpr.
+            if hasattr(jaxpr, "eqns"):
+                yield InnerJaxpr(f"{name}[{i}]" if several else name, jaxpr, trip_count)
+
+
+class Site(NamedTuple):
+    """An equation of a trace, at any depth."""
+
+    eqn: Any
+    executions: int  # Product of the trip counts around it; a loop of unknown length counts as 1.
+
+
+def walk(jaxpr: Any, *, opaque: Collection[str] = (), executions: int = 1) -> Iterator[Site]:
+    """Yields every equation of a jaxpr, each before the equations inside it.
+
+    Args:
+        jaxpr: A jaxpr, or a closed one.
+        opaque: Names of primitives whose inner jaxprs are not entered.
+        executions: Number of times that the jaxpr itself runs.
+    """
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield Site(eqn, executions)
+        if eqn.primitive.name not in opaque:
+            for inner in inner_jaxprs(eqn):
+                times = executions * (1 if inner.trip_count is None else inner.trip_count)
+                yield from walk(inner.jaxpr, opaque=opaque, executions=times)

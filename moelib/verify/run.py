@@ -1,0 +1,206 @@
+"""Verification: checks on one device, then on each mesh while the next meshes compile."""
+
+import concurrent.futures
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from moelib.core.errors import UserError
+from moelib.core.progress import Progress
+from moelib.parallel.mesh import describe_mesh
+from moelib.parallel.sharding import SplitError
+from moelib.verify.compare import Difference
+from moelib.verify.mesh_checks import mesh_checks
+from moelib.verify.meshes import Axes, meshes_to_check
+from moelib.verify.outcome import (
+    COMPILED,
+    ONE_DEVICE,
+    Check,
+    CheckFailedError,
+    CheckSkippedError,
+    Outcome,
+    Status,
+)
+from moelib.verify.reference import Reference, make_reference
+from moelib.verify.report import Report
+from moelib.verify.shrink import runnable, shrink
+from moelib.verify.single_device import early_checks, single_device_checks
+from moelib.verify.step_probe import Probe
+
+_SECONDS_BETWEEN_LINES = 10.0  # Of progress, where stderr is no terminal.
+
+
+def verify_config(
+    trainer_config: Any,
+    *,
+    num_devices: int = 8,
+    meshes: str = "auto",
+    full_size: bool = False,
+    name: str = "config",
+    show_progress: bool = False,
+) -> Report:
+    """Returns the report of checks that a config computes the same numbers on every mesh.
+
+    The checks run on simulated CPU devices, in float32, and end after the first failure. Ctrl-C
+    ends them too; the report then has the outcomes so far.
+
+    Args:
+        trainer_config: A `SpmdTrainer.Config`; it is not changed.
+        num_devices: Devices of each mesh, 2 or more.
+        meshes: "auto" for each axis alone, as many axes as possible together, and the axes of the
+            config's own meshes; "all" for every mesh; or a list such as "fsdp=8;data=2,model=4".
+        full_size: Whether to keep the config's own sizes and data, instead of making it small.
+        name: Name of the config in the report.
+        show_progress: Whether to show progress on stderr.
+
+    Raises:
+        UserError: If a mesh of the list is impossible, or JAX has started with too few CPU devices.
+    """
+    devices = _cpu_devices(num_devices)
+    make = runnable if full_size else lambda cfg: shrink(cfg, num_devices)
+    cfg, changes = make(trainer_config)
+    axes = meshes_to_check(cfg, num_devices, meshes)
+    names = [describe_mesh(each) for each in axes]
+    report = Report(name, num_devices, changes, names, requested=meshes not in ("auto", "all"))
+    begin = time.perf_counter()
+    progress = Progress(
+        "verify",
+        total=len(axes) + 1,
+        enabled=show_progress,
+        seconds_between_lines=_SECONDS_BETWEEN_LINES,
+    )
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        tempfile.TemporaryDirectory() as folder,
+        jax.default_device(devices[0]),
+        progress,
+    ):
+        for outcome in run_checks(cfg, axes, devices, folder):
+            report.outcomes.append(outcome)
+            report.seconds = time.perf_counter() - begin
+            started = len({each.mesh for each in report.outcomes})
+            progress.update(started - 1, f"{outcome.mesh}: {outcome.check}")
+    return report
+
+
+def _cpu_devices(num: int) -> list[Any]:
+    """Returns simulated devices, as many as asked for."""
+    if jax.config.jax_num_cpu_devices < num:
+        with contextlib.suppress(RuntimeError):  # JAX has started.
+            jax.config.update("jax_num_cpu_devices", num)
+    devices = jax.devices("cpu")
+    if num < 2 or len(devices) < num:
+        raise UserError(
+            f"num_devices={num}: set at least 2, and at most the {len(devices)} CPU devices that "
+            f"JAX started with; JAX_NUM_CPU_DEVICES={num} in the environment gives more."
+        )
+    return devices[:num]
+
+
+def run_checks(
+    cfg: Any, axes: Sequence[Axes], devices: Sequence[Any], folder: str
+) -> Iterator[Outcome]:
+    """Yields the outcome of each check, up to and including the first failure.
+
+    Args:
+        cfg: A `SpmdTrainer.Config` that is small enough to run here, as `shrink` returns it.
+        axes: Meshes to check; those that the config cannot be split over are skipped.
+        devices: Devices of each mesh.
+        folder: Folder for checkpoints.
+    """
+    for outcome in _all_checks(cfg.clone(dir=os.path.join(folder, "one")), axes, devices, folder):
+        yield outcome
+        if outcome.status is Status.FAILED:
+            return
+
+
+def _all_checks(
+    cfg: Any, axes: Sequence[Axes], devices: Sequence[Any], folder: str
+) -> Iterator[Outcome]:
+    def build() -> tuple[Probe, Any]:
+        probe = Probe(cfg, {}, devices[:1])
+        return probe, jax.device_get(probe.initial(cfg.prng_seed))
+
+    built, outcome = _make(ONE_DEVICE, "built", build)
+    yield outcome
+    if built is None:
+        return
+    yield from _outcomes(ONE_DEVICE, early_checks(cfg, *built))
+    reference, outcome = _make(ONE_DEVICE, COMPILED, lambda: make_reference(cfg, *built))
+    yield outcome
+    if reference is None:
+        return
+    with _compiled_ahead(cfg, reference, axes, devices, folder) as probes:
+        yield from _outcomes(ONE_DEVICE, single_device_checks(cfg, reference))
+        for each, wait in zip(axes, probes, strict=True):
+            probe, outcome = _make(describe_mesh(each), COMPILED, wait, skips=(SplitError,))
+            yield outcome
+            if probe is not None:
+                yield from _outcomes(describe_mesh(each), mesh_checks(reference, probe))
+
+
+def _make[T](
+    mesh: str, check: str, make: Callable[[], T], skips: tuple[type[Exception], ...] = ()
+) -> tuple[T | None, Outcome]:
+    """Returns the value of `make`, or None after an error, and the outcome.
+
+    Errors of the types `skips` count as skipped, others as failed.
+    """
+    begin = time.perf_counter()
+    made, status, detail = None, Status.PASSED, ""
+    try:
+        made = make()
+    except skips as error:
+        status, detail = Status.SKIPPED, str(error)
+    except Exception as error:
+        status, detail = Status.FAILED, f"{type(error).__name__}: {error}"
+    return made, Outcome(mesh, check, status, detail, time.perf_counter() - begin)
+
+
+def _outcomes(mesh: str, checks: Iterable[Check]) -> Iterator[Outcome]:
+    for name, check in checks:
+        begin = time.perf_counter()
+        status, detail = _run(check)
+        yield Outcome(mesh, name, status, detail, time.perf_counter() - begin)
+
+
+def _run(check: Callable[[], Difference | None]) -> tuple[Status, str]:
+    try:
+        found = check()
+    except CheckSkippedError as reason:
+        return Status.SKIPPED, str(reason)
+    except CheckFailedError as defect:
+        return Status.FAILED, str(defect)
+    except Exception as error:
+        return Status.FAILED, f"{type(error).__name__}: {error}"
+    return (Status.PASSED, "") if found is None else (Status.FAILED, str(found))
+
+
+@contextlib.contextmanager
+def _compiled_ahead(
+    cfg: Any, reference: Reference, axes: Sequence[Axes], devices: Sequence[Any], folder: str
+) -> Iterator[Iterator[Callable[[], Probe]]]:
+    """Yields, for each mesh, a function that waits for its step, which threads compile in order."""
+
+    def compiled(index: int) -> Probe:
+        own = cfg.clone(dir=os.path.join(folder, f"mesh{index}"))
+        probe = Probe(own, axes[index], devices)
+        probe.compile(reference.start, reference.batches[0], reference.first.gradients)
+        return probe
+
+    pool = concurrent.futures.ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0))))
+    try:
+        yield _results([pool.submit(compiled, i) for i in range(len(axes))])
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _results(futures: list[concurrent.futures.Future[Probe]]) -> Iterator[Callable[[], Probe]]:
+    """Yields the `result` of each future; a probe is freed once the next one is asked for."""
+    while futures:
+        yield futures.pop(0).result
