@@ -35,8 +35,8 @@ from moelib.core.param import is_spec, specs_by_path
 from moelib.core.tree import Nested
 from moelib.learner import offload, transforms
 from moelib.learner.ema import EmaState, param_ema
-from moelib.learner.in_turns import in_turns
 from moelib.learner.state_specs import state_specs
+from moelib.learner.streamed_update import streamed_update
 
 _MAIN = "main"  # Label of the parameters that `optimizer` updates.
 _FROZEN = "frozen"  # Label of those that are not updated.
@@ -251,7 +251,7 @@ class Learner(Module):
         metrics = {"gradient_norm": norm}
         take = None if self._take_step is None else self._take_step(loss, norm)
         step = functools.partial(self._step, take=take, loss=loss)
-        run = in_turns if self.config.offload_state else _at_once
+        run = streamed_update if self.config.offload_state else _at_once
         new, new_state, rates = run(step, updated, gradients, state)
         if take is not None:
             metrics["skipped"] = 1.0 - take.astype(jnp.float32)

@@ -22,7 +22,7 @@ from moelib.train.profiler import ProfilerWindow
 from moelib.train.progress import ProgressLine, evaluation_text
 from moelib.train.report import report_run
 from moelib.train.signals import StopRequest
-from moelib.train.step import POISONED
+from moelib.train.step import NON_FINITE
 from moelib.train.throughput import Throughput
 from moelib.train.watchdog import Watchdog
 
@@ -153,7 +153,7 @@ class TrainLoop:
         self.throughput.step_done(scalars["num_tokens"], self._num_slots)
         self.last = scalars
         cfg = self.trainer.config
-        if scalars[POISONED] and cfg.stop_on_nan:
+        if scalars[NON_FINITE] and cfg.stop_on_nan:
             self._log(step, scalars)
             raise self._non_finite(step, scalars)
         if step % cfg.log_every_n_steps == 0 or step == cfg.max_step:
@@ -161,7 +161,7 @@ class TrainLoop:
 
     def _log(self, step: int, scalars: Scalars) -> None:
         self.last_report = self.throughput.report()
-        logged = {name: value for name, value in scalars.items() if name != POISONED}
+        logged = {name: value for name, value in scalars.items() if name != NON_FINITE}
         logged |= language_metrics(scalars) | self.last_report
         self.trainer.summary_writer.write(step, logged)
         self._line.step(step, logged)
@@ -248,7 +248,7 @@ class TrainLoop:
         """Begins to save, unless the state is not sound."""
         self._look()
         trainer = self.trainer
-        if self.last.get(POISONED):
+        if self.last.get(NON_FINITE):
             logger.error("NO CHECKPOINT of step %d: its state is not finite.", trainer.step)
             self._unsound = True
             return

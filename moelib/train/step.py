@@ -23,7 +23,7 @@ from moelib.train.state import TrainerState
 TrainStep = Callable[[TrainerState, Batch], tuple[TrainerState, PackedMetrics]]
 EvalStep = Callable[[Nested, Batch], PackedMetrics]
 
-POISONED = "poisoned"  # 1 if the state is not fit to go on from.
+NON_FINITE = "non_finite"  # 1 if the state is not fit to go on from.
 
 
 def make_train_step(
@@ -34,7 +34,7 @@ def make_train_step(
     The objective is the loss plus the auxiliary losses. Parameters that the learner does not
     update take the values that layers put out; of a step that the learner skips, nothing stays.
 
-    The metric `poisoned` is 1 if the new parameters are not finite, or the loss is not and the
+    The metric `non_finite` is 1 if the new parameters are not finite, or the loss is not and the
     step was taken nevertheless.
 
     Args:
@@ -90,7 +90,7 @@ def make_train_step(
         params = _end_step(
             model, learner, tree.merge(update.params, done.state[0]), state.model, skipped
         )
-        metrics[POISONED] = _is_poisoned(done.objective, params, skipped)
+        metrics[NON_FINITE] = _is_non_finite(done.objective, params, skipped)
         return TrainerState(state.step + 1, state.prng_key, params, update.state), pack(metrics)
 
     return train_step
@@ -194,7 +194,7 @@ def _end_step(
     )
 
 
-def _is_poisoned(loss: jax.Array, params: Nested, skipped: jax.Array | None) -> jax.Array:
+def _is_non_finite(loss: jax.Array, params: Nested, skipped: jax.Array | None) -> jax.Array:
     bad = ~jnp.isfinite(loss)
     if skipped is not None:
         bad &= skipped == 0

@@ -19,7 +19,9 @@ def test_host_overhead_is_under_a_millisecond(tmp_path, monkeypatch):
     cfg.set(log_every_n_steps=100, checkpointer=None)
     trainer = cfg.instantiate(parent=None)
     trainer.init()
-    metrics = pack({f"m{i}": np.float32(1) for i in range(100)} | {"poisoned": 0, "num_tokens": 1})
+    metrics = pack(
+        {f"m{i}": np.float32(1) for i in range(100)} | {"non_finite": 0, "num_tokens": 1}
+    )
     metrics = jax.device_put(
         metrics, jax.sharding.NamedSharding(trainer.mesh(), jax.sharding.PartitionSpec())
     )

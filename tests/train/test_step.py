@@ -137,7 +137,7 @@ def test_nan_poisons_unless_the_step_is_skipped(batch, skipping):
     trainer, step = build(skip=skip, nan_at=1)
     start = start_of(trainer)
     after, packed = jax.jit(step)(start, batch)
-    assert metrics.unpack(packed)["poisoned"] == float(not skipping)
+    assert metrics.unpack(packed)["non_finite"] == float(not skipping)
     if skipping:
         jax.tree.map(np.testing.assert_array_equal, after.model, start.model)
         assert int(after.step) == 1

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moelib.learner import offload
-from moelib.learner.in_turns import _groups, in_turns
+from moelib.learner.streamed_update import _groups, streamed_update
 from moelib.planning.compiled.compile_step import no_compilation_cache
 from moelib.planning.hardware.topologies import topology
 
@@ -26,7 +26,7 @@ def test_an_update_of_any_operations_is_the_same():
 
     params = {"a": jnp.arange(4.0), "b": jnp.ones((2, 3)), "scalar": jnp.ones(())}
     state = {"m": jax.tree.map(jnp.ones_like, params), "count": jnp.zeros((), jnp.int32)}
-    turned = jax.jit(lambda p, s: in_turns(update, p, p, offload.to_host(s)))(params, state)
+    turned = jax.jit(lambda p, s: streamed_update(update, p, p, offload.to_host(s)))(params, state)
     want = jax.jit(update)(params, params, state)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), turned, want)
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(turned[1]["m"]) if x.ndim}
@@ -44,7 +44,9 @@ def test_a_metric_computed_from_moments_is_refused():
         return params, state, {"mean": state["m"].mean()}
 
     with pytest.raises(ValueError, match="a metric of the optimizer is computed from moments"):
-        jax.jit(lambda *args: in_turns(update, *args))(params, params, offload.to_host(state))
+        jax.jit(lambda *args: streamed_update(update, *args))(
+            params, params, offload.to_host(state)
+        )
 
 
 @pytest.mark.slow
@@ -78,4 +80,4 @@ def test_on_a_tpu_moments_come_one_parameter_after_another():
 
     one = 4 * shape[0] * shape[1]
     assert temporaries(at_once) > 2 * num * one
-    assert temporaries(lambda *args: in_turns(update, *args)) < 4.1 * one  # There and back.
+    assert temporaries(lambda *args: streamed_update(update, *args)) < 4.1 * one  # There and back.

@@ -18,7 +18,9 @@ from moelib.learner.offload import to_device, to_host, waits
 Update = Callable[[Any, Any, Any], tuple[Any, Any, Any]]
 
 
-def in_turns(update: Update, params: Any, gradients: Any, state: Any) -> tuple[Any, Any, Any]:
+def streamed_update(
+    update: Update, params: Any, gradients: Any, state: Any
+) -> tuple[Any, Any, Any]:
     """Returns `update(params, gradients, state)` of a state that waits on the host.
 
     A loop brings to the device what a group of results needs of the state, and takes it back,
