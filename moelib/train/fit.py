@@ -1,0 +1,81 @@
+"""Training as one call: from a config to the outcome of its run."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from moelib.core.config import REQUIRED
+from moelib.core.errors import UserError
+from moelib.core.metrics import Scalars
+from moelib.train.trainer import SpmdTrainer
+
+
+@dataclasses.dataclass(frozen=True)
+class FitResult:
+    """Outcome of a training run.
+
+    Attributes:
+        step: Steps taken in total, those before a restart included.
+        metrics: Metrics of the last step by name, `loss` in nats per token; empty if this call took
+            no step.
+        evaluations: Latest metrics of each evaler, by the name of the evaler.
+        trainer_dir: Folder of the run, with its config, checkpoints and metrics.
+        stopped_by: Reason for stopping before `max_step`: "SIGTERM", "SIGINT" or "end of input".
+    """
+
+    step: int
+    metrics: Scalars
+    evaluations: dict[str, Scalars]
+    trainer_dir: str
+    stopped_by: str | None = None
+
+
+def fit(
+    trainer: SpmdTrainer.Config | SpmdTrainer,
+    *,
+    trainer_dir: str | None = None,
+    max_step: int | None = None,
+    prng_key: jax.Array | int | None = None,
+) -> FitResult:
+    """Trains up to `max_step`, resuming from the newest checkpoint in the run's folder.
+
+    SIGTERM or SIGINT saves a checkpoint and ends the run early, without an error.
+
+    Args:
+        trainer: Config of a trainer, which is not changed, or a trainer that is built already.
+        trainer_dir: Folder of the run; by default the config's `dir`.
+        max_step: Step to stop at; by default the config's.
+        prng_key: Key or seed of a run without a checkpoint; by default the config's `prng_seed`.
+
+    Raises:
+        UserError: If a setting is invalid, the run has no folder, or the folder belongs to a run
+            with another config.
+        NonFiniteError: At the first step whose loss or parameters are not finite.
+        CheckpointSaveError: If the last checkpoint could not be written.
+    """
+    if isinstance(trainer, SpmdTrainer):
+        if trainer_dir is not None or max_step is not None:
+            raise UserError(
+                f"trainer_dir={trainer_dir!r} and max_step={max_step} cannot change a trainer that "
+                "is built already; pass its config instead."
+            )
+    else:
+        trainer = _with_settings(trainer, dir=trainer_dir, max_step=max_step).instantiate(
+            parent=None
+        )
+    outcome = trainer.run(prng_key)
+    return FitResult(
+        step=outcome["step"],
+        metrics=outcome["aux"],
+        evaluations=outcome["evaler_summaries"],
+        trainer_dir=trainer.config.dir,
+        stopped_by=outcome["stopped_by"],
+    )
+
+
+def _with_settings(cfg: Any, **settings: Any) -> Any:
+    cfg = cfg.clone(**{name: value for name, value in settings.items() if value is not None})
+    if cfg.dir is REQUIRED or not cfg.dir:
+        raise UserError("dir is not set; pass trainer_dir, or set the config's dir.")
+    return cfg
