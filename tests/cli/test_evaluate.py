@@ -22,10 +22,8 @@ from moelib.data.source import InMemorySource
 from moelib.data.token_store import TokenStore
 from moelib.data.tokenizer import END_OF_TEXT, Tokenizer
 from moelib.evaluation.evaler import TaskEvaler
-from moelib.layers.transformer import ScanStack, TransformerLayer
-from moelib.models.causal_lm import CausalLM
+from tests import tiny
 from tests.evaluation import folders
-from tests.train import tiny
 
 DATA = str(folders.DATA)
 HUGGING_FACE = pathlib.Path(__file__).parents[1] / "models/huggingface/fixtures"
@@ -39,15 +37,9 @@ def run(tmp_path_factory):
     texts = [f"document number {i} of many" for i in range(60)]
     source = InMemorySource.default_config().set(texts=texts).instantiate()
     prepare(source, tokenizer, str(folder / "store"))
-    layer = TransformerLayer.default_config()
-    layer.self_attention.num_heads = 2
-    layer.feed_forward.hidden_dim = 16
-    decoder = ScanStack.default_config().set(num_layers=1, block=[layer])
     cfg = tiny.trainer_config(folder / "run", max_step=3, save_every=1, evaler=False)
     cfg.checkpointer.keep_last_n = 3
-    cfg.model = CausalLM.default_config().set(
-        vocab_size=folders.PADDED_VOCAB_SIZE, dim=8, decoder=decoder
-    )
+    cfg.model = tiny.dense_model(folders.PADDED_VOCAB_SIZE, dim=8)
     cfg.input = LMInput.default_config().set(
         source=TokenStore.default_config().set(path=str(folder / "store")),
         seq_len=64,

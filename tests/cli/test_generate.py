@@ -17,10 +17,8 @@ from moelib.data.prepare import prepare
 from moelib.data.source import InMemorySource
 from moelib.data.token_store import TokenStore
 from moelib.data.tokenizer import END_OF_TEXT, NoTokenizerError, Tokenizer, train_bpe
-from moelib.layers.transformer import ScanStack, TransformerLayer
-from moelib.models.causal_lm import CausalLM
 from moelib.train.pretrained import save_pretrained
-from tests.train import tiny
+from tests import tiny
 
 TEXTS = [f"document number {i} of many" for i in range(60)]
 END = "<end>"
@@ -36,12 +34,8 @@ def run(tmp_path_factory):
     tokenizer = Tokenizer.default_config().set(path=str(file), eos_token=END).instantiate()
     source = InMemorySource.default_config().set(texts=TEXTS).instantiate()
     prepare(source, tokenizer, str(folder / "store"))
-    layer = TransformerLayer.default_config()
-    layer.self_attention.num_heads = 2
-    layer.feed_forward.hidden_dim = 16
-    decoder = ScanStack.default_config().set(num_layers=1, block=[layer])
     cfg = tiny.trainer_config(folder / "run", max_step=1, save_every=1, evaler=False)
-    cfg.model = CausalLM.default_config().set(vocab_size=400, dim=8, decoder=decoder)
+    cfg.model = tiny.dense_model(400, dim=8)
     cfg.input = LMInput.default_config().set(
         source=TokenStore.default_config().set(path=str(folder / "store")),
         seq_len=16,
@@ -113,11 +107,7 @@ def hub(tmp_path_factory):
         "special_tokens": {END_OF_TEXT: {"id": END_OF_TEXT, "ids": [256], "tokens": [END_OF_TEXT]}},
     }
     file.write_text(json.dumps(content))
-    layer = TransformerLayer.default_config()
-    layer.self_attention.num_heads = 2
-    layer.feed_forward.hidden_dim = 16
-    decoder = ScanStack.default_config().set(num_layers=2, block=[layer])
-    cfg = CausalLM.default_config().set(vocab_size=288, dim=8, decoder=decoder)
+    cfg = tiny.dense_model(288, num_layers=2, dim=8)
     params = cfg.instantiate(parent=None).initialize_parameters_recursively(jax.random.key(0))
     save_pretrained(
         str(folder),

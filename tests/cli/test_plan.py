@@ -18,7 +18,7 @@ from moelib.planning.report.step_report import Finding, Memory, StepReport
 from tests.planning.report.test_step_report import make_report
 
 MODULE = """
-from tests.train import tiny
+from tests import tiny
 
 def named_trainer_configs():
     return {"tiny": lambda: tiny.trainer_config("", max_step=2, evaler=False)}
@@ -172,7 +172,7 @@ def test_a_compiled_step_is_shown_beside_figures_and_the_prediction(
     assert "predicted beside compiled" in out
     assert "all but small" in out
     assert "GiB of the 31.24 GiB that a device has." in out
-    assert "train/tiny.py" in out
+    assert "tests/tiny.py" in out
     ((cfg, topology_name, settings),) = apart
     assert (topology_name, settings["timeout_seconds"]) == ("v6e:2x2x1", None)
     assert cfg.mesh_shape == (1, 2, 1, 2, 1, 1)

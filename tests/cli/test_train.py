@@ -8,10 +8,10 @@ from absl.testing import flagsaver
 
 from moelib.cli import train
 from moelib.core.errors import UsageError
-from tests.train import tiny
+from tests import tiny
 
 MODULE = """
-from tests.train import tiny
+from tests import tiny
 
 def named_trainer_configs():
     return {"tiny": lambda: tiny.trainer_config("", max_step=2, evaler=False)}

@@ -15,10 +15,9 @@ from moelib.core.metrics import weighted
 from moelib.layers.external import ExternalLayer
 from moelib.layers.transformer import LoopStack
 from moelib.parallel.mesh import mesh_shape_from_axes
+from tests import tiny
 from tests.inference.models import decoder, layer
 from tests.layers.test_external import equinox_mlp, external, gated, nnx_mlp
-from tests.models import tiny as models
-from tests.train import tiny
 
 
 # --8<-- [start:model]
@@ -74,7 +73,7 @@ def trainer_config(directory, *, whole=True, **fields):
     functions = (gated, nnx_mlp, equinox_mlp)
     parts = [external(each, hidden_dim=8) for each in functions]
     stack = decoder(*(layer(part) for part in parts), kind=LoopStack)
-    return cfg.set(model=models.model_config(stack))
+    return cfg.set(model=tiny.model_config(stack))
 
 
 def run(cfg):

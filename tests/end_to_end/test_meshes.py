@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 
 from moelib.core.config import config_for_function
-from moelib.data.synthetic import SyntheticInput
-from moelib.layers.feed_forward import FeedForward
 from moelib.layers.moe.balance import (
     BalanceScope,
     BiasBalancing,
@@ -19,18 +17,15 @@ from moelib.layers.moe.balance import (
 )
 from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
 from moelib.layers.moe.dispatch_ragged import RingDispatcher
-from moelib.layers.moe.layer import MoELayer
 from moelib.layers.moe.router import Router
 from moelib.layers.remat import REMAT_POLICIES, remat
-from moelib.layers.transformer import ScanStack, TransformerLayer
-from moelib.learner.learner import Learner
 from moelib.learner.optimizers import sgd_optimizer
-from moelib.models.causal_lm import CausalLM
 from moelib.parallel import sharding
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 from moelib.train import metrics, state
 from moelib.train.step import make_train_step
 from moelib.train.trainer import SpmdTrainer
+from tests import tiny
 
 ROWS, SEQ_LEN, VOCAB_SIZE = 16, 16, 32
 QUICK = {"xla_backend_optimization_level": 0}
@@ -62,31 +57,16 @@ def trainer(remat_fields: dict[str, Any] | None = None, **moe_fields: Any) -> Sp
     """Returns a trainer whose step subtracts the gradient."""
     balance = LoadBalanceLoss.default_config().set(weight=0.1, scope=BalanceScope.GLOBAL_BATCH)
     router = Router.default_config().set(bias_balancing=BiasBalancing.default_config())
-    moe = MoELayer.default_config().set(
-        hidden_dim=8,
-        num_experts=8,
-        num_experts_per_token=2,
-        router=router,
-        shared_experts=FeedForward.default_config().set(hidden_dim=8),
-        load_balance_loss=balance,
-        router_z_loss=RouterZLoss.default_config().set(weight=0.01),
-    )
-    layer = TransformerLayer.default_config().set(feed_forward=moe.set(**moe_fields))
-    layer.self_attention.set(num_heads=4, num_kv_heads=2, window=7, sinks=True)
+    z_loss = RouterZLoss.default_config().set(weight=0.01)
+    moe = tiny.moe(
+        num_experts=8, router=router, load_balance_loss=balance, router_z_loss=z_loss
+    ).set(**moe_fields)
+    layer = tiny.transformer_layer(moe, window=7, sinks=True)
     wrap = None if remat_fields is None else config_for_function(remat).set(**remat_fields)
-    decoder = ScanStack.default_config().set(num_layers=4, block=[layer], remat=wrap)
-    cfg = SpmdTrainer.default_config().set(
-        name="trainer",
-        dir="unused",
-        model=CausalLM.default_config().set(vocab_size=VOCAB_SIZE, dim=16, decoder=decoder),
-        learner=Learner.default_config().set(
-            optimizer=config_for_function(sgd_optimizer).set(learning_rate=1.0)
-        ),
-        input=SyntheticInput.default_config().set(
-            vocab_size=VOCAB_SIZE, seq_len=SEQ_LEN, global_batch_size=ROWS
-        ),
-        max_step=2,
-    )
+    model = tiny.model_config(tiny.stacked(layer, num_layers=4, remat=wrap))
+    cfg = tiny.trainer_config("unused", model=model, evaler=False)
+    cfg.input.set(seq_len=SEQ_LEN, global_batch_size=ROWS)
+    cfg.learner.optimizer = config_for_function(sgd_optimizer).set(learning_rate=1.0)
     return cfg.instantiate(parent=None)
 
 

@@ -19,8 +19,7 @@ from moelib.core.module import functional
 from moelib.data.tokenizer import Tokenizer
 from moelib.evaluation.scoring import Scorer
 from moelib.inference.generate import generate_many
-from moelib.layers.transformer import ScanStack, TransformerLayer
-from moelib.models.causal_lm import CausalLM
+from tests import tiny
 from tests.evaluation import folders
 from tests.evaluation.bag_lm import bag_lm
 
@@ -88,12 +87,7 @@ def test_lm_eval_gives_the_same_metrics_for_our_model(case, tokenizer, task_fold
 
 
 def causal_lm(vocab_size):
-    layer = TransformerLayer.default_config()
-    layer.self_attention.num_heads = 2
-    layer.feed_forward.hidden_dim = 16
-    decoder = ScanStack.default_config().set(num_layers=1, block=[layer])
-    cfg = CausalLM.default_config().set(vocab_size=vocab_size, dim=16, decoder=decoder)
-    model = cfg.instantiate(parent=None)
+    model = tiny.dense_model(vocab_size).instantiate(parent=None)
     params = jax.jit(model.initialize_parameters_recursively)(jax.random.key(0))
     return model, jax.tree.map(lambda x: 3 * x, params)
 

@@ -12,10 +12,8 @@ from moelib.core.param import is_spec
 from moelib.evaluation.evaluations import Evaluation, Metric, evaluate
 from moelib.evaluation.requests import Request
 from moelib.evaluation.scoring import Scorer
-from moelib.layers.moe.layer import MoELayer
-from moelib.layers.transformer import ScanStack, TransformerLayer
-from moelib.models.causal_lm import CausalLM
 from moelib.parallel.mesh import create_device_mesh
+from tests import tiny
 from tests.evaluation.bag_lm import bag_lm, bag_log_probs, bag_params
 
 VOCAB = 50
@@ -121,12 +119,8 @@ def test_a_padded_vocabulary_takes_no_probability(model):
 
 
 def mixture_model(vocab_size=48):
-    experts = MoELayer.default_config().set(hidden_dim=16, num_experts=4, num_experts_per_token=2)
-    layer = TransformerLayer.default_config().set(feed_forward=experts)
-    layer.self_attention.num_heads = 2
-    decoder = ScanStack.default_config().set(num_layers=1, block=[layer])
-    cfg = CausalLM.default_config().set(vocab_size=vocab_size, dim=16, decoder=decoder)
-    model = cfg.instantiate(parent=None)
+    layer = tiny.transformer_layer(tiny.plain_moe(hidden_dim=16), num_heads=2, num_kv_heads=None)
+    model = tiny.model_config(tiny.stacked(layer), vocab_size=vocab_size).instantiate(parent=None)
     rng = np.random.default_rng(7)
     draw = lambda spec: jnp.asarray(rng.normal(0, 0.5, spec.shape), jnp.float32)
     return model, jax.tree.map(draw, model.create_parameter_specs_recursively(), is_leaf=is_spec)

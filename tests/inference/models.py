@@ -19,8 +19,8 @@ from moelib.layers.moe.dispatch import DenseDispatcher
 from moelib.layers.norm import RMSNorm
 from moelib.layers.transformer import BaseStack, LoopStack, ScanStack, TransformerLayer
 from moelib.models.causal_lm import CausalLM
+from tests import tiny
 from tests.layers.calling import QUICK
-from tests.models import tiny
 
 
 def layer(feed_forward: BaseLayer.Config | None = None, **fields: Any) -> TransformerLayer.Config:

@@ -15,10 +15,10 @@ from moelib.inference.unstack import unstacked
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.base import BaseLayer
 from moelib.layers.transformer import LoopStack, ScanStack, TransformerLayer
+from tests import tiny
 from tests.inference import models
 from tests.inference.models import DECODERS, decoder, layer, model_of, with_parameters
 from tests.layers.calling import QUICK
-from tests.models import tiny
 
 LENGTHS = np.array([2, 8, 5], np.int32)  # Tokens of each prompt; padded to the longest.
 NEW = 9  # Tokens that follow one by one: more than twice round a ring of three.

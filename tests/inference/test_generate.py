@@ -13,6 +13,7 @@ from moelib.inference.unstack import unstacked
 from moelib.layers.moe.dispatch import DenseDispatcher
 from moelib.layers.transformer import LoopStack
 from moelib.parallel import sharding
+from tests import tiny
 from tests.inference.models import (
     DECODERS,
     compiled_whole_logits,
@@ -22,7 +23,6 @@ from tests.inference.models import (
     with_parameters,
 )
 from tests.layers.calling import QUICK
-from tests.models import tiny
 
 PROMPTS = [[3], [5, 1, 30, 2, 7, 7], [31, 0, 4], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
 NEW = 9  # More than twice round the ring of a window of three.

@@ -13,6 +13,7 @@ from moelib.core.param import is_spec
 from moelib.inference.generate import generate_many
 from moelib.layers.external import ExternalLayer, InitApply, Updated
 from moelib.layers.transformer import LoopStack
+from tests import tiny
 from tests.inference.models import (
     compiled_whole_logits,
     decoder,
@@ -21,7 +22,6 @@ from tests.inference.models import (
     with_parameters,
 )
 from tests.layers.calling import build, call, call_and_collect, initial
-from tests.models import tiny
 
 D = 8
 X = np.random.default_rng(0).normal(size=(2, 5, D)).astype(np.float32)

@@ -18,8 +18,8 @@ from moelib.layers.moe.router import Router
 from moelib.layers.norm import LayerNorm
 from moelib.layers.remat import remat
 from moelib.layers.transformer import LoopStack, ScanStack, TransformerLayer
+from tests import tiny
 from tests.layers.calling import QUICK, build, call, float64, initial, normal
-from tests.models import tiny
 
 B, S, D, L = 2, 6, tiny.DIM, 5
 X = jnp.asarray(normal(B, S, D))

@@ -14,8 +14,8 @@ from moelib.layers.moe.balance import BiasBalancing
 from moelib.layers.moe.dispatch import DenseDispatcher
 from moelib.layers.moe.router import Router
 from moelib.parallel.sharding import named_shardings
+from tests import tiny
 from tests.layers.calling import QUICK, call
-from tests.models import tiny
 
 
 @functools.cache

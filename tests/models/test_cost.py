@@ -12,8 +12,8 @@ from moelib.layers.moe.router import Router
 from moelib.layers.transformer import LoopStack, TransformerLayer
 from moelib.models.causal_lm import CausalLM
 from moelib.models.cost import model_cost
+from tests import tiny
 from tests.layers.calling import call
-from tests.models import tiny
 
 
 def build(cfg):

@@ -7,8 +7,8 @@ import pytest
 
 from moelib.models.loss import language_model_loss
 from moelib.parallel.sharding import sharding_rules
+from tests import tiny
 from tests.layers.calling import normal
-from tests.models import tiny
 
 B, S, D, V = 8, 4, 6, 10
 HIDDEN, HEAD = jnp.asarray(normal(B, S, D)), jnp.asarray(normal(D, V, seed=1))

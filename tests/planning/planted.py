@@ -11,7 +11,7 @@ from moelib.layers.base import BaseLayer
 from moelib.learner.optimizers import adamw_optimizer
 from moelib.parallel.sharding import constrain
 from moelib.train.trainer import SpmdTrainer
-from tests.train import tiny
+from tests import tiny
 
 DIM, NUM_EXPERTS = 64, 4
 

@@ -10,7 +10,7 @@ import jax
 from moelib.data.input import check_state
 from moelib.data.lm_input import LMInputIterator
 from moelib.data.synthetic import SyntheticInput
-from tests.train.tiny import trainer_config
+from tests.tiny import trainer_config
 
 
 class HostInput(SyntheticInput):

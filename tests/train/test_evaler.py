@@ -10,7 +10,7 @@ from moelib.data.input import PADDING_LABEL
 from moelib.data.lm_input import InputMode, LMInput
 from moelib.data.token_store import TokenStore
 from moelib.train.evaler import SpmdEvaler
-from tests.train import tiny
+from tests import tiny
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import pytest
 from moelib.core.config import REQUIRED
 from moelib.core.errors import UserError
 from moelib.train.fit import fit
-from tests.train import tiny
+from tests import tiny
 
 
 def test_trains_and_resumes_without_changing_the_config(tmp_path):

@@ -14,7 +14,7 @@ from moelib.train.identity import (
     config_hash,
     identity,
 )
-from tests.train import tiny
+from tests import tiny
 
 
 def changed(path, value):

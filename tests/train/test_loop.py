@@ -11,7 +11,7 @@ import pytest
 from moelib.train.loop import TrainLoop
 from moelib.train.metrics import pack
 from moelib.train.signals import StopRequest
-from tests.train import tiny
+from tests import tiny
 
 
 def test_host_overhead_is_under_a_millisecond(tmp_path, monkeypatch):

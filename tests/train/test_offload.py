@@ -16,7 +16,7 @@ from moelib.learner.transforms import chain, clip_by_global_norm, global_norm, s
 from moelib.parallel.mesh import mesh_shape_from_axes
 from moelib.planning.compiled.compile_step import no_compilation_cache
 from moelib.planning.hardware.topologies import topology
-from tests.train import tiny
+from tests import tiny
 
 
 def offloaded(cfg, value=True):

@@ -33,8 +33,8 @@ from moelib.train.pretrained import (
     save_pretrained,
     state_from_hugging_face,
 )
+from tests.tiny import trainer_config
 from tests.train import import_memory
-from tests.train.tiny import trainer_config
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "models/huggingface/fixtures"
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.train import tiny
+from tests import tiny
 
 
 def start(directory, *args, devices=8, **environment):

@@ -3,7 +3,7 @@
 import pytest
 
 from moelib.train.profiler import ProfilerWindow
-from tests.train import tiny
+from tests import tiny
 
 
 def test_window_of_steps(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 from moelib.train import progress
 from moelib.train.report import report_run
 from moelib.train.throughput import Throughput
-from tests.train import tiny
+from tests import tiny
 
 H200 = types.SimpleNamespace(
     device_kind="NVIDIA H200", process_index=0, memory_stats=lambda: {"peak_bytes_in_use": 3e9}

@@ -22,7 +22,7 @@ from moelib.train.settings import (
     with_run_length,
     with_vocab_size,
 )
-from tests.train import tiny
+from tests import tiny
 
 
 @pytest.fixture

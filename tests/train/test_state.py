@@ -8,7 +8,7 @@ import pytest
 from moelib.core.param import is_spec
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 from moelib.train import state
-from tests.train import tiny
+from tests import tiny
 
 
 @pytest.mark.parametrize("key", [5, jax.random.key(5), jax.random.PRNGKey(5)])

@@ -14,17 +14,14 @@ from moelib.core.param import ParameterSpec, cast_parameters
 from moelib.layers.base import BaseLayer
 from moelib.layers.initializers import constant
 from moelib.layers.moe.balance import BalanceScope, LoadBalanceLoss, RouterZLoss
-from moelib.layers.moe.layer import MoELayer
 from moelib.layers.remat import remat
-from moelib.layers.transformer import ScanStack, TransformerLayer
 from moelib.learner.optimizers import sgd_optimizer
 from moelib.learner.transforms import skip_bad_steps
-from moelib.models.causal_lm import CausalLM
 from moelib.parallel import sharding
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 from moelib.train import metrics, state
 from moelib.train.step import make_eval_step, make_train_step
-from tests.train import tiny
+from tests import tiny
 
 
 def build(num_microbatches=1, train_dtype=None, skip=None, **model_fields):
@@ -173,14 +170,9 @@ LAYERS = 3
 
 def scanned(train_dtype):
     """Returns (trainer, step, state, batch) of a model of three stacked layers."""
-    model = CausalLM.default_config().set(vocab_size=64, dim=16)
-    moe = MoELayer.default_config().set(num_experts=4, num_experts_per_token=2, hidden_dim=8)
-    layer = TransformerLayer.default_config().set(feed_forward=moe)
-    layer.self_attention.set(num_heads=4, num_kv_heads=2)
-    model.decoder = ScanStack.default_config().set(
-        num_layers=LAYERS, block=[layer], remat=config_for_function(remat)
-    )
-    cfg = tiny.trainer_config("unused").set(model=model)
+    layer = tiny.transformer_layer(tiny.plain_moe())
+    decoder = tiny.stacked(layer, num_layers=LAYERS, remat=config_for_function(remat))
+    cfg = tiny.trainer_config("unused", model=tiny.model_config(decoder, vocab_size=64))
     cfg.learner.optimizer = config_for_function(sgd_optimizer).set(learning_rate=1.0)
     trainer = cfg.instantiate(parent=None)
     step = make_train_step(trainer.model, trainer.learner, train_dtype=train_dtype)
@@ -241,10 +233,8 @@ class LoopOverLayers(BaseLayer):
 
 
 def test_stacked_layers_without_a_scan_are_cast_too():
-    cfg = tiny.trainer_config("unused")
-    cfg.model = CausalLM.default_config().set(
-        vocab_size=64, dim=16, decoder=LoopOverLayers.default_config()
-    )
+    model = tiny.model_config(LoopOverLayers.default_config(), vocab_size=64)
+    cfg = tiny.trainer_config("unused", model=model)
     cfg.learner.optimizer = config_for_function(sgd_optimizer).set(learning_rate=1.0)
     trainer = cfg.instantiate(parent=None)
     before = start_of(trainer)

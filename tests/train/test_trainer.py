@@ -20,8 +20,7 @@ from moelib.parallel.mesh import mesh_shape_from_axes
 from moelib.planning.hardware.topologies import topology
 from moelib.train.identity import TrainerDirConflictError, config_hash
 from moelib.train.loop import NonFiniteError
-from tests.models import tiny as models
-from tests.train import tiny
+from tests import tiny
 
 
 def run(cfg):
@@ -237,7 +236,7 @@ def test_mesh_axis_that_splits_nothing_is_refused(tmp_path, shape, names, messag
 
 def moe_config(directory, *rules):
     cfg = tiny.trainer_config(directory, max_step=2, evaler=False, mesh_shape=(1, 2, 2, 1, 1, 2))
-    cfg.set(model=models.model_config(), checkpointer=None)
+    cfg.set(model=tiny.model_config(), checkpointer=None)
     for rule in rules:
         set_from_text(cfg, rule)
     return cfg

@@ -11,7 +11,7 @@ from moelib.planning.lint import facts as lint_facts
 from moelib.planning.lint import rules as lint
 from moelib.planning.report.step_report import total
 from moelib.train.compiler_options import BY_DEVICE_KIND
-from tests.train import tiny
+from tests import tiny
 
 
 @pytest.fixture(scope="module")

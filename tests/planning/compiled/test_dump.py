@@ -10,8 +10,8 @@ import pytest
 from moelib.planning.compiled.dump import DumpError, dump_when_compiled, write_report
 from moelib.planning.report.markdown import finding_lines, report_text
 from moelib.planning.report.step_report import Finding, Share, StepReport
+from tests import tiny
 from tests.planning.report.test_step_report import make_report
-from tests.train import tiny
 
 FINDING = Finding(
     "padding", "hint", "fusion.1 f32[2048,4]", 2**20, 8, "jit(s)/mul", ("layers/norm.py:35",),

@@ -15,7 +15,7 @@ import pytest
 from moelib.planning.compiled import in_subprocess as apart
 from moelib.planning.compiled.in_subprocess import compile_apart
 from moelib.planning.report.step_report import Memory, StepReport
-from tests.train import tiny
+from tests import tiny
 
 _REPORT = StepReport(
     name="",

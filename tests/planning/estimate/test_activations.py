@@ -7,8 +7,6 @@ import pytest
 from moelib.core.config import config_for_function
 from moelib.layers.feed_forward import FeedForward
 from moelib.layers.remat import remat
-from moelib.layers.transformer import ScanStack, TransformerLayer
-from moelib.models.causal_lm import CausalLM
 from moelib.planning.estimate import activations as kept_lib
 from moelib.planning.estimate.activations import (
     DOTS,
@@ -20,8 +18,8 @@ from moelib.planning.estimate.activations import (
     with_remat,
 )
 from moelib.planning.estimate.workload import read_workload
+from tests import tiny
 from tests.planning import tiny_moe
-from tests.train import tiny
 
 DIM, HIDDEN, LAYERS, HEADS, HEAD_DIM = 24, 40, 3, 2, 12
 
@@ -29,15 +27,12 @@ DIM, HIDDEN, LAYERS, HEADS, HEAD_DIM = 24, 40, 3, 2, 12
 @pytest.fixture
 def cfg():
     """A dense model; its trainer's config."""
-    layer = TransformerLayer.default_config().set(
-        feed_forward=FeedForward.default_config().set(hidden_dim=HIDDEN)
-    )
-    layer.self_attention.set(num_heads=HEADS, num_kv_heads=HEADS, head_dim=HEAD_DIM)
-    model = CausalLM.default_config().set(
-        vocab_size=32, dim=DIM, decoder=ScanStack.default_config().set(num_layers=LAYERS)
-    )
-    model.decoder.block = [layer]
-    return tiny.trainer_config("unused", evaler=False).set(model=model, train_dtype="bfloat16")
+    feed_forward = FeedForward.default_config().set(hidden_dim=HIDDEN)
+    heads = {"num_heads": HEADS, "num_kv_heads": HEADS, "head_dim": HEAD_DIM}
+    layer = tiny.transformer_layer(feed_forward, **heads)
+    model = tiny.model_config(tiny.stacked(layer, num_layers=LAYERS), dim=DIM)
+    cfg = tiny.trainer_config("unused", model=model, evaler=False)
+    return cfg.set(train_dtype="bfloat16")
 
 
 def _read(cfg):
