@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 # What `make quickstart` runs.
 QUICKSTART := $(BIN)/python -m moelib.cli.main quickstart
 # What `make bench` runs.
-BENCH := $(BIN)/python -m moelib.cli.main bench step
+BENCH := $(BIN)/python -m benchmarks step
 
 # The notice is about a later MkDocs; ours is pinned.
 export NO_MKDOCS_2_WARNING := 1

@@ -8,7 +8,7 @@ recipe of their training is not published: the one here is ordinary.
 compiled step is set beside MaxText's by
 
     moelib plan --module=experiments.gpt_oss --config=gpt-oss-3b-v6e4 --topology=v6e:2x2 \
-        --as_is --compile=1 --beside=experiments/gpt_oss_beside.json
+        --as_is --compile=1 --beside=experiments/gpt_oss_maxtext.json
 """
 
 import functools

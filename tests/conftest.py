@@ -38,7 +38,16 @@ _TESTS = pathlib.Path(__file__).parent
 _CHECKED_PACKAGES = ("moelib.kernels", "moelib.layers", "moelib.models")
 
 # Optax mixes dtypes in its updates: these folders run optimizers.
-_STANDARD_PROMOTION = ("learner", "train", "cli", "end_to_end", "experiments", "planning", "verify")
+_STANDARD_PROMOTION = (
+    "benchmarks",
+    "learner",
+    "train",
+    "cli",
+    "end_to_end",
+    "experiments",
+    "planning",
+    "verify",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -23,7 +23,7 @@ COMMANDS = {
     "generate": ("moelib.cli.generate", "Continues a prompt with a trained model."),
     "evaluate": ("moelib.cli.evaluate", "Answers benchmarks with the checkpoints of a run."),
     "convert": ("moelib.cli.convert", "Reads and writes models of Hugging Face."),
-    "bench": ("moelib.cli.bench", "Measures speed on this machine."),
+    "bench": ("moelib.cli.bench", "Moved: python -m benchmarks, in the repository."),
     "quickstart": ("moelib.cli.quickstart", "Trains a small model on text of this machine."),
 }
 

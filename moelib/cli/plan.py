@@ -52,9 +52,6 @@ def define_flags() -> None:
     flags.DEFINE_multi_string(
         "beside", [], "A report, or a JSON object of the same figures, shown beside ours."
     )
-    flags.DEFINE_string(
-        "calibrate", None, "Writes a page to this file: runs of --module beside our estimates."
-    )
 
 
 def run(args: Sequence[str]) -> None:
@@ -70,10 +67,7 @@ def run(args: Sequence[str]) -> None:
     from moelib.planning.hardware.topologies import PlanError
 
     try:
-        if FLAGS.calibrate:
-            _calibrate()
-        else:
-            _plan()
+        _plan()
     except PlanError as error:
         raise UsageError(str(error)) from None
 
@@ -163,28 +157,3 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
     with Console(stderr=True).status("") as status:
         yield lambda text: status.update(escape(text))
-
-
-# -- Calibration ---------------------------------------------------------------------------------
-
-
-def _calibrate() -> None:
-    """Writes the page of published runs beside our estimates of them."""
-    check_file("calibrate")
-    if not FLAGS.module:
-        raise UsageError("--calibrate asks for --module=experiments.published_runs, or your own.")
-    module = launch.import_module(FLAGS.module)
-    if not hasattr(module, "PUBLISHED_RUNS"):
-        raise UsageError(
-            f"--module {FLAGS.module} has no PUBLISHED_RUNS; define it: a sequence of "
-            "moelib.planning.calibration.PublishedRun."
-        )
-    from moelib.planning.calibration import as_markdown, calibrate
-
-    with _progress() as say:
-        found = calibrate(module.PUBLISHED_RUNS, on_progress=say)
-    command = f"moelib plan --module={FLAGS.module} --calibrate={FLAGS.calibrate}"
-    with open(FLAGS.calibrate, "w", encoding="utf-8") as file:
-        file.write(as_markdown(found, getattr(module, "LEFT_OUT", {}), command))
-    within = sum(each.contained for each in found)
-    print(f"{within} of {len(found)} runs are within the range; written to {FLAGS.calibrate}.")

@@ -25,7 +25,7 @@ def named_trainer_configs():
 """
 TINY = ("--module=named_plan_tiny", "--config=tiny")
 WHERE = "--topology=v6e:2x2"
-BESIDE = pathlib.Path(__file__).parents[2] / "experiments/gpt_oss_beside.json"
+BESIDE = pathlib.Path(__file__).parents[2] / "experiments/gpt_oss_maxtext.json"
 
 
 @pytest.fixture
@@ -330,12 +330,9 @@ def test_figures_that_no_report_has_are_refused(tmp_path):
         ((*TINY, WHERE, "--mesh=fsdp=--2"), "is not axis=size"),
         ((*TINY, WHERE, "--mesh=fsdp=²"), "is not axis=size"),
         ((*TINY, WHERE, "--mesh=fsdp=2,fsdp=4"), "fsdp occurs twice"),
-        (("--calibrate=no/x.md", "--module=named_plan_tiny"), "no/x.md: there is no such folder"),
         ((*TINY, WHERE, "--compile=1", "--compiler_option=xla_some"), "write it as name=value"),
         ((*TINY, WHERE, "--as_is", "--set=mesh_shape=(1, 3, 1, 2, 1, 1)"), "takes 6 devices"),
         ((*TINY, WHERE, "--as_is", "--set=input.global_batch_size=6"), "divide into 4 parts"),
-        (("--calibrate=page.md",), "--calibrate asks for --module=experiments.published_runs"),
-        (("--calibrate=page.md", "--module=named_plan_tiny"), r"calibration\.PublishedRun\.$"),
         (
             (*TINY, "--topology=v6e:2x2,v6e:2x1", "--mesh=fsdp=3"),
             "but there are 4.*but there are 2",
@@ -348,14 +345,3 @@ def test_what_cannot_be_is_one_line(command, args, message):
     with pytest.raises(UsageError, match=message) as error:
         command(*args)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.slow
-def test_published_runs_are_written_as_a_page(command, tmp_path, capsys):
-    runs = (
-        "from experiments import published_runs\nPUBLISHED_RUNS = published_runs.PUBLISHED_RUNS[:1]"
-    )
-    (tmp_path / "some_runs.py").write_text(runs)
-    command("--module=some_runs", f"--calibrate={tmp_path}/page.md")
-    assert "1 of 1 runs are within the range" in capsys.readouterr().out
-    assert "| MaxText | gpt-oss-3b-v6e4 |" in (tmp_path / "page.md").read_text()

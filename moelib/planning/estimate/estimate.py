@@ -30,14 +30,14 @@ class Efficiency:
         hbm: Of the bandwidth of HBM.
         links: Of that of the links in a slice.
         network: Of that of the network.
-        seconds_an_operation: From the start of one to that of the next, when there is no work.
+        seconds_per_operation: From the start of one to that of the next, when there is no work.
     """
 
     compute: float
     hbm: float
     links: float
     network: float
-    seconds_an_operation: float
+    seconds_per_operation: float
 
 
 # Steps of large matmuls reach two thirds of the peak (MaxText's Mixtral on v5p: 53% of it in model
@@ -208,5 +208,5 @@ def _seconds(parts: Mapping[str, float], layers: int) -> tuple[float, float]:
         parts["links"] / e.links,
         parts["network"] / e.network,
     )
-    starts = POOR.seconds_an_operation * _OPERATIONS_A_LAYER * layers
+    starts = POOR.seconds_per_operation * _OPERATIONS_A_LAYER * layers
     return max(times(BEST)), sum(times(POOR)) + starts

@@ -1,10 +1,10 @@
-"""What `moelib bench` measures: each case is one compiled function and what it should cost.
+"""Cases: compiled functions with the FLOPs and tokens of one run.
 
-Where tokens go is made up by `PlannedRouter`, or by the sizes of groups: `learned` is what a
-router with random weights does with random tokens, `balanced` gives every expert as many, `skewed`
-gives expert i a share of 1 / (i + 1).
+`PlannedRouter`, or the sizes of groups, decides the routing: `learned` is that of random router
+weights, `balanced` gives every expert the same number of tokens, and `skewed` gives expert i a
+share proportional to 1 / (i + 1).
 
-Shapes: T tokens, D width, F hidden width, E experts, K of them a token.
+Shapes: T tokens, D width, F hidden width, E experts, K experts per token.
 """
 
 import dataclasses
@@ -52,9 +52,9 @@ DISPATCHERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of what is measured."""
+    """Sizes of a benchmark."""
 
-    batch_size: int = 8  # Rows.
+    batch_size: int = 8  # Sequences.
     seq_len: int = 256
     dim: int = 256  # D.
     hidden_dim: int = 256  # F.
@@ -64,8 +64,10 @@ class Sizes:
     num_kv_heads: int = 4
     num_layers: int = 4
     vocab_size: int = 8192
-    buffer_factor: float | None = None  # Of the dispatchers that have one; None has room for all.
-    dtype: str = "float32"  # Of a step's forward and backward pass; else of inputs and weights.
+    buffer_factor: float | None = (
+        None  # Of dispatchers with buffers; None is enough for any routing.
+    )
+    dtype: str = "float32"  # Of the passes of a step; elsewhere of inputs and weights.
 
     @property
     def num_tokens(self) -> int:
@@ -75,30 +77,23 @@ class Sizes:
 
 @dataclasses.dataclass
 class Case:
-    """A function to be measured.
+    """A function to measure."""
 
-    Attributes:
-        run: Starts one turn, and returns arrays to wait for.
-        flops: Of the matmuls of a turn, as the mathematics needs them, on all devices.
-        tokens: Of a turn.
-        compiled: The program.
-    """
-
-    run: Callable[[], Any]
-    flops: float
-    tokens: int
+    run: Callable[[], Any]  # Starts one run, and returns arrays to wait for.
+    flops: float  # FLOPs of the matmuls that a run needs, on all devices.
+    tokens: int  # Tokens per run.
     compiled: jax.stages.Compiled
 
 
 class PlannedRouter(Router):
-    """Sends tokens where it is told, by the weights of its own scores."""
+    """A router with planned expert ids, and the weights of its own scores."""
 
     @config_class
     class Config(Router.Config):
         routing: Required[str] = REQUIRED  # learned, balanced or skewed.
 
     def forward(self, x: Float[Array, "B S D"], mask: Bool[Array, "B S"]) -> Routing:
-        """Returns where each token goes."""
+        """Returns the planned routing."""
         made: Routing = super().forward(x, mask)
         cfg: PlannedRouter.Config = self.config
         if cfg.routing == "learned":
@@ -108,18 +103,18 @@ class PlannedRouter(Router):
 
 
 def planned_ids(routing: str, num_tokens: int, sizes: Any) -> Int[np.ndarray, "T K"]:
-    """Returns K different experts for each token, balanced or skewed."""
+    """Returns K different experts per token, balanced or skewed."""
     num_experts, k = sizes.num_experts, sizes.num_experts_per_token
     if routing == "balanced":
         return np.arange(num_tokens * k, dtype=np.int32).reshape(-1, k) % num_experts
-    # Of logs of shares plus Gumbel noise the K largest are a draw without replacement.
+    # The K largest of log share plus Gumbel noise are a draw without replacement.
     noise = np.random.default_rng(0).gumbel(size=(num_tokens, num_experts))
     score = noise - np.log1p(np.arange(num_experts))
     return np.argsort(-score, axis=1)[:, :k].astype(np.int32)
 
 
 def model_config(sizes: Sizes, routing: str) -> CausalLM.Config:
-    """Returns the model of `step`: attention and experts in every layer."""
+    """Returns the model of `step`, with attention and experts in every layer."""
     moe = moe_config(sizes, routing).set(
         load_balance_loss=LoadBalanceLoss.default_config().set(weight=0.01)
     )
@@ -134,7 +129,7 @@ def model_config(sizes: Sizes, routing: str) -> CausalLM.Config:
 
 
 def moe_config(sizes: Sizes, routing: str) -> MoELayer.Config:
-    """Returns a layer of experts whose routing is planned."""
+    """Returns a layer of experts with planned routing."""
     return MoELayer.default_config().set(
         hidden_dim=sizes.hidden_dim,
         num_experts=sizes.num_experts,
@@ -152,7 +147,7 @@ def learner_config() -> Learner.Config:
 
 
 def step_case(sizes: Sizes, routing: str) -> dict[str, Case]:
-    """A whole training step; parameters and AdamW's moments are in float32 in any case."""
+    """Returns a training step; parameters and AdamW's moments are always float32."""
     model = model_config(sizes, routing).instantiate(parent=None)
     specs = model.create_parameter_specs_recursively()
     learner = learner_config().instantiate(parent=None, param_specs=specs)
@@ -173,7 +168,7 @@ def step_case(sizes: Sizes, routing: str) -> dict[str, Case]:
 
 
 def gmm_cases(sizes: Sizes, routing: str) -> dict[str, Case]:
-    """The experts' grouped matmuls with their gradients, and a matmul for each expert in a loop."""
+    """Returns grouped matmuls of experts with gradients, and one matmul per expert in a loop."""
     cfg = FeedForwardExperts.default_config().set(
         name="experts",
         num_experts=sizes.num_experts,
@@ -208,7 +203,7 @@ def gmm_cases(sizes: Sizes, routing: str) -> dict[str, Case]:
 
 
 def attention_cases(sizes: Sizes, routing: str) -> dict[str, Case]:
-    """Causal attention with its gradients, of all before a token and of a window, and JAX's own.
+    """Returns causal attention with gradients, full and in a window, and JAX's own.
 
     The window is a quarter of the sequence.
     """
@@ -231,16 +226,16 @@ def attention_cases(sizes: Sizes, routing: str) -> dict[str, Case]:
         "jax.nn window": (functools.partial(plain, local_window_size=(window - 1, 0)), window),
     }
     cases = {}
-    for name, (run, seen) in runs.items():  # The first tokens see less than the others.
-        scores = sizes.num_tokens * seen - sizes.batch_size * seen * (seen - 1) / 2
-        flops = 3 * 2 * 2.0 * scores * sizes.num_heads * head_dim
+    for name, (run, seen) in runs.items():  # The first tokens have fewer keys.
+        num_scores = sizes.num_tokens * seen - sizes.batch_size * seen * (seen - 1) / 2
+        flops = 3 * 2 * 2.0 * num_scores * sizes.num_heads * head_dim
         grad = jax.grad(lambda *x, run=run: jnp.sum(jnp.square(run(*x))), (0, 1, 2))
         cases[name] = _case(grad, (q, k, v), flops, sizes.num_tokens)
     return cases
 
 
 def loss_cases(sizes: Sizes, routing: str) -> dict[str, Case]:
-    """The head and the cross-entropy with their gradients, and with all logits in memory."""
+    """Returns head and cross-entropy with gradients, in chunks and with all logits in memory."""
     del routing
     hidden = _random_tokens(sizes)
     head = jax.random.normal(jax.random.key(1), (sizes.dim, sizes.vocab_size), sizes.dtype)
@@ -263,7 +258,7 @@ def loss_cases(sizes: Sizes, routing: str) -> dict[str, Case]:
 
 
 def dispatch_cases(sizes: Sizes, routing: str) -> dict[str, Case]:
-    """A layer of experts with its gradients, by each dispatcher, experts split over all devices."""
+    """Returns a layer of experts with gradients for each dispatcher, over all devices."""
     x = _random_tokens(sizes)
     cases = {}
     mesh = jax.sharding.get_abstract_mesh()
@@ -302,7 +297,7 @@ def _case(run: Callable[..., Any], arguments: tuple[Any, ...], flops: float, tok
 
 
 def _initial(layer: BaseLayer, sizes: Sizes) -> Any:
-    """Returns a layer's parameters; those that a step would not cast stay in float32."""
+    """Returns a layer's parameters; those that a step does not cast stay float32."""
     params = layer.initialize_parameters_recursively(jax.random.key(1))
     return cast_parameters(params, layer.create_parameter_specs_recursively(), sizes.dtype)
 
@@ -313,7 +308,7 @@ def _random_tokens(sizes: Sizes) -> Float[Array, "B S D"]:
 
 
 def _group_sizes(sizes: Sizes, routing: str) -> Int[np.ndarray, "E"]:
-    """Returns how many rows each expert gets."""
+    """Returns the number of rows of each expert."""
     if routing == "learned":
         weight = np.random.default_rng(1).normal(size=(sizes.dim, sizes.num_experts))
         x = np.random.default_rng(2).normal(size=(sizes.num_tokens, sizes.dim))

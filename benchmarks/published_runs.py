@@ -1,83 +1,102 @@
-"""Published runs: what others measured, on which hardware, with which settings.
+"""Published runs: measurements by others, with their hardware and settings.
 
-The mesh is the nearest that we have: a pipeline's stages stand as devices that share a batch or
-weights. Rows at a time and recomputation that are not published are guessed, and said to be.
+The mesh is the nearest that moelib supports: stages of a pipeline become devices that share a batch
+or weights. Batch sizes and recomputation that were not published are guesses, and noted as such.
 """
 
-from moelib.planning.calibration import PublishedRun
-from moelib.planning.estimate.activations import DOTS
+import dataclasses
+
+from moelib.planning.estimate.activations import DOTS, FULL
 
 _MAXTEXT = "MaxText's published recipes"
 _AUTOMODEL = "NeMo Automodel, performance summary"
 _PITHTRAIN = "PithTrain, thesis, tables 4.3 and 4.4"
 
 
-# A device of tpu7x is half a chip: figures of a chip are halved.
+@dataclasses.dataclass(frozen=True)
+class PublishedRun:
+    """A measured run."""
+
+    system: str
+    config: str  # Named config of the model, after its module and a colon.
+    topology: str
+    inside: dict[str, int]  # Sizes of mesh axes inside a slice.
+    batch_per_device: int  # Sequences per device and micro-batch.
+    seq_len: int  # Tokens per sequence.
+    tokens_per_second: tuple[float, float]  # Per device: lowest and highest of similar runs.
+    source: str
+    across: dict[str, int] = dataclasses.field(default_factory=dict)  # Sizes across slices.
+    num_microbatches: int = 1
+    remat: str = FULL  # A name of `Workload.saved`.
+    note: str = ""  # Settings that were not published, or differ.
+
+
+# A device of tpu7x is half a chip: rates per chip are halved.
 PUBLISHED_RUNS = (
     PublishedRun(
         "MaxText", "experiments.gpt_oss:gpt-oss-3b-v6e4",
         "v6e:2x2", {"expert": 2, "fsdp": 2}, 1, 1024,
-        (5640, 5640), "the post on MaxText's GPT-OSS job for four v6e (182 ms a step)",
+        (5640, 5640), "the post on MaxText's GPT-OSS job for four v6e (182 ms per step)",
     ),
     PublishedRun(
         "MaxText", "experiments.open_models:mixtral-8x7b",
         "v6e:16x16", {"fsdp": 256}, 8, 4096,
-        (3645, 3899), "tpu-recipes, Trillium, Mixtral-8x7B (8.4 to 9.0 s a step)",
-        note="drops tokens beyond 1.25 of an even load; rows and recomputation guessed",
+        (3645, 3899), "tpu-recipes, Trillium, Mixtral-8x7B (8.4 to 9.0 s per step)",
+        note="drops tokens beyond 1.25 times the even load; batch size and recomputation guessed",
     ),
     PublishedRun(
         "MaxText", "experiments.open_models:mixtral-8x22b",
         "v6e:16x16", {"fsdp": 256}, 4, 4096,
-        (1326, 1326), _MAXTEXT, note="rows and recomputation guessed",
+        (1326, 1326), _MAXTEXT, note="batch size and recomputation guessed",
     ),
     PublishedRun(
         "MaxText", "experiments.open_models:mixtral-8x7b",
         "v5p:4x8x8", {"fsdp": 256}, 8, 4096,
-        (2909, 2909), _MAXTEXT, remat=DOTS, note="rows and recomputation guessed",
+        (2909, 2909), _MAXTEXT, remat=DOTS, note="batch size and recomputation guessed",
     ),
     PublishedRun(
         "MaxText", "experiments.open_models:deepseek-v3",
         "v5p:8x8x8", {"fsdp": 512}, 4, 4096,
-        (542, 542), _MAXTEXT, note="chips, rows and recomputation guessed",
+        (542, 542), _MAXTEXT, note="chips, batch size and recomputation guessed",
     ),
     PublishedRun(
         "MaxText", "experiments.open_models:deepseek-v3",
         "tpu7x:4x8x8", {"fsdp": 512}, 4, 4096,
-        (1213, 1223), _MAXTEXT, note="rows and recomputation guessed",
+        (1213, 1223), _MAXTEXT, note="batch size and recomputation guessed",
     ),
     PublishedRun(
         "MaxText", "experiments.open_models:qwen3-235b-a22b",
         "tpu7x:4x8x8", {"fsdp": 512}, 4, 4096,
-        (2123, 2123), _MAXTEXT, note="rows and recomputation guessed",
+        (2123, 2123), _MAXTEXT, note="batch size and recomputation guessed",
     ),
     PublishedRun(
         "MaxText", "experiments.gpt_oss:gpt-oss-120b",
         "tpu7x:4x4x4", {"fsdp": 128}, 4, 8192,
-        (4786, 4791), _MAXTEXT, note="rows and recomputation guessed",
+        (4786, 4791), _MAXTEXT, note="batch size and recomputation guessed",
     ),
     PublishedRun(
         "Automodel", "experiments.open_models:qwen3-30b-a3b",
         "h100:1x8", {"expert": 8}, 4, 4096,
         (12_040, 12_040), _AUTOMODEL, num_microbatches=16,
-        note="rows and recomputation guessed",
+        note="batch size and recomputation guessed",
     ),
     PublishedRun(
         "Automodel", "experiments.gpt_oss:gpt-oss-20b",
         "h100:1x8", {"expert": 8}, 4, 4096,
         (13_058, 13_058), _AUTOMODEL, num_microbatches=8,
-        note="rows and recomputation guessed",
+        note="batch size and recomputation guessed",
     ),
     PublishedRun(
         "Automodel", "experiments.gpt_oss:gpt-oss-120b",
         "h100:8x8", {"expert": 8}, 2, 4096,
         (7626, 7626), _AUTOMODEL, across={"expert": 8}, num_microbatches=4,
-        note="rows and recomputation guessed",
+        note="batch size and recomputation guessed",
     ),
     PublishedRun(
         "Automodel", "experiments.open_models:deepseek-v3",
         "h100:32x8", {"expert": 8}, 4, 4096,
         (1002, 1002), _AUTOMODEL, across={"expert": 8, "fsdp": 4},
-        note="a pipeline of 4; rows and recomputation guessed",
+        note="a pipeline of 4; batch size and recomputation guessed",
     ),
     PublishedRun(
         "Megatron, PithTrain", "experiments.open_models:qwen3-30b-a3b",
@@ -105,13 +124,13 @@ PUBLISHED_RUNS = (
     ),
 )  # fmt: skip
 
-LEFT_OUT = {
-    "Megatron-Bridge, DeepSeek-V3 on GB200 and GB300": "MXFP8, which we cannot compute in yet",
-    "PithTrain, Qwen3-30B-A3B on B200": "FP8, which we cannot compute in yet",
-    "Megatron-Bridge, Qwen3-30B-A3B on 16 H100": "published as 299 TFLOP/s, by another count",
-    "Llama 4 on v5p, and Marin's own model": "models that we have no config of",
+EXCLUDED = {
+    "Megatron-Bridge, DeepSeek-V3 on GB200 and GB300": "MXFP8, which moelib does not support",
+    "PithTrain, Qwen3-30B-A3B on B200": "FP8, which moelib does not support",
+    "Megatron-Bridge, Qwen3-30B-A3B on 16 H100": "published as 299 TFLOP/s, counted differently",
+    "Llama 4 on v5p, and Marin's own model": "models without a config in moelib",
     "TorchTitan on H100, in PithTrain's tables, both in BF16": (
-        "not tuned: 90.5K tokens a second of qwen3-30b-a3b on 2x8 and 74.1K of deepseek-v2-lite on "
-        "1x8 are a third below the others on like hardware"
+        "not tuned: 90.5K tokens per second of qwen3-30b-a3b on 2x8 and 74.1K of deepseek-v2-lite "
+        "on 1x8 are a third below the others on similar hardware"
     ),
 }

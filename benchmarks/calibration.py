@@ -1,0 +1,155 @@
+"""Calibration of `moelib plan`: its estimates of published runs, compared with the measurements.
+
+python -m benchmarks.calibration docs/calibration.md
+"""
+
+import dataclasses
+import functools
+import importlib
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from benchmarks.published_runs import EXCLUDED, PUBLISHED_RUNS, PublishedRun
+from moelib.core.progress import Progress
+from moelib.core.table import Table, to_markdown
+from moelib.planning.estimate.candidates import Candidate, Mesh, rules_of
+from moelib.planning.estimate.estimate import BEST, POOR, Estimate, Estimator
+from moelib.planning.estimate.workload import Workload, read_workload
+from moelib.planning.hardware.topologies import describe
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibrated:
+    """A published run and its estimate."""
+
+    run: PublishedRun
+    estimate: Estimate
+
+    @property
+    def contained(self) -> bool:
+        """Whether all measurements are within the range."""
+        low, high = self.estimate.tokens_per_second
+        return low <= self.run.tokens_per_second[0] and self.run.tokens_per_second[1] <= high
+
+    @property
+    def width(self) -> float:
+        """Upper end of the range, as a multiple of its lower end."""
+        low, high = self.estimate.tokens_per_second
+        return high / low
+
+
+def calibrate(runs: Iterable[PublishedRun], *, show_progress: bool = False) -> list[Calibrated]:
+    """Returns the estimates of runs."""
+    runs, found = list(runs), []
+    with Progress("calibrate", total=len(runs), enabled=show_progress) as progress:
+        for i, run in enumerate(runs):
+            progress.update(i, f"{run.system}, {run.config.partition(':')[2]} on {run.topology}")
+            found.append(_calibrated(run))
+    return found
+
+
+def _calibrated(run: PublishedRun) -> Calibrated:
+    cfg, work = _workload(run.config, run.seq_len)
+    mesh = Mesh(tuple(run.inside.items()), tuple(run.across.items()))
+    rules = rules_of(cfg)
+    per_step = run.batch_per_device * run.num_microbatches * mesh.parts(rules["batch"])
+    work = dataclasses.replace(work, global_batch_size=per_step)
+    candidate = Candidate(
+        describe(run.topology), mesh, run.batch_per_device, run.num_microbatches, run.remat
+    )
+    return Calibrated(run, Estimator(work, rules, {})(candidate))
+
+
+@functools.cache
+def _workload(name: str, seq_len: int) -> tuple[Any, Workload]:
+    module, _, config = name.partition(":")
+    cfg = importlib.import_module(module).named_trainer_configs()[config]()
+    cfg.input.seq_len = seq_len
+    return cfg, read_workload(cfg)
+
+
+def as_markdown(found: Iterable[Calibrated], excluded: Mapping[str, str]) -> str:
+    """Returns the page of docs/calibration.md.
+
+    Args:
+        found: Result of `calibrate`.
+        excluded: Runs that are not in it, with the reason.
+    """
+    found = list(found)
+    hits = sum(each.contained for each in found)
+    too_large = sum(each.estimate.bytes_held > each.estimate.capacity for each in found)
+    pipelines = sum("pipeline" in each.run.note for each in found)
+    widths = sorted(each.width for each in found)
+    median = widths[len(widths) // 2]
+    text = f"""# Accuracy of the estimates of `moelib plan`
+
+This page is written by `python -m benchmarks.calibration docs/calibration.md`.
+
+Each row is a published run, estimated on the nearest mesh that moelib supports. The predicted range
+contains all measurements in {hits} of {len(found)} rows. By the estimate, {too_large} of the runs
+hold more than a device has; {pipelines} used a pipeline, which moelib lacks. The upper end of a
+range is {widths[0]:.1f} to {widths[-1]:.1f} times its lower end, with a median of {median:.1f}.
+Rates are in tokens per second per device; a device of tpu7x is half a chip. GiB are those that
+moelib would hold for such a step, dropless and with parameters and moments in float32; other
+systems hold less where they drop tokens or store lower precision.
+
+The efficiencies below were chosen with these runs in view. The table therefore shows how well one
+set of them fits all runs, not how well an unknown run is predicted."""
+    columns = (
+        "System", "Model", "Devices", "Mesh", "Batch/device", "Remat", "Measured>", "Predicted>",
+        "Width>", "Within", "Limit", "GiB held>", "Remarks",
+    )  # fmt: skip
+    efficiencies = Table(
+        "",
+        ("", "Compute>", "HBM>", "Links>", "Network>", "Start of an operation>"),
+        [
+            (name, f"{e.compute:.0%}", f"{e.hbm:.0%}", f"{e.links:.0%}", f"{e.network:.0%}")
+            + (f"{e.seconds_per_operation * 1e6:.0f} µs",)
+            for name, e in (("best", BEST), ("poor", POOR))
+        ],
+    )
+    parts = [
+        text,
+        to_markdown(Table("", columns, [_row(each) for each in found])),
+        "Every row is estimated with the same efficiencies:",
+        to_markdown(efficiencies),
+        "Sources:",
+        "\n".join(f"- {each}." for each in dict.fromkeys(each.run.source for each in found)),
+        "Excluded runs:",
+        "\n".join(f"- {run}: {reason}." for run, reason in excluded.items()),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _row(each: Calibrated) -> tuple[str, ...]:
+    run, estimate = each.run, each.estimate
+    between = lambda low, high: f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}"
+    return (
+        run.system,
+        run.config.partition(":")[2],
+        run.topology,
+        str(estimate.candidate.mesh),
+        f"{run.batch_per_device} x {run.seq_len:,}",
+        run.remat,
+        between(*run.tokens_per_second),
+        between(*estimate.tokens_per_second),
+        f"{each.width:.1f}",
+        "yes" if each.contained else "**no**",
+        max(estimate.parts, key=estimate.parts.__getitem__),
+        f"{estimate.bytes_held / 2**30:.0f} of {estimate.capacity / 2**30:.0f}",
+        run.note,
+    )
+
+
+def main(path: str) -> None:
+    """Writes the page."""
+    found = calibrate(PUBLISHED_RUNS, show_progress=True)
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(as_markdown(found, EXCLUDED))
+    within = sum(each.contained for each in found)
+    print(f"{within} of {len(found)} runs are within the predicted range; written to {path}.")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

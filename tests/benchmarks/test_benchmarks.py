@@ -1,0 +1,165 @@
+"""The benchmarks: sizes, FLOPs and gradients of cases, and alternate measurements."""
+
+import dataclasses
+import math
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import __main__ as bench
+from benchmarks import cases as bench_cases
+from benchmarks import measure
+from moelib.core.errors import UsageError
+from moelib.layers.moe.dispatch import SortedDispatcher
+from moelib.models.cost import model_cost
+from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
+
+SMALL = bench_cases.Sizes(
+    batch_size=8, seq_len=16, dim=32, hidden_dim=16, num_experts=8, num_heads=2, num_kv_heads=1
+)
+
+
+def test_the_model_has_the_documented_size_and_flops():
+    cfg = bench_cases.model_config(bench_cases.Sizes(), "learned")
+    cost = model_cost(cfg.instantiate(parent=None), seq_len=256)
+    embeddings, attention = 2 * 8192 * 256, 256 * 32 * (8 + 2 * 4 + 8)
+    router, expert, norms = 16 * 256, 3 * 256 * 256, (2 * 4 + 1) * 256
+    assert cost.total_parameters == embeddings + 4 * (attention + router + 16 * expert) + norms
+    assert round(cost.total_parameters / 1e6, 1) == 17.6
+    matmuls = embeddings // 2 + 4 * (attention + router + 2 * expert)
+    scores = 4 * 2 * 8 * 32 * (256 + 1) / 2  # Keys times queries, then values; the causal half.
+    assert cost.train_flops_per_token == 3 * 2 * (matmuls + scores)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [("float32", 1e-5), pytest.param("bfloat16", 2**-5, marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("name", ["gmm", "attention", "loss"])
+def test_compared_cases_give_the_same_gradients(name, dtype, tolerance):
+    sizes = dataclasses.replace(SMALL, dtype=dtype)
+    cases = list(bench_cases.CASES[name](sizes, "skewed").values())
+    for ours, other in zip(cases[::2], cases[1::2], strict=True):
+        assert ours.flops == other.flops
+        for a, b in zip(*(jax.tree.leaves(case.run()) for case in (ours, other)), strict=True):
+            assert a.dtype == b.dtype == dtype
+            a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+            scale = np.abs(b).max()
+            np.testing.assert_allclose(a / scale, b / scale, atol=tolerance)
+
+
+@pytest.mark.slow
+def test_a_step_computes_in_the_dtype_and_keeps_its_state_in_float32():
+    sizes = dataclasses.replace(SMALL, dtype="bfloat16", num_layers=1, vocab_size=64)
+    case = bench_cases.step_case(sizes, "learned")["step"]
+    assert np.isfinite(case.run()).all()
+    state = jax.tree.leaves(case.compiled.in_avals)
+    assert not any(x.dtype == jnp.bfloat16 for x in state)
+    assert "bf16[" in case.compiled.as_text()
+
+
+def test_dispatched_tokens_and_experts_are_of_the_dtype_and_the_router_is_not(monkeypatch):
+    monkeypatch.setattr(bench_cases, "DISPATCHERS", {"sorted": SortedDispatcher})
+    sizes = dataclasses.replace(SMALL, dtype="bfloat16")
+    params, x = bench_cases.dispatch_cases(sizes, "learned")["sorted"].run()
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in [x, *jax.tree.leaves(params["experts"])])
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params["router"]))
+
+
+def test_the_flops_of_attention_are_those_of_the_scores_that_count():
+    cases = bench_cases.attention_cases(SMALL, "learned")
+    ahead = np.arange(16)[:, None] - np.arange(16)
+    for name, window in (("attention", 16), ("window", 4)):
+        scores = 8 * 2 * ((ahead >= 0) & (ahead < window)).sum()  # Of 8 rows and 2 heads.
+        assert cases[name].flops == 3 * 2 * 2 * 16 * scores
+
+
+@pytest.mark.slow
+def test_dispatchers_that_drop_nothing_give_the_same_gradients_on_all_devices():
+    with jax.set_mesh(create_device_mesh(mesh_shape_from_axes(expert=-1))):
+        cases = bench_cases.dispatch_cases(SMALL, "balanced")
+        made = {name: jax.tree.leaves(jax.device_get(case.run())) for name, case in cases.items()}
+    for name, leaves in made.items():  # Balanced routing fits every capacity.
+        for a, b in zip(leaves, made["dense"], strict=True):
+            scale = max(np.abs(b).max(), 1e-3)
+            np.testing.assert_allclose(a / scale, b / scale, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(("routing", "most"), [("balanced", 1.0), ("skewed", 2.0)])
+def test_planned_routing_is_what_its_name_says(routing, most):
+    sizes = bench_cases.Sizes(batch_size=8, seq_len=256)
+    ids = bench_cases.planned_ids(routing, sizes.num_tokens, sizes)
+    assert all(len(set(row)) == sizes.num_experts_per_token for row in ids)
+    share = np.bincount(ids.reshape(-1), minlength=16) * 16 / ids.size
+    assert share.max() == 1 if most == 1 else share.max() > most > 1 > share.min() > 0
+
+
+def test_runs_alternate_and_the_first_round_is_not_counted():
+    order = []
+    runs = {name: lambda name=name: order.append(name) for name in ("a", "b")}
+    times = measure.interleaved(runs, 3)
+    assert order == ["a", "b"] * 4
+    assert [len(times[name]) for name in runs] == [3, 3]
+
+
+def test_the_table_has_two_rows_per_case():
+    table = measure.measure(bench_cases.loss_cases(SMALL, "learned"), 2, "bfloat16")
+    assert [row[:2] for row in table.rows] == [
+        (name, time) for name in ("loss", "all logits") for time in ("least", "median")
+    ]
+    assert all(float(row[2]) > 0 and row[5].endswith("%") for row in table.rows)
+
+
+@pytest.mark.parametrize("cost", [None, {}, {"flops": 1.0}])
+def test_bytes_that_are_not_counted_are_a_dash(cost):
+    memory = types.SimpleNamespace(
+        argument_size_in_bytes=3 * 2**20,
+        output_size_in_bytes=2 * 2**20,
+        temp_size_in_bytes=2**20,
+        alias_size_in_bytes=2**20,
+    )
+    compiled = types.SimpleNamespace(memory_analysis=lambda: memory, cost_analysis=lambda: cost)
+    assert measure.memory(compiled) == ("5", "-")
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "num_devices", "message"),
+    [
+        ("step", {"seq_len": 0}, 1, "^--seq_len=0"),
+        ("gmm", {"hidden_dim": -1}, 1, "^--hidden_dim=-1"),
+        ("attention", {"num_heads": 7}, 1, "^--dim=256.* 7, --num_heads"),
+        ("step", {"num_kv_heads": 3}, 1, "^--num_heads=8.* 3, --num_kv_heads"),
+        ("step", {"num_heads": 256}, 1, "^--num_heads=256"),
+        ("step", {"num_experts": 1, "num_experts_per_token": 1}, 1, "^--num_experts=1:"),
+        ("gmm", {"num_experts": 2, "num_experts_per_token": 4}, 1, "^--num_experts_per_token=4: "),
+        ("dispatch", {"num_experts": 4}, 8, "^--num_experts=4.* 8,"),
+        ("dispatch", {"batch_size": 4}, 8, "^--batch_size=4.* 8,"),
+        ("dispatch", {"buffer_factor": math.inf}, 8, "^--buffer_factor=inf"),
+    ],
+    ids=str,
+)
+def test_sizes_that_cannot_be_measured_are_refused_by_flag(name, sizes, num_devices, message):
+    with pytest.raises(UsageError, match=message):
+        measure.check_sizes(name, bench_cases.Sizes(**sizes), num_devices)
+
+
+def test_sizes_that_a_benchmark_does_not_use_are_not_checked():
+    sizes = bench_cases.Sizes(num_heads=7, num_experts=2, num_experts_per_token=4, batch_size=3)
+    measure.check_sizes("loss", sizes, 8)
+    for name in bench.BENCHMARKS:
+        measure.check_sizes(name, bench_cases.Sizes(), 8)
+
+
+def test_the_routing_is_named_where_it_is_used():
+    for name in bench.BENCHMARKS:
+        text = measure.describe(name, SMALL, "skewed")
+        assert ("skewed routing" in text) == (name in ("step", "gmm", "dispatch"))
+        assert text.endswith(", float32")
+
+
+def test_an_unknown_benchmark_names_the_known_ones():
+    with pytest.raises(UsageError, match=r"'stpe'.* step, gmm, attention, dispatch, loss"):
+        bench.run(["stpe"])
