@@ -14,7 +14,7 @@ from typing import Any
 
 from absl import app, flags
 
-from moelib.core import config_text
+from moelib.core import config_parse, config_paths
 from moelib.core.config import (
     REQUIRED,
     ConfigBase,
@@ -119,7 +119,7 @@ def load_config(
     if mesh_selector is not None:
         cfg = select_mesh(cfg, mesh_selector)
     if max_step is not None:
-        config_text.set_from_text(cfg, f"max_step={max_step}", flag="--max_step")
+        config_parse.set_from_text(cfg, f"max_step={max_step}", flag="--max_step")
     for assignment in sets:
         set_field(cfg, assignment)
     if data_dir is not None:
@@ -137,7 +137,7 @@ def set_field(cfg: ConfigBase, assignment: str) -> None:
     """
     path, _, text = (part.strip() for part in assignment.partition("="))
     if path != "mesh_shape" or "=" not in text:
-        config_text.set_from_text(cfg, assignment)
+        config_parse.set_from_text(cfg, assignment)
         return
     from moelib.parallel.mesh import parse_mesh
 
@@ -165,14 +165,14 @@ def select_mesh(cfg: Any, selector: str) -> Any:
 def set_data_dir(cfg: ConfigBase, data_dir: str) -> None:
     """Replaces {data_dir} in every string of the config."""
     with config_origin(f"--data_dir {data_dir}"):
-        for path, value in list(config_text.leaves(cfg)):
+        for path, value in cfg.to_flat_dict().items():
             if isinstance(value, str) and "{data_dir}" in value:
-                config_text.set_at(cfg, path, value.replace("{data_dir}", data_dir.rstrip("/")))
+                config_paths.set_at(cfg, path, value.replace("{data_dir}", data_dir.rstrip("/")))
 
 
 def check_data_dir(cfg: ConfigBase) -> None:
     """Raises UsageError if a path of the config still asks for --data_dir."""
-    for path, value in config_text.leaves(cfg):
+    for path, value in cfg.to_flat_dict().items():
         if isinstance(value, str) and "{data_dir}" in value:
             raise UsageError(f"{path} is {value!r}: say where the data is with --data_dir.")
 

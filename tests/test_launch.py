@@ -3,7 +3,7 @@
 import pytest
 
 from moelib import launch
-from moelib.core import config_text
+from moelib.core import config_parse
 from moelib.core.config import (
     REQUIRED,
     Configurable,
@@ -163,4 +163,4 @@ def test_missing_trainer_dir_is_named():
 def test_config_text_of_a_loaded_config_reads_back(folder):
     write(folder, "reads_back", MODULE)
     cfg = launch.load_config("reads_back", "small", sets=["max_step=3"])
-    assert config_text.parse(cfg.debug_string()) == cfg
+    assert config_parse.parse(cfg.debug_string()) == cfg

@@ -10,7 +10,7 @@ import re
 from typing import Any, Self
 
 from moelib.core import tree
-from moelib.core.config_values import did_you_mean
+from moelib.core.config import did_you_mean
 
 STEP_PREFIX = "step_"
 RECORD_ITEM = "record"

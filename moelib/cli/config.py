@@ -10,7 +10,7 @@ from typing import Any
 from absl import flags
 
 from moelib import launch
-from moelib.core import config_text
+from moelib.core import config_paths
 from moelib.core.config import InvalidConfigNameError, did_you_mean
 
 FLAGS = flags.FLAGS
@@ -88,7 +88,7 @@ def count(cfg: Any) -> dict[str, float]:
 
 def print_diff(a: Any, b: Any, name_a: str, name_b: str) -> None:
     """Prints the lines in which two configs differ."""
-    rows = config_text.diff(a, b)
+    rows = config_paths.diff(a, b)
     print(f"--- {name_a}\n+++ {name_b}")
     for path, text_a, text_b in rows:
         if text_a is not None:
@@ -101,7 +101,8 @@ def print_diff(a: Any, b: Any, name_a: str, name_b: str) -> None:
 
 def print_origins(cfg: Any, paths: Sequence[str]) -> None:
     """Prints every value below the paths with the place that set it."""
-    rows = _below(list(config_text.origins(cfg)), paths, key=lambda row: row[0])
+    rows = [(line.path, line.text, line.origin) for line in config_paths.leaves(cfg)]
+    rows = _below(rows, paths, key=lambda row: row[0])
     width = max(len(f"{path}: {text}") for path, text, _ in rows)
     for path, text, origin in rows:
         print(f"{f'{path}: {text}':<{min(width, 72)}}  # {_relative(origin)}")

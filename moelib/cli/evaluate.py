@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
-from moelib.core import config_text
-from moelib.core.config_values import did_you_mean
+from moelib.core import config_parse
+from moelib.core.config import did_you_mean
 from moelib.core.errors import UsageError
 
 FLAGS = flags.FLAGS
@@ -235,7 +235,7 @@ def _open_run(trainer_dir: str, step: int) -> _Run:
     loaded = load_for_inference(trainer_dir, step=step)
     target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), loaded.params)
     with open(os.path.join(trainer_dir, "config.txt"), encoding="utf-8") as file:
-        cfg = config_text.parse(file.read())
+        cfg = config_parse.parse(file.read())
     folder = os.path.join(trainer_dir, "checkpoints")
     read = lambda step: restore_params_only(folder, target, step=step).state
     return _Run(loaded.model, loaded.tokenizer, cfg, read)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
-from moelib.core import config_text
+from moelib.core import config_parse
 from moelib.core.errors import UsageError
 
 FLAGS = flags.FLAGS
@@ -228,7 +228,7 @@ def load_for_inference(
     if not os.path.exists(path):
         raise UsageError(f"--trainer_dir {trainer_dir} holds no run: there is no {path}.")
     with open(path, encoding="utf-8") as file:
-        cfg = config_text.parse(file.read())
+        cfg = config_parse.parse(file.read())
     if os.path.exists(os.path.join(trainer_dir, FILE_NAME)):
         tokenizer = converted_tokenizer(trainer_dir, cfg.model.vocab_size)
     else:  # A run of a version that did not copy the tokenizer.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from moelib.core.config_values import did_you_mean
+from moelib.core.config import did_you_mean
 
 # Name: (module, what it does). The module has define_flags() and run(args) -> None.
 COMMANDS = {

@@ -1,7 +1,7 @@
 """Configs: typed, nested, mutable descriptions from which objects are built. Plain Python, no JAX.
 
-A class says what it can be told in a nested `Config`; a config is changed freely, printed,
-compared and written to text, and only `instantiate()` builds the object.
+A class declares its settings in a nested `Config`; a config is changed freely, printed, compared
+and written to text, and only `instantiate()` builds the object.
 
     class Ffn(Module):
         @config_class
@@ -9,92 +9,637 @@ compared and written to text, and only `instantiate()` builds the object.
             input_dim: Required[int] = REQUIRED
 
     ffn = Ffn.default_config().set(name="ffn", input_dim=8).instantiate(parent=None)
-
-This file is what others import; its parts are config_values (what a field may hold), config_base
-(what a config is), config_build (how it builds), config_path and config_text.
 """
 
+import abc
+import contextlib
+import copy
+import dataclasses
 import importlib
+import inspect
+import os
+import sys
 import types
-from collections.abc import Callable
-from typing import Any
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar, Union, dataclass_transform
 
-from moelib.core.config_base import (
-    ConfigBase,
-    FrozenConfigError,
-    InvalidConfigClassError,
-    InvalidConfigNameError,
-    MissingConfigClassDecoratorError,
-    UnknownFieldError,
-    config_class,
-    config_origin,
-)
-from moelib.core.config_build import (
-    ConfigOr,
-    Configurable,
-    InstantiableConfig,
-    RequiredFieldMissingError,
-    config_for_class,
-    config_for_function,
-    maybe_instantiate,
-    maybe_set_config,
-)
-from moelib.core.config_values import (
+from moelib.core import config_paths, config_types
+from moelib.core.config_types import (
     REQUIRED,
     DType,
     InvalidConfigValueError,
     NonConfigFieldError,
     Required,
-    RequiredFieldValue,
+    UnknownFieldError,
     did_you_mean,
-    register_validator,
-    similar_names,
 )
+from moelib.core.errors import UserError
 
-__all__ = [
-    "REQUIRED",
-    "ConfigBase",
-    "ConfigOr",
-    "Configurable",
-    "DType",
-    "FrozenConfigError",
-    "InstantiableConfig",
-    "InvalidConfigClassError",
-    "InvalidConfigNameError",
-    "InvalidConfigValueError",
-    "MissingConfigClassDecoratorError",
-    "NonConfigFieldError",
-    "Required",
-    "RequiredFieldMissingError",
-    "RequiredFieldValue",
-    "TrainerConfigFn",
-    "UnknownFieldError",
-    "config_class",
-    "config_for_class",
-    "config_for_function",
-    "config_origin",
-    "did_you_mean",
-    "get_named_trainer_config",
-    "maybe_instantiate",
-    "maybe_set_config",
-    "register_validator",
-    "similar_names",
-    "with_overrides",
-]
+T = TypeVar("T")
+
+
+class InvalidConfigNameError(UserError):
+    """A field or config name that cannot be used."""
+
+
+class InvalidConfigClassError(TypeError):
+    """A config class that is not written as one."""
+
+
+class MissingConfigClassDecoratorError(TypeError):
+    """A subclass of ConfigBase without @config_class."""
+
+
+class FrozenConfigError(RuntimeError):
+    """A change to the config of an object that is already built."""
+
+
+class RequiredFieldMissingError(UserError):
+    """A config was instantiated while a REQUIRED field was unset."""
+
+    def __init__(self, owner: str, fields: Sequence[str], path: str | None = None) -> None:
+        """Names the unset fields of the config `owner`, and its path below the root."""
+        super().__init__(owner, fields, path)
+
+    def __str__(self) -> str:
+        owner, fields, path = self.args
+        names = ", ".join(f"{path}.{name}" if path else name for name in fields)
+        return f"{names} must be set before {owner} is instantiated: .set({fields[0]}=...)."
+
+
+# -- Where a value was set -----------------------------------------------------------------------
+
+_origin: ContextVar[str | None] = ContextVar("moelib_config_origin", default=None)
+_CORE = os.path.dirname(__file__) + os.sep
+
+
+@contextlib.contextmanager
+def config_origin(origin: str) -> Iterator[None]:
+    """Records `origin`, such as "--set learner.lr=3", as the origin of values set in the block."""
+    token = _origin.set(origin)
+    try:
+        yield
+    finally:
+        _origin.reset(token)
+
+
+def _caller() -> str:
+    """Returns the file:line of the nearest frame outside of moelib.core."""
+    if (origin := _origin.get()) is not None:
+        return origin
+    frame = sys._getframe(2)
+    while frame.f_back and frame.f_code.co_filename.startswith(_CORE):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+# -- Config classes ------------------------------------------------------------------------------
+
+
+class Field(NamedTuple):
+    """A field of a config class: its annotation, default value and defining class."""
+
+    annotation: Any
+    default: Any
+    owner: str
+
+
+@dataclass_transform(kw_only_default=True)
+def config_class(cls: type[T]) -> type[T]:
+    """Makes a subclass of ConfigBase a config class: each annotated name becomes a field.
+
+    Raises:
+        InvalidConfigClassError: If a field has no default, a wrong default or no annotation, or a
+            method hides an inherited field.
+        InvalidConfigNameError: If a field's name is private or is a method of configs.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, ConfigBase)):
+        raise InvalidConfigClassError(f"{cls!r} must be a subclass of ConfigBase.")
+    fields: dict[str, Field] = {}
+    for base in reversed(cls.__mro__[1:]):
+        fields.update(base.__dict__.get("_fields", {}))
+    annotations = inspect.get_annotations(cls)
+    for name, value in vars(cls).items():
+        if name.startswith("_") or name in annotations:
+            continue
+        if name in fields:
+            raise InvalidConfigClassError(
+                f"{cls.__qualname__}.{name} hides the field of {fields[name].owner}; rename it, or "
+                "annotate it to change the default."
+            )
+        if not _is_method(value, cls):
+            raise InvalidConfigClassError(
+                f"{cls.__qualname__}.{name} needs an annotation to be a field."
+            )
+    for name, annotation in annotations.items():
+        if typing.get_origin(annotation) is ClassVar or annotation is ClassVar:
+            continue
+        if name not in vars(cls):
+            raise InvalidConfigClassError(
+                f"{cls.__qualname__}.{name} has no default; write `= REQUIRED` if it must be set."
+            )
+        fields[name] = _make_field(cls, name, annotation)
+    cls._fields = fields
+    return cls
+
+
+def _is_method(value: Any, cls: type) -> bool:
+    """Returns whether a class attribute is a method, property or class of the class's body."""
+    name = getattr(value, "__qualname__", cls.__qualname__)
+    return name.startswith(cls.__qualname__) and (
+        isinstance(value, type) or hasattr(type(value), "__get__")
+    )
+
+
+def _make_field(cls: type["ConfigBase"], name: str, annotation: Any) -> Field:
+    """Returns the field that a class attribute describes, and deletes the attribute."""
+    _check_field_name(name, cls)
+    if isinstance(annotation, str):
+        annotation = _resolve_annotation(annotation, cls)
+    try:
+        default = _checked(f"{cls.__qualname__}.{name}", vars(cls)[name], annotation)
+    except InvalidConfigValueError as error:
+        raise InvalidConfigClassError(str(error)) from None
+    delattr(cls, name)
+    return Field(annotation, default, config_types.reference(cls))
+
+
+def _resolve_annotation(annotation: str, cls: type) -> Any:
+    """Returns the value of a string annotation in the class's module, or Any if undefined yet."""
+    module = sys.modules.get(cls.__module__)
+    try:
+        return eval(annotation, dict(vars(module)) if module else {})
+    except (NameError, AttributeError):
+        return Any
+
+
+def _check_field_name(name: str, owner: Any) -> None:
+    if name.startswith("_") or hasattr(ConfigBase, name):
+        owner = getattr(owner, "__qualname__", owner)
+        raise InvalidConfigNameError(
+            f"{owner}.{name}: a field's name cannot be private or a method of configs; rename it."
+        )
+
+
+def _checked(title: str, value: Any, annotation: Any) -> Any:
+    """Returns the value as the field `title` keeps it. Raises TypeError if it does not fit."""
+    try:
+        value = config_types.convert_value(value, annotation)
+        config_types.validate_value(value)
+    except (InvalidConfigValueError, NonConfigFieldError) as error:
+        raise type(error)(f"{title}: {error}.") from None
+    if not config_types.fits(value, annotation):
+        wanted = config_types.describe_annotation(annotation)
+        got = type(value).__qualname__
+        raise InvalidConfigValueError(f"{title} = {value!r}: got {got}, expected {wanted}.")
+    return value
+
+
+_IMMUTABLE = frozenset({bool, int, float, str, bytes, type(None), type(REQUIRED)})
+
+
+def _copy_value(value: Any) -> Any:
+    """Returns a copy of a field's value that shares no config and no container with it."""
+    kind = type(value)
+    if kind in _IMMUTABLE or isinstance(value, type):
+        return value
+    if isinstance(value, ConfigBase):
+        return value.clone()
+    if dataclasses.is_dataclass(kind):
+        other = copy.copy(value)
+        for name, element in vars(value).items():
+            object.__setattr__(other, name, _copy_value(element))
+        return other
+    if isinstance(value, set):
+        return copy.copy(value)
+    return config_paths.map_elements(_copy_value, value)
+
+
+def _freeze(value: Any) -> None:
+    if isinstance(value, ConfigBase):
+        value.freeze()
+    elif type(value) not in _IMMUTABLE:
+        for _, child in config_paths.children(value):
+            _freeze(child)
+
+
+class ConfigBase:
+    """A set of typed fields. Setting an unknown field or a value of another type is an error.
+
+    Values are copied when they are set, and so are those in lists, tuples and dicts: a config that
+    is set in two fields, or twice in a list, gives two configs.
+    """
+
+    _fields: ClassVar[dict[str, Field]] = {}
+
+    def __init__(self, **values: Any) -> None:
+        """Creates a config with default values, then sets `values`."""
+        if "_fields" not in type(self).__dict__:
+            raise MissingConfigClassDecoratorError(
+                f"{type(self).__qualname__} needs the decorator @config_class."
+            )
+        self._start()
+        self.set(**values)
+
+    def _start(self) -> None:
+        fields = self._all_fields().items()
+        values = {name: _copy_value(field.default) for name, field in fields}
+        self.__dict__.update(_frozen=False, _origins={}, _values=values)
+
+    def _all_fields(self) -> Mapping[str, Field]:
+        return type(self)._fields
+
+    # Reading and writing.
+
+    def __getattr__(self, name: str) -> Any:
+        values = self.__dict__.get("_values", {})
+        if name in values:
+            return values[name]
+        if name.startswith("__") or "_values" not in self.__dict__:
+            raise AttributeError(name)
+        raise UnknownFieldError(
+            f"{self._title()} has no field {name!r}; {did_you_mean(name, values)}"
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        fields = self._all_fields()
+        if name not in fields:
+            raise UnknownFieldError(
+                f"{self._title()} has no field {name!r}; {did_you_mean(name, fields)}"
+            )
+        if self._frozen:
+            raise FrozenConfigError(
+                f"{self._title()}.{name} belongs to an object that is already built; "
+                "change a clone() and instantiate that."
+            )
+        self._values[name] = _checked(f"{self._title()}.{name}", value, fields[name].annotation)
+        self._origins[name] = _caller()
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._values]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def set(self, **values: Any) -> Self:
+        """Sets fields and returns the config itself, so that calls chain."""
+        for name, value in values.items():
+            setattr(self, name, value)
+        return self
+
+    def clone(self, **values: Any) -> Self:
+        """Returns an unfrozen deep copy with `values` set."""
+        other = type(self).__new__(type(self))
+        copies = {name: _copy_value(value) for name, value in self._values.items()}
+        other.__dict__.update(
+            self.__dict__, _frozen=False, _origins=self._origins.copy(), _values=copies
+        )
+        return other.set(**values)
+
+    def __copy__(self) -> Self:
+        return self.clone()
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self.clone()
+
+    def freeze(self) -> Self:
+        """Makes this config and those inside it read-only, and returns it."""
+        if not self._frozen:
+            self.__dict__["_frozen"] = True
+            list(map(_freeze, self._values.values()))
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self._values == other.__dict__["_values"]
+
+    __hash__ = None  # Mutable.
+
+    def __repr__(self) -> str:
+        inside = ", ".join(f"{name}={value!r}" for name, value in self.items())
+        return f"{self._title()}({inside})"
+
+    def _title(self) -> str:
+        return type(self).__qualname__
+
+    def keys(self) -> Collection[str]:
+        """Returns the names of the fields, those of base classes first."""
+        return self._values.keys()
+
+    def items(self) -> Collection[tuple[str, Any]]:
+        """Returns the names and values of the fields."""
+        return self._values.items()
+
+    def annotation(self, name: str) -> Any:
+        """Returns the annotation of a field."""
+        return self._all_fields()[name].annotation
+
+    def origin(self, name: str) -> str:
+        """Returns where the field's value was set: file:line, a flag, or the class default."""
+        return self._origins.get(name) or f"default of {self._all_fields()[name].owner}"
+
+    # Paths and text.
+
+    def _is_default(self, name: str) -> bool:
+        value, default = self._values[name], self._all_fields()[name].default
+        return value is default or (config_paths.is_plain(value) and value == default)
+
+    def _is_unset(self, name: str) -> bool:
+        value = self._values[name]
+        empty = value is None or value is REQUIRED or (isinstance(value, str) and not value)
+        return empty and self._is_default(name)
+
+    def _header(self) -> tuple[str, Any]:
+        return "config_class", type(self)
+
+    def visit(self, visit_fn: Callable[[str, Any], None]) -> None:
+        """Calls `visit_fn(path, value)` on every leaf: values that hold no config."""
+        for path, value in self.to_flat_dict().items():
+            visit_fn(path, value)
+
+    def to_flat_dict(self, *, omit_default_values: Collection[Any] = ()) -> dict[str, Any]:
+        """Returns {path: value} of every leaf.
+
+        Args:
+            omit_default_values: Values such as None; fields that have one of them by default, and
+                were left so, are omitted.
+        """
+
+        def omitted(line: config_paths.Line) -> bool:
+            return line.is_default and any(
+                line.value is value or line.value == value for value in omit_default_values
+            )
+
+        return {x.path: x.value for x in config_paths.leaves(self) if not omitted(x)}
+
+    def debug_string(self) -> str:
+        """Returns the config as text, one line per value; `config_parse.parse` reads it back."""
+        return config_paths.to_text(self)
+
+    def get_recursively(self, path: str | Sequence[str | int]) -> Any:
+        """Returns the value at a path such as "model.layers[0].dim" or ("model", "dim")."""
+        return config_paths.get(self, path)
+
+    def set_recursively(self, path: str | Sequence[str | int], *, value: Any) -> None:
+        """Sets the value at a path, elements of lists, tuples and dicts included."""
+        config_paths.set_at(self, path, value)
+
+
+# -- Configs that build objects ------------------------------------------------------------------
+
+_building: ContextVar[bool] = ContextVar("moelib_config_building", default=False)
+
+
+class InstantiableConfig(ConfigBase, Generic[T]):
+    """A config that can build an object."""
+
+    _fields: ClassVar[dict[str, Field]] = {}
+
+    def instantiate(self, **kwargs: Any) -> T:
+        """Builds the object that the config describes. The config itself is not changed.
+
+        Raises:
+            RequiredFieldMissingError: If a REQUIRED field is unset, here or further inside.
+        """
+        if _building.get():  # A part of another object, whose config has set the path of this one.
+            return self._build(**kwargs)
+        token = _building.set(True)
+        try:
+            return self.clone()._set_path(self._path() or "")._owned()._build(**kwargs)
+        finally:
+            _building.reset(token)
+
+    def _set_path(self, path: str) -> Self:
+        """Records the path of this config below the root, and of those inside it, for errors."""
+        self.__dict__["_root_path"] = path
+        for inner_path, inner in config_paths.sub_configs(self):
+            inner.__dict__["_root_path"] = f"{path}.{inner_path}" if path else inner_path
+        return self
+
+    def _path(self) -> str | None:
+        """Returns the path below the root, or None if the config is in no other."""
+        return self.__dict__.get("_root_path")
+
+    def _owned(self) -> Self:
+        """Returns this config, marked for the object it builds to keep without another copy."""
+        self.__dict__["_fresh"] = True
+        return self
+
+    def _check_complete(self, given: Collection[str] = ()) -> None:
+        """Checks that REQUIRED fields are set, and what was put into containers in place."""
+        missing = [name for name, value in self.items() if value is REQUIRED and name not in given]
+        if missing:
+            raise RequiredFieldMissingError(self._title(), missing, self._path())
+        for name, value in self.items():
+            if isinstance(value, list | dict):
+                _checked(f"{self._title()}.{name}", value, self.annotation(name))
+
+    def _build(self, **kwargs: Any) -> T:
+        raise TypeError(f"{self._title()} builds nothing; define its class's _build.")
+
+
+ConfigOr = Union[T, InstantiableConfig[T]]  # noqa: UP007 (subscripted: ConfigOr[float])
+
+
+class _FrozenOnceBuilt(abc.ABCMeta):
+    """Freezes an object's config once the object is built."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        built = super().__call__(*args, **kwargs)
+        built.config.freeze()
+        return built
+
+
+class Configurable(metaclass=_FrozenOnceBuilt):
+    """A class whose objects are built from its nested `Config`."""
+
+    @config_class
+    class Config(InstantiableConfig[Any]):
+        klass: type = REQUIRED  # The class to build.
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "klass" and not isinstance(self, getattr(value, "Config", ())):
+                raise InvalidConfigValueError(
+                    f"{self._title()}.klass = {value!r}: its own Config has other fields; use its "
+                    "default_config()."
+                )
+            super().__setattr__(name, value)
+
+        def _header(self) -> tuple[str, Any]:
+            return "klass", self.klass
+
+        def _build(self, **kwargs: Any) -> Any:
+            return self.klass(self, **kwargs)
+
+    @classmethod
+    def default_config(cls) -> Any:
+        """Returns a new config of this class with default values."""
+        config = cls.Config()
+        config._values["klass"] = cls
+        return config
+
+    def __init__(self, cfg: Any) -> None:
+        """Keeps a copy of `cfg`, which is frozen when the object is built."""
+        cfg._check_complete()
+        self._config = cfg if cfg.__dict__.pop("_fresh", False) else cfg.clone()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        config = cls.__dict__.get("Config")
+        if config is None:
+            return
+        if "_fields" not in config.__dict__:
+            raise MissingConfigClassDecoratorError(
+                f"{config.__qualname__} needs the decorator @config_class."
+            )
+        if config.__qualname__ == f"{cls.__qualname__}.Config":  # Not one it borrows.
+            config._fields["klass"] = config._fields["klass"]._replace(default=cls)
+
+    @property
+    def config(self) -> Any:
+        """The object's own config; it can be completed until the object is built."""
+        return self._config
+
+
+# -- Any function or class -----------------------------------------------------------------------
+
+_RESERVED = ("callee", "cls", "fn", "instantiate", "klass")
+
+
+class FunctionConfig(InstantiableConfig[T]):
+    """A config whose fields are the parameters of a function or class."""
+
+    _fields: ClassVar[dict[str, Field]] = {}
+
+    def __init__(self, callee: Callable[..., T]) -> None:
+        self.__dict__.update(_callee=callee, _callee_fields=_signature_fields(callee))
+        self._start()
+
+    def _all_fields(self) -> Mapping[str, Field]:
+        return self.__dict__["_callee_fields"]
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, FunctionConfig) and self.callee is other.callee
+        return same and self._values == other.__dict__["_values"]
+
+    __hash__ = None
+
+    @property
+    def callee(self) -> Callable[..., T]:
+        """The function or class that is called."""
+        return self.__dict__["_callee"]
+
+    fn = callee
+
+    def _title(self) -> str:
+        return f"config of {getattr(self.callee, '__qualname__', self.callee)}"
+
+    def _header(self) -> tuple[str, Any]:
+        return ("cls" if isinstance(self.callee, type) else "fn"), self.callee
+
+    def _is_unset(self, name: str) -> bool:
+        value, default = self._values[name], self._all_fields()[name].default
+        if value is default and not config_paths.is_plain(value):
+            return not config_types.has_reference(value)  # An object without text.
+        return super()._is_unset(name)
+
+    def _build(self, **kwargs: Any) -> T:
+        """Calls the function with the fields; `kwargs` replace those of the same name."""
+        self._check_complete(kwargs)
+        values = {name: kwargs.pop(name, value) for name, value in self.items()}
+        values = maybe_instantiate(values)
+        parameters = _parameters(self.callee)
+        takes_args = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+        args: list[Any] = []
+        keywords: dict[str, Any] = {}
+        for p in parameters:
+            value = values[p.name]
+            if p.kind is p.VAR_POSITIONAL:
+                args.extend(value)
+            elif p.kind is p.VAR_KEYWORD:
+                keywords.update(value)
+            elif p.kind is p.POSITIONAL_ONLY or (takes_args and p.kind is not p.KEYWORD_ONLY):
+                args.append(value)  # Parameters before *args go by position.
+            else:
+                keywords[p.name] = value
+        return self.callee(*args, **{**keywords, **kwargs})
+
+
+def _parameters(callee: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Returns the parameters of a callable."""
+    parameters = list(inspect.signature(callee).parameters.values())
+    if isinstance(callee, type) and parameters and parameters[0].name == "self":
+        return parameters[1:]  # Signatures of extension types include it.
+    return parameters
+
+
+def _signature_fields(callee: Callable[..., Any]) -> dict[str, Field]:
+    """Returns a field for each parameter of a callable."""
+    owner = config_types.reference(callee)
+    fields = {}
+    for parameter in _parameters(callee):
+        _check_field_name(parameter.name, callee)
+        if parameter.name in _RESERVED:
+            raise InvalidConfigNameError(
+                f"{owner}: configs of functions reserve the parameter name {parameter.name!r}; "
+                "wrap it in a function with another name for it."
+            )
+        fields[parameter.name] = Field(*_parameter_field(parameter), owner)
+    return fields
+
+
+def _parameter_field(parameter: inspect.Parameter) -> tuple[Any, Any]:
+    """Returns the annotation and the default value of a parameter's field."""
+    if parameter.kind is parameter.VAR_POSITIONAL:
+        return Any, []
+    if parameter.kind is parameter.VAR_KEYWORD:
+        return Any, {}
+    default = REQUIRED if parameter.default is parameter.empty else parameter.default
+    annotation = parameter.annotation
+    if default is None or not any(annotation is kind for kind in (int, float, bool, str, DType)):
+        return Any, default  # Annotations of other libraries are not checked.
+    return Required[ConfigOr[annotation]], default
+
+
+def config_for_function(fn: Callable[..., T]) -> Any:
+    """Returns a config whose fields are the function's parameters; `instantiate()` calls it.
+
+    Parameters without a default are REQUIRED; `*args` is a list field, `**kwargs` a dict field.
+    Values that are configs are instantiated first, those inside lists and dicts too.
+    """
+    if isinstance(fn, type) or not callable(fn):
+        raise InvalidConfigClassError(f"{fn!r} is not a function; use config_for_class.")
+    return FunctionConfig(fn)
+
+
+def config_for_class(cls: type[T]) -> Any:
+    """Returns a config whose fields are the parameters of a class that is not a Configurable."""
+    if not isinstance(cls, type):
+        raise InvalidConfigClassError(f"{cls!r} is not a class; use config_for_function.")
+    if issubclass(cls, Configurable):
+        raise InvalidConfigClassError(f"{cls.__qualname__} has a default_config(); use that.")
+    return FunctionConfig(cls)
+
+
+def maybe_instantiate(value: Any) -> Any:
+    """Returns the value with every instantiable config in it, at any depth, instantiated."""
+    if isinstance(value, InstantiableConfig):
+        return value.instantiate()
+    return config_paths.map_elements(maybe_instantiate, value)
+
 
 # -- Named configs -------------------------------------------------------------------------------
-
-TrainerConfigFn = Callable[[], Any]
 
 
 def get_named_trainer_config(
     name: str, *, config_module: str | types.ModuleType
-) -> TrainerConfigFn:
+) -> Callable[[], Any]:
     """Returns the function of that name from a module's `named_trainer_configs()`.
 
     Raises:
-        InvalidConfigNameError: If there is no such name (the message holds the nearest) or the
-            module has no `named_trainer_configs`. An error inside the module is raised as it is.
+        InvalidConfigNameError: If the name is unknown (the message lists the nearest) or the module
+            has no `named_trainer_configs`. An error inside the module is raised as it is.
     """
     module = config_module
     if isinstance(module, str):
@@ -110,8 +655,3 @@ def get_named_trainer_config(
             f"{module.__name__} has no config {name!r}; {did_you_mean(name, configs)}"
         )
     return configs[name]
-
-
-def with_overrides(trainer_config_fn: TrainerConfigFn, **values: Any) -> TrainerConfigFn:
-    """Returns a function that makes the same config with some fields set otherwise."""
-    return lambda: trainer_config_fn().set(**values)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moelib.core.config import REQUIRED, ConfigBase, Configurable, InstantiableConfig
-from moelib.core.config_path import set_at, sub_configs
+from moelib.core.config_paths import set_at, sub_configs
 
 __all__ = ["ConfigModifier", "replace_layer_config_recursively", "sub_configs"]
 

@@ -10,17 +10,36 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from moelib.core.param import cast_slices
-
-if TYPE_CHECKING:
-    from moelib.core.module import Module
-
 from moelib.core.tree import Nested
+
+
+class ModuleLike(Protocol):
+    """The part of a module that contexts need."""
+
+    @property
+    def name(self) -> str:
+        """The name by which the parent knows this module."""
+        ...
+
+    @property
+    def parent(self) -> "ModuleLike | None":
+        """The module that holds this one, or None for the root."""
+        ...
+
+    @property
+    def children(self) -> "Mapping[str, ModuleLike]":
+        """The modules directly inside, by name."""
+        ...
+
+    def _title(self) -> str:
+        """Returns the name of this module in errors."""
+        ...
 
 
 class OutputConflictError(ValueError):
@@ -85,7 +104,7 @@ class InvocationContext:
         calls: How often each module below has been called from here, by its path.
     """
 
-    module: "Module"
+    module: ModuleLike
     state: Nested | None
     prng_key: jax.Array | Callable[[], jax.Array | None] | None
     is_training: bool
@@ -100,7 +119,7 @@ class InvocationContext:
         """
         return self.prng_key() if callable(self.prng_key) else self.prng_key
 
-    def child(self, name: str, module: "Module", *, call: int = 0) -> "InvocationContext":
+    def child(self, name: str, module: ModuleLike, *, call: int = 0) -> "InvocationContext":
         """Returns the context of the call number `call` of a direct child."""
 
         def key() -> jax.Array | None:
@@ -167,16 +186,6 @@ def current_context() -> InvocationContext | None:
     return stack[-1] if stack else None
 
 
-def clone_context_stack() -> list[InvocationContext]:
-    """Returns a copy of the stack, to be installed in another thread."""
-    return list(context_stack())
-
-
-def install_context_stack(stack: Sequence[InvocationContext]) -> None:
-    """Makes `stack` this thread's stack."""
-    _local.stack = list(stack)
-
-
 @contextlib.contextmanager
 def set_current_context(context: InvocationContext) -> Iterator[InvocationContext]:
     """Makes `context` the innermost one inside the block."""
@@ -192,7 +201,7 @@ def set_current_context(context: InvocationContext) -> Iterator[InvocationContex
 def child_context(
     name: str,
     *,
-    module: "Module | None" = None,
+    module: ModuleLike | None = None,
     state: Nested | None = None,
     prng_key: jax.Array | None = None,
 ) -> Iterator[InvocationContext]:
@@ -219,7 +228,7 @@ def _descend(context: InvocationContext, path: tuple[str, ...]) -> InvocationCon
     return context
 
 
-def context_for(module: "Module") -> InvocationContext:
+def context_for(module: ModuleLike) -> InvocationContext:
     """Returns a context for `module`, reached from the innermost context that holds it.
 
     Raises:
@@ -227,7 +236,7 @@ def context_for(module: "Module") -> InvocationContext:
     """
     for context in reversed(context_stack()):
         names: list[str] = []
-        node: Module | None = module
+        node: ModuleLike | None = module
         while node is not None and node is not context.module:
             names.append(node.name)
             node = node.parent

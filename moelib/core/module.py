@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from moelib.core import config_base, config_build, tree
+from moelib.core import config, tree
 from moelib.core import context as context_lib
 from moelib.core.config import (
     Configurable,
@@ -30,9 +30,7 @@ from moelib.core.context import (
     OutputCollection,
     OutputConflictError,
     child_context,
-    clone_context_stack,
     current_context,
-    install_context_stack,
     new_output_collection,
     remat_in_context,
     scan_in_context,
@@ -50,10 +48,8 @@ __all__ = [
     "OutputConflictError",
     "UnconsumedAuxLossError",
     "child_context",
-    "clone_context_stack",
     "current_context",
     "functional",
-    "install_context_stack",
     "new_output_collection",
     "nowrap",
     "remat_in_context",
@@ -105,7 +101,7 @@ def _in_context(method: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-_WRAPPER_FILES = {__file__, context_lib.__file__, config_base.__file__, config_build.__file__}
+_WRAPPER_FILES = {__file__, context_lib.__file__, config.__file__}
 
 
 def _without_wrappers(traceback: types.TracebackType | None) -> types.TracebackType | None:
@@ -130,8 +126,11 @@ def _explain(error: Exception, module: "Module", method: str) -> None:
         for name, leaf in tree.flatten_items(state)[:8]
         if hasattr(leaf, "shape")
     )
-    place = f"in {module._title()} ({type(module).__qualname__}.{method})"
-    _note(error, place + (f"; parameters: {shapes}" if shapes else ""))
+    path, config_path = module.path() or module.name, module.config._path()
+    note = f"in {path} ({type(module).__qualname__}.{method})"
+    if config_path and config_path != path:
+        note += f", configured at {config_path}"
+    _note(error, note + (f"; parameters: {shapes}" if shapes else ""))
 
 
 def _note(error: Exception, note: str) -> None:
@@ -191,8 +190,8 @@ class Module(Configurable):
         return f"{above}.{self.name}" if above else self.name
 
     def _title(self) -> str:
-        """Returns what errors call this module: its path, or the name of the root."""
-        return self.path() or self.name
+        """Returns the name of this module in errors: its config's path, or the name of the root."""
+        return self.config._path() or self.path() or self.name
 
     def _add_child(self, name: str, cfg: InstantiableConfig, **kwargs: Any) -> "Module":
         """Builds a child module, which is then reached as `self.<name>`.
@@ -206,10 +205,12 @@ class Module(Configurable):
             raise ChildNameConflictError(f"{self._title()} has a {name!r} already.")
         if not name or {".", "/"} & set(name):
             raise InvalidConfigNameError(f"a child of {self._title()} is called {name!r}.")
+        cfg = cfg.clone(name=name)
+        if cfg._path() is None:  # Not from the config of this module.
+            cfg._set_path(f"{self.config._path() or ''}.{name}".lstrip("."))
         try:
-            child = cfg.clone(name=name)._mine().instantiate(parent=self, **kwargs)
-        except RequiredFieldMissingError as error:
-            error.inside(name, self.config)
+            child = cfg._owned().instantiate(parent=self, **kwargs)
+        except RequiredFieldMissingError:
             raise
         except Exception as error:
             where = f"{self.path()}.{name}" if self._parent else name

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moelib.core.config_values import did_you_mean
+from moelib.core.config_types import did_you_mean
 
 Nested = dict[str, Any]  # A tree of arrays or specs by name.
 Batch = dict[str, Any]  # Arrays of one batch by name.

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moelib.core.config import REQUIRED, ConfigBase, RequiredFieldMissingError, did_you_mean
-from moelib.core.config_path import join_path, sub_configs
+from moelib.core.config_paths import join_path, sub_configs
 from moelib.parallel.sharding import SplitError, mesh_axes
 
 
@@ -19,10 +19,10 @@ def check_config(cfg: Any) -> None:
     inputs = [((), cfg.input)] + [(("evalers", n), e.input) for n, e in cfg.evalers.items()]
     for holder, inside in inputs:
         if inside is REQUIRED:
-            raise RequiredFieldMissingError("SpmdTrainer.Config", ["input"], holder)
+            raise RequiredFieldMissingError("SpmdTrainer.Config", ["input"], join_path(holder))
         path = (*holder, "input")
         if missing := [name for name, value in inside.items() if value is REQUIRED]:
-            raise RequiredFieldMissingError("the input", missing, path[1:]).inside(path[0])
+            raise RequiredFieldMissingError("the input", missing, join_path(path))
         with_vocab_size(inside, cfg.model, join_path(path))
     for name in ("max_step", "log_every_n_steps", "num_microbatches"):
         if getattr(cfg, name) < 1:

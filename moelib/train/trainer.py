@@ -19,7 +19,6 @@ from moelib.core.config import (
     DType,
     InstantiableConfig,
     Required,
-    RequiredFieldMissingError,
     config_class,
 )
 from moelib.core.module import Module, nowrap
@@ -187,10 +186,7 @@ class SpmdTrainer(Module):
     @functools.cached_property
     def input(self) -> Input:
         """The training input, opened when it is first asked for."""
-        try:
-            return with_vocab_size(self.config.input, self.config.model, "input").instantiate()
-        except RequiredFieldMissingError as error:
-            raise error.inside("input") from None
+        return with_vocab_size(self.config.input, self.config.model, "input").instantiate()
 
     @property
     def evalers(self) -> dict[str, SpmdEvaler]:

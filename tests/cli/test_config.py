@@ -5,7 +5,7 @@ from absl import flags
 
 from experiments import flame_moe
 from moelib.cli import config
-from moelib.core import config_text
+from moelib.core import config_parse
 from moelib.core.config import InvalidConfigNameError
 from moelib.core.errors import UsageError
 
@@ -43,7 +43,7 @@ def test_diff_of_the_same_says_so(tiny, capsys):
 
 
 def test_explained_values_name_the_line_or_flag_that_set_them(tiny, capsys):
-    config_text.set_from_text(tiny, "max_step=9")
+    config_parse.set_from_text(tiny, "max_step=9")
     config.print_origins(tiny, ["max_step", "input.seq_len", "log_every_n_steps"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("#")[1].strip().split(":")[0] for line in lines] == [

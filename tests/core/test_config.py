@@ -1,19 +1,315 @@
+import dataclasses
+import inspect
+import subprocess
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-import moelib.core.config as config_lib
 from moelib.core.config import (
+    REQUIRED,
+    ConfigBase,
     Configurable,
+    DType,
+    FrozenConfigError,
+    InvalidConfigClassError,
     InvalidConfigNameError,
+    InvalidConfigValueError,
+    MissingConfigClassDecoratorError,
+    NonConfigFieldError,
+    Required,
     UnknownFieldError,
     config_class,
+    config_for_function,
+    config_origin,
     get_named_trainer_config,
-    with_overrides,
 )
+
+
+@config_class
+class Inner(ConfigBase):
+    dim: int = REQUIRED
+    rate: float = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    sizes: list[int]
+    inner: Inner
+
+
+@config_class
+class Outer(ConfigBase):
+    name: Required[str] = REQUIRED
+    inner: Inner = Inner(dim=3)
+    inners: list[Inner] = []
+    by_name: dict[str, Inner] = {}
+    pair: tuple[int, int] | None = None
+    act: Callable[[Any], Any] = abs
+    dtype: DType = DType("float32")
+    anything: Any = None
+
+
+def here() -> str:
+    """Returns the file:line of the caller."""
+    frame = inspect.currentframe()
+    assert frame is not None
+    assert frame.f_back is not None
+    return f"{__file__}:{frame.f_back.f_lineno}"
+
+
+def test_the_config_files_import_no_jax():
+    code = (
+        "import sys, moelib.core.config, moelib.core.config_parse, moelib.core.config_modifier;"
+        "print('jax' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_an_unknown_field_is_refused_with_the_nearest_name():
+    with pytest.raises(UnknownFieldError, match=r"Inner has no field 'dims'; did you mean 'dim'\?"):
+        Inner().set(dims=3)
+    with pytest.raises(UnknownFieldError, match=r"no field 'rat'; did you mean 'rate'"):
+        _ = Inner().rat  # pyrefly: ignore[missing-attribute]
+    assert not hasattr(Inner(), "rat")
+    assert "rate" in Inner()
+    assert "rat" not in Inner()
+
+
+def test_an_unknown_field_that_is_like_none_lists_them_all():
+    with pytest.raises(UnknownFieldError, match="choose one of: dim, rate"):
+        Inner().set(xyzzy=3)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "wanted"),
+    [
+        ("name", 3, "Outer.name = 3: got int, expected str"),
+        ("name", None, "got NoneType, expected str"),
+        ("inner", 3, "got int, expected Inner"),
+        ("inners", [3], r"\[3\]: got list, expected list\["),
+        ("by_name", {1: Inner()}, "got dict, expected dict"),
+        ("pair", (1, 2, 3), r"expected tuple\[int, int\] \| None"),
+        ("pair", (1, True), "expected tuple"),
+        ("act", 3, "got int, expected Callable"),
+        ("dtype", "float33", "Outer.dtype: 'float33' is not a dtype; did you mean 'float3"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(field: str, value: Any, wanted: str):
+    with pytest.raises(InvalidConfigValueError, match=wanted):
+        Outer().set(**{field: value})
+
+
+def test_a_refused_value_leaves_the_config_as_it_was():
+    cfg = Outer().set(pair=(1, 2))
+    with pytest.raises(InvalidConfigValueError):
+        cfg.pair = (1, 2, 3)  # pyrefly: ignore[bad-assignment]
+    assert cfg.pair == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "value", [object(), [object()], {"a": (object(),)}, {1.5: 2}, [].append, Inner().clone]
+)
+def test_an_object_is_refused_at_any_depth(value: Any):
+    with pytest.raises(NonConfigFieldError, match=r"Outer.anything: .*(cannot hold|has the key)"):
+        Outer().set(anything=value)
+
+
+def test_unset_required_fields_can_be_read_and_are_false():
+    assert Outer().name is REQUIRED
+    assert not REQUIRED
+
+
+def test_a_field_takes_a_config_of_a_subclass():
+    @config_class
+    class Wider(Inner):
+        more: int = 1
+
+    assert Outer().set(inner=Wider(dim=1)).inner.more == 1  # pyrefly: ignore
+
+    @config_class
+    class Strict(ConfigBase):
+        inner: Wider = Wider()
+
+    with pytest.raises(InvalidConfigValueError, match=r"expected .*Wider"):
+        Strict().set(inner=Inner())
+
+
+def test_clones_share_no_container_and_no_config():
+    cfg = Outer().set(
+        inners=[Inner(dim=1)], by_name={"a": Inner(dim=2)}, anything=[{"x": [1]}, {2, 3}]
+    )
+    other = cfg.clone(name="other")
+    assert other.set(name="same") == cfg.set(name="same")
+    other.inner.dim = 7
+    other.inners[0].dim = 7
+    other.inners.append(Inner())
+    other.by_name["a"].dim = 7
+    other.anything[0]["x"].append(7)
+    other.anything[1].add(7)
+    assert (cfg.inner.dim, cfg.inners[0].dim, cfg.by_name["a"].dim) == (3, 1, 2)
+    assert len(cfg.inners) == 1
+    assert cfg.anything == [{"x": [1]}, {2, 3}]
+
+
+def test_clones_share_nothing_inside_a_dataclass():
+    cfg = Outer().set(anything=Record([1], Inner(dim=1)))
+    other = cfg.clone()
+    assert other == cfg
+    other.anything.sizes.append(2)
+    other.anything.inner.dim = 2
+    assert cfg.anything == Record([1], Inner(dim=1))
+
+
+def test_defaults_are_not_shared_between_configs():
+    first = Outer()
+    first.inner.dim = 9
+    first.inners.append(Inner())
+    assert Outer().inner.dim == 3
+    assert Outer().inners == []
+
+
+def test_a_frozen_config_refuses_changes_at_any_depth():
+    cfg = Outer().set(inners=[Inner()], by_name={"a": Inner()}, anything=Record([], Inner()))
+    cfg.freeze()
+    for inner in (cfg, cfg.inner, cfg.inners[0], cfg.by_name["a"], cfg.anything.inner):
+        with pytest.raises(FrozenConfigError, match=r"already built; change a clone\(\)"):
+            inner.set(**{next(iter(inner.keys())): REQUIRED})
+    assert cfg.clone().inner.set(dim=8).dim == 8
+
+
+def test_a_value_knows_the_line_that_set_it():
+    cfg = Outer()
+    assert cfg.origin("name") == f"default of {__name__}:Outer"
+    cfg.name = "x"; line = here()  # fmt: skip # noqa: E702
+    assert cfg.origin("name") == line
+    cfg.inner.set(dim=4); line = here()  # fmt: skip # noqa: E702
+    assert cfg.clone().inner.origin("dim") == line
+    cfg.set_recursively("inner.dim", value=5); line = here()  # fmt: skip # noqa: E702
+    assert cfg.inner.origin("dim") == line
+
+
+def test_a_value_knows_the_flag_that_set_it():
+    cfg = Outer()
+    with config_origin("--set name=x"):
+        cfg.set(name="x")
+    cfg.set(pair=(1, 2))
+    assert cfg.origin("name") == "--set name=x"
+    assert cfg.origin("pair").startswith(__file__)
+
+
+def test_a_field_without_a_default_is_refused():
+    with pytest.raises(InvalidConfigClassError, match=r"Bad.x has no default; write `= REQUIRED`"):
+
+        @config_class
+        class Bad(ConfigBase):
+            x: int
+
+
+@pytest.mark.parametrize("value", [3, max])
+def test_a_field_without_an_annotation_is_refused(value: Any):
+    with pytest.raises(InvalidConfigClassError, match=r"Bad.x needs an annotation"):
+
+        @config_class
+        class Bad(ConfigBase):
+            x = value
+
+
+def test_a_default_of_another_type_is_refused():
+    with pytest.raises(InvalidConfigClassError, match=r"Bad.x = 'a': got str, expected int"):
+
+        @config_class
+        class Bad(ConfigBase):
+            x: int = "a"  # pyrefly: ignore[bad-assignment]
+
+
+@pytest.mark.parametrize("name", ["_private", "clone"])
+def test_a_field_name_that_cannot_be_read_is_refused(name: str):
+    body = {"__annotations__": {name: int}, name: 1, "__module__": __name__}
+    with pytest.raises(InvalidConfigNameError, match=f"Bad.{name}: a field's name cannot be"):
+        config_class(type("Bad", (ConfigBase,), body))
+
+
+def test_a_subclass_without_the_decorator_is_refused():
+    class Bad(Inner):
+        pass
+
+    with pytest.raises(MissingConfigClassDecoratorError, match=r"Bad needs the decorator"):
+        Bad()
+
+
+def test_only_configs_can_be_config_classes():
+    with pytest.raises(InvalidConfigClassError, match="must be a subclass of ConfigBase"):
+        config_class(int)
+
+
+def test_methods_properties_and_class_variables_of_a_config_are_no_fields():
+    @config_class
+    class WithMethods(Inner):
+        limit: ClassVar[int] = 3
+
+        @property
+        def half(self) -> float:
+            return self.dim / 2
+
+        def twice(self) -> int:
+            return 2 * self.dim
+
+    cfg = WithMethods(dim=4)
+    assert (cfg.half, cfg.twice(), cfg.limit) == (2.0, 8, 3)
+    assert list(cfg.keys()) == ["dim", "rate"]
+
+
+def test_a_subclass_can_change_a_default_in_its_own_place():
+    @config_class
+    class Sub(Inner):
+        rate: float = 0.1
+        more: int = 1
+
+    assert list(Sub().items()) == [("dim", REQUIRED), ("rate", 0.1), ("more", 1)]
+
+
+def test_equal_configs_are_of_one_class_with_equal_values():
+    @config_class
+    class Twin(Inner):
+        pass
+
+    assert Inner(dim=1) == Inner(dim=1)
+    assert Inner(dim=1) != Inner(dim=2)
+    assert Inner(dim=1) != Twin(dim=1)
+    assert config_for_function(here) == config_for_function(here)
+
+
+def test_values_are_read_and_set_by_path():
+    cfg = Outer().set(inners=[Inner(dim=1), Inner(dim=2)], by_name={"a.b": Inner(dim=3)})
+    assert cfg.get_recursively("inners[1].dim") == 2
+    assert cfg.get_recursively("inners.1.dim") == 2
+    assert cfg.get_recursively(["inner", "dim"]) == 3
+    assert cfg.get_recursively("by_name['a.b'].dim") == 3
+    cfg.set_recursively("inners[1].dim", value=5)
+    cfg.set_recursively(("by_name", "a.b", "dim"), value=6)
+    cfg.set_recursively("inners[0]", value=Inner(dim=7))
+    assert [inner.dim for inner in cfg.inners] == [7, 5]
+    assert cfg.by_name["a.b"].dim == 6
+
+
+def test_flat_dict_holds_every_leaf_by_path():
+    cfg = Outer().set(name="o", inners=[Inner(dim=1)], pair=(1, 2))
+    flat = cfg.to_flat_dict(omit_default_values={None, REQUIRED})
+    assert flat["inners[0].dim"] == 1
+    assert flat["inner.rate"] == 0.5
+    assert flat["pair"] == (1, 2)
+    assert "anything" not in flat
+    visited: dict[str, Any] = {}
+    cfg.visit(visited.__setitem__)
+    assert visited == cfg.to_flat_dict()
+
+
+# -- Named configs -------------------------------------------------------------------------------
 
 
 class Trainer(Configurable):
@@ -26,10 +322,6 @@ def experiment(**configs: Any) -> types.ModuleType:
     module = types.ModuleType("experiment")
     module.__dict__["named_trainer_configs"] = lambda: configs
     return module
-
-
-def test_every_listed_name_is_there():
-    assert [name for name in config_lib.__all__ if not hasattr(config_lib, name)] == []
 
 
 def test_a_named_config_is_found():
@@ -58,11 +350,3 @@ def test_an_error_of_an_experiment_module_is_its_own(tmp_path: Path, monkeypatch
         get_named_trainer_config("tiny", config_module="experiment_with_an_error")
     assert error.traceback[-1].path.name == "experiment_with_an_error.py"
     assert "experiment_with_an_error" not in sys.modules
-
-
-def test_a_config_is_made_with_other_values():
-    make = with_overrides(Trainer.default_config, max_step=5)
-    assert make().max_step == 5
-    assert make() is not make()
-    with pytest.raises(UnknownFieldError, match="no field 'max_steps'; did you mean 'max_step'"):
-        with_overrides(Trainer.default_config, max_steps=5)()

@@ -22,7 +22,6 @@ from moelib.core.config import (
     config_for_class,
     config_for_function,
     maybe_instantiate,
-    maybe_set_config,
 )
 
 
@@ -178,7 +177,7 @@ def test_positional_only_parameters_are_passed_by_position():
 
 
 def test_parameters_with_names_that_configs_need_are_refused():
-    with pytest.raises(InvalidConfigNameError, match="'fn' has a name that configs of functions"):
+    with pytest.raises(InvalidConfigNameError, match="parameter name 'fn'"):
         config_for_function(lambda fn: fn)
     with pytest.raises(InvalidConfigNameError, match="cannot be private or a method of configs"):
         config_for_function(lambda clone: clone)
@@ -213,18 +212,12 @@ def test_an_optax_optimizer_with_a_schedule_is_built_from_configs():
     assert float(update) == pytest.approx(-0.5)
 
 
-def test_fields_that_a_config_lacks_can_be_left_out():
-    cfg = Scale.default_config()
-    maybe_set_config(cfg, factor=3.0, unheard_of=1)
-    assert cfg.factor == 3.0
-
-
 def test_a_config_that_builds_nothing_says_so():
     @config_class
     class Nothing(InstantiableConfig):
         pass
 
-    with pytest.raises(TypeError, match="Nothing does not say what it builds"):
+    with pytest.raises(TypeError, match="Nothing builds nothing"):
         Nothing().instantiate()
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from moelib.core.axlearn_names import clone_context_stack, install_context_stack
 from moelib.core.config import (
     REQUIRED,
     FrozenConfigError,
@@ -17,7 +18,6 @@ from moelib.core.config import (
     config_class,
     config_for_function,
 )
-from moelib.core.context import clone_context_stack, install_context_stack
 from moelib.core.module import (
     ChildNameConflictError,
     InvalidDescendantError,
@@ -541,7 +541,7 @@ def test_gradients_of_a_shared_module_add_up():
 
 
 def test_a_module_that_is_not_shared_is_refused_with_the_nearest():
-    with pytest.raises(KeyError, match=r"deep\.head: no module is shared as 'embb'; did you mean"):
+    with pytest.raises(KeyError, match=r"head: no module is shared as 'embb'; did you mean"):
         sharing().deep.head.get_shared_module("embb")
 
 
@@ -569,7 +569,8 @@ def test_the_traceback_of_a_layer_is_short_and_says_which_layer_and_shapes():
     with pytest.raises(TypeError, match=r"dot_general requires contracting dimensions") as error:
         jax.jit(lambda s: run(module, forward, jnp.ones((1, 2)), state=s))(state)
     assert error.value.__notes__[0] == (
-        "in inner.inner.inner.inner.inner.down (Linear.forward); parameters: weight [3, 3] float32"
+        f"in {'inner.' * 5}down (Linear.forward), configured at {'children_.inner.' * 5}down; "
+        "parameters: weight [3, 3] float32"
     )
     frames = traceback.extract_tb(error.value.__traceback__)
     ours = [frame for frame in frames if "moelib/core" in frame.filename]
@@ -589,4 +590,4 @@ def test_an_error_keeps_its_cause_and_is_explained_once():
     with pytest.raises(ValueError, match="mine") as error:
         run(module, lambda m: m.a(fail))
     assert error.value.__cause__ is cause
-    assert error.value.__notes__ == ["in a (Parent.forward)"]
+    assert error.value.__notes__ == ["in a (Parent.forward), configured at children_.a"]

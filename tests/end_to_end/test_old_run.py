@@ -16,7 +16,7 @@ import jax
 import pytest
 
 from moelib.cli.generate import load_for_inference
-from moelib.core.config_text import parse
+from moelib.core.config_parse import parse
 from moelib.inference.generate import generate
 
 _FOLDER = pathlib.Path(__file__).parent / "old_run"

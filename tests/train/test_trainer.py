@@ -13,7 +13,7 @@ import pytest
 from moelib.checkpoint.checkpointer import CheckpointSaveError
 from moelib.checkpoint.contents import CheckpointMismatchError
 from moelib.core import tree
-from moelib.core.config_text import parse, set_from_text
+from moelib.core.config_parse import parse, set_from_text
 from moelib.data.lm_input import LMInput
 from moelib.data.token_source import InMemoryTokens
 from moelib.parallel.mesh import mesh_shape_from_axes

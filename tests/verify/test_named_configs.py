@@ -7,7 +7,7 @@ import pytest
 
 from experiments import flame_moe, gpt_oss, open_models
 from moelib.checkpoint.checkpointer import Checkpointer
-from moelib.core import config_text
+from moelib.core import config_parse, config_paths
 from moelib.verify.meshes import meshes_to_check
 from moelib.verify.outcome import Status
 from moelib.verify.shrink import shrink
@@ -23,7 +23,7 @@ CONFIGS = {
 @functools.cache
 def failures(text: str) -> list[str]:
     """Returns what is found in a small config, given as text."""
-    cfg = config_text.parse(text)
+    cfg = config_parse.parse(text)
     found = outcomes(cfg, *meshes_to_check(cfg, 8), num_devices=8)
     jax.clear_caches()  # Else each config leaves some 700 MiB of traces and programs.
     tried = {each.mesh for each in found if each.status is Status.PASSED}
@@ -36,4 +36,4 @@ def failures(text: str) -> list[str]:
 def test_a_named_config_computes_the_same_on_every_mesh(name):
     small, _ = shrink(CONFIGS[name](), 8)
     small.set(checkpointer=Checkpointer.default_config())  # When to save is all that differs.
-    assert failures(config_text.to_text(small)) == []
+    assert failures(config_paths.to_text(small)) == []

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from experiments import flame_moe, gpt_oss, open_models
-from moelib.core.config_path import sub_configs
+from moelib.core.config_paths import sub_configs
 from moelib.core.param import is_spec
 from moelib.layers.moe.dispatch_ragged import RaggedDispatcher
 from moelib.verify.shrink import runnable, shrink

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moelib.core.config_path import sub_configs
+from moelib.core.config_paths import sub_configs
 from moelib.parallel.mesh import slices
 from moelib.planning.hlo import program as hlo
 from moelib.planning.hlo.source import Places

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from moelib.core import config_text
+from moelib.core import config_paths
 from moelib.planning.compiled import cache as report_cache
 from moelib.planning.hardware.topologies import PlanError, describe
 from moelib.planning.report.step_report import StepReport
@@ -98,7 +98,7 @@ def compile_apart(
     except PlanError as error:
         return Outcome(None, str(error), {}, from_cache=False)
     request = {
-        "config": config_text.to_text(cfg),
+        "config": config_paths.to_text(cfg),
         "topology": topology_name,
         "compiler_options": dict(compiler_options or {}),
         "num_costliest": _NUM_COSTLIEST,

@@ -19,7 +19,7 @@ def main(request_path: str, result_path: str) -> None:
     begin = time.perf_counter()
     os.environ["JAX_PLATFORMS"] = "cpu"  # No device is used, and none is to be taken.
     request = json.loads(pathlib.Path(request_path).read_text(encoding="utf-8"))
-    from moelib.core import config_text
+    from moelib.core import config_parse
     from moelib.planning.compiled.compile_step import plan_step
     from moelib.planning.hardware.topologies import OutOfMemoryError, PlanError, topology
 
@@ -28,7 +28,7 @@ def main(request_path: str, result_path: str) -> None:
 
     try:
         where = topology(request.pop("topology"))
-        cfg = config_text.parse(request.pop("config"))
+        cfg = config_parse.parse(request.pop("config"))
         tell("start", time.perf_counter() - begin, f"{len(where.devices)} devices described")
         report = plan_step(cfg, where, on_stage=tell, **request)
         result = {"report": json.loads(report.to_json())}

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moelib.core.config_path import sub_configs
+from moelib.core.config_paths import sub_configs
 from moelib.core.module import functional
 from moelib.core.param import ParameterSpec, is_spec, may_cast
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from moelib.core.config import REQUIRED
-from moelib.core.config_path import sub_configs
+from moelib.core.config_paths import sub_configs
 from moelib.core.param import ParameterSpec, is_spec, may_cast
 from moelib.layers.moe.dispatch_ragged import RingDispatcher
 from moelib.learner import offload

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from moelib.core.config_path import get
+from moelib.core.config_paths import get
 from moelib.layers.moe.dispatch_ragged import RingDispatcher
 from moelib.planning.hlo import values as hlo_values
 from moelib.planning.hlo.program import Computation, Instruction

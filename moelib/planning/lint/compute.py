@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from moelib.core.config_path import sub_configs
+from moelib.core.config_paths import sub_configs
 from moelib.core.module import functional
 from moelib.data.input import batch_spec
 from moelib.parallel import sharding

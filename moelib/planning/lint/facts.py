@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from moelib.core import tree
-from moelib.core.config_path import sub_configs
+from moelib.core.config_paths import sub_configs
 from moelib.core.param import is_spec, may_cast
 from moelib.planning.hlo import values as hlo_values
 from moelib.planning.hlo.config_source import config_path

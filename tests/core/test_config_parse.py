@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from moelib.core import config_text
+from moelib.core import config_parse, config_paths
 from moelib.core.config import (
     REQUIRED,
     ConfigBase,
@@ -147,11 +147,11 @@ def random_value(rng: random.Random, depth: int = 0) -> Any:
 def test_any_config_is_read_back_from_its_text(seed: int):
     cfg = Layer.default_config().set(anything=random_value(random.Random(seed)))
     text = cfg.debug_string()
-    again = config_text.parse(text)
+    again = config_parse.parse(text)
     assert again == cfg
     assert again.debug_string() == text
     assert cfg.clone().debug_string() == text
-    assert config_text.diff(cfg, again) == []
+    assert config_paths.diff(cfg, again) == []
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -198,7 +198,7 @@ title: 't'
 
 def test_a_set_prints_the_same_in_every_process():
     code = (
-        "from moelib.core.config_text import literal; print(literal([{'a','b','c','d','e','f'}]))"
+        "from moelib.core.config_paths import literal; print(literal([{'a','b','c','d','e','f'}]))"
     )
     run = [sys.executable, "-c", code]
     texts = {
@@ -213,12 +213,12 @@ def test_a_value_that_was_reset_to_none_stays_none():
     model = Model.default_config().set(layer=cfg, optimizer=config_for_function(schedule))
     model.optimizer.steps = REQUIRED  # pyrefly: ignore[missing-attribute]
     model.layer.dtype = None
-    assert config_text.parse(model.debug_string()) == model
+    assert config_parse.parse(model.debug_string()) == model
 
 
 def test_comments_and_empty_lines_are_left_out():
     text = f"# A layer.\n\nklass: {__name__}:Layer\n  # dim:\ndim: 3\n"
-    assert config_text.parse(text) == Layer.default_config().set(dim=3)
+    assert config_parse.parse(text) == Layer.default_config().set(dim=3)
 
 
 @pytest.mark.parametrize(
@@ -231,20 +231,20 @@ def test_comments_and_empty_lines_are_left_out():
         ("dims: 3", "line 2: .* has no field 'dims'; did you mean 'dim'"),
         ("anything: math:sqrtt", "line 2: 'math:sqrtt': .* did you mean 'sqrt'"),
         ("anything: m:f.<locals>.g", "line 2: .* was defined inside a function"),
-        ("anything[0].dim: 3", "line 2: no line before it says what holds this value"),
+        ("anything[0].dim: 3", "line 2: no earlier line names the class"),
         ("anything: no_such_module_at_all:x", "line 2: .*no module 'no_such_module_at_all'"),
     ],
 )
 def test_a_line_that_cannot_be_read_is_named(lines: str, message: str):
     with pytest.raises(ValueError, match=message):
-        config_text.parse(f"klass: {__name__}:Layer\n{lines}\n")
+        config_parse.parse(f"klass: {__name__}:Layer\n{lines}\n")
 
 
 def test_values_read_from_text_know_their_line():
     text = Layer.default_config().set(dim=3).debug_string()
-    assert config_text.parse(text, place="config.txt:").origin("dim") == "config.txt:2"
+    assert config_parse.parse(text, place="config.txt:").origin("dim") == "config.txt:2"
     with pytest.raises(ValueError, match=r"config.txt:1: expected 'path: value'"):
-        config_text.parse("a", place="config.txt:")
+        config_parse.parse("a", place="config.txt:")
 
 
 @pytest.mark.parametrize(
@@ -287,24 +287,24 @@ def test_a_flag_is_read_as_its_field_asks(assignment: str, path: str, value: Any
         by_name={"x.y": Layer.default_config(), "b": Layer.default_config()},
         optimizer=config_for_function(schedule),
     )
-    config_text.set_from_text(cfg, assignment)
+    config_parse.set_from_text(cfg, assignment)
     assert cfg.get_recursively(path) == value
     assert type(cfg.get_recursively(path)) is type(value)
 
 
 def test_a_flag_can_put_in_another_class_or_function():
     cfg = Model.default_config()
-    config_text.set_from_text(cfg, f"layer={__name__}:Wide")
+    config_parse.set_from_text(cfg, f"layer={__name__}:Wide")
     assert cfg.layer == Wide.default_config()
-    config_text.set_from_text(cfg, f"lr={__name__}:schedule")
+    config_parse.set_from_text(cfg, f"lr={__name__}:schedule")
     assert cfg.lr == config_for_function(schedule)
-    config_text.set_from_text(cfg, f"optimizer={__name__}:Point")
+    config_parse.set_from_text(cfg, f"optimizer={__name__}:Point")
     assert cfg.optimizer == config_for_class(Point)
 
 
 def test_a_flag_is_the_origin_of_its_value():
     cfg = Model.default_config()
-    config_text.set_from_text(cfg, "layer.dim=3")
+    config_parse.set_from_text(cfg, "layer.dim=3")
     assert cfg.layer.origin("dim") == "--set layer.dim=3"
 
 
@@ -330,7 +330,7 @@ def test_a_flag_of_another_type_is_refused(assignment: str, message: str):
     cfg = Model.default_config().set(optimizer=config_for_function(decaying))
     cfg.layer.anything = jax.nn.relu
     with pytest.raises(InvalidConfigValueError, match=message):
-        config_text.set_from_text(cfg, assignment)
+        config_parse.set_from_text(cfg, assignment)
 
 
 @pytest.mark.parametrize(
@@ -349,14 +349,14 @@ def test_a_flag_that_leads_nowhere_is_refused(assignment: str, message: str):
         layers=[Layer.default_config()], by_name={"a": Layer.default_config()}
     )
     with pytest.raises(UnknownFieldError, match=message):
-        config_text.set_from_text(cfg, assignment)
+        config_parse.set_from_text(cfg, assignment)
 
 
 def test_a_difference_names_paths_and_both_texts():
     a = Model.default_config()
     b = a.clone(color=Color.BLUE, optimizer=config_for_function(schedule))
     b.layer.rate = 0.25
-    assert config_text.diff(a, b) == [
+    assert config_paths.diff(a, b) == [
         ("layer.rate", "0.5", "0.25"),
         ("color", f"{__name__}:Color.RED", f"{__name__}:Color.BLUE"),
         ("optimizer.fn", None, f"{__name__}:schedule"),
@@ -366,8 +366,8 @@ def test_a_difference_names_paths_and_both_texts():
 
 def test_every_value_is_explained():
     cfg = Model.default_config().set(layers=[Layer.default_config()])
-    config_text.set_from_text(cfg, "layers[0].dim=3")
-    origins = {path: (text, origin) for path, text, origin in config_text.origins(cfg)}
+    config_parse.set_from_text(cfg, "layers[0].dim=3")
+    origins = {x.path: (x.text, x.origin) for x in config_paths.leaves(cfg)}
     assert origins["layers[0].dim"] == ("3", "--set layers[0].dim=3")
     assert origins["layers[0].rate"] == ("0.5", f"default of {__name__}:Layer.Config")
     assert origins["layer.dim"][1].startswith(f"{__file__}:")
@@ -389,5 +389,5 @@ def test_a_default_that_has_no_text_is_left_to_its_function():
 @pytest.mark.parametrize("name", ["float32", "int8", "bfloat16", "float8_e4m3fn"])
 def test_dtypes_read_back(name):
     cfg = config_for_function(np.zeros).set(shape=(2,), dtype=jax.numpy.dtype(name))
-    assert f"dtype: dtype('{name}')\n" in config_text.to_text(cfg)
-    assert config_text.parse(config_text.to_text(cfg)) == cfg
+    assert f"dtype: dtype('{name}')\n" in config_paths.to_text(cfg)
+    assert config_parse.parse(config_paths.to_text(cfg)) == cfg

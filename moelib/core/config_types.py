@@ -1,4 +1,4 @@
-"""What may stand in a config field: plain values, checked against the field's annotation."""
+"""Types of config fields: the values that a config may hold, checked against annotations."""
 
 import contextlib
 import dataclasses
@@ -10,16 +10,30 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, Union
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeGuard, TypeVar, Union
 
 import numpy as np
+
+from moelib.core.errors import UserError
 
 T = TypeVar("T")
 
 
+class UnknownFieldError(UserError, AttributeError):
+    """A field that the config does not have."""
+
+
+class NonConfigFieldError(UserError, TypeError):
+    """A value that no config may hold: only plain data, functions, classes and configs."""
+
+
+class InvalidConfigValueError(UserError, TypeError):
+    """A value that does not fit its field's annotation."""
+
+
 class RequiredFieldValue:
-    """The value of a field that must be set before its config is instantiated."""
+    """The type of REQUIRED, which has one instance."""
 
     _instance: "RequiredFieldValue | None" = None
 
@@ -39,53 +53,77 @@ class RequiredFieldValue:
         return "REQUIRED"
 
 
-REQUIRED: Any = RequiredFieldValue()
-if typing.TYPE_CHECKING:  # Who reads a built object's config finds a T.
+REQUIRED: Any = RequiredFieldValue()  # The value of a field that must be set to instantiate.
+if typing.TYPE_CHECKING:  # A field is set wherever it is read.
     Required = typing.Annotated[T, "must be set"]
 else:
     Required = Union[T, RequiredFieldValue]  # noqa: UP007 (subscripted: Required[int])
 
 
-class NonConfigFieldError(TypeError):
-    """A value that no config may hold: only plain data, functions, classes and configs can."""
+class ConfigLike(Protocol):
+    """The part of a config that paths and text need."""
+
+    def items(self) -> Collection[tuple[str, Any]]:
+        """Returns the names and values of the fields."""
+        ...
+
+    def origin(self, name: str) -> str:
+        """Returns where the field was set."""
+        ...
+
+    def _is_default(self, name: str) -> bool:
+        """Returns whether the field has its default value."""
+        ...
+
+    def _is_unset(self, name: str) -> bool:
+        """Returns whether the field has a default value that text need not repeat."""
+        ...
+
+    def _header(self) -> tuple[str, Any]:
+        """Returns the name and value of the line that opens the config's text."""
+        ...
 
 
-class InvalidConfigValueError(TypeError):
-    """A value that does not fit its field's annotation."""
+def is_config(value: Any) -> TypeGuard[ConfigLike]:
+    """Returns whether a value is a config."""
+    return hasattr(type(value), "_header")
+
+
+# -- Dtypes --------------------------------------------------------------------------------------
+
+_ML_DTYPES = (  # Unknown to NumPy until ml_dtypes is imported.
+    "bfloat16", "int2", "int4", "uint2", "uint4", "float4_e2m1fn", "float8_e3m4", "float8_e4m3",
+    "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+)  # fmt: skip
+_COMMON_DTYPES = ("bfloat16", "float16", "float32", "float64", "int8", "int32", "int64", "uint8")
 
 
 class DType(str):
-    """The name of an array dtype; a field annotated so takes "bfloat16" or `jnp.bfloat16` alike."""
+    """The name of a dtype; a field annotated so takes "bfloat16" or `jnp.bfloat16` alike."""
 
     __slots__ = ()
 
     @classmethod
     def __config_convert__(cls, value: Any) -> str:
-        """Returns the dtype's name. Raises InvalidConfigValueError if it is none."""
+        """Returns the dtype's name. Raises InvalidConfigValueError if there is no such dtype."""
         try:
-            return value if _is_dtype_name(value) else np.dtype(value).name
+            return dtype(value).name
         except TypeError as error:
-            raise InvalidConfigValueError(
-                f"{value!r} is not a dtype; use a name like 'float32' or 'bfloat16'"
-            ) from error
+            near = did_you_mean(str(value), {*_ML_DTYPES, *_COMMON_DTYPES})
+            raise InvalidConfigValueError(f"{value!r} is not a dtype; {near}") from error
 
 
-_EXTENDED_DTYPES = re.compile(  # Names that NumPy does not know until ml_dtypes is imported.
-    r"bfloat16|float8_e(3m4|4m3(b11fnuz|fn|fnuz)?|5m2(fnuz)?|8m0fnu)|float4_e2m1fn|u?int[24]"
-)
-
-
-def _is_dtype_name(value: Any) -> bool:
-    return isinstance(value, str) and bool(_EXTENDED_DTYPES.fullmatch(value))
-
-
-def dtype(name: str) -> np.dtype:
-    """Returns a dtype by its name, those of ml_dtypes too."""
-    if not _is_dtype_name(name):
+def dtype(name: Any) -> np.dtype:
+    """Returns a dtype by its name, those of ml_dtypes included, or of a scalar type."""
+    if not isinstance(name, str) or name not in _ML_DTYPES:
         return np.dtype(name)
-    import ml_dtypes  # With JAX; a config without such a dtype does without.
+    import ml_dtypes  # Comes with JAX; configs without such a dtype need none.
 
     return np.dtype(getattr(ml_dtypes, name))
+
+
+# -- Similar names -------------------------------------------------------------------------------
 
 
 def similar_names(name: str, allowed: Iterable[str]) -> list[str]:
@@ -94,7 +132,7 @@ def similar_names(name: str, allowed: Iterable[str]) -> list[str]:
 
 
 def did_you_mean(name: str, allowed: Iterable[str]) -> str:
-    """Returns the end of an error message: the nearest names, or all of them when none is near."""
+    """Returns the end of an error message: the nearest names, or all of them if none is near."""
     allowed = sorted(map(str, allowed))
     near = similar_names(name, allowed)
     if near:
@@ -124,15 +162,15 @@ def is_record(value: Any) -> bool:
 
 
 def record_fields(value: Any) -> dict[str, Any]:
-    """Returns the fields of a dataclass instance or named tuple, by name: what makes it anew."""
+    """Returns the fields of a dataclass instance or named tuple, by name, that construct it."""
     names = getattr(value, "_fields", None)
     if names is None:
         names = [field.name for field in dataclasses.fields(value) if field.init]
     return {name: getattr(value, name) for name in names}
 
 
-def validate_value(value: Any, is_config: Callable[[Any], bool]) -> None:
-    """Raises NonConfigFieldError if a config may not hold `value`; looks into containers."""
+def validate_value(value: Any) -> None:
+    """Raises NonConfigFieldError if a config may not hold `value`, or an element of it."""
     for match_fn, validate_fn in _validators:
         if match_fn(value):
             validate_fn(value)
@@ -142,11 +180,11 @@ def validate_value(value: Any, is_config: Callable[[Any], bool]) -> None:
     if isinstance(value, re.Pattern | np.dtype):
         return
     for element in _elements(value):
-        validate_value(element, is_config)
+        validate_value(element)
 
 
 def _elements(value: Any) -> Iterable[Any]:
-    """Returns what is in a container or record. Raises NonConfigFieldError for anything else."""
+    """Returns the elements of a container. Raises NonConfigFieldError for other values."""
     if is_record(value):
         return record_fields(value).values()
     if type(value) is dict:
@@ -158,15 +196,14 @@ def _elements(value: Any) -> Iterable[Any]:
         return value
     raise NonConfigFieldError(
         f"a config cannot hold {value!r} of type {type(value).__qualname__}: only plain data, "
-        "functions, classes and configs; wrap what it is made of with config_for_function or "
-        "config_for_class"
+        "functions, classes and configs; describe it by config_for_function or config_for_class"
     )
 
 
 def has_reference(value: Any) -> bool:
-    """Returns whether a value is a class, a function, or a wrapped one such as a jitted function.
+    """Returns whether a value is a class or function (jitted, for example) with a name.
 
-    A method of an object is none: the object is not in the name.
+    Methods of an object are excluded: their name does not identify the object.
     """
     holder = getattr(value, "__self__", None) if inspect.isroutine(value) else None
     if holder is not None and not isinstance(holder, type | types.ModuleType):
@@ -178,10 +215,7 @@ def has_reference(value: Any) -> bool:
 
 
 def convert_value(value: Any, annotation: Any) -> Any:
-    """Returns the value as the annotation's own converter makes it (DType), or as it is.
-
-    Scalars of NumPy become plain ones.
-    """
+    """Returns the value converted by its annotation (DType); NumPy scalars become plain ones."""
     if value is None or value is REQUIRED:
         return value
     if isinstance(value, np.generic):
@@ -194,10 +228,10 @@ def convert_value(value: Any, annotation: Any) -> Any:
 
 
 def fits(value: Any, annotation: Any) -> bool:
-    """Returns whether a value fits an annotation; containers are looked into.
+    """Returns whether a value and its elements fit an annotation.
 
-    An int fits a float; a bool is not an int. What cannot be checked (a type variable, a string
-    that names a class not yet known) fits.
+    An int fits float; a bool does not fit int. Annotations that cannot be checked (a type variable,
+    a string that names a class not yet defined) fit everything.
     """
     if value is REQUIRED or annotation is Any or isinstance(annotation, TypeVar | str):
         return True
@@ -211,20 +245,22 @@ def fits(value: Any, annotation: Any) -> bool:
 
 
 def describe_annotation(annotation: Any) -> str:
-    """Returns an annotation as a reader writes it."""
+    """Returns an annotation as written in code."""
     members = [option for option in options(annotation) if option is not RequiredFieldValue]
     if len(members) > 1:
         return " | ".join(map(describe_annotation, members))
     (annotation,) = members
     if annotation is type(None):
         return "None"
+    if annotation is np.dtype:
+        return "dtype (annotate the field with DType to allow names and types)"
     if isinstance(annotation, type) and not typing.get_args(annotation):
         return annotation.__qualname__
     return str(annotation).replace("typing.", "").replace("collections.abc.", "")
 
 
 def named_values(annotation: Any) -> list[str]:
-    """Returns the values that an annotation names one by one: those of its enums and literals."""
+    """Returns the names of the enum members and literals that an annotation allows."""
     named: list[str] = []
     for option in options(annotation):
         if isinstance(option, type) and issubclass(option, enum.Enum):
@@ -255,9 +291,9 @@ def _fits_class(value: Any, annotation: Any) -> bool:
     if isinstance(annotation, type):
         if hasattr(annotation, "__config_convert__"):
             return isinstance(value, str)
-        with contextlib.suppress(TypeError):  # A protocol that says nothing at run time.
+        with contextlib.suppress(TypeError):  # A protocol that is not runtime_checkable.
             return isinstance(value, annotation)
-    return True  # What has no check of its own.
+    return True
 
 
 def _fits_generic(value: Any, origin: Any, args: tuple[Any, ...]) -> bool:

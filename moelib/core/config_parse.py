@@ -1,0 +1,228 @@
+"""Parsing of configs: a whole config from its text, and single values from flags."""
+
+import ast
+import contextlib
+import dataclasses
+import enum
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from moelib.core import config_types
+from moelib.core.config import (
+    ConfigBase,
+    Configurable,
+    config_for_class,
+    config_for_function,
+    config_origin,
+)
+from moelib.core.config_paths import Key, child_at, get, set_at, split_front, split_path
+from moelib.core.config_types import REQUIRED, InvalidConfigValueError
+from moelib.core.errors import UserError
+
+_REFERENCE = re.compile(r"[\w.]+:[\w.]+")
+
+
+# -- Flags ---------------------------------------------------------------------------------------
+
+
+def set_from_text(cfg: ConfigBase, assignment: str, *, flag: str = "--set") -> None:
+    """Sets a field from "path=value", whose value is parsed according to the field's annotation.
+
+    Raises:
+        UnknownFieldError: If nothing has the path.
+        InvalidConfigValueError: If the text cannot be parsed as a value of the field.
+    """
+    origin = f"{flag} {assignment}"
+    path, equals, text = (part.strip() for part in assignment.partition("="))
+    if not equals:
+        raise InvalidConfigValueError(f"{origin}: expected path=value.")
+    *parents, key = split_path(path) or [""]
+    holder = get(cfg, parents)
+    current = child_at(holder, key, parents)
+    annotation = holder.annotation(str(key)) if isinstance(holder, ConfigBase) else Any
+    value = _read_as(text, annotation, current, origin)
+    try:
+        with config_origin(origin):
+            set_at(cfg, path, value)
+    except TypeError as error:
+        raise InvalidConfigValueError(f"{origin}: {error}") from None
+
+
+def _read_as(text: str, annotation: Any, current: Any, origin: str) -> Any:
+    """Returns the first reading of `text` that fits the annotation.
+
+    Without an annotation, words without quotes are a string only where the current value is one.
+    """
+    for reading in _readings(text):
+        if reading is text and annotation is Any and not isinstance(current, str | _UNSET):
+            continue
+        for value in _variants(reading, annotation):
+            if config_types.fits(value, annotation):
+                return value
+    if _REFERENCE.fullmatch(text):
+        try:
+            config_types.resolve_reference(text)
+        except ValueError as error:
+            raise InvalidConfigValueError(f"{origin}: {error}") from None
+    wanted = config_types.describe_annotation(annotation)
+    wanted = f"a value like {current!r}" if annotation is Any else wanted
+    named = config_types.named_values(annotation)
+    advice = f"; {config_types.did_you_mean(text, named)}" if named else "."
+    raise InvalidConfigValueError(f"{origin}: {text!r} is not {wanted}{advice}")
+
+
+_UNSET = type(None) | config_types.RequiredFieldValue
+
+
+def _readings(text: str) -> Iterator[Any]:
+    """Yields the values that a text may mean, the likeliest first, the text itself last."""
+    if text.lower() in ("true", "false", "none"):
+        yield {"true": True, "false": False, "none": None}[text.lower()]
+    with contextlib.suppress(ValueError):
+        yield read_literal(text)
+    if _REFERENCE.fullmatch(text):
+        with contextlib.suppress(ValueError):
+            yield config_types.resolve_reference(text)
+    yield text
+
+
+def _variants(value: Any, annotation: Any) -> Iterator[Any]:
+    """Yields a value and others that it may mean in a field of that annotation."""
+    if inspect.isclass(value) and issubclass(value, Configurable):
+        yield value.default_config()
+    with contextlib.suppress(InvalidConfigValueError):
+        yield config_types.convert_value(value, annotation)
+    if isinstance(value, float) and value.is_integer():
+        yield int(value)
+    elif isinstance(value, list | tuple):
+        yield tuple(value) if isinstance(value, list) else list(value)
+    elif isinstance(value, str):
+        for option in config_types.options(annotation):
+            if isinstance(option, type) and issubclass(option, enum.Enum):
+                yield from (m for m in option if value.lower() in (m.name.lower(), str(m.value)))
+    elif inspect.isclass(value):
+        yield config_for_class(value)
+    elif callable(value):
+        yield config_for_function(value)
+
+
+# -- Whole configs -------------------------------------------------------------------------------
+
+
+def read_literal(text: str) -> Any:
+    """Returns the value of a literal. Raises ValueError if the text is not a literal."""
+    try:
+        return _read_node(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, TypeError, ValueError):
+        raise ValueError(f"{text!r} is not a literal.") from None
+
+
+_NAMES = {"REQUIRED": REQUIRED, "nan": math.nan, "inf": math.inf}
+_CALLS = {
+    "set": set,
+    "frozenset": frozenset,
+    "dtype": config_types.dtype,
+    "re.compile": re.compile,
+}
+
+
+def _read_node(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=value):
+            return value
+        case ast.Name(id=name) if name in _NAMES:
+            return _NAMES[name]
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_read_node(operand)
+        case ast.List(elts=elements):
+            return list(map(_read_node, elements))
+        case ast.Tuple(elts=elements):
+            return tuple(map(_read_node, elements))
+        case ast.Set(elts=elements):
+            return set(map(_read_node, elements))
+        case ast.Dict(keys=keys, values=values):
+            return {_read_node(k): _read_node(v) for k, v in zip(keys, values, strict=True) if k}
+        case ast.Call(func=func, args=args) if (name := ast.unparse(func)) in _CALLS:
+            return _CALLS[name](*map(_read_node, args))
+    raise ValueError("not a literal")
+
+
+@dataclasses.dataclass
+class _Node:
+    """The lines of a text below one path."""
+
+    origin: str  # File and number of the first line.
+    text: str | None = None
+    inside: dict[Key, "_Node"] = dataclasses.field(default_factory=dict)
+
+
+def parse(text: str, *, place: str = "line ") -> Any:
+    """Returns the config that `to_text` printed.
+
+    Args:
+        text: The text; empty lines and lines that start with # are ignored.
+        place: Prefix of the line number in errors and origins, such as "config.txt:".
+
+    Raises:
+        UserError: If a line cannot be parsed; the message has its number.
+    """
+    root = _Node(f"{place}1")
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        keys, rest = split_front(line)
+        if not keys or not rest.startswith(": "):
+            raise UserError(f"{place}{number}: expected 'path: value', got {line!r}.")
+        node = root
+        for key in keys:
+            node = node.inside.setdefault(key, _Node(f"{place}{number}"))
+        node.text = rest[2:]
+    return _build(root)
+
+
+_OPENERS: dict[str, Callable[[Any], ConfigBase]] = {
+    "klass": lambda value: value.default_config(),
+    "config_class": lambda value: value(),
+    "fn": config_for_function,
+    "cls": config_for_class,
+}
+
+
+def _build(node: _Node) -> Any:
+    """Returns the value that the lines of a node describe."""
+    if node.text is not None:
+        inside = {key: _build(child) for key, child in node.inside.items()}
+        return _at(node, _read_line, node.text, inside)
+    opener = next((name for name in _OPENERS if name in node.inside), None)
+    if opener is None:
+        raise UserError(f"{node.origin}: no earlier line names the class or container it is in.")
+    cfg = _at(node, _OPENERS[opener], _build(node.inside.pop(opener)))
+    for key, child in node.inside.items():
+        _at(child, setattr, cfg, str(key), _build(child))
+    return cfg
+
+
+def _at(node: _Node, do: Callable[..., Any], *args: Any) -> Any:
+    """Returns `do(*args)`; errors and origins of values refer to the node's line."""
+    try:
+        with config_origin(node.origin):
+            return do(*args)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UserError(f"{node.origin}: {error}") from error
+
+
+def _read_line(text: str, inside: dict[Key, Any]) -> Any:
+    if text in ("<list>", "<tuple>"):
+        return (list if text == "<list>" else tuple)(inside.values())
+    if text == "<dict>":
+        return inside
+    if text.startswith("<") and text.endswith(">"):
+        return config_types.resolve_reference(text[1:-1])(**inside)
+    if _REFERENCE.fullmatch(text):
+        return config_types.resolve_reference(text)
+    if re.fullmatch(r"[\w.]+:[\w.<>]+", text):
+        raise ValueError(f"{text} was defined inside a function; text cannot name it.")
+    return read_literal(text)
