@@ -1,33 +1,37 @@
-"""The training loop: what happens around each step, and in which order.
+"""The training loop: the order of what happens around each step.
 
-Steps are dispatched without waiting: while step k runs, the loop looks at the metrics of step
-k - 1. Only an evaluation, a checkpoint, the end of a trace and the end of the run wait for the
-step itself, so that no state is saved before it is known to be sound.
+Steps are dispatched asynchronously: while step k runs, the loop checks the metrics of step k - 1.
+Only an evaluation, a checkpoint, the end of a trace and the end of the run wait for the current
+step, so that no state is saved before its step has been checked.
 """
 
+import collections
 import contextlib
 import logging
 import math
+import os
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import jax
 
 from moelib.checkpoint.checkpointer import CheckpointSaveError
 from moelib.core.config import did_you_mean
-from moelib.data.input import save_tokenizer
+from moelib.core.errors import UserError
+from moelib.core.metrics import Scalars
+from moelib.core.progress import Progress
+from moelib.core.table import print_table
+from moelib.data.input import Input, save_tokenizer
 from moelib.data.prefetch import Prefetcher, host_rows, put_batch
-from moelib.train.metrics import PackedMetrics, Scalars, language_metrics, unpack
+from moelib.train.evaler import SpmdEvaler
+from moelib.train.metrics import PackedMetrics, language_metrics, unpack
 from moelib.train.profiler import ProfilerWindow
-from moelib.train.progress import ProgressLine, evaluation_text
-from moelib.train.report import report_run
+from moelib.train.report import RunReport, evaluation_text, progress_text
 from moelib.train.signals import StopRequest
 from moelib.train.step import NON_FINITE
 from moelib.train.throughput import Throughput
 from moelib.train.watchdog import Watchdog
-
-if TYPE_CHECKING:
-    from moelib.train.trainer import SpmdTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -36,33 +40,106 @@ class NonFiniteError(FloatingPointError):
     """A step whose loss or parameters are not finite."""
 
 
-class TrainLoop:
-    """One run of a trainer, from its state now to the end."""
+class LoopTrainer(Protocol):
+    """The part of a trainer that the loop uses; see `moelib.train.trainer.SpmdTrainer`."""
 
-    def __init__(self, trainer: "SpmdTrainer", *, config_path: str) -> None:
+    step: int
+    restored_metrics: Scalars
+
+    @property
+    def config(self) -> Any:
+        """A `SpmdTrainer.Config`."""
+        ...
+
+    @property
+    def checkpointer(self) -> Any:
+        """The checkpointer, if the config has one."""
+        ...
+
+    @property
+    def summary_writer(self) -> Any:
+        """The writer of metrics."""
+        ...
+
+    @property
+    def input(self) -> Input:
+        """The training input."""
+        ...
+
+    @property
+    def input_state(self) -> dict[str, Any] | None:
+        """Position in the data after the last step, or None at the beginning."""
+        ...
+
+    @property
+    def batch_sharding(self) -> jax.sharding.NamedSharding:
+        """Sharding of the arrays [B, S] of a batch."""
+        ...
+
+    @property
+    def evalers(self) -> Mapping[str, SpmdEvaler]:
+        """The evalers, by name."""
+        ...
+
+    def mesh(self) -> jax.sharding.Mesh:
+        """Returns the mesh."""
+        ...
+
+    def flops_per_token(self) -> float | None:
+        """Returns the training FLOPs per token, or None if unknown."""
+        ...
+
+    def model_params_for_eval(self) -> Any:
+        """Returns the parameters to evaluate."""
+        ...
+
+    def run_step(self, batch: Any, *, input_state: dict[str, Any] | None = None) -> PackedMetrics:
+        """Dispatches a step."""
+        ...
+
+    def save_checkpoint(self, metrics: dict[str, float] | None = None) -> None:
+        """Starts to write a checkpoint."""
+        ...
+
+    def describe(self) -> str:
+        """Returns one line about the model and the mesh."""
+        ...
+
+
+class TrainLoop:
+    """One run of a trainer, from its current state to the end."""
+
+    def __init__(self, trainer: LoopTrainer, *, config_path: str) -> None:
         """Takes a trainer that has its state. To be used inside `jax.set_mesh`."""
         cfg = trainer.config
         self.trainer, self.config_path = trainer, config_path
-        self.start_step = trainer.step
-        mesh = trainer.mesh()
-        self.throughput = Throughput(trainer.flops_per_token(), list(mesh.devices.flat))
-        self.last: Scalars = {}  # Of the newest step that was looked at.
-        self.last_report: Scalars = {}
-        self.evaler_summaries: dict[str, Scalars] = {}
-        self.stopped_by: str | None = None
-        self._pending: tuple[int, PackedMetrics] | None = None
-        self._summaries: Scalars = {}  # Of the evaluations after this step.
+        self._checkpointer = None if cfg.checkpointer is None else trainer.checkpointer
+        self._start_step = trainer.step
+        self._throughput = Throughput(
+            trainer.flops_per_token(),
+            list(trainer.mesh().devices.flat),
+            cfg.train_dtype or "float32",
+        )
+        self._last: Scalars = {}  # Metrics of the last step that was checked.
+        self._last_report: Scalars = {}
+        # (number of tokens, loss, cross-entropy) of each step of a log interval.
+        self._losses: collections.deque[tuple[float, float, float]] = collections.deque(
+            maxlen=cfg.log_every_n_steps
+        )
+        self._evaluations: dict[str, Scalars] = {}
+        self._stopped_by: str | None = None
+        self._pending: tuple[int, PackedMetrics] | None = None  # Dispatched, not yet checked.
+        self._summaries: Scalars = {}  # Metrics of the evaluations after the current step.
         self._saved_step: int | None = trainer.step or None
-        self._unsound = False  # Whether the last checkpoint was left out for its state.
+        self._skipped_save = False  # Whether the last checkpoint was not written: not finite.
         self._num_slots = cfg.input.global_batch_size * cfg.input.seq_len
         self._stop = StopRequest()
         self._profiler = ProfilerWindow(cfg.dir, cfg.start_trace_steps, cfg.num_trace_steps)
         self._watchdog = Watchdog(
-            cfg.watchdog_timeout_seconds,
-            crash_timeout_seconds=cfg.crash_on_hang_timeout_seconds,
+            cfg.watchdog_timeout_seconds, crash_timeout_seconds=cfg.crash_on_hang_timeout_seconds
         )
-        self.is_main = jax.process_index() == 0
-        self._line = ProgressLine(cfg.max_step, start=trainer.step, active=self.is_main)
+        self._is_main = jax.process_index() == 0
+        self._progress = Progress("step", cfg.max_step, start=trainer.step, enabled=self._is_main)
 
     def run(self) -> dict[str, Any]:
         """Takes the steps; see `SpmdTrainer.run`."""
@@ -70,43 +147,40 @@ class TrainLoop:
         trainer = self.trainer
         with contextlib.ExitStack() as stack:
             stack.callback(trainer.summary_writer.close)
-            stack.callback(self._close_checkpointer)
+            if self._checkpointer is not None:
+                stack.callback(self._checkpointer.close)
             stack.callback(self._profiler.stop)
             stack.enter_context(self._stop)
-            stack.enter_context(self._line)
+            stack.enter_context(self._progress)
             stack.enter_context(self._watchdog)
-            self._greet()
-            if trainer.step:  # What the run was stopped before.
+            self._progress.log(trainer.describe())
+            if trainer.step:
+                self._progress.log(f"restored step {trainer.step} from {trainer.checkpointer.dir}")
+                # Evaluations that the stopped run had no time for.
                 self._evaluate(trainer.step, done=trainer.restored_metrics)
             if trainer.step < trainer.config.max_step:
-                for evaler in trainer.evalers.values():  # What is wrong is known before a step.
+                for evaler in trainer.evalers.values():  # Errors surface before the first step.
                     evaler.open_input(trainer.mesh())
                 self._take_steps(stack.enter_context(self._open_input()))
             self._end()
-        if self.is_main:
-            report_run(self, wall_seconds=time.perf_counter() - begin)
+        if self._is_main:
+            print_table(self._report(time.perf_counter() - begin).table())
         return {
-            "loss": self.last.get("loss"),
-            "aux": self.last,
-            "evaler_summaries": self.evaler_summaries,
+            "loss": self._last.get("loss"),
+            "aux": self._last,
+            "evaler_summaries": self._evaluations,
             "step": trainer.step,
-            "stopped_by": self.stopped_by,
+            "stopped_by": self._stopped_by,
         }
 
-    def _greet(self) -> None:
-        trainer = self.trainer
-        self._line.say(trainer.describe())
-        if trainer.step:
-            self._line.say(f"restored step {trainer.step} from {trainer.checkpointer.dir}")
-
     def _open_input(self) -> Prefetcher[Any]:
-        """Returns the training batches from where the state is."""
+        """Returns the training batches, from the position of the state."""
         trainer = self.trainer
         sharding, rows = trainer.batch_sharding, trainer.config.input.global_batch_size
         batches = trainer.input.iterator(*host_rows(sharding, rows))
         if trainer.input_state is not None:
             batches.restore(trainer.input_state)
-        if self.is_main:
+        if self._is_main:
             save_tokenizer(trainer.config.input, trainer.config.dir)
         return Prefetcher(batches, lambda batch: put_batch(batch, sharding, rows))
 
@@ -117,8 +191,8 @@ class TrainLoop:
             return
         begin = time.perf_counter()
         self._take_step(first, feed)
-        self._line.say(f"first step, compilation included: {time.perf_counter() - begin:.1f} s")
-        self.throughput.restart()  # Rates are of steps, not of the compiler.
+        self._progress.log(f"first step, compilation included: {time.perf_counter() - begin:.1f} s")
+        self._throughput.restart()  # Rates do not include the compilation.
         while not self._after_step() and trainer.step < max_step:
             batch = self._next_batch(feed)
             if batch is None:
@@ -127,32 +201,32 @@ class TrainLoop:
 
     def _next_batch(self, feed: Prefetcher[Any]) -> Any:
         """Returns the next batch, or None at the end of the input."""
-        begin = time.perf_counter()
-        batch = next(feed, None)
-        self.throughput.add("input", time.perf_counter() - begin)
+        with self._throughput.spent_on("input"):
+            batch = next(feed, None)
         if batch is None:
-            self.stopped_by = "end of input"
+            self._stopped_by = "end of input"
         return batch
 
     def _take_step(self, batch: Any, feed: Prefetcher[Any]) -> None:
-        """Dispatches a step, and looks at the one before while it runs."""
+        """Dispatches a step, and checks the one before while it runs."""
         trainer = self.trainer
         self._profiler.before_step(trainer.step + 1)
         with jax.profiler.StepTraceAnnotation("train", step_num=trainer.step + 1):
             packed = trainer.run_step(batch, input_state=feed.state())
-        self._look()
+        self._check_pending()
         self._pending, self._summaries = (trainer.step, packed), {}
 
-    def _look(self) -> None:
-        """Waits for the step that was dispatched last, if not looked at yet, and checks it."""
+    def _check_pending(self) -> None:
+        """Waits for the last dispatched step, if it has not been checked yet, and checks it."""
         if self._pending is None:
             return
         (step, packed), self._pending = self._pending, None
         scalars = unpack(packed)
         self._watchdog.beat(step)
-        self.throughput.step_done(scalars["num_tokens"], self._num_slots)
-        self.last = scalars
-        cfg = self.trainer.config
+        self._throughput.step_done(scalars["num_tokens"], self._num_slots)
+        self._last, cfg = scalars, self.trainer.config
+        cross_entropy = scalars.get("cross_entropy", scalars["loss"])
+        self._losses.append((scalars["num_tokens"], scalars["loss"], cross_entropy))
         if scalars[NON_FINITE] and cfg.stop_on_nan:
             self._log(step, scalars)
             raise self._non_finite(step, scalars)
@@ -160,65 +234,70 @@ class TrainLoop:
             self._log(step, scalars)
 
     def _log(self, step: int, scalars: Scalars) -> None:
-        self.last_report = self.throughput.report()
+        self._last_report = self._throughput.report()
         logged = {name: value for name, value in scalars.items() if name != NON_FINITE}
-        logged |= language_metrics(scalars) | self.last_report
-        self.trainer.summary_writer.write(step, logged)
-        self._line.step(step, logged)
+        logged |= language_metrics(scalars) | self._last_report
+        mean_loss, mean_cross_entropy = self._mean_losses()
+        self.trainer.summary_writer.write(step, logged | {"mean_loss": mean_loss})
+        shown = logged | {"loss": mean_loss}
+        if "cross_entropy" in shown:
+            shown["cross_entropy"] = mean_cross_entropy
+        self._progress.update(step, progress_text(shown, num_steps=len(self._losses)))
+
+    def _mean_losses(self) -> tuple[float, float]:
+        """Returns the loss and the cross-entropy over the tokens of the last log interval."""
+        tokens = max(sum(tokens for tokens, *_ in self._losses), 1.0)
+        loss = sum(tokens * loss for tokens, loss, _ in self._losses)
+        return loss / tokens, sum(tokens * ce for tokens, _, ce in self._losses) / tokens
 
     def _non_finite(self, step: int, scalars: Scalars) -> NonFiniteError:
-        """Returns the error that names the step and what can be gone back to."""
+        """Returns the error that names the step and the checkpoint to go back to."""
         what = f"the loss is {scalars['objective']}"
         if math.isfinite(scalars["objective"]):
             what = f"the loss is {scalars['objective']:.4f}, but parameters after it are not finite"
-        good = None
-        if self.trainer.config.checkpointer is not None:
-            self.trainer.checkpointer.wait()
-            good = self.trainer.checkpointer.latest_step()
         back = "There is no checkpoint before it."
-        if good is not None:
-            back = (
-                f"The last good checkpoint is of step {good}, in {self.trainer.checkpointer.dir}."
-            )
+        if self._checkpointer is not None:
+            self._checkpointer.wait()
+            if (good := self._checkpointer.latest_step()) is not None:
+                back = f"The last good checkpoint is of step {good}, in {self._checkpointer.dir}."
         return NonFiniteError(
             f"step {step}: {what} (gradient norm {scalars.get('gradient_norm', math.nan):.4g}). "
-            f"{back} Lower the learning rate, or set learner.skip to leave such steps out."
+            f"{back} Lower the learning rate, or set learner.skip to skip such steps."
         )
 
     # Between steps.
 
     def _after_step(self) -> bool:
-        """Evaluates and saves if it is time to; returns whether to stop.
+        """Evaluates and saves if due; returns whether to stop.
 
-        Who asks to stop may not wait long: an evaluation that is due is left to the run that
-        goes on.
+        A request to stop is served before an evaluation, which the resumed run then makes up for.
         """
         step = self.trainer.step
         if self._profiler.ends_after(step):
-            self._look()
+            self._check_pending()
             self._profiler.stop()
-        if self._asked_to_stop(step):
+        if self._stop_requested(step):
             return True
         summaries = self._evaluate(step)
-        checkpointer = self.trainer.config.checkpointer and self.trainer.checkpointer
-        if checkpointer and checkpointer.should_save(step=step, summaries=summaries):
+        saver = self._checkpointer
+        if saver is not None and saver.should_save(step=step, summaries=summaries):
             self._save(summaries)
-        return self._asked_to_stop(step)
+        return self._stop_requested(step)
 
-    def _asked_to_stop(self, step: int) -> bool:
+    def _stop_requested(self, step: int) -> bool:
         if not self._stop.asked(step):
             return False
-        self.stopped_by = self._stop.signal_name
-        saving = "saving and " if self.trainer.config.checkpointer else ""
-        self._line.say(f"{self.stopped_by}: {saving}stopping after step {step}")
+        self._stopped_by = self._stop.signal_name
+        saving = "saving and " if self._checkpointer is not None else ""
+        self._progress.log(f"{self._stopped_by}: {saving}stopping after step {step}")
         return True
 
     def _evaluate(self, step: int, *, done: Scalars | None = None) -> Scalars:
-        """Runs the evalers whose time it is; returns "<evaler>/<metric>" of all of them.
+        """Runs the evalers that are due; returns "<evaler>/<metric>" of all of them.
 
         Args:
-            step: The step.
-            done: What evalers have found at this step, which are left out.
+            step: The current step.
+            done: Metrics of the evalers that have run at this step already.
         """
         trainer = self.trainer
         ran = {name.partition("/")[0] for name in done or {}}
@@ -229,60 +308,92 @@ class TrainLoop:
         }
         if not due:
             return {}
-        self._look()
+        self._check_pending()
         found: Scalars = {}
-        with self.throughput.spent_on("evaluation"):
+        with self._throughput.spent_on("evaluation"):
             params = trainer.model_params_for_eval()
             for name, evaler in due.items():
                 scalars = evaler.evaluate(
                     params, trainer.mesh(), on_batch=lambda _: self._watchdog.beat(step)
                 )
-                self.evaler_summaries[name] = scalars
+                self._evaluations[name] = scalars
                 trainer.summary_writer.write(step, scalars, group=name)
                 found |= {f"{name}/{metric}": value for metric, value in scalars.items()}
-                self._line.say(f"step {step}  {name}: {evaluation_text(scalars)}")
+                self._progress.log(f"step {step}  {name}: {evaluation_text(scalars)}")
         self._summaries = found
         return found
 
     def _save(self, summaries: Scalars) -> None:
-        """Begins to save, unless the state is not sound."""
-        self._look()
-        trainer = self.trainer
-        if self.last.get(NON_FINITE):
-            logger.error("NO CHECKPOINT of step %d: its state is not finite.", trainer.step)
-            self._unsound = True
+        """Starts to save the state, unless it is not finite."""
+        self._check_pending()
+        step = self.trainer.step
+        if self._last.get(NON_FINITE):
+            logger.error("NO CHECKPOINT of step %d: its state is not finite.", step)
+            self._skipped_save = True
             return
-        metric = trainer.checkpointer.config.best_metric
+        metric = self.trainer.checkpointer.config.best_metric
         if metric is not None and summaries and metric not in summaries:
             evaler = metric.partition("/")[0]
             if any(name.startswith(f"{evaler}/") for name in summaries):
-                raise ValueError(
+                raise UserError(
                     f"checkpointer.best_metric is {metric!r}; {did_you_mean(metric, summaries)}"
                 )
-        with self.throughput.spent_on("checkpoint"):
-            trainer.save_checkpoint(summaries)
-        self._saved_step, self._unsound = trainer.step, False
+        with self._throughput.spent_on("checkpoint"):
+            self.trainer.save_checkpoint(summaries)
+        self._saved_step, self._skipped_save = step, False
 
     def _end(self) -> None:
-        """Looks at the last step, and sees to it that its state is saved."""
-        self._look()
-        trainer = self.trainer
-        if trainer.config.checkpointer is None:
+        """Checks the last step, and makes sure that its state is saved."""
+        self._check_pending()
+        step, saver = self.trainer.step, self._checkpointer
+        if saver is None:
             return
-        if trainer.step != self._saved_step:
+        if step != self._saved_step:
             self._save(self._summaries)
         self._watchdog.pause()
-        with self.throughput.spent_on("checkpoint"):
-            trainer.checkpointer.wait()
-        self.throughput.report()
-        error = trainer.checkpointer.last_error
-        if self._unsound or error is not None:
-            reason = "its state is not finite" if self._unsound else str(error)
+        with self._throughput.spent_on("checkpoint"):
+            saver.wait()
+        self._throughput.report()
+        if self._skipped_save or saver.last_error is not None:
+            reason = "its state is not finite" if self._skipped_save else str(saver.last_error)
             raise CheckpointSaveError(
-                f"The last checkpoint, of step {trainer.step}, could not be written to "
-                f"{trainer.checkpointer.dir}: {reason}"
-            ) from error
+                f"The last checkpoint, of step {step}, could not be written to {saver.dir}: "
+                f"{reason}"
+            ) from saver.last_error
 
-    def _close_checkpointer(self) -> None:
-        if self.trainer.config.checkpointer is not None:
-            self.trainer.checkpointer.close()
+    # After the run.
+
+    def _report(self, wall_seconds: float) -> RunReport:
+        cfg, rates = self.trainer.config, self._throughput.overall()
+        if "device_memory_gb" in self._last_report:
+            rates["device_memory_gb"] = self._last_report["device_memory_gb"]
+        return RunReport(
+            name=cfg.name,
+            step=self.trainer.step,
+            max_step=cfg.max_step,
+            start_step=self._start_step,
+            stopped_by=self._stopped_by,
+            loss=self._mean_losses()[0] if self._losses else None,
+            num_loss_steps=len(self._losses),
+            metrics=self._last,
+            evaluations=self._evaluations,
+            rates=rates,
+            seconds=self._throughput.total_seconds,
+            wall_seconds=wall_seconds,
+            files=self._files(),
+        )
+
+    def _files(self) -> list[tuple[str, str]]:
+        """Returns (kind, path) of everything that the run wrote."""
+        cfg, writer = self.trainer.config, self.trainer.summary_writer.config
+        files = [("config", self.config_path)]
+        if "json_lines" in writer.formats:
+            files.append(("metrics", writer.jsonl_path))
+        if "tensorboard" in writer.formats:
+            files.append(("TensorBoard", writer.dir))
+        saver = self._checkpointer
+        if saver is not None and (step := saver.latest_step()) is not None:
+            files.append(("checkpoint", f"step {step} in {saver.config.dir}"))
+        if cfg.start_trace_steps:
+            files.append(("traces", os.path.join(cfg.dir, "profile")))
+        return files

@@ -1,64 +1,133 @@
-"""The table at the end of a run."""
+"""Metrics as text: the progress line, the line of an evaluation, the table at the end of a run."""
 
-import os
-from typing import TYPE_CHECKING
+import dataclasses
+from collections.abc import Mapping, Sequence
 
-from moelib.train import progress
-from moelib.train.progress import seconds_text
+from moelib.core.metrics import Scalars
+from moelib.core.progress import format_seconds
+from moelib.core.table import Table
 
-if TYPE_CHECKING:
-    from moelib.train.loop import TrainLoop
+_SHOWN = (  # (metric, format)
+    ("loss", "loss {:.4f}"),
+    ("cross_entropy", "ce {:.4f}"),
+    ("learning_rate", "lr {:.2e}"),
+    ("gradient_norm", "grad {:.2f}"),
+    ("tokens_per_second", "{:,.0f} tokens/s"),
+    ("tflops_per_second", "{:.3g} TFLOP/s"),
+    ("mfu", "MFU {:.1%}"),
+)
 
-
-def report_run(loop: "TrainLoop", *, wall_seconds: float) -> None:
-    """Prints how far a run came, how fast, how healthy its experts are, and what it wrote."""
-    trainer, cfg = loop.trainer, loop.trainer.config
-    steps = f"{trainer.step} of {cfg.max_step}"
-    if loop.start_step:
-        steps += f", from {loop.start_step}"
-    if loop.stopped_by:
-        steps += f" ({loop.stopped_by})"
-    rows = [("steps", steps)]
-    if "loss" in loop.last:
-        rows.append(("loss", f"{loop.last['loss']:.4f}"))
-    for name, scalars in loop.evaler_summaries.items():
-        text = f"loss {scalars['loss']:.4f}, perplexity {scalars['perplexity']:.2f}"
-        if "bits_per_byte" in scalars:
-            text += f", bits/byte {scalars['bits_per_byte']:.4f}"
-        rows.append((name, text))
-    rows += _speed(loop, wall_seconds)
-    rows += _files(loop)
-    progress.print_summary(f"{cfg.name}: {steps}", rows, progress.expert_health(loop.last))
+_EXPERT_HEALTH = (  # (last part of the metric's name, title, format)
+    ("load_max_over_mean", "busiest expert / mean load", "{:.2f}"),
+    ("dead_experts", "experts without a token", "{:.1f}"),
+    ("entropy", "router entropy, nats", "{:.3f}"),
+    ("drop_rate", "dropped / all assignments", "{:.4f}"),
+    ("logit_rms", "router logits, RMS", "{:.3f}"),
+    ("bias_range", "router bias, range", "{:.4f}"),
+)
 
 
-def _speed(loop: "TrainLoop", wall_seconds: float) -> list[tuple[str, str]]:
+def progress_text(scalars: Scalars, *, num_steps: int = 1) -> str:
+    """Returns the main metrics of a step as one line.
+
+    Args:
+        scalars: Metrics by name; `loss` and `cross_entropy` are means over the last steps.
+        num_steps: Number of steps that these means are over.
+    """
+    shown = [form.format(scalars[name]) for name, form in _SHOWN if name in scalars]
+    if scalars.get("cross_entropy") == scalars.get("loss"):
+        shown = [text for text in shown if not text.startswith("ce ")]
+    if num_steps > 1:
+        shown.insert(1, f"(mean of {num_steps} steps)")
+    return "  ".join(shown)
+
+
+def evaluation_text(scalars: Scalars) -> str:
+    """Returns the metrics of an evaluation as one line."""
+    text = f"{progress_text(scalars)}  perplexity {scalars['perplexity']:.2f}"
+    if "bits_per_byte" in scalars:
+        text += f"  bits/byte {scalars['bits_per_byte']:.4f}"
+    return text
+
+
+def expert_health(scalars: Scalars) -> list[tuple[str, str]]:
+    """Returns (title, "mean (worst layer ...)") of each routing metric."""
     rows = []
-    speed = loop.throughput.overall()
-    if loop.throughput.total_tokens:
-        rows.append(("tokens/s", f"{speed['tokens_per_second']:,.0f}"))
-        if "tflops_per_second" in speed:
-            rows.append(("TFLOP/s a device", f"{speed['tflops_per_second']:.3g}"))
-        if "mfu" in speed:
-            rows.append(("MFU", f"{speed['mfu']:.1%}"))
-    if "device_memory_gb" in loop.last_report:
-        rows.append(("device memory", f"{loop.last_report['device_memory_gb']:.2f} GB at most"))
-    parts = loop.throughput.total_seconds.items()
-    split = ", ".join(f"{part} {seconds_text(s)}" for part, s in parts if s >= 0.05)
-    rows.append(("wall", seconds_text(wall_seconds) + (f" ({split})" if split else "")))
+    for suffix, title, form in _EXPERT_HEALTH:
+        values = [value for name, value in scalars.items() if _is_layer_metric(name, suffix)]
+        if values:
+            mean, worst = sum(values) / len(values), (min if suffix == "entropy" else max)(values)
+            rows.append((title, f"{form.format(mean)} (worst layer {form.format(worst)})"))
     return rows
 
 
-def _files(loop: "TrainLoop") -> list[tuple[str, str]]:
-    trainer = loop.trainer
-    files = [("config", loop.config_path)]
-    writer = trainer.summary_writer.config
-    if "json_lines" in writer.formats:
-        files.append(("metrics", writer.jsonl_path))
-    if "tensorboard" in writer.formats:
-        files.append(("TensorBoard", writer.dir))
-    if trainer.config.checkpointer is not None and trainer.checkpointer.latest_step() is not None:
-        newest = f"step {trainer.checkpointer.latest_step()} in {trainer.checkpointer.config.dir}"
-        files.append(("checkpoint", newest))
-    if trainer.config.start_trace_steps:
-        files.append(("traces", os.path.join(trainer.config.dir, "profile")))
-    return files
+def _is_layer_metric(name: str, suffix: str) -> bool:
+    """Returns whether the last part of a metric's name that is not a layer's index is `suffix`."""
+    return [part for part in name.split("/") if not part.isdigit()][-1] == suffix
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunReport:
+    """Outcome of a run, for its final table.
+
+    Attributes:
+        name: Name of the trainer.
+        step: Last step taken.
+        max_step: Step at which the run was to end.
+        start_step: Step that the run resumed from; 0 for a new run.
+        stopped_by: Reason for an earlier end, or None.
+        loss: Mean loss over the last steps, nats per token; None if no step was taken.
+        num_loss_steps: Number of these steps.
+        metrics: Metrics of the last step.
+        evaluations: Latest metrics of each evaler, by its name.
+        rates: Mean rates of the steps (`Throughput.overall`), and `device_memory_gb`.
+        seconds: Time spent on each kind of work, in seconds.
+        wall_seconds: Duration of the run.
+        files: (kind, path) of everything that the run wrote.
+    """
+
+    name: str
+    step: int
+    max_step: int
+    start_step: int = 0
+    stopped_by: str | None = None
+    loss: float | None = None
+    num_loss_steps: int = 0
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    evaluations: Mapping[str, Scalars] = dataclasses.field(default_factory=dict)
+    rates: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    wall_seconds: float = 0.0
+    files: Sequence[tuple[str, str]] = ()
+
+    def table(self) -> Table:
+        """Returns the final table: progress, speed, files, and the health of the experts."""
+        steps = f"{self.step} of {self.max_step}"
+        if self.start_step:
+            steps += f", from {self.start_step}"
+        if self.stopped_by:
+            steps += f" ({self.stopped_by})"
+        rows = [("steps", steps)]
+        if self.loss is not None:
+            over = f" (mean of the last {self.num_loss_steps} steps)"
+            rows.append(("loss", f"{self.loss:.4f}{over if self.num_loss_steps > 1 else ''}"))
+        rows += [(name, evaluation_text(found)) for name, found in self.evaluations.items()]
+        rows += [
+            (title, form(self.rates[name])) for name, title, form in _RATES if name in self.rates
+        ]
+        split = ", ".join(
+            f"{part} {format_seconds(s)}" for part, s in self.seconds.items() if s >= 0.05
+        )
+        rows.append(("wall", format_seconds(self.wall_seconds) + (f" ({split})" if split else "")))
+        rows += self.files
+        if health := expert_health(dict(self.metrics)):
+            rows += [(), *health]
+        return Table(f"{self.name}: {steps}", ("", ""), rows)
+
+
+_RATES = (  # (metric, title, format)
+    ("tokens_per_second", "tokens/s", "{:,.0f}".format),
+    ("tflops_per_second", "TFLOP/s per device", "{:.3g}".format),
+    ("mfu", "MFU", "{:.1%}".format),
+    ("device_memory_gb", "device memory", "{:.2f} GB at most".format),
+)

@@ -1,47 +1,51 @@
-"""How fast a run goes: tokens, FLOP/s, and where the time is spent."""
+"""Throughput of a run: tokens and FLOP/s, and the kinds of work that its time is spent on."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import jax
 
 from moelib.core.accelerators import peak_flops_per_second
+from moelib.core.metrics import Scalars
 
 PARTS = ("input", "step", "checkpoint", "evaluation")
 
 
 class Throughput:
-    """Counts steps, tokens and seconds, and says how fast the steps since it was last asked were.
+    """Counts steps, tokens and seconds; reports the rates since the last report.
 
-    Time belongs to one of `PARTS`; what is in none of the others is the step's.
+    Time that is counted for no other of `PARTS` is counted for "step".
     """
 
-    def __init__(self, flops_per_token: float | None, devices: Any) -> None:
-        """Begins to count.
+    def __init__(
+        self, flops_per_token: float | None, devices: Sequence[Any], dtype: str = "bfloat16"
+    ) -> None:
+        """Starts to count.
 
         Args:
-            flops_per_token: Of training, forward and backward; None if not known.
+            flops_per_token: FLOPs of the forward and backward pass, or None if unknown.
             devices: All devices of the mesh.
+            dtype: Dtype of the matmuls, whose peak rate the MFU is relative to.
         """
         self._flops = flops_per_token
         self._num_devices = len(devices)
-        self._peak = peak_flops_per_second(devices[0].device_kind)
+        self._peak = peak_flops_per_second(devices[0].device_kind, dtype)
         self._local = [d for d in devices if d.process_index == jax.process_index()]
         self.total_tokens, self._total_slots = 0.0, 0
         self.total_seconds = dict.fromkeys(PARTS, 0.0)
         self.restart()
 
     def restart(self) -> None:
-        """Forgets the steps and seconds since the last report."""
+        """Discards the steps and seconds since the last report."""
         self._begin = time.perf_counter()
         self._spent = dict.fromkeys(PARTS, 0.0)
         self._tokens, self._slots, self._steps = 0.0, 0, 0
 
     @contextmanager
     def spent_on(self, part: str) -> Iterator[None]:
-        """Counts the time inside as that part's."""
+        """Counts the time inside the block for `part`."""
         begin = time.perf_counter()
         try:
             yield
@@ -49,25 +53,25 @@ class Throughput:
             self.add(part, time.perf_counter() - begin)
 
     def add(self, part: str, seconds: float) -> None:
-        """Counts seconds as a part's."""
+        """Counts seconds for `part`."""
         self._spent[part] += seconds
 
     def step_done(self, num_tokens: float, num_slots: int) -> None:
-        """Counts a step of so many valid tokens, in a batch of so many places for them."""
+        """Counts a step over `num_tokens` valid tokens, in a batch with `num_slots` positions."""
         self._tokens += num_tokens
         self._slots += num_slots
         self._steps += 1
 
-    def report(self) -> dict[str, float]:
-        """Returns the metrics of the steps since the last report, and begins anew.
+    def report(self) -> Scalars:
+        """Returns the metrics of the steps since the last report, and starts the next interval.
 
-        `tokens_per_second` (valid ones), `step_seconds`, `tflops_per_second` (a device), `mfu` (0
-        to 1) are over the time of steps and of waiting for input; `time/<part>` is the share of
-        all time, 0 to 1; `device_memory_gb` is the most that was ever in use on a local device.
+        `tokens_per_second` counts valid tokens; `step_seconds`, `tflops_per_second` (per device)
+        and `mfu` (0 to 1) count padding too. All are over the time of steps and of waiting for
+        input. `time/<part>` is the part's share of all time, 0 to 1; `device_memory_gb` is the peak
+        memory in use on a local device since the process started.
         """
         wall = max(time.perf_counter() - self._begin, 1e-9)
-        others = sum(self._spent.values())
-        self._spent["step"] += max(wall - others, 0.0)
+        self._spent["step"] += max(wall - sum(self._spent.values()), 0.0)
         running = max(self._spent["step"] + self._spent["input"], 1e-9)
         metrics = self._rates(self._tokens, self._slots, running)
         metrics["step_seconds"] = running / max(self._steps, 1)
@@ -76,22 +80,24 @@ class Throughput:
         if peaks := [s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s]:
             metrics["device_memory_gb"] = max(peaks) / 1e9
         self.total_tokens += self._tokens
+        self._total_slots += self._slots
         for part, seconds in self._spent.items():
             self.total_seconds[part] += seconds
-        self._total_slots += self._slots
         self.restart()
         return metrics
 
-    def overall(self) -> dict[str, float]:
-        """Returns `tokens_per_second`, `tflops_per_second` and `mfu` of all reported steps."""
-        running = max(self.total_seconds["step"] + self.total_seconds["input"], 1e-9)
-        return self._rates(self.total_tokens, self._total_slots, running)
+    def overall(self) -> Scalars:
+        """Returns the mean rates over all reported steps; nothing if there were none."""
+        running = self.total_seconds["step"] + self.total_seconds["input"]
+        return (
+            self._rates(self.total_tokens, self._total_slots, running) if self._total_slots else {}
+        )
 
-    def _rates(self, tokens: float, slots: int, seconds: float) -> dict[str, float]:
+    def _rates(self, tokens: float, slots: int, seconds: float) -> Scalars:
         metrics = {"tokens_per_second": tokens / seconds}
         if self._flops is not None:
-            rate = self._flops * slots / seconds / self._num_devices / 1e12
-            metrics["tflops_per_second"] = rate
+            flops_per_second = self._flops * slots / seconds / self._num_devices
+            metrics["tflops_per_second"] = flops_per_second / 1e12
             if self._peak is not None:
-                metrics["mfu"] = rate * 1e12 / self._peak
+                metrics["mfu"] = flops_per_second / self._peak
         return metrics

@@ -1,4 +1,4 @@
-"""The loop: it costs little, and does not wait where it need not."""
+"""The loop: its overhead, the order of its work, and the losses that it shows."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moelib.train.loop import TrainLoop
-from moelib.train.metrics import pack
+from moelib.train.metrics import pack, unpack
 from moelib.train.signals import StopRequest
 from tests import tiny
 
@@ -20,7 +20,7 @@ def test_host_overhead_is_under_a_millisecond(tmp_path, monkeypatch):
     trainer = cfg.instantiate(parent=None)
     trainer.init()
     metrics = pack(
-        {f"m{i}": np.float32(1) for i in range(100)} | {"non_finite": 0, "num_tokens": 1}
+        {f"m{i}": np.float32(1) for i in range(100)} | {"non_finite": 0, "num_tokens": 1, "loss": 1}
     )
     metrics = jax.device_put(
         metrics, jax.sharding.NamedSharding(trainer.mesh(), jax.sharding.PartitionSpec())
@@ -42,26 +42,26 @@ def test_host_overhead_is_under_a_millisecond(tmp_path, monkeypatch):
     assert np.median(np.diff(times)) < 1e-3
 
 
-def test_steps_are_looked_at_one_behind(tmp_path, monkeypatch):
+def test_each_step_is_checked_while_the_next_one_runs(tmp_path, monkeypatch):
     cfg = tiny.trainer_config(tmp_path, max_step=4, evaler=False).set(checkpointer=None)
     trainer = cfg.instantiate(parent=None)
     order = []
-    run_step, look = trainer.run_step, TrainLoop._look
+    run_step, check = trainer.run_step, TrainLoop._check_pending
 
     def step(batch, *, input_state=None):
         order.append(f"step {trainer.step + 1}")
         return run_step(batch, input_state=input_state)
 
-    def looked(self):
+    def checked(self):
         if self._pending is not None:
-            order.append(f"look {self._pending[0]}")
-        look(self)
+            order.append(f"check {self._pending[0]}")
+        check(self)
 
     monkeypatch.setattr(trainer, "run_step", step)
-    monkeypatch.setattr(TrainLoop, "_look", looked)
+    monkeypatch.setattr(TrainLoop, "_check_pending", checked)
     trainer.run()
     assert order == [
-        "step 1", "step 2", "look 1", "step 3", "look 2", "step 4", "look 3", "look 4",
+        "step 1", "step 2", "check 1", "step 3", "check 2", "step 4", "check 3", "check 4",
     ]  # fmt: skip
 
 
@@ -97,6 +97,38 @@ def test_stop_comes_before_an_evaluation_that_is_made_up_for_later(tmp_path, mon
     tiny.trainer_config(directory).instantiate(parent=None).run()
     assert evaluations(directory) == evaluations(unbroken)
     assert [step for step, _ in evaluations(directory)] == [4, 8]
+
+
+@pytest.mark.parametrize(("max_step", "interval"), [(4, 3), (2, 1)])
+def test_log_lines_and_the_final_table_show_the_mean_loss_of_an_interval(
+    tmp_path, capsys, max_step, interval
+):
+    cfg = tiny.trainer_config(tmp_path, max_step=max_step, evaler=False).set(checkpointer=None)
+    every = {}
+    trainer = cfg.set(log_every_n_steps=interval).instantiate(parent=None)
+    run_step = trainer.run_step
+
+    def keep(batch, *, input_state=None):
+        packed = run_step(batch, input_state=input_state)
+        every[trainer.step] = unpack(packed)
+        return packed
+
+    trainer.run_step = keep
+    assert trainer.run()["loss"] == every[max_step]["loss"]
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    logged = {line["step"]: line for line in map(json.loads, lines)}
+    shown = capsys.readouterr()
+    assert list(logged) == sorted({*range(interval, max_step, interval), max_step})
+    for step, line in logged.items():
+        steps = [every[n] for n in range(max(step - interval, 0) + 1, step + 1)]
+        tokens = [found["num_tokens"] for found in steps]
+        mean = np.average([found["loss"] for found in steps], weights=tokens)
+        assert line["mean_loss"] == pytest.approx(mean)
+        assert line["loss"] == every[step]["loss"]
+        label = f"  (mean of {interval} steps)" if interval > 1 else "  lr"
+        assert f"step {step}/{max_step}  loss {mean:.4f}{label}" in shown.err
+    label = f" (mean of the last {interval} steps)" if interval > 1 else ""
+    assert f"{mean:.4f}{label}" in shown.out
 
 
 def evaluations(directory):
