@@ -21,6 +21,7 @@ from moelib.core.config import (
 from moelib.core.config_paths import Key, child_at, get, set_at, split_front, split_path
 from moelib.core.config_types import REQUIRED, InvalidConfigValueError
 from moelib.core.errors import UserError
+from moelib.core.moved_names import current_field
 
 _REFERENCE = re.compile(r"[\w.]+:[\w.]+")
 
@@ -199,9 +200,12 @@ def _build(node: _Node) -> Any:
     opener = next((name for name in _OPENERS if name in node.inside), None)
     if opener is None:
         raise UserError(f"{node.origin}: no earlier line names the class or container it is in.")
-    cfg = _at(node, _OPENERS[opener], _build(node.inside.pop(opener)))
+    owner = _build(node.inside.pop(opener))
+    cfg = _at(node, _OPENERS[opener], owner)
+    owners = [config_types.reference(each) for each in getattr(owner, "__mro__", (owner,))]
     for key, child in node.inside.items():
-        _at(child, setattr, cfg, str(key), _build(child))
+        if (field := current_field(owners, str(key))) is not None:
+            _at(child, setattr, cfg, field, _build(child))
     return cfg
 
 

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol, TypeGuard, TypeVar, Union
 
 import numpy as np
 
+from moelib.core import moved_names
 from moelib.core.errors import UserError
 
 T = TypeVar("T")
@@ -334,8 +335,12 @@ def reference(value: Any) -> str:
 
 
 def resolve_reference(text: str) -> Any:
-    """Returns the object that `module:qualname` names. Raises ValueError if there is none."""
-    module_name, _, qualname = text.partition(":")
+    """Returns the object that `module:qualname` names, today or in an earlier version.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    module_name, _, qualname = moved_names.current_name(text).partition(":")
     try:
         value = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

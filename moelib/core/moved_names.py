@@ -1,0 +1,36 @@
+"""Names that have moved: what earlier versions wrote into config.txt, and its name today.
+
+A class, function or enum member that a config can name gets a line here when it moves or is
+renamed, and a field of a config when it is renamed or removed, so that old runs can be resumed.
+"""
+
+from collections.abc import Iterable
+
+# {"module:Name" of an earlier version: "module:Name" today}; covers everything inside a class.
+MOVED: dict[str, str] = {}
+
+# {("module:Class" or "module:function" today, field of an earlier version): field today}; None for
+# a field that was removed, whose value is ignored.
+MOVED_FIELDS: dict[tuple[str, str], str | None] = {}
+
+
+def current_name(reference: str) -> str:
+    """Returns today's name of what `module:qualname` named in an earlier version."""
+    known, rest = reference, ""
+    while known not in MOVED and "." in known.partition(":")[2]:
+        known, _, last = known.rpartition(".")
+        rest = f".{last}{rest}"
+    return MOVED[known] + rest if known in MOVED else reference
+
+
+def current_field(owners: Iterable[str], field: str) -> str | None:
+    """Returns today's name of a field, or None if it was removed.
+
+    Args:
+        owners: Names of the class or function that the config is of, and of the bases of the class.
+        field: Name of the field in the text.
+    """
+    for owner in owners:
+        if (owner, field) in MOVED_FIELDS:
+            return MOVED_FIELDS[owner, field]
+    return field

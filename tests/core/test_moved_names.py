@@ -1,0 +1,46 @@
+"""Configs that name classes, functions, enum members and fields as earlier versions did."""
+
+import pytest
+
+from moelib.core import moved_names
+from moelib.core.config import config_for_function
+from moelib.core.config_parse import parse
+from moelib.core.config_types import reference, resolve_reference
+from moelib.data.lm_input import InputMode, LMInput
+from moelib.learner.schedules import constant
+
+
+def test_every_moved_name_leads_to_something():
+    for name in moved_names.MOVED.values():
+        assert reference(resolve_reference(name)) == name
+    for owner, _ in moved_names.MOVED_FIELDS:
+        resolve_reference(owner)
+
+
+@pytest.fixture
+def moved(monkeypatch):
+    names = {"moelib.old:Rows": "moelib.data.lm_input:LMInput"}
+    names["moelib.old:Mode"] = "moelib.data.lm_input:InputMode"
+    names["moelib.old:flat"] = "moelib.learner.schedules:constant"
+    monkeypatch.setattr(moved_names, "MOVED", names)
+    fields = {
+        ("moelib.data.input:Input", "rows"): "global_batch_size",
+        ("moelib.data.lm_input:LMInput", "shuffle"): None,
+        ("moelib.learner.schedules:constant", "rate"): "peak_lr",
+    }
+    monkeypatch.setattr(moved_names, "MOVED_FIELDS", fields)
+
+
+@pytest.mark.usefixtures("moved")
+def test_old_text_is_read_as_todays_config():
+    text = "klass: moelib.old:Rows\nmode: moelib.old:Mode.EVALUATE\nrows: 4\nshuffle: True\n"
+    expected = LMInput.default_config().set(mode=InputMode.EVALUATE, global_batch_size=4)
+    assert parse(text) == expected
+    assert parse("fn: moelib.old:flat\nrate: 0.5\n") == config_for_function(constant).set(
+        peak_lr=0.5
+    )
+
+
+@pytest.mark.usefixtures("moved")
+def test_a_class_inside_one_that_moved_is_found():
+    assert resolve_reference("moelib.old:Rows.Config") is LMInput.Config
