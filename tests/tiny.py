@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moelib.core.config import InstantiableConfig, config_class, config_for_function
-from moelib.core.metrics import weighted
+from moelib.core.metrics import maximum, weighted
 from moelib.core.module import OutputCollection, functional
 from moelib.core.param import ParameterSpec
 from moelib.data.lm_input import InputMode
@@ -201,7 +201,7 @@ class TinyModel(BaseLayer):
         if cfg.nan_at is not None:
             loss = loss * jnp.where(params["steps"] + 1 == cfg.nan_at, jnp.nan, 1.0)
         self.add_aux_loss("logits_square", jnp.mean(jnp.square(logits)), weight=cfg.aux_weight)
-        self.add_summary("logits_max", jnp.max(logits))
+        self.add_summary("logits_max", maximum(jnp.max(logits)))
         if self.is_training:
             self.add_state_update("passes", params["passes"] + 1)
         return weighted(loss, tokens), {"cross_entropy": weighted(loss, tokens)}

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from moelib.core import tree
-from moelib.core.metrics import WeightedScalar, combine, is_weighted
+from moelib.core.metrics import combine, empty, is_metric
 
 
 class Accumulated(NamedTuple):
@@ -23,7 +23,7 @@ class Accumulated(NamedTuple):
         weight: float32 scalar, what the mean is over: the number of tokens.
         gradients: Of the objective with respect to the parameters: float32, but those of a single
             micro-batch in the dtypes that they have.
-        metrics: Tree of WeightedScalar.
+        metrics: Tree of WeightedScalar and MaxScalar.
         state: The state after the last micro-batch.
     """
 
@@ -47,15 +47,15 @@ def accumulate(fn: StepFn, batch: Any, *, num_microbatches: int, state: Any = No
     Args:
         fn: (micro-batch, state) -> (objective, weight, gradients, metrics, state): the mean of the
             objective over the micro-batch's tokens; how many there are, 0 or more; the gradients
-            of that mean; a tree of WeightedScalar; and the state that the next micro-batch sees,
-            with the shapes and dtypes of the one given.
+            of that mean; a tree of WeightedScalar and MaxScalar; and the state that the next
+            micro-batch sees, with the shapes and dtypes of the one given.
         batch: Tree of arrays [B, ...]; see `split_batch` for which rows go together.
         num_microbatches: Number A of micro-batches; must divide B.
         state: What goes from micro-batch to micro-batch, for example random keys.
 
     Raises:
         ValueError: If the number of micro-batches is less than 1 or does not divide the rows, or
-            a metric is no WeightedScalar.
+            a metric is neither a WeightedScalar nor a MaxScalar.
     """
     if num_microbatches == 1:
         objective, weight, gradients, metrics, state = fn(batch, state)
@@ -72,7 +72,7 @@ def accumulate(fn: StepFn, batch: Any, *, num_microbatches: int, state: Any = No
             gradients=jax.tree.map(
                 lambda sum, g: sum + weight * _float(g), total.gradients, gradients
             ),
-            metrics=jax.tree.map(combine, total.metrics, metrics, is_leaf=is_weighted),
+            metrics=jax.tree.map(combine, total.metrics, metrics, is_leaf=is_metric),
             state=state,
         ), None
 
@@ -118,14 +118,13 @@ def _zeros(fn: StepFn, micro_batches: Any, state: Any) -> Accumulated:
     _check_metrics(metrics)
     zeros = lambda x: jnp.zeros(x.shape, jnp.float32)
     zero = jnp.zeros((), jnp.float32)
-    return Accumulated(
-        zero, zero, jax.tree.map(zeros, gradients), jax.tree.map(zeros, metrics), state
-    )
+    metrics = jax.tree.map(empty, metrics, is_leaf=is_metric)
+    return Accumulated(zero, zero, jax.tree.map(zeros, gradients), metrics, state)
 
 
 def _check_metrics(metrics: Any) -> None:
-    for path, value in tree.flatten_items(metrics, is_leaf=is_weighted):
-        if not isinstance(value, WeightedScalar):
+    for path, value in tree.flatten_items(metrics, is_leaf=is_metric):
+        if not is_metric(value):
             raise ValueError(
                 f"the metric {path!r} is {value!r}; make it metrics.weighted(mean, weight), so "
                 "that micro-batches can be averaged."

@@ -132,13 +132,16 @@ class SpmdEvaler(Module):
 def _add(totals: dict[str, float], packed: Any) -> None:
     if packed is not None:
         for name, value in unpack(packed).items():
-            totals[name] += value
+            largest = name.startswith("max/") and name in totals
+            totals[name] = max(totals[name], value) if largest else totals[name] + value
 
 
 def _means(totals: Mapping[str, float]) -> Scalars:
     """Returns total / weight of each metric, and what is derived from them."""
     means = {"num_tokens": totals["num_tokens"]}
     for key, total in totals.items():
+        if key.startswith("max/"):
+            means[key.removeprefix("max/")] = total
         name = key.removeprefix("total/")
         if name != key:
             weight = totals[f"weight/{name}"]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moelib.core import tree
-from moelib.core.metrics import Scalars, WeightedScalar, is_weighted, weighted
+from moelib.core.metrics import Metric, Scalars, WeightedScalar, is_metric, weighted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,30 +52,33 @@ def unpack(packed: PackedMetrics) -> Scalars:
     return scalars
 
 
-def as_weighted(value: Any, weight: Any = 1.0) -> WeightedScalar:
-    """Returns a WeightedScalar as it is, and anything else with the weight, as float32."""
-    if isinstance(value, WeightedScalar):
-        return WeightedScalar(*(jnp.asarray(x, jnp.float32) for x in value))
+def as_metric(value: Any, weight: Any = 1.0) -> Any:
+    """Returns a metric in float32, and any other value as a WeightedScalar with the weight."""
+    if is_metric(value):
+        return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), value)
     value = jnp.asarray(value, jnp.float32)
     return WeightedScalar(value, jnp.broadcast_to(jnp.asarray(weight, jnp.float32), value.shape))
 
 
 def collect(
     loss: WeightedScalar, metrics: Any, collection: Any, batch: Any, num_tokens: jax.Array
-) -> dict[str, Any]:
-    """Returns all metrics of a forward pass as WeightedScalars by name.
+) -> dict[str, Metric]:
+    """Returns all metrics of a forward pass by name.
 
     `loss` is without auxiliary losses, `aux_loss` their weighted sum; each of them is there by its
     path, unweighted, as are the layers' summaries. They are means over `num_tokens`, where a loss
     may be one over fewer.
     """
-    found = {"loss": loss, "aux_loss": weighted(collection.total_aux_loss(), num_tokens)}
-    for name, value in tree.flatten_items(metrics, is_leaf=is_weighted):
-        found[name] = as_weighted(value, loss.weight)
-    for name, value in tree.flatten_items(collection.summaries, is_leaf=is_weighted):
-        found[name] = as_weighted(value, num_tokens)
+    found: dict[str, Metric] = {
+        "loss": loss,
+        "aux_loss": weighted(collection.total_aux_loss(), num_tokens),
+    }
+    for name, value in tree.flatten_items(metrics, is_leaf=is_metric):
+        found[name] = as_metric(value, loss.weight)
+    for name, value in tree.flatten_items(collection.summaries, is_leaf=is_metric):
+        found[name] = as_metric(value, num_tokens)
     for name, value in tree.flatten_items(collection.aux_losses, is_leaf=_is_aux_loss):
-        found[name] = as_weighted(value.value, num_tokens)
+        found[name] = as_metric(value.value, num_tokens)
     if "target_num_bytes" in batch:
         num_bytes = jnp.sum(batch["target_num_bytes"].astype(jnp.float32))
         found["bytes_per_token"] = weighted(num_bytes / jnp.maximum(loss.weight, 1.0), loss.weight)

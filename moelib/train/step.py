@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from moelib.core import tree
+from moelib.core.metrics import MaxScalar, reading
 from moelib.core.module import functional
 from moelib.core.param import CastInScan, ParameterSpec, cast_parameters, may_cast, specs_by_path
 from moelib.core.tree import Batch, Nested
 from moelib.learner.accumulation import accumulate
 from moelib.learner.learner import Learner
 from moelib.parallel import sharding
-from moelib.train.metrics import PackedMetrics, as_weighted, collect, pack
+from moelib.train.metrics import PackedMetrics, as_metric, collect, pack
 from moelib.train.state import TrainerState
 
 TrainStep = Callable[[TrainerState, Batch], tuple[TrainerState, PackedMetrics]]
@@ -84,7 +85,7 @@ def make_train_step(
                 loss=done.objective,
             )
         num_tokens = done.metrics["loss"].weight
-        metrics = {name: value.mean for name, value in done.metrics.items()}
+        metrics = {name: reading(value) for name, value in done.metrics.items()}
         metrics |= {**update.metrics, "num_tokens": num_tokens, "objective": done.objective}
         skipped = update.metrics.get("skipped")
         params = _end_step(
@@ -99,7 +100,8 @@ def make_train_step(
 def make_eval_step(model: Any, *, train_dtype: str | None = None) -> EvalStep:
     """Returns the function (parameters, batch) -> metrics; sums are what evaluations add up.
 
-    Beside means there are `num_tokens`, and `total/<name>`: each metric times its weight.
+    They are `num_tokens`; `total/<name>`, a mean times its weight, and `weight/<name>`; and
+    `max/<name>` of metrics that are maxima.
     """
 
     def eval_step(params: Nested, batch: Batch) -> PackedMetrics:
@@ -108,6 +110,9 @@ def make_eval_step(model: Any, *, train_dtype: str | None = None) -> EvalStep:
         _, _, (metrics, _) = _forward(model, params, None, batch, is_training=False)
         totals: dict[str, Any] = {"num_tokens": metrics["loss"].weight}
         for name, value in metrics.items():
+            if isinstance(value, MaxScalar):
+                totals[f"max/{name}"] = value.value
+                continue
             # A mean over no tokens may be NaN; its total is 0.
             total = jnp.where(value.weight > 0, value.mean * value.weight, 0.0)
             totals[f"total/{name}"], totals[f"weight/{name}"] = total, value.weight
@@ -119,10 +124,10 @@ def make_eval_step(model: Any, *, train_dtype: str | None = None) -> EvalStep:
 def _forward(
     model: Any, params: Nested, key: jax.Array | None, batch: Batch, *, is_training: bool
 ) -> Any:
-    """Returns (loss, auxiliary losses, (metrics as WeightedScalars, state updates))."""
+    """Returns (loss, auxiliary losses, (metrics, state updates))."""
     outputs, collection = functional(model, key, params, (batch,), is_training=is_training)
     loss, metrics = outputs
-    loss = as_weighted(loss)
+    loss = as_metric(loss)
     counts = _token_counts(model, batch)
     found = collect(loss, metrics, collection, batch, loss.weight if counts is None else counts[1])
     return loss.mean, collection.total_aux_loss(), (found, collection.state_updates)

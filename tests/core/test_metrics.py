@@ -1,8 +1,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from moelib.core.metrics import combine, is_weighted, weighted
+from moelib.core.metrics import combine, empty, is_metric, maximum, reading, weighted
 
 
 def test_means_combine_by_weight():
@@ -36,5 +37,18 @@ def test_a_part_without_weight_does_not_spoil_the_gradient():
 def test_weighted_scalars_are_float32_and_told_apart():
     value = weighted(jnp.bfloat16(1.0), 2)
     assert {x.dtype for x in value} == {jnp.dtype("float32")}
-    assert is_weighted(value)
-    assert not is_weighted((1.0, 2.0))
+    assert is_metric(value)
+    assert not is_metric((1.0, 2.0))
+
+
+@pytest.mark.parametrize("metric", [weighted(-2.0, 3.0), maximum(-2.0)])
+def test_an_empty_metric_changes_nothing(metric):
+    shapes = jax.eval_shape(lambda: metric)
+    assert combine(empty(shapes), metric) == metric
+    assert float(reading(metric)) == -2.0
+    assert is_metric(metric)
+
+
+def test_maxima_combine_to_the_largest():
+    assert float(combine(maximum(-3.0), maximum(-1.0)).value) == -1.0
+    assert maximum(jnp.bfloat16(1.0)).value.dtype == jnp.float32

@@ -34,6 +34,7 @@ def step(batch, state):
     logged = {
         "layer": {"loss": metrics.weighted(loss, weight)},
         "rows": metrics.weighted(1.0, batch["x"].shape[0]),
+        "largest": metrics.maximum(jnp.max(batch["x"]) - 100),
     }
     return loss, weight, gradients, logged, jax.tree.map(lambda x: x + 1, state)
 

@@ -46,6 +46,11 @@ def test_means_are_over_all_tokens(trainer):
     found = evaluate(trainer, cfg)
     assert found["num_tokens"] == sum(valid)
     assert found["loss"] == pytest.approx(nats / sum(valid), rel=1e-5)
+    params = trainer.trainer_state.model
+    largest = [
+        np.max(np.asarray(params["table"])[b["input_ids"]] @ params["head"]) for b in batches
+    ]
+    assert found["logits_max"] == pytest.approx(float(max(largest)), rel=1e-5)
     assert found["perplexity"] == pytest.approx(math.exp(nats / sum(valid)), rel=1e-5)
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / num_bytes, rel=1e-5)
 

@@ -16,9 +16,9 @@ def test_pack_and_unpack():
 
 
 def test_plain_scalars_weigh_what_they_are_given():
-    assert metrics.as_weighted(2.0) == weighted(2.0, 1.0)
-    assert metrics.as_weighted(2.0, 5.0) == weighted(2.0, 5.0)
-    assert metrics.as_weighted(jnp.ones(3), 2.0).weight.tolist() == [2.0, 2.0, 2.0]
+    assert metrics.as_metric(2.0) == weighted(2.0, 1.0)
+    assert metrics.as_metric(2.0, 5.0) == weighted(2.0, 5.0)
+    assert metrics.as_metric(jnp.ones(3), 2.0).weight.tolist() == [2.0, 2.0, 2.0]
 
 
 def test_perplexity_and_bits_per_byte_are_without_z_loss():
