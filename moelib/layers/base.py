@@ -1,43 +1,52 @@
 """BaseLayer: a module that has parameters."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from moelib.core import tree
 from moelib.core.config import ConfigOr, DType, config_class, did_you_mean, maybe_instantiate
-from moelib.core.context import Nested, fold_name
+from moelib.core.context import fold_name
 from moelib.core.module import Module, nowrap
-from moelib.core.param import Initializer, ParameterSpec
+from moelib.core.param import Initializer, ParameterSpec, is_spec
+from moelib.core.tree import Nested
 from moelib.layers import initializers
 
-_CACHE = "cache"  # What a layer's cache is called in its state, beside its parameters.
+_CACHE = "cache"  # Name of a layer's cache in its state, next to its parameters.
 
 
 class BaseLayer(Module):
-    """A module with parameters, which it describes by `_create_layer_parameter_specs`.
+    """A module with parameters.
 
-    `dtype`, `param_init` and `output_init` that are None are those of the layer that holds it.
+    A layer declares its own part: `_create_layer_parameter_specs`, and where they apply
+    `_create_layer_cache_specs`, `_end_step`, `_own_active_parameters`,
+    `_own_forward_flops_per_token`, `sees_other_tokens` and `copies`. The public methods that end in
+    `_recursively`, and the counts, walk over the tree of layers and need no override.
+
+    A `dtype`, `param_init` or `output_init` of None is inherited from the layer above.
     """
 
     @config_class
     class Config(Module.Config):
-        dtype: DType | None = None  # Of the stored parameters; float32 at the root.
-        param_init: ConfigOr[Callable] | None = None  # Of weights; N(0, 1 / fan-in) at the root.
-        output_init: ConfigOr[Callable] | None = None  # Of weights that write to the residual
-        # stream; `param_init` if no layer above sets it.
+        dtype: DType | None = None  # Of the stored parameters; inherited, float32 at the root.
+        # Initializer of weights; inherited, N(0, 1 / fan-in) at the root.
+        param_init: ConfigOr[Callable] | None = None
+        # Initializer of weights that write to the residual stream; inherited, else `param_init`.
+        output_init: ConfigOr[Callable] | None = None
 
-    @nowrap
-    def _inherited(self, field: str) -> Any:
-        """Returns a config field of this layer, or of the nearest one above that sets it."""
-        layer: Module | None = self
-        while isinstance(layer, BaseLayer):
-            value = getattr(layer.config, field)
-            if value is not None:
-                return value
-            layer = layer.parent
-        return None
+    # -- What a layer declares -------------------------------------------------------------------
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        """Returns the specs of this layer's own parameters, by name.
+
+        A spec without dtype or initializer gets the layer's `dtype` and `param_init`. Weights that
+        write to the residual stream set `initializer=self._initializer("output_init")`.
+        """
+        return {}
 
     def _initializer(self, field: str = "param_init") -> Initializer:
         """Returns the initializer of this layer's weights ("param_init" or "output_init")."""
@@ -46,17 +55,196 @@ class BaseLayer(Module):
             init = self._inherited("param_init")
         return initializers.fan_in_normal() if init is None else maybe_instantiate(init)
 
+    def _create_layer_cache_specs(self, batch_size: int, length: int) -> dict[str, ParameterSpec]:
+        """Returns the specs of this layer's own KV cache or other state of a sequence, by name.
+
+        A layer with such specs reads the arrays from `self.cache` and returns their new values by
+        `self.put_cache`. A spec without dtype gets that of the activations.
+
+        Args:
+            batch_size: Number of sequences.
+            length: Maximum number of tokens of a sequence.
+        """
+        del batch_size, length
+        return {}
+
+    @property
+    def sees_other_tokens(self) -> bool:
+        """Whether this layer itself mixes tokens without a cache, so that decoding needs them all.
+
+        False for layers that compute each token separately, and for those with a cache.
+        """
+        return False
+
+    def _end_step(self, params: Nested) -> Nested:
+        """Returns this layer's own parameters after an optimizer step.
+
+        Layers override it to update parameters that the learner does not train.
+        """
+        return params
+
+    def _own_active_parameters(self) -> int:
+        """Returns the number of this layer's own trainable parameters that one token uses."""
+        specs = jax.tree.leaves(self.layer_parameter_specs(), is_leaf=is_spec)
+        return sum(spec.size for spec in specs if spec.trainable)
+
+    def _own_forward_flops_per_token(self, seq_len: int) -> float:
+        """Returns this layer's own forward matmul FLOPs per token, without those of children."""
+        del seq_len
+        return 0.0
+
+    @nowrap
+    def copies(self, child: str) -> tuple[str, ...] | None:
+        """Returns the names of the layers that a child stands for; None for a single layer.
+
+        A child with copies has parameters, caches and outputs stacked along a first axis "layers".
+        Copy i is initialized with the key of the name i, as a child of that name would be.
+        """
+        del child
+        return None
+
+    # -- What a layer uses while it runs ---------------------------------------------------------
+
+    @property
+    def parameters(self) -> Nested:
+        """The parameters of this layer in the current context, those of its children nested."""
+        return self.state
+
+    @property
+    def own_parameters(self) -> Nested:
+        """The parameters of this layer in the current context, without those of its children."""
+        others = {*self.children, _CACHE}
+        return {n: value for n, value in self.state.items() if n not in others}
+
+    @property
+    def cache(self) -> dict[str, jax.Array] | None:
+        """This layer's cache of earlier tokens, by name; None when called without a cache."""
+        return self.state.get(_CACHE)
+
+    @nowrap
+    def put_cache(self, **arrays: jax.Array) -> None:
+        """Returns this layer's cache to the caller, with the tokens of this call included."""
+        self.get_invocation_context().add("state_updates", _CACHE, arrays)
+
+    # -- The walk over the tree ------------------------------------------------------------------
+
     def _layers(self) -> "dict[str, BaseLayer]":
         """Returns the children that are layers, by name."""
         return {n: c for n, c in self.children.items() if isinstance(c, BaseLayer)}
 
-    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
-        """Returns the specs of the parameters of this layer itself, by name."""
-        return {}
+    @nowrap
+    def walk(self, times: int = 1) -> "Iterator[tuple[BaseLayer, int]]":
+        """Yields this layer and all layers inside, each with the number of its copies."""
+        yield self, times
+        for name, child in self._layers().items():
+            yield from child.walk(times * len(self.copies(name) or (name,)))
+
+    def _collect(self, own_specs: "Callable[[BaseLayer], Nested]") -> Nested:
+        """Returns `own_specs` of this layer and all layers inside, nested; copies are stacked."""
+        specs = dict(own_specs(self))
+        for name, child in self._layers().items():
+            inside = child._collect(own_specs)
+            if (copies := self.copies(name)) is not None:
+                stack = functools.partial(ParameterSpec.stacked, num=len(copies))
+                inside = jax.tree.map(stack, inside, is_leaf=is_spec)
+            if inside:
+                specs[name] = inside
+        return specs
+
+    def _per_copy(self, child: str, fn: Callable[..., Nested]) -> Callable[..., Nested]:
+        """Returns fn for a child, mapped over the first axis if the child has copies."""
+        return fn if self.copies(child) is None else jax.vmap(fn)
+
+    def _child_key(self, key: jax.Array, child: str) -> jax.Array:
+        """Returns the random key of a child, or of its copies, stacked."""
+        copies = self.copies(child)
+        if copies is None:
+            return fold_name(key, child)
+        return jnp.stack([fold_name(key, name) for name in copies])
 
     @nowrap
-    def layer_parameter_specs(self) -> dict[str, ParameterSpec]:
-        """Returns the specs of this layer's own parameters, dtype and initializer filled in.
+    def create_parameter_specs_recursively(self) -> Nested:
+        """Returns the specs of all parameters of this layer and the layers inside."""
+        return self._collect(lambda layer: layer.layer_parameter_specs())
+
+    @nowrap
+    def create_cache_specs_recursively(self, batch_size: int, length: int) -> Nested:
+        """Returns the specs of the caches of this layer and the layers inside.
+
+        Arrays of these specs, merged into the parameters, are a state with a cache.
+        """
+
+        def own(layer: BaseLayer) -> Nested:
+            specs = layer._create_layer_cache_specs(batch_size, length)
+            return {_CACHE: specs} if specs else {}
+
+        return self._collect(own)
+
+    @nowrap
+    def initialize_parameters_recursively(
+        self, prng_key: jax.Array, *, prebuilt: Nested | None = None
+    ) -> Nested:
+        """Returns initial parameters. The values depend on the key and each parameter's path only.
+
+        Args:
+            prng_key: Random key.
+            prebuilt: Parameters that are used instead of initial ones; a part of the tree.
+
+        Raises:
+            ValueError: If a prebuilt parameter does not exist, or has another shape.
+        """
+        prebuilt, layers = prebuilt or {}, self._layers()
+        own = {name: value for name, value in prebuilt.items() if name not in layers}
+        if own:
+            self._check_prebuilt(own)
+        params = self._initialize_layer_parameters(prng_key, own)
+        for name, child in layers.items():
+
+            def init(key: jax.Array, values: Nested, child: BaseLayer = child) -> Nested:
+                return child.initialize_parameters_recursively(key, prebuilt=values)
+
+            key = self._child_key(prng_key, name)
+            if inside := self._per_copy(name, init)(key, prebuilt.get(name, {})):
+                params[name] = inside
+        return params
+
+    @nowrap
+    def end_step_recursively(self, state: Nested) -> Nested:
+        """Returns the parameters after an optimizer step: layers update what is not trained."""
+        layers = self._layers()
+        own = {name: value for name, value in state.items() if name not in layers}
+        state = {**state, **self._end_step(own)}
+        for name in layers.keys() & state.keys():
+            state[name] = self._per_copy(name, layers[name].end_step_recursively)(state[name])
+        return state
+
+    @nowrap
+    def active_parameters(self) -> int:
+        """Returns the number of trainable parameters that one token uses, in all layers inside."""
+        return sum(times * layer._own_active_parameters() for layer, times in self.walk())
+
+    @nowrap
+    def forward_flops_per_token(self, seq_len: int) -> float:
+        """Returns the forward FLOPs per token: 2 per multiply-add of a matmul, nothing else."""
+        return sum(
+            times * layer._own_forward_flops_per_token(seq_len) for layer, times in self.walk()
+        )
+
+    # -- This layer's own parameters -------------------------------------------------------------
+
+    def _inherited(self, field: str) -> Any:
+        """Returns a config field of this layer, or of the nearest layer above that sets it."""
+        layer: Module | None = self
+        while isinstance(layer, BaseLayer):
+            value = getattr(layer.config, field)
+            if value is not None:
+                return value
+            layer = layer.parent
+        return None
+
+    @nowrap
+    def layer_parameter_specs(self) -> Nested:
+        """Returns the specs of this layer's own parameters, with dtype and initializer set.
 
         Raises:
             ValueError: If a dimension is below 1.
@@ -78,140 +266,27 @@ class BaseLayer(Module):
             for name, spec in specs.items()
         }
 
-    @nowrap
-    def create_parameter_specs_recursively(self) -> Nested:
-        """Returns the specs of all parameters of this layer and the layers inside."""
-        specs: Nested = dict(self.layer_parameter_specs())
-        for name, child in self._layers().items():
-            specs[name] = child.create_parameter_specs_recursively()
-        return _without_empty(specs)
-
-    @nowrap
-    def initialize_parameters_recursively(
-        self, prng_key: jax.Array, *, prebuilt: Nested | None = None
-    ) -> Nested:
-        """Returns initial parameters. `prebuilt` ones are taken as they are.
-
-        A parameter's values depend on the key and its path only.
-
-        Raises:
-            ValueError: If a prebuilt one is none of this layer's.
-        """
-        prebuilt = prebuilt or {}
+    def _initialize_layer_parameters(self, prng_key: jax.Array, prebuilt: Nested) -> Nested:
+        """Returns initial values of this layer's own parameters, or the prebuilt ones."""
         params: Nested = {}
-        specs = self.layer_parameter_specs()
-        self._check_known(prebuilt, specs)
-        for name, spec in specs.items():
-            assert spec.initializer is not None
-            key = fold_name(prng_key, name)
-            params[name] = prebuilt[name] if name in prebuilt else spec.initializer(key, spec)
-        for name, child in self._layers().items():
-            params[name] = child.initialize_parameters_recursively(
-                fold_name(prng_key, name), prebuilt=prebuilt.get(name)
-            )
-        return _without_empty(params)
+        for name, spec in self.layer_parameter_specs().items():
+            if name in prebuilt:
+                params[name] = prebuilt[name]
+            else:
+                params[name] = spec.initializer(fold_name(prng_key, name), spec)
+        return params
 
-    def _check_known(self, prebuilt: Nested, specs: Nested) -> None:
-        for name in prebuilt:
-            if name not in specs and name not in self.children:
+    def _check_prebuilt(self, prebuilt: Nested) -> None:
+        """Raises ValueError unless prebuilt own parameters exist and have the right shapes."""
+        specs = dict(tree.flatten_items(self.layer_parameter_specs(), is_spec))
+        for name, value in tree.flatten_items(prebuilt, lambda x: isinstance(x, dict) and not x):
+            if name not in specs:
                 raise ValueError(
                     f"{self._title()}: no parameter or layer for the prebuilt {name!r}; "
                     + did_you_mean(name, {*specs, *self.children})
                 )
-
-    # What layers keep of earlier tokens when a text is written token by token.
-
-    def _create_layer_cache_specs(self, batch_size: int, length: int) -> dict[str, ParameterSpec]:
-        """Returns the specs of what this layer itself keeps of each row's tokens, by name.
-
-        An empty dtype is that of the activations. A layer that has such specs finds the arrays in
-        `cache`, and puts out new ones by `put_cache`.
-
-        Args:
-            batch_size: Rows.
-            length: The most tokens of a row.
-        """
-        del batch_size, length
-        return {}
-
-    @property
-    def sees_other_tokens(self) -> bool:
-        """Whether this layer itself needs other tokens without a cache that keeps them."""
-        return False
-
-    @nowrap
-    def create_cache_specs_recursively(self, batch_size: int, length: int) -> Nested:
-        """Returns the specs of what this layer and the layers inside keep of earlier tokens.
-
-        Arrays of these specs, merged into the parameters, are a state with a cache.
-        """
-        specs: Nested = {_CACHE: dict(self._create_layer_cache_specs(batch_size, length))}
-        for name, child in self._layers().items():
-            specs[name] = child.create_cache_specs_recursively(batch_size, length)
-        return _without_empty(specs)
-
-    @property
-    def cache(self) -> dict[str, jax.Array] | None:
-        """What this layer has kept of earlier tokens, or None if nothing is to be kept."""
-        return self.state.get(_CACHE)
-
-    @nowrap
-    def put_cache(self, **arrays: jax.Array) -> None:
-        """Puts out what this layer keeps, the tokens of this call included."""
-        self.get_invocation_context().add("state_updates", _CACHE, arrays)
-
-    # What happens between steps.
-
-    def _end_step(self, params: Nested) -> Nested:
-        """Returns this layer's own parameters as they are after an optimizer step."""
-        return params
-
-    @nowrap
-    def end_step_recursively(self, state: Nested) -> Nested:
-        """Returns the state after an optimizer step, in which layers update what is not trained."""
-        own = {name: value for name, value in state.items() if name not in self.children}
-        state = {**state, **self._end_step(own)}
-        for name, child in self._layers().items():
-            if name in state:
-                state[name] = child.end_step_recursively(state[name])
-        return state
-
-    # Costs.
-
-    def _own_active_parameters(self) -> int:
-        """Returns how many of this layer's own parameters take part in computing one token."""
-        return sum(spec.size for spec in self.layer_parameter_specs().values() if spec.trainable)
-
-    @nowrap
-    def active_parameters(self) -> int:
-        """Returns how many trainable parameters take part in computing one token."""
-        inside = sum(layer.active_parameters() for layer in self._layers().values())
-        return self._own_active_parameters() + inside
-
-    def _own_forward_flops_per_token(self, seq_len: int) -> float:
-        """Returns the forward matmul FLOPs a token of this layer itself."""
-        del seq_len
-        return 0.0
-
-    @nowrap
-    def forward_flops_per_token(self, seq_len: int) -> float:
-        """Returns the forward FLOPs a token: 2 for each multiply-add of a matmul, else nothing."""
-        inside = sum(layer.forward_flops_per_token(seq_len) for layer in self._layers().values())
-        return self._own_forward_flops_per_token(seq_len) + inside
-
-    @property
-    def parameters(self) -> Nested:
-        """The parameters of this layer in the current context, those of its children inside."""
-        return self.state
-
-    @property
-    def own_parameters(self) -> Nested:
-        """The parameters of this layer in the current context, without those of its children."""
-        others = {*self.children, _CACHE}
-        return {n: value for n, value in self.state.items() if n not in others}
-
-
-def _without_empty(tree: Nested) -> Nested:
-    return {
-        name: value for name, value in tree.items() if not (isinstance(value, dict) and not value)
-    }
+            if jnp.shape(value) != specs[name].shape:
+                raise ValueError(
+                    f"{self._title()}: the prebuilt {name!r} has shape {jnp.shape(value)}; it must "
+                    f"be {specs[name].shape}."
+                )

@@ -17,7 +17,6 @@ from moelib.core.config import (
     InstantiableConfig,
     Required,
     config_class,
-    did_you_mean,
 )
 from moelib.core.context import Nested
 from moelib.core.module import Module, nowrap
@@ -138,30 +137,17 @@ class ExternalLayer(BaseLayer):
             raise ValueError(f"{self._title()}: axes of {name!r}: {error}") from error
 
     @nowrap
-    def create_parameter_specs_recursively(self) -> Nested:
-        """Returns the specs of what `init` makes."""
+    def layer_parameter_specs(self) -> Nested:
+        """Returns the specs of the parameters that `init` creates."""
         return self._specs
 
-    @nowrap
-    def initialize_parameters_recursively(
-        self, prng_key: jax.Array, *, prebuilt: Nested | None = None
-    ) -> Nested:
-        """Returns what `init` makes of the key. `prebuilt` ones are taken as they are.
-
-        Raises:
-            ValueError: If a prebuilt one is none of this layer's.
-        """
-        made = dict(tree.flatten_items(tree.to_nested(self._init(prng_key))))
-        for name, spec in tree.flatten_items(self._specs, is_spec):
-            made[name] = jnp.asarray(made[name], spec.dtype)
-        for name, value in tree.flatten_items(prebuilt or {}):
-            if name not in made:
-                raise ValueError(
-                    f"{self._title()}: no parameter for the prebuilt {name!r}; "
-                    + did_you_mean(name, made)
-                )
-            made[name] = value
-        return tree.unflatten(made)
+    def _initialize_layer_parameters(self, prng_key: jax.Array, prebuilt: Nested) -> Nested:
+        initial = tree.to_nested(self._init(prng_key))
+        cast = lambda spec, x: jnp.asarray(x, spec.dtype)
+        initial = dict(
+            tree.flatten_items(jax.tree.map(cast, self._specs, initial, is_leaf=is_spec))
+        )
+        return tree.unflatten(initial | dict(tree.flatten_items(prebuilt)))
 
     @property
     def sees_other_tokens(self) -> bool:
@@ -183,14 +169,9 @@ class ExternalLayer(BaseLayer):
             self.add_state_update(name, value)
         return outputs.outputs
 
-    def _own_active_parameters(self) -> int:
-        return sum(spec.size for spec in self._trained())
-
     def _own_forward_flops_per_token(self, seq_len: int) -> float:
         del seq_len
-        given = self.config.flops_per_token
-        matrices = sum(2.0 * spec.size for spec in self._trained() if len(spec.shape) > 1)
-        return matrices if given is None else given
-
-    def _trained(self) -> list[ParameterSpec]:
-        return [s for s in jax.tree.leaves(self._specs, is_leaf=is_spec) if s.trainable]
+        if (given := self.config.flops_per_token) is not None:
+            return given
+        specs = jax.tree.leaves(self._specs, is_leaf=is_spec)
+        return sum(2.0 * s.size for s in specs if s.trainable and len(s.shape) > 1)

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from moelib.core.config import did_you_mean
 
-# Those of `jax.checkpoint_policies` that are policies themselves; the others there make one.
+# The members of `jax.checkpoint_policies` that are policies; the others there build policies.
 REMAT_POLICIES = (
     "everything_saveable",
     "nothing_saveable",
@@ -27,32 +27,38 @@ REMAT_POLICIES = (
 
 _ROUTING = "routing"
 
-_seen: ContextVar[set[str] | None] = ContextVar("moelib_keep_points", default=None)
-_kept: ContextVar[frozenset[str]] = ContextVar("moelib_kept", default=frozenset())
+_seen: ContextVar[set[str] | None] = ContextVar("moelib_seen_names", default=None)
+_saved: ContextVar[frozenset[str]] = ContextVar("moelib_saved_names", default=frozenset())
+# (names, names seen) of each block traced inside `names_checked_together`.
+_group: ContextVar[list[tuple[Sequence[str], set[str]]] | None] = ContextVar(
+    "moelib_remat_group", default=None
+)
 
 
 def save_activation(x: jax.Array, name: str) -> jax.Array:
-    """Returns x, which `remat` may keep by this name."""
-    seen = _seen.get()
-    if seen is not None:
-        seen.add(name)
+    """Returns x, named so that `remat` can save or offload it."""
+    _see(name)
     return checkpoint_name(x, name)
 
 
 def save_routing(x: Any) -> Any:
-    """Returns arrays that say where tokens go; `remat` keeps them whatever it is told."""
+    """Returns arrays of the routing, named so that every `remat` saves them."""
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, _ROUTING), x)
 
 
-def keeps(name: str) -> bool:
-    """Returns whether the block that is traced keeps or offloads the point of this name.
+def is_saved(name: str) -> bool:
+    """Returns whether the block being traced saves or offloads the activation of this name.
 
-    A layer that asks need not make the point itself: something in it has that name.
+    For layers that pass the name on to a kernel instead of calling `save_activation`.
     """
+    _see(name)
+    return name in _saved.get()
+
+
+def _see(name: str) -> None:
     seen = _seen.get()
     if seen is not None:
         seen.add(name)
-    return name in _kept.get()
 
 
 def remat(
@@ -64,15 +70,16 @@ def remat(
     """Returns a wrapper that recomputes a block in the backward pass instead of storing it.
 
     Args:
-        policy: What is stored all the same, one of REMAT_POLICIES; None stores the block's input,
-            and what `keep` and `offload` name.
-        prevent_cse: Needed outside of a scan, or the compiler undoes it; a LoopStack sets it.
-        keep: Names of `save_activation`s that are stored on the device.
-        offload: Names of `save_activation`s that are stored in the host's memory meanwhile.
+        policy: Activations to save, as one of REMAT_POLICIES; None saves the block's input and the
+            activations named in `keep` and `offload`.
+        prevent_cse: Whether the compiler must not merge the recomputation with the forward pass.
+            Required outside a scan; stacks set it.
+        keep: Names of the activations to save on the device; see `save_activation`.
+        offload: Names of the activations to save in the host's memory.
 
     Raises:
-        ValueError: If there is no such policy, or it is given beside names; and, when the block is
-            traced, if it has no point of a name.
+        ValueError: If the policy is unknown, or combined with names, or a name is in both lists;
+            and when the block is traced, if it lacks a name (see `names_checked_together`).
     """
     if policy is not None and policy not in REMAT_POLICIES:
         raise ValueError(
@@ -81,8 +88,7 @@ def remat(
     names = (*keep, *offload)
     if policy is not None and names:
         raise ValueError(
-            f"remat: policy is {policy!r} and {', '.join(names)} are named; set the one or the "
-            "other."
+            f"remat: policy is {policy!r} and {', '.join(names)} are named; set one of the two."
         )
     if twice := sorted(set(keep) & set(offload)):
         raise ValueError(f"remat: {', '.join(twice)} cannot be both kept and offloaded.")
@@ -102,7 +108,7 @@ def remat(
 
 
 def _checked(fn: Callable, names: Sequence[str]) -> Callable:
-    """Returns fn, which raises ValueError when it is traced and lacks a point of these names."""
+    """Returns fn, which when traced raises ValueError if it lacks a name."""
     if not names:
         return fn
 
@@ -110,22 +116,44 @@ def _checked(fn: Callable, names: Sequence[str]) -> Callable:
     def run(*args: Any, **kwargs: Any) -> Any:
         with _recorded(names) as seen:
             result = fn(*args, **kwargs)
-        for name in names:
-            if name not in seen:
-                raise ValueError(f"remat: the block has no {name!r}; {did_you_mean(name, seen)}")
+        if (group := _group.get()) is None:
+            _check_names(names, seen)
+        else:
+            group.append((names, seen))
         return result
 
     return run
 
 
 @contextlib.contextmanager
+def names_checked_together() -> Iterator[None]:
+    """Makes it enough that one of the blocks traced inside has a name; checks them at the end."""
+    group: list[tuple[Sequence[str], set[str]]] = []
+    token = _group.set(group)
+    try:
+        yield
+    finally:
+        _group.reset(token)
+    seen = set[str]().union(*(each for _, each in group))
+    for names, _ in group:
+        _check_names(names, seen)
+
+
+def _check_names(names: Sequence[str], seen: set[str]) -> None:
+    for name in names:
+        if name not in seen:
+            raise ValueError(f"remat: no block has {name!r}; {did_you_mean(name, seen)}")
+
+
+@contextlib.contextmanager
 def _recorded(names: Sequence[str]) -> Iterator[set[str]]:
+    """Makes `names` the saved ones, and yields the set of the names that are seen inside."""
     outer, seen = _seen.get(), set[str]()
-    tokens = _seen.set(seen), _kept.set(frozenset(names))
+    tokens = _seen.set(seen), _saved.set(frozenset(names))
     try:
         yield seen
     finally:
         _seen.reset(tokens[0])
-        _kept.reset(tokens[1])
+        _saved.reset(tokens[1])
         if outer is not None:
             outer |= seen

@@ -1,10 +1,8 @@
-"""Transformer layers and stacks of them, as a loop or as a scan over repeating blocks."""
+"""Transformer layers, and stacks of them as a loop or as a scan over repeated blocks."""
 
-import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from moelib.core.config import (
@@ -13,13 +11,12 @@ from moelib.core.config import (
     Required,
     config_class,
 )
-from moelib.core.context import Nested, fold_name
 from moelib.core.module import nowrap, remat_in_context, scan_in_context
-from moelib.core.param import is_spec
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.base import BaseLayer
 from moelib.layers.feed_forward import FeedForward
 from moelib.layers.norm import BaseNorm, RMSNorm
+from moelib.layers.remat import names_checked_together
 from moelib.parallel.sharding import constrain
 
 
@@ -66,15 +63,17 @@ class TransformerLayer(BaseLayer):
 
 
 class BaseStack(BaseLayer):
-    """L transformer layers: some first ones, then a block of layers again and again."""
+    """L transformer layers: first layers, each by itself, then a block of layers, repeated."""
 
     @config_class
     class Config(BaseLayer.Config):
         input_dim: Required[int] = REQUIRED  # D.
         num_layers: Required[int] = REQUIRED  # L, the first layers included.
-        first_layers: list[BaseLayer.Config] = []  # Layers unlike the rest.
+        first_layers: list[BaseLayer.Config] = []  # Layers before the repeated block.
         block: list[BaseLayer.Config] = [TransformerLayer.default_config()]
-        remat: InstantiableConfig | None = None  # Wraps each block: moelib.layers.remat.remat.
+        # Wraps each first layer and each block for recomputation (moelib.layers.remat.remat); None
+        # saves all activations.
+        remat: InstantiableConfig | None = None
 
     def __init__(self, cfg: Config, *, parent: BaseLayer | None) -> None:
         super().__init__(cfg, parent=parent)
@@ -86,137 +85,92 @@ class BaseStack(BaseLayer):
                 f"do not divide into blocks of {len(cfg.block)}; change num_layers."
             )
         self._repeats = repeated // len(cfg.block)
-        self._remat = None if cfg.remat is None else cfg.remat.instantiate()
+        self._remat_first = self._remat(prevent_cse=True)
+        for i, layer in enumerate(cfg.first_layers):
+            self._add_layer(f"layer{i}", layer)
 
     def _add_layer(self, name: str, cfg: BaseLayer.Config) -> None:
         self._add_child(name, cfg.clone(input_dim=self.config.input_dim))
 
-
-class LoopStack(BaseStack):
-    """The layers one after another; each is compiled by itself."""
-
-    def __init__(self, cfg: BaseStack.Config, *, parent: BaseLayer | None) -> None:
-        super().__init__(cfg, parent=parent)
-        cfg = self.config
-        if cfg.remat is not None:
-            self._remat = cfg.remat.clone(prevent_cse=True).instantiate()
-        for i, layer in enumerate([*cfg.first_layers, *cfg.block * self._repeats]):
-            self._add_layer(f"layer{i}", layer)
+    def _remat(self, **options: bool) -> Callable[[Callable], Callable] | None:
+        """Returns the wrapper of `remat`, with those of the options that it has."""
+        cfg = self.config.remat
+        if cfg is None:
+            return None
+        return cfg.clone(**{name: on for name, on in options.items() if name in cfg}).instantiate()
 
     def forward(self, x: Float[Array, "B S D"], **side_inputs: Any) -> Float[Array, "B S D"]:
         """Returns the last layer's output; the side inputs go to every layer."""
-        size, first = len(self.config.block), len(self.config.first_layers)
-        names = list(self.children)
-        for name in names[:first]:
-            x = self.children[name](x, **side_inputs)
-        repeated = names[first:]
-        for start in range(0, len(repeated), size):
-            block = repeated[start : start + size]
+        with names_checked_together():
+            for i in range(len(self.config.first_layers)):
+                x = self._apply([f"layer{i}"], x, side_inputs, self._remat_first)
+            return self._apply_blocks(x, side_inputs) if self._repeats else x
 
-            def run(x: Array, block: list[str] = block) -> Array:
-                for name in block:
-                    x = self.children[name](x, **side_inputs)
-                return x
+    def _apply_blocks(self, x: Array, side_inputs: dict[str, Any]) -> Array:
+        """Returns the output of the repeated blocks."""
+        raise NotImplementedError(f"{type(self).__qualname__} must define _apply_blocks.")
 
-            if self._remat is None:
-                x = run(x)
-            else:
-                x = remat_in_context(run, x, remat=self._remat, children=block)
+    def _apply(
+        self,
+        names: Sequence[str],
+        x: Array,
+        side_inputs: dict[str, Any],
+        remat: Callable[[Callable], Callable] | None,
+    ) -> Array:
+        """Returns the output of a sequence of children, wrapped by `remat` as one block."""
+
+        def run(x: Array) -> Array:
+            for name in names:
+                x = self.children[name](x, **side_inputs)
+            return x
+
+        return run(x) if remat is None else remat_in_context(run, x, remat=remat, children=names)
+
+
+class LoopStack(BaseStack):
+    """The layers one after another; each is compiled separately."""
+
+    def __init__(self, cfg: BaseStack.Config, *, parent: BaseLayer | None) -> None:
+        super().__init__(cfg, parent=parent)
+        self._remat_block = self._remat(prevent_cse=True)
+        first = len(self.config.first_layers)
+        for i, layer in enumerate(self.config.block * self._repeats):
+            self._add_layer(f"layer{first + i}", layer)
+
+    def _apply_blocks(self, x: Array, side_inputs: dict[str, Any]) -> Array:
+        cfg = self.config
+        for start in range(len(cfg.first_layers), cfg.num_layers, len(cfg.block)):
+            names = [f"layer{start + j}" for j in range(len(cfg.block))]
+            x = self._apply(names, x, side_inputs, self._remat_block)
         return x
 
 
 class ScanStack(BaseStack):
-    """The repeated blocks as one scan: parameters stacked, compiled once, whatever the depth.
+    """The repeated blocks as one scan: parameters stacked, compiled once at any depth.
 
     Parameters are those of a `LoopStack`, stacked: the same keys give the same values.
     """
 
     def __init__(self, cfg: BaseStack.Config, *, parent: BaseLayer | None) -> None:
         super().__init__(cfg, parent=parent)
-        cfg = self.config
-        for i, layer in enumerate(cfg.first_layers):
-            self._add_layer(f"layer{i}", layer)
-        for j, layer in enumerate(cfg.block if self._repeats else []):
+        self._remat_block = self._remat()
+        for j, layer in enumerate(self.config.block if self._repeats else []):
             self._add_layer(f"repeated{j}", layer)
 
     @nowrap
-    def _repeated(self) -> dict[str, BaseLayer]:
-        """Returns the layers of the block, by name."""
-        return {n: c for n, c in self._layers().items() if n.startswith("repeated")}
+    def copies(self, child: str) -> tuple[str, ...] | None:
+        """Returns the names that the copies of a layer of the block have in a `LoopStack`."""
+        if not child.startswith("repeated"):
+            return None
+        cfg = self.config
+        start = len(cfg.first_layers) + int(child.removeprefix("repeated"))
+        return tuple(f"layer{i}" for i in range(start, cfg.num_layers, len(cfg.block)))
 
-    def _keys(self, key: jax.Array) -> dict[str, jax.Array]:
-        """Returns the keys [repeats] of each layer of the block, as a LoopStack's layers have."""
-        first, size = len(self.config.first_layers), len(self.config.block)
-        return {
-            f"repeated{j}": jnp.stack(
-                [fold_name(key, f"layer{first + r * size + j}") for r in range(self._repeats)]
-            )
-            for j in range(size if self._repeats else 0)
-        }
-
-    @nowrap
-    def create_parameter_specs_recursively(self) -> Nested:
-        """Returns the specs; those of the block are stacked along a first axis "layers"."""
-        specs = super().create_parameter_specs_recursively()
-        return self._stacked(specs)
-
-    @nowrap
-    def create_cache_specs_recursively(self, batch_size: int, length: int) -> Nested:
-        """Returns the specs; those of the block are stacked along a first axis "layers"."""
-        return self._stacked(super().create_cache_specs_recursively(batch_size, length))
-
-    def _stacked(self, specs: Nested) -> Nested:
-        """Returns specs of the layers, those of the block stacked."""
-        stack = functools.partial(jax.tree.map, lambda s: s.stacked(self._repeats), is_leaf=is_spec)
-        repeated = self._repeated()
-        return {name: stack(part) if name in repeated else part for name, part in specs.items()}
-
-    @nowrap
-    def initialize_parameters_recursively(
-        self, prng_key: jax.Array, *, prebuilt: Nested | None = None
-    ) -> Nested:
-        """Returns initial parameters; those of the block are stacked along a first axis."""
-        self._check_known(prebuilt or {}, {})
-        params: Nested = {}
-        keys = self._keys(prng_key)
-        for name, child in self._layers().items():
-            built = (prebuilt or {}).get(name)
-            if name not in keys:
-                key = fold_name(prng_key, name)
-                params[name] = child.initialize_parameters_recursively(key, prebuilt=built)
-            elif built is None:
-                params[name] = jax.vmap(child.initialize_parameters_recursively)(keys[name])
-            else:
-                init = child.initialize_parameters_recursively
-                params[name] = jax.vmap(lambda k, b, init=init: init(k, prebuilt=b))(
-                    keys[name], built
-                )
-        return params
-
-    @nowrap
-    def end_step_recursively(self, state: Nested) -> Nested:
-        """Returns the state after an optimizer step."""
-        state = dict(state)
-        for name in state.keys() & self._layers().keys():
-            end_step = self._layers()[name].end_step_recursively
-            state[name] = (jax.vmap(end_step) if name in self._repeated() else end_step)(
-                state[name]
-            )
-        return state
-
-    def forward(self, x: Float[Array, "B S D"], **side_inputs: Any) -> Float[Array, "B S D"]:
-        """Returns the last layer's output; the side inputs go to every layer."""
-        repeated = self._repeated()
-        for name, layer in self.children.items():
-            if name not in repeated:
-                x = layer(x, **side_inputs)
-        if not repeated:
-            return x
+    def _apply_blocks(self, x: Array, side_inputs: dict[str, Any]) -> Array:
+        names = [f"repeated{j}" for j in range(len(self.config.block))]
 
         def run(x: Array, _: None) -> tuple[Array, None]:
-            for layer in repeated.values():
-                x = layer(x, **side_inputs)
-            return x, None
+            return self._apply(names, x, side_inputs, None), None
 
         context = self.get_invocation_context()
         key, state = context.key(), context.state or {}
@@ -224,23 +178,8 @@ class ScanStack(BaseStack):
             run,
             carry=x,
             length=self._repeats,
-            state={name: state.get(name, {}) for name in repeated},
-            child_keys={} if key is None else self._keys(key),
-            remat=self._remat,
+            state={name: state.get(name, {}) for name in names},
+            child_keys={} if key is None else {n: self._child_key(key, n) for n in names},
+            remat=self._remat_block,
         )
         return x
-
-    @nowrap
-    def active_parameters(self) -> int:
-        """Returns how many trainable parameters take part in computing one token."""
-        return sum(self._times(n) * c.active_parameters() for n, c in self._layers().items())
-
-    @nowrap
-    def forward_flops_per_token(self, seq_len: int) -> float:
-        """Returns the forward FLOPs a token."""
-        return sum(
-            self._times(n) * c.forward_flops_per_token(seq_len) for n, c in self._layers().items()
-        )
-
-    def _times(self, name: str) -> int:
-        return self._repeats if name in self._repeated() else 1

@@ -107,13 +107,10 @@ class CausalLM(BaseLayer):
             return self.embedding.attend(hidden)
         return self.lm_head(hidden)
 
-    @nowrap
-    def forward_flops_per_token(self, seq_len: int) -> float:
-        """Returns the forward FLOPs a token, a tied head's included."""
-        head = (
-            2.0 * self.config.dim * self.config.vocab_size if self.config.lm_head is None else 0.0
-        )
-        return super().forward_flops_per_token(seq_len) + head
+    def _own_forward_flops_per_token(self, seq_len: int) -> float:
+        del seq_len
+        tied = self.config.lm_head is None
+        return 2.0 * self.config.dim * self.config.vocab_size if tied else 0.0
 
     @nowrap
     def flops_per_token(self, *, seq_len: int) -> float:

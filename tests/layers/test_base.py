@@ -125,9 +125,10 @@ def test_prebuilt_values_are_taken_and_the_rest_made():
     [
         ({"secnd": {}}, "layer: no parameter or layer for the prebuilt 'secnd'; .*second"),
         ({"first": {"wieght": 1}}, "first: no parameter or layer for the prebuilt .*weight"),
+        ({"second": {"weight": np.ones(4)}}, r"'weight' has shape \(4,\); it must be \(3,\)"),
     ],
 )
-def test_an_unknown_prebuilt_name_is_refused(prebuilt, message):
+def test_prebuilt_values_that_do_not_fit_are_refused(prebuilt, message):
     with pytest.raises(ValueError, match=message):
         pair().initialize_parameters_recursively(jax.random.key(0), prebuilt=prebuilt)
 

@@ -234,8 +234,10 @@ def test_prebuilt_parameters_are_taken():
         jax.random.key(0), prebuilt={"down": {"1": bias}}
     )
     np.testing.assert_array_equal(params["down"]["1"], bias)
-    with pytest.raises(ValueError, match=r"no parameter for the prebuilt 'down/2'"):
+    with pytest.raises(ValueError, match="the prebuilt 'down/2'"):
         made.initialize_parameters_recursively(jax.random.key(0), prebuilt={"down": {"2": bias}})
+    with pytest.raises(ValueError, match=r"'down/0' has shape \(8,\); it must be \(6, 8\)"):
+        made.initialize_parameters_recursively(jax.random.key(0), prebuilt={"down": {"0": bias}})
 
 
 def mean_of_earlier(input_dim):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from moelib.core.config import config_for_function
+from moelib.layers.feed_forward import FeedForward
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.remat import REMAT_POLICIES, remat, save_activation
 from moelib.layers.transformer import LoopStack, ScanStack, TransformerLayer
@@ -107,9 +108,37 @@ def test_what_is_offloaded_waits_in_the_memory_of_the_host():
     assert "<host>" in text
 
 
+@functools.cache
+def stack_with_first_layer(kind, **fields):
+    """Returns a stack of a dense layer and two MoE layers."""
+    cfg = stack(kind, **fields).config.clone(num_layers=L + 1)
+    dense = cfg.block[0].clone(feed_forward=FeedForward.default_config().set(hidden_dim=8))
+    return build(cfg, first_layers=[dense])
+
+
+def forward(made):
+    """Returns the program of the forward pass."""
+    params = jax.eval_shape(lambda: initial(made))
+    run = lambda params, x: call(made, params, x, positions=POSITIONS)
+    return str(jax.make_jaxpr(run)(params, X))
+
+
+@pytest.mark.parametrize(("kind", "num_blocks"), [(LoopStack, 1 + L), (ScanStack, 1 + 1)])
+def test_first_layers_are_recomputed_too(kind, num_blocks):
+    made = stack_with_first_layer(kind, keep=("feed_forward_up", "experts_up"))
+    assert forward(made).count(" remat2[") == num_blocks
+    assert " remat2[" not in forward(stack_with_first_layer(kind))
+
+
+def test_a_name_that_neither_first_layers_nor_blocks_have_is_refused():
+    made = stack_with_first_layer(ScanStack, keep=("feed_forward_up", "expert_up"))
+    with pytest.raises(ValueError, match="'expert_up'; did you mean 'experts_up'"):
+        forward(made)
+
+
 def test_a_name_that_the_block_has_not_is_refused_with_those_it_has():
     made = stack(LoopStack, keep=("expert_up",))
-    with pytest.raises(ValueError, match="has no 'expert_up'; did you mean 'experts_up'"):
+    with pytest.raises(ValueError, match="'expert_up'; did you mean 'experts_up'"):
         jax.eval_shape(functools.partial(gradients, made), initial(made), X)
 
 

@@ -1,6 +1,6 @@
-"""Dispatch by capacity: a fixed number of rows for each expert, so that all sizes are static.
+"""Dispatch by capacity: a fixed number of rows per expert, so that all sizes are static.
 
-Shapes: B rows of the batch, S tokens of each, K experts a token, E experts, C capacity, D width.
+Shapes: B batch, S sequence, K experts per token, E experts, C capacity, D model.
 """
 
 import jax.numpy as jnp
@@ -8,35 +8,36 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from moelib.core.config import config_class
-from moelib.core.context import Nested
+from moelib.core.tree import Nested
 from moelib.layers.moe.dispatch import (
     Assignments,
     DispatchContext,
     Dispatched,
     Dispatcher,
     Experts,
+    capacity_for,
     check_factor,
-    first_of_row,
     flat_assignments,
-    rows_within,
+    within_capacity,
 )
 from moelib.layers.moe.rows import RowMap, combine_rows, sort_assignments, take_rows
 from moelib.parallel.exchange import group_size
 
 
 class CapacityDispatcher(Dispatcher):
-    """Each row of the batch sends at most C = capacity_factor S K / E assignments to each expert.
+    """Sends at most C = capacity_factor S K / E assignments per sequence to each expert.
 
-    The first C assignments, in the order of tokens, are kept, the others dropped: the same ones on
-    every mesh, since a row of the batch stands by itself. Rows travel by one all-to-all of fixed
-    size each way. Source: GShard, arXiv:2006.16668, algorithm 1, with a row as the group.
+    The first C assignments in token order are kept, the others dropped: the same ones on every
+    mesh, since sequences are independent. Rows travel by one all-to-all of fixed size each way.
+    Source: GShard, arXiv:2006.16668, algorithm 1, with a sequence as the group.
     """
 
     expert_parallel = True
 
     @config_class
     class Config(Dispatcher.Config):
-        capacity_factor: float = 1.25  # E / K and more drops nothing.
+        # C per sequence and expert, as a multiple of the balanced load S K / E; E / K never drops.
+        capacity_factor: float = 1.25
 
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)
@@ -50,17 +51,17 @@ class CapacityDispatcher(Dispatcher):
         assignments: Assignments,
         context: DispatchContext,
     ) -> Dispatched:
-        """Returns the weighted sums."""
+        """Returns the weighted sums of the experts' outputs."""
         batch, seq_len, top_k = assignments.expert_ids.shape
         n, num_experts = group_size(context.expert_axes), context.num_experts
         parts = group_size(context.sequence_axes)
-        even = parts * seq_len * top_k / num_experts
-        capacity = rows_within(self.config.capacity_factor, even, parts * seq_len)
+        balanced = parts * seq_len * top_k / num_experts
+        capacity = capacity_for(self.config.capacity_factor, balanced, parts * seq_len)
         tokens, ids, weights = flat_assignments(x, assignments, num_experts)
         ids = ids.reshape(batch, seq_len, top_k)
-        kept = first_of_row(ids, num_experts, capacity, context.sequence_axes)
+        kept = within_capacity(ids, num_experts, capacity, context.sequence_axes)
         num_dropped = jnp.sum((ids < num_experts) & ~kept, dtype=jnp.float32)
-        # A part of a row holds no more assignments of an expert than it has tokens.
+        # A part of a sequence has at most one assignment per token to an expert.
         row_map = _slots(jnp.where(kept, ids, num_experts), num_experts, min(capacity, seq_len))
         held = (row_map.assignments < ids.size)[:, None]
         rows = jnp.where(held, take_rows(tokens, row_map), 0)  # Every row is computed.
@@ -75,12 +76,12 @@ class CapacityDispatcher(Dispatcher):
 
 
 def _slots(ids: Int[Array, "B S K"], num_experts: int, capacity: int) -> RowMap:
-    """Returns the map onto E * B * C rows, C for each expert and row of the batch.
+    """Returns the map to E * B * C rows, C per expert and sequence.
 
     Args:
-        ids: The expert of each assignment; E for one that is dropped.
+        ids: The expert of each assignment; E for a dropped one.
         num_experts: E.
-        capacity: C; no expert may have more of a row's assignments.
+        capacity: C, at least the number of assignments of each sequence to each expert.
     """
     batch, _, top_k = ids.shape
     num_groups = num_experts * batch
@@ -91,10 +92,7 @@ def _slots(ids: Int[Array, "B S K"], num_experts: int, capacity: int) -> RowMap:
     slot = jnp.arange(capacity)
     source = jnp.where(slot[None] < sizes[:, None], starts[:, None] + slot[None], keys.size)
     assignments = dense.assignments.at[source.reshape(-1)].get(mode="fill", fill_value=keys.size)
-    first = (
-        (jnp.arange(num_groups, dtype=jnp.int32) * capacity - starts)
-        .at[keys]
-        .get(mode="fill", fill_value=0)
-    )
-    rows = jnp.where(keys < num_groups, dense.rows + first, num_groups * capacity)
+    shift = jnp.arange(num_groups, dtype=jnp.int32) * capacity - starts
+    rows = dense.rows + shift.at[keys].get(mode="fill", fill_value=0)
+    rows = jnp.where(keys < num_groups, rows, num_groups * capacity)
     return RowMap(assignments, rows.astype(jnp.int32))

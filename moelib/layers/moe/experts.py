@@ -13,7 +13,7 @@ from moelib.kernels.gmm import gmm, gmm_activated
 from moelib.layers import initializers
 from moelib.layers.activation import Activation
 from moelib.layers.base import BaseLayer
-from moelib.layers.remat import keeps, save_activation
+from moelib.layers.remat import is_saved, save_activation
 
 
 class FeedForwardExperts(BaseLayer):
@@ -98,7 +98,7 @@ class FeedForwardExperts(BaseLayer):
             group_sizes,
             activation=self.config.activation.function,
             bias=params.get("up_bias"),
-            products_name="experts_up" if keeps("experts_up") else None,
+            products_name="experts_up" if is_saved("experts_up") else None,
         )
         y = gmm(hidden, params["down"], group_sizes, bias=params.get("down_bias"))
         return save_activation(y, "experts_down")

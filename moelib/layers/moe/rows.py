@@ -1,11 +1,11 @@
-"""Rows and assignments: tokens are copied to rows, one per assignment, and summed back.
+"""Rows of experts: tokens are copied to rows, one per assignment, and summed back.
 
 A `RowMap` maps rows to assignments and assignments to rows. With both directions known, every copy
 and every sum, forward and backward, is a gather: nothing is scattered, and no token is repeated in
 memory before it is copied. Rows without an assignment, and their gradients, may hold any values:
 nothing reads them.
 
-Shapes: T tokens, K assignments a token, R rows, D width.
+Shapes: T tokens, K assignments per token, R rows, D model.
 """
 
 from typing import NamedTuple
@@ -18,11 +18,11 @@ from moelib.layers.remat import save_routing
 
 
 class RowMap(NamedTuple):
-    """Which assignment each row holds, and which row each assignment has.
+    """The assignment of each row, and the row of each assignment.
 
     Attributes:
-        assignments: token * K + k of each row; T * K or more for a row that holds none.
-        rows: The row of each assignment; R or more for an assignment that has none.
+        assignments: token * K + k of each row; T * K or more for an empty row.
+        rows: The row of each assignment; R or more for an assignment without a row.
     """
 
     assignments: Int[Array, "R"]
@@ -30,51 +30,51 @@ class RowMap(NamedTuple):
 
     @property
     def tokens(self) -> Int[Array, "R"]:
-        """The token of each row; T or more for a row that holds none."""
+        """The token of each row; T or more for an empty row."""
         return self.assignments // self.rows.shape[1]
 
 
 def sort_assignments(
     keys: Int[Array, "T K"], num_groups: int, num_rows: int
 ) -> tuple[RowMap, Int[Array, "g"]]:
-    """Returns the map with rows sorted by key, tokens in order within one, and each key's rows.
+    """Returns the map to rows sorted by group, tokens in order within one, and the group sizes.
 
     Args:
-        keys: The group of each assignment; `num_groups` for an assignment that gets no row.
+        keys: The group of each assignment; `num_groups` for an assignment without a row.
         num_groups: Number g of groups.
-        num_rows: R, at most T K; there must be no more assignments with a group.
+        num_rows: Number R of rows: at least the number of assignments with a group, at most T K.
     """
     flat = keys.reshape(-1)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-    places = jnp.argsort(order).astype(jnp.int32).reshape(keys.shape)
+    rank = jnp.argsort(order).astype(jnp.int32).reshape(keys.shape)
     sizes = jnp.sum(flat[:, None] == jnp.arange(num_groups)[None], 0, dtype=jnp.int32)
     assignments = jnp.where(jnp.arange(num_rows) < jnp.sum(sizes), order[:num_rows], flat.size)
-    rows = jnp.where(keys < num_groups, places, num_rows)
+    rows = jnp.where(keys < num_groups, rank, num_rows)
     return save_routing((RowMap(assignments, rows), sizes))
 
 
 @jax.custom_vjp
 def take_rows(x: Float[Array, "T D"], row_map: RowMap) -> Float[Array, "R D"]:
-    """Returns the token of each row; some other token where a row holds none."""
+    """Returns the token of each row; an arbitrary token for an empty row."""
     return x.at[row_map.tokens].get(mode="clip")
 
 
 @jax.custom_vjp
 def sum_rows(rows: Float[Array, "R D"], row_map: RowMap) -> Float[Array, "T D"]:
-    """Returns the sum of each token's rows, taken in float32; zeros for a token without rows."""
+    """Returns the sum of each token's rows, computed in float32; 0 for a token without rows."""
     return _sum(rows, row_map.rows, None)
 
 
 def _sum(
-    rows: Float[Array, "R D"], places: Int[Array, "T K"], weights: Float[Array, "T K"] | None
+    rows: Float[Array, "R D"], index: Int[Array, "T K"], weights: Float[Array, "T K"] | None
 ) -> Float[Array, "T D"]:
-    """Returns the (weighted) sum of each token's rows; no [T, K, D] is made."""
+    """Returns the (weighted) sum of each token's rows, without an intermediate [T, K, D]."""
     total = jnp.zeros((), jnp.float32)
-    for k in range(places.shape[1]):
-        row = rows.at[places[:, k]].get(mode="clip").astype(jnp.float32)  # [T, D]
+    for k in range(index.shape[1]):
+        row = rows.at[index[:, k]].get(mode="clip").astype(jnp.float32)  # [T, D]
         if weights is not None:
             row = row * weights[:, k, None]
-        total = total + jnp.where(places[:, k, None] < rows.shape[0], row, 0.0)
+        total = total + jnp.where(index[:, k, None] < rows.shape[0], row, 0.0)
     return total.astype(rows.dtype)
 
 
@@ -92,9 +92,9 @@ sum_rows.defvjp(
 def combine_rows(
     rows: Float[Array, "R D"], weights: Float[Array, "T K"], row_map: RowMap
 ) -> Float[Array, "T D"]:
-    """Returns the weighted sum of each token's rows, taken in float32.
+    """Returns the weighted sum of each token's rows, computed in float32.
 
-    An assignment without a row counts nowhere, whatever its weight.
+    The weight of an assignment without a row has no effect.
     """
     return _sum(rows, row_map.rows, weights)
 
@@ -107,13 +107,13 @@ def _combine_backward(
     residuals: tuple[Array, Array, RowMap], grad: Array
 ) -> tuple[Array, Array, None]:
     rows, weights, row_map = residuals
-    of_rows = take_rows(grad, row_map).astype(jnp.float32)  # [R, D]
+    grad_rows = take_rows(grad, row_map).astype(jnp.float32)  # [R, D]
     weight = weights.reshape(-1).at[row_map.assignments].get(mode="fill", fill_value=0)  # [R]
     held = (row_map.assignments < weights.size)[:, None]
-    # A row without an assignment may hold any value, so it is masked, not multiplied by 0.
-    products = jnp.sum(jnp.where(held, of_rows * rows.astype(jnp.float32), 0.0), -1)  # [R]
+    # An empty row may hold NaN, so it is masked, not multiplied by 0.
+    products = jnp.sum(jnp.where(held, grad_rows * rows.astype(jnp.float32), 0.0), -1)  # [R]
     grad_weights = products.at[row_map.rows].get(mode="fill", fill_value=0)
-    return (of_rows * weight[:, None]).astype(rows.dtype), grad_weights, None
+    return (grad_rows * weight[:, None]).astype(rows.dtype), grad_weights, None
 
 
 combine_rows.defvjp(_combine_forward, _combine_backward)
