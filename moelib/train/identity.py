@@ -1,81 +1,88 @@
-"""Which run a folder belongs to: `config.txt`, and what of a config may change on the way."""
+"""Identity of a run: the settings that a run in a folder cannot change when it is resumed."""
 
 import hashlib
+import logging
 import os
 import re
 from typing import Any
 
+from moelib.core.config_parse import parse
+from moelib.core.errors import UserError
+from moelib.core.files import atomic_file
+
+logger = logging.getLogger(__name__)
+
 CONFIG_FILE = "config.txt"
 
-# What decides a run's numbers. The rest (mesh, length, evaluations, where files go) may change.
-_DECIDES = re.compile(r"(model|learner|input|prng_seed)\b.*")
+# These determine the numbers of a run. Everything else (mesh, length, evaluations, output) may
+# change.
+_DETERMINES = re.compile(r"(model|learner|input|prng_seed)\b.*")
 
-# Inside those: lengths of a run, how something is computed and not what, and where data lies (the
-# input compares what is in it).
+# Exceptions: the length of a run, implementations of the same computation, and the location of the
+# data, whose content the input compares itself.
 _MAY_CHANGE = re.compile(
     r".*\b(max_step|decay_steps|max_batches|dispatcher|\w*kernel|\w*backend|remat\w*|prefetch\w*"
     r"|offload_state|num_threads|num_workers|path|paths|dir|data_dir)\b.*"
 )
 
-# But what a dispatcher drops is.
-_ROOM = re.compile(r".*\.dispatcher\.(capacity_factor|buffer_factor)")
+# But the capacity of a dispatcher decides which tokens are dropped.
+_CAPACITY = re.compile(r".*\.dispatcher\.(capacity_factor|buffer_factor)")
 
 
-class TrainerDirConflictError(ValueError):
-    """The folder of a run belongs to another one."""
+class TrainerDirConflictError(UserError):
+    """The folder holds checkpoints of a run with another config."""
 
 
 def identity(config_text: str) -> dict[str, str]:
-    """Returns the lines of a config's text that decide a run's numbers, {path: literal}."""
+    """Returns the lines of a config's text that determine the numbers of a run, {path: literal}."""
     lines = (line.partition(": ") for line in config_text.splitlines())
     return {
         path: value
         for path, _, value in lines
-        if _DECIDES.fullmatch(path)
-        and (not _MAY_CHANGE.fullmatch(path) or (_ROOM.fullmatch(path) and value != "None"))
+        if _DETERMINES.fullmatch(path)
+        and (not _MAY_CHANGE.fullmatch(path) or (_CAPACITY.fullmatch(path) and value != "None"))
     }
 
 
 def config_hash(cfg: Any) -> str:
-    """Returns a hash of what decides a run's numbers."""
+    """Returns a hash of the settings that determine the numbers of a run."""
     lines = sorted(identity(cfg.debug_string()).items())
     return hashlib.sha256(repr(lines).encode()).hexdigest()[:16]
 
 
-def claim_directory(cfg: Any, directory: str, *, write: bool = True) -> str:
-    """Makes `directory` the folder of the run that `cfg` describes, and returns its config file.
+def check_directory(cfg: Any, directory: str) -> None:
+    """Checks that a folder with checkpoints belongs to the run that `cfg` describes.
 
-    A folder of the same run may be claimed again, with a larger `max_step` for example.
-
-    Args:
-        cfg: The trainer's config.
-        directory: The folder; made if need be.
-        write: Whether this process writes; all of them check.
+    Its config.txt is read as today's config first: classes that have moved since, and fields that
+    are new and left at their defaults, make no difference.
 
     Raises:
-        TrainerDirConflictError: If it belongs to another run; names the first path that differs.
+        TrainerDirConflictError: If not; names the first path that differs.
     """
     path = os.path.join(directory, CONFIG_FILE)
-    text = cfg.debug_string()
-    if os.path.exists(path):
-        with open(path, encoding="utf-8") as file:
-            _compare(identity(file.read()), identity(text), directory)
-    if write:
-        os.makedirs(directory, exist_ok=True)
-        with open(f"{path}.tmp", "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(f"{path}.tmp", path)
-    return path
-
-
-def _compare(before: dict[str, str], now: dict[str, str], directory: str) -> None:
+    if not os.path.exists(path):
+        return
+    with open(path, encoding="utf-8") as file:
+        text = file.read()
+    try:
+        text = parse(text, place=f"{path}:").debug_string()
+    except UserError as error:
+        logger.warning("%s cannot be parsed, so it is compared line by line: %s", path, error)
+    before, now = identity(text), identity(cfg.debug_string())
     different = [p for p in {**before, **now} if before.get(p) != now.get(p)]
     if not different:
         return
-    path = different[0]
+    first = different[0]
     more = f" ({len(different) - 1} more lines differ)" if len(different) > 1 else ""
     raise TrainerDirConflictError(
-        f"{directory} belongs to another run: {path} is {before.get(path, 'not set')} there, and "
-        f"{now.get(path, 'not set')} in this config{more}; choose another directory, or set it "
-        "back to go on with that run."
+        f"{directory} belongs to another run: {first} is {before.get(first, 'not set')} there, and "
+        f"{now.get(first, 'not set')} in this config{more}; choose another directory, or set it "
+        "back to resume that run."
     )
+
+
+def write_config(cfg: Any, directory: str) -> None:
+    """Writes config.txt, which commands read the run's config from."""
+    os.makedirs(directory, exist_ok=True)
+    with atomic_file(os.path.join(directory, CONFIG_FILE)) as file:
+        file.write(cfg.debug_string())

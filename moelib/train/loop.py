@@ -25,6 +25,7 @@ from moelib.core.table import print_table
 from moelib.data.input import Input, save_tokenizer
 from moelib.data.prefetch import Prefetcher, host_rows, put_batch
 from moelib.train.evaler import SpmdEvaler
+from moelib.train.identity import CONFIG_FILE
 from moelib.train.metrics import PackedMetrics, language_metrics, unpack
 from moelib.train.profiler import ProfilerWindow
 from moelib.train.report import RunReport, evaluation_text, progress_text
@@ -109,10 +110,10 @@ class LoopTrainer(Protocol):
 class TrainLoop:
     """One run of a trainer, from its current state to the end."""
 
-    def __init__(self, trainer: LoopTrainer, *, config_path: str) -> None:
+    def __init__(self, trainer: LoopTrainer) -> None:
         """Takes a trainer that has its state. To be used inside `jax.set_mesh`."""
         cfg = trainer.config
-        self.trainer, self.config_path = trainer, config_path
+        self.trainer = trainer
         self._checkpointer = None if cfg.checkpointer is None else trainer.checkpointer
         self._start_step = trainer.step
         self._throughput = Throughput(
@@ -386,7 +387,7 @@ class TrainLoop:
     def _files(self) -> list[tuple[str, str]]:
         """Returns (kind, path) of everything that the run wrote."""
         cfg, writer = self.trainer.config, self.trainer.summary_writer.config
-        files = [("config", self.config_path)]
+        files = [("config", os.path.join(cfg.dir, CONFIG_FILE))]
         if "json_lines" in writer.formats:
             files.append(("metrics", writer.jsonl_path))
         if "tensorboard" in writer.formats:

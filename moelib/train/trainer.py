@@ -36,7 +36,7 @@ from moelib.parallel.mesh import (
 from moelib.train import state as state_lib
 from moelib.train.compiler_options import BY_DEVICE_KIND
 from moelib.train.evaler import SpmdEvaler
-from moelib.train.identity import claim_directory, config_hash
+from moelib.train.identity import CONFIG_FILE, check_directory, config_hash, write_config
 from moelib.train.input_state import gather_input_state, input_state_of
 from moelib.train.loop import TrainLoop
 from moelib.train.settings import (
@@ -297,10 +297,14 @@ class SpmdTrainer(Module):
         restored = self.checkpointer.restore(target, step=step)
         if restored is None:
             return None
-        if restored.record.config_hash != config_hash(self.config):
+        known = os.path.exists(os.path.join(self.config.dir, CONFIG_FILE))  # Compared by `run`.
+        if not known and restored.record.config_hash != config_hash(self.config):
             logger.warning(
-                "%s was written under a config that differs in model, learner, input or prng_seed.",
+                "%s was written with another config, or by another version of the library, and "
+                "%s/%s is missing.",
                 restored.path,
+                self.config.dir,
+                CONFIG_FILE,
             )
         self._input_state = input_state_of(restored.record.input, self._host_rows)
         self._state, self.step = restored.state, restored.record.step
@@ -437,16 +441,19 @@ class SpmdTrainer(Module):
         """
         cfg = self.config
         with self.on_mesh():
-            _ = self.batch_sharding  # What the mesh cannot split is refused first.
-            config_path = claim_directory(cfg, cfg.dir, write=jax.process_index() == 0)
+            _ = self.batch_sharding  # Refuses a mesh that does not divide the batch.
             if cfg.checkpointer is not None:
                 self.checkpointer.remove_unfinished()
+                if self.checkpointer.latest_step() is not None:  # The folder is taken.
+                    check_directory(cfg, cfg.dir)
             restored = self.restore_checkpoint()
             if restored is None:
-                _ = self.input  # Data that are not there are known before anything is computed.
+                _ = self.input  # Opened first: missing data is an error before any computation.
                 self.init(prng_key)
+            if jax.process_index() == 0:
+                write_config(cfg, cfg.dir)
             self.summary_writer.resume(self.step)
-            return TrainLoop(self, config_path=config_path).run()
+            return TrainLoop(self).run()
 
     @nowrap
     def describe(self) -> str:

@@ -1,20 +1,30 @@
-"""Whose folder it is: what of a config may change on the way, and what may not."""
+"""The settings that a resumed run may change, and those that it may not."""
 
 import pathlib
 
 import pytest
 
+from moelib.core import moved_names
 from moelib.layers.moe.dispatch import SortedDispatcher
 from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
 from moelib.layers.moe.dispatch_ragged import RaggedDispatcher
 from moelib.layers.moe.layer import MoELayer
 from moelib.train.identity import (
+    CONFIG_FILE,
     TrainerDirConflictError,
-    claim_directory,
+    check_directory,
     config_hash,
     identity,
+    write_config,
 )
 from tests import tiny
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with the config of a run."""
+    write_config(tiny.trainer_config("somewhere"), str(tmp_path))
+    return tmp_path
 
 
 def changed(path, value):
@@ -23,45 +33,66 @@ def changed(path, value):
     return cfg
 
 
-MAY_CHANGE = [
-    ("max_step", 99),
-    ("mesh_shape", (1, 1, 1, 8, 1, 1)),
-    ("log_every_n_steps", 7),
-    ("checkpointer.keep_last_n", 9),
-    ("train_dtype", "bfloat16"),
-    ("num_microbatches", 2),
-]
-MAY_NOT = [
-    ("model.dim", 24, "model.dim is 16 there, and 24 in this config"),
-    ("prng_seed", 3, "prng_seed is 0 there, and 3"),
-    ("input.seq_len", 32, "input.seq_len is 16 there"),
-    ("learner.optimizer.b1", 0.5, r"learner.optimizer.b1 is 0\.9 there"),
-]
-
-
-@pytest.mark.parametrize(("path", "value"), MAY_CHANGE)
-def test_what_may_change(tmp_path, path, value):
-    claim_directory(tiny.trainer_config("somewhere"), str(tmp_path))
-    file = claim_directory(changed(path, value), str(tmp_path))
-    text = pathlib.Path(file).read_text(encoding="utf-8")
-    assert text == changed(path, value).debug_string()
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("max_step", 99),
+        ("mesh_shape", (1, 1, 1, 8, 1, 1)),
+        ("log_every_n_steps", 7),
+        ("checkpointer.keep_last_n", 9),
+        ("train_dtype", "bfloat16"),
+        ("num_microbatches", 2),
+        ("learner.offload_state", True),
+    ],
+)
+def test_setting_that_may_change(folder, path, value):
+    check_directory(changed(path, value), str(folder))
     assert config_hash(changed(path, value)) == config_hash(tiny.trainer_config("elsewhere"))
 
 
-@pytest.mark.parametrize(("path", "value", "message"), MAY_NOT)
-def test_what_may_not(tmp_path, path, value, message):
-    claim_directory(tiny.trainer_config("somewhere"), str(tmp_path))
-    with pytest.raises(TrainerDirConflictError, match=rf"belongs to another run: {message}"):
-        claim_directory(changed(path, value), str(tmp_path))
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("model.dim", 24, "model.dim is 16 there, and 24 in this config"),
+        ("prng_seed", 3, "prng_seed is 0 there, and 3"),
+        ("input.seq_len", 32, "input.seq_len is 16 there"),
+        ("learner.optimizer.b1", 0.5, r"learner.optimizer.b1 is 0\.9 there"),
+        ("learner.ema.decay", 0.9, "learner.ema.decay is not set there, and 0.9"),
+    ],
+)
+def test_setting_that_may_not_change(folder, path, value, message):
+    with pytest.raises(TrainerDirConflictError, match=message):
+        check_directory(changed(path, value), str(folder))
     assert config_hash(changed(path, value)) != config_hash(tiny.trainer_config("elsewhere"))
 
 
-def test_other_processes_only_check(tmp_path):
-    claim_directory(tiny.trainer_config("somewhere"), str(tmp_path), write=False)
-    assert list(tmp_path.iterdir()) == []
+def edit(folder, old, new):
+    """Replaces a part of config.txt, which must be there."""
+    file = pathlib.Path(folder, CONFIG_FILE)
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
 
 
-def test_what_a_dispatcher_drops_may_not_change_but_how_it_sends_may():
+def test_field_that_an_earlier_version_did_not_have_is_no_difference(folder):
+    edit(folder, "learner.offload_state: False\n", "")
+    edit(folder, "model.aux_weight: 0.01\n", "")
+    check_directory(tiny.trainer_config("somewhere"), str(folder))
+    with pytest.raises(TrainerDirConflictError, match=r"model.aux_weight is 0\.01 there"):
+        check_directory(changed("model.aux_weight", 0.5), str(folder))
+
+
+def test_class_that_has_moved_is_no_difference(folder, monkeypatch):
+    edit(folder, "tests.tiny:TinyModel", "tests.small:SmallModel")
+    moved = {"tests.small:SmallModel": "tests.tiny:TinyModel"}
+    monkeypatch.setattr(moved_names, "MOVED", moved)
+    check_directory(tiny.trainer_config("somewhere"), str(folder))
+    monkeypatch.setattr(moved_names, "MOVED", {})
+    with pytest.raises(TrainerDirConflictError, match="SmallModel there"):
+        check_directory(tiny.trainer_config("somewhere"), str(folder))
+
+
+def test_capacity_of_a_dispatcher_may_not_change_but_its_kind_may():
     def lines(dispatcher):
         moe = MoELayer.default_config().set(dispatcher=dispatcher)
         return identity(tiny.trainer_config("somewhere").set(model=moe).debug_string())

@@ -166,6 +166,28 @@ def test_folder_of_another_run_is_refused(tmp_path):
     assert run(cfg)[1]["step"] == 2
 
 
+def test_corrected_config_runs_after_a_first_start_that_failed(tmp_path):
+    cfg = tiny.trainer_config(tmp_path, max_step=2)
+    cfg.model.nan_at = 1
+    with pytest.raises(NonFiniteError, match="step 1"):
+        run(cfg)
+    cfg = tiny.trainer_config(tmp_path, max_step=2)
+    cfg.model.dim = 8
+    assert run(cfg)[1]["step"] == 2
+    assert list(tiny.losses(tmp_path)) == [1, 2]
+    assert parse((tmp_path / "config.txt").read_text()) == cfg
+
+
+def test_refused_config_does_not_replace_that_of_the_run(tmp_path):
+    run(tiny.trainer_config(tmp_path, max_step=1))
+    before = (tmp_path / "config.txt").read_text()
+    cfg = tiny.trainer_config(tmp_path, max_step=1)
+    cfg.prng_seed = 5
+    with pytest.raises(TrainerDirConflictError, match="prng_seed is 0 there, and 5"):
+        run(cfg)
+    assert (tmp_path / "config.txt").read_text() == before
+
+
 def test_checkpoint_of_another_config_is_refused(tmp_path):
     run(tiny.trainer_config(tmp_path, max_step=1))
     os.remove(tmp_path / "config.txt")
