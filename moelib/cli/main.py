@@ -87,12 +87,12 @@ def _says_what_to_mend(error: Exception) -> bool:
     from moelib.checkpoint.contents import CheckpointMismatchError, DamagedCheckpointError
     from moelib.checkpoint.safetensors import DamagedTensorsError
     from moelib.core import config
-    from moelib.core.errors import UsageError
+    from moelib.core.errors import UserError
     from moelib.train.identity import TrainerDirConflictError
 
     return isinstance(
         error,
-        UsageError
+        UserError
         | config.InvalidConfigNameError
         | config.InvalidConfigValueError
         | config.RequiredFieldMissingError

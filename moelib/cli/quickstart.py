@@ -76,37 +76,28 @@ def _first_words(store: Any) -> str:
 
 def prepare_text(text: str | None, store_dir: str, vocab_size: int) -> tuple[Any, Any]:
     """Returns the train and validation splits of a store of the text, made if it is not there."""
+    from moelib.data.corpus_tokenizer import corpus_tokenizer
     from moelib.data.files import PythonSourceCode, TextFiles
-    from moelib.data.prepare import documents_of_split, prepare
-    from moelib.data.source import spread
+    from moelib.data.prepare import prepare
     from moelib.data.source_for_path import source_for_path
     from moelib.data.token_store import TokenStore
-    from moelib.data.tokenizer import Tokenizer, check_vocab_size, train_bpe
 
-    try:
-        cfg = PythonSourceCode.default_config() if text is None else source_for_path(text)
-        if isinstance(cfg, TextFiles.Config):  # One long file can be held out in part.
-            cfg.max_document_chars = 1 << 12
-        source = cfg.instantiate()
-        tokenizer_path = store_dir + ".tokenizer.json"
-        if os.path.exists(tokenizer_path):
-            tokenizer = Tokenizer.default_config().set(path=tokenizer_path).instantiate()
-            if tokenizer.vocab_size > vocab_size:
-                check_vocab_size(tokenizer, vocab_size, tokenizer_path, flag="--vocab_size")
-            print(f"{tokenizer_path} has {tokenizer.vocab_size} tokens; it is used again.")
-        else:
-            print(f"Training a byte-level BPE of {vocab_size} tokens ...", flush=True)
-            os.makedirs(os.path.dirname(store_dir), exist_ok=True)
-            texts = documents_of_split(source, SPLITS, "train")  # What is held out is unseen.
-            num_bytes = sum(part.num_bytes for part in source.parts())
-            texts = spread(texts, BPE_BYTES / max(num_bytes, 1))
-            tokenizer = train_bpe(texts, vocab_size, tokenizer_path)
-        processes = os.cpu_count() or 1
-        prepare(source, tokenizer, store_dir, num_processes=processes, splits=SPLITS)
-        store = TokenStore.default_config().set(path=store_dir)
-        train, validation = (store.clone(split=split).instantiate() for split in SPLITS)
-    except (ValueError, OSError) as error:
-        raise UsageError(str(error)) from error
+    cfg = PythonSourceCode.default_config() if text is None else source_for_path(text)
+    if isinstance(cfg, TextFiles.Config):  # One long file can be held out in part.
+        cfg.max_document_chars = 1 << 12
+    source = cfg.instantiate()
+    tokenizer = corpus_tokenizer(
+        source,
+        vocab_size,
+        store_dir + ".tokenizer.json",
+        num_bytes=int(BPE_BYTES * SPLITS["train"]),
+        splits=SPLITS,
+        allow_fewer=True,
+        flag="--vocab_size",
+    )
+    prepare(source, tokenizer, store_dir, num_processes=os.cpu_count() or 1, splits=SPLITS)
+    store = TokenStore.default_config().set(path=store_dir)
+    train, validation = (store.clone(split=split).instantiate() for split in SPLITS)
     return train, validation
 
 

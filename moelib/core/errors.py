@@ -12,3 +12,11 @@ class UserError(ValueError):
 
 class UsageError(UserError):
     """A command line that cannot be carried out."""
+
+
+class MissingFileError(UserError, FileNotFoundError):
+    """A file or folder that the user named does not exist."""
+
+
+class ExistingFileError(UserError, FileExistsError):
+    """A file or folder of the user exists and would be overwritten."""

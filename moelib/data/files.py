@@ -1,7 +1,7 @@
-"""Documents in text files, one a file; and how files are found and shared out.
+"""Text files as documents; and finding files and dividing them into parts.
 
-Parts are made of whole small files, or of pieces of large ones, so that many processes share the
-work whatever the files' sizes.
+A part consists of whole small files or of a piece of a large one, so that many processes share the
+work whatever the sizes of files.
 """
 
 import dataclasses
@@ -10,27 +10,26 @@ import io
 import os
 import sysconfig
 import tokenize
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from moelib.core.config import REQUIRED, config_class
+from moelib.core.errors import MissingFileError, UserError
 from moelib.data.source import BadRecords, Part, Source
 
-# Text in a part: enough to keep a worker busy for a while, little enough to share evenly.
+# Bytes of text per part: enough to keep a worker busy, few enough to divide the work evenly.
 _MIN_PART_BYTES = 1 << 19
 _MAX_PART_BYTES = 1 << 28
 _PARTS_PER_SOURCE = 64
 
-# How much larger text is than its file, for estimates.
+# Size of text relative to its file, for estimates.
 EXPANSION = {".gz": 4, ".zst": 5, ".zstd": 5, ".parquet": 3}
 
-
-# A file that each token store has; folders with it hold no text.
-STORE_MARK = "moelib_prepare.json"
+STORE_MARK = "moelib_prepare.json"  # In every token store; a folder with it holds no text.
 
 
 @dataclasses.dataclass(frozen=True)
 class FileStamp:
-    """A file as it was when the source listed it."""
+    """A file as the source listed it."""
 
     path: str
     num_bytes: int
@@ -38,51 +37,52 @@ class FileStamp:
 
     @property
     def num_text_bytes(self) -> int:
-        """Estimated bytes once unpacked."""
+        """Bytes of the decompressed text, estimated."""
         return self.num_bytes * EXPANSION.get(os.path.splitext(self.path)[1], 1)
 
 
 def find_files(paths: Sequence[str], endings: tuple[str, ...]) -> list[FileStamp]:
-    """Returns the files that paths name, in the order of paths and sorted within each.
+    """Returns the files that paths name, in the order of `paths` and sorted within each.
 
     Args:
-        paths: Files, glob patterns (`**` for any depth), or folders, which are searched through.
-        endings: What a file's name must end with to be taken from a folder.
+        paths: Files, glob patterns (`**` for any depth), or folders, which are searched at any
+            depth.
+        endings: Endings of the names of the files that are taken from a folder.
 
     Raises:
-        FileNotFoundError: If a path matches no file.
-        ValueError: If no path is given.
+        MissingFileError: If a path matches no file.
+        UserError: If no path is given.
     """
     if not paths:
-        raise ValueError("No paths are given; set paths to files, folders or glob patterns.")
+        raise UserError("No paths are given; set paths to files, folders or glob patterns.")
     found: dict[str, None] = {}
     for path in paths:
+        wanted = ""
         if os.path.isdir(path):
-            walk = sorted(walk_files(path, endings))
-        elif os.path.isfile(path):
-            walk = [path]
+            matches = walk_files(path, endings)
+            wanted = f" with files ending in {', '.join(endings)}"
         else:
-            walk = sorted(p for p in glob.glob(path, recursive=True) if os.path.isfile(p))
-        if not walk:
-            wanted = f" with files ending in {', '.join(endings)}" if os.path.isdir(path) else ""
-            raise FileNotFoundError(
+            matches = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
+        names = sorted(filter(os.path.isfile, matches))
+        if not names:
+            raise MissingFileError(
                 f"{path} matches no file; set paths to a file, a folder{wanted} or a pattern."
             )
-        found |= dict.fromkeys(walk)
+        found |= dict.fromkeys(names)
     return [stamp(path) for path in found]
 
 
 def walk_files(folder: str, endings: tuple[str, ...]) -> Iterator[str]:
-    """Yields the files at any depth of a folder whose names end so, but not of token stores."""
+    """Yields the files of a folder, at any depth, with these endings; skips token stores."""
     for parent, folders, names in os.walk(folder):
         if STORE_MARK in names:
-            folders.clear()  # A token store that was put beside its texts.
+            folders.clear()
             continue
         yield from (os.path.join(parent, name) for name in names if name.endswith(endings))
 
 
 def stamp(path: str) -> FileStamp:
-    """Returns a file as it is now."""
+    """Returns a file's path, size and time of modification."""
     info = os.stat(path)
     return FileStamp(path, info.st_size, info.st_mtime_ns)
 
@@ -93,18 +93,18 @@ def part_size(files: Sequence[FileStamp]) -> int:
     return min(max(total // _PARTS_PER_SOURCE, _MIN_PART_BYTES), _MAX_PART_BYTES)
 
 
-def group_files(files: Sequence[FileStamp], num_bytes: int) -> list[tuple[FileStamp, ...]]:
-    """Returns the files in groups of consecutive ones, each some `num_bytes` or a single file."""
-    groups: list[tuple[FileStamp, ...]] = []
-    group: list[FileStamp] = []
+def group_files(files: Sequence[FileStamp]) -> list[tuple[FileStamp, ...]]:
+    """Returns groups of consecutive files, each of about `part_size` bytes or of one file."""
+    most = part_size(files)
+    groups: list[list[FileStamp]] = []
     size = 0
     for file in files:
-        if group and size + file.num_text_bytes > num_bytes:
-            groups.append(tuple(group))
-            group, size = [], 0
-        group.append(file)
+        if not groups or size + file.num_text_bytes > most:
+            groups.append([])
+            size = 0
+        groups[-1].append(file)
         size += file.num_text_bytes
-    return [*groups, tuple(group)]
+    return [tuple(group) for group in groups]
 
 
 # -- Text ----------------------------------------------------------------------------------------
@@ -114,15 +114,14 @@ def _decode_utf8(path: str, data: bytes) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(
+        raise UserError(
             f"{path} is not UTF-8: byte {error.start} is 0x{data[error.start]:02x}; convert the "
-            "file, or leave it out of paths."
+            "file, or exclude it from paths."
         ) from None
 
 
-def _decode_python(path: str, data: bytes) -> str:
-    """Decodes as the file itself says (PEP 263), and as Latin-1, which takes all, if it lies."""
-    del path
+def _decode_python(data: bytes) -> str:
+    """Decodes with the encoding that the file declares (PEP 263), or else as Latin-1."""
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
         return data.decode(encoding)
@@ -132,15 +131,15 @@ def _decode_python(path: str, data: bytes) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class TextFilesPart:
-    """Files that are a document each, or several."""
+    """Files, each of which is a document or several."""
 
     files: tuple[FileStamp, ...]
-    encoding: str = "utf-8"  # Or "python": what the source file declares.
-    max_document_chars: int | None = None  # Longer texts are cut.
+    encoding: str = "utf-8"  # Or "python": the encoding that a source file declares.
+    max_document_chars: int | None = None  # Longer texts are divided.
 
     @property
     def name(self) -> str:
-        """The first file, and how many follow."""
+        """The first file, and the number of others."""
         more = len(self.files) - 1
         return self.files[0].path + (f" and {more} more" if more else "")
 
@@ -150,19 +149,18 @@ class TextFilesPart:
         return sum(file.num_bytes for file in self.files)
 
     def documents(self, bad_records: BadRecords | None = None) -> Iterator[str]:
-        """Yields each file's text, line ends as they are in the file; long ones in pieces."""
+        """Yields the text of each file, with its line ends, in pieces if it is too long."""
         del bad_records
-        decode: Callable[[str, bytes], str] = (
-            _decode_python if self.encoding == "python" else _decode_utf8
-        )
         for file in self.files:
             with open(file.path, "rb") as opened:
-                text = decode(file.path, opened.read())
+                data = opened.read()
+            python = self.encoding == "python"
+            text = _decode_python(data) if python else _decode_utf8(file.path, data)
             yield from _pieces(text, self.max_document_chars or len(text))
 
 
 def _pieces(text: str, most: int) -> Iterator[str]:
-    """Yields the text in pieces of at most so many characters, cut behind line ends if it can."""
+    """Yields pieces of at most `most` characters, divided after line ends where possible."""
     start = 0
     while len(text) - start > most:
         end = text.rfind("\n", start, start + most) + 1 or start + most
@@ -172,49 +170,54 @@ def _pieces(text: str, most: int) -> Iterator[str]:
 
 
 class TextFiles(Source):
-    """Text files, a document each; from a folder, those ending in `endings`.
+    """UTF-8 text files, each a document; from a folder, those with `endings`.
 
-    A split is made of whole documents, so a few large files need `max_document_chars`.
+    A split of a token store consists of whole documents, so a corpus of a few large files needs
+    `max_document_chars`.
     """
 
     @config_class
     class Config(Source.Config):
         paths: Sequence[str] = REQUIRED  # Files, folders or glob patterns.
         endings: Sequence[str] = (".txt", ".md", ".rst")
-        max_document_chars: int | None = None  # Longer files are cut, behind a line's end.
+        max_document_chars: int | None = None  # Longer files are divided after a line's end.
 
     def parts(self) -> Sequence[Part]:
-        """Returns the files in groups. Raises ValueError if `max_document_chars` is below 1."""
+        """Returns the files in groups. Raises UserError if `max_document_chars` is below 1."""
         cfg = self.config
         if cfg.max_document_chars is not None and cfg.max_document_chars < 1:
-            raise ValueError(f"max_document_chars is {cfg.max_document_chars}; set 1 or more.")
+            raise UserError(f"max_document_chars={cfg.max_document_chars}: set 1 or more.")
         files = find_files(cfg.paths, tuple(cfg.endings))
-        groups = group_files(files, part_size(files))
-        return [TextFilesPart(group, "utf-8", cfg.max_document_chars) for group in groups]
+        return [TextFilesPart(g, "utf-8", cfg.max_document_chars) for g in group_files(files)]
 
 
 class PythonSourceCode(Source):
-    """The Python standard library's own sources on this machine: text that is always there.
+    """The sources of Python's standard library on this machine: text that is always available.
 
-    A document is a file. Installed packages and caches are left out; the library's tests, where
-    the installation has them, are most of the volume: some 30 MB in all.
+    A document is a file. Installed packages and caches are excluded. With the library's tests,
+    where they are installed, it is some 30 MB.
     """
 
     @config_class
     class Config(Source.Config):
-        path: str | None = None  # The library's folder; None asks the running interpreter.
+        path: str | None = None  # Folder of the library; None: that of the running interpreter.
+
+    @property
+    def any_version(self) -> bool:
+        """Whether the text is that of whatever Python runs, which an upgrade changes."""
+        return self.config.path is None
 
     def parts(self) -> Sequence[Part]:
-        """Returns the .py files in groups. Raises FileNotFoundError if there are none."""
+        """Returns the .py files in groups. Raises MissingFileError if there are none."""
         root = self.config.path or sysconfig.get_path("stdlib")
-        left_out = {"site-packages", "dist-packages", "__pycache__"}
+        excluded = {"site-packages", "dist-packages", "__pycache__"}
         files = []
         for parent, folders, names in os.walk(root):
-            folders[:] = sorted(set(folders) - left_out)
-            files += [os.path.join(parent, name) for name in sorted(names) if name.endswith(".py")]
+            folders[:] = sorted(set(folders) - excluded)
+            files += [stamp(os.path.join(parent, n)) for n in sorted(names) if n.endswith(".py")]
         if not files:
-            raise FileNotFoundError(
-                f"{root} has no Python sources; set path to a folder that has, or use TextFiles."
+            raise MissingFileError(
+                f"{root} has no Python sources; set path to a folder that has some, or use "
+                "TextFiles."
             )
-        stamps = [stamp(path) for path in files]
-        return [TextFilesPart(group, "python") for group in group_files(stamps, part_size(stamps))]
+        return [TextFilesPart(group, "python") for group in group_files(files)]

@@ -1,7 +1,8 @@
-"""Documents in lines of JSON, a document each: plain files, .gz, or .zst."""
+"""Documents in lines of JSON: plain files, .gz, or .zst."""
 
 import contextlib
 import dataclasses
+import functools
 import gzip
 import io
 import json
@@ -10,6 +11,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 
 from moelib.core.config import REQUIRED, config_class
+from moelib.core.errors import UserError
 from moelib.data.files import EXPANSION, FileStamp, find_files, part_size
 from moelib.data.source import BadRecordError, BadRecords, Part, Source
 
@@ -20,12 +22,12 @@ ENDINGS = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class JsonLinesPart:
-    """The lines of a file that begin between two bytes of it, or all lines of a packed file."""
+    """The lines that begin in a range of bytes of a file, or all lines of a compressed file."""
 
     file: FileStamp
     text_field: str
     start: int = 0
-    end: int | None = None  # None reads to the end of the file.
+    end: int | None = None  # None: the end of the file.
 
     @property
     def name(self) -> str:
@@ -34,11 +36,11 @@ class JsonLinesPart:
 
     @property
     def num_bytes(self) -> int:
-        """Estimated bytes of the lines."""
+        """Bytes of the lines, estimated for a compressed file."""
         return self.file.num_text_bytes if self.end is None else self.end - self.start
 
     def documents(self, bad_records: BadRecords | None = None) -> Iterator[str]:
-        """Yields the text field of each line; blank lines are no records."""
+        """Yields the text field of each line; blank lines are skipped."""
         with open_packed(self.file.path) as file:
             for number, line in enumerate(self._lines(file), 1):
                 if not line.strip():
@@ -46,11 +48,11 @@ class JsonLinesPart:
                 try:
                     yield text_of(line, self.text_field)
                 except BadRecordError as error:
-                    place = f"{self.file.path}:{self._lines_before() + number}"
-                    wrapped = BadRecordError(f"{place}: {error}")
+                    number += self._lines_before
+                    located = BadRecordError(f"{self.file.path}:{number}: {error}")
                     if bad_records is None:
-                        raise wrapped from None
-                    bad_records.add(wrapped)
+                        raise located from None
+                    bad_records.add(located)
 
     def _lines(self, file: io.BufferedIOBase) -> Iterator[bytes]:
         """Yields the lines that begin in [start, end)."""
@@ -66,23 +68,20 @@ class JsonLinesPart:
                 yield line
         except (EOFError, OSError, zlib.error) as error:
             if getattr(error, "errno", None):
-                raise  # The disk's, not the archive's.
-            raise ValueError(
-                f"{self.file.path} cannot be unpacked ({error}); fetch it again, or leave it out "
-                "of paths."
+                raise  # From the disk, not from the archive.
+            raise UserError(
+                f"{self.file.path} cannot be decompressed ({error}); fetch it again, or exclude it "
+                "from paths."
             ) from error
 
+    @functools.cached_property
     def _lines_before(self) -> int:
-        """Returns how many lines begin before this part's first."""
-        if not self.start:
-            return 0
+        """The number of lines that begin before this part."""
+        count = 0
         with open(self.file.path, "rb") as file:
-            count, left = 0, self.start
-            while left and (block := file.read(min(left, 1 << 20))):
-                count += block.count(b"\n")
-                left -= len(block)
-            file.seek(self.start - 1)
-            return count + (file.read(1) != b"\n")
+            while file.tell() < self.start and file.readline():
+                count += 1
+        return count
 
 
 def text_of(line: bytes, field: str) -> str:
@@ -91,7 +90,7 @@ def text_of(line: bytes, field: str) -> str:
         record = json.loads(line.strip())
     except (ValueError, RecursionError) as error:
         array = line.strip() == b"["
-        hint = " (the file is an array, it seems; write a record a line)" if array else ""
+        hint = " (the file seems to be an array; write one record per line)" if array else ""
         raise BadRecordError(f"not JSON{hint}: {error}") from None
     if not isinstance(record, dict):
         raise BadRecordError(f"a {type(record).__name__}, not an object with a field {field!r}")
@@ -113,7 +112,7 @@ def open_packed(path: str) -> Iterator[io.BufferedIOBase]:
         if path.endswith(".gz"):
             yield stack.enter_context(gzip.open(path, "rb"))
         elif path.endswith((".zst", ".zstd")):
-            import pyarrow  # Its reader, unlike zstandard's, notices an archive that is cut short.
+            import pyarrow  # Its reader, unlike that of zstandard, detects a truncated archive.
 
             raw = stack.enter_context(pyarrow.input_stream(path, compression="zstd"))
             yield stack.enter_context(io.BufferedReader(raw, 1 << 20))
@@ -122,7 +121,7 @@ def open_packed(path: str) -> Iterator[io.BufferedIOBase]:
 
 
 class JsonLines(Source):
-    """Lines of JSON, a document each: .jsonl or .json, plain, .gz or .zst (as DCLM ships them)."""
+    """Lines of JSON, each a document: .jsonl or .json, plain, .gz, or .zst (as in DCLM)."""
 
     @config_class
     class Config(Source.Config):
@@ -130,7 +129,7 @@ class JsonLines(Source):
         text_field: str = "text"  # The field of a line that holds the document.
 
     def parts(self) -> Sequence[Part]:
-        """Returns packed files whole, and plain ones in ranges of bytes."""
+        """Returns compressed files whole and plain files in ranges of bytes."""
         files = find_files(self.config.paths, ENDINGS)
         size, field = part_size(files), self.config.text_field
         parts: list[Part] = []

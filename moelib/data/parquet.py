@@ -1,17 +1,19 @@
-"""Documents in Parquet files, a row each."""
+"""Documents in the rows of Parquet files."""
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from moelib.core.config import REQUIRED, config_class
+from moelib.core.errors import UserError
 from moelib.data.files import FileStamp, find_files, part_size
 from moelib.data.source import BadRecordError, BadRecords, Part, Source
 
 
 @dataclasses.dataclass(frozen=True)
 class ParquetPart:
-    """Some row groups of a file."""
+    """Some row groups of a Parquet file."""
 
     file: FileStamp
     column: str
@@ -25,13 +27,11 @@ class ParquetPart:
         return self.file.path
 
     def documents(self, bad_records: BadRecords | None = None) -> Iterator[str]:
-        """Yields the column's values; a missing one is a bad record."""
+        """Yields the values of the column; a value that is not text is a bad record."""
         row = self.first_row
-        with _open_parquet(self.file.path) as file:
-            for batch in file.iter_batches(
-                batch_size=1024, row_groups=list(self.row_groups), columns=[self.column]
-            ):
-                for text in batch.column(0).to_pylist():
+        with _named_errors(self.file.path):
+            for values in self._batches():
+                for text in values.to_pylist():
                     row += 1
                     if isinstance(text, str):
                         yield text
@@ -44,20 +44,36 @@ class ParquetPart:
                         raise error
                     bad_records.add(error)
 
+    def _batches(self) -> Iterator[Any]:
+        """Yields the column's values as Arrow arrays."""
+        from pyarrow import parquet
 
-def _open_parquet(path: str) -> Any:
-    """Returns an opened file. Raises ValueError if it is not Parquet."""
+        groups, columns = list(self.row_groups), [self.column]
+        with parquet.ParquetFile(self.file.path) as file:
+            for batch in file.iter_batches(batch_size=1024, row_groups=groups, columns=columns):
+                yield batch.column(0)
+
+
+@contextlib.contextmanager
+def _named_errors(path: str) -> Iterator[None]:
+    """Names the file in errors of pyarrow about its content."""
     import pyarrow
-    from pyarrow import parquet
 
     try:
-        return parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path} is not a Parquet file ({error}); set paths.") from None
+        yield
+    except (pyarrow.ArrowException, OSError) as error:
+        if getattr(error, "errno", None):
+            raise  # From the disk.
+        raise UserError(
+            f"{path} cannot be read as a table ({error}); fetch it again, or exclude it from paths."
+        ) from None
 
 
 class Parquet(Source):
-    """Rows of Parquet files, a document each."""
+    """Rows of Parquet files, each a document."""
+
+    ending = ".parquet"
+    part = ParquetPart
 
     @config_class
     class Config(Source.Config):
@@ -65,29 +81,44 @@ class Parquet(Source):
         column: str = "text"  # The column that holds the document.
 
     def parts(self) -> Sequence[Part]:
-        """Returns row groups. Raises ValueError if a file lacks the column, or none has a row."""
-        files = find_files(self.config.paths, (".parquet",))
-        parts = [part for file in files for part in self._parts_of(file, part_size(files))]
+        """Returns ranges of rows.
+
+        Raises:
+            UserError: If a file lacks the column, or no file has a row.
+        """
+        files, parts = find_files(self.config.paths, (self.ending,)), []
+        size = part_size(files)
+        for file in files:
+            with _named_errors(file.path):
+                names, groups = self._contents(file.path)
+                parts += self._parts_of(file, names, groups, size)
         if not parts:
             more = f" and {len(files) - 1} more files" if len(files) > 1 else ""
-            raise ValueError(f"{files[0].path}{more} holds no rows; set paths to files with text.")
+            raise UserError(f"{files[0].path}{more} holds no rows; set paths to files with text.")
         return parts
 
-    def _parts_of(self, file: FileStamp, size: int) -> Iterator[ParquetPart]:
+    def _contents(self, path: str) -> tuple[list[str], list[tuple[int, int]]]:
+        """Returns the names of the columns, and (rows, bytes) of each row group."""
+        from pyarrow import parquet
+
+        with parquet.ParquetFile(path) as file:
+            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+            return file.schema_arrow.names, [(g.num_rows, g.total_byte_size) for g in groups]
+
+    def _parts_of(
+        self, file: FileStamp, names: list[str], groups: list[tuple[int, int]], size: int
+    ) -> Iterator[Part]:
         column = self.config.column
-        with _open_parquet(file.path) as opened:
-            metadata, names = opened.metadata, opened.schema_arrow.names
         if column not in names:
-            raise ValueError(
+            raise UserError(
                 f"{file.path} has no column {column!r}; set column to one of {sorted(names)}."
             )
-        groups: list[int] = []
+        indices: list[int] = []
         num_bytes = first_row = rows = 0
-        for index in range(metadata.num_row_groups):
-            groups.append(index)
-            group = metadata.row_group(index)
-            num_bytes += group.total_byte_size
-            rows += group.num_rows
-            if rows > first_row and (num_bytes >= size or index == metadata.num_row_groups - 1):
-                yield ParquetPart(file, column, tuple(groups), first_row, num_bytes)
-                groups, num_bytes, first_row = [], 0, rows
+        for index, (group_rows, group_bytes) in enumerate(groups):
+            indices.append(index)
+            num_bytes += group_bytes
+            rows += group_rows
+            if rows > first_row and (num_bytes >= size or index == len(groups) - 1):
+                yield self.part(file, column, tuple(indices), first_row, num_bytes)
+                indices, num_bytes, first_row = [], 0, rows

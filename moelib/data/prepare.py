@@ -1,13 +1,15 @@
 """Preparing: tokenizes a source into a token store, with many processes.
 
-Work happens in `<output_dir>.partial`, which is renamed when everything is there. Each part of the
-source becomes one file of tokens: a run that is killed goes on from its finished parts. What the
-store holds does not depend on the number of processes.
+The work happens in `<output_dir>.partial`, which is renamed once it is complete. Each part of the
+source becomes one file of tokens, so a run that is killed resumes from its finished parts. The
+content of the store does not depend on the number of processes.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import errno
+import hashlib
 import json
 import multiprocessing
 import os
@@ -20,12 +22,14 @@ from typing import Any
 
 import numpy as np
 
+from moelib.core.errors import ExistingFileError, UserError
 from moelib.core.files import write_json
 from moelib.core.progress import Progress, format_bytes
 from moelib.data import token_store
 from moelib.data.files import STORE_MARK
 from moelib.data.prepare_part import (
     PARTS,
+    DiskFullError,
     PartOptions,
     PartResult,
     check_no_bad_records,
@@ -33,11 +37,11 @@ from moelib.data.prepare_part import (
     read_result,
     tokenize_part,
 )
-from moelib.data.source import BadRecords, Part, Source, fingerprint
+from moelib.data.source import BadRecords, Part, Source, TextHash, fingerprint
 from moelib.data.token_store import StoreMeta, TokenStore
 from moelib.data.tokenizer import Tokenizer
 
-_SAMPLE_BYTES = 1 << 18  # Text whose tokens are counted to foresee the disk space.
+_SAMPLE_BYTES = 1 << 18  # Text whose tokens are counted to estimate the size of the store.
 
 
 def prepare(
@@ -51,34 +55,37 @@ def prepare(
     splits: Mapping[str, float] | None = None,
     split_seed: int = 0,
 ) -> TokenStore:
-    """Returns the token store of a source, made now, or found if the same one is there already.
+    """Returns the token store of a source, made now unless output_dir already holds it.
+
+    A store is recognized by the paths, sizes and times of the source's files, or, where those
+    differ, by the text itself: a copied corpus is read and hashed once, about 10 ms per MB.
 
     A program that calls this with several processes needs `if __name__ == "__main__":`, because
     they are spawned.
 
     Args:
-        source: Where documents come from. Empty ones are left out, and counted.
-        tokenizer: What turns them into ids.
-        output_dir: The store's folder; `<output_dir>.partial` is used while working.
+        source: The documents. Empty ones are skipped and counted.
+        tokenizer: The tokenizer.
+        output_dir: Folder of the store; `<output_dir>.partial` is used while working.
         num_processes: Worker processes; 1 works in this process.
         append_eos: Whether each document ends with the end-of-text token.
-        skip_bad_records: Whether records that hold no document are counted; else they are errors.
+        skip_bad_records: Whether records without a document are counted rather than errors.
         splits: Fraction of documents in each split; all are in "train" if None.
-        split_seed: Decides which documents are in which split.
+        split_seed: Seed that assigns documents to splits.
 
     Returns:
         The store, with all its documents.
 
     Raises:
-        FileExistsError: If output_dir holds another store, or something else, or
+        ExistingFileError: If output_dir holds another store, or something else, or
             `<output_dir>.partial` something that was not made here.
-        ValueError: If the source is empty or broken, or a split fraction is wrong.
-        OSError: If the disk is too small, or becomes full; finished parts are kept.
+        DiskFullError: If the disk is too small, or becomes full; finished parts are kept.
+        UserError: If the source is empty or broken, or a split's fraction is wrong.
     """
     splits = {"train": 1.0} if splits is None else dict(splits)
     token_store.check_splits(splits)
     if num_processes < 1:
-        raise ValueError(f"num_processes is {num_processes}; set it to 1 or more.")
+        raise UserError(f"num_processes={num_processes}: set 1 or more.")
     output_dir, parts = output_dir.rstrip("/"), source.parts()
     plan = {
         "source": fingerprint(parts),
@@ -88,44 +95,18 @@ def prepare(
         "split_seed": split_seed,
     }
     if os.path.exists(output_dir):
-        _check_finished(output_dir, plan, skip_bad_records)
+        _check_finished(output_dir, plan, source, parts, skip_bad_records)
         _log(f"{output_dir} is prepared already.")
     else:
         folder = output_dir + ".partial"
         _begin(folder, plan, tokenizer)
         options = PartOptions(append_eos, skip_bad_records)
         _tokenize(folder, parts, tokenizer, options, num_processes)
-        meta = _finish(folder, plan, tokenizer, len(parts))
+        meta = _finish(folder, plan, tokenizer, source, parts)
         os.rename(folder, output_dir)
         _log(_report(output_dir, meta))
     shutil.rmtree(os.path.join(output_dir, PARTS), ignore_errors=True)
     return TokenStore.default_config().set(path=output_dir, split=None).instantiate()
-
-
-def documents_of_split(
-    source: Source, splits: Mapping[str, float], split: str, *, split_seed: int = 0
-) -> Iterator[str]:
-    """Yields the documents that a store of the source has in a split, in order, without the store.
-
-    For what is learned from text before there is a store, such as a tokenizer, and must not see
-    what is held out. Broken records are passed over, as with `skip_bad_records`.
-
-    Raises:
-        ValueError: If a split fraction is wrong or there is no such split.
-    """
-    token_store.check_splits(splits)
-    if split not in splits:
-        raise ValueError(f"There is no split {split!r} in {list(splits)}.")
-    fractions, wanted = list(splits.values()), list(splits).index(split)
-    chosen, index = np.zeros(0, bool), 0
-    for part in source.parts():
-        for text in filter(None, part.documents(BadRecords())):
-            if index == len(chosen):
-                of_each = token_store.split_of_documents(2 * index + 1024, fractions, split_seed)
-                chosen = of_each == wanted
-            if chosen[index]:
-                yield text
-            index += 1
 
 
 def _log(text: str) -> None:
@@ -136,54 +117,92 @@ def _log(text: str) -> None:
 
 
 def _changed(folder: str, plan: Mapping[str, Any]) -> list[str]:
-    """Returns the names of what a plan has otherwise than the one that began a folder.
+    """Returns the names of the entries in which a plan differs from that of a folder.
 
-    Whether bad records are skipped is no part of a plan: it changes nothing where there are none.
+    Whether bad records are skipped is not part of a plan: without such records it changes nothing.
 
     Raises:
-        FileExistsError: If no plan began the folder.
+        ExistingFileError: If the folder has no plan.
     """
     try:
         with open(os.path.join(folder, STORE_MARK), encoding="utf-8") as file:
             found = json.load(file)
     except (OSError, ValueError):
-        raise FileExistsError(
+        raise ExistingFileError(
             f"{folder} exists and was not made by `moelib prepare`; set output_dir to a new folder."
         ) from None
     return [name for name, value in plan.items() if found.get(name) != value]
 
 
-def _check_finished(folder: str, plan: Mapping[str, Any], skip_bad_records: bool) -> None:
-    """Raises FileExistsError unless this very plan made the store in a folder."""
+def _check_finished(
+    folder: str,
+    plan: Mapping[str, Any],
+    source: Source,
+    parts: Sequence[Part],
+    skip_bad_records: bool,
+) -> None:
+    """Raises ExistingFileError unless this plan made the store in a folder."""
     changed = _changed(folder, plan)
+    if changed == ["source"] and _has_text(folder, plan, source, parts):
+        changed = []
     if not changed and not skip_bad_records and token_store.read_meta(folder).num_bad_records:
         changed = ["skip_bad_records"]
     if changed:
-        raise FileExistsError(
+        raise ExistingFileError(
             f"{folder} was prepared with another {' and '.join(changed)}; set output_dir to a new "
             "folder, or delete that one to prepare it again."
         )
 
 
+def _has_text(folder: str, plan: Mapping[str, Any], source: Source, parts: Sequence[Part]) -> bool:
+    """Returns whether a store has the text of a source whose files differ in path, size or time."""
+    meta = token_store.read_meta(folder)
+    if meta.source_class == type(source).__name__ and source.any_version:
+        _log(f"{folder} was made from another version of the text; delete it to prepare it again.")
+        return True
+    total = sum(part.num_bytes for part in parts)
+    if not meta.text_hash or meta.source_bytes != total:  # Another size: no need to read it.
+        return False
+    _log(f"the files have changed since {folder} was made; comparing their text.")
+    hashes = []
+    with Progress("hash", total, unit="B", seconds_between_lines=10.0) as progress:
+        for part in parts:
+            text_hash = TextHash()
+            for text in filter(None, part.documents(BadRecords())):
+                text_hash.add(text.encode())
+            hashes.append(text_hash.hexdigest())
+            progress.advance(part.num_bytes)
+    if meta.text_hash != _combined(hashes):
+        return False
+    with contextlib.suppress(OSError):  # A read-only store is compared each time.
+        write_json(os.path.join(folder, STORE_MARK), plan)
+    return True
+
+
+def _combined(hashes: Sequence[str]) -> str:
+    """Returns the text hash of a source, from those of its parts; empty if one is unknown."""
+    return hashlib.sha256("".join(hashes).encode()).hexdigest() if all(hashes) else ""
+
+
 def _begin(folder: str, plan: Mapping[str, Any], tokenizer: Tokenizer) -> None:
-    """Makes the working folder, or keeps one that the same plan began.
+    """Creates the working folder, or keeps one with the same plan.
 
     Raises:
-        FileExistsError: If there is something that no plan began, such as files of the user's.
+        ExistingFileError: If the folder has no plan: its files are the user's.
     """
     if os.path.isdir(folder) and not os.listdir(folder):
-        os.rmdir(folder)  # Killed before the mark was there.
+        os.rmdir(folder)  # Killed before the plan was written.
     if os.path.exists(folder) and (changed := _changed(folder, plan)):
         _log(f"starting over, because {folder} was prepared with another {' and '.join(changed)}.")
         shutil.rmtree(folder)
     os.makedirs(folder, exist_ok=True)
-    write_json(os.path.join(folder, STORE_MARK), plan)  # First: it says that the rest is ours.
+    write_json(os.path.join(folder, STORE_MARK), plan)  # First: it marks the folder as ours.
     os.makedirs(os.path.join(folder, PARTS), exist_ok=True)
     tokenizer.save(folder)
 
 
 def _check_disk(folder: str, parts: Sequence[Part], tokenizer: Tokenizer) -> None:
-    """Raises OSError if what the parts will need is more than what is free."""
+    """Raises DiskFullError if the parts need more space than is free."""
     num_bytes = num_tokens = 0
     for text in parts[0].documents(BadRecords()):
         text = text[:_SAMPLE_BYTES]
@@ -196,7 +215,7 @@ def _check_disk(folder: str, parts: Sequence[Part], tokenizer: Tokenizer) -> Non
     need = 1.05 * per_byte * sum(part.num_bytes for part in parts)
     free = shutil.disk_usage(folder).free
     if need > free:
-        raise OSError(
+        raise DiskFullError(
             errno.ENOSPC,
             f"the store needs some {format_bytes(need)} and {format_bytes(free)} are free; free "
             "space, or set output_dir to a larger disk",
@@ -221,33 +240,39 @@ def _tokenize(
     todo = [index for index, result in enumerate(results) if result is None]
     todo.sort(key=lambda index: -parts[index].num_bytes)
     if len(todo) < len(parts):
-        _log(f"{len(parts) - len(todo)} of {len(parts)} parts are finished; going on.")
+        _log(f"{len(parts) - len(todo)} of {len(parts)} parts are finished; resuming.")
     if not todo:
         return
     _check_disk(folder, [parts[index] for index in todo], tokenizer)
     total, left = (sum(parts[i].num_bytes for i in some) for some in (range(len(parts)), todo))
+    jobs = [(folder, index, parts[index], options) for index in todo]
+    if num_processes == 1 or len(todo) == 1:
+        finished = (_do_job(job, tokenizer) for job in jobs)
+    else:
+        finished = _in_processes(jobs, min(num_processes, len(todo)), tokenizer.eos_token)
     show = Progress("prepare", total, start=total - left, unit="B", seconds_between_lines=10.0)
     with show as progress:
-        if num_processes == 1 or len(todo) == 1:
-            for index in todo:
-                tokenize_part(folder, index, parts[index], tokenizer, options)
-                progress.advance(parts[index].num_bytes)
-        else:
-            jobs = [(folder, index, parts[index], options) for index in todo]
-            for index in _in_processes(jobs, min(num_processes, len(todo)), tokenizer.eos_token):
-                progress.advance(parts[index].num_bytes)
+        for index in finished:
+            progress.advance(parts[index].num_bytes)
 
 
 _Job = tuple[str, int, Part, PartOptions]
 _worker_tokenizer: list[Tokenizer] = []  # One, in a worker process.
 
 
+def _do_job(job: _Job, tokenizer: Tokenizer | None = None) -> int:
+    """Tokenizes a part and returns its index."""
+    folder, index, part, options = job
+    tokenize_part(folder, index, part, tokenizer or _worker_tokenizer[0], options)
+    return index
+
+
 def _in_processes(jobs: Sequence[_Job], num_processes: int, eos_token: str) -> Iterator[int]:
-    """Does jobs in spawned processes, and yields the index of each part that is finished."""
+    """Does jobs in spawned processes, and yields the index of each finished part."""
     folder = jobs[0][0]
     pool = concurrent.futures.ProcessPoolExecutor(
         num_processes,
-        multiprocessing.get_context("spawn"),  # A fork would copy JAX's threads, half alive.
+        multiprocessing.get_context("spawn"),  # A fork would copy the locks of JAX's threads.
         _start_worker,
         (folder, eos_token),
     )
@@ -256,16 +281,16 @@ def _in_processes(jobs: Sequence[_Job], num_processes: int, eos_token: str) -> I
         for future in concurrent.futures.as_completed(futures):
             yield future.result()
     except BrokenProcessPool:
-        raise RuntimeError(
+        raise UserError(
             f"A worker process died (out of memory?) while preparing {folder}; finished parts are "
-            "kept: run the same again, with a smaller num_processes."
+            f"kept: run the same command again with num_processes below {num_processes}."
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def _start_worker(folder: str, eos_token: str) -> None:
-    """Loads the tokenizer in a worker; threads of its own would only be in each other's way."""
+    """Loads the tokenizer in a worker; its own threads would compete with other workers."""
     threading.Thread(target=_die_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     cfg = Tokenizer.default_config().set(path=folder, eos_token=eos_token)
@@ -273,32 +298,33 @@ def _start_worker(folder: str, eos_token: str) -> None:
 
 
 def _die_with_parent() -> None:
-    """Ends a worker whose parent was killed: it would wait for work forever."""
+    """Ends a worker whose parent was killed, which would wait for work forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
     os._exit(1)
 
 
-def _do_job(job: _Job) -> int:
-    folder, index, part, options = job
-    tokenize_part(folder, index, part, _worker_tokenizer[0], options)
-    return index
-
-
 # -- Finishing -----------------------------------------------------------------------------------
 
 
-def _finish(folder: str, plan: Mapping[str, Any], tokenizer: Tokenizer, num: int) -> StoreMeta:
-    """Joins the arrays of `num` parts and writes meta.json."""
-    results = [result for index in range(num) if (result := read_result(folder, index))]
-    assert len(results) == num
+def _finish(
+    folder: str,
+    plan: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    source: Source,
+    parts: Sequence[Part],
+) -> StoreMeta:
+    """Joins the arrays of the parts and writes meta.json."""
+    results = [result for index in range(len(parts)) if (result := read_result(folder, index))]
+    assert len(results) == len(parts)
     if not any(result.num_tokens for result in results):
         shutil.rmtree(folder)
-        raise ValueError(_nothing_found(results))
+        raise UserError(_nothing_found(results))
     arrays = {}
     for name in (token_store.LENGTHS, token_store.NUM_BYTES):
-        arrays[name] = np.concatenate([np.load(part_file(folder, i, name)) for i in range(num)])
+        of_parts = [np.load(part_file(folder, index, name)) for index in range(len(parts))]
+        arrays[name] = np.concatenate(of_parts)
         np.save(os.path.join(folder, name), arrays[name])
     np.save(os.path.join(folder, token_store.TOKEN_NUM_BYTES), tokenizer.token_num_bytes())
     lengths = arrays[token_store.LENGTHS]
@@ -319,6 +345,9 @@ def _finish(folder: str, plan: Mapping[str, Any], tokenizer: Tokenizer, num: int
         tokenizer_hash=plan["tokenizer"],
         source_hash=plan["source"],
         content_hash=token_store.content_hash([result.sha256 for result in results], lengths),
+        source_class=type(source).__name__,
+        source_bytes=sum(part.num_bytes for part in parts),
+        text_hash=_combined([result.text_sha256 for result in results]),
     )
     write_json(os.path.join(folder, token_store.META), dataclasses.asdict(meta))
     return meta
@@ -335,18 +364,11 @@ def _nothing_found(results: Sequence[PartResult]) -> str:
 
 
 def _report(output_dir: str, meta: StoreMeta) -> str:
-    """Returns what was made, as a sentence."""
-    left_out = [
-        f"{count} {what} left out"
-        for count, what in (
-            (meta.num_empty, "empty documents"),
-            (meta.num_bad_records, "bad records"),
-        )
-        if count
-    ]
+    """Returns a summary of the store in one sentence."""
+    counts = {"empty documents": meta.num_empty, "bad records": meta.num_bad_records}
     return (
         f"{output_dir}: {meta.num_documents} documents, {meta.num_tokens} tokens of "
         f"{format_bytes(meta.num_bytes)} of text "
-        f"({meta.num_bytes / meta.num_tokens:.2f} bytes a token)"
-        + "".join(f", {text}" for text in left_out)
+        f"({meta.num_bytes / meta.num_tokens:.2f} bytes per token)"
+        + "".join(f", {count} {what} skipped" for what, count in counts.items() if count)
     )

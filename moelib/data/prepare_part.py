@@ -1,9 +1,10 @@
-"""Tokenizing one part of a source into one file of a token store: what a worker process does."""
+"""Tokenizing one part of a source into one file of a token store: the work of a worker process."""
 
 import contextlib
 import dataclasses
 import errno
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -11,30 +12,34 @@ from typing import NamedTuple
 
 import numpy as np
 
+from moelib.core.errors import UserError
 from moelib.core.files import write_json
 from moelib.data import token_store
-from moelib.data.source import BadRecordError, BadRecords, Part
+from moelib.data.source import BadRecordError, BadRecords, Part, TextHash
 from moelib.data.token_source import check_vocabulary
 from moelib.data.tokenizer import Tokenizer
 
-PARTS = "parts"  # The folder of what is known of finished parts; removed from a finished store.
-_BATCH_CHARACTERS = 1 << 20  # Text that is tokenized at once.
-_MEND = (
-    "mend it, or leave such records out with skip_bad_records (--skip_bad_lines), which counts "
-    "them."
+PARTS = "parts"  # Folder of the results of finished parts; a finished store does not have it.
+_BATCH_CHARACTERS = 1 << 20  # Text that is tokenized at a time.
+_CURE = (
+    "correct it, or set skip_bad_records (--skip_bad_lines), which skips and counts such records."
 )
+
+
+class DiskFullError(OSError, UserError):
+    """The disk is full, or too small for a token store."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PartOptions:
-    """What decides the tokens of a part, beside its documents and the tokenizer."""
+    """Settings that decide a part's tokens, besides its documents and the tokenizer."""
 
     append_eos: bool
     skip_bad_records: bool
 
 
 class PartResult(NamedTuple):
-    """What is known of a finished part."""
+    """Counts and hashes of a finished part."""
 
     num_tokens: int
     num_documents: int
@@ -42,18 +47,19 @@ class PartResult(NamedTuple):
     num_empty: int
     num_bad_records: int
     first_bad_record: str
-    sha256: str
+    sha256: str  # Of the tokens.
+    text_sha256: str = ""  # See `TextHash`; empty in a part that an older version finished.
 
 
 def tokenize_part(
     folder: str, index: int, part: Part, tokenizer: Tokenizer, options: PartOptions
 ) -> None:
-    """Writes a part's tokens, its documents' lengths and bytes, and last what is known of it.
+    """Writes a part's tokens and its documents' lengths and bytes, and its result last.
 
     Raises:
-        BadRecordError: At a record that holds no document, unless such are skipped.
-        OSError: If the disk is full; no file of the part then counts as finished.
-        ValueError: If the part is broken, or the tokenizer gives an id beyond its vocabulary.
+        BadRecordError: At a record without a document, unless such records are skipped.
+        DiskFullError: If the disk is full; the part then counts as unfinished.
+        UserError: If the part is damaged, or the tokenizer gives an id beyond its vocabulary.
     """
     bad_records = BadRecords()
     documents = part.documents(bad_records if options.skip_bad_records else None)
@@ -61,57 +67,58 @@ def tokenize_part(
     end = [tokenizer.eos_id] if options.append_eos else []
     lengths: list[int] = []
     sizes: list[int] = []
-    num_empty, digest = 0, hashlib.sha256()
-    with (
-        _named_errors(folder, part),
-        open(os.path.join(folder, token_store.tokens_file(index)), "wb") as file,
-    ):
-        for texts in _batches(documents):
-            kept = [text for text in texts if text]
-            num_empty += len(texts) - len(kept)
-            ids = [document + end for document in tokenizer.encode_batch(kept)]
-            lengths += map(len, ids)
-            sizes += [len(text.encode()) for text in kept]
-            tokens = np.fromiter((i for document in ids for i in document), np.int64)
-            check_vocabulary(tokens, tokenizer.vocab_size, part.name)
-            written = tokens.astype(dtype).tobytes()
-            digest.update(written)
-            file.write(written)
-    result = PartResult(
-        num_tokens=sum(lengths),
-        num_documents=len(lengths),
-        num_bytes=sum(sizes),
-        num_empty=num_empty,
-        num_bad_records=bad_records.count,
-        first_bad_record=bad_records.first,
-        sha256=digest.hexdigest(),
-    )
+    num_empty, digest, text_hash = 0, hashlib.sha256(), TextHash()
+    path = os.path.join(folder, token_store.tokens_file(index))
     with _named_errors(folder, part):
-        np.save(part_file(folder, index, token_store.LENGTHS), np.array(lengths, np.uint32))
-        np.save(part_file(folder, index, token_store.NUM_BYTES), np.array(sizes, np.uint32))
+        with open(path, "wb") as file:
+            for texts in _batches(documents):
+                kept = [text for text in texts if text]
+                num_empty += len(texts) - len(kept)
+                ids = [document + end for document in tokenizer.encode_batch(kept)]
+                lengths += map(len, ids)
+                for data in map(str.encode, kept):
+                    sizes.append(len(data))
+                    text_hash.add(data)
+                tokens = np.fromiter(itertools.chain.from_iterable(ids), np.int64)
+                check_vocabulary(tokens, tokenizer.vocab_size, part.name)
+                written = tokens.astype(dtype).tobytes()
+                digest.update(written)
+                file.write(written)
+        result = PartResult(
+            num_tokens=sum(lengths),
+            num_documents=len(lengths),
+            num_bytes=sum(sizes),
+            num_empty=num_empty,
+            num_bad_records=bad_records.count,
+            first_bad_record=bad_records.first,
+            sha256=digest.hexdigest(),
+            text_sha256=text_hash.hexdigest(),
+        )
+        for name, values in ((token_store.LENGTHS, lengths), (token_store.NUM_BYTES, sizes)):
+            np.save(part_file(folder, index, name), np.array(values, np.uint32))
         write_json(part_file(folder, index, "json"), result._asdict())
 
 
 @contextlib.contextmanager
 def _named_errors(folder: str, part: Part) -> Iterator[None]:
-    """Says in errors what to do about them."""
+    """Adds the cure to errors."""
     try:
         yield
     except BadRecordError as error:
-        raise BadRecordError(f"{error}; {_MEND}") from None
+        raise BadRecordError(f"{error}; {_CURE}") from None
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        raise OSError(
+        raise DiskFullError(
             errno.ENOSPC,
             f"the disk is full while writing the tokens of {part.name}; finished parts are kept: "
-            "free space and run the same again, or set output_dir to a larger disk",
+            "free space and run the same command again, or set output_dir to a larger disk",
             folder,
         ) from error
 
 
 def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    """Yields the documents in lists of about `_BATCH_CHARACTERS` of text."""
+    """Yields the documents in lists of about `_BATCH_CHARACTERS` characters."""
     batch: list[str] = []
     size = 0
     for text in documents:
@@ -125,12 +132,12 @@ def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
 
 
 def part_file(folder: str, index: int, ending: str) -> str:
-    """Returns the path of a file of a part in a store that is being made."""
+    """Returns the path of a file of a part in an unfinished store."""
     return os.path.join(folder, PARTS, f"{index:05d}.{ending}")
 
 
 def read_result(folder: str, index: int) -> PartResult | None:
-    """Returns what is known of a part, or None if it is not finished."""
+    """Returns the result of a part, or None if it is not finished."""
     try:
         with open(part_file(folder, index, "json"), encoding="utf-8") as file:
             return PartResult(**json.load(file))
@@ -139,7 +146,7 @@ def read_result(folder: str, index: int) -> PartResult | None:
 
 
 def check_no_bad_records(results: Iterable[PartResult | None]) -> None:
-    """Raises BadRecordError if a part was finished without records that hold no document."""
+    """Raises BadRecordError if a part was finished with records skipped."""
     for result in results:
         if result is not None and result.num_bad_records:
-            raise BadRecordError(f"{result.first_bad_record}; {_MEND}")
+            raise BadRecordError(f"{result.first_bad_record}; {_CURE}")

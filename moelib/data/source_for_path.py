@@ -2,6 +2,8 @@
 
 import os
 
+from moelib.core.errors import MissingFileError, UserError
+from moelib.data.arrow import JSON_FILES, ArrowFiles
 from moelib.data.files import TextFiles, walk_files
 from moelib.data.json_lines import ENDINGS, JsonLines
 from moelib.data.parquet import Parquet
@@ -9,33 +11,43 @@ from moelib.data.source import Source
 
 
 def source_for_path(path: str, *, text_field: str = "text") -> Source.Config:
-    """Returns the config of a source that fits what lies at a path, judged by names of files.
+    """Returns the config of a source for a path, chosen by the names of the files there.
 
     Args:
-        path: A file, or a folder that holds files of one kind: JSON lines, Parquet or text.
+        path: A file, a pattern, or a folder with files of one kind: JSON lines, Parquet, Arrow (a
+            `Dataset` saved by `datasets`) or text.
         text_field: The field or column of a record that holds the document.
 
     Raises:
-        FileNotFoundError: If there is no file of a known kind.
-        ValueError: If a folder holds several kinds.
+        MissingFileError: If there is no file of a known kind.
+        UserError: If a folder holds several kinds, or a dataset of several splits.
     """
+    if os.path.exists(os.path.join(path, "dataset_dict.json")):
+        splits = sorted(entry.name for entry in os.scandir(path) if entry.is_dir())
+        raise UserError(
+            f"{path} is a DatasetDict with splits {splits}; name the folder of one of them."
+        )
     kinds = {
         "JSON lines": ENDINGS,
-        "Parquet": (".parquet",),
+        "Parquet": (Parquet.ending,),
+        "Arrow": (ArrowFiles.ending,),
         "text": tuple(TextFiles.default_config().endings),
     }
     names = list(walk_files(path, ("",))) if os.path.isdir(path) else [path]
+    if any(name.endswith(ArrowFiles.ending) for name in names):
+        names = [name for name in names if os.path.basename(name) not in JSON_FILES]
     found = [kind for kind, ends in kinds.items() if any(name.endswith(ends) for name in names)]
     if len(found) > 1:
-        raise ValueError(
-            f"{path} holds files of several kinds ({', '.join(found)}); name one kind with a "
-            "pattern such as folder/**/*.jsonl, or make a source of each."
+        raise UserError(
+            f"{path} holds files of several kinds ({', '.join(found)}); select one kind with a "
+            "pattern such as folder/**/*.jsonl, or define a source for each."
         )
     if found == ["JSON lines"]:
         return JsonLines.default_config().set(paths=[path], text_field=text_field)
-    if found == ["Parquet"]:
-        return Parquet.default_config().set(paths=[path], column=text_field)
+    if found in (["Parquet"], ["Arrow"]):
+        tables = Parquet if found == ["Parquet"] else ArrowFiles
+        return tables.default_config().set(paths=[path], column=text_field)
     if found == ["text"] or os.path.isfile(path):
         return TextFiles.default_config().set(paths=[path])
     known = ", ".join(ending for ends in kinds.values() for ending in ends)
-    raise FileNotFoundError(f"{path} holds no file of a known kind; files may end in {known}.")
+    raise MissingFileError(f"{path} holds no file of a known kind; files may end in {known}.")

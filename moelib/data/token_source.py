@@ -1,7 +1,7 @@
 """Token sources: tokenized documents with random access, as packing reads them.
 
 A source is a sequence of documents inside a few flat arrays of tokens ("files"), so that any piece
-of any document is one slice. Token positions are global: files follow one another.
+of a document is one slice. Positions of tokens are global: the files follow one another.
 
 Letters: N documents, V vocabulary, P pieces.
 """
@@ -15,37 +15,38 @@ import numpy as np
 import numpy.typing as npt
 
 from moelib.core.config import REQUIRED, Configurable, config_class
+from moelib.core.errors import UserError
 from moelib.data.tokenizer import NoTokenizerError, Tokenizer
 
 
 class TokenSource(Configurable):
-    """Tokenized documents. A subclass fills the attributes, and says how to get at a file."""
+    """Tokenized documents. A subclass sets the attributes and implements `file`."""
 
     @config_class
     class Config(Configurable.Config):
         pass
 
-    name: str  # What messages call it.
+    name: str  # In messages.
     vocab_size: int  # Every id is below it.
     eos_id: int
-    fingerprint: str  # Another one means other tokens.
+    fingerprint: str  # Hash of the tokens and their division into documents.
     token_num_bytes: npt.NDArray[np.int32]  # [V] bytes of text that each token covers.
-    starts: npt.NDArray[np.int64]  # [N] where each document begins.
+    starts: npt.NDArray[np.int64]  # [N] position of each document's first token.
     lengths: npt.NDArray[np.int64]  # [N] tokens of each document, end of text included.
-    file_starts: npt.NDArray[np.int64]  # Where each file begins, and last the end of all.
+    file_starts: npt.NDArray[np.int64]  # Position of each file's first token; last, the total.
 
     @classmethod
     def load_tokenizer(cls, cfg: Any) -> Tokenizer:
         """Returns the tokenizer of a source with this config, without opening its tokens.
 
         Raises:
-            NoTokenizerError: If the source has token ids that no tokenizer made.
+            NoTokenizerError: If no tokenizer made the token ids.
         """
         raise NoTokenizerError(f"{cls.__name__} has no tokenizer: its token ids stand for no text.")
 
     @abstractmethod
     def file(self, index: int) -> npt.NDArray[np.unsignedinteger | np.signedinteger]:
-        """Returns all tokens of a file, as a flat array (mapped memory, usually)."""
+        """Returns all tokens of a file as a flat array, usually mapped memory."""
 
     @property
     def num_documents(self) -> int:
@@ -60,7 +61,7 @@ class TokenSource(Configurable):
     def document(self, index: int) -> npt.NDArray[np.int32]:
         """Returns the ids of a document. Raises IndexError if there is no such document."""
         if not 0 <= index < self.num_documents:
-            raise IndexError(f"{self.name} has {self.num_documents} documents; {index} is none.")
+            raise IndexError(f"{self.name} has {self.num_documents} documents, not {index + 1}.")
         out = np.empty(self.lengths[index], np.int32)
         self.read(self.starts[index : index + 1], self.lengths[index : index + 1], out, [0])
         return out
@@ -70,34 +71,34 @@ class TokenSource(Configurable):
         starts: npt.NDArray[np.int64],
         lengths: npt.NDArray[np.int64],
         out: npt.NDArray[np.int32],
-        places: npt.NDArray[np.int64] | Sequence[int],
+        offsets: npt.NDArray[np.int64] | Sequence[int],
     ) -> None:
-        """Copies P pieces, none of which crosses a document, into a flat array.
+        """Copies P pieces, each inside one document, into a flat array.
 
         Args:
-            starts: Where each piece begins [P].
+            starts: Position of each piece's first token [P].
             lengths: Tokens of each piece [P].
-            out: Where they go.
-            places: Index in `out` of each piece's first token [P].
+            out: The array to write.
+            offsets: Index in `out` of each piece's first token [P].
         """
         files = np.searchsorted(self.file_starts, starts, side="right") - 1
         local = starts - self.file_starts[files]
         get = self.file
-        for index, place, start, length in zip(
+        for index, offset, start, length in zip(
             files.tolist(),
-            np.asarray(places).tolist(),
+            np.asarray(offsets).tolist(),
             local.tolist(),
             lengths.tolist(),
             strict=True,
         ):
-            out[place : place + length] = get(index)[start : start + length]
+            out[offset : offset + length] = get(index)[start : start + length]
 
-    def at(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         """Returns single tokens [P]."""
-        files = np.searchsorted(self.file_starts, indices, side="right") - 1
-        local = indices - self.file_starts[files]
+        files = np.searchsorted(self.file_starts, positions, side="right") - 1
+        local = positions - self.file_starts[files]
         pairs = zip(files.tolist(), local.tolist(), strict=True)
-        return np.array([self.file(index)[place] for index, place in pairs], np.int32)
+        return np.array([self.file(index)[offset] for index, offset in pairs], np.int32)
 
 
 class InMemoryTokens(TokenSource):
@@ -113,18 +114,18 @@ class InMemoryTokens(TokenSource):
         """Checks the ids.
 
         Raises:
-            ValueError: If there is no document, or an id is not in the vocabulary.
+            UserError: If there is no document, or an id is not in the vocabulary.
         """
         super().__init__(cfg)
         cfg = self.config
         if not cfg.documents:
-            raise ValueError("InMemoryTokens has no documents; set documents to at least one.")
+            raise UserError("InMemoryTokens has no documents; set documents to at least one.")
         self._hold([np.asarray(ids, np.int64) for ids in cfg.documents], cfg.vocab_size, cfg.eos_id)
 
     def _hold(
         self, documents: Sequence[npt.NDArray[np.integer]], vocab_size: int, eos_id: int
     ) -> None:
-        """Takes the documents in."""
+        """Sets the attributes."""
         self.name = f"{type(self).__name__} of {len(documents)} documents"
         tokens = np.concatenate(documents)
         check_vocabulary(tokens, vocab_size, self.name)
@@ -145,11 +146,11 @@ class InMemoryTokens(TokenSource):
         return self._tokens
 
 
-def check_vocabulary(tokens: npt.NDArray[np.integer], vocab_size: int, place: str) -> None:
-    """Raises ValueError if an id is negative or not below `vocab_size`."""
+def check_vocabulary(tokens: npt.NDArray[np.integer], vocab_size: int, name: str) -> None:
+    """Raises UserError if an id is negative or not below `vocab_size`."""
     if tokens.size and not (0 <= tokens.min() and tokens.max() < vocab_size):
         index = int(np.argmax((tokens < 0) | (tokens >= vocab_size)))
-        raise ValueError(
-            f"{place}: token id {tokens.flat[index]} (token {index}) is beyond the vocabulary of "
-            f"{vocab_size}; set vocab_size above every id, or use the tokenizer that goes with it."
+        raise UserError(
+            f"{name}: token id {tokens.flat[index]} (token {index}) is beyond the vocabulary of "
+            f"{vocab_size}; set vocab_size above every id, or use the matching tokenizer."
         )

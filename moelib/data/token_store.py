@@ -2,17 +2,17 @@
 
 A store is a folder:
 
-    moelib_prepare.json   what was asked for: another wish for the same folder is refused
-    meta.json             counts, hashes, files; written last, so a store without it is no store
+    moelib_prepare.json   the request that made it; another request for the folder is refused
+    meta.json             counts, hashes, sizes of files; written last
     tokenizer.json        the tokenizer that made it (absent if none did)
     tokens-00000.bin ...  ids, uint16 or uint32 little endian; documents follow one another
     lengths.npy           tokens of each document, uint32 [N]
     num_bytes.npy         UTF-8 bytes of each document's text, uint32 [N]
     token_num_bytes.npy   bytes of text that each token covers, int32 [V]
 
-Which documents belong to which split (train, validation) is decided by a hash of the document's
-index and the store's split seed. It is written in no file: the fractions in meta.json say it
-all, so that training and evaluation cannot disagree.
+A hash of a document's index and the store's split seed assigns the document to a split (train,
+validation). No file lists the assignment: the fractions in meta.json determine it, so training and
+evaluation cannot disagree.
 
 Letters: N documents, V vocabulary.
 """
@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moelib.core.config import REQUIRED, config_class
+from moelib.core.errors import MissingFileError, UserError
 from moelib.data.hashing import random_uniform
 from moelib.data.token_source import TokenSource, check_vocabulary
 from moelib.data.tokenizer import FILE_NAME, NoTokenizerError, Tokenizer
@@ -42,7 +43,7 @@ TOKEN_NUM_BYTES = "token_num_bytes.npy"
 
 @dataclasses.dataclass
 class StoreMeta:
-    """What meta.json says."""
+    """The content of meta.json."""
 
     vocab_size: int
     eos_id: int
@@ -52,15 +53,19 @@ class StoreMeta:
     num_documents: int
     num_tokens: int  # End-of-text tokens included.
     num_bytes: int  # UTF-8 bytes of all texts.
-    num_empty: int  # Documents left out because they were empty.
-    num_bad_records: int  # Records left out because they held no document.
+    num_empty: int  # Documents that were skipped because they were empty.
+    num_bad_records: int  # Records that were skipped because they held no document.
     splits: dict[str, float]  # Fraction of documents in each split, in order; they sum to 1.
     split_seed: int
     append_eos: bool
     tokenizer_hash: str
-    source_hash: str
+    source_hash: str  # `fingerprint` of the source's parts.
     content_hash: str  # Of tokens and lengths.
     format: int = FORMAT
+    # Absent in stores of older versions, which are recognized by source_hash alone.
+    source_class: str = ""  # For example "JsonLines".
+    source_bytes: int = 0  # Bytes of the source's parts.
+    text_hash: str = ""  # Of the `TextHash` of each part.
 
 
 def token_dtype(vocab_size: int) -> str:
@@ -74,34 +79,26 @@ def tokens_file(index: int) -> str:
 
 
 def read_meta(path: str) -> StoreMeta:
-    """Returns what a store's meta.json says.
+    """Returns the content of a store's meta.json.
 
     Raises:
-        FileNotFoundError: If there is no store, or an unfinished one.
-        ValueError: If meta.json is broken or of another format.
+        MissingFileError: If there is no store, or an unfinished one.
+        UserError: If meta.json is damaged or of another format.
     """
     place = os.path.join(path, META)
     try:
         with open(place, encoding="utf-8") as file:
             content = json.load(file)
-    except FileNotFoundError:
-        unfinished = os.path.isdir(path + ".partial")
-        raise FileNotFoundError(
-            f"There is no token store at {path}; "
-            + (
-                "it is unfinished: run the same `moelib prepare` again to go on."
-                if unfinished
-                else "make one with `moelib prepare`, or set path to one."
-            )
-        ) from None
-    except ValueError as error:
-        raise ValueError(f"{place} is broken ({error}); prepare the store again.") from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"{place} is not of format {FORMAT}; prepare the store again.")
-    try:
+        if content.get("format") != FORMAT:
+            raise ValueError(f"not of format {FORMAT}")
         return StoreMeta(**content)
-    except TypeError as error:
-        raise ValueError(f"{place} is broken ({error}); prepare the store again.") from None
+    except FileNotFoundError:
+        cure = "make one with `moelib prepare`, or set path to one."
+        if os.path.isdir(path + ".partial"):
+            cure = "it is unfinished: run the same `moelib prepare` again to complete it."
+        raise MissingFileError(f"There is no token store at {path}; {cure}") from None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{place} is damaged ({error}); prepare the store again.") from None
 
 
 def split_of_documents(
@@ -114,10 +111,12 @@ def split_of_documents(
 
 
 def check_splits(splits: Mapping[str, float]) -> None:
-    """Raises ValueError if fractions are not positive or do not sum to 1."""
-    if not splits or min(splits.values()) <= 0 or abs(sum(splits.values()) - 1) > 1e-9:
-        raise ValueError(
-            f"splits is {dict(splits)}; set positive fractions that sum to 1, for example "
+    """Raises UserError if fractions are not positive or do not sum to 1."""
+    if not all(fraction > 0 for fraction in splits.values()) or not (
+        abs(sum(splits.values()) - 1) <= 1e-9
+    ):
+        raise UserError(
+            f"splits={dict(splits)}: set positive fractions that sum to 1, for example "
             "{'train': 0.95, 'validation': 0.05}."
         )
 
@@ -128,22 +127,22 @@ class TokenStore(TokenSource):
     @config_class
     class Config(TokenSource.Config):
         path: str = REQUIRED  # Folder of the store.
-        split: str | None = "train"  # A split of the store's; None takes all documents.
-        tokenizer_hash: str | None = None  # Refuses a store that another tokenizer made.
+        split: str | None = "train"  # Name of a split; None: all documents.
+        tokenizer_hash: str | None = None  # If set, a store of another tokenizer is refused.
 
     def __init__(self, cfg: Config) -> None:
-        """Opens the store; tokens are not read yet.
+        """Opens the store; tokens are read on use.
 
         Raises:
-            FileNotFoundError: If there is no store.
-            ValueError: If it is torn, of another tokenizer, or has no such split or documents.
+            MissingFileError: If there is no store.
+            UserError: If it is incomplete, of another tokenizer, or has no such split or documents.
         """
         super().__init__(cfg)
         cfg = self.config
         self.meta = meta = read_meta(cfg.path)
         self.name = f"token store {cfg.path}"
         if cfg.tokenizer_hash not in (None, meta.tokenizer_hash):
-            raise ValueError(
+            raise UserError(
                 f"{self.name} was made by tokenizer {meta.tokenizer_hash:.12}, not by "
                 f"{cfg.tokenizer_hash:.12}; prepare it again, or use the tokenizer in its folder."
             )
@@ -154,63 +153,62 @@ class TokenStore(TokenSource):
         lengths = self._array(LENGTHS, meta.num_documents).astype(np.int64)
         starts = np.cumsum(lengths) - lengths
         if lengths.sum() != meta.num_tokens:
-            raise self._torn(f"{LENGTHS} sums to {lengths.sum()}, not to {meta.num_tokens}")
+            raise self._damaged(f"{LENGTHS} sums to {lengths.sum()}, not to {meta.num_tokens}")
         members = self._members()
         self.starts, self.lengths = starts[members], lengths[members]
         split = "" if cfg.split is None else f" {cfg.split} {meta.splits} {meta.split_seed}"
         self.fingerprint = hashlib.sha256((meta.content_hash + split).encode()).hexdigest()
-        self._open = functools.lru_cache(maxsize=256)(self._map)  # Few enough open files.
+        self._open = functools.lru_cache(maxsize=256)(self._map)  # Limits the open files.
 
     def _members(self) -> npt.NDArray[np.bool_] | slice:
-        """Returns which documents are in the split."""
+        """Returns an index of the documents in the split."""
         meta, split = self.meta, self.config.split
         if split is None:
             return slice(None)
         if split not in meta.splits:
-            raise ValueError(
+            raise UserError(
                 f"{self.name} has no split {split!r}; set split to one of {list(meta.splits)}, or "
                 "to None for all documents."
             )
-        members = split_of_documents(
-            meta.num_documents, list(meta.splits.values()), meta.split_seed
-        ) == list(meta.splits).index(split)
+        fractions, wanted = list(meta.splits.values()), list(meta.splits).index(split)
+        members = split_of_documents(meta.num_documents, fractions, meta.split_seed) == wanted
         if not members.any():
-            raise ValueError(
+            raise UserError(
                 f"Split {split!r} of {self.name} is empty: {meta.splits[split]} of "
                 f"{meta.num_documents} documents; prepare it with a larger fraction."
             )
         return members
 
-    def _torn(self, what: str) -> ValueError:
-        return ValueError(
-            f"{self.name} is torn: {what}; copy it again, or prepare it again (delete the folder "
-            "first)."
+    def _damaged(self, reason: str) -> UserError:
+        return UserError(
+            f"{self.name} is damaged: {reason}; copy it again, or delete the folder and prepare it "
+            "again."
         )
 
     def _check_files(self) -> None:
-        """Raises ValueError if a file is missing or its size is wrong."""
+        """Raises UserError if a file is missing or has a wrong size."""
         itemsize = np.dtype(self.meta.dtype).itemsize
         for index, tokens in enumerate(self.meta.file_tokens):
-            path = os.path.join(self.config.path, tokens_file(index))
-            size = os.path.getsize(path) if os.path.exists(path) else -1
-            if size < 0:
-                raise self._torn(f"{tokens_file(index)} is missing")
-            if size != tokens * itemsize:
-                raise self._torn(f"{tokens_file(index)} has {size} bytes, not {tokens * itemsize}")
+            name = tokens_file(index)
+            path = os.path.join(self.config.path, name)
+            if not os.path.exists(path):
+                raise self._damaged(f"{name} is missing")
+            if (size := os.path.getsize(path)) != tokens * itemsize:
+                raise self._damaged(f"{name} has {size} bytes, not {tokens * itemsize}")
 
     def _array(self, name: str, size: int) -> npt.NDArray[Any]:
-        """Returns an array of the store. Raises ValueError if it is torn."""
+        """Returns an array of the store. Raises UserError if it is damaged."""
         try:
             array = np.load(os.path.join(self.config.path, name))
         except (OSError, ValueError, EOFError) as error:
-            raise self._torn(f"{name} cannot be read ({error})") from None
+            raise self._damaged(f"{name} cannot be read ({error})") from None
         if array.shape != (size,):
-            raise self._torn(f"{name} has {len(array)} entries, not {size}")
+            raise self._damaged(f"{name} has {len(array)} entries, not {size}")
         return array
 
     def _map(self, index: int) -> npt.NDArray[np.unsignedinteger]:
         if not self.meta.file_tokens[index]:
-            return np.empty(0, self.meta.dtype)  # No empty file can be mapped.
+            return np.empty(0, self.meta.dtype)  # An empty file cannot be mapped.
         path = os.path.join(self.config.path, tokens_file(index))
         dtype = np.dtype(self.meta.dtype).newbyteorder("<")
         return np.memmap(path, dtype, "r").view(np.ndarray)
@@ -229,17 +227,17 @@ class TokenStore(TokenSource):
         """Returns the tokenizer that made the store.
 
         Raises:
-            FileNotFoundError: If there is no store.
+            MissingFileError: If there is no store.
             NoTokenizerError: If no tokenizer made the store.
-            ValueError: If the file in the folder is not the tokenizer that made the store.
+            UserError: If the file in the folder is not the tokenizer that made the store.
         """
         meta = read_meta(cfg.path)
         if not meta.eos_token:
-            raise NoTokenizerError(f"token store {cfg.path} was not made from text.")
+            raise NoTokenizerError(f"Token store {cfg.path} was not made from text.")
         of_store = Tokenizer.default_config().set(path=cfg.path, eos_token=meta.eos_token)
         tokenizer: Tokenizer = of_store.instantiate()
         if tokenizer.fingerprint != meta.tokenizer_hash:
-            raise ValueError(
+            raise UserError(
                 f"{FILE_NAME} of token store {cfg.path} has changed ({tokenizer.fingerprint:.12}, "
                 f"was {meta.tokenizer_hash:.12}); restore the original, or prepare the store again."
             )
@@ -250,14 +248,14 @@ class TokenStore(TokenSource):
         return self.load_tokenizer(self.config)
 
     def texts(self) -> Iterator[str]:
-        """Yields the documents as text, without ends of text."""
+        """Yields the documents as text, without their end-of-text tokens."""
         tokenizer = self.tokenizer()
         for index in range(self.num_documents):
             ids = self.document(index)
             yield tokenizer.decode(ids[: len(ids) - self.meta.append_eos])
 
     def verify(self) -> None:
-        """Reads everything. Raises ValueError if content or a token id is not as it was made."""
+        """Reads all tokens. Raises UserError if they or the lengths are not those written."""
         hashes = []
         for index in range(len(self.meta.file_tokens)):
             tokens = self.file(index)
@@ -265,7 +263,7 @@ class TokenStore(TokenSource):
             hashes.append(hashlib.sha256(tokens).hexdigest())
         lengths = self._array(LENGTHS, self.meta.num_documents)
         if content_hash(hashes, lengths) != self.meta.content_hash:
-            raise self._torn("its tokens or lengths are not those that were written")
+            raise self._damaged("its tokens or lengths are not those that were written")
 
 
 def content_hash(file_hashes: Sequence[str], lengths: npt.NDArray[np.unsignedinteger]) -> str:

@@ -1,8 +1,8 @@
-"""Tokenizers: text to token ids and back, always as byte-level or other BPE in a tokenizer.json.
+"""Tokenizers: text to token ids and back, with the tokenizer.json format of `tokenizers`.
 
-Every tokenizer here is one of the `tokenizers` library, so that the same file serves Hugging Face
-export. What matters for training is fixed on loading: no truncation, no padding, no tokens added
-around a document, and special tokens written out in a text are ordinary text.
+The same file serves the export to Hugging Face. A tokenizer for training neither truncates nor
+pads, adds no tokens around a document, and treats special tokens that a text spells out as ordinary
+text, whatever the file requests.
 
 Letters: V vocabulary.
 """
@@ -11,6 +11,8 @@ import functools
 import hashlib
 import json
 import os
+import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -18,8 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from moelib.core.config import REQUIRED, Configurable, config_class, did_you_mean
-from moelib.core.errors import UserError
+from moelib.core.errors import MissingFileError, UserError
 from moelib.core.files import atomic_file, write_json
+from moelib.core.progress import format_seconds
 
 END_OF_TEXT = "<|endoftext|>"
 FILE_NAME = "tokenizer.json"
@@ -27,29 +30,29 @@ SETTINGS_FILE = "tokenizer_config.json"  # As Hugging Face names it.
 
 
 class NoTokenizerError(UserError):
-    """Data that consists of token ids which no tokenizer made."""
+    """The data consist of token ids that no tokenizer made."""
 
 
 class Tokenizer(Configurable):
-    """A tokenizer.json from disk: encodes documents and says how many bytes each token covers."""
+    """A tokenizer.json: encodes documents and knows the bytes of text that each token covers."""
 
     @config_class
     class Config(Configurable.Config):
-        path: str = REQUIRED  # tokenizer.json, or a folder or token store that has one.
-        eos_token: str = END_OF_TEXT  # Marks the end of a document; must be in the vocabulary.
+        path: str = REQUIRED  # A tokenizer.json, or a folder or token store with one.
+        eos_token: str = END_OF_TEXT  # Token at the end of a document; part of the vocabulary.
 
     def __init__(self, cfg: Config) -> None:
         """Loads the file.
 
         Raises:
-            FileNotFoundError: If there is no such file.
-            ValueError: If the file is not a tokenizer, or lacks the end-of-text token.
+            MissingFileError: If there is no such file.
+            UserError: If the file is not a tokenizer, or lacks the end-of-text token.
         """
         super().__init__(cfg)
         self._load(self._read(), self.config.eos_token)
 
     def _read(self) -> str:
-        """Returns the text of the tokenizer.json that the config names."""
+        """Returns the text of the config's tokenizer.json."""
         path = self.config.path
         if os.path.isdir(path):
             path = os.path.join(path, FILE_NAME)
@@ -57,26 +60,26 @@ class Tokenizer(Configurable):
             with open(path, encoding="utf-8") as file:
                 return file.read()
         except FileNotFoundError:
-            raise FileNotFoundError(
+            raise MissingFileError(
                 f"There is no tokenizer at {path}; set path to a tokenizer.json, or train one "
                 "with train_bpe()."
             ) from None
         except UnicodeDecodeError:
-            raise ValueError(
-                f"{path} is not text; set path to a tokenizer.json (a SentencePiece model must be "
-                "converted first)."
+            raise UserError(
+                f"{path} is not text; set path to a tokenizer.json (convert a SentencePiece model "
+                "first)."
             ) from None
 
     def _load(self, text: str, eos_token: str) -> None:
         import tokenizers
 
-        place = self.config.path or "the tokenizer"
+        name = self.config.path or "the tokenizer"
         try:
             self._content: dict[str, Any] = json.loads(text)
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # The library raises bare Exception.
-            raise ValueError(
-                f"{place} is not a tokenizer.json of the tokenizers library: {error}"
+            raise UserError(
+                f"{name} is not a tokenizer.json of the tokenizers library: {error}"
             ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -85,8 +88,8 @@ class Tokenizer(Configurable):
         eos_id = self._tokenizer.token_to_id(eos_token)
         if eos_id is None:
             special = [token["content"] for token in self._content.get("added_tokens", ())]
-            raise ValueError(
-                f"{place} has no token {eos_token!r}; set eos_token (--eos_token) to its "
+            raise UserError(
+                f"{name} has no token {eos_token!r}; set eos_token (--eos_token) to its "
                 "end-of-text token: " + did_you_mean(eos_token, special)
             )
         self.eos_id: int = eos_id
@@ -115,7 +118,7 @@ class Tokenizer(Configurable):
         return self.eos_id if self.bos_id is None else self.bos_id
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
-        """Returns the text of ids, special tokens included; broken UTF-8 becomes U+FFFD.
+        """Returns the text of ids, special tokens included; invalid UTF-8 becomes U+FFFD.
 
         Raises:
             ValueError: If an id is not in the vocabulary.
@@ -129,11 +132,11 @@ class Tokenizer(Configurable):
             )
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
-    # What a token store keeps of it.
+    # For token stores.
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """A SHA-256 of the tokenizer's content; white space and key order in its file are free."""
+        """A SHA-256 of the content, independent of white space and the order of keys."""
         canonical = json.dumps(self._content, sort_keys=True) + f"\neos {self.eos_id}"
         return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -149,10 +152,10 @@ class Tokenizer(Configurable):
         write_json(os.path.join(folder, SETTINGS_FILE), settings)
 
     def token_num_bytes(self) -> npt.NDArray[np.int32]:
-        """Returns how many bytes of UTF-8 text each token covers [V]; special tokens cover none.
+        """Returns the bytes of UTF-8 text that each token covers [V]: 0 for special tokens.
 
-        Exact for byte-level tokenizers, whose tokens are byte strings. For others (SentencePiece
-        style) a marker of a space counts as one byte, and so does a byte-fallback token.
+        Exact for byte-level tokenizers, whose tokens are byte strings. In others (SentencePiece
+        style) the marker of a space counts as one byte, and so does a byte-fallback token.
         """
         sizes = np.zeros(self.vocab_size, np.int32)
         special = {t["id"] for t in self._content.get("added_tokens", ()) if t.get("special")}
@@ -195,11 +198,11 @@ class PublishedTokenizer(Tokenizer):
 
 
 class ByteTokenizer(Tokenizer):
-    """A token for each of the 256 bytes, and end of text: needs no training and no file."""
+    """A token for each of the 256 bytes, and end of text; needs neither training nor a file."""
 
     @config_class
     class Config(Tokenizer.Config):
-        path: str = ""  # There is no file.
+        path: str = ""  # Unused.
 
     def __init__(self, cfg: Config) -> None:
         super(Tokenizer, self).__init__(cfg)
@@ -209,84 +212,69 @@ class ByteTokenizer(Tokenizer):
 def train_bpe(texts: Iterable[str], vocab_size: int, path: str) -> Tokenizer:
     """Returns a byte-level BPE trained on texts and written to `path`.
 
-    The ids: 256 bytes in order, then end of text, then merges by rank. The same texts give the
-    same tokenizer.
+    The ids are the 256 bytes in order, then end of text, then merges by rank. The same texts give
+    the same tokenizer. Messages on stderr report the start and the end.
 
     Args:
-        texts: Documents; all are read, so pass a sample (some 20 MB is plenty for 32k tokens).
+        texts: Documents; all are read, so pass a sample (20 MB suffice for 32k tokens).
         vocab_size: Number of tokens, the 256 bytes and end of text included.
-        path: Where the tokenizer.json goes; a folder that exists gets a file of that name.
+        path: The tokenizer.json to write; in a folder, it gets that name.
 
     Raises:
-        ValueError: If vocab_size is too small, or there is no text.
+        UserError: If vocab_size is too small, or there is no text.
     """
     import tokenizers
     from tokenizers import models, trainers
 
     if vocab_size < 257:
-        raise ValueError(
-            f"vocab_size is {vocab_size}, but 256 bytes and end of text are 257; set more."
+        raise UserError(
+            f"vocab_size={vocab_size}: 256 bytes and end of text are 257 tokens; set more."
         )
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 1,
         initial_alphabet=_byte_characters(),
         special_tokens=[],
-        show_progress=False,
+        show_progress=sys.stderr.isatty(),
     )
     bpe = tokenizers.Tokenizer(models.BPE())
     bpe.pre_tokenizer, _ = _byte_level_parts()
-    counter = _Counted(texts)
-    bpe.train_from_iterator(counter, trainer=trainer)
-    if not counter.num_characters:
-        raise ValueError(
-            f"There is no text to train a tokenizer on: {counter.num_texts} documents, all empty."
+    num_texts = num_characters = 0
+
+    def counted() -> Iterator[str]:
+        nonlocal num_texts, num_characters
+        for text in texts:
+            num_texts += 1
+            num_characters += len(text)
+            yield text
+
+    begin = time.monotonic()
+    _log(f"training a BPE of {vocab_size} tokens; this takes up to a few minutes.")
+    bpe.train_from_iterator(counted(), trainer=trainer)
+    if not num_characters:
+        raise UserError(
+            f"There is no text to train a tokenizer on: {num_texts} documents, all empty."
         )
     model = json.loads(bpe.to_str())["model"]
-    text = _byte_level_json(model["vocab"], model["merges"], 256)
     if os.path.isdir(path):
         path = os.path.join(path, FILE_NAME)
     with atomic_file(path) as file:
-        file.write(text)
-    return Tokenizer.default_config().set(path=path).instantiate()
+        file.write(_byte_level_json(model["vocab"], model["merges"], 256))
+    tokenizer: Tokenizer = Tokenizer.default_config().set(path=path).instantiate()
+    _log(
+        f"{path}: {tokenizer.vocab_size} tokens, from {num_characters / 1e6:.1f} M characters in "
+        f"{num_texts} documents, after {format_seconds(time.monotonic() - begin)}."
+    )
+    return tokenizer
 
 
-def check_vocab_size(
-    tokenizer: Tokenizer, wanted: int, path: str, *, flag: str = "vocab_size"
-) -> None:
-    """Raises ValueError if a tokenizer that was trained for a store is not of the size asked for.
-
-    Args:
-        tokenizer: The tokenizer at `path`.
-        wanted: How many tokens it should have.
-        path: Its file, which the message names.
-        flag: What the user sets the size with.
-    """
-    if (found := tokenizer.vocab_size) != wanted:
-        little = ", or there was too little text for more" if found < wanted else ""
-        raise ValueError(
-            f"{path} has {found} tokens, and {flag} is {wanted}: it was trained for another size"
-            f"{little}; delete the file to train it anew, or set {flag} to {found}."
-        )
-
-
-class _Counted:
-    """Passes texts on and counts them."""
-
-    def __init__(self, texts: Iterable[str]) -> None:
-        self._texts = texts
-        self.num_texts = self.num_characters = 0
-
-    def __iter__(self) -> Iterator[str]:
-        for text in self._texts:
-            self.num_texts += 1
-            self.num_characters += len(text)
-            yield text
+def _log(text: str) -> None:
+    print(f"tokenizer: {text}", file=sys.stderr, flush=True)
 
 
 def _byte_characters() -> list[str]:
-    """Returns the printable character that stands for each byte in a byte-level vocabulary.
+    """Returns the printable character that represents each byte in a byte-level vocabulary.
 
-    Printable Latin-1 bytes stand for themselves; the others are moved up from U+0100.
+    Printable Latin-1 bytes represent themselves; the others are characters from U+0100.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     moved = iter(range(0x100, 0x200))

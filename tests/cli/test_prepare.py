@@ -8,8 +8,8 @@ import pytest
 from absl import flags
 
 from moelib.cli import prepare
-from moelib.core.errors import UsageError
-from moelib.data import tokenizer
+from moelib.core.errors import UserError
+from moelib.data import corpus_tokenizer, tokenizer
 from moelib.data.token_store import TokenStore
 
 
@@ -45,7 +45,7 @@ def test_corpus_becomes_a_store_with_splits_and_a_tokenizer_of_its_own(tmp_path)
     ("flags", "message"),
     [
         (["--source", "x"], "--output must be set"),
-        (["--source", "x", "--output", "y"], "one of --tokenizer and --train_bpe"),
+        (["--source", "x", "--output", "y"], "either --tokenizer or --train_bpe"),
         (["--output", "y", "--tokenizer", "bytes"], "--source must be set"),
     ],
 )
@@ -70,8 +70,9 @@ def test_broken_line_is_named_and_can_be_skipped(tmp_path):
 
 
 def test_split_that_is_no_fraction_is_named():
-    with pytest.raises(UsageError, match="--splits train: expected name=fraction"):
-        prepare.read_splits(["train"])
+    for items in (["train"], ["=1"], ["train=0.5", "train=0.5"]):
+        with pytest.raises(UserError, match=f"--splits {items[-1]}: expected name=fraction"):
+            prepare.read_splits(items)
 
 
 @pytest.fixture
@@ -107,14 +108,14 @@ def test_tokenizer_of_another_size_is_not_taken_for_the_one_asked_for(
     run_prepare(source=corpus, output=path, train_bpe=300)
     run_prepare(source=corpus, output=path, train_bpe=300)
     message = r"store\.tokenizer\.json has 300 tokens, and --train_bpe is 280: .* delete the file"
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UserError, match=message):
         run_prepare(source=corpus, output=path, train_bpe=280)
 
 
 def test_splits_are_checked_before_a_tokenizer_is_trained(run_prepare, corpus, tmp_path):
-    with pytest.raises(UsageError, match="set positive fractions that sum to 1"):
+    with pytest.raises(UserError, match=r"splits=\{'train': 0.5\}"):
         run_prepare(source=corpus, output=tmp_path / "a", train_bpe=300, splits="train=0.5")
-    with pytest.raises(UsageError, match="--splits validation: expected name=fraction"):
+    with pytest.raises(UserError, match="--splits validation: expected name=fraction"):
         run_prepare(source=corpus, output=tmp_path / "a", train_bpe=300, splits="validation")
     assert not (tmp_path / "a.tokenizer.json").exists()
 
@@ -123,7 +124,7 @@ def test_tokenizer_learns_from_the_training_split_alone(run_prepare, corpus, tmp
     learnt = []
     train_bpe = tokenizer.train_bpe
     monkeypatch.setattr(
-        tokenizer,
+        corpus_tokenizer,
         "train_bpe",
         lambda texts, *args: train_bpe(learnt.extend(texts) or learnt, *args),
     )
@@ -138,12 +139,12 @@ def test_end_of_text_of_a_tokenizer_can_be_named(run_prepare, corpus, tmp_path):
     file = tmp_path / "tokenizer.json"
     tokenizer.train_bpe(["some text"], 258, str(file))
     file.write_text(file.read_text().replace(tokenizer.END_OF_TEXT, "<end>"))
-    with pytest.raises(UsageError, match=r"set eos_token \(--eos_token\) to"):
+    with pytest.raises(UserError, match=r"set eos_token \(--eos_token\) to"):
         run_prepare(source=corpus, output=tmp_path / "a", tokenizer=file)
     run_prepare(source=corpus, output=tmp_path / "a", tokenizer=file, eos_token="<end>")
     store = TokenStore.default_config().set(path=str(tmp_path / "a")).instantiate()
     assert store.meta.eos_token == "<end>"
-    with pytest.raises(UsageError, match="--eos_token names a token of a file"):
+    with pytest.raises(UserError, match="--eos_token names a token"):
         run_prepare(source=corpus, output=tmp_path / "b", tokenizer="bytes", eos_token="<end>")
 
 

@@ -54,7 +54,7 @@ def test_long_files_are_cut_behind_lines_and_nothing_is_lost(tmp_path: pathlib.P
     cfg = TextFiles.default_config().set(paths=[str(tmp_path / "a.txt")], max_document_chars=10)
     documents = [d for part in cfg.instantiate().parts() for d in part.documents()]
     assert documents == ["one\n", "two two\n", "x" * 10, "x" * 10, "x" * 5 + "\nend"]
-    with pytest.raises(ValueError, match="max_document_chars is 0"):
+    with pytest.raises(ValueError, match="max_document_chars=0"):
         cfg.set(max_document_chars=0).instantiate().parts()
 
 

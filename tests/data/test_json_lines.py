@@ -60,7 +60,7 @@ def test_ranges_of_bytes_give_every_line_once(
     ("line", "reason"),
     [
         (b'{"text": "cut', r"not JSON: Unterminated string"),
-        (b"[", r"not JSON \(the file is an array, it seems; write a record a line\)"),
+        (b"[", r"not JSON \(.*array"),
         (b"[1]", r"a list, not an object with a field 'text'"),
         (b'{"body": "x"}', r"no field 'text'; it has \['body'\]: set text_field"),
         (b'{"text": null}', r"field 'text' is None, not text"),
@@ -84,15 +84,15 @@ def test_a_broken_line_is_named_or_counted(
 
 
 @pytest.mark.parametrize(("ending", "pack"), [(".gz", gzip.compress), (".zst", _zstd)])
-def test_a_torn_archive_is_named(
+def test_a_truncated_archive_is_named(
     tmp_path: pathlib.Path, ending: str, pack: Callable[[bytes], bytes]
 ):
     path = tmp_path / f"a.jsonl{ending}"
     path.write_bytes(b"no archive")
-    with pytest.raises(ValueError, match=rf"a\.jsonl{ending} cannot be unpacked"):
+    with pytest.raises(ValueError, match=rf"a\.jsonl{ending} cannot be decompressed"):
         list(_json_lines(path).documents())
     path.write_bytes(pack(_lines([str(i) for i in range(10_000)]))[:-2000])
-    with pytest.raises(ValueError, match=rf"a\.jsonl{ending} cannot be unpacked"):
+    with pytest.raises(ValueError, match=rf"a\.jsonl{ending} cannot be decompressed"):
         list(_json_lines(path).documents())
 
 

@@ -6,7 +6,7 @@ from pyarrow import parquet
 
 from moelib.data import files
 from moelib.data.parquet import Parquet
-from moelib.data.source import BadRecordError, BadRecords, sample_documents
+from moelib.data.source import BadRecordError, BadRecords
 
 
 def _source(path: object, **fields: str) -> Parquet:
@@ -52,9 +52,9 @@ def test_files_without_rows_are_named(tmp_path: pathlib.Path, num_files: int, wi
                 writer.write_table(empty)
     more = " and 2 more files" if num_files > 1 else ""
     with pytest.raises(ValueError, match=rf"0\.parquet{more} holds no rows; set paths"):
-        list(sample_documents(_source(tmp_path), 100))
+        list(_source(tmp_path).documents())
     parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "z.parquet")
-    assert list(sample_documents(_source(tmp_path), 100)) == ["a"]
+    assert list(_source(tmp_path).documents()) == ["a"]
 
 
 def test_a_missing_column_and_another_kind_of_file_are_named(tmp_path: pathlib.Path):
@@ -63,5 +63,5 @@ def test_a_missing_column_and_another_kind_of_file_are_named(tmp_path: pathlib.P
         _source(tmp_path).parts()
     assert list(_source(tmp_path, column="body").documents()) == ["a"]
     (tmp_path / "a.parquet").write_text("no table at all")
-    with pytest.raises(ValueError, match=r"a.parquet is not a Parquet file"):
+    with pytest.raises(ValueError, match=r"a.parquet cannot be read as a table"):
         _source(tmp_path).parts()

@@ -1,19 +1,23 @@
 import dataclasses
 import errno
+import json
 import multiprocessing
 import os
 import pathlib
 import shutil
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
 from moelib.core.config import config_class
+from moelib.core.errors import UserError
+from moelib.data import files, prepare_part
 from moelib.data import prepare as prepare_module
-from moelib.data import prepare_part
+from moelib.data.files import PythonSourceCode
 from moelib.data.json_lines import JsonLines
-from moelib.data.prepare import documents_of_split, prepare
+from moelib.data.prepare import prepare
 from moelib.data.source import BadRecordError, BadRecords, InMemorySource, Part, Source
 from moelib.data.token_store import TokenStore
 from moelib.data.tokenizer import ByteTokenizer, Tokenizer, train_bpe
@@ -77,7 +81,7 @@ class _DeadlySource(Source):
 
 def test_a_worker_that_dies_is_noticed(tmp_path: pathlib.Path, tokenizer: Tokenizer):
     source = _DeadlySource.default_config().instantiate()
-    with pytest.raises(RuntimeError, match=r"A worker process died .* finished parts are kept"):
+    with pytest.raises(UserError, match=r"A worker process died .* num_processes below 2"):
         prepare(source, tokenizer, str(tmp_path / "store"), num_processes=2)
 
 
@@ -124,8 +128,8 @@ def test_a_killed_run_goes_on_from_its_finished_parts(
     with pytest.raises(KeyboardInterrupt):
         prepare(_source(TEXTS), tokenizer, path)
     # A part that was cut off while being written counts as unfinished.
-    torn = pathlib.Path(path + ".partial", "tokens-00003.bin")
-    torn.write_bytes(torn.read_bytes()[:3] if torn.exists() else b"abc")
+    cut = pathlib.Path(path + ".partial", "tokens-00003.bin")
+    cut.write_bytes(cut.read_bytes()[:3] if cut.exists() else b"abc")
     left = _fails_after(2, AssertionError("more than the two parts that were left"))
     monkeypatch.setattr(prepare_module, "tokenize_part", left)
     store = prepare(_source(TEXTS), tokenizer, path)
@@ -274,19 +278,67 @@ def test_a_full_disk_keeps_finished_parts(
 
 
 def test_no_processes_are_refused(tmp_path: pathlib.Path, tokenizer: Tokenizer):
-    with pytest.raises(ValueError, match="num_processes is 0; set it to 1 or more"):
+    with pytest.raises(ValueError, match="num_processes=0"):
         prepare(_source(TEXTS), tokenizer, str(tmp_path / "store"), num_processes=0)
 
 
-def test_documents_of_a_split_are_those_that_the_store_has(
-    tmp_path: pathlib.Path, tokenizer: Tokenizer
+def _write_corpus(folder: pathlib.Path, last: str = "end") -> JsonLines:
+    folder.mkdir(exist_ok=True)
+    lines = [f'{{"text": "{text}"}}\n' for text in (*TEXTS, "", last)]
+    (folder / "a.jsonl").write_text("".join(lines))
+    return JsonLines.default_config().set(paths=[str(folder)]).instantiate()
+
+
+def test_a_copied_corpus_is_known_by_its_text(
+    tmp_path: pathlib.Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
 ):
-    texts = [f"Text {i}" if i % 7 else "" for i in range(3000)]
-    splits = {"train": 0.8, "validation": 0.2}
-    source = _source(texts)
-    store = prepare(source, tokenizer, str(tmp_path / "store"), splits=splits, split_seed=3)
-    for split in splits:
-        want = store.config.clone(split=split).instantiate().texts()
-        assert list(documents_of_split(source, splits, split, split_seed=3)) == list(want)
-    with pytest.raises(ValueError, match="no split 'test'"):
-        list(documents_of_split(source, splits, "test"))
+    path = str(tmp_path / "store")
+    prepare(_write_corpus(tmp_path / "here"), tokenizer, path)
+    copy = _write_corpus(tmp_path / "there")
+    prepare(copy, tokenizer, path)
+    assert "comparing their text" in capsys.readouterr().err
+    prepare(copy, tokenizer, path)  # The copy's own sizes and times are known now.
+    assert "comparing" not in capsys.readouterr().err
+    with pytest.raises(FileExistsError, match="another source"):  # Of the same size.
+        prepare(_write_corpus(tmp_path / "there", last="END"), tokenizer, path)
+    with pytest.raises(FileExistsError, match="another source"):
+        prepare(_write_corpus(tmp_path / "there", last="longer"), tokenizer, path)
+
+
+def test_a_store_of_an_older_version_is_known_by_its_files_alone(
+    tmp_path: pathlib.Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / "store"
+    source = _write_corpus(tmp_path / "here")
+    prepare(source, tokenizer, str(path))
+    meta = json.loads((path / "meta.json").read_text())
+    for name in ("source_class", "source_bytes", "text_hash"):
+        del meta[name]
+    (path / "meta.json").write_text(json.dumps(meta))
+    prepare(source, tokenizer, str(path)).verify()
+    assert "is prepared already" in capsys.readouterr().err
+    with pytest.raises(FileExistsError, match="another source"):
+        prepare(_write_corpus(tmp_path / "there"), tokenizer, str(path))
+
+
+def test_pythons_own_library_may_be_upgraded(
+    tmp_path: pathlib.Path,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    library, path = tmp_path / "library", str(tmp_path / "store")
+    library.mkdir()
+    (library / "a.py").write_text("old = 1\n")
+    of_python = {"stdlib": str(library)}
+    monkeypatch.setattr(files, "sysconfig", types.SimpleNamespace(get_path=of_python.get))
+    source = PythonSourceCode.default_config().instantiate()
+    prepare(source, tokenizer, path)
+    (library / "a.py").write_text("new = 1\nmore = 2\n")
+    prepare(source, tokenizer, path)
+    assert "made from another version of the text" in capsys.readouterr().err
+    with pytest.raises(FileExistsError, match="another source"):
+        prepare(_source(TEXTS), tokenizer, path)
+    fixed = PythonSourceCode.default_config().set(path=str(library)).instantiate()
+    with pytest.raises(FileExistsError, match="another source"):
+        prepare(fixed, tokenizer, path)

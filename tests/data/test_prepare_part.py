@@ -16,6 +16,7 @@ from moelib.data import prepare_part
 from moelib.data.json_lines import JsonLines
 from moelib.data.prepare_part import (
     PARTS,
+    DiskFullError,
     PartOptions,
     PartResult,
     check_no_bad_records,
@@ -23,7 +24,7 @@ from moelib.data.prepare_part import (
     read_result,
     tokenize_part,
 )
-from moelib.data.source import BadRecordError, BadRecords, Part, TextsPart
+from moelib.data.source import BadRecordError, BadRecords, Part, TextHash, TextsPart
 from moelib.data.tokenizer import ByteTokenizer, Tokenizer
 
 TEXTS = ("ab", "", "Grüße", "c")
@@ -59,6 +60,9 @@ def test_a_part_leaves_its_tokens_lengths_and_bytes(folder: str, tokenizer: Toke
     assert _tokens(folder, 3) == expected
     assert np.load(part_file(folder, 3, "lengths.npy")).tolist() == [3, 8, 2]
     assert np.load(part_file(folder, 3, "num_bytes.npy")).tolist() == [2, 7, 1]
+    text_hash = TextHash()
+    for text in filter(None, TEXTS):
+        text_hash.add(text.encode())
     assert read_result(folder, 3) == PartResult(
         num_tokens=13,
         num_documents=3,
@@ -67,6 +71,7 @@ def test_a_part_leaves_its_tokens_lengths_and_bytes(folder: str, tokenizer: Toke
         num_bad_records=0,
         first_bad_record="",
         sha256=hashlib.sha256(np.array(expected, "<u2").tobytes()).hexdigest(),
+        text_sha256=text_hash.hexdigest(),
     )
 
 
@@ -113,8 +118,8 @@ def test_bad_records_are_an_error_that_says_what_to_do_or_are_counted(
     tmp_path: pathlib.Path, folder: str, tokenizer: Tokenizer
 ):
     part = _broken_part(tmp_path)
-    mend = r"a\.jsonl:2: not JSON.*; mend it, or leave such records out with skip_bad_records"
-    with pytest.raises(BadRecordError, match=mend):
+    cure = r"a\.jsonl:2: not JSON.* set skip_bad_records"
+    with pytest.raises(BadRecordError, match=cure):
         tokenize_part(folder, 0, part, tokenizer, OPTIONS)
     assert read_result(folder, 0) is None
     options = dataclasses.replace(OPTIONS, skip_bad_records=True)
@@ -123,7 +128,7 @@ def test_bad_records_are_an_error_that_says_what_to_do_or_are_counted(
     assert result is not None
     assert (result.num_documents, result.num_empty, result.num_bad_records) == (1, 1, 1)
     assert "a.jsonl:2: not JSON" in result.first_bad_record
-    with pytest.raises(BadRecordError, match=mend):
+    with pytest.raises(BadRecordError, match=cure):
         check_no_bad_records([None, result])
 
 
@@ -158,11 +163,7 @@ class _FailingPart:
 
 
 def test_a_full_disk_is_said_with_what_to_do(folder: str, tokenizer: Tokenizer):
-    wanted = (
-        "the disk is full while writing the tokens of part seven; finished parts are kept: free "
-        "space and run the same again, or set output_dir to a larger disk"
-    )
-    with pytest.raises(OSError, match=wanted) as caught:
+    with pytest.raises(DiskFullError, match=r"part seven; .*output_dir") as caught:
         tokenize_part(folder, 0, _FailingPart(errno.ENOSPC), tokenizer, OPTIONS)
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, folder)
     assert read_result(folder, 0) is None

@@ -1,6 +1,10 @@
 import pytest
 
-from moelib.data.source import InMemorySource, fingerprint, sample_documents, spread
+from moelib.data.files import FileStamp, TextFilesPart
+from moelib.data.json_lines import JsonLinesPart
+from moelib.data.parquet import ParquetPart
+from moelib.data.source import InMemorySource, Part, TextHash, fingerprint
+from moelib.data.tfds_source import TFDSPart
 
 
 def test_documents_come_in_order_whatever_the_parts():
@@ -19,24 +23,29 @@ def test_fingerprint_depends_on_the_texts():
     assert prints[0] == prints[1] != prints[2]
 
 
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        (TextFilesPart((FileStamp("a/b.txt", 5, 7),), "utf-8", None), "6100fb70c64377c3"),
+        (JsonLinesPart(FileStamp("a.jsonl", 5, 7), "text", 0, 5), "7e5598aa2d5d00ed"),
+        (ParquetPart(FileStamp("a.parquet", 5, 7), "text", (0, 1), 0, 9), "955ef0921edd40af"),
+        (TFDSPart("folder", "train", 0, 3, "text", 30), "51c5580cae5b49d8"),
+    ],
+)
+def test_stores_of_older_versions_know_their_source(part: Part, expected: str):
+    assert fingerprint([part])[:16] == expected
+
+
+def test_a_text_hash_depends_on_the_division_into_documents():
+    hashes = set()
+    for texts in ([b"ab"], [b"a", b"b"], [b"", b"ab"], []):
+        text_hash = TextHash()
+        for text in texts:
+            text_hash.add(text)
+        hashes.add(text_hash.hexdigest())
+    assert len(hashes) == 4
+
+
 def test_no_documents_are_refused():
     with pytest.raises(ValueError, match="InMemorySource has no documents; set texts"):
         InMemorySource.default_config().set(texts=[]).instantiate().parts()
-
-
-def test_a_sample_comes_from_all_over_and_has_the_asked_size():
-    texts = [f"{i:04d}" for i in range(1000)]
-    source = InMemorySource.default_config().set(texts=texts, documents_per_part=50).instantiate()
-    sample = list(sample_documents(source, 400))
-    assert len(sample) == 100
-    assert len({int(text) // 50 for text in sample}) == 20
-    assert sample == list(sample_documents(source, 400))
-    assert sorted(sample_documents(source, 10_000)) == texts
-
-
-def test_a_share_of_texts_is_spread_over_all():
-    texts = [f"{i:04d}" for i in range(1000)]
-    taken = [int(text) for text in spread(texts, 0.1)]
-    assert len(taken) == 101  # The first, and then a tenth.
-    assert {number // 100 for number in taken} == set(range(10))
-    assert list(spread(texts, 1.0)) == texts

@@ -13,7 +13,7 @@ def test_documents_are_read_back():
     source = _tokens([[1, 2, 3], [4], [5, 6]])
     assert [source.document(i).tolist() for i in range(3)] == [[1, 2, 3], [4], [5, 6]]
     assert (source.num_documents, source.num_tokens) == (3, 6)
-    with pytest.raises(IndexError, match="has 3 documents; 3 is none"):
+    with pytest.raises(IndexError, match="has 3 documents, not 4"):
         source.document(3)
 
 

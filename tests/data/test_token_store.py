@@ -101,24 +101,26 @@ def test_a_changed_tokenizer_file_is_noticed(path: pathlib.Path):
         _open(path).tokenizer()
 
 
-def test_a_torn_store_is_refused(path: pathlib.Path):
+def test_a_damaged_store_is_refused(path: pathlib.Path):
     tokens = path / token_store.tokens_file(1)
     content = tokens.read_bytes()
     tokens.write_bytes(content[:-2])
-    with pytest.raises(ValueError, match=rf"torn: tokens-00001.bin has {len(content) - 2} bytes"):
+    with pytest.raises(
+        ValueError, match=rf"damaged: tokens-00001.bin has {len(content) - 2} bytes"
+    ):
         _open(path)
     tokens.unlink()
-    with pytest.raises(ValueError, match=r"torn: tokens-00001.bin is missing; copy it again"):
+    with pytest.raises(ValueError, match=r"damaged: tokens-00001.bin is missing; copy it again"):
         _open(path)
     tokens.write_bytes(content)
     np.save(path / "lengths.npy", np.ones(3, np.uint32))
-    with pytest.raises(ValueError, match=r"torn: lengths.npy has 3 entries, not 200"):
+    with pytest.raises(ValueError, match=r"damaged: lengths.npy has 3 entries, not 200"):
         _open(path)
     np.save(path / "lengths.npy", np.ones(200, np.uint32))
-    with pytest.raises(ValueError, match=r"torn: lengths.npy sums to 200, not to"):
+    with pytest.raises(ValueError, match=r"damaged: lengths.npy sums to 200, not to"):
         _open(path)
     (path / "lengths.npy").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"torn: lengths.npy cannot be read"):
+    with pytest.raises(ValueError, match=r"damaged: lengths.npy cannot be read"):
         _open(path)
 
 
@@ -138,12 +140,13 @@ def test_changed_tokens_are_found_by_verify(path: pathlib.Path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "is broken"),
+        ("{", "damaged"),
+        ("[]", "damaged"),
         ("{}", "not of format 1"),
-        ('{"format": 1}', "is broken .*missing"),
+        ('{"format": 1}', "damaged .*missing"),
     ],
 )
-def test_broken_meta_is_named(path: pathlib.Path, content: str, message: str):
+def test_damaged_meta_is_named(path: pathlib.Path, content: str, message: str):
     (path / "meta.json").write_text(content)
-    with pytest.raises(ValueError, match=rf"meta.json.* {message}.*prepare the store again"):
+    with pytest.raises(ValueError, match=rf"meta.json.*{message}"):
         _open(path)

@@ -9,7 +9,6 @@ from moelib.data.tokenizer import (
     ByteTokenizer,
     PublishedTokenizer,
     Tokenizer,
-    check_vocab_size,
     train_bpe,
 )
 
@@ -146,18 +145,8 @@ def test_id_beyond_the_vocabulary_is_refused(trained: Tokenizer):
         trained.decode(np.array([1, 300]))
 
 
-def test_a_tokenizer_of_another_size_than_asked_for_is_refused(trained: Tokenizer):
-    check_vocab_size(trained, 300, "a.json")
-    with pytest.raises(
-        ValueError, match=r"a.json has 300 tokens, and vocab_size is 299: .* delete"
-    ):
-        check_vocab_size(trained, 299, "a.json")
-    with pytest.raises(ValueError, match=r"too little text for more; .* set --train_bpe to 300"):
-        check_vocab_size(trained, 301, "a.json", flag="--train_bpe")
-
-
 def test_training_needs_room_for_bytes_and_some_text(tmp_path: pathlib.Path):
-    with pytest.raises(ValueError, match="vocab_size is 256"):
+    with pytest.raises(ValueError, match="vocab_size=256"):
         train_bpe(TEXTS, 256, str(tmp_path))
     with pytest.raises(ValueError, match="no text to train a tokenizer on: 2 documents"):
         train_bpe(["", ""], 300, str(tmp_path))
