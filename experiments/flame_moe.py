@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from moelib.checkpoint.checkpointer import Checkpointer
 from moelib.checkpoint.policy import every_n_steps_and_last_policy
 from moelib.core.config import config_for_function
 from moelib.data.lm_input import InputMode, LMInput
@@ -223,8 +224,7 @@ def trainer(
         mesh_shape=mesh_shape_from_axes(fsdp=-1),
     )
     policy = config_for_function(every_n_steps_and_last_policy).set(n=save_every)
-    cfg.checkpointer.save_policy = policy
-    cfg.checkpointer.keep_last_n = None
+    cfg.checkpointer = Checkpointer.default_config().set(save_policy=policy, keep_last_n=None)
     cfg.evalers["validation"] = SpmdEvaler.default_config().set(
         input=_input("validation", InputMode.EVALUATE).set(max_batches=25),
         eval_policy=policy.clone(),

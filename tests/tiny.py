@@ -18,7 +18,7 @@ from moelib.core.metrics import maximum, weighted
 from moelib.core.module import OutputCollection, functional
 from moelib.core.param import ParameterSpec
 from moelib.data.lm_input import InputMode
-from moelib.data.synthetic import SyntheticInput
+from moelib.data.synthetic import SyntheticInput, SyntheticTokens
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.base import BaseLayer
 from moelib.layers.feed_forward import FeedForward
@@ -215,7 +215,7 @@ def input_config(*, batch_size=8, seq_len=16, mode=InputMode.TRAIN, seed=0):
     cfg = SyntheticInput.default_config().set(
         global_batch_size=batch_size, seq_len=seq_len, vocab_size=32, mode=mode, seed=seed
     )
-    cfg.source.set(num_documents=64, max_document_tokens=40)
+    cfg.source = SyntheticTokens.default_config().set(num_documents=64, max_document_tokens=40)
     return cfg
 
 

@@ -23,7 +23,19 @@ import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar, Union, dataclass_transform
+from typing import (
+    Any,
+    ClassVar,
+    Generic,
+    NamedTuple,
+    ParamSpec,
+    Protocol,
+    Self,
+    TypeVar,
+    Union,
+    dataclass_transform,
+    overload,
+)
 
 from moelib.core import config_paths, config_types
 from moelib.core.config_types import (
@@ -38,6 +50,8 @@ from moelib.core.config_types import (
 from moelib.core.errors import UserError
 
 T = TypeVar("T")
+C = TypeVar("C")
+P = ParamSpec("P")
 
 
 class InvalidConfigNameError(UserError):
@@ -225,6 +239,22 @@ def _freeze(value: Any) -> None:
             _freeze(child)
 
 
+class _FieldsMethod(Protocol):
+    """The type of a method that takes fields of the config's class by name, and returns a config.
+
+    A type checker takes the parameters of the class's constructor for those of the method.
+    """
+
+    @overload
+    def __get__(self, obj: None, owner: Any) -> Callable[..., Any]: ...
+    @overload
+    def __get__(self, obj: C, owner: Callable[P, C]) -> Callable[P, C]: ...
+
+
+def _takes_fields(method: Callable[..., Any]) -> _FieldsMethod:
+    return typing.cast(_FieldsMethod, method)
+
+
 class ConfigBase:
     """A set of typed fields. Setting an unknown field or a value of another type is an error.
 
@@ -283,12 +313,14 @@ class ConfigBase:
     def __contains__(self, name: str) -> bool:
         return name in self._values
 
+    @_takes_fields
     def set(self, **values: Any) -> Self:
         """Sets fields and returns the config itself, so that calls chain."""
         for name, value in values.items():
             setattr(self, name, value)
         return self
 
+    @_takes_fields
     def clone(self, **values: Any) -> Self:
         """Returns an unfrozen deep copy with `values` set."""
         other = type(self).__new__(type(self))
@@ -451,12 +483,22 @@ class _FrozenOnceBuilt(abc.ABCMeta):
         return built
 
 
+class _HasConfig(Protocol[C]):
+    """A class with a nested `Config`."""
+
+    Config: ClassVar[type[C]]  # pyrefly: ignore[invalid-annotation]
+
+
 class Configurable(metaclass=_FrozenOnceBuilt):
     """A class whose objects are built from its nested `Config`."""
 
     @config_class
     class Config(InstantiableConfig[Any]):
         klass: type = REQUIRED  # The class to build.
+
+        if typing.TYPE_CHECKING:  # A field of this type holds any subclass; its fields may be set.
+
+            def __init__(self, **values: Any) -> None: ...
 
         def __setattr__(self, name: str, value: Any) -> None:
             if name == "klass" and not isinstance(self, getattr(value, "Config", ())):
@@ -473,9 +515,9 @@ class Configurable(metaclass=_FrozenOnceBuilt):
             return self.klass(self, **kwargs)
 
     @classmethod
-    def default_config(cls) -> Any:
+    def default_config(cls: type[_HasConfig[C]]) -> C:
         """Returns a new config of this class with default values."""
-        config = cls.Config()
+        config: Any = typing.cast(Any, cls).Config()
         config._values["klass"] = cls
         return config
 
@@ -497,9 +539,9 @@ class Configurable(metaclass=_FrozenOnceBuilt):
             config._fields["klass"] = config._fields["klass"]._replace(default=cls)
 
     @property
-    def config(self) -> Any:
+    def config(self: _HasConfig[C]) -> C:
         """The object's own config; it can be completed until the object is built."""
-        return self._config
+        return typing.cast(Any, self)._config
 
 
 # -- Any function or class -----------------------------------------------------------------------

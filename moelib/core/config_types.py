@@ -100,19 +100,23 @@ _ML_DTYPES = (  # Unknown to NumPy until ml_dtypes is imported.
 _COMMON_DTYPES = ("bfloat16", "float16", "float32", "float64", "int8", "int32", "int64", "uint8")
 
 
-class DType(str):
-    """The name of a dtype; a field annotated so takes "bfloat16" or `jnp.bfloat16` alike."""
+if typing.TYPE_CHECKING:
+    DType = str | Any  # Set as a name or as a type of NumPy or JAX, read as a name.
+else:
 
-    __slots__ = ()
+    class DType(str):
+        """The name of a dtype; a field annotated so takes "bfloat16" or `jnp.bfloat16` alike."""
 
-    @classmethod
-    def __config_convert__(cls, value: Any) -> str:
-        """Returns the dtype's name. Raises InvalidConfigValueError if there is no such dtype."""
-        try:
-            return dtype(value).name
-        except TypeError as error:
-            near = did_you_mean(str(value), {*_ML_DTYPES, *_COMMON_DTYPES})
-            raise InvalidConfigValueError(f"{value!r} is not a dtype; {near}") from error
+        __slots__ = ()
+
+        @classmethod
+        def __config_convert__(cls, value: Any) -> str:
+            """Returns the name of a dtype. Raises InvalidConfigValueError for other values."""
+            try:
+                return dtype(value).name
+            except TypeError as error:
+                near = did_you_mean(str(value), {*_ML_DTYPES, *_COMMON_DTYPES})
+                raise InvalidConfigValueError(f"{value!r} is not a dtype; {near}") from error
 
 
 def dtype(name: Any) -> np.dtype:

@@ -8,7 +8,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -146,6 +146,10 @@ class Module(Configurable):
     @config_class
     class Config(Configurable.Config):
         name: str = ""  # Set by the parent; the root's is its class's name unless given.
+
+        if TYPE_CHECKING:  # A field of this type holds any subclass; its fields may be set.
+
+            def __init__(self, **values: Any) -> None: ...
 
     def __init__(self, cfg: Any, *, parent: "Module | None") -> None:
         super().__init__(cfg)

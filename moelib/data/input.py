@@ -57,6 +57,10 @@ class Input(Configurable):
         seq_len: int = REQUIRED  # S.
         global_batch_size: int = REQUIRED  # Rows of a step, over all hosts.
 
+        if TYPE_CHECKING:  # A field of this type holds any subclass; its fields may be set.
+
+            def __init__(self, **values: Any) -> None: ...
+
     def __init__(self, cfg: Config) -> None:
         """Checks the sizes. Raises ValueError if one is not positive."""
         super().__init__(cfg)

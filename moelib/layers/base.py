@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,10 @@ class BaseLayer(Module):
         param_init: ConfigOr[Callable] | None = None
         # Initializer of weights that write to the residual stream; inherited, else `param_init`.
         output_init: ConfigOr[Callable] | None = None
+
+        if TYPE_CHECKING:  # A field of this type holds any subclass; its fields may be set.
+
+            def __init__(self, **values: Any) -> None: ...
 
     # -- What a layer declares -------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ class Outer(ConfigBase):
     by_name: dict[str, Inner] = {}
     pair: tuple[int, int] | None = None
     act: Callable[[Any], Any] = abs
-    dtype: DType = DType("float32")
+    dtype: DType = "float32"
     anything: Any = None
 
 
@@ -72,7 +72,7 @@ def test_the_config_files_import_no_jax():
 
 def test_an_unknown_field_is_refused_with_the_nearest_name():
     with pytest.raises(UnknownFieldError, match=r"Inner has no field 'dims'; did you mean 'dim'\?"):
-        Inner().set(dims=3)
+        Inner().set(dims=3)  # pyrefly: ignore[unexpected-keyword]
     with pytest.raises(UnknownFieldError, match=r"no field 'rat'; did you mean 'rate'"):
         _ = Inner().rat  # pyrefly: ignore[missing-attribute]
     assert not hasattr(Inner(), "rat")
@@ -82,7 +82,7 @@ def test_an_unknown_field_is_refused_with_the_nearest_name():
 
 def test_an_unknown_field_that_is_like_none_lists_them_all():
     with pytest.raises(UnknownFieldError, match="choose one of: dim, rate"):
-        Inner().set(xyzzy=3)
+        Inner().set(xyzzy=3)  # pyrefly: ignore[unexpected-keyword]
 
 
 @pytest.mark.parametrize(

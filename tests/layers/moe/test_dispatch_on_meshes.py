@@ -1,6 +1,7 @@
 """Dispatchers on meshes of eight devices: against the oracle on one, values, gradients, drops."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ B, S, D, F, E, K = 8, 16, 8, 8, 8, 3
 X, GRAD = jnp.asarray(normal(B, S, D)), jnp.asarray(normal(B, S, D, seed=1))
 WEIGHTS = jnp.asarray(np.abs(normal(B, S, K, seed=2)))
 MASK = np.random.default_rng(3).random((B, S)) < 0.8
-DISPATCHERS = {
+DISPATCHERS: dict[str, Any] = {
     "dense": DenseDispatcher.default_config(),
     "sorted": SortedDispatcher.default_config(),
     "ragged": RaggedDispatcher.default_config(),
