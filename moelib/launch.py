@@ -1,8 +1,11 @@
-"""From flags to a running trainer: `python -m moelib.launch --module M --config C --trainer_dir D`.
+"""Named configs from a command line: flags, the config they describe, and its training run.
 
-`moelib train` is the same. Other commands take their configs from here too.
+    python -m moelib.launch --module=M --config=C --trainer_dir=D
+
+trains, as `moelib train` does.
 """
 
+import dataclasses
 import importlib
 import importlib.util
 import os
@@ -10,81 +13,166 @@ import re
 import sys
 import types
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from absl import app, flags
+from absl import flags as absl_flags
 
-from moelib.core import config_parse, config_paths
-from moelib.core.config import (
-    REQUIRED,
-    ConfigBase,
-    config_origin,
-    did_you_mean,
-    get_named_trainer_config,
+from moelib.core import config_parse, config_paths, platforms
+from moelib.core.command_line import (
+    define_flag,
+    describe_flags,
+    flag,
+    no_arguments,
+    run_command,
 )
+from moelib.core.config import ConfigBase, config_origin, get_named_trainer_config
+from moelib.core.config_modifier import apply_mesh_rule
 from moelib.core.errors import UsageError
 
-FLAGS = flags.FLAGS
-
+if TYPE_CHECKING:
+    from moelib.train.fit import FitResult
 
 # -- Flags ---------------------------------------------------------------------------------------
 
 
-def define_config_flags() -> None:
-    """Defines the flags that name and change a config."""
-    flags.DEFINE_string("module", None, "Module with named_trainer_configs().", short_name="m")
-    flags.DEFINE_string("config", None, "Name of a config in the module.", short_name="c")
-    flags.DEFINE_multi_string(
-        "set", [], "path=value: sets a field of the config, such as --set learner.ema.decay=0.999."
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConfigFlags:
+    """Flags that name and change a config."""
+
+    module: str | None = flag(None, "Module that defines named_trainer_configs().", short="m")
+    config: str | None = flag(None, "Name of a config of the module.", short="c")
+    set: tuple[str, ...] = flag(
+        (), "Field of the config and its value, such as learner.ema.decay=0.999."
     )
-    flags.DEFINE_string("data_dir", None, "Replaces {data_dir} in the config's paths.")
-    flags.DEFINE_integer("max_step", None, "Sets max_step of the config.")
-    flags.DEFINE_string("mesh_selector", None, "Applies the first mesh rule that matches it.")
+    data_dir: str | None = flag(None, "Folder that replaces {data_dir} in the config's paths.")
+    max_step: int | None = flag(None, "Number of steps to train for.")
+    mesh_selector: str | None = flag(
+        None, "Name of the hardware, which selects the first mesh rule that matches it."
+    )
+
+    def load(self) -> Any:
+        """Returns the config that the flags describe."""
+        return load_config(
+            self.module,
+            self.config,
+            sets=self.set,
+            data_dir=self.data_dir,
+            max_step=self.max_step,
+            mesh_selector=self.mesh_selector,
+        )
 
 
-def define_train_flags() -> None:
-    """Defines the flags of a training run."""
-    define_config_flags()
-    flags.DEFINE_string("trainer_dir", None, "Where the run writes, and resumes from.")
-    flags.DEFINE_integer("trainer_prng_seed", None, "Sets prng_seed of the config.")
-    flags.DEFINE_string("dump", None, "Writes the compiled step, and a report of it, in a folder.")
-    define_device_flags()
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceFlags:
+    """Flags that select devices."""
+
+    jax_backend: Literal["cpu", "gpu", "tpu"] | None = flag(
+        None, "Platform to compute on; by default the fastest one found."
+    )
+    num_cpu_devices: int | None = flag(None, "Number of devices to simulate on the CPU.")
+    distributed_coordinator: str | None = flag(None, "Address of process 0, as host:port.")
+    num_processes: int | None = flag(None, "Number of processes of the job.")
+    process_id: int | None = flag(None, "Index of this process, from 0.")
+
+    def set_up(self) -> None:
+        """Selects the devices. Call it before anything computes.
+
+        Raises:
+            UsageError: If only some flags of a distributed job are set, or the platform is missing.
+        """
+        import jax
+
+        if self.jax_backend is not None:
+            platforms.use_backend(self.jax_backend)
+        if self.num_cpu_devices is not None:
+            jax.config.update("jax_num_cpu_devices", self.num_cpu_devices)
+        job = (self.distributed_coordinator, self.num_processes, self.process_id)
+        if any(each is not None for each in job):
+            if None in job:
+                raise UsageError(
+                    "--distributed_coordinator, --num_processes and --process_id require each "
+                    "other; set all three."
+                )
+            jax.distributed.initialize(*job)
+        if self.jax_backend is not None:
+            platforms.check_backend(self.jax_backend)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainFlags(ConfigFlags, DeviceFlags):
+    """Flags of a training run."""
+
+    trainer_dir: str | None = flag(None, "Folder of the run, which an existing run resumes from.")
+    trainer_prng_seed: int | None = flag(None, "Seed of initial parameters and dropout.")
+    dump: str | None = flag(None, "Folder for the compiled step and its report.")
+
+    def load(self) -> Any:
+        """Returns the config that the flags describe."""
+        cfg = super().load()
+        for name, field in (("trainer_dir", "dir"), ("trainer_prng_seed", "prng_seed")):
+            if (value := getattr(self, name)) is not None:
+                with config_origin(f"--{name}"):
+                    cfg.set(**{field: value})
+        return cfg
+
+
+# -- Flags of commands that do not declare them yet ----------------------------------------------
+
+
+def define_config_flags() -> None:
+    """Defines the flags of `ConfigFlags` for absl."""
+    for info in describe_flags(ConfigFlags):
+        define_flag(info, absl_flags.FLAGS)
+
+
+def config_from_flags() -> Any:
+    """Returns the config that absl's flags describe."""
+    values: dict[str, Any] = {
+        field.name: absl_flags.FLAGS[field.name].value for field in dataclasses.fields(ConfigFlags)
+    }
+    return ConfigFlags(**values).load()
 
 
 def define_device_flags() -> None:
-    """Defines the flags that say on which devices to run."""
-    flags.DEFINE_enum("jax_backend", None, ["cpu", "gpu", "tpu"], "Platform; by default the best.")
-    flags.DEFINE_integer("num_cpu_devices", None, "Simulates as many devices on the CPU.")
-    flags.DEFINE_string("distributed_coordinator", None, "host:port of process 0.")
-    flags.DEFINE_integer("num_processes", None, "Number of processes of the job.")
-    flags.DEFINE_integer("process_id", None, "Number of this process, from 0.")
+    """Defines the flags of `DeviceFlags` for absl."""
+    for info in describe_flags(DeviceFlags):
+        define_flag(info, absl_flags.FLAGS)
+
+
+def set_up_devices() -> None:
+    """Selects the devices that absl's flags describe."""
+    values: dict[str, Any] = {
+        field.name: absl_flags.FLAGS[field.name].value for field in dataclasses.fields(DeviceFlags)
+    }
+    DeviceFlags(**values).set_up()
 
 
 # -- Configs -------------------------------------------------------------------------------------
 
 
 def import_module(name: str) -> types.ModuleType:
-    """Returns the module `name`, or else `experiments.<name>`, also from the current folder.
+    """Returns the module `name`, or else `experiments.<name>`; the current folder is searched too.
 
-    An error inside the module is raised as it is.
+    The experiments of an installed moelib are found under the same names. An error inside the
+    module is raised unchanged.
 
     Raises:
         UsageError: If there is no such module.
     """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    candidates = (name, f"experiments.{name}")
-    for candidate in candidates:
+    own = f"experiments.{name.removeprefix('experiments.')}"
+    for candidate in (name, own, f"moelib_{own}"):
         if _exists(candidate):
             return importlib.import_module(candidate)
     raise UsageError(
-        f"--module {name}: there is no module {candidates[0]!r} or {candidates[1]!r}, neither "
-        f"installed nor in {os.getcwd()}; run from the folder that holds it."
+        f"--module={name}: there is no module {name!r} or {own!r}, neither installed nor in "
+        f"{os.getcwd()}; change to the folder that contains it."
     )
 
 
 def _exists(name: str) -> bool:
-    """Returns whether there is a module of that name, without importing it (only its parents)."""
+    """Returns whether a module exists; imports its parents only."""
     parent, _, _ = name.rpartition(".")
     if parent and not _exists(parent):
         return False
@@ -105,15 +193,23 @@ def load_config(
     max_step: int | None = None,
     mesh_selector: str | None = None,
 ) -> Any:
-    """Returns a named trainer config with the flags carried out, each known as a value's origin.
+    """Returns a named trainer config, changed as the flags demand.
+
+    Args:
+        module: Name of a module with `named_trainer_configs()`.
+        name: Name of the config.
+        sets: Changes "path=value".
+        data_dir: Replacement for `{data_dir}` in paths.
+        max_step: Number of steps.
+        mesh_selector: Name of the hardware, for the config's mesh rules.
 
     Raises:
-        UsageError: If a flag that is needed is missing.
-        InvalidConfigNameError: If there is no such config; the nearest is named.
+        UsageError: If `module` or `name` is missing, or no mesh rule matches.
+        InvalidConfigNameError: If there is no such config; the message has the nearest name.
     """
     if not module or not name:
         raise UsageError(
-            "--module and --config name what to run; `moelib config --module M` lists."
+            "--module and --config are required; `moelib config --module=M` lists the configs of M."
         )
     cfg = get_named_trainer_config(name, config_module=import_module(module))()
     if mesh_selector is not None:
@@ -128,7 +224,7 @@ def load_config(
 
 
 def set_field(cfg: ConfigBase, assignment: str) -> None:
-    """Sets a field from "path=value"; mesh_shape from "mesh_shape=fsdp=4,expert=2" too.
+    """Sets a field from "path=value"; a mesh also from "mesh_shape=fsdp=4,expert=2".
 
     Raises:
         UnknownFieldError: If there is no such field.
@@ -149,116 +245,69 @@ def select_mesh(cfg: Any, selector: str) -> Any:
     """Returns the config with the first of its `mesh_rules` that matches the selector applied.
 
     Raises:
-        UsageError: If no rule matches; the rules are named.
+        UserError: If no rule matches, or a modifier returns None.
     """
     rules = cfg.mesh_rules or []
     for pattern, rule in rules:
         if re.fullmatch(pattern, selector):
-            with config_origin(f"--mesh_selector {selector}"):
-                if isinstance(rule, ConfigBase):
-                    return rule.instantiate()(cfg)
-                return cfg.set(mesh_shape=rule)
+            with config_origin(f"--mesh_selector={selector}"):
+                return apply_mesh_rule(cfg, rule)
     known = ", ".join(repr(pattern) for pattern, _ in rules) or "it has none"
-    raise UsageError(f"--mesh_selector {selector}: no mesh rule of the config matches ({known}).")
+    raise UsageError(f"--mesh_selector={selector}: no mesh rule of the config matches ({known}).")
 
 
 def set_data_dir(cfg: ConfigBase, data_dir: str) -> None:
     """Replaces {data_dir} in every string of the config."""
-    with config_origin(f"--data_dir {data_dir}"):
+    with config_origin(f"--data_dir={data_dir}"):
         for path, value in cfg.to_flat_dict().items():
             if isinstance(value, str) and "{data_dir}" in value:
                 config_paths.set_at(cfg, path, value.replace("{data_dir}", data_dir.rstrip("/")))
 
 
 def check_data_dir(cfg: ConfigBase) -> None:
-    """Raises UsageError if a path of the config still asks for --data_dir."""
+    """Raises UsageError if a path of the config still contains {data_dir}."""
     for path, value in cfg.to_flat_dict().items():
         if isinstance(value, str) and "{data_dir}" in value:
-            raise UsageError(f"{path} is {value!r}: say where the data is with --data_dir.")
+            raise UsageError(f"{path}={value!r}: set --data_dir to the folder of the data.")
 
 
-def config_from_flags() -> Any:
-    """Returns the config that the flags name."""
-    return load_config(
-        FLAGS.module,
-        FLAGS.config,
-        sets=FLAGS.set,
-        data_dir=FLAGS.data_dir,
-        max_step=FLAGS.max_step,
-        mesh_selector=FLAGS.mesh_selector,
-    )
+# -- Training ------------------------------------------------------------------------------------
 
 
-# -- Running -------------------------------------------------------------------------------------
-
-
-def set_up_devices() -> None:
-    """Carries out the flags about devices. To be called before anything computes.
+def train(flags: TrainFlags, arguments: Sequence[str] = ()) -> "FitResult":
+    """Trains the config that the flags describe, and returns the outcome of the run.
 
     Raises:
-        UsageError: If only some of the flags of a distributed job are given.
+        UsageError: If a flag is missing or cannot be used.
     """
-    import jax
-
-    if FLAGS.jax_backend is not None:
-        jax.config.update(
-            "jax_platforms", {"gpu": "cuda"}.get(FLAGS.jax_backend, FLAGS.jax_backend)
-        )
-    if FLAGS.num_cpu_devices is not None:
-        jax.config.update("jax_num_cpu_devices", FLAGS.num_cpu_devices)
-    job = (FLAGS.distributed_coordinator, FLAGS.num_processes, FLAGS.process_id)
-    if any(flag is not None for flag in job):
-        if None in job:
-            raise UsageError(
-                "--distributed_coordinator, --num_processes and --process_id go together."
-            )
-        jax.distributed.initialize(*job)
+    no_arguments(arguments, TrainFlags)
+    cfg = flags.load()
+    check_data_dir(cfg)
+    if not cfg.dir:
+        raise UsageError("--trainer_dir is required: the folder that the run writes to.")
+    flags.set_up()
+    return fit(cfg, dump=flags.dump, name=flags.config or "step")
 
 
-def train(cfg: Any, dump: str | None = None) -> Any:
-    """Builds the trainer of a config and runs it to the end; returns what `run` returns.
+def fit(cfg: Any, *, dump: str | None = None, name: str = "step") -> "FitResult":
+    """Trains a config and returns the outcome of the run.
 
     Args:
         cfg: The config.
-        dump: Folder for the compiled step and its report (`moelib.planning.compiled.dump`).
-
-    Raises:
-        UsageError: If the run has no folder, or `dump` cannot be made.
+        dump: Folder for the compiled step and its report.
+        name: Name of the step in the report.
     """
-    check_data_dir(cfg)
-    if cfg.dir is REQUIRED or not cfg.dir:
-        raise UsageError("--trainer_dir says where the run writes, and resumes from.")
+    from moelib.train.fit import fit
+
     if dump is None:
-        return cfg.instantiate(parent=None).run()
-    from moelib.planning.compiled.dump import DumpError, dump_when_compiled
+        return fit(cfg)
+    from moelib.planning.compiled.dump import dump_when_compiled
 
-    try:
-        trainer = cfg.instantiate(parent=None)
-        dump_when_compiled(trainer, dump, name=FLAGS.config or "step")
-    except DumpError as error:
-        raise UsageError(f"--dump {error}") from None
-    return trainer.run()
-
-
-def main(argv: Sequence[str]) -> None:
-    """Trains the config that the flags name."""
-    if len(argv) > 1:
-        raise UsageError(f"{argv[1]!r} is no flag; {did_you_mean(argv[1], map(_dashed, FLAGS))}")
-    cfg = config_from_flags()
-    with config_origin("--trainer_dir"):
-        if FLAGS.trainer_dir is not None:
-            cfg.dir = FLAGS.trainer_dir
-    with config_origin("--trainer_prng_seed"):
-        if FLAGS.trainer_prng_seed is not None:
-            cfg.prng_seed = FLAGS.trainer_prng_seed
-    set_up_devices()
-    train(cfg, FLAGS.dump)
-
-
-def _dashed(name: str) -> str:
-    return f"--{name}"
+    trainer = cfg.instantiate(parent=None)
+    dump_when_compiled(trainer, dump, name=name)
+    return fit(trainer)
 
 
 if __name__ == "__main__":
-    define_train_flags()
-    app.run(main)
+    platforms.hide_absent_tpus()
+    sys.exit(run_command("moelib.launch", TrainFlags, train, sys.argv[1:]))

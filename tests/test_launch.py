@@ -13,7 +13,7 @@ from moelib.core.config import (
     config_class,
 )
 from moelib.core.config_modifier import ConfigModifier
-from moelib.core.errors import UserError
+from moelib.core.errors import UsageError, UserError
 
 MODULE = """
 from tests.test_launch import Job
@@ -43,6 +43,24 @@ class TwoSteps(ConfigModifier):
 
     def __call__(self, cfg):
         return cfg.clone(max_step=2)
+
+
+class Append(ConfigModifier):
+    """Changes the config in place."""
+
+    @config_class
+    class Config(ConfigModifier.Config):
+        text: str = REQUIRED
+
+    def __call__(self, cfg):
+        return cfg.set(path=cfg.path + self.config.text)
+
+
+class ReturnsNone(ConfigModifier):
+    """Forgets to return."""
+
+    def __call__(self, cfg):
+        cfg.set(max_step=2)
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +119,7 @@ def test_bad_settings_say_what_is_wrong(folder, assignment, error, message):
 
 
 def test_missing_module_names_both_places_that_were_looked_at():
-    with pytest.raises(launch.UsageError, match=r"'nowhere' or 'experiments\.nowhere'"):
+    with pytest.raises(UsageError, match=r"'nowhere' or 'experiments\.nowhere'"):
         launch.import_module("nowhere")
 
 
@@ -128,12 +146,12 @@ def test_module_without_configs_is_told_what_to_define(folder):
 
 def test_data_dir_replaces_its_placeholder_everywhere():
     cfg = Job.default_config()
-    with pytest.raises(launch.UsageError, match=r"path is '{data_dir}/tokens'.*--data_dir"):
+    with pytest.raises(UsageError, match=r"path='{data_dir}/tokens'.*--data_dir"):
         launch.check_data_dir(cfg)
     launch.set_data_dir(cfg, "/data/")
     launch.check_data_dir(cfg)
     assert cfg.path == "/data/tokens"
-    assert cfg.origin("path") == "--data_dir /data/"
+    assert cfg.origin("path") == "--data_dir=/data/"
 
 
 def test_mesh_selector_takes_the_first_rule_that_matches():
@@ -148,16 +166,22 @@ def test_what_a_mesh_rule_returns_is_used():
     assert cfg.max_step == 10
 
 
+def test_a_list_of_modifiers_is_applied_in_order():
+    rule = [Append.default_config().set(text=text) for text in ("/a", "/b")]
+    cfg = Job.default_config().set(path="", mesh_rules=[("tpu", rule)])
+    assert launch.select_mesh(cfg, "tpu").path == "/a/b"
+
+
+def test_a_modifier_that_returns_nothing_is_named():
+    cfg = Job.default_config().set(mesh_rules=[("tpu", ReturnsNone.default_config())])
+    with pytest.raises(UserError, match="ReturnsNone returned None"):
+        launch.select_mesh(cfg, "tpu")
+
+
 def test_selector_without_a_rule_names_the_rules():
     cfg = Job.default_config().set(mesh_rules=[("gpu-.*", (8, 1))])
-    with pytest.raises(launch.UsageError, match=r"--mesh_selector cpu: no mesh rule.*'gpu-\.\*'"):
+    with pytest.raises(UsageError, match=r"--mesh_selector=cpu: no mesh rule.*'gpu-\.\*'"):
         launch.select_mesh(cfg, "cpu")
-
-
-def test_missing_trainer_dir_is_named():
-    cfg = Job.default_config().set(path="here")
-    with pytest.raises(launch.UsageError, match="--trainer_dir"):
-        launch.train(cfg)
 
 
 def test_config_text_of_a_loaded_config_reads_back(folder):

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from moelib.core import tree
 from moelib.core.config import did_you_mean
+from moelib.core.errors import UserError
 
 STEP_PREFIX = "step_"
 RECORD_ITEM = "record"
@@ -20,11 +21,11 @@ _RECORD_FILE = os.path.join(RECORD_ITEM, "metadata")  # Where Orbax writes a JSO
 Arrays = dict[str, Any]  # {"path/of/array": [dtype, [sizes]]}
 
 
-class DamagedCheckpointError(RuntimeError):
+class DamagedCheckpointError(UserError, RuntimeError):
     """A checkpoint that cannot be read: torn, or parts of it are missing."""
 
 
-class CheckpointMismatchError(ValueError):
+class CheckpointMismatchError(UserError):
     """A checkpoint whose arrays are not those that are asked for."""
 
 

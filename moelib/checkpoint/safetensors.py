@@ -15,6 +15,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from moelib.core.errors import UserError
+
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = SINGLE_FILE + ".index.json"
 SUMS_FILE = "SHA256SUMS"
@@ -24,7 +26,7 @@ _DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")
 _FLOAT8 = "F8_E4M3"
 
 
-class DamagedTensorsError(RuntimeError):
+class DamagedTensorsError(UserError, RuntimeError):
     """A file of tensors that is not as it was written."""
 
 

@@ -1,69 +1,72 @@
-"""`moelib config`: prints, explains, compares or counts a named config."""
+"""`moelib config`: prints, explains, compares or counts a named config.
+
+moelib config --module=experiments.flame_moe                      names of its configs
+moelib config --module=M --config=C                               all values
+moelib config --module=M --config=C model.decoder learner         values below these paths
+moelib config --module=M --config=C --explain                     where each value was set
+moelib config --module=M --config=C --diff=OTHER                  differences
+moelib config --module=M --config=C --count                       parameters, FLOPs and bytes
+"""
 
 import dataclasses
 import json
 import os
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-from absl import flags
-
 from moelib import launch
 from moelib.core import config_paths
+from moelib.core.command_line import flag
 from moelib.core.config import InvalidConfigNameError, did_you_mean
-
-FLAGS = flags.FLAGS
-
-
-def define_flags() -> None:
-    """Defines the flags of the command."""
-    launch.define_config_flags()
-    flags.DEFINE_string("diff", None, "Name of another config of the module to compare with.")
-    flags.DEFINE_bool("explain", False, "Shows beside each value where it was set.")
-    flags.DEFINE_bool("count", False, "Prints parameters, FLOPs and bytes as JSON.")
+from moelib.core.errors import UsageError
 
 
-def run(args: Sequence[str]) -> None:
-    """Prints what the flags ask for. Arguments are paths below which values are shown.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flags(launch.ConfigFlags):
+    """Flags of the command."""
+
+    diff: str | None = flag(None, "Name of another config of the module to compare with.")
+    explain: bool = flag(False, "Show where each value was set.")
+    count: bool = flag(False, "Print the numbers of parameters, FLOPs and bytes as JSON.")
+
+
+def run(flags: Flags, paths: Sequence[str]) -> None:
+    """Prints what the flags ask for, below the paths if there are any.
 
     Raises:
-        UsageError: If a flag is missing that another needs.
-        InvalidConfigNameError: If the module has no configs, or not one of that name.
+        UsageError: If a flag or path requires another flag, or there is no such path.
+        InvalidConfigNameError: If the module has no configs, or none of that name.
     """
-    if FLAGS.module and not FLAGS.config:
-        _check_only_lists(args)
-        print("\n".join(_names(FLAGS.module)))
+    if flags.module and not flags.config:
+        used = [f"--{name}" for name in ("diff", "explain", "count") if getattr(flags, name)]
+        if used or paths:
+            raise UsageError(
+                f"{' and '.join([*used, *paths])}: --config is required; without these, "
+                f"--module={flags.module} lists its configs."
+            )
+        print("\n".join(config_names(flags.module)))
         return
-    cfg = launch.config_from_flags()
-    if FLAGS.count:
+    cfg, name = flags.load(), flags.config or ""
+    if flags.count:
         print(json.dumps(count(cfg), indent=2))
-    elif FLAGS.diff:
-        other = launch.load_config(FLAGS.module, FLAGS.diff)
-        print_diff(cfg, other, FLAGS.config, FLAGS.diff)
-    elif FLAGS.explain:
-        print_origins(cfg, args)
+    elif flags.diff:
+        print_diff(cfg, launch.load_config(flags.module, flags.diff), name, flags.diff)
+    elif flags.explain:
+        print_origins(cfg, paths)
     else:
-        lines = cfg.debug_string().splitlines()
-        print("\n".join(_below(lines, args, key=lambda line: line.partition(": ")[0])))
+        print("\n".join(f"{line.path}: {line.text}" for line in _below(cfg, paths)))
 
 
-def _check_only_lists(args: Sequence[str]) -> None:
-    """Raises UsageError if something is asked for that needs --config."""
-    asked = [f"--{name}" for name in ("diff", "explain", "count") if FLAGS[name].value]
-    if asked or args:
-        raise launch.UsageError(
-            f"{' and '.join([*asked, *args])} needs --config; without it, --module {FLAGS.module} "
-            "lists the names."
-        )
+def config_names(module_name: str) -> list[str]:
+    """Returns the names of a module's configs.
 
-
-def _names(module_name: str) -> list[str]:
-    """Returns the names of a module's configs. Raises InvalidConfigNameError if it has none."""
+    Raises:
+        InvalidConfigNameError: If the module has none.
+    """
     module = launch.import_module(module_name)
     if not hasattr(module, "named_trainer_configs"):
         raise InvalidConfigNameError(
-            f"--module {module_name}: {module.__name__} defines no named_trainer_configs(); name a "
+            f"--module={module_name}: {module.__name__} defines no named_trainer_configs(); name a "
             "module of experiments, such as experiments.flame_moe."
         )
     return list(module.named_trainer_configs())
@@ -96,34 +99,26 @@ def print_diff(a: Any, b: Any, name_a: str, name_b: str) -> None:
         if text_b is not None:
             print(f"+ {path}: {text_b}")
     if not rows:
-        print("(the same)")
+        print("(no difference)")
 
 
 def print_origins(cfg: Any, paths: Sequence[str]) -> None:
-    """Prints every value below the paths with the place that set it."""
-    rows = [(line.path, line.text, line.origin) for line in config_paths.leaves(cfg)]
-    rows = _below(rows, paths, key=lambda row: row[0])
-    width = max(len(f"{path}: {text}") for path, text, _ in rows)
-    for path, text, origin in rows:
-        print(f"{f'{path}: {text}':<{min(width, 72)}}  # {_relative(origin)}")
+    """Prints every value below the paths with the file and line, or the flag, that set it."""
+    lines = _below(cfg, paths)
+    width = min(max(len(f"{line.path}: {line.text}") for line in lines), 72)
+    for line in lines:
+        origin = line.origin.removeprefix(os.getcwd() + os.sep)
+        print(f"{f'{line.path}: {line.text}':<{width}}  # {origin}")
 
 
-def _relative(origin: str) -> str:
-    """Returns a place with its file as seen from the current folder."""
-    return origin.removeprefix(os.getcwd() + os.sep)
-
-
-def _below(rows: list[Any], paths: Sequence[str], *, key: Any) -> list[Any]:
-    """Returns the rows at or below one of the paths; all if there are none."""
+def _below(cfg: Any, paths: Sequence[str]) -> list[Any]:
+    """Returns the values of a config at or below one of the paths; all values without paths."""
+    lines = list(config_paths.lines(cfg))
     if not paths:
-        return rows
-    chosen = [
-        row
-        for row in rows
-        if any(key(row) == path or key(row).startswith((path + ".", path + "[")) for path in paths)
-    ]
-    if not chosen:
-        known = {key(row) for row in rows}
-        print(f"nothing at {' or '.join(paths)}; {did_you_mean(paths[0], known)}", file=sys.stderr)
-        sys.exit(2)
-    return chosen
+        return lines
+    prefixes = tuple(f"{path}{mark}" for path in paths for mark in ".[")
+    found = [line for line in lines if line.path in paths or line.path.startswith(prefixes)]
+    if not found:
+        advice = did_you_mean(paths[0], {line.path for line in lines})
+        raise UsageError(f"no value at {' or '.join(paths)}; {advice}")
+    return found

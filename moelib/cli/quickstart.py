@@ -1,69 +1,57 @@
-"""`moelib quickstart`: the whole way on a laptop, from text to a trained model and a sample.
+"""`moelib quickstart`: trains a small model on text of this machine, and prints a sample from it.
 
-Without `--data_dir` it trains on the sources of Python's standard library, which every machine that
-runs this has: nothing is downloaded.
+    moelib quickstart
+    moelib quickstart --data_dir=notes.txt --trainer_dir=runs/notes --max_step=2000
+
+By default the text is the source code of Python's standard library, so that nothing is downloaded.
 """
 
+import dataclasses
 import json
 import os
 from collections.abc import Sequence
 from typing import Any
 
-from absl import flags
-
 from moelib import launch
-from moelib.core.config import config_origin
-from moelib.core.errors import UsageError
-
-FLAGS = flags.FLAGS
+from moelib.core.command_line import flag, no_arguments
+from moelib.core.table import Table, print_table
 
 SPLITS = {"train": 0.97, "validation": 0.03}
-BPE_BYTES = 8_000_000  # Of the text, for the tokenizer to learn from.
+BPE_BYTES = 8_000_000  # Bytes of text that the tokenizer learns from.
 PROMPT = "def main("
 
 
-def define_flags() -> None:
-    """Defines the flags of the command."""
-    launch.define_train_flags()
-    flags.DEFINE_string("prompt", None, "What the sample at the end begins with.")
-    flags.DEFINE_integer("vocab_size", 8192, "Tokens of the BPE that is trained on the text.")
-    FLAGS.set_default("module", "experiments.flame_moe")
-    FLAGS.set_default("config", "flame-moe-tiny")
-    FLAGS.set_default("trainer_dir", "runs/quickstart")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flags(launch.TrainFlags):
+    """Flags of the command."""
+
+    module: str | None = flag("experiments.flame_moe", "Module of the config.", short="m")
+    config: str | None = flag("flame-moe-tiny", "Name of a config of the module.", short="c")
+    trainer_dir: str | None = flag("runs/quickstart", "Folder for the prepared text and the run.")
+    data_dir: str | None = flag(None, "File or folder of text to train on.")
+    prompt: str | None = flag(None, "Beginning of the sample.")
+    vocab_size: int = flag(8192, "Number of tokens of the tokenizer that is trained on the text.")
 
 
-def run(args: Sequence[str]) -> None:
+def run(flags: Flags, arguments: Sequence[str]) -> None:
     """Prepares the text, trains, compares with simple models and prints a sample."""
-    if args:
-        raise UsageError(f"{args[0]!r} is no flag; --data_dir names text of your own.")
-    launch.set_up_devices()
-    store_dir = os.path.join(FLAGS.trainer_dir, "data", "text")
-    text = FLAGS.data_dir
-    train, validation = prepare_text(text, store_dir, FLAGS.vocab_size)
-    cfg = launch.load_config(
-        FLAGS.module,
-        FLAGS.config,
-        sets=FLAGS.set,
-        data_dir=os.path.dirname(store_dir),
-        max_step=FLAGS.max_step,
-        mesh_selector=FLAGS.mesh_selector,
-    )
-    run_dir = os.path.join(FLAGS.trainer_dir, "run")
-    cfg.set(dir=run_dir)
-    with config_origin("--trainer_prng_seed"):
-        if FLAGS.trainer_prng_seed is not None:
-            cfg.prng_seed = FLAGS.trainer_prng_seed
-    result = launch.train(cfg)
-    if result["stopped_by"] is not None:
-        print(f"Stopped by {result['stopped_by']}; the same command goes on from there.")
+    no_arguments(arguments, Flags)
+    flags.set_up()
+    store_dir = os.path.join(flags.trainer_dir or "", "data", "text")
+    train, validation = prepare_text(flags.data_dir, store_dir, flags.vocab_size)
+    run_dir = os.path.join(flags.trainer_dir or "", "run")
+    prepared = dataclasses.replace(flags, data_dir=os.path.dirname(store_dir), trainer_dir=run_dir)
+    result = launch.fit(prepared.load(), dump=flags.dump)
+    if result.stopped_by is not None:
+        print(f"Stopped by {result.stopped_by}; run the same command again to continue.")
         return
     _compare(_last_bits_per_byte(run_dir), train, validation)
-    default_prompt = PROMPT if text is None else _first_words(validation)
-    _sample(run_dir, FLAGS.prompt or default_prompt)
+    default_prompt = PROMPT if flags.data_dir is None else _first_words(validation)
+    _sample(run_dir, flags.prompt or default_prompt)
 
 
 def _last_bits_per_byte(run_dir: str) -> float:
-    """Returns the last validation's figure, also where a finished run had nothing left to do."""
+    """Returns the last validation's bits per byte, also for a run that took no step this time."""
     with open(os.path.join(run_dir, "metrics.jsonl"), encoding="utf-8") as lines:
         records = [json.loads(line) for line in lines]
     name = "validation/bits_per_byte"
@@ -75,7 +63,16 @@ def _first_words(store: Any) -> str:
 
 
 def prepare_text(text: str | None, store_dir: str, vocab_size: int) -> tuple[Any, Any]:
-    """Returns the train and validation splits of a store of the text, made if it is not there."""
+    """Returns the train and validation splits of a token store, which is created if missing.
+
+    Args:
+        text: File or folder of text; None for the source code of Python's standard library.
+        store_dir: Folder of the store; the tokenizer is a file next to it.
+        vocab_size: Number of tokens of the tokenizer.
+
+    Raises:
+        UserError: If the text cannot be read or is too short.
+    """
     from moelib.data.corpus_tokenizer import corpus_tokenizer
     from moelib.data.files import PythonSourceCode, TextFiles
     from moelib.data.prepare import prepare
@@ -83,7 +80,7 @@ def prepare_text(text: str | None, store_dir: str, vocab_size: int) -> tuple[Any
     from moelib.data.token_store import TokenStore
 
     cfg = PythonSourceCode.default_config() if text is None else source_for_path(text)
-    if isinstance(cfg, TextFiles.Config):  # One long file can be held out in part.
+    if isinstance(cfg, TextFiles.Config):  # Splits one long file into documents.
         cfg.max_document_chars = 1 << 12
     source = cfg.instantiate()
     tokenizer = corpus_tokenizer(
@@ -102,17 +99,16 @@ def prepare_text(text: str | None, store_dir: str, vocab_size: int) -> tuple[Any
 
 
 def _compare(bits_per_byte: float, train: Any, validation: Any) -> None:
-    """Prints the model's bits per byte beside those of simple models."""
-    from rich.console import Console
-    from rich.table import Table
-
+    """Prints the model's bits per byte next to those of simple models."""
     from moelib.data.baselines import gzip_bits_per_byte, unigram_bits_per_byte
 
-    table = Table("text it has not seen", "bits per byte")
-    table.add_row("this model", f"{bits_per_byte:.3f}")
-    table.add_row("gzip -9", f"{gzip_bits_per_byte(validation):.3f}")
-    table.add_row("unigram model", f"{unigram_bits_per_byte(train, validation):.3f}")
-    Console().print(table)
+    values = {
+        "this model": bits_per_byte,
+        "gzip -9": gzip_bits_per_byte(validation),
+        "unigram model": unigram_bits_per_byte(train, validation),
+    }
+    rows = [(name, f"{value:.3f}") for name, value in values.items()]
+    print_table(Table("", ["held-out text", "bits per byte>"], rows))
 
 
 def _sample(run_dir: str, prompt: str) -> None:
@@ -122,4 +118,4 @@ def _sample(run_dir: str, prompt: str) -> None:
     model = load_for_inference(run_dir)
     print(f"\nA sample, after {prompt!r}:\n")
     stream_text(model, prompt, max_new_tokens=160, temperature=0.7, top_p=0.95, seed=0)
-    print(f"\nmoelib generate --trainer_dir {run_dir} --prompt ... gives more.")
+    print(f"\nmoelib generate --trainer_dir={run_dir} --prompt=... prints more.")

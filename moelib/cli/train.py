@@ -1,15 +1,9 @@
-"""`moelib train`: trains a named config; the same command again resumes it."""
+"""`moelib train`: trains a named config; the same command again resumes the run.
 
-from collections.abc import Sequence
+moelib train --module=M --config=C --trainer_dir=RUN --set=input.global_batch_size=512
+"""
 
 from moelib import launch
 
-
-def define_flags() -> None:
-    """Defines the flags of the command."""
-    launch.define_train_flags()
-
-
-def run(args: Sequence[str]) -> None:
-    """Trains."""
-    launch.main(["train", *args])
+Flags = launch.TrainFlags
+run = launch.train

@@ -5,8 +5,14 @@ from typing import Any
 
 from moelib.core.config import REQUIRED, ConfigBase, Configurable, InstantiableConfig
 from moelib.core.config_paths import set_at, sub_configs
+from moelib.core.errors import UserError
 
-__all__ = ["ConfigModifier", "replace_layer_config_recursively", "sub_configs"]
+__all__ = [
+    "ConfigModifier",
+    "apply_mesh_rule",
+    "replace_layer_config_recursively",
+    "sub_configs",
+]
 
 
 class ConfigModifier(Configurable):
@@ -15,6 +21,28 @@ class ConfigModifier(Configurable):
     def __call__(self, cfg: Any) -> Any:
         """Returns the changed config, `cfg` itself or a new one; callers use what is returned."""
         raise NotImplementedError(f"{type(self).__qualname__} must define __call__.")
+
+
+def apply_mesh_rule(cfg: Any, rule: Any) -> Any:
+    """Returns a trainer config changed by a mesh rule; `cfg` itself may be changed.
+
+    Args:
+        cfg: A trainer config.
+        rule: A mesh shape, the config of a `ConfigModifier`, or a list of such configs.
+
+    Raises:
+        UserError: If a modifier returns None.
+    """
+    if isinstance(rule, ConfigBase):
+        rule = [rule]
+    elif not (isinstance(rule, list | tuple) and any(isinstance(r, ConfigBase) for r in rule)):
+        return cfg.set(mesh_shape=rule)
+    for modifier in rule:
+        cfg = modifier.instantiate()(cfg)
+        if cfg is None:
+            name = getattr(modifier, "klass", type(modifier)).__qualname__
+            raise UserError(f"the mesh rule {name} returned None; return the changed config.")
+    return cfg
 
 
 def replace_layer_config_recursively(

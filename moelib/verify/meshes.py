@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from moelib.core.config import ConfigBase
+from moelib.core.config_modifier import apply_mesh_rule
 from moelib.parallel.mesh import HybridMeshShape, all_meshes, describe_mesh, parse_mesh
 from moelib.parallel.sharding import DEFAULT_RULES
 
@@ -40,12 +40,10 @@ def meshes_to_check(cfg: Any, num_devices: int, which: str = "auto") -> list[Axe
 
 def _own_axes(cfg: Any) -> list[set[str]]:
     """Returns the axes that are larger than 1, or inferred, in each mesh of the config."""
-    rules = [rule for _, rule in cfg.mesh_rules or ()]
-    shapes = [cfg.mesh_shape, *rules]
-    for rule in rules:
-        if isinstance(rule, ConfigBase):
-            with contextlib.suppress(Exception):  # The check `rules` reports it.
-                shapes.append(rule.instantiate()(cfg.clone()).mesh_shape)
+    shapes = [cfg.mesh_shape]
+    for _, rule in cfg.mesh_rules or ():
+        with contextlib.suppress(Exception):  # The check `rules` reports it.
+            shapes.append(apply_mesh_rule(cfg.clone(), rule).mesh_shape)
     sizes: list[Sequence[int]] = []
     for shape in shapes:
         if isinstance(shape, HybridMeshShape):

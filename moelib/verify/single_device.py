@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from moelib.core import tree
-from moelib.core.config import ConfigBase
+from moelib.core.config_modifier import apply_mesh_rule
 from moelib.core.module import Module
 from moelib.core.param import specs_by_path
 from moelib.layers.moe.balance import LoadBalanceLoss, RouterZLoss
@@ -219,15 +219,11 @@ def _check_mesh_rules(cfg: Any) -> None:
             raise CheckFailedError(
                 f"mesh_rules[{i}]: {pattern!r} is not a regular expression: {error}."
             ) from None
-        if isinstance(rule, ConfigBase):
-            try:
-                rule.instantiate()(cfg.clone())
-            except Exception as error:
-                raise CheckFailedError(
-                    f"mesh_rules[{i}]: {type(error).__name__}: {error}"
-                ) from error
-            continue
-        for shape in rule if isinstance(rule, HybridMeshShape) else (rule,):
+        try:
+            mesh = apply_mesh_rule(cfg.clone(), rule).mesh_shape
+        except Exception as error:
+            raise CheckFailedError(f"mesh_rules[{i}]: {type(error).__name__}: {error}") from error
+        for shape in mesh if isinstance(mesh, HybridMeshShape) else (mesh,):
             if len(shape) != len(names):
                 raise CheckFailedError(
                     f"mesh_rules[{i}]: {shape} has {len(shape)} sizes for the {len(names)} axes "

@@ -1,4 +1,4 @@
-"""The `moelib` command: help, commands and flags that do not exist, errors in one line."""
+"""The `moelib` command: help, unknown commands and flags, and errors on one line."""
 
 import os
 import subprocess
@@ -6,13 +6,20 @@ import sys
 
 import pytest
 
+import moelib
 from moelib.cli import main
 
+TINY = ("train", "--module=experiments.flame_moe", "--config=flame-moe-tiny")
 
-def moelib(*args):
-    """Runs a command in a process of its own, as flags are defined once a process."""
-    command = [sys.executable, "-m", "moelib.cli.main", *args]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+
+def run_moelib(*args, module="moelib", cwd=None, **env):
+    """Runs a command in a process of its own."""
+    command = [sys.executable, "-m", module, *args]
+    path = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path, **env}
+    return subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=120, cwd=cwd, env=env
+    )
 
 
 def test_help_lists_every_command(capsys):
@@ -28,58 +35,95 @@ def test_no_command_is_an_error_that_shows_the_help(capsys):
 
 def test_unknown_command_names_the_nearest(capsys):
     assert main.run(["trian"]) == 2
-    assert "no command 'trian'; did you mean 'train'?" in capsys.readouterr().err
+    assert "'trian'; did you mean 'train'?" in capsys.readouterr().err
 
 
-def test_unknown_flag_names_the_nearest():
-    done = moelib("config", "--modul", "m")
-    assert done.returncode == 2
-    assert "Unknown command line flag 'modul'. Did you mean: module" in done.stderr
+def test_version(capsys):
+    assert main.run(["--version"]) == 0
+    assert capsys.readouterr().out == f"moelib {moelib.__version__}\n"
 
 
-def test_help_of_a_command_shows_its_flags():
-    done = moelib("prepare", "--help")
-    assert done.returncode == 0
-    assert "tokenizes a corpus" in done.stdout
-    assert "--skip_bad_lines: Counts broken records" in done.stdout
+def test_unknown_flag_names_the_nearest(capsys):
+    assert main.run(["config", "--modul", "m"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("moelib config: unknown flag '--modul'; did you mean '--module'")
 
 
-def test_missing_flags_are_one_line():
-    done = moelib("config")
-    assert done.returncode == 2
-    assert done.stderr.startswith("moelib config: --module and --config name what")
-    assert done.stderr.count("\n") == 1
+def test_missing_flags_are_one_line(capsys):
+    assert main.run(["config"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("moelib config: --module and --config")
+    assert error.count("\n") == 1
+
+
+def test_help_of_a_command_shows_its_flags(capsys):
+    assert main.run(["train", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "--config, -c: " in text
+    assert "(cpu|gpu|tpu)" in text
+
+
+def test_flags_of_commands_are_described_for_the_documentation():
+    commands = main.describe_commands()
+    assert {"train", "config", "quickstart"} <= set(commands)
+    for name, command in commands.items():
+        assert command.summary.endswith("."), name
+        assert f"`moelib {name}`" in command.text
+        for info in command.flags:
+            assert info.help[0].isupper(), (name, info)
+            assert info.help.endswith("."), (name, info)
 
 
 def test_commands_import_nothing_heavy_for_help():
     code = (
-        "import sys; from moelib.cli import main; main.run(['--help']);"
+        "import sys; from moelib.cli import main; main.run(['--help']); main.run(['train', '-h']);"
         "heavy = {'jax', 'tensorflow', 'optax', 'tokenizers', 'rich'} & set(sys.modules);"
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-def test_a_missing_store_is_one_line_that_says_how_to_make_it(tmp_path):
-    run = ["train", "--module", "experiments.flame_moe", "--config", "flame-moe-tiny"]
-    done = moelib(*run, f"--data_dir={tmp_path}", f"--trainer_dir={tmp_path}/run")
-    assert done.returncode == 2
+@pytest.mark.parametrize("module", ["moelib", "moelib.launch"])
+def test_a_missing_store_is_one_line_that_names_the_cure(module, tmp_path):
+    args = TINY if module == "moelib" else TINY[1:]
+    done = run_moelib(
+        *args, f"--data_dir={tmp_path}", f"--trainer_dir={tmp_path}/run", module=module
+    )
+    assert done.returncode == 2, done.stderr
     last = done.stderr.splitlines()[-1]
-    assert last.startswith(f"moelib train: There is no token store at {tmp_path}/text; make one")
+    assert f"{tmp_path}/text" in last
+    assert "moelib prepare" in last
     assert "Traceback" not in done.stderr
 
 
+def test_machines_without_tpus_print_nothing_of_them(tmp_path):
+    env = {name: value for name, value in os.environ.items() if not name.startswith("TPU_")}
+    env.pop("JAX_PLATFORMS", None)
+    code = (
+        "import sys; from moelib.core import platforms; platforms.hide_absent_tpus();"
+        "import jax; print(jax.devices()[0].platform)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True
+    )
+    assert (done.stdout, done.stderr) == ("cpu\n", "")
+
+
 @pytest.mark.parametrize(
-    "line",
+    ("line", "shown"),
     [
-        "open('/no/such/file')",
-        "raise FileNotFoundError('no table of sizes')",
-        "from experiments import flame_moe; flame_moe.tiny().set(max_stp=3)",
+        ("open('/no/such/file')", "Traceback"),
+        ("raise ValueError('a bug')", "Traceback"),
+        ("from experiments import flame_moe; flame_moe.tiny().set(max_stp=3)", "broken.py:1; "),
     ],
 )
-def test_an_error_of_the_users_module_keeps_its_traceback(line, tmp_path):
-    (tmp_path / "broken.py").write_text(f"import sys; sys.path.append({os.getcwd()!r})\n{line}\n")
-    command = [sys.executable, "-m", "moelib.cli.main", "config", "--module=broken", "--config=a"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 1
-    assert 'broken.py", line 2' in done.stderr
+def test_an_error_of_the_users_module_names_its_line(line, shown, tmp_path):
+    (tmp_path / "broken.py").write_text(f"{line}\n")
+    done = run_moelib("config", "--module=broken", "--config=a", cwd=tmp_path)
+    assert done.returncode == (1 if shown == "Traceback" else 2)
+    assert shown in done.stderr
+    assert "broken.py" in done.stderr
+    shown_on_request = run_moelib(
+        "config", "--module=broken", "--config=a", "--traceback", cwd=tmp_path
+    )
+    assert 'broken.py", line 1' in shown_on_request.stderr

@@ -1,11 +1,11 @@
 """Two slices of TPUs that are not here."""
 
-from moelib.planning.hardware.topologies import prepare_libtpu
+from moelib.core.platforms import describe_absent_tpus
 
 
 def two_slices():
     """Returns the eight devices of two v6e slices of 2x2 chips; to be called where libtpu is."""
-    prepare_libtpu()
+    describe_absent_tpus()
     from jax.experimental import topologies
 
     description = topologies.get_topology_desc(

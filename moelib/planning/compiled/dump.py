@@ -10,13 +10,14 @@ from typing import Any
 
 import jax
 
+from moelib.core.errors import UserError
 from moelib.planning.compiled.examine import examine, hlo_before
 from moelib.planning.report.markdown import report_text
 from moelib.planning.report.plots import plot_shares
 from moelib.planning.report.step_report import StepReport
 
 
-class DumpError(ValueError):
+class DumpError(UserError):
     """A dump that cannot be written; the message names the folder."""
 
 

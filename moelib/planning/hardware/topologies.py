@@ -10,13 +10,14 @@ A slice is what fast links join. One of GPUs is an NVLink domain: a host, or a r
 import dataclasses
 import importlib.util
 import math
-import os
 import re
 from collections.abc import Sequence
 from typing import Any
 
 from moelib.core.accelerators import ACCELERATORS, Accelerator
 from moelib.core.config import did_you_mean
+from moelib.core.errors import UserError
+from moelib.core.platforms import describe_absent_tpus
 from moelib.planning.hardware import gpu_targets
 
 EXAMPLES = {"tpu": "v6e:2x2", "gpu": "h100:2x8"}
@@ -28,7 +29,7 @@ _FLAT = ("v5e", "v6e")  # Their torus has two dimensions; a third is 1.
 _CHIPS_PER_POD = {"v5e": 256, "v6e": 256, "v5p": 8960, "tpu7x": 9216}
 
 
-class PlanError(ValueError):
+class PlanError(UserError):
     """What is asked for cannot be planned; the message is all one needs."""
 
 
@@ -149,7 +150,7 @@ def _tpus(shape: TopologyShape) -> tuple[Any, ...]:
             f"topology {shape.name!r}: libtpu, which compiles for TPUs, is not installed; "
             "pip install 'moelib[tpu]'."
         )
-    prepare_libtpu()
+    describe_absent_tpus()
     import jax
     from jax.experimental import topologies
 
@@ -188,14 +189,3 @@ def _gpus(shape: TopologyShape) -> tuple[Any, ...]:
         topology=f"{shape.num_slices}x1x{shape.devices_per_slice}",
     )
     return tuple(found.devices)
-
-
-def prepare_libtpu() -> None:
-    """Sets what libtpu reads from the environment once, when it is loaded."""
-    # No cloud's metadata server is asked which TPU this machine has, for it has none.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    # What the server would have said; without them libtpu complains on stderr.
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v6e-4")
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    # A TPU is one process's, and a lock file sees to that; compiling needs no TPU.
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")

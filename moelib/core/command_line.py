@@ -1,0 +1,207 @@
+"""Command lines: flags declared as the fields of a frozen dataclass, and errors on one line.
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Flags:
+        seed: int = flag(0, "Seed of the sampling.")
+
+    flags, arguments = parse_flags(Flags, ["--seed=3", "text"])
+
+The annotation gives the kind of a flag: `str`, `int`, `float`, `bool`, `Literal["a", "b"]`, each
+also with `| None`, or `tuple[str, ...]` for a flag that may be repeated.
+"""
+
+import dataclasses
+import os
+import sys
+import sysconfig
+import traceback
+import types
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+from absl import flags as absl_flags
+
+from moelib.core.config import did_you_mean
+from moelib.core.errors import UsageError, UserError
+
+TRACEBACK = "--traceback"
+
+
+class FlagInfo(NamedTuple):
+    """A flag, as `--help` and the documentation show it.
+
+    Attributes:
+        name: Name, without dashes.
+        kind: "text", "integer", "number", "yes/no", or the allowed values, such as "cpu|gpu".
+        default: Default value; None if the flag is unset by default.
+        help: Description, one sentence or two.
+        short: One-letter name, or None.
+        repeatable: Whether the flag may be given several times.
+        split: Whether one value holds several, separated by commas.
+        lower_bound: Smallest allowed number, or None.
+    """
+
+    name: str
+    kind: str
+    default: Any
+    help: str
+    short: str | None = None
+    repeatable: bool = False
+    split: bool = False
+    lower_bound: float | None = None
+
+
+def flag(
+    default: Any,
+    text: str,
+    *,
+    short: str | None = None,
+    split: bool = False,
+    lower_bound: float | None = None,
+) -> Any:
+    """Returns the dataclass field of a flag.
+
+    Args:
+        default: Default value; None for a flag that is unset by default.
+        text: Description for `--help` and the documentation.
+        short: One-letter name.
+        split: Whether a `tuple[str, ...]` is one value separated by commas, not a repeated flag.
+        lower_bound: Smallest allowed number.
+    """
+    details = {"help": text, "short": short, "split": split, "lower_bound": lower_bound}
+    return dataclasses.field(default=default, metadata=details)
+
+
+def describe_flags(cls: type) -> list[FlagInfo]:
+    """Returns the flags of a dataclass: its own before those that it inherits."""
+    annotations = typing.get_type_hints(cls)
+    own = vars(cls).get("__annotations__", {})
+    ordered = sorted(dataclasses.fields(cls), key=lambda field: field.name not in own)
+    return [
+        FlagInfo(
+            field.name,
+            _kind(annotations[field.name]),
+            field.default,
+            field.metadata["help"],
+            field.metadata["short"],
+            isinstance(field.default, tuple) and not field.metadata["split"],
+            field.metadata["split"],
+            field.metadata["lower_bound"],
+        )
+        for field in ordered
+    ]
+
+
+_KINDS = {str: "text", int: "integer", float: "number", bool: "yes/no"}
+
+
+def _kind(annotation: Any) -> str:
+    """Returns the kind of flag that an annotation asks for."""
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+        (annotation,) = [each for each in typing.get_args(annotation) if each is not types.NoneType]
+    if typing.get_origin(annotation) is Literal:
+        return "|".join(typing.get_args(annotation))
+    return "text" if typing.get_origin(annotation) is tuple else _KINDS[annotation]
+
+
+def parse_flags[T](cls: type[T], arguments: Sequence[str]) -> tuple[T, list[str]]:
+    """Returns the flags of a command line, and the arguments that are not flags.
+
+    Args:
+        cls: Dataclass with a `flag` for each field.
+        arguments: The command line, without the name of the command.
+
+    Raises:
+        UsageError: If a flag is unknown or its value is invalid.
+    """
+    values = absl_flags.FlagValues()
+    infos = describe_flags(cls)
+    for info in infos:
+        define_flag(info, values)
+    try:
+        rest = values(["", *arguments])[1:]
+    except absl_flags.UnrecognizedFlagError as error:
+        advice = did_you_mean(f"--{error.flagname}", [f"--{info.name}" for info in infos])
+        raise UsageError(f"unknown flag '--{error.flagname}'; {advice}") from None
+    except absl_flags.Error as error:
+        raise UsageError(str(error)) from None
+    found = {info.name: values[info.name].value for info in infos}
+    lists = {name: tuple(value) for name, value in found.items() if isinstance(value, list)}
+    return cls(**found | lists), rest
+
+
+def define_flag(info: FlagInfo, values: absl_flags.FlagValues) -> None:
+    """Defines a flag for absl."""
+    text = {"name": info.name, "default": info.default, "help": info.help}
+    common: dict[str, Any] = {**text, "flag_values": values, "short_name": info.short}
+    bounds: dict[str, Any] = {"lower_bound": info.lower_bound}
+    match info.kind:
+        case "text" if info.repeatable:
+            absl_flags.DEFINE_multi_string(**common)
+        case "text" if info.split:
+            absl_flags.DEFINE_list(**common)
+        case "text":
+            absl_flags.DEFINE_string(**common)
+        case "integer":
+            absl_flags.DEFINE_integer(**common, **bounds)
+        case "number":
+            absl_flags.DEFINE_float(**common, **bounds)
+        case "yes/no":
+            absl_flags.DEFINE_bool(**common)
+        case choices:
+            absl_flags.DEFINE_enum(**common, enum_values=choices.split("|"))
+
+
+def no_arguments(arguments: Sequence[str], cls: type) -> None:
+    """Raises UsageError if a command that takes only flags got other arguments."""
+    if arguments:
+        names = [f"--{field.name}" for field in dataclasses.fields(cls)]
+        advice = did_you_mean(f"--{arguments[0].lstrip('-')}", names)
+        raise UsageError(f"unexpected argument {arguments[0]!r}; {advice}")
+
+
+# -- Running -------------------------------------------------------------------------------------
+
+
+def run_command[T](
+    name: str, cls: type[T], run: Callable[[T, Sequence[str]], object], arguments: Sequence[str]
+) -> int:
+    """Runs a command and returns its exit status: 0, or 2 after an error of the user.
+
+    An error of the user is printed on one line; `--traceback` and other errors show a traceback.
+
+    Args:
+        name: Name of the command, printed before an error.
+        cls: Dataclass of the command's flags.
+        run: Function of the flags and of the other arguments.
+        arguments: The command line, without the name of the command.
+    """
+    try:
+        run(*parse_flags(cls, [each for each in arguments if each != TRACEBACK]))
+    except BrokenPipeError:  # The reader of the output, such as `head`, has closed it.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
+    except UserError as error:
+        if TRACEBACK in arguments:
+            raise
+        print(f"{name}: {one_line(error)}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def one_line(error: UserError) -> str:
+    """Returns an error's message, where it was raised in the user's own code, and a hint."""
+    message = " ".join(str(error).split())
+    if isinstance(error, UsageError):
+        return message
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if _is_of_the_user(frame.filename)]
+    place = f"{os.path.relpath(own[-1].filename)}:{own[-1].lineno}; " if own else ""
+    return f"{message} ({place}{TRACEBACK} shows the traceback)"
+
+
+def _is_of_the_user(file: str) -> bool:
+    """Returns whether a source file is neither ours nor of an installed package."""
+    ours = os.path.dirname(os.path.dirname(__file__))
+    installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sys.prefix, ours)
+    return not file.startswith(("<", *(folder + os.sep for folder in installed)))

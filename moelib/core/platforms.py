@@ -1,0 +1,72 @@
+"""Platforms that JAX computes on: which one to use, and what to install where it is missing."""
+
+import glob
+import importlib.metadata
+import importlib.util
+import os
+
+from moelib.core.errors import UsageError
+
+_SETTINGS_OF_TPU_VMS = ("TPU_NAME", "TPU_WORKER_ID")
+_PLUGINS = {
+    "cpu": ("jax",),
+    "gpu": ("jax_cuda13_plugin", "jax_cuda12_plugin"),
+    "tpu": ("libtpu",),
+}
+
+
+def has_tpu() -> bool:
+    """Returns whether this machine has TPUs, as far as its device files and settings show."""
+    files = [*glob.glob("/dev/accel*"), *glob.glob("/dev/vfio/[0-9]*")]
+    return bool(files) or any(name in os.environ for name in _SETTINGS_OF_TPU_VMS)
+
+
+def hide_absent_tpus() -> None:
+    """Prevents the errors that libtpu prints where there is no TPU; call it before importing JAX.
+
+    Programs for TPUs can still be compiled.
+    """
+    if has_tpu() or importlib.util.find_spec("libtpu") is None:
+        return
+    if not importlib.metadata.entry_points(group="jax_plugins"):  # No plugin for GPUs either.
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    describe_absent_tpus()
+
+
+def describe_absent_tpus() -> None:
+    """Gives libtpu the settings that it would request from a cloud's metadata server."""
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v6e-4")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    # A lock file reserves TPUs for one process; compiling takes no TPU.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
+
+def use_backend(name: str) -> None:
+    """Makes JAX use a platform: "cpu", "gpu" or "tpu"."""
+    import jax
+
+    jax.config.update("jax_platforms", {"gpu": "cuda"}.get(name, name))
+
+
+def check_backend(name: str) -> None:
+    """Checks that the devices of a platform can be used. This initializes them.
+
+    Raises:
+        UsageError: If JAX finds none; the message says why and what to install.
+    """
+    import jax
+
+    if not any(importlib.util.find_spec(plugin) for plugin in _PLUGINS[name]):
+        raise UsageError(
+            f"--jax_backend={name}: JAX's plugin for it is not installed; "
+            f"pip install 'moelib[{name}]', or leave the flag unset to use what is found."
+        )
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        reason = (str(error).splitlines() or ["JAX cannot load its plugin"])[0]
+        raise UsageError(
+            f"--jax_backend={name}: no {name.upper()} can be used on this machine ({reason}); "
+            "check its driver, or leave the flag unset to use what is found."
+        ) from error

@@ -1,0 +1,110 @@
+"""Flags declared by dataclasses, and the errors of commands on one line."""
+
+import dataclasses
+import sys
+from typing import Literal
+
+import pytest
+
+from moelib.core.command_line import (
+    describe_flags,
+    flag,
+    no_arguments,
+    parse_flags,
+    run_command,
+)
+from moelib.core.errors import UsageError, UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shared:
+    module: str | None = flag(None, "Module.", short="m")
+    set: tuple[str, ...] = flag((), "Fields.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flags(Shared):
+    count: int = flag(3, "Number of items.", lower_bound=1)
+    rate: float | None = flag(None, "Items per second.")
+    backend: Literal["cpu", "gpu"] | None = flag(None, "Platform.")
+    names: tuple[str, ...] = flag((), "Names.", split=True)
+    verbose: bool = flag(False, "Print more.")
+
+
+def test_every_kind_of_flag_is_parsed():
+    line = "-m M --set=a=1 --set b=2 --count=5 --rate=2 --backend=gpu --names=x,y --verbose z"
+    flags, rest = parse_flags(Flags, line.split())
+    assert flags == Flags(
+        module="M",
+        set=("a=1", "b=2"),
+        count=5,
+        rate=2.0,
+        backend="gpu",
+        names=("x", "y"),
+        verbose=True,
+    )
+    assert rest == ["z"]
+    assert parse_flags(Flags, []) == (Flags(), [])
+
+
+@pytest.mark.parametrize(
+    ("argument", "named"),
+    [
+        ("--modul=x", "unknown flag '--modul'; did you mean '--module'"),
+        ("--count=0", "count=0"),
+        ("--count=x", "count=x"),
+        ("--backend=npu", "backend=npu.*cpu"),
+        ("--module", "module"),
+    ],
+)
+def test_a_wrong_flag_is_named(argument, named):
+    with pytest.raises(UsageError, match=named):
+        parse_flags(Flags, [argument])
+
+
+def test_an_argument_that_looks_like_a_flag_is_refused():
+    with pytest.raises(UsageError, match="'count'; did you mean '--count'"):
+        no_arguments(["count"], Flags)
+    no_arguments([], Flags)
+
+
+def test_own_flags_are_described_before_inherited_ones():
+    infos = {info.name: info for info in describe_flags(Flags)}
+    assert list(infos)[-2:] == ["module", "set"]
+    assert infos["backend"].kind == "cpu|gpu"
+    assert [name for name, info in infos.items() if info.repeatable] == ["set"]
+    assert [name for name, info in infos.items() if info.split] == ["names"]
+
+
+def _fail(error):
+    def run(flags, arguments):
+        raise error
+
+    return run
+
+
+def test_an_error_of_the_user_is_one_line(capsys):
+    error = UserError("max_step=0: set it to 1\nor more.")
+    assert run_command("moelib train", Flags, _fail(error), []) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("moelib train: max_step=0: set it to 1 or more. (")
+    assert "test_command_line.py" in line
+    assert "--traceback" in line
+
+
+def test_a_traceback_is_shown_on_request_and_for_our_own_errors():
+    with pytest.raises(UserError):
+        run_command("moelib train", Flags, _fail(UserError("wrong")), ["--traceback"])
+    with pytest.raises(ValueError, match="a bug"):
+        run_command("moelib train", Flags, _fail(ValueError("a bug")), [])
+
+
+def test_a_usage_error_needs_no_traceback(capsys):
+    assert run_command("moelib train", Flags, _fail(UsageError("--count=0")), []) == 2
+    assert capsys.readouterr().err == "moelib train: --count=0\n"
+
+
+def test_a_closed_pipe_is_no_error(monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)
+    assert run_command("moelib config", Flags, _fail(BrokenPipeError()), []) == 0
+    sys.stdout.close()
