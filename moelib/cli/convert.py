@@ -7,8 +7,9 @@ from typing import Any
 
 from absl import flags
 
-from moelib.cli import generate
+from moelib.cli.generate import DTYPES
 from moelib.core.errors import UsageError
+from moelib.core.files import read_json
 
 FLAGS = flags.FLAGS
 
@@ -35,7 +36,7 @@ def define_flags() -> None:
     flags.DEFINE_enum(
         "dtype",
         None,
-        generate.DTYPES,
+        DTYPES,
         "Of what is written; if unset, float32 for --to, and as it is for --to_hf.",
     )
 
@@ -58,9 +59,10 @@ def run(args: Sequence[str]) -> None:
         )
     from moelib.checkpoint.contents import CheckpointMismatchError, DamagedCheckpointError
     from moelib.checkpoint.safetensors import DamagedTensorsError
+    from moelib.train.loading import as_mesh
 
     try:
-        how = {"dtype": FLAGS.dtype, "mesh": generate.mesh_of(FLAGS.mesh) if FLAGS.mesh else None}
+        how = {"dtype": FLAGS.dtype, "mesh": as_mesh(FLAGS.mesh)}
         if "from_hf" in given:
             print(from_hugging_face(FLAGS.from_hf, FLAGS.to, **how))
         else:
@@ -94,14 +96,15 @@ def from_hugging_face(
     from moelib.checkpoint.checkpointer import Checkpointer
     from moelib.checkpoint.contents import CheckpointRecord
     from moelib.train.identity import CONFIG_FILE
+    from moelib.train.loading import tokenizer_of_model
     from moelib.train.pretrained import load_pretrained, read_config
     from moelib.train.trainer import SpmdTrainer
 
     path = os.path.join(to, CONFIG_FILE)
     if os.path.exists(path):
         raise FileExistsError(f"{path} is there already; choose another folder.")
-    if generate.read_json(folder, "tokenizer_config.json").get("eos_token"):
-        generate.converted_tokenizer(folder, read_config(folder)[0].vocab_size)
+    if read_json(os.path.join(folder, "tokenizer_config.json")).get("eos_token"):
+        tokenizer_of_model(folder, read_config(folder)[0].vocab_size)
     loaded = load_pretrained(folder, dtype=dtype or "float32", mesh=mesh)
     os.makedirs(to, exist_ok=True)
     checkpoints = os.path.join(to, "checkpoints")
@@ -134,20 +137,21 @@ def to_hugging_face(
         mesh: Over which they are laid meanwhile; one device if None.
 
     Raises:
-        Exception: As `load_for_inference` and `save_pretrained`.
+        Exception: As `load_model` and `save_pretrained`.
     """
+    from moelib.train.loading import load_model
     from moelib.train.pretrained import save_pretrained
 
-    loaded = generate.load_for_inference(trainer_dir, step=step, mesh=mesh)
+    loaded = load_model(trainer_dir, step=step, dtype="stored", mesh=mesh)
     tokenizer = loaded.tokenizer
-    settings = {"eos_token_id": tokenizer.eos_id, "max_position_embeddings": loaded.seq_len}
-    if published := generate.read_json(trainer_dir, "config.json"):  # It was converted.
+    settings = {"eos_token_id": tokenizer.eos_id, "max_position_embeddings": loaded.max_length}
+    if published := read_json(os.path.join(trainer_dir, "config.json")):  # It was converted.
         settings = {name: published.get(name) for name in (*settings, *_TOKEN_IDS)}
     settings = {name: value for name, value in settings.items() if value is not None}
     architecture = save_pretrained(
         to,
         loaded.model.config,
-        loaded.params,
+        loaded.parameters,
         dtype=dtype,
         tokenizer_json=tokenizer.to_json(),
         eos_token=tokenizer.config.eos_token,

@@ -230,10 +230,10 @@ def _open_run(trainer_dir: str, step: int) -> _Run:
     import jax
 
     from moelib.checkpoint.restore import restore_params_only
-    from moelib.cli.generate import load_for_inference
+    from moelib.train.loading import load_model
 
-    loaded = load_for_inference(trainer_dir, step=step)
-    target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), loaded.params)
+    loaded = load_model(trainer_dir, step=step, dtype="stored")
+    target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), loaded.parameters)
     with open(os.path.join(trainer_dir, "config.txt"), encoding="utf-8") as file:
         cfg = config_parse.parse(file.read())
     folder = os.path.join(trainer_dir, "checkpoints")

@@ -113,9 +113,10 @@ def _compare(bits_per_byte: float, train: Any, validation: Any) -> None:
 
 def _sample(run_dir: str, prompt: str) -> None:
     """Prints how the trained model continues a prompt."""
-    from moelib.cli.generate import load_for_inference, stream_text
+    from moelib.cli.generate import stream_text
+    from moelib.train.loading import load_model
 
-    model = load_for_inference(run_dir)
+    model = load_model(run_dir)
     print(f"\nA sample, after {prompt!r}:\n")
     stream_text(model, prompt, max_new_tokens=160, temperature=0.7, top_p=0.95, seed=0)
     print(f"\nmoelib generate --trainer_dir={run_dir} --prompt=... prints more.")

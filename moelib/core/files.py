@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator
 from typing import IO, Any
 
+from moelib.core.errors import UserError
+
 
 @contextlib.contextmanager
 def atomic_file(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[Any]]:
@@ -35,3 +37,18 @@ def write_json(path: str | os.PathLike[str], value: Any, *, indent: int | None =
     with atomic_file(path) as file:
         json.dump(value, file, indent=indent)
         file.write("\n")
+
+
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Returns the object in a JSON file; an empty one if there is no such file.
+
+    Raises:
+        UserError: If the file holds something else.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            return dict(json.load(file))
+    except FileNotFoundError:
+        return {}
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{path} is not a JSON object ({error}); fix or remove it.") from error

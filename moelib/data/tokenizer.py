@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from moelib.core.config import REQUIRED, Configurable, config_class, did_you_mean
 from moelib.core.errors import MissingFileError, UserError
-from moelib.core.files import atomic_file, write_json
+from moelib.core.files import atomic_file, read_json, write_json
 from moelib.core.progress import format_seconds
 
 END_OF_TEXT = "<|endoftext|>"
@@ -49,26 +49,7 @@ class Tokenizer(Configurable):
             UserError: If the file is not a tokenizer, or lacks the end-of-text token.
         """
         super().__init__(cfg)
-        self._load(self._read(), self.config.eos_token)
-
-    def _read(self) -> str:
-        """Returns the text of the config's tokenizer.json."""
-        path = self.config.path
-        if os.path.isdir(path):
-            path = os.path.join(path, FILE_NAME)
-        try:
-            with open(path, encoding="utf-8") as file:
-                return file.read()
-        except FileNotFoundError:
-            raise MissingFileError(
-                f"There is no tokenizer at {path}; set path to a tokenizer.json, or train one "
-                "with train_bpe()."
-            ) from None
-        except UnicodeDecodeError:
-            raise UserError(
-                f"{path} is not text; set path to a tokenizer.json (convert a SentencePiece model "
-                "first)."
-            ) from None
+        self._load(_read_text(self.config.path), self.config.eos_token)
 
     def _load(self, text: str, eos_token: str) -> None:
         import tokenizers
@@ -166,6 +147,25 @@ class Tokenizer(Configurable):
         return sizes
 
 
+def _read_text(path: str) -> str:
+    """Returns the text of a tokenizer.json, or of the one in a folder."""
+    if os.path.isdir(path):
+        path = os.path.join(path, FILE_NAME)
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except FileNotFoundError:
+        raise MissingFileError(
+            f"There is no tokenizer at {path}; set path to a tokenizer.json, or train one "
+            "with train_bpe()."
+        ) from None
+    except UnicodeDecodeError:
+        raise UserError(
+            f"{path} is not text; set path to a tokenizer.json (convert a SentencePiece model "
+            "first)."
+        ) from None
+
+
 class PublishedTokenizer(Tokenizer):
     """The tokenizer of a published model, which encodes prompts as transformers does.
 
@@ -195,6 +195,30 @@ class PublishedTokenizer(Tokenizer):
         finally:
             self._tokenizer.encode_special_tokens = True
         return [prefix + encoding.ids for encoding in encodings]
+
+
+def read_tokenizer(folder: str, *, published: bool = False) -> Any:
+    """Returns the tokenizer in a folder that `Tokenizer.save` or transformers wrote.
+
+    Args:
+        folder: Folder with tokenizer.json and tokenizer_config.json.
+        published: Whether it belongs to a published model, whose prompts may begin with BOS.
+
+    Raises:
+        MissingFileError: If there is no tokenizer.json.
+        UserError: If it is not a tokenizer, or the end-of-text token is not named.
+    """
+    path = os.path.join(folder, SETTINGS_FILE)
+    settings = read_json(path)
+    tokens = map(settings.get, ("eos_token", "bos_token"))
+    eos, bos = (token["content"] if isinstance(token, dict) else token for token in tokens)
+    if eos is None and (published or END_OF_TEXT not in _read_text(folder)):
+        raise UserError(f"{path} has no eos_token; set it to the token that ends a text.")
+    kind = PublishedTokenizer if published else Tokenizer
+    cfg: Any = kind.default_config().set(path=folder, eos_token=eos or END_OF_TEXT)
+    if published:
+        cfg.set(bos_token=bos, add_bos_token=settings.get("add_bos_token"))
+    return cfg.instantiate()
 
 
 class ByteTokenizer(Tokenizer):

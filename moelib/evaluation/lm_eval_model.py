@@ -23,7 +23,7 @@ from moelib.evaluation.evaluations import Metric
 from moelib.evaluation.perplexity import rolling_windows
 from moelib.evaluation.requests import Request, encode_texts
 from moelib.evaluation.scoring import Score, Scorer
-from moelib.inference.generate import generate_many
+from moelib.inference.generate import Settings, generate_tokens
 from moelib.models.causal_lm import CausalLM
 
 logger = logging.getLogger(__name__)
@@ -162,19 +162,20 @@ class LmEvalModel(TemplateLM):
     ) -> Iterator[str]:
         """Yields the text that follows each prompt."""
         stops = [stop for stop in settings["until"] if stop]
-        sampling: dict[str, Any] = {"temperature": 0.0}
+        sampling: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0}
         sampling |= {name: settings[name] for name in _SAMPLING if name in settings}
-        for tokens in generate_many(
+        for tokens in generate_tokens(
             self._model,
             self._params,
             prompts,
+            Settings(
+                **sampling,
+                max_new_tokens=settings["max_gen_toks"],
+                stop_ids=(self.eot_token_id,),
+                vocab_size=self._tokenizer.vocab_size,
+            ),
             seeds=seeds,
             batch_size=max(1, self._scorer.batch_tokens // self.max_length),
-            ends=lambda tokens: any(stop in self._tokenizer.decode(tokens) for stop in stops),
-            max_new_tokens=settings["max_gen_toks"],
-            stop_ids=(self.eot_token_id,),
-            vocab_size=self._tokenizer.vocab_size,
-            **sampling,
         ):
             text = self._tokenizer.decode(tokens)
             for stop in stops:

@@ -1,1 +1,1 @@
-"""Text from trained models."""
+"""Generation of text by trained models."""

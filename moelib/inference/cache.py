@@ -1,10 +1,10 @@
 """The cache of a model, and the model run with it.
 
-A cache is a tree of what each layer keeps of the tokens of each row, with room for a number of
-tokens. A model with layers that keep nothing has as its cache the tokens themselves, and is run on
-all of them each time.
+A cache is a tree of the arrays that each layer keeps of earlier tokens, with room for a number of
+tokens. If some layer keeps none, the cache is the tokens themselves, and the model is run on all of
+them at each step.
 
-Letters: B rows, S tokens of a call, L tokens that there is room for, V vocabulary.
+Letters: B batch, S tokens of a call, L tokens that the cache has room for, V vocabulary.
 """
 
 import functools
@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
-from moelib.core.context import Nested
+from moelib.core import tree
 from moelib.core.module import functional
 from moelib.core.param import ParameterSpec, is_spec
+from moelib.core.tree import Nested
 from moelib.layers.base import BaseLayer
 from moelib.layers.transformer import BaseStack
 from moelib.models.causal_lm import CausalLM
@@ -29,8 +30,8 @@ Cache = Any  # A tree of arrays, or the tokens [B, L].
 
 
 def new_cache(model: CausalLM, params: Nested, batch_size: int, length: int) -> Cache:
-    """Returns a cache of zeros with room for `length` tokens of each row."""
-    dtype = params["embedding"]["weight"].dtype  # Of the activations.
+    """Returns a cache of zeros with room for `length` tokens of each sequence."""
+    dtype = params["embedding"]["weight"].dtype  # The dtype of the activations.
 
     def zeros(spec: ParameterSpec) -> Array:
         return constrain(jnp.zeros(spec.shape, spec.dtype or dtype), spec.axes)
@@ -39,7 +40,7 @@ def new_cache(model: CausalLM, params: Nested, batch_size: int, length: int) -> 
 
 
 def grow_cache(model: CausalLM, cache: Cache, batch_size: int, length: int) -> Cache:
-    """Returns the cache with room for `length` tokens of each row."""
+    """Returns the cache with room for `length` tokens of each sequence."""
 
     def pad(spec: ParameterSpec, x: Array) -> Array:
         more = [(0, new - old) for old, new in zip(x.shape, spec.shape, strict=True)]
@@ -56,29 +57,38 @@ def next_logits(
     positions: Int32[Array, "B S"],
     mask: Bool[Array, "B S"],
 ) -> tuple[Float32[Array, "B V"], Cache]:
-    """Returns the logits of the token after the last one of each row, and the cache with all in it.
+    """Returns the logits of the token after the last one of each sequence, and the new cache.
 
     Args:
         model: A language model.
-        params: Its parameters.
-        cache: Holds the tokens before these.
-        ids: Prompts, or one token of each row.
-        positions: Their positions in the row; those of prompts are 0, 1, ...
-        mask: False for what is no token: padding after a prompt, rows that are of no interest.
+        params: The model's parameters.
+        cache: Cache of the tokens before these.
+        ids: Prompts, or one token of each sequence.
+        positions: Positions of the tokens; those of prompts are 0, 1, ...
+        mask: False for padding after a prompt and for sequences that have ended.
 
     Raises:
-        ValueError: If a layer with a cache does not put it out.
+        ValueError: If a layer with cache specs does not put its cache out.
     """
     if not isinstance(cache, dict):
         return _from_all_tokens(model, params, cache, ids, positions, mask)
     last = jnp.maximum(jnp.sum(mask, axis=1, dtype=jnp.int32) - 1, 0)
     batch = {"input_ids": ids, "positions": positions, "segment_ids": mask.astype(jnp.int32)}
-    state = _merged(params, cache)
+    state = tree.merge(params, cache)
     logits, outputs = functional(
         model, None, state, (batch, last), is_training=False, method="logits_at"
     )
-    specs = _specs(model, ids.shape[0], 1)
-    return logits.astype(jnp.float32), _updated(specs, outputs.state_updates)
+    updates = tree.by_path(outputs.state_updates)
+
+    def updated(path: str, spec: ParameterSpec) -> Array:
+        if path not in updates:
+            raise ValueError(
+                f"{path.replace('/', '.')} was not put out, though its layer has cache specs: "
+                "forward must read `self.cache` and call `self.put_cache`."
+            )
+        return constrain(updates[path], spec.axes)
+
+    return logits.astype(jnp.float32), tree.map_by_path(updated, _specs(model, len(ids), 1))
 
 
 def _from_all_tokens(
@@ -97,18 +107,20 @@ def _from_all_tokens(
 
 
 def _specs(model: CausalLM, batch_size: int, length: int) -> Any:
-    if _keeps_cache(model):
+    if _has_cache(model):
         return model.create_cache_specs_recursively(batch_size, length)
     return ParameterSpec((batch_size, length), ("batch", None), "int32")
 
 
 @functools.lru_cache(maxsize=8)
-def _keeps_cache(model: CausalLM) -> bool:
-    """Returns whether every layer of the model's stacks keeps what it needs, and logs if not."""
-    without = _layer_that_mixes(model) or _layer_without_cache(model)
+def _has_cache(model: CausalLM) -> bool:
+    """Returns whether every layer caches the earlier tokens it needs; logs one that does not."""
+    without = _layer_without_cache(model)
+    if without is None and not model.create_cache_specs_recursively(1, 1):
+        without = model
     if without is not None:
         logger.warning(
-            "%s (%s) keeps no cache: every token is computed from the whole text. Give the layer "
+            "%s (%s) has no cache: every token is computed from the whole text. Give the layer "
             "that attends _create_layer_cache_specs, or set token_by_token of an ExternalLayer.",
             without.path() or without.name,
             type(without).__qualname__,
@@ -116,46 +128,17 @@ def _keeps_cache(model: CausalLM) -> bool:
     return without is None
 
 
-def _layer_that_mixes(layer: BaseLayer) -> BaseLayer | None:
-    """Returns a layer that sees other tokens and keeps none, or None."""
+def _layer_without_cache(layer: BaseLayer) -> BaseLayer | None:
+    """Returns a layer that sees other tokens, or a block of a stack, without a cache; or None."""
     if layer.sees_other_tokens:
         return layer
-    inside = (child for child in layer.children.values() if isinstance(child, BaseLayer))
-    return next(filter(None, map(_layer_that_mixes, inside)), None)
-
-
-def _layer_without_cache(layer: BaseLayer) -> BaseLayer | None:
-    """Returns a layer of a stack that keeps no cache, or else a module without any, or None."""
     for child in layer.children.values():
         if not isinstance(child, BaseLayer):
             continue
-        if isinstance(child, BaseStack) or child.create_cache_specs_recursively(1, 1):
-            found = _layer_without_cache(child)
-            if found is not None:
-                return found
-        elif isinstance(layer, BaseStack):
-            return child
-    return None if layer.create_cache_specs_recursively(1, 1) else layer
-
-
-def _merged(params: Nested, cache: Nested) -> Nested:
-    """Returns the parameters with each layer's cache beside its own."""
-    inside = {
-        name: _merged(params.get(name, {}), part) if isinstance(part, dict) else part
-        for name, part in cache.items()
-    }
-    return {**params, **inside}
-
-
-def _updated(specs: Any, updates: Any, place: str = "") -> Any:
-    """Returns what layers with a cache have put out, split as their specs say."""
-    if isinstance(specs, dict):
-        updates = updates or {}
-        inside = lambda name: f"{place}.{name}" if place else name
-        return {n: _updated(part, updates.get(n), inside(n)) for n, part in specs.items()}
-    if updates is None:
-        raise ValueError(
-            f"{place} was not put out, though the layer has cache specs: its forward must use "
-            "`self.cache` and call `self.put_cache`, or it must have no such specs."
-        )
-    return constrain(updates, specs.axes)
+        found = _layer_without_cache(child)
+        in_stack = isinstance(layer, BaseStack)
+        if found is None and in_stack and not child.create_cache_specs_recursively(1, 1):
+            found = child
+        if found is not None:
+            return found
+    return None

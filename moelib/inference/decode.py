@@ -1,14 +1,13 @@
-"""Rows of tokens that grow: prompts are computed at once, and then one token of each row at a time.
+"""Batches of sequences that grow by a token per step: prompts at once, then one token of each.
 
-Each program is compiled once for a number of rows, a padded length of prompts and a length of the
-cache; lengths are powers of two, and multiples of what a mesh splits sequences into.
+Programs are compiled once per batch size, padded prompt length and cache length; lengths are
+powers of two, padded to what the mesh divides.
 
-Letters: B rows, S tokens of the longest prompt and padding, V vocabulary, n tokens that end a text.
+Letters: B batch, S padded prompt length, V vocabulary, n tokens that end a sequence.
 """
 
 import contextlib
 import functools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -18,27 +17,28 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Array, Bool, Float32, Int32, Key, UInt32
 
-from moelib.core.context import Nested
+from moelib.core.errors import UserError
+from moelib.core.tree import Nested
 from moelib.inference.cache import Cache, grow_cache, new_cache, next_logits
-from moelib.inference.sampling import Sampling, choose
+from moelib.inference.sampling import Sampling, sample
 from moelib.models.causal_lm import CausalLM
 from moelib.parallel import sharding
 
-_MIN_PROMPT = 16  # What prompts are padded to at least,
-_MIN_CACHE = 256  # and what a cache has room for if so much may be needed.
+_MIN_PROMPT = 16  # Minimum padded length of prompts.
+_MIN_CACHE = 256  # Minimum length of a cache, if as many tokens may be needed.
 
-NO_TOKEN = -1  # Of a row that has ended.
-_NOT_FINITE = -2  # Of a row whose logits are not numbers; no caller sees it.
+NO_TOKEN = -1  # Token of a sequence that has ended.
+_NOT_FINITE = -2  # Token of a sequence whose logits are not finite; callers get an error.
 
 
 class Prompt(NamedTuple):
-    """What a row begins with.
+    """The beginning of a sequence.
 
     Attributes:
-        ids: Its tokens, at least one.
-        limit: The most tokens that follow, 1 or more.
-        seed: Decides with `number` what is drawn.
-        number: Tells prompts of one seed apart.
+        ids: Token ids, at least one.
+        limit: Maximum number of tokens to generate, 1 or more.
+        seed: Seed of the draws.
+        number: Distinguishes prompts with equal seeds.
     """
 
     ids: Sequence[int]
@@ -47,199 +47,184 @@ class Prompt(NamedTuple):
     number: int = 0
 
 
-class Choice(NamedTuple):
-    """How tokens are chosen, and which end a row."""
+class Decoding(NamedTuple):
+    """How the next token is selected, and which tokens end a sequence."""
 
     sampling: Sampling
     stop_ids: Int32[Array, "n"]
-    vocab_size: Int32[Array, ""]  # Tokens from here on are never chosen.
+    vocab_size: Int32[Array, ""]  # Ids from here on are padding of the vocabulary.
 
 
-class _Rows(NamedTuple):
-    """What is carried from token to token. Rows that have ended stay as they are."""
+class _State(NamedTuple):
+    """The arrays carried from step to step. Sequences that have ended keep theirs."""
 
     cache: Cache
-    token: Int32[Array, "B"]  # The newest one, not yet in the cache.
-    position: Int32[Array, "B"]  # Its position.
+    token: Int32[Array, "B"]  # Newest token, not yet in the cache.
+    position: Int32[Array, "B"]  # Position of that token.
     active: Bool[Array, "B"]
     limit: Int32[Array, "B"]
     seed: UInt32[Array, "B"]
     number: UInt32[Array, "B"]
-    num_chosen: Int32[Array, ""]
-    seen: Bool[Array, "B V"] | None  # Tokens that stand in the row, if there is a penalty for them.
+    num_generated: Int32[Array, ""]
+    seen: Bool[Array, "B V"] | None  # Tokens of the sequence, if repetition is penalized.
 
 
-def tokens_of_rows(
+def decode(
     model: CausalLM,
     params: Nested,
     prompts: Sequence[Prompt],
-    choice: Choice,
+    decoding: Decoding,
     *,
-    num_rows: int | None = None,
+    batch_size: int | None = None,
 ) -> Iterator[Int32[npt.NDArray, "B"]]:
-    """Yields the next token of each prompt, NO_TOKEN where it has ended, up to the largest limit.
+    """Yields the next token of each prompt, NO_TOKEN after its end, up to the largest limit.
 
-    The next token is computed while the caller looks at the one before.
+    The next token is computed while the caller uses the previous one.
 
     Args:
         model: A language model.
-        params: Its parameters.
-        prompts: B of them, at least one.
-        choice: How tokens are chosen.
-        num_rows: Rows to compute, so that fewer prompts need no program of their own; B if None.
+        params: The model's parameters.
+        prompts: B prompts, at least one.
+        decoding: Selection of tokens.
+        batch_size: Number of sequences computed, if more than B: fewer prompts then share the
+            programs of a full batch.
 
     Raises:
-        ValueError: If the logits of a row that goes on are not finite.
+        UserError: If the logits of an active sequence are not finite.
     """
-    inputs = _padded(prompts, _num_rows(max(num_rows or 0, len(prompts))))
     longest, steps = max(len(p.ids) for p in prompts), max(p.limit for p in prompts)
-    room = _length(min(max(longest + 1, _MIN_CACHE), longest + steps))
-    rows, token = _begin(model, params, inputs, choice, room)
+    ids, state = _padded(prompts, max(batch_size or 0, len(prompts)), longest)
+    room = _padded_length(min(max(longest + 1, _MIN_CACHE), longest + steps))
+    state, token = _begin(model, params, ids, state, decoding, room)
     for step in range(steps):
         ready = token
         if step + 1 < steps:
-            if longest + step >= room:  # Where the token that is ready comes to stand.
+            if longest + step >= room:  # The position of the token that is ready.
                 room *= 2
-                rows = rows._replace(cache=_grow(model, rows.cache, len(inputs.ids), room))
-            with _one_token_each():
-                rows, token = _advance(model, params, rows, choice)
+                state = state._replace(cache=_grow(model, state.cache, len(ids), room))
+            with _unsplit_sequences():
+                state, token = _advance(model, params, state, decoding)
         tokens = np.asarray(ready)[: len(prompts)]
         if np.any(tokens == _NOT_FINITE):
-            raise ValueError(
-                f"The logits of token {step + 1} after a prompt are not finite: the parameters are "
-                "not, it seems; take another checkpoint, or a dtype of a larger range."
+            raise UserError(
+                f"The logits of generated token {step + 1} are not finite: the parameters are "
+                "not finite, or exceed the range of their dtype; set another checkpoint or dtype."
             )
         yield tokens
 
 
-def _num_rows(wanted: int) -> int:
-    """Returns a number of rows, as many as wanted or more, that the mesh divides."""
-    return _round_up(wanted, _parts("batch"))
+def _padded_length(num_tokens: int) -> int:
+    """Returns the power of two, padded for the mesh, that holds so many tokens."""
+    return sharding.padded_batch(1, max(_MIN_PROMPT, 1 << (num_tokens - 1).bit_length()))[1]
 
 
-def _length(wanted: int) -> int:
-    """Returns a length of rows, as many tokens as wanted or more, that the mesh divides."""
-    ring = _parts("sequence")
-    pieces = 2 * ring if ring > 1 else 1  # Attention takes two of each device.
-    parts = math.lcm(pieces, _parts("residual_sequence"))
-    return _round_up(max(_MIN_PROMPT, 1 << (wanted - 1).bit_length()), parts)
-
-
-def _parts(axis: str) -> int:
-    """Returns into how many parts the mesh splits a logical axis."""
-    mesh = sharding.current_mesh()
-    shape = {} if mesh is None else dict(mesh.shape)
-    return math.prod(shape[name] for name in sharding.mesh_axes(axis, shape))
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
-def _one_token_each() -> Any:
+def _unsplit_sequences() -> contextlib.AbstractContextManager[Any]:
     """Returns a context in which sequences, of one token, are not split."""
     if sharding.current_mesh() is None:
         return contextlib.nullcontext()
     return sharding.sharding_rules({"sequence": (), "residual_sequence": ()})
 
 
-class _Inputs(NamedTuple):
-    ids: Int32[Array, "B S"]
-    num_ids: Int32[Array, "B"]
-    limit: Int32[Array, "B"]
-    seed: UInt32[Array, "B"]
-    number: UInt32[Array, "B"]
+def _padded(
+    prompts: Sequence[Prompt], batch_size: int, longest: int
+) -> tuple[Int32[Array, "B S"], _State]:
+    """Returns the ids of the prompts, padded on the right, and the state before they are read.
+
+    Sequences that fill up the batch are inactive.
+    """
+    batch_size, _ = sharding.padded_batch(batch_size, 1)
+    ids = np.zeros((batch_size, _padded_length(longest)), np.int32)
+    num_ids, limit = np.zeros((2, batch_size), np.int32)
+    seed, number = np.zeros((2, batch_size), np.uint32)
+    for i, prompt in enumerate(prompts):
+        num_ids[i], limit[i] = len(prompt.ids), prompt.limit
+        seed[i], number[i] = prompt.seed % (1 << 32), prompt.number
+        ids[i, : num_ids[i]] = prompt.ids
+    state = _State(
+        cache=None,
+        token=jnp.asarray(num_ids),
+        position=jnp.asarray(num_ids - 1),
+        active=jnp.asarray(limit > 0),
+        limit=jnp.asarray(limit),
+        seed=jnp.asarray(seed),
+        number=jnp.asarray(number),
+        num_generated=jnp.zeros((), jnp.int32),
+        seen=None,
+    )
+    return jnp.asarray(ids), state
 
 
-def _padded(prompts: Sequence[Prompt], num_rows: int) -> _Inputs:
-    """Returns prompts with padding after them, and rows that have ended below them."""
-    size = _length(max(len(p.ids) for p in prompts))
-    ids = np.zeros((num_rows, size), np.int32)
-    numbers = np.zeros((4, num_rows), np.uint32)
-    for row, prompt in enumerate(prompts):
-        ids[row, : len(prompt.ids)] = prompt.ids
-        seed = prompt.seed % (1 << 32)
-        numbers[:, row] = len(prompt.ids), prompt.limit, seed, prompt.number
-    num_ids, limit = (jnp.asarray(x, jnp.int32) for x in numbers[:2])
-    return _Inputs(jnp.asarray(ids), num_ids, limit, *map(jnp.asarray, numbers[2:]))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 4))
+@functools.partial(jax.jit, static_argnums=(0, 5))
 def _begin(
-    model: CausalLM, params: Nested, inputs: _Inputs, choice: Choice, room: int
-) -> tuple[_Rows, Array]:
-    """Returns the rows with their prompts in the cache, and the first token of each."""
-    ids, num_ids = inputs.ids, inputs.num_ids
+    model: CausalLM,
+    params: Nested,
+    ids: Int32[Array, "B S"],
+    state: _State,
+    decoding: Decoding,
+    room: int,
+) -> tuple[_State, Array]:
+    """Returns the state with the prompts in the cache, and the first token of each sequence."""
     positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32)[None], ids.shape)
-    mask = positions < num_ids[:, None]
+    mask = positions <= state.position[:, None]
     cache = new_cache(model, params, len(ids), room)
     logits, cache = next_logits(model, params, cache, ids, positions, mask)
     seen = None
-    if choice.sampling.repetition_penalty is not None:
+    if decoding.sampling.repetition_penalty is not None:
         index = jnp.arange(len(ids))[:, None]
         seen = jnp.zeros(logits.shape, bool).at[index, ids].max(mask)
-    rows = _Rows(
-        cache=cache,
-        token=num_ids,
-        position=num_ids - 1,
-        active=inputs.limit > 0,
-        limit=inputs.limit,
-        seed=inputs.seed,
-        number=inputs.number,
-        num_chosen=jnp.zeros((), jnp.int32),
-        seen=seen,
-    )
-    return _with_next(rows, logits, choice)
+    return _with_next(state._replace(cache=cache, seen=seen), logits, decoding)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _advance(model: CausalLM, params: Nested, rows: _Rows, choice: Choice) -> tuple[_Rows, Array]:
-    """Returns the rows with their newest token in the cache, and the next token of each."""
-    one = rows.token[:, None], rows.position[:, None], rows.active[:, None]
-    logits, cache = next_logits(model, params, rows.cache, *one)
-    return _with_next(rows._replace(cache=cache), logits, choice)
+def _advance(
+    model: CausalLM, params: Nested, state: _State, decoding: Decoding
+) -> tuple[_State, Array]:
+    """Returns the state with the newest tokens in the cache, and the next token of each."""
+    one = state.token[:, None], state.position[:, None], state.active[:, None]
+    logits, cache = next_logits(model, params, state.cache, *one)
+    return _with_next(state._replace(cache=cache), logits, decoding)
 
 
 def _with_next(
-    rows: _Rows, logits: Float32[Array, "B V"], choice: Choice
-) -> tuple[_Rows, Int32[Array, "B"]]:
-    """Returns the rows with a token chosen, and that token; NO_TOKEN where a row has ended."""
-    known = jnp.arange(logits.shape[1], dtype=jnp.int32) < choice.vocab_size
+    state: _State, logits: Float32[Array, "B V"], decoding: Decoding
+) -> tuple[_State, Int32[Array, "B"]]:
+    """Returns the state with the next tokens, and these tokens, NO_TOKEN after an end."""
+    known = jnp.arange(logits.shape[1], dtype=jnp.int32) < decoding.vocab_size
     logits = jnp.where(known[None], logits, -jnp.inf)
     finite = jnp.isfinite(jnp.max(logits, axis=1))  # One NaN makes the maximum NaN.
-    token = choose(logits, _keys(rows), rows.seen, choice.sampling)
-    stops = jnp.any(token[:, None] == choice.stop_ids[None], axis=1)
-    shown = jnp.where(rows.active & ~stops, token, NO_TOKEN)
-    shown = jnp.where(rows.active & ~finite, _NOT_FINITE, shown)
-    num_chosen = rows.num_chosen + 1
-    active = rows.active & ~stops & (num_chosen < rows.limit)
-    seen = rows.seen
+    token = sample(logits, _keys(state), state.seen, decoding.sampling)
+    stops = jnp.any(token[:, None] == decoding.stop_ids[None], axis=1)
+    shown = jnp.where(state.active & ~stops, token, NO_TOKEN)
+    shown = jnp.where(state.active & ~finite, _NOT_FINITE, shown)
+    num_generated = state.num_generated + 1
+    active = state.active & ~stops & (num_generated < state.limit)
+    seen = state.seen
     if seen is not None:
         seen = seen.at[jnp.arange(len(token)), token].set(True)
-    rows = rows._replace(
+    state = state._replace(
         token=jnp.where(active, token, 0),
-        position=rows.position + active.astype(jnp.int32),
+        position=state.position + active.astype(jnp.int32),
         active=active,
-        num_chosen=num_chosen,
+        num_generated=num_generated,
         seen=seen,
     )
-    # The same on all devices: what a program returns is then what it was compiled for.
-    small = jax.tree.map(_whole, rows._replace(cache=None))
-    return small._replace(cache=rows.cache), _whole(shown)
+    # Replicated, so that the outputs have the shardings that the program was compiled for.
+    small = jax.tree.map(_replicated, state._replace(cache=None))
+    return small._replace(cache=state.cache), _replicated(shown)
 
 
-def _keys(rows: _Rows) -> Key[Array, "B"]:
-    """Returns the key of each row's next token."""
-    keys = jax.vmap(jax.random.key)(rows.seed)
-    for number in (rows.number, jnp.broadcast_to(rows.num_chosen, rows.number.shape)):
+def _keys(state: _State) -> Key[Array, "B"]:
+    """Returns the key of each sequence's next draw."""
+    keys = jax.vmap(jax.random.key)(state.seed)
+    for number in (state.number, jnp.broadcast_to(state.num_generated, state.number.shape)):
         keys = jax.vmap(jax.random.fold_in)(keys, number)
     return keys
 
 
-def _whole(x: Array) -> Array:
+def _replicated(x: Array) -> Array:
     return sharding.constrain(x, (None,) * x.ndim)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 3))
-def _grow(model: CausalLM, cache: Cache, num_rows: int, room: int) -> Cache:
-    return grow_cache(model, cache, num_rows, room)
+def _grow(model: CausalLM, cache: Cache, batch_size: int, room: int) -> Cache:
+    return grow_cache(model, cache, batch_size, room)

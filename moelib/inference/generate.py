@@ -1,52 +1,67 @@
-"""Text from a model: one that is shown as it is written, or many side by side.
+"""Generation: texts that follow prompts, in batches, streamed while they grow.
 
-Letters: N prompts, S tokens of a row.
+Letters: N prompts, S tokens of a padded prompt.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool
 
-from moelib.core.context import Nested
-from moelib.inference.decode import NO_TOKEN, Choice, Prompt, tokens_of_rows
+from moelib.core.errors import UserError
+from moelib.core.tree import Nested
+from moelib.inference.decode import NO_TOKEN, Decoding, Prompt, decode
 from moelib.inference.sampling import Sampling
+from moelib.inference.text import TextStream, text_of
 from moelib.inference.unstack import unstacked
 from moelib.models.causal_lm import CausalLM
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How texts go on. Without temperature they are always the same.
+class PromptError(UserError):
+    """A prompt that cannot be continued.
 
     Attributes:
-        max_new_tokens: The most tokens after a prompt, 1 to 2147483647.
-        max_length: The most tokens of prompt and text together, 2 to 2147483647; None for any
-            number.
-        temperature: Divides the logits; 0 takes the likeliest token, whatever the next three are.
-        top_k: Draws among as many of the likeliest tokens; None among all.
-        top_p: Draws among the likeliest tokens whose probabilities reach this sum, up to 1.
-        min_p: Draws among tokens at least so many times as likely as the likeliest; from 0 to 1.
-        repetition_penalty: Divides positive logits, and multiplies negative ones, of the tokens
-            that stand in the prompt or the text already; 1 changes nothing.
-        seed: Decides what is drawn.
-        stop_ids: Tokens that end a text; they are no part of it.
-        vocab_size: Tokens that mean something, if the model's vocabulary is padded beyond them: the
-            others are never drawn. None takes all of the model's.
-
-    Raises:
-        ValueError: If one is out of its range.
+        index: Index of the prompt, from 0.
+        reason: The message without the index.
     """
 
-    max_new_tokens: int
+    def __init__(self, index: int, reason: str) -> None:
+        super().__init__(f"Prompt {index}: {reason}")
+        self.index, self.reason = index, reason
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of generation. Without temperature the text is deterministic.
+
+    Attributes:
+        max_new_tokens: Maximum number of generated tokens, 1 to 2147483647.
+        max_length: Maximum number of tokens of prompt and text, 2 to 2147483647; None for no limit.
+        temperature: Divisor of the logits; 0 selects the most likely token, and top_k, top_p and
+            min_p have no effect.
+        top_k: Number of most likely tokens to draw from; None for all.
+        top_p: Probability mass of the most likely tokens to draw from, up to 1.
+        min_p: Minimum probability of a drawn token, relative to the most likely one, 0 to 1.
+        repetition_penalty: Divisor of positive logits, and factor of negative ones, of tokens that
+            occur in the prompt or the text; 1 has no effect.
+        seed: Seed of the draws.
+        stop_ids: Ids of tokens that end a text and are not part of it.
+        vocab_size: Number of tokens to draw from, where the model's vocabulary is padded; None for
+            the model's.
+
+    Raises:
+        UserError: If a value is out of its range.
+    """
+
+    max_new_tokens: int = 200
     max_length: int | None = None
-    temperature: float = 1.0
+    temperature: float = 0.8
     top_k: int | None = None
-    top_p: float = 1.0
+    top_p: float = 0.95
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int = 0
@@ -54,13 +69,13 @@ class Settings:
     vocab_size: int | None = None
 
     def __post_init__(self) -> None:
-        for name, (inside, words) in _RANGES.items():
+        for name, (is_valid, words) in _RANGES.items():
             value = getattr(self, name)
-            if value is not None and not inside(value):
-                raise ValueError(f"{name} is {value}; set it to {words}.")
+            if value is not None and not is_valid(value):
+                raise UserError(f"{name} is {value}; set it to {words}.")
 
     def sampling(self) -> Sampling:
-        """Returns the steps by which a token is chosen; those that change nothing are left out."""
+        """Returns the steps that select a token, without those that have no effect."""
         plain = self.repetition_penalty == 1
         penalty = None if plain else jnp.float32(self.repetition_penalty)
         if self.temperature == 0:
@@ -68,164 +83,214 @@ class Settings:
         return Sampling(
             penalty,
             jnp.float32(max(self.temperature, 1e-6)),
-            None if self.top_k is None else jnp.int32(min(self.top_k, _MOST)),
+            None if self.top_k is None else jnp.int32(min(self.top_k, _INT32_MAX)),
             None if self.top_p == 1 else jnp.float32(self.top_p),
             None if self.min_p == 0 else jnp.float32(self.min_p),
         )
 
 
-_MOST = (1 << 31) - 1  # As int32 can count.
+_INT32_MAX = (1 << 31) - 1
 
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "max_new_tokens": (lambda x: 1 <= x <= _MOST, f"1 to {_MOST}"),
-    "max_length": (lambda x: 2 <= x <= _MOST, f"2 to {_MOST}"),
+    "max_new_tokens": (lambda x: 1 <= x <= _INT32_MAX, f"1 to {_INT32_MAX}"),
+    "max_length": (lambda x: 2 <= x <= _INT32_MAX, f"2 to {_INT32_MAX}"),
     "temperature": (lambda x: 0 <= x < math.inf, "0 or more"),
     "top_k": (lambda x: x >= 1, "1 or more"),
     "top_p": (lambda x: 0 < x <= 1, "above 0 and up to 1"),
     "min_p": (lambda x: 0 <= x <= 1, "0 to 1"),
-    "repetition_penalty": (lambda x: 0 < x < math.inf, "above 0; 1 changes nothing"),
+    "repetition_penalty": (lambda x: 0 < x < math.inf, "above 0; 1 has no effect"),
 }
 
 
-def generate(
-    model: CausalLM, params: Nested, prompt: Sequence[int], **settings: Any
-) -> Iterator[int]:
-    """Returns the tokens that follow a prompt, each as soon as it is known.
+# -- Texts ---------------------------------------------------------------------------------------
 
-    Token n depends on (seed, n) and what stands before it.
+
+class Completion(NamedTuple):
+    """A generated text, without the prompt, and its tokens."""
+
+    text: str
+    tokens: list[int]
+
+
+def generate(
+    model: Any,
+    prompts: Sequence[str],
+    *,
+    stop: Sequence[str] = (),
+    batch_size: int = 16,
+    on_text: Callable[[int, str], None] | None = None,
+    **settings: Any,
+) -> Iterator[Completion]:
+    """Returns the texts that follow prompts, in their order, each when its batch is done.
+
+        model = moelib.load_model("runs/flame")
+        for completion in moelib.generate(model, ["Once upon a time"], max_new_tokens=50):
+            print(completion.text)
 
     Args:
-        model: A language model. Under `jax.set_mesh`, rows and heads of its cache are split as the
-            sharding table says.
-        params: Its parameters. Those of a `ScanStack` are copied, see `unstacked`.
-        prompt: Token ids, at least one.
-        **settings: Fields of `Settings`.
+        model: A `moelib.train.loading.LoadedModel`, from `moelib.load_model`.
+        prompts: Texts to continue.
+        stop: Strings that end a text and are not part of it.
+        batch_size: Number of texts generated together.
+        on_text: Function called with the index of a prompt and the next piece of its text, as soon
+            as it is certain.
+        **settings: Fields of `Settings`; max_length is by default the model's.
 
     Raises:
-        ValueError: If a setting is out of range, or the prompt is empty, too long, or holds an id
-            beyond the vocabulary; or, with the token, if its logits are not finite.
+        PromptError: If a prompt is empty or too long.
+        UserError: If a setting is out of its range or a stop string is empty.
     """
-    made = Settings(**settings)
-    row = Prompt(prompt, _limit(model, prompt, made, "The prompt"), made.seed)
-    return _tokens(model, params, row, made)
+    if "" in stop:
+        raise UserError("stop has an empty string; set it to at least one character (--stop).")
+    if settings.get("max_length") is None:
+        settings["max_length"] = model.max_length
+    decode_ids, vocab_size = model.tokenizer.decode, model.tokenizer.vocab_size
+    ids = model.tokenizer.encode_prompts(prompts)
+    streams: dict[int, TextStream] = {}
+
+    def on_token(i: int, token: int) -> bool:
+        if i not in streams:
+            streams[i] = TextStream(ids[i], decode_ids, stop)
+        piece = streams[i].add(token)
+        if on_text is not None:
+            on_text(i, piece)
+        return streams[i].ended
+
+    def texts() -> Iterator[Completion]:
+        for i in range(len(ids)):
+            with model.on_mesh():  # Left while the caller has the text.
+                tokens = next(generated)
+            stream = streams.pop(i, None)
+            if stream is not None and on_text is not None:
+                on_text(i, stream.rest)
+            yield Completion(text_of(tokens, ids[i], decode_ids, stop), tokens)
+
+    with model.on_mesh():
+        generated = generate_tokens(
+            model.model,
+            model.parameters,
+            ids,
+            Settings(**{"stop_ids": model.stop_ids, "vocab_size": vocab_size, **settings}),
+            batch_size=batch_size,
+            on_token=on_token if stop or on_text else None,
+        )
+    return texts()
 
 
-def _tokens(model: CausalLM, params: Nested, row: Prompt, settings: Settings) -> Iterator[int]:
-    for (token,) in tokens_of_rows(*unstacked(model, params), [row], _choice(model, settings)):
-        if token == NO_TOKEN:
-            return
-        yield int(token)
+# -- Tokens --------------------------------------------------------------------------------------
 
 
-def generate_many(
+def generate_tokens(
     model: CausalLM,
     params: Nested,
     prompts: Sequence[Sequence[int]],
+    settings: Settings,
     *,
     mask: Bool[np.ndarray, "N S"] | None = None,
     seeds: Sequence[int] | None = None,
     batch_size: int | None = None,
-    ends: Callable[[list[int]], bool] | None = None,
-    **settings: Any,
+    on_token: Callable[[int, int], bool] | None = None,
 ) -> Iterator[list[int]]:
-    """Returns the texts that follow prompts, in their order, each when its batch is done.
+    """Returns the tokens that follow prompts, in their order, each text when its batch is done.
 
     A text does not depend on the other prompts: token n of prompt i depends on (seed, i, n), or on
-    (seeds[i], n), as if `generate` wrote it with that seed.
+    (seeds[i], n), and on the tokens before it.
 
     Args:
-        model: As for `generate`.
-        params: As for `generate`.
+        model: A language model. Under `jax.set_mesh`, the batch and the heads of its cache are
+            split as the sharding table says.
+        params: The model's parameters. Those of a `ScanStack` are copied, see `unstacked`.
         prompts: Token ids of each prompt, at least one; or an array [N, S], with a mask.
-        mask: Where an array of prompts holds tokens; padding may stand before or after them.
-        seeds: A seed for each prompt, in the place of `seed`.
-        batch_size: How many texts are written side by side; all if None.
-        ends: Is given the tokens of a text after each that is added, and returns whether it ends.
-        **settings: Fields of `Settings`.
+        settings: Settings of generation.
+        mask: Positions of an array of prompts that hold tokens; padding may precede or follow them.
+        seeds: A seed per prompt, instead of the one of the settings.
+        batch_size: Number of texts generated together; None for all.
+        on_token: Function called with the index of a prompt and its next token; returns whether the
+            text ends with that token.
 
     Raises:
-        ValueError: As for `generate`, or if batch_size is below 1, or there are not as many seeds
-            as prompts.
+        PromptError: If a prompt is empty, too long, or has an id outside the vocabulary.
+        UserError: If batch_size is below 1, the number of seeds differs from that of prompts, or
+            vocab_size exceeds the model's.
+        ValueError: If logits are not finite (with the first token concerned).
     """
-    made = Settings(**settings)
     if batch_size is not None and batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}; set it to 1 or more.")
+        raise UserError(f"batch_size is {batch_size}; set it to 1 or more.")
     if mask is not None:
         prompts = [np.asarray(p)[m].tolist() for p, m in zip(prompts, mask, strict=True)]
     if seeds is not None and len(seeds) != len(prompts):
-        raise ValueError(
-            f"seeds has {len(seeds)} numbers for {len(prompts)} prompts; give one for each, or set "
-            "seed."
+        raise UserError(
+            f"seeds has {len(seeds)} numbers for {len(prompts)} prompts; set one per prompt."
         )
-    rows = []
-    for i, ids in enumerate(prompts):
-        limit = _limit(model, ids, made, f"Prompt {i}")
-        seed = (made.seed, i) if seeds is None else (seeds[i], 0)
-        rows.append(Prompt(ids, limit, *seed))
-    batch_size = max(1, min(batch_size or len(rows), len(rows)))
-    return _texts(model, params, rows, made, batch_size, ends)
+    vocab_size = _vocab_size(model, settings)
+    begun = [
+        Prompt(
+            ids,
+            _limit(i, ids, settings, vocab_size),
+            *((settings.seed, i) if seeds is None else (seeds[i], 0)),
+        )
+        for i, ids in enumerate(prompts)
+    ]
+    decoding = Decoding(
+        settings.sampling(), jnp.array(settings.stop_ids, jnp.int32), jnp.int32(vocab_size)
+    )
+    batch_size = max(1, min(batch_size or len(begun), len(begun)))
+    return _generate_batches(model, params, begun, decoding, batch_size, on_token)
 
 
-def _texts(
+def _generate_batches(
     model: CausalLM,
     params: Nested,
-    rows: Sequence[Prompt],
-    settings: Settings,
+    prompts: Sequence[Prompt],
+    decoding: Decoding,
     batch_size: int,
-    ends: Callable[[list[int]], bool] | None,
+    on_token: Callable[[int, int], bool] | None,
 ) -> Iterator[list[int]]:
-    choice = _choice(model, settings)
     model, params = unstacked(model, params)
-    for start in range(0, len(rows), batch_size):
-        batch = rows[start : start + batch_size]
+    for start in range(0, len(prompts), batch_size):
+        batch = prompts[start : start + batch_size]
         texts: list[list[int]] = [[] for _ in batch]
         unfinished = set(range(len(batch)))
-        for tokens in tokens_of_rows(model, params, batch, choice, num_rows=batch_size):
+        for tokens in decode(model, params, batch, decoding, batch_size=batch_size):
             for i in list(unfinished):
-                if tokens[i] == NO_TOKEN:
-                    unfinished.remove(i)
-                    continue
-                texts[i].append(int(tokens[i]))
-                if ends is not None and ends(texts[i]):
-                    unfinished.remove(i)
+                if tokens[i] != NO_TOKEN:
+                    texts[i].append(int(tokens[i]))
+                    if on_token is None or not on_token(start + i, texts[i][-1]):
+                        continue
+                unfinished.remove(i)
             if not unfinished:
                 break
         yield from texts
 
 
-def _choice(model: CausalLM, settings: Settings) -> Choice:
-    return Choice(
-        settings.sampling(),
-        jnp.array(settings.stop_ids, jnp.int32),
-        jnp.int32(_vocab_size(model, settings)),
-    )
-
-
 def _vocab_size(model: CausalLM, settings: Settings) -> int:
-    """Returns how many tokens may be drawn. Raises ValueError if the model has not as many."""
-    wanted, of_model = settings.vocab_size, model.config.vocab_size
-    if wanted is not None and not 1 <= wanted <= of_model:
-        raise ValueError(
-            f"vocab_size is {wanted}, and the model has {of_model} tokens; generate with the "
-            "tokenizer that the model was trained with."
+    """Returns the number of tokens to draw from."""
+    wanted, available = settings.vocab_size, model.config.vocab_size
+    if wanted is not None and not 1 <= wanted <= available:
+        raise UserError(
+            f"vocab_size={wanted}, but the model has vocab_size={available}; use the tokenizer "
+            "that the model was trained with."
         )
-    return of_model if wanted is None else wanted
+    return available if wanted is None else wanted
 
 
-def _limit(model: CausalLM, ids: Sequence[int], settings: Settings, place: str) -> int:
-    """Returns how many tokens may follow a prompt. Raises ValueError if it cannot be continued."""
-    vocab_size = _vocab_size(model, settings)
+def _limit(index: int, ids: Sequence[int], settings: Settings, vocab_size: int) -> int:
+    """Returns the maximum number of tokens after a prompt. Raises PromptError."""
     if not len(ids):
-        raise ValueError(f"{place} is empty; give it at least one token, such as end of text.")
+        raise PromptError(index, "it has no tokens; write at least one character.")
     for token in (min(ids), max(ids)):
         if not 0 <= token < vocab_size:
-            raise ValueError(f"{place} holds id {token}; the vocabulary is {vocab_size}.")
+            raise PromptError(
+                index, f"id {token} is outside the vocabulary of {vocab_size} tokens."
+            )
     if settings.max_length is None:
         return settings.max_new_tokens
     room = settings.max_length - len(ids)
     if room < 1:
-        raise ValueError(
-            f"{place} has {len(ids)} tokens, and max_length is {settings.max_length}, the prompt "
-            "included; raise it, or cut the prompt."
+        raise PromptError(
+            index,
+            f"it has {len(ids)} tokens, which leaves no room in max_length={settings.max_length} "
+            "(by default the length that the model was trained with); shorten the prompt, or set "
+            "max_length.",
         )
     return min(room, settings.max_new_tokens)

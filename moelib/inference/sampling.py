@@ -1,7 +1,9 @@
-"""Choosing the next token from its logits.
+"""Selection of the next token from its logits.
 
-What is left out has the logit -inf. The filters keep every token that is as likely as the last one
-they keep. Letters: B rows, V vocabulary.
+Excluded tokens have the logit -inf. The filters keep all tokens that are as likely as the least
+likely one they must keep.
+
+Letters: B batch, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -13,11 +15,11 @@ from jaxtyping import Array, Bool, Float32, Int32, Key
 
 
 class Sampling(NamedTuple):
-    """How tokens are chosen, in the order in which it is applied. None leaves a step out.
+    """The steps that select a token, in the order of their application; None skips a step.
 
     Attributes:
         repetition_penalty: See `penalize_repetition`.
-        temperature: Divides the logits; None takes the likeliest token, whatever follows.
+        temperature: Divisor of the logits; None selects the most likely token and skips the rest.
         top_k: See `keep_top_k`.
         top_p: See `keep_top_p`.
         min_p: See `keep_min_p`.
@@ -30,19 +32,19 @@ class Sampling(NamedTuple):
     min_p: Float32[Array, ""] | None = None
 
 
-def choose(
+def sample(
     logits: Float32[Array, "B V"],
     keys: Key[Array, "B"],
     seen: Bool[Array, "B V"] | None,
     sampling: Sampling,
 ) -> Int32[Array, "B"]:
-    """Returns a token for each row.
+    """Returns the next token of each sequence.
 
     Args:
-        logits: At least one of each row is finite.
-        keys: The random key of each row's draw.
-        seen: The tokens that stand in each row; of use to the repetition penalty alone.
-        sampling: How it is chosen.
+        logits: Logits, at least one per sequence finite.
+        keys: Random key of each sequence's draw.
+        seen: Tokens of each sequence; needed for a repetition penalty only.
+        sampling: Selection steps.
     """
     if sampling.repetition_penalty is not None:
         assert seen is not None
@@ -62,15 +64,15 @@ def choose(
 def penalize_repetition(
     logits: Float32[Array, "B V"], seen: Bool[Array, "B V"], penalty: Float32[Array, ""]
 ) -> Float32[Array, "B V"]:
-    """Returns logits that are divided by the penalty, or multiplied if negative, where seen.
+    """Divides the positive logits of seen tokens by the penalty, and multiplies negative ones.
 
-    Source: CTRL, arXiv:1909.05858, section 4.1; for negative logits as Hugging Face transformers.
+    Source: CTRL, arXiv:1909.05858, section 4.1; negative logits as in Hugging Face transformers.
     """
     return jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
 def keep_top_k(logits: Float32[Array, "B V"], k: Int32[Array, ""]) -> Float32[Array, "B V"]:
-    """Keeps the k likeliest tokens; all if k is V or more.
+    """Keeps the k most likely tokens; all of them if k is V or more.
 
     Source: Fan et al., arXiv:1805.04833, section 5.4.
     """
@@ -79,7 +81,7 @@ def keep_top_k(logits: Float32[Array, "B V"], k: Int32[Array, ""]) -> Float32[Ar
 
 
 def keep_top_p(logits: Float32[Array, "B V"], p: Float32[Array, ""]) -> Float32[Array, "B V"]:
-    """Keeps as few of the likeliest tokens as have a probability of at least p together.
+    """Keeps the fewest most likely tokens whose total probability is at least p.
 
     Source: Holtzman et al., arXiv:1904.09751, section 3.1.
     """
@@ -88,7 +90,7 @@ def keep_top_p(logits: Float32[Array, "B V"], p: Float32[Array, ""]) -> Float32[
 
 
 def keep_min_p(logits: Float32[Array, "B V"], p: Float32[Array, ""]) -> Float32[Array, "B V"]:
-    """Keeps the tokens that are at least p times as likely as the likeliest.
+    """Keeps tokens that are at least p times as likely as the most likely one.
 
     Source: Nguyen et al., arXiv:2407.01082, section 3.
     """
@@ -100,12 +102,12 @@ def _cut(
     logits: Float32[Array, "B V"],
     enough: Callable[[Bool[Array, "B V"]], Bool[Array, "B"]],
 ) -> Float32[Array, "B V"]:
-    """Keeps the tokens from the highest threshold on that keeps enough of them.
+    """Keeps the tokens above the highest threshold that keeps enough of them.
 
-    The threshold is found bit by bit, for to sort a vocabulary takes a CPU longer than a model.
+    The threshold is found bit by bit: on a CPU, sorting a vocabulary takes longer than the model.
     """
-    # Unsigned integers in the order of the floats: the sign bit of positive ones is set, and all
-    # bits of negative ones are flipped.
+    # Unsigned integers in the order of the floats: the sign bit of positive floats is set, and all
+    # bits of negative floats are flipped.
     bits = jax.lax.bitcast_convert_type(logits, jnp.uint32)
     sign = jnp.uint32(1 << 31)
     ordered = jnp.where(bits < sign, bits | sign, ~bits)
@@ -120,11 +122,11 @@ def _cut(
 
 
 def draw(logits: Float32[Array, "B V"], keys: Key[Array, "B"]) -> Int32[Array, "B"]:
-    """Returns a token of each row, drawn by its probability; a row's depends on its key alone."""
+    """Draws a token of each sequence, which depends on its own logits and key only."""
     probs = jax.nn.softmax(logits, axis=-1)
-    until = jnp.cumsum(probs, axis=-1)  # A parallel sum: it need not grow everywhere.
+    until = jnp.cumsum(probs, axis=-1)  # A parallel sum, which may decrease by rounding.
     share = jax.vmap(jax.random.uniform)(keys)[:, None] * until[:, -1:]
     reached = (until > share) & (probs > 0)
     first = jnp.argmax(reached, axis=-1)
-    likeliest = jnp.argmax(logits, axis=-1)
-    return jnp.where(jnp.any(reached, axis=-1), first, likeliest).astype(jnp.int32)
+    most_likely = jnp.argmax(logits, axis=-1)
+    return jnp.where(jnp.any(reached, axis=-1), first, most_likely).astype(jnp.int32)

@@ -1,80 +1,64 @@
-"""Text from tokens while they come: whole characters, and nothing from a stop string on."""
+"""Text from tokens as they arrive: whole characters, ended before a stop string."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
-_Decode = Callable[[Sequence[int]], str]
+Decode = Callable[[Sequence[int]], str]  # Text of token ids, with U+FFFD for invalid UTF-8.
 
-_FEW = 16  # Tokens that are enough to decode the next one by,
-_MANY = 64  # and how many are decoded before those in front are left out.
+_CONTEXT = 16  # Number of preceding tokens that suffice to decode the next one.
+_WINDOW = 64  # Number of tokens decoded together before the first ones are dropped.
 
 
 def text_of(
-    tokens: Sequence[int], prompt: Sequence[int], decode: _Decode, stops: Sequence[str] = ()
+    tokens: Sequence[int], prompt: Sequence[int], decode: Decode, stops: Sequence[str] = ()
 ) -> str:
-    """Returns the text of the tokens that follow a prompt, up to the first stop string in it.
-
-    Raises:
-        ValueError: If a stop string is empty.
-    """
-    _check(stops)
+    """Returns the text of the tokens that follow a prompt, up to the first stop string."""
     text = decode([*prompt, *tokens])[len(decode(prompt)) :]
     return text[: _end(text, stops)]
 
 
-def pieces_of_text(
-    tokens: Iterable[int], prompt: Sequence[int], decode: _Decode, stops: Sequence[str] = ()
-) -> Iterator[str]:
-    """Returns the text of tokens that follow a prompt, as far as it is certain; takes no more then.
+class TextStream:
+    """Decodes the tokens that follow a prompt one by one, each in constant time.
 
-    A part of a character waits for the rest of it, and what may begin a stop string for what comes.
-    A token takes as long after a long text as after a short one.
+    The pieces of `add`, and `rest` after the last token, together are `text_of` the tokens.
 
-    Args:
-        tokens: One after the other.
-        prompt: The tokens before them.
-        decode: Returns the text of tokens, with U+FFFD for what is no UTF-8.
-        stops: Texts that end the text; they are no part of it.
-
-    Raises:
-        ValueError: If a stop string is empty.
+    Attributes:
+        rest: Decoded text that waits for later tokens: an incomplete character, or a part that may
+            be the beginning of a stop string.
+        ended: Whether a stop string has been reached; no further token may be added.
     """
-    _check(stops)
-    return _pieces(tokens, list(prompt), decode, stops)
 
+    def __init__(self, prompt: Sequence[int], decode: Decode, stops: Sequence[str] = ()) -> None:
+        self._decode, self._stops = decode, stops
+        self._tokens, text = _shortened(list(prompt), decode(prompt), decode)
+        self._num_shown = len(text)  # Characters of the text of `_tokens`.
+        self.rest, self.ended = "", False
 
-def _pieces(
-    tokens: Iterable[int], prompt: list[int], decode: _Decode, stops: Sequence[str]
-) -> Iterator[str]:
-    last, whole = _shortened(prompt, decode(prompt), decode)
-    shown = len(whole)  # Of the text of the last tokens.
-    text = ""
-    for token in tokens:
-        last.append(token)
-        whole = decode(last)
-        text = whole[shown:]
-        end = _end(text, stops)
+    def add(self, token: int) -> str:
+        """Returns the text that one more token makes certain."""
+        self._tokens.append(token)
+        whole = self._decode(self._tokens)
+        text = whole[self._num_shown :]
+        end = _end(text, self._stops)
         if end < len(text):
-            text = text[:end]
-            break
+            self.rest, self.ended = "", True
+            return text[:end]
         certain = text.rstrip("\ufffd")
-        certain = certain[: len(certain) - _num_begun(certain, stops)]
-        if certain:
-            yield certain
-            shown += len(certain)
-            text = text[len(certain) :]
-        if len(last) > _MANY and not whole.endswith("\ufffd"):
-            fewer, rest = _shortened(last, whole, decode)
-            if len(text) <= len(rest):
-                last, shown = fewer, len(rest) - len(text)
-    yield text
+        certain = certain[: len(certain) - _num_begun(certain, self._stops)]
+        self._num_shown += len(certain)
+        self.rest = text[len(certain) :]
+        if len(self._tokens) > _WINDOW and not whole.endswith("\ufffd"):
+            fewer, end_text = _shortened(self._tokens, whole, self._decode)
+            if len(self.rest) <= len(end_text):
+                self._tokens, self._num_shown = fewer, len(end_text) - len(self.rest)
+        return certain
 
 
-def _shortened(tokens: list[int], text: str, decode: _Decode) -> tuple[list[int], str]:
-    """Returns some of the last tokens, and their text, with which that of all of them ends.
+def _shortened(tokens: list[int], text: str, decode: Decode) -> tuple[list[int], str]:
+    """Returns a few of the last tokens and their text, which ends the text of all tokens.
 
-    Alone, tokens may have another text: if the first is a part of a character, for example.
+    Decoded alone, tokens may give another text: the first may be a part of a character.
     """
-    num = _FEW
+    num = _CONTEXT
     while num < len(tokens):
         end = decode(tokens[-num:])
         if end and text.endswith(end):
@@ -83,18 +67,13 @@ def _shortened(tokens: list[int], text: str, decode: _Decode) -> tuple[list[int]
     return tokens, text
 
 
-def _check(stops: Sequence[str]) -> None:
-    if "" in stops:
-        raise ValueError("--stop is empty; set it to a text of one character or more.")
-
-
 def _end(text: str, stops: Sequence[str]) -> int:
-    """Returns where the first stop string begins, or the length of a text without any."""
+    """Returns the index of the first stop string, or the length of a text without any."""
     found = (text.find(stop) for stop in stops)
     return min((at for at in found if at >= 0), default=len(text))
 
 
 def _num_begun(text: str, stops: Sequence[str]) -> int:
-    """Returns how many characters at the end of a text may be the beginning of a stop string."""
+    """Returns the number of characters at the end of a text that may begin a stop string."""
     begun = (n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
     return max(begun, default=0)

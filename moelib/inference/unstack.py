@@ -1,7 +1,7 @@
-"""Weights taken apart that layers use one by one: a token is computed faster from whole arrays.
+"""Models with loops instead of scans, and stacked weights as separate arrays, to generate faster.
 
-A scan copies each layer's weights out of the stack for each token, and its cache too, back as well.
-On CPUs and GPUs even what is cut out of an array at a fixed place is copied.
+A scan copies each layer's weights out of the stack for each token, and its cache out and back. CPUs
+and GPUs copy even a slice at a constant index.
 """
 
 import functools
@@ -10,8 +10,8 @@ from typing import Any
 import jax
 
 from moelib.core.config_modifier import replace_layer_config_recursively
-from moelib.core.context import Nested
 from moelib.core.module import Module
+from moelib.core.tree import Nested
 from moelib.layers.feed_forward import FeedForward
 from moelib.layers.transformer import BaseStack, LoopStack, ScanStack
 from moelib.models.causal_lm import CausalLM
@@ -19,7 +19,7 @@ from moelib.models.causal_lm import CausalLM
 
 @jax.tree_util.register_pytree_node_class
 class _Parts(tuple[Any, ...]):
-    """An array as the parts along its first axis, for a layer that iterates over it."""
+    """An array as the slices along its first axis, for a layer that iterates over them."""
 
     def astype(self, dtype: Any) -> "_Parts":
         return _Parts(part.astype(dtype) for part in self)
@@ -34,16 +34,17 @@ class _Parts(tuple[Any, ...]):
 
 
 def unstacked(model: CausalLM, params: Nested) -> tuple[CausalLM, Nested]:
-    """Returns the same model with loops in the place of scans, and its parameters taken apart.
+    """Returns the same model with loops instead of scans, and its parameters as separate arrays.
 
-    These are copies, so drop the others if memory is short; what is apart already stays as it is.
+    The arrays are copies, so release the stacked parameters if memory is short. A model without
+    scans and its parameters are returned as they are.
     """
     return _with_loops(model), _unstacked(model, params)
 
 
-@functools.lru_cache(maxsize=8)  # What is compiled for the model is found again.
+@functools.lru_cache(maxsize=8)  # The same object, so that its programs are compiled once.
 def _with_loops(model: CausalLM) -> CausalLM:
-    while _has_scan(model):  # Once more for each depth of scans in scans.
+    while _has_scan(model):  # Once per level of nested scans.
         cfg = model.config.clone()
         replace_layer_config_recursively(cfg, ScanStack, _loop)
         model = cfg.instantiate(parent=None)
@@ -70,7 +71,7 @@ def _unstacked(module: Module, params: Nested) -> Nested:
 
 
 def _as_loop(stack: ScanStack, params: Nested) -> Nested:
-    """Returns the parameters of a ScanStack under the names that a LoopStack's have."""
+    """Returns the parameters of a ScanStack under the names of a LoopStack."""
     first, size = len(stack.config.first_layers), len(stack.config.block)
     layers = {}
     for name, part in params.items():
@@ -78,8 +79,8 @@ def _as_loop(stack: ScanStack, params: Nested) -> Nested:
         if name.startswith("layer"):
             layers[name] = _unstacked(layer, part)
             continue
-        place = first + int(name.removeprefix("repeated"))
+        index = first + int(name.removeprefix("repeated"))
         for r in range((stack.config.num_layers - first) // size):
             one = jax.tree.map(lambda x, r=r: x[r], part)
-            layers[f"layer{place + r * size}"] = _unstacked(layer, one)
+            layers[f"layer{index + r * size}"] = _unstacked(layer, one)
     return layers

@@ -266,6 +266,21 @@ def named_shardings(specs: Any, mesh: jax.sharding.Mesh, rules: Rules | None = N
     return jax.tree.map(lambda split: NamedSharding(mesh, split), splits)
 
 
+def num_parts(name: str) -> int:
+    """Returns the number of parts into which the current mesh splits a logical axis."""
+    mesh = current_mesh()
+    sizes = {} if mesh is None else dict(mesh.shape)
+    return math.prod(sizes[axis] for axis in mesh_axes(name, sizes))
+
+
+def padded_batch(num_sequences: int, seq_len: int) -> tuple[int, int]:
+    """Returns the smallest batch size and sequence length that the current mesh divides."""
+    batch, ring = num_parts("batch"), num_parts("sequence")
+    pieces = 2 * ring if ring > 1 else 1  # Ring attention gives each device two pieces.
+    tokens = math.lcm(pieces, num_parts("residual_sequence"))
+    return -(-num_sequences // batch) * batch, -(-seq_len // tokens) * tokens
+
+
 def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
     """Tells the compiler how an activation is split. Does nothing without a mesh."""
     _note_asked(*axes)

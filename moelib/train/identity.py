@@ -4,15 +4,18 @@ import hashlib
 import logging
 import os
 import re
+import sys
+import sysconfig
 from typing import Any
 
 from moelib.core.config_parse import parse
 from moelib.core.errors import UserError
-from moelib.core.files import atomic_file
+from moelib.core.files import atomic_file, read_json, write_json
 
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.txt"
+_RUN_FILE = "run.json"
 
 # These determine the numbers of a run. Everything else (mesh, length, evaluations, output) may
 # change.
@@ -82,7 +85,20 @@ def check_directory(cfg: Any, directory: str) -> None:
 
 
 def write_config(cfg: Any, directory: str) -> None:
-    """Writes config.txt, which commands read the run's config from."""
+    """Writes config.txt and run.json, from which commands build the run's model.
+
+    run.json lists the folders, other than Python's own, that modules are imported from: the config
+    may name layers of the user's modules.
+    """
     os.makedirs(directory, exist_ok=True)
     with atomic_file(os.path.join(directory, CONFIG_FILE)) as file:
         file.write(cfg.debug_string())
+    python = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    dirs = dict.fromkeys(os.path.abspath(path) for path in sys.path if os.path.isdir(path or "."))
+    own = [path for path in dirs if not path.startswith(python)]
+    write_json(os.path.join(directory, _RUN_FILE), {"module_dirs": own})
+
+
+def module_dirs(directory: str) -> list[str]:
+    """Returns the folders of modules in run.json; none for a run of an earlier version."""
+    return read_json(os.path.join(directory, _RUN_FILE)).get("module_dirs", [])

@@ -15,9 +15,9 @@ import shutil
 import jax
 import pytest
 
-from moelib.cli.generate import load_for_inference
 from moelib.core.config_parse import parse
 from moelib.inference.generate import generate
+from moelib.train.loading import load_model
 
 _FOLDER = pathlib.Path(__file__).parent / "old_run"
 EXPECTED = json.loads((_FOLDER / "expected.json").read_text())
@@ -45,14 +45,7 @@ def test_resumes_with_the_loss_of_the_code_that_wrote_it(old_run):
 
 
 def test_generates_the_tokens_of_the_code_that_wrote_it(old_run):
-    loaded = load_for_inference(str(old_run))
-    ids = loaded.encode([EXPECTED["prompt"]])[0]
-    tokens = generate(
-        loaded.model,
-        loaded.params,
-        ids,
-        temperature=0.0,
-        max_new_tokens=len(EXPECTED["generated"]),
-        vocab_size=loaded.tokenizer.vocab_size,
-    )
-    assert list(map(int, tokens)) == EXPECTED["generated"]
+    model = load_model(str(old_run))
+    num = len(EXPECTED["generated"])
+    (text,) = generate(model, [EXPECTED["prompt"]], temperature=0.0, max_new_tokens=num)
+    assert text.tokens == EXPECTED["generated"]

@@ -18,7 +18,7 @@ from moelib.core.errors import UsageError
 from moelib.core.module import functional
 from moelib.data.tokenizer import Tokenizer
 from moelib.evaluation.scoring import Scorer
-from moelib.inference.generate import generate_many
+from moelib.inference.generate import Settings, generate_tokens
 from tests import tiny
 from tests.evaluation import folders
 from tests.evaluation.bag_lm import bag_lm
@@ -130,9 +130,8 @@ def test_text_is_generated_in_the_dtype_of_training(generator, tokenizer):
     settings = {"vocab_size": tokenizer.vocab_size, "max_length": 64, "train_dtype": "bfloat16"}
     trained_low = LmEvalModel(model, params, tokenizer, Scorer(model, **settings))
     ids = tokenizer.encode("A rose")
-    (want,) = generate_many(
-        model, low, [ids], max_new_tokens=12, temperature=0.0, vocab_size=tokenizer.vocab_size
-    )
+    greedy = Settings(max_new_tokens=12, temperature=0.0, vocab_size=tokenizer.vocab_size)
+    (want,) = generate_tokens(model, low, [ids], greedy)
     request = Request("A rose", {"max_gen_toks": 12, "until": []})
     assert trained_low.generate_until([request]) == [tokenizer.decode(want)]
     assert trained_low._params["embedding"]["weight"].dtype == jnp.bfloat16

@@ -144,7 +144,7 @@ def test_without_a_cache_tokens_are_computed_from_the_whole_text_and_that_is_sai
     with caplog.at_level(logging.WARNING, logger="moelib.inference.cache"):
         assert_token_by_token_equals_whole(model, params, room=8, grow_to=32)
     (message,) = caplog.messages
-    assert message.startswith("decoder.layer0 (TransformerLayer) keeps no cache")
+    assert message.startswith("decoder.layer0 (TransformerLayer) has no cache")
 
 
 def test_a_layer_keeps_what_it_likes():

@@ -1,6 +1,8 @@
-"""Generation: the likeliest texts, drawn ones that depend on nothing else, their ends; meshes."""
+"""Generation: greedy and drawn tokens, their ends, independence of the batch; meshes; texts."""
 
+import contextlib
 import itertools
+import types
 
 import jax
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 
 from moelib.core import tree
 from moelib.inference import decode
-from moelib.inference.generate import Settings, generate, generate_many
+from moelib.inference.generate import Completion, PromptError, Settings, generate, generate_tokens
 from moelib.inference.unstack import unstacked
 from moelib.layers.moe.dispatch import DenseDispatcher
 from moelib.layers.transformer import LoopStack
@@ -32,10 +34,10 @@ DRAWN = {"max_new_tokens": NEW, "temperature": 1.5, "top_p": 0.9, "stop_ids": [9
 
 @pytest.fixture(scope="module", autouse=True)
 def _quickly_compiled():
-    """Has programs compiled without optimization, which takes less time."""
+    """Compiles programs without optimization, which takes less time."""
     with pytest.MonkeyPatch.context() as patch:
         for name, arguments in (
-            ("_begin", {"static_argnums": (0, 4)}),
+            ("_begin", {"static_argnums": (0, 5)}),
             ("_advance", {"static_argnums": 0, "donate_argnums": 2}),
         ):
             program = getattr(decode, name).__wrapped__
@@ -51,13 +53,16 @@ def model():
 
 
 def one(model, prompt, **settings):
-    """Returns the text that follows a prompt."""
-    return list(generate(model[0], model[1], prompt, **settings))
+    """Returns the tokens that follow a prompt."""
+    return many(model, [prompt], **settings)[0]
 
 
-def many(model, prompts=PROMPTS, **settings):
-    """Returns the texts that follow prompts."""
-    return list(generate_many(model[0], model[1], prompts, **settings))
+def many(
+    model, prompts=PROMPTS, *, mask=None, seeds=None, batch_size=None, on_token=None, **settings
+):
+    """Returns the tokens that follow prompts."""
+    how = {"mask": mask, "seeds": seeds, "batch_size": batch_size, "on_token": on_token}
+    return list(generate_tokens(model[0], model[1], prompts, Settings(**settings), **how))
 
 
 @pytest.fixture(scope="module")
@@ -134,12 +139,18 @@ def test_texts_end_before_a_stop_token_and_others_go_on(model, drawn):
 
 def test_texts_end_where_the_caller_says(model, drawn):
     ends = lambda tokens: sum(tokens) > 60
+    read = [[] for _ in PROMPTS]
+
+    def on_token(index, token):
+        read[index].append(token)
+        return ends(read[index])
+
     want = [
         next((text[:n] for n in range(1, NEW) if ends(text[:n])), text)
         for text in drawn  # The token with which it ends is part of the text.
     ]
     assert want != drawn
-    assert many(model, **DRAWN, seed=4, ends=ends) == want
+    assert many(model, **DRAWN, seed=4, batch_size=3, on_token=on_token) == want == read
 
 
 def test_max_length_counts_the_prompt(model, drawn):
@@ -163,18 +174,20 @@ def test_tokens_beyond_the_tokenizers_vocabulary_are_never_drawn(model, temperat
     assert free == one(model, [1], vocab_size=32, **settings)
 
 
-def test_texts_are_written_one_by_one_and_side_by_side(model, capsys):
+def test_tokens_are_shown_as_they_come(model, capsys):
     model, params = model
     first, second = PROMPTS[:2]
-    # --8<-- [start:generate]
+    # --8<-- [start:tokens]
     model, params = unstacked(model, params)
-    for token in generate(model, params, first, max_new_tokens=8, temperature=0.8, top_p=0.95):
-        print(token, end=" ", flush=True)
+    settings = Settings(max_new_tokens=8, temperature=0.0)
 
-    prompts = [first, second]
-    texts = list(generate_many(model, params, prompts, max_new_tokens=8, temperature=0.0))
-    # --8<-- [end:generate]
-    assert len(capsys.readouterr().out.split()) == 8
+    def show(index, token):
+        print(token, end=" ", flush=True)
+        return False  # Whether the text ends with this token.
+
+    texts = list(generate_tokens(model, params, [first, second], settings, on_token=show))
+    # --8<-- [end:tokens]
+    assert len(capsys.readouterr().out.split()) == 16
     assert [len(text) for text in texts] == [8, 8]
 
 
@@ -216,7 +229,7 @@ def test_a_mesh_that_splits_sequences_writes_the_texts_of_one_device(
 )
 def test_prompts_are_padded_to_what_the_mesh_divides(axes, want):
     with jax.set_mesh(tiny.mesh(**axes)):
-        assert decode._padded([decode.Prompt([1], 1, 0)], 1).ids.shape == (1, want)
+        assert decode._padded([decode.Prompt([1], 1, 0)], 1, 1)[0].shape == (1, want)
 
 
 def test_parameters_taken_apart_stay_split_as_they_were():
@@ -236,14 +249,14 @@ def test_parameters_taken_apart_stay_split_as_they_were():
 @pytest.mark.parametrize(
     ("prompts", "settings", "message"),
     [
-        ([[1], []], {}, "Prompt 1 is empty"),
-        ([[3, 32]], {}, "Prompt 0 holds id 32; the vocabulary is 32"),
-        ([[3, -1]], {}, "Prompt 0 holds id -1"),
-        ([[4]], {"vocab_size": 4}, "Prompt 0 holds id 4; the vocabulary is 4"),
-        ([[4]], {"vocab_size": 33}, "vocab_size is 33, and the model has 32 tokens"),
-        ([[1], [1] * 8], {"max_length": 8}, "Prompt 1 has 8 tokens, and max_length is 8"),
+        ([[1], []], {}, "Prompt 1: it has no tokens"),
+        ([[3, 32]], {}, "Prompt 0: id 32 is outside the vocabulary of 32"),
+        ([[3, -1]], {}, "Prompt 0: id -1"),
+        ([[4]], {"vocab_size": 4}, "Prompt 0: id 4 is outside the vocabulary of 4"),
+        ([[4]], {"vocab_size": 33}, "vocab_size=33, but the model has vocab_size=32"),
+        ([[1], [1] * 8], {"max_length": 8}, "Prompt 1: it has 8 tokens, .*max_length=8"),
         ([[1]], {"batch_size": 0}, "batch_size is 0"),
-        ([[1], [2]], {"seeds": [0]}, "seeds has 1 numbers for 2 prompts; give one for each"),
+        ([[1], [2]], {"seeds": [0]}, "seeds has 1 numbers for 2 prompts"),
         ([[1]], {"seeds": [0, 1]}, "seeds has 2 numbers for 1 prompts"),
     ],
 )
@@ -252,43 +265,43 @@ def test_prompts_that_cannot_be_continued_are_refused(model, prompts, settings, 
         many(model, prompts, **{"max_new_tokens": 1, **settings})
 
 
-def test_no_more_rows_are_computed_than_there_are_prompts(model, monkeypatch):
+def test_the_batch_is_not_larger_than_the_number_of_prompts(model, monkeypatch):
     seen = []
 
-    def tokens_of_rows(*arguments, num_rows):
+    def ended_at_once(*arguments, batch_size):
         del arguments
-        seen.append(num_rows)
-        yield np.array([decode.NO_TOKEN] * num_rows)
+        seen.append(batch_size)
+        yield np.array([decode.NO_TOKEN] * batch_size)
 
-    monkeypatch.setattr("moelib.inference.generate.tokens_of_rows", tokens_of_rows)
+    monkeypatch.setattr("moelib.inference.generate.decode", ended_at_once)
     assert many(model, **DRAWN, batch_size=100) == [[]] * 4
     assert many(model, PROMPTS[:3], **DRAWN, batch_size=2) == [[]] * 3
     assert many(model, [], **DRAWN, batch_size=2) == []
     assert seen == [4, 2, 2]
 
 
-def test_a_prompt_that_cannot_be_continued_is_refused_before_anything_is_computed(model):
-    with pytest.raises(ValueError, match="The prompt is empty"):
-        generate(model[0], model[1], [], max_new_tokens=1)
+def test_an_invalid_prompt_is_refused_before_anything_is_computed(model):
+    with pytest.raises(PromptError, match="Prompt 1") as raised:
+        generate_tokens(model[0], model[1], [[1], []], Settings())
+    assert raised.value.index == 1
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0.0}, DRAWN])
 def test_logits_that_are_not_finite_are_an_error(model, settings):
     broken = model[0], model[1] | {"lm_head": {"weight": model[1]["lm_head"]["weight"] * np.nan}}
-    message = "logits of token 1 after a prompt are not finite: the parameters are not"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="generated token 1 are not finite"):
         many(broken, **settings | {"max_new_tokens": NEW})
 
 
-def test_an_error_in_the_midst_of_a_text_comes_after_the_tokens_before_it(model):
+def test_an_error_comes_after_the_tokens_before_it(model):
     greedy = {"max_new_tokens": NEW, "temperature": 0.0}
     first = one(model, PROMPTS[0], **greedy)[0]
     assert first not in PROMPTS[0]
     weight = model[1]["embedding"]["weight"].at[first].set(np.inf)
-    tokens = generate(model[0], model[1] | {"embedding": {"weight": weight}}, PROMPTS[0], **greedy)
-    assert next(tokens) == first
-    with pytest.raises(ValueError, match="logits of token 2 after a prompt are not finite"):
-        next(tokens)
+    broken, shown = (model[0], model[1] | {"embedding": {"weight": weight}}), []
+    with pytest.raises(ValueError, match="generated token 2 are not finite"):
+        many(broken, PROMPTS[:1], **greedy, on_token=lambda _, token: shown.append(token))
+    assert shown == [first]
 
 
 @pytest.mark.parametrize(
@@ -325,3 +338,63 @@ def test_few_programs_are_compiled(model):
         prompts = [[1] * i, [2] * 2 * i, [3], [4] * 9]
         many(model, prompts, **DRAWN | {"temperature": 0.5 + i, "top_p": 0.2 * i}, seed=i)
     assert sizes() == before
+
+
+# -- Texts ---------------------------------------------------------------------------------------
+
+
+class Letters:
+    """A tokenizer of 32 characters."""
+
+    vocab_size = 32
+
+    def encode_prompts(self, texts):
+        return [[ord(letter) - 64 for letter in text] for text in texts]
+
+    def decode(self, ids):
+        return "".join(chr(64 + i) for i in ids)
+
+
+@pytest.fixture
+def loaded(model):
+    """Returns what `load_model` returns, as far as generation reads it."""
+    return types.SimpleNamespace(
+        model=model[0],
+        parameters=model[1],
+        tokenizer=Letters(),
+        stop_ids=(99,),
+        max_length=24,
+        on_mesh=contextlib.nullcontext,
+    )
+
+
+def test_texts_are_those_of_the_tokens(loaded, model):
+    prompts = ["C", "EA^BGG", "_@D", "ABCDEFGHI"]
+    assert Letters().encode_prompts(prompts) == PROMPTS
+    settings = {"max_new_tokens": NEW, "temperature": 1.5, "top_p": 0.9, "seed": 4}
+    tokens = many(model, **DRAWN, seed=4, vocab_size=32)
+    want = [Completion(Letters().decode(ids), ids) for ids in tokens]
+    assert list(generate(loaded, prompts, **settings, batch_size=3)) == want
+    shown = [""] * 4
+
+    def show(index, piece):
+        shown[index] += piece
+
+    stop = want[1].text[3:5]
+    cut = list(generate(loaded, prompts, **settings, stop=[stop], on_text=show))
+    assert [completion.text for completion in cut] == shown
+    assert shown == [completion.text.split(stop)[0] for completion in want]
+    assert cut[1].tokens == want[1].tokens[: want[1].text.index(stop) + 2]
+
+
+def test_the_length_of_a_text_is_limited_by_that_of_training(loaded):
+    loaded.max_length = 8
+    assert len(next(generate(loaded, ["ABC"])).tokens) == 5
+    assert len(next(generate(loaded, ["ABC"], max_length=12)).tokens) == 9
+    with pytest.raises(PromptError, match="max_length=8"):
+        generate(loaded, ["ABCDEFGH"])
+
+
+def test_an_empty_stop_string_is_refused(loaded):
+    with pytest.raises(ValueError, match="stop has an empty string"):
+        generate(loaded, ["A"], stop=["a", ""])

@@ -64,7 +64,7 @@ def chosen(row, settings, *, seen=None, num=2000):
     logits = jnp.broadcast_to(jnp.asarray(row), (num, V))
     if seen is not None:
         seen = jnp.broadcast_to(jnp.asarray(seen), (num, V))
-    return np.asarray(jax.jit(sampling.choose)(logits, keys, seen, settings))
+    return np.asarray(jax.jit(sampling.sample)(logits, keys, seen, settings))
 
 
 @pytest.mark.parametrize("row", [0, 2])

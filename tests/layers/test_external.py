@@ -10,7 +10,7 @@ from flax import linen, nnx
 from moelib.core import tree
 from moelib.core.config import config_for_function
 from moelib.core.param import is_spec
-from moelib.inference.generate import generate_many
+from moelib.inference.generate import Settings, generate_tokens
 from moelib.layers.external import ExternalLayer, InitApply, Updated
 from moelib.layers.transformer import LoopStack
 from tests import tiny
@@ -263,8 +263,10 @@ def test_texts_are_computed_whole_unless_tokens_are_said_to_stand_alone(by_token
     stack = decoder(layer(part), layer(), kind=LoopStack)
     model, params = with_parameters(tiny.model_config(stack))
     prompts = [[3, 4, 5], [7]]
-    texts = list(generate_many(model, params, prompts, max_new_tokens=5, temperature=0.0))
-    assert ("keeps no cache" in caplog.text) != by_token
+    texts = list(
+        generate_tokens(model, params, prompts, Settings(max_new_tokens=5, temperature=0.0))
+    )
+    assert ("has no cache" in caplog.text) != by_token
     for prompt, text in zip(prompts, texts, strict=True):
         logits = compiled_whole_logits(model, params, np.array([[*prompt, *text]]))[0]
         np.testing.assert_array_equal(np.argmax(logits[len(prompt) - 1 : -1], -1), text)

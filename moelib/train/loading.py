@@ -1,0 +1,252 @@
+"""Trained models, loaded from the folder of a run or of a Hugging Face model."""
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from moelib.checkpoint.restore import restore_params_only
+from moelib.core import config_parse
+from moelib.core.errors import UserError
+from moelib.core.files import read_json
+from moelib.core.param import ParameterSpec, is_spec, may_cast
+from moelib.core.tree import Nested
+from moelib.data.input import load_tokenizer
+from moelib.data.tokenizer import FILE_NAME, SETTINGS_FILE, Tokenizer, read_tokenizer
+from moelib.models.causal_lm import CausalLM
+from moelib.parallel import sharding
+from moelib.parallel.mesh import MESH_AXIS_NAMES, create_device_mesh, parse_mesh
+from moelib.train import identity, pretrained
+from moelib.train.state import abstract_state
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A trained model with its tokenizer, to generate with or to evaluate.
+
+    Attributes:
+        folder: Folder of the run or of the Hugging Face model.
+        model: The language model.
+        parameters: The model's parameters, sharded over `mesh`.
+        tokenizer: The model's tokenizer, with the ids of BOS (`bos_id`, may be None) and of end of
+            text (`eos_id`).
+        stop_ids: Ids of all tokens that end a text.
+        config: Config of the run's trainer; None for a Hugging Face folder.
+        step: Training step of the parameters; None for a Hugging Face folder.
+        max_length: Longest sequence that the model was trained for, in tokens; None if unknown.
+        dtype: Dtype that parameters were cast to; None if they were not.
+        mesh: Devices that hold the parameters; None for the first device.
+    """
+
+    folder: str
+    model: CausalLM
+    parameters: Nested
+    tokenizer: Tokenizer
+    stop_ids: Sequence[int]
+    config: Any
+    step: int | None
+    max_length: int | None
+    dtype: str | None
+    mesh: Mesh | None
+
+    def on_mesh(self) -> contextlib.AbstractContextManager[Any]:
+        """Returns a context that sets the mesh and the run's sharding rules."""
+        return _on_mesh(self.mesh, self.config)
+
+    def at_step(self, step: int | None) -> "LoadedModel":
+        """Returns the same model with the parameters of another step; None for the newest."""
+        specs = self.model.create_parameter_specs_recursively()
+        with self.on_mesh():
+            if self.mesh is None:
+                first = SingleDeviceSharding(jax.local_devices()[0])
+                shardings = jax.tree.map(lambda _: first, specs, is_leaf=is_spec)
+            else:
+                shardings = sharding.named_shardings(specs, self.mesh)
+            target = abstract_state(specs, shardings)
+            checkpoints = os.path.join(self.folder, "checkpoints")
+            restored = restore_params_only(checkpoints, target, step=step)
+        parameters = restored.state
+        if self.dtype is not None:
+            parameters = _cast_one_by_one(parameters, specs, self.dtype)
+        return dataclasses.replace(self, parameters=parameters, step=restored.record.step)
+
+
+def load_model(
+    folder: str,
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    mesh: Mesh | str | None = None,
+    module_dir: str | None = None,
+) -> LoadedModel:
+    """Returns the model in the folder of a run or of a Hugging Face model.
+
+    Args:
+        folder: A run's folder (config.txt and checkpoints/) or a folder with config.json,
+            safetensors, tokenizer.json and tokenizer_config.json.
+        step: Step of the run's checkpoint; None for the newest.
+        dtype: Dtype of the parameters, one of `DTYPES` or "stored" for that of the checkpoint; None
+            for the dtype that the run computes in or that config.json names. Parameters that are
+            never cast in training, such as routers, keep their dtype.
+        mesh: Mesh to shard the parameters over, also as text, such as "fsdp=4,expert=2"; None for
+            the first device.
+        module_dir: Folder of the modules of the run's own layers; None for the folder they were
+            imported from in training, or else the current one.
+
+    Raises:
+        UserError: If an argument is invalid, the folder holds no model or no tokenizer, or a module
+            of the run's config is missing.
+        DamagedCheckpointError: If a checkpoint cannot be read.
+    """
+    run = os.path.exists(os.path.join(folder, identity.CONFIG_FILE))
+    if not run and not os.path.exists(os.path.join(folder, pretrained.CONFIG_FILE)):
+        raise UserError(
+            f"{folder} holds no model: it has neither the {identity.CONFIG_FILE} of a run nor the "
+            f"{pretrained.CONFIG_FILE} of a Hugging Face model."
+        )
+    if not run and step is not None:
+        raise UserError(f"step {step}: {folder} is a Hugging Face folder, without steps; unset it.")
+    cfg: Any = _read_config(folder, module_dir) if run else None
+    model_cfg = cfg.model if run else pretrained.read_config(folder)[0]
+    published = read_json(
+        os.path.join(folder, pretrained.CONFIG_FILE)
+    )  # Also of a converted model.
+    tokenizer = tokenizer_of_model(folder, model_cfg.vocab_size, cfg and cfg.input)
+    loaded = LoadedModel(
+        folder=folder,
+        model=model_cfg.instantiate(parent=None),
+        parameters={},
+        tokenizer=tokenizer,
+        stop_ids=_stop_ids(folder, tokenizer),
+        config=cfg,
+        step=None,
+        max_length=published.get("max_position_embeddings") or _seq_len(cfg),
+        dtype=_dtype(folder, dtype, cfg, published),
+        mesh=as_mesh(mesh, cfg.mesh_axis_names if run else MESH_AXIS_NAMES),
+    )
+    if run:
+        return loaded.at_step(step)
+    read = pretrained.load_pretrained(folder, dtype=loaded.dtype, mesh=loaded.mesh)
+    model = read.cfg.instantiate(parent=None)
+    return dataclasses.replace(loaded, model=model, parameters=read.params)
+
+
+def _seq_len(cfg: Any) -> int | None:
+    """Returns the sequence length that a run trains with; None for a converted model."""
+    return None if cfg is None else getattr(cfg.input, "seq_len", None)
+
+
+def _dtype(folder: str, dtype: str | None, cfg: Any, published: Mapping[str, Any]) -> str | None:
+    """Returns the dtype to cast to; None if a run's parameters keep theirs."""
+    if cfg is not None and dtype in (None, "stored"):
+        cast = dtype is None and cfg.train_dtype is not None
+        return str(jnp.dtype(cfg.train_dtype)) if cast else None
+    if dtype in (None, "stored"):
+        dtype = published.get("dtype") or published.get("torch_dtype") or "float32"
+    if dtype not in DTYPES:
+        raise UserError(f"{folder}: dtype {dtype!r}; set dtype to one of {', '.join(DTYPES)}.")
+    return dtype
+
+
+# -- Parameters ----------------------------------------------------------------------------------
+
+
+def as_mesh(mesh: Mesh | str | None, axis_names: Sequence[str] = MESH_AXIS_NAMES) -> Mesh | None:
+    """Returns the mesh, over all devices if it is given as text. Raises UserError."""
+    if not isinstance(mesh, str):
+        return mesh
+    shape = parse_mesh(mesh, axis_names=axis_names, num_devices=jax.device_count())
+    return create_device_mesh(shape, axis_names)
+
+
+@contextlib.contextmanager
+def _on_mesh(mesh: Mesh | None, cfg: Any) -> Iterator[None]:
+    if mesh is None:
+        yield
+        return
+    with jax.set_mesh(mesh), sharding.sharding_rules((cfg and cfg.sharding_rules) or {}):
+        yield
+
+
+def _cast_one_by_one(parameters: Nested, specs: Nested, dtype: str) -> Nested:
+    """Returns the parameters cast as in training; each original is freed before the next cast."""
+
+    def cast(spec: ParameterSpec, x: jax.Array) -> jax.Array:
+        if not may_cast(spec) or x.dtype == dtype:
+            return x
+        small = x.astype(dtype)
+        x.delete()
+        return small
+
+    return jax.tree.map(cast, specs, parameters, is_leaf=is_spec)
+
+
+def tokenizer_of_model(folder: str, vocab_size: int, cfg: Any = None) -> Tokenizer:
+    """Returns the tokenizer in a folder, or else that of the run's input.
+
+    Raises:
+        UserError: If there is none, or it has more tokens than the model.
+    """
+    if cfg is not None and not os.path.exists(os.path.join(folder, FILE_NAME)):
+        try:
+            tokenizer = load_tokenizer(cfg)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{folder} has no {FILE_NAME}, and the run's input no tokenizer that can be read: "
+                f"{error} Copy {FILE_NAME} and {SETTINGS_FILE} of the data to {folder}."
+            ) from error
+    else:
+        published = os.path.exists(os.path.join(folder, pretrained.CONFIG_FILE))
+        tokenizer = read_tokenizer(folder, published=published)
+    if tokenizer.vocab_size > vocab_size:
+        raise UserError(
+            f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, but the model has "
+            f"vocab_size={vocab_size}; use the tokenizer that the model was trained with."
+        )
+    return tokenizer
+
+
+def _stop_ids(folder: str, tokenizer: Tokenizer) -> Sequence[int]:
+    """Returns the ids that end a text: that of the tokenizer, and those of a published model."""
+    ids = {tokenizer.eos_id}
+    for name in (pretrained.CONFIG_FILE, "generation_config.json"):
+        ends = read_json(os.path.join(folder, name)).get("eos_token_id")
+        ids |= set(ends if isinstance(ends, list) else [ends])
+    return tuple(sorted(ids - {None}))
+
+
+# -- The config of a run and the modules that it names -------------------------------------------
+
+
+def _read_config(folder: str, module_dir: str | None) -> Any:
+    """Returns the config of a run, and makes the modules that it names importable."""
+    path = os.path.join(folder, identity.CONFIG_FILE)
+    with open(path, encoding="utf-8") as file:
+        text = file.read()
+    # Lines such as "model.klass: package.module:Class" and "rules[0]: <package.module:Record>".
+    modules = set(re.findall(r"^.+?: <?([A-Za-z_]\w*)[\w.]*:[\w.<>]+$", text, re.MULTILINE))
+    dirs = [*identity.module_dirs(folder), os.getcwd()]
+    for directory in [module_dir, *dirs] if module_dir else dirs:
+        if any(map(_is_missing, modules)) and directory not in sys.path:
+            sys.path.append(directory)
+            importlib.invalidate_caches()
+    if missing := list(filter(_is_missing, modules)):
+        raise UserError(
+            f"{path} names the module {missing[0]!r}, which is neither installed nor where the run "
+            "imported it from; set module_dir (--module_dir) to the folder that holds it."
+        )
+    return config_parse.parse(text, place=f"{path}:")
+
+
+def _is_missing(module: str) -> bool:
+    return module not in sys.modules and importlib.util.find_spec(module) is None

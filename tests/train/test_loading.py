@@ -1,0 +1,190 @@
+"""`load_model`: runs are self-contained; dtypes, meshes, tokenizers and own modules."""
+
+import importlib
+import json
+import os
+import shutil
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moelib.core import tree
+from moelib.core.errors import UserError
+from moelib.data.mixture import Mixture
+from moelib.data.tokenizer import train_bpe
+from moelib.train.loading import load_model
+from tests import tiny
+from tests.train import small_run
+
+OWN_MODULE = """
+from moelib.layers.feed_forward import FeedForward
+
+class Gated(FeedForward):
+    pass
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Returns the folder of a run on a mixture, of a layer of one's own, in bfloat16.
+
+    It was started in a folder to which the paths of its data and its module are relative.
+    """
+    home = tmp_path_factory.mktemp("home")
+    for name in ("a", "b"):
+        small_run.make_store(home / name)
+    (home / "own_layers.py").write_text(OWN_MODULE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        patch.syspath_prepend(str(home))
+        gated = importlib.import_module("own_layers").Gated
+
+        store = small_run.TokenStore.default_config()
+        sources = {name: store.clone(path=name) for name in ("a", "b")}
+        mixture = Mixture.default_config().set(sources=sources, weights={"a": 1.0, "b": 2.0})
+        cfg = small_run.trainer_config(home / "run", mixture, max_step=2)
+        cfg.checkpointer.keep_last_n = 2
+        cfg.model.decoder.block[0].feed_forward = gated.default_config().set(hidden_dim=16)
+        cfg.set(train_dtype=jnp.bfloat16).instantiate(parent=None).run()
+        del sys.modules["own_layers"]
+    return home / "run"
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(monkeypatch):
+    """Changes the current folder; modules imported in a test are forgotten."""
+    monkeypatch.chdir("/")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    sys.modules.pop("own_layers", None)
+
+
+def test_a_run_is_loaded_from_anywhere_without_its_data(run):
+    stores = [run.parent / name for name in ("a", "b")]
+    for store in stores:
+        store.rename(f"{store}.moved")
+    try:
+        model = load_model(str(run))
+    finally:
+        for store in stores:
+            os.rename(f"{store}.moved", store)
+    assert (model.step, model.max_length, model.dtype) == (2, 64, "bfloat16")
+    assert model.tokenizer.eos_token == small_run.END
+    assert model.tokenizer.bos_id is None
+    assert model.stop_ids == (model.tokenizer.eos_id,)
+    assert model.config.input.seq_len == 64
+    assert type(model.model.decoder.children["repeated0"].feed_forward).__name__ == "Gated"
+
+
+def test_parameters_have_the_dtype_of_training_or_another(run):
+    dtypes = lambda model: {str(x.dtype) for x in jax.tree.leaves(model.parameters)}
+    trained, stored, half = (load_model(str(run), dtype=x) for x in (None, "stored", "float16"))
+    assert [dtypes(x) for x in (trained, stored, half)] == [{"bfloat16"}, {"float32"}, {"float16"}]
+    for a, b in zip(*(jax.tree.leaves(x.parameters) for x in (trained, stored)), strict=True):
+        np.testing.assert_array_equal(a, b.astype(jnp.bfloat16))
+
+
+def test_a_mesh_holds_the_parameters_in_parts(run):
+    whole, split = load_model(str(run)), load_model(str(run), mesh="fsdp=4,model=2")
+    assert split.mesh is not None
+    for (path, a), b in zip(
+        tree.flatten_items(whole.parameters), jax.tree.leaves(split.parameters), strict=True
+    ):
+        np.testing.assert_array_equal(a, b, err_msg=path)
+    table = split.parameters["embedding"]["weight"]
+    assert table.addressable_shards[0].data.size == table.size // 8
+    with split.on_mesh():
+        assert dict(jax.sharding.get_abstract_mesh().shape)["fsdp"] == 4
+
+
+def test_checkpoints_are_named_by_step(run):
+    first, last = (load_model(str(run), step=step) for step in (1, 2))
+    again = last.at_step(1)
+    assert (first.step, again.step, again.model) == (1, 1, last.model)
+    leaves = [jax.tree.leaves(x.parameters)[0] for x in (first, last, again)]
+    np.testing.assert_array_equal(leaves[0], leaves[2])
+    assert not np.array_equal(leaves[0], leaves[1])
+
+
+@pytest.fixture
+def moved(run, tmp_path):
+    """Returns the folder of a copy of the run; the folder of its module is gone."""
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run/run.json").write_text(json.dumps({"module_dirs": ["/gone"]}))
+    return tmp_path / "run"
+
+
+def test_a_missing_module_is_named_and_found_in_module_dir(run, moved, monkeypatch):
+    with pytest.raises(UserError, match=r"config\.txt names the module 'own_layers'.*--module_dir"):
+        load_model(str(moved))
+    load_model(str(moved), module_dir=str(run.parent))
+    sys.modules.pop("own_layers")
+    sys.path.remove(str(run.parent))
+    monkeypatch.chdir(run.parent)  # The module lies in the current folder.
+    load_model(str(moved))
+
+
+def test_an_older_run_has_the_tokenizer_of_its_input(run, moved, monkeypatch):
+    (moved / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"has no tokenizer\.json, .*token store at a"):
+        load_model(str(moved), module_dir=str(run.parent))
+    monkeypatch.chdir(run.parent)
+    assert load_model(str(moved)).tokenizer.eos_token == small_run.END
+    shutil.copy("a/tokenizer.json", moved)
+    (moved / "tokenizer_config.json").unlink()
+    with pytest.raises(UserError, match=r"tokenizer_config\.json has no eos_token"):
+        load_model(str(moved))
+
+
+def test_a_folder_without_a_model_or_a_tokenizer_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"holds no model: .*config\.txt.*config\.json"):
+        load_model(str(tmp_path))
+    tiny.trainer_config(tmp_path, max_step=1, evaler=False).instantiate(parent=None).run()
+    with pytest.raises(UserError, match="SyntheticTokens has no tokenizer"):
+        load_model(str(tmp_path))
+
+
+# -- Hugging Face --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hub")
+    small_run.make_hub(folder)
+    return folder
+
+
+def test_a_hugging_face_model_is_read_as_it_was_published(hub):
+    model = load_model(str(hub))
+    assert {x.dtype for x in jax.tree.leaves(model.parameters)} == {jnp.dtype("bfloat16")}
+    assert model.tokenizer.encode_prompts(["document"])[0][0] == 256
+    assert (model.stop_ids, model.max_length, model.config) == ((7, 256), 40, None)
+    full = load_model(str(hub), dtype="float32", mesh="fsdp=8")
+    assert {x.dtype for x in jax.tree.leaves(full.parameters)} == {jnp.dtype("float32")}
+
+
+def test_a_tokenizer_of_another_model_is_refused(hub, tmp_path):
+    shutil.copytree(hub, tmp_path / "hub")
+    train_bpe(small_run.TEXTS, 300, str(tmp_path / "hub"))
+    with pytest.raises(UserError, match=r"tokenizer has 300 tokens, .*vocab_size=288"):
+        load_model(str(tmp_path / "hub"))
+    (tmp_path / "hub/tokenizer_config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"tokenizer_config\.json has no eos_token"):
+        load_model(str(tmp_path / "hub"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dtype": "int8"}, "dtype 'int8'"),
+        ({"step": 3}, "step 3"),
+        ({"mesh": "fsdb=8"}, "fsdb"),
+        ({"mesh": "fsdp=3"}, "fsdp=3"),
+    ],
+)
+def test_invalid_arguments_are_refused(hub, arguments, message):
+    with pytest.raises(UserError, match=message):
+        load_model(str(hub), **arguments)
