@@ -1,0 +1,43 @@
+"""The public functions of `moelib`: lazy, documented, and hidden by no module."""
+
+import ast
+import importlib
+import inspect
+import pathlib
+import pkgutil
+
+import pytest
+
+import moelib
+
+FUNCTIONS = [name for name in moelib.__all__ if name != "__version__"]
+TREE = ast.parse(pathlib.Path(moelib.__file__).read_text())
+
+
+def test_functions_are_listed_once_for_people_and_for_type_checkers():
+    (typed,) = [node for node in TREE.body if isinstance(node, ast.If)]
+    imported = {n.name: node.module for node in typed.body for n in node.names}
+    assert imported == moelib._MODULES
+    assert set(FUNCTIONS) == set(imported)
+    assert set(moelib.__all__) <= set(dir(moelib))
+
+
+def test_no_function_has_the_name_of_a_module():
+    assert not set(moelib.__all__) & {
+        module.name for module in pkgutil.iter_modules(moelib.__path__)
+    }
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_are_documented_and_stay_after_imports_of_modules(name):
+    importlib.import_module(moelib._MODULES[name])
+    function = getattr(moelib, name)
+    assert inspect.isfunction(function)
+    text = inspect.getdoc(function) or ""
+    for parameter in inspect.signature(function).parameters:
+        assert f"{parameter}: " in text, f"{name} does not document {parameter}"
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no_such_function"):
+        _ = moelib.no_such_function
