@@ -3,11 +3,12 @@
 import contextlib
 import dataclasses
 import importlib.util
+import logging
 import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,8 @@ from moelib.parallel.mesh import MESH_AXIS_NAMES, create_device_mesh, parse_mesh
 from moelib.train import identity, pretrained
 from moelib.train.state import abstract_state
 
+logger = logging.getLogger(__name__)
+
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -39,7 +42,7 @@ class LoadedModel:
         model: The language model.
         parameters: The model's parameters, sharded over `mesh`.
         tokenizer: The model's tokenizer, with the ids of BOS (`bos_id`, may be None) and of end of
-            text (`eos_id`).
+            text (`eos_id`). None only with `require_tokenizer=False`.
         stop_ids: Ids of all tokens that end a text.
         config: Config of the run's trainer; None for a Hugging Face folder.
         step: Training step of the parameters; None for a Hugging Face folder.
@@ -88,6 +91,7 @@ def load_model(
     dtype: str | None = None,
     mesh: Mesh | str | None = None,
     module_dir: str | None = None,
+    require_tokenizer: bool = True,
 ) -> LoadedModel:
     """Returns the model in the folder of a run or of a Hugging Face model.
 
@@ -102,6 +106,7 @@ def load_model(
             the first device.
         module_dir: Folder of the modules of the run's own layers; None for the folder they were
             imported from in training, or else the current one.
+        require_tokenizer: Whether a missing tokenizer is an error; else `tokenizer` is None.
 
     Raises:
         UserError: If an argument is invalid, the folder holds no model or no tokenizer, or a module
@@ -121,7 +126,13 @@ def load_model(
     published = read_json(
         os.path.join(folder, pretrained.CONFIG_FILE)
     )  # Also of a converted model.
-    tokenizer = tokenizer_of_model(folder, model_cfg.vocab_size, cfg and cfg.input)
+    try:
+        tokenizer = tokenizer_of_model(folder, model_cfg.vocab_size, cfg and cfg.input)
+    except UserError as error:
+        if require_tokenizer:
+            raise
+        logger.warning("%s", error)
+        tokenizer = cast(Any, None)
     loaded = LoadedModel(
         folder=folder,
         model=model_cfg.instantiate(parent=None),
@@ -216,9 +227,9 @@ def tokenizer_of_model(folder: str, vocab_size: int, cfg: Any = None) -> Tokeniz
     return tokenizer
 
 
-def _stop_ids(folder: str, tokenizer: Tokenizer) -> Sequence[int]:
+def _stop_ids(folder: str, tokenizer: Tokenizer | None) -> Sequence[int]:
     """Returns the ids that end a text: that of the tokenizer, and those of a published model."""
-    ids = {tokenizer.eos_id}
+    ids = {tokenizer.eos_id} if tokenizer else set()
     for name in (pretrained.CONFIG_FILE, "generation_config.json"):
         ends = read_json(os.path.join(folder, name)).get("eos_token_id")
         ids |= set(ends if isinstance(ends, list) else [ends])

@@ -1,13 +1,13 @@
-"""Models of Hugging Face, read from a folder into a mesh's arrays, and written to one.
+"""Hugging Face models: read from a folder into arrays on a mesh, and written to a folder.
 
-Nothing here needs torch or transformers, and no more than a tensor is held beside the model.
+Needs neither torch nor transformers, and holds at most one tensor next to the model.
 """
 
 import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,23 +17,25 @@ import numpy as np
 from moelib.checkpoint.contents import CheckpointMismatchError
 from moelib.checkpoint.safetensors import TensorFolder, write_tensors
 from moelib.core import tree
-from moelib.core.context import Nested
+from moelib.core.errors import UserError
+from moelib.core.files import atomic_file, write_json
 from moelib.core.param import is_spec
+from moelib.core.tree import Nested
 from moelib.models.causal_lm import CausalLM
 from moelib.models.huggingface.families import (
     NotTheModelError,
     check_computes,
     may_drop,
-    places_of,
     read_model,
     settings_of,
+    tensor_mappings,
 )
 from moelib.models.huggingface.family import Family
 from moelib.models.huggingface.quantized import Dequantized
 from moelib.models.huggingface.tensors import (
     TensorMismatchError,
+    checkpoint_tensors,
     load_parameters,
-    their_tensors,
 )
 from moelib.parallel.sharding import named_shardings
 from moelib.train.state import TrainerState
@@ -45,12 +47,12 @@ _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 class Pretrained(NamedTuple):
-    """A model that was read.
+    """A Hugging Face model in memory.
 
     Attributes:
-        cfg: Its config.
-        params: Its parameters.
-        settings: Its config.json.
+        cfg: Config of the model.
+        params: Parameters.
+        settings: Content of config.json.
     """
 
     cfg: CausalLM.Config
@@ -58,35 +60,44 @@ class Pretrained(NamedTuple):
     settings: dict[str, Any]
 
 
-def read_config(folder: str) -> tuple[CausalLM.Config, dict[str, Any]]:
-    """Returns our config of the model in a folder, and its config.json.
+def read_config(
+    folder: str, *, ignore_settings: Iterable[str] = ()
+) -> tuple[CausalLM.Config, dict[str, Any]]:
+    """Returns the model config of a folder, and its config.json.
 
     Raises:
-        FileNotFoundError: If there is no config.json.
-        ValueError: If it is of no known architecture, or has settings that are not known.
+        UserError: If config.json is missing or cannot be read, the architecture is unknown, or a
+            setting that is not in `ignore_settings` is unsupported.
     """
-    values = _read_settings(folder)
-    return read_model(values, os.path.join(folder, CONFIG_FILE))[1], values
+    values = read_settings(folder)
+    source = os.path.join(folder, CONFIG_FILE)
+    return read_model(values, source, ignored=ignore_settings)[1], values
 
 
 def load_pretrained(
-    folder: str, *, dtype: Any = jnp.float32, mesh: jax.sharding.Mesh | None = None
+    folder: str,
+    *,
+    dtype: Any = jnp.float32,
+    mesh: jax.sharding.Mesh | None = None,
+    ignore_settings: Iterable[str] = (),
 ) -> Pretrained:
-    """Returns the model in a folder, its parameters laid over a mesh by their axes.
+    """Returns the model of a folder, its parameters sharded over a mesh.
 
     Args:
-        folder: With config.json and safetensors.
-        dtype: Of the parameters, but for those that never leave float32.
-        mesh: Where they go; the first device if None.
+        folder: Folder with config.json and safetensors.
+        dtype: Dtype of the parameters, except those that are always float32.
+        mesh: Mesh of the parameters; None for the first device.
+        ignore_settings: Settings of config.json that are known to change nothing.
 
     Raises:
         DamagedTensorsError: If a file is damaged.
         FileNotFoundError: If a file is missing.
         TensorMismatchError: If the tensors are not those of the config.
-        ValueError: If the config is not known, or a tensor's dtype.
+        UserError: If the config or the dtype of a tensor is not supported.
     """
-    values = _read_settings(folder)
-    family, cfg = read_model(values, os.path.join(folder, CONFIG_FILE))
+    values = read_settings(folder)
+    source = os.path.join(folder, CONFIG_FILE)
+    family, cfg = read_model(values, source, ignored=ignore_settings)
     if jnp.dtype(dtype) != jnp.float32:
         cfg = cfg.clone(dtype=str(jnp.dtype(dtype)))
     model = cfg.instantiate(parent=None)
@@ -103,41 +114,49 @@ def load_pretrained(
     return Pretrained(cfg, _read_tensors(folder, family, model, targets), values)
 
 
-def state_from_hugging_face(folder: str, model: CausalLM) -> Callable[[TrainerState], TrainerState]:
-    """Returns what gives a run's first state the weights in a folder: an `init_state_builder`.
+def state_from_hugging_face(
+    folder: str, model: CausalLM, ignore_settings: Sequence[str] = ()
+) -> Callable[[TrainerState], TrainerState]:
+    """Returns an `init_state_builder` that starts a run from the weights of a folder.
 
         cfg.init_state_builder = config_for_function(state_from_hugging_face).set(folder="...")
 
-    An average of the parameters begins with them, too. What only the run's model has, such as
-    counters of losses of balance, begins at 0.
+    Averages of the parameters start from the same weights. State that only the run's model has,
+    such as load counters, starts at 0. The initial parameters are freed before any weight is read.
 
     Args:
-        folder: With config.json and safetensors.
-        model: The run's, which computes what the folder's does; the trainer gives it.
+        folder: Folder with config.json and safetensors.
+        model: The run's model, which the trainer passes.
+        ignore_settings: Settings of config.json that are known to change nothing.
 
     Raises:
-        CheckpointMismatchError: When it is called, if the run's model is not the folder's.
-        Exception: Then, as `load_pretrained`.
+        CheckpointMismatchError: On the call of the builder, if the folder holds another model.
+        Exception: On the call of the builder, as `load_pretrained`.
     """
 
     def build(state: TrainerState) -> TrainerState:
-        values = _read_settings(folder)
         try:
-            family = check_computes(values, os.path.join(folder, CONFIG_FILE), model.config)
+            family = check_computes(
+                read_settings(folder),
+                os.path.join(folder, CONFIG_FILE),
+                model.config,
+                ignored=ignore_settings,
+            )
         except NotTheModelError as error:
             raise CheckpointMismatchError(str(error)) from error
         targets = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state.model
         )
+        jax.tree.map(lambda x: x.delete(), state.model)
         params = _read_tensors(folder, family, model, targets)
         learner = state.learner
         if learner.ema is not None:
             by_path = dict(tree.flatten_items(params))
-            begun = jax.tree_util.tree_map_with_path(
-                lambda path, old: by_path[tree.path_string(path)].astype(old.dtype),
+            average = tree.map_by_path(
+                lambda path, old: jnp.array(by_path[path], old.dtype, copy=True),
                 learner.ema.params,
             )
-            learner = learner._replace(ema=learner.ema._replace(params=begun))
+            learner = learner._replace(ema=learner.ema._replace(params=average))
         return state._replace(model=params, learner=learner)
 
     return build
@@ -146,15 +165,15 @@ def state_from_hugging_face(folder: str, model: CausalLM) -> Callable[[TrainerSt
 def _read_tensors(folder: str, family: Family, model: CausalLM, targets: Nested) -> Nested:
     with TensorFolder(folder) as folder_tensors:
         tensors = Dequantized(folder_tensors)
-        places, ignored = places_of(family, model), family.ignored(model.config)
-        if model.config.lm_head is None and _HEAD in tensors.keys():  # noqa: SIM118, no dict.
+        mappings, ignored = tensor_mappings(family, model), family.ignored(model.config)
+        if model.config.lm_head is None and _HEAD in tensors.keys():  # noqa: SIM118, not a dict.
             if not np.array_equal(tensors.read(_HEAD), tensors.read(_EMBEDDING)):
                 raise TensorMismatchError(
-                    f"{folder}: tie_word_embeddings is set, and {_HEAD} is not {_EMBEDDING}; unset "
-                    "it, or remove the tensor."
+                    f"{folder}: tie_word_embeddings=true, but {_HEAD} differs from {_EMBEDDING}; "
+                    "set it to false or remove the tensor."
                 )
             ignored = (*ignored, re.escape(_HEAD))
-        return load_parameters(tensors, places, targets, ignored=ignored)
+        return load_parameters(tensors, mappings, targets, ignored=ignored)
 
 
 def save_pretrained(
@@ -165,6 +184,7 @@ def save_pretrained(
     dtype: Any = None,
     tokenizer_json: str | None = None,
     eos_token: str | None = None,
+    published: Mapping[str, Any] | None = None,
     more_settings: Mapping[str, Any] | None = None,
     generation: Mapping[str, Any] | None = None,
     max_file_bytes: int = 2 << 30,
@@ -172,84 +192,97 @@ def save_pretrained(
     """Writes a model for transformers; returns the name of its architecture.
 
     Args:
-        folder: Where; it is made.
-        cfg: The model.
-        params: Its parameters.
-        dtype: What they are rounded to, but for those that no gradient trains; as they are if None.
-        tokenizer_json: The text of its tokenizer.json.
-        eos_token: The tokenizer's end of text.
+        folder: Folder to create.
+        cfg: Config of the model.
+        params: Parameters.
+        dtype: Dtype to round to, except non-trainable parameters; None keeps each dtype.
+        tokenizer_json: Content of tokenizer.json.
+        eos_token: End-of-text token of the tokenizer.
+        published: The config.json from which the model was converted. It is written again, with
+            the new dtype, if it describes the model; else it is not used.
         more_settings: Further settings of config.json: token ids, max_position_embeddings.
-        generation: What generation_config.json holds; no such file if None.
-        max_file_bytes: When a new file of tensors is begun.
+        generation: Content of generation_config.json; None writes no such file.
+        max_file_bytes: Size in bytes at which a new file of tensors starts.
 
     Raises:
-        FileExistsError: If there are tensors in the folder.
+        FileExistsError: If the folder holds tensors.
         NoFamilyError: If transformers has no such model.
     """
-    family, settings = settings_of(cfg)
+    family, settings = _family_and_settings(cfg, published or {})
     if dropping := may_drop(cfg):
         logger.warning(
-            "%s may drop choices of experts, which transformers never does: where it has dropped "
-            "some, the logits differ.",
+            "%s may drop assignments, which transformers never does: logits differ where it does.",
             ", ".join(dropping),
         )
     model = cfg.instantiate(parent=None)
     specs = dict(tree.flatten_items(model.create_parameter_specs_recursively(), is_spec))
+    written = jnp.dtype(dtype or params["embedding"]["weight"].dtype)
 
     def tensors() -> Iterator[tuple[str, np.ndarray]]:
-        places = places_of(family, model)
-        kept = {place.key for place in places if not specs[place.path].trainable}
-        for key, values in their_tensors(params, places):
-            as_it_is = dtype is None or key in kept  # A bias that balances: it chooses experts.
-            yield key, values if as_it_is else _rounded(key, values, jnp.dtype(dtype))
-        for key, shape in family.zeros(cfg).items():
-            yield key, np.zeros(shape, written)
+        mappings = tensor_mappings(family, model)
+        kept = {mapping.tensor for mapping in mappings if not specs[mapping.path].trainable}
+        for name, values in checkpoint_tensors(params, mappings):
+            exact = dtype is None or name in kept  # A rounded balancing bias chooses other experts.
+            yield name, values if exact else _rounded(name, values, jnp.dtype(dtype))
+        for name, shape in family.zeros(cfg).items():
+            yield name, np.zeros(shape, written)
 
-    written = jnp.dtype(dtype or params["embedding"]["weight"].dtype)
-    settings = {
-        "architectures": [family.architecture],
-        "model_type": family.model_type,
-        "dtype": str(written),
-        **settings,
-        **(more_settings or {}),
-    }
     write_tensors(folder, tensors(), max_file_bytes=max_file_bytes)
-    _write_json(folder, CONFIG_FILE, settings)
+    settings = {**settings, **(more_settings or {}), "dtype": str(written)}
+    write_json(os.path.join(folder, CONFIG_FILE), settings)
     if generation is not None:
-        _write_json(folder, "generation_config.json", generation)
+        write_json(os.path.join(folder, "generation_config.json"), generation)
     if tokenizer_json is not None:
-        with open(os.path.join(folder, "tokenizer.json"), "w", encoding="utf-8") as file:
+        with atomic_file(os.path.join(folder, "tokenizer.json")) as file:
             file.write(tokenizer_json)
         about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos_token}
-        _write_json(folder, "tokenizer_config.json", {k: x for k, x in about.items() if x})
+        about = {name: value for name, value in about.items() if value}
+        write_json(os.path.join(folder, "tokenizer_config.json"), about)
     return family.architecture
+
+
+def _family_and_settings(
+    cfg: CausalLM.Config, published: Mapping[str, Any]
+) -> tuple[Family, dict[str, Any]]:
+    """Returns the family of a model and its config.json, the published one if it is the model's."""
+    if published:
+        try:
+            # Settings that moelib does not read were accepted when the model was converted.
+            family = check_computes(published, CONFIG_FILE, cfg, ignored=published)
+        except UserError as error:
+            logger.warning("The published config.json is not kept: %s", error)
+        else:
+            dropped = ("quantization_config", "torch_dtype")
+            return family, {n: x for n, x in published.items() if n not in dropped}
+    family, settings = settings_of(cfg)
+    names = {"architectures": [family.architecture], "model_type": family.model_type}
+    # Without nulls the class's own ids apply, such as OLMoE's pad_token_id=1, which never trains.
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    return family, {**names, **ids, **settings}
 
 
 def _rounded(key: str, values: np.ndarray, dtype: Any) -> np.ndarray:
     with np.errstate(over="ignore"):
         rounded = values.astype(dtype)
     if np.isfinite(values).all() and not np.isfinite(rounded).all():
-        raise ValueError(f"{key} has values too large for {dtype}; choose bfloat16 or float32.")
+        raise UserError(
+            f"{key} has values too large for {dtype}; set dtype to bfloat16 or float32."
+        )
     return rounded
 
 
-def _read_settings(folder: str) -> dict[str, Any]:
+def read_settings(folder: str) -> dict[str, Any]:
+    """Returns the content of a folder's config.json. Raises UserError if it cannot be read."""
     path = os.path.join(folder, CONFIG_FILE)
     try:
         with open(path, encoding="utf-8") as file:
             values = json.load(file)
     except FileNotFoundError:
-        raise FileNotFoundError(
-            f"There is no {path}; give the folder of a Hugging Face model."
+        raise UserError(
+            f"{path} does not exist; pass the folder of a Hugging Face model."
         ) from None
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+        raise UserError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{path} holds no settings.")
+        raise UserError(f"{path} does not hold a JSON object.")
     return values
-
-
-def _write_json(folder: str, name: str, content: Any) -> None:
-    with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2)
-        file.write("\n")

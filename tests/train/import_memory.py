@@ -13,8 +13,8 @@ import numpy as np
 from moelib.checkpoint.safetensors import write_tensors
 from moelib.core import tree
 from moelib.core.param import is_spec
-from moelib.models.huggingface.families import places_of, read_model
-from moelib.models.huggingface.places import their_shape
+from moelib.models.huggingface.families import read_model, tensor_mappings
+from moelib.models.huggingface.tensor_mapping import tensor_shape
 from moelib.train.pretrained import load_pretrained
 
 LARGEST = 8192 * 512  # Entries of the largest tensor, the embedding.
@@ -41,8 +41,8 @@ def write(folder):
     draw = np.random.default_rng(0).random
 
     def tensors():
-        for place in places_of(family, model):
-            shape = their_shape(place, specs[place.path].shape)
+        for place in tensor_mappings(family, model):
+            shape = tensor_shape(place, specs[place.path].shape)
             yield place.key, draw(shape, np.float32).astype(ml_dtypes.bfloat16)
 
     write_tensors(str(folder), tensors(), max_file_bytes=100 << 20)

@@ -5,6 +5,7 @@ import os
 import pathlib
 import re
 import shutil
+import socket
 import subprocess
 import sys
 
@@ -19,10 +20,12 @@ from experiments import flame_moe
 from moelib.checkpoint.contents import CheckpointMismatchError
 from moelib.core import tree
 from moelib.core.config import config_for_function
+from moelib.core.errors import UserError
 from moelib.layers.initializers import normal
 from moelib.layers.moe.balance import BalanceScope, LoadBalanceLoss
 from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
 from moelib.layers.transformer import LoopStack
+from moelib.learner.learner import LearnerState
 from moelib.models.huggingface.families import NoFamilyError, settings_of
 from moelib.models.huggingface.quantized import dequantize, scaled
 from moelib.models.huggingface.tensors import TensorMismatchError
@@ -30,9 +33,11 @@ from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 from moelib.train.pretrained import (
     load_pretrained,
     read_config,
+    read_settings,
     save_pretrained,
     state_from_hugging_face,
 )
+from moelib.train.state import TrainerState
 from tests.tiny import trainer_config
 from tests.train import import_memory
 
@@ -156,7 +161,7 @@ def test_a_model_that_no_architecture_computes_says_what_differs():
     cfg = flame_moe.tiny().model
     for layer in cfg.decoder.block:
         layer.self_attention.logit_cap = 30.0
-    message = r"Qwen2MoeForCausalLM differs in .*logit_cap: 30\.0, there None"
+    message = r"Qwen2MoeForCausalLM .*logit_cap: 30\.0 in model, None in qwen2_moe"
     with pytest.raises(NoFamilyError, match=message):
         settings_of(cfg)
 
@@ -167,7 +172,7 @@ def test_a_stack_of_ones_own_is_no_known_architecture():
     cfg.decoder = OwnStack.default_config().set(
         num_layers=layers.num_layers, first_layers=layers.first_layers, block=layers.block
     )
-    with pytest.raises(NoFamilyError, match=r"OwnStack is no stack that moelib has"):
+    with pytest.raises(NoFamilyError, match=r"OwnStack"):
         settings_of(cfg)
 
 
@@ -238,11 +243,11 @@ def test_a_tied_model_may_hold_its_head_twice(tmp_path):
     check_equal(load_pretrained(str(folder)).params, want)
     tensors["lm_head.weight"] = tensors["lm_head.weight"] + 1
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(TensorMismatchError, match=r"lm_head\.weight is not model\.embed_tokens"):
+    with pytest.raises(TensorMismatchError, match=r"lm_head\.weight .*model\.embed_tokens"):
         load_pretrained(str(folder))
 
 
-def test_yarn_multiplies_scores_by_mscale_all_dim_whatever_mscale_is(tmp_path):
+def test_yarn_multiplies_scores_by_mscale_all_dim_independent_of_mscale(tmp_path):
     folder = copy_of("deepseek_v3", tmp_path / "model")
     factors = []
     for mscale in (0.707, None):
@@ -258,16 +263,16 @@ def test_a_float16_that_would_be_infinite_is_refused(tmp_path):
     cfg, _ = read_config(str(FIXTURES / "llama3"))
     params = random_parameters(cfg)
     params["output_norm"]["scale"] = params["output_norm"]["scale"] + 1e5
-    with pytest.raises(ValueError, match=r"model\.norm\.weight has values too large for float16"):
+    with pytest.raises(ValueError, match=r"model\.norm\.weight .*float16"):
         save_pretrained(str(tmp_path), cfg, params, dtype="float16")
 
 
-def test_that_transformers_drops_no_choice_is_said(tmp_path, caplog):
+def test_a_dispatcher_that_may_drop_assignments_is_logged(tmp_path, caplog):
     cfg, _ = read_config(str(FIXTURES / "mixtral"))
     for layer in cfg.decoder.block:
         layer.feed_forward.dispatcher = CapacityDispatcher.default_config().set(capacity_factor=1.0)
     save_pretrained(str(tmp_path), cfg, random_parameters(cfg))
-    assert "capacity_factor may drop choices of experts" in caplog.text
+    assert "capacity_factor" in caplog.text
 
 
 @pytest.mark.slow
@@ -276,9 +281,7 @@ def test_a_run_of_another_model_is_told_what_differs(tmp_path):
     builder = config_for_function(state_from_hugging_face).set(folder=str(FIXTURES / "olmoe"))
     cfg.decoder.num_layers = 3
     trainer = trainer_of(cfg, tmp_path, init_state_builder=builder)
-    message = (
-        r"olmoe/config.json is not the run's model: decoder.num_layers is 2 there, and 3 in the run"
-    )
+    message = r"olmoe/config.json .*decoder.num_layers: 3 in model, 2 in file"
     with pytest.raises(CheckpointMismatchError, match=message):
         trainer.init()
 
@@ -289,33 +292,31 @@ def test_a_run_of_another_model_is_told_what_differs(tmp_path):
 @pytest.mark.parametrize(
     ("family", "settings", "message"),
     [
-        ("llama3", {"model_type": "lama"}, r"model_type is 'lama'; .*'llama'"),
-        ("llama3", {"model_type": ...}, r"model_type is None; .*deepseek_v3"),
+        ("llama3", {"model_type": "lama"}, r"model_type='lama'; .*llama"),
+        ("llama3", {"model_type": ...}, r"model_type=None; .*deepseek_v3"),
         ("llama3", {"intermediate_size": ...}, r"config\.json: intermediate_size is missing"),
-        ("llama3", {"hidden_act": "gelu"}, r"hidden_act is 'gelu'; moelib has 'silu' alone"),
-        ("llama3", {"new_thing": 3}, r"does not know: new_thing=3"),
-        ("qwen3_moe", {"num_hidden_layers": "2"}, r"a setting is of a kind that moelib does not"),
-        ("llama3", {"rope_parameters": "yarn"}, r"rope_scaling is 'yarn', no settings"),
+        ("llama3", {"hidden_act": "gelu"}, r"hidden_act='gelu'; .*'silu'"),
+        ("llama3", {"new_thing": 3}, r"new_thing=3.*--ignore_settings=new_thing"),
+        ("llama3", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5"),
+        ("qwen3_moe", {"num_hidden_layers": "2"}, r"num_hidden_layers='2'"),
+        ("qwen3_moe", {"num_hidden_layers": 0}, r"num_hidden_layers=0"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, r"decoder_sparse_step=0"),
+        ("qwen3_moe", {"num_experts_per_tok": "2"}, r"(?s)config\.json: .*'2'"),
+        ("llama3", {"rope_parameters": "yarn"}, r"rope_parameters='yarn'"),
         (
             "llama3",
             {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
             r"rope_parameters and rope_scaling differ",
         ),
-        ("mixtral", {"sliding_window": 8}, r"sliding_window is 8; moelib has None alone"),
-        ("qwen3", {"layer_types": ["sliding_attention"] * 2}, r"layer_types has 'sliding_att"),
+        ("mixtral", {"sliding_window": 8}, r"sliding_window=8; .*None"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 2}, r"layer_types='sliding_att"),
         (
             "llama3",
             {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
-            r"rope_type is 'longrope'; .*yarn",
+            r"rope_type='longrope'; .*yarn",
         ),
-        (
-            "llama3",
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "wave": 2}},
-            r"rotary embedding 'default' that moelib does not know: wave=2",
-        ),
-        ("llama3", {"rope_parameters": {"rope_type": "default"}}, r"rope_theta is missing"),
-        ("deepseek_v2", {"topk_method": "best"}, r"topk_method is 'best'; .*greedy"),
-        ("gpt_oss", {"layer_types": ["half_attention"] * 2}, r"layer_types is 'half_attention'"),
+        ("deepseek_v2", {"topk_method": "best"}, r"topk_method='best'; .*greedy"),
+        ("gpt_oss", {"layer_types": ["half_attention"] * 2}, r"layer_types='half_attention'"),
     ],
     ids=str,
 )
@@ -326,6 +327,190 @@ def test_settings_that_are_not_known_are_named(family, settings, message, tmp_pa
         read_config(str(folder))
 
 
+@pytest.mark.parametrize(
+    ("family", "settings", "want"),
+    [
+        ("llama3", {"rope_parameters": ...}, {"rope.theta": 1e4}),  # Llama 2, TinyLlama.
+        (
+            "llama3",
+            {"rope_parameters": {"rope_type": "default"}, "rope_theta": 5e5},
+            {"rope.theta": 5e5},
+        ),
+        ("mixtral", {"rope_parameters": ..., "rope_theta": ...}, {"rope.theta": 1e6}),
+        ("gpt_oss", {"rope_parameters": ...}, {"rope.theta": 150000.0, "rope.factor": 32.0}),
+        (
+            "llama3",
+            {
+                "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4},
+                "max_position_embeddings": 64,
+            },
+            {"rope.original_context": 64, "rope.factor": 4.0},
+        ),
+        (
+            "llama3",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "wave": 2}},
+            {"rope.theta": 1e4},
+        ),
+        # SmolLM and unsloth.
+        ("llama3", {"is_llama_config": True, "rope_interleaved": False, "unsloth_fixed": True}, {}),
+        ("qwen3", {"head_dim": ...}, {"head_dim": 128}),
+    ],
+    ids=str,
+)
+def test_absent_and_neutral_settings_mean_what_they_mean_in_transformers(
+    family, settings, want, tmp_path
+):
+    folder = copy_of(family, tmp_path / "model")
+    change(folder, **settings)
+    attention = read_config(str(folder))[0].decoder.block[0].self_attention
+    found = attention.to_flat_dict()
+    assert {path: found[path] for path in want} == want
+
+
+def test_a_setting_can_be_declared_to_change_nothing(tmp_path):
+    folder = copy_of("llama3", tmp_path / "model")
+    want = load_pretrained(str(folder))
+    change(folder, new_thing=3)
+    found = load_pretrained(str(folder), ignore_settings=["new_thing"])
+    assert found.cfg == want.cfg
+    assert (
+        save_pretrained(str(tmp_path / "out"), found.cfg, found.params, published=found.settings)
+        == "LlamaForCausalLM"
+    )
+    assert read_settings(str(tmp_path / "out"))["new_thing"] == 3
+
+
+def round_trip(cfg, folder, **fields):
+    """Writes a model; returns its config.json and the config read from it."""
+    save_pretrained(str(folder), cfg, random_parameters(cfg), **fields)
+    return read_settings(str(folder)), load_pretrained(str(folder)).cfg
+
+
+def test_token_ids_that_are_not_given_are_null(tmp_path):
+    cfg, _ = read_config(str(FIXTURES / "olmoe"))
+    settings, _ = round_trip(cfg, tmp_path / "out", more_settings={"eos_token_id": [7, 8]})
+    assert settings["pad_token_id"] is None  # Of the class: 1, an embedding that never trains.
+    assert settings["eos_token_id"] == [7, 8]
+
+
+def test_gpt_oss_of_full_layers_has_a_window_that_no_layer_uses(tmp_path):
+    cfg, _ = read_config(str(FIXTURES / "gpt_oss"))
+    for layer in [*cfg.decoder.first_layers, *cfg.decoder.block]:
+        layer.self_attention.window = None
+    settings, back = round_trip(cfg, tmp_path / "out")
+    assert isinstance(settings["sliding_window"], int)
+    assert set(settings["layer_types"]) == {"full_attention"}
+    assert {layer.self_attention.window for layer in back.decoder.block} == {None}
+
+
+def test_heads_that_do_not_divide_the_width_are_named():
+    cfg, _ = read_config(str(FIXTURES / "deepseek_v2"))
+    for layer in [*cfg.decoder.first_layers, *cfg.decoder.block]:
+        layer.self_attention.num_heads = 6
+    with pytest.raises(NoFamilyError, match=rf"num_heads=6 to divide dim={cfg.dim}"):
+        settings_of(cfg)
+
+
+def test_a_llama_whose_heads_do_not_divide_the_width_is_a_qwen2_moe_of_dense_layers(tmp_path):
+    cfg, _ = read_config(str(FIXTURES / "llama3"))
+    for layer in cfg.decoder.block:
+        layer.self_attention.set(num_heads=6, num_kv_heads=2, head_dim=4)
+    settings, back = round_trip(cfg, tmp_path / "out")
+    assert settings["architectures"] == ["Qwen2MoeForCausalLM"]
+    assert back == cfg
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen2_moe", {"head_dim": 6}),
+        (
+            "deepseek_v3",
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 40.0,
+                    "original_max_position_embeddings": 16,
+                    "mscale_all_dim": 0.707,
+                }
+            },
+        ),
+        ("qwen2_moe", {"mlp_only_layers": [0, 1]}),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1]}),
+        ("deepseek_v2", {"first_k_dense_replace": 3}),
+        ("deepseek_v3", {"first_k_dense_replace": 3}),
+    ],
+    ids=str,
+)
+def test_what_is_read_can_be_written(family, settings, tmp_path):
+    folder = copy_of(family, tmp_path / "model")
+    change(folder, **settings)
+    cfg, _ = read_config(str(folder))
+    _, back = round_trip(cfg, tmp_path / "out")
+    assert back == cfg
+
+
+def test_the_published_config_is_written_back_while_it_describes_the_model(tmp_path, caplog):
+    folder = copy_of("olmoe", tmp_path / "model")
+    change(folder, eos_token_id=[7, 8], router_aux_loss_coef=0.02, torch_dtype="bfloat16")
+    made = load_pretrained(str(folder))
+    published = read_settings(str(folder))
+    settings, _ = round_trip(made.cfg, tmp_path / "same", published=published)
+    assert settings == {n: x for n, x in published.items() if n != "torch_dtype"} | {
+        "dtype": "float32"
+    }
+    made.cfg.decoder.num_layers += 1
+    settings, back = round_trip(made.cfg, tmp_path / "other", published=published)
+    assert settings["num_hidden_layers"] == back.decoder.num_layers == made.cfg.decoder.num_layers
+    assert "decoder.num_layers" in caplog.text
+
+
+def test_initial_parameters_are_freed_before_weights_are_read(tmp_path):
+    cfg, _ = read_config(str(FIXTURES / "llama3"))
+    model = cfg.instantiate(parent=None)
+    before = model.initialize_parameters_recursively(jax.random.key(0))
+    state = TrainerState(0, 0, before, LearnerState({}, None, jnp.zeros((), jnp.int32)))
+    build = state_from_hugging_face(str(FIXTURES / "llama3"), model)
+    after = build(state)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
+    check_equal(after.model, load_pretrained(str(FIXTURES / "llama3")).params)
+
+
+_READER = """
+import sys
+import jax
+from moelib.checkpoint.safetensors import TensorFolder
+from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
+from moelib.train.pretrained import load_pretrained
+
+folder, port, process = sys.argv[1:]
+jax.distributed.initialize(f"localhost:{port}", 2, int(process))
+names, read = [], TensorFolder.read
+TensorFolder.read = lambda self, key: names.append(key) or read(self, key)
+load_pretrained(folder, mesh=create_device_mesh(mesh_shape_from_axes(expert=4)))
+print(",".join(sorted({name.split(".")[5] for name in names if ".experts." in name})))
+"""
+
+
+@pytest.mark.slow
+def test_a_process_reads_only_tensors_of_which_it_holds_a_part():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", _READER, str(FIXTURES / "mixtral"), str(port)]
+    env = {**os.environ, "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": os.getcwd()}
+    pipes = {"env": env, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen([*command, str(i)], **pipes) for i in range(2)]
+    experts = []
+    for process in processes:
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        experts.append(set(out.split()[-1].split(",")))
+    assert experts[0].isdisjoint(experts[1])
+    assert len(experts[0] | experts[1]) == 4
+
+
 def test_missing_and_unknown_tensors_and_other_shapes_are_listed(tmp_path):
     folder = copy_of("llama3", tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
@@ -333,8 +518,8 @@ def test_missing_and_unknown_tensors_and_other_shapes_are_listed(tmp_path):
     tensors["lm_head.weight"] = np.ascontiguousarray(tensors["lm_head.weight"][:-1])
     save_file(tensors, folder / "model.safetensors")
     message = (
-        r"Missing: 1: model\.norm\.weight\nUnknown: 1: model\.extra\n"
-        r"Of another shape: 1: lm_head\.weight \[39, 16\], not \[40, 16\]"
+        r"1 missing: model\.norm\.weight; 1 unknown: model\.extra; "
+        r"1 wrong shape: lm_head\.weight \[39, 16\] instead of \[40, 16\]"
     )
     with pytest.raises(TensorMismatchError, match=message):
         load_pretrained(str(folder))
@@ -347,21 +532,21 @@ def test_the_layers_of_deepseek_that_predict_a_second_token_are_left_out_aloud(t
     save_file(tensors, folder / "model.safetensors")
     made = load_pretrained(str(folder))
     check_equal(made.params, load_pretrained(str(FIXTURES / "deepseek_v3")).params)
-    assert "1 tensors that the model has no use for are left out" in caplog.text
+    assert "1 tensors" in caplog.text
 
 
 def test_a_folder_that_is_none_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path / "config.json"))):
+    with pytest.raises(UserError, match=re.escape(str(tmp_path / "config.json"))):
         load_pretrained(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json is no JSON"):
+    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
         load_pretrained(str(tmp_path))
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"config\.json holds no settings"):
+    with pytest.raises(ValueError, match=r"config\.json .*JSON object"):
         load_pretrained(str(tmp_path))
 
 
-# -- Weights of few bits with scales ---------------------------------------------------------------
+# -- Quantized weights -----------------------------------------------------------------------------
 
 
 def in_float8(values):
@@ -396,7 +581,7 @@ def test_deepseek_v3_is_read_from_fp8(tmp_path):
     check_equal(load_pretrained(str(folder)).params, want)
 
     change(folder, quantization_config=about | {"activation_scheme": "static"})
-    with pytest.raises(ValueError, match=r"quantization_config is .*'static'.*; moelib has"):
+    with pytest.raises(ValueError, match=r"quantization_config=.*'static'"):
         load_pretrained(str(folder))
     with pytest.raises(ValueError, match=r"w \(160, 200\) has scales \(1, 2\); .*\(2, 2\)"):
         scaled(np.ones((160, 200)), np.ones((1, 2), np.float32), "w")

@@ -1,8 +1,10 @@
-"""What families share: attention, rotary embeddings, feed-forward layers, stacks, their tensors."""
+"""Parts that families share: attention, rotary embeddings, feed-forward layers and stacks."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from moelib.core.errors import UserError
 from moelib.layers.activation import Activation
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.feed_forward import FeedForward
@@ -16,16 +18,18 @@ from moelib.layers.rope import (
 )
 from moelib.layers.transformer import BaseStack, ScanStack, TransformerLayer
 from moelib.models.causal_lm import CausalLM
-from moelib.models.huggingface.places import Part, Table
-from moelib.models.huggingface.settings import Settings, one_of
+from moelib.models.huggingface.settings import Settings
+from moelib.models.huggingface.tensor_mapping import Part, Table
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 
 def expect(cfg: Any, kind: type[T]) -> T:
-    """Returns a config. Raises TypeError unless it is of that kind."""
+    """Returns a config. Raises TypeError unless it is of the given kind."""
     if not isinstance(cfg, kind):
-        raise TypeError(f"{cfg!r} is no {kind.__qualname__}.")
+        raise TypeError(f"expected {kind.__qualname__}, got {cfg!r}")
     return cfg
 
 
@@ -60,14 +64,20 @@ ATTENTION: Table = {
 
 
 def feed_forward_table(
-    ours: str, theirs: str, names: Sequence[str] = ("gate_proj", "up_proj", "down_proj")
+    path: str, prefix: str, names: Sequence[str] = ("gate_proj", "up_proj", "down_proj")
 ) -> Table:
-    """Returns the places of a gated feed-forward layer, or, with "{e}" in `theirs`, of experts."""
-    gate, up, down = (f"{theirs}.{name}.weight" for name in names)
-    lead = ("e",) if "{e}" in theirs else ()
+    """Returns the table of a gated feed-forward layer, or of experts with "{e}" in `prefix`.
+
+    Args:
+        path: Path of the layer's parameters.
+        prefix: Prefix of the tensors' names.
+        names: Names of the gate, up and down projections.
+    """
+    gate, up, down = (f"{prefix}.{name}.weight" for name in names)
+    lead = ("e",) if "{e}" in prefix else ()
     return {
-        f"{ours}/up": [Part(gate, "f d -> d f", (*lead, 0)), Part(up, "f d -> d f", (*lead, 1))],
-        f"{ours}/down": [Part(down, "d f -> f d", lead)],
+        f"{path}/up": [Part(gate, "f d -> d f", (*lead, 0)), Part(up, "f d -> d f", (*lead, 1))],
+        f"{path}/down": [Part(down, "d f -> f d", lead)],
     }
 
 
@@ -77,15 +87,15 @@ MOE: Table = {
 }
 
 
-def moe_of(cfg: CausalLM.Config) -> MoELayer.Config:
-    """Returns the first MoE layer's. Raises StopIteration if there is none."""
+def moe_of(cfg: CausalLM.Config) -> MoELayer.Config | None:
+    """Returns the config of the first MoE layer, or None for a dense model."""
     parts = (layer.feed_forward for layer in layers_of(cfg.decoder))
-    return next(part for part in parts if isinstance(part, MoELayer.Config))
+    return next((part for part in parts if isinstance(part, MoELayer.Config)), None)
 
 
 # -- Rotary embeddings ---------------------------------------------------------------------------
 
-# For each kind, our class, and the names of our fields for those of theirs.
+# rope_type -> our class, and our field for each of its settings.
 _ROPES: Mapping[str, tuple[type[RotaryEmbedding], Mapping[str, str]]] = {
     "default": (RotaryEmbedding, {}),
     "linear": (LinearRotaryEmbedding, {"factor": "factor"}),
@@ -112,47 +122,52 @@ _ROPES: Mapping[str, tuple[type[RotaryEmbedding], Mapping[str, str]]] = {
         },
     ),
 }
+_ORIGINAL_CONTEXT = "original_max_position_embeddings"
 
 
 def rope_parameters(settings: Settings) -> dict[str, Any]:
-    """Returns `rope_parameters`, which older files call `rope_scaling`; empty if there are none.
+    """Returns `rope_parameters`, named `rope_scaling` in older files; empty if absent.
 
     Raises:
-        ValueError: If both are there, and differ.
+        UserError: If both are present and differ.
     """
     names = ("rope_parameters", "rope_scaling")
-    given = [found for name in names if (found := settings.take(name, None))]
-    for found in given:
+    given = {name: found for name in names if (found := settings.take(name, None))}
+    for name, found in given.items():
         if not isinstance(found, dict):
-            raise ValueError(f"{settings.place}: {' or '.join(names)} is {found!r}, no settings.")
-    if len(given) == 2 and given[0] != given[1]:
-        raise ValueError(f"{settings.place}: {' and '.join(names)} differ; leave one of them out.")
-    return dict(given[0]) if given else {}
+            raise UserError(f"{settings.source}: {name}={found!r}; it must be an object.")
+    if len(given) == 2 and given[names[0]] != given[names[1]]:
+        raise UserError(f"{settings.source}: {' and '.join(names)} differ; remove one of them.")
+    return dict(next(iter(given.values()), {}))
 
 
 def rope(settings: Settings) -> RotaryEmbedding.Config:
     """Returns the rotary embedding of `rope_parameters`, or of `rope_theta` and `rope_scaling`.
 
+    Settings that its rope_type does not read are ignored with a warning, as transformers does.
+
     Raises:
-        ValueError: If it is of a kind, or has a setting, that moelib has not.
+        UserError: If moelib has no rotary embedding of that kind.
     """
-    theta = settings.take("rope_theta", None)
+    settings.expect(partial_rotary_factor=1.0, rope_interleaved=False)
     found = rope_parameters(settings)
     kind = found.pop("rope_type", found.pop("type", "default"))
     found.pop("type", None)
-    theta = found.pop("rope_theta", theta)
-    if theta is None:
-        raise ValueError(f"{settings.place}: rope_theta is missing.")
-    cls, names = one_of(settings.place, "rope_type", kind, _ROPES)
-    if unknown := sorted(found.keys() - names.keys()):
-        raise ValueError(
-            f"{settings.place}: settings of the rotary embedding {kind!r} that moelib does not "
-            f"know: {', '.join(f'{name}={found[name]!r}' for name in unknown)}."
-        )
-    if cls is YarnRotaryEmbedding and not (found.get("mscale") and found.get("mscale_all_dim")):
+    theta = found.pop("rope_theta", None) or settings.take("rope_theta", 10000.0)
+    if found.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise UserError(f"{settings.source}: partial_rotary_factor is not 1; moelib rotates all.")
+    cls, names = settings.lookup("rope_type", kind, _ROPES)
+    original = settings.take(_ORIGINAL_CONTEXT, None)
+    if _ORIGINAL_CONTEXT in names:
+        context = settings.take("max_position_embeddings")
+        found[_ORIGINAL_CONTEXT] = original or found.get(_ORIGINAL_CONTEXT) or context
+        found["factor"] = found.get("factor") or context / found[_ORIGINAL_CONTEXT]
+    if ignored := sorted(found.keys() - names.keys()):
+        logger.warning("%s: rope_type=%r does not use %s.", settings.source, kind, ignored)
+    if not (found.get("mscale") and found.get("mscale_all_dim")):
         found = {n: x for n, x in found.items() if n not in ("mscale", "mscale_all_dim")}
-    fields = {names[name]: value for name, value in found.items() if value is not None}
-    for name in ("theta", "factor", "beta_fast", "beta_slow", "low_freq_factor"):
+    fields = {names[n]: x for n, x in found.items() if n in names and x is not None}
+    for name in ("factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"):
         if name in fields:
             fields[name] = float(fields[name])
     return cls.default_config().set(theta=float(theta), **fields)
@@ -163,35 +178,43 @@ def rope_settings(cfg: Any) -> dict[str, Any]:
     cfg = expect(cfg, RotaryEmbedding.Config)
     kinds = {cls: (kind, names) for kind, (cls, names) in _ROPES.items()}
     kind, names = kinds[cfg.klass]
-    fields = {theirs: getattr(cfg, ours) for theirs, ours in names.items()}
+    fields = {name: getattr(cfg, field) for name, field in names.items()}
     known = {name: value for name, value in fields.items() if value is not None}
     if not known.get("mscale_all_dim"):
         known = {n: value for n, value in known.items() if n not in ("mscale", "mscale_all_dim")}
     return {"rope_type": kind, "rope_theta": cfg.theta, **known}
 
 
+def positive(settings: Settings, name: str) -> int:
+    """Returns a setting. Raises UserError unless it is a positive integer."""
+    value = settings.take(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UserError(f"{settings.source}: {name}={value!r}; it must be a positive integer.")
+    return value
+
+
 # -- Layers --------------------------------------------------------------------------------------
 
 
 def norm(settings: Settings) -> RMSNorm.Config:
-    """Returns the norm of `rms_norm_eps`."""
+    """Returns the norm with `rms_norm_eps`."""
     return RMSNorm.default_config().set(eps=float(settings.take("rms_norm_eps")))
 
 
 def attention(settings: Settings, **fields: Any) -> GroupedQueryAttention.Config:
-    """Returns attention by the settings that all families but DeepSeek share."""
-    heads = settings.take("num_attention_heads")
+    """Returns attention from the settings that all families but DeepSeek share."""
+    heads = positive(settings, "num_attention_heads")
     cfg = GroupedQueryAttention.default_config().set(
         num_heads=heads,
-        num_kv_heads=settings.take("num_key_value_heads", heads),
-        head_dim=settings.take("head_dim", None) or settings.take("hidden_size") // heads,
+        num_kv_heads=settings.take("num_key_value_heads", None) or heads,
+        head_dim=settings.take("head_dim", None) or positive(settings, "hidden_size") // heads,
         rope=rope(settings),
     )
     return cfg.set(**fields)
 
 
 def attention_with_bias(settings: Settings, **fields: Any) -> GroupedQueryAttention.Config:
-    """Returns attention whose matmuls all have a bias if `attention_bias` says so."""
+    """Returns attention whose projections have biases if `attention_bias` is set."""
     bias = settings.take("attention_bias", False)
     return attention(settings, qkv_bias=bias, output_bias=bias, **fields)
 
@@ -208,24 +231,23 @@ def attention_settings(cfg: Any, dim: int) -> dict[str, Any]:
 
 
 def expect_full_attention(settings: Settings) -> None:
-    """Raises ValueError if a layer of Qwen has a sliding window."""
+    """Raises UserError if a layer of Qwen has a sliding window."""
     settings.expect(use_sliding_window=False)
-    settings.pass_over(["sliding_window", "max_window_layers"])  # Of no layer then.
+    settings.skip("sliding_window", "max_window_layers")  # Unused without a sliding window.
     for kind in settings.take("layer_types", None) or []:
-        if kind != "full_attention":
-            raise ValueError(f"{settings.place}: layer_types has {kind!r}; moelib has full ones.")
+        settings.lookup("layer_types", kind, {"full_attention": None})
 
 
 def feed_forward(hidden_dim: int) -> FeedForward.Config:
-    """Returns a dense layer."""
+    """Returns a dense feed-forward layer."""
     return FeedForward.default_config().set(hidden_dim=hidden_dim, activation=Activation.SWIGLU)
 
 
 def model(settings: Settings, layers: Sequence[TransformerLayer.Config]) -> CausalLM.Config:
-    """Returns the model of those layers.
+    """Returns the model with the given layers.
 
     Raises:
-        ValueError: If there is a setting that nobody asked for.
+        UserError: If a setting of the file was never read.
     """
     settings.expect(hidden_act="silu", attention_dropout=0.0, num_hidden_layers=len(layers))
     tied = settings.take("tie_word_embeddings", False)
@@ -254,7 +276,7 @@ def model_settings(cfg: CausalLM.Config) -> dict[str, Any]:
 
 
 def stack(layers: Sequence[TransformerLayer.Config]) -> ScanStack.Config:
-    """Returns the shortest stack of these layers: first ones, and a block that repeats."""
+    """Returns the shortest stack of these layers: first layers, then a block that repeats."""
     total, texts = len(layers), [layer.debug_string() for layer in layers]
     cuts = [
         (first, size)

@@ -3,6 +3,7 @@
 Sources: arXiv:2405.04434 and arXiv:2412.19437.
 """
 
+import math
 from typing import Any
 
 from moelib.layers.attention.latent import LatentAttention
@@ -16,14 +17,14 @@ from moelib.layers.transformer import TransformerLayer
 from moelib.models.causal_lm import CausalLM
 from moelib.models.huggingface import blocks
 from moelib.models.huggingface.family import Family
-from moelib.models.huggingface.places import Part, Table
-from moelib.models.huggingface.settings import Settings, one_of
+from moelib.models.huggingface.settings import Settings
+from moelib.models.huggingface.tensor_mapping import Part, Table
 
-_LATENT_EPS = 1e-6  # Of the norms of latents, whatever rms_norm_eps is.
+_LATENT_EPS = 1e-6  # Epsilon of the latents' norms, which does not follow rms_norm_eps.
 
 
 def _in_layer(cfg: CausalLM.Config) -> Table:
-    """Returns the places of a layer's tensors; some hold what is apart in ours."""
+    """Returns the tensors of a layer; the down projection of keys and values is one tensor."""
     layer = blocks.layers_of(cfg.decoder)[0]
     attention = blocks.expect(layer.self_attention, LatentAttention.Config)
     nope, latent = attention.nope_head_dim, attention.kv_lora_rank
@@ -44,7 +45,7 @@ def _in_layer(cfg: CausalLM.Config) -> Table:
         "self_attention/kv_norm/scale": [Part("self_attn.kv_a_layernorm.weight", "r -> r")],
         "self_attention/kv_up": [Part("self_attn.kv_b_proj.weight", "(h k) r -> r h k")],
         "self_attention/output": [Part("self_attn.o_proj.weight", "d (h k) -> h k d")],
-        **blocks.feed_forward_table("feed_forward", "mlp"),  # Of a dense layer.
+        **blocks.feed_forward_table("feed_forward", "mlp"),  # Dense layers.
         **blocks.MOE,
         "feed_forward/router/bias_balancing/bias": [
             Part("mlp.gate.e_score_correction_bias", "e -> e")
@@ -55,11 +56,11 @@ def _in_layer(cfg: CausalLM.Config) -> Table:
 
 def _attention(settings: Settings) -> LatentAttention.Config:
     settings.expect(attention_bias=False)
-    settings.pass_over(["num_key_value_heads", "head_dim", "qk_head_dim"])
+    settings.skip("num_key_value_heads", "head_dim", "qk_head_dim")
     mscale = blocks.rope_parameters(settings).get("mscale_all_dim")
     rope = blocks.rope(settings)
     factor = 1.0
-    if isinstance(rope, YarnRotaryEmbedding.Config) and mscale:  # Whatever `mscale` is.
+    if isinstance(rope, YarnRotaryEmbedding.Config) and mscale:  # Independent of `mscale`.
         factor = yarn_mscale(rope.factor, mscale) ** 2
     return LatentAttention.default_config().set(
         num_heads=settings.take("num_attention_heads"),
@@ -74,7 +75,7 @@ def _attention(settings: Settings) -> LatentAttention.Config:
     )
 
 
-_FP8 = {  # How DeepSeek-V3 is published; weights are read as what they stand for.
+_FP8 = {  # DeepSeek-V3 is published so; its weights are dequantized when they are read.
     "activation_scheme": "dynamic",
     "fmt": "e4m3",
     "quant_method": "fp8",
@@ -84,10 +85,8 @@ _FP8 = {  # How DeepSeek-V3 is published; weights are read as what they stand fo
 
 def _model(settings: Settings, router: Router.Config) -> CausalLM.Config:
     settings.expect(moe_layer_freq=1, mlp_bias=False)
-    if (found := settings.take("quantization_config", None)) not in (None, _FP8):
-        raise ValueError(
-            f"{settings.place}: quantization_config is {found!r}; moelib has {_FP8!r} alone."
-        )
+    if settings.take("quantization_config", None) is not None:
+        settings.expect(quantization_config=_FP8)
     width = settings.take("moe_intermediate_size")
     shared = settings.take("n_shared_experts", None)
     moe = MoELayer.default_config().set(
@@ -119,14 +118,14 @@ def _v2(settings: Settings) -> CausalLM.Config:
         scaling_factor=float(settings.take("routed_scaling_factor")),
     )
     groups = settings.take("n_group", None), settings.take("topk_group", None)
-    if one_of(settings.place, "topk_method", settings.take("topk_method"), _V2_GROUPS):
+    if settings.choose("topk_method", _V2_GROUPS):
         router.set(num_groups=groups[0], num_groups_per_token=groups[1])
     return _model(settings, router)
 
 
 def _v3(settings: Settings) -> CausalLM.Config:
     settings.expect(scoring_func="sigmoid", topk_method="noaux_tc", rope_interleave=True)
-    settings.pass_over(["num_nextn_predict_layers"])
+    settings.skip("num_nextn_predict_layers", "num_mtp_layers")
     router = Router.default_config().set(
         score=Score.SIGMOID,
         renormalize=settings.take("norm_topk_prob"),
@@ -140,14 +139,33 @@ def _v3(settings: Settings) -> CausalLM.Config:
     return _model(settings, router)
 
 
+# MoE settings that are written for a model of dense layers, which use none of them.
+_UNUSED = MoELayer.default_config().set(
+    num_experts=1,
+    num_experts_per_token=1,
+    hidden_dim=1,
+    shared_experts=blocks.feed_forward(1),
+)
+
+
+def _mscale_all_dim(score_factor: float, factor: float) -> float:
+    """Returns the mscale_all_dim from which `_attention` computes exactly `score_factor`."""
+    exact = (math.sqrt(score_factor) - 1) / (0.1 * math.log(factor))
+    digits = (round(exact, n) for n in range(18))
+    return next(m for m in digits if yarn_mscale(factor, m) ** 2 == score_factor)
+
+
 def _settings(cfg: CausalLM.Config) -> dict[str, Any]:
     layers = blocks.layers_of(cfg.decoder)
     kinds = [layer.feed_forward for layer in layers]
     dense = [kind for kind in kinds if isinstance(kind, FeedForward.Config)]
-    moe = blocks.moe_of(cfg)
+    moe = blocks.moe_of(cfg) or _UNUSED
     if moe.shared_experts is None:
-        raise ValueError("DeepSeek's layers in transformers have shared experts.")
+        raise ValueError("MoE layers of DeepSeek have shared experts in transformers.")
     attention = blocks.expect(layers[0].self_attention, LatentAttention.Config)
+    rope = blocks.rope_settings(attention.rope)
+    if attention.score_factor != 1.0 and "mscale_all_dim" not in rope:
+        rope["mscale_all_dim"] = _mscale_all_dim(attention.score_factor, rope["factor"])
     return {
         **blocks.model_settings(cfg),
         "num_attention_heads": attention.num_heads,
@@ -157,9 +175,9 @@ def _settings(cfg: CausalLM.Config) -> dict[str, Any]:
         "qk_nope_head_dim": attention.nope_head_dim,
         "qk_rope_head_dim": attention.rope_head_dim,
         "v_head_dim": attention.v_head_dim,
-        "rope_parameters": blocks.rope_settings(attention.rope),
+        "rope_parameters": rope,
         "first_k_dense_replace": len(dense),
-        "intermediate_size": dense[0].hidden_dim if dense else 4 * cfg.dim,  # Of no layer.
+        "intermediate_size": dense[0].hidden_dim if dense else 4 * cfg.dim,  # Or unused.
         "moe_intermediate_size": moe.hidden_dim,
         "n_routed_experts": moe.num_experts,
         "num_experts_per_tok": moe.num_experts_per_token,
@@ -171,24 +189,57 @@ def _settings(cfg: CausalLM.Config) -> dict[str, Any]:
 
 
 def _v2_settings(cfg: CausalLM.Config) -> dict[str, Any]:
-    grouped = blocks.moe_of(cfg).router.num_groups is not None
+    grouped = (blocks.moe_of(cfg) or _UNUSED).router.num_groups is not None
     return {**_settings(cfg), "topk_method": "group_limited_greedy" if grouped else "greedy"}
 
 
 def _v3_settings(cfg: CausalLM.Config) -> dict[str, Any]:
     return {
         **_settings(cfg),
-        "norm_topk_prob": blocks.moe_of(cfg).router.renormalize,
+        "norm_topk_prob": (blocks.moe_of(cfg) or _UNUSED).router.renormalize,
     }
 
 
-V2 = Family("deepseek_v2", "DeepseekV2ForCausalLM", _v2, _v2_settings, _in_layer)
+_DEFAULTS = {  # Of both versions.
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "v_head_dim": 128,
+}
+V2 = Family(
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    _v2,
+    _v2_settings,
+    _in_layer,
+    defaults={
+        **_DEFAULTS,
+        "first_k_dense_replace": 0,
+        "max_position_embeddings": 2048,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.0,
+        "topk_method": "greedy",
+    },
+    heads_divide_dim=True,
+)
 V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     _v3,
     _v3_settings,
     _in_layer,
-    # The layers past the last predict a second token; transformers leaves them out, too.
+    defaults={
+        **_DEFAULTS,
+        "first_k_dense_replace": 3,
+        "max_position_embeddings": 4096,
+        "n_group": 8,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "topk_group": 4,
+    },
+    # Layers past the last one predict a second token; transformers does not read them either.
     ignored=lambda cfg: (rf"model\.layers\.{cfg.decoder.num_layers}\..*",),
 )

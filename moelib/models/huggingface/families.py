@@ -1,14 +1,14 @@
-"""The families that are known, and which of them a config is of.
+"""The known families, and the family of a given model.
 
-family, cfg = read_model(json.load(file), "config.json")  # Theirs to ours.
-family, settings = settings_of(cfg)  # Ours to theirs.
+family, cfg = read_model(json.load(file), "config.json")  # Hugging Face to moelib.
+family, settings = settings_of(cfg)  # moelib to Hugging Face.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from moelib.core.config import did_you_mean
+from moelib.core.errors import UserError
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.moe.router import GroupScore, Score
@@ -26,70 +26,73 @@ from moelib.models.huggingface.mixture import (
     QWEN2_MOE_UNGATED,
     QWEN3_MOE,
 )
-from moelib.models.huggingface.places import Place, expand
 from moelib.models.huggingface.settings import Settings
+from moelib.models.huggingface.tensor_mapping import TensorMapping, expand
 
-# Of two that could hold a model, the first.
+# If several families can hold a model, the first one is used.
 FAMILIES = (LLAMA, QWEN3, MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, QWEN2_MOE_UNGATED, V2, V3, GPT_OSS)
 
-
-class NoFamilyError(ValueError):
-    """No known architecture of transformers computes what a model of ours does."""
+_MAX_NAMED = 5  # Differences listed in an error.
 
 
-class NotTheModelError(ValueError):
-    """A config.json computes something else than a model of ours does."""
+class NoFamilyError(UserError):
+    """No known architecture of transformers computes what a model of moelib computes."""
 
 
-def read_model(values: Mapping[str, Any], place: str) -> tuple[Family, CausalLM.Config]:
-    """Returns the family and our config of a config.json.
+class NotTheModelError(UserError):
+    """A config.json describes another model than a config of moelib."""
+
+
+def read_model(
+    values: Mapping[str, Any], source: str, *, ignored: Iterable[str] = ()
+) -> tuple[Family, CausalLM.Config]:
+    """Returns the family and the model config of a config.json.
+
+    Absent settings take the defaults of transformers.
 
     Args:
-        values: Its settings.
-        place: What errors call it.
+        values: Content of config.json.
+        source: Name of the file, for errors.
+        ignored: Names of settings that are known to change nothing and are not read.
 
     Raises:
-        ValueError: If the architecture is unknown, or a setting is missing or unknown.
+        UserError: If the architecture is unknown, or a setting is missing or unsupported.
     """
     families = {family.model_type: family for family in reversed(FAMILIES)}
     kind = values.get("model_type")
     if kind not in families:
-        raise ValueError(f"{place}: model_type is {kind!r}; {did_you_mean(str(kind), families)}")
+        supported = ", ".join(sorted(families))
+        raise UserError(f"{source}: model_type={kind!r}; moelib supports {supported}.")
     family = families[kind]
-    if not values.get("num_hidden_layers", 1):
-        raise ValueError(f"{place}: num_hidden_layers is {values['num_hidden_layers']!r}.")
     try:
-        return family, family.model(Settings(values, place))
+        settings = Settings(values, source, family.defaults, ignored)
+        blocks.positive(settings, "num_hidden_layers")
+        return family, family.model(settings)
     except (AttributeError, TypeError) as error:
-        raise ValueError(
-            f"{place}: a setting is of a kind that moelib does not know for {kind!r}: {error}"
-        ) from error
+        raise UserError(f"{source}: a setting has an unsupported type: {error}") from error
 
 
-def check_computes(values: dict[str, Any], place: str, cfg: CausalLM.Config) -> Family:
-    """Returns the family of a config.json that computes what a config of ours does.
+def check_computes(
+    values: Mapping[str, Any], source: str, cfg: CausalLM.Config, *, ignored: Iterable[str] = ()
+) -> Family:
+    """Returns the family of a config.json that describes the model of a config of moelib.
 
     Raises:
-        NotTheModelError: If it computes something else; the message names what differs.
-        Exception: As `read_model`.
+        NotTheModelError: If it describes another model; the message names the differences.
+        UserError: As `read_model`.
     """
-    family, read = read_model(values, place)
+    family, read = read_model(values, source, ignored=ignored)
     wanted, found = _computed(cfg), _computed(read)
-    differs = [
-        f"{path} is {found.get(path)} there, and {wanted.get(path)} in the run"
-        for path in sorted(wanted.keys() | found.keys())
-        if wanted.get(path) != found.get(path)
-    ]
-    if differs:
+    if wanted != found:
+        differences = "; ".join(_differences(wanted, found, "model", "file")[:_MAX_NAMED])
         raise NotTheModelError(
-            f"{place} is not the run's model: {'; '.join(differs[:5])}; set `model` to what it "
-            "says."
+            f"{source} describes another model: {differences}; set `model` accordingly."
         )
     return family
 
 
 def may_drop(cfg: CausalLM.Config) -> list[str]:
-    """Returns the fields by which a model's dispatchers may drop choices of experts."""
+    """Returns the paths of fields by which dispatchers may drop assignments."""
     fields = ("capacity_factor", "buffer_factor")
     values = cfg.to_flat_dict()
     return sorted(
@@ -98,48 +101,52 @@ def may_drop(cfg: CausalLM.Config) -> list[str]:
 
 
 def settings_of(cfg: CausalLM.Config) -> tuple[Family, dict[str, Any]]:
-    """Returns the family that computes what a config of ours does, and its settings.
+    """Returns the family that computes what a model config does, and the model's settings.
 
-    How the config trains (losses of balance, recomputation, initial values) does not matter.
+    Fields that matter only for training (balance losses, remat, initial values) are not compared.
 
     Raises:
-        NoFamilyError: If there is none; it says what the nearest has not.
+        NoFamilyError: If there is none; the message names what the nearest family lacks.
     """
     try:
         wanted = _computed(cfg)
     except TypeError as error:
-        raise NoFamilyError(
-            f"No architecture of transformers is known for this model: {error}"
-        ) from None
+        raise NoFamilyError(f"transformers has no architecture for this model: {error}") from None
     nearest: tuple[int, str] | None = None
     for family in FAMILIES:
         try:
             settings = family.settings(cfg)
-            read = family.model(Settings(settings, family.model_type))
+            found = _computed(family.model(Settings(settings, family.model_type, family.defaults)))
         except (AttributeError, KeyError, StopIteration, TypeError, ValueError):
-            continue  # It has no place for a layer of this kind.
-        got = _computed(read)
-        if got == wanted:
+            continue  # The family has no such layer.
+        heads = settings["num_attention_heads"]
+        if found != wanted:
+            differences = _differences(wanted, found, "model", family.model_type)
+            count, reason = len(differences), f"differs: {'; '.join(differences[:_MAX_NAMED])}"
+        elif family.heads_divide_dim and cfg.dim % heads:
+            count, reason = 0, f"requires num_heads={heads} to divide dim={cfg.dim}"
+        else:
             return family, settings
-        differs = [
-            f"{path}: {wanted.get(path)}, there {got.get(path)}"
-            for path in sorted(wanted.keys() | got.keys())
-            if wanted.get(path) != got.get(path)
-        ]
-        if nearest is None or len(differs) < nearest[0]:
-            nearest = len(differs), f"{family.architecture} differs in {'; '.join(differs[:5])}"
+        if nearest is None or count < nearest[0]:
+            nearest = count, f"{family.architecture} {reason}"
     raise NoFamilyError(
-        "No architecture of transformers that moelib knows computes this model. "
-        + ("No layer of it is known." if nearest is None else f"{nearest[1]}.")
+        "No architecture of transformers that moelib knows computes this model"
+        + ("." if nearest is None else f": {nearest[1]}.")
     )
 
 
-def places_of(family: Family, model: CausalLM) -> list[Place]:
-    """Returns where each tensor of the family stands in the parameters of a model."""
+def tensor_mappings(family: Family, model: CausalLM) -> list[TensorMapping]:
+    """Returns the mapping of each tensor of the family to the parameters of a model."""
     return expand(model, blocks.IN_MODEL, family.in_layer(model.config))
 
 
-# What only matters in training, or to where things are stored.
+def _differences(a: dict[str, Any], b: dict[str, Any], of_a: str, of_b: str) -> list[str]:
+    """Returns the paths whose values differ, with both values."""
+    paths = sorted(path for path in a.keys() | b.keys() if a.get(path) != b.get(path))
+    return [f"{path}: {a.get(path)} in {of_a}, {b.get(path)} in {of_b}" for path in paths]
+
+
+# Fields that matter only for training or storage.
 _NOT_COMPUTED = re.compile(
     r"(^|\.)(name|input_dim|dtype|param_init|output_init|remat|dispatcher|load_balance_loss|router_z_loss"
     r"|z_loss|rate)(\.|\[|\(|$)"
@@ -147,9 +154,9 @@ _NOT_COMPUTED = re.compile(
 
 
 def _computed(cfg: CausalLM.Config) -> dict[str, Any]:
-    """Returns what of a config decides what it computes, by path."""
-    if cfg.decoder.klass not in (LoopStack, ScanStack):  # Which run the same layers.
-        raise TypeError(f"{cfg.decoder.klass.__qualname__} is no stack that moelib has.")
+    """Returns the fields of a config that decide what it computes, by path."""
+    if cfg.decoder.klass not in (LoopStack, ScanStack):  # Both run the same layers.
+        raise TypeError(f"{cfg.decoder.klass.__qualname__} is not a stack of moelib.")
     cfg = cfg.clone()
     layers = [layer.clone() for layer in blocks.layers_of(cfg.decoder)]
     for layer in layers:
@@ -159,14 +166,14 @@ def _computed(cfg: CausalLM.Config) -> dict[str, Any]:
             attention.head_dim = attention.head_dim or cfg.dim // attention.num_heads
         if isinstance(layer.feed_forward, MoELayer.Config):
             router = layer.feed_forward.router
-            if router.num_groups is None:  # Then it decides nothing.
+            if router.num_groups is None:  # Then group_score has no effect.
                 router.group_score = GroupScore.MAX
     cfg.decoder = blocks.stack(layers)
     values = {
         path: value for path, value in cfg.to_flat_dict().items() if not _NOT_COMPUTED.search(path)
     }
     for path in list(values):
-        if values[path] is Score.SOFTMAX_AFTER_TOP_K:  # The same, written otherwise.
+        if values[path] is Score.SOFTMAX_AFTER_TOP_K:  # Equivalent to renormalizing.
             values[path] = Score.SOFTMAX_BEFORE_TOP_K
             values[path.replace("score", "renormalize")] = True
     return values

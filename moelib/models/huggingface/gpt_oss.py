@@ -10,10 +10,10 @@ from moelib.layers.transformer import TransformerLayer
 from moelib.models.causal_lm import CausalLM
 from moelib.models.huggingface import blocks
 from moelib.models.huggingface.family import Family
-from moelib.models.huggingface.places import Part, Table
-from moelib.models.huggingface.settings import Settings, one_of
+from moelib.models.huggingface.settings import Settings
+from moelib.models.huggingface.tensor_mapping import Part, Table
 
-# Gates and values alternate in one tensor of all experts, whose rows are inputs.
+# Gate and up projections are interleaved in one tensor of all experts.
 IN_LAYER: Table = {
     **blocks.NORMS,
     **blocks.ATTENTION,
@@ -25,11 +25,12 @@ IN_LAYER: Table = {
     "feed_forward/experts/down_bias": [Part("mlp.experts.down_proj_bias", "e d -> e d")],
 }
 _WINDOWED, _FULL = "sliding_attention", "full_attention"
+_WINDOW = 128  # The class's default; transformers refuses null even if no layer uses it.
 
 
 def _model(settings: Settings) -> CausalLM.Config:
     settings.expect(attention_bias=True, swiglu_limit=7.0, swiglu_alpha=1.702)
-    settings.pass_over(["initial_context_length", "quantization_config", "experts_per_token"])
+    settings.skip("initial_context_length", "quantization_config", "experts_per_token")
     attention = blocks.attention(settings, qkv_bias=True, output_bias=True, sinks=True)
     moe = MoELayer.default_config().set(
         hidden_dim=settings.take("intermediate_size"),
@@ -46,9 +47,7 @@ def _model(settings: Settings) -> CausalLM.Config:
     kinds = settings.take("layer_types", None) or [(_WINDOWED, _FULL)[n % 2] for n in range(total)]
     layers = [
         layer.clone(
-            self_attention=attention.clone(
-                window=one_of(settings.place, "layer_types", kind, windows)
-            )
+            self_attention=attention.clone(window=settings.lookup("layer_types", kind, windows))
         )
         for kind in kinds
     ]
@@ -67,9 +66,31 @@ def _settings(cfg: CausalLM.Config) -> dict[str, Any]:
         "num_local_experts": moe.num_experts,
         "num_experts_per_tok": moe.num_experts_per_token,
         "layer_types": [_WINDOWED if window else _FULL for window in windows],
-        "sliding_window": max(window or 0 for window in windows) or None,
+        "sliding_window": max(window or 0 for window in windows) or _WINDOW,
         "swiglu_limit": 7.0,
     }
 
 
-GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", _model, _settings, lambda cfg: IN_LAYER)
+GPT_OSS = Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    _model,
+    _settings,
+    lambda cfg: IN_LAYER,
+    defaults={
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "rope_theta": 150000.0,
+        "sliding_window": _WINDOW,
+    },
+)

@@ -6,8 +6,8 @@ from moelib.layers.transformer import TransformerLayer
 from moelib.models.causal_lm import CausalLM
 from moelib.models.huggingface import blocks
 from moelib.models.huggingface.family import Family
-from moelib.models.huggingface.places import Table
 from moelib.models.huggingface.settings import Settings
+from moelib.models.huggingface.tensor_mapping import Table
 
 IN_LAYER: Table = {
     **blocks.NORMS,
@@ -47,5 +47,25 @@ def _qwen3(settings: Settings) -> CausalLM.Config:
     return _model(settings, qk_norm=True)
 
 
-LLAMA = Family("llama", "LlamaForCausalLM", _llama, _settings, lambda cfg: IN_LAYER)
-QWEN3 = Family("qwen3", "Qwen3ForCausalLM", _qwen3, _settings, lambda cfg: IN_LAYER)
+LLAMA = Family(
+    "llama",
+    "LlamaForCausalLM",
+    _llama,
+    _settings,
+    lambda cfg: IN_LAYER,
+    defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
+    heads_divide_dim=True,
+)
+QWEN3 = Family(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    _qwen3,
+    _settings,
+    lambda cfg: IN_LAYER,
+    defaults={
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-6,
+    },
+)

@@ -1,4 +1,4 @@
-"""Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE: grouped-query attention and softmax routers.
+"""Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE: grouped-query attention, softmax over all experts.
 
 Sources: arXiv:2401.04088, arXiv:2409.02060, arXiv:2407.10671 and arXiv:2505.09388.
 """
@@ -13,14 +13,14 @@ from moelib.layers.transformer import TransformerLayer
 from moelib.models.causal_lm import CausalLM
 from moelib.models.huggingface import blocks
 from moelib.models.huggingface.family import Family
-from moelib.models.huggingface.places import Part, Table
 from moelib.models.huggingface.settings import Settings
+from moelib.models.huggingface.tensor_mapping import Part, Table
 
 _AROUND: Table = {**blocks.NORMS, **blocks.ATTENTION}
 
 QWEN_IN_LAYER: Table = {
     **_AROUND,
-    **blocks.feed_forward_table("feed_forward", "mlp"),  # Of a dense layer.
+    **blocks.feed_forward_table("feed_forward", "mlp"),  # Dense layers.
     **blocks.MOE,
     **blocks.feed_forward_table("feed_forward/shared_experts", "mlp.shared_expert"),
     "feed_forward/shared_gate": [Part("mlp.shared_expert_gate.weight", "n d -> d n")],
@@ -34,8 +34,7 @@ MIXTRAL_IN_LAYER: Table = {
     ),
 }
 
-
-# A gate of zeros halves what the shared experts give; so theirs give twice as much.
+# A sigmoid gate of zeros halves the shared experts' output, which is written twice as large.
 UNGATED_IN_LAYER: Table = {
     **{name: parts for name, parts in QWEN_IN_LAYER.items() if name != "feed_forward/shared_gate"},
     "feed_forward/shared_experts/down": [
@@ -47,7 +46,7 @@ UNGATED_IN_LAYER: Table = {
 def moe(
     num_experts: int, num_chosen: int, hidden_dim: int, *, renormalize: bool
 ) -> MoELayer.Config:
-    """Returns an MoE layer whose router takes a softmax over all experts."""
+    """Returns an MoE layer whose router applies a softmax over all experts."""
     return MoELayer.default_config().set(
         num_experts=num_experts,
         num_experts_per_token=num_chosen,
@@ -56,6 +55,17 @@ def moe(
             score=Score.SOFTMAX_BEFORE_TOP_K, renormalize=renormalize
         ),
     )
+
+
+# MoE settings that are written for a model of dense layers, which use none of them.
+_UNUSED = moe(1, 1, 1, renormalize=False).set(shared_experts=blocks.feed_forward(1))
+
+
+def _without_default_head_dim(settings: dict[str, Any]) -> dict[str, Any]:
+    """Removes a head_dim that is the default, since the family's class does not declare one."""
+    if settings["head_dim"] == settings["hidden_size"] // settings["num_attention_heads"]:
+        del settings["head_dim"]
+    return settings
 
 
 def _mixtral(settings: Settings) -> CausalLM.Config:
@@ -118,16 +128,16 @@ def _olmoe_settings(cfg: CausalLM.Config) -> dict[str, Any]:
         "intermediate_size": layer.feed_forward.hidden_dim,
         "norm_topk_prob": layer.feed_forward.router.renormalize,
     }
-    settings.pop("head_dim")  # OLMoE's is the width over the heads.
+    settings.pop("head_dim")  # transformers fixes it to hidden_size / num_attention_heads.
     return settings
 
 
 def _qwen_layers(
     settings: Settings, attention: Any, norm: RMSNorm.Config, sparse: MoELayer.Config
 ) -> list[TransformerLayer.Config]:
-    """Returns the layers: dense where `mlp_only_layers` or `decoder_sparse_step` say so."""
+    """Returns the layers, dense according to `mlp_only_layers` and `decoder_sparse_step`."""
     dense_layers = settings.take("mlp_only_layers", None) or []
-    every = settings.take("decoder_sparse_step", 1)
+    every = blocks.positive(settings, "decoder_sparse_step")
     dense = blocks.feed_forward(settings.take("intermediate_size"))
     layer = TransformerLayer.default_config().set(self_attention=attention, norm=norm)
     return [
@@ -137,12 +147,12 @@ def _qwen_layers(
 
 
 def _qwen_settings(cfg: CausalLM.Config) -> dict[str, Any]:
-    """Returns the settings of Qwen2-MoE and Qwen3-MoE that are read alike."""
+    """Returns the settings that Qwen2-MoE and Qwen3-MoE share."""
     layers = blocks.layers_of(cfg.decoder)
     kinds = [layer.feed_forward for layer in layers]
     dense = [n for n, kind in enumerate(kinds) if isinstance(kind, FeedForward.Config)]
-    moe = next(kind for kind in kinds if isinstance(kind, MoELayer.Config))
-    hidden_dims = {kinds[n].hidden_dim for n in dense} or {4 * cfg.dim}  # Of no layer.
+    moe = blocks.moe_of(cfg) or _UNUSED
+    hidden_dims = {kinds[n].hidden_dim for n in dense} or {4 * cfg.dim}  # Or unused.
     return {
         **blocks.model_settings(cfg),
         **blocks.attention_settings(layers[0].self_attention, cfg.dim),
@@ -166,7 +176,7 @@ def _qwen3_moe(settings: Settings) -> CausalLM.Config:
 
 
 def _qwen_moe(settings: Settings) -> MoELayer.Config:
-    num_experts = settings.take("num_local_experts", None)  # As transformers 5 writes it.
+    num_experts = settings.take("num_local_experts", None)  # Name in transformers 5.
     return moe(
         settings.take("num_experts", *([num_experts] if num_experts else [])),
         settings.take("num_experts_per_tok"),
@@ -208,27 +218,55 @@ def _zero_gates(cfg: CausalLM.Config) -> dict[str, tuple[int, ...]]:
 
 
 def _qwen2_moe_settings(cfg: CausalLM.Config) -> dict[str, Any]:
-    shared = blocks.moe_of(cfg).shared_experts
+    shared = (blocks.moe_of(cfg) or _UNUSED).shared_experts
     if shared is None:
-        raise ValueError("Qwen2-MoE has shared experts.")
+        raise ValueError("MoE layers of Qwen2-MoE have shared experts in transformers.")
     settings = {
         **_qwen_settings(cfg),
         "qkv_bias": blocks.layers_of(cfg.decoder)[0].self_attention.qkv_bias,
         "shared_expert_intermediate_size": shared.hidden_dim,
     }
-    settings.pop("head_dim")  # It is the width over the heads.
-    return settings
+    return _without_default_head_dim(settings)
 
+
+_QWEN_DEFAULTS = {"decoder_sparse_step": 1, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6}
 
 MIXTRAL = Family(
-    "mixtral", "MixtralForCausalLM", _mixtral, _mixtral_settings, lambda cfg: MIXTRAL_IN_LAYER
+    "mixtral",
+    "MixtralForCausalLM",
+    _mixtral,
+    _mixtral_settings,
+    lambda cfg: MIXTRAL_IN_LAYER,
+    defaults={
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+    },
 )
-OLMOE = Family("olmoe", "OlmoeForCausalLM", _olmoe, _olmoe_settings, lambda cfg: QWEN_IN_LAYER)
+OLMOE = Family(
+    "olmoe",
+    "OlmoeForCausalLM",
+    _olmoe,
+    _olmoe_settings,
+    lambda cfg: QWEN_IN_LAYER,
+    defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+)
 QWEN2_MOE = Family(
-    "qwen2_moe", "Qwen2MoeForCausalLM", _qwen2_moe, _qwen2_moe_settings, lambda cfg: QWEN_IN_LAYER
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    _qwen2_moe,
+    _qwen2_moe_settings,
+    lambda cfg: QWEN_IN_LAYER,
+    defaults={**_QWEN_DEFAULTS, "num_key_value_heads": 16},
 )
 QWEN3_MOE = Family(
-    "qwen3_moe", "Qwen3MoeForCausalLM", _qwen3_moe, _qwen3_moe_settings, lambda cfg: QWEN_IN_LAYER
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    _qwen3_moe,
+    _qwen3_moe_settings,
+    lambda cfg: QWEN_IN_LAYER,
+    defaults={**_QWEN_DEFAULTS, "num_key_value_heads": 4},
 )
 QWEN2_MOE_UNGATED = QWEN2_MOE._replace(
     model=_qwen2_moe_ungated, in_layer=lambda cfg: UNGATED_IN_LAYER, zeros=_zero_gates

@@ -1,7 +1,7 @@
-"""Weights of few bits with scales: MXFP4, as GPT-OSS is published, and FP8, as DeepSeek-V3 is.
+"""Quantized weights: MXFP4, in which GPT-OSS is published, and block-scaled FP8 of DeepSeek-V3.
 
 Source: OCP Microscaling Formats (MX) Specification 1.0, sections 5.3.3 (E2M1) and 5.4.1 (E8M0);
-DeepSeek-V3, arXiv:2412.19437, section 3.3.2 (a scale for each 128 x 128 weights).
+DeepSeek-V3, arXiv:2412.19437, section 3.3.2 (one scale per block of 128 x 128 weights).
 """
 
 from collections.abc import Collection
@@ -9,21 +9,22 @@ from collections.abc import Collection
 import ml_dtypes
 import numpy as np
 
+from moelib.core.errors import UserError
 from moelib.models.huggingface.tensors import Source
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
-_INVERSE = "_scale_inv"  # What DeepSeek calls the scale of a weight.
+_INVERSE = "_scale_inv"  # Suffix of the scales of a weight in DeepSeek-V3.
 _BLOCK = 128
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _VALUES = np.concatenate([_MAGNITUDES, -_MAGNITUDES])  # Bit 3 is the sign.
 
 
 class Dequantized:
-    """Tensors of which those that are stored with scales read as what they stand for, exactly.
+    """A source of tensors that dequantizes, exactly, those stored with scales.
 
-    `NAME_blocks` [..., n, G, 16] uint8 and `NAME_scales` [..., n, G] uint8 read as `NAME`
+    `NAME_blocks` [..., n, G, 16] uint8 and `NAME_scales` [..., n, G] uint8 are read as `NAME`
     [..., 32 G, n] bfloat16. `NAME` [m, n] float8 and `NAME_scale_inv` [m / 128, n / 128] float32,
-    rounded up, read as `NAME` [m, n] float32.
+    rounded up, are read as `NAME` [m, n] float32.
     """
 
     def __init__(self, source: Source) -> None:
@@ -59,12 +60,12 @@ def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Returns values [..., 32 G, n] bfloat16.
 
     Args:
-        blocks: [..., n, G, 16] uint8, two values each, the low half first.
-        scales: [..., n, G] uint8, powers of two, 127 for 1.
+        blocks: Pairs of 4-bit values [..., n, G, 16] uint8, the low half first.
+        scales: Exponents [..., n, G] uint8 with a bias of 127.
     """
     *lead, n, num_groups, size = blocks.shape
     out = np.empty((*lead, num_groups * size * 2, n), ml_dtypes.bfloat16)
-    for at in np.ndindex(*lead):  # One expert at a time is held in float32.
+    for at in np.ndindex(*lead):  # Holds one expert at a time in float32.
         low, high = _VALUES[blocks[at] & 15], _VALUES[blocks[at] >> 4]
         values = np.stack([low, high], -1)  # [n, G, 16, 2]
         values = np.ldexp(values, scales[at].astype(np.int32)[..., None, None] - 127)
@@ -72,22 +73,22 @@ def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return out
 
 
-def scaled(values: np.ndarray, scales: np.ndarray, place: str) -> np.ndarray:
-    """Returns values [m, n] float32, each times the scale of its 128 x 128.
+def scaled(values: np.ndarray, scales: np.ndarray, name: str) -> np.ndarray:
+    """Returns values [m, n] float32, each times the scale of its block of 128 x 128.
 
     Args:
-        values: [m, n] of any floating dtype.
-        scales: [m / 128, n / 128] rounded up, float32.
-        place: What they are, for the error.
+        values: Weights [m, n] of any floating dtype.
+        scales: Scales [m / 128, n / 128] float32, sizes rounded up.
+        name: Name of the tensor, for the error.
 
     Raises:
-        ValueError: If there are not as many scales.
+        UserError: If the number of scales does not match.
     """
     wanted = tuple(-(-size // _BLOCK) for size in values.shape)
     if scales.shape != wanted:
-        raise ValueError(
-            f"{place} {values.shape} has scales {scales.shape}; moelib reads those of "
-            f"{_BLOCK} x {_BLOCK} weights each, {wanted}."
+        raise UserError(
+            f"{name} {values.shape} has scales {scales.shape}; moelib reads one scale per block of "
+            f"{_BLOCK} x {_BLOCK} weights, {wanted}."
         )
     out = values.astype(np.float32)
     for i, row in enumerate(scales):

@@ -1,7 +1,7 @@
-"""Moves weights between tensors of a Hugging Face checkpoint and our parameters, one at a time.
+"""Transfer of weights between Hugging Face tensors and parameters, one tensor at a time.
 
-No more than one tensor is held beside the parameters themselves: each is written straight into the
-devices' parts of our arrays, whatever the mesh.
+At most one tensor is held next to the parameters: each is written directly into the local shards
+of the arrays, on any mesh.
 """
 
 import functools
@@ -15,195 +15,230 @@ import jax.numpy as jnp
 import numpy as np
 
 from moelib.core import tree
-from moelib.core.context import Nested
-from moelib.models.huggingface.places import (
-    Place,
-    our_shape,
+from moelib.core.errors import UserError
+from moelib.core.tree import Nested
+from moelib.models.huggingface.tensor_mapping import (
+    TensorMapping,
+    part_shape,
     slices,
-    their_shape,
-    to_ours,
-    to_theirs,
+    tensor_shape,
+    to_parameter,
+    to_tensor,
 )
 
 logger = logging.getLogger(__name__)
 
-_MAX_NAMED = 10
+_MAX_NAMED = 10  # Tensors of each kind listed in an error.
 
 
-class TensorMismatchError(ValueError):
+class TensorMismatchError(UserError):
     """The tensors of a checkpoint are not those of the model."""
 
 
 @runtime_checkable
 class Source(Protocol):
-    """Tensors by name, read when they are asked for."""
+    """Tensors by name, read on request."""
 
     def keys(self) -> Collection[str]:
-        """Returns the names of all."""
+        """Returns the names of all tensors."""
         ...
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Returns the shape of one."""
+        """Returns the shape of a tensor."""
         ...
 
     def read(self, key: str) -> np.ndarray:
-        """Returns one."""
+        """Returns a tensor."""
         ...
 
 
 def load_parameters(
-    source: Source, places: Sequence[Place], targets: Nested, *, ignored: Sequence[str] = ()
+    source: Source,
+    mappings: Sequence[TensorMapping],
+    targets: Nested,
+    *,
+    ignored: Sequence[str] = (),
 ) -> Nested:
-    """Returns our parameters, read from tensors of theirs.
+    """Returns parameters read from the tensors of a checkpoint.
 
-    Parameters that no tensor holds (counters) are 0.
+    Parameters that no tensor holds (counters) are 0. A process reads only tensors of which its
+    devices hold a part.
 
     Args:
-        source: The tensors.
-        places: Where each stands, as `expand` gives them.
-        targets: A `jax.ShapeDtypeStruct` for each parameter; without a sharding it goes to the
-            first device. Values are rounded to its dtype.
-        ignored: Regular expressions of names that may be there and are left out.
+        source: Tensors of the checkpoint.
+        mappings: Mapping of each tensor, from `expand`.
+        targets: A `jax.ShapeDtypeStruct` for each parameter; without a sharding the parameter goes
+            to the first device. Values are rounded to the dtype.
+        ignored: Regular expressions of names of tensors that may be present and are not read.
 
     Raises:
         TensorMismatchError: If tensors are missing, unknown, or of another shape.
     """
-    by_path: dict[str, list[Place]] = {}
-    for place in places:
-        by_path.setdefault(place.path, []).append(place)
-    targets_by_path = dict(tree.flatten_items(targets))
-    shapes = {path: target.shape for path, target in targets_by_path.items()}
-    _check(source, places, shapes, ignored)
-    arrays = {}
-    for path, target in targets_by_path.items():
-        filling = _Filling(target)
-        for place in by_path.get(path, ()):
-            theirs = source.read(place.key)
-            if place.part.rows is not None:
-                theirs = theirs[slice(*place.part.rows)]
-            filling.write(slices(place.at, target.shape), to_ours(theirs, place, target.shape))
-        arrays[path] = filling.array()
-    leaves, structure = jax.tree_util.tree_flatten_with_path(targets)
-    return jax.tree.unflatten(structure, [arrays[tree.path_string(path)] for path, _ in leaves])
+    by_path: dict[str, list[TensorMapping]] = {}
+    for mapping in mappings:
+        by_path.setdefault(mapping.path, []).append(mapping)
+    shapes = {path: target.shape for path, target in tree.flatten_items(targets)}
+    _check_tensors(source, mappings, shapes, ignored)
+
+    def load(path: str, target: jax.ShapeDtypeStruct) -> jax.Array:
+        shards = _Shards(target)
+        for mapping in by_path.get(path, ()):
+            index = slices(mapping.index, target.shape)
+            if not shards.hold(index):
+                continue
+            tensor = source.read(mapping.tensor)
+            if mapping.part.rows is not None:
+                tensor = tensor[slice(*mapping.part.rows)]
+            shards.write(index, to_parameter(tensor, mapping, target.shape))
+        return shards.array()
+
+    return tree.map_by_path(load, targets)
 
 
-def their_tensors(params: Nested, places: Sequence[Place]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the name and the values of each tensor of theirs, in the order of the places.
+def checkpoint_tensors(
+    params: Nested, mappings: Sequence[TensorMapping]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields (name, values) of each tensor of the checkpoint, in the order of the mappings.
 
     Raises:
-        ValueError: If parameters lie on devices of other processes.
+        UserError: If parameters are on devices of other processes.
     """
     by_path = dict(tree.flatten_items(params))
-    by_key: dict[str, list[Place]] = {}
-    for place in places:
-        by_key.setdefault(place.key, []).append(place)
-    for key, parts in by_key.items():
-        parts = sorted(parts, key=lambda place: place.part.rows or (0, 0))
-        pieces = [to_theirs(_read(by_path[p.path], p), p) for p in parts]
-        yield key, np.ascontiguousarray(pieces[0] if len(pieces) == 1 else np.concatenate(pieces))
+    by_tensor: dict[str, list[TensorMapping]] = {}
+    for mapping in mappings:
+        by_tensor.setdefault(mapping.tensor, []).append(mapping)
+    for name, parts in by_tensor.items():
+        parts = sorted(parts, key=lambda mapping: mapping.part.rows or (0, 0))
+        pieces = [to_tensor(_read_part(by_path[m.path], m), m) for m in parts]
+        yield name, np.ascontiguousarray(pieces[0] if len(pieces) == 1 else np.concatenate(pieces))
 
 
-def _check(
-    source: Source, places: Sequence[Place], shapes: dict[str, Any], ignored: Sequence[str]
+def _check_tensors(
+    source: Source,
+    mappings: Sequence[TensorMapping],
+    shapes: dict[str, tuple[int, ...]],
+    ignored: Sequence[str],
 ) -> None:
-    """Raises TensorMismatchError unless the tensors are those of the places."""
-    there = set(source.keys())
-    wanted = {place.key: place for place in places}
-    missing = sorted(wanted.keys() - there)
-    others = sorted(there - wanted.keys())
-    unknown = [key for key in others if not any(re.fullmatch(pattern, key) for pattern in ignored)]
-    if num_ignored := len(others) - len(unknown):
-        logger.warning("%d tensors that the model has no use for are left out.", num_ignored)
-    misshapen = []
-    for key, place in wanted.items():
-        if key in there:
-            shape, found = their_shape(place, shapes[place.path]), source.shape(key)
-            if place.part.rows is not None:  # It holds other parts, too.
-                rows = max(p.part.rows[1] for p in places if p.key == key and p.part.rows)
-                shape = (rows, *shape[1:])
-            if found != shape:
-                misshapen.append(f"{key} {list(found)}, not {list(shape)}")
-    said = [
-        f"{what} {len(names)}: {', '.join(names[:_MAX_NAMED])}"
+    """Raises TensorMismatchError unless the source has exactly the mapped tensors."""
+    wanted: dict[str, tuple[int, ...]] = {}
+    for mapping in mappings:
+        shape = tensor_shape(mapping, shapes[mapping.path])
+        if mapping.part.rows is not None:  # The tensor spans the rows of all of its parts.
+            stop = max(mapping.part.rows[1], *wanted.get(mapping.tensor, (0,))[:1])
+            shape = (stop, *shape[1:])
+        wanted[mapping.tensor] = shape
+    present = set(source.keys())
+    extra = sorted(present - wanted.keys())
+    unknown = [name for name in extra if not any(re.fullmatch(p, name) for p in ignored)]
+    if num_ignored := len(extra) - len(unknown):
+        logger.warning("%d tensors that the model does not use are not read.", num_ignored)
+    wrong_shape = [
+        f"{name} {list(source.shape(name))} instead of {list(shape)}"
+        for name, shape in wanted.items()
+        if name in present and source.shape(name) != shape
+    ]
+    problems = {
+        "missing": sorted(wanted.keys() - present),
+        "unknown": unknown,
+        "wrong shape": wrong_shape,
+    }
+    lines = [
+        f"{len(names)} {problem}: {', '.join(names[:_MAX_NAMED])}"
         + (", ..." if len(names) > _MAX_NAMED else "")
-        for what, names in (
-            ("Missing:", missing),
-            ("Unknown:", unknown),
-            ("Of another shape:", misshapen),
-        )
+        for problem, names in problems.items()
         if names
     ]
-    if said:
-        raise TensorMismatchError("The tensors are not those of the model.\n" + "\n".join(said))
+    if lines:
+        raise TensorMismatchError("The tensors do not match the model; " + "; ".join(lines))
 
 
-class _Filling:
-    """An array over devices, written part by part."""
+def _overlap(index: Sequence[slice], bounds: Sequence[slice]) -> list[slice] | None:
+    """Returns the intersection of two regions of an array, or None if it is empty."""
+    both = [
+        slice(max(a.start, b.start), min(a.stop, b.stop))
+        for a, b in zip(index, bounds, strict=True)
+    ]
+    return None if any(s.start >= s.stop for s in both) else both
+
+
+def _relative(region: Sequence[slice], origin: Sequence[slice]) -> tuple[slice, ...]:
+    """Returns a region relative to the start of another region."""
+    return tuple(
+        slice(a.start - b.start, a.stop - b.start) for a, b in zip(region, origin, strict=True)
+    )
+
+
+def _bounds(index: Sequence[slice], shape: Sequence[int]) -> list[slice]:
+    """Returns the index of a shard as slices with explicit bounds."""
+    return [slice(*s.indices(n)[:2]) for s, n in zip(index, shape, strict=True)]
+
+
+class _Shards:
+    """The local shards of an array that is written part by part."""
 
     def __init__(self, target: jax.ShapeDtypeStruct) -> None:
-        one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        self.shape, self.sharding = target.shape, target.sharding or one
+        first_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        self.shape, self.sharding = target.shape, target.sharding or first_device
         indices = self.sharding.addressable_devices_indices_map(target.shape)
-        self.bounds = {
-            device: [s.indices(n)[:2] for s, n in zip(index or (), target.shape, strict=True)]
-            for device, index in indices.items()
-        }
-        self.parts = {
-            device: jnp.zeros([b - a for a, b in bounds], target.dtype, device=device)
+        self.bounds = {d: _bounds(index or (), target.shape) for d, index in indices.items()}
+        self.shards = {
+            device: jnp.zeros([b.stop - b.start for b in bounds], target.dtype, device=device)
             for device, bounds in self.bounds.items()
         }
 
-    def write(self, at: Sequence[slice], values: np.ndarray) -> None:
-        """Writes values, of any shape of the right size, to a part of the array."""
-        values = values.reshape([s.stop - s.start for s in at])
+    def hold(self, index: Sequence[slice]) -> bool:
+        """Returns whether a local shard holds a part of a region of the array."""
+        return any(_overlap(index, bounds) for bounds in self.bounds.values())
+
+    def write(self, index: Sequence[slice], values: np.ndarray) -> None:
+        """Writes values, reshaped, to a region of the array."""
+        values = values.reshape([s.stop - s.start for s in index])
         for device, bounds in self.bounds.items():
-            both = [(max(s.start, a), min(s.stop, b)) for s, (a, b) in zip(at, bounds, strict=True)]
-            if any(first >= last for first, last in both):
+            if (region := _overlap(index, bounds)) is None:
                 continue
-            cut = tuple(slice(a - s.start, b - s.start) for (a, b), s in zip(both, at, strict=True))
-            part = self.parts[device]
-            piece = jax.device_put(values[cut].astype(part.dtype, copy=False), device)
-            starts = [a - b for (a, _), (b, _) in zip(both, bounds, strict=True)]
-            # Waits, so that no more than one tensor is on its way.
-            with _alone(device):
-                self.parts[device] = jax.block_until_ready(_update(part, piece, starts))
+            shard = self.shards[device]
+            piece = values[_relative(region, index)].astype(shard.dtype, copy=False)
+            starts = [s.start for s in _relative(region, bounds)]
+            # Waits, so that no more than one tensor is in flight.
+            with _only(device):
+                updated = _update(shard, jax.device_put(piece, device), starts)
+                self.shards[device] = jax.block_until_ready(updated)
 
     def array(self) -> jax.Array:
         """Returns the array."""
-        parts = list(self.parts.values())
-        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, parts)
+        shards = list(self.shards.values())
+        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, shards)
 
 
-def _alone(device: jax.Device) -> Any:
-    """Returns a context in which a device computes by itself, whatever mesh is set around it."""
+def _only(device: jax.Device) -> Any:
+    """Returns a context in which a device computes alone, whatever mesh is set around it."""
     return jax.set_mesh(jax.sharding.Mesh(np.array([device]), ("one",)))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _update(part: jax.Array, piece: jax.Array, starts: list[Any]) -> jax.Array:
-    return jax.lax.dynamic_update_slice(part, piece, starts)
+def _update(shard: jax.Array, piece: jax.Array, starts: list[Any]) -> jax.Array:
+    return jax.lax.dynamic_update_slice(shard, piece, starts)
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _piece(part: jax.Array, starts: list[Any], sizes: tuple[int, ...]) -> jax.Array:
-    return jax.lax.dynamic_slice(part, starts, sizes)
+def _slice(shard: jax.Array, starts: list[Any], sizes: tuple[int, ...]) -> jax.Array:
+    return jax.lax.dynamic_slice(shard, starts, sizes)
 
 
-def _read(array: jax.Array, place: Place) -> np.ndarray:
-    """Returns the part of an array that a place is."""
+def _read_part(array: jax.Array, mapping: TensorMapping) -> np.ndarray:
+    """Returns the mapped part of a parameter."""
     if not array.is_fully_addressable:
-        raise ValueError(f"{place.path} lies on devices of other processes; export from one.")
-    at = slices(place.at, array.shape)
-    out = np.empty([s.stop - s.start for s in at], array.dtype)
+        raise UserError(
+            f"{mapping.path} is on devices of other processes; export it from one process."
+        )
+    index = slices(mapping.index, array.shape)
+    out = np.empty([s.stop - s.start for s in index], array.dtype)
     for shard in array.addressable_shards:
-        if shard.replica_id:
+        bounds = _bounds(shard.index, array.shape)
+        if shard.replica_id or (region := _overlap(index, bounds)) is None:
             continue
-        bounds = [s.indices(n)[:2] for s, n in zip(shard.index, array.shape, strict=True)]
-        both = [(max(s.start, a), min(s.stop, b)) for s, (a, b) in zip(at, bounds, strict=True)]
-        if any(first >= last for first, last in both):
-            continue
-        starts = [a - b for (a, _), (b, _) in zip(both, bounds, strict=True)]
-        there = tuple(slice(a - s.start, b - s.start) for (a, b), s in zip(both, at, strict=True))
-        with _alone(shard.device):
-            out[there] = _piece(shard.data, starts, tuple(b - a for a, b in both))
-    return out.reshape(our_shape(place, array.shape))
+        starts = [s.start for s in _relative(region, bounds)]
+        sizes = tuple(s.stop - s.start for s in region)
+        with _only(shard.device):
+            out[_relative(region, index)] = _slice(shard.data, starts, sizes)
+    return out.reshape(part_shape(mapping, array.shape))

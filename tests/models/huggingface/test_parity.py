@@ -16,9 +16,9 @@ from safetensors.numpy import load_file
 from moelib.core.module import functional
 from moelib.layers.moe.balance import load_balance_loss
 from moelib.layers.moe.layer import MoELayer
-from moelib.models.huggingface.families import places_of, read_model, settings_of
-from moelib.models.huggingface.places import layer_numbers
-from moelib.models.huggingface.tensors import load_parameters, their_tensors
+from moelib.models.huggingface.families import read_model, settings_of, tensor_mappings
+from moelib.models.huggingface.tensor_mapping import layer_numbers
+from moelib.models.huggingface.tensors import checkpoint_tensors, load_parameters
 from tests.layers.calling import QUICK
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
@@ -52,7 +52,7 @@ def loaded(family):
     """Returns (model, places, parameters)."""
     found, cfg, tensors, _ = fixture(family)
     model = cfg.instantiate(parent=None)
-    places = places_of(found, model)
+    places = tensor_mappings(found, model)
     targets = jax.eval_shape(
         model.initialize_parameters_recursively, jax.ShapeDtypeStruct((), jax.random.key(0).dtype)
     )
@@ -134,7 +134,7 @@ def test_loss_and_every_gradient_are_those_of_transformers(family):
     _, _, tensors, want = fixture(family)
     value, grads, _ = results(family)
     np.testing.assert_allclose(value, want["loss"], rtol=1e-6)
-    got = dict(their_tensors(grads, places))
+    got = dict(checkpoint_tensors(grads, places))
     names = {key.removeprefix("grad.") for key in want if key.startswith("grad.")}
     buffers = {key for key in tensors if "e_score_correction_bias" in key}
     assert names == got.keys() - buffers
@@ -195,7 +195,7 @@ def test_packed_documents_are_as_they_are_alone(family):
 def test_tensors_and_settings_come_back_as_they_were(family):
     _, places, params = loaded(family)
     found, cfg, tensors, _ = fixture(family)
-    back = dict(their_tensors(params, places))
+    back = dict(checkpoint_tensors(params, places))
     assert back.keys() == tensors.keys()
     for key, values in tensors.items():
         np.testing.assert_array_equal(back[key], values)

@@ -20,7 +20,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from experiments import flame_moe
-from moelib.cli import convert
 from moelib.core.config import config_for_function
 from moelib.core.module import functional
 from moelib.data.lm_input import LMInput
@@ -30,6 +29,7 @@ from moelib.data.token_store import TokenStore
 from moelib.data.tokenizer import train_bpe
 from moelib.layers.initializers import normal
 from moelib.parallel.mesh import mesh_shape_from_axes
+from moelib.train import convert
 from moelib.train.pretrained import (
     load_pretrained,
     read_config,
@@ -146,9 +146,9 @@ def losses(trainer):
 def test_a_trained_run_writes_the_same_in_transformers_and_goes_on_from_there(python, tmp_path):
     first = run_of(tmp_path, dir=str(tmp_path / "first"), max_step=60)
     assert losses(first)[60] < losses(first)[1] - 1
-    said = convert.to_hugging_face(str(tmp_path / "first"), str(tmp_path / "hf"))
+    architecture = convert.to_hugging_face(str(tmp_path / "first"), str(tmp_path / "hf"))
     cfg, params = first.config.model, first.trainer_state.model
-    assert said.startswith("Qwen2MoeForCausalLM")
+    assert architecture == "Qwen2MoeForCausalLM"
     check(python, cfg, params, tmp_path / "hf", "Qwen2MoeForCausalLM")
 
     builder = config_for_function(state_from_hugging_face).set(folder=str(tmp_path / "hf"))

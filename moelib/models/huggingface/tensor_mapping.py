@@ -1,0 +1,171 @@
+"""Mapping between the tensors of a Hugging Face checkpoint and parameters of moelib.
+
+A `Table` lists, for each parameter of one layer, the tensors that make it up and the view that
+relates them. `expand` writes the table out for a whole model: each layer, expert and part.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import einops
+import numpy as np
+
+from moelib.core import tree
+from moelib.core.param import ParameterSpec, is_spec
+from moelib.layers.transformer import BaseStack
+
+Index = tuple[int | None, ...]
+
+
+class Part(NamedTuple):
+    """One tensor of Hugging Face as a part of one parameter.
+
+    Attributes:
+        tensor: Name of the tensor, relative to the layer; "{e}" stands for the expert's number.
+        view: einops pattern from the tensor to the parameter, such as "(h k) d -> d h k".
+        index: Index into the leading dimensions of the parameter: a number, None for the whole
+            dimension, or "e" for the expert's number.
+        rows: Range (start, stop) of the tensor's first dimension, if the tensor holds more.
+        pairs_from: First entry of the parameter's last dimension from which rotary pairs are
+            interleaved (2i, 2i + 1) in the tensor but split into halves in the parameter.
+        factor: Parameter over tensor; a power of two, so that the conversion is exact.
+    """
+
+    tensor: str
+    view: str
+    index: tuple[int | str | None, ...] = ()
+    rows: tuple[int, int] | None = None
+    pairs_from: int | None = None
+    factor: float = 1.0
+
+
+# Parameter path within a layer or the model -> the tensors that make it up.
+Table = Mapping[str, Sequence[Part]]
+
+
+class TensorMapping(NamedTuple):
+    """A `Part` of one particular layer and expert.
+
+    Attributes:
+        tensor: Full name of the tensor.
+        path: Path of the parameter, such as "decoder/repeated0/self_attention/q".
+        index: Index into the leading dimensions of the parameter; None for a whole dimension.
+        part: The entry of the table.
+    """
+
+    tensor: str
+    path: str
+    index: Index
+    part: Part
+
+
+def expand(model: Any, in_model: Table, in_layer: Table) -> list[TensorMapping]:
+    """Returns the mapping of every tensor of a model.
+
+    Args:
+        model: A `CausalLM` whose decoder is a `BaseStack`.
+        in_model: Table of the parameters outside the layers.
+        in_layer: Table of the parameters of one layer.
+
+    Raises:
+        ValueError: If a trainable parameter is in neither table.
+    """
+    layers = dict(layer_numbers(model.children["decoder"]))
+    mappings, unknown = [], []
+    specs = model.create_parameter_specs_recursively()
+    for path, spec in tree.flatten_items(specs, is_spec):
+        first, _, rest = path.partition("/")
+        name, _, inside = rest.partition("/")
+        if first == "decoder":
+            parts, numbers = in_layer.get(inside), layers[name]
+        else:
+            parts, numbers = in_model.get(path), [None]
+        if parts is not None:
+            mappings += _expand_parameter(path, spec, parts, numbers)
+        elif spec.trainable:
+            unknown.append(path)
+    if unknown:
+        raise ValueError(f"No tensor of the Hugging Face model holds {', '.join(unknown)}.")
+    return mappings
+
+
+def layer_numbers(decoder: BaseStack) -> Iterator[tuple[str, list[int]]]:
+    """Yields (name of a child of the decoder, numbers of the layers it holds)."""
+    cfg = decoder.config
+    first, size = len(cfg.first_layers), len(cfg.block)
+    for name in decoder.children:
+        number = int(re.sub(r"\D", "", name))
+        if name.startswith("repeated"):
+            yield name, list(range(first + number, cfg.num_layers, size))
+        else:
+            yield name, [number]
+
+
+def _expand_parameter(
+    path: str, spec: ParameterSpec, parts: Sequence[Part], numbers: Sequence[int | None]
+) -> Iterator[TensorMapping]:
+    stacked = isinstance(numbers[0], int) and "/repeated" in path
+    for i, number in enumerate(numbers):
+        lead: Index = (i,) if stacked else ()
+        prefix = "" if number is None else f"model.layers.{number}."
+        for part in parts:
+            experts = range(spec.shape[len(lead)]) if "{e}" in part.tensor else [0]
+            for e in experts:
+                index = tuple(e if isinstance(i, str) else i for i in part.index)
+                yield TensorMapping(prefix + part.tensor.format(e=e), path, (*lead, *index), part)
+
+
+# -- Views ---------------------------------------------------------------------------------------
+
+
+def slices(index: Index, shape: Sequence[int]) -> tuple[slice, ...]:
+    """Returns the index of a mapping into a parameter of the given shape, as slices."""
+    index = (*index, *(None for _ in shape[len(index) :]))
+    return tuple(
+        slice(0, n) if i is None else slice(i, i + 1) for i, n in zip(index, shape, strict=True)
+    )
+
+
+def part_shape(mapping: TensorMapping, shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the shape of the mapped part of a parameter of the given shape."""
+    index = (*mapping.index, *(None for _ in shape[len(mapping.index) :]))
+    return tuple(n for i, n in zip(index, shape, strict=True) if i is None)
+
+
+def tensor_shape(mapping: TensorMapping, shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the shape of the tensor (its `rows`) for a parameter of the given shape."""
+    left, right = mapping.part.view.split(" -> ")
+    sizes = dict(zip(right.split(), part_shape(mapping, shape), strict=True))
+    groups = re.findall(r"\(([^)]*)\)|(\S+)", left)
+    return tuple(
+        math.prod(sizes[n] for n in group.split()) if group else sizes[single]
+        for group, single in groups
+    )
+
+
+def to_parameter(tensor: np.ndarray, mapping: TensorMapping, shape: Sequence[int]) -> np.ndarray:
+    """Returns the part of a parameter of the given shape that a tensor (its `rows`) holds."""
+    part = mapping.part
+    left, right = part.view.split(" -> ")
+    sizes = dict(zip(right.split(), part_shape(mapping, shape), strict=True))
+    grouped = " ".join(re.findall(r"\(([^)]*)\)", left)).split()  # einops knows the others.
+    y = einops.rearrange(tensor, part.view, **{name: sizes[name] for name in grouped})
+    if (start := part.pairs_from) is not None:
+        y = np.concatenate([y[..., :start], y[..., start::2], y[..., start + 1 :: 2]], -1)
+    return y if part.factor == 1.0 else y * np.asarray(part.factor, y.dtype)
+
+
+def to_tensor(values: np.ndarray, mapping: TensorMapping) -> np.ndarray:
+    """Inverse of `to_parameter`."""
+    part = mapping.part
+    if part.factor != 1.0:
+        values = values / np.asarray(part.factor, values.dtype)
+    if (start := part.pairs_from) is not None:
+        y = values.copy()
+        middle = start + (values.shape[-1] - start) // 2
+        y[..., start::2], y[..., start + 1 :: 2] = values[..., start:middle], values[..., middle:]
+        values = y
+    left, right = part.view.split(" -> ")
+    return einops.rearrange(values, f"{right} -> {left}")

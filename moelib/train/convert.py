@@ -1,0 +1,123 @@
+"""Conversion between Hugging Face folders and run folders."""
+
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+
+from jax.sharding import Mesh
+
+from moelib.checkpoint.checkpointer import Checkpointer
+from moelib.checkpoint.contents import CheckpointRecord
+from moelib.core.errors import UserError
+from moelib.core.files import atomic_file, read_json
+from moelib.train.identity import CONFIG_FILE
+from moelib.train.loading import load_model, tokenizer_of_model
+from moelib.train.pretrained import load_pretrained, read_config, save_pretrained
+from moelib.train.trainer import SpmdTrainer
+
+# Files of a Hugging Face folder next to config.json and the tensors.
+_OTHER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+_PUBLISHED = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+
+
+def from_hugging_face(
+    folder: str,
+    to: str,
+    *,
+    dtype: str = "float32",
+    mesh: Mesh | None = None,
+    ignore_settings: Iterable[str] = (),
+) -> str:
+    """Writes a Hugging Face model as step 0 of a run without data; returns its model_type.
+
+    Args:
+        folder: Folder with config.json and safetensors, and a tokenizer if there is one.
+        to: Folder of the run, which is created.
+        dtype: Dtype of the parameters.
+        mesh: Mesh that holds the parameters during conversion; None for the first device.
+        ignore_settings: Settings of config.json that are known to change nothing.
+
+    Raises:
+        UserError: If `to` holds a run, or the tokenizer does not belong to the model.
+        Exception: As `load_pretrained`.
+    """
+    path = os.path.join(to, CONFIG_FILE)
+    if os.path.exists(path):
+        raise UserError(f"{path} exists; choose another folder.")
+    ignored = tuple(ignore_settings)
+    if read_json(os.path.join(folder, "tokenizer_config.json")).get("eos_token"):
+        cfg, _ = read_config(folder, ignore_settings=ignored)
+        tokenizer_of_model(folder, cfg.vocab_size)
+    loaded = load_pretrained(folder, dtype=dtype, mesh=mesh, ignore_settings=ignored)
+    os.makedirs(to, exist_ok=True)
+    checkpoints = os.path.join(to, "checkpoints")
+    writer = Checkpointer.default_config().set(dir=checkpoints).instantiate(parent=None)
+    writer.save({"model": loaded.params}, CheckpointRecord(step=0, arrays={}))
+    writer.close()
+    if writer.last_error is not None:
+        raise writer.last_error
+    with atomic_file(path) as file:
+        file.write(SpmdTrainer.default_config().set(model=loaded.cfg).debug_string())
+    _copy(("config.json", *_OTHER_FILES), folder, to)
+    return loaded.settings["model_type"]
+
+
+def to_hugging_face(
+    trainer_dir: str,
+    to: str,
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    mesh: Mesh | None = None,
+) -> str:
+    """Writes the model of a run for transformers; returns the name of its architecture.
+
+    A model that was converted from Hugging Face and still has its published config gets its
+    published config.json again.
+
+    Args:
+        trainer_dir: Folder of the run.
+        to: Folder of the Hugging Face model, which is created.
+        step: Step of the checkpoint; None for the newest.
+        dtype: Dtype to round the parameters to; None for that of the checkpoint.
+        mesh: Mesh that holds the parameters during conversion; None for the first device.
+
+    Raises:
+        Exception: As `load_model` and `save_pretrained`.
+    """
+    loaded = load_model(trainer_dir, step=step, dtype="stored", mesh=mesh, require_tokenizer=False)
+    tokenizer, stop_ids = loaded.tokenizer, list(loaded.stop_ids)
+    published = read_json(os.path.join(trainer_dir, "config.json"))
+    if published:
+        settings = {name: published[name] for name in _PUBLISHED if name in published}
+    else:
+        settings = {"eos_token_id": tokenizer.eos_id} if tokenizer else {}
+        if loaded.max_length is not None:
+            settings["max_position_embeddings"] = loaded.max_length
+    architecture = save_pretrained(
+        to,
+        loaded.model.config,
+        loaded.parameters,
+        dtype=dtype,
+        tokenizer_json=tokenizer.to_json() if tokenizer else None,
+        eos_token=tokenizer.config.eos_token if tokenizer else None,
+        published=published,
+        more_settings=settings,
+        generation={"eos_token_id": stop_ids if len(stop_ids) > 1 else stop_ids[0]}
+        if stop_ids
+        else None,
+    )
+    _copy(_OTHER_FILES, trainer_dir, to)
+    return architecture
+
+
+def _copy(names: Sequence[str], source: str, to: str) -> None:
+    for name in names:
+        if os.path.exists(path := os.path.join(source, name)):
+            shutil.copy(path, to)
