@@ -5,19 +5,21 @@
     params, state, metrics = learner.update(
         gradients=gradients, state=state, params=params, loss=loss)
 
-Parameters and their specs are nested dicts of one structure; paths are written "a/b/c". All
-methods are pure, and can be traced by `jax.jit` and `jax.eval_shape`.
+Parameters and their specs are nested dicts of one structure, with paths "a/b/c". All methods are
+pure, and can be traced by `jax.jit` and `jax.eval_shape`.
 """
 
 import dataclasses
 import enum
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 
 from moelib.core import tree
 from moelib.core.config import (
@@ -30,32 +32,39 @@ from moelib.core.config import (
     config_for_function,
     maybe_instantiate,
 )
+from moelib.core.config_paths import sub_configs
+from moelib.core.errors import UserError
 from moelib.core.module import Module, nowrap
 from moelib.core.param import is_spec, specs_by_path
 from moelib.core.tree import Nested
 from moelib.learner import offload, transforms
 from moelib.learner.ema import EmaState, param_ema
+from moelib.learner.norms import group_paths, norms_of
 from moelib.learner.state_specs import state_specs
 from moelib.learner.streamed_update import streamed_update
 
-_MAIN = "main"  # Label of the parameters that `optimizer` updates.
-_FROZEN = "frozen"  # Label of those that are not updated.
+logger = logging.getLogger(__name__)
+
+# Labels of parameters, besides "rule<i>" of an update rule with an optimizer.
+_MAIN = "main"  # Updated by `optimizer`.
+_UNTRAINED = "untrained"  # Not trainable: changed by layers only.
+_FROZEN = "frozen"  # Changed by nothing.
 
 
 class UpdateType(enum.Enum):
-    """What an update rule does, if it names no optimizer of its own."""
+    """Effect of an update rule without an optimizer of its own."""
 
-    NO_UPDATE = "no_update"  # Frozen: no gradient is applied and no state is kept.
+    NO_UPDATE = "no_update"  # Frozen: neither gradients nor layers change it; it has no state.
     OPTIMIZERS = "optimizers"  # Updated by the learner's `optimizer`, as without a rule.
 
 
 class LearnerState(NamedTuple):
-    """What the learner keeps between steps.
+    """State of the learner between steps.
 
     Attributes:
-        optimizer: State of the optimizers: "main", and "rule<i>" for update rules with their own.
-        ema: The average of the parameters that are updated, or None.
-        skipped_steps: int32 scalar, number of steps that were not taken.
+        optimizer: State of each optimizer: "main", and "rule<i>" of update rules with their own.
+        ema: Average of the updated parameters, or None.
+        skipped_steps: Number of skipped steps, int32 scalar.
     """
 
     optimizer: dict[str, Any]
@@ -64,12 +73,12 @@ class LearnerState(NamedTuple):
 
 
 class LearnerUpdate(NamedTuple):
-    """What `Learner.update` returns.
+    """Result of `Learner.update`.
 
     Attributes:
-        params: The new parameters.
-        state: The new state.
-        metrics: Scalars by name, to be logged.
+        params: New parameters.
+        state: New state.
+        metrics: Scalars to log, by name.
     """
 
     params: Nested
@@ -78,20 +87,26 @@ class LearnerUpdate(NamedTuple):
 
 
 class Learner(Module):
-    """Updates parameters with an optimizer, or with different ones by path."""
+    """Updates parameters with one optimizer, or with different ones by path."""
 
     @config_class
     class Config(Module.Config):
-        # Of moelib.learner.optimizers, or any of Optax: config_for_function(optax.adamw).
+        # Of moelib.learner.optimizers, or of Optax: config_for_function(optax.adamw). The learning
+        # rate of one of Optax is logged only inside optax.inject_hyperparams.
         optimizer: Required[ConfigOr[optax.GradientTransformation]] = REQUIRED
-        # (regex for a whole path, what is done there); the first that matches wins.
+        # (regex of a whole path, update there); the first match wins, `optimizer` if none does.
         update_rules: Sequence[tuple[str, UpdateType | ConfigOr[optax.GradientTransformation]]] = ()
-        ema: InstantiableConfig = config_for_function(param_ema)  # Off until `ema.decay` is set.
-        # Returns a transforms.SkipPolicy, for example config_for_function(skip_bad_steps). None
-        # takes every step, whatever the gradients are.
+        # Average of the parameters, which evaluations use; off until `ema.decay` is set.
+        ema: InstantiableConfig = config_for_function(param_ema)
+        # Builds a transforms.SkipPolicy, for example config_for_function(skip_bad_steps). None
+        # takes every step, whatever its gradients are.
         skip: InstantiableConfig | None = None
-        # Whether moments and averages wait in the host's memory between steps. A device then holds
-        # them during the update only, for their way there and back in every step.
+        # Regexes of whole paths whose norms of gradient, parameter and update are metrics. One
+        # norm per parameter, or per text of the capture groups: ["([^/]+)/.*"] is one per top-level
+        # layer. None by default.
+        norms_of: Sequence[str] = ()
+        # Whether moments and averages stay in host memory between steps. A device then holds them
+        # only while their parameters are updated; every step transfers them both ways.
         offload_state: bool = False
 
     def __init__(self, cfg: Any, *, parent: Module | None, param_specs: Nested) -> None:
@@ -100,8 +115,8 @@ class Learner(Module):
         Args:
             cfg: A `Learner.Config`.
             parent: The module that holds the learner, or None.
-            param_specs: The model's nested dict of ParameterSpecs. Those that are not trainable
-                are never updated, whatever the rules say.
+            param_specs: Nested ParameterSpecs of the model. Parameters that are not trainable are
+                never updated, whatever the rules.
 
         Raises:
             ValueError: If a rule matches no path or nothing that is trainable, or an optimizer
@@ -109,8 +124,11 @@ class Learner(Module):
         """
         super().__init__(cfg, parent=parent)
         cfg = self.config
-        self._param_specs = param_specs
+        bare = lambda spec: dataclasses.replace(spec, initializer=None)
+        self._param_specs = jax.tree.map(bare, param_specs, is_leaf=is_spec)
         self._labels = self._label_parameters()
+        updated = [path for path in self._labels if self.is_updated(path)]
+        self._norm_groups = group_paths(updated, cfg.norms_of, self._field("norms_of"))
         optimizers = {_MAIN: self._build("optimizer", cfg.optimizer)}
         for i, (_, rule) in enumerate(cfg.update_rules):
             if not isinstance(rule, UpdateType):
@@ -120,51 +138,59 @@ class Learner(Module):
         self._take_step = maybe_instantiate(cfg.skip)
 
     def _label_parameters(self) -> dict[str, str]:
-        """Returns, by path, which optimizer updates a parameter."""
+        """Returns the label of each parameter, by path."""
         labels = {UpdateType.NO_UPDATE: _FROZEN, UpdateType.OPTIMIZERS: _MAIN}
         rules = [
             (pattern, labels[rule] if isinstance(rule, UpdateType) else f"rule{i}")
             for i, (pattern, rule) in enumerate(self.config.update_rules)
         ]
-        chosen = tree.match_rules(
+        matched = tree.match_rules(
             self._param_specs,
             rules,
             default=_MAIN,
-            place=self._place("update_rules"),
+            place=self._field("update_rules"),
             is_leaf=is_spec,
         )
         specs = specs_by_path(self._param_specs)
         chosen = {
-            path: label if specs[path].trainable else _FROZEN
-            for path, label in tree.by_path(chosen).items()
+            path: label if specs[path].trainable or label == _FROZEN else _UNTRAINED
+            for path, label in tree.by_path(matched).items()
         }
         for pattern, label in rules:
             if label not in (_FROZEN, _MAIN) and label not in chosen.values():
-                raise ValueError(
-                    f"{self._place('update_rules')}: the rule {pattern!r} has an optimizer, but "
-                    "matches only parameters that are not trainable; take it out."
+                raise UserError(
+                    f"{self._field('update_rules')}: the rule {pattern!r} has an optimizer, but "
+                    "matches only parameters that are not trainable; remove it."
                 )
         return chosen
 
-    def _place(self, field: str) -> str:
-        return f"{self.path() or self.name}.{field}"
+    def _field(self, name: str) -> str:
+        return f"{self.path() or self.name}.{name}"
 
     def _build(self, field: str, cfg: Any) -> optax.GradientTransformation:
-        """Returns the optimizer of a config, which is told what the parameters are."""
-        bare = lambda spec: dataclasses.replace(spec, initializer=None)
-        specs = jax.tree.map(bare, self._param_specs, is_leaf=is_spec)
-        optimizer = maybe_instantiate(_with_param_specs(_maybe_clone(cfg), specs))
+        """Returns the optimizer of a config, with every unset `param_specs` in it filled in."""
+        if isinstance(cfg, ConfigBase):
+            cfg = cfg.clone()
+            for inside in (cfg, *(each for _, each in sub_configs(cfg))):
+                if "param_specs" in inside and inside.param_specs is None:
+                    inside.set(param_specs=self._param_specs)
+        optimizer = maybe_instantiate(cfg)
         if not isinstance(optimizer, optax.GradientTransformation):
-            raise ValueError(
-                f"{self._place(field)} builds {optimizer!r}; set it to the config of a function "
+            raise UserError(
+                f"{self._field(field)} builds {optimizer!r}; set it to the config of a function "
                 "that returns an optax.GradientTransformation."
             )
         return optimizer
 
     @nowrap
     def is_updated(self, path: str) -> bool:
-        """Returns whether the learner updates the parameter at "a/b/c", or leaves it as it is."""
-        return self._labels[path] != _FROZEN
+        """Returns whether an optimizer updates the parameter at "a/b/c"."""
+        return self._labels[path] not in (_UNTRAINED, _FROZEN)
+
+    @nowrap
+    def is_frozen(self, path: str) -> bool:
+        """Returns whether a rule forbids any change of the parameter at "a/b/c", by layers too."""
+        return self._labels[path] == _FROZEN
 
     @nowrap
     def init(self, params: Nested) -> LearnerState:
@@ -177,8 +203,8 @@ class Learner(Module):
         for path in sorted(known ^ given):
             lacks, has = ("param_specs", "params") if path in given else ("params", "param_specs")
             raise ValueError(
-                f"{self._place('init')}: {has} has {path!r} and {lacks} has not; build the learner "
-                "with the specs of the model that the parameters are for."
+                f"{self._field('init')}: {path!r} is in {has} but not in {lacks}; build the "
+                "learner with the specs of the model that the parameters belong to."
             )
         updated = tree.select(params, self.is_updated)
         ema = None if self._ema is None else self._ema.init(updated)
@@ -186,34 +212,41 @@ class Learner(Module):
         return offload.to_host(state) if self.config.offload_state else state
 
     @nowrap
-    def state_specs(self, param_specs: Nested | None = None) -> LearnerState:
+    def state_specs(self) -> LearnerState:
         """Returns the tree of `init` with a ParameterSpec in place of each array; allocates none.
 
-        Args:
-            param_specs: Specs whose logical axes the state takes; None for the learner's own.
+        Logs a warning if an optimizer has no learning rate to report.
         """
-        specs = self._param_specs if param_specs is None else param_specs
         shapes = jax.tree.map(
             lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype)),
-            specs,
+            self._param_specs,
             is_leaf=is_spec,
         )
-        return state_specs(jax.eval_shape(self.init, shapes), specs)
+        state = jax.eval_shape(self.init, shapes)
+        known = _learning_rates(state.optimizer)
+        for label in (label for label in state.optimizer if _rate_name(label) not in known):
+            logger.warning(
+                "%s: the learning rate of optimizer %r is not logged, because its state does not "
+                "hold it; wrap the optimizer in optax.inject_hyperparams to log it.",
+                self.path() or self.name,
+                label,
+            )
+        return state_specs(state, self._param_specs)
 
     @nowrap
     def state_shardings(self, specs: LearnerState, shardings: LearnerState) -> LearnerState:
-        """Returns where the state's arrays lie between steps.
+        """Returns the shardings of the state between steps.
 
         Args:
-            specs: The state with a ParameterSpec in place of each array, as of `state_specs`.
-            shardings: Where each would lie on the devices, as NamedShardings.
+            specs: The result of `state_specs`.
+            shardings: NamedSharding of each array in device memory.
 
         Raises:
-            ValueError: If `offload_state` is set, and the devices reach no memory of the host.
+            ValueError: If `offload_state` is set, and the devices cannot address host memory.
         """
         if not self.config.offload_state:
             return shardings
-        return offload.host_shardings(specs, shardings, self._place("offload_state"))
+        return offload.host_shardings(specs, shardings, self._field("offload_state"))
 
     @nowrap
     def update(
@@ -226,24 +259,24 @@ class Learner(Module):
     ) -> LearnerUpdate:
         """Returns the parameters and the state after one step, and metrics.
 
-        Metrics, float32: `gradient_norm` before clipping, over all parameters that are updated;
-        `learning_rate` of the main optimizer and `learning_rate/rule<i>` where they are known (for
-        those of this library, and Optax's under `inject_hyperparams`); with a skip policy
-        `skipped`, 1 if this step is not taken, and `skipped_steps`, the number of them so far.
+        Metrics, float32 scalars: `gradient_norm` before clipping, over all updated parameters;
+        `learning_rate` of the main optimizer and `learning_rate/rule<i>` where the state holds
+        them; with a skip policy `skipped`, 1 if this step is skipped, and `skipped_steps`, their
+        number so far; with `norms_of`, `gradient_norm/<name>`, `parameter_norm/<name>` before the
+        step and `update_norm/<name>`.
 
-        A step that is not taken changes no bit of the parameters and of the state, except the
-        count of skipped steps: schedules do not advance either.
+        A skipped step changes no bit of the parameters and of the state, except the count of
+        skipped steps: schedules do not advance either.
 
         Args:
-            gradients: Nested like `params`. Where a parameter is not updated (not trainable, or
-                frozen by a rule) anything may stand: zeros, None, or no entry.
+            gradients: Nested like `params`. For a parameter that is not updated any value will do:
+                zeros, None, or no entry.
             state: The state.
             params: The parameters.
-            loss: Scalar, for the skip policy, and as `value` for optimizers of Optax that ask for
-                it, or None.
+            loss: Scalar for the skip policy and, as `value`, for optimizers of Optax that use it.
 
         Raises:
-            ValueError: If the gradient of a parameter that is updated is missing.
+            ValueError: If the gradient of an updated parameter is missing.
         """
         updated = tree.select(params, self.is_updated)
         gradients = self._gradients_of(updated, gradients)
@@ -256,7 +289,10 @@ class Learner(Module):
         if take is not None:
             metrics["skipped"] = 1.0 - take.astype(jnp.float32)
             metrics["skipped_steps"] = new_state.skipped_steps.astype(jnp.float32)
-        return LearnerUpdate(tree.merge(params, new), new_state, metrics | rates)
+        if self._norm_groups:
+            metrics |= norms_of(self._norm_groups, gradients, updated, new)
+        metrics |= tree.cast_floats(rates, jnp.float32)
+        return LearnerUpdate(tree.merge(params, new), new_state, metrics)
 
     def _step(
         self,
@@ -267,7 +303,7 @@ class Learner(Module):
         take: jax.Array | None,
         loss: jax.Array | None,
     ) -> tuple[Nested, LearnerState, dict[str, jax.Array]]:
-        """Returns the parameters, the state and the learning rates after a step, if it is taken."""
+        """Returns parameters, state and learning rates after the step, or as they were."""
         gradients = tree.cast_floats(gradients, jnp.float32)
 
         def step() -> tuple[Nested, LearnerState, dict[str, jax.Array]]:
@@ -281,21 +317,21 @@ class Learner(Module):
         if take is None:
             return step()
         rest = state._replace(skipped_steps=state.skipped_steps + 1)
-        untaken = params, rest, _learning_rates(state.optimizer)
+        skipped = params, rest, _learning_rates(state.optimizer)
         if self.config.offload_state:  # Array by array: a branch would need all at once.
-            return jax.tree.map(functools.partial(jnp.where, take), step(), untaken)
-        # A branch, not a choice between two results: both would have to be kept in memory.
-        return jax.lax.cond(take, step, lambda: untaken)
+            return jax.tree.map(functools.partial(jnp.where, take), step(), skipped)
+        # A branch, not a selection between two results: both would be kept in memory.
+        return jax.lax.cond(take, step, lambda: skipped)
 
     def _gradients_of(self, updated: Nested, gradients: Nested) -> Nested:
-        """Returns the gradients of the parameters that are updated."""
+        """Returns the gradients of the updated parameters."""
         given = tree.by_path(gradients)
 
         def gradient(path: str, param: jax.Array) -> jax.Array:
             if path not in given or given[path].shape != param.shape:
                 what = f"has shape {given[path].shape}" if path in given else "is missing"
                 raise ValueError(
-                    f"{self._place('update')}: the gradient of {path!r}, shape {param.shape}, "
+                    f"{self._field('update')}: the gradient of {path!r}, shape {param.shape}, "
                     f"{what}; freeze the parameter with an update rule if it has none."
                 )
             return given[path]
@@ -304,53 +340,51 @@ class Learner(Module):
 
     @nowrap
     def eval_params(self, state: LearnerState, params: Nested) -> Nested:
-        """Returns the parameters to evaluate: the average if there is one, else `params`.
+        """Returns the parameters to evaluate, with the dtypes of `params`.
 
-        Averages have the dtypes of `params`; parameters that are not updated are as they are.
+        These are their average if the learner keeps one, else the evaluation point of optimizers
+        that have one (`optax.contrib.schedule_free`), else `params`.
         """
-        if state.ema is None:
+        on_device = offload.to_device if self.config.offload_state else lambda x: x
+        if state.ema is not None:
+            found = on_device(state.ema.params)
+        else:
+            found = {}
+            for inner in jax.tree.leaves(state.optimizer, is_leaf=_is_schedule_free):
+                if _is_schedule_free(inner):
+                    inner = inner._replace(z=on_device(inner.z))
+                    found = tree.merge(found, _schedule_free_params(inner, params))
+        if not found:
             return params
-        updated = tree.select(params, self.is_updated)
-        averages = state.ema.params
-        if self.config.offload_state:
-            averages = offload.to_device(averages)
-        average = jax.tree.map(lambda a, p: a.astype(p.dtype), averages, updated)
-        return tree.merge(params, average)
+        updated = tree.select(params, tree.by_path(found).__contains__)
+        return tree.merge(params, jax.tree.map(lambda x, p: x.astype(p.dtype), found, updated))
 
 
 def _at_once(step: Callable[..., Any], *args: Any) -> Any:
     return step(*args)
 
 
-def _maybe_clone(cfg: Any) -> Any:
-    """Returns an unfrozen copy of a config, and anything else as it is."""
-    return cfg.clone() if isinstance(cfg, ConfigBase) else cfg
+def _is_schedule_free(state: Any) -> bool:
+    return isinstance(state, optax.contrib.ScheduleFreeState)
 
 
-def _with_param_specs(value: Any, param_specs: Nested) -> Any:
-    """Sets each field `param_specs` that is None, at any depth of a config, and returns it."""
-    if isinstance(value, ConfigBase):
-        for name, inside in value.items():
-            if name == "param_specs" and inside is None:
-                value.set(param_specs=param_specs)
-            else:
-                _with_param_specs(inside, param_specs)
-    elif isinstance(value, list | tuple):
-        for inside in value:
-            _with_param_specs(inside, param_specs)
-    elif isinstance(value, dict):
-        for inside in value.values():
-            _with_param_specs(inside, param_specs)
-    return value
+def _schedule_free_params(state: Any, params: Nested) -> Nested:
+    """Returns the evaluation points of the parameters that an optimizer updates."""
+    base = tree.by_path(state.z)
+    own = {path: x for path, x in tree.by_path(params).items() if path in base}
+    return tree.unflatten(optax.contrib.schedule_free_eval_params(state._replace(z=base), own))
 
 
-def _learning_rates(state: dict[str, Any]) -> dict[str, jax.Array]:
-    """Returns the rates that optimizers keep in their state, by the name of their metric."""
+def _rate_name(label: str) -> str:
+    return "learning_rate" if label == _MAIN else f"learning_rate/{label}"
+
+
+def _learning_rates(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns the learning rates in the states of the optimizers, by the name of their metric."""
     rates = {}
     for label, inner in state.items():
         found = optax.tree.get_all_with_path(inner, "learning_rate")
         scalars = [value for _, value in found if getattr(value, "shape", None) == ()]
         if scalars:
-            name = "learning_rate" if label == _MAIN else f"learning_rate/{label}"
-            rates[name] = scalars[0].astype(jnp.float32)
+            rates[_rate_name(label)] = scalars[0]
     return rates

@@ -1,34 +1,56 @@
-"""Where an optimizer's state lies: each array of it like the parameter that it belongs to."""
+"""Logical axes of an optimizer's state: each array is split like the parameter it belongs to."""
 
+import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
+from moelib.core import tree
 from moelib.core.param import Axes, ParameterSpec, specs_by_path
+from moelib.core.progress import format_bytes
 from moelib.core.tree import Nested
+
+logger = logging.getLogger(__name__)
+
+_MAX_REPLICATED = 1024  # Elements of an array, such as a key, that is replicated without a warning.
 
 
 def state_specs(state: Any, param_specs: Nested) -> Any:
     """Returns the tree of `state` with a ParameterSpec in place of each array.
 
-    An array belongs to a parameter if its path ends with the parameter's: optimizers, Optax's and
-    others', keep trees like that of the parameters. It then has the parameter's logical axes; if
-    it lacks one of the dimensions (Adafactor's rows and columns), the axes that remain. Arrays of
-    no parameter, and those whose shape is like no part of it, are split along no dimension.
+    An array belongs to a parameter if its path ends with the parameter's: optimizers keep trees
+    like that of the parameters. It then has the parameter's logical axes or, if it lacks one of the
+    dimensions (Adafactor's rows and columns), the axes that remain. Arrays of no parameter, and
+    those whose shape fits no part of it, are not split; a warning lists the large ones.
 
     Args:
         state: Arrays or `jax.ShapeDtypeStruct`s.
-        param_specs: Nested dict of the parameters' specs.
+        param_specs: Nested ParameterSpecs.
     """
     specs = specs_by_path(param_specs)
+    replicated = []
 
     def spec(path: Sequence[Any], leaf: Any) -> ParameterSpec:
         owner = _owner(path, specs)
-        axes = (None,) * len(leaf.shape) if owner is None else _axes(path, leaf.shape, owner)
+        axes = None if owner is None else _axes(path, leaf.shape, owner)
+        if axes is None:
+            axes = (None,) * len(leaf.shape)
+            if math.prod(leaf.shape) > _MAX_REPLICATED:
+                replicated.append((tree.path_string(path), leaf))
         return ParameterSpec(tuple(leaf.shape), axes, dtype=leaf.dtype.name, trainable=False)
 
-    return jax.tree_util.tree_map_with_path(spec, state)
+    specs_of_state = jax.tree_util.tree_map_with_path(spec, state)
+    if replicated:
+        logger.warning(
+            "Every device holds all of %d arrays of the optimizer's state, %s, whose path or shape "
+            "matches no parameter: %s",
+            len(replicated),
+            format_bytes(tree.count_bytes([leaf for _, leaf in replicated])),
+            ", ".join(f"{path} {leaf.dtype.name}{list(leaf.shape)}" for path, leaf in replicated),
+        )
+    return specs_of_state
 
 
 def _owner(path: Sequence[Any], specs: Any) -> ParameterSpec | None:
@@ -44,19 +66,18 @@ def _owner(path: Sequence[Any], specs: Any) -> ParameterSpec | None:
     return None
 
 
-def _axes(path: Sequence[Any], shape: tuple[int, ...], owner: ParameterSpec) -> Axes:
-    """Returns the logical axes of an array of this shape that belongs to `owner`."""
+def _axes(path: Sequence[Any], shape: tuple[int, ...], owner: ParameterSpec) -> Axes | None:
+    """Returns the logical axes of an array of this shape that belongs to `owner`, if it fits."""
     if len(shape) == len(owner.shape):  # Reduced dimensions may have been kept, with size 1.
         sizes = zip(shape, owner.shape, owner.axes, strict=True)
         return tuple(axis if size == full else None for size, full, axis in sizes)
-    dropped = [
+    removed = [
         i for i in range(len(owner.shape)) if owner.shape[:i] + owner.shape[i + 1 :] == shape
     ]
-    if not dropped:
-        return (None,) * len(shape)
-    stacked = owner.batch_axes
-    dropped = [i for i in dropped if i not in stacked] or dropped
-    # In a square matrix either dimension would fit: rows are means over the last, columns not.
+    if not removed:
+        return None
+    removed = [i for i in removed if i not in owner.batch_axes] or removed
+    # Both dimensions of a square matrix fit: rows are means over the last one, columns are not.
     fields = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
-    i = dropped[-1] if any("row" in field for field in fields) else dropped[0]
+    i = removed[-1] if any("row" in field for field in fields) else removed[0]
     return owner.axes[:i] + owner.axes[i + 1 :]

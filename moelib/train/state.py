@@ -53,7 +53,7 @@ def state_specs(model: Any, learner: Learner) -> TrainerState:
         step=ParameterSpec((), (), dtype="int32", trainable=False),
         prng_key=ParameterSpec(key.shape, (None,) * key.ndim, dtype="uint32", trainable=False),
         model=params,
-        learner=learner.state_specs(params),
+        learner=learner.state_specs(),
     )
     bare = lambda spec: dataclasses.replace(spec, initializer=None)
     return jax.tree.map(bare, state, is_leaf=is_spec)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from moelib.core import tree
+from moelib.core.errors import UserError
 from moelib.core.metrics import MaxScalar, reading
 from moelib.core.module import functional
 from moelib.core.param import CastInScan, ParameterSpec, cast_parameters, may_cast, specs_by_path
@@ -19,6 +20,7 @@ from moelib.learner.accumulation import accumulate
 from moelib.learner.learner import Learner
 from moelib.parallel import sharding
 from moelib.train.metrics import PackedMetrics, as_metric, collect, pack
+from moelib.train.no_gradient import tag_gradients
 from moelib.train.state import TrainerState
 
 TrainStep = Callable[[TrainerState, Batch], tuple[TrainerState, PackedMetrics]]
@@ -71,9 +73,9 @@ def make_train_step(
                 lambda path, x: _zeros(late[path], train_dtype) if path in late else x, trained
             )
             (value, (metrics, updates)), gradients = grad(at)
-            new_fixed = _updated(fixed, updates)
+            new_fixed = _updated(fixed, updates, learner)
             weight = metrics["loss"].weight if counts is None else jnp.ones(())
-            return value, weight, gradients, metrics, (new_fixed, index + 1)
+            return value, weight, tag_gradients(gradients), metrics, (new_fixed, index + 1)
 
         carry = (fixed, jnp.zeros((), jnp.int32))
         done = accumulate(micro_step, batch, num_microbatches=num_microbatches, state=carry)
@@ -162,21 +164,21 @@ def _zeros(spec: ParameterSpec, dtype: str | None) -> jax.Array:
     return sharding.constrain(jnp.zeros(spec.shape, dtype), spec.axes)
 
 
-def _updated(fixed: Nested, updates: Nested) -> Nested:
-    """Returns the parameters that are not trained, with what layers put out in their place.
+def _updated(fixed: Nested, updates: Nested, learner: Learner) -> Nested:
+    """Returns the parameters that are not trained, with the state updates of layers.
 
     Raises:
-        ValueError: If a layer puts out a value for a parameter that is trained, or there is none.
+        UserError: If a layer updates a parameter that is trained or does not exist.
     """
     known = tree.by_path(fixed)
     for path, value in tree.flatten_items(updates):
         if path not in known or known[path].shape != value.shape:
-            raise ValueError(
-                f"add_state_update for {path!r}, shape {value.shape}: there is no such parameter "
-                "that the learner leaves alone; give it a ParameterSpec of that shape with "
+            raise UserError(
+                f"add_state_update for {path!r}, shape {value.shape}: no parameter without "
+                "optimizer has this path and shape; give it a ParameterSpec of that shape with "
                 "trainable=False."
             )
-    new = tree.by_path(updates)
+    new = {path: x for path, x in tree.by_path(updates).items() if not learner.is_frozen(path)}
     return tree.map_by_path(
         lambda path, old: new[path].astype(old.dtype) if path in new else old, fixed
     )
@@ -185,18 +187,22 @@ def _updated(fixed: Nested, updates: Nested) -> Nested:
 def _end_step(
     model: Any, learner: Learner, new: Nested, old: Nested, skipped: jax.Array | None
 ) -> Nested:
-    """Returns the parameters after the layers' own updates; the old ones if the step is skipped."""
+    """Returns the parameters after the layers' own updates at the end of the step.
+
+    Frozen parameters keep their values, and all parameters do if the step is skipped.
+    """
     if hasattr(model, "end_step_recursively"):
         new = model.end_step_recursively(new)
-    new = jax.tree.map(lambda n, o: n.astype(o.dtype), new, old)
-    if skipped is None:
-        return new
-    # The learner has left alone what it updates; choosing again would copy it.
-    before = tree.by_path(old)
-    return tree.map_by_path(
-        lambda path, n: n if learner.is_updated(path) else jnp.where(skipped > 0, before[path], n),
-        new,
-    )
+
+    def after(path: str, x: jax.Array, before: jax.Array) -> jax.Array:
+        if learner.is_frozen(path):
+            return before
+        x = x.astype(before.dtype)
+        if skipped is None or learner.is_updated(path):  # The learner skips its own updates.
+            return x
+        return jnp.where(skipped > 0, before, x)
+
+    return tree.map_by_path(after, new, old)
 
 
 def _is_non_finite(loss: jax.Array, params: Nested, skipped: jax.Array | None) -> jax.Array:

@@ -22,6 +22,7 @@ from moelib.core.config import (
     config_class,
 )
 from moelib.core.module import Module, nowrap
+from moelib.core.param import is_spec
 from moelib.data.input import Input, batch_spec
 from moelib.data.prefetch import HostRows, host_rows, row_sharding
 from moelib.learner.learner import Learner
@@ -39,6 +40,7 @@ from moelib.train.evaler import SpmdEvaler
 from moelib.train.identity import CONFIG_FILE, check_directory, config_hash, write_config
 from moelib.train.input_state import gather_input_state, input_state_of
 from moelib.train.loop import TrainLoop
+from moelib.train.no_gradient import warn_without_gradient
 from moelib.train.settings import (
     check_config,
     check_microbatches,
@@ -339,6 +341,8 @@ class SpmdTrainer(Module):
             batch: As `lower_train_step` takes it.
         """
         traced = self.trace_train_step(batch)
+        trained = tree.select(self.trainer_state_specs.model, self.learner.is_updated)
+        warn_without_gradient(traced.jaxpr, len(tree.by_path(trained, is_spec)))
         with self.on_mesh():
             lowered = traced.lower()
         compiled = lowered.compile(compiler_options=self.compiler_options())

@@ -42,6 +42,9 @@ class _RecordingLearner:
     def is_updated(self, path: str) -> bool:
         return self._learner.is_updated(path)
 
+    def is_frozen(self, path: str) -> bool:
+        return self._learner.is_frozen(path)
+
     def update(self, *, gradients: Nested, **others: Any) -> LearnerUpdate:
         self.gradients = gradients
         return self._learner.update(gradients=gradients, **others)

@@ -7,6 +7,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from moelib.core import config_parse, tree
 from moelib.core.config import RequiredFieldMissingError, UnknownFieldError
+from moelib.core.errors import UserError
 from moelib.core.metrics import weighted
 from moelib.core.param import is_spec
 from moelib.learner import optimizers, schedules, transforms
@@ -128,6 +129,41 @@ def test_reported_rates_of_rules_and_of_optax():
     out = step(make_learner(hyper, update_rules=[("emb/.*", SGD)]))
     np.testing.assert_allclose(out.metrics["learning_rate"], 0.3)
     np.testing.assert_allclose(out.metrics["learning_rate/rule0"], 1.0)
+
+
+def test_unknown_learning_rate_is_a_warning(caplog):
+    rules = [("emb/.*", SGD), ("layer/qkv", fn(optax.lion, learning_rate=0.1))]
+    make_learner(fn(optax.adamw, learning_rate=0.1), update_rules=rules).state_specs()
+    assert [record.args[-1] for record in caplog.records] == ["main", "rule1"]
+    caplog.clear()
+    hyper = fn(optax.inject_hyperparams(optax.adamw), learning_rate=0.1)
+    make_learner(hyper).state_specs()
+    assert not caplog.records
+
+
+def test_norms_by_parameter_and_by_group():
+    learner = make_learner(SGD, norms_of=["layer/qkv", "(emb|layer)/.*"])
+    out = step(learner)
+    gradients = gradients_like(PARAMS, 0)
+    members = {
+        "layer/qkv": ["layer/qkv"],
+        "emb": ["emb/weight"],
+        "layer": ["layer/experts", "layer/qkv", "layer/scale"],
+    }
+    kinds = {"gradient_norm": gradients, "parameter_norm": PARAMS, "update_norm": gradients}
+    for kind, values in kinds.items():  # SGD with a rate of 1 updates by the gradient.
+        for name, paths in members.items():
+            leaves = [np.ravel(tree.get_path(values, path)) for path in paths]
+            want = np.linalg.norm(np.concatenate(leaves))
+            np.testing.assert_allclose(out.metrics[f"{kind}/{name}"], want, rtol=1e-5)
+    assert set(out.metrics) == {"gradient_norm", "learning_rate"} | {
+        f"{kind}/{name}" for kind in kinds for name in members
+    }
+
+
+def test_norms_of_no_parameter_are_refused():
+    with pytest.raises(UserError, match=r"norms_of: the regex 'layer/bias'"):
+        make_learner(SGD, norms_of=["layer/bias"])  # Not trainable.
 
 
 # Which parameters are updated.
@@ -289,6 +325,27 @@ def test_without_an_average_the_parameters_are_evaluated():
     assert learner.eval_params(learner.init(PARAMS), PARAMS) is PARAMS
 
 
+@pytest.mark.parametrize("skip", [None, fn(transforms.skip_bad_steps)])
+def test_schedule_free_optimizers_are_evaluated_at_their_own_point(skip):
+    optimizer = optax.contrib.schedule_free_adamw(0.1, b1=0.9)
+    rules = [
+        ("emb/.*", fn(optax.contrib.schedule_free_sgd, learning_rate=0.1)),
+        ("layer/scale", SGD),
+    ]
+    learner = make_learner(optimizer, update_rules=rules, skip=skip)
+    out = run(learner, PARAMS, 3)
+    found = learner.eval_params(out.state, out.params)
+    inner = out.state.optimizer["main"]
+    trained = tree.select(out.params, lambda path: path in ("layer/experts", "layer/qkv"))
+    want = optax.contrib.schedule_free_eval_params(inner, trained)
+    for name in ("experts", "qkv"):
+        np.testing.assert_array_equal(found["layer"][name], want["layer"][name])
+        assert np.any(found["layer"][name] != out.params["layer"][name])
+    assert np.any(found["emb"]["weight"] != out.params["emb"]["weight"])
+    for name in ("scale", "bias"):
+        np.testing.assert_array_equal(found["layer"][name], out.params["layer"][name])
+
+
 # On a mesh, and in other forms.
 
 
@@ -311,7 +368,7 @@ def test_mesh_gives_the_same_update_and_state_lies_as_specified(optimizer):
     table = {"embed": "fsdp", "experts": "expert", "vocab": "expert"}
     place = lambda spec: NamedSharding(mesh, PartitionSpec(*map(table.get, spec.axes)))
     places = jax.tree.map(place, SPECS, is_leaf=is_spec)
-    state_places = jax.tree.map(place, learner.state_specs(SPECS), is_leaf=is_spec)
+    state_places = jax.tree.map(place, learner.state_specs(), is_leaf=is_spec)
     gradients, state = gradients_like(PARAMS, 0), learner.init(PARAMS)
     update = jax.jit(
         lambda g, s, p: learner.update(gradients=g, state=s, params=p),
@@ -384,9 +441,9 @@ def test_gradient_of_another_shape_is_refused():
 
 
 def test_parameters_of_another_model_are_refused():
-    with pytest.raises(ValueError, match="param_specs has 'emb/weight' and params has not"):
+    with pytest.raises(ValueError, match="'emb/weight' is in param_specs"):
         make_learner(ADAMW).init({"layer": PARAMS["layer"]})
-    with pytest.raises(ValueError, match="params has 'new' and param_specs has not"):
+    with pytest.raises(ValueError, match="'new' is in params but"):
         make_learner(ADAMW).init({**PARAMS, "new": jnp.ones(3)})
 
 

@@ -26,7 +26,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("specs", [SPECS, SCAN_SPECS])
 def test_every_array_has_a_spec_of_its_shape(name, specs):
     learner = make_learner(OPTIMIZERS[name], specs, ema=ema_config(0.9))
-    got = learner.state_specs(specs)
+    got = learner.state_specs()
     shapes = jax.eval_shape(learner.init, arrays(specs))
     assert jax.tree.structure(got, is_leaf=is_spec) == jax.tree.structure(shapes)
     for (path, spec), leaf in zip(tree.flatten_items(got), jax.tree.leaves(shapes), strict=True):
@@ -41,7 +41,7 @@ def test_moments_lie_like_their_parameters(name):
     learner = make_learner(OPTIMIZERS[name], SCAN_SPECS, ema=ema_config(0.9))
     axes = tree.by_path(jax.tree.map(lambda s: s.axes, SCAN_SPECS, is_leaf=is_spec), is_axes)
     found = 0
-    for path, spec in tree.flatten_items(learner.state_specs(SCAN_SPECS)):
+    for path, spec in tree.flatten_items(learner.state_specs()):
         owner = [name for name in axes if path.endswith(name)]
         if owner:
             assert spec.axes == axes[owner[0]], path
@@ -57,7 +57,7 @@ def is_axes(value):
 
 def factored_axes(optimizer, spec, row="row", col="col"):
     learner = make_learner(optimizer, {"w": spec})
-    specs = tree.flatten_items(learner.state_specs({"w": spec}))
+    specs = tree.flatten_items(learner.state_specs())
     return [next(s.axes for p, s in specs if p.endswith(f"/{kind}/w")) for kind in (row, col)]
 
 
@@ -99,9 +99,25 @@ def test_arrays_of_other_shapes_are_not_split():
     assert state_specs(state, SPECS)["emb"]["weight"].axes == (None, None, None)
 
 
+def test_large_arrays_of_no_parameter_are_a_warning(caplog):
+    flat = optax.flatten(optax.adam(0.1))
+    specs = {
+        "w": ParameterSpec((40, 30), ("vocab", "embed"), "float32", fan_axes=FanAxes((1,), (0,)))
+    }
+    make_learner(flat, specs).state_specs()
+    record = caplog.records[-1]
+    assert record.levelname == "WARNING"
+    assert record.args[:2] == (2, "9.6 kB")
+    assert "mu float32[1200]" in record.args[2]
+    caplog.clear()
+    make_learner(OPTIMIZERS["adafactor"], SCAN_SPECS).state_specs()
+    make_learner(OPTIMIZERS["muon"], SCAN_SPECS).state_specs()
+    assert not caplog.records
+
+
 def test_nothing_is_allocated():
     huge = ParameterSpec(
         (10**6, 10**6), ("vocab", "embed"), "float32", fan_axes=FanAxes((1,), (0,))
     )
-    specs = make_learner(OPTIMIZERS["adamw"], {"w": huge}).state_specs({"w": huge})
+    specs = make_learner(OPTIMIZERS["adamw"], {"w": huge}).state_specs()
     assert tree.count_elements(specs) > 2 * 10**12
