@@ -177,7 +177,7 @@ def _make_field(cls: type["ConfigBase"], name: str, annotation: Any) -> Field:
     except InvalidConfigValueError as error:
         raise InvalidConfigClassError(str(error)) from None
     delattr(cls, name)
-    return Field(annotation, default, config_types.reference(cls))
+    return Field(annotation, _copy_value(default), config_types.reference(cls))
 
 
 def _resolve_annotation(annotation: str, cls: type) -> Any:
@@ -304,7 +304,8 @@ class ConfigBase:
                 f"{self._title()}.{name} belongs to an object that is already built; "
                 "change a clone() and instantiate that."
             )
-        self._values[name] = _checked(f"{self._title()}.{name}", value, fields[name].annotation)
+        value = _checked(f"{self._title()}.{name}", value, fields[name].annotation)
+        self._values[name] = _copy_value(value)
         self._origins[name] = _caller()
 
     def __dir__(self) -> list[str]:
@@ -375,7 +376,7 @@ class ConfigBase:
 
     def _is_default(self, name: str) -> bool:
         value, default = self._values[name], self._all_fields()[name].default
-        return value is default or (config_paths.is_plain(value) and value == default)
+        return value is default or (type(value) is type(default) and value == default)
 
     def _is_unset(self, name: str) -> bool:
         value = self._values[name]
@@ -507,6 +508,9 @@ class Configurable(metaclass=_FrozenOnceBuilt):
                     "default_config()."
                 )
             super().__setattr__(name, value)
+
+        def _title(self) -> str:
+            return f"{getattr(self.klass, '__qualname__', 'Configurable')}.Config"
 
         def _header(self) -> tuple[str, Any]:
             return "klass", self.klass

@@ -3,23 +3,16 @@
 from collections.abc import Callable
 from typing import Any
 
-from moelib.core.config import REQUIRED, ConfigBase, Configurable, InstantiableConfig
+from moelib.core.config import ConfigBase, Configurable, InstantiableConfig, config_origin
 from moelib.core.config_paths import set_at, sub_configs
 from moelib.core.errors import UserError
-
-__all__ = [
-    "ConfigModifier",
-    "apply_mesh_rule",
-    "replace_layer_config_recursively",
-    "sub_configs",
-]
 
 
 class ConfigModifier(Configurable):
     """A change to a config that is itself a config, for example a mesh rule."""
 
     def __call__(self, cfg: Any) -> Any:
-        """Returns the changed config, `cfg` itself or a new one; callers use what is returned."""
+        """Returns the changed config, `cfg` itself or a new one; callers use the returned one."""
         raise NotImplementedError(f"{type(self).__qualname__} must define __call__.")
 
 
@@ -50,16 +43,16 @@ def replace_layer_config_recursively(
     target: type[Configurable],
     new: InstantiableConfig | Callable[[Any], InstantiableConfig],
 ) -> int:
-    """Replaces every config of class `target` inside `cfg`, and returns how many there were.
+    """Replaces every config of class `target` inside `cfg`, and returns their number.
 
     Args:
         cfg: The config to change, in place.
-        target: The class whose configs are replaced (subclasses are not).
-        new: The config to put there, into which fields that both have and that `new` leaves
-            unset are copied; or a function from the old config to the new one.
+        target: The class whose configs are replaced (not those of subclasses).
+        new: The new config. Fields of both configs that the old one sets are carried over, unless
+            the new one sets them. Or a function from the old config to the new one.
 
     Raises:
-        ValueError: If nothing is replaced.
+        UserError: If nothing is replaced.
     """
     count = 0
     skipped: list[str] = []
@@ -67,17 +60,45 @@ def replace_layer_config_recursively(
         inside_replaced = any(path.startswith(outer) for outer in skipped)
         if inside_replaced or getattr(old, "klass", None) is not target:
             continue
-        set_at(cfg, path, new(old) if callable(new) else _take_over(new.clone(), old))
+        if callable(new):
+            replacement = new(old)
+        else:
+            _carry_over(old, None, replacement := new.clone(), None)
+        set_at(cfg, path, replacement)
         skipped.append(path + ".")
         count += 1
     if not count:
-        raise ValueError(f"nothing replaced: no config of {target.__qualname__} is inside.")
+        raise UserError(f"nothing replaced: no config of {target.__qualname__} is inside.")
     return count
 
 
-def _take_over(new: InstantiableConfig, old: ConfigBase) -> InstantiableConfig:
-    """Copies into `new` those fields of `old` that it also has and leaves at None or REQUIRED."""
-    for name, value in old.items():
-        if name in new and name != "klass" and getattr(new, name) in (None, REQUIRED):
-            setattr(new, name, value)
-    return new
+def _carry_over(
+    old: ConfigBase, old_start: ConfigBase | None, new: ConfigBase, new_start: ConfigBase | None
+) -> None:
+    """Sets those fields of `new` that `old` sets and `new` does not.
+
+    A field is set if it differs from the config that `..._start` was by default; None: from the
+    defaults of its class.
+    """
+    for name, value in list(old.items()):
+        if name == "klass" or name not in new:
+            continue
+        old_default, _, old_is_set = _state(old, old_start, name)
+        new_default, assigned, new_is_set = _state(new, new_start, name)
+        mine = new._values[name]
+        if not new_is_set:
+            if old_is_set:
+                with config_origin(old.origin(name)):
+                    setattr(new, name, value)
+        elif not assigned and isinstance(value, ConfigBase) and value._header() == mine._header():
+            _carry_over(value, old_default, mine, new_default)
+
+
+def _state(cfg: ConfigBase, start: ConfigBase | None, name: str) -> tuple[Any, bool, bool]:
+    """Returns a field's default, whether the field was assigned, and whether it was set at all."""
+    if start is None:
+        default, origin = cfg._all_fields()[name].default, None
+    else:
+        default, origin = start._values[name], start._origins.get(name)
+    assigned = cfg._origins.get(name) != origin
+    return default, assigned, assigned or cfg._values[name] != default

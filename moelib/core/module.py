@@ -217,8 +217,7 @@ class Module(Configurable):
         except RequiredFieldMissingError:
             raise
         except Exception as error:
-            where = f"{self.path()}.{name}" if self._parent else name
-            _note(error, f"while {where} was built ({cfg._title()})")
+            _note(error, f"while {cfg._path()} was built ({cfg._title()})")
             error.__traceback__ = _without_wrappers(error.__traceback__)
             raise
         self._children[name] = child

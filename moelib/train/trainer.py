@@ -88,7 +88,7 @@ class SpmdTrainer(Module):
         # Where.
         mesh_shape: Sequence[int] | HybridMeshShape = mesh_shape_from_axes(data=-1)
         mesh_axis_names: Sequence[str] = MESH_AXIS_NAMES
-        # (regex for --mesh_selector, mesh shape or config of a ConfigModifier); first match wins.
+        # (regex for --mesh_selector, mesh shape or one or more ConfigModifiers); first match wins.
         mesh_rules: Sequence[tuple[str, Any]] = ()
         # {logical axis: mesh axes}, in place of lines of `moelib.parallel.sharding.DEFAULT_RULES`.
         sharding_rules: dict[str, Sequence[str]] | None = None

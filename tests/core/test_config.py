@@ -165,6 +165,23 @@ def test_clones_share_nothing_inside_a_dataclass():
     assert cfg.anything == Record([1], Inner(dim=1))
 
 
+def test_a_value_is_copied_when_it_is_set():
+    inner, sizes = Inner(dim=1), [1]
+    cfg = Outer().set(inner=inner, anything=(sizes, {"a": inner}, Record(sizes, inner)))
+    inner.dim = 2
+    sizes.append(2)
+    cfg.inner.rate = 0.1
+    same = Inner(dim=1)
+    assert cfg.inner == Inner(dim=1, rate=0.1)
+    assert cfg.anything == ([1], {"a": same}, Record([1], same))
+
+
+def test_a_config_twice_in_a_list_gives_two_configs():
+    cfg = Outer().set(inners=[Inner(dim=1)] * 2)
+    cfg.inners[0].dim = 2
+    assert [inner.dim for inner in cfg.inners] == [2, 1]
+
+
 def test_defaults_are_not_shared_between_configs():
     first = Outer()
     first.inner.dim = 9

@@ -3,7 +3,10 @@ from typing import Any
 import pytest
 
 from moelib.core.config import REQUIRED, Configurable, Required, config_class
-from moelib.core.config_modifier import ConfigModifier, replace_layer_config_recursively
+from moelib.core.config_modifier import (
+    ConfigModifier,
+    replace_layer_config_recursively,
+)
 
 
 class Dense(Configurable):
@@ -104,3 +107,46 @@ def test_a_modifier_is_a_config_that_changes_configs():
     assert SetDim.default_config().set(dim=5).instantiate()(stack()).last.dim == 5
     with pytest.raises(NotImplementedError, match="must define __call__"):
         ConfigModifier.default_config().instantiate()(stack())
+
+
+class Attention(Configurable):
+    @config_class
+    class Config(Configurable.Config):
+        dim: Required[int] = REQUIRED
+        bias: bool = False
+        rate: float = 0.1
+        inner: Dense.Config = Dense.default_config().set(dim=8)
+
+
+class Windowed(Attention):
+    @config_class
+    class Config(Attention.Config):
+        rate: float = 0.2
+        window: int = 128
+
+
+def replaced(old: Attention.Config, new: Attention.Config) -> Any:
+    cfg: Any = Stack.default_config().set(last=old)
+    replace_layer_config_recursively(cfg, Attention, new)
+    return cfg.last
+
+
+def test_fields_that_the_old_config_sets_are_carried_over():
+    old = Attention.default_config().set(dim=4, bias=True)
+    old.inner.act = "relu"
+    new = replaced(old, Windowed.default_config().set(window=4))
+    assert (new.dim, new.bias, new.rate, new.window) == (4, True, 0.2, 4)
+    assert (new.inner.dim, new.inner.act) == (8, "relu")
+    assert new.origin("bias") == old.origin("bias")
+
+
+def test_fields_that_both_configs_set_are_the_new_ones_own():
+    old = Attention.default_config().set(bias=True, rate=0.5)
+    old.inner.set(dim=1, act="relu")
+    new = Windowed.default_config().set(bias=False, rate=0.2)
+    new.inner.dim = 3
+    carried = replaced(old, new)
+    assert (carried.bias, carried.rate) == (False, 0.2)
+    assert (carried.inner.dim, carried.inner.act) == (3, "relu")
+    whole = Windowed.default_config().set(inner=Dense.default_config().set(dim=3))
+    assert replaced(old, whole).inner.act == "silu"

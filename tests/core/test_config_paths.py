@@ -97,4 +97,4 @@ def test_configs_inside_are_found_outermost_first():
     inner = Holder(more=Holder())
     found = dict(sub_configs(Holder(more=[{"k": inner}])))
     assert list(found) == ["more[0].k", "more[0].k.more"]
-    assert found["more[0].k"] is inner
+    assert found["more[0].k"] == inner

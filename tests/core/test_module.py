@@ -241,7 +241,9 @@ def test_an_error_while_building_keeps_its_traceback_and_says_where():
     cfg = Parent.default_config().set(children_={"b": Failing.default_config().set(input_dim=1)})
     with pytest.raises(ValueError, match="mine") as error:
         parent(a=cfg)
-    assert error.value.__notes__ == [f"while a.b was built ({Failing.Config.__qualname__})"]
+    assert error.value.__notes__ == [
+        f"while children_.a.children_.b was built ({Failing.__qualname__}.Config)"
+    ]
     assert isinstance(error.value.__cause__, KeyError)
     names = [frame.name for frame in traceback.extract_tb(error.value.__traceback__)]
     assert names[-2:] == ["__init__", "fail"]
