@@ -15,7 +15,6 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from experiments.jobs import CHIPS, Job, trainer
 from moelib.core.config import config_for_function
 from moelib.layers.activation import Activation
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
@@ -30,6 +29,8 @@ from moelib.layers.rope import YarnRotaryEmbedding
 from moelib.layers.transformer import ScanStack, TransformerLayer
 from moelib.models.causal_lm import CausalLM
 from moelib.train.trainer import SpmdTrainer
+
+from .jobs import CHIPS, Job, trainer
 
 
 class Size(NamedTuple):

@@ -14,7 +14,6 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from experiments.jobs import CHIPS, Job, trainer
 from moelib.core.config import config_for_function
 from moelib.layers.feed_forward import FeedForward
 from moelib.layers.initializers import normal
@@ -23,6 +22,8 @@ from moelib.layers.remat import remat
 from moelib.models.causal_lm import CausalLM
 from moelib.models.huggingface.families import read_model
 from moelib.train.trainer import SpmdTrainer
+
+from .jobs import CHIPS, Job, trainer
 
 _LLAMA = {
     "model_type": "llama",

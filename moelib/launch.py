@@ -7,7 +7,6 @@ trains, as `moelib train` does.
 
 import dataclasses
 import importlib
-import importlib.util
 import os
 import re
 import sys
@@ -28,6 +27,7 @@ from moelib.core.command_line import (
 from moelib.core.config import ConfigBase, config_origin, get_named_trainer_config
 from moelib.core.config_modifier import apply_mesh_rule
 from moelib.core.errors import UsageError
+from moelib.core.moved_names import find_module
 
 if TYPE_CHECKING:
     from moelib.train.fit import FitResult
@@ -161,27 +161,13 @@ def import_module(name: str) -> types.ModuleType:
     """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    own = f"experiments.{name.removeprefix('experiments.')}"
-    for candidate in (name, own, f"moelib_{own}"):
-        if _exists(candidate):
-            return importlib.import_module(candidate)
+    own = f"experiments.{name}"
+    if found := find_module(name) or find_module(own):
+        return importlib.import_module(found)
     raise UsageError(
         f"--module={name}: there is no module {name!r} or {own!r}, neither installed nor in "
         f"{os.getcwd()}; change to the folder that contains it."
     )
-
-
-def _exists(name: str) -> bool:
-    """Returns whether a module exists; imports its parents only."""
-    parent, _, _ = name.rpartition(".")
-    if parent and not _exists(parent):
-        return False
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError as error:  # The parent is a module, not a package.
-        if error.name is not None and name.startswith(error.name):
-            return False
-        raise
 
 
 def load_config(

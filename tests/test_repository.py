@@ -1,6 +1,7 @@
 """What holds for the repository as a whole: its pins, its imports, its files."""
 
 import ast
+import importlib.metadata
 import pathlib
 import re
 import shutil
@@ -11,6 +12,7 @@ import zipfile
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import moelib
@@ -78,6 +80,38 @@ def test_every_requirement_is_pinned_in_its_range(extra: str | None):
         assert requirement.specifier.contains(pinned), f"{requirement} is pinned to {pinned}"
 
 
+_IMPORTERS = ("import_module", "_import")  # Functions that import the module that they are given.
+
+
+def _imported() -> dict[str, set[str]]:
+    """Returns the files of moelib/ that import each package other than Python's own."""
+    files: dict[str, set[str]] = {}
+    for path in _MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(_IMPORTERS):
+                names += [a.value for a in node.args[:1] if isinstance(a, ast.Constant)]
+            for name in {name.partition(".")[0] for name in names} - {"benchmarks", "moelib"}:
+                if name not in sys.stdlib_module_names:
+                    files.setdefault(name, set()).add(str(path.relative_to(_ROOT)))
+    return files
+
+
+def test_what_the_library_imports_is_what_the_project_requires():
+    required = {requirement.name for requirement in _requirements()}
+    optional = {r.name for extra in ("tfds", "beam", "lm-eval") for r in _requirements(extra)}
+    distributions = importlib.metadata.packages_distributions()
+    imported = {
+        name: set(map(canonicalize_name, distributions.get(name, [name]))) for name in _imported()
+    }
+    imported.pop("tqdm", None)
+    undeclared = {name for name, found in imported.items() if not found & (required | optional)}
+    assert not undeclared, {name: _imported()[name] for name in undeclared}
+    unused = (required | optional) - {"array-record"} - set().union(*imported.values())
+    assert not unused, f"declared in pyproject.toml, imported nowhere in moelib/: {unused}"
+
+
 def test_pins_are_names_and_versions_only():
     lines = (_ROOT / "requirements.txt").read_text().splitlines()
     assert lines == sorted(lines, key=lambda line: line.split("==")[0])
@@ -117,13 +151,14 @@ def test_every_folder_is_a_package_with_a_telling_name():
         assert not _EMPTY_NAMES & set(path.relative_to(_ROOT).with_suffix("").parts), path
 
 
-def test_the_wheel_holds_the_library_only(tmp_path: pathlib.Path):
+def test_the_wheel_holds_the_library_and_the_named_configs(tmp_path: pathlib.Path):
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(command, cwd=_ROOT, capture_output=True, check=True)
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     stem = f"moelib-{moelib.__version__}.dist-info"
-    assert {name.split("/")[0] for name in names} == {"moelib", stem}
+    assert {name.split("/")[0] for name in names} == {"moelib", "moelib_experiments", stem}
+    assert "moelib_experiments/flame_moe.py" in names
     assert f"{stem}/licenses/LICENSE" in names
 
 

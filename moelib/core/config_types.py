@@ -346,7 +346,7 @@ def resolve_reference(text: str) -> Any:
     """
     module_name, _, qualname = moved_names.current_name(text).partition(":")
     try:
-        value = importlib.import_module(module_name)
+        value = importlib.import_module(moved_names.find_module(module_name) or module_name)
     except ModuleNotFoundError as error:
         if error.name and module_name.startswith(error.name):
             raise ValueError(f"{text!r}: there is no module {module_name!r}.") from None

@@ -4,7 +4,11 @@ A class, function or enum member that a config can name gets a line here when it
 renamed, and a field of a config when it is renamed or removed, so that old runs can be resumed.
 """
 
+import importlib.util
 from collections.abc import Iterable
+
+# The named configs: their package in the repository, and in an installed wheel.
+_EXPERIMENTS = ("experiments", "moelib_experiments")
 
 # {"module:Name" of an earlier version: "module:Name" today}; covers everything inside a class.
 MOVED: dict[str, str] = {}
@@ -34,3 +38,28 @@ def current_field(owners: Iterable[str], field: str) -> str | None:
         if (owner, field) in MOVED_FIELDS:
             return MOVED_FIELDS[owner, field]
     return field
+
+
+def find_module(name: str) -> str | None:
+    """Returns the name under which a module can be imported here, or None; imports its parents.
+
+    The named configs are `experiments` in the repository and `moelib_experiments` in the wheel;
+    either name finds both.
+    """
+    top, dot, rest = name.partition(".")
+    names = [name]
+    if top in _EXPERIMENTS:
+        names += [other + dot + rest for other in _EXPERIMENTS if other != top]
+    return next(filter(_exists, names), None)
+
+
+def _exists(name: str) -> bool:
+    parent, _, _ = name.rpartition(".")
+    if parent and not _exists(parent):
+        return False
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError as error:  # The parent is a module, not a package.
+        if error.name is not None and name.startswith(error.name):
+            return False
+        raise

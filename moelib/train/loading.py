@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-import importlib.util
+import importlib
 import logging
 import os
 import re
@@ -18,6 +18,7 @@ from moelib.checkpoint.restore import restore_params_only
 from moelib.core import config_parse
 from moelib.core.errors import UserError
 from moelib.core.files import read_json
+from moelib.core.moved_names import find_module
 from moelib.core.param import ParameterSpec, is_spec, may_cast
 from moelib.core.tree import Nested
 from moelib.data.input import load_tokenizer
@@ -260,4 +261,4 @@ def _read_config(folder: str, module_dir: str | None) -> Any:
 
 
 def _is_missing(module: str) -> bool:
-    return module not in sys.modules and importlib.util.find_spec(module) is None
+    return module not in sys.modules and find_module(module) is None

@@ -44,3 +44,15 @@ def test_old_text_is_read_as_todays_config():
 @pytest.mark.usefixtures("moved")
 def test_a_class_inside_one_that_moved_is_found():
     assert resolve_reference("moelib.old:Rows.Config") is LMInput.Config
+
+
+def test_named_configs_are_found_under_the_name_of_repository_and_wheel():
+    for name in ("experiments.flame_moe", "moelib_experiments.flame_moe"):
+        assert moved_names.find_module(name) == "experiments.flame_moe"
+    reference = "moelib_experiments.flame_moe:tiny"
+    assert resolve_reference(reference).__module__ == "experiments.flame_moe"
+
+
+@pytest.mark.parametrize("name", ["experiments.nothing", "json.nothing", "json.decoder.nothing"])
+def test_a_module_that_does_not_exist_is_not_found(name):
+    assert moved_names.find_module(name) is None
