@@ -1,15 +1,15 @@
 """Streaming input: text too large to prepare, read by tf.data, tokenized and packed on the way.
 
-For training only: documents come in a shuffled order that is exact again after a restart, but
-unlike a prepared store's it depends on the number of hosts, and batches cannot be looked up.
-Packing is concat-and-split with the same pairs as `moelib.data.packing`; rows of a long document
-follow one another.
+For training only. Documents come in a shuffled order that a restart reproduces exactly, but which,
+unlike a prepared store's, depends on the number of hosts, and batches have no random access.
+Packing is concat-and-split with the pairs of `moelib.data.packing`; the sequences of a long
+document follow one another.
 
 tf.data reads and shuffles records natively, so that its iterator can be checkpointed; parsing,
-tokenizing and packing happen in Python behind it. The state holds tf.data's own, which contains
-the shuffle buffer: a few MB for 1000 documents.
+tokenizing and packing happen in Python behind it. The state contains that of tf.data with its
+shuffle buffer: a few MB for 1000 documents. TensorFlow comes with the extra `tfds`.
 
-Letters: B rows of this host's batch, S sequence length.
+Letters: B sequences of this host's batch, S sequence length.
 """
 
 import base64
@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moelib.core.config import REQUIRED, config_class
+from moelib.core.errors import UserError
 from moelib.data.fill import fill_pieces
 from moelib.data.input import (
     BatchIterator,
@@ -56,24 +57,24 @@ class StreamingInput(Input):
         document_boundary: DocumentBoundary = DocumentBoundary.RESET
         seed: int = 0
         shuffle_buffer: int = 1024  # Documents among which the next is drawn; 1 keeps the order.
-        max_bad_records: int = 0  # Records without a document that are left out; one more fails.
-        snapshot_every: int = 64  # Batches; a restart makes up to so many again.
-        vocab_size: int | None = None  # The model's: a tokenizer with a larger one is refused.
+        max_bad_records: int = 0  # Records without a document to skip; one more is an error.
+        snapshot_every: int = 64  # Batches between snapshots; a restart repeats up to as many.
+        vocab_size: int | None = None  # The model's; a tokenizer with a larger one is refused.
 
     def __init__(self, cfg: Config) -> None:
-        """Loads the tokenizer; nothing is read yet.
+        """Loads the tokenizer; reads no text.
 
         Raises:
-            ValueError: If the tokenizer's vocabulary is larger than the model's.
+            UserError: If the tokenizer's vocabulary is larger than the model's.
         """
         super().__init__(cfg)
         cfg = self.config
         self.tokenizer: Any = cfg.tokenizer.instantiate()
         self.stream: Any = cfg.stream.instantiate()
         if cfg.vocab_size is not None and self.tokenizer.vocab_size > cfg.vocab_size:
-            raise ValueError(
-                f"The tokenizer has a vocabulary of {self.tokenizer.vocab_size}, beyond the "
-                f"model's {cfg.vocab_size}; set the model's vocab_size to at least that."
+            raise UserError(
+                f"vocab_size={cfg.vocab_size}: the tokenizer has {self.tokenizer.vocab_size} "
+                "tokens; set the model's vocab_size to at least that."
             )
 
     @classmethod
@@ -87,7 +88,7 @@ class StreamingInput(Input):
         return StreamingIterator(self, host_index, num_hosts, rows)
 
     def identity(self, host_index: int, num_hosts: int) -> State:
-        """Returns what decides a host's batches, as JSON values."""
+        """Returns the settings and data that determine a host's batches, as JSON values."""
         cfg = self.config
         return {
             "stream": self.stream.fingerprint(),
@@ -121,11 +122,11 @@ class StreamingIterator(BatchIterator):
         return records.repeat().prefetch(_DOCUMENTS_AT_ONCE)
 
     def __next__(self) -> "Batch":
-        """Returns this host's rows of the next batch.
+        """Returns this host's sequences of the next batch.
 
         Raises:
-            BadRecordError: At a record without a document, once too many of them were left out.
-            ValueError: If there is no text at all.
+            BadRecordError: At a record without a document, beyond `max_bad_records`.
+            UserError: If there is no text at all.
         """
         cfg = self._owner.config
         if self.step and self.step % cfg.snapshot_every == 0:
@@ -139,32 +140,31 @@ class StreamingIterator(BatchIterator):
         """Reads and tokenizes some documents."""
         texts, num_read = [], 0
         while not texts:
-            for place, content in itertools.islice(self._records, _DOCUMENTS_AT_ONCE):
+            for location, content in itertools.islice(self._records, _DOCUMENTS_AT_ONCE):
                 num_read += 1
-                if text := self._text(place.numpy(), content.numpy()):
+                if text := self._text(location.numpy(), content.numpy()):
                     texts.append(text)
             if (not texts and num_read >= 100_000) or not num_read:
-                raise ValueError(
-                    f"The stream has no text in {num_read} records; set its paths to files with "
-                    "text."
+                raise UserError(
+                    f"The stream has no text in {num_read} records; set paths to files with text."
                 )
         self._pending.add(texts)
 
-    def _text(self, place: bytes, content: bytes) -> str:
+    def _text(self, location: bytes, content: bytes) -> str:
         """Returns a record's document; a record without one counts as an empty document."""
         try:
             return self._owner.stream.text(content)
         except BadRecordError as error:
             self.num_bad_records += 1
-            if self.num_bad_records <= self._owner.config.max_bad_records:
+            if self.num_bad_records <= (most := self._owner.config.max_bad_records):
                 return ""
             raise BadRecordError(
-                f"{place.decode()}: {error}; mend it, or set max_bad_records to leave more such "
-                f"records out than {self._owner.config.max_bad_records}."
+                f"{location.decode()}: {error}; correct it, or set max_bad_records={most} larger "
+                "to skip such records."
             ) from None
 
     def _take_snapshot(self) -> State:
-        """Returns everything needed to go on from here."""
+        """Returns the complete state of reading."""
         return {
             "step": self.step,
             "bad_records": self.num_bad_records,
@@ -177,10 +177,10 @@ class StreamingIterator(BatchIterator):
         return {"step": self.step, "snapshot": self._snapshot, "input": self._identity}
 
     def restore(self, state: State) -> None:
-        """Goes to the snapshot, and makes again what was made since.
+        """Goes to the snapshot, and repeats the batches since.
 
         Raises:
-            ValueError: If the saved input had other batches, another host's included.
+            UserError: If the saved input had other batches, or was another host's.
         """
         check_state(state, self._identity)
         snapshot = state["snapshot"]
@@ -194,7 +194,7 @@ class StreamingIterator(BatchIterator):
 
 
 class _PendingDocuments(TokenSource):
-    """Documents that were tokenized and are not, or not wholly, in a batch yet."""
+    """Tokenized documents that are not, or not entirely, in a batch yet."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(type(self).default_config())
@@ -202,13 +202,12 @@ class _PendingDocuments(TokenSource):
         self.name = "stream"
         self.vocab_size, self.eos_id = tokenizer.vocab_size, tokenizer.eos_id
         self.token_num_bytes = tokenizer.token_num_bytes()
-        self._hold([])
+        self._hold(np.empty(0, np.int32), [])
 
-    def _hold(self, documents: Sequence[npt.NDArray[np.int32]]) -> None:
-        self._tokens = np.concatenate([np.empty(0, np.int32), *documents])
-        self.lengths = np.array([len(document) for document in documents], np.int64)
+    def _hold(self, tokens: npt.NDArray[np.int32], lengths: Sequence[int]) -> None:
+        self._tokens, self.lengths = tokens, np.array(lengths, np.int64)
         self.starts = np.cumsum(self.lengths) - self.lengths
-        self.file_starts = np.array([0, len(self._tokens)], np.int64)
+        self.file_starts = np.array([0, len(tokens)], np.int64)
 
     def file(self, index: int) -> npt.NDArray[np.int32]:
         """Returns all tokens."""
@@ -216,27 +215,27 @@ class _PendingDocuments(TokenSource):
         return self._tokens
 
     def add(self, texts: Sequence[str]) -> None:
-        """Appends documents, with their end."""
-        ids = self._tokenizer.encode_batch(texts)
-        new = [np.array([*document, self.eos_id], np.int32) for document in ids]
-        self._hold([*np.split(self._tokens, self.starts[1:]), *new] if len(self.starts) else new)
+        """Appends documents, each with its end-of-text token."""
+        new = [
+            np.array([*ids, self.eos_id], np.int32) for ids in self._tokenizer.encode_batch(texts)
+        ]
+        self._hold(np.concatenate([self._tokens, *new]), [*self.lengths, *map(len, new)])
 
     def num_pairs(self, boundary: DocumentBoundary) -> int:
-        """Returns how many pairs of a token and its target there are."""
-        total = int(self.lengths.sum())
+        """Returns the number of pairs of a token and its target."""
         if boundary is DocumentBoundary.CONTINUE:
-            return max(total - 1, 0)
-        return total - len(self.lengths)
+            return max(len(self._tokens) - 1, 0)
+        return len(self._tokens) - len(self.lengths)
 
     def take(self, num_rows: int, seq_len: int, boundary: DocumentBoundary) -> "Batch":
-        """Returns rows full of pairs, and forgets the tokens before the last target."""
+        """Returns full sequences, and drops the tokens before the last target."""
         plan = make_plan(self, seq_len, Packing.CONCAT_AND_SPLIT, boundary, None)
         pieces = plan.pieces(np.arange(num_rows))
         batch = empty_batch(num_rows, seq_len, self.eos_id)
         fill_pieces(batch, np.arange(num_rows), pieces, self, boundary)
-        first = int(pieces.next_token[-1])  # The last target is the next row's first token.
-        bounds = self.starts[self.starts > first]
-        self._hold(np.split(self._tokens[first:], bounds - first))
+        first = int(pieces.next_token[-1])  # The last target is the next sequence's first token.
+        left = np.maximum(self.starts + self.lengths - first, 0)
+        self._hold(self._tokens[first:], np.minimum(left, self.lengths)[left > 0].tolist())
         return batch
 
     def state(self) -> State:
@@ -247,9 +246,9 @@ class _PendingDocuments(TokenSource):
         }
 
     def restore(self, state: State) -> None:
-        """Takes saved documents."""
+        """Replaces the documents by saved ones."""
         tokens = np.frombuffer(_decode(state["tokens"]), "<i4").astype(np.int32)
-        self._hold(np.split(tokens, np.cumsum(state["lengths"])[:-1]) if state["lengths"] else [])
+        self._hold(tokens, state["lengths"])
 
 
 def _encode(data: bytes) -> str:
@@ -261,7 +260,7 @@ def _decode(text: str) -> bytes:
 
 
 def _save_iterator(iterator: Any) -> dict[str, str]:
-    """Returns a tf.data iterator's place, as the files that TensorFlow writes for it."""
+    """Returns the state of a tf.data iterator, as the files that TensorFlow writes for it."""
     tf = import_tensorflow()
     with tempfile.TemporaryDirectory() as folder:
         tf.train.Checkpoint(iterator=iterator).write(os.path.join(folder, "state"))
@@ -273,7 +272,7 @@ def _save_iterator(iterator: Any) -> dict[str, str]:
 
 
 def _restore_iterator(iterator: Any, files: dict[str, str]) -> None:
-    """Sets a tf.data iterator to a saved place."""
+    """Sets a tf.data iterator to a saved state."""
     tf = import_tensorflow()
     with tempfile.TemporaryDirectory() as folder:
         for name, content in files.items():

@@ -1,32 +1,31 @@
-"""A language made up: learnable, the same everywhere, and of known entropy.
+"""A made-up language: learnable, identical on every machine, and of known entropy.
 
-Words stand on a ring of V. A document begins at any of them; each next word lies one of a few steps
+V words lie on a ring. A document begins at any of them; each next word lies one of a few steps
 further on, with known probabilities. So all words are equally frequent, a model that knows only
-frequencies stays at log V, and the best that any model can reach is the entropy of a step.
+frequencies stays at log V, and the entropy of a step is the lowest loss of any model.
 
 Letters: V vocabulary.
 """
 
-import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from moelib.core.config import REQUIRED, config_class
+from moelib.core.errors import UserError
 from moelib.data.hashing import random_bits, random_uniform
 from moelib.data.lm_input import LMInput
 from moelib.data.mixture import Mixture
-from moelib.data.source import BadRecords, Part, Source
 from moelib.data.token_source import InMemoryTokens, TokenSource
 
-# How likely each step is; the steps themselves are odd multiples, far from one another.
+# Probability of each step; the steps are odd multiples of one size, far from one another.
 _PROBABILITIES = (0.5, 0.25, 0.125, 0.125)
 
 
 def step_entropy() -> float:
-    """Returns the entropy of a step in nats: the least loss of a word, given the one before."""
+    """Returns the entropy of a step in nats: the lowest loss of a word, given the one before."""
     return -sum(p * math.log(p) for p in _PROBABILITIES)
 
 
@@ -39,26 +38,22 @@ def random_walk(length: int, ring: int, seed: int, document: int) -> npt.NDArray
     return np.cumsum(sizes) % ring
 
 
-def _check_ring(ring: int, field: str) -> None:
-    if ring < 5:
-        raise ValueError(f"{field} is {ring}; set it to leave 5 words or more.")
-
-
 class SyntheticTokens(InMemoryTokens):
     """Documents of the made-up language as tokens: id 0 ends a document, the others are words."""
 
     @config_class
     class Config(InMemoryTokens.Config):
-        documents: Sequence[Sequence[int]] = ()  # Made here.
+        documents: Sequence[Sequence[int]] = ()  # Unused.
         num_documents: int = 256
-        max_document_tokens: int = 512  # Lengths are uniform from 2 up to this, the end included.
+        max_document_tokens: int = 512  # Lengths are uniform from 2 to this, the end included.
         seed: int = 0
 
     def __init__(self, cfg: Config) -> None:
-        """Makes the documents."""
+        """Makes the documents. Raises UserError if the vocabulary leaves fewer than 5 words."""
         super(InMemoryTokens, self).__init__(cfg)
         cfg = self.config
-        _check_ring(cfg.vocab_size - 1, "vocab_size")
+        if cfg.vocab_size < 6:
+            raise UserError(f"vocab_size={cfg.vocab_size}: set 6 or more, for 5 words and an end.")
         uniform = random_uniform(cfg.num_documents, cfg.seed)
         lengths = 2 + (uniform * (cfg.max_document_tokens - 1)).astype(np.int64)
         documents = [
@@ -69,7 +64,7 @@ class SyntheticTokens(InMemoryTokens):
 
 
 class SyntheticInput(LMInput):
-    """An `LMInput` of the made-up language: no disk, no tokenizer. Set its vocab_size."""
+    """An `LMInput` of the made-up language, without disk or tokenizer. Requires vocab_size."""
 
     @config_class
     class Config(LMInput.Config):
@@ -79,79 +74,12 @@ class SyntheticInput(LMInput):
         """Makes the tokens, of the input's vocabulary and seed unless the source has its own.
 
         Raises:
-            ValueError: If vocab_size is unset.
+            UserError: If vocab_size is not set.
         """
         cfg = cfg.clone()
         source = cfg.source
         if isinstance(source, SyntheticTokens.Config) and source.vocab_size is REQUIRED:
             if cfg.vocab_size is None:
-                raise ValueError("vocab_size is None; set it to the model's.")
+                raise UserError("vocab_size=None: set it to the model's.")
             source.set(vocab_size=cfg.vocab_size, seed=cfg.seed)
         super().__init__(cfg)
-
-
-@dataclasses.dataclass(frozen=True)
-class SyntheticPart:
-    """Some documents of the made-up language."""
-
-    first: int
-    count: int
-    num_words: int
-    ring: int
-    seed: int
-
-    @property
-    def name(self) -> str:
-        """Which documents."""
-        return f"synthetic documents from {self.first}"
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the texts, exact."""
-        return self.count * self.num_words * (_word_length(self.ring) + 1)
-
-    def documents(self, bad_records: BadRecords | None = None) -> Iterator[str]:
-        """Yields the texts."""
-        del bad_records
-        words = _words(self.ring)
-        for index in range(self.first, self.first + self.count):
-            walk = random_walk(self.num_words, self.ring, self.seed, index)
-            yield "".join(words[word] for word in walk.tolist())
-
-
-def _word_length(ring: int) -> int:
-    return max(math.ceil(math.log(ring, 26) - 1e-9), 1)
-
-
-def _words(ring: int) -> list[str]:
-    """Returns a word for each place on the ring: letters of one number, and a space."""
-    length = _word_length(ring)
-    places = [[chr(97 + i // 26**k % 26) for k in reversed(range(length))] for i in range(ring)]
-    return ["".join(letters) + " " for letters in places]
-
-
-class SyntheticText(Source):
-    """Documents of the made-up language as text."""
-
-    @config_class
-    class Config(Source.Config):
-        num_documents: int = 256
-        num_words: int = 200  # In each document.
-        ring: int = 500  # Different words.
-        seed: int = 0
-
-    def parts(self) -> Sequence[Part]:
-        """Returns documents in groups of 64."""
-        cfg = self.config
-        _check_ring(cfg.ring, "ring")
-        return [
-            SyntheticPart(i, min(64, cfg.num_documents - i), cfg.num_words, cfg.ring, cfg.seed)
-            for i in range(0, cfg.num_documents, 64)
-        ]
-
-    @property
-    def bits_per_byte(self) -> float:
-        """The entropy of the texts: no model can do better on average."""
-        cfg = self.config
-        nats = math.log(cfg.ring) + (cfg.num_words - 1) * step_entropy()
-        return nats / math.log(2) / (cfg.num_words * (_word_length(cfg.ring) + 1))

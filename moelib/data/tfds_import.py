@@ -1,24 +1,54 @@
-"""TensorFlow and TFDS, imported when they are needed and no sooner."""
+"""TFDS, TensorFlow and Beam: optional packages, imported on use."""
 
+import importlib
 import importlib.resources
 import importlib.resources.abc
 import sys
 from typing import Any
 
+from moelib.core.errors import UserError
+
+
+class MissingPackageError(UserError, ModuleNotFoundError):
+    """An optional package is not installed."""
+
+
+def _import(module: str, extra: str, use: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise MissingPackageError(
+            f"{use} needs {module}, which is not installed ({error}); install it with "
+            f"`pip install 'moelib[{extra}]'`."
+        ) from error
+
 
 def import_tfds() -> Any:
-    """Returns TensorFlow Datasets; TensorFlow itself is not imported."""
-    # TFDS 4.9.10 imports a backport without requiring it; the standard library has what it uses.
+    """Returns TensorFlow Datasets, without importing TensorFlow."""
+    # TFDS 4.9.10 imports this backport without requiring it; the standard library suffices.
     sys.modules.setdefault("importlib_resources", importlib.resources)
-    import tensorflow_datasets as tfds
-
+    tfds = _import("tensorflow_datasets", "tfds", "A TFDS data set")
+    if not hasattr(tfds, "builder"):  # TFDS logs an error in its own imports and goes on.
+        raise MissingPackageError(
+            "tensorflow_datasets lacks a package, named in the log above; install it with "
+            "`pip install 'moelib[tfds]'`."
+        )
     return tfds
 
 
-def import_tensorflow() -> Any:
-    """Returns TensorFlow, kept off accelerators: it would take their memory from JAX."""
-    import tensorflow as tf
+def check_array_record() -> None:
+    """Raises MissingPackageError if ArrayRecord files cannot be read."""
+    _import("array_record", "tfds", "A data set stored as ArrayRecord")
 
+
+def import_tensorflow() -> Any:
+    """Returns TensorFlow, kept off accelerators, whose memory it would take from JAX."""
+    tf = _import("tensorflow", "tfds", "Reading with tf.data (TFRecord files, streaming)")
     for kind in ("GPU", "TPU"):
         tf.config.set_visible_devices([], kind)
     return tf
+
+
+def import_beam() -> Any:
+    """Returns Apache Beam."""
+    return _import("apache_beam", "beam", "A Beam pipeline")

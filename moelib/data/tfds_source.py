@@ -1,7 +1,7 @@
-"""Documents in TensorFlow Datasets.
+"""Documents in TensorFlow Datasets (extra `tfds`).
 
-Data sets stored as ArrayRecord or Parquet are read without TensorFlow; those stored as TFRecord
-need it, and it is imported when their first document is read.
+Data sets stored as ArrayRecord or Parquet are read without TensorFlow. Those stored as TFRecord are
+read through tf.data, which is imported at their first document.
 """
 
 import dataclasses
@@ -10,21 +10,23 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from moelib.core.config import REQUIRED, config_class, did_you_mean
+from moelib.core.errors import UserError
 from moelib.data.source import BadRecordError, BadRecords, Part, Source
-from moelib.data.tfds_import import import_tensorflow, import_tfds
+from moelib.data.tfds_import import check_array_record, import_tensorflow, import_tfds
 
 _PART_BYTES = 1 << 24
 
 
 def open_builder(name: str, data_dir: str | None) -> Any:
-    """Returns the builder of a data set that is there, or made there as ArrayRecord.
+    """Returns the builder of a data set, which is downloaded as ArrayRecord if it is missing.
 
     Args:
         name: A TFDS name such as "c4/en", or the folder of one version of a built data set.
-        data_dir: Where TFDS keeps its data sets; None is its own default.
+        data_dir: Folder of TFDS data sets; None: TFDS's default.
 
     Raises:
-        ValueError: If there is no data set of that name.
+        MissingPackageError: If TFDS is not installed.
+        UserError: If there is no data set of that name.
     """
     tfds = import_tfds()
     if os.path.isdir(name):
@@ -33,9 +35,9 @@ def open_builder(name: str, data_dir: str | None) -> Any:
         builder = tfds.builder(name, data_dir=data_dir)
     except tfds.core.DatasetNotFoundError as error:
         first = str(error).strip().split("\n")[0]
-        raise ValueError(
-            f"TFDS has no data set {name!r} (data_dir is {data_dir}): {first} Set name to one it "
-            "has, or to the folder of a built one."
+        raise UserError(
+            f"TFDS has no data set {name!r} (data_dir={data_dir}): {first} Set name to another, or "
+            "to the folder of a built data set."
         ) from None
     if not builder.is_prepared():
         builder = tfds.builder(name, data_dir=data_dir, file_format="array_record")
@@ -44,12 +46,12 @@ def open_builder(name: str, data_dir: str | None) -> Any:
 
 
 def check_split_and_feature(builder: Any, split: str, feature: str) -> None:
-    """Raises ValueError if a data set has no such split, or no such feature."""
+    """Raises UserError if a data set has no such split, or no such feature."""
     name, splits, features = builder.info.full_name, builder.info.splits, builder.info.features
     if split not in splits:
-        raise ValueError(f"{name} has no split {split!r}; " + did_you_mean(split, splits))
+        raise UserError(f"{name} has no split {split!r}; " + did_you_mean(split, splits))
     if feature not in features:
-        raise ValueError(
+        raise UserError(
             f"{name} has no feature {feature!r}; set text_field: "
             + did_you_mean(feature, list(features))
         )
@@ -57,7 +59,7 @@ def check_split_and_feature(builder: Any, split: str, feature: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class TFDSPart:
-    """A range of a split."""
+    """A range of examples of a split."""
 
     folder: str  # Of the built data set.
     split: str
@@ -72,43 +74,46 @@ class TFDSPart:
         return f"{self.folder} {self.split}[{self.start}:{self.end}]"
 
     def documents(self, bad_records: BadRecords | None = None) -> Iterator[str]:
-        """Yields the texts; one that is not UTF-8 is a bad record."""
+        """Yields the texts; a text that is not UTF-8 is a bad record."""
         for index, text in enumerate(self._texts(), self.start):
             try:
                 yield text.decode() if isinstance(text, bytes) else str(text)
             except UnicodeDecodeError as error:
-                wrapped = BadRecordError(f"{self.folder} {self.split}[{index}]: {error}")
+                located = BadRecordError(f"{self.folder} {self.split}[{index}]: {error}")
                 if bad_records is None:
-                    raise wrapped from None
-                bad_records.add(wrapped)
+                    raise located from None
+                bad_records.add(located)
 
     def _texts(self) -> Iterator[bytes | str]:
         builder = open_builder(self.folder, None)
         split = f"{self.split}[{self.start}:{self.end}]"
-        if builder.info.file_format.value in ("array_record", "parquet"):
-            records: Any = builder.as_data_source(split=split)
+        examples: Any
+        if (file_format := builder.info.file_format.value) in ("array_record", "parquet"):
+            if file_format == "array_record":
+                check_array_record()
+            examples = builder.as_data_source(split=split)
         else:
             import_tensorflow()
-            records = builder.as_dataset(split=split, shuffle_files=False).as_numpy_iterator()
-        for record in records:
-            yield record[self.feature]
+            examples = builder.as_dataset(split=split, shuffle_files=False).as_numpy_iterator()
+        for example in examples:
+            yield example[self.feature]
 
 
 class TFDSSource(Source):
-    """Texts of a data set, by its name in TFDS or its folder."""
+    """Texts of a TFDS data set, named as in TFDS or by its folder."""
 
     @config_class
     class Config(Source.Config):
         name: str = REQUIRED  # Such as "c4/en", or the folder of a built data set.
-        data_dir: str | None = None  # Where TFDS keeps data sets; None is its own default.
+        data_dir: str | None = None  # Folder of TFDS data sets; None: TFDS's default.
         split: str = "train"
-        text_field: str = "text"
+        text_field: str = "text"  # The feature that holds the document.
 
     def parts(self) -> Sequence[Part]:
         """Returns ranges of the split.
 
         Raises:
-            ValueError: If there is no such data set, split or feature, or it is empty.
+            UserError: If there is no such data set, split or feature, or it is empty.
         """
         cfg = self.config
         builder = open_builder(cfg.name, cfg.data_dir)
@@ -116,19 +121,11 @@ class TFDSSource(Source):
         info = builder.info.splits[cfg.split]
         count, size = info.num_examples, info.num_bytes
         if not count:
-            raise ValueError(
-                f"Split {cfg.split!r} of {builder.info.full_name} is empty; set split."
-            )
+            raise UserError(f"split={cfg.split!r}: it is empty in {builder.info.full_name}.")
         step = max(count * _PART_BYTES // max(size, 1), 1)
         folder = os.fspath(builder.data_path)
+        ranges = [(start, min(start + step, count)) for start in range(0, count, step)]
         return [
-            TFDSPart(
-                folder,
-                cfg.split,
-                start,
-                min(start + step, count),
-                cfg.text_field,
-                size * (min(start + step, count) - start) // count,
-            )
-            for start in range(0, count, step)
+            TFDSPart(folder, cfg.split, start, end, cfg.text_field, size * (end - start) // count)
+            for start, end in ranges
         ]

@@ -16,6 +16,7 @@ from moelib.data.source import BadRecordError, InMemorySource
 from moelib.data.streaming import StreamingInput
 from moelib.data.text_stream import JsonLinesStream, TFDSStream
 from moelib.data.tfds_builder import build_text_corpus
+from moelib.data.tfds_import import import_tensorflow, import_tfds
 from moelib.data.tfds_source import TFDSSource
 from moelib.data.tokenizer import ByteTokenizer, Tokenizer
 
@@ -150,12 +151,12 @@ def test_a_broken_line_is_named_or_counted(tmp_path: pathlib.Path):
 
 def test_a_stream_without_text_is_refused(tmp_path: pathlib.Path):
     (tmp_path / "a.jsonl").write_text("")
-    with pytest.raises(ValueError, match="The stream has no text in 0 records; set its paths"):
+    with pytest.raises(ValueError, match="no text in 0 records; set paths"):
         next(_config(str(tmp_path)).instantiate().iterator())
 
 
 def test_a_vocabulary_beyond_the_models_is_refused(files: str):
-    with pytest.raises(ValueError, match="vocabulary of 257, beyond the model's 256"):
+    with pytest.raises(ValueError, match=r"vocab_size=256: .* 257"):
         _config(files, vocab_size=256).instantiate()
 
 
@@ -168,3 +169,17 @@ def test_tfrecord_data_sets_are_streamed_and_read(tmp_path: pathlib.Path):
     batches = [next(cfg.instantiate().iterator()) for _ in range(2)]
     assert set(_documents(batches[:1])[:-1]) <= set(TEXTS)
     assert isinstance(cfg.instantiate().tokenizer, Tokenizer)
+
+
+def test_a_data_set_that_tfds_stores_itself_is_read(tmp_path: pathlib.Path):
+    tfds, tf = import_tfds(), import_tensorflow()
+    features = tfds.features.FeaturesDict({"text": tfds.features.Text()})
+    tfds.dataset_builders.store_as_tfds_dataset(
+        name="stored",
+        version="1.0.0",
+        features=features,
+        split_datasets={"train": tf.data.Dataset.from_tensor_slices({"text": TEXTS})},
+        data_dir=str(tmp_path),
+    )
+    source = TFDSSource.default_config().set(name=str(tmp_path / "stored" / "1.0.0"))
+    assert sorted(source.instantiate().documents()) == TEXTS

@@ -20,7 +20,7 @@ def test_lines_become_documents_and_blank_ones_are_empty():
 def test_archives_that_tf_data_cannot_read_are_refused(tmp_path: pathlib.Path):
     (tmp_path / "a.jsonl.zst").write_bytes(b"")
     stream = JsonLinesStream.default_config().set(paths=[str(tmp_path / "*")]).instantiate()
-    with pytest.raises(ValueError, match=r"a.jsonl.zst: tf.data cannot unpack .zst; prepare a"):
+    with pytest.raises(ValueError, match=r"a.jsonl.zst: tf.data cannot decompress .zst; prepare a"):
         stream.fingerprint()
 
 
@@ -30,7 +30,7 @@ def test_archives_beside_plain_files_of_a_folder_are_not_passed_over(tmp_path: p
     stream.fingerprint()
     for name in ("b.jsonl.zst", "c.json.zstd"):
         (tmp_path / name).write_bytes(b"")
-    with pytest.raises(ValueError, match=r"b.jsonl.zst and 1 more: tf.data cannot unpack .zst"):
+    with pytest.raises(ValueError, match=r"b.jsonl.zst and 1 more: tf.data cannot decompress .zst"):
         stream.fingerprint()
 
 

@@ -1,7 +1,15 @@
+"""Optional packages: imported only on use, and a message names the extra of a missing one."""
+
+import pathlib
 import subprocess
 import sys
 
-_PROGRAM = """
+import pytest
+
+from moelib.data.source import InMemorySource
+from moelib.data.tfds_builder import build_text_corpus
+
+_NAMES = """
 import pathlib, sys
 import moelib.data
 names = sorted(path.stem for path in pathlib.Path(moelib.data.__file__).parent.glob("*.py"))
@@ -12,8 +20,62 @@ for name in names:
         assert not heavy & set(sys.modules), (name, heavy & set(sys.modules))
 """
 
+_BLOCKED = """
+import sys
+from importlib.machinery import PathFinder
 
-def test_no_module_imports_what_only_some_uses_need():
-    command = [sys.executable, "-c", _PROGRAM]
+find_spec, missing = PathFinder.find_spec, sys.argv[1].split(",")
+
+def find_all_but_missing(name, path=None, target=None):
+    return None if name.partition(".")[0] in missing else find_spec(name, path, target)
+
+PathFinder.find_spec = find_all_but_missing
+
+from moelib.data.streaming import StreamingInput
+from moelib.data.text_stream import JsonLinesStream
+from moelib.data.tfds_source import TFDSSource
+from moelib.data.tokenizer import ByteTokenizer
+
+source = TFDSSource.default_config().set(name=sys.argv[2]).instantiate()
+try:
+    print(sorted(source.documents()))
+except ModuleNotFoundError as error:
+    print(type(error).__name__, error)
+stream = StreamingInput.default_config().set(seq_len=4, global_batch_size=1)
+stream.set(tokenizer=ByteTokenizer.default_config())
+stream.set(stream=JsonLinesStream.default_config().set(paths=[sys.argv[3]]))
+try:
+    stream.instantiate().iterator()
+except ModuleNotFoundError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def _run(program: str, *args: str) -> list[str]:
+    command = [sys.executable, "-W", "ignore", "-c", program, *args]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_no_module_imports_what_only_some_uses_need():
+    _run(_NAMES)
+
+
+@pytest.mark.filterwarnings("ignore")  # TFDS uses deprecated functions.
+@pytest.mark.parametrize("missing", ["tensorflow", "tensorflow_datasets", "array_record"])
+def test_a_missing_package_is_named_with_its_extra(tmp_path: pathlib.Path, missing: str):
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
+    source = InMemorySource.default_config().set(texts=["b", "a"]).instantiate()
+    folder = build_text_corpus(source, "mine", str(tmp_path / "tfds"))
+    blocked = {missing, "tensorflow"}
+    read, streamed = _run(_BLOCKED, ",".join(blocked), folder, str(tmp_path / "a.jsonl"))
+    extra = r"pip install 'moelib[tfds]'"
+    if missing == "tensorflow":  # ArrayRecord files need none of it.
+        assert read == "['a', 'b']"
+    else:
+        assert read.startswith("MissingPackageError A ")
+        assert missing in read
+        assert extra in read
+    assert streamed.startswith("MissingPackageError Reading with tf.data")
+    assert extra in streamed
