@@ -40,6 +40,7 @@ from moelib.train.evaler import SpmdEvaler
 from moelib.train.identity import CONFIG_FILE, check_directory, config_hash, write_config
 from moelib.train.input_state import gather_input_state, input_state_of
 from moelib.train.loop import TrainLoop
+from moelib.train.memory import check_memory
 from moelib.train.no_gradient import warn_without_gradient
 from moelib.train.settings import (
     check_config,
@@ -270,6 +271,7 @@ class SpmdTrainer(Module):
         """Makes the state before the first step, from a key or else `prng_seed`."""
         cfg = self.config
         key = cfg.prng_seed if prng_key is None else prng_key
+        check_memory(self.trainer_state_specs, self.trainer_state_shardings)
         with self.on_mesh():
             state = state_lib.init_state(
                 self.model, self.learner, key, self.trainer_state_shardings
@@ -295,6 +297,7 @@ class SpmdTrainer(Module):
         """
         if self.config.checkpointer is None:
             return None
+        check_memory(self.trainer_state_specs, self.trainer_state_shardings)
         target = state_lib.abstract_state(self.trainer_state_specs, self.trainer_state_shardings)
         restored = self.checkpointer.restore(target, step=step)
         if restored is None:

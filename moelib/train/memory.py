@@ -1,0 +1,69 @@
+"""Memory for the state of a run, checked before it is allocated.
+
+A CPU that runs out of memory does not raise RESOURCE_EXHAUSTED: it hangs or is killed.
+"""
+
+import collections
+import contextlib
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moelib.core.errors import UserError
+from moelib.core.param import is_spec
+from moelib.core.progress import format_bytes
+from moelib.learner.offload import MEMORY_KIND
+
+
+class InsufficientMemoryError(UserError):
+    """The state of a run is larger than the memory of a device or of the host."""
+
+
+def check_memory(specs: Any, shardings: Any) -> None:
+    """Checks that this process's shards of some arrays fit into memory.
+
+    Args:
+        specs: Tree of ParameterSpecs.
+        shardings: Sharding of each.
+
+    Raises:
+        InsufficientMemoryError: If they do not fit; names the bytes needed and available.
+    """
+    needed: dict[Any, int] = collections.defaultdict(int)  # By local device; "host" for the host.
+    places = jax.tree.leaves(shardings)
+    for spec, place in zip(jax.tree.leaves(specs, is_leaf=is_spec), places, strict=True):
+        size = math.prod(place.shard_shape(spec.shape)) * jnp.dtype(spec.dtype).itemsize
+        for device in place.addressable_devices:
+            in_host = device.platform == "cpu" or place.memory_kind == MEMORY_KIND
+            needed["host" if in_host else device] += size
+    for where, num_bytes in needed.items():
+        available = _host_memory() if where == "host" else _device_memory(where)
+        if available is not None and num_bytes > available:
+            name = "host memory" if where == "host" else f"the memory of {where}"
+            raise InsufficientMemoryError(
+                f"The parameters and the optimizer's state take {format_bytes(num_bytes)} of "
+                f"{name}, but only {format_bytes(available)} are available; split them over more "
+                "devices (fsdp, expert or model in mesh_shape), or make the model smaller."
+            )
+
+
+def _device_memory(device: Any) -> int | None:
+    """Returns the free bytes of a device, or None if they are unknown."""
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return None
+    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+
+
+def _host_memory() -> int | None:
+    """Returns the bytes that Linux can still give to this process, or None if unknown."""
+    available = []
+    with contextlib.suppress(OSError, KeyError, ValueError), open("/proc/meminfo") as file:
+        sizes = dict(line.split(":", 1) for line in file)
+        available.append(int(sizes["MemAvailable"].split()[0]) * 1024)
+    # The limit of a container; "max" for none.
+    with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/memory.max") as file:
+        available.append(int(file.read()))
+    return min(available, default=None)
