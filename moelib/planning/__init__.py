@@ -1,6 +1,6 @@
-"""Training steps estimated or compiled for hardware that is not present.
+"""Plans of training steps for hardware that is not present.
 
-`estimate` computes what a step holds, sends and costs on each mesh of a topology (`hardware`).
-`compiled` compiles the real step ahead of time; `hlo` reads the compiled program, `report` counts
-what is in it, and `lint` finds what is wasted.
+`plan` estimates the memory, time, traffic and cost of a step on each mesh of a topology
+(`estimate`, `hardware`) and compiles the best ones ahead of time (`compiled`). `hlo` reads compiled
+programs, `report` counts their contents, and `lint` finds unnecessary cost.
 """

@@ -1,1 +1,1 @@
-"""The train step compiled ahead of time for hardware that is not present."""
+"""Training steps compiled ahead of time for hardware that is not present."""

@@ -1,4 +1,4 @@
-"""Reports of compiled steps on disk, under all that decides what the compiler makes of a step."""
+"""A cache of reports of compiled steps, keyed by everything that decides the compiled program."""
 
 import functools
 import hashlib
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import moelib
+from moelib.core.files import write_json
 
 _logger = logging.getLogger(__name__)
 
@@ -32,24 +33,24 @@ _PACKAGES = (
     "nvidia-nvvm",
     "optax",
 )
-# Of the environment, what JAX and the compilers read; the worker sets JAX_PLATFORMS itself.
-_READ = re.compile(r"XLA_FLAGS|LIBTPU_INIT_ARGS|JAX_(?!PLATFORMS$)\w+")
+# Variables that JAX and the compilers read; the worker sets JAX_PLATFORMS itself.
+_VARIABLES = re.compile(r"XLA_FLAGS|LIBTPU_INIT_ARGS|JAX_(?!PLATFORMS$)\w+")
 _REFERENCE = re.compile(r"([\w.]+):[A-Za-z_]\w*")
 
 
 def key(request: Mapping[str, Any]) -> str:
-    """Returns the name under which to keep the result of a request.
+    """Returns the name of a request's entry.
 
-    It changes with the request, the versions of JAX and the compilers, the flags that they read
-    from the environment, the sources of moelib, and those of other modules that the config names.
+    It depends on the request, the versions of JAX and the compilers, their environment variables,
+    and the sources of moelib and of other modules that the config names.
 
     Args:
-        request: Values of JSON; `config` is the config as text.
+        request: JSON values; `config` is the config as text.
     """
     parts = {
         "request": request,
         "versions": {name: _version(name) for name in _PACKAGES},
-        "environment": {name: os.environ[name] for name in os.environ if _READ.fullmatch(name)},
+        "environment": {n: os.environ[n] for n in os.environ if _VARIABLES.fullmatch(n)},
         "moelib": _hash_of_moelib(),
         "others": {name: _hash(path) for name, path in _named_sources(request["config"]).items()},
     }
@@ -57,34 +58,31 @@ def key(request: Mapping[str, Any]) -> str:
 
 
 def read(folder: str, name: str) -> dict[str, Any] | None:
-    """Returns what was kept, or None if there is nothing; what is damaged counts so, and warns."""
+    """Returns an entry, or None if there is none; a damaged entry is ignored with a warning."""
     path = pathlib.Path(folder) / f"{name}.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("not a JSON object")
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         return warn_damaged(path, error)
-    if not isinstance(found, dict):
-        return warn_damaged(path, "it is no JSON object")
     return found
 
 
 def warn_damaged(path: pathlib.Path | str, reason: object) -> None:
-    """Says that a file of the cache is not used."""
-    _logger.warning("%s cannot be used (%s): the step is compiled anew.", path, reason)
+    """Warns that an entry of the cache is ignored."""
+    _logger.warning("%s is damaged (%s): the step is compiled again.", path, reason)
 
 
 def write(folder: str, name: str, value: Mapping[str, Any]) -> None:
-    """Keeps a value, at once or not at all; a folder that cannot be written is warned about."""
-    path = pathlib.Path(folder) / f"{name}.json"
-    part = path.with_suffix(f".{os.getpid()}.part")
+    """Writes an entry; a folder that cannot be written is a warning."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(value), encoding="utf-8")
-        part.replace(path)
+        os.makedirs(folder, exist_ok=True)
+        write_json(os.path.join(folder, f"{name}.json"), value, indent=None)
     except OSError as error:
-        _logger.warning("%s: the report is not kept: %s", folder, error)
+        _logger.warning("%s: the report is not cached: %s", folder, error)
 
 
 def _version(package: str) -> str | None:
@@ -102,13 +100,12 @@ def _hash(path: pathlib.Path) -> str:
 def _hash_of_moelib() -> str:
     folder = pathlib.Path(moelib.__path__[0])
     files = sorted(folder.rglob("*.py"))
-    return hashlib.sha256(
-        "".join(f"{path.relative_to(folder)} {_hash(path)}" for path in files).encode()
-    ).hexdigest()
+    text = "".join(f"{path.relative_to(folder)} {_hash(path)}" for path in files)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _named_sources(config: str) -> dict[str, pathlib.Path]:
-    """Returns the files of the modules that a config names, beside moelib's own."""
+    """Returns the files of the modules outside of moelib that a config names."""
     names = sorted(set(_REFERENCE.findall(config)))
     files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
     return {

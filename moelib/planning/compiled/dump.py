@@ -1,7 +1,7 @@
-"""Writes a compiled step in a folder: every form of it, its report, and plots.
+"""Dumps of a compiled step: its form at each stage of compilation, its report, and plots.
 
-`jaxpr.txt`, `stablehlo.txt`, `hlo_before.txt` and `hlo_optimized.txt` are the step on its way
-through the compiler, `report.json` and `report.md` what was counted and found in it.
+`jaxpr.txt`, `stablehlo.txt`, `hlo_before.txt` and `hlo_optimized.txt` are the stages, `report.json`
+and `report.md` the figures and findings.
 """
 
 import os
@@ -12,9 +12,9 @@ import jax
 
 from moelib.core.errors import UserError
 from moelib.planning.compiled.examine import examine, hlo_before
-from moelib.planning.report.markdown import report_text
 from moelib.planning.report.plots import plot_shares
 from moelib.planning.report.step_report import StepReport
+from moelib.planning.report.tables import report_text
 
 
 class DumpError(UserError):
@@ -22,35 +22,35 @@ class DumpError(UserError):
 
 
 def make_folder(folder: str) -> pathlib.Path:
-    """Returns the folder, made if it was not there.
+    """Returns the folder, which is created if necessary.
 
     Raises:
-        DumpError: If it cannot be made or written to.
+        DumpError: If it cannot be created or written to.
     """
     path = pathlib.Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DumpError(f"{folder}: {error.strerror}; name a folder that can be made.") from None
+        raise DumpError(f"{folder}: {error.strerror}; name another folder.") from None
     if not os.access(path, os.W_OK):
-        raise DumpError(f"{folder}: nothing can be written there; name another folder.")
+        raise DumpError(f"{folder}: the folder is not writable; name another folder.")
     return path
 
 
 def write_dump(
     folder: str, *, traced: Any, lowered: Any, compiled: Any, report: StepReport
 ) -> pathlib.Path:
-    """Writes all forms of a step and its report; returns the path of report.md.
+    """Writes all stages of a step and its report; returns the path of report.md.
 
     Args:
-        folder: Where; made if it is not there. Files of an older dump are replaced.
-        traced: The step, a `jax.stages.Traced`.
-        lowered: The same, lowered.
-        compiled: The same, compiled.
-        report: Of `examine`.
+        folder: Folder to write, created if necessary; files of an older dump are replaced.
+        traced: The step as a `jax.stages.Traced`.
+        lowered: The same step, lowered.
+        compiled: The same step, compiled.
+        report: Its report.
 
     Raises:
-        DumpError: If the folder cannot be made or written to.
+        DumpError: If the folder cannot be created or written to.
     """
     path = make_folder(folder)
     texts = {
@@ -66,7 +66,7 @@ def write_dump(
 
 
 def write_report(folder: pathlib.Path, report: StepReport) -> pathlib.Path:
-    """Writes report.md and its plots in a folder that is there; returns the path of report.md."""
+    """Writes report.md and its plots to an existing folder; returns the path of report.md."""
     plots = {}
     for name, shares, unit, scale in (
         ("memory", report.memory_shares, "GiB", 2.0**30),
@@ -81,15 +81,15 @@ def write_report(folder: pathlib.Path, report: StepReport) -> pathlib.Path:
 
 
 def dump_when_compiled(trainer: Any, folder: str, *, name: str) -> None:
-    """Has a trainer write the dump of its step as soon as it has compiled it; process 0 does.
+    """Makes a trainer dump its step after compiling it, on process 0.
 
     Args:
         trainer: A `SpmdTrainer` that has not run.
-        folder: Where.
-        name: What the report calls the step.
+        folder: Folder to write.
+        name: Name of the step in the report.
 
     Raises:
-        DumpError: If the folder cannot be made or written to.
+        DumpError: If the folder cannot be created or written to.
     """
     if jax.process_index() != 0:
         return
@@ -97,14 +97,9 @@ def dump_when_compiled(trainer: Any, folder: str, *, name: str) -> None:
 
     def write(traced: Any, lowered: Any, compiled: Any) -> None:
         devices = trainer.mesh().devices.flat
-        report = examine(
-            trainer,
-            traced=traced,
-            lowered=lowered,
-            compiled=compiled,
-            name=name,
-            topology=f"{len(devices)} x {devices[0].device_kind}",
-        )
-        write_dump(folder, traced=traced, lowered=lowered, compiled=compiled, report=report)
+        step = {"traced": traced, "lowered": lowered, "compiled": compiled}
+        topology = f"{len(devices)} x {devices[0].device_kind}"
+        report = examine(trainer, **step, name=name, topology=topology)
+        write_dump(folder, **step, report=report)
 
     trainer.on_compiled = write

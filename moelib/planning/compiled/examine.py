@@ -1,4 +1,4 @@
-"""All that can be said of a trainer's compiled step: its figures, and what lint finds in it."""
+"""Examination of a trainer's compiled step: its figures, and the findings of lint."""
 
 import dataclasses
 import math
@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from moelib.core.config_paths import sub_configs
 from moelib.parallel.mesh import slices
-from moelib.planning.hlo import program as hlo
-from moelib.planning.hlo.source import Places
-from moelib.planning.lint.rules import lint_step
+from moelib.planning.hlo.program import parse
+from moelib.planning.hlo.source import SourceMap
+from moelib.planning.lint.rules import lint_trainer
 from moelib.planning.report.count import step_report
 from moelib.planning.report.step_report import Memory, Seconds, Share, Stage, StepReport
 
@@ -31,23 +31,21 @@ def examine(
     num_costliest: int = 20,
     compiler_options: Mapping[str, str] | None = None,
 ) -> StepReport:
-    """Returns the report of a trainer's step, findings of lint included.
+    """Returns the report of a trainer's step, with findings of lint.
 
     Args:
         trainer: A `SpmdTrainer`.
-        traced: The step as `trainer.trace_train_step` gives it.
-        lowered: The same, lowered.
-        compiled: The same, compiled.
-        name: What the report calls it.
-        topology: What it was compiled for.
-        seconds: What compiling took.
-        num_costliest: How many instructions the report lists.
-        compiler_options: What the step was compiled with; by default what the trainer takes.
+        traced: The step, as `trainer.trace_train_step` returns it.
+        lowered: The same step, lowered.
+        compiled: The same step, compiled.
+        name: Name of the step in the report.
+        topology: Topology that it was compiled for.
+        seconds: Durations of compilation.
+        num_costliest: Number of costliest instructions in the report.
+        compiler_options: Options of the compilation; by default those of the trainer.
     """
     text = compiled.as_text()
-    program, places = hlo.parse(text), Places(text)
-    model_flops = model_flops_of_a_device(trainer)
-    mesh = trainer.mesh()
+    program, mesh, model_flops = parse(text), trainer.mesh(), model_flops_per_device(trainer)
     report = step_report(
         compiled,
         name=name,
@@ -58,13 +56,13 @@ def examine(
         seconds=seconds,
         num_costliest=num_costliest,
         model_flops=model_flops,
-        stages=stages(traced, lowered),
-        slices=_slice_of_each(mesh.devices.flat),
+        stages=_stages(traced, lowered),
+        slices=slice_indices(mesh.devices.flat),
     )
-    findings = lint_step(
+    findings = lint_trainer(
         trainer,
         program,
-        places,
+        SourceMap(text),
         traced=traced,
         model_flops=model_flops,
         compiler_options=compiler_options,
@@ -74,17 +72,17 @@ def examine(
     )
 
 
-def _slice_of_each(devices: Iterable[Any]) -> list[int]:
-    """Returns the slice of each device; 0 of those that do not say of which they are."""
+def slice_indices(devices: Iterable[Any]) -> list[int]:
+    """Returns the slice of each device; 0 for devices that do not report one."""
     devices = list(devices)
-    number = {id(d): i for i, each in enumerate(slices(devices) or [devices]) for d in each}
-    return [number[id(device)] for device in devices]
+    index = {id(d): i for i, each in enumerate(slices(devices) or [devices]) for d in each}
+    return [index[id(device)] for device in devices]
 
 
 def _rows_routed(trainer: Any) -> int | None:
-    """Returns the rows that reach a device's experts if routing is balanced, or None.
+    """Returns the rows that reach a device's experts under balanced routing.
 
-    It is None without experts, and where layers differ in how many each token goes to.
+    The result is None without experts, and where layers differ in their experts per token.
     """
     cfg = trainer.config
     shape = cfg.input.global_batch_size, cfg.input.seq_len
@@ -97,15 +95,15 @@ def _rows_routed(trainer: Any) -> int | None:
     return tokens * counts.pop() if len(counts) == 1 else None
 
 
-def model_flops_of_a_device(trainer: Any) -> int:
-    """Returns the FLOPs that the model needs for a step, over the devices; 0 if it does not say."""
-    per_token, of_input = trainer.flops_per_token(), trainer.config.input
-    tokens = of_input.global_batch_size * of_input.seq_len
-    return int((per_token or 0) * tokens / trainer.mesh().size)
+def model_flops_per_device(trainer: Any) -> int:
+    """Returns the FLOPs per step and device by the model's own count; 0 if unknown."""
+    batch = trainer.config.input
+    tokens = batch.global_batch_size * batch.seq_len
+    return int((trainer.flops_per_token() or 0) * tokens / trainer.mesh().size)
 
 
-def stages(traced: Any, lowered: Any) -> tuple[Stage, ...]:
-    """Returns the sizes of a step before it is compiled, in lines and instructions."""
+def _stages(traced: Any, lowered: Any) -> tuple[Stage, ...]:
+    """Returns the sizes of a step before it is compiled."""
     before = hlo_before(lowered).splitlines()
     instructions = [line for line in before if " = " in line and line.startswith(" ")]
     fusions = sum(" fusion(" in line for line in instructions)
@@ -117,34 +115,34 @@ def stages(traced: Any, lowered: Any) -> tuple[Stage, ...]:
 
 
 def hlo_before(lowered: Any) -> str:
-    """Returns the text of the HLO that goes into the compiler, of all devices together."""
+    """Returns the text of the compiler's input, an HLO module for all devices."""
     return lowered.compiler_ir("hlo").as_hlo_text()
 
 
 def memory_shares(trainer: Any, memory: Memory) -> tuple[Share, ...]:
-    """Returns the bytes that a device holds during a step, by what they are.
+    """Returns the bytes that a device holds during a step, by content.
 
-    The state that waits in the host's memory is in `memory.host`, and not among these.
+    State in the host's memory is not included; it is part of `memory.host`.
     """
-    places, specs = trainer.trainer_state_shardings, trainer.trainer_state_specs
+    shardings, specs = trainer.trainer_state_shardings, trainer.trainer_state_specs
     shares = {
-        "parameters": _bytes(places.model, specs.model),
-        "learner's state": _bytes(places.learner, specs.learner),
+        "parameters": _device_bytes(shardings.model, specs.model),
+        "learner's state": _device_bytes(shardings.learner, specs.learner),
     }
     shares["other arguments"] = max(memory.arguments - sum(shares.values()), 0)
     shares["temporaries"] = memory.temporaries
-    shares["outputs in a place of their own"] = max(memory.outputs - memory.aliased, 0)
+    shares["new outputs"] = max(memory.outputs - memory.aliased, 0)
     shares["code"] = memory.code
-    return tuple(Share(what, "", size) for what, size in shares.items())
+    return tuple(Share(content, "", size) for content, size in shares.items())
 
 
-def _bytes(shardings: Any, specs: Any) -> int:
-    """Returns the bytes of its own memory that a device holds of what the specs describe."""
+def _device_bytes(shardings: Any, specs: Any) -> int:
+    """Returns the bytes that described arrays take in a device's own memory."""
     sizes = jax.tree.map(
-        lambda place, spec: (
+        lambda sharding, spec: (
             0
-            if place.memory_kind == "pinned_host"
-            else math.prod(place.shard_shape(spec.shape)) * jnp.dtype(spec.dtype).itemsize
+            if sharding.memory_kind == "pinned_host"
+            else math.prod(sharding.shard_shape(spec.shape)) * jnp.dtype(spec.dtype).itemsize
         ),
         shardings,
         specs,

@@ -1,12 +1,11 @@
-"""Compiles a step in a process of its own: with a time limit, progress, and a cache.
+"""Compilation of a step in a subprocess, with a time limit, progress, and a cache.
 
-A crash of the compiler then ends nothing else, and a process compiles for one kind of GPU only.
+A crash of the compiler then ends nothing else, and each process compiles for one kind of GPU.
 """
 
 import contextlib
 import dataclasses
 import json
-import logging
 import os
 import pathlib
 import signal
@@ -19,13 +18,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from moelib.core import config_paths
-from moelib.planning.compiled import cache as report_cache
+from moelib.core.errors import UserError
+from moelib.planning.compiled import cache
 from moelib.planning.hardware.topologies import PlanError, describe
 from moelib.planning.report.step_report import StepReport
 
 WORKER = (sys.executable, "-m", "moelib.planning.compiled.worker")
 
-_DOING = {
+_DONE = {  # Stages of the worker, in the past tense.
     "start": "started",
     "build": "built the trainer",
     "trace": "traced",
@@ -33,111 +33,98 @@ _DOING = {
     "compile": "compiled",
     "count": "counted",
 }
-_LAST_LINES = 12
-_NUM_COSTLIEST = 200  # More than anybody reads, so that asking for more compiles nothing anew.
-
-_logger = logging.getLogger(__name__)
+_NUM_LAST_LINES = 12  # Lines of stderr in an error message.
+_NUM_COSTLIEST = 200  # Enough that asking for more never compiles again.
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What came of compiling a step.
-
-    Attributes:
-        report: Of the step, or None if there is none.
-        failure: Why there is none; empty if there is one.
-        stages: Seconds of each stage of the compile, the last one cut short by a failure.
-        from_cache: Whether it was compiled before.
-        out_of_memory: Whether the compiler refused it for the memory that it takes.
-        interrupted: Whether Ctrl-C stopped it.
-    """
+    """The outcome of compiling a step."""
 
     report: StepReport | None
-    failure: str
-    stages: Mapping[str, float]
-    from_cache: bool
-    out_of_memory: bool = False
-    interrupted: bool = False
+    failure: str = ""  # Reason if there is no report.
+    stages: Mapping[str, float] = dataclasses.field(default_factory=dict)  # Seconds by stage.
+    from_cache: bool = False
+    out_of_memory: bool = False  # Whether the step needs more memory than the device has.
+    interrupted: bool = False  # Whether Ctrl-C stopped it.
 
 
-def compile_apart(
+def compile_in_subprocess(
     cfg: Any,
     topology_name: str,
     *,
     name: str,
     compiler_options: Mapping[str, str] | None = None,
     timeout_seconds: float | None = None,
-    cache_dir: str | None = report_cache.DEFAULT_DIR,
+    cache_dir: str | None = cache.DEFAULT_DIR,
     dump_dir: str | None = None,
     on_progress: Callable[[str], None] = lambda line: None,
 ) -> Outcome:
-    """Returns what came of compiling a config's training step for a topology.
+    """Returns the outcome of compiling a config's training step for a topology.
 
-    What cannot be planned, does not fit, takes too long, is stopped by Ctrl-C or crashes is an
-    outcome, not an error: its failure says what was learnt until then.
+    An impossible plan, too much memory, a timeout, Ctrl-C and a crash are outcomes, not errors;
+    the failure contains the results of the stages before.
 
     Args:
         cfg: A `SpmdTrainer.Config`.
-        topology_name: For what to compile.
-        name: What the report calls the step.
-        compiler_options: Over those that the trainer compiles with.
-        timeout_seconds: When to give up; None for never.
-        cache_dir: Where reports are kept, and what `plan_step` refused; None for nowhere.
-        dump_dir: Where to write what the step is at each stage; it is then compiled anew.
-        on_progress: Told of each stage that is done, in a line.
+        topology_name: Topology to compile for.
+        name: Name of the step in the report.
+        compiler_options: Options in addition to those of the trainer.
+        timeout_seconds: Time limit; None for none.
+        cache_dir: Folder for reports and for refusals of `compile_step`; None for no cache.
+        dump_dir: Folder for the step at each stage, which is then always compiled.
+        on_progress: Called with a line after each stage.
 
     Raises:
-        ValueError: If the time limit is not above 0.
+        UserError: If the time limit is not above 0.
     """
     if timeout_seconds is not None and not timeout_seconds > 0:
-        raise ValueError(
-            f"timeout_seconds is {timeout_seconds}; set a time above 0, or None for no limit."
+        raise UserError(
+            f"timeout_seconds={timeout_seconds}: set a time above 0, or None for no limit."
         )
     try:
         describe(topology_name)
     except PlanError as error:
-        return Outcome(None, str(error), {}, from_cache=False)
+        return Outcome(None, str(error))
     request = {
         "config": config_paths.to_text(cfg),
         "topology": topology_name,
         "compiler_options": dict(compiler_options or {}),
         "num_costliest": _NUM_COSTLIEST,
     }
-    key = report_cache.key(request)
-    if cache_dir is not None and dump_dir is None:
-        kept = report_cache.read(cache_dir, key)
-        if kept is not None and (outcome := _outcome(kept, name, cache_dir)) is not None:
-            return outcome
+    key = cache.key(request)
+    if cache_dir is not None and dump_dir is None and (kept := cache.read(cache_dir, key)):
+        try:
+            return dataclasses.replace(_outcome(kept, name), from_cache=True)
+        except (KeyError, TypeError, AttributeError) as error:
+            cache.warn_damaged(cache_dir, repr(error))
     request |= {"name": name, "dump_dir": None if dump_dir is None else os.path.abspath(dump_dir)}
     run = _Run(topology_name, timeout_seconds, on_progress)
     result = run.result_of(request)
     if isinstance(result, str):
-        return Outcome(None, result, run.stages, from_cache=False, interrupted=run.interrupted)
+        return Outcome(None, result, run.stages, interrupted=run.interrupted)
     kept = {**result, "stages": run.stages}
     if cache_dir is not None:
-        report_cache.write(cache_dir, key, kept)
-    outcome = _outcome(kept, name, None)
-    assert outcome is not None
-    return outcome
+        cache.write(cache_dir, key, kept)
+    return _outcome(kept, name)
 
 
-def _outcome(kept: Mapping[str, Any], name: str, cache_dir: str | None) -> Outcome | None:
-    """Returns the outcome of a worker's result; None, with a warning, if the cache's is damaged."""
-    try:
-        stages, failure = kept["stages"], kept.get("failure", "")
-        report = None if failure else StepReport.from_json(json.dumps(kept["report"]))
-    except (KeyError, TypeError, AttributeError) as error:
-        if cache_dir is None:
-            raise
-        return report_cache.warn_damaged(cache_dir, repr(error))
-    if report is not None:
-        report = dataclasses.replace(report, name=name)
+def _outcome(kept: Mapping[str, Any], name: str) -> Outcome:
+    """Returns the outcome of a worker's result.
+
+    Raises:
+        KeyError, TypeError, AttributeError: If an entry of the cache is damaged.
+    """
+    stages, failure = kept["stages"], kept.get("failure", "")
     out_of_memory = bool(kept.get("out_of_memory"))
-    return Outcome(report, failure, stages, cache_dir is not None, out_of_memory)
+    if failure:
+        return Outcome(None, failure, stages, out_of_memory=out_of_memory)
+    report = StepReport.from_json(json.dumps(kept["report"]))
+    return Outcome(dataclasses.replace(report, name=name), "", stages)
 
 
 class _Run:
-    """One run of a worker, and what is known of it so far."""
+    """A run of the worker."""
 
     def __init__(
         self, topology_name: str, timeout_seconds: float | None, tell: Callable[[str], None]
@@ -147,29 +134,29 @@ class _Run:
         self._topology, self._timeout, self._tell = topology_name, timeout_seconds, tell
         self._lines: list[str] = []
         self._begin = time.perf_counter()
-        self._too_late = False
+        self._timed_out = False
 
     def result_of(self, request: Mapping[str, Any]) -> dict[str, Any] | str:
-        """Returns what the worker wrote, or why it wrote nothing."""
-        with tempfile.TemporaryDirectory(prefix="moelib-plan-") as folder:
-            place = pathlib.Path(folder)
-            (place / "request").write_text(json.dumps(request), encoding="utf-8")
-            with open(place / "stderr", "wb") as stderr, _start(place, stderr) as process:
-                stopped = self._follow(process)
-            if stopped is not None:
-                said = (place / "stderr").read_text(encoding="utf-8", errors="replace")
-                return self._failure(stopped, said)
-            return json.loads((place / "result").read_text(encoding="utf-8"))
+        """Returns the worker's result, or the reason why there is none."""
+        with tempfile.TemporaryDirectory(prefix="moelib-plan-") as name:
+            folder = pathlib.Path(name)
+            (folder / "request").write_text(json.dumps(request), encoding="utf-8")
+            with open(folder / "stderr", "wb") as stderr, _start(folder, stderr) as process:
+                reason = self._follow(process)
+            if reason is not None:
+                text = (folder / "stderr").read_text(encoding="utf-8", errors="replace")
+                return self._failure(reason, text)
+            return json.loads((folder / "result").read_text(encoding="utf-8"))
 
     def _follow(self, process: subprocess.Popen) -> str | None:
-        """Waits for the worker, and returns why it has no result, or None if it has."""
-        timer = threading.Timer(self._timeout or 0, self._give_up, [process])
+        """Waits for the worker; returns the reason if it has no result."""
+        timer = threading.Timer(self._timeout or 0, self._time_out, [process])
         if self._timeout is not None:
             timer.start()
         try:
             assert process.stdout is not None
             for line in process.stdout:
-                self._note(line.rstrip("\n"))
+                self._read_line(line.rstrip("\n"))
             code = process.wait()
         except KeyboardInterrupt:
             self.interrupted = True
@@ -179,51 +166,51 @@ class _Run:
             if process.poll() is None:
                 _kill(process)
             process.wait()
-        if self._too_late:
-            return f"not done after the time limit of {self._timeout:g} s"
+        if self._timed_out:
+            return f"the time limit of {self._timeout:g} s has passed"
         if code < 0:
             return f"the compiler crashed with {signal.Signals(-code).name}"
-        return None if code == 0 else f"the process that compiles ended with code {code}"
+        return None if code == 0 else f"the process of the compiler ended with code {code}"
 
-    def _give_up(self, process: subprocess.Popen) -> None:
-        self._too_late = True
+    def _time_out(self, process: subprocess.Popen) -> None:
+        self._timed_out = True
         _kill(process)
 
-    def _note(self, line: str) -> None:
-        """Takes in a line of the worker: of a stage, or whatever a library prints."""
+    def _read_line(self, line: str) -> None:
+        """Reads a line of the worker: the end of a stage, or the output of a library."""
         try:
-            told = json.loads(line)
-            stage, seconds, said = told["stage"], float(told["seconds"]), told["said"]
+            message = json.loads(line)
+            stage, seconds = message["stage"], float(message["seconds"])
+            self._lines.append(f"{_DONE[stage]} in {seconds:.1f} s ({message['detail']})")
         except (ValueError, TypeError, KeyError):
             self._tell(line)
             return
         self.stages[stage] = seconds
-        self._lines.append(f"{_DOING[stage]} in {seconds:.1f} s ({said})")
         self._tell(f"{self._topology}: {self._lines[-1]}")
 
     def _failure(self, reason: str, stderr: str) -> str:
-        """Returns what to say, and books the time since the last stage under the one cut short."""
-        cut = next((stage for stage in _DOING if stage not in self.stages), "count")
+        """Returns the error message, and counts the time since the last stage for the next one."""
+        cut = next((stage for stage in _DONE if stage not in self.stages), "count")
         spent = time.perf_counter() - self._begin - sum(self.stages.values())
         self.stages[cut] = self.stages.get(cut, 0) + spent
-        known = f"{', '.join(self._lines) or 'nothing was done before'}; then {cut} took"
-        message = f"topology {self._topology}: {reason}: {known} {spent:.1f} s."
-        if self._too_late:
+        before = ", ".join(self._lines) or "no stage was completed"
+        message = f"topology {self._topology}: {reason}: {before}; then {cut} ran {spent:.1f} s."
+        if self._timed_out:
             return f"{message} Set a longer limit, or compile a smaller model."
-        last = [line for line in stderr.splitlines() if line.strip()][-_LAST_LINES:]
+        last = [line for line in stderr.splitlines() if line.strip()][-_NUM_LAST_LINES:]
         return "\n".join([message, *(f"  {line}" for line in last)])
 
 
-def _start(place: pathlib.Path, stderr: Any) -> subprocess.Popen:
-    """Starts a worker, in a group of processes that can be ended as one."""
-    # What can be imported here can be there: the modules that the config names.
+def _start(folder: pathlib.Path, stderr: Any) -> subprocess.Popen:
+    """Starts a worker in its own group of processes, which can be ended together."""
+    # The worker imports the same modules, those that the config names.
     paths = [os.getcwd(), *(path for path in sys.path if path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
     return subprocess.Popen(
-        [*WORKER, str(place / "request"), str(place / "result")],
+        [*WORKER, str(folder / "request"), str(folder / "result")],
         stdout=subprocess.PIPE,
         stderr=stderr,
-        stdin=subprocess.PIPE,  # Its end tells the worker that we have ended.
+        stdin=subprocess.PIPE,  # Closed when this process ends, which ends the worker.
         env=environment,
         text=True,
         start_new_session=True,
@@ -231,6 +218,6 @@ def _start(place: pathlib.Path, stderr: Any) -> subprocess.Popen:
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """Ends the worker and what it has started."""
+    """Ends the worker and all processes that it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

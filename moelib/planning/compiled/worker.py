@@ -1,8 +1,8 @@
 """The process that compiles one step: `python -m moelib.planning.compiled.worker REQUEST RESULT`.
 
-`in_subprocess` starts it. REQUEST is a JSON file of the arguments of `plan_step`, the config as
-text. Each completed stage is a line of JSON on stdout, and RESULT becomes one object: `report`, or
-`failure` if the step cannot be planned. Any other error ends the process.
+`in_subprocess` starts it. REQUEST is a JSON file of the arguments of `compile_step`, with the
+config as text. Each completed stage is a line of JSON on stdout. RESULT becomes a JSON object with
+`report`, or with `failure` if the step cannot be planned. Any other error ends the process.
 """
 
 import json
@@ -15,31 +15,31 @@ import time
 
 
 def main(request_path: str, result_path: str) -> None:
-    """Compiles what is asked for, and writes what comes of it."""
+    """Compiles the step of a request, and writes the result."""
     begin = time.perf_counter()
-    os.environ["JAX_PLATFORMS"] = "cpu"  # No device is used, and none is to be taken.
+    os.environ["JAX_PLATFORMS"] = "cpu"  # No device is used.
     request = json.loads(pathlib.Path(request_path).read_text(encoding="utf-8"))
     from moelib.core import config_parse
-    from moelib.planning.compiled.compile_step import plan_step
+    from moelib.planning.compiled.compile_step import compile_step
     from moelib.planning.hardware.topologies import OutOfMemoryError, PlanError, topology
 
-    def tell(stage: str, seconds: float, said: str) -> None:
-        print(json.dumps({"stage": stage, "seconds": seconds, "said": said}), flush=True)
+    def tell(stage: str, seconds: float, detail: str) -> None:
+        print(json.dumps({"stage": stage, "seconds": seconds, "detail": detail}), flush=True)
 
     try:
-        where = topology(request.pop("topology"))
+        devices = topology(request.pop("topology"))
         cfg = config_parse.parse(request.pop("config"))
-        tell("start", time.perf_counter() - begin, f"{len(where.devices)} devices described")
-        report = plan_step(cfg, where, on_stage=tell, **request)
+        tell("start", time.perf_counter() - begin, f"{len(devices.devices)} devices described")
+        report = compile_step(cfg, devices, on_stage=tell, **request)
         result = {"report": json.loads(report.to_json())}
     except PlanError as error:
-        full = isinstance(error, OutOfMemoryError)
-        result = {"failure": str(error), "out_of_memory": full}
+        out_of_memory = isinstance(error, OutOfMemoryError)
+        result = {"failure": str(error), "out_of_memory": out_of_memory}
     pathlib.Path(result_path).write_text(json.dumps(result), encoding="utf-8")
 
 
 def end_with_parent() -> None:
-    """Ends this group of processes as soon as the parent, which holds our stdin open, has ended."""
+    """Ends this group of processes when the parent, which holds stdin open, has ended."""
 
     def wait() -> None:
         sys.stdin.read()
@@ -49,6 +49,6 @@ def end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    if os.getpgrp() == os.getpid():  # Started by `apart`, not by hand.
+    if os.getpgrp() == os.getpid():  # Started by `in_subprocess`, not by hand.
         end_with_parent()
     main(*sys.argv[1:])

@@ -1,1 +1,1 @@
-"""Analytic estimates: what a step computes, holds, sends and costs on a mesh."""
+"""Estimates of a step in closed form: memory, time, traffic and cost on a mesh."""

@@ -1,11 +1,11 @@
-"""Links: what collectives of a mesh axis send, and how long that takes at the links' peak.
+"""Links: the traffic of a collective along mesh axes, and its time at the links' peak rate.
 
-A collective over a group that spans slices is taken apart: inside a slice it uses links (ICI,
-NVLink), between slices the network (DCN, InfiniBand), each part of it only once.
+A collective over several slices is split in two: inside a slice it uses links (ICI, NVLink), and
+between slices the network (DCN, InfiniBand), which each byte crosses once.
 
-On a torus a device is wired to two others along each dimension, to one where the dimension has size
-2 or is a line. A mesh axis uses of these links a share, as its size has of the slice's; all-to-all
-crosses several on its way.
+On a torus a device has two neighbors along each dimension, or one where the dimension has size 2 or
+is a line. A mesh axis uses a share of these links, as its size is a share of the slice; messages of
+an all-to-all cross several links.
 """
 
 import dataclasses
@@ -17,147 +17,127 @@ from collections.abc import Sequence
 from moelib.planning.estimate.candidates import Mesh
 from moelib.planning.hardware.topologies import DEVICES_PER_CHIP, TopologyShape
 
-# A dimension of a torus is a ring from this size on: of whole cubes of 4 on v5p and tpu7x, of a
-# whole pod's edge on v5e and v6e. Source: Google Cloud's documentation of their topologies.
+# Smallest dimension of a torus that is a ring: whole cubes of 4 on v5p and tpu7x, the edge of a
+# whole pod on v5e and v6e. Source: Google Cloud's documentation of their topologies.
 _RING = {"v5e": 16, "v6e": 16, "v5p": 4, "tpu7x": 4}
 _DIMENSIONS = {"v5e": 2, "v6e": 2, "v5p": 3, "tpu7x": 3}
 
 
 @dataclasses.dataclass(frozen=True)
-class Sent:
-    """What one device sends, and for how long its links are at it, at their peak.
+class Traffic:
+    """Bytes that one device sends, and the seconds that takes at the peak rate."""
 
-    Attributes:
-        links_bytes: To devices of its slice.
-        network_bytes: To other slices.
-        links_seconds: Of the first.
-        network_seconds: Of the second.
-    """
-
-    links_bytes: float = 0.0
-    network_bytes: float = 0.0
+    links_bytes: float = 0.0  # To devices of its slice.
+    network_bytes: float = 0.0  # To other slices.
     links_seconds: float = 0.0
     network_seconds: float = 0.0
 
-    def __add__(self, other: "Sent") -> "Sent":
-        return Sent(
-            self.links_bytes + other.links_bytes,
-            self.network_bytes + other.network_bytes,
-            self.links_seconds + other.links_seconds,
-            self.network_seconds + other.network_seconds,
-        )
+    def __add__(self, other: "Traffic") -> "Traffic":
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Traffic(*(a + b for a, b in pairs))
 
-    def times(self, factor: float) -> "Sent":
-        """Returns as much, multiplied."""
-        return Sent(
-            self.links_bytes * factor,
-            self.network_bytes * factor,
-            self.links_seconds * factor,
-            self.network_seconds * factor,
-        )
+    def times(self, factor: float) -> "Traffic":
+        """Returns the traffic times a factor."""
+        return Traffic(*(value * factor for value in dataclasses.astuple(self)))
 
 
 class Links:
-    """What the links of a topology carry for a mesh."""
+    """The links of a topology, as a mesh uses them."""
 
     def __init__(self, topology: TopologyShape, mesh: Mesh) -> None:
         self._topology, self._mesh = topology, mesh
 
     def _group(self, axes: Sequence[str]) -> tuple[int, int]:
-        """Returns how many devices of a slice are in a group, and of how many slices."""
+        """Returns the size of a group of devices along some axes: (inside a slice, slices)."""
         inside = math.prod(self._mesh.inside.get(axis, 1) for axis in axes)
         return inside, math.prod(self._mesh.across.get(axis, 1) for axis in axes)
 
-    def _devices_of_chip(self, axes: Sequence[str]) -> int:
-        """Returns how many devices of a chip a group has.
+    def _devices_per_chip(self, axes: Sequence[str]) -> int:
+        """Returns the number of devices of one chip in a group.
 
-        A mesh is laid on whole dimensions of the torus where sizes allow it, so a group has both
-        if its size is made of no such; where sizes do not tell, the innermost axis has both.
+        Meshes are laid on whole dimensions of the torus where sizes allow it, so a group has both
+        devices of a chip if its size is not a product of such dimensions; where sizes do not tell,
+        the innermost axis has both.
         """
         num = DEVICES_PER_CHIP.get(self._topology.accelerator.name, 1)
         inside, _ = self._group(axes)
         if num == 1 or inside % num:
             return 1
         taken = itertools.product(*((1, side) for side in _sides(self._topology)))
-        dimensions = {math.prod(sides) for sides in taken}
+        products = {math.prod(sides) for sides in taken}
         rest = self._topology.devices_per_slice // inside
-        if inside in dimensions and (
-            rest not in dimensions or [*self._mesh.inside][-1] not in axes
-        ):
-            return 1
-        return num
+        innermost = [*self._mesh.inside][-1]
+        whole = inside in products and (rest not in products or innermost not in axes)
+        return 1 if whole else num
 
-    def gathered(self, axes: Sequence[str], bytes_: float) -> Sent:
-        """Returns what an all-gather sends whose result has so many bytes; a reduce-scatter too."""
+    def all_gather(self, axes: Sequence[str], num_bytes: float) -> Traffic:
+        """Returns the traffic of an all-gather by bytes of its result; also of a reduce-scatter."""
         inside, across = self._group(axes)
-        links = bytes_ * (inside - 1) / inside
-        # Devices of a chip receive each a part of what both need, and pass it on in the chip.
-        links /= self._devices_of_chip(axes)
-        return self._sent(inside, links, bytes_ / inside * (across - 1) / across)
+        links = num_bytes * (inside - 1) / inside
+        # Devices of a chip each receive part of what both need, and pass it on inside the chip.
+        links /= self._devices_per_chip(axes)
+        return self._traffic(inside, links, num_bytes / inside * (across - 1) / across)
 
-    def reduced(self, axes: Sequence[str], bytes_: float) -> Sent:
-        """Returns what an all-reduce of so many bytes sends."""
-        return self.gathered(axes, bytes_).times(2.0)
+    def all_reduce(self, axes: Sequence[str], num_bytes: float) -> Traffic:
+        """Returns the traffic of an all-reduce by bytes of its result."""
+        return self.all_gather(axes, num_bytes).times(2.0)
 
-    def exchanged(self, axes: Sequence[str], bytes_: float) -> Sent:
-        """Returns what an all-to-all sends, of rows of so many bytes, evenly for all."""
+    def all_to_all(self, axes: Sequence[str], num_bytes: float) -> Traffic:
+        """Returns the traffic of an even all-to-all by bytes of a device's operand."""
         inside, across = self._group(axes)
         n = inside * across
-        links, network = bytes_ * (inside - 1) / n, bytes_ * (n - inside) / n
+        links, network = num_bytes * (inside - 1) / n, num_bytes * (n - inside) / n
+        traffic = self._traffic(inside, links, network)
         if inside == 1 or self._topology.accelerator.platform != "tpu":
-            return self._sent(inside, links, network)
-        seconds = (
-            bytes_
-            * inside
-            / n
-            * _crossing(self._topology, inside // self._devices_of_chip(axes))
-            / _of_one_link(self._topology)
-        )
-        return dataclasses.replace(self._sent(inside, links, network), links_seconds=seconds)
+            return traffic
+        crossing = _crossing(self._topology, inside // self._devices_per_chip(axes))
+        seconds = num_bytes * inside / n * crossing / _bytes_per_second_of_link(self._topology)
+        return dataclasses.replace(traffic, links_seconds=seconds)
 
-    def passed(self, axes: Sequence[str], bytes_: float) -> Sent:
-        """Returns what a device sends that passes so many bytes on, once round a ring."""
+    def ring(self, axes: Sequence[str], num_bytes: float) -> Traffic:
+        """Returns the traffic of passing bytes on, once around a ring."""
         inside, across = self._group(axes)
         n = inside * across
-        return self._sent(inside, bytes_ * n, bytes_ * n if across > 1 else 0.0)
+        return self._traffic(inside, num_bytes * n, num_bytes * n if across > 1 else 0.0)
 
-    def _sent(self, inside: int, links: float, network: float) -> Sent:
+    def _traffic(self, inside: int, links: float, network: float) -> Traffic:
         accelerator = self._topology.accelerator
         seconds = links / links_bytes_per_second(self._topology, inside) if links else 0.0
-        return Sent(links, network, seconds, network / accelerator.network_bytes_per_second)
+        return Traffic(links, network, seconds, network / accelerator.network_bytes_per_second)
 
 
 def links_bytes_per_second(topology: TopologyShape, group: int) -> float:
-    """Returns what a device sends at most to a group of devices of its slice."""
+    """Returns the peak rate from a device to a group of devices of its slice."""
     accelerator = topology.accelerator
     if accelerator.platform != "tpu" or group == 1:
-        return accelerator.link_bytes_per_second  # A switch joins all.
-    return _of_one_link(topology) * _share(topology, group)
+        return accelerator.link_bytes_per_second  # A switch connects all.
+    return _bytes_per_second_of_link(topology) * _num_links(topology, group)
 
 
-def _of_one_link(topology: TopologyShape) -> float:
+def _bytes_per_second_of_link(topology: TopologyShape) -> float:
     accelerator = topology.accelerator
     return accelerator.link_bytes_per_second / (2 * _DIMENSIONS[accelerator.name])
 
 
 def _sides(topology: TopologyShape) -> list[int]:
-    """Returns the chips along each dimension of a slice's torus, those of 1 left out."""
+    """Returns the dimensions of a slice's torus in chips, without those of size 1."""
     shape = topology.name.rpartition(":")[2].split("x")
     return [int(side) for side in shape if side != "1"]
 
 
 @functools.cache
 def _crossing(topology: TopologyShape, chips: int) -> float:
-    """Returns a link's seconds of an all-to-all of so many chips, in those of a device's rows.
+    """Returns the time of an all-to-all of some chips, as a multiple of one device's over one link.
 
-    Half of the rows of a half of a dimension of k chips cross its middle: over one link of a line,
-    k / 4 of a device's rows; over two of a ring, k / 8. The longest dimension takes longest. A
-    group has whole dimensions of the slice if some have its size, and parts of them otherwise.
+    In a dimension of k chips, half of the rows of half of the chips cross its middle: k / 4 of a
+    device's rows over the one link of a line, k / 8 over each of two links of a ring. The longest
+    dimension takes longest. A group lies on whole dimensions of the slice if some have its size,
+    and on parts of them otherwise.
     """
     kind, sides = topology.accelerator.name, _sides(topology)
     parts = [[d for d in range(1, side + 1) if side % d == 0] for side in sides]
-    laid = [each for each in itertools.product(*parts) if math.prod(each) == chips]
-    pairs = [[(k, k == side) for k, side in zip(e, sides, strict=True) if k > 1] for e in laid]
+    layouts = [each for each in itertools.product(*parts) if math.prod(each) == chips]
+    pairs = [[(k, k == side) for k, side in zip(e, sides, strict=True) if k > 1] for e in layouts]
     whole = [each for each in pairs if all(ring for _, ring in each)]
     return min(
         max((k / (8 if ring and k >= _RING[kind] else 4) for k, ring in each), default=0.25)
@@ -166,10 +146,9 @@ def _crossing(topology: TopologyShape, chips: int) -> float:
 
 
 @functools.cache
-def _share(topology: TopologyShape, group: int) -> float:
-    """Returns how many links of a device a group of this size has, 1 or more."""
-    kind = topology.accelerator.name
-    sizes = _sides(topology)
+def _num_links(topology: TopologyShape, group: int) -> float:
+    """Returns the number of a device's links that a group of this size uses, 1 or more."""
+    kind, sizes = topology.accelerator.name, _sides(topology)
     links = sum(2 if size >= _RING[kind] else 1 for size in sizes)
     devices = max(math.prod(sizes), 2)
     return max(1.0, links * min(math.log(max(group, 1)) / math.log(devices), 1.0))

@@ -1,14 +1,14 @@
-"""The sweep: every candidate on every topology, estimated and sorted, without compiling."""
+"""The sweep: estimates of every candidate on every topology, without compiling."""
 
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from moelib.core.accelerators import ACCELERATORS
 from moelib.core.config import did_you_mean
-from moelib.planning.estimate.candidates import as_it_is, candidates, rules_of
+from moelib.planning.estimate.candidates import candidates, current_candidate, rules_of
 from moelib.planning.estimate.estimate import Estimate, Estimator
 from moelib.planning.estimate.workload import read_workload
 from moelib.planning.hardware.topologies import PlanError, describe
@@ -16,19 +16,18 @@ from moelib.planning.hardware.topologies import PlanError, describe
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """What came out.
+    """The result of a sweep.
 
     Attributes:
-        rows: The best candidate of each mesh. Those that fit come first, cheapest tokens first, but
-            the best of each topology before all others; then those that do not, by what they lack.
-        num_candidates: How many were estimated.
-        estimator: With which.
-        refused: Of each topology that can run nothing, the reason.
+        rows: The best candidate of each mesh. Those that fit come first, in the order of their cost
+            per token, with the best of each topology before all others; then the rest, in the order
+            of missing memory.
+        num_candidates: Number of estimated candidates.
+        refused: Reason for each topology that can run nothing.
     """
 
     rows: tuple[Estimate, ...]
     num_candidates: int
-    estimator: Estimator
     refused: tuple[str, ...]
 
 
@@ -37,7 +36,7 @@ def sweep(
     topologies: Sequence[str],
     *,
     mesh: str | None = None,
-    as_is: bool = False,
+    current_mesh: bool = False,
     prices: Mapping[str, float] | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> Sweep:
@@ -45,31 +44,27 @@ def sweep(
 
     Args:
         cfg: A `SpmdTrainer.Config`.
-        topologies: Their names.
-        mesh: Sizes of mesh axes, as fsdp=2,expert=-1; by default every legal mesh.
-        as_is: Whether to estimate the config as it stands, and nothing else.
-        prices: Dollars per hour of one device by accelerator, over those of `hardware`.
-        on_progress: Called with what is done next.
+        topologies: Names of topologies.
+        mesh: Sizes of mesh axes such as fsdp=2,expert=-1; by default every legal mesh.
+        current_mesh: Whether to estimate the config's own mesh, micro-batches and remat only.
+        prices: Dollars per device-hour by accelerator, which replace those of `ACCELERATORS`.
+        on_progress: Called with the next thing to do.
 
     Raises:
-        PlanError: If a topology is not known, nothing can run on any, or the config cannot be.
+        PlanError: If a topology is unknown, the config is invalid, or no topology can run it.
     """
     shapes = [describe(name) for name in dict.fromkeys(topologies)]
-    on_progress("reading what the model computes")
-    rules = rules_of(cfg)
-    try:
-        work = read_workload(cfg)
-    except ValueError as error:  # The model is traced, and says what it does not take.
-        raise PlanError(str(error)) from None
+    on_progress("tracing the model")
+    rules, work = rules_of(cfg), read_workload(cfg)
     estimator = Estimator(work, rules, prices or {})
     best: dict[Any, Estimate] = {}
-    refused: dict[str, None] = {}  # In order, each once.
+    refused: dict[str, None] = {}  # An ordered set.
     num = 0
     for shape in shapes:
-        on_progress(f"estimating on {shape.name}")
+        on_progress(f"estimating {shape.name}")
         try:
-            if as_is:
-                found = [as_it_is(cfg, work, shape)]
+            if current_mesh:
+                found = [current_candidate(cfg, work, shape)]
             else:
                 found = candidates(cfg, work, shape, mesh=mesh)
         except PlanError as error:
@@ -82,7 +77,7 @@ def sweep(
                 best[key] = estimate
     if not best:
         raise PlanError(" ".join(refused))
-    return Sweep(tuple(_sorted(best.values())), num, estimator, tuple(refused))
+    return Sweep(tuple(_sorted(best.values())), num, tuple(refused))
 
 
 def _rank(estimate: Estimate) -> tuple[bool, float, int]:
@@ -91,8 +86,8 @@ def _rank(estimate: Estimate) -> tuple[bool, float, int]:
     return not estimate.fits, measure, len(mesh.ici) + len(mesh.dcn)
 
 
-def _sorted(estimates: Any) -> list[Estimate]:
-    """Returns the estimates best first, the best of each topology before all others."""
+def _sorted(estimates: Iterable[Estimate]) -> list[Estimate]:
+    """Returns the estimates best first, with the best of each topology before all others."""
     ordered = sorted(estimates, key=_rank)
     first: dict[str, Estimate] = {}
     for each in ordered:
@@ -102,27 +97,26 @@ def _sorted(estimates: Any) -> list[Estimate]:
 
 
 def read_prices(path: str) -> dict[str, float]:
-    """Returns the prices of a file: a JSON object, dollars per hour of a device by accelerator.
+    """Returns the prices of a JSON file, in dollars per device-hour by accelerator.
 
     Raises:
-        PlanError: If it cannot be read as that.
+        PlanError: If the file cannot be read as prices.
     """
     try:
         with open(path, encoding="utf-8") as file:
             prices = json.load(file)
         if not isinstance(prices, dict):
-            raise ValueError("it holds no object")
+            raise ValueError("it is not a JSON object")
         for name, price in prices.items():
             if name not in ACCELERATORS:
-                raise ValueError(
-                    f"there is no accelerator {name!r}; {did_you_mean(name, ACCELERATORS)}"
-                )
+                advice = did_you_mean(name, ACCELERATORS)
+                raise ValueError(f"unknown accelerator {name!r}; {advice}")
             number = isinstance(price, int | float) and not isinstance(price, bool)
             if not number or not 0 < price < math.inf:
-                raise ValueError(f"the price of {name!r} is {price!r}; set a number above 0")
+                raise ValueError(f"{name!r}: {price!r} is not a number above 0")
     except (OSError, ValueError) as error:
         raise PlanError(
-            f"prices {path}: {error}. Write dollars per hour of one device, as "
+            f"prices {path}: {error}. Write dollars per device-hour, such as "
             '{"v6e": 2.7, "h100": 3}.'
         ) from None
     return prices

@@ -1,1 +1,1 @@
-"""Devices of TPU topologies and GPU hosts that are not present."""
+"""Devices of TPU topologies and GPU hosts that need not be present."""

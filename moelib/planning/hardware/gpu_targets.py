@@ -1,4 +1,4 @@
-"""What XLA's compiler knows of each GPU: texts inside the library of JAX's CUDA plugin."""
+"""XLA's descriptions of GPUs, which are texts inside the library of JAX's CUDA plugin."""
 
 import functools
 import importlib.util
@@ -8,23 +8,23 @@ import re
 
 PLUGIN = "jax_plugins.xla_cuda13"
 _LIBRARY = "xla_cuda_plugin.so"
-_MAX_CHARACTERS = 40_000  # The texts have some 6,000; what is longer is something else.
+_MAX_CHARACTERS = 40_000  # A description has some 6,000; longer texts are something else.
 
 
 def is_installed() -> bool:
-    """Returns whether the CUDA plugin is there; nothing is loaded."""
+    """Returns whether the CUDA plugin is installed, without loading it."""
     try:
         return importlib.util.find_spec(PLUGIN) is not None
-    except ModuleNotFoundError:  # Not even the folder of plugins.
+    except ModuleNotFoundError:  # There is no folder of plugins.
         return False
 
 
 @functools.cache
 def target_configs() -> dict[str, str]:
-    """Returns for each GPU, by its full name, what `get_topology_desc` takes as `target_config`.
+    """Returns the descriptions, for `get_topology_desc(target_config=)`, by full name of the GPU.
 
     Raises:
-        ModuleNotFoundError: Without the plugin.
+        ModuleNotFoundError: If the plugin is not installed.
     """
     spec = importlib.util.find_spec(PLUGIN)
     if spec is None or not spec.submodule_search_locations:
@@ -41,10 +41,10 @@ def target_configs() -> dict[str, str]:
 
 
 def target_config(device_kind: str) -> str | None:
-    """Returns the text for what JAX calls a device, under that name, or None if there is none.
+    """Returns the description for JAX's name of a GPU, under that name, or None if there is none.
 
-    The compiler may call it at greater length: "NVIDIA H200 141GB HBM3e" is "NVIDIA H200" on a
-    machine that has one. A part of a GPU (MIG) is another.
+    The compiler's name may be longer: "NVIDIA H200 141GB HBM3e" is "NVIDIA H200" on a machine that
+    has one. Parts of a GPU (MIG) have descriptions of their own.
     """
     configs = target_configs()
     names = [name for name in configs if name.startswith(f"{device_kind} ") and "MIG" not in name]
@@ -52,10 +52,3 @@ def target_config(device_kind: str) -> str | None:
         if name in configs:
             return configs[name].replace(f'_str: "{name}"', f'_str: "{device_kind}"')
     return None
-
-
-def memory_bytes(config: str) -> int:
-    """Returns the memory of the GPU of a text of `target_configs`."""
-    found = re.search(r"\bdevice_memory_size: (\d+)", config)
-    assert found is not None, config[:200]
-    return int(found.group(1))

@@ -1,10 +1,11 @@
-"""Topologies by name: devices that are wired together, though they are not here.
+"""Topologies by name: connected devices that need not be present.
 
-    v6e:2x2, v5p:4x4x4    one slice: TPU chips on a torus, as libtpu describes it
+    v6e:2x2, v5p:4x4x4    one slice: TPU chips on a torus, described by libtpu
     2*v6e:4x4             two such slices
-    h100:2x8              hosts x GPUs of a host, as JAX's CUDA plugin describes them
+    h100:2x8              hosts x GPUs per host, described by JAX's CUDA plugin
 
-A slice is what fast links join. One of GPUs is an NVLink domain: a host, or a rack of a GB200.
+A slice is a group of devices joined by fast links. For GPUs it is an NVLink domain: a host, or a
+rack of a GB200.
 """
 
 import dataclasses
@@ -21,25 +22,25 @@ from moelib.core.platforms import describe_absent_tpus
 from moelib.planning.hardware import gpu_targets
 
 EXAMPLES = {"tpu": "v6e:2x2", "gpu": "h100:2x8"}
+DEVICES_PER_CHIP = {"tpu7x": 2}
 
 _NAME = re.compile(r"(?:(?P<slices>\d+)\*)?(?P<accelerator>[^:*]*):(?P<shape>\d+(?:x\d+)*)")
-DEVICES_PER_CHIP = {"tpu7x": 2}
-_FLAT = ("v5e", "v6e")  # Their torus has two dimensions; a third is 1.
-# Chips of a pod, by Google's pages on each: no slice has more.
+_FLAT = ("v5e", "v6e")  # Accelerators with a two-dimensional torus; a third dimension is 1.
+# Chips per pod, the largest slice, from Google's page on each accelerator.
 _CHIPS_PER_POD = {"v5e": 256, "v6e": 256, "v5p": 8960, "tpu7x": 9216}
 
 
 class PlanError(UserError):
-    """What is asked for cannot be planned; the message is all one needs."""
+    """A plan that is impossible; the message says why."""
 
 
 class OutOfMemoryError(PlanError):
-    """A step takes more memory than a device has."""
+    """A step that needs more memory than a device has."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TopologyShape:
-    """How many devices of what: all that a topology's name says."""
+    """The numbers of devices and slices that a topology's name describes."""
 
     name: str
     accelerator: Accelerator
@@ -48,13 +49,13 @@ class TopologyShape:
 
     @property
     def num_devices(self) -> int:
-        """All devices."""
+        """Devices of all slices."""
         return self.num_slices * self.devices_per_slice
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Devices that are wired together, though they are not here."""
+    """Described devices, for which programs can be compiled."""
 
     name: str
     accelerator: Accelerator
@@ -62,26 +63,26 @@ class Topology:
 
 
 def describe(name: str) -> TopologyShape:
-    """Returns what a topology's name says; no compiler is loaded, so it may yet refuse the shape.
+    """Returns the shape that a topology's name describes; the compiler may still refuse it.
 
     Raises:
-        PlanError: If the accelerator is not known or the shape is none of its own.
+        PlanError: If the accelerator is unknown, or its shape is impossible.
     """
-    said = name.partition(":")[0].rpartition("*")[2]
-    if said not in ACCELERATORS:
+    kind = name.partition(":")[0].rpartition("*")[2]
+    if kind not in ACCELERATORS:
         raise PlanError(
-            f"topology {name!r} is not known: write an accelerator ({', '.join(ACCELERATORS)}), a "
-            f"colon and a shape, such as {' or '.join(EXAMPLES.values())}; "
-            f"{did_you_mean(said, ACCELERATORS)}"
+            f"topology {name!r}: unknown accelerator {kind!r} (known: {', '.join(ACCELERATORS)}); "
+            f"write a topology such as {' or '.join(EXAMPLES.values())}; "
+            f"{did_you_mean(kind, ACCELERATORS)}"
         )
-    accelerator = ACCELERATORS[said]
+    accelerator = ACCELERATORS[kind]
     parts = _NAME.fullmatch(name)
     num_slices = int(parts["slices"] or 1) if parts else 0
     shape = tuple(int(side) for side in parts["shape"].split("x")) if parts else ()
     if not num_slices or 0 in shape:
         raise PlanError(
-            f"topology {name!r}: {name.partition(':')[2]!r} is no shape; write sizes of 1 or more "
-            f"with x between, as in {EXAMPLES[accelerator.platform]}."
+            f"topology {name!r}: {name.partition(':')[2]!r} is not a shape; write sizes of 1 or "
+            f"more, joined by x, as in {EXAMPLES[accelerator.platform]}."
         )
     if accelerator.platform == "tpu":
         return _describe_tpu(name, accelerator, num_slices, shape)
@@ -91,25 +92,22 @@ def describe(name: str) -> TopologyShape:
 def _describe_tpu(
     name: str, accelerator: Accelerator, num_slices: int, shape: tuple[int, ...]
 ) -> TopologyShape:
-    if not 2 <= len(shape) <= 3 or (accelerator.name in _FLAT and shape[2:] not in ((), (1,))):
-        sides = "2" if accelerator.name in _FLAT else "2 or 3"
-        raise PlanError(
-            f"topology {name!r}: the chips of {accelerator.name} lie on a torus of {sides} "
-            f"dimensions; write one, as in {EXAMPLES['tpu']}."
+    kind, chips = accelerator.name, math.prod(shape)
+    error = ""
+    if not 2 <= len(shape) <= 3 or (kind in _FLAT and shape[2:] not in ((), (1,))):
+        error = f"{kind} has a torus of {'2' if kind in _FLAT else '2 or 3'} dimensions"
+    elif chips > _CHIPS_PER_POD[kind]:
+        error = (
+            f"{chips} chips are more than the {_CHIPS_PER_POD[kind]} of the largest {kind} slice"
         )
-    chips, most = math.prod(shape), _CHIPS_PER_POD[accelerator.name]
-    if chips > most:
+    elif kind in _FLAT and any(side not in (1, 2, 4, 8, 16) for side in shape):
+        error = f"dimensions of a {kind} slice are 1, 2, 4, 8 or 16"
+    if error:
         raise PlanError(
-            f"topology {name!r}: a slice of {accelerator.name} has up to {most} chips, and this "
-            f"one would have {chips}; write several slices, as in 2*{EXAMPLES['tpu']}."
+            f"topology {name!r}: {error}; write such a slice, as in {EXAMPLES['tpu']}, or several, "
+            f"as in 2*{EXAMPLES['tpu']}."
         )
-    if accelerator.name in _FLAT and any(side not in (1, 2, 4, 8, 16) for side in shape):
-        raise PlanError(
-            f"topology {name!r}: sides of a slice of {accelerator.name} are 1, 2, 4, 8 or 16; "
-            f"write such ones, as in {EXAMPLES['tpu']}."
-        )
-    num = math.prod(shape) * DEVICES_PER_CHIP.get(accelerator.name, 1)
-    return TopologyShape(name, accelerator, num_slices, num)
+    return TopologyShape(name, accelerator, num_slices, chips * DEVICES_PER_CHIP.get(kind, 1))
 
 
 def _describe_gpu(
@@ -118,8 +116,8 @@ def _describe_gpu(
     most = accelerator.devices_per_host
     if slices_given or len(shape) != 2 or shape[1] > most:
         raise PlanError(
-            f"topology {name!r}: write the hosts and the GPUs of a host, of which "
-            f"{accelerator.name} has up to {most}: such as {accelerator.name}:2x{most}."
+            f"topology {name!r}: write hosts x GPUs per host, at most {most} for "
+            f"{accelerator.name}, as in {accelerator.name}:2x{most}."
         )
     hosts, gpus = shape
     domain = accelerator.devices_per_domain or most
@@ -127,7 +125,7 @@ def _describe_gpu(
     if hosts % hosts_per_slice:
         raise PlanError(
             f"topology {name!r}: {hosts} hosts are not whole NVLink domains of {hosts_per_slice}; "
-            f"write up to {hosts_per_slice} of them, or a multiple."
+            f"write at most {hosts_per_slice} hosts, or a multiple."
         )
     return TopologyShape(name, accelerator, hosts // hosts_per_slice, hosts_per_slice * gpus)
 
@@ -136,7 +134,7 @@ def topology(name: str) -> Topology:
     """Returns the devices of a topology's name, as the compiler describes them.
 
     Raises:
-        PlanError: As for `describe`, or if the compiler refuses the shape or is not installed.
+        PlanError: As in `describe`, or if the compiler refuses the shape or is not installed.
     """
     shape = describe(name)
     devices = _tpus(shape) if shape.accelerator.platform == "tpu" else _gpus(shape)
@@ -147,7 +145,7 @@ def topology(name: str) -> Topology:
 def _tpus(shape: TopologyShape) -> tuple[Any, ...]:
     if importlib.util.find_spec("libtpu") is None:
         raise PlanError(
-            f"topology {shape.name!r}: libtpu, which compiles for TPUs, is not installed; "
+            f"topology {shape.name!r}: libtpu, the compiler for TPUs, is not installed; "
             "pip install 'moelib[tpu]'."
         )
     describe_absent_tpus()
@@ -159,10 +157,10 @@ def _tpus(shape: TopologyShape) -> tuple[Any, ...]:
     try:
         found = topologies.get_topology_desc(platform="tpu", topology_name=one_slice, **slices)
     except jax.errors.JaxRuntimeError as error:
-        said = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
+        reason = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
         raise PlanError(
-            f"topology {shape.name!r}: {said.rstrip('.')}; write a shape that "
-            f"{shape.accelerator.name} is built in, as in {EXAMPLES['tpu']}."
+            f"topology {shape.name!r}: {reason.rstrip('.')}; write a shape in which "
+            f"{shape.accelerator.name} is built, as in {EXAMPLES['tpu']}."
         ) from None
     return tuple(found.devices)
 
@@ -170,8 +168,8 @@ def _tpus(shape: TopologyShape) -> tuple[Any, ...]:
 def _gpus(shape: TopologyShape) -> tuple[Any, ...]:
     if not gpu_targets.is_installed():
         raise PlanError(
-            f"topology {shape.name!r}: JAX's CUDA plugin, which compiles for GPUs, is not "
-            "installed; pip install 'moelib[plan-gpu]', or 'moelib[gpu]' to train there too."
+            f"topology {shape.name!r}: JAX's CUDA plugin, the compiler for GPUs, is not installed; "
+            "pip install 'moelib[plan-gpu]', or 'moelib[gpu]' to train there too."
         )
     config = gpu_targets.target_config(shape.accelerator.device_kind)
     if config is None:
@@ -182,7 +180,7 @@ def _gpus(shape: TopologyShape) -> tuple[Any, ...]:
         )
     from jax.experimental import topologies
 
-    # A process a slice: devices of a description all say that they are of slice 0.
+    # One process per slice: described GPUs all report slice 0.
     found = topologies.get_topology_desc(
         platform="cuda",
         target_config=config,

@@ -1,10 +1,10 @@
-"""Optimized HLO text as data: computations, their instructions, and how often a step runs them.
+"""Optimized HLO text as data: computations, their instructions, and their executions per step.
 
-What a step runs is counted from the entry downwards. The body of a loop runs as often as the loop's
-known trip count says; without one, n times if its condition is i < n, of an i that it carries and a
-constant n; else it is counted once, and reported in `Program.loops_of_unknown_length`. Of a
-conditional's branches only the costliest by the compiler's estimate is counted (of equals, that
-with the most instructions). A computation called from several places runs the sum of their times.
+Executions are counted from the entry downwards. The body of a loop runs as often as the loop's
+known trip count; without one, n times if its condition is i < n for a carried i and a constant n;
+otherwise it counts once, and `Program.loops_of_unknown_length` names it. Of a conditional's
+branches only the costliest by the compiler's estimate counts (among equals, the one with the most
+instructions). A computation called from several places runs the sum of their executions.
 """
 
 import dataclasses
@@ -24,59 +24,48 @@ _CALL_LISTS = re.compile(r"\b(branch_computations|called_computations|calls)=\{(
 _TRIP_COUNT = re.compile(r'known_trip_count[\\"]*:\s*\{[\\"]*n[\\"]*:[\\"]*(\d+)')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
-_SPARSE_CORE = 'async_execution_thread="sparsecore"'
-_UNKNOWN_CYCLES = 2**60  # So many or more: the compiler does not know.
+_UNKNOWN_CYCLES = 2**60  # Estimates from here on stand for an unknown number.
 _BRANCHES = ("true_computation", "false_computation", "branch_computations")
 
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One instruction.
+    """An instruction."""
 
-    Attributes:
-        name: Without its %.
-        shape: Of the result, as text; a tuple's in parentheses.
-        opcode: Such as `all-gather-start`.
-        operands: Names.
-        arguments: What stands in the parentheses.
-        attributes: What stands after them.
-        is_root: Whether its result is that of its computation.
-    """
-
-    name: str
-    shape: str
-    opcode: str
-    operands: tuple[str, ...]
-    arguments: str
-    attributes: str
-    is_root: bool = False
+    name: str  # Without its %.
+    shape: str  # Shape of the result; that of a tuple in parentheses.
+    opcode: str  # Such as "all-gather-start".
+    operands: tuple[str, ...]  # Names.
+    arguments: str  # Text in the parentheses.
+    attributes: str  # Text after them.
+    is_root: bool = False  # Whether its result is that of its computation.
 
     @property
     def op_name(self) -> str:
-        """Where the program made it, as "jit(step)/decoder/dot_general"; "" if it is not known."""
+        """Name scopes of the traced operation, such as "jit(step)/decoder/dot_general", or ""."""
         found = _OP_NAME.search(self.attributes)
         return found.group(1) if found else ""
 
     @property
     def cycles(self) -> int:
-        """The compiler's estimate; 0 where it has none."""
+        """The compiler's estimate; 0 without one."""
         found = _CYCLES.search(self.attributes)
         cycles = int(found.group(1)) if found else 0
         return cycles if cycles < _UNKNOWN_CYCLES else 0
 
     @property
-    def starts(self) -> bool:
-        """Whether it begins what runs beside others; a GPU's start may be marked synchronous."""
+    def is_async_start(self) -> bool:
+        """Whether it starts asynchronous work; a GPU's start may be marked synchronous."""
         return self.opcode.endswith("-start") and '"is_sync":true' not in self.attributes
 
     @property
     def is_fusion(self) -> bool:
-        """Whether it runs a fusion, at once or beside others."""
+        """Whether it runs a fusion, synchronously or not."""
         return self.opcode in ("fusion", "fusion-start")
 
     @functools.cached_property
     def calls(self) -> tuple[tuple[str, str], ...]:
-        """The computations that it runs: (attribute, name). Only the start of async pairs does."""
+        """The computations that it runs, as (attribute, name); of an async pair, the start only."""
         if self.opcode.endswith(("-done", "-update")):
             return ()
         found = [(kind, name) for kind, name in _CALLS.findall(self.attributes)]
@@ -99,30 +88,20 @@ class Instruction:
 
 @dataclasses.dataclass
 class Computation:
-    """A list of instructions that runs as one.
+    """A list of instructions."""
 
-    Attributes:
-        name: Without its %.
-        instructions: By name, in order.
-        executions: How often a step runs it on each device.
-        fused: Whether it is part of a fusion, whose instruction stands for all of it.
-        asynchronous: Whether it runs beside others, between an async-start and its async-done.
-        sparse_core: Whether it runs on the SparseCores.
-    """
-
-    name: str
-    instructions: dict[str, Instruction] = dataclasses.field(default_factory=dict)
-    executions: int = 0
-    fused: bool = False
-    asynchronous: bool = False
-    sparse_core: bool = False
+    name: str  # Without its %.
+    instructions: dict[str, Instruction] = dataclasses.field(default_factory=dict)  # In order.
+    executions: int = 0  # Per step and device.
+    fused: bool = False  # Whether it is part of a fusion, which is one instruction of its caller.
+    asynchronous: bool = False  # Whether it runs between an async-start and its async-done.
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled program: all its computations by name."""
+    """A compiled program."""
 
-    computations: Mapping[str, Computation]
+    computations: Mapping[str, Computation]  # By name.
     entry: str
     loops_of_unknown_length: tuple[str, ...] = ()
 
@@ -130,6 +109,12 @@ class Program:
         """Yields every instruction with its computation."""
         for computation in self.computations.values():
             for instruction in computation.instructions.values():
+                yield computation, instruction
+
+    def unfused(self) -> Iterator[tuple[Computation, Instruction]]:
+        """Yields the executed instructions outside of fused computations."""
+        for computation, instruction in self.instructions():
+            if computation.executions and not computation.fused:
                 yield computation, instruction
 
 
@@ -149,14 +134,14 @@ def parse(text: str) -> Program:
             instruction = _instruction(statement)
             computation.instructions[instruction.name] = instruction
     if not entry:
-        raise ValueError("The text has no ENTRY computation; give that of an HLO module.")
+        raise ValueError("The text has no ENTRY computation; give the text of an HLO module.")
     return Program(computations, entry, _count_executions(computations, entry))
 
 
 def _statements(text: str) -> Iterator[tuple[bool, str, str]]:
-    """Yields (whether the entry, computation, instruction); one without instruction at its head.
+    """Yields (is the entry, computation, instruction), first with "" for each computation.
 
-    An attribute may run over several lines: whatever begins nothing belongs to what was begun.
+    An attribute may span several lines: a line that starts nothing continues the one before.
     """
     is_entry, name, lines = False, "", list[str]()
     for line in text.splitlines():
@@ -187,14 +172,13 @@ def _instruction(statement: str) -> Instruction:
     assert begin is not None
     rest = statement[begin.end() :]
     end = _closing(rest, 0) if rest.startswith("(") else rest.index(" ")
-    shape = _INDEX_COMMENT.sub("", rest[:end])
     opcode = _OPCODE.match(rest, end)
     assert opcode is not None, statement[:200]
     close = _closing(rest, opcode.end() - 1)
     arguments = rest[opcode.end() : close - 1]
     return Instruction(
         name=begin.group(2),
-        shape=shape,
+        shape=_INDEX_COMMENT.sub("", rest[:end]),
         opcode=opcode.group(1),
         operands=tuple(_NAME.findall(arguments)),
         arguments=arguments,
@@ -204,7 +188,7 @@ def _instruction(statement: str) -> Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-    """Returns the place after the parenthesis that closes the one at `start`."""
+    """Returns the index after the parenthesis that closes the one at `start`."""
     depth = 0
     for found in re.compile(r"[()]").finditer(text, start):
         depth += 1 if found.group() == "(" else -1
@@ -213,8 +197,11 @@ def _closing(text: str, start: int) -> int:
     return len(text)
 
 
+# -- Executions ----------------------------------------------------------------------------------
+
+
 def _count_executions(computations: dict[str, Computation], entry: str) -> tuple[str, ...]:
-    """Fills in how often, and where, each computation runs; returns loops of unknown length."""
+    """Sets how often, and how, each computation runs; returns the loops of unknown length."""
     unknown: list[str] = []
     order = _callees_first(computations, entry)
     costs = _costs(computations, order)
@@ -222,26 +209,19 @@ def _count_executions(computations: dict[str, Computation], entry: str) -> tuple
     for name in reversed(order):
         caller = computations[name]
         for instruction in caller.instructions.values():
-            calls = [call for call in instruction.calls if call[1] in computations]
-            if not calls:
-                continue
-            factor = 1
-            if instruction.opcode == "while":
-                trips = _trip_count(instruction, computations)
-                factor = 1 if trips is None else trips
-                if trips is None:
-                    unknown.append(instruction.name)
-            for callee in _that_run(calls, costs):
+            callees, trips = _runs(instruction, computations, costs)
+            if trips is None:
+                unknown.append(instruction.name)
+            for callee in callees:
                 called = computations[callee]
-                called.executions += caller.executions * factor
+                called.executions += caller.executions * (1 if trips is None else trips)
                 called.fused |= caller.fused or instruction.is_fusion
-                called.asynchronous |= caller.asynchronous or instruction.starts
-                called.sparse_core |= caller.sparse_core or _SPARSE_CORE in instruction.attributes
+                called.asynchronous |= caller.asynchronous or instruction.is_async_start
     return tuple(unknown)
 
 
 def _callees_first(computations: dict[str, Computation], entry: str) -> list[str]:
-    """Returns the computations that can be reached, each after all that it calls."""
+    """Returns the reachable computations, each after all that it calls."""
     order: list[str] = []
     seen = {entry}
     stack = [(entry, iter(_all_calls(computations[entry])))]
@@ -262,34 +242,39 @@ def _all_calls(computation: Computation) -> list[str]:
 
 
 def _costs(computations: dict[str, Computation], order: list[str]) -> dict[str, tuple[int, int]]:
-    """Returns (cycles, instructions) of one run of each computation, with all that it calls."""
+    """Returns (cycles, instructions) of one run of each computation, with all its callees."""
     costs: dict[str, tuple[int, int]] = {}
     for name in order:
         cycles, count = 0, 0
         for instruction in computations[name].instructions.values():
             cycles, count = cycles + instruction.cycles, count + 1
             if instruction.is_fusion:
-                continue  # Its own estimate is of all that is fused.
-            calls = [call for call in instruction.calls if call[1] in computations]
-            trips = 1
-            if instruction.opcode == "while":
-                trips = _trip_count(instruction, computations) or 1
-            for callee in _that_run(calls, costs):
-                cycles += trips * costs[callee][0]
-                count += trips * costs[callee][1]
+                continue  # Its estimate includes its computation.
+            callees, trips = _runs(instruction, computations, costs)
+            for callee in callees:
+                cycles += (trips or 1) * costs[callee][0]
+                count += (trips or 1) * costs[callee][1]
         costs[name] = cycles, count
     return costs
 
 
-def _that_run(calls: list[tuple[str, str]], costs: dict[str, tuple[int, int]]) -> list[str]:
-    """Returns the names of those called; of a conditional's branches only the costliest."""
+def _runs(
+    instruction: Instruction,
+    computations: Mapping[str, Computation],
+    costs: Mapping[str, tuple[int, int]],
+) -> tuple[list[str], int | None]:
+    """Returns the computations that an instruction runs, and how often: None if unknown."""
+    calls = [call for call in instruction.calls if call[1] in computations]
     branches = [name for kind, name in calls if kind in _BRANCHES]
-    if not branches:
-        return [name for _, name in calls]
-    return [max(branches, key=lambda name: costs[name])]
+    if branches:
+        return [max(branches, key=lambda name: costs[name])], 1
+    callees = [name for _, name in calls]
+    if instruction.opcode != "while" or not calls:
+        return callees, 1
+    return callees, _trip_count(instruction, computations)
 
 
-def _trip_count(loop: Instruction, computations: dict[str, Computation]) -> int | None:
+def _trip_count(loop: Instruction, computations: Mapping[str, Computation]) -> int | None:
     if found := _TRIP_COUNT.search(loop.attributes):
         return int(found.group(1))
     condition = computations.get(dict(loop.calls).get("condition", ""))
@@ -297,7 +282,7 @@ def _trip_count(loop: Instruction, computations: dict[str, Computation]) -> int 
 
 
 def _bound(condition: Computation, computations: Mapping[str, Computation]) -> int | None:
-    """Returns the n of a condition i < n, for an i that the loop carries and a constant n."""
+    """Returns the n of a condition i < n, for a carried i and a constant n."""
     made, root = dict(condition.instructions), _root(condition)
     if root.opcode == "fusion":
         fused = computations[dict(root.calls)["calls"]]

@@ -1,24 +1,29 @@
-"""Where in the source an HLO instruction was made, from the tables at the head of the module.
+"""Origins of HLO instructions: source lines, the phase of the step, and the path in the config.
 
-The tables are FileNames, FunctionNames, FileLocations and StackFrames; an instruction names its
-innermost frame. JAX's own frames are not in them.
+Tables at the head of a module (FileNames, FunctionNames, FileLocations and StackFrames) hold source
+lines; an instruction names its innermost frame. They do not contain JAX's own frames.
+
+Modules put their names into the `op_name` of their operations: "jit(train_step)/jvp(decoder)/while/
+body/repeated0/feed_forward/dot_general" belongs to `model.decoder.block[0].feed_forward`.
 """
 
 import re
+from collections import deque
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moelib.planning.hlo.program import Instruction
 
+PHASES = ("forward", "recomputed", "backward", "optimizer", "other")
+
 _FRAME_ID = re.compile(r"stack_frame_id=(\d+)")
 _FIELD = re.compile(r"(\w+)=(\d+)")
+_WORDS = re.compile(r"[\w.\-]+")
+_LAYER = re.compile(r"layer(\d+)|repeated(\d+)")
 
 
 def phase(op_name: str) -> str:
-    """Returns which part of a step made an instruction: one of `step_report.PHASES`.
-
-    `recomputed` is what the backward pass computes again of the forward pass.
-    """
+    """Returns the phase of the step that an instruction belongs to: one of `PHASES`."""
     if "rematted_computation" in op_name:
         return "recomputed"
     if "transpose(" in op_name:
@@ -28,43 +33,47 @@ def phase(op_name: str) -> str:
     return "optimizer" if "/learner/" in op_name else "other"
 
 
-class Place(NamedTuple):
-    """A line of a function; the file as seen from the package."""
+# -- Source lines --------------------------------------------------------------------------------
 
-    file: str
+
+class SourceLocation(NamedTuple):
+    """A source line."""
+
+    file: str  # Path inside the package.
     function: str
     line: int
 
     def __str__(self) -> str:
-        """Returns layers/norm.py:35."""
+        """Returns the location as "layers/norm.py:35"."""
         return f"{self.file}:{self.line}"
 
 
-class Places:
-    """The places of a module's instructions."""
+class SourceMap:
+    """The source locations of a module's instructions."""
 
     def __init__(self, text: str) -> None:
-        """Reads the tables of an HLO module's text; without them no place is known."""
+        """Reads the tables of an HLO module's text; without them the map is empty."""
         files, functions = _table(text, "FileNames"), _table(text, "FunctionNames")
-        self._places: dict[int, Place] = {}
+        self._locations: dict[int, SourceLocation] = {}
         for number, fields in _fields(_table(text, "FileLocations")).items():
             file = files.get(fields.get("file_name_id", 0), "").strip('"')
             function = functions.get(fields.get("function_name_id", 0), "").strip('"')
             function = function.rpartition("<locals>.")[2]
-            self._places[number] = Place(_short(file), function, fields.get("line", 0))
+            location = SourceLocation(_short(file), function, fields.get("line", 0))
+            self._locations[number] = location
         self._frames = _fields(_table(text, "StackFrames"))
 
-    def stack(self, instruction: Instruction, depth: int = 3) -> list[Place]:
-        """Returns the innermost places of the calls that made an instruction, innermost first."""
+    def stack(self, instruction: Instruction, depth: int = 3) -> list[SourceLocation]:
+        """Returns the innermost calls that made an instruction, innermost first."""
         found = _FRAME_ID.search(instruction.attributes)
         number = int(found.group(1)) if found else 0
-        places: list[Place] = []
-        while number in self._frames and len(places) < depth:
+        locations: list[SourceLocation] = []
+        while number in self._frames and len(locations) < depth:
             frame = self._frames[number]
-            if (place := self._places.get(frame.get("file_location_id", 0))) is not None:
-                places.append(place)
+            location = self._locations.get(frame.get("file_location_id", 0))
+            locations += [] if location is None else [location]
             number = frame.get("parent_frame_id", 1) - 1  # The table counts parents from 1.
-        return places
+        return locations
 
 
 def _table(text: str, name: str) -> Mapping[int, str]:
@@ -82,6 +91,54 @@ def _fields(table: Mapping[int, str]) -> dict[int, dict[str, int]]:
 
 
 def _short(file: str) -> str:
-    """Returns a file as seen from the package, or its last two parts."""
+    """Returns the path of a file inside the package, or its last two parts."""
     inside = file.rpartition("/moelib/")[2]
     return inside if inside != file else "/".join(file.split("/")[-2:])
+
+
+# -- Paths in the config -------------------------------------------------------------------------
+
+
+def config_path(op_name: str, model: Any = None) -> str:
+    """Returns the path of the innermost config that is known to have made an instruction.
+
+    Args:
+        op_name: That of the instruction.
+        model: Model of the trainer, a module; without it the result is "model" or "learner".
+    """
+    words = _WORDS.findall(op_name)
+    if "learner" in words:
+        return "learner"
+    path, node = "model", model
+    for word in words if model is not None else ():
+        for module in _descent(node, word):
+            path, node = _below(path, node, module), module
+    return path
+
+
+def _descent(node: Any, name: str) -> list[Any]:
+    """Returns the modules below a node down to the nearest one of a name; [] if there is none."""
+    queue = deque([(child, [child]) for child in node.children.values()])
+    while queue:
+        module, way = queue.popleft()
+        if module.name == name:
+            return way
+        queue.extend((child, [*way, child]) for child in module.children.values())
+    return []
+
+
+def _below(path: str, parent: Any, child: Any) -> str:
+    """Returns the path of a child's config, or its parent's if that has no field for it."""
+    fields = dict(parent.config.items())
+    if child.name in fields:
+        return f"{path}.{child.name}"
+    found = _LAYER.fullmatch(child.name)
+    if not found or "block" not in fields:
+        return path
+    first, size = len(fields["first_layers"]), len(fields["block"])
+    if found.group(2):
+        return f"{path}.block[{found.group(2)}]"
+    index = int(found.group(1))
+    if index < first:
+        return f"{path}.first_layers[{index}]"
+    return f"{path}.block[{(index - first) % size}]"

@@ -1,4 +1,4 @@
-"""What the texts inside an HLO instruction say: shapes, groups of devices, FLOPs of a matmul."""
+"""Values in the text of an HLO instruction: shapes, groups of devices, FLOPs of a matmul."""
 
 import math
 import re
@@ -8,28 +8,35 @@ import numpy as np
 
 from moelib.planning.hlo.program import Computation, Instruction
 
+COLLECTIVES = (
+    "all-gather",
+    "reduce-scatter",
+    "all-reduce",
+    "ragged-all-to-all",
+    "all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+# -- Shapes --------------------------------------------------------------------------------------
+
 _ARRAY = re.compile(r"\b([a-z]+[0-9][0-9a-z]*|pred)\[([0-9,<=]*)\]")
+_TILED = re.compile(r"\b([a-z]+[0-9][0-9a-z]*|pred)\[([0-9,]*)\]\{([0-9,]*):T\(([0-9,]+)\)")
 _LAYOUT = re.compile(r"\{[^{}]*\}")
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "s2": 2, "u2": 2, "f4e2m1fn": 4}
 _SIZE = re.compile(r"[a-z]+?(\d+)")
 
 
 def shape_bytes(shape: str) -> int:
-    """Returns the bytes of a shape's elements, without padding; those of a tuple are summed."""
+    """Returns the bytes of a shape's elements, without padding; the sum for a tuple."""
     total = 0.0
     for dtype, dims in _ARRAY.findall(_LAYOUT.sub("", shape)):
         total += _bits(dtype) / 8 * math.prod(_sizes(dims))
     return math.ceil(total)
 
 
-_TILED = re.compile(r"\b([a-z]+[0-9][0-9a-z]*|pred)\[([0-9,]*)\]\{([0-9,]*):T\(([0-9,]+)\)")
-
-
 def padded_bytes(shape: str) -> int:
-    """Returns the bytes of an array laid out in tiles, as a TPU has it, with the padding.
-
-    An array that is not tiled has none; of a tuple, 0 is returned.
-    """
+    """Returns the bytes of an array in a TPU's tiled layout, with padding; 0 for a tuple."""
     if shape.startswith("("):
         return 0
     if not (found := _TILED.match(shape)):
@@ -44,7 +51,7 @@ def padded_bytes(shape: str) -> int:
 
 
 def _bits(dtype: str) -> int:
-    """Returns the bits of an element: the number in a name such as bf16 or f8e4m3fn."""
+    """Returns the bits of an element: the first number in a name such as bf16 or f8e4m3fn."""
     if dtype in _BITS:
         return _BITS[dtype]
     found = _SIZE.match(dtype)
@@ -56,13 +63,13 @@ def _sizes(dims: str) -> list[int]:
 
 
 def dimensions(shape: str) -> list[int]:
-    """Returns the sizes of an array's dimensions; of a tuple, those of its first array."""
+    """Returns the sizes of an array's dimensions, or of the first array of a tuple."""
     found = _ARRAY.search(shape)
     return _sizes(found.group(2)) if found else []
 
 
 def plain_shape(shape: str) -> str:
-    """Returns a shape without layouts: bf16[8,128]."""
+    """Returns a shape without layouts, such as bf16[8,128]."""
     return _LAYOUT.sub("", shape)
 
 
@@ -81,16 +88,17 @@ def tuple_elements(shape: str) -> list[str]:
 
 
 def result_shape(instruction: Instruction) -> str:
-    """Returns what a collective or copy gives in the end; that of a start may hold more.
+    """Returns the shape of the final result of an instruction, also for an asynchronous start.
 
-    The result of `all-gather-start` is (operands, results, ...); that of `all-reduce-start` is what
-    `all-reduce` gives.
+    `all-gather-start` returns (operands, results, ...), `all-reduce-start` the results only.
     """
     elements = tuple_elements(instruction.shape)
     if not instruction.opcode.endswith("-start") or instruction.opcode == "all-reduce-start":
         return instruction.shape
     return elements[1] if len(elements) > 1 else instruction.shape
 
+
+# -- Groups of devices ---------------------------------------------------------------------------
 
 _MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\]([^{]*)\{([^}]*)\}")
 _MESH_AXIS = re.compile(r"'([^']*)'=(\d+)")
@@ -99,11 +107,11 @@ _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 
 
 def device_groups(instruction: Instruction) -> list[list[int]]:
-    """Returns the groups of devices, as places in the mesh, that a collective joins.
+    """Returns the groups of devices of a collective, as indices in the mesh; [] stands for all.
 
-    Groups are written `{{0,1},{2,3}}`, or `[2,2]<=[4]T(1,0)` with or without a transposition, or
-    `mesh['a'=2,'b'=4] {'b'}` by axes, or parts of axes as in `'b':(1)2`. Pairs of a permutation
-    are groups of two. Empty if none are written: all devices.
+    HLO writes them as `{{0,1},{2,3}}`, as `[2,2]<=[4]T(1,0)` with an optional transposition, or by
+    axes or parts of axes as `mesh['a'=2,'b'=4] {'b'}` and `'b':(1)2`. Pairs of a permutation are
+    groups of two.
     """
     if found := _MESH_GROUPS.search(instruction.attributes):
         return _groups_along_axes(*found.groups())
@@ -115,6 +123,7 @@ def device_groups(instruction: Instruction) -> list[list[int]]:
 
 
 def _iota(found: re.Match[str]) -> np.ndarray:
+    """Returns the devices of `[shape]<=[sizes]T(order)`."""
     shape, sizes, order = (_sizes(part or "") for part in found.groups())
     ids = np.arange(math.prod(sizes)).reshape(sizes)
     return ids.transpose(order or None).reshape(shape)
@@ -124,9 +133,9 @@ def _groups_along_axes(mesh: str, order: str, group: str) -> list[list[int]]:
     """Returns the groups of devices that differ only along the axes named in `group`.
 
     Args:
-        mesh: Its axes, `'a'=2,'b'=4`.
-        order: Its devices, if not in order, `[2,4]<=[4,2]T(1,0)` among other words.
-        group: Axes, or their parts: `'b':(2)2` is of size 2 inside 2 that come before it.
+        mesh: Axes of the mesh, such as `'a'=2,'b'=4`.
+        order: Text with the order of its devices, such as `[2,4]<=[4,2]T(1,0)`, if any.
+        group: Axes, or parts of axes: `'b':(2)2` has size 2 inside an outer part of size 2.
     """
     chosen = {name: (pre, size) for name, pre, size in _GROUP_AXIS.findall(group)}
     sizes: list[int] = []
@@ -147,33 +156,35 @@ def axes_of_groups(groups: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> 
     """Returns the mesh axes along which the devices of a group differ.
 
     Args:
-        groups: Places in the mesh; none stand for one group of all.
+        groups: Indices in the mesh; no groups stand for one group of all devices.
         mesh: Sizes of the axes, outermost first.
     """
     sizes = tuple(mesh.values())
     groups = groups or [range(math.prod(sizes))]
     varying = set[int]()
     for group in groups:
-        places = np.stack(np.unravel_index(np.asarray(group), sizes))
-        varying |= set(np.flatnonzero(np.ptp(places, axis=1)).tolist())
+        coordinates = np.stack(np.unravel_index(np.asarray(group), sizes))
+        varying |= set(np.flatnonzero(np.ptp(coordinates, axis=1)).tolist())
     return tuple(name for i, name in enumerate(mesh) if i in varying)
 
 
+# -- Matmuls -------------------------------------------------------------------------------------
+
+_CUBLAS_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+
+
 def is_matmul(instruction: Instruction) -> bool:
-    """Returns whether an instruction is a matmul of XLA's own, or one that cuBLAS does for it."""
+    """Returns whether an instruction is a matmul of XLA, or a call of cuBLAS."""
     if instruction.opcode == "custom-call":
         return 'custom_call_target="__cublas$' in instruction.attributes
     return instruction.opcode in ("convolution", "dot")
 
 
-_CUBLAS_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
-
-
 def matmul_flops(instruction: Instruction, computation: Computation) -> int:
-    """Returns the FLOPs of one run of what `is_matmul`: two for each multiplication.
+    """Returns the FLOPs of one run of a matmul: two per multiplication.
 
-    A TPU writes every matmul as a convolution. Taps that fall on padding or between the elements of
-    a dilated operand multiply nothing and are left out.
+    On TPUs every matmul is a convolution. Taps on padding, or between the elements of a dilated
+    operand, multiply nothing and do not count.
     """
     operands = [computation.instructions.get(name) for name in instruction.operands[:2]]
     if len(operands) < 2 or None in operands:
@@ -196,7 +207,7 @@ def matmul_flops(instruction: Instruction, computation: Computation) -> int:
 
 
 def _window(attributes: str) -> dict[str, list[int]]:
-    """Returns, for each spatial dimension, size, stride, low padding and dilations if not 1."""
+    """Returns size, stride, low padding and dilations per spatial dimension, if set."""
     found = re.search(r"window=\{([^}]*)\}", attributes)
     parts = dict(part.split("=") for part in found.group(1).split()) if found else {}
     window = {}
@@ -216,7 +227,7 @@ def _taps(
     lhs_dilate: int = 1,
     rhs_dilate: int = 1,
 ) -> int:
-    """Returns how many (output, tap) pairs of one dimension meet an element of the input."""
-    places = np.arange(num_out)[:, None] * stride + np.arange(size) * rhs_dilate - pad
-    inside = (places >= 0) & (places <= (num_in - 1) * lhs_dilate)
-    return int(np.count_nonzero(inside & (places % lhs_dilate == 0)))
+    """Returns the number of (output, tap) pairs of one dimension that meet an input element."""
+    index = np.arange(num_out)[:, None] * stride + np.arange(size) * rhs_dilate - pad
+    inside = (index >= 0) & (index <= (num_in - 1) * lhs_dilate)
+    return int(np.count_nonzero(inside & (index % lhs_dilate == 0)))

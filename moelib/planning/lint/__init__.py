@@ -1,1 +1,1 @@
-"""Rules that find waste in a compiled program."""
+"""Rules that find unnecessary cost in a compiled program."""

@@ -1,175 +1,150 @@
-"""Lint of what a step holds: arrays that no axis splits, padding, copies between layouts."""
+"""Lint of the arrays that a step holds: unsplit arrays, padding, copies between layouts."""
 
-import itertools
 import math
 from collections.abc import Iterator
 
-from moelib.planning.hlo import values as hlo_values
-from moelib.planning.lint.facts import Step
+from moelib.planning.hlo import values
+from moelib.planning.lint.facts import Step, config_finding, is_shard
 from moelib.planning.report.step_report import Finding, StepReport
 
 _PASSED_ON = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call"}
-_MUCH_PADDING = 1.5  # Times its own bytes.
-_FALLS = 0.9  # Of the bytes before, when there are more devices: what does not fall.
+_MUCH_PADDING = 1.5  # Bytes with padding, as a multiple of those without.
+_UNSCALED = 0.9  # Fraction of the memory on fewer devices from which on it does not scale.
 
 
 def replicated_state(step: Step) -> Iterator[Finding]:
-    """Arrays of the state that each device holds whole."""
-    devices = 1
-    for size in step.facts.mesh.values():
-        devices *= size
+    """Finds arrays of the state that every device holds in full."""
+    devices = math.prod(step.facts.mesh.values())
     for each in step.facts.state if devices > 1 else ():
-        if not each.split and each.shard_bytes >= step.sizes.state:
+        if not each.split and each.shard_bytes >= step.thresholds.state:
             axes = ", ".join(repr(axis) for axis in each.axes if axis) or "none"
-            yield Finding(
-                rule="replicated state",
-                severity="warning",
-                instruction=f"{each.path} {list(each.shape)}",
-                bytes=each.shard_bytes,
-                executions=0,
-                op_name="",
-                places=(),
-                config_path="sharding_rules",
-                advice=f"all {devices} devices hold it whole; its logical axes are {axes}: give "
-                "one of them a mesh axis larger than 1.",
+            yield config_finding(
+                "replicated state",
+                f"{each.path} {list(each.shape)}",
+                "sharding_rules",
+                f"all {devices} devices hold it in full; its logical axes are {axes}: map one of "
+                "them to a mesh axis larger than 1.",
+                num_bytes=each.shard_bytes,
             )
 
 
 def unsplit_activations(step: Step) -> Iterator[Finding]:
-    """Arrays that hold the rows of all devices, though the mesh splits rows."""
-    facts = step.facts
-    if facts.row_parts == 1:
+    """Finds arrays with the batch of all devices, although the mesh splits the batch."""
+    if step.facts.batch_parts == 1:
         return
-    for computation, each in step.alone():
+    for computation, each in step.program.unfused():
         if each.opcode in _PASSED_ON or each.opcode.endswith("-done"):
             continue
-        shape = hlo_values.result_shape(each)
-        if shape.startswith("(") or hlo_values.shape_bytes(shape) < step.sizes.activation:
+        shape = values.result_shape(each)
+        if shape.startswith("(") or values.shape_bytes(shape) < step.thresholds.activation:
             continue
-        if _has_all_rows(step, hlo_values.dimensions(shape), each.opcode):
+        if _has_whole_batch(step, values.dimensions(shape), each.opcode):
             yield step.finding(
-                "activation of all devices", "warning", computation, each,
-                advice=f"it has the rows of all {facts.row_parts} parts of the batch; let the "
-                "layer keep it split: constrain it to the axes ('batch', ...), or leave out a "
+                "unsplit activation", "warning", computation, each,
+                advice=f"it contains all {step.facts.batch_parts} parts of the batch; keep it "
+                "split in its layer: constrain it to the axes ('batch', ...), or remove a "
                 "constraint to no axes.",
             )  # fmt: skip
 
 
-def _has_all_rows(step: Step, sizes: list[int], opcode: str) -> bool:
-    """Returns whether sizes begin with all rows and their tokens.
+def _has_whole_batch(step: Step, sizes: list[int], opcode: str) -> bool:
+    """Returns whether an array begins with the whole batch and its tokens.
 
-    Rows and tokens in one dimension are believed of a gather only: elsewhere as many may be a
-    device's own, those that it sends to several experts.
+    A dimension of batch times sequence counts for gathers only: elsewhere a device may have as many
+    rows of its own, those that it sends to several experts.
     """
     facts = step.facts
     real = [size for size in sizes if size > 1]
-    if len(real) < 2 or _split_last(step, real[-1]) or _is_of_state(step, real):
+    if len(real) < 2 or _is_split_width(step, real[-1]) or _is_state(step, real):
         return False
-    if len(real) > 2 and real[0] == facts.rows:
+    if len(real) > 2 and real[0] == facts.batch_size:
         return facts.seq_len % real[1] == 0
     gathers = opcode.removesuffix("-start") == "all-gather"
-    return gathers and real[0] == facts.rows * facts.seq_len
+    return gathers and real[0] == facts.batch_size * facts.seq_len
 
 
-def _is_of_state(step: Step, real: list[int]) -> bool:
-    """Returns whether sizes larger than 1 are those of an array of the state, or of its shard.
+def _is_state(step: Step, real: list[int]) -> bool:
+    """Returns whether sizes above 1 are those of an array of the state, or of its shard.
 
-    Layers are stacked in front in some, and are not split.
+    Some arrays are stacked along a first dimension of layers, which is not split.
     """
-    mesh = step.facts.mesh.values()
-    parts = {math.prod(some) for n in range(4) for some in itertools.combinations(mesh, n)}
     for each in step.facts.state:
-        stacked = each.axes[:1] == ("layers",)
         whole = [size for size in each.shape if size > 1]
-        if len(whole) != len(real) or (stacked and each.shape[0] not in (1, real[0])):
+        if each.axes[:1] == ("layers",) and each.shape[0] not in (1, real[0]):
             continue
-        if all(w % f == 0 and w // f in parts for w, f in zip(whole, real, strict=True)):
+        if is_shard(real, whole, step.facts.mesh):
             return True
     return False
 
 
-def _split_last(step: Step, last: int) -> bool:
-    """Returns whether the last dimension is a part of a model's, split in the place of the rows."""
+def _is_split_width(step: Step, last: int) -> bool:
+    """Returns whether the last dimension is a part of a model's, split instead of the batch."""
     arrays = list(step.facts.parameters())
     named = [pair for each in arrays for pair in zip(each.axes, each.shape, strict=True)]
-    whole = {size for name, size in named if name == "embed"}  # What activations end with.
-    return last not in whole and last * step.facts.row_parts in {size for _, size in named}
+    widths = {size for name, size in named if name == "embed"}  # Last dimensions of activations.
+    return last not in widths and last * step.facts.batch_parts in {size for _, size in named}
 
 
 def padding(step: Step) -> Iterator[Finding]:
-    """Arrays whose last dimensions are so small that a TPU's tiles are mostly padding."""
-    for computation, each in step.alone():
+    """Finds arrays whose small last dimensions fill a TPU's tiles mostly with padding."""
+    for computation, each in step.program.unfused():
         if each.opcode in _PASSED_ON - {"parameter"} or each.shape.startswith("("):
             continue
         if each.opcode == "parameter" and computation.name != step.program.entry:
             continue
-        plain, padded = hlo_values.shape_bytes(each.shape), hlo_values.padded_bytes(each.shape)
-        if padded >= step.sizes.padded and padded >= _MUCH_PADDING * plain:
+        plain, padded = values.shape_bytes(each.shape), values.padded_bytes(each.shape)
+        if padded >= step.thresholds.padded and padded >= _MUCH_PADDING * plain:
             yield step.finding(
                 "padding", "hint", computation, each,
                 num_bytes=padded,
-                advice=f"{padded / max(plain, 1):.1f} times the array's own bytes, for its last "
-                "dimensions are smaller than the device's tiles (8 by 128); join dimensions, or "
-                "put a larger one last.",
+                advice=f"it takes {padded / max(plain, 1):.1f} times its own bytes, because its "
+                "last dimensions are smaller than the device's tiles (8 x 128); merge dimensions, "
+                "or put a larger one last.",
             )  # fmt: skip
 
 
 def copies(step: Step) -> Iterator[Finding]:
-    """Copies and transpositions of large arrays that are no part of other work."""
-    for computation, each in step.alone():
+    """Finds copies and transpositions of large arrays outside of fusions."""
+    for computation, each in step.program.unfused():
         if each.opcode not in ("copy", "transpose"):
             continue
-        if hlo_values.shape_bytes(each.shape) >= step.sizes.copy:
-            what = "transposed" if each.opcode == "transpose" else "copied"
+        if values.shape_bytes(each.shape) >= step.thresholds.copy:
+            verb = "transposed" if each.opcode == "transpose" else "copied"
             yield step.finding(
                 "copy of a large array", "hint", computation, each,
-                advice=f"it is {what} to another layout, read and written for nothing; use it in "
-                "the order of dimensions in which it is made, or make it in that in which it is "
-                "used.",
+                advice=f"it is {verb} to another layout, which reads and writes it once more; "
+                "produce and use it with the same order of dimensions.",
             )  # fmt: skip
 
 
-def memory_that_does_not_fall(few: StepReport, many: StepReport) -> list[Finding]:
-    """Returns what of a device's memory stays though the same step has more devices.
+def unscaled_memory(few: StepReport, many: StepReport) -> list[Finding]:
+    """Returns findings for memory per device that more devices do not reduce.
 
     Args:
-        few: The report on fewer devices.
-        many: The report on more, of the same batch and model.
+        few: Report on fewer devices.
+        many: Report on more devices, with the same batch and model.
 
     Raises:
-        ValueError: If the second has not more devices than the first.
+        ValueError: If the second report does not have more devices than the first.
     """
-    counts = [_devices(few), _devices(many)]
-    if counts[1] <= counts[0]:
+    before, after = (math.prod(report.mesh.values()) for report in (few, many))
+    if after <= before:
         raise ValueError(
-            f"{few.name} is on {counts[0]} devices and {many.name} on {counts[1]}; give the report "
-            "on fewer devices first."
+            f"{few.name} is on {before} devices and {many.name} on {after}; give the report on "
+            "fewer devices first."
         )
     found = []
     for part in ("arguments", "temporaries"):
-        before, after = getattr(few.memory, part), getattr(many.memory, part)
-        if after >= 64 * 2**20 and after > _FALLS * before:
-            found.append(
-                Finding(
-                    rule="memory that does not fall",
-                    severity="warning",
-                    instruction=part,
-                    bytes=after,
-                    executions=0,
-                    op_name="",
-                    places=(),
-                    config_path="mesh_shape",
-                    advice=f"{before / 2**20:,.0f} MiB on each of {counts[0]} devices are "
-                    f"{after / 2**20:,.0f} MiB on each of {counts[1]}: the axis that grew splits "
-                    "little of it; let another axis grow (fsdp or expert for the state, those of "
-                    "the batch for temporaries).",
-                )
+        sizes = [getattr(report.memory, part) for report in (few, many)]
+        if sizes[1] >= 64 * 2**20 and sizes[1] > _UNSCALED * sizes[0]:
+            advice = (
+                f"{sizes[0] / 2**20:,.0f} MiB on each of {before} devices are "
+                f"{sizes[1] / 2**20:,.0f} MiB on each of {after}: the axis that grew splits little "
+                "of it; increase another axis (fsdp or expert for the state, a batch axis for "
+                "temporaries)."
             )
+            finding = config_finding(
+                "memory that does not scale", part, "mesh_shape", advice, num_bytes=sizes[1]
+            )
+            found.append(finding)
     return found
-
-
-def _devices(report: StepReport) -> int:
-    devices = 1
-    for size in report.mesh.values():
-        devices *= size
-    return devices

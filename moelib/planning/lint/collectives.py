@@ -1,24 +1,26 @@
-"""Lint of what a step sends: gathers that should not be, and collectives that could wait less."""
+"""Lint of collectives: unnecessary gathers, and collectives that could overlap or run once."""
 
-import itertools
-import math
 import re
 from collections.abc import Iterator
 from typing import Any
 
 from moelib.core.config_paths import get
 from moelib.layers.moe.dispatch_ragged import RingDispatcher
-from moelib.planning.hlo import values as hlo_values
+from moelib.planning.hlo import values
 from moelib.planning.hlo.program import Computation, Instruction
-from moelib.planning.lint.facts import Step
-from moelib.planning.report.collectives import collective_instructions, runs_beside, sent_bytes
-from moelib.planning.report.step_report import COLLECTIVES, Finding
+from moelib.planning.hlo.values import COLLECTIVES
+from moelib.planning.lint.facts import Step, is_shard
+from moelib.planning.report.collectives import (
+    collective_instructions,
+    is_asynchronous,
+    result_bytes,
+)
+from moelib.planning.report.step_report import Finding
 from moelib.train.compiler_options import BY_DEVICE_KIND
 
-_AGAIN = re.compile(r"\.remat\d*(\.|$)")  # What XLA's rematerialization calls a copy.
+_REMATERIALIZED = re.compile(r"\.remat\d*(\.|$)")  # XLA's names of rematerialized instructions.
 
-# Options of XLA that let a kind of collective run beside other work. On GPUs the compiler sees to
-# that by itself, and none changes it (`compiler_options`).
+# XLA options that make a kind of collective asynchronous on TPUs. GPU compilers decide themselves.
 _TPU_OPTIONS = {
     "all-to-all": "xla_tpu_enable_async_all_to_all",
     "all-gather": "xla_tpu_enable_sparse_core_collective_offload_all_gather",
@@ -28,88 +30,88 @@ _TPU_OPTIONS = {
 
 
 def gathers_over_experts(step: Step) -> Iterator[Finding]:
-    """Experts' weights, or tokens on the way to experts, gathered over the axis `expert`.
+    """Finds weights of experts, or tokens for experts, gathered over the axis `expert`.
 
-    Each device has experts of its own: what moves are the tokens that chose them.
+    Each device has its own experts, so that only tokens assigned to them need to be sent.
     """
     if step.facts.mesh.get("expert", 1) == 1 or not step.facts.num_experts:
         return
     for computation, each, axes in _large(step, "all-gather"):
         if "expert" not in axes:
             continue
-        sizes, dimension = hlo_values.dimensions(hlo_values.result_shape(each)), _gathered(each)
+        sizes, dimension = values.dimensions(values.result_shape(each)), _gathered_dimension(each)
         if _is_weight(step, sizes, experts=True):
             if dimension < len(sizes) and sizes[dimension] in step.facts.num_experts:
                 yield step.finding(
                     "all-gather for all-to-all", "warning", computation, each,
-                    advice="weights of all experts are gathered on each device; let the rows "
-                    "travel instead: a dispatcher that sends them to the experts by all-to-all.",
+                    advice="weights of all experts are gathered on each device; use a dispatcher "
+                    "that sends tokens to the experts by all-to-all.",
                 )  # fmt: skip
         elif not _is_weight(step, sizes) and _in_experts(step, each.op_name):
-            severity = "hint" if _chose_to_gather(step, each.op_name) else "warning"
+            severity = "hint" if _uses_ring(step, each.op_name) else "warning"
             yield step.finding(
                 "all-gather for all-to-all", severity, computation, each,
-                advice="tokens of all devices are gathered where each needs only those that its "
-                "experts were chosen by; a dispatcher that sends them by all-to-all moves fewer.",
+                advice="tokens of all devices are gathered, but each device needs only those of "
+                "its experts; a dispatcher that sends them by all-to-all moves fewer bytes.",
             )  # fmt: skip
 
 
 def float32_gathers(step: Step) -> Iterator[Finding]:
-    """Weights gathered in float32 that the step then computes with in a smaller dtype."""
+    """Finds weights gathered in float32 and then computed with in a smaller dtype."""
     dtype = step.facts.train_dtype
     if dtype is None or dtype == "float32":
         return
-    cast = {_plain(a.shape, a.axes) for a in step.facts.parameters() if a.cast}
+    cast = {_layer_shape(a.shape, a.axes) for a in step.facts.parameters() if a.cast}
     for computation, each, _ in _large(step, "all-gather"):
-        shape = hlo_values.result_shape(each).lstrip("(")
+        shape = values.result_shape(each).lstrip("(")
         if not shape.startswith("f32[") or step.config_path(each.op_name) == "learner":
             continue
-        if tuple(size for size in hlo_values.dimensions(shape) if size > 1) in cast:
+        if tuple(size for size in values.dimensions(shape) if size > 1) in cast:
             yield step.finding(
                 "float32 gather of weights", "warning", computation, each,
                 path="train_dtype",
-                advice=f"a weight is sent in float32 and computed with in {dtype}: twice the "
-                "bytes; cast it before it is gathered (the layer's own gather, or a shard_map "
-                "whose in_specs take the weight split).",
+                advice=f"a weight is gathered in float32 and used in {dtype}: cast it first (in "
+                "the layer's own gather, or with a shard_map whose in_specs take split weights) to "
+                "halve the bytes.",
             )  # fmt: skip
 
 
 def invariant_collectives(step: Step) -> Iterator[Finding]:
-    """Collectives in a loop that give the same result in each of its turns."""
-    for caller, loop in step.alone():
+    """Finds collectives in a loop with the same result in each iteration."""
+    for caller, loop in step.program.unfused():
         body = step.program.computations.get(dict(loop.calls).get("body", ""))
         if loop.opcode != "while" or body is None or body.executions <= caller.executions:
             continue
-        turns, fixed = body.executions // caller.executions, _invariant(body)
+        iterations, fixed = body.executions // caller.executions, _invariant(body)
         for each in body.instructions.values():
             if not each.operands or not fixed.issuperset(each.operands):
                 continue
-            for computation, sends in _collectives_of(step, body, each):
-                if sent_bytes(sends) >= step.sizes.collective:
+            for computation, collective in _collectives_of(step, body, each):
+                if result_bytes(collective) >= step.thresholds.collective:
                     yield step.finding(
-                        "collective that its loop does not change", "hint", computation, sends,
-                        advice=f"the same is sent in each of {turns} turns of a loop; send it "
-                        "once, before the loop, if there is memory to hold it meanwhile.",
+                        "loop-invariant collective", "hint", computation, collective,
+                        advice=f"it sends the same data in each of {iterations} iterations of a "
+                        "loop; send it once before the loop if its result fits in memory.",
                     )  # fmt: skip
 
 
 def repeated_collectives(step: Step) -> Iterator[Finding]:
-    """Collectives that XLA runs again by itself, where results would have to be held for long."""
+    """Finds collectives that XLA repeats instead of holding their results."""
     for kind in COLLECTIVES:
         for computation, each, _ in _large(step, kind):
-            if _AGAIN.search(each.name):
+            if _REMATERIALIZED.search(each.name):
                 yield step.finding(
-                    "collective again to save memory", "hint", computation, each,
-                    advice="XLA sends it again so as not to hold its result, for it thinks the "
-                    "step's memory short; fewer rows at a time, or a remat that keeps less, may "
-                    "cost less.",
+                    "repeated collective", "hint", computation, each,
+                    advice="XLA repeats it instead of holding its result, because it expects "
+                    "memory to be short; a smaller batch per device, or a remat that saves less, "
+                    "may cost less.",
                 )  # fmt: skip
 
 
 def _collectives_of(
     step: Step, body: Computation, instruction: Instruction
 ) -> Iterator[tuple[Computation, Instruction]]:
-    """Yields a collective, or those that an instruction wraps so that they run beside others."""
+    """Yields a collective, or the collectives that an asynchronous instruction wraps."""
     inside = [step.program.computations.get(name) for _, name in instruction.calls]
     held = [(c, each) for c in inside if c is not None for each in c.instructions.values()]
     for computation, each in [(body, instruction), *held]:
@@ -118,25 +120,24 @@ def _collectives_of(
 
 
 def synchronous_collectives(step: Step) -> Iterator[Finding]:
-    """Collectives that stop all work, where an option that is not set lets them run beside it."""
+    """Finds synchronous collectives that an unset compiler option would make asynchronous."""
     for kind in COLLECTIVES:
-        options = _missing_options(step, kind)
-        if not options:
+        if not (options := _missing_options(step, kind)):
             continue
         for computation, each, _ in _large(step, kind):
-            sent = sent_bytes(each) * computation.executions
-            if runs_beside(computation, each) or sent < step.sizes.waited_for:
+            size = result_bytes(each) * computation.executions
+            if is_asynchronous(computation, each) or size < step.thresholds.synchronous:
                 continue
             yield step.finding(
                 "synchronous collective", "hint", computation, each,
                 path="compiler_options",
-                advice=f"the device waits for {kind}; compiler_options {options} let the compiler "
-                "run those beside other work that do not need each other's results.",
+                advice=f"the device waits for this {kind}; compiler_options {options} let it "
+                "overlap with independent work.",
             )  # fmt: skip
 
 
 def _missing_options(step: Step, kind: str) -> dict[str, str]:
-    """Returns the options that would make a kind of collective asynchronous and are not set."""
+    """Returns the unset options that would make a kind of collective asynchronous."""
     facts, wanted = step.facts, dict[str, str]()
     if facts.platform == "tpu" and kind in _TPU_OPTIONS:
         option = _TPU_OPTIONS[kind]
@@ -151,54 +152,48 @@ def _missing_options(step: Step, kind: str) -> dict[str, str]:
 def _large(step: Step, wanted: str) -> Iterator[tuple[Computation, Instruction, tuple[str, ...]]]:
     """Yields (computation, instruction, mesh axes) of the large collectives of a kind."""
     for kind, computation, each in collective_instructions(step.program):
-        if kind == wanted and sent_bytes(each) >= step.sizes.collective:
-            groups = hlo_values.device_groups(each)
-            yield computation, each, hlo_values.axes_of_groups(groups, step.facts.mesh)
+        if kind == wanted and result_bytes(each) >= step.thresholds.collective:
+            axes = values.axes_of_groups(values.device_groups(each), step.facts.mesh)
+            yield computation, each, axes
 
 
-def _gathered(instruction: Instruction) -> int:
+def _gathered_dimension(instruction: Instruction) -> int:
     text = instruction.attribute("dimensions").strip("{}")
     return int(text) if text.isdigit() else 0
 
 
-def _plain(shape: tuple[int, ...], axes: tuple[object, ...]) -> tuple[int, ...]:
-    """Returns the sizes of one layer's parameter, those of 1 left out."""
+def _layer_shape(shape: tuple[int, ...], axes: tuple[object, ...]) -> tuple[int, ...]:
+    """Returns the sizes above 1 of one layer's parameter."""
     own = shape[1:] if axes[:1] == ("layers",) else shape
     return tuple(size for size in own if size > 1)
 
 
 def _is_weight(step: Step, sizes: list[int], *, experts: bool = False) -> bool:
-    """Returns whether sizes are those of a parameter, or of its part if other axes split it."""
-    mesh = step.facts.mesh.values()
-    parts = {math.prod(some) for n in range(3) for some in itertools.combinations(mesh, n)}
+    """Returns whether sizes are those of a parameter, or of a shard of one."""
     found = sorted(size for size in sizes if size > 1)
-    for each in step.facts.parameters():
-        if experts and "experts" not in each.axes:
-            continue
-        whole = sorted(_plain(each.shape, each.axes))
-        if len(whole) == len(found) and all(
-            w % f == 0 and w // f in parts for w, f in zip(whole, found, strict=True)
-        ):
-            return True
-    return False
+    return any(
+        is_shard(found, sorted(_layer_shape(each.shape, each.axes)), step.facts.mesh)
+        for each in step.facts.parameters()
+        if not experts or "experts" in each.axes
+    )
 
 
-def _chose_to_gather(step: Step, op_name: str) -> bool:
-    """Returns whether the config asks for a dispatcher that gathers tokens."""
-    made_by = _made_by(step, op_name)
-    dispatcher = dict(made_by.items()).get("dispatcher") if made_by is not None else None
-    chosen = None if dispatcher is None else dict(dispatcher.items()).get("klass")
-    return isinstance(chosen, type) and issubclass(chosen, RingDispatcher)
+def _uses_ring(step: Step, op_name: str) -> bool:
+    """Returns whether the layer that made an instruction has a dispatcher that gathers tokens."""
+    layer = _layer_config(step, op_name)
+    dispatcher = dict(layer.items()).get("dispatcher") if layer is not None else None
+    klass = None if dispatcher is None else dict(dispatcher.items()).get("klass")
+    return isinstance(klass, type) and issubclass(klass, RingDispatcher)
 
 
 def _in_experts(step: Step, op_name: str) -> bool:
     """Returns whether a layer with experts made an instruction, outside its shared experts."""
-    made_by = _made_by(step, op_name)
-    return made_by is not None and "num_experts" in dict(made_by.items())
+    layer = _layer_config(step, op_name)
+    return layer is not None and "num_experts" in dict(layer.items())
 
 
-def _made_by(step: Step, op_name: str) -> Any:
-    """Returns the config of the layer that made an instruction, or None if none is known."""
+def _layer_config(step: Step, op_name: str) -> Any:
+    """Returns the config of the layer that made an instruction, or None if unknown."""
     path, model = step.config_path(op_name), step.facts.model
     if model is None or path == "learner" or "shared_experts" in path:
         return None
@@ -206,13 +201,13 @@ def _made_by(step: Step, op_name: str) -> Any:
     return get(model.config, inside) if inside else model.config
 
 
-# What may give another result with the same operands, or is not looked into.
+# Opcodes whose results may differ for the same operands, or that are not analyzed.
 _UNKNOWN = {"parameter", "while", "conditional", "call", "custom-call", "rng", "infeed", "recv",
             "rng-bit-generator", "rng-get-and-update-state", "partition-id"}  # fmt: skip
 
 
 def _invariant(body: Computation) -> set[str]:
-    """Returns the instructions of a loop's body that give the same in every turn."""
+    """Returns the instructions of a loop's body with the same result in every iteration."""
     root = next((each for each in body.instructions.values() if each.is_root), None)
     if root is None or root.opcode != "tuple":
         return set()

@@ -1,4 +1,4 @@
-"""What lint knows of a compiled step: its program, and what its trainer meant it to be."""
+"""The input of lint: a compiled step, and the trainer's settings that it should reflect."""
 
 import dataclasses
 import math
@@ -10,90 +10,66 @@ import jax.numpy as jnp
 from moelib.core import tree
 from moelib.core.config_paths import sub_configs
 from moelib.core.param import is_spec, may_cast
-from moelib.planning.hlo import values as hlo_values
-from moelib.planning.hlo.config_source import config_path
+from moelib.planning.hlo import source, values
 from moelib.planning.hlo.program import Computation, Instruction, Program
-from moelib.planning.hlo.source import Places
+from moelib.planning.hlo.source import SourceMap
 from moelib.planning.report.step_report import Finding
 
 _MIB = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Bytes on a device from which on lint speaks of something."""
+class Thresholds:
+    """Bytes per device from which on lint reports something."""
 
     state: int = 64 * _MIB  # An array of the state.
     activation: int = 64 * _MIB
-    collective: int = 1 * _MIB  # Its result.
-    waited_for: int = 64 * _MIB  # Results of a synchronous collective in a step.
+    collective: int = 1 * _MIB  # The result of a collective.
+    synchronous: int = 64 * _MIB  # The results of a synchronous collective per step.
     copy: int = 64 * _MIB
     padded: int = 64 * _MIB  # An array with its padding.
 
 
 @dataclasses.dataclass(frozen=True)
 class StateArray:
-    """An array of the state between steps.
+    """An array of the state between steps."""
 
-    Attributes:
-        path: Such as model/decoder/repeated0/feed_forward/experts/up.
-        shape: Whole.
-        axes: Logical axes.
-        shard_bytes: On a device.
-        split: Whether any axis of the mesh splits it.
-        cast: Whether the step computes with it in the trainer's `train_dtype`.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    axes: tuple[Any, ...]
-    shard_bytes: int
-    split: bool
-    cast: bool
+    path: str  # Such as "model/decoder/repeated0/feed_forward/experts/up".
+    shape: tuple[int, ...]  # Of the whole array.
+    axes: tuple[Any, ...]  # Logical axes.
+    shard_bytes: int  # Bytes per device.
+    split: bool  # Whether a mesh axis splits it.
+    cast: bool  # Whether the step computes with it in the trainer's `train_dtype`.
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What a trainer says of its step.
+    """Settings of a trainer that concern its step."""
 
-    Attributes:
-        mesh: Sizes of the axes, outermost first.
-        platform: "tpu", "gpu" or "cpu".
-        device_kind: What JAX calls a device.
-        rows: Of the batch that is computed at once, over all devices.
-        seq_len: Tokens of a row.
-        row_axes: Mesh axes that split rows.
-        train_dtype: What parameters are cast to, or None.
-        num_experts: All that layers have.
-        compiler_options: What the step is compiled with, in lower case.
-        state: The arrays of the state.
-        model: The module, for the places in its config; or None.
-    """
-
-    mesh: Mapping[str, int]
-    platform: str = "tpu"
-    device_kind: str = ""
-    rows: int = 0
-    seq_len: int = 0
-    row_axes: tuple[str, ...] = ()
-    train_dtype: str | None = None
-    num_experts: frozenset[int] = frozenset()
-    compiler_options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    mesh: Mapping[str, int]  # Sizes of the axes, outermost first.
+    platform: str = "tpu"  # Or "gpu", "cpu".
+    device_kind: str = ""  # JAX's name of the device.
+    batch_size: int = 0  # Sequences per micro-batch, over all devices.
+    seq_len: int = 0  # Tokens per sequence.
+    batch_axes: tuple[str, ...] = ()  # Mesh axes that split the batch.
+    train_dtype: str | None = None  # Dtype that parameters are cast to.
+    num_experts: frozenset[int] = frozenset()  # Of all layers.
+    compiler_options: Mapping[str, str] = dataclasses.field(default_factory=dict)  # In lower case.
     state: tuple[StateArray, ...] = ()
-    model: Any = None
+    model: Any = None  # Module, for paths in its config; may be None.
 
     @property
-    def row_parts(self) -> int:
-        """Into how many parts the mesh splits rows."""
-        return math.prod(self.mesh[axis] for axis in self.row_axes)
+    def batch_parts(self) -> int:
+        """Number of parts of the batch on different devices."""
+        return math.prod(self.mesh[axis] for axis in self.batch_axes)
 
     def parameters(self) -> Iterator[StateArray]:
-        """Yields the model's arrays."""
+        """Yields the arrays of the model."""
         return (each for each in self.state if each.path.startswith("model/"))
 
 
 def facts_of(trainer: Any, compiler_options: Mapping[str, str] | None = None) -> Facts:
-    """Returns the facts of a `SpmdTrainer`; options by default those that it compiles with."""
+    """Returns the facts of a `SpmdTrainer`, by default with its own compiler options."""
     cfg, mesh = trainer.config, trainer.mesh()
     device = mesh.devices.flat[0]
     options = trainer.compiler_options() if compiler_options is None else compiler_options
@@ -104,9 +80,9 @@ def facts_of(trainer: Any, compiler_options: Mapping[str, str] | None = None) ->
         mesh=dict(mesh.shape),
         platform="gpu" if device.platform in ("cuda", "gpu") else device.platform,
         device_kind=device.device_kind,
-        rows=cfg.input.global_batch_size // cfg.num_microbatches,
+        batch_size=cfg.input.global_batch_size // cfg.num_microbatches,
         seq_len=cfg.input.seq_len,
-        row_axes=(axes,) if isinstance(axes, str) else tuple(axes),
+        batch_axes=(axes,) if isinstance(axes, str) else tuple(axes),
         train_dtype=cfg.train_dtype,
         num_experts=frozenset(number for number in numbers if isinstance(number, int)),
         compiler_options={name: value.lower() for name, value in options.items()},
@@ -116,24 +92,20 @@ def facts_of(trainer: Any, compiler_options: Mapping[str, str] | None = None) ->
 
 
 def _state(trainer: Any) -> Iterator[StateArray]:
-    specs, places = trainer.trainer_state_specs, trainer.trainer_state_shardings
+    train_dtype = trainer.config.train_dtype
     for part in ("model", "learner"):
-        shardings = dict(tree.flatten_items(getattr(places, part)))
-        for path, spec in tree.flatten_items(getattr(specs, part), is_spec):
-            whole, shard = spec.shape, shardings[path].shard_shape(spec.shape)
+        shardings = dict(tree.flatten_items(getattr(trainer.trainer_state_shardings, part)))
+        specs = getattr(trainer.trainer_state_specs, part)
+        for path, spec in tree.flatten_items(specs, is_spec):
+            shard = shardings[path].shard_shape(spec.shape)
             yield StateArray(
                 path=f"{part}/{path}",
-                shape=whole,
+                shape=spec.shape,
                 axes=spec.axes,
-                shard_bytes=_bytes(shard, spec.dtype),
-                split=shard != whole,
-                cast=part == "model" and trainer.config.train_dtype is not None and may_cast(spec),
+                shard_bytes=math.prod(shard) * jnp.dtype(spec.dtype).itemsize,
+                split=shard != spec.shape,
+                cast=part == "model" and train_dtype is not None and may_cast(spec),
             )
-
-
-def _bytes(shape: tuple[int, ...], dtype: str) -> int:
-    """Returns the bytes of an array."""
-    return math.prod(shape) * jnp.dtype(dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,18 +114,12 @@ class Step:
 
     program: Program
     facts: Facts
-    places: Places
-    sizes: Sizes = Sizes()
-
-    def alone(self) -> Iterator[tuple[Computation, Instruction]]:
-        """Yields what runs and is not part of a fusion."""
-        for computation, each in self.program.instructions():
-            if computation.executions and not computation.fused:
-                yield computation, each
+    source_map: SourceMap
+    thresholds: Thresholds = Thresholds()
 
     def config_path(self, op_name: str) -> str:
-        """Returns where in the config an instruction comes from."""
-        return config_path(op_name, self.facts.model)
+        """Returns the path of the config that made an instruction."""
+        return source.config_path(op_name, self.facts.model)
 
     def finding(
         self,
@@ -166,31 +132,65 @@ class Step:
         path: str | None = None,
         num_bytes: int | None = None,
     ) -> Finding:
-        """Returns what a rule found at an instruction.
+        """Returns a finding about an instruction.
 
         Args:
-            rule: Its name.
+            rule: Name of the rule.
             severity: As in `Finding`.
-            computation: That of the instruction.
-            instruction: What was found.
+            computation: Computation of the instruction.
+            instruction: The instruction.
             advice: As in `Finding`.
-            path: The config path; by default that of the module that made the instruction.
-            num_bytes: By default of the instruction's result.
+            path: Config path; by default that of the module that made the instruction.
+            num_bytes: Bytes; by default those of the instruction's result.
         """
-        shape = hlo_values.result_shape(instruction)
+        shape = values.result_shape(instruction)
+        stack = self.source_map.stack(instruction, 9)
+        # Lines of core/ only pass calls on.
+        lines = [str(each) for each in stack if not each.file.startswith("core/")]
         return Finding(
             rule=rule,
             severity=severity,
-            instruction=f"{instruction.name} {hlo_values.plain_shape(shape)}",
-            bytes=hlo_values.shape_bytes(shape) if num_bytes is None else num_bytes,
+            instruction=f"{instruction.name} {values.plain_shape(shape)}",
+            bytes=values.shape_bytes(shape) if num_bytes is None else num_bytes,
             executions=computation.executions,
             op_name=instruction.op_name,
-            places=self._places(instruction),
+            locations=tuple(lines[:3]),
             config_path=self.config_path(instruction.op_name) if path is None else path,
             advice=advice,
         )
 
-    def _places(self, instruction: Instruction) -> tuple[str, ...]:
-        """Returns the innermost lines, without those that only pass calls on."""
-        stack = self.places.stack(instruction, 9)
-        return tuple(str(p) for p in stack if not p.file.startswith("core/"))[:3]
+
+def config_finding(
+    rule: str, subject: str, config_path: str, advice: str, *, num_bytes: int = 0, op_name: str = ""
+) -> Finding:
+    """Returns a warning about something that is not an instruction of the program.
+
+    Args:
+        rule: Name of the rule.
+        subject: An array, a number of blocks, or an operation of the trace.
+        config_path: As in `Finding`.
+        advice: As in `Finding`.
+        num_bytes: Bytes of the subject.
+        op_name: Name scopes of the operation.
+    """
+    return Finding(
+        rule=rule,
+        severity="warning",
+        instruction=subject,
+        bytes=num_bytes,
+        executions=0,
+        op_name=op_name,
+        locations=(),
+        config_path=config_path,
+        advice=advice,
+    )
+
+
+def is_shard(sizes: list[int], whole: list[int], mesh: Mapping[str, int]) -> bool:
+    """Returns whether an array of some sizes may be a shard of another on a mesh, or all of it."""
+    if len(sizes) != len(whole):
+        return False
+    parts = {1}
+    for size in mesh.values():
+        parts |= {part * size for part in parts}
+    return all(w % f == 0 and w // f in parts for w, f in zip(whole, sizes, strict=True))

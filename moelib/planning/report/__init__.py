@@ -1,1 +1,1 @@
-"""Figures of one step: counted in the compiled program, as tables and plots."""
+"""Figures of a step, counted in the compiled program, as tables and plots."""

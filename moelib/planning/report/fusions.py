@@ -1,34 +1,33 @@
-"""Fusions of a compiled step: which kinds, in which part of the step, and how deep they are."""
+"""The fusions of a compiled step, by kind and phase, and the largest ones."""
 
 import collections
 import re
 from collections.abc import Iterator
 
 from moelib.planning.hlo.program import Computation, Instruction, Program
-from moelib.planning.hlo.source import phase
-from moelib.planning.report.step_report import PHASES, DeepFusion, Fusions
+from moelib.planning.hlo.source import PHASES, phase
+from moelib.planning.report.step_report import DeepFusion, Fusions
 
 _KIND = re.compile(r"\bkind=k(\w+)")
 _OWN_KIND = re.compile(r'"fusion_backend_config":\{"kind":"_*([\w]+)"')
-_DEEPEST = 10
+_MAX_DEEPEST = 10
 
 
 def fusion_kinds(program: Program) -> tuple[Fusions, ...]:
-    """Returns how many fusions there are of each kind in each part of a step, in its order."""
+    """Returns the fusions by kind and phase, in the order of phases."""
     rows: dict[tuple[str, str], collections.Counter[str]] = {}
     for computation, each in _fusions(program):
-        inside = instructions_inside(program, each)
         key = _kind(each), phase_of(program, each)
         row = rows.setdefault(key, collections.Counter())
         row["count"] += 1
         row["executions"] += computation.executions
-        row["instructions"] += len(inside)
+        row["instructions"] += len(instructions_inside(program, each))
     order = sorted(rows, key=lambda key: (key[0], PHASES.index(key[1])))
     return tuple(Fusions(*key, **rows[key]) for key in order)
 
 
 def deepest_fusions(program: Program) -> tuple[DeepFusion, ...]:
-    """Returns the fusions with the most instructions inside, most first."""
+    """Returns the fusions with the most instructions inside."""
     found = [
         DeepFusion(
             name=each.name,
@@ -40,57 +39,48 @@ def deepest_fusions(program: Program) -> tuple[DeepFusion, ...]:
         )
         for computation, each in _fusions(program)
     ]
-    return tuple(sorted(found, key=lambda f: (-f.instructions, -f.levels, f.name))[:_DEEPEST])
+    return tuple(sorted(found, key=lambda f: (-f.instructions, -f.levels, f.name))[:_MAX_DEEPEST])
 
 
 def _fusions(program: Program) -> Iterator[tuple[Computation, Instruction]]:
-    for computation, each in program.instructions():
-        if each.is_fusion and not computation.fused and computation.executions:
-            yield computation, each
+    return ((computation, each) for computation, each in program.unfused() if each.is_fusion)
 
 
 def _kind(fusion: Instruction) -> str:
-    """Returns loop, input, output or custom; of a custom fusion of a GPU its own name."""
+    """Returns loop, input, output or custom; the own name of a GPU's custom fusion."""
     if found := _OWN_KIND.search(fusion.attributes):
         return found.group(1)
     found = _KIND.search(fusion.attributes)
     return found.group(1).lower() if found else "other"
 
 
-def _called(program: Program, fusion: Instruction) -> list[Computation]:
-    return [program.computations[n] for _, n in fusion.calls if n in program.computations]
+def _contents(program: Program, fusion: Instruction) -> Iterator[Instruction]:
+    for _, name in fusion.calls:
+        if name in program.computations:
+            yield from program.computations[name].instructions.values()
 
 
 def instructions_inside(program: Program, fusion: Instruction) -> list[Instruction]:
-    """Returns the instructions in a fusion and in those inside it, parameters left out."""
+    """Returns the instructions in a fusion and in its nested fusions, without parameters."""
     found: list[Instruction] = []
-    for computation in _called(program, fusion):
-        for each in computation.instructions.values():
-            if each.is_fusion:
-                found += instructions_inside(program, each)
-            elif each.opcode != "parameter":
-                found.append(each)
+    for each in _contents(program, fusion):
+        if each.is_fusion:
+            found += instructions_inside(program, each)
+        elif each.opcode != "parameter":
+            found.append(each)
     return found
 
 
 def _levels(program: Program, fusion: Instruction) -> int:
-    inner = [
-        _levels(program, each)
-        for computation in _called(program, fusion)
-        for each in computation.instructions.values()
-        if each.is_fusion
-    ]
+    inner = [_levels(program, each) for each in _contents(program, fusion) if each.is_fusion]
     return 1 + max(inner, default=0)
 
 
 def phase_of(program: Program, instruction: Instruction) -> str:
-    """Returns the part of the step that an instruction belongs to.
-
-    A fusion without a part of its own is of that of most instructions inside.
-    """
+    """Returns the phase of an instruction; for a fusion without one, that of most inside it."""
     own = phase(instruction.op_name)
     if own != "other" or not instruction.is_fusion:
         return own
     inside = (phase(each.op_name) for each in instructions_inside(program, instruction))
-    known = collections.Counter(part for part in inside if part != "other")
+    known = collections.Counter(each for each in inside if each != "other")
     return known.most_common(1)[0][0] if known else "other"

@@ -1,19 +1,20 @@
-"""Plots of a report: what a category takes, split by the part of the step that it belongs to."""
+"""Plots of a report: amounts of categories, split by phase of the step."""
 
 from collections.abc import Sequence
 
-from moelib.planning.report.step_report import PHASES, Share
+from moelib.planning.hlo.source import PHASES
+from moelib.planning.report.step_report import Share
 
 
 def plot_shares(path: str, title: str, shares: Sequence[Share], unit: str, scale: float) -> None:
-    """Writes a PNG with a bar for each category, in colours by phase if they have any.
+    """Writes a PNG with a bar for each category, colored by phase.
 
     Args:
-        path: Where.
-        title: Above it.
-        shares: What is shown; categories of less than a thousandth are left out.
-        unit: Of the axis.
-        scale: What an amount is divided by to be in that unit.
+        path: File to write.
+        title: Title of the plot.
+        shares: Amounts; categories below a thousandth of the largest are not shown.
+        unit: Unit of the axis.
+        scale: Divisor that converts amounts to that unit.
     """
     from matplotlib.figure import Figure
 
@@ -23,11 +24,11 @@ def plot_shares(path: str, title: str, shares: Sequence[Share], unit: str, scale
     figure = Figure(figsize=(8, 1.5 + 0.4 * len(names)), layout="constrained")
     axes = figure.subplots()
     left = dict.fromkeys(names, 0.0)
-    for part in ("", *PHASES):
-        amounts = {s.category: s.amount / scale for s in shares if s.phase == part}
+    for phase in ("", *PHASES):
+        amounts = {s.category: s.amount / scale for s in shares if s.phase == phase}
         widths = [amounts.get(name, 0.0) for name in names]
         if any(widths):
-            axes.barh(names, widths, left=[left[name] for name in names], label=part or None)
+            axes.barh(names, widths, left=[left[name] for name in names], label=phase or None)
             left = {name: left[name] + width for name, width in zip(names, widths, strict=True)}
     axes.set(xlabel=unit, title=title)
     if any(share.phase for share in shares):

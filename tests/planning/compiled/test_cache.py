@@ -47,7 +47,7 @@ def test_what_is_kept_is_read_back(tmp_path, value):
 def test_a_folder_that_cannot_be_written_is_warned_about(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     report_cache.write(str(tmp_path / "file"), "k", {})
-    assert "the report is not kept" in caplog.text
+    assert "the report is not cached" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_X64"])

@@ -5,7 +5,7 @@ import pytest
 
 from experiments import flame_moe
 from moelib.planning.compiled import examine
-from moelib.planning.compiled.compile_step import plan_step
+from moelib.planning.compiled.compile_step import compile_step
 from moelib.planning.hardware.topologies import PlanError, topology
 from moelib.planning.lint import facts as lint_facts
 from moelib.planning.lint import rules as lint
@@ -23,7 +23,7 @@ def where():
 def test_the_step_is_laid_over_the_devices_of_the_topology(where, tmp_path):
     cfg = tiny.trainer_config(tmp_path, mesh_shape=(1, -1, 1, 2, 1, 1), evaler=False)
     folder = tmp_path / "dump"
-    report = plan_step(cfg, where, name="tiny", dump_dir=str(folder))
+    report = compile_step(cfg, where, name="tiny", dump_dir=str(folder))
     assert (report.name, report.topology) == ("tiny", "v6e:2x2x1")
     assert report.mesh["data"] == report.mesh["fsdp"] == 2
     assert report.memory.aliased > 0  # The state is donated.
@@ -45,7 +45,7 @@ def test_lint_is_told_the_options_that_the_step_was_compiled_with(where, tmp_pat
     monkeypatch.setattr(lint, "facts_of", facts_of)
     cfg = tiny.trainer_config(tmp_path, evaler=False)
     changed = "xla_tpu_enable_data_parallel_all_reduce_opt"
-    plan_step(cfg, where, name="tiny", compiler_options={changed: "False"})
+    compile_step(cfg, where, name="tiny", compiler_options={changed: "False"})
     assert BY_DEVICE_KIND["TPU v6 lite"][changed] == "true"
     assert told[0].compiler_options == BY_DEVICE_KIND["TPU v6 lite"] | {changed: "false"}
 
@@ -59,14 +59,14 @@ def test_rows_routed_are_a_devices_tokens_times_their_experts():
 def test_a_mesh_that_does_not_fit_the_devices_is_refused(where, tmp_path):
     cfg = tiny.trainer_config(tmp_path, mesh_shape=(1, 3, 1, 2, 1, 1))
     with pytest.raises(PlanError, match="takes 6 devices, but there are 4"):
-        plan_step(cfg, where, name="tiny")
+        compile_step(cfg, where, name="tiny")
 
 
 def test_a_batch_that_the_mesh_does_not_split_is_refused(where, tmp_path):
     cfg = tiny.trainer_config(tmp_path)
     cfg.input.global_batch_size = 6
     with pytest.raises(PlanError, match=r"global_batch_size 6.*does not divide into 4 parts"):
-        plan_step(cfg, where, name="tiny")
+        compile_step(cfg, where, name="tiny")
 
 
 def test_a_step_that_does_not_fit_says_what_it_needs_and_what_the_state_holds(where, tmp_path):
@@ -74,5 +74,5 @@ def test_a_step_that_does_not_fit_says_what_it_needs_and_what_the_state_holds(wh
     cfg.model.set(vocab_size=2**23, dim=512)
     cfg.input.vocab_size = 2**23
     with pytest.raises(PlanError, match=r"v6e:2x2x1: the step .*GiB: parameters") as error:
-        plan_step(cfg, where, name="tiny")
+        compile_step(cfg, where, name="tiny")
     assert "\n" not in str(error.value)

@@ -1,4 +1,4 @@
-"""What is kept for the backward pass, against what the layers' shapes say."""
+"""What is saved for the backward pass, against what the layers' shapes say."""
 
 import jax
 import jax.numpy as jnp
@@ -7,13 +7,13 @@ import pytest
 from moelib.core.config import config_for_function
 from moelib.layers.feed_forward import FeedForward
 from moelib.layers.remat import remat
-from moelib.planning.estimate import activations as kept_lib
+from moelib.planning.estimate import activations
 from moelib.planning.estimate.activations import (
     DOTS,
     FULL,
     NONE,
     OWN,
-    read_kept,
+    read_saved,
     remat_name,
     with_remat,
 )
@@ -38,29 +38,29 @@ def cfg():
 def _read(cfg):
     model = cfg.model.clone(name="model").instantiate(parent=None)
     specs = model.create_parameter_specs_recursively()
-    return read_kept(cfg, specs, choices=0, num_blocks=LAYERS)
+    return read_saved(cfg, specs, num_blocks=LAYERS)
 
 
 def test_full_recomputation_keeps_the_input_of_each_block(cfg):
-    kept, block = _read(cfg)
-    assert kept[FULL].split == 2 * DIM * (LAYERS + 2)
-    assert kept[FULL].rows == kept[FULL].whole == 0
-    assert kept[NONE].split > 3 * kept[FULL].split
-    assert block.split == pytest.approx(kept[NONE].split / LAYERS)
+    saved, block = _read(cfg)
+    assert saved[FULL].split == 2 * DIM * (LAYERS + 2)
+    assert saved[FULL].routed == saved[FULL].whole == 0
+    assert saved[NONE].split > 3 * saved[FULL].split
+    assert block.split == pytest.approx(saved[NONE].split / LAYERS)
 
 
 def test_dots_are_the_results_of_the_layers_matmuls(cfg):
-    kept, _ = _read(cfg)
+    saved, _ = _read(cfg)
     attention = HEADS * HEAD_DIM * 3 + DIM  # Queries, keys, values; the output.
     feed_forward = 2 * HIDDEN + DIM
     expected = 2 * LAYERS * (attention + feed_forward)
-    assert kept[DOTS].split - kept[FULL].split == expected
+    assert saved[DOTS].split - saved[FULL].split == expected
 
 
 def test_named_points_add_to_what_a_block_keeps(cfg):
     cfg.model.decoder.remat = config_for_function(remat).set(keep=["feed_forward_up"])
-    kept, _ = _read(cfg)
-    assert kept[OWN].split - kept[FULL].split == 2 * LAYERS * 2 * HIDDEN
+    saved, _ = _read(cfg)
+    assert saved[OWN].split - saved[FULL].split == 2 * LAYERS * 2 * HIDDEN
 
 
 def test_a_remat_that_is_not_ours_is_traced(cfg):
@@ -70,8 +70,8 @@ def test_a_remat_that_is_not_ours_is_traced(cfg):
 
     cfg.model.decoder.remat = config_for_function(own)
     assert remat_name(cfg.model) is None
-    kept, _ = _read(cfg)
-    assert kept[FULL].split / 3 < kept[OWN].split < kept[NONE].split / 2
+    saved, _ = _read(cfg)
+    assert saved[FULL].split / 3 < saved[OWN].split < saved[NONE].split / 2
 
 
 def test_the_remat_of_a_config_has_a_name(cfg):
@@ -82,10 +82,10 @@ def test_the_remat_of_a_config_has_a_name(cfg):
 
 
 def test_parameters_are_no_activations(cfg):
-    kept, _ = _read(cfg)
+    saved, _ = _read(cfg)
     cfg.model.vocab_size = 4096
     more, _ = _read(cfg)
-    assert more[NONE].split == pytest.approx(kept[NONE].split, rel=0.01)
+    assert more[NONE].split == pytest.approx(saved[NONE].split, rel=0.01)
     assert jnp.dtype(cfg.train_dtype).itemsize == 2
 
 
@@ -93,11 +93,11 @@ def test_sizes_that_look_like_tokens_are_none(monkeypatch):
     cfg = tiny_moe.config().clone()
     found = []
     for tokens in (128, 96):  # A trace of 256 tokens with 2 choices each has 512 rows.
-        monkeypatch.setattr(kept_lib, "_TOKENS", tokens)
+        monkeypatch.setattr(activations, "_SEQ_LEN", tokens)
         cfg.model.dim = 512
         found.append(read_workload(cfg))
     assert found[0].block == found[1].block
-    assert [found[0].kept[n] for n in (FULL, NONE)] == [found[1].kept[n] for n in (FULL, NONE)]
+    assert [found[0].saved[n] for n in (FULL, NONE)] == [found[1].saved[n] for n in (FULL, NONE)]
 
 
 def test_a_remat_that_names_what_no_block_has_is_refused(cfg):

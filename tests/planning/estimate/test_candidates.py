@@ -9,7 +9,7 @@ import pytest
 
 from moelib.parallel.mesh import MESH_AXIS_NAMES, HybridMeshShape
 from moelib.planning.estimate.activations import FULL, OWN
-from moelib.planning.estimate.candidates import as_it_is, candidates, rules_of
+from moelib.planning.estimate.candidates import candidates, current_candidate, rules_of
 from moelib.planning.hardware.topologies import PlanError, describe
 from tests.planning import tiny_moe
 
@@ -58,7 +58,11 @@ def test_a_candidate_changes_mesh_parts_and_remat_alone(tiny):
     cfg, work = tiny
     found = candidates(cfg, work, describe("h100:1x8"))
     for each in found:
-        rows = each.rows * each.num_microbatches * each.mesh.parts(("data", "expert", "fsdp"))
+        rows = (
+            each.batch_per_device
+            * each.num_microbatches
+            * each.mesh.parts(("data", "expert", "fsdp"))
+        )
         assert rows == cfg.input.global_batch_size
     full = next(each for each in found if each.remat == FULL).apply(cfg)
     assert full.model.decoder.remat.policy is None
@@ -90,7 +94,7 @@ def test_rows_at_a_time_are_all_divisors(tiny):
     cfg, work = tiny
     work = dataclasses.replace(work, global_batch_size=6)
     found = candidates(cfg, work, describe("h100:1x2"), mesh="fsdp=2")
-    assert {(each.rows, each.num_microbatches) for each in found} == {(1, 3), (3, 1)}
+    assert {(each.batch_per_device, each.num_microbatches) for each in found} == {(1, 3), (3, 1)}
 
 
 def test_a_mesh_can_be_given(tiny):
@@ -115,15 +119,15 @@ def test_a_mesh_that_cannot_be_is_refused(tiny, mesh, message):
         candidates(cfg, work, describe("h100:1x8"), mesh=mesh)
 
 
-def test_as_it_is_takes_mesh_and_parts_of_the_config(tiny):
+def test_current_candidate_takes_mesh_and_parts_of_the_config(tiny):
     cfg, work = tiny
     cfg = cfg.clone(mesh_shape=(1, 1, 2, -1, 1, 1))
-    each = as_it_is(cfg, work, describe("h100:1x8"))
+    each = current_candidate(cfg, work, describe("h100:1x8"))
     assert each.mesh.sizes == {"expert": 2, "fsdp": 4}
     assert (each.num_microbatches, each.remat) == (cfg.num_microbatches, OWN)
     assert each.apply(cfg).model == cfg.model
     with pytest.raises(PlanError, match=r"has 2 slices; set HybridMeshShape"):
-        as_it_is(cfg, work, describe("h100:2x4"))
+        current_candidate(cfg, work, describe("h100:2x4"))
 
 
 @pytest.mark.parametrize(

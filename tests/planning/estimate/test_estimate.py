@@ -9,13 +9,21 @@ import pytest
 from experiments import gpt_oss
 from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
 from moelib.planning.estimate.activations import DOTS, FULL, NONE, OWN
-from moelib.planning.estimate.candidates import Candidate, Mesh, as_it_is, candidates, rules_of
+from moelib.planning.estimate.candidates import (
+    Candidate,
+    Mesh,
+    candidates,
+    current_candidate,
+    rules_of,
+)
 from moelib.planning.estimate.estimate import Estimator
-from moelib.planning.estimate.transfers import OnMesh
+from moelib.planning.estimate.links import Links
+from moelib.planning.estimate.memory import Placement
+from moelib.planning.estimate.transfers import token_transfers, traffic
 from moelib.planning.estimate.workload import read_workload
 from moelib.planning.hardware.topologies import describe
 from moelib.planning.hlo import program as hlo
-from moelib.planning.report.collectives import collectives
+from moelib.planning.report.collectives import collectives_by_axes
 from moelib.planning.report.step_report import total
 from moelib.train.state import abstract_state
 from tests.planning import tiny_moe
@@ -71,7 +79,9 @@ def test_an_offloaded_optimizer_takes_no_device_memory(tiny):
 def test_more_rows_and_less_recomputation_hold_more(tiny):
     cfg, work, estimator = tiny
     found = [estimator(c) for c in candidates(cfg, work, describe("h100:1x2"), mesh="expert=2")]
-    held = {(e.candidate.remat, e.candidate.rows): e.memory["activations"] for e in found}
+    held = {
+        (e.candidate.remat, e.candidate.batch_per_device): e.memory["activations"] for e in found
+    }
     rows = max(rows for _, rows in held)
     assert rows > 1
     assert held[FULL, rows] == pytest.approx(rows * held[FULL, 1])
@@ -105,9 +115,9 @@ def test_times_and_prices_go_together(tiny):
 
 def test_recomputation_adds_the_decoders_forward_pass(tiny):
     cfg, work, _ = tiny
-    assert work.computed_again(NONE) == 0
-    assert work.computed_again(FULL) == work.decoder_flops
-    assert 0 < work.computed_again(DOTS) == work.routed_flops < work.decoder_flops
+    assert work.recomputed_flops(NONE) == 0
+    assert work.recomputed_flops(FULL) == work.decoder_flops
+    assert 0 < work.recomputed_flops(DOTS) == work.routed_flops < work.decoder_flops
     model = cfg.model.clone(name="model").instantiate(parent=None)
     assert work.model_flops == pytest.approx(model.flops_per_token(seq_len=cfg.input.seq_len))
 
@@ -119,9 +129,9 @@ def test_the_published_step_on_four_tpus_is_near_the_compiled_one():
     cfg = gpt_oss.named_trainer_configs()["gpt-oss-3b-v6e4"]()
     work = read_workload(cfg)
     estimator = Estimator(work, rules_of(cfg), {})
-    each = as_it_is(cfg, work, describe("v6e:2x2"))
-    found, results = estimator(each), estimator.results(each)
-    assert (each.remat, each.rows) == (OWN, 1)
+    each = current_candidate(cfg, work, describe("v6e:2x2"))
+    found, results = estimator(each), estimator(each).collectives
+    assert (each.remat, each.batch_per_device) == (OWN, 1)
     state = found.memory["parameters"] + found.memory["optimizer"]
     assert state / GIB == pytest.approx(9.86, rel=1e-3)
     assert found.bytes_held / GIB == pytest.approx(12.275, rel=0.1)
@@ -144,15 +154,18 @@ def test_slots_of_a_capacity_are_sent_full_or_not():
     each = Candidate(EIGHT, Mesh((("expert", 8),)), cfg.input.global_batch_size / 8, 1, NONE)
     trainer = each.apply(cfg).instantiate(parent=None)
     program = hlo.parse(trainer.compile_train_step().as_text())
-    report = collectives(program, dict(trainer.mesh().shape))
-    results = estimator.results(each)
+    report = collectives_by_axes(program, dict(trainer.mesh().shape))
+    results = estimator(each).collectives
     sent = total(report, "all-to-all")
     assert sent is not None
     assert sent.bytes == results["all-to-all"]  # Embeddings go to their tokens, too.
     assert "ragged-all-to-all" not in results
     # Twice K rows a token; four parts of a row have the whole row's slots each.
-    assert estimator(each).memory["dispatch"] == each.rows * work.seq_len * work.block.rows
-    apart = Candidate(EIGHT, Mesh((("expert", 2), ("seq", 4))), each.rows * 4, 1, NONE)
+    assert (
+        estimator(each).memory["dispatch"]
+        == each.batch_per_device * work.seq_len * work.block.routed
+    )
+    apart = Candidate(EIGHT, Mesh((("expert", 2), ("seq", 4))), each.batch_per_device * 4, 1, NONE)
     assert estimator(apart).memory["dispatch"] == 4 * estimator(each).memory["dispatch"]
     # A layer's experts compute twice as many rows as are chosen, forward and backward.
     more = estimator(each).hardware_flops - estimator(each).model_flops
@@ -165,10 +178,10 @@ def test_slots_are_told_from_tokens(num_experts):
     layer = cfg.model.decoder.block[0].feed_forward
     layer.set(num_experts=num_experts, num_experts_per_token=num_experts // 16)
     layer.dispatcher = CapacityDispatcher.default_config().set(capacity_factor=1.0)
-    found = read_workload(cfg).block.rows
+    found = read_workload(cfg).block.routed
     layer.dispatcher.capacity_factor = 2.0
     # Choices themselves are no slots.
-    assert read_workload(cfg).block.rows / found == pytest.approx(2, rel=0.02)
+    assert read_workload(cfg).block.routed / found == pytest.approx(2, rel=0.02)
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.5])
@@ -179,8 +192,8 @@ def test_rows_are_counted_whatever_room_there_is_for_them(tiny, factor):
     read = read_workload(cfg)
     assert read.block == work.block
     each = Candidate(EIGHT, Mesh((("expert", 8),)), 1, 1, NONE)
-    whole = OnMesh(work, each, rules_of(cfg)).memory(each)["dispatch"]
-    held = OnMesh(read, each, rules_of(cfg)).memory(each)["dispatch"]
+    whole = Placement(work, each, rules_of(cfg)).memory(each)["dispatch"]
+    held = Placement(read, each, rules_of(cfg)).memory(each)["dispatch"]
     assert held / whole == factor / 8  # 2 choices of 2 held experts are the most: 8 times K rows.
 
 
@@ -192,7 +205,7 @@ def test_room_grows_with_devices_beyond_the_blocks_of_experts(tiny):
     held = {}
     for n in (1, 2, 4, 8):
         each = Candidate(describe(f"h100:1x{n}"), Mesh((("expert", n),)), 1, 1, NONE)
-        held[n] = OnMesh(work, each, rules_of(cfg)).memory(each)["dispatch"]
+        held[n] = Placement(work, each, rules_of(cfg)).memory(each)["dispatch"]
     assert [held[n] / held[1] for n in (2, 4, 8)] == [1.5, 3, 6]
 
 
@@ -207,7 +220,7 @@ def test_weights_of_layers_are_gathered_for_each_pass(remat, times):
     inside = [leaf for leaf in work.parameters if leaf.in_decoder and "embed" in leaf.axes]
     outside = [leaf for leaf in work.parameters if leaf.axes == ("embed", "vocab")]
     size = lambda leaves: sum(leaf.size * leaf.compute_itemsize for leaf in leaves)
-    found = Estimator(work, rules_of(cfg), {}).results(each)["all-gather"]
+    found = Estimator(work, rules_of(cfg), {})(each).collectives["all-gather"]
     assert found == times * size(inside) + size(outside)
 
 
@@ -217,7 +230,9 @@ def test_ring_attention_sends_keys_and_values_and_once_their_gradients(tiny):
     for sizes in ({"seq": 2}, {"seq": 2, "model": 2}, {"model": 2}):
         topology = describe(f"h100:1x{math.prod(sizes.values())}")
         each = Candidate(topology, Mesh(tuple(sizes.items())), 1, 1, NONE)
-        sent[tuple(sizes)] = OnMesh(work, each, rules_of(cfg)).activations(False).links_bytes
+        transfers = token_transfers(Placement(work, each, rules_of(cfg)), is_tpu=False)
+        links = Links(topology, each.mesh)
+        sent[tuple(sizes)] = traffic(transfers, links, recomputed=False).links_bytes
     # Twice in the dtype of the computation and once in float32, each in two turns of the ring.
     elements = 2 * work.num_layers * work.kv_width
     alone = elements * (2 * work.compute_itemsize + 4)

@@ -9,29 +9,29 @@ from moelib.planning.hardware.topologies import describe
 
 def test_a_gather_receives_all_but_its_own_part():
     topology = describe("h100:1x8")
-    sent = Links(topology, Mesh((("fsdp", 8),))).gathered(("fsdp",), 8e9)
+    sent = Links(topology, Mesh((("fsdp", 8),))).all_gather(("fsdp",), 8e9)
     assert (sent.links_bytes, sent.network_bytes) == (7e9, 0)
     assert sent.links_seconds == pytest.approx(7e9 / topology.accelerator.link_bytes_per_second)
 
 
 def test_an_all_reduce_is_a_scatter_and_a_gather():
     links = Links(describe("h100:1x8"), Mesh((("data", 8),)))
-    assert links.reduced(("data",), 8e9).links_bytes == 2 * 7e9
+    assert links.all_reduce(("data",), 8e9).links_bytes == 2 * 7e9
 
 
 def test_across_hosts_each_device_sends_its_share_once():
     links = Links(describe("h100:4x8"), Mesh((("fsdp", 8),), (("fsdp", 4),)))
-    sent = links.gathered(("fsdp",), 32e9)
+    sent = links.all_gather(("fsdp",), 32e9)
     assert sent.network_bytes == 3e9  # Parts of 1 GB, of the like devices of three other hosts.
     assert sent.links_bytes == 28e9
     # Of 31 devices 7 are of the same host.
-    sent = links.exchanged(("fsdp",), 32e9)
+    sent = links.all_to_all(("fsdp",), 32e9)
     assert (sent.links_bytes, sent.network_bytes) == (7e9, 24e9)
 
 
 def test_a_ring_passes_on_as_often_as_it_has_devices():
     links = Links(describe("h100:1x8"), Mesh((("seq", 4), ("model", 2))))
-    assert links.passed(("seq",), 1e9).links_bytes == 4e9
+    assert links.ring(("seq",), 1e9).links_bytes == 4e9
 
 
 def test_an_axis_of_a_torus_has_the_links_of_its_dimensions():
@@ -62,7 +62,7 @@ def test_an_all_to_all_takes_as_long_as_the_middle_of_its_slice(name, over_a_lin
     links = Links(topology, Mesh((("expert", topology.num_devices),)))
     dims = 3 if name.startswith("v5p") else 2
     of_one = topology.accelerator.link_bytes_per_second / (2 * dims)
-    seconds = links.exchanged(("expert",), 1e9).links_seconds
+    seconds = links.all_to_all(("expert",), 1e9).links_seconds
     assert seconds == pytest.approx(over_a_link * 1e9 / of_one)
 
 
@@ -82,4 +82,4 @@ def test_devices_of_a_chip_share_what_both_gather(name, outer, inner, of_chips):
     for axis, which, size in (("expert", "outer", outer), ("fsdp", "inner", inner)):
         received = 8e9 * (size - 1) / size
         expected = received / 2 if which == of_chips else received
-        assert links.gathered((axis,), 8e9).links_bytes == pytest.approx(expected)
+        assert links.all_gather((axis,), 8e9).links_bytes == pytest.approx(expected)

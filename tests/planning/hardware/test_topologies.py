@@ -1,4 +1,4 @@
-"""Names of topologies, and what is said of those that cannot be."""
+"""Names of topologies, and errors for impossible ones."""
 
 import importlib.util
 
@@ -20,7 +20,7 @@ needs_cuda_plugin = pytest.mark.skipif(
 
 @pytest.mark.parametrize("name", ["v6x:2x2x1", "banana:2x2", "", "2*:2x2"])
 def test_an_unknown_accelerator_names_those_there_are(name):
-    with pytest.raises(PlanError, match=r"v5e, v5p, v6e, tpu7x.*such as v6e:2x2 or h100:2x8"):
+    with pytest.raises(PlanError, match=r"v5e, v5p, v6e, tpu7x.*v6e:2x2 or h100:2x8"):
         describe(name)
 
 
@@ -31,28 +31,28 @@ def test_the_nearest_accelerator_is_named():
 
 @pytest.mark.parametrize("name", ["v6e", "v6e:", "v6e:2x", "v6e:0x2", "0*v6e:2x2", "h100:a"])
 def test_what_is_no_shape_is_refused_with_one_that_is(name):
-    with pytest.raises(PlanError, match=r"is no shape; .* as in (v6e:2x2|h100:2x8)"):
+    with pytest.raises(PlanError, match=r"not a shape.* as in (v6e:2x2|h100:2x8)"):
         describe(name)
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
-        ("v6e:4x4x4", "torus of 2 dimensions"),
-        ("v5p:4", "torus of 2 or 3 dimensions"),
-        ("v6e:64x64", "up to 256 chips, and this one would have 4096"),
-        ("v5p:16x20x29", "up to 8960 chips"),
-        ("v6e:3x5", "sides of a slice of v6e are 1, 2, 4, 8 or 16"),
-        ("2*v5e:32x4", "sides of a slice of v5e"),
-        ("h100:16", "up to 8: such as h100:2x8"),
-        ("h100:1x16", "up to 8: such as h100:2x8"),
-        ("gb200:1x8", "up to 4: such as gb200:2x4"),
-        ("2*h100:1x8", "write the hosts"),
+        ("v6e:4x4x4", "2 dimensions"),
+        ("v5p:4", "2 or 3 dimensions"),
+        ("v6e:64x64", "4096 chips .* 256"),
+        ("v5p:16x20x29", " 8960 "),
+        ("v6e:3x5", "v6e slice are 1, 2, 4, 8 or 16"),
+        ("2*v5e:32x4", "v5e slice are"),
+        ("h100:16", "at most 8 .* h100:2x8"),
+        ("h100:1x16", "at most 8 .* h100:2x8"),
+        ("gb200:1x8", "at most 4 .* gb200:2x4"),
+        ("2*h100:1x8", "hosts x GPUs"),
         ("gb200:27x4", "whole NVLink domains of 18"),
     ],
 )
-def test_a_shape_in_which_nothing_is_built_is_refused(name, said):
-    with pytest.raises(PlanError, match=said):
+def test_impossible_shapes_are_refused(name, message):
+    with pytest.raises(PlanError, match=message):
         describe(name)
 
 
@@ -120,7 +120,8 @@ def test_the_cuda_plugin_describes_every_gpu(name):
     assert len(found.devices) == 4
     assert found.devices[0].device_kind == accelerator.device_kind
     config = gpu_targets.target_config(accelerator.device_kind)
-    assert 0.98 < accelerator.hbm_bytes / gpu_targets.memory_bytes(config) < 1
+    hbm_bytes = int(config.partition("device_memory_size: ")[2].split()[0])
+    assert 0.98 < accelerator.hbm_bytes / hbm_bytes < 1
     bandwidth = int(config.partition("memory_bandwidth: ")[2].split()[0])
     assert accelerator.hbm_bytes_per_second == pytest.approx(bandwidth, rel=0.05)
 

@@ -4,7 +4,7 @@ import pytest
 
 from experiments import flame_moe
 from moelib.layers.transformer import ScanStack
-from moelib.planning.hlo.config_source import config_path
+from moelib.planning.hlo.source import config_path
 
 
 @pytest.fixture(scope="module")

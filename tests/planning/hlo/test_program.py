@@ -3,7 +3,7 @@
 import pytest
 
 from moelib.planning.hlo import program as hlo
-from moelib.planning.hlo.source import Places
+from moelib.planning.hlo.source import SourceMap
 
 LOOPS = """HloModule jit_step, is_scheduled=true
 
@@ -177,7 +177,7 @@ def test_shapes_of_tuples_lose_their_comments(program):
 
 def test_a_wrapped_collective_runs_once_beside_the_rest():
     wrapped = hlo.parse(ASYNC).computations["wrapped"]
-    assert (wrapped.executions, wrapped.asynchronous, wrapped.sparse_core) == (1, True, True)
+    assert (wrapped.executions, wrapped.asynchronous) == (1, True)
 
 
 def test_a_text_without_entry_is_refused():
@@ -187,7 +187,7 @@ def test_a_text_without_entry_is_refused():
 
 def test_places_are_lines_of_the_source_innermost_first(program):
     fusion = program.computations["inner_body"].instructions["fusion.1"]
-    norm, mine = Places(LOOPS).stack(fusion)
+    norm, mine = SourceMap(LOOPS).stack(fusion)
     assert (str(norm), norm.function) == ("layers/norm.py:35", "RMSNorm.forward")
     assert (str(mine), mine.function) == ("project/mine.py:7", "inner")
-    assert Places(ASYNC).stack(fusion) == []
+    assert SourceMap(ASYNC).stack(fusion) == []

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from moelib.planning.hlo import program as hlo
-from moelib.planning.lint.arrays import memory_that_does_not_fall
-from moelib.planning.lint.facts import Facts, Sizes, StateArray
+from moelib.planning.lint.arrays import unscaled_memory
+from moelib.planning.lint.facts import Facts, StateArray, Thresholds
 from moelib.planning.lint.rules import lint, merged
-from moelib.planning.report.collectives import collective_instructions, runs_beside
+from moelib.planning.report.collectives import collective_instructions, is_asynchronous
 from tests.planning.report.test_step_report import make_report
 
 MIB = 2**20
@@ -21,9 +21,9 @@ EXPERTS = StateArray(
 FACTS = Facts(
     mesh={"data": 1, "expert": 2, "fsdp": 2},
     device_kind="TPU v6 lite",
-    rows=16,
+    batch_size=16,
     seq_len=2048,
-    row_axes=("expert", "fsdp"),
+    batch_axes=("expert", "fsdp"),
     train_dtype="bfloat16",
     num_experts=frozenset({16}),
     state=(WEIGHT, EXPERTS),
@@ -36,7 +36,7 @@ def _found(*statements, facts=FACTS, sizes=None, model_flops=0):
     text = "ENTRY %main (a: f32[8]) -> f32[8] {\n"
     text += "".join(f"  {line}\n" for line in statements)
     program = hlo.parse(text + "  ROOT %end = f32[] constant(0)\n}\n")
-    found = lint(program, facts, sizes=sizes or Sizes(), model_flops=model_flops)
+    found = lint(program, facts, thresholds=sizes or Thresholds(), model_flops=model_flops)
     return [(each.rule, each.instruction.partition(" ")[0]) for each in found]
 
 
@@ -108,20 +108,18 @@ LOOP = """%condition (t: (s32[], bf16[4096,1024], f32[8])) -> pred[] {{
 
 ENTRY %main (a: f32[8]) -> f32[8] {{
   %a = f32[8]{{0}} parameter(0)
-  ROOT %l = (s32[], bf16[4096,1024]{{1,0}}, f32[8]{{0}}) while(%a), condition=%condition, body=%body, backend_config={{"known_trip_count":{{"n":"{turns}"}}}}
+  ROOT %l = (s32[], bf16[4096,1024]{{1,0}}, f32[8]{{0}}) while(%a), condition=%condition, body=%body, backend_config={{"known_trip_count":{{"n":"{iterations}"}}}}
 }}
 """  # noqa: E501 (as the compiler writes it)
 
 
 @pytest.mark.parametrize(
-    ("operand", "turns", "count"),
+    ("operand", "iterations", "count"),
     [("w", 5, 1), ("x", 5, 0), ("w", 1, 0)],  # What the loop passes on; what it changes; no loop.
 )
-def test_a_collective_of_what_its_loop_passes_on_is_found(operand, turns, count):
-    program = hlo.parse(LOOP.format(operand=operand, turns=turns))
-    found = [
-        f for f in lint(program, FACTS) if f.rule == "collective that its loop does not change"
-    ]
+def test_a_collective_of_what_its_loop_passes_on_is_found(operand, iterations, count):
+    program = hlo.parse(LOOP.format(operand=operand, iterations=iterations))
+    found = [f for f in lint(program, FACTS) if f.rule == "loop-invariant collective"]
     assert len(found) == count
     assert [(f.executions, f.bytes) for f in found] == [(5, 8192 * 1024 * 2)] * count
 
@@ -144,7 +142,7 @@ def test_a_collective_that_xla_repeats_is_found():
         "%NAME = bf16[2048,2048]{1,0} all-gather(%a), replica_groups=[2,2]<=[4], dimensions={0}"
     )
     for name, found in (("g", []), ("g.remat", [1]), ("g.12.remat2.1", [1]), ("rematted.3", [])):
-        rule = ("collective again to save memory", name)
+        rule = ("repeated collective", name)
         assert _found(gather.replace("NAME", name), facts=facts) == [rule for _ in found]
 
 
@@ -167,7 +165,7 @@ def test_no_option_is_said_to_help_on_gpus(synchronous):
     assert _found(start, facts=facts) == []
     program = hlo.parse("ENTRY %m (a: f32[8]) -> f32[8] {\n  ROOT " + start + "\n}\n")
     ((_, computation, each),) = collective_instructions(program)
-    assert runs_beside(computation, each) == (not synchronous)
+    assert is_asynchronous(computation, each) == (not synchronous)
 
 
 # -- What is held --------------------------------------------------------------------------------
@@ -182,7 +180,7 @@ def test_no_option_is_said_to_help_on_gpus(synchronous):
 )
 def test_an_activation_of_all_rows_is_found(statement):
     facts = dataclasses.replace(FACTS, platform="cpu")
-    assert _found(statement, facts=facts) == [("activation of all devices", "x")]
+    assert _found(statement, facts=facts) == [("unsplit activation", "x")]
 
 
 @pytest.mark.parametrize(
@@ -190,7 +188,7 @@ def test_an_activation_of_all_rows_is_found(statement):
     [
         ("%x = bf16[4,2048,8192]{2,1,0} add(%a, %a)", {}),  # A device's own rows.
         ("%x = bf16[16,2048,64]{2,1,0} add(%a, %a)", {}),  # Small.
-        ("%x = bf16[16,2048,1024]{2,1,0} add(%a, %a)", {"row_axes": ()}),
+        ("%x = bf16[16,2048,1024]{2,1,0} add(%a, %a)", {"batch_axes": ()}),
         ("%x = bf16[32768,1024]{1,0} add(%a, %a)", {}),  # Rows that a device sends to experts.
         ("%x = bf16[16,2048,1024]{2,1,0} add(%a, %a)",
          {"state": (dataclasses.replace(WEIGHT, shape=(4096, 4096)),)}),  # A quarter of the width.
@@ -208,7 +206,7 @@ def test_stacked_weights_are_no_activations(shape):
     facts = dataclasses.replace(FACTS, state=(layers,))
     statement = f"%x = {shape}{{2,1,0}} add(%a, %a)"
     assert _found(statement, facts=facts) == []
-    assert _found(statement) == [("activation of all devices", "x")]  # No weight of this shape.
+    assert _found(statement) == [("unsplit activation", "x")]  # No weight of this shape.
 
 
 def test_state_that_no_axis_splits_is_found_if_it_is_large():
@@ -246,10 +244,10 @@ def test_memory_that_stays_when_there_are_more_devices_is_found():
         mesh={"data": 2, "fsdp": 2},
         memory=dataclasses.replace(few.memory, temporaries=100 * MIB),
     )
-    (finding,) = memory_that_does_not_fall(few, many)
+    (finding,) = unscaled_memory(few, many)
     assert (finding.instruction, finding.config_path) == ("arguments", "mesh_shape")
-    with pytest.raises(ValueError, match=r"on 4 devices.*on 2; give the report on fewer"):
-        memory_that_does_not_fall(many, few)
+    with pytest.raises(ValueError, match=r"on 4 devices.*on 2"):
+        unscaled_memory(many, few)
 
 
 # -- What is computed ----------------------------------------------------------------------------
@@ -273,7 +271,7 @@ def test_a_grouped_matmul_that_became_dense_is_found():
 @pytest.mark.parametrize(("model_flops", "count"), [(2**29, 1), (2**31, 0), (0, 0)])
 def test_far_more_matmuls_than_the_model_counts_are_found(model_flops, count):
     found = _found(LEFT, DOT, model_flops=model_flops)  # 2^31 FLOPs.
-    assert found == [("more FLOPs than the model's", "d")] * count
+    assert found == [("more FLOPs than the model", "d")] * count
 
 
 # -- All together --------------------------------------------------------------------------------

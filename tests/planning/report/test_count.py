@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from moelib.kernels.gmm import gmm
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 from moelib.planning.compiled.compile_step import no_compilation_cache
-from moelib.planning.compiled.examine import _slice_of_each
+from moelib.planning.compiled.examine import slice_indices
 from moelib.planning.hardware.topologies import topology
 from moelib.planning.report.count import step_report
 from moelib.planning.report.step_report import total
@@ -90,7 +90,7 @@ def test_memory_is_that_of_the_arguments_and_more(layers):
 
 def test_cycles_are_where_the_source_says(layers):
     assert layers.cycles == sum(source.cycles for source in layers.sources) > 0
-    assert any("test_counting.py layer" in source.name for source in layers.sources)
+    assert any("test_count.py layer" in source.name for source in layers.sources)
     assert layers.costliest[0].cycles == max(each.cycles for each in layers.costliest)
 
 
@@ -123,6 +123,6 @@ def test_described_gpus_are_in_the_slices_of_their_processes():
         )
         for i in range(4)
     ]
-    assert _slice_of_each(gpus[::-1]) == [1, 1, 0, 0]
+    assert slice_indices(gpus[::-1]) == [1, 1, 0, 0]
     cpus = [types.SimpleNamespace(id=i, process_index=i) for i in range(2)]
-    assert _slice_of_each(cpus) == [0, 0]
+    assert slice_indices(cpus) == [0, 0]

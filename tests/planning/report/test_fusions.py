@@ -2,7 +2,7 @@
 
 from moelib.planning.hlo import program as hlo
 from moelib.planning.hlo.source import phase
-from moelib.planning.report.collectives import collective_groups, collectives
+from moelib.planning.report.collectives import collectives_by_axes, collectives_by_groups
 from moelib.planning.report.fusions import deepest_fusions, fusion_kinds, phase_of
 from moelib.planning.report.kernels import kernels
 from moelib.planning.report.step_report import CollectiveGroups, DeepFusion, Fusions, Kernel
@@ -111,7 +111,7 @@ def test_kernels_of_a_gpu_have_their_names_and_what_they_are_for():
 
 
 def test_a_start_that_a_gpu_runs_at_once_is_synchronous():
-    gather, reduce = collectives(hlo.parse(GPU), MESH)
+    gather, reduce = collectives_by_axes(hlo.parse(GPU), MESH)
     assert (gather.kind, gather.axes, gather.executions, gather.bytes) == (
         "all-gather",
         ("fsdp",),
@@ -123,8 +123,8 @@ def test_a_start_that_a_gpu_runs_at_once_is_synchronous():
 
 def test_groups_of_devices_that_reach_over_slices_use_the_network():
     program = hlo.parse(GPU)
-    assert collective_groups(program, MESH, slices=(0, 0, 1, 1)) == (
+    assert collectives_by_groups(program, MESH, slices=(0, 0, 1, 1)) == (
         CollectiveGroups("all-gather", "0,1 | 2,3", "slice", 1, 6, 6 * 32),
         CollectiveGroups("all-reduce", "0,1,2,3", "network", 1, 6, 6 * 32),
     )
-    assert {row.link for row in collective_groups(program, MESH)} == {"slice"}
+    assert {row.link for row in collectives_by_groups(program, MESH)} == {"slice"}

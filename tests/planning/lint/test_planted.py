@@ -13,14 +13,14 @@ from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 from moelib.planning.compiled.compile_step import no_compilation_cache
 from moelib.planning.hardware.topologies import topology
 from moelib.planning.hlo import program as hlo
-from moelib.planning.hlo.source import Places
-from moelib.planning.lint.compute import remat_that_keeps_nothing
-from moelib.planning.lint.facts import Facts, Sizes, StateArray, facts_of
+from moelib.planning.hlo.source import SourceMap
+from moelib.planning.lint.compute import remats_that_save_nothing
+from moelib.planning.lint.facts import Facts, StateArray, Thresholds, facts_of
 from moelib.planning.lint.rules import lint
 from tests.planning import planted
 
 # Of a small model: one sequence's activations, and a matrix.
-SMALL = Sizes(activation=2**15, collective=2**12, state=2**14, copy=2**30, padded=2**30)
+SMALL = Thresholds(activation=2**15, collective=2**12, state=2**14, copy=2**30, padded=2**30)
 EMPTY = hlo.parse("ENTRY %main (a: f32[8]) -> f32[8] {\n  ROOT %a = f32[8]{0} parameter(0)\n}\n")
 
 
@@ -31,8 +31,8 @@ def _findings(trainer):
     found = lint(
         hlo.parse(text),
         facts_of(trainer),
-        places=Places(text),
-        sizes=SMALL,
+        source_map=SourceMap(text),
+        thresholds=SMALL,
         traced=trainer.trace_train_step(),
     )
     return {each.rule: each for each in found}
@@ -48,10 +48,10 @@ def test_a_sound_layer_is_left_alone(tmp_path):
 
 
 def test_an_unsplit_temporary_is_found_at_its_layer_and_its_line(tmp_path):
-    finding = _on_cpu(tmp_path, planted.Unsplit)["activation of all devices"]
+    finding = _on_cpu(tmp_path, planted.Unsplit)["unsplit activation"]
     assert finding.config_path == "model.layer"
     assert finding.bytes == 16 * 16 * planted.DIM * 4  # The rows of all devices.
-    assert any("planted.py" in place for place in finding.places)
+    assert any("planted.py" in place for place in finding.locations)
 
 
 def test_a_dense_ragged_dot_is_found(tmp_path):
@@ -60,7 +60,7 @@ def test_a_dense_ragged_dot_is_found(tmp_path):
     assert {(each.rule, each.config_path) for each in found} == {
         ("dense grouped matmul", "model.layer")
     }
-    assert "up to 4 times the work; call moelib.kernels.gmm" in found[0].advice
+    assert "up to 4 times the work" in found[0].advice
 
 
 @pytest.mark.slow
@@ -79,13 +79,13 @@ def test_experts_that_gather_all_tokens_are_found(tmp_path):
 def test_state_that_nothing_splits_is_found(tmp_path):
     devices = jax.devices()[:8]
     whole = planted.trainer(tmp_path, planted.Sound, devices, mesh_shape=(1, 8, 1, 1, 1, 1))
-    found = lint(EMPTY, facts_of(whole), sizes=SMALL)
+    found = lint(EMPTY, facts_of(whole), thresholds=SMALL)
     assert {each.config_path for each in found} == {"sharding_rules"}
     paths = [each.instruction.partition(" ")[0] for each in found]
     assert "model/layer/weight" in paths
     assert len(paths) == 3
     split = planted.trainer(tmp_path, planted.Sound, devices)
-    assert lint(EMPTY, facts_of(split), sizes=SMALL) == []
+    assert lint(EMPTY, facts_of(split), thresholds=SMALL) == []
 
 
 # -- Remat ---------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def _trainer_with_remat(tmp_path, wrapper):
     ],
 )
 def test_a_remat_policy_that_matches_nothing_is_found(tmp_path, wrapper, count):
-    found = remat_that_keeps_nothing(_trainer_with_remat(tmp_path, wrapper))
+    found = remats_that_save_nothing(_trainer_with_remat(tmp_path, wrapper))
     assert [each.config_path for each in found] == ["model.decoder.remat"] * count
 
 
@@ -145,12 +145,12 @@ def test_a_weight_that_each_turn_gathers_again_in_float32_is_found_in_a_tpus_pro
     facts = Facts(
         dict(mesh.shape), device_kind="TPU v6 lite", train_dtype="bfloat16", state=(state,)
     )
-    found = {each.rule: each for each in lint(hlo.parse(text), facts, places=Places(text))}
+    found = {each.rule: each for each in lint(hlo.parse(text), facts, source_map=SourceMap(text))}
     assert found.keys() >= {
         "float32 gather of weights",
-        "collective that its loop does not change",
+        "loop-invariant collective",
         "synchronous collective",
     }
-    repeated = found["collective that its loop does not change"]
+    repeated = found["loop-invariant collective"]
     assert (repeated.executions, repeated.bytes) == (6, 2048 * 2048 * 4)
-    assert repeated.places[0].startswith("planning/test_lint_planted.py")
+    assert repeated.locations[0].startswith("lint/test_planted.py")

@@ -1,0 +1,157 @@
+"""Memory: the bytes per device that a workload holds on a mesh, from the sharding rules."""
+
+import functools
+import math
+
+from moelib.parallel import sharding
+from moelib.planning.estimate.activations import Saved
+from moelib.planning.estimate.candidates import Candidate
+from moelib.planning.estimate.workload import Leaf, Workload
+
+# Logits of a chunk of tokens and their gradients, at most: twice what the loss holds at a time.
+_CHUNK_BYTES = 2 * 128 * 2**20
+
+
+class Placement:
+    """A workload on a mesh, for any batch per device and remat.
+
+    Weights are gathered over the axes that split tokens, in the dtype of the computation. Weights
+    of experts that other devices reach stay in place, and tokens are sent to them.
+    """
+
+    def __init__(self, work: Workload, candidate: Candidate, rules: sharding.Rules) -> None:
+        self.work, self.mesh = work, candidate.mesh
+        names = {name for leaf in (*work.parameters, *work.optimizer) for name in leaf.axes}
+        names |= {"batch", "sequence", "residual_sequence", "experts", "vocab", "kv_heads"}
+        self.axes: dict[str | None, tuple[str, ...]] = {
+            name: sharding.mesh_axes(name, self.mesh.sizes, rules) for name in names if name
+        } | {None: ()}
+        self.parts = {name: self.mesh.parts(axes) for name, axes in self.axes.items()}
+        # Mesh axes over which experts are shared, and those that split tokens.
+        self.expert_axes = self.axes["experts"] if work.moe and work.moe.expert_parallel else ()
+        split = (*self.axes["batch"], *self.axes["sequence"])
+        self.token_axes = (*split, *(axis for axis in self.expert_axes if axis not in split))
+        # Axes whose devices share the work on the same tokens.
+        stream = self.axes["residual_sequence"]
+        self.tensor_axes = tuple(axis for axis in stream if axis not in self.axes["sequence"])
+        self.tensor_parts = self.mesh.parts(self.tensor_axes)
+        # Tokens per device, as a multiple of an even share of all.
+        self.token_multiple = candidate.topology.num_devices / self.mesh.parts(self.token_axes)
+        self._sum_parameters()
+
+    def _sum_parameters(self) -> None:
+        """Sets the bytes per device of the state, and of weights as they are computed with."""
+        held = {leaf: self.held(leaf) for leaf in self.work.parameters}
+        whole = {leaf: n * self.mesh.parts(self.gathered_axes(leaf)) for leaf, n in held.items()}
+        decoder = [leaf for leaf in held if leaf.in_decoder]
+        trained = [leaf for leaf in held if leaf.trained]
+        self.parameters = sum(n * leaf.itemsize for leaf, n in held.items())
+        self.optimizer = sum(self.held(x) * x.itemsize for x in self.work.optimizer)
+        self.trained_elements = sum(held[leaf] for leaf in trained)
+        self.gathered_bytes = sum(n * leaf.compute_itemsize for leaf, n in whole.items())
+        self._gathered_decoder = sum(whole[leaf] * leaf.compute_itemsize for leaf in decoder)
+        # Without recomputation weights are saved in the dtype of the computation, and gathered
+        # weights of experts too.
+        self._saved_weights = sum(
+            (whole if "experts" in leaf.axes else held)[leaf] * leaf.compute_itemsize
+            for leaf in decoder
+        )
+        self._gradients = sum(
+            held[leaf] * (leaf.compute_itemsize if leaf.in_decoder else leaf.itemsize)
+            for leaf in trained
+        )
+
+    def held(self, leaf: Leaf) -> float:
+        """Returns the elements of a leaf that a device holds."""
+        return leaf.size / math.prod(self.parts[name] for name in leaf.axes)
+
+    def gathered_axes(self, leaf: Leaf) -> tuple[str, ...]:
+        """Returns the mesh axes over which a parameter is gathered for the computation."""
+        if self.is_lookup_table(leaf):
+            return ()  # Its rows are sent to the tokens.
+        found: list[str] = []
+        for name in leaf.axes:
+            stay = self.expert_axes if name == "experts" else ()
+            found += [a for a in self.axes[name] if a in self.token_axes and a not in stay]
+        return tuple(found)
+
+    def reduced_axes(self, leaf: Leaf) -> tuple[str, ...]:
+        """Returns the mesh axes over which the gradient of a device's share is all-reduced."""
+        split = {axis for name in leaf.axes for axis in self.axes[name]}
+        return tuple(axis for axis in self.token_axes if axis not in split)
+
+    def is_lookup_table(self, leaf: Leaf) -> bool:
+        """Returns whether a parameter is an embedding that is not the head too."""
+        heads = (other.axes == ("embed", "vocab") for other in self.work.parameters)
+        return leaf.axes == ("vocab", "embed") and any(heads)
+
+    @functools.cached_property
+    def _sequence_parts(self) -> int:
+        """Parts of a sequence that are dispatched separately, each with its own capacity."""
+        axes = (axis for axis in self.axes["sequence"] if axis not in self.expert_axes)
+        return self.mesh.parts([*axes])
+
+    @functools.cached_property
+    def slots(self) -> float:
+        """Rows that experts compute, over assigned rows: a fixed capacity is computed in full."""
+        return self._slots(self._sequence_parts)
+
+    def _slots(self, sequence_parts: int) -> float:
+        """Returns the rows of all experts over K rows per token; all tokens fill no more."""
+        moe = self.work.moe
+        if moe is None or moe.capacity_factor is None:
+            return 1.0
+        most = moe.num_experts / moe.num_experts_per_token
+        return min(moe.capacity_factor * sequence_parts, most)
+
+    @functools.cached_property
+    def receive_capacity(self) -> float:
+        """Rows of a device's receive buffer, over K rows for each of its own tokens."""
+        moe, n = self.work.moe, self.mesh.parts(self.expert_axes)
+        assert moe is not None
+        most = n * min(moe.num_experts_per_token, moe.num_experts // n) / moe.num_experts_per_token
+        if moe.buffer_factor is None:
+            return most
+        factor = moe.buffer_factor * max(1.0, n / moe.buffer_blocks)
+        return min(most, factor * self._sequence_parts)
+
+    @functools.cached_property
+    def _routed_multiple(self) -> float:
+        """Routed rows that a device holds, over those of the trace."""
+        moe = self.work.moe
+        if moe is None:
+            return 1.0
+        if moe.capacity_factor is not None:
+            return self.slots / self._slots(1)
+        return self.receive_capacity
+
+    def memory(self, candidate: Candidate) -> dict[str, float]:
+        """Returns the bytes that a device holds, by category."""
+        work, block = self.work, self.work.block
+        tokens = candidate.batch_per_device * work.seq_len / self.parts["sequence"]
+        activations = self._bytes(work.saved[candidate.remat], tokens)
+        if not work.recomputes(candidate.remat):
+            activations += self._saved_weights
+        sums = 4 * self.trained_elements if candidate.num_microbatches > 1 else 0
+        unrouted = self._bytes(Saved(block.split, block.whole), tokens)
+        return {
+            "parameters": self.parameters,
+            "optimizer": self.optimizer,
+            "gradients": self._gradients + sums,
+            "activations": activations,
+            # Weights of a block and their gradients, and the activations that it saves.
+            "block": 2 * self._gathered_decoder / work.num_blocks + unrouted,
+            "dispatch": self._bytes(Saved(routed=block.routed), tokens),
+            "logits": self._logits(tokens),
+        }
+
+    def _bytes(self, saved: Saved, tokens: float) -> float:
+        routed = saved.routed * self._routed_multiple
+        return tokens * (saved.split / self.tensor_parts + saved.whole + routed)
+
+    def _logits(self, tokens: float) -> float:
+        """Returns the bytes of a chunk of logits, and of the head and its gradient."""
+        work = self.work
+        vocab = work.vocab_size / self.parts["vocab"]
+        head = vocab * work.dim * (work.compute_itemsize + 4)
+        return head + min(2 * 4 * tokens * vocab, _CHUNK_BYTES)

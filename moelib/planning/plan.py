@@ -1,0 +1,355 @@
+"""Plans: estimates of a config's step on topologies, and the best candidates compiled."""
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from moelib.core.errors import UserError
+from moelib.core.progress import Progress
+from moelib.core.table import Table
+from moelib.planning.compiled.cache import DEFAULT_DIR
+from moelib.planning.compiled.in_subprocess import Outcome, compile_in_subprocess
+from moelib.planning.estimate.estimate import Estimate
+from moelib.planning.estimate.sweep import sweep
+from moelib.planning.lint.arrays import unscaled_memory
+from moelib.planning.report.figures import Column, figures, figures_table, gib, mib
+from moelib.planning.report.step_report import Finding, StepReport, total
+from moelib.planning.report.tables import collectives_table, kernels_table
+
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileOptions:
+    """Settings for compiled steps."""
+
+    compiler_options: Mapping[str, str] = dataclasses.field(default_factory=dict)  # Additional.
+    timeout_seconds: float | None = None  # Time limit per step.
+    cache_dir: str | None = DEFAULT_DIR  # Folder for reports; None for no cache.
+    dump_dir: str | None = None  # Folder for the program at each stage, if any.
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledStep:
+    """A candidate that was compiled, or could not be."""
+
+    estimate: Estimate
+    outcome: Outcome
+
+    @property
+    def report(self) -> StepReport | None:
+        """Report of the step; None if it could not be compiled."""
+        return self.outcome.report
+
+    def tables(self, others: Sequence[Column] = ()) -> list[Table]:
+        """Returns figures with columns of others, collectives, kernels, and the prediction.
+
+        For a step that needs too much memory, the result is a table of its estimated memory.
+        """
+        if self.report is None:
+            return [self._memory_table()] if self.outcome.out_of_memory else []
+        return [
+            figures_table(self.report, others, self._summary(self.report)),
+            collectives_table(self.report),
+            kernels_table(self.report),
+            self._prediction_table(self.report),
+        ]
+
+    def _summary(self, report: StepReport) -> list[str]:
+        """Returns sentences about the memory, the cycles, and loops of unknown length."""
+        accelerator = self.estimate.candidate.topology.accelerator
+        free = (accelerator.hbm_bytes - report.memory.peak) / _GIB
+        fit = f"fits with {free:.2f} GiB free" if free >= 0 else f"lacks {-free:.2f} GiB"
+        lines = [f"The step {fit} of {accelerator.hbm_bytes / _GIB:.2f} GiB per device."]
+        if report.cycles:  # GPU compilers do not estimate cycles.
+            clock = accelerator.cycles_per_second
+            lines.append(
+                f"{report.cycles / 1e6:.1f} Mcycles, by the compiler's estimate, are "
+                f"{1e3 * report.cycles / clock:.1f} ms at {clock / 1e9:.2f} GHz."
+            )
+        if loops := report.loops_of_unknown_length:
+            lines.append(f"Loops of unknown length, counted once: {', '.join(loops)}.")
+        return lines
+
+    def _prediction_table(self, report: StepReport) -> Table:
+        rows = [("peak memory", self.estimate.bytes_held, report.memory.peak, gib)]
+        for kind, size in self.estimate.collectives.items():
+            found = total(report.collectives, kind)
+            rows.append((kind, size, found.bytes if found else 0, mib))
+        cells = [
+            (label, write(a), write(b), f"{100 * (a - b) / b:+.1f}%" if b else "-")
+            for label, a, b, write in rows
+        ]
+        return Table("Estimate and compiled step", ("", "estimated>", "compiled>", "error>"), cells)
+
+    def _memory_table(self) -> Table:
+        estimate = self.estimate
+        sizes = sorted(estimate.memory.items(), key=lambda each: -each[1])
+        rows = [(name, f"{held / _GIB:.2f}") for name, held in sizes]
+        rows += [("total", f"{estimate.bytes_held / _GIB:.2f}")]
+        rows += [("device", f"{estimate.capacity / _GIB:.2f}")]
+        topology = estimate.candidate.topology.name
+        return Table(f"Estimated memory per device of {topology}", ("", "GiB>"), rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Estimates of a config's step, best first, and compiled steps."""
+
+    trainer_config: Any
+    name: str
+    rows: tuple[Estimate, ...]  # The best candidate of each mesh, in the order of `Sweep.rows`.
+    num_candidates: int  # Number of estimated candidates.
+    num_over_budget: int  # Meshes that exceed the budget, which `rows` excludes.
+    refused: tuple[str, ...]  # Reason for each topology that can run nothing.
+    tokens: float | None = None  # Tokens of the whole run.
+    budget: float | None = None  # Dollars of the whole run.
+    compiled: tuple[CompiledStep, ...] = ()
+
+    def table(self, max_rows: int = 20) -> Table:
+        """Returns the best rows as a table."""
+        shown = self.rows[:max_rows]
+        columns = ("#>", "topology", "mesh", "batch/device x micro-batches>", "remat", "GiB>")
+        columns += ("s/step>", "tokens/s/device>", "MFU %>", "$/billion tokens>")
+        columns += ("days>", "total $>") if self.tokens else ()
+        title = f"{self.name}: {len(shown)} of {len(self.rows)} meshes, "
+        title += f"{self.num_candidates} candidates"
+        footnotes = _details(self.rows[0])
+        if self.budget is not None:
+            footnotes.append("!: within the budget at the low end of the range only.")
+        if self.num_over_budget:
+            footnotes.append(f"{self.num_over_budget} meshes over the budget are not shown.")
+        rows = [(f"{i}", *self._cells(each)) for i, each in enumerate(shown, start=1)]
+        return Table(title, (*columns, "limit"), rows, footnotes)
+
+    def _cells(self, estimate: Estimate) -> list[str]:
+        candidate = estimate.candidate
+        cells = [
+            candidate.topology.name,
+            str(candidate.mesh),
+            f"{candidate.batch_per_device:g} x {candidate.num_microbatches}",
+            candidate.remat,
+            f"{estimate.bytes_held / _GIB:.1f} of {estimate.capacity / _GIB:.1f}",
+            _range(estimate.seconds),
+            _range(estimate.tokens_per_second),
+            _range([100 * share for share in estimate.mfu]),
+            _range(estimate.dollars_per_billion),
+        ]
+        if self.tokens:
+            days, dollars = estimate.whole_run(self.tokens)
+            unsure = self.budget is not None and dollars[1] > self.budget
+            cells += [_range(days), _range(dollars) + (" !" if unsure else "")]
+        return [*cells, _limit(estimate)]
+
+    def to_json(self, max_rows: int | None = None) -> dict[str, Any]:
+        """Returns rows, reports, their figures, and failures as JSON values."""
+        steps = [(step, step.report) for step in self.compiled]
+        reports = [report for _, report in steps if report is not None]
+        return {
+            "rows": [_row_as_json(each) for each in self.rows[:max_rows]],
+            "compiled": [json.loads(report.to_json()) for report in reports],
+            "figures": [figures(report) for report in reports],
+            "failures": [_failure_as_json(step) for step, report in steps if report is None],
+        }
+
+    def compile_best(
+        self, num: int, options: CompileOptions, *, show_progress: bool = False
+    ) -> Iterator[CompiledStep]:
+        """Yields the best candidates that fit, compiled; the nearest ones if none fits.
+
+        Ctrl-C ends the step that is being compiled, and all others.
+        """
+        chosen = ([each for each in self.rows if each.fits] or list(self.rows))[:num]
+        for number, estimate in enumerate(chosen, start=1):
+            dump_dir = options.dump_dir
+            if dump_dir is not None and len(chosen) > 1:
+                dump_dir = os.path.join(dump_dir, str(number))
+            candidate = estimate.candidate
+            with Progress("compile", enabled=show_progress) as progress:
+                progress.update(text=f"{candidate.topology.name}, {candidate.mesh}, maybe minutes")
+                outcome = compile_in_subprocess(
+                    candidate.apply(self.trainer_config),
+                    candidate.topology.name,
+                    name=self.name,
+                    compiler_options=options.compiler_options,
+                    timeout_seconds=options.timeout_seconds,
+                    cache_dir=options.cache_dir and os.path.expanduser(options.cache_dir),
+                    dump_dir=dump_dir,
+                    on_progress=lambda text, shown=progress: shown.update(text=text),
+                )
+            yield CompiledStep(estimate, outcome)
+            if outcome.interrupted:
+                return
+
+    def scaling_findings(self) -> Iterator[tuple[str, Finding]]:
+        """Yields ("A to B", finding) for memory of compiled steps that more devices do not reduce.
+
+        Only topologies of one accelerator are compared, and temporaries only if the remat and the
+        number of micro-batches are equal.
+        """
+        steps = [(x.report, x.estimate.candidate) for x in self.compiled if x.report is not None]
+        steps.sort(key=lambda each: each[1].topology.num_devices)
+        for (few, one), (many, other) in itertools.combinations(steps, 2):
+            shapes = one.topology, other.topology
+            if shapes[0].accelerator != shapes[1].accelerator:
+                continue
+            if shapes[0].num_devices == shapes[1].num_devices:
+                continue
+            alike = (one.remat, one.num_microbatches) == (other.remat, other.num_microbatches)
+            for finding in unscaled_memory(few, many):
+                if alike or finding.instruction == "arguments":
+                    yield f"{few.topology} to {many.topology}", finding
+
+
+def plan(
+    trainer_config: Any,
+    topologies: str | Sequence[str],
+    *,
+    mesh: str | None = None,
+    current_mesh: bool = False,
+    tokens: float | None = None,
+    budget: float | None = None,
+    prices: Mapping[str, float] | None = None,
+    num_compiled: int = 0,
+    compile_options: CompileOptions | None = None,
+    name: str = "config",
+    show_progress: bool = False,
+) -> Plan:
+    """Returns estimates of a config's step on every legal mesh of topologies, best first.
+
+    Nothing is allocated, and no accelerator is needed.
+
+    Args:
+        trainer_config: A `SpmdTrainer.Config`; its global batch size is kept.
+        topologies: Names such as "v6e:2x2", "2*v5p:4x4x4" or "h100:2x8".
+        mesh: Sizes of mesh axes such as "fsdp=2,expert=-1"; by default every legal mesh.
+        current_mesh: Whether to plan the config's own mesh, micro-batches and remat only.
+        tokens: Tokens of the whole run, for its days and dollars.
+        budget: Dollars of the whole run; meshes that cost more at best are excluded.
+        prices: Dollars per device-hour by accelerator, which replace public prices.
+        num_compiled: Number of the best candidates to compile, which may take minutes each.
+        compile_options: Settings for compiled steps.
+        name: Name of the config in tables.
+        show_progress: Whether to show progress on stderr.
+
+    Raises:
+        UserError: If an argument or the config is invalid, or no topology can run the config.
+    """
+    for argument, value in (("tokens", tokens), ("budget", budget)):
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"{argument}={value:g}: set it above 0.")
+    if budget is not None and tokens is None:
+        raise UserError(f"budget={budget:g} is for a whole run: set tokens to its length.")
+    if current_mesh and mesh is not None:
+        raise UserError(
+            f"mesh={mesh!r}: current_mesh takes the config's own mesh; set one of them."
+        )
+    names = [topologies] if isinstance(topologies, str) else topologies
+    with Progress("plan", enabled=show_progress) as progress:
+        found = sweep(
+            trainer_config,
+            names,
+            mesh=mesh,
+            current_mesh=current_mesh,
+            prices=prices,
+            on_progress=lambda text: progress.update(text=text),
+        )
+    rows = found.rows
+    if budget is not None and tokens is not None:
+        rows = tuple(each for each in found.rows if each.whole_run(tokens)[1][0] <= budget)
+        if not rows:
+            dollars = [each.whole_run(tokens)[1][0] for each in found.rows if each.fits]
+            cheapest = (
+                f"the cheapest that fits costs {min(dollars):,.0f}" if dollars else "none fits"
+            )
+            raise UserError(
+                f"budget={budget:g}: all {found.num_candidates} candidates exceed it; {cheapest}."
+            )
+    made = Plan(
+        trainer_config=trainer_config,
+        name=name,
+        rows=rows,
+        num_candidates=found.num_candidates,
+        num_over_budget=len(found.rows) - len(rows),
+        refused=found.refused,
+        tokens=tokens,
+        budget=budget,
+    )
+    options = compile_options or CompileOptions()
+    steps = made.compile_best(num_compiled, options, show_progress=show_progress)
+    return dataclasses.replace(made, compiled=tuple(steps))
+
+
+def _details(estimate: Estimate) -> list[str]:
+    """Returns lines about the memory, FLOPs and traffic of the first row."""
+    held = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in estimate.memory.items())
+    flops = [_number(x / 1e12) for x in (estimate.model_flops, estimate.hardware_flops)]
+    sent = [_number(x / _GIB) for x in (estimate.links_bytes, estimate.network_bytes)]
+    return [
+        f"#1, per step and device: {held} GiB;",
+        f"{flops[0]} TFLOPs of the model, {flops[1]} with recomputation;",
+        f"{sent[0]} GiB over links, {sent[1]} GiB over the network.",
+    ]
+
+
+def _limit(estimate: Estimate) -> str:
+    """Returns the limit of a candidate, with the missing memory if it does not fit."""
+    if estimate.fits:
+        return estimate.limit
+    missing = (estimate.bytes_held - estimate.capacity) / _GIB
+    if missing <= 0:
+        return f"memory: {-missing:.1f} GiB left is within the estimate's error"
+    largest = max(estimate.memory, key=estimate.memory.__getitem__)
+    held = estimate.memory[largest] / _GIB
+    return f"memory: lacks {missing:.1f} GiB; {largest} {held:.1f}"
+
+
+def _range(values: Iterable[float]) -> str:
+    low, high = map(_number, values)
+    return low if low == high else f"{low} to {high}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _mesh_as_json(estimate: Estimate) -> dict[str, Any]:
+    mesh = estimate.candidate.mesh
+    return {
+        "topology": estimate.candidate.topology.name,
+        "mesh": {"inside": mesh.inside, "across": mesh.across},
+    }
+
+
+def _row_as_json(estimate: Estimate) -> dict[str, Any]:
+    """Returns a row as JSON values: bytes, seconds and dollars, a range as [low, high]."""
+    return {
+        **_mesh_as_json(estimate),
+        "rows": estimate.candidate.batch_per_device,
+        "num_microbatches": estimate.candidate.num_microbatches,
+        "remat": estimate.candidate.remat,
+        "memory": dict(estimate.memory),
+        "capacity": estimate.capacity,
+        "fits": estimate.fits,
+        "model_flops": estimate.model_flops,
+        "hardware_flops": estimate.hardware_flops,
+        "collectives": dict(estimate.collectives),
+        "links_bytes": estimate.links_bytes,
+        "network_bytes": estimate.network_bytes,
+        "seconds": list(estimate.seconds),
+        "seconds_at_peak": dict(estimate.parts),
+        "tokens_per_second": list(estimate.tokens_per_second),
+        "mfu": list(estimate.mfu),
+        "dollars_per_billion_tokens": list(estimate.dollars_per_billion),
+        "limit": estimate.limit,
+    }
+
+
+def _failure_as_json(step: CompiledStep) -> dict[str, Any]:
+    outcome = step.outcome
+    stages = {"failure": outcome.failure, "stages": dict(outcome.stages)}
+    return {**_mesh_as_json(step.estimate), **stages}

@@ -1,0 +1,45 @@
+"""Figures of reports by key, and columns of other programs to compare."""
+
+import dataclasses
+import json
+import pathlib
+
+import pytest
+
+from moelib.core.errors import UserError
+from moelib.planning.report.figures import figures, figures_table, read_columns
+from tests.planning.report.test_step_report import make_report
+
+MAXTEXT = pathlib.Path(__file__).parents[3] / "experiments/gpt_oss_maxtext.json"
+
+
+def test_figures_include_flops_over_those_of_the_model():
+    report = make_report(model_flops=4, matmul_flops=8)
+    found = figures(report)
+    assert found["executed_over_model_flops"] == (8 + report.kernel_flops) / 4
+    assert found["cycles"] == report.cycles
+    assert "cycles" not in figures(dataclasses.replace(report, cycles=0))
+
+
+def test_a_file_of_reports_or_of_figures_becomes_columns(tmp_path):
+    report = make_report()
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"compiled": [json.loads(report.to_json())]}))
+    assert read_columns(str(path)) == [("x", figures(report))]
+    path.write_text(report.to_json())
+    assert read_columns(str(path)) == [("x", figures(report))]
+    maxtext, aim = read_columns(str(MAXTEXT))
+    assert (maxtext.name, aim.name) == ("MaxText", "aim")
+    rows = {row[0]: row[1:] for row in figures_table(report, [maxtext, aim]).rows if row}
+    assert rows["peak memory"] == ("0.000 GiB", "15.519 GiB", "13.500 GiB")
+    assert rows["reduce-scatter"] == ("-", "1,648.0 MiB", "no more")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [('{"memory.peek": 1}', "did you mean 'memory.peak'"), ("[]", "figures.json"), ("{", "--json")],
+)
+def test_other_files_are_refused(tmp_path, text, message):
+    (tmp_path / "figures.json").write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_columns(str(tmp_path / "figures.json"))

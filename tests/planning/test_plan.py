@@ -1,0 +1,142 @@
+"""`plan`: rows, budgets, and compiled steps."""
+
+import dataclasses
+import json
+
+import pytest
+
+from moelib.core.accelerators import ACCELERATORS
+from moelib.core.errors import UserError
+from moelib.planning import plan as plan_lib
+from moelib.planning.compiled.in_subprocess import Outcome
+from moelib.planning.plan import CompileOptions, plan
+from moelib.planning.report.step_report import Memory
+from tests.planning import tiny_moe
+from tests.planning.report.test_step_report import make_report
+
+
+@pytest.fixture
+def outcomes(monkeypatch):
+    """Replaces compilation: a test adds the outcomes; returns them and the calls."""
+    waiting, calls = [], []
+
+    def compile_in_subprocess(cfg, topology_name, **settings):
+        calls.append((cfg, topology_name, settings))
+        return waiting.pop(0)
+
+    monkeypatch.setattr(plan_lib, "compile_in_subprocess", compile_in_subprocess)
+    return waiting, calls
+
+
+def test_a_plan_has_rows_as_data_and_as_a_table():
+    found = plan(tiny_moe.config(), ["v6e:2x2", "h100:1x8"], tokens=1e12)
+    assert found.rows[0].fits
+    table = found.table(max_rows=3)
+    assert len(table.rows) == 3
+    assert {"MFU %>", "$/billion tokens>", "days>", "total $>"} <= set(table.columns)
+    saved = found.to_json(max_rows=3)
+    assert saved["compiled"] == []
+    row = saved["rows"][0]
+    assert row["seconds"][0] < row["seconds"][1]
+    assert {"parameters", "optimizer", "gradients", "activations"} <= row["memory"].keys()
+    assert f"parameters {row['memory']['parameters'] / 2**30:.1f}, " in table.footnotes[0]
+    assert json.loads(json.dumps(saved)) == saved
+
+
+def test_a_budget_excludes_meshes_that_cost_more():
+    where = ["h100:1x2", "h100:1x8"]
+    rows = plan(tiny_moe.config(), where, tokens=1e12).rows
+    dollars = sorted(row.whole_run(1e12)[1][0] for row in rows)
+    budget = dollars[1] * 1.001
+    found = plan(tiny_moe.config(), where, tokens=1e12, budget=budget)
+    assert len(found.rows) == sum(each <= budget for each in dollars) > 0
+    assert found.num_over_budget == len(rows) - len(found.rows) > 0
+    assert all(row[-2].endswith(" !") for row in found.table().rows)
+    with pytest.raises(UserError, match=r"budget=1e-09.* costs [\d,]+\."):
+        plan(tiny_moe.config(), where, tokens=1e12, budget=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"budget": 5.0}, "budget=5"),
+        ({"tokens": -5.0}, "tokens=-5"),
+        ({"tokens": float("nan")}, "tokens=nan"),
+        ({"mesh": "fsdp=4", "current_mesh": True}, "mesh='fsdp=4'"),
+    ],
+)
+def test_impossible_arguments_are_refused(arguments, message):
+    with pytest.raises(UserError, match=message):
+        plan(tiny_moe.config(), "v6e:2x2", **arguments)
+
+
+@pytest.mark.parametrize(("share", "fits"), [(0.95, False), (0.85, True)])
+def test_a_nearly_full_device_does_not_fit(share, fits):
+    (row,) = plan(tiny_moe.config(), "h100:1x8", mesh="data=8").rows
+    capacity = int(row.bytes_held / share)
+    full = dataclasses.replace(row, capacity=capacity)
+    assert full.fits == fits
+    assert ("within the estimate's error" in plan_lib._limit(full)) != fits
+    assert "lacks" in plan_lib._limit(dataclasses.replace(row, capacity=capacity // 2))
+
+
+def test_the_best_are_compiled_with_their_candidates_config(outcomes, tmp_path):
+    waiting, calls = outcomes
+    waiting += [Outcome(make_report()), Outcome(None, "it crashed", {"trace": 0.5})]
+    options = CompileOptions({"xla_a": "1"}, 60.0, str(tmp_path), str(tmp_path / "dump"))
+    found = plan(tiny_moe.config(), "v6e:2x2", num_compiled=2, compile_options=options, name="tiny")
+    for (cfg, where, settings), row in zip(calls, found.rows, strict=False):
+        assert (where, settings["name"]) == ("v6e:2x2", "tiny")
+        assert cfg.mesh_shape == row.candidate.apply(tiny_moe.config()).mesh_shape
+        assert (settings["compiler_options"], settings["timeout_seconds"]) == ({"xla_a": "1"}, 60.0)
+    assert [call[2]["dump_dir"] for call in calls] == [f"{tmp_path}/dump/{i}" for i in (1, 2)]
+    saved = found.to_json()
+    assert [len(saved[key]) for key in ("compiled", "figures", "failures")] == [1, 1, 1]
+    assert saved["failures"][0]["topology"] == "v6e:2x2"
+    assert saved["failures"][0]["stages"] == {"trace": 0.5}
+
+
+def test_ctrl_c_ends_all_compilation(outcomes):
+    waiting, calls = outcomes
+    waiting.append(Outcome(None, "stopped by Ctrl-C", interrupted=True))
+    plan(tiny_moe.config(), "v6e:2x2", num_compiled=3)
+    assert len(calls) == 1
+
+
+def test_a_step_without_enough_memory_is_a_table_of_the_estimate(outcomes):
+    outcomes[0].append(Outcome(None, "too much", out_of_memory=True))
+    (step,) = plan(tiny_moe.config(), "v6e:2x2", num_compiled=1).compiled
+    (table,) = step.tables()
+    sizes = {name: float(size) for name, size in table.rows}
+    assert sizes.pop("device") == pytest.approx(ACCELERATORS["v6e"].hbm_bytes / 2**30, abs=0.005)
+    held = sizes.pop("total")
+    assert {"parameters", "optimizer", "activations"} <= sizes.keys()
+    assert sum(sizes.values()) == pytest.approx(held, abs=0.005 * (len(sizes) + 1))
+
+
+def test_a_compiled_step_is_compared_with_its_estimate(outcomes):
+    outcomes[0].append(Outcome(make_report(memory=Memory(2**30, 0, 0, 0, 0, 0))))
+    (step,) = plan(tiny_moe.config(), "v6e:2x2", num_compiled=1).compiled
+    figures, _, _, prediction = step.tables()
+    assert "30.24 GiB free of 31.24 GiB" in figures.footnotes[0]
+    rows = {row[0]: row[1:] for row in prediction.rows}
+    held = step.estimate.bytes_held / 2**30
+    assert rows["peak memory"] == (f"{held:.3f} GiB", "1.000 GiB", f"{100 * (held - 1):+.1f}%")
+
+
+def test_memory_that_more_devices_of_a_kind_do_not_reduce_is_found(outcomes):
+    memory = Memory(3 << 30, 1 << 30, 0, 2 << 30, 0, 0)
+    devices = {"v6e:2x2": 4, "v6e:2x4": 8, "h100:1x16": 16}
+    reports = [
+        make_report(topology=name, memory=memory, mesh={"data": n}) for name, n in devices.items()
+    ]
+    found = plan(tiny_moe.config(), ["v6e:2x2", "v6e:2x4", "h100:2x8"])
+    best = {row.candidate.topology.name: row for row in reversed(found.rows)}
+    steps = [
+        plan_lib.CompiledStep(best[name], Outcome(report))
+        for name, report in zip(("v6e:2x2", "v6e:2x4", "h100:2x8"), reports, strict=True)
+    ]
+    found = dataclasses.replace(found, compiled=tuple(reversed(steps)))
+    findings = list(found.scaling_findings())
+    assert {name for name, _ in findings} == {"v6e:2x2 to v6e:2x4"}
+    assert "arguments" in {finding.instruction for _, finding in findings}
