@@ -1,4 +1,4 @@
-"""Summaries: numbers by step, as JSON lines and as TensorBoard event files."""
+"""Metrics by step, written as JSON lines and as TensorBoard event files."""
 
 import contextlib
 import json
@@ -7,47 +7,67 @@ import math
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 
 from moelib.core.config import REQUIRED, Required, config_class
+from moelib.core.files import atomic_file
+from moelib.core.metrics import Scalars
 from moelib.core.module import Module, nowrap
 
 logger = logging.getLogger(__name__)
 
+# TensorBoard shows tags by the part before the first "/", in alphabetical order. {part: first parts
+# of the names of metrics}; metrics of layers and of the model are in "model".
+_TAG_GROUPS = {
+    "loss": "loss mean_loss cross_entropy perplexity bits_per_byte objective aux_loss",
+    "optimizer": "learning_rate gradient_norm parameter_norm update_norm skipped skipped_steps",
+    "speed": "tokens_per_second step_seconds tflops_per_second mfu device_memory_gb",
+    "time": "time",
+    "tokens": "num_tokens bytes_per_token",
+}
+_GROUP_OF = {name: group for group, names in _TAG_GROUPS.items() for name in names.split()}
+
+
+def tensorboard_tag(name: str) -> str:
+    """Returns the tag of a metric: its name after the group that TensorBoard shows it in."""
+    first = name.partition("/")[0]
+    group = _GROUP_OF.get(first, "model")
+    return name if name.startswith(f"{group}/") else f"{group}/{name}"
+
 
 class SummaryWriter(Module):
-    """Writes scalars; on process 0 alone.
+    """Writes metrics; on process 0 only.
 
-    `<dir>/<group>/` holds TensorBoard's files, `<jsonl_path>` one JSON object a line and step.
+    `<dir>/<group>/` holds TensorBoard's files, `<jsonl_path>` one JSON object per line and step.
     """
 
     @config_class
     class Config(Module.Config):
-        dir: Required[str] = REQUIRED  # A trainer sets <its dir>/summaries.
+        dir: Required[str] = REQUIRED  # Folder of event files; a trainer sets <its dir>/summaries.
         jsonl_path: Required[str] = REQUIRED  # A trainer sets <its dir>/metrics.jsonl.
         formats: Sequence[Literal["tensorboard", "json_lines"]] = ("tensorboard", "json_lines")
 
     def __init__(self, cfg: Any, *, parent: Module | None) -> None:
         super().__init__(cfg, parent=parent)
-        self._active = jax.process_index() == 0
-        self._events: dict[str, Any] = {}
-        self._jsonl: Any = None
+        is_main, formats = jax.process_index() == 0, self.config.formats
+        self._writes_json = is_main and "json_lines" in formats
+        self._writes_events = is_main and "tensorboard" in formats
+        self._events: dict[str, _EventFile] = {}
+        self._json_lines: Any = None
         self._purge_step: int | None = None
-        self._failures = 0
+        self._num_failures = 0
 
     @nowrap
     def resume(self, step: int) -> None:
-        """Drops what was written after `step`, so that a resumed run goes on where it restored.
+        """Drops everything written after `step`, so that a resumed run continues from there.
 
-        If the disk does not allow it, that is logged as an error, and the later lines stay.
+        If that fails, an error is logged, and the later lines stay.
         """
-        if not self._active:
-            return
         self._purge_step = step + 1
-        if "json_lines" not in self.config.formats:
+        if not self._writes_json:
             return
         path = self.config.jsonl_path
         try:
@@ -59,63 +79,69 @@ class SummaryWriter(Module):
 
     @nowrap
     def write(self, step: int, scalars: Mapping[str, float], *, group: str = "train") -> None:
-        """Writes scalars of a step; they are on disk when this returns.
+        """Writes the metrics of a step; they are in the files when this returns.
 
-        That the disk is full is logged as an error, and no more.
+        A full disk is logged as an error, and training goes on.
 
         Args:
             step: The step.
-            scalars: By name; in JSON, what is not finite becomes null.
-            group: "train" or the name of an evaler, which in JSON is put before the names.
+            scalars: Metrics by name; values that are not finite become null in JSON.
+            group: "train" or the name of an evaler, which precedes the names in JSON.
         """
-        if not self._active:
-            return
+        with self._failures_logged(step):
+            if self._writes_json:
+                prefix = "" if group == "train" else f"{group}/"
+                values = {
+                    f"{prefix}{name}": x if math.isfinite(x) else None
+                    for name, x in scalars.items()
+                }
+                line = {"step": step, "time": round(time.time(), 3), **values}
+                self._open_json_lines().write(json.dumps(line) + "\n")
+            if self._writes_events:
+                tags = {tensorboard_tag(name): value for name, value in scalars.items()}
+                self._event_file(group).add_scalars(step, tags)
+
+    @nowrap
+    def write_text(self, step: int, title: str, text: str) -> None:
+        """Writes text for TensorBoard's text tab, shown as it is, without Markdown."""
+        if self._writes_events:
+            with self._failures_logged(step):
+                self._event_file("train").add_text(step, title, text)
+
+    @contextlib.contextmanager
+    def _failures_logged(self, step: int) -> Iterator[None]:
+        """Logs the first error of the disk, and the end of a series of them."""
         try:
-            if "json_lines" in self.config.formats:
-                self._write_json(step, scalars, group)
-            if "tensorboard" in self.config.formats:
-                self._write_events(step, scalars, group)
+            yield
         except OSError as error:
-            self._failures += 1
-            if self._failures == 1:
+            self._num_failures += 1
+            if self._num_failures == 1:
                 logger.error("NO METRICS of step %d: %s. Training goes on.", step, error)
             return
-        if self._failures:
-            logger.error("Metrics are written again; %d writes failed before.", self._failures)
-            self._failures = 0
+        if self._num_failures:
+            logger.error("Metrics are written again, after %d failures.", self._num_failures)
+            self._num_failures = 0
 
-    def _write_json(self, step: int, scalars: Mapping[str, float], group: str) -> None:
-        prefix = "" if group == "train" else f"{group}/"
-        values = {f"{prefix}{name}": _json_number(x) for name, x in scalars.items()}
-        line = json.dumps({"step": step, "time": round(time.time(), 3), **values})
-        self._json_lines().write(line + "\n")
-
-    def _json_lines(self) -> Any:
-        if self._jsonl is None:
+    def _open_json_lines(self) -> Any:
+        if self._json_lines is None:
             path = self.config.jsonl_path
             os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-            self._jsonl = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
-        return self._jsonl
+            self._json_lines = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+        return self._json_lines
 
-    def _write_events(self, step: int, scalars: Mapping[str, float], group: str) -> None:
-        from tensorboard.compat.proto import summary_pb2
-
+    def _event_file(self, group: str) -> "_EventFile":
         if group not in self._events:
             self._events[group] = _EventFile(os.path.join(self.config.dir, group))
             if self._purge_step is not None:
                 self._events[group].purge(self._purge_step)
-        values = [summary_pb2.Summary.Value(tag=tag, simple_value=x) for tag, x in scalars.items()]
-        self._events[group].add(step=step, summary=summary_pb2.Summary(value=values))
+        return self._events[group]
 
     @nowrap
     def close(self) -> None:
-        """Closes the files. The writer can be used again.
-
-        What the disk does not take is lost, which is logged as an error, and no more.
-        """
-        files = [*self._events.values(), *([] if self._jsonl is None else [self._jsonl])]
+        """Closes the files; a later write opens them again. Errors of the disk are logged."""
+        files = [*self._events.values(), *([] if self._json_lines is None else [self._json_lines])]
         self._events.clear()
-        self._jsonl = None
+        self._json_lines = None
         for file in files:
             try:
                 file.close()
@@ -135,14 +161,14 @@ class _EventFile:
         self._file = open(path, "xb")  # noqa: SIM115
         self._records = RecordWriter(self._file)
         try:
-            self.add(file_version="brain.Event:2")
+            self._add(file_version="brain.Event:2")
         except OSError:
             with contextlib.suppress(OSError):
                 self._file.close()
             os.remove(path)
             raise
 
-    def add(self, **fields: Any) -> None:
+    def _add(self, **fields: Any) -> None:
         """Writes an event with these fields."""
         from tensorboard.compat.proto import event_pb2
 
@@ -150,11 +176,30 @@ class _EventFile:
         self._records.write(event.SerializeToString())
         self._records.flush()
 
+    def add_scalars(self, step: int, scalars: Scalars) -> None:
+        """Writes scalars by tag."""
+        from tensorboard.compat.proto import summary_pb2
+
+        values = [summary_pb2.Summary.Value(tag=tag, simple_value=x) for tag, x in scalars.items()]
+        self._add(step=step, summary=summary_pb2.Summary(value=values))
+
+    def add_text(self, step: int, tag: str, text: str) -> None:
+        """Writes text, as a code block of Markdown."""
+        from tensorboard.compat.proto import summary_pb2, tensor_pb2, types_pb2
+
+        block = "".join(f"    {line}\n" for line in text.splitlines())
+        tensor = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[block.encode()])
+        plugin = summary_pb2.SummaryMetadata.PluginData(plugin_name="text")
+        value = summary_pb2.Summary.Value(
+            tag=tag, tensor=tensor, metadata=summary_pb2.SummaryMetadata(plugin_data=plugin)
+        )
+        self._add(step=step, summary=summary_pb2.Summary(value=[value]))
+
     def purge(self, step: int) -> None:
-        """Tells TensorBoard to forget what older files hold from `step` on."""
+        """Makes TensorBoard ignore events of older files from `step` on."""
         from tensorboard.compat.proto import event_pb2
 
-        self.add(step=step, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
+        self._add(step=step, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
 
     def close(self) -> None:
         try:
@@ -163,31 +208,21 @@ class _EventFile:
             self._file.close()
 
 
-def _json_number(x: float) -> float | None:
-    return x if math.isfinite(x) else None
-
-
 def truncate_json_lines(path: str, step: int) -> int:
-    """Drops the lines of a file of JSON lines that are past `step`, or torn; returns how many."""
+    """Drops the incomplete lines of a file of JSON lines and those after `step`; counts them."""
     if not os.path.exists(path):
         return 0
-    kept, dropped = [], 0
+    kept, num_dropped = [], 0
     with open(path, encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if line.endswith("\n") and _step_of(line) <= step:
                 kept.append(line)
             else:
-                dropped += 1
-    if dropped:
-        try:
-            with open(f"{path}.tmp", "w", encoding="utf-8") as out:
-                out.writelines(kept)
-            os.replace(f"{path}.tmp", path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.remove(f"{path}.tmp")  # Half of it would take room for nothing.
-            raise
-    return dropped
+                num_dropped += 1
+    if num_dropped:
+        with atomic_file(path) as file:
+            file.writelines(kept)
+    return num_dropped
 
 
 def _step_of(line: str) -> float:

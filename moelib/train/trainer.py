@@ -460,6 +460,7 @@ class SpmdTrainer(Module):
             if jax.process_index() == 0:
                 write_config(cfg, cfg.dir)
             self.summary_writer.resume(self.step)
+            self.summary_writer.write_text(self.step, "config", cfg.debug_string())
             return TrainLoop(self).run()
 
     @nowrap

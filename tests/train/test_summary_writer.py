@@ -1,13 +1,16 @@
 """Summaries: JSON lines and event files, and that a resumed run goes on in them."""
 
+import contextlib
 import errno
 import json
 import os
 
 import pytest
+from tensorboard.compat.tensorflow_stub import errors
 
 from moelib.train import summary_writer
 from moelib.train.summary_writer import SummaryWriter, truncate_json_lines
+from tests import tiny
 
 
 def make(path, **settings):
@@ -31,25 +34,47 @@ def test_json_lines(tmp_path):
     assert found == [{"step": 1, "loss": 2.0, "norm": None}, {"step": 1, "val/loss": 3.0}]
 
 
-def test_tensorboard_reads_what_is_written(tmp_path):
+def events_of(folder):
+    """Returns the events in the one file of a folder, as TensorBoard reads them."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
 
+    (path,) = folder.iterdir()
+    reader, events = PyRecordReader_New(str(path)), []
+    with contextlib.suppress(errors.OutOfRangeError):
+        while True:
+            reader.GetNext()
+            events.append(Event.FromString(reader.record()))
+    return events
+
+
+def test_tensorboard_reads_what_is_written(tmp_path):
     writer = make(tmp_path, formats=("tensorboard",))
     writer.resume(4)
     writer.write(5, {"loss": 2.5})
+    writer.write_text(5, "config", "a: 1\nb: 2\n")
     writer.close()
     assert not (tmp_path / "metrics.jsonl").exists()
-    (path,) = (tmp_path / "summaries" / "train").iterdir()
-    reader, events = PyRecordReader_New(str(path)), []
-    for _ in range(3):
-        reader.GetNext()
-        events.append(Event.FromString(reader.record()))
-    assert events[0].file_version == "brain.Event:2"
-    assert events[1].step == 5
-    assert events[1].session_log.status == events[1].session_log.START
-    assert events[2].step == 5
-    assert [(v.tag, v.simple_value) for v in events[2].summary.value] == [("loss", 2.5)]
+    header, purge, scalars, text = events_of(tmp_path / "summaries" / "train")
+    assert header.file_version == "brain.Event:2"
+    assert purge.step == scalars.step == text.step == 5
+    assert purge.session_log.status == purge.session_log.START
+    assert [(v.tag, v.simple_value) for v in scalars.summary.value] == [("loss/loss", 2.5)]
+    (value,) = text.summary.value
+    assert (value.tag, value.metadata.plugin_data.plugin_name) == ("config", "text")
+    assert value.tensor.string_val[0] == b"    a: 1\n    b: 2\n"
+
+
+def test_tags_of_a_run_are_grouped(tmp_path):
+    cfg = tiny.trainer_config(tmp_path, max_step=1)
+    cfg.learner.norms_of = ["head"]
+    cfg.instantiate(parent=None).run()
+    tags = {v.tag for e in events_of(tmp_path / "summaries" / "train") for v in e.summary.value}
+    assert {"loss/loss", "loss/aux_loss", "loss/perplexity", "optimizer/learning_rate"} <= tags
+    assert {"optimizer/gradient_norm/head", "speed/tokens_per_second", "time/input"} <= tags
+    assert {"tokens/num_tokens", "model/logits_max", "config"} <= tags
+    groups = {tag.partition("/")[0] for tag in tags}
+    assert groups == {"config", "loss", "model", "optimizer", "speed", "time", "tokens"}
 
 
 def test_resumed_run_overwrites_later_steps_and_torn_lines(tmp_path):
@@ -72,14 +97,14 @@ def test_full_disk_is_said_once_and_training_goes_on(tmp_path, caplog, monkeypat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "_json_lines", full)
+        patch.setattr(writer, "_open_json_lines", full)
         for step in (1, 2):
             writer.write(step, {"loss": 1.0})
     assert caplog.text.count("NO METRICS of step 1: [Errno 28] No space left on device") == 1
     assert "step 2" not in caplog.text
     writer.write(3, {"loss": 1.0})
     writer.close()
-    assert "written again; 2 writes failed" in caplog.text
+    assert "written again, after 2 failures" in caplog.text
     assert [line["step"] for line in lines(tmp_path)] == [3]
 
 
@@ -111,7 +136,7 @@ def test_event_file_that_cannot_be_begun_leaves_nothing(tmp_path, monkeypatch):
     def full(self, **fields):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(summary_writer._EventFile, "add", full)
+    monkeypatch.setattr(summary_writer._EventFile, "_add", full)
     writer = make(tmp_path, formats=("tensorboard",))
     writer.write(1, {"loss": 1.0})
     writer.close()
@@ -121,7 +146,7 @@ def test_event_file_that_cannot_be_begun_leaves_nothing(tmp_path, monkeypatch):
 def test_run_on_a_full_disk_can_be_resumed(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n')
-    (tmp_path / "metrics.jsonl.tmp").symlink_to("/dev/full")
+    (tmp_path / f"metrics.jsonl.tmp-{os.getpid()}").symlink_to("/dev/full")
     make(tmp_path).resume(1)
     assert "METRICS after step 1 stay in" in caplog.text
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
