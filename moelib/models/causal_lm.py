@@ -19,8 +19,8 @@ from moelib.parallel.sharding import constrain
 class CausalLM(BaseLayer):
     """Predicts each token from those before it.
 
-    A batch holds `input_ids [B, S] int32`, `target_labels [B, S]` (negative: does not count),
-    and optionally `segment_ids [B, S]` (0 is padding) and `positions [B, S]`.
+    A batch holds `input_ids [B, S] int32`, `target_labels [B, S]` (negative: ignored), and
+    optionally `segment_ids [B, S]` (0 is padding) and `positions [B, S]`.
     """
 
     @config_class
@@ -53,7 +53,7 @@ class CausalLM(BaseLayer):
             self._add_child("lm_head", head)
 
     def hidden(self, batch: Batch) -> Float[Array, "B S D"]:
-        """Returns the normalised output of the decoder."""
+        """Returns the normalized output of the decoder."""
         ids: Int[Array, "B S"] = batch["input_ids"]
         segment_ids = batch.get("segment_ids")
         positions = batch.get("positions")
@@ -68,7 +68,7 @@ class CausalLM(BaseLayer):
         """Returns (loss, metrics): means over the batch's valid tokens and their number.
 
         The loss is the cross-entropy in nats plus the z-loss of the config; auxiliary losses of
-        layers are put out beside it. Metrics hold `cross_entropy` alone.
+        layers are outputs of their own. The only metric is `cross_entropy`.
         """
         hidden = self.hidden(batch)
         tied = self.config.lm_head is None
@@ -86,7 +86,7 @@ class CausalLM(BaseLayer):
 
     @nowrap
     def token_counts(self, batch: Batch) -> tuple[Array, Array]:
-        """Returns how many tokens the loss counts, and how many are no padding, float32."""
+        """Returns the numbers of tokens with a label and of tokens without padding, float32."""
         labels, segment_ids = batch["target_labels"], batch.get("segment_ids")
         tokens = jnp.ones_like(labels) if segment_ids is None else segment_ids
         counted = (jnp.sum(mask, dtype=jnp.float32) for mask in (labels >= 0, tokens > 0))
@@ -98,7 +98,7 @@ class CausalLM(BaseLayer):
         return self._head(self.hidden(batch))
 
     def logits_at(self, batch: Batch, index: Int[Array, "B"]) -> Float[Array, "B V"]:
-        """Returns the logits of the token after the one at `index` of each row."""
+        """Returns the logits of the token that follows position `index` of each sequence."""
         hidden = jnp.take_along_axis(self.hidden(batch), index[:, None, None], axis=1)
         return self._head(hidden)[:, 0]
 
@@ -114,5 +114,5 @@ class CausalLM(BaseLayer):
 
     @nowrap
     def flops_per_token(self, *, seq_len: int) -> float:
-        """Returns the matmul FLOPs of a training token, forward and backward: 3 times forward."""
+        """Returns the matmul FLOPs per training token: three times those of the forward pass."""
         return 3.0 * self.forward_flops_per_token(seq_len)

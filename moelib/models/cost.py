@@ -1,4 +1,4 @@
-"""What a model costs: parameters, FLOPs a token, bytes of state; exact, from the config alone."""
+"""Exact cost of a model from its config: parameters, FLOPs per token, bytes of state."""
 
 import dataclasses
 
@@ -15,10 +15,10 @@ class ModelCost:
 
     Attributes:
         total_parameters: All trainable parameters.
-        active_parameters: Those that take part in computing one token.
-        active_non_embedding_parameters: The same without embedding and output head.
-        train_flops_per_token: FLOPs of the matmuls of one training token, forward and backward (3
-            times forward); attention counts the keys that the causal mask lets through.
+        active_parameters: Trainable parameters used to compute one token.
+        active_non_embedding_parameters: Active parameters without embedding and output head.
+        train_flops_per_token: Matmul FLOPs per training token, three times those of the forward
+            pass; attention counts the keys that the causal mask admits.
         parameter_bytes: Bytes of all stored parameters.
     """
 

@@ -1,4 +1,4 @@
-"""The loss of a language model: cross-entropy without ever holding all logits."""
+"""Language-model loss: cross-entropy that never holds all logits at once."""
 
 import functools
 from typing import NamedTuple
@@ -20,7 +20,7 @@ class TokenLoss(NamedTuple):
     Attributes:
         objective: Sum of cross-entropy + z_loss * logsumexp^2, nats; differentiable.
         cross_entropy: Sum of cross-entropy, nats; for metrics, not differentiable.
-        num_tokens: How many tokens count.
+        num_tokens: Number of valid tokens.
     """
 
     objective: Float[Array, ""]
@@ -41,13 +41,13 @@ def language_model_loss(
     Args:
         hidden: Output of the decoder.
         head: The output matrix [D, V]; the embedding table [V, D] if `tied`.
-        labels: The token that follows each one; negative where none counts.
+        labels: Next token of each position; negative where ignored.
         tied: Whether the head is the embedding table.
         z_loss: Weight of the squared logsumexp in the objective (PaLM, arXiv:2204.02311, sec. 5).
 
     Raises:
-        ValueError: If the mesh does not divide the labels or the head, or if one of its axes splits
-            both tokens and the vocabulary.
+        UserError: If the mesh does not divide the labels or the head, or an axis splits both tokens
+            and the vocabulary.
     """
     mesh = sharding.current_mesh()
     if mesh is None or mesh.size == 1:
@@ -83,7 +83,7 @@ def _sums(
     z_loss: float,
     vocab_axes: tuple[str, ...],
 ) -> TokenLoss:
-    """Returns the sums over a device's own tokens; its share, where devices share a vocabulary."""
+    """Returns the sums over the local tokens, divided among devices that split a vocabulary."""
     out = cross_entropy(
         hidden.reshape(-1, hidden.shape[-1]),
         head,

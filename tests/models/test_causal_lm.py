@@ -94,7 +94,7 @@ def test_two_documents_in_a_row_equal_two_rows():
     documents = [rng.integers(0, tiny.VOCAB_SIZE, (4, length)) for length in (5, 3)]
     ids = np.concatenate(documents, 1)
     numbers = [np.full((4, d.shape[1]), n + 1) for n, d in enumerate(documents)]
-    places = [np.broadcast_to(np.arange(d.shape[1]), d.shape) for d in documents]
+    positions = [np.broadcast_to(np.arange(d.shape[1]), d.shape) for d in documents]
     labels = [np.concatenate([d[:, 1:], np.full((4, 1), -1)], 1) for d in documents]
 
     def rows(parts, value):
@@ -102,12 +102,12 @@ def test_two_documents_in_a_row_equal_two_rows():
         padded = [np.pad(p, ((0, 0), (0, 8 - p.shape[1])), constant_values=value) for p in parts]
         return np.concatenate(padded)
 
-    packed = [np.concatenate(parts, 1) for parts in (labels, numbers, places)]
+    packed = [np.concatenate(parts, 1) for parts in (labels, numbers, positions)]
     packed = {"input_ids": ids, **dict(zip(NAMES, packed, strict=True))}
     empty = {name: np.zeros_like(value) for name, value in packed.items()}
     empty["target_labels"] -= 1
     packed = {name: np.concatenate([packed[name], empty[name]]) for name in packed}
-    alone = [rows(labels, -1), rows(numbers, 0), rows(places, 0)]
+    alone = [rows(labels, -1), rows(numbers, 0), rows(positions, 0)]
     alone = {"input_ids": rows(documents, 7), **dict(zip(NAMES, alone, strict=True))}
     params = on_one_device()[0]
     as_arrays = functools.partial(jax.tree.map, lambda x: jnp.asarray(x, jnp.int32))

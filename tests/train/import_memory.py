@@ -41,16 +41,16 @@ def write(folder):
     draw = np.random.default_rng(0).random
 
     def tensors():
-        for place in tensor_mappings(family, model):
-            shape = tensor_shape(place, specs[place.path].shape)
-            yield place.key, draw(shape, np.float32).astype(ml_dtypes.bfloat16)
+        for mapping in tensor_mappings(family, model):
+            shape = tensor_shape(mapping, specs[mapping.path].shape)
+            yield mapping.tensor, draw(shape, np.float32).astype(ml_dtypes.bfloat16)
 
     write_tensors(str(folder), tensors(), max_file_bytes=100 << 20)
     (folder / "config.json").write_text(json.dumps(SETTINGS))
 
 
 def main():
-    """Prints, as JSON, the bytes of the model and the most that was held beside it."""
+    """Prints, as JSON, the bytes of the model and the most that was held next to it."""
     jax.block_until_ready(jax.numpy.zeros(8))
     before, most, done = _held(), 0, threading.Event()
 
@@ -66,7 +66,7 @@ def main():
     done.set()
     watcher.join()
     size = sum(x.nbytes for x in jax.tree.leaves(params))
-    print(json.dumps({"model": size, "beside": most - before - size}))
+    print(json.dumps({"model": size, "extra": most - before - size}))
 
 
 def _held():

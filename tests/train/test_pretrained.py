@@ -63,14 +63,14 @@ def check_equal(a, b):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="measures as Linux does")
-def test_no_more_than_two_tensors_are_held_beside_the_model(tmp_path):
+def test_no_more_than_two_tensors_are_held_next_to_the_model(tmp_path):
     import_memory.write(tmp_path)
     for dtype in ("bfloat16", "float32"):
         command = [sys.executable, "-m", "tests.train.import_memory", str(tmp_path), dtype]
         out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         held, largest = json.loads(out), import_memory.LARGEST * jnp.dtype(dtype).itemsize
         assert held["model"] > 8 * largest  # Else all of it could be held.
-        assert held["beside"] < 2 * largest + (8 << 20), (dtype, held)
+        assert held["extra"] < 3 * largest, (dtype, held)  # Two, and compiled code.
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
@@ -508,7 +508,7 @@ def test_a_process_reads_only_tensors_of_which_it_holds_a_part():
         assert process.returncode == 0, err
         experts.append(set(out.split()[-1].split(",")))
     assert experts[0].isdisjoint(experts[1])
-    assert len(experts[0] | experts[1]) == 4
+    assert len(experts[0] | experts[1]) == 8
 
 
 def test_missing_and_unknown_tensors_and_other_shapes_are_listed(tmp_path):

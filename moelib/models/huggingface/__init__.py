@@ -1,6 +1,5 @@
-"""Models of Hugging Face transformers: their configs as ours, their tensors as our parameters.
+"""Conversion of models from and to Hugging Face: configs and tensors as tables.
 
-One file a family says two things: how its config.json reads as a `CausalLM.Config` and back, and
-where each of its tensors stands in our parameters. `families` finds a family; `tensors` moves
-weights, one tensor at a time.
+One file per family describes how its config.json maps to a `CausalLM.Config`, and which tensors
+make up each parameter.
 """

@@ -198,11 +198,11 @@ class _Shards:
                 continue
             shard = self.shards[device]
             piece = values[_relative(region, index)].astype(shard.dtype, copy=False)
+            piece = jax.device_put(piece, device)
             starts = [s.start for s in _relative(region, bounds)]
             # Waits, so that no more than one tensor is in flight.
             with _only(device):
-                updated = _update(shard, jax.device_put(piece, device), starts)
-                self.shards[device] = jax.block_until_ready(updated)
+                self.shards[device] = jax.block_until_ready(_update(shard, piece, starts))
 
     def array(self) -> jax.Array:
         """Returns the array."""

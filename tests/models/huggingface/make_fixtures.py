@@ -1,6 +1,6 @@
-"""Makes the fixtures: tiny random models of transformers, and what they compute.
+"""Makes the fixtures: tiny random models of transformers, with their outputs.
 
-Run it in a Python that has torch and transformers; it writes a folder for each family beside it:
+Run it in a Python that has torch and transformers; it writes a folder per family to fixtures/:
 
     python tests/models/huggingface/make_fixtures.py [FAMILY ...]
 

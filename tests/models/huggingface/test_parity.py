@@ -49,14 +49,14 @@ def expected(folder):
 
 @functools.cache
 def loaded(family):
-    """Returns (model, places, parameters)."""
+    """Returns (model, mappings, parameters)."""
     found, cfg, tensors, _ = fixture(family)
     model = cfg.instantiate(parent=None)
-    places = tensor_mappings(found, model)
+    mappings = tensor_mappings(found, model)
     targets = jax.eval_shape(
         model.initialize_parameters_recursively, jax.ShapeDtypeStruct((), jax.random.key(0).dtype)
     )
-    return model, places, load_parameters(tensors, places, targets)
+    return model, mappings, load_parameters(tensors, mappings, targets)
 
 
 def batch(want, rows=slice(None), tokens=slice(None)):
@@ -90,7 +90,7 @@ def computed(model, params, inputs):
 
 
 def put_out(self, routing, num_dropped):
-    """In place of a layer's metrics, where its tokens go."""
+    """Records where tokens go instead of the layer's metrics."""
     assert num_dropped.shape == ()
     self.add_module_output("routing", {"ids": routing.expert_ids, "logits": routing.logits})
 
@@ -130,11 +130,11 @@ def test_logits_are_those_of_transformers(family):
 
 @pytest.mark.parametrize("family", some(FAMILIES))
 def test_loss_and_every_gradient_are_those_of_transformers(family):
-    _, places, _ = loaded(family)
+    _, mappings, _ = loaded(family)
     _, _, tensors, want = fixture(family)
     value, grads, _ = results(family)
     np.testing.assert_allclose(value, want["loss"], rtol=1e-6)
-    got = dict(checkpoint_tensors(grads, places))
+    got = dict(checkpoint_tensors(grads, mappings))
     names = {key.removeprefix("grad.") for key in want if key.startswith("grad.")}
     buffers = {key for key in tensors if "e_score_correction_bias" in key}
     assert names == got.keys() - buffers
@@ -193,9 +193,9 @@ def test_packed_documents_are_as_they_are_alone(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tensors_and_settings_come_back_as_they_were(family):
-    _, places, params = loaded(family)
+    _, mappings, params = loaded(family)
     found, cfg, tensors, _ = fixture(family)
-    back = dict(checkpoint_tensors(params, places))
+    back = dict(checkpoint_tensors(params, mappings))
     assert back.keys() == tensors.keys()
     for key, values in tensors.items():
         np.testing.assert_array_equal(back[key], values)
