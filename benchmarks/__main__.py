@@ -16,58 +16,54 @@ import dataclasses
 import sys
 import time
 from collections.abc import Sequence
+from typing import Literal
 
-from absl import app, flags
-
-from moelib.core.errors import UsageError, UserError
-from moelib.launch import define_device_flags, set_up_devices
-
-FLAGS = flags.FLAGS
+from moelib.cli.main import command_help
+from moelib.core.command_line import flag, run_command
+from moelib.core.errors import UsageError
+from moelib.launch import DeviceFlags
 
 BENCHMARKS = ("step", "gmm", "attention", "dispatch", "loss")
-_DTYPES = ("float32", "bfloat16")
-_ROUTINGS = ("learned", "balanced", "skewed")
 
 
-def define_flags() -> None:
-    """Defines the flags; defaults are those of `cases.Sizes`."""
-    define_device_flags()
-    flags.DEFINE_integer("repeats", 20, "Number of measurements of each case.", lower_bound=1)
-    flags.DEFINE_integer("batch_size", 8, "Sequences per step.")
-    flags.DEFINE_integer("seq_len", 256, "Tokens per sequence.")
-    flags.DEFINE_integer("num_experts", 16, "Experts per layer.")
-    flags.DEFINE_integer("num_experts_per_token", 2, "Experts per token.")
-    flags.DEFINE_integer("num_heads", 8, "Attention heads.")
-    flags.DEFINE_integer("num_kv_heads", 4, "Key and value heads.")
-    flags.DEFINE_integer("vocab_size", 8192, "Size of the vocabulary.")
-    flags.DEFINE_integer("num_layers", 4, "Layers of the model.")
-    flags.DEFINE_integer("dim", 256, "Width of the model.")
-    flags.DEFINE_integer("hidden_dim", 256, "Hidden width of an expert.")
-    flags.DEFINE_float(
-        "buffer_factor",
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flags(DeviceFlags):
+    """Flags of the benchmarks."""
+
+    repeats: int = flag(20, "Number of measurements of each case.", lower_bound=1)
+    batch_size: int = flag(8, "Sequences per step.")
+    seq_len: int = flag(256, "Tokens per sequence.")
+    num_experts: int = flag(16, "Experts per layer.")
+    num_experts_per_token: int = flag(2, "Experts per token.")
+    num_heads: int = flag(8, "Attention heads.")
+    num_kv_heads: int = flag(4, "Key and value heads.")
+    vocab_size: int = flag(8192, "Size of the vocabulary.")
+    num_layers: int = flag(4, "Layers of the model.")
+    dim: int = flag(256, "Width of the model.")
+    hidden_dim: int = flag(256, "Hidden width of an expert.")
+    buffer_factor: float | None = flag(
         None,
         "Receive capacity per device, as a multiple of the balanced load; by default enough for "
         "any routing.",
     )
-    flags.DEFINE_enum(
-        "dtype",
-        "float32",
-        _DTYPES,
-        "Dtype of the forward and backward pass of a step, and of inputs and weights elsewhere.",
+    dtype: Literal["float32", "bfloat16"] = flag(
+        "float32", "Dtype of the passes of a step, and elsewhere of inputs and weights."
     )
-    flags.DEFINE_enum("routing", "learned", _ROUTINGS, "Routing: random weights, even or uneven.")
+    routing: Literal["learned", "balanced", "skewed"] = flag(
+        "learned", "Routing of tokens: by random weights, even or uneven."
+    )
 
 
-def run(args: Sequence[str]) -> None:
+def run(flags: Flags, arguments: Sequence[str]) -> None:
     """Runs the benchmark that the argument names.
 
     Raises:
         UsageError: If there is no such benchmark, or its sizes are impossible.
     """
-    if len(args) != 1 or args[0] not in BENCHMARKS:
-        raise UsageError(f"benchmark {' '.join(args)!r}: name one of {', '.join(BENCHMARKS)}.")
-    (name,) = args
-    set_up_devices()
+    if len(arguments) != 1 or arguments[0] not in BENCHMARKS:
+        raise UsageError(f"benchmark {' '.join(arguments)!r}: name one of {', '.join(BENCHMARKS)}.")
+    (name,) = arguments
+    flags.set_up()
     import jax
 
     from benchmarks import cases, measure
@@ -75,7 +71,7 @@ def run(args: Sequence[str]) -> None:
     from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 
     fields = [field.name for field in dataclasses.fields(cases.Sizes)]
-    sizes = cases.Sizes(**{field: getattr(FLAGS, field) for field in fields})
+    sizes = cases.Sizes(**{field: getattr(flags, field) for field in fields})
     num_devices = len(jax.devices())
     measure.check_sizes(name, sizes, num_devices)
     begin = time.perf_counter()
@@ -83,21 +79,15 @@ def run(args: Sequence[str]) -> None:
     if name == "dispatch" and num_devices > 1:
         mesh = jax.set_mesh(create_device_mesh(mesh_shape_from_axes(expert=-1)))
     with mesh:
-        compiled = cases.CASES[name](sizes, FLAGS.routing)
+        compiled = cases.CASES[name](sizes, flags.routing)
     print(
-        f"{name}: {measure.describe(name, sizes, FLAGS.routing)}, {num_devices} device(s); "
+        f"{name}: {measure.describe(name, sizes, flags.routing)}, {num_devices} device(s); "
         f"compiled in {time.perf_counter() - begin:.1f} s"
     )
-    print_table(measure.measure(compiled, FLAGS.repeats, sizes.dtype))
-
-
-def _main(argv: Sequence[str]) -> None:
-    try:
-        run(argv[1:])
-    except UserError as error:
-        sys.exit(f"benchmarks: {error}")
+    print_table(measure.measure(compiled, flags.repeats, sizes.dtype))
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(_main)
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        sys.exit(print(command_help(sys.modules[__name__])))
+    sys.exit(run_command("benchmarks", Flags, run, sys.argv[1:]))

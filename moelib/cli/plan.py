@@ -1,7 +1,6 @@
 """`moelib plan`: memory, time and cost of a config's training step on hardware that is not present.
 
-    moelib plan --module=experiments.open_models --config=qwen3-30b-a3b \
-        --topology=v6e:8x8,v5p:4x4x4,h100:8x8 --tokens=1e12
+moelib plan --module=experiments.open_models --config=qwen3-30b-a3b --topology=v6e:8x8,h100:8x8
 
 Every legal mesh, batch per device and remat is estimated in seconds. With --compile the best ones
 are compiled, as the step that `moelib train` runs: bytes and counts are then the program's, and
@@ -13,139 +12,130 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-
-from absl import flags
+from typing import TYPE_CHECKING
 
 from moelib import launch
 from moelib.cli.files import check_file
-from moelib.cli.flag_names import define_renamed
+from moelib.core.command_line import flag, no_arguments
 from moelib.core.errors import UsageError
 from moelib.core.table import print_table
 
 if TYPE_CHECKING:
-    from moelib.planning.plan import CompiledStep, CompileOptions
+    from moelib.planning.plan import CompiledStep
     from moelib.planning.report.figures import Column
+    from moelib.planning.report.step_report import Finding
 
-FLAGS = flags.FLAGS
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flags(launch.ConfigFlags):
+    """Flags of the command."""
 
-def define_flags() -> None:
-    """Defines the flags of the command."""
-    launch.define_config_flags()
-    flags.DEFINE_list("topology", [], "Topologies, such as v6e:2x2,2*v5p:4x4x4,h100:2x8.")
-    flags.DEFINE_string("mesh", None, "Sizes of mesh axes, such as fsdp=2,expert=-1; default: all.")
-    flags.DEFINE_bool("current_mesh", False, "Plans the config's own mesh, batch and remat only.")
-    flags.DEFINE_float("tokens", None, "Tokens of the whole run, for its days and dollars.")
-    flags.DEFINE_float("budget", None, "Dollars of the whole run; excludes meshes that cost more.")
-    flags.DEFINE_string("prices", None, "JSON file of dollars per device-hour by accelerator.")
-    flags.DEFINE_integer("rows", 20, "Largest number of rows shown.", lower_bound=1)
-    flags.DEFINE_integer("compile", 0, "Number of the best meshes to compile.", lower_bound=0)
-    flags.DEFINE_float("timeout", None, "Time limit for compiling one step, in seconds.")
-    flags.DEFINE_string(
-        "cache_dir", None, "Folder for reports of compiled steps; default: ~/.cache/moelib/plan."
+    topology: tuple[str, ...] = flag(
+        (), "Hardware, such as v6e:2x2,2*v5p:4x4x4,h100:2x8.", split=True
     )
-    flags.DEFINE_string(
-        "dump", None, "Folder for a compiled step at each stage, and a readable report."
+    mesh: str | None = flag(None, "Sizes of mesh axes, such as fsdp=2,expert=-1; by default all.")
+    current_mesh: bool = flag(
+        False, "Plan the config's own mesh, micro-batches and remat only.", old_name="as_is"
     )
-    flags.DEFINE_multi_string(
-        "compiler_option", [], "name=value: a compiler option in addition to those of training."
+    tokens: float | None = flag(None, "Tokens of the whole run, for its days and dollars.")
+    budget: float | None = flag(None, "Dollars of the whole run; excludes meshes that cost more.")
+    prices: str | None = flag(None, "JSON file of dollars per device-hour by accelerator.")
+    rows: int = flag(20, "Largest number of rows.", lower_bound=1)
+    json: str | None = flag(None, "File for rows and reports.")
+    compile: int = flag(0, "Number of the best meshes to compile.", lower_bound=0)
+    timeout: float | None = flag(None, "Time limit for compiling one step, in seconds.")
+    compiler_option: tuple[str, ...] = flag(
+        (), "Compiler option in addition to those of training, as name=value."
     )
-    flags.DEFINE_integer("top", 0, "Number of costliest functions and instructions to list.")
-    flags.DEFINE_string("json", None, "File for rows and reports.")
-    flags.DEFINE_multi_string(
-        "compare", [], "File of a report, or of figures by key, to show in another column."
+    cache_dir: str | None = flag(
+        None, "Folder for reports of compiled steps; by default ~/.cache/moelib/plan."
     )
-    define_renamed("as_is", "current_mesh")
-    define_renamed("beside", "compare")
+    dump: str | None = flag(None, "Folder for a compiled step at each stage, with a report.")
+    top: int = flag(0, "Number of costliest functions and instructions to list.")
+    compare: tuple[str, ...] = flag(
+        (), "File of a report, or of figures by key, to show in another column.", old_name="beside"
+    )
+
+    def check(self) -> None:
+        """Raises UsageError if flags contradict each other, or a file cannot be written."""
+        if not self.topology:
+            raise UsageError("--topology is required: the hardware, such as v6e:2x2,h100:1x8.")
+        if self.compare and self.compile != 1:
+            raise UsageError(f"--compile={self.compile}: --compare requires --compile=1.")
+        for name in ("dump", "top", "compiler_option", "timeout"):
+            if getattr(self, name) and not self.compile:
+                raise UsageError(f"--{name} requires --compile=1 or more.")
+        check_file("json", self.json)
+
+    def compiler_options(self) -> dict[str, str]:
+        """Returns the compiler options. Raises UsageError if one is not name=value."""
+        pairs = [text.lstrip("-").partition("=") for text in self.compiler_option]
+        for name, equals, _ in pairs:
+            if not equals:
+                raise UsageError(f"--compiler_option={name}: write it as name=value.")
+        return {name: value for name, _, value in pairs}
 
 
-def run(args: Sequence[str]) -> None:
+def run(flags: Flags, arguments: Sequence[str]) -> None:
     """Prints the estimates, and the figures of compiled steps.
 
     Raises:
-        UserError: If a flag or the config cannot be used; the message says why.
-        SystemExit: With code 1, if one of several steps did not compile.
+        UserError: If a flag or the config cannot be used.
+        SystemExit: With code 1, if a step did not compile.
     """
-    if args:
-        raise UsageError(f"unknown argument {args[0]!r}; --topology and --config say what to plan.")
+    no_arguments(arguments, Flags)
+    flags.check()
     os.environ["JAX_PLATFORMS"] = "cpu"  # No accelerator is used.
-    options, columns = _check_flags()
+    from moelib.planning.compiled.cache import DEFAULT_DIR
+    from moelib.planning.compiled.dump import make_folder
     from moelib.planning.estimate.sweep import read_prices
-    from moelib.planning.plan import plan
+    from moelib.planning.plan import CompileOptions, plan
+    from moelib.planning.report.figures import read_columns
 
+    options = CompileOptions(
+        flags.compiler_options(), flags.timeout, flags.cache_dir or DEFAULT_DIR, flags.dump
+    )
+    columns = [column for path in flags.compare for column in read_columns(path)]
+    if flags.dump:
+        make_folder(flags.dump)
     found = plan(
-        launch.config_from_flags(),
-        FLAGS.topology,
-        mesh=FLAGS.mesh,
-        current_mesh=FLAGS.current_mesh,
-        tokens=FLAGS.tokens,
-        budget=FLAGS.budget,
-        prices=read_prices(FLAGS.prices) if FLAGS.prices else None,
-        name=FLAGS.config,
+        flags.load(),
+        flags.topology,
+        mesh=flags.mesh,
+        current_mesh=flags.current_mesh,
+        tokens=flags.tokens,
+        budget=flags.budget,
+        prices=read_prices(flags.prices) if flags.prices else None,
+        name=flags.config or "config",
         show_progress=True,
     )
     for reason in found.refused:
         print(f"Excluded: {reason}", file=sys.stderr)
-    print_table(found.table(FLAGS.rows))
-    if FLAGS.compile and not found.rows[0].fits:
+    print_table(found.table(flags.rows))
+    if flags.compile and not found.rows[0].fits:
         print("No mesh fits; the nearest is compiled.", file=sys.stderr)
-    steps = list[Any]()
-    for step in found.compile_best(FLAGS.compile, options, show_progress=True):
+    steps = []
+    for step in found.compile_best(flags.compile, options, show_progress=True):
         steps.append(step)
-        _print_step(step, columns)
+        _print_step(step, columns, flags.top)
     found = dataclasses.replace(found, compiled=tuple(steps))
     for topologies, finding in found.scaling_findings():
         _print_finding(finding, f"{topologies}: ")
-    if FLAGS.json:
-        with open(FLAGS.json, "w", encoding="utf-8") as file:
-            json.dump(found.to_json(FLAGS.rows), file, indent=1)
-    failures = [step.outcome.failure for step in steps if step.report is None]
-    if failures and len(failures) == len(steps):
-        raise UsageError("\n".join(failures))
-    if failures:
-        print("\n".join(failures), file=sys.stderr)
+    if flags.json:
+        with open(flags.json, "w", encoding="utf-8") as file:
+            json.dump(found.to_json(flags.rows), file, indent=1)
+    if any(step.report is None for step in steps):
         raise SystemExit(1)
 
 
-def _check_flags() -> tuple["CompileOptions", list["Column"]]:
-    """Returns the compile options and the columns to compare; checks the other flags."""
-    if not FLAGS.topology:
-        raise UsageError("--topology names the hardware, such as v6e:2x2,h100:1x8.")
-    if FLAGS.compare and FLAGS.compile != 1:
-        raise UsageError(f"--compile={FLAGS.compile}: --compare needs --compile=1.")
-    for flag in ("dump", "top", "compiler_option", "timeout"):
-        if getattr(FLAGS, flag) and not FLAGS.compile:
-            raise UsageError(f"--{flag} is for compiled steps; set --compile=1.")
-    if FLAGS.timeout is not None and not FLAGS.timeout > 0:
-        raise UsageError(f"--timeout={FLAGS.timeout:g}: set it above 0.")
-    check_file("json")
-    from moelib.planning.compiled.cache import DEFAULT_DIR
-    from moelib.planning.compiled.dump import make_folder
-    from moelib.planning.plan import CompileOptions
-    from moelib.planning.report.figures import read_columns
-
-    if FLAGS.dump:
-        make_folder(FLAGS.dump)
-    compiler_options = {}
-    for text in FLAGS.compiler_option:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise UsageError(f"--compiler_option {text}: write it as name=value.")
-        compiler_options[name.lstrip("-")] = value
-    options = CompileOptions(
-        compiler_options, FLAGS.timeout, FLAGS.cache_dir or DEFAULT_DIR, FLAGS.dump
-    )
-    return options, [column for path in FLAGS.compare for column in read_columns(path)]
-
-
-def _print_step(step: "CompiledStep", columns: Sequence["Column"]) -> None:
+def _print_step(step: "CompiledStep", columns: Sequence["Column"], top: int) -> None:
     from moelib.planning.report.tables import costliest_table, sources_table
 
     for table in step.tables(columns):
         print_table(table)
     report = step.report
     if report is None:
+        print(f"moelib plan: {step.outcome.failure}", file=sys.stderr)
         return
     if not report.findings:
         print("Lint has no findings.")
@@ -153,15 +143,15 @@ def _print_step(step: "CompiledStep", columns: Sequence["Column"]) -> None:
         _print_finding(finding)
     if step.outcome.from_cache:
         print("The report is from the cache: same config, mesh and versions.")
-    if FLAGS.top and not report.costliest:
-        print(f"--top={FLAGS.top}: this compiler does not estimate cycles.")
-    elif FLAGS.top:
+    if top and not report.costliest:
+        print(f"--top={top}: this compiler does not estimate cycles.")
+    elif top:
         clock = step.estimate.candidate.topology.accelerator.cycles_per_second
-        print_table(sources_table(report, FLAGS.top))
-        print_table(costliest_table(report, FLAGS.top, clock))
+        print_table(sources_table(report, top))
+        print_table(costliest_table(report, top, clock))
 
 
-def _print_finding(finding: Any, prefix: str = "") -> None:
+def _print_finding(finding: "Finding", prefix: str = "") -> None:
     from moelib.planning.report.tables import finding_lines
 
     head, *rest = finding_lines(finding)

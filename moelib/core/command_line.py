@@ -12,12 +12,13 @@ also with `| None`, or `tuple[str, ...]` for a flag that may be repeated.
 
 import dataclasses
 import os
+import re
 import sys
 import sysconfig
 import traceback
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from absl import flags as absl_flags
@@ -40,6 +41,7 @@ class FlagInfo(NamedTuple):
         repeatable: Whether the flag may be given several times.
         split: Whether one value holds several, separated by commas.
         lower_bound: Smallest allowed number, or None.
+        old_name: Earlier name, which is accepted with a warning, or None.
     """
 
     name: str
@@ -50,6 +52,7 @@ class FlagInfo(NamedTuple):
     repeatable: bool = False
     split: bool = False
     lower_bound: float | None = None
+    old_name: str | None = None
 
 
 def flag(
@@ -59,6 +62,7 @@ def flag(
     short: str | None = None,
     split: bool = False,
     lower_bound: float | None = None,
+    old_name: str | None = None,
 ) -> Any:
     """Returns the dataclass field of a flag.
 
@@ -68,8 +72,10 @@ def flag(
         short: One-letter name.
         split: Whether a `tuple[str, ...]` is one value separated by commas, not a repeated flag.
         lower_bound: Smallest allowed number.
+        old_name: Earlier name, accepted with a warning for one version.
     """
     details = {"help": text, "short": short, "split": split, "lower_bound": lower_bound}
+    details["old_name"] = old_name
     return dataclasses.field(default=default, metadata=details)
 
 
@@ -88,6 +94,7 @@ def describe_flags(cls: type) -> list[FlagInfo]:
             isinstance(field.default, tuple) and not field.metadata["split"],
             field.metadata["split"],
             field.metadata["lower_bound"],
+            field.metadata["old_name"],
         )
         for field in ordered
     ]
@@ -120,7 +127,7 @@ def parse_flags[T](cls: type[T], arguments: Sequence[str]) -> tuple[T, list[str]
     for info in infos:
         define_flag(info, values)
     try:
-        rest = values(["", *arguments])[1:]
+        rest = values(["", *_with_new_names(arguments, infos)])[1:]
     except absl_flags.UnrecognizedFlagError as error:
         advice = did_you_mean(f"--{error.flagname}", [f"--{info.name}" for info in infos])
         raise UsageError(f"unknown flag '--{error.flagname}'; {advice}") from None
@@ -129,6 +136,19 @@ def parse_flags[T](cls: type[T], arguments: Sequence[str]) -> tuple[T, list[str]
     found = {info.name: values[info.name].value for info in infos}
     lists = {name: tuple(value) for name, value in found.items() if isinstance(value, list)}
     return cls(**found | lists), rest
+
+
+def _with_new_names(arguments: Sequence[str], infos: Sequence[FlagInfo]) -> Iterator[str]:
+    """Yields a command line with earlier names of flags replaced, and warns of them."""
+    new_names = {info.old_name: info.name for info in infos if info.old_name is not None}
+    for argument in arguments:
+        found = re.match(r"--?(?:no)?(\w+)(?==|$)", argument)
+        old = found.group(1) if found else ""
+        if found and old in new_names:
+            new = new_names[old]
+            print(f"--{old} is now --{new}; the earlier name will be removed.", file=sys.stderr)
+            argument = argument[: found.start(1)] + new + argument[found.end(1) :]
+        yield argument
 
 
 def define_flag(info: FlagInfo, values: absl_flags.FlagValues) -> None:

@@ -3,10 +3,9 @@
 import os
 
 import pytest
-from absl import flags
-from absl.testing import flagsaver
 
 from moelib.cli import verify
+from moelib.core.command_line import parse_flags
 from moelib.core.errors import UserError
 from moelib.verify.outcome import Outcome, Status
 
@@ -20,9 +19,7 @@ def command(monkeypatch, tmp_path):
 
     def run(*args, found=()):
         monkeypatch.setattr("moelib.verify.run.run_checks", lambda *_: iter(found))
-        with flagsaver.flagsaver():
-            verify.define_flags()
-            verify.run(flags.FLAGS(["moelib verify", *args])[1:])
+        verify.run(*parse_flags(verify.Flags, args))
 
     return run
 
@@ -59,8 +56,8 @@ def test_ctrl_c_leaves_a_report_of_the_checks_so_far(command, tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("--report=/no/such/folder/x.md",), "--report /no/such/folder/x.md"),
-        (("--report=/tmp",), "--report /tmp"),
+        (("--report=/no/such/folder/x.md",), "--report=/no/such/folder/x.md"),
+        (("--report=/tmp",), "--report=/tmp"),
         (("--report=",), "--report"),
         (("--meshes=fdsp=8",), "'fdsp'.*did you mean 'fsdp'"),
         (("--meshes=;",), "mesh ''"),
@@ -76,6 +73,6 @@ def test_impossible_arguments_are_refused(command, args, message):
 
 def test_a_report_that_cannot_be_written_is_refused_before_any_work(command, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)
-    monkeypatch.setattr("moelib.launch.config_from_flags", lambda: pytest.fail("work was done"))
-    with pytest.raises(UserError, match=r"--report verify.md"):
+    monkeypatch.setattr("moelib.launch.load_config", lambda *_, **__: pytest.fail("work was done"))
+    with pytest.raises(UserError, match="--report=verify"):
         command(*TINY)

@@ -28,7 +28,8 @@ class Flags(Shared):
     rate: float | None = flag(None, "Items per second.")
     backend: Literal["cpu", "gpu"] | None = flag(None, "Platform.")
     names: tuple[str, ...] = flag((), "Names.", split=True)
-    verbose: bool = flag(False, "Print more.")
+    verbose: bool = flag(False, "Print more.", old_name="talk")
+    keep: tuple[str, ...] = flag((), "Names.", old_name="hold")
 
 
 def test_every_kind_of_flag_is_parsed():
@@ -45,6 +46,13 @@ def test_every_kind_of_flag_is_parsed():
     )
     assert rest == ["z"]
     assert parse_flags(Flags, []) == (Flags(), [])
+
+
+def test_earlier_names_of_flags_are_accepted_with_a_warning(capsys):
+    flags, rest = parse_flags(Flags, ["--talk", "--hold=a=b", "--hold", "c", "hold"])
+    assert (flags.verbose, flags.keep, rest) == (True, ("a=b", "c"), ["hold"])
+    assert parse_flags(Flags, ["--notalk"])[0] == Flags()
+    assert capsys.readouterr().err.count("--talk is now --verbose") == 2
 
 
 @pytest.mark.parametrize(
@@ -72,7 +80,7 @@ def test_own_flags_are_described_before_inherited_ones():
     infos = {info.name: info for info in describe_flags(Flags)}
     assert list(infos)[-2:] == ["module", "set"]
     assert infos["backend"].kind == "cpu|gpu"
-    assert [name for name, info in infos.items() if info.repeatable] == ["set"]
+    assert [name for name, info in infos.items() if info.repeatable] == ["keep", "set"]
     assert [name for name, info in infos.items() if info.split] == ["names"]
 
 
