@@ -11,14 +11,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from moelib.planning.plan import plan
     from moelib.train.fit import fit
     from moelib.verify.run import verify_config
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "fit", "verify_config"]
+__all__ = ["__version__", "fit", "plan", "verify_config"]
 
-_MODULES = {"fit": "moelib.train.fit", "verify_config": "moelib.verify.run"}
+_MODULES = {
+    "fit": "moelib.train.fit",
+    "plan": "moelib.planning.plan",
+    "verify_config": "moelib.verify.run",
+}
 
 
 def __getattr__(name: str) -> Any:
