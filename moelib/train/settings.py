@@ -1,11 +1,13 @@
-"""What a trainer checks in its config, and what it fills in."""
+"""Checks of a trainer's config, and the fields of its children that follow from others."""
 
 import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
-from moelib.core.config import REQUIRED, ConfigBase, RequiredFieldMissingError, did_you_mean
+from moelib.core.config import REQUIRED, RequiredFieldMissingError, did_you_mean
 from moelib.core.config_paths import join_path, sub_configs
+from moelib.core.errors import UserError
 from moelib.parallel.sharding import SplitError, mesh_axes
 
 
@@ -14,114 +16,129 @@ def check_config(cfg: Any) -> None:
 
     Raises:
         RequiredFieldMissingError: If a field of an input is unset.
-        ValueError: If a setting cannot be.
+        UserError: If a setting is invalid.
     """
-    inputs = [((), cfg.input)] + [(("evalers", n), e.input) for n, e in cfg.evalers.items()]
-    for holder, inside in inputs:
-        if inside is REQUIRED:
-            raise RequiredFieldMissingError("SpmdTrainer.Config", ["input"], join_path(holder))
-        path = (*holder, "input")
-        if missing := [name for name, value in inside.items() if value is REQUIRED]:
+    for path, holder in _inputs(cfg).items():
+        if holder.input is REQUIRED:
+            raise RequiredFieldMissingError("SpmdTrainer.Config", ["input"], join_path(path[:-1]))
+        if missing := [name for name, value in holder.input.items() if value is REQUIRED]:
             raise RequiredFieldMissingError("the input", missing, join_path(path))
-        with_vocab_size(inside, cfg.model, join_path(path))
     for name in ("max_step", "log_every_n_steps", "num_microbatches"):
         if getattr(cfg, name) < 1:
-            raise ValueError(f"{name} is {getattr(cfg, name)}; set it to 1 or more.")
-    rows, parts = cfg.input.global_batch_size, cfg.num_microbatches
-    if rows % parts:
-        raise ValueError(
-            f"input.global_batch_size is {rows}, which num_microbatches, {parts}, does not divide; "
-            f"set it to a multiple of {parts}, or num_microbatches to a divisor of {rows}."
+            raise UserError(f"{name} is {getattr(cfg, name)}; set it to 1 or more.")
+    batch_size, parts = cfg.input.global_batch_size, cfg.num_microbatches
+    if batch_size % parts:
+        raise UserError(
+            f"input.global_batch_size is {batch_size}, which num_microbatches, {parts}, does not "
+            f"divide; set it to a multiple of {parts}, or num_microbatches to a divisor of "
+            f"{batch_size}."
         )
     _check_folders(cfg)
     if cfg.checkpointer is not None and (metric := cfg.checkpointer.best_metric) is not None:
         evaler = metric.partition("/")[0]
         if evaler not in cfg.evalers:
-            raise ValueError(
+            raise UserError(
                 f"checkpointer.best_metric is {metric!r}, but there is no evaler {evaler!r}; "
                 + did_you_mean(evaler, cfg.evalers)
             )
 
 
+def _inputs(cfg: Any) -> dict[tuple[str, ...], Any]:
+    """Returns {path of an input: config that holds it} of a trainer."""
+    evalers = {("evalers", name, "input"): evaler for name, evaler in cfg.evalers.items()}
+    return {("input",): cfg, **evalers}
+
+
 def _check_folders(cfg: Any) -> None:
-    """Raises ValueError if a run is to leave something in a folder that is not local."""
+    """Raises UserError if a folder of the run's output is not local."""
     folders = {"dir": cfg.dir}
     for name in ("checkpointer", "summary_writer"):
         inside = dict(getattr(cfg, name).items()) if getattr(cfg, name) is not None else {}
         folders |= {f"{name}.{k}": inside[k] for k in ("dir", "jsonl_path") if k in inside}
     for name, folder in folders.items():
         if isinstance(folder, str) and "://" in folder:
-            raise ValueError(
+            raise UserError(
                 f"{name} is {folder!r}, but remote folders are not supported yet; mount it (with "
                 "gcsfuse or s3fs, for example), and set the path of the mounted folder."
             )
 
 
-def check_microbatches(cfg: Any, mesh_shape: Mapping[str, int]) -> None:
-    """Checks that the micro-batches of a `SpmdTrainer.Config` divide over a mesh.
+def check_batch(cfg: Any, mesh_shape: Mapping[str, int]) -> None:
+    """Checks that a mesh divides the sequences and micro-batches of a `SpmdTrainer.Config`.
 
     Raises:
-        SplitError: If the axes that split the batch do not divide a micro-batch.
+        SplitError: If not; names the field, the mesh axes and a value that fits.
     """
-    axes = mesh_axes("batch", mesh_shape)
-    parts = math.prod(mesh_shape[axis] for axis in axes)
-    rows, num_microbatches = cfg.input.global_batch_size, cfg.num_microbatches
-    if rows // num_microbatches % parts:
-        said = ", ".join(f"{axis} {mesh_shape[axis]}" for axis in axes)
+    for name in ("sequence", "residual_sequence"):
+        parts, sizes = _parts(name, mesh_shape)
+        for path, holder in _inputs(cfg).items():
+            if holder.input.seq_len % parts:
+                raise SplitError(
+                    f"{join_path(path)}.seq_len is {holder.input.seq_len}, which does not divide "
+                    f"into the {parts} parts of {name!r} over the mesh axes {sizes}; set it to a "
+                    f"multiple of {parts}, or make mesh_shape smaller there."
+                )
+    parts, sizes = _parts("batch", mesh_shape)
+    batch_size, num_microbatches = cfg.input.global_batch_size, cfg.num_microbatches
+    if batch_size // num_microbatches % parts:
         raise SplitError(
-            f"input.global_batch_size is {rows} and num_microbatches is {num_microbatches}: "
-            f"micro-batches of {rows // num_microbatches} rows do not divide over the mesh axes "
-            f"{said}, {parts} parts; set global_batch_size to a multiple of "
+            f"input.global_batch_size is {batch_size} and num_microbatches is {num_microbatches}: "
+            f"micro-batches of {batch_size // num_microbatches} sequences do not divide over the "
+            f"mesh axes {sizes}, {parts} parts; set global_batch_size to a multiple of "
             f"{num_microbatches * parts}, or make num_microbatches or mesh_shape smaller."
         )
 
 
-def set_if_required(cfg: ConfigBase, **values: Any) -> None:
-    """Sets those of the fields that are REQUIRED still."""
-    for name, value in values.items():
-        if getattr(cfg, name) is REQUIRED:
-            setattr(cfg, name, value)
+def _parts(name: str, mesh_shape: Mapping[str, int]) -> tuple[int, str]:
+    """Returns the number of parts of a logical axis, and the mesh axes it is split over."""
+    axes = mesh_axes(name, mesh_shape)
+    sizes = ", ".join(f"{axis} {mesh_shape[axis]}" for axis in axes)
+    return math.prod(mesh_shape[axis] for axis in axes), sizes
 
 
-def with_vocab_size(cfg: Any, model: Any, path: str) -> Any:
-    """Returns a copy of an input's config that refuses ids beyond the model's vocabulary.
+def completed(cfg: Any) -> Any:
+    """Returns a copy of a `SpmdTrainer.Config` with the unset fields that follow from others.
 
-    Args:
-        cfg: The input's config.
-        model: The model's config.
-        path: Where the input's config is, for errors.
+    These are the folders inside `dir`, the last step of schedules and policies, and the vocabulary
+    of inputs, which then refuse token ids beyond that of the model.
 
     Raises:
-        ValueError: If the input says that its vocabulary is larger than the model's.
+        UserError: If the vocabulary of an input is larger than the model's.
     """
     cfg = cfg.clone()
-    model_size = dict(model.items()).get("vocab_size")
-    values = dict(cfg.items())
-    if "vocab_size" not in values or not isinstance(model_size, int):
-        return cfg
-    if values["vocab_size"] is None:
+    for path, holder in _inputs(cfg).items():
+        _set_vocab_size(holder.input, dict(cfg.model.items()).get("vocab_size"), join_path(path))
+    for _, inside in sub_configs(cfg.learner):
+        _fill(inside, REQUIRED, max_step=cfg.max_step)
+    for evaler in cfg.evalers.values():
+        _fill(evaler.eval_policy, None, max_step=cfg.max_step)
+    if cfg.checkpointer is not None:
+        _fill(cfg.checkpointer.save_policy, None, max_step=cfg.max_step)
+        _fill(cfg.checkpointer, REQUIRED, dir=os.path.join(cfg.dir, "checkpoints"))
+    _fill(
+        cfg.summary_writer,
+        REQUIRED,
+        dir=os.path.join(cfg.dir, "summaries"),
+        jsonl_path=os.path.join(cfg.dir, "metrics.jsonl"),
+    )
+    return cfg
+
+
+def _fill(cfg: Any, unset: Any, **values: Any) -> None:
+    """Sets the fields that the config has and whose value is `unset`."""
+    known = dict(cfg.items())
+    cfg.set(**{name: x for name, x in values.items() if name in known and known[name] is unset})
+
+
+def _set_vocab_size(cfg: Any, model_size: Any, path: str) -> None:
+    """Sets the vocabulary of an input's config, if it has that field, or checks it."""
+    own_size = dict(cfg.items()).get("vocab_size", 0)
+    if not isinstance(model_size, int):
+        return
+    if own_size is None:
         cfg.set(vocab_size=model_size)
-    elif values["vocab_size"] > model_size:
-        raise ValueError(
-            f"{path}.vocab_size is {values['vocab_size']}, beyond model.vocab_size, which is "
-            f"{model_size}; set the model's to at least that, or leave the input's unset."
+    elif own_size > model_size:
+        raise UserError(
+            f"{path}.vocab_size is {own_size}, beyond model.vocab_size, which is {model_size}; set "
+            "the model's to at least that, or leave the input's unset."
         )
-    return cfg
-
-
-def with_run_length(cfg: Any, max_step: int) -> Any:
-    """Returns a copy of the learner's config, whose schedules end with the run unless they say."""
-    cfg = cfg.clone()
-    for _, inside in sub_configs(cfg):
-        if dict(inside.items()).get("max_step") is REQUIRED:
-            inside.set(max_step=max_step)
-    return cfg
-
-
-def with_max_step(cfg: Any, policy: str, max_step: int) -> Any:
-    """Returns a copy of a config, whose policy knows the run's last step if it asks for it."""
-    cfg = cfg.clone()
-    inside = getattr(cfg, policy)
-    if dict(inside.items()).get("max_step", 0) is None:
-        inside.set(max_step=max_step)
-    return cfg

@@ -1,9 +1,8 @@
-"""The trainer: builds everything a run needs, restores it, and runs it to its end."""
+"""The trainer: builds the parts of a run, restores their state, and runs them to the end."""
 
 import contextlib
 import functools
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -42,14 +41,7 @@ from moelib.train.input_state import gather_input_state, input_state_of
 from moelib.train.loop import TrainLoop
 from moelib.train.memory import check_memory
 from moelib.train.no_gradient import warn_without_gradient
-from moelib.train.settings import (
-    check_config,
-    check_microbatches,
-    set_if_required,
-    with_max_step,
-    with_run_length,
-    with_vocab_size,
-)
+from moelib.train.settings import check_batch, check_config, completed
 from moelib.train.state import TrainerState
 from moelib.train.step import make_train_step
 from moelib.train.summary_writer import SummaryWriter
@@ -58,114 +50,106 @@ logger = logging.getLogger(__name__)
 
 
 class SpmdTrainer(Module):
-    """Trains a model, the same on one device and on many processes with many.
+    """Trains a model on any number of devices and processes.
 
     The model is a module with `create_parameter_specs_recursively() -> nested dict of
     ParameterSpec`, `initialize_parameters_recursively(prng_key) -> nested dict of arrays`, and
-    `forward(batch) -> (loss, metrics)`, the loss a WeightedScalar of nats a token and the number
-    of tokens. It may have `end_step_recursively(parameters) -> parameters`, applied after each
-    step, `flops_per_token(seq_len=) -> float`, for FLOP/s, and `token_counts(batch) -> (tokens of
-    the loss, tokens of auxiliary losses)`, without which the latter are weighted like the loss.
+    `forward(batch) -> (loss, metrics)`, where the loss is a WeightedScalar of nats per token and
+    the number of tokens. Optional methods: `end_step_recursively(parameters) -> parameters`,
+    applied after each step; `flops_per_token(seq_len=) -> float`, for FLOP/s; `token_counts(batch)
+    -> (tokens of the loss, tokens of auxiliary losses)`, without which auxiliary losses are
+    weighted like the loss.
 
-    A run leaves in its folder `config.txt`, `metrics.jsonl`, `summaries/` and `checkpoints/`, and
-    goes on from the newest checkpoint when it is started again; it then takes the same steps, bit
-    for bit, as if it had never been stopped.
+    A run writes `config.txt`, `metrics.jsonl`, `summaries/` and `checkpoints/` into its folder.
+    Started again, it resumes from the newest checkpoint and takes the same steps, bit for bit, as
+    an uninterrupted run on the same mesh.
     """
 
     @config_class
     class Config(Module.Config):
-        # What is trained, on what.
-        input: Required[Input.Config] = REQUIRED
+        # Task.
+        input: Required[Input.Config] = REQUIRED  # Training batches.
         model: Required[InstantiableConfig] = REQUIRED
         learner: Learner.Config = Learner.default_config()
-        max_step: Required[int] = REQUIRED
-        prng_seed: int = 0  # Of initial parameters and dropout.
-        train_dtype: DType | None = None  # Trainable parameters are cast to it for each step.
-        num_microbatches: int = 1  # Parts of a batch computed one after the other.
-        # Builds a function from the first TrainerState to the one to begin with. It is given the
-        # model, if it has such an argument.
+        max_step: Required[int] = REQUIRED  # Step at which training ends.
+        prng_seed: int = 0  # Seed of initial parameters and dropout.
+        # Dtype that trainable parameters are cast to in each step; None computes in their own.
+        train_dtype: DType | None = None
+        # Parts of a batch computed one after the other, with one set of gradients.
+        num_microbatches: int = 1
+        # Builds a function from the initial TrainerState to the one to start from. The builder gets
+        # the model, if it has an argument of that name.
         init_state_builder: InstantiableConfig | None = None
 
-        # Where.
-        mesh_shape: Sequence[int] | HybridMeshShape = mesh_shape_from_axes(data=-1)
+        # Devices.
+        mesh_shape: Sequence[int] | HybridMeshShape = mesh_shape_from_axes(data=-1)  # -1: the rest.
         mesh_axis_names: Sequence[str] = MESH_AXIS_NAMES
         # (regex for --mesh_selector, mesh shape or one or more ConfigModifiers); first match wins.
         mesh_rules: Sequence[tuple[str, Any]] = ()
-        # {logical axis: mesh axes}, in place of lines of `moelib.parallel.sharding.DEFAULT_RULES`.
+        # {logical axis: mesh axes} that replace lines of parallel.sharding.DEFAULT_RULES.
         sharding_rules: dict[str, Sequence[str]] | None = None
-        # Of XLA, for the step; over those of `moelib.train.compiler_options` for the devices.
+        # Options of XLA for the step, which override those of train.compiler_options.
         compiler_options: dict[str, str] | None = None
 
-        # What it leaves.
-        dir: Required[str] = REQUIRED
-        checkpointer: Checkpointer.Config | None = Checkpointer.default_config()  # None: none.
-        evalers: dict[str, SpmdEvaler.Config] = {}
+        # Output.
+        dir: Required[str] = REQUIRED  # Folder of the run.
+        checkpointer: Checkpointer.Config | None = Checkpointer.default_config()  # None: no saving.
+        evalers: dict[str, SpmdEvaler.Config] = {}  # By the name that prefixes their metrics.
         summary_writer: SummaryWriter.Config = SummaryWriter.default_config()
-        log_every_n_steps: int = 10
+        log_every_n_steps: int = 10  # Steps between log lines and written metrics.
 
-        # When something goes wrong, and to see what goes on.
-        stop_on_nan: bool = True  # If not, training goes on, but such a state is never saved.
-        watchdog_timeout_seconds: float | None = 1800.0  # Without a step: print all stacks.
-        crash_on_hang_timeout_seconds: float | None = None  # Without a step: exit.
-        start_trace_steps: Sequence[int] = ()  # Steps before which a profiler trace begins.
-        num_trace_steps: int = 3  # Steps in a trace.
+        # Failures and profiling.
+        stop_on_nan: bool = True  # If False, training continues, but such a state is never saved.
+        watchdog_timeout_seconds: float | None = 1800.0  # Without a step: prints all stacks.
+        crash_on_hang_timeout_seconds: float | None = None  # Without a step: exits. None: never.
+        start_trace_steps: Sequence[int] = ()  # Steps before which a profiler trace starts.
+        num_trace_steps: int = 3  # Steps per trace.
 
     def __init__(
         self, cfg: Any, *, parent: Module | None, devices: Sequence[Any] | None = None
     ) -> None:
-        """Builds model, learner, evalers and checkpointer. Opens no data and touches no device.
+        """Builds model, learner, evalers and checkpointer. Opens no data and uses no device.
 
         Args:
             cfg: The config.
             parent: None.
-            devices: Those of the mesh, all by default. A step can be lowered for some that are not
-                there, such as a topology's.
+            devices: Devices of the mesh; all by default. They may be descriptions, such as those of
+                a topology, for which a step can only be compiled.
 
         Raises:
-            ValueError: If a setting cannot be.
+            UserError: If a setting is invalid.
         """
         super().__init__(cfg, parent=parent)
         self._devices = devices
-        cfg = self.config
-        check_config(cfg)
+        check_config(self.config)
+        cfg = completed(self.config)
+        self._input_config = cfg.input
         self._add_child("model", cfg.model)
         specs = self.model.create_parameter_specs_recursively()
-        learner = with_run_length(cfg.learner, cfg.max_step)
-        self._add_child("learner", learner, param_specs=specs)
-        self._evalers: dict[str, Any] = {}
-        for name, evaler in cfg.evalers.items():
-            evaler = with_max_step(evaler, "eval_policy", cfg.max_step)
-            evaler.input = with_vocab_size(evaler.input, cfg.model, f"evalers.{name}.input")
-            shared = {"model": self.model, "train_dtype": cfg.train_dtype}
-            self._evalers[name] = self._add_child(f"evaler_{name}", evaler, **shared)
+        self._add_child("learner", cfg.learner, param_specs=specs)
+        shared = {"model": self.model, "train_dtype": cfg.train_dtype}
+        self._evalers: dict[str, Any] = {
+            name: self._add_child(f"evaler_{name}", evaler, **shared)
+            for name, evaler in cfg.evalers.items()
+        }
         if cfg.checkpointer is not None:
-            checkpointer = with_max_step(cfg.checkpointer, "save_policy", cfg.max_step)
-            set_if_required(checkpointer, dir=os.path.join(cfg.dir, "checkpoints"))
-            self._add_child("checkpointer", checkpointer)
-        writer = cfg.summary_writer.clone()
-        set_if_required(
-            writer,
-            dir=os.path.join(cfg.dir, "summaries"),
-            jsonl_path=os.path.join(cfg.dir, "metrics.jsonl"),
-        )
-        self._add_child("summary_writer", writer)
+            self._add_child("checkpointer", cfg.checkpointer)
+        self._add_child("summary_writer", cfg.summary_writer)
         self._state: TrainerState | None = None
         self._input_state: dict[str, Any] | None = None
         self._compiled: Callable[..., Any] | None = None
         self.on_compiled: Callable[[Any, Any, Any], None] | None = None
         self._axes_asked: set[str] = set()  # Logical axes of state, batch and activations.
-        self.restored_metrics: dict[str, float] = {}  # Of evaluations, in the checkpoint restored.
-        self.step = 0  # Steps taken, known without asking the devices.
-
-    # What there is.
+        self.restored_metrics: dict[str, float] = {}  # Of evaluations, in the restored checkpoint.
+        self.step = 0  # Steps taken, known without waiting for the devices.
 
     @nowrap
     def mesh(self) -> jax.sharding.Mesh:
-        """Returns the mesh of the config, over its devices; `jax.set_mesh` takes it.
+        """Returns the mesh of the config.
 
         Raises:
-            ValueError: If it does not take exactly the devices, if nothing is split over one of its
-                axes, or if a sharding rule names an axis that is not there.
+            ValueError: If its size is not the number of devices, if nothing is split over one of
+                its axes, or if a sharding rule names an unknown axis.
         """
         return self._mesh
 
@@ -180,7 +164,7 @@ class SpmdTrainer(Module):
     @contextlib.contextmanager
     @nowrap
     def on_mesh(self) -> Iterator[None]:
-        """Sets the mesh and the sharding rules, and notes what is asked of these."""
+        """Sets the mesh and the sharding rules, and records the logical axes that are used."""
         rules = sharding.sharding_rules(self.config.sharding_rules or {})
         with jax.set_mesh(self.mesh()), rules as asked:
             yield
@@ -188,8 +172,8 @@ class SpmdTrainer(Module):
 
     @functools.cached_property
     def input(self) -> Input:
-        """The training input, opened when it is first asked for."""
-        return with_vocab_size(self.config.input, self.config.model, "input").instantiate()
+        """The training input, opened on first use."""
+        return self._input_config.instantiate()
 
     @property
     def evalers(self) -> dict[str, SpmdEvaler]:
@@ -209,57 +193,41 @@ class SpmdTrainer(Module):
 
     @property
     def trainer_state(self) -> TrainerState:
-        """The state now. Raises RuntimeError before `init` or `restore_checkpoint`."""
+        """The current state. Raises RuntimeError before `init` or `restore_checkpoint`."""
         if self._state is None:
             raise RuntimeError("There is no state yet; call init() or restore_checkpoint() first.")
         return self._state
 
     @property
     def input_state(self) -> dict[str, Any] | None:
-        """This process's place in the data after the steps taken, or None at the beginning."""
+        """This process's position in the data after the last step, or None at the beginning."""
         return self._input_state
 
     @property
     def batch_sharding(self) -> jax.sharding.NamedSharding:
-        """Where the arrays [B, S] of a batch lie. Raises ValueError if the mesh cannot split it."""
+        """Sharding of the arrays [B, S] of a batch.
+
+        Raises:
+            SplitError: If the mesh does not divide them.
+        """
         cfg = self.config.input
         with self.on_mesh():
-            self._check_sequences()
-            place = state_lib.batch_sharding(cfg.global_batch_size, cfg.seq_len, self.mesh())
-            check_microbatches(self.config, dict(self.mesh().shape))
-        return place
-
-    def _check_sequences(self) -> None:
-        """Raises ValueError if the mesh does not divide the sequences of an input."""
-        cfg, mesh_shape = self.config, dict(self.mesh().shape)
-        inputs = {"input": cfg.input} | {
-            f"evalers.{n}.input": e.input for n, e in cfg.evalers.items()
-        }
-        for name in ("sequence", "residual_sequence"):
-            axes = sharding.mesh_axes(name, mesh_shape)
-            parts = math.prod(mesh_shape[axis] for axis in axes)
-            said = ", ".join(f"{axis} {mesh_shape[axis]}" for axis in axes)
-            for path, inside in inputs.items():
-                if inside.seq_len % parts:
-                    raise sharding.SplitError(
-                        f"{path}.seq_len is {inside.seq_len}, which does not divide into the "
-                        f"{parts} parts of {name!r} over the mesh axes {said}; set it to a "
-                        f"multiple of {parts}, or make mesh_shape smaller there."
-                    )
+            check_batch(self.config, self.mesh().shape)
+            return state_lib.batch_sharding(cfg.global_batch_size, cfg.seq_len, self.mesh())
 
     @property
     def _host_rows(self) -> HostRows:
-        """Which share of the batch this process reads."""
+        """This process's share of the sequences of a batch."""
         return host_rows(self.batch_sharding, self.config.input.global_batch_size)
 
     @nowrap
     def model_params_for_eval(self) -> dict[str, Any]:
-        """Returns the parameters to evaluate: their average if the learner keeps one."""
+        """Returns the parameters to evaluate, such as their average; see `Learner.eval_params`."""
         return self.learner.eval_params(self.trainer_state.learner, self.trainer_state.model)
 
     @nowrap
     def flops_per_token(self) -> float | None:
-        """Returns the FLOPs of training on a token, or None if the model does not say."""
+        """Returns the training FLOPs per token, or None if the model does not count them."""
         if not hasattr(self.model, "flops_per_token"):
             return None
         return self.model.flops_per_token(seq_len=self.config.input.seq_len)
@@ -268,7 +236,11 @@ class SpmdTrainer(Module):
 
     @nowrap
     def init(self, prng_key: jax.Array | int | None = None) -> None:
-        """Makes the state before the first step, from a key or else `prng_seed`."""
+        """Initializes the state from a key, by default from `prng_seed`.
+
+        Raises:
+            InsufficientMemoryError: If the state does not fit into memory.
+        """
         cfg = self.config
         key = cfg.prng_seed if prng_key is None else prng_key
         check_memory(self.trainer_state_specs, self.trainer_state_shardings)
@@ -284,16 +256,17 @@ class SpmdTrainer(Module):
 
     @nowrap
     def restore_checkpoint(self, step: int | None = None) -> int | None:
-        """Takes over the newest checkpoint that can be read, or that of `step`.
+        """Restores the newest readable checkpoint, or that of `step`.
 
         Returns:
-            Its step, or None if there is no checkpoint.
+            The step of the checkpoint, or None if there is none.
 
         Raises:
-            CheckpointMismatchError: If it is of another config.
+            CheckpointMismatchError: If its arrays are not those of this config.
             CheckpointNotFoundError: If there is none of the step.
-            DamagedCheckpointError: If none can be read.
-            ValueError: If the place in the data cannot be restored on so many processes.
+            DamagedCheckpointError: If none is readable.
+            InsufficientMemoryError: If the state does not fit into memory.
+            ValueError: If the position in the data cannot be restored on this number of processes.
         """
         if self.config.checkpointer is None:
             return None
@@ -318,9 +291,10 @@ class SpmdTrainer(Module):
 
     @nowrap
     def save_checkpoint(self, metrics: dict[str, float] | None = None) -> None:
-        """Begins to write a checkpoint of the state now, with the metrics of its evaluations.
+        """Starts to write a checkpoint of the current state; all processes must call it.
 
-        All processes must call it.
+        Args:
+            metrics: Metrics of the evaluations after this step, by name.
         """
         record = CheckpointRecord(
             step=self.step,
@@ -336,12 +310,13 @@ class SpmdTrainer(Module):
 
     @nowrap
     def compile_train_step(self, batch: Any = None) -> jax.stages.Compiled:
-        """Returns the training step (state, batch) -> (state, metrics), compiled; state is donated.
+        """Returns the compiled training step (state, batch) -> (state, metrics); donates the state.
 
-        `on_compiled`, if it is set, is then called with the step traced, lowered and compiled.
+        Calls `on_compiled`, if set, with the traced, the lowered and the compiled step. Logs a
+        warning if parameters get no gradient.
 
         Args:
-            batch: As `lower_train_step` takes it.
+            batch: See `trace_train_step`.
         """
         traced = self.trace_train_step(batch)
         trained = tree.select(self.trainer_state_specs.model, self.learner.is_updated)
@@ -355,31 +330,31 @@ class SpmdTrainer(Module):
 
     @nowrap
     def compiler_options(self) -> dict[str, str]:
-        """Returns the options of XLA that the step is compiled with."""
+        """Returns the options of XLA for the step."""
         device = self.mesh().devices.flat[0]
         defaults = BY_DEVICE_KIND.get(device.device_kind, {})
         return {**defaults, **(self.config.compiler_options or {})}
 
     @nowrap
     def lower_train_step(self, batch: Any = None) -> jax.stages.Lowered:
-        """Returns the training step as it goes into the compiler, for the config's mesh.
+        """Returns the training step as input of the compiler.
 
         Args:
-            batch: As `trace_train_step` takes it.
+            batch: See `trace_train_step`.
         """
         with self.on_mesh():
             return self.trace_train_step(batch).lower()
 
     @nowrap
     def trace_train_step(self, batch: Any = None) -> jax.stages.Traced:
-        """Returns the training step as JAX's own program, for the config's mesh.
+        """Returns the training step as a jaxpr.
 
         Args:
-            batch: Arrays, or what stands for them; by default those that language-model inputs
-                give, for which no data is opened.
+            batch: Arrays or `jax.ShapeDtypeStruct`s; by default those of a language-model input,
+                without opening data.
 
         Raises:
-            ValueError: If the mesh cannot split something, or a sharding rule splits nothing.
+            ValueError: If the mesh does not divide an array, or a sharding rule splits nothing.
         """
         cfg = self.config
         if batch is None:
@@ -407,16 +382,16 @@ class SpmdTrainer(Module):
 
     @nowrap
     def check_sharding_rules(self) -> None:
-        """Raises ValueError if a sharding rule is about an axis that nothing traced so far has."""
+        """Raises ValueError if a sharding rule names a logical axis that nothing traced has."""
         sharding.check_rules_asked(self.config.sharding_rules or {}, self._axes_asked)
 
     @nowrap
     def run_step(self, batch: Any, *, input_state: dict[str, Any] | None = None) -> Any:
-        """Takes a step, and returns its packed metrics without waiting for them.
+        """Dispatches a step, and returns its packed metrics without waiting for them.
 
         Args:
             batch: Global arrays.
-            input_state: The place in the data after the batch, to be saved with the state.
+            input_state: Position in the data after the batch, saved with the state.
         """
         if self._compiled is None:
             begin = time.perf_counter()
@@ -434,15 +409,16 @@ class SpmdTrainer(Module):
         SIGTERM or SIGINT saves a checkpoint and returns.
 
         Args:
-            prng_key: Key or seed of a run that begins; by default `prng_seed`.
+            prng_key: Key or seed of a new run; by default `prng_seed`.
 
         Returns:
-            `loss` of the last step (nats a token, None if no step was taken), `aux` its metrics by
-            name, `evaler_summaries` the newest metrics of each evaler by name, `step` the number
-            of steps taken, and `stopped_by` (None, "SIGTERM", "SIGINT" or "end of input").
+            `loss` of the last step (nats per token; None if no step was taken), `aux` with its
+            metrics by name, `evaler_summaries` with the latest metrics of each evaler by name,
+            `step` with the number of steps taken, and `stopped_by` (None, "SIGTERM", "SIGINT" or
+            "end of input").
 
         Raises:
-            TrainerDirConflictError: If the folder belongs to another run.
+            TrainerDirConflictError: If the folder belongs to a run with another config.
             NonFiniteError: At the first step whose loss or parameters are not finite.
             CheckpointSaveError: If the last checkpoint could not be written.
         """
@@ -465,12 +441,11 @@ class SpmdTrainer(Module):
 
     @nowrap
     def describe(self) -> str:
-        """Returns one line: parameters, state, mesh."""
+        """Returns one line with the size of the model and of the state, and the mesh."""
         params = self.trainer_state_specs.model
         mesh = self.mesh()
         return (
             f"{tree.count_elements(params):,} parameters, "
             f"{tree.count_bytes(self.trainer_state_specs) / 1e6:,.1f} MB of state, mesh: "
-            f"{describe_mesh(mesh.shape)} "
-            f"({mesh.devices.flat[0].device_kind})"
+            f"{describe_mesh(mesh.shape)} ({mesh.devices.flat[0].device_kind})"
         )

@@ -1,5 +1,6 @@
-"""What a trainer checks in its config, and what it fills in."""
+"""Checks of a trainer's config, and the fields that are filled in."""
 
+import contextlib
 import re
 
 import pytest
@@ -11,17 +12,12 @@ from moelib.core.config import (
     config_class,
     config_for_function,
 )
+from moelib.core.errors import UserError
+from moelib.data.input import Input
 from moelib.data.synthetic import SyntheticInput
-from moelib.learner.learner import Learner
 from moelib.learner.schedules import cosine
-from moelib.train.settings import (
-    check_config,
-    check_microbatches,
-    set_if_required,
-    with_max_step,
-    with_run_length,
-    with_vocab_size,
-)
+from moelib.parallel.sharding import SplitError
+from moelib.train.settings import check_batch, check_config, completed
 from tests import tiny
 
 
@@ -46,11 +42,7 @@ def test_counts_below_one_are_refused(cfg, name, value):
 
 
 def test_micro_batches_that_do_not_divide_the_batch_are_refused(cfg):
-    wanted = (
-        "input.global_batch_size is 8, which num_microbatches, 3, does not divide; set it to a "
-        "multiple of 3, or num_microbatches to a divisor of 8."
-    )
-    with pytest.raises(ValueError, match=re.escape(wanted)):
+    with pytest.raises(UserError, match="global_batch_size is 8, which num_microbatches, 3"):
         check_config(cfg.set(num_microbatches=3))
 
 
@@ -88,16 +80,15 @@ def test_unset_fields_of_an_input_are_named_by_their_path(cfg, place):
 def test_vocabulary_of_an_input_beyond_the_models_is_refused(cfg, place):
     holder = cfg if place == "input" else cfg.evalers["val"]
     holder.input.vocab_size = 33
-    wanted = re.escape(f"{place}.vocab_size is 33, beyond model.vocab_size, which is 32; set the")
-    with pytest.raises(ValueError, match=wanted):
-        check_config(cfg)
+    wanted = re.escape(f"{place}.vocab_size is 33, beyond model.vocab_size, which is 32")
+    with pytest.raises(UserError, match=wanted):
+        completed(cfg)
 
 
 @pytest.mark.parametrize(("own", "expected"), [(None, 32), (32, 32), (20, 20)])
 def test_an_input_gets_the_vocabulary_of_the_model_unless_it_has_one(cfg, own, expected):
     cfg.input.vocab_size = own
-    made = with_vocab_size(cfg.input, cfg.model, "input")
-    assert made.vocab_size == expected
+    assert completed(cfg).input.vocab_size == expected
     assert cfg.input.vocab_size == own
 
 
@@ -109,27 +100,25 @@ class Plain(Configurable):
         size: int = 3
 
 
-def test_inputs_and_models_without_a_vocabulary_are_copied_only(cfg):
-    plain = Plain.default_config()
+def test_inputs_and_models_without_a_vocabulary_are_unchanged(cfg):
     for own in (None, 99):
         cfg.input.vocab_size = own
-        assert with_vocab_size(cfg.input, plain, "input") == cfg.input
-    made = with_vocab_size(plain, cfg.model, "input")
-    assert made == plain
-    assert made is not plain
+        assert completed(cfg.clone(model=Plain.default_config())).input == cfg.input
+    cfg.input = PlainInput.default_config().set(seq_len=4, global_batch_size=8)
+    assert completed(cfg).input == cfg.input
+
+
+class PlainInput(Input):
+    """Has no vocabulary."""
 
 
 MESH = {"pipeline": 1, "data": 2, "expert": 1, "fsdp": 4, "seq": 1, "model": 1}
 
 
 def test_micro_batches_that_the_mesh_does_not_divide_are_refused(cfg):
-    wanted = (
-        "input.global_batch_size is 8 and num_microbatches is 2: micro-batches of 4 rows do not "
-        "divide over the mesh axes data 2, fsdp 4, 8 parts; set global_batch_size to a multiple of "
-        "16, or make num_microbatches or mesh_shape smaller."
-    )
-    with pytest.raises(ValueError, match=re.escape(wanted)):
-        check_microbatches(cfg.set(num_microbatches=2), MESH)
+    wanted = "global_batch_size is 8 and num_microbatches is 2: .* data 2, fsdp 4, 8 .* of 16"
+    with pytest.raises(SplitError, match=wanted):
+        check_batch(cfg.set(num_microbatches=2), MESH)
 
 
 @pytest.mark.parametrize(
@@ -145,43 +134,39 @@ def test_micro_batches_that_the_mesh_does_not_divide_are_refused(cfg):
 )
 def test_only_axes_that_split_the_batch_count(cfg, batch_size, num_microbatches, mesh, fits):
     cfg.set(num_microbatches=num_microbatches).input.global_batch_size = batch_size
-    try:
-        check_microbatches(cfg, mesh)
-    except ValueError:
-        fitted = False
-    else:
-        fitted = True
-    assert fitted is fits
+    with contextlib.nullcontext() if fits else pytest.raises(SplitError, match="micro-batches"):
+        check_batch(cfg, mesh)
 
 
-def test_only_fields_that_are_unset_are_set(cfg):
-    writer = cfg.summary_writer.set(dir="mine")
-    assert writer.jsonl_path is REQUIRED
-    set_if_required(writer, dir="theirs", jsonl_path="theirs.jsonl")
-    assert (writer.dir, writer.jsonl_path) == ("mine", "theirs.jsonl")
+def test_folders_are_inside_that_of_the_run_unless_they_are_set(cfg):
+    cfg.set(dir="run").summary_writer.set(dir="mine")
+    made = completed(cfg)
+    assert (made.summary_writer.dir, made.summary_writer.jsonl_path) == (
+        "mine",
+        "run/metrics.jsonl",
+    )
+    assert made.checkpointer.dir == "run/checkpoints"
+    assert cfg.summary_writer.jsonl_path is REQUIRED
 
 
-def test_schedules_end_with_the_run_unless_they_say(cfg):
-    schedule = config_for_function(cosine)
-    learner = Learner.default_config().set(optimizer=cfg.learner.optimizer)
-    learner.optimizer.learning_rate = schedule
-    assert with_run_length(learner, 70).optimizer.learning_rate.max_step == 70
-    assert learner.optimizer.learning_rate.max_step is REQUIRED
-    learner.optimizer.learning_rate = schedule.set(max_step=50)
-    assert with_run_length(learner, 70) == learner
+def test_schedules_end_with_the_run_unless_they_have_an_end(cfg):
+    cfg.learner.optimizer.learning_rate = config_for_function(cosine)
+    assert completed(cfg.set(max_step=70)).learner.optimizer.learning_rate.max_step == 70
+    assert cfg.learner.optimizer.learning_rate.max_step is REQUIRED
+    cfg.learner.optimizer.learning_rate.max_step = 50
+    assert completed(cfg).learner == cfg.learner
 
 
-def test_policies_know_the_last_step_unless_they_say(cfg):
-    checkpointer = cfg.checkpointer
-    assert with_max_step(checkpointer, "save_policy", 70).save_policy.max_step == 70
-    assert checkpointer.save_policy.max_step is None
-    checkpointer.save_policy.max_step = 50
-    assert with_max_step(checkpointer, "save_policy", 70) == checkpointer
-
-
-def test_policy_that_does_not_ask_for_the_last_step_is_left_alone(cfg):
+def test_policies_know_the_last_step_unless_they_have_one(cfg):
+    cfg.max_step = 70
+    made = completed(cfg)
+    assert made.checkpointer.save_policy.max_step == 70
+    assert made.evalers["val"].eval_policy.max_step == 70
+    assert cfg.checkpointer.save_policy.max_step is None
+    cfg.checkpointer.save_policy.max_step = 50
+    assert completed(cfg).checkpointer.save_policy.max_step == 50
     cfg.checkpointer.save_policy = config_for_function(_never)
-    assert with_max_step(cfg.checkpointer, "save_policy", 70) == cfg.checkpointer
+    assert completed(cfg).checkpointer.save_policy == cfg.checkpointer.save_policy
 
 
 def _never():
