@@ -5,22 +5,30 @@ The public functions are imported when they are first used, so that `import moel
     import moelib
 
     result = moelib.fit(trainer_config, trainer_dir="runs/first")
+    model = moelib.load_model("runs/first")
+    text = next(moelib.generate(model, ["Once upon a time"])).text
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from moelib.evaluation.evaluate import evaluate
+    from moelib.inference.generate import generate
     from moelib.planning.plan import plan
     from moelib.train.fit import fit
+    from moelib.train.loading import load_model
     from moelib.verify.run import verify_config
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "fit", "plan", "verify_config"]
+__all__ = ["__version__", "evaluate", "fit", "generate", "load_model", "plan", "verify_config"]
 
 _MODULES = {
+    "evaluate": "moelib.evaluation.evaluate",
     "fit": "moelib.train.fit",
+    "generate": "moelib.inference.generate",
+    "load_model": "moelib.train.loading",
     "plan": "moelib.planning.plan",
     "verify_config": "moelib.verify.run",
 }

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from moelib.core import tree
 from moelib.core.config import did_you_mean
-from moelib.core.errors import UserError
+from moelib.core.errors import MissingFileError, UserError
 
 STEP_PREFIX = "step_"
 RECORD_ITEM = "record"
@@ -29,7 +29,7 @@ class CheckpointMismatchError(UserError):
     """A checkpoint whose arrays are not those that are asked for."""
 
 
-class CheckpointNotFoundError(FileNotFoundError):
+class CheckpointNotFoundError(MissingFileError):
     """There is no checkpoint where one was asked for."""
 
 

@@ -1,12 +1,9 @@
-"""Evaluations: what is to be scored, and the metrics that follow from the scores.
+"""Evaluations: requests to score, and the metrics that follow from the scores."""
 
-Those of several benchmarks and texts are scored together, so that few batches are compiled.
-"""
-
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from moelib.core.context import Nested
+from moelib.core.tree import Nested
 from moelib.evaluation.requests import Request
 from moelib.evaluation.scoring import Score, Scorer
 
@@ -18,38 +15,42 @@ class Metric(NamedTuple):
     stderr: float | None = None
 
 
+Metrics = Mapping[str, Metric]
+
+
 class Evaluation(NamedTuple):
-    """Requests with the function that makes metrics of their scores.
+    """A benchmark or a text, tokenized.
 
     Attributes:
-        name: Of the benchmark or the text.
-        requests: What is scored.
-        metrics: Metrics by name, from the scores in the requests' order.
-        settings: What else tells its results from others: JSON values by name.
+        name: Name of the benchmark or the text.
+        requests: Continuations to score.
+        metrics: Function from the scores, in the requests' order, to metrics by name.
+        settings: Settings that distinguish the results, as JSON values by name.
     """
 
     name: str
     requests: Sequence[Request]
-    metrics: Callable[[Sequence[Score]], Mapping[str, Metric]]
+    metrics: Callable[[Sequence[Score]], Metrics]
     settings: Mapping[str, Any]
 
 
-def evaluate(
+def run_evaluations(
     scorer: Scorer,
     params: Nested,
-    evaluations: Iterable[Evaluation],
+    evaluations: Sequence[Evaluation],
     *,
     on_batch: Callable[[int], None] | None = None,
-) -> dict[str, Mapping[str, Metric]]:
+) -> dict[str, Metrics]:
     """Returns the metrics of each evaluation by its name.
 
+    The requests of all evaluations are scored together, so that few batch shapes are compiled.
+
     Args:
-        scorer: Of the model.
+        scorer: Scorer of the model.
         params: The model's parameters.
-        evaluations: Each with a name of its own.
-        on_batch: As `Scorer.score` takes it.
+        evaluations: Evaluations with distinct names.
+        on_batch: Function called after each batch with the number of requests done so far.
     """
-    evaluations = list(evaluations)
     requests = [request for evaluation in evaluations for request in evaluation.requests]
     scores = iter(scorer.score(params, requests, on_batch=on_batch))
     return {

@@ -1,11 +1,11 @@
-"""A trained model as lm-eval knows models, so that any of its tasks can be run on it.
+"""A trained model as a model of lm-eval, for any of its tasks.
 
 Needs `pip install 'moelib[lm-eval]'`.
 """
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,60 +14,57 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
-from tqdm import tqdm
 
-from moelib.core.context import Nested
-from moelib.core.param import cast_parameters
-from moelib.data.tokenizer import Tokenizer
-from moelib.evaluation.evaluations import Metric
+from moelib.core.config import did_you_mean
+from moelib.core.errors import UserError
+from moelib.core.progress import Progress
+from moelib.evaluation.evaluations import Metric, Metrics
 from moelib.evaluation.perplexity import rolling_windows
 from moelib.evaluation.requests import Request, encode_texts
 from moelib.evaluation.scoring import Score, Scorer
-from moelib.inference.generate import Settings, generate_tokens
-from moelib.models.causal_lm import CausalLM
+from moelib.inference.generate import generate
+from moelib.train.loading import LoadedModel
 
 logger = logging.getLogger(__name__)
 
-# Settings of lm-eval's that `generate_many` knows by the same names.
+# Settings that lm-eval and `generate` name alike.
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 class LmEvalModel(TemplateLM):
-    """A model with its parameters; `lm_eval.simple_evaluate(model=...)` takes it."""
+    """A model for `lm_eval.simple_evaluate(model=...)`.
 
-    def __init__(
-        self, model: CausalLM, params: Nested, tokenizer: Tokenizer, scorer: Scorer
-    ) -> None:
-        """Takes what it asks.
+    Prompts begin with BOS where lm-eval's own Hugging Face model has it.
+    """
 
-        Args:
-            model: Generates.
-            params: The model's parameters; it computes with them in the scorer's `train_dtype`.
-            tokenizer: That the model was trained with.
-            scorer: Of the model.
-        """
+    def __init__(self, model: LoadedModel, scorer: Scorer) -> None:
+        """Takes a model and its scorer."""
         super().__init__()
-        specs = model.create_parameter_specs_recursively()
-        self._params = cast_parameters(params, specs, scorer.train_dtype)
-        self._model, self._scorer = model, scorer
-        self._tokenizer = tokenizer
+        self._model, self._scorer, self._tokenizer = model, scorer, model.tokenizer
 
     @property
     def eot_token_id(self) -> int:
-        """The end of text, which also stands before a text that is scored whole."""
+        """Id of the token that ends a text."""
         return self._tokenizer.eos_id
 
     @property
+    def prefix_token_id(self) -> int:
+        """Id of the token before the first one of a text that is scored whole."""
+        return self._tokenizer.prefix_id
+
+    @property
     def max_length(self) -> int:
-        """The most tokens that the model reads."""
+        """Maximum number of tokens of a sequence."""
         return self._scorer.max_length
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **unused: Any
     ) -> list[int]:
-        """Returns the ids of a text, with nothing added."""
-        del add_special_tokens, unused
-        return self._tokenizer.encode(string)
+        """Returns the ids of a text, by default as the model reads prompts."""
+        del unused
+        if add_special_tokens is False:
+            return self._tokenizer.encode(string)
+        return self._tokenizer.encode_prompts([string])[0]
 
     def _loglikelihood_tokens(
         self,
@@ -85,56 +82,65 @@ class LmEvalModel(TemplateLM):
     def loglikelihood_rolling(
         self, requests: Sequence[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Returns the log-probability of each text, in nats, by windows of `max_length`."""
+        """Returns the log-probability of each text, in nats, by windows of `max_length`.
+
+        BOS itself is not scored.
+        """
         texts = [request.args[0] for request in requests]
         windows = [
-            list(rolling_windows(ids, self.max_length, self.eot_token_id))
-            for ids in encode_texts(self._tokenizer, texts)
+            list(rolling_windows(ids, self.max_length, self.prefix_token_id))
+            for ids in encode_texts(self._tokenizer.encode_batch, texts)
         ]
         scores = iter(self._score([w for of_text in windows for w in of_text], disable_tqdm))
         return [sum(next(scores).log_prob for _ in of_text) for of_text in windows]
 
     def _score(self, requests: Sequence[Request], disable_tqdm: bool) -> list[Score]:
-        with tqdm(total=len(requests), desc="Scoring", disable=disable_tqdm) as bar:
-
-            def show(done: int) -> None:
-                bar.update(done - bar.n)
-
-            return self._scorer.score(self._params, requests, on_batch=show)
+        with _progress("score", len(requests), disable_tqdm) as progress:
+            parameters = self._model.parameters
+            return self._scorer.score(parameters, requests, on_batch=progress.update)
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Returns what follows each context, up to the first of the texts in `until`.
+        """Returns the text that follows each context, up to the first string in `until`.
 
-        Request number i draws with seed i, if it draws. Contexts that leave no room for
-        `max_gen_toks` tokens are cut from the left, and a warning says how many.
+        Request i draws with seed i. Contexts that leave no room for `max_gen_toks` tokens are cut
+        from the left, and a warning counts them.
 
         Raises:
-            ValueError: If a task asks for a way of generating that is not known here.
+            UserError: If a task has settings of generation that are not supported.
         """
-        alike: dict[str, list[int]] = {}
+        by_settings: dict[str, list[int]] = {}
         for i, request in enumerate(requests):
-            alike.setdefault(repr(request.args[1]), []).append(i)
+            by_settings.setdefault(repr(request.args[1]), []).append(i)
+        contexts = [
+            self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests
+        ]
         texts = [""] * len(requests)
         num_cut = 0
-        with tqdm(total=len(requests), desc="Generating", disable=disable_tqdm) as bar:
-            for indices in alike.values():
+        with _progress("generate", len(requests), disable_tqdm) as progress:
+            for indices in by_settings.values():
                 settings = normalize_gen_kwargs(requests[indices[0]].args[1])
                 room = self._room(settings)
-                prompts = {}
-                for i in indices:
-                    ids = self.tok_encode(requests[i].args[0]) or [self.eot_token_id]
-                    num_cut += len(ids) > room
-                    prompts[i] = ids[-room:]
-                longest_first = sorted(indices, key=lambda i: -len(prompts[i]))
-                rows = [prompts[i] for i in longest_first]
-                found = self._generate(rows, longest_first, settings)
-                for i, text in zip(longest_first, found, strict=True):
-                    texts[i] = text
-                    bar.update()
+                sampling: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0}
+                sampling |= {name: settings[name] for name in _SAMPLING if name in settings}
+                num_cut += sum(len(contexts[i]) > room for i in indices)
+                indices.sort(key=lambda i: -len(contexts[i]))  # Batches of similar lengths.
+                found = generate(
+                    self._model,
+                    [contexts[i][-room:] for i in indices],
+                    seeds=indices,
+                    batch_size=max(1, self._scorer.batch_tokens // self.max_length),
+                    stop=[stop for stop in settings["until"] if stop],
+                    max_new_tokens=settings["max_gen_toks"],
+                    max_length=self.max_length,
+                    **sampling,
+                )
+                for i, completion in zip(indices, found, strict=True):
+                    texts[i] = completion.text
+                    progress.advance(1)
         if num_cut:
             logger.warning(
-                "%d of %d contexts leave no room to generate within max_length, which is %d "
-                "tokens: they are cut from the left.",
+                "%d of %d contexts leave no room to generate within max_length=%d tokens: they are "
+                "cut from the left.",
                 num_cut,
                 len(requests),
                 self.max_length,
@@ -142,45 +148,42 @@ class LmEvalModel(TemplateLM):
         return texts
 
     def _room(self, settings: Mapping[str, Any]) -> int:
-        """Returns how many tokens a context may have. Raises ValueError if settings are bad."""
-        if unknown := settings.keys() - {"until", "max_gen_toks", "do_sample", *_SAMPLING}:
-            raise ValueError(
-                f"generation_kwargs has {', '.join(sorted(unknown))}; known are until, "
-                f"max_gen_toks, do_sample, {', '.join(_SAMPLING)}: leave the others out of it."
+        """Returns the maximum number of tokens of a context, after checking the settings."""
+        known = ("until", "max_gen_toks", "do_sample", *_SAMPLING)
+        if unknown := sorted(settings.keys() - set(known)):
+            raise UserError(
+                f"generation_kwargs has the unknown setting {unknown[0]!r}; known are "
+                f"{', '.join(known)}."
             )
         room = self.max_length - settings["max_gen_toks"]
         if room < 1:
-            raise ValueError(
-                f"max_gen_toks is {settings['max_gen_toks']}, and the model reads "
-                f"{self.max_length} tokens with the context; set it to {self.max_length - 1} or "
-                "less in the task's generation_kwargs."
+            raise UserError(
+                f"max_gen_toks is {settings['max_gen_toks']}, but sequences have at most "
+                f"{self.max_length} tokens with the context; set max_gen_toks to "
+                f"{self.max_length - 1} or less in the task's generation_kwargs."
             )
         return room
 
-    def _generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], settings: Mapping[str, Any]
-    ) -> Iterator[str]:
-        """Yields the text that follows each prompt."""
-        stops = [stop for stop in settings["until"] if stop]
-        sampling: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0}
-        sampling |= {name: settings[name] for name in _SAMPLING if name in settings}
-        for tokens in generate_tokens(
-            self._model,
-            self._params,
-            prompts,
-            Settings(
-                **sampling,
-                max_new_tokens=settings["max_gen_toks"],
-                stop_ids=(self.eot_token_id,),
-                vocab_size=self._tokenizer.vocab_size,
-            ),
-            seeds=seeds,
-            batch_size=max(1, self._scorer.batch_tokens // self.max_length),
-        ):
-            text = self._tokenizer.decode(tokens)
-            for stop in stops:
-                text = text.split(stop)[0]
-            yield text
+
+def _progress(title: str, total: int, disabled: bool) -> Progress:
+    return Progress(title, total, enabled=not disabled, seconds_between_lines=10.0)
+
+
+def task_manager(tasks: Sequence[str], include_path: str | None) -> TaskManager:
+    """Returns lm-eval's task manager. Raises UserError if it does not know a task."""
+    if include_path is not None:
+        if not os.path.isdir(include_path):
+            raise UserError(f"include_path (--include_path) {include_path} is not a folder.")
+        own = TaskManager(include_path=include_path, include_defaults=False)
+        if set(tasks) <= set(own.all_tasks):
+            return own  # Finding all of lm-eval's tasks takes half a minute.
+    manager = TaskManager(include_path=include_path)
+    for name in tasks:
+        if name not in manager.all_tasks:
+            raise UserError(
+                f"lm-eval has no task {name!r}; {did_you_mean(name, manager.all_tasks)}"
+            )
+    return manager
 
 
 def run_tasks(
@@ -191,20 +194,20 @@ def run_tasks(
     num_fewshot: int | None,
     limit: int | None,
     fewshot_seed: int,
-) -> dict[str, Mapping[str, Metric]]:
+) -> dict[str, Metrics]:
     """Returns the metrics of lm-eval's tasks, by task or group.
 
-    Standard errors that lm-eval estimates by bootstrap are from 1000 samples.
+    Bootstrapped standard errors are from 1000 samples.
 
     Args:
-        model: What is evaluated.
-        manager: Knows the tasks.
+        model: The model.
+        manager: Task manager that knows the tasks.
         tasks: Names of tasks, groups or tags.
-        num_fewshot: Examples before a question; None takes each task's.
-        limit: The first questions of each task; None takes all.
-        fewshot_seed: Decides which examples are drawn.
+        num_fewshot: Number of examples before a question; None for each task's default.
+        limit: Number of questions of each task, from the first; None for all.
+        fewshot_seed: Seed of the draw of examples.
     """
-    os.environ["DISABLE_MULTIPROC"] = "1"  # Of bootstraps: a process with JAX in it cannot fork.
+    os.environ["DISABLE_MULTIPROC"] = "1"  # For bootstraps: a process with JAX in it cannot fork.
     found: Any = simple_evaluate(
         model=model,
         tasks=list(tasks),
@@ -219,7 +222,7 @@ def run_tasks(
 
 
 def _metrics(results: Mapping[str, Any]) -> dict[str, Metric]:
-    """Returns lm-eval's "acc,none" and "acc_stderr,none" as `acc`; filters but none stay named."""
+    """Returns "acc,none" and "acc_stderr,none" as `acc`; other filters keep their name."""
     metrics = {}
     for key, value in results.items():
         name, comma, answers = key.partition(",")

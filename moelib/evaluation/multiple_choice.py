@@ -1,19 +1,20 @@
-"""Questions with choices: prompts with examples, and accuracies, as lm-eval 0.4.13 makes them."""
+"""Multiple choice: prompts with examples, and accuracies, as in lm-eval 0.4.13."""
 
 import math
 import os
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
+from moelib.core.errors import UserError
 from moelib.data.tokenizer import Tokenizer
-from moelib.evaluation.evaluations import Evaluation, Metric
+from moelib.evaluation.evaluations import Evaluation, Metric, Metrics
 from moelib.evaluation.requests import encode_pairs
 from moelib.evaluation.scoring import Score
 from moelib.evaluation.tasks import Question, Task, find_task, read_questions
 
-FEWSHOT_SEED = 1234  # Of lm-eval.
+FEWSHOT_SEED = 1234  # The default of lm-eval.
 
 
 def task_evaluation(
@@ -25,24 +26,24 @@ def task_evaluation(
     limit: int | None = None,
     fewshot_seed: int = FEWSHOT_SEED,
 ) -> Evaluation:
-    """Returns a task over the files in a folder, tokenized.
+    """Returns the evaluation of a task over the files in a folder.
 
     Args:
-        name: One of `moelib.evaluation.tasks.TASKS`.
-        data_dir: The folder.
-        tokenizer: Of the model.
-        num_fewshot: Examples before each question; None takes the task's number.
-        limit: Takes the first so many questions; None takes all.
-        fewshot_seed: Decides which examples are drawn.
+        name: Name in `moelib.evaluation.tasks.TASKS`.
+        data_dir: Folder of the benchmarks' files.
+        tokenizer: The model's tokenizer.
+        num_fewshot: Number of examples before each question; None for the task's default.
+        limit: Number of questions, from the first; None for all.
+        fewshot_seed: Seed of the draw of examples.
 
     Raises:
-        FileNotFoundError: If a file is missing.
-        ValueError: If there is no such task, a number is out of range, or a file is broken.
+        MissingFileError: If a file is missing.
+        UserError: If there is no such task, a number is out of range, or a file is invalid.
     """
     task = find_task(name)
     num_fewshot = task.num_fewshot if num_fewshot is None else num_fewshot
     if num_fewshot < 0 or (limit is not None and limit < 1):
-        raise ValueError(
+        raise UserError(
             f"{name}: num_fewshot is {num_fewshot} and limit is {limit}; set num_fewshot to 0 or "
             "more, and limit to 1 or more."
         )
@@ -62,8 +63,8 @@ def prompts(
     """Returns (context, continuation) of every choice of every question, in their order.
 
     Raises:
-        FileNotFoundError: If there is no file of examples, and some are asked for.
-        ValueError: If it is broken, or has too few of them.
+        MissingFileError: If examples are requested and their file is missing.
+        UserError: If that file is invalid or has too few questions.
     """
     pool: list[Question] = []
     if num_fewshot:
@@ -71,9 +72,9 @@ def prompts(
         pool = read_questions(path, task.question)
         needed = num_fewshot + task.draws_spare
         if len(pool) < needed:
-            raise ValueError(
-                f"{path} has {len(pool)} questions, and {num_fewshot} examples are drawn from "
-                f"{needed} or more; set num_fewshot to {len(pool) - task.draws_spare} or less."
+            raise UserError(
+                f"{path} has {len(pool)} questions, but num_fewshot={num_fewshot} needs {needed}; "
+                f"set num_fewshot to {len(pool) - task.draws_spare} or less."
             )
     rng = random.Random(fewshot_seed)
     pairs = []
@@ -88,35 +89,33 @@ def prompts(
 def _draw(
     rng: random.Random, pool: Sequence[Question], num: int, omitted: Question | None
 ) -> Sequence[Question]:
-    """Returns examples, drawn as lm-eval's default sampler draws them."""
+    """Returns examples, drawn as by lm-eval's default sampler."""
     if not num or omitted is None:
         return rng.sample(pool, num)
     others = lambda questions: [q for q in questions if q.line != omitted.line]
     drawn = others(rng.sample(pool, num + 1))
-    if len(drawn) < num:  # The question was there more than once.
+    if len(drawn) < num:  # The pool holds the question more than once.
         drawn = rng.sample(others(pool), num)
     return drawn[:num]
 
 
 def _shot(question: Question) -> str:
-    """Returns a question with its answer, as an example."""
+    """Returns a question and its answer as an example."""
     return f"{question.queries[question.gold]} {question.endings[question.gold]}\n\n"
 
 
-def accuracies(
-    task: Task, questions: Sequence[Question], scores: Sequence[Score]
-) -> Mapping[str, Metric]:
-    """Returns the shares of questions of which the right choice is found, with standard errors.
+def accuracies(task: Task, questions: Sequence[Question], scores: Sequence[Score]) -> Metrics:
+    """Returns the shares of questions that are answered correctly, with standard errors.
 
-    `acc` takes the choice of the highest log-probability, `acc_norm` that of the highest one a
-    character (Unicode code point) of its ending.
+    The answer is the ending with the highest log-probability for `acc`, and with the highest
+    log-probability per character (Unicode code point) for `acc_norm`.
     """
-    left = iter(scores)
+    remaining = iter(scores)
     hits: dict[str, list[float]] = {"acc": [], "acc_norm": []}
     for question in questions:
-        log_probs = np.array([next(left).log_prob for _ in question.endings])
+        log_probs = np.array([next(remaining).log_prob for _ in question.endings])
         lengths = np.array([float(len(ending)) for ending in question.endings])
-        with np.errstate(divide="ignore"):  # An empty ending is never the likeliest.
+        with np.errstate(divide="ignore"):  # An empty ending is never chosen.
             normed = log_probs / lengths
         hits["acc"].append(float(np.argmax(log_probs) == question.gold))
         hits["acc_norm"].append(float(np.argmax(normed) == question.gold))
@@ -124,7 +123,7 @@ def accuracies(
 
 
 def _mean(values: Sequence[float]) -> Metric:
-    """Returns the mean, with the standard error of the mean if there are two values or more."""
+    """Returns the mean and, of two values or more, its standard error."""
     if len(values) < 2:
         return Metric(float(np.mean(values)))
     return Metric(float(np.mean(values)), float(np.std(values, ddof=1)) / math.sqrt(len(values)))

@@ -1,28 +1,30 @@
-"""What an evaluation leaves: a table, results.json, results.csv, and a plot over steps."""
+"""Results of an evaluation: a table, results.json, results.csv, and a plot over steps."""
 
 import csv
-import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from moelib.evaluation.evaluations import Metric
+from moelib.core.files import atomic_file, write_json
+from moelib.core.table import Table
+from moelib.evaluation.evaluations import Metrics
+
+RESULTS_FILE = "results.json"
 
 
 class Result(NamedTuple):
-    """A number of a checkpoint.
+    """A metric of a checkpoint.
 
     Attributes:
-        step: Of the checkpoint.
-        tokens: The run had read by then, padding included; None if that is not known.
-        task: A benchmark or a text.
-        metric: What was measured.
-        value: The number.
+        step: Training step of the checkpoint; None for a published model.
+        tokens: Number of tokens read by then, padding included; None if unknown.
+        task: Name of the benchmark or the text.
+        metric: Name of the metric.
+        value: The metric.
         stderr: Its standard error, if it has one.
     """
 
-    step: int
+    step: int | None
     tokens: int | None
     task: str
     metric: str
@@ -30,9 +32,7 @@ class Result(NamedTuple):
     stderr: float | None
 
 
-def results_of(
-    step: int, tokens: int | None, found: Mapping[str, Mapping[str, Metric]]
-) -> list[Result]:
+def results_of(step: int | None, tokens: int | None, found: Mapping[str, Metrics]) -> list[Result]:
     """Returns the metrics of each task at a step, one after another."""
     return [
         Result(step, tokens, task, name, *metric)
@@ -41,39 +41,42 @@ def results_of(
     ]
 
 
-def write_results(folder: str, results: Sequence[Result], settings: Mapping[str, Any]) -> None:
-    """Writes results.json, with the settings, and results.csv into a folder that exists."""
-    with open(os.path.join(folder, "results.json"), "w", encoding="utf-8") as file:
-        json.dump({**settings, "results": [r._asdict() for r in results]}, file, indent=2)
-        file.write("\n")
-    with open(os.path.join(folder, "results.csv"), "w", encoding="utf-8", newline="") as file:
+def write_results(
+    folder: str, title: str, results: Sequence[Result], settings: Mapping[str, Any]
+) -> None:
+    """Writes results.json, with the settings, results.csv and, of several steps, results.png.
+
+    Args:
+        folder: Folder of the files; created if it does not exist.
+        title: Title of the plot.
+        results: All results so far.
+        settings: Settings of the evaluation, as JSON values by name.
+    """
+    os.makedirs(folder, exist_ok=True)
+    content = {**settings, "results": [result._asdict() for result in results]}
+    write_json(os.path.join(folder, RESULTS_FILE), content)
+    with atomic_file(os.path.join(folder, "results.csv")) as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(Result._fields)
         writer.writerows(results)
+    if len({result.step for result in results}) > 1:
+        plot_results(os.path.join(folder, "results.png"), title, results)
 
 
-def print_results(title: str, results: Sequence[Result]) -> None:
-    """Prints a table to stdout: a row for each task and step, a column for each metric."""
-    from rich import box, console, table
-
+def results_table(title: str, results: Sequence[Result]) -> Table:
+    """Returns a table with a row per task and step, and a column per metric."""
     metrics = list(dict.fromkeys(result.metric for result in results))
-    shown = table.Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
-    for name in ("task", "step", *metrics):
-        shown.add_column(name, justify="left" if name == "task" else "right", overflow="fold")
-    rows: dict[tuple[str, int], dict[str, Result]] = {}
-    for result in results:
-        rows.setdefault((result.task, result.step), {})[result.metric] = result
-    order = {task: i for i, task in enumerate(dict.fromkeys(task for task, _ in rows))}
-    last = None
-    for task, step in sorted(rows, key=lambda row: (order[row[0]], row[1])):
-        if last not in (None, task):
-            shown.add_section()
-        cells = rows[task, step]
-        texts = [_text(cells[metric]) if metric in cells else "" for metric in metrics]
-        shown.add_row("" if task == last else task, str(step), *texts)
-        last = task
-    width = None if sys.stdout.isatty() else 120  # A file has none of its own.
-    console.Console(highlight=False, markup=False, width=width).print(shown)
+    rows: list[list[str]] = []
+    for task in dict.fromkeys(result.task for result in results):
+        by_step: dict[int | None, dict[str, str]] = {}
+        for result in results:
+            if result.task == task:
+                by_step.setdefault(result.step, {})[result.metric] = _text(result)
+        rows += [[]] if rows else []
+        for i, (step, cells) in enumerate(by_step.items()):
+            head = ["" if i else task, "" if step is None else str(step)]
+            rows.append(head + [cells.get(metric, "") for metric in metrics])
+    return Table(title, ("task", "step>", *(f"{metric}>" for metric in metrics)), rows)
 
 
 def _text(result: Result) -> str:
@@ -82,10 +85,9 @@ def _text(result: Result) -> str:
 
 
 def plot_results(path: str, title: str, results: Sequence[Result]) -> None:
-    """Writes a PNG: for each metric, how it changes over steps, one line a task.
+    """Writes a PNG of each metric over steps, with a line per task, for two steps or more.
 
-    Bars are standard errors. If they are known, tokens stand above. To be called with two steps
-    or more.
+    Error bars are standard errors. A second axis shows the tokens read, if they are known.
     """
     from matplotlib.figure import Figure
 
@@ -95,7 +97,7 @@ def plot_results(path: str, title: str, results: Sequence[Result]) -> None:
     for axes, metric in zip(
         figure.subplots(1, len(metrics), squeeze=False)[0], metrics, strict=True
     ):
-        of_metric = sorted((r for r in results if r.metric == metric), key=lambda r: r.step)
+        of_metric = sorted((r for r in results if r.metric == metric), key=lambda r: r.step or 0)
         for task in dict.fromkeys(result.task for result in of_metric):
             line = [result for result in of_metric if result.task == task]
             axes.errorbar(
@@ -108,11 +110,11 @@ def plot_results(path: str, title: str, results: Sequence[Result]) -> None:
             )
         axes.set(xlabel="step", ylabel=metric)
         axes.legend(fontsize="small")
-        _show_tokens(axes, results)
+        _add_token_axis(axes, results)
     figure.savefig(path, dpi=120)
 
 
-def _show_tokens(axes: Any, results: Sequence[Result]) -> None:
+def _add_token_axis(axes: Any, results: Sequence[Result]) -> None:
     known = [r.tokens / r.step for r in results if r.tokens and r.step]
     if known:
         scale = known[0]

@@ -1,7 +1,7 @@
-"""Requests: texts that are to be scored, as tokens."""
+"""Requests: texts to score, as tokens."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,38 +13,40 @@ Ids = npt.NDArray[np.int32]
 
 
 class Request(NamedTuple):
-    """Tokens to score: those of the continuation, each after all that stand before it."""
+    """The tokens of a continuation, which are scored, and those of its context."""
 
     context: Ids
     continuation: Ids
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of both."""
+        """Number of tokens of context and continuation."""
         return len(self.context) + len(self.continuation)
 
 
 def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list[Request]:
     """Returns the tokens of (context, continuation) texts, split as lm-eval splits them.
 
-    Spaces at the end of a context go to the continuation. Its tokens are those of the whole text
-    but for as many as the context alone has. An empty context is the end-of-text token.
+    Spaces at the end of a context move to the continuation. The continuation has the tokens of the
+    whole text without as many as the context alone has. Contexts begin with BOS if the tokenizer
+    adds it; an empty context is the tokenizer's `prefix_id`.
     """
-    moved = [_move_spaces(*pair) for pair in pairs]
-    contexts = list(dict.fromkeys(context for context, _ in moved))
-    known = dict(zip(contexts, encode_texts(tokenizer, contexts), strict=True))
-    wholes = encode_texts(tokenizer, (context + rest for context, rest in moved))
+    pairs = [_move_spaces(*pair) for pair in pairs]
+    contexts = list(dict.fromkeys(context for context, _ in pairs))
+    encoded = dict(zip(contexts, encode_texts(tokenizer.encode_prompts, contexts), strict=True))
+    wholes = encode_texts(tokenizer.encode_prompts, map("".join, pairs))
     return [
-        _split(known[context], whole, tokenizer.eos_id)
-        for (context, _), whole in zip(moved, wholes, strict=True)
+        _split(encoded[context], whole, tokenizer.prefix_id)
+        for (context, _), whole in zip(pairs, wholes, strict=True)
     ]
 
 
-def encode_texts(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[Ids]:
-    """Yields the tokens of each text."""
+def encode_texts(
+    encode: Callable[[Sequence[str]], list[list[int]]], texts: Iterable[str]
+) -> Iterator[Ids]:
+    """Yields the tokens of each text, from a method of a tokenizer that encodes several."""
     for chunk in itertools.batched(texts, 1000):
-        for ids in tokenizer.encode_batch(chunk):
-            yield np.array(ids, np.int32)
+        yield from (np.array(ids, np.int32) for ids in encode(chunk))
 
 
 def _move_spaces(context: str, continuation: str) -> tuple[str, str]:
@@ -52,9 +54,9 @@ def _move_spaces(context: str, continuation: str) -> tuple[str, str]:
     return stripped, context[len(stripped) :] + continuation
 
 
-def _split(context: Ids, whole: Ids, eos_id: int) -> Request:
+def _split(context: Ids, whole: Ids, prefix_id: int) -> Request:
     if len(context):
         return Request(context, whole[len(context) :].copy())
-    if len(whole) and whole[0] == eos_id:
+    if len(whole) and whole[0] == prefix_id:
         return Request(whole[:1], whole[1:])
-    return Request(np.array([eos_id], np.int32), whole)
+    return Request(np.array([prefix_id], np.int32), whole)

@@ -1,8 +1,9 @@
-"""Log-likelihoods: how probable a model finds the continuations of contexts.
+"""Log-likelihoods of continuations under a language model.
 
-Letters: B rows of a batch, S tokens of a row, V vocabulary.
+Letters: B batch, S tokens of a sequence, N scored tokens of a sequence, D model, V vocabulary.
 """
 
+import functools
 import itertools
 import logging
 import math
@@ -12,11 +13,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, Int
 
-from moelib.core.context import Nested
+from moelib.core.errors import UserError
 from moelib.core.module import functional
 from moelib.core.param import cast_parameters
-from moelib.core.tree import Batch
+from moelib.core.tree import Batch, Nested
 from moelib.data.input import PADDING_LABEL, TOKEN_ARRAYS, rows_of_host
 from moelib.data.prefetch import host_rows, put_batch
 from moelib.evaluation.requests import Request
@@ -25,18 +27,20 @@ from moelib.train.state import batch_sharding
 
 logger = logging.getLogger(__name__)
 
-MIN_LENGTH = 64
 BATCH_TOKENS = 1 << 14
+_MIN_LENGTH = 64  # Minimum padded length of a sequence.
+_MIN_SCORED = 16  # Minimum padded number of scored tokens of a sequence.
+_LOGITS_BYTES = 1 << 27  # Maximum size of the logits that a device holds at once.
 
-_Rows = list[tuple[int, slice]]  # The request of each row of a batch, and the places it scores.
+_Shape = tuple[int, int]  # Padded length of a sequence and number of its scored tokens.
 
 
 class Score(NamedTuple):
-    """What a model says of a continuation.
+    """The score of a continuation.
 
     Attributes:
-        log_prob: Sum of the log-probabilities of its tokens, in nats.
-        is_greedy: Whether each of its tokens is the likeliest one in its place.
+        log_prob: Log-probability of the continuation, in nats.
+        is_greedy: Whether each of its tokens is the most likely one.
     """
 
     log_prob: float
@@ -44,7 +48,7 @@ class Score(NamedTuple):
 
 
 class Scorer:
-    """Scores requests with a model, in batches of few lengths, each compiled once."""
+    """Scores requests with a model, in batches of few shapes, each compiled once."""
 
     def __init__(
         self,
@@ -56,26 +60,31 @@ class Scorer:
         train_dtype: str | None = None,
         mesh: jax.sharding.Mesh | None = None,
     ) -> None:
-        """Compiles nothing yet.
+        """Checks the sizes.
 
         Args:
-            model: A language model with a method `logits(batch) -> [B, S, V]`.
-            vocab_size: Tokens that mean something; the model's logits beyond them do not count.
-            max_length: The most tokens the model is to read.
-            batch_tokens: Tokens of a batch, padding included; a batch has one row at least.
-            train_dtype: What trainable parameters are cast to.
-            mesh: Where parameters lie. None takes them where they are, on one device.
+            model: A language model with methods `hidden(batch) -> [B, S, D]` and
+                `head(hidden) -> [B, S, V]`.
+            vocab_size: Number of the tokenizer's tokens; logits of others are excluded.
+            max_length: Maximum number of tokens of a sequence.
+            batch_tokens: Number of tokens of a batch, padding included, if a sequence is not
+                longer.
+            train_dtype: Dtype that trainable parameters are cast to; None for their own.
+            mesh: Mesh that holds the parameters; None for one device.
 
         Raises:
-            ValueError: If a size is not positive.
+            UserError: If a size is not positive, or vocab_size exceeds the model's.
         """
         for name, value in (("max_length", max_length), ("batch_tokens", batch_tokens)):
             if value < 1:
-                raise ValueError(f"{name} is {value}; set it to 1 or more.")
-        self.vocab_size, self.max_length, self.train_dtype = vocab_size, max_length, train_dtype
-        self.batch_tokens, self._mesh = batch_tokens, mesh
-        everywhere = mesh and jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        self._score = jax.jit(_score_fn(model, vocab_size, train_dtype), out_shardings=everywhere)
+                raise UserError(f"{name} is {value}; set it to 1 or more.")
+        if vocab_size > model.config.vocab_size:
+            raise UserError(
+                f"vocab_size={vocab_size}, but the model has vocab_size={model.config.vocab_size}; "
+                "use the tokenizer that the model was trained with."
+            )
+        self.vocab_size, self.max_length, self.batch_tokens = vocab_size, max_length, batch_tokens
+        self._model, self._train_dtype, self._mesh = model, train_dtype, mesh
 
     def score(
         self,
@@ -84,153 +93,168 @@ class Scorer:
         *,
         on_batch: Callable[[int], None] | None = None,
     ) -> list[Score]:
-        """Returns the score of each request, in their order.
+        """Returns the scores of requests, in their order.
 
-        What does not fit into `max_length` is cut from the left of the context, and a warning says
-        of how many requests. On a mesh, to be called by all processes inside `jax.set_mesh(mesh)`.
+        A context that does not fit into `max_length` is cut from the left, and a warning counts
+        such requests. On a mesh, all processes must call this inside `jax.set_mesh(mesh)`.
 
         Args:
             params: The model's parameters.
-            requests: What to score.
-            on_batch: Called after each batch with the number of requests done so far.
+            requests: Continuations to score.
+            on_batch: Function called after each batch with the number of requests done so far.
 
         Raises:
-            ValueError: If a request has no context or no continuation, an id beyond the vocabulary,
-                or a continuation longer than max_length; if vocab_size is larger than the model's;
-                or if a score is not a number.
+            UserError: If a request has an empty context or continuation, or a continuation longer
+                than max_length.
+            ValueError: If a score is not a number.
         """
         for i, request in enumerate(requests):
             self._check(i, request)
         if num_cut := self.num_cut(requests):
             logger.warning(
-                "%d of %d requests are longer than max_length, which is %d tokens: their contexts "
-                "are cut from the left.",
+                "%d of %d requests exceed max_length=%d tokens: their contexts are cut from the "
+                "left.",
                 num_cut,
                 len(requests),
                 self.max_length,
             )
         scores: dict[int, Score] = {}
-        before: Any = None  # One batch is read back while the next one runs.
-        for rows, batch in itertools.chain(self._batches(requests), [([], {})]):
-            after = (rows, self._score(params, self._put(batch))) if batch else None
-            if before is not None:
-                scores |= _read(*before)
-                if on_batch is not None:
-                    on_batch(len(scores))
-            before = after
+        for indices, outputs in self._outputs(params, requests):
+            scores |= _read(requests, indices, outputs)
+            if on_batch is not None:
+                on_batch(len(scores))
         return [scores[i] for i in range(len(requests))]
 
+    def _outputs(
+        self, params: Nested, requests: Sequence[Request]
+    ) -> Iterator[tuple[Sequence[int], Any]]:
+        """Yields the indices of requests and their outputs, while the next batch runs."""
+        previous = None
+        for indices, num_scored, batch in self._batches(requests):
+            current = indices, self._run(params, batch, num_scored)
+            if previous is not None:
+                yield previous
+            previous = current
+        if previous is not None:
+            yield previous
+
     def num_cut(self, requests: Sequence[Request]) -> int:
-        """Returns how many requests are longer than `max_length` allows."""
+        """Returns the number of requests that exceed `max_length`."""
         return sum(request.num_tokens > self.max_length + 1 for request in requests)
 
     def _check(self, index: int, request: Request) -> None:
         context, continuation = map(len, request)
         if not context or not continuation:
-            raise ValueError(
+            raise UserError(
                 f"Request {index} has {context} tokens of context and {continuation} of "
-                "continuation; give it at least one of each."
+                "continuation; each needs at least one."
             )
         if continuation > self.max_length:
-            raise ValueError(
-                f"Request {index} has a continuation of {continuation} tokens, and max_length is "
-                f"{self.max_length}; set it to {continuation} or more, or leave the request out."
-            )
-        low, high = min(map(np.min, request)), max(map(np.max, request))
-        if low < 0 or high >= self.vocab_size:
-            raise ValueError(
-                f"Request {index} holds id {low if low < 0 else high}, and the vocabulary is "
-                f"{self.vocab_size}; encode it with the tokenizer that the model was trained with."
+            raise UserError(
+                f"Request {index} has a continuation of {continuation} tokens, but max_length is "
+                f"{self.max_length}; set max_length to at least {continuation}."
             )
 
-    def _batches(self, requests: Sequence[Request]) -> Iterator[tuple[_Rows, Batch]]:
-        """Yields (rows, batch), the longest requests first."""
+    def _batches(self, requests: Sequence[Request]) -> Iterator[tuple[Sequence[int], int, Batch]]:
+        """Yields (indices of requests, number of scored tokens, batch), the longest first."""
         ids = [np.concatenate(request)[-(self.max_length + 1) :] for request in requests]
-        longest_first = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
-        of_length = itertools.groupby(longest_first, lambda i: self._padded(len(ids[i]) - 1))
-        for length, group in ((length, list(group)) for length, group in of_length):
-            shape = (self._num_rows(len(group), length), length)
-            for chunk in itertools.batched(group, shape[0]):
-                batch = {name: np.zeros(shape, np.int32) for name in TOKEN_ARRAYS}
+        shapes = [
+            self._padded(len(all_ids) - 1, len(request.continuation))
+            for all_ids, request in zip(ids, requests, strict=True)
+        ]
+        by_shape = lambda i: shapes[i]
+        order = sorted(range(len(ids)), key=by_shape, reverse=True)
+        for (length, num_scored), group in itertools.groupby(order, by_shape):
+            indices = list(group)
+            batch_size = self._batch_size(len(indices), length)
+            for chunk in itertools.batched(indices, batch_size):
+                batch = {name: np.zeros((batch_size, length), np.int32) for name in TOKEN_ARRAYS}
+                batch["first_scored"] = np.zeros(batch_size, np.int32)
                 batch["target_labels"][:] = PADDING_LABEL
-                rows: _Rows = []
                 for row, i in enumerate(chunk):
                     end = len(ids[i]) - 1
-                    places = slice(end - len(requests[i].continuation), end)
+                    first = end - len(requests[i].continuation)
                     batch["input_ids"][row, :end] = ids[i][:-1]
-                    batch["target_labels"][row, places] = requests[i].continuation
+                    batch["target_labels"][row, first:end] = requests[i].continuation
                     batch["segment_ids"][row, :end] = 1
                     batch["positions"][row, :end] = np.arange(end)
-                    rows.append((i, places))
-                yield rows, batch
+                    batch["first_scored"][row] = first
+                yield chunk, num_scored, batch
 
-    def _padded(self, num_tokens: int) -> int:
-        """Returns the length of a row for so many tokens: a power of two, or max_length."""
-        length = max(MIN_LENGTH, 1 << (num_tokens - 1).bit_length())
-        ring = self._parts("sequence")
-        pieces = 2 * ring if ring > 1 else 1  # Attention takes two of each device.
-        parts = math.lcm(pieces, self._parts("residual_sequence"))
-        return _round_up(min(length, self.max_length), parts)
+    def _padded(self, num_tokens: int, num_scored: int) -> _Shape:
+        """Returns powers of two, up to the maximum length, padded to what the mesh divides."""
+        round_up = lambda n, least: min(max(least, 1 << (n - 1).bit_length()), self.max_length)
+        _, length = sharding.padded_batch(1, round_up(num_tokens, _MIN_LENGTH))
+        return length, round_up(num_scored, _MIN_SCORED)
 
-    def _num_rows(self, num_requests: int, length: int) -> int:
-        """Returns the rows of batches of a length: no more than there is use for."""
-        rows = min(max(1, self.batch_tokens // length), 1 << (num_requests - 1).bit_length())
-        return _round_up(rows, self._parts("batch"))
+    def _batch_size(self, num_requests: int, length: int) -> int:
+        """Returns the batch size for sequences of a length, not larger than needed."""
+        size = min(max(1, self.batch_tokens // length), 1 << (num_requests - 1).bit_length())
+        return sharding.padded_batch(size, 1)[0]
 
-    def _parts(self, axis: str) -> int:
-        """Returns into how many parts the mesh splits a logical axis."""
-        shape = dict(self._mesh.shape) if self._mesh is not None else {}
-        return math.prod(shape[name] for name in sharding.mesh_axes(axis, shape))
-
-    def _put(self, batch: Batch) -> dict[str, Any]:
-        """Returns the batch as arrays over the mesh, of which this process gives its rows."""
-        if self._mesh is None:
-            return batch
-        num_rows, length = batch["input_ids"].shape
-        place = batch_sharding(num_rows, length, self._mesh)
-        mine = rows_of_host(num_rows, *host_rows(place, num_rows))
-        share = {name: array[mine.start : mine.stop] for name, array in batch.items()}
-        return put_batch(share, place, num_rows)
+    def _run(self, params: Nested, batch: Batch, num_scored: int) -> Any:
+        if self._mesh is not None:  # This process provides its own sequences.
+            batch_size, length = batch["input_ids"].shape
+            split = batch_sharding(batch_size, length, self._mesh)
+            mine = rows_of_host(batch_size, *host_rows(split, batch_size))
+            share = {name: array[mine.start : mine.stop] for name, array in batch.items()}
+            batch = put_batch(share, split, batch_size)
+        return _score(self._model, self.vocab_size, self._train_dtype, num_scored, params, batch)
 
 
-def _score_fn(model: Any, vocab_size: int, train_dtype: str | None) -> Callable[..., Any]:
-    """Returns the function (params, batch) -> (log-probabilities of labels [B, S], greedy)."""
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _score(
+    model: Any,
+    vocab_size: int,
+    train_dtype: str | None,
+    num_scored: int,
+    params: Nested,
+    batch: Batch,
+) -> tuple[Float32[Array, "B N"], Bool[Array, "B N"]]:
+    """Returns the log-probabilities of the labels, and whether each label is the most likely token.
 
-    def score(params: Nested, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        params = cast_parameters(params, model.create_parameter_specs_recursively(), train_dtype)
-        logits, _ = functional(
-            model, prng_key=None, state=params, inputs=(batch,), is_training=False, method="logits"
+    The head is applied to scored positions only, a few at a time.
+    """
+    params = cast_parameters(params, model.create_parameter_specs_recursively(), train_dtype)
+
+    def run(method: str, inputs: Any) -> Array:
+        outputs, _ = functional(
+            model, prng_key=None, state=params, inputs=(inputs,), is_training=False, method=method
         )
-        if logits.shape[-1] < vocab_size:
-            raise ValueError(
-                f"vocab_size is {vocab_size}, and the model has {logits.shape[-1]} tokens; take "
-                "the tokenizer that the model was trained with."
-            )
-        known = jnp.arange(logits.shape[-1]) < vocab_size
-        logits = jnp.where(known[None, None], logits.astype(jnp.float32), -jnp.inf)
-        labels = batch["target_labels"]
-        places = jnp.maximum(labels, 0)[..., None]
-        picked = jnp.take_along_axis(logits, places, axis=-1)[..., 0]
-        log_probs = picked - jax.nn.logsumexp(logits, axis=-1)
-        return log_probs, jnp.argmax(logits, axis=-1) == labels
+        return outputs
 
-    return score
+    def score_position(inputs: tuple[Float[Array, "B D"], Int[Array, "B"]]) -> tuple[Array, Array]:
+        hidden, labels = inputs
+        logits = run("head", hidden[:, None])[:, 0].astype(jnp.float32)  # [B, V]
+        known = jnp.arange(logits.shape[-1])[None] < vocab_size
+        logits = jnp.where(known, logits, -jnp.inf)
+        picked = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[:, None], axis=-1)[:, 0]
+        return picked - jax.nn.logsumexp(logits, axis=-1), jnp.argmax(logits, axis=-1) == labels
+
+    labels = batch["target_labels"]
+    batch_size, length = labels.shape
+    offsets = jnp.arange(num_scored, dtype=jnp.int32)[None]
+    positions = jnp.minimum(batch["first_scored"][:, None] + offsets, length - 1)  # [B, N]
+    hidden = jnp.take_along_axis(run("hidden", batch), positions[..., None], axis=1)  # [B, N, D]
+    labels = jnp.take_along_axis(labels, positions, axis=1)
+    per_device = batch_size * model.config.vocab_size / sharding.num_parts("batch")
+    chunk = max(1, min(num_scored, int(_LOGITS_BYTES / (4 * per_device))))
+    by_position = (hidden.swapaxes(0, 1), labels.T)
+    outputs = jax.lax.map(score_position, by_position, batch_size=chunk)
+    return jax.tree.map(lambda x: sharding.constrain(x.T, (None, None)), outputs)
 
 
-def _read(rows: _Rows, outputs: Any) -> dict[int, Score]:
-    """Returns the scores of a batch, by request. Raises ValueError if one is not a number."""
+def _read(requests: Sequence[Request], indices: Sequence[int], outputs: Any) -> dict[int, Score]:
+    """Returns the scores of a batch by request. Raises ValueError if one is not a number."""
     log_probs, greedy = (np.asarray(output) for output in outputs)
     scores = {}
-    for row, (i, places) in enumerate(rows):
-        log_prob = float(np.sum(log_probs[row, places], dtype=np.float64))
+    for row, i in enumerate(indices):
+        scored = slice(len(requests[i].continuation))
+        log_prob = float(np.sum(log_probs[row, scored], dtype=np.float64))
         if math.isnan(log_prob):
             raise ValueError(
                 f"The log-likelihood of request {i} is not a number: the parameters are not "
-                "finite, it seems; take another checkpoint."
+                "finite; choose another checkpoint."
             )
-        scores[i] = Score(log_prob, bool(np.all(greedy[row, places])))
+        scores[i] = Score(log_prob, bool(np.all(greedy[row, scored])))
     return scores
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

@@ -1,7 +1,7 @@
-"""The six tasks of FLAME-MoE, as data: where their questions lie, and how each is asked.
+"""The six tasks of FLAME-MoE as data: the files of their questions, and the prompts.
 
-Lines are read as the benchmarks' authors published them, or with the fields that Hugging Face gives
-them. What is asked, and how, is what lm-eval 0.4.13 asks in its tasks of the same names.
+Lines have the fields that the benchmarks' authors published, or those of Hugging Face's data sets.
+The prompts are those of lm-eval 0.4.13 in its tasks of the same names.
 """
 
 import json
@@ -11,18 +11,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moelib.core.config import did_you_mean
+from moelib.core.errors import MissingFileError, UserError
 
 Line = Mapping[str, Any]
 
 
 class Question(NamedTuple):
-    """A question with choices, one of them right.
+    """A question with choices, one of which is correct.
 
     Attributes:
-        queries: What stands before each choice's ending; they differ where the choice is in them.
-        endings: What is scored of each choice.
-        gold: Which choice is right, from 0.
-        line: What it was read from; questions with equal lines are the same.
+        queries: Text before the ending of each choice; they differ if they contain the choice.
+        endings: Text to score of each choice.
+        gold: Index of the correct choice.
+        line: Line of the file; questions with equal lines are the same question.
     """
 
     queries: Sequence[str]
@@ -32,16 +33,16 @@ class Question(NamedTuple):
 
 
 class Task(NamedTuple):
-    """A benchmark and how it is asked.
+    """A benchmark.
 
     Attributes:
-        file: Its questions, below the data folder.
-        shots_file: The questions that examples are drawn from.
-        num_fewshot: Examples before a question, in FLAME-MoE's evaluations.
-        question: Makes a question of a line; raises KeyError, TypeError or ValueError.
-        metrics: Those that are reported.
-        draws_spare: Whether an example more is drawn, in case that one is the question itself:
-            lm-eval does so in tasks without a test split.
+        file: File of the questions, relative to the data folder.
+        shots_file: File of the questions that examples are drawn from.
+        num_fewshot: Number of examples before a question in FLAME-MoE's evaluations.
+        question: Function from a line to a question; raises KeyError, TypeError or ValueError.
+        metrics: Names of the reported metrics.
+        draws_spare: Whether one more example is drawn, in case that one is the question itself, as
+            lm-eval does in tasks without a test split.
     """
 
     file: str
@@ -85,7 +86,7 @@ def _hellaswag(line: Line) -> Question:
 
 
 def _without_marks(text: str) -> str:
-    """Returns text of WikiHow without the marks in brackets that it has in HellaSwag."""
+    """Returns a text of WikiHow without the marks in brackets that HellaSwag has."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
@@ -96,7 +97,7 @@ def _piqa(line: Line) -> Question:
 
 
 def _winogrande(line: Line) -> Question:
-    """Partial scoring (Trinh and Le, arXiv:1806.02847): scored is what follows the blank."""
+    """Partial scoring (Trinh and Le, arXiv:1806.02847): the text after the blank is scored."""
     before, blank, after = line["sentence"].partition("_")
     if not blank:
         raise ValueError("the sentence has no blank, '_'")
@@ -150,42 +151,42 @@ TASKS: Mapping[str, Task] = {
 
 
 def find_task(name: str) -> Task:
-    """Returns the task of a name. Raises ValueError if there is none; the nearest is named."""
+    """Returns the task of a name. Raises UserError, with the nearest name, if there is none."""
     if name not in TASKS:
-        raise ValueError(f"There is no task {name!r}; {did_you_mean(name, TASKS)}")
+        raise UserError(f"unknown task {name!r}; {did_you_mean(name, TASKS)}")
     return TASKS[name]
 
 
 def read_questions(path: str, question: Callable[[Line], Question]) -> list[Question]:
     """Returns the questions of a file of JSON lines.
 
-    Labels that lie beside it, as PIQA's do (`valid.jsonl`, `valid-labels.lst`), are the field
-    `label` of its lines.
+    The labels in a second file, as PIQA has (`valid.jsonl`, `valid-labels.lst`), become the field
+    `label` of the lines.
 
     Args:
         path: The file.
-        question: Makes a question of a line.
+        question: Function from a line to a question.
 
     Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If a line is no such question, or there is none.
+        MissingFileError: If there is no such file.
+        UserError: If a line is not such a question, or the file is empty.
     """
     questions = []
-    for place, line in _read_lines(path):
+    for location, line in _read_lines(path):
         try:
             questions.append(_checked(question(line)))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             reason = f"no field {error}" if isinstance(error, KeyError) else str(error)
-            raise ValueError(
-                f"{place}: {reason}; put the benchmark's own file there, one with answers."
+            raise UserError(
+                f"{location}: {reason}; use the benchmark's own file, with answers."
             ) from error
     if not questions:
-        raise ValueError(f"{path} is empty; put the benchmark's own file there.")
+        raise UserError(f"{path} is empty; use the benchmark's own file.")
     return questions
 
 
 def _checked(question: Question) -> Question:
-    """Returns the question. Raises ValueError if its label names none of its endings."""
+    """Returns the question. Raises ValueError if its label is not that of an ending."""
     num_endings = len(question.endings)
     if not 0 <= question.gold < num_endings:
         raise ValueError(f"the label is {question.gold}, and must be from 0 to {num_endings - 1}")
@@ -193,9 +194,9 @@ def _checked(question: Question) -> Question:
 
 
 def _read_lines(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields ("file:line", the line's object), with its label if that lies beside the file."""
+    """Yields ("file:line", object of the line), with the label of a second file if there is one."""
     if not os.path.isfile(path):
-        raise FileNotFoundError(
+        raise MissingFileError(
             f"There is no {path}; put the benchmark's own file there (docs/how_to/evaluate.md)."
         )
     with open(path, encoding="utf-8") as file:
@@ -206,15 +207,15 @@ def _read_lines(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         with open(labels_path, encoding="utf-8") as file:
             labels = file.read().split()
         if len(labels) != len(numbered):
-            raise ValueError(
-                f"{labels_path} has {len(labels)} labels, and {path} has {len(numbered)} lines; "
+            raise UserError(
+                f"{labels_path} has {len(labels)} labels, but {path} has {len(numbered)} lines; "
                 "take both from the same release."
             )
-    for i, (place, text) in enumerate(numbered):
+    for i, (location, text) in enumerate(numbered):
         try:
             line = json.loads(text)
         except ValueError as error:
-            raise ValueError(f"{place} is not JSON: {error}.") from None
+            raise UserError(f"{location} is not JSON: {error}.") from None
         if not isinstance(line, dict):
-            raise ValueError(f"{place} is not a JSON object.")
-        yield place, line if labels is None else {**line, "label": int(labels[i])}
+            raise UserError(f"{location} is not a JSON object.")
+        yield location, line if labels is None else {**line, "label": int(labels[i])}

@@ -114,9 +114,10 @@ class Completion(NamedTuple):
 
 def generate(
     model: Any,
-    prompts: Sequence[str],
+    prompts: Sequence[str | Sequence[int]],
     *,
     stop: Sequence[str] = (),
+    seeds: Sequence[int] | None = None,
     batch_size: int = 16,
     on_text: Callable[[int, str], None] | None = None,
     **settings: Any,
@@ -129,8 +130,9 @@ def generate(
 
     Args:
         model: A `moelib.train.loading.LoadedModel`, from `moelib.load_model`.
-        prompts: Texts to continue.
+        prompts: Texts to continue, or their token ids.
         stop: Strings that end a text and are not part of it.
+        seeds: A seed per prompt, instead of the one of the settings.
         batch_size: Number of texts generated together.
         on_text: Function called with the index of a prompt and the next piece of its text, as soon
             as it is certain.
@@ -145,7 +147,8 @@ def generate(
     if settings.get("max_length") is None:
         settings["max_length"] = model.max_length
     decode_ids, vocab_size = model.tokenizer.decode, model.tokenizer.vocab_size
-    ids = model.tokenizer.encode_prompts(prompts)
+    encoded = iter(model.tokenizer.encode_prompts([p for p in prompts if isinstance(p, str)]))
+    ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
     streams: dict[int, TextStream] = {}
 
     def on_token(i: int, token: int) -> bool:
@@ -171,6 +174,7 @@ def generate(
             model.parameters,
             ids,
             Settings(**{"stop_ids": model.stop_ids, "vocab_size": vocab_size, **settings}),
+            seeds=seeds,
             batch_size=batch_size,
             on_token=on_token if stop or on_text else None,
         )

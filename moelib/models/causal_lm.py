@@ -95,14 +95,15 @@ class CausalLM(BaseLayer):
 
     def logits(self, batch: Batch) -> Float[Array, "B S V"]:
         """Returns the logits of the next token at every position."""
-        return self._head(self.hidden(batch))
+        return self.head(self.hidden(batch))
 
     def logits_at(self, batch: Batch, index: Int[Array, "B"]) -> Float[Array, "B V"]:
         """Returns the logits of the token that follows position `index` of each sequence."""
         hidden = jnp.take_along_axis(self.hidden(batch), index[:, None, None], axis=1)
-        return self._head(hidden)[:, 0]
+        return self.head(hidden)[:, 0]
 
-    def _head(self, hidden: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
+    def head(self, hidden: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
+        """Returns the logits of the next token, given the output of `hidden`."""
         if self.config.lm_head is None:
             return self.embedding.attend(hidden)
         return self.lm_head(hidden)

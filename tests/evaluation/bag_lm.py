@@ -31,20 +31,23 @@ class BagLM(BaseLayer):
 
     def forward(self, batch):
         labels = batch["target_labels"]
-        log_probs = jax.nn.log_softmax(self.logits(batch))
+        log_probs = jax.nn.log_softmax(self.head(self.hidden(batch)))
         picked = jnp.take_along_axis(log_probs, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
         num = jnp.sum((labels >= 0).astype(jnp.float32))
         loss = -jnp.sum(jnp.where(labels >= 0, picked, 0.0)) / num
         return weighted(loss, num), {}
 
-    def logits(self, batch):
+    def hidden(self, batch):
         x = self.parameters["table"][batch["input_ids"]]  # [B, S, D]
         segment_ids, positions = batch["segment_ids"], batch["positions"]
         seen = segment_ids[:, :, None] == segment_ids[:, None, :]
         seen &= positions[:, :, None] >= positions[:, None, :]  # [B, S, S]
         weights = seen.astype(x.dtype) * (segment_ids > 0).astype(x.dtype)[:, None, :]
         bag = weights @ x / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1.0)
-        return (x + bag) @ self.parameters["head"]
+        return x + bag
+
+    def head(self, hidden):
+        return hidden @ self.parameters["head"]
 
 
 def bag_lm(vocab_size):

@@ -8,9 +8,9 @@ from moelib.data.prepare import prepare
 from moelib.data.source import InMemorySource
 from moelib.data.synthetic import SyntheticInput
 from moelib.data.token_store import TokenStore
-from moelib.data.tokenizer import Tokenizer
+from moelib.data.tokenizer import NoTokenizerError, Tokenizer
 from moelib.evaluation.evaler import TaskEvaler
-from moelib.evaluation.evaluations import evaluate
+from moelib.evaluation.evaluations import run_evaluations
 from moelib.evaluation.multiple_choice import task_evaluation
 from moelib.evaluation.scoring import Scorer
 from moelib.parallel.mesh import create_device_mesh
@@ -63,7 +63,7 @@ def test_metrics_are_those_of_the_input_and_of_the_tasks(lm_input, tokenizer):
     scorer = Scorer(model, vocab_size=tokenizer.vocab_size, max_length=512)
     for name in ("arc_easy", "winogrande"):
         task = task_evaluation(name, str(folders.DATA), tokenizer, num_fewshot=2, limit=3)
-        for metric, (value, _) in evaluate(scorer, params, [task])[name].items():
+        for metric, (value, _) in run_evaluations(scorer, params, [task])[name].items():
             expected[f"{name}/{metric}"] = value
     assert found == expected
     assert {"loss", "perplexity", "arc_easy/acc_norm", "winogrande/acc"} <= found.keys()
@@ -72,9 +72,9 @@ def test_metrics_are_those_of_the_input_and_of_the_tasks(lm_input, tokenizer):
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"data_dir": "gone"}, FileNotFoundError, "There is no gone/ARC-Easy/ARC-Easy-Test.jsonl"),
-        ({"tasks": ["arc"]}, ValueError, "There is no task 'arc'"),
-        ({"batch_tokens": 0}, ValueError, "batch_tokens is 0; set it to 1 or more"),
+        ({"data_dir": "gone"}, FileNotFoundError, "gone/ARC-Easy/ARC-Easy-Test.jsonl"),
+        ({"tasks": ["arc"]}, ValueError, "'arc'"),
+        ({"batch_tokens": 0}, ValueError, "batch_tokens is 0"),
     ],
 )
 def test_what_is_wrong_is_known_before_a_step(lm_input, settings, error, message):
@@ -84,21 +84,23 @@ def test_what_is_wrong_is_known_before_a_step(lm_input, settings, error, message
         ours.open_input(mesh)
 
 
-@pytest.mark.parametrize(("batch_tokens", "num_rows"), [(1 << 14, 32), (1 << 13, 16), (1, 8)])
+@pytest.mark.parametrize(("batch_tokens", "batch_size"), [(1 << 14, 32), (1 << 13, 16), (1, 8)])
 def test_tokens_that_are_scored_at_once_are_not_those_of_a_training_batch(
-    lm_input, batch_tokens, num_rows
+    lm_input, batch_tokens, batch_size
 ):
     large = lm_input.clone(global_batch_size=1 << 12)
     ours, _ = evaler(large, batch_tokens=batch_tokens)
     mesh = create_device_mesh(MESH)
     with jax.set_mesh(mesh):
         ours.open_input(mesh)
-    assert ours._scorer._num_rows(100, 512) == num_rows  # The mesh splits rows into 8 parts.
+        assert ours._scorer._batch_size(100, 512) == batch_size  # The mesh makes 8 parts.
 
 
 def test_an_input_without_a_tokenizer_is_refused():
     synthetic = SyntheticInput.default_config().set(
         seq_len=8, global_batch_size=8, vocab_size=folders.PADDED_VOCAB_SIZE
     )
-    with pytest.raises(ValueError, match=r"val: input\.source names no token store"):
-        evaler(synthetic)
+    ours, _ = evaler(synthetic)
+    mesh = create_device_mesh(MESH)
+    with jax.set_mesh(mesh), pytest.raises(NoTokenizerError, match="SyntheticTokens"):
+        ours.open_input(mesh)

@@ -1,38 +1,48 @@
-"""lm-eval itself: the fixtures are what it gives today, and it gives the same for our model.
+"""The adapter to lm-eval: prompts, scores and texts; with lm-eval itself, its own results.
 
-Run where `pip install 'moelib[lm-eval]'` has been: `pytest -m slow tests/evaluation`.
+Without lm-eval, a stub of its interface takes its place. Tests of its results are run where
+`pip install 'moelib[lm-eval]'` has been: `pytest -m slow tests/evaluation`.
 """
 
+import dataclasses
 import importlib.util
 import json
+import sys
 import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import yaml
 
-from moelib.cli import evaluate
-from moelib.core.errors import UsageError
+from moelib.core.errors import UserError
 from moelib.core.module import functional
-from moelib.data.tokenizer import Tokenizer
+from moelib.data.tokenizer import PublishedTokenizer, Tokenizer
+from moelib.evaluation.requests import Request, encode_pairs
 from moelib.evaluation.scoring import Scorer
-from moelib.inference.generate import Settings, generate_tokens
+from moelib.train.loading import LoadedModel
 from tests import tiny
-from tests.evaluation import folders
+from tests.evaluation import folders, lm_eval_stub
 from tests.evaluation.bag_lm import bag_lm
 
-if importlib.util.find_spec("lm_eval") is None:
-    pytest.skip("lm-eval is not installed: pip install 'moelib[lm-eval]'", allow_module_level=True)
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from moelib.evaluation.lm_eval_model import LmEvalModel, TaskManager, run_tasks
-    from tests.evaluation import lm_eval_reference
-
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
-
+HAS_LM_EVAL = importlib.util.find_spec("lm_eval") is not None
 FIXTURES = json.loads(folders.FIXTURES.read_text(encoding="utf-8"))
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def adapter():
+    """Returns the module of the adapter; without lm-eval, over a stub that is removed after."""
+    if not HAS_LM_EVAL:
+        lm_eval_stub.install()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield importlib.import_module("moelib.evaluation.lm_eval_model")
+    if not HAS_LM_EVAL:
+        for name in [n for n in sys.modules if n.partition(".")[0] == "lm_eval"]:
+            del sys.modules[name]
+        del sys.modules["moelib.evaluation.lm_eval_model"]
 
 
 @pytest.fixture(scope="module")
@@ -40,26 +50,171 @@ def tokenizer():
     return Tokenizer.default_config().set(path=str(folders.DATA)).instantiate()
 
 
+def loaded(model, parameters, tokenizer):
+    """Returns a model as `load_model` does."""
+    return LoadedModel(
+        folder="folder",
+        model=model,
+        parameters=parameters,
+        tokenizer=tokenizer,
+        stop_ids=(tokenizer.eos_id,),
+        config=None,
+        step=None,
+        max_length=64,
+        dtype=None,
+        mesh=None,
+    )
+
+
+def wrapped(adapter, model, max_length):
+    """Returns the adapter of a loaded model."""
+    vocab_size = model.tokenizer.vocab_size
+    scorer = Scorer(model.model, vocab_size=vocab_size, max_length=max_length)
+    return adapter.LmEvalModel(model, scorer)
+
+
+@pytest.fixture(scope="module")
+def bag(adapter, tokenizer):
+    return wrapped(adapter, loaded(*bag_lm(folders.PADDED_VOCAB_SIZE), tokenizer), 64)
+
+
+@pytest.fixture(scope="module")
+def generator(adapter, tokenizer):
+    model = tiny.dense_model(tokenizer.vocab_size, dim=16).instantiate(parent=None)
+    parameters = jax.jit(model.initialize_parameters_recursively)(jax.random.key(0))
+    parameters = jax.tree.map(lambda x: 3 * x, parameters)
+    return wrapped(adapter, loaded(model, parameters, tokenizer), 64)
+
+
+def asked(text, **settings):
+    """Returns a request to generate."""
+    return lm_eval_stub.Instance(text, {"until": [], "max_gen_toks": 12, **settings})
+
+
+# -- Scores --------------------------------------------------------------------------------------
+
+
+def test_pairs_are_scored_as_our_own_tasks_score_them(bag, tokenizer):
+    pairs = [("To sit", " use a chair"), ("A rose has", " thorns"), ("To", " go")]
+    got = bag.loglikelihood([lm_eval_stub.Instance(*pair) for pair in pairs])
+    want = bag._scorer.score(bag._model.parameters, encode_pairs(tokenizer, pairs))
+    assert got == [tuple(score) for score in want]
+
+
+def test_documents_are_scored_as_a_whole(bag, tokenizer):
+    ids = np.array(tokenizer.encode("the answer " * 9), np.int32)
+    (got,) = bag.loglikelihood_rolling([lm_eval_stub.Instance(tokenizer.decode(ids))])
+    start = np.array([tokenizer.eos_id], np.int32)
+    (want,) = bag._scorer.score(bag._model.parameters, [Request(start, ids)])
+    assert got == pytest.approx(want.log_prob, rel=1e-6)
+
+
+def test_prompts_of_a_published_model_begin_with_bos(adapter, bag, tokenizer):
+    cfg = PublishedTokenizer.default_config().set(path=str(folders.DATA), bos_token="a")
+    published = cfg.set(add_bos_token=True).instantiate()
+    with_bos = dataclasses.replace(bag._model, tokenizer=published)
+    model = wrapped(adapter, with_bos, 64)
+    bos = published.bos_id
+    assert (model.prefix_token_id, model.eot_token_id) == (bos, tokenizer.eos_id)
+    assert model.tok_encode("rose") == [bos, *tokenizer.encode("rose")]
+    assert model.tok_encode("rose", add_special_tokens=False) == tokenizer.encode("rose")
+    ids = np.array(tokenizer.encode("rose"), np.int32)
+    (got,) = model.loglikelihood_rolling([lm_eval_stub.Instance("rose")])
+    request = Request(np.array([bos], np.int32), ids)  # BOS itself is not scored.
+    (want,) = model._scorer.score(with_bos.parameters, [request])
+    assert got == pytest.approx(want.log_prob, rel=1e-6)
+
+
+# -- Texts ---------------------------------------------------------------------------------------
+
+
+def test_greedy_text_ends_before_the_first_stop_string(generator, tokenizer):
+    ids = tokenizer.encode("A rose")
+    length = len(ids)
+    model, parameters = generator._model.model, generator._model.parameters
+    for _ in range(12):
+        batch = {"input_ids": jnp.asarray([ids], jnp.int32)}
+        logits, _ = functional(
+            model, None, parameters, (batch,), is_training=False, method="logits"
+        )
+        ids.append(int(np.argmax(logits[0, -1])))
+    text = tokenizer.decode(ids[length:])
+    ask = lambda **settings: generator.generate_until([asked("A rose", **settings)])[0]
+    assert ask() == text
+    stops = [text[7:9], text[4:6]]
+    assert ask(until=stops) == text[: min(map(text.index, stops))]
+    assert ask(until=stops[1]) == text[: text.index(stops[1])]
+    assert ask(max_gen_toks=3) == tokenizer.decode(ids[length : length + 3])
+
+
+def test_requests_with_their_own_settings_are_answered_in_order(generator):
+    texts = ["A rose", "x", "The river, says the old map", "It has thorns"]
+    requests = [asked(text, max_gen_toks=3 + i % 2) for i, text in enumerate(texts)]
+    alone = [generator.generate_until([request])[0] for request in requests]
+    assert generator.generate_until(requests) == alone
+    assert len(set(alone)) > 1
+
+
+def test_repeated_requests_have_draws_of_their_own(generator):
+    requests = [asked("A rose", do_sample=True, temperature=1.0)] * 2
+    first, second = generator.generate_until(requests)
+    assert first != second
+    assert generator.generate_until(requests) == [first, second]
+
+
+def test_long_contexts_are_cut_from_the_left(generator, tokenizer, caplog):
+    long = "a b c d e f g h " * 9
+    ids = generator.tok_encode(long)
+    assert len(ids) > 52
+    short = tokenizer.decode(ids[-52:])
+    assert generator.tok_encode(short) == ids[-52:]
+    first, second = generator.generate_until([asked(long), asked(short)])
+    assert first == second
+    assert "1 of 2 contexts" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"num_beams": 3}, "'num_beams'"), ({"max_gen_toks": 64}, "max_gen_toks is 64.*to 63")],
+)
+def test_unsupported_settings_are_refused(generator, settings, message):
+    with pytest.raises(UserError, match=message):
+        generator.generate_until([asked("A rose", **settings)])
+
+
+def test_metrics_keep_values_and_standard_errors(adapter):
+    results = {"alias": "a", "acc,none": 0.5, "acc_stderr,none": 0.1, "em,strict": 1, "x,none": 2.0}
+    found = adapter._metrics(results)
+    assert found == {"acc": (0.5, 0.1), "em,strict": (1.0, None), "x": (2.0, None)}
+
+
+# -- With lm-eval --------------------------------------------------------------------------------
+
+with_lm_eval = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not HAS_LM_EVAL, reason="lm-eval is not installed: pip install lm-eval"),
+]
+
+
+def marked(test):
+    for mark in with_lm_eval:
+        test = mark(test)
+    return test
+
+
 @pytest.fixture(scope="module")
 def task_folder(tmp_path_factory):
+    from tests.evaluation import lm_eval_reference
+
     folder = tmp_path_factory.mktemp("tasks")
     lm_eval_reference.write_tasks(str(folder))
     return folder
 
 
-def bag_in_lm_eval(tokenizer, max_length):
-    model, params = bag_lm(folders.PADDED_VOCAB_SIZE)
-    scorer = Scorer(model, vocab_size=tokenizer.vocab_size, max_length=max_length)
-    return LmEvalModel(model, params, tokenizer, scorer)
-
-
-def flattened(metrics):
-    values = {name: metric.value for name, metric in metrics.items()}
-    errors = {name: metric.stderr for name, metric in metrics.items() if metric.stderr is not None}
-    return values | {f"{name}_stderr": error for name, error in errors.items()}
-
-
+@marked
 def test_the_fixtures_are_what_lm_eval_gives():
+    from tests.evaluation import lm_eval_reference
+
     found = lm_eval_reference.reference()
     assert found.keys() == FIXTURES.keys()
     for case, fixture in FIXTURES.items():
@@ -71,13 +226,19 @@ def test_the_fixtures_are_what_lm_eval_gives():
             assert sample["log_probs"] == pytest.approx(expected["log_probs"], rel=1e-9)
 
 
+def flattened(metrics):
+    values = {name: metric.value for name, metric in metrics.items()}
+    errors = {name: metric.stderr for name, metric in metrics.items() if metric.stderr is not None}
+    return values | {f"{name}_stderr": error for name, error in errors.items()}
+
+
+@marked
 @pytest.mark.parametrize("case", FIXTURES)
-def test_lm_eval_gives_the_same_metrics_for_our_model(case, tokenizer, task_folder):
+def test_lm_eval_gives_the_same_metrics_for_our_model(case, adapter, bag, task_folder):
     fixture = FIXTURES[case]
-    length = lm_eval_reference.ROLLING_LENGTH if case == "rolling" else 1024
-    found = run_tasks(
-        bag_in_lm_eval(tokenizer, length),
-        TaskManager(include_path=str(task_folder), include_defaults=False),
+    found = adapter.run_tasks(
+        wrapped(adapter, bag._model, 32 if case == "rolling" else 1024),
+        adapter.TaskManager(include_path=str(task_folder), include_defaults=False),
         [case],
         num_fewshot=fixture.get("num_fewshot"),
         limit=None,
@@ -86,100 +247,10 @@ def test_lm_eval_gives_the_same_metrics_for_our_model(case, tokenizer, task_fold
     assert flattened(found[case]) == pytest.approx(fixture["metrics"], rel=1e-5)
 
 
-def causal_lm(vocab_size):
-    model = tiny.dense_model(vocab_size).instantiate(parent=None)
-    params = jax.jit(model.initialize_parameters_recursively)(jax.random.key(0))
-    return model, jax.tree.map(lambda x: 3 * x, params)
+@marked
+def test_a_task_that_generates_runs(adapter, generator, task_folder):
+    import yaml
 
-
-class Request:
-    """What lm-eval asks with."""
-
-    def __init__(self, *args):
-        self.args = args
-
-
-@pytest.fixture(scope="module")
-def generator(tokenizer):
-    model, params = causal_lm(tokenizer.vocab_size)
-    scorer = Scorer(model, vocab_size=tokenizer.vocab_size, max_length=64)
-    return LmEvalModel(model, params, tokenizer, scorer)
-
-
-def test_greedy_text_ends_before_the_first_of_the_stops(generator, tokenizer):
-    model, params = generator._model, generator._params
-    ids = tokenizer.encode("A rose")
-    length = len(ids)
-    for _ in range(12):
-        batch = {"input_ids": jnp.asarray([ids], jnp.int32)}
-        logits, _ = functional(model, None, params, (batch,), is_training=False, method="logits")
-        ids.append(int(np.argmax(logits[0, -1])))
-    text = tokenizer.decode(ids[length:])
-    ask = lambda **settings: generator.generate_until([Request("A rose", settings)])[0]
-    assert ask(max_gen_toks=12, until=[]) == text
-    stops = [text[7:9], text[4:6]]
-    expected = text[: min(map(text.index, stops))]
-    assert ask(max_gen_toks=12, until=stops) == expected
-    assert ask(max_gen_toks=12, until=stops[1]) == text[: text.index(stops[1])]
-    assert ask(max_tokens=3, until=[]) == tokenizer.decode(ids[length : length + 3])
-
-
-def test_text_is_generated_in_the_dtype_of_training(generator, tokenizer):
-    model, params = generator._model, generator._params
-    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    settings = {"vocab_size": tokenizer.vocab_size, "max_length": 64, "train_dtype": "bfloat16"}
-    trained_low = LmEvalModel(model, params, tokenizer, Scorer(model, **settings))
-    ids = tokenizer.encode("A rose")
-    greedy = Settings(max_new_tokens=12, temperature=0.0, vocab_size=tokenizer.vocab_size)
-    (want,) = generate_tokens(model, low, [ids], greedy)
-    request = Request("A rose", {"max_gen_toks": 12, "until": []})
-    assert trained_low.generate_until([request]) == [tokenizer.decode(want)]
-    assert trained_low._params["embedding"]["weight"].dtype == jnp.bfloat16
-
-
-def test_requests_with_their_own_settings_are_answered_in_order(generator, tokenizer):
-    texts = ["A rose", "x", "The river, says the old map", "It has thorns"]
-    requests = [
-        Request(text, {"max_gen_toks": 3 + i % 2, "until": []}) for i, text in enumerate(texts)
-    ]
-    alone = [generator.generate_until([request])[0] for request in requests]
-    assert generator.generate_until(requests) == alone
-    assert len(set(alone)) > 1
-
-
-def test_repeated_requests_are_drawn_anew(generator):
-    settings = {"max_gen_toks": 12, "until": [], "do_sample": True, "temperature": 1.0}
-    requests = [Request("A rose", settings)] * 2
-    first, second = generator.generate_until(requests)
-    assert first != second
-    assert generator.generate_until(requests) == [first, second]
-
-
-def test_long_contexts_are_cut_to_leave_room(generator, caplog):
-    settings = {"max_gen_toks": 12, "until": []}
-    long, cut = "a b c d e f g h " * 9, []
-    ids = generator.tok_encode(long)
-    assert len(ids) > 52
-    short = generator._tokenizer.decode(ids[-52:])
-    assert generator.tok_encode(short) == ids[-52:]
-    cut = generator.generate_until([Request(long, settings), Request(short, settings)])
-    assert cut[0] == cut[1]
-    assert "1 of 2 contexts leave no room" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"until": [], "num_beams": 3}, "generation_kwargs has num_beams; known are until"),
-        ({"until": [], "max_gen_toks": 64}, "max_gen_toks is 64, and the model reads 64"),
-    ],
-)
-def test_what_cannot_be_generated_is_refused(generator, settings, message):
-    with pytest.raises(ValueError, match=message):
-        generator.generate_until([Request("A rose", settings)])
-
-
-def test_a_task_that_generates_runs(generator, task_folder):
     task = {
         "task": "copy",
         "dataset_path": "json",
@@ -192,15 +263,17 @@ def test_a_task_that_generates_runs(generator, task_folder):
         "metric_list": [{"metric": "exact_match"}],
     }
     (task_folder / "copy.yaml").write_text(yaml.safe_dump(task))
-    manager = TaskManager(include_path=str(task_folder), include_defaults=False)
-    found = run_tasks(generator, manager, ["copy"], num_fewshot=None, limit=2, fewshot_seed=0)
+    manager = adapter.TaskManager(include_path=str(task_folder), include_defaults=False)
+    how = {"num_fewshot": None, "limit": 2, "fewshot_seed": 0}
+    found = adapter.run_tasks(generator, manager, ["copy"], **how)
     assert found["copy"]["exact_match"].value == 0.0
 
 
-def test_tasks_of_a_folder_are_found_and_others_are_not(task_folder):
-    manager = evaluate._lm_eval_manager(["piqa", "rolling"], str(task_folder))
+@marked
+def test_tasks_of_a_folder_are_found_and_others_are_not(adapter, task_folder):
+    manager = adapter.task_manager(["piqa", "rolling"], str(task_folder))
     assert {"piqa", "rolling"} <= set(manager.all_tasks)
-    with pytest.raises(UsageError, match="lm-eval has no task 'piqua'; did you mean 'piqa'"):
-        evaluate._lm_eval_manager(["piqua"], str(task_folder))
-    with pytest.raises(UsageError, match="--include_path gone: there is no such folder"):
-        evaluate._lm_eval_manager(["piqa"], "gone")
+    with pytest.raises(UserError, match="no task 'piqua'; did you mean 'piqa'"):
+        adapter.task_manager(["piqua"], str(task_folder))
+    with pytest.raises(UserError, match="gone is not a folder"):
+        adapter.task_manager(["piqa"], "gone")

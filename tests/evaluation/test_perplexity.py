@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from moelib.data.tokenizer import ByteTokenizer, Tokenizer
-from moelib.evaluation.evaluations import evaluate
+from moelib.data.tokenizer import ByteTokenizer, PublishedTokenizer, Tokenizer
+from moelib.evaluation.evaluations import run_evaluations
 from moelib.evaluation.perplexity import corpus_evaluation, perplexities, rolling_windows
 from moelib.evaluation.scoring import Score, Scorer
 from tests.evaluation import folders
@@ -41,10 +41,19 @@ def test_perplexities_are_lm_evals():
     assert scorer.num_cut(corpus.requests) == 0
     scores = scorer.score(params, corpus.requests)
     assert sum(s.log_prob for s in scores) == pytest.approx(sum(FIXTURE["log_probs"]), rel=1e-7)
-    found = evaluate(scorer, params, [corpus])[path]
+    found = run_evaluations(scorer, params, [corpus])[path]
     values = {name: metric.value for name, metric in found.items()}
     assert values == pytest.approx(FIXTURE["metrics"], rel=1e-5)
     assert corpus.settings == {"num_documents": 3}
+
+
+def test_a_document_of_a_published_model_begins_after_bos(tmp_path):
+    cfg = PublishedTokenizer.default_config().set(path=str(folders.DATA), bos_token="a")
+    tokenizer = cfg.set(add_bos_token=True).instantiate()
+    (tmp_path / "a.txt").write_text("a rose")
+    (request,) = corpus_evaluation(str(tmp_path), tokenizer, max_length=32).requests
+    assert list(request.context) == [tokenizer.bos_id]
+    assert list(request.continuation) == tokenizer.encode("a rose")
 
 
 def test_perplexities_of_a_uniform_model():
@@ -74,7 +83,7 @@ def test_a_corpus_without_text_is_refused(tmp_path):
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(ValueError, match=r"empty.txt has no text"):
         corpus_evaluation(str(tmp_path / "empty.txt"), tokenizer, max_length=5)
-    with pytest.raises(ValueError, match=r"empty.txt: limit is 0; set it to 1 or more"):
+    with pytest.raises(ValueError, match=r"empty.txt: limit is 0"):
         corpus_evaluation(str(tmp_path / "empty.txt"), tokenizer, max_length=5, limit=0)
     with pytest.raises(FileNotFoundError, match="gone"):
         corpus_evaluation(str(tmp_path / "gone"), tokenizer, max_length=5)

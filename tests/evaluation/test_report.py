@@ -4,14 +4,16 @@ import csv
 import json
 
 from moelib.evaluation.evaluations import Metric
-from moelib.evaluation.report import plot_results, print_results, results_of, write_results
+from moelib.evaluation.report import plot_results, results_of, results_table, write_results
 
 FOUND = {"piqa": {"acc": Metric(0.5, 0.1)}, "text": {"bits_per_byte": Metric(1.25)}}
 RESULTS = results_of(100, 6400, FOUND) + results_of(200, 12800, FOUND)
 
 
 def test_files_hold_every_number(tmp_path):
-    write_results(str(tmp_path), RESULTS, {"max_length": 64})
+    write_results(str(tmp_path / "out"), "a run", RESULTS, {"max_length": 64})
+    tmp_path /= "out"
+    assert (tmp_path / "results.png").exists()
     content = json.loads((tmp_path / "results.json").read_text())
     assert content["max_length"] == 64
     assert content["results"] == [result._asdict() for result in RESULTS]
@@ -25,16 +27,15 @@ def test_files_hold_every_number(tmp_path):
     assert rows[3]["stderr"] == ""
 
 
-def test_the_table_has_a_row_for_each_task_and_step(capsys):
-    print_results("a run", RESULTS)
-    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
-    assert lines[0] == ["a", "run"]
-    assert lines[1] == ["task", "step", "acc", "bits_per_byte"]
-    assert [line for line in lines[3:] if line[-1][0].isdigit()] == [
-        ["piqa", "100", "0.5000", "±", "0.1000"],
-        ["200", "0.5000", "±", "0.1000"],
-        ["text", "100", "1.2500"],
-        ["200", "1.2500"],
+def test_the_table_has_a_row_for_each_task_and_step():
+    table = results_table("a run", RESULTS)
+    assert (table.title, table.columns) == ("a run", ("task", "step>", "acc>", "bits_per_byte>"))
+    assert table.rows == [
+        ["piqa", "100", "0.5000 ± 0.1000", ""],
+        ["", "200", "0.5000 ± 0.1000", ""],
+        [],
+        ["text", "100", "", "1.2500"],
+        ["", "200", "", "1.2500"],
     ]
 
 

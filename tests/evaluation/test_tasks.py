@@ -88,7 +88,7 @@ def test_labels_that_lie_beside_a_file_belong_to_its_lines(tmp_path):
     (tmp_path / "valid-labels.lst").write_text("0\n1\n1\n")
     assert [q.gold for q in read_questions(path, TASKS["piqa"].question)] == [0, 1, 1]
     (tmp_path / "valid-labels.lst").write_text("0\n1\n")
-    with pytest.raises(ValueError, match=r"has 2 labels, and .*valid.jsonl has 3 lines"):
+    with pytest.raises(ValueError, match=r"has 2 labels, .*valid.jsonl has 3 lines"):
         read_questions(path, TASKS["piqa"].question)
 
 
@@ -99,7 +99,7 @@ def test_labels_that_lie_beside_a_file_belong_to_its_lines(tmp_path):
         (
             "piqa",
             '{"goal": "g", "sol1": "a", "sol2": "b", "label": -1}',
-            "lines.jsonl:1: the label is -1, and must be from 0 to 1; put the benchmark's own",
+            "lines.jsonl:1: the label is -1, and must be from 0 to 1",
         ),
         (
             "hellaswag",
@@ -112,7 +112,7 @@ def test_labels_that_lie_beside_a_file_belong_to_its_lines(tmp_path):
         (
             "arc_easy",
             '{"question": "q", "choices": {"text": ["a"], "label": ["A"]}, "answerKey": ""}',
-            "lines.jsonl:1: .*not in list; put the benchmark's own file there, one with answers",
+            "lines.jsonl:1: .*not in list",
         ),
         (
             "winogrande",
@@ -129,7 +129,7 @@ def test_a_line_that_is_no_question_is_named(name, content, message, tmp_path):
 
 
 def test_a_missing_file_and_an_unknown_task_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"There is no .*gone.jsonl; put the benchmark's"):
+    with pytest.raises(FileNotFoundError, match=r"gone\.jsonl"):
         read_questions(str(tmp_path / "gone.jsonl"), TASKS["piqa"].question)
-    with pytest.raises(ValueError, match="no task 'mmlu'; choose one of: arc_challenge, arc_easy"):
+    with pytest.raises(ValueError, match="'mmlu'; choose one of: arc_challenge, arc_easy"):
         find_task("mmlu")

@@ -1,0 +1,143 @@
+"""Evaluation of trained models on benchmarks, texts and the tasks of lm-eval."""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from moelib.core.errors import ExistingFileError, UserError
+from moelib.core.progress import Progress
+from moelib.evaluation import report
+from moelib.evaluation.evaluations import Evaluation, Metrics, run_evaluations
+from moelib.evaluation.multiple_choice import FEWSHOT_SEED, task_evaluation
+from moelib.evaluation.perplexity import corpus_evaluation
+from moelib.evaluation.report import Result
+from moelib.evaluation.scoring import BATCH_TOKENS, Scorer
+from moelib.train.loading import LoadedModel
+
+
+def evaluate(
+    model: LoadedModel,
+    tasks: Sequence[str] = (),
+    *,
+    data_dir: str | None = None,
+    corpus: Sequence[str] = (),
+    steps: Sequence[int] = (),
+    num_fewshot: int | None = None,
+    fewshot_seed: int = FEWSHOT_SEED,
+    limit: int | None = None,
+    lm_eval: bool = False,
+    include_path: str | None = None,
+    max_length: int | None = None,
+    batch_tokens: int = BATCH_TOKENS,
+    output: str | None = None,
+) -> list[Result]:
+    """Returns the metrics of a model, and writes them to a folder if one is given.
+
+        model = moelib.load_model("runs/flame")
+        for result in moelib.evaluate(model, ["piqa"], data_dir="benchmarks"):
+            print(result.task, result.metric, result.value)
+
+    Args:
+        model: The model, from `moelib.load_model`.
+        tasks: Names of benchmarks in `moelib.evaluation.tasks.TASKS`, or of lm-eval's tasks.
+        data_dir: Folder of the benchmarks' files.
+        corpus: Text files, JSON lines, Parquet files, or folders of them, for perplexity.
+        steps: Steps of the run's checkpoints to evaluate; by default that of `model`.
+        num_fewshot: Number of examples before a question; None for each task's default.
+        fewshot_seed: Seed of the draw of examples.
+        limit: Number of questions of each task and documents of each corpus; None for all.
+        lm_eval: Whether the tasks are lm-eval's, which must be installed.
+        include_path: Folder of further task files for lm-eval.
+        max_length: Maximum number of tokens of a sequence; None for the model's.
+        batch_tokens: Number of tokens of a batch, padding included.
+        output: Folder for results.json, results.csv and, of several steps, results.png; results
+            are kept if a later step fails. None writes nothing.
+
+    Raises:
+        UserError: If an argument or a file is invalid or missing, or results would be overwritten.
+    """
+    if output is not None and os.path.exists(os.path.join(output, report.RESULTS_FILE)):
+        raise ExistingFileError(f"output {output} has results already; set another folder.")
+    if tasks and not lm_eval and data_dir is None:
+        raise UserError("tasks need data_dir (--data_dir), the folder of the benchmarks' files.")
+    max_length = model.max_length if max_length is None else max_length
+    if max_length is None:
+        raise UserError(
+            f"{model.folder} does not state the length of sequences that the model was trained on; "
+            "set max_length (--max_length)."
+        )
+    scorer = Scorer(
+        model.model,
+        vocab_size=model.tokenizer.vocab_size,
+        max_length=max_length,
+        batch_tokens=batch_tokens,
+        mesh=model.mesh,
+    )
+    options = {"num_fewshot": num_fewshot, "limit": limit, "fewshot_seed": fewshot_seed}
+    evaluations = [
+        corpus_evaluation(path, model.tokenizer, max_length=max_length, limit=limit)
+        for path in corpus
+    ]
+    manager = _lm_eval_manager(tasks, include_path) if lm_eval else None
+    if manager is None:
+        evaluations += [
+            task_evaluation(n, data_dir or "", model.tokenizer, **options) for n in tasks
+        ]
+    settings = {
+        "folder": model.folder,
+        "max_length": max_length,
+        "dtype": model.dtype,
+        "lm_eval": lm_eval,
+        **options,
+        "tasks": {
+            e.name: {**e.settings, "num_cut": scorer.num_cut(e.requests)} for e in evaluations
+        },
+    }
+    results: list[Result] = []
+    for step in steps or [model.step]:
+        if step != model.step:
+            model = dataclasses.replace(model, parameters={})  # Frees those of the previous step.
+            model = model.at_step(step)
+        with model.on_mesh():
+            found = _scored(model, scorer, evaluations)
+            if manager is not None:
+                from moelib.evaluation.lm_eval_model import LmEvalModel, run_tasks
+
+                found |= run_tasks(LmEvalModel(model, scorer), manager, tasks, **options)
+        results += report.results_of(model.step, _num_tokens_read(model), found)
+        if output is not None:
+            report.write_results(output, model.folder, results, settings)
+    return results
+
+
+def _scored(
+    model: LoadedModel, scorer: Scorer, evaluations: Sequence[Evaluation]
+) -> dict[str, Metrics]:
+    title = "evaluate" if model.step is None else f"evaluate step {model.step}:"
+    total = sum(len(evaluation.requests) for evaluation in evaluations)
+    is_main = jax.process_index() == 0
+    with Progress(title, total, enabled=is_main, seconds_between_lines=10.0) as progress:
+        return run_evaluations(scorer, model.parameters, evaluations, on_batch=progress.update)
+
+
+def _num_tokens_read(model: LoadedModel) -> int | None:
+    """Returns the number of tokens that a run had read, padding included; None if unknown."""
+    cfg = model.config and model.config.input
+    batch_size, seq_len = getattr(cfg, "global_batch_size", None), getattr(cfg, "seq_len", None)
+    if model.step is None or batch_size is None or seq_len is None:
+        return None
+    return model.step * batch_size * seq_len
+
+
+def _lm_eval_manager(tasks: Sequence[str], include_path: str | None) -> Any:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # Read when lm-eval is imported.
+    try:
+        from moelib.evaluation.lm_eval_model import task_manager
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"lm_eval (--lm_eval) needs lm-eval ({error}): pip install 'moelib[lm-eval]'."
+        ) from None
+    return task_manager(tasks, include_path)

@@ -1,0 +1,180 @@
+"""`evaluate`: checkpoints of a run and converted models on tasks and texts; the files it writes."""
+
+import csv
+import dataclasses
+import importlib.util
+import json
+import math
+import pathlib
+import shutil
+import string
+
+import jax
+import pytest
+import tokenizers
+
+from moelib.core.errors import UserError
+from moelib.data.lm_input import InputMode, LMInput
+from moelib.data.prepare import prepare
+from moelib.data.source import InMemorySource
+from moelib.data.token_store import TokenStore
+from moelib.data.tokenizer import END_OF_TEXT, Tokenizer
+from moelib.evaluation.evaler import TaskEvaler
+from moelib.evaluation.evaluate import evaluate
+from moelib.train import convert
+from moelib.train.loading import load_model
+from tests import tiny
+from tests.evaluation import folders
+
+DATA = str(folders.DATA)
+CORPUS = str(folders.DATA / "corpus.jsonl")
+HUGGING_FACE = pathlib.Path(__file__).parents[1] / "models/huggingface/fixtures"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Returns the folder of a run of three steps, each saved, the second and third evaluated."""
+    folder = tmp_path_factory.mktemp("run")
+    tokenizer = Tokenizer.default_config().set(path=DATA).instantiate()
+    texts = [f"document number {i} of many" for i in range(60)]
+    source = InMemorySource.default_config().set(texts=texts).instantiate()
+    prepare(source, tokenizer, str(folder / "store"))
+    cfg = tiny.trainer_config(folder / "run", max_step=3, save_every=1, evaler=False)
+    cfg.checkpointer.keep_last_n = 3
+    cfg.model = tiny.dense_model(folders.PADDED_VOCAB_SIZE, dim=8)
+    cfg.input = LMInput.default_config().set(
+        source=TokenStore.default_config().set(path=str(folder / "store")),
+        seq_len=64,
+        global_batch_size=8,
+    )
+    # --8<-- [start:evaler]
+    cfg.evalers["val"] = TaskEvaler.default_config().set(
+        input=cfg.input.clone(mode=InputMode.EVALUATE),
+        tasks=["openbookqa", "piqa"],
+        data_dir=DATA,
+        num_fewshot=0,
+        limit=3,
+    )
+    cfg.evalers["val"].eval_policy.set(n=2)
+    # --8<-- [end:evaler]
+    with jax.numpy_dtype_promotion("standard"):  # For Optax.
+        cfg.instantiate(parent=None).run()
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def model(run):
+    """Returns the model of the second step."""
+    return load_model(str(run), step=2)
+
+
+def values(results):
+    """Returns {(step, task, metric): value}."""
+    return {(r.step, r.task, r.metric): r.value for r in results}
+
+
+def test_checkpoints_give_what_the_evaler_gave_in_training(run, model, tmp_path, capsys):
+    tasks = {"tasks": ["openbookqa", "piqa"], "data_dir": DATA, "num_fewshot": 0, "limit": 3}
+    results = evaluate(model, **tasks, steps=[2, 3], output=str(tmp_path / "out"))
+    logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    expected = {
+        (line["step"], *name.split("/")[1:]): value
+        for line in logged
+        for name, value in line.items()
+        if name.startswith(("val/openbookqa/", "val/piqa/"))
+    }
+    assert len(expected) == 2 * 2 * 2
+    assert values(results) == expected
+    content = json.loads((tmp_path / "out/results.json").read_text())
+    assert content["results"] == [result._asdict() for result in results]
+    assert (tmp_path / "out/results.png").read_bytes().startswith(b"\x89PNG")
+    with open(tmp_path / "out/results.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["tokens"] for row in rows} == {str(2 * 8 * 64), str(3 * 8 * 64)}
+
+
+def test_a_corpus_and_a_task_whose_contexts_are_cut(model, tmp_path):
+    results = evaluate(
+        model, ["arc_easy"], data_dir=DATA, limit=2, corpus=[CORPUS], output=str(tmp_path)
+    )
+    assert 1 < values(results)[2, CORPUS, "byte_perplexity"] < 1000
+    tasks = json.loads((tmp_path / "results.json").read_text())["tasks"]
+    assert tasks["arc_easy"] == {"num_fewshot": 10, "num_questions": 2, "num_cut": 7}
+    assert tasks[CORPUS] == {"num_documents": 2, "num_cut": 0}
+    assert not (tmp_path / "results.png").exists()
+
+
+@pytest.mark.slow
+def test_a_mesh_gives_the_results_of_one_device(run, model):
+    split = load_model(str(run), step=2, mesh="data=2,fsdp=2,model=2")
+    what = {"tasks": ["openbookqa"], "data_dir": DATA, "limit": 3, "corpus": [CORPUS]}
+    want, got = (values(evaluate(each, **what)) for each in (model, split))
+    assert got == pytest.approx(want, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """Returns the folder of a Hugging Face model, converted."""
+    hub, to = (tmp_path_factory.mktemp("converted") / name for name in ("hub", "run"))
+    shutil.copytree(HUGGING_FACE / "qwen3_moe", hub)
+    vocab = {token: i for i, token in enumerate([END_OF_TEXT, " ", *string.ascii_lowercase])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges=[]))
+    tokenizer.save(str(hub / "tokenizer.json"))
+    (hub / "tokenizer_config.json").write_text(json.dumps({"eos_token": END_OF_TEXT}))
+    convert.from_hugging_face(str(hub), str(to))
+    return to
+
+
+def test_a_converted_model_is_evaluated_without_an_input(converted, tmp_path):
+    (tmp_path / "corpus.txt").write_text("letters and spaces alone are known to this model")
+    model = load_model(str(converted))
+    results = evaluate(model, corpus=[str(tmp_path / "corpus.txt")], max_length=64)
+    assert {(r.step, r.tokens) for r in results} == {(0, None)}
+    assert all(math.isfinite(r.value) for r in results)
+    unknown = dataclasses.replace(model, max_length=None)
+    with pytest.raises(UserError, match="--max_length"):
+        evaluate(unknown, corpus=["x"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"data_dir": None}, "--data_dir"),
+        ({"tasks": ["pica"]}, "'pica'; did you mean 'piqa'"),
+        ({"data_dir": "gone"}, "gone/piqa/valid.jsonl"),
+        ({"steps": [9]}, "step 9"),
+        ({"max_length": 0}, "max_length is 0"),
+        ({"limit": 0}, "limit is 0"),
+    ],
+)
+def test_invalid_arguments_are_named(arguments, message, model):
+    with pytest.raises(UserError, match=message):
+        evaluate(model, **{"tasks": ["piqa"], "data_dir": DATA, **arguments})
+
+
+def test_results_are_not_overwritten(model, tmp_path):
+    (tmp_path / "results.json").write_text("{}")
+    with pytest.raises(UserError, match="has results already"):
+        evaluate(model, corpus=["x"], output=str(tmp_path))
+
+
+HAS_LM_EVAL = importlib.util.find_spec("lm_eval") is not None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_LM_EVAL, reason="lm-eval is not installed: the extra lm-eval has it")
+@pytest.mark.filterwarnings("default")
+def test_lm_eval_finds_what_we_find(model, tmp_path):
+    from tests.evaluation.lm_eval_reference import write_tasks
+
+    write_tasks(str(tmp_path / "tasks"))
+    what = {"tasks": ["winogrande", "piqa"], "steps": [2, 3], "num_fewshot": 2, "limit": 3}
+    ours = evaluate(model, **what, data_dir=DATA)
+    theirs = evaluate(model, **what, include_path=str(tmp_path / "tasks"), lm_eval=True)
+    assert values(ours) == values(theirs)
+
+
+@pytest.mark.skipif(HAS_LM_EVAL, reason="lm-eval is installed")
+def test_without_lm_eval_the_extra_is_named(model):
+    with pytest.raises(UserError, match=r"pip install 'moelib\[lm-eval"):
+        evaluate(model, ["arc_easy"], lm_eval=True)
