@@ -1,7 +1,7 @@
-"""Checkpoints on Orbax: written in the background, whole or not at all, read under any mesh.
+"""Checkpoints on Orbax: written in the background, complete or not at all, read under any mesh.
 
 A checkpoint is a folder `step_00001000` with the arrays and a record (moelib.checkpoint.contents).
-While it is written the folder has another name, so that one with this name is complete.
+The folder gets this name when it is complete.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ from moelib.checkpoint.contents import CheckpointRecord, DamagedCheckpointError
 from moelib.checkpoint.policy import every_n_steps_and_last_policy, steps_to_keep
 from moelib.checkpoint.restore import (
     Restored,
-    agreed_checkpoints,
+    find_checkpoints,
     first_line,
-    not_found,
+    newest_readable,
     restore_checkpoint,
 )
 from moelib.core import tree
@@ -32,20 +32,21 @@ from moelib.core.config import (
     config_class,
     config_for_function,
 )
+from moelib.core.errors import UserError
 from moelib.core.module import Module, nowrap
 
 logger = logging.getLogger(__name__)
 
-_UNFINISHED = ".orbax-checkpoint-tmp"  # In the name of a folder that is not complete.
+_UNFINISHED = ".orbax-checkpoint-tmp"  # In the name of a folder that is incomplete.
 _REMOVE_TRIES = 20
 
 
-class CheckpointSaveError(RuntimeError):
+class CheckpointSaveError(UserError, RuntimeError):
     """A checkpoint that had to be written could not be."""
 
 
 class Checkpointer(Module):
-    """Writes checkpoints when its policy says so, keeps some of them, and reads them."""
+    """Writes checkpoints when its policy asks for them, keeps some of them, and reads them."""
 
     @config_class
     class Config(Module.Config):
@@ -54,24 +55,24 @@ class Checkpointer(Module):
         save_policy: InstantiableConfig = config_for_function(every_n_steps_and_last_policy).set(
             n=1000
         )
-        keep_last_n: int | None = 3  # None keeps all.
-        keep_every_n_steps: int | None = None  # Multiples of it are kept for ever.
-        keep_best_n: int = 0  # How many are kept for the best `best_metric`.
+        keep_last_n: int | None = 3  # Number of the newest that are kept; None keeps all.
+        keep_every_n_steps: int | None = None  # Multiples of it are kept permanently.
+        keep_best_n: int = 0  # Number that are kept for the best `best_metric`.
         best_metric: str | None = None  # "<evaler>/<metric>", for example "validation/loss".
         best_mode: Literal["min", "max"] = "min"
         wait: Literal["no", "after_save"] = "no"  # Whether a step waits until it is written.
 
     def __init__(self, cfg: Any, *, parent: Module | None) -> None:
-        """Checks the settings; touches no file.
+        """Checks the settings; accesses no file.
 
         Raises:
-            ValueError: If the best are to be kept and no metric is named.
+            UserError: If keep_best_n is set and best_metric is not.
         """
         super().__init__(cfg, parent=parent)
         cfg = self.config
         if cfg.keep_best_n and cfg.best_metric is None:
-            raise ValueError(
-                f"{self.path() or self.name}.keep_best_n is {cfg.keep_best_n}; set best_metric to "
+            raise UserError(
+                f"{self.path() or self.name}.keep_best_n={cfg.keep_best_n}: set best_metric to "
                 "'<evaler>/<metric>' too."
             )
         self._policy = cfg.save_policy.instantiate()
@@ -83,32 +84,31 @@ class Checkpointer(Module):
 
     @property
     def dir(self) -> str:
-        """The folder that holds the checkpoints."""
+        """The folder of the checkpoints."""
         return self._dir
 
     @nowrap
     def should_save(self, *, step: int, summaries: Mapping[str, float] | None = None) -> bool:
-        """Returns whether the policy wants a checkpoint after this step."""
+        """Returns whether the policy asks for a checkpoint after this step."""
         return self._policy(step=step, summaries=summaries or {})
 
     @nowrap
     def latest_step(self) -> int | None:
-        """Returns the step of the newest complete checkpoint that is not known to be damaged."""
-        steps = [s for s in contents.list_checkpoints(self._dir) if s not in self._damaged]
-        return max(steps, default=None)
+        """Returns the step of the newest complete checkpoint not known to be damaged."""
+        return max(contents.list_checkpoints(self._dir).keys() - self._damaged, default=None)
 
     # Writing.
 
     @nowrap
     def save(self, state: Any, record: CheckpointRecord) -> None:
-        """Begins to write a checkpoint of `record.step`; waits for the one before to be done.
+        """Starts to write a checkpoint of `record.step`, after the previous one is complete.
 
-        The arrays may be donated as soon as this returns. A failure, now or later, is logged as an
-        error and kept in `last_error`; older checkpoints stay, and the next save tries anew.
+        The arrays may be donated as soon as this returns. A failure, now or later, is logged and
+        kept in `last_error`; older checkpoints are unaffected, and the next save tries again.
 
         Args:
             state: Tree of arrays.
-            record: What to write beside them; `arrays` and `versions` are filled in.
+            record: Its record; `arrays` and `versions` are filled in.
         """
         self.wait()
         step = record.step
@@ -120,13 +120,12 @@ class Checkpointer(Module):
             import orbax.checkpoint as ocp
 
             os.makedirs(self._dir, exist_ok=True)
-            args = ocp.args.Composite(
-                **{
-                    contents.STATE_ITEM: ocp.args.PyTreeSave(tree.to_nested(state)),
-                    contents.RECORD_ITEM: ocp.args.JsonSave(values),
-                }
-            )
-            self._checkpointer().save(contents.step_path(self._dir, step), args=args, force=True)
+            items = {
+                contents.STATE_ITEM: ocp.args.PyTreeSave(tree.to_nested(state)),
+                contents.RECORD_ITEM: ocp.args.JsonSave(values),
+            }
+            path, args = contents.step_path(self._dir, step), ocp.args.Composite(**items)
+            self._checkpointer().save(path, args=args, force=True)
         except Exception as error:
             self._report_failure(step, error)
             return
@@ -137,20 +136,20 @@ class Checkpointer(Module):
 
     @nowrap
     def wait(self) -> None:
-        """Waits until the checkpoint being written is complete, then drops those not to be kept."""
+        """Waits until the checkpoint being written is complete, then deletes those not kept."""
         if self._pending is None:
             return
         step, self._pending = self._pending, None
         try:
-            self._checkpointer().wait_until_finished()
+            self._orbax.wait_until_finished()
         except Exception as error:
             self._report_failure(step, error)
             return
-        self._drop_old()
+        self._delete_old()
 
     @nowrap
     def close(self) -> None:
-        """Waits, and ends the background threads. The checkpointer can be used again."""
+        """Waits, and ends the background threads. The checkpointer remains usable."""
         self.wait()
         if self._orbax is not None:
             self._orbax.close()
@@ -168,13 +167,13 @@ class Checkpointer(Module):
         return self._orbax
 
     def _report_failure(self, step: int, error: BaseException) -> None:
-        """Says loudly that a checkpoint was not written, and takes away what there is of it."""
+        """Logs that a checkpoint was not written, and removes its incomplete files."""
         self.last_error = error
         older = self.latest_step()
-        has = "There is no older one." if older is None else f"Step {older} is the newest there is."
+        has = "There is no older one." if older is None else f"Step {older} is the newest."
         logger.error(
-            "NO CHECKPOINT of step %d: it could not be written to %s: %s. Training goes on. %s "
-            "Free some space, or see that the folder can be written.",
+            "NO CHECKPOINT of step %d: it could not be written to %s: %s. Training continues. %s "
+            "Free some space, or make the folder writable.",
             step,
             self._dir,
             first_line(error),
@@ -184,7 +183,7 @@ class Checkpointer(Module):
             with contextlib.suppress(Exception):
                 self._orbax.close()
             self._orbax = None
-        # The storage's own threads may write on for a moment, into a folder that goes.
+        # The storage's own threads may write for another moment, into a folder being removed.
         for _ in range(_REMOVE_TRIES if jax.process_index() == 0 else 0):
             if not (left := _unfinished(self._dir)):
                 break
@@ -192,23 +191,23 @@ class Checkpointer(Module):
                 shutil.rmtree(path, ignore_errors=True)
             time.sleep(0.1)
 
-    def _drop_old(self) -> None:
-        """Deletes the checkpoints that are not to be kept."""
-        if jax.process_index() != 0 or self.config.keep_last_n is None:
-            return
+    def _delete_old(self) -> None:
+        """Deletes the checkpoints that are not kept."""
         cfg = self.config
+        if jax.process_index() != 0 or cfg.keep_last_n is None:
+            return
         found = contents.list_checkpoints(self._dir)
         metrics: dict[int, float | None] = {}
-        for step, path in found.items():
-            if step in self._damaged:
-                continue
+        for step in found.keys() - self._damaged:
             try:
-                metrics[step] = CheckpointRecord.read(path).metrics.get(cfg.best_metric or "")
+                record = CheckpointRecord.read(found[step])
             except DamagedCheckpointError:
                 self._damaged.add(step)
             except OSError as error:
-                logger.warning("No old checkpoint is dropped: %s.", error)
+                logger.warning("No old checkpoint is deleted: %s.", error)
                 return
+            else:
+                metrics[step] = record.metrics.get(cfg.best_metric or "")
         kept = steps_to_keep(
             metrics,
             keep_last_n=cfg.keep_last_n,
@@ -225,44 +224,34 @@ class Checkpointer(Module):
     def restore(self, target: Any, *, step: int | None = None) -> Restored | None:
         """Returns the newest checkpoint that can be read, or None if there is none.
 
-        One that is damaged is left out with a warning that names the damage.
+        A damaged one is skipped with a warning that describes the damage.
 
         Args:
             target: Tree of `jax.ShapeDtypeStruct` with shardings, of any mesh.
-            step: A step to read, and no other.
+            step: If not None, only the checkpoint of this step is read.
 
         Raises:
             CheckpointMismatchError: If the arrays are not those of the target.
             CheckpointNotFoundError: If there is none of the step.
-            DamagedCheckpointError: If every checkpoint is damaged, or that of the step.
-            Exception: As it came, what kept a checkpoint from being read that may be sound: no
-                permission, a disk that fails, too little memory.
+            DamagedCheckpointError: If every checkpoint, or that of the step, is damaged.
+            Exception: The original error, if a checkpoint that may be sound could not be read:
+                no permission, a failing disk, too little memory.
         """
-        found = agreed_checkpoints(self._dir)
-        if step is not None:
-            if step not in found:
-                raise not_found(self._dir, step, found)
-            return restore_checkpoint(found[step], target)
-        damages = []
-        for candidate in reversed(found):
-            try:
-                return restore_checkpoint(found[candidate], target)
-            except DamagedCheckpointError as error:
-                self._damaged.add(candidate)
-                damages.append(str(error))
-                logger.warning("Damaged checkpoint, trying the one before: %s", error)
-        if damages:
-            raise DamagedCheckpointError(
-                "every checkpoint is damaged:\n  " + "\n  ".join(damages) + "\nMove "
-                f"{self._dir} aside to start from step 0."
-            )
-        return None
+        found = find_checkpoints(self._dir, step)
+        if not found:
+            return None
+        try:
+            read = lambda path: restore_checkpoint(path, target)
+            return newest_readable(found, read, on_damage=self._damaged.add)
+        except DamagedCheckpointError as error:
+            cure = f"\nMove {self._dir} aside to start from step 0." if step is None else ""
+            raise DamagedCheckpointError(f"{error}{cure}") from None
 
     @nowrap
     def remove_unfinished(self) -> None:
-        """Removes what processes that were killed while writing have left."""
+        """Removes incomplete checkpoints of processes that were killed."""
         for path in _unfinished(self._dir) if jax.process_index() == 0 else ():
-            logger.warning("Removed a checkpoint that was never finished: %s", path)
+            logger.warning("Removed an incomplete checkpoint: %s", path)
             shutil.rmtree(path, ignore_errors=True)
 
 

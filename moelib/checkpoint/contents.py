@@ -1,4 +1,4 @@
-"""What lies in a checkpoint: its record, its arrays by path, and whether they fit a target."""
+"""The contents of a checkpoint: its record, and its arrays by path."""
 
 import dataclasses
 import errno
@@ -16,35 +16,35 @@ from moelib.core.errors import MissingFileError, UserError
 STEP_PREFIX = "step_"
 RECORD_ITEM = "record"
 STATE_ITEM = "state"
-_RECORD_FILE = os.path.join(RECORD_ITEM, "metadata")  # Where Orbax writes a JSON item.
+_RECORD_FILE = os.path.join(RECORD_ITEM, "metadata")  # The file of Orbax's JSON item.
 
 Arrays = dict[str, Any]  # {"path/of/array": [dtype, [sizes]]}
 
 
 class DamagedCheckpointError(UserError, RuntimeError):
-    """A checkpoint that cannot be read: torn, or parts of it are missing."""
+    """A checkpoint cannot be read: it is incomplete, or parts of it are damaged."""
 
 
 class CheckpointMismatchError(UserError):
-    """A checkpoint whose arrays are not those that are asked for."""
+    """The arrays of a checkpoint are not those that were requested."""
 
 
 class CheckpointNotFoundError(MissingFileError):
-    """There is no checkpoint where one was asked for."""
+    """There is no checkpoint, or none of the requested step."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointRecord:
-    """What is written beside a checkpoint's arrays, as JSON.
+    """The data stored with a checkpoint's arrays, as JSON.
 
     Attributes:
         step: Steps taken.
         arrays: dtype and sizes of every array, by path.
-        input: Place in the training data, as the input gave it; None if it was not saved.
-        metrics: Numbers of the evaluations at this step, by name.
-        config_hash: Of what decides the run's numbers; empty if there is none.
-        mesh: Sizes of the mesh axes at the time.
-        versions: Of the libraries that wrote it.
+        input: Position in the training data, as the input gave it; None if it was not saved.
+        metrics: Metrics of the evaluations at this step, by name.
+        config_hash: Hash of the settings that determine the run's numbers; may be empty.
+        mesh: Sizes of the mesh axes.
+        versions: Versions of the libraries that wrote the checkpoint.
     """
 
     step: int
@@ -64,8 +64,8 @@ class CheckpointRecord:
         """Returns the record of the checkpoint at `path`.
 
         Raises:
-            DamagedCheckpointError: If it is missing or torn.
-            OSError: If it cannot be read for a reason that is not its own: see `unreadable`.
+            DamagedCheckpointError: If it is missing or damaged.
+            OSError: If it cannot be read for an external reason: see `unreadable`.
         """
         file = os.path.join(path, _RECORD_FILE)
         try:
@@ -81,8 +81,8 @@ class CheckpointRecord:
             raise DamagedCheckpointError(f"{file} cannot be read: {error}.") from error
 
 
-# What the message of a library without exceptions of its own (TensorStore, XLA) says of it: the
-# codes, and any error of the system but that there is no such file, or a folder in its place.
+# Messages of libraries without exceptions of their own (TensorStore, XLA): their codes, and any
+# error of the system except a missing file and a folder at the path of a file.
 _UNREADABLE = re.compile(
     "RESOURCE_EXHAUSTED|PERMISSION_DENIED|UNAUTHENTICATED|UNAVAILABLE|DEADLINE_EXCEEDED"
     rf"|(?:os_error_code='|OS error )(?!(?:{errno.ENOENT}|{errno.ENOTDIR}|{errno.EISDIR})\b)\d"
@@ -90,9 +90,9 @@ _UNREADABLE = re.compile(
 
 
 def unreadable(error: BaseException) -> bool:
-    """Returns whether something kept a file from being read that says nothing of what is in it.
+    """Returns whether reading failed for a reason outside the file, whose content may be sound.
 
-    No permission, a disk or network that fails, too little memory: what is there may be sound.
+    Examples are a missing permission, a failing disk or network, and too little memory.
     """
     seen: BaseException | None = error
     while seen is not None:
@@ -108,12 +108,12 @@ def unreadable(error: BaseException) -> bool:
 
 
 def library_versions() -> dict[str, str]:
-    """Returns the versions of Python and of the libraries that decide what a run computes."""
+    """Returns the versions of Python and of the libraries that affect a run's numbers."""
     versions = {"python": platform.python_version()}
     for name in ("moelib", "jax", "jaxlib", "optax", "orbax-checkpoint", "numpy"):
         try:
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:  # Used from a checkout.
+        except importlib.metadata.PackageNotFoundError:  # A checkout that is not installed.
             versions[name] = "unknown"
     return versions
 
@@ -126,24 +126,15 @@ def step_path(directory: str, step: int) -> str:
 def list_checkpoints(directory: str) -> dict[int, str]:
     """Returns {step: path} of all complete checkpoints, oldest first.
 
-    Those that were never finished (a process was killed while it wrote) have other names.
+    Incomplete ones, whose process was killed while writing, have other names.
     """
     try:
         names = os.listdir(directory)
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    found = {}
-    for name in names:
-        number = name.removeprefix(STEP_PREFIX)
-        if name.startswith(STEP_PREFIX) and number.isdigit():
-            found[int(number)] = os.path.join(directory, name)
+    numbers = {n: n.removeprefix(STEP_PREFIX) for n in names if n.startswith(STEP_PREFIX)}
+    found = {int(x): os.path.join(directory, n) for n, x in numbers.items() if x.isdecimal()}
     return dict(sorted(found.items()))
-
-
-def latest_checkpoint(directory: str) -> str | None:
-    """Returns the path of the newest complete checkpoint, or None."""
-    found = list_checkpoints(directory)
-    return found[max(found)] if found else None
 
 
 def describe_arrays(state: Any) -> Arrays:
@@ -152,10 +143,10 @@ def describe_arrays(state: Any) -> Arrays:
 
 
 def check_arrays(saved: Arrays, wanted: Arrays, path: str) -> None:
-    """Checks that a checkpoint has the arrays that are wanted.
+    """Checks that a checkpoint has exactly the requested arrays.
 
     Raises:
-        CheckpointMismatchError: If not; the message holds the first path that differs and both
+        CheckpointMismatchError: If not; the message has the first path that differs and both
             shapes.
     """
     advice = "it was written by another config; restore it with that one, or set another directory."
@@ -170,12 +161,11 @@ def check_arrays(saved: Arrays, wanted: Arrays, path: str) -> None:
                 f"{path}: {name!r} is {_shape(*saved[name])} in the checkpoint, and "
                 f"{_shape(dtype, shape)} in this run; {advice}"
             )
-    for name in saved:
-        if name not in wanted:
-            raise CheckpointMismatchError(
-                f"{path} has an array {name!r}, {_shape(*saved[name])}, that this run has not; "
-                f"{advice}"
-            )
+    if extra := [name for name in saved if name not in wanted]:
+        raise CheckpointMismatchError(
+            f"{path} has an array {extra[0]!r}, {_shape(*saved[extra[0]])}, that this run lacks; "
+            f"{advice}"
+        )
 
 
 def _shape(dtype: str, sizes: list[int]) -> str:

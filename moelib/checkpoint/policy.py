@@ -1,8 +1,10 @@
-"""When a checkpoint is written or an evaluation run, and which checkpoints are kept."""
+"""Policies: the steps with a checkpoint or an evaluation, and the checkpoints that are kept."""
 
 import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Literal
+
+from moelib.core.errors import UserError
 
 Policy = Callable[..., bool]  # (*, step, summaries=None) -> whether to act after that step.
 
@@ -11,16 +13,11 @@ def every_n_steps_policy(n: int = 1, *, min_step: int = 1) -> Policy:
     """Returns the policy that acts at every multiple of `n`, from `min_step` on.
 
     Raises:
-        ValueError: If `n` is less than 1.
+        UserError: If `n` is less than 1.
     """
     if n < 1:
-        raise ValueError(f"every_n_steps_policy: n is {n}; set it to 1 or more.")
-
-    def policy(*, step: int, summaries: Mapping[str, float] | None = None) -> bool:
-        del summaries
-        return step >= min_step and step % n == 0
-
-    return policy
+        raise UserError(f"every_n_steps_policy: n={n}; set 1 or more.")
+    return lambda *, step, summaries=None: step >= min_step and step % n == 0
 
 
 def every_n_steps_and_last_policy(
@@ -29,45 +26,36 @@ def every_n_steps_and_last_policy(
     """Returns the policy that acts at every multiple of `n`, and at `max_step`.
 
     Args:
-        n: Steps between.
-        min_step: No step before it.
-        max_step: The run's last step; a trainer sets its own where it is None.
+        n: Interval in steps.
+        min_step: First step at which it may act.
+        max_step: The run's last step; None: set by the trainer.
 
     Raises:
-        ValueError: If `n` is less than 1.
+        UserError: If `n` is less than 1.
     """
     every = every_n_steps_policy(n, min_step=min_step)
-
-    def policy(*, step: int, summaries: Mapping[str, float] | None = None) -> bool:
-        return every(step=step, summaries=summaries) or step == max_step
-
-    return policy
+    return lambda *, step, summaries=None: every(step=step) or step == max_step
 
 
 def evenly_spaced_policy(num: int = 10, *, max_step: int | None = None) -> Policy:
     """Returns the policy that acts `num` times, evenly spaced, the last time at `max_step`.
 
-    Steps are max_step * i / num, i = 1 ... num, rounded up.
+    The steps are max_step * i / num, i = 1 ... num, rounded up.
 
     Args:
-        num: How many times.
-        max_step: The run's last step; a trainer sets its own where it is None.
+        num: Number of times.
+        max_step: The run's last step; None: set by the trainer.
 
     Raises:
-        ValueError: If `num` is less than 1 or `max_step` is not known.
+        UserError: If `num` is less than 1 or `max_step` is unknown.
     """
     if num < 1 or max_step is None:
-        raise ValueError(
-            f"evenly_spaced_policy: num is {num} and max_step {max_step}; set num to 1 or more and "
+        raise UserError(
+            f"evenly_spaced_policy: num={num}, max_step={max_step}; set num to 1 or more and "
             "max_step to the run's last step."
         )
     steps = {math.ceil(max_step * i / num) for i in range(1, num + 1)}
-
-    def policy(*, step: int, summaries: Mapping[str, float] | None = None) -> bool:
-        del summaries
-        return step in steps
-
-    return policy
+    return lambda *, step, summaries=None: step in steps
 
 
 def steps_to_keep(
@@ -78,14 +66,14 @@ def steps_to_keep(
     keep_best_n: int = 0,
     best_mode: Literal["min", "max"] = "min",
 ) -> Collection[int]:
-    """Returns the steps whose checkpoints stay; always the newest.
+    """Returns the steps whose checkpoints are kept, always including the newest.
 
     Args:
-        metrics: For each step with a checkpoint the number to judge it by, or None.
-        keep_last_n: How many of the newest stay; None keeps all.
-        keep_every_n_steps: Multiples of it stay for ever.
-        keep_best_n: How many of the best stay, of those that have a number.
-        best_mode: Whether the least or the greatest number is best.
+        metrics: The metric of each step with a checkpoint, or None.
+        keep_last_n: Number of the newest that are kept; None keeps all.
+        keep_every_n_steps: Multiples of it are kept.
+        keep_best_n: Number of the best that are kept, among those with a metric.
+        best_mode: Whether the least or the greatest metric is best.
     """
     steps = sorted(metrics)
     if keep_last_n is None:

@@ -1,8 +1,8 @@
-"""Reading checkpoints: all of one, or the parameters alone, under any mesh."""
+"""Reading checkpoints under any mesh: all of one, or the parameters alone."""
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
@@ -24,11 +24,11 @@ T = TypeVar("T")
 
 
 class Restored(NamedTuple):
-    """A checkpoint that was read.
+    """A checkpoint in memory.
 
     Attributes:
-        state: Its arrays, in the structure asked for.
-        record: What was written beside them.
+        state: Its arrays, in the requested structure.
+        record: Its record.
         path: Its folder.
     """
 
@@ -47,7 +47,7 @@ def restore_checkpoint(path: str, target: Any) -> Restored:
     Raises:
         CheckpointMismatchError: If the arrays are not those of the target.
         DamagedCheckpointError: If it is damaged.
-        Exception: What kept a sound checkpoint from being read, as it came: see `unreadable`.
+        Exception: The original error, if it does not show damage: see `unreadable`.
     """
     record = _read_record(path, target)
     nested = _read(path, tree.to_nested(target), partial=False)
@@ -57,30 +57,21 @@ def restore_checkpoint(path: str, target: Any) -> Restored:
 def restore_params_only(
     directory: str, target: Any, *, step: int | None = None, average: bool = True
 ) -> Restored:
-    """Returns the model's parameters alone, to evaluate or generate with; reads nothing else.
+    """Returns the model's parameters alone, for evaluation or generation; reads nothing else.
 
     Args:
-        directory: The folder of the checkpoints.
+        directory: Folder of the checkpoints.
         target: Nested dict of `jax.ShapeDtypeStruct`, with shardings or without.
-        step: Which step; None takes the newest that can be read.
-        average: Whether to take the average of the parameters where the learner kept one.
+        step: Step of the checkpoint; None: the newest that can be read.
+        average: Whether to take the average of the parameters if the learner kept one.
 
     Raises:
         CheckpointMismatchError: If the parameters are not those of the target.
         CheckpointNotFoundError: If there is no checkpoint.
         DamagedCheckpointError: If none can be read.
     """
-    found = agreed_checkpoints(os.path.abspath(directory))
-    if not found or (step is not None and step not in found):
-        raise not_found(directory, step, found)
-    damages = []
-    for candidate in [step] if step is not None else reversed(found):
-        try:
-            return _restore_params(found[candidate], target, average)
-        except DamagedCheckpointError as error:
-            damages.append(str(error))
-            logger.warning("Damaged checkpoint: %s", error)
-    raise DamagedCheckpointError("no checkpoint can be read:\n  " + "\n  ".join(damages))
+    found = find_checkpoints(os.path.abspath(directory), step, required=True)
+    return newest_readable(found, lambda path: _restore_params(path, target, average))
 
 
 _AVERAGE = "learner/ema/params/"
@@ -126,18 +117,16 @@ def _read_record(path: str, target: Any, *, prefix: str = "") -> CheckpointRecor
 
 
 def _read(path: str, target: dict[str, Any], *, partial: bool) -> dict[str, Any]:
-    """Returns the arrays of a nested dict of targets; those without a sharding on one device.
+    """Returns the arrays of a nested dict of targets, on one device if they have no sharding.
 
     Raises:
-        DamagedCheckpointError: If they are damaged, as any process sees them.
-        Exception: As it came, what says nothing of the checkpoint.
+        DamagedCheckpointError: If a process finds them damaged.
+        Exception: The original error, if it does not show damage.
     """
     import orbax.checkpoint as ocp
 
     one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    target = jax.tree.map(
-        lambda x: x if x.sharding else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), target
-    )
+    target = jax.tree.map(lambda x: x if x.sharding else x.update(sharding=one), target)
     args = ocp.args.PyTreeRestore(
         item=target,
         restore_args=ocp.checkpoint_utils.construct_restore_args(target),
@@ -156,77 +145,108 @@ def _read(path: str, target: dict[str, Any], *, partial: bool) -> dict[str, Any]
     return on_all_processes(read, path)
 
 
-def not_found(
-    directory: str, step: int | None, found: Mapping[int, str]
-) -> CheckpointNotFoundError:
-    """Returns the error that names what was asked for and what there is."""
-    what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-    there = f"there are steps {', '.join(map(str, found))}." if found else "the folder has none."
-    return CheckpointNotFoundError(f"{directory}: {what}; {there}")
+# -- Finding -------------------------------------------------------------------------------------
 
 
-def first_line(error: BaseException) -> str:
-    """Returns an error's type and the first line of what it says."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:400]}"
+def find_checkpoints(
+    directory: str, step: int | None = None, *, required: bool = False
+) -> dict[int, str]:
+    """Returns {step: path} of the complete checkpoints that process 0 sees, oldest first.
 
+    Args:
+        directory: Folder of the checkpoints.
+        step: If not None, only the checkpoint of this step.
+        required: Whether there must be one.
 
-def agreed_checkpoints(directory: str) -> dict[int, str]:
-    """Returns the complete checkpoints {step: path} as process 0 sees them, on all processes."""
+    Raises:
+        CheckpointNotFoundError: If there is none, of the step or, if required, at all.
+    """
     found = on_all_processes(lambda: contents.list_checkpoints(directory), directory)
-    if jax.process_count() == 1:
-        return found
-    from jax.experimental import multihost_utils
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
 
-    newest = np.zeros(_MAX_LISTED, np.int32)
-    steps = list(found)[-_MAX_LISTED:]
-    newest[: len(steps)] = np.array(steps, np.int32) + 1  # 0 is none.
-    agreed = multihost_utils.broadcast_one_to_all(newest)
-    return {int(s) - 1: contents.step_path(directory, int(s) - 1) for s in agreed if s > 0}
+        newest = np.zeros(_MAX_LISTED, np.int32)
+        steps = list(found)[-_MAX_LISTED:]
+        newest[: len(steps)] = np.array(steps, np.int32) + 1  # 0 means none.
+        agreed = [int(s) - 1 for s in multihost_utils.broadcast_one_to_all(newest) if s > 0]
+        found = {s: contents.step_path(directory, s) for s in agreed}
+    if step is None and (found or not required):
+        return found
+    if step in found:
+        return {step: found[step]}
+    wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+    there = f"there are steps {', '.join(map(str, found))}." if found else "the folder has none."
+    raise CheckpointNotFoundError(f"{directory}: {wanted}; {there}")
 
 
 _MAX_LISTED = 256
 
 
-# How bad it is that something could not be read; the worst of all processes decides.
-_FINE, _DAMAGED, _MISMATCH, _UNREADABLE = range(4)
+def newest_readable(
+    found: dict[int, str],
+    read: Callable[[str], T],
+    on_damage: Callable[[int], None] = lambda step: None,
+) -> T:
+    """Returns the result of `read` for the newest checkpoint that is not damaged.
+
+    Args:
+        found: {step: path}, oldest first, at least one.
+        read: Function of a path that raises DamagedCheckpointError.
+        on_damage: Called with the step of each damaged checkpoint.
+
+    Raises:
+        DamagedCheckpointError: If all are damaged.
+    """
+    damages = []
+    for step, path in reversed(found.items()):
+        try:
+            return read(path)
+        except DamagedCheckpointError as error:
+            on_damage(step)
+            damages.append(str(error))
+            logger.warning("Damaged checkpoint, trying the one before: %s", error)
+    raise DamagedCheckpointError("every checkpoint is damaged:\n  " + "\n  ".join(damages))
+
+
+def first_line(error: BaseException) -> str:
+    """Returns an error's type and the first line of its message."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:400]}"
+
+
+# -- Agreement of processes ----------------------------------------------------------------------
+
+_KINDS: tuple[type[Exception], ...] = (DamagedCheckpointError, CheckpointMismatchError)
+_SOUND, _OTHER = 0, len(_KINDS) + 1  # Outcomes; the worst, which is the largest, counts.
 
 
 def on_all_processes(read: Callable[[], T], path: str) -> T:
-    """Returns what `read` returns, once it has succeeded on all processes.
+    """Returns the result of `read`, once it has succeeded on all processes.
 
     Raises:
-        Exception: If it failed on any, on all of them: the process's own error, or one that says
-            that another has failed.
+        Exception: On all processes if it failed on any: the process's own error, or one that
+            refers to another process.
     """
     result, error = None, None
     try:
         result = read()
     except Exception as caught:
         error = caught
-    verdict = _verdict(error)
-    worst = _worst(verdict)
-    if worst == _FINE:
+    outcome = _SOUND if error is None else _OTHER
+    outcome = next((i for i, kind in enumerate(_KINDS, 1) if isinstance(error, kind)), outcome)
+    worst = _worst(outcome)
+    if worst == _SOUND:
         return cast("T", result)
-    if error is not None and verdict == worst:
+    if error is not None and outcome == worst:
         raise error
-    message = f"{path} cannot be read by another process; its log says why."
-    kinds = {_DAMAGED: DamagedCheckpointError, _MISMATCH: CheckpointMismatchError}
-    raise kinds.get(worst, RuntimeError)(message) from error
+    kind = RuntimeError if worst == _OTHER else _KINDS[worst - 1]
+    raise kind(f"{path} cannot be read by another process; its log has the reason.") from error
 
 
-def _verdict(error: Exception | None) -> int:
-    if error is None:
-        return _FINE
-    if isinstance(error, DamagedCheckpointError):
-        return _DAMAGED
-    return _MISMATCH if isinstance(error, CheckpointMismatchError) else _UNREADABLE
-
-
-def _worst(verdict: int) -> int:
-    """Returns the largest of the processes' verdicts."""
+def _worst(outcome: int) -> int:
+    """Returns the largest of the processes' outcomes."""
     if jax.process_count() == 1:
-        return verdict
+        return outcome
     from jax.experimental import multihost_utils
 
-    return int(multihost_utils.process_allgather(np.array(verdict, np.int32)).max())
+    return int(multihost_utils.process_allgather(np.array(outcome, np.int32)).max())

@@ -19,9 +19,8 @@ from moelib.checkpoint.contents import (
     step_path,
 )
 from moelib.checkpoint.restore import (
-    agreed_checkpoints,
+    find_checkpoints,
     first_line,
-    not_found,
     on_all_processes,
     restore_checkpoint,
     restore_params_only,
@@ -41,14 +40,21 @@ def test_read_under_another_mesh(checkpointer, num_devices):
     state = jax.device_put(
         make_state(), jax.tree.map(lambda t: t.sharding, target_of(make_state()))
     )
-    save(checkpointer, 3, state, input={"step": 3}, metrics={"val/loss": 1.5}, mesh={"data": 8})
+    save(
+        checkpointer,
+        3,
+        state,
+        input={"step": 3, "b": 1, "a": 2},
+        metrics={"val/loss": 1.5},
+        mesh={"data": 8},
+    )
     target = target_of(state, num_devices)
     restored = restore_checkpoint(step_path(checkpointer.dir, 3), target)
     jax.tree.map(np.testing.assert_array_equal, restored.state, state)
     assert jax.tree.map(lambda x: x.sharding, restored.state) == jax.tree.map(
         lambda x: x.sharding, target
     )
-    assert restored.record.input == {"step": 3}
+    assert list(restored.record.input.items()) == [("step", 3), ("b", 1), ("a", 2)]
     assert restored.record.metrics == {"val/loss": 1.5}
     assert restored.record.mesh == {"data": 8}
     assert restored.record.versions["jax"] == jax.__version__
@@ -75,7 +81,7 @@ def test_damaged_one_is_refused_by_its_path(checkpointer, damage):
             {"w": jnp.zeros((8, 8)), "c": jnp.ones(3)},
             r"no array 'model/c' \(wanted: float32\[3\]\); did you mean 'model/b'",
         ),
-        ({"w": jnp.zeros((8, 8))}, r"has an array 'model/b', bfloat16\[3\], that this run has not"),
+        ({"w": jnp.zeros((8, 8))}, r"has an array 'model/b', bfloat16\[3\], that this run lacks"),
     ],
 )
 def test_checkpoint_of_another_config_names_the_first_path(checkpointer, change, message):
@@ -173,7 +179,7 @@ def test_parameters_are_those_of_the_newest_that_is_sound(checkpointer, caplog):
     np.testing.assert_array_equal(restored.state["w"], make_state(1)["model"]["w"])
     assert "Damaged checkpoint" in caplog.text
     assert "step_00000002" in caplog.text
-    with pytest.raises(DamagedCheckpointError, match=r"can be read:\n  .*step_00000002") as caught:
+    with pytest.raises(DamagedCheckpointError, match=r"is damaged:\n  .*step_00000002") as caught:
         restore_params_only(checkpointer.dir, shapes, step=2)
     assert "step_00000001" not in str(caught.value)
     remove_record(step_path(checkpointer.dir, 1))
@@ -195,15 +201,20 @@ def test_nothing_but_the_parameters_is_read(checkpointer, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("step", "found", "message"),
+    ("step", "steps", "message"),
     [
-        (None, {}, "place: no checkpoint; the folder has none."),
-        (7, {}, "place: no checkpoint of step 7; the folder has none."),
-        (0, {2: "a", 5: "b"}, "place: no checkpoint of step 0; there are steps 2, 5."),
+        (None, [], "no checkpoint; the folder has none"),
+        (7, [], "no checkpoint of step 7; the folder has none"),
+        (0, [5, 2], "no checkpoint of step 0; there are steps 2, 5"),
     ],
 )
-def test_what_was_asked_for_and_what_there_is_are_said(step, found, message):
-    assert str(not_found("place", step, found)) == message
+def test_a_missing_checkpoint_is_named_with_those_that_exist(tmp_path, step, steps, message):
+    for number in steps:
+        (tmp_path / f"step_{number:08d}").mkdir()
+    (tmp_path / "step_²").mkdir()  # Not a number.
+    with pytest.raises(CheckpointNotFoundError, match=f"{tmp_path}: {message}"):
+        find_checkpoints(str(tmp_path), step, required=True)
+    assert list(find_checkpoints(str(tmp_path))) == sorted(steps)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +243,7 @@ def test_all_processes_take_the_checkpoints_that_process_0_sees(tmp_path, monkey
     monkeypatch.setattr(multihost_utils, "process_allgather", lambda mine: np.array([mine, 0]))
     monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", broadcast)
     directory = str(tmp_path)
-    assert agreed_checkpoints(directory) == {step: step_path(directory, step) for step in (0, 4)}
+    assert find_checkpoints(directory) == {step: step_path(directory, step) for step in (0, 4)}
     assert [mine[mine > 0].tolist() for mine in sent] == [[3 + 1]]
 
 
@@ -240,11 +251,11 @@ def test_of_very_many_checkpoints_the_newest_are_agreed_on(tmp_path, monkeypatch
     for step in range(300):
         (tmp_path / f"step_{step:08d}").mkdir()
     directory = str(tmp_path)
-    assert agreed_checkpoints(directory) == list_checkpoints(directory)
+    assert find_checkpoints(directory) == list_checkpoints(directory)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(multihost_utils, "process_allgather", lambda mine: np.array([mine, 0]))
     monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", lambda mine: mine)
-    assert list(agreed_checkpoints(directory)) == list(range(300 - 256, 300))
+    assert list(find_checkpoints(directory)) == list(range(300 - 256, 300))
 
 
 def test_error_that_is_worse_than_those_of_others_is_the_processes_own(monkeypatch):

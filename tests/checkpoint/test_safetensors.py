@@ -25,8 +25,11 @@ def read_all(folder):
 
 @pytest.mark.parametrize(("max_file_bytes", "num_files"), [(1 << 20, 1), (60, 2), (1, 3)])
 def test_tensors_come_back_from_one_file_and_from_many(tmp_path, max_file_bytes, num_files):
+    (tmp_path / "other").touch()
     names = write_tensors(str(tmp_path), ARRAYS.items(), max_file_bytes=max_file_bytes)
     assert len(names) == num_files
+    modes = {path.stat().st_mode for path in tmp_path.iterdir()}
+    assert modes == {(tmp_path / "other").stat().st_mode}  # Others may read them, as usual.
     found = read_all(tmp_path)
     assert found.keys() == ARRAYS.keys()
     for key, values in ARRAYS.items():
@@ -53,7 +56,7 @@ def test_a_file_that_is_cut_off_is_named(tmp_path):
     write_tensors(str(tmp_path), ARRAYS.items())
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(DamagedTensorsError, match=re.escape(f"{path} is no whole safetensors")):
+    with pytest.raises(DamagedTensorsError, match=re.escape(f"{path} is not a complete")):
         TensorFolder(str(tmp_path))
 
 
@@ -100,7 +103,7 @@ def test_an_index_that_names_a_tensor_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(DamagedTensorsError, match=f"{names[0]} has no d"):
         TensorFolder(str(tmp_path))
     path.write_text("{}")
-    with pytest.raises(DamagedTensorsError, match="is no index of tensors"):
+    with pytest.raises(DamagedTensorsError, match="is not an index of tensors"):
         TensorFolder(str(tmp_path))
 
 
