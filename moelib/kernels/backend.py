@@ -1,49 +1,199 @@
-"""Choice of a kernel's backend: the one asked for, or the one for the platform compiled for."""
+"""How a kernel's backend is chosen and run.
 
-from collections.abc import Callable, Mapping
-from typing import Any
+The first of these that names a backend for the kernel decides:
 
+1. The argument `backend` of the kernel's entry.
+2. `use_backends({"gmm": "xla"})`, the innermost context first. The trainer enters one with its
+   field `kernel_backends`.
+3. The environment variable MOELIB_KERNEL_BACKEND, such as `gmm=xla,flash_attention=cudnn`.
+4. The kernel's default for the device that the program is compiled for.
+
+The choice is made while a program is traced. Contexts are part of the key of `jax.jit`'s caches;
+the environment is not, so it must be set before the first trace.
+"""
+
+import contextlib
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
 from jax import lax
 
+ENVIRONMENT = "MOELIB_KERNEL_BACKEND"
 
-def run_on_backend(
+# `reference` is the definition, dense and slow; `xla` runs everywhere.
+BACKENDS: dict[str, tuple[str, ...]] = {
+    "cross_entropy": ("reference", "xla"),
+    "flash_attention": ("cudnn", "reference", "tpu", "xla"),
+    "gmm": ("gpu", "reference", "tpu", "xla"),
+}
+_PLATFORM = {"cudnn": "gpu", "gpu": "gpu", "tpu": "tpu"}  # Of the others: every one.
+_INTERPRETED = ("gpu", "tpu")  # Pallas kernels, which CPUs interpret, for tests.
+
+_logger = logging.getLogger(__name__)
+_context = jax.make_user_context(())  # ((kernel, backend), ...)
+
+
+class BackendError(ValueError):
+    """An unknown kernel or backend, or a backend that cannot compute what it is asked for."""
+
+
+class Device(NamedTuple):
+    """The device that a program is compiled for."""
+
+    platform: str  # "cpu", "gpu" or "tpu".
+    kind: str  # Such as "NVIDIA H100 80GB HBM3".
+    num_cores: int | None  # Streaming multiprocessors of a GPU, if known.
+
+
+def current_device() -> Device:
+    """Returns the device of the mesh in context, else the default device."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        platform, kind, cores = device.platform, device.device_kind, device.num_cores
+    else:
+        first = jax.devices()[0]
+        platform, kind, cores = first.platform, first.device_kind, None
+        cores = getattr(first, "core_count", None) if platform == "gpu" else None
+    return Device("gpu" if platform in ("cuda", "rocm") else platform, kind, cores)
+
+
+# ------------------------------------------------------------------------------------------------
+# Choice
+
+
+@contextlib.contextmanager
+def use_backends(backends: Mapping[str, str]) -> Iterator[None]:
+    """Sets the backends of the kernels named, inside the context.
+
+    Args:
+        backends: Backend by kernel; kernels not named keep theirs.
+
+    Raises:
+        BackendError: If a kernel or a backend is unknown; names the known ones.
+    """
+    _check(backends)
+    with _context(tuple({**dict(_context.value), **backends}.items())):
+        yield
+
+
+def chosen_backend(kernel: str, argument: str | None = None) -> str | None:
+    """Returns the backend that is set for a kernel, or None for the device's default.
+
+    Args:
+        kernel: A key of `BACKENDS`.
+        argument: The argument `backend` of its entry.
+
+    Raises:
+        BackendError: If a kernel or a backend is unknown.
+    """
+    environment = backends_of_environment()
+    if argument is not None:
+        _check({kernel: argument})
+        return argument
+    return {**environment, **dict(_context.value)}.get(kernel)
+
+
+def backends_of_environment() -> Mapping[str, str]:
+    """Returns the backends that MOELIB_KERNEL_BACKEND sets, by kernel.
+
+    Raises:
+        BackendError: If it is malformed, or names an unknown kernel or backend.
+    """
+    return _parsed(os.environ.get(ENVIRONMENT, ""))
+
+
+@functools.cache
+def _parsed(text: str) -> Mapping[str, str]:
+    pairs = [part.strip().partition("=") for part in text.split(",") if part.strip()]
+    if any(not equals for _, equals, _ in pairs):
+        raise BackendError(
+            f"{ENVIRONMENT}={text}: set kernel=backend pairs joined by commas, such as "
+            "gmm=xla,flash_attention=cudnn."
+        )
+    backends = {kernel: backend for kernel, _, backend in pairs}
+    _check(backends, f"{ENVIRONMENT}={text}: ")
+    return backends
+
+
+def _check(backends: Mapping[str, str], source: str = "") -> None:
+    for kernel, backend in backends.items():
+        if kernel not in BACKENDS:
+            known = ", ".join(BACKENDS)
+            raise BackendError(f"{source}unknown kernel {kernel!r}; the kernels are {known}.")
+        if backend not in BACKENDS[kernel]:
+            known = ", ".join(BACKENDS[kernel])
+            raise BackendError(f"{source}{kernel} has no backend {backend!r}; it has {known}.")
+
+
+def how_to_set(kernel: str, backend: str) -> str:
+    """Returns an imperative clause that tells a user how to set a backend."""
+    return (
+        f"set the trainer's kernel_backends={{{kernel!r}: {backend!r}}} or the environment "
+        f"variable {ENVIRONMENT}={kernel}={backend}"
+    )
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Logs a message at WARNING the first time that it is given."""
+    _logger.warning("%s", message)
+
+
+# ------------------------------------------------------------------------------------------------
+# Running
+
+
+def run(
     kernel: str,
     backend: str | None,
-    backends: Mapping[str, Callable[..., Any]],
-    platforms: Mapping[str, str],
+    forms: Mapping[str, Callable[..., Any]],
+    defaults: Mapping[str, str],
     *operands: Any,
 ) -> Any:
-    """Returns what a backend makes of the operands.
+    """Returns the result of a backend.
 
     With `backend=None` the platform decides when the program is lowered, not when it is traced: a
     step compiled ahead of time on a CPU for a TPU gets the TPU's backend.
 
     Args:
-        kernel: The kernel's name, for errors.
-        backend: A key of `backends`, or None for the platform's own.
-        backends: Functions of the operands by name. All return the same shapes and dtypes.
-        platforms: Name of the backend for each platform that has its own ("cpu", "cuda", "rocm",
-            "tpu"), and for "default", every other one.
-        *operands: Arrays.
+        kernel: The kernel's name.
+        backend: As `chosen_backend` returns it.
+        forms: Functions of the operands by backend, which return the same shapes and dtypes.
+            Those of Pallas kernels take `interpret` too.
+        defaults: Backend for each platform that has its own ("cuda", "tpu"), and for "default",
+            every other one.
+        *operands: Trees of arrays.
 
     Raises:
-        ValueError: If there is no such backend.
+        BackendError: If the backend is for another platform, or has no such form.
     """
-    if backend is not None:
-        check_backend(kernel, backend, backends)
-        return backends[backend](*operands)
-    default = platforms["default"]
-    own = {platform: name for platform, name in platforms.items() if name != default}
-    if not own:
-        return backends[default](*operands)
-    choices = {platform: backends[name] for platform, name in own.items()}
-    return lax.platform_dependent(*operands, default=backends[default], **choices)
-
-
-def check_backend(kernel: str, backend: str | None, backends: Mapping[str, Any]) -> None:
-    """Raises ValueError, with the names there are, unless `backend` is one of them or None."""
-    if backend is not None and backend not in backends:
-        raise ValueError(
-            f"{kernel} has no backend {backend!r}; set one of {', '.join(sorted(backends))}, "
-            "or None for the platform's own."
+    if backend is None:
+        return _run_default(forms, defaults, *operands)
+    if backend not in forms:
+        raise BackendError(
+            f"{kernel}: backend {backend!r} cannot compute this part; {how_to_set(kernel, 'xla')}."
         )
+    device = current_device()
+    if device.platform == "cpu" and backend in _INTERPRETED:
+        warn_once(f"{kernel}: backend {backend!r} is interpreted on CPUs, which is very slow.")
+        return forms[backend](*operands, interpret=True)
+    if device.platform != _PLATFORM.get(backend, device.platform):
+        raise BackendError(
+            f"{kernel}: backend {backend!r} does not run on {device.kind}; "
+            f"{how_to_set(kernel, 'xla')}."
+        )
+    return forms[backend](*operands)
+
+
+def _run_default(
+    forms: Mapping[str, Callable[..., Any]], defaults: Mapping[str, str], *operands: Any
+) -> Any:
+    default = defaults["default"]
+    own = {name: forms[form] for name, form in defaults.items() if form != default}
+    if not own:
+        return forms[default](*operands)
+    return lax.platform_dependent(*operands, default=forms[default], **own)

@@ -4,16 +4,15 @@ import enum
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
-
-from moelib.kernels.gmm import clamped_swiglu, swiglu
 
 
 class Activation(enum.Enum):
     """What stands between the two matmuls of a feed-forward layer."""
 
     SWIGLU = "swiglu"  # silu(gate) * up. Source: Shazeer, arXiv:2002.05202.
-    CLAMPED_SWIGLU = "clamped_swiglu"  # Of GPT-OSS; see `moelib.kernels.gmm.clamped_swiglu`.
+    CLAMPED_SWIGLU = "clamped_swiglu"  # Of GPT-OSS, arXiv:2508.10925.
     GEGLU = "geglu"  # gelu(gate) * up.
     GELU = "gelu"
     SILU = "silu"
@@ -30,6 +29,17 @@ class Activation(enum.Enum):
         return _GATED[self] if self in _GATED else _PLAIN[self]
 
 
+def _clamped_swiglu(gate: Float[Array, "*n"], up: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """Returns (up + 1) * gate * sigmoid(1.702 * gate), gate clamped from above and up from both."""
+    gate = jnp.minimum(gate, 7.0)
+    up = jnp.clip(up, -7.0, 7.0)
+    return (up + 1) * (gate * jax.nn.sigmoid(1.702 * gate))
+
+
+def _swiglu(gate: Float[Array, "*n"], up: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    return jax.nn.silu(gate) * up
+
+
 def _gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return jax.nn.gelu(x, approximate=False)
 
@@ -39,8 +49,8 @@ def _geglu(gate: Float[Array, "..."], up: Float[Array, "..."]) -> Float[Array, "
 
 
 _GATED: dict[Activation, Callable[..., Array]] = {
-    Activation.SWIGLU: swiglu,
-    Activation.CLAMPED_SWIGLU: clamped_swiglu,
+    Activation.SWIGLU: _swiglu,
+    Activation.CLAMPED_SWIGLU: _clamped_swiglu,
     Activation.GEGLU: _geglu,
 }
 _PLAIN: dict[Activation, Callable[..., Array]] = {

@@ -1,38 +1,105 @@
+import logging
+
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
-from moelib.kernels.backend import check_backend, run_on_backend
+from moelib.kernels import backend
+from moelib.kernels.backend import BackendError, chosen_backend, run, use_backends, warn_once
 
-BACKENDS = {"one": lambda x: x + 1, "two": lambda x: x + 2}
-
-
-def test_the_named_backend_runs():
-    assert run_on_backend("sum", "two", BACKENDS, {"default": "one"}, jnp.int32(0)) == 2
+FORMS = {"xla": lambda x: x + 1, "tpu": lambda x, interpret=False: x + (2 if interpret else 3)}
 
 
-def test_the_default_runs_where_the_platform_has_no_backend_of_its_own():
-    platforms = {"tpu": "two", "default": "one"}
-    assert run_on_backend("sum", None, BACKENDS, platforms, jnp.int32(0)) == 1
-    assert run_on_backend("sum", None, BACKENDS, {"default": "one"}, jnp.int32(0)) == 1
+def compiled_for(platform: str, kind: str):
+    device = AbstractDevice(device_kind=kind, num_cores=1, platform=platform)
+    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
 
 
-def test_the_platform_compiled_for_decides_not_the_one_traced_on():
-    backends = {"sin": jnp.sin, "cos": jnp.cos}
+def test_the_argument_then_the_context_then_the_environment_decides(monkeypatch):
+    monkeypatch.delenv(backend.ENVIRONMENT, raising=False)
+    assert chosen_backend("gmm") is None
+    monkeypatch.setenv(backend.ENVIRONMENT, "gmm=tpu, flash_attention=cudnn,")
+    assert chosen_backend("gmm") == "tpu"
+    with use_backends({"gmm": "xla"}):
+        assert chosen_backend("gmm") == "xla"
+        assert chosen_backend("flash_attention") == "cudnn"  # Of the environment.
+        assert chosen_backend("gmm", "reference") == "reference"
+        with use_backends({"flash_attention": "xla"}):
+            assert chosen_backend("gmm") == "xla"
+            assert chosen_backend("flash_attention") == "xla"
+        with use_backends({"gmm": "gpu"}):
+            assert chosen_backend("gmm") == "gpu"
+    assert chosen_backend("gmm") == "tpu"
 
-    def run(x: jax.Array) -> jax.Array:
-        return run_on_backend("wave", None, backends, {"tpu": "sin", "default": "cos"}, x)
 
-    traced = jax.jit(run).trace(jnp.float32(0))
+def test_a_function_is_traced_again_for_another_context():
+    seen = []
+
+    @jax.jit
+    def f(x):
+        seen.append(chosen_backend("gmm"))
+        return x
+
+    for _ in range(2):
+        f(1)
+        with use_backends({"gmm": "reference"}):
+            f(1)
+    assert seen == [None, "reference"]
+
+
+@pytest.mark.parametrize(
+    ("backends", "message"),
+    [
+        ({"gmn": "xla"}, "unknown kernel 'gmn'; .*cross_entropy, flash_attention, gmm"),
+        ({"gmm": "cudnn"}, "gmm has no backend 'cudnn'; it has gpu, reference, tpu, xla"),
+    ],
+)
+def test_unknown_names_are_refused_with_the_known_ones(backends, message, monkeypatch):
+    ((kernel, name),) = backends.items()
+    with pytest.raises(BackendError, match=message), use_backends(backends):
+        pass
+    monkeypatch.setenv(backend.ENVIRONMENT, f"{kernel}={name}")
+    with pytest.raises(BackendError, match=f"MOELIB_KERNEL_BACKEND={kernel}={name}: {message}"):
+        chosen_backend("gmm")
+
+
+def test_a_malformed_environment_is_refused(monkeypatch):
+    monkeypatch.setenv(backend.ENVIRONMENT, "xla")
+    with pytest.raises(BackendError, match="MOELIB_KERNEL_BACKEND=xla: set kernel=backend"):
+        chosen_backend("gmm")
+
+
+def test_without_a_choice_the_platform_lowered_for_decides():
+    forms = {"one": jnp.sin, "two": jnp.cos}
+    defaults = {"tpu": "one", "default": "two"}
+    traced = jax.jit(lambda x: run("gmm", None, forms, defaults, x)).trace(jnp.float32(0))
     on_tpu = traced.lower(lowering_platforms=("tpu",)).as_text()
-    on_cpu = traced.lower(lowering_platforms=("cpu",)).as_text()
     assert "sine" in on_tpu
     assert "cosine" not in on_tpu
-    assert "cosine" in on_cpu
+    assert "cosine" in traced.lower(lowering_platforms=("cpu",)).as_text()
+    assert run("gmm", None, forms, {"default": "two"}, jnp.float32(0)) == 1
 
 
-def test_an_unknown_backend_is_refused_with_the_list():
-    with pytest.raises(ValueError, match="gmm has no backend 'cuda'; set one of one, two"):
-        check_backend("gmm", "cuda", BACKENDS)
-    with pytest.raises(ValueError, match="no backend"):
-        run_on_backend("gmm", "cuda", BACKENDS, {"default": "one"}, jnp.int32(0))
+def test_a_kernel_of_another_platform_is_interpreted_on_cpus_and_refused_elsewhere(caplog):
+    warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert run("gmm", "tpu", FORMS, {}, 0) == 2
+        assert run("gmm", "tpu", FORMS, {}, 0) == 2
+    assert [r.getMessage().split(" on CPUs")[0] for r in caplog.records] == [
+        "gmm: backend 'tpu' is interpreted"
+    ]
+    with compiled_for("tpu", "TPU v6 lite"):
+        assert run("gmm", "tpu", FORMS, {}, 0) == 3
+    with (
+        compiled_for("gpu", "NVIDIA H100"),
+        pytest.raises(BackendError, match=r"'tpu' does not run on NVIDIA H100; .*=gmm=xla"),
+    ):
+        run("gmm", "tpu", FORMS, {}, 0)
+    with pytest.raises(BackendError, match="'cudnn' does not run on cpu"):
+        run("flash_attention", "cudnn", {"cudnn": FORMS["xla"]}, {}, 0)
+
+
+def test_a_backend_without_the_part_asked_for_is_refused():
+    with pytest.raises(BackendError, match=r"'cudnn' .*MOELIB_KERNEL_BACKEND=flash_attention=xla"):
+        run("flash_attention", "cudnn", FORMS, {}, 0)

@@ -1,7 +1,7 @@
 """Cross-entropy of a linear head over chunks of tokens, in plain XLA, on every platform.
 
-Logits exist for one chunk at a time. Where gradients are wanted, a chunk's are made while its
-logits are at hand: three matmuls in all, none of them twice.
+Logits exist for one chunk at a time. Where gradients are wanted, a chunk's are computed from its
+logits at once: three matmuls in all, and nothing is recomputed.
 
 Shapes: T tokens, c tokens of a chunk, D model, V vocabulary.
 """
@@ -17,23 +17,22 @@ from jaxtyping import Array, Float, Int
 
 from moelib.core.varying import zeros_like_varying
 
-# Memory for the float32 logits of a chunk: 1024 tokens at a vocabulary of 32,768. A smaller chunk
-# adds to the head's gradient, itself as large as the head, more often; a larger one gains nothing.
+# Memory of the float32 logits of a chunk: 1024 tokens at a vocabulary of 32,768. Smaller chunks add
+# to the head's gradient, itself as large as the head, more often; larger ones gain nothing.
 _LOGITS_BYTES = 128 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What `cross_entropy` was asked for, as static values."""
+    """The static arguments of `cross_entropy`."""
 
     transposed_head: bool
     z_loss: float
-    logit_cap: float | None
     chunk_size: int
     vocab_axes: tuple[str, ...] = ()
 
     def vocab_shards(self) -> int:
-        """Returns how many devices share the vocabulary."""
+        """Returns the number of devices that share the vocabulary."""
         return lax.axis_size(self.vocab_axes) if self.vocab_axes else 1
 
     def labels_here(self, labels: Array, logits: Array) -> Array:
@@ -51,7 +50,7 @@ class Options:
 
 
 def chunk_size_for(num_tokens: int, vocab_size: int) -> int:
-    """Returns the tokens in a chunk: equal chunks within the memory budget, 8 tokens at least."""
+    """Returns the tokens per chunk: equal chunks within the memory budget, 8 tokens at least."""
     most = max(8, _LOGITS_BYTES // (4 * max(vocab_size, 1)) // 8 * 8)
     num_chunks = max(-(-num_tokens // most), 1)
     even = -(-num_tokens // num_chunks)
@@ -62,80 +61,70 @@ def forward(
     hidden: Float[Array, "T D"],
     head: Float[Array, "_ _"],
     labels: Int[Array, "T"],
-    weights: Float[Array, "T"],
     options: Options,
 ) -> tuple[Float[Array, ""], Float[Array, "T"], Float[Array, "T"]]:
     """Returns (loss, nll, lse)."""
 
-    def step(carry: None, chunk: tuple[Array, Array, Array]) -> tuple[None, tuple[Array, ...]]:
-        _, logits = _logits(chunk[0], head, chunk[1], options)
+    def step(carry: None, chunk: tuple[Array, Array]) -> tuple[None, tuple[Array, ...]]:
+        _, logits = _logits(*chunk, head, options)
         return carry, _nll_and_lse(logits, chunk[1], options)
 
-    _, (nll, lse) = _over_chunks(step, None, (hidden, labels, weights), options.chunk_size)
-    loss, nll, lse, _ = _totals(nll, lse, labels, weights, options)
-    return loss, nll, lse
+    _, (nll, lse) = _over_chunks(step, None, hidden, labels, options.chunk_size)
+    return _totals(nll, lse, labels, options)
 
 
 def forward_and_gradients(
     hidden: Float[Array, "T D"],
     head: Float[Array, "_ _"],
     labels: Int[Array, "T"],
-    weights: Float[Array, "T"],
     options: Options,
-) -> tuple[tuple[Array, Array, Array], tuple[Array, Array, Array]]:
-    """Returns ((loss, nll, lse), gradients of the loss in (hidden, head, weights))."""
+) -> tuple[tuple[Array, Array, Array], tuple[Array, Array]]:
+    """Returns ((loss, nll, lse), gradients of the loss in (hidden, head))."""
 
-    def step(
-        head_grad: Array, chunk: tuple[Array, Array, Array]
-    ) -> tuple[Array, tuple[Array, ...]]:
-        rows, labels, weights = chunk
-        rows, logits = _logits(rows, head, labels, options)
+    def step(head_grad: Array, chunk: tuple[Array, Array]) -> tuple[Array, tuple[Array, ...]]:
+        labels = chunk[1]
+        rows, logits = _logits(*chunk, head, options)
         nll, lse = _nll_and_lse(logits, labels, options)
-        grad = _logits_gradient(logits, lse, labels, weights, options).astype(hidden.dtype)
+        grad = _logits_gradient(logits, lse, labels, options).astype(hidden.dtype)
         pair = (grad, rows) if options.transposed_head else (rows, grad)
         rows_grad = _dot(grad, head, 1, 0 if options.transposed_head else 1)
         return head_grad + _dot(*pair, 0, 0), (nll, lse, rows_grad.astype(hidden.dtype))
 
     zeros = zeros_like_varying(head.shape, jnp.float32, head)
     head_grad, (nll, lse, hidden_grad) = _over_chunks(
-        step, zeros, (hidden, labels, weights), options.chunk_size
+        step, zeros, hidden, labels, options.chunk_size
     )
-    *out, weights_grad = _totals(nll, lse, labels, weights, options)
-    gradients = (hidden_grad, head_grad.astype(head.dtype), weights_grad)
-    return (out[0], out[1], out[2]), gradients
+    return _totals(nll, lse, labels, options), (hidden_grad, head_grad.astype(head.dtype))
 
 
 def _over_chunks(
     step: Callable[[Any, Any], tuple[Any, Any]],
     carry: Any,
-    arrays: tuple[Array, Array, Array],
+    hidden: Array,
+    labels: Array,
     chunk_size: int,
 ) -> tuple[Any, Any]:
-    """Scans `step` over chunks of (hidden, labels, weights), and returns outputs of T rows."""
-    num_tokens = arrays[0].shape[0]
+    """Scans `step` over chunks of (hidden, labels), and returns outputs of T entries."""
+    num_tokens = hidden.shape[0]
     if num_tokens <= chunk_size:
-        return step(carry, arrays)
+        return step(carry, (hidden, labels))
     num_chunks = -(-num_tokens // chunk_size)
     short = num_chunks * chunk_size - num_tokens
 
-    def split(x: Array, fill: float) -> Array:
+    def split(x: Array, fill: int) -> Array:
         x = jnp.pad(x, ((0, short), *((0, 0),) * (x.ndim - 1)), constant_values=fill)
         return x.reshape(num_chunks, chunk_size, *x.shape[1:])
 
-    chunks = tuple(split(x, fill) for x, fill in zip(arrays, (0, -1, 0), strict=True))
-    carry, out = lax.scan(step, carry, chunks)
+    carry, out = lax.scan(step, carry, (split(hidden, 0), split(labels, -1)))
     return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_tokens], out)
 
 
 def _logits(
-    rows: Array, head: Array, labels: Array, options: Options
+    rows: Array, labels: Array, head: Array, options: Options
 ) -> tuple[Float[Array, "c D"], Float[Array, "c V"]]:
-    """Returns (rows, logits), both zeros for ignored tokens, whatever their rows held."""
+    """Returns (rows, logits), both zeros for ignored tokens, whatever their rows hold."""
     rows = jnp.where(labels[:, None] < 0, 0, rows)
-    logits = _dot(rows, head, 1, 1 if options.transposed_head else 0)
-    if options.logit_cap is None:
-        return rows, logits
-    return rows, options.logit_cap * jnp.tanh(logits / options.logit_cap)
+    return rows, _dot(rows, head, 1, 1 if options.transposed_head else 0)
 
 
 def _nll_and_lse(logits: Array, labels: Array, options: Options) -> tuple[Array, Array]:
@@ -153,33 +142,25 @@ def _nll_and_lse(logits: Array, labels: Array, options: Options) -> tuple[Array,
 
 
 def _logits_gradient(
-    logits: Array, lse: Array, labels: Array, weights: Array, options: Options
+    logits: Array, lse: Array, labels: Array, options: Options
 ) -> Float[Array, "c V"]:
-    """Returns the gradient of a chunk's loss in its logits before the cap."""
+    """Returns the gradient of a chunk's loss in its logits."""
     vocab_size = logits.shape[1] * options.vocab_shards()
-    weights = jnp.where(labels < 0, 0.0, jnp.where(labels < vocab_size, weights, jnp.nan))
-    scale = weights * (1 + 2 * options.z_loss * lse)
+    counts = jnp.where(labels < 0, 0.0, jnp.where(labels < vocab_size, 1.0, jnp.nan))
+    scale = counts * (1 + 2 * options.z_loss * lse)
     here = options.labels_here(labels, logits)
     target = lax.broadcasted_iota(labels.dtype, logits.shape, 1) == here[:, None]
     probs = jnp.exp(logits - lse[:, None])
-    grad = scale[:, None] * probs - jnp.where(target, weights[:, None], 0.0)
-    if options.logit_cap is None:
-        return grad
-    return grad * (1 - (logits / options.logit_cap) ** 2)
+    return scale[:, None] * probs - jnp.where(target, counts[:, None], 0.0)
 
 
 def _totals(
-    nll: Array, lse: Array, labels: Array, weights: Array, options: Options
-) -> tuple[Array, Array, Array, Array]:
-    """Returns (loss, nll, lse, loss of each token before its weight), zeros where ignored.
-
-    The losses are this device's share of them.
-    """
+    nll: Array, lse: Array, labels: Array, options: Options
+) -> tuple[Float[Array, ""], Array, Array]:
+    """Returns (loss, nll, lse), zeros where ignored; the loss is this device's share of it."""
     ignored = labels < 0
     nll, lse = jnp.where(ignored, 0.0, nll), jnp.where(ignored, 0.0, lse)
-    losses = nll + options.z_loss * lse**2
-    loss = jnp.sum(jnp.where(ignored, 0.0, weights) * losses) / options.vocab_shards()
-    return loss, nll, lse, losses / options.vocab_shards()
+    return jnp.sum(nll + options.z_loss * lse**2) / options.vocab_shards(), nll, lse
 
 
 def _dot(a: Array, b: Array, a_dim: int, b_dim: int) -> Array:

@@ -1,8 +1,7 @@
-"""Attention by cuDNN, through `jax.nn.dot_product_attention`: for NVIDIA GPUs, when asked for.
+"""Attention by cuDNN, through `jax.nn.dot_product_attention`: for NVIDIA GPUs, where it is set.
 
-It cannot be a platform's own backend that is chosen at lowering: JAX looks for cuDNN when the
-program is traced, which fails on a machine without it. What is not finite in one token may reach
-all rows of its block.
+It is no default, because JAX looks for cuDNN while the program is traced, which fails on a machine
+without it.
 """
 
 import jax
@@ -21,22 +20,22 @@ def reason_against(
     sinks: Float[Array, "H"] | None,
     spec: MaskSpec,
 ) -> str | None:
-    """Returns why cuDNN cannot take these operands and what it can, or None if it can."""
-    dim = q.shape[3]
+    """Returns why cuDNN cannot take these operands and what to do, or None if it can."""
+    length, dim = q.shape[1], q.shape[3]
     if q.dtype not in _DTYPES:
-        return f"the dtype is {q.dtype}; cuDNN takes bfloat16 and float16"
+        return f"takes bfloat16 and float16, not {q.dtype}; cast to one of them."
     if dim % 8 or dim > _MAX_HEAD_DIM:
         nearest = min(_MAX_HEAD_DIM, max(8, 8 * round(dim / 8)))
         return (
-            f"head_dim is {dim}; cuDNN takes multiples of 8 up to {_MAX_HEAD_DIM}, {nearest} is "
-            "the nearest"
+            f"takes a head_dim that is a multiple of 8 up to {_MAX_HEAD_DIM}, not {dim}; set "
+            f"{nearest}."
         )
-    if segment_ids is not None:
-        return "there are segment_ids; cuDNN takes them only as a mask of the sequence squared"
     if sinks is not None:
-        return "there are sinks; cuDNN has none here"
+        return "takes no sinks; unset them."
     if spec.logit_cap is not None:
-        return f"logit_cap is {spec.logit_cap}; cuDNN has none here"
+        return f"takes no cap; set logit_cap={spec.logit_cap} to None."
+    if segment_ids is not None and length % 2:
+        return f"takes segments only in sequences of even length, not {length}; set {length + 1}."
     return None
 
 
@@ -44,17 +43,25 @@ def attention(
     q: Float[Array, "B S H Dh"],
     k: Float[Array, "B S G Dh"],
     v: Float[Array, "B S G Dh"],
+    sinks: None,
+    segment_ids: Int[Array, "B S"] | None,
+    *,
     spec: MaskSpec,
 ) -> Float[Array, "B S H Dh"]:
-    """Returns attention over whole sequences.
+    """Returns attention over whole sequences. Segments become a mask [B, 1, S, S].
 
     Raises:
         RuntimeError: By JAX, without cuDNN.
     """
+    del sinks
+    mask = None
+    if segment_ids is not None:
+        mask = (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
     return jax.nn.dot_product_attention(
         q,
         k,
         v,
+        mask=mask,
         scale=spec.scale,
         is_causal=spec.causal,
         local_window_size=None if spec.window is None else (spec.window - 1, 0),

@@ -1,25 +1,27 @@
-"""Attention of one shard of queries to one shard of keys: what ring attention is made of.
+"""Attention of one shard of queries to one shard of keys: the parts of ring attention.
 
-Each device holds a shard of a row's queries and meets the shards of keys one after the other:
+Each device holds a shard of the queries of a sequence and receives the shards of keys one after the
+other:
 
-    part = attention_forward(q, k, v, q_index, k_index)         # For the first shard of keys;
-    part = merge(part, attention_forward(q, k, v, q_index, k_index))  # for every other one.
+    part = attention_forward(q, k, v, positions, spec)  # For the first shard of keys,
+    part = merge(part, attention_forward(q, k, v, positions, spec))  # and for every other one.
     out, lse = add_sinks(part, sinks)
     ...
-    grads = attention_backward(q, k, v, out, lse, grad, q_index, k_index)  # For every shard.
+    grads = attention_backward(q, k, v, out, lse, grad, positions, spec)  # For every shard.
 
-The gradients of a shard are sums over the shards that it met: q's stay where they are, those of k
-and v travel with them. Positions may come in any order, so a row can be split in zigzag. All
-results are in float32, to be summed.
+The gradients of a shard are sums over the shards that it met: those of q stay on their device,
+those of k and v travel with them. Positions may come in any order, so a sequence can be split in
+zigzag. All results are in float32, to be summed.
 
 Source: Liu et al., Ring Attention, arXiv:2310.01889.
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32
 
-from moelib.kernels.flash_attention import backends
-from moelib.kernels.flash_attention.reference import MaskSpec, Places
+from moelib.kernels.backend import chosen_backend
+from moelib.kernels.flash_attention import passes
+from moelib.kernels.flash_attention.reference import MaskSpec, Positions
 
 Part = tuple[Float32[Array, "B Q H Dh"], Float32[Array, "B H Q"]]  # Output and logsumexp.
 
@@ -28,43 +30,29 @@ def attention_forward(
     q: Float[Array, "B Q H Dh"],
     k: Float[Array, "B K G Dh"],
     v: Float[Array, "B K G Dh"],
-    q_index: Int[Array, "Q"],
-    k_index: Int[Array, "K"],
-    q_segments: Int[Array, "B Q"] | None = None,
-    k_segments: Int[Array, "B K"] | None = None,
+    positions: Positions,
+    spec: MaskSpec,
     *,
-    causal: bool = True,
-    window: int | None = None,
-    logit_cap: float | None = None,
-    scale: float | None = None,
     backend: str | None = None,
 ) -> Part:
     """Returns the attention of these queries to these keys alone, and the logsumexp of the scores.
 
-    A query that sees none of the keys gives zeros, and a logsumexp that no `merge` notices.
+    A query that sees none of the keys gives zeros, and a logsumexp that changes no `merge`.
 
     Args:
         q: Queries. Head h attends with key and value head h // (H / G).
         k: Keys.
         v: Values.
-        q_index: The queries' positions in the row.
-        k_index: The keys' positions in the row.
-        q_segments: The queries' segments, or None.
-        k_segments: The keys' segments, or None.
-        causal: As for `flash_attention`.
-        window: As for `flash_attention`.
-        logit_cap: As for `flash_attention`.
-        scale: As for `flash_attention`.
-        backend: As for `flash_attention`.
+        positions: Positions and segments of queries and keys; segments of both, or of neither.
+        spec: As for `flash_attention`.
+        backend: As for `flash_attention`: "tpu" or "xla".
 
     Raises:
         ValueError: As for `flash_attention`; and if only one side has segments.
     """
-    places = Places(q_index, k_index, q_segments, k_segments)
-    _check(q, k, v, places)
-    spec = MaskSpec(q.shape[-1] ** -0.5 if scale is None else scale, causal, window, logit_cap)
-    backends.check(backend, q, k, v, spec, in_order=False)
-    return backends.forward(backend, q, k, v, None, places, spec, in_order=False)
+    _check(q, k, v, positions, spec)
+    backend = chosen_backend("flash_attention", backend)
+    return passes.forward(backend, q, k, v, None, positions, spec, in_order=False)
 
 
 def merge(a: Part, b: Part) -> Part:
@@ -75,7 +63,7 @@ def merge(a: Part, b: Part) -> Part:
 
 
 def add_sinks(part: Part, sinks: Float[Array, "H"]) -> Part:
-    """Returns the part with one more score a head in its softmax, which has no value.
+    """Returns the part with one more score per head in its softmax, which has no value.
 
     To be called once, after all keys.
     """
@@ -91,18 +79,12 @@ def attention_backward(
     out: Float[Array, "B Q H Dh"],
     lse: Float32[Array, "B H Q"],
     grad: Float[Array, "B Q H Dh"],
-    q_index: Int[Array, "Q"],
-    k_index: Int[Array, "K"],
-    q_segments: Int[Array, "B Q"] | None = None,
-    k_segments: Int[Array, "B K"] | None = None,
+    positions: Positions,
+    spec: MaskSpec,
     *,
-    causal: bool = True,
-    window: int | None = None,
-    logit_cap: float | None = None,
-    scale: float | None = None,
     backend: str | None = None,
 ) -> tuple[Float32[Array, "B Q H Dh"], Float32[Array, "B K G Dh"], Float32[Array, "B K G Dh"]]:
-    """Returns what these queries and these keys add to the gradients in q, k and v.
+    """Returns the contribution of these queries and keys to the gradients in q, k and v.
 
     Args:
         q: Queries.
@@ -111,25 +93,17 @@ def attention_backward(
         out: The whole attention of the queries, to the keys of all shards, sinks included.
         lse: Its logsumexp.
         grad: The gradient of `out`.
-        q_index: As for `attention_forward`, as is all that follows.
-        k_index: The keys' positions.
-        q_segments: The queries' segments.
-        k_segments: The keys' segments.
-        causal: As for `flash_attention`.
-        window: As for `flash_attention`.
-        logit_cap: As for `flash_attention`.
-        scale: As for `flash_attention`.
-        backend: As for `flash_attention`.
+        positions: As for `attention_forward`.
+        spec: As for `flash_attention`.
+        backend: As for `attention_forward`.
 
     Raises:
         ValueError: As for `attention_forward`.
     """
-    places = Places(q_index, k_index, q_segments, k_segments)
-    _check(q, k, v, places)
-    spec = MaskSpec(q.shape[-1] ** -0.5 if scale is None else scale, causal, window, logit_cap)
-    backends.check(backend, q, k, v, spec, in_order=False)
-    grad, delta = grad.astype(q.dtype), backends.output_times_gradient(out, grad)
-    return backends.backward(backend, q, k, v, lse, delta, grad, places, spec, in_order=False)
+    _check(q, k, v, positions, spec)
+    backend = chosen_backend("flash_attention", backend)
+    grad, delta = grad.astype(q.dtype), passes.output_times_gradient(out, grad)
+    return passes.backward(backend, q, k, v, lse, delta, grad, positions, spec, in_order=False)
 
 
 def sinks_gradient(
@@ -138,25 +112,18 @@ def sinks_gradient(
     lse: Float32[Array, "B H Q"],
     grad: Float[Array, "B Q H Dh"],
 ) -> Float[Array, "H"]:
-    """Returns what these queries add to the sinks' gradient; arguments as for the backward pass."""
-    return backends.sinks_gradient(sinks, lse, backends.output_times_gradient(out, grad))
+    """Returns the contribution of these queries to the sinks' gradient; see the backward pass."""
+    return passes.sinks_gradient(sinks, lse, passes.output_times_gradient(out, grad))
 
 
 def _weight(log: Float32[Array, "B H Q"]) -> Float32[Array, "B Q H 1"]:
     return jnp.exp(log).transpose(0, 2, 1)[..., None]
 
 
-def _check(q: Array, k: Array, v: Array, places: Places) -> None:
-    if (places.q_segments is None) != (places.k_segments is None):
-        with_segments = "keys" if places.q_segments is None else "queries"
+def _check(q: Array, k: Array, v: Array, positions: Positions, spec: MaskSpec) -> None:
+    passes.check(q, k, v, positions, spec, whole=False)
+    if (positions.q_segments is None) != (positions.k_segments is None):
+        with_segments = "keys" if positions.q_segments is None else "queries"
         raise ValueError(
-            f"flash_attention: only the {with_segments} have segments; give both their segments, "
-            "or neither."
-        )
-    backends.check_shapes(q, k, v, places.q_segments, places.k_segments, in_order=False)
-    lengths = q.shape[1], k.shape[1]
-    if (places.q_index.shape, places.k_index.shape) != ((lengths[0],), (lengths[1],)):
-        raise ValueError(
-            f"flash_attention: q_index {places.q_index.shape} and k_index {places.k_index.shape} "
-            f"must have a position for each of {lengths[0]} queries and {lengths[1]} keys."
+            f"flash_attention: only the {with_segments} have segments; give both, or neither."
         )

@@ -1,12 +1,12 @@
 """The Pallas TPU kernels of attention: outputs, gradients of queries, gradients of keys and values.
 
-All arrays have the sequence last, and scores have a row for each key: [keys, queries]. The
-sequence then fills the lanes at any head_dim, what a query has one of (its maximum, sum, logsumexp)
-is one row, and maxima and sums over keys go over sublanes, the fast direction. The queries of the n
-heads that share keys stand side by side, so keys are loaded once for all of them.
+All arrays have the sequence last, and scores are [keys, queries]. The sequence then fills the lanes
+at any head_dim, the maximum, sum and logsumexp of queries are one row, and maxima and sums over
+keys run over sublanes, the fast direction. The queries of the n heads that share keys are columns
+of one matmul, so keys are loaded once for all of them.
 
-Each kernel runs over a list of visits (see `visits`); masks are computed only in visits that are
-not wholly seen.
+Each kernel runs over a list of visits (see `visits`); masks are computed only in visits with keys
+that some query does not see.
 
 Shapes: C chunks of n heads, a group or a part of one; q queries and k keys of a block, r = n q.
 
@@ -14,6 +14,7 @@ Source: Dao et al., arXiv:2205.14135 and Dao, arXiv:2307.08691.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ from moelib.kernels.flash_attention.visits import (
     row,
 )
 
-_VMEM_LIMIT = 48 * 2**20  # Of 64 MiB on tpu7x, and 128 MiB on the others.
+_VMEM_LIMIT = 48 * 2**20  # VMEM has 64 MiB on tpu7x, 128 MiB on other chips.
 
 
 class Masks(NamedTuple):
@@ -48,7 +49,7 @@ class Masks(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What all kernels are built from. Hashable."""
+    """Static arguments of all kernels. Hashable."""
 
     spec: MaskSpec
     block_q: int
@@ -67,7 +68,7 @@ def outputs(
     *,
     dtype: DTypeLike,
 ) -> tuple[Float[Array, "B C n Dh Q"], Float32[Array, "B C n Q"]]:
-    """Returns the attention and the logsumexp of each query. Visits: rows are blocks of queries."""
+    """Returns attention and logsumexp of each query; a visit's row is a block of queries."""
     heads, dim = q.shape[2:4]
     specs = _Specs(call, q, k, row, column)
     rows = heads * call.block_q
@@ -97,7 +98,7 @@ def query_gradients(
     *,
     dtype: DTypeLike,
 ) -> Float[Array, "B C n Dh Q"]:
-    """Returns the gradient in the queries. Visits: rows are blocks of queries."""
+    """Returns the gradient in the queries; a visit's row is a block of queries."""
     specs = _Specs(call, q, k, row, column)
     of_queries = (q, specs.q), (k, specs.k), (v, specs.k), (grad, specs.q)
     return _pallas_call(
@@ -126,7 +127,7 @@ def key_gradients(
     *,
     dtype: DTypeLike,
 ) -> tuple[Float[Array, "B C Dh K"], Float[Array, "B C Dh K"]]:
-    """Returns each chunk's gradients in keys and values. Visits: rows are blocks of keys."""
+    """Returns each chunk's gradients in keys and values; a visit's row is a block of keys."""
     specs = _Specs(call, q, k, column, row)
     shape = (*q.shape[:2], *k.shape[2:])
     of_queries = (q, specs.q), (k, specs.k), (v, specs.k), (grad, specs.q)
@@ -155,7 +156,7 @@ def _outputs_kernel(
     def _() -> None:
         start = [EMPTY if sinks is None else sinks[chunk, i] for i in range(heads)]
         peak[...] = _side_by_side([jnp.full((1, call.block_q), x, jnp.float32) for x in start])
-        total[...] = jnp.ones_like(total)  # The sink's own share; of EMPTY, nothing remains.
+        total[...] = jnp.ones_like(total)  # The sink's own share; that of EMPTY vanishes.
         acc[...] = jnp.zeros_like(acc)
 
     def meet(masked: bool) -> None:
@@ -253,7 +254,7 @@ def _score_gradients(spec: MaskSpec, refs: Any, masked: bool) -> tuple[Array, Ar
 
 
 def _mask(spec: MaskSpec, masks: Any, heads: int) -> Array:
-    """Returns where a query may attend to a key, [k, r]."""
+    """Returns whether a query may attend to a key, [k, r]."""
     q_index, k_index, *segments = masks
     ahead = _side_by_side([q_index[...]] * heads) - _column(k_index[...])
     mask = ahead >= least_ahead(spec)
@@ -277,7 +278,7 @@ def _heads(ref: Any) -> Array:
 
 
 def _store_heads(ref: Any, x: Float32[Array, "x r"]) -> None:
-    """Stores what stands side by side as a block."""
+    """Stores the columns of each head in a block; the reverse of `_heads`."""
     for i in range(ref.shape[0]):
         part = x[:, i * ref.shape[-1] : (i + 1) * ref.shape[-1]].astype(ref.dtype)
         if len(ref.shape) == 2:
@@ -296,7 +297,7 @@ def _dot(a: Array, b: Array, a_axis: int, b_axis: int) -> Array:
 
 
 class _Specs:
-    """How arrays are cut in blocks: `of_q` and `of_k` give a visit's block of each."""
+    """Blocks of arrays: `of_q` and `of_k` give the index of a visit's block of each."""
 
     def __init__(self, call: Call, q: Array, k: Array, of_q: Any, of_k: Any) -> None:
         _, chunks, heads, dim, _ = q.shape
@@ -372,11 +373,11 @@ def _pallas_call(
 def _cost(
     call: Call, num_visits: int, operands: Any, results: Any, matmuls: int
 ) -> pl.CostEstimate:
-    """Returns the cost of the visits alone. Each loads its block of keys, or of queries, anew."""
+    """Returns the cost of the visits. Each loads its block of keys, or of queries, again."""
     batch, chunks, heads, dim, _ = operands[0][0].shape
     steps = batch * chunks * num_visits
     scores = steps * heads * call.block_q * call.block_k
-    size = lambda shape, dtype: jnp.dtype(dtype).itemsize * _product(shape)
+    size = lambda shape, dtype: jnp.dtype(dtype).itemsize * math.prod(shape)
     once = sum(size(shape, dtype) for shape, dtype, _ in results)
     loaded = sum(
         size([x for x in spec.block_shape if x is not None], array.dtype)
@@ -387,7 +388,3 @@ def _cost(
         transcendentals=scores * (1 if call.spec.logit_cap is None else 2),
         bytes_accessed=once + steps * loaded,
     )
-
-
-def _product(shape: Any) -> int:
-    return functools.reduce(lambda a, b: a * b, shape, 1)

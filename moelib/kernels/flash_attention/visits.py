@@ -1,12 +1,12 @@
-"""Which pairs of a block of queries and a block of keys a kernel visits, in what order.
+"""The pairs of a block of queries and a block of keys that a kernel visits, in order.
 
 A kernel's grid runs over a list of visits instead of over all pairs, so a pair that no query sees
-costs nothing, no load either. Queries and keys of one sequence in order have a list known when the
-kernel is built; for shards in any order the list is computed on the device: it has all pairs, but
-a pair that is not seen names the block that is loaded already.
+costs nothing, not even a load. For queries and keys of one sequence in order, the list is known
+when the kernel is built; for shards in any order it is computed on the device: it has all pairs,
+but a pair that is not seen names the block that is loaded already.
 
-A visit is one int32: the row, the column, and four flags. Rows are what the kernel sums over:
-blocks of queries for the output, blocks of keys for the gradients of keys and values.
+A visit is one int32: row, column, and four flags. The kernel sums over the visits of a row: rows
+are blocks of queries for the output, blocks of keys for the gradients of keys and values.
 """
 
 from typing import Any
@@ -16,11 +16,11 @@ import numpy as np
 
 from moelib.kernels.flash_attention.reference import MaskSpec
 
-PAST_END = 2**30  # The position of keys that only fill the last block: behind every query.
+PAST_END = 2**30  # Position of keys that only pad the last block: behind every query.
 MAX_VISITS = 2**17  # Of 4 bytes each, in a scalar memory of 1 MiB.
 _BITS = 13  # Of a row and of a column.
 MAX_BLOCKS = 2**_BITS
-_NOT_CAUSAL = -(2**29)  # The furthest that a query sees ahead then: not up to PAST_END.
+_NOT_CAUSAL = -(2**29)  # Without causality a query sees keys this far ahead, but not PAST_END.
 
 
 def row(visit: Any) -> Any:
@@ -34,38 +34,39 @@ def column(visit: Any) -> Any:
 
 
 def is_first(visit: Any) -> Any:
-    """Returns whether it is the first visit of its row."""
+    """Returns whether the visit is the first of its row."""
     return _flag(visit, 0)
 
 
 def is_last(visit: Any) -> Any:
-    """Returns whether it is the last visit of its row."""
+    """Returns whether the visit is the last of its row."""
     return _flag(visit, 1)
 
 
 def is_seen(visit: Any) -> Any:
-    """Returns whether any of its queries may see any of its keys."""
+    """Returns whether any query of the visit may see any of its keys."""
     return _flag(visit, 2)
 
 
 def is_whole(visit: Any) -> Any:
-    """Returns whether each of its queries sees each of its keys, segments aside."""
+    """Returns whether each query of the visit sees each of its keys, segments aside."""
     return _flag(visit, 3)
 
 
 def least_ahead(spec: MaskSpec) -> int:
-    """Returns how far a query stands ahead of a key, at the least, to see it."""
+    """Returns the least distance by which a query is ahead of the keys that it sees."""
     return 0 if spec.causal else _NOT_CAUSAL
 
 
 def visits(q_index: Any, k_index: Any, spec: MaskSpec, *, by_keys: bool) -> Any:
-    """Returns the list of visits, int32 [V], row after row; each row has one visit at least.
+    """Returns the list of visits, int32 [V], row by row; each row has one visit at least.
+
+    NumPy arrays give a NumPy list of the seen pairs only, JAX arrays a list of all pairs.
 
     Args:
         q_index: Positions of queries, [blocks, queries of a block].
-        k_index: Positions of keys, likewise. NumPy arrays give a NumPy list, of the seen pairs
-            only; JAX arrays a list of all pairs.
-        spec: Who sees whom.
+        k_index: Positions of keys, [blocks, keys of a block].
+        spec: Causality and window.
         by_keys: Whether rows are blocks of keys; otherwise of queries.
     """
     q_low, q_high = q_index.min(1)[:, None], q_index.max(1)[:, None]

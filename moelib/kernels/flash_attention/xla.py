@@ -1,16 +1,16 @@
 """Attention in blocks of queries: memory linear in the sequence, in plain XLA.
 
-Only one block's scores are ever held; the backward pass computes them again from the saved
-logsumexp (Dao et al., arXiv:2205.14135, algorithms 1 and 4). The n = H / G query heads of a group
-stand in one matmul's rows: [B, G, n * block, Dh] times [B, G, keys, Dh].
+Only one block's scores are ever held; the backward pass recomputes them from the saved logsumexp
+(Dao et al., arXiv:2205.14135, algorithms 1 and 4). The n = H / G query heads of a group are rows of
+one matmul: [B, G, n * block, Dh] times [B, G, keys, Dh].
 
-Blocks are visited in loops: unrolled, XLA would compute the scores of all of them side by side.
-Which keys a block meets is decided statically when queries and keys are one sequence in order: a
-causal one has one loop for each of a few parts, and keys behind a part's end are cut off; with a
-window every block meets a slice of block + window - 1 keys. For shards in any order keys come in
-tiles, and a tile that a block cannot see is passed over at run time.
+Blocks are visited in loops: unrolled, XLA would compute the scores of all of them at once. The keys
+that a block meets are known statically when queries and keys are one sequence in order: a causal
+one has one loop for each of a few parts, and keys behind a part's end are cut off; with a window
+every block meets a slice of block + window - 1 keys. For shards in any order keys come in tiles,
+and a tile that a block cannot see is skipped at run time.
 
-Shapes: n heads a group; q queries of a block, k keys that they meet.
+Shapes: n heads per group; q queries of a block, k keys that they meet.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,18 +22,17 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32
 
 from moelib.core.varying import align, zeros_like_varying
-from moelib.kernels.flash_attention.finite import poison_rows, poison_scores, zero_not_finite
 from moelib.kernels.flash_attention.reference import (
     EMPTY,
     MASKED,
     MaskSpec,
-    Places,
+    Positions,
     attention_mask,
     capped,
 )
 
-_MAX_PARTS = 8  # Each is compiled by itself; the last block of one in 8 computes what is masked.
-_KEY_TILE = 1024  # Keys of shards in any order.
+_MAX_PARTS = 8  # Each is compiled by itself; with more, fewer scores are masked.
+_KEY_TILE = 1024  # Keys of a tile, for shards in any order.
 
 
 def forward(
@@ -41,7 +40,7 @@ def forward(
     k: Float[Array, "B K G Dh"],
     v: Float[Array, "B K G Dh"],
     sinks: Float[Array, "H"] | None,
-    places: Places,
+    positions: Positions,
     spec: MaskSpec,
     *,
     in_order: bool,
@@ -53,15 +52,14 @@ def forward(
         q: Queries.
         k: Keys.
         v: Values.
-        sinks: One more score for each head, or None.
-        places: Where queries and keys stand.
-        spec: How scores are made.
-        in_order: Whether queries and keys are the same sequence, its positions 0, 1, ...
-        block: Queries that are computed at once.
+        sinks: One more score per head, or None.
+        positions: Positions and segments of queries and keys.
+        spec: Scale, causality, window and cap of the scores.
+        in_order: Whether queries and keys are of one sequence, with the positions 0, 1, ...
+        block: Number of queries in a block.
     """
-    q, k, v, sinks, places = align(q, k, v, sinks, places)
+    q, k, v, sinks, positions = align(q, k, v, sinks, positions)
     groups = k.shape[2]
-    q, k, v = poison_scores(q, k, v)
     rows, k, v = _grouped(q, groups), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
     start = EMPTY if sinks is None else sinks.astype(jnp.float32).reshape(1, groups, -1, 1, 1)
     out_dtype = v.dtype if in_order else jnp.float32  # In order, each row is written once.
@@ -70,7 +68,7 @@ def forward(
 
     def step(carry: tuple[Array, Array], at: _Block) -> tuple[Array, Array]:
         out, lse = carry
-        scores, mask = _scores(rows, k, places, at, spec)
+        scores, mask = _scores(rows, k, positions, at, spec)
         scores = jnp.where(mask, scores, MASKED)
         before = at.queries(lse)
         peak = jnp.maximum(jnp.max(scores, -1, keepdims=True), before)
@@ -79,7 +77,7 @@ def forward(
         made = _dot(exp.astype(v.dtype), at.keys(v), 2) + old * at.queries(out).astype(old.dtype)
         return at.put(out, made / total), at.put(lse, peak + jnp.log(total))
 
-    out, lse = _over_blocks(step, (out, lse), places, spec, in_order, block)
+    out, lse = _over_blocks(step, (out, lse), positions, spec, in_order, block)
     out = out.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(v.dtype if in_order else out.dtype)
     return out, lse.reshape(q.shape[0], q.shape[2], q.shape[1])
 
@@ -91,7 +89,7 @@ def backward(
     lse: Float32[Array, "B H Q"],
     delta: Float32[Array, "B H Q"],
     grad: Float[Array, "B Q H Dh"],
-    places: Places,
+    positions: Positions,
     spec: MaskSpec,
     *,
     in_order: bool,
@@ -99,25 +97,23 @@ def backward(
 ) -> tuple[Array, Array, Array]:
     """Returns the gradients in q, k and v, for these keys' share of each query's softmax.
 
-    Of the operands' dtypes when in order, else float32, to be summed further.
+    They are of the operands' dtypes when in order, else float32, to be summed further.
 
     Args:
         q: Queries.
         k: Keys.
         v: Values.
-        lse: The logsumexp of all scores of each query, those of other keys and sinks too.
-        delta: The sum of output times gradient of each query.
-        grad: The gradient of the output.
-        places: Where queries and keys stand.
-        spec: How scores are made.
+        lse: Logsumexp of all scores of each query, those of other keys and of sinks included.
+        delta: Sum of output times gradient of each query.
+        grad: Gradient of the output.
+        positions: As for `forward`.
+        spec: As for `forward`.
         in_order: As for `forward`.
-        block: Queries that are computed at once.
+        block: As for `forward`.
     """
-    q, k, v, lse, delta, grad, places = align(q, k, v, lse, delta, grad, places)
+    q, k, v, lse, delta, grad, positions = align(q, k, v, lse, delta, grad, positions)
     groups = k.shape[2]
     dtypes = [x.dtype if in_order else jnp.dtype(jnp.float32) for x in (q, k, v)]
-    lse, delta = poison_rows(lse, delta)
-    q, k, v, grad = zero_not_finite(q, k, v, grad)
     shape = q.shape
     q, grad = _grouped(q, groups), _grouped(grad, groups)
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
@@ -125,7 +121,7 @@ def backward(
 
     def step(carry: tuple[Array, ...], at: _Block) -> tuple[Array, ...]:
         grad_q, grad_k, grad_v = carry
-        scores, mask = _scores(q, k, places, at, spec)
+        scores, mask = _scores(q, k, positions, at, spec)
         probs = jnp.where(mask, jnp.exp(scores - at.queries(lse)), 0.0)
         rows = at.queries(grad)
         grad_scores = probs * (_dot(rows, at.keys(v), 3) - at.queries(delta)) * spec.scale
@@ -141,7 +137,7 @@ def backward(
 
     sums: list[tuple[Array, DTypeLike]] = [(q, dtypes[0]), (k, jnp.float32), (v, jnp.float32)]
     carry = tuple(zeros_like_varying(x.shape, dtype, q) for x, dtype in sums)
-    grad_q, grad_k, grad_v = _over_blocks(step, carry, places, spec, in_order, block)
+    grad_q, grad_k, grad_v = _over_blocks(step, carry, positions, spec, in_order, block)
     grad_q = grad_q.transpose(0, 3, 1, 2, 4).reshape(shape)
     grad_k, grad_v = (x.transpose(0, 2, 1, 3) for x in (grad_k, grad_v))
     return grad_q, grad_k.astype(dtypes[1]), grad_v.astype(dtypes[2])
@@ -167,13 +163,13 @@ class _Block(NamedTuple):
     def add(self, x: Float[Array, "B G K x"], rows: Array) -> Float[Array, "B G K x"]:
         return lax.dynamic_update_slice_in_dim(x, self.keys(x) + rows, self.first, axis=2)
 
-    def places(self, places: Places) -> Places:
+    def positions(self, positions: Positions) -> Positions:
         of_queries = lambda x: lax.dynamic_slice_in_dim(x, self.start, self.size, axis=-1)
         of_keys = lambda x: lax.dynamic_slice_in_dim(x, self.first, self.span, axis=-1)
-        q_segments, k_segments = places.q_segments, places.k_segments
-        return Places(
-            of_queries(places.q_index),
-            of_keys(places.k_index),
+        q_segments, k_segments = positions.q_segments, positions.k_segments
+        return Positions(
+            of_queries(positions.q_index),
+            of_keys(positions.k_index),
             None if q_segments is None else of_queries(q_segments),
             None if k_segments is None else of_keys(k_segments),
         )
@@ -182,18 +178,18 @@ class _Block(NamedTuple):
 def _over_blocks(
     step: Callable[[Any, _Block], Any],
     carry: Any,
-    places: Places,
+    positions: Positions,
     spec: MaskSpec,
     in_order: bool,
     block: int,
 ) -> Any:
     """Folds `step` over blocks of queries and the keys that they may see."""
-    queries, keys = places.q_index.shape[0], places.k_index.shape[0]
+    queries, keys = positions.q_index.shape[0], positions.k_index.shape[0]
     if in_order:
         return _over_parts(step, carry, queries, spec, block)
 
     def if_seen(carry: Any, at: _Block) -> Any:
-        seen = _may_see(at.places(places), spec)
+        seen = _may_see(at.positions(positions), spec)
         return lax.cond(seen, lambda carry: step(carry, at), lambda carry: carry, carry)
 
     for first in range(0, keys, _KEY_TILE):
@@ -229,21 +225,21 @@ def _loop(
 ) -> Any:
     """Folds `step` over the blocks of `size` queries from start to stop.
 
-    In a while loop, into which no remat policy sees: one that keeps the results of matmuls would
-    keep all scores.
+    It is a while loop, into which remat policies do not see: one that saves the results of matmuls
+    would save all scores.
     """
-    turn = lambda row, carry: step(carry, _Block(row, size, first(row), span))
+    visit = lambda row, carry: step(carry, _Block(row, size, first(row), span))
     if stop - start == size:
-        return turn(start, carry)
+        return visit(start, carry)
     count = (stop - start) // size
-    turns = lambda at: (at[0] + 1, turn(start + at[0] * size, at[1]))
-    return lax.while_loop(lambda at: at[0] < count, turns, (jnp.int32(0), carry))[1]
+    body = lambda at: (at[0] + 1, visit(start + at[0] * size, at[1]))
+    return lax.while_loop(lambda at: at[0] < count, body, (jnp.int32(0), carry))[1]
 
 
 def _parts(seq_len: int, block: int, count: int) -> Iterator[tuple[int, int]]:
-    """Yields (start, stop) of `count` parts or less, multiples of the block, and of what is left.
+    """Yields (start, stop) of at most `count` parts, multiples of the block, and of the rest.
 
-    What is left is less than a block.
+    The rest is less than a block.
     """
     whole = seq_len - seq_len % block
     size = block * max(1, -(-whole // (block * count)))
@@ -253,9 +249,9 @@ def _parts(seq_len: int, block: int, count: int) -> Iterator[tuple[int, int]]:
         yield whole, seq_len
 
 
-def _may_see(places: Places, spec: MaskSpec) -> Bool[Array, ""]:
-    """Returns whether a query may see a key by the least and the greatest of their positions."""
-    q_index, k_index = places.q_index, places.k_index
+def _may_see(positions: Positions, spec: MaskSpec) -> Bool[Array, ""]:
+    """Returns whether a query may see a key, by the lowest and the highest of their positions."""
+    q_index, k_index = positions.q_index, positions.k_index
     seen = jnp.max(q_index) >= jnp.min(k_index) if spec.causal else jnp.full((), True)
     if spec.window is not None:
         seen = seen & (jnp.min(q_index) - jnp.max(k_index) < spec.window)
@@ -265,12 +261,12 @@ def _may_see(places: Places, spec: MaskSpec) -> Bool[Array, ""]:
 def _scores(
     q: Float[Array, "B G n Q Dh"],
     k: Float[Array, "B G K Dh"],
-    places: Places,
+    positions: Positions,
     at: _Block,
     spec: MaskSpec,
 ) -> tuple[Float32[Array, "B G n q k"], Bool[Array, "b 1 1 q k"]]:
-    """Returns the scores of a block, and where its queries may attend to its keys."""
-    mask = attention_mask(at.places(places), spec)[:, None, None]
+    """Returns the scores of a block, and whether its queries may attend to its keys."""
+    mask = attention_mask(at.positions(positions), spec)[:, None, None]
     return capped(_dot(at.queries(q), at.keys(k), 3) * spec.scale, spec), mask
 
 
@@ -295,7 +291,7 @@ def _dot(
 def _transposed_dot(
     a: Float[Array, "B G n q x"], b: Float[Array, "B G n q y"]
 ) -> Float32[Array, "B G x y"]:
-    """Returns a^T b in float32, summed over the heads of a group too."""
+    """Returns a^T b in float32, summed over the heads of a group."""
     a, b = (t.reshape(*t.shape[:2], -1, t.shape[-1]) for t in (a, b))
     dims = (((2,), (2,)), ((0, 1), (0, 1)))
     return lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)

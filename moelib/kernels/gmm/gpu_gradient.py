@@ -1,10 +1,10 @@
 """The Hopper GPU's kernel of the grouped matmul's weight gradient: rows times rows, by group.
 
-How such a kernel works is told in `gpu_blocks`. Here a step takes 64 rows, from the multiple of 8
+`gpu_pipeline` explains how such a kernel works. Here a step takes 64 rows, from the multiple of 8
 at or before the group's first row on. In the first step and the last one, rows of other groups are
-replaced by zeros in shared memory, on both sides, for a NaN among them times zero is NaN.
+replaced by zeros in shared memory, on both sides, because a NaN among them times zero is NaN.
 
-Shapes: m rows, k and n sides of the result, g groups held, s groups counted.
+Shapes: m rows, k and n sides of the result, g groups.
 """
 
 import dataclasses
@@ -18,8 +18,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from moelib.kernels.gmm.gpu_blocks import (
+from moelib.kernels.gmm.gpu_pipeline import (
+    ALIGNED_ROWS,
     Ring,
+    aligned,
     launch,
     operand,
     own_tiles,
@@ -28,37 +30,32 @@ from moelib.kernels.gmm.gpu_blocks import (
     store,
 )
 from moelib.kernels.gmm.gpu_tiles import SIDE, GpuTiles
-from moelib.kernels.gmm.gpu_visits import ALIGNED_ROWS, aligned
 from moelib.kernels.gmm.groups import row_ranges
 
 
 def weight_gradient(
     lhs: Float[Array, "m k"],
     grad: Float[Array, "m n"],
-    group_sizes: Int[Array, "s"],
-    group_offset: Int[Array, ""] | None,
+    group_sizes: Int[Array, "g"],
     *,
-    num_groups: int,
     out_dtype: DTypeLike,
     tiles: GpuTiles,
     num_blocks: int,
     interpret: Any,
 ) -> Float[Array, "g k n"]:
-    """Returns the sums of `lhs[i]^T grad[i]` over the rows i of each group held.
+    """Returns the sums of `lhs[i]^T grad[i]` over the rows i of each group.
 
     Args:
-        lhs: The rows, sorted by group, in bfloat16 or float16: a multiple of 8 rows, and k of 64.
-        grad: As many rows of the same dtype; so is n.
+        lhs: Rows, sorted by group, in bfloat16 or float16; m a multiple of 8, k of 64.
+        grad: As many rows of the same dtype; n a multiple of 64.
         group_sizes: Number of rows of each group.
-        group_offset: The first group held; 0 by default.
-        num_groups: Number of groups held.
         out_dtype: Dtype of the result.
-        tiles: Its tiles.
-        num_blocks: Number of blocks of threads, one for each SM.
-        interpret: What `plgpu.kernel` is given.
+        tiles: Sizes of the blocks.
+        num_blocks: Number of blocks of threads, one per SM.
+        interpret: As for `plgpu.kernel`.
     """
-    (m, k), n = lhs.shape, grad.shape[1]
-    starts, ends = row_ranges(group_sizes, m, num_groups, group_offset)
+    (m, k), n, num_groups = lhs.shape, grad.shape[1], len(group_sizes)
+    starts, ends = row_ranges(group_sizes, m)
     kernel = _Kernel(tiles, num_groups, pl.cdiv(k, tiles.m), pl.cdiv(n, tiles.n), num_blocks)
     written = num_groups * k * n * jnp.dtype(out_dtype).itemsize
     return launch(
@@ -82,7 +79,7 @@ def weight_gradient(
 
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
-    """The kernel: what is fixed when it is compiled."""
+    """The kernel, with its compile-time constants."""
 
     tiles: GpuTiles
     num_groups: int
@@ -99,7 +96,7 @@ class _Kernel:
 
 
 class _Block:
-    """What one block of threads does, as its three warpgroups see it."""
+    """The work of one block of threads, as its three warpgroups see it."""
 
     def __init__(
         self,
@@ -118,7 +115,7 @@ class _Block:
         num_tiles = kernel.num_groups * kernel.tiles_k * kernel.tiles_n
         self.index, self.num_tiles = own_tiles(num_tiles, kernel.num_blocks)
 
-    def place(self, i: Array) -> tuple[Array, Array, Array]:
+    def tile_at(self, i: Array) -> tuple[Array, Array, Array]:
         """Returns (group, first row of the result, first column) of this block's i-th tile."""
         kernel = self.kernel
         at = i * kernel.num_blocks + self.index
@@ -127,7 +124,7 @@ class _Block:
         return group, row * kernel.tiles.m, column * kernel.tiles.n
 
     def num_steps(self, group: Array) -> Array:
-        """Returns how many steps of 64 rows a group has."""
+        """Returns the number of steps of 64 rows of a group."""
         start, end = self.starts[group], self.ends[group]
         steps = lax.div(end - aligned(start) + (SIDE - 1), SIDE)
         return jnp.where(end > start, steps, 0)
@@ -141,7 +138,7 @@ class _Block:
         self.ring.drain(lax.fori_loop(0, self.num_tiles, self._load_tile, jnp.int32(0)))
 
     def _load_tile(self, i: Array, step: Array) -> Array:
-        group, row, column = self.place(i)
+        group, row, column = self.tile_at(i)
 
         def copy(i: Array, slot: Array, barrier: Any) -> None:
             rows = pl.ds(self.first_row(group, i), SIDE)
@@ -157,7 +154,7 @@ class _Block:
         """Multiplies and writes this warpgroup's 64 rows of all tiles."""
 
         def tile(i: Array, step: Array) -> Array:
-            group, row, column = self.place(i)
+            group, row, column = self.tile_at(i)
 
             def blocks(i: Array, slot: Array) -> tuple[Any, Any]:
                 own = rows_within(self.first_row(group, i), self.starts[group], self.ends[group])
@@ -177,10 +174,10 @@ class _Block:
         lax.fori_loop(0, self.num_tiles, tile, jnp.int32(0))
 
     def _mask(self, warpgroup: Array, slot: Array, own: tuple[Array, Array]) -> None:
-        """Clears rows that are not the group's.
+        """Clears the rows that are not the group's.
 
-        Each warpgroup does so in its half of lhs and in every other 64 columns of grad, of which
-        both read all: so each waits for the other.
+        Each warpgroup clears its half of lhs and every other 64 columns of grad, all of which both
+        read: so each waits for the other.
         """
         _clear(self.left.at[slot, warpgroup], own)
         for j in range(self.kernel.tiles.n // SIDE):
@@ -195,7 +192,7 @@ class _Block:
 
 
 def _clear(block: Any, own: tuple[Array, Array]) -> None:
-    """Puts zeros into a block's rows but those from own[0] to own[1]."""
+    """Writes zeros to a block's rows outside of own[0] to own[1]."""
     value = plgpu.load(block, layout=plgpu.Layout.WGMMA)
     row = plgpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=plgpu.Layout.WGMMA)
     block[...] = jnp.where((row >= own[0]) & (row < own[1]), value, jnp.zeros_like(value))

@@ -1,12 +1,15 @@
 """The Hopper GPU's kernel of the grouped matmul: rows times their group's matrices.
 
-How such a kernel works is told in `gpu_blocks`; which rows it visits, in `gpu_visits`.
+`gpu_pipeline` explains how such a kernel works. It visits windows of rows. A group's windows begin
+at the multiple of 8 at or before its first row, where the copy engine can begin a block for the
+tensor cores. So a group visits few rows that are not its own: 3.5 on average before its first, and
+half a window after its last.
 
-Shapes: m rows, k in, n out, g groups held, s groups counted.
+Shapes: m rows, k in, n out, g groups, v visits.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +17,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int32
 
-from moelib.kernels.gmm.gpu_blocks import (
+from moelib.kernels.gmm.gpu_pipeline import (
+    ALIGNED_ROWS,
     Ring,
+    aligned,
     launch,
     operand,
     own_tiles,
@@ -26,18 +31,60 @@ from moelib.kernels.gmm.gpu_blocks import (
     store,
 )
 from moelib.kernels.gmm.gpu_tiles import SIDE, GpuTiles
-from moelib.kernels.gmm.gpu_visits import ALIGNED_ROWS, row_visits
 from moelib.kernels.gmm.groups import row_ranges
 
 _PANEL = 8  # Tiles of columns that are visited together, so that rows and matrices stay in L2.
 
 
+class RowVisits(NamedTuple):
+    """The work of each visit of a kernel to a window; undefined past the number of visits."""
+
+    group: Int32[Array, "v"]  # -1 for rows of no group, which become zeros.
+    row: Int32[Array, "v"]  # First row of the window, a multiple of 8.
+    start: Int32[Array, "v"]  # First row of the group.
+    end: Int32[Array, "v"]  # Row after its last.
+
+
+def row_visits(
+    starts: Int32[Array, "g"], ends: Int32[Array, "g"], num_rows: int, window: int
+) -> tuple[RowVisits, Int32[Array, "1"]]:
+    """Returns visits, each of which writes a group's rows in a window, and their number.
+
+    Each row is written in one visit: its group's, or one of no group.
+
+    Args:
+        starts: First row of each group, as from `row_ranges`.
+        ends: Row after its last.
+        num_rows: Number of all rows.
+        window: Rows in a window: 64 or more.
+    """
+    num_groups = len(starts)
+    # The rows after the last group are one more range, of no group.
+    none = jnp.full_like(starts, -1, shape=(1,))
+    group = jnp.concatenate([lax.iota(jnp.int32, num_groups), none])
+    first = jnp.concatenate([starts, ends[-1:]])
+    after = jnp.concatenate([ends, jnp.full_like(none, num_rows)])
+    low = aligned(first)
+    counts = lax.div(after - low + (window - 1), jnp.full_like(low, window))
+    counts = jnp.where(after > first, counts, 0)
+    done = jnp.cumsum(counts, dtype=jnp.int32)
+    before = done - counts
+    # A range of r rows has at most (r + 7 + window - 1) / window windows.
+    step = lax.iota(jnp.int32, num_rows // window + (num_groups + 1) * 9 // 8 + 1)
+    mine = (step[:, None] >= before[None]) & (step[:, None] < done[None])  # [v, g + 1]
+
+    def of_range(values: Array) -> Array:
+        return jnp.sum(jnp.where(mine, values[None], 0), axis=1, dtype=jnp.int32)
+
+    row = of_range(low - before * window) + step * window
+    return RowVisits(of_range(group), row, of_range(first), of_range(after)), done[-1:]
+
+
 def product(
     lhs: Float[Array, "m k"],
     rhs: Float[Array, "g ..."],
-    group_sizes: Int[Array, "s"],
+    group_sizes: Int[Array, "g"],
     bias: Float[Array, "g n"] | None,
-    group_offset: Int[Array, ""] | None,
     *,
     transpose_rhs: bool,
     out_dtype: DTypeLike,
@@ -45,27 +92,25 @@ def product(
     num_blocks: int,
     interpret: Any,
 ) -> Float[Array, "m n"]:
-    """Returns `lhs[i] @ rhs[group of row i]` plus its bias, zeros for rows of no group held.
+    """Returns `lhs[i] @ rhs[group of row i]` plus its bias, zeros for rows of no group.
 
     Args:
-        lhs: The rows, sorted by group, in bfloat16 or float16: a multiple of 8 rows, and k of 64.
-        rhs: A matrix for each group held, [g, k, n]; [g, n, k] if `transpose_rhs`. So is n.
+        lhs: Rows, sorted by group, in bfloat16 or float16; m a multiple of 8, k of 64.
+        rhs: One matrix per group, [g, k, n]; [g, n, k] if `transpose_rhs`; n a multiple of 64.
         group_sizes: Number of rows of each group.
-        bias: A vector for each group held.
-        group_offset: The first group held; 0 by default.
+        bias: One vector per group.
         transpose_rhs: Whether to multiply by the transposes.
         out_dtype: Dtype of the result.
-        tiles: Its tiles.
-        num_blocks: Number of blocks of threads, one for each SM.
-        interpret: What `plgpu.kernel` is given.
+        tiles: Sizes of the blocks.
+        num_blocks: Number of blocks of threads, one per SM.
+        interpret: As for `plgpu.kernel`.
     """
     (m, k), num_groups = lhs.shape, rhs.shape[0]
     n = rhs.shape[1 if transpose_rhs else 2]
     tiles_n = pl.cdiv(n, tiles.n)
-    starts, ends = row_ranges(group_sizes, m, num_groups, group_offset)
-    visits, num_visits = row_visits(starts, ends, m, tiles.m)
+    visits, num_visits = row_visits(*row_ranges(group_sizes, m), m, tiles.m)
     biases = []
-    if bias is not None:  # Read without the copy engine, so nothing may lie past its end.
+    if bias is not None:  # Read without the copy engine, so reads must not pass its end.
         past = tiles_n * tiles.n - n
         biases.append(jnp.pad(bias.astype(jnp.float32), ((0, 1), (0, past))))  # Last: no group's.
     kernel = _Kernel(tiles, pl.cdiv(k, SIDE), tiles_n, num_blocks, transpose_rhs)
@@ -92,10 +137,10 @@ def product(
 
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
-    """The kernel: what is fixed when it is compiled."""
+    """The kernel, with its compile-time constants."""
 
     tiles: GpuTiles
-    steps: int  # Of one product.
+    steps: int  # Of 64 columns of lhs, per product.
     tiles_n: int
     num_blocks: int
     transpose_rhs: bool
@@ -109,7 +154,7 @@ class _Kernel:
 
 
 class _Block:
-    """What one block of threads does, as its three warpgroups see it."""
+    """The work of one block of threads, as its three warpgroups see it."""
 
     def __init__(self, kernel: _Kernel, *refs: Any, left: Any, right: Any, slots: Any, **ring: Any):
         *self.visits, num_visits, self.lhs, self.rhs = refs[:7]
@@ -120,7 +165,7 @@ class _Block:
         self.shape = num_visits[0], kernel.tiles_n
         self.index, self.num_tiles = own_tiles(self.shape[0] * self.shape[1], kernel.num_blocks)
 
-    def place(self, i: Array) -> tuple[Array, Array, Array]:
+    def tile_at(self, i: Array) -> tuple[Array, Array, Array]:
         """Returns (visit, tile of columns, number of steps) of this block's i-th tile."""
         at = i * self.kernel.num_blocks + self.index
         visit, column = plgpu.planar_snake(at, self.shape, 1, min(self.kernel.tiles_n, _PANEL))
@@ -139,7 +184,7 @@ class _Block:
         self.ring.drain(lax.fori_loop(0, self.num_tiles, self._load_tile, jnp.int32(0)))
 
     def _load_tile(self, i: Array, step: Array) -> Array:
-        visit, column, count = self.place(i)
+        visit, column, count = self.tile_at(i)
         tiles = self.kernel.tiles
 
         def copy(i: Array, slot: Array, barrier: Any) -> None:
@@ -156,7 +201,7 @@ class _Block:
     def multiply(self, warpgroup: Array) -> None:
         """Multiplies and writes this warpgroup's part of all tiles."""
         tiles = self.kernel.tiles
-        shared = tiles.halves == 1  # The rows are; each takes its own columns.
+        shared = tiles.halves == 1  # Both take the same rows, and each its own columns.
         half: Any = 0 if shared else warpgroup
         offset: Any = pl.multiple_of(warpgroup * tiles.wide, SIDE) if shared else 0
 
@@ -170,7 +215,7 @@ class _Block:
             return self.left.at[slot, half], right
 
         def tile(i: Array, step: Array) -> Array:
-            visit, column, count = self.place(i)
+            visit, column, count = self.tile_at(i)
             value = self.ring.multiply(step, count, (SIDE, tiles.wide), blocks)
             first = column * tiles.n + offset
             if self.biases:

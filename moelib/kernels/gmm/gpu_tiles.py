@@ -1,6 +1,6 @@
-"""Tiles of the Hopper GPU's grouped matmul: which fit the shared memory, and which to use.
+"""Tiles of the Hopper GPU's grouped matmul: which fit the shared memory, and the choice.
 
-Times are arithmetic from the chip's published figures; nothing is measured.
+Times follow from the chip's published figures; nothing is measured.
 
 Shapes: m rows, k in, n out, g groups.
 """
@@ -9,11 +9,9 @@ import dataclasses
 import functools
 import re
 
-import jax
-
-SMEM_BYTES = 232_448  # That one block of threads can have on sm_90.
-SIDE = 64  # Rows that one warpgroup multiplies, and rows or columns in a step: 128 bytes of bf16.
-ROW_BYTES = 128  # Of shared memory: what the swizzle permutes, and what a store's box is wide.
+SMEM_BYTES = 232_448  # Shared memory of one block of threads on sm_90.
+SIDE = 64  # Rows that one warpgroup multiplies, and rows or columns of a step: 128 bytes of bf16.
+ROW_BYTES = 128  # Width of shared memory that the swizzle permutes, and of a store's box.
 _SPARE_BYTES = 1024  # For barriers.
 _OUT_SLOTS = 2
 _FLOPS_PER_CYCLE = 4096  # Of one SM's tensor cores, in 16-bit floats.
@@ -23,14 +21,14 @@ _HOPPER = re.compile(r"\bG?H(100|200|800|20)\b")
 
 @dataclasses.dataclass(frozen=True)
 class GpuTiles:
-    """Sizes of the blocks of one block of threads: two warpgroups that multiply, one that loads.
+    """Sizes of the blocks of one block of threads: two warpgroups multiply, a third one loads.
 
     With 128 rows each of the two takes 64 of them; with 64, each takes half of the columns.
     """
 
     m: int  # 64 or 128. For the weight gradient, rows of its result: 128.
     n: int  # A multiple of 64; of 128 if m is 64.
-    stages: int  # Steps whose operands are loaded, or on their way, at a time.
+    stages: int  # Steps whose operands are loaded, or in flight, at a time.
 
     @property
     def halves(self) -> int:
@@ -39,20 +37,20 @@ class GpuTiles:
 
     @property
     def wide(self) -> int:
-        """Columns that one warpgroup multiplies."""
+        """Number of columns that one warpgroup multiplies."""
         return self.n if self.halves == 2 else self.n // 2
 
 
 def stage_bytes(m: int, n: int) -> int:
-    """Returns the shared memory of one stage: 64 columns of m rows, and of n more."""
+    """Returns the shared memory of one stage: 64 columns of m + n rows."""
     return (m + n) * SIDE * 2
 
 
 def smem_bytes(tiles: GpuTiles) -> int:
-    """Returns the shared memory that a kernel takes at most.
+    """Returns an upper bound of a kernel's shared memory.
 
-    The stages; then, for each of two warpgroups, two slots of 64 rows of 128 bytes through which
-    results leave; then barriers.
+    It holds the stages, two slots of 64 rows of 128 bytes for each of two warpgroups, through which
+    results leave, and barriers.
     """
     out = 2 * _OUT_SLOTS * SIDE * ROW_BYTES
     return tiles.stages * stage_bytes(tiles.m, tiles.n) + out + _SPARE_BYTES
@@ -64,11 +62,11 @@ def _with_stages(m: int, n: int) -> GpuTiles:
 
 
 def modelled_cycles(tiles: GpuTiles, num_tiles: int, steps: int, num_sms: int) -> float:
-    """Returns the cycles that all tiles take: rounds of one tile an SM, each of so many steps.
+    """Returns the cycles of all tiles, in rounds of one tile per SM, each of `steps` steps.
 
-    A step of 64 takes the longer of 2 * 64 * m * n floating-point operations at 4096 a cycle, and
-    of 2 * 64 * (m + n) bytes at 64 a cycle; then the tile leaves, in chunks that take some 250
-    cycles to be converted, written to shared memory and handed to the copy engine.
+    A step of 64 takes the longer of 2 * 64 * m * n floating-point operations at 4096 per cycle, and
+    of 2 * 64 * (m + n) bytes at 64 per cycle; then the tile leaves, in chunks of some 250 cycles
+    each, which are converted, written to shared memory and handed to the copy engine.
     """
     multiply = 2 * SIDE * tiles.m * tiles.n / _FLOPS_PER_CYCLE
     load = stage_bytes(tiles.m, tiles.n) / _BYTES_PER_CYCLE
@@ -80,13 +78,13 @@ def modelled_cycles(tiles: GpuTiles, num_tiles: int, steps: int, num_sms: int) -
 def choose(m: int, k: int, n: int, g: int, num_sms: int) -> GpuTiles:
     """Returns the tiles of least modelled time for rows times matrices.
 
-    Every group's rows begin a tile of their own, so that with m / g rows each it has
-    ceil(m / g / tiles.m) of them, for each of ceil(n / tiles.n) tiles of columns, and each takes
-    ceil(k / 64) steps. 128 x 256 is best for large groups: 1024 cycles of multiplying hide the 768
-    of loading. With 64 rows or fewer in a group, 64 x 256 takes 640 in place of 1024. As many
-    stages as fit, up to 8: for 128 x 256, of 48 KiB each, there are 4 in 192 of 227 KiB.
+    Each group's rows begin a tile of their own, so a group of m / g rows has ceil(m / g / tiles.m)
+    of them, for each of ceil(n / tiles.n) tiles of columns, and each takes ceil(k / 64) steps.
+    128 x 256 is best for large groups: 1024 cycles of multiplying hide the 768 of loading. With 64
+    rows or fewer in a group, 64 x 256 takes 640 instead of 1024. As many stages as fit, up to 8:
+    for 128 x 256, of 48 KiB each, there are 4 in 192 of 227 KiB.
     """
-    rows = max(-(-m // max(g, 1)), 1)
+    rows = -(-m // g)
 
     def cycles(tiles: GpuTiles) -> float:
         num_tiles = g * -(-rows // tiles.m) * -(-n // tiles.n)
@@ -105,7 +103,7 @@ def choose_for_gradient(m: int, k: int, n: int, g: int, num_sms: int) -> GpuTile
 
     def cycles(tiles: GpuTiles) -> float:
         num_tiles = g * -(-k // tiles.m) * -(-n // tiles.n)
-        return modelled_cycles(tiles, num_tiles, -(-m // (max(g, 1) * SIDE)), num_sms)
+        return modelled_cycles(tiles, num_tiles, -(-m // (g * SIDE)), num_sms)
 
     return min((_with_stages(128, side) for side in (256, 192, 128, 64)), key=cycles)
 
@@ -113,18 +111,3 @@ def choose_for_gradient(m: int, k: int, n: int, g: int, num_sms: int) -> GpuTile
 def is_hopper(device_kind: str) -> bool:
     """Returns whether a device's kind, such as "NVIDIA H100 80GB HBM3", is one of sm_90."""
     return _HOPPER.search(device_kind) is not None
-
-
-def current_gpu() -> tuple[str, int] | None:
-    """Returns the kind and the number of SMs of the GPU that is traced for; None if it is none.
-
-    That is the device of the mesh in context, else the default one.
-    """
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None:
-        platform, kind, sms = device.platform, device.device_kind, device.num_cores
-        return (kind, sms or 132) if platform in ("gpu", "cuda") else None
-    if jax.default_backend() != "gpu":
-        return None
-    first = jax.devices()[0]
-    return first.device_kind, int(getattr(first, "core_count", 132))

@@ -1,7 +1,8 @@
-"""Groups of rows: where each begins and ends, and which tiles of rows a kernel visits for it.
+"""Groups of rows: where each begins and ends, and which tiles of rows a TPU kernel visits for it.
 
 Everything here is a sum over comparisons of [v, g], which XLA fuses; nothing is gathered, sorted or
-scattered. Calls that share their tile of rows share the result, for XLA computes equal things once.
+scattered. Calls with the same tile of rows share the result, because XLA computes equal expressions
+once.
 
 Shapes: g groups, v visits.
 """
@@ -14,42 +15,28 @@ from jaxtyping import Array, Int, Int32
 
 
 class Visits(NamedTuple):
-    """What a kernel does at each visit of a tile of rows; entries past the number of visits: any.
+    """The work of each visit of a kernel to a tile of rows; undefined past the number of visits.
 
-    Tiles that no group has rows in are visited last, to be filled with zeros: such a visit has no
+    Tiles in which no group has rows are visited last, to be filled with zeros: such a visit has no
     rows, and repeats the group and the tile to read of the visit before, so that it reads nothing.
     """
 
     group: Int32[Array, "v"]
     tile: Int32[Array, "v"]  # To read.
     out_tile: Int32[Array, "v"]  # To write; `tile` in a visit that has rows.
-    start: Int32[Array, "v"]  # The group's rows within the tile: from here,
-    end: Int32[Array, "v"]  # up to here.
+    start: Int32[Array, "v"]  # First row of the group within the tile.
+    end: Int32[Array, "v"]  # Row after its last within the tile.
     first: Int32[Array, "v"]  # 1 where a new output begins, else 0.
     last: Int32[Array, "v"]  # 1 where it ends.
 
 
 def row_ranges(
-    group_sizes: Int[Array, "s"],
-    num_rows: int,
-    num_groups: int | None = None,
-    offset: Int[Array, ""] | None = None,
+    group_sizes: Int[Array, "g"], num_rows: int
 ) -> tuple[Int32[Array, "g"], Int32[Array, "g"]]:
-    """Returns each group's first row and the row after its last, none past the last of all rows.
-
-    Args:
-        group_sizes: Number of rows of each group.
-        num_rows: Number of all rows.
-        num_groups: Number of groups to return; all by default.
-        offset: The first of those; 0 by default.
-    """
+    """Returns each group's first row and the row after its last, none past the last of all rows."""
     sums = jnp.cumsum(group_sizes, dtype=jnp.int32)
-    ends = jnp.minimum(sums, num_rows)
-    starts = jnp.minimum(sums - group_sizes.astype(jnp.int32), num_rows)
-    if offset is not None:
-        size = len(group_sizes) if num_groups is None else num_groups
-        starts, ends = (lax.dynamic_slice_in_dim(x, offset, size) for x in (starts, ends))
-    return starts, ends
+    starts = sums - group_sizes.astype(jnp.int32)
+    return jnp.minimum(starts, num_rows), jnp.minimum(sums, num_rows)
 
 
 def output_visits(
@@ -61,21 +48,18 @@ def output_visits(
     which no group has rows.
 
     Args:
-        starts: Each group's first row, as from `row_ranges`.
-        ends: The row after its last.
+        starts: First row of each group, as from `row_ranges`.
+        ends: Row after its last.
         num_rows: Number of all rows.
         tile: Rows in a tile.
     """
     num_tiles, num_groups = -(-num_rows // tile), len(starts)
     counts = jnp.where(ends > starts, _tile(ends - 1, tile) - _tile(starts, tile) + 1, 0)
-    visits, total = _visits(starts, ends, counts, tile, max(num_tiles + num_groups - 1, 1))
-    # The groups' rows are one range, so are their tiles: [low, low + used).
-    low = _tile(starts[0], tile)
-    used = jnp.where(total > 0, _tile(ends[-1] + tile - 1, tile) - low, 0)
+    visits, total = _visits(starts, ends, counts, tile, num_tiles + num_groups - 1)
+    used = _tile(ends[-1] + tile - 1, tile)  # Tiles with rows of groups: the first ones.
     rest = lax.iota(jnp.int32, len(visits.group)) - total
-    out_tile = jnp.where(rest < 0, visits.tile, jnp.where(rest < low, rest, rest + used))
     visits = visits._replace(
-        out_tile=jnp.where((rest >= 0) & (total == 0), rest, out_tile),
+        out_tile=jnp.where(rest < 0, visits.tile, rest + used),
         start=jnp.where(rest < 0, visits.start, 0),
         end=jnp.where(rest < 0, visits.end, 0),
     )
@@ -87,15 +71,10 @@ def output_visits(
 def weight_visits(
     starts: Int32[Array, "g"], ends: Int32[Array, "g"], num_rows: int, tile: int
 ) -> tuple[Visits, Int32[Array, ""]]:
-    """Returns the visits that write something for every group, and their number.
+    """Returns the visits that write the sums of every group, and their number.
 
-    A group visits each tile in which it has rows; an empty group visits one, and has no rows in it.
-
-    Args:
-        starts: Each group's first row, as from `row_ranges`.
-        ends: The row after its last.
-        num_rows: Number of all rows.
-        tile: Rows in a tile.
+    A group visits each tile in which it has rows; an empty group visits one, without rows in it.
+    Arguments are as for `output_visits`.
     """
     num_tiles, num_groups = -(-num_rows // tile), len(starts)
     counts = jnp.where(ends > starts, _tile(ends - 1, tile) - _tile(starts, tile) + 1, 1)
@@ -108,9 +87,9 @@ def weight_visits(
 def _visits(
     starts: Array, ends: Array, counts: Array, tile: int, length: int
 ) -> tuple[Visits, Array]:
-    """Returns `counts` visits of consecutive tiles for each group, then copies of the last.
+    """Returns `counts` visits of consecutive tiles per group, then copies of the last visit.
 
-    With them comes the number of visits that are no copies.
+    Also returns the number of visits that are no copies.
     """
     after = jnp.cumsum(counts, dtype=jnp.int32)
     before = after - counts
@@ -129,7 +108,7 @@ def _visits(
 
 
 def _tile(rows: Array, tile: int) -> Array:
-    """Returns the tile of each row; rows are not negative, so `//` would only take longer."""
+    """Returns the tile of each row; for rows, which are not negative, `//` would be slower."""
     return lax.div(rows, jnp.full_like(rows, tile))
 
 

@@ -1,65 +1,75 @@
-"""Grouped matmul: what it means, at any cost: every group's matrix meets every row.
+"""Definition of the grouped matmul, at any cost: every row meets every group's matrices.
 
-Shapes: m rows, k in, n out, g groups held, s groups counted.
+Shapes: m rows, k in, n out, g groups, p matrices per group.
 """
 
+from collections.abc import Callable
+
+import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 
-def gmm(
+def forward(
     lhs: Float[Array, "m k"],
-    rhs: Float[Array, "g ..."],
-    group_sizes: Int[Array, "s"],
-    bias: Float[Array, "g n"] | None = None,
-    group_offset: Int[Array, ""] | None = None,
+    rhs: Float[Array, "g p k n"],
+    group_sizes: Int[Array, "g"],
+    bias: Float[Array, "g p n"] | None,
     *,
-    transpose_rhs: bool,
-    out_dtype: DTypeLike,
-) -> Float[Array, "m n"]:
-    """Returns `lhs[i] @ rhs[group of row i]` plus its bias, zeros for rows of no group held."""
-    members = _members(group_sizes, lhs.shape[0], rhs.shape[0], group_offset)
-    form = "mk,gnk->mgn" if transpose_rhs else "mk,gkn->mgn"
-    every = jnp.einsum(form, lhs, rhs, preferred_element_type=jnp.float32)
+    activation: Callable[..., Array] | None,
+    save: bool,
+) -> tuple[Float[Array, "m n"], tuple[Float[Array, "m n"], ...]]:
+    """Returns the activation of each row's p products (the product itself if None), and these."""
+    members = _members(group_sizes, lhs.shape[0])
+    products = _products(lhs, rhs, members)
     if bias is not None:
-        every += bias[None].astype(jnp.float32)
-    return jnp.where(members[:, :, None], every, 0).sum(axis=1).astype(out_dtype)
+        products += jnp.einsum("mg,gpn->pmn", members.astype(jnp.float32), bias.astype(jnp.float32))
+    out = products[0] if activation is None else activation(*products)
+    out = jnp.where(members.any(axis=1)[:, None], out, 0).astype(lhs.dtype)
+    return out, tuple(products.astype(lhs.dtype)) if save else ()
 
 
-def gmm_weight_gradient(
+def input_gradient(
+    grads: tuple[Float[Array, "m n"], ...],
+    rhs: Float[Array, "g p k n"],
+    group_sizes: Int[Array, "g"],
+) -> Float[Array, "m k"]:
+    """Returns the gradient of the rows, from that of their p products."""
+    lhs = jnp.zeros((grads[0].shape[0], rhs.shape[2]), rhs.dtype)
+    return _pulled(lhs, rhs, grads, group_sizes)[0]
+
+
+def weight_gradient(
     lhs: Float[Array, "m k"],
-    grad: Float[Array, "m n"],
-    group_sizes: Int[Array, "s"],
-    group_offset: Int[Array, ""] | None = None,
+    grads: tuple[Float[Array, "m n"], ...],
+    group_sizes: Int[Array, "g"],
     *,
-    out_dtype: DTypeLike,
-    num_groups: int | None = None,
-    bias_dtype: DTypeLike | None = None,
-) -> Float[Array, "g k n"] | tuple[Float[Array, "g k n"], Float[Array, "g n"]]:
-    """Returns the sum of `lhs[i]^T grad[i]` over the rows i of each group held.
-
-    If `bias_dtype` is given, the sums of grad over them too, in that dtype.
-    """
-    num_groups = len(group_sizes) if num_groups is None else num_groups
-    members = _members(group_sizes, lhs.shape[0], num_groups, group_offset)[:, :, None]
-    own_lhs = jnp.where(members, lhs[:, None], 0)  # [m, g, k]
-    own_grad = jnp.where(members, grad[:, None], 0)  # [m, g, n]
-    form = "mgk,mgn->gkn"
-    out = jnp.einsum(form, own_lhs, own_grad, preferred_element_type=jnp.float32).astype(out_dtype)
-    if bias_dtype is None:
-        return out
-    return out, own_grad.astype(jnp.float32).sum(axis=0).astype(bias_dtype)
+    with_sums: bool,
+) -> tuple[Float[Array, "g p k n"], Float[Array, "g p n"] | None]:
+    """Returns the gradient of the matrices, and that of the biases if `with_sums`."""
+    shape = (len(group_sizes), len(grads), lhs.shape[1], grads[0].shape[1])
+    weights = _pulled(lhs, jnp.zeros(shape, lhs.dtype), grads, group_sizes)[1]
+    if not with_sums:
+        return weights, None
+    members = _members(group_sizes, lhs.shape[0])[:, :, None, None]  # [m, g, 1, 1]
+    own = jnp.where(members, jnp.stack(grads, 1)[:, None], 0)  # [m, g, p, n]
+    return weights, jnp.sum(own, axis=0, dtype=jnp.float32).astype(lhs.dtype)
 
 
-def _members(
-    group_sizes: Int[Array, "s"], num_rows: int, num_groups: int, offset: Array | None
-) -> Array:
-    """Returns, as [m, g], whether each row belongs to each group held."""
+def _members(group_sizes: Int[Array, "g"], num_rows: int) -> Array:
+    """Returns, as [m, g], whether each row belongs to each group."""
     ends = jnp.cumsum(group_sizes)
     rows = jnp.arange(num_rows, dtype=ends.dtype)[:, None]
-    members = (rows >= (ends - group_sizes)[None]) & (rows < ends[None])
-    if offset is None:
-        return members
-    return lax.dynamic_slice_in_dim(members, offset, num_groups, axis=1)
+    return (rows >= (ends - group_sizes)[None]) & (rows < ends[None])
+
+
+def _products(lhs: Array, rhs: Array, members: Array) -> Float[Array, "p m n"]:
+    own = jnp.where(members[:, :, None], lhs[:, None], 0)  # [m, g, k]
+    return jnp.einsum("mgk,gpkn->pmn", own, rhs, preferred_element_type=jnp.float32)
+
+
+def _pulled(lhs: Array, rhs: Array, grads: tuple[Array, ...], sizes: Array) -> tuple[Array, Array]:
+    members = _members(sizes, lhs.shape[0])
+    _, pull = jax.vjp(lambda lhs, rhs: _products(lhs, rhs, members), lhs, rhs)
+    grad = jnp.stack(grads).astype(jnp.float32)
+    return pull(jnp.where(members.any(axis=1)[None, :, None], grad, 0))

@@ -6,7 +6,7 @@ whole in k if it fits, stays in VMEM from the group's first visit to its last. A
 rows of the tile are the group's own multiplies them at once; any other multiplies only the blocks
 of `Tiles.sub_m` rows in which the group has rows.
 
-Shapes: m rows, k in, n out, g groups held, s groups counted, p matrices of each group.
+Shapes: m rows, k in, n out, g groups, p matrices per group.
 """
 
 import functools
@@ -14,220 +14,225 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from moelib.core.varying import varying_axes, zeros_like_varying
-from moelib.kernels.gmm.tiles import Tiles
-from moelib.kernels.gmm.tpu_gradient import weight_gradient
-from moelib.kernels.gmm.tpu_product import product
+from moelib.core.varying import struct_like_varying
+from moelib.kernels.gmm.groups import Visits, output_visits, row_ranges, weight_visits
+from moelib.kernels.gmm.tpu_kernels import Product, weight_gradient_kernel
+from moelib.kernels.gmm.tpu_tiles import Job, Tiles, choose, current_chip, vmem_bytes
 
-DTYPES = ("bfloat16", "float32")
-
-
-def gmm(
-    lhs: Float[Array, "m k"],
-    rhs: Float[Array, "g ..."],
-    group_sizes: Int[Array, "s"],
-    bias: Float[Array, "g n"] | None = None,
-    group_offset: Int[Array, ""] | None = None,
-    *,
-    transpose_rhs: bool,
-    out_dtype: DTypeLike,
-    tiles: Tiles | None = None,
-    interpret: Any = None,
-) -> Float[Array, "m n"]:
-    """Returns `lhs[i] @ rhs[group of row i]` plus its bias, zeros for rows of no group held.
-
-    Args:
-        lhs: The rows, sorted by group.
-        rhs: A matrix for each group held, [g, k, n]; [g, n, k] if `transpose_rhs`.
-        group_sizes: Number of rows of each group.
-        bias: A vector for each group held.
-        group_offset: The first group held; 0 by default.
-        transpose_rhs: Whether to multiply by the transposes.
-        out_dtype: Dtype of the result.
-        tiles: Chosen by `tiles.choose` by default.
-        interpret: What `pl.pallas_call` is given; by default the kernel is compiled for a TPU and
-            interpreted elsewhere.
-
-    Raises:
-        ValueError: If the kernel has no such dtype.
-    """
-    n = rhs.shape[1 if transpose_rhs else 2]
-    if 0 in (lhs.shape[0], n, rhs.shape[0]):
-        return zeros_like_varying((lhs.shape[0], n), out_dtype, lhs)
-    run = functools.partial(
-        product,
-        activation=None,
-        save=False,
-        transpose_rhs=transpose_rhs,
-        out_dtype=out_dtype,
-        tiles=tiles,
-    )
-    biases = None if bias is None else bias[:, None]
-    return _on_platform(run, interpret, (lhs,), rhs[:, None], biases, group_sizes, group_offset)[0]
+_DTYPES = ("bfloat16", "float32")
 
 
-def gmm_activated(
+def reason_against(dtype: DTypeLike) -> str | None:
+    """Returns why the kernels cannot take operands of a dtype and what to do, None if they can."""
+    if str(jnp.dtype(dtype)) in _DTYPES:
+        return None
+    return f"takes {' and '.join(_DTYPES)}, not {jnp.dtype(dtype)}; cast to one of them."
+
+
+def forward(
     lhs: Float[Array, "m k"],
     rhs: Float[Array, "g p k n"],
-    group_sizes: Int[Array, "s"],
-    bias: Float[Array, "g p n"] | None = None,
-    group_offset: Int[Array, ""] | None = None,
+    group_sizes: Int[Array, "g"],
+    bias: Float[Array, "g p n"] | None,
     *,
-    activation: Callable[..., Array],
+    activation: Callable[..., Array] | None,
     save: bool,
-    out_dtype: DTypeLike,
     tiles: Tiles | None = None,
-    interpret: Any = None,
+    interpret: Any = False,
 ) -> tuple[Float[Array, "m n"], tuple[Float[Array, "m n"], ...]]:
-    """Returns the activation of p products of each row, and, if `save`, the products themselves.
-
-    All are zeros for rows of no group held. Arguments are as for `gmm`.
+    """Returns the activation of each row's p products, and the products if `save`.
 
     Args:
-        lhs: The rows, sorted by group.
-        rhs: p matrices for each group held.
+        lhs: Rows, sorted by group.
+        rhs: p matrices per group.
         group_sizes: Number of rows of each group.
-        bias: p vectors for each group held.
-        group_offset: The first group held; 0 by default.
-        activation: Elementwise, of p arrays in float32.
-        save: Whether to return the products, in `out_dtype`.
-        out_dtype: Dtype of the result.
-        tiles: Chosen by `tiles.choose` by default.
-        interpret: As for `gmm`.
-
-    Raises:
-        ValueError: If the kernel has no such dtype.
+        bias: p vectors per group.
+        activation: Elementwise function of p arrays in float32; None, if p is 1, for the product.
+        save: Whether to return the products.
+        tiles: Chosen by `tpu_tiles.choose` by default.
+        interpret: As for `pl.pallas_call`.
     """
-    g, p, _, n = rhs.shape
-    m = lhs.shape[0]
-    if 0 in (m, n, g):
-        zeros = zeros_like_varying((m, n), out_dtype, lhs)
-        return zeros, (zeros,) * (p if save else 0)
-    run = functools.partial(
-        product,
-        activation=activation,
-        save=save,
-        transpose_rhs=False,
-        out_dtype=out_dtype,
-        tiles=tiles,
+    out, *products = _product(
+        (lhs,), rhs, group_sizes, bias, activation, save, False, tiles, interpret
     )
-    out = _on_platform(run, interpret, (lhs,), rhs, bias, group_sizes, group_offset)
-    return out[0], tuple(out[1:])
+    return out, tuple(products)
 
 
-def gmm_summed(
-    lhs: tuple[Float[Array, "m n"], ...],
+def input_gradient(
+    grads: tuple[Float[Array, "m n"], ...],
     rhs: Float[Array, "g p k n"],
-    group_sizes: Int[Array, "s"],
-    group_offset: Int[Array, ""] | None = None,
+    group_sizes: Int[Array, "g"],
     *,
-    out_dtype: DTypeLike,
     tiles: Tiles | None = None,
-    interpret: Any = None,
+    interpret: Any = False,
 ) -> Float[Array, "m k"]:
-    """Returns the sum over p of `lhs[p][i] @ rhs[group of row i, p]^T`.
-
-    The gradient of `gmm_activated` in its rows, from that in its products. Arguments are as for it.
-    """
-    m, (g, _, k, _) = lhs[0].shape[0], rhs.shape
-    if 0 in (m, k, g):
-        return zeros_like_varying((m, k), out_dtype, lhs[0])
-    run = functools.partial(
-        product, activation=_sum, save=False, transpose_rhs=True, out_dtype=out_dtype, tiles=tiles
-    )
-    return _on_platform(run, interpret, lhs, rhs, None, group_sizes, group_offset)[0]
+    """Returns the sum over p of `grads[p][i] @ rhs[group of row i, p]^T`; arguments as above."""
+    join = _sum if len(grads) > 1 else None
+    return _product(grads, rhs, group_sizes, None, join, False, True, tiles, interpret)[0]
 
 
 def _sum(*parts: Array) -> Array:
     return functools.reduce(operator.add, parts)
 
 
-def gmm_weight_gradient(
-    lhs: Float[Array, "m k"],
-    grad: Float[Array, "m n"],
-    group_sizes: Int[Array, "s"],
-    group_offset: Int[Array, ""] | None = None,
-    **options: Any,
-) -> Float[Array, "g k n"] | tuple[Float[Array, "g k n"], Float[Array, "g n"]]:
-    """Returns `gmm_weight_gradients` of one grad, without the dimension p."""
-    made = gmm_weight_gradients(lhs, (grad,), group_sizes, group_offset, **options)
-    return jax.tree.map(lambda x: x[:, 0], made)
+def _product(
+    lhs: tuple[Array, ...],
+    rhs: Array,
+    group_sizes: Array,
+    bias: Array | None,
+    activation: Callable[..., Array] | None,
+    save: bool,
+    transpose_rhs: bool,
+    tiles: Tiles | None,
+    interpret: Any,
+) -> tuple[Array, ...]:
+    """Returns (activation of each row's p products, p products if `save`).
+
+    The rows are the same for all of the p matrices, or p arrays. The grid is (tile of n, visit of a
+    tile of rows, tile of k).
+    """
+    (m, k), (g, p), num_lhs = lhs[0].shape, rhs.shape[:2], len(lhs)
+    n = rhs.shape[2 if transpose_rhs else 3]
+    size = lhs[0].dtype.itemsize
+    job = Job(m, k, n, g, size, p, save, num_lhs)
+    tiles = choose(job, current_chip()) if tiles is None else tiles
+    tm, tk, tn = tiles.m, tiles.k, tiles.n
+    tiles_n, tiles_k = pl.cdiv(n, tn), pl.cdiv(k, tk)
+    visits, num_visits = output_visits(*row_ranges(group_sizes, m), m, tm)
+
+    def matrix_spec(part: int) -> pl.BlockSpec:
+        def index(j: Array, v: Array, step: Array, visits: Visits) -> tuple[Array | int, ...]:
+            return visits.group[v], part, *((j, step) if transpose_rhs else (step, j))
+
+        return pl.BlockSpec((None, None, tn, tk) if transpose_rhs else (None, None, tk, tn), index)
+
+    row_spec = pl.BlockSpec((tm, tk), lambda j, v, step, visits: (visits.tile[v], step))
+    bias_spec = pl.BlockSpec((None, 1, tn), lambda j, v, step, visits: (visits.group[v], 0, j))
+    out_spec = pl.BlockSpec((tm, tn), lambda j, v, step, visits: (visits.out_tile[v], j))
+    biases = () if bias is None else tuple(bias[:, i : i + 1] for i in range(p))  # [g, 1, n]
+    num_outs = 1 + (p if save else 0)
+    in_specs = [row_spec] * num_lhs + [matrix_spec(i) for i in range(p)] + [bias_spec] * len(biases)
+    return pl.pallas_call(
+        Product(k, tiles, p, num_lhs, bias is not None, activation, save, transpose_rhs),
+        out_shape=[struct_like_varying((m, n), lhs[0].dtype, lhs[0])] * num_outs,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(tiles_n, num_visits, tiles_k),
+            in_specs=in_specs,
+            out_specs=[out_spec] * num_outs,
+            scratch_shapes=[pltpu.VMEM((p, tm, tn), jnp.float32)] if tiles_k > 1 else [],
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * p * m * k * n,
+            bytes_accessed=size * (tiles_n * num_lhs * m * k + p * g * k * n + num_outs * m * n),
+            transcendentals=m * n if activation else 0,
+        ),
+        interpret=interpret,
+        name="gmm",
+        **_compiler_options(job, tiles),
+    )(visits, *lhs, *[rhs] * p, *biases)
 
 
-def gmm_weight_gradients(
+def weight_gradient(
     lhs: Float[Array, "m k"],
     grads: tuple[Float[Array, "m n"], ...],
-    group_sizes: Int[Array, "s"],
-    group_offset: Int[Array, ""] | None = None,
+    group_sizes: Int[Array, "g"],
     *,
-    out_dtype: DTypeLike,
-    num_groups: int | None = None,
-    bias_dtype: DTypeLike | None = None,
+    with_sums: bool,
     tiles: Tiles | None = None,
-    interpret: Any = None,
-) -> Float[Array, "g p k n"] | tuple[Float[Array, "g p k n"], Float[Array, "g p n"]]:
-    """Returns the sum of `lhs[i]^T grads[p][i]` over the rows i of each group held, for every p.
+    interpret: Any = False,
+) -> tuple[Float[Array, "g p k n"], Float[Array, "g p n"] | None]:
+    """Returns the sums over each group's rows i of `lhs[i]^T grads[p][i]`, and of grads if wanted.
+
+    The grid is (tile of k, tile of n, visit of a tile of rows). A group's sum stays in VMEM from
+    its first visit to its last, and is written once.
 
     Args:
-        lhs: The rows, sorted by group.
-        grads: p arrays of as many rows.
+        lhs: Rows, sorted by group.
+        grads: As many rows for each of the p matrices.
         group_sizes: Number of rows of each group.
-        group_offset: The first group held; 0 by default.
-        out_dtype: Dtype of the result.
-        num_groups: Number of groups held; all by default.
-        bias_dtype: If given, the sums of grads over the rows of each group are returned too.
-        tiles: Chosen by `tiles.choose` by default.
-        interpret: As for `gmm`.
-
-    Raises:
-        ValueError: If the kernel has no such dtype.
+        with_sums: Whether to return the sums of grads.
+        tiles: Chosen by `tpu_tiles.choose` by default.
+        interpret: As for `pl.pallas_call`.
     """
-    g = len(group_sizes) if num_groups is None else num_groups
-    (m, k), n, p = lhs.shape, grads[0].shape[1], len(grads)
-    if 0 in (m, k, n, g):
-        zeros = zeros_like_varying((g, p, k, n), out_dtype, lhs)
-        if bias_dtype is None:
-            return zeros
-        return zeros, zeros_like_varying((g, p, n), bias_dtype, lhs)
-    run = functools.partial(
-        weight_gradient, num_groups=g, out_dtype=out_dtype, bias_dtype=bias_dtype, tiles=tiles
-    )
-    return _on_platform(run, interpret, lhs, grads, group_sizes, group_offset)
+    (m, k), n, p, g = lhs.shape, grads[0].shape[1], len(grads), len(group_sizes)
+    size = lhs.dtype.itemsize
+    job = Job(m, k, n, g, size, p, weight_gradient=True)
+    tiles = choose(job, current_chip()) if tiles is None else tiles
+    tm, tk, tn = tiles.m, tiles.k, tiles.n
+    tiles_k, tiles_n = pl.cdiv(k, tk), pl.cdiv(n, tn)
+    visits, num_visits = weight_visits(*row_ranges(group_sizes, m), m, tm)
+
+    def part_and_column(j: Array) -> tuple[Array, Array]:
+        return lax.div(j, jnp.int32(tiles_n)), lax.rem(j, jnp.int32(tiles_n))
+
+    def grad_spec(own: int) -> pl.BlockSpec:
+        def index(i: Array, j: Array, v: Array, visits: Visits) -> tuple[Array, ...]:
+            part, column = part_and_column(j)
+            # While another part is summed, the block stays the same, and is not fetched again.
+            return jnp.where(part == own, visits.tile[v], 0), jnp.where(part == own, column, 0)
+
+        return pl.BlockSpec((tm, tn), index)
+
+    def out_index(i: Array, j: Array, v: Array, visits: Visits) -> tuple[Array, ...]:
+        part, column = part_and_column(j)
+        return visits.group[v], part, i, column
+
+    out_shape = [struct_like_varying((g, p, k, n), lhs.dtype, lhs)]
+    out_specs = [pl.BlockSpec((None, None, tk, tn), out_index)]
+    scratch = [pltpu.VMEM((tk, tn), jnp.float32)]
+    if with_sums:
+        # One for each tile of k, all the same: none is written by two cores, or twice.
+        def sums_index(i: Array, j: Array, v: Array, visits: Visits) -> tuple[Array | int, ...]:
+            part, column = part_and_column(j)
+            return i, visits.group[v], part, 0, column
+
+        out_shape.append(struct_like_varying((tiles_k, g, p, 1, n), lhs.dtype, lhs))
+        out_specs.append(pl.BlockSpec((None, None, None, 1, tn), sums_index))
+        scratch.append(pltpu.VMEM((1, tn), jnp.float32))
+    read = p * (tiles_n * m * k + tiles_k * m * n)
+    out = pl.pallas_call(
+        functools.partial(weight_gradient_kernel, tiles=tiles, num_parts=p, tiles_n=tiles_n),
+        out_shape=out_shape,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(tiles_k, p * tiles_n, num_visits),
+            in_specs=[
+                pl.BlockSpec((tm, tk), lambda i, j, v, visits: (visits.tile[v], i)),
+                *map(grad_spec, range(p)),
+            ],
+            out_specs=out_specs,
+            scratch_shapes=scratch,
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * p * m * k * n,
+            bytes_accessed=size * (read + p * g * k * n),
+            transcendentals=0,
+        ),
+        interpret=interpret,
+        name="gmm_weight_gradient",
+        **_compiler_options(job, tiles),
+    )(visits, lhs, *grads)
+    return out[0], out[1][0, :, :, 0] if with_sums else None
 
 
-def _on_platform(run: Callable[..., Any], interpret: Any, *operands: Any) -> Any:
-    dtype = jax.tree.leaves(operands)[0].dtype
-    if str(dtype) not in DTYPES:
-        raise ValueError(
-            f"gmm on TPUs has no kernel for {dtype}; cast to one of {', '.join(DTYPES)}, "
-            "or set backend='xla'."
-        )
-    if interpret is not None:
-        return run(*operands, interpret=interpret)
-    compiled = functools.partial(run, interpret=False)
-    interpreted = functools.partial(_interpreted, functools.partial(run, interpret=True))
-    return lax.platform_dependent(*operands, tpu=compiled, default=interpreted)
+def _compiler_options(job: Job, tiles: Tiles) -> dict[str, Any]:
+    """Returns what both kernels tell the compiler, and the reader of the compiled program.
 
-
-def _interpreted(run: Callable[..., Any], *operands: Any) -> Any:
-    """Returns `run(*operands)`, in which arrays that vary over mesh axes do not.
-
-    JAX's interpreter of kernels cannot mix what varies and what does not, so every device runs all
-    devices' kernels, and takes its own result.
+    The VMEM limit is no less than the compiler's own; the metadata suffice to count the rows that
+    are computed.
     """
-    axes = tuple(sorted(varying_axes(jax.tree.leaves(operands)[0])))
-    if not axes:
-        return run(*operands)
-    index, size = lax.axis_index(axes), lax.axis_size(axes)
-
-    def everyones(array: Array) -> Array:
-        places = zeros_like_varying((size, *array.shape), array.dtype, array)
-        return lax.psum(lax.dynamic_update_index_in_dim(places, array, index, axis=0), axes)
-
-    made = lax.map(lambda x: run(*x), jax.tree.map(everyones, operands))
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), made)
+    return {
+        "compiler_params": pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=max(vmem_bytes(job, tiles), 16 * 2**20),
+        ),
+        "metadata": {"rows": str(job.m), "groups": str(job.g), "rows_at_once": str(tiles.sub_m)},
+    }

@@ -21,7 +21,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from moelib.core.varying import vary, varying_axes
-from moelib.kernels.flash_attention import CONTEXT, EMPTY, MaskSpec, flash_attention, shards
+from moelib.kernels.flash_attention import (
+    CONTEXT,
+    EMPTY,
+    MaskSpec,
+    Positions,
+    flash_attention,
+    shards,
+)
 from moelib.parallel import sharding
 
 
@@ -49,7 +56,7 @@ def attend(
     """
     mesh = sharding.current_mesh()
     if mesh is None or mesh.size == 1:
-        return flash_attention(q, k, v, segment_ids, sinks=sinks, **spec._asdict())
+        return flash_attention(q, k, v, spec, segment_ids=segment_ids, sinks=sinks)
     shape = dict(mesh.shape)
     axes = ("batch", "sequence", "activation_heads", None)
     split = sharding.partition_spec(axes, shape, shape=k.shape, place="attention's keys")
@@ -65,7 +72,7 @@ def attend(
     def local(arrays: tuple[Any, ...]) -> Array:
         q, k, v, segments, sinks = vary(arrays, used)
         if not ring:
-            return flash_attention(q, k, v, segments, sinks=sinks, **spec._asdict())
+            return flash_attention(q, k, v, spec, segment_ids=segments, sinks=sinks)
         return _in_zigzag(ring, spec, q, k, v, segments, sinks)
 
     P = jax.sharding.PartitionSpec
@@ -153,9 +160,8 @@ def _forward(
         part, here = carry
         after = _rotate(here, axes)  # On its way while this shard is computed.
         k, v, k_index, k_segments = here
-        made = shards.attention_forward(
-            q, k, v, index, k_index, segments, k_segments, **spec._asdict()
-        )
+        positions = Positions(index, k_index, segments, k_segments)
+        made = shards.attention_forward(q, k, v, positions, spec)
         return (shards.merge(part, made), after), None
 
     batch, size, heads, _ = q.shape
@@ -175,9 +181,8 @@ def _backward(axes: tuple[str, ...], spec: MaskSpec, residuals: tuple, grad: Arr
         grad_q, here, grads = carry
         k, v, k_index, k_segments = here
         after = _rotate(here, axes)
-        own, *others = shards.attention_backward(
-            q, k, v, out, lse, grad, index, k_index, segments, k_segments, **spec._asdict()
-        )
+        positions = Positions(index, k_index, segments, k_segments)
+        own, *others = shards.attention_backward(q, k, v, out, lse, grad, positions, spec)
         grads = _rotate(tuple(a + b for a, b in zip(grads, others, strict=True)), axes)
         return (grad_q + own, after, grads), None
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moelib.kernels.flash_attention import flash_attention
+from moelib.kernels.flash_attention import MaskSpec, flash_attention
 
 
 class Case(NamedTuple):
@@ -22,8 +22,8 @@ class Case(NamedTuple):
     packed: bool = False
     dtype: str = "float32"
 
-    def options(self):
-        return {"causal": self.causal, "window": self.window, "logit_cap": self.cap}
+    def spec(self):
+        return MaskSpec(self.dim**-0.5, self.causal, self.window, self.cap)
 
 
 CASES = [
@@ -51,23 +51,24 @@ def operands(case):
 
 
 def segments(seq_len, seed=0):
-    """Returns two rows of segments, the second with padding at its end."""
+    """Returns segments of two sequences, the second with padding at its end."""
     rng = np.random.default_rng(seed)
     rows = np.cumsum(rng.random((2, seq_len)) < max(0.05, 2 / seq_len), axis=1) + 1
     rows[1, seq_len - seq_len // 4 :] = 0
     return jnp.asarray(rows, jnp.int32)
 
 
-@functools.partial(jax.jit, static_argnames=("causal", "window", "logit_cap", "backend"))
-def pulled(q, k, v, sinks, ids, grad, **options):
+@functools.partial(jax.jit, static_argnames=("spec", "backend"))
+def pulled(q, k, v, sinks, ids, grad, *, spec, backend):
     """Returns the value, and the gradients in q, k, v and sinks."""
-    attend = lambda q, k, v, sinks: flash_attention(q, k, v, ids, sinks=sinks, **options)
+    options = {"segment_ids": ids, "backend": backend}
+    attend = lambda q, k, v, sinks: flash_attention(q, k, v, spec, sinks=sinks, **options)
     value, pull = jax.vjp(attend, q, k, v, sinks)
     return value, pull(grad)
 
 
 def assert_close(got, want, tolerance):
-    """Asserts that no value is further off than a share of the greatest."""
+    """Asserts that no value is off by more than a share of the largest."""
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
@@ -75,7 +76,7 @@ def assert_close(got, want, tolerance):
 
 
 def exact(case):
-    """Returns what the reference gives in float32 for the case's operands."""
+    """Returns value and gradients of the reference in float32."""
     wide = [None if x is None else x.astype(jnp.float32) for x in operands(case)]
     wide[4] = operands(case)[4]
-    return pulled(*wide, **case.options(), backend="reference")
+    return pulled(*wide, spec=case.spec(), backend="reference")

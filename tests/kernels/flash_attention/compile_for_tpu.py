@@ -1,18 +1,7 @@
 """Compiles the kernels for TPUs, ahead of time; one line of JSON for each compiled program.
 
-A process of its own: python -m tests.kernels.flash_attention.compile_for_tpu v6e:2x2x1 ...
+Run by `tests.kernels.tpu_topology.compile_apart`; arguments are topologies, or topology=program.
 """
-
-import os
-
-os.environ.update(
-    JAX_PLATFORMS="cpu",
-    TPU_SKIP_MDS_QUERY="1",
-    TPU_ACCELERATOR_TYPE="v6e-4",
-    TPU_WORKER_HOSTNAMES="localhost",
-    ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-)
-os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # It does not work for TPUs.
 
 import functools
 import json
@@ -25,7 +14,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from moelib.kernels.flash_attention import flash_attention
+from moelib.kernels.flash_attention import MaskSpec, Positions, flash_attention
 from moelib.kernels.flash_attention.shards import attention_backward, attention_forward
 from tests.kernels.flash_attention.cases import Case
 
@@ -54,19 +43,19 @@ def whole(case):
     others = {"segment_ids": ((2, case.seq_len), "int32")} if case.packed else {}
 
     def loss(params, others):
-        return jnp.sum(flash_attention(**params, **others, **case.options()).astype(jnp.float32))
+        return jnp.sum(flash_attention(**params, **others, spec=case.spec()).astype(jnp.float32))
 
     return jax.value_and_grad(loss), (operands, others)
 
 
 def pair():
-    """Returns the pass of one pair of shards, forward and backward, and its operands."""
+    """Returns the passes of one pair of shards, forward and backward, and their operands."""
 
     def passes(x):
-        places = x["q_index"], x["k_index"]
-        out, lse = attention_forward(x["q"], x["k"], x["v"], *places, window=300)
-        grads = attention_backward(x["q"], x["k"], x["v"], out, lse, x["q"], *places, window=300)
-        return out, grads
+        q, k, v, spec = x["q"], x["k"], x["v"], MaskSpec(128**-0.5, window=300)
+        positions = Positions(x["q_index"], x["k_index"])
+        out, lse = attention_forward(q, k, v, positions, spec)
+        return out, attention_backward(q, k, v, out, lse, q, positions, spec)
 
     operands: dict[str, Any] = {
         "q": ((1, 512, 4, 128), "bfloat16"),
@@ -105,8 +94,8 @@ def _is_leaf(operand):
     )
 
 
-def main(topologies_):
-    for name in topologies_:
+def main(names):
+    for name in names:
         name, _, only = name.partition("=")
         devices = topologies.get_topology_desc(platform="tpu", topology_name=name).devices
         place = NamedSharding(Mesh(np.array(devices)[:1], ("x",)), PartitionSpec())

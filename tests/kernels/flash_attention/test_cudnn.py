@@ -1,31 +1,32 @@
 import jax.numpy as jnp
 import pytest
 
-from moelib.kernels.flash_attention import flash_attention
+from moelib.kernels.flash_attention import MaskSpec, flash_attention
 from tests.kernels.flash_attention.cases import Case, assert_close, operands, pulled
 
 
 @pytest.mark.parametrize(
-    ("dim", "dtype", "options", "message"),
+    ("dim", "dtype", "spec", "options", "match"),
     [
-        (64, "float32", {}, "dtype is float32; cuDNN takes bfloat16 and float16"),
-        (92, "bfloat16", {}, "head_dim is 92; .* up to 128, 96 is the nearest"),
-        (256, "bfloat16", {}, "head_dim is 256; .* up to 128, 128 is the nearest"),
-        (64, "bfloat16", {"segment_ids": jnp.ones((1, 8), jnp.int32)}, "there are segment_ids"),
-        (64, "bfloat16", {"sinks": jnp.ones(1)}, "there are sinks"),
-        (64, "bfloat16", {"logit_cap": 2.0}, r"logit_cap is 2\.0"),
+        (64, "float32", {}, {}, "takes bfloat16 and float16, not float32"),
+        (92, "bfloat16", {}, {}, "not 92; set 96"),
+        (256, "bfloat16", {}, {}, "not 256; set 128"),
+        (64, "bfloat16", {}, {"sinks": jnp.ones(1, jnp.bfloat16)}, "takes no sinks"),
+        (64, "bfloat16", {"logit_cap": 2.0}, {}, r"logit_cap=2\.0"),
+        (64, "bfloat16", {}, {"segment_ids": jnp.ones((1, 9), jnp.int32)}, "not 9; set 10"),
     ],
 )
-def test_what_cudnn_cannot_take_is_refused(dim, dtype, options, message):
-    x = jnp.ones((1, 8, 1, dim), dtype)
-    with pytest.raises(ValueError, match=message + '.*; or set backend="xla"'):
-        flash_attention(x, x, x, **options, backend="cudnn")
+def test_operands_that_cudnn_cannot_take_are_refused(dim, dtype, spec, options, match):
+    x = jnp.ones((1, 9, 1, dim), dtype)
+    with pytest.raises(ValueError, match=f"'cudnn' .*{match}.*=flash_attention=xla"):
+        flash_attention(x, x, x, MaskSpec(1.0, **spec), **options, backend="cudnn")
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("window", [None, 20])
-def test_values_and_gradients_are_those_of_the_xla_form(window):
-    case = Case(128, 4, 2, 64, window=window, dtype="bfloat16")
-    got = pulled(*operands(case), **case.options(), backend="cudnn")
-    want = pulled(*operands(case), **case.options(), backend="xla")
+def test_values_and_gradients_are_those_of_the_xla_form(window, packed):
+    case = Case(128, 4, 2, 64, window=window, packed=packed, dtype="bfloat16")
+    got = pulled(*operands(case), spec=case.spec(), backend="cudnn")
+    want = pulled(*operands(case), spec=case.spec(), backend="xla")
     assert_close(got, want, 2**-5)

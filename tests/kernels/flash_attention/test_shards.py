@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from moelib.kernels.flash_attention import flash_attention
+from moelib.kernels.flash_attention import MaskSpec, Positions, flash_attention
 from moelib.kernels.flash_attention.shards import (
     add_sinks,
     attention_backward,
@@ -24,21 +24,21 @@ def zigzag(seq_len, shards):
     return [np.concatenate([pieces[i], pieces[2 * shards - 1 - i]]) for i in range(shards)]
 
 
-_STATIC = "backend", "causal", "window", "logit_cap"
+SPEC = MaskSpec(64**-0.5)
+_STATIC = "backend", "spec"
 _forward = jax.jit(attention_forward, static_argnames=_STATIC)  # Compiled once for all pairs.
 _backward = jax.jit(attention_backward, static_argnames=_STATIC)
 _merge = jax.jit(merge)
 
 
-def by_shards(q, k, v, sinks, ids, grad, index, *, shards, backend, **options):
-    """Returns what `pulled` does, from every pair of a shard of queries and a shard of keys."""
+def by_shards(q, k, v, sinks, ids, grad, index, *, shards, **run):
+    """Returns the result of `pulled`, from all pairs of a shard of queries and a shard of keys."""
     rows = np.split(index, shards)
     of = lambda x, i: None if x is None else np.asarray(x)[:, rows[i]]
-    run = {"backend": backend, **options}
     out, grads, of_sinks = np.zeros_like(q), [np.zeros_like(x) for x in (q, k, v)], 0.0
     for i in range(shards):
-        places = [(rows[i], rows[j], of(ids, i), of(ids, j)) for j in range(shards)]
-        pairs = [_forward(of(q, i), of(k, j), of(v, j), *places[j], **run) for j in range(shards)]
+        at = [Positions(rows[i], rows[j], of(ids, i), of(ids, j)) for j in range(shards)]
+        pairs = [_forward(of(q, i), of(k, j), of(v, j), at[j], **run) for j in range(shards)]
         part = functools.reduce(_merge, pairs)
         if sinks is not None:
             part = jax.jit(add_sinks)(part, sinks)
@@ -46,7 +46,7 @@ def by_shards(q, k, v, sinks, ids, grad, index, *, shards, backend, **options):
         out[:, rows[i]] = part[0]
         for j in range(shards):
             operands = of(q, i), of(k, j), of(v, j), *part, of(grad, i)
-            made = _backward(*operands, *places[j], **run)
+            made = _backward(*operands, at[j], **run)
             for n, (side, value) in enumerate(zip((i, j, j), made, strict=True)):
                 grads[n][:, rows[side]] += value
     return out, (*grads, None if sinks is None else of_sinks)
@@ -64,8 +64,8 @@ def by_shards(q, k, v, sinks, ids, grad, index, *, shards, backend, **options):
 )
 def test_pairs_of_shards_in_zigzag_give_the_attention_of_the_whole_row(case, backend):
     index = np.concatenate(zigzag(96, 3))
-    got = by_shards(*operands(case), index, shards=3, backend=backend, **case.options())
-    want = pulled(*operands(case), **case.options(), backend="reference")
+    got = by_shards(*operands(case), index, shards=3, backend=backend, spec=case.spec())
+    want = pulled(*operands(case), spec=case.spec(), backend="reference")
     assert_close(got, want, 1e-5)
 
 
@@ -73,19 +73,20 @@ def test_pairs_of_shards_in_zigzag_give_the_attention_of_the_whole_row(case, bac
 def test_keys_that_no_query_sees_give_zeros_and_change_no_merge(backend):
     q, k, v, *_ = operands(Case(16, 2, 1, 64))
     early, late = jnp.arange(16, dtype=jnp.int32), jnp.arange(16, 32, dtype=jnp.int32)
-    unseen = _forward(q, k, v, early, late, backend=backend)
+    run = {"spec": SPEC, "backend": backend}
+    unseen = _forward(q, k, v, Positions(early, late), **run)
     assert not np.any(unseen[0])
-    own = _forward(q, k, v, early, early, backend=backend)
+    own = _forward(q, k, v, Positions(early, early), **run)
     for got in merge(own, unseen), merge(unseen, own), merge(merge(unseen, unseen), own):
         assert_close(got, own, 1e-6)
-    grads = _backward(q, k, v, *own, q, early, late, backend=backend)
+    grads = _backward(q, k, v, *own, q, Positions(early, late), **run)
     assert not any(np.any(grad) for grad in grads)
 
 
 def test_the_logsumexp_is_that_of_jax():
     q, k, v, *_ = operands(Case(16, 2, 1, 64))
     index = jnp.arange(16, dtype=jnp.int32)
-    _, got = attention_forward(q, k, v, index, index)
+    _, got = _forward(q, k, v, Positions(index, index), spec=SPEC)
     _, want = jax.nn.dot_product_attention(q, k, v, is_causal=True, return_residual=True)
     np.testing.assert_allclose(got, want.transpose(0, 2, 1), rtol=1e-5, atol=1e-6)
 
@@ -95,28 +96,14 @@ def test_keys_in_tiles_and_in_reverse_order_give_the_same(monkeypatch):
     case = Case(96, 2, 1, 64, window=30)
     q, k, v, *_ = operands(case)
     index = jnp.flip(jnp.arange(96, dtype=jnp.int32))
-    out, _ = attention_forward(q[:, ::-1], k[:, ::-1], v[:, ::-1], index, index, window=30)
-    want = flash_attention(q, k, v, window=30, backend="reference")
+    q_back, k_back, v_back = (x[:, ::-1] for x in (q, k, v))
+    out, _ = attention_forward(q_back, k_back, v_back, Positions(index, index), case.spec())
+    want = flash_attention(q, k, v, case.spec(), backend="reference")
     assert_close(out[:, ::-1], want, 1e-5)
 
 
-def test_segments_of_one_side_only_are_refused(monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    q, k, v, *_ = operands(Case(16, 2, 1, 64))
-    index, ids = jnp.arange(16, dtype=jnp.int32), jnp.ones((2, 16), jnp.int32)
-    with pytest.raises(ValueError, match="only the queries have segments; give both"):
-        attention_forward(q, k, v, index, index, ids)
-
-
-def test_a_window_below_one_is_refused():
-    q, k, v, *_ = operands(Case(16, 2, 1, 64))
-    index = jnp.arange(16, dtype=jnp.int32)
-    with pytest.raises(ValueError, match="window is 0"):
-        attention_forward(q, k, v, index, index, window=0)
-
-
 def test_a_ring_of_devices_gives_the_attention_of_the_whole_row():
-    """As ring attention will: positions vary over devices, and varying axes are checked."""
+    """Positions vary over devices, and varying axes are checked."""
     case = Case(96, 4, 2, 64, window=30, packed=True)
     q, k, v, _, ids, grad = operands(case)
     mesh = jax.make_mesh((3,), ("seq",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -126,15 +113,15 @@ def test_a_ring_of_devices_gives_the_attention_of_the_whole_row():
         keys, parts, grads = (k, v, index, ids), [], []
         for _ in range(3):
             k, v, k_index, k_ids = keys
-            places = index, k_index, ids, k_ids
-            parts.append(attention_forward(q, k, v, *places, window=30))
+            positions = Positions(index, k_index, ids, k_ids)
+            parts.append(attention_forward(q, k, v, positions, case.spec()))
             keys = jax.tree.map(turn, keys)
         part = functools.reduce(merge, parts)
         sums = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), (k, v))
         for _ in range(3):
             k, v, k_index, k_ids = keys
-            places = index, k_index, ids, k_ids
-            of_q, *made = attention_backward(q, k, v, *part, grad, *places, window=30)
+            positions = Positions(index, k_index, ids, k_ids)
+            of_q, *made = attention_backward(q, k, v, *part, grad, positions, case.spec())
             grads.append(of_q)
             sums = tuple(turn(a + b) for a, b in zip(sums, made, strict=True))
             keys = jax.tree.map(turn, keys)
@@ -147,17 +134,24 @@ def test_a_ring_of_devices_gives_the_attention_of_the_whole_row():
     moved = [x[:, index] for x in (q, k, v, ids, grad)]
     got = jax.jit(run)(*moved, jnp.asarray(index))
     got = jax.tree.map(lambda x: x[:, np.argsort(index)], got)
-    want = pulled(q, k, v, None, ids, grad, **case.options(), backend="reference")
+    want = pulled(q, k, v, None, ids, grad, spec=case.spec(), backend="reference")
     assert_close(got, want, 1e-5)
 
 
-def test_shards_that_do_not_fit_together_are_named(monkeypatch):
+def test_shards_that_disagree_are_refused(monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     q, k, v, *_ = operands(Case(16, 2, 1, 64))
     index, ids = jnp.arange(16, dtype=jnp.int32), jnp.ones((2, 16), jnp.int32)
-    with pytest.raises(ValueError, match=r"v has shape \(2, 8, 1, 64\);.* \(2, 16, 1, 64\)"):
-        attention_forward(q, k, v[:, :8], index, index)
-    with pytest.raises(ValueError, match=r"segment_ids of k are int32\[2, 8\]; .*\[2, 16\]"):
-        attention_forward(q, k, v, index, index, ids, ids[:, :8])
-    with pytest.raises(ValueError, match=r"k_index \(8,\) must have a position for each of 16 q"):
-        attention_forward(q, k, v, index, index[:8])
+    run = lambda v, *positions: attention_forward(q, k, v, Positions(*positions), SPEC)
+    with pytest.raises(ValueError, match=r"v \[2, 8, 1, 64\]"):
+        run(v[:, :8], index, index)
+    with pytest.raises(ValueError, match=r"segment_ids of keys \[2, 8\]"):
+        run(v, index, index, ids, ids[:, :8])
+    with pytest.raises(ValueError, match=r"k_index \[8\]"):
+        run(v, index, index[:8])
+    with pytest.raises(ValueError, match="only the queries have segments"):
+        run(v, index, index, ids)
+    with pytest.raises(ValueError, match="window=0"):
+        attention_forward(q, k, v, Positions(index, index), SPEC._replace(window=0))
+    with pytest.raises(ValueError, match="'cudnn' cannot compute this part"):
+        attention_forward(q, k, v, Positions(index, index), SPEC, backend="cudnn")

@@ -1,8 +1,4 @@
-import importlib.util
-import json
-import pathlib
-import subprocess
-import sys
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +9,11 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_kernel,
     splash_attention_mask,
 )
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec
 
-from moelib.kernels.flash_attention import backends, flash_attention, tpu, xla
-from moelib.kernels.flash_attention.reference import MaskSpec, whole_rows
+from moelib.kernels.backend import warn_once
+from moelib.kernels.flash_attention import MaskSpec, flash_attention, tpu, xla
+from moelib.kernels.flash_attention.reference import whole_sequences
 from tests.kernels.flash_attention.cases import (
     CASES,
     Case,
@@ -25,20 +22,15 @@ from tests.kernels.flash_attention.cases import (
     operands,
     pulled,
 )
+from tests.kernels.tpu_topology import compile_apart, needs_libtpu
 
-_ROOT = pathlib.Path(__file__).parents[3]
-_needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu, which compiles, is not installed"
-)
-
-
-# The others are computed by the xla form in every run.
+# The xla form computes the others in every run.
 SOME = [c if i % 8 == 1 else pytest.param(c, marks=pytest.mark.slow) for i, c in enumerate(CASES)]
 
 
 @pytest.mark.parametrize("case", SOME, ids=str)
 def test_kernels_give_the_values_and_gradients_of_the_reference(case):
-    got = pulled(*operands(case), **case.options(), backend="tpu")
+    got = pulled(*operands(case), spec=case.spec(), backend="tpu")
     dtype = got[0].dtype
     want = jax.tree.map(lambda x: x.astype(dtype), exact(case))
     assert_close(got, want, 1e-5 if dtype == jnp.float32 else 2**-5)
@@ -47,11 +39,10 @@ def test_kernels_give_the_values_and_gradients_of_the_reference(case):
 def _passes(case, run, **options):
     """Returns the results of the forward and of the backward pass of a module."""
     q, k, v, sinks, ids, grad = operands(case)
-    places = whole_rows(case.seq_len, ids)
-    spec = MaskSpec(case.dim**-0.5, case.causal, case.window, case.cap)
-    out, lse = run.forward(q, k, v, sinks, places, spec, in_order=True, **options)
+    positions, options = whole_sequences(case.seq_len, ids), {"in_order": True, **options}
+    out, lse = run.forward(q, k, v, sinks, positions, case.spec(), **options)
     delta = jnp.sum(out * grad, -1).transpose(0, 2, 1)
-    grads = run.backward(q, k, v, lse, delta, grad, places, spec, in_order=True, **options)
+    grads = run.backward(q, k, v, lse, delta, grad, positions, case.spec(), **options)
     return out, lse, grads
 
 
@@ -66,7 +57,7 @@ def _passes(case, run, **options):
     ],
     ids=str,
 )
-def test_no_kernel_reads_memory_that_nothing_wrote(case):
+def test_no_kernel_reads_uninitialized_memory(case):
     """The interpreter fills it with NaN."""
     got = _passes(case, tpu, interpret=pltpu.InterpretParams(uninitialized_memory="nan"))
     assert_close(got, _passes(case, xla), 1e-5)
@@ -106,29 +97,29 @@ def test_values_and_gradients_are_those_of_splash_attention(window, cap):
         jax.vmap(splash)(by_head(q) * 128**-0.5, *map(by_head, (k, v)))
     )
     value, pull = jax.vjp(attend, q, k, v)
-    got = pulled(q, k, v, None, None, grad, **case.options(), backend="tpu")
+    got = pulled(q, k, v, None, None, grad, spec=case.spec(), backend="tpu")
     assert_close(got, (value, (*pull(grad), None)), 1e-5)
 
 
 @pytest.mark.parametrize(
     ("dim", "dtype", "message"),
     [
-        (32, jnp.float32, r'head_dim is 32; .*64 is the nearest; or set backend="xla"'),
-        (90, jnp.float32, "head_dim is 90; .*96 is the nearest"),
-        (64, jnp.float16, "dtype is float16; the TPU kernels take bfloat16 and float32"),
+        (32, jnp.float32, "not 32; set 64"),
+        (90, jnp.float32, "not 90; set 96"),
+        (64, jnp.float16, "take bfloat16 and float32, not float16"),
     ],
 )
-def test_what_the_kernels_cannot_take_is_refused_when_they_are_asked_for(dim, dtype, message):
+def test_operands_that_the_kernels_cannot_take_are_refused(dim, dtype, message):
     x = jnp.ones((1, 8, 1, dim), dtype)
-    with pytest.raises(ValueError, match=message):
-        flash_attention(x, x, x, backend="tpu")
+    with pytest.raises(ValueError, match=f"{message}.*=flash_attention=xla"):
+        flash_attention(x, x, x, MaskSpec(1.0), backend="tpu")
 
 
 def test_a_sequence_with_too_many_blocks_is_refused(monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     x = jax.ShapeDtypeStruct((1, 2**20, 1, 64), jnp.float32)
-    run = lambda x, **options: flash_attention(x, x, x, backend="tpu", **options)
-    with pytest.raises(ValueError, match=r"1048576 queries .*; the TPU kernels take 131072 pairs"):
+    run = lambda x: flash_attention(x, x, x, MaskSpec(1.0), backend="tpu")
+    with pytest.raises(ValueError, match=r"take 131072 pairs .* 1048576 queries"):
         jax.eval_shape(run, x)
 
 
@@ -157,12 +148,13 @@ def test_kernels_work_in_shard_map(check_vma):
     split, whole = PartitionSpec("data"), PartitionSpec()
 
     def local(q, k, v, sinks, ids, grad):
+        options = {"segment_ids": ids, "backend": None if check_vma else "tpu"}
         attend = lambda q, k, v, sinks: flash_attention(
-            q, k, v, ids, sinks=sinks, window=20, backend="tpu"
+            q, k, v, case.spec(), sinks=sinks, **options
         )
         value, pull = jax.vjp(attend, q, k, v, sinks)
-        *grads, of_sinks = pull(grad)
-        return value, (*grads, of_sinks if check_vma else jax.lax.psum(of_sinks, "data"))
+        *grads, sinks_grad = pull(grad)
+        return value, (*grads, sinks_grad if check_vma else jax.lax.psum(sinks_grad, "data"))
 
     results = split, (split, split, split, whole)
     specs = split, split, split, whole, split, split
@@ -170,43 +162,53 @@ def test_kernels_work_in_shard_map(check_vma):
         jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=results, check_vma=check_vma)
     )
     if check_vma:
-        run.trace(q, k, v, sinks, ids, grad)
+        traced = run.trace(q, k, v, sinks, ids, grad)
+        assert traced.lower(lowering_platforms=("tpu",)).as_text().count("tpu_custom_call") == 3
         return
     got = run(q, k, v, sinks, ids, grad)
-    assert_close(got, pulled(*operands(case), **case.options(), backend="reference"), 1e-5)
+    assert_close(got, pulled(*operands(case), spec=case.spec(), backend="reference"), 1e-5)
 
 
-def test_where_xla_would_have_to_partition_them_the_xla_form_is_taken_and_logged(caplog):
-    x = jax.ShapeDtypeStruct((2, 8, 1, 64), jnp.float32)
-    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
-    kernels = lambda: str(jax.make_jaxpr(lambda x: flash_attention(x, x, x))(x)).count("pallas")
-    assert kernels() > 0
-    backends._log_once.cache_clear()
-    with caplog.at_level("INFO", logger=backends.__name__), jax.set_mesh(mesh):
-        assert kernels() == 0
-        assert kernels() == 0
-    (record,) = caplog.records
-    assert "xla form on TPUs: the mesh axes fsdp are not manual; call it inside" in record.message
+def _mesh_of_tpus(kind):
+    device = AbstractDevice(device_kind="TPU v6 lite", num_cores=1, platform="tpu")
+    mesh = AbstractMesh((2,), ("fsdp",), axis_types=(kind,), abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
-def _compile(*names):
-    command = [sys.executable, "-m", "tests.kernels.flash_attention.compile_for_tpu", *names]
-    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+@pytest.mark.parametrize(
+    ("kind", "dim", "reason"),
+    [
+        (jax.sharding.AxisType.Auto, 64, "need manual mesh axes, not fsdp"),
+        (jax.sharding.AxisType.Manual, 32, "not 32; set 64"),
+        (jax.sharding.AxisType.Manual, 64, None),
+    ],
+)
+def test_the_xla_form_on_a_tpu_is_logged_once_with_its_reason(kind, dim, reason, caplog):
+    warn_once.cache_clear()
+    x = jax.ShapeDtypeStruct((2, 8, 1, dim), jnp.float32)
+    with caplog.at_level(logging.WARNING), _mesh_of_tpus(kind):
+        for _ in range(2):
+            made = str(jax.make_jaxpr(lambda x: flash_attention(x, x, x, MaskSpec(1.0)))(x))
+    assert ("pallas" in made) == (reason is None)
+    messages = [record.getMessage() for record in caplog.records]
+    assert [reason in message for message in messages] == [True] * (reason is not None)
+    assert all("MOELIB_KERNEL_BACKEND=flash_attention=xla" in message for message in messages)
 
 
-@_needs_libtpu
+_COMPILE = "tests.kernels.flash_attention.compile_for_tpu"
+
+
+@needs_libtpu
 def test_the_default_on_tpus_is_the_kernels():
-    (made,) = _compile("v6e:2x2x1=in shard_map")
+    (made,) = compile_apart(_COMPILE, "v6e:2x2x1=in shard_map")
     assert made["kernels"] == 3
     # 9 matmuls; 2 blocks of 128 queries by 2 of 128 keys: 3 of 4 pairs are visited.
     assert made["flops"] == pytest.approx(9 * 2 * 64 * 8 * 3 * 128**2, rel=0.1)
 
 
 @pytest.mark.slow
-@_needs_libtpu
+@needs_libtpu
 def test_all_kernels_compile_for_all_generations():
-    made = _compile("v5e:2x2", "v5p:2x2x1", "v6e:2x2x1", "tpu7x:2x2x1")
+    made = compile_apart(_COMPILE, "v5e:2x2", "v5p:2x2x1", "v6e:2x2x1", "tpu7x:2x2x1")
     assert len(made) == 4 * 8
     assert all(program["kernels"] == 3 for program in made)

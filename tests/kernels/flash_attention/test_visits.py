@@ -17,7 +17,7 @@ def _blocks(*starts, size=4):
     return np.asarray(starts, np.int32)[:, None] + np.arange(size, dtype=np.int32)
 
 
-def test_a_causal_sequence_visits_what_stands_before():
+def test_a_causal_sequence_visits_the_keys_before():
     index = _blocks(0, 4, 8)
     assert _table(v.visits(index, index, MaskSpec(1.0), by_keys=False)) == [
         [0, 0, 1, 1, 1, 0],

@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moelib.kernels.flash_attention import flash_attention, xla
-from moelib.kernels.flash_attention.reference import MaskSpec, attention, whole_rows
+from moelib.kernels.flash_attention import MaskSpec, flash_attention, xla
+from moelib.kernels.flash_attention.reference import attention, whole_sequences
 
 
 def _temporary_bytes(seq_len, window):
     shape = jax.ShapeDtypeStruct((1, seq_len, 1, 8), jnp.float32)
-    run = functools.partial(flash_attention, window=window, backend="xla")
+    run = functools.partial(flash_attention, spec=MaskSpec(1.0, window=window), backend="xla")
     compiled = jax.jit(jax.grad(lambda q, k, v: jnp.sum(run(q, k, v)), (0, 1, 2)))
     return compiled.lower(shape, shape, shape).compile().memory_analysis().temp_size_in_bytes
 
@@ -22,9 +22,9 @@ def test_memory_is_linear_in_the_sequence(window):
 
 
 @pytest.mark.parametrize("window", [None, 100])
-def test_a_remat_policy_that_keeps_matmuls_keeps_no_scores(window):
+def test_a_remat_policy_that_saves_matmuls_saves_no_scores(window):
     shape = jax.ShapeDtypeStruct((1, 2048, 1, 8), jnp.float32)
-    run = functools.partial(flash_attention, window=window, backend="xla")
+    run = functools.partial(flash_attention, spec=MaskSpec(1.0, window=window), backend="xla")
     kept = jax.checkpoint(run, policy=jax.checkpoint_policies.dots_saveable)
     residuals = jax.eval_shape(lambda *args: jax.vjp(kept, *args)[1], shape, shape, shape)
     assert {x.size for x in jax.tree.leaves(residuals)} == {shape.size}
@@ -39,7 +39,7 @@ def _matmul_flops(jaxpr):
             inner = np.prod([lhs.shape[axis] for axis in contracted])
             total += 2 * inner * np.prod(eqn.outvars[0].aval.shape)
         times = 1
-        if eqn.primitive.name == "while":  # Its condition: the turn is less than their number.
+        if eqn.primitive.name == "while":  # Its condition: the iteration is below their number.
             times = int(eqn.params["cond_jaxpr"].eqns[0].invars[1].val)
         for param in jax.tree.leaves(list(eqn.params.values())):
             inner = getattr(param, "jaxpr", param)  # A closed one holds an open one.
@@ -49,7 +49,7 @@ def _matmul_flops(jaxpr):
 
 def _flops(seq_len, window):
     shape = jax.ShapeDtypeStruct((1, seq_len, 1, 8), jnp.float32)
-    run = functools.partial(flash_attention, window=window, backend="xla")
+    run = functools.partial(flash_attention, spec=MaskSpec(1.0, window=window), backend="xla")
     grad = jax.grad(lambda q, k, v: jnp.sum(run(q, k, v)), (0, 1, 2))
     return _matmul_flops(jax.make_jaxpr(grad)(shape, shape, shape).jaxpr)
 
@@ -66,7 +66,8 @@ def test_with_a_window_only_the_keys_around_it_are_computed():
 def test_the_size_of_a_block_changes_no_value(block, window):
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 16, 2, 4)), jnp.float32) for _ in range(3))
-    places, spec = whole_rows(16, None), MaskSpec(0.5, window=window)
+    spec = MaskSpec(0.5, window=window)
     run = functools.partial(xla.forward, spec=spec, in_order=True, block=block)
-    got, _ = jax.jit(lambda q, k, v: run(q, k, v, None, places))(q, k, v)
-    np.testing.assert_allclose(got, attention(q, k, v, None, places, spec), rtol=1e-5, atol=1e-6)
+    got, _ = jax.jit(lambda q, k, v: run(q, k, v, None, whole_sequences(16, None)))(q, k, v)
+    want = attention(q, k, v, None, None, spec=spec)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)

@@ -2,15 +2,32 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from moelib.kernels.gmm import gmm
+from moelib.kernels.gmm.xla import block_sizes, gmm
 
 
-@pytest.mark.parametrize(("dtype", "is_ragged_dot"), [(jnp.float32, False), (jnp.float16, True)])
-def test_ragged_dot_is_what_a_tpu_gets_for_dtypes_without_a_kernel(dtype, is_ragged_dot):
-    operands = [jax.ShapeDtypeStruct(s, dtype) for s in [(64, 8), (4, 8, 16)]]
-    sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
-    traced = jax.jit(gmm).trace(*operands, sizes)
-    lowered = traced.lower(lowering_platforms=("tpu",)).as_text()
-    assert ("ragged_dot" in lowered) == is_ragged_dot
-    assert ("tpu_custom_call" in lowered) != is_ragged_dot
-    assert "ragged_dot" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+@pytest.mark.parametrize(
+    ("num_rows", "num_groups", "expected"),
+    [
+        (16384, 16, (256, 64)),
+        (4096, 16, (256, 64)),
+        (4096, 64, (64,)),
+        (64, 64, (8,)),
+        (5, 2, (5,)),
+        (1, 1, (1,)),
+    ],
+)
+def test_blocks_follow_the_mean_group(num_rows, num_groups, expected):
+    assert block_sizes(num_rows, num_groups) == expected
+
+
+def test_no_matrix_is_expanded_or_transposed():
+    shapes = [(1024, 32), (16, 2, 32, 48)]
+    operands = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    sizes = jax.ShapeDtypeStruct((16,), jnp.int32)
+
+    def run(lhs, rhs, sizes):
+        return gmm(lhs, rhs, 1, sizes, None, transpose_rhs=False, out_dtype=jnp.float32)
+
+    compiled = jax.jit(run).lower(*operands, sizes).compile()
+    matrix_bytes, block_bytes = 4 * 32 * 48, 4 * 64 * (32 + 48)
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * (matrix_bytes + block_bytes)

@@ -96,9 +96,8 @@ def test_prompts_longer_than_the_cache_are_refused(window):
 def test_the_newest_token_attends_as_the_last_of_a_whole_row(groups, spec, with_sinks):
     q, k, v = (normal(B, S, n, 8, seed=i) for i, n in enumerate((4, groups, groups)))
     sinks = jnp.asarray(normal(4, seed=5)) if with_sinks else None
-    whole = flash_attention(
-        *map(jnp.asarray, (q, k, v)), sinks=sinks, backend="reference", **spec._asdict()
-    )
+    arrays = map(jnp.asarray, (q, k, v))
+    whole = flash_attention(*arrays, spec=spec, sinks=sinks, backend="reference")
     slots = num_slots(16, spec.window)
     last = np.array(LENGTHS) - 1
     garbage = normal(B, groups, slots, 8, seed=9, scale=100.0)  # Slots that hold nothing.

@@ -5,9 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from moelib.kernels.gmm.tiles import Tiles, rows_computed_over_routed
+from moelib.kernels.gmm.tpu_tiles import Tiles
 from moelib.planning.report import step_report as reports
 from moelib.planning.report.step_report import Collective, Kernel, Memory, Source, StepReport
+from tests.kernels.gmm.cases import rows_computed_over_routed
 
 
 def make_report(**changes):

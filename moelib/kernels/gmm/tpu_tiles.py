@@ -1,20 +1,19 @@
-"""Tiles of the TPU's grouped matmul: which blocks fit, how long they take, and which to use.
+"""Tiles of the TPU's grouped matmul: which fit the VMEM, how long they take, and the choice.
 
-Times and bytes are arithmetic from the chip's published figures; nothing is measured. Tests compile
-what is chosen for every generation, so `vmem_bytes` is known to be no less than a kernel needs.
+Times and bytes follow from the chip's published figures; nothing is measured. Tests compile the
+tiles chosen for every generation, so `vmem_bytes` is known to be no less than a kernel needs.
 
 Shapes: m rows, k in, n out, g groups.
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 _LANES = 128
-_STEP_SECONDS = 0.35e-6  # A grid step's own cost, whatever it does.
+_STEP_SECONDS = 0.35e-6  # Fixed cost of a grid step.
 _WEIGHT_ROWS = 128  # Loading a block of weights into the MXU takes as long as this many rows.
 
 
@@ -25,44 +24,48 @@ class Tiles:
     m: int
     k: int
     n: int
-    sub_m: int  # Divides m: where a tile is not all one group's, rows are multiplied by so many.
+    sub_m: int  # Divides m: rows multiplied at once in a tile that groups share.
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is to be multiplied. For the weight gradient, k and n are the sides of its result."""
+    """Sizes of a grouped matmul. For the weight gradient, k and n are the sides of its result."""
 
     m: int
     k: int
     n: int
     g: int
-    dtype_bytes: int
-    out_bytes: int
-    parts: int = 1  # Matrices of each group, whose products one activation joins.
-    saves: bool = False  # Whether the products are written beside their activation.
-    num_lhs: int = 1  # Arrays of rows: one, or one for each part.
+    dtype_bytes: int  # Of an element of the operands and of the result.
+    parts: int = 1  # Matrices per group, whose products one activation joins.
+    saves: bool = False  # Whether the products are written too.
+    num_lhs: int = 1  # Arrays of rows: one, or one per part.
     weight_gradient: bool = False
+
+    @property
+    def num_outs(self) -> int:
+        """Number of arrays [m, n] that are written."""
+        return 1 + (self.parts if self.saves else 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """What one TensorCore has."""
+    """Figures of one TensorCore."""
 
     vmem_bytes: int
     flops_per_second: float  # In bfloat16.
     bytes_per_second: float  # To and from HBM.
-    num_cores: int = 1  # That share one kernel.
+    num_cores: int = 1  # TensorCores that share one kernel.
 
 
-# Chips that cannot be told apart get what fits all of them from v5e on.
+# Of an unknown chip: tiles fit all chips from v5e on.
 _ANY_CHIP = Chip(64 * 2**20, 9.2e14, 1.64e12, 1)
 
 
 def current_chip() -> Chip:
-    """Returns the chip that is traced for: the mesh's in context, else the default device's.
+    """Returns the chip of the mesh in context, else of the default device.
 
-    If that is no TPU, as when a program is compiled for one elsewhere and no mesh is set, it is a
-    chip with the least VMEM from v5e on.
+    If that is no TPU (a program is compiled for one elsewhere, and no mesh is set), it is a chip
+    with the least VMEM from v5e on.
     """
     try:
         info = pltpu.get_tpu_info()
@@ -76,57 +79,20 @@ def current_chip() -> Chip:
     )
 
 
-def rows_computed(group_sizes: Sequence[int], num_rows: int, tiles: Tiles) -> int:
-    """Returns the number of rows that a kernel multiplies, a row once for each time it is.
-
-    Args:
-        group_sizes: Number of rows of each group.
-        num_rows: Number of all rows; groups have none past them.
-        tiles: Its tiles.
-    """
-    ends = np.minimum(np.cumsum(group_sizes), num_rows)
-    starts = np.concatenate([[0], ends[:-1]])
-    blocks = -(-ends // tiles.sub_m) - starts // tiles.sub_m
-    return int(np.where(ends > starts, blocks, 0).sum()) * tiles.sub_m
-
-
-def rows_computed_over_routed(group_sizes: Sequence[int], num_rows: int, tiles: Tiles) -> float:
-    """Returns `rows_computed` over the rows of groups: 1 at best.
-
-    Args:
-        group_sizes: Number of rows of each group, some row in all.
-        num_rows: Number of all rows.
-        tiles: Its tiles.
-
-    Raises:
-        ValueError: If no group has rows.
-    """
-    routed = min(int(np.sum(group_sizes)), num_rows)
-    if routed == 0:
-        raise ValueError(f"No group has rows: group_sizes are {list(group_sizes)}; give it some.")
-    return rows_computed(group_sizes, num_rows, tiles) / routed
-
-
-def kernel_metadata(job: Job, tiles: Tiles) -> dict[str, str]:
-    """Returns what a compiled program says of a kernel, enough to count the rows computed."""
-    return {"rows": str(job.m), "groups": str(job.g), "rows_at_once": str(tiles.sub_m)}
-
-
 def vmem_bytes(job: Job, tiles: Tiles) -> int:
-    """Returns the VMEM that a kernel takes at most.
+    """Returns an upper bound of a kernel's VMEM.
 
-    Blocks that are read or written are held twice, the next beside the present one. A product is
-    held in float32 before it is added or stored.
+    Blocks that are read or written are held twice, the next and the current one. A product is held
+    in float32 before it is added or stored.
     """
     tm, tk, tn = tiles.m, _padded(tiles.k), _padded(tiles.n)
     if job.weight_gradient:
         rows = tm * (tk + job.parts * tn) * job.dtype_bytes
-        blocks = 2 * (rows + tk * tn * job.out_bytes)
-        # The sum and a product, and lhs turned.
+        blocks = 2 * (rows + tk * tn * job.dtype_bytes)
+        # The sum and a product, and lhs transposed.
         return blocks + 2 * tk * tn * 4 + tm * tk * job.dtype_bytes + _SPARE
-    written = 1 + (job.parts if job.saves else 0)
-    blocks = 2 * (job.num_lhs * tm * tk + job.parts * tk * tn) * job.dtype_bytes
-    blocks += 2 * written * tm * tn * job.out_bytes
+    read = job.num_lhs * tm * tk + job.parts * tk * tn
+    blocks = 2 * (read + job.num_outs * tm * tn) * job.dtype_bytes
     held = job.parts * (1 if tiles.k >= job.k else 2)
     return blocks + held * tm * tn * 4 + _SPARE
 
@@ -135,15 +101,15 @@ _SPARE = 2**20  # For masks and registers that spill.
 
 
 def modelled_seconds(job: Job, tiles: Tiles, chip: Chip) -> float:
-    """Returns the time that a kernel takes if groups are of one size and begin anywhere.
+    """Returns a kernel's time for groups of one size that begin anywhere.
 
     In each visit the MXU works while the next visit's blocks are fetched, so a visit takes the
-    longer of the two; the first fetch and the last store are waited for.
+    longer of the two; nothing hides the first fetch and the last store.
     """
-    rows = job.m / max(job.g, 1)  # Of a group.
+    rows = job.m / job.g  # Of a group.
     visits = job.g * (max(rows - 1, 0) / tiles.m + 1)
     fetched = (visits - job.g) if tiles.k >= job.k or job.weight_gradient else 0
-    passed = job.g * _rows_passed(rows, tiles)
+    passed = job.g * _rows_through_mxu(rows, tiles)
     tk, tn = _padded(tiles.k), _padded(tiles.n)
     peak = chip.flops_per_second * (1 if job.dtype_bytes <= 2 else 1 / 6)
     tiles_k, tiles_n = -(-job.k // tiles.k), -(-job.n // tiles.n)
@@ -152,23 +118,22 @@ def modelled_seconds(job: Job, tiles: Tiles, chip: Chip) -> float:
     if job.weight_gradient:
         return _weight_seconds(job, tiles, chip, visits, multiply) / _cores(chip, tiles_k)
     matrix = job.parts * tk * tn * job.dtype_bytes / chip.bytes_per_second
-    once = tiles_m / visits if tiles_k == 1 else 1.0  # A tile of rows is kept between its visits.
+    once = tiles_m / visits if tiles_k == 1 else 1.0  # A tile of rows stays between its visits.
     rows_in = once * job.num_lhs * tiles.m * tk * job.dtype_bytes / chip.bytes_per_second
-    written = 1 + (job.parts if job.saves else 0)
-    rows_out = tiles_m / visits * tiles.m * tn * job.out_bytes * written / chip.bytes_per_second
-    rows_out /= tiles_k
+    rows_out = tiles_m / visits * tiles.m * tn * job.dtype_bytes * job.num_outs
+    rows_out /= chip.bytes_per_second * tiles_k
     stay = max(multiply, rows_in + rows_out) + _STEP_SECONDS
     change = max(multiply, matrix + rows_in + rows_out) + _STEP_SECONDS
     seconds = tiles_n * tiles_k * (fetched * stay + (visits - fetched) * change)
     return seconds / _cores(chip, tiles_n) + matrix + rows_in
 
 
-def _rows_passed(rows: float, tiles: Tiles) -> float:
-    """Returns the rows of a group that pass the MXU, with those for which it only loads weights."""
-    full = max(rows - tiles.m + 1, 0) / tiles.m  # Tiles that are all the group's own.
+def _rows_through_mxu(rows: float, tiles: Tiles) -> float:
+    """Returns the rows of a group that pass the MXU, loading its weights counted as rows."""
+    full = max(rows - tiles.m + 1, 0) / tiles.m  # Tiles whose rows all belong to the group.
     shared = max(rows - 1, 0) / tiles.m + 1 - full
     blocks = max(rows - 1, 0) / tiles.sub_m + 1 - full * (tiles.m // tiles.sub_m)
-    # Two blocks go together, so one is left over half of the time.
+    # Blocks go in pairs, so half of the time one remains.
     waits = shared / 2 * max(_WEIGHT_ROWS - tiles.sub_m, 0)
     return full * max(tiles.m, _WEIGHT_ROWS) + blocks * tiles.sub_m + waits
 
@@ -177,19 +142,19 @@ def _weight_seconds(job: Job, tiles: Tiles, chip: Chip, visits: float, multiply:
     tk, tn = _padded(tiles.k), _padded(tiles.n)
     tiles_k, tiles_n = -(-job.k // tiles.k), -(-job.n // tiles.n)
     rows_in = tiles.m * (tk + tn) * job.dtype_bytes / chip.bytes_per_second
-    matrix = tk * tn * job.out_bytes / chip.bytes_per_second
+    matrix = tk * tn * job.dtype_bytes / chip.bytes_per_second
     stay = max(multiply, rows_in) + _STEP_SECONDS
     change = max(multiply, rows_in + matrix) + _STEP_SECONDS
     return tiles_k * tiles_n * ((visits - job.g) * stay + job.g * change) + rows_in + matrix
 
 
 def _cores(chip: Chip, parallel: int) -> float:
-    """Returns how many cores are busy on average in a dimension of so many independent tiles."""
+    """Returns the average number of busy cores in a dimension of `parallel` independent tiles."""
     return parallel / -(-parallel // chip.num_cores)
 
 
 def candidates(job: Job) -> Iterator[Tiles]:
-    """Yields the tiles that the kernels' layout allows, whatever they take.
+    """Yields the tiles that the kernels' layout allows, whatever VMEM they take.
 
     The last two dimensions of a block are multiples of (16, 128), or the array's own.
     """
@@ -203,7 +168,7 @@ def candidates(job: Job) -> Iterator[Tiles]:
 
 
 def _sides(size: int) -> list[int]:
-    """Returns the size itself, and smaller multiples of 128 of which few reach past it.
+    """Returns the size itself, and smaller multiples of 128 whose last tile has little padding.
 
     They divide a size that is a multiple of 128.
     """
@@ -217,9 +182,9 @@ def _sides(size: int) -> list[int]:
 
 @functools.lru_cache(maxsize=512)
 def choose(job: Job, chip: Chip) -> Tiles:
-    """Returns the tiles of least modelled time among those that take half of the chip's VMEM.
+    """Returns the tiles of least modelled time among those that fit half of the chip's VMEM.
 
-    The other half is left to what XLA keeps there and to its transfers in flight.
+    The other half is for buffers that XLA keeps there and for its transfers in flight.
     """
     limit = chip.vmem_bytes // 2
     fitting = [tiles for tiles in candidates(job) if vmem_bytes(job, tiles) <= limit]

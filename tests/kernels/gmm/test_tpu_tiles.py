@@ -2,18 +2,16 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from moelib.kernels.gmm.tiles import (
+from moelib.kernels.gmm.tpu_tiles import (
     Chip,
     Job,
-    Tiles,
     candidates,
     choose,
     current_chip,
     modelled_seconds,
-    rows_computed,
-    rows_computed_over_routed,
     vmem_bytes,
 )
+from tests.kernels.gmm.cases import rows_computed_over_routed
 
 _CHIPS = {
     version.name: Chip(
@@ -32,24 +30,10 @@ _CHIPS = {
 }
 
 
-def test_rows_are_computed_in_blocks_a_straddled_one_twice():
-    tiles = Tiles(128, 2048, 2048, sub_m=64)
-    assert rows_computed([64, 64, 128], 256, tiles) == 256
-    assert rows_computed([63, 65, 0, 128], 256, tiles) == 64 + 128 + 128
-    assert rows_computed([1, 0, 0], 256, tiles) == 64
-    assert rows_computed([300, 300], 256, tiles) == 256
-    assert rows_computed_over_routed([63, 65, 128], 256, tiles) == 320 / 256
-
-
-def test_no_rows_have_no_ratio():
-    with pytest.raises(ValueError, match="No group has rows: group_sizes are"):
-        rows_computed_over_routed([0, 0], 256, Tiles(128, 128, 128, 64))
-
-
 @pytest.mark.parametrize("chip", _CHIPS)
 @pytest.mark.parametrize("parts", [1, 2])
 def test_at_256_rows_per_expert_at_most_1_3_are_computed_for_each_routed(chip, parts):
-    job = Job(4096, 2048, 2048, 8, 2, 2, parts)  # Half of the rows are a worst case's.
+    job = Job(4096, 2048, 2048, 8, 2, parts)  # Half of the rows are a worst case's.
     tiles = choose(job, _CHIPS[chip])
     rng = np.random.default_rng(0)
     groups = rng.multinomial(2048, np.full(8, 1 / 8), size=200)
@@ -59,7 +43,7 @@ def test_at_256_rows_per_expert_at_most_1_3_are_computed_for_each_routed(chip, p
 
 @pytest.mark.parametrize("chip", _CHIPS)
 def test_a_groups_matrix_stays_in_vmem_where_it_fits(chip):
-    assert choose(Job(2048, 2048, 2048, 8, 2, 2), _CHIPS[chip]).k == 2048
+    assert choose(Job(2048, 2048, 2048, 8, 2), _CHIPS[chip]).k == 2048
 
 
 @pytest.mark.parametrize("chip", _CHIPS)
@@ -79,7 +63,7 @@ def test_a_groups_matrix_stays_in_vmem_where_it_fits(chip):
 def test_what_is_chosen_is_legal_and_the_fastest_that_fits(
     chip, weight_gradient, m, k, n, g, dtype_bytes
 ):
-    job = Job(m, k, n, g, dtype_bytes, dtype_bytes, weight_gradient=weight_gradient)
+    job = Job(m, k, n, g, dtype_bytes, weight_gradient=weight_gradient)
     tiles = choose(job, _CHIPS[chip])
     assert tiles.m % 16 == 0
     assert tiles.m % tiles.sub_m == 0
@@ -100,7 +84,7 @@ def test_what_is_chosen_is_legal_and_the_fastest_that_fits(
 
 
 def test_two_cores_get_a_tile_each():
-    tiles = choose(Job(2048, 2048, 2048, 8, 2, 2), _CHIPS["TPU_V5P"])
+    tiles = choose(Job(2048, 2048, 2048, 8, 2), _CHIPS["TPU_V5P"])
     assert tiles.n <= 1024
 
 

@@ -1,25 +1,25 @@
-"""What the Hopper GPU's two kernels of the grouped matmul share: the pipeline and the way out.
+"""Pipeline and stores that both kernels of the Hopper GPU's grouped matmul share.
 
 How these kernels work, for a reader who knows Pallas but not Mosaic-GPU. The grid has one block of
-threads for each SM, and each block walks over tiles of the result ("persistent"). A block has three
+threads per SM, and each block walks over tiles of the result ("persistent"). A block has three
 warpgroups of 128 threads, the axis "wg", which run the same code but branch on their index:
 
-- Warpgroup 2 only loads. `copy_gmem_to_smem` starts the copy engine (TMA), which fetches a box of
-  an array into shared memory (SMEM) while the threads go on, fills with zeros what lies outside
-  the array, and arrives at a barrier when it is done.
+- Warpgroup 2 only loads. `copy_gmem_to_smem` starts the copy engine (TMA), which asynchronously
+  fetches a box of an array into shared memory (SMEM), fills the part outside the array with zeros,
+  and arrives at a barrier when it is done.
 - Warpgroups 0 and 1 multiply. `wgmma` makes the tensor cores multiply two blocks in SMEM and add
-  the product to an accumulator in the registers of the warpgroup's threads; it runs on while the
-  threads go on, too, until `wgmma_wait(1)` says that all but the last one are done.
+  the product to an accumulator in the registers of the warpgroup's threads. It is asynchronous
+  too; after `wgmma_wait(1)`, all but the last one are done.
 
-Between them stand the stages, a ring of slots in SMEM. Each slot has two barriers: `full`, at which
+Between them is a ring of slots in SMEM, the stages. Each slot has two barriers: `full`, at which
 the copies arrive and for which the multipliers wait, and `free`, the other way around. The steps of
-all tiles go through one ring, so the loads for the next tile begin while this one is still written.
+all tiles share one ring, so the loads for the next tile begin while the current one is written.
 
-A product leaves from registers through a small slot in SMEM, by another copy, which runs on while
-the next columns are converted (`wait_smem_to_gmem(1)` says that all but the last have been read).
+A product leaves from registers through a small slot in SMEM, by another copy, which overlaps the
+conversion of the next columns (after `wait_smem_to_gmem(1)`, all but the last have been read).
 
-"Transforms" say how a block lies in SMEM: in columns of 128 bytes, in which each row's sixteen-byte
-pieces are permuted ("swizzled"), so that neither tensor cores nor stores meet in one bank.
+"Transforms" describe the layout of a block in SMEM: columns of 128 bytes, in which the sixteen-byte
+pieces of each row are permuted ("swizzled"), so that tensor cores and stores avoid bank conflicts.
 """
 
 from collections.abc import Callable
@@ -35,9 +35,15 @@ from jaxtyping import Array
 
 from moelib.kernels.gmm.gpu_tiles import ROW_BYTES, SIDE
 
-NUM_SLOTS = 2  # Of each warpgroup, for what leaves.
-_LOADER_REGISTERS = 40  # Of each thread; the two other warpgroups share the rest of 512.
+ALIGNED_ROWS = 8  # A block that the copy engine loads begins at a multiple of them.
+_NUM_SLOTS = 2  # Per warpgroup, through which results leave.
+_LOADER_REGISTERS = 40  # Per thread; the two other warpgroups share the rest of 512.
 _MULTIPLIER_REGISTERS = 232
+
+
+def aligned(rows: Array) -> Array:
+    """Returns the multiples of 8 at or before rows."""
+    return rows - lax.rem(rows, jnp.full_like(rows, ALIGNED_ROWS))
 
 
 def operand(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
@@ -45,13 +51,13 @@ def operand(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=_transforms(8, dtype))
 
 
-def out_slots(dtype: DTypeLike) -> Any:
-    """Returns SMEM through which results leave; of its slots any rows can be copied.
+def _out_slots(dtype: DTypeLike) -> Any:
+    """Returns SMEM through which results leave; any rows of its slots can be copied.
 
-    It lies as an operand does, only that a tile of rows is one row.
+    Its layout is that of an operand, except that a tile of rows is one row.
     """
     columns = ROW_BYTES // jnp.dtype(dtype).itemsize
-    return plgpu.SMEM((2, NUM_SLOTS, SIDE, columns), dtype, transforms=_transforms(1, dtype))
+    return plgpu.SMEM((2, _NUM_SLOTS, SIDE, columns), dtype, transforms=_transforms(1, dtype))
 
 
 def _transforms(rows: int, dtype: DTypeLike) -> tuple[Any, ...]:
@@ -71,23 +77,23 @@ def launch(
     interpret: Any,
     **scratch: Any,
 ) -> Array:
-    """Returns what a kernel writes, which runs in one block of threads for each SM.
+    """Returns the result of a kernel, which runs in one block of threads per SM.
 
     Args:
-        kernel: Called with the inputs, the result, `scratch`, `slots` for what leaves and the
-            barriers of the ring, `full` and `free`.
-        *inputs: In the GPU's memory.
-        out: The result's shape and dtype.
-        stages: Slots of the ring.
-        num_copies: How many copies fill one.
-        num_blocks: Blocks of threads.
-        flops: Estimated, for the compiler.
-        bytes_accessed: Estimated.
-        interpret: What `plgpu.kernel` is given.
+        kernel: Function of the inputs, the result, `scratch`, the `slots` through which results
+            leave, and the barriers of the ring, `full` and `free`.
+        *inputs: Arrays in the GPU's memory.
+        out: Shape and dtype of the result.
+        stages: Number of slots of the ring.
+        num_copies: Number of copies that fill a slot.
+        num_blocks: Number of blocks of threads.
+        flops: Estimate for the compiler.
+        bytes_accessed: Estimate for the compiler.
+        interpret: As for `plgpu.kernel`.
         **scratch: Further shared memory and barriers.
     """
     scratch |= {
-        "slots": out_slots(out.dtype),
+        "slots": _out_slots(out.dtype),
         "full": plgpu.Barrier(num_arrivals=num_copies, num_barriers=stages),
         "free": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
     }
@@ -108,7 +114,7 @@ def launch(
 
 
 def own_tiles(num_tiles: Any, num_blocks: int) -> tuple[Array, Array]:
-    """Returns (this block's index, how many of all tiles are its: every `num_blocks`-th)."""
+    """Returns (this block's index, number of its tiles: every `num_blocks`-th of all)."""
     index = lax.axis_index("sm")
     return index, lax.div(num_tiles - index + num_blocks - 1, num_blocks)
 
@@ -130,7 +136,7 @@ def split_roles(load: Callable[[], None], multiply: Callable[[Array], None]) -> 
 
 
 class Ring:
-    """The stages, as the loader and the multipliers see them. A step is counted over all tiles."""
+    """The stages, as the loader and the multipliers see them. Steps count over all tiles."""
 
     def __init__(self, stages: int, full: Any, free: Any):
         self.stages = stages
@@ -160,7 +166,7 @@ class Ring:
         return first + count
 
     def drain(self, end: Array) -> None:
-        """Waits until all slots are free, for a block of threads leaves no barrier in use."""
+        """Waits until all slots are free: a block of threads must leave no barrier in use."""
 
         def one(step: Array, _: None) -> None:
             plgpu.barrier_wait(self.free.at[self.slot(step)])
@@ -176,7 +182,7 @@ class Ring:
     ) -> Array:
         """Returns the sum of the products of `blocks(i, slot)` over a tile's steps; zeros if none.
 
-        A slot is given back when the next product has begun, for then its own is done.
+        A slot becomes free when the next product has begun, because its own is done then.
         """
 
         def run(total: Any) -> Array:
@@ -206,24 +212,22 @@ class Ring:
 def store(
     value: Array, slots: Any, out: Any, row: Any, column: Any, own: tuple[Array, Array] | None
 ) -> None:
-    """Writes a block of 64 rows to `out`, from (row, column) on; only its rows in `own`, if given.
-
-    What lies past the array's last column is not written.
+    """Writes a block of 64 rows to `out`; columns past the last one of `out` are not written.
 
     Args:
-        value: [64, columns] in float32.
-        slots: This warpgroup's slots.
-        out: [m, n].
-        row: The block's first row.
-        column: Its first column.
-        own: The first of its rows to be written, and the one after the last.
+        value: Block [64, columns] in float32.
+        slots: Slots of this warpgroup.
+        out: Array [m, n].
+        row: First row of the block in `out`.
+        column: First column of the block in `out`.
+        own: First row of the block to be written, and the one after the last; None for all.
     """
     wide = slots.shape[-1]
     for i in range(value.shape[1] // wide):
-        slot = slots.at[i % NUM_SLOTS]
+        slot = slots.at[i % _NUM_SLOTS]
         chunk = value[:, i * wide : (i + 1) * wide].astype(out.dtype)
-        # The last tile's copies have read their slots long ago; in this one, slots take turns.
-        plgpu.wait_smem_to_gmem(NUM_SLOTS - 1 if i else 0, wait_read_only=True)
+        # Copies of the tile before have read their slots long ago; within a tile, slots alternate.
+        plgpu.wait_smem_to_gmem(_NUM_SLOTS - 1 if i else 0, wait_read_only=True)
         slot[...] = plgpu.layout_cast(chunk, plgpu.Layout.WGMMA)
         plgpu.commit_smem()
         columns = pl.ds(column + i * wide, wide)
@@ -234,9 +238,9 @@ def store(
 
 
 def _copy_rows(slot: Any, out: Any, row: Any, columns: Any, own: tuple[Array, Array]) -> None:
-    """Starts the copies of some of a slot's rows: how many one takes is fixed when it is compiled.
+    """Starts the copies of some of a slot's rows, one for each bit of their number.
 
-    So there is one for each bit of their number.
+    The number of rows of one copy is fixed at compile time.
     """
     at, count = own[0], own[1] - own[0]
     for size in (64, 32, 16, 8, 4, 2, 1):
@@ -251,6 +255,6 @@ def _copy_rows(slot: Any, out: Any, row: Any, columns: Any, own: tuple[Array, Ar
 
 
 def rows_within(first: Array, start: Array, end: Array) -> tuple[Array, Array]:
-    """Returns (low, high): which of 64 rows from `first` on lie between; alike if none does."""
+    """Returns (low, high), the range of the 64 rows from `first` on between start and end."""
     low = jnp.clip(start - first, 0, SIDE)
     return low, jnp.maximum(jnp.clip(end - first, 0, SIDE), low)
