@@ -1,22 +1,69 @@
-"""What a module sees while it runs: its parameters, its random key, and where its outputs go.
+"""Contexts: the parameters, random key and outputs of each module while it runs.
 
-A stack of contexts, one a module, follows the calls. Nothing of it lives in the modules, so the
-same module runs under jit, grad, scan and remat.
+A stack of contexts, one per module, follows the calls. Modules themselves hold none of it, so that
+the same module runs under jit, grad, scan and remat.
 """
 
 import contextlib
 import dataclasses
+import itertools
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import jax
 import jax.numpy as jnp
 
+from moelib.core import tree
 from moelib.core.param import cast_slices
 from moelib.core.tree import Nested
+
+CACHE = "cache"  # Name of a layer's cache in its state, next to its parameters.
+
+
+class OutputConflictError(ValueError):
+    """Two outputs of one call of a module with the same name."""
+
+
+class AuxLoss(NamedTuple):
+    """An auxiliary loss; the objective is the main loss + the sum of value * weight."""
+
+    value: jax.Array
+    weight: jax.Array
+
+
+class OutputCollection(NamedTuple):
+    """Outputs of modules besides their return values, nested by the names of the modules."""
+
+    summaries: Nested
+    state_updates: Nested
+    module_outputs: Nested
+    aux_losses: Nested
+
+    def total_aux_loss(self) -> jax.Array:
+        """Returns the sum of value * weight over all auxiliary losses, float32; 0 if none."""
+        losses = jax.tree.leaves(self.aux_losses, is_leaf=lambda x: isinstance(x, AuxLoss))
+        total = jnp.zeros((), jnp.float32)
+        for loss in losses:  # Stacked over layers if they come from a scan.
+            total = total + jnp.sum(loss.value.astype(jnp.float32) * loss.weight)
+        return total
+
+
+def new_output_collection() -> OutputCollection:
+    """Returns an empty collection."""
+    return OutputCollection({}, {}, {}, {})
+
+
+def prune_empty(collection: OutputCollection) -> OutputCollection:
+    """Returns the collection without modules that have no outputs."""
+    return OutputCollection(*map(tree.without_empty, collection))
+
+
+def fold_name(key: jax.Array, name: str) -> jax.Array:
+    """Returns the key of a child, which depends on its parent's key and its name only."""
+    return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
 class ModuleLike(Protocol):
@@ -42,54 +89,6 @@ class ModuleLike(Protocol):
         ...
 
 
-class OutputConflictError(ValueError):
-    """Two outputs of one module with the same name."""
-
-
-class AuxLoss(NamedTuple):
-    """A loss beside the main one; the objective is the main loss + the sum of value * weight."""
-
-    value: jax.Array
-    weight: jax.Array
-
-
-class OutputCollection(NamedTuple):
-    """What modules give beside their return values, nested by the names of the modules."""
-
-    summaries: Nested
-    state_updates: Nested
-    module_outputs: Nested
-    aux_losses: Nested
-
-    def total_aux_loss(self) -> jax.Array:
-        """Returns the sum of value * weight over all auxiliary losses, float32; 0 if none."""
-        losses = jax.tree.leaves(self.aux_losses, is_leaf=lambda x: isinstance(x, AuxLoss))
-        total = jnp.zeros((), jnp.float32)
-        for loss in losses:  # Stacked over layers where a scan made them.
-            total = total + jnp.sum(loss.value.astype(jnp.float32) * loss.weight)
-        return total
-
-
-def new_output_collection() -> OutputCollection:
-    """Returns an empty collection."""
-    return OutputCollection({}, {}, {}, {})
-
-
-def _prune(tree: Nested) -> Nested:
-    pruned = {k: _prune(v) if isinstance(v, dict) else v for k, v in tree.items()}
-    return {k: v for k, v in pruned.items() if not (isinstance(v, dict) and not v)}
-
-
-def prune_empty(collection: OutputCollection) -> OutputCollection:
-    """Returns the collection without modules that gave nothing."""
-    return OutputCollection(*map(_prune, collection))
-
-
-def fold_name(key: jax.Array, name: str) -> jax.Array:
-    """Returns the key of a child from its parent's key and its name, whatever its siblings are."""
-    return jax.random.fold_in(key, zlib.crc32(name.encode()))
-
-
 @dataclasses.dataclass
 class InvocationContext:
     """The surroundings of one call of a module.
@@ -97,25 +96,25 @@ class InvocationContext:
     Attributes:
         module: The module that runs.
         state: Its parameters and those of its children, by name.
-        prng_key: Its random key, or a function that makes it, or None if there is none.
+        prng_key: Its random key, or a function that returns it, or None without a key.
         is_training: Whether this is a training step.
-        outputs: Where its outputs go.
+        outputs: Its outputs so far, and those of its children.
         child_keys: Keys of children that are not derived from their names (inside a scan).
-        calls: How often each module below has been called from here, by its path.
+        calls: Number of calls from here of each module below, by its path.
     """
 
     module: ModuleLike
     state: Nested | None
     prng_key: jax.Array | Callable[[], jax.Array | None] | None
     is_training: bool
-    outputs: OutputCollection
+    outputs: OutputCollection = dataclasses.field(default_factory=new_output_collection)
     child_keys: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
     calls: dict[tuple[str, ...], int] = dataclasses.field(default_factory=dict)
 
     def key(self) -> jax.Array | None:
         """Returns the random key of this call, or None.
 
-        It is made anew each time: a kept one could belong to a scan that has ended.
+        It is derived again each time: a stored key could belong to a scan that has ended.
         """
         return self.prng_key() if callable(self.prng_key) else self.prng_key
 
@@ -128,47 +127,75 @@ class InvocationContext:
                 key = fold_name(parent_key, name)
             return key if key is None or call == 0 else jax.random.fold_in(key, call)
 
-        return InvocationContext(
-            module=module,
-            state=None if self.state is None else self.state.get(name, {}),
-            prng_key=key,
-            is_training=self.is_training,
-            outputs=OutputCollection(*(self._nested(part, name) for part in self.outputs)),
-        )
+        return InvocationContext(module, self.child_state(name), key, self.is_training)
 
-    def _nested(self, outputs: Nested, name: str) -> Nested:
-        """Returns the outputs of child `name`."""
-        inner = outputs.setdefault(name, {})
-        return inner if isinstance(inner, dict) else self._conflict(name)
-
-    def _conflict(self, name: str) -> Any:
-        raise OutputConflictError(
-            f"{self.module._title()} has an output or child {name!r} already; a "
-            "module that is called twice must give its outputs different names."
-        )
+    def child_state(self, name: str) -> Nested | None:
+        """Returns the state of a child, as updated by its earlier calls."""
+        if self.state is None:
+            return None
+        state, updates = self.state.get(name, {}), self.outputs.state_updates.get(name)
+        return tree.merge(state, updates) if updates else state
 
     def add(self, kind: str, name: str, value: Any) -> None:
-        """Adds an output. Raises OutputConflictError if the module gave one of that name before."""
+        """Adds an output. Raises OutputConflictError if this call has given one of that name."""
         outputs = getattr(self.outputs, kind)
-        before = outputs.get(name, {})
-        if not isinstance(before, dict) or before:
+        if not isinstance(before := outputs.get(name, {}), dict) or before:
             self._conflict(name)
         outputs[name] = value
 
+    def _conflict(self, name: str) -> NoReturn:
+        raise OutputConflictError(
+            f"{self.module._title()} has an output or child {name!r} already; give outputs of one "
+            "call different names."
+        )
+
     def merge(self, collection: OutputCollection) -> None:
-        """Adds what a transformation of this module's code has put out, children included."""
+        """Adds the outputs of a transformation of this module's code, those of children included.
 
-        def merge(outputs: Nested, new: Nested) -> None:
-            for name, value in new.items():
-                if isinstance(value, dict):
-                    merge(self._nested(outputs, name), value)
-                elif name in outputs:
-                    self._conflict(name)
-                outputs.setdefault(name, value)
+        The outputs of a child that was called before are added under another name: "child#2". Its
+        state updates replace the earlier ones, which it has seen.
+        """
+        parts: dict[str, OutputCollection] = {}
+        for kind, part in zip(collection._fields, collection, strict=True):
+            for name, value in part.items():
+                if isinstance(value, dict) and name != CACHE:
+                    inside = parts.setdefault(name, new_output_collection())
+                    parts[name] = inside._replace(**{kind: value})
+                else:
+                    self.add(kind, name, value)
+        for name, part in parts.items():
+            self._add_call(name, part)
 
-        for outputs, new in zip(self.outputs, collection, strict=True):
-            merge(outputs, new)
+    def _add_call(self, name: str, part: OutputCollection) -> None:
+        """Adds the outputs of one call of a child."""
+        labels = itertools.chain([name], (f"{name}#{call}" for call in itertools.count(2)))
+        kinds = [kind for kind in part._fields if kind != "state_updates"]
+        for label in labels:
+            known = {kind: getattr(self.outputs, kind).get(label, {}) for kind in kinds}
+            if not all(isinstance(value, dict) for value in known.values()):
+                self._conflict(label)
+            if not any(_overlap(known[kind], getattr(part, kind)) for kind in kinds):
+                break
+        updates = self.outputs.state_updates.get(name, {})
+        if CACHE in updates and CACHE in part.state_updates:
+            raise OutputConflictError(
+                f"{self.module._title()}: {name!r} is called twice, but has one cache of earlier "
+                "tokens; generate without a cache, or use two layers."
+            )
+        for kind, value in zip(part._fields, part, strict=True):
+            target = name if kind == "state_updates" else label
+            outputs = getattr(self.outputs, kind)
+            if value:
+                outputs[target] = tree.merge(outputs.get(target, {}), value)
 
+
+def _overlap(a: Nested, b: Nested) -> bool:
+    """Returns whether two trees have a leaf of one path."""
+    both = ((a[name], b[name]) for name in a.keys() & b.keys())
+    return any(not (isinstance(x, dict) and isinstance(y, dict)) or _overlap(x, y) for x, y in both)
+
+
+# -- The stack -----------------------------------------------------------------------------------
 
 _local = threading.local()
 
@@ -184,6 +211,13 @@ def current_context() -> InvocationContext | None:
     """Returns the innermost context, or None outside of `functional`."""
     stack = context_stack()
     return stack[-1] if stack else None
+
+
+def _required_context() -> InvocationContext:
+    context = current_context()
+    if context is None:
+        raise RuntimeError("no module runs; call the module through functional().")
+    return context
 
 
 @contextlib.contextmanager
@@ -205,89 +239,134 @@ def child_context(
     state: Nested | None = None,
     prng_key: jax.Array | None = None,
 ) -> Iterator[InvocationContext]:
-    """Enters the context of child `name` of the current module, with other state if given."""
-    parent = current_context()
-    if parent is None:
-        raise RuntimeError("child_context needs a context; call the module through functional().")
-    context = parent.child(name, module if module is not None else parent.module.children[name])
+    """Enters a context below the current one; outputs and the random key go by `name`.
+
+    Args:
+        name: Name of the context.
+        module: Module that runs; the child `name` if None.
+        state: State of the module; None for the part of the current state that is its own.
+        prng_key: Random key; None for one derived from the current key and `name`.
+    """
+    parent = _required_context()
+    module = parent.module.children[name] if module is None else module
+    context = parent.child(name, module)
     if state is not None:
         context.state = state
+    elif names := _names_below(parent.module, module):
+        context.state = _holder(parent, names).child_state(names[-1])
     if prng_key is not None:
         context.prng_key = prng_key
     with set_current_context(context):
         yield context
+    parent.merge(OutputCollection(*({name: x} for x in prune_empty(context.outputs))))
 
 
-def _descend(context: InvocationContext, path: tuple[str, ...]) -> InvocationContext:
-    """Returns the context of one more call of the module at `path` below."""
-    call = context.calls.get(path, 0)
-    context.calls[path] = call + 1
-    for depth, name in enumerate(path, 1):
-        child = context.module.children[name]
-        context = context.child(name, child, call=call if depth == len(path) else 0)
+def _names_below(ancestor: ModuleLike, module: ModuleLike) -> tuple[str, ...] | None:
+    """Returns the names that lead from one module to another, or None if it is not inside."""
+    names: list[str] = []
+    node: ModuleLike | None = module
+    while node is not None and node is not ancestor:
+        names.append(node.name)
+        node = node.parent
+    return None if node is None else tuple(reversed(names))
+
+
+def _holder(context: InvocationContext, names: tuple[str, ...]) -> InvocationContext:
+    """Returns the context of the module that holds the one at `names`, as if it ran."""
+    for name in names[:-1]:
+        inside = context.child(name, context.module.children[name])
+        outputs = [part.setdefault(name, {}) for part in context.outputs]
+        if not all(isinstance(part, dict) for part in outputs):
+            context._conflict(name)
+        context = dataclasses.replace(inside, outputs=OutputCollection(*outputs))
     return context
 
 
-def context_for(module: ModuleLike) -> InvocationContext:
-    """Returns a context for `module`, reached from the innermost context that holds it.
+@contextlib.contextmanager
+def call_context(module: ModuleLike) -> Iterator[InvocationContext]:
+    """Enters the context of a call of `module`, which the innermost context around it holds.
 
     Raises:
         RuntimeError: If the module is not inside any module that runs.
     """
     for context in reversed(context_stack()):
-        names: list[str] = []
-        node: ModuleLike | None = module
-        while node is not None and node is not context.module:
-            names.append(node.name)
-            node = node.parent
-        if node is None:
-            continue
-        return _descend(context, tuple(reversed(names)))
-    outermost = context_stack()[0].module
-    raise RuntimeError(
-        f"{module._title()} is not inside {outermost._title()}, which runs now; add "
-        "it as a child, or share it with _share_with_descendants."
-    )
+        names = _names_below(context.module, module)
+        if names is not None:
+            break
+    else:
+        raise RuntimeError(
+            f"{module._title()} is not inside {context_stack()[0].module._title()}, which runs; "
+            "add it as a child, or share it with _share_with_descendants."
+        )
+    if not names:  # A module calls one that it is inside of.
+        with set_current_context(context):
+            yield context
+        return
+    call = context.calls.get(names, 0)
+    context.calls[names] = call + 1
+    holder, name = _holder(context, names), names[-1]
+    inside = holder.child(name, module, call=call)
+    with set_current_context(inside):
+        yield inside
+    holder.merge(OutputCollection(*({name: x} for x in prune_empty(inside.outputs))))
 
 
 # -- Repetition ----------------------------------------------------------------------------------
 
 
-def _context() -> InvocationContext:
-    context = current_context()
-    if context is None:
-        raise RuntimeError("call the module through functional() first.")
-    return context
-
-
 class _Collecting:
-    """Runs a function in a copy of a context and returns its outputs, for a transformation."""
+    """A function to be transformed, which runs in copies of all contexts and returns their outputs.
 
-    def __init__(self, context: InvocationContext, fn: Callable[..., Any]) -> None:
-        self.context, self.fn = context, fn
-        self.calls = context.calls
+    Modules that it calls may be held by any context of the stack (shared modules), whose outputs
+    must not contain tracers of the transformation.
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn = fn
+        self.contexts = list(context_stack())
+        self.calls = [context.calls for context in self.contexts]
 
     def __call__(
-        self, state: Nested, key: jax.Array | None, keys: Mapping[str, jax.Array], *args: Any
-    ) -> tuple[Any, OutputCollection]:
-        """Returns (fn(*args), its outputs); JAX may trace it more than once."""
-        inner = dataclasses.replace(
-            self.context,
-            state={**(self.context.state or {}), **cast_slices(state)},
+        self,
+        state: Nested,
+        key: jax.Array | None,
+        keys: Mapping[str, jax.Array],
+        iteration: jax.Array | None,
+        *args: Any,
+    ) -> tuple[Any, list[OutputCollection]]:
+        """Returns (fn(*args), the outputs of each context); JAX may trace it more than once."""
+        copies = [self._copy(context, iteration) for context in self.contexts]
+        inner = copies[-1]
+        inner.state = {**(inner.state or {}), **cast_slices(state)}
+        inner.prng_key = key
+        inner.child_keys = {**inner.child_keys, **keys}
+        outer, _local.stack = context_stack(), copies
+        try:
+            result = self.fn(*args)
+        finally:
+            _local.stack = outer
+        self.calls = [context.calls for context in copies]
+        return result, [prune_empty(context.outputs) for context in copies]
+
+    def _copy(self, context: InvocationContext, iteration: jax.Array | None) -> InvocationContext:
+        def key() -> jax.Array | None:
+            key = context.key()
+            return key if key is None or iteration is None else jax.random.fold_in(key, iteration)
+
+        state, updates = context.state, context.outputs.state_updates
+        return dataclasses.replace(
+            context,
+            state=tree.merge(state, updates) if state and updates else state,
             prng_key=key,
             outputs=new_output_collection(),
-            child_keys={**self.context.child_keys, **keys},
-            calls=dict(self.context.calls),
+            calls=dict(context.calls),
         )
-        with set_current_context(inner):
-            result = self.fn(*args)
-        self.calls = inner.calls
-        return result, prune_empty(inner.outputs)
 
-    def finish(self, outputs: OutputCollection) -> None:
-        """Hands what the transformation returned to the context."""
-        self.context.calls.update(self.calls)
-        self.context.merge(outputs)
+    def finish(self, outputs: list[OutputCollection]) -> None:
+        """Adds the outputs of the transformation to the contexts."""
+        for context, calls, part in zip(self.contexts, self.calls, outputs, strict=True):
+            context.calls.update(calls)
+            context.merge(part)
 
 
 def scan_in_context(
@@ -300,36 +379,46 @@ def scan_in_context(
     child_keys: Mapping[str, jax.Array] | None = None,
     remat: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
 ) -> tuple[Any, Any]:
-    """Returns `jax.lax.scan(fn, carry, xs)`, where each turn sees its own slice of the state.
+    """Returns `jax.lax.scan(fn, carry, xs)`, where each iteration sees its slice of the state.
 
-    Outputs of all turns (auxiliary losses, summaries, state updates) reach the current context,
+    Outputs of all iterations (auxiliary losses, summaries, state updates) reach the contexts,
     stacked along a new first dimension.
 
     Args:
         fn: (carry, x) -> (carry, y); calls children of the current module.
-        carry: What goes from turn to turn.
-        xs: Inputs of the turns, stacked.
-        length: Number of turns.
+        carry: Carry of the first iteration.
+        xs: Inputs of the iterations, stacked.
+        length: Number of iterations.
         state: State of the repeated children by name, each array with a first dimension `length`.
-        child_keys: Random keys [length] of the repeated children, by name; without them, each
-            turn has a key of its own all the same.
-        remat: Wraps the turn, for example `functools.partial(jax.checkpoint, policy=...)`.
+        child_keys: Random keys [length] of the repeated children by name; children without them
+            have a different key in each iteration all the same.
+        remat: Wraps an iteration, for example `functools.partial(jax.checkpoint, policy=...)`.
+
+    Raises:
+        OutputConflictError: If a module from outside of the scan updates its state inside.
     """
-    context = _context()
-    collecting = _Collecting(context, fn)
+    key = _required_context().key()
+    collecting = _Collecting(fn)
     run = remat(collecting) if remat else collecting
-    key = context.key()
-    turn_keys = (
-        key if key is None else jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(length))
-    )
+    iterations = keys = None
+    if key is not None:
+        iterations = jnp.arange(length)
+        keys = jax.vmap(partial(jax.random.fold_in, key))(iterations)
 
     def body(carry: Any, inputs: Any) -> Any:
-        x, state, turn_key, keys = inputs
-        (carry, y), outputs = run(state, turn_key, keys, carry, x)
+        x, state, key, child_keys, iteration = inputs
+        (carry, y), outputs = run(state, key, child_keys, iteration, carry, x)
         return carry, (y, outputs)
 
-    inputs = (xs, state, turn_keys, child_keys or {})
+    inputs = (xs, state, keys, child_keys or {}, iterations)
     carry, (ys, outputs) = jax.lax.scan(body, carry, inputs, length=length)
+    for part in outputs[:-1]:
+        if part.state_updates:
+            names = ", ".join(path for path, _ in tree.flatten_items(part.state_updates))
+            raise OutputConflictError(
+                f"a module shared from outside of a scan updates its state in each iteration: "
+                f"{names}; repeat the layers in a loop instead."
+            )
     collecting.finish(outputs)
     return carry, ys
 
@@ -340,11 +429,11 @@ def remat_in_context(
     remat: Callable[[Callable[..., Any]], Callable[..., Any]],
     children: Sequence[str],
 ) -> Any:
-    """Returns `remat(fn)(*args)`; the state of the named children is an input, outputs are kept."""
-    context = _context()
-    collecting = _Collecting(context, fn)
-    state = {name: (context.state or {}).get(name, {}) for name in children}
+    """Returns `remat(fn)(*args)`, with the state of the named children as an input."""
+    context = _required_context()
+    collecting = _Collecting(fn)
+    state = {name: context.child_state(name) or {} for name in children}
     keys = {name: context.child_keys[name] for name in children if name in context.child_keys}
-    result, outputs = remat(collecting)(state, context.key(), keys, *args)
+    result, outputs = remat(collecting)(state, context.key(), keys, None, *args)
     collecting.finish(outputs)
     return result

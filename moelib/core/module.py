@@ -29,6 +29,7 @@ from moelib.core.context import (
     Nested,
     OutputCollection,
     OutputConflictError,
+    call_context,
     child_context,
     current_context,
     new_output_collection,
@@ -89,7 +90,7 @@ def _in_context(method: Callable[..., Any]) -> Callable[..., Any]:
         context = current_context()
         if context is None or context.module is self:
             return method(self, *args, **kwargs)
-        with set_current_context(context_lib.context_for(self)), jax.named_scope(self.name):
+        with call_context(self), jax.named_scope(self.name):
             try:
                 return method(self, *args, **kwargs)
             except Exception as error:
@@ -241,7 +242,11 @@ class Module(Configurable):
             raise InvalidDescendantError(
                 f"{module._title()} is not below {self._title()}, which shares it."
             )
-        self._shared[shared_module_name] = module
+        if self._shared.setdefault(shared_module_name, module) is not module:
+            raise ChildNameConflictError(
+                f"{self._title()} shares {self._shared[shared_module_name]._title()} as "
+                f"{shared_module_name!r} already; share {module._title()} under another name."
+            )
 
     @nowrap
     def get_shared_module(self, shared_module_name: str) -> "Module":
@@ -370,7 +375,7 @@ def functional(
             "positional arguments or a dict of named ones."
         )
     inside = current_context()
-    context = InvocationContext(module, state, prng_key, is_training, new_output_collection())
+    context = InvocationContext(module, state, prng_key, is_training)
     with set_current_context(context):
         bound = getattr(module, method)
         try:

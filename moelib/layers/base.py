@@ -10,13 +10,11 @@ import jax.numpy as jnp
 
 from moelib.core import tree
 from moelib.core.config import ConfigOr, DType, config_class, did_you_mean, maybe_instantiate
-from moelib.core.context import fold_name
+from moelib.core.context import CACHE, fold_name
 from moelib.core.module import Module, nowrap
 from moelib.core.param import Initializer, ParameterSpec, is_spec
 from moelib.core.tree import Nested
 from moelib.layers import initializers
-
-_CACHE = "cache"  # Name of a layer's cache in its state, next to its parameters.
 
 
 class BaseLayer(Module):
@@ -117,18 +115,18 @@ class BaseLayer(Module):
     @property
     def own_parameters(self) -> Nested:
         """The parameters of this layer in the current context, without those of its children."""
-        others = {*self.children, _CACHE}
+        others = {*self.children, CACHE}
         return {n: value for n, value in self.state.items() if n not in others}
 
     @property
     def cache(self) -> dict[str, jax.Array] | None:
         """This layer's cache of earlier tokens, by name; None when called without a cache."""
-        return self.state.get(_CACHE)
+        return self.state.get(CACHE)
 
     @nowrap
     def put_cache(self, **arrays: jax.Array) -> None:
         """Returns this layer's cache to the caller, with the tokens of this call included."""
-        self.get_invocation_context().add("state_updates", _CACHE, arrays)
+        self.get_invocation_context().add("state_updates", CACHE, arrays)
 
     # -- The walk over the tree ------------------------------------------------------------------
 
@@ -180,7 +178,7 @@ class BaseLayer(Module):
 
         def own(layer: BaseLayer) -> Nested:
             specs = layer._create_layer_cache_specs(batch_size, length)
-            return {_CACHE: specs} if specs else {}
+            return {CACHE: specs} if specs else {}
 
         return self._collect(own)
 

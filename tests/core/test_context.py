@@ -8,6 +8,7 @@ import pytest
 
 from moelib.core.config import config_class
 from moelib.core.context import (
+    CACHE,
     AuxLoss,
     OutputCollection,
     child_context,
@@ -242,17 +243,116 @@ def test_two_parts_of_one_child_may_be_repeated_one_after_the_other():
     assert collection.summaries["layer0"]["sum"] == 4.0
 
 
-def test_a_child_that_gives_one_output_twice_under_remat_is_refused():
+@pytest.mark.parametrize("wrap", [None, remat])
+def test_outputs_of_a_second_call_have_names_of_their_own(wrap: Any):
     def forward(m: Any, x: jax.Array) -> jax.Array:
-        x = remat_in_context(m.layer0, x, remat=remat, children=["layer0"])
-        return remat_in_context(m.layer0, x, remat=remat, children=["layer0"])
+        for _ in range(3):
+            if wrap is None:
+                x = m.layer0(x)
+            else:
+                x = remat_in_context(m.layer0, x, remat=wrap, children=["layer0"])
+        return x
 
-    with pytest.raises(OutputConflictError, match="different names"):
-        run(forward, jnp.ones(2))
+    _, collection = jax.jit(lambda: run(forward, jnp.ones(2)))()
+    sums = {name: float(inside["sum"]) for name, inside in collection.summaries.items()}
+    assert sums == {"layer0": 4.0, "layer0#2": 8.0, "layer0#3": 16.0}
+    assert collection.aux_losses.keys() == sums.keys()
+    np.testing.assert_allclose(collection.total_aux_loss(), 0.1 * (4 + 8 + 16), rtol=1e-6)
+    assert list(collection.state_updates) == ["layer0"]
+
+
+class Counter(Module):
+    """Counts its calls in its state."""
+
+    def forward(self, x: jax.Array) -> jax.Array:
+        count = self.state["count"] + 1
+        self.add_state_update("count", count)
+        self.add_aux_loss("calls", count, weight=1.0)
+        return x + count
+
+
+class Noisy(Module):
+    """Has a random output."""
+
+    def forward(self, x: jax.Array) -> jax.Array:
+        self.add_aux_loss("noise", jax.random.uniform(self.prng_key), weight=1.0)
+        return x
+
+
+class Sharing(Module):
+    """A stack whose layers may call a module that this one holds."""
+
+    @config_class
+    class Config(Module.Config):
+        shared: Module.Config = Counter.default_config()
+
+    def __init__(self, cfg: Any, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        shared = self._add_child("shared", self.config.shared)
+        self._share_with_descendants(shared, shared_module_name="counter")
+        self._add_child("stack", Stack.default_config())
+
+    def forward(self, do: Any) -> jax.Array:
+        return self.stack(do)
+
+
+def share(do: Any, shared: type[Module] = Counter) -> Any:
+    module = Sharing.default_config().set(shared=shared.default_config()).instantiate(parent=None)
+    state = {"shared": {"count": jnp.float32(5)}, "stack": STATE}
+    return functional(module, jax.random.key(0), state, (do,), is_training=True)
+
+
+@pytest.mark.parametrize("wrap", [None, remat])
+def test_a_shared_module_sees_the_state_that_its_earlier_call_left(wrap: Any):
+    def twice(m: Any) -> jax.Array:
+        x, shared = jnp.zeros(()), m.get_shared_module("counter")
+        for _ in range(2):
+            x = remat_in_context(shared, x, remat=wrap, children=[]) if wrap else shared(x)
+        return x
+
+    total, collection = jax.jit(lambda: share(twice))()
+    assert float(total) == 6.0 + 7.0
+    assert float(collection.state_updates["shared"]["count"]) == 7.0
+    assert float(collection.total_aux_loss()) == 6.0 + 7.0
+    assert list(collection.aux_losses) == ["shared", "shared#2"]
+
+
+def test_a_module_shared_from_outside_of_a_scan_gives_outputs_of_each_iteration():
+    def scanned(m: Any) -> jax.Array:
+        turn = lambda x, _: (m.get_shared_module("counter")(x), None)
+        return scan_in_context(turn, carry=jnp.zeros(()), length=LENGTH, state={})[0]
+
+    with pytest.raises(OutputConflictError, match="in each iteration: shared/count"):
+        share(scanned)
+    _, collection = jax.jit(lambda: share(scanned, Noisy))()
+    assert len(set(collection.aux_losses["shared"]["noise"].value.tolist())) == LENGTH
+
+
+def test_a_module_with_a_cache_may_not_be_called_twice():
+    class Caching(Layer):
+        def forward(self, x: jax.Array) -> jax.Array:
+            self.get_invocation_context().add("state_updates", CACHE, {"keys": x})
+            return x
+
+    module = Stack.default_config().set(layer=Caching.default_config()).instantiate(parent=None)
+    do = lambda m, times: [m.layer0(jnp.ones(1)) for _ in range(times)]
+    functional(module, None, STATE, (do, 1), is_training=False)
+    with pytest.raises(OutputConflictError, match="'layer0' is called twice, but has one cache"):
+        functional(module, None, STATE, (do, 2), is_training=False)
+
+
+def test_a_context_of_another_name_has_the_state_of_its_module():
+    def forward(m: Any) -> Any:
+        with child_context("first", module=m.layer1):
+            return m.layer1(jnp.ones(2))
+
+    y, collection = run(forward)
+    assert y.tolist() == [3.0, 3.0]
+    assert list(collection.summaries) == ["first"]
 
 
 def test_repetition_needs_a_context():
-    with pytest.raises(RuntimeError, match=r"call the module through functional\(\) first"):
+    with pytest.raises(RuntimeError, match=r"call the module through functional\(\)"):
         scan_in_context(lambda c, x: (c, x), carry=0, length=1, state={})
     with (
         pytest.raises(RuntimeError, match=r"call the module through functional\(\)"),
