@@ -1,6 +1,6 @@
-"""Filling a batch with pieces of documents, all rows at once.
+"""Filling a batch with pieces of documents, all sequences at once.
 
-Letters: S sequence length, P pieces, T tokens of all pieces, n rows.
+Letters: S sequence length, P pieces, T tokens of all pieces, n sequences.
 """
 
 import functools
@@ -19,33 +19,33 @@ if TYPE_CHECKING:
 
 def fill_pieces(
     batch: "Batch",
-    places: npt.NDArray[np.int64],
+    rows: npt.NDArray[np.int64],
     pieces: Pieces,
     source: TokenSource,
     boundary: DocumentBoundary,
 ) -> None:
-    """Writes pieces of rows into a batch, which is empty there.
+    """Writes pieces of sequences into rows of a batch that hold padding.
 
     Args:
-        batch: What is written to.
-        places: The row of the batch for each row that was asked for [n], ascending.
-        pieces: What the rows are made of.
+        batch: The batch to write.
+        rows: The row of the batch for each sequence [n], ascending.
+        pieces: The pieces of the sequences.
         source: The documents.
-        boundary: Whether segments and positions begin anew with each document.
+        boundary: Whether segments and positions restart with each document.
 
     Raises:
-        ValueError: If a token id is beyond the source's vocabulary.
+        UserError: If a token id is beyond the source's vocabulary.
     """
     S = batch["input_ids"].shape[1]
     row, length = pieces.row, pieces.length
-    n, T = len(places), int(length.sum())
-    before = np.cumsum(length) - length  # [P] where a piece begins among the T tokens.
-    first = np.searchsorted(row, np.arange(n))  # First piece of each row.
+    n, T = len(rows), int(length.sum())
+    before = np.cumsum(length) - length  # [P] index of each piece's first token among the T.
+    first = np.searchsorted(row, np.arange(n))  # [n] first piece of each sequence.
     row_begin = before[first]
     full = T == n * S
-    in_place = full and places[-1] - places[0] == n - 1
-    # Full rows that follow one another are written where they belong, without copies.
-    begin = int(places[0]) * S
+    in_place = full and rows[-1] - rows[0] == n - 1
+    # Consecutive full sequences are written into the batch without copies.
+    begin = int(rows[0]) * S
     ids, targets, segments, positions = (
         batch[name].reshape(-1)[begin : begin + T] if in_place else np.empty(T, np.int32)
         for name in TOKEN_ARRAYS
@@ -63,18 +63,18 @@ def fill_pieces(
     segments[:] = np.repeat(segment.astype(np.int32), length)
     np.subtract(_count(T), np.repeat(origin.astype(np.int32), length), out=positions)
     sizes = source.token_num_bytes.take(targets, mode="clip")  # Faster; ids are checked.
-    batch["target_num_bytes"][places] = np.add.reduceat(sizes, row_begin)
+    batch["target_num_bytes"][rows] = np.add.reduceat(sizes, row_begin)
     if in_place:
         return
-    to = np.repeat(places[row] * S - row_begin[row], length) + _count(T)
+    to = np.repeat(rows[row] * S - row_begin[row], length) + _count(T)
     for name, tokens in zip(TOKEN_ARRAYS, (ids, targets, segments, positions), strict=True):
         if full:
-            batch[name][places] = tokens.reshape(n, S)
+            batch[name][rows] = tokens.reshape(n, S)
         else:
             batch[name].reshape(-1)[to] = tokens
 
 
 @functools.lru_cache(maxsize=4)
 def _count(stop: int) -> npt.NDArray[np.int32]:
-    """Returns 0, 1, ... below `stop`, not to be written to."""
+    """Returns 0, 1, ... below `stop`; the array is shared and must not be written."""
     return np.arange(stop, dtype=np.int32)

@@ -1,14 +1,14 @@
-"""Inputs: what a trainer reads batches from, whatever lies behind them.
+"""Inputs: the batches that a trainer reads, whatever their origin.
 
 A batch is a dict of NumPy arrays:
 
     input_ids         int32 [B, S]
-    target_labels     int32 [B, S]  the token that follows; negative where nothing is predicted
-    segment_ids       int32 [B, S]  1, 2, ... for the documents of a row; 0 is padding
+    target_labels     int32 [B, S]  the next token; negative where nothing is predicted
+    segment_ids       int32 [B, S]  1, 2, ... for the documents of a sequence; 0 is padding
     positions         int32 [B, S]
-    target_num_bytes  int32 [B]     bytes of text that a row's targets cover
+    target_num_bytes  int32 [B]     bytes of text that a sequence's targets cover
 
-Letters: B rows of a batch, S sequence length.
+Letters: B sequences of a batch, S sequence length.
 """
 
 from abc import abstractmethod
@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from moelib.core.config import REQUIRED, Configurable, config_class
+from moelib.core.errors import UserError
 from moelib.data.tokenizer import NoTokenizerError, Tokenizer
 
-if TYPE_CHECKING:  # Importing JAX takes two seconds, and data needs none of it.
+if TYPE_CHECKING:  # Importing JAX takes two seconds, and data does not need it.
     from moelib.core.tree import Batch
 
 State = dict[str, Any]  # JSON values only.
@@ -30,7 +31,7 @@ TOKEN_ARRAYS = ("input_ids", "target_labels", "segment_ids", "positions")  # Eac
 
 
 class BatchIterator(Iterator["Batch"]):
-    """One host's batches in order, from a place that can be saved and returned to."""
+    """One host's batches in order, from a position that can be saved and restored."""
 
     def __iter__(self) -> Self:
         """Returns itself."""
@@ -38,45 +39,48 @@ class BatchIterator(Iterator["Batch"]):
 
     @abstractmethod
     def __next__(self) -> "Batch":
-        """Returns this host's rows of the next batch. Raises StopIteration when all are read."""
+        """Returns this host's sequences of the next batch. Raises StopIteration at the end."""
 
     @abstractmethod
     def state(self) -> State:
-        """Returns the place after the batches returned so far, as JSON values."""
+        """Returns the position after the batches returned so far, as JSON values."""
 
     @abstractmethod
     def restore(self, state: State) -> None:
-        """Goes to a place. Raises ValueError if it is one of another input's."""
+        """Goes to a saved position. Raises UserError if it belongs to another input."""
 
 
 class Input(Configurable):
-    """A source of batches."""
+    """A source of batches.
+
+    A subclass implements `iterator`, and `load_tokenizer` if its batches are made of text.
+    """
 
     @config_class
     class Config(Configurable.Config):
         seq_len: int = REQUIRED  # S.
-        global_batch_size: int = REQUIRED  # Rows of a step, over all hosts.
+        global_batch_size: int = REQUIRED  # Sequences per step, over all hosts.
 
         if TYPE_CHECKING:  # A field of this type holds any subclass; its fields may be set.
 
             def __init__(self, **values: Any) -> None: ...
 
     def __init__(self, cfg: Config) -> None:
-        """Checks the sizes. Raises ValueError if one is not positive."""
+        """Checks the sizes. Raises UserError if one is not positive."""
         super().__init__(cfg)
         for name in ("seq_len", "global_batch_size"):
             if (value := getattr(self.config, name)) < 1:
-                raise ValueError(f"{name} is {value}; set it to 1 or more.")
+                raise UserError(f"{name}={value}: set 1 or more.")
 
     @classmethod
     def load_tokenizer(cls, cfg: Any) -> Tokenizer:
-        """Returns the tokenizer of the text that the batches are made of, without opening data.
+        """Returns the tokenizer of the text in the batches, without opening the data.
 
         Args:
             cfg: Config of an input of this class.
 
         Raises:
-            NoTokenizerError: If the input has token ids that no tokenizer made.
+            NoTokenizerError: If no tokenizer made the token ids.
         """
         raise NoTokenizerError(f"{cls.__name__} has no tokenizer: its token ids stand for no text.")
 
@@ -87,7 +91,7 @@ class Input(Configurable):
         Host h has rows [h * B / hosts, (h + 1) * B / hosts) of each global batch.
 
         Raises:
-            ValueError: If the hosts do not divide the batch.
+            UserError: If the batch does not divide over the hosts.
         """
 
 
@@ -127,41 +131,38 @@ def batch_spec(global_batch_size: int, seq_len: int) -> dict[str, tuple[int, ...
 
 
 def empty_batch(num_rows: int, seq_len: int, eos_id: int) -> "Batch":
-    """Returns rows of padding only."""
-    return {
-        "input_ids": np.full((num_rows, seq_len), eos_id, np.int32),
-        "target_labels": np.full((num_rows, seq_len), PADDING_LABEL, np.int32),
-        "segment_ids": np.zeros((num_rows, seq_len), np.int32),
-        "positions": np.zeros((num_rows, seq_len), np.int32),
-        "target_num_bytes": np.zeros(num_rows, np.int32),
+    """Returns a batch of padding only."""
+    batch = {
+        name: np.zeros(shape, np.int32) for name, shape in batch_spec(num_rows, seq_len).items()
     }
+    batch["input_ids"][:] = eos_id
+    batch["target_labels"][:] = PADDING_LABEL
+    return batch
 
 
 def rows_of_host(global_batch_size: int, host_index: int, num_hosts: int) -> range:
     """Returns a host's rows of a global batch.
 
     Raises:
-        ValueError: If the hosts do not divide the batch, or there is no such host.
+        UserError: If the batch does not divide over the hosts, or there is no such host.
     """
     if num_hosts < 1 or not 0 <= host_index < num_hosts:
-        raise ValueError(
-            f"host_index is {host_index} of {num_hosts} hosts; set it below num_hosts."
-        )
+        raise UserError(f"host_index={host_index}: set it from 0 to below num_hosts={num_hosts}.")
     if global_batch_size % num_hosts:
-        raise ValueError(
-            f"global_batch_size is {global_batch_size}, which {num_hosts} hosts do not divide; set "
-            f"it to a multiple of {num_hosts}."
+        raise UserError(
+            f"global_batch_size={global_batch_size} does not divide over {num_hosts} hosts; set it "
+            f"to a multiple of {num_hosts}."
         )
     rows = global_batch_size // num_hosts
     return range(host_index * rows, (host_index + 1) * rows)
 
 
 def check_state(state: State, identity: State) -> None:
-    """Raises ValueError unless a state was saved by an input of this identity."""
+    """Raises UserError unless a state was saved by an input of this identity."""
     saved = state.get("input")
     if not isinstance(saved, dict) or not isinstance(state.get("step"), int):
-        raise ValueError(
-            f"{state!r:.80} is not the place of an input; restore a checkpoint of this run."
+        raise UserError(
+            f"{state!r:.80} is not the position of an input; restore a checkpoint of this run."
         )
     changed = [
         f"{name} was {saved.get(name)} and is {identity.get(name)}"
@@ -169,7 +170,7 @@ def check_state(state: State, identity: State) -> None:
         if identity.get(name) != saved.get(name)
     ]
     if changed:
-        raise ValueError(
-            f"The input has changed since it was saved: {', '.join(changed)}; set it back, or "
-            "start a new run."
+        raise UserError(
+            f"The input has changed since it was saved: {', '.join(changed)}; restore the former "
+            "value, or start a new run."
         )

@@ -1,21 +1,24 @@
 """Language-model input from prepared tokens: a batch is a pure function of (seed, step).
 
-Rows are numbered on and on: row i of the run is row `i % R` of epoch `i // R`, and step n has rows
-[n * B, (n + 1) * B). So the place to save is one integer, the number of hosts may change between
-two steps, and any batch of any step can be looked at.
+Sequences are numbered without end: sequence i of the run is sequence `i % R` of epoch `i // R`, and
+step n has sequences [n * B, (n + 1) * B). So one integer is the whole position in the data, the
+number of hosts may change between two steps, and the batch of any step can be inspected.
 
-Letters: B rows of a batch, S sequence length, R rows of an epoch.
+Letters: B sequences of a batch, S sequence length, R sequences of an epoch.
 """
 
+import copy
 import enum
 import functools
+import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from moelib.core.config import REQUIRED, config_class
+from moelib.core.errors import UserError
 from moelib.data.fill import fill_pieces
 from moelib.data.input import (
     BatchIterator,
@@ -44,14 +47,14 @@ _Ints = npt.NDArray[np.int64]
 
 
 class InputMode(enum.Enum):
-    """What the rows are for."""
+    """The number of epochs."""
 
-    TRAIN = "train"  # Epoch after epoch, without end (but for `max_batches`).
-    EVALUATE = "evaluate"  # One epoch; the last batch is filled up with empty rows.
+    TRAIN = "train"  # Endless, unless `max_batches` is set.
+    EVALUATE = "evaluate"  # One; the last batch is completed with empty sequences.
 
 
 class LMInput(Input):
-    """Packed rows of a token source, or of a mixture of several."""
+    """Packed sequences of a token source, or of a mixture of several."""
 
     @config_class
     class Config(Input.Config):
@@ -60,34 +63,41 @@ class LMInput(Input):
         document_boundary: DocumentBoundary = DocumentBoundary.RESET
         long_documents: LongDocuments = LongDocuments.SPLIT
         mode: InputMode = InputMode.TRAIN
-        seed: int = 0  # Decides the order of documents and rows.
-        vocab_size: int | None = None  # The model's: a source with a larger one is refused.
-        max_batches: int | None = None  # Ends after so many; None ends as `mode` says.
+        seed: int = 0  # Of the order of documents and sequences.
+        vocab_size: int | None = None  # The model's; a source with a larger one is refused.
+        max_batches: int | None = None  # Number of batches; None: as many as `mode` gives.
 
     def __init__(self, cfg: Config) -> None:
-        """Opens the sources; rows are planned when the first is read.
+        """Opens the sources; an epoch is planned when its first sequence is read.
 
         Raises:
-            ValueError: If a source is broken, its vocabulary too large, or a document too long.
+            UserError: If a source is damaged or too short, its vocabulary too large, or a document
+                too long.
         """
         super().__init__(cfg)
         cfg = self.config
         source: Any = cfg.source.instantiate()
         self._mixture = source if isinstance(source, Mixture) else None
         sources: list[TokenSource] = [source] if self._mixture is None else self._mixture.sources
-        self._packed = [_PackedRows(source, cfg) for source in sources]
+        self._packed = [_PackedSource(source, cfg) for source in sources]
         self.eos_id: int = sources[0].eos_id
         self.vocab_size: int = max(source.vocab_size for source in sources)
         if cfg.vocab_size is not None and self.vocab_size > cfg.vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"{sources[0].name} has token ids up to {self.vocab_size - 1}, beyond the "
-                f"vocabulary of {cfg.vocab_size}; set vocab_size to {self.vocab_size} or more in "
-                "the model, or prepare the text with a smaller tokenizer."
+                f"vocabulary of {cfg.vocab_size}; set the model's vocab_size to {self.vocab_size} "
+                "or more, or prepare the text with a smaller tokenizer."
             )
         if cfg.mode is InputMode.EVALUATE and len(sources) > 1:
-            raise ValueError(
-                "mode is EVALUATE and source is a mixture, whose rows have no last one; set source "
-                "to one source, and make an input of each."
+            raise UserError(
+                "mode=EVALUATE: source is a mixture, which has no last sequence; set source to one "
+                "source, and define an input for each."
+            )
+        num_tokens = sum(source.num_tokens for source in sources)
+        if cfg.mode is InputMode.TRAIN and cfg.seq_len > num_tokens:
+            raise UserError(
+                f"seq_len={cfg.seq_len}: {sources[0].name} has {num_tokens} tokens in all, fewer "
+                f"than one sequence; set seq_len to {num_tokens} or less, or add data."
             )
 
     @classmethod
@@ -101,23 +111,23 @@ class LMInput(Input):
         return [packed.source for packed in self._packed]
 
     @property
-    def rows_per_epoch(self) -> int:
-        """Rows R of an epoch; of a mixture, rows until every source has been read at least once."""
+    def sequences_per_epoch(self) -> int:
+        """Sequences R of an epoch; of a mixture, those until every source has been read once."""
         if self._mixture is None:
-            return self._packed[0].num_rows
+            return self._packed[0].num_sequences
         period, counts = len(self._mixture.pattern), self._mixture.counts
         return max(
-            -(-packed.num_rows * period // int(count))
+            -(-packed.num_sequences * period // int(count))
             for packed, count in zip(self._packed, counts, strict=True)
         )
 
     @property
     def num_batches(self) -> int:
-        """Batches that the iterator has, or an epoch if it is endless; the last may be padded."""
+        """Batches of the iterator, or of an epoch if it is endless; the last may be padded."""
         cfg = self.config
         if cfg.max_batches is not None and cfg.mode is InputMode.TRAIN:
             return cfg.max_batches
-        batches = -(-self.rows_per_epoch // cfg.global_batch_size)
+        batches = -(-self.sequences_per_epoch // cfg.global_batch_size)
         return batches if cfg.max_batches is None else min(batches, cfg.max_batches)
 
     @property
@@ -130,26 +140,26 @@ class LMInput(Input):
         return self.host_batch(step, 0, 1)
 
     def host_batch(self, step: int, host_index: int, num_hosts: int) -> "Batch":
-        """Returns a host's rows of a step's batch: all hosts' rows make up `batch(step)`.
+        """Returns a host's sequences of a step; those of all hosts form `batch(step)`.
 
         Raises:
-            ValueError: If the hosts do not divide the batch, or a token id is beyond the
+            UserError: If the batch does not divide over the hosts, or a token id is beyond the
                 vocabulary.
         """
         cfg = self.config
         first = step * cfg.global_batch_size
         of_host = rows_of_host(cfg.global_batch_size, host_index, num_hosts)
-        rows = np.arange(first + of_host.start, first + of_host.stop)
-        batch = empty_batch(len(rows), cfg.seq_len, self.eos_id)
+        numbers = np.arange(first + of_host.start, first + of_host.stop)
+        batch = empty_batch(len(numbers), cfg.seq_len, self.eos_id)
         if cfg.mode is InputMode.EVALUATE:
-            rows = rows[rows < self.rows_per_epoch]
+            numbers = numbers[numbers < self.sequences_per_epoch]
         if self._mixture is None:
-            self._packed[0].fill(rows, np.arange(len(rows)), batch)
+            self._packed[0].fill(numbers, np.arange(len(numbers)), batch)
             return batch
-        source, numbers = self._mixture.rows(rows)
+        source, numbers = self._mixture.locate(numbers)
         for k, packed in enumerate(self._packed):
-            places = np.flatnonzero(source == k)
-            packed.fill(numbers[places], places, batch)
+            rows = np.flatnonzero(source == k)
+            packed.fill(numbers[rows], rows, batch)
         return batch
 
     def iterator(self, host_index: int = 0, num_hosts: int = 1) -> "LMInputIterator":
@@ -159,7 +169,7 @@ class LMInput(Input):
 
     @functools.cached_property
     def identity(self) -> State:
-        """What decides the batches, as JSON values; one that differs means other batches."""
+        """The settings and data that determine the batches, as JSON values."""
         cfg = self.config
         names = self._mixture.names if self._mixture else ["source"]
         identity = {
@@ -175,16 +185,33 @@ class LMInput(Input):
             identity["weights"] = dict(zip(names, self._mixture.counts.tolist(), strict=True))
         return identity
 
+    def as_saved(self, state: State) -> Self:
+        """Returns the input with a mixture's sources in the order in which a state lists them.
+
+        Batches depend on that order. It is the order of names, but that of the config in states of
+        earlier versions.
+        """
+        saved = state.get("input")
+        names = list(saved.get("weights") or ()) if isinstance(saved, dict) else []
+        if not self._mixture or sorted(names) != sorted(self._mixture.names):
+            return self
+        packed = dict(zip(self._mixture.names, self._packed, strict=True))
+        other = copy.copy(self)
+        other.__dict__.pop("identity", None)
+        other._mixture = self._mixture.in_order(names)
+        other._packed = [packed[name] for name in names]
+        return other
+
 
 class LMInputIterator(BatchIterator):
-    """The batches of one host. The state is the step, and what the input is."""
+    """The batches of one host. The state is the step and the input's identity."""
 
     def __init__(self, lm_input: LMInput, host_index: int, num_hosts: int) -> None:
         self._input, self._host = lm_input, (host_index, num_hosts)
         self.step = 0  # The next one.
 
     def __next__(self) -> "Batch":
-        """Returns this host's rows of the next step."""
+        """Returns this host's sequences of the next step."""
         lm_input = self._input
         if not lm_input.is_endless and self.step >= lm_input.num_batches:
             raise StopIteration
@@ -193,21 +220,22 @@ class LMInputIterator(BatchIterator):
         return batch
 
     def state(self) -> State:
-        """Returns the next step, and the input's identity; the same on every host."""
+        """Returns the next step and the input's identity; the same on every host."""
         return {"step": self.step, "input": self._input.identity}
 
     def restore(self, state: State) -> None:
         """Goes to a saved step, whatever the number of hosts was then.
 
         Raises:
-            ValueError: If the saved input had other batches.
+            UserError: If the saved input had other batches.
         """
-        check_state(state, self._input.identity)
-        self.step = state["step"]
+        lm_input = self._input.as_saved(state)
+        check_state(state, lm_input.identity)
+        self._input, self.step = lm_input, state["step"]
 
 
-class _PackedRows:
-    """The rows of one token source, epoch after epoch."""
+class _PackedSource:
+    """The sequences of one token source, epoch after epoch."""
 
     def __init__(self, source: TokenSource, cfg: LMInput.Config) -> None:
         self.source = source
@@ -215,25 +243,37 @@ class _PackedRows:
         if cfg.long_documents is LongDocuments.ERROR:
             check_long_documents(source, cfg.seq_len)
         self._plan = functools.lru_cache(maxsize=2)(self._make_plan)
+        self._ahead: tuple[int, threading.Thread] | None = None  # The epoch being planned.
 
     def _make_plan(self, epoch: int) -> EpochPlan:
         cfg = self._cfg
         seeds = (cfg.seed, epoch)
         return make_plan(self.source, cfg.seq_len, cfg.packing, cfg.document_boundary, seeds)
 
+    def _plan_ahead(self, epoch: int) -> None:
+        """Plans an epoch in a thread: planning takes seconds for many documents."""
+        if self._cfg.mode is InputMode.TRAIN and (not self._ahead or self._ahead[0] != epoch):
+            thread = threading.Thread(target=self._plan, args=(epoch,), name="plan", daemon=True)
+            self._ahead = (epoch, thread)
+            thread.start()
+
     @functools.cached_property
-    def num_rows(self) -> int:
-        """Rows of an epoch: the same for all."""
+    def num_sequences(self) -> int:
+        """Sequences of an epoch: the same for all."""
         return self._plan(0).num_rows
 
-    def fill(self, rows: _Ints, places: _Ints, batch: "Batch") -> None:
-        """Writes rows, numbered over all epochs, to places in a batch."""
-        if not len(rows):
+    def fill(self, numbers: _Ints, rows: _Ints, batch: "Batch") -> None:
+        """Writes sequences, numbered over all epochs in ascending order, to rows of a batch."""
+        if not len(numbers):
             return
-        epochs, in_epoch = np.divmod(rows, self.num_rows)
-        for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):  # Rows ascend: one, seldom two.
+        epochs, in_epoch = np.divmod(numbers, self.num_sequences)
+        for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):  # One, rarely two.
             mine = epochs == epoch
-            if mine.any():
-                pieces = self._plan(epoch).pieces(in_epoch[mine])
-                boundary = self._cfg.document_boundary
-                fill_pieces(batch, places[mine], pieces, self.source, boundary)
+            if not mine.any():
+                continue
+            if self._ahead and self._ahead[0] == epoch:
+                self._ahead[1].join()
+            pieces = self._plan(epoch).pieces(in_epoch[mine])
+            fill_pieces(batch, rows[mine], pieces, self.source, self._cfg.document_boundary)
+            if 2 * in_epoch[mine][-1] >= self.num_sequences:
+                self._plan_ahead(epoch + 1)

@@ -1,64 +1,81 @@
-"""Mixtures: rows of several sources in fixed proportions.
+"""Mixtures: sequences of several sources in fixed proportions.
 
-Which source a row comes from is a fixed pattern that repeats, and the row's number within its
+The source of a sequence follows a fixed pattern that repeats, and a sequence's number within its
 source is a closed form of its number in the mixture: nothing needs to be counted or saved.
 
-Letters: K sources, n rows asked for.
+Letters: K sources, n sequences.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from moelib.core.config import REQUIRED, Configurable, config_class
+from moelib.core.errors import UserError
 from moelib.data.token_source import TokenSource
 from moelib.data.tokenizer import Tokenizer
 
-PERIOD = 10_000  # Rows in a pattern: weights are rounded to so many parts.
+PERIOD = 10_000  # Sequences in a pattern; weights are rounded to multiples of 1 / PERIOD.
 
 
 class Mixture(Configurable):
-    """Token sources with weights: of the first n rows each has its share, give or take one.
+    """Token sources with weights: any first n sequences have each source's share, within one.
 
-    A source whose rows are used up begins its next epoch, whatever the others do.
+    A source whose sequences are used up begins its next epoch, independently of the others. The
+    order in which the config lists the sources has no effect.
     """
 
     @config_class
     class Config(Configurable.Config):
-        sources: dict[str, TokenSource.Config] = REQUIRED  # By a name of your choice.
-        weights: dict[str, float] = REQUIRED  # Of rows, by the same names; any sum.
+        sources: dict[str, TokenSource.Config] = REQUIRED  # By a name of the user's choice.
+        weights: dict[str, float] = REQUIRED  # Shares of sequences, by the same names; any sum.
 
     def __init__(self, cfg: Config) -> None:
         """Opens the sources.
 
         Raises:
-            ValueError: If names or weights are wrong, or the sources' vocabularies differ.
+            UserError: If names or weights are wrong, or the sources' vocabularies differ.
         """
         super().__init__(cfg)
         cfg = self.config
         _check_weights(list(cfg.sources), cfg.weights)
-        self.names = list(cfg.sources)
-        opened: list[Any] = [source.instantiate() for source in cfg.sources.values()]
-        self.sources: list[TokenSource] = opened
+        self._opened: dict[str, Any] = {n: cfg.sources[n].instantiate() for n in cfg.sources}
+        self._arrange(sorted(cfg.sources))
         self._check_vocabularies()
-        weights = np.array([cfg.weights[name] for name in self.names], np.float64)
+
+    def _arrange(self, names: Sequence[str]) -> None:
+        """Computes the pattern for an order of the sources."""
+        self.names = list(names)
+        self.sources: list[TokenSource] = [self._opened[name] for name in names]
+        cfg = self.config
+        weights = np.array([cfg.weights[name] for name in names], np.float64)
         self.counts = round_shares(weights, PERIOD)
-        for name, count in zip(self.names, self.counts.tolist(), strict=True):
+        for name, count in zip(names, self.counts.tolist(), strict=True):
             if not count:
-                raise ValueError(
-                    f"weights[{name!r}] is {cfg.weights[name]}, less than one row in {PERIOD}; set "
-                    "it larger, or leave the source out."
+                raise UserError(
+                    f"weights[{name!r}]={cfg.weights[name]}: less than one sequence in {PERIOD}; "
+                    "set it larger, or remove the source."
                 )
         self.pattern = spread_pattern(self.counts)
-        self._rank = np.empty(PERIOD, np.int64)  # Which row of its source each place has.
+        self._rank = np.empty(PERIOD, np.int64)  # Number of each sequence within its source.
         for k, count in enumerate(self.counts.tolist()):
             self._rank[self.pattern == k] = np.arange(count)
 
+    def in_order(self, names: Sequence[str]) -> Self:
+        """Returns the mixture with its sources in another order, which gives other batches.
+
+        Checkpoints of earlier versions depend on the order in which the config listed the sources.
+        """
+        other = copy.copy(self)
+        other._arrange(names)
+        return other
+
     @classmethod
     def load_tokenizer(cls, cfg: Any) -> Tokenizer:
-        """Returns the tokenizer of the sources, which all have the same."""
+        """Returns the tokenizer that all sources share."""
         source = next(iter(cfg.sources.values()))
         return source.klass.load_tokenizer(source)
 
@@ -66,36 +83,34 @@ class Mixture(Configurable):
         first, *others = self.sources
         for source in others:
             if not np.array_equal(first.token_num_bytes, source.token_num_bytes):
-                raise ValueError(
-                    f"{source.name} and {first.name} are of different tokenizers (vocabularies of "
+                raise UserError(
+                    f"{source.name} and {first.name} have different tokenizers (vocabularies of "
                     f"{source.vocab_size} and {first.vocab_size}); prepare both with the same one."
                 )
 
-    def rows(
-        self, rows: npt.NDArray[np.int64]
+    def locate(
+        self, numbers: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Returns the source [n] of rows of the mixture, and their number in that source [n]."""
-        period, place = np.divmod(rows, PERIOD)
-        source = self.pattern[place]
-        return source, period * self.counts[source] + self._rank[place]
+        """Returns the source [n] of sequences of the mixture, and their number in it [n]."""
+        period, index = np.divmod(numbers, PERIOD)
+        source = self.pattern[index]
+        return source, period * self.counts[source] + self._rank[index]
 
 
 def _check_weights(names: Sequence[str], weights: Mapping[str, float]) -> None:
-    """Raises ValueError if names differ, or a weight is not a positive number."""
+    """Raises UserError if names differ, or a weight is not a positive number."""
     if not names or set(names) != set(weights):
-        raise ValueError(
+        raise UserError(
             f"A mixture has sources {sorted(names)} and weights for {sorted(weights)}; set a "
             "weight for each source, and at least one."
         )
     for name, weight in weights.items():
         if not 0 < weight < float("inf"):
-            raise ValueError(
-                f"weights[{name!r}] is {weight}; set it above 0, or leave the source out."
-            )
+            raise UserError(f"weights[{name!r}]={weight}: set it above 0, or remove the source.")
 
 
 def round_shares(weights: npt.NDArray[np.float64], total: int) -> npt.NDArray[np.int64]:
-    """Returns whole numbers [K] in proportion to weights that sum to total: largest remainders."""
+    """Returns integers [K] in proportion to weights that sum to total: largest remainders."""
     exact = weights / weights.sum() * total
     counts = np.floor(exact).astype(np.int64)
     order = np.argsort(counts - exact, kind="stable")
@@ -104,9 +119,9 @@ def round_shares(weights: npt.NDArray[np.float64], total: int) -> npt.NDArray[np
 
 
 def spread_pattern(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Returns a sequence that holds each k `counts[k]` times, spread as evenly as can be.
+    """Returns a sequence with `counts[k]` copies of each k, spread as evenly as possible.
 
-    After any i places, the count of each k differs by less than 1 from i times its share.
+    In any prefix of length i, the count of each k differs by less than 1 from i times its share.
 
     Source: Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980).
     """

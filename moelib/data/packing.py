@@ -1,15 +1,15 @@
-"""Packing: which pieces of which documents make up each row, as a pure function of a seed.
+"""Packing: the pieces of documents that form each sequence, as a pure function of a seed.
 
-What is packed is not tokens but *pairs* (a token, and the next one as its target). A document of n
-tokens has n - 1 pairs, because nothing comes after its last token; so an end-of-text token is a
-target and no input. Every pair is in exactly one row of every epoch: none is dropped, none is
-repeated, and only the last row (concat-and-split) or the ends of rows (best-fit) are padded.
+Packing arranges *pairs* of a token and its target, the next token. A document of n tokens has n - 1
+pairs, because nothing follows its last token; an end-of-text token is a target and never an input.
+Every pair is in exactly one sequence of every epoch: none is dropped or repeated, and only the last
+sequence (concat-and-split) or the ends of sequences (best-fit) are padded.
 
 With `DocumentBoundary.CONTINUE` the documents of an epoch are one stream instead, in which the
-last token of a document predicts the first of the next: positions and segments know no documents,
+last token of a document predicts the first of the next: positions and segments ignore documents,
 as in Megatron-LM without resets (and FLAME-MoE). The stream has one pair less than tokens.
 
-Letters: N documents, R rows of an epoch, S sequence length, P pieces.
+Letters: N documents, R sequences of an epoch, S sequence length, P pieces.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ from abc import abstractmethod
 import numpy as np
 import numpy.typing as npt
 
+from moelib.core.errors import UserError
 from moelib.data.hashing import random_permutation
 from moelib.data.token_source import TokenSource
 
@@ -26,44 +27,44 @@ _Ints = npt.NDArray[np.int64]
 
 
 class Packing(enum.Enum):
-    """How documents become rows."""
+    """The way documents become sequences."""
 
     CONCAT_AND_SPLIT = "concat_and_split"  # One after another, cut every S pairs.
-    BEST_FIT = "best_fit"  # Whole where they fit (arXiv:2404.10830): fewer cuts, a little padding.
+    BEST_FIT = "best_fit"  # Whole where they fit (arXiv:2404.10830): fewer cuts, some padding.
 
 
 class DocumentBoundary(enum.Enum):
-    """What happens between documents in one row."""
+    """The transition between documents in one sequence."""
 
-    RESET = "reset"  # A segment each, positions from 0, and no target across.
-    CONTINUE = "continue"  # One segment a row, positions along the row, targets across.
+    RESET = "reset"  # Each document has its own segment and positions from 0; no target across.
+    CONTINUE = "continue"  # One segment and one run of positions; targets across documents.
 
 
 class LongDocuments(enum.Enum):
-    """What happens to a document with more than S pairs."""
+    """The treatment of a document with more than S pairs."""
 
-    SPLIT = "split"  # Continues in other rows, as a segment of its own, without what was before.
-    ERROR = "error"  # Is refused.
+    SPLIT = "split"  # The rest are segments of other sequences, without the earlier context.
+    ERROR = "error"  # Refused.
 
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """P pieces of documents, in the order of rows and of places in them; no padding."""
+    """P pieces of documents, in the order of sequences and of positions in them."""
 
-    row: _Ints  # [P] which of the asked rows, counted from 0.
+    row: _Ints  # [P] index of the piece's sequence among those requested.
     start: _Ints  # [P] global position of the piece's first token.
     length: _Ints  # [P] pairs.
     next_token: _Ints  # [P] global position of the target of the piece's last token.
 
 
 class EpochPlan:
-    """The rows of one epoch."""
+    """The sequences of one epoch."""
 
     num_rows: int
 
     @abstractmethod
     def pieces(self, rows: _Ints) -> Pieces:
-        """Returns the pieces of rows, each in [0, num_rows)."""
+        """Returns the pieces of sequences, each in [0, num_rows)."""
 
 
 def make_plan(
@@ -77,20 +78,20 @@ def make_plan(
 
     Args:
         source: The documents.
-        seq_len: Pairs in a row.
-        packing: How documents become rows.
-        boundary: What happens between documents.
-        seeds: What decides the order of documents and rows, usually seed and epoch; None keeps
+        seq_len: Pairs in a sequence.
+        packing: The way documents become sequences.
+        boundary: The transition between documents.
+        seeds: Seeds of the order of documents and sequences, usually seed and epoch; None keeps
             the order of the source.
 
     Raises:
-        ValueError: If there is no pair to predict, or best-fit should continue over boundaries.
+        UserError: If there is no pair to predict, or best-fit is to continue over boundaries.
     """
     if boundary is DocumentBoundary.CONTINUE:
         if packing is not Packing.CONCAT_AND_SPLIT:
-            raise ValueError(
-                "packing is best_fit, which does not make a stream; set document_boundary to "
-                "RESET, or packing to CONCAT_AND_SPLIT."
+            raise UserError(
+                "packing=BEST_FIT does not form a stream; set document_boundary to RESET, or "
+                "packing to CONCAT_AND_SPLIT."
             )
         return StreamPlan(source, seq_len, seeds)
     if packing is Packing.BEST_FIT:
@@ -99,25 +100,24 @@ def make_plan(
 
 
 def check_long_documents(source: TokenSource, seq_len: int) -> None:
-    """Raises ValueError if a document has more than S pairs."""
+    """Raises UserError if a document has more than S pairs."""
     index = int(np.argmax(source.lengths))
     if source.lengths[index] > seq_len + 1:
-        raise ValueError(
-            f"Document {index} of {source.name} has {source.lengths[index]} tokens, more than a "
-            f"row of {seq_len} and its last target; set long_documents to LongDocuments.SPLIT, or "
-            f"seq_len to {source.lengths[index] - 1}."
+        raise UserError(
+            f"seq_len={seq_len}: document {index} of {source.name} has {source.lengths[index]} "
+            "tokens, more than a sequence and its last target; set long_documents to "
+            f"LongDocuments.SPLIT, or seq_len to {source.lengths[index] - 1}."
         )
 
 
-def _nothing_to_predict(source: TokenSource) -> ValueError:
-    return ValueError(
+def _nothing_to_predict(source: TokenSource) -> UserError:
+    return UserError(
         f"{source.name} has {source.num_documents} documents but no token that follows another; "
-        "set the source to one with documents of two tokens or more."
+        "set source to one with documents of two tokens or more."
     )
 
 
-# What is shuffled, so that one seed gives each an order of its own.
-_DOCUMENTS, _ROWS = 0, 1
+_DOCUMENTS, _ROWS = 0, 1  # Last seeds of the two orders.
 
 
 def _order(count: int, seeds: tuple[int, ...] | None, use: int) -> _Ints:
@@ -125,9 +125,9 @@ def _order(count: int, seeds: tuple[int, ...] | None, use: int) -> _Ints:
 
 
 class ConcatPlan(EpochPlan):
-    """Concat-and-split: the pairs of the shuffled documents one after another, S a row.
+    """Concat-and-split: the pairs of the shuffled documents one after another, S per sequence.
 
-    Rows are shuffled too, because a long document fills rows that follow one another.
+    Sequences are shuffled too, because a long document fills consecutive ones.
     """
 
     _min_tokens = 2  # Shorter documents add no pair.
@@ -144,11 +144,11 @@ class ConcatPlan(EpochPlan):
         self._rows = _order(self.num_rows, seeds, _ROWS)
 
     def _count_pairs(self, source: TokenSource) -> _Ints:
-        """Returns the pairs that each of the ordered documents adds to the stream."""
+        """Returns the number of pairs that each of the ordered documents adds to the stream."""
         return source.lengths[self._documents] - 1
 
     def pieces(self, rows: _Ints) -> Pieces:
-        """Returns where the rows' parts of the stream come from."""
+        """Returns the documents under each sequence's part of the stream."""
         begin = self._rows[rows] * self._seq_len
         end = np.minimum(begin + self._seq_len, self._ends[-1])
         first = np.searchsorted(self._ends, begin, side="right")
@@ -165,7 +165,7 @@ class ConcatPlan(EpochPlan):
         return Pieces(row, start, piece_end - piece_begin, self._next(index, piece_end, next_token))
 
     def _next(self, index: _Ints, piece_end: _Ints, inside: _Ints) -> _Ints:
-        """Returns the position of each piece's last target, `inside` the document if it can be."""
+        """Returns the position of each piece's last target, given that inside its document."""
         del index, piece_end
         return inside
 
@@ -188,11 +188,11 @@ class StreamPlan(ConcatPlan):
 
 
 class BestFitPlan(EpochPlan):
-    """Best-fit decreasing: full rows of long documents, and remainders packed together.
+    """Best-fit decreasing: full sequences of long documents, and remainders packed together.
 
     Source: Ding et al., "Fewer Truncations Improve Language Modeling", arXiv:2404.10830. Bins of
-    equal free space are alike, so that whole groups are filled at once: the time depends on how
-    many different lengths there are (at most S) rather than on how many documents.
+    equal free space are interchangeable, so whole groups are filled at once: the time depends on
+    the number of different lengths (at most S) rather than on that of documents.
     """
 
     def __init__(self, source: TokenSource, seq_len: int, seeds: tuple[int, ...] | None) -> None:
@@ -208,7 +208,7 @@ class BestFitPlan(EpochPlan):
         bins = best_fit(rest[short], seq_len)
         by_bin = np.argsort(bins, kind="stable")
         documents = short[by_bin]
-        # Rows before shuffling: a piece each for full rows, then the bins.
+        # Sequences before shuffling: the full ones, of a piece each, then the bins.
         self._start = np.concatenate(
             [
                 source.starts[full] + offset,
@@ -218,12 +218,12 @@ class BestFitPlan(EpochPlan):
         self._length = np.concatenate([np.full(len(full), seq_len), rest[documents]])
         per_bin = np.bincount(bins)
         per_row = np.concatenate([np.ones(len(full), np.int64), per_bin])
-        self._first = np.concatenate([[0], np.cumsum(per_row)])  # First piece of each row.
+        self._first = np.concatenate([[0], np.cumsum(per_row)])  # First piece of each sequence.
         self.num_rows = len(per_row)
         self._rows = _order(self.num_rows, seeds, _ROWS)
 
     def pieces(self, rows: _Ints) -> Pieces:
-        """Returns the pieces of bins and full rows."""
+        """Returns the pieces of bins and full sequences."""
         chosen = self._rows[rows]
         first = self._first[chosen]
         row = np.repeat(np.arange(len(rows)), self._first[chosen + 1] - first)

@@ -17,16 +17,14 @@ def test_hosts_share_the_rows_out():
 
 
 def test_hosts_that_do_not_divide_the_batch_are_refused():
-    with pytest.raises(
-        ValueError, match="global_batch_size is 6, which 4 hosts do not divide; set"
-    ):
+    with pytest.raises(ValueError, match=r"global_batch_size=6 .* 4 hosts"):
         rows_of_host(6, 0, 4)
-    with pytest.raises(ValueError, match="host_index is 2 of 2 hosts"):
+    with pytest.raises(ValueError, match=r"host_index=2: .* num_hosts=2"):
         rows_of_host(6, 2, 2)
 
 
 @pytest.mark.parametrize("field", ["seq_len", "global_batch_size"])
 def test_sizes_must_be_positive(field: str):
     cfg = SyntheticInput.default_config().set(vocab_size=8, seq_len=4, global_batch_size=4)
-    with pytest.raises(ValueError, match=f"{field} is 0; set it to 1 or more"):
+    with pytest.raises(ValueError, match=f"{field}=0"):
         cfg.set(**{field: 0}).instantiate()

@@ -1,15 +1,17 @@
 import json
 import pathlib
+import threading
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 
 from moelib.core.tree import Batch
 from moelib.data.input import batch_spec
-from moelib.data.lm_input import InputMode, LMInput
+from moelib.data.lm_input import InputMode, LMInput, LMInputIterator
 from moelib.data.mixture import Mixture
-from moelib.data.packing import DocumentBoundary, LongDocuments, Packing
+from moelib.data.packing import DocumentBoundary, EpochPlan, LongDocuments, Packing, make_plan
 from moelib.data.prepare import prepare
 from moelib.data.source import InMemorySource
 from moelib.data.token_source import InMemoryTokens
@@ -61,7 +63,7 @@ def test_an_evaluation_has_every_target_once(packing: Packing, seq_len: int):
 @pytest.mark.parametrize("packing", list(Packing))
 def test_training_repeats_every_target_once_an_epoch_in_another_order(packing: Packing):
     lm_input = _config(packing=packing, global_batch_size=1).instantiate()
-    rows = lm_input.rows_per_epoch
+    rows = lm_input.sequences_per_epoch
     epochs = [[lm_input.batch(e * rows + i) for i in range(rows)] for e in range(3)]
     for epoch in epochs:
         assert _pairs(epoch) == _all_pairs(_documents())
@@ -76,7 +78,7 @@ def test_arrays_have_the_stated_shapes():
 
 
 @pytest.mark.parametrize("packing", list(Packing))
-def test_segments_and_positions_begin_anew_with_each_document(packing: Packing):
+def test_segments_and_positions_restart_with_each_document(packing: Packing):
     lm_input = _config(packing=packing, mode=InputMode.EVALUATE).instantiate()
     where = {token: (d, i) for d, ids in enumerate(_documents()) for i, token in enumerate(ids)}
     for batch in lm_input.iterator():
@@ -144,9 +146,51 @@ def test_a_mixture_has_each_sources_own_rows_in_order():
     assert np.array_equal(of_b, expected)
 
 
+def _in_order(cfg: LMInput.Config, names: list[str]) -> LMInput.Config:
+    """Returns the config of a mixture with its sources and weights listed in this order."""
+    cfg = cfg.clone()
+    mixture: Any = cfg.source
+    sources = {name: mixture.sources[name] for name in names}
+    return cfg.set(source=mixture.clone(sources=sources, weights=dict.fromkeys(names, 1.0)))
+
+
+def _first_batches(iterator: LMInputIterator) -> list[list[int]]:
+    return [next(iterator)["input_ids"].ravel().tolist() for _ in range(6)]
+
+
+def test_the_order_of_a_mixtures_sources_has_no_effect():
+    # Equal weights, which do not divide the pattern: ties are broken by name.
+    a, b = (_in_order(_mixed(), names).instantiate() for names in (["a", "b"], ["b", "a"]))
+    assert list(a.identity["weights"]) == list(b.identity["weights"])
+    assert a.identity == b.identity
+    assert _first_batches(a.iterator()) == _first_batches(b.iterator())
+
+
+@pytest.mark.parametrize("names", [["a", "b"], ["b", "a"]])
+def test_a_run_of_an_earlier_version_keeps_the_order_in_which_its_sources_were_listed(
+    names: list[str],
+):
+    # Earlier versions drew sources in the order of the config, which their states list.
+    lm_input = _in_order(_mixed(), ["b", "a"]).instantiate()
+    expected = lm_input.iterator().state()["input"]
+    old = {
+        **expected,
+        "source": {name: expected["source"][name] for name in names},
+        "weights": {name: expected["weights"][name] for name in names},
+    }
+    iterator = lm_input.iterator()
+    iterator.restore(json.loads(json.dumps({"step": 0, "input": old})))
+    batches = _first_batches(iterator)
+    assert (batches == _first_batches(lm_input.iterator())) == (names == ["a", "b"])
+    assert [ids[0] >= 500 for ids in batches] == [names[0] == "b"] * 6
+    later = lm_input.iterator()  # The order survives another checkpoint.
+    later.restore(json.loads(json.dumps(iterator.state())))
+    assert _first_batches(later) == _first_batches(iterator)
+
+
 def test_a_mixtures_epoch_reads_every_source():
     lm_input = _mixed(global_batch_size=1).instantiate()
-    batches = [lm_input.batch(step) for step in range(lm_input.rows_per_epoch)]
+    batches = [lm_input.batch(step) for step in range(lm_input.sequences_per_epoch)]
     assert set(_pairs(batches)) == set(_all_pairs(_documents())) | set(_all_pairs(_documents(500)))
 
 
@@ -167,7 +211,7 @@ def test_a_restored_iterator_goes_on_as_an_unbroken_one(num_hosts: int):
     assert unbroken.state() == others[0].state()
 
 
-def test_the_place_of_another_input_is_refused_with_what_changed():
+def test_the_position_of_another_input_is_refused_with_what_changed():
     state = _config(seed=1).instantiate().iterator().state()
     with pytest.raises(
         ValueError, match=r"seed was 1 and is 0, seq_len was 16 and is 8|seq_len was"
@@ -177,7 +221,7 @@ def test_the_place_of_another_input_is_refused_with_what_changed():
         _config(seed=1, source=_tokens(1)).instantiate().iterator().restore(state)
     with pytest.raises(ValueError, match="weights was None and is"):
         _mixed(seed=1).instantiate().iterator().restore(state)
-    with pytest.raises(ValueError, match="is not the place of an input"):
+    with pytest.raises(ValueError, match="is not the position of an input"):
         _config().instantiate().iterator().restore({"elsewhere": 1})
 
 
@@ -196,11 +240,38 @@ def test_bytes_of_targets_are_those_of_the_text(tmp_path: pathlib.Path):
     assert np.array_equal(batch["target_num_bytes"], (valid & ~ends).sum(1))
 
 
-def test_documents_longer_than_a_row_can_be_refused():
+def test_documents_longer_than_a_sequence_can_be_refused():
     refusing = LongDocuments.ERROR
     _config(seq_len=39, long_documents=refusing).instantiate()
-    with pytest.raises(ValueError, match=r"Document 2 of .* has 40 tokens, more than a row of 38"):
+    with pytest.raises(ValueError, match=r"seq_len=38: document 2 of .* has 40 tokens"):
         _config(seq_len=38, long_documents=refusing).instantiate()
+
+
+def test_a_sequence_longer_than_all_data_is_refused():
+    total = sum(LENGTHS)
+    _config(seq_len=total).instantiate()
+    for cfg, tokens in ((_config(), total), (_mixed(), 2 * total)):
+        with pytest.raises(ValueError, match=rf"seq_len=10000000: .* has {tokens} tokens"):
+            cfg.set(seq_len=10_000_000).instantiate()
+    _config(seq_len=1000, mode=InputMode.EVALUATE).instantiate()  # A small split is padded.
+
+
+def test_an_epoch_is_planned_ahead_in_a_thread(monkeypatch: pytest.MonkeyPatch):
+    threads = []
+
+    def plan(*args: Any) -> EpochPlan:
+        threads.append(threading.current_thread())
+        return make_plan(*args)
+
+    expected = [_config().instantiate().batch(step) for step in range(15)]
+    monkeypatch.setattr("moelib.data.lm_input.make_plan", plan)
+    lm_input = _config().instantiate()
+    for step, batch in enumerate(expected):
+        found = lm_input.batch(step)
+        assert all(np.array_equal(found[name], batch[name]) for name in batch)
+    main = threading.main_thread()
+    assert [thread is main for thread in threads] == [True, *[False] * (len(threads) - 1)]
+    assert len(threads) >= 4
 
 
 def test_an_evaluation_can_be_cut_short():
@@ -233,18 +304,16 @@ def test_a_restored_iterator_ends_where_an_unbroken_one_does():
 
 
 def test_an_evaluation_of_a_mixture_is_refused():
-    with pytest.raises(ValueError, match="mode is EVALUATE and source is a mixture"):
+    with pytest.raises(ValueError, match="mode=EVALUATE"):
         _mixed(mode=InputMode.EVALUATE).instantiate()
 
 
 def test_a_vocabulary_beyond_the_models_is_refused():
     _config(vocab_size=1000).instantiate()
-    with pytest.raises(
-        ValueError, match=r"ids up to 999, beyond the vocabulary of 512; set vocab_"
-    ):
+    with pytest.raises(ValueError, match=r"ids up to 999, .* vocab_size to 1000"):
         _config(vocab_size=512).instantiate()
 
 
 def test_hosts_that_do_not_divide_the_batch_are_refused_at_once():
-    with pytest.raises(ValueError, match="which 3 hosts do not divide"):
+    with pytest.raises(ValueError, match=r"global_batch_size=4 .* 3 hosts"):
         _config().instantiate().iterator(0, 3)

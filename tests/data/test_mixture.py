@@ -34,21 +34,21 @@ def test_rounded_shares_sum_and_stay_close():
 
 def test_rows_of_a_source_are_numbered_without_gaps():
     mixture = _mixture({"a": 2.0, "b": 0.5, "c": 1.1})
-    source, number = mixture.rows(np.arange(3 * PERIOD + 17))
+    source, number = mixture.locate(np.arange(3 * PERIOD + 17))
     for k in range(3):
         assert np.array_equal(number[source == k], np.arange((source == k).sum()))
     later = np.array([25_000, 12_345])
-    assert np.array_equal(mixture.rows(later), (source[later], number[later]))
+    assert np.array_equal(mixture.locate(later), (source[later], number[later]))
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
 def test_weights_must_be_positive(weight: float):
-    with pytest.raises(ValueError, match=rf"weights\['b'\] is {weight}; set it above 0"):
+    with pytest.raises(ValueError, match=rf"weights\['b'\]={weight}"):
         _mixture({"a": 1.0, "b": weight})
 
 
 def test_a_weight_too_small_to_ever_be_drawn_is_refused():
-    with pytest.raises(ValueError, match=r"weights\['b'\] is 1e-06, less than one row in 10000"):
+    with pytest.raises(ValueError, match=r"weights\['b'\]=1e-06: .* 10000"):
         _mixture({"a": 1.0, "b": 1e-6})
 
 

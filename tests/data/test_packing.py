@@ -7,7 +7,6 @@ from moelib.data.packing import (
     DocumentBoundary,
     Packing,
     best_fit,
-    check_long_documents,
     make_plan,
 )
 from moelib.data.token_source import InMemoryTokens, TokenSource
@@ -127,12 +126,6 @@ def test_documents_of_one_token_make_no_rows():
         make_plan(_source([1, 1]), 8, Packing.BEST_FIT, RESET, (0, 0))
 
 
-def test_best_fit_makes_no_stream():
-    with pytest.raises(ValueError, match="best_fit, which does not make a stream; set document_b"):
+def test_best_fit_forms_no_stream():
+    with pytest.raises(ValueError, match="packing=BEST_FIT"):
         make_plan(_source([3]), 8, Packing.BEST_FIT, CONTINUE, (0, 0))
-
-
-def test_a_document_longer_than_a_row_can_be_refused():
-    check_long_documents(_source([4, 9]), 8)
-    with pytest.raises(ValueError, match=r"Document 1 of .* has 10 tokens, .*set long_documents"):
-        check_long_documents(_source([4, 10]), 8)

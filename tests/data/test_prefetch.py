@@ -37,7 +37,7 @@ def test_batches_come_in_order_and_end():
         assert np.array_equal(batch["input_ids"], expected["input_ids"])
 
 
-def test_state_is_the_place_of_what_was_taken_not_of_what_was_read():
+def test_state_is_the_position_after_what_was_taken_not_read():
     lm_input = _input()
     read = threading.Semaphore(0)
 
@@ -96,7 +96,7 @@ def test_closing_ends_the_thread_at_any_time():
 
 
 def test_none_kept_ready_is_refused():
-    with pytest.raises(ValueError, match="num_batches is 0; set it to 1 or more"):
+    with pytest.raises(ValueError, match="num_batches=0"):
         Prefetcher(_input().iterator(), _same, num_batches=0)
 
 
@@ -135,13 +135,11 @@ def test_a_process_with_some_devices_gets_their_share(monkeypatch: pytest.Monkey
     both = _OneOfSeveral(slice(4, 6), slice(6, 8), slice(4, 6))  # Two devices share rows.
     assert host_rows(both, 8) == HostRows(1, 2)  # type: ignore[arg-type]
     apart = _OneOfSeveral(slice(0, 2), slice(4, 6))
-    with pytest.raises(
-        ValueError, match=r"holds rows \[\(0, 2\), \(4, 6\)\] of 8, which is no equal"
-    ):
+    with pytest.raises(ValueError, match=r"rows \[\(0, 2\), \(4, 6\)\] of 8"):
         host_rows(apart, 8)  # type: ignore[arg-type]
 
 
 def test_a_batch_that_the_mesh_does_not_divide_is_refused():
     sharding = _sharding((8,), ("data",), PartitionSpec("data"))
-    with pytest.raises(ValueError, match="global_batch_size is 6, which does not divide over the"):
+    with pytest.raises(ValueError, match="global_batch_size=6"):
         host_rows(sharding, 6)
