@@ -55,13 +55,13 @@ def language_model_loss(
     shape = dict(mesh.shape)
     names = functools.partial(sharding.mesh_axes, mesh_shape=shape)
     tokens = sharding.partition_spec(
-        ("batch", "sequence"), shape, shape=labels.shape, place="target_labels"
+        ("batch", "sequence"), shape, shape=labels.shape, array="target_labels"
     )
-    sharding.partition_spec(("batch", "sequence", "vocab"), shape, place="the logits")
+    sharding.partition_spec(("batch", "sequence", "vocab"), shape, array="the logits")
     vocab = names("vocab")
     axes = (*names("batch"), *names("sequence"), *vocab)
     of_head = ("vocab", "embed") if tied else ("embed", "vocab")
-    split = sharding.partition_spec(of_head, shape, shape=head.shape, place="the head")
+    split = sharding.partition_spec(of_head, shape, shape=head.shape, array="the head")
     split = sharding.keep_axes(split, axes)  # Devices that share tokens share the head.
 
     def summed(hidden: Array, head: Array, labels: Array) -> TokenLoss:

@@ -1,8 +1,8 @@
-"""Collectives inside `jax.shard_map`: a split weight is gathered, its gradient reduce-scattered.
+"""Gathers of sharded weights inside `jax.shard_map`, whose gradients are reduce-scattered.
 
-Every shard_map of the library checks varying axes (check_vma). What enters a local computation is
-made varying over all axes by `moelib.core.varying.vary` first, whose transpose is a psum. Both sums
-are in the dtype of the arrays: cast to the compute dtype first, and gradients travel in it.
+Every shard_map of the library checks varying axes (check_vma). Inputs of a local computation are
+first made varying over all axes by `moelib.core.varying.vary`, whose transpose is a psum. Both sums
+are in the dtype of the arrays: cast to the compute dtype first, and gradients are sent in it.
 """
 
 from collections.abc import Sequence
@@ -11,29 +11,28 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from moelib.core.errors import UserError
+
 
 def gather(x: jax.Array, spec: PartitionSpec, *, keep: Sequence[str] = ()) -> jax.Array:
-    """Returns an array whose dimensions were split over mesh axes, whole but for those to keep.
-
-    In the backward pass each device's part of the gradients is summed over the devices.
+    """Returns an array gathered over all mesh axes that shard it, except those to keep.
 
     Args:
-        x: This device's part.
-        spec: How the whole array is split.
-        keep: Mesh axes over which it stays split.
+        x: This device's shard.
+        spec: Sharding of the array.
+        keep: Mesh axes over which the array stays sharded.
 
     Raises:
-        ValueError: If a dimension is split over axes to keep and, inside them, others.
+        UserError: If a dimension is sharded over axes to keep and others.
     """
     for dim, entry in enumerate(spec):
         axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
-        gone = tuple(axis for axis in axes if axis not in keep)
-        if not gone:
-            continue
-        if gone != axes:
-            raise ValueError(
-                f"dimension {dim} is split over {axes}, of which only {keep} are to stay; "
-                "split a dimension over axes that all stay, or all go."
+        gathered = tuple(axis for axis in axes if axis not in keep)
+        if gathered and gathered != axes:
+            raise UserError(
+                f"dimension {dim} is sharded over {axes}, of which only {tuple(keep)} are kept; "
+                "change the sharding rules so that all of them are kept or none."
             )
-        x = lax.all_gather(x, gone, axis=dim, tiled=True)
+        if gathered:
+            x = lax.all_gather(x, gathered, axis=dim, tiled=True)
     return x

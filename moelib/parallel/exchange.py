@@ -1,4 +1,4 @@
-"""The ragged all-to-all: each device sends another number of rows to each device of a group.
+"""Ragged all-to-all: devices of a group exchange different numbers of rows.
 
 Shapes: n devices of the group, s rows sent at most, r rows received at most, D width.
 """
@@ -17,12 +17,12 @@ Axes = tuple[str, ...]
 
 
 def group_size(axes: Sequence[str]) -> int:
-    """Returns how many devices the mesh axes have together, inside of a shard_map; 1 for none."""
+    """Returns the number of devices along the mesh axes, inside a shard_map; 1 without axes."""
     return lax.axis_size(tuple(axes)) if axes else 1
 
 
 def gather_sizes(sizes: Int[Array, "n"], axes: Axes) -> Int[Array, "n n"]:
-    """Returns the numbers of rows [sender, receiver] of a group, from each device's own."""
+    """Returns the numbers of rows [sender, receiver] of a group from those each device sends."""
     return lax.all_gather(sizes, axes, axis=0, tiled=False)
 
 
@@ -34,20 +34,20 @@ def exchange(
     num_received: int,
     max_pair: int,
 ) -> Float[Array, "r D"]:
-    """Returns the rows that the devices of the group sent here, sorted by sender.
+    """Returns the rows that this device receives, sorted by sender.
 
-    The transposed sizes send rows back: `exchange(exchange(x, sizes), sizes.T)` is x where rows
-    were sent. That is its derivative too, so that nothing but rows travels in the backward pass.
+    The transposed sizes send rows back: `exchange(exchange(x, sizes), sizes.T)` equals x in the
+    rows sent. This is also the derivative, so that the backward pass sends rows only.
 
-    Where XLA has no ragged all-to-all (CPU), blocks of `max_pair` rows are exchanged instead.
+    On CPUs, where XLA has no ragged all-to-all, blocks of `max_pair` rows are exchanged instead.
 
     Args:
-        rows: Sorted by receiver. Rows past the number sent may hold anything.
-        sizes: How many rows each device [first dimension] sends to each, equal on all devices of
-            the group; no column may sum to more than `num_received`.
-        axes: The mesh axes of the group.
-        num_received: Rows of the result; those past the number received may hold anything.
-        max_pair: The most rows that one device sends to one other.
+        rows: Rows to send, sorted by receiver. Rows past the number sent are ignored.
+        sizes: Numbers of rows [sender, receiver], the same on all devices of the group; no column
+            may sum to more than `num_received`.
+        axes: Mesh axes of the group.
+        num_received: Number of rows of the result. Rows past the number received are undefined.
+        max_pair: Maximum number of rows that one device sends to another.
     """
     sizes = vary(sizes, sorted(varying_axes(rows)))
     return _exchange(axes, rows.shape[0], num_received, max_pair, rows, sizes)
@@ -87,7 +87,7 @@ def _native(axes: Axes, num_received: int, rows: Array, sizes: Array) -> Array:
         vary(empty, sorted(varying_axes(rows))),
         _starts(sent),
         sent,
-        _starts(sizes, axis=0)[me],  # Where my rows begin on each receiver.
+        _starts(sizes, axis=0)[me],  # Offsets of this device's rows on each receiver.
         received,
         axis_name=axes,
     )
@@ -97,14 +97,14 @@ def _emulated(axes: Axes, num_received: int, max_pair: int, rows: Array, sizes: 
     n = sizes.shape[0]
     me = lax.axis_index(axes)
     sent, received = sizes[me], sizes[:, me]
-    places = _starts(sent)[:, None] + jnp.arange(max_pair, dtype=jnp.int32)[None]  # [n, max_pair]
-    blocks = rows.at[places].get(mode="clip")  # [n, max_pair, D]
+    index = _starts(sent)[:, None] + jnp.arange(max_pair, dtype=jnp.int32)[None]  # [n, max_pair]
+    blocks = rows.at[index].get(mode="clip")  # [n, max_pair, D]
     blocks = lax.all_to_all(blocks, axes, 0, 0, tiled=True)
     row = jnp.arange(num_received, dtype=jnp.int32)
     sender = jnp.minimum(jnp.searchsorted(jnp.cumsum(received), row, side="right"), n - 1)
-    place = row - _starts(received)[sender]
+    offset = row - _starts(received)[sender]
     flat = blocks.reshape(n * max_pair, *rows.shape[1:])
-    return flat.at[sender * max_pair + place].get(mode="clip")
+    return flat.at[sender * max_pair + offset].get(mode="clip")
 
 
 def _starts(sizes: Array, axis: int = 0) -> Array:

@@ -132,7 +132,7 @@ def infer_mesh_shape(
     mesh_shape: MeshShape,
     num_devices: int,
     *,
-    axis_names: Sequence[str] | None = None,
+    axis_names: Sequence[str] = MESH_AXIS_NAMES,
     field: str = "mesh_shape",
 ) -> tuple[int, ...]:
     """Returns the mesh shape with its -1 replaced so that it takes all devices.
@@ -140,16 +140,15 @@ def infer_mesh_shape(
     Args:
         mesh_shape: Sizes of the axes, 1 or more, or -1 for at most one.
         num_devices: Number of devices to arrange.
-        axis_names: Names of the axes, for errors.
+        axis_names: Names of the axes.
         field: Name of the field or flag that holds the shape, for errors.
 
     Raises:
         UserError: If the shape does not take exactly all devices.
     """
-    names = tuple(axis_names) if axis_names else tuple(f"axis {i}" for i in range(len(mesh_shape)))
-    _check_sizes(mesh_shape, names, field)
+    _check_sizes(mesh_shape, axis_names, field)
     known = math.prod(size for size in mesh_shape if size != -1)
-    mesh = describe_mesh(dict(zip(names, mesh_shape, strict=True)))
+    mesh = describe_mesh(dict(zip(axis_names, mesh_shape, strict=True)))
     if -1 in mesh_shape and num_devices % known:
         raise UserError(
             f"{field} {mesh}: the product {known} of its known sizes does not divide the "
@@ -158,8 +157,8 @@ def infer_mesh_shape(
         )
     if -1 not in mesh_shape and known != num_devices:
         raise UserError(
-            f"{field} {mesh} takes {known} devices, but there are {num_devices}; "
-            f"{_sizes_that_fit(mesh_shape, names, num_devices)}, or set one size to -1."
+            f"{field} {mesh} takes {known} devices, but there are {num_devices}; choose sizes with "
+            f"the product {num_devices}, or set one size to -1."
         )
     return tuple(num_devices // known if size == -1 else size for size in mesh_shape)
 
@@ -173,18 +172,6 @@ def _check_sizes(shape: MeshShape, names: Sequence[str], field: str) -> None:
         )
     if list(shape).count(-1) > 1 or any(size < 1 and size != -1 for size in shape):
         raise UserError(f"{field} {tuple(shape)}: sizes are 1 or more, and at most one may be -1.")
-
-
-def _sizes_that_fit(shape: MeshShape, names: Sequence[str], num_devices: int) -> str:
-    """Returns advice: for each axis in use, the size that fits the others."""
-    advice = []
-    for name, size in zip(names, shape, strict=True):
-        others = math.prod(shape) // size
-        if size > 1 and num_devices % others == 0:
-            advice.append(f"{name}={num_devices // others}")
-    if advice:
-        return f"with the other sizes unchanged, {' or '.join(advice)} fits"
-    return f"choose sizes with the product {num_devices}"
 
 
 # -- Devices -------------------------------------------------------------------------------------
@@ -283,8 +270,8 @@ def _split_into_slices(
         found = _split_processes(num, field, devices)
     if len(found) != num:
         raise UserError(
-            f"{field} takes {num} slices, but there are {len(found)}; "
-            f"{_sizes_that_fit(dcn, axis_names, len(found))}."
+            f"{field} takes {num} slices, but there are {len(found)}; choose sizes with that "
+            "product."
         )
     if len({len(each) for each in found}) > 1:
         raise UserError(

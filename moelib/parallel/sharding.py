@@ -1,7 +1,7 @@
-"""The one table from logical axes to mesh axes, and the places of arrays that follow from it.
+"""Sharding rules: the one table from logical axes to mesh axes, and the shardings that follow.
 
 Layers name the dimensions of their parameters and activations ("embed", "ffn", "batch"); only
-this file knows the mesh. Without a mesh everything here does nothing.
+this file knows the mesh. Without a mesh nothing is sharded.
 """
 
 import contextlib
@@ -17,20 +17,19 @@ from moelib.core import tree
 from moelib.core.config import did_you_mean
 from moelib.core.errors import UserError
 from moelib.core.param import ParameterSpec, is_spec
-from moelib.parallel.mesh import MESH_AXIS_NAMES
+from moelib.parallel.mesh import MESH_AXIS_NAMES, describe_mesh
 
 Rules = Mapping[str, tuple[str, ...]]
 
-# Weights are split along the model width over fsdp, and over expert too but for those of experts;
-# and over model along what tensor parallelism splits. Activations are split over the batch axes,
-# and between layers over model along the sequence (Korthikanti et al., arXiv:2205.05198). Experts
-# have axes of their own, so that they can be split over others: {"experts": ("expert", "model"),
-# "expert_ffn": ()}. An axis that the mesh lacks or that has size 1 is no split. A logical axis with
-# an empty tuple is never split.
+# Weights are sharded over fsdp along the model width, those outside of experts over expert too, and
+# over model along the dimensions of tensor parallelism. Activations are sharded over the batch
+# axes, and between layers over model along the sequence (Korthikanti et al., arXiv:2205.05198).
+# Experts have logical axes of their own, so that other rules can shard them: {"experts": ("expert",
+# "model"), "expert_ffn": ()}. A mesh axis that is absent or of size 1 shards nothing.
 DEFAULT_RULES: Rules = {
     # Parameters.
     "vocab": ("model",),
-    "embed": ("expert", "fsdp"),  # In the batch's order: embeddings go to their rows at once.
+    "embed": ("expert", "fsdp"),  # In the batch's order, so that embeddings need no exchange.
     "ffn": ("model",),
     "heads": ("model",),
     "kv_heads": ("model",),
@@ -43,31 +42,34 @@ DEFAULT_RULES: Rules = {
     # Activations.
     "batch": ("data", "expert", "fsdp"),
     "sequence": ("seq",),
-    "residual_sequence": ("seq", "model"),  # Between layers: norms and sums are split too.
+    "residual_sequence": ("seq", "model"),  # Between layers: shards norms and residual sums too.
     "activation_embed": (),
     "activation_ffn": ("model",),
     "activation_heads": ("model",),
 }
 
-# The lines changed: (logical axis, mesh axes), sorted. Part of what JAX keys its traces on.
+# The changed rules: (logical axis, mesh axes), sorted. JAX includes them in the keys of its traces.
 _overrides = jax.make_user_context(())
-_asked: ContextVar[set[str] | None] = ContextVar("moelib_logical_axes_asked", default=None)
+_used: ContextVar[set[str] | None] = ContextVar("moelib_logical_axes_used", default=None)
 
 
 class SplitError(UserError):
-    """Something that a mesh cannot split; the message says what, and what to set instead."""
+    """An array or axis that a mesh cannot shard."""
+
+
+# -- Rules ---------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def sharding_rules(overrides: Mapping[str, Sequence[str]]) -> Iterator[set[str]]:
-    """Changes some lines of the table inside the block; functions under jit are traced anew for it.
+    """Changes rules inside the block; jitted functions are traced again for each set of rules.
 
     Yields:
-        The logical axes asked for inside the block; it grows.
+        The logical axes used inside the block, a set that grows.
 
     Raises:
-        ValueError: If a logical axis is not in the table, or a mesh axis is none of
-            `MESH_AXIS_NAMES` or of the mesh that is set.
+        UserError: If a logical axis is not in the table, or a mesh axis is neither one of
+            `MESH_AXIS_NAMES` nor of the current mesh.
     """
     names = jax.sharding.get_abstract_mesh().axis_names
     known = tuple(dict.fromkeys((*MESH_AXIS_NAMES, *names)))
@@ -75,98 +77,95 @@ def sharding_rules(overrides: Mapping[str, Sequence[str]]) -> Iterator[set[str]]
         _check_known(name, DEFAULT_RULES)
         for axis in axes:
             if axis not in known:
-                raise ValueError(
-                    f"sharding rule for {name!r}: there is no mesh axis {axis!r}; "
+                raise UserError(
+                    f"sharding_rules[{name!r}]: unknown mesh axis {axis!r}; "
                     + did_you_mean(axis, known)
                 )
     changed = dict(_overrides.value) | {name: tuple(axes) for name, axes in overrides.items()}
-    outer, asked = _asked.get(), set[str]()
-    token = _asked.set(asked)
+    outer, used = _used.get(), set[str]()
+    token = _used.set(used)
     try:
         with _overrides(tuple(sorted(changed.items()))):
-            yield asked
+            yield used
     finally:
-        _asked.reset(token)
+        _used.reset(token)
         if outer is not None:
-            outer |= asked
+            outer |= used
 
 
-def check_rules_asked(overrides: Collection[str], asked: Collection[str]) -> None:
-    """Checks that rules had something to split.
+def check_rules_used(overrides: Collection[str], used: Collection[str]) -> None:
+    """Checks that every rule shards something.
 
     Args:
-        overrides: The logical axes of the rules.
-        asked: Those that parameters, batches and activations have, as `sharding_rules` yields them.
+        overrides: Logical axes of the rules.
+        used: Logical axes of parameters, batches and activations, as `sharding_rules` yields them.
 
     Raises:
-        ValueError: If a rule is about an axis that nothing has.
+        UserError: If nothing has the logical axis of a rule.
     """
     for name in overrides:
-        if name not in asked:
-            raise ValueError(
-                f"sharding_rules: nothing has the logical axis {name!r}, so it splits nothing; "
-                f"leave it out, or choose one of: {', '.join(sorted(asked))}."
+        if name not in used:
+            raise UserError(
+                f"sharding_rules[{name!r}]: nothing has this logical axis; remove the rule, or "
+                f"choose one of: {', '.join(sorted(used))}."
             )
 
 
 def current_rules() -> Rules:
-    """Returns the table in force."""
+    """Returns the table with the changes of enclosing `sharding_rules` blocks."""
     return {**DEFAULT_RULES, **dict(_overrides.value)}
 
 
 def check_mesh_axes(mesh_shape: Mapping[str, int], rules: Rules | None = None) -> None:
-    """Checks that something is split over every mesh axis larger than 1.
+    """Checks that a rule exists for every mesh axis larger than 1.
 
     Args:
         mesh_shape: Sizes of the mesh axes.
-        rules: The table; by default the one in force.
+        rules: The table; by default the current one.
 
     Raises:
-        SplitError: If no rule names an axis, whose devices would all compute the same.
+        SplitError: If no rule has an axis, so that all its devices would compute the same.
     """
     rules = current_rules() if rules is None else rules
     used = {axis for axes in rules.values() for axis in axes}
     for axis, size in mesh_shape.items():
         if size > 1 and axis not in used:
-            why = (
-                "nothing is split over it yet; set it to 1, and one of "
-                f"{', '.join(sorted(used))} in its place."
-                if axis in MESH_AXIS_NAMES
-                else f"no sharding rule names it; {did_you_mean(axis, used)}"
-            )
             raise SplitError(
-                f"The mesh axis {axis!r} has size {size}, but all its devices would compute the "
-                f"same: {why}"
+                f"mesh axis {axis}={size}: no sharding rule uses it; set it to 1 and use one of "
+                f"{', '.join(sorted(used))} instead."
             )
 
 
-def current_mesh() -> jax.sharding.AbstractMesh | None:
-    """Returns the mesh that `jax.set_mesh` set, or None without one or inside a shard_map."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return None if mesh.empty or mesh.manual_axes else mesh
-
-
-def _check_known(name: str, rules: Rules) -> None:
+def _check_known(name: str, rules: Rules, array: str = "sharding_rules") -> None:
     if name not in rules:
-        raise ValueError(
-            f"no sharding rule for the logical axis {name!r}; {did_you_mean(name, rules)}"
-        )
+        advice = did_you_mean(name, rules)
+        raise UserError(f"{array}: no sharding rule for the logical axis {name!r}; {advice}")
 
 
-def _note_asked(*names: str | None) -> None:
-    asked = _asked.get()
-    if asked is not None:
-        asked.update(name for name in names if name is not None)
+def _note_used(*names: str | None) -> None:
+    used = _used.get()
+    if used is not None:
+        used.update(name for name in names if name is not None)
+
+
+# -- Shardings -----------------------------------------------------------------------------------
 
 
 def mesh_axes(
-    name: str, mesh_shape: Mapping[str, int], rules: Rules | None = None
+    name: str, mesh_shape: Mapping[str, int], rules: Rules | None = None, *, array: str = "array"
 ) -> tuple[str, ...]:
-    """Returns the mesh axes, larger than 1, over which a logical axis is split."""
+    """Returns the mesh axes, larger than 1, that shard a logical axis.
+
+    Args:
+        name: The logical axis.
+        mesh_shape: Sizes of the mesh axes.
+        rules: The table; by default the current one.
+        array: Name of the array, for errors.
+    """
     if rules is None:
         rules = current_rules()
-        _note_asked(name)
-    _check_known(name, rules)
+        _note_used(name)
+    _check_known(name, rules, array)
     return tuple(axis for axis in rules[name] if mesh_shape.get(axis, 1) > 1)
 
 
@@ -176,82 +175,60 @@ def partition_spec(
     *,
     shape: Sequence[int] | None = None,
     rules: Rules | None = None,
-    place: str = "an array",
+    array: str = "array",
 ) -> PartitionSpec:
-    """Returns how an array with these logical axes is split over a mesh.
+    """Returns the sharding of an array with these logical axes.
 
     Args:
         axes: A logical axis, or None, for each dimension.
         mesh_shape: Sizes of the mesh axes.
-        shape: Sizes of the dimensions; if given, each must divide.
-        rules: The table; by default the one in force.
-        place: What the array is, for errors.
+        shape: Shape of the array, which the sharding must divide; None if unknown.
+        rules: The table; by default the current one.
+        array: Name of the array, for errors.
 
     Raises:
-        SplitError: If a mesh axis would be used twice, or a dimension does not divide.
-    """
-    names = [() if name is None else mesh_axes(name, mesh_shape, rules) for name in axes]
-    return split_over(names, mesh_shape, shape, place, axes)
-
-
-def split_over(
-    axes: Sequence[tuple[str, ...]],
-    mesh_shape: Mapping[str, int],
-    shape: Sequence[int] | None,
-    place: str,
-    names: Sequence[str | None] | None = None,
-) -> PartitionSpec:
-    """Returns the spec of an array whose dimensions are split over these mesh axes.
-
-    Args:
-        axes: The mesh axes of each dimension; none for one that is not split.
-        mesh_shape: Sizes of the mesh axes.
-        shape: Sizes of the dimensions; if given, each must divide.
-        place: What the array is, for errors.
-        names: Logical axes of the dimensions, for errors; by default their numbers.
-
-    Raises:
-        SplitError: If a mesh axis would be used twice, or a dimension does not divide.
+        SplitError: If a mesh axis would shard two dimensions, or does not divide one.
     """
     entries: list[Any] = []
     used: dict[str, Any] = {}
-    for i, split in enumerate(axes):
-        name = i if names is None else names[i]
+    for i, name in enumerate(axes):
+        split = () if name is None else mesh_axes(name, mesh_shape, rules, array=array)
         for axis in split:
             if axis in used:
                 raise SplitError(
-                    f"{place}: the mesh axis {axis!r} would split both {used[axis]!r} and "
-                    f"{name!r}; change one of their sharding rules."
+                    f"{array}: mesh axis {axis!r} would shard both {used[axis]!r} and {name!r}; "
+                    "change one of their sharding rules."
                 )
             used[axis] = name
         parts = math.prod(mesh_shape[axis] for axis in split)
         if shape is not None and shape[i] % parts:
+            mesh = describe_mesh({axis: mesh_shape[axis] for axis in split})
             raise SplitError(
-                f"{place}: its dimension {name!r} of {shape[i]} does not divide into {parts} parts "
-                f"(mesh axes {', '.join(split)}); change the size or the mesh."
+                f"{array}: dimension {name!r} of size {shape[i]} is not divisible by {parts} "
+                f"({mesh}); change the size or mesh_shape."
             )
         entries.append(split[0] if len(split) == 1 else split or None)
     return PartitionSpec(*entries)
 
 
 def keep_axes(split: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
-    """Returns how an array is split once it is gathered over all mesh axes but these."""
+    """Returns the sharding of an array after a gather over all mesh axes but these."""
     entries = [(entry,) if isinstance(entry, str) else entry or () for entry in split]
     return PartitionSpec(*(tuple(a for a in entry if a in axes) or None for entry in entries))
 
 
 def partition_specs(
-    specs: Any, mesh_shape: Mapping[str, int], rules: Rules | None = None, *, place: str = ""
+    specs: Any, mesh_shape: Mapping[str, int], rules: Rules | None = None, *, prefix: str = ""
 ) -> Any:
     """Returns a tree of PartitionSpecs, one for each ParameterSpec of a tree.
 
     Raises:
-        ValueError: As `partition_spec`, with the parameter's path, and `place` before it.
+        UserError: As `partition_spec`, with `prefix` and the parameter's path.
     """
 
     def split(path: Any, spec: ParameterSpec) -> PartitionSpec:
-        name = place + tree.path_string(path)
-        return partition_spec(spec.axes, mesh_shape, shape=spec.shape, rules=rules, place=name)
+        array = prefix + tree.path_string(path)
+        return partition_spec(spec.axes, mesh_shape, shape=spec.shape, rules=rules, array=array)
 
     return jax.tree_util.tree_map_with_path(split, specs, is_leaf=is_spec)
 
@@ -260,10 +237,29 @@ def named_shardings(specs: Any, mesh: jax.sharding.Mesh, rules: Rules | None = N
     """Returns a tree of NamedShardings, one for each ParameterSpec of a tree.
 
     Raises:
-        ValueError: As `partition_spec`, with the parameter's path.
+        UserError: As `partition_spec`, with the parameter's path.
     """
     splits = partition_specs(specs, dict(mesh.shape), rules)
     return jax.tree.map(lambda split: NamedSharding(mesh, split), splits)
+
+
+# -- The current mesh ----------------------------------------------------------------------------
+
+
+def current_mesh() -> jax.sharding.AbstractMesh | None:
+    """Returns the mesh that `jax.set_mesh` set, or None without one or inside a shard_map."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty or mesh.manual_axes else mesh
+
+
+def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
+    """Constrains the sharding of an activation; returns `x` itself without a mesh."""
+    _note_used(*axes)
+    mesh = current_mesh()
+    if mesh is None or mesh.size == 1:
+        return x
+    spec = partition_spec(axes, dict(mesh.shape), shape=x.shape, array=f"activation {axes}")
+    return jax.lax.with_sharding_constraint(x, spec)
 
 
 def num_parts(name: str) -> int:
@@ -279,13 +275,3 @@ def padded_batch(num_sequences: int, seq_len: int) -> tuple[int, int]:
     pieces = 2 * ring if ring > 1 else 1  # Ring attention gives each device two pieces.
     tokens = math.lcm(pieces, num_parts("residual_sequence"))
     return -(-num_sequences // batch) * batch, -(-seq_len // tokens) * tokens
-
-
-def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
-    """Tells the compiler how an activation is split. Does nothing without a mesh."""
-    _note_asked(*axes)
-    mesh = current_mesh()
-    if mesh is None or mesh.size == 1:
-        return x
-    spec = partition_spec(axes, dict(mesh.shape), shape=x.shape, place=f"an activation {axes}")
-    return jax.lax.with_sharding_constraint(x, spec)

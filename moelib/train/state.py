@@ -119,6 +119,6 @@ def batch_sharding(
         ("batch", "sequence"),
         dict(mesh.shape),
         shape=(global_batch_size, seq_len),
-        place=f"the batch [global_batch_size {global_batch_size}, seq_len {seq_len}]",
+        array=f"the batch [global_batch_size {global_batch_size}, seq_len {seq_len}]",
     )
     return jax.sharding.NamedSharding(mesh, split)

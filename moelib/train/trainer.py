@@ -383,7 +383,7 @@ class SpmdTrainer(Module):
     @nowrap
     def check_sharding_rules(self) -> None:
         """Raises ValueError if a sharding rule names a logical axis that nothing traced has."""
-        sharding.check_rules_asked(self.config.sharding_rules or {}, self._axes_asked)
+        sharding.check_rules_used(self.config.sharding_rules or {}, self._axes_asked)
 
     @nowrap
     def run_step(self, batch: Any, *, input_state: dict[str, Any] | None = None) -> Any:

@@ -130,7 +130,7 @@ def test_a_topology_that_cannot_run_the_config_is_named(command, capsys):
         ((*TINY, WHERE, "--mesh=fsdp=2,fsdp=4"), "fsdp occurs twice"),
         ((*TINY, WHERE, "--compile=1", "--compiler_option=xla_some"), "name=value"),
         ((*TINY, WHERE, "--current_mesh", "--set=mesh_shape=(1, 3, 1, 2, 1, 1)"), "6 devices"),
-        ((*TINY, WHERE, "--current_mesh", "--set=input.global_batch_size=6"), "into 4 parts"),
+        ((*TINY, WHERE, "--current_mesh", "--set=input.global_batch_size=6"), "by 4"),
         ((*TINY, "--topology=v6e:2x2,v6e:2x1", "--mesh=fsdp=3"), "there are 4.*there are 2"),
         ((*TINY, WHERE, '--set=sharding_rules={"fnn": ("model",)}'), "did you mean 'ffn'"),
     ],

@@ -8,7 +8,7 @@ from moelib.parallel.mesh import MESH_AXIS_NAMES, create_device_mesh, mesh_shape
 from moelib.parallel.sharding import (
     DEFAULT_RULES,
     check_mesh_axes,
-    check_rules_asked,
+    check_rules_used,
     constrain,
     current_mesh,
     current_rules,
@@ -52,7 +52,7 @@ def test_an_axis_that_the_mesh_lacks_or_of_size_1_is_no_split():
 
 
 def test_a_mesh_axis_used_twice_is_refused_with_both_names():
-    with pytest.raises(ValueError, match="'fsdp' would split both 'batch' and 'embed'; change one"):
+    with pytest.raises(ValueError, match="'fsdp' would shard both 'batch' and 'embed'"):
         partition_spec(("batch", "embed"), MESH)
 
 
@@ -63,10 +63,7 @@ def test_an_unknown_logical_axis_is_refused_with_the_nearest():
 
 def test_a_dimension_that_does_not_divide_is_refused_with_the_parameters_path():
     specs = {"decoder": {"layer0": {"kv": ParameterSpec((8, 3), ("embed", "kv_heads"))}}}
-    message = (
-        r"decoder/layer0/kv: its dimension 'kv_heads' of 3 does not divide into 2 parts "
-        r"\(mesh axes model\); change the size or the mesh"
-    )
+    message = r"decoder/layer0/kv: dimension 'kv_heads' of size 3 is not divisible by 2 \(model=2\)"
     with pytest.raises(ValueError, match=message):
         named_shardings(specs, mesh(data=4, model=2))
 
@@ -104,10 +101,10 @@ def test_a_block_yields_the_logical_axes_asked_for_inside():
             constrain(jnp.ones((3, 5)), ("sequence", None))  # Without a mesh too.
             partition_spec(("heads",), MESH, rules={"heads": ()})  # Asks another table.
         assert asked == {"sequence"}
-        check_rules_asked({"sequence"}, asked)
-        message = "nothing has the logical axis 'embed'.*one of: sequence"
+        check_rules_used({"sequence"}, asked)
+        message = r"'embed'.*one of: sequence"
         with pytest.raises(ValueError, match=message):
-            check_rules_asked({"embed"}, asked)
+            check_rules_used({"embed"}, asked)
     assert outer == {"batch", "sequence"}
 
 
@@ -131,7 +128,7 @@ def test_each_table_has_its_own_trace_and_equal_ones_share_it():
     ("rules", "message"),
     [
         ({"embedd": ("fsdp",)}, "logical axis 'embedd'; did you mean 'embed'"),
-        ({"embed": ("fdsp",)}, "'embed': there is no mesh axis 'fdsp'; did you mean 'fsdp'"),
+        ({"embed": ("fdsp",)}, r"'embed'.* mesh axis 'fdsp'; did you mean 'fsdp'"),
     ],
 )
 def test_a_rule_about_nothing_is_refused(rules, message):
@@ -155,7 +152,7 @@ def test_an_activation_is_split_as_told():
     axes = ("batch", "sequence", "activation_ffn")
     with jax.set_mesh(mesh(data=2, seq=2, model=2)):
         y = jax.jit(lambda x: constrain(x, axes))(jnp.ones((2, 4, 6)))
-        message = "an activation .*: its dimension 'batch' of 3 does not divide into 2 parts"
+        message = "activation .*: dimension 'batch' of size 3 is not divisible by 2"
         with pytest.raises(ValueError, match=message):
             constrain(jnp.ones((3, 4, 6)), axes)
     assert y.sharding.spec == PartitionSpec("data", "seq", "model")
@@ -177,7 +174,7 @@ def test_inside_a_shard_map_there_is_no_mesh_to_split_over():
 def test_mesh_axes_that_no_rule_names():
     check_mesh_axes({"pipeline": 1, "data": 8})
     check_mesh_axes({"pipeline": 8}, {"layers": ("pipeline",)})
-    with pytest.raises(ValueError, match=r"'pipeline' has size 8.*nothing is split over it yet"):
+    with pytest.raises(ValueError, match="pipeline=8: no sharding rule"):
         check_mesh_axes({"pipeline": 8})
-    with pytest.raises(ValueError, match=r"'fdsp' has size 2.*did you mean 'fsdp'\?"):
+    with pytest.raises(ValueError, match="fdsp=2: no sharding rule"):
         check_mesh_axes({"fdsp": 2})

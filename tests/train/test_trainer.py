@@ -244,8 +244,8 @@ def test_micro_batches_that_the_mesh_does_not_divide_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("shape", "names", "message"),
     [
-        ((8, 1, 1, 1, 1, 1), None, r"axis 'pipeline' has size 8, .*nothing is split over it yet"),
-        ((-1,), ("dta",), r"axis 'dta' has size 8, .*did you mean 'data'\?"),
+        ((8, 1, 1, 1, 1, 1), None, "axis pipeline=8: no sharding rule"),
+        ((-1,), ("dta",), "axis dta=8: no sharding rule"),
     ],
 )
 def test_mesh_axis_that_splits_nothing_is_refused(tmp_path, shape, names, message):
@@ -283,7 +283,7 @@ def test_experts_folded_over_other_axes_give_the_same_losses(tmp_path):
 def test_sharding_rule_that_splits_nothing_is_refused_with_those_that_could(tmp_path, num_devices):
     cfg = tiny.trainer_config(tmp_path).set(sharding_rules={"embed": (), "experts": ("expert",)})
     trainer = cfg.instantiate(parent=None, devices=jax.devices()[:num_devices])
-    message = "nothing has the logical axis 'experts', .* one of: batch, embed, .*vocab"
+    message = "'experts'.* one of: batch, embed, .*vocab"
     with pytest.raises(ValueError, match=message):
         trainer.trace_train_step()
 
@@ -292,8 +292,8 @@ def test_sharding_rule_that_splits_nothing_is_refused_with_those_that_could(tmp_
     ("rules", "message"),
     [
         ({"expert": ("data",)}, r"the logical axis 'expert'; did you mean 'experts'"),
-        ({"experts": ("dta",)}, r"rule for 'experts': there is no mesh axis 'dta'; did you mean"),
-        ({"batch": ("fsdp",)}, r"axis 'data' has size 8, .*nothing is split over it"),
+        ({"experts": ("dta",)}, r"'experts'.* mesh axis 'dta'; did you mean"),
+        ({"batch": ("fsdp",)}, "axis data=8: no sharding rule"),
     ],
 )
 def test_sharding_rule_about_axes_that_are_not_there_is_refused(tmp_path, rules, message):

@@ -59,7 +59,7 @@ def attend(
         return flash_attention(q, k, v, spec, segment_ids=segment_ids, sinks=sinks)
     shape = dict(mesh.shape)
     axes = ("batch", "sequence", "activation_heads", None)
-    split = sharding.partition_spec(axes, shape, shape=k.shape, place="attention's keys")
+    split = sharding.partition_spec(axes, shape, shape=k.shape, array="attention's keys")
     ring = sharding.mesh_axes("sequence", shape)
     pieces = 2 * math.prod(shape[axis] for axis in ring)
     if ring and q.shape[1] % pieces:

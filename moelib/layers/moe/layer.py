@@ -131,10 +131,13 @@ class MoELayer(BaseLayer):
         axes = (*batch, *sequence, *ffn)
         context = DispatchContext(self.config.num_experts, experts, sequence)
         specs = self.experts.create_parameter_specs_recursively()
-        splits = sharding.partition_specs(specs, mesh_shape, place=f"{self._title()}: experts/")
-        title, dims = f"tokens of {self._title()}", ("batch", "sequence", "expert_ffn")
-        sharding.split_over((batch, sequence, ffn), mesh_shape, None, title, dims)
-        tokens = sharding.split_over((batch, sequence), mesh_shape, x.shape[:2], title, dims)
+        splits = sharding.partition_specs(specs, mesh_shape, prefix=f"{self._title()}: experts/")
+        dims, title = ("batch", "sequence", "expert_ffn"), f"tokens of {self._title()}"
+        rules = {**sharding.current_rules(), "sequence": sequence}
+        sharding.partition_spec(dims, mesh_shape, rules=rules, array=title)
+        tokens = sharding.partition_spec(
+            dims[:2], mesh_shape, shape=x.shape[:2], rules=rules, array=title
+        )
         # The parts are summed into the split that the residual stream has.
         copies = math.prod(mesh_shape[axis] for axis in ffn)
         scattered = bool(ffn) and names("residual_sequence") == (*sequence, *ffn)

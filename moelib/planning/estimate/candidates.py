@@ -266,7 +266,7 @@ class _MeshCheck:
     ) -> str | None:
         try:
             rules = self._rules
-            sharding.partition_spec(axes, mesh.sizes, shape=sizes, rules=rules, place=place)
+            sharding.partition_spec(axes, mesh.sizes, shape=sizes, rules=rules, array=place)
         except ValueError as error:
             return str(error)
         return None

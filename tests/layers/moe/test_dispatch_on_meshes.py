@@ -237,6 +237,6 @@ def test_a_token_with_nan_stays_by_itself(name):
 def test_experts_that_do_not_divide_are_named():
     made = build(layer("ragged").config.clone(num_experts=6))
     mesh = create_device_mesh(mesh_shape_from_axes(expert=4, data=2))
-    message = r"experts/down: its dimension 'experts' of 6 does not divide into 4 parts"
+    message = r"experts/down: dimension 'experts' of size 6 is not divisible by 4"
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
         jax.eval_shape(lambda p: call(made, p, X), jax.eval_shape(lambda: initial(made)))

@@ -107,7 +107,7 @@ def test_a_mesh_can_be_given(tiny):
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        ("fsdp=3", "takes 3 devices, but there are 8.*fsdp=8 fits"),
+        ("fsdp=3", "fsdp=3 takes 3 devices, but there are 8"),
         ("fdsp=8", "unknown axis 'fdsp'; did you mean 'fsdp'"),
         ("fsdp:8", "'fsdp:8' is not axis=size"),
         ("model=8", "no mesh of its 8 devices with model=8 can run the config"),
@@ -133,8 +133,8 @@ def test_current_candidate_takes_mesh_and_parts_of_the_config(tiny):
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ({"fnn": ("model",)}, "no sharding rule for the logical axis 'fnn'; did you mean 'ffn'"),
-        ({"ffn": ("modle",)}, "there is no mesh axis 'modle'; did you mean 'model'"),
+        ({"fnn": ("model",)}, "logical axis 'fnn'; did you mean 'ffn'"),
+        ({"ffn": ("modle",)}, "mesh axis 'modle'; did you mean 'model'"),
     ],
 )
 def test_sharding_rules_that_the_trainer_refuses_are_refused(tiny, rules, message):
