@@ -1,8 +1,8 @@
 """Gradient accumulation: one step over a batch in several micro-batches, weighted by tokens.
 
-Means over tokens are added up with their weights, so that the result is that of the whole batch
-at once: a micro-batch with half of the tokens counts half. (A plain mean over micro-batches, as
-is often done, gives tokens beside padding more weight.)
+Means are accumulated with their weights, so that the result is that of the whole batch: a
+micro-batch with half as many tokens counts half as much. (A plain mean over micro-batches gives
+tokens in sequences with padding more weight.)
 """
 
 from collections.abc import Callable
@@ -12,19 +12,19 @@ import jax
 import jax.numpy as jnp
 
 from moelib.core import tree
+from moelib.core.errors import UserError
 from moelib.core.metrics import combine, empty, is_metric
 
 
 class Accumulated(NamedTuple):
-    """A step's gradients, and what goes with them.
+    """Results of a step over all micro-batches.
 
     Attributes:
-        objective: float32 scalar, the mean over the batch.
-        weight: float32 scalar, what the mean is over: the number of tokens.
-        gradients: Of the objective with respect to the parameters: float32, but those of a single
-            micro-batch in the dtypes that they have.
+        objective: Mean over the batch, float32 scalar.
+        weight: Number of tokens that the mean is over, float32 scalar.
+        gradients: Gradients of the objective: float32, or of a single micro-batch in its dtypes.
         metrics: Tree of WeightedScalar and MaxScalar.
-        state: The state after the last micro-batch.
+        state: State after the last micro-batch.
     """
 
     objective: jax.Array
@@ -39,23 +39,23 @@ StepFn = Callable[[Any, Any], tuple[jax.Array, jax.Array, Any, Any, Any]]
 
 
 def accumulate(fn: StepFn, batch: Any, *, num_microbatches: int, state: Any = None) -> Accumulated:
-    """Returns what `fn` gives for the batch, computed one micro-batch after the other.
+    """Returns the results of `fn` for the batch, computed one micro-batch after the other.
 
-    With one micro-batch this is a call of `fn`; with more, a `jax.lax.scan`, which keeps one set
-    of gradients beside one micro-batch's activations.
+    One micro-batch is a call of `fn`; several are a `jax.lax.scan`, which holds one set of
+    gradients and the activations of one micro-batch.
 
     Args:
-        fn: (micro-batch, state) -> (objective, weight, gradients, metrics, state): the mean of the
-            objective over the micro-batch's tokens; how many there are, 0 or more; the gradients
-            of that mean; a tree of WeightedScalar and MaxScalar; and the state that the next
-            micro-batch sees, with the shapes and dtypes of the one given.
-        batch: Tree of arrays [B, ...]; see `split_batch` for which rows go together.
-        num_microbatches: Number A of micro-batches; must divide B.
-        state: What goes from micro-batch to micro-batch, for example random keys.
+        fn: Function (micro-batch, state) -> (objective, weight, gradients, metrics, state) of the
+            mean of the objective over the micro-batch's tokens; their number, 0 or more; the
+            gradients of that mean; a tree of WeightedScalar and MaxScalar; and the state for the
+            next micro-batch, with the shapes and dtypes of the one given.
+        batch: Tree of arrays [B, ...], divided by `split_batch`.
+        num_microbatches: Number A of micro-batches, a divisor of B.
+        state: State passed from micro-batch to micro-batch, for example random keys.
 
     Raises:
-        ValueError: If the number of micro-batches is less than 1 or does not divide the rows, or
-            a metric is neither a WeightedScalar nor a MaxScalar.
+        UserError: If the number of micro-batches is less than 1 or does not divide the sequences,
+            or a metric is neither a WeightedScalar nor a MaxScalar.
     """
     if num_microbatches == 1:
         objective, weight, gradients, metrics, state = fn(batch, state)
@@ -85,28 +85,28 @@ def accumulate(fn: StepFn, batch: Any, *, num_microbatches: int, state: Any = No
 
 
 def split_batch(batch: Any, num_microbatches: int) -> Any:
-    """Returns each array [B, ...] as [A, B/A, ...]: micro-batch i has the rows i, i + A, i + 2A ...
+    """Returns each array [B, ...] as [A, B/A, ...]: micro-batch i has sequences i, i + A, ...
 
-    Rows are dealt out, not cut in A blocks, because B is sharded in contiguous blocks: if each
-    device holds B/n rows, a block of B/A rows lies on n/A of the devices, and would have to be
-    spread over all of them. [B] -> [B/A, A] splits each device's own rows, as long as A divides
-    B/n, and no row moves.
+    Sequences are dealt out, not cut into A blocks, because B is sharded in contiguous blocks: if
+    each device holds B/n sequences, a block of B/A is on n/A of the devices, and would have to be
+    spread over all of them. [B] -> [B/A, A] splits the sequences of each device, as long as A
+    divides B/n, and none moves.
 
     Raises:
-        ValueError: If A is less than 1, or an array has no rows or not a multiple of A.
+        UserError: If A is less than 1, or the size of an array is 0 or not a multiple of A.
     """
     A = num_microbatches
     if A < 1:
-        raise ValueError(f"num_microbatches is {A}; set it to 1 or more.")
+        raise UserError(f"num_microbatches is {A}; set it to 1 or more.")
 
     def deal(path: Any, x: jax.Array) -> jax.Array:
-        rows = x.shape[0] if x.ndim else 0
-        if rows == 0 or rows % A:
-            raise ValueError(
+        B = x.shape[0] if x.ndim else 0
+        if B == 0 or B % A:
+            raise UserError(
                 f"num_microbatches is {A}, but batch[{tree.path_string(path)!r}] of shape "
-                f"{x.shape} has {rows} rows; set it to a divisor of the batch size."
+                f"{x.shape} has {B} sequences; set it to a divisor of the batch size."
             )
-        return jnp.moveaxis(x.reshape(rows // A, A, *x.shape[1:]), 1, 0)  # [A, B/A, ...]
+        return jnp.moveaxis(x.reshape(B // A, A, *x.shape[1:]), 1, 0)  # [A, B/A, ...]
 
     return jax.tree_util.tree_map_with_path(deal, batch)
 
@@ -125,7 +125,7 @@ def _zeros(fn: StepFn, micro_batches: Any, state: Any) -> Accumulated:
 def _check_metrics(metrics: Any) -> None:
     for path, value in tree.flatten_items(metrics, is_leaf=is_metric):
         if not is_metric(value):
-            raise ValueError(
+            raise UserError(
                 f"the metric {path!r} is {value!r}; make it metrics.weighted(mean, weight), so "
                 "that micro-batches can be averaged."
             )

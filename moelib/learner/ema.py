@@ -1,8 +1,9 @@
-"""An exponential moving average of the parameters, right from its first step.
+"""An exponential moving average of the parameters, without bias from its first step on.
 
 After t updates it is sum_i (1 - d) d^(t - i) p_i / (1 - d^t): weights that sum to 1 over the
-parameters p_1 ... p_t after each update, so the initial values take no part (Kingma and Ba,
-arXiv:1412.6980, section 3, for moments). The sum is kept divided, as what it stands for.
+parameters p_1 ... p_t after each update, without the initial values (Kingma and Ba,
+arXiv:1412.6980, section 3, for moments). The state is this quotient itself, where `optax.ema` keeps
+the sum, so that it can be evaluated as it is.
 """
 
 import math
@@ -13,15 +14,16 @@ import jax
 import jax.numpy as jnp
 
 from moelib.core import tree
+from moelib.core.errors import UserError
 
 
 class EmaState(NamedTuple):
     """State of an average of parameters.
 
     Attributes:
-        count: int32 scalar, number of updates so far.
-        params: The average, float32 where the parameters are floating-point; before the first
-            update, the parameters as they were at the beginning.
+        count: Number of updates so far, int32 scalar.
+        params: The average, with floating-point values in float32; before the first update, the
+            initial parameters.
     """
 
     count: jax.Array
@@ -29,7 +31,7 @@ class EmaState(NamedTuple):
 
 
 class ParamEma(NamedTuple):
-    """How to begin an average, `init(params)`, and go on with it, `update(params, state)`."""
+    """Functions of an average: `init(params)` and `update(params, state)`."""
 
     init: Callable[[Any], EmaState]
     update: Callable[[Any, EmaState], EmaState]
@@ -39,12 +41,12 @@ def param_ema(*, decay: float | None = None) -> ParamEma | None:
     """Returns an average with `decay` d, 0 <= d < 1, or None for none.
 
     Raises:
-        ValueError: If `decay` is out of range.
+        UserError: If `decay` is out of range.
     """
     if decay is None:
         return None
     if not 0 <= decay < 1:
-        raise ValueError(f"param_ema: decay is {decay}; set it to 0 or more and below 1, or None.")
+        raise UserError(f"param_ema: decay is {decay}; set it to 0 or more and below 1, or None.")
 
     def init(params: Any) -> EmaState:
         copy = jax.tree.map(jnp.copy, params)  # Its own buffers: the parameters are donated.

@@ -1,7 +1,7 @@
-"""Adafactor's parts: second moments kept as a row and a column, and sizes relative to parameters.
+"""Parts of Adafactor: second moments as a row and a column, and sizes relative to parameters.
 
-Optax has the same for single matrices. Here what is stacked (layers of a scan, experts) is treated
-as many matrices, each with its own statistics, so that a scan and a loop over layers agree.
+Optax has these for single matrices. Here stacked weights (layers of a scan, experts) are many
+matrices, each with statistics of its own, so that a scan and a loop over layers agree.
 Source: Shazeer and Stern, arXiv:1804.04235.
 """
 
@@ -17,10 +17,10 @@ from moelib.core.tree import Nested
 
 
 class FactoredState(NamedTuple):
-    """State of `scale_by_factored_rms`; each parameter has either a row and a column, or all.
+    """State of `scale_by_factored_rms`: `row` and `col` of factored parameters, `full` of others.
 
     Attributes:
-        count: int32 scalar, number of updates so far.
+        count: Number of updates so far, int32 scalar.
         row: Mean squares over the larger of the two factored dimensions.
         col: Mean squares over the smaller one.
         full: Squares of the parameters that are not factored.
@@ -39,18 +39,18 @@ def scale_by_factored_rms(
     eps: float = 1e-30,
     param_specs: Nested | None = None,
 ) -> optax.GradientTransformation:
-    """Returns gradients divided by the root of a running mean of their squares, kept factored.
+    """Returns gradients divided by the root of a factored running mean of their squares.
 
     Args:
-        decay_exponent: The mean decays by 1 - t^-decay_exponent at step t.
-        min_dim_size_to_factor: Matrices are factored if both dimensions have at least this size.
-        eps: Added to the squares.
-        param_specs: Says which dimensions are stacked; without it, none are.
+        decay_exponent: Exponent of the decay rate 1 - t^-decay_exponent at step t.
+        min_dim_size_to_factor: Smallest dimension of a matrix that is factored.
+        eps: Term added to the squares.
+        param_specs: Specs that tell which dimensions are stacked; without them, none is.
     """
     batch_of = {path: s.batch_axes for path, s in specs_by_path(param_specs).items()}
 
     def axes_of(params: Nested) -> dict[str, tuple[int, int]]:
-        """Returns {path: (smaller, larger)}, the dimensions by which a parameter is factored."""
+        """Returns {path: (smaller, larger)}, the two dimensions of each factored parameter."""
         axes = {
             path: _factored_axes(x.shape, batch_of.get(path, ()), min_dim_size_to_factor)
             for path, x in tree.by_path(params).items()
@@ -99,7 +99,7 @@ def scale_by_factored_rms(
 def _factored_axes(
     shape: tuple[int, ...], batch: tuple[int, ...], min_size: int
 ) -> tuple[int, int] | None:
-    """Returns (smaller, larger) of the two largest dimensions that are not stacked, if large."""
+    """Returns the two largest dimensions that are not stacked, or None if one is too small."""
     axes = [axis for axis in range(len(shape)) if axis not in batch]
     axes.sort(key=lambda axis: shape[axis])
     if len(axes) < 2 or shape[axes[-2]] < min_size:
@@ -110,7 +110,7 @@ def _factored_axes(
 def clip_by_rms(
     threshold: float, *, param_specs: Nested | None = None
 ) -> optax.GradientTransformation:
-    """Returns updates scaled down so that no matrix or vector has a root mean square above it."""
+    """Returns updates scaled down to a root mean square of at most `threshold` per matrix."""
     rms = _rms(param_specs)
 
     def update(updates: Nested, params: Any = None) -> Nested:
@@ -125,7 +125,7 @@ def clip_by_rms(
 def scale_by_param_rms(
     *, min_scale: float = 1e-3, param_specs: Nested | None = None
 ) -> optax.GradientTransformation:
-    """Returns updates times the root mean square of their parameter, or `min_scale` if larger."""
+    """Returns updates times the root mean square of their parameter, at least `min_scale`."""
     rms = _rms(param_specs)
 
     def update(updates: Nested, params: Any) -> Nested:
@@ -137,7 +137,7 @@ def scale_by_param_rms(
 
 
 def _rms(param_specs: Nested | None) -> Any:
-    """Returns (path, x) -> the root mean square of each stacked part of x, dimensions kept."""
+    """Returns the function (path, x) -> root mean square per stacked matrix, dimensions kept."""
     batch_of = {path: s.batch_axes for path, s in specs_by_path(param_specs).items()}
 
     def rms(path: str, x: jax.Array) -> jax.Array:

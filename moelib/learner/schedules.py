@@ -1,14 +1,20 @@
 """Schedules: the learning rate, or a multiplier of it, as a function of the step.
 
-The first update is step 1. With a warmup of W steps the rate at step s <= W is peak * s / W: the
-first update has peak / W, not 0, and step W is the first with the whole peak. At `max_step`, the
-last update of a run, a decaying schedule arrives at `end_lr`, and stays there.
+The first update is step 1. With a linear warmup of W steps the rate at step s <= W is peak * s / W:
+the first update has peak / W, not 0, and step W is the first at the peak. At `max_step`, the last
+update of a run, a decaying schedule reaches `end_lr`, and stays there.
 
     learning_rate=config_for_function(schedules.wsd).set(
         peak_lr=3e-4, end_lr=3e-5, max_step=2121, warmup_steps=21.21, decay_steps=212)
 
-Optax counts its updates from 0: to use these in an optimizer of Optax itself, wrap them in
-`for_optax`. (Megatron too takes its first step at what is step 0 here, with a rate of 0.)
+Optax counts updates from 0 (as does Megatron, whose first step has a rate of 0): wrap a schedule in
+`for_optax` to use it in an optimizer of Optax itself.
+
+Shared arguments:
+    peak_lr: Rate at the end of the warmup.
+    warmup_steps: Length of the warmup, 0 for none; may be fractional.
+    max_step: Step at which `end_lr` is reached; in a learner's config, by default the run's.
+    end_lr: Rate at and after `max_step`.
 """
 
 import math
@@ -19,9 +25,11 @@ import jax
 import jax.numpy as jnp
 
 from moelib.core.config import did_you_mean
+from moelib.core.errors import UserError
 
 Schedule = Callable[[Any], jax.Array]  # Step, an int or an integer scalar -> float32 scalar.
 
+# Fraction of the way from end_lr to peak_lr, as a function of the fraction of the decay, 0 to 1.
 _DECAYS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "linear": lambda r: 1.0 - r,
     "cosine": lambda r: 0.5 * (1.0 + jnp.cos(math.pi * r)),
@@ -31,7 +39,7 @@ _DECAYS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def as_schedule(value: float | Schedule) -> Schedule:
-    """Returns a schedule as it is, and a number as the schedule that always has that value."""
+    """Returns a schedule unchanged, and a number as a constant schedule."""
     return value if callable(value) else constant(value)
 
 
@@ -42,15 +50,7 @@ def for_optax(schedule: float | Schedule) -> Schedule:
 
 
 def constant(peak_lr: float = 1.0, *, warmup_steps: float = 0) -> Schedule:
-    """Returns a schedule that warms up linearly and then stays at `peak_lr`.
-
-    Args:
-        peak_lr: The rate after the warmup.
-        warmup_steps: Length of the warmup, 0 for none; need not be whole.
-
-    Raises:
-        ValueError: If `warmup_steps` is negative.
-    """
+    """Returns a schedule that stays at `peak_lr` after the warmup."""
     _check_lengths("constant", None, warmup_steps=warmup_steps)
     return lambda step: peak_lr * _warmup(_float(step), warmup_steps)
 
@@ -58,16 +58,10 @@ def constant(peak_lr: float = 1.0, *, warmup_steps: float = 0) -> Schedule:
 def linear(
     peak_lr: float = 1.0, *, max_step: int, warmup_steps: float = 0, end_lr: float = 0.0
 ) -> Schedule:
-    """Returns a schedule that falls in a straight line from the end of the warmup to `max_step`.
-
-    Args:
-        peak_lr: The rate at the end of the warmup.
-        max_step: The step at which `end_lr` is reached.
-        warmup_steps: Length of the linear warmup, 0 for none; need not be whole.
-        end_lr: The rate at and after `max_step`.
+    """Returns a schedule that falls linearly from the end of the warmup to `max_step`.
 
     Raises:
-        ValueError: If the warmup is negative or not shorter than `max_step`.
+        UserError: If the warmup is negative or not shorter than `max_step`.
     """
     return _decay_after_warmup("linear", peak_lr, max_step, warmup_steps, end_lr)
 
@@ -75,7 +69,7 @@ def linear(
 def cosine(
     peak_lr: float = 1.0, *, max_step: int, warmup_steps: float = 0, end_lr: float = 0.0
 ) -> Schedule:
-    """Returns a schedule that falls as half a cosine wave, with the arguments of `linear`.
+    """Returns a schedule that falls as half a cosine wave, otherwise like `linear`.
 
     Source: SGDR, arXiv:1608.03983, eq. 5, without restarts.
     """
@@ -83,20 +77,17 @@ def cosine(
 
 
 def inverse_sqrt(peak_lr: float = 1.0, *, warmup_steps: float, end_lr: float = 0.0) -> Schedule:
-    """Returns a schedule that after the warmup falls as peak_lr * sqrt(warmup_steps / step).
+    """Returns a schedule that falls as peak_lr * sqrt(warmup_steps / step), down to `end_lr`.
 
-    Args:
-        peak_lr: The rate at the end of the warmup.
-        warmup_steps: Length of the linear warmup, 1 or more; it also sets the speed of the fall.
-        end_lr: The rate is never less than this, once the warmup is over.
+    `warmup_steps`, 1 or more, also determines how fast the rate falls.
 
     Raises:
-        ValueError: If `warmup_steps` is less than 1.
+        UserError: If `warmup_steps` is less than 1.
 
     Source: Vaswani et al., arXiv:1706.03762, section 5.3.
     """
     if warmup_steps < 1:
-        raise ValueError(
+        raise UserError(
             f"inverse_sqrt: warmup_steps is {warmup_steps}; set it to 1 or more, the rate falls as "
             "sqrt(warmup_steps / step)."
         )
@@ -121,33 +112,24 @@ def wsd(
     """Returns warmup, stable, decay: the peak is held until the last `decay_steps` steps.
 
     With r = (step - (max_step - decay_steps)) / decay_steps from 0 to 1, the rate of the decay is
-    end_lr + c(r) * (peak_lr - end_lr), where c falls from 1 to 0: "linear" 1 - r, "cosine"
-    (1 + cos(pi r)) / 2, "exponential" 2 * 0.5^r - 1, "minus_sqrt" 1 - sqrt(r).
-
-    Args:
-        peak_lr: The rate from the end of the warmup to the beginning of the decay.
-        max_step: The step at which `end_lr` is reached.
-        decay_steps: Length of the decay, 1 or more.
-        warmup_steps: Length of the linear warmup, 0 for none; need not be whole.
-        end_lr: The rate at and after `max_step`.
-        decay: The form of the decay: "linear", "cosine", "exponential" or "minus_sqrt".
+    end_lr + c(r) * (peak_lr - end_lr), where c falls from 1 to 0: for `decay` "linear" 1 - r,
+    "cosine" (1 + cos(pi r)) / 2, "exponential" 2 * 0.5^r - 1, "minus_sqrt" 1 - sqrt(r).
 
     Raises:
-        ValueError: If a length is negative, warmup and decay overlap, or the decay is unknown.
+        UserError: If a length is negative, warmup and decay overlap, or the decay is unknown.
 
-    Source: MiniCPM, arXiv:2404.06395, section 4.2; the forms are Megatron-LM's `--lr-decay-style
-    WSD`; "minus_sqrt": Hägele et al., arXiv:2405.18392, eq. 3.
+    Source: MiniCPM, arXiv:2404.06395, section 4.2; the forms are those of Megatron-LM's
+    `--lr-decay-style WSD`; "minus_sqrt": Hägele et al., arXiv:2405.18392, eq. 3.
     """
     if decay not in _DECAYS:
-        raise ValueError(f"wsd: decay is {decay!r}; {did_you_mean(decay, _DECAYS)}")
+        raise UserError(f"wsd: decay is {decay!r}; {did_you_mean(decay, _DECAYS)}")
     _check_lengths("wsd", max_step, warmup_steps=warmup_steps, decay_steps=decay_steps)
     if decay_steps < 1:
-        raise ValueError(
+        raise UserError(
             f"wsd: decay_steps is {decay_steps}; set it to 1 or more, or use schedules.constant."
         )
-    return _decaying(
-        peak_lr, end_lr, warmup_steps, max_step - decay_steps, decay_steps, _DECAYS[decay]
-    )
+    start = max_step - decay_steps
+    return _decaying(peak_lr, end_lr, warmup_steps, start, decay_steps, decay)
 
 
 def _decay_after_warmup(
@@ -155,26 +137,21 @@ def _decay_after_warmup(
 ) -> Schedule:
     _check_lengths(form, max_step, warmup_steps=warmup_steps)
     if warmup_steps >= max_step:
-        raise ValueError(
-            f"{form}: warmup_steps is {warmup_steps} and max_step is {max_step}: nothing is left "
-            "to decay; set fewer warmup steps, or use schedules.constant."
+        raise UserError(
+            f"{form}: warmup_steps is {warmup_steps} and max_step is {max_step}: no steps are left "
+            "for the decay; set fewer warmup steps, or use schedules.constant."
         )
     length = max_step - warmup_steps
-    return _decaying(peak_lr, end_lr, warmup_steps, warmup_steps, length, _DECAYS[form])
+    return _decaying(peak_lr, end_lr, warmup_steps, warmup_steps, length, form)
 
 
 def _decaying(
-    peak_lr: float,
-    end_lr: float,
-    warmup_steps: float,
-    start: float,
-    length: float,
-    form: Callable[[jax.Array], jax.Array],
+    peak_lr: float, end_lr: float, warmup_steps: float, start: float, length: float, form: str
 ) -> Schedule:
     def schedule(step: Any) -> jax.Array:
         step = _float(step)
         ratio = jnp.clip((step - start) / length, 0.0, 1.0)
-        return _warmup(step, warmup_steps) * (end_lr + form(ratio) * (peak_lr - end_lr))
+        return _warmup(step, warmup_steps) * (end_lr + _DECAYS[form](ratio) * (peak_lr - end_lr))
 
     return schedule
 
@@ -191,12 +168,12 @@ def _warmup(step: jax.Array, warmup_steps: float) -> jax.Array:
 
 
 def _check_lengths(name: str, max_step: int | None, **lengths: float) -> None:
-    """Raises ValueError if a length is negative, or all of them are longer than the run."""
+    """Raises UserError if a length is negative, or their sum is longer than the run."""
     for field, length in lengths.items():
         if length < 0:
-            raise ValueError(f"{name}: {field} is {length}; set it to 0 or more.")
+            raise UserError(f"{name}: {field} is {length}; set it to 0 or more.")
     if max_step is not None and sum(lengths.values()) > max_step:
         parts = " and ".join(f"{field} {length}" for field, length in lengths.items())
-        raise ValueError(
+        raise UserError(
             f"{name}: {parts} are more than max_step {max_step}; shorten them, or train for longer."
         )

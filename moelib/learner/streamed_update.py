@@ -1,6 +1,6 @@
-"""An update whose state waits on the host, done for one parameter after another.
+"""Updates of a state in host memory, streamed to the device one group of parameters at a time.
 
-The update is traced, and cut into groups of results that share no array of the state: for AdamW
+The update is traced, and split into groups of results that share no array of the state: for AdamW,
 each parameter with its two moments.
 """
 
@@ -13,6 +13,7 @@ import jax
 from jax import lax
 from jax.extend import core
 
+from moelib.core.errors import UserError
 from moelib.learner.offload import to_device, to_host, waits
 
 Update = Callable[[Any, Any, Any], tuple[Any, Any, Any]]
@@ -21,31 +22,32 @@ Update = Callable[[Any, Any, Any], tuple[Any, Any, Any]]
 def streamed_update(
     update: Update, params: Any, gradients: Any, state: Any
 ) -> tuple[Any, Any, Any]:
-    """Returns `update(params, gradients, state)` of a state that waits on the host.
+    """Returns `update(params, gradients, state)` for a state in host memory.
 
-    A loop brings to the device what a group of results needs of the state, and takes it back,
-    before it does the next. The compiler would bring all of it at once, as the step begins, and
-    keep it beside the activations: more memory than a step takes that offloads nothing.
+    A loop copies the part of the state that a group of results requires to the device and back,
+    before it continues with the next group. The compiler alone would copy all of it as the step
+    begins and hold it together with the activations: more memory than a step without offloading.
 
     Args:
-        update: Returns (params, state, anything that needs no array of the state), the first two
-            like those given. Arrays of the state lie on the device together if one result needs
-            them: of an optimizer that looks at all moments to change one parameter, all of them.
+        update: Function that returns (params, state, anything that requires no array of the state),
+            the first two like its arguments. Arrays of the state are on the device together if one
+            result requires them: all of them, for an optimizer whose update of one parameter
+            depends on all moments.
         params: The parameters.
         gradients: Their gradients.
-        state: As of `offload.to_host`; so is the one returned.
+        state: State as of `offload.to_host`; so is the one returned.
 
     Raises:
-        ValueError: If a result beside parameters and state needs an array of the state.
+        UserError: If a result other than parameters and state requires an array of the state.
     """
     leaves, treedef = jax.tree.flatten((params, gradients, state))
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     traced = jax.make_jaxpr(update, return_shape=True)
-    with jax.disable_jit():  # A jitted function of all moments would be one piece.
+    with jax.disable_jit():  # A jitted function of all moments would be one group.
         closed, shapes = traced(*treedef.unflatten(structs))
     graph = _Graph(closed)
     given = dict(zip(graph.inputs, leaves, strict=True))
-    # The input that stands where a result will: its own value before the update.
+    # The input that each result replaces: its value before the update.
     num_state = len(jax.tree.leaves(state))
     of_state = graph.inputs[len(leaves) - num_state :]
     before = [*graph.inputs[: len(jax.tree.leaves(params))], *of_state]
@@ -53,15 +55,15 @@ def streamed_update(
 
     needs = graph.needs(waiting)
     values = graph.constants | {var: x for var, x in given.items() if var not in waiting}
-    # What is one number for all parameters is computed once: norms, rates, counts.
+    # Scalars shared by all parameters are computed once: norms, rates, counts.
     scalars = [var for var, bits in needs.items() if not bits and not var.aval.shape]
     values |= zip(scalars, graph.evaluate(scalars, values), strict=True)
 
-    def turn(bits: int, members: list[int]) -> Callable[[dict[int, Any]], dict[int, Any]]:
+    def group_update(bits: int, members: list[int]) -> Callable[[dict[int, Any]], dict[int, Any]]:
         def run(carry: dict[int, Any]) -> dict[int, Any]:
             own = {before[i]: carry[i] for i in members}
-            brought = [var for i, var in enumerate(waiting) if bits >> i & 1]
-            known = values | own | {var: to_device(own.get(var, given[var])) for var in brought}
+            copied = [var for i, var in enumerate(waiting) if bits >> i & 1]
+            known = values | own | {var: to_device(own.get(var, given[var])) for var in copied}
             found = graph.evaluate([graph.outs[i] for i in members], known)
             return carry | {i: back(i, x) for i, x in zip(members, found, strict=True)}
 
@@ -72,39 +74,39 @@ def streamed_update(
 
     needed = [0 if isinstance(out, core.Literal) else needs.get(out, 0) for out in graph.outs]
     if any(needed[len(before) :]):
-        raise ValueError(
+        raise UserError(
             "offload_state is True, but a metric of the optimizer is computed from moments, which "
-            "wait on the host; set it to False."
+            "are in host memory; set it to False."
         )
-    alone = [i for i, bits in enumerate(needed) if not bits]
-    found = graph.evaluate([graph.outs[i] for i in alone], values)
-    made = {i: back(i, x) for i, x in zip(alone, found, strict=True)}
+    independent = [i for i, bits in enumerate(needed) if not bits]
+    found = graph.evaluate([graph.outs[i] for i in independent], values)
+    results = {i: back(i, x) for i, x in zip(independent, found, strict=True)}
     if groups := _groups(needed):
-        turns = [turn(bits, members) for bits, members in groups]
+        branches = [group_update(bits, members) for bits, members in groups]
         start = {i: given[before[i]] for i, bits in enumerate(needed) if bits}
-        made |= lax.fori_loop(0, len(turns), lambda i, x: lax.switch(i, turns, x), start)
-    return jax.tree.unflatten(jax.tree.structure(shapes), [made[i] for i in range(len(made))])
+        results |= lax.fori_loop(0, len(branches), lambda i, x: lax.switch(i, branches, x), start)
+    return jax.tree.unflatten(jax.tree.structure(shapes), [results[i] for i in range(len(results))])
 
 
 def _groups(needed: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """Returns the results that share some of what they need, at any remove: (all of it, which).
+    """Returns (required arrays, indices) of the results that share required arrays, transitively.
 
     Args:
-        needed: For each result the bits of what it needs.
+        needed: Bit set of the required arrays, for each result.
     """
     groups: list[tuple[int, list[int]]] = []
     for i, bits in enumerate(needed):
         if bits:
-            mine = [group for group in groups if group[0] & bits]
+            shared = [group for group in groups if group[0] & bits]
             groups = [group for group in groups if not group[0] & bits]
-            members = [member for _, members in mine for member in members]
-            joined = functools.reduce(operator.or_, (bits for bits, _ in mine), bits)
+            members = [member for _, members in shared for member in members]
+            joined = functools.reduce(operator.or_, (bits for bits, _ in shared), bits)
             groups.append((joined, [*members, i]))
     return groups
 
 
 class _Graph:
-    """A traced function, of which parts can be computed."""
+    """A traced function whose variables can be computed separately."""
 
     def __init__(self, closed: Any) -> None:
         self._jaxpr = closed.jaxpr
@@ -116,7 +118,7 @@ class _Graph:
         self.constants = dict(zip(self._jaxpr.constvars, closed.consts, strict=True))
 
     def needs(self, some: Sequence[Any]) -> dict[Any, int]:
-        """Returns for each variable that is computed the bits of which of some inputs it needs."""
+        """Returns for each computed variable the bit set of those of `some` that it depends on."""
         needs = {var: 1 << i for i, var in enumerate(some)}
         for eqn in self._jaxpr.eqns:
             bits = (needs.get(var, 0) for var in eqn.invars if not isinstance(var, core.Literal))
@@ -124,7 +126,7 @@ class _Graph:
         return needs
 
     def evaluate(self, wanted: Sequence[Any], values: dict[Any, Any]) -> list[Any]:
-        """Returns the values of variables, from those that are known."""
+        """Returns the values of variables, computed from known values."""
         todo: dict[int, Any] = {}
         known: dict[Any, None] = {}
         pending = list(wanted)

@@ -1,8 +1,7 @@
-"""Gradient transformations: the parts that optimizers are made of, beside those of Optax.
+"""Gradient transformations that optimizers are made of, in addition to those of Optax.
 
-Each returns an `optax.GradientTransformation`. Those that treat parameters by what they are have
-an argument `param_specs`, the model's nested dict of ParameterSpec; in a config it is left None,
-and the learner fills it in.
+Each function returns an `optax.GradientTransformation`. The argument `param_specs` is the model's
+nested dict of ParameterSpec; left None in a config, it is filled in by the learner.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,26 +12,27 @@ import jax.numpy as jnp
 import optax
 
 from moelib.core import tree
-from moelib.core.param import ParameterSpec, specs_by_path
+from moelib.core.errors import UserError
+from moelib.core.param import ParameterSpec, is_spec, specs_by_path
 from moelib.core.tree import Nested
 from moelib.learner.schedules import Schedule, as_schedule
 
-# For parameters by path: (regular expression for the whole path "a/b/c", factor), first match
-# wins; or a function of the ParameterSpec.
+# Factors of parameters: (regex of a whole path "a/b/c", factor), first match wins; or a function of
+# the ParameterSpec.
 PathScales = Sequence[tuple[str, float]] | Callable[[ParameterSpec], float]
 
 
 def chain(*args: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns the transformations one after the other: gradients go in at the first.
+    """Returns the transformations in sequence: gradients enter the first, the optimizer is last.
 
     Raises:
-        ValueError: If there are none, or one of them is something else.
+        UserError: If there are none, or one of them is something else.
     """
     if not args:
-        raise ValueError("chain: args is empty; name the transformations, the optimizer last.")
+        raise UserError("chain: args is empty; list the transformations, the optimizer last.")
     for i, arg in enumerate(args):
         if not isinstance(arg, optax.GradientTransformation):
-            raise ValueError(
+            raise UserError(
                 f"chain: args[{i}] is {arg!r}; set it to a gradient transformation, or to the "
                 "config of a function that returns one."
             )
@@ -40,28 +40,27 @@ def chain(*args: optax.GradientTransformation) -> optax.GradientTransformation:
 
 
 def global_norm(gradients: Any) -> jax.Array:
-    """Returns the root of the sum of all squares, float32, not finite if an element is not."""
-    squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(gradients)]
-    return jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))
+    """Returns the root of the sum of all squares, float32; not finite if an element is not."""
+    return optax.tree.norm(tree.cast_floats(gradients, jnp.float32))
 
 
 def clip_by_global_norm(max_norm: float, *, eps: float = 0.0) -> optax.GradientTransformation:
-    """Returns gradients scaled down so that their global norm is at most `max_norm`.
+    """Returns gradients scaled down to a global norm of at most `max_norm`.
 
-    The norm is over the parameters that the transformation sees: in a learner with update rules,
-    those of its own rule. The learner reports the norm before clipping as `gradient_norm`.
+    The norm is over the parameters of this optimizer: with update rules, those of its own rule. The
+    learner reports the norm before clipping as `gradient_norm`.
 
     Args:
-        max_norm: The largest norm, positive.
-        eps: Added to the norm that is divided by (1e-6 in PyTorch and Megatron).
+        max_norm: Largest norm, positive.
+        eps: Term added to the norm that gradients are divided by (1e-6 in PyTorch and Megatron).
 
     Raises:
-        ValueError: If `max_norm` is not positive.
+        UserError: If `max_norm` is not positive.
 
     Source: Pascanu et al., arXiv:1211.5063, algorithm 1.
     """
     if max_norm <= 0:
-        raise ValueError(f"clip_by_global_norm: max_norm is {max_norm}; set it above 0.")
+        raise UserError(f"clip_by_global_norm: max_norm is {max_norm}; set it above 0.")
 
     def update(updates: Any, params: Any = None) -> Any:
         del params
@@ -76,8 +75,8 @@ class LearningRateState(NamedTuple):
     """State of `scale_by_learning_rate`.
 
     Attributes:
-        count: int32 scalar, number of updates so far.
-        learning_rate: float32 scalar, the rate of the last update; 0 before the first.
+        count: Number of updates so far, int32 scalar.
+        learning_rate: Rate of the last update, 0 before the first, float32 scalar.
     """
 
     count: jax.Array
@@ -91,8 +90,8 @@ def scale_by_learning_rate(
 
     Args:
         learning_rate: A number, or a schedule (moelib.learner.schedules).
-        reported_scale: The rate that the learner reports is this times `learning_rate`, for
-            optimizers that have multiplied by a constant rate before.
+        reported_scale: Factor of the reported rate, for optimizers that have already multiplied the
+            update by a constant rate.
     """
     schedule = as_schedule(learning_rate)
 
@@ -118,27 +117,25 @@ def add_decayed_weights(
 ) -> optax.GradientTransformation:
     """Returns updates plus `weight_decay` times each parameter's scale times the parameter.
 
-    Whether a parameter is a vector is never told from its array: under a scan over layers the
-    scale of a norm is stacked to a matrix. Layers give biases and norms a `weight_decay_scale` of
-    0 in their specs.
+    The scale is the `weight_decay_scale` of the parameter's spec, 0 for biases and norms. It does
+    not depend on the shape: a scan over layers stacks the scale of a norm to a matrix.
 
     Args:
         weight_decay: Strength of the decay, 0 for none.
-        per_param_scale: Replaces the specs' `weight_decay_scale`: (regex of a path, scale), first
-            match wins, the spec's own where none matches; or a function of the spec, such as
-            `matrices_only`, which needs `param_specs`.
-        param_specs: What the parameters are; without it every scale is 1 where no rule matches.
+        per_param_scale: Scales that replace those of the specs where a regex matches; or a function
+            of the spec, such as `matrices_only`, which needs `param_specs`.
+        param_specs: Specs of the parameters; without them every scale is 1 where no regex matches.
 
     Raises:
-        ValueError: If `weight_decay` is negative or a rule matches no path.
+        UserError: If `weight_decay` is negative or a regex matches no path.
 
     Source: Loshchilov and Hutter, arXiv:1711.05101.
     """
     if weight_decay < 0:
-        raise ValueError(f"weight_decay is {weight_decay}; set it to 0 or more.")
-    place = "weight_decay_per_param_scale"
+        raise UserError(f"weight_decay is {weight_decay}; set it to 0 or more.")
+    field = "weight_decay_per_param_scale"
     default = lambda spec: 1.0 if spec is None else spec.weight_decay_scale
-    scales_of = _scales(per_param_scale, param_specs, default, place)
+    scales_of = _scales(per_param_scale, param_specs, default, field)
 
     def update(updates: Any, params: Any) -> Any:
         if weight_decay == 0:
@@ -162,17 +159,17 @@ def matrices_only(spec: ParameterSpec) -> float:
 def scale_by_path(
     scales: PathScales, *, param_specs: Nested | None = None
 ) -> optax.GradientTransformation:
-    """Returns each update times the factor of its path, 1 where no rule matches.
+    """Returns each update times the factor of its path, 1 where no regex matches.
 
-    After an optimizer in a chain the factors multiply its learning rate.
+    After an optimizer in a chain, the factors multiply its learning rate.
 
     Args:
         scales: (regex of a path, factor), first match wins; or a function of the ParameterSpec.
-        param_specs: What the parameters are; needed where `scales` is a function, or under update
-            rules, which show this only a part of the parameters.
+        param_specs: Specs of the parameters; required if `scales` is a function, or under update
+            rules, where this transformation gets only some of the parameters.
 
     Raises:
-        ValueError: If a rule matches no path.
+        UserError: If a regex matches no path.
     """
     scales_of = _scales(scales, param_specs, lambda spec: 1.0, "scale_by_path")
 
@@ -188,25 +185,23 @@ def _scales(
     rules: PathScales,
     param_specs: Nested | None,
     default: Callable[[ParameterSpec | None], float],
-    place: str,
+    field: str,
 ) -> Callable[[Nested], Mapping[str, float]]:
-    """Returns parameters -> {path: factor}. With specs, rules are checked at once against them."""
+    """Returns the function parameters -> {path: factor}; with specs, checks the rules at once."""
     if param_specs is None:
         if callable(rules):
-            raise ValueError(f"{place}: a function of the spec needs param_specs; set them.")
+            raise UserError(f"{field}: a function of the spec requires param_specs; set them.")
         return lambda params: tree.by_path(
-            tree.match_rules(params, rules, default=default(None), place=place)
+            tree.match_rules(params, rules, default=default(None), place=field)
         )
     specs = specs_by_path(param_specs)
     if callable(rules):
         factors = {path: rules(spec) for path, spec in specs.items()}
     else:
-        defaults = {path: default(spec) for path, spec in specs.items()}
-        chosen = tree.match_rules(defaults, rules, default=None, place=place)
-        is_none = lambda x: x is None
+        chosen = tree.match_rules(param_specs, rules, default=None, place=field, is_leaf=is_spec)
         factors = {
-            path: defaults[path] if factor is None else factor
-            for path, factor in tree.by_path(chosen, is_none).items()
+            path: default(specs[path]) if factor is None else factor
+            for path, factor in tree.by_path(chosen, lambda x: x is None).items()
         }
     return lambda params: factors
 
@@ -214,14 +209,14 @@ def _scales(
 def split(
     transforms: Mapping[str, optax.GradientTransformation], labels: Mapping[str, str]
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns a transformation that gives each parameter to the transformation of its label.
+    """Returns a transformation that updates each parameter by the transformation of its label.
 
-    Each sees a nested dict of its own parameters only, and holds state for no others. The state is
-    a dict by label, without labels that no parameter has.
+    Each of them gets a nested dict of its own parameters only, where `optax.partition` masks the
+    others. The state is a dict by label, without labels that no parameter has.
 
     Args:
-        transforms: By label.
-        labels: The label of each parameter by path.
+        transforms: Transformations by label.
+        labels: Label of each parameter, by path.
     """
     inner = {label: optax.with_extra_args_support(tx) for label, tx in transforms.items()}
 
@@ -246,7 +241,7 @@ def split(
 
 
 def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns `inner` run in float32 with float32 state, whatever the parameters are stored in."""
+    """Returns `inner` computed in float32 with float32 state, whatever the parameters' dtype."""
     cast = lambda x: None if x is None else tree.cast_floats(x, jnp.float32)
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
@@ -260,17 +255,16 @@ SkipPolicy = Callable[[jax.Array | None, jax.Array], jax.Array]
 
 
 def skip_bad_steps(*, drop_norm: float | None = None) -> SkipPolicy:
-    """Returns the policy that takes no step whose loss or gradients are not finite.
+    """Returns the policy that skips steps whose loss or gradients are not finite.
 
     Args:
-        drop_norm: Steps whose global gradient norm is above this are left out too; None for no
-            such bound.
+        drop_norm: Global gradient norm above which a step is skipped too; None for no bound.
 
     Raises:
-        ValueError: If `drop_norm` is not positive.
+        UserError: If `drop_norm` is not positive.
     """
     if drop_norm is not None and drop_norm <= 0:
-        raise ValueError(f"skip_bad_steps: drop_norm is {drop_norm}; set it above 0, or to None.")
+        raise UserError(f"skip_bad_steps: drop_norm is {drop_norm}; set it above 0, or to None.")
 
     def take_step(loss: jax.Array | None, gradient_norm: jax.Array) -> jax.Array:
         good = jnp.isfinite(gradient_norm)

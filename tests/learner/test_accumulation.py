@@ -114,7 +114,11 @@ def test_no_row_moves_between_devices(axis_type):
     ("batch", "num_microbatches", "message"),
     [
         ({"ids": jnp.ones((10, 2))}, 4, r"num_microbatches is 4, but batch\['ids'\] of shape \(10"),
-        ({"ids": jnp.ones((8, 2)), "k": jnp.ones(())}, 4, r"batch\['k'\] of shape \(\) has 0 rows"),
+        (
+            {"ids": jnp.ones((8, 2)), "k": jnp.ones(())},
+            4,
+            r"batch\['k'\] of shape \(\) has 0 sequences",
+        ),
         ({"ids": jnp.ones((8, 2))}, 0, "num_microbatches is 0; set it to 1 or more"),
     ],
 )

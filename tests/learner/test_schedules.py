@@ -177,7 +177,7 @@ def test_number_is_a_schedule():
         ),
         (
             lambda: schedules.cosine(1.0, max_step=10, warmup_steps=10),
-            "warmup_steps is 10 and max_step is 10: nothing is left to decay",
+            "warmup_steps is 10 and max_step is 10",
         ),
         (lambda: schedules.inverse_sqrt(1.0, warmup_steps=0), "warmup_steps is 0; set it to 1"),
     ],

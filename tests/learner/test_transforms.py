@@ -141,7 +141,7 @@ def test_bad_steps(loss, norm, take):
         ),
         (
             lambda: transforms.add_decayed_weights(0.1, per_param_scale=transforms.matrices_only),
-            "a function of the spec needs param_specs",
+            "a function of the spec requires param_specs",
         ),
     ],
 )
