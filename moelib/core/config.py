@@ -643,8 +643,9 @@ def _parameter_field(parameter: inspect.Parameter) -> tuple[Any, Any]:
         return Any, {}
     default = REQUIRED if parameter.default is parameter.empty else parameter.default
     annotation = parameter.annotation
-    if default is None or not any(annotation is kind for kind in (int, float, bool, str, DType)):
-        return Any, default  # Annotations of other libraries are not checked.
+    checked = any(annotation is kind for kind in (int, float, bool, str, DType))
+    if default is None or not (checked or typing.get_origin(annotation) is typing.Literal):
+        return Any, default  # Other annotations are those of other libraries.
     return Required[ConfigOr[annotation]], default
 
 

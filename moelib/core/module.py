@@ -6,6 +6,7 @@ what the method returns, beside everything that the modules inside have put out.
 
 import functools
 import inspect
+import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -57,6 +58,8 @@ __all__ = [
     "scan_in_context",
     "set_current_context",
 ]
+
+_MAX_SUMMARY_SIZE = 8
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -300,8 +303,24 @@ class Module(Configurable):
         return self.get_invocation_context().is_training
 
     @nowrap
-    def add_summary(self, name: str, value: Any) -> None:
-        """Puts out a scalar or WeightedScalar to be logged as "<path>/<name>"."""
+    def add_summary(self, name: str, value: Any, *, per_element: bool = False) -> None:
+        """Adds a metric that is logged as "<path>/<name>".
+
+        Args:
+            name: Name of the metric.
+            value: A scalar, WeightedScalar or MaxScalar. A scan adds an axis over its layers.
+            per_element: Whether an array of any size may be logged, as "<name>/0", "<name>/1", ...
+
+        Raises:
+            ValueError: If the value has more than a few elements.
+        """
+        shapes = [jnp.shape(x) for x in jax.tree.leaves(value)]
+        if not per_element and any(math.prod(shape) > _MAX_SUMMARY_SIZE for shape in shapes):
+            raise ValueError(
+                f"{self._title()}: the summary {name!r} has shape {shapes[0]}, and each element "
+                "would be a metric of its own; reduce it to a scalar, use add_module_output, or "
+                "set per_element=True."
+            )
         self.get_invocation_context().add("summaries", name, value)
 
     @nowrap

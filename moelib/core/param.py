@@ -1,4 +1,4 @@
-"""What a parameter is before it has a value: shape, dtype, logical axes, how it starts."""
+"""Specs of parameters: shape, dtype, logical axes, initializer; and casts of parameters."""
 
 import dataclasses
 import math
@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from moelib.core.errors import UserError
 from moelib.core.tree import Nested, by_path
 
 Axes = tuple[str | None, ...]  # A logical axis name for each dimension, None for one never split.
@@ -16,27 +17,41 @@ Initializer = Callable[[jax.Array, "ParameterSpec"], jax.Array]  # (key, spec) -
 
 @dataclasses.dataclass(frozen=True)
 class FanAxes:
-    """Which dimensions of a weight are its inputs, its outputs, and independent copies."""
+    """Dimensions of a weight that are its inputs, its outputs, and independent copies.
+
+    Negative ones count from the last, as -1.
+    """
 
     in_axis: tuple[int, ...]
     out_axis: tuple[int, ...]
     batch_axis: tuple[int, ...] = ()
 
+    def resolved(self, shape: tuple[int, ...]) -> "FanAxes":
+        """Returns the dimensions of an array of that shape, counted from 0."""
+        num_dims = len(shape)
+        for axis in (*self.in_axis, *self.out_axis, *self.batch_axis):
+            if not -num_dims <= axis < num_dims:
+                raise UserError(
+                    f"{self}: a parameter of shape {shape} has no dimension {axis}; count from 0 "
+                    f"to {num_dims - 1}, or from -1 to {-num_dims}."
+                )
+        groups = (self.in_axis, self.out_axis, self.batch_axis)
+        return FanAxes(*(tuple(axis % num_dims for axis in group) for group in groups))
+
 
 @dataclasses.dataclass(frozen=True)
 class ParameterSpec:
-    """A parameter of a layer.
+    """The spec of a parameter of a layer.
 
     Attributes:
-        shape: Its dimensions.
-        dtype: Name of the dtype it is stored in; empty for the one its layer is set to.
-        axes: The logical axis of each dimension ("embed", "ffn", ...); see parallel/sharding.py.
-        initializer: Makes the values from a key and this spec; None takes the layer's own.
-        fan_axes: Dimensions to count for fan-in and fan-out; None for biases and scales.
-        trainable: Whether gradients are taken and the learner updates it.
-        weight_decay_scale: Multiplies the weight decay; 0 for none.
-        castable: Whether a step that computes in a lower precision may cast it. Routers are
-            computed from their full weights.
+        shape: Sizes of the dimensions.
+        axes: Logical axis of each dimension ("embed", "ffn", ...); see parallel/sharding.py.
+        dtype: Name of the storage dtype; empty for the layer's.
+        initializer: Function from a key and this spec to the values; None for the layer's.
+        fan_axes: Dimensions that count for fan-in and fan-out; None for biases and scales.
+        trainable: Whether the learner updates it by its gradient.
+        weight_decay_scale: Factor of the weight decay; 0 for none.
+        castable: Whether a step in lower precision may cast it. Routers keep full precision.
     """
 
     shape: tuple[int, ...]
@@ -50,17 +65,12 @@ class ParameterSpec:
 
     def __post_init__(self) -> None:
         if len(self.axes) != len(self.shape):
-            raise ValueError(
+            raise UserError(
                 f"a parameter of shape {self.shape} has {len(self.shape)} dimensions, but its axes "
                 f"{self.axes} name {len(self.axes)}."
             )
-        fan = self.fan_axes or FanAxes((), ())
-        for axis in (*fan.in_axis, *fan.out_axis, *fan.batch_axis):
-            if not 0 <= axis < len(self.shape):
-                raise ValueError(
-                    f"fan axis {axis} of a parameter of shape {self.shape}: count the dimensions "
-                    f"from 0 to {len(self.shape) - 1}."
-                )
+        if self.fan_axes is not None:
+            object.__setattr__(self, "fan_axes", self.fan_axes.resolved(self.shape))
 
     @property
     def size(self) -> int:
@@ -68,9 +78,13 @@ class ParameterSpec:
         return math.prod(self.shape)
 
     def fans(self) -> tuple[int, int]:
-        """Returns (fan in, fan out). Raises ValueError if the spec names no fan axes."""
+        """Returns (fan in, fan out). Raises UserError if the spec has no fan axes."""
         if self.fan_axes is None:
-            raise ValueError(f"a parameter of shape {self.shape} has no fan_axes to count.")
+            raise UserError(
+                f"shape {self.shape} has no fan_axes; give its ParameterSpec "
+                "fan_axes=FanAxes(in_axis=(0,), out_axis=(1,)), or an initializer that counts no "
+                "fans, such as normal or constant."
+            )
         fan_in = math.prod(self.shape[axis] for axis in self.fan_axes.in_axis)
         fan_out = math.prod(self.shape[axis] for axis in self.fan_axes.out_axis)
         return fan_in, fan_out

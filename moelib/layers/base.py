@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from moelib.core import tree
 from moelib.core.config import ConfigOr, DType, config_class, did_you_mean, maybe_instantiate
 from moelib.core.context import CACHE, fold_name
+from moelib.core.errors import UserError
 from moelib.core.module import Module, nowrap
 from moelib.core.param import Initializer, ParameterSpec, is_spec
 from moelib.core.tree import Nested
@@ -274,8 +275,11 @@ class BaseLayer(Module):
         for name, spec in self.layer_parameter_specs().items():
             if name in prebuilt:
                 params[name] = prebuilt[name]
-            else:
+                continue
+            try:
                 params[name] = spec.initializer(fold_name(prng_key, name), spec)
+            except UserError as error:
+                raise UserError(f"{self._title()}: the parameter {name!r}: {error}") from None
         return params
 
     def _check_prebuilt(self, prebuilt: Nested) -> None:

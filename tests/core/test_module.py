@@ -18,6 +18,7 @@ from moelib.core.config import (
     config_class,
     config_for_function,
 )
+from moelib.core.metrics import weighted
 from moelib.core.module import (
     ChildNameConflictError,
     InvalidDescendantError,
@@ -433,6 +434,18 @@ def test_outputs_go_to_their_collections():
     outputs, collection = run(parent(), put_out)
     assert outputs == {"o": 3}
     assert collection == ({"s": 1}, {"bias": 2}, {"o": 3}, {})
+
+
+def test_a_summary_is_a_scalar_unless_each_element_is_wanted():
+    def put_out(m: Any, size: int, **kwargs: Any) -> None:
+        m.add_summary("load", weighted(jnp.ones(size), jnp.ones(size)), **kwargs)
+
+    module = parent(a=Parent.default_config())
+    with pytest.raises(ValueError, match=r"children_.a: the summary 'load' has shape \(64,\)"):
+        run(module, lambda m: m.a(put_out, 64))
+    _, collection = run(module, lambda m: m.a(lambda m: put_out(m, 64, per_element=True)))
+    assert collection.summaries["a"]["load"].mean.shape == (64,)
+    run(module, lambda m: m.a(put_out, 2))
 
 
 def test_an_output_may_not_take_the_name_of_a_child_that_gave_some():

@@ -1,6 +1,7 @@
 import jax.numpy as jnp
 import pytest
 
+from moelib.core.errors import UserError
 from moelib.core.param import FanAxes, ParameterSpec, is_spec
 
 EXPERTS = ParameterSpec(
@@ -29,14 +30,20 @@ def test_axes_must_name_every_dimension():
         ParameterSpec((2, 3), ("embed",))
 
 
-@pytest.mark.parametrize("axis", [-1, 2])
+@pytest.mark.parametrize("axis", [-3, 2])
 def test_fan_axes_must_be_dimensions(axis: int):
-    with pytest.raises(ValueError, match=f"fan axis {axis} .* count the dimensions from 0 to 1"):
+    with pytest.raises(UserError, match=rf"shape \(2, 3\) has no dimension {axis}; .* 0 to 1"):
         ParameterSpec((2, 3), (None, None), fan_axes=FanAxes((0,), (axis,)))
 
 
+def test_negative_fan_axes_count_from_the_last():
+    spec = ParameterSpec((2, 3, 4), (None,) * 3, fan_axes=FanAxes((-2,), (-1,), (-3,)))
+    assert spec.fan_axes == FanAxes((1,), (2,), (0,))
+    assert spec.stacked(5).fans() == (3, 4)
+
+
 def test_fans_need_fan_axes():
-    with pytest.raises(ValueError, match=r"shape \(3,\) has no fan_axes to count"):
+    with pytest.raises(UserError, match=r"shape \(3,\) has no fan_axes"):
         ParameterSpec((3,), (None,)).fans()
 
 

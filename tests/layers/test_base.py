@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from moelib.core.config import REQUIRED, Required, config_class, config_for_function
+from moelib.core.errors import UserError
 from moelib.core.module import functional
 from moelib.core.param import FanAxes, ParameterSpec
 from moelib.layers import initializers
@@ -159,3 +160,13 @@ def test_sizes_below_one_are_refused_with_the_layer_and_the_shape(dim):
     layer = build(Scale.default_config(), dim=dim)
     with pytest.raises(ValueError, match=rf"layer: the shape of 'weight' is \({dim},\)"):
         layer.create_parameter_specs_recursively()
+
+
+def test_a_weight_without_fan_axes_is_refused_with_the_layer_and_the_parameter():
+    class Bare(Scale):
+        def _create_layer_parameter_specs(self):
+            return {"weight": ParameterSpec((4, 4), ("embed", "ffn"))}
+
+    layer = build(Pair.default_config(), second=Bare.default_config())
+    with pytest.raises(UserError, match=r"second: the parameter 'weight': .*fan_axes=FanAxes"):
+        layer.initialize_parameters_recursively(jax.random.key(0))

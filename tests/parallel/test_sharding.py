@@ -59,6 +59,9 @@ def test_a_mesh_axis_used_twice_is_refused_with_both_names():
 def test_an_unknown_logical_axis_is_refused_with_the_nearest():
     with pytest.raises(ValueError, match="logical axis 'embedd'; did you mean 'embed'"):
         partition_spec(("embedd",), MESH)
+    specs = {"decoder": {"weight": ParameterSpec((8,), ("embedd",))}}
+    with pytest.raises(ValueError, match=r"decoder/weight: no sharding rule.* 'embedd'"):
+        named_shardings(specs, mesh(data=4, model=2))
 
 
 def test_a_dimension_that_does_not_divide_is_refused_with_the_parameters_path():

@@ -181,7 +181,7 @@ class MoELayer(BaseLayer):
         if not cfg.report_expert_counts:
             del metrics["expert_counts"]
         for name, value in metrics.items():
-            self.add_summary(name, value)
+            self.add_summary(name, value, per_element=name == "expert_counts")
         if cfg.load_balance_loss is not None:
             scope, earlier = cfg.load_balance_loss.scope, None
             if scope is BalanceScope.GLOBAL_BATCH:
