@@ -1,1 +1,1 @@
-"""Named configs: values only, no logic of the library."""
+"""Named configs, one file per model family: values, no logic."""

@@ -1,11 +1,11 @@
-"""FLAME-MoE: seven Mixture-of-Experts models, their dense baselines, and one for a laptop.
+"""FLAME-MoE: seven Mixture-of-Experts models, their dense baselines, and a model for a laptop.
 
 Source: H. Kang, FLAME-MoE, CMU-CS-26-106 (2026), and its training scripts; data: DCLM. Prepare the
 data with the tokenizer of EleutherAI/pythia-12b, in splits of 90, 5 and 5 percent:
 
-    moelib prepare --source 'dclm/*.jsonl.zst' --tokenizer tokenizer.json \
-        --output $DATA/dclm --splits train=0.9,validation=0.05,test=0.05
-    moelib train --module experiments.flame_moe --config flame-moe-38m-100m --data_dir $DATA ...
+    moelib prepare --source='dclm/*.jsonl.zst' --tokenizer=tokenizer.json \
+        --output=$DATA/dclm --splits=train=0.9,validation=0.05,test=0.05
+    moelib train --module=experiments.flame_moe --config=flame-moe-38m-100m --data_dir=$DATA ...
 """
 
 import functools
@@ -25,7 +25,6 @@ from moelib.layers.initializers import constant, fan_in_normal, normal
 from moelib.layers.linear import Linear
 from moelib.layers.moe.balance import LoadBalanceLoss, RouterZLoss
 from moelib.layers.moe.layer import MoELayer
-from moelib.layers.norm import BaseNorm
 from moelib.layers.remat import remat
 from moelib.layers.transformer import BaseStack, LoopStack, ScanStack, TransformerLayer
 from moelib.learner import schedules, transforms
@@ -36,44 +35,52 @@ from moelib.parallel.mesh import mesh_shape_from_axes
 from moelib.train.evaler import SpmdEvaler
 from moelib.train.trainer import SpmdTrainer
 
-VOCAB_SIZE = 50_304  # 50,277 of the tokenizer, padded.
+VOCAB_SIZE = 50_304  # The tokenizer's 50,277, padded.
 SEQ_LEN = 2048
 TINY_VOCAB_SIZE = 8192
-BATCH_SIZE = 1024  # Rows of a step: 2,097,152 tokens.
+BATCH_SIZE = 1024  # Sequences per step: 2,097,152 tokens.
 
 
 class MoESize(NamedTuple):
-    """A row of the recipe: layers L, width h, steps, steps between checkpoints, rows a device."""
+    """Shape and schedule of a MoE model.
+
+    Attributes:
+        num_layers: Number of layers.
+        dim: Model width.
+        max_step: Number of steps.
+        save_every: Steps between checkpoints.
+        sequences_per_device: Sequences per micro-batch on each of the 32 devices of the source.
+    """
 
     num_layers: int
     dim: int
     max_step: int
     save_every: int
-    rows_per_device: int
+    sequences_per_device: int
 
     @property
     def dense_hidden_dim(self) -> int:
-        """F, of the first layer's dense feed-forward: DeepSeek-V2-Lite's ratio, 10944 / 2048."""
+        """Hidden width of the first layer, in DeepSeek-V2-Lite's ratio 10944 / 2048."""
         return self.dim * 10_944 // 2048
 
     @property
     def expert_hidden_dim(self) -> int:
-        """f, of each expert: DeepSeek-V2-Lite's ratio, 1408 / 2048."""
+        """Hidden width of an expert, in DeepSeek-V2-Lite's ratio 1408 / 2048."""
         return self.dim * 1408 // 2048
 
 
 class DenseSize(NamedTuple):
-    """A row of the dense baselines."""
+    """Shape and schedule of a dense baseline."""
 
     num_layers: int
     dim: int
     hidden_dim: int
     num_heads: int
     max_step: int
-    rows_per_device: int
+    sequences_per_device: int
 
 
-# The names are those of the thesis: `published_name` gives them from the sizes.
+# The names are the source's; `published_name` computes them from the sizes.
 MOE_SIZES = {
     "38m-100m": MoESize(9, 256, 2121, 212, 32),
     "98m-349m": MoESize(9, 512, 2424, 242, 32),
@@ -84,8 +91,8 @@ MOE_SIZES = {
     "1.7b-10.3b": MoESize(18, 2048, 11_029, 1100, 4),
 }
 
-# Shapes of 411m and 1.4b are published. Those of 77m and 191m are not: these have the published
-# counts. Steps are not published: 20 tokens a parameter.
+# The shapes of 411m and 1.4b are published. Those of 77m and 191m are not; these have the published
+# parameter counts. Steps are not published; these give 20 tokens per parameter.
 DENSE_SIZES = {
     "77m": DenseSize(8, 512, 1408, 8, 737, 32),
     "191m": DenseSize(16, 768, 2048, 12, 1818, 16),
@@ -95,10 +102,14 @@ DENSE_SIZES = {
 
 
 def published_parameters(size: MoESize, *, num_experts: int) -> int:
-    """Returns the count behind the published names, with 8 active or 66 total experts a layer.
+    """Returns the parameter count behind a published name.
 
-    It leaves the router out and counts two matrices of the first layer's three; `moelib config
-    --count` gives the true counts.
+    The source's formula excludes the router and counts two of the first layer's three matrices;
+    `moelib config --count` prints the true counts.
+
+    Args:
+        size: Shape of the model.
+        num_experts: Experts per layer, shared ones included: 8 are active of 66 in total.
     """
     h, layers = size.dim, size.num_layers
     embeddings, attention, norms = 2 * VOCAB_SIZE * h, layers * 4 * h * h, (2 * layers + 1) * h
@@ -108,7 +119,7 @@ def published_parameters(size: MoESize, *, num_experts: int) -> int:
 
 
 def published_name(size: MoESize) -> str:
-    """Returns "38m-100m": active and total millions or billions, rounded as the authors did."""
+    """Returns the published name, such as "38m-100m": active and total parameters."""
     return "-".join(_short(published_parameters(size, num_experts=n)) for n in (8, 66))
 
 
@@ -129,7 +140,7 @@ def _layer(
 
 
 def moe_feed_forward(hidden_dim: int, *, num_experts: int = 64) -> MoELayer.Config:
-    """Returns the MoE layer: top-6 of the routed experts, and shared ones of twice their width."""
+    """Returns the MoE layer: top-6 routing, and shared experts of twice the width of one."""
     return MoELayer.default_config().set(
         hidden_dim=hidden_dim,
         num_experts=num_experts,
@@ -141,21 +152,19 @@ def moe_feed_forward(hidden_dim: int, *, num_experts: int = 64) -> MoELayer.Conf
 
 
 def language_model(dim: int, decoder: BaseStack.Config) -> CausalLM.Config:
-    """Returns the model around a decoder: N(0, 0.02) weights, less where they write the stream."""
+    """Returns the model around a decoder: N(0, 0.02) weights, smaller before residual sums."""
     output_std = 0.02 / math.sqrt(2 * decoder.num_layers)
-    model = CausalLM.default_config().set(
+    return CausalLM.default_config().set(
         vocab_size=VOCAB_SIZE,
         dim=dim,
         decoder=decoder,
         param_init=config_for_function(normal).set(std=0.02),
         output_init=config_for_function(normal).set(std=output_std),
     )
-    assert isinstance(model.output_norm, BaseNorm.Config)
-    return model
 
 
 def moe_model(size: MoESize) -> CausalLM.Config:
-    """Returns a FLAME-MoE model: the first layer is dense, the others are MoE layers."""
+    """Returns a FLAME-MoE model: a dense layer followed by MoE layers."""
     dense = FeedForward.default_config().set(hidden_dim=size.dense_hidden_dim)
     decoder = ScanStack.default_config().set(
         num_layers=size.num_layers,
@@ -178,7 +187,7 @@ def dense_model(size: DenseSize) -> CausalLM.Config:
 
 
 def learner(max_step: int) -> Learner.Config:
-    """Returns AdamW at 3e-4, WSD: 1% warmup, a last tenth that decays to 3e-5, clipped at 1."""
+    """Returns AdamW at 3e-4 with clipping at 1: 1% warmup, decay to 3e-5 over the last tenth."""
     schedule = config_for_function(schedules.wsd).set(
         peak_lr=3e-4,
         end_lr=3e-5,
@@ -208,11 +217,15 @@ def _input(split: str, mode: InputMode) -> LMInput.Config:
 
 
 def trainer(
-    model: CausalLM.Config, *, max_step: int, save_every: int, rows_per_device: int
+    model: CausalLM.Config, *, max_step: int, save_every: int, sequences_per_device: int
 ) -> SpmdTrainer.Config:
-    """Returns the job: bfloat16 compute over float32 parameters, evenly spaced checkpoints kept.
+    """Returns the job: bfloat16 compute, float32 parameters, evenly spaced checkpoints.
 
-    `rows_per_device` is how many rows a device of the published 32 computes at a time.
+    Args:
+        model: The model.
+        max_step: Number of steps.
+        save_every: Steps between checkpoints, all of which are kept.
+        sequences_per_device: Sequences per micro-batch on each of the 32 devices of the source.
     """
     cfg = SpmdTrainer.default_config().set(
         model=model,
@@ -220,7 +233,7 @@ def trainer(
         input=_input("train", InputMode.TRAIN),
         max_step=max_step,
         train_dtype="bfloat16",
-        num_microbatches=BATCH_SIZE // (32 * rows_per_device),
+        num_microbatches=BATCH_SIZE // (32 * sequences_per_device),
         mesh_shape=mesh_shape_from_axes(fsdp=-1),
     )
     policy = config_for_function(every_n_steps_and_last_policy).set(n=save_every)
@@ -233,12 +246,11 @@ def trainer(
 
 
 def tiny() -> SpmdTrainer.Config:
-    """Returns a FLAME-MoE for a laptop: 4 layers of width 128, top-2 of 16 experts, 8192 tokens.
+    """Returns a FLAME-MoE for a laptop: 4 layers of width 128, top-2 of 16 experts.
 
-    It is made to learn within minutes on two CPU cores, from little text: small batches and a high
-    rate that only falls, weights that start at the scale of their input (each layer's outputs at
-    zero), a vocabulary that does much of the work, and a loop over layers, which saves the copies
-    of a scan.
+    It learns within minutes on two CPU cores from little text, by small batches, a high learning
+    rate with linear decay, fan-in initialization with zero output projections, a large vocabulary
+    for its size, and a loop over layers, which needs no copies of stacked weights.
     """
     dense = FeedForward.default_config().set(hidden_dim=384)
     moe = moe_feed_forward(64, num_experts=16).set(num_experts_per_token=2)
@@ -258,11 +270,11 @@ def tiny() -> SpmdTrainer.Config:
         learning_rate=schedule, b1=0.9, b2=0.98, eps=1e-9, weight_decay=0.1
     )
     clip = config_for_function(transforms.clip_by_global_norm).set(max_norm=1.0)
-    cfg = trainer(model, max_step=700, save_every=350, rows_per_device=32)
+    cfg = trainer(model, max_step=700, save_every=350, sequences_per_device=32)
     cfg.learner.optimizer = config_for_function(transforms.chain).set(args=[clip, adamw])
     cfg.set(train_dtype=None, mesh_shape=mesh_shape_from_axes(data=-1))
-    for lm_input, rows in ((cfg.input, 8), (cfg.evalers["validation"].input, 32)):
-        lm_input.set(seq_len=128, global_batch_size=rows, vocab_size=TINY_VOCAB_SIZE)
+    for lm_input, batch_size in ((cfg.input, 8), (cfg.evalers["validation"].input, 32)):
+        lm_input.set(seq_len=128, global_batch_size=batch_size, vocab_size=TINY_VOCAB_SIZE)
         lm_input.source.path = "{data_dir}/text"
         lm_input.document_boundary = DocumentBoundary.RESET
     cfg.evalers["validation"].input.max_batches = None
@@ -274,7 +286,7 @@ def _moe(size: MoESize) -> SpmdTrainer.Config:
         moe_model(size),
         max_step=size.max_step,
         save_every=size.save_every,
-        rows_per_device=size.rows_per_device,
+        sequences_per_device=size.sequences_per_device,
     )
 
 
@@ -283,7 +295,7 @@ def _dense(size: DenseSize) -> SpmdTrainer.Config:
         dense_model(size),
         max_step=size.max_step,
         save_every=size.max_step // 10,
-        rows_per_device=size.rows_per_device,
+        sequences_per_device=size.sequences_per_device,
     )
 
 

@@ -1,14 +1,14 @@
-"""GPT-OSS: the two published models, and the one of a published TPU run that others can repeat.
+"""GPT-OSS: the two published models, and a smaller one for comparison with MaxText.
 
-Source: OpenAI, gpt-oss-120b & gpt-oss-20b Model Card (arXiv:2508.10925), and their configs. The
-recipe of their training is not published: the one here is ordinary.
+Source: OpenAI, gpt-oss-120b & gpt-oss-20b Model Card (arXiv:2508.10925), and their configs. Their
+training recipe is not published; they have the standard job of `jobs`.
 
-`gpt-oss-3b-v6e4` is the shape with which MaxText was compiled for four TPU v6e: 16 layers of width
-2048, 16 experts, top-2, sequences of 1024, one a device, experts split over two of the devices. Its
-compiled step is set beside MaxText's by
+`gpt-oss-3b-v6e4` has the shape of a MaxText step compiled for four TPU v6e: 16 layers of width
+2048, top-2 of 16 experts, one sequence of 1024 tokens per device, experts split over two devices.
+Both compiled steps are compared by
 
     moelib plan --module=experiments.gpt_oss --config=gpt-oss-3b-v6e4 --topology=v6e:2x2 \
-        --as_is --compile=1 --beside=experiments/gpt_oss_maxtext.json
+        --current_mesh --compile=1 --compare=experiments/gpt_oss_maxtext.json
 """
 
 import functools
@@ -34,7 +34,7 @@ from .jobs import CHIPS, Job, trainer
 
 
 class Size(NamedTuple):
-    """Shape of a model: layers L, width D, H query heads, E experts, K of them a token, width F."""
+    """Shape of a model."""
 
     num_layers: int
     dim: int
@@ -82,7 +82,7 @@ def _layer(size: Size, window: int | None) -> TransformerLayer.Config:
 
 
 def model(size: Size) -> CausalLM.Config:
-    """Returns the model: attention to 128 tokens and to all in turns, experts in every layer."""
+    """Returns the model: layers alternate between a window of 128 tokens and full attention."""
     decoder = ScanStack.default_config().set(
         num_layers=size.num_layers,
         block=[_layer(size, 128), _layer(size, None)],
@@ -103,14 +103,14 @@ def _trainer(size: Size, job: Job) -> SpmdTrainer.Config:
 
 def named_trainer_configs() -> Mapping[str, Callable[[], SpmdTrainer.Config]]:
     """Returns the configs by name."""
-    jobs = {  # Tokens of a row, rows, meshes.
+    jobs = {  # Tokens per sequence, sequences per step, meshes.
         "20b": (4096, 64, {CHIPS: {"fsdp": -1, "expert": 4}}),
         "120b": (4096, 256, {CHIPS: {"fsdp": -1, "expert": 8}}),
         "3b-v6e4": (1024, 4, {"tpu-v6e-4": {"fsdp": 2, "expert": 2}, CHIPS: {"fsdp": -1}}),
     }
     return {
         f"gpt-oss-{name}": functools.partial(
-            _trainer, SIZES[name], Job(seq_len=seq_len, rows=rows, meshes=meshes)
+            _trainer, SIZES[name], Job(seq_len=seq_len, batch_size=batch_size, meshes=meshes)
         )
-        for name, (seq_len, rows, meshes) in jobs.items()
+        for name, (seq_len, batch_size, meshes) in jobs.items()
     }

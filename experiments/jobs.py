@@ -1,4 +1,4 @@
-"""An ordinary job of pretraining, for models whose own data and recipe are not public."""
+"""A standard pretraining job, for models whose data and recipe are not public."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -15,27 +15,26 @@ from moelib.parallel.mesh import mesh_shape_from_axes
 from moelib.train.evaler import SpmdEvaler
 from moelib.train.trainer import SpmdTrainer
 
-# What `--mesh_selector` calls the accelerators that the meshes here are for.
+# Pattern of `--mesh_selector` for the accelerators that the meshes of this folder suit.
 CHIPS = r"(tpu-(v5p|v6e|7x)|gpu-(h100|h200|b200))-\d+"
 
 
 class Job(NamedTuple):
-    """AdamW with a cosine, on documents of `{data_dir}/text`.
+    """AdamW with a cosine schedule, on the token store `{data_dir}/text`.
 
     Attributes:
-        seq_len: Tokens of a row.
-        rows: Rows of a step, on all devices.
-        meshes: For each kind of hardware, a pattern of `--mesh_selector`, the sizes of mesh axes;
-            the first is what the config has.
-        max_step: Steps.
-        peak_lr: After the warmup.
-        end_lr: At the end.
-        warmup_steps: A hundredth of the steps if None.
-        weight_decay: Of weights, not of norms and biases.
+        seq_len: Tokens per sequence.
+        batch_size: Sequences per step, over all devices.
+        meshes: Sizes of mesh axes by pattern of `--mesh_selector`; the first is the default.
+        max_step: Number of steps.
+        peak_lr: Learning rate after the warmup.
+        end_lr: Learning rate at the end.
+        warmup_steps: Length of the warmup; None for a hundredth of the steps.
+        weight_decay: Weight decay of matrices.
     """
 
     seq_len: int
-    rows: int
+    batch_size: int
     meshes: Mapping[str, Mapping[str, int]]
     max_step: int = 10_000
     peak_lr: float = 3e-4
@@ -45,7 +44,7 @@ class Job(NamedTuple):
 
 
 def trainer(model: CausalLM.Config, job: Job) -> SpmdTrainer.Config:
-    """Returns the job of a model: bfloat16 compute over float32 parameters."""
+    """Returns the job of a model, with bfloat16 compute and float32 parameters."""
     shapes = {pattern: mesh_shape_from_axes(**axes) for pattern, axes in job.meshes.items()}
     warmup = 0.01 * job.max_step if job.warmup_steps is None else job.warmup_steps
     schedule = config_for_function(schedules.cosine).set(
@@ -75,7 +74,7 @@ def _input(model: CausalLM.Config, job: Job, split: str, mode: InputMode) -> LMI
     return LMInput.default_config().set(
         source=TokenStore.default_config().set(path="{data_dir}/text", split=split),
         seq_len=job.seq_len,
-        global_batch_size=job.rows,
+        global_batch_size=job.batch_size,
         document_boundary=DocumentBoundary.RESET,
         vocab_size=model.vocab_size,
         mode=mode,

@@ -1,4 +1,4 @@
-"""Every named config: golden files show every value, and its step lowers."""
+"""Every named config equals its golden file, and its step lowers."""
 
 import math
 import pathlib
@@ -30,7 +30,7 @@ def test_config_is_the_golden_one_and_reads_back(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_no_config_stands_in_two_places(name):  # Else --set of one would set the other.
+def test_no_two_fields_share_a_config(name):  # --set of one would change the other.
     cfg = CONFIGS[name]()
     assert len({id(inner) for _, inner in sub_configs(cfg)}) == len(list(sub_configs(cfg)))
 
@@ -52,7 +52,7 @@ def test_step_lowers_on_eight_devices_or_those_of_its_mesh(name, tmp_path):
     assert "func.func public @main" in lowered.as_text()
 
 
-if __name__ == "__main__":  # Writes golden files anew, to be read in review.
+if __name__ == "__main__":  # Writes the golden files, for review.
     GOLDEN.mkdir(exist_ok=True)
     for config_name, make in CONFIGS.items():
         (GOLDEN / f"{config_name}.txt").write_text(make().debug_string())
