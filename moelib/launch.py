@@ -105,11 +105,15 @@ class TrainFlags(ConfigFlags, DeviceFlags):
     trainer_dir: str | None = flag(None, "Folder of the run, which an existing run resumes from.")
     trainer_prng_seed: int | None = flag(None, "Seed of initial parameters and dropout.")
     dump: str | None = flag(None, "Folder for the compiled step and its report.")
+    skip_kernel_check: bool | None = flag(
+        None, "Whether to start without checking the accelerator's kernels against references."
+    )
 
     def load(self) -> Any:
         """Returns the config that the flags describe."""
         cfg = super().load()
-        for name, field in (("trainer_dir", "dir"), ("trainer_prng_seed", "prng_seed")):
+        fields = {"trainer_dir": "dir", "trainer_prng_seed": "prng_seed"}
+        for name, field in {**fields, "skip_kernel_check": "skip_kernel_check"}.items():
             if (value := getattr(self, name)) is not None:
                 with config_origin(f"--{name}"):
                     cfg.set(**{field: value})

@@ -35,6 +35,7 @@ _INTERPRETED = ("gpu", "tpu")  # Pallas kernels, which CPUs interpret, for tests
 
 _logger = logging.getLogger(__name__)
 _context = jax.make_user_context(())  # ((kernel, backend), ...)
+_traced: dict[str, str] = {}  # The backend of each kernel when it was last traced.
 
 
 class BackendError(ValueError):
@@ -75,7 +76,7 @@ def use_backends(backends: Mapping[str, str]) -> Iterator[None]:
     Raises:
         BackendError: If a kernel or a backend is unknown; names the known ones.
     """
-    _check(backends)
+    _check(backends, f"kernel_backends={dict(backends)}: ")
     with _context(tuple({**dict(_context.value), **backends}.items())):
         yield
 
@@ -129,6 +130,11 @@ def _check(backends: Mapping[str, str], source: str = "") -> None:
             raise BackendError(f"{source}{kernel} has no backend {backend!r}; it has {known}.")
 
 
+def traced_backends() -> Mapping[str, str]:
+    """Returns the backend of each kernel when it was last traced, for reports."""
+    return dict(_traced)
+
+
 def how_to_set(kernel: str, backend: str) -> str:
     """Returns an imperative clause that tells a user how to set a backend."""
     return (
@@ -172,11 +178,12 @@ def run(
         BackendError: If the backend is for another platform, or has no such form.
     """
     if backend is None:
-        return _run_default(forms, defaults, *operands)
+        return _run_default(kernel, forms, defaults, *operands)
     if backend not in forms:
         raise BackendError(
             f"{kernel}: backend {backend!r} cannot compute this part; {how_to_set(kernel, 'xla')}."
         )
+    _traced[kernel] = backend
     device = current_device()
     if device.platform == "cpu" and backend in _INTERPRETED:
         warn_once(f"{kernel}: backend {backend!r} is interpreted on CPUs, which is very slow.")
@@ -190,9 +197,13 @@ def run(
 
 
 def _run_default(
-    forms: Mapping[str, Callable[..., Any]], defaults: Mapping[str, str], *operands: Any
+    kernel: str,
+    forms: Mapping[str, Callable[..., Any]],
+    defaults: Mapping[str, str],
+    *operands: Any,
 ) -> Any:
-    default = defaults["default"]
+    default, platform = defaults["default"], current_device().platform
+    _traced[kernel] = defaults.get({"gpu": "cuda"}.get(platform, platform), default)
     own = {name: forms[form] for name, form in defaults.items() if form != default}
     if not own:
         return forms[default](*operands)

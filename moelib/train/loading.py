@@ -23,6 +23,7 @@ from moelib.core.param import ParameterSpec, is_spec, may_cast
 from moelib.core.tree import Nested
 from moelib.data.input import load_tokenizer
 from moelib.data.tokenizer import FILE_NAME, SETTINGS_FILE, Tokenizer, read_tokenizer
+from moelib.layers.kernel_backends import kernel_backends
 from moelib.models.causal_lm import CausalLM
 from moelib.parallel import sharding
 from moelib.parallel.mesh import MESH_AXIS_NAMES, create_device_mesh, parse_mesh
@@ -183,11 +184,12 @@ def as_mesh(mesh: Mesh | str | None, axis_names: Sequence[str] = MESH_AXIS_NAMES
 
 @contextlib.contextmanager
 def _on_mesh(mesh: Mesh | None, cfg: Any) -> Iterator[None]:
-    if mesh is None:
-        yield
-        return
-    with jax.set_mesh(mesh), sharding.sharding_rules((cfg and cfg.sharding_rules) or {}):
-        yield
+    with kernel_backends():
+        if mesh is None:
+            yield
+            return
+        with jax.set_mesh(mesh), sharding.sharding_rules((cfg and cfg.sharding_rules) or {}):
+            yield
 
 
 def _cast_one_by_one(parameters: Nested, specs: Nested, dtype: str) -> Nested:

@@ -24,6 +24,8 @@ from moelib.core.module import Module, nowrap
 from moelib.core.param import is_spec
 from moelib.data.input import Input, batch_spec
 from moelib.data.prefetch import HostRows, host_rows, row_sharding
+from moelib.layers.kernel_backends import kernel_backends
+from moelib.layers.kernel_check import check_kernels
 from moelib.learner.learner import Learner
 from moelib.parallel import sharding
 from moelib.parallel.mesh import (
@@ -90,6 +92,10 @@ class SpmdTrainer(Module):
         sharding_rules: dict[str, Sequence[str]] | None = None
         # Options of XLA for the step, which override those of train.compiler_options.
         compiler_options: dict[str, str] | None = None
+        # {kernel: backend}, such as {"gmm": "xla"}; others follow MOELIB_KERNEL_BACKEND, then the
+        # device (docs/kernels.md).
+        kernel_backends: dict[str, str] = {}
+        skip_kernel_check: bool = False  # If True, kernels are not checked when a run starts.
 
         # Output.
         dir: Required[str] = REQUIRED  # Folder of the run.
@@ -164,9 +170,10 @@ class SpmdTrainer(Module):
     @contextlib.contextmanager
     @nowrap
     def on_mesh(self) -> Iterator[None]:
-        """Sets the mesh and the sharding rules, and records the logical axes that are used."""
+        """Sets mesh, sharding rules and kernel backends; records the logical axes that are used."""
         rules = sharding.sharding_rules(self.config.sharding_rules or {})
-        with jax.set_mesh(self.mesh()), rules as asked:
+        kernels = kernel_backends(self.config.kernel_backends)
+        with kernels, jax.set_mesh(self.mesh()), rules as asked:
             yield
         self._axes_asked |= asked
 
@@ -425,6 +432,8 @@ class SpmdTrainer(Module):
         cfg = self.config
         with self.on_mesh():
             _ = self.batch_sharding  # Refuses a mesh that does not divide the batch.
+            if not cfg.skip_kernel_check:
+                check_kernels(cfg.train_dtype)
             if cfg.checkpointer is not None:
                 self.checkpointer.remove_unfinished()
                 if self.checkpointer.latest_step() is not None:  # The folder is taken.

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
 from moelib.core.varying import align
-from moelib.kernels.backend import chosen_backend
+from moelib.kernels.backend import chosen_backend, run
 from moelib.kernels.cross_entropy import reference, xla
 from moelib.kernels.operands import check_shapes
 
@@ -88,13 +88,20 @@ def cross_entropy(
     num_tokens, vocab_size = hidden.shape[0], head.shape[0 if transposed_head else 1]
     size = chunk_size or xla.chunk_size_for(num_tokens, vocab_size)
     options = xla.Options(transposed_head, z_loss, size, vocab_axes)
-    hidden, head, labels = align(hidden, head, labels)
-    if backend == "reference":
-        table = head.T if transposed_head else head
-        loss, nll, lse = reference.cross_entropy(hidden, table, labels, z_loss=z_loss)
-    else:
-        loss, nll, lse = _chunked(options, hidden, head, labels)
+    forms = {
+        "reference": functools.partial(_dense, options),
+        "xla": functools.partial(_chunked, options),
+    }
+    operands = align(hidden, head, labels)
+    loss, nll, lse = run("cross_entropy", backend, forms, {"default": "xla"}, *operands)
     return CrossEntropyOutput(loss, lax.stop_gradient(nll), lax.stop_gradient(lse))
+
+
+def _dense(
+    options: xla.Options, hidden: Array, head: Array, labels: Array
+) -> tuple[Array, Array, Array]:
+    head = head.T if options.transposed_head else head
+    return reference.cross_entropy(hidden, head, labels, z_loss=options.z_loss)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -1,0 +1,34 @@
+"""Kernels of a run: their backends, and the check at its start."""
+
+import pytest
+
+from moelib.core.errors import UserError
+from moelib.kernels.backend import traced_backends
+from moelib.layers import kernel_check
+from tests import tiny
+
+
+def test_backends_of_the_config_hold_in_the_step(tmp_path):
+    cfg = tiny.trainer_config(tmp_path, model=tiny.model_config(), evaler=False)
+    backends = {"gmm": "reference", "cross_entropy": "reference"}
+    cfg.kernel_backends = backends
+    cfg.instantiate(parent=None).trace_train_step()
+    assert {**traced_backends(), **backends} == traced_backends()
+
+
+def test_an_unknown_backend_is_refused_before_anything_is_written(tmp_path):
+    cfg = tiny.trainer_config(tmp_path / "run").set(kernel_backends={"gmm": "cuda"})
+    with pytest.raises(UserError, match="gmm has no backend 'cuda'"):
+        cfg.instantiate(parent=None).run()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_wrong_kernel_stops_the_run_unless_the_check_is_skipped(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernel_check, "PLATFORMS", ("cpu",))
+    monkeypatch.setattr(kernel_check, "TOLERANCE", -1.0)
+    cfg = tiny.trainer_config(tmp_path / "run", max_step=1, evaler=False)
+    with pytest.raises(UserError, match="gmm by backend 'xla' is wrong"):
+        cfg.instantiate(parent=None).run()
+    assert not (tmp_path / "run").exists()
+    cfg.skip_kernel_check = True
+    assert cfg.instantiate(parent=None).run()["step"] == 1
