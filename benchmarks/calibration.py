@@ -136,7 +136,7 @@ def _row(each: Calibrated) -> tuple[str, ...]:
         between(*estimate.tokens_per_second),
         f"{each.width:.1f}",
         "yes" if each.contained else "**no**",
-        max(estimate.parts, key=estimate.parts.__getitem__),
+        max(estimate.seconds_at_peak, key=estimate.seconds_at_peak.__getitem__),
         f"{estimate.bytes_held / 2**30:.0f} of {estimate.capacity / 2**30:.0f}",
         run.note,
     )

@@ -88,12 +88,16 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"  # No accelerator is used.
     from moelib.planning.compiled.cache import DEFAULT_DIR
     from moelib.planning.compiled.dump import make_folder
+    from moelib.planning.compiled.in_subprocess import CompileOptions
     from moelib.planning.estimate.sweep import read_prices
-    from moelib.planning.plan import CompileOptions, plan
+    from moelib.planning.plan import plan
     from moelib.planning.report.figures import read_columns
 
     options = CompileOptions(
-        flags.compiler_options(), flags.timeout, flags.cache_dir or DEFAULT_DIR, flags.dump
+        flags.compiler_options(),
+        flags.timeout,
+        os.path.expanduser(flags.cache_dir or DEFAULT_DIR),
+        flags.dump,
     )
     columns = [column for path in flags.compare for column in read_columns(path)]
     if flags.dump:

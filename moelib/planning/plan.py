@@ -11,8 +11,11 @@ from typing import Any
 from moelib.core.errors import UserError
 from moelib.core.progress import Progress
 from moelib.core.table import Table
-from moelib.planning.compiled.cache import DEFAULT_DIR
-from moelib.planning.compiled.in_subprocess import Outcome, compile_in_subprocess
+from moelib.planning.compiled.in_subprocess import (
+    CompileOptions,
+    Outcome,
+    compile_in_subprocess,
+)
 from moelib.planning.estimate.estimate import Estimate
 from moelib.planning.estimate.sweep import sweep
 from moelib.planning.lint.arrays import unscaled_memory
@@ -21,16 +24,10 @@ from moelib.planning.report.step_report import Finding, StepReport, total
 from moelib.planning.report.tables import collectives_table, kernels_table
 
 _GIB = 2**30
-
-
-@dataclasses.dataclass(frozen=True)
-class CompileOptions:
-    """Settings for compiled steps."""
-
-    compiler_options: Mapping[str, str] = dataclasses.field(default_factory=dict)  # Additional.
-    timeout_seconds: float | None = None  # Time limit per step.
-    cache_dir: str | None = DEFAULT_DIR  # Folder for reports; None for no cache.
-    dump_dir: str | None = None  # Folder for the program at each stage, if any.
+# Fields of an estimate in JSON.
+_ESTIMATED = ("memory", "capacity", "fits", "model_flops", "hardware_flops", "collectives",
+              "links_bytes", "network_bytes", "seconds", "seconds_at_peak", "tokens_per_second",
+              "mfu", "dollars_per_billion_tokens", "limit")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +134,7 @@ class Plan:
             _range(estimate.seconds),
             _range(estimate.tokens_per_second),
             _range([100 * share for share in estimate.mfu]),
-            _range(estimate.dollars_per_billion),
+            _range(estimate.dollars_per_billion_tokens),
         ]
         if self.tokens:
             days, dollars = estimate.whole_run(self.tokens)
@@ -165,20 +162,17 @@ class Plan:
         """
         chosen = ([each for each in self.rows if each.fits] or list(self.rows))[:num]
         for number, estimate in enumerate(chosen, start=1):
-            dump_dir = options.dump_dir
-            if dump_dir is not None and len(chosen) > 1:
-                dump_dir = os.path.join(dump_dir, str(number))
-            candidate = estimate.candidate
+            own, candidate = options, estimate.candidate
+            if options.dump_dir is not None and len(chosen) > 1:
+                folder = os.path.join(options.dump_dir, str(number))
+                own = dataclasses.replace(options, dump_dir=folder)
             with Progress("compile", enabled=show_progress) as progress:
                 progress.update(text=f"{candidate.topology.name}, {candidate.mesh}, maybe minutes")
                 outcome = compile_in_subprocess(
                     candidate.apply(self.trainer_config),
                     candidate.topology.name,
+                    own,
                     name=self.name,
-                    compiler_options=options.compiler_options,
-                    timeout_seconds=options.timeout_seconds,
-                    cache_dir=options.cache_dir and os.path.expanduser(options.cache_dir),
-                    dump_dir=dump_dir,
                     on_progress=lambda text, shown=progress: shown.update(text=text),
                 )
             yield CompiledStep(estimate, outcome)
@@ -332,20 +326,7 @@ def _row_as_json(estimate: Estimate) -> dict[str, Any]:
         "rows": estimate.candidate.batch_per_device,
         "num_microbatches": estimate.candidate.num_microbatches,
         "remat": estimate.candidate.remat,
-        "memory": dict(estimate.memory),
-        "capacity": estimate.capacity,
-        "fits": estimate.fits,
-        "model_flops": estimate.model_flops,
-        "hardware_flops": estimate.hardware_flops,
-        "collectives": dict(estimate.collectives),
-        "links_bytes": estimate.links_bytes,
-        "network_bytes": estimate.network_bytes,
-        "seconds": list(estimate.seconds),
-        "seconds_at_peak": dict(estimate.parts),
-        "tokens_per_second": list(estimate.tokens_per_second),
-        "mfu": list(estimate.mfu),
-        "dollars_per_billion_tokens": list(estimate.dollars_per_billion),
-        "limit": estimate.limit,
+        **{name: getattr(estimate, name) for name in _ESTIMATED},
     }
 
 

@@ -126,59 +126,49 @@ def _all_checks(
         probe = Probe(cfg, {}, devices[:1])
         return probe, jax.device_get(probe.initial(cfg.prng_seed))
 
-    built, outcome = _make(ONE_DEVICE, "built", build)
+    built, outcome = _attempt(ONE_DEVICE, "built", build)
     yield outcome
     if built is None:
         return
     yield from _outcomes(ONE_DEVICE, early_checks(cfg, *built))
-    reference, outcome = _make(ONE_DEVICE, COMPILED, lambda: make_reference(cfg, *built))
+    reference, outcome = _attempt(ONE_DEVICE, COMPILED, lambda: make_reference(cfg, *built))
     yield outcome
     if reference is None:
         return
     with _compiled_ahead(cfg, reference, axes, devices, folder) as probes:
         yield from _outcomes(ONE_DEVICE, single_device_checks(cfg, reference))
         for each, wait in zip(axes, probes, strict=True):
-            probe, outcome = _make(describe_mesh(each), COMPILED, wait, skips=(SplitError,))
+            probe, outcome = _attempt(describe_mesh(each), COMPILED, wait, skips=(SplitError,))
             yield outcome
             if probe is not None:
                 yield from _outcomes(describe_mesh(each), mesh_checks(reference, probe))
 
 
-def _make[T](
-    mesh: str, check: str, make: Callable[[], T], skips: tuple[type[Exception], ...] = ()
+def _attempt[T](
+    mesh: str, check: str, run: Callable[[], T], skips: tuple[type[Exception], ...] = ()
 ) -> tuple[T | None, Outcome]:
-    """Returns the value of `make`, or None after an error, and the outcome.
+    """Returns the value of a function, or None after an error, and the outcome.
 
-    Errors of the types `skips` count as skipped, others as failed.
+    A `Difference` and errors are failures, except `CheckSkippedError` and errors of the types
+    `skips`.
     """
     begin = time.perf_counter()
-    made, status, detail = None, Status.PASSED, ""
+    value, status, detail = None, Status.PASSED, ""
     try:
-        made = make()
-    except skips as error:
-        status, detail = Status.SKIPPED, str(error)
+        value = run()
+        if isinstance(value, Difference):
+            status, detail = Status.FAILED, str(value)
+    except (CheckSkippedError, *skips) as reason:
+        status, detail = Status.SKIPPED, str(reason)
+    except CheckFailedError as defect:
+        status, detail = Status.FAILED, str(defect)
     except Exception as error:
         status, detail = Status.FAILED, f"{type(error).__name__}: {error}"
-    return made, Outcome(mesh, check, status, detail, time.perf_counter() - begin)
+    return value, Outcome(mesh, check, status, detail, time.perf_counter() - begin)
 
 
 def _outcomes(mesh: str, checks: Iterable[Check]) -> Iterator[Outcome]:
-    for name, check in checks:
-        begin = time.perf_counter()
-        status, detail = _run(check)
-        yield Outcome(mesh, name, status, detail, time.perf_counter() - begin)
-
-
-def _run(check: Callable[[], Difference | None]) -> tuple[Status, str]:
-    try:
-        found = check()
-    except CheckSkippedError as reason:
-        return Status.SKIPPED, str(reason)
-    except CheckFailedError as defect:
-        return Status.FAILED, str(defect)
-    except Exception as error:
-        return Status.FAILED, f"{type(error).__name__}: {error}"
-    return (Status.PASSED, "") if found is None else (Status.FAILED, str(found))
+    return (_attempt(mesh, name, check)[1] for name, check in checks)
 
 
 @contextlib.contextmanager
@@ -194,13 +184,8 @@ def _compiled_ahead(
         return probe
 
     pool = concurrent.futures.ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0))))
+    futures = [pool.submit(compiled, i) for i in range(len(axes))]
     try:
-        yield _results([pool.submit(compiled, i) for i in range(len(axes))])
+        yield (futures.pop(0).result for _ in axes)  # Each probe is freed after its checks.
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _results(futures: list[concurrent.futures.Future[Probe]]) -> Iterator[Callable[[], Probe]]:
-    """Yields the `result` of each future; a probe is freed once the next one is asked for."""
-    while futures:
-        yield futures.pop(0).result

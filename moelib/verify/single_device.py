@@ -27,6 +27,17 @@ from moelib.verify.outcome import Check, CheckFailedError, CheckSkippedError
 from moelib.verify.reference import Reference, vocab_size
 from moelib.verify.step_probe import Probe
 
+_CHECKS = (
+    "reached",
+    "auxiliary",
+    "masked",
+    "padding",
+    "doubled",
+    "packing",
+    "hosts",
+    "exported",
+)
+
 
 def early_checks(cfg: Any, probe: Probe, initial: Any) -> Iterator[Check]:
     """Yields the checks that need the initial state only, and no step."""
@@ -40,14 +51,8 @@ def single_device_checks(cfg: Any, reference: Reference) -> Iterator[Check]:
     A check returns the first difference or None, or raises `CheckFailedError`.
     """
     checks = _SingleDeviceChecks(cfg, reference)
-    yield "reached", checks.reached
-    yield "auxiliary", checks.auxiliary
-    yield "masked", checks.masked
-    yield "padding", checks.padding
-    yield "doubled", checks.doubled
-    yield "packing", checks.packing
-    yield "hosts", checks.hosts
-    yield "exported", checks.exported
+    for name in _CHECKS:
+        yield name, getattr(checks, name)
 
 
 class _SingleDeviceChecks:

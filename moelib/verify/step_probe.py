@@ -68,13 +68,9 @@ class Probe:
         self.trainer: SpmdTrainer = cfg.clone(mesh_shape=shape).instantiate(
             parent=None, devices=devices
         )
+        self.shardings: Any = self.trainer.trainer_state_shardings  # Of the state.
         self._batch_sharding = self.trainer.batch_sharding
         self._step: Any = None
-
-    @property
-    def shardings(self) -> Any:
-        """Shardings of the arrays of the state."""
-        return self.trainer.trainer_state_shardings
 
     def initial(self, prng_seed: int) -> Any:
         """Returns the state before the first step of a run with this seed."""

@@ -39,7 +39,7 @@ def command(tmp_path, monkeypatch):
 def outcomes(monkeypatch):
     """Replaces compilation: a test adds the outcomes."""
     waiting = []
-    fake = lambda cfg, topology_name, **settings: waiting.pop(0)
+    fake = lambda *arguments, **settings: waiting.pop(0)
     monkeypatch.setattr(plan_lib, "compile_in_subprocess", fake)
     return waiting
 

@@ -4,7 +4,7 @@ import pytest
 
 from experiments import flame_moe
 from moelib.parallel.mesh import HybridMeshShape, mesh_shape_from_axes
-from moelib.planning.compiled.in_subprocess import compile_in_subprocess
+from moelib.planning.compiled.in_subprocess import CompileOptions, compile_in_subprocess
 from moelib.planning.hardware import gpu_targets
 from moelib.planning.report.step_report import total
 
@@ -29,7 +29,8 @@ pytestmark = [
 def test_the_step_of_experts_over_a_host_compiles(topology, mesh_shape, kernels, tmp_path):
     cfg = flame_moe.tiny().set(mesh_shape=mesh_shape, train_dtype="bfloat16")
     dumps = tmp_path / "dump"
-    outcome = compile_in_subprocess(cfg, topology, name="tiny", cache_dir=None, dump_dir=str(dumps))
+    options = CompileOptions(cache_dir=None, dump_dir=str(dumps))
+    outcome = compile_in_subprocess(cfg, topology, options, name="tiny")
     assert outcome.report is not None, outcome.failure
     assert outcome.report.memory.peak > outcome.report.memory.arguments > 0
     sent = total(outcome.report.collectives, "ragged-all-to-all")

@@ -17,23 +17,12 @@ from moelib.core.files import write_json
 
 _logger = logging.getLogger(__name__)
 
-DEFAULT_DIR = str(
-    pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-    / "moelib"
-    / "plan"
+DEFAULT_DIR = os.path.join(
+    os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "moelib", "plan"
 )
 
-_PACKAGES = (
-    "jax",
-    "jaxlib",
-    "libtpu",
-    "jax-cuda13-plugin",
-    "jax-cuda13-pjrt",
-    "nvidia-cuda-nvcc",
-    "nvidia-nvvm",
-    "optax",
-)
-# Variables that JAX and the compilers read; the worker sets JAX_PLATFORMS itself.
+# Packages that compile, and variables that they read; the worker sets JAX_PLATFORMS itself.
+_COMPILERS = re.compile(r"jax[\w-]*|libtpu|nvidia-(cuda-nvcc|nvvm).*|optax")
 _VARIABLES = re.compile(r"XLA_FLAGS|LIBTPU_INIT_ARGS|JAX_(?!PLATFORMS$)\w+")
 _REFERENCE = re.compile(r"([\w.]+):[A-Za-z_]\w*")
 
@@ -49,29 +38,28 @@ def key(request: Mapping[str, Any]) -> str:
     """
     parts = {
         "request": request,
-        "versions": {name: _version(name) for name in _PACKAGES},
+        "versions": _versions(),
         "environment": {n: os.environ[n] for n in os.environ if _VARIABLES.fullmatch(n)},
         "moelib": _hash_of_moelib(),
-        "others": {name: _hash(path) for name, path in _named_sources(request["config"]).items()},
+        "others": {name: _hash(path) for name, path in _named_sources(request["config"])},
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def read(folder: str, name: str) -> dict[str, Any] | None:
-    """Returns an entry, or None if there is none; a damaged entry is ignored with a warning."""
-    path = pathlib.Path(folder) / f"{name}.json"
+def read(folder: str, name: str) -> dict[str, Any]:
+    """Returns an entry, or {} if there is none; a damaged entry is ignored with a warning."""
+    path = os.path.join(folder, f"{name}.json")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError("not a JSON object")
+        with open(path, encoding="utf-8") as file:
+            return json.load(file) | {}
     except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        return warn_damaged(path, error)
-    return found
+        pass
+    except (OSError, ValueError, TypeError) as error:
+        warn_damaged(path, error)
+    return {}
 
 
-def warn_damaged(path: pathlib.Path | str, reason: object) -> None:
+def warn_damaged(path: str, reason: object) -> None:
     """Warns that an entry of the cache is ignored."""
     _logger.warning("%s is damaged (%s): the step is compiled again.", path, reason)
 
@@ -85,11 +73,10 @@ def write(folder: str, name: str, value: Mapping[str, Any]) -> None:
         _logger.warning("%s: the report is not cached: %s", folder, error)
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+@functools.cache
+def _versions() -> list[tuple[str, str]]:
+    found = ((each.name, each.version) for each in importlib.metadata.distributions())
+    return sorted({each for each in found if _COMPILERS.fullmatch(each[0])})
 
 
 def _hash(path: pathlib.Path) -> str:
@@ -104,12 +91,8 @@ def _hash_of_moelib() -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _named_sources(config: str) -> dict[str, pathlib.Path]:
-    """Returns the files of the modules outside of moelib that a config names."""
+def _named_sources(config: str) -> list[tuple[str, pathlib.Path]]:
+    """Returns (module, file) of the modules outside of moelib that a config names."""
     names = sorted(set(_REFERENCE.findall(config)))
-    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
-    return {
-        name: pathlib.Path(path)
-        for name, path in files.items()
-        if path and not name.startswith("moelib.")
-    }
+    files = ((name, getattr(sys.modules.get(name), "__file__", None)) for name in names)
+    return [(name, pathlib.Path(p)) for name, p in files if p and not name.startswith("moelib.")]

@@ -12,9 +12,10 @@ from jax.experimental.compilation_cache import compilation_cache
 from moelib.core.config import REQUIRED
 from moelib.parallel.mesh import describe_mesh
 from moelib.planning.compiled.dump import write_dump
-from moelib.planning.compiled.examine import examine, memory_shares
+from moelib.planning.compiled.examine import Step, examine, state_bytes
 from moelib.planning.hardware.topologies import OutOfMemoryError, PlanError, Topology
-from moelib.planning.report.step_report import Memory, Seconds, StepReport
+from moelib.planning.lint.facts import facts_of
+from moelib.planning.report.step_report import Seconds, StepReport
 
 STAGES = ("build", "trace", "lower", "compile", "count")
 OnStage = Callable[[str, float, str], None]  # (stage, seconds, result in words)
@@ -30,7 +31,6 @@ def compile_step(
     *,
     name: str,
     compiler_options: Mapping[str, str] | None = None,
-    num_costliest: int = 20,
     dump_dir: str | None = None,
     on_stage: OnStage = lambda stage, seconds, detail: None,
 ) -> StepReport:
@@ -44,7 +44,6 @@ def compile_step(
         topology: Topology to compile for.
         name: Name of the step in the report.
         compiler_options: Options in addition to those of the trainer.
-        num_costliest: Number of costliest instructions in the report.
         dump_dir: Folder for the step at each stage and a readable report; None for no dump.
         on_stage: Called after each of `STAGES`.
 
@@ -81,18 +80,18 @@ def compile_step(
             raise _out_of_memory(error, trainer, topology) or error from None
         cpu = time.process_time() - cpu
         stopwatch.done("compile", f"{cpu:.1f} s of CPU time")
-    step = {"traced": traced, "lowered": lowered, "compiled": compiled}
+    step = Step(traced, lowered, compiled)
+    seconds = Seconds(*(stopwatch.seconds[each] for each in STAGES[1:4]), compile_cpu=cpu)
     report = examine(
         trainer,
-        **step,
+        step,
         name=name,
         topology=topology.name,
-        seconds=Seconds(*(stopwatch.seconds[each] for each in STAGES[1:4]), compile_cpu=cpu),
-        num_costliest=num_costliest,
+        seconds=seconds,
         compiler_options=options,
     )
     if dump_dir is not None:
-        write_dump(dump_dir, **step, report=report)
+        write_dump(dump_dir, step, report)
     stopwatch.done("count", f"{report.instructions:,} instructions")
     return report
 
@@ -134,8 +133,8 @@ def _out_of_memory(error: Exception, trainer: Any, topology: Topology) -> OutOfM
         if found
         else f"does not fit: {text.splitlines()[0]}"
     )
-    state = memory_shares(trainer, Memory(0, 0, 0, 0, 0, 0))[:2]  # Parameters, learner's state.
-    held = ", ".join(f"{share.category} {share.amount / 2**30:.2f}" for share in state)
+    state = state_bytes(facts_of(trainer))
+    held = ", ".join(f"{content} {size / 2**30:.2f}" for content, size in state.items())
     return OutOfMemoryError(
         f"topology {topology.name}: the step {reason}; its state takes, in GiB: {held}. Reduce "
         "global_batch_size, increase num_microbatches, save fewer activations (remat), or split "

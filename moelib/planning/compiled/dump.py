@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from moelib.core.errors import UserError
-from moelib.planning.compiled.examine import examine, hlo_before
+from moelib.planning.compiled.examine import Step, examine
 from moelib.planning.report.plots import plot_shares
 from moelib.planning.report.step_report import StepReport
 from moelib.planning.report.tables import report_text
@@ -37,27 +37,20 @@ def make_folder(folder: str) -> pathlib.Path:
     return path
 
 
-def write_dump(
-    folder: str, *, traced: Any, lowered: Any, compiled: Any, report: StepReport
-) -> pathlib.Path:
+def write_dump(folder: str, step: Step, report: StepReport) -> pathlib.Path:
     """Writes all stages of a step and its report; returns the path of report.md.
 
-    Args:
-        folder: Folder to write, created if necessary; files of an older dump are replaced.
-        traced: The step as a `jax.stages.Traced`.
-        lowered: The same step, lowered.
-        compiled: The same step, compiled.
-        report: Its report.
+    The folder is created if necessary, and files of an older dump are replaced.
 
     Raises:
         DumpError: If the folder cannot be created or written to.
     """
     path = make_folder(folder)
     texts = {
-        "jaxpr.txt": str(traced.jaxpr),
-        "stablehlo.txt": lowered.as_text(),
-        "hlo_before.txt": hlo_before(lowered),
-        "hlo_optimized.txt": compiled.as_text(),
+        "jaxpr.txt": str(step.traced.jaxpr),
+        "stablehlo.txt": step.lowered.as_text(),
+        "hlo_before.txt": step.hlo_before(),
+        "hlo_optimized.txt": step.compiled.as_text(),
         "report.json": report.to_json(),
     }
     for name, text in texts.items():
@@ -81,12 +74,7 @@ def write_report(folder: pathlib.Path, report: StepReport) -> pathlib.Path:
 
 
 def dump_when_compiled(trainer: Any, folder: str, *, name: str) -> None:
-    """Makes a trainer dump its step after compiling it, on process 0.
-
-    Args:
-        trainer: A `SpmdTrainer` that has not run.
-        folder: Folder to write.
-        name: Name of the step in the report.
+    """Makes a `SpmdTrainer` that has not run dump its step after compiling it, on process 0.
 
     Raises:
         DumpError: If the folder cannot be created or written to.
@@ -95,11 +83,10 @@ def dump_when_compiled(trainer: Any, folder: str, *, name: str) -> None:
         return
     make_folder(folder)
 
-    def write(traced: Any, lowered: Any, compiled: Any) -> None:
+    def write(*stages: Any) -> None:
         devices = trainer.mesh().devices.flat
-        step = {"traced": traced, "lowered": lowered, "compiled": compiled}
         topology = f"{len(devices)} x {devices[0].device_kind}"
-        report = examine(trainer, **step, name=name, topology=topology)
-        write_dump(folder, **step, report=report)
+        report = examine(trainer, Step(*stages), name=name, topology=topology)
+        write_dump(folder, Step(*stages), report)
 
     trainer.on_compiled = write

@@ -1,74 +1,76 @@
 """Examination of a trainer's compiled step: its figures, and the findings of lint."""
 
-import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
-
-import jax
-import jax.numpy as jnp
+from typing import Any, NamedTuple
 
 from moelib.core.config_paths import sub_configs
 from moelib.parallel.mesh import slices
 from moelib.planning.hlo.program import parse
 from moelib.planning.hlo.source import SourceMap
-from moelib.planning.lint.rules import lint_trainer
-from moelib.planning.report.count import step_report
+from moelib.planning.lint.compute import remats_that_save_nothing
+from moelib.planning.lint.facts import Facts, facts_of
+from moelib.planning.lint.rules import lint, merged
+from moelib.planning.report.count import count
 from moelib.planning.report.step_report import Memory, Seconds, Share, Stage, StepReport
 
 _NO_SECONDS = Seconds()
 
 
+class Step(NamedTuple):
+    """A training step at three stages of compilation."""
+
+    traced: Any  # As `trainer.trace_train_step` returns it.
+    lowered: Any
+    compiled: Any
+
+    def hlo_before(self) -> str:
+        """Returns the text of the compiler's input, an HLO module for all devices."""
+        return self.lowered.compiler_ir("hlo").as_hlo_text()
+
+
 def examine(
     trainer: Any,
+    step: Step,
     *,
-    traced: Any,
-    lowered: Any,
-    compiled: Any,
     name: str,
     topology: str,
     seconds: Seconds = _NO_SECONDS,
-    num_costliest: int = 20,
     compiler_options: Mapping[str, str] | None = None,
 ) -> StepReport:
-    """Returns the report of a trainer's step, with findings of lint.
+    """Returns the report of a `SpmdTrainer`'s step, with findings of lint.
 
     Args:
-        trainer: A `SpmdTrainer`.
-        traced: The step, as `trainer.trace_train_step` returns it.
-        lowered: The same step, lowered.
-        compiled: The same step, compiled.
+        trainer: The trainer.
+        step: Its step.
         name: Name of the step in the report.
         topology: Topology that it was compiled for.
         seconds: Durations of compilation.
-        num_costliest: Number of costliest instructions in the report.
         compiler_options: Options of the compilation; by default those of the trainer.
     """
-    text = compiled.as_text()
-    program, mesh, model_flops = parse(text), trainer.mesh(), model_flops_per_device(trainer)
-    report = step_report(
-        compiled,
+    text = step.compiled.as_text()
+    program, mesh = parse(text), trainer.mesh()
+    facts, model_flops = facts_of(trainer, compiler_options), _model_flops(trainer)
+    counts = count(step.compiled, program, mesh.shape, slice_indices(mesh.devices.flat))
+    findings = lint(
+        program,
+        facts,
+        source_map=SourceMap(text),
+        model_flops=model_flops,
+        traced=step.traced,
+    )
+    sizes = text.count("\n"), counts["instructions"], counts["fusions"]
+    return StepReport(
         name=name,
         topology=topology,
         mesh=dict(mesh.shape),
-        program=program,
+        **counts,
         rows_routed=_rows_routed(trainer),
         seconds=seconds,
-        num_costliest=num_costliest,
         model_flops=model_flops,
-        stages=_stages(traced, lowered),
-        slices=slice_indices(mesh.devices.flat),
-    )
-    findings = lint_trainer(
-        trainer,
-        program,
-        SourceMap(text),
-        traced=traced,
-        model_flops=model_flops,
-        compiler_options=compiler_options,
-    )
-    return dataclasses.replace(
-        report, memory_shares=memory_shares(trainer, report.memory), findings=tuple(findings)
+        stages=(*_stages_before(step), Stage("HLO, optimized", *sizes)),
+        memory_shares=_memory_shares(facts, counts["memory"]),
+        findings=tuple(merged([*findings, *remats_that_save_nothing(trainer)])),
     )
 
 
@@ -95,56 +97,38 @@ def _rows_routed(trainer: Any) -> int | None:
     return tokens * counts.pop() if len(counts) == 1 else None
 
 
-def model_flops_per_device(trainer: Any) -> int:
+def _model_flops(trainer: Any) -> int:
     """Returns the FLOPs per step and device by the model's own count; 0 if unknown."""
     batch = trainer.config.input
     tokens = batch.global_batch_size * batch.seq_len
     return int((trainer.flops_per_token() or 0) * tokens / trainer.mesh().size)
 
 
-def _stages(traced: Any, lowered: Any) -> tuple[Stage, ...]:
+def _stages_before(step: Step) -> tuple[Stage, ...]:
     """Returns the sizes of a step before it is compiled."""
-    before = hlo_before(lowered).splitlines()
+    before = step.hlo_before().splitlines()
     instructions = [line for line in before if " = " in line and line.startswith(" ")]
     fusions = sum(" fusion(" in line for line in instructions)
     return (
-        Stage("jaxpr", str(traced.jaxpr).count("\n") + 1),
-        Stage("StableHLO", lowered.as_text().count("\n")),
+        Stage("jaxpr", str(step.traced.jaxpr).count("\n") + 1),
+        Stage("StableHLO", step.lowered.as_text().count("\n")),
         Stage("HLO, before", len(before), len(instructions), fusions),
     )
 
 
-def hlo_before(lowered: Any) -> str:
-    """Returns the text of the compiler's input, an HLO module for all devices."""
-    return lowered.compiler_ir("hlo").as_hlo_text()
+def state_bytes(facts: Facts) -> dict[str, int]:
+    """Returns the bytes of the state in a device's own memory, by content."""
+    sums = dict.fromkeys(("model", "learner"), 0)
+    for each in facts.state:
+        sums[each.path.partition("/")[0]] += 0 if each.on_host else each.shard_bytes
+    return {"parameters": sums["model"], "learner's state": sums["learner"]}
 
 
-def memory_shares(trainer: Any, memory: Memory) -> tuple[Share, ...]:
-    """Returns the bytes that a device holds during a step, by content.
-
-    State in the host's memory is not included; it is part of `memory.host`.
-    """
-    shardings, specs = trainer.trainer_state_shardings, trainer.trainer_state_specs
-    shares = {
-        "parameters": _device_bytes(shardings.model, specs.model),
-        "learner's state": _device_bytes(shardings.learner, specs.learner),
-    }
+def _memory_shares(facts: Facts, memory: Memory) -> tuple[Share, ...]:
+    """Returns the bytes that a device holds during a step, by content, without the host's."""
+    shares = state_bytes(facts)
     shares["other arguments"] = max(memory.arguments - sum(shares.values()), 0)
     shares["temporaries"] = memory.temporaries
     shares["new outputs"] = max(memory.outputs - memory.aliased, 0)
     shares["code"] = memory.code
     return tuple(Share(content, "", size) for content, size in shares.items())
-
-
-def _device_bytes(shardings: Any, specs: Any) -> int:
-    """Returns the bytes that described arrays take in a device's own memory."""
-    sizes = jax.tree.map(
-        lambda sharding, spec: (
-            0
-            if sharding.memory_kind == "pinned_host"
-            else math.prod(sharding.shard_shape(spec.shape)) * jnp.dtype(spec.dtype).itemsize
-        ),
-        shardings,
-        specs,
-    )
-    return sum(jax.tree.leaves(sizes))

@@ -34,7 +34,20 @@ _DONE = {  # Stages of the worker, in the past tense.
     "count": "counted",
 }
 _NUM_LAST_LINES = 12  # Lines of stderr in an error message.
-_NUM_COSTLIEST = 200  # Enough that asking for more never compiles again.
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileOptions:
+    """Settings of a compilation."""
+
+    compiler_options: Mapping[str, str] = dataclasses.field(default_factory=dict)  # Additional.
+    timeout_seconds: float | None = None  # Time limit per step; None for none.
+    cache_dir: str | None = cache.DEFAULT_DIR  # Folder for reports; None for no cache.
+    dump_dir: str | None = None  # Folder for the step at each stage, which is then always compiled.
+
+    def __post_init__(self) -> None:
+        if self.timeout_seconds is not None and not self.timeout_seconds > 0:
+            raise UserError(f"timeout_seconds={self.timeout_seconds}: set a time above 0.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,15 +62,15 @@ class Outcome:
     interrupted: bool = False  # Whether Ctrl-C stopped it.
 
 
+_DEFAULT_OPTIONS = CompileOptions()
+
+
 def compile_in_subprocess(
     cfg: Any,
     topology_name: str,
+    options: CompileOptions = _DEFAULT_OPTIONS,
     *,
     name: str,
-    compiler_options: Mapping[str, str] | None = None,
-    timeout_seconds: float | None = None,
-    cache_dir: str | None = cache.DEFAULT_DIR,
-    dump_dir: str | None = None,
     on_progress: Callable[[str], None] = lambda line: None,
 ) -> Outcome:
     """Returns the outcome of compiling a config's training step for a topology.
@@ -68,20 +81,10 @@ def compile_in_subprocess(
     Args:
         cfg: A `SpmdTrainer.Config`.
         topology_name: Topology to compile for.
+        options: Settings of the compilation.
         name: Name of the step in the report.
-        compiler_options: Options in addition to those of the trainer.
-        timeout_seconds: Time limit; None for none.
-        cache_dir: Folder for reports and for refusals of `compile_step`; None for no cache.
-        dump_dir: Folder for the step at each stage, which is then always compiled.
         on_progress: Called with a line after each stage.
-
-    Raises:
-        UserError: If the time limit is not above 0.
     """
-    if timeout_seconds is not None and not timeout_seconds > 0:
-        raise UserError(
-            f"timeout_seconds={timeout_seconds}: set a time above 0, or None for no limit."
-        )
     try:
         describe(topology_name)
     except PlanError as error:
@@ -89,23 +92,22 @@ def compile_in_subprocess(
     request = {
         "config": config_paths.to_text(cfg),
         "topology": topology_name,
-        "compiler_options": dict(compiler_options or {}),
-        "num_costliest": _NUM_COSTLIEST,
+        "compiler_options": dict(options.compiler_options),
     }
-    key = cache.key(request)
-    if cache_dir is not None and dump_dir is None and (kept := cache.read(cache_dir, key)):
+    key, folder, dump_dir = cache.key(request), options.cache_dir, options.dump_dir
+    if folder is not None and dump_dir is None and (kept := cache.read(folder, key)):
         try:
             return dataclasses.replace(_outcome(kept, name), from_cache=True)
         except (KeyError, TypeError, AttributeError) as error:
-            cache.warn_damaged(cache_dir, repr(error))
-    request |= {"name": name, "dump_dir": None if dump_dir is None else os.path.abspath(dump_dir)}
-    run = _Run(topology_name, timeout_seconds, on_progress)
+            cache.warn_damaged(folder, repr(error))
+    request |= {"name": name, "dump_dir": dump_dir and os.path.abspath(dump_dir)}
+    run = _Run(topology_name, options.timeout_seconds, on_progress)
     result = run.result_of(request)
     if isinstance(result, str):
         return Outcome(None, result, run.stages, interrupted=run.interrupted)
     kept = {**result, "stages": run.stages}
-    if cache_dir is not None:
-        cache.write(cache_dir, key, kept)
+    if folder is not None:
+        cache.write(folder, key, kept)
     return _outcome(kept, name)
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -115,10 +115,10 @@ def candidates(
             raise PlanError(
                 f"topology {topology.name}: mesh {mesh!r}: {name}={size}, but {reason}; omit it."
             )
-    found, first_refusal, check = [], "", _MeshCheck(work, rules)
+    found, first_refusal, check = [], "", _mesh_check(work, rules)
     remats = list(_remats(cfg, work))
     for each in _meshes(split, topology, wanted):
-        if (refusal := check.refusal(each)) is not None:
+        if (refusal := check(each)) is not None:
             first_refusal = first_refusal or f"{each}: {refusal}"
             continue
         most = work.global_batch_size // each.parts(rules["batch"])
@@ -146,7 +146,7 @@ def current_candidate(cfg: Any, work: Workload, topology: TopologyShape) -> Cand
         sharding.check_mesh_axes(mesh.sizes, rules)
     except ValueError as error:
         raise PlanError(str(error)) from None
-    if (refusal := _MeshCheck(work, rules).refusal(mesh)) is not None:
+    if (refusal := _mesh_check(work, rules)(mesh)) is not None:
         raise PlanError(f"topology {topology.name}: {refusal}")
     num, parts = cfg.num_microbatches, mesh.parts(rules["batch"])
     if work.global_batch_size // num % parts:
@@ -232,44 +232,30 @@ def _meshes(
                 yield mesh
 
 
-class _MeshCheck:
-    """Checks whether the sharding rules can split a workload over meshes."""
+def _mesh_check(work: Workload, rules: sharding.Rules) -> Callable[[Mesh], str | None]:
+    """Returns a function of a mesh: the reason why the rules cannot split over it, or None."""
+    batch, length = work.global_batch_size, work.seq_len
+    arrays: list[tuple[Sequence[str | None], Sequence[int] | None, str]] = [
+        (("batch", "residual_sequence"), (batch, length), "the batch"),
+        (("batch", "sequence", "vocab"), None, "the logits"),
+        (("batch", "sequence", "expert_ffn"), None, "tokens of experts"),
+        *((leaf.axes, leaf.shape, "a parameter") for leaf in work.parameters),
+    ]
+    # Ring attention gives each device two pieces of a sequence.
+    halves = (("batch", "sequence"), (batch, length // 2), "attention's half sequences")
 
-    def __init__(self, work: Workload, rules: sharding.Rules) -> None:
-        self._rules = rules
-        batch, length = work.global_batch_size, work.seq_len
-        self._arrays = [
-            (("batch", "residual_sequence"), (batch, length), "the batch"),
-            (("batch", "sequence", "vocab"), None, "the logits"),
-            (("batch", "sequence", "expert_ffn"), None, "tokens of experts"),
-            *((leaf.axes, leaf.shape, "a parameter") for leaf in work.parameters),
-        ]
-        self._half_sequences = (
-            ("batch", "sequence"),
-            (batch, length // 2),
-            "attention's half sequences",
-        )
-        self._known: dict[tuple[Any, ...], str | None] = {}
-
-    def refusal(self, mesh: Mesh) -> str | None:
-        """Returns why the rules cannot split over a mesh, or None."""
-        key = tuple(sorted(mesh.sizes.items()))
-        if key not in self._known:
-            # Ring attention gives each device two pieces of a sequence.
-            ring = [self._half_sequences] if mesh.parts(self._rules["sequence"]) > 1 else []
-            errors = (self._error(mesh, *each) for each in (*ring, *self._arrays))
-            self._known[key] = next((error for error in errors if error), None)
-        return self._known[key]
-
-    def _error(
-        self, mesh: Mesh, axes: Sequence[str | None], sizes: Sequence[int] | None, place: str
-    ) -> str | None:
+    @functools.cache
+    def refusal(sizes: frozenset[tuple[str, int]]) -> str | None:
+        mesh = dict(sizes)
+        ring = math.prod(mesh.get(axis, 1) for axis in rules["sequence"]) > 1
         try:
-            rules = self._rules
-            sharding.partition_spec(axes, mesh.sizes, shape=sizes, rules=rules, array=place)
+            for axes, shape, name in [halves, *arrays] if ring else arrays:
+                sharding.partition_spec(axes, mesh, shape=shape, rules=rules, array=name)
         except ValueError as error:
             return str(error)
         return None
+
+    return lambda mesh: refusal(frozenset(mesh.sizes.items()))
 
 
 def _parse_mesh(text: str, names: Sequence[str], topology: TopologyShape) -> dict[str, int]:

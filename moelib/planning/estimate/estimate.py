@@ -64,7 +64,7 @@ class Estimate:
     links_bytes: float  # Sent to devices of the slice.
     network_bytes: float  # Sent to other slices.
     seconds: Range  # Time of the step.
-    parts: Mapping[str, float]  # Seconds of compute, HBM, links and network at peak rates.
+    seconds_at_peak: Mapping[str, float]  # Of compute, HBM, links and network.
     tokens: int  # Tokens per step, on all devices.
     dollars_per_hour: float  # Price of one device.
     collectives: Mapping[str, float]  # Bytes of results by kind, as a compiled program has them.
@@ -82,7 +82,11 @@ class Estimate:
     @property
     def limit(self) -> str:
         """The part that takes longest, or "memory" if the candidate does not fit."""
-        return max(self.parts, key=self.parts.__getitem__) if self.fits else "memory"
+        return (
+            max(self.seconds_at_peak, key=self.seconds_at_peak.__getitem__)
+            if self.fits
+            else "memory"
+        )
 
     @property
     def tokens_per_second(self) -> Range:
@@ -97,7 +101,7 @@ class Estimate:
         return self.model_flops / self.seconds[1] / peak, self.model_flops / self.seconds[0] / peak
 
     @property
-    def dollars_per_billion(self) -> Range:
+    def dollars_per_billion_tokens(self) -> Range:
         """Dollars per billion tokens."""
         slow, fast = (1e9 / rate / 3600 * self.dollars_per_hour for rate in self.tokens_per_second)
         return fast, slow
@@ -105,13 +109,13 @@ class Estimate:
     @functools.cached_property
     def middle_dollars(self) -> float:
         """Geometric mean of the range of dollars per billion tokens, which sorts candidates."""
-        low, high = self.dollars_per_billion
+        low, high = self.dollars_per_billion_tokens
         return math.sqrt(low * high)
 
     def whole_run(self, tokens: float) -> tuple[Range, Range]:
         """Returns the (days, dollars) of a run over so many tokens."""
         low, high = (second * tokens / self.tokens / 86_400 for second in self.seconds)
-        least, most = (price * tokens / 1e9 for price in self.dollars_per_billion)
+        least, most = (price * tokens / 1e9 for price in self.dollars_per_billion_tokens)
         return (low, high), (least, most)
 
 
@@ -151,7 +155,7 @@ class Estimator:
             links_bytes=sent.links_bytes,
             network_bytes=sent.network_bytes,
             seconds=_seconds(parts, work.num_layers * micro),
-            parts=parts,
+            seconds_at_peak=parts,
             tokens=work.tokens,
             dollars_per_hour=self._prices.get(accelerator.name, accelerator.dollars_per_hour),
             collectives=on_mesh.results(micro, tokens, recomputed),

@@ -40,15 +40,7 @@ def sweep(
     prices: Mapping[str, float] | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> Sweep:
-    """Returns the estimates of a trainer config's candidates.
-
-    Args:
-        cfg: A `SpmdTrainer.Config`.
-        topologies: Names of topologies.
-        mesh: Sizes of mesh axes such as fsdp=2,expert=-1; by default every legal mesh.
-        current_mesh: Whether to estimate the config's own mesh, micro-batches and remat only.
-        prices: Dollars per device-hour by accelerator, which replace those of `ACCELERATORS`.
-        on_progress: Called with the next thing to do.
+    """Returns the estimates of a trainer config's candidates; the arguments are those of `plan`.
 
     Raises:
         PlanError: If a topology is unknown, the config is invalid, or no topology can run it.

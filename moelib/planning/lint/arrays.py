@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from moelib.planning.hlo import values
-from moelib.planning.lint.facts import Step, config_finding, is_shard
+from moelib.planning.lint.facts import Step, is_shard
 from moelib.planning.report.step_report import Finding, StepReport
 
 _PASSED_ON = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call"}
@@ -18,13 +18,14 @@ def replicated_state(step: Step) -> Iterator[Finding]:
     for each in step.facts.state if devices > 1 else ():
         if not each.split and each.shard_bytes >= step.thresholds.state:
             axes = ", ".join(repr(axis) for axis in each.axes if axis) or "none"
-            yield config_finding(
+            yield Finding(
                 "replicated state",
+                "warning",
                 f"{each.path} {list(each.shape)}",
-                "sharding_rules",
-                f"all {devices} devices hold it in full; its logical axes are {axes}: map one of "
-                "them to a mesh axis larger than 1.",
-                num_bytes=each.shard_bytes,
+                config_path="sharding_rules",
+                advice=f"all {devices} devices hold it in full; its logical axes are {axes}: map "
+                "one of them to a mesh axis larger than 1.",
+                bytes=each.shard_bytes,
             )
 
 
@@ -143,8 +144,6 @@ def unscaled_memory(few: StepReport, many: StepReport) -> list[Finding]:
                 "of it; increase another axis (fsdp or expert for the state, a batch axis for "
                 "temporaries)."
             )
-            finding = config_finding(
-                "memory that does not scale", part, "mesh_shape", advice, num_bytes=sizes[1]
-            )
-            found.append(finding)
+            rule = "memory that does not scale"
+            found.append(Finding(rule, "warning", part, "mesh_shape", advice, bytes=sizes[1]))
     return found

@@ -10,7 +10,7 @@ from moelib.core.config_paths import sub_configs
 from moelib.core.jaxpr import abstract_parameters, forward_pass, walk
 from moelib.data.input import batch_spec
 from moelib.planning.hlo import values
-from moelib.planning.lint.facts import Step, config_finding
+from moelib.planning.lint.facts import Step
 from moelib.planning.report.step_report import Finding
 
 # FLOPs of XLA's matmuls, as a multiple of the model's; full recomputation gives 4/3.
@@ -38,12 +38,13 @@ def traced_dense_grouped_matmuls(step: Step, traced: Any) -> Iterator[Finding]:
     for eqn, _ in walk(traced.jaxpr) if step.facts.platform != "tpu" else ():
         if eqn.primitive.name == "ragged_dot_general":
             name, out = str(eqn.source_info.name_stack), eqn.outvars[0].aval
-            yield config_finding(
+            yield Finding(
                 _DENSE,
+                "warning",
                 f"ragged_dot {out.str_short()}",
                 step.config_path(name),
                 _dense_advice(step),
-                num_bytes=out.size * out.dtype.itemsize,
+                bytes=out.size * out.dtype.itemsize,
                 op_name=name,
             )
 
@@ -96,16 +97,17 @@ def remats_that_save_nothing(trainer: Any) -> list[Finding]:
     batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()}
     with trainer.on_mesh():
         trace = jax.make_jaxpr(forward_pass(trainer.model))(params, batch)
-    blocks = [eqn for eqn, _ in walk(trace) if {"policy", "prevent_cse"} <= eqn.params.keys()]
-    idle = [eqn for eqn in blocks if not _saves(eqn.params["jaxpr"], eqn.params["policy"])]
-    if len(idle) < len(blocks) or not blocks:
+    wrapped = [eqn for eqn, _ in walk(trace) if {"policy", "prevent_cse"} <= eqn.params.keys()]
+    idle = [eqn for eqn in wrapped if not _saves(eqn.params["jaxpr"], eqn.params["policy"])]
+    if len(idle) < len(wrapped) or not wrapped:
         return []
     advice = (
         "its policy matches no result in the block, so that everything is recomputed; list "
         "activations of the block in `keep`, or remove the policy."
     )
     rule = "remat policy that saves nothing"
-    return [config_finding(rule, f"{len(idle)} blocks", path, advice) for path in remats]
+    blocks = f"{len(idle)} blocks"
+    return [Finding(rule, "warning", blocks, path, advice) for path in remats]
 
 
 def _should_save(cfg: Any) -> bool:

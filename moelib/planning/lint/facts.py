@@ -40,6 +40,7 @@ class StateArray:
     shard_bytes: int  # Bytes per device.
     split: bool  # Whether a mesh axis splits it.
     cast: bool  # Whether the step computes with it in the trainer's `train_dtype`.
+    on_host: bool = False  # Whether it is in the host's memory.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +106,7 @@ def _state(trainer: Any) -> Iterator[StateArray]:
                 shard_bytes=math.prod(shard) * jnp.dtype(spec.dtype).itemsize,
                 split=shard != spec.shape,
                 cast=part == "model" and train_dtype is not None and may_cast(spec),
+                on_host=shardings[path].memory_kind == "pinned_host",
             )
 
 
@@ -132,16 +134,10 @@ class Step:
         path: str | None = None,
         num_bytes: int | None = None,
     ) -> Finding:
-        """Returns a finding about an instruction.
+        """Returns a finding about an instruction of a computation.
 
-        Args:
-            rule: Name of the rule.
-            severity: As in `Finding`.
-            computation: Computation of the instruction.
-            instruction: The instruction.
-            advice: As in `Finding`.
-            path: Config path; by default that of the module that made the instruction.
-            num_bytes: Bytes; by default those of the instruction's result.
+        By default its config path is that of the module that made the instruction, and its bytes
+        are those of the result.
         """
         shape = values.result_shape(instruction)
         stack = self.source_map.stack(instruction, 9)
@@ -158,32 +154,6 @@ class Step:
             config_path=self.config_path(instruction.op_name) if path is None else path,
             advice=advice,
         )
-
-
-def config_finding(
-    rule: str, subject: str, config_path: str, advice: str, *, num_bytes: int = 0, op_name: str = ""
-) -> Finding:
-    """Returns a warning about something that is not an instruction of the program.
-
-    Args:
-        rule: Name of the rule.
-        subject: An array, a number of blocks, or an operation of the trace.
-        config_path: As in `Finding`.
-        advice: As in `Finding`.
-        num_bytes: Bytes of the subject.
-        op_name: Name scopes of the operation.
-    """
-    return Finding(
-        rule=rule,
-        severity="warning",
-        instruction=subject,
-        bytes=num_bytes,
-        executions=0,
-        op_name=op_name,
-        locations=(),
-        config_path=config_path,
-        advice=advice,
-    )
 
 
 def is_shard(sizes: list[int], whole: list[int], mesh: Mapping[str, int]) -> bool:

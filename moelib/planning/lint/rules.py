@@ -5,13 +5,13 @@ instruction, its bytes, and the field of the config that decides.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from moelib.planning.hlo.program import Program
 from moelib.planning.hlo.source import SourceMap
 from moelib.planning.lint import arrays, collectives, compute
-from moelib.planning.lint.facts import Facts, Step, Thresholds, facts_of
+from moelib.planning.lint.facts import Facts, Step, Thresholds
 from moelib.planning.report.step_report import Finding
 
 _DEFAULT_THRESHOLDS = Thresholds()
@@ -58,21 +58,6 @@ def lint(
     if traced is not None:
         found += compute.traced_dense_grouped_matmuls(step, traced)
     return merged(found)
-
-
-def lint_trainer(
-    trainer: Any,
-    program: Program,
-    source_map: SourceMap,
-    *,
-    traced: Any,
-    model_flops: int,
-    compiler_options: Mapping[str, str] | None = None,
-) -> list[Finding]:
-    """Returns the findings in a trainer's own step, and in its remat."""
-    facts = facts_of(trainer, compiler_options)
-    found = lint(program, facts, source_map=source_map, model_flops=model_flops, traced=traced)
-    return merged([*found, *compute.remats_that_save_nothing(trainer)])
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from moelib.planning.hlo import values
-from moelib.planning.hlo.program import Instruction, Program, parse
+from moelib.planning.hlo.program import Instruction, Program
 from moelib.planning.hlo.source import SourceMap
 from moelib.planning.report.collectives import collectives_by_axes, collectives_by_groups
 from moelib.planning.report.fusions import (
@@ -29,74 +29,47 @@ from moelib.planning.report.step_report import (
     Costly,
     Memory,
     Operation,
-    Seconds,
     Share,
     Source,
-    Stage,
-    StepReport,
 )
 
 OPERATIONS = ("copy", "transpose", "sort", "gather", "scatter")
-_NO_SECONDS = Seconds()
+_MAX_COSTLIEST = 200  # Instructions in a report.
 
 
-def step_report(
-    compiled: Any,
-    *,
-    name: str,
-    topology: str,
-    mesh: Mapping[str, int],
-    program: Program | None = None,
-    rows_routed: int | None = None,
-    seconds: Seconds = _NO_SECONDS,
-    num_costliest: int = 20,
-    model_flops: int = 0,
-    stages: Sequence[Stage] = (),
-    slices: Sequence[int] = (),
-) -> StepReport:
-    """Returns the report of a `jax.stages.Compiled`.
+def count(
+    compiled: Any, program: Program, mesh: Mapping[str, int], slices: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Returns the fields of a `StepReport` that a compiled program decides.
 
     Args:
-        compiled: The step.
-        name: Name of the step.
-        topology: Topology that it was compiled for.
+        compiled: A `jax.stages.Compiled`.
+        program: Its text, parsed.
         mesh: Sizes of the mesh axes, outermost first.
-        program: Parsed text of the step, if available.
-        rows_routed: Rows that reach a device's experts under balanced routing.
-        seconds: Durations of compilation.
-        num_costliest: Number of costliest instructions in the report.
-        model_flops: FLOPs per step and device by the model's own count; 0 if unknown.
-        stages: Sizes of the step before compilation.
         slices: Slice of each device, in the order of the mesh; by default one for all.
     """
-    text = compiled.as_text()
-    program = parse(text) if program is None else program
-    costly = _costly(program, SourceMap(text))
-    counts = _counts(program)
-    after = Stage("HLO, optimized", text.count("\n"), counts["instructions"], counts["fusions"])
-    return StepReport(
-        name=name,
-        topology=topology,
-        mesh=dict(mesh),
-        memory=_memory(compiled.memory_analysis()),
-        cycles=sum(each.cycles for each in costly),
-        sources=_sources(costly),
-        costliest=tuple(costly[:num_costliest]),
-        collectives=collectives_by_axes(program, mesh),
-        kernels=kernels(program),
-        operations=tuple(_operation(program, opcode) for opcode in OPERATIONS),
-        matmul_flops=_matmul_flops(program),
-        **counts,
-        rows_routed=rows_routed,
-        loops_of_unknown_length=program.loops_of_unknown_length,
-        seconds=seconds,
-        model_flops=model_flops,
-        stages=(*stages, after),
-        collective_groups=collectives_by_groups(program, mesh, slices),
-        fusion_kinds=fusion_kinds(program),
-        deepest_fusions=deepest_fusions(program),
-        cycle_shares=_cycle_shares(program),
-    )
+    costly = _costly(program, SourceMap(compiled.as_text()))
+    unfused = [(c, each) for c, each in program.instructions() if not c.fused]
+    fusions = [c for c, each in unfused if each.is_fusion]
+    return {
+        "memory": _memory(compiled.memory_analysis()),
+        "cycles": sum(each.cycles for each in costly),
+        "sources": _sources(costly),
+        "costliest": tuple(costly[:_MAX_COSTLIEST]),
+        "collectives": collectives_by_axes(program, mesh),
+        "collective_groups": collectives_by_groups(program, mesh, slices),
+        "kernels": kernels(program),
+        "operations": tuple(_operation(program, opcode) for opcode in OPERATIONS),
+        "matmul_flops": _matmul_flops(program),
+        "fusions": len(fusions),
+        "fusion_executions": sum(c.executions for c in fusions),
+        "fusion_kinds": fusion_kinds(program),
+        "deepest_fusions": deepest_fusions(program),
+        "instructions": sum(1 for _ in program.instructions()),
+        "instructions_outside_fusions": len(unfused),
+        "loops_of_unknown_length": program.loops_of_unknown_length,
+        "cycle_shares": _cycle_shares(program),
+    }
 
 
 def _memory(analysis: Any) -> Memory:
@@ -205,14 +178,3 @@ def _matmul_flops(program: Program) -> int:
         for computation, each in program.instructions()
         if values.is_matmul(each)
     )
-
-
-def _counts(program: Program) -> Mapping[str, Any]:
-    unfused = [(c, each) for c, each in program.instructions() if not c.fused]
-    fusions = [c for c, each in unfused if each.is_fusion]
-    return {
-        "fusions": len(fusions),
-        "fusion_executions": sum(c.executions for c in fusions),
-        "instructions": sum(1 for _ in program.instructions()),
-        "instructions_outside_fusions": len(unfused),
-    }

@@ -81,6 +81,7 @@ _WORK = (
     Figure("matmul_flops", "matmul FLOPs of XLA", _tera),
     Figure("kernel_flops", "FLOPs of kernels", _tera),
     Figure("kernel_bytes", "bytes of kernels", gib),
+    Figure("model_flops", "FLOPs of the model", _tera),
     Figure("executed_over_model_flops", "executed FLOPs / model FLOPs", _ratio),
     Figure("rows_computed_over_routed", "rows computed / routed", _ratio),
     Figure("fusions", "fusions", _count),
@@ -112,7 +113,8 @@ def figures(report: StepReport) -> dict[str, Any]:
         values = dataclasses.asdict(getattr(report, part))
         found |= {f"{part}.{name}": value for name, value in values.items()}
     found |= {figure.key: getattr(report, figure.key, None) for figure in _WORK}
-    found["cycles"] = report.cycles or None  # GPU compilers do not estimate cycles.
+    for key in ("cycles", "model_flops"):  # 0 if unknown: GPU compilers do not estimate cycles.
+        found[key] = found[key] or None
     found["kernel_bytes"] = sum(kernel.bytes for kernel in report.kernels)
     for operation in report.operations:
         found[f"{operation.opcode}.count"] = operation.count

@@ -120,13 +120,13 @@ class Finding:
 
     rule: str  # Name of the rule, such as "padding".
     severity: str  # "warning" for a mistake, "hint" for a trade-off.
-    instruction: str  # The largest instruction found, or the array of the state.
-    bytes: int  # Of the instruction's result, or of the array, per device.
-    executions: int  # Per step; 0 for an array.
-    op_name: str
-    locations: tuple[str, ...]  # Source lines, innermost first.
+    instruction: str  # The largest instruction found, or the name of another subject.
     config_path: str  # Field of the trainer's config to change.
     advice: str  # The problem, and the setting that avoids it.
+    bytes: int = 0  # Of the instruction's result, or of an array of the state, per device.
+    executions: int = 0  # Per step; 0 if the subject is not an instruction.
+    op_name: str = ""
+    locations: tuple[str, ...] = ()  # Source lines, innermost first.
     count: int = 1  # Number of instructions with the same rule, config_path and advice.
 
 

@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 from moelib.core.table import Table, to_markdown
+from moelib.parallel.mesh import describe_mesh
 from moelib.planning.hlo.source import PHASES
+from moelib.planning.report.figures import figures_table
 from moelib.planning.report.step_report import Finding, Fusions, Share, StepReport
 
 _GIB, _MIB = 2**30, 2**20
@@ -110,23 +112,20 @@ def report_text(report: StepReport, plots: Mapping[str, str]) -> str:
         report: The report.
         plots: Files of plots in the same folder, by "memory" and "time".
     """
-    axes = " x ".join(f"{name} {size}" for name, size in report.mesh.items() if size > 1)
     sections: list[tuple[str, list[Table | str]]] = [
         ("Findings", [_findings(report.findings)]),
+        ("Figures", [figures_table(report)]),
         ("Stages", [_stages_table(report)]),
         ("Memory", [_image(plots, "memory"), _memory_table(report)]),
-        ("FLOPs", [_flops_table(report)]),
         ("Time", [_image(plots, "time"), *_cycles(report)]),
         ("Fusions", _fusions(report)),
         *((table.title, [table]) for table in (collectives_table(report), _groups_table(report))),
         ("Kernels", [kernels_table(report)]),
-        ("Operations", [_operations_table(report)]),
         ("Costliest functions", [sources_table(report, 20)]),
-        ("Compilation", [_seconds_table(report)]),
     ]
     parts = [
         f"# {report.name} on {report.topology}",
-        f"One training step, on one device of the mesh {axes or 'of one device'}.",
+        f"One training step, on one device of the mesh {describe_mesh(report.mesh)}.",
     ]
     for title, contents in sections:
         texts = (to_markdown(each) if isinstance(each, Table) else each for each in contents)
@@ -160,27 +159,8 @@ def _stages_table(report: StepReport) -> Table:
 
 
 def _memory_table(report: StepReport) -> Table:
-    memory = report.memory
-    sizes = [(share.category, share.amount) for share in report.memory_shares]
-    sizes += [
-        ("all arguments", memory.arguments),
-        ("outputs aliased to arguments", memory.aliased),
-        ("on the host", memory.host),
-        ("**peak on the device**", memory.peak),
-    ]
-    return Table("", ("content", "GiB>"), [(name, f"{n / _GIB:.3f}") for name, n in sizes])
-
-
-def _flops_table(report: StepReport) -> Table:
-    ratio, rows_ratio = report.executed_over_model_flops, report.rows_computed_over_routed
-    rows = [
-        ("matmuls of XLA and its libraries", f"{report.matmul_flops / 1e12:.4f}"),
-        ("kernels, by their own estimate", f"{report.kernel_flops / 1e12:.4f}"),
-        ("model, by its own count", f"{report.model_flops / 1e12:.4f}"),
-        ("executed / model", "unknown" if ratio is None else f"{ratio:.2f}"),
-    ]
-    rows += [] if rows_ratio is None else [("rows computed / routed", f"{rows_ratio:.2f}")]
-    return Table("", ("operations", "TFLOPs>"), rows)
+    rows = [(share.category, f"{share.amount / _GIB:.3f}") for share in report.memory_shares]
+    return Table("", ("content", "GiB>"), rows)
 
 
 def _cycles(report: StepReport) -> list[Table | str]:
@@ -243,18 +223,3 @@ def _fusion_row(kind: str, rows: Sequence[Fusions]) -> tuple[str, ...]:
         count, executions = (sum(getattr(r, n) for r in own) for n in ("count", "executions"))
         cells.append(f"{count:,} ({executions:,})" if count else "-")
     return (kind, *cells, f"{sum(row.count for row in rows):,}")
-
-
-def _operations_table(report: StepReport) -> Table:
-    rows = [
-        (row.opcode, f"{row.count:,}", f"{row.executions:,}", _mib(row.bytes))
-        for row in report.operations
-    ]
-    return Table("", ("operation", "in program>", "executed>", "MiB outside fusions>"), rows)
-
-
-def _seconds_table(report: StepReport) -> Table:
-    seconds = report.seconds
-    rows = [("trace", seconds.trace), ("lower", seconds.lower), ("compile", seconds.compile)]
-    rows.append(("compile, CPU over all cores", seconds.compile_cpu))
-    return Table("", ("stage", "seconds>"), [(name, f"{x:.1f}") for name, x in rows if x])

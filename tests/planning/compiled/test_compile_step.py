@@ -8,7 +8,6 @@ from moelib.planning.compiled import examine
 from moelib.planning.compiled.compile_step import compile_step
 from moelib.planning.hardware.topologies import PlanError, topology
 from moelib.planning.lint import facts as lint_facts
-from moelib.planning.lint import rules as lint
 from moelib.planning.report.step_report import total
 from moelib.train.compiler_options import BY_DEVICE_KIND
 from tests import tiny
@@ -38,11 +37,11 @@ def test_the_step_is_laid_over_the_devices_of_the_topology(where, tmp_path):
 def test_lint_is_told_the_options_that_the_step_was_compiled_with(where, tmp_path, monkeypatch):
     told = []
 
-    def facts_of(trainer, compiler_options):
+    def facts_of(trainer, compiler_options=None):
         told.append(lint_facts.facts_of(trainer, compiler_options))
         return told[-1]
 
-    monkeypatch.setattr(lint, "facts_of", facts_of)
+    monkeypatch.setattr(examine, "facts_of", facts_of)
     cfg = tiny.trainer_config(tmp_path, evaler=False)
     changed = "xla_tpu_enable_data_parallel_all_reduce_opt"
     compile_step(cfg, where, name="tiny", compiler_options={changed: "False"})

@@ -14,8 +14,8 @@ from tests import tiny
 from tests.planning.report.test_step_report import make_report
 
 FINDING = Finding(
-    "padding", "hint", "fusion.1 f32[2048,4]", 2**20, 8, "jit(s)/mul", ("layers/norm.py:35",),
-    "model.decoder", "join dimensions", count=3,
+    "padding", "hint", "fusion.1 f32[2048,4]", "model.decoder", "join dimensions",
+    bytes=2**20, executions=8, op_name="jit(s)/mul", locations=("layers/norm.py:35",), count=3,
 )  # fmt: skip
 
 
@@ -75,7 +75,14 @@ def test_flops_are_set_against_the_models_own(dumped):
 def test_the_report_can_be_read(dumped):
     text = (dumped / "report.md").read_text()
     assert text.startswith("# tiny on 2 x cpu")
-    for title in ("Findings", "Stages", "Memory", "Fusions", "Collectives by groups of devices"):
+    for title in (
+        "Findings",
+        "Figures",
+        "Stages",
+        "Memory",
+        "Fusions",
+        "Collectives by groups of devices",
+    ):
         assert f"## {title}\n" in text
     assert "![memory](memory.png)" in text
     assert (dumped / "memory.png").read_bytes().startswith(b"\x89PNG")

@@ -13,7 +13,7 @@ import time
 import pytest
 
 from moelib.planning.compiled import in_subprocess as apart
-from moelib.planning.compiled.in_subprocess import compile_in_subprocess
+from moelib.planning.compiled.in_subprocess import CompileOptions, compile_in_subprocess
 from moelib.planning.report.step_report import Memory, StepReport
 from tests import tiny
 
@@ -35,7 +35,7 @@ _REPORT = StepReport(
     instructions_outside_fusions=1,
 )
 
-# The first lines of what stands for the compiler: it has traced.
+# First lines of a program that replaces the worker: it completes the stage "trace".
 _TRACES = """
 import json, os, pathlib, signal, subprocess, sys, time
 request = json.loads(pathlib.Path(sys.argv[1]).read_text())
@@ -54,7 +54,7 @@ def cfg(tmp_path):
 
 @pytest.fixture
 def worker(tmp_path, monkeypatch):
-    """Returns a function that puts a program in the place of the worker."""
+    """Returns a function that replaces the worker by a program."""
 
     def put(rest):
         path = tmp_path / "worker.py"
@@ -74,12 +74,12 @@ def _reports(count):
     """
 
 
-def _run(cfg, **options):
-    options = {"name": "tiny", "cache_dir": None} | options
-    return compile_in_subprocess(cfg, "v6e:2x2", **options)
+def _run(cfg, topology="v6e:2x2", *, name="tiny", on_progress=lambda line: None, **options):
+    settings = CompileOptions(**{"cache_dir": None} | options)
+    return compile_in_subprocess(cfg, topology, settings, name=name, on_progress=on_progress)
 
 
-def test_a_report_comes_back_with_its_stages_and_what_was_said(cfg, worker, tmp_path):
+def test_a_report_comes_back_with_its_stages_and_progress(cfg, worker, tmp_path):
     worker(_reports(tmp_path / "count"))
     lines = []
     outcome = _run(cfg, on_progress=lines.append)
@@ -90,7 +90,7 @@ def test_a_report_comes_back_with_its_stages_and_what_was_said(cfg, worker, tmp_
     assert "a library greets" in lines
 
 
-def test_the_second_time_it_is_read(cfg, worker, tmp_path):
+def test_a_second_compilation_is_read_from_the_cache(cfg, worker, tmp_path):
     worker(_reports(tmp_path / "count"))
     first = _run(cfg, cache_dir=str(tmp_path / "cache"))
     again = _run(cfg, cache_dir=str(tmp_path / "cache"), name="another")
@@ -101,22 +101,22 @@ def test_the_second_time_it_is_read(cfg, worker, tmp_path):
 
 
 @pytest.mark.parametrize("change", ["config", "options", "topology"])
-def test_what_changes_the_program_is_compiled_anew(cfg, worker, tmp_path, change):
+def test_a_change_of_the_program_is_compiled_again(cfg, worker, tmp_path, change):
     worker(_reports(tmp_path / "count"))
     folder = str(tmp_path / "cache")
-    compile_in_subprocess(cfg, "v6e:2x2", name="tiny", cache_dir=folder)
-    topology, options = "v6e:2x2", None
+    _run(cfg, cache_dir=folder)
+    topology, options = "v6e:2x2", {}
     if change == "config":
         cfg.model.dim = 32
     elif change == "options":
         options = {"xla_a": "1"}
     else:
         topology = "v6e:2x4"
-    compile_in_subprocess(cfg, topology, name="tiny", cache_dir=folder, compiler_options=options)
+    _run(cfg, topology, cache_dir=folder, compiler_options=options)
     assert (tmp_path / "count").read_text() == "xx"
 
 
-def test_dumps_are_never_of_the_cache(cfg, worker, tmp_path):
+def test_dumps_never_come_from_the_cache(cfg, worker, tmp_path):
     worker(_reports(tmp_path / "count"))
     for _ in range(2):
         _run(cfg, cache_dir=str(tmp_path / "cache"), dump_dir=str(tmp_path / "dump"))
@@ -137,7 +137,7 @@ def test_a_damaged_file_of_the_cache_is_a_miss_that_warns(cfg, worker, tmp_path,
     assert _run(cfg, cache_dir=str(folder)).from_cache
 
 
-def test_the_time_limit_ends_all_processes_and_says_what_was_learnt(cfg, worker, tmp_path):
+def test_the_time_limit_ends_all_processes_and_keeps_completed_stages(cfg, worker, tmp_path):
     pid = tmp_path / "pid"
     worker(f"""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -174,7 +174,7 @@ def test_a_worker_ends_with_the_process_that_started_it():
         assert process.wait(timeout=30) == -signal.SIGKILL
 
 
-def test_ctrl_c_stops_it_and_says_what_was_learnt(cfg, worker):
+def test_ctrl_c_stops_it_and_keeps_completed_stages(cfg, worker):
     worker("time.sleep(600)")
 
     def interrupt(line):
@@ -187,7 +187,7 @@ def test_ctrl_c_stops_it_and_says_what_was_learnt(cfg, worker):
     assert "traced in 0.5 s" in outcome.failure
 
 
-def test_a_crash_of_the_compiler_says_its_last_words(cfg, worker):
+def test_a_crash_of_the_compiler_shows_its_last_lines(cfg, worker):
     worker("""
     print("Check failed: rank == 2 (3 vs. 2)", file=sys.stderr, flush=True)
     os.kill(os.getpid(), signal.SIGABRT)
@@ -197,19 +197,19 @@ def test_a_crash_of_the_compiler_says_its_last_words(cfg, worker):
     assert "Check failed: rank == 2" in outcome.failure
 
 
-def test_an_error_of_the_step_says_what_it_was(cfg, worker):
+def test_an_error_of_the_step_is_shown(cfg, worker):
     worker("raise TypeError('no such dtype')")
     assert "TypeError: no such dtype" in _run(cfg).failure
 
 
-def test_a_topology_that_is_not_known_starts_nothing(cfg, worker, tmp_path):
+def test_an_unknown_topology_starts_nothing(cfg, worker, tmp_path):
     worker(_reports(tmp_path / "count"))
-    outcome = compile_in_subprocess(cfg, "v6f:2x2", name="tiny", cache_dir=None)
+    outcome = _run(cfg, "v6f:2x2")
     assert "unknown accelerator 'v6f'" in outcome.failure
     assert not (tmp_path / "count").exists()
 
 
-def test_no_time_at_all_is_refused(cfg):
+def test_a_time_limit_of_zero_is_refused(cfg):
     with pytest.raises(ValueError, match=r"timeout_seconds=0"):
         _run(cfg, timeout_seconds=0)
 

@@ -105,12 +105,12 @@ def test_times_and_prices_go_together(tiny):
     assert each.tokens_per_second == pytest.approx((work.tokens / 8 / high, work.tokens / 8 / low))
     price = each.candidate.topology.accelerator.dollars_per_hour
     dollars = price * 8 * low / 3600 * 1e9 / work.tokens
-    assert each.dollars_per_billion[0] == pytest.approx(dollars)
+    assert each.dollars_per_billion_tokens[0] == pytest.approx(dollars)
     days, whole = each.whole_run(2e9)
     assert whole[0] == pytest.approx(2 * dollars)
     assert days[1] == pytest.approx(high * 2e9 / work.tokens / 86_400)
     cheaper = Estimator(work, rules_of(cfg), {"h100": price / 2})(each.candidate)
-    assert cheaper.dollars_per_billion[0] == pytest.approx(dollars / 2)
+    assert cheaper.dollars_per_billion_tokens[0] == pytest.approx(dollars / 2)
 
 
 def test_recomputation_adds_the_decoders_forward_pass(tiny):

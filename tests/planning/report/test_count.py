@@ -13,9 +13,11 @@ from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 from moelib.planning.compiled.compile_step import no_compilation_cache
 from moelib.planning.compiled.examine import slice_indices
 from moelib.planning.hardware.topologies import topology
-from moelib.planning.report.count import step_report
+from moelib.planning.hlo.program import parse
+from moelib.planning.report.count import count
 from moelib.planning.report.step_report import total
 from moelib.train.compiler_options import BY_DEVICE_KIND
+from tests.planning.report.test_step_report import make_report
 
 L, B, D = 6, 64, 512
 
@@ -39,7 +41,8 @@ def _report(where, function, *arguments):
             .lower(*shapes)
             .compile(compiler_options=dict(BY_DEVICE_KIND[where.accelerator.device_kind]))
         )
-    return step_report(compiled, name="x", topology=where.name, mesh=dict(mesh.shape))
+    program = parse(compiled.as_text())
+    return make_report(model_flops=0, **count(compiled, program, mesh.shape))
 
 
 @pytest.fixture(scope="module")
