@@ -11,12 +11,12 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 
-from moelib.checkpoint.checkpointer import CheckpointSaveError
+from moelib.checkpoint.checkpointer import Checkpointer, CheckpointSaveError
 from moelib.core.config import did_you_mean
 from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
@@ -31,6 +31,7 @@ from moelib.train.profiler import ProfilerWindow
 from moelib.train.report import RunReport, evaluation_text, progress_text
 from moelib.train.signals import StopRequest
 from moelib.train.step import NON_FINITE
+from moelib.train.summary_writer import SummaryWriter
 from moelib.train.throughput import Throughput
 from moelib.train.watchdog import Watchdog
 
@@ -41,85 +42,36 @@ class NonFiniteError(FloatingPointError):
     """A step whose loss or parameters are not finite."""
 
 
-class LoopTrainer(Protocol):
-    """The part of a trainer that the loop uses; see `moelib.train.trainer.SpmdTrainer`."""
+class LoopParts(NamedTuple):
+    """Parts of a trainer that the loop drives."""
 
-    step: int
-    restored_metrics: Scalars
-
-    @property
-    def config(self) -> Any:
-        """A `SpmdTrainer.Config`."""
-        ...
-
-    @property
-    def checkpointer(self) -> Any:
-        """The checkpointer, if the config has one."""
-        ...
-
-    @property
-    def summary_writer(self) -> Any:
-        """The writer of metrics."""
-        ...
-
-    @property
-    def input(self) -> Input:
-        """The training input."""
-        ...
-
-    @property
-    def input_state(self) -> dict[str, Any] | None:
-        """Position in the data after the last step, or None at the beginning."""
-        ...
-
-    @property
-    def batch_sharding(self) -> jax.sharding.NamedSharding:
-        """Sharding of the arrays [B, S] of a batch."""
-        ...
-
-    @property
-    def evalers(self) -> Mapping[str, SpmdEvaler]:
-        """The evalers, by name."""
-        ...
-
-    def mesh(self) -> jax.sharding.Mesh:
-        """Returns the mesh."""
-        ...
-
-    def flops_per_token(self) -> float | None:
-        """Returns the training FLOPs per token, or None if unknown."""
-        ...
-
-    def model_params_for_eval(self) -> Any:
-        """Returns the parameters to evaluate."""
-        ...
-
-    def run_step(self, batch: Any, *, input_state: dict[str, Any] | None = None) -> PackedMetrics:
-        """Dispatches a step."""
-        ...
-
-    def save_checkpoint(self, metrics: dict[str, float] | None = None) -> None:
-        """Starts to write a checkpoint."""
-        ...
-
-    def describe(self) -> str:
-        """Returns one line about the model and the mesh."""
-        ...
+    config: Any  # A `SpmdTrainer.Config`.
+    mesh: jax.sharding.Mesh
+    batch_sharding: jax.sharding.NamedSharding  # Of the arrays [B, S] of a batch.
+    flops_per_token: float | None  # Of training; None if unknown.
+    description: str  # Shown before the first step.
+    open_input: Callable[[], Input]  # Opens the training input.
+    evalers: Mapping[str, SpmdEvaler]
+    checkpointer: Checkpointer | None
+    summary_writer: SummaryWriter
+    run_step: Callable[..., PackedMetrics]  # (batch, input_state=) -> metrics; dispatches a step.
+    eval_params: Callable[[], Any]  # Returns the parameters to evaluate.
+    save: Callable[[Scalars], None]  # Starts to save the state, with the metrics of evaluations.
+    start_step: int  # Step of the current state.
+    input_state: dict[str, Any] | None  # Position in the data then, None at the beginning.
+    restored_metrics: Scalars  # Metrics of the evaluations at that step.
 
 
 class TrainLoop:
     """One run of a trainer, from its current state to the end."""
 
-    def __init__(self, trainer: LoopTrainer) -> None:
-        """Takes a trainer that has its state. To be used inside `jax.set_mesh`."""
-        cfg = trainer.config
-        self.trainer = trainer
-        self._checkpointer = None if cfg.checkpointer is None else trainer.checkpointer
-        self._start_step = trainer.step
+    def __init__(self, parts: LoopParts) -> None:
+        """Prepares a run; to be used inside `jax.set_mesh`."""
+        self._parts, self._config = parts, parts.config
+        cfg = parts.config
+        self._step = parts.start_step
         self._throughput = Throughput(
-            trainer.flops_per_token(),
-            list(trainer.mesh().devices.flat),
-            cfg.train_dtype or "float32",
+            parts.flops_per_token, list(parts.mesh.devices.flat), cfg.train_dtype or "float32"
         )
         self._last: Scalars = {}  # Metrics of the last step that was checked.
         self._last_report: Scalars = {}
@@ -131,7 +83,7 @@ class TrainLoop:
         self._stopped_by: str | None = None
         self._pending: tuple[int, PackedMetrics] | None = None  # Dispatched, not yet checked.
         self._summaries: Scalars = {}  # Metrics of the evaluations after the current step.
-        self._saved_step: int | None = trainer.step or None
+        self._saved_step: int | None = parts.start_step or None
         self._skipped_save = False  # Whether the last checkpoint was not written: not finite.
         self._num_slots = cfg.input.global_batch_size * cfg.input.seq_len
         self._stop = StopRequest()
@@ -140,28 +92,29 @@ class TrainLoop:
             cfg.watchdog_timeout_seconds, crash_timeout_seconds=cfg.crash_on_hang_timeout_seconds
         )
         self._is_main = jax.process_index() == 0
-        self._progress = Progress("step", cfg.max_step, start=trainer.step, enabled=self._is_main)
+        self._progress = Progress(
+            "step", cfg.max_step, start=parts.start_step, enabled=self._is_main
+        )
 
     def run(self) -> dict[str, Any]:
         """Takes the steps; see `SpmdTrainer.run`."""
         begin = time.perf_counter()
-        trainer = self.trainer
+        parts = self._parts
         with contextlib.ExitStack() as stack:
-            stack.callback(trainer.summary_writer.close)
-            if self._checkpointer is not None:
-                stack.callback(self._checkpointer.close)
+            stack.callback(parts.summary_writer.close)
+            if parts.checkpointer is not None:
+                stack.callback(parts.checkpointer.close)
             stack.callback(self._profiler.stop)
             stack.enter_context(self._stop)
             stack.enter_context(self._progress)
             stack.enter_context(self._watchdog)
-            self._progress.log(trainer.describe())
-            if trainer.step:
-                self._progress.log(f"restored step {trainer.step} from {trainer.checkpointer.dir}")
-                # Evaluations that the stopped run had no time for.
-                self._evaluate(trainer.step, done=trainer.restored_metrics)
-            if trainer.step < trainer.config.max_step:
-                for evaler in trainer.evalers.values():  # Errors surface before the first step.
-                    evaler.open_input(trainer.mesh())
+            self._progress.log(parts.description)
+            if self._step and parts.checkpointer is not None:
+                self._progress.log(f"restored step {self._step} from {parts.checkpointer.dir}")
+                self._evaluate(done=parts.restored_metrics)  # The stopped run had no time for it.
+            if self._step < self._config.max_step:
+                for evaler in parts.evalers.values():  # Errors surface before the first step.
+                    evaler.open_input(parts.mesh)
                 self._take_steps(stack.enter_context(self._open_input()))
             self._end()
         if self._is_main:
@@ -170,23 +123,22 @@ class TrainLoop:
             "loss": self._last.get("loss"),
             "aux": self._last,
             "evaler_summaries": self._evaluations,
-            "step": trainer.step,
+            "step": self._step,
             "stopped_by": self._stopped_by,
         }
 
     def _open_input(self) -> Prefetcher[Any]:
         """Returns the training batches, from the position of the state."""
-        trainer = self.trainer
-        sharding, rows = trainer.batch_sharding, trainer.config.input.global_batch_size
-        batches = trainer.input.iterator(*host_rows(sharding, rows))
-        if trainer.input_state is not None:
-            batches.restore(trainer.input_state)
+        parts, cfg = self._parts, self._config
+        sharding, batch_size = parts.batch_sharding, cfg.input.global_batch_size
+        batches = parts.open_input().iterator(*host_rows(sharding, batch_size))
+        if parts.input_state is not None:
+            batches.restore(parts.input_state)
         if self._is_main:
-            save_tokenizer(trainer.config.input, trainer.config.dir)
-        return Prefetcher(batches, lambda batch: put_batch(batch, sharding, rows))
+            save_tokenizer(cfg.input, cfg.dir)
+        return Prefetcher(batches, lambda batch: put_batch(batch, sharding, batch_size))
 
     def _take_steps(self, feed: Prefetcher[Any]) -> None:
-        trainer, max_step = self.trainer, self.trainer.config.max_step
         first = self._next_batch(feed)
         if first is None:
             return
@@ -194,7 +146,7 @@ class TrainLoop:
         self._take_step(first, feed)
         self._progress.log(f"first step, compilation included: {time.perf_counter() - begin:.1f} s")
         self._throughput.restart()  # Rates do not include the compilation.
-        while not self._after_step() and trainer.step < max_step:
+        while not self._after_step() and self._step < self._config.max_step:
             batch = self._next_batch(feed)
             if batch is None:
                 return
@@ -210,12 +162,12 @@ class TrainLoop:
 
     def _take_step(self, batch: Any, feed: Prefetcher[Any]) -> None:
         """Dispatches a step, and checks the one before while it runs."""
-        trainer = self.trainer
-        self._profiler.before_step(trainer.step + 1)
-        with jax.profiler.StepTraceAnnotation("train", step_num=trainer.step + 1):
-            packed = trainer.run_step(batch, input_state=feed.state())
+        self._profiler.before_step(self._step + 1)
+        with jax.profiler.StepTraceAnnotation("train", step_num=self._step + 1):
+            packed = self._parts.run_step(batch, input_state=feed.state())
         self._check_pending()
-        self._pending, self._summaries = (trainer.step, packed), {}
+        self._step += 1
+        self._pending, self._summaries = (self._step, packed), {}
 
     def _check_pending(self) -> None:
         """Waits for the last dispatched step, if it has not been checked yet, and checks it."""
@@ -225,7 +177,7 @@ class TrainLoop:
         scalars = unpack(packed)
         self._watchdog.beat(step)
         self._throughput.step_done(scalars["num_tokens"], self._num_slots)
-        self._last, cfg = scalars, self.trainer.config
+        self._last, cfg = scalars, self._config
         cross_entropy = scalars.get("cross_entropy", scalars["loss"])
         self._losses.append((scalars["num_tokens"], scalars["loss"], cross_entropy))
         if scalars[NON_FINITE] and cfg.stop_on_nan:
@@ -239,7 +191,7 @@ class TrainLoop:
         logged = {name: value for name, value in scalars.items() if name != NON_FINITE}
         logged |= language_metrics(scalars) | self._last_report
         mean_loss, mean_cross_entropy = self._mean_losses()
-        self.trainer.summary_writer.write(step, logged | {"mean_loss": mean_loss})
+        self._parts.summary_writer.write(step, logged | {"mean_loss": mean_loss})
         shown = logged | {"loss": mean_loss}
         if "cross_entropy" in shown:
             shown["cross_entropy"] = mean_cross_entropy
@@ -256,11 +208,11 @@ class TrainLoop:
         what = f"the loss is {scalars['objective']}"
         if math.isfinite(scalars["objective"]):
             what = f"the loss is {scalars['objective']:.4f}, but parameters after it are not finite"
-        back = "There is no checkpoint before it."
-        if self._checkpointer is not None:
-            self._checkpointer.wait()
-            if (good := self._checkpointer.latest_step()) is not None:
-                back = f"The last good checkpoint is of step {good}, in {self._checkpointer.dir}."
+        back, saver = "There is no checkpoint before it.", self._parts.checkpointer
+        if saver is not None:
+            saver.wait()
+            if (good := saver.latest_step()) is not None:
+                back = f"The last good checkpoint is of step {good}, in {saver.dir}."
         return NonFiniteError(
             f"step {step}: {what} (gradient norm {scalars.get('gradient_norm', math.nan):.4g}). "
             f"{back} Lower the learning rate, or set learner.skip to skip such steps."
@@ -273,38 +225,36 @@ class TrainLoop:
 
         A request to stop is served before an evaluation, which the resumed run then makes up for.
         """
-        step = self.trainer.step
-        if self._profiler.ends_after(step):
+        if self._profiler.ends_after(self._step):
             self._check_pending()
             self._profiler.stop()
-        if self._stop_requested(step):
+        if self._stop_requested():
             return True
-        summaries = self._evaluate(step)
-        saver = self._checkpointer
-        if saver is not None and saver.should_save(step=step, summaries=summaries):
+        summaries = self._evaluate()
+        saver = self._parts.checkpointer
+        if saver is not None and saver.should_save(step=self._step, summaries=summaries):
             self._save(summaries)
-        return self._stop_requested(step)
+        return self._stop_requested()
 
-    def _stop_requested(self, step: int) -> bool:
-        if not self._stop.asked(step):
+    def _stop_requested(self) -> bool:
+        if not self._stop.asked(self._step):
             return False
         self._stopped_by = self._stop.signal_name
-        saving = "saving and " if self._checkpointer is not None else ""
-        self._progress.log(f"{self._stopped_by}: {saving}stopping after step {step}")
+        saving = "saving and " if self._parts.checkpointer is not None else ""
+        self._progress.log(f"{self._stopped_by}: {saving}stopping after step {self._step}")
         return True
 
-    def _evaluate(self, step: int, *, done: Scalars | None = None) -> Scalars:
+    def _evaluate(self, done: Scalars | None = None) -> Scalars:
         """Runs the evalers that are due; returns "<evaler>/<metric>" of all of them.
 
         Args:
-            step: The current step.
             done: Metrics of the evalers that have run at this step already.
         """
-        trainer = self.trainer
+        step, parts = self._step, self._parts
         ran = {name.partition("/")[0] for name in done or {}}
         due = {
             name: evaler
-            for name, evaler in trainer.evalers.items()
+            for name, evaler in parts.evalers.items()
             if name not in ran and evaler.should_evaluate(step=step)
         }
         if not due:
@@ -312,13 +262,13 @@ class TrainLoop:
         self._check_pending()
         found: Scalars = {}
         with self._throughput.spent_on("evaluation"):
-            params = trainer.model_params_for_eval()
+            params = parts.eval_params()
             for name, evaler in due.items():
                 scalars = evaler.evaluate(
-                    params, trainer.mesh(), on_batch=lambda _: self._watchdog.beat(step)
+                    params, parts.mesh, on_batch=lambda _: self._watchdog.beat(step)
                 )
                 self._evaluations[name] = scalars
-                trainer.summary_writer.write(step, scalars, group=name)
+                parts.summary_writer.write(step, scalars, group=name)
                 found |= {f"{name}/{metric}": value for metric, value in scalars.items()}
                 self._progress.log(f"step {step}  {name}: {evaluation_text(scalars)}")
         self._summaries = found
@@ -327,12 +277,12 @@ class TrainLoop:
     def _save(self, summaries: Scalars) -> None:
         """Starts to save the state, unless it is not finite."""
         self._check_pending()
-        step = self.trainer.step
+        step = self._step
         if self._last.get(NON_FINITE):
             logger.error("NO CHECKPOINT of step %d: its state is not finite.", step)
             self._skipped_save = True
             return
-        metric = self.trainer.checkpointer.config.best_metric
+        metric = self._config.checkpointer.best_metric
         if metric is not None and summaries and metric not in summaries:
             evaler = metric.partition("/")[0]
             if any(name.startswith(f"{evaler}/") for name in summaries):
@@ -340,13 +290,13 @@ class TrainLoop:
                     f"checkpointer.best_metric is {metric!r}; {did_you_mean(metric, summaries)}"
                 )
         with self._throughput.spent_on("checkpoint"):
-            self.trainer.save_checkpoint(summaries)
+            self._parts.save(summaries)
         self._saved_step, self._skipped_save = step, False
 
     def _end(self) -> None:
         """Checks the last step, and makes sure that its state is saved."""
         self._check_pending()
-        step, saver = self.trainer.step, self._checkpointer
+        step, saver = self._step, self._parts.checkpointer
         if saver is None:
             return
         if step != self._saved_step:
@@ -365,14 +315,14 @@ class TrainLoop:
     # After the run.
 
     def _report(self, wall_seconds: float) -> RunReport:
-        cfg, rates = self.trainer.config, self._throughput.overall()
+        cfg, rates = self._config, self._throughput.overall()
         if "device_memory_gb" in self._last_report:
             rates["device_memory_gb"] = self._last_report["device_memory_gb"]
         return RunReport(
             name=cfg.name,
-            step=self.trainer.step,
+            step=self._step,
             max_step=cfg.max_step,
-            start_step=self._start_step,
+            start_step=self._parts.start_step,
             stopped_by=self._stopped_by,
             loss=self._mean_losses()[0] if self._losses else None,
             num_loss_steps=len(self._losses),
@@ -386,13 +336,13 @@ class TrainLoop:
 
     def _files(self) -> list[tuple[str, str]]:
         """Returns (kind, path) of everything that the run wrote."""
-        cfg, writer = self.trainer.config, self.trainer.summary_writer.config
+        cfg, writer = self._config, self._parts.summary_writer.config
         files = [("config", os.path.join(cfg.dir, CONFIG_FILE))]
         if "json_lines" in writer.formats:
             files.append(("metrics", writer.jsonl_path))
         if "tensorboard" in writer.formats:
             files.append(("TensorBoard", writer.dir))
-        saver = self._checkpointer
+        saver = self._parts.checkpointer
         if saver is not None and (step := saver.latest_step()) is not None:
             files.append(("checkpoint", f"step {step} in {saver.config.dir}"))
         if cfg.start_trace_steps:

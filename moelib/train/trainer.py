@@ -40,7 +40,7 @@ from moelib.train.compiler_options import BY_DEVICE_KIND
 from moelib.train.evaler import SpmdEvaler
 from moelib.train.identity import CONFIG_FILE, check_directory, config_hash, write_config
 from moelib.train.input_state import gather_input_state, input_state_of
-from moelib.train.loop import TrainLoop
+from moelib.train.loop import LoopParts, TrainLoop
 from moelib.train.memory import check_memory
 from moelib.train.no_gradient import warn_without_gradient
 from moelib.train.settings import check_batch, check_config, completed
@@ -446,7 +446,27 @@ class SpmdTrainer(Module):
                 write_config(cfg, cfg.dir)
             self.summary_writer.resume(self.step)
             self.summary_writer.write_text(self.step, "config", cfg.debug_string())
-            return TrainLoop(self).run()
+            return self._loop().run()
+
+    def _loop(self) -> TrainLoop:
+        parts = LoopParts(
+            config=self.config,
+            mesh=self.mesh(),
+            batch_sharding=self.batch_sharding,
+            flops_per_token=self.flops_per_token(),
+            description=self.describe(),
+            open_input=lambda: self.input,
+            evalers=self._evalers,
+            checkpointer=None if self.config.checkpointer is None else self.checkpointer,
+            summary_writer=self.summary_writer,
+            run_step=self.run_step,
+            eval_params=self.model_params_for_eval,
+            save=self.save_checkpoint,
+            start_step=self.step,
+            input_state=self._input_state,
+            restored_metrics=self.restored_metrics,
+        )
+        return TrainLoop(parts)
 
     @nowrap
     def describe(self) -> str:
