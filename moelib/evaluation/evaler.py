@@ -7,7 +7,7 @@ import jax
 
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.metrics import Scalars
-from moelib.core.module import Module, nowrap
+from moelib.core.module import nowrap
 from moelib.data.input import load_tokenizer
 from moelib.evaluation.evaluations import Evaluation, run_evaluations
 from moelib.evaluation.multiple_choice import task_evaluation
@@ -31,14 +31,8 @@ class TaskEvaler(SpmdEvaler):
         # sequence per part of the batch that the mesh makes.
         batch_tokens: int = BATCH_TOKENS
 
-    def __init__(
-        self, cfg: Any, *, parent: Module | None, model: Any, train_dtype: str | None = None
-    ) -> None:
-        """Creates the evaler like `SpmdEvaler`; reads no file."""
-        super().__init__(cfg, parent=parent, model=model, train_dtype=train_dtype)
-        self._model, self._train_dtype = model, train_dtype
-        self._evaluations: list[Evaluation] = []
-        self._scorer: Scorer | None = None
+    _scorer: Scorer | None = None  # Created, with the evaluations, by open_input.
+    _evaluations: Sequence[Evaluation] = ()
 
     @nowrap
     def open_input(self, mesh: jax.sharding.Mesh) -> None:
@@ -91,7 +85,7 @@ class TaskEvaler(SpmdEvaler):
             ValueError: If the input has no token to predict, or a score is not a number.
         """
         scalars = super().evaluate(params, mesh, on_batch=on_batch)
-        assert self._scorer is not None  # Created by open_input.
+        assert self._scorer is not None
         found = run_evaluations(self._scorer, params, self._evaluations, on_batch=on_batch)
         return scalars | {
             f"{name}/{metric}": value.value

@@ -227,12 +227,9 @@ def generate_tokens(
             f"seeds has {len(seeds)} numbers for {len(prompts)} prompts; set one per prompt."
         )
     vocab_size = _vocab_size(model, settings)
+    draws = [(settings.seed, i) if seeds is None else (seeds[i], 0) for i in range(len(prompts))]
     begun = [
-        Prompt(
-            ids,
-            _limit(i, ids, settings, vocab_size),
-            *((settings.seed, i) if seeds is None else (seeds[i], 0)),
-        )
+        Prompt(ids, _limit(i, ids, settings, vocab_size), *draws[i])
         for i, ids in enumerate(prompts)
     ]
     decoding = Decoding(

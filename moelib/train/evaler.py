@@ -49,6 +49,7 @@ class SpmdEvaler(Module):
         """
         super().__init__(cfg, parent=parent)
         self._policy = self.config.eval_policy.instantiate()
+        self._model, self._train_dtype = model, train_dtype
         self._step_fn = make_eval_step(model, train_dtype=train_dtype)
         self._input: Input | None = None
         self._compiled: Callable[..., Any] | None = None

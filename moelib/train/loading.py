@@ -64,9 +64,16 @@ class LoadedModel:
     dtype: str | None
     mesh: Mesh | None
 
-    def on_mesh(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns a context that sets the mesh and the run's sharding rules."""
-        return _on_mesh(self.mesh, self.config)
+    @contextlib.contextmanager
+    def on_mesh(self) -> Iterator[None]:
+        """Sets the mesh, if there is one, and the run's sharding rules in the block."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(kernel_backends())
+            if self.mesh is not None:
+                rules = getattr(self.config, "sharding_rules", None) or {}
+                stack.enter_context(jax.set_mesh(self.mesh))
+                stack.enter_context(sharding.sharding_rules(rules))
+            yield
 
     def at_step(self, step: int | None) -> "LoadedModel":
         """Returns the same model with the parameters of another step; None for the newest."""
@@ -125,9 +132,8 @@ def load_model(
         raise UserError(f"step {step}: {folder} is a Hugging Face folder, without steps; unset it.")
     cfg: Any = _read_config(folder, module_dir) if run else None
     model_cfg = cfg.model if run else pretrained.read_config(folder)[0]
-    published = read_json(
-        os.path.join(folder, pretrained.CONFIG_FILE)
-    )  # Also of a converted model.
+    published = read_json(os.path.join(folder, pretrained.CONFIG_FILE))  # Converted models too.
+    seq_len = getattr(cfg and cfg.input, "seq_len", None)
     try:
         tokenizer = tokenizer_of_model(folder, model_cfg.vocab_size, cfg and cfg.input)
     except UserError as error:
@@ -143,7 +149,7 @@ def load_model(
         stop_ids=_stop_ids(folder, tokenizer),
         config=cfg,
         step=None,
-        max_length=published.get("max_position_embeddings") or _seq_len(cfg),
+        max_length=published.get("max_position_embeddings", seq_len),
         dtype=_dtype(folder, dtype, cfg, published),
         mesh=as_mesh(mesh, cfg.mesh_axis_names if run else MESH_AXIS_NAMES),
     )
@@ -152,11 +158,6 @@ def load_model(
     read = pretrained.load_pretrained(folder, dtype=loaded.dtype, mesh=loaded.mesh)
     model = read.cfg.instantiate(parent=None)
     return dataclasses.replace(loaded, model=model, parameters=read.params)
-
-
-def _seq_len(cfg: Any) -> int | None:
-    """Returns the sequence length that a run trains with; None for a converted model."""
-    return None if cfg is None else getattr(cfg.input, "seq_len", None)
 
 
 def _dtype(folder: str, dtype: str | None, cfg: Any, published: Mapping[str, Any]) -> str | None:
@@ -180,16 +181,6 @@ def as_mesh(mesh: Mesh | str | None, axis_names: Sequence[str] = MESH_AXIS_NAMES
         return mesh
     shape = parse_mesh(mesh, axis_names=axis_names, num_devices=jax.device_count())
     return create_device_mesh(shape, axis_names)
-
-
-@contextlib.contextmanager
-def _on_mesh(mesh: Mesh | None, cfg: Any) -> Iterator[None]:
-    with kernel_backends():
-        if mesh is None:
-            yield
-            return
-        with jax.set_mesh(mesh), sharding.sharding_rules((cfg and cfg.sharding_rules) or {}):
-            yield
 
 
 def _cast_one_by_one(parameters: Nested, specs: Nested, dtype: str) -> Nested:

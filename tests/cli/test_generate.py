@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+import moelib
 from moelib.cli import generate
 from moelib.core.command_line import parse_flags
 from moelib.core.errors import UserError
@@ -85,6 +86,18 @@ def test_each_prompt_of_a_file_is_continued_as_it_is_alone(command, tmp_path, ca
         assert len(record["tokens"]) <= 12
         command("--prompt", record["prompt"], "--temperature=0")
         assert capsys.readouterr().out == record["prompt"] + record["text"] + "\n"
+
+
+def test_texts_in_a_notebook(run, capsys):
+    trainer_dir = str(run)
+    # --8<-- [start:python]
+    model = moelib.load_model(trainer_dir)
+    prompts = ["document number", "many"]
+    for completion in moelib.generate(model, prompts, max_new_tokens=8, temperature=0.0):
+        print(completion.text, completion.tokens)
+    # --8<-- [end:python]
+    texts = capsys.readouterr().out.splitlines()
+    assert len(texts) == 2
 
 
 @pytest.mark.slow
