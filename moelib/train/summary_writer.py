@@ -1,6 +1,7 @@
 """Metrics by step, written as JSON lines and as TensorBoard event files."""
 
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -52,13 +53,15 @@ class SummaryWriter(Module):
 
     def __init__(self, cfg: Any, *, parent: Module | None) -> None:
         super().__init__(cfg, parent=parent)
-        is_main, formats = jax.process_index() == 0, self.config.formats
-        self._writes_json = is_main and "json_lines" in formats
-        self._writes_events = is_main and "tensorboard" in formats
         self._events: dict[str, _EventFile] = {}
         self._json_lines: Any = None
         self._purge_step: int | None = None
         self._num_failures = 0
+
+    @functools.cached_property
+    def _formats(self) -> Sequence[str]:
+        """Formats that this process writes. Initializes JAX's devices, unlike building a writer."""
+        return self.config.formats if jax.process_index() == 0 else ()
 
     @nowrap
     def resume(self, step: int) -> None:
@@ -67,7 +70,7 @@ class SummaryWriter(Module):
         If that fails, an error is logged, and the later lines stay.
         """
         self._purge_step = step + 1
-        if not self._writes_json:
+        if "json_lines" not in self._formats:
             return
         path = self.config.jsonl_path
         try:
@@ -89,7 +92,7 @@ class SummaryWriter(Module):
             group: "train" or the name of an evaler, which precedes the names in JSON.
         """
         with self._failures_logged(step):
-            if self._writes_json:
+            if "json_lines" in self._formats:
                 prefix = "" if group == "train" else f"{group}/"
                 values = {
                     f"{prefix}{name}": x if math.isfinite(x) else None
@@ -97,14 +100,14 @@ class SummaryWriter(Module):
                 }
                 line = {"step": step, "time": round(time.time(), 3), **values}
                 self._open_json_lines().write(json.dumps(line) + "\n")
-            if self._writes_events:
+            if "tensorboard" in self._formats:
                 tags = {tensorboard_tag(name): value for name, value in scalars.items()}
                 self._event_file(group).add_scalars(step, tags)
 
     @nowrap
     def write_text(self, step: int, title: str, text: str) -> None:
         """Writes text for TensorBoard's text tab, shown as it is, without Markdown."""
-        if self._writes_events:
+        if "tensorboard" in self._formats:
             with self._failures_logged(step):
                 self._event_file("train").add_text(step, title, text)
 

@@ -8,18 +8,9 @@ import pytest
 
 import moelib
 from moelib.cli import main
+from moelib.core.config import UnknownFieldError
 
 TINY = ("train", "--module=experiments.flame_moe", "--config=flame-moe-tiny")
-
-
-def run_moelib(*args, module="moelib", cwd=None, **env):
-    """Runs a command in a process of its own."""
-    command = [sys.executable, "-m", module, *args]
-    path = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": path, **env}
-    return subprocess.run(
-        command, check=False, capture_output=True, text=True, timeout=120, cwd=cwd, env=env
-    )
 
 
 def test_help_lists_every_command(capsys):
@@ -83,20 +74,23 @@ def test_commands_import_nothing_heavy_for_help():
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-@pytest.mark.parametrize("module", ["moelib", "moelib.launch"])
-def test_a_missing_store_is_one_line_that_names_the_cure(module, tmp_path):
-    args = TINY if module == "moelib" else TINY[1:]
-    done = run_moelib(
-        *args, f"--data_dir={tmp_path}", f"--trainer_dir={tmp_path}/run", module=module
-    )
-    assert done.returncode == 2, done.stderr
-    last = done.stderr.splitlines()[-1]
+def test_a_missing_store_is_one_line_that_names_the_cure(tmp_path, capsys):
+    assert main.run([*TINY, f"--data_dir={tmp_path}", f"--trainer_dir={tmp_path}/run"]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("moelib train: ")
     assert f"{tmp_path}/text" in last
     assert "moelib prepare" in last
-    assert "Traceback" not in done.stderr
 
 
-def test_machines_without_tpus_print_nothing_of_them(tmp_path):
+@pytest.mark.parametrize("module", ["moelib", "moelib.launch"])
+def test_modules_run_as_commands(module):
+    command = [sys.executable, "-m", module, "--no_such"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "'--no_such'" in done.stderr
+
+
+def test_machines_without_tpus_print_nothing_about_them():
     env = {name: value for name, value in os.environ.items() if not name.startswith("TPU_")}
     env.pop("JAX_PLATFORMS", None)
     code = (
@@ -109,21 +103,35 @@ def test_machines_without_tpus_print_nothing_of_them(tmp_path):
     assert (done.stdout, done.stderr) == ("cpu\n", "")
 
 
+@pytest.fixture
+def broken(tmp_path, monkeypatch):
+    """Returns a function that runs `moelib config` on a module of one line."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def run(line, *flags):
+        (tmp_path / "broken.py").write_text(f"{line}\n")
+        monkeypatch.delitem(sys.modules, "broken", raising=False)
+        return main.run(["config", "--module=broken", "--config=a", *flags])
+
+    return run
+
+
+def test_an_error_of_the_user_names_the_line_of_their_module(broken, capsys):
+    line = "from experiments import flame_moe; flame_moe.tiny().set(max_stp=3)"
+    assert broken(line) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("moelib config: ")
+    assert "'max_stp'" in error
+    assert "(broken.py:1; --traceback" in error
+    with pytest.raises(UnknownFieldError):
+        broken(line, "--traceback")
+
+
 @pytest.mark.parametrize(
-    ("line", "shown"),
-    [
-        ("open('/no/such/file')", "Traceback"),
-        ("raise ValueError('a bug')", "Traceback"),
-        ("from experiments import flame_moe; flame_moe.tiny().set(max_stp=3)", "broken.py:1; "),
-    ],
+    ("line", "error"),
+    [("open('/no/such/file')", FileNotFoundError), ("raise ValueError('a bug')", ValueError)],
 )
-def test_an_error_of_the_users_module_names_its_line(line, shown, tmp_path):
-    (tmp_path / "broken.py").write_text(f"{line}\n")
-    done = run_moelib("config", "--module=broken", "--config=a", cwd=tmp_path)
-    assert done.returncode == (1 if shown == "Traceback" else 2)
-    assert shown in done.stderr
-    assert "broken.py" in done.stderr
-    shown_on_request = run_moelib(
-        "config", "--module=broken", "--config=a", "--traceback", cwd=tmp_path
-    )
-    assert 'broken.py", line 1' in shown_on_request.stderr
+def test_other_errors_of_the_users_module_keep_their_traceback(broken, line, error):
+    with pytest.raises(error):
+        broken(line)

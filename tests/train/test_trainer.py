@@ -4,6 +4,9 @@ import errno
 import json
 import math
 import os
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -352,3 +355,13 @@ def test_on_v6e_gathers_run_on_the_sparse_cores(tmp_path):
     options = trainer.compiler_options()
     assert options["xla_tpu_enable_sparse_core_collective_offload_all_gather"] == "true"
     assert options["xla_tpu_scoped_vmem_limit_kib"] == "65536"
+
+
+def test_building_a_trainer_initializes_no_device():
+    code = (
+        "from experiments import flame_moe;"
+        "flame_moe.tiny().set(dir='unused').instantiate(parent=None)"
+    )
+    env = {**os.environ, "JAX_PLATFORMS": "no_such_platform"}
+    root = pathlib.Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", code], check=True, env=env, cwd=root)
