@@ -9,10 +9,10 @@ from jaxtyping import Array, Float
 
 
 class Activation(enum.Enum):
-    """What stands between the two matmuls of a feed-forward layer."""
+    """The function between the two matmuls of a feed-forward layer."""
 
     SWIGLU = "swiglu"  # silu(gate) * up. Source: Shazeer, arXiv:2002.05202.
-    CLAMPED_SWIGLU = "clamped_swiglu"  # Of GPT-OSS, arXiv:2508.10925.
+    CLAMPED_SWIGLU = "clamped_swiglu"  # Clamped, as in GPT-OSS, arXiv:2508.10925.
     GEGLU = "geglu"  # gelu(gate) * up.
     GELU = "gelu"
     SILU = "silu"
@@ -25,7 +25,7 @@ class Activation(enum.Enum):
 
     @property
     def function(self) -> Callable[..., Array]:
-        """The elementwise function of as many arrays; the same object each time."""
+        """The elementwise function of one or two arrays; the same object at each access."""
         return _GATED[self] if self in _GATED else _PLAIN[self]
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,10 +12,17 @@ from moelib.core import tree
 from moelib.core.config import ConfigOr, DType, config_class, did_you_mean, maybe_instantiate
 from moelib.core.context import CACHE, fold_name
 from moelib.core.errors import UserError
+from moelib.core.metrics import maximum, weighted
 from moelib.core.module import Module, nowrap
-from moelib.core.param import Initializer, ParameterSpec, is_spec
+from moelib.core.param import Axes, Initializer, ParameterSpec, is_spec
 from moelib.core.tree import Nested
 from moelib.layers import initializers
+
+
+def bias_spec(shape: Sequence[int], axes: Axes, **fields: Any) -> ParameterSpec:
+    """Returns the spec of a parameter that starts at 0 and has no weight decay."""
+    zeros = initializers.constant(0.0)
+    return ParameterSpec(tuple(shape), axes, initializer=zeros, weight_decay_scale=0.0, **fields)
 
 
 class BaseLayer(Module):
@@ -106,6 +113,13 @@ class BaseLayer(Module):
         del child
         return None
 
+    def _check_positive(self, *fields: str) -> None:
+        """Raises UserError unless these config fields are above 0, or None."""
+        for field in fields:
+            value = getattr(self.config, field)
+            if value is not None and not value > 0:
+                raise UserError(f"{self._title()}: {field}={value}; set it above 0.")
+
     # -- What a layer uses while it runs ---------------------------------------------------------
 
     @property
@@ -128,6 +142,29 @@ class BaseLayer(Module):
     def put_cache(self, **arrays: jax.Array) -> None:
         """Returns this layer's cache to the caller, with the tokens of this call included."""
         self.get_invocation_context().add("state_updates", CACHE, arrays)
+
+    @nowrap
+    def add_activation_summary(
+        self, name: str, x: jax.Array, mask: jax.Array | None = None
+    ) -> None:
+        """Logs the mean, root mean square and largest magnitude of an activation.
+
+        They are the summaries `<name>_mean`, `<name>_rms` and `<name>_max`, computed in float32.
+
+        Args:
+            name: Name of the activation.
+            x: Activation of any shape.
+            mask: False for padding, over the first dimensions of x ([B, S]); None counts all.
+        """
+        x = jax.lax.stop_gradient(x).astype(jnp.float32)
+        count = jnp.asarray(x.size, jnp.float32)
+        if mask is not None:
+            count = jnp.mean(mask, dtype=jnp.float32) * count
+            x = jnp.where(mask.reshape(*mask.shape, *(1,) * (x.ndim - mask.ndim)), x, 0.0)
+        total = jnp.maximum(count, 1.0)
+        self.add_summary(f"{name}_mean", weighted(jnp.sum(x) / total, count))
+        self.add_summary(f"{name}_rms", weighted(jnp.sqrt(jnp.sum(x * x) / total), count))
+        self.add_summary(f"{name}_max", maximum(jnp.max(jnp.abs(x))))
 
     # -- The walk over the tree ------------------------------------------------------------------
 
@@ -194,7 +231,7 @@ class BaseLayer(Module):
             prebuilt: Parameters that are used instead of initial ones; a part of the tree.
 
         Raises:
-            ValueError: If a prebuilt parameter does not exist, or has another shape.
+            UserError: If a prebuilt parameter does not exist, or has another shape.
         """
         prebuilt, layers = prebuilt or {}, self._layers()
         own = {name: value for name, value in prebuilt.items() if name not in layers}
@@ -250,13 +287,13 @@ class BaseLayer(Module):
         """Returns the specs of this layer's own parameters, with dtype and initializer set.
 
         Raises:
-            ValueError: If a dimension is below 1.
+            UserError: If a dimension is below 1.
         """
         dtype = self._inherited("dtype") or "float32"
         specs = self._create_layer_parameter_specs()
         for name, spec in specs.items():
             if any(size < 1 for size in spec.shape):
-                raise ValueError(
+                raise UserError(
                     f"{self._title()}: the shape of {name!r} is {spec.shape} (axes {spec.axes}); "
                     "set the sizes of which it is made to 1 or more."
                 )
@@ -283,16 +320,16 @@ class BaseLayer(Module):
         return params
 
     def _check_prebuilt(self, prebuilt: Nested) -> None:
-        """Raises ValueError unless prebuilt own parameters exist and have the right shapes."""
+        """Raises UserError unless prebuilt own parameters exist and have the right shapes."""
         specs = dict(tree.flatten_items(self.layer_parameter_specs(), is_spec))
         for name, value in tree.flatten_items(prebuilt, lambda x: isinstance(x, dict) and not x):
             if name not in specs:
-                raise ValueError(
+                raise UserError(
                     f"{self._title()}: no parameter or layer for the prebuilt {name!r}; "
                     + did_you_mean(name, {*specs, *self.children})
                 )
             if jnp.shape(value) != specs[name].shape:
-                raise ValueError(
+                raise UserError(
                     f"{self._title()}: the prebuilt {name!r} has shape {jnp.shape(value)}; it must "
                     f"be {specs[name].shape}."
                 )

@@ -18,7 +18,7 @@ class Embedding(BaseLayer):
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg: Embedding.Config = self.config
-        # A lookup sums nothing: fan-in is 1 for a table, D where it serves as the head.
+        # Fan-in is that of a tied output head, D; a lookup alone has no sum.
         return {
             "weight": ParameterSpec(
                 (cfg.num_embeddings, cfg.dim), ("vocab", "embed"), fan_axes=FanAxes((1,), (0,))
@@ -26,7 +26,7 @@ class Embedding(BaseLayer):
         }
 
     def forward(self, ids: Int[Array, "B S"]) -> Float[Array, "B S D"]:
-        """Returns the vectors of the ids. Ids outside the table give NaN, no other's vector."""
+        """Returns the vectors of the ids; NaN for ids outside the table."""
         rows = self.parameters["weight"].at[ids]
         return rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 

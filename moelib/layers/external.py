@@ -1,7 +1,7 @@
-"""A layer from elsewhere: any two functions of which one makes parameters and one applies them.
+"""A layer of another library: two functions, one that creates parameters and one that applies them.
 
-Modules of Flax and Equinox, or plain functions, so become part of a model: their parameters stand
-in its tree, are split over a mesh, trained, saved and restored like those of any layer here.
+Modules of Flax and Equinox, or plain functions, so become part of a model: their parameters are in
+its tree, and are sharded, trained, saved and restored like those of any layer.
 """
 
 import inspect
@@ -18,9 +18,10 @@ from moelib.core.config import (
     Required,
     config_class,
 )
-from moelib.core.context import Nested
+from moelib.core.errors import UserError
 from moelib.core.module import Module, nowrap
 from moelib.core.param import ParameterSpec, is_spec
+from moelib.core.tree import Nested
 from moelib.layers.base import BaseLayer
 
 
@@ -29,8 +30,8 @@ class InitApply(NamedTuple):
 
     Attributes:
         init: (random key) -> parameters, any tree of arrays.
-        apply: (parameters, inputs) -> outputs, or `Updated`. It is called with the inputs that the
-            layer is called with, and with `prng_key` and `is_training` if it names them.
+        apply: (parameters, inputs) -> outputs, or `Updated`. It receives the layer's inputs, and
+            `prng_key` and `is_training` if it has parameters of these names.
     """
 
     init: Callable[[jax.Array], Any]
@@ -38,11 +39,11 @@ class InitApply(NamedTuple):
 
 
 class Updated(NamedTuple):
-    """What `apply` returns if a call changes parameters, such as running means.
+    """The result of an `apply` that changes parameters, such as running means.
 
     Attributes:
-        outputs: What the layer returns.
-        changed: New values of parameters that are not trained: a part of their tree.
+        outputs: The layer's outputs.
+        changed: New values of untrained parameters: a part of their tree.
     """
 
     outputs: Any
@@ -50,29 +51,29 @@ class Updated(NamedTuple):
 
 
 class ExternalLayer(BaseLayer):
-    """A layer made of an `InitApply`.
+    """A layer that consists of an `InitApply`.
 
-    A parameter's name is its path in the tree that `init` makes, with "/" between the parts.
+    A parameter's name is its path in the tree that `init` returns, with "/" between the parts.
     Integers and booleans are not trained. Vectors and scalars are trained without weight decay.
     """
 
     @config_class
     class Config(BaseLayer.Config):
         functions: Required[InstantiableConfig] = REQUIRED  # Builds an InitApply, or such a pair.
-        input_dim: int | None = None  # D; where `functions` has an `input_dim` that is not set.
-        # (regex for a parameter's name, its logical axes); those of no rule are on every device.
+        input_dim: int | None = None  # D, passed to `functions` if it has an unset `input_dim`.
+        # (regex of a parameter's name, its logical axes); parameters without a rule are replicated.
         axes: Sequence[tuple[str, Sequence[str | None]]] = ()
-        fixed: Sequence[str] = ()  # Regexes for names of parameters that are not trained.
-        # Whether apply computes each token by itself; if not, texts are written without a cache.
+        fixed: Sequence[str] = ()  # Regexes of the names of parameters that are not trained.
+        # Whether apply computes each token separately; False generates text without a KV cache.
         token_by_token: bool = False
-        # Forward FLOPs a token; None for 2 of each trained entry that is not of a vector.
+        # Forward FLOPs per token; None counts 2 per trained entry of arrays of rank 2 or more.
         flops_per_token: float | None = None
 
     def __init__(self, cfg: Config, *, parent: Module | None) -> None:
-        """Builds the functions, and traces `init` for the shapes of what it makes.
+        """Builds the functions, and traces `init` for the shapes of the parameters.
 
         Raises:
-            ValueError: If rules for names match none, or do not fit what they match.
+            UserError: If a rule matches no name, or does not fit the parameter.
         """
         super().__init__(cfg, parent=parent)
         cfg = self.config
@@ -81,8 +82,8 @@ class ExternalLayer(BaseLayer):
             functions = functions.clone(input_dim=cfg.input_dim)
         made = functions.instantiate()
         if not (isinstance(made, tuple) and len(made) == 2 and all(map(callable, made))):
-            raise ValueError(
-                f"{self._title()}: functions builds {type(made).__name__}; let it return the two "
+            raise UserError(
+                f"{self._title()}: functions builds {type(made).__name__}; it must return the two "
                 "functions (init, apply)."
             )
         self._init, self._apply = made
@@ -92,7 +93,7 @@ class ExternalLayer(BaseLayer):
         try:
             self._shapes = jax.eval_shape(self._init, key)
         except TypeError as error:
-            error.add_note(f"{self._title()}: init must make a tree of arrays and nothing else.")
+            error.add_note(f"{self._title()}: init must return a tree of arrays only.")
             raise
         self._specs = self._specs_of(self._shapes)
 
@@ -100,11 +101,13 @@ class ExternalLayer(BaseLayer):
         cfg: ExternalLayer.Config = self.config
         leaves, nested = dict(tree.flatten_items(shapes)), tree.to_nested(shapes)
         if "" in leaves:
-            raise ValueError(f"{self._title()}: init makes one array; let it make {{name: array}}.")
+            raise UserError(
+                f"{self._title()}: init returns an array; it must return {{name: array}}."
+            )
         if "cache" in nested or len(tree.flatten_items(nested)) < len(jax.tree.leaves(shapes)):
-            raise ValueError(
-                f"{self._title()}: init makes {', '.join(leaves)}; let no two have the same name, "
-                'nor any begin with "cache".'
+            raise UserError(
+                f"{self._title()}: init returns {', '.join(leaves)}; names must be unique, and "
+                'must not begin with "cache".'
             )
         axes = tree.match_rules(nested, cfg.axes, default=None, place=f"{self._title()}: axes")
         rules = [(pattern, True) for pattern in cfg.fixed]
@@ -116,13 +119,13 @@ class ExternalLayer(BaseLayer):
     ) -> ParameterSpec:
         floating = jnp.issubdtype(leaf.dtype, jnp.floating)
         if not floating and not jnp.issubdtype(leaf.dtype, jnp.integer) and leaf.dtype != bool:
-            raise ValueError(
-                f"{self._title()}: {name!r} is of dtype {leaf.dtype}; let init make real numbers, "
-                "integers and booleans, and let apply take random keys as `prng_key`."
+            raise UserError(
+                f"{self._title()}: {name!r} has dtype {leaf.dtype}; init must return real numbers, "
+                "integers or booleans, and apply takes random keys as `prng_key`."
             )
         if 0 in leaf.shape:
-            raise ValueError(
-                f"{self._title()}: the shape of {name!r} is {leaf.shape}; let sizes be 1 or more."
+            raise UserError(
+                f"{self._title()}: the shape of {name!r} is {leaf.shape}; sizes must be 1 or more."
             )
         dtype = self._inherited("dtype") if floating else None
         try:
@@ -134,7 +137,7 @@ class ExternalLayer(BaseLayer):
                 weight_decay_scale=float(leaf.ndim > 1),
             )
         except ValueError as error:
-            raise ValueError(f"{self._title()}: axes of {name!r}: {error}") from error
+            raise UserError(f"{self._title()}: axes of {name!r}: {error}") from error
 
     @nowrap
     def layer_parameter_specs(self) -> Nested:
@@ -151,11 +154,11 @@ class ExternalLayer(BaseLayer):
 
     @property
     def sees_other_tokens(self) -> bool:
-        """Whether a token's output may depend on other tokens, of which nothing is kept."""
+        """Whether a token's output may depend on other tokens, which no cache holds."""
         return not self.config.token_by_token
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
-        """Returns what `apply` makes of the parameters and these inputs."""
+        """Returns the outputs of `apply` for the parameters and these inputs."""
         context = self.get_invocation_context()
         if "prng_key" in self._own_inputs:
             named_inputs["prng_key"] = context.key()

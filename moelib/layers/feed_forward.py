@@ -18,7 +18,7 @@ class FeedForward(BaseLayer):
     class Config(BaseLayer.Config):
         input_dim: Required[int] = REQUIRED  # D.
         hidden_dim: Required[int] = REQUIRED  # F.
-        activation: Activation = Activation.SWIGLU
+        activation: Activation = Activation.SWIGLU  # Between the two matmuls.
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg: FeedForward.Config = self.config
@@ -40,7 +40,7 @@ class FeedForward(BaseLayer):
     def forward(
         self, x: Float[Array, "B S D"], mask: Bool[Array, "B S"] | None = None
     ) -> Float[Array, "B S D"]:
-        """Returns the layer's output. The mask of valid tokens is of no use here."""
+        """Returns the layer's output; the mask of valid tokens is not needed."""
         del mask
         up, down = (self.parameters[name].astype(x.dtype) for name in ("up", "down"))
         parts = [save_activation(jnp.einsum("bsd,df->bsf", x, w), "feed_forward_up") for w in up]

@@ -1,7 +1,7 @@
-"""Initial values of parameters: functions that return `(key, spec) -> values`.
+"""Initializers of parameters: functions that return `(key, spec) -> values`.
 
-A layer's keys are derived from the parameter's path, so values depend neither on the mesh nor on
-the order of layers.
+Keys are derived from each parameter's path, so values depend neither on the mesh nor on the order
+of layers.
 """
 
 import math
@@ -23,7 +23,7 @@ def normal(std: float = 0.02) -> Initializer:
 
 
 def truncated_normal(std: float = 0.02, bound: float = 3.0) -> Initializer:
-    """Returns an initializer that draws from N(0, std^2), redrawn beyond `bound` * std."""
+    """Returns an initializer that draws from N(0, std^2), truncated at +-`bound` * std."""
 
     def init(key: jax.Array, spec: ParameterSpec) -> jax.Array:
         values = jax.random.truncated_normal(key, -bound, bound, spec.shape, jnp.float32)
@@ -59,7 +59,7 @@ def variance_scaling(
 
 
 def constant(value: float = 0.0) -> Initializer:
-    """Returns an initializer that fills with one value."""
+    """Returns an initializer to a constant value."""
 
     def init(key: jax.Array, spec: ParameterSpec) -> jax.Array:
         del key

@@ -5,18 +5,17 @@ from jaxtyping import Array, Float
 
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.param import Axes, FanAxes, ParameterSpec
-from moelib.layers import initializers
-from moelib.layers.base import BaseLayer
+from moelib.layers.base import BaseLayer, bias_spec
 
 
 class Linear(BaseLayer):
-    """A linear map of the last dimension."""
+    """A linear map of the last dimension, with an optional bias."""
 
     @config_class
     class Config(BaseLayer.Config):
-        input_dim: Required[int] = REQUIRED
-        output_dim: Required[int] = REQUIRED
-        bias: bool = False
+        input_dim: Required[int] = REQUIRED  # D.
+        output_dim: Required[int] = REQUIRED  # F.
+        bias: bool = False  # Whether a learned bias is added.
         axes: tuple[str | None, str | None] = ("embed", None)  # Logical axes of the weight.
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
@@ -28,12 +27,7 @@ class Linear(BaseLayer):
             )
         }
         if cfg.bias:
-            specs["bias"] = ParameterSpec(
-                (cfg.output_dim,),
-                axes[1:],
-                initializer=initializers.constant(0.0),
-                weight_decay_scale=0.0,
-            )
+            specs["bias"] = bias_spec((cfg.output_dim,), axes[1:])
         return specs
 
     def forward(self, x: Float[Array, "... D"]) -> Float[Array, "... F"]:

@@ -7,16 +7,16 @@ from jaxtyping import Array, Float
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.param import ParameterSpec
 from moelib.layers import initializers
-from moelib.layers.base import BaseLayer
+from moelib.layers.base import BaseLayer, bias_spec
 
 
 class BaseNorm(BaseLayer):
-    """A normalisation of the last dimension with a learned scale."""
+    """A normalization of the last dimension with a learned scale."""
 
     @config_class
     class Config(BaseLayer.Config):
-        dim: Required[int] = REQUIRED
-        eps: float = 1e-6
+        dim: Required[int] = REQUIRED  # D.
+        eps: float = 1e-6  # Added to the mean square before the square root.
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         ones = initializers.constant(1.0)
@@ -24,7 +24,7 @@ class BaseNorm(BaseLayer):
         return {"scale": ParameterSpec(shape, ("norm",), initializer=ones, weight_decay_scale=0.0)}
 
     def _scaled(self, x: Float[Array, "... D"], name: str = "scale") -> Float[Array, "..."]:
-        """Returns a parameter [D] in float32 with as many dimensions as x."""
+        """Returns a parameter in float32, with the rank of x."""
         return jnp.asarray(self.parameters[name], jnp.float32)[(None,) * (x.ndim - 1)]
 
 
@@ -32,7 +32,7 @@ class RMSNorm(BaseNorm):
     """x / rms(x) * scale. Source: Zhang and Sennrich, arXiv:1910.07467, eq. 4."""
 
     def forward(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        """Returns the normalised x, in the dtype of x."""
+        """Returns the normalized x, in the dtype of x."""
         x32 = x.astype(jnp.float32)
         inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x32), -1, keepdims=True) + self.config.eps)
         return (x32 * inverse * self._scaled(x)).astype(x.dtype)
@@ -43,24 +43,21 @@ class LayerNorm(BaseNorm):
 
     @config_class
     class Config(BaseNorm.Config):
-        eps: float = 1e-5
-        bias: bool = True
+        eps: float = 1e-5  # Added to the variance before the square root.
+        bias: bool = True  # Whether a learned bias is added.
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         specs = super()._create_layer_parameter_specs()
         if self.config.bias:
-            zeros = initializers.constant(0.0)
-            specs["bias"] = ParameterSpec(
-                (self.config.dim,), ("norm",), initializer=zeros, weight_decay_scale=0.0
-            )
+            specs["bias"] = bias_spec((self.config.dim,), ("norm",))
         return specs
 
     def forward(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        """Returns the normalised x, in the dtype of x."""
+        """Returns the normalized x, in the dtype of x."""
         x32 = x.astype(jnp.float32)
-        centred = x32 - jnp.mean(x32, -1, keepdims=True)
-        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(centred), -1, keepdims=True) + self.config.eps)
-        y = centred * inverse * self._scaled(x)
+        centered = x32 - jnp.mean(x32, -1, keepdims=True)
+        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(centered), -1, keepdims=True) + self.config.eps)
+        y = centered * inverse * self._scaled(x)
         if self.config.bias:
             y = y + self._scaled(x, "bias")
         return y.astype(x.dtype)

@@ -7,6 +7,7 @@ and the result would have to be identical.
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -16,6 +17,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from moelib.core.config import did_you_mean
+from moelib.core.errors import UserError
 
 # The members of `jax.checkpoint_policies` that are policies; the others there build policies.
 REMAT_POLICIES = (
@@ -27,17 +29,23 @@ REMAT_POLICIES = (
 
 _ROUTING = "routing"
 
-_seen: ContextVar[set[str] | None] = ContextVar("moelib_seen_names", default=None)
-_saved: ContextVar[frozenset[str]] = ContextVar("moelib_saved_names", default=frozenset())
-# (names, names seen) of each block traced inside `names_checked_together`.
-_group: ContextVar[list[tuple[Sequence[str], set[str]]] | None] = ContextVar(
-    "moelib_remat_group", default=None
-)
+
+@dataclasses.dataclass
+class _Scope:
+    """The names in a block that is being traced, or in a group of blocks."""
+
+    saved: tuple[str, ...] = ()  # Names that the block saves or offloads.
+    wanted: tuple[str, ...] = ()  # Names that must be seen by the end of the scope.
+    is_group: bool = False  # Whether the blocks inside leave the check to this scope.
+    seen: set[str] = dataclasses.field(default_factory=set)
+
+
+_scope: ContextVar[_Scope | None] = ContextVar("moelib_remat_scope", default=None)
 
 
 def save_activation(x: jax.Array, name: str) -> jax.Array:
     """Returns x, named so that `remat` can save or offload it."""
-    _see(name)
+    is_saved(name)
     return checkpoint_name(x, name)
 
 
@@ -51,14 +59,10 @@ def is_saved(name: str) -> bool:
 
     For layers that pass the name on to a kernel instead of calling `save_activation`.
     """
-    _see(name)
-    return name in _saved.get()
-
-
-def _see(name: str) -> None:
-    seen = _seen.get()
-    if seen is not None:
-        seen.add(name)
+    if (scope := _scope.get()) is None:
+        return False
+    scope.seen.add(name)
+    return name in scope.saved
 
 
 def remat(
@@ -78,20 +82,20 @@ def remat(
         offload: Names of the activations to save in the host's memory.
 
     Raises:
-        ValueError: If the policy is unknown, or combined with names, or a name is in both lists;
+        UserError: If the policy is unknown, or combined with names, or a name is in both lists;
             and when the block is traced, if it lacks a name (see `names_checked_together`).
     """
     if policy is not None and policy not in REMAT_POLICIES:
-        raise ValueError(
+        raise UserError(
             f"remat policy {policy!r} is unknown; {did_you_mean(policy, REMAT_POLICIES)}"
         )
     names = (*keep, *offload)
     if policy is not None and names:
-        raise ValueError(
+        raise UserError(
             f"remat: policy is {policy!r} and {', '.join(names)} are named; set one of the two."
         )
     if twice := sorted(set(keep) & set(offload)):
-        raise ValueError(f"remat: {', '.join(twice)} cannot be both kept and offloaded.")
+        raise UserError(f"remat: {', '.join(twice)} cannot be both kept and offloaded.")
     policies = jax.checkpoint_policies
     chosen = policies.save_only_these_names(*keep, _ROUTING)
     if policy is not None:
@@ -104,56 +108,42 @@ def remat(
             offload_dst="pinned_host",
         )
     checkpoint = functools.partial(jax.checkpoint, policy=chosen, prevent_cse=prevent_cse)
-    return lambda fn: checkpoint(_checked(fn, names))
-
-
-def _checked(fn: Callable, names: Sequence[str]) -> Callable:
-    """Returns fn, which when traced raises ValueError if it lacks a name."""
     if not names:
-        return fn
+        return checkpoint
 
-    @functools.wraps(fn)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with _recorded(names) as seen:
-            result = fn(*args, **kwargs)
-        if (group := _group.get()) is None:
-            _check_names(names, seen)
-        else:
-            group.append((names, seen))
-        return result
+    def wrap(fn: Callable) -> Callable:
+        @functools.wraps(fn)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with _traced(names, names):
+                return fn(*args, **kwargs)
 
-    return run
+        return checkpoint(run)
+
+    return wrap
+
+
+def names_checked_together() -> contextlib.AbstractContextManager[None]:
+    """Makes it enough that one of the blocks traced inside has a name; checks them at the end."""
+    outer = _scope.get()
+    return _traced(() if outer is None else outer.saved, is_group=True)
 
 
 @contextlib.contextmanager
-def names_checked_together() -> Iterator[None]:
-    """Makes it enough that one of the blocks traced inside has a name; checks them at the end."""
-    group: list[tuple[Sequence[str], set[str]]] = []
-    token = _group.set(group)
+def _traced(
+    saved: tuple[str, ...], wanted: tuple[str, ...] = (), is_group: bool = False
+) -> Iterator[None]:
+    """Traces a scope. Raises UserError at its end if it lacks a name, or leaves that to a group."""
+    outer, scope = _scope.get(), _Scope(saved, wanted, is_group)
+    token = _scope.set(scope)
     try:
         yield
     finally:
-        _group.reset(token)
-    seen = set[str]().union(*(each for _, each in group))
-    for names, _ in group:
-        _check_names(names, seen)
-
-
-def _check_names(names: Sequence[str], seen: set[str]) -> None:
-    for name in names:
-        if name not in seen:
-            raise ValueError(f"remat: no block has {name!r}; {did_you_mean(name, seen)}")
-
-
-@contextlib.contextmanager
-def _recorded(names: Sequence[str]) -> Iterator[set[str]]:
-    """Makes `names` the saved ones, and yields the set of the names that are seen inside."""
-    outer, seen = _seen.get(), set[str]()
-    tokens = _seen.set(seen), _saved.set(frozenset(names))
-    try:
-        yield seen
-    finally:
-        _seen.reset(tokens[0])
-        _saved.reset(tokens[1])
-        if outer is not None:
-            outer |= seen
+        _scope.reset(token)
+    if outer is not None:
+        outer.seen |= scope.seen
+        if outer.is_group:
+            outer.wanted += scope.wanted
+            return
+    for name in scope.wanted:
+        if name not in scope.seen:
+            raise UserError(f"remat: no block has {name!r}; {did_you_mean(name, scope.seen)}")

@@ -1,4 +1,7 @@
-"""Rotary position embeddings, in the half-split form."""
+"""Rotary position embeddings, in the half-split form.
+
+Shapes: R rotated entries of a head, Dh head dimension.
+"""
 
 import math
 
@@ -7,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from moelib.core.config import REQUIRED, Required, config_class
+from moelib.core.errors import UserError
 from moelib.core.module import Module, nowrap
 from moelib.layers.base import BaseLayer
 
@@ -19,7 +23,7 @@ class RotaryEmbedding(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        theta: float = 10_000.0
+        theta: float = 10_000.0  # Base of the frequencies.
         rotary_dim: int | None = None  # R, even; the whole head if None.
 
     def forward(
@@ -29,8 +33,8 @@ class RotaryEmbedding(BaseLayer):
         cfg: RotaryEmbedding.Config = self.config
         dim = x.shape[-1] if cfg.rotary_dim is None else cfg.rotary_dim
         if dim % 2 or not 0 < dim <= x.shape[-1]:
-            raise ValueError(
-                f"{self._title()}: rotary_dim is {dim}; it must be even and at most the head's "
+            raise UserError(
+                f"{self._title()}: rotary_dim={dim}; set an even number from 2 to head_dim="
                 f"{x.shape[-1]}."
             )
         angle = positions[:, :, None, None].astype(jnp.float32) * self.frequencies(dim)[None, None]
@@ -43,69 +47,60 @@ class RotaryEmbedding(BaseLayer):
 
     @nowrap
     def frequencies(self, dim: int) -> Float[Array, "1 n"]:
-        """Returns the radians a position by which each of the dim / 2 pairs is rotated."""
+        """Returns the rotation of each of the dim / 2 pairs, in radians per position."""
         return self.config.theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)[None]
 
     @property
     def _factor(self) -> float:
-        """What rotated entries are multiplied by."""
+        """Multiplies the rotated entries."""
         return 1.0
 
 
 class LinearRotaryEmbedding(RotaryEmbedding):
-    """Rotary embedding that divides positions by `factor`.
+    """Rotary embedding with positions divided by `factor` (position interpolation).
 
     Source: Chen et al., arXiv:2306.15595, eq. 4.
     """
 
     @config_class
     class Config(RotaryEmbedding.Config):
-        factor: Required[float] = REQUIRED  # Context length over the original one.
+        factor: Required[float] = REQUIRED  # Context length over the original one, at least 1.
 
     def __init__(self, cfg: Config, *, parent: Module | None) -> None:
         super().__init__(cfg, parent=parent)
-        if self.config.factor < 1:
-            raise ValueError(
-                f"{self._title()}: factor is {self.config.factor}; set it to 1 or more."
-            )
+        _check_at_least_one(self, "factor")
 
     @nowrap
     def frequencies(self, dim: int) -> Float[Array, "1 n"]:
-        """Returns the radians a position by which each of the dim / 2 pairs is rotated."""
+        """Returns the rotation of each of the dim / 2 pairs, in radians per position."""
         return super().frequencies(dim) / self.config.factor
 
 
 class Llama3RotaryEmbedding(RotaryEmbedding):
     """Rotary embedding for contexts `factor` times longer, as in Llama 3.1.
 
-    Pairs that turn more than `high_freq_factor` times within the original context rotate as before,
-    those that turn less than `low_freq_factor` times `factor` times slower, those between in
-    between, linearly in the number of turns.
+    Pairs that turn more than `high_freq_factor` times within the original context keep their
+    frequency; those that turn less than `low_freq_factor` times rotate `factor` times slower. In
+    between, the frequency is interpolated linearly in the number of turns.
 
     Source: Grattafiori et al., The Llama 3 Herd of Models, arXiv:2407.21783, and its code.
     """
 
     @config_class
     class Config(RotaryEmbedding.Config):
-        factor: Required[float] = REQUIRED
-        original_context: Required[int] = REQUIRED  # Tokens.
-        low_freq_factor: float = 1.0  # Turns.
-        high_freq_factor: float = 4.0  # Turns.
+        factor: Required[float] = REQUIRED  # Context length over the original one, at least 1.
+        original_context: Required[int] = REQUIRED  # Original context length, in tokens.
+        low_freq_factor: float = 1.0  # Turns below which pairs are slowed by `factor`.
+        high_freq_factor: float = 4.0  # Turns above which pairs keep their frequency.
 
     def __init__(self, cfg: Config, *, parent: Module | None) -> None:
         super().__init__(cfg, parent=parent)
         cfg = self.config
-        ends = cfg.high_freq_factor > cfg.low_freq_factor > 0
-        if cfg.factor < 1 or cfg.original_context < 1 or not ends:
-            raise ValueError(
-                f"{self._title()}: factor {cfg.factor} must be at least 1, original_context "
-                f"{cfg.original_context} at least 1, and high_freq_factor {cfg.high_freq_factor} "
-                f"above low_freq_factor {cfg.low_freq_factor}, above 0."
-            )
+        _check_extension(self, "high_freq_factor", "low_freq_factor")
 
     @nowrap
     def frequencies(self, dim: int) -> Float[Array, "1 n"]:
-        """Returns the radians a position by which each of the dim / 2 pairs is rotated."""
+        """Returns the rotation of each of the dim / 2 pairs, in radians per position."""
         cfg: Llama3RotaryEmbedding.Config = self.config
         plain = super().frequencies(dim)
         turns = plain * (cfg.original_context / (2 * math.pi))
@@ -114,59 +109,73 @@ class Llama3RotaryEmbedding(RotaryEmbedding):
         return plain * kept + plain / cfg.factor * (1 - kept)
 
 
+def _check_at_least_one(layer: BaseLayer, *fields: str) -> None:
+    for field in fields:
+        if (value := getattr(layer.config, field)) < 1:
+            raise UserError(f"{layer._title()}: {field}={value}; set it to 1 or more.")
+
+
+def _check_extension(layer: BaseLayer, fast: str, slow: str) -> None:
+    """Raises UserError unless a longer context and the ends of its ramp are valid."""
+    _check_at_least_one(layer, "factor", "original_context")
+    cfg = layer.config
+    if not getattr(cfg, fast) > getattr(cfg, slow) > 0:
+        raise UserError(
+            f"{layer._title()}: {fast}={getattr(cfg, fast)}, {slow}={getattr(cfg, slow)}; set "
+            f"{fast} above {slow}, and both above 0."
+        )
+
+
 def yarn_mscale(factor: float, m: float = 1.0) -> float:
-    """Returns 0.1 m ln(factor) + 1: what keeps scores from flattening in a longer context.
+    """Returns 0.1 m ln(factor) + 1, which keeps scores from flattening in a longer context.
 
     DeepSeek's attention multiplies its scores by the square, with m = mscale_all_dim.
 
     Args:
         factor: Context length over the original one, at least 1.
-        m: How much of the paper's correction is made; 0 for none.
+        m: Strength of the correction; 1 as in the paper, 0 for none.
 
     Raises:
-        ValueError: If the factor is below 1.
+        UserError: If the factor is below 1.
 
     Source: Peng et al., arXiv:2309.00071, eq. 22.
     """
     if factor < 1:
-        raise ValueError(f"yarn_mscale: factor is {factor}; set it to 1 or more.")
+        raise UserError(f"yarn_mscale: factor={factor}; set it to 1 or more.")
     return 0.1 * m * math.log(factor) + 1
 
 
 class YarnRotaryEmbedding(RotaryEmbedding):
-    """Rotary embedding for contexts `factor` times longer than those first trained on.
+    """Rotary embedding for contexts `factor` times longer than the original one (YaRN).
 
-    Pairs that turn more than `beta_fast` times within the original context rotate as before, those
-    that turn less than `beta_slow` times `factor` times slower, those between in between.
+    Pairs that turn more than `beta_fast` times within the original context keep their frequency;
+    those that turn less than `beta_slow` times rotate `factor` times slower. In between, the
+    frequency is interpolated linearly in the number of the pair.
 
     Source: Peng et al., arXiv:2309.00071, eq. 17 to 23.
     """
 
     @config_class
     class Config(RotaryEmbedding.Config):
-        factor: Required[float] = REQUIRED  # s: context length over the original one.
-        original_context: Required[int] = REQUIRED  # Tokens.
-        beta_fast: float = 32.0
-        beta_slow: float = 1.0
-        truncate: bool = True  # Whether the ends of the ramp are whole pairs; GPT-OSS: not.
-        attention_factor: float | None = None  # Of queries and of keys; if None,
-        mscale: float = 1.0  # yarn_mscale(s, mscale) over
-        mscale_all_dim: float = 0.0  # yarn_mscale(s, mscale_all_dim), as in DeepSeek-V2.
+        factor: Required[float] = REQUIRED  # s: context length over the original one, at least 1.
+        original_context: Required[int] = REQUIRED  # Original context length, in tokens.
+        beta_fast: float = 32.0  # Turns above which pairs keep their frequency.
+        beta_slow: float = 1.0  # Turns below which pairs are slowed by `factor`.
+        truncate: bool = True  # Whether the ramp starts and ends at whole pairs (GPT-OSS: False).
+        # Multiplies rotated queries and rotated keys. None sets it to
+        # yarn_mscale(s, mscale) / yarn_mscale(s, mscale_all_dim), as in DeepSeek-V2.
+        attention_factor: float | None = None
+        mscale: float = 1.0  # m of the numerator of attention_factor.
+        mscale_all_dim: float = 0.0  # m of its denominator; 0 for a denominator of 1.
 
     def __init__(self, cfg: Config, *, parent: Module | None) -> None:
         super().__init__(cfg, parent=parent)
         cfg = self.config
-        if cfg.factor < 1 or cfg.original_context < 1 or not cfg.beta_fast > cfg.beta_slow > 0:
-            raise ValueError(
-                f"{self._title()}: factor {cfg.factor} must be at least 1, original_context "
-                f"{cfg.original_context} at least 1, and beta_fast {cfg.beta_fast} above beta_slow "
-                f"{cfg.beta_slow}, above 0."
-            )
+        _check_extension(self, "beta_fast", "beta_slow")
         if cfg.attention_factor is not None and (cfg.mscale, cfg.mscale_all_dim) != (1, 0):
-            raise ValueError(
-                f"{self._title()}: attention_factor is {cfg.attention_factor}, so mscale "
-                f"{cfg.mscale} and mscale_all_dim {cfg.mscale_all_dim} would say nothing; leave "
-                "out the one or the others."
+            raise UserError(
+                f"{self._title()}: attention_factor={cfg.attention_factor} overrides mscale="
+                f"{cfg.mscale} and mscale_all_dim={cfg.mscale_all_dim}; set only one of the two."
             )
 
     @nowrap
@@ -185,7 +194,7 @@ class YarnRotaryEmbedding(RotaryEmbedding):
 
     @nowrap
     def frequencies(self, dim: int) -> Float[Array, "1 n"]:
-        """Returns the radians a position by which each of the dim / 2 pairs is rotated."""
+        """Returns the rotation of each of the dim / 2 pairs, in radians per position."""
         low, high = self.ramp_ends(dim)
         ramp = (np.arange(dim // 2) - low) / max(high - low, 1e-3)
         slowed = jnp.asarray(np.clip(ramp, 0, 1), jnp.float32)[None]

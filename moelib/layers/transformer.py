@@ -1,7 +1,7 @@
 """Transformer layers, and stacks of them as a loop or as a scan over repeated blocks."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxtyping import Array, Bool, Float, Int
 
@@ -11,10 +11,12 @@ from moelib.core.config import (
     Required,
     config_class,
 )
+from moelib.core.errors import UserError
 from moelib.core.module import nowrap, remat_in_context, scan_in_context
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.base import BaseLayer
 from moelib.layers.feed_forward import FeedForward
+from moelib.layers.moe.balance import add_pooled_balance_loss, balance_pool
 from moelib.layers.norm import BaseNorm, RMSNorm
 from moelib.layers.remat import names_checked_together
 from moelib.parallel.sharding import constrain
@@ -26,9 +28,9 @@ class TransformerLayer(BaseLayer):
     @config_class
     class Config(BaseLayer.Config):
         input_dim: Required[int] = REQUIRED  # D.
-        self_attention: BaseLayer.Config = GroupedQueryAttention.default_config()
-        feed_forward: BaseLayer.Config = FeedForward.default_config()  # Or a MoELayer.
-        norm: BaseNorm.Config = RMSNorm.default_config()
+        self_attention: BaseLayer.Config = GroupedQueryAttention.default_config()  # Mixes tokens.
+        feed_forward: BaseLayer.Config = FeedForward.default_config()  # Or an MoELayer.
+        norm: BaseNorm.Config = RMSNorm.default_config()  # Of the inputs of both.
 
     def __init__(self, cfg: Config, *, parent: BaseLayer | None) -> None:
         super().__init__(cfg, parent=parent)
@@ -51,8 +53,8 @@ class TransformerLayer(BaseLayer):
         Args:
             x: The residual stream.
             positions: Position of each token in its document.
-            segment_ids: The document of each token in its row; None for one document a row.
-            mask: False for padding; None if there is none.
+            segment_ids: Number of each token's document; None for one document per sequence.
+            mask: False for padding; None for no padding.
         """
         stream = ("batch", "residual_sequence", "activation_embed")
         y = self.self_attention(
@@ -63,13 +65,19 @@ class TransformerLayer(BaseLayer):
 
 
 class BaseStack(BaseLayer):
-    """L transformer layers: first layers, each by itself, then a block of layers, repeated."""
+    """L transformer layers: individual first layers, then a repeated block of layers.
+
+    The outermost stack adds the balance loss of MoE layers whose scope is ALL_LAYERS.
+    """
+
+    pools_balance_loss: ClassVar[bool] = True
 
     @config_class
     class Config(BaseLayer.Config):
         input_dim: Required[int] = REQUIRED  # D.
         num_layers: Required[int] = REQUIRED  # L, the first layers included.
         first_layers: list[BaseLayer.Config] = []  # Layers before the repeated block.
+        # Layers of the block, repeated until there are num_layers.
         block: list[BaseLayer.Config] = [TransformerLayer.default_config()]
         # Wraps each first layer and each block for recomputation (moelib.layers.remat.remat); None
         # saves all activations.
@@ -80,9 +88,9 @@ class BaseStack(BaseLayer):
         cfg = self.config
         repeated = cfg.num_layers - len(cfg.first_layers)
         if not cfg.block or repeated < 0 or repeated % len(cfg.block):
-            raise ValueError(
-                f"{self._title()}: {cfg.num_layers} layers less {len(cfg.first_layers)} first ones "
-                f"do not divide into blocks of {len(cfg.block)}; change num_layers."
+            raise UserError(
+                f"{self._title()}: num_layers={cfg.num_layers}, less {len(cfg.first_layers)} first "
+                f"layers, does not divide into blocks of {len(cfg.block)}; change num_layers."
             )
         self._repeats = repeated // len(cfg.block)
         self._remat_first = self._remat(prevent_cse=True)
@@ -104,7 +112,10 @@ class BaseStack(BaseLayer):
         with names_checked_together():
             for i in range(len(self.config.first_layers)):
                 x = self._apply([f"layer{i}"], x, side_inputs, self._remat_first)
-            return self._apply_blocks(x, side_inputs) if self._repeats else x
+            x = self._apply_blocks(x, side_inputs) if self._repeats else x
+        if balance_pool(self) is None:
+            add_pooled_balance_loss(self)
+        return x
 
     def _apply_blocks(self, x: Array, side_inputs: dict[str, Any]) -> Array:
         """Returns the output of the repeated blocks."""

@@ -15,7 +15,12 @@ from moelib.core import tree
 from moelib.core.config_modifier import apply_mesh_rule
 from moelib.core.module import Module
 from moelib.core.param import specs_by_path
-from moelib.layers.moe.balance import LoadBalanceLoss, RouterZLoss
+from moelib.layers.moe.balance import (
+    BalanceScope,
+    LoadBalanceLoss,
+    RouterZLoss,
+    balance_pool,
+)
 from moelib.models.causal_lm import CausalLM
 from moelib.models.huggingface.families import NoFamilyError
 from moelib.parallel.mesh import HybridMeshShape
@@ -281,7 +286,11 @@ def _auxiliary_losses(module: Module, path: str = "") -> Iterator[tuple[str, flo
     """Yields (path, weight) of the auxiliary losses in the configs of MoE layers."""
     for name in ("load_balance_loss", "router_z_loss"):
         value = dict(module.config.items()).get(name)
-        if isinstance(value, LoadBalanceLoss.Config | RouterZLoss.Config):
+        if isinstance(value, LoadBalanceLoss.Config) and value.scope is BalanceScope.ALL_LAYERS:
+            stack = balance_pool(module)
+            above = "" if stack is None else stack.path().replace(".", "/")
+            yield f"{above}/{name}".lstrip("/"), float(value.weight)
+        elif isinstance(value, LoadBalanceLoss.Config | RouterZLoss.Config):
             yield f"{path}{name}", float(value.weight)
     for name, child in module.children.items():
         yield from _auxiliary_losses(child, f"{path}{name}/")

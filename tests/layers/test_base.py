@@ -9,11 +9,12 @@ import pytest
 
 from moelib.core.config import REQUIRED, Required, config_class, config_for_function
 from moelib.core.errors import UserError
+from moelib.core.metrics import reading
 from moelib.core.module import functional
 from moelib.core.param import FanAxes, ParameterSpec
 from moelib.layers import initializers
 from moelib.layers.base import BaseLayer
-from tests.layers.calling import build, initial
+from tests.layers.calling import build, call_and_collect, initial
 
 
 class Scale(BaseLayer):
@@ -148,6 +149,24 @@ def test_own_parameters_leave_out_those_of_children():
     assert names(layer, state=initial(layer), method="own_names")[0] == []
     want = ["steps", "weight", "writes"]
     assert names(scale, state=initial(scale), method="own_names")[0] == want
+
+
+def test_activation_summaries_are_those_of_the_valid_tokens():
+    class Probe(BaseLayer):
+        def forward(self, x, mask=None):
+            self.add_activation_summary("hidden", x, mask)
+
+    x, mask = (
+        np.arange(-6.0, 6.0, dtype=np.float32).reshape(1, 3, 4),
+        np.array([[True, True, False]]),
+    )
+    for mask_or_none, values in ((mask, x[0, :2]), (None, x)):
+        _, outputs = call_and_collect(build(Probe.default_config()), {}, x, mask=mask_or_none)
+        got = {name: float(reading(value)) for name, value in outputs.summaries.items()}
+        rms = np.sqrt(np.mean(values**2))
+        want = {"hidden_mean": values.mean(), "hidden_rms": rms, "hidden_max": 6.0}
+        assert got == pytest.approx(want)
+        assert outputs.summaries["hidden_mean"].weight == values.size
 
 
 def test_active_parameters_are_the_trainable_ones():

@@ -275,7 +275,7 @@ def test_texts_are_computed_whole_unless_tokens_are_said_to_stand_alone(by_token
 def test_what_is_no_array_is_named():
     with pytest.raises(TypeError) as error:
         build(external(made_by(lambda key: {"f": jnp.tanh})))
-    assert "layer: init must make a tree of arrays" in "".join(error.value.__notes__)
+    assert "layer: init must return a tree of arrays" in "".join(error.value.__notes__)
 
 
 def no_pair(input_dim):
@@ -296,17 +296,17 @@ def made_by(init):
 @pytest.mark.parametrize(
     ("cfg", "message"),
     [
-        (external(no_pair), r"layer: functions builds function; let it return the two functions"),
-        (external(made_by(lambda key: key)), r"init makes one array"),
-        (external(made_by(lambda key: {"k": key})), r"'k' is of dtype key<fry>"),
+        (external(no_pair), r"layer: functions builds function"),
+        (external(made_by(lambda key: key)), r"init returns an array"),
+        (external(made_by(lambda key: {"k": key})), r"'k' has dtype key<fry>"),
         (
             external(made_by(lambda key: {"z": jnp.ones(1, "complex64")})),
-            r"'z' is of dtype complex",
+            r"'z' has dtype complex",
         ),
-        (external(made_by(lambda key: {"cache": jnp.ones(1)})), r'nor any begin with "cache"'),
+        (external(made_by(lambda key: {"cache": jnp.ones(1)})), r'must not begin with "cache"'),
         (
             external(made_by(lambda key: {"a/b": jnp.ones(1), "a": {"b": jnp.ones(1)}})),
-            r"init makes a/b; let no two have the same name",
+            r"init returns a/b; names must be unique",
         ),
         (external(made_by(lambda key: {"a": jnp.ones((0, 2))})), r"'a'.*\(0, 2\).*1 or more"),
         (external(plain, axes=[("up", ("embed",))]), r"layer: axes of 'up': a parameter of shape"),

@@ -61,7 +61,7 @@ def test_lengths_stay():
 @pytest.mark.parametrize("dim", [3, 10])
 def test_a_rotary_dim_that_does_not_fit_is_refused(dim):
     layer = build(RotaryEmbedding.default_config(), rotary_dim=dim)
-    with pytest.raises(ValueError, match=f"layer: rotary_dim is {dim}; .* at most the head's 8"):
+    with pytest.raises(ValueError, match=f"layer: rotary_dim={dim}; .* head_dim=8"):
         call(layer, {}, jnp.zeros((2, 4, 3, 8)), jnp.asarray(POSITIONS))
 
 
@@ -108,7 +108,7 @@ def test_yarn_of_factor_one_is_the_plain_embedding():
 
 @pytest.mark.parametrize("settings", [{"factor": 0.5}, {"beta_fast": 1.0}, {"beta_slow": 0.0}])
 def test_yarn_refuses_settings_that_mean_nothing(settings):
-    with pytest.raises(ValueError, match=r"layer: factor .* must be at least 1"):
+    with pytest.raises(ValueError, match=r"layer: (factor|beta_fast)="):
         yarn(**settings)
 
 
@@ -133,13 +133,13 @@ def test_yarn_multiplies_by_one_mscale_over_the_other(m, m_all):
 
 @pytest.mark.parametrize("settings", [{"mscale": 0.707}, {"mscale_all_dim": 0.707}])
 def test_yarn_refuses_two_words_on_one_factor(settings):
-    with pytest.raises(ValueError, match=r"layer: attention_factor is 1.0, so mscale .* leave out"):
+    with pytest.raises(ValueError, match=r"layer: attention_factor=1\.0"):
         yarn(attention_factor=1.0, **settings)
 
 
 def test_mscale_of_a_shorter_context_is_refused():
     assert yarn_mscale(1.0) == 1.0
-    with pytest.raises(ValueError, match=r"yarn_mscale: factor is 0.5; set it to 1 or more"):
+    with pytest.raises(ValueError, match=r"yarn_mscale: factor=0\.5"):
         yarn_mscale(0.5)
 
 
@@ -148,7 +148,7 @@ def test_linear_scaling_divides_positions():
     x = normal(2, 4, 3, 8)
     got = call(layer, {}, jnp.asarray(x), jnp.asarray(POSITIONS))
     np.testing.assert_allclose(got, rotated(x, POSITIONS / 4, 10_000.0, 8), atol=1e-3)
-    with pytest.raises(ValueError, match=r"layer: factor is 0.5; set it to 1 or more"):
+    with pytest.raises(ValueError, match=r"layer: factor=0\.5"):
         build(LinearRotaryEmbedding.default_config(), factor=0.5)
 
 
@@ -191,5 +191,5 @@ def test_llama3_of_factor_one_is_the_plain_embedding():
     "settings", [{"factor": 0.5}, {"original_context": 0}, {"high_freq_factor": 1.0}]
 )
 def test_llama3_refuses_settings_that_mean_nothing(settings):
-    with pytest.raises(ValueError, match=r"layer: factor .* must be at least 1, original_context"):
+    with pytest.raises(ValueError, match=r"layer: (factor|original_context|high_freq_factor)="):
         llama3(**settings)

@@ -12,14 +12,14 @@ from moelib.core.module import functional
 from moelib.core.param import is_spec
 from moelib.layers.base import BaseLayer
 from moelib.layers.feed_forward import FeedForward
-from moelib.layers.moe.balance import BiasBalancing
+from moelib.layers.moe.balance import BalanceScope, BiasBalancing, LoadBalanceLoss
 from moelib.layers.moe.dispatch import DenseDispatcher
 from moelib.layers.moe.router import Router
 from moelib.layers.norm import LayerNorm
 from moelib.layers.remat import remat
 from moelib.layers.transformer import LoopStack, ScanStack, TransformerLayer
 from tests import tiny
-from tests.layers.calling import QUICK, build, call, float64, initial, normal
+from tests.layers.calling import QUICK, build, call, call_and_collect, float64, initial, normal
 
 B, S, D, L = 2, 6, tiny.DIM, 5
 X = jnp.asarray(normal(B, S, D))
@@ -252,8 +252,8 @@ def test_a_layer_adds_attention_and_feed_forward_to_the_stream():
 @pytest.mark.parametrize(
     ("num_layers", "message"),
     [
-        (4, "layer: 4 layers less 1 first ones do not divide into blocks of 2; change num_layers"),
-        (0, "layer: 0 layers less 1 first ones"),
+        (4, "layer: num_layers=4, less 1 first layers, .* blocks of 2"),
+        (0, "layer: num_layers=0, less 1 first layers"),
     ],
 )
 def test_layers_that_do_not_divide_into_blocks_are_refused(num_layers, message):
@@ -266,6 +266,34 @@ def test_layers_that_do_not_divide_into_blocks_are_refused(num_layers, message):
             first_layers=[first],
             block=[moe, noisy],
         )
+
+
+def test_one_balance_loss_of_all_layers_is_the_same_for_loop_and_scan():
+    scope = BalanceScope.ALL_LAYERS
+    moe = tiny.moe(load_balance_loss=LoadBalanceLoss.default_config().set(weight=0.5, scope=scope))
+    layer = tiny.transformer_layer(moe)
+    losses = []
+    for kind in (LoopStack, ScanStack):
+        made = build(
+            kind.default_config(), input_dim=D, num_layers=3, first_layers=[layer], block=[layer]
+        )
+        _, outputs = call_and_collect(made, initial(made), x=X, positions=POSITIONS, mask=MASK)
+        inside = outputs.aux_losses.get("layer0", {}).get("feed_forward", {})
+        assert "load_balance_loss" not in inside
+        losses.append(outputs.aux_losses["load_balance_loss"])
+    np.testing.assert_allclose(*losses, rtol=1e-6)
+    assert losses[0][1] == 0.5
+
+
+def test_a_balance_loss_of_all_layers_requires_a_stack_and_one_number_of_experts():
+    scope = BalanceScope.ALL_LAYERS
+    moe = tiny.moe(load_balance_loss=LoadBalanceLoss.default_config().set(weight=1.0, scope=scope))
+    with pytest.raises(ValueError, match=r"layer: load_balance_loss\.scope 'all_layers'"):
+        build(moe, input_dim=D)
+    block = [tiny.transformer_layer(moe), tiny.transformer_layer(moe.clone(num_experts=2))]
+    made = build(ScanStack.default_config(), input_dim=D, num_layers=2, block=block)
+    with pytest.raises(ValueError, match=f"num_experts 2 and {tiny.NUM_EXPERTS}"):
+        jax.eval_shape(lambda: call(made, initial(made), x=X, positions=POSITIONS))
 
 
 @pytest.mark.parametrize("kind", [LoopStack, ScanStack])

@@ -1,12 +1,11 @@
-"""What attention keeps of earlier tokens, and how one more token attends to it.
+"""The KV cache of attention, and the attention of one new token to it.
 
-An array of a cache is [B, ..., L, n]: for each row L slots of n entries. Position p is in slot p.
-Under a window of W tokens there are at most W slots, and p is in slot p mod W, in the place of
-p - W. So which position a slot holds follows from the position of the newest token alone.
+An array of a cache is [B, ..., L, n]: L slots of n entries per sequence. Position p is in slot p.
+Under a window of W tokens there are at most W slots, and p overwrites p - W in slot p mod W. So the
+position of the newest token determines the positions in all slots.
 
-A prompt is stored whole: its tokens stand first in their row, at positions 0, 1, ..., and padding
-after them. Later tokens are stored one by one. Whoever calls sees to it that there are slots
-enough.
+Prompts are stored whole: their tokens at positions 0, 1, ..., then padding. Later tokens are stored
+one by one. The caller provides enough slots.
 
 Letters: L slots, n entries of a slot.
 """
@@ -19,19 +18,19 @@ from moelib.kernels.flash_attention import MaskSpec
 
 
 def num_slots(length: int, window: int | None) -> int:
-    """Returns how many slots rows of at most `length` tokens need."""
+    """Returns the number of slots for sequences of at most `length` tokens."""
     return length if window is None else min(length, window)
 
 
 def held_positions(
     newest: Int[Array, "B"], slots: int, window: int | None = None
 ) -> Int[Array, "B L"]:
-    """Returns the position that each slot holds once `newest` is stored; below 0 if it holds none.
+    """Returns the position in each slot after `newest` is stored; below 0 for an empty slot.
 
     Args:
-        newest: The newest position of each row, 0 or more, and below `slots` without a window.
+        newest: The newest position of each sequence, 0 or more, and below `slots` without a window.
         slots: L.
-        window: W; None for all.
+        window: W; None for no window.
     """
     behind = newest[:, None] - jnp.arange(slots, dtype=newest.dtype)[None]
     return newest[:, None] - behind % (window or slots)
@@ -44,14 +43,14 @@ def store(
     segment_ids: Int[Array, "B S"] | None = None,
     window: int | None = None,
 ) -> Float[Array, "B *n L e"]:
-    """Returns the cache with new tokens in it, in its own dtype.
+    """Returns the cache with new tokens stored, in its own dtype.
 
     Args:
-        cache: What was kept so far; of no meaning if a prompt is stored.
-        new: One token a row, or (S above 1) prompts.
+        cache: The cache so far; ignored when a prompt is stored.
+        new: One token per sequence (S = 1), or prompts (S above 1).
         positions: Positions of the tokens.
-        segment_ids: 0 for padding after a prompt; None if there is none.
-        window: W; None for all.
+        segment_ids: 0 for padding after a prompt; None for no padding.
+        window: W; None for no window.
 
     Raises:
         ValueError: If prompts are longer than a cache without a window.
@@ -61,7 +60,7 @@ def store(
     if length == 1:
         slot = positions[:, 0] % (window or slots)
         put = lambda x, y, at: jax.lax.dynamic_update_slice_in_dim(x, y, at, axis=-2)
-        # A value of its own, or XLA makes it twice, to be kept and to be used, each from a copy.
+        # The barrier keeps XLA from computing the update twice, once for each of its two uses.
         return jax.lax.optimization_barrier(jax.vmap(put)(cache, new, slot))
     if length > slots:
         if window is None or slots < window:
@@ -84,16 +83,16 @@ def attend_to_cache(
     sinks: Float[Array, "H"] | None,
     spec: MaskSpec,
 ) -> Float[Array, "B 1 H Dv"]:
-    """Returns the attention of each row's newest token to what is stored, in the dtype of v.
+    """Returns the attention of each sequence's newest token to the cache, in the dtype of v.
 
-    The numbers are those of `attend` for the last token of the row; scores and softmax are float32.
+    It equals that of `attend` for the last token of the sequence. Scores and softmax are float32.
 
     Args:
         q: Queries. Head h attends with key and value head h // (H / G).
-        k: Keys, those of the newest token included.
+        k: Keys, including those of the newest token.
         v: Values.
         positions: The position of the newest token.
-        sinks: One more score for each head, which has no value.
+        sinks: An extra score per head, without a value.
         spec: Scale of the scores, window and cap.
     """
     batch, _, heads, dim = q.shape

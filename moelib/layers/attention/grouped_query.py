@@ -4,12 +4,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moelib.core.config import REQUIRED, Required, config_class
-from moelib.core.param import Axes, FanAxes, ParameterSpec
+from moelib.core.errors import UserError
+from moelib.core.param import FanAxes, ParameterSpec
 from moelib.kernels.flash_attention import CONTEXT, MaskSpec
-from moelib.layers import initializers
 from moelib.layers.attention.cached import attend_to_cache, num_slots, store
 from moelib.layers.attention.on_mesh import attend
-from moelib.layers.base import BaseLayer
+from moelib.layers.base import BaseLayer, bias_spec
 from moelib.layers.norm import BaseNorm
 from moelib.layers.remat import save_activation
 from moelib.layers.rope import RotaryEmbedding
@@ -28,34 +28,31 @@ class GroupedQueryAttention(BaseLayer):
         num_heads: Required[int] = REQUIRED  # H.
         num_kv_heads: int | None = None  # G; H if None.
         head_dim: int | None = None  # Dh; D / H if None.
-        qkv_bias: bool = False
-        output_bias: bool = False
+        qkv_bias: bool = False  # Whether queries, keys and values have a learned bias.
+        output_bias: bool = False  # Whether the output has a learned bias.
+        # Rotary embedding of queries and keys; None for no positions.
         rope: BaseLayer.Config | None = RotaryEmbedding.default_config()
-        window: int | None = None  # Tokens that one sees, itself included; None for all before it.
-        sinks: bool = False  # A learned score for each head that has no value.
-        logit_cap: float | None = None  # Scores become cap * tanh(scores / cap).
-        qk_norm: BaseNorm.Config | None = None  # Normalises each head's queries and keys,
-        qk_norm_joint: bool = False  # or those of all heads together (OLMoE, arXiv:2409.02060).
-        qkv_clip: float | None = None  # Queries, keys and values are kept within +-qkv_clip.
+        window: int | None = None  # Tokens that a token sees, itself included; None for no limit.
+        sinks: bool = False  # Whether each head has a learned extra score without a value.
+        logit_cap: float | None = None  # Scores become cap * tanh(scores / cap); None for no cap.
+        qk_norm: BaseNorm.Config | None = None  # Norm of queries and keys per head; None for none.
+        qk_norm_joint: bool = False  # Whether qk_norm spans all heads (OLMoE, arXiv:2409.02060).
+        qkv_clip: float | None = None  # Clips queries, keys and values to +-qkv_clip.
 
     def __init__(self, cfg: Config, *, parent: BaseLayer | None) -> None:
         super().__init__(cfg, parent=parent)
         cfg = self.config
-        for field in ("input_dim", "num_heads", "num_kv_heads", "head_dim"):
-            if (size := getattr(cfg, field)) is not None and size < 1:
-                raise ValueError(f"{self._title()}: {field} is {size}; set it to 1 or more.")
+        self._check_positive("input_dim", "num_heads", "num_kv_heads", "head_dim", "qkv_clip")
         if cfg.head_dim is None and cfg.input_dim % cfg.num_heads:
-            raise ValueError(
-                f"{self._title()}: input_dim {cfg.input_dim} is not a multiple of num_heads "
+            raise UserError(
+                f"{self._title()}: input_dim={cfg.input_dim} is not a multiple of num_heads="
                 f"{cfg.num_heads}; set head_dim."
             )
-        if cfg.qkv_clip is not None and not cfg.qkv_clip > 0:
-            raise ValueError(f"{self._title()}: qkv_clip is {cfg.qkv_clip}; set it above 0.")
         self._head_dim: int = cfg.head_dim or cfg.input_dim // cfg.num_heads
         self._num_kv_heads: int = cfg.num_kv_heads or cfg.num_heads
         if cfg.num_heads % self._num_kv_heads:
-            raise ValueError(
-                f"{self._title()}: num_heads {cfg.num_heads} is not a multiple of num_kv_heads "
+            raise UserError(
+                f"{self._title()}: num_heads={cfg.num_heads} is not a multiple of num_kv_heads="
                 f"{self._num_kv_heads}; change one of them."
             )
         if cfg.rope is not None:
@@ -68,7 +65,6 @@ class GroupedQueryAttention(BaseLayer):
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg: GroupedQueryAttention.Config = self.config
         heads, groups, dim = cfg.num_heads, self._num_kv_heads, self._head_dim
-        output_init = self._initializer("output_init")
         specs = {
             "q": ParameterSpec(
                 (cfg.input_dim, heads, dim),
@@ -83,17 +79,17 @@ class GroupedQueryAttention(BaseLayer):
             "output": ParameterSpec(
                 (heads, dim, cfg.input_dim),
                 ("heads", "head_dim", "embed"),
-                initializer=output_init,
+                initializer=self._initializer("output_init"),
                 fan_axes=FanAxes((0, 1), (2,)),
             ),
         }
         if cfg.qkv_bias:
-            specs["q_bias"] = _bias((heads, dim), ("heads", "head_dim"))
-            specs["kv_bias"] = _bias((2, groups, dim), (None, "kv_heads", "head_dim"))
+            specs["q_bias"] = bias_spec((heads, dim), ("heads", "head_dim"))
+            specs["kv_bias"] = bias_spec((2, groups, dim), (None, "kv_heads", "head_dim"))
         if cfg.output_bias:
-            specs["output_bias"] = _bias((cfg.input_dim,), ("norm",))
+            specs["output_bias"] = bias_spec((cfg.input_dim,), ("norm",))
         if cfg.sinks:
-            specs["sinks"] = _bias((heads,), ("heads",))
+            specs["sinks"] = bias_spec((heads,), ("heads",))
         return specs
 
     def _create_layer_cache_specs(self, batch_size: int, length: int) -> dict[str, ParameterSpec]:
@@ -109,10 +105,11 @@ class GroupedQueryAttention(BaseLayer):
         positions: Int[Array, "B S"],
         segment_ids: Int[Array, "B S"] | None = None,
     ) -> Float[Array, "B S D"]:
-        """Returns the layer's output; tokens see only what stands before them in their segment.
+        """Returns the layer's output; a token sees itself and earlier tokens of its segment.
 
-        With a cache in its state: prompts (S above 1, see moelib.layers.attention.cached) are
-        stored in it; one token a row (S = 1) is stored too, and sees all that is stored.
+        With a cache in the state, the tokens are stored in it: prompts (S above 1) attend among
+        themselves, one new token per sequence (S = 1) to the cache (see
+        moelib.layers.attention.cached).
         """
         cfg: GroupedQueryAttention.Config = self.config
         params = {name: p.astype(x.dtype) for name, p in self.own_parameters.items()}
@@ -123,7 +120,7 @@ class GroupedQueryAttention(BaseLayer):
             kv = kv + params["kv_bias"][None, None]
         k, v = kv[:, :, 0], kv[:, :, 1]  # [B, S, G, Dh]
         if cfg.qk_norm is not None:
-            q, k = self._normalised(self.q_norm, q), self._normalised(self.k_norm, k)
+            q, k = self._normalized(self.q_norm, q), self._normalized(self.k_norm, k)
         if cfg.qkv_clip is not None:
             q, k, v = (jnp.clip(x, -cfg.qkv_clip, cfg.qkv_clip) for x in (q, k, v))
         if cfg.rope is not None:
@@ -157,7 +154,7 @@ class GroupedQueryAttention(BaseLayer):
                 return attend_to_cache(q, k_cache, v_cache, positions, sinks, spec)
         return attend(q, k, v, segment_ids, sinks, spec=spec)
 
-    def _normalised(self, norm: BaseNorm, x: Float[Array, "B S N Dh"]) -> Float[Array, "B S N Dh"]:
+    def _normalized(self, norm: BaseNorm, x: Float[Array, "B S N Dh"]) -> Float[Array, "B S N Dh"]:
         if not self.config.qk_norm_joint:
             return norm(x)
         return norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
@@ -169,8 +166,3 @@ class GroupedQueryAttention(BaseLayer):
         window = min(seq_len, cfg.window or seq_len)
         keys_seen = window - window * (window - 1) / 2 / seq_len  # On average.
         return projections + 2 * 2 * keys_seen * cfg.num_heads * self._head_dim
-
-
-def _bias(shape: tuple[int, ...], axes: Axes) -> ParameterSpec:
-    zeros = initializers.constant(0.0)
-    return ParameterSpec(shape, axes, initializer=zeros, weight_decay_scale=0.0)

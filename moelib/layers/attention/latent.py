@@ -1,14 +1,15 @@
-"""Multi-head latent attention: keys and values of all heads come from one small vector a token.
+"""Multi-head latent attention: keys and values of all heads come from one small vector per token.
 
-That vector and the shared key are all that a cache holds: (kv_lora_rank + rope_head_dim) numbers a
-token. One more token is computed without keys and values of the earlier ones: the projections of
-the latent are multiplied into its query, and into what it gets back ("absorbed").
+A cache holds that latent and a shared key only: kv_lora_rank + rope_head_dim numbers per token. A
+new token is computed without keys and values of the earlier ones: the projections of the latent are
+multiplied into its query and its output ("absorbed").
 """
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moelib.core.config import REQUIRED, Required, config_class
+from moelib.core.errors import UserError
 from moelib.core.param import FanAxes, ParameterSpec
 from moelib.kernels.flash_attention import CONTEXT, MaskSpec
 from moelib.layers.attention.cached import attend_to_cache, store
@@ -21,9 +22,9 @@ from moelib.parallel.sharding import constrain
 
 
 class LatentAttention(BaseLayer):
-    """Causal self-attention whose keys and values are projections of a normalised latent.
+    """Causal self-attention whose keys and values are projections of a normalized latent.
 
-    Position is in a part of the queries, and in one key that all heads share beside their own.
+    Positions enter a part of each query, and one key that all heads share in addition to their own.
 
     Source: DeepSeek-V2, arXiv:2405.04434, eq. 9 to 19, with the norms of section 3.1.2.
     """
@@ -32,30 +33,26 @@ class LatentAttention(BaseLayer):
     class Config(BaseLayer.Config):
         input_dim: Required[int] = REQUIRED  # D.
         num_heads: Required[int] = REQUIRED  # H.
-        q_lora_rank: int | None = None  # Of the queries' latent; None for one matrix without it.
-        kv_lora_rank: Required[int] = REQUIRED  # Of the latent of keys and values.
-        nope_head_dim: Required[int] = REQUIRED  # Entries of a query or key without position,
-        rope_head_dim: Required[int] = REQUIRED  # and those that are rotated, after them; even.
-        v_head_dim: Required[int] = REQUIRED
+        q_lora_rank: int | None = None  # Size of the queries' latent; None for one full matrix.
+        kv_lora_rank: Required[int] = REQUIRED  # Size of the latent of keys and values.
+        nope_head_dim: Required[int] = REQUIRED  # Entries of a query or key without position.
+        rope_head_dim: Required[int] = REQUIRED  # Rotated entries that follow them; even.
+        v_head_dim: Required[int] = REQUIRED  # Entries of a value.
+        # Rotary embedding of queries and the shared key; None for no positions.
         rope: BaseLayer.Config | None = RotaryEmbedding.default_config()
         norm: BaseNorm.Config = RMSNorm.default_config()  # Of the latents.
-        score_factor: float = 1.0  # Scores are multiplied by it over sqrt(nope + rope dims).
+        score_factor: float = 1.0  # Multiplies scores, which are divided by sqrt(nope + rope dims).
 
     def __init__(self, cfg: Config, *, parent: BaseLayer | None) -> None:
         super().__init__(cfg, parent=parent)
         cfg = self.config
         sizes = ("input_dim", "num_heads", "q_lora_rank", "kv_lora_rank")
-        for field in (*sizes, "nope_head_dim", "rope_head_dim", "v_head_dim"):
-            if (size := getattr(cfg, field)) is not None and size < 1:
-                raise ValueError(f"{self._title()}: {field} is {size}; set it to 1 or more.")
+        dims = ("nope_head_dim", "rope_head_dim", "v_head_dim")
+        self._check_positive(*sizes, *dims, "score_factor")
         if cfg.rope_head_dim % 2:
-            raise ValueError(
-                f"{self._title()}: rope_head_dim is {cfg.rope_head_dim}; pairs of entries are "
-                "rotated, so set an even number."
-            )
-        if not cfg.score_factor > 0:
-            raise ValueError(
-                f"{self._title()}: score_factor is {cfg.score_factor}; set it above 0."
+            raise UserError(
+                f"{self._title()}: rope_head_dim={cfg.rope_head_dim}; entries are rotated in "
+                "pairs, so set an even number."
             )
         self._qk_head_dim: int = cfg.nope_head_dim + cfg.rope_head_dim
         if cfg.rope is not None:
@@ -96,10 +93,11 @@ class LatentAttention(BaseLayer):
         positions: Int[Array, "B S"],
         segment_ids: Int[Array, "B S"] | None = None,
     ) -> Float[Array, "B S D"]:
-        """Returns the layer's output; tokens see only what stands before them in their segment.
+        """Returns the layer's output; a token sees itself and earlier tokens of its segment.
 
-        With a cache in its state: prompts (S above 1, see moelib.layers.attention.cached) are
-        stored in it; one token a row (S = 1) is stored too, and sees all that is stored.
+        With a cache in the state, the tokens are stored in it: prompts (S above 1) attend among
+        themselves, one new token per sequence (S = 1) to the cache (see
+        moelib.layers.attention.cached).
         """
         q = self._queries(x, positions)
         out = self._attend(q, *self.latents(x, positions), positions, segment_ids)
@@ -124,7 +122,7 @@ class LatentAttention(BaseLayer):
             if q.shape[1] == 1:
                 return self._attend_to_latents(q, held, positions, spec)
         k, v = self.keys_and_values(latent, key)
-        # `attend` takes one width: zeros add nothing to a score, and make entries that are cut off.
+        # `attend` takes one width: padded zeros add nothing to scores, and are cut off the output.
         width = max(self._qk_head_dim, cfg.v_head_dim)
         split = ("batch", "sequence", "activation_heads", None)
         q, k, v = (constrain(_widened(x, width), split) for x in (q, k, v))
@@ -138,7 +136,7 @@ class LatentAttention(BaseLayer):
         positions: Int[Array, "B 1"],
         spec: MaskSpec,
     ) -> Float[Array, "B 1 H v"]:
-        """Returns the attention to what is held: one key of all heads, which is also their value.
+        """Returns the attention to the cache: one key for all heads, which is also their value.
 
         Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.2 (the absorbed matrices).
         """
@@ -146,14 +144,14 @@ class LatentAttention(BaseLayer):
         up = self._weight("kv_up", q)
         q_latent = jnp.einsum("bshk,dhk->bshd", q[..., :nope], up[..., :nope])
         q = jnp.concatenate([q_latent, q[..., nope:]], axis=-1)
-        # The rotated keys are summed with the latents, and cut off: cheaper than to copy the rest.
+        # Rotated keys are summed with the latents and cut off: cheaper than a copy without them.
         out = attend_to_cache(q, held[:, None], held[:, None], positions, None, spec)
         return jnp.einsum("bshd,dhk->bshk", out[..., :rank], up[..., nope:])
 
     def latents(
         self, x: Float[Array, "B S D"], positions: Int[Array, "B S"]
     ) -> tuple[Float[Array, "B S latent"], Float[Array, "B S rope"]]:
-        """Returns each token's normalised latent and rotated shared key: what a cache holds."""
+        """Returns each token's normalized latent and rotated shared key, which a cache holds."""
         latent = self.kv_norm(self._projected(x, "kv_down", "attention_kv"))
         key = self._projected(x, "k_rope", "attention_kv")
         return latent, self._rotated(key[:, :, None], positions)[:, :, 0]
@@ -161,7 +159,7 @@ class LatentAttention(BaseLayer):
     def keys_and_values(
         self, latent: Float[Array, "B S latent"], key: Float[Array, "B S rope"]
     ) -> tuple[Float[Array, "B S H qk"], Float[Array, "B S H v"]]:
-        """Returns all heads' keys and values of tokens from what `latents` returned of them."""
+        """Returns all heads' keys and values from the results of `latents`."""
         nope, heads = self.config.nope_head_dim, self.config.num_heads
         kv = jnp.einsum("bsd,dhk->bshk", latent, self._weight("kv_up", latent))
         kv = save_activation(kv, "attention_kv")
@@ -193,8 +191,8 @@ class LatentAttention(BaseLayer):
     def _own_forward_flops_per_token(self, seq_len: int) -> float:
         cfg: LatentAttention.Config = self.config
         keys_seen = (seq_len + 1) / 2  # On average.
-        head = self._qk_head_dim + cfg.v_head_dim  # A score, and a part of the sum of values.
-        # All parameters of the layer itself are matrices that a token is multiplied by.
+        head = self._qk_head_dim + cfg.v_head_dim  # Of a score, and of the sum of values.
+        # All own parameters of the layer are matrices that multiply a token.
         return 2 * self._own_active_parameters() + 2 * keys_seen * cfg.num_heads * head
 
 
@@ -208,5 +206,5 @@ def _up(inputs: int, heads: int, head_dim: int) -> ParameterSpec:
 
 
 def _widened(x: Float[Array, "B S H n"], width: int) -> Float[Array, "B S H m"]:
-    """Returns x with zeros behind the entries of each head, `width` in all."""
+    """Returns x with zeros appended to each head, up to `width` entries."""
     return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, width - x.shape[-1])))

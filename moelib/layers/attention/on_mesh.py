@@ -1,18 +1,19 @@
-"""Attention on a mesh: heads and rows of the batch split, and the sequence as a ring of devices.
+"""Attention on a mesh: batch and heads sharded, and the sequence as a ring of devices.
 
-The kernels see the part of one device. Along `seq` each device keeps its queries, and the keys and
-values travel round the ring, so that no device ever holds a whole row (Liu et al., Ring Attention,
+Kernels see the part of one device. Along `seq` each device keeps its queries, and keys and values
+travel round the ring, so that no device ever holds a whole sequence (Liu et al., Ring Attention,
 arXiv:2310.01889). In the backward pass they travel again, with their gradients.
 
-Under a causal mask the first device would have nothing to do and the last one everything: so of 2 n
-equal pieces of a row device i gets the pieces i and 2 n - 1 - i while attention is computed.
+Under a causal mask the first device of a plain split would have least work and the last one most.
+So the sequence is split into 2 n equal pieces, and device i computes the pieces i and 2 n - 1 - i
+(zigzag).
 
-Shapes: n devices of the ring, s = S / n tokens of one device.
+Shapes: n devices of the ring, s = S / n tokens per device.
 """
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,18 +42,18 @@ def attend(
     *,
     spec: MaskSpec,
 ) -> Float[Array, "B S H Dh"]:
-    """Returns causal attention, on whatever mesh is set.
+    """Returns causal attention, sharded over the current mesh if there is one.
 
     Args:
         q: Queries.
-        k: Keys; the mesh axes that split heads must divide G.
+        k: Keys; the mesh axes that shard heads must divide G.
         v: Values.
-        segment_ids: Tokens attend only inside their segment; None for one segment a row.
-        sinks: One more score for each head, which has no value.
+        segment_ids: Tokens attend only within their segment; None for one segment per sequence.
+        sinks: An extra score per head, without a value.
         spec: Scale of the scores, window and cap.
 
     Raises:
-        ValueError: As `flash_attention`; or if the mesh does not divide batch, sequence or heads.
+        ValueError: As `flash_attention`; and if the mesh does not divide batch, sequence or heads.
     """
     mesh = sharding.current_mesh()
     if mesh is None or mesh.size == 1:
@@ -64,8 +65,8 @@ def attend(
     pieces = 2 * math.prod(shape[axis] for axis in ring)
     if ring and q.shape[1] % pieces:
         raise sharding.SplitError(
-            f"attention: the sequence of {q.shape[1]} does not divide into {pieces} pieces, two "
-            f"for each device of the mesh axes {', '.join(ring)}; change its length or the mesh."
+            f"attention: seq_len={q.shape[1]} does not divide into {pieces} pieces, two for each "
+            f"device of the mesh axes {', '.join(ring)}; change seq_len or the mesh."
         )
     used = tuple(a for name in axes if name for a in sharding.mesh_axes(name, shape))
 
@@ -81,6 +82,15 @@ def attend(
     return jax.shard_map(local, in_specs=(specs,), out_specs=split)(arrays)
 
 
+class _Shard(NamedTuple):
+    """The keys and values of one device, their positions and their segments."""
+
+    k: Float[Array, "B s G Dh"]
+    v: Float[Array, "B s G Dh"]
+    index: Int[Array, "s"]
+    segments: Int[Array, "B s"] | None
+
+
 def _in_zigzag(
     axes: tuple[str, ...],
     spec: MaskSpec,
@@ -90,12 +100,13 @@ def _in_zigzag(
     segments: Array | None,
     sinks: Array | None,
 ) -> Array:
-    """Attends with pieces dealt out so that each device has the same to do, and deals them back."""
+    """Returns the attention of this device's tokens, computed in zigzag order."""
     n = lax.axis_size(axes)
     index = _piece_index(axes, n, q.shape[1] // 2)
     deal = functools.partial(_deal, axes=axes, n=n)
     q, k, v, segments = jax.tree.map(deal, (q, k, v, segments))  # Segments may be None.
-    return _deal(_ring(axes, spec, q, k, v, sinks, index, segments), axes=axes, n=n, back=True)
+    out = _ring(axes, spec, q, _Shard(k, v, index, segments), sinks)
+    return _deal(out, axes=axes, n=n, back=True)
 
 
 def _home(piece: int, n: int) -> int:
@@ -104,9 +115,9 @@ def _home(piece: int, n: int) -> int:
 
 
 def _deal(x: Array, *, axes: tuple[str, ...], n: int, back: bool = False) -> Array:
-    """Sends a device's two pieces [B, 2, s / 2, ...] to where they are computed, or back.
+    """Sends a device's two pieces [B, 2 s/2, ...] to the devices that compute them, or back.
 
-    The even pieces of all devices go to different ones, and so do the odd ones.
+    Each device receives one even and one odd piece, so that two permutations suffice.
     """
     halves = []
     for parity, half in enumerate(jnp.split(x, 2, axis=1)):
@@ -117,12 +128,12 @@ def _deal(x: Array, *, axes: tuple[str, ...], n: int, back: bool = False) -> Arr
 
 
 def _piece_index(axes: tuple[str, ...], n: int, size: int) -> Int[Array, "s"]:
-    """Returns where a device's tokens stand in the row after dealing: even piece, odd piece."""
+    """Returns the positions of a device's tokens in zigzag order: even piece, odd piece."""
     me = lax.axis_index(axes)
     low, high = me, 2 * n - 1 - me  # One of them is even.
     even, odd = jnp.where(me % 2 == 0, low, high), jnp.where(me % 2 == 0, high, low)
-    place = jnp.arange(size, dtype=jnp.int32)
-    return jnp.concatenate([even * size + place, odd * size + place]).astype(jnp.int32)
+    offset = jnp.arange(size, dtype=jnp.int32)
+    return jnp.concatenate([even * size + offset, odd * size + offset]).astype(jnp.int32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -130,14 +141,11 @@ def _ring(
     axes: tuple[str, ...],
     spec: MaskSpec,
     q: Float[Array, "B s H Dh"],
-    k: Float[Array, "B s G Dh"],
-    v: Float[Array, "B s G Dh"],
+    shard: _Shard,
     sinks: Float[Array, "H"] | None,
-    index: Int[Array, "s"],
-    segments: Int[Array, "B s"] | None,
 ) -> Float[Array, "B s H Dh"]:
-    """Returns the attention of this device's queries to the keys of all devices of the ring."""
-    return _forward(axes, spec, q, k, v, sinks, index, segments)[0]
+    """Returns the attention of this device's queries to the keys of all devices in the ring."""
+    return _forward(axes, spec, q, shard, sinks)[0]
 
 
 def _rotate(tree: Any, axes: tuple[str, ...]) -> Any:
@@ -147,52 +155,45 @@ def _rotate(tree: Any, axes: tuple[str, ...]) -> Any:
 
 
 def _forward(
-    axes: tuple[str, ...],
-    spec: MaskSpec,
-    q: Array,
-    k: Array,
-    v: Array,
-    sinks: Array | None,
-    index: Array,
-    segments: Array | None,
+    axes: tuple[str, ...], spec: MaskSpec, q: Array, own: _Shard, sinks: Array | None
 ) -> tuple[Array, tuple]:
-    def step(carry: tuple[Any, Any], _: None) -> tuple[tuple[Any, Any], None]:
+    def step(carry: tuple[Any, _Shard], _: None) -> tuple[tuple[Any, _Shard], None]:
         part, here = carry
-        after = _rotate(here, axes)  # On its way while this shard is computed.
-        k, v, k_index, k_segments = here
-        positions = Positions(index, k_index, segments, k_segments)
-        made = shards.attention_forward(q, k, v, positions, spec)
+        after = _rotate(here, axes)  # Sent while this shard is computed.
+        positions = Positions(own.index, here.index, own.segments, here.segments)
+        made = shards.attention_forward(q, here.k, here.v, positions, spec)
         return (shards.merge(part, made), after), None
 
     batch, size, heads, _ = q.shape
     part = jnp.zeros(q.shape, jnp.float32), jnp.full((batch, heads, size), EMPTY, jnp.float32)
-    # Every array varies as the keys and the ring do.
-    start = vary((part, (k, v, index, segments)), sorted(varying_axes(q)))
+    # Carried arrays vary over the mesh axes of the queries, the ring included.
+    start = vary((part, own), sorted(varying_axes(q)))
     (part, _), _ = lax.scan(step, start, None, length=lax.axis_size(axes))
     out, lse = part if sinks is None else shards.add_sinks(part, sinks)
-    out, lse = (checkpoint_name(x, CONTEXT) for x in (out.astype(v.dtype), lse))
-    return out, (q, k, v, sinks, index, segments, out, lse)
+    out, lse = (checkpoint_name(x, CONTEXT) for x in (out.astype(own.v.dtype), lse))
+    return out, (q, own, sinks, out, lse)
 
 
 def _backward(axes: tuple[str, ...], spec: MaskSpec, residuals: tuple, grad: Array) -> tuple:
-    q, k, v, sinks, index, segments, out, lse = residuals
+    q, own, sinks, out, lse = residuals
 
-    def step(carry: tuple[Any, Any, Any], _: None) -> tuple[tuple[Any, Any, Any], None]:
+    def step(carry: tuple[Any, _Shard, Any], _: None) -> tuple[tuple[Any, _Shard, Any], None]:
         grad_q, here, grads = carry
-        k, v, k_index, k_segments = here
         after = _rotate(here, axes)
-        positions = Positions(index, k_index, segments, k_segments)
-        own, *others = shards.attention_backward(q, k, v, out, lse, grad, positions, spec)
+        positions = Positions(own.index, here.index, own.segments, here.segments)
+        made, *others = shards.attention_backward(
+            q, here.k, here.v, out, lse, grad, positions, spec
+        )
         grads = _rotate(tuple(a + b for a, b in zip(grads, others, strict=True)), axes)
-        return (grad_q + own, after, grads), None
+        return (grad_q + made, after, grads), None
 
     zeros = lambda x: jnp.zeros(x.shape, jnp.float32)
-    start = (zeros(q), (k, v, index, segments), (zeros(k), zeros(v)))
-    start = vary(start, sorted(varying_axes(q)))
+    start = vary((zeros(q), own, (zeros(own.k), zeros(own.v))), sorted(varying_axes(q)))
     (grad_q, _, grads), _ = lax.scan(step, start, None, length=lax.axis_size(axes))
-    of_sinks = None if sinks is None else shards.sinks_gradient(sinks, out, lse, grad)
-    grad_k, grad_v = (g.astype(x.dtype) for g, x in zip(grads, (k, v), strict=True))
-    return grad_q.astype(q.dtype), grad_k, grad_v, of_sinks, None, None
+    grad_sinks = None if sinks is None else shards.sinks_gradient(sinks, out, lse, grad)
+    grad_k, grad_v = (g.astype(x.dtype) for g, x in zip(grads, own, strict=False))
+    grad_own = own._replace(k=grad_k, v=grad_v, index=None, segments=None)
+    return grad_q.astype(q.dtype), grad_own, grad_sinks
 
 
 _ring.defvjp(_forward, _backward)

@@ -1,38 +1,44 @@
 """Load balance: how evenly the router spreads tokens over experts, and what keeps it even.
 
-Shapes: B batch, S sequence, E experts, K experts a token. Padding tokens count nowhere.
+Shapes: B batch, S sequence, E experts, K experts per token. Padding tokens count nowhere.
 """
 
 import enum
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from moelib.core import tree
 from moelib.core.config import REQUIRED, Configurable, Required, config_class
-from moelib.core.context import Nested
+from moelib.core.errors import UserError
+from moelib.core.module import Module
 from moelib.core.param import ParameterSpec
-from moelib.layers import initializers
-from moelib.layers.base import BaseLayer
+from moelib.core.tree import Nested
+from moelib.layers.base import BaseLayer, bias_spec
 
 
 def expert_counts(
     expert_ids: Int[Array, "B S K"], mask: Bool[Array, "B S"], num_experts: int
 ) -> Float[Array, "B E"]:
-    """Returns how many times each row's tokens were sent to each expert."""
-    chosen = expert_ids[..., None] == jnp.arange(num_experts)[None, None, None]  # [B, S, K, E]
-    chosen = chosen & mask[..., None, None]
-    return jnp.sum(chosen, (1, 2), dtype=jnp.float32)
+    """Returns the number of each sequence's assignments to each expert."""
+    assigned = expert_ids[..., None] == jnp.arange(num_experts)[None, None, None]  # [B, S, K, E]
+    assigned = assigned & mask[..., None, None]
+    return jnp.sum(assigned, (1, 2), dtype=jnp.float32)
 
 
 class BalanceScope(enum.Enum):
-    """Over which tokens the load is to be even."""
+    """The tokens and layers over which the load is to be even."""
 
-    MICRO_BATCH = "micro_batch"  # All tokens of one forward pass, on all devices.
-    SEQUENCE = "sequence"  # Each row by itself (DeepSeek-V2, arXiv:2405.04434, eq. 23).
-    # Loads of the optimizer step's micro-batches so far, this one included (Qiu et al.,
+    MICRO_BATCH = "micro_batch"  # All tokens of one forward pass, on all devices, per layer.
+    SEQUENCE = "sequence"  # Each sequence, per layer (DeepSeek-V2, arXiv:2405.04434, eq. 23).
+    # The optimizer step's micro-batches so far, this one included, per layer (Qiu et al.,
     # arXiv:2501.11873, sec. 3.2); MICRO_BATCH if there is one.
     GLOBAL_BATCH = "global_batch"
+    # All tokens of one forward pass in all MoE layers of the outermost stack, as in transformers:
+    # an expert's load is that of the experts of its number in all layers.
+    ALL_LAYERS = "all_layers"
 
 
 def load_balance_loss(
@@ -42,33 +48,120 @@ def load_balance_loss(
     scope: BalanceScope = BalanceScope.MICRO_BATCH,
     earlier_counts: Float[Array, "E"] | None = None,
 ) -> Float[Array, ""]:
-    """Returns 1 when tokens are spread evenly over the experts, and up to E when they are not.
+    """Returns the load-balance loss of one layer: 1 for an even load, up to E for a collapsed one.
 
     Args:
         probs: Router probabilities over all experts.
-        expert_ids: The experts each token was sent to.
+        expert_ids: The experts of each token.
         mask: False for padding.
-        scope: The tokens over which fractions are taken. Rows of padding only count nowhere.
-        earlier_counts: For GLOBAL_BATCH: assignments of each expert in earlier micro-batches.
+        scope: The tokens over which loads are computed.
+        earlier_counts: For GLOBAL_BATCH: assignments to each expert in earlier micro-batches.
 
     Raises:
-        ValueError: If there are fewer than two experts.
+        UserError: If there are fewer than two experts.
 
     Source: Switch Transformer, arXiv:2101.03961, eq. 4, with counts divided by K.
     """
-    num_experts = probs.shape[-1]
-    if num_experts < 2:
-        raise ValueError(f"Nothing to balance: num_experts is {num_experts}; set it to 2 or more.")
-    counts = expert_counts(expert_ids, mask, num_experts)  # [B, E]
-    mass = jnp.sum(jnp.where(mask[..., None], probs, 0.0), 1)  # [B, E]
-    tokens = jnp.sum(mask, 1, dtype=jnp.float32)  # [B]
+    load = LayerLoad.of(probs, expert_ids, mask)
     if scope is not BalanceScope.SEQUENCE:
-        counts, mass, tokens = (jnp.sum(a, 0, keepdims=True) for a in (counts, mass, tokens))
+        load = load.summed()
     if scope is BalanceScope.GLOBAL_BATCH and earlier_counts is not None:
-        counts = counts + earlier_counts[None]
-    fraction = counts / jnp.maximum(jnp.sum(counts, -1, keepdims=True), 1.0)  # Of all assignments.
-    loss = num_experts * jnp.sum(fraction * mass / jnp.maximum(tokens, 1.0)[:, None], -1)
-    return jnp.sum(loss * tokens) / jnp.maximum(jnp.sum(tokens), 1.0)
+        load = load._replace(counts=load.counts + earlier_counts[None])
+    return load.loss()
+
+
+class LayerLoad(NamedTuple):
+    """The load of a layer's experts, per group of tokens: G = B sequences, or G = 1.
+
+    Attributes:
+        counts: Number of assignments to each expert.
+        mass: Sum of the router's probabilities of each expert.
+        tokens: Number of tokens.
+    """
+
+    counts: Float[Array, "G E"]
+    mass: Float[Array, "G E"]
+    tokens: Float[Array, "G"]
+
+    @classmethod
+    def of(
+        cls,
+        probs: Float[Array, "B S E"],
+        expert_ids: Int[Array, "B S K"],
+        mask: Bool[Array, "B S"],
+    ) -> "LayerLoad":
+        """Returns the load per sequence."""
+        num_experts = probs.shape[-1]
+        if num_experts < 2:
+            raise UserError(f"num_experts={num_experts}: load balancing needs at least 2 experts.")
+        return cls(
+            expert_counts(expert_ids, mask, num_experts),
+            jnp.sum(jnp.where(mask[..., None], probs, 0.0), 1),
+            jnp.sum(mask, 1, dtype=jnp.float32),
+        )
+
+    def summed(self) -> "LayerLoad":
+        """Returns the load of all groups, G = 1, and of all layers where they are stacked."""
+        num_experts = self.counts.shape[-1]
+        parts = (
+            self.counts.reshape(-1, num_experts),
+            self.mass.reshape(-1, num_experts),
+            self.tokens.reshape(-1),
+        )
+        return LayerLoad(*(jnp.sum(part, 0, keepdims=True) for part in parts))
+
+    def loss(self) -> Float[Array, ""]:
+        """Returns the loss, averaged over groups by their tokens. Groups of padding have none."""
+        fraction = self.counts / jnp.maximum(jnp.sum(self.counts, -1, keepdims=True), 1.0)
+        tokens = jnp.maximum(self.tokens, 1.0)[:, None]
+        loss = self.counts.shape[-1] * jnp.sum(fraction * self.mass / tokens, -1)  # [G]
+        return jnp.sum(loss * self.tokens) / jnp.maximum(jnp.sum(self.tokens), 1.0)
+
+
+class PooledLoad(NamedTuple):
+    """The module output of a layer with scope ALL_LAYERS.
+
+    Attributes:
+        load: The load of all tokens.
+        weight: The weight of the loss in the layer's config.
+    """
+
+    load: LayerLoad
+    weight: Float[Array, ""]
+
+
+def balance_pool(layer: Module) -> Module | None:
+    """Returns the outermost stack around a layer, which adds the loss of scope ALL_LAYERS."""
+    found, node = None, layer.parent
+    while node is not None:
+        if getattr(node, "pools_balance_loss", False):
+            found = node
+        node = node.parent
+    return found
+
+
+def add_pooled_balance_loss(stack: Module) -> None:
+    """Adds the balance loss of the layers with scope ALL_LAYERS that have run inside a stack.
+
+    Its weight is the mean of their weights.
+
+    Raises:
+        UserError: If the layers have different numbers of experts.
+    """
+    is_load = lambda value: isinstance(value, PooledLoad)
+    outputs = tree.flatten_items(stack.get_module_outputs(), is_load)
+    found = [value for _, value in outputs if is_load(value)]
+    if not found:
+        return
+    loads = [each.load.summed() for each in found]
+    if len(sizes := sorted({load.counts.shape[-1] for load in loads})) > 1:
+        raise UserError(
+            f"{stack._title()}: layers with num_experts {' and '.join(map(str, sizes))} cannot "
+            "share a balance loss; set load_balance_loss.scope to 'micro_batch'."
+        )
+    total = jax.tree.map(lambda *parts: sum(parts[1:], parts[0]), *loads)
+    weight = jnp.mean(jnp.concatenate([each.weight.reshape(-1) for each in found]))
+    stack.add_aux_loss("load_balance_loss", total.loss(), weight=weight)
 
 
 def router_z_loss(logits: Float[Array, "B S E"], mask: Bool[Array, "B S"]) -> Float[Array, ""]:
@@ -77,18 +170,22 @@ def router_z_loss(logits: Float[Array, "B S E"], mask: Bool[Array, "B S"]) -> Fl
     Source: ST-MoE, arXiv:2202.08906, eq. 5.
     """
     squares = jnp.square(jax.nn.logsumexp(logits, -1))
-    return jnp.sum(jnp.where(mask, squares, 0.0)) / jnp.maximum(
-        jnp.sum(mask, dtype=jnp.float32), 1.0
-    )
+    tokens = jnp.sum(mask, dtype=jnp.float32)
+    return jnp.sum(jnp.where(mask, squares, 0.0)) / jnp.maximum(tokens, 1.0)
 
 
 class LoadBalanceLoss(Configurable):
-    """The load-balance loss and its weight in the objective."""
+    """The load-balance loss and its weight in the objective.
+
+    The loss is 1 for an even load. Hugging Face's is K times as large, and pools all layers: its
+    `router_aux_loss_coef` is a weight of coefficient * K with the scope ALL_LAYERS. The other
+    scopes add one loss per layer.
+    """
 
     @config_class
     class Config(Configurable.Config):
-        weight: Required[float] = REQUIRED
-        scope: BalanceScope = BalanceScope.MICRO_BATCH
+        weight: Required[float] = REQUIRED  # Multiplies the loss in the objective.
+        scope: BalanceScope = BalanceScope.MICRO_BATCH  # Tokens and layers that share a loss.
 
 
 class RouterZLoss(Configurable):
@@ -96,7 +193,7 @@ class RouterZLoss(Configurable):
 
     @config_class
     class Config(Configurable.Config):
-        weight: Required[float] = REQUIRED
+        weight: Required[float] = REQUIRED  # Multiplies the loss in the objective.
 
 
 class LoadCounter(BaseLayer):
@@ -104,15 +201,14 @@ class LoadCounter(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        num_experts: Required[int] = REQUIRED
+        num_experts: Required[int] = REQUIRED  # E.
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
-        return {"counts": _untrained((self.config.num_experts,))}
+        shape = (self.config.num_experts,)
+        return {"counts": bias_spec(shape, (None,), dtype="float32", trainable=False)}
 
-    def earlier(
-        self, expert_ids: Int[Array, "B S K"], mask: Bool[Array, "B S"]
-    ) -> Float[Array, "E"]:
-        """Returns the counts of earlier micro-batches; adds this one's where training."""
+    def count(self, expert_ids: Int[Array, "B S K"], mask: Bool[Array, "B S"]) -> Float[Array, "E"]:
+        """Returns the counts of earlier micro-batches; when training, adds this one's to them."""
         before = self.parameters["counts"]
         if self.is_training:
             counts = jnp.sum(expert_counts(expert_ids, mask, self.config.num_experts), 0)
@@ -123,44 +219,28 @@ class LoadCounter(BaseLayer):
         return jax.tree.map(jnp.zeros_like, params)
 
 
-def _untrained(shape: tuple[int, ...]) -> ParameterSpec:
-    return ParameterSpec(
-        shape,
-        (None,) * len(shape),
-        dtype="float32",
-        initializer=initializers.constant(0.0),
-        trainable=False,
-        weight_decay_scale=0.0,
-    )
+class BiasBalancing(LoadCounter):
+    """Balance without a loss: a bias on the scores that select experts moves against the load.
 
+    After each optimizer step the bias of an expert rises by `rate` if its load was below the mean,
+    and falls if it was above. Combine weights do not see the bias.
 
-class BiasBalancing(BaseLayer):
-    """Balance without a loss: a bias, added to scores only to choose, moves against the load.
-
-    Counts of one optimizer step, over all its micro-batches and devices, are kept in the state;
-    after the step the bias of each expert goes up by `rate` if it had less than its share, down
-    if it had more. Source: Wang et al., arXiv:2408.15664, algorithm 1.
+    Source: Wang et al., arXiv:2408.15664, algorithm 1.
     """
 
     @config_class
-    class Config(BaseLayer.Config):
-        num_experts: Required[int] = REQUIRED
-        rate: float = 1e-3
+    class Config(LoadCounter.Config):
+        rate: float = 1e-3  # Change of a bias per optimizer step, in units of the scores.
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
-        spec = _untrained((self.config.num_experts,))
-        return {"bias": spec, "counts": spec}
+        counts = super()._create_layer_parameter_specs()
+        return {"bias": counts["counts"], **counts}
 
     def biased(self, scores: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
-        """Returns the scores by which experts are chosen."""
+        """Returns the scores that select experts."""
         bias = self.parameters["bias"]
         self.add_summary("bias_range", jnp.max(bias) - jnp.min(bias))
         return scores + bias[None, None]
-
-    def count(self, expert_ids: Int[Array, "B S K"], mask: Bool[Array, "B S"]) -> None:
-        """Adds where the tokens went to the counts of this step."""
-        counts = jnp.sum(expert_counts(expert_ids, mask, self.config.num_experts), 0)
-        self.add_state_update("counts", self.parameters["counts"] + counts)
 
     def _end_step(self, params: Nested) -> Nested:
         counts = params["counts"]

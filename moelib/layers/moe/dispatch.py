@@ -88,6 +88,26 @@ class Dispatched(NamedTuple):
     num_dropped: Float[Array, ""]
 
 
+class Local(NamedTuple):
+    """The experts and the tokens of one device.
+
+    Attributes:
+        experts: The layer of the experts.
+        params: Weights of the experts, of this device only for expert-parallel dispatchers.
+        x: Tokens.
+        ids: Their experts; E for assignments of padding, and for ids outside 0 to E - 1.
+        weights: Combine weights, float32.
+        batch: B, the number of sequences.
+    """
+
+    experts: Experts
+    params: Nested
+    x: Float[Array, "T D"]
+    ids: Int[Array, "T K"]
+    weights: Float[Array, "T K"]
+    batch: int
+
+
 class Dispatcher(Configurable):
     """Sends tokens to experts and combines the outputs."""
 
@@ -103,31 +123,35 @@ class Dispatcher(Configurable):
         context: DispatchContext,
     ) -> Dispatched:
         """Returns the weighted sums of the experts' outputs."""
-        raise NotImplementedError(f"{type(self).__qualname__} must define __call__.")
+        ids, num_experts = assignments.expert_ids, context.num_experts
+        valid = assignments.mask[..., None] & (ids >= 0) & (ids < num_experts)
+        ids = jnp.where(valid, ids, num_experts).reshape(-1, ids.shape[-1])
+        weights = assignments.weights.reshape(ids.shape)
+        tokens = x.reshape(-1, x.shape[-1])
+        local = Local(experts, params, tokens, ids, weights, x.shape[0])
+        y, num_dropped = self._dispatch(local, context)
+        return Dispatched(y.reshape(x.shape), num_dropped)
+
+    def _dispatch(
+        self, local: Local, context: DispatchContext
+    ) -> tuple[Float[Array, "T D"], Float[Array, ""]]:
+        """Returns (weighted sums of the experts' outputs, number of dropped assignments)."""
+        raise NotImplementedError(f"{type(self).__qualname__} must define _dispatch.")
 
 
 class DenseDispatcher(Dispatcher):
     """The oracle: every expert computes every token, E / K times the work; for tests."""
 
-    def __call__(
-        self,
-        experts: Experts,
-        params: Nested,
-        x: Float[Array, "B S D"],
-        assignments: Assignments,
-        context: DispatchContext,
-    ) -> Dispatched:
-        """Returns the weighted sums of the experts' outputs."""
+    def _dispatch(self, local: Local, context: DispatchContext) -> tuple[Array, Array]:
         num_experts = context.num_experts
-        tokens = jnp.where(assignments.mask[..., None], x, 0).reshape(-1, x.shape[-1])
-        tokens = jnp.broadcast_to(tokens[None], (num_experts, *tokens.shape))
-        outputs = experts.batched(params, tokens)  # [E, T, D]
-        assigned = assignments.expert_ids[..., None] == jnp.arange(num_experts)[None, None, None]
-        assigned = assigned & assignments.mask[..., None, None]  # [B, S, K, E]
-        dense = jnp.sum(jnp.where(assigned, assignments.weights[..., None], 0.0), 2)
-        dense = dense.reshape(-1, num_experts)  # [T, E]
-        y = jnp.einsum("etd,te->td", outputs.astype(jnp.float32), dense).astype(x.dtype)
-        return Dispatched(y.reshape(x.shape), jnp.zeros((), jnp.float32))
+        assigned = local.ids[..., None] == jnp.arange(num_experts)[None, None]  # [T, K, E]
+        # Padding may hold NaN, which a weight of 0 would not remove.
+        x = jnp.where(jnp.any(assigned, (1, 2))[:, None], local.x, 0)
+        rows = jnp.broadcast_to(x[None], (num_experts, *x.shape))
+        outputs = local.experts.batched(local.params, rows)  # [E, T, D]
+        dense = jnp.sum(jnp.where(assigned, local.weights[..., None], 0.0), 1)  # [T, E]
+        y = jnp.einsum("etd,te->td", outputs.astype(jnp.float32), dense)
+        return y.astype(x.dtype), jnp.zeros((), jnp.float32)
 
 
 class SortedDispatcher(Dispatcher):
@@ -136,59 +160,24 @@ class SortedDispatcher(Dispatcher):
     Dispatch and combine are gathers in both directions: no scatter, no copy of tokens K times.
     """
 
-    def __call__(
-        self,
-        experts: Experts,
-        params: Nested,
-        x: Float[Array, "B S D"],
-        assignments: Assignments,
-        context: DispatchContext,
-    ) -> Dispatched:
-        """Returns the weighted sums of the experts' outputs."""
-        tokens, ids, weights = flat_assignments(x, assignments, context.num_experts)
-        y = run_sorted(experts, params, tokens, ids, weights, context.num_experts, ids.size)
-        return Dispatched(y.reshape(x.shape), jnp.zeros((), jnp.float32))
+    def _dispatch(self, local: Local, context: DispatchContext) -> tuple[Array, Array]:
+        y = run_sorted(local, context.num_experts, local.ids.size)
+        return y, jnp.zeros((), jnp.float32)
 
 
-def flat_assignments(
-    x: Array, assignments: Assignments, num_experts: int
-) -> tuple[Array, Array, Array]:
-    """Returns (tokens [T, D], ids [T, K], weights [T, K]).
-
-    The id is E for assignments of padding, and for ids outside 0 to E - 1.
-    """
-    ids = assignments.expert_ids
-    top_k = ids.shape[-1]
-    valid = assignments.mask[..., None] & (ids >= 0) & (ids < num_experts)
-    ids = jnp.where(valid, ids, num_experts)
-    weights = assignments.weights.reshape(-1, top_k)
-    return x.reshape(-1, x.shape[-1]), ids.reshape(-1, top_k), weights
-
-
-def run_sorted(
-    experts: Experts,
-    params: Nested,
-    x: Float[Array, "T D"],
-    ids: Int[Array, "T K"],
-    weights: Float[Array, "T K"],
-    num_experts: int,
-    num_rows: int,
-) -> Float[Array, "T D"]:
-    """Returns each token's weighted sum over the local experts.
+def run_sorted(local: Local, num_experts: int, num_rows: int) -> Float[Array, "T D"]:
+    """Returns each token's weighted sum over the experts that `local` holds.
 
     Args:
-        experts: The layer of the experts.
-        params: Weights of the local experts.
-        x: Tokens.
-        ids: Local expert ids, from 0; `num_experts` or more for none of them.
-        weights: Combine weights, float32.
-        num_experts: Number of local experts.
-        num_rows: Maximum number of assignments to local experts.
+        local: Experts and tokens; ids from 0, `num_experts` or more for other experts.
+        num_experts: Number of experts held.
+        num_rows: Maximum number of assignments to them.
     """
-    row_map, group_sizes = sort_assignments(jnp.minimum(ids, num_experts), num_experts, num_rows)
-    rows = save_activation(take_rows(x, row_map), "experts_input")
-    outputs = experts.grouped(params, rows, group_sizes)
-    return combine_rows(outputs, weights, row_map)
+    ids = jnp.minimum(local.ids, num_experts)
+    row_map, group_sizes = sort_assignments(ids, num_experts, num_rows)
+    rows = save_activation(take_rows(local.x, row_map), "experts_input")
+    outputs = local.experts.grouped(local.params, rows, group_sizes)
+    return combine_rows(outputs, local.weights, row_map)
 
 
 def within_capacity(

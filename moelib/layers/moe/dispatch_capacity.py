@@ -5,19 +5,15 @@ Shapes: B batch, S sequence, K experts per token, E experts, C capacity, D model
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from moelib.core.config import config_class
-from moelib.core.tree import Nested
 from moelib.layers.moe.dispatch import (
-    Assignments,
     DispatchContext,
-    Dispatched,
     Dispatcher,
-    Experts,
+    Local,
     capacity_for,
     check_factor,
-    flat_assignments,
     within_capacity,
 )
 from moelib.layers.moe.rows import RowMap, combine_rows, sort_assignments, take_rows
@@ -43,36 +39,27 @@ class CapacityDispatcher(Dispatcher):
         super().__init__(cfg)
         check_factor(self, "capacity_factor")
 
-    def __call__(
-        self,
-        experts: Experts,
-        params: Nested,
-        x: Float[Array, "B S D"],
-        assignments: Assignments,
-        context: DispatchContext,
-    ) -> Dispatched:
-        """Returns the weighted sums of the experts' outputs."""
-        batch, seq_len, top_k = assignments.expert_ids.shape
+    def _dispatch(self, local: Local, context: DispatchContext) -> tuple[Array, Array]:
         n, num_experts = group_size(context.expert_axes), context.num_experts
+        ids = local.ids.reshape(local.batch, -1, local.ids.shape[-1])
+        _, seq_len, top_k = ids.shape
         parts = group_size(context.sequence_axes)
         balanced = parts * seq_len * top_k / num_experts
         capacity = capacity_for(self.config.capacity_factor, balanced, parts * seq_len)
-        tokens, ids, weights = flat_assignments(x, assignments, num_experts)
-        ids = ids.reshape(batch, seq_len, top_k)
         kept = within_capacity(ids, num_experts, capacity, context.sequence_axes)
         num_dropped = jnp.sum((ids < num_experts) & ~kept, dtype=jnp.float32)
         # A part of a sequence has at most one assignment per token to an expert.
         row_map = _slots(jnp.where(kept, ids, num_experts), num_experts, min(capacity, seq_len))
         held = (row_map.assignments < ids.size)[:, None]
-        rows = jnp.where(held, take_rows(tokens, row_map), 0)  # Every row is computed.
-        rows = rows.reshape(num_experts, -1, x.shape[-1])
+        rows = jnp.where(held, take_rows(local.x, row_map), 0)  # Every row is computed.
+        rows = rows.reshape(num_experts, -1, local.x.shape[-1])
         if n > 1:  # [E, B C, D] -> [E / n, n B C, D]
             rows = lax.all_to_all(rows, context.expert_axes, 0, 1, tiled=True)
-        outputs = experts.batched(params, rows)
+        outputs = local.experts.batched(local.params, rows)
         if n > 1:
             outputs = lax.all_to_all(outputs, context.expert_axes, 1, 0, tiled=True)
-        y = combine_rows(outputs.reshape(-1, x.shape[-1]), weights, row_map)
-        return Dispatched(y.reshape(x.shape), num_dropped)
+        outputs = outputs.reshape(-1, local.x.shape[-1])
+        return combine_rows(outputs, local.weights, row_map), num_dropped
 
 
 def _slots(ids: Int[Array, "B S K"], num_experts: int, capacity: int) -> RowMap:

@@ -5,7 +5,6 @@ local experts, D model.
 """
 
 import functools
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -13,16 +12,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moelib.core.config import config_class
 from moelib.core.errors import UserError
-from moelib.core.tree import Nested
 from moelib.layers.moe.dispatch import (
-    Assignments,
     DispatchContext,
-    Dispatched,
     Dispatcher,
-    Experts,
+    Local,
     capacity_for,
     check_factor,
-    flat_assignments,
     run_sorted,
     within_capacity,
 )
@@ -57,28 +52,22 @@ class _ExpertParallel(Dispatcher):
             )
 
     def _within_buffer(
-        self, ids: Int[Array, "T K"], batch: int, context: DispatchContext
-    ) -> "_Accepted":
-        """Returns the assignments within the receive capacity.
-
-        Args:
-            ids: The experts of this device's tokens; E for none.
-            batch: Number of sequences that the tokens belong to.
-            context: The surroundings of the dispatcher.
-        """
-        num_experts, sequence_axes = context.num_experts, context.sequence_axes
+        self, local: Local, context: DispatchContext
+    ) -> tuple[Local, int, Float[Array, ""]]:
+        """Returns (`local` with assignments within capacity, receive capacity, number dropped)."""
+        ids, num_experts, sequence_axes = local.ids, context.num_experts, context.sequence_axes
         n = group_size(context.expert_axes)
         (num_tokens, top_k), num_local = ids.shape, num_experts // n
         most = n * num_tokens * min(top_k, num_local)
         if self.config.buffer_factor is None:
-            return _Accepted(ids, most, jnp.zeros((), jnp.float32))
+            return local, most, jnp.zeros((), jnp.float32)
         num_blocks = self._num_blocks(num_experts)
-        width, seq_len = num_experts // num_blocks, num_tokens // batch  # Of a block; of a part.
+        width, seq_len = num_experts // num_blocks, num_tokens // local.batch  # Block; part.
         per_token = min(top_k, width)
         length = group_size(sequence_axes) * seq_len
         balanced = length * top_k / num_blocks
         capacity = capacity_for(self.config.buffer_factor, balanced, length * per_token)
-        blocks = ids.reshape(batch, seq_len, top_k) // width
+        blocks = ids.reshape(local.batch, seq_len, top_k) // width
         kept = within_capacity(blocks, num_blocks, capacity, sequence_axes).reshape(ids.shape)
         num_dropped = jnp.sum((ids < num_experts) & ~kept, dtype=jnp.float32)
         # Parts of a sequence within the group of devices share the sequence's capacity.
@@ -87,8 +76,8 @@ class _ExpertParallel(Dispatcher):
         starts = range(0, num_experts, num_local)
         # Maximum number of blocks that one device holds experts of.
         touched = max((i + num_local - 1) // width - i // width + 1 for i in starts)
-        most = min(most, n // parts * batch * touched * per_sequence)
-        return _Accepted(jnp.where(kept, ids, num_experts), most, num_dropped)
+        most = min(most, n // parts * local.batch * touched * per_sequence)
+        return local._replace(ids=jnp.where(kept, ids, num_experts)), most, num_dropped
 
     def _num_blocks(self, num_experts: int) -> int:
         """Returns the number of blocks. Raises UserError if it does not divide the experts."""
@@ -103,20 +92,6 @@ class _ExpertParallel(Dispatcher):
         return wanted
 
 
-class _Accepted(NamedTuple):
-    """The assignments within the receive capacity.
-
-    Attributes:
-        ids: Their experts; E for none and for dropped assignments.
-        num_rows: Maximum number of assignments that a device receives.
-        num_dropped: Number of this device's assignments that were dropped, float32.
-    """
-
-    ids: Int[Array, "T K"]
-    num_rows: int
-    num_dropped: Float[Array, ""]
-
-
 class RaggedDispatcher(_ExpertParallel):
     """Dropless: rows travel to their experts' devices and back by a ragged all-to-all.
 
@@ -126,25 +101,15 @@ class RaggedDispatcher(_ExpertParallel):
     n = 2, all of them for n = E.
     """
 
-    def __call__(
-        self,
-        experts: Experts,
-        params: Nested,
-        x: Float[Array, "B S D"],
-        assignments: Assignments,
-        context: DispatchContext,
-    ) -> Dispatched:
-        """Returns the weighted sums of the experts' outputs."""
+    def _dispatch(self, local: Local, context: DispatchContext) -> tuple[Array, Array]:
         axes = context.expert_axes
         n = group_size(axes)
         num_local = context.num_experts // n
-        tokens, ids, weights = flat_assignments(x, assignments, context.num_experts)
-        num_tokens, top_k = ids.shape
-        ids, num_rows, num_dropped = self._within_buffer(ids, x.shape[0], context)
+        local, num_rows, num_dropped = self._within_buffer(local, context)
         if n == 1:
-            y = run_sorted(experts, params, tokens, ids, weights, num_local, num_rows)
-            return Dispatched(y.reshape(x.shape), num_dropped)
-        device = ids // num_local  # [T, K]; n for an assignment to no expert.
+            return run_sorted(local, num_local, num_rows), num_dropped
+        num_tokens, top_k = local.ids.shape
+        device = local.ids // num_local  # [T, K]; n for an assignment to no expert.
         row_map, sent = sort_assignments(
             jnp.where(_first_of_each(device), device, n), n, num_tokens * min(top_k, n)
         )
@@ -153,18 +118,13 @@ class RaggedDispatcher(_ExpertParallel):
         send = functools.partial(
             exchange, sizes=sizes, axes=axes, num_received=num_received, max_pair=num_tokens
         )
-        metadata = save_routing(send(_metadata(ids, weights, device, row_map, num_local)))
-        received = _received_assignments(metadata, sizes, axes, num_local)
-        rows = send(take_rows(tokens, row_map))
-        y = run_sorted(experts, params, rows, *received, num_local, num_rows)
-        back = exchange(
-            y,
-            sizes.T,
-            axes=axes,
-            num_received=row_map.assignments.shape[0],
-            max_pair=num_tokens,
-        )
-        return Dispatched(sum_rows(back, row_map).reshape(x.shape), num_dropped)
+        metadata = save_routing(send(_metadata(local, device, row_map, num_local)))
+        ids, weights = _received_assignments(metadata, sizes, axes, num_local)
+        received = local._replace(x=send(take_rows(local.x, row_map)), ids=ids, weights=weights)
+        y = run_sorted(received, num_local, num_rows)
+        num_sent = row_map.assignments.shape[0]
+        back = exchange(y, sizes.T, axes=axes, num_received=num_sent, max_pair=num_tokens)
+        return sum_rows(back, row_map), num_dropped
 
 
 def _first_of_each(device: Int[Array, "T K"]) -> Bool[Array, "T K"]:
@@ -176,19 +136,15 @@ def _first_of_each(device: Int[Array, "T K"]) -> Bool[Array, "T K"]:
 
 
 def _metadata(
-    ids: Int[Array, "T K"],
-    weights: Float[Array, "T K"],
-    device: Int[Array, "T K"],
-    row_map: RowMap,
-    num_local: int,
+    local: Local, device: Int[Array, "T K"], row_map: RowMap, num_local: int
 ) -> Float[Array, "R M"]:
     """Returns the routing metadata sent with each row: local expert ids and combine weights."""
     of_row = device.reshape(-1).at[row_map.assignments].get(mode="fill", fill_value=-1)  # [R]
     tokens = row_map.tokens
     here = device.at[tokens].get(mode="fill", fill_value=-2) == of_row[:, None]  # [R, K]
-    local = ids.at[tokens].get(mode="fill", fill_value=0) - of_row[:, None] * num_local
-    local = jnp.where(here, local, num_local)
-    return jnp.concatenate([local.astype(weights.dtype), take_rows(weights, row_map)], -1)
+    ids = local.ids.at[tokens].get(mode="fill", fill_value=0) - of_row[:, None] * num_local
+    ids = jnp.where(here, ids, num_local).astype(local.weights.dtype)
+    return jnp.concatenate([ids, take_rows(local.weights, row_map)], -1)
 
 
 def _received_assignments(
@@ -210,27 +166,17 @@ class RingDispatcher(_ExpertParallel):
     tokens go to most devices: for K of n or more.
     """
 
-    def __call__(
-        self,
-        experts: Experts,
-        params: Nested,
-        x: Float[Array, "B S D"],
-        assignments: Assignments,
-        context: DispatchContext,
-    ) -> Dispatched:
-        """Returns the weighted sums of the experts' outputs."""
+    def _dispatch(self, local: Local, context: DispatchContext) -> tuple[Array, Array]:
         axes = context.expert_axes
         n = group_size(axes)
         num_local = context.num_experts // n
-        tokens, ids, weights = flat_assignments(x, assignments, context.num_experts)
-        ids, num_rows, num_dropped = self._within_buffer(ids, x.shape[0], context)
+        local, num_rows, num_dropped = self._within_buffer(local, context)
         if n > 1:
-            arrays = tokens, ids, weights
-            tokens, ids, weights = (lax.all_gather(a, axes, tiled=True) for a in arrays)
+            arrays = local.x, local.ids, local.weights
+            x, ids, weights = (lax.all_gather(a, axes, tiled=True) for a in arrays)
             first = lax.axis_index(axes) * num_local
-            local = (ids >= first) & (ids < first + num_local)
-            ids = jnp.where(local, ids - first, num_local)
-        y = run_sorted(experts, params, tokens, ids, weights, num_local, num_rows)
-        if n > 1:
-            y = lax.psum_scatter(y, axes, tiled=True)
-        return Dispatched(y.reshape(x.shape), num_dropped)
+            is_local = (ids >= first) & (ids < first + num_local)
+            ids = jnp.where(is_local, ids - first, num_local)
+            local = local._replace(x=x, ids=ids, weights=weights)
+        y = run_sorted(local, num_local, num_rows)
+        return lax.psum_scatter(y, axes, tiled=True) if n > 1 else y, num_dropped

@@ -6,34 +6,34 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moelib.core.config import REQUIRED, Required, config_class
-from moelib.core.context import Nested
 from moelib.core.module import nowrap
 from moelib.core.param import FanAxes, ParameterSpec
+from moelib.core.tree import Nested
 from moelib.kernels.gmm import gmm, gmm_activated
-from moelib.layers import initializers
 from moelib.layers.activation import Activation
-from moelib.layers.base import BaseLayer
+from moelib.layers.base import BaseLayer, bias_spec
 from moelib.layers.remat import is_saved, save_activation
 
 
 class FeedForwardExperts(BaseLayer):
-    """E experts, each f(x W_gate) * (x W_up) W_down, with biases if asked for.
+    """E experts, each f(x W_gate) * (x W_up) W_down, with optional biases.
 
-    It only holds the weights and says what an expert computes; which rows reach which expert is
-    the dispatcher's affair, so these methods take the weights and need no context.
+    The layer holds the weights and defines the computation of an expert. The dispatcher decides
+    which rows reach which expert, and calls `batched` or `grouped` with the weights, so that they
+    need no context.
     """
 
-    # Added to the sum over the hidden dimension: of devices that share it, one does.
+    # Added to sums over the hidden dimension; of the devices that share it, one adds them.
     added_once: ClassVar[tuple[str, ...]] = ("down_bias",)
 
     @config_class
     class Config(BaseLayer.Config):
         num_experts: Required[int] = REQUIRED  # E.
-        num_experts_per_token: Required[int] = REQUIRED  # K, for the counts of active parameters.
+        num_experts_per_token: Required[int] = REQUIRED  # K, for counting active parameters.
         input_dim: Required[int] = REQUIRED  # D.
         hidden_dim: Required[int] = REQUIRED  # F.
-        activation: Activation = Activation.SWIGLU
-        bias: bool = False  # After both matmuls.
+        activation: Activation = Activation.SWIGLU  # Between the two matmuls.
+        bias: bool = False  # Whether both matmuls add a learned bias.
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg: FeedForwardExperts.Config = self.config
@@ -52,24 +52,15 @@ class FeedForwardExperts(BaseLayer):
             ),
         }
         if cfg.bias:
-            zeros = initializers.constant(0.0)
-            specs["up_bias"] = ParameterSpec(
-                (cfg.num_experts, n, cfg.hidden_dim),
-                ("experts", None, "expert_ffn"),
-                initializer=zeros,
-                weight_decay_scale=0.0,
-            )
-            specs["down_bias"] = ParameterSpec(
-                (cfg.num_experts, cfg.input_dim),
-                ("experts", "expert_embed"),
-                initializer=zeros,
-                weight_decay_scale=0.0,
-            )
+            shape = (cfg.num_experts, n, cfg.hidden_dim)
+            specs["up_bias"] = bias_spec(shape, ("experts", None, "expert_ffn"))
+            shape = (cfg.num_experts, cfg.input_dim)
+            specs["down_bias"] = bias_spec(shape, ("experts", "expert_embed"))
         return specs
 
     @nowrap
     def batched(self, params: Nested, rows: Float[Array, "E C D"]) -> Float[Array, "E C D"]:
-        """Returns what each expert makes of its rows, as many for each."""
+        """Returns the experts' outputs for equally many rows per expert."""
         params = {name: value.astype(rows.dtype) for name, value in params.items()}
         parts = []
         for i in range(self.config.activation.num_projections):
@@ -87,7 +78,7 @@ class FeedForwardExperts(BaseLayer):
     def grouped(
         self, params: Nested, rows: Float[Array, "R D"], group_sizes: Int[Array, "E"]
     ) -> Float[Array, "R D"]:
-        """Returns what each expert makes of its rows, which stand sorted by expert.
+        """Returns the experts' outputs for rows sorted by expert.
 
         Rows past the sum of the group sizes give zeros.
         """

@@ -1,4 +1,4 @@
-"""The MoE layer: router > dispatch > experts > combine, beside experts that every token visits."""
+"""The MoE layer: router > dispatch > experts > combine, plus experts shared by all tokens."""
 
 import functools
 import math
@@ -9,15 +9,19 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from moelib.core.config import REQUIRED, InstantiableConfig, Required, config_class
-from moelib.core.context import Nested
+from moelib.core.errors import UserError
 from moelib.core.param import FanAxes, ParameterSpec, is_spec
+from moelib.core.tree import Nested
 from moelib.core.varying import vary
 from moelib.layers.base import BaseLayer
 from moelib.layers.moe.balance import (
     BalanceScope,
+    LayerLoad,
     LoadBalanceLoss,
     LoadCounter,
+    PooledLoad,
     RouterZLoss,
+    balance_pool,
     load_balance_loss,
     router_z_loss,
 )
@@ -31,7 +35,7 @@ from moelib.parallel.collectives import gather
 
 
 class MoELayer(BaseLayer):
-    """A mixture of experts in the place of a feed-forward layer.
+    """A mixture of experts, used as a feed-forward layer.
 
     Source: Shazeer et al., arXiv:1701.06538; shared experts: Dai et al., arXiv:2401.06066; their
     gate: Qwen2, arXiv:2407.10671.
@@ -43,14 +47,16 @@ class MoELayer(BaseLayer):
         hidden_dim: Required[int] = REQUIRED  # F, of each expert.
         num_experts: Required[int] = REQUIRED  # E.
         num_experts_per_token: Required[int] = REQUIRED  # K.
-        router: BaseLayer.Config = Router.default_config()
+        router: BaseLayer.Config = Router.default_config()  # Selects experts and their weights.
+        # Moves tokens to experts and back; see moelib.layers.moe.dispatch.
         dispatcher: InstantiableConfig = RaggedDispatcher.default_config()
-        experts: BaseLayer.Config = FeedForwardExperts.default_config()
-        shared_experts: BaseLayer.Config | None = None  # A feed-forward layer; set its hidden_dim.
-        shared_gate: bool = False  # Whether sigmoid(x w) multiplies what the shared experts give.
-        load_balance_loss: LoadBalanceLoss.Config | None = None
-        router_z_loss: RouterZLoss.Config | None = None
-        report_expert_counts: bool = False  # Whether the load of each expert is a metric too.
+        experts: BaseLayer.Config = FeedForwardExperts.default_config()  # Kind of the experts.
+        # A feed-forward layer that all tokens visit, with its own hidden_dim; None for none.
+        shared_experts: BaseLayer.Config | None = None
+        shared_gate: bool = False  # Whether sigmoid(x w) multiplies the shared experts' output.
+        load_balance_loss: LoadBalanceLoss.Config | None = None  # None adds no such loss.
+        router_z_loss: RouterZLoss.Config | None = None  # None adds no such loss.
+        report_expert_counts: bool = False  # Whether each expert's load is a metric too.
 
     def __init__(self, cfg: Config, *, parent: BaseLayer | None) -> None:
         super().__init__(cfg, parent=parent)
@@ -65,12 +71,17 @@ class MoELayer(BaseLayer):
         if cfg.shared_experts is not None:
             self._add_child("shared_experts", cfg.shared_experts.clone(input_dim=cfg.input_dim))
         elif cfg.shared_gate:
-            raise ValueError(
-                f"{self._title()}: shared_gate is set without shared_experts; set these too, or "
-                "leave it out."
+            raise UserError(
+                f"{self._title()}: shared_gate=True without shared_experts; set shared_experts, or "
+                "shared_gate=False."
             )
-        balance = cfg.load_balance_loss
-        if balance is not None and balance.scope is BalanceScope.GLOBAL_BATCH:
+        scope = None if cfg.load_balance_loss is None else cfg.load_balance_loss.scope
+        if scope is BalanceScope.ALL_LAYERS and balance_pool(self) is None:
+            raise UserError(
+                f"{self._title()}: load_balance_loss.scope 'all_layers' requires a stack of layers "
+                "around the layer; set another scope."
+            )
+        if scope is BalanceScope.GLOBAL_BATCH:
             counter = LoadCounter.default_config().set(num_experts=cfg.num_experts)
             self._add_child("load_counter", counter)
         self._dispatcher = cfg.dispatcher.instantiate()
@@ -84,7 +95,7 @@ class MoELayer(BaseLayer):
     def forward(
         self, x: Float[Array, "B S D"], mask: Bool[Array, "B S"] | None = None
     ) -> Float[Array, "B S D"]:
-        """Returns the layer's output. Tokens where the mask is false go to no expert."""
+        """Returns the layer's output; 0 from routed experts where the mask is False."""
         if mask is None:
             mask = jnp.ones(x.shape[:2], bool)
         routing: Routing = self.router(x, mask)
@@ -97,7 +108,7 @@ class MoELayer(BaseLayer):
     def _from_shared_experts(
         self, x: Float[Array, "B S D"], mask: Bool[Array, "B S"]
     ) -> Float[Array, "B S D"]:
-        """Returns the shared experts' output, gated if it is to be."""
+        """Returns the shared experts' output, times their gate if there is one."""
         y = self.shared_experts(x, mask)
         if not self.config.shared_gate:
             return y
@@ -105,7 +116,7 @@ class MoELayer(BaseLayer):
         return y * jax.nn.sigmoid(jnp.einsum("bsd,dn->bsn", x, weight))  # [B, S, 1]
 
     def _routed(self, params: Nested, x: Float[Array, "B S D"], routing: Routing) -> Dispatched:
-        """Returns the weighted sums of the experts' outputs, and the dropped assignments."""
+        """Returns the weighted sums of the experts' outputs, and all devices' dropped count."""
         assignments = Assignments(routing.expert_ids, routing.weights, routing.mask)
         mesh = sharding.current_mesh()
         if mesh is None or mesh.size == 1:
@@ -116,13 +127,13 @@ class MoELayer(BaseLayer):
     def _on_each_device(
         self, mesh_shape: dict[str, int], params: Nested, x: Array, assignments: Assignments
     ) -> Dispatched:
-        """Dispatches each device's own tokens, split by batch and sequence.
+        """Dispatches each device's own tokens, sharded by batch and sequence.
 
-        Weights are gathered in the compute dtype, but for the experts themselves if the dispatcher
-        reaches those of other devices, and for their hidden dimension: the devices along it share
-        tokens, each computes its part, and the parts are summed. Where experts are split over axes
-        that split no tokens, these split the sequence too; weights split over such axes for storage
-        alone are gathered by the compiler.
+        Weights are gathered in the compute dtype, with two exceptions. Experts stay sharded over
+        the expert axes if the dispatcher reaches those of other devices. The hidden dimension stays
+        sharded: the devices along it share tokens, each computes its part, and the parts are
+        summed. Expert axes that shard no tokens shard the sequence too. Weights sharded over
+        further axes, for storage only, are gathered by the compiler.
         """
         names = functools.partial(sharding.mesh_axes, mesh_shape=mesh_shape)
         experts = names("experts") if self._dispatcher.expert_parallel else ()
@@ -138,7 +149,7 @@ class MoELayer(BaseLayer):
         tokens = sharding.partition_spec(
             dims[:2], mesh_shape, shape=x.shape[:2], rules=rules, array=title
         )
-        # The parts are summed into the split that the residual stream has.
+        # The parts are summed into the sharding of the residual stream.
         copies = math.prod(mesh_shape[axis] for axis in ffn)
         scattered = bool(ffn) and names("residual_sequence") == (*sequence, *ffn)
         parts = copies * math.prod(mesh_shape[axis] for axis in sequence)
@@ -166,7 +177,7 @@ class MoELayer(BaseLayer):
                 y = jax.lax.psum(y, ffn)
             return y, jax.lax.psum(vary(num_dropped, axes), axes) / copies
 
-        # Devices that share tokens share their weights: those are gathered on the way in.
+        # Axes that shard no tokens are gathered on the way into the shard_map.
         params = jax.tree.map(cast, specs, params, is_leaf=is_spec)
         splits = jax.tree.map(lambda split: sharding.keep_axes(split, axes), splits)
         result = PartitionSpec(tokens[0], (*sequence, *ffn)) if scattered else tokens
@@ -175,7 +186,7 @@ class MoELayer(BaseLayer):
         return Dispatched(*run(params, x, assignments))
 
     def _report(self, routing: Routing, num_dropped: Array) -> None:
-        """Puts out the auxiliary losses and the metrics of the routing."""
+        """Adds the auxiliary losses and the metrics of the routing."""
         cfg: MoELayer.Config = self.config
         metrics = routing_metrics(routing, num_dropped)
         if not cfg.report_expert_counts:
@@ -183,15 +194,24 @@ class MoELayer(BaseLayer):
         for name, value in metrics.items():
             self.add_summary(name, value, per_element=name == "expert_counts")
         if cfg.load_balance_loss is not None:
-            scope, earlier = cfg.load_balance_loss.scope, None
-            if scope is BalanceScope.GLOBAL_BATCH:
-                earlier = self.load_counter.earlier(routing.expert_ids, routing.mask)
-            assignments = routing.expert_ids, routing.mask
-            loss = load_balance_loss(routing.probs, *assignments, scope, earlier)
-            self.add_aux_loss("load_balance_loss", loss, weight=cfg.load_balance_loss.weight)
+            self._add_balance_loss(routing, cfg.load_balance_loss)
         if cfg.router_z_loss is not None:
             loss = router_z_loss(routing.logits, routing.mask)
             self.add_aux_loss("router_z_loss", loss, weight=cfg.router_z_loss.weight)
+
+    def _add_balance_loss(self, routing: Routing, cfg: LoadBalanceLoss.Config) -> None:
+        """Adds the load-balance loss, or puts out the load for that of all layers."""
+        probs, ids, mask = routing.probs, routing.expert_ids, routing.mask
+        if cfg.scope is BalanceScope.ALL_LAYERS:
+            load = LayerLoad.of(probs, ids, mask).summed()
+            weight = jnp.asarray(cfg.weight, jnp.float32)
+            self.add_module_output("balance_load", PooledLoad(load, weight))
+            return
+        earlier = None
+        if cfg.scope is BalanceScope.GLOBAL_BATCH:
+            earlier = self.load_counter.count(ids, mask)
+        loss = load_balance_loss(probs, ids, mask, cfg.scope, earlier)
+        self.add_aux_loss("load_balance_loss", loss, weight=cfg.weight)
 
     def _own_forward_flops_per_token(self, seq_len: int) -> float:
         del seq_len

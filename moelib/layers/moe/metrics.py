@@ -1,22 +1,23 @@
-"""What is logged of every MoE layer: how healthy its routing is."""
+"""Metrics of the routing, logged for every MoE layer."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moelib.core.metrics import WeightedScalar, weighted
+from moelib.core.metrics import Metric, maximum, weighted
 from moelib.layers.moe.balance import expert_counts
 from moelib.layers.moe.router import Routing
 
 
-def routing_metrics(routing: Routing, num_dropped: Float[Array, ""]) -> dict[str, WeightedScalar]:
+def routing_metrics(routing: Routing, num_dropped: Float[Array, ""]) -> dict[str, Metric]:
     """Returns the metrics of one layer, over its valid tokens.
 
-    load_max_over_mean: Rows of the busiest expert over the mean, 1 when even.
-    dead_experts: How many experts got no token.
-    entropy: Mean entropy of the router's probabilities, nats; log E when it knows nothing.
+    load_max_over_mean: Assignments to the busiest expert over the mean, 1 when even. Combines to
+        the largest over micro-batches.
+    dead_experts: Number of experts without an assignment.
+    entropy: Mean entropy of the router's probabilities, nats; log E for uniform ones.
     logit_rms: Root mean square of the router's logits.
     drop_rate: Assignments that a dispatcher dropped, over all assignments.
-    expert_counts: float32 [E], assignments of each expert, those dropped too.
+    expert_counts: float32 [E], assignments to each expert, dropped ones included.
     """
     num_experts = routing.probs.shape[-1]
     tokens = jnp.sum(routing.mask, dtype=jnp.float32)
@@ -29,7 +30,7 @@ def routing_metrics(routing: Routing, num_dropped: Float[Array, ""]) -> dict[str
     entropy = -jnp.sum(routing.probs * jnp.log(jnp.maximum(routing.probs, 1e-30)), -1)
     squares = jnp.mean(jnp.square(routing.logits), -1)
     return {
-        "load_max_over_mean": weighted(jnp.max(counts) / mean, tokens),
+        "load_max_over_mean": maximum(jnp.max(counts) / mean),
         "dead_experts": weighted(jnp.sum(counts == 0, dtype=jnp.float32), tokens),
         "entropy": weighted(token_mean(entropy), tokens),
         "drop_rate": weighted(num_dropped / jnp.maximum(jnp.sum(counts), 1.0), tokens),

@@ -148,11 +148,11 @@ def test_parameters_and_flops_are_counted_by_hand():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_heads": 3}, "layer: input_dim 8 is not a multiple of num_heads 3; set head_dim"),
-        ({"num_kv_heads": 3}, "layer: num_heads 4 is not a multiple of num_kv_heads 3; change"),
-        ({"num_heads": 0}, "layer: num_heads is 0; set it to 1 or more"),
-        ({"num_kv_heads": 0}, "layer: num_kv_heads is 0; set it to 1 or more"),
-        ({"head_dim": -4}, "layer: head_dim is -4; set it to 1 or more"),
+        ({"num_heads": 3}, "layer: input_dim=8 .* num_heads=3; set head_dim"),
+        ({"num_kv_heads": 3}, "layer: num_heads=4 .* num_kv_heads=3"),
+        ({"num_heads": 0}, "layer: num_heads=0; set it above 0"),
+        ({"num_kv_heads": 0}, "layer: num_kv_heads=0; set it above 0"),
+        ({"head_dim": -4}, "layer: head_dim=-4; set it above 0"),
     ],
 )
 def test_heads_that_cannot_be_are_refused(fields, message):

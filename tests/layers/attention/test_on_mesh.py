@@ -80,7 +80,7 @@ def test_a_sequence_that_does_not_divide_in_pieces_is_refused():
     x = jnp.zeros((2, 24, 2, 8))
     with (
         jax.set_mesh(create_device_mesh(mesh_shape_from_axes(seq=8))),
-        pytest.raises(ValueError, match="sequence of 24 does not divide into 16 pieces"),
+        pytest.raises(ValueError, match="seq_len=24 does not divide into 16 pieces"),
     ):
         attend(x, x, x, spec=PLAIN)
 
@@ -88,6 +88,6 @@ def test_a_sequence_that_does_not_divide_in_pieces_is_refused():
 def test_key_heads_that_do_not_divide_are_refused():
     with (
         jax.set_mesh(create_device_mesh(mesh_shape_from_axes(model=4, data=2))),
-        pytest.raises(ValueError, match="keys: its dimension 'activation_heads' of 2"),
+        pytest.raises(ValueError, match="keys: dimension 'activation_heads' of size 2"),
     ):
         attend(Q, K, V, spec=PLAIN)

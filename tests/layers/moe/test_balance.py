@@ -8,6 +8,7 @@ import pytest
 from moelib.layers.moe.balance import (
     BalanceScope,
     BiasBalancing,
+    LayerLoad,
     LoadCounter,
     expert_counts,
     load_balance_loss,
@@ -102,8 +103,18 @@ def test_the_gradient_is_e_times_the_share_over_the_tokens():
     np.testing.assert_allclose(grad[0, 0], E * share / tokens, rtol=1e-5)
 
 
+def test_the_load_of_layers_sums_to_that_of_one_layer_with_all_their_tokens():
+    layers = [routing(seed)[:2] for seed in (0, 1)]
+    mask = routing()[2]
+    loads = [LayerLoad.of(probs, ids, mask) for probs, ids in layers]
+    stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *loads)
+    probs, ids = (jnp.concatenate(parts) for parts in zip(*layers, strict=True))
+    want = load_balance_loss(probs, ids, jnp.concatenate([mask, mask]))
+    np.testing.assert_allclose(stacked.summed().loss(), want, rtol=1e-6)
+
+
 def test_one_expert_is_refused():
-    with pytest.raises(ValueError, match="num_experts is 1; set it to 2 or more"):
+    with pytest.raises(ValueError, match="num_experts=1"):
         load_balance_loss(
             jnp.ones((1, 2, 1)), jnp.zeros((1, 2, 1), jnp.int32), jnp.ones((1, 2), bool)
         )
@@ -182,11 +193,11 @@ def test_a_load_counter_counts_up_within_a_step_and_starts_anew_after_it():
     made = build(LoadCounter.default_config(), num_experts=E)
     counts, total = initial(made), jnp.zeros(E)
     for _ in range(2):
-        before, outputs = call_and_collect(made, counts, ids, mask, method="earlier")
+        before, outputs = call_and_collect(made, counts, ids, mask, method="count")
         np.testing.assert_array_equal(before, total)
         counts = outputs.state_updates
         total = total + jnp.sum(expert_counts(ids, mask, E), 0)
         np.testing.assert_array_equal(counts["counts"], total)
     np.testing.assert_array_equal(made.end_step_recursively(counts)["counts"], np.zeros(E))
-    _, outputs = call_and_collect(made, counts, ids, mask, method="earlier", is_training=False)
+    _, outputs = call_and_collect(made, counts, ids, mask, method="count", is_training=False)
     assert not outputs.state_updates

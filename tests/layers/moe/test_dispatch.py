@@ -162,7 +162,7 @@ def test_bfloat16_rows_are_summed_in_float32():
 
 def test_a_dispatcher_that_defines_nothing_says_so():
     dispatcher = Dispatcher.default_config().instantiate()
-    with pytest.raises(NotImplementedError, match="Dispatcher must define __call__"):
+    with pytest.raises(NotImplementedError, match="Dispatcher must define _dispatch"):
         pulled(dispatcher, PARAMS, X, jnp.asarray(IDS["random"]), WEIGHTS, jnp.ones(T, bool), GRAD)
 
 

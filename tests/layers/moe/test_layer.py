@@ -222,7 +222,7 @@ def test_shared_experts_may_have_a_gate():
 
 
 def test_a_gate_of_no_shared_experts_is_refused():
-    with pytest.raises(ValueError, match="layer: shared_gate is set without shared_experts; set"):
+    with pytest.raises(ValueError, match="layer: shared_gate=True without shared_experts"):
         layer(shared_experts=None, shared_gate=True)
 
 
@@ -300,11 +300,11 @@ def test_active_parameters_and_flops_are_counted_by_hand():
 
 
 def test_more_assignments_than_experts_are_refused_with_the_routers_path():
-    with pytest.raises(ValueError, match=r"router: num_experts_per_token is 5; .* num_experts, 4"):
+    with pytest.raises(ValueError, match=r"router: num_experts_per_token=5.*num_experts=4"):
         layer(num_experts_per_token=5)
 
 
 def test_one_expert_has_nothing_to_balance():
     made = layer(num_experts=1, num_experts_per_token=1)
-    with pytest.raises(ValueError, match="num_experts is 1"):
+    with pytest.raises(ValueError, match="num_experts=1"):
         call(made, initial(made), jnp.asarray(X), MASK)

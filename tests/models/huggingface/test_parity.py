@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from moelib.core.module import functional
-from moelib.layers.moe.balance import load_balance_loss
+from moelib.layers.moe.balance import BalanceScope, LoadBalanceLoss
 from moelib.layers.moe.layer import MoELayer
 from moelib.models.huggingface.families import read_model, settings_of, tensor_mappings
 from moelib.models.huggingface.tensor_mapping import layer_numbers
@@ -79,36 +79,40 @@ def logits_of(model, params, inputs):
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
 def computed(model, params, inputs):
-    """Returns (loss, its gradients, what the layers put out)."""
+    """Returns (loss, its gradients, module outputs, auxiliary loss)."""
 
     def loss(params):
         (value, _), outputs = functional(model, None, params, (inputs,), is_training=False)
-        return value.mean, outputs.module_outputs
+        return value.mean, (outputs.module_outputs, outputs.total_aux_loss())
 
     (value, outputs), grads = jax.value_and_grad(loss, has_aux=True)(params)
-    return value, grads, outputs
+    return value, grads, *outputs
 
 
 def put_out(self, routing, num_dropped):
-    """Records where tokens go instead of the layer's metrics."""
+    """Puts out the routing instead of metrics, and adds the balance loss of transformers."""
     assert num_dropped.shape == ()
-    self.add_module_output("routing", {"ids": routing.expert_ids, "logits": routing.logits})
+    self.add_module_output("ids", routing.expert_ids)
+    balance = LoadBalanceLoss.default_config().set(
+        weight=float(self.config.num_experts_per_token), scope=BalanceScope.ALL_LAYERS
+    )
+    self._add_balance_loss(routing, balance)
 
 
 @functools.cache
 def results(family):
-    """Returns (loss, gradients, {layer: (ids [B, S, K], logits [B, S, E])})."""
+    """Returns (loss, gradients, {layer: ids [B, S, K]}, auxiliary loss)."""
     model, _, params = loaded(family)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MoELayer, "_report", put_out)
-        loss, grads, outputs = computed(model, params, batch(fixture(family)[3]))
+        loss, grads, outputs, aux_loss = computed(model, params, batch(fixture(family)[3]))
     routing = {}
     for name, numbers in layer_numbers(model.children["decoder"]):
         made = outputs.get("decoder", {}).get(name)
         for i, number in enumerate(numbers if made else []):
-            ids, logits = (made["feed_forward"]["routing"][x] for x in ("ids", "logits"))
-            routing[number] = (ids[i], logits[i]) if ids.ndim == 4 else (ids, logits)
-    return loss, grads, routing
+            ids = made["feed_forward"]["ids"]
+            routing[number] = ids[i] if ids.ndim == 4 else ids
+    return loss, grads, routing, aux_loss
 
 
 # Gradients of the others are computed among the slow tests.
@@ -132,7 +136,7 @@ def test_logits_are_those_of_transformers(family):
 def test_loss_and_every_gradient_are_those_of_transformers(family):
     _, mappings, _ = loaded(family)
     _, _, tensors, want = fixture(family)
-    value, grads, _ = results(family)
+    value, grads, *_ = results(family)
     np.testing.assert_allclose(value, want["loss"], rtol=1e-6)
     got = dict(checkpoint_tensors(grads, mappings))
     names = {key.removeprefix("grad.") for key in want if key.startswith("grad.")}
@@ -153,22 +157,14 @@ def test_tokens_go_to_the_same_experts(family):
     want, found = fixture(family)[3], results(family)[2]
     names = {key for key in want if key.startswith("choices.")}
     assert names == {f"choices.{number}" for number in found}
-    for number, (ids, _) in found.items():
+    for number, ids in found.items():
         np.testing.assert_array_equal(np.sort(ids, -1), want[f"choices.{number}"])
 
 
 @pytest.mark.parametrize("family", some(f for f in SPARSE if not f.startswith("deepseek")))
 def test_the_pooled_load_balance_loss_is_that_of_transformers(family):
-    found = results(family)[2]
-    ids = np.concatenate([ids.reshape(-1, ids.shape[-1]) for ids, _ in found.values()])
-    probs = np.concatenate(
-        [jax.nn.softmax(x, -1).reshape(-1, x.shape[-1]) for _, x in found.values()]
-    )
-    mask = jnp.ones((1, len(ids)), bool)
-    ours = load_balance_loss(jnp.asarray(probs)[None], jnp.asarray(ids)[None], mask)
-    # Theirs counts each of K choices as a whole token.
-    want = fixture(family)[3]["aux_loss"]
-    np.testing.assert_allclose(ours * ids.shape[-1], want, rtol=1e-5)
+    # Counts of transformers are not divided by K; the weight is K here.
+    np.testing.assert_allclose(results(family)[3], fixture(family)[3]["aux_loss"], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
