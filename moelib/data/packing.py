@@ -93,10 +93,10 @@ def make_plan(
                 "packing=BEST_FIT does not form a stream; set document_boundary to RESET, or "
                 "packing to CONCAT_AND_SPLIT."
             )
-        return StreamPlan(source, seq_len, seeds)
+        return ConcatPlan(source, seq_len, seeds, across=True)
     if packing is Packing.BEST_FIT:
         return BestFitPlan(source, seq_len, seeds)
-    return ConcatPlan(source, seq_len, seeds)
+    return ConcatPlan(source, seq_len, seeds, across=False)
 
 
 def check_long_documents(source: TokenSource, seq_len: int) -> None:
@@ -127,25 +127,24 @@ def _order(count: int, seeds: tuple[int, ...] | None, use: int) -> _Ints:
 class ConcatPlan(EpochPlan):
     """Concat-and-split: the pairs of the shuffled documents one after another, S per sequence.
 
-    Sequences are shuffled too, because a long document fills consecutive ones.
+    Sequences are shuffled too, because a long document fills consecutive ones. `across` adds pairs
+    whose target is the first token of the next document.
     """
 
-    _min_tokens = 2  # Shorter documents add no pair.
-
-    def __init__(self, source: TokenSource, seq_len: int, seeds: tuple[int, ...] | None) -> None:
-        documents = np.flatnonzero(source.lengths >= self._min_tokens)
+    def __init__(
+        self, source: TokenSource, seq_len: int, seeds: tuple[int, ...] | None, across: bool
+    ) -> None:
+        documents = np.flatnonzero(source.lengths >= (1 if across else 2))  # Those with a pair.
         self._documents = documents[_order(len(documents), seeds, _DOCUMENTS)]
-        self._ends = self._count_pairs(source).cumsum()  # In the epoch's stream of pairs.
+        pairs = source.lengths[self._documents] - (0 if across else 1)
+        if across:
+            pairs[-1:] -= 1  # Nothing follows the last token of the epoch.
+        self._ends = pairs.cumsum()  # In the epoch's stream of pairs.
         if not len(documents) or not self._ends[-1]:
             raise _nothing_to_predict(source)
-        self._starts = source.starts
-        self._seq_len = seq_len
+        self._starts, self._seq_len, self._across = source.starts, seq_len, across
         self.num_rows = int(-(-self._ends[-1] // seq_len))
         self._rows = _order(self.num_rows, seeds, _ROWS)
-
-    def _count_pairs(self, source: TokenSource) -> _Ints:
-        """Returns the number of pairs that each of the ordered documents adds to the stream."""
-        return source.lengths[self._documents] - 1
 
     def pieces(self, rows: _Ints) -> Pieces:
         """Returns the documents under each sequence's part of the stream."""
@@ -156,35 +155,17 @@ class ConcatPlan(EpochPlan):
         row = np.repeat(np.arange(len(rows)), last - first + 1)
         index = np.arange(len(row)) - np.searchsorted(row, row) + first[row]
         document_end = self._ends[index]
-        document = self._documents[index]
         document_begin = np.where(index > 0, self._ends[index - 1], 0)
         piece_begin = np.maximum(document_begin, begin[row])
         piece_end = np.minimum(document_end, end[row])
-        start = self._starts[document] + piece_begin - document_begin
+        start = self._starts[self._documents[index]] + piece_begin - document_begin
         next_token = start + (piece_end - piece_begin)
-        return Pieces(row, start, piece_end - piece_begin, self._next(index, piece_end, next_token))
-
-    def _next(self, index: _Ints, piece_end: _Ints, inside: _Ints) -> _Ints:
-        """Returns the position of each piece's last target, given that inside its document."""
-        del index, piece_end
-        return inside
-
-
-class StreamPlan(ConcatPlan):
-    """Concat-and-split of tokens, with targets across documents."""
-
-    _min_tokens = 1
-
-    def _count_pairs(self, source: TokenSource) -> _Ints:
-        lengths = source.lengths[self._documents]
-        lengths[-1:] -= 1  # Nothing comes after the last token of the epoch.
-        return lengths
-
-    def _next(self, index: _Ints, piece_end: _Ints, inside: _Ints) -> _Ints:
-        last = len(self._documents) - 1
-        across = (piece_end == self._ends[index]) & (index < last)
-        following = self._documents[np.minimum(index + 1, last)]
-        return np.where(across, self._starts[following], inside)
+        if self._across:
+            last_document = len(self._documents) - 1
+            leaves = (piece_end == document_end) & (index < last_document)
+            following = self._documents[np.minimum(index + 1, last_document)]
+            next_token = np.where(leaves, self._starts[following], next_token)
+        return Pieces(row, start, piece_end - piece_begin, next_token)
 
 
 class BestFitPlan(EpochPlan):
