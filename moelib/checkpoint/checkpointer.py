@@ -108,7 +108,7 @@ class Checkpointer(Module):
 
         Args:
             state: Tree of arrays.
-            record: Its record; `arrays` and `versions` are filled in.
+            record: Record to write with them; `arrays` and `versions` are filled in.
         """
         self.wait()
         step = record.step

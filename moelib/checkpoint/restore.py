@@ -27,9 +27,9 @@ class Restored(NamedTuple):
     """A checkpoint in memory.
 
     Attributes:
-        state: Its arrays, in the requested structure.
-        record: Its record.
-        path: Its folder.
+        state: Arrays in the requested structure.
+        record: Record that was written with them.
+        path: Folder of the checkpoint.
     """
 
     state: Any
@@ -41,7 +41,7 @@ def restore_checkpoint(path: str, target: Any) -> Restored:
     """Returns the checkpoint at `path` in the structure and shardings of the target.
 
     Args:
-        path: Its folder.
+        path: Folder of the checkpoint.
         target: Tree of `jax.ShapeDtypeStruct` with shardings.
 
     Raises:

@@ -204,7 +204,7 @@ class PythonSourceCode(Source):
 
     @property
     def any_version(self) -> bool:
-        """Whether the text is that of whatever Python runs, which an upgrade changes."""
+        """True for the running interpreter's library, which an upgrade changes."""
         return self.config.path is None
 
     def parts(self) -> Sequence[Part]:

@@ -132,7 +132,7 @@ class LMInput(Input):
 
     @property
     def is_endless(self) -> bool:
-        """Whether the iterator never ends."""
+        """True if the iterator never ends."""
         return self.config.mode is InputMode.TRAIN and self.config.max_batches is None
 
     def batch(self, step: int) -> "Batch":

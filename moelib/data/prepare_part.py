@@ -32,7 +32,7 @@ class DiskFullError(OSError, UserError):
 
 @dataclasses.dataclass(frozen=True)
 class PartOptions:
-    """Settings that decide a part's tokens, besides its documents and the tokenizer."""
+    """Settings that decide a part's tokens, in addition to its documents and the tokenizer."""
 
     append_eos: bool
     skip_bad_records: bool

@@ -71,7 +71,7 @@ class Source(Configurable):
 
     @property
     def any_version(self) -> bool:
-        """Whether a token store made from another version of the text serves as well."""
+        """True if a token store made from another version of the text serves as well."""
         return False
 
     @abstractmethod

@@ -85,9 +85,9 @@ def read_meta(path: str) -> StoreMeta:
         MissingFileError: If there is no store, or an unfinished one.
         UserError: If meta.json is damaged or of another format.
     """
-    place = os.path.join(path, META)
+    file_path = os.path.join(path, META)
     try:
-        with open(place, encoding="utf-8") as file:
+        with open(file_path, encoding="utf-8") as file:
             content = json.load(file)
         if content.get("format") != FORMAT:
             raise ValueError(f"not of format {FORMAT}")
@@ -98,7 +98,7 @@ def read_meta(path: str) -> StoreMeta:
             cure = "it is unfinished: run the same `moelib prepare` again to complete it."
         raise MissingFileError(f"There is no token store at {path}; {cure}") from None
     except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"{place} is damaged ({error}); prepare the store again.") from None
+        raise UserError(f"{file_path} is damaged ({error}); prepare the store again.") from None
 
 
 def split_of_documents(

@@ -66,17 +66,15 @@ UNREADABLE = [
 
 
 @pytest.mark.parametrize("error", UNREADABLE, ids=repr)
-@pytest.mark.parametrize("place", ["record", "arrays"])
-def test_what_says_nothing_of_the_checkpoint_is_raised_as_it_is(
-    checkpointer, monkeypatch, error, place
-):
+@pytest.mark.parametrize("item", ["record", "arrays"])
+def test_error_outside_the_checkpoint_is_raised_unchanged(checkpointer, monkeypatch, error, item):
     save(checkpointer, 1)
     save(checkpointer, 2)
 
     def fail(*args, **kwargs):
         raise error
 
-    if place == "arrays":
+    if item == "arrays":
         monkeypatch.setattr(ocp.Checkpointer, "restore", fail)
     else:
         monkeypatch.setattr(contents.json, "load", fail)
@@ -138,7 +136,7 @@ def test_unfinished_one_is_not_seen_and_removed(checkpointer, tmp_path):
     assert not unfinished.exists()
 
 
-def test_full_disk_is_said_and_the_older_one_stays(checkpointer, caplog):
+def test_full_disk_is_logged_and_the_older_one_stays(checkpointer, caplog):
     save(checkpointer, 1)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -158,7 +156,7 @@ def test_full_disk_is_said_and_the_older_one_stays(checkpointer, caplog):
     assert checkpointer.restore(target_of(make_state())).record.step == 3
 
 
-def test_folder_that_cannot_be_written_is_said(tmp_path, caplog):
+def test_folder_that_cannot_be_written_is_logged(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     checkpointer = make(tmp_path / "file" / "checkpoints")
     save(checkpointer, 2)

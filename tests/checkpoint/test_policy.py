@@ -51,5 +51,5 @@ METRICS = {10: 3.0, 20: 1.0, 30: None, 40: 2.0, 50: float("nan")}
         ({"keep_last_n": 1, "keep_best_n": 9}, {10, 20, 40, 50}),
     ],
 )
-def test_what_is_kept(settings, kept):
+def test_kept_steps(settings, kept):
     assert policy.steps_to_keep(METRICS, **settings) == kept

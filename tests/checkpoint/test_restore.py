@@ -131,7 +131,7 @@ def test_parameters_of_nothing_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("num_devices", [4, None])
-def test_parameters_lie_where_the_target_says_or_on_one_device(checkpointer, num_devices):
+def test_parameters_have_the_targets_sharding_or_one_device(checkpointer, num_devices):
     save(checkpointer, 4)
     model = make_state()["model"]
     target = target_of(model, num_devices) if num_devices else jax.eval_shape(lambda: model)

@@ -1,4 +1,4 @@
-"""`moelib prepare`: a corpus to a token store, and what it says of broken ones."""
+"""`moelib prepare`: a corpus becomes a token store; broken corpora are reported."""
 
 import functools
 import subprocess

@@ -35,27 +35,27 @@ def _batch() -> Batch:
 
 def _fill_slowly(
     batch: Batch,
-    places: npt.NDArray[np.int64],
+    rows: npt.NDArray[np.int64],
     pieces: Pieces,
     source: TokenSource,
     boundary: DocumentBoundary,
 ) -> None:
-    """Does what `fill_pieces` does, a token at a time."""
+    """Like `fill_pieces`, token by token."""
     tokens = source.file(0)
-    column, segment = [0] * len(places), [0] * len(places)
-    batch["target_num_bytes"][places] = 0
+    column, segment = [0] * len(rows), [0] * len(rows)
+    batch["target_num_bytes"][rows] = 0
     for row, start, length, after in zip(
         pieces.row, pieces.start, pieces.length, pieces.next_token, strict=True
     ):
         segment[row] += 1
         ids = tokens[start : start + length]
         for i, (token, target) in enumerate(zip(ids, [*ids[1:], tokens[after]], strict=True)):
-            place = places[row], column[row]
-            batch["input_ids"][place] = token
-            batch["target_labels"][place] = target
-            batch["segment_ids"][place] = segment[row] if boundary is RESET else 1
-            batch["positions"][place] = i if boundary is RESET else column[row]
-            batch["target_num_bytes"][places[row]] += source.token_num_bytes[target]
+            cell = rows[row], column[row]
+            batch["input_ids"][cell] = token
+            batch["target_labels"][cell] = target
+            batch["segment_ids"][cell] = segment[row] if boundary is RESET else 1
+            batch["positions"][cell] = i if boundary is RESET else column[row]
+            batch["target_num_bytes"][rows[row]] += source.token_num_bytes[target]
             column[row] += 1
 
 
@@ -67,21 +67,21 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("packing", "boundary"), WAYS)
-@pytest.mark.parametrize("places", [[0, 1, 2, 3, 4, 5], [2, 3, 4], [0, 2, 5], [1], [0, 5]], ids=str)
-def test_rows_are_those_of_a_loop_over_tokens(
-    source: TokenSource, packing: Packing, boundary: DocumentBoundary, places: list[int]
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3, 4, 5], [2, 3, 4], [0, 2, 5], [1], [0, 5]], ids=str)
+def test_sequences_are_those_of_a_loop_over_tokens(
+    source: TokenSource, packing: Packing, boundary: DocumentBoundary, rows: list[int]
 ):
     plan = make_plan(source, SEQ_LEN, packing, boundary, seeds=(0, 0))
     assert plan.num_rows > 2 * NUM_ROWS
     seen_full, seen_padded = False, False
-    for first in range(plan.num_rows - len(places) + 1):
-        pieces = plan.pieces(np.arange(first, first + len(places)))
+    for first in range(plan.num_rows - len(rows) + 1):
+        pieces = plan.pieces(np.arange(first, first + len(rows)))
         filled, expected = _batch(), _batch()
-        fill_pieces(filled, np.array(places), pieces, source, boundary)
-        _fill_slowly(expected, np.array(places), pieces, source, boundary)
+        fill_pieces(filled, np.array(rows), pieces, source, boundary)
+        _fill_slowly(expected, np.array(rows), pieces, source, boundary)
         for name, array in expected.items():
             np.testing.assert_array_equal(filled[name], array, err_msg=name)
-        full = pieces.length.sum() == len(places) * SEQ_LEN
+        full = pieces.length.sum() == len(rows) * SEQ_LEN
         seen_full, seen_padded = seen_full or full, seen_padded or not full
     assert seen_padded
     assert seen_full or packing is Packing.BEST_FIT
@@ -91,7 +91,7 @@ def _pieces(*pieces: tuple[int, int, int, int]) -> Pieces:
     return Pieces(*(np.array(column, np.int64) for column in zip(*pieces, strict=True)))
 
 
-def test_two_documents_in_a_row_begin_anew_or_go_on():
+def test_two_documents_in_a_row_restart_or_continue():
     documents = [[11, 12, 13], [21, 22]]
     tokens = InMemoryTokens.default_config().set(documents=documents, vocab_size=30).instantiate()
     pieces = _pieces((0, 0, 2, 2), (0, 3, 1, 4))
@@ -101,11 +101,11 @@ def test_two_documents_in_a_row_begin_anew_or_go_on():
         assert batch["input_ids"].tolist() == [[11, 12, 21, 0]]
         assert batch["target_labels"].tolist() == [[12, 13, 22, -1]]
         assert batch["target_num_bytes"].tolist() == [3]
-    reset, goes_on = batches
+    reset, continued = batches
     assert reset["segment_ids"].tolist() == [[1, 1, 2, 0]]
     assert reset["positions"].tolist() == [[0, 1, 0, 0]]
-    assert goes_on["segment_ids"].tolist() == [[1, 1, 1, 0]]
-    assert goes_on["positions"].tolist() == [[0, 1, 2, 0]]
+    assert continued["segment_ids"].tolist() == [[1, 1, 1, 0]]
+    assert continued["positions"].tolist() == [[0, 1, 2, 0]]
 
 
 @pytest.mark.parametrize("wrong", [1, 2])  # An input; a last target, which no row has as an input.

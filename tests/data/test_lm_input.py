@@ -93,10 +93,10 @@ def test_segments_and_positions_restart_with_each_document(packing: Packing):
             assert set(segments[valid].tolist()) == set(range(1, segments.max() + 1))
             for segment in range(1, segments.max() + 1):
                 mine = segments == segment
-                places = [where[token] for token in ids[mine].tolist()]
-                assert len({document for document, _ in places}) == 1
+                found = [where[token] for token in ids[mine].tolist()]
+                assert len({document for document, _ in found}) == 1
                 assert positions[mine].tolist() == list(range(mine.sum()))
-                offsets = [offset for _, offset in places]
+                offsets = [offset for _, offset in found]
                 assert offsets == list(range(offsets[0], offsets[0] + len(offsets)))
                 assert np.array_equal(ids[mine][1:], targets[mine][:-1])
 
@@ -195,7 +195,7 @@ def test_a_mixtures_epoch_reads_every_source():
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2])
-def test_a_restored_iterator_goes_on_as_an_unbroken_one(num_hosts: int):
+def test_a_restored_iterator_continues_as_an_unbroken_one(num_hosts: int):
     lm_input = _mixed().instantiate()
     unbroken = lm_input.iterator()
     for _ in range(5):
@@ -211,7 +211,7 @@ def test_a_restored_iterator_goes_on_as_an_unbroken_one(num_hosts: int):
     assert unbroken.state() == others[0].state()
 
 
-def test_the_position_of_another_input_is_refused_with_what_changed():
+def test_the_position_of_another_input_is_refused_with_the_changes():
     state = _config(seed=1).instantiate().iterator().state()
     with pytest.raises(
         ValueError, match=r"seed was 1 and is 0, seq_len was 16 and is 8|seq_len was"

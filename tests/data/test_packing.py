@@ -70,13 +70,13 @@ def test_a_stream_has_every_token_but_the_first_as_a_target_once(seq_len: int):
     assert all(token in ends and target in source.starts for token, target in across)
 
 
-def test_rows_asked_for_in_any_order_are_the_same():
+def test_sequences_requested_in_any_order_are_the_same():
     plan = make_plan(_source(LENGTHS), 8, Packing.CONCAT_AND_SPLIT, RESET, (0, 0))
     together = plan.pieces(np.array([3, 1, 5]))
-    for place, row in enumerate([3, 1, 5]):
+    for index, row in enumerate([3, 1, 5]):
         alone = plan.pieces(np.array([row]))
-        assert np.array_equal(together.start[together.row == place], alone.start)
-        assert np.array_equal(together.length[together.row == place], alone.length)
+        assert np.array_equal(together.start[together.row == index], alone.start)
+        assert np.array_equal(together.length[together.row == index], alone.length)
 
 
 @pytest.mark.parametrize("packing", list(Packing))

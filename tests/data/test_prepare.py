@@ -116,7 +116,7 @@ def _fails_after(count: int, error: Exception) -> Callable[..., None]:
     return tokenize
 
 
-def test_a_killed_run_goes_on_from_its_finished_parts(
+def test_a_killed_run_resumes_from_its_finished_parts(
     tmp_path: pathlib.Path,
     tokenizer: Tokenizer,
     monkeypatch: pytest.MonkeyPatch,
@@ -189,7 +189,7 @@ def test_a_partial_folder_that_is_not_ours_is_left_alone(
     prepare(_source(TEXTS), tokenizer, str(tmp_path / "store")).verify()
 
 
-def test_a_run_that_was_killed_while_beginning_goes_on(
+def test_a_run_that_was_killed_while_beginning_resumes(
     tmp_path: pathlib.Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ):
     def killed(path: str) -> str:
@@ -262,11 +262,11 @@ def test_a_full_disk_keeps_finished_parts(
     path = str(tmp_path / "store")
     finished: list[str] = []
 
-    def write(place: str, content: Any) -> None:
+    def write(file: str, content: Any) -> None:
         if len(finished) == 2:
             raise OSError(errno.ENOSPC, "No space left on device")
-        finished.append(place)
-        write_json(place, content)
+        finished.append(file)
+        write_json(file, content)
 
     write_json = prepare_part.write_json
     with monkeypatch.context() as patch:

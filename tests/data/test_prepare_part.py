@@ -114,7 +114,7 @@ def test_text_is_tokenized_a_little_at_a_time(
     assert max(sizes) == most
 
 
-def test_bad_records_are_an_error_that_says_what_to_do_or_are_counted(
+def test_bad_records_are_an_error_with_a_cure_or_are_counted(
     tmp_path: pathlib.Path, folder: str, tokenizer: Tokenizer
 ):
     part = _broken_part(tmp_path)
@@ -162,21 +162,21 @@ class _FailingPart:
         raise OSError(self.code, os.strerror(self.code), "where")
 
 
-def test_a_full_disk_is_said_with_what_to_do(folder: str, tokenizer: Tokenizer):
+def test_a_full_disk_is_named_with_the_cure(folder: str, tokenizer: Tokenizer):
     with pytest.raises(DiskFullError, match=r"part seven; .*output_dir") as caught:
         tokenize_part(folder, 0, _FailingPart(errno.ENOSPC), tokenizer, OPTIONS)
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, folder)
     assert read_result(folder, 0) is None
 
 
-@pytest.mark.parametrize("place", ["lengths.npy", "json"])
+@pytest.mark.parametrize("file", ["lengths.npy", "json"])
 def test_a_disk_that_is_full_at_the_end_leaves_no_finished_part(
-    folder: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, place: str
+    folder: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, file: str
 ):
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(*((np, "save") if place == "lengths.npy" else (json, "dump")), full)
+    monkeypatch.setattr(*((np, "save") if file == "lengths.npy" else (json, "dump")), full)
     with pytest.raises(OSError, match="disk is full while writing the tokens of documents in mem"):
         tokenize_part(folder, 0, TextsPart(TEXTS), tokenizer, OPTIONS)
     assert read_result(folder, 0) is None

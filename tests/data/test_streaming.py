@@ -76,7 +76,7 @@ def test_every_document_is_in_an_epoch_once(files: str):
 
 @pytest.mark.parametrize("boundary", [RESET, CONTINUE])
 @pytest.mark.parametrize("step", [3, 13, 40])
-def test_a_restored_stream_goes_on_as_an_unbroken_one(
+def test_a_restored_stream_continues_as_an_unbroken_one(
     files: str, boundary: DocumentBoundary, step: int
 ):
     cfg = _config(files, document_boundary=boundary, seed=5)
@@ -127,7 +127,7 @@ def test_state_of_another_host_is_refused(files: str):
         _config(files).instantiate().iterator().restore(state)
 
 
-def test_prefetching_keeps_the_place_of_what_was_taken(files: str):
+def test_prefetching_keeps_the_position_of_the_batches_taken(files: str):
     cfg = _config(files)
     with Prefetcher(cfg.instantiate().iterator(), lambda batch: batch) as batches:
         for _ in range(12):

@@ -1,4 +1,4 @@
-"""What needs no TensorFlow; tests/data/test_streaming.py reads the records."""
+"""Streams without TensorFlow; tests/data/test_streaming.py reads their records."""
 
 import pathlib
 

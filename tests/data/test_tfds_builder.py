@@ -25,6 +25,12 @@ def _source() -> InMemorySource:
 def test_a_corpus_is_written_and_read_without_tensorflow(tmp_path: pathlib.Path):
     program = f"""
 import sys
+from importlib.machinery import PathFinder
+
+find_spec = PathFinder.find_spec
+PathFinder.find_spec = lambda name, *args: (
+    None if name.startswith("tensorflow.") or name == "tensorflow" else find_spec(name, *args)
+)  # As if TensorFlow were not installed.
 from moelib.data.source import InMemorySource
 from moelib.data.tfds_builder import build_text_corpus
 from moelib.data.tfds_source import TFDSSource

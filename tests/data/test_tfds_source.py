@@ -34,7 +34,7 @@ def test_parts_are_ranges_with_the_documents_of_the_whole(
     assert parts[1].name == f"{folder} train[{parts[0].end}:{parts[1].end}]"
 
 
-def test_unknown_names_are_said(folder: str, tmp_path: pathlib.Path):
+def test_unknown_names_are_reported(folder: str, tmp_path: pathlib.Path):
     with pytest.raises(ValueError, match="TFDS has no data set 'nonesuch'") as raised:
         _source("nonesuch", data_dir=str(tmp_path)).parts()
     assert len(str(raised.value)) < 400  # TFDS lists all it has.

@@ -65,7 +65,7 @@ def test_fractions_that_make_no_whole_are_refused(splits: dict[str, float]):
         check_splits(splits)
 
 
-def test_a_missing_store_says_how_to_make_one(tmp_path: pathlib.Path):
+def test_a_missing_store_is_named_with_the_cure(tmp_path: pathlib.Path):
     with pytest.raises(FileNotFoundError, match=r"no token store at .*make one with `moelib prep"):
         _open(tmp_path / "store")
     (tmp_path / "store.partial").mkdir()
