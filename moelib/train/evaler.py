@@ -1,7 +1,6 @@
-"""Evaluation: means over all tokens of an evaluation set."""
+"""Evaluation during training: means over all tokens of an evaluation set."""
 
 import collections
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,23 +14,23 @@ from moelib.core.config import (
     config_class,
     config_for_function,
 )
+from moelib.core.errors import UserError
+from moelib.core.metrics import Scalars
 from moelib.core.module import Module, nowrap
 from moelib.data.input import Input
 from moelib.data.prefetch import HostRows, Prefetcher, host_rows, put_batch
-from moelib.train.metrics import Scalars, language_metrics, unpack
+from moelib.train.metrics import language_metrics, unpack
 from moelib.train.state import batch_sharding
 from moelib.train.step import make_eval_step
 
-logger = logging.getLogger(__name__)
-
 
 class SpmdEvaler(Module):
-    """Evaluates a model on an input that ends, when its policy says so."""
+    """Evaluates a model on a finite input, at the steps that its policy selects."""
 
     @config_class
     class Config(Module.Config):
-        input: Required[Input.Config] = REQUIRED  # One that ends: mode EVALUATE, or max_batches.
-        # Builds a moelib.checkpoint.policy.Policy; its max_step, if None, is the trainer's.
+        input: Required[Input.Config] = REQUIRED  # A finite one: mode EVALUATE, or max_batches.
+        # Builds a moelib.checkpoint.policy.Policy, whose max_step is by default the trainer's.
         eval_policy: InstantiableConfig = config_for_function(every_n_steps_and_last_policy).set(
             n=1000
         )
@@ -44,8 +43,8 @@ class SpmdEvaler(Module):
         Args:
             cfg: A `SpmdEvaler.Config`.
             parent: The module that holds the evaler, or None.
-            model: What to evaluate.
-            train_dtype: What trainable parameters are cast to.
+            model: Model to evaluate.
+            train_dtype: Dtype that trainable parameters are cast to; None for their own.
         """
         super().__init__(cfg, parent=parent)
         self._policy = self.config.eval_policy.instantiate()
@@ -56,12 +55,12 @@ class SpmdEvaler(Module):
 
     @nowrap
     def should_evaluate(self, *, step: int, summaries: Mapping[str, float] | None = None) -> bool:
-        """Returns whether the policy wants an evaluation after this step."""
+        """Returns whether the policy selects this step."""
         return self._policy(step=step, summaries=summaries or {})
 
     @nowrap
     def open_input(self, mesh: jax.sharding.Mesh) -> None:
-        """Opens the input, if it is not open yet; reads no batch.
+        """Opens the input, unless it is open; reads no batch.
 
         Raises:
             ValueError: If the mesh does not divide the batch, or the input cannot be opened.
@@ -71,10 +70,10 @@ class SpmdEvaler(Module):
             self._input = self.config.input.instantiate()
 
     def _share(self, mesh: jax.sharding.Mesh) -> tuple[jax.sharding.NamedSharding, HostRows]:
-        """Returns where batches lie, and which rows of them are this process's."""
-        rows = self.config.input.global_batch_size
-        sharding = batch_sharding(rows, self.config.input.seq_len, mesh)
-        return sharding, host_rows(sharding, rows)
+        """Returns the sharding of a batch, and this process's share of its sequences."""
+        cfg = self.config.input
+        sharding = batch_sharding(cfg.global_batch_size, cfg.seq_len, mesh)
+        return sharding, host_rows(sharding, cfg.global_batch_size)
 
     @nowrap
     def evaluate(
@@ -84,20 +83,18 @@ class SpmdEvaler(Module):
         *,
         on_batch: Callable[[int], None] | None = None,
     ) -> Scalars:
-        """Returns the metrics over the whole input: each the mean by its own weight.
+        """Returns the metrics over the whole input: `loss` and other means, weighted by tokens.
 
-        With them `num_tokens`, `perplexity`, and `bits_per_byte` if batches have
-        `target_num_bytes`; both from all tokens together, without auxiliary losses.
-
-        To be called inside `jax.set_mesh(mesh)`.
+        `num_tokens`, `perplexity`, and `bits_per_byte` if batches have `target_num_bytes`, are over
+        all tokens together, without auxiliary losses. To be called inside `jax.set_mesh(mesh)`.
 
         Args:
-            params: The model's parameters, sharded over `mesh`.
+            params: Parameters of the model, sharded over `mesh`.
             mesh: The mesh.
-            on_batch: Called with the number of batches done after each.
+            on_batch: Function called after each batch with the number of the batch, from 0.
 
         Raises:
-            ValueError: If the input has no token to predict.
+            UserError: If the input has no token to predict.
         """
         self.open_input(mesh)
         assert self._input is not None
@@ -106,7 +103,7 @@ class SpmdEvaler(Module):
         sharding, share = self._share(mesh)
         batches = self._input.iterator(*share)
         put = lambda batch: put_batch(batch, sharding, rows)
-        before = None  # One batch is read back while the next one runs.
+        before = None  # The results of a batch are read while the next one runs.
         with Prefetcher(batches, put) as feed:
             for count, batch in enumerate(feed):
                 after = self._compile(params, batch, mesh)(params, batch)
@@ -116,9 +113,9 @@ class SpmdEvaler(Module):
                     on_batch(count)
         _add(totals, before)
         if not totals["num_tokens"]:
-            raise ValueError(
+            raise UserError(
                 f"{self.path() or self.name}: the input has no token to predict; set input to one "
-                "with text in it."
+                "that contains text."
             )
         return _means(totals)
 
@@ -138,7 +135,7 @@ def _add(totals: dict[str, float], packed: Any) -> None:
 
 
 def _means(totals: Mapping[str, float]) -> Scalars:
-    """Returns total / weight of each metric, and what is derived from them."""
+    """Returns the means and maxima of metrics from their totals, and perplexity."""
     means = {"num_tokens": totals["num_tokens"]}
     for key, total in totals.items():
         if key.startswith("max/"):

@@ -1,4 +1,4 @@
-"""The place in the training data as it is saved: that of every process, where they differ."""
+"""Saved position in the training data: one for all processes, or one per host."""
 
 import json
 from typing import Any
@@ -6,23 +6,24 @@ from typing import Any
 import jax
 import numpy as np
 
+from moelib.core.errors import UserError
 from moelib.data.prefetch import HostRows
 
 State = dict[str, Any]  # JSON values only.
 
-_HOSTS = "hosts"  # The one key of a saved place that is not the same on all hosts.
+_HOSTS = "hosts"  # Only key of a saved position that differs between hosts.
 
 
 def gather_input_state(state: State | None, host: HostRows) -> State | None:
-    """Returns what to save of the inputs of all processes; all of them must call it.
+    """Returns the position of all processes to save; all of them must call it.
 
     Args:
-        state: This process's place in the data, None at the beginning.
-        host: Which share of the batch this process reads.
+        state: Position of this process in the data, None at the beginning.
+        host: This process's share of the batch.
 
     Returns:
-        The state itself if it is the same everywhere (it may then be restored on any number of
-        processes), or else {"hosts": [the state of each share]}.
+        The state itself if all are equal, which can be restored on any number of processes;
+        otherwise {"hosts": [state of each share]}.
     """
     if jax.process_count() == 1:
         return state
@@ -33,19 +34,19 @@ def gather_input_state(state: State | None, host: HostRows) -> State | None:
 
 
 def input_state_of(saved: State | None, host: HostRows) -> State | None:
-    """Returns what this process restores of what `gather_input_state` gave.
+    """Returns this process's part of a position from `gather_input_state`.
 
     Raises:
-        ValueError: If there were more or fewer shares then.
+        UserError: If the number of shares has changed.
     """
     if saved is None or saved.keys() != {_HOSTS}:
         return saved
     states = saved[_HOSTS]
     if len(states) != host.num_hosts:
-        raise ValueError(
-            f"The checkpoint holds the place in the data of {len(states)} hosts, and there are "
-            f"{host.num_hosts} now; go on with {len(states)}, or start a new run: an input that "
-            "streams cannot be divided anew."
+        raise UserError(
+            f"The checkpoint holds the position in the data of {len(states)} hosts, but there are "
+            f"{host.num_hosts} now; resume with {len(states)}, or start a new run: a streaming "
+            "input cannot be divided differently."
         )
     return states[host.host_index]
 

@@ -1,6 +1,6 @@
 """Metrics of a step: one vector on the devices, names and numbers on the host.
 
-Hundreds of little arrays a step would cost more than the step of a small model; one does not.
+Hundreds of small arrays per step would cost more than the step of a small model; one does not.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ class PackedMetrics:
 
     Attributes:
         vector: float32 [number of values].
-        layout: (name, shape) of each metric, in the vector's order.
+        layout: (name, shape) of each metric, in the order of the vector.
     """
 
     vector: Any
@@ -32,7 +32,7 @@ jax.tree_util.register_dataclass(PackedMetrics, data_fields=["vector"], meta_fie
 
 
 def pack(metrics: dict[str, Any]) -> PackedMetrics:
-    """Returns metrics, scalars or arrays by name, packed."""
+    """Packs metrics, scalars or arrays by name."""
     names = sorted(metrics)
     layout = tuple((name, jnp.shape(metrics[name])) for name in names)
     values = [jnp.ravel(jnp.asarray(metrics[name], jnp.float32)) for name in names]
@@ -40,7 +40,7 @@ def pack(metrics: dict[str, Any]) -> PackedMetrics:
 
 
 def unpack(packed: PackedMetrics) -> Scalars:
-    """Returns the numbers by name, those of arrays as "name/0", "name/1"; waits for the step."""
+    """Returns numbers by name, those of arrays as "name/0", "name/1"; waits for the step."""
     values = np.asarray(packed.vector).tolist()
     scalars: Scalars = {}
     start = 0
@@ -53,7 +53,7 @@ def unpack(packed: PackedMetrics) -> Scalars:
 
 
 def as_metric(value: Any, weight: Any = 1.0) -> Any:
-    """Returns a metric in float32, and any other value as a WeightedScalar with the weight."""
+    """Returns a metric in float32; any other value becomes a WeightedScalar with the weight."""
     if is_metric(value):
         return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), value)
     value = jnp.asarray(value, jnp.float32)
@@ -65,9 +65,9 @@ def collect(
 ) -> dict[str, Metric]:
     """Returns all metrics of a forward pass by name.
 
-    `loss` is without auxiliary losses, `aux_loss` their weighted sum; each of them is there by its
-    path, unweighted, as are the layers' summaries. They are means over `num_tokens`, where a loss
-    may be one over fewer.
+    `loss` (nats per token) excludes auxiliary losses; `aux_loss` is their weighted sum;
+    `bytes_per_token` is the mean length of a target in bytes of text. Each auxiliary loss,
+    unweighted, and each summary of a layer has its path as name, and is weighted by `num_tokens`.
     """
     found: dict[str, Metric] = {
         "loss": loss,
@@ -90,9 +90,9 @@ def _is_aux_loss(value: Any) -> bool:
 
 
 def language_metrics(scalars: Scalars) -> Scalars:
-    """Returns perplexity, and bits per byte if the bytes are known, without auxiliary losses.
+    """Returns `perplexity`, and `bits_per_byte` if the bytes of the targets are known.
 
-    Both come from the mean over all tokens: nats a token, `cross_entropy` or else `loss`.
+    Both derive from the mean nats per token: `cross_entropy`, or `loss` if there is none.
     """
     nats = scalars.get("cross_entropy", scalars["loss"])
     derived = {"perplexity": math.exp(min(nats, 700.0)) if math.isfinite(nats) else nats}

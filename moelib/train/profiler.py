@@ -1,4 +1,4 @@
-"""A window of steps under JAX's profiler."""
+"""Traces of JAX's profiler, over a few steps each."""
 
 import itertools
 import logging
@@ -7,11 +7,13 @@ from collections.abc import Sequence
 
 import jax
 
+from moelib.core.errors import UserError
+
 logger = logging.getLogger(__name__)
 
 
 class ProfilerWindow:
-    """Traces a few steps from each of some steps on, into `<dir>/profile`.
+    """Traces windows of steps into `<dir>/profile`.
 
     TensorBoard's profile plugin and Perfetto (`perfetto_trace.json.gz`) show the traces.
     """
@@ -20,22 +22,22 @@ class ProfilerWindow:
         """Checks the settings.
 
         Args:
-            directory: The run's folder.
-            start_steps: Steps before which a trace begins; the first step is 1.
-            num_steps: How many steps a trace holds.
+            directory: Folder of the run.
+            start_steps: Steps before which a trace starts; the first step is 1.
+            num_steps: Number of steps per trace.
 
         Raises:
-            ValueError: If there is no step to trace, or two traces overlap.
+            UserError: If there is no step to trace, or two traces overlap.
         """
         starts = sorted(start_steps)
         if num_steps < 1 or (starts and starts[0] < 1):
-            raise ValueError(
+            raise UserError(
                 f"start_trace_steps {list(start_steps)}, num_trace_steps {num_steps}: steps and "
                 "their number start at 1."
             )
         for a, b in itertools.pairwise(starts):
             if b < a + num_steps:
-                raise ValueError(
+                raise UserError(
                     f"start_trace_steps: the traces of {num_steps} steps from {a} and from {b} "
                     f"overlap; leave {num_steps} steps or more between them."
                 )
@@ -44,17 +46,17 @@ class ProfilerWindow:
         self._until: int | None = None
 
     def before_step(self, step: int) -> None:
-        """Starts a trace if one begins with this step."""
+        """Starts a trace if one is due before this step."""
         if step in self._starts and self._until is None:
             jax.profiler.start_trace(self.directory)
             self._until = step + self._num - 1
 
     def ends_after(self, step: int) -> bool:
-        """Returns whether a trace ends with this step, which must be done before `stop`."""
+        """Returns whether a trace ends with this step, which must have finished before `stop`."""
         return self._until is not None and step >= self._until
 
     def stop(self) -> None:
-        """Ends the trace if there is one."""
+        """Ends the current trace, if any."""
         if self._until is not None:
             self._until = None
             jax.profiler.stop_trace()

@@ -1,4 +1,4 @@
-"""Stopping in good order: SIGTERM and SIGINT ask a run to save and end."""
+"""Graceful stops: SIGTERM and SIGINT request that a run saves and ends."""
 
 import signal
 import threading
@@ -9,11 +9,11 @@ import jax
 
 
 class StopRequest:
-    """Whether somebody asked the run to stop. Use it in a `with`, on the main thread.
+    """A request to stop, for a `with` block on the main thread.
 
-    Inside, the first SIGTERM or SIGINT only sets `signal_name`; a second SIGINT interrupts.
-    With several processes all of them stop at the same step once one has got SIGTERM, which
-    `jax.distributed.initialize` listens for; SIGINT then interrupts as ever.
+    Inside it, the first SIGTERM or SIGINT only sets `signal_name`; a second SIGINT interrupts.
+    Several processes all stop at the same step once one of them has received SIGTERM, which
+    `jax.distributed.initialize` handles; SIGINT then interrupts as usual.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            # With several processes JAX's own handler tells all of them of SIGTERM: it must stay.
+            # With several processes JAX's own handler, which notifies all of them, must stay.
             for number in (signal.SIGINT, signal.SIGTERM) if jax.process_count() == 1 else ():
                 self._before[number] = signal.signal(number, self._on_signal)
         return self
@@ -39,7 +39,7 @@ class StopRequest:
         self.signal_name = signal.Signals(number).name
 
     def asked(self, step: int) -> bool:
-        """Returns whether to stop after this step; the same on all processes."""
+        """Returns whether to stop after this step, equal on all processes."""
         if jax.process_count() == 1:
             return self.signal_name is not None
         from jax.experimental import multihost_utils

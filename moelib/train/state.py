@@ -1,4 +1,4 @@
-"""What a training run carries from step to step, where its arrays lie, and how it begins."""
+"""State of a run between steps: its arrays, their shardings, and their initial values."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -11,18 +11,19 @@ from moelib.core.tree import Nested
 from moelib.learner.learner import Learner
 from moelib.parallel import sharding
 
-# Above it LLVM takes 50 s in place of 4 for the random numbers of a few layers, for no faster code.
+# At higher levels LLVM takes 50 s instead of 4 for the random numbers of a few layers, and the code
+# is no faster.
 _ON_CPU = {"xla_backend_optimization_level": 1}
 
 
 class TrainerState(NamedTuple):
-    """The state of a run after `step` steps.
+    """State of a run after `step` steps.
 
     Attributes:
-        step: int32 scalar, the number of steps taken.
-        prng_key: uint32 key data; a step's keys derive from it and the step's number.
-        model: The model's parameters, those that are not trained included.
-        learner: The learner's state.
+        step: Number of steps taken, int32 scalar.
+        prng_key: Key data, uint32; the keys of a step derive from it and the number of the step.
+        model: Parameters of the model, including those that are not trained.
+        learner: State of the learner.
     """
 
     step: Any
@@ -32,7 +33,7 @@ class TrainerState(NamedTuple):
 
 
 def key_data(prng_key: jax.Array | int) -> jax.Array:
-    """Returns the uint32 data of a key, made from a seed, by `jax.random.key` or `PRNGKey`."""
+    """Returns the uint32 data of a seed, or of a key of `jax.random.key` or `PRNGKey`."""
     if isinstance(prng_key, int):
         prng_key = jax.random.key(prng_key)
     if jnp.issubdtype(prng_key.dtype, jax.dtypes.prng_key):
@@ -41,11 +42,11 @@ def key_data(prng_key: jax.Array | int) -> jax.Array:
 
 
 def state_specs(model: Any, learner: Learner) -> TrainerState:
-    """Returns the state with a ParameterSpec, stripped of its initializer, in place of each array.
+    """Returns the state with a ParameterSpec, without initializer, in place of each array.
 
     Args:
-        model: A module with `create_parameter_specs_recursively()`.
-        learner: Built for those specs.
+        model: Module with `create_parameter_specs_recursively()`.
+        learner: Learner built for these specs.
     """
     params = model.create_parameter_specs_recursively()
     key = jax.eval_shape(lambda: key_data(0))
@@ -60,39 +61,37 @@ def state_specs(model: Any, learner: Learner) -> TrainerState:
 
 
 def state_shardings(specs: TrainerState, learner: Learner, mesh: jax.sharding.Mesh) -> TrainerState:
-    """Returns where each array of the state lies between steps, a NamedSharding for each.
+    """Returns the NamedSharding of each array of the state between steps.
 
     Raises:
-        ValueError: If a dimension does not divide over the mesh, or the learner asks for a memory
-            that the mesh's devices do not reach.
+        ValueError: If a dimension does not divide over the mesh, or the learner requires a memory
+            that the devices cannot address.
     """
-    places = sharding.named_shardings(specs, mesh)
-    return places._replace(learner=learner.state_shardings(specs.learner, places.learner))
+    found = sharding.named_shardings(specs, mesh)
+    return found._replace(learner=learner.state_shardings(specs.learner, found.learner))
 
 
 def abstract_state(specs: Any, shardings: Any) -> Any:
     """Returns a `jax.ShapeDtypeStruct` with its sharding for each spec."""
-    return jax.tree.map(
-        lambda spec, place: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=place),
-        specs,
-        shardings,
-        is_leaf=is_spec,
+    struct = lambda spec, sharding: jax.ShapeDtypeStruct(
+        spec.shape, jnp.dtype(spec.dtype), sharding=sharding
     )
+    return jax.tree.map(struct, specs, shardings, is_leaf=is_spec)
 
 
 def init_state(
     model: Any, learner: Learner, prng_key: jax.Array | int, shardings: Any
 ) -> TrainerState:
-    """Returns the state before the first step; no array is ever whole on one device.
+    """Returns the state before the first step, initialized as shards.
 
-    The values do not depend on the mesh, but for rounding in the last bit. To be called inside
+    The values do not depend on the mesh, except for rounding in the last bit. To be called inside
     `jax.set_mesh`.
 
     Args:
-        model: A module with `initialize_parameters_recursively(prng_key)`.
-        learner: Built for the model's specs.
+        model: Module with `initialize_parameters_recursively(prng_key)`.
+        learner: Learner built for the model's specs.
         prng_key: Key or seed of the run.
-        shardings: TrainerState of a Sharding for each array; None for one device.
+        shardings: TrainerState with the Sharding of each array; None for one device.
     """
 
     def init(data: jax.Array) -> TrainerState:
@@ -101,8 +100,8 @@ def init_state(
         step = jnp.zeros((), jnp.int32)
         return TrainerState(step, jax.random.key_data(train_key), params, learner.init(params))
 
-    places = jax.tree.leaves(shardings)
-    device = next(iter(places[0].device_set)) if places else jax.devices()[0]
+    leaves = jax.tree.leaves(shardings)
+    device = next(iter(leaves[0].device_set)) if leaves else jax.devices()[0]
     options = _ON_CPU if device.platform == "cpu" else {}
     return jax.jit(init, out_shardings=shardings, compiler_options=options)(key_data(prng_key))
 
@@ -110,10 +109,10 @@ def init_state(
 def batch_sharding(
     global_batch_size: int, seq_len: int, mesh: jax.sharding.Mesh
 ) -> jax.sharding.NamedSharding:
-    """Returns where a batch's [B, S] arrays lie: rows over the batch axes, then sequence.
+    """Returns the sharding of a batch's arrays [B, S], over batch axes and sequence axes.
 
     Raises:
-        ValueError: If the axes of the mesh do not divide the rows or the sequence.
+        SplitError: If the axes of the mesh do not divide the batch or the sequence.
     """
     split = sharding.partition_spec(
         ("batch", "sequence"),

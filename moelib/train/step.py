@@ -1,6 +1,6 @@
 """The training step and the evaluation step: pure functions of state and batch.
 
-Everything in them is of the global batch: means are weighted by tokens, over devices and over
+Their results are those of the global batch: means are weighted by tokens, over devices and
 micro-batches.
 """
 
@@ -26,7 +26,7 @@ from moelib.train.state import TrainerState
 TrainStep = Callable[[TrainerState, Batch], tuple[TrainerState, PackedMetrics]]
 EvalStep = Callable[[Nested, Batch], PackedMetrics]
 
-NON_FINITE = "non_finite"  # 1 if the state is not fit to go on from.
+NON_FINITE = "non_finite"  # Metric: 1 if training cannot continue from the state, else 0.
 
 
 def make_train_step(
@@ -34,17 +34,19 @@ def make_train_step(
 ) -> TrainStep:
     """Returns the function (state, batch) -> (state after the step, metrics of the step).
 
-    The objective is the loss plus the auxiliary losses. Parameters that the learner does not
-    update take the values that layers put out; of a step that the learner skips, nothing stays.
+    The objective is the loss plus the auxiliary losses. Parameters without optimizer take the state
+    updates of their layers, unless they are frozen; a step that the learner skips changes nothing.
 
-    The metric `non_finite` is 1 if the new parameters are not finite, or the loss is not and the
-    step was taken nevertheless.
+    Metrics: those of the model, its layers and the learner; `num_tokens`, the tokens of the loss;
+    `objective`, nats per token; `non_finite`, 1 if the new parameters are not finite, or the loss
+    is not and the step was taken.
 
     Args:
-        model: A module; see `moelib.train.trainer.SpmdTrainer`.
-        learner: Built for the model's specs.
-        train_dtype: Trainable parameters are cast to it for the forward and backward pass.
-        num_microbatches: Passes over equal parts of the batch before the one update.
+        model: Module; see `moelib.train.trainer.SpmdTrainer`.
+        learner: Learner built for the model's specs.
+        train_dtype: Dtype of trainable parameters in the forward and backward pass; None for their
+            own.
+        num_microbatches: Number of equal parts of the batch, computed one after the other.
     """
 
     def train_step(state: TrainerState, batch: Batch) -> tuple[TrainerState, PackedMetrics]:
@@ -100,7 +102,7 @@ def make_train_step(
 
 
 def make_eval_step(model: Any, *, train_dtype: str | None = None) -> EvalStep:
-    """Returns the function (parameters, batch) -> metrics; sums are what evaluations add up.
+    """Returns the function (parameters, batch) -> sums that an evaluation accumulates.
 
     They are `num_tokens`; `total/<name>`, a mean times its weight, and `weight/<name>`; and
     `max/<name>` of metrics that are maxima.
@@ -136,14 +138,14 @@ def _forward(
 
 
 def _token_counts(model: Any, batch: Batch) -> tuple[jax.Array, jax.Array] | None:
-    """Returns how many tokens the loss counts, and auxiliary losses, if the model says."""
+    """Returns the tokens of the loss and of auxiliary losses, or None if the model has no count."""
     return model.token_counts(batch) if hasattr(model, "token_counts") else None
 
 
 def _shares(counts: Any, of: Any, num_microbatches: int) -> tuple[Any, Any]:
-    """Returns what to multiply a micro-batch's loss and auxiliary losses by.
+    """Returns the factors of a micro-batch's loss and auxiliary losses.
 
-    The mean over micro-batches is then that over all tokens that each of the two counts.
+    With them, the mean over micro-batches is the mean over the tokens of each of the two.
     """
     if of is None or num_microbatches == 1:
         return 1.0, 1.0
@@ -155,7 +157,7 @@ def _shares(counts: Any, of: Any, num_microbatches: int) -> tuple[Any, Any]:
 
 
 def _cast_in_scans(specs: Nested) -> dict[str, ParameterSpec]:
-    """Returns by path the parameters of stacked layers that each turn of the scan casts."""
+    """Returns the specs of stacked layers' parameters, cast in each scan iteration, by path."""
     found = specs_by_path(specs)
     return {p: spec for p, spec in found.items() if spec.axes[:1] == ("layers",) and may_cast(spec)}
 

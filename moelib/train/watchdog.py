@@ -1,4 +1,4 @@
-"""The watchdog: says where every thread is when no step has ended for too long."""
+"""The watchdog: prints the stacks of all threads when no step has ended for too long."""
 
 import faulthandler
 import os
@@ -7,13 +7,15 @@ import threading
 import time
 from typing import Self, TextIO
 
-EXIT_CODE = 87  # Of a process that the watchdog ended.
+from moelib.core.errors import UserError
+
+EXIT_CODE = 87  # Exit status of a process that the watchdog ends.
 
 
 class Watchdog:
-    """Prints the stacks of all threads after some seconds without a step; may end the process.
+    """Prints the stacks of all threads after some seconds without a step; can end the process.
 
-    Use it in a `with`, and call `beat` after every step. It sleeps until the first.
+    For a `with` block, with a call of `beat` after every step. It is idle until the first beat.
     """
 
     def __init__(
@@ -28,18 +30,18 @@ class Watchdog:
         Args:
             timeout_seconds: Seconds without a step before stacks are printed; None for never.
             crash_timeout_seconds: Seconds before the process exits with code 87, so that
-                whatever runs it can start it again; None for never.
-            stream: Where stacks go, a file with a descriptor; by default stderr.
+                a supervisor can restart it; None for never.
+            stream: Output for the stacks, a file with a descriptor; by default stderr.
 
         Raises:
-            ValueError: If a timeout is not positive.
+            UserError: If a timeout is not positive.
         """
         for name, value in (
             ("watchdog_timeout_seconds", timeout_seconds),
             ("crash_on_hang_timeout_seconds", crash_timeout_seconds),
         ):
             if value is not None and value <= 0:
-                raise ValueError(f"{name} is {value}; set it above 0, or to None for no watchdog.")
+                raise UserError(f"{name} is {value}; set it above 0, or to None for no watchdog.")
         self._timeout, self._crash = timeout_seconds, crash_timeout_seconds
         self._stream = stream or sys.stderr
         self._stop = threading.Event()
@@ -48,11 +50,11 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def beat(self, step: int) -> None:
-        """Says that a step has ended, or that other work has and the clock starts anew."""
+        """Restarts the clock: a step, or other work after it, has ended."""
         self._last = (step, time.monotonic())
 
     def pause(self) -> None:
-        """Stops the clock until the next beat, for work that may take long."""
+        """Stops the clock until the next beat, during work that may take long."""
         self._last = None
 
     def __enter__(self) -> Self:

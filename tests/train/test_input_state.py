@@ -46,5 +46,5 @@ def test_same_everywhere_is_saved_once_and_fits_any_number(monkeypatch, state):
 
 def test_another_number_of_hosts_is_refused():
     saved = {"hosts": [{"step": 1}, {"step": 2}]}
-    with pytest.raises(ValueError, match="place in the data of 2 hosts, and there are 4 now"):
+    with pytest.raises(ValueError, match="2 hosts, but there are 4 now"):
         input_state_of(saved, HostRows(0, 4))
