@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from moelib.kernels.backend import BackendError, how_to_set
 from moelib.kernels.flash_attention.reference import MaskSpec
 
 _DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
@@ -51,19 +52,25 @@ def attention(
     """Returns attention over whole sequences. Segments become a mask [B, 1, S, S].
 
     Raises:
-        RuntimeError: By JAX, without cuDNN.
+        BackendError: If cuDNN is not installed.
     """
     del sinks
     mask = None
     if segment_ids is not None:
         mask = (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
-    return jax.nn.dot_product_attention(
-        q,
-        k,
-        v,
-        mask=mask,
-        scale=spec.scale,
-        is_causal=spec.causal,
-        local_window_size=None if spec.window is None else (spec.window - 1, 0),
-        implementation="cudnn",
-    )
+    try:
+        return jax.nn.dot_product_attention(
+            q,
+            k,
+            v,
+            mask=mask,
+            scale=spec.scale,
+            is_causal=spec.causal,
+            local_window_size=None if spec.window is None else (spec.window - 1, 0),
+            implementation="cudnn",
+        )
+    except RuntimeError as error:
+        raise BackendError(
+            f"flash_attention: backend 'cudnn' needs cuDNN: {error} Install nvidia-cudnn-cu13, or "
+            f"{how_to_set('flash_attention', 'xla')}."
+        ) from error

@@ -126,7 +126,7 @@ def _defaults(reason: str | None) -> dict[str, str]:
     if device.platform == "tpu" and reason:
         backends.warn_once(
             f"flash_attention runs in plain XLA on {device.kind}, which is slow: the kernels for "
-            f"TPUs {reason} To choose the backend yourself, "
+            f"TPUs {reason} To run it so without this warning, "
             f"{backends.how_to_set('flash_attention', 'xla')}."
         )
     return {"default": "xla"} if reason else {"default": "xla", "tpu": "tpu"}

@@ -144,12 +144,12 @@ def backward(
 
 
 class _Block(NamedTuple):
-    """`size` queries from `start` on, and the `span` keys from `first` on that they meet."""
+    """A block of queries and the keys that they meet."""
 
-    start: Any
-    size: int
-    first: Any
-    span: int
+    start: Any  # First query.
+    size: int  # Number of queries.
+    first: Any  # First key.
+    span: int  # Number of keys.
 
     def queries(self, x: Float[Array, "B G n Q x"]) -> Float[Array, "B G n q x"]:
         return lax.dynamic_slice_in_dim(x, self.start, self.size, axis=3)
@@ -164,15 +164,12 @@ class _Block(NamedTuple):
         return lax.dynamic_update_slice_in_dim(x, self.keys(x) + rows, self.first, axis=2)
 
     def positions(self, positions: Positions) -> Positions:
-        of_queries = lambda x: lax.dynamic_slice_in_dim(x, self.start, self.size, axis=-1)
-        of_keys = lambda x: lax.dynamic_slice_in_dim(x, self.first, self.span, axis=-1)
-        q_segments, k_segments = positions.q_segments, positions.k_segments
-        return Positions(
-            of_queries(positions.q_index),
-            of_keys(positions.k_index),
-            None if q_segments is None else of_queries(q_segments),
-            None if k_segments is None else of_keys(k_segments),
+        slices = [(self.start, self.size), (self.first, self.span)] * 2  # As in `Positions`.
+        cut: Any = (
+            None if x is None else lax.dynamic_slice_in_dim(x, *at, axis=-1)
+            for x, at in zip(positions, slices, strict=True)
         )
+        return Positions(*cut)
 
 
 def _over_blocks(
@@ -209,7 +206,7 @@ def _over_parts(
         span, first = stop if spec.causal else seq_len, lambda _: 0
         if window is not None:
             span = window + size - 1
-            first = lambda row, size=size, span=span: jnp.maximum(row + size - span, 0)
+            first = lambda query, size=size, span=span: jnp.maximum(query + size - span, 0)
         carry = _loop(step, carry, start, stop, size, first, span)
     return carry
 
@@ -228,7 +225,7 @@ def _loop(
     It is a while loop, into which remat policies do not see: one that saves the results of matmuls
     would save all scores.
     """
-    visit = lambda row, carry: step(carry, _Block(row, size, first(row), span))
+    visit = lambda query, carry: step(carry, _Block(query, size, first(query), span))
     if stop - start == size:
         return visit(start, carry)
     count = (stop - start) // size

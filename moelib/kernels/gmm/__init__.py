@@ -202,7 +202,9 @@ def _run(
     dtype = jax.tree.leaves(operands)[0].dtype
     reasons = {"tpu": tpu.reason_against(dtype), "gpu": gpu.reason_against(dtype, sides)}
     if backend is not None and (reason := reasons.get(backend)):
-        raise backends.BackendError(f"gmm: backend {backend!r} {reason}")
+        raise backends.BackendError(
+            f"gmm: backend {backend!r} {reason} Or {backends.how_to_set('gmm', 'xla')}."
+        )
     forms = {
         "reference": getattr(reference, part),
         "tpu": getattr(tpu, part),
@@ -228,8 +230,8 @@ def _defaults(reasons: Mapping[str, str | None]) -> dict[str, str]:
         defaults["cuda"] = "gpu"
     elif device.platform == "gpu":
         backends.warn_once(
-            f"gmm runs as XLA loops over blocks of rows on {device.kind}, which is slow: the "
-            f"kernel for GPUs {reasons['gpu']} To choose the backend yourself, "
+            f"gmm runs in plain XLA on {device.kind}, which is slow: the kernel for GPUs "
+            f"{reasons['gpu']} To run it so without this warning, "
             f"{backends.how_to_set('gmm', 'xla')}."
         )
     return defaults
@@ -272,7 +274,7 @@ def _backward(options: _Options, saved: tuple[Any, ...], grad: Array) -> tuple[A
 
 _product = jax.custom_vjp(_value, nondiff_argnums=(0,))
 _product.defvjp(_value_and_saved, _backward)
-# Under remat, the first pass of this one runs the kernel that writes no products; for that JAX can
-# differentiate it only once, and sees no name in it.
+# Under remat, the forward pass of this one runs the kernel that writes no products. JAX therefore
+# differentiates it only once, and sees no name in it.
 _product_under_remat = jax.custom_vjp(_value, nondiff_argnums=(0,))
 _product_under_remat.defvjp(_value_and_saved, _backward, optimize_remat=True)

@@ -1,8 +1,11 @@
+import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from moelib.kernels.flash_attention import MaskSpec, flash_attention
 from tests.kernels.flash_attention.cases import Case, assert_close, operands, pulled
+from tests.kernels.gpu_topology import H100
 
 
 @pytest.mark.parametrize(
@@ -20,6 +23,21 @@ def test_operands_that_cudnn_cannot_take_are_refused(dim, dtype, spec, options, 
     x = jnp.ones((1, 9, 1, dim), dtype)
     with pytest.raises(ValueError, match=f"'cudnn' .*{match}.*=flash_attention=xla"):
         flash_attention(x, x, x, MaskSpec(1.0, **spec), **options, backend="cudnn")
+
+
+def test_a_missing_cudnn_is_named_with_its_package(monkeypatch):
+    def missing(*args, **kw):
+        raise RuntimeError("cuDNN is not detected.")
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", missing)
+    x = jax.ShapeDtypeStruct((1, 8, 1, 64), jnp.bfloat16)
+    device = AbstractDevice(device_kind=H100, num_cores=132, platform="gpu")
+    run = lambda x: flash_attention(x, x, x, MaskSpec(1.0), backend="cudnn")
+    with (
+        jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)),
+        pytest.raises(ValueError, match=r"not detected\. Install nvidia-cudnn-cu13"),
+    ):
+        jax.eval_shape(run, x)
 
 
 @pytest.mark.gpu
