@@ -63,7 +63,8 @@ def restore_params_only(
         directory: Folder of the checkpoints.
         target: Nested dict of `jax.ShapeDtypeStruct`, with shardings or without.
         step: Step of the checkpoint; None: the newest that can be read.
-        average: Whether to take the average of the parameters if the learner kept one.
+        average: Whether to take the parameters that the learner evaluates: their average, or the
+            evaluation point of a schedule-free optimizer, where its state holds them.
 
     Raises:
         CheckpointMismatchError: If the parameters are not those of the target.
@@ -86,18 +87,36 @@ def _restore_params(path: str, target: Any, average: bool) -> Restored:
         else f"model/{name}"
         for name in wanted
     }
+    # The state of `optax.contrib.schedule_free` for each parameter whose average it stands for.
+    bases = _schedule_free_bases(record.arrays) if average else {}
+    bases = {name: base for name, base in bases.items() if sources.get(name) == f"model/{name}"}
     leaves = dict(tree.flatten_items(target))
-    arrays = {
-        source: jax.ShapeDtypeStruct(
-            leaves[name].shape,
-            np.dtype(record.arrays[source][0]),
-            sharding=getattr(leaves[name], "sharding", None),
-        )
-        for name, source in sources.items()
-    }
+
+    def struct(source: str, like: Any) -> jax.ShapeDtypeStruct:
+        dtype, shape = record.arrays[source]
+        sharding = getattr(like, "sharding", None) if shape else None
+        return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=sharding)
+
+    arrays = {source: struct(source, leaves[name]) for name, source in sources.items()}
+    for name, base in bases.items():
+        arrays |= {f"{base}{x}": struct(f"{base}{x}", leaves[name]) for x in ("b1", f"z/{name}")}
     read = dict(tree.flatten_items(_read(path, tree.unflatten(arrays), partial=True)))
-    params = {name: read[source].astype(wanted[name][0]) for name, source in sources.items()}
+    params = {name: read[source] for name, source in sources.items()}
+    for name, base in bases.items():  # As optax.contrib.schedule_free_eval_params.
+        b1 = np.asarray(read[f"{base}b1"])
+        params[name] = (params[name] - (1 - b1) * read[f"{base}z/{name}"]) / b1
+    params = {name: x.astype(wanted[name][0]) for name, x in params.items()}
     return Restored(tree.from_nested(tree.unflatten(params), target), record, path)
+
+
+def _schedule_free_bases(arrays: contents.Arrays) -> dict[str, str]:
+    """Returns {path of a parameter: path of the schedule-free state that holds its `z`}."""
+    found = {}
+    for name in arrays:
+        base, separator, param = name.partition("/z/")
+        if separator and f"{base}/b1" in arrays and f"{base}/max_lr" in arrays:
+            found[param] = f"{base}/"
+    return found
 
 
 def _read_record(path: str, target: Any, *, prefix: str = "") -> CheckpointRecord:

@@ -11,14 +11,18 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from moelib.checkpoint.checkpointer import CheckpointSaveError
 from moelib.checkpoint.contents import CheckpointMismatchError
+from moelib.checkpoint.restore import restore_params_only
 from moelib.core import tree
+from moelib.core.config import config_for_function
 from moelib.core.config_parse import parse, set_from_text
 from moelib.data.lm_input import LMInput
 from moelib.data.token_source import InMemoryTokens
+from moelib.learner.transforms import chain
 from moelib.parallel.mesh import mesh_shape_from_axes
 from moelib.planning.hardware.topologies import topology
 from moelib.train.identity import TrainerDirConflictError, config_hash
@@ -105,6 +109,21 @@ def test_initial_values_do_not_depend_on_the_mesh(tmp_path):
     assert states[1]["table"].sharding.spec == jax.sharding.PartitionSpec("model", "fsdp")
     same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6)  # Rounding of vectorised code.
     jax.tree.map(same, *states)
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_checkpoint_gives_the_evaluation_point_of_a_schedule_free_optimizer(tmp_path, average):
+    cfg = tiny.trainer_config(tmp_path, max_step=2, evaler=False)
+    optimizer = config_for_function(optax.contrib.schedule_free_adamw).set(learning_rate=0.1)
+    cfg.learner.optimizer = config_for_function(chain).set(args=[optimizer])
+    trainer, _ = run(cfg)
+    params = trainer.model_params_for_eval() if average else trainer.trainer_state.model
+    target = jax.eval_shape(lambda: params)
+    folder = str(tmp_path / "checkpoints")
+    restored = restore_params_only(folder, target, average=average).state
+    assert np.any(trainer.trainer_state.model["head"] != trainer.model_params_for_eval()["head"])
+    same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6)
+    jax.tree.map(same, restored, params)
 
 
 def test_step_is_lowered_for_the_devices_that_are_given(tmp_path):
