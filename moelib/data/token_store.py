@@ -96,7 +96,8 @@ def read_meta(path: str) -> StoreMeta:
         cure = "make one with `moelib prepare`, or set path to one."
         if os.path.isdir(path + ".partial"):
             cure = "it is unfinished: run the same `moelib prepare` again to complete it."
-        raise MissingFileError(f"There is no token store at {path}; {cure}") from None
+        where = path if os.path.isabs(path) else f"{path} (in {os.getcwd()})"
+        raise MissingFileError(f"There is no token store at {where}; {cure}") from None
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{file_path} is damaged ({error}); prepare the store again.") from None
 

@@ -285,7 +285,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str) -> Tokenizer:
         file.write(_byte_level_json(model["vocab"], model["merges"], 256))
     tokenizer: Tokenizer = Tokenizer.default_config().set(path=path).instantiate()
     _log(
-        f"{path}: {tokenizer.vocab_size} tokens, from {num_characters / 1e6:.1f} M characters in "
+        f"{path}: {tokenizer.vocab_size} tokens, from {num_characters:,} characters in "
         f"{num_texts} documents, after {format_seconds(time.monotonic() - begin)}."
     )
     return tokenizer

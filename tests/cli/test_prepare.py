@@ -1,13 +1,12 @@
 """`moelib prepare`: a corpus becomes a token store; broken corpora are reported."""
 
-import functools
 import subprocess
 import sys
 
 import pytest
-from absl import flags
 
 from moelib.cli import prepare
+from moelib.core.command_line import describe_flags, parse_flags
 from moelib.core.errors import UserError
 from moelib.data import corpus_tokenizer, tokenizer
 from moelib.data.token_store import TokenStore
@@ -70,28 +69,16 @@ def test_broken_line_is_named_and_can_be_skipped(tmp_path):
 
 
 def test_split_that_is_no_fraction_is_named():
-    for items in (["train"], ["=1"], ["train=0.5", "train=0.5"]):
-        with pytest.raises(UserError, match=f"--splits {items[-1]}: expected name=fraction"):
+    for items in ("train", "=1", "train=0.5,train=0.5"):
+        wrong = items.split(",")[-1]
+        with pytest.raises(UserError, match=f"--splits {wrong}: expected name=fraction"):
             prepare.read_splits(items)
 
 
-@pytest.fixture
-def run_prepare(monkeypatch):
-    """Returns a function that runs the command with these flags in this process."""
-
-    def run(**values):
-        found = flags.FlagValues()
-        monkeypatch.setattr(prepare, "FLAGS", found)
-        with monkeypatch.context() as patch:
-            patch.setattr(flags, "FLAGS", found)
-            for kind in ("string", "integer", "bool", "list"):
-                define = getattr(flags, f"DEFINE_{kind}")
-                patch.setattr(flags, f"DEFINE_{kind}", functools.partial(define, flag_values=found))
-            prepare.define_flags()
-        found(["moelib", "--num_processes=1", *(f"--{k}={v}" for k, v in values.items())])
-        prepare.run([])
-
-    return run
+def run_prepare(**values):
+    """Runs the command with these flags in this process."""
+    args = ["--num_processes=1", *(f"--{name}={value}" for name, value in values.items())]
+    prepare.run(*parse_flags(prepare.Flags, args))
 
 
 @pytest.fixture
@@ -101,9 +88,7 @@ def corpus(tmp_path):
     return path
 
 
-def test_tokenizer_of_another_size_is_not_taken_for_the_one_asked_for(
-    run_prepare, corpus, tmp_path
-):
+def test_tokenizer_of_another_size_is_not_taken_for_the_one_asked_for(corpus, tmp_path):
     path = tmp_path / "store"
     run_prepare(source=corpus, output=path, train_bpe=300)
     run_prepare(source=corpus, output=path, train_bpe=300)
@@ -112,7 +97,7 @@ def test_tokenizer_of_another_size_is_not_taken_for_the_one_asked_for(
         run_prepare(source=corpus, output=path, train_bpe=280)
 
 
-def test_splits_are_checked_before_a_tokenizer_is_trained(run_prepare, corpus, tmp_path):
+def test_splits_are_checked_before_a_tokenizer_is_trained(corpus, tmp_path):
     with pytest.raises(UserError, match=r"splits=\{'train': 0.5\}"):
         run_prepare(source=corpus, output=tmp_path / "a", train_bpe=300, splits="train=0.5")
     with pytest.raises(UserError, match="--splits validation: expected name=fraction"):
@@ -120,7 +105,7 @@ def test_splits_are_checked_before_a_tokenizer_is_trained(run_prepare, corpus, t
     assert not (tmp_path / "a.tokenizer.json").exists()
 
 
-def test_tokenizer_learns_from_the_training_split_alone(run_prepare, corpus, tmp_path, monkeypatch):
+def test_tokenizer_learns_from_the_training_split_alone(corpus, tmp_path, monkeypatch):
     learnt = []
     train_bpe = tokenizer.train_bpe
     monkeypatch.setattr(
@@ -135,7 +120,7 @@ def test_tokenizer_learns_from_the_training_split_alone(run_prepare, corpus, tmp
     assert learnt == list(store.instantiate().texts())
 
 
-def test_end_of_text_of_a_tokenizer_can_be_named(run_prepare, corpus, tmp_path):
+def test_end_of_text_of_a_tokenizer_can_be_named(corpus, tmp_path):
     file = tmp_path / "tokenizer.json"
     tokenizer.train_bpe(["some text"], 258, str(file))
     file.write_text(file.read_text().replace(tokenizer.END_OF_TEXT, "<end>"))
@@ -148,8 +133,8 @@ def test_end_of_text_of_a_tokenizer_can_be_named(run_prepare, corpus, tmp_path):
         run_prepare(source=corpus, output=tmp_path / "b", tokenizer="bytes", eos_token="<end>")
 
 
-def test_help_names_a_data_sets_split_as_it_is_read(run_prepare, corpus, tmp_path):
-    run_prepare(source=corpus, output=tmp_path / "a", tokenizer="bytes")  # Defines the flags.
-    assert "tfds:NAME[@SPLIT]" in prepare.FLAGS["source"].help
-    source = prepare.source_for("tfds:c4/en@validation")
+def test_help_names_a_data_sets_split_as_it_is_read():
+    (info,) = (info for info in describe_flags(prepare.Flags) if info.name == "source")
+    assert "tfds:NAME[@SPLIT]" in info.help
+    source = prepare.source_for(prepare.Flags(), "tfds:c4/en@validation")
     assert (source.name, source.split) == ("c4/en", "validation")
