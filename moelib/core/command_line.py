@@ -217,7 +217,7 @@ def one_line(error: UserError) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if _is_of_the_user(frame.filename)]
     place = f"{os.path.relpath(own[-1].filename)}:{own[-1].lineno}; " if own else ""
-    return f"{message} ({place}{TRACEBACK} shows the traceback)"
+    return f"{message} ({place}{TRACEBACK} shows more)"
 
 
 def _is_of_the_user(file: str) -> bool:
