@@ -14,16 +14,8 @@ import types
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from absl import flags as absl_flags
-
 from moelib.core import config_parse, config_paths, platforms
-from moelib.core.command_line import (
-    define_flag,
-    describe_flags,
-    flag,
-    no_arguments,
-    run_command,
-)
+from moelib.core.command_line import flag, no_arguments, run_command
 from moelib.core.config import ConfigBase, config_origin, get_named_trainer_config
 from moelib.core.config_modifier import apply_mesh_rule
 from moelib.core.errors import UsageError
@@ -118,37 +110,6 @@ class TrainFlags(ConfigFlags, DeviceFlags):
                 with config_origin(f"--{name}"):
                     cfg.set(**{field: value})
         return cfg
-
-
-# -- Flags of commands that do not declare them yet ----------------------------------------------
-
-
-def define_config_flags() -> None:
-    """Defines the flags of `ConfigFlags` for absl."""
-    for info in describe_flags(ConfigFlags):
-        define_flag(info, absl_flags.FLAGS)
-
-
-def config_from_flags() -> Any:
-    """Returns the config that absl's flags describe."""
-    values: dict[str, Any] = {
-        field.name: absl_flags.FLAGS[field.name].value for field in dataclasses.fields(ConfigFlags)
-    }
-    return ConfigFlags(**values).load()
-
-
-def define_device_flags() -> None:
-    """Defines the flags of `DeviceFlags` for absl."""
-    for info in describe_flags(DeviceFlags):
-        define_flag(info, absl_flags.FLAGS)
-
-
-def set_up_devices() -> None:
-    """Selects the devices that absl's flags describe."""
-    values: dict[str, Any] = {
-        field.name: absl_flags.FLAGS[field.name].value for field in dataclasses.fields(DeviceFlags)
-    }
-    DeviceFlags(**values).set_up()
 
 
 # -- Configs -------------------------------------------------------------------------------------
