@@ -59,13 +59,14 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     if flags.include_path and not flags.lm_eval:
         raise UsageError("--include_path requires --lm_eval; set both or neither.")
     steps = [] if flags.steps is None else find_steps(flags.folder, flags.steps)
-    model = (dataclasses.replace(flags, step=steps[0]) if steps else flags).load()
     from moelib.evaluation.evaluate import evaluate
     from moelib.evaluation.report import results_table
 
     output = flags.output or os.path.join(flags.folder, "evaluation")
     options = {f.name: getattr(flags, f.name) for f in dataclasses.fields(EvaluationFlags)}
-    results = evaluate(model, steps=steps, output=output, **options)
+    flags = dataclasses.replace(flags, step=steps[0]) if steps else flags
+    # No reference to the model is kept, so that the next step replaces its parameters.
+    results = evaluate(flags.load(), steps=steps, output=output, **options)
     print_table(results_table(flags.folder, results))
     print(f"wrote {', '.join(sorted(os.listdir(output)))} in {output}")
 

@@ -1,1 +1,1 @@
-"""Multiple choice, perplexity, and the tasks of lm-eval, for a trained model."""
+"""Evaluation of trained models: multiple choice, perplexity and the tasks of lm-eval."""

@@ -116,7 +116,7 @@ def evaluate(
 def _scored(
     model: LoadedModel, scorer: Scorer, evaluations: Sequence[Evaluation]
 ) -> dict[str, Metrics]:
-    title = "evaluate" if model.step is None else f"evaluate step {model.step}:"
+    title = "requests" if model.step is None else f"step {model.step}: requests"
     total = sum(len(evaluation.requests) for evaluation in evaluations)
     is_main = jax.process_index() == 0
     with Progress(title, total, enabled=is_main, seconds_between_lines=10.0) as progress:

@@ -48,7 +48,7 @@ class Prompt(NamedTuple):
 
 
 class Decoding(NamedTuple):
-    """How the next token is selected, and which tokens end a sequence."""
+    """Selection of the next token, and the tokens that end a sequence."""
 
     sampling: Sampling
     stop_ids: Int32[Array, "n"]

@@ -201,8 +201,8 @@ def generate_tokens(
     (seeds[i], n), and on the tokens before it.
 
     Args:
-        model: A language model. Under `jax.set_mesh`, the batch and the heads of its cache are
-            split as the sharding table says.
+        model: A language model. Under `jax.set_mesh`, the sharding table splits the batch and the
+            heads of its cache.
         params: The model's parameters. Those of a `ScanStack` are copied, see `unstacked`.
         prompts: Token ids of each prompt, at least one; or an array [N, S], with a mask.
         settings: Settings of generation.

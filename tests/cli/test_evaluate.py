@@ -70,7 +70,7 @@ def test_flags_that_do_not_fit_together_are_refused(flags, message):
         evaluate_with("--tasks=piqa", *flags)
 
 
-def test_the_default_of_the_flags_is_that_of_the_function():
+def test_flags_and_function_have_the_same_defaults():
     defaults = evaluate.EvaluationFlags()
     for name, parameter in inspect.signature(evaluation.evaluate).parameters.items():
         if hasattr(defaults, name):

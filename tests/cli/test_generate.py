@@ -34,7 +34,7 @@ def generate_with(*args):
 
 
 @pytest.mark.slow
-def test_a_hugging_face_model_writes_the_same_text_on_a_mesh(hub, tmp_path, capsys):
+def test_a_hugging_face_model_gives_the_same_text_on_a_mesh(hub, tmp_path, capsys):
     flags_of_both = (f"--hf_dir={hub}", "--dtype=float32", "--temperature=0")
     generate_with(*flags_of_both, "--prompt=document")
     text = capsys.readouterr().out
@@ -75,7 +75,7 @@ def command(run):
     return functools.partial(generate_with, f"--trainer_dir={run}", "--max_new_tokens=12")
 
 
-def test_each_prompt_of_a_file_is_continued_as_it_is_alone(command, tmp_path, capsys):
+def test_each_prompt_of_a_file_is_continued_as_alone(command, tmp_path, capsys):
     (tmp_path / "in").write_text(lines(*({"id": i, "prompt": p} for i, p in enumerate(PROMPTS))))
     files = (f"--input={tmp_path / 'in'}", f"--output={tmp_path / 'out'}", "--batch_size=2")
     command(*files, "--temperature=0")

@@ -1,6 +1,6 @@
-"""A language model whose numbers a few lines of NumPy give too: it counts which tokens it has read.
+"""A language model that a few lines of NumPy reproduce: a bag of the tokens read so far.
 
-Letters: B rows of a batch, S tokens of a row, D width, V vocabulary.
+Letters: B batch, S sequence, D width, V vocabulary.
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""Where the files of these tests lie, and the same questions with Hugging Face's fields."""
+"""Paths of the files of these tests, and the same questions with Hugging Face's fields."""
 
 import json
 import pathlib

@@ -1,8 +1,8 @@
-"""What lm-eval makes of the files in data/: its prompts, scores and metrics.
+"""Prompts, scores and metrics of lm-eval for the files in data/.
 
     python -m tests.evaluation.lm_eval_reference
 
-writes lm_eval_fixtures.json anew; it needs `pip install 'moelib[lm-eval]'`. The model is
+writes lm_eval_fixtures.json again; it needs `pip install 'moelib[lm-eval]'`. The model is
 `bag_lm` in NumPy, one request at a time. Of moelib.evaluation only the files' names are used.
 """
 
@@ -86,7 +86,7 @@ class NumpyLM(TemplateLM):
 
 
 def write_tasks(folder):
-    """Writes lm-eval's own tasks into a folder, but over files in it."""
+    """Writes lm-eval's own tasks, over files in a folder, into that folder."""
     official = pathlib.Path(lm_eval.__file__).parent / "tasks"
     folders.write_hugging_face_files(folder)
     for case, (yaml_file, name, _, _) in CASES.items():
@@ -131,7 +131,7 @@ def metrics_of(found):
 
 
 def reference():
-    """Returns what lm-eval makes of every task."""
+    """Returns the prompts, scores and metrics of every task."""
     fixtures = {}
     with tempfile.TemporaryDirectory() as folder:
         write_tasks(folder)

@@ -1,4 +1,4 @@
-"""Tasks in training: their metrics stand beside those of the input."""
+"""Tasks in training: their metrics are added to those of the input."""
 
 import jax
 import pytest
@@ -49,7 +49,7 @@ def evaler(lm_input, **settings):
     return cfg.set(**settings).instantiate(parent=None, model=model), params
 
 
-def test_metrics_are_those_of_the_input_and_of_the_tasks(lm_input, tokenizer):
+def test_metrics_are_those_of_the_input_and_the_tasks(lm_input, tokenizer):
     ours, params = evaler(lm_input, num_fewshot=2, limit=3)
     alone = SpmdEvaler.default_config().set(name="val", input=lm_input)
     mesh, batches = create_device_mesh(MESH), []
@@ -77,7 +77,7 @@ def test_metrics_are_those_of_the_input_and_of_the_tasks(lm_input, tokenizer):
         ({"batch_tokens": 0}, ValueError, "batch_tokens is 0"),
     ],
 )
-def test_what_is_wrong_is_known_before_a_step(lm_input, settings, error, message):
+def test_invalid_settings_are_refused_before_a_step(lm_input, settings, error, message):
     ours, _ = evaler(lm_input, **settings)
     mesh = create_device_mesh(MESH)
     with jax.set_mesh(mesh), pytest.raises(error, match=message):
@@ -85,9 +85,7 @@ def test_what_is_wrong_is_known_before_a_step(lm_input, settings, error, message
 
 
 @pytest.mark.parametrize(("batch_tokens", "batch_size"), [(1 << 14, 32), (1 << 13, 16), (1, 8)])
-def test_tokens_that_are_scored_at_once_are_not_those_of_a_training_batch(
-    lm_input, batch_tokens, batch_size
-):
+def test_the_batch_size_does_not_depend_on_that_of_training(lm_input, batch_tokens, batch_size):
     large = lm_input.clone(global_batch_size=1 << 12)
     ours, _ = evaler(large, batch_tokens=batch_tokens)
     mesh = create_device_mesh(MESH)

@@ -164,7 +164,7 @@ HAS_LM_EVAL = importlib.util.find_spec("lm_eval") is not None
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_LM_EVAL, reason="lm-eval is not installed: the extra lm-eval has it")
 @pytest.mark.filterwarnings("default")
-def test_lm_eval_finds_what_we_find(model, tmp_path):
+def test_lm_eval_gives_our_metrics(model, tmp_path):
     from tests.evaluation.lm_eval_reference import write_tasks
 
     write_tasks(str(tmp_path / "tasks"))

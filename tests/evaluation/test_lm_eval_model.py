@@ -11,12 +11,10 @@ import sys
 import warnings
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from moelib.core.errors import UserError
-from moelib.core.module import functional
 from moelib.data.tokenizer import PublishedTokenizer, Tokenizer
 from moelib.evaluation.requests import Request, encode_pairs
 from moelib.evaluation.scoring import Scorer
@@ -24,6 +22,7 @@ from moelib.train.loading import LoadedModel
 from tests import tiny
 from tests.evaluation import folders, lm_eval_stub
 from tests.evaluation.bag_lm import bag_lm
+from tests.inference.models import compiled_whole_logits
 
 HAS_LM_EVAL = importlib.util.find_spec("lm_eval") is not None
 FIXTURES = json.loads(folders.FIXTURES.read_text(encoding="utf-8"))
@@ -133,11 +132,9 @@ def test_greedy_text_ends_before_the_first_stop_string(generator, tokenizer):
     length = len(ids)
     model, parameters = generator._model.model, generator._model.parameters
     for _ in range(12):
-        batch = {"input_ids": jnp.asarray([ids], jnp.int32)}
-        logits, _ = functional(
-            model, None, parameters, (batch,), is_training=False, method="logits"
-        )
-        ids.append(int(np.argmax(logits[0, -1])))
+        padded = np.array([[*ids, *[0] * (32 - len(ids))]], np.int32)
+        logits = compiled_whole_logits(model, parameters, padded)
+        ids.append(int(np.argmax(logits[0, len(ids) - 1])))
     text = tokenizer.decode(ids[length:])
     ask = lambda **settings: generator.generate_until([asked("A rose", **settings)])[0]
     assert ask() == text

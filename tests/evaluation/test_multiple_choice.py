@@ -80,7 +80,7 @@ def test_the_fixtures_tell_accuracies_apart():
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_hugging_faces_fields_ask_the_same_as_the_published_ones(name, tmp_path):
+def test_hugging_face_fields_give_the_same_questions(name, tmp_path):
     task = TASKS[name]
     folders.write_hugging_face_files(tmp_path)
     for file in (task.file, task.shots_file):
@@ -105,7 +105,7 @@ def test_examples_are_drawn_by_the_seed(tokenizer):
     assert list(first(0).context) == list(first(0).context) != list(first(1).context)
 
 
-def test_a_question_is_no_example_for_itself():
+def test_a_question_is_not_an_example_for_itself():
     task = TASKS["piqa"]
     questions = read_questions(str(folders.DATA / task.file), task.question)
     pool = read_questions(str(folders.DATA / task.shots_file), task.question)
@@ -142,7 +142,7 @@ def test_one_question_has_no_standard_error():
     assert found["acc"] == (1.0, None)
 
 
-def test_an_ending_of_marks_only_is_never_chosen():
+def test_an_empty_ending_is_never_chosen():
     question = Question(["q", "q"], ["", "b"], 1, {})
     found = accuracies(TASKS["piqa"], [question], [Score(-0.5, False), Score(-9.0, False)])
     assert (found["acc"].value, found["acc_norm"].value) == (0.0, 1.0)
@@ -158,7 +158,7 @@ def test_an_ending_of_marks_only_is_never_chosen():
         ("arc_easy", {"num_fewshot": 13}, ValueError, "has 12 questions, .* to 12 or less"),
     ],
 )
-def test_what_cannot_be_asked_is_refused(name, settings, error, message):
+def test_invalid_settings_are_refused(name, settings, error, message):
     tokenizer = ByteTokenizer.default_config().instantiate()
     with pytest.raises(error, match=message):
         task_evaluation(name, str(folders.DATA), tokenizer, **settings)

@@ -1,4 +1,4 @@
-"""Perplexity: each token is scored once, after all that fits before it; lm-eval's definitions."""
+"""Perplexity: each token is scored once, in the longest context; lm-eval's definitions."""
 
 import json
 import math

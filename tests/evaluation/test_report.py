@@ -4,7 +4,7 @@ import csv
 import json
 
 from moelib.evaluation.evaluations import Metric
-from moelib.evaluation.report import plot_results, results_of, results_table, write_results
+from moelib.evaluation.report import results_of, results_table, write_results
 
 FOUND = {"piqa": {"acc": Metric(0.5, 0.1)}, "text": {"bits_per_byte": Metric(1.25)}}
 RESULTS = results_of(100, 6400, FOUND) + results_of(200, 12800, FOUND)
@@ -13,7 +13,9 @@ RESULTS = results_of(100, 6400, FOUND) + results_of(200, 12800, FOUND)
 def test_files_hold_every_number(tmp_path):
     write_results(str(tmp_path / "out"), "a run", RESULTS, {"max_length": 64})
     tmp_path /= "out"
-    assert (tmp_path / "results.png").exists()
+    picture = (tmp_path / "results.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) > 10_000
     content = json.loads((tmp_path / "results.json").read_text())
     assert content["max_length"] == 64
     assert content["results"] == [result._asdict() for result in RESULTS]
@@ -37,10 +39,3 @@ def test_the_table_has_a_row_for_each_task_and_step():
         ["text", "100", "", "1.2500"],
         ["", "200", "", "1.2500"],
     ]
-
-
-def test_the_plot_is_a_picture(tmp_path):
-    path = tmp_path / "plot.png"
-    plot_results(str(path), "a run", RESULTS)
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert path.stat().st_size > 10_000

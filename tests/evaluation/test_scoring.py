@@ -1,4 +1,4 @@
-"""Scores: those of each request alone, whatever stands beside it; cuts; the vocabulary; meshes."""
+"""Scores: independence of the batch, cut contexts, the vocabulary and meshes."""
 
 import logging
 
@@ -32,7 +32,7 @@ def some_requests(num=23, longest=150, seed=0):
 
 
 def alone(params, request, vocab_size=VOCAB, max_length=10**6):
-    """Returns (log-probability, whether it is greedy) by NumPy, of one request."""
+    """Returns (log-probability, whether it is greedy) of one request, by NumPy."""
     ids = np.concatenate(request)[-(max_length + 1) :]
     num = len(request.continuation)
     rows = bag_log_probs(params, ids[:-1], vocab_size)[-num:]
@@ -45,7 +45,7 @@ def model():
     return bag_lm(VOCAB)
 
 
-def test_scores_are_those_of_each_request_alone(model):
+def test_scores_do_not_depend_on_other_requests(model):
     requests = some_requests()
     scores = Scorer(model[0], vocab_size=VOCAB, max_length=200).score(model[1], requests)
     for score, of in zip(scores, requests, strict=True):
@@ -161,7 +161,7 @@ def test_scores_do_not_depend_on_the_mesh(shape):
     assert [s.log_prob for s in split] == pytest.approx([s.log_prob for s in base], abs=1e-5)
 
 
-def test_rows_are_padded_to_two_pieces_for_each_device_that_splits_them(model):
+def test_sequences_are_padded_to_two_pieces_per_device_that_splits_them(model):
     mesh = create_device_mesh((1, 1, 1, 1, 3, 1), devices=jax.devices()[:3])
     with jax.set_mesh(mesh):
         scorer = Scorer(model[0], vocab_size=VOCAB, max_length=99, mesh=mesh)
@@ -186,7 +186,7 @@ def test_parameters_are_cast_to_the_dtype_of_training():
         ([1], [2] * 65, "Request 1 has a continuation of 65 tokens, .*max_length is 64"),
     ],
 )
-def test_what_cannot_be_scored_is_named(model, context, continuation, message):
+def test_invalid_requests_are_named(model, context, continuation, message):
     bad = Request(np.array(context, np.int32), np.array(continuation, np.int32))
     good = Request(np.array([1], np.int32), np.array([1], np.int32))
     with pytest.raises(ValueError, match=message):

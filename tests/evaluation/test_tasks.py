@@ -1,4 +1,4 @@
-"""The six tasks: what is made of a line, and files that are not what they should be."""
+"""The six tasks: questions from lines, and invalid files."""
 
 import json
 
@@ -82,7 +82,7 @@ def test_a_line_becomes_a_question(name, line, queries, endings, gold, tmp_path)
     assert question.gold == gold
 
 
-def test_labels_that_lie_beside_a_file_belong_to_its_lines(tmp_path):
+def test_labels_in_a_second_file_belong_to_the_lines(tmp_path):
     lines = [{"goal": str(i), "sol1": "a", "sol2": "b"} for i in range(3)]
     path = written(tmp_path, *lines, name="valid.jsonl")
     (tmp_path / "valid-labels.lst").write_text("0\n1\n1\n")
@@ -121,7 +121,7 @@ def test_labels_that_lie_beside_a_file_belong_to_its_lines(tmp_path):
         ),
     ],
 )
-def test_a_line_that_is_no_question_is_named(name, content, message, tmp_path):
+def test_an_invalid_line_is_named(name, content, message, tmp_path):
     path = tmp_path / "lines.jsonl"
     path.write_text(content)
     with pytest.raises(ValueError, match=message):

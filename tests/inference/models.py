@@ -1,4 +1,4 @@
-"""Models with every kind of cache, and the logits of their rows computed from the whole text."""
+"""Models with every kind of cache, and their logits computed from the whole text."""
 
 import functools
 from typing import Any
@@ -24,7 +24,7 @@ from tests.layers.calling import QUICK
 
 
 def layer(feed_forward: BaseLayer.Config | None = None, **fields: Any) -> TransformerLayer.Config:
-    """Returns a layer of which the attention has these fields."""
+    """Returns a layer whose attention has these fields."""
     return TransformerLayer.default_config().set(
         self_attention=GroupedQueryAttention.default_config().set(num_heads=4, **fields),
         feed_forward=feed_forward or FeedForward.default_config().set(hidden_dim=8),
@@ -32,7 +32,7 @@ def layer(feed_forward: BaseLayer.Config | None = None, **fields: Any) -> Transf
 
 
 def latent_layer(**fields: Any) -> TransformerLayer.Config:
-    """Returns a layer that keeps latents, with values wider than its queries and keys."""
+    """Returns a layer that caches latents, with values wider than its queries and keys."""
     sizes = {"num_heads": 4, "kv_lora_rank": 6, "nope_head_dim": 4, "rope_head_dim": 2}
     attention = LatentAttention.default_config().set(v_head_dim=7, **sizes, **fields)
     return layer().set(self_attention=attention)
@@ -41,7 +41,7 @@ def latent_layer(**fields: Any) -> TransformerLayer.Config:
 def decoder(
     *block: BaseLayer.Config, kind: type[BaseStack] = ScanStack, first_layers: Any = ()
 ) -> BaseStack.Config:
-    """Returns a stack that has the block once, or a scan over two."""
+    """Returns a stack of one block, or a scan over two."""
     repeats = 2 if kind is ScanStack else 1
     return kind.default_config().set(
         num_layers=len(first_layers) + repeats * len(block),
@@ -51,7 +51,7 @@ def decoder(
 
 
 def gpt_oss_block() -> list[BaseLayer.Config]:
-    """Returns a layer that sees 3 tokens and one that sees all, both with experts."""
+    """Returns a layer with a window of 3 tokens and one without, both with experts."""
     fields = {"num_kv_heads": 2, "qkv_bias": True, "output_bias": True, "sinks": True}
     moe = tiny.moe(dispatcher=DenseDispatcher.default_config())
     return [layer(moe, **fields, window=window) for window in (3, None)]
@@ -94,12 +94,12 @@ def with_parameters(cfg: CausalLM.Config) -> tuple[CausalLM, Nested]:
 
 
 def whole_logits(model: CausalLM, params: Nested, ids: Any) -> jax.Array:
-    """Returns the logits [B, S, V] of rows without padding."""
+    """Returns the logits [B, S, V] of sequences without padding."""
     batch = {"input_ids": jnp.asarray(ids, jnp.int32)}
     return functional(model, None, params, (batch,), is_training=False, method="logits")[0]
 
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
 def compiled_whole_logits(model: CausalLM, params: Nested, ids: Any) -> jax.Array:
-    """Returns the same, compiled."""
+    """Returns the same logits, compiled."""
     return whole_logits(model, params, ids)

@@ -1,4 +1,4 @@
-"""The cache: logits token by token are those of the whole text, whatever the model is made of."""
+"""The cache: logits token by token equal those of the whole text, for every kind of layer."""
 
 import functools
 import logging
@@ -59,12 +59,12 @@ def assert_token_by_token_equals_whole(model, params, **fields):
 
 
 @pytest.mark.parametrize("name", [name for name in DECODERS if name != "scan"])
-def test_logits_token_by_token_are_those_of_the_whole_text(name):
+def test_logits_by_token_equal_those_of_the_whole_text(name):
     tied = {"lm_head": None} if name == "grouped" else {}
     assert_token_by_token_equals_whole(*model_of(name, **tied))
 
 
-def test_scans_taken_apart_compute_the_same():
+def test_loops_compute_the_same_as_scans():
     model, params = model_of("scan")
     loops, apart = unstacked(model, params)
     assert type(model.decoder) is ScanStack
@@ -78,19 +78,17 @@ def test_scans_taken_apart_compute_the_same():
     jax.tree.map(np.testing.assert_array_equal, same, apart)
 
 
-def test_a_cache_that_grows_keeps_what_it_holds():
+def test_a_cache_that_grows_keeps_its_content():
     stack = decoder(layer(window=12), layer(), kind=LoopStack)
     model, params = with_parameters(tiny.model_config(stack))
     assert_token_by_token_equals_whole(model, params, room=8, grow_to=32)
 
 
 class Attention(BaseLayer):
-    """The mean of the tokens so far: an attention from elsewhere."""
+    """The mean of the tokens so far: an attention without a cache."""
 
     @config_class
     class Config(BaseLayer.Config):
-        """Config of `Attention`."""
-
         input_dim: int = 0
 
     def forward(self, x, *, positions, segment_ids=None):
@@ -100,12 +98,10 @@ class Attention(BaseLayer):
 
 # --8<-- [start:cache]
 class RunningMean(BaseLayer):
-    """Sees all tokens so far alike; of those before it keeps their sum."""
+    """The mean of the tokens so far; its cache is the sum of the earlier ones."""
 
     @config_class
     class Config(BaseLayer.Config):
-        """Config of `RunningMean`."""
-
         input_dim: Required[int] = REQUIRED
 
     def _create_layer_cache_specs(self, batch_size, length):
@@ -116,7 +112,7 @@ class RunningMean(BaseLayer):
             x = jnp.where(segment_ids[..., None] > 0, x, 0.0)  # Padding after a prompt.
         total = jnp.cumsum(x, axis=1)
         if self.cache is not None:
-            if x.shape[1] == 1:  # One more token of each row; otherwise prompts, from their start.
+            if x.shape[1] == 1:  # One more token per sequence; otherwise whole prompts.
                 total = total + self.cache["sum"][:, None]
             self.put_cache(sum=total[:, -1])
         return total / (positions[..., None] + 1).astype(x.dtype)
@@ -126,7 +122,7 @@ class RunningMean(BaseLayer):
 
 
 class Forgetful(GroupedQueryAttention):
-    """Has the cache of its base class and puts none out."""
+    """Has the cache of its base class and does not put it out."""
 
     def forward(self, x, *, positions, segment_ids=None):
         del positions, segment_ids
@@ -139,7 +135,7 @@ def with_attention(attention):
     return with_parameters(tiny.model_config(decoder(block, layer(), kind=LoopStack)))
 
 
-def test_without_a_cache_tokens_are_computed_from_the_whole_text_and_that_is_said(caplog):
+def test_without_a_cache_tokens_are_computed_from_the_whole_text_with_a_warning(caplog):
     model, params = with_attention(Attention.default_config())
     with caplog.at_level(logging.WARNING, logger="moelib.inference.cache"):
         assert_token_by_token_equals_whole(model, params, room=8, grow_to=32)
@@ -147,7 +143,7 @@ def test_without_a_cache_tokens_are_computed_from_the_whole_text_and_that_is_sai
     assert message.startswith("decoder.layer0 (TransformerLayer) has no cache")
 
 
-def test_a_layer_keeps_what_it_likes():
+def test_a_layer_can_have_a_cache_of_its_own():
     assert_token_by_token_equals_whole(*with_attention(RunningMean.default_config()))
 
 
@@ -160,19 +156,17 @@ def test_a_cache_that_is_not_put_out_is_an_error():
 
 
 class SumOfTokens(BaseLayer):
-    """A feed-forward layer in which every token that counts reaches all others."""
+    """A feed-forward layer in which every unmasked token reaches all others."""
 
     @config_class
     class Config(BaseLayer.Config):
-        """Config of `SumOfTokens`."""
-
         input_dim: int = 0
 
     def forward(self, x, mask=None):
         return jnp.broadcast_to(jnp.sum(jnp.where(mask[..., None], x, 0.0), (0, 1)), x.shape)
 
 
-def test_rows_of_no_interest_are_masked_in_feed_forward_layers():
+def test_sequences_that_have_ended_are_masked_in_feed_forward_layers():
     cfg = tiny.model_config(decoder(layer(SumOfTokens.default_config()), kind=LoopStack))
     model, params = with_parameters(cfg)
     ids, position = jnp.asarray([[3], [5]]), jnp.zeros((2, 1), jnp.int32)

@@ -81,7 +81,7 @@ def assert_likeliest(model, prompts, texts):
         assert row[len(prompt) - 1 :][: len(text)].tolist() == text
 
 
-def test_greedy_texts_are_the_likeliest_tokens_while_caches_grow(monkeypatch):
+def test_greedy_texts_are_the_most_likely_tokens_while_caches_grow(monkeypatch):
     monkeypatch.setattr(decode, "_MIN_CACHE", 8)  # From 16 to 32.
     moe = tiny.moe(dispatcher=DenseDispatcher.default_config())
     stack = decoder(layer(moe, window=3), first_layers=[layer(sinks=True)])
@@ -93,7 +93,7 @@ def test_greedy_texts_are_the_likeliest_tokens_while_caches_grow(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DECODERS)
-def test_every_kind_of_cache_writes_the_likeliest_texts_in_any_batch_and_order(name):
+def test_every_kind_of_cache_gives_greedy_texts_in_any_batch_and_order(name):
     model = model_of(name)
     greedy = {"max_new_tokens": 20, "temperature": 0.0}
     texts = many(model, **greedy)
@@ -102,7 +102,7 @@ def test_every_kind_of_cache_writes_the_likeliest_texts_in_any_batch_and_order(n
     assert [one(model, prompt, **greedy) for prompt in PROMPTS[:2]] == texts[:2]
 
 
-def test_one_text_is_written_as_it_would_be_beside_others(model, drawn):
+def test_one_text_is_the_same_alone_and_in_a_batch(model, drawn):
     assert one(model, PROMPTS[0], **DRAWN, seed=4) == drawn[0]
     assert one(model, PROMPTS[0], **DRAWN, seed=5) != drawn[0]
 
@@ -111,7 +111,7 @@ def test_drawn_texts_do_not_depend_on_the_batch(model, drawn):
     assert many(model, **DRAWN, seed=4, batch_size=3) == drawn
 
 
-def test_drawn_texts_with_seeds_of_their_own_do_not_depend_on_the_order(model):
+def test_drawn_texts_with_a_seed_each_do_not_depend_on_the_order(model):
     seeds = [10, 11, 12, 13]
     texts = many(model, **DRAWN, seeds=seeds)
     backwards = many(model, PROMPTS[::-1], **DRAWN, seeds=seeds[::-1])
@@ -122,7 +122,7 @@ def test_drawn_texts_with_seeds_of_their_own_do_not_depend_on_the_order(model):
 
 
 @pytest.mark.parametrize("left", [True, False])
-def test_padded_prompts_are_as_good_as_unpadded_ones(model, drawn, left):
+def test_padding_of_prompts_changes_nothing(model, drawn, left):
     ids, mask = np.full((4, 9), 31), np.zeros((4, 9), bool)
     for i, prompt in enumerate(PROMPTS):
         place = slice(9 - len(prompt), 9) if left else slice(len(prompt))
@@ -137,7 +137,7 @@ def test_texts_end_before_a_stop_token_and_others_go_on(model, drawn):
     assert many(model, **DRAWN | {"stop_ids": [stop]}, seed=4) == want
 
 
-def test_texts_end_where_the_caller_says(model, drawn):
+def test_texts_end_where_the_caller_ends_them(model, drawn):
     ends = lambda tokens: sum(tokens) > 60
     read = [[] for _ in PROMPTS]
 
@@ -158,7 +158,7 @@ def test_max_length_counts_the_prompt(model, drawn):
     assert texts == [text[: 12 - len(ids)] for ids, text in zip(PROMPTS, drawn, strict=True)]
 
 
-def test_a_penalty_keeps_tokens_of_prompt_and_text_from_coming_again(model):
+def test_a_large_penalty_prevents_repetition(model):
     settings = {"max_new_tokens": NEW, "temperature": 0.0, "repetition_penalty": 1e9}
     shifted = model[0], model[1] | {"lm_head": {"weight": abs(model[1]["lm_head"]["weight"])}}
     for prompt, text in zip(PROMPTS, many(shifted, **settings), strict=True):
@@ -195,7 +195,7 @@ def test_tokens_are_shown_as_they_come(model, capsys):
     "moe",
     [pytest.param(False, id="dense"), pytest.param(True, id="experts", marks=pytest.mark.slow)],
 )
-def test_a_mesh_writes_the_texts_of_one_device(moe):
+def test_a_mesh_gives_the_texts_of_one_device(moe):
     block = layer(tiny.moe() if moe else None, num_kv_heads=2, window=3)
     model, params = with_parameters(tiny.model_config(decoder(block, kind=LoopStack)))
     prompts = PROMPTS[:3]  # A number that the mesh does not divide.
@@ -211,7 +211,7 @@ def test_a_mesh_writes_the_texts_of_one_device(moe):
     ("name", "axes", "shortest"),
     [("latent", {"seq": 2, "model": 2}, 16), ("latent", {"seq": 8}, 2), ("plain", {"model": 4}, 2)],
 )
-def test_a_mesh_that_splits_sequences_writes_the_texts_of_one_device(
+def test_a_mesh_that_splits_sequences_gives_the_texts_of_one_device(
     name, axes, shortest, monkeypatch
 ):
     monkeypatch.setattr(decode, "_MIN_PROMPT", shortest)
@@ -232,7 +232,7 @@ def test_prompts_are_padded_to_what_the_mesh_divides(axes, want):
         assert decode._padded([decode.Prompt([1], 1, 0)], 1, 1)[0].shape == (1, want)
 
 
-def test_parameters_taken_apart_stay_split_as_they_were():
+def test_unstacked_parameters_stay_sharded():
     model, params = model_of("scan")
     mesh = tiny.mesh(fsdp=4, model=2)
     places = sharding.named_shardings(model.create_parameter_specs_recursively(), mesh)
@@ -260,7 +260,7 @@ def test_parameters_taken_apart_stay_split_as_they_were():
         ([[1]], {"seeds": [0, 1]}, "seeds has 2 numbers for 1 prompts"),
     ],
 )
-def test_prompts_that_cannot_be_continued_are_refused(model, prompts, settings, message):
+def test_invalid_prompts_are_refused(model, prompts, settings, message):
     with pytest.raises(ValueError, match=message):
         many(model, prompts, **{"max_new_tokens": 1, **settings})
 

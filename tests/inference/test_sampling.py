@@ -1,4 +1,4 @@
-"""Sampling: every step by its definition in NumPy; what is drawn, and how often."""
+"""Sampling: every step by its definition in NumPy; the frequency of draws."""
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ def kept_by_min_p(row, p):
         *((sampling.keep_min_p, kept_by_min_p, p) for p in (0.01, 0.3, 1.0)),
     ],
 )
-def test_filters_keep_what_their_definition_keeps(keep, definition, value):
+def test_filters_keep_the_tokens_of_their_definition(keep, definition, value):
     dtype = jnp.int32 if isinstance(value, int) else jnp.float32
     got = np.asarray(keep(jnp.asarray(LOGITS), dtype(value)))
     for row, out in zip(LOGITS, got, strict=True):
@@ -59,7 +59,7 @@ def test_seen_tokens_are_penalized_as_in_transformers():
 
 
 def chosen(row, settings, *, seen=None, num=2000):
-    """Returns tokens chosen from one row of logits with keys 0, 1, ..."""
+    """Returns tokens selected from the logits of one sequence with keys 0, 1, ..."""
     keys = jax.vmap(jax.random.key)(jnp.arange(num, dtype=jnp.uint32))
     logits = jnp.broadcast_to(jnp.asarray(row), (num, V))
     if seen is not None:
@@ -68,14 +68,14 @@ def chosen(row, settings, *, seen=None, num=2000):
 
 
 @pytest.mark.parametrize("row", [0, 2])
-def test_tokens_are_drawn_as_often_as_they_are_probable(row):
+def test_tokens_are_drawn_in_proportion_to_their_probability(row):
     share = np.bincount(chosen(LOGITS[row], Sampling(temperature=jnp.float32(1.5))), minlength=V)
     want = probabilities(LOGITS[row] / 1.5)
     error = np.sqrt(want * (1 - want) / 2000)
     assert (np.abs(share / 2000 - want) <= 5 * error).all()
 
 
-def test_steps_follow_each_other_each_on_what_the_one_before_left():
+def test_each_step_filters_the_result_of_the_previous_one():
     seen = np.arange(V) < 20
     penalty, temperature, top_p, min_p = map(jnp.float32, (1.5, 2.0, 0.8, 0.2))
     steps = Sampling(penalty, temperature, jnp.int32(8), top_p, min_p)
@@ -87,7 +87,7 @@ def test_steps_follow_each_other_each_on_what_the_one_before_left():
     assert set(chosen(LOGITS[0], steps, seen=seen)) == set(np.flatnonzero(np.isfinite(logits)))
 
 
-def test_without_temperature_the_likeliest_token_is_taken():
+def test_without_temperature_the_most_likely_token_is_selected():
     greedy = chosen(LOGITS[0], Sampling(), num=1)
     assert greedy == [LOGITS[0].argmax()]
     seen = np.arange(V) == LOGITS[0].argmax()
@@ -95,7 +95,7 @@ def test_without_temperature_the_likeliest_token_is_taken():
     assert penalized == [np.argsort(LOGITS[0])[-2]]
 
 
-def test_a_draw_depends_on_the_key_of_its_row_alone():
+def test_a_draw_depends_on_its_own_key_only():
     keys = jax.vmap(jax.random.key)(jnp.arange(B, dtype=jnp.uint32))
     draw, logits = jax.jit(sampling.draw), jnp.asarray(LOGITS)
     together = draw(logits, keys)

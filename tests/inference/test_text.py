@@ -39,7 +39,7 @@ def test_characters_are_shown_whole_and_as_soon_as_they_are_complete():
         (["e"], ""),
     ],
 )
-def test_nothing_from_a_stop_string_on_is_ever_shown(stops, want):
+def test_no_text_from_a_stop_string_on_is_shown(stops, want):
     shown = ""
     tokens = iter(TEXT.encode())
     for piece in pieces(tokens, stops, b"e e"):
