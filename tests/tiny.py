@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from moelib.core.config import InstantiableConfig, config_class, config_for_function
+from moelib.core.context import OutputCollection
 from moelib.core.metrics import maximum, weighted
-from moelib.core.module import OutputCollection, functional
+from moelib.core.module import functional
 from moelib.core.param import ParameterSpec
 from moelib.data.lm_input import InputMode
 from moelib.data.synthetic import SyntheticInput, SyntheticTokens

@@ -2,8 +2,6 @@
 
 import dataclasses
 
-_GIB = 2**30
-
 # Peak of dense matmuls in TFLOP/s, by the start of JAX's `device_kind`: bfloat16, float32, float8
 # (None without float8 units). From the makers' data sheets: Google Cloud's page on each TPU;
 # NVIDIA's tables without sparsity, SXM modules unless named. float32 is at JAX's default matmul
@@ -79,7 +77,7 @@ class Accelerator:
     network_bytes_per_second: float
     devices_per_domain: int | None
     dollars_per_hour: float
-    devices_per_host: int = 8
+    devices_per_host: int
 
     @property
     def flops_per_second(self) -> float:
@@ -89,7 +87,9 @@ class Accelerator:
         return peak
 
 
-# Accelerators for which programs can be compiled without the device.
+# Accelerators for which programs can be compiled without the device. Columns: name, platform,
+# device kind, HBM in GiB, HBM GB/s, clock in GHz, link GB/s, network GB/s, devices per domain,
+# dollars per hour, devices per host.
 #
 # TPU: HBM bandwidth and ICI from Google Cloud's documentation, pages "TPU v5e", "TPU v5p", "TPU
 # v6e" and "TPU7x (Ironwood)"; ICI there counts both directions, here one. A device of tpu7x is half
@@ -103,44 +103,21 @@ class Accelerator:
 #
 # Prices are public on-demand list prices in US regions, of whole machines divided by their devices.
 # They change and are negotiable: `moelib plan --prices` replaces them.
+_TABLE = (
+    ("v5e", "tpu", "TPU v5 lite", 15.75, 819, 1.5, 200, 6.25, None, 1.20, 8),
+    ("v5p", "tpu", "TPU v5", 95.73, 2765, 1.75, 600, 6.25, None, 4.20, 8),
+    ("v6e", "tpu", "TPU v6 lite", 31.24, 1640, 1.75, 400, 12.5, None, 2.70, 8),
+    ("tpu7x", "tpu", "TPU7x", 94.74, 3690, 1.75, 300, 12.5, None, 6.00, 8),
+    ("a100", "gpu", "NVIDIA A100-SXM4-80GB", 78.5, 2039, 1.41, 300, 25, 8, 3.43, 8),
+    ("h100", "gpu", "NVIDIA H100 80GB HBM3", 78.5, 3350, 1.83, 450, 50, 8, 6.88, 8),
+    ("h200", "gpu", "NVIDIA H200", 139.0, 4800, 1.83, 450, 50, 8, 7.91, 8),
+    ("b200", "gpu", "NVIDIA B200", 177.0, 8000, 1.85, 900, 50, 8, 14.24, 8),
+    ("gb200", "gpu", "NVIDIA GB200", 183.0, 8000, 1.93, 900, 50, 72, 10.50, 4),
+)
 ACCELERATORS = {
-    each.name: each
-    for each in (
-        Accelerator(
-            "v5e", "tpu", "TPU v5 lite", int(15.75 * _GIB), 819e9, 1.5e9,
-            200e9, 6.25e9, None, 1.20,
-        ),
-        Accelerator(
-            "v5p", "tpu", "TPU v5", int(95.73 * _GIB), 2765e9, 1.75e9,
-            600e9, 6.25e9, None, 4.20,
-        ),
-        Accelerator(
-            "v6e", "tpu", "TPU v6 lite", int(31.24 * _GIB), 1640e9, 1.75e9,
-            400e9, 12.5e9, None, 2.70,
-        ),
-        Accelerator(
-            "tpu7x", "tpu", "TPU7x", int(94.74 * _GIB), 3690e9, 1.75e9,
-            300e9, 12.5e9, None, 6.00,
-        ),
-        Accelerator(
-            "a100", "gpu", "NVIDIA A100-SXM4-80GB", int(78.5 * _GIB), 2039e9, 1.41e9,
-            300e9, 25e9, 8, 3.43,
-        ),
-        Accelerator(
-            "h100", "gpu", "NVIDIA H100 80GB HBM3", int(78.5 * _GIB), 3350e9, 1.83e9,
-            450e9, 50e9, 8, 6.88,
-        ),
-        Accelerator(
-            "h200", "gpu", "NVIDIA H200", int(139.0 * _GIB), 4800e9, 1.83e9,
-            450e9, 50e9, 8, 7.91,
-        ),
-        Accelerator(
-            "b200", "gpu", "NVIDIA B200", int(177.0 * _GIB), 8000e9, 1.85e9,
-            900e9, 50e9, 8, 14.24,
-        ),
-        Accelerator(
-            "gb200", "gpu", "NVIDIA GB200", int(183.0 * _GIB), 8000e9, 1.93e9,
-            900e9, 50e9, 72, 10.50, 4,
-        ),
+    name: Accelerator(
+        name, platform, kind, int(hbm * 2**30), memory * 1e9, clock * 1e9, link * 1e9,
+        network * 1e9, domain, dollars, per_host,
     )
+    for name, platform, kind, hbm, memory, clock, link, network, domain, dollars, per_host in _TABLE
 }  # fmt: skip

@@ -160,26 +160,26 @@ class _Node:
     inside: dict[Key, "_Node"] = dataclasses.field(default_factory=dict)
 
 
-def parse(text: str, *, place: str = "line ") -> Any:
+def parse(text: str, *, source: str = "line ") -> Any:
     """Returns the config that `to_text` printed.
 
     Args:
         text: The text; empty lines and lines that start with # are ignored.
-        place: Prefix of the line number in errors and origins, such as "config.txt:".
+        source: Prefix of the line number in errors and origins, such as "config.txt:".
 
     Raises:
         UserError: If a line cannot be parsed; the message has its number.
     """
-    root = _Node(f"{place}1")
+    root = _Node(f"{source}1")
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         keys, rest = split_front(line)
         if not keys or not rest.startswith(": "):
-            raise UserError(f"{place}{number}: expected 'path: value', got {line!r}.")
+            raise UserError(f"{source}{number}: expected 'path: value', got {line!r}.")
         node = root
         for key in keys:
-            node = node.inside.setdefault(key, _Node(f"{place}{number}"))
+            node = node.inside.setdefault(key, _Node(f"{source}{number}"))
         node.text = rest[2:]
     return _build(root)
 

@@ -20,7 +20,6 @@ import numpy as np
 from moelib.core import config_types
 from moelib.core.config_types import (
     REQUIRED,
-    ConfigLike,
     UnknownFieldError,
     did_you_mean,
     is_config,
@@ -89,7 +88,7 @@ def map_elements(fn: Callable[[Any], Any], value: Any) -> Any:
     return type(value)(map(fn, value)) if isinstance(value, list | tuple) else value
 
 
-def sub_configs(cfg: ConfigLike) -> Iterator[tuple[str, Any]]:
+def sub_configs(cfg: Any) -> Iterator[tuple[str, Any]]:
     """Yields (path, config) of every config inside `cfg`, outermost first, without `cfg`."""
 
     def walk(value: Any, keys: list[Key]) -> Iterator[tuple[str, Any]]:
@@ -101,7 +100,7 @@ def sub_configs(cfg: ConfigLike) -> Iterator[tuple[str, Any]]:
     return walk(cfg, [])
 
 
-def get(cfg: ConfigLike, path: str | Sequence[Key]) -> Any:
+def get(cfg: Any, path: str | Sequence[Key]) -> Any:
     """Returns the value at a path. Raises UnknownFieldError with the nearest names."""
     value: Any = cfg
     keys = split_path(path)
@@ -123,7 +122,7 @@ def child_at(value: Any, key: Key, parents: Sequence[Key]) -> Any:
     raise UnknownFieldError(f"{where} has no {key!r}; {did_you_mean(str(key), map(str, inside))}")
 
 
-def set_at(cfg: ConfigLike, path: str | Sequence[Key], value: Any) -> None:
+def set_at(cfg: Any, path: str | Sequence[Key], value: Any) -> None:
     """Sets the value at a path; the field that holds it is checked as on any assignment."""
     if not (keys := split_path(path)):
         raise UnknownFieldError("the path is empty; name a field.")
@@ -203,7 +202,7 @@ def literal(value: Any) -> str:
     return config_types.reference(value)
 
 
-def lines(cfg: ConfigLike, *, unset: bool = True) -> Iterator[Line]:
+def lines(cfg: Any, *, unset: bool = True) -> Iterator[Line]:
     """Yields the lines of a config's text.
 
     Args:
@@ -232,17 +231,17 @@ def lines(cfg: ConfigLike, *, unset: bool = True) -> Iterator[Line]:
     return walk(cfg, (), "", False)
 
 
-def leaves(cfg: ConfigLike) -> Iterator[Line]:
+def leaves(cfg: Any) -> Iterator[Line]:
     """Yields the line of every value that holds no other."""
     return (line for line in lines(cfg) if not line.opens)
 
 
-def to_text(cfg: ConfigLike) -> str:
+def to_text(cfg: Any) -> str:
     """Returns a config as text: lines `path: literal`, in the order of the fields."""
     return "".join(f"{line.path}: {line.text}\n" for line in lines(cfg, unset=False))
 
 
-def diff(a: ConfigLike, b: ConfigLike) -> list[tuple[str, str | None, str | None]]:
+def diff(a: Any, b: Any) -> list[tuple[str, str | None, str | None]]:
     """Returns (path, text in a, text in b) of every line that differs; None if it is absent."""
     lines_a, lines_b = ({x.path: x.text for x in lines(c, unset=False)} for c in (a, b))
     paths = [*lines_a, *(path for path in lines_b if path not in lines_a)]

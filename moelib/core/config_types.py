@@ -10,8 +10,8 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeGuard, TypeVar, Union
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeVar, Union
 
 import numpy as np
 
@@ -33,60 +33,27 @@ class InvalidConfigValueError(UserError, TypeError):
     """A value that does not fit its field's annotation."""
 
 
-class RequiredFieldValue:
-    """The type of REQUIRED, which has one instance."""
+class RequiredFieldValue(enum.Enum):
+    """The type of REQUIRED."""
 
-    _instance: "RequiredFieldValue | None" = None
-
-    def __new__(cls) -> "RequiredFieldValue":
-        """Returns the one instance, so that `is REQUIRED` holds after a copy."""
-        if cls._instance is None:
-            cls._instance = super().__new__(cls)
-        return cls._instance
+    REQUIRED = enum.auto()
 
     def __bool__(self) -> bool:
         return False
-
-    def __deepcopy__(self, memo: object) -> "RequiredFieldValue":
-        return self
 
     def __repr__(self) -> str:
         return "REQUIRED"
 
 
-REQUIRED: Any = RequiredFieldValue()  # The value of a field that must be set to instantiate.
+REQUIRED: Any = RequiredFieldValue.REQUIRED  # The value of a field that must be set.
 if typing.TYPE_CHECKING:  # A field is set wherever it is read.
     Required = typing.Annotated[T, "must be set"]
 else:
     Required = Union[T, RequiredFieldValue]  # noqa: UP007 (subscripted: Required[int])
 
 
-class ConfigLike(Protocol):
-    """The part of a config that paths and text need."""
-
-    def items(self) -> Collection[tuple[str, Any]]:
-        """Returns the names and values of the fields."""
-        ...
-
-    def origin(self, name: str) -> str:
-        """Returns where the field was set."""
-        ...
-
-    def _is_default(self, name: str) -> bool:
-        """Returns whether the field has its default value."""
-        ...
-
-    def _is_unset(self, name: str) -> bool:
-        """Returns whether the field has a default value that text need not repeat."""
-        ...
-
-    def _header(self) -> tuple[str, Any]:
-        """Returns the name and value of the line that opens the config's text."""
-        ...
-
-
-def is_config(value: Any) -> TypeGuard[ConfigLike]:
-    """Returns whether a value is a config."""
+def is_config(value: Any) -> bool:
+    """Returns whether a value is a config, with `items()`, `origin(name)` and `_header()`."""
     return hasattr(type(value), "_header")
 
 
@@ -150,7 +117,7 @@ def did_you_mean(name: str, allowed: Iterable[str]) -> str:
 
 # -- Values ------------------------------------------------------------------------------------
 
-_SCALARS = (type(None), bool, int, float, str, bytes, enum.Enum, RequiredFieldValue)
+_SCALARS = (type(None), bool, int, float, str, bytes, enum.Enum, re.Pattern, np.dtype)
 _validators: list[tuple[Callable[[Any], bool], Callable[[Any], None]]] = []
 
 
@@ -181,8 +148,6 @@ def validate_value(value: Any) -> None:
             validate_fn(value)
             return
     if isinstance(value, _SCALARS) or is_config(value) or has_reference(value):
-        return
-    if isinstance(value, re.Pattern | np.dtype):
         return
     for element in _elements(value):
         validate_value(element)
@@ -287,10 +252,8 @@ def options(annotation: Any) -> list[Any]:
 def _fits_class(value: Any, annotation: Any) -> bool:
     if annotation is None:
         return value is None
-    if annotation is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if annotation is int:
-        return isinstance(value, int) and not isinstance(value, bool)
+    if annotation is int or annotation is float:
+        return isinstance(value, int | annotation) and not isinstance(value, bool)
     if annotation is Callable or annotation is typing.Callable:
         return callable(value)
     if isinstance(annotation, type):
@@ -342,18 +305,18 @@ def resolve_reference(text: str) -> Any:
     """Returns the object that `module:qualname` names, today or in an earlier version.
 
     Raises:
-        ValueError: If there is none.
+        UserError: If there is none.
     """
     module_name, _, qualname = moved_names.current_name(text).partition(":")
     try:
         value = importlib.import_module(moved_names.find_module(module_name) or module_name)
     except ModuleNotFoundError as error:
         if error.name and module_name.startswith(error.name):
-            raise ValueError(f"{text!r}: there is no module {module_name!r}.") from None
+            raise UserError(f"{text!r}: there is no module {module_name!r}.") from None
         raise
     for part in qualname.split("."):
         if not hasattr(value, part):
             near = did_you_mean(part, [name for name in dir(value) if not name.startswith("_")])
-            raise ValueError(f"{text!r}: {value!r} has no {part!r}; {near}")
+            raise UserError(f"{text!r}: {value!r} has no {part!r}; {near}")
         value = getattr(value, part)
     return value

@@ -69,23 +69,12 @@ def fold_name(key: jax.Array, name: str) -> jax.Array:
 class ModuleLike(Protocol):
     """The part of a module that contexts need."""
 
-    @property
-    def name(self) -> str:
-        """The name by which the parent knows this module."""
-        ...
-
-    @property
-    def parent(self) -> "ModuleLike | None":
-        """The module that holds this one, or None for the root."""
-        ...
-
-    @property
-    def children(self) -> "Mapping[str, ModuleLike]":
-        """The modules directly inside, by name."""
-        ...
+    name: str
+    parent: Any
+    children: dict[str, Any]
 
     def _title(self) -> str:
-        """Returns the name of this module in errors."""
+        """Returns the name of the module in errors."""
         ...
 
 
@@ -176,8 +165,9 @@ class InvocationContext:
                 self._conflict(label)
             if not any(_overlap(known[kind], getattr(part, kind)) for kind in kinds):
                 break
-        updates = self.outputs.state_updates.get(name, {})
-        if CACHE in updates and CACHE in part.state_updates:
+        updates = tree.by_path(self.outputs.state_updates.get(name, {}))
+        again = updates.keys() & tree.by_path(part.state_updates).keys()
+        if any(CACHE in path.split("/") for path in again):
             raise OutputConflictError(
                 f"{self.module._title()}: {name!r} is called twice, but has one cache of earlier "
                 "tokens; generate without a cache, or use two layers."
@@ -252,7 +242,7 @@ def child_context(
     context = parent.child(name, module)
     if state is not None:
         context.state = state
-    elif names := _names_below(parent.module, module):
+    elif names := names_below(parent.module, module):
         context.state = _holder(parent, names).child_state(names[-1])
     if prng_key is not None:
         context.prng_key = prng_key
@@ -261,7 +251,7 @@ def child_context(
     parent.merge(OutputCollection(*({name: x} for x in prune_empty(context.outputs))))
 
 
-def _names_below(ancestor: ModuleLike, module: ModuleLike) -> tuple[str, ...] | None:
+def names_below(ancestor: ModuleLike, module: ModuleLike) -> tuple[str, ...] | None:
     """Returns the names that lead from one module to another, or None if it is not inside."""
     names: list[str] = []
     node: ModuleLike | None = module
@@ -290,7 +280,7 @@ def call_context(module: ModuleLike) -> Iterator[InvocationContext]:
         RuntimeError: If the module is not inside any module that runs.
     """
     for context in reversed(context_stack()):
-        names = _names_below(context.module, module)
+        names = names_below(context.module, module)
         if names is not None:
             break
     else:

@@ -4,9 +4,9 @@
 class UserError(ValueError):
     """A value, flag or file of the user cannot be used.
 
-    The message names the field and its value and says what to set instead. Commands print it
-    without a traceback (`--traceback` shows it). Errors that also are another Python error derive
-    from both: `class UnknownFieldError(UserError, AttributeError)`.
+    The message names the field and its value, then what to set instead. Commands print it without
+    a traceback (`--traceback` shows it). An error that is also another Python error derives from
+    both: `class UnknownFieldError(UserError, AttributeError)`.
     """
 
 

@@ -1,7 +1,7 @@
-"""Modules: a tree of configured objects whose methods run in a context (moelib.core.context).
+"""Modules: a tree of configured objects whose methods run in contexts (moelib.core.context).
 
-A module holds no arrays. `functional` runs one of its methods with a given state and returns
-what the method returns, beside everything that the modules inside have put out.
+A module holds no arrays. `functional` runs one of its methods with a given state, and returns the
+result together with the outputs that the modules inside have added.
 """
 
 import functools
@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from moelib.core import config, tree
-from moelib.core import context as context_lib
+from moelib.core import config, context, tree
 from moelib.core.config import (
     Configurable,
     InstantiableConfig,
@@ -24,40 +23,9 @@ from moelib.core.config import (
     config_class,
     did_you_mean,
 )
-from moelib.core.context import (
-    AuxLoss,
-    InvocationContext,
-    Nested,
-    OutputCollection,
-    OutputConflictError,
-    call_context,
-    child_context,
-    current_context,
-    new_output_collection,
-    remat_in_context,
-    scan_in_context,
-    set_current_context,
-)
+from moelib.core.context import AuxLoss, InvocationContext, OutputCollection, current_context
 from moelib.core.param import cast_slices
-
-__all__ = [
-    "AuxLoss",
-    "ChildNameConflictError",
-    "InvalidDescendantError",
-    "InvocationContext",
-    "Module",
-    "OutputCollection",
-    "OutputConflictError",
-    "UnconsumedAuxLossError",
-    "child_context",
-    "current_context",
-    "functional",
-    "new_output_collection",
-    "nowrap",
-    "remat_in_context",
-    "scan_in_context",
-    "set_current_context",
-]
+from moelib.core.tree import Nested
 
 _MAX_SUMMARY_SIZE = 8
 
@@ -65,15 +33,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ChildNameConflictError(ValueError):
-    """Two children of one module with the same name."""
+    """Two children, or two shared modules, of one module with the same name."""
 
 
 class InvalidDescendantError(ValueError):
-    """A shared module that does not stand under the module that shares it."""
+    """A shared module that is not inside the module that shares it."""
 
 
 class UnconsumedAuxLossError(RuntimeError):
     """An auxiliary loss that would not reach the objective."""
+
+
+# -- Methods in contexts -------------------------------------------------------------------------
 
 
 def nowrap(fn: F) -> F:
@@ -83,69 +54,66 @@ def nowrap(fn: F) -> F:
 
 
 def _in_context(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the method so that calls from other modules enter the context of its own module.
+    """Returns a method that enters the context of its module when another module calls it.
 
-    What it computes bears the module's name in the compiled program.
+    Its operations carry the module's name in the compiled program.
     """
 
     @functools.wraps(method)
     def wrapper(self: "Module", *args: Any, **kwargs: Any) -> Any:
-        context = current_context()
-        if context is None or context.module is self:
+        running = current_context()
+        if running is None or running.module is self:
             return method(self, *args, **kwargs)
-        with call_context(self), jax.named_scope(self.name):
-            try:
-                return method(self, *args, **kwargs)
-            except Exception as error:
-                _explain(error, self, method.__name__)
-                error.__traceback__ = _without_wrappers(error.__traceback__)
-                raise
+        with context.call_context(self), jax.named_scope(self.name):
+            return _run(self, method.__name__, lambda: method(self, *args, **kwargs))
 
     wrapper.__dict__["_moelib_wrapped"] = True
     return wrapper
 
 
-_WRAPPER_FILES = {__file__, context_lib.__file__, config.__file__}
+def _run(module: "Module", method: str, call: Callable[[], Any]) -> Any:
+    """Calls a method; an error tells which module raised it and the shapes of its parameters."""
+    try:
+        return call()
+    except Exception as error:
+        running = current_context()
+        leaves = tree.flatten_items((running.state if running else None) or {})[:8]
+        shapes = [f"{n} {list(x.shape)} {x.dtype}" for n, x in leaves if hasattr(x, "shape")]
+        path, config_path = module.path() or module.name, module.config._path()
+        note = f"in {path} ({type(module).__qualname__}.{method})"
+        if config_path and config_path != path:
+            note += f", configured at {config_path}"
+        _explain(error, note + (f"; parameters: {', '.join(shapes)}" if shapes else ""))
+        raise
 
 
-def _without_wrappers(traceback: types.TracebackType | None) -> types.TracebackType | None:
-    """Returns the traceback without the frames of the files that only pass calls on."""
-    frames = []
+def _explain(error: Exception, note: str) -> None:
+    """Adds a note to an error that has none from a module further inside; trims its traceback."""
+    if not error.__dict__.get("_moelib_noted"):
+        error.__dict__["_moelib_noted"] = True
+        error.add_note(note)
+    frames, traceback = [], error.__traceback__
     while traceback is not None:
         if traceback.tb_frame.f_code.co_filename not in _WRAPPER_FILES:
             frames.append(traceback)
         traceback = traceback.tb_next
     short: types.TracebackType | None = None
-    for tb in reversed(frames):
-        short = types.TracebackType(short, tb.tb_frame, tb.tb_lasti, tb.tb_lineno)
-    return short
+    for frame in reversed(frames):
+        short = types.TracebackType(short, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    error.__traceback__ = short
 
 
-def _explain(error: Exception, module: "Module", method: str) -> None:
-    """Adds to an error, once, which module raised it and the shapes of its own parameters."""
-    context = current_context()
-    state = (context.state if context else None) or {}
-    shapes = ", ".join(
-        f"{name} {list(leaf.shape)} {leaf.dtype}"
-        for name, leaf in tree.flatten_items(state)[:8]
-        if hasattr(leaf, "shape")
-    )
-    path, config_path = module.path() or module.name, module.config._path()
-    note = f"in {path} ({type(module).__qualname__}.{method})"
-    if config_path and config_path != path:
-        note += f", configured at {config_path}"
-    _note(error, note + (f"; parameters: {shapes}" if shapes else ""))
-
-
-def _note(error: Exception, note: str) -> None:
-    """Adds a note to an error that the modules further inside have not noted."""
-    if not error.__dict__.get("_moelib_noted"):
-        error.__dict__["_moelib_noted"] = True
-        error.add_note(note)
+_WRAPPER_FILES = {__file__, context.__file__, config.__file__}  # Their frames only pass calls on.
 
 
 class Module(Configurable):
-    """A node in a tree of configured objects."""
+    """A node in a tree of configured objects.
+
+    Attributes:
+        name: The name by which the parent knows this module.
+        parent: The module that holds this one, or None for the root.
+        children: The modules directly inside, by name.
+    """
 
     @config_class
     class Config(Configurable.Config):
@@ -159,13 +127,14 @@ class Module(Configurable):
         super().__init__(cfg)
         if not self._config.name:
             self._config.name = type(self).__name__.lower()
-        self._parent = parent
-        self._children: dict[str, Module] = {}
+        self.name: str = self._config.name
+        self.parent = parent
+        self.children: dict[str, Module] = {}
         self._shared: dict[str, Module] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for name in dir(cls):  # Methods of mixins that are no modules, too.
+        for name in dir(cls):  # Includes methods of mixins that are not modules.
             value = inspect.getattr_static(cls, name)
             if name.startswith("_") or not inspect.isfunction(value):
                 continue
@@ -174,27 +143,12 @@ class Module(Configurable):
 
     # The tree.
 
-    @property
-    def name(self) -> str:
-        """The name by which the parent knows this module."""
-        return self._config.name
-
-    @property
-    def parent(self) -> "Module | None":
-        """The module that holds this one, or None for the root."""
-        return self._parent
-
-    @property
-    def children(self) -> Mapping[str, "Module"]:
-        """The modules directly inside, by name."""
-        return self._children
-
     @nowrap
     def path(self) -> str:
-        """Returns "decoder.layer0.attention": the names from below the root; "" for the root."""
-        if self._parent is None:
+        """Returns the names from below the root, as "decoder.layer0.attention"; "" for the root."""
+        if self.parent is None:
             return ""
-        above = self._parent.path()
+        above = self.parent.path()
         return f"{above}.{self.name}" if above else self.name
 
     def _title(self) -> str:
@@ -206,10 +160,10 @@ class Module(Configurable):
 
         Raises:
             ChildNameConflictError: If the name is taken.
-            InvalidConfigNameError: If the name holds what separates names in paths.
-            RequiredFieldMissingError: If a REQUIRED field is unset; it holds the whole path.
+            InvalidConfigNameError: If the name has a separator of paths.
+            RequiredFieldMissingError: If a REQUIRED field is unset; it has the whole path.
         """
-        if name in self._children or name in self.__dict__ or hasattr(type(self), name):
+        if name in self.children or name in self.__dict__ or hasattr(type(self), name):
             raise ChildNameConflictError(f"{self._title()} has a {name!r} already.")
         if not name or {".", "/"} & set(name):
             raise InvalidConfigNameError(f"a child of {self._title()} is called {name!r}.")
@@ -221,27 +175,28 @@ class Module(Configurable):
         except RequiredFieldMissingError:
             raise
         except Exception as error:
-            _note(error, f"while {cfg._path()} was built ({cfg._title()})")
-            error.__traceback__ = _without_wrappers(error.__traceback__)
+            _explain(error, f"while {cfg._path()} was built ({cfg._title()})")
             raise
-        self._children[name] = child
+        self.children[name] = child
         return child
 
     def __getattr__(self, name: str) -> Any:
-        children = self.__dict__.get("_children", {})
+        children = self.__dict__.get("children", {})
         if name in children:
             return children[name]
         if hasattr(type(self), name):
-            return object.__getattribute__(self, name)  # A property: its own error.
+            return object.__getattribute__(self, name)  # A property: raises its own error.
         where = f"{type(self).__qualname__} has no {name!r}"
         raise AttributeError(f"{where}; {did_you_mean(name, children)}" if children else where)
 
     def _share_with_descendants(self, module: "Module", *, shared_module_name: str) -> None:
-        """Lets every module below this one reach `module` by `get_shared_module`."""
-        node: Module | None = module
-        while node is not None and node is not self:
-            node = node.parent
-        if node is None:
+        """Lets every module below this one reach `module` by `get_shared_module`.
+
+        Raises:
+            InvalidDescendantError: If the module is not inside this one.
+            ChildNameConflictError: If this one shares another module by the name.
+        """
+        if context.names_below(self, module) is None:
             raise InvalidDescendantError(
                 f"{module._title()} is not below {self._title()}, which shares it."
             )
@@ -253,7 +208,7 @@ class Module(Configurable):
 
     @nowrap
     def get_shared_module(self, shared_module_name: str) -> "Module":
-        """Returns the module that the nearest ancestor shares under that name."""
+        """Returns the module that the nearest ancestor shares by that name."""
         node: Module | None = self
         known: set[str] = set()
         while node is not None:
@@ -270,14 +225,14 @@ class Module(Configurable):
 
     @nowrap
     def get_invocation_context(self) -> InvocationContext:
-        """Returns the context that this module runs in. Raises RuntimeError outside of one."""
-        context = current_context()
-        if context is None or context.module is not self:
+        """Returns the context in which this module runs. Raises RuntimeError outside of one."""
+        running = current_context()
+        if running is None or running.module is not self:
             raise RuntimeError(
                 f"{self._title()} does not run in a context; call its methods through "
                 "functional(module, prng_key=, state=, inputs=, is_training=)."
             )
-        return context
+        return running
 
     @property
     def state(self) -> Nested:
@@ -285,7 +240,7 @@ class Module(Configurable):
         state = self.get_invocation_context().state
         if state is None:
             raise RuntimeError(f"{self._title()}: functional() was given state=None.")
-        return {n: x if n in self._children else cast_slices(x) for n, x in state.items()}
+        return {n: x if n in self.children else cast_slices(x) for n, x in state.items()}
 
     @property
     def prng_key(self) -> jax.Array:
@@ -293,7 +248,7 @@ class Module(Configurable):
         key = self.get_invocation_context().key()
         if key is None:
             raise RuntimeError(
-                f"{self._title()} asks for a random key, but functional() was given prng_key=None."
+                f"{self._title()} needs a random key, but functional() was given prng_key=None."
             )
         return key
 
@@ -325,17 +280,17 @@ class Module(Configurable):
 
     @nowrap
     def add_state_update(self, name: str, value: jax.Array) -> None:
-        """Puts out the new value of a parameter that the learner does not train."""
+        """Adds the new value of a parameter that the learner does not train."""
         self.get_invocation_context().add("state_updates", name, value)
 
     @nowrap
     def add_module_output(self, name: str, value: Any) -> None:
-        """Puts out any arrays for whoever called `functional`."""
+        """Adds arrays for the caller of `functional`."""
         self.get_invocation_context().add("module_outputs", name, value)
 
     @nowrap
     def get_module_outputs(self) -> Nested:
-        """Returns what this module and its children have put out by `add_module_output` so far."""
+        """Returns the module outputs of this module and its children so far."""
         return self.get_invocation_context().outputs.module_outputs
 
     @nowrap
@@ -369,19 +324,19 @@ def functional(
 
     Args:
         module: The module.
-        prng_key: Random key, or None if nothing inside asks for one.
+        prng_key: Random key; None if no module inside needs one.
         state: The module's parameters.
         inputs: Positional arguments, or keyword arguments if a dict.
         is_training: Whether this is a training step.
         method: Name of the method.
-        drop_output_collections: Names of collections that the caller does not want.
+        drop_output_collections: Names of collections to return empty.
 
     Returns:
-        (what the method returned, what the modules put out).
+        (result of the method, outputs that the modules added).
 
     Raises:
-        UnconsumedAuxLossError: If it is called by a module that runs and auxiliary losses come
-            out that the caller has not said to drop: they would not reach the objective.
+        UnconsumedAuxLossError: If a running module calls this, and auxiliary losses that are not
+            dropped would not reach the objective.
     """
     for name in drop_output_collections:
         if name not in OutputCollection._fields:
@@ -393,25 +348,19 @@ def functional(
             f"functional({module.name}): inputs is {type(inputs).__name__}; pass a tuple of "
             "positional arguments or a dict of named ones."
         )
-    inside = current_context()
-    context = InvocationContext(module, state, prng_key, is_training)
-    with set_current_context(context):
-        bound = getattr(module, method)
-        try:
-            by_name = isinstance(inputs, Mapping)
-            outputs = bound(**inputs) if by_name else bound(*inputs)
-        except Exception as error:
-            _explain(error, module, method)
-            error.__traceback__ = _without_wrappers(error.__traceback__)
-            raise
-    collection = context_lib.prune_empty(context.outputs)
+    caller = current_context()
+    args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
+    called = InvocationContext(module, state, prng_key, is_training)
+    with context.set_current_context(called):
+        outputs = _run(module, method, lambda: getattr(module, method)(*args, **kwargs))
+    collection = context.prune_empty(called.outputs)
     collection = collection._replace(**{name: {} for name in drop_output_collections})
-    if collection.aux_losses and inside is not None and is_training:
+    if collection.aux_losses and caller is not None and is_training:
         is_loss = lambda value: isinstance(value, AuxLoss)
         names = ", ".join(path for path, _ in tree.flatten_items(collection.aux_losses, is_loss))
         raise UnconsumedAuxLossError(
-            f"{inside.module._title()} calls functional({module.name}), and the auxiliary losses "
+            f"{caller.module._title()} calls functional({module.name}), and the auxiliary losses "
             f"{names} would be lost; call the child directly, or pass "
-            "drop_output_collections=('aux_losses',) if they are to be left out."
+            "drop_output_collections=('aux_losses',)."
         )
     return outputs, collection

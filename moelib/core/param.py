@@ -103,7 +103,7 @@ class ParameterSpec:
         return tuple(axis for axis in dims if axis not in matrix)
 
     def stacked(self, num: int, axis: str | None = "layers") -> "ParameterSpec":
-        """Returns the spec of `num` such parameters stacked along a new first dimension."""
+        """Returns the spec of `num` such parameters stacked along a new first axis."""
         fan_axes = self.fan_axes and FanAxes(
             in_axis=tuple(a + 1 for a in self.fan_axes.in_axis),
             out_axis=tuple(a + 1 for a in self.fan_axes.out_axis),
@@ -127,48 +127,48 @@ def specs_by_path(specs: Nested | None) -> dict[str, ParameterSpec]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CastInScan:
-    """A parameter of stacked layers that each turn of their scan casts for itself.
+    """A parameter of stacked layers that each iteration of their scan casts for itself.
 
-    So no copy of all layers in the dtype of the computation is held beside the parameters. Its
-    gradient is taken at `zeros`, and so is in that dtype from the start.
+    No copy of all layers in the compute dtype is then held next to the parameters. The gradient is
+    taken with respect to `zeros`, so that it is in the compute dtype from the start.
 
     Attributes:
-        value: [layers, ...], in its own dtype.
-        zeros: As many zeros in the dtype of the computation.
+        value: The parameter [layers, ...] in its own dtype.
+        zeros: Zeros of the same shape in the compute dtype.
     """
 
     value: Any
     zeros: Any
 
     def cast(self) -> jax.Array:
-        """Returns the value in the dtype of the computation."""
+        """Returns the value in the compute dtype."""
         value, dtype = self.value, self.zeros.dtype
         limits = jnp.finfo(dtype)
         if limits.bits < jnp.finfo(value.dtype).bits:
-            # Rounded by itself, or XLA would cast all layers at once, before the scan.
+            # Without a rounding of its own, XLA would cast all layers at once, before the scan.
             value = jax.lax.reduce_precision(value, limits.nexp, limits.nmant)
         return value.astype(dtype) + self.zeros
 
 
 def cast_slices(params: Any) -> Any:
-    """Returns parameters with those cast that were to be cast in a scan."""
+    """Returns parameters with each `CastInScan` cast."""
     late = lambda x: isinstance(x, CastInScan)
     return jax.tree.map(lambda x: x.cast() if late(x) else x, params, is_leaf=late)
 
 
 def may_cast(spec: ParameterSpec) -> bool:
-    """Returns whether a step may compute with a parameter in another dtype."""
+    """Returns whether a step may cast the parameter to the compute dtype."""
     floating = jnp.issubdtype(jnp.dtype(spec.dtype), jnp.floating)
     return spec.castable and spec.trainable and floating
 
 
 def cast_parameters(params: Any, specs: Any, dtype: Any) -> Any:
-    """Returns parameters as a step computes with them: those that may be cast, in `dtype`.
+    """Returns parameters with those that may be cast in the compute dtype.
 
     Args:
-        params: Nested arrays; a `CastInScan` stays what it is.
-        specs: Their ParameterSpecs, nested alike.
-        dtype: The dtype of the computation; None casts nothing.
+        params: Nested arrays; a `CastInScan` is left for its scan.
+        specs: Nested ParameterSpecs of the same structure.
+        dtype: Compute dtype; None casts nothing.
     """
     if dtype is None:
         return params

@@ -3,7 +3,6 @@
 import dataclasses
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,13 +65,3 @@ def to_markdown(shown: Table) -> str:
 def _markdown_row(cells: Sequence[str]) -> str:
     clean = (cell.replace("|", r"\|").replace("\n", " ") for cell in cells)
     return f"| {' | '.join(clean)} |"
-
-
-def show(table: Any) -> None:
-    """Prints a `rich` table, as wide as the terminal; a file gets it whole."""
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False)
-    if not sys.stdout.isatty():
-        console.width = console.measure(table, options=console.options.update(width=1000)).maximum
-    console.print(table)

@@ -1,4 +1,4 @@
-"""Trees of arrays by path: flatten, look up, match regular expressions, count."""
+"""Trees of arrays by path: flatten, select, merge, match rules, count."""
 
 import math
 import re
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from moelib.core.config_types import did_you_mean
+from moelib.core.errors import UserError
 
 Nested = dict[str, Any]  # A tree of arrays or specs by name.
 Batch = dict[str, Any]  # Arrays of one batch by name.
@@ -93,7 +94,7 @@ def without_empty(tree: Nested) -> Nested:
 
 
 def to_nested(tree: Any) -> Nested:
-    """Returns any tree as dicts keyed by the parts of its paths; empty parts are left out."""
+    """Returns any tree as nested dicts keyed by the parts of its paths, without empty parts."""
     return unflatten(dict(flatten_items(tree)))
 
 
@@ -110,7 +111,7 @@ def unflatten(leaves: Mapping[str, Any]) -> Nested:
 
 
 def from_nested(nested: Nested, like: Any) -> Any:
-    """Returns what `to_nested` made a tree of, in the structure of `like`."""
+    """Returns the tree with the structure of `like` that `to_nested` turned into `nested`."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(like)
     values = [get_path(nested, path_string(path)) for path, _ in leaves]
     return jax.tree.unflatten(structure, values)
@@ -121,20 +122,20 @@ def match_rules(
     rules: Sequence[tuple[str, Any]],
     *,
     default: Any,
-    place: str,
+    field: str,
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> Any:
     """Returns a tree with, for each leaf, the value of the first rule that matches its path.
 
     Args:
         tree: Any tree.
-        rules: (regular expression for a whole path, value), first match wins.
-        default: The value where no rule matches.
-        place: What the rules are, for errors.
+        rules: Pairs (regular expression for a whole path, value); the first match wins.
+        default: Value of the leaves that no rule matches.
+        field: Name of the config field with the rules, for errors.
         is_leaf: As in `jax.tree.map`.
 
     Raises:
-        ValueError: If a rule matches no path, or is hidden by the rules before it.
+        UserError: If a rule matches no path, or only paths that earlier rules match.
     """
     paths = tree_paths(tree, is_leaf)
     used: set[int] = set()
@@ -150,8 +151,8 @@ def match_rules(
     for i, (pattern, _) in enumerate(rules):
         if i not in used:
             names = jax.tree.leaves(paths)
-            raise ValueError(
-                f"{place}: the rule {pattern!r} decides for no path; "
+            raise UserError(
+                f"{field}: the rule {pattern!r} applies to no path; "
                 f"{did_you_mean(re.sub(r'[^a-zA-Z0-9_/]', '', pattern), names[:200])}"
             )
     return chosen
@@ -163,7 +164,7 @@ def count_elements(tree: Any) -> int:
 
 
 def count_bytes(tree: Any) -> int:
-    """Returns the bytes that the arrays or specs of a tree take."""
+    """Returns the number of bytes of the arrays or specs of a tree."""
     leaves = jax.tree.leaves(tree, is_leaf=_has_shape)
     return sum(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)
 
@@ -173,7 +174,7 @@ def _has_shape(value: Any) -> bool:
 
 
 def cast_floats(tree: Any, dtype: Any) -> Any:
-    """Returns the tree with its floating-point arrays cast to `dtype`; None leaves it as it is."""
+    """Returns the tree with its floating-point arrays cast to `dtype`; None casts nothing."""
     if dtype is None:
         return tree
 

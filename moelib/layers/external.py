@@ -109,9 +109,9 @@ class ExternalLayer(BaseLayer):
                 f"{self._title()}: init returns {', '.join(leaves)}; names must be unique, and "
                 'must not begin with "cache".'
             )
-        axes = tree.match_rules(nested, cfg.axes, default=None, place=f"{self._title()}: axes")
+        axes = tree.match_rules(nested, cfg.axes, default=None, field=f"{self._title()}: axes")
         rules = [(pattern, True) for pattern in cfg.fixed]
-        fixed = tree.match_rules(nested, rules, default=False, place=f"{self._title()}: fixed")
+        fixed = tree.match_rules(nested, rules, default=False, field=f"{self._title()}: fixed")
         return jax.tree.map(self._spec, tree.tree_paths(nested), nested, axes, fixed)
 
     def _spec(

@@ -11,8 +11,9 @@ from moelib.core.config import (
     Required,
     config_class,
 )
+from moelib.core.context import remat_in_context, scan_in_context
 from moelib.core.errors import UserError
-from moelib.core.module import nowrap, remat_in_context, scan_in_context
+from moelib.core.module import nowrap
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.base import BaseLayer
 from moelib.layers.feed_forward import FeedForward

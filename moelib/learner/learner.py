@@ -148,7 +148,7 @@ class Learner(Module):
             self._param_specs,
             rules,
             default=_MAIN,
-            place=self._field("update_rules"),
+            field=self._field("update_rules"),
             is_leaf=is_spec,
         )
         specs = specs_by_path(self._param_specs)

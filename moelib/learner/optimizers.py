@@ -308,7 +308,7 @@ def _muon_labels(
     """Returns "matrices" or "others" for each path."""
     rules = [(pattern, "others") for pattern in adam_paths]
     chosen = tree.match_rules(
-        param_specs, rules, default="", place="muon_optimizer: adam_paths", is_leaf=is_spec
+        param_specs, rules, default="", field="muon_optimizer: adam_paths", is_leaf=is_spec
     )
 
     def label(spec: ParameterSpec) -> str:

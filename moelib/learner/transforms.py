@@ -192,13 +192,13 @@ def _scales(
         if callable(rules):
             raise UserError(f"{field}: a function of the spec requires param_specs; set them.")
         return lambda params: tree.by_path(
-            tree.match_rules(params, rules, default=default(None), place=field)
+            tree.match_rules(params, rules, default=default(None), field=field)
         )
     specs = specs_by_path(param_specs)
     if callable(rules):
         factors = {path: rules(spec) for path, spec in specs.items()}
     else:
-        chosen = tree.match_rules(param_specs, rules, default=None, place=field, is_leaf=is_spec)
+        chosen = tree.match_rules(param_specs, rules, default=None, field=field, is_leaf=is_spec)
         factors = {
             path: default(specs[path]) if factor is None else factor
             for path, factor in tree.by_path(chosen, lambda x: x is None).items()

@@ -68,7 +68,7 @@ def check_directory(cfg: Any, directory: str) -> None:
     with open(path, encoding="utf-8") as file:
         text = file.read()
     try:
-        text = parse(text, place=f"{path}:").debug_string()
+        text = parse(text, source=f"{path}:").debug_string()
     except UserError as error:
         logger.warning("%s cannot be parsed, so it is compared line by line: %s", path, error)
     before, now = identity(text), identity(cfg.debug_string())

@@ -250,7 +250,7 @@ def _read_config(folder: str, module_dir: str | None) -> Any:
             f"{path} names the module {missing[0]!r}, which is neither installed nor where the run "
             "imported it from; set module_dir (--module_dir) to the folder that holds it."
         )
-    return config_parse.parse(text, place=f"{path}:")
+    return config_parse.parse(text, source=f"{path}:")
 
 
 def _is_missing(module: str) -> bool:

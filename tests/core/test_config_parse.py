@@ -242,9 +242,9 @@ def test_a_line_that_cannot_be_read_is_named(lines: str, message: str):
 
 def test_values_read_from_text_know_their_line():
     text = Layer.default_config().set(dim=3).debug_string()
-    assert config_parse.parse(text, place="config.txt:").origin("dim") == "config.txt:2"
+    assert config_parse.parse(text, source="config.txt:").origin("dim") == "config.txt:2"
     with pytest.raises(ValueError, match=r"config.txt:1: expected 'path: value'"):
-        config_parse.parse("a", place="config.txt:")
+        config_parse.parse("a", source="config.txt:")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from moelib.core.context import (
     CACHE,
     AuxLoss,
     OutputCollection,
+    OutputConflictError,
     child_context,
     current_context,
     fold_name,
@@ -19,7 +20,7 @@ from moelib.core.context import (
     remat_in_context,
     scan_in_context,
 )
-from moelib.core.module import Module, OutputConflictError, functional
+from moelib.core.module import Module, functional
 
 LENGTH = 3
 
@@ -65,9 +66,13 @@ STATE = {
 class Root(Module):
     """Holds the stack one level down, so that keys are derived from above."""
 
+    @config_class
+    class Config(Module.Config):
+        stack: Stack.Config = Stack.default_config()
+
     def __init__(self, cfg: Any, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        self._add_child("stack", Stack.default_config())
+        self._add_child("stack", self.config.stack)
         self._add_child("after", Layer.default_config())
 
     def forward(self, do: Any, *args: Any) -> Any:
@@ -334,11 +339,15 @@ def test_a_module_with_a_cache_may_not_be_called_twice():
             self.get_invocation_context().add("state_updates", CACHE, {"keys": x})
             return x
 
-    module = Stack.default_config().set(layer=Caching.default_config()).instantiate(parent=None)
-    do = lambda m, times: [m.layer0(jnp.ones(1)) for _ in range(times)]
-    functional(module, None, STATE, (do, 1), is_training=False)
-    with pytest.raises(OutputConflictError, match="'layer0' is called twice, but has one cache"):
-        functional(module, None, STATE, (do, 2), is_training=False)
+    stack = Stack.default_config().set(layer=Caching.default_config())
+    module = Root.default_config().set(stack=stack).instantiate(parent=None)
+    call = lambda m: m.layer0(jnp.ones(1))
+    state = {"stack": STATE}
+    functional(module, None, state, (lambda m: m.stack(call),), is_training=False)
+    inside = lambda stack: [call(stack), call(stack)]
+    for twice in (lambda m: [m.stack(call), m.stack(call)], lambda m: m.stack(inside)):
+        with pytest.raises(OutputConflictError, match="is called twice, but has one cache"):
+            functional(module, None, state, (twice,), is_training=False)
 
 
 def test_a_context_of_another_name_has_the_state_of_its_module():

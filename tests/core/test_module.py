@@ -18,14 +18,13 @@ from moelib.core.config import (
     config_class,
     config_for_function,
 )
+from moelib.core.context import OutputConflictError, current_context
 from moelib.core.metrics import weighted
 from moelib.core.module import (
     ChildNameConflictError,
     InvalidDescendantError,
     Module,
-    OutputConflictError,
     UnconsumedAuxLossError,
-    current_context,
     functional,
     nowrap,
 )
@@ -140,7 +139,7 @@ def test_an_attribute_error_inside_a_property_is_its_own():
         _ = Broken.default_config().set(input_dim=1).instantiate(parent=None).half
 
 
-@pytest.mark.parametrize("name", ["up", "forward", "name", "_parent"])
+@pytest.mark.parametrize("name", ["up", "forward", "name", "_config"])
 def test_a_child_with_a_taken_name_is_refused(name: str):
     with pytest.raises(ChildNameConflictError, match=f"ffn has a '{name}' already"):
         ffn()._add_child(name, linear())
@@ -378,7 +377,7 @@ def test_old_and_new_random_keys_both_work():
 
 def test_a_missing_key_state_or_context_is_reported():
     module = parent(a=linear())
-    with pytest.raises(RuntimeError, match="a asks for a random key, but functional"):
+    with pytest.raises(RuntimeError, match="a needs a random key, but functional"):
         run(module, lambda m: m.a.noise())
     with pytest.raises(RuntimeError, match=r"a: functional\(\) was given state=None"):
         functional(module, None, None, (lambda m: m.a(1),), is_training=True)

@@ -53,9 +53,9 @@ def test_a_subtree_is_found_by_path():
 
 def test_the_first_rule_that_matches_a_whole_path_decides():
     rules = [(r".*/bias", 0), (r"decoder/.*", (1, 2))]
-    chosen = tree.match_rules(TREE, rules, default=None, place="decay")
+    chosen = tree.match_rules(TREE, rules, default=None, field="decay")
     assert chosen == {"decoder": {"layer0": {"bias": 0, "weight": (1, 2)}}}
-    chosen = tree.match_rules(TREE, rules[:1], default=5, place="decay")
+    chosen = tree.match_rules(TREE, rules[:1], default=5, field="decay")
     assert chosen["decoder"]["layer0"]["weight"] == 5
 
 
@@ -63,19 +63,19 @@ def test_the_first_rule_that_matches_a_whole_path_decides():
     "rules", [[("bias", 0)], [(".*", 0), (".*/bias", 1)], [("decoder/layer0/bais", 0)]]
 )
 def test_a_rule_that_decides_for_nothing_is_an_error(rules: list[tuple[str, int]]):
-    with pytest.raises(ValueError, match=r"decay: the rule .* decides for no path; "):
-        tree.match_rules(TREE, rules, default=None, place="decay")
+    with pytest.raises(ValueError, match=r"decay: the rule .* applies to no path; "):
+        tree.match_rules(TREE, rules, default=None, field="decay")
 
 
 def test_a_misspelt_rule_is_answered_with_the_nearest_path():
     with pytest.raises(ValueError, match="did you mean 'decoder/layer0/bias'"):
-        tree.match_rules(TREE, [("decoder/layer0/bais", 0)], default=None, place="decay")
+        tree.match_rules(TREE, [("decoder/layer0/bais", 0)], default=None, field="decay")
 
 
 def test_rules_see_specs_as_leaves():
     specs = {"w": ParameterSpec((2,), (None,))}
     rules = [("w", "a")]
-    assert tree.match_rules(specs, rules, default=None, place="p", is_leaf=is_spec) == {"w": "a"}
+    assert tree.match_rules(specs, rules, default=None, field="p", is_leaf=is_spec) == {"w": "a"}
 
 
 def test_elements_and_bytes_are_counted_of_arrays_and_specs():

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 
 from moelib.core.config import InstantiableConfig
-from moelib.core.module import OutputCollection, functional
+from moelib.core.context import OutputCollection
+from moelib.core.module import functional
 
 # LLVM takes most of the time that compiled tests take; unoptimized code is as right.
 QUICK = {"xla_backend_optimization_level": 0}

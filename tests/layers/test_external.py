@@ -310,8 +310,8 @@ def made_by(init):
         ),
         (external(made_by(lambda key: {"a": jnp.ones((0, 2))})), r"'a'.*\(0, 2\).*1 or more"),
         (external(plain, axes=[("up", ("embed",))]), r"layer: axes of 'up': a parameter of shape"),
-        (external(plain, axes=[("uq", ("embed",))]), r"layer: axes: the rule 'uq' decides for no"),
-        (external(plain).set(fixed=["dawn.*"]), r"layer: fixed: the rule 'dawn.\*' decides for no"),
+        (external(plain, axes=[("uq", ("embed",))]), r"layer: axes: the rule 'uq' applies to no"),
+        (external(plain).set(fixed=["dawn.*"]), r"layer: fixed: the rule 'dawn.\*' applies to no"),
     ],
 )
 def test_functions_that_cannot_be_a_layer_are_refused(cfg, message):

@@ -137,7 +137,7 @@ def test_bad_steps(loss, norm, take):
         (lambda: transforms.add_decayed_weights(-0.1), "weight_decay is -0.1"),
         (
             lambda: transforms.scale_by_path([("layers/.*", 2.0)], param_specs=SPECS),
-            "scale_by_path: the rule 'layers/.*' decides for no path",
+            "scale_by_path: the rule 'layers/.*' applies to no path",
         ),
         (
             lambda: transforms.add_decayed_weights(0.1, per_param_scale=transforms.matrices_only),
