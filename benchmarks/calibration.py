@@ -28,7 +28,7 @@ class Calibrated:
 
     @property
     def contained(self) -> bool:
-        """Whether all measurements are within the range."""
+        """True if all measurements are within the range."""
         low, high = self.estimate.tokens_per_second
         return low <= self.run.tokens_per_second[0] and self.run.tokens_per_second[1] <= high
 

@@ -10,6 +10,11 @@ from moelib.core.tree import Batch
 _MAX_PADDING = 6  # Padding tokens at the end of a sequence.
 
 
+def vocab_size(cfg: Any) -> int:
+    """Returns the vocabulary size of a trainer config's model; 64 for a model without one."""
+    return dict(cfg.model.items()).get("vocab_size") or 64
+
+
 def packed_batch(batch_size: int, seq_len: int, vocab_size: int, seed: int) -> Batch:
     """Returns sequences of two documents followed by padding; the last one is all padding.
 

@@ -21,7 +21,7 @@ class CheckSkippedError(Exception):
 
 
 class Status(enum.Enum):
-    """How a check ended."""
+    """The result of a check."""
 
     PASSED = "passed"
     FAILED = "failed"

@@ -9,7 +9,7 @@ import numpy as np
 
 from moelib.core import tree
 from moelib.core.tree import Batch
-from moelib.verify.batches import packed_batch
+from moelib.verify.batches import packed_batch, vocab_size
 from moelib.verify.step_probe import Observed, Probe
 
 SAVED_STEP = 2  # Step of the checkpoints that checks write.
@@ -61,11 +61,6 @@ def make_reference(cfg: Any, probe: Probe, initial: Any) -> Reference:
     if cfg.checkpointer is not None:
         probe.save(start, SAVED_STEP)
     return Reference(probe, start, batches, first, curve(probe, start, batches, gradients)[0])
-
-
-def vocab_size(cfg: Any) -> int:
-    """Returns the vocabulary size of a trainer config's model; 64 for a model without one."""
-    return dict(cfg.model.items()).get("vocab_size") or 64
 
 
 def curve(

@@ -15,7 +15,7 @@ from moelib.core.config_paths import sub_configs
 from moelib.data.lm_input import LMInput
 from moelib.data.mixture import Mixture
 from moelib.data.synthetic import SyntheticTokens
-from moelib.verify.reference import vocab_size
+from moelib.verify.batches import vocab_size
 
 _WIDTHS = (
     "dim",

@@ -29,7 +29,7 @@ from moelib.verify import batches
 from moelib.verify.compare import Difference, first_bit_difference, first_difference
 from moelib.verify.mesh_checks import TOLERANCE, rounding_floor, untrained_parameters
 from moelib.verify.outcome import Check, CheckFailedError, CheckSkippedError
-from moelib.verify.reference import Reference, vocab_size
+from moelib.verify.reference import Reference
 from moelib.verify.step_probe import Probe
 
 _CHECKS = (
@@ -63,7 +63,7 @@ def single_device_checks(cfg: Any, reference: Reference) -> Iterator[Check]:
 class _SingleDeviceChecks:
     def __init__(self, cfg: Any, reference: Reference) -> None:
         self._cfg, self._reference = cfg, reference
-        self._vocab_size, self._batch = vocab_size(cfg), reference.batches[0]
+        self._vocab_size, self._batch = batches.vocab_size(cfg), reference.batches[0]
         self._specs = specs_by_path(reference.probe.trainer.trainer_state_specs.model)
 
     def reached(self) -> None:
@@ -142,7 +142,7 @@ class _SingleDeviceChecks:
         return self._compare_batches(twice, batches.first_half_padded(self._batch))
 
     def _dependence_on_order(self) -> str:
-        """Returns why a sequence's place in the batch may matter; "" if it does not."""
+        """Returns why the order of sequences may matter; "" if it does not."""
         key = np.asarray(self._reference.start.prng_key)
         other = self._reference.observe(self._batch, prng_key=key ^ 1)
         if other.metrics["loss"] != self._reference.first.metrics["loss"]:

@@ -89,7 +89,7 @@ def test_dispatchers_that_drop_nothing_give_the_same_gradients_on_all_devices():
 
 
 @pytest.mark.parametrize(("routing", "most"), [("balanced", 1.0), ("skewed", 2.0)])
-def test_planned_routing_is_what_its_name_says(routing, most):
+def test_planned_routing_matches_its_name(routing, most):
     sizes = bench_cases.Sizes(batch_size=8, seq_len=256)
     ids = bench_cases.planned_ids(routing, sizes.num_tokens, sizes)
     assert all(len(set(row)) == sizes.num_experts_per_token for row in ids)

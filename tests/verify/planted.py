@@ -1,4 +1,4 @@
-"""Layers and parts with a bug in each: of the kind that trains, and is found months later."""
+"""Layers and parts with one bug each, of a kind that trains and is found months later."""
 
 from typing import Any
 
@@ -97,7 +97,7 @@ class BalancedTwice(MoELayer):
 
 
 class WithALossOfItsOwn(MoELayer):
-    """No bug: a loss beside those of the library, of another name than its field."""
+    """No bug: a loss in addition to those of the library, with another name than its field."""
 
     @config_class
     class Config(MoELayer.Config):
@@ -110,7 +110,7 @@ class WithALossOfItsOwn(MoELayer):
 
 
 class LayersWithoutTheirLosses(LoopStack):
-    """A stack that runs its layers by themselves, and forgets what they put out."""
+    """A stack that runs its layers separately, and drops their outputs."""
 
     def forward(self, x: Any, **side_inputs: Any) -> Any:
         for name, layer in self.children.items():
@@ -126,7 +126,7 @@ class LayersWithoutTheirLosses(LoopStack):
 
 
 class PaddingAsTokens(MoELayer):
-    """Experts for padding too."""
+    """Sends padding to experts too."""
 
     def forward(self, x: Any, mask: Any = None) -> Any:
         del mask

@@ -24,18 +24,18 @@ def test_the_entry_that_differs_most_is_named_with_both_values():
 
 
 @pytest.mark.parametrize(("error", "differs"), [(9e-6, False), (2e-5, True)])
-def test_what_is_allowed_is_relative_to_the_largest_entry(error, differs):
+def test_the_allowed_error_is_relative_to_the_largest_entry(error, differs):
     want = {"a": np.array([2.0, 0.0])}
     got = {"a": np.array([2.0, 2.0 * error])}
     assert (first_difference(want, got, relative=1e-5) is not None) == differs
 
 
-def test_a_floor_allows_what_cancels_out():
+def test_a_floor_allows_cancellation():
     assert first_difference({"a": 0.0}, {"a": 1e-8}, relative=1e-5, floor=1e-7) is None
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_finite_on_one_side_differs(bad):
+def test_values_that_are_finite_on_one_side_only_differ(bad):
     want, got = {"a": np.ones(2)}, {"a": np.array([1.0, bad])}
     assert first_difference(want, got, relative=1.0) is not None
     assert first_difference(got, want, relative=1.0) is not None
@@ -66,7 +66,7 @@ def test_whole_numbers_are_compared_as_such():
     assert first_bit_difference({"a": large}, {"a": large - 1}) is not None
 
 
-def test_trees_of_other_leaves_are_refused():
+def test_trees_with_different_leaves_are_refused():
     with pytest.raises(ValueError, match=r"b: on one side only"):
         first_difference({"a": 1.0}, {"a": 1.0, "b": 2.0}, relative=1.0)
     with pytest.raises(ValueError, match=r"^a: .*\(3,\).*\(2,\)"):

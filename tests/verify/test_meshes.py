@@ -1,4 +1,4 @@
-"""Which meshes a config is tried on."""
+"""Meshes that a config is verified on."""
 
 import pytest
 
@@ -51,14 +51,14 @@ def test_an_axis_that_nothing_is_split_over_is_left_out():
     assert not any("seq" in axes for axes in meshes_to_check(cfg, 8, "all"))
 
 
-def test_a_list_is_taken_as_it_is():
+def test_a_list_is_used_unchanged():
     found = meshes_to_check(config(), 8, "fsdp=8; model=4,data=2")
     assert found == [{"fsdp": 8}, {"data": 2, "model": 4}]
     assert describe_mesh(found[1]) == "data=2,model=4"
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("fdsp=8", "axis 'fdsp'; did you mean 'fsdp'"),
         ("fsdp=4", "takes 4 devices, but there are 8"),
@@ -66,6 +66,6 @@ def test_a_list_is_taken_as_it_is():
         ("pipeline=8", "axis 'pipeline'"),
     ],
 )
-def test_a_mesh_that_cannot_be_is_refused(text, said):
-    with pytest.raises(ValueError, match=said):
+def test_an_impossible_mesh_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
         meshes_to_check(config(), 8, text)

@@ -1,4 +1,4 @@
-"""Bugs that are planted are found, each by the check that it is for."""
+"""Planted bugs are found, each by its own check."""
 
 import pytest
 
@@ -75,7 +75,7 @@ def test_an_auxiliary_loss_that_counts_twice():
     assert "but the objective contains" in found.detail
 
 
-def test_what_an_odd_number_of_rows_cannot_show_is_said():
+def test_checks_that_an_odd_batch_size_excludes_are_skipped():
     cfg = tiny()
     cfg.input.global_batch_size = 3
     found = outcomes(cfg)

@@ -1,4 +1,4 @@
-"""Configs are made small: every kind of layer stays, and what sizes can be divided by."""
+"""Configs are made small, with every kind of layer and the divisors of sizes."""
 
 import math
 
@@ -32,7 +32,7 @@ def test_a_small_config_is_small_and_has_the_same_kinds_of_layers(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_sizes_keep_what_devices_divide(name):
+def test_sizes_keep_common_divisors_with_the_devices(name):
     cfg = CONFIGS[name]()
     small, _ = shrink(cfg, 8)
     after = small.to_flat_dict()

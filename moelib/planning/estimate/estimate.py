@@ -76,7 +76,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the memory fits the device, with the error of the estimate."""
+        """True if the memory fits the device, with the error of the estimate."""
         return self.bytes_held * (1 + MEMORY_ERROR) <= self.capacity
 
     @property

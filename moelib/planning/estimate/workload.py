@@ -64,7 +64,7 @@ class Moe:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What a training step holds and computes."""
+    """The arrays and the computation of a training step."""
 
     global_batch_size: int  # Sequences per step.
     seq_len: int  # Tokens per sequence.

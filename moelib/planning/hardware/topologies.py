@@ -31,7 +31,7 @@ _CHIPS_PER_POD = {"v5e": 256, "v6e": 256, "v5p": 8960, "tpu7x": 9216}
 
 
 class PlanError(UserError):
-    """A plan that is impossible; the message says why."""
+    """A plan that is impossible; the message has the reason."""
 
 
 class OutOfMemoryError(PlanError):

@@ -4,7 +4,7 @@ Executions are counted from the entry downwards. The body of a loop runs as ofte
 known trip count; without one, n times if its condition is i < n for a carried i and a constant n;
 otherwise it counts once, and `Program.loops_of_unknown_length` names it. Of a conditional's
 branches only the costliest by the compiler's estimate counts (among equals, the one with the most
-instructions). A computation called from several places runs the sum of their executions.
+instructions). A computation with several callers runs the sum of their executions.
 """
 
 import dataclasses
@@ -55,12 +55,12 @@ class Instruction:
 
     @property
     def is_async_start(self) -> bool:
-        """Whether it starts asynchronous work; a GPU's start may be marked synchronous."""
+        """True for the start of asynchronous work; a GPU's start may be marked synchronous."""
         return self.opcode.endswith("-start") and '"is_sync":true' not in self.attributes
 
     @property
     def is_fusion(self) -> bool:
-        """Whether it runs a fusion, synchronously or not."""
+        """True for a fusion, also an asynchronous one."""
         return self.opcode in ("fusion", "fusion-start")
 
     @functools.cached_property

@@ -1,6 +1,6 @@
 """The figures of a compiled training step as plain data: memory, collectives, kernels, cycles.
 
-All figures are per step and device; `count` says how they are counted.
+All figures are per step and device; `count` describes how they are counted.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The cache of reports: under what they are kept, and what happens where nothing can be."""
+"""The cache of reports: keys of entries, and folders that cannot be written."""
 
 import importlib
 import sys
@@ -38,7 +38,7 @@ def test_a_key_changes_with_the_library(monkeypatch):
 
 
 @pytest.mark.parametrize("value", [{"a": [1, "x"]}, {}])
-def test_what_is_kept_is_read_back(tmp_path, value):
+def test_entries_are_read_back(tmp_path, value):
     report_cache.write(str(tmp_path / "new"), "k", value)
     assert report_cache.read(str(tmp_path / "new"), "k") == value
     assert report_cache.read(str(tmp_path / "new"), "other") == {}

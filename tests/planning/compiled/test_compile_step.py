@@ -1,4 +1,4 @@
-"""The trainer's own step, compiled for a topology; and what cannot be planned."""
+"""The trainer's own step, compiled for a topology; and impossible plans."""
 
 import jax
 import pytest
@@ -34,7 +34,7 @@ def test_the_step_is_laid_over_the_devices_of_the_topology(where, tmp_path):
     assert not (tmp_path / "config.txt").exists()
 
 
-def test_lint_is_told_the_options_that_the_step_was_compiled_with(where, tmp_path, monkeypatch):
+def test_lint_knows_the_options_of_the_compilation(where, tmp_path, monkeypatch):
     told = []
 
     def facts_of(trainer, compiler_options=None):
@@ -68,7 +68,7 @@ def test_a_batch_that_the_mesh_does_not_split_is_refused(where, tmp_path):
         compile_step(cfg, where, name="tiny")
 
 
-def test_a_step_that_does_not_fit_says_what_it_needs_and_what_the_state_holds(where, tmp_path):
+def test_a_step_that_does_not_fit_names_its_memory_and_that_of_the_state(where, tmp_path):
     cfg = tiny.trainer_config(tmp_path, evaler=False)
     cfg.model.set(vocab_size=2**23, dim=512)
     cfg.input.vocab_size = 2**23

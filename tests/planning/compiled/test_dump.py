@@ -53,7 +53,7 @@ def test_the_report_says_how_large_each_stage_is(dumped):
     assert sum(row.count for row in report.fusion_kinds) == report.fusions
 
 
-def test_memory_is_split_into_what_a_device_holds(dumped):
+def test_memory_is_split_by_content(dumped):
     report = StepReport.from_json((dumped / "report.json").read_text())
     shares = {share.category: share.amount for share in report.memory_shares}
     parameters = 2 * 32 * 16 * 4 // 2 + 2 * 4  # A table and a head, split in two; two counts.
@@ -99,7 +99,7 @@ def test_time_is_plotted_where_there_is_an_estimate(tmp_path):
     assert (tmp_path / "time.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_findings_say_what_where_and_what_to_do():
+def test_findings_name_the_rule_the_instruction_and_advice():
     assert finding_lines(FINDING) == [
         "hint: padding: model.decoder",
         "fusion.1 f32[2048,4] and 2 more: 1.0 MiB, 8 times per step",

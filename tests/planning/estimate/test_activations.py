@@ -41,7 +41,7 @@ def _read(cfg):
     return read_saved(cfg, specs, num_blocks=LAYERS)
 
 
-def test_full_recomputation_keeps_the_input_of_each_block(cfg):
+def test_full_recomputation_saves_the_input_of_each_block(cfg):
     saved, block = _read(cfg)
     assert saved[FULL].split == 2 * DIM * (LAYERS + 2)
     assert saved[FULL].routed == saved[FULL].whole == 0
@@ -57,7 +57,7 @@ def test_dots_are_the_results_of_the_layers_matmuls(cfg):
     assert saved[DOTS].split - saved[FULL].split == expected
 
 
-def test_named_points_add_to_what_a_block_keeps(cfg):
+def test_named_activations_are_saved_too(cfg):
     cfg.model.decoder.remat = config_for_function(remat).set(keep=["feed_forward_up"])
     saved, _ = _read(cfg)
     assert saved[OWN].split - saved[FULL].split == 2 * LAYERS * 2 * HIDDEN
@@ -100,7 +100,7 @@ def test_sizes_that_look_like_tokens_are_none(monkeypatch):
     assert [found[0].saved[n] for n in (FULL, NONE)] == [found[1].saved[n] for n in (FULL, NONE)]
 
 
-def test_a_remat_that_names_what_no_block_has_is_refused(cfg):
+def test_a_remat_with_an_unknown_name_is_refused(cfg):
     cfg.model.decoder.remat = config_for_function(remat).set(keep=["feed_forward_upp"])
     with pytest.raises(ValueError, match=r"no 'feed_forward_upp'; did you mean 'feed_forward_up'"):
         _read(cfg)

@@ -1,4 +1,4 @@
-"""Estimates: exact where they are said to be, and near compiled and published figures elsewhere."""
+"""Estimates are exact for the state, and near compiled and published figures elsewhere."""
 
 import dataclasses
 import math
@@ -43,7 +43,7 @@ def _bytes(specs, shardings):
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays)
 
 
-def test_parameters_and_optimizer_are_what_the_trainer_places(tiny):
+def test_parameters_and_optimizer_equal_those_of_the_trainer(tiny):
     cfg, work, estimator = tiny
     by_mesh = {each.mesh: each for each in candidates(cfg, work, EIGHT)}
     assert len(by_mesh) > 10
@@ -76,7 +76,7 @@ def test_an_offloaded_optimizer_takes_no_device_memory(tiny):
     assert 0 < held < 100 < sum(leaf.size for leaf in work.optimizer)
 
 
-def test_more_rows_and_less_recomputation_hold_more(tiny):
+def test_larger_batches_and_less_recomputation_hold_more(tiny):
     cfg, work, estimator = tiny
     found = [estimator(c) for c in candidates(cfg, work, describe("h100:1x2"), mesh="expert=2")]
     held = {
@@ -173,7 +173,7 @@ def test_slots_of_a_capacity_are_sent_full_or_not():
 
 
 @pytest.mark.parametrize("num_experts", [96, 128])  # A row of the trace has 128 tokens.
-def test_slots_are_told_from_tokens(num_experts):
+def test_slots_are_distinguished_from_tokens(num_experts):
     cfg = tiny_moe.config().clone()
     layer = cfg.model.decoder.block[0].feed_forward
     layer.set(num_experts=num_experts, num_experts_per_token=num_experts // 16)
@@ -185,7 +185,7 @@ def test_slots_are_told_from_tokens(num_experts):
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.5])
-def test_rows_are_counted_whatever_room_there_is_for_them(tiny, factor):
+def test_routed_rows_do_not_depend_on_the_receive_capacity(tiny, factor):
     cfg, work, _ = tiny
     cfg = cfg.clone()
     cfg.model.decoder.block[0].feed_forward.dispatcher.buffer_factor = factor
@@ -197,7 +197,7 @@ def test_rows_are_counted_whatever_room_there_is_for_them(tiny, factor):
     assert held / whole == factor / 8  # 2 choices of 2 held experts are the most: 8 times K rows.
 
 
-def test_room_grows_with_devices_beyond_the_blocks_of_experts(tiny):
+def test_the_receive_capacity_grows_with_devices_beyond_the_blocks_of_experts(tiny):
     cfg, work, _ = tiny
     work = dataclasses.replace(
         work, moe=dataclasses.replace(work.moe, buffer_factor=1.5, buffer_blocks=2)

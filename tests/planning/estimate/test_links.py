@@ -1,4 +1,4 @@
-"""What collectives send, against closed forms."""
+"""Traffic of collectives, compared with closed forms."""
 
 import pytest
 
@@ -77,7 +77,7 @@ def test_an_all_to_all_takes_as_long_as_the_middle_of_its_slice(name, over_a_lin
         ("tpu7x:4x4x4", 8, 16, "outer"),
     ],
 )
-def test_devices_of_a_chip_share_what_both_gather(name, outer, inner, of_chips):
+def test_devices_of_a_chip_share_gathered_bytes(name, outer, inner, of_chips):
     links = Links(describe(name), Mesh((("expert", outer), ("fsdp", inner))))
     for axis, which, size in (("expert", "outer", outer), ("fsdp", "inner", inner)):
         received = 8e9 * (size - 1) / size

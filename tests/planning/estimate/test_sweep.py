@@ -31,7 +31,7 @@ def test_rows_are_sorted_by_cost_the_best_of_each_topology_first(found):
         assert best.middle_dollars <= each.middle_dollars
 
 
-def test_a_price_turns_the_order(found):
+def test_prices_change_the_order(found):
     assert found.rows[0].candidate.topology.name == "v6e:2x2"
     turned = sweep(tiny_moe.config(), TOPOLOGIES, prices={"v6e": 1e3})
     assert turned.rows[0].candidate.topology.name == "h100:1x8"
@@ -44,7 +44,7 @@ def test_a_topology_that_cannot_take_the_mesh_leaves_the_others():
     assert "topology v6e:2x2: mesh fsdp=8 takes 8 devices, but there are 4" in reason
 
 
-def test_what_the_model_refuses_when_it_is_traced_is_said():
+def test_errors_of_the_traced_model_are_plan_errors():
     cfg = tiny_moe.config().clone()
     cfg.model.decoder.block[0].feed_forward.dispatcher.set(buffer_factor=1.5, buffer_blocks=3)
     with pytest.raises(PlanError, match="buffer_blocks is 3, which does not divide"):
@@ -52,7 +52,7 @@ def test_what_the_model_refuses_when_it_is_traced_is_said():
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_comes_last_nearest_first():
+def test_candidates_that_do_not_fit_come_last_nearest_first():
     cfg = tiny_moe.config().clone()
     cfg.model.set(vocab_size=2**24, dim=2**10)
     cfg.input.vocab_size = 2**24

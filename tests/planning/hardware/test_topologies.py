@@ -30,7 +30,7 @@ def test_the_nearest_accelerator_is_named():
 
 
 @pytest.mark.parametrize("name", ["v6e", "v6e:", "v6e:2x", "v6e:0x2", "0*v6e:2x2", "h100:a"])
-def test_what_is_no_shape_is_refused_with_one_that_is(name):
+def test_a_wrong_shape_is_refused_with_an_example(name):
     with pytest.raises(PlanError, match=r"not a shape.* as in (v6e:2x2|h100:2x8)"):
         describe(name)
 
@@ -75,7 +75,7 @@ def test_a_name_says_how_many_devices_of_how_many_slices(name, num_slices, devic
     assert (found.num_slices, found.devices_per_slice) == (num_slices, devices_per_slice)
 
 
-def test_what_is_not_installed_is_named_with_its_extra(monkeypatch):
+def test_a_missing_compiler_is_named_with_its_extra(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(PlanError, match=r"pip install 'moelib\[tpu\]'"):
         topology("v6e:2x2")
@@ -84,7 +84,7 @@ def test_what_is_not_installed_is_named_with_its_extra(monkeypatch):
 
 
 def test_figures_agree_with_those_of_pallas():
-    # Pallas says of v5p what one of its two cores has.
+    # Pallas describes one of the two cores of v5p.
     for name, version in (("v5e", "TPU_V5E"), ("v6e", "TPU_V6E"), ("tpu7x", "TPU_7X")):
         info = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion[version], 1)
         ours = ACCELERATORS[name]
@@ -105,7 +105,7 @@ def test_slices_of_tpus_know_which_they_are():
     assert [device.slice_index for device in topology("2*v6e:2x2").devices] == [0] * 4 + [1] * 4
 
 
-def test_a_shape_that_libtpu_refuses_is_said_in_one_line():
+def test_a_shape_that_libtpu_refuses_is_one_line():
     pytest.importorskip("libtpu")
     with pytest.raises(PlanError, match=r"v5p:3x7x1.*not divisible.*as in v6e:2x2") as error:
         topology("v5p:3x7x1")

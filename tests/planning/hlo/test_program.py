@@ -142,7 +142,7 @@ ENTRY %main (a: (s32[], s32[])) -> (s32[], s32[]) {{
         ("compare(%i, %c), direction=GT", None),
     ],
 )
-def test_only_what_a_loop_counts_up_to_is_its_bound(more, executions):
+def test_only_the_limit_of_a_counter_bounds_a_loop(more, executions):
     found = hlo.parse(CONDITION.format(more))
     assert found.computations["body"].executions == (executions or 1)
     assert found.loops_of_unknown_length == (() if executions else ("while",))
@@ -153,7 +153,7 @@ def test_the_costliest_branch_is_the_one_that_runs(program):
     assert program.computations["cheap"].executions == 0
 
 
-def test_what_is_in_a_fusion_is_known_to_be(program):
+def test_instructions_in_a_fusion_are_marked(program):
     assert program.computations["fused_computation"].fused
     assert not program.computations["inner_body"].fused
 
@@ -175,7 +175,7 @@ def test_shapes_of_tuples_lose_their_comments(program):
     )
 
 
-def test_a_wrapped_collective_runs_once_beside_the_rest():
+def test_a_wrapped_collective_is_asynchronous():
     wrapped = hlo.parse(ASYNC).computations["wrapped"]
     assert (wrapped.executions, wrapped.asynchronous) == (1, True)
 

@@ -52,7 +52,7 @@ def test_elements_of_nested_tuples():
     assert values.tuple_elements("f32[2]{0}") == ["f32[2]"]
 
 
-def test_the_result_of_a_start_is_what_its_done_gives():
+def test_the_result_of_a_start_is_that_of_its_done():
     gather = _instruction("all-gather-start", "(bf16[4,8]{1,0}, bf16[8,8]{1,0})")
     assert values.result_shape(gather) == "bf16[8,8]"
     reduce = _instruction("all-reduce-start", "(f32[2]{0}, f32[3]{0})")

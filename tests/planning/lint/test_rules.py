@@ -40,7 +40,7 @@ def _found(*statements, facts=FACTS, sizes=None, model_flops=0):
     return [(each.rule, each.instruction.partition(" ")[0]) for each in found]
 
 
-# -- What is sent --------------------------------------------------------------------------------
+# -- Collectives ---------------------------------------------------------------------------------
 
 
 def _gather(shape, groups=OVER_FSDP, dimension=0, where="jit(s)/jvp(decoder)/add"):
@@ -117,7 +117,7 @@ ENTRY %main (a: f32[8]) -> f32[8] {{
     ("operand", "iterations", "count"),
     [("w", 5, 1), ("x", 5, 0), ("w", 1, 0)],  # What the loop passes on; what it changes; no loop.
 )
-def test_a_collective_of_what_its_loop_passes_on_is_found(operand, iterations, count):
+def test_a_loop_invariant_collective_is_found(operand, iterations, count):
     program = hlo.parse(LOOP.format(operand=operand, iterations=iterations))
     found = [f for f in lint(program, FACTS) if f.rule == "loop-invariant collective"]
     assert len(found) == count
@@ -146,7 +146,7 @@ def test_a_collective_that_xla_repeats_is_found():
         assert _found(gather.replace("NAME", name), facts=facts) == [rule for _ in found]
 
 
-def test_a_collective_that_no_option_would_help_is_left_alone():
+def test_a_collective_without_a_helpful_option_is_no_finding():
     from moelib.train.compiler_options import BY_DEVICE_KIND
 
     options = BY_DEVICE_KIND["TPU v6 lite"]
@@ -156,7 +156,7 @@ def test_a_collective_that_no_option_would_help_is_left_alone():
 
 
 @pytest.mark.parametrize("synchronous", [True, False])
-def test_no_option_is_said_to_help_on_gpus(synchronous):
+def test_no_option_is_advised_on_gpus(synchronous):
     facts = dataclasses.replace(FACTS, platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
     start = (
         "%r = ((bf16[8]), bf16[8192,8192]{1,0}) all-gather-start(%a), replica_groups=[2,2]<=[4], "
@@ -168,7 +168,7 @@ def test_no_option_is_said_to_help_on_gpus(synchronous):
     assert is_asynchronous(computation, each) == (not synchronous)
 
 
-# -- What is held --------------------------------------------------------------------------------
+# -- Arrays --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_an_activation_of_all_rows_is_found(statement):
          {"state": (dataclasses.replace(WEIGHT, shape=(4096, 1024)),)}),  # Not of the other side.
     ],
 )  # fmt: skip
-def test_other_activations_are_left_alone(statement, changes):
+def test_other_activations_are_no_findings(statement, changes):
     assert _found(statement, facts=dataclasses.replace(FACTS, **changes)) == []
 
 
@@ -250,7 +250,7 @@ def test_memory_that_stays_when_there_are_more_devices_is_found():
         unscaled_memory(many, few)
 
 
-# -- What is computed ----------------------------------------------------------------------------
+# -- Computation ---------------------------------------------------------------------------------
 
 
 DOT = (
@@ -277,7 +277,7 @@ def test_far_more_matmuls_than_the_model_counts_are_found(model_flops, count):
 # -- All together --------------------------------------------------------------------------------
 
 
-def test_findings_that_say_the_same_of_one_place_are_one_the_largest():
+def test_equal_findings_become_one_the_largest():
     program = hlo.parse(
         "ENTRY %m (a: f32[8]) -> f32[8] {\n"
         "  %x = bf16[8192,4096]{1,0} copy(%a)\n  %y = bf16[8192,8192]{1,0} copy(%a)\n"

@@ -69,7 +69,7 @@ ENTRY %main (a: bf16[8,4], b: bf16[4,16], c: f32[8], n: s32[]) -> f32[8] {
 MESH = {"expert": 2, "fsdp": 2}
 
 
-def test_fusions_are_counted_by_kind_and_part_of_the_step():
+def test_fusions_are_counted_by_kind_and_phase():
     rows = fusion_kinds(hlo.parse(GPU))
     assert rows == (
         Fusions("loop", "recomputed", 1, 6, 1),
@@ -83,12 +83,12 @@ def test_the_deepest_fusion_has_the_most_instructions_and_those_of_fusions_in_it
     assert first == DeepFusion("deep", "loop", 2, 2, 1, "")
 
 
-def test_an_instruction_without_a_name_is_of_no_part():
+def test_an_instruction_without_a_name_has_no_phase():
     program = hlo.parse(GPU)
     assert phase_of(program, program.computations["main"].instructions["c"]) == "other"
 
 
-def test_parts_of_a_step_are_read_off_the_transformations_that_made_it():
+def test_phases_follow_from_the_transformations_in_a_name():
     assert phase("jit(step)/jvp(decoder)/while/body/mul") == "forward"
     assert phase("jit(step)/transpose(jvp(decoder))/while/body/mul") == "backward"
     assert phase("jit(step)/transpose(jvp())/checkpoint/rematted_computation/mul") == "recomputed"
@@ -96,7 +96,7 @@ def test_parts_of_a_step_are_read_off_the_transformations_that_made_it():
     assert phase("jit(step)/add") == phase("") == "other"
 
 
-def test_kernels_of_a_gpu_have_their_names_and_what_they_are_for():
+def test_kernels_of_a_gpu_have_names_and_kinds():
     assert kernels(hlo.parse(GPU)) == (
         Kernel("__cublas$lt$matmul", 1, 1, 0, 0, kind="matmul", library="cublas"),
         Kernel(
