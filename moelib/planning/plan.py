@@ -167,7 +167,9 @@ class Plan:
                 folder = os.path.join(options.dump_dir, str(number))
                 own = dataclasses.replace(options, dump_dir=folder)
             with Progress("compile", enabled=show_progress) as progress:
-                progress.update(text=f"{candidate.topology.name}, {candidate.mesh}, maybe minutes")
+                progress.update(
+                    text=f"{candidate.topology.name}, {candidate.mesh}: may take minutes"
+                )
                 outcome = compile_in_subprocess(
                     candidate.apply(self.trainer_config),
                     candidate.topology.name,

@@ -7,14 +7,7 @@ from moelib.core.config import config_for_function
 from moelib.layers.remat import remat
 from moelib.verify.outcome import Status
 from tests.verify import planted
-from tests.verify.tiny import outcomes, tiny
-
-
-def moe(layer: type) -> dict:
-    """Returns the tiny model's MoE layer, of another class."""
-    fields = dict(tiny().model.decoder.block[0].feed_forward.items())
-    del fields["klass"]
-    return {"feed_forward": layer.default_config().set(**fields)}
+from tests.verify.tiny import moe, outcomes, tiny
 
 
 def failure(cfg, *axes):
@@ -22,16 +15,6 @@ def failure(cfg, *axes):
     assert [each.status for each in found[:-1]].count(Status.FAILED) == 0
     assert found[-1].status is Status.FAILED, found
     return found[-1]
-
-
-def test_nothing_is_found_where_nothing_is_planted():
-    layer = moe(planted.WithALossOfItsOwn)  # Right, though its name is not its field's.
-    found = outcomes(tiny(**layer), {"expert": 2, "model": 2})
-    failed = [each for each in found if each.status is Status.FAILED]
-    assert not failed
-    skipped = [each.check for each in found if each.status is Status.SKIPPED]
-    assert skipped == ["exported"]  # No family of Hugging Face has such layers.
-    assert len(found) == 2 + 10 + 1 + 8
 
 
 @pytest.mark.slow

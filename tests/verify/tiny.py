@@ -29,3 +29,10 @@ def outcomes(cfg: SpmdTrainer.Config, *axes: Axes, num_devices: int = 4) -> list
     """Returns the outcomes of the checks on one device and these meshes."""
     with tempfile.TemporaryDirectory() as folder:
         return list(run_checks(cfg, axes, jax.devices()[:num_devices], folder))
+
+
+def moe(layer: type) -> dict:
+    """Returns the tiny model's MoE layer, of another class."""
+    fields = dict(tiny().model.decoder.block[0].feed_forward.items())
+    del fields["klass"]
+    return {"feed_forward": layer.default_config().set(**fields)}

@@ -9,6 +9,7 @@ from moelib.planning.report.figures import figures_table
 from moelib.planning.report.step_report import Finding, Fusions, Share, StepReport
 
 _GIB, _MIB = 2**30, 2**20
+_MAX_SHAPE = 80  # Characters of the shape of a tuple.
 
 
 def collectives_table(report: StepReport) -> Table:
@@ -80,7 +81,8 @@ def costliest_table(report: StepReport, top: int, cycles_per_second: float) -> T
             f"{each.cycles / 1e6:.2f}",
             f"{1e3 * each.cycles / cycles_per_second:.2f}",
             f"{each.executions:,}",
-            f"{each.name} {each.shape}\n  {' < '.join(each.locations) or each.op_name}",
+            f"{each.name} {each.shape[:_MAX_SHAPE]}\n  "
+            + (" < ".join(each.locations) or each.op_name),
         )
         for each in report.costliest[:top]
     ]
