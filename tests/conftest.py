@@ -1,7 +1,7 @@
-"""What every test runs under: eight simulated CPU devices, strict numerics, checked shapes.
+"""The environment of all tests: eight simulated CPU devices, strict numerics, checked shapes.
 
-Environment variables are set before JAX is imported, and processes that tests start inherit them.
-To run tests marked `gpu`: `JAX_PLATFORMS=cuda,cpu pytest -m gpu`.
+Environment variables are set before JAX is imported, and subprocesses inherit them.
+Tests marked `gpu` run with `JAX_PLATFORMS=cuda,cpu pytest -m gpu`.
 """
 
 import os
@@ -9,20 +9,20 @@ import pathlib
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow greets on stderr otherwise.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # Silences TensorFlow's greeting on stderr.
 
-# Several processes may compile for TPUs at a time, and no cloud is asked which TPU is here.
+# Several processes compile for TPUs at a time, without a request to a cloud's metadata server.
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 
-# What was compiled once is read from here: the learner's tests take 22 s instead of 90 s.
+# The persistent compilation cache: the learner's tests take 22 s instead of 90 s.
 os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parents[1] / ".cache/jax")
 )
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
-# LLVM takes most of the time that tests on CPUs take; unoptimized code is as right.
+# LLVM takes most of the time of tests on CPUs; unoptimized code computes the same.
 if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
@@ -34,10 +34,10 @@ from tests import runtime_types
 
 _TESTS = pathlib.Path(__file__).parent
 
-# Shapes and types in these packages' signatures are checked at every call.
+# Shapes and types in the signatures of these packages are checked at every call.
 _CHECKED_PACKAGES = ("moelib.kernels", "moelib.layers", "moelib.models")
 
-# Optax mixes dtypes in its updates: these folders run optimizers.
+# Folders that run optimizers: Optax mixes dtypes in its updates.
 _STANDARD_PROMOTION = (
     "benchmarks",
     "learner",
@@ -51,7 +51,7 @@ _STANDARD_PROMOTION = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Sets JAX's checks and hooks the type checker into imports that follow."""
+    """Enables JAX's checks, and the type checker for later imports."""
     del config
     jax.config.update("jax_numpy_rank_promotion", "raise")
     checker = f"{runtime_types.__name__}.checked"
@@ -60,7 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Sets dtype promotion by the test's folder, before any of its fixtures run."""
+    """Sets dtype promotion by the test's folder, before its fixtures run."""
     folder = item.path.relative_to(_TESTS).parts[0]
     mode = "standard" if folder in _STANDARD_PROMOTION else "strict"
     jax.config.update("jax_numpy_dtype_promotion", mode)

@@ -1,4 +1,4 @@
-"""What every test runs under is really switched on."""
+"""The checks that conftest enables are active."""
 
 import importlib
 import pathlib

@@ -1,6 +1,7 @@
-"""What holds for the repository as a whole: its pins, its imports, its files."""
+"""The repository as a whole: pins, dependencies, imports and files."""
 
 import ast
+import graphlib
 import importlib.metadata
 import pathlib
 import re
@@ -21,7 +22,7 @@ _ROOT = pathlib.Path(__file__).parents[1]
 _PROJECT = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
 _MODULES = sorted((_ROOT / "moelib").rglob("*.py"))
 
-# Names that say nothing of what a file holds.
+# Names that do not describe the content of a file.
 _EMPTY_NAMES = {"utils", "common", "helpers", "misc", "components", "protocols"}
 
 
@@ -32,7 +33,7 @@ def _pins() -> dict[str, Version]:
 
 
 def _requirements(extra: str | None = None) -> list[Requirement]:
-    """Returns what the project asks for, or one of its extras, its own extras followed."""
+    """Returns the requirements of the project or of an extra, with the extras it includes."""
     if extra is None:
         return [Requirement(text) for text in _PROJECT["dependencies"]]
     found = []
@@ -45,7 +46,7 @@ def _requirements(extra: str | None = None) -> list[Requirement]:
 
 
 def _tracked_texts() -> dict[str, str]:
-    """Returns the text of each file that git tracks, or would."""
+    """Returns the text of each file that git tracks or would add."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
     if listed.returncode != 0:
@@ -59,7 +60,7 @@ def _tracked_texts() -> dict[str, str]:
 
 
 def _loaded_by(statement: str) -> set[str]:
-    """Returns the top-level packages that a fresh Python has loaded after a statement."""
+    """Returns the top-level packages that a new Python process has loaded after a statement."""
     code = f"import sys; {statement}; print(*{{name.split('.')[0] for name in sys.modules}})"
     command = [sys.executable, "-W", "error", "-c", code]
     return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
@@ -84,7 +85,7 @@ _IMPORTERS = ("import_module", "_import")  # Functions that import the module th
 
 
 def _imported() -> dict[str, set[str]]:
-    """Returns the files of moelib/ that import each package other than Python's own."""
+    """Returns the files of moelib/ that import each package outside the standard library."""
     files: dict[str, set[str]] = {}
     for path in _MODULES:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -98,17 +99,16 @@ def _imported() -> dict[str, set[str]]:
     return files
 
 
-def test_what_the_library_imports_is_what_the_project_requires():
+def test_requirements_are_the_imports_of_the_library():
     required = {requirement.name for requirement in _requirements()}
     optional = {r.name for extra in ("tfds", "beam", "lm-eval") for r in _requirements(extra)}
     distributions = importlib.metadata.packages_distributions()
     imported = {
         name: set(map(canonicalize_name, distributions.get(name, [name]))) for name in _imported()
     }
-    imported.pop("tqdm", None)
     undeclared = {name for name, found in imported.items() if not found & (required | optional)}
     assert not undeclared, {name: _imported()[name] for name in undeclared}
-    unused = (required | optional) - {"array-record"} - set().union(*imported.values())
+    unused = (required | optional) - set().union(*imported.values())
     assert not unused, f"declared in pyproject.toml, imported nowhere in moelib/: {unused}"
 
 
@@ -138,14 +138,14 @@ def test_configs_load_no_jax():
 
 
 @pytest.mark.parametrize("path", _MODULES, ids=lambda p: p.relative_to(_ROOT).as_posix())
-def test_every_module_says_in_one_line_what_it_holds(path: pathlib.Path):
+def test_every_module_has_a_docstring_that_starts_with_a_sentence(path: pathlib.Path):
     docstring = ast.get_docstring(ast.parse(path.read_text()))
     assert docstring, "no docstring"
     first = docstring.splitlines()[0]
-    assert re.search(r"[.:?]$", first), f"the first line is no whole sentence: {first!r}"
+    assert re.search(r"[.:?]$", first), f"the first line is not a sentence: {first!r}"
 
 
-def test_every_folder_is_a_package_with_a_telling_name():
+def test_every_folder_is_a_package_and_every_name_describes_its_content():
     for path in _MODULES:
         assert (path.parent / "__init__.py").exists(), f"{path.parent} has no __init__.py"
         assert not _EMPTY_NAMES & set(path.relative_to(_ROOT).with_suffix("").parts), path
@@ -162,7 +162,32 @@ def test_the_wheel_holds_the_library_and_the_named_configs(tmp_path: pathlib.Pat
     assert f"{stem}/licenses/LICENSE" in names
 
 
-# One forbidden import for each rule: the file that holds it, and what it imports.
+def _siblings(path: pathlib.Path) -> set[str]:
+    """Returns the names of files in the same folder that a file imports, lazily too."""
+    package = ".".join(path.parent.relative_to(_ROOT).parts)
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        parents = [name.rpartition(".") for name in names]
+        found |= {stem for parent, _, stem in parents if parent == package}
+    return {name for name in found if (path.parent / f"{name}.py").exists()}
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in _MODULES}), ids=lambda p: p.name)
+def test_no_files_of_a_folder_import_each_other_in_a_circle(folder: pathlib.Path):
+    graph = {path.stem: _siblings(path) - {path.stem} for path in folder.glob("*.py")}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" imports ".join(error.args[1][::-1]))
+
+
+# One forbidden import for each rule: the file, and the module that it imports.
 _PLANTED = {
     "layers": ("core/planted.py", "moelib.layers"),
     "kernels-users": ("train/planted.py", "moelib.kernels"),

@@ -1,4 +1,4 @@
-"""`moelib config`: what it prints of a config, of two, and of where values were set."""
+"""`moelib config`: values, counts, differences, and where values were set."""
 
 import pytest
 
@@ -15,10 +15,10 @@ def tiny():
     return flame_moe.tiny()
 
 
-def test_counts_are_those_of_every_array(tiny):
+def test_counts_include_every_array(tiny):
     counts = config.count(tiny)
     assert counts["parameter_bytes"] == 4 * counts["total_parameters"]
-    # AdamW keeps two moments, and a few counters beside.
+    # AdamW keeps two moments, and a few counters.
     assert 0 <= counts["learner_bytes"] - 2 * counts["parameter_bytes"] < 100
     assert counts["active_parameters"] < counts["total_parameters"]
     embeddings = 2 * tiny.model.vocab_size * tiny.model.dim
@@ -37,7 +37,7 @@ def test_diff_shows_both_sides_of_what_differs(tiny, capsys):
     assert capsys.readouterr().out == f"--- a\n+++ b\n- max_step: {tiny.max_step}\n+ max_step: 9\n"
 
 
-def test_diff_of_the_same_says_so(tiny, capsys):
+def test_equal_configs_have_no_difference(tiny, capsys):
     config.print_diff(tiny, tiny.clone(), "a", "b")
     assert capsys.readouterr().out.endswith("(no difference)\n")
 

@@ -1,10 +1,10 @@
-"""Two slices of TPUs that are not here."""
+"""Two described slices of TPUs."""
 
 from moelib.core.platforms import describe_absent_tpus
 
 
 def two_slices():
-    """Returns the eight devices of two v6e slices of 2x2 chips; to be called where libtpu is."""
+    """Returns the eight devices of two v6e slices of 2x2 chips. Requires libtpu."""
     describe_absent_tpus()
     from jax.experimental import topologies
 

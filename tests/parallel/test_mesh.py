@@ -1,4 +1,4 @@
-"""Meshes: sizes are inferred and checked, and hybrid ones keep slices together."""
+"""Meshes: text, inferred sizes, and slices that stay contiguous."""
 
 import dataclasses
 
@@ -49,7 +49,7 @@ def test_known_sizes_that_do_not_divide_are_refused():
 
 
 @pytest.mark.parametrize("shape", [(-1, -1), (0, 8)])
-def test_sizes_that_mean_nothing_are_refused(shape):
+def test_invalid_sizes_are_refused(shape):
     with pytest.raises(UserError, match="at most one may be -1"):
         infer_mesh_shape(shape, 8, axis_names=("data", "model"))
 
@@ -71,7 +71,7 @@ def test_hybrid_mesh_keeps_slices_together():
 
 @dataclasses.dataclass(frozen=True)
 class ProcessDevice:
-    """A device that knows its process, and no slice."""
+    """A device that reports its process, but no slice."""
 
     id: int
     process_index: int
@@ -108,17 +108,17 @@ def test_outer_sizes_lie_across_slices_and_inner_ones_within(data, fsdp):
     hybrid = HybridMeshShape(ici=(1, 1, 2, 2, 1, 1), dcn=(1, data, 1, fsdp, 1, 1))
     found = attributes(_hybrid_devices(hybrid, MESH_AXIS_NAMES, on_slices(4, 4)), "slice_index")
     assert found.shape == (1, data, 2, 2 * fsdp, 1, 1)
-    if data == 2:  # The slice is the place along data, whatever the others are.
+    if data == 2:  # The index along data is the slice.
         assert (found == np.arange(2)[:, None, None, None, None]).all()
-    else:  # Along fsdp come first all places within the first slice.
+    else:  # Along fsdp, the devices of the first slice come first.
         assert (found == np.array([0, 0, 1, 1])[:, None, None]).all()
 
 
 @pytest.mark.parametrize("num_processes", [2, 4])
-def test_processes_are_the_slices_of_devices_that_know_none(num_processes):
+def test_devices_without_slices_are_divided_by_process(num_processes):
     hybrid = HybridMeshShape(ici=(-1, 2), dcn=(2, 1))
     found = _hybrid_devices(hybrid, ("data", "model"), on_processes(num_processes, 8))
-    processes = attributes(found, "process_index").reshape(2, -1)  # A row is a slice.
+    processes = attributes(found, "process_index").reshape(2, -1)  # One row per slice.
     half = num_processes // 2
     assert [set(row) for row in processes.tolist()] == [
         set(range(half)),
@@ -138,7 +138,7 @@ def test_processes_are_the_slices_of_devices_that_know_none(num_processes):
         ((2, 1), on_processes(3, 12), r"dcn \(data=2\).*12 devices of 3 processes; .* 1, 3, 6, 12"),
     ],
 )
-def test_slices_that_are_not_there_are_refused_by_axis_and_size(dcn, devices, message):
+def test_sizes_that_do_not_match_the_slices_are_refused(dcn, devices, message):
     with pytest.raises(UserError, match=message):
         create_device_mesh(HybridMeshShape(ici=(-1, 1), dcn=dcn), ("data", "model"), devices)
 
@@ -184,7 +184,7 @@ def test_two_axes_within_and_across_hosts_of_gpus_are_refused():
         create_device_mesh(hybrid, ("data", "expert"), _gpus(4))
 
 
-def test_gpus_that_are_only_described_are_of_their_processes_slices():
+def test_described_gpus_are_divided_by_process():
     devices = _gpus(2)
     assert [[each.id for each in some] for some in slices(devices) or []] == [
         list(range(8)),
@@ -192,7 +192,7 @@ def test_gpus_that_are_only_described_are_of_their_processes_slices():
     ]
 
 
-def test_several_slices_want_a_hybrid_shape():
+def test_several_slices_require_a_hybrid_shape():
     with pytest.raises(UserError, match="data=4,model=2: the devices belong to 2 slices"):
         create_device_mesh((-1, 2), ("data", "model"), on_slices(4, 4))
 

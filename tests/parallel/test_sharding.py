@@ -37,26 +37,26 @@ def mesh(**axes):
         ((), PartitionSpec()),
     ],
 )
-def test_the_table_gives_the_places(axes, expected):
+def test_the_table_gives_the_sharding(axes, expected):
     assert partition_spec(axes, MESH) == expected
 
 
-def test_the_table_names_axes_of_the_mesh():
+def test_the_table_has_only_axes_of_the_mesh():
     assert {axis for axes in DEFAULT_RULES.values() for axis in axes} <= set(MESH_AXIS_NAMES)
 
 
-def test_an_axis_that_the_mesh_lacks_or_of_size_1_is_no_split():
+def test_mesh_axes_that_are_absent_or_of_size_1_shard_nothing():
     assert mesh_axes("batch", {"data": 4}) == ("data",)
     assert mesh_axes("batch", {"data": 1, "fsdp": 2}) == ("fsdp",)
     assert mesh_axes("batch", {}) == ()
 
 
-def test_a_mesh_axis_used_twice_is_refused_with_both_names():
+def test_a_mesh_axis_that_would_shard_two_dimensions_is_refused():
     with pytest.raises(ValueError, match="'fsdp' would shard both 'batch' and 'embed'"):
         partition_spec(("batch", "embed"), MESH)
 
 
-def test_an_unknown_logical_axis_is_refused_with_the_nearest():
+def test_an_unknown_logical_axis_is_refused_with_the_nearest_name():
     with pytest.raises(ValueError, match="logical axis 'embedd'; did you mean 'embed'"):
         partition_spec(("embedd",), MESH)
     specs = {"decoder": {"weight": ParameterSpec((8,), ("embedd",))}}
@@ -64,14 +64,14 @@ def test_an_unknown_logical_axis_is_refused_with_the_nearest():
         named_shardings(specs, mesh(data=4, model=2))
 
 
-def test_a_dimension_that_does_not_divide_is_refused_with_the_parameters_path():
+def test_an_indivisible_dimension_is_refused_with_the_parameters_path():
     specs = {"decoder": {"layer0": {"kv": ParameterSpec((8, 3), ("embed", "kv_heads"))}}}
     message = r"decoder/layer0/kv: dimension 'kv_heads' of size 3 is not divisible by 2 \(model=2\)"
     with pytest.raises(ValueError, match=message):
         named_shardings(specs, mesh(data=4, model=2))
 
 
-def test_what_is_gathered_is_split_over_the_axes_that_stay():
+def test_a_gathered_array_stays_sharded_over_the_kept_axes():
     split = PartitionSpec(("fsdp", "model"), "expert", None, "model")
     assert keep_axes(split, ("fsdp", "model")) == PartitionSpec(
         ("fsdp", "model"), None, None, "model"
@@ -79,12 +79,12 @@ def test_what_is_gathered_is_split_over_the_axes_that_stay():
     assert keep_axes(split, ("fsdp", "expert")) == PartitionSpec("fsdp", "expert", None, None)
 
 
-def test_parameters_get_their_places():
+def test_parameters_get_their_shardings():
     specs = {"up": ParameterSpec((4, 8), ("embed", "ffn")), "scale": ParameterSpec((3,), ("norm",))}
-    places = named_shardings(specs, mesh(fsdp=4, model=2))
-    assert places["up"].spec == PartitionSpec("fsdp", "model")
-    assert places["up"].shard_shape((4, 8)) == (1, 4)
-    assert places["scale"].shard_shape((3,)) == (3,)
+    shardings = named_shardings(specs, mesh(fsdp=4, model=2))
+    assert shardings["up"].spec == PartitionSpec("fsdp", "model")
+    assert shardings["up"].shard_shape((4, 8)) == (1, 4)
+    assert shardings["scale"].shard_shape((3,)) == (3,)
 
 
 def test_rules_change_inside_the_block_only():
@@ -97,17 +97,17 @@ def test_rules_change_inside_the_block_only():
     assert current_rules() == DEFAULT_RULES
 
 
-def test_a_block_yields_the_logical_axes_asked_for_inside():
+def test_a_block_yields_the_logical_axes_used_inside():
     with sharding_rules({}) as outer:
         partition_spec(("batch", None), MESH)
-        with sharding_rules({"embed": ()}) as asked:
+        with sharding_rules({"embed": ()}) as used:
             constrain(jnp.ones((3, 5)), ("sequence", None))  # Without a mesh too.
             partition_spec(("heads",), MESH, rules={"heads": ()})  # Asks another table.
-        assert asked == {"sequence"}
-        check_rules_used({"sequence"}, asked)
+        assert used == {"sequence"}
+        check_rules_used({"sequence"}, used)
         message = r"'embed'.*one of: sequence"
         with pytest.raises(ValueError, match=message):
-            check_rules_used({"embed"}, asked)
+            check_rules_used({"embed"}, used)
     assert outer == {"batch", "sequence"}
 
 
@@ -134,7 +134,7 @@ def test_each_table_has_its_own_trace_and_equal_ones_share_it():
         ({"embed": ("fdsp",)}, r"'embed'.* mesh axis 'fdsp'; did you mean 'fsdp'"),
     ],
 )
-def test_a_rule_about_nothing_is_refused(rules, message):
+def test_a_rule_for_an_unknown_axis_is_refused(rules, message):
     with pytest.raises(ValueError, match=message), sharding_rules(rules):
         pass
 
@@ -151,7 +151,7 @@ def test_without_a_mesh_nothing_is_constrained():
     assert constrain(x, ("batch", "sequence")) is x
 
 
-def test_an_activation_is_split_as_told():
+def test_an_activation_is_sharded_by_its_logical_axes():
     axes = ("batch", "sequence", "activation_ffn")
     with jax.set_mesh(mesh(data=2, seq=2, model=2)):
         y = jax.jit(lambda x: constrain(x, axes))(jnp.ones((2, 4, 6)))
@@ -161,7 +161,7 @@ def test_an_activation_is_split_as_told():
     assert y.sharding.spec == PartitionSpec("data", "seq", "model")
 
 
-def test_inside_a_shard_map_there_is_no_mesh_to_split_over():
+def test_inside_a_shard_map_there_is_no_current_mesh():
     seen = []
 
     def local(x):
@@ -174,7 +174,7 @@ def test_inside_a_shard_map_there_is_no_mesh_to_split_over():
     assert seen[0] is None
 
 
-def test_mesh_axes_that_no_rule_names():
+def test_mesh_axes_without_a_rule_are_refused():
     check_mesh_axes({"pipeline": 1, "data": 8})
     check_mesh_axes({"pipeline": 8}, {"layers": ("pipeline",)})
     with pytest.raises(ValueError, match="pipeline=8: no sharding rule"):
