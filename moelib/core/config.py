@@ -614,7 +614,10 @@ class FunctionConfig(InstantiableConfig[T]):
 
 def _parameters(callee: Callable[..., Any]) -> list[inspect.Parameter]:
     """Returns the parameters of a callable."""
-    parameters = list(inspect.signature(callee).parameters.values())
+    try:
+        parameters = list(inspect.signature(callee).parameters.values())
+    except ValueError as error:
+        raise InvalidConfigClassError(f"{error}; wrap it in a function.") from None
     if isinstance(callee, type) and parameters and parameters[0].name == "self":
         return parameters[1:]  # Signatures of extension types include it.
     return parameters

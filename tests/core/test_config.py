@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from moelib.core.config import (
@@ -236,6 +238,20 @@ def test_a_field_without_an_annotation_is_refused(value: Any):
             x = value
 
 
+@pytest.mark.parametrize("value", [lambda self: 3, property(lambda self: 3), 3])
+def test_an_attribute_that_hides_an_inherited_field_is_refused(value: Any):
+    with pytest.raises(InvalidConfigClassError, match=r"Bad.dim hides the field of .*:Inner"):
+        config_class(type("Bad", (Inner,), {"dim": value, "__module__": __name__}))
+
+
+def test_a_field_of_numpys_dtype_is_refused_with_the_one_to_use():
+    with pytest.raises(InvalidConfigClassError, match=r"expected dtype \(annotate .* with DType"):
+
+        @config_class
+        class Bad(ConfigBase):
+            dtype: np.dtype = jnp.float32  # pyrefly: ignore[bad-assignment]
+
+
 def test_a_default_of_another_type_is_refused():
     with pytest.raises(InvalidConfigClassError, match=r"Bad.x = 'a': got str, expected int"):
 
@@ -312,6 +328,14 @@ def test_values_are_read_and_set_by_path():
     cfg.set_recursively("inners[0]", value=Inner(dim=7))
     assert [inner.dim for inner in cfg.inners] == [7, 5]
     assert cfg.by_name["a.b"].dim == 6
+
+
+def test_flat_dict_omits_the_given_values_where_they_are_defaults():
+    cfg = Outer().set(name=REQUIRED, inner=Inner(dim=0, rate=0.5), anything=[Inner(dim=1)])
+    flat = cfg.to_flat_dict(omit_default_values=[None, 0.5, 1])
+    assert "pair" not in flat
+    assert "inner.rate" not in flat
+    assert (flat["name"], flat["inner.dim"], flat["anything[0].dim"]) == (REQUIRED, 0, 1)
 
 
 def test_flat_dict_holds_every_leaf_by_path():

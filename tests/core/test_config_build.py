@@ -1,9 +1,12 @@
+import collections
+import copy
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+import tokenizers
 
 from moelib.core.config import (
     REQUIRED,
@@ -15,6 +18,7 @@ from moelib.core.config import (
     InvalidConfigNameError,
     InvalidConfigValueError,
     MissingConfigClassDecoratorError,
+    NonConfigFieldError,
     Required,
     RequiredFieldMissingError,
     UnknownFieldError,
@@ -23,6 +27,7 @@ from moelib.core.config import (
     config_for_function,
     maybe_instantiate,
 )
+from moelib.core.errors import UserError
 
 
 class Scale(Configurable):
@@ -148,7 +153,8 @@ def test_a_function_is_called_with_its_fields():
 
 
 def test_arguments_given_at_instantiation_take_the_place_of_fields():
-    assert config_for_function(linear).instantiate(x=1.0, k=2) == (1.0, 2.0, (), None, {"k": 2})
+    cfg = config_for_function(linear).set(more={"k": 1, "j": 1})
+    assert cfg.instantiate(x=1.0, k=2) == (1.0, 2.0, (), None, {"k": 2, "j": 1})
 
 
 def test_configs_in_parameters_are_instantiated_at_any_depth():
@@ -192,6 +198,28 @@ def test_a_third_party_class_becomes_a_config():
     assert cfg.clone(x=1).instantiate().place == (1, 2)
     with pytest.raises(RequiredFieldMissingError, match="x must be set before config of"):
         cfg.instantiate()
+
+
+def test_a_class_of_an_extension_module_becomes_a_config():
+    cfg = config_for_class(tokenizers.pre_tokenizers.ByteLevel).set(add_prefix_space=False)
+    assert "self" not in cfg
+    assert cfg.instantiate().add_prefix_space is False
+    with pytest.raises(InvalidConfigClassError, match=r"no signature .*wrap it in a function"):
+        config_for_class(collections.deque)
+
+
+def test_errors_of_a_users_values_are_user_errors():
+    kinds = (InvalidConfigValueError, NonConfigFieldError, InvalidConfigNameError)
+    assert issubclass(UnknownFieldError, AttributeError)
+    assert issubclass(InvalidConfigValueError, TypeError)
+    for kind in (*kinds, UnknownFieldError, RequiredFieldMissingError):
+        assert issubclass(kind, UserError)
+
+
+def test_an_unset_field_is_still_named_in_a_copy_of_the_error():
+    error = RequiredFieldMissingError("Scale.Config", ["factor"], "model.scale")
+    assert str(copy.copy(error)) == str(error)
+    assert str(error).startswith("model.scale.factor must be set before Scale.Config")
 
 
 def test_classes_functions_and_configurables_are_told_apart():
