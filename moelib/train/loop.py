@@ -21,14 +21,14 @@ from moelib.core.config import did_you_mean
 from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
 from moelib.core.progress import Progress
-from moelib.core.table import print_table
+from moelib.core.table import Table, print_table
 from moelib.data.input import Input, save_tokenizer
 from moelib.data.prefetch import Prefetcher, host_rows, put_batch
+from moelib.train import report
 from moelib.train.evaler import SpmdEvaler
 from moelib.train.identity import CONFIG_FILE
 from moelib.train.metrics import PackedMetrics, language_metrics, unpack
 from moelib.train.profiler import ProfilerWindow
-from moelib.train.report import RunReport, evaluation_text, progress_text
 from moelib.train.signals import StopRequest
 from moelib.train.step import NON_FINITE
 from moelib.train.summary_writer import SummaryWriter
@@ -118,7 +118,7 @@ class TrainLoop:
                 self._take_steps(stack.enter_context(self._open_input()))
             self._end()
         if self._is_main:
-            print_table(self._report(time.perf_counter() - begin).table())
+            print_table(self._table(time.perf_counter() - begin))
         return {
             "loss": self._last.get("loss"),
             "aux": self._last,
@@ -195,7 +195,7 @@ class TrainLoop:
         shown = logged | {"loss": mean_loss}
         if "cross_entropy" in shown:
             shown["cross_entropy"] = mean_cross_entropy
-        self._progress.update(step, progress_text(shown, num_steps=len(self._losses)))
+        self._progress.update(step, report.progress_text(shown, num_steps=len(self._losses)))
 
     def _mean_losses(self) -> tuple[float, float]:
         """Returns the loss and the cross-entropy over the tokens of the last log interval."""
@@ -270,7 +270,7 @@ class TrainLoop:
                 self._evaluations[name] = scalars
                 parts.summary_writer.write(step, scalars, group=name)
                 found |= {f"{name}/{metric}": value for metric, value in scalars.items()}
-                self._progress.log(f"step {step}  {name}: {evaluation_text(scalars)}")
+                self._progress.log(f"step {step}  {name}: {report.evaluation_text(scalars)}")
         self._summaries = found
         return found
 
@@ -314,25 +314,25 @@ class TrainLoop:
 
     # After the run.
 
-    def _report(self, wall_seconds: float) -> RunReport:
-        cfg, rates = self._config, self._throughput.overall()
-        if "device_memory_gb" in self._last_report:
-            rates["device_memory_gb"] = self._last_report["device_memory_gb"]
-        return RunReport(
-            name=cfg.name,
-            step=self._step,
-            max_step=cfg.max_step,
-            start_step=self._parts.start_step,
-            stopped_by=self._stopped_by,
-            loss=self._mean_losses()[0] if self._losses else None,
-            num_loss_steps=len(self._losses),
-            metrics=self._last,
-            evaluations=self._evaluations,
-            rates=rates,
-            seconds=self._throughput.total_seconds,
-            wall_seconds=wall_seconds,
-            files=self._files(),
-        )
+    def _table(self, wall_seconds: float) -> Table:
+        """Returns the final table: progress, losses, speed, files, health of the experts."""
+        steps = f"{self._step} of {self._config.max_step}"
+        if self._parts.start_step:
+            steps += f", from {self._parts.start_step}"
+        if self._stopped_by:
+            steps += f" ({self._stopped_by})"
+        rows: list[tuple[str, ...]] = [("steps", steps)]
+        if (num_steps := len(self._losses)) > 0:
+            over = f" (mean of the last {num_steps} steps)" if num_steps > 1 else ""
+            rows.append(("loss", f"{self._mean_losses()[0]:.4f}{over}"))
+        rows += [(name, report.evaluation_text(x)) for name, x in self._evaluations.items()]
+        memory = {k: x for k, x in self._last_report.items() if k == "device_memory_gb"}
+        rows += report.rates(self._throughput.overall() | memory)
+        rows.append(("wall", report.wall_time(wall_seconds, self._throughput.total_seconds)))
+        rows += self._files()
+        if health := report.expert_health(self._last):
+            rows += [(), *health]
+        return Table(f"{self._config.name}: {steps}", ("", ""), rows)
 
     def _files(self) -> list[tuple[str, str]]:
         """Returns (kind, path) of everything that the run wrote."""

@@ -1,11 +1,9 @@
-"""Metrics as text: the progress line, the line of an evaluation, the table at the end of a run."""
+"""Metrics as text: the progress line, the line of an evaluation, rows of the final table."""
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from moelib.core.metrics import Scalars
 from moelib.core.progress import format_seconds
-from moelib.core.table import Table
 
 _SHOWN = (  # (metric, format)
     ("loss", "loss {:.4f}"),
@@ -66,68 +64,20 @@ def _is_layer_metric(name: str, suffix: str) -> bool:
     return [part for part in name.split("/") if not part.isdigit()][-1] == suffix
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunReport:
-    """Outcome of a run, for its final table.
-
-    Attributes:
-        name: Name of the trainer.
-        step: Last step taken.
-        max_step: Step at which the run was to end.
-        start_step: Step that the run resumed from; 0 for a new run.
-        stopped_by: Reason for an earlier end, or None.
-        loss: Mean loss over the last steps, nats per token; None if no step was taken.
-        num_loss_steps: Number of these steps.
-        metrics: Metrics of the last step.
-        evaluations: Latest metrics of each evaler, by its name.
-        rates: Mean rates of the steps (`Throughput.overall`), and `device_memory_gb`.
-        seconds: Time spent on each kind of work, in seconds.
-        wall_seconds: Duration of the run.
-        files: (kind, path) of everything that the run wrote.
-    """
-
-    name: str
-    step: int
-    max_step: int
-    start_step: int = 0
-    stopped_by: str | None = None
-    loss: float | None = None
-    num_loss_steps: int = 0
-    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    evaluations: Mapping[str, Scalars] = dataclasses.field(default_factory=dict)
-    rates: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    wall_seconds: float = 0.0
-    files: Sequence[tuple[str, str]] = ()
-
-    def table(self) -> Table:
-        """Returns the final table: progress, speed, files, and the health of the experts."""
-        steps = f"{self.step} of {self.max_step}"
-        if self.start_step:
-            steps += f", from {self.start_step}"
-        if self.stopped_by:
-            steps += f" ({self.stopped_by})"
-        rows = [("steps", steps)]
-        if self.loss is not None:
-            over = f" (mean of the last {self.num_loss_steps} steps)"
-            rows.append(("loss", f"{self.loss:.4f}{over if self.num_loss_steps > 1 else ''}"))
-        rows += [(name, evaluation_text(found)) for name, found in self.evaluations.items()]
-        rows += [
-            (title, form(self.rates[name])) for name, title, form in _RATES if name in self.rates
-        ]
-        split = ", ".join(
-            f"{part} {format_seconds(s)}" for part, s in self.seconds.items() if s >= 0.05
-        )
-        rows.append(("wall", format_seconds(self.wall_seconds) + (f" ({split})" if split else "")))
-        rows += self.files
-        if health := expert_health(dict(self.metrics)):
-            rows += [(), *health]
-        return Table(f"{self.name}: {steps}", ("", ""), rows)
-
-
 _RATES = (  # (metric, title, format)
-    ("tokens_per_second", "tokens/s", "{:,.0f}".format),
-    ("tflops_per_second", "TFLOP/s per device", "{:.3g}".format),
-    ("mfu", "MFU", "{:.1%}".format),
-    ("device_memory_gb", "device memory", "{:.2f} GB at most".format),
+    ("tokens_per_second", "tokens/s", "{:,.0f}"),
+    ("tflops_per_second", "TFLOP/s per device", "{:.3g}"),
+    ("mfu", "MFU", "{:.1%}"),
+    ("device_memory_gb", "device memory", "{:.2f} GB at most"),
 )
+
+
+def rates(scalars: Scalars) -> list[tuple[str, str]]:
+    """Returns (title, text) of each rate of a run, and of the peak memory of a device."""
+    return [(title, form.format(scalars[name])) for name, title, form in _RATES if name in scalars]
+
+
+def wall_time(wall_seconds: float, seconds: Mapping[str, float]) -> str:
+    """Returns the duration of a run, with the seconds spent on each kind of work."""
+    parts = [f"{part} {format_seconds(time)}" for part, time in seconds.items() if time >= 0.05]
+    return format_seconds(wall_seconds) + (f" ({', '.join(parts)})" if parts else "")

@@ -343,16 +343,6 @@ class SpmdTrainer(Module):
         return {**defaults, **(self.config.compiler_options or {})}
 
     @nowrap
-    def lower_train_step(self, batch: Any = None) -> jax.stages.Lowered:
-        """Returns the training step as input of the compiler.
-
-        Args:
-            batch: See `trace_train_step`.
-        """
-        with self.on_mesh():
-            return self.trace_train_step(batch).lower()
-
-    @nowrap
     def trace_train_step(self, batch: Any = None) -> jax.stages.Traced:
         """Returns the training step as a jaxpr.
 

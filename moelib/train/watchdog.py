@@ -76,17 +76,20 @@ class Watchdog:
 
     def _watch(self, period: float) -> None:
         while not self._stop.wait(period):
-            last = self._last
-            if last is None:
-                continue
-            step, since = last[0], time.monotonic() - last[1]
-            if self._timeout is not None and since > self._timeout and self._reported != step:
-                self._reported = step
-                self._report(step, since)
-            if self._crash is not None and since > self._crash:
-                self._report(step, since)
-                print(f"Watchdog: exits with code {EXIT_CODE}.", file=self._stream, flush=True)
-                os._exit(EXIT_CODE)
+            self.check()
+
+    def check(self) -> None:
+        """Reports a hang, once per step, or ends the process; called by the watchdog's thread."""
+        if self._last is None:
+            return
+        step, since = self._last[0], time.monotonic() - self._last[1]
+        if self._timeout is not None and since > self._timeout and self._reported != step:
+            self._reported = step
+            self._report(step, since)
+        if self._crash is not None and since > self._crash:
+            self._report(step, since)
+            print(f"Watchdog: exits with code {EXIT_CODE}.", file=self._stream, flush=True)
+            os._exit(EXIT_CODE)
 
     def _report(self, step: int, seconds: float) -> None:
         print(

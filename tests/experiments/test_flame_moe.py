@@ -73,5 +73,5 @@ def test_an_unset_field_is_named_by_its_path_in_the_config(path, tmp_path):
     cfg = CONFIGS["flame-moe-tiny"]().set(dir=str(tmp_path))
     config_paths.set_at(cfg, path, REQUIRED)
     with pytest.raises(RequiredFieldMissingError) as error:
-        cfg.instantiate(parent=None).lower_train_step()
+        cfg.instantiate(parent=None).trace_train_step()
     assert str(error.value).startswith(f"{path} must be set")

@@ -47,7 +47,8 @@ def test_step_lowers_on_eight_devices_or_those_of_its_mesh(name, tmp_path):
         cfg.mesh_shape = mesh_shape_from_axes(fsdp=-1, expert=8)
         size = 8
     trainer = cfg.instantiate(parent=None, devices=jax.devices()[:size])
-    lowered = trainer.lower_train_step()
+    with trainer.on_mesh():
+        lowered = trainer.trace_train_step().lower()
     assert trainer.mesh().size == size
     assert "func.func public @main" in lowered.as_text()
 

@@ -1,8 +1,9 @@
 """The loop: its overhead, the order of its work, and the losses that it shows."""
 
+import collections
 import json
 import os
-import time
+import sys
 
 import jax
 import numpy as np
@@ -14,32 +15,31 @@ from moelib.train.signals import StopRequest
 from tests import tiny
 
 
-def test_host_overhead_is_under_a_millisecond(tmp_path, monkeypatch):
-    cfg = tiny.trainer_config(tmp_path, max_step=300, evaler=False)
+def test_host_work_per_step_is_small_and_does_not_grow_with_the_metrics(tmp_path, monkeypatch):
+    cfg = tiny.trainer_config(tmp_path, max_step=30, evaler=False)
     cfg.set(log_every_n_steps=100, checkpointer=None)
     trainer = cfg.instantiate(parent=None)
     trainer.init()
-    metrics = pack(
-        {f"m{i}": np.float32(1) for i in range(100)} | {"non_finite": 0, "num_tokens": 1, "loss": 1}
-    )
+    names = ["non_finite", "num_tokens", "loss", *(f"m{i}" for i in range(100))]
     metrics = jax.device_put(
-        metrics, jax.sharding.NamedSharding(trainer.mesh(), jax.sharding.PartitionSpec())
+        pack(dict.fromkeys(names, np.float32(0))),
+        jax.sharding.NamedSharding(trainer.mesh(), jax.sharding.PartitionSpec()),
     )
     trainer._compiled = lambda state, batch: (state, metrics)  # A step that takes no time.
-    times = []
-    run_step = trainer.run_step
+    calls, run_step = collections.Counter(), trainer.run_step
 
-    def timed(batch, *, input_state=None):
-        times.append(time.perf_counter())
+    def counted(batch, *, input_state=None):
+        sys.setprofile(lambda frame, event, arg: calls.update({trainer.step: event == "call"}))
         return run_step(batch, input_state=input_state)
 
-    monkeypatch.setattr(trainer, "run_step", timed)
+    monkeypatch.setattr(trainer, "run_step", counted)
     monkeypatch.setattr(TrainLoop, "_next_batch", lambda self, feed: {})
-    monkeypatch.setattr("moelib.train.metrics.language_metrics", lambda scalars: {})
-    monkeypatch.setattr("moelib.train.loop.language_metrics", lambda scalars: {})
-    with jax.set_mesh(trainer.mesh()):
-        trainer._loop().run()
-    assert np.median(np.diff(times)) < 1e-3
+    try:
+        with jax.set_mesh(trainer.mesh()):
+            trainer._loop().run()
+    finally:
+        sys.setprofile(None)
+    assert np.median([calls[step] for step in range(5, 25)]) < 50  # Python calls.
 
 
 def test_each_step_is_checked_while_the_next_one_runs(tmp_path, monkeypatch):

@@ -5,14 +5,7 @@ import jax.numpy as jnp
 from moelib.layers.moe.metrics import routing_metrics
 from moelib.layers.moe.router import Routing
 from moelib.train import report
-from moelib.train.report import RunReport
 from tests import tiny
-
-
-def rows(**fields):
-    """Returns the rows of the table of a run that took 5 of 8 steps."""
-    table = RunReport(**{"name": "tiny", "step": 5, "max_step": 8, **fields}).table()
-    return {row[0]: row[1] for row in table.rows if row}
 
 
 def test_a_run_shows_its_results_and_the_files_that_it_wrote(tmp_path, monkeypatch, capsys):
@@ -46,23 +39,28 @@ def test_only_files_that_were_written_are_listed(tmp_path, capsys):
     assert not any(name in out for name in ("metrics", "TensorBoard", "checkpoint ", "traces"))
 
 
-def test_steps_name_the_start_and_the_reason_of_the_end():
-    assert rows(start_step=3, stopped_by="SIGTERM")["steps"] == "5 of 8, from 3 (SIGTERM)"
-
-
-def test_a_run_without_a_step_has_neither_loss_nor_rates():
-    assert rows(wall_seconds=100) == {"steps": "5 of 8", "wall": "1 min 40 s"}
+def test_a_resumed_run_without_a_step_shows_neither_loss_nor_rates(tmp_path, capsys):
+    cfg = tiny.trainer_config(tmp_path, max_step=1, evaler=False)
+    cfg.instantiate(parent=None).run()
+    capsys.readouterr()
+    cfg.instantiate(parent=None).run()
+    out = capsys.readouterr().out
+    assert "tiny: 1 of 1, from 1" in out
+    assert not any(name in out for name in ("loss", "tokens/s", "TFLOP/s"))
 
 
 def test_rates_and_the_split_of_the_time():
-    rates = {"tokens_per_second": 9e4, "tflops_per_second": 100.0, "mfu": 0.101}
+    scalars = {"tokens_per_second": 9e4, "tflops_per_second": 100.0, "mfu": 0.101}
+    assert dict(report.rates(scalars | {"device_memory_gb": 3, "step_seconds": 1})) == {
+        "tokens/s": "90,000",
+        "TFLOP/s per device": "100",
+        "MFU": "10.1%",
+        "device memory": "3.00 GB at most",
+    }
     seconds = {"input": 2.0, "step": 8.0, "checkpoint": 61.0, "evaluation": 0.04}
-    shown = rows(rates=rates | {"device_memory_gb": 3}, seconds=seconds, wall_seconds=100)
-    assert shown["tokens/s"] == "90,000"
-    assert shown["TFLOP/s per device"] == "100"
-    assert shown["MFU"] == "10.1%"
-    assert shown["device memory"] == "3.00 GB at most"
-    assert shown["wall"] == "1 min 40 s (input 2.0 s, step 8.0 s, checkpoint 1 min 01 s)"
+    expected = "1 min 40 s (input 2.0 s, step 8.0 s, checkpoint 1 min 01 s)"
+    assert report.wall_time(100, seconds) == expected
+    assert report.wall_time(100, {}) == "1 min 40 s"
 
 
 def test_progress_text_shows_a_cross_entropy_that_differs_from_the_loss():
@@ -87,7 +85,7 @@ def test_health_of_experts_over_layers():
         "decoder/layers/moe/entropy/1": 3.0,
         "loss": 1.0,
     }
-    shown = rows(metrics=scalars)
+    shown = dict(report.expert_health(scalars))
     assert shown["busiest expert / mean load"] == "2.00 (worst layer 2.50)"
     assert shown["router entropy, nats"] == "2.000 (worst layer 1.000)"
 

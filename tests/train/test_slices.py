@@ -17,7 +17,8 @@ def test_a_step_lowers_for_two_slices():
         ),
     )
     trainer = cfg.instantiate(parent=None, devices=two_slices())
-    text = trainer.lower_train_step().as_text()
+    with trainer.on_mesh():
+        text = trainer.trace_train_step().lower().as_text()
     assert '"data"=2, "expert"=2, "fsdp"=2' in text
     rows = trainer.batch_sharding.devices_indices_map((8, 128))
     by_slice = {0: set(), 1: set()}

@@ -130,7 +130,8 @@ def test_step_is_lowered_for_the_devices_that_are_given(tmp_path):
     cfg = tiny.trainer_config(tmp_path, mesh_shape=(1, -1, 1, 2, 1, 1))
     trainer = cfg.instantiate(parent=None, devices=jax.devices()[:4])
     assert dict(trainer.mesh().shape)["data"] == 2
-    assert "num_partitions = 4" in trainer.lower_train_step().as_text()
+    with trainer.on_mesh():
+        assert "num_partitions = 4" in trainer.trace_train_step().lower().as_text()
 
 
 def test_nan_stops_at_its_step_and_names_the_last_good_checkpoint(tmp_path):

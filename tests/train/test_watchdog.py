@@ -1,4 +1,4 @@
-"""The watchdog: stacks when nothing moves, silence when it does."""
+"""The watchdog: stacks when no step ends for too long, and nothing otherwise."""
 
 import subprocess
 import sys
@@ -9,37 +9,54 @@ import pytest
 from moelib.train.watchdog import EXIT_CODE, Watchdog
 
 
-def watch(tmp_path, seconds, beats):
-    with open(tmp_path / "stacks", "w+") as stream:
-        with Watchdog(0.2, stream=stream) as dog:
-            for _ in range(beats):
-                dog.beat(7)
-                time.sleep(seconds / max(beats, 1))
-            time.sleep(0 if beats else seconds)
-        stream.seek(0)
-        return stream.read()
+class Clock:
+    """A watchdog on a clock that only moves when told to."""
+
+    def __init__(self, path, monkeypatch):
+        self.now, self._stream = 100.0, open(path, "w+")  # noqa: SIM115
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        self.dog = Watchdog(10.0, stream=self._stream)
+
+    def after(self, seconds):
+        """Returns what the watchdog has printed in total after some more seconds."""
+        self.now += seconds
+        self.dog.check()
+        self._stream.seek(0)
+        return self._stream.read()
 
 
-def test_stacks_of_a_hang(tmp_path):
-    said = watch(tmp_path, 0.6, beats=1)
-    assert said.count("after step 7; all threads:") == 1
-    assert "test_watchdog.py" in said
+@pytest.fixture
+def clock(tmp_path, monkeypatch):
+    clock = Clock(tmp_path / "stacks", monkeypatch)
+    yield clock
+    clock._stream.close()
 
 
-def test_silence_while_steps_end_and_before_the_first(tmp_path):
-    assert watch(tmp_path, 0.6, beats=12) == ""
-    assert watch(tmp_path, 0.4, beats=0) == ""
+def test_stacks_of_a_hang_are_printed_once_per_step(clock):
+    clock.dog.beat(7)
+    assert clock.after(9) == ""
+    printed = clock.after(2)
+    assert "no step for 11 s after step 7; all threads:" in printed
+    assert "test_watchdog.py" in printed
+    assert clock.after(99) == printed
+    clock.dog.beat(8)
+    assert "after step 8" in clock.after(11)
 
 
-def test_pause_stops_the_clock(tmp_path):
-    with open(tmp_path / "stacks", "w+") as stream, Watchdog(0.1, stream=stream) as dog:
-        dog.beat(1)
-        dog.pause()
-        time.sleep(0.3)
-        assert stream.tell() == 0
+def test_nothing_is_printed_while_steps_end_and_before_the_first(clock):
+    assert clock.after(99) == ""
+    for step in range(5):
+        clock.dog.beat(step)
+        assert clock.after(9) == ""
 
 
-def test_process_exits_if_asked():
+def test_pause_stops_the_clock(clock):
+    clock.dog.beat(1)
+    clock.dog.pause()
+    assert clock.after(99) == ""
+
+
+def test_process_exits_after_the_crash_timeout():
     code = (
         "import time\nfrom moelib.train.watchdog import Watchdog\n"
         "with Watchdog(None, crash_timeout_seconds=0.2) as dog:\n"
@@ -51,6 +68,6 @@ def test_process_exits_if_asked():
     assert "after step 3" in done.stderr
 
 
-def test_timeout_of_nothing_is_refused():
+def test_timeout_of_zero_is_refused():
     with pytest.raises(ValueError, match="watchdog_timeout_seconds is 0; set it above 0"):
         Watchdog(0)
