@@ -139,32 +139,28 @@ class InvocationContext:
         )
 
     def merge(self, collection: OutputCollection) -> None:
-        """Adds the outputs of a transformation of this module's code, those of children included.
-
-        The outputs of a child that was called before are added under another name: "child#2". Its
-        state updates replace the earlier ones, which it has seen.
-        """
-        parts: dict[str, OutputCollection] = {}
-        for kind, part in zip(collection._fields, collection, strict=True):
-            for name, value in part.items():
+        """Adds the outputs of a transformation of this module's code and its children."""
+        calls: dict[str, OutputCollection] = {}
+        for kind, outputs in zip(collection._fields, collection, strict=True):
+            for name, value in outputs.items():
                 if isinstance(value, dict) and name != CACHE:
-                    inside = parts.setdefault(name, new_output_collection())
-                    parts[name] = inside._replace(**{kind: value})
+                    call = calls.get(name, new_output_collection())
+                    calls[name] = call._replace(**{kind: value})
                 else:
                     self.add(kind, name, value)
-        for name, part in parts.items():
-            self._add_call(name, part)
+        for name, call in calls.items():
+            self.add_call(name, call)
 
-    def _add_call(self, name: str, part: OutputCollection) -> None:
-        """Adds the outputs of one call of a child."""
-        labels = itertools.chain([name], (f"{name}#{call}" for call in itertools.count(2)))
-        kinds = [kind for kind in part._fields if kind != "state_updates"]
-        for label in labels:
-            known = {kind: getattr(self.outputs, kind).get(label, {}) for kind in kinds}
-            if not all(isinstance(value, dict) for value in known.values()):
-                self._conflict(label)
-            if not any(_overlap(known[kind], getattr(part, kind)) for kind in kinds):
-                break
+    def add_call(self, name: str, part: OutputCollection) -> None:
+        """Adds the outputs of one call of a child.
+
+        If the child was called before, they are added under another name, "child#2". Its state
+        updates replace the earlier ones, which it has seen.
+        """
+        label, call = name, 1
+        while any(map(self._conflicts, part._fields, part, itertools.repeat(label))):
+            call += 1
+            label = f"{name}#{call}"
         updates = tree.by_path(self.outputs.state_updates.get(name, {}))
         again = updates.keys() & tree.by_path(part.state_updates).keys()
         if any(CACHE in path.split("/") for path in again):
@@ -177,6 +173,13 @@ class InvocationContext:
             outputs = getattr(self.outputs, kind)
             if value:
                 outputs[target] = tree.merge(outputs.get(target, {}), value)
+
+    def _conflicts(self, kind: str, outputs: Nested, label: str) -> bool:
+        """Returns whether a child called `label` has some of these outputs already."""
+        known = getattr(self.outputs, kind).get(label, {})
+        if not isinstance(known, dict):
+            self._conflict(label)
+        return kind != "state_updates" and _overlap(known, outputs)
 
 
 def _overlap(a: Nested, b: Nested) -> bool:
@@ -248,7 +251,7 @@ def child_context(
         context.prng_key = prng_key
     with set_current_context(context):
         yield context
-    parent.merge(OutputCollection(*({name: x} for x in prune_empty(context.outputs))))
+    parent.add_call(name, prune_empty(context.outputs))
 
 
 def names_below(ancestor: ModuleLike, module: ModuleLike) -> tuple[str, ...] | None:
@@ -298,7 +301,7 @@ def call_context(module: ModuleLike) -> Iterator[InvocationContext]:
     inside = holder.child(name, module, call=call)
     with set_current_context(inside):
         yield inside
-    holder.merge(OutputCollection(*({name: x} for x in prune_empty(inside.outputs))))
+    holder.add_call(name, prune_empty(inside.outputs))
 
 
 # -- Repetition ----------------------------------------------------------------------------------
