@@ -55,7 +55,7 @@ class TaskEvaler(SpmdEvaler):
             for name in cfg.tasks
         ]
         self._scorer = Scorer(
-            self._model,
+            model=self._model,
             vocab_size=tokenizer.vocab_size,
             max_length=cfg.input.seq_len,
             batch_tokens=cfg.batch_tokens,

@@ -70,7 +70,7 @@ def evaluate(
             "set max_length (--max_length)."
         )
     scorer = Scorer(
-        model.model,
+        model=model.model,
         vocab_size=model.tokenizer.vocab_size,
         max_length=max_length,
         batch_tokens=batch_tokens,

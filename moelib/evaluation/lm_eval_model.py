@@ -203,9 +203,9 @@ def run_tasks(
         model: The model.
         manager: Task manager that knows the tasks.
         tasks: Names of tasks, groups or tags.
-        num_fewshot: Number of examples before a question; None for each task's default.
-        limit: Number of questions of each task, from the first; None for all.
-        fewshot_seed: Seed of the draw of examples.
+        num_fewshot: See `moelib.evaluate`, also for the following arguments.
+        limit: Number of questions.
+        fewshot_seed: Seed.
     """
     os.environ["DISABLE_MULTIPROC"] = "1"  # For bootstraps: a process with JAX in it cannot fork.
     found: Any = simple_evaluate(

@@ -3,6 +3,7 @@
 Letters: B batch, S tokens of a sequence, N scored tokens of a sequence, D model, V vocabulary.
 """
 
+import dataclasses
 import functools
 import itertools
 import logging
@@ -47,44 +48,39 @@ class Score(NamedTuple):
     is_greedy: bool
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Scorer:
-    """Scores requests with a model, in batches of few shapes, each compiled once."""
+    """Scores requests with a model, in batches of few shapes, each compiled once.
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        vocab_size: int,
-        max_length: int,
-        batch_tokens: int = BATCH_TOKENS,
-        train_dtype: str | None = None,
-        mesh: jax.sharding.Mesh | None = None,
-    ) -> None:
-        """Checks the sizes.
+    Attributes:
+        model: A language model with methods `hidden(batch) -> [B, S, D]` and
+            `head(hidden) -> [B, S, V]`.
+        vocab_size: Number of the tokenizer's tokens; logits of others are excluded.
+        max_length: Maximum number of tokens of a sequence.
+        batch_tokens: Number of tokens of a batch, padding included, if a sequence is not longer.
+        train_dtype: Dtype that trainable parameters are cast to; None for their own.
+        mesh: Mesh that holds the parameters; None for one device.
 
-        Args:
-            model: A language model with methods `hidden(batch) -> [B, S, D]` and
-                `head(hidden) -> [B, S, V]`.
-            vocab_size: Number of the tokenizer's tokens; logits of others are excluded.
-            max_length: Maximum number of tokens of a sequence.
-            batch_tokens: Number of tokens of a batch, padding included, if a sequence is not
-                longer.
-            train_dtype: Dtype that trainable parameters are cast to; None for their own.
-            mesh: Mesh that holds the parameters; None for one device.
+    Raises:
+        UserError: If a size is not positive, or vocab_size exceeds the model's.
+    """
 
-        Raises:
-            UserError: If a size is not positive, or vocab_size exceeds the model's.
-        """
-        for name, value in (("max_length", max_length), ("batch_tokens", batch_tokens)):
-            if value < 1:
+    model: Any
+    vocab_size: int
+    max_length: int
+    batch_tokens: int = BATCH_TOKENS
+    train_dtype: str | None = None
+    mesh: jax.sharding.Mesh | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_length", "batch_tokens"):
+            if (value := getattr(self, name)) < 1:
                 raise UserError(f"{name} is {value}; set it to 1 or more.")
-        if vocab_size > model.config.vocab_size:
+        if self.vocab_size > (available := self.model.config.vocab_size):
             raise UserError(
-                f"vocab_size={vocab_size}, but the model has vocab_size={model.config.vocab_size}; "
-                "use the tokenizer that the model was trained with."
+                f"vocab_size={self.vocab_size}, but the model has vocab_size={available}; use the "
+                "tokenizer that the model was trained with."
             )
-        self.vocab_size, self.max_length, self.batch_tokens = vocab_size, max_length, batch_tokens
-        self._model, self._train_dtype, self._mesh = model, train_dtype, mesh
 
     def score(
         self,
@@ -193,13 +189,13 @@ class Scorer:
         return sharding.padded_batch(size, 1)[0]
 
     def _run(self, params: Nested, batch: Batch, num_scored: int) -> Any:
-        if self._mesh is not None:  # This process provides its own sequences.
+        if self.mesh is not None:  # This process provides its own sequences.
             batch_size, length = batch["input_ids"].shape
-            split = batch_sharding(batch_size, length, self._mesh)
+            split = batch_sharding(batch_size, length, self.mesh)
             mine = rows_of_host(batch_size, *host_rows(split, batch_size))
             share = {name: array[mine.start : mine.stop] for name, array in batch.items()}
             batch = put_batch(share, split, batch_size)
-        return _score(self._model, self.vocab_size, self._train_dtype, num_scored, params, batch)
+        return _score(self.model, self.vocab_size, self.train_dtype, num_scored, params, batch)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))

@@ -107,43 +107,27 @@ def _winogrande(line: Line) -> Question:
 
 
 TASKS: Mapping[str, Task] = {
-    "arc_easy": Task(
-        file="ARC-Easy/ARC-Easy-Test.jsonl",
-        shots_file="ARC-Easy/ARC-Easy-Train.jsonl",
-        num_fewshot=10,
-        question=_arc,
-    ),
+    "arc_easy": Task("ARC-Easy/ARC-Easy-Test.jsonl", "ARC-Easy/ARC-Easy-Train.jsonl", 10, _arc),
     "arc_challenge": Task(
-        file="ARC-Challenge/ARC-Challenge-Test.jsonl",
-        shots_file="ARC-Challenge/ARC-Challenge-Train.jsonl",
-        num_fewshot=10,
-        question=_arc,
+        "ARC-Challenge/ARC-Challenge-Test.jsonl",
+        "ARC-Challenge/ARC-Challenge-Train.jsonl",
+        10,
+        _arc,
     ),
     "hellaswag": Task(
-        file="hellaswag/hellaswag_val.jsonl",
-        shots_file="hellaswag/hellaswag_train.jsonl",
-        num_fewshot=10,
-        question=_hellaswag,
+        "hellaswag/hellaswag_val.jsonl",
+        "hellaswag/hellaswag_train.jsonl",
+        10,
+        _hellaswag,
         draws_spare=True,
     ),
-    "piqa": Task(
-        file="piqa/valid.jsonl",
-        shots_file="piqa/train.jsonl",
-        num_fewshot=10,
-        question=_piqa,
-        draws_spare=True,
-    ),
-    "openbookqa": Task(
-        file="openbookqa/test.jsonl",
-        shots_file="openbookqa/train.jsonl",
-        num_fewshot=0,
-        question=_openbookqa,
-    ),
+    "piqa": Task("piqa/valid.jsonl", "piqa/train.jsonl", 10, _piqa, draws_spare=True),
+    "openbookqa": Task("openbookqa/test.jsonl", "openbookqa/train.jsonl", 0, _openbookqa),
     "winogrande": Task(
-        file="winogrande/dev.jsonl",
-        shots_file="winogrande/train_xl.jsonl",
-        num_fewshot=0,
-        question=_winogrande,
+        "winogrande/dev.jsonl",
+        "winogrande/train_xl.jsonl",
+        0,
+        _winogrande,
         metrics=("acc",),
         draws_spare=True,
     ),
@@ -174,7 +158,11 @@ def read_questions(path: str, question: Callable[[Line], Question]) -> list[Ques
     questions = []
     for location, line in _read_lines(path):
         try:
-            questions.append(_checked(question(line)))
+            read = question(line)
+            num = len(read.endings)
+            if not 0 <= read.gold < num:
+                raise ValueError(f"the label is {read.gold}, and must be from 0 to {num - 1}")
+            questions.append(read)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             reason = f"no field {error}" if isinstance(error, KeyError) else str(error)
             raise UserError(
@@ -183,14 +171,6 @@ def read_questions(path: str, question: Callable[[Line], Question]) -> list[Ques
     if not questions:
         raise UserError(f"{path} is empty; use the benchmark's own file.")
     return questions
-
-
-def _checked(question: Question) -> Question:
-    """Returns the question. Raises ValueError if its label is not that of an ending."""
-    num_endings = len(question.endings)
-    if not 0 <= question.gold < num_endings:
-        raise ValueError(f"the label is {question.gold}, and must be from 0 to {num_endings - 1}")
-    return question
 
 
 def _read_lines(path: str) -> Iterator[tuple[str, dict[str, Any]]]:

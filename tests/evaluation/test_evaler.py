@@ -60,7 +60,7 @@ def test_metrics_are_those_of_the_input_and_the_tasks(lm_input, tokenizer):
         again = ours.evaluate(params, mesh)
     assert found == again
     assert batches[-1] == (4 + 3 + 4) + 3 * 2  # The choices of all questions.
-    scorer = Scorer(model, vocab_size=tokenizer.vocab_size, max_length=512)
+    scorer = Scorer(model=model, vocab_size=tokenizer.vocab_size, max_length=512)
     for name in ("arc_easy", "winogrande"):
         task = task_evaluation(name, str(folders.DATA), tokenizer, num_fewshot=2, limit=3)
         for metric, (value, _) in run_evaluations(scorer, params, [task])[name].items():

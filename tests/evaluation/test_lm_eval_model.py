@@ -68,7 +68,7 @@ def loaded(model, parameters, tokenizer):
 def wrapped(adapter, model, max_length):
     """Returns the adapter of a loaded model."""
     vocab_size = model.tokenizer.vocab_size
-    scorer = Scorer(model.model, vocab_size=vocab_size, max_length=max_length)
+    scorer = Scorer(model=model.model, vocab_size=vocab_size, max_length=max_length)
     return adapter.LmEvalModel(model, scorer)
 
 

@@ -27,7 +27,7 @@ def tokenizer():
 def scored(tokenizer):
     """Returns (vocabulary padded beyond the tokenizer's) scorer and parameters."""
     model, params = bag_lm(folders.PADDED_VOCAB_SIZE)
-    return Scorer(model, vocab_size=tokenizer.vocab_size, max_length=1024), params
+    return Scorer(model=model, vocab_size=tokenizer.vocab_size, max_length=1024), params
 
 
 def pairs_of(case):

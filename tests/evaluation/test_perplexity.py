@@ -37,7 +37,7 @@ def test_perplexities_are_lm_evals():
     model, params = bag_lm(folders.PADDED_VOCAB_SIZE)
     path = str(folders.DATA / "corpus.jsonl")
     corpus = corpus_evaluation(path, tokenizer, max_length=32)
-    scorer = Scorer(model, vocab_size=tokenizer.vocab_size, max_length=32)
+    scorer = Scorer(model=model, vocab_size=tokenizer.vocab_size, max_length=32)
     assert scorer.num_cut(corpus.requests) == 0
     scores = scorer.score(params, corpus.requests)
     assert sum(s.log_prob for s in scores) == pytest.approx(sum(FIXTURE["log_probs"]), rel=1e-7)

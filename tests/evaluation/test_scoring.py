@@ -47,7 +47,7 @@ def model():
 
 def test_scores_do_not_depend_on_other_requests(model):
     requests = some_requests()
-    scores = Scorer(model[0], vocab_size=VOCAB, max_length=200).score(model[1], requests)
+    scores = Scorer(model=model[0], vocab_size=VOCAB, max_length=200).score(model[1], requests)
     for score, of in zip(scores, requests, strict=True):
         log_prob, is_greedy = alone(bag_params(VOCAB), of)
         assert score.log_prob == pytest.approx(log_prob, abs=1e-4)
@@ -65,16 +65,16 @@ def test_greedy_is_what_greedy_decoding_gives(model):
     other = likely.copy()
     other[2] = (other[2] + 1) % VOCAB
     requests = [Request(np.array(context, np.int32), tail) for tail in (likely, other)]
-    scores = Scorer(model[0], vocab_size=VOCAB, max_length=200).score(model[1], requests)
+    scores = Scorer(model=model[0], vocab_size=VOCAB, max_length=200).score(model[1], requests)
     assert [score.is_greedy for score in scores] == [True, False]
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 300, 1 << 14])
 def test_order_and_batch_size_do_not_matter(model, batch_tokens):
     requests = some_requests()
-    base = Scorer(model[0], vocab_size=VOCAB, max_length=200).score(model[1], requests)
+    base = Scorer(model=model[0], vocab_size=VOCAB, max_length=200).score(model[1], requests)
     order = np.random.default_rng(2).permutation(len(requests))
-    scorer = Scorer(model[0], vocab_size=VOCAB, max_length=200, batch_tokens=batch_tokens)
+    scorer = Scorer(model=model[0], vocab_size=VOCAB, max_length=200, batch_tokens=batch_tokens)
     done = []
     mixed = scorer.score(model[1], [requests[i] for i in order], on_batch=done.append)
     for i, score in zip(order, mixed, strict=True):
@@ -90,7 +90,7 @@ def test_each_length_is_compiled_once():
     rng = np.random.default_rng(3)
     contexts = [*range(10, 60, 7), *range(70, 120, 9), *range(140, 190, 9)]
     requests = [request(rng, context, 3) for context in contexts]
-    scorer = Scorer(model[0], vocab_size=VOCAB, max_length=200, batch_tokens=128)
+    scorer = Scorer(model=model[0], vocab_size=VOCAB, max_length=200, batch_tokens=128)
     before = scoring._score._cache_size()
     for _ in range(2):
         scorer.score(model[1], requests)
@@ -100,7 +100,7 @@ def test_each_length_is_compiled_once():
 def test_long_contexts_are_cut_from_the_left_and_counted(model, caplog):
     rng = np.random.default_rng(4)
     requests = [request(rng, context, 4) for context in (300, 77, 76, 20)]
-    scorer = Scorer(model[0], vocab_size=VOCAB, max_length=80)
+    scorer = Scorer(model=model[0], vocab_size=VOCAB, max_length=80)
     assert scorer.num_cut(requests) == 1  # 77 + 4 tokens are 80 that are read and one that is not.
     with caplog.at_level(logging.WARNING):
         scores = scorer.score(model[1], requests)
@@ -115,7 +115,7 @@ def test_a_padded_vocabulary_takes_no_probability(model):
     requests = [
         Request(np.array([1, 2], np.int32), np.array([token], np.int32)) for token in range(30)
     ]
-    scores = Scorer(model[0], vocab_size=30, max_length=64).score(model[1], requests)
+    scores = Scorer(model=model[0], vocab_size=30, max_length=64).score(model[1], requests)
     assert sum(np.exp(score.log_prob) for score in scores) == pytest.approx(1.0, abs=1e-5)
     assert sum(score.is_greedy for score in scores) == 1
     assert scores[7].log_prob == pytest.approx(alone(bag_params(50), requests[7], 30)[0], abs=1e-5)
@@ -142,7 +142,7 @@ def test_a_mixture_of_experts_scores_as_it_does_without_padding():
         )[0]
     )
     requests = mixture_requests()
-    scores = Scorer(model, vocab_size=48, max_length=128).score(params, requests)
+    scores = Scorer(model=model, vocab_size=48, max_length=128).score(params, requests)
     ids = np.concatenate(requests[1])
     rows = np.asarray(jax.nn.log_softmax(logits(ids[None, :-1])[0]), np.float64)[-3:]
     log_prob = sum(rows[n, token] for n, token in enumerate(requests[1].continuation))
@@ -153,10 +153,10 @@ def test_a_mixture_of_experts_scores_as_it_does_without_padding():
 @pytest.mark.parametrize("shape", [(1, 2, 2, 2, 1, 1), (1, 1, 2, 1, 2, 2)])
 def test_scores_do_not_depend_on_the_mesh(shape):
     model, params = mixture_model()
-    base = Scorer(model, vocab_size=48, max_length=100).score(params, mixture_requests())
+    base = Scorer(model=model, vocab_size=48, max_length=100).score(params, mixture_requests())
     mesh = create_device_mesh(shape)
     with jax.set_mesh(mesh):
-        scorer = Scorer(model, vocab_size=48, max_length=100, mesh=mesh, batch_tokens=128)
+        scorer = Scorer(model=model, vocab_size=48, max_length=100, mesh=mesh, batch_tokens=128)
         split = scorer.score(params, mixture_requests())
     assert [s.log_prob for s in split] == pytest.approx([s.log_prob for s in base], abs=1e-5)
 
@@ -164,15 +164,15 @@ def test_scores_do_not_depend_on_the_mesh(shape):
 def test_sequences_are_padded_to_two_pieces_per_device_that_splits_them(model):
     mesh = create_device_mesh((1, 1, 1, 1, 3, 1), devices=jax.devices()[:3])
     with jax.set_mesh(mesh):
-        scorer = Scorer(model[0], vocab_size=VOCAB, max_length=99, mesh=mesh)
+        scorer = Scorer(model=model[0], vocab_size=VOCAB, max_length=99, mesh=mesh)
         assert scorer._padded(99, 3) == (102, 16)
 
 
 def test_parameters_are_cast_to_the_dtype_of_training():
     model, params = mixture_model()
     settings = {"vocab_size": 48, "max_length": 64}
-    full = Scorer(model, **settings).score(params, mixture_requests())
-    low = Scorer(model, **settings, train_dtype="bfloat16").score(params, mixture_requests())
+    full = Scorer(model=model, **settings).score(params, mixture_requests())
+    low = Scorer(model=model, **settings, train_dtype="bfloat16").score(params, mixture_requests())
     values = [[score.log_prob for score in scores] for scores in (full, low)]
     assert values[0] != values[1]
     assert values[0] == pytest.approx(values[1], rel=0.01)
@@ -190,30 +190,30 @@ def test_invalid_requests_are_named(model, context, continuation, message):
     bad = Request(np.array(context, np.int32), np.array(continuation, np.int32))
     good = Request(np.array([1], np.int32), np.array([1], np.int32))
     with pytest.raises(ValueError, match=message):
-        Scorer(model[0], vocab_size=VOCAB, max_length=64).score(model[1], [good, bad])
+        Scorer(model=model[0], vocab_size=VOCAB, max_length=64).score(model[1], [good, bad])
 
 
 def test_parameters_that_are_not_finite_are_an_error(model):
     broken = {**model[1], "head": model[1]["head"] * jnp.nan}
     with pytest.raises(ValueError, match="request 0 is not a number"):
-        Scorer(model[0], vocab_size=VOCAB, max_length=64).score(
+        Scorer(model=model[0], vocab_size=VOCAB, max_length=64).score(
             broken, [Request(np.array([1], np.int32), np.array([1], np.int32))]
         )
 
 
 def test_a_vocabulary_beyond_the_models_is_refused(model):
     with pytest.raises(ValueError, match="vocab_size=51, but the model has vocab_size=50"):
-        Scorer(model[0], vocab_size=51, max_length=64)
+        Scorer(model=model[0], vocab_size=51, max_length=64)
 
 
 def test_sizes_that_are_not_positive_are_refused(model):
     with pytest.raises(ValueError, match="batch_tokens is 0"):
-        Scorer(model[0], vocab_size=VOCAB, max_length=8, batch_tokens=0)
+        Scorer(model=model[0], vocab_size=VOCAB, max_length=8, batch_tokens=0)
 
 
 def test_evaluations_get_their_own_scores(model):
     requests = some_requests(num=6)
-    scorer = Scorer(model[0], vocab_size=VOCAB, max_length=200)
+    scorer = Scorer(model=model[0], vocab_size=VOCAB, max_length=200)
     total = lambda scores: {"nats": Metric(-sum(score.log_prob for score in scores))}
     parts = [Evaluation("a", requests[:2], total, {}), Evaluation("b", requests[2:], total, {})]
     found = run_evaluations(scorer, model[1], parts)
