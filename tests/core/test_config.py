@@ -297,7 +297,7 @@ def test_methods_properties_and_class_variables_of_a_config_are_no_fields():
     assert list(cfg.keys()) == ["dim", "rate"]
 
 
-def test_a_subclass_can_change_a_default_in_its_own_place():
+def test_a_subclass_can_change_a_default_without_moving_the_field():
     @config_class
     class Sub(Inner):
         rate: float = 0.1

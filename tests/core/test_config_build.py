@@ -152,7 +152,7 @@ def test_a_function_is_called_with_its_fields():
     assert cfg.fn is linear
 
 
-def test_arguments_given_at_instantiation_take_the_place_of_fields():
+def test_arguments_of_instantiate_override_fields():
     cfg = config_for_function(linear).set(more={"k": 1, "j": 1})
     assert cfg.instantiate(x=1.0, k=2) == (1.0, 2.0, (), None, {"k": 2, "j": 1})
 
@@ -192,10 +192,10 @@ def test_parameters_with_names_that_configs_need_are_refused():
 def test_a_third_party_class_becomes_a_config():
     class Point:
         def __init__(self, x: int, y: int = 2):
-            self.place = x, y
+            self.point = x, y
 
     cfg = config_for_class(Point)
-    assert cfg.clone(x=1).instantiate().place == (1, 2)
+    assert cfg.clone(x=1).instantiate().point == (1, 2)
     with pytest.raises(RequiredFieldMissingError, match="x must be set before config of"):
         cfg.instantiate()
 
@@ -222,7 +222,7 @@ def test_an_unset_field_is_still_named_in_a_copy_of_the_error():
     assert str(error).startswith("model.scale.factor must be set before Scale.Config")
 
 
-def test_classes_functions_and_configurables_are_told_apart():
+def test_a_config_of_the_wrong_kind_of_callable_is_refused():
     with pytest.raises(InvalidConfigClassError, match="use config_for_class"):
         config_for_function(int)
     with pytest.raises(InvalidConfigClassError, match="use config_for_function"):
@@ -240,7 +240,7 @@ def test_an_optax_optimizer_with_a_schedule_is_built_from_configs():
     assert float(update) == pytest.approx(-0.5)
 
 
-def test_a_config_that_builds_nothing_says_so():
+def test_a_config_that_builds_nothing_is_refused():
     @config_class
     class Nothing(InstantiableConfig):
         pass
@@ -260,7 +260,7 @@ def test_an_error_of_a_constructor_reaches_the_caller_unchanged():
     assert isinstance(error.value.__cause__, ValueError)
 
 
-def test_what_was_put_into_a_container_in_place_is_checked_when_it_is_used():
+def test_elements_added_in_place_are_checked_when_the_config_is_instantiated():
     class Holder(Configurable):
         @config_class
         class Config(Configurable.Config):

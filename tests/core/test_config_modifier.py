@@ -59,7 +59,7 @@ def test_fields_that_the_new_config_sets_are_kept():
     assert (cfg.last.dim, cfg.last.act) == (9, "gelu")
 
 
-def test_the_new_config_is_copied_to_each_place():
+def test_the_new_config_is_copied_for_each_replacement():
     cfg, new = stack(), Sparse.default_config()
     replace_layer_config_recursively(cfg, Dense, new)
     cfg.last.num_experts = 1
@@ -74,7 +74,7 @@ def test_a_function_can_make_the_new_config_from_the_old():
     assert (cfg.layers[0].dim, cfg.last.dim) == (10, 30)
 
 
-def test_a_replacement_may_hold_what_it_replaces():
+def test_a_replacement_may_contain_the_replaced_config():
     cfg = stack()
     count = replace_layer_config_recursively(
         cfg, Dense, lambda old: SubDense.default_config().set(dim=1, inner=old)

@@ -216,7 +216,7 @@ def test_a_value_that_was_reset_to_none_stays_none():
     assert config_parse.parse(model.debug_string()) == model
 
 
-def test_comments_and_empty_lines_are_left_out():
+def test_comments_and_empty_lines_are_ignored():
     text = f"# A layer.\n\nklass: {__name__}:Layer\n  # dim:\ndim: 3\n"
     assert config_parse.parse(text) == Layer.default_config().set(dim=3)
 
@@ -375,7 +375,7 @@ def test_every_value_is_explained():
     assert origins.keys() == cfg.to_flat_dict().keys()
 
 
-def test_a_default_that_has_no_text_is_left_to_its_function():
+def test_a_default_without_text_is_not_printed():
     marker = object()
 
     def with_marker(x: int = 1, default: Any = marker) -> Any:

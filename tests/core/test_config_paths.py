@@ -47,7 +47,7 @@ def test_keys_given_one_by_one_are_taken_as_they_are():
 
 
 @pytest.mark.parametrize("path", ["a[", "a]", "a.[b]", "a b", "a..b"])
-def test_what_is_no_path_is_refused(path: str):
+def test_a_malformed_path_is_refused(path: str):
     with pytest.raises(UnknownFieldError, match="is not a path such as"):
         split_path(path)
 

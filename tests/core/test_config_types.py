@@ -126,7 +126,7 @@ def test_values_fit_annotations(value: Any, annotation: Any, expected: bool):
 def test_plain_data_functions_and_classes_may_be_held(value: Any):
     refused = object()
     with pytest.raises(NonConfigFieldError, match=f"cannot hold {re.escape(repr(refused))} of"):
-        validate_value([value, refused])  # Only what stands after the value.
+        validate_value([value, refused])  # Only the last element is refused.
     assert Holder(held=value).held == value
 
 
@@ -185,7 +185,7 @@ def test_a_dtype_becomes_its_name(value: Any, name: str):
         ("float8_e4m3fnn", "'float8_e4m3fn'"),
     ],
 )
-def test_what_is_no_dtype_is_refused_with_the_nearest(value: Any, advice: str):
+def test_an_unknown_dtype_is_refused_with_the_nearest(value: Any, advice: str):
     with pytest.raises(InvalidConfigValueError, match=f"{value}.* is not a dtype; .*{advice}"):
         convert_value(value, DType)
 

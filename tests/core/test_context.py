@@ -89,11 +89,11 @@ def loop(m: Any, x: jax.Array) -> jax.Array:
 
 
 def scan(m: Any, x: jax.Array, **kwargs: Any) -> jax.Array:
-    def turn(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+    def iteration(x: jax.Array, _: None) -> tuple[jax.Array, None]:
         return m.repeated(x), None
 
     state = {"repeated": m.state["repeated"]}
-    return scan_in_context(turn, carry=x, length=LENGTH, state=state, **kwargs)[0]
+    return scan_in_context(iteration, carry=x, length=LENGTH, state=state, **kwargs)[0]
 
 
 def remat_loop(m: Any, x: jax.Array) -> jax.Array:
@@ -104,11 +104,11 @@ def remat_loop(m: Any, x: jax.Array) -> jax.Array:
 
 
 def remat_inside_scan(m: Any, x: jax.Array) -> jax.Array:
-    def turn(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+    def iteration(x: jax.Array, _: None) -> tuple[jax.Array, None]:
         return remat_in_context(m.repeated, x, remat=remat, children=["repeated"]), None
 
     state = {"repeated": m.state["repeated"]}
-    return scan_in_context(turn, carry=x, length=LENGTH, state=state)[0]
+    return scan_in_context(iteration, carry=x, length=LENGTH, state=state)[0]
 
 
 scan_of_remat = functools.partial(scan, remat=remat)
@@ -158,53 +158,58 @@ def test_outputs_of_a_scan_are_stacked_under_the_repeated_child():
     assert list(collection.aux_losses) == ["repeated"]
 
 
-def test_a_scan_carries_inputs_and_results_of_each_turn():
+def test_a_scan_carries_inputs_and_results_of_each_iteration():
     def forward(m: Any) -> Any:
-        def turn(carry: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def iteration(carry: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
             return carry + x, carry * x
 
-        return scan_in_context(turn, carry=jnp.zeros(()), xs=SCALES, length=LENGTH, state={})
+        return scan_in_context(iteration, carry=jnp.zeros(()), xs=SCALES, length=LENGTH, state={})
 
     (carry, ys), _ = run(forward)
     assert carry == 9.0
     assert ys.tolist() == [0.0, 6.0, 20.0]
 
 
-def test_each_turn_of_a_scan_draws_anew():
+def test_each_iteration_of_a_scan_draws_other_numbers():
     def forward(m: Any) -> jax.Array:
-        def turn(carry: None, _: None) -> tuple[None, jax.Array]:
+        def iteration(carry: None, _: None) -> tuple[None, jax.Array]:
             return carry, m.repeated.noise()
 
-        return scan_in_context(turn, carry=None, length=LENGTH, state={})[1]
+        return scan_in_context(iteration, carry=None, length=LENGTH, state={})[1]
 
     assert len(set(run(forward, key=0)[0].tolist())) == LENGTH
 
 
 @pytest.mark.parametrize("wrap", [None, remat])
-def test_a_scan_given_the_keys_of_a_loop_draws_what_the_loop_draws(wrap: Any):
+def test_a_scan_given_the_keys_of_a_loop_draws_the_same_numbers(wrap: Any):
     def looped(m: Any) -> list[jax.Array]:
         return [m.children[f"layer{i}"].noise() for i in range(LENGTH)]
 
     def scanned(m: Any) -> jax.Array:
-        def turn(carry: None, _: None) -> tuple[None, jax.Array]:
+        def iteration(carry: None, _: None) -> tuple[None, jax.Array]:
             return carry, m.repeated.noise()
 
         keys = jnp.stack([fold_name(m.prng_key, f"layer{i}") for i in range(LENGTH)])
         return scan_in_context(
-            turn, carry=None, length=LENGTH, state={}, child_keys={"repeated": keys}, remat=wrap
+            iteration,
+            carry=None,
+            length=LENGTH,
+            state={},
+            child_keys={"repeated": keys},
+            remat=wrap,
         )[1]
 
     assert run(scanned, key=0)[0].tolist() == [float(x) for x in run(looped, key=0)[0]]
 
 
-def test_remat_draws_what_a_plain_call_draws():
+def test_remat_draws_the_numbers_of_a_plain_call():
     def rematted(m: Any) -> jax.Array:
         return remat_in_context(m.layer0.noise, remat=remat, children=["layer0"])
 
     assert run(rematted, key=0)[0] == run(lambda m: m.layer0.noise(), key=0)[0]
 
 
-def test_a_child_called_again_under_remat_draws_anew():
+def test_a_child_called_again_under_remat_draws_other_numbers():
     def twice(m: Any) -> tuple[jax.Array, jax.Array]:
         first = remat_in_context(m.layer0.noise, remat=remat, children=["layer0"])
         return first, remat_in_context(m.layer0.noise, remat=remat, children=["layer0"])
@@ -218,8 +223,8 @@ def test_no_key_that_was_made_inside_a_transformation_is_used_after_it(transform
     def inner(s: Any) -> jax.Array:
         if transform == "remat":
             return remat_in_context(s.layer0.noise, remat=remat, children=["layer0"])
-        turn = lambda carry, _: (carry, s.repeated.noise())
-        return scan_in_context(turn, carry=None, length=LENGTH, state={})[1]
+        iteration = lambda carry, _: (carry, s.repeated.noise())
+        return scan_in_context(iteration, carry=None, length=LENGTH, state={})[1]
 
     def forward(m: Any) -> tuple[jax.Array, jax.Array]:
         return m.stack(inner), m.after.noise()
@@ -324,8 +329,8 @@ def test_a_shared_module_sees_the_state_that_its_earlier_call_left(wrap: Any):
 
 def test_a_module_shared_from_outside_of_a_scan_gives_outputs_of_each_iteration():
     def scanned(m: Any) -> jax.Array:
-        turn = lambda x, _: (m.get_shared_module("counter")(x), None)
-        return scan_in_context(turn, carry=jnp.zeros(()), length=LENGTH, state={})[0]
+        iteration = lambda x, _: (m.get_shared_module("counter")(x), None)
+        return scan_in_context(iteration, carry=jnp.zeros(()), length=LENGTH, state={})[0]
 
     with pytest.raises(OutputConflictError, match="in each iteration: shared/count"):
         share(scanned)
@@ -381,7 +386,7 @@ def test_a_child_context_can_have_other_state_and_another_key():
     assert draw == jax.random.uniform(jax.random.key(1))
 
 
-def test_empty_parts_of_collections_are_left_out():
+def test_empty_parts_of_collections_are_pruned():
     collection = new_output_collection()
     collection.summaries["a"] = {"b": {}, "c": 1}
     collection.state_updates["a"] = {"b": {}}

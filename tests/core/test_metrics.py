@@ -34,7 +34,7 @@ def test_a_part_without_weight_does_not_spoil_the_gradient():
     assert jax.grad(mean)(1.0) == 0.0
 
 
-def test_weighted_scalars_are_float32_and_told_apart():
+def test_weighted_scalars_are_float32():
     value = weighted(jnp.bfloat16(1.0), 2)
     assert {x.dtype for x in value} == {jnp.dtype("float32")}
     assert is_metric(value)

@@ -115,7 +115,7 @@ WEIGHTS = {"up": {"weight": 2 * jnp.eye(2)}, "down": {"weight": 3 * jnp.eye(2)}}
 # -- The tree ------------------------------------------------------------------------------------
 
 
-def test_children_are_reached_by_name_and_know_their_place():
+def test_children_are_reached_by_name_and_know_their_path():
     module = parent(a=Ffn.default_config().set(input_dim=2))
     assert module.a.up is module.children["a"].children["up"]
     assert module.a.up.path() == "a.up"
@@ -151,7 +151,7 @@ def test_a_child_name_that_would_break_paths_is_refused(name: str):
         ffn()._add_child(name, linear())
 
 
-def test_what_a_parent_sets_on_its_children_is_seen_with_its_place():
+def test_fields_that_a_parent_sets_have_its_line_as_origin():
     module = ffn(dim=4)
     assert module.up.config.input_dim == 4
     assert module.up.config.origin("input_dim").startswith(__file__)
@@ -209,7 +209,7 @@ def test_an_unset_field_is_named_by_its_path_from_the_root():
     assert str(error.value).endswith(".set(input_dim=...).")
 
 
-def test_an_unset_field_of_what_a_module_builds_itself_is_named_by_its_path():
+def test_an_unset_field_of_a_child_that_is_no_field_is_named_by_its_path():
     class Holder(Module):
         @config_class
         class Config(Module.Config):
@@ -228,7 +228,7 @@ def test_an_unset_field_of_what_a_module_builds_itself_is_named_by_its_path():
         parent(a=cfg)
 
 
-def test_an_error_while_building_keeps_its_traceback_and_says_where():
+def test_an_error_while_building_keeps_its_traceback_and_names_the_config():
     class Failing(Linear):
         def __init__(self, cfg: Any, *, parent: Module | None):
             super().__init__(cfg, parent=parent)
@@ -260,7 +260,7 @@ def test_functional_returns_the_result_and_the_outputs_by_path():
     assert collection.state_updates == {}
 
 
-def test_what_a_child_computes_bears_its_name_in_the_program():
+def test_operations_of_a_child_carry_its_name_in_the_program():
     lowered = jax.jit(lambda x: functional(ffn(), None, WEIGHTS, (x,), is_training=False)[0]).lower(
         jnp.ones((1, 2))
     )
@@ -274,7 +274,7 @@ def test_functional_takes_arguments_by_name():
     assert y.tolist() == [[6.0, 6.0]]
 
 
-def test_functional_refuses_an_array_in_place_of_arguments():
+def test_functional_refuses_an_array_as_inputs():
     with pytest.raises(TypeError, match=r"functional\(ffn\): inputs is .*Array.*; pass a tuple"):
         functional(ffn(), None, WEIGHTS, jnp.ones((1, 2)), is_training=False)  # pyrefly: ignore
 
@@ -346,7 +346,7 @@ def test_methods_without_context_run_anywhere():
     assert run(module, lambda m: m.a.num_elements())[0] == 4
 
 
-def test_a_child_may_be_called_twice_and_draws_anew():
+def test_a_child_called_twice_draws_other_numbers():
     module = parent(a=linear(), b=linear())
     draws, _ = run(module, lambda m: (m.a.noise(), m.b.noise(), m.a.noise()), key=0)
     assert len(set(map(float, draws))) == 3
@@ -362,7 +362,7 @@ def test_keys_of_children_do_not_depend_on_their_order():
     assert {name: second[name] for name in first} == first
 
 
-def test_keys_of_grandchildren_do_not_depend_on_what_ran_before():
+def test_keys_of_grandchildren_do_not_depend_on_earlier_calls():
     module = parent(f=Ffn.default_config().set(input_dim=2))
     alone, _ = run(module, lambda m: m.f.down.noise(), key=0)
     after, _ = run(module, lambda m: (m.f.up.noise(), m.f.down.noise())[1], key=0)
@@ -424,31 +424,31 @@ def test_threads_have_contexts_of_their_own():
 
 
 def test_outputs_go_to_their_collections():
-    def put_out(m: Any) -> Any:
+    def add_outputs(m: Any) -> Any:
         m.add_summary("s", 1)
         m.add_state_update("bias", 2)
         m.add_module_output("o", 3)
         return m.get_module_outputs()
 
-    outputs, collection = run(parent(), put_out)
+    outputs, collection = run(parent(), add_outputs)
     assert outputs == {"o": 3}
     assert collection == ({"s": 1}, {"bias": 2}, {"o": 3}, {})
 
 
 def test_a_summary_is_a_scalar_unless_each_element_is_wanted():
-    def put_out(m: Any, size: int, **kwargs: Any) -> None:
+    def add_outputs(m: Any, size: int, **kwargs: Any) -> None:
         m.add_summary("load", weighted(jnp.ones(size), jnp.ones(size)), **kwargs)
 
     module = parent(a=Parent.default_config())
     with pytest.raises(ValueError, match=r"children_.a: the summary 'load' has shape \(64,\)"):
-        run(module, lambda m: m.a(put_out, 64))
-    _, collection = run(module, lambda m: m.a(lambda m: put_out(m, 64, per_element=True)))
+        run(module, lambda m: m.a(add_outputs, 64))
+    _, collection = run(module, lambda m: m.a(lambda m: add_outputs(m, 64, per_element=True)))
     assert collection.summaries["a"]["load"].mean.shape == (64,)
-    run(module, lambda m: m.a(put_out, 2))
+    run(module, lambda m: m.a(add_outputs, 2))
 
 
 def test_an_output_may_not_take_the_name_of_a_child_that_gave_some():
-    def put_out(m: Any, x: jax.Array, first: bool) -> None:
+    def add_outputs(m: Any, x: jax.Array, first: bool) -> None:
         if first:
             m.add_summary("a", 1)
         m.a(x)
@@ -457,16 +457,16 @@ def test_an_output_may_not_take_the_name_of_a_child_that_gave_some():
     module = parent(a=linear())
     for first in (True, False):
         with pytest.raises(OutputConflictError, match="root has an output or child 'a' already"):
-            run(module, put_out, jnp.ones((1, 2)), first, state={"a": WEIGHTS["up"]})
+            run(module, add_outputs, jnp.ones((1, 2)), first, state={"a": WEIGHTS["up"]})
 
 
 def test_an_array_output_given_twice_is_refused():
-    def put_out(m: Any) -> None:
+    def add_outputs(m: Any) -> None:
         m.add_module_output("o", jnp.zeros(3))
         m.add_module_output("o", jnp.zeros(3))
 
     with pytest.raises(OutputConflictError, match="give outputs of one call different"):
-        run(parent(), put_out)
+        run(parent(), add_outputs)
 
 
 def test_collections_can_be_dropped():
@@ -525,7 +525,7 @@ def sharing() -> Sharing:
     return cfg.instantiate(parent=None)
 
 
-def test_a_shared_module_runs_with_the_state_of_its_own_place():
+def test_a_shared_module_runs_with_its_own_state():
     weight = jnp.arange(4.0).reshape(2, 2)
     y, _ = run(
         sharing(), lambda m: m.deep.head(jnp.ones((1, 2))), state={"emb": {"weight": weight}}
@@ -565,7 +565,7 @@ def test_only_descendants_can_be_shared():
 # -- Errors --------------------------------------------------------------------------------------
 
 
-def test_the_traceback_of_a_layer_is_short_and_says_which_layer_and_shapes():
+def test_the_traceback_of_a_layer_is_short_and_names_the_layer_and_shapes():
     cfg: Any = Ffn.default_config().set(input_dim=2)
     for _ in range(5):
         cfg = Parent.default_config().set(children_={"inner": cfg})

@@ -47,7 +47,7 @@ def test_fans_need_fan_axes():
         ParameterSpec((3,), (None,)).fans()
 
 
-def test_specs_are_told_from_arrays():
+def test_is_spec():
     assert is_spec(EXPERTS)
     assert not is_spec(jnp.ones(1))
 
