@@ -61,7 +61,7 @@ def numpy_adamw(num_steps, *, lr, b1, b2, eps, decay, lr_times_decay):
     return out
 
 
-def test_adamw_as_the_paper_in_float64():
+def test_adamw_equals_the_paper_in_float64():
     optimizer = optimizers.adamw_optimizer(
         schedules.constant(0.01, warmup_steps=4), b1=0.8, b2=0.95, eps=1e-6, weight_decay=0.1
     )
@@ -131,13 +131,13 @@ def test_decoupled_decay_does_not_change_with_the_learning_rate():
         ),
     ],
 )
-def test_as_optax(ours, theirs):
+def test_optimizers_equal_those_of_optax(ours, theirs):
     params = {name: PARAMS["layer"][name] for name in ("scale", "experts")} | PARAMS["emb"]
     assert_close(run_optimizer(ours, params), run_optimizer(theirs, params))
 
 
 @pytest.mark.parametrize("consistent_rms", [None, 0.2])
-def test_muon_as_optax_on_plain_matrices(consistent_rms):
+def test_muon_equals_that_of_optax_on_plain_matrices(consistent_rms):
     shapes = {"wide": (4, 9), "tall": (8, 3), "square": (5, 5), "scale": (6,)}
     specs = {
         name: ParameterSpec(
@@ -178,7 +178,7 @@ def test_muon_makes_each_stacked_matrix_orthogonal():
     assert singular.max() < 1.3
 
 
-def test_muon_leaves_embeddings_vectors_and_named_weights_to_adam():
+def test_adam_updates_embeddings_vectors_and_named_weights_of_muon():
     optimizer = optimizers.muon_optimizer(1.0, param_specs=SPECS, adam_paths=[".*/qkv"])
     state = optimizer.init(PARAMS)
     matrices = tree.by_path(state["matrices"][0][0].mu)
@@ -187,7 +187,7 @@ def test_muon_leaves_embeddings_vectors_and_named_weights_to_adam():
     assert set(others) == {"emb/weight", "layer/scale", "layer/qkv", "layer/bias"}
 
 
-def test_muon_needs_specs():
+def test_muon_requires_specs():
     with pytest.raises(ValueError, match="param_specs is None"):
         optimizers.muon_optimizer(1.0)
 
@@ -252,6 +252,6 @@ def test_decay_follows_the_specs(name):
         (lambda: optimizers.adafactor_optimizer(0.1, mu_dtype="bfloat16"), "without b1; set b1"),
     ],
 )
-def test_settings_that_would_do_nothing_are_refused(make, message):
+def test_settings_without_effect_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -44,7 +44,7 @@ def all_steps(schedule, num_steps):
 
 
 @pytest.mark.parametrize("iters", FLAME_ITERS)
-def test_flame_recipe_is_megatrons(iters):
+def test_flame_recipe_equals_that_of_megatron(iters):
     schedule = schedules.wsd(
         3e-4,
         max_step=iters,
@@ -73,7 +73,7 @@ def test_flame_recipe_is_megatrons(iters):
 
 
 @pytest.mark.parametrize("decay", ["linear", "cosine", "exponential", "minus_sqrt"])
-def test_wsd_decays_as_megatron(decay):
+def test_wsd_decays_like_megatron(decay):
     schedule = schedules.wsd(
         2.0, max_step=100, warmup_steps=10, decay_steps=30, end_lr=0.5, decay=decay
     )
@@ -96,7 +96,7 @@ def test_wsd_decays_as_megatron(decay):
 @pytest.mark.parametrize(
     ("schedule", "style"), [(schedules.linear, "linear"), (schedules.cosine, "cosine")]
 )
-def test_decay_after_warmup_as_megatron(schedule, style):
+def test_decay_after_warmup_equals_that_of_megatron(schedule, style):
     got = all_steps(schedule(2.0, max_step=100, warmup_steps=10, end_lr=0.5), 120)
     expected = [
         megatron_lr(step, style=style, max_lr=2.0, min_lr=0.5, warmup=10, decay=100)
@@ -105,7 +105,7 @@ def test_decay_after_warmup_as_megatron(schedule, style):
     np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
-def test_inverse_sqrt_as_megatron():
+def test_inverse_sqrt_equals_that_of_megatron():
     got = all_steps(schedules.inverse_sqrt(2.0, warmup_steps=10, end_lr=0.5), 1000)
     expected = [
         megatron_lr(
@@ -116,7 +116,7 @@ def test_inverse_sqrt_as_megatron():
     np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
-def test_cosine_as_optax():
+def test_cosine_equals_that_of_optax():
     ours = schedules.for_optax(schedules.cosine(2.0, max_step=100, warmup_steps=10, end_lr=0.2))
     theirs = optax.warmup_cosine_decay_schedule(0.0, 2.0, 10, 100, 0.2)
     counts = jnp.arange(110)  # Optax counts updates from 0: its count 1 is our step 1.
@@ -133,11 +133,11 @@ def test_cosine_as_optax():
         schedules.wsd(3.0, max_step=10, warmup_steps=4, decay_steps=2),
     ],
 )
-def test_warmup_begins_at_one_part_and_ends_at_the_peak(schedule):
+def test_warmup_starts_at_one_part_and_ends_at_the_peak(schedule):
     assert [float(schedule(step)) for step in range(1, 5)] == [0.75, 1.5, 2.25, 3.0]
 
 
-def test_no_warmup_begins_at_the_peak():
+def test_schedule_without_warmup_starts_at_the_peak():
     assert float(schedules.wsd(3.0, max_step=10, decay_steps=2)(1)) == 3.0
     assert float(schedules.constant(3.0)(1)) == 3.0
 

@@ -37,7 +37,7 @@ def test_every_array_has_a_spec_of_its_shape(name, specs):
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lion", "muon", "optax.adamw"])
-def test_moments_lie_like_their_parameters(name):
+def test_moments_are_sharded_like_their_parameters(name):
     learner = make_learner(OPTIMIZERS[name], SCAN_SPECS, ema=ema_config(0.9))
     axes = tree.by_path(jax.tree.map(lambda s: s.axes, SCAN_SPECS, is_leaf=is_spec), is_axes)
     found = 0

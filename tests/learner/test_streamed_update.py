@@ -1,4 +1,4 @@
-"""An offloaded update goes through parameters in turns."""
+"""Streamed updates of a state in host memory."""
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,8 @@ from moelib.planning.compiled.compile_step import no_compilation_cache
 from moelib.planning.hardware.topologies import topology
 
 
-def test_an_update_of_any_operations_is_the_same():
-    """Numbers shared by all parameters, scans, results that nobody reads, a moment of no shape."""
+def test_streamed_update_equals_the_update():
+    """Scalars shared by all parameters, scans, unused results, a moment without dimensions."""
 
     def update(params, gradients, state):
         total, doubled = jax.lax.scan(lambda c, x: (c + x, 2 * x), 0.0, jnp.arange(3.0))
@@ -33,7 +33,7 @@ def test_an_update_of_any_operations_is_the_same():
     assert kinds == {"pinned_host"}
 
 
-def test_results_that_share_a_need_are_one_group():
+def test_results_that_share_required_arrays_are_one_group():
     assert _groups([0b001, 0b010, 0, 0b011, 0b100, 0b100]) == [(0b011, [0, 1, 3]), (0b100, [4, 5])]
 
 
@@ -50,7 +50,7 @@ def test_a_metric_computed_from_moments_is_refused():
 
 
 @pytest.mark.slow
-def test_on_a_tpu_moments_come_one_parameter_after_another():
+def test_on_a_tpu_moments_are_copied_one_parameter_at_a_time():
     pytest.importorskip("libtpu")
     place = NamedSharding(Mesh(topology("v6e:2x2x1").devices[:1], "x"), PartitionSpec())
     host = place.with_memory_kind("pinned_host")

@@ -24,7 +24,7 @@ def test_global_norm_of_low_precision_is_summed_in_float32():
     assert float(norm) == 100.0
 
 
-def test_clipping_as_optax():
+def test_clipping_equals_that_of_optax():
     grads = arrays(SPECS)
     for max_norm in (0.5, 1e3):
         ours, _ = apply(transforms.clip_by_global_norm(max_norm), grads)
@@ -37,7 +37,7 @@ def test_clipping_of_no_gradients_gives_zeros():
     np.testing.assert_array_equal(out["a"], np.zeros(3))
 
 
-def test_learning_rate_begins_at_step_one_and_is_kept():
+def test_learning_rate_starts_at_step_one_and_is_in_the_state():
     transform = transforms.scale_by_learning_rate(schedules.constant(8.0, warmup_steps=4))
     state = transform.init({})
     rates = []
@@ -55,7 +55,7 @@ def decayed(**arguments):
     return {path: float(x.ravel()[0]) for path, x in tree.by_path(out).items()}
 
 
-def test_decay_takes_the_scale_of_the_spec():
+def test_decay_uses_the_scale_of_the_spec():
     out = decayed(param_specs=SPECS)
     assert out["layer/experts"] == 0.5
     assert out["layer/scale"] == 0.0
@@ -72,7 +72,7 @@ def test_decay_rules_without_specs():
     assert (out["emb/weight"], out["layer/scale"]) == (0.0, 0.5)
 
 
-def test_decay_of_matrices_only_is_told_from_the_spec():
+def test_decay_of_matrices_only_depends_on_the_spec():
     stacked = {"scale": SPECS["layer"]["scale"].stacked(3), "qkv": SPECS["layer"]["qkv"].stacked(3)}
     stacked["scale"] = type(stacked["scale"])((3, 6), ("layers", "norm"), weight_decay_scale=1.0)
     params = {"scale": jnp.ones((3, 6)), "qkv": jnp.ones((3, 6, 3, 2, 4))}
@@ -94,7 +94,7 @@ def test_scale_by_path():
     np.testing.assert_array_equal(out["layer"]["qkv"], 4 * updates["layer"]["qkv"])
 
 
-def test_split_shows_each_only_its_own():
+def test_split_gives_each_transformation_only_its_own_parameters():
     transform = transforms.split(
         {"fast": optax.sgd(1.0), "slow": optax.adam(0.1), "none": optax.adam(1.0)},
         {"a": "fast", "b/c": "slow"},

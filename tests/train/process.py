@@ -14,7 +14,7 @@ from tests.tiny import trainer_config
 
 
 class HostInput(SyntheticInput):
-    """Its places are those of one host, as of an input that streams."""
+    """An input with positions of one host each, like a streaming input."""
 
     def iterator(self, host_index=0, num_hosts=1):
         return _HostIterator(self, host_index, num_hosts)

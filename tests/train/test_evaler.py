@@ -61,7 +61,7 @@ def test_input_without_a_token_to_predict_is_refused(trainer):
         evaluate(trainer, cfg)
 
 
-def test_training_shows_the_average_to_evalers(tmp_path):
+def test_average_of_the_parameters_is_evaluated(tmp_path):
     cfg = tiny.trainer_config(tmp_path, max_step=3, save_every=3)
     cfg.learner.ema.decay = 0.9
     trainer = cfg.instantiate(parent=None)
@@ -80,7 +80,7 @@ def test_best_metric_that_no_evaluation_has_is_refused(tmp_path):
         cfg.instantiate(parent=None).run()
 
 
-def test_best_checkpoint_stays(tmp_path):
+def test_best_checkpoint_is_kept(tmp_path):
     cfg = tiny.trainer_config(tmp_path, max_step=4, save_every=1)
     cfg.checkpointer.set(best_metric="val/loss", best_mode="max", keep_best_n=1, keep_last_n=1)
     cfg.instantiate(parent=None).run()

@@ -1,4 +1,4 @@
-"""The place in the data of several processes: saved together, each restored its own."""
+"""Positions of several processes in the data: saved together, restored separately."""
 
 import json
 
@@ -28,7 +28,7 @@ def gather(monkeypatch, states):
     return gather_input_state(states[0][1], HostRows(states[0][0], num_hosts))
 
 
-def test_each_share_gets_its_own(monkeypatch):
+def test_each_share_restores_its_own_position(monkeypatch):
     states = [{"step": 3, "buffer": "a" * n} for n in (5, 0)]
     saved = gather(monkeypatch, [(1, states[1]), (0, states[0]), (1, states[1])])
     assert saved == {"hosts": states}
@@ -38,7 +38,7 @@ def test_each_share_gets_its_own(monkeypatch):
 
 
 @pytest.mark.parametrize("state", [None, {"step": 3, "input": {"seed": 0}}])
-def test_same_everywhere_is_saved_once_and_fits_any_number(monkeypatch, state):
+def test_equal_positions_are_saved_once_for_any_number_of_hosts(monkeypatch, state):
     saved = gather(monkeypatch, [(0, state), (1, state)])
     assert saved == state
     assert input_state_of(saved, HostRows(2, 3)) == state

@@ -84,7 +84,7 @@ def test_changed_input_is_refused_on_resuming(tmp_path):
         cfg.instantiate(parent=None).run()
 
 
-def test_stop_comes_before_an_evaluation_that_is_made_up_for_later(tmp_path, monkeypatch):
+def test_stop_precedes_an_evaluation_which_the_resumed_run_makes_up_for(tmp_path, monkeypatch):
     unbroken = tmp_path / "unbroken"
     tiny.trainer_config(unbroken).instantiate(parent=None).run()
     directory = tmp_path / "stopped"
@@ -137,7 +137,7 @@ def evaluations(directory):
     return [(value["step"], value["val/loss"]) for value in values if "val/loss" in value]
 
 
-def test_stop_during_an_evaluation_keeps_what_it_found(tmp_path, monkeypatch):
+def test_stop_during_an_evaluation_keeps_its_metrics(tmp_path, monkeypatch):
     cfg = tiny.trainer_config(tmp_path)
     cfg.checkpointer.save_policy.n = 100
     trainer = cfg.instantiate(parent=None)

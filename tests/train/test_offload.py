@@ -1,4 +1,4 @@
-"""The learner's state waits in the host's memory, and a run's numbers stay what they are."""
+"""The learner's state in host memory changes no number of a run."""
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,7 @@ def with_everything(directory, **mesh):
     ],
     ids=str,
 )
-def test_a_run_is_the_same(tmp_path, mesh):
+def test_offloaded_run_equals_the_run(tmp_path, mesh):
     runs = []
     for value in (False, True):
         directory = tmp_path / str(value)
@@ -70,14 +70,14 @@ def test_a_run_is_the_same(tmp_path, mesh):
     assert out["evaler_summaries"].keys() == other_out["evaler_summaries"].keys()
 
 
-def test_one_device_will_do(tmp_path):
+def test_state_of_one_device_is_offloaded(tmp_path):
     cfg = offloaded(tiny.trainer_config(tmp_path, max_step=2, evaler=False))
     trainer = cfg.instantiate(parent=None, devices=jax.devices()[:1])
     trainer.run()
     assert "pinned_host" in kinds(trainer.trainer_state).values()
 
 
-def test_what_has_dimensions_waits_on_the_host_and_the_rest_does_not(tmp_path):
+def test_arrays_with_dimensions_are_in_host_memory_and_scalars_are_not(tmp_path):
     trainer = offloaded(with_everything(tmp_path, fsdp=8)).instantiate(parent=None)
     trainer.init()
     first = kinds(trainer.trainer_state)
@@ -109,7 +109,7 @@ def test_the_state_is_donated(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [False, True])
-def test_a_run_goes_on_with_the_other_setting(tmp_path, first):
+def test_run_resumes_with_the_other_setting(tmp_path, first):
     unbroken = with_everything(tmp_path / "a", fsdp=8).instantiate(parent=None)
     unbroken.run()
     offloaded(with_everything(tmp_path / "b", fsdp=8), first).set(max_step=4).instantiate(
@@ -124,7 +124,7 @@ def test_a_run_goes_on_with_the_other_setting(tmp_path, first):
 
 
 @pytest.mark.slow
-def test_factored_moments_wait_too(tmp_path):
+def test_factored_moments_are_offloaded_too(tmp_path):
     cfg = offloaded(tiny.trainer_config(tmp_path, max_step=2, evaler=False))
     cfg.learner.optimizer = config_for_function(adafactor_optimizer).set(learning_rate=0.02)
     trainer = cfg.instantiate(parent=None)
@@ -132,7 +132,7 @@ def test_factored_moments_wait_too(tmp_path):
     assert "pinned_host" in kinds(trainer.trainer_state.learner).values()
 
 
-def test_devices_without_such_a_memory_are_refused_by_the_name_of_the_field(tmp_path, monkeypatch):
+def test_devices_without_host_memory_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(offload, "MEMORY_KIND", "drum")
     trainer = offloaded(tiny.trainer_config(tmp_path)).instantiate(parent=None)
     with pytest.raises(ValueError, match=r"learner.offload_state is True.* 'cpu' have no .*'drum'"):
@@ -140,7 +140,7 @@ def test_devices_without_such_a_memory_are_refused_by_the_name_of_the_field(tmp_
 
 
 @pytest.mark.slow
-def test_on_a_tpu_the_state_is_an_argument_of_the_host(tmp_path):
+def test_on_a_tpu_the_state_is_an_argument_in_host_memory(tmp_path):
     pytest.importorskip("libtpu")
     devices = topology("v6e:2x2x1").devices
     analyses = []
@@ -171,7 +171,7 @@ def pulled_together(limit):
 
 
 @pytest.mark.slow
-def test_moments_that_one_result_needs_together_come_together(tmp_path):
+def test_moments_that_one_result_requires_are_copied_together(tmp_path):
     runs = []
     for value in (False, True):
         cfg = offloaded(tiny.trainer_config(tmp_path / str(value), evaler=False), value)

@@ -1,4 +1,4 @@
-"""The profiler window: which steps are traced, and where traces go."""
+"""Traces of the profiler: their steps and their folder."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def test_window_of_steps(tmp_path, monkeypatch):
     assert calls == [str(tmp_path / "profile"), "stop"] * 2
 
 
-def test_settings_that_cannot_be_are_refused(tmp_path):
+def test_invalid_settings_are_refused(tmp_path):
     with pytest.raises(ValueError, match="steps and their number start at 1"):
         ProfilerWindow(str(tmp_path), [0])
     with pytest.raises(ValueError, match=r"from 4 and from 5 overlap; leave 3"):

@@ -26,7 +26,7 @@ def cfg(tmp_path):
     return tiny.trainer_config(tmp_path)
 
 
-def test_a_config_that_can_be_is_left_as_it_is(cfg):
+def test_valid_config_is_unchanged(cfg):
     cfg.checkpointer.best_metric = "val/loss"
     cfg.input.vocab_size = None
     before = cfg.debug_string()
@@ -57,7 +57,7 @@ def test_remote_folder_is_refused(cfg, place):
         check_config(cfg)
 
 
-def test_metric_of_no_evaler_is_refused(cfg):
+def test_metric_of_an_unknown_evaler_is_refused(cfg):
     cfg.checkpointer.best_metric = "vla/loss"
     wanted = r"best_metric is 'vla/loss', but there is no evaler 'vla'; did you mean 'val'\?"
     with pytest.raises(ValueError, match=wanted):
@@ -126,8 +126,8 @@ def test_micro_batches_that_the_mesh_does_not_divide_are_refused(cfg):
     [
         (8, 1, MESH, True),
         (16, 2, MESH, True),
-        (24, 2, MESH, False),  # 12 rows over 8 parts.
-        (8, 2, MESH | {"fsdp": 1, "seq": 2, "model": 2}, True),  # These do not split rows.
+        (24, 2, MESH, False),  # 12 sequences over 8 parts.
+        (8, 2, MESH | {"fsdp": 1, "seq": 2, "model": 2}, True),  # These do not split the batch.
         (8, 4, MESH | {"fsdp": 1, "expert": 2}, False),
         (3, 3, {}, True),
     ],

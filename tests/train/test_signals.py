@@ -1,4 +1,4 @@
-"""Requests to stop: caught once, and handlers put back."""
+"""Requests to stop by signals, and the handlers restored after them."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from moelib.train.signals import StopRequest
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_signal_is_a_request(name):
+def test_first_signal_is_a_request(name):
     before = signal.getsignal(signal.Signals[name])
     with StopRequest() as stop:
         assert not stop.asked(1)

@@ -25,7 +25,7 @@ def test_specs_are_those_of_the_state(tmp_path):
     assert specs == jax.tree.map(lambda x: (x.shape, str(x.dtype)), trainer.trainer_state)
 
 
-def test_optimizer_state_lies_where_its_parameter_does(tmp_path):
+def test_optimizer_state_is_sharded_like_its_parameter(tmp_path):
     cfg = tiny.trainer_config(tmp_path, mesh_shape=mesh_shape_from_axes(fsdp=4, model=2))
     trainer = cfg.instantiate(parent=None)
     trainer.init()

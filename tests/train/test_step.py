@@ -49,11 +49,11 @@ def start_of(trainer):
 @pytest.fixture(scope="module")
 def batch():
     batch = dict(tiny.input_config().instantiate().batch(0))
-    batch["target_labels"][:3, 5:] = -1  # Rows of different weight.
+    batch["target_labels"][:3, 5:] = -1  # Sequences of different weight.
     return {name: jnp.asarray(value) for name, value in batch.items()}
 
 
-def test_gradient_is_that_of_loss_and_aux_losses(batch):
+def test_update_is_the_gradient_of_loss_and_auxiliary_losses(batch):
     trainer, step = build(aux_weight=0.5)
     before = start_of(trainer)
 
@@ -94,7 +94,7 @@ def test_every_mesh_gives_the_same_step(batch, axes):
     assert got == pytest.approx(want, rel=1e-5, abs=1e-6)
 
 
-def test_micro_batches_give_the_step_of_the_whole(batch):
+def test_micro_batches_give_the_step_of_the_whole_batch(batch):
     whole_trainer, whole = build(aux_weight=0.0)
     _, parts = build(num_microbatches=4, aux_weight=0.0)
     start = start_of(whole_trainer)
@@ -119,7 +119,7 @@ def test_step_is_deterministic_and_its_key_changes(batch):
     assert metrics.unpack(later[1])["loss"] != metrics.unpack(one[1])["loss"]
 
 
-def test_parameters_are_cast_but_for_what_is_not_trained(batch):
+def test_only_trained_parameters_are_cast(batch):
     trainer, step = build(train_dtype="bfloat16")
     start = start_of(trainer)
     # 1000.5 and 1001 are the same in bfloat16.
@@ -130,7 +130,7 @@ def test_parameters_are_cast_but_for_what_is_not_trained(batch):
 
 
 @pytest.mark.parametrize("skipping", [False, True])
-def test_nan_poisons_unless_the_step_is_skipped(batch, skipping):
+def test_nan_is_reported_unless_the_step_is_skipped(batch, skipping):
     skip = config_for_function(skip_bad_steps) if skipping else None
     trainer, step = build(skip=skip, nan_at=1)
     start = start_of(trainer)
@@ -166,7 +166,7 @@ def test_evaluation_adds_up(batch):
         assert totals[name] == pytest.approx(sum(part[name] for part in parts), rel=1e-6)
 
 
-def test_update_of_a_trained_parameter_is_refused(batch):
+def test_state_update_of_a_trained_parameter_is_refused(batch):
     class Wrong(tiny.TinyModel):
         def forward(self, batch):
             self.add_state_update("table", self.parameters["table"])
@@ -259,7 +259,7 @@ def test_stacked_layers_without_a_scan_are_cast_too():
 
 
 def with_aux_losses(num_microbatches, labels_of_odd_rows):
-    """Returns the state and metrics after a step of eight rows, some with few labels."""
+    """Returns the state and metrics after a step of eight sequences, some with few labels."""
     trainer, _, before, _ = scanned(None)
     cfg = trainer.model.config.clone()
     cfg.decoder.block[0].feed_forward.set(
@@ -288,7 +288,7 @@ def with_aux_losses(num_microbatches, labels_of_odd_rows):
 def test_micro_batches_with_few_labels_have_the_auxiliary_losses_of_their_tokens(
     num_microbatches, labels_of_odd_rows
 ):
-    # Rows are dealt out, so that all odd rows are one of two micro-batches.
+    # Sequences are dealt out: all odd ones are one of two micro-batches.
     whole, metrics_of_whole = with_aux_losses(1, labels_of_odd_rows)
     parts, metrics_of_parts = with_aux_losses(num_microbatches, labels_of_odd_rows)
     jax.tree.map(

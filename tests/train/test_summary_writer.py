@@ -1,4 +1,4 @@
-"""Summaries: JSON lines and event files, and that a resumed run goes on in them."""
+"""Metrics in JSON lines and event files, also of resumed runs and on full disks."""
 
 import contextlib
 import errno
@@ -77,7 +77,7 @@ def test_tags_of_a_run_are_grouped(tmp_path):
     assert groups == {"config", "loss", "model", "optimizer", "speed", "time", "tokens"}
 
 
-def test_resumed_run_overwrites_later_steps_and_torn_lines(tmp_path):
+def test_resumed_run_drops_later_steps_and_incomplete_lines(tmp_path):
     writer = make(tmp_path, formats=("json_lines",))
     for step in (1, 2, 3):
         writer.write(step, {"loss": step})
@@ -90,7 +90,7 @@ def test_resumed_run_overwrites_later_steps_and_torn_lines(tmp_path):
     assert [(line["step"], line["loss"]) for line in lines(tmp_path)] == [(1, 1), (2, 2), (3, 30.0)]
 
 
-def test_full_disk_is_said_once_and_training_goes_on(tmp_path, caplog, monkeypatch):
+def test_full_disk_is_logged_once_and_writing_resumes(tmp_path, caplog, monkeypatch):
     writer = make(tmp_path)
 
     def full(*args):
@@ -108,7 +108,7 @@ def test_full_disk_is_said_once_and_training_goes_on(tmp_path, caplog, monkeypat
     assert [line["step"] for line in lines(tmp_path)] == [3]
 
 
-def test_full_disk_at_closing_is_said_and_no_more(tmp_path, caplog):
+def test_full_disk_at_closing_is_logged(tmp_path, caplog):
     writer = make(tmp_path, formats=("json_lines",)).config.clone(jsonl_path="/dev/full")
     writer = writer.instantiate(parent=None)
     writer.write(1, {"loss": 1.0})
@@ -118,7 +118,7 @@ def test_full_disk_at_closing_is_said_and_no_more(tmp_path, caplog):
     writer.close()
 
 
-def test_event_files_on_a_full_disk_are_closed_all_the_same(tmp_path, caplog):
+def test_event_files_on_a_full_disk_are_closed(tmp_path, caplog):
     writer = make(tmp_path, formats=("tensorboard",))
     with open("/dev/full", "wb") as full:
         for group in ("train", "val"):
@@ -132,7 +132,7 @@ def test_event_files_on_a_full_disk_are_closed_all_the_same(tmp_path, caplog):
     assert caplog.text.count("THE LAST METRICS may not be on disk: [Errno 28]") == 2
 
 
-def test_event_file_that_cannot_be_begun_leaves_nothing(tmp_path, monkeypatch):
+def test_event_file_without_a_header_is_removed(tmp_path, monkeypatch):
     def full(self, **fields):
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -1,4 +1,4 @@
-"""Throughput: rates, and the split of the time."""
+"""Throughput: rates, and the time spent on each kind of work."""
 
 import time
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ def test_rates(clock):
     assert throughput.overall()["tokens_per_second"] == 4 * 900 / 8
 
 
-def test_what_is_not_known_is_left_out(clock):
+def test_unknown_rates_are_missing(clock):
     del clock
     cpu = [SimpleNamespace(device_kind="cpu", process_index=0, memory_stats=lambda: None)]
     report = Throughput(None, cpu).report()
@@ -47,7 +47,7 @@ def test_what_is_not_known_is_left_out(clock):
     assert "mfu" not in Throughput(1.0, cpu).report()
 
 
-def test_time_inside_a_part_is_its_own(clock):
+def test_time_is_counted_for_its_part(clock):
     throughput = Throughput(None, devices())
     with throughput.spent_on("evaluation"):
         clock.now += 3
