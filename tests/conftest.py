@@ -4,8 +4,10 @@ Environment variables are set before JAX is imported, and subprocesses inherit t
 Tests marked `gpu` run with `JAX_PLATFORMS=cuda,cpu pytest -m gpu`.
 """
 
+import fnmatch
 import os
 import pathlib
+import threading
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
@@ -50,12 +52,56 @@ _STANDARD_PROMOTION = (
 )
 
 
+# Files of `make test-fast`, which skips those of their tests that compile a program.
+_FAST = (
+    "test_*.py",
+    "checkpoint/*.py",
+    "cli/test_config.py",
+    "cli/test_verify.py",
+    "core/*.py",
+    "data/test_[!t]*.py",
+    "experiments/test_named_configs.py",
+    "parallel/*.py",
+    "planning/h*/*.py",
+    "planning/report/*.py",
+    "train/test_settings.py",
+    "verify/test_meshes.py",
+    "verify/test_report.py",
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds --fast."""
+    parser.addoption("--fast", action="store_true", help="run quick tests that compile no program")
+
+
+def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
+    """Ignores files that --fast does not run."""
+    if not config.getoption("--fast") or collection_path.suffix != ".py":
+        return None
+    path = collection_path.relative_to(_TESTS).as_posix()
+    return None if any(fnmatch.fnmatchcase(path, pattern) for pattern in _FAST) else True
+
+
+def _skip_compilation(event: str, **unused: object) -> None:
+    del unused
+    in_test = threading.current_thread() is threading.main_thread()
+    if in_test and event == "/jax/compilation_cache/compile_requests_use_cache":
+        pytest.skip("compiles a program")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Enables JAX's checks, and the type checker for later imports."""
     del config
     jax.config.update("jax_numpy_rank_promotion", "raise")
     checker = f"{runtime_types.__name__}.checked"
     jaxtyping.install_import_hook(list(_CHECKED_PACKAGES), checker)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Skips tests that compile a program, from here on, with --fast."""
+    if session.config.getoption("--fast"):
+        jax.monitoring.register_event_listener(_skip_compilation)
 
 
 @pytest.hookimpl(tryfirst=True)

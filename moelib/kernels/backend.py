@@ -1,4 +1,4 @@
-"""How a kernel's backend is chosen and run.
+"""Choice and execution of a kernel's backend.
 
 The first of these that names a backend for the kernel decides:
 

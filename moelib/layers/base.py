@@ -254,8 +254,9 @@ class BaseLayer(Module):
         layers = self._layers()
         own = {name: value for name, value in state.items() if name not in layers}
         state = {**state, **self._end_step(own)}
-        for name in layers.keys() & state.keys():
-            state[name] = self._per_copy(name, layers[name].end_step_recursively)(state[name])
+        for name, layer in layers.items():
+            if name in state:
+                state[name] = self._per_copy(name, layer.end_step_recursively)(state[name])
         return state
 
     @nowrap
@@ -300,7 +301,7 @@ class BaseLayer(Module):
         return {
             name: dataclasses.replace(
                 spec,
-                dtype=dtype if spec.dtype == "" else spec.dtype,
+                dtype=spec.dtype or dtype,
                 initializer=spec.initializer or self._initializer(),
             )
             for name, spec in specs.items()

@@ -22,7 +22,7 @@ from moelib.layers.moe.balance import (
     balance_pool,
 )
 from moelib.models.causal_lm import CausalLM
-from moelib.models.huggingface.families import NoFamilyError
+from moelib.models.huggingface.families import NoFamilyError, settings_of
 from moelib.parallel.mesh import HybridMeshShape
 from moelib.train.pretrained import save_pretrained, state_from_hugging_face
 from moelib.verify import batches
@@ -204,12 +204,15 @@ class _SingleDeviceChecks:
         cfg, probe = self._cfg.model, self._reference.probe
         if not isinstance(cfg, CausalLM.Config):
             raise CheckSkippedError("not a CausalLM")
+        try:
+            family, _ = settings_of(cfg)
+        except NoFamilyError as error:
+            raise CheckSkippedError(str(error).partition(";")[0]) from None
+        if family.zeros(cfg):
+            raise CheckSkippedError(f"{family.architecture} has parameters that the model lacks")
         want = self._reference.start
         with tempfile.TemporaryDirectory() as folder:
-            try:
-                save_pretrained(folder, cfg, jax.device_put(want.model, probe.shardings.model))
-            except NoFamilyError as error:
-                raise CheckSkippedError(str(error).partition(";")[0]) from None
+            save_pretrained(folder, cfg, jax.device_put(want.model, probe.shardings.model))
             empty = want._replace(model=jax.tree.map(np.zeros_like, want.model))
             empty = jax.device_put(empty, probe.shardings)
             got = state_from_hugging_face(folder, probe.trainer.model)(empty)

@@ -10,6 +10,7 @@ import shutil
 import string
 
 import jax
+import jax.numpy as jnp
 import pytest
 import tokenizers
 
@@ -41,6 +42,7 @@ def run(tmp_path_factory):
     prepare(source, tokenizer, str(folder / "store"))
     cfg = tiny.trainer_config(folder / "run", max_step=3, save_every=1, evaler=False)
     cfg.checkpointer.keep_last_n = 3
+    cfg.train_dtype = jnp.bfloat16
     cfg.model = tiny.dense_model(folders.PADDED_VOCAB_SIZE, dim=8)
     cfg.input = LMInput.default_config().set(
         source=TokenStore.default_config().set(path=str(folder / "store")),
@@ -85,6 +87,7 @@ def test_checkpoints_give_what_the_evaler_gave_in_training(run, model, tmp_path,
     }
     assert len(expected) == 2 * 2 * 2
     assert values(results) == expected
+    assert model.dtype == "bfloat16"
     content = json.loads((tmp_path / "out/results.json").read_text())
     assert content["results"] == [result._asdict() for result in results]
     assert (tmp_path / "out/results.png").read_bytes().startswith(b"\x89PNG")

@@ -1,5 +1,6 @@
 """Building a layer and calling it, in one line each."""
 
+import functools
 import inspect
 from typing import Any
 
@@ -10,7 +11,7 @@ from moelib.core.config import InstantiableConfig
 from moelib.core.context import OutputCollection
 from moelib.core.module import functional
 
-# LLVM takes most of the time that compiled tests take; unoptimized code is as right.
+# LLVM takes most of the time that compiled tests take; unoptimized code is as correct.
 QUICK = {"xla_backend_optimization_level": 0}
 
 
@@ -20,9 +21,13 @@ def build(cfg: InstantiableConfig, **fields: Any) -> Any:
 
 
 def initial(layer: Any, seed: int = 0) -> Any:
-    """Returns initial parameters, made under jit."""
-    init = layer.initialize_parameters_recursively
-    return jax.jit(init)(jax.random.key(seed))
+    """Returns initial parameters, computed by one compiled program."""
+    return _initialized(layer, jax.random.key(seed))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _initialized(layer: Any, key: jax.Array) -> Any:
+    return layer.initialize_parameters_recursively(key)
 
 
 def call_and_collect(
@@ -33,21 +38,28 @@ def call_and_collect(
     is_training: bool = True,
     **kw: Any,
 ) -> tuple[Any, OutputCollection]:
-    """Returns (what a method returns, what the layer puts out), by one compiled program.
+    """Returns (output of a method, OutputCollection), computed by one compiled program.
 
-    Operations alone are programs too: twenty of them take longer to compile than one of twenty.
+    Single operations are programs too: twenty of them take longer to compile than one of twenty.
     """
     names = inspect.signature(getattr(layer, method)).parameters
     inputs = {**dict(zip(names, args, strict=False)), **kw}
     arrays = {name: value for name, value in inputs.items() if _is_arrays(value)}
-    others = {name: value for name, value in inputs.items() if name not in arrays}
+    others = tuple((name, value) for name, value in inputs.items() if name not in arrays)
+    return _called(layer, method, is_training, others, params, arrays)
 
-    def run(params: Any, arrays: dict[str, Any]) -> tuple[Any, OutputCollection]:
-        key = jax.random.key(1)
-        inputs = {**arrays, **others}
-        return functional(layer, key, params, inputs, is_training=is_training, method=method)
 
-    return jax.jit(run)(params, arrays)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))  # A layer is traced once per shape.
+def _called(
+    layer: Any,
+    method: str,
+    is_training: bool,
+    others: tuple[tuple[str, Any], ...],
+    params: Any,
+    arrays: dict[str, Any],
+) -> tuple[Any, OutputCollection]:
+    inputs, key = {**arrays, **dict(others)}, jax.random.key(1)
+    return functional(layer, key, params, inputs, is_training=is_training, method=method)
 
 
 def _is_arrays(value: Any) -> bool:
@@ -55,7 +67,7 @@ def _is_arrays(value: Any) -> bool:
 
 
 def call(layer: Any, params: Any, *args: Any, **kw: Any) -> Any:
-    """Returns what a method returns."""
+    """Returns the output of a method."""
     return call_and_collect(layer, params, *args, **kw)[0]
 
 

@@ -41,6 +41,6 @@ def test_it_is_its_formula(activation):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_the_function_is_the_same_object_each_time():  # Else every call is compiled anew.
+def test_the_function_is_the_same_object_each_time():  # Another object would be compiled again.
     for activation in Activation:
         assert activation.function is activation.function

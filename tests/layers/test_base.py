@@ -1,4 +1,4 @@
-"""BaseLayer: parameters, their keys, dtypes and initializers; what happens after a step."""
+"""BaseLayer: parameters, their keys, dtypes and initializers; the end of a step."""
 
 import functools
 
@@ -22,8 +22,6 @@ class Scale(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Config of `Scale`."""
-
         dim: Required[int] = REQUIRED
 
     def _create_layer_parameter_specs(self):
@@ -53,8 +51,6 @@ class Pair(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Config of `Pair`."""
-
         first: BaseLayer.Config = Scale.default_config()
         second: BaseLayer.Config = Scale.default_config()
         swapped: bool = False

@@ -1,4 +1,4 @@
-"""Embedding: lookups, ids outside of the table, and the tied head."""
+"""Embedding: lookups, ids outside the table, and the tied head."""
 
 import jax
 import jax.numpy as jnp

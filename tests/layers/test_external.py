@@ -1,4 +1,4 @@
-"""Layers made of functions from elsewhere: Flax linen, Flax NNX, Equinox, and plain ones."""
+"""Layers of Flax linen, Flax NNX, Equinox, and plain functions."""
 
 import equinox as eqx
 import jax
@@ -58,14 +58,14 @@ class Gated(linen.Module):
 
 
 def gated(input_dim, hidden_dim):
-    """Returns how its parameters are made, and how it is applied."""
+    """Returns the two functions of a gated feed-forward layer."""
     module = Gated(hidden_dim)
 
     def init(key):
         return module.init(key, jnp.zeros((1, 1, input_dim)))["params"]
 
     def apply(params, x, mask=None):
-        del mask  # Each token is computed by itself.
+        del mask  # Each token is computed separately.
         return module.apply({"params": params}, x)
 
     return init, apply
@@ -105,7 +105,7 @@ def equinox_mlp(input_dim, hidden_dim):
         del mask
         rest = eqx.filter_eval_shape(make, jax.random.key(0))
         module = eqx.combine(params, eqx.filter(rest, callable))
-        return jax.vmap(jax.vmap(module))(x)  # Its layers take one token.
+        return jax.vmap(jax.vmap(module))(x)  # Equinox layers take one token.
 
     return lambda key: eqx.filter(make(key), eqx.is_array), apply
 
@@ -125,9 +125,11 @@ def test_the_layer_of_the_docs_is_one_field_of_a_model():
     # --8<-- [start:use]
     layers = cfg.decoder.block[0]
     layers.feed_forward = ExternalLayer.default_config().set(
-        functions=config_for_function(gated).set(hidden_dim=32),  # input_dim comes from above.
+        functions=config_for_function(gated).set(
+            hidden_dim=32
+        ),  # input_dim is set by the layer above.
         axes=[("Dense_[01]/kernel", ("embed", "ffn")), ("Dense_2/kernel", ("ffn", "embed"))],
-        token_by_token=True,  # So that generation may keep a cache beside it.
+        token_by_token=True,  # Generation may use a KV cache.
     )
     # --8<-- [end:use]
     specs = cfg.instantiate(parent=None).create_parameter_specs_recursively()
@@ -159,7 +161,7 @@ def test_outputs_and_gradients_are_those_of_the_functions(functions):
     jax.tree.map(np.testing.assert_array_equal, got[1], tree.to_nested(want[1]))
 
 
-def test_parameters_are_counted_split_and_decayed_as_said():
+def test_parameters_are_counted_sharded_and_decayed_by_the_config():
     made = build(external(plain, axes=[("up", ("embed", "ffn")), ("down/0", ("ffn", "embed"))]))
     specs = made.create_parameter_specs_recursively()
     assert specs["up"].axes == ("embed", "ffn")
@@ -193,7 +195,7 @@ def _turn(stacked, i):
 
 
 def running_mean(input_dim, momentum=0.5):
-    """Returns a layer that centres its inputs, and drops some while it is trained."""
+    """Returns a layer that centers its inputs, and drops some while it is trained."""
 
     def init(key):
         del key
@@ -272,14 +274,14 @@ def test_texts_are_computed_whole_unless_tokens_are_said_to_stand_alone(by_token
         np.testing.assert_array_equal(np.argmax(logits[len(prompt) - 1 : -1], -1), text)
 
 
-def test_what_is_no_array_is_named():
+def test_parameters_must_be_arrays():
     with pytest.raises(TypeError) as error:
         build(external(made_by(lambda key: {"f": jnp.tanh})))
     assert "layer: init must return a tree of arrays" in "".join(error.value.__notes__)
 
 
 def no_pair(input_dim):
-    """Returns one function where two are asked for."""
+    """Returns one function instead of two."""
     return lambda key: {"w": jnp.ones(input_dim)}
 
 

@@ -22,7 +22,7 @@ SPEC = ParameterSpec(
         (initializers.normal(0.3), 0.3),
         (initializers.fan_in_normal(), 64**-0.5),
         (initializers.fan_in_normal(2.0), 2 * 64**-0.5),
-        # The variance of a normal cut at +-3: 1 - 6 phi(3) / (Phi(3) - Phi(-3)).
+        # The variance of a normal truncated at +-3: 1 - 6 phi(3) / (Phi(3) - Phi(-3)).
         (initializers.truncated_normal(0.3), 0.3 * 0.98658),
         (initializers.variance_scaling(), 64**-0.5),
         (initializers.variance_scaling(2.0, "fan_out", "uniform"), (2 / 128) ** 0.5),

@@ -1,4 +1,4 @@
-"""Rotary position embedding: complex rotation, and what follows from it."""
+"""Rotary position embedding: complex rotation, and its consequences."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +18,7 @@ POSITIONS = np.array([[0, 1, 2, 1000], [7, 3, 0, 2047]])
 
 
 def rotated(x, positions, theta, dim):
-    """Entry i and i + R/2 are one complex number, turned by position * theta^(-2i/R)."""
+    """Returns x rotated by position * theta^(-2i/R); entries i, i + R/2 are a complex number."""
     x = x.astype(np.float64)
     pairs = x[..., : dim // 2] + 1j * x[..., dim // 2 : dim]
     frequency = theta ** (-2 * np.arange(dim // 2) / dim)
@@ -31,7 +31,7 @@ def test_pairs_turn_by_position_times_frequency(theta, dim):
     layer = build(RotaryEmbedding.default_config(), theta=theta, rotary_dim=dim)
     x = normal(2, 4, 3, 8)
     got = call(layer, {}, jnp.asarray(x), jnp.asarray(POSITIONS))
-    # An angle of 2047 has 2^-13 of float32's precision left.
+    # An angle of 2047 is precise to 2^-13 in float32.
     np.testing.assert_allclose(got, rotated(x, POSITIONS, theta, dim or 8), atol=2e-3)
     near = np.minimum(POSITIONS, 9)
     got = call(layer, {}, jnp.asarray(x), jnp.asarray(near))
@@ -107,7 +107,7 @@ def test_yarn_of_factor_one_is_the_plain_embedding():
 
 
 @pytest.mark.parametrize("settings", [{"factor": 0.5}, {"beta_fast": 1.0}, {"beta_slow": 0.0}])
-def test_yarn_refuses_settings_that_mean_nothing(settings):
+def test_yarn_refuses_invalid_settings(settings):
     with pytest.raises(ValueError, match=r"layer: (factor|beta_fast)="):
         yarn(**settings)
 
@@ -190,6 +190,6 @@ def test_llama3_of_factor_one_is_the_plain_embedding():
 @pytest.mark.parametrize(
     "settings", [{"factor": 0.5}, {"original_context": 0}, {"high_freq_factor": 1.0}]
 )
-def test_llama3_refuses_settings_that_mean_nothing(settings):
+def test_llama3_refuses_invalid_settings(settings):
     with pytest.raises(ValueError, match=r"layer: (factor|original_context|high_freq_factor)="):
         llama3(**settings)

@@ -1,9 +1,12 @@
 """Kernels of a run: their backends, and the check at its start."""
 
+import dataclasses
+
 import pytest
 
 from moelib.core.errors import UserError
 from moelib.kernels.backend import traced_backends
+from moelib.launch import TrainFlags
 from moelib.layers import kernel_check
 from tests import tiny
 
@@ -30,5 +33,8 @@ def test_a_wrong_kernel_stops_the_run_unless_the_check_is_skipped(tmp_path, monk
     with pytest.raises(UserError, match="gmm by backend 'xla' is wrong"):
         cfg.instantiate(parent=None).run()
     assert not (tmp_path / "run").exists()
+    flags = TrainFlags(module="experiments.flame_moe", config="flame-moe-tiny")
+    assert not flags.load().skip_kernel_check
+    assert dataclasses.replace(flags, skip_kernel_check=True).load().skip_kernel_check
     cfg.skip_kernel_check = True
     assert cfg.instantiate(parent=None).run()["step"] == 1

@@ -9,6 +9,7 @@ from experiments import flame_moe, gpt_oss, open_models
 from moelib.core.config_paths import sub_configs
 from moelib.core.param import is_spec
 from moelib.layers.moe.dispatch_ragged import RaggedDispatcher
+from moelib.models.huggingface.families import settings_of
 from moelib.verify.shrink import runnable, shrink
 
 CONFIGS = {
@@ -29,6 +30,13 @@ def test_a_small_config_is_small_and_has_the_same_kinds_of_layers(name):
     sizes = [spec.size for spec in jax.tree.leaves(specs, is_leaf=is_spec)]
     assert sum(sizes) < 120_000
     assert {change.path for change in changes} >= {"model.dim", "model.vocab_size"}
+
+
+@pytest.mark.parametrize("name", ["flame-moe-tiny", "gpt-oss-20b", "deepseek-v3", "qwen3-30b-a3b"])
+def test_a_small_config_still_has_its_hugging_face_family(name):
+    small, _ = shrink(CONFIGS[name](), 8)
+    assert small.model.decoder.block[0].feed_forward.report_expert_counts
+    settings_of(small.model)  # Raises NoFamilyError without one.
 
 
 @pytest.mark.parametrize("name", CONFIGS)

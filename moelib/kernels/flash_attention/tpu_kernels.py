@@ -159,7 +159,7 @@ def _outputs_kernel(
         total[...] = jnp.ones_like(total)  # The sink's own share; that of EMPTY vanishes.
         acc[...] = jnp.zeros_like(acc)
 
-    def meet(masked: bool) -> None:
+    def accumulate(masked: bool) -> None:
         scores = _scores(call.spec, q, k)
         if masked:
             scores = jnp.where(_mask(call.spec, masks, heads), scores, MASKED)
@@ -170,7 +170,7 @@ def _outputs_kernel(
         total[...] = total[...] * old + jnp.sum(exp, axis=0, keepdims=True)
         acc[...] = acc[...] * old + _dot(v[...], exp.astype(v.dtype), 1, 0)
 
-    _meet(visit, masks, meet)
+    _if_seen(visit, masks, accumulate)
 
     @pl.when(is_last(visit))
     def _() -> None:
@@ -190,11 +190,11 @@ def _query_gradients_kernel(
     def _() -> None:
         acc[...] = jnp.zeros_like(acc)
 
-    def meet(masked: bool) -> None:
+    def accumulate(masked: bool) -> None:
         _, grad_scores = _score_gradients(call.spec, refs, masked)
         acc[...] += _dot(k[...], grad_scores.astype(k.dtype), 1, 0)
 
-    _meet(visit, refs[6:], meet)
+    _if_seen(visit, refs[6:], accumulate)
 
     @pl.when(is_last(visit))
     def _() -> None:
@@ -214,12 +214,12 @@ def _key_gradients_kernel(
         grad_k[...] = jnp.zeros_like(grad_k)
         grad_v[...] = jnp.zeros_like(grad_v)
 
-    def meet(masked: bool) -> None:
+    def accumulate(masked: bool) -> None:
         probs, grad_scores = _score_gradients(call.spec, refs, masked)
         grad_v[...] += _dot(_heads(grad), probs.astype(grad.dtype), 1, 1)
         grad_k[...] += _dot(_heads(q), grad_scores.astype(q.dtype), 1, 1)
 
-    _meet(visit, refs[6:], meet)
+    _if_seen(visit, refs[6:], accumulate)
 
     @pl.when(is_last(visit))
     def _() -> None:
@@ -227,13 +227,13 @@ def _key_gradients_kernel(
         results[1][...] = grad_v[...].astype(results[1].dtype)
 
 
-def _meet(visit: Any, masks: Any, meet: Any) -> None:
-    """Calls `meet(masked)` if the visit is seen."""
+def _if_seen(visit: Any, masks: Any, accumulate: Any) -> None:
+    """Calls `accumulate(masked)` if the visit is seen."""
     if len(masks) > 2:  # Segments: any pair may be masked.
-        pl.when(is_seen(visit))(functools.partial(meet, True))
+        pl.when(is_seen(visit))(functools.partial(accumulate, True))
         return
-    pl.when(is_seen(visit) & is_whole(visit))(functools.partial(meet, False))
-    pl.when(is_seen(visit) & ~is_whole(visit))(functools.partial(meet, True))
+    pl.when(is_seen(visit) & is_whole(visit))(functools.partial(accumulate, False))
+    pl.when(is_seen(visit) & ~is_whole(visit))(functools.partial(accumulate, True))
 
 
 def _scores(spec: MaskSpec, q: Any, k: Any) -> Float32[Array, "k r"]:

@@ -74,8 +74,8 @@ def forward(
         peak = jnp.maximum(jnp.max(scores, -1, keepdims=True), before)
         exp, old = jnp.exp(scores - peak), jnp.exp(before - peak)
         total = old + jnp.sum(exp, -1, keepdims=True)
-        made = _dot(exp.astype(v.dtype), at.keys(v), 2) + old * at.queries(out).astype(old.dtype)
-        return at.put(out, made / total), at.put(lse, peak + jnp.log(total))
+        result = _dot(exp.astype(v.dtype), at.keys(v), 2) + old * at.queries(out).astype(old.dtype)
+        return at.put(out, result / total), at.put(lse, peak + jnp.log(total))
 
     out, lse = _over_blocks(step, (out, lse), positions, spec, in_order, block)
     out = out.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(v.dtype if in_order else out.dtype)
@@ -128,9 +128,9 @@ def backward(
         if spec.logit_cap is not None:
             grad_scores = grad_scores * (1 - jnp.square(scores / spec.logit_cap))
         grad_scores = grad_scores.astype(q.dtype)
-        made = _dot(grad_scores, at.keys(k), 2)
-        made = made + at.queries(grad_q).astype(made.dtype)
-        grad_q = at.put(grad_q, made)
+        result = _dot(grad_scores, at.keys(k), 2)
+        result = result + at.queries(grad_q).astype(result.dtype)
+        grad_q = at.put(grad_q, result)
         grad_k = at.add(grad_k, _transposed_dot(grad_scores, at.queries(q)))
         grad_v = at.add(grad_v, _transposed_dot(probs.astype(v.dtype), rows))
         return grad_q, grad_k, grad_v

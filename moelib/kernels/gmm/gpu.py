@@ -104,11 +104,11 @@ def gmm_weight_gradient(
         interpret: As for `gmm`.
     """
     run = functools.partial(_weights, grad=grad, sizes=group_sizes, tiles=tiles)
-    made = run(lhs, dtype=lhs.dtype, interpret=interpret)
+    result = run(lhs, dtype=lhs.dtype, interpret=interpret)
     if not with_sums:
-        return made, None
+        return result, None
     ones = jnp.ones_like(lhs, shape=(lhs.shape[0], 1))
-    return made, run(ones, dtype=jnp.float32, interpret=interpret)[:, 0].astype(lhs.dtype)
+    return result, run(ones, dtype=jnp.float32, interpret=interpret)[:, 0].astype(lhs.dtype)
 
 
 def _weights(

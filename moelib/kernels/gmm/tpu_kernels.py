@@ -135,8 +135,8 @@ def weight_gradient_kernel(
         def columns(at: Any) -> None:
             dims = (((0,), (0,)), ((), ()))
             pair = own(lhs[rows, at]), own(right(rows))
-            made = lax.dot_general(*pair, dims, preferred_element_type=jnp.float32)
-            totals[0][at, :] += made
+            result = lax.dot_general(*pair, dims, preferred_element_type=jnp.float32)
+            totals[0][at, :] += result
 
         _each_columns(tiles.k, columns)
         if len(totals) == 2:

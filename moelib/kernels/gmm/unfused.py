@@ -64,5 +64,5 @@ def weight_gradient(
     **options: Any,
 ) -> tuple[Float[Array, "g p k n"], Float[Array, "g p n"] | None]:
     """Returns the gradients of the p matrices of each group, and of their biases if wanted."""
-    made = [backend.gmm_weight_gradient(lhs, grad, group_sizes, **options) for grad in grads]
-    return jax.tree.map(lambda *x: jnp.stack(x, 1), *made)
+    result = [backend.gmm_weight_gradient(lhs, grad, group_sizes, **options) for grad in grads]
+    return jax.tree.map(lambda *x: jnp.stack(x, 1), *result)

@@ -68,10 +68,10 @@ def gmm(
 
         def product(row: Array, size: int) -> Array:
             rows = lax.dynamic_slice_in_dim(lhs, row, size)
-            made = lax.dot_general(rows, matrix, dims, preferred_element_type=jnp.float32)
+            result = lax.dot_general(rows, matrix, dims, preferred_element_type=jnp.float32)
             if added is not None:
-                made += added.astype(jnp.float32)
-            return made.astype(out_dtype)
+                result += added.astype(jnp.float32)
+            return result.astype(out_dtype)
 
         row, stop, mine = _edge(start, end, blocks[-1], m)
         old = lax.dynamic_slice_in_dim(out, row, blocks[-1])
@@ -106,8 +106,8 @@ def gmm_weight_gradient(
         if mine is not None:  # Both, for a NaN in another group's row times zero is NaN.
             pair = [jnp.where(mine, x, 0) for x in pair]
         dims = (((0,), (0,)), ((), ()))
-        made = [lax.dot_general(pair[0], pair[1], dims, preferred_element_type=jnp.float32)]
-        return made if not with_sums else [*made, pair[1].astype(jnp.float32).sum(axis=0)]
+        result = [lax.dot_general(pair[0], pair[1], dims, preferred_element_type=jnp.float32)]
+        return result if not with_sums else [*result, pair[1].astype(jnp.float32).sum(axis=0)]
 
     def add(totals: list[Array], row: Array, size: int) -> list[Array]:
         return jax.tree.map(jnp.add, totals, product(row, size))

@@ -62,7 +62,7 @@ def by_shards(q, k, v, sinks, ids, grad, index, *, shards, **run):
     ],
     ids=str,
 )
-def test_pairs_of_shards_in_zigzag_give_the_attention_of_the_whole_row(case, backend):
+def test_pairs_of_shards_in_zigzag_give_the_attention_of_the_whole_sequence(case, backend):
     index = np.concatenate(zigzag(96, 3))
     got = by_shards(*operands(case), index, shards=3, backend=backend, spec=case.spec())
     want = pulled(*operands(case), spec=case.spec(), backend="reference")
@@ -102,7 +102,7 @@ def test_keys_in_tiles_and_in_reverse_order_give_the_same(monkeypatch):
     assert_close(out[:, ::-1], want, 1e-5)
 
 
-def test_a_ring_of_devices_gives_the_attention_of_the_whole_row():
+def test_a_ring_of_devices_gives_the_attention_of_the_whole_sequence():
     """Positions vary over devices, and varying axes are checked."""
     case = Case(96, 4, 2, 64, window=30, packed=True)
     q, k, v, _, ids, grad = operands(case)

@@ -135,7 +135,7 @@ def test_a_sequence_with_too_many_blocks_is_refused(monkeypatch):
         (900, 512, 128),
     ],
 )
-def test_blocks_are_as_large_as_pays(seq_len, limit, block):
+def test_blocks_grow_with_the_sequence_without_much_padding(seq_len, limit, block):
     assert tpu._block(seq_len, limit) == block
 
 

@@ -137,7 +137,7 @@ def test_gated_experts_work_under_remat_in_a_scan_of_shard_maps(backend):
     assert_close(got, want)
 
 
-def test_the_kernels_for_tpus_take_what_varies_over_mesh_axes():
+def test_the_kernels_for_tpus_take_arrays_that_vary_over_mesh_axes():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     lhs, rhs, bias, _, _ = _operands([1, 1], 26)
     sizes = jnp.asarray([[5, 3], [2, 11]], jnp.int32)

@@ -83,10 +83,10 @@ def test_bfloat16_is_summed_in_float32(backend):
 def test_the_reference_can_be_differentiated_twice():
     lhs, rhs, _, grad, sizes = operands([5, 3], 8)
     square = lambda rhs: jnp.sum(gmm(lhs, rhs, sizes, backend="reference") ** 2)
-    turned = jax.grad(lambda rhs: jnp.vdot(jax.grad(square)(rhs), jnp.ones_like(rhs)))(rhs)
+    twice = jax.grad(lambda rhs: jnp.vdot(jax.grad(square)(rhs), jnp.ones_like(rhs)))(rhs)
     del grad
     own = jnp.stack([lhs[:5].T @ lhs[:5], lhs[5:].T @ lhs[5:]])  # Half of the Hessian.
-    assert_close(turned, 2 * jnp.einsum("gkj,gjn->gkn", own, jnp.ones_like(rhs)))
+    assert_close(twice, 2 * jnp.einsum("gkj,gjn->gkn", own, jnp.ones_like(rhs)))
 
 
 @pytest.mark.parametrize(("dtype", "has_kernel"), [("float32", True), ("float16", False)])

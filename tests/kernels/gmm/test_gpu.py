@@ -313,11 +313,11 @@ def test_speed_compared_with_a_matmul_per_group(shape):
     rows, grads = lhs.reshape(g, -1, k), grad.reshape(g, -1, n)
     each = lambda form: lambda a, b: [jnp.einsum(form, a[i], b[i]) for i in range(g)]
     ours = functools.partial(gmm, backend="gpu", group_sizes=sizes)
-    turned = functools.partial(gmm_input_gradient, backend="gpu", group_sizes=sizes)
+    transposed = functools.partial(gmm_input_gradient, backend="gpu", group_sizes=sizes)
     weights = functools.partial(gmm_weight_gradient, backend="gpu", group_sizes=sizes)
     for name, run, pair, form, parts in [
         ("forward", ours, (lhs, rhs), "mk,kn->mn", (rows, rhs)),
-        ("input gradient", turned, (grad, rhs), "mn,kn->mk", (grads, rhs)),
+        ("input gradient", transposed, (grad, rhs), "mn,kn->mk", (grads, rhs)),
         ("weight gradient", weights, (lhs, grad), "mk,mn->kn", (rows, grads)),
     ]:
         flops = 2 * m * k * n / 1e12

@@ -88,5 +88,5 @@ def test_two_cores_get_a_tile_each():
     assert tiles.n <= 1024
 
 
-def test_a_chip_that_is_not_known_has_the_least_vmem():
+def test_an_unknown_chip_has_the_least_vmem():
     assert current_chip().vmem_bytes == min(chip.vmem_bytes for chip in _CHIPS.values())

@@ -1,4 +1,4 @@
-"""Attention to a cache: which slot holds what, and the same numbers as attention to whole rows."""
+"""The KV cache: positions in its slots, and attention to it against that to whole sequences."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +9,7 @@ from moelib.layers.attention.cached import attend_to_cache, held_positions, num_
 from tests.layers.calling import normal
 
 B, S = 3, 11
-LENGTHS = (1, 11, 6)  # Tokens of each row's prompt.
+LENGTHS = (1, 11, 6)  # Tokens of each prompt.
 
 
 def held_by_hand(length, slots, window):
@@ -64,7 +64,7 @@ def test_prompts_and_single_tokens_are_stored_where_they_belong(slots, window, h
     np.testing.assert_array_equal(np.where(held, by_head(cache), 0), want)
 
     if slots == 11:
-        return  # There is no room for one more.
+        return  # No free slot is left.
     one = np.take_along_axis(rows, more.reshape(B, *(1 for _ in heads), 1, 1), axis=-2)
     cache = store(cache, jnp.asarray(one), jnp.asarray(more[:, None], jnp.int32), None, window)
     held = is_held(more + 1, slots, window)[..., None]
@@ -93,14 +93,14 @@ def test_prompts_longer_than_the_cache_are_refused(window):
         (4, MaskSpec(0.9, logit_cap=0.7), False),
     ],
 )
-def test_the_newest_token_attends_as_the_last_of_a_whole_row(groups, spec, with_sinks):
+def test_the_newest_token_attends_as_the_last_of_a_whole_sequence(groups, spec, with_sinks):
     q, k, v = (normal(B, S, n, 8, seed=i) for i, n in enumerate((4, groups, groups)))
     sinks = jnp.asarray(normal(4, seed=5)) if with_sinks else None
     arrays = map(jnp.asarray, (q, k, v))
     whole = flash_attention(*arrays, spec=spec, sinks=sinks, backend="reference")
     slots = num_slots(16, spec.window)
     last = np.array(LENGTHS) - 1
-    garbage = normal(B, groups, slots, 8, seed=9, scale=100.0)  # Slots that hold nothing.
+    garbage = normal(B, groups, slots, 8, seed=9, scale=100.0)  # In empty slots.
     held = is_held(LENGTHS, slots, spec.window)[:, None, :, None]
     caches = []
     for x in (k, v):

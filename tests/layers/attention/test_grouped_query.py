@@ -18,7 +18,7 @@ POSITIONS = jnp.broadcast_to(jnp.arange(S)[None], (2, S))
 
 def attention(**fields):
     fields = {"input_dim": D, "num_heads": H, **fields}
-    # Larger weights than at the start, so that scores differ, and biases that are not zero.
+    # Larger weights than the default, so that scores differ.
     init = config_for_function(initializers.normal).set(std=0.7)
     return build(GroupedQueryAttention.default_config(), param_init=init, **fields)
 
@@ -40,11 +40,11 @@ def by_hand(layer, params, x, segment_ids=None, theta=1e4):
     if "q_norm" in p:
         axes = (-2, -1) if layer.config.qk_norm_joint else -1
 
-        def normalised(x, scale):
-            scale = scale.reshape(-1, x.shape[-1])  # Of each head, or one for all.
+        def normalized(x, scale):
+            scale = scale.reshape(-1, x.shape[-1])  # Per head, or for all heads.
             return x / np.sqrt(np.mean(x**2, axes, keepdims=True) + 1e-6) * scale
 
-        q, k = normalised(q, p["q_norm"]["scale"]), normalised(k, p["k_norm"]["scale"])
+        q, k = normalized(q, p["q_norm"]["scale"]), normalized(k, p["k_norm"]["scale"])
     if layer.config.qkv_clip is not None:
         q, k, v = (np.clip(x, -layer.config.qkv_clip, layer.config.qkv_clip) for x in (q, k, v))
     dim = q.shape[-1]
@@ -102,7 +102,7 @@ def test_grouped_heads_equal_full_ones_with_repeated_keys_and_values():
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
-def test_two_documents_in_a_row_equal_two_rows():
+def test_two_packed_documents_equal_two_sequences():
     layer = attention(num_kv_heads=2)
     params = parameters(layer)
     first, second = jnp.asarray(X[:1, :4]), jnp.asarray(X[1:, :2])
@@ -155,6 +155,6 @@ def test_parameters_and_flops_are_counted_by_hand():
         ({"head_dim": -4}, "layer: head_dim=-4; set it above 0"),
     ],
 )
-def test_heads_that_cannot_be_are_refused(fields, message):
+def test_heads_that_do_not_fit_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         attention(**fields)

@@ -28,14 +28,14 @@ QUERY_LATENT = {"q_lora_rank": 6}
 
 def attention(**fields):
     sizes = {"kv_lora_rank": 4, "nope_head_dim": NOPE, "rope_head_dim": ROPE, "v_head_dim": V}
-    # Larger weights than at the start, so that scores differ.
+    # Larger weights than the default, so that scores differ.
     init = config_for_function(initializers.normal).set(std=0.5)
     fields = {"input_dim": D, "num_heads": H, "param_init": init, **sizes, **fields}
     return build(LatentAttention.default_config(), **fields)
 
 
 def parameters(layer):
-    """Initial ones, and scales of the norms that are not all one."""
+    """Returns initial parameters, with random scales of the norms."""
     params = initial(layer)
     norms = {
         n: {"scale": v["scale"] + normal(*v["scale"].shape) / 3}
@@ -119,7 +119,7 @@ def test_values_may_be_wider_than_keys():
     np.testing.assert_allclose(forward(wide, params, X), parts, rtol=1e-5, atol=1e-5)
 
 
-def test_what_a_cache_would_hold_is_made_token_by_token():
+def test_latents_and_keys_are_computed_token_by_token():
     layer = attention()
     params, x, positions = parameters(layer), jnp.asarray(X), jnp.asarray(IN_ROWS)
     latent, key = call(layer, params, x, positions, method="latents")
@@ -218,6 +218,6 @@ def test_flops_are_counted_by_hand():
         ({"score_factor": 0.0}, "layer: score_factor=0.0; set it above 0"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(fields, message):
+def test_sizes_that_do_not_fit_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         attention(**fields)

@@ -17,7 +17,9 @@ Q, GRAD = (jnp.asarray(normal(B, S, H, DH, seed=s)) for s in (0, 1))
 K, V = (jnp.asarray(normal(B, S, G, DH, seed=s)) for s in (2, 3))
 PLAIN = MaskSpec(DH**-0.5)
 SINKS = jnp.asarray(normal(H, seed=4))
-LENGTHS = np.array([[32, 0, 0], [5, 20, 4], [1, 1, 1], [16, 16, 0]])  # Of documents in a row.
+LENGTHS = np.array(
+    [[32, 0, 0], [5, 20, 4], [1, 1, 1], [16, 16, 0]]
+)  # Of the documents of a sequence.
 SEGMENTS = jnp.asarray(
     [np.repeat([1, 2, 3, 0], [*row, S - row.sum()]) for row in LENGTHS], jnp.int32
 )
@@ -52,7 +54,7 @@ def on_mesh(axes, spec, *arrays):
         return jax.device_get(pulled(attend, spec, *arrays))
 
 
-# Every case on one mesh, and the hardest on all.
+# Every case on one mesh, and the hardest case on all meshes.
 PAIRS = [
     pytest.param(mesh, case, marks=() if mesh == MESHES[0] or case == "all" else pytest.mark.slow)
     for mesh in MESHES

@@ -24,12 +24,12 @@ def routing(seed=0):
     logits = normal(B, S, E, seed=seed, scale=2.0)
     probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     ids = np.argsort(-logits, -1)[..., :K]
-    mask = np.arange(S) < np.array([[S], [3], [0]])  # A whole row, a part, and padding only.
+    mask = np.arange(S) < np.array([[S], [3], [0]])  # No padding, some, and only padding.
     return tuple(map(jnp.asarray, (probs, ids, mask, logits)))
 
 
 def switch_loss(probs, ids, mask):
-    """E sum_e f_e P_e over the tokens that count, eq. 4, with f a share of T K assignments."""
+    """Returns E sum_e f_e P_e over valid tokens, eq. 4, with f a share of T K assignments."""
     probs, ids = (np.asarray(a)[np.asarray(mask)] for a in (probs, ids))
     share = np.bincount(ids.ravel(), minlength=E) / ids.size
     return E * np.sum(share * probs.astype(np.float64).mean(0))
@@ -49,7 +49,7 @@ def test_the_loss_is_that_of_switch_over_the_valid_tokens():
     np.testing.assert_allclose(got, switch_loss(probs, ids, mask), rtol=1e-6)
 
 
-def test_a_loss_a_sequence_is_the_mean_over_rows_by_their_tokens():
+def test_a_loss_per_sequence_is_averaged_by_tokens():
     probs, ids, mask, _ = routing()
     got = load_balance_loss(probs, ids, mask, BalanceScope.SEQUENCE)
     rows = [switch_loss(probs[b], ids[b], mask[b]) for b in (0, 1)]
@@ -68,7 +68,7 @@ def test_even_routing_costs_one_and_one_expert_for_all_costs_e(scope):
 
 
 @pytest.mark.parametrize("scope", BalanceScope)
-def test_the_order_of_tokens_in_a_row_does_not_matter(scope):
+def test_the_order_of_tokens_in_a_sequence_does_not_matter(scope):
     probs, ids, mask, _ = routing()
     order = np.random.default_rng(1).permutation(S)
     got = load_balance_loss(probs[:, order], ids[:, order], mask[:, order], scope)
@@ -76,7 +76,7 @@ def test_the_order_of_tokens_in_a_row_does_not_matter(scope):
 
 
 @pytest.mark.parametrize("scope", BalanceScope)
-def test_what_padding_holds_changes_neither_loss_nor_gradient(scope):
+def test_values_of_padding_change_neither_loss_nor_gradient(scope):
     probs, ids, mask, logits = routing()
     hole = ~mask[..., None]
     other_probs, other_ids = jnp.where(hole, 7.0, probs), jnp.where(hole, 1, ids)
@@ -154,7 +154,7 @@ def test_the_bias_is_added_to_the_scores_and_its_range_reported():
     assert float(outputs.summaries["bias_range"]) == 0.75
 
 
-def test_nothing_of_it_is_trained():
+def test_biases_and_counts_are_not_trained():
     assert not any(s.trainable for s in BALANCING.layer_parameter_specs().values())
     assert BALANCING.active_parameters() == 0
 
@@ -188,7 +188,7 @@ def test_a_loss_of_the_global_batch_counts_the_micro_batches_before():
     np.testing.assert_allclose(got, E * np.sum(counts / counts.sum() * mean), rtol=1e-6)
 
 
-def test_a_load_counter_counts_up_within_a_step_and_starts_anew_after_it():
+def test_a_load_counter_counts_up_within_a_step_and_starts_again_after_it():
     _, ids, mask, _ = routing()
     made = build(LoadCounter.default_config(), num_experts=E)
     counts, total = initial(made), jnp.zeros(E)

@@ -46,7 +46,7 @@ WEIGHTS = jnp.asarray(np.abs(normal(T, K, seed=2)))
 
 
 def random_ids(experts, seed=0):
-    """Returns K different ones of the experts for each token."""
+    """Returns K different experts for each token."""
     rng = np.random.default_rng(seed)
     return np.stack([rng.permutation(experts)[:K] for _ in range(T)])
 
@@ -79,7 +79,7 @@ def pulled(dispatcher, params, x, ids, weights, mask, grad):
 
 
 def by_loop(params, x, ids, weights, mask):
-    """Each token and each of its experts by itself, in float64."""
+    """Returns the output in float64, computed for one token and expert at a time."""
     p, x, weights = float64(params), float64(x), float64(weights)
     out = np.zeros_like(x)
     for t in np.flatnonzero(mask):
@@ -138,7 +138,7 @@ def test_a_token_with_nan_stays_by_itself(dispatcher):
 
 
 @pytest.mark.parametrize("dispatcher", ALL.values(), ids=ALL)
-def test_padding_may_hold_anything(dispatcher):
+def test_padding_may_have_any_value(dispatcher):
     ids, mask = jnp.asarray(IDS["random"]), jnp.asarray(MASKS["padding anywhere"])
     want = pulled(dispatcher, PARAMS, X, ids, WEIGHTS, mask, GRAD)
     hole = ~mask[:, None]
@@ -151,16 +151,16 @@ def test_bfloat16_rows_are_summed_in_float32():
     ids, mask = jnp.asarray(IDS["random"]), jnp.asarray(MASKS["no padding"])
     x = X.astype(jnp.bfloat16)
     want = by_loop(PARAMS, x, IDS["random"], WEIGHTS, MASKS["no padding"])
-    for dispatcher in ALL.values():
+    for name in ("sorted", "capacity"):  # On one device the others are sorted ones.
         got, (grads, *_) = pulled(
-            dispatcher, PARAMS, x, ids, WEIGHTS, mask, GRAD.astype(jnp.bfloat16)
+            ALL[name], PARAMS, x, ids, WEIGHTS, mask, GRAD.astype(jnp.bfloat16)
         )
         assert got.dtype == jnp.bfloat16
         assert grads["up"].dtype == jnp.float32
         np.testing.assert_allclose(got.astype(jnp.float32), want, atol=2e-2 * np.abs(want).max())
 
 
-def test_a_dispatcher_that_defines_nothing_says_so():
+def test_a_dispatcher_without_dispatch_is_an_error():
     dispatcher = Dispatcher.default_config().instantiate()
     with pytest.raises(NotImplementedError, match="Dispatcher must define _dispatch"):
         pulled(dispatcher, PARAMS, X, jnp.asarray(IDS["random"]), WEIGHTS, jnp.ones(T, bool), GRAD)

@@ -1,4 +1,4 @@
-"""Whatever the shapes, the mesh, the routing and the mask: all dispatchers do what the oracle does.
+"""Random shapes, meshes, routings and masks: all dispatchers equal the oracle.
 
 Each seed draws a case: the sizes, which of five mesh axes the eight devices lie on, which experts
 tokens go to (any, a few, one after the other) and which tokens are padding.
@@ -37,7 +37,7 @@ class Case:
         self.B = int(mesh["data"] * mesh["expert"] * mesh["fsdp"] * rng.integers(1, 3))
         self.S = int(2 * mesh["seq"] * mesh["model"] * rng.integers(1, 5))
         self.D, self.F = int(8 * rng.integers(1, 4)), int(8 * rng.integers(1, 4))
-        few = rng.permutation(self.E)[: self.K]  # All tokens go to the same.
+        few = rng.permutation(self.E)[: self.K]  # All tokens go to the same experts.
         skew = np.log1p(np.arange(self.E)) * rng.choice([0.0, 1.0, 3.0])
         score = rng.gumbel(size=(self.B, self.S, self.E)) - skew
         ids = np.argsort(-score, -1)[..., : self.K]
@@ -85,13 +85,13 @@ def test_all_dispatchers_agree_with_the_oracle(seed):
     want = case.pulled(DenseDispatcher.default_config())
     for name, cfg in DISPATCHERS.items():
         if name == "capacity":
-            cfg = cfg.clone(capacity_factor=case.E / case.K)  # Room for every token.
+            cfg = cfg.clone(capacity_factor=case.E / case.K)  # Capacity for every token.
         got = case.pulled(cfg, case.mesh)
         assert got[0][1] == 0, name
         check(got, want)
 
 
-# Seeds with which something is dropped.
+# Seeds that drop assignments.
 DROPPING = (103, 101, 104, 105, 106, 107, 110, 112, 113, 115, 117, 118, 120, 122)
 
 
@@ -106,5 +106,7 @@ def test_the_same_assignments_are_dropped_on_every_mesh(seed):
         RingDispatcher.default_config().set(buffer_factor=0.6, buffer_blocks=blocks),
     ):
         want = case.pulled(cfg)
-        assert want[0][1] > 0 or isinstance(cfg, RingDispatcher.Config)  # Its blocks share room.
+        assert want[0][1] > 0 or isinstance(
+            cfg, RingDispatcher.Config
+        )  # Its blocks share capacity.
         check(case.pulled(cfg, case.mesh), want)

@@ -1,4 +1,4 @@
-"""Experts: what each computes, stacked or grouped, and what they cost."""
+"""Experts: their outputs, batched or grouped, and their costs."""
 
 import jax.numpy as jnp
 import numpy as np

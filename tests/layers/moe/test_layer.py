@@ -51,7 +51,7 @@ def objective(made, params, x, mask):
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
 def forward(made, params, x, mask):
-    """Returns (output, what the layer puts out), compiled once for all tests."""
+    """Returns (output, OutputCollection), compiled once for all tests."""
     return call_and_collect(made, params, x, mask)
 
 
@@ -96,7 +96,7 @@ def test_dispatchers_agree_in_every_gradient_with_padding_and_losses(scope, scor
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
 
 
-def test_what_padding_holds_changes_no_output_loss_metric_or_gradient():
+def test_values_of_padding_change_no_output_loss_metric_or_gradient():
     other = jnp.where(MASK[..., None], jnp.asarray(X), 7.0)
     got = value_and_grads(LAYER, PARAMS, other, MASK)
     want = value_and_grads(LAYER, PARAMS, jnp.asarray(X), MASK)
@@ -146,7 +146,7 @@ def test_auxiliary_losses_carry_their_weights():
     np.testing.assert_allclose(outputs.total_aux_loss(), want, rtol=1e-6)
 
 
-def test_how_many_tokens_each_expert_gets_is_told_if_asked_for():
+def test_counts_of_each_expert_are_reported_on_request():
     made = layer(report_expert_counts=True)
     _, outputs = forward(made, PARAMS, jnp.asarray(X), MASK)
     counts = outputs.summaries["expert_counts"].mean
@@ -158,7 +158,7 @@ def test_how_many_tokens_each_expert_gets_is_told_if_asked_for():
 
 def test_auxiliary_losses_that_would_be_lost_are_an_error():
     class Careless(BaseLayer):
-        """Runs a layer beside itself and forgets what it puts out."""
+        """Runs a layer that is no child, and drops its auxiliary losses."""
 
         def forward(self, x):
             return functional(LAYER, None, PARAMS, (x,), is_training=True)[0]

@@ -28,7 +28,7 @@ def softmax(x):
 
 
 def by_hand(weight, score, renormalize, factor):
-    """One token after the other: (ids, weights, probs), from the papers' formulas."""
+    """Returns (ids, weights, probs) from the papers' formulas, one token at a time."""
     tokens = X.astype(np.float64).reshape(-1, D)
     ids, weights, probs = [], [], []
     for logits in tokens @ weight:
@@ -180,7 +180,7 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
 def test_each_family_routes_as_published(family):
     layer = router(**{**GROUPS, **FAMILIES[family]})
-    # Biases as large as the scores, some of which they make negative: they decide on groups too.
+    # Biases as large as the scores make some of them negative, and change the selected groups.
     weight, bias = normal(D, 12, seed=4), normal(12, seed=5)
     params: dict[str, Any] = {"weight": jnp.asarray(weight)}
     if layer.config.bias:
@@ -193,7 +193,7 @@ def test_each_family_routes_as_published(family):
     ids, weights = zip(*(family(row, bias.astype(np.float64)) for row in logits), strict=True)
     np.testing.assert_array_equal(got.expert_ids.reshape(100, 3), ids)
     np.testing.assert_allclose(got.weights.reshape(100, 3), weights, rtol=2e-5)
-    if layer.config.num_groups is not None:  # They matter: the best of all are others.
+    if layer.config.num_groups is not None:  # Groups change the selection.
         free = np.argsort(-(logits + bias * (family is deepseek_v3)))[:, :3]
         assert (np.sort(free) != np.sort(ids)).any(-1).sum() > 10
     if family is qwen:  # With norm_topk_prob.
@@ -203,7 +203,7 @@ def test_each_family_routes_as_published(family):
 
 
 def test_renormalizing_adds_nothing_to_what_softmax_leaves():
-    """DeepSeek-V3's 1e-20 under the sum of weights is lost beside 1 / E, as others have it."""
+    """DeepSeek-V3's 1e-20 is rounded off a sum of weights of at least 1 / E."""
     layer, plain = router(renormalize=True), router()
     params = initial(layer)
     raw = call(plain, params, jnp.asarray(X), MASK).weights
@@ -236,7 +236,7 @@ def test_scores_that_underflow_are_of_the_best_groups_all_the_same():
         ),
     ],
 )
-def test_groups_that_cannot_be_are_refused(fields, message):
+def test_groups_that_do_not_fit_are_refused(fields, message):
     with pytest.raises(ValueError, match=f"layer: .*{message}"):
         router(**{**V3_GROUPS, **fields})
 

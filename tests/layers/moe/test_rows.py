@@ -1,4 +1,4 @@
-"""Rows of assignments: against plain NumPy gathers and sums, with assignments that have no row."""
+"""Rows of assignments, some without a row, against gathers and sums in NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def test_rows_stand_sorted_by_group_and_by_token_within_one():
 
 
 def plain_matrix():
-    """Returns which row [R, T] holds which token."""
+    """Returns [R, T], 1 where a row holds a token."""
     held = np.zeros((R, T), np.float32)
     for t, k in np.ndindex(T, K):
         if KEYS[t, k] < G:
@@ -61,7 +61,7 @@ def test_the_gradients_are_those_of_plain_matrices():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_rows_without_an_assignment_and_assignments_without_a_row_may_hold_anything():
+def test_rows_without_an_assignment_and_assignments_without_a_row_may_have_any_value():
     rows = ROWS.at[NUM_ROWS:].set(jnp.nan)
     weights = jnp.where(jnp.asarray(KEYS == G), jnp.nan, WEIGHTS)
     got, pull = jax.vjp(lambda rows, w: combine_rows(rows, w, ROW_MAP), rows, weights)
