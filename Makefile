@@ -33,9 +33,10 @@ test-fast: $(STAMP)  ## Run the checks that take seconds: no docs, no test that 
 test-all: $(STAMP)  ## Run every check, slow tests included.
 	@.ci/run -m "not gpu and not tpu and not hf"
 
-format: $(STAMP)  ## Format the code and apply the linter's fixes.
+format: $(STAMP)  ## Format the code, apply the linter's fixes, and rewrite what docs quote.
 	@$(BIN)/ruff check --fix-only --quiet .
 	@$(BIN)/ruff format .
+	@$(BIN)/python docs/generate.py
 
 docs: $(STAMP)  ## Build the documentation into site/.
 	@$(BIN)/mkdocs build --strict --quiet --config-file docs/mkdocs.yml

@@ -33,8 +33,9 @@ def small_trainer() -> SpmdTrainer.Config:
     adamw = config_for_function(adamw_optimizer).set(learning_rate=0.01)
     data = SyntheticInput.default_config().set(vocab_size=32, seq_len=16, global_batch_size=16)
     learner = Learner.default_config().set(optimizer=adamw)
-    return SpmdTrainer.default_config().set(model=model, learner=learner, input=data, max_step=12)
+    cfg = SpmdTrainer.default_config().set(model=model, learner=learner, input=data, max_step=12)
     # --8<-- [end:trainer]
+    return cfg
 
 
 def dense(cfg: SpmdTrainer.Config) -> None:
