@@ -36,7 +36,7 @@ test-all: $(STAMP)  ## Run every check, slow tests included.
 format: $(STAMP)  ## Format the code, apply the linter's fixes, and rewrite what docs quote.
 	@$(BIN)/ruff check --fix-only --quiet .
 	@$(BIN)/ruff format .
-	@$(BIN)/python docs/generate.py
+	@$(BIN)/python -m docs.generate
 
 docs: $(STAMP)  ## Build the documentation into site/.
 	@$(BIN)/mkdocs build --strict --quiet --config-file docs/mkdocs.yml

@@ -1,11 +1,11 @@
 """`moelib config`: prints, explains, compares or counts a named config.
 
-moelib config --module=experiments.flame_moe                      names of its configs
-moelib config --module=M --config=C                               all values
-moelib config --module=M --config=C model.decoder learner         values below these paths
-moelib config --module=M --config=C --explain                     where each value was set
-moelib config --module=M --config=C --diff=OTHER                  differences
-moelib config --module=M --config=C --count                       parameters, FLOPs and bytes
+moelib config --module=experiments.flame_moe                    # names of its configs
+moelib config --module=M --config=C                             # all values
+moelib config --module=M --config=C model.decoder learner       # values below these paths
+moelib config --module=M --config=C --explain                   # where each value was set
+moelib config --module=M --config=C --diff=OTHER                # differences
+moelib config --module=M --config=C --count                     # parameters, FLOPs and bytes
 """
 
 import dataclasses

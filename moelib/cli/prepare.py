@@ -33,7 +33,9 @@ class Flags:
     train_bpe_mb: int = flag(20, "MB of text to train the BPE on, from the split train.")
     text_field: str = flag("text", "Field or column that holds the document.")
     tfds_data_dir: str | None = flag(None, "Folder of TFDS data sets; TFDS's own if not set.")
-    num_processes: int = flag(os.cpu_count() or 1, "Number of worker processes.", lower_bound=1)
+    num_processes: int | None = flag(
+        None, "Number of worker processes; by default one per CPU core.", lower_bound=1
+    )
     skip_bad_lines: bool = flag(False, "Skip and count broken records instead of failing.")
     append_eos: bool = flag(True, "End each document with the end-of-text token.")
     splits: str = flag("train=1", "Fraction of documents per split: train=0.95,validation=0.05.")
@@ -65,7 +67,7 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
         source,
         _tokenizer(flags, flags.output, source, splits),
         flags.output,
-        num_processes=flags.num_processes,
+        num_processes=flags.num_processes or os.cpu_count() or 1,
         append_eos=flags.append_eos,
         skip_bad_records=flags.skip_bad_lines,
         splits=splits,
