@@ -208,11 +208,15 @@ def select_mesh(cfg: Any, selector: str) -> Any:
 
 
 def set_data_dir(cfg: ConfigBase, data_dir: str) -> None:
-    """Replaces {data_dir} in every string of the config."""
+    """Replaces {data_dir} in every string of the config by the folder's absolute path or URL.
+
+    A run can then be resumed and read from any folder.
+    """
+    folder = data_dir if "://" in data_dir else os.path.abspath(data_dir)
     with config_origin(f"--data_dir={data_dir}"):
         for path, value in cfg.to_flat_dict().items():
             if isinstance(value, str) and "{data_dir}" in value:
-                config_paths.set_at(cfg, path, value.replace("{data_dir}", data_dir.rstrip("/")))
+                config_paths.set_at(cfg, path, value.replace("{data_dir}", folder.rstrip("/")))
 
 
 def check_data_dir(cfg: ConfigBase) -> None:

@@ -1,5 +1,7 @@
 """From flags to a config: names, modules with errors of their own, settings, data and meshes."""
 
+import os
+
 import pytest
 
 from moelib import launch
@@ -152,6 +154,14 @@ def test_data_dir_replaces_its_placeholder_everywhere():
     launch.check_data_dir(cfg)
     assert cfg.path == "/data/tokens"
     assert cfg.origin("path") == "--data_dir=/data/"
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/data", "gs://bucket/data/"])
+def test_data_dir_becomes_absolute_unless_it_is_a_url(folder, url):
+    cfgs = [Job.default_config(), Job.default_config()]
+    launch.set_data_dir(cfgs[0], "data")
+    launch.set_data_dir(cfgs[1], url)
+    assert [cfg.path for cfg in cfgs] == [f"{os.getcwd()}/data/tokens", "gs://bucket/data/tokens"]
 
 
 def test_mesh_selector_takes_the_first_rule_that_matches():

@@ -31,12 +31,7 @@ class Flags(launch.ConfigFlags):
 
 
 def run(flags: Flags, paths: Sequence[str]) -> None:
-    """Prints what the flags ask for, below the paths if there are any.
-
-    Raises:
-        UsageError: If a flag or path requires another flag, or there is no such path.
-        InvalidConfigNameError: If the module has no configs, or none of that name.
-    """
+    """Prints the names of configs, or a config as the flags ask, below the paths if any."""
     if flags.module and not flags.config:
         used = [f"--{name}" for name in ("diff", "explain", "count") if getattr(flags, name)]
         if used or paths:

@@ -12,7 +12,7 @@ from typing import Literal
 from moelib.core.command_line import flag, no_arguments
 from moelib.core.errors import UsageError
 
-_WAYS = ({"from_hf", "to"}, {"trainer_dir", "to_hf"})
+_WAYS = (("from_hf", "to"), ("trainer_dir", "to_hf"))  # Pairs of flags.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,16 +36,11 @@ class Flags:
 
 
 def run(flags: Flags, arguments: Sequence[str]) -> None:
-    """Converts in the direction that the flags name.
-
-    Raises:
-        UserError: If flags are missing or do not belong together, or the conversion fails.
-    """
+    """Converts in the direction that the flags name."""
     no_arguments(arguments, Flags)
-    names = ("from_hf", "to", "trainer_dir", "to_hf")
-    given = {name for name in names if getattr(flags, name)}
-    if given not in _WAYS:
-        found = ", ".join(f"--{name}" for name in names if name in given) or "none of them"
+    given = [name for way in _WAYS for name in way if getattr(flags, name)]
+    if tuple(given) not in _WAYS:
+        found = ", ".join(f"--{name}" for name in given) or "none of them"
         raise UsageError(f"set --from_hf and --to, or --trainer_dir and --to_hf; found {found}.")
     from moelib.train import convert
     from moelib.train.loading import as_mesh

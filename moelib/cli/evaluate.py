@@ -44,11 +44,7 @@ class Flags(ModelFlags, EvaluationFlags):
 
 
 def run(flags: Flags, arguments: Sequence[str]) -> None:
-    """Evaluates, and prints the results and their folder.
-
-    Raises:
-        UserError: If a flag is missing or invalid.
-    """
+    """Evaluates, and prints the results and their folder."""
     no_arguments(arguments, Flags)
     if flags.step is not None and flags.steps is not None:
         raise UsageError("--step and --steps exclude each other; unset one.")

@@ -77,11 +77,7 @@ class Flags(ModelFlags, SamplingFlags):
 
 
 def run(flags: Flags, arguments: Sequence[str]) -> None:
-    """Continues the prompt on the terminal, or the prompts of a file.
-
-    Raises:
-        UserError: If flags are missing or invalid, or a line of the input is not a prompt.
-    """
+    """Continues the prompt on the terminal, or the prompts of a file."""
     if arguments:
         raise UsageError(f"unexpected argument {arguments[0]!r}; quote the prompt: --prompt 'a b'.")
     if bool(flags.prompt) == bool(flags.input):

@@ -7,15 +7,13 @@ import types
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from absl import flags
-
 import moelib
 from moelib.core import platforms
-from moelib.core.command_line import TRACEBACK, FlagInfo, describe_flags, one_line, run_command
+from moelib.core.command_line import TRACEBACK, FlagInfo, describe_flags, run_command
 from moelib.core.config import did_you_mean
-from moelib.core.errors import UserError
 
-# Name: (module, description). The module has a dataclass `Flags` and `run(flags, arguments)`.
+# Name: (module, description). The module has a dataclass `Flags` and `run(flags, arguments)`, which
+# raises UserError if a flag or an argument is missing or invalid.
 COMMANDS = {
     "quickstart": ("moelib.cli.quickstart", "Train a small model on text of this machine."),
     "train": ("moelib.cli.train", "Train a named config, or resume its run."),
@@ -26,22 +24,16 @@ COMMANDS = {
     "generate": ("moelib.cli.generate", "Continue prompts with a trained model."),
     "evaluate": ("moelib.cli.evaluate", "Evaluate the checkpoints of a run on benchmarks."),
     "convert": ("moelib.cli.convert", "Read and write Hugging Face models."),
-    "bench": ("moelib.cli.bench", "Moved to python -m benchmarks."),
 }
+_MOVED = {"bench": "python -m benchmarks NAME"}  # For one version.
 _HELP = {"--help", "-h", "-help", "--helpfull"}
 
 
 class Command(NamedTuple):
-    """A command, as `--help` and the documentation show it.
+    """A command, as the documentation shows it."""
 
-    Attributes:
-        summary: Description of one sentence.
-        text: Description with examples.
-        flags: Its flags.
-    """
-
-    summary: str
-    text: str
+    summary: str  # One sentence.
+    text: str  # Description with examples.
     flags: list[FlagInfo]
 
 
@@ -49,11 +41,8 @@ def describe_commands() -> dict[str, Command]:
     """Returns every command by name."""
     modules = {name: importlib.import_module(module) for name, (module, _) in COMMANDS.items()}
     return {
-        name: Command(
-            COMMANDS[name][1], (module.__doc__ or "").strip(), describe_flags(module.Flags)
-        )
+        name: Command(COMMANDS[name][1], module.__doc__ or "", describe_flags(module.Flags))
         for name, module in modules.items()
-        if hasattr(module, "Flags")
     }
 
 
@@ -81,13 +70,14 @@ def run(argv: Sequence[str]) -> int:
     if name == "--version":
         print(f"moelib {moelib.__version__}")
         return 0
+    if name in _MOVED:
+        print(f"moelib {name} is now {_MOVED[name]}, in the repository of moelib.", file=sys.stderr)
+        return 2
     if name not in COMMANDS:
         print(f"moelib: unknown command {name!r}; {did_you_mean(name, COMMANDS)}", file=sys.stderr)
         return 2
     platforms.hide_absent_tpus()
     command = importlib.import_module(COMMANDS[name][0])
-    if not hasattr(command, "Flags"):
-        return _run_with_absl(name, command, arguments)
     if _HELP & set(arguments):
         print(command_help(command))
         return 0
@@ -110,33 +100,6 @@ def command_help(command: types.ModuleType) -> str:
 def main() -> None:
     """Runs the command line of this process."""
     sys.exit(run(sys.argv[1:]))
-
-
-# -- Commands that do not declare their flags yet ------------------------------------------------
-
-
-def _run_with_absl(name: str, command: types.ModuleType, arguments: Sequence[str]) -> int:
-    command.define_flags()
-    if _HELP & set(arguments):
-        print((command.__doc__ or "").strip(), "\n")
-        for module, defined in sorted(flags.FLAGS.flags_by_module_dict().items()):
-            if module.startswith("moelib."):
-                for flag in defined:
-                    default = "" if flag.default in (None, []) else f" (default: {flag.default})"
-                    text = f"--{flag.name}: {flag.help}{default}"
-                    print("\n".join(textwrap.wrap(text, 96, subsequent_indent=" " * 8)))
-        return 0
-    try:
-        command.run(flags.FLAGS([name, *(a for a in arguments if a != TRACEBACK)])[1:])
-    except flags.Error as error:
-        print(f"moelib {name}: {error}", file=sys.stderr)
-        return 2
-    except UserError as error:
-        if TRACEBACK in arguments:
-            raise
-        print(f"moelib {name}: {one_line(error)}", file=sys.stderr)
-        return 2
-    return 0
 
 
 if __name__ == "__main__":

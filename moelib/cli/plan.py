@@ -77,12 +77,7 @@ class Flags(launch.ConfigFlags):
 
 
 def run(flags: Flags, arguments: Sequence[str]) -> None:
-    """Prints the estimates, and the figures of compiled steps.
-
-    Raises:
-        UserError: If a flag or the config cannot be used.
-        SystemExit: With code 1, if a step did not compile.
-    """
+    """Prints estimates and figures of compiled steps. Exits with 1 if a step did not compile."""
     no_arguments(arguments, Flags)
     flags.check()
     os.environ["JAX_PLATFORMS"] = "cpu"  # No accelerator is used.

@@ -43,11 +43,7 @@ class Flags:
 
 
 def run(flags: Flags, arguments: Sequence[str]) -> None:
-    """Prepares the store.
-
-    Raises:
-        UserError: If a flag is missing or cannot be carried out.
-    """
+    """Prepares the store."""
     no_arguments(arguments, Flags)
     if flags.source is None or flags.output is None:
         name = "output" if flags.source else "source"

@@ -32,12 +32,7 @@ class Flags(launch.ConfigFlags):
 
 
 def run(flags: Flags, arguments: Sequence[str]) -> None:
-    """Checks the config, prints tables, and writes a report.
-
-    Raises:
-        UserError: If a flag or the config cannot be used.
-        SystemExit: With code 1 if a check failed.
-    """
+    """Checks the config, prints tables, and writes a report. Exits with 1 if a check failed."""
     no_arguments(arguments, Flags)
     check_file("report", flags.report)
     cfg = flags.load()
