@@ -83,11 +83,9 @@ BELOW = "<!-- Generated from here on by docs/generate.py. -->\n"
 def commands() -> dict[str, Command]:
     """Returns the commands that have a section, by the words that begin their command lines."""
     found = {f"moelib {name}": each for name, each in describe_commands().items()}
-    del found["moelib bench"]  # Moved to `python -m benchmarks`.
-    text = (benchmarks.__doc__ or "").strip()
     summary = "Measure parts of a training step on this machine (in the repository)."
     flags = describe_flags(benchmarks.Flags)
-    return {**found, "python -m benchmarks": Command(summary, text, flags)}
+    return {**found, "python -m benchmarks": Command(summary, benchmarks.__doc__ or "", flags)}
 
 
 def command_sections() -> str:
@@ -100,7 +98,7 @@ def command_sections() -> str:
 
 def _as_markdown(docstring: str) -> str:
     """Returns a docstring with its examples and lists fenced."""
-    _, *paragraphs = docstring.split("\n\n")
+    _, *paragraphs = docstring.strip().split("\n\n")
     lines = []
     for paragraph in paragraphs:
         is_code = paragraph.startswith(("    ", "moelib "))

@@ -59,7 +59,7 @@ class Checkpointer(Module):
         keep_every_n_steps: int | None = None  # Multiples of it are kept permanently.
         keep_best_n: int = 0  # Number that are kept for the best `best_metric`.
         best_metric: str | None = None  # "<evaler>/<metric>", for example "validation/loss".
-        best_mode: Literal["min", "max"] = "min"
+        best_mode: Literal["min", "max"] = "min"  # Whether the least or the largest is the best.
         wait: Literal["no", "after_save"] = "no"  # Whether a step waits until it is written.
 
     def __init__(self, cfg: Any, *, parent: Module | None) -> None:

@@ -179,7 +179,7 @@ class TextFiles(Source):
     @config_class
     class Config(Source.Config):
         paths: Sequence[str] = REQUIRED  # Files, folders or glob patterns.
-        endings: Sequence[str] = (".txt", ".md", ".rst")
+        endings: Sequence[str] = (".txt", ".md", ".rst")  # Of files in a folder.
         max_document_chars: int | None = None  # Longer files are divided after a line's end.
 
     def parts(self) -> Sequence[Part]:

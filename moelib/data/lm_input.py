@@ -58,11 +58,13 @@ class LMInput(Input):
 
     @config_class
     class Config(Input.Config):
-        source: TokenSource.Config | Mixture.Config = REQUIRED
-        packing: Packing = Packing.CONCAT_AND_SPLIT
+        source: TokenSource.Config | Mixture.Config = REQUIRED  # Tokens, or a mixture of sources.
+        packing: Packing = Packing.CONCAT_AND_SPLIT  # Distribution of documents over sequences.
+        # Segments, positions and targets where one document follows another.
         document_boundary: DocumentBoundary = DocumentBoundary.RESET
+        # Treatment of documents that are longer than a sequence.
         long_documents: LongDocuments = LongDocuments.SPLIT
-        mode: InputMode = InputMode.TRAIN
+        mode: InputMode = InputMode.TRAIN  # Endless, or one epoch.
         seed: int = 0  # Of the order of documents and sequences.
         vocab_size: int | None = None  # The model's; a source with a larger one is refused.
         max_batches: int | None = None  # Number of batches; None: as many as `mode` gives.

@@ -136,8 +136,8 @@ class InMemorySource(Source):
 
     @config_class
     class Config(Source.Config):
-        texts: Sequence[str] = REQUIRED
-        documents_per_part: int = 64
+        texts: Sequence[str] = REQUIRED  # One per document.
+        documents_per_part: int = 64  # Documents that one worker process reads at a time.
 
     def parts(self) -> Sequence[Part]:
         """Returns the texts in groups."""

@@ -52,10 +52,11 @@ class StreamingInput(Input):
 
     @config_class
     class Config(Input.Config):
-        stream: TextStream.Config = REQUIRED
-        tokenizer: Tokenizer.Config = REQUIRED
+        stream: TextStream.Config = REQUIRED  # The documents.
+        tokenizer: Tokenizer.Config = REQUIRED  # Encodes the documents.
+        # Segments, positions and targets where one document follows another.
         document_boundary: DocumentBoundary = DocumentBoundary.RESET
-        seed: int = 0
+        seed: int = 0  # Of the order of documents.
         shuffle_buffer: int = 1024  # Documents among which the next is drawn; 1 keeps the order.
         max_bad_records: int = 0  # Records without a document to skip; one more is an error.
         snapshot_every: int = 64  # Batches between snapshots; a restart repeats up to as many.

@@ -44,9 +44,9 @@ class SyntheticTokens(InMemoryTokens):
     @config_class
     class Config(InMemoryTokens.Config):
         documents: Sequence[Sequence[int]] = ()  # Unused.
-        num_documents: int = 256
+        num_documents: int = 256  # Number of documents of an epoch.
         max_document_tokens: int = 512  # Lengths are uniform from 2 to this, the end included.
-        seed: int = 0
+        seed: int = 0  # Of the documents.
 
     def __init__(self, cfg: Config) -> None:
         """Makes the documents. Raises UserError if the vocabulary leaves fewer than 5 words."""
@@ -68,6 +68,7 @@ class SyntheticInput(LMInput):
 
     @config_class
     class Config(LMInput.Config):
+        # Tokens of the language; vocab_size and seed are by default the input's.
         source: TokenSource.Config | Mixture.Config = SyntheticTokens.default_config()
 
     def __init__(self, cfg: Config) -> None:

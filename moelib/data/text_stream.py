@@ -93,7 +93,7 @@ class TFDSStream(TextStream):
     class Config(TextStream.Config):
         name: str = REQUIRED  # Such as "c4/en", or the folder of a built data set.
         data_dir: str | None = None  # Folder of TFDS data sets; None: TFDS's default.
-        split: str = "train"
+        split: str = "train"  # Split of the data set.
         text_field: str = "text"  # The feature that holds the document.
 
     def _builder(self) -> Any:

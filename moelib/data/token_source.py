@@ -106,9 +106,9 @@ class InMemoryTokens(TokenSource):
 
     @config_class
     class Config(TokenSource.Config):
-        documents: Sequence[Sequence[int]] = REQUIRED
-        vocab_size: int = REQUIRED
-        eos_id: int = 0
+        documents: Sequence[Sequence[int]] = REQUIRED  # Token ids of each document.
+        vocab_size: int = REQUIRED  # Number of token ids.
+        eos_id: int = 0  # Id of the end-of-text token.
 
     def __init__(self, cfg: Config) -> None:
         """Checks the ids.

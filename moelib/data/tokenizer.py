@@ -175,7 +175,7 @@ class PublishedTokenizer(Tokenizer):
 
     @config_class
     class Config(Tokenizer.Config):
-        bos_token: str | None = None
+        bos_token: str | None = None  # Text of BOS; None: the tokenizer has none.
         add_bos_token: bool | None = None  # None: tokenizer.json decides.
 
     def __init__(self, cfg: Config) -> None:

@@ -49,6 +49,7 @@ class SummaryWriter(Module):
     class Config(Module.Config):
         dir: Required[str] = REQUIRED  # Folder of event files; a trainer sets <its dir>/summaries.
         jsonl_path: Required[str] = REQUIRED  # A trainer sets <its dir>/metrics.jsonl.
+        # Formats of the metrics on disk.
         formats: Sequence[Literal["tensorboard", "json_lines"]] = ("tensorboard", "json_lines")
 
     def __init__(self, cfg: Any, *, parent: Module | None) -> None:

@@ -69,10 +69,11 @@ class SpmdTrainer(Module):
 
     @config_class
     class Config(Module.Config):
-        # Task.
+        # -- Task
         input: Required[Input.Config] = REQUIRED  # Training batches.
+        # The model: a CausalLM, or any module whose forward pass returns the loss of a batch.
         model: Required[InstantiableConfig] = REQUIRED
-        learner: Learner.Config = Learner.default_config()
+        learner: Learner.Config = Learner.default_config()  # Optimizer, schedule, averages.
         max_step: Required[int] = REQUIRED  # Step at which training ends.
         prng_seed: int = 0  # Seed of initial parameters and dropout.
         # Dtype that trainable parameters are cast to in each step; None computes in their own.
@@ -83,9 +84,10 @@ class SpmdTrainer(Module):
         # the model, if it has an argument of that name.
         init_state_builder: InstantiableConfig | None = None
 
-        # Devices.
-        mesh_shape: Sequence[int] | HybridMeshShape = mesh_shape_from_axes(data=-1)  # -1: the rest.
-        mesh_axis_names: Sequence[str] = MESH_AXIS_NAMES
+        # -- Devices
+        # Devices per mesh axis, in the order of mesh_axis_names; -1 for all that remain.
+        mesh_shape: Sequence[int] | HybridMeshShape = mesh_shape_from_axes(data=-1)
+        mesh_axis_names: Sequence[str] = MESH_AXIS_NAMES  # Names of the mesh axes.
         # (regex for --mesh_selector, mesh shape or one or more ConfigModifiers); first match wins.
         mesh_rules: Sequence[tuple[str, Any]] = ()
         # {logical axis: mesh axes} that replace lines of parallel.sharding.DEFAULT_RULES.
@@ -97,17 +99,21 @@ class SpmdTrainer(Module):
         kernel_backends: dict[str, str] = {}
         skip_kernel_check: bool = False  # If True, kernels are not checked when a run starts.
 
-        # Output.
+        # -- Output
         dir: Required[str] = REQUIRED  # Folder of the run.
-        checkpointer: Checkpointer.Config | None = Checkpointer.default_config()  # None: no saving.
+        checkpointer: Checkpointer.Config | None = (
+            Checkpointer.default_config()
+        )  # None saves nothing.
         evalers: dict[str, SpmdEvaler.Config] = {}  # By the name that prefixes their metrics.
-        summary_writer: SummaryWriter.Config = SummaryWriter.default_config()
+        summary_writer: SummaryWriter.Config = SummaryWriter.default_config()  # Metrics on disk.
         log_every_n_steps: int = 10  # Steps between log lines and written metrics.
 
-        # Failures and profiling.
+        # -- Failures and profiling
         stop_on_nan: bool = True  # If False, training continues, but such a state is never saved.
-        watchdog_timeout_seconds: float | None = 1800.0  # Without a step: prints all stacks.
-        crash_on_hang_timeout_seconds: float | None = None  # Without a step: exits. None: never.
+        # Seconds without a step before the stacks of all threads are printed; None prints nothing.
+        watchdog_timeout_seconds: float | None = 1800.0
+        # Seconds without a step before the process exits; None never exits.
+        crash_on_hang_timeout_seconds: float | None = None
         start_trace_steps: Sequence[int] = ()  # Steps before which a profiler trace starts.
         num_trace_steps: int = 3  # Steps per trace.
 
