@@ -55,12 +55,16 @@ def set_from_text(cfg: ConfigBase, assignment: str, *, flag: str = "--set") -> N
 def _read_as(text: str, annotation: Any, current: Any, origin: str) -> Any:
     """Returns the first reading of `text` that fits the annotation.
 
-    Without an annotation, words without quotes are a string only where the current value is one.
+    Without an annotation, words without quotes are a string only where the current value is one,
+    and a function or class becomes a config where the current value is one.
     """
+    in_config = annotation is Any and isinstance(current, ConfigBase)
     for reading in _readings(text):
         if reading is text and annotation is Any and not isinstance(current, str | _UNSET):
             continue
         for value in _variants(reading, annotation):
+            if in_config and callable(value):
+                continue
             if config_types.fits(value, annotation):
                 return value
     if _REFERENCE.fullmatch(text):

@@ -233,6 +233,8 @@ def named_values(annotation: Any) -> list[str]:
     """Returns the names of the enum members and literals that an annotation allows."""
     named: list[str] = []
     for option in options(annotation):
+        if option is RequiredFieldValue:
+            continue
         if isinstance(option, type) and issubclass(option, enum.Enum):
             named += [member.name.lower() for member in option]
         elif typing.get_origin(option) is typing.Literal:

@@ -300,6 +300,9 @@ def test_a_flag_can_put_in_another_class_or_function():
     assert cfg.lr == config_for_function(schedule)
     config_parse.set_from_text(cfg, f"optimizer={__name__}:Point")
     assert cfg.optimizer == config_for_class(Point)
+    cfg.optimizer = config_for_function(schedule).set(steps=config_for_function(schedule))
+    config_parse.set_from_text(cfg, f"optimizer.steps={__name__}:Point")
+    assert cfg.optimizer.steps == config_for_class(Point)
 
 
 def test_a_flag_is_the_origin_of_its_value():
@@ -312,7 +315,7 @@ def test_a_flag_is_the_origin_of_its_value():
     ("assignment", "message"),
     [
         ("layer.dim", "--set layer.dim: expected path=value"),
-        ("layer.dim=x", "--set layer.dim=x: 'x' is not int"),
+        ("layer.dim=x", r"--set layer.dim=x: 'x' is not int\.$"),
         ("layer.bias=1", "'1' is not bool"),
         ("color=green", "--set color=green: 'green' is not Color"),
         ("sizes=1,a", r"'1,a' is not tuple\[int, ...\]"),
