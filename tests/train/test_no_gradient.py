@@ -53,3 +53,19 @@ def test_parameters_of_stacked_and_rematerialized_layers():
     step = lambda params, x: tag_gradients(jax.grad(loss)(params, x))
     traced = jax.jit(step).trace(params, jnp.ones((2, 4)))
     assert list(paths_without_gradient(traced.jaxpr)) == ["stopped"]
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_parameters_below_stacked_layers_that_cut_the_gradient(remat):
+    def layer(params, x):
+        return jnp.round(x) @ params
+
+    def loss(params, x):
+        step = jax.checkpoint(layer) if remat else layer
+        body = lambda carry, each: (step(each, carry), None)
+        return jnp.sum(jax.lax.scan(body, x @ params["below"], params["stacked"])[0] ** 2)
+
+    params = {"below": jnp.ones((4, 4)), "stacked": jnp.ones((3, 4, 4))}
+    step = lambda params, x: tag_gradients(jax.grad(loss)(params, x))
+    traced = jax.jit(step).trace(params, jnp.ones((2, 4)))
+    assert list(paths_without_gradient(traced.jaxpr)) == ["below"]
