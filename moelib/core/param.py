@@ -82,8 +82,8 @@ class ParameterSpec:
         if self.fan_axes is None:
             raise UserError(
                 f"shape {self.shape} has no fan_axes; give its ParameterSpec "
-                "fan_axes=FanAxes(in_axis=(0,), out_axis=(1,)), or an initializer that counts no "
-                "fans, such as normal or constant."
+                "fan_axes=FanAxes(in_axis=(-2,), out_axis=(-1,)), or an initializer that counts "
+                "no fans, such as normal or constant."
             )
         fan_in = math.prod(self.shape[axis] for axis in self.fan_axes.in_axis)
         fan_out = math.prod(self.shape[axis] for axis in self.fan_axes.out_axis)
