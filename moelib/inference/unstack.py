@@ -72,15 +72,11 @@ def _unstacked(module: Module, params: Nested) -> Nested:
 
 def _as_loop(stack: ScanStack, params: Nested) -> Nested:
     """Returns the parameters of a ScanStack under the names of a LoopStack."""
-    first, size = len(stack.config.first_layers), len(stack.config.block)
     layers = {}
     for name, part in params.items():
-        layer = stack.children[name]
-        if name.startswith("layer"):
+        layer, copies = stack.children[name], stack.copies(name)
+        if copies is None:
             layers[name] = _unstacked(layer, part)
-            continue
-        index = first + int(name.removeprefix("repeated"))
-        for r in range((stack.config.num_layers - first) // size):
-            one = jax.tree.map(lambda x, r=r: x[r], part)
-            layers[f"layer{index + r * size}"] = _unstacked(layer, one)
+        for i, copy in enumerate(copies or ()):
+            layers[copy] = _unstacked(layer, jax.tree.map(lambda x, i=i: x[i], part))
     return layers

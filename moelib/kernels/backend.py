@@ -68,10 +68,7 @@ def current_device() -> Device:
 
 @contextlib.contextmanager
 def use_backends(backends: Mapping[str, str]) -> Iterator[None]:
-    """Sets the backends of the kernels named, inside the context.
-
-    Args:
-        backends: Backend by kernel; kernels not named keep theirs.
+    """Sets the backends of the kernels named, inside the context; other kernels keep theirs.
 
     Raises:
         BackendError: If a kernel or a backend is unknown; names the known ones.
@@ -84,12 +81,9 @@ def use_backends(backends: Mapping[str, str]) -> Iterator[None]:
 def chosen_backend(kernel: str, argument: str | None = None) -> str | None:
     """Returns the backend that is set for a kernel, or None for the device's default.
 
-    Args:
-        kernel: A key of `BACKENDS`.
-        argument: The argument `backend` of its entry.
-
     Raises:
-        BackendError: If a kernel or a backend is unknown.
+        BackendError: If the argument `backend` of the kernel's entry, or the environment, names an
+            unknown one.
     """
     environment = backends_of_environment()
     if argument is not None:
@@ -166,8 +160,8 @@ def run(
     step compiled ahead of time on a CPU for a TPU gets the TPU's backend.
 
     Args:
-        kernel: The kernel's name.
-        backend: As `chosen_backend` returns it.
+        kernel: Name of the kernel.
+        backend: Name of the backend, from `chosen_backend`; None for the default.
         forms: Functions of the operands by backend, which return the same shapes and dtypes.
             Those of Pallas kernels take `interpret` too.
         defaults: Backend for each platform that has its own ("cuda", "tpu"), and for "default",

@@ -9,9 +9,7 @@ import jax.numpy as jnp
 def check_shapes(kernel: str, operands: Mapping[str, tuple[Any, str]]) -> None:
     """Raises ValueError unless sizes of one letter are equal and above 0.
 
-    Args:
-        kernel: Its name, for the message.
-        operands: (array or None, a letter per dimension) by name.
+    Operands are pairs (array or None, a letter per dimension) by name.
     """
     given = {name: (x.shape, dims) for name, (x, dims) in operands.items() if x is not None}
     sizes: dict[str, int] = {}

@@ -41,11 +41,15 @@ def check_kernels(dtype: DTypeLike | None) -> None:
         return
     mesh = Mesh(np.array([device]), ("kernel_check",))
     with jax.set_mesh(mesh), kernel_backends():
-        for kernel, (function, arrays) in _CASES.items():
-            place = NamedSharding(mesh, PartitionSpec())
+        replicated = NamedSharding(mesh, PartitionSpec())
+        for kernel, (function, shapes) in _CASES.items():
+            rng = np.random.default_rng(0)
+            drawn = {
+                name: scale * rng.normal(size=shape) for name, (shape, scale) in shapes.items()
+            }
             arrays = {
-                name: jax.device_put(x.astype(dtype or jnp.float32), place)
-                for name, x in arrays().items()
+                name: jax.device_put(x.astype(dtype or jnp.float32), replicated)
+                for name, x in drawn.items()
             }
             got = _value_and_gradients(function, arrays)
             backend = traced_backends()[kernel]
@@ -99,38 +103,25 @@ def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
-def _expert_arrays() -> dict[str, np.ndarray]:
-    groups = len(_SIZES)
-    shapes = {
-        "rows": (320, 128),
-        "up": (groups, 2, 128, 192),
-        "up_bias": (groups, 2, 192),
-        "down": (groups, 192, 128),
-    }
-    return _normal(shapes, {"up": 128**-0.5, "down": 192**-0.5})
-
-
 def _attention(q: Any, k: Any, v: Any) -> jax.Array:
     """Returns causal attention of two packed documents, and padding."""
     ids = jnp.asarray(np.repeat([1, 2, 0], [150, 190, 44])[None], jnp.int32)
     return flash_attention(q, k, v, MaskSpec(64**-0.5), segment_ids=ids)
 
 
-def _attention_arrays() -> dict[str, np.ndarray]:
-    return _normal({"q": (1, 384, 4, 64), "k": (1, 384, 2, 64), "v": (1, 384, 2, 64)})
-
-
-def _normal(
-    shapes: Mapping[str, tuple[int, ...]], scales: Mapping[str, float] | None = None
-) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(0)
-    return {
-        name: rng.normal(size=shape) * (scales or {}).get(name, 1.0)
-        for name, shape in shapes.items()
-    }
-
-
-_CASES: dict[str, tuple[Callable[..., jax.Array], Callable[[], dict[str, np.ndarray]]]] = {
-    "gmm": (_experts, _expert_arrays),
-    "flash_attention": (_attention, _attention_arrays),
+# Function, and the shape and standard deviation of each operand.
+_CASES: dict[str, tuple[Callable[..., jax.Array], dict[str, tuple[tuple[int, ...], float]]]] = {
+    "gmm": (
+        _experts,
+        {
+            "rows": ((320, 128), 1.0),
+            "up": ((4, 2, 128, 192), 128**-0.5),
+            "up_bias": ((4, 2, 192), 1.0),
+            "down": ((4, 192, 128), 192**-0.5),
+        },
+    ),
+    "flash_attention": (
+        _attention,
+        {"q": ((1, 384, 4, 64), 1.0), "k": ((1, 384, 2, 64), 1.0), "v": ((1, 384, 2, 64), 1.0)},
+    ),
 }

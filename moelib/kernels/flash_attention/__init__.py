@@ -1,6 +1,6 @@
 """Attention: softmax(scale q k^T) v with grouped key and value heads.
 
-`flash_attention` is the one entry for whole sequences; `shards` has the parts of attention over a
+`flash_attention` is the one entry for whole sequences; `passes` has the parts of attention over a
 sequence that is split over devices. `reference` is the definition; `xla` computes it in blocks of
 queries, with memory linear in the sequence, on every platform; `tpu` in Pallas kernels; `cudnn` on
 NVIDIA GPUs, where it is asked for.
@@ -19,9 +19,15 @@ from jaxtyping import Array, Float, Int
 from moelib.core.varying import align
 from moelib.kernels import backend as backends
 from moelib.kernels.flash_attention import cudnn, passes, reference
-from moelib.kernels.flash_attention.reference import EMPTY, MaskSpec, Positions, whole_sequences
+from moelib.kernels.flash_attention.reference import (
+    EMPTY,
+    MaskSpec,
+    Positions,
+    capped,
+    whole_sequences,
+)
 
-__all__ = ["CONTEXT", "EMPTY", "MaskSpec", "Positions", "flash_attention"]
+__all__ = ["CONTEXT", "EMPTY", "MaskSpec", "Positions", "capped", "flash_attention"]
 
 CONTEXT = "attention_context"  # Name of output and logsumexp for `jax.checkpoint` policies.
 
@@ -93,7 +99,8 @@ def _forward(
     segments: Array | None,
 ) -> tuple[Array, tuple]:
     positions = whole_sequences(q.shape[1], segments)
-    out, lse = passes.forward(backend, q, k, v, sinks, positions, spec, in_order=True)
+    operands = q, k, v, sinks, positions
+    out, lse = passes.run("forward", backend, operands, spec, in_order=True)
     # A policy that saves both spares the backward pass a second forward pass.
     out, lse = checkpoint_name(out, CONTEXT), checkpoint_name(lse, CONTEXT)
     return out, (q, k, v, sinks, segments, out, lse)
@@ -103,7 +110,8 @@ def _backward(spec: MaskSpec, backend: str | None, residuals: tuple, grad: Array
     q, k, v, sinks, segments, out, lse = residuals
     positions = whole_sequences(q.shape[1], segments)
     delta = passes.output_times_gradient(out, grad)
-    grads = passes.backward(backend, q, k, v, lse, delta, grad, positions, spec, in_order=True)
+    operands = q, k, v, lse, delta, grad, positions
+    grads = passes.run("backward", backend, operands, spec, in_order=True)
     sinks_grad = None if sinks is None else passes.sinks_gradient(sinks, lse, delta)
     return *grads, sinks_grad, None
 

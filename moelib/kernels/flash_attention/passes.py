@@ -1,4 +1,20 @@
-"""The forward and the backward pass of attention, on the backend that is set or the default one."""
+"""The forward and the backward pass of attention, of whole sequences and of shards of them.
+
+In ring attention each device holds a shard of the queries of a sequence and receives the shards of
+keys one after the other:
+
+    part = attention_forward(q, k, v, positions, spec)  # For the first shard of keys,
+    part = merge(part, attention_forward(q, k, v, positions, spec))  # and for every other one.
+    out, lse = add_sinks(part, sinks)
+    ...
+    grads = attention_backward(q, k, v, out, lse, grad, positions, spec)  # For every shard.
+
+The gradients of a shard are sums over the shards that it met: those of q stay on their device,
+those of k and v travel with them. Positions may come in any order, so a sequence can be split in
+zigzag. Results for shards are in float32, to be summed.
+
+Source: Liu et al., Ring Attention, arXiv:2310.01889.
+"""
 
 import functools
 from typing import Any
@@ -12,7 +28,98 @@ from moelib.kernels.flash_attention import tpu, xla
 from moelib.kernels.flash_attention.reference import MaskSpec, Positions
 from moelib.kernels.operands import check_dtypes, check_shapes
 
+Part = tuple[Float32[Array, "B Q H Dh"], Float32[Array, "B H Q"]]  # Output and logsumexp.
 _FORMS = {"xla": xla, "tpu": tpu}
+
+
+def attention_forward(
+    q: Float[Array, "B Q H Dh"],
+    k: Float[Array, "B K G Dh"],
+    v: Float[Array, "B K G Dh"],
+    positions: Positions,
+    spec: MaskSpec,
+    *,
+    backend: str | None = None,
+) -> Part:
+    """Returns the attention of a shard of queries to a shard of keys, and the logsumexp of scores.
+
+    A query that sees none of the keys gives zeros, and a logsumexp that changes no `merge`. The
+    arguments are those of `flash_attention`; positions have segments of both shards, or of neither;
+    the backend is "tpu" or "xla".
+
+    Raises:
+        ValueError: As for `flash_attention`; and if only one side has segments.
+    """
+    check(q, k, v, positions, spec)
+    backend = backends.chosen_backend("flash_attention", backend)
+    return run("forward", backend, (q, k, v, None, positions), spec, in_order=False)
+
+
+def merge(a: Part, b: Part) -> Part:
+    """Returns the attention of the same queries to the keys of both parts, which share none."""
+    (out_a, lse_a), (out_b, lse_b) = a, b
+    lse = jnp.logaddexp(lse_a, lse_b)
+    return out_a * _weight(lse_a - lse) + out_b * _weight(lse_b - lse), lse
+
+
+def add_sinks(part: Part, sinks: Float[Array, "H"]) -> Part:
+    """Returns the part with one more score per head in its softmax, which has no value.
+
+    To be called once, after all keys.
+    """
+    out, lse = part
+    total = jnp.logaddexp(lse, sinks.astype(lse.dtype)[None, :, None])
+    return out * _weight(lse - total), total
+
+
+def _weight(log: Float32[Array, "B H Q"]) -> Float32[Array, "B Q H 1"]:
+    return jnp.exp(log).transpose(0, 2, 1)[..., None]
+
+
+def attention_backward(
+    q: Float[Array, "B Q H Dh"],
+    k: Float[Array, "B K G Dh"],
+    v: Float[Array, "B K G Dh"],
+    out: Float[Array, "B Q H Dh"],
+    lse: Float32[Array, "B H Q"],
+    grad: Float[Array, "B Q H Dh"],
+    positions: Positions,
+    spec: MaskSpec,
+    *,
+    backend: str | None = None,
+) -> tuple[Float32[Array, "B Q H Dh"], Float32[Array, "B K G Dh"], Float32[Array, "B K G Dh"]]:
+    """Returns the contribution of a shard of queries and one of keys to the gradients in q, k, v.
+
+    `out` and `lse` are the attention of the queries to the keys of all shards, sinks included, and
+    `grad` is the gradient of `out`. The rest is as for `attention_forward`.
+    """
+    check(q, k, v, positions, spec)
+    backend = backends.chosen_backend("flash_attention", backend)
+    grad, delta = grad.astype(q.dtype), output_times_gradient(out, grad)
+    return run("backward", backend, (q, k, v, lse, delta, grad, positions), spec, in_order=False)
+
+
+def output_times_gradient(
+    out: Float[Array, "B Q H Dh"], grad: Float[Array, "B Q H Dh"]
+) -> Float32[Array, "B H Q"]:
+    """Returns delta, the sum over Dh of output times gradient."""
+    product = out.astype(jnp.float32) * grad.astype(jnp.float32)
+    return jnp.sum(product, axis=-1).transpose(0, 2, 1)
+
+
+def sinks_gradient(
+    sinks: Float[Array, "H"], lse: Float32[Array, "B H Q"], delta: Float32[Array, "B H Q"]
+) -> Float[Array, "H"]:
+    """Returns the queries' contribution to the sinks' gradient.
+
+    Each sink takes a share of the softmax of every query, for no value.
+    """
+    share = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - lse)
+    return -jnp.sum(share * delta, axis=(0, 2)).astype(sinks.dtype)
+
+
+# ------------------------------------------------------------------------------------------------
+# Whole sequences and shards
 
 
 def check(
@@ -23,18 +130,11 @@ def check(
     spec: MaskSpec,
     *,
     sinks: Float[Array, "H"] | None = None,
-    whole: bool,
+    whole: bool = False,
 ) -> None:
     """Raises ValueError for operands that no backend takes.
 
-    Args:
-        q: Queries.
-        k: Keys.
-        v: Values.
-        positions: Positions and segments of queries and keys.
-        spec: Scale, causality, window and cap of the scores.
-        sinks: One more score per head, or None.
-        whole: Whether queries and keys are of one whole sequence.
+    With `whole`, queries and keys must be of one whole sequence.
     """
     keys = "Q" if whole else "K"
     shapes = {
@@ -63,43 +163,17 @@ def check(
         raise ValueError(
             f"flash_attention: logit_cap={spec.logit_cap}: set a number above 0, or None."
         )
+    if (positions.q_segments is None) != (positions.k_segments is None):
+        with_segments = "keys" if positions.q_segments is None else "queries"
+        raise ValueError(
+            f"flash_attention: only the {with_segments} have segments; give both, or neither."
+        )
 
 
-def forward(
-    backend: str | None,
-    q: Float[Array, "B Q H Dh"],
-    k: Float[Array, "B K G Dh"],
-    v: Float[Array, "B K G Dh"],
-    sinks: Float[Array, "H"] | None,
-    positions: Positions,
-    spec: MaskSpec,
-    *,
-    in_order: bool,
-) -> tuple[Float[Array, "B Q H Dh"], Float32[Array, "B H Q"]]:
-    """Returns attention and the logsumexp of each query's scores, as `xla.forward`."""
-    return _run("forward", backend, (q, k, v, sinks, positions), spec, in_order)
-
-
-def backward(
-    backend: str | None,
-    q: Float[Array, "B Q H Dh"],
-    k: Float[Array, "B K G Dh"],
-    v: Float[Array, "B K G Dh"],
-    lse: Float32[Array, "B H Q"],
-    delta: Float32[Array, "B H Q"],
-    grad: Float[Array, "B Q H Dh"],
-    positions: Positions,
-    spec: MaskSpec,
-    *,
-    in_order: bool,
-) -> tuple[Array, Array, Array]:
-    """Returns the gradients in q, k and v, as `xla.backward`."""
-    return _run("backward", backend, (q, k, v, lse, delta, grad, positions), spec, in_order)
-
-
-def _run(
-    part: str, backend: str | None, operands: tuple[Any, ...], spec: MaskSpec, in_order: bool
+def run(
+    part: str, backend: str | None, operands: tuple[Any, ...], spec: MaskSpec, *, in_order: bool
 ) -> Any:
+    """Returns the result of `xla.forward` or `xla.backward`, on the backend or the default one."""
     reason = tpu.reason_against(operands[0], operands[1], spec, in_order=in_order)
     if backend == "tpu" and reason:
         raise backends.BackendError(
@@ -141,19 +215,3 @@ def _reason_of_mesh() -> str | None:
     if split:
         return f"need manual mesh axes, not {', '.join(split)}; call it inside of jax.shard_map."
     return None
-
-
-def output_times_gradient(
-    out: Float[Array, "B Q H Dh"], grad: Float[Array, "B Q H Dh"]
-) -> Float32[Array, "B H Q"]:
-    """Returns delta, the sum over Dh of output times gradient."""
-    product = out.astype(jnp.float32) * grad.astype(jnp.float32)
-    return jnp.sum(product, axis=-1).transpose(0, 2, 1)
-
-
-def sinks_gradient(
-    sinks: Float[Array, "H"], lse: Float32[Array, "B H Q"], delta: Float32[Array, "B H Q"]
-) -> Float[Array, "H"]:
-    """Returns the gradient in the sinks, each of which takes a share of a softmax for no value."""
-    share = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - lse)
-    return -jnp.sum(share * delta, axis=(0, 2)).astype(sinks.dtype)

@@ -3,6 +3,7 @@
 Shapes: C chunks of n heads; a chunk is the heads of a group, or a part of them if they are many.
 """
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -98,9 +99,10 @@ def backward(
     operands = _query_layout(call, chunks, q), _key_layout(call, k), _key_layout(call, v)
     operands = *operands, _query_layout(call, chunks, grad), *rows, masks
     by_queries, by_keys, *operands = align(by_queries, by_keys, *operands)
-    grad_q = tpu_kernels.query_gradients(call, by_queries, *operands, dtype=dtypes[0])
+    run = functools.partial(tpu_kernels.gradients, call)
+    (grad_q,) = run(by_queries, *operands, dtype=dtypes[0], of_keys=False)
     sums_dtype = dtypes[1] if chunks == groups else jnp.dtype(jnp.float32)
-    grads = tpu_kernels.key_gradients(call, by_keys, *operands, dtype=sums_dtype)
+    grads = run(by_keys, *operands, dtype=sums_dtype, of_keys=True)
     grad_k, grad_v = (_from_key_layout(x, k, dtypes[1]) for x in grads)
     return _from_query_layout(grad_q, q), grad_k, grad_v
 

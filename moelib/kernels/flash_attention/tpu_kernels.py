@@ -85,7 +85,7 @@ def outputs(
     )
 
 
-def query_gradients(
+def gradients(
     call: Call,
     visits: Int[Array, "V"],
     q: Float[Array, "B C n Dh Q"],
@@ -97,50 +97,30 @@ def query_gradients(
     masks: Masks,
     *,
     dtype: DTypeLike,
-) -> Float[Array, "B C n Dh Q"]:
-    """Returns the gradient in the queries; a visit's row is a block of queries."""
-    specs = _Specs(call, q, k, row, column)
-    of_queries = (q, specs.q), (k, specs.k), (v, specs.k), (grad, specs.q)
-    return _pallas_call(
-        functools.partial(_query_gradients_kernel, call),
-        call,
-        "attention_query_gradient",
-        visits,
-        operands=(*of_queries, (lse, specs.sums), (delta, specs.sums), *specs.of_masks(masks)),
-        scalars=None,
-        results=((q.shape, dtype, specs.q),),
-        scratch=((q.shape[3], q.shape[2] * call.block_q),),
-        matmuls=3,
-    )[0]
+    of_keys: bool,
+) -> tuple[Array, ...]:
+    """Returns the gradient in the queries, or with `of_keys` each chunk's in keys and in values.
 
-
-def key_gradients(
-    call: Call,
-    visits: Int[Array, "V"],
-    q: Float[Array, "B C n Dh Q"],
-    k: Float[Array, "B G Dh K"],
-    v: Float[Array, "B G Dh K"],
-    grad: Float[Array, "B C n Dh Q"],
-    lse: Float32[Array, "B C n Q"],
-    delta: Float32[Array, "B C n Q"],
-    masks: Masks,
-    *,
-    dtype: DTypeLike,
-) -> tuple[Float[Array, "B C Dh K"], Float[Array, "B C Dh K"]]:
-    """Returns each chunk's gradients in keys and values; a visit's row is a block of keys."""
-    specs = _Specs(call, q, k, column, row)
-    shape = (*q.shape[:2], *k.shape[2:])
-    of_queries = (q, specs.q), (k, specs.k), (v, specs.k), (grad, specs.q)
+    A visit's row is a block of queries, or with `of_keys` of keys.
+    """
+    specs = _Specs(call, q, k, *((column, row) if of_keys else (row, column)))
+    arrays = (q, specs.q), (k, specs.k), (v, specs.k), (grad, specs.q)
+    if of_keys:
+        results = (((*q.shape[:2], *k.shape[2:]), dtype, specs.k_sums),) * 2
+        scratch = ((k.shape[2], call.block_k),) * 2
+    else:
+        results = ((q.shape, dtype, specs.q),)
+        scratch = ((q.shape[3], q.shape[2] * call.block_q),)
     return _pallas_call(
-        functools.partial(_key_gradients_kernel, call),
+        functools.partial(_gradients_kernel, call, of_keys),
         call,
-        "attention_key_gradient",
+        f"attention_{'key' if of_keys else 'query'}_gradient",
         visits,
-        operands=(*of_queries, (lse, specs.sums), (delta, specs.sums), *specs.of_masks(masks)),
+        operands=(*arrays, (lse, specs.sums), (delta, specs.sums), *specs.of_masks(masks)),
         scalars=None,
-        results=((shape, dtype, specs.k_sums),) * 2,
-        scratch=((k.shape[2], call.block_k),) * 2,
-        matmuls=4,
+        results=results,
+        scratch=scratch,
+        matmuls=4 if of_keys else 3,
     )
 
 
@@ -178,44 +158,24 @@ def _outputs_kernel(
         _store_heads(lse, peak[...] + jnp.log(total[...]))
 
 
-def _query_gradients_kernel(
-    call: Call, visits: Any, refs: Any, sinks: Any, results: Any, scratch: Any
+def _gradients_kernel(
+    call: Call, of_keys: bool, visits: Any, refs: Any, sinks: Any, results: Any, scratch: Any
 ) -> None:
     del sinks
-    k = refs[1]
-    (acc,) = scratch
+    q, k, _, grad, *_ = refs
     visit = visits[pl.program_id(2)]
 
     @pl.when(is_first(visit))
     def _() -> None:
-        acc[...] = jnp.zeros_like(acc)
-
-    def accumulate(masked: bool) -> None:
-        _, grad_scores = _score_gradients(call.spec, refs, masked)
-        acc[...] += _dot(k[...], grad_scores.astype(k.dtype), 1, 0)
-
-    _if_seen(visit, refs[6:], accumulate)
-
-    @pl.when(is_last(visit))
-    def _() -> None:
-        _store_heads(results[0], acc[...] * call.spec.scale)
-
-
-def _key_gradients_kernel(
-    call: Call, visits: Any, refs: Any, sinks: Any, results: Any, scratch: Any
-) -> None:
-    del sinks
-    q, _, _, grad, *_ = refs
-    grad_k, grad_v = scratch
-    visit = visits[pl.program_id(2)]
-
-    @pl.when(is_first(visit))
-    def _() -> None:
-        grad_k[...] = jnp.zeros_like(grad_k)
-        grad_v[...] = jnp.zeros_like(grad_v)
+        for total in scratch:
+            total[...] = jnp.zeros_like(total)
 
     def accumulate(masked: bool) -> None:
         probs, grad_scores = _score_gradients(call.spec, refs, masked)
+        if not of_keys:
+            scratch[0][...] += _dot(k[...], grad_scores.astype(k.dtype), 1, 0)
+            return
+        grad_k, grad_v = scratch
         grad_v[...] += _dot(_heads(grad), probs.astype(grad.dtype), 1, 1)
         grad_k[...] += _dot(_heads(q), grad_scores.astype(q.dtype), 1, 1)
 
@@ -223,8 +183,12 @@ def _key_gradients_kernel(
 
     @pl.when(is_last(visit))
     def _() -> None:
-        results[0][...] = (grad_k[...] * call.spec.scale).astype(results[0].dtype)
-        results[1][...] = grad_v[...].astype(results[1].dtype)
+        first = scratch[0][...] * call.spec.scale
+        if not of_keys:
+            _store_heads(results[0], first)
+            return
+        results[0][...] = first.astype(results[0].dtype)
+        results[1][...] = scratch[1][...].astype(results[1].dtype)
 
 
 def _if_seen(visit: Any, masks: Any, accumulate: Any) -> None:

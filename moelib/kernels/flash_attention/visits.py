@@ -61,13 +61,8 @@ def least_ahead(spec: MaskSpec) -> int:
 def visits(q_index: Any, k_index: Any, spec: MaskSpec, *, by_keys: bool) -> Any:
     """Returns the list of visits, int32 [V], row by row; each row has one visit at least.
 
-    NumPy arrays give a NumPy list of the seen pairs only, JAX arrays a list of all pairs.
-
-    Args:
-        q_index: Positions of queries, [blocks, queries of a block].
-        k_index: Positions of keys, [blocks, keys of a block].
-        spec: Causality and window.
-        by_keys: Whether rows are blocks of keys; otherwise of queries.
+    NumPy arrays give a NumPy list of the seen pairs only, JAX arrays a list of all pairs. Positions
+    are [blocks, tokens of a block]. With `by_keys`, rows are blocks of keys.
     """
     q_low, q_high = q_index.min(1)[:, None], q_index.max(1)[:, None]
     k_low, k_high = k_index.min(1)[None], k_index.max(1)[None]

@@ -48,15 +48,8 @@ def forward(
 ) -> tuple[Float[Array, "B Q H Dh"], Float32[Array, "B H Q"]]:
     """Returns the attention of queries to keys, and the logsumexp of each query's scores.
 
-    Args:
-        q: Queries.
-        k: Keys.
-        v: Values.
-        sinks: One more score per head, or None.
-        positions: Positions and segments of queries and keys.
-        spec: Scale, causality, window and cap of the scores.
-        in_order: Whether queries and keys are of one sequence, with the positions 0, 1, ...
-        block: Number of queries in a block.
+    With `in_order`, queries and keys are of one sequence, with the positions 0, 1, ...; `block` is
+    a number of queries.
     """
     q, k, v, sinks, positions = align(q, k, v, sinks, positions)
     groups = k.shape[2]
@@ -97,19 +90,9 @@ def backward(
 ) -> tuple[Array, Array, Array]:
     """Returns the gradients in q, k and v, for these keys' share of each query's softmax.
 
-    They are of the operands' dtypes when in order, else float32, to be summed further.
-
-    Args:
-        q: Queries.
-        k: Keys.
-        v: Values.
-        lse: Logsumexp of all scores of each query, those of other keys and of sinks included.
-        delta: Sum of output times gradient of each query.
-        grad: Gradient of the output.
-        positions: As for `forward`.
-        spec: As for `forward`.
-        in_order: As for `forward`.
-        block: As for `forward`.
+    They are of the operands' dtypes when in order, else float32, to be summed further. `lse` is the
+    logsumexp of all scores of each query, those of other keys and of sinks included; `delta` is the
+    sum of output times gradient; the rest is as for `forward`.
     """
     q, k, v, lse, delta, grad, positions = align(q, k, v, lse, delta, grad, positions)
     groups = k.shape[2]

@@ -82,22 +82,20 @@ def gmm_activated(
 ) -> Float[Array, "m n"]:
     """Returns `activation(lhs[i] @ rhs[g, 0], lhs[i] @ rhs[g, 1])` for row i of group g.
 
-    Rows of no group are zeros, whatever the activation of zeros is. Otherwise as `gmm`.
+    Rows of no group are zeros, whatever the activation of zeros is. Otherwise, and in its errors,
+    it is as `gmm`.
 
     Args:
-        lhs: As for `gmm`.
+        lhs: Rows, sorted by group.
         rhs: p matrices per group.
-        group_sizes: As for `gmm`.
+        group_sizes: Number of rows of each group.
         activation: Elementwise function of p float32 arrays of one shape. Pass the same function
             object each time: kernels are compiled once for each.
         bias: p vectors per group, added to the products.
-        backend: As for `gmm`.
+        backend: One of the backends of `gmm`.
         products_name: Name under which a policy of `jax.checkpoint` saves the result and the p
             products [m, n]. Without it, a forward pass under `jax.checkpoint` never writes the
             products.
-
-    Raises:
-        ValueError: As `gmm`.
     """
     options = _Options(activation, backends.chosen_backend("gmm", backend), products_name)
     return _entry("gmm_activated", options, lhs, rhs, group_sizes, bias)
@@ -112,14 +110,7 @@ def gmm_input_gradient(
 ) -> Float[Array, "m k"]:
     """Returns `grad[i] @ rhs[group of row i]^T`, the gradient of `gmm` in lhs; not differentiable.
 
-    Args:
-        grad: Gradient of the result of `gmm`.
-        rhs: As for `gmm`.
-        group_sizes: As for `gmm`.
-        backend: As for `gmm`.
-
-    Raises:
-        ValueError: As `gmm`.
+    `grad` is the gradient of the result; the other arguments and the errors are those of `gmm`.
     """
     shapes = {"grad": (grad, "mn"), "rhs": (rhs, "gkn"), "group_sizes": (group_sizes, "g")}
     check_shapes("gmm_input_gradient", shapes)
@@ -138,16 +129,8 @@ def gmm_weight_gradient(
 ) -> Float[Array, "g k n"]:
     """Returns the sum of `lhs[i]^T grad[i]` over the rows i of each group; not differentiable.
 
-    It is the gradient of `gmm` in rhs, zeros for groups without rows.
-
-    Args:
-        lhs: As for `gmm`.
-        grad: Gradient of the result of `gmm`.
-        group_sizes: As for `gmm`.
-        backend: As for `gmm`.
-
-    Raises:
-        ValueError: As `gmm`.
+    It is the gradient of `gmm` in rhs, zeros for groups without rows. `grad` is the gradient of the
+    result; the other arguments and the errors are those of `gmm`.
     """
     shapes = {"lhs": (lhs, "mk"), "grad": (grad, "mn"), "group_sizes": (group_sizes, "g")}
     check_shapes("gmm_weight_gradient", shapes)
@@ -187,14 +170,7 @@ def _entry(
 def _run(
     part: str, backend: str | None, sides: tuple[int, int], *operands: Any, **options: Any
 ) -> Any:
-    """Runs a part of the computation on a backend.
-
-    Args:
-        part: "forward", "input_gradient" or "weight_gradient".
-        backend: As `chosen_backend` returns it.
-        sides: k and n.
-        *operands: Of the part.
-        **options: Of the part.
+    """Runs a backend's "forward", "input_gradient" or "weight_gradient"; the sides are k and n.
 
     Raises:
         BackendError: If the backend cannot take the operands.

@@ -58,16 +58,7 @@ def gmm(
 ) -> Float[Array, "m n"]:
     """Returns `lhs[i] @ rhs[group of row i, part]` plus its bias, zeros for rows of no group.
 
-    Args:
-        lhs: Rows, sorted by group.
-        rhs: p matrices per group, [g, p, k, n]; [g, p, n, k] if `transpose_rhs`.
-        part: Index of the matrix.
-        group_sizes: Number of rows of each group.
-        bias: One vector per group.
-        transpose_rhs: Whether to multiply by the transposes.
-        out_dtype: Dtype of the result: bfloat16, float16 or float32.
-        tiles: Chosen by `gpu_tiles.choose` by default.
-        interpret: As for `plgpu.kernel`; True for its default interpreter.
+    With `transpose_rhs` it multiplies by the transposes of the matrices [g, p, n, k].
     """
     from moelib.kernels.gmm.gpu_product import product
 
@@ -94,14 +85,6 @@ def gmm_weight_gradient(
     """Returns the sums over each group's rows i of `lhs[i]^T grad[i]`, and of grad if wanted.
 
     The sums of grad are the products of a column of ones, for which grad is read once more.
-
-    Args:
-        lhs: Rows, sorted by group.
-        grad: As many rows.
-        group_sizes: Number of rows of each group.
-        with_sums: Whether to return the sums of grad.
-        tiles: Chosen by `gpu_tiles.choose_for_gradient` by default.
-        interpret: As for `gmm`.
     """
     run = functools.partial(_weights, grad=grad, sizes=group_sizes, tiles=tiles)
     result = run(lhs, dtype=lhs.dtype, interpret=interpret)

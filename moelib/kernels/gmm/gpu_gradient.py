@@ -45,14 +45,8 @@ def weight_gradient(
 ) -> Float[Array, "g k n"]:
     """Returns the sums of `lhs[i]^T grad[i]` over the rows i of each group.
 
-    Args:
-        lhs: Rows, sorted by group, in bfloat16 or float16; m a multiple of 8, k of 64.
-        grad: As many rows of the same dtype; n a multiple of 64.
-        group_sizes: Number of rows of each group.
-        out_dtype: Dtype of the result.
-        tiles: Sizes of the blocks.
-        num_blocks: Number of blocks of threads, one per SM.
-        interpret: As for `plgpu.kernel`.
+    Operands are bfloat16 or float16; m is a multiple of 8, k and n are multiples of 64. There are
+    `num_blocks` blocks of threads, one per SM.
     """
     (m, k), n, num_groups = lhs.shape, grad.shape[1], len(group_sizes)
     starts, ends = row_ranges(group_sizes, m)

@@ -77,20 +77,11 @@ def launch(
     interpret: Any,
     **scratch: Any,
 ) -> Array:
-    """Returns the result of a kernel, which runs in one block of threads per SM.
+    """Returns the result of a kernel, which runs in `num_blocks` blocks of threads, one per SM.
 
-    Args:
-        kernel: Function of the inputs, the result, `scratch`, the `slots` through which results
-            leave, and the barriers of the ring, `full` and `free`.
-        *inputs: Arrays in the GPU's memory.
-        out: Shape and dtype of the result.
-        stages: Number of slots of the ring.
-        num_copies: Number of copies that fill a slot.
-        num_blocks: Number of blocks of threads.
-        flops: Estimate for the compiler.
-        bytes_accessed: Estimate for the compiler.
-        interpret: As for `plgpu.kernel`.
-        **scratch: Further shared memory and barriers.
+    The kernel is a function of the inputs and the result, arrays in the GPU's memory, and by name
+    of `scratch`, the `slots` through which results leave, and the barriers of the ring, `full` and
+    `free`. The ring has `stages` slots, each of which `num_copies` copies fill.
     """
     scratch |= {
         "slots": _out_slots(out.dtype),
@@ -212,15 +203,10 @@ class Ring:
 def store(
     value: Array, slots: Any, out: Any, row: Any, column: Any, own: tuple[Array, Array] | None
 ) -> None:
-    """Writes a block of 64 rows to `out`; columns past the last one of `out` are not written.
+    """Writes a block [64, columns], which begins at a row and a column of `out` [m, n].
 
-    Args:
-        value: Block [64, columns] in float32.
-        slots: Slots of this warpgroup.
-        out: Array [m, n].
-        row: First row of the block in `out`.
-        column: First column of the block in `out`.
-        own: First row of the block to be written, and the one after the last; None for all.
+    Columns past the last one of `out` are not written, nor rows of the block outside of own[0] to
+    own[1], if given. The slots are those of this warpgroup.
     """
     wide = slots.shape[-1]
     for i in range(value.shape[1] // wide):

@@ -50,13 +50,8 @@ def row_visits(
 ) -> tuple[RowVisits, Int32[Array, "1"]]:
     """Returns visits, each of which writes a group's rows in a window, and their number.
 
-    Each row is written in one visit: its group's, or one of no group.
-
-    Args:
-        starts: First row of each group, as from `row_ranges`.
-        ends: Row after its last.
-        num_rows: Number of all rows.
-        window: Rows in a window: 64 or more.
+    Each row is written in one visit: its group's, or one of no group. `starts` and `ends` are those
+    of `row_ranges`; a window has 64 rows or more.
     """
     num_groups = len(starts)
     # The rows after the last group are one more range, of no group.
@@ -94,16 +89,9 @@ def product(
 ) -> Float[Array, "m n"]:
     """Returns `lhs[i] @ rhs[group of row i]` plus its bias, zeros for rows of no group.
 
-    Args:
-        lhs: Rows, sorted by group, in bfloat16 or float16; m a multiple of 8, k of 64.
-        rhs: One matrix per group, [g, k, n]; [g, n, k] if `transpose_rhs`; n a multiple of 64.
-        group_sizes: Number of rows of each group.
-        bias: One vector per group.
-        transpose_rhs: Whether to multiply by the transposes.
-        out_dtype: Dtype of the result.
-        tiles: Sizes of the blocks.
-        num_blocks: Number of blocks of threads, one per SM.
-        interpret: As for `plgpu.kernel`.
+    With `transpose_rhs` it multiplies by the transposes of the matrices [g, n, k]. Operands are
+    bfloat16 or float16; m is a multiple of 8, k and n are multiples of 64. There are `num_blocks`
+    blocks of threads, one per SM.
     """
     (m, k), num_groups = lhs.shape, rhs.shape[0]
     n = rhs.shape[1 if transpose_rhs else 2]

@@ -45,13 +45,7 @@ def output_visits(
     """Returns the visits that write every tile of rows, and their number.
 
     A group visits each tile in which it has rows; an empty group, none. Then come the tiles in
-    which no group has rows.
-
-    Args:
-        starts: First row of each group, as from `row_ranges`.
-        ends: Row after its last.
-        num_rows: Number of all rows.
-        tile: Rows in a tile.
+    which no group has rows. `starts` and `ends` are those of `row_ranges`.
     """
     num_tiles, num_groups = -(-num_rows // tile), len(starts)
     counts = jnp.where(ends > starts, _tile(ends - 1, tile) - _tile(starts, tile) + 1, 0)
@@ -74,7 +68,6 @@ def weight_visits(
     """Returns the visits that write the sums of every group, and their number.
 
     A group visits each tile in which it has rows; an empty group visits one, without rows in it.
-    Arguments are as for `output_visits`.
     """
     num_tiles, num_groups = -(-num_rows // tile), len(starts)
     counts = jnp.where(ends > starts, _tile(ends - 1, tile) - _tile(starts, tile) + 1, 1)

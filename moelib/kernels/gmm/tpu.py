@@ -49,15 +49,8 @@ def forward(
 ) -> tuple[Float[Array, "m n"], tuple[Float[Array, "m n"], ...]]:
     """Returns the activation of each row's p products, and the products if `save`.
 
-    Args:
-        lhs: Rows, sorted by group.
-        rhs: p matrices per group.
-        group_sizes: Number of rows of each group.
-        bias: p vectors per group.
-        activation: Elementwise function of p arrays in float32; None, if p is 1, for the product.
-        save: Whether to return the products.
-        tiles: Chosen by `tpu_tiles.choose` by default.
-        interpret: As for `pl.pallas_call`.
+    The activation is an elementwise function of p arrays in float32, or None if p is 1.
+    `tpu_tiles.choose` chooses the tiles by default.
     """
     out, *products = _product(
         (lhs,), rhs, group_sizes, bias, activation, save, False, tiles, interpret
@@ -73,7 +66,7 @@ def input_gradient(
     tiles: Tiles | None = None,
     interpret: Any = False,
 ) -> Float[Array, "m k"]:
-    """Returns the sum over p of `grads[p][i] @ rhs[group of row i, p]^T`; arguments as above."""
+    """Returns the sum over p of `grads[p][i] @ rhs[group of row i, p]^T`."""
     join = _sum if len(grads) > 1 else None
     return _product(grads, rhs, group_sizes, None, join, False, True, tiles, interpret)[0]
 
@@ -153,14 +146,6 @@ def weight_gradient(
 
     The grid is (tile of k, tile of n, visit of a tile of rows). A group's sum stays in VMEM from
     its first visit to its last, and is written once.
-
-    Args:
-        lhs: Rows, sorted by group.
-        grads: As many rows for each of the p matrices.
-        group_sizes: Number of rows of each group.
-        with_sums: Whether to return the sums of grads.
-        tiles: Chosen by `tpu_tiles.choose` by default.
-        interpret: As for `pl.pallas_call`.
     """
     (m, k), n, p, g = lhs.shape, grads[0].shape[1], len(grads), len(group_sizes)
     size = lhs.dtype.itemsize

@@ -29,11 +29,7 @@ def block_sizes(num_rows: int, num_groups: int) -> tuple[int, ...]:
     An edge block wastes half of itself on average, so it is no larger than an average group, and 64
     rows suffice to hide that each block packs the group's matrix again. Large groups are mostly
     computed in blocks of 256 rows; more or larger sizes gain nothing, and each takes time to
-    compile.
-
-    Args:
-        num_rows: Rows of all groups; no block is larger.
-        num_groups: Number of groups.
+    compile. No block is larger than all rows together.
     """
     mean = num_rows / max(num_groups, 1)
     edge = 8

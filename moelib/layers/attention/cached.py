@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moelib.kernels.flash_attention import MaskSpec
+from moelib.kernels.flash_attention import MaskSpec, capped
 
 
 def num_slots(length: int, window: int | None) -> int:
@@ -27,10 +27,7 @@ def held_positions(
 ) -> Int[Array, "B L"]:
     """Returns the position in each slot after `newest` is stored; below 0 for an empty slot.
 
-    Args:
-        newest: The newest position of each sequence, 0 or more, and below `slots` without a window.
-        slots: L.
-        window: W; None for no window.
+    Without a window, the newest position of a sequence is below the number of slots.
     """
     behind = newest[:, None] - jnp.arange(slots, dtype=newest.dtype)[None]
     return newest[:, None] - behind % (window or slots)
@@ -45,12 +42,8 @@ def store(
 ) -> Float[Array, "B *n L e"]:
     """Returns the cache with new tokens stored, in its own dtype.
 
-    Args:
-        cache: The cache so far; ignored when a prompt is stored.
-        new: One token per sequence (S = 1), or prompts (S above 1).
-        positions: Positions of the tokens.
-        segment_ids: 0 for padding after a prompt; None for no padding.
-        window: W; None for no window.
+    The tokens are one per sequence (S = 1), or prompts (S above 1), which replace all slots.
+    Segment ids are 0 for padding after a prompt; None stands for no padding.
 
     Raises:
         ValueError: If prompts are longer than a cache without a window.
@@ -86,21 +79,12 @@ def attend_to_cache(
     """Returns the attention of each sequence's newest token to the cache, in the dtype of v.
 
     It equals that of `attend` for the last token of the sequence. Scores and softmax are float32.
-
-    Args:
-        q: Queries. Head h attends with key and value head h // (H / G).
-        k: Keys, including those of the newest token.
-        v: Values.
-        positions: The position of the newest token.
-        sinks: An extra score per head, without a value.
-        spec: Scale of the scores, window and cap.
+    Keys and values include those of the newest token, whose position is given.
     """
     batch, _, heads, dim = q.shape
     grouped = q.reshape(batch, k.shape[1], -1, dim)  # [B, G, H / G, Dh]
     scores = jnp.einsum("bgnd,bgld->bgnl", grouped, k, preferred_element_type=jnp.float32)
-    scores = scores * spec.scale
-    if spec.logit_cap is not None:
-        scores = spec.logit_cap * jnp.tanh(scores / spec.logit_cap)
+    scores = capped(scores * spec.scale, spec)
     held = held_positions(positions[:, 0], k.shape[2], spec.window)
     scores = jnp.where(held[:, None, None] >= 0, scores, -jnp.inf)
     if sinks is not None:

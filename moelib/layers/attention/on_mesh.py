@@ -28,7 +28,7 @@ from moelib.kernels.flash_attention import (
     MaskSpec,
     Positions,
     flash_attention,
-    shards,
+    passes,
 )
 from moelib.parallel import sharding
 
@@ -42,18 +42,11 @@ def attend(
     *,
     spec: MaskSpec,
 ) -> Float[Array, "B S H Dh"]:
-    """Returns causal attention, sharded over the current mesh if there is one.
-
-    Args:
-        q: Queries.
-        k: Keys; the mesh axes that shard heads must divide G.
-        v: Values.
-        segment_ids: Tokens attend only within their segment; None for one segment per sequence.
-        sinks: An extra score per head, without a value.
-        spec: Scale of the scores, window and cap.
+    """Returns `flash_attention`, sharded over the current mesh if there is one.
 
     Raises:
-        ValueError: As `flash_attention`; and if the mesh does not divide batch, sequence or heads.
+        ValueError: If `flash_attention` refuses the operands, or the mesh does not divide batch,
+            sequence or heads; the axes that shard heads must divide G.
     """
     mesh = sharding.current_mesh()
     if mesh is None or mesh.size == 1:
@@ -161,15 +154,15 @@ def _forward(
         part, here = carry
         after = _rotate(here, axes)  # Sent while this shard is computed.
         positions = Positions(own.index, here.index, own.segments, here.segments)
-        made = shards.attention_forward(q, here.k, here.v, positions, spec)
-        return (shards.merge(part, made), after), None
+        made = passes.attention_forward(q, here.k, here.v, positions, spec)
+        return (passes.merge(part, made), after), None
 
     batch, size, heads, _ = q.shape
     part = jnp.zeros(q.shape, jnp.float32), jnp.full((batch, heads, size), EMPTY, jnp.float32)
     # Carried arrays vary over the mesh axes of the queries, the ring included.
     start = vary((part, own), sorted(varying_axes(q)))
     (part, _), _ = lax.scan(step, start, None, length=lax.axis_size(axes))
-    out, lse = part if sinks is None else shards.add_sinks(part, sinks)
+    out, lse = part if sinks is None else passes.add_sinks(part, sinks)
     out, lse = (checkpoint_name(x, CONTEXT) for x in (out.astype(own.v.dtype), lse))
     return out, (q, own, sinks, out, lse)
 
@@ -181,7 +174,7 @@ def _backward(axes: tuple[str, ...], spec: MaskSpec, residuals: tuple, grad: Arr
         grad_q, here, grads = carry
         after = _rotate(here, axes)
         positions = Positions(own.index, here.index, own.segments, here.segments)
-        made, *others = shards.attention_backward(
+        made, *others = passes.attention_backward(
             q, here.k, here.v, out, lse, grad, positions, spec
         )
         grads = _rotate(tuple(a + b for a, b in zip(grads, others, strict=True)), axes)
@@ -190,7 +183,10 @@ def _backward(axes: tuple[str, ...], spec: MaskSpec, residuals: tuple, grad: Arr
     zeros = lambda x: jnp.zeros(x.shape, jnp.float32)
     start = vary((zeros(q), own, (zeros(own.k), zeros(own.v))), sorted(varying_axes(q)))
     (grad_q, _, grads), _ = lax.scan(step, start, None, length=lax.axis_size(axes))
-    grad_sinks = None if sinks is None else shards.sinks_gradient(sinks, out, lse, grad)
+    grad_sinks = None
+    if sinks is not None:
+        delta = passes.output_times_gradient(out, grad)
+        grad_sinks = passes.sinks_gradient(sinks, lse, delta)
     grad_k, grad_v = (g.astype(x.dtype) for g, x in zip(grads, own, strict=False))
     grad_own = own._replace(k=grad_k, v=grad_v, index=None, segments=None)
     return grad_q.astype(q.dtype), grad_own, grad_sinks

@@ -168,10 +168,7 @@ class SortedDispatcher(Dispatcher):
 def run_sorted(local: Local, num_experts: int, num_rows: int) -> Float[Array, "T D"]:
     """Returns each token's weighted sum over the experts that `local` holds.
 
-    Args:
-        local: Experts and tokens; ids from 0, `num_experts` or more for other experts.
-        num_experts: Number of experts held.
-        num_rows: Maximum number of assignments to them.
+    These have the ids from 0 to `num_experts` - 1; at most `num_rows` assignments go to them.
     """
     ids = jnp.minimum(local.ids, num_experts)
     row_map, group_sizes = sort_assignments(ids, num_experts, num_rows)
@@ -185,13 +182,8 @@ def within_capacity(
 ) -> Bool[Array, "B S K"]:
     """Returns the assignments that are among the first `capacity` of their sequence and group.
 
-    Sequences are independent of each other, so the result is the same on every mesh.
-
-    Args:
-        groups: Group of each assignment; `num_groups` for none.
-        num_groups: Number of groups.
-        capacity: Maximum number of assignments per sequence and group.
-        sequence_axes: Mesh axes over which the sequence dimension is sharded.
+    Sequences are independent of each other, so the result is the same on every mesh. The group of
+    an assignment to no expert is `num_groups`. The mesh axes shard the sequence dimension.
     """
     batch = groups.shape[0]
     flat = groups.reshape(batch, -1, 1)

@@ -63,12 +63,9 @@ class CapacityDispatcher(Dispatcher):
 
 
 def _slots(ids: Int[Array, "B S K"], num_experts: int, capacity: int) -> RowMap:
-    """Returns the map to E * B * C rows, C per expert and sequence.
+    """Returns the map to E * B * C rows, C per expert and sequence; ids are E where dropped.
 
-    Args:
-        ids: The expert of each assignment; E for a dropped one.
-        num_experts: E.
-        capacity: C, at least the number of assignments of each sequence to each expert.
+    No sequence may have more than C assignments to an expert.
     """
     batch, _, top_k = ids.shape
     num_groups = num_experts * batch

@@ -39,10 +39,8 @@ def sort_assignments(
 ) -> tuple[RowMap, Int[Array, "g"]]:
     """Returns the map to rows sorted by group, tokens in order within one, and the group sizes.
 
-    Args:
-        keys: The group of each assignment; `num_groups` for an assignment without a row.
-        num_groups: Number g of groups.
-        num_rows: Number R of rows: at least the number of assignments with a group, at most T K.
+    The key of an assignment is its group, `num_groups` for one without a row. The number of rows is
+    at least that of the assignments with a group, and at most T K.
     """
     flat = keys.reshape(-1)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)

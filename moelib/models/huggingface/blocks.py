@@ -8,6 +8,7 @@ from moelib.core.errors import UserError
 from moelib.layers.activation import Activation
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.feed_forward import FeedForward
+from moelib.layers.moe.balance import BalanceScope
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.norm import RMSNorm
 from moelib.layers.rope import (
@@ -85,12 +86,6 @@ MOE: Table = {
     "feed_forward/router/weight": [Part("mlp.gate.weight", "e d -> d e")],
     **feed_forward_table("feed_forward/experts", "mlp.experts.{e}"),
 }
-
-
-def moe_of(cfg: CausalLM.Config) -> MoELayer.Config | None:
-    """Returns the config of the first MoE layer, or None for a dense model."""
-    parts = (layer.feed_forward for layer in layers_of(cfg.decoder))
-    return next((part for part in parts if isinstance(part, MoELayer.Config)), None)
 
 
 # -- Rotary embeddings ---------------------------------------------------------------------------
@@ -219,14 +214,15 @@ def attention_with_bias(settings: Settings, **fields: Any) -> GroupedQueryAttent
     return attention(settings, qkv_bias=bias, output_bias=bias, **fields)
 
 
-def attention_settings(cfg: Any, dim: int) -> dict[str, Any]:
-    """Returns the settings that `attention` reads."""
-    cfg = expect(cfg, GroupedQueryAttention.Config)
+def attention_settings(cfg: CausalLM.Config) -> dict[str, Any]:
+    """Returns the settings that `model` and `attention` read."""
+    attention = expect(layers_of(cfg.decoder)[0].self_attention, GroupedQueryAttention.Config)
     return {
-        "num_attention_heads": cfg.num_heads,
-        "num_key_value_heads": cfg.num_kv_heads or cfg.num_heads,
-        "head_dim": cfg.head_dim or dim // cfg.num_heads,
-        "rope_parameters": rope_settings(cfg.rope),
+        **model_settings(cfg),
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads or attention.num_heads,
+        "head_dim": attention.head_dim or cfg.dim // attention.num_heads,
+        "rope_parameters": rope_settings(attention.rope),
     }
 
 
@@ -243,19 +239,77 @@ def feed_forward(hidden_dim: int) -> FeedForward.Config:
     return FeedForward.default_config().set(hidden_dim=hidden_dim, activation=Activation.SWIGLU)
 
 
-def model(settings: Settings, layers: Sequence[TransformerLayer.Config]) -> CausalLM.Config:
-    """Returns the model with the given layers.
+def moe(settings: Settings, num_experts: str, hidden_dim: str, **fields: Any) -> MoELayer.Config:
+    """Returns an MoE layer from `num_experts_per_tok` and the settings of these two names."""
+    cfg = MoELayer.default_config().set(
+        num_experts=settings.take(num_experts),
+        num_experts_per_token=settings.take("num_experts_per_tok"),
+        hidden_dim=settings.take(hidden_dim),
+    )
+    return cfg.set(**fields)
+
+
+def moe_settings(cfg: CausalLM.Config, num_experts: str, hidden_dim: str) -> dict[str, Any]:
+    """Returns the settings that `moe` reads."""
+    found = moe_of(cfg)
+    return {
+        num_experts: found.num_experts,
+        "num_experts_per_tok": found.num_experts_per_token,
+        hidden_dim: found.hidden_dim,
+    }
+
+
+def balance_settings(cfg: CausalLM.Config) -> dict[str, Any]:
+    """Returns `router_aux_loss_coef` for a model trained with the balance loss of transformers.
+
+    That loss pools all MoE layers and is K times ours. Other losses have no such setting.
+    """
+    layers = moe_layers_of(cfg)
+    losses = [loss for layer in layers if (loss := layer.load_balance_loss) is not None]
+    weights = [loss.weight for loss in losses if loss.scope is BalanceScope.ALL_LAYERS]
+    if not weights or len(weights) < len(layers):
+        return {}
+    mean = sum(weights) / len(weights)
+    return {"router_aux_loss_coef": mean / layers[0].num_experts_per_token}
+
+
+# MoE settings that are written for a model of dense layers, which use none of them.
+_UNUSED = MoELayer.default_config().set(
+    num_experts=1, num_experts_per_token=1, hidden_dim=1, shared_experts=feed_forward(1)
+)
+
+
+def moe_of(cfg: CausalLM.Config) -> MoELayer.Config:
+    """Returns the config of the first MoE layer; of one that is not used for a dense model."""
+    return next(iter(moe_layers_of(cfg)), _UNUSED)
+
+
+def moe_layers_of(cfg: CausalLM.Config) -> list[MoELayer.Config]:
+    """Returns the configs of all MoE layers."""
+    parts = [layer.feed_forward for layer in layers_of(cfg.decoder)]
+    return [part for part in parts if isinstance(part, MoELayer.Config)]
+
+
+# -- Models --------------------------------------------------------------------------------------
+
+
+def model(settings: Settings, attention: Any, feed_forward: Any) -> CausalLM.Config:
+    """Returns the model whose layers have these two parts; a list has a part for each layer.
 
     Raises:
         UserError: If a setting of the file was never read.
     """
-    settings.expect(hidden_act="silu", attention_dropout=0.0, num_hidden_layers=len(layers))
+    settings.expect(hidden_act="silu", attention_dropout=0.0)
+    total = settings.take("num_hidden_layers")
+    each = (x if isinstance(x, list) else [x] * total for x in (attention, feed_forward))
+    layer = TransformerLayer.default_config().set(norm=norm(settings))
+    layers = [layer.clone(self_attention=a, feed_forward=f) for a, f in zip(*each, strict=True)]
     tied = settings.take("tie_word_embeddings", False)
     cfg = CausalLM.default_config().set(
         vocab_size=settings.take("vocab_size"),
         dim=settings.take("hidden_size"),
         decoder=stack(layers),
-        output_norm=layers[0].norm.clone(),
+        output_norm=layer.norm.clone(),
     )
     if tied:
         cfg.lm_head = None

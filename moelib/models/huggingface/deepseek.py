@@ -9,11 +9,9 @@ from typing import Any
 from moelib.layers.attention.latent import LatentAttention
 from moelib.layers.feed_forward import FeedForward
 from moelib.layers.moe.balance import BiasBalancing
-from moelib.layers.moe.layer import MoELayer
 from moelib.layers.moe.router import GroupScore, Router, Score
 from moelib.layers.norm import RMSNorm
 from moelib.layers.rope import YarnRotaryEmbedding, yarn_mscale
-from moelib.layers.transformer import TransformerLayer
 from moelib.models.causal_lm import CausalLM
 from moelib.models.huggingface import blocks
 from moelib.models.huggingface.family import Family
@@ -54,21 +52,28 @@ def _in_layer(cfg: CausalLM.Config) -> Table:
     }
 
 
+_ATTENTION = {  # Our field -> its setting.
+    "num_heads": "num_attention_heads",
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "nope_head_dim": "qk_nope_head_dim",
+    "rope_head_dim": "qk_rope_head_dim",
+    "v_head_dim": "v_head_dim",
+}
+_MOE = "n_routed_experts", "moe_intermediate_size"  # Settings of `blocks.moe`.
+
+
 def _attention(settings: Settings) -> LatentAttention.Config:
     settings.expect(attention_bias=False)
     settings.skip("num_key_value_heads", "head_dim", "qk_head_dim")
+    fields = {field: settings.take(name) for field, name in _ATTENTION.items()}
     mscale = blocks.rope_parameters(settings).get("mscale_all_dim")
     rope = blocks.rope(settings)
     factor = 1.0
     if isinstance(rope, YarnRotaryEmbedding.Config) and mscale:  # Independent of `mscale`.
         factor = yarn_mscale(rope.factor, mscale) ** 2
     return LatentAttention.default_config().set(
-        num_heads=settings.take("num_attention_heads"),
-        q_lora_rank=settings.take("q_lora_rank"),
-        kv_lora_rank=settings.take("kv_lora_rank"),
-        nope_head_dim=settings.take("qk_nope_head_dim"),
-        rope_head_dim=settings.take("qk_rope_head_dim"),
-        v_head_dim=settings.take("v_head_dim"),
+        **fields,
         rope=rope,
         norm=RMSNorm.default_config().set(eps=_LATENT_EPS),
         score_factor=factor,
@@ -87,25 +92,13 @@ def _model(settings: Settings, router: Router.Config) -> CausalLM.Config:
     settings.expect(moe_layer_freq=1, mlp_bias=False)
     if settings.take("quantization_config", None) is not None:
         settings.expect(quantization_config=_FP8)
-    width = settings.take("moe_intermediate_size")
-    shared = settings.take("n_shared_experts", None)
-    moe = MoELayer.default_config().set(
-        num_experts=settings.take("n_routed_experts"),
-        num_experts_per_token=settings.take("num_experts_per_tok"),
-        hidden_dim=width,
-        router=router,
-        shared_experts=blocks.feed_forward(shared * width) if shared else None,
-    )
-    layer = TransformerLayer.default_config().set(
-        self_attention=_attention(settings), norm=blocks.norm(settings)
-    )
+    moe = blocks.moe(settings, *_MOE, router=router)
+    if num_shared := settings.take("n_shared_experts", None):
+        moe.shared_experts = blocks.feed_forward(num_shared * moe.hidden_dim)
     num_dense = settings.take("first_k_dense_replace")
     dense = blocks.feed_forward(settings.take("intermediate_size"))
-    layers = [
-        layer.clone(feed_forward=dense if n < num_dense else moe)
-        for n in range(settings.take("num_hidden_layers"))
-    ]
-    return blocks.model(settings, layers)
+    parts = [dense if n < num_dense else moe for n in range(settings.take("num_hidden_layers"))]
+    return blocks.model(settings, _attention(settings), parts)
 
 
 _V2_GROUPS = {"greedy": False, "group_limited_greedy": True}
@@ -139,15 +132,6 @@ def _v3(settings: Settings) -> CausalLM.Config:
     return _model(settings, router)
 
 
-# MoE settings that are written for a model of dense layers, which use none of them.
-_UNUSED = MoELayer.default_config().set(
-    num_experts=1,
-    num_experts_per_token=1,
-    hidden_dim=1,
-    shared_experts=blocks.feed_forward(1),
-)
-
-
 def _mscale_all_dim(score_factor: float, factor: float) -> float:
     """Returns the mscale_all_dim from which `_attention` computes exactly `score_factor`."""
     exact = (math.sqrt(score_factor) - 1) / (0.1 * math.log(factor))
@@ -159,7 +143,7 @@ def _settings(cfg: CausalLM.Config) -> dict[str, Any]:
     layers = blocks.layers_of(cfg.decoder)
     kinds = [layer.feed_forward for layer in layers]
     dense = [kind for kind in kinds if isinstance(kind, FeedForward.Config)]
-    moe = blocks.moe_of(cfg) or _UNUSED
+    moe = blocks.moe_of(cfg)
     if moe.shared_experts is None:
         raise ValueError("MoE layers of DeepSeek have shared experts in transformers.")
     attention = blocks.expect(layers[0].self_attention, LatentAttention.Config)
@@ -168,19 +152,12 @@ def _settings(cfg: CausalLM.Config) -> dict[str, Any]:
         rope["mscale_all_dim"] = _mscale_all_dim(attention.score_factor, rope["factor"])
     return {
         **blocks.model_settings(cfg),
-        "num_attention_heads": attention.num_heads,
+        **{name: getattr(attention, field) for field, name in _ATTENTION.items()},
+        **blocks.moe_settings(cfg, *_MOE),
         "num_key_value_heads": attention.num_heads,
-        "q_lora_rank": attention.q_lora_rank,
-        "kv_lora_rank": attention.kv_lora_rank,
-        "qk_nope_head_dim": attention.nope_head_dim,
-        "qk_rope_head_dim": attention.rope_head_dim,
-        "v_head_dim": attention.v_head_dim,
         "rope_parameters": rope,
         "first_k_dense_replace": len(dense),
         "intermediate_size": dense[0].hidden_dim if dense else 4 * cfg.dim,  # Or unused.
-        "moe_intermediate_size": moe.hidden_dim,
-        "n_routed_experts": moe.num_experts,
-        "num_experts_per_tok": moe.num_experts_per_token,
         "n_shared_experts": moe.shared_experts.hidden_dim // moe.hidden_dim,
         "routed_scaling_factor": moe.router.scaling_factor,
         "n_group": moe.router.num_groups or 1,
@@ -189,14 +166,14 @@ def _settings(cfg: CausalLM.Config) -> dict[str, Any]:
 
 
 def _v2_settings(cfg: CausalLM.Config) -> dict[str, Any]:
-    grouped = (blocks.moe_of(cfg) or _UNUSED).router.num_groups is not None
+    grouped = blocks.moe_of(cfg).router.num_groups is not None
     return {**_settings(cfg), "topk_method": "group_limited_greedy" if grouped else "greedy"}
 
 
 def _v3_settings(cfg: CausalLM.Config) -> dict[str, Any]:
     return {
         **_settings(cfg),
-        "norm_topk_prob": (blocks.moe_of(cfg) or _UNUSED).router.renormalize,
+        "norm_topk_prob": blocks.moe_of(cfg).router.renormalize,
     }
 
 

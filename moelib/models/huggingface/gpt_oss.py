@@ -4,9 +4,7 @@ from typing import Any
 
 from moelib.layers.activation import Activation
 from moelib.layers.moe.experts import FeedForwardExperts
-from moelib.layers.moe.layer import MoELayer
 from moelib.layers.moe.router import Router, Score
-from moelib.layers.transformer import TransformerLayer
 from moelib.models.causal_lm import CausalLM
 from moelib.models.huggingface import blocks
 from moelib.models.huggingface.family import Family
@@ -24,6 +22,7 @@ IN_LAYER: Table = {
     "feed_forward/experts/down": [Part("mlp.experts.down_proj", "e f d -> e f d")],
     "feed_forward/experts/down_bias": [Part("mlp.experts.down_proj_bias", "e d -> e d")],
 }
+_NAMES = "num_local_experts", "intermediate_size"  # Settings of `blocks.moe`.
 _WINDOWED, _FULL = "sliding_attention", "full_attention"
 _WINDOW = 128  # The class's default; transformers refuses null even if no layer uses it.
 
@@ -32,39 +31,31 @@ def _model(settings: Settings) -> CausalLM.Config:
     settings.expect(attention_bias=True, swiglu_limit=7.0, swiglu_alpha=1.702)
     settings.skip("initial_context_length", "quantization_config", "experts_per_token")
     attention = blocks.attention(settings, qkv_bias=True, output_bias=True, sinks=True)
-    moe = MoELayer.default_config().set(
-        hidden_dim=settings.take("intermediate_size"),
-        num_experts=settings.take("num_local_experts"),
-        num_experts_per_token=settings.take("num_experts_per_tok"),
+    moe = blocks.moe(
+        settings,
+        *_NAMES,
         router=Router.default_config().set(score=Score.SOFTMAX_AFTER_TOP_K, bias=True),
         experts=FeedForwardExperts.default_config().set(
             activation=Activation.CLAMPED_SWIGLU, bias=True
         ),
     )
-    layer = TransformerLayer.default_config().set(feed_forward=moe, norm=blocks.norm(settings))
     windows = {_WINDOWED: settings.take("sliding_window"), _FULL: None}
     total = settings.take("num_hidden_layers")
     kinds = settings.take("layer_types", None) or [(_WINDOWED, _FULL)[n % 2] for n in range(total)]
-    layers = [
-        layer.clone(
-            self_attention=attention.clone(window=settings.lookup("layer_types", kind, windows))
-        )
-        for kind in kinds
+    settings.expect(num_hidden_layers=len(kinds))
+    attentions = [
+        attention.clone(window=settings.lookup("layer_types", kind, windows)) for kind in kinds
     ]
-    return blocks.model(settings, layers)
+    return blocks.model(settings, attentions, moe)
 
 
 def _settings(cfg: CausalLM.Config) -> dict[str, Any]:
-    layers = blocks.layers_of(cfg.decoder)
-    windows = [layer.self_attention.window for layer in layers]
-    moe = blocks.expect(layers[0].feed_forward, MoELayer.Config)
+    windows = [layer.self_attention.window for layer in blocks.layers_of(cfg.decoder)]
     return {
-        **blocks.model_settings(cfg),
-        **blocks.attention_settings(layers[0].self_attention, cfg.dim),
+        **blocks.attention_settings(cfg),
+        **blocks.moe_settings(cfg, *_NAMES),
+        **blocks.balance_settings(cfg),
         "attention_bias": True,
-        "intermediate_size": moe.hidden_dim,
-        "num_local_experts": moe.num_experts,
-        "num_experts_per_tok": moe.num_experts_per_token,
         "layer_types": [_WINDOWED if window else _FULL for window in windows],
         "sliding_window": max(window or 0 for window in windows) or _WINDOW,
         "swiglu_limit": 7.0,

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from moelib.layers.transformer import TransformerLayer
 from moelib.models.causal_lm import CausalLM
 from moelib.models.huggingface import blocks
 from moelib.models.huggingface.family import Family
@@ -17,21 +16,16 @@ IN_LAYER: Table = {
 
 
 def _model(settings: Settings, *, qk_norm: bool) -> CausalLM.Config:
-    norm = blocks.norm(settings)
-    attention = blocks.attention_with_bias(settings, qk_norm=norm.clone() if qk_norm else None)
-    layer = TransformerLayer.default_config().set(
-        self_attention=attention,
-        feed_forward=blocks.feed_forward(settings.take("intermediate_size")),
-        norm=norm,
-    )
-    return blocks.model(settings, [layer] * settings.take("num_hidden_layers"))
+    norm = blocks.norm(settings) if qk_norm else None
+    attention = blocks.attention_with_bias(settings, qk_norm=norm)
+    feed_forward = blocks.feed_forward(settings.take("intermediate_size"))
+    return blocks.model(settings, attention, feed_forward)
 
 
 def _settings(cfg: CausalLM.Config) -> dict[str, Any]:
     layer = cfg.decoder.block[0]
     return {
-        **blocks.model_settings(cfg),
-        **blocks.attention_settings(layer.self_attention, cfg.dim),
+        **blocks.attention_settings(cfg),
         "attention_bias": layer.self_attention.qkv_bias,
         "intermediate_size": layer.feed_forward.hidden_dim,
     }

@@ -3,13 +3,13 @@
 Sources: arXiv:2401.04088, arXiv:2409.02060, arXiv:2407.10671 and arXiv:2505.09388.
 """
 
+import functools
 from typing import Any
 
+from moelib.layers.base import BaseLayer
 from moelib.layers.feed_forward import FeedForward
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.moe.router import Router, Score
-from moelib.layers.norm import RMSNorm
-from moelib.layers.transformer import TransformerLayer
 from moelib.models.causal_lm import CausalLM
 from moelib.models.huggingface import blocks
 from moelib.models.huggingface.family import Family
@@ -43,123 +43,85 @@ UNGATED_IN_LAYER: Table = {
 }
 
 
-def moe(
-    num_experts: int, num_chosen: int, hidden_dim: int, *, renormalize: bool
-) -> MoELayer.Config:
-    """Returns an MoE layer whose router applies a softmax over all experts."""
-    return MoELayer.default_config().set(
-        num_experts=num_experts,
-        num_experts_per_token=num_chosen,
-        hidden_dim=hidden_dim,
-        router=Router.default_config().set(
-            score=Score.SOFTMAX_BEFORE_TOP_K, renormalize=renormalize
-        ),
-    )
+_MIXTRAL_NAMES = "num_local_experts", "intermediate_size"  # Settings of `blocks.moe`.
+_OLMOE_NAMES = "num_experts", "intermediate_size"
+_QWEN_NAMES = "num_experts", "moe_intermediate_size"
 
 
-# MoE settings that are written for a model of dense layers, which use none of them.
-_UNUSED = moe(1, 1, 1, renormalize=False).set(shared_experts=blocks.feed_forward(1))
-
-
-def _without_default_head_dim(settings: dict[str, Any]) -> dict[str, Any]:
-    """Removes a head_dim that is the default, since the family's class does not declare one."""
-    if settings["head_dim"] == settings["hidden_size"] // settings["num_attention_heads"]:
-        del settings["head_dim"]
-    return settings
+def _router(renormalize: bool) -> Router.Config:
+    return Router.default_config().set(score=Score.SOFTMAX_BEFORE_TOP_K, renormalize=renormalize)
 
 
 def _mixtral(settings: Settings) -> CausalLM.Config:
     settings.expect(sliding_window=None, attention_bias=False)
-    layer = TransformerLayer.default_config().set(
-        self_attention=blocks.attention(settings),
-        feed_forward=moe(
-            settings.take("num_local_experts"),
-            settings.take("num_experts_per_tok"),
-            settings.take("intermediate_size"),
-            renormalize=True,
-        ),
-        norm=blocks.norm(settings),
-    )
-    return blocks.model(settings, [layer] * settings.take("num_hidden_layers"))
+    moe = blocks.moe(settings, *_MIXTRAL_NAMES, router=_router(renormalize=True))
+    return blocks.model(settings, blocks.attention(settings), moe)
 
 
 def _mixtral_settings(cfg: CausalLM.Config) -> dict[str, Any]:
-    layer = cfg.decoder.block[0]
     return {
-        **blocks.model_settings(cfg),
-        **blocks.attention_settings(layer.self_attention, cfg.dim),
-        "num_local_experts": layer.feed_forward.num_experts,
-        "num_experts_per_tok": layer.feed_forward.num_experts_per_token,
-        "intermediate_size": layer.feed_forward.hidden_dim,
+        **blocks.attention_settings(cfg),
+        **blocks.moe_settings(cfg, *_MIXTRAL_NAMES),
+        **blocks.balance_settings(cfg),
         "sliding_window": None,
     }
 
 
 def _olmoe(settings: Settings) -> CausalLM.Config:
-    norm = blocks.norm(settings)
     attention = blocks.attention_with_bias(
         settings,
-        qk_norm=norm.clone(),
+        qk_norm=blocks.norm(settings),
         qk_norm_joint=True,
         qkv_clip=settings.take("clip_qkv", None),
     )
-    layer = TransformerLayer.default_config().set(
-        self_attention=attention,
-        feed_forward=moe(
-            settings.take("num_experts"),
-            settings.take("num_experts_per_tok"),
-            settings.take("intermediate_size"),
-            renormalize=settings.take("norm_topk_prob", False),
-        ),
-        norm=norm,
-    )
-    return blocks.model(settings, [layer] * settings.take("num_hidden_layers"))
+    router = _router(settings.take("norm_topk_prob", False))
+    return blocks.model(settings, attention, blocks.moe(settings, *_OLMOE_NAMES, router=router))
 
 
 def _olmoe_settings(cfg: CausalLM.Config) -> dict[str, Any]:
     layer = cfg.decoder.block[0]
     settings = {
-        **blocks.model_settings(cfg),
-        **blocks.attention_settings(layer.self_attention, cfg.dim),
+        **blocks.attention_settings(cfg),
+        **blocks.moe_settings(cfg, *_OLMOE_NAMES),
+        **blocks.balance_settings(cfg),
         "attention_bias": layer.self_attention.qkv_bias,
         "clip_qkv": layer.self_attention.qkv_clip,
-        "num_experts": layer.feed_forward.num_experts,
-        "num_experts_per_tok": layer.feed_forward.num_experts_per_token,
-        "intermediate_size": layer.feed_forward.hidden_dim,
         "norm_topk_prob": layer.feed_forward.router.renormalize,
     }
     settings.pop("head_dim")  # transformers fixes it to hidden_size / num_attention_heads.
     return settings
 
 
-def _qwen_layers(
-    settings: Settings, attention: Any, norm: RMSNorm.Config, sparse: MoELayer.Config
-) -> list[TransformerLayer.Config]:
-    """Returns the layers, dense according to `mlp_only_layers` and `decoder_sparse_step`."""
+def _qwen_feed_forwards(settings: Settings, **fields: Any) -> list[BaseLayer.Config]:
+    """Returns each layer's part, dense according to `mlp_only_layers`, `decoder_sparse_step`.
+
+    The fields are those of the MoE layers.
+    """
+    num_experts, hidden_dim = _QWEN_NAMES
+    settings.skip("num_local_experts")
+    if num_experts not in settings.values and "num_local_experts" in settings.values:
+        num_experts = "num_local_experts"  # The name in transformers 5.
+    router = _router(settings.take("norm_topk_prob", False))
+    sparse = blocks.moe(settings, num_experts, hidden_dim, router=router, **fields)
     dense_layers = settings.take("mlp_only_layers", None) or []
     every = blocks.positive(settings, "decoder_sparse_step")
     dense = blocks.feed_forward(settings.take("intermediate_size"))
-    layer = TransformerLayer.default_config().set(self_attention=attention, norm=norm)
     return [
-        layer.clone(feed_forward=dense if n in dense_layers or (n + 1) % every else sparse)
+        dense if n in dense_layers or (n + 1) % every else sparse
         for n in range(settings.take("num_hidden_layers"))
     ]
 
 
 def _qwen_settings(cfg: CausalLM.Config) -> dict[str, Any]:
     """Returns the settings that Qwen2-MoE and Qwen3-MoE share."""
-    layers = blocks.layers_of(cfg.decoder)
-    kinds = [layer.feed_forward for layer in layers]
+    kinds = [layer.feed_forward for layer in blocks.layers_of(cfg.decoder)]
     dense = [n for n, kind in enumerate(kinds) if isinstance(kind, FeedForward.Config)]
-    moe = blocks.moe_of(cfg) or _UNUSED
     hidden_dims = {kinds[n].hidden_dim for n in dense} or {4 * cfg.dim}  # Or unused.
     return {
-        **blocks.model_settings(cfg),
-        **blocks.attention_settings(layers[0].self_attention, cfg.dim),
-        "num_experts": moe.num_experts,
-        "num_experts_per_tok": moe.num_experts_per_token,
-        "moe_intermediate_size": moe.hidden_dim,
-        "norm_topk_prob": moe.router.renormalize,
+        **blocks.attention_settings(cfg),
+        **blocks.moe_settings(cfg, *_QWEN_NAMES),
+        **blocks.balance_settings(cfg),
+        "norm_topk_prob": blocks.moe_of(cfg).router.renormalize,
         "intermediate_size": min(hidden_dims),
         "mlp_only_layers": dense,
         "decoder_sparse_step": 1,
@@ -169,20 +131,8 @@ def _qwen_settings(cfg: CausalLM.Config) -> dict[str, Any]:
 
 def _qwen3_moe(settings: Settings) -> CausalLM.Config:
     blocks.expect_full_attention(settings)
-    norm = blocks.norm(settings)
-    attention = blocks.attention_with_bias(settings, qk_norm=norm.clone())
-    sparse = _qwen_moe(settings)
-    return blocks.model(settings, _qwen_layers(settings, attention, norm, sparse))
-
-
-def _qwen_moe(settings: Settings) -> MoELayer.Config:
-    num_experts = settings.take("num_local_experts", None)  # Name in transformers 5.
-    return moe(
-        settings.take("num_experts", *([num_experts] if num_experts else [])),
-        settings.take("num_experts_per_tok"),
-        settings.take("moe_intermediate_size"),
-        renormalize=settings.take("norm_topk_prob", False),
-    )
+    attention = blocks.attention_with_bias(settings, qk_norm=blocks.norm(settings))
+    return blocks.model(settings, attention, _qwen_feed_forwards(settings))
 
 
 def _qwen3_moe_settings(cfg: CausalLM.Config) -> dict[str, Any]:
@@ -190,23 +140,27 @@ def _qwen3_moe_settings(cfg: CausalLM.Config) -> dict[str, Any]:
     return {**_qwen_settings(cfg), "attention_bias": bias}
 
 
-def _qwen2_moe(settings: Settings) -> CausalLM.Config:
+def _qwen2_moe(settings: Settings, *, shared_gate: bool = True) -> CausalLM.Config:
     blocks.expect_full_attention(settings)
     attention = blocks.attention(settings, qkv_bias=settings.take("qkv_bias", True))
-    sparse = _qwen_moe(settings).set(
-        shared_experts=blocks.feed_forward(settings.take("shared_expert_intermediate_size")),
-        shared_gate=True,
-    )
-    return blocks.model(settings, _qwen_layers(settings, attention, blocks.norm(settings), sparse))
+    shared = blocks.feed_forward(settings.take("shared_expert_intermediate_size"))
+    parts = _qwen_feed_forwards(settings, shared_experts=shared, shared_gate=shared_gate)
+    return blocks.model(settings, attention, parts)
 
 
-def _qwen2_moe_ungated(settings: Settings) -> CausalLM.Config:
-    cfg = _qwen2_moe(settings)
-    layers = blocks.layers_of(cfg.decoder)
-    for layer in layers:
-        if isinstance(layer.feed_forward, MoELayer.Config):
-            layer.feed_forward.shared_gate = False
-    return cfg.set(decoder=blocks.stack(layers))
+def _qwen2_moe_settings(cfg: CausalLM.Config) -> dict[str, Any]:
+    shared = blocks.moe_of(cfg).shared_experts
+    if shared is None:
+        raise ValueError("MoE layers of Qwen2-MoE have shared experts in transformers.")
+    settings = {
+        **_qwen_settings(cfg),
+        "qkv_bias": blocks.layers_of(cfg.decoder)[0].self_attention.qkv_bias,
+        "shared_expert_intermediate_size": shared.hidden_dim,
+    }
+    # Not declared by the family's class, so only written where it is not the default.
+    if settings["head_dim"] == settings["hidden_size"] // settings["num_attention_heads"]:
+        del settings["head_dim"]
+    return settings
 
 
 def _zero_gates(cfg: CausalLM.Config) -> dict[str, tuple[int, ...]]:
@@ -215,18 +169,6 @@ def _zero_gates(cfg: CausalLM.Config) -> dict[str, tuple[int, ...]]:
         for n, layer in enumerate(blocks.layers_of(cfg.decoder))
         if isinstance(layer.feed_forward, MoELayer.Config)
     }
-
-
-def _qwen2_moe_settings(cfg: CausalLM.Config) -> dict[str, Any]:
-    shared = (blocks.moe_of(cfg) or _UNUSED).shared_experts
-    if shared is None:
-        raise ValueError("MoE layers of Qwen2-MoE have shared experts in transformers.")
-    settings = {
-        **_qwen_settings(cfg),
-        "qkv_bias": blocks.layers_of(cfg.decoder)[0].self_attention.qkv_bias,
-        "shared_expert_intermediate_size": shared.hidden_dim,
-    }
-    return _without_default_head_dim(settings)
 
 
 _QWEN_DEFAULTS = {"decoder_sparse_step": 1, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6}
@@ -269,5 +211,7 @@ QWEN3_MOE = Family(
     defaults={**_QWEN_DEFAULTS, "num_key_value_heads": 4},
 )
 QWEN2_MOE_UNGATED = QWEN2_MOE._replace(
-    model=_qwen2_moe_ungated, in_layer=lambda cfg: UNGATED_IN_LAYER, zeros=_zero_gates
+    model=functools.partial(_qwen2_moe, shared_gate=False),
+    in_layer=lambda cfg: UNGATED_IN_LAYER,
+    zeros=_zero_gates,
 )

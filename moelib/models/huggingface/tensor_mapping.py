@@ -93,20 +93,14 @@ def expand(model: Any, in_model: Table, in_layer: Table) -> list[TensorMapping]:
 
 def layer_numbers(decoder: BaseStack) -> Iterator[tuple[str, list[int]]]:
     """Yields (name of a child of the decoder, numbers of the layers it holds)."""
-    cfg = decoder.config
-    first, size = len(cfg.first_layers), len(cfg.block)
     for name in decoder.children:
-        number = int(re.sub(r"\D", "", name))
-        if name.startswith("repeated"):
-            yield name, list(range(first + number, cfg.num_layers, size))
-        else:
-            yield name, [number]
+        yield name, [int(x.removeprefix("layer")) for x in decoder.copies(name) or (name,)]
 
 
 def _expand_parameter(
     path: str, spec: ParameterSpec, parts: Sequence[Part], numbers: Sequence[int | None]
 ) -> Iterator[TensorMapping]:
-    stacked = isinstance(numbers[0], int) and "/repeated" in path
+    stacked = "/repeated" in path
     for i, number in enumerate(numbers):
         lead: Index = (i,) if stacked else ()
         prefix = "" if number is None else f"model.layers.{number}."

@@ -15,7 +15,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moelib.kernels.flash_attention import MaskSpec, Positions, flash_attention
-from moelib.kernels.flash_attention.shards import attention_backward, attention_forward
+from moelib.kernels.flash_attention.passes import attention_backward, attention_forward
 from tests.kernels.flash_attention.cases import Case
 
 CASES = {

@@ -167,6 +167,20 @@ def test_the_pooled_load_balance_loss_is_that_of_transformers(family):
     np.testing.assert_allclose(results(family)[3], fixture(family)[3]["aux_loss"], rtol=1e-6)
 
 
+@pytest.mark.parametrize("family", [f for f in SPARSE if not f.startswith("deepseek")])
+def test_the_weight_of_the_pooled_loss_is_exported_per_expert_of_a_token(family):
+    cfg = fixture(family)[1].clone()
+    layers = [layer.feed_forward for layer in (*cfg.decoder.first_layers, *cfg.decoder.block)]
+    layers = [layer for layer in layers if isinstance(layer, MoELayer.Config)]
+    for layer in layers:
+        layer.load_balance_loss = LoadBalanceLoss.default_config().set(
+            weight=0.02 * layer.num_experts_per_token, scope=BalanceScope.ALL_LAYERS
+        )
+    assert settings_of(cfg)[1]["router_aux_loss_coef"] == pytest.approx(0.02)
+    layers[-1].load_balance_loss.scope = BalanceScope.MICRO_BATCH  # Of another loss.
+    assert "router_aux_loss_coef" not in settings_of(cfg)[1]
+
+
 @pytest.mark.parametrize(
     "family",
     [

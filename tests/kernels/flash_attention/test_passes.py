@@ -8,11 +8,12 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from moelib.kernels.flash_attention import MaskSpec, Positions, flash_attention
-from moelib.kernels.flash_attention.shards import (
+from moelib.kernels.flash_attention.passes import (
     add_sinks,
     attention_backward,
     attention_forward,
     merge,
+    output_times_gradient,
     sinks_gradient,
 )
 from tests.kernels.flash_attention.cases import Case, assert_close, operands, pulled
@@ -42,7 +43,8 @@ def by_shards(q, k, v, sinks, ids, grad, index, *, shards, **run):
         part = functools.reduce(_merge, pairs)
         if sinks is not None:
             part = jax.jit(add_sinks)(part, sinks)
-            of_sinks += jax.jit(sinks_gradient)(sinks, *part, of(grad, i))
+            delta = jax.jit(output_times_gradient)(part[0], of(grad, i))
+            of_sinks += jax.jit(sinks_gradient)(sinks, part[1], delta)
         out[:, rows[i]] = part[0]
         for j in range(shards):
             operands = of(q, i), of(k, j), of(v, j), *part, of(grad, i)
