@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,29 +15,15 @@ Nested = dict[str, Any]  # A tree of arrays or specs by name.
 Batch = dict[str, Any]  # Arrays of one batch by name.
 
 
-def _key_name(key: Any) -> str:
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
-
-
 def path_string(path: Sequence[Any]) -> str:
     """Returns a JAX key path as "decoder/layer0/weight"."""
-    return "/".join(map(_key_name, path))
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def flatten_items(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
     """Returns (path, leaf) of every leaf, paths as "decoder/layer0/weight"."""
     leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
     return [(path_string(path), leaf) for path, leaf in leaves]
-
-
-def tree_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """Returns a tree of the same structure whose leaves are their own paths."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: path_string(path), tree, is_leaf=is_leaf
-    )
 
 
 def by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
@@ -50,17 +36,6 @@ def map_by_path(fn: Callable[..., Any], tree: Any, *others: Any) -> Any:
     return jax.tree_util.tree_map_with_path(
         lambda path, *leaves: fn(path_string(path), *leaves), tree, *others
     )
-
-
-def get_path(tree: Nested, path: str) -> Any:
-    """Returns the subtree or leaf at "a/b/c". Raises KeyError with the nearest names."""
-    value: Any = tree
-    for name in filter(None, path.split("/")):
-        if not isinstance(value, dict) or name not in value:
-            names = value if isinstance(value, dict) else ()
-            raise KeyError(f"{path!r}: no {name!r} there; {did_you_mean(name, names)}")
-        value = value[name]
-    return value
 
 
 def select(tree: Nested, keep: Callable[[str], bool], prefix: str = "") -> Nested:
@@ -112,65 +87,46 @@ def unflatten(leaves: Mapping[str, Any]) -> Nested:
 
 def from_nested(nested: Nested, like: Any) -> Any:
     """Returns the tree with the structure of `like` that `to_nested` turned into `nested`."""
-    leaves, structure = jax.tree_util.tree_flatten_with_path(like)
-    values = [get_path(nested, path_string(path)) for path, _ in leaves]
-    return jax.tree.unflatten(structure, values)
+    leaves = by_path(nested)
+    return map_by_path(lambda path, _: leaves[path], like)
 
 
 def match_rules(
-    tree: Any,
-    rules: Sequence[tuple[str, Any]],
-    *,
-    default: Any,
-    field: str,
-    is_leaf: Callable[[Any], bool] | None = None,
-) -> Any:
-    """Returns a tree with, for each leaf, the value of the first rule that matches its path.
+    paths: Iterable[str], rules: Sequence[tuple[str, Any]], *, default: Any, field: str
+) -> dict[str, Any]:
+    """Returns {path: value of the first rule that matches it, or `default`}.
 
     Args:
-        tree: Any tree.
-        rules: Pairs (regular expression for a whole path, value); the first match wins.
-        default: Value of the leaves that no rule matches.
+        paths: Paths of leaves.
+        rules: Pairs (regular expression for a whole path, value).
+        default: Value of the paths that no rule matches.
         field: Name of the config field with the rules, for errors.
-        is_leaf: As in `jax.tree.map`.
 
     Raises:
         UserError: If a rule matches no path, or only paths that earlier rules match.
     """
-    paths = tree_paths(tree, is_leaf)
-    used: set[int] = set()
-
-    def choose(path: str) -> Any:
-        for i, (pattern, value) in enumerate(rules):
-            if re.fullmatch(pattern, path):
-                used.add(i)
-                return value
-        return default
-
-    chosen = jax.tree.map(choose, paths)
-    for i, (pattern, _) in enumerate(rules):
-        if i not in used:
-            names = jax.tree.leaves(paths)
-            raise UserError(
-                f"{field}: the rule {pattern!r} applies to no path; "
-                f"{did_you_mean(re.sub(r'[^a-zA-Z0-9_/]', '', pattern), names[:200])}"
-            )
-    return chosen
+    matches = {
+        path: next((i for i, (regex, _) in enumerate(rules) if re.fullmatch(regex, path)), None)
+        for path in paths
+    }
+    for i, (regex, _) in enumerate(rules):
+        if i not in matches.values():
+            near = did_you_mean(re.sub(r"[^a-zA-Z0-9_/]", "", regex), list(matches)[:200])
+            raise UserError(f"{field}: the rule {regex!r} applies to no path; {near}")
+    return {path: default if i is None else rules[i][1] for path, i in matches.items()}
 
 
 def count_elements(tree: Any) -> int:
     """Returns the number of array elements in a tree of arrays or specs."""
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree, is_leaf=_has_shape))
+    has_shape = lambda value: hasattr(value, "shape")
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree, is_leaf=has_shape))
 
 
 def count_bytes(tree: Any) -> int:
     """Returns the number of bytes of the arrays or specs of a tree."""
-    leaves = jax.tree.leaves(tree, is_leaf=_has_shape)
+    has_shape = lambda value: hasattr(value, "shape")
+    leaves = jax.tree.leaves(tree, is_leaf=has_shape)
     return sum(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)
-
-
-def _has_shape(value: Any) -> bool:
-    return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
 def cast_floats(tree: Any, dtype: Any) -> Any:

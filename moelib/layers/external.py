@@ -109,10 +109,12 @@ class ExternalLayer(BaseLayer):
                 f"{self._title()}: init returns {', '.join(leaves)}; names must be unique, and "
                 'must not begin with "cache".'
             )
-        axes = tree.match_rules(nested, cfg.axes, default=None, field=f"{self._title()}: axes")
+        paths, title = tree.by_path(nested), self._title()
+        axes = tree.match_rules(paths, cfg.axes, default=None, field=f"{title}: axes")
         rules = [(pattern, True) for pattern in cfg.fixed]
-        fixed = tree.match_rules(nested, rules, default=False, field=f"{self._title()}: fixed")
-        return jax.tree.map(self._spec, tree.tree_paths(nested), nested, axes, fixed)
+        fixed = tree.match_rules(paths, rules, default=False, field=f"{title}: fixed")
+        spec = lambda path, leaf: self._spec(path, leaf, axes[path], fixed[path])
+        return tree.map_by_path(spec, nested)
 
     def _spec(
         self, name: str, leaf: jax.ShapeDtypeStruct, axes: Sequence[str | None] | None, fixed: bool

@@ -18,16 +18,10 @@ from moelib.core.errors import UserError
 
 
 class EmaState(NamedTuple):
-    """State of an average of parameters.
+    """State of an average of parameters."""
 
-    Attributes:
-        count: Number of updates so far, int32 scalar.
-        params: The average, with floating-point values in float32; before the first update, the
-            initial parameters.
-    """
-
-    count: jax.Array
-    params: Any
+    count: jax.Array  # Number of updates so far, int32 scalar.
+    params: Any  # The average, floats in float32; before the first update, the parameters.
 
 
 class ParamEma(NamedTuple):
@@ -38,11 +32,7 @@ class ParamEma(NamedTuple):
 
 
 def param_ema(*, decay: float | None = None) -> ParamEma | None:
-    """Returns an average with `decay` d, 0 <= d < 1, or None for none.
-
-    Raises:
-        UserError: If `decay` is out of range.
-    """
+    """Returns an average with `decay` d, 0 <= d < 1, or None for none."""
     if decay is None:
         return None
     if not 0 <= decay < 1:

@@ -13,7 +13,7 @@ import dataclasses
 import enum
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -59,31 +59,19 @@ class UpdateType(enum.Enum):
 
 
 class LearnerState(NamedTuple):
-    """State of the learner between steps.
+    """State of the learner between steps."""
 
-    Attributes:
-        optimizer: State of each optimizer: "main", and "rule<i>" of update rules with their own.
-        ema: Average of the updated parameters, or None.
-        skipped_steps: Number of skipped steps, int32 scalar.
-    """
-
-    optimizer: dict[str, Any]
-    ema: EmaState | None
-    skipped_steps: jax.Array
+    optimizer: dict[str, Any]  # By label: "main", and "rule<i>" of update rules with their own.
+    ema: EmaState | None  # Average of the updated parameters.
+    skipped_steps: jax.Array  # Number of skipped steps, int32 scalar.
 
 
 class LearnerUpdate(NamedTuple):
-    """Result of `Learner.update`.
-
-    Attributes:
-        params: New parameters.
-        state: New state.
-        metrics: Scalars to log, by name.
-    """
+    """Result of `Learner.update`."""
 
     params: Nested
     state: LearnerState
-    metrics: dict[str, jax.Array]
+    metrics: dict[str, jax.Array]  # Scalars to log, by name.
 
 
 class Learner(Module):
@@ -114,7 +102,7 @@ class Learner(Module):
 
         Args:
             cfg: A `Learner.Config`.
-            parent: The module that holds the learner, or None.
+            parent: Module that holds the learner, or None.
             param_specs: Nested ParameterSpecs of the model. Parameters that are not trainable are
                 never updated, whatever the rules.
 
@@ -144,23 +132,16 @@ class Learner(Module):
             (pattern, labels[rule] if isinstance(rule, UpdateType) else f"rule{i}")
             for i, (pattern, rule) in enumerate(self.config.update_rules)
         ]
-        matched = tree.match_rules(
-            self._param_specs,
-            rules,
-            default=_MAIN,
-            field=self._field("update_rules"),
-            is_leaf=is_spec,
-        )
-        specs = specs_by_path(self._param_specs)
+        specs, field = specs_by_path(self._param_specs), self._field("update_rules")
         chosen = {
             path: label if specs[path].trainable or label == _FROZEN else _UNTRAINED
-            for path, label in tree.by_path(matched).items()
+            for path, label in tree.match_rules(specs, rules, default=_MAIN, field=field).items()
         }
         for pattern, label in rules:
             if label not in (_FROZEN, _MAIN) and label not in chosen.values():
                 raise UserError(
-                    f"{self._field('update_rules')}: the rule {pattern!r} has an optimizer, but "
-                    "matches only parameters that are not trainable; remove it."
+                    f"{field}: the rule {pattern!r} has an optimizer, but matches only parameters "
+                    "that are not trainable; remove it."
                 )
         return chosen
 
@@ -235,18 +216,17 @@ class Learner(Module):
 
     @nowrap
     def state_shardings(self, specs: LearnerState, shardings: LearnerState) -> LearnerState:
-        """Returns the shardings of the state between steps.
-
-        Args:
-            specs: The result of `state_specs`.
-            shardings: NamedSharding of each array in device memory.
+        """Returns the shardings of the state between steps, from those in device memory.
 
         Raises:
             ValueError: If `offload_state` is set, and the devices cannot address host memory.
         """
-        if not self.config.offload_state:
-            return shardings
-        return offload.host_shardings(specs, shardings, self._field("offload_state"))
+        field = self._field("offload_state")
+        return (
+            offload.host_shardings(specs, shardings, field)
+            if self.config.offload_state
+            else shardings
+        )
 
     @nowrap
     def update(
@@ -271,8 +251,8 @@ class Learner(Module):
         Args:
             gradients: Nested like `params`. For a parameter that is not updated any value will do:
                 zeros, None, or no entry.
-            state: The state.
-            params: The parameters.
+            state: State before the step.
+            params: Parameters before the step.
             loss: Scalar for the skip policy and, as `value`, for optimizers of Optax that use it.
 
         Raises:
@@ -284,8 +264,10 @@ class Learner(Module):
         metrics = {"gradient_norm": norm}
         take = None if self._take_step is None else self._take_step(loss, norm)
         step = functools.partial(self._step, take=take, loss=loss)
-        run = streamed_update if self.config.offload_state else _at_once
-        new, new_state, rates = run(step, updated, gradients, state)
+        if self.config.offload_state:
+            new, new_state, rates = streamed_update(step, updated, gradients, state)
+        else:
+            new, new_state, rates = step(updated, gradients, state)
         if take is not None:
             metrics["skipped"] = 1.0 - take.astype(jnp.float32)
             metrics["skipped_steps"] = new_state.skipped_steps.astype(jnp.float32)
@@ -358,10 +340,6 @@ class Learner(Module):
             return params
         updated = tree.select(params, tree.by_path(found).__contains__)
         return tree.merge(params, jax.tree.map(lambda x, p: x.astype(p.dtype), found, updated))
-
-
-def _at_once(step: Callable[..., Any], *args: Any) -> Any:
-    return step(*args)
 
 
 def _is_schedule_free(state: Any) -> bool:

@@ -16,16 +16,13 @@ from moelib.learner.transforms import global_norm
 def group_paths(
     paths: Sequence[str], patterns: Sequence[str], field: str
 ) -> dict[str, Sequence[str]]:
-    """Returns {name: paths} of the groups that have a norm.
+    """Returns {name: paths} of the groups of parameters that have a norm.
 
     Args:
         paths: Paths of the parameters that are updated.
         patterns: Regexes of whole paths. A group is named by the text of the capture groups, joined
             by "/"; without any, by the path, which is then alone in it.
-        field: Name of the config field, for errors.
-
-    Raises:
-        UserError: If a regex matches no path.
+        field: Name of the config field with the regexes, for errors.
     """
     groups: dict[str, list[str]] = {}
     for pattern in patterns:

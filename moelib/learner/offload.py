@@ -7,7 +7,7 @@ device.
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
 from moelib.core.errors import UserError
 from moelib.core.param import ParameterSpec, is_spec
@@ -22,20 +22,17 @@ def waits(x: Any) -> bool:
 
 def to_host(state: Any) -> Any:
     """Returns the state with its offloaded arrays in host memory."""
-    return _put(state, jax.memory.Space.Host)
+    host = jax.memory.Space.Host
+    return jax.tree.map(lambda x: jax.device_put(x, host) if waits(x) else x, state)
 
 
 def to_device(state: Any) -> Any:
     """Returns the state in device memory."""
-    return _put(state, jax.memory.Space.Device)
-
-
-def _put(state: Any, space: jax.memory.Space) -> Any:
-    return jax.tree.map(lambda x: jax.device_put(x, space) if waits(x) else x, state)
+    return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), state)
 
 
 def host_shardings(specs: Any, shardings: Any, field: str) -> Any:
-    """Returns the shardings of the state between steps.
+    """Returns the shardings of the state between steps, from those in device memory.
 
     Args:
         specs: The state with a ParameterSpec in place of each array.
@@ -47,21 +44,15 @@ def host_shardings(specs: Any, shardings: Any, field: str) -> Any:
     """
 
     def on_host(spec: ParameterSpec, sharding: NamedSharding) -> NamedSharding:
-        if not waits(spec):
-            return sharding
-        _check_memory(sharding.mesh, field)
-        return sharding.with_memory_kind(MEMORY_KIND)
+        return sharding.with_memory_kind(MEMORY_KIND) if waits(spec) else sharding
 
+    mesh = jax.tree.leaves(shardings)[0].mesh
+    if not isinstance(mesh, AbstractMesh):
+        device = (mesh.local_devices or list(mesh.devices.flat))[0]
+        kinds = [memory.kind for memory in device.addressable_memories()]
+        if MEMORY_KIND not in kinds:
+            raise UserError(
+                f"{field} is True, but devices of kind {device.device_kind!r} have no memory of "
+                f"kind {MEMORY_KIND!r}, only {', '.join(kinds)}; set it to False."
+            )
     return jax.tree.map(on_host, specs, shardings, is_leaf=is_spec)
-
-
-def _check_memory(mesh: Mesh | AbstractMesh, field: str) -> None:
-    if isinstance(mesh, AbstractMesh):
-        return
-    device = (mesh.local_devices or list(mesh.devices.flat))[0]
-    kinds = [memory.kind for memory in device.addressable_memories()]
-    if MEMORY_KIND not in kinds:
-        raise UserError(
-            f"{field} is True, but devices of kind {device.device_kind!r} have no memory of kind "
-            f"{MEMORY_KIND!r}, only {', '.join(kinds)}; set it to False."
-        )

@@ -24,7 +24,7 @@ import optax.contrib
 
 from moelib.core import tree
 from moelib.core.errors import UserError
-from moelib.core.param import ParameterSpec, is_spec, specs_by_path
+from moelib.core.param import ParameterSpec, specs_by_path
 from moelib.core.tree import Nested
 from moelib.learner import factored, transforms
 from moelib.learner.schedules import Schedule
@@ -51,9 +51,8 @@ def sgd_optimizer(
             f"sgd_optimizer: nesterov={nesterov} and mu_dtype={mu_dtype} have no effect at "
             "momentum 0; set momentum, or leave them unset."
         )
-    inner = optax.identity()
-    if momentum:
-        inner = optax.trace(momentum, nesterov=nesterov, accumulator_dtype=mu_dtype)
+    trace = optax.trace(momentum, nesterov=nesterov, accumulator_dtype=mu_dtype)
+    inner = trace if momentum else optax.identity()
     return _descend(inner, learning_rate, weight_decay, weight_decay_per_param_scale, param_specs)
 
 
@@ -186,17 +185,12 @@ def adafactor_optimizer(
             "mu_dtype unset."
         )
     parts = [
-        factored.scale_by_factored_rms(
-            decay_exponent=decay_exponent,
-            min_dim_size_to_factor=min_dim_size_to_factor,
-            eps=eps,
-            param_specs=param_specs,
-        )
+        factored.scale_by_factored_rms(param_specs, decay_exponent, min_dim_size_to_factor, eps)
     ]
     if clipping_threshold is not None:
-        parts.append(factored.clip_by_rms(clipping_threshold, param_specs=param_specs))
+        parts.append(factored.clip_by_rms(param_specs, clipping_threshold))
     if multiply_by_parameter_scale:
-        parts.append(factored.scale_by_param_rms(param_specs=param_specs))
+        parts.append(factored.scale_by_param_rms(param_specs))
     if b1 is not None:
         parts.append(optax.ema(b1, debias=False, accumulator_dtype=mu_dtype))
     return _descend(
@@ -256,15 +250,14 @@ def muon_optimizer(
         )
     specs = specs_by_path(param_specs)
     scale = lambda path, update: update * _muon_scale(specs[path], consistent_rms)
+    axes = lambda path, _: _matrix_axes(specs[path])
     muon = optax.chain(
         optax.contrib.scale_by_muon(
             beta=beta,
             nesterov=nesterov,
             ns_steps=ns_steps,
             mu_dtype=mu_dtype,
-            weight_dimension_numbers=lambda params: tree.map_by_path(
-                lambda path, _: _matrix_axes(specs[path]), params
-            ),
+            weight_dimension_numbers=lambda params: tree.map_by_path(axes, params),
         ),
         optax.stateless(lambda updates, _: tree.map_by_path(scale, updates)),
     )
@@ -281,7 +274,11 @@ def muon_optimizer(
         mu_dtype=mu_dtype,
         param_specs=param_specs,
     )
-    labels = _muon_labels(param_specs, adam_axes, adam_paths)
+    rules = [(pattern, "others") for pattern in adam_paths]
+    labels = tree.match_rules(specs, rules, default="", field="muon_optimizer: adam_paths")
+    for path, spec in specs.items():
+        is_matrix = spec.fan_axes is not None and not set(adam_axes) & set(spec.axes)
+        labels[path] = labels[path] or ("matrices" if is_matrix else "others")
     return transforms.split({"matrices": matrices, "others": others}, labels)
 
 
@@ -300,23 +297,6 @@ def _descend(
         ),
         transforms.scale_by_learning_rate(learning_rate),
     )
-
-
-def _muon_labels(
-    param_specs: Nested, adam_axes: Sequence[str], adam_paths: Sequence[str]
-) -> dict[str, str]:
-    """Returns "matrices" or "others" for each path."""
-    rules = [(pattern, "others") for pattern in adam_paths]
-    chosen = tree.match_rules(
-        param_specs, rules, default="", field="muon_optimizer: adam_paths", is_leaf=is_spec
-    )
-
-    def label(spec: ParameterSpec) -> str:
-        is_matrix = spec.fan_axes is not None and not set(adam_axes) & set(spec.axes)
-        return "matrices" if is_matrix else "others"
-
-    specs = specs_by_path(param_specs)
-    return {path: rule or label(specs[path]) for path, rule in tree.by_path(chosen).items()}
 
 
 def _matrix_axes(spec: ParameterSpec) -> optax.contrib.MuonDimensionNumbers:

@@ -58,12 +58,8 @@ def constant(peak_lr: float = 1.0, *, warmup_steps: float = 0) -> Schedule:
 def linear(
     peak_lr: float = 1.0, *, max_step: int, warmup_steps: float = 0, end_lr: float = 0.0
 ) -> Schedule:
-    """Returns a schedule that falls linearly from the end of the warmup to `max_step`.
-
-    Raises:
-        UserError: If the warmup is negative or not shorter than `max_step`.
-    """
-    return _decay_after_warmup("linear", peak_lr, max_step, warmup_steps, end_lr)
+    """Returns a schedule that falls linearly from the end of the warmup to `max_step`."""
+    return _decaying("linear", peak_lr, end_lr, warmup_steps, warmup_steps, max_step)
 
 
 def cosine(
@@ -73,16 +69,13 @@ def cosine(
 
     Source: SGDR, arXiv:1608.03983, eq. 5, without restarts.
     """
-    return _decay_after_warmup("cosine", peak_lr, max_step, warmup_steps, end_lr)
+    return _decaying("cosine", peak_lr, end_lr, warmup_steps, warmup_steps, max_step)
 
 
 def inverse_sqrt(peak_lr: float = 1.0, *, warmup_steps: float, end_lr: float = 0.0) -> Schedule:
     """Returns a schedule that falls as peak_lr * sqrt(warmup_steps / step), down to `end_lr`.
 
     `warmup_steps`, 1 or more, also determines how fast the rate falls.
-
-    Raises:
-        UserError: If `warmup_steps` is less than 1.
 
     Source: Vaswani et al., arXiv:1706.03762, section 5.3.
     """
@@ -128,29 +121,23 @@ def wsd(
         raise UserError(
             f"wsd: decay_steps is {decay_steps}; set it to 1 or more, or use schedules.constant."
         )
-    start = max_step - decay_steps
-    return _decaying(peak_lr, end_lr, warmup_steps, start, decay_steps, decay)
+    return _decaying(decay, peak_lr, end_lr, warmup_steps, max_step - decay_steps, max_step)
 
 
-def _decay_after_warmup(
-    form: str, peak_lr: float, max_step: int, warmup_steps: float, end_lr: float
+def _decaying(
+    form: str, peak_lr: float, end_lr: float, warmup_steps: float, start: float, max_step: int
 ) -> Schedule:
+    """Returns a schedule that decays from step `start` to `max_step`."""
     _check_lengths(form, max_step, warmup_steps=warmup_steps)
-    if warmup_steps >= max_step:
+    if start >= max_step:
         raise UserError(
             f"{form}: warmup_steps is {warmup_steps} and max_step is {max_step}: no steps are left "
             "for the decay; set fewer warmup steps, or use schedules.constant."
         )
-    length = max_step - warmup_steps
-    return _decaying(peak_lr, end_lr, warmup_steps, warmup_steps, length, form)
 
-
-def _decaying(
-    peak_lr: float, end_lr: float, warmup_steps: float, start: float, length: float, form: str
-) -> Schedule:
     def schedule(step: Any) -> jax.Array:
         step = _float(step)
-        ratio = jnp.clip((step - start) / length, 0.0, 1.0)
+        ratio = jnp.clip((step - start) / (max_step - start), 0.0, 1.0)
         return _warmup(step, warmup_steps) * (end_lr + _DECAYS[form](ratio) * (peak_lr - end_lr))
 
     return schedule

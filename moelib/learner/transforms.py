@@ -13,7 +13,7 @@ import optax
 
 from moelib.core import tree
 from moelib.core.errors import UserError
-from moelib.core.param import ParameterSpec, is_spec, specs_by_path
+from moelib.core.param import ParameterSpec, specs_by_path
 from moelib.core.tree import Nested
 from moelib.learner.schedules import Schedule, as_schedule
 
@@ -48,11 +48,8 @@ def clip_by_global_norm(max_norm: float, *, eps: float = 0.0) -> optax.GradientT
     """Returns gradients scaled down to a global norm of at most `max_norm`.
 
     The norm is over the parameters of this optimizer: with update rules, those of its own rule. The
-    learner reports the norm before clipping as `gradient_norm`.
-
-    Args:
-        max_norm: Largest norm, positive.
-        eps: Term added to the norm that gradients are divided by (1e-6 in PyTorch and Megatron).
+    learner reports the norm before clipping as `gradient_norm`. `eps` is added to the norm that
+    gradients are divided by (1e-6 in PyTorch and Megatron).
 
     Raises:
         UserError: If `max_norm` is not positive.
@@ -62,8 +59,7 @@ def clip_by_global_norm(max_norm: float, *, eps: float = 0.0) -> optax.GradientT
     if max_norm <= 0:
         raise UserError(f"clip_by_global_norm: max_norm is {max_norm}; set it above 0.")
 
-    def update(updates: Any, params: Any = None) -> Any:
-        del params
+    def update(updates: Any, _: Any) -> Any:
         norm = global_norm(updates)
         scale = jnp.where(norm > max_norm, max_norm / (norm + eps), 1.0)
         return jax.tree.map(lambda g: g * scale.astype(g.dtype), updates)
@@ -72,15 +68,10 @@ def clip_by_global_norm(max_norm: float, *, eps: float = 0.0) -> optax.GradientT
 
 
 class LearningRateState(NamedTuple):
-    """State of `scale_by_learning_rate`.
+    """State of `scale_by_learning_rate`."""
 
-    Attributes:
-        count: Number of updates so far, int32 scalar.
-        learning_rate: Rate of the last update, 0 before the first, float32 scalar.
-    """
-
-    count: jax.Array
-    learning_rate: jax.Array
+    count: jax.Array  # Number of updates so far, int32 scalar.
+    learning_rate: jax.Array  # Of the last update, 0 before the first, float32 scalar.
 
 
 def scale_by_learning_rate(
@@ -95,12 +86,10 @@ def scale_by_learning_rate(
     """
     schedule = as_schedule(learning_rate)
 
-    def init(params: Any) -> LearningRateState:
-        del params
+    def init(_: Any) -> LearningRateState:
         return LearningRateState(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32))
 
-    def update(updates: Any, state: LearningRateState, params: Any = None) -> Any:
-        del params
+    def update(updates: Any, state: LearningRateState, _: Any = None) -> Any:
         count = optax.safe_increment(state.count)
         rate = jnp.asarray(schedule(count), jnp.float32)
         updates = jax.tree.map(lambda u: -rate.astype(u.dtype) * u, updates)
@@ -117,14 +106,9 @@ def add_decayed_weights(
 ) -> optax.GradientTransformation:
     """Returns updates plus `weight_decay` times each parameter's scale times the parameter.
 
-    The scale is the `weight_decay_scale` of the parameter's spec, 0 for biases and norms. It does
-    not depend on the shape: a scan over layers stacks the scale of a norm to a matrix.
-
-    Args:
-        weight_decay: Strength of the decay, 0 for none.
-        per_param_scale: Scales that replace those of the specs where a regex matches; or a function
-            of the spec, such as `matrices_only`, which needs `param_specs`.
-        param_specs: Specs of the parameters; without them every scale is 1 where no regex matches.
+    The scale is the `weight_decay_scale` of the parameter's spec (0 for biases and norms, 1 without
+    specs) unless `per_param_scale` replaces it. It does not depend on the shape: a scan over layers
+    stacks the scale of a norm to a matrix.
 
     Raises:
         UserError: If `weight_decay` is negative or a regex matches no path.
@@ -133,17 +117,14 @@ def add_decayed_weights(
     """
     if weight_decay < 0:
         raise UserError(f"weight_decay is {weight_decay}; set it to 0 or more.")
-    field = "weight_decay_per_param_scale"
     default = lambda spec: 1.0 if spec is None else spec.weight_decay_scale
-    scales_of = _scales(per_param_scale, param_specs, default, field)
+    scales_of = _scales(per_param_scale, param_specs, default, field="weight_decay_per_param_scale")
 
     def update(updates: Any, params: Any) -> Any:
-        if weight_decay == 0:
-            return updates
-        scales = scales_of(params)
+        scales = scales_of(params) if weight_decay else dict[str, float]()
 
         def add(path: str, update: jax.Array, param: jax.Array) -> jax.Array:
-            scale = scales[path] * weight_decay
+            scale = scales.get(path, 0.0) * weight_decay
             return update if scale == 0 else update + scale * param.astype(update.dtype)
 
         return tree.map_by_path(add, updates, params)
@@ -161,20 +142,15 @@ def scale_by_path(
 ) -> optax.GradientTransformation:
     """Returns each update times the factor of its path, 1 where no regex matches.
 
-    After an optimizer in a chain, the factors multiply its learning rate.
-
-    Args:
-        scales: (regex of a path, factor), first match wins; or a function of the ParameterSpec.
-        param_specs: Specs of the parameters; required if `scales` is a function, or under update
-            rules, where this transformation gets only some of the parameters.
+    After an optimizer in a chain, the factors multiply its learning rate. The specs are required if
+    `scales` is a function, or under update rules, which pass on only some of the parameters.
 
     Raises:
         UserError: If a regex matches no path.
     """
     scales_of = _scales(scales, param_specs, lambda spec: 1.0, "scale_by_path")
 
-    def update(updates: Any, params: Any = None) -> Any:
-        del params
+    def update(updates: Any, _: Any) -> Any:
         factors = scales_of(updates)
         return tree.map_by_path(lambda path, u: u * factors[path], updates)
 
@@ -191,17 +167,17 @@ def _scales(
     if param_specs is None:
         if callable(rules):
             raise UserError(f"{field}: a function of the spec requires param_specs; set them.")
-        return lambda params: tree.by_path(
-            tree.match_rules(params, rules, default=default(None), field=field)
+        return lambda params: tree.match_rules(
+            tree.by_path(params), rules, default=default(None), field=field
         )
     specs = specs_by_path(param_specs)
     if callable(rules):
         factors = {path: rules(spec) for path, spec in specs.items()}
     else:
-        chosen = tree.match_rules(param_specs, rules, default=None, field=field, is_leaf=is_spec)
+        chosen = tree.match_rules(specs, rules, default=None, field=field)
         factors = {
             path: default(specs[path]) if factor is None else factor
-            for path, factor in tree.by_path(chosen, lambda x: x is None).items()
+            for path, factor in chosen.items()
         }
     return lambda params: factors
 
@@ -213,10 +189,6 @@ def split(
 
     Each of them gets a nested dict of its own parameters only, where `optax.partition` masks the
     others. The state is a dict by label, without labels that no parameter has.
-
-    Args:
-        transforms: Transformations by label.
-        labels: Label of each parameter, by path.
     """
     inner = {label: optax.with_extra_args_support(tx) for label, tx in transforms.items()}
 

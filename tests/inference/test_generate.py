@@ -238,11 +238,9 @@ def test_unstacked_parameters_stay_sharded():
     places = sharding.named_shardings(model.create_parameter_specs_recursively(), mesh)
     with jax.set_mesh(mesh):
         loops, apart = unstacked(model, jax.device_put(params, places))
-    specs = loops.create_parameter_specs_recursively()
+    shardings = sharding.named_shardings(loops.create_parameter_specs_recursively(), mesh)
     for name in ("self_attention/kv", "feed_forward/down"):
-        path = f"decoder/layer4/{name}"
-        want = sharding.named_shardings(tree.get_path(specs, path), mesh)
-        got = tree.get_path(apart, path)
+        want, got = (tree.by_path(x)[f"decoder/layer4/{name}"] for x in (shardings, apart))
         assert got.sharding.is_equivalent_to(want, got.ndim)
 
 

@@ -18,7 +18,7 @@ def apply(transform, updates, params=None):
 
 
 def test_stacked_matrices_are_factored_one_by_one():
-    ours = factored.scale_by_factored_rms(min_dim_size_to_factor=4, param_specs=SPECS)
+    ours = factored.scale_by_factored_rms(SPECS, 0.8, min_dim_size_to_factor=4, eps=1e-30)
     theirs = optax.scale_by_factored_rms(min_dim_size_to_factor=4)
     updates, state = apply(ours, GRADS)
     assert state.row["w"].shape == (9, 6)
@@ -30,7 +30,7 @@ def test_stacked_matrices_are_factored_one_by_one():
 
 
 def test_small_matrices_are_not_factored():
-    _, state = apply(factored.scale_by_factored_rms(param_specs=SPECS), GRADS)
+    _, state = apply(factored.scale_by_factored_rms(SPECS, 0.8, 128, 1e-30), GRADS)
     assert state.row == {}
     assert state.full["w"].shape == (9, 6, 8)
 
@@ -38,7 +38,7 @@ def test_small_matrices_are_not_factored():
 @pytest.mark.parametrize("specs", [SPECS, None])
 def test_clipping_is_of_each_matrix(specs):
     updates = {"w": GRADS["w"] * jnp.arange(9.0)[:, None, None]}
-    out, _ = apply(factored.clip_by_rms(2.0, param_specs=specs), updates)
+    out, _ = apply(factored.clip_by_rms(specs, 2.0), updates)
     axes = (0, 1, 2) if specs is None else (1, 2)
     before = np.sqrt(np.mean(np.square(updates["w"]), axis=axes))
     after = np.sqrt(np.mean(np.square(out["w"]), axis=axes))
@@ -47,6 +47,6 @@ def test_clipping_is_of_each_matrix(specs):
 
 def test_updates_are_relative_to_each_matrix():
     params = {"w": jnp.ones((9, 6, 8)) * jnp.arange(9.0)[:, None, None]}
-    out, _ = apply(factored.scale_by_param_rms(param_specs=SPECS), params, params)
+    out, _ = apply(factored.scale_by_param_rms(SPECS), params, params)
     sizes = np.maximum(np.arange(9.0), 1e-3)
     np.testing.assert_allclose(out["w"][:, 0, 0], sizes * np.arange(9.0), rtol=1e-6)

@@ -153,7 +153,7 @@ def test_norms_by_parameter_and_by_group():
     kinds = {"gradient_norm": gradients, "parameter_norm": PARAMS, "update_norm": gradients}
     for kind, values in kinds.items():  # SGD with a rate of 1 updates by the gradient.
         for name, paths in members.items():
-            leaves = [np.ravel(tree.get_path(values, path)) for path in paths]
+            leaves = [np.ravel(tree.by_path(values)[path]) for path in paths]
             want = np.linalg.norm(np.concatenate(leaves))
             np.testing.assert_allclose(out.metrics[f"{kind}/{name}"], want, rtol=1e-5)
     assert set(out.metrics) == {"gradient_norm", "learning_rate"} | {
