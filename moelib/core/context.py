@@ -34,6 +34,11 @@ class AuxLoss(NamedTuple):
     weight: jax.Array
 
 
+def is_aux_loss(value: Any) -> bool:
+    """Returns whether a value is an AuxLoss (for `is_leaf`)."""
+    return isinstance(value, AuxLoss)
+
+
 class OutputCollection(NamedTuple):
     """Outputs of modules besides their return values, nested by the names of the modules."""
 
@@ -44,9 +49,9 @@ class OutputCollection(NamedTuple):
 
     def total_aux_loss(self) -> jax.Array:
         """Returns the sum of value * weight over all auxiliary losses, float32; 0 if none."""
-        losses = jax.tree.leaves(self.aux_losses, is_leaf=lambda x: isinstance(x, AuxLoss))
         total = jnp.zeros((), jnp.float32)
-        for loss in losses:  # Stacked over layers if they come from a scan.
+        for loss in jax.tree.leaves(self.aux_losses, is_leaf=is_aux_loss):
+            # Stacked over layers if it comes from a scan.
             total = total + jnp.sum(loss.value.astype(jnp.float32) * loss.weight)
         return total
 

@@ -356,11 +356,10 @@ def functional(
     collection = context.prune_empty(called.outputs)
     collection = collection._replace(**{name: {} for name in drop_output_collections})
     if collection.aux_losses and caller is not None and is_training:
-        is_loss = lambda value: isinstance(value, AuxLoss)
-        names = ", ".join(path for path, _ in tree.flatten_items(collection.aux_losses, is_loss))
+        lost = tree.by_path(collection.aux_losses, context.is_aux_loss)
         raise UnconsumedAuxLossError(
             f"{caller.module._title()} calls functional({module.name}), and the auxiliary losses "
-            f"{names} would be lost; call the child directly, or pass "
+            f"{', '.join(lost)} would be lost; call the child directly, or pass "
             "drop_output_collections=('aux_losses',)."
         )
     return outputs, collection

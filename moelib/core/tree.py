@@ -17,7 +17,7 @@ Batch = dict[str, Any]  # Arrays of one batch by name.
 
 def path_string(path: Sequence[Any]) -> str:
     """Returns a JAX key path as "decoder/layer0/weight"."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
 
 
 def flatten_items(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:

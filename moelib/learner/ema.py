@@ -32,7 +32,11 @@ class ParamEma(NamedTuple):
 
 
 def param_ema(*, decay: float | None = None) -> ParamEma | None:
-    """Returns an average with `decay` d, 0 <= d < 1, or None for none."""
+    """Returns an average with `decay` d, 0 <= d < 1, or None for none.
+
+    Raises:
+        UserError: If `decay` is out of range.
+    """
     if decay is None:
         return None
     if not 0 <= decay < 1:

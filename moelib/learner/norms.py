@@ -23,6 +23,9 @@ def group_paths(
         patterns: Regexes of whole paths. A group is named by the text of the capture groups, joined
             by "/"; without any, by the path, which is then alone in it.
         field: Name of the config field with the regexes, for errors.
+
+    Raises:
+        UserError: If a regex matches no path.
     """
     groups: dict[str, list[str]] = {}
     for pattern in patterns:

@@ -58,7 +58,11 @@ def constant(peak_lr: float = 1.0, *, warmup_steps: float = 0) -> Schedule:
 def linear(
     peak_lr: float = 1.0, *, max_step: int, warmup_steps: float = 0, end_lr: float = 0.0
 ) -> Schedule:
-    """Returns a schedule that falls linearly from the end of the warmup to `max_step`."""
+    """Returns a schedule that falls linearly from the end of the warmup to `max_step`.
+
+    Raises:
+        UserError: If the warmup is negative or not shorter than `max_step`.
+    """
     return _decaying("linear", peak_lr, end_lr, warmup_steps, warmup_steps, max_step)
 
 
@@ -76,6 +80,9 @@ def inverse_sqrt(peak_lr: float = 1.0, *, warmup_steps: float, end_lr: float = 0
     """Returns a schedule that falls as peak_lr * sqrt(warmup_steps / step), down to `end_lr`.
 
     `warmup_steps`, 1 or more, also determines how fast the rate falls.
+
+    Raises:
+        UserError: If `warmup_steps` is less than 1.
 
     Source: Vaswani et al., arXiv:1706.03762, section 5.3.
     """

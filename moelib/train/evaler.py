@@ -1,6 +1,7 @@
 """Evaluation during training: means over all tokens of an evaluation set."""
 
 import collections
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -42,7 +43,7 @@ class SpmdEvaler(Module):
 
         Args:
             cfg: A `SpmdEvaler.Config`.
-            parent: The module that holds the evaler, or None.
+            parent: Module that holds the evaler, or None.
             model: Model to evaluate.
             train_dtype: Dtype that trainable parameters are cast to; None for their own.
         """
@@ -50,7 +51,6 @@ class SpmdEvaler(Module):
         self._policy = self.config.eval_policy.instantiate()
         self._model, self._train_dtype = model, train_dtype
         self._step_fn = make_eval_step(model, train_dtype=train_dtype)
-        self._input: Input | None = None
         self._compiled: Callable[..., Any] | None = None
 
     @nowrap
@@ -66,8 +66,11 @@ class SpmdEvaler(Module):
             ValueError: If the mesh does not divide the batch, or the input cannot be opened.
         """
         self._share(mesh)
-        if self._input is None:
-            self._input = self.config.input.instantiate()
+        _ = self._input
+
+    @functools.cached_property
+    def _input(self) -> Input:
+        return self.config.input.instantiate()
 
     def _share(self, mesh: jax.sharding.Mesh) -> tuple[jax.sharding.NamedSharding, HostRows]:
         """Returns the sharding of a batch, and this process's share of its sequences."""
@@ -90,14 +93,12 @@ class SpmdEvaler(Module):
 
         Args:
             params: Parameters of the model, sharded over `mesh`.
-            mesh: The mesh.
+            mesh: Mesh of the parameters and batches.
             on_batch: Function called after each batch with the number of the batch, from 0.
 
         Raises:
             UserError: If the input has no token to predict.
         """
-        self.open_input(mesh)
-        assert self._input is not None
         totals: dict[str, float] = collections.defaultdict(float)
         rows = self.config.input.global_batch_size
         sharding, share = self._share(mesh)
@@ -128,20 +129,19 @@ class SpmdEvaler(Module):
 
 
 def _add(totals: dict[str, float], packed: Any) -> None:
-    if packed is not None:
-        for name, value in unpack(packed).items():
-            largest = name.startswith("max/") and name in totals
-            totals[name] = max(totals[name], value) if largest else totals[name] + value
+    for name, value in unpack(packed).items() if packed is not None else ():
+        largest = name.startswith("max/") and name in totals
+        totals[name] = max(totals[name], value) if largest else totals[name] + value
 
 
 def _means(totals: Mapping[str, float]) -> Scalars:
     """Returns the means and maxima of metrics from their totals, and perplexity."""
     means = {"num_tokens": totals["num_tokens"]}
     for key, total in totals.items():
-        if key.startswith("max/"):
-            means[key.removeprefix("max/")] = total
-        name = key.removeprefix("total/")
-        if name != key:
+        kind, _, name = key.partition("/")
+        if kind == "max":
+            means[name] = total
+        elif kind == "total":
             weight = totals[f"weight/{name}"]
             means[name] = total / weight if weight else 0.0
     return means | language_metrics(means)

@@ -54,15 +54,17 @@ def fit(
         NonFiniteError: At the first step whose loss or parameters are not finite.
         CheckpointSaveError: If the last checkpoint could not be written.
     """
-    if isinstance(trainer, SpmdTrainer):
-        if trainer_dir is not None or max_step is not None:
-            raise UserError(
-                f"trainer_dir={trainer_dir!r} and max_step={max_step} cannot change a trainer that "
-                "is built already; pass its config instead."
-            )
-    else:
-        trainer = _with_settings(trainer, dir=trainer_dir, max_step=max_step).instantiate(
-            parent=None
+    settings: dict[str, Any] = {"dir": trainer_dir, "max_step": max_step}
+    settings = {name: value for name, value in settings.items() if value is not None}
+    if not isinstance(trainer, SpmdTrainer):
+        cfg = trainer.clone(**settings)
+        if cfg.dir is REQUIRED or not cfg.dir:
+            raise UserError("dir is not set; pass trainer_dir, or set the config's dir.")
+        trainer = cfg.instantiate(parent=None)
+    elif settings:
+        raise UserError(
+            f"trainer_dir={trainer_dir!r} and max_step={max_step} cannot change a trainer that is "
+            "built already; pass its config instead."
         )
     outcome = trainer.run(prng_key)
     return FitResult(
@@ -72,10 +74,3 @@ def fit(
         trainer_dir=trainer.config.dir,
         stopped_by=outcome["stopped_by"],
     )
-
-
-def _with_settings(cfg: Any, **settings: Any) -> Any:
-    cfg = cfg.clone(**{name: value for name, value in settings.items() if value is not None})
-    if cfg.dir is REQUIRED or not cfg.dir:
-        raise UserError("dir is not set; pass trainer_dir, or set the config's dir.")
-    return cfg

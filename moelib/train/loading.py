@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 
 from moelib.checkpoint.restore import restore_params_only
 from moelib.core import config_parse
@@ -28,7 +28,7 @@ from moelib.models.causal_lm import CausalLM
 from moelib.parallel import sharding
 from moelib.parallel.mesh import MESH_AXIS_NAMES, create_device_mesh, parse_mesh
 from moelib.train import identity, pretrained
-from moelib.train.state import abstract_state
+from moelib.train.state import abstract_arrays
 
 logger = logging.getLogger(__name__)
 
@@ -79,14 +79,10 @@ class LoadedModel:
         """Returns the same model with the parameters of another step; None for the newest."""
         specs = self.model.create_parameter_specs_recursively()
         with self.on_mesh():
-            if self.mesh is None:
-                first = SingleDeviceSharding(jax.local_devices()[0])
-                shardings = jax.tree.map(lambda _: first, specs, is_leaf=is_spec)
-            else:
-                shardings = sharding.named_shardings(specs, self.mesh)
-            target = abstract_state(specs, shardings)
             checkpoints = os.path.join(self.folder, "checkpoints")
-            restored = restore_params_only(checkpoints, target, step=step)
+            restored = restore_params_only(
+                checkpoints, abstract_arrays(specs, self.mesh), step=step
+            )
         parameters = restored.state
         if self.dtype is not None:
             parameters = _cast_one_by_one(parameters, specs, self.dtype)

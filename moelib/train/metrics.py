@@ -4,6 +4,7 @@ Hundreds of small arrays per step would cost more than the step of a small model
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -12,23 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from moelib.core import tree
+from moelib.core.context import is_aux_loss
 from moelib.core.metrics import Metric, Scalars, WeightedScalar, is_metric, weighted
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["vector"], meta_fields=["layout"])
 @dataclasses.dataclass(frozen=True)
 class PackedMetrics:
-    """Metrics packed into one array.
+    """Metrics packed into one array."""
 
-    Attributes:
-        vector: float32 [number of values].
-        layout: (name, shape) of each metric, in the order of the vector.
-    """
-
-    vector: Any
-    layout: tuple[tuple[str, tuple[int, ...]], ...]
-
-
-jax.tree_util.register_dataclass(PackedMetrics, data_fields=["vector"], meta_fields=["layout"])
+    vector: Any  # float32 [number of values].
+    layout: tuple[tuple[str, tuple[int, ...]], ...]  # (name, shape), in the order of the vector.
 
 
 def pack(metrics: dict[str, Any]) -> PackedMetrics:
@@ -77,16 +72,12 @@ def collect(
         found[name] = as_metric(value, loss.weight)
     for name, value in tree.flatten_items(collection.summaries, is_leaf=is_metric):
         found[name] = as_metric(value, num_tokens)
-    for name, value in tree.flatten_items(collection.aux_losses, is_leaf=_is_aux_loss):
+    for name, value in tree.flatten_items(collection.aux_losses, is_leaf=is_aux_loss):
         found[name] = as_metric(value.value, num_tokens)
     if "target_num_bytes" in batch:
         num_bytes = jnp.sum(batch["target_num_bytes"].astype(jnp.float32))
         found["bytes_per_token"] = weighted(num_bytes / jnp.maximum(loss.weight, 1.0), loss.weight)
     return found
-
-
-def _is_aux_loss(value: Any) -> bool:
-    return isinstance(value, tuple) and hasattr(value, "value")
 
 
 def language_metrics(scalars: Scalars) -> Scalars:

@@ -3,7 +3,6 @@
 Needs neither torch nor transformers, and holds at most one tensor next to the model.
 """
 
-import json
 import logging
 import os
 import re
@@ -18,8 +17,8 @@ from moelib.checkpoint.contents import CheckpointMismatchError
 from moelib.checkpoint.safetensors import TensorFolder, write_tensors
 from moelib.core import tree
 from moelib.core.errors import UserError
-from moelib.core.files import atomic_file, write_json
-from moelib.core.param import is_spec
+from moelib.core.files import atomic_file, read_json, write_json
+from moelib.core.param import specs_by_path
 from moelib.core.tree import Nested
 from moelib.models.causal_lm import CausalLM
 from moelib.models.huggingface.families import (
@@ -37,8 +36,7 @@ from moelib.models.huggingface.tensors import (
     checkpoint_tensors,
     load_parameters,
 )
-from moelib.parallel.sharding import named_shardings
-from moelib.train.state import TrainerState
+from moelib.train.state import TrainerState, abstract_arrays
 
 logger = logging.getLogger(__name__)
 
@@ -47,17 +45,11 @@ _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 class Pretrained(NamedTuple):
-    """A Hugging Face model in memory.
-
-    Attributes:
-        cfg: Config of the model.
-        params: Parameters.
-        settings: Content of config.json.
-    """
+    """A Hugging Face model in memory."""
 
     cfg: CausalLM.Config
     params: Nested
-    settings: dict[str, Any]
+    settings: dict[str, Any]  # Content of config.json.
 
 
 def read_config(
@@ -101,16 +93,7 @@ def load_pretrained(
     if jnp.dtype(dtype) != jnp.float32:
         cfg = cfg.clone(dtype=str(jnp.dtype(dtype)))
     model = cfg.instantiate(parent=None)
-    specs = model.create_parameter_specs_recursively()
-    targets = jax.tree.map(
-        lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs, is_leaf=is_spec
-    )
-    if mesh is not None:
-        targets = jax.tree.map(
-            lambda target, sharding: target.update(sharding=sharding),
-            targets,
-            named_shardings(specs, mesh),
-        )
+    targets = abstract_arrays(model.create_parameter_specs_recursively(), mesh)
     return Pretrained(cfg, _read_tensors(folder, family, model, targets), values)
 
 
@@ -151,11 +134,9 @@ def state_from_hugging_face(
         params = _read_tensors(folder, family, model, targets)
         learner = state.learner
         if learner.ema is not None:
-            by_path = dict(tree.flatten_items(params))
-            average = tree.map_by_path(
-                lambda path, old: jnp.array(by_path[path], old.dtype, copy=True),
-                learner.ema.params,
-            )
+            found = tree.by_path(params)
+            copied = lambda path, old: jnp.array(found[path], old.dtype, copy=True)
+            average = tree.map_by_path(copied, learner.ema.params)
             learner = learner._replace(ema=learner.ema._replace(params=average))
         return state._replace(model=params, learner=learner)
 
@@ -215,7 +196,7 @@ def save_pretrained(
             ", ".join(dropping),
         )
     model = cfg.instantiate(parent=None)
-    specs = dict(tree.flatten_items(model.create_parameter_specs_recursively(), is_spec))
+    specs = specs_by_path(model.create_parameter_specs_recursively())
     written = jnp.dtype(dtype or params["embedding"]["weight"].dtype)
 
     def tensors() -> Iterator[tuple[str, np.ndarray]]:
@@ -274,15 +255,6 @@ def _rounded(key: str, values: np.ndarray, dtype: Any) -> np.ndarray:
 def read_settings(folder: str) -> dict[str, Any]:
     """Returns the content of a folder's config.json. Raises UserError if it cannot be read."""
     path = os.path.join(folder, CONFIG_FILE)
-    try:
-        with open(path, encoding="utf-8") as file:
-            values = json.load(file)
-    except FileNotFoundError:
-        raise UserError(
-            f"{path} does not exist; pass the folder of a Hugging Face model."
-        ) from None
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{path} does not hold a JSON object.")
-    return values
+    if not os.path.exists(path):
+        raise UserError(f"{path} does not exist; pass the folder of a Hugging Face model.")
+    return read_json(path)

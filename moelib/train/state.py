@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from moelib.core.jaxpr import abstract_parameters
 from moelib.core.param import ParameterSpec, is_spec
 from moelib.core.tree import Nested
 from moelib.learner.learner import Learner
@@ -17,19 +18,12 @@ _ON_CPU = {"xla_backend_optimization_level": 1}
 
 
 class TrainerState(NamedTuple):
-    """State of a run after `step` steps.
+    """State of a run after `step` steps."""
 
-    Attributes:
-        step: Number of steps taken, int32 scalar.
-        prng_key: Key data, uint32; the keys of a step derive from it and the number of the step.
-        model: Parameters of the model, including those that are not trained.
-        learner: State of the learner.
-    """
-
-    step: Any
-    prng_key: Any
-    model: Nested
-    learner: Any
+    step: Any  # Number of steps taken, int32 scalar.
+    prng_key: Any  # Key data, uint32; keys of a step derive from it and the number of the step.
+    model: Nested  # Parameters of the model, including those that are not trained.
+    learner: Any  # State of the learner.
 
 
 def key_data(prng_key: jax.Array | int) -> jax.Array:
@@ -42,12 +36,7 @@ def key_data(prng_key: jax.Array | int) -> jax.Array:
 
 
 def state_specs(model: Any, learner: Learner) -> TrainerState:
-    """Returns the state with a ParameterSpec, without initializer, in place of each array.
-
-    Args:
-        model: Module with `create_parameter_specs_recursively()`.
-        learner: Learner built for these specs.
-    """
+    """Returns the state with a ParameterSpec, without initializer, in place of each array."""
     params = model.create_parameter_specs_recursively()
     key = jax.eval_shape(lambda: key_data(0))
     state = TrainerState(
@@ -79,19 +68,20 @@ def abstract_state(specs: Any, shardings: Any) -> Any:
     return jax.tree.map(struct, specs, shardings, is_leaf=is_spec)
 
 
+def abstract_arrays(specs: Nested, mesh: jax.sharding.Mesh | None) -> Nested:
+    """Returns a `jax.ShapeDtypeStruct` for each spec, with its sharding if there is a mesh."""
+    if mesh is None:
+        return abstract_parameters(specs)
+    return abstract_state(specs, sharding.named_shardings(specs, mesh))
+
+
 def init_state(
     model: Any, learner: Learner, prng_key: jax.Array | int, shardings: Any
 ) -> TrainerState:
     """Returns the state before the first step, initialized as shards.
 
     The values do not depend on the mesh, except for rounding in the last bit. To be called inside
-    `jax.set_mesh`.
-
-    Args:
-        model: Module with `initialize_parameters_recursively(prng_key)`.
-        learner: Learner built for the model's specs.
-        prng_key: Key or seed of the run.
-        shardings: TrainerState with the Sharding of each array; None for one device.
+    `jax.set_mesh`. Without `shardings`, a TrainerState of Shardings, they are on one device.
     """
 
     def init(data: jax.Array) -> TrainerState:

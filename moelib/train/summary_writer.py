@@ -71,15 +71,12 @@ class SummaryWriter(Module):
         If that fails, an error is logged, and the later lines stay.
         """
         self._purge_step = step + 1
-        if "json_lines" not in self._formats:
-            return
         path = self.config.jsonl_path
         try:
-            truncate_json_lines(path, step)
+            if "json_lines" in self._formats:
+                truncate_json_lines(path, step)
         except OSError as error:
-            logger.error(
-                "METRICS after step %d stay in %s: %s. Training goes on.", step, path, error
-            )
+            logger.error("METRICS after step %d stay in %s: %s.", step, path, error)
 
     @nowrap
     def write(self, step: int, scalars: Mapping[str, float], *, group: str = "train") -> None:
@@ -143,10 +140,10 @@ class SummaryWriter(Module):
     @nowrap
     def close(self) -> None:
         """Closes the files; a later write opens them again. Errors of the disk are logged."""
-        files = [*self._events.values(), *([] if self._json_lines is None else [self._json_lines])]
+        files = [*self._events.values(), self._json_lines]
         self._events.clear()
         self._json_lines = None
-        for file in files:
+        for file in filter(None, files):
             try:
                 file.close()
             except OSError as error:
@@ -212,21 +209,16 @@ class _EventFile:
             self._file.close()
 
 
-def truncate_json_lines(path: str, step: int) -> int:
-    """Drops the incomplete lines of a file of JSON lines and those after `step`; counts them."""
+def truncate_json_lines(path: str, step: int) -> None:
+    """Drops the incomplete lines of a file of JSON lines and those after `step`."""
     if not os.path.exists(path):
-        return 0
-    kept, num_dropped = [], 0
-    with open(path, encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            if line.endswith("\n") and _step_of(line) <= step:
-                kept.append(line)
-            else:
-                num_dropped += 1
-    if num_dropped:
+        return
+    with open(path, encoding="utf-8", errors="replace") as file:
+        lines = list(file)
+    kept = [line for line in lines if line.endswith("\n") and _step_of(line) <= step]
+    if len(kept) < len(lines):
         with atomic_file(path) as file:
             file.writelines(kept)
-    return num_dropped
 
 
 def _step_of(line: str) -> float:

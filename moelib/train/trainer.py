@@ -140,7 +140,7 @@ class SpmdTrainer(Module):
         specs = self.model.create_parameter_specs_recursively()
         self._add_child("learner", cfg.learner, param_specs=specs)
         shared = {"model": self.model, "train_dtype": cfg.train_dtype}
-        self._evalers: dict[str, Any] = {
+        self.evalers: dict[str, Any] = {
             name: self._add_child(f"evaler_{name}", evaler, **shared)
             for name, evaler in cfg.evalers.items()
         }
@@ -148,7 +148,7 @@ class SpmdTrainer(Module):
             self._add_child("checkpointer", cfg.checkpointer)
         self._add_child("summary_writer", cfg.summary_writer)
         self._state: TrainerState | None = None
-        self._input_state: dict[str, Any] | None = None
+        self.input_state: dict[str, Any] | None = None  # Position in the data; None: the beginning.
         self._compiled: Callable[..., Any] | None = None
         self.on_compiled: Callable[[Any, Any, Any], None] | None = None
         self._axes_asked: set[str] = set()  # Logical axes of state, batch and activations.
@@ -188,11 +188,6 @@ class SpmdTrainer(Module):
         """The training input, opened on first use."""
         return self._input_config.instantiate()
 
-    @property
-    def evalers(self) -> dict[str, SpmdEvaler]:
-        """The evalers, by name."""
-        return self._evalers
-
     @functools.cached_property
     def trainer_state_specs(self) -> TrainerState:
         """The state with a ParameterSpec in place of each array."""
@@ -210,11 +205,6 @@ class SpmdTrainer(Module):
         if self._state is None:
             raise RuntimeError("There is no state yet; call init() or restore_checkpoint() first.")
         return self._state
-
-    @property
-    def input_state(self) -> dict[str, Any] | None:
-        """This process's position in the data after the last step, or None at the beginning."""
-        return self._input_state
 
     @property
     def batch_sharding(self) -> jax.sharding.NamedSharding:
@@ -265,7 +255,7 @@ class SpmdTrainer(Module):
                 given = {"model": self.model} if "model" in cfg.init_state_builder else {}
                 state = cfg.init_state_builder.instantiate(**given)(state)
                 state = jax.device_put(state, self.trainer_state_shardings)
-        self._state, self._input_state, self.step = state, None, int(state.step)
+        self._state, self.input_state, self.step = state, None, int(state.step)
 
     @nowrap
     def restore_checkpoint(self, step: int | None = None) -> int | None:
@@ -291,13 +281,11 @@ class SpmdTrainer(Module):
         known = os.path.exists(os.path.join(self.config.dir, CONFIG_FILE))  # Compared by `run`.
         if not known and restored.record.config_hash != config_hash(self.config):
             logger.warning(
-                "%s was written with another config, or by another version of the library, and "
-                "%s/%s is missing.",
+                "%s was written with another config or version of the library, and %s is missing.",
                 restored.path,
-                self.config.dir,
-                CONFIG_FILE,
+                os.path.join(self.config.dir, CONFIG_FILE),
             )
-        self._input_state = input_state_of(restored.record.input, self._host_rows)
+        self.input_state = input_state_of(restored.record.input, self._host_rows)
         self._state, self.step = restored.state, restored.record.step
         self.restored_metrics = restored.record.metrics
         return self.step
@@ -306,13 +294,12 @@ class SpmdTrainer(Module):
     def save_checkpoint(self, metrics: dict[str, float] | None = None) -> None:
         """Starts to write a checkpoint of the current state; all processes must call it.
 
-        Args:
-            metrics: Metrics of the evaluations after this step, by name.
+        `metrics` are those of the evaluations after this step, by name.
         """
         record = CheckpointRecord(
             step=self.step,
             arrays={},
-            input=gather_input_state(self._input_state, self._host_rows),
+            input=gather_input_state(self.input_state, self._host_rows),
             metrics=metrics or {},
             config_hash=config_hash(self.config),
             mesh=dict(self.mesh().shape),
@@ -326,10 +313,7 @@ class SpmdTrainer(Module):
         """Returns the compiled training step (state, batch) -> (state, metrics); donates the state.
 
         Calls `on_compiled`, if set, with the traced, the lowered and the compiled step. Logs a
-        warning if parameters get no gradient.
-
-        Args:
-            batch: See `trace_train_step`.
+        warning if parameters get no gradient. `batch` is that of `trace_train_step`.
         """
         traced = self.trace_train_step(batch)
         trained = tree.select(self.trainer_state_specs.model, self.learner.is_updated)
@@ -390,18 +374,16 @@ class SpmdTrainer(Module):
 
     @nowrap
     def run_step(self, batch: Any, *, input_state: dict[str, Any] | None = None) -> Any:
-        """Dispatches a step, and returns its packed metrics without waiting for them.
+        """Dispatches a step on a global batch; returns its packed metrics without waiting for them.
 
-        Args:
-            batch: Global arrays.
-            input_state: Position in the data after the batch, saved with the state.
+        `input_state` is the position in the data after the batch, saved with the state.
         """
         if self._compiled is None:
             begin = time.perf_counter()
             self._compiled = self.compile_train_step(batch)
             logger.info("Compiled the training step in %.1f s.", time.perf_counter() - begin)
         self._state, metrics = self._compiled(self.trainer_state, batch)
-        self._input_state = input_state
+        self.input_state = input_state
         self.step += 1
         return metrics
 
@@ -442,27 +424,24 @@ class SpmdTrainer(Module):
                 write_config(cfg, cfg.dir)
             self.summary_writer.resume(self.step)
             self.summary_writer.write_text(self.step, "config", cfg.debug_string())
-            return self._loop().run()
-
-    def _loop(self) -> TrainLoop:
-        parts = LoopParts(
-            config=self.config,
-            mesh=self.mesh(),
-            batch_sharding=self.batch_sharding,
-            flops_per_token=self.flops_per_token(),
-            description=self.describe(),
-            open_input=lambda: self.input,
-            evalers=self._evalers,
-            checkpointer=None if self.config.checkpointer is None else self.checkpointer,
-            summary_writer=self.summary_writer,
-            run_step=self.run_step,
-            eval_params=self.model_params_for_eval,
-            save=self.save_checkpoint,
-            start_step=self.step,
-            input_state=self._input_state,
-            restored_metrics=self.restored_metrics,
-        )
-        return TrainLoop(parts)
+            parts = LoopParts(
+                config=cfg,
+                mesh=self.mesh(),
+                batch_sharding=self.batch_sharding,
+                flops_per_token=self.flops_per_token(),
+                description=self.describe(),
+                open_input=lambda: self.input,
+                evalers=self.evalers,
+                checkpointer=None if cfg.checkpointer is None else self.checkpointer,
+                summary_writer=self.summary_writer,
+                run_step=self.run_step,
+                eval_params=self.model_params_for_eval,
+                save=self.save_checkpoint,
+                start_step=self.step,
+                input_state=self.input_state,
+                restored_metrics=self.restored_metrics,
+            )
+            return TrainLoop(parts).run()
 
     @nowrap
     def describe(self) -> str:

@@ -47,7 +47,7 @@ class Watchdog:
         self._stop = threading.Event()
         self._last: tuple[int, float] | None = None
         self._reported: int | None = None
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def beat(self, step: int) -> None:
         """Restarts the clock: a step, or other work after it, has ended."""
@@ -58,24 +58,16 @@ class Watchdog:
         self._last = None
 
     def __enter__(self) -> Self:
-        limits = [t for t in (self._timeout, self._crash) if t is not None]
-        if limits:
-            self._stop.clear()
-            period = min(min(limits) / 4, 5.0)
-            self._thread = threading.Thread(
-                target=self._watch, args=(period,), name="watchdog", daemon=True
-            )
-            self._thread.start()
+        self._thread.start()
         return self
 
     def __exit__(self, *unused: object) -> None:
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._thread.join()
 
-    def _watch(self, period: float) -> None:
-        while not self._stop.wait(period):
+    def _watch(self) -> None:
+        limits = [seconds for seconds in (self._timeout, self._crash) if seconds is not None]
+        while limits and not self._stop.wait(min(min(limits) / 4, 5.0)):
             self.check()
 
     def check(self) -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from moelib.checkpoint.contents import CheckpointRecord
 from moelib.core import tree
-from moelib.core.context import AuxLoss
+from moelib.core.context import is_aux_loss
 from moelib.core.jaxpr import forward_pass
 from moelib.core.tree import Batch, Nested
 from moelib.data.prefetch import row_sharding
@@ -110,7 +110,7 @@ class Probe:
         """Returns the paths of all auxiliary losses that reach the trainer."""
         with self.trainer.on_mesh():
             _, collection = jax.eval_shape(forward_pass(self.trainer.model), params, batch)
-        losses = tree.flatten_items(collection.aux_losses, lambda x: isinstance(x, AuxLoss))
+        losses = tree.flatten_items(collection.aux_losses, is_aux_loss)
         return {path for path, _ in losses}
 
     def save(self, state: Any, step: int) -> None:

@@ -539,10 +539,10 @@ def test_a_folder_that_is_none_is_named(tmp_path):
     with pytest.raises(UserError, match=re.escape(str(tmp_path / "config.json"))):
         load_pretrained(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
+    with pytest.raises(ValueError, match=r"config\.json is not a JSON object"):
         load_pretrained(str(tmp_path))
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"config\.json .*JSON object"):
+    with pytest.raises(ValueError, match=r"config\.json is not a JSON object"):
         load_pretrained(str(tmp_path))
 
 

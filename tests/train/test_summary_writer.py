@@ -157,4 +157,5 @@ def test_nothing_to_truncate(tmp_path, content):
     path = tmp_path / "metrics.jsonl"
     if content is not None:
         path.write_text(content)
-    assert truncate_json_lines(str(path), 3) == 0
+    truncate_json_lines(str(path), 3)
+    assert not path.exists() if content is None else path.read_text() == content
