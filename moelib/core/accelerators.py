@@ -47,37 +47,19 @@ def peak_flops_per_second(device_kind: str, dtype: str = "bfloat16") -> float | 
 
 @dataclasses.dataclass(frozen=True)
 class Accelerator:
-    """One device of an accelerator, as JAX counts devices.
+    """One device of an accelerator, as JAX counts devices."""
 
-    Attributes:
-        name: Name in a topology such as "h100:2x8".
-        platform: "tpu" or "gpu".
-        device_kind: Kind of the device, as JAX names it.
-        hbm_bytes: HBM available to programs, in bytes.
-        hbm_bytes_per_second: HBM bandwidth.
-        cycles_per_second: Clock of a TPU's TensorCore, which converts cycles into time, or of a
-            GPU's multiprocessors.
-        link_bytes_per_second: Bandwidth out of a device over all its links to devices of its
-            domain (ICI, NVLink), in one direction.
-        network_bytes_per_second: Bandwidth out of a device to other slices or hosts (DCN,
-            InfiniBand), in one direction.
-        devices_per_domain: Number of devices joined by NVLink; None for a TPU, whose slice is one
-            domain.
-        dollars_per_hour: On-demand price of one device.
-        devices_per_host: Largest number of GPUs in one host.
-    """
-
-    name: str
-    platform: str
-    device_kind: str
-    hbm_bytes: int
+    name: str  # Name in a topology such as "h100:2x8".
+    platform: str  # "tpu" or "gpu".
+    device_kind: str  # Kind of the device, as JAX names it.
+    hbm_bytes: int  # HBM available to programs.
     hbm_bytes_per_second: float
-    cycles_per_second: float
-    link_bytes_per_second: float
-    network_bytes_per_second: float
-    devices_per_domain: int | None
-    dollars_per_hour: float
-    devices_per_host: int
+    cycles_per_second: float  # Clock of a TPU's TensorCore, or of a GPU's multiprocessors.
+    link_bytes_per_second: float  # Out of a device over all links to its domain (ICI, NVLink).
+    network_bytes_per_second: float  # Out of a device to other slices or hosts (DCN, InfiniBand).
+    devices_per_domain: int | None  # Joined by NVLink; None for a TPU, whose slice is one domain.
+    dollars_per_hour: float  # On-demand price.
+    devices_per_host: int  # Largest number of GPUs in one host.
 
     @property
     def flops_per_second(self) -> float:

@@ -11,6 +11,7 @@ also with `| None`, or `tuple[str, ...]` for a flag that may be repeated.
 """
 
 import dataclasses
+import inspect
 import os
 import re
 import sys
@@ -30,29 +31,17 @@ TRACEBACK = "--traceback"
 
 
 class FlagInfo(NamedTuple):
-    """A flag, as `--help` and the documentation show it.
+    """A flag, as `--help` and the documentation show it."""
 
-    Attributes:
-        name: Name, without dashes.
-        kind: "text", "integer", "number", "yes/no", or the allowed values, such as "cpu|gpu".
-        default: Default value; None if the flag is unset by default.
-        help: Description, one sentence or two.
-        short: One-letter name, or None.
-        repeatable: Whether the flag may be given several times.
-        split: Whether one value holds several, separated by commas.
-        lower_bound: Smallest allowed number, or None.
-        old_name: Earlier name, which is accepted with a warning, or None.
-    """
-
-    name: str
-    kind: str
-    default: Any
-    help: str
-    short: str | None = None
-    repeatable: bool = False
-    split: bool = False
-    lower_bound: float | None = None
-    old_name: str | None = None
+    name: str  # Without dashes.
+    kind: str  # "text", "integer", "number", "yes/no", or the allowed values, such as "cpu|gpu".
+    default: Any  # None if the flag is unset by default.
+    repeatable: bool  # Whether the flag may be given several times.
+    help: str  # This and the remaining fields are arguments of `flag`.
+    short: str | None
+    split: bool
+    lower_bound: float | None
+    old_name: str | None
 
 
 def flag(
@@ -74,27 +63,21 @@ def flag(
         lower_bound: Smallest allowed number.
         old_name: Earlier name, accepted with a warning for one version.
     """
-    details = {"help": text, "short": short, "split": split, "lower_bound": lower_bound}
-    details["old_name"] = old_name
-    return dataclasses.field(default=default, metadata=details)
+    details = {"short": short, "split": split, "lower_bound": lower_bound, "old_name": old_name}
+    return dataclasses.field(default=default, metadata={"help": text, **details})
 
 
 def describe_flags(cls: type) -> list[FlagInfo]:
     """Returns the flags of a dataclass: its own before those that it inherits."""
-    annotations = typing.get_type_hints(cls)
-    own = vars(cls).get("__annotations__", {})
+    annotations, own = typing.get_type_hints(cls), inspect.get_annotations(cls)
     ordered = sorted(dataclasses.fields(cls), key=lambda field: field.name not in own)
     return [
         FlagInfo(
             field.name,
             _kind(annotations[field.name]),
             field.default,
-            field.metadata["help"],
-            field.metadata["short"],
-            isinstance(field.default, tuple) and not field.metadata["split"],
-            field.metadata["split"],
-            field.metadata["lower_bound"],
-            field.metadata["old_name"],
+            repeatable=isinstance(field.default, tuple) and not field.metadata["split"],
+            **field.metadata,
         )
         for field in ordered
     ]

@@ -12,6 +12,7 @@ and written to text, and only `instantiate()` builds the object.
 """
 
 import abc
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -398,13 +399,9 @@ class ConfigBase:
             omit_default_values: Values such as None; fields that have one of them by default, and
                 were left so, are omitted.
         """
-
-        def omitted(line: config_paths.Line) -> bool:
-            return line.is_default and any(
-                line.value is value or line.value == value for value in omit_default_values
-            )
-
-        return {x.path: x.value for x in config_paths.leaves(self) if not omitted(x)}
+        omitted = list(omit_default_values)
+        found = config_paths.leaves(self)
+        return {x.path: x.value for x in found if not (x.is_default and x.value in omitted)}
 
     def debug_string(self) -> str:
         """Returns the config as text, one line per value; `config_parse.parse` reads it back."""
@@ -594,22 +591,9 @@ class FunctionConfig(InstantiableConfig[T]):
         """Calls the function with the fields; `kwargs` replace those of the same name."""
         self._check_complete(kwargs)
         values = {name: kwargs.pop(name, value) for name, value in self.items()}
-        values = maybe_instantiate(values)
-        parameters = _parameters(self.callee)
-        takes_args = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-        args: list[Any] = []
-        keywords: dict[str, Any] = {}
-        for p in parameters:
-            value = values[p.name]
-            if p.kind is p.VAR_POSITIONAL:
-                args.extend(value)
-            elif p.kind is p.VAR_KEYWORD:
-                keywords.update(value)
-            elif p.kind is p.POSITIONAL_ONLY or (takes_args and p.kind is not p.KEYWORD_ONLY):
-                args.append(value)  # Parameters before *args go by position.
-            else:
-                keywords[p.name] = value
-        return self.callee(*args, **{**keywords, **kwargs})
+        values = collections.OrderedDict(maybe_instantiate(values))
+        bound = inspect.BoundArguments(inspect.Signature(_parameters(self.callee)), values)
+        return self.callee(*bound.args, **{**bound.kwargs, **kwargs})
 
 
 def _parameters(callee: Callable[..., Any]) -> list[inspect.Parameter]:

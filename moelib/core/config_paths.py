@@ -103,8 +103,7 @@ def sub_configs(cfg: Any) -> Iterator[tuple[str, Any]]:
 def get(cfg: Any, path: str | Sequence[Key]) -> Any:
     """Returns the value at a path. Raises UnknownFieldError with the nearest names."""
     value: Any = cfg
-    keys = split_path(path)
-    for depth, key in enumerate(keys):
+    for depth, key in enumerate(keys := split_path(path)):
         value = child_at(value, key, keys[:depth])
     return value
 
@@ -148,23 +147,14 @@ def _replaced(holder: Any, key: Key, value: Any) -> Any:
 
 
 class Line(NamedTuple):
-    """A line of a config's text.
-
-    Attributes:
-        path: Path of the value.
-        text: Text of the value.
-        value: The value.
-        origin: Where it was set.
-        opens: Whether the value is a container, whose elements follow.
-        is_default: Whether it is the default of a field.
-    """
+    """A line of a config's text, about one value."""
 
     path: str
     text: str
     value: Any
-    origin: str
-    opens: bool
-    is_default: bool
+    origin: str  # File and line, or flag, that set the value.
+    opens: bool  # Whether the value is a container, whose elements follow.
+    is_default: bool  # Whether the value is the default of a field.
 
 
 _HOLDERS = (list, tuple, dict)

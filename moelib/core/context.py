@@ -85,24 +85,17 @@ class ModuleLike(Protocol):
 
 @dataclasses.dataclass
 class InvocationContext:
-    """The surroundings of one call of a module.
-
-    Attributes:
-        module: The module that runs.
-        state: Its parameters and those of its children, by name.
-        prng_key: Its random key, or a function that returns it, or None without a key.
-        is_training: Whether this is a training step.
-        outputs: Its outputs so far, and those of its children.
-        child_keys: Keys of children that are not derived from their names (inside a scan).
-        calls: Number of calls from here of each module below, by its path.
-    """
+    """The surroundings of one call of a module."""
 
     module: ModuleLike
-    state: Nested | None
-    prng_key: jax.Array | Callable[[], jax.Array | None] | None
+    state: Nested | None  # Parameters of the module and of its children, by name.
+    prng_key: jax.Array | Callable[[], jax.Array | None] | None  # Or a function that returns it.
     is_training: bool
+    # Outputs so far of the module and of its children.
     outputs: OutputCollection = dataclasses.field(default_factory=new_output_collection)
+    # Keys of children that are not derived from their names (inside a scan).
     child_keys: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
+    # Number of calls from here of each module below, by its path.
     calls: dict[tuple[str, ...], int] = dataclasses.field(default_factory=dict)
 
     def key(self) -> jax.Array | None:

@@ -131,14 +131,10 @@ class CastInScan:
 
     No copy of all layers in the compute dtype is then held next to the parameters. The gradient is
     taken with respect to `zeros`, so that it is in the compute dtype from the start.
-
-    Attributes:
-        value: The parameter [layers, ...] in its own dtype.
-        zeros: Zeros of the same shape in the compute dtype.
     """
 
-    value: Any
-    zeros: Any
+    value: Any  # The parameter [layers, ...] in its own dtype.
+    zeros: Any  # Zeros of the same shape in the compute dtype.
 
     def cast(self) -> jax.Array:
         """Returns the value in the compute dtype."""
