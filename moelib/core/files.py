@@ -47,8 +47,11 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     try:
         with open(path, encoding="utf-8") as file:
-            return dict(json.load(file))
+            value = json.load(file)
+        if not isinstance(value, dict):
+            raise ValueError(f"it holds a {type(value).__name__}")
+        return value
     except FileNotFoundError:
         return {}
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise UserError(f"{path} is not a JSON object ({error}); fix or remove it.") from error

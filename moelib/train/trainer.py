@@ -424,24 +424,27 @@ class SpmdTrainer(Module):
                 write_config(cfg, cfg.dir)
             self.summary_writer.resume(self.step)
             self.summary_writer.write_text(self.step, "config", cfg.debug_string())
-            parts = LoopParts(
-                config=cfg,
-                mesh=self.mesh(),
-                batch_sharding=self.batch_sharding,
-                flops_per_token=self.flops_per_token(),
-                description=self.describe(),
-                open_input=lambda: self.input,
-                evalers=self.evalers,
-                checkpointer=None if cfg.checkpointer is None else self.checkpointer,
-                summary_writer=self.summary_writer,
-                run_step=self.run_step,
-                eval_params=self.model_params_for_eval,
-                save=self.save_checkpoint,
-                start_step=self.step,
-                input_state=self.input_state,
-                restored_metrics=self.restored_metrics,
-            )
-            return TrainLoop(parts).run()
+            return self._loop().run()
+
+    def _loop(self) -> TrainLoop:
+        parts = LoopParts(
+            config=self.config,
+            mesh=self.mesh(),
+            batch_sharding=self.batch_sharding,
+            flops_per_token=self.flops_per_token(),
+            description=self.describe(),
+            open_input=lambda: self.input,
+            evalers=self.evalers,
+            checkpointer=None if self.config.checkpointer is None else self.checkpointer,
+            summary_writer=self.summary_writer,
+            run_step=self.run_step,
+            eval_params=self.model_params_for_eval,
+            save=self.save_checkpoint,
+            start_step=self.step,
+            input_state=self.input_state,
+            restored_metrics=self.restored_metrics,
+        )
+        return TrainLoop(parts)
 
     @nowrap
     def describe(self) -> str:
