@@ -103,12 +103,9 @@ class Checkpointer(Module):
     def save(self, state: Any, record: CheckpointRecord) -> None:
         """Starts to write a checkpoint of `record.step`, after the previous one is complete.
 
-        The arrays may be donated as soon as this returns. A failure, now or later, is logged and
-        kept in `last_error`; older checkpoints are unaffected, and the next save tries again.
-
-        Args:
-            state: Tree of arrays.
-            record: Record to write with them; `arrays` and `versions` are filled in.
+        The record's `arrays` and `versions` are filled in. The arrays may be donated when this
+        returns. A failure, now or later, is logged and kept in `last_error`; older checkpoints are
+        unaffected, and the next save tries again.
         """
         self.wait()
         step = record.step
@@ -222,13 +219,10 @@ class Checkpointer(Module):
 
     @nowrap
     def restore(self, target: Any, *, step: int | None = None) -> Restored | None:
-        """Returns the newest checkpoint that can be read, or None if there is none.
+        """Returns the newest checkpoint that can be read, or that of `step`; None if there is none.
 
-        A damaged one is skipped with a warning that describes the damage.
-
-        Args:
-            target: Tree of `jax.ShapeDtypeStruct` with shardings, of any mesh.
-            step: If not None, only the checkpoint of this step is read.
+        A damaged one is skipped with a warning that describes the damage. The target is a tree of
+        `jax.ShapeDtypeStruct` with shardings, of any mesh.
 
         Raises:
             CheckpointMismatchError: If the arrays are not those of the target.

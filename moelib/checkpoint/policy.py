@@ -23,12 +23,9 @@ def every_n_steps_policy(n: int = 1, *, min_step: int = 1) -> Policy:
 def every_n_steps_and_last_policy(
     n: int = 1, *, min_step: int = 1, max_step: int | None = None
 ) -> Policy:
-    """Returns the policy that acts at every multiple of `n`, and at `max_step`.
+    """Returns the policy that acts at every multiple of `n`, from `min_step` on, and at `max_step`.
 
-    Args:
-        n: Interval in steps.
-        min_step: First step at which it may act.
-        max_step: The run's last step; None: set by the trainer.
+    The trainer sets an unset `max_step` to the run's last step.
 
     Raises:
         UserError: If `n` is less than 1.
@@ -38,13 +35,9 @@ def every_n_steps_and_last_policy(
 
 
 def evenly_spaced_policy(num: int = 10, *, max_step: int | None = None) -> Policy:
-    """Returns the policy that acts `num` times, evenly spaced, the last time at `max_step`.
+    """Returns the policy that acts at steps max_step * i / num, i = 1 ... num, rounded up.
 
-    The steps are max_step * i / num, i = 1 ... num, rounded up.
-
-    Args:
-        num: Number of times.
-        max_step: The run's last step; None: set by the trainer.
+    The trainer sets an unset `max_step` to the run's last step.
 
     Raises:
         UserError: If `num` is less than 1 or `max_step` is unknown.
@@ -66,14 +59,10 @@ def steps_to_keep(
     keep_best_n: int = 0,
     best_mode: Literal["min", "max"] = "min",
 ) -> Collection[int]:
-    """Returns the steps whose checkpoints are kept, always including the newest.
+    """Returns the steps whose checkpoints are kept: the newest, multiples of n, and the best.
 
-    Args:
-        metrics: The metric of each step with a checkpoint, or None.
-        keep_last_n: Number of the newest that are kept; None keeps all.
-        keep_every_n_steps: Multiples of it are kept.
-        keep_best_n: Number of the best that are kept, among those with a metric.
-        best_mode: Whether the least or the greatest metric is best.
+    `metrics` holds the metric of each step with a checkpoint, or None. The newest is always kept;
+    `keep_last_n=None` keeps all. The best are those with the least or the greatest metric.
     """
     steps = sorted(metrics)
     if keep_last_n is None:

@@ -40,10 +40,6 @@ class Restored(NamedTuple):
 def restore_checkpoint(path: str, target: Any) -> Restored:
     """Returns the checkpoint at `path` in the structure and shardings of the target.
 
-    Args:
-        path: Folder of the checkpoint.
-        target: Tree of `jax.ShapeDtypeStruct` with shardings.
-
     Raises:
         CheckpointMismatchError: If the arrays are not those of the target.
         DamagedCheckpointError: If it is damaged.
@@ -62,7 +58,7 @@ def restore_params_only(
     Args:
         directory: Folder of the checkpoints.
         target: Nested dict of `jax.ShapeDtypeStruct`, with shardings or without.
-        step: Step of the checkpoint; None: the newest that can be read.
+        step: Step of the checkpoint; None for the newest that can be read.
         average: Whether to take the parameters that the learner evaluates: their average, or the
             evaluation point of a schedule-free optimizer, where its state holds them.
 
@@ -170,12 +166,9 @@ def _read(path: str, target: dict[str, Any], *, partial: bool) -> dict[str, Any]
 def find_checkpoints(
     directory: str, step: int | None = None, *, required: bool = False
 ) -> dict[int, str]:
-    """Returns {step: path} of the complete checkpoints that process 0 sees, oldest first.
+    """Returns {step: path} of the complete checkpoints that process 0 sees, or of that of `step`.
 
-    Args:
-        directory: Folder of the checkpoints.
-        step: If not None, only the checkpoint of this step.
-        required: Whether there must be one.
+    Oldest first.
 
     Raises:
         CheckpointNotFoundError: If there is none, of the step or, if required, at all.
@@ -208,10 +201,7 @@ def newest_readable(
 ) -> T:
     """Returns the result of `read` for the newest checkpoint that is not damaged.
 
-    Args:
-        found: {step: path}, oldest first, at least one.
-        read: Function of a path that raises DamagedCheckpointError.
-        on_damage: Called with the step of each damaged checkpoint.
+    `found` holds at least one path by step, oldest first; `on_damage` gets the damaged steps.
 
     Raises:
         DamagedCheckpointError: If all are damaged.

@@ -172,17 +172,9 @@ def _read_sums(folder: str) -> dict[str, str]:
 def write_tensors(
     folder: str, tensors: Iterable[tuple[str, np.ndarray]], *, max_file_bytes: int = 2 << 30
 ) -> list[str]:
-    """Writes tensors to files of at most max_file_bytes, or of one larger tensor.
+    """Writes tensors to files, whose names it returns.
 
-    Memory holds the tensors of one file at a time.
-
-    Args:
-        folder: The folder, created if necessary; it must have no tensors.
-        tensors: Names and values.
-        max_file_bytes: Size of a file at which the next one begins.
-
-    Returns:
-        The names of the files.
+    A file has at most `max_file_bytes`, or one larger tensor. Memory holds one file at a time.
 
     Raises:
         ExistingFileError: If the folder has tensors.

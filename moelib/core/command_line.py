@@ -96,11 +96,7 @@ def _kind(annotation: Any) -> str:
 
 
 def parse_flags[T](cls: type[T], arguments: Sequence[str]) -> tuple[T, list[str]]:
-    """Returns the flags of a command line, and the arguments that are not flags.
-
-    Args:
-        cls: Dataclass with a `flag` for each field.
-        arguments: The command line, without the name of the command.
+    """Returns the flags of a command line as a `cls`, and the arguments that are not flags.
 
     Raises:
         UsageError: If a flag is unknown or its value is invalid.
@@ -172,13 +168,8 @@ def run_command[T](
 ) -> int:
     """Runs a command and returns its exit status: 0, or 2 after an error of the user.
 
-    An error of the user is printed on one line; `--traceback` and other errors show a traceback.
-
-    Args:
-        name: Name of the command, printed before an error.
-        cls: Dataclass of the command's flags.
-        run: Function of the flags and of the other arguments.
-        arguments: The command line, without the name of the command.
+    An error of the user is printed on one line, after `name`; `--traceback` and other errors show a
+    traceback. `run` takes the flags, a `cls`, and the other arguments.
     """
     try:
         run(*parse_flags(cls, [each for each in arguments if each != TRACEBACK]))

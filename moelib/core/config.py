@@ -395,9 +395,7 @@ class ConfigBase:
     def to_flat_dict(self, *, omit_default_values: Collection[Any] = ()) -> dict[str, Any]:
         """Returns {path: value} of every leaf.
 
-        Args:
-            omit_default_values: Values such as None; fields that have one of them by default, and
-                were left so, are omitted.
+        Fields left at a default that is one of `omit_default_values`, such as None, are omitted.
         """
         omitted = list(omit_default_values)
         found = config_paths.leaves(self)

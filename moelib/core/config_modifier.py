@@ -19,9 +19,7 @@ class ConfigModifier(Configurable):
 def apply_mesh_rule(cfg: Any, rule: Any) -> Any:
     """Returns a trainer config changed by a mesh rule; `cfg` itself may be changed.
 
-    Args:
-        cfg: A trainer config.
-        rule: A mesh shape, the config of a `ConfigModifier`, or a list of such configs.
+    The rule is a mesh shape, the config of a `ConfigModifier`, or a list of such configs.
 
     Raises:
         UserError: If a modifier returns None.

@@ -193,12 +193,7 @@ def literal(value: Any) -> str:
 
 
 def lines(cfg: Any, *, unset: bool = True) -> Iterator[Line]:
-    """Yields the lines of a config's text.
-
-    Args:
-        cfg: The config.
-        unset: Whether to include fields left at a default such as None, REQUIRED or "".
-    """
+    """Yields the lines of a config's text, by default with fields left at None, REQUIRED or ""."""
 
     def walk(value: Any, keys: tuple[Key, ...], origin: str, is_default: bool) -> Iterator[Line]:
         if is_config(value):

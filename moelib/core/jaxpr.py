@@ -16,9 +16,7 @@ from moelib.core.tree import Batch, Nested
 def abstract_parameters(specs: Nested, train_dtype: str | None = None) -> Nested:
     """Returns the shapes and dtypes of the parameters that a training step computes with.
 
-    Args:
-        specs: Nested ParameterSpecs.
-        train_dtype: Dtype that the step casts parameters to; None casts nothing.
+    The step casts them to `train_dtype`; None casts nothing.
     """
     stored = jax.tree.map(
         lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs, is_leaf=is_spec

@@ -28,11 +28,9 @@ def current_name(reference: str) -> str:
 
 
 def current_field(owners: Iterable[str], field: str) -> str | None:
-    """Returns today's name of a field, or None if it was removed.
+    """Returns today's name of a config's field, or None if the field was removed.
 
-    Args:
-        owners: Names of the class or function that the config is of, and of the bases of the class.
-        field: Name of the field in the text.
+    `owners` are the names of the config's function, or of its class and the bases of the class.
     """
     for owner in owners:
         if (owner, field) in MOVED_FIELDS:

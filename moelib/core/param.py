@@ -159,12 +159,9 @@ def may_cast(spec: ParameterSpec) -> bool:
 
 
 def cast_parameters(params: Any, specs: Any, dtype: Any) -> Any:
-    """Returns parameters with those that may be cast in the compute dtype.
+    """Returns parameters with those that may be cast in the compute dtype; None casts nothing.
 
-    Args:
-        params: Nested arrays; a `CastInScan` is left for its scan.
-        specs: Nested ParameterSpecs of the same structure.
-        dtype: Compute dtype; None casts nothing.
+    A `CastInScan` is left for its scan.
     """
     if dtype is None:
         return params

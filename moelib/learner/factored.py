@@ -38,11 +38,8 @@ def scale_by_factored_rms(
 ) -> optax.GradientTransformation:
     """Returns gradients divided by the root of a factored running mean of their squares.
 
-    Args:
-        param_specs: Specs of the parameters.
-        decay_exponent: Exponent of the decay rate 1 - t^-decay_exponent at step t.
-        min_dim_size_to_factor: Smallest dimension of a matrix that is factored.
-        eps: Term added to the squares.
+    At step t the mean decays by 1 - t^-decay_exponent. Matrices are factored whose two largest
+    dimensions are at least `min_dim_size_to_factor`; `eps` is added to the squares.
     """
     batch_of = {path: s.batch_axes for path, s in specs_by_path(param_specs).items()}
 

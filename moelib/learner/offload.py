@@ -34,13 +34,8 @@ def to_device(state: Any) -> Any:
 def host_shardings(specs: Any, shardings: Any, field: str) -> Any:
     """Returns the shardings of the state between steps, from those in device memory.
 
-    Args:
-        specs: The state with a ParameterSpec in place of each array.
-        shardings: NamedSharding of each array in device memory.
-        field: Name of the config field, for errors.
-
     Raises:
-        UserError: If the devices cannot address such memory.
+        UserError: If the devices cannot address host memory; names the config field.
     """
 
     def on_host(spec: ParameterSpec, sharding: NamedSharding) -> NamedSharding:

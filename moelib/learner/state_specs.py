@@ -24,10 +24,6 @@ def state_specs(state: Any, param_specs: Nested) -> Any:
     like that of the parameters. It then has the parameter's logical axes or, if it lacks one of the
     dimensions (Adafactor's rows and columns), the axes that remain. Arrays of no parameter, and
     those whose shape fits no part of it, are not split; a warning lists the large ones.
-
-    Args:
-        state: Arrays or `jax.ShapeDtypeStruct`s.
-        param_specs: Nested ParameterSpecs.
     """
     specs = specs_by_path(param_specs)
     replicated = []

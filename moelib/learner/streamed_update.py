@@ -28,14 +28,9 @@ def streamed_update(
     before it continues with the next group. The compiler alone would copy all of it as the step
     begins and hold it together with the activations: more memory than a step without offloading.
 
-    Args:
-        update: Function that returns (params, state, anything that requires no array of the state),
-            the first two like its arguments. Arrays of the state are on the device together if one
-            result requires them: all of them, for an optimizer whose update of one parameter
-            depends on all moments.
-        params: The parameters.
-        gradients: Their gradients.
-        state: State as of `offload.to_host`; so is the one returned.
+    The update returns (params, state, anything that requires no array of the state). Arrays of the
+    state are on the device together if one result requires them: all of them, for an optimizer
+    whose update of one parameter depends on all moments.
 
     Raises:
         UserError: If a result other than parameters and state requires an array of the state.
@@ -91,8 +86,7 @@ def streamed_update(
 def _groups(needed: Sequence[int]) -> list[tuple[int, list[int]]]:
     """Returns (required arrays, indices) of the results that share required arrays, transitively.
 
-    Args:
-        needed: Bit set of the required arrays, for each result.
+    Required arrays are bit sets; `needed` holds that of each result.
     """
     groups: list[tuple[int, list[int]]] = []
     for i, bits in enumerate(needed):

@@ -79,10 +79,8 @@ def scale_by_learning_rate(
 ) -> optax.GradientTransformation:
     """Returns updates times minus the learning rate; the first update is step 1 of a schedule.
 
-    Args:
-        learning_rate: A number, or a schedule (moelib.learner.schedules).
-        reported_scale: Factor of the reported rate, for optimizers that have already multiplied the
-            update by a constant rate.
+    The state holds the rate times `reported_scale`, for optimizers that have already multiplied
+    the update by a constant rate.
     """
     schedule = as_schedule(learning_rate)
 

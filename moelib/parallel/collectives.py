@@ -17,10 +17,7 @@ from moelib.core.errors import UserError
 def gather(x: jax.Array, spec: PartitionSpec, *, keep: Sequence[str] = ()) -> jax.Array:
     """Returns an array gathered over all mesh axes that shard it, except those to keep.
 
-    Args:
-        x: This device's shard.
-        spec: Sharding of the array.
-        keep: Mesh axes over which the array stays sharded.
+    `x` is this device's shard of an array that `spec` shards.
 
     Raises:
         UserError: If a dimension is sharded over axes to keep and others.

@@ -135,13 +135,9 @@ def infer_mesh_shape(
     axis_names: Sequence[str] = MESH_AXIS_NAMES,
     field: str = "mesh_shape",
 ) -> tuple[int, ...]:
-    """Returns the mesh shape with its -1 replaced so that it takes all devices.
+    """Returns the mesh shape with its -1, if it has one, replaced so that it takes all devices.
 
-    Args:
-        mesh_shape: Sizes of the axes, 1 or more, or -1 for at most one.
-        num_devices: Number of devices to arrange.
-        axis_names: Names of the axes.
-        field: Name of the field or flag that holds the shape, for errors.
+    `field` names the field or flag that holds the shape, for errors.
 
     Raises:
         UserError: If the shape does not take exactly all devices.

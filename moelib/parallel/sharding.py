@@ -117,14 +117,10 @@ def current_rules() -> Rules:
 
 
 def check_mesh_axes(mesh_shape: Mapping[str, int], rules: Rules | None = None) -> None:
-    """Checks that a rule exists for every mesh axis larger than 1.
-
-    Args:
-        mesh_shape: Sizes of the mesh axes.
-        rules: The table; by default the current one.
+    """Checks that one of the rules, by default the current ones, has every mesh axis larger than 1.
 
     Raises:
-        SplitError: If no rule has an axis, so that all its devices would compute the same.
+        SplitError: If none has an axis, so that all its devices would compute the same.
     """
     rules = current_rules() if rules is None else rules
     used = {axis for axes in rules.values() for axis in axes}
@@ -154,13 +150,9 @@ def _note_used(*names: str | None) -> None:
 def mesh_axes(
     name: str, mesh_shape: Mapping[str, int], rules: Rules | None = None, *, array: str = "array"
 ) -> tuple[str, ...]:
-    """Returns the mesh axes, larger than 1, that shard a logical axis.
+    """Returns the mesh axes, larger than 1, that shard a logical axis of an array.
 
-    Args:
-        name: The logical axis.
-        mesh_shape: Sizes of the mesh axes.
-        rules: The table; by default the current one.
-        array: Name of the array, for errors.
+    The rules are by default the current ones; `array` is the array's name, for errors.
     """
     if rules is None:
         rules = current_rules()

@@ -39,14 +39,7 @@ class SpmdEvaler(Module):
     def __init__(
         self, cfg: Any, *, parent: Module | None, model: Any, train_dtype: str | None = None
     ) -> None:
-        """Builds the policy; the input is opened by `open_input` or the first evaluation.
-
-        Args:
-            cfg: A `SpmdEvaler.Config`.
-            parent: Module that holds the evaler, or None.
-            model: Model to evaluate.
-            train_dtype: Dtype that trainable parameters are cast to; None for their own.
-        """
+        """Builds the policy; the input is opened by `open_input` or the first evaluation."""
         super().__init__(cfg, parent=parent)
         self._policy = self.config.eval_policy.instantiate()
         self._model, self._train_dtype = model, train_dtype
@@ -90,11 +83,7 @@ class SpmdEvaler(Module):
 
         `num_tokens`, `perplexity`, and `bits_per_byte` if batches have `target_num_bytes`, are over
         all tokens together, without auxiliary losses. To be called inside `jax.set_mesh(mesh)`.
-
-        Args:
-            params: Parameters of the model, sharded over `mesh`.
-            mesh: Mesh of the parameters and batches.
-            on_batch: Function called after each batch with the number of the batch, from 0.
+        `on_batch` is called after each batch with the number of the batch, from 0.
 
         Raises:
             UserError: If the input has no token to predict.

@@ -17,13 +17,8 @@ _HOSTS = "hosts"  # Only key of a saved position that differs between hosts.
 def gather_input_state(state: State | None, host: HostRows) -> State | None:
     """Returns the position of all processes to save; all of them must call it.
 
-    Args:
-        state: Position of this process in the data, None at the beginning.
-        host: This process's share of the batch.
-
-    Returns:
-        The state itself if all are equal, which can be restored on any number of processes;
-        otherwise {"hosts": [state of each share]}.
+    This is the state itself if all are equal, which can be restored on any number of processes;
+    otherwise {"hosts": [state of each share of the batch]}. It is None at the beginning.
     """
     if jax.process_count() == 1:
         return state

@@ -247,8 +247,7 @@ class TrainLoop:
     def _evaluate(self, done: Scalars | None = None) -> Scalars:
         """Runs the evalers that are due; returns "<evaler>/<metric>" of all of them.
 
-        Args:
-            done: Metrics of the evalers that have run at this step already.
+        `done` holds the metrics of the evalers that have run at this step already.
         """
         step, parts = self._step, self._parts
         ran = {name.partition("/")[0] for name in done or {}}

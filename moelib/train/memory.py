@@ -22,11 +22,7 @@ class InsufficientMemoryError(UserError):
 
 
 def check_memory(specs: Any, shardings: Any) -> None:
-    """Checks that this process's shards of some arrays fit into memory.
-
-    Args:
-        specs: Tree of ParameterSpecs.
-        shardings: Sharding of each.
+    """Checks that this process's shards of the arrays of ParameterSpecs fit into memory.
 
     Raises:
         InsufficientMemoryError: If they do not fit; names the bytes needed and available.

@@ -19,12 +19,7 @@ class ProfilerWindow:
     """
 
     def __init__(self, directory: str, start_steps: Sequence[int], num_steps: int = 3) -> None:
-        """Checks the settings.
-
-        Args:
-            directory: Folder of the run.
-            start_steps: Steps before which a trace starts; the first step is 1.
-            num_steps: Number of steps per trace.
+        """Checks the settings: a trace of `num_steps` steps from each of `start_steps`, 1 or more.
 
         Raises:
             UserError: If there is no step to trace, or two traces overlap.

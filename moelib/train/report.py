@@ -28,9 +28,7 @@ _EXPERT_HEALTH = (  # (last part of the metric's name, title, format)
 def progress_text(scalars: Scalars, *, num_steps: int = 1) -> str:
     """Returns the main metrics of a step as one line.
 
-    Args:
-        scalars: Metrics by name; `loss` and `cross_entropy` are means over the last steps.
-        num_steps: Number of steps that these means are over.
+    `loss` and `cross_entropy` are means over the last `num_steps` steps.
     """
     shown = [form.format(scalars[name]) for name, form in _SHOWN if name in scalars]
     if scalars.get("cross_entropy") == scalars.get("loss"):

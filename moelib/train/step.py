@@ -36,17 +36,11 @@ def make_train_step(
 
     The objective is the loss plus the auxiliary losses. Parameters without optimizer take the state
     updates of their layers, unless they are frozen; a step that the learner skips changes nothing.
+    The step casts trainable parameters to `train_dtype` for both passes; None casts none.
 
-    Metrics: those of the model, its layers and the learner; `num_tokens`, the tokens of the loss;
-    `objective`, nats per token; `non_finite`, 1 if the new parameters are not finite, or the loss
-    is not and the step was taken.
-
-    Args:
-        model: Module; see `moelib.train.trainer.SpmdTrainer`.
-        learner: Learner built for the model's specs.
-        train_dtype: Dtype of trainable parameters in the forward and backward pass; None for their
-            own.
-        num_microbatches: Number of equal parts of the batch, computed one after the other.
+    Metrics: those of the model (see `SpmdTrainer`), its layers and the learner; `num_tokens`, the
+    tokens of the loss; `objective`, nats per token; `non_finite`, 1 if the new parameters are not
+    finite, or the loss is not and the step was taken.
     """
 
     def train_step(state: TrainerState, batch: Batch) -> tuple[TrainerState, PackedMetrics]:

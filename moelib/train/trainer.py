@@ -122,11 +122,8 @@ class SpmdTrainer(Module):
     ) -> None:
         """Builds model, learner, evalers and checkpointer. Opens no data and uses no device.
 
-        Args:
-            cfg: The config.
-            parent: None.
-            devices: Devices of the mesh; all by default. They may be descriptions, such as those of
-                a topology, for which a step can only be compiled.
+        The mesh is over all devices, or `devices`, which may be descriptions, such as those of a
+        topology, for which a step can only be compiled.
 
         Raises:
             UserError: If a setting is invalid.
