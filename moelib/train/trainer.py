@@ -101,9 +101,8 @@ class SpmdTrainer(Module):
 
         # -- Output
         dir: Required[str] = REQUIRED  # Folder of the run.
-        checkpointer: Checkpointer.Config | None = (
-            Checkpointer.default_config()
-        )  # None saves nothing.
+        # Saves and restores the state; None saves nothing.
+        checkpointer: Checkpointer.Config | None = Checkpointer.default_config()
         evalers: dict[str, SpmdEvaler.Config] = {}  # By the name that prefixes their metrics.
         summary_writer: SummaryWriter.Config = SummaryWriter.default_config()  # Metrics on disk.
         log_every_n_steps: int = 10  # Steps between log lines and written metrics.

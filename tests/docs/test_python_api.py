@@ -1,0 +1,70 @@
+"""The page on the Python API: each region is quoted there, and runs here."""
+
+import dataclasses
+import inspect
+
+import pytest
+
+import moelib
+from docs.generate import ROOT
+from moelib.core.table import print_table
+from moelib.evaluation.report import Result
+from moelib.inference.generate import Completion
+from moelib.launch import load_config
+from moelib.train.fit import FitResult
+from moelib.train.loading import LoadedModel
+from tests.evaluation import folders
+
+RESULTS = {
+    "fit": [field.name for field in dataclasses.fields(FitResult)],
+    "load_model": [field.name for field in dataclasses.fields(LoadedModel)],
+    "generate": Completion._fields,
+    "evaluate": Result._fields,
+}
+
+
+@pytest.mark.parametrize("name", sorted({*moelib.__all__} - {"__version__"}))
+def test_arguments_and_fields_of_results_are_on_the_page(name):
+    page = (ROOT / "docs/python_api.md").read_text(encoding="utf-8")
+    section = page.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+    arguments = {*inspect.signature(getattr(moelib, name)).parameters} - {"settings"}
+    for each in (*arguments, *RESULTS.get(name, ())):
+        assert f"`{each}`" in section
+
+
+def test_config():
+    # --8<-- [start:config]
+    cfg = load_config("experiments.flame_moe", "flame-moe-tiny", data_dir="data", max_step=100)
+    cfg.input.global_batch_size = 16
+    # --8<-- [end:config]
+    assert (cfg.max_step, cfg.input.global_batch_size) == (100, 16)
+
+
+def test_generate(trainer_dir, capsys):
+    # --8<-- [start:generate]
+    model = moelib.load_model(trainer_dir)
+    for completion in moelib.generate(model, ["document number"], max_new_tokens=8, seed=1):
+        print(completion.text, completion.tokens)
+    # --8<-- [end:generate]
+    assert capsys.readouterr().out.endswith("]\n")
+
+
+def test_evaluate(trainer_dir, capsys):
+    corpus = str(folders.DATA / "corpus.jsonl")
+    # --8<-- [start:evaluate]
+    model = moelib.load_model(trainer_dir)
+    for result in moelib.evaluate(model, corpus=[corpus], limit=2):
+        print(result.step, result.task, result.metric, result.value)
+    # --8<-- [end:evaluate]
+    assert "bits_per_byte" in capsys.readouterr().out
+
+
+def test_plan(trainer_config, capsys):
+    cfg = trainer_config
+    # --8<-- [start:plan]
+    plan = moelib.plan(cfg, ["v6e:2x2", "h100:1x8"], tokens=1e9)
+    print_table(plan.table(max_rows=3))
+    best = plan.rows[0]
+    print(best.candidate.mesh, best.seconds, best.mfu, best.fits)
+    # --8<-- [end:plan]
+    assert capsys.readouterr().out.endswith("True\n")
