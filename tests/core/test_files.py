@@ -1,0 +1,34 @@
+"""Files are written as a whole, with the permissions of new files."""
+
+import os
+
+import pytest
+
+from moelib.core.errors import UserError
+from moelib.core.files import read_json, write_json
+
+
+def test_an_error_keeps_the_old_content(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(TypeError):
+        write_json(path, {"a": object()})
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_permissions_are_those_of_a_new_file(tmp_path):
+    write_json(tmp_path / "value.json", {"a": 1})
+    (tmp_path / "plain").write_text("")
+    modes = {path.stat().st_mode for path in tmp_path.iterdir()}
+    assert len(modes) == 1
+
+
+def test_json_comes_back_and_other_content_is_refused(tmp_path):
+    path = tmp_path / "value.json"
+    assert read_json(path) == {}
+    write_json(path, {"a": [1, "ü"]})
+    assert read_json(path) == {"a": [1, "ü"]}
+    path.write_text("[1]")
+    with pytest.raises(UserError, match=os.fspath(path)):
+        read_json(path)
