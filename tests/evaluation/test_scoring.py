@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moelib.core.jaxpr import walk
 from moelib.core.module import functional
 from moelib.core.param import is_spec
 from moelib.evaluation import scoring
@@ -95,6 +96,20 @@ def test_each_length_is_compiled_once():
     for _ in range(2):
         scorer.score(model[1], requests)
     assert scoring._score._cache_size() - before == 3  # 64, 128, and 200, the longest.
+
+
+@pytest.mark.parametrize("num_scored", [8, 2048])
+def test_logits_of_a_large_vocabulary_are_held_in_parts(num_scored):
+    vocab_size, shape = 151_936, (8, 2048)
+    model = tiny.dense_model(vocab_size).instantiate(parent=None)
+    params = jax.eval_shape(model.initialize_parameters_recursively, jax.random.key(0))
+    ids = jax.ShapeDtypeStruct(shape, jnp.int32)
+    names = ("input_ids", "target_labels", "segment_ids", "positions")
+    batch = {name: ids for name in names} | {"first_scored": jax.ShapeDtypeStruct((8,), jnp.int32)}
+    traced = scoring._score.trace(model, vocab_size, None, num_scored, params, batch)
+    results = [x.aval for site in walk(traced.jaxpr) for x in site.eqn.outvars]
+    logits = [x.size * 4 for x in results if vocab_size in x.shape and tiny.DIM not in x.shape]
+    assert 8 * vocab_size * 4 <= max(logits) <= 1 << 27  # All at once take 10 GB.
 
 
 def test_long_contexts_are_cut_from_the_left_and_counted(model, caplog):
