@@ -105,7 +105,7 @@ def test_logits_of_a_large_vocabulary_are_held_in_parts(num_scored):
     params = jax.eval_shape(model.initialize_parameters_recursively, jax.random.key(0))
     ids = jax.ShapeDtypeStruct(shape, jnp.int32)
     names = ("input_ids", "target_labels", "segment_ids", "positions")
-    batch = {name: ids for name in names} | {"first_scored": jax.ShapeDtypeStruct((8,), jnp.int32)}
+    batch = dict.fromkeys(names, ids) | {"first_scored": jax.ShapeDtypeStruct((8,), jnp.int32)}
     traced = scoring._score.trace(model, vocab_size, None, num_scored, params, batch)
     results = [x.aval for site in walk(traced.jaxpr) for x in site.eqn.outvars]
     logits = [x.size * 4 for x in results if vocab_size in x.shape and tiny.DIM not in x.shape]
