@@ -1,4 +1,4 @@
-"""Adds a reference page for each folder of moelib/, so that none is forgotten."""
+"""Adds a reference page for each folder of moelib/, and for launch.py."""
 
 import pathlib
 
@@ -9,8 +9,8 @@ _PACKAGE = pathlib.Path(__file__).parents[1] / "moelib"
 
 
 def _pages() -> dict[str, str]:
-    """Returns the page of each folder: its path and what stands on it."""
-    names = sorted(path.parent.name for path in _PACKAGE.glob("*/__init__.py"))
+    """Returns the text of each page, by path."""
+    names = sorted([*(path.parent.name for path in _PACKAGE.glob("*/__init__.py")), "launch"])
     return {f"reference/{name}.md": f"# {name}\n\n::: moelib.{name}\n" for name in names}
 
 
