@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moelib.core.config import REQUIRED, Required, config_class
+from moelib.core.errors import UserError
 from moelib.core.metrics import WeightedScalar, weighted
 from moelib.core.module import Module, nowrap
 from moelib.core.tree import Batch
@@ -43,7 +44,7 @@ class CausalLM(BaseLayer):
         self._add_child("output_norm", cfg.output_norm.clone(dim=cfg.dim))
         if cfg.lm_head is not None:
             if cfg.lm_head.bias:
-                raise ValueError(
+                raise UserError(
                     f"{self._title()}: lm_head.bias is True, but the loss has a head without bias; "
                     "set it to False."
                 )

@@ -42,7 +42,8 @@ class GroupedQueryAttention(BaseLayer):
     def __init__(self, cfg: Config, *, parent: BaseLayer | None) -> None:
         super().__init__(cfg, parent=parent)
         cfg = self.config
-        self._check_positive("input_dim", "num_heads", "num_kv_heads", "head_dim", "qkv_clip")
+        sizes = ("input_dim", "num_heads", "num_kv_heads", "head_dim", "window")
+        self._check_positive(*sizes, "logit_cap", "qkv_clip")
         if cfg.head_dim is None and cfg.input_dim % cfg.num_heads:
             raise UserError(
                 f"{self._title()}: input_dim={cfg.input_dim} is not a multiple of num_heads="
