@@ -24,17 +24,11 @@ T = TypeVar("T")
 
 
 class Restored(NamedTuple):
-    """A checkpoint in memory.
+    """A checkpoint in memory."""
 
-    Attributes:
-        state: Arrays in the requested structure.
-        record: Record that was written with them.
-        path: Folder of the checkpoint.
-    """
-
-    state: Any
+    state: Any  # Arrays in the requested structure.
     record: CheckpointRecord
-    path: str
+    path: str  # Folder of the checkpoint.
 
 
 def restore_checkpoint(path: str, target: Any) -> Restored:
@@ -50,17 +44,16 @@ def restore_checkpoint(path: str, target: Any) -> Restored:
     return Restored(tree.from_nested(nested, target), record, path)
 
 
-def restore_params_only(
-    directory: str, target: Any, *, step: int | None = None, average: bool = True
-) -> Restored:
-    """Returns the model's parameters alone, for evaluation or generation; reads nothing else.
+def restore_params_only(directory: str, target: Any, *, step: int | None = None) -> Restored:
+    """Returns the parameters that the learner evaluates; reads nothing else.
+
+    They are the average of the model's parameters, or the evaluation point of a schedule-free
+    optimizer, where the learner's state holds them.
 
     Args:
         directory: Folder of the checkpoints.
         target: Nested dict of `jax.ShapeDtypeStruct`, with shardings or without.
         step: Step of the checkpoint; None for the newest that can be read.
-        average: Whether to take the parameters that the learner evaluates: their average, or the
-            evaluation point of a schedule-free optimizer, where its state holds them.
 
     Raises:
         CheckpointMismatchError: If the parameters are not those of the target.
@@ -68,25 +61,25 @@ def restore_params_only(
         DamagedCheckpointError: If none can be read.
     """
     found = find_checkpoints(os.path.abspath(directory), step, required=True)
-    return newest_readable(found, lambda path: _restore_params(path, target, average))
+    return newest_readable(found, lambda path: _restore_params(path, target))
 
 
 _AVERAGE = "learner/ema/params/"
 
 
-def _restore_params(path: str, target: Any, average: bool) -> Restored:
+def _restore_params(path: str, target: Any) -> Restored:
     wanted = contents.describe_arrays(target)
     record = _read_record(path, target, prefix="model/")
-    sources = {
+    averages = {
         name: _AVERAGE + name
-        if average and record.arrays.get(_AVERAGE + name, [""])[1:] == [wanted[name][1]]
-        else f"model/{name}"
-        for name in wanted
+        for name, (_, shape) in wanted.items()
+        if record.arrays.get(_AVERAGE + name, [""])[1:] == [shape]
     }
+    sources = {name: averages.get(name, f"model/{name}") for name in wanted}
     # The state of `optax.contrib.schedule_free` for each parameter whose average it stands for.
-    bases = _schedule_free_bases(record.arrays) if average else {}
-    bases = {name: base for name, base in bases.items() if sources.get(name) == f"model/{name}"}
-    leaves = dict(tree.flatten_items(target))
+    bases = _schedule_free_bases(record.arrays)
+    bases = {name: bases[name] for name in bases.keys() & wanted.keys() - averages.keys()}
+    leaves = tree.by_path(target)
 
     def struct(source: str, like: Any) -> jax.ShapeDtypeStruct:
         dtype, shape = record.arrays[source]
@@ -96,7 +89,7 @@ def _restore_params(path: str, target: Any, average: bool) -> Restored:
     arrays = {source: struct(source, leaves[name]) for name, source in sources.items()}
     for name, base in bases.items():
         arrays |= {f"{base}{x}": struct(f"{base}{x}", leaves[name]) for x in ("b1", f"z/{name}")}
-    read = dict(tree.flatten_items(_read(path, tree.unflatten(arrays), partial=True)))
+    read = tree.by_path(_read(path, tree.unflatten(arrays), partial=True))
     params = {name: read[source] for name, source in sources.items()}
     for name, base in bases.items():  # As optax.contrib.schedule_free_eval_params.
         b1 = np.asarray(read[f"{base}b1"])

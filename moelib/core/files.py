@@ -10,18 +10,14 @@ from moelib.core.errors import UserError
 
 
 @contextlib.contextmanager
-def atomic_file(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[Any]]:
-    """Opens a temporary file next to `path`, which replaces `path` when the block ends.
+def atomic_file(path: str | os.PathLike[str]) -> Iterator[IO[str]]:
+    """Opens a temporary text file next to `path`, which replaces `path` when the block ends.
 
     The content is synced to disk first. An error inside the block leaves `path` as it was.
-
-    Args:
-        path: File to write, with the permissions that a newly created file gets.
-        mode: "w" for text in UTF-8, "wb" for bytes.
     """
     temporary = f"{os.fspath(path)}.tmp-{os.getpid()}"
     try:
-        with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as file:
+        with open(temporary, "w", encoding="utf-8") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

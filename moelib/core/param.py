@@ -102,16 +102,15 @@ class ParameterSpec:
         matrix = (*self.fan_axes.in_axis, *self.fan_axes.out_axis)
         return tuple(axis for axis in dims if axis not in matrix)
 
-    def stacked(self, num: int, axis: str | None = "layers") -> "ParameterSpec":
+    def stacked(self, num: int) -> "ParameterSpec":
         """Returns the spec of `num` such parameters stacked along a new first axis."""
         fan_axes = self.fan_axes and FanAxes(
             in_axis=tuple(a + 1 for a in self.fan_axes.in_axis),
             out_axis=tuple(a + 1 for a in self.fan_axes.out_axis),
             batch_axis=(0, *(a + 1 for a in self.fan_axes.batch_axis)),
         )
-        return dataclasses.replace(
-            self, shape=(num, *self.shape), axes=(axis, *self.axes), fan_axes=fan_axes
-        )
+        shape, axes = (num, *self.shape), ("layers", *self.axes)
+        return dataclasses.replace(self, shape=shape, axes=axes, fan_axes=fan_axes)
 
 
 def is_spec(value: Any) -> bool:

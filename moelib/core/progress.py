@@ -73,9 +73,9 @@ class Progress:
             self._bar.stop()
             self._bar = None
 
-    def advance(self, amount: int, text: str = "") -> None:
+    def advance(self, amount: int) -> None:
         """Adds completed work."""
-        self.update(self._completed + amount, text)
+        self.update(self._completed + amount)
 
     def update(self, completed: int | None = None, text: str = "") -> None:
         """Sets the completed work, in total, and the text shown after it."""

@@ -98,12 +98,10 @@ def clip_by_rms(param_specs: Nested | None, threshold: float) -> optax.GradientT
     return optax.stateless(lambda updates, params: tree.map_by_path(clip, updates))
 
 
-def scale_by_param_rms(
-    param_specs: Nested | None, *, min_scale: float = 1e-3
-) -> optax.GradientTransformation:
-    """Returns updates times the root mean square of their parameter, at least `min_scale`."""
+def scale_by_param_rms(param_specs: Nested | None) -> optax.GradientTransformation:
+    """Returns updates times the root mean square of their parameter, at least 1e-3."""
     rms = _rms(param_specs)
-    scale = lambda path, u, p: u * jnp.maximum(rms(path, p), min_scale)
+    scale = lambda path, u, p: u * jnp.maximum(rms(path, p), 1e-3)
     return optax.stateless(lambda updates, params: tree.map_by_path(scale, updates, params))
 
 

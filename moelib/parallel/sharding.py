@@ -209,9 +209,7 @@ def keep_axes(split: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
     return PartitionSpec(*(tuple(a for a in entry if a in axes) or None for entry in entries))
 
 
-def partition_specs(
-    specs: Any, mesh_shape: Mapping[str, int], rules: Rules | None = None, *, prefix: str = ""
-) -> Any:
+def partition_specs(specs: Any, mesh_shape: Mapping[str, int], *, prefix: str = "") -> Any:
     """Returns a tree of PartitionSpecs, one for each ParameterSpec of a tree.
 
     Raises:
@@ -220,18 +218,14 @@ def partition_specs(
 
     def split(path: Any, spec: ParameterSpec) -> PartitionSpec:
         array = prefix + tree.path_string(path)
-        return partition_spec(spec.axes, mesh_shape, shape=spec.shape, rules=rules, array=array)
+        return partition_spec(spec.axes, mesh_shape, shape=spec.shape, array=array)
 
     return jax.tree_util.tree_map_with_path(split, specs, is_leaf=is_spec)
 
 
-def named_shardings(specs: Any, mesh: jax.sharding.Mesh, rules: Rules | None = None) -> Any:
-    """Returns a tree of NamedShardings, one for each ParameterSpec of a tree.
-
-    Raises:
-        UserError: As `partition_spec`, with the parameter's path.
-    """
-    splits = partition_specs(specs, dict(mesh.shape), rules)
+def named_shardings(specs: Any, mesh: jax.sharding.Mesh) -> Any:
+    """Returns a tree of NamedShardings, one for each ParameterSpec; raises as `partition_specs`."""
+    splits = partition_specs(specs, dict(mesh.shape))
     return jax.tree.map(lambda split: NamedSharding(mesh, split), splits)
 
 

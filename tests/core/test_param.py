@@ -22,7 +22,6 @@ def test_a_stacked_spec_has_a_new_first_axis_and_the_same_fans():
     assert stacked.axes == ("layers", "experts", "embed", "ffn")
     assert stacked.fan_axes == FanAxes((2,), (3,), (0, 1))
     assert stacked.fans() == EXPERTS.fans()
-    assert ParameterSpec((), ()).stacked(2, axis=None).axes == (None,)
 
 
 def test_axes_must_name_every_dimension():
