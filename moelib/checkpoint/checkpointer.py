@@ -76,16 +76,11 @@ class Checkpointer(Module):
                 "'<evaler>/<metric>' too."
             )
         self._policy = cfg.save_policy.instantiate()
-        self._dir = os.path.abspath(cfg.dir)
+        self.dir = os.path.abspath(cfg.dir)
         self._orbax: Any = None
         self._pending: int | None = None
         self._damaged: set[int] = set()
         self.last_error: BaseException | None = None  # Of the newest save, if it failed.
-
-    @property
-    def dir(self) -> str:
-        """The folder of the checkpoints."""
-        return self._dir
 
     @nowrap
     def should_save(self, *, step: int, summaries: Mapping[str, float] | None = None) -> bool:
@@ -95,7 +90,7 @@ class Checkpointer(Module):
     @nowrap
     def latest_step(self) -> int | None:
         """Returns the step of the newest complete checkpoint not known to be damaged."""
-        return max(contents.list_checkpoints(self._dir).keys() - self._damaged, default=None)
+        return max(contents.list_checkpoints(self.dir).keys() - self._damaged, default=None)
 
     # Writing.
 
@@ -116,12 +111,12 @@ class Checkpointer(Module):
         try:
             import orbax.checkpoint as ocp
 
-            os.makedirs(self._dir, exist_ok=True)
+            os.makedirs(self.dir, exist_ok=True)
             items = {
                 contents.STATE_ITEM: ocp.args.PyTreeSave(tree.to_nested(state)),
                 contents.RECORD_ITEM: ocp.args.JsonSave(values),
             }
-            path, args = contents.step_path(self._dir, step), ocp.args.Composite(**items)
+            path, args = contents.step_path(self.dir, step), ocp.args.Composite(**items)
             self._checkpointer().save(path, args=args, force=True)
         except Exception as error:
             self._report_failure(step, error)
@@ -172,7 +167,7 @@ class Checkpointer(Module):
             "NO CHECKPOINT of step %d: it could not be written to %s: %s. Training continues. %s "
             "Free some space, or make the folder writable.",
             step,
-            self._dir,
+            self.dir,
             first_line(error),
             has,
         )
@@ -182,7 +177,7 @@ class Checkpointer(Module):
             self._orbax = None
         # The storage's own threads may write for another moment, into a folder being removed.
         for _ in range(_REMOVE_TRIES if jax.process_index() == 0 else 0):
-            if not (left := _unfinished(self._dir)):
+            if not (left := _unfinished(self.dir)):
                 break
             for path in left:
                 shutil.rmtree(path, ignore_errors=True)
@@ -193,7 +188,7 @@ class Checkpointer(Module):
         cfg = self.config
         if jax.process_index() != 0 or cfg.keep_last_n is None:
             return
-        found = contents.list_checkpoints(self._dir)
+        found = contents.list_checkpoints(self.dir)
         metrics: dict[int, float | None] = {}
         for step in found.keys() - self._damaged:
             try:
@@ -231,20 +226,20 @@ class Checkpointer(Module):
             Exception: The original error, if a checkpoint that may be sound could not be read:
                 no permission, a failing disk, too little memory.
         """
-        found = find_checkpoints(self._dir, step)
+        found = find_checkpoints(self.dir, step)
         if not found:
             return None
         try:
             read = lambda path: restore_checkpoint(path, target)
             return newest_readable(found, read, on_damage=self._damaged.add)
         except DamagedCheckpointError as error:
-            cure = f"\nMove {self._dir} aside to start from step 0." if step is None else ""
+            cure = f"\nMove {self.dir} aside to start from step 0." if step is None else ""
             raise DamagedCheckpointError(f"{error}{cure}") from None
 
     @nowrap
     def remove_unfinished(self) -> None:
         """Removes incomplete checkpoints of processes that were killed."""
-        for path in _unfinished(self._dir) if jax.process_index() == 0 else ():
+        for path in _unfinished(self.dir) if jax.process_index() == 0 else ():
             logger.warning("Removed an incomplete checkpoint: %s", path)
             shutil.rmtree(path, ignore_errors=True)
 

@@ -13,13 +13,12 @@ also with `| None`, or `tuple[str, ...]` for a flag that may be repeated.
 import dataclasses
 import inspect
 import os
-import re
 import sys
 import sysconfig
 import traceback
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from absl import flags as absl_flags
@@ -106,28 +105,19 @@ def parse_flags[T](cls: type[T], arguments: Sequence[str]) -> tuple[T, list[str]
     for info in infos:
         define_flag(info, values)
     try:
-        rest = values(["", *_with_new_names(arguments, infos)])[1:]
+        rest = values(["", *arguments])[1:]
     except absl_flags.UnrecognizedFlagError as error:
         advice = did_you_mean(f"--{error.flagname}", [f"--{info.name}" for info in infos])
         raise UsageError(f"unknown flag '--{error.flagname}'; {advice}") from None
     except absl_flags.Error as error:
         raise UsageError(str(error)) from None
+    for info in infos:
+        if info.old_name is not None and values[info.old_name].present:
+            text = f"--{info.old_name} is now --{info.name}; the earlier name will be removed."
+            print(text, file=sys.stderr)
     found = {info.name: values[info.name].value for info in infos}
     lists = {name: tuple(value) for name, value in found.items() if isinstance(value, list)}
     return cls(**found | lists), rest
-
-
-def _with_new_names(arguments: Sequence[str], infos: Sequence[FlagInfo]) -> Iterator[str]:
-    """Yields a command line with earlier names of flags replaced, and warns of them."""
-    new_names = {info.old_name: info.name for info in infos if info.old_name is not None}
-    for argument in arguments:
-        found = re.match(r"--?(?:no)?(\w+)(?==|$)", argument)
-        old = found.group(1) if found else ""
-        if found and old in new_names:
-            new = new_names[old]
-            print(f"--{old} is now --{new}; the earlier name will be removed.", file=sys.stderr)
-            argument = argument[: found.start(1)] + new + argument[found.end(1) :]
-        yield argument
 
 
 def define_flag(info: FlagInfo, values: absl_flags.FlagValues) -> None:
@@ -150,6 +140,8 @@ def define_flag(info: FlagInfo, values: absl_flags.FlagValues) -> None:
             absl_flags.DEFINE_bool(**common)
         case choices:
             absl_flags.DEFINE_enum(**common, enum_values=choices.split("|"))
+    if info.old_name is not None:
+        absl_flags.DEFINE_alias(info.old_name, info.name, flag_values=values)
 
 
 def no_arguments(arguments: Sequence[str], cls: type) -> None:
@@ -190,8 +182,8 @@ def one_line(error: UserError) -> str:
         return message
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if _is_of_the_user(frame.filename)]
-    place = f"{os.path.relpath(own[-1].filename)}:{own[-1].lineno}; " if own else ""
-    return f"{message} ({place}{TRACEBACK} shows more)"
+    origin = f"{os.path.relpath(own[-1].filename)}:{own[-1].lineno}; " if own else ""
+    return f"{message} ({origin}{TRACEBACK} shows more)"
 
 
 def _is_of_the_user(file: str) -> bool:

@@ -40,7 +40,7 @@ def is_aux_loss(value: Any) -> bool:
 
 
 class OutputCollection(NamedTuple):
-    """Outputs of modules besides their return values, nested by the names of the modules."""
+    """Outputs of modules in addition to their return values, nested by the names of the modules."""
 
     summaries: Nested
     state_updates: Nested
@@ -63,7 +63,7 @@ def new_output_collection() -> OutputCollection:
 
 def prune_empty(collection: OutputCollection) -> OutputCollection:
     """Returns the collection without modules that have no outputs."""
-    return OutputCollection(*map(tree.without_empty, collection))
+    return OutputCollection(*(tree.select(part, lambda _: True) for part in collection))
 
 
 def fold_name(key: jax.Array, name: str) -> jax.Array:

@@ -254,7 +254,7 @@ class Module(Configurable):
 
     @property
     def is_training(self) -> bool:
-        """Whether this is a training step."""
+        """True in a training step."""
         return self.get_invocation_context().is_training
 
     @nowrap

@@ -53,7 +53,7 @@ def check_backend(name: str) -> None:
     """Checks that the devices of a platform can be used. This initializes them.
 
     Raises:
-        UsageError: If JAX finds none; the message says why and what to install.
+        UsageError: If JAX finds none; the message has the reason and the package to install.
     """
     import jax
 

@@ -62,12 +62,6 @@ def merge(base: Nested, *others: Nested) -> Nested:
     return merged
 
 
-def without_empty(tree: Nested) -> Nested:
-    """Returns nested dicts without those that have no leaves."""
-    pruned = {k: without_empty(v) if isinstance(v, dict) else v for k, v in tree.items()}
-    return {k: v for k, v in pruned.items() if not (isinstance(v, dict) and not v)}
-
-
 def to_nested(tree: Any) -> Nested:
     """Returns any tree as nested dicts keyed by the parts of its paths, without empty parts."""
     return unflatten(dict(flatten_items(tree)))

@@ -45,7 +45,7 @@ from moelib.learner.streamed_update import streamed_update
 
 logger = logging.getLogger(__name__)
 
-# Labels of parameters, besides "rule<i>" of an update rule with an optimizer.
+# Labels of parameters, in addition to "rule<i>" of an update rule with an optimizer.
 _MAIN = "main"  # Updated by `optimizer`.
 _UNTRAINED = "untrained"  # Not trainable: changed by layers only.
 _FROZEN = "frozen"  # Changed by nothing.
@@ -194,7 +194,7 @@ class Learner(Module):
 
     @nowrap
     def state_specs(self) -> LearnerState:
-        """Returns the tree of `init` with a ParameterSpec in place of each array; allocates none.
+        """Returns the tree of `init` with a ParameterSpec for each array; allocates none.
 
         Logs a warning if an optimizer has no learning rate to report.
         """

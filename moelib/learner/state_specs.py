@@ -18,7 +18,7 @@ _MAX_REPLICATED = 1024  # Elements of an array, such as a key, that is replicate
 
 
 def state_specs(state: Any, param_specs: Nested) -> Any:
-    """Returns the tree of `state` with a ParameterSpec in place of each array.
+    """Returns the tree of `state` with a ParameterSpec for each array.
 
     An array belongs to a parameter if its path ends with the parameter's: optimizers keep trees
     like that of the parameters. It then has the parameter's logical axes or, if it lacks one of the

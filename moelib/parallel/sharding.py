@@ -213,7 +213,7 @@ def partition_specs(specs: Any, mesh_shape: Mapping[str, int], *, prefix: str = 
     """Returns a tree of PartitionSpecs, one for each ParameterSpec of a tree.
 
     Raises:
-        UserError: As `partition_spec`, with `prefix` and the parameter's path.
+        UserError: Under the conditions of `partition_spec`; has `prefix` and the parameter's path.
     """
 
     def split(path: Any, spec: ParameterSpec) -> PartitionSpec:

@@ -45,7 +45,7 @@ def from_hugging_face(
 
     Raises:
         UserError: If `to` holds a run, or the tokenizer does not belong to the model.
-        Exception: As `load_pretrained`.
+        Exception: The errors of `load_pretrained`.
     """
     path = os.path.join(to, CONFIG_FILE)
     if os.path.exists(path):
@@ -89,7 +89,7 @@ def to_hugging_face(
         mesh: Mesh that holds the parameters during conversion; None for the first device.
 
     Raises:
-        Exception: As `load_model` and `save_pretrained`.
+        Exception: The errors of `load_model` and `save_pretrained`.
     """
     loaded = load_model(trainer_dir, step=step, dtype="stored", mesh=mesh, require_tokenizer=False)
     tokenizer, stop_ids = loaded.tokenizer, list(loaded.stop_ids)

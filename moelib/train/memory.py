@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from moelib.core.errors import UserError
-from moelib.core.param import is_spec
+from moelib.core.param import ParameterSpec, is_spec
 from moelib.core.progress import format_bytes
 from moelib.learner.offload import MEMORY_KIND
 
@@ -28,12 +28,14 @@ def check_memory(specs: Any, shardings: Any) -> None:
         InsufficientMemoryError: If they do not fit; names the bytes needed and available.
     """
     needed: dict[Any, int] = collections.defaultdict(int)  # By local device; "host" for the host.
-    places = jax.tree.leaves(shardings)
-    for spec, place in zip(jax.tree.leaves(specs, is_leaf=is_spec), places, strict=True):
-        size = math.prod(place.shard_shape(spec.shape)) * jnp.dtype(spec.dtype).itemsize
-        for device in place.addressable_devices:
-            in_host = device.platform == "cpu" or place.memory_kind == MEMORY_KIND
+
+    def add(spec: ParameterSpec, sharding: jax.sharding.Sharding) -> None:
+        size = math.prod(sharding.shard_shape(spec.shape)) * jnp.dtype(spec.dtype).itemsize
+        for device in sharding.addressable_devices:
+            in_host = device.platform == "cpu" or sharding.memory_kind == MEMORY_KIND
             needed["host" if in_host else device] += size
+
+    jax.tree.map(add, specs, shardings, is_leaf=is_spec)
     for where, num_bytes in needed.items():
         available = _host_memory() if where == "host" else _device_memory(where)
         if available is not None and num_bytes > available:

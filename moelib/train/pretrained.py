@@ -114,7 +114,7 @@ def state_from_hugging_face(
 
     Raises:
         CheckpointMismatchError: On the call of the builder, if the folder holds another model.
-        Exception: On the call of the builder, as `load_pretrained`.
+        Exception: On the call of the builder, the errors of `load_pretrained`.
     """
 
     def build(state: TrainerState) -> TrainerState:

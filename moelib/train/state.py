@@ -36,7 +36,7 @@ def key_data(prng_key: jax.Array | int) -> jax.Array:
 
 
 def state_specs(model: Any, learner: Learner) -> TrainerState:
-    """Returns the state with a ParameterSpec, without initializer, in place of each array."""
+    """Returns the state with a ParameterSpec, without initializer, for each array."""
     params = model.create_parameter_specs_recursively()
     key = jax.eval_shape(lambda: key_data(0))
     state = TrainerState(

@@ -186,12 +186,12 @@ class SpmdTrainer(Module):
 
     @functools.cached_property
     def trainer_state_specs(self) -> TrainerState:
-        """The state with a ParameterSpec in place of each array."""
+        """The state with a ParameterSpec for each array."""
         return state_lib.state_specs(self.model, self.learner)
 
     @functools.cached_property
     def trainer_state_shardings(self) -> TrainerState:
-        """The state with a NamedSharding in place of each array."""
+        """The state with a NamedSharding for each array."""
         with self.on_mesh():
             return state_lib.state_shardings(self.trainer_state_specs, self.learner, self.mesh())
 

@@ -366,19 +366,19 @@ def test_update_on_a_mesh_is_the_same_with_the_state_sharded_as_specified(optimi
     )
     mesh = jax.make_mesh((2, 2), ("fsdp", "expert"), axis_types=(AxisType.Auto,) * 2)
     table = {"embed": "fsdp", "experts": "expert", "vocab": "expert"}
-    place = lambda spec: NamedSharding(mesh, PartitionSpec(*map(table.get, spec.axes)))
-    places = jax.tree.map(place, SPECS, is_leaf=is_spec)
-    state_places = jax.tree.map(place, learner.state_specs(), is_leaf=is_spec)
+    sharding_of = lambda spec: NamedSharding(mesh, PartitionSpec(*map(table.get, spec.axes)))
+    shardings = jax.tree.map(sharding_of, SPECS, is_leaf=is_spec)
+    state_shardings = jax.tree.map(sharding_of, learner.state_specs(), is_leaf=is_spec)
     gradients, state = gradients_like(PARAMS, 0), learner.init(PARAMS)
     update = jax.jit(
         lambda g, s, p: learner.update(gradients=g, state=s, params=p),
-        in_shardings=(places, state_places, places),
-        out_shardings=LearnerUpdate(places, state_places, None),
+        in_shardings=(shardings, state_shardings, shardings),
+        out_shardings=LearnerUpdate(shardings, state_shardings, None),
     )
     on_mesh = update(
-        jax.device_put(gradients, places),
-        jax.device_put(state, state_places),
-        jax.device_put(PARAMS, places),
+        jax.device_put(gradients, shardings),
+        jax.device_put(state, state_shardings),
+        jax.device_put(PARAMS, shardings),
     )
     assert_close(jax.device_get(on_mesh), jax.device_get(step(learner)), rtol=1e-5)
 

@@ -52,8 +52,8 @@ def test_a_metric_computed_from_moments_is_refused():
 @pytest.mark.slow
 def test_on_a_tpu_moments_are_copied_one_parameter_at_a_time():
     pytest.importorskip("libtpu")
-    place = NamedSharding(Mesh(topology("v6e:2x2x1").devices[:1], "x"), PartitionSpec())
-    host = place.with_memory_kind("pinned_host")
+    device = NamedSharding(Mesh(topology("v6e:2x2x1").devices[:1], "x"), PartitionSpec())
+    host = device.with_memory_kind("pinned_host")
     num, shape = 6, (2048, 2048)
     struct = lambda where: {
         f"w{i}": jax.ShapeDtypeStruct(shape, jnp.float32, sharding=where) for i in range(num)
@@ -72,10 +72,10 @@ def test_on_a_tpu_moments_are_copied_one_parameter_at_a_time():
         return params, offload.to_host(moments), rest
 
     def temporaries(run):
-        step = jax.jit(run, donate_argnums=(0, 2), out_shardings=(place, host, place))
+        step = jax.jit(run, donate_argnums=(0, 2), out_shardings=(device, host, device))
         with no_compilation_cache():
             moments = struct(host), struct(host)
-            compiled = step.lower(struct(place), struct(place), moments).compile()
+            compiled = step.lower(struct(device), struct(device), moments).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     one = 4 * shape[0] * shape[1]

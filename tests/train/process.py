@@ -40,12 +40,12 @@ def main():
     parser.add_argument("--coordinator")
     parser.add_argument("--process_id", type=int, default=0)
     parser.add_argument("--num_processes", type=int, default=1)
-    parser.add_argument("--own_places", action="store_true")  # Of each host in the data.
+    parser.add_argument("--own_positions", action="store_true")  # Of each host in the data.
     args = parser.parse_args()
     if args.coordinator:
         jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
     cfg = trainer_config(args.dir, max_step=args.max_step, save_every=args.save_every)
-    if args.own_places:
+    if args.own_positions:
         cfg.input = HostInput.default_config().set(**dict(cfg.input.items()))
     trainer = cfg.instantiate(parent=None)
     run_step = trainer.run_step

@@ -160,7 +160,7 @@ def test_on_a_tpu_the_state_is_an_argument_in_host_memory(tmp_path):
 
 
 def pulled_together(limit):
-    """SGD with momentum, whose step is as long as the momenta of all parameters together say."""
+    """SGD with momentum, whose step is as long as the momenta of all parameters together take."""
 
     def update(updates, state, params=None):
         state = jax.tree.map(lambda m, g: 0.9 * m + g, state, updates)

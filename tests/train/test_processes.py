@@ -89,8 +89,8 @@ def test_number_of_processes_may_change_and_sigterm_stops_all(tmp_path, expected
 
 @pytest.mark.slow
 def test_each_of_two_processes_resumes_at_its_own_position_in_the_data(tmp_path, expected):
-    finish_two(tmp_path, "--own_places", "--max_step", 3)
-    outs = finish_two(tmp_path, "--own_places")
+    finish_two(tmp_path, "--own_positions", "--max_step", 3)
+    outs = finish_two(tmp_path, "--own_positions")
     assert [out["step"] for out in outs] == [8, 8]
     losses = tiny.losses(tmp_path)
     assert losses.keys() == expected.keys()

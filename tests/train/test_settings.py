@@ -47,12 +47,12 @@ def test_micro_batches_that_do_not_divide_the_batch_are_refused(cfg):
 
 
 @pytest.mark.parametrize(
-    "place", ["dir", "checkpointer.dir", "summary_writer.dir", "summary_writer.jsonl_path"]
+    "path", ["dir", "checkpointer.dir", "summary_writer.dir", "summary_writer.jsonl_path"]
 )
-def test_remote_folder_is_refused(cfg, place):
-    *parents, name = place.split(".")
+def test_remote_folder_is_refused(cfg, path):
+    *parents, name = path.split(".")
     (getattr(cfg, parents[0]) if parents else cfg).set(**{name: "gs://bucket/run"})
-    wanted = rf"^{re.escape(place)} is 'gs://bucket/run', but remote folders are not supported yet"
+    wanted = rf"^{re.escape(path)} is 'gs://bucket/run', but remote folders are not supported yet"
     with pytest.raises(ValueError, match=wanted):
         check_config(cfg)
 
@@ -64,23 +64,23 @@ def test_metric_of_an_unknown_evaler_is_refused(cfg):
         check_config(cfg)
 
 
-@pytest.mark.parametrize("place", ["input", "evalers.val.input"])
-def test_unset_fields_of_an_input_are_named_by_their_path(cfg, place):
-    holder = cfg if place == "input" else cfg.evalers["val"]
+@pytest.mark.parametrize("path", ["input", "evalers.val.input"])
+def test_unset_fields_of_an_input_are_named_by_their_path(cfg, path):
+    holder = cfg if path == "input" else cfg.evalers["val"]
     holder.input = SyntheticInput.default_config()
-    wanted = f"{place}.seq_len, {place}.global_batch_size must be set before the input"
+    wanted = f"{path}.seq_len, {path}.global_batch_size must be set before the input"
     with pytest.raises(RequiredFieldMissingError, match=re.escape(wanted)):
         check_config(cfg)
     holder.input = REQUIRED
-    with pytest.raises(RequiredFieldMissingError, match=f"^{re.escape(place)} must be set before"):
+    with pytest.raises(RequiredFieldMissingError, match=f"^{re.escape(path)} must be set before"):
         check_config(cfg)
 
 
-@pytest.mark.parametrize("place", ["input", "evalers.val.input"])
-def test_vocabulary_of_an_input_beyond_the_models_is_refused(cfg, place):
-    holder = cfg if place == "input" else cfg.evalers["val"]
+@pytest.mark.parametrize("path", ["input", "evalers.val.input"])
+def test_vocabulary_of_an_input_beyond_the_models_is_refused(cfg, path):
+    holder = cfg if path == "input" else cfg.evalers["val"]
     holder.input.vocab_size = 33
-    wanted = re.escape(f"{place}.vocab_size is 33, beyond model.vocab_size, which is 32")
+    wanted = re.escape(f"{path}.vocab_size is 33, beyond model.vocab_size, which is 32")
     with pytest.raises(UserError, match=wanted):
         completed(cfg)
 

@@ -42,8 +42,8 @@ def build(num_microbatches=1, train_dtype=None, skip=None, **model_fields):
 
 def start_of(trainer):
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    places = jax.tree.map(lambda _: one, trainer.trainer_state_specs)
-    return state.init_state(trainer.model, trainer.learner, 0, places)
+    shardings = jax.tree.map(lambda _: one, trainer.trainer_state_specs)
+    return state.init_state(trainer.model, trainer.learner, 0, shardings)
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +81,13 @@ def test_every_mesh_gives_the_same_step(batch, axes):
     expected, expected_metrics = jax.jit(step)(start, batch)
     mesh = create_device_mesh(mesh_shape_from_axes(**axes))
     with jax.set_mesh(mesh):
-        places = sharding.named_shardings(trainer.trainer_state_specs, mesh)
+        shardings = sharding.named_shardings(trainer.trainer_state_specs, mesh)
         rows = state.batch_sharding(8, 16, mesh)
         put = lambda x: jax.device_put(
             x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*rows.spec[: x.ndim]))
         )
         sharded = {name: put(x) for name, x in batch.items()}
-        out, out_metrics = jax.jit(step)(jax.device_put(start, places), sharded)
+        out, out_metrics = jax.jit(step)(jax.device_put(start, shardings), sharded)
     close = lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-5)
     jax.tree.map(close, out.model, expected.model)
     got, want = metrics.unpack(out_metrics), metrics.unpack(expected_metrics)
