@@ -164,7 +164,7 @@ def adafactor_optimizer(
 ) -> optax.GradientTransformation:
     """Returns Adafactor, which keeps the second moments of a matrix as a row and a column.
 
-    Arguments, in addition to the shared ones (without `param_specs`, stacked weights count as one matrix):
+    Without `param_specs`, stacked weights count as one matrix. Arguments that are not shared:
         b1: Decay rate of a mean of the updates; None for none, and no memory for it.
         decay_exponent: Exponent of the decay rate 1 - t^-decay_exponent of squares at step t.
         multiply_by_parameter_scale: Whether updates are relative to the root mean square of their
@@ -222,7 +222,7 @@ def muon_optimizer(
     dimensions (layers of a scan, experts, query/key/value) index independent matrices: an expert
     weight [L, E, D, F] is L * E of them.
 
-    Arguments, in addition to the shared ones:
+    Arguments that are not shared:
         beta: Decay rate of the momentum.
         nesterov: Whether the step looks ahead by one gradient.
         ns_steps: Number of Newton-Schulz iterations.

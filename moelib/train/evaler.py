@@ -88,6 +88,7 @@ class SpmdEvaler(Module):
         Raises:
             UserError: If the input has no token to predict.
         """
+        self.open_input(mesh)
         totals: dict[str, float] = collections.defaultdict(float)
         rows = self.config.input.global_batch_size
         sharding, share = self._share(mesh)
