@@ -8,6 +8,7 @@ underscore, because only classes override or call them, and are shown all the sa
 import ast
 import io
 import tokenize
+from typing import Any
 
 import griffe
 
@@ -33,7 +34,7 @@ CONTRACT = {
 class Fields(griffe.Extension):
     """Documents fields by their comments, and shows the methods of `CONTRACT`."""
 
-    def on_class_members(self, *, node: ast.AST, cls: griffe.Class, **unused: object) -> None:
+    def on_class_members(self, *, node: Any, cls: griffe.Class, **unused: Any) -> None:
         """Adds the section "Attributes" to a class, and shows its part of the contract."""
         del unused
         for name in CONTRACT.get(cls.path, ()):
@@ -41,9 +42,9 @@ class Fields(griffe.Extension):
         text = cls.docstring.value if cls.docstring else ""
         if not isinstance(node, ast.ClassDef) or "Attributes:" in text:
             return
-        comments = field_comments(node, "\n".join(cls.lines_collection[cls.filepath]))
+        comments = field_comments(node, "\n".join(cls.module.lines))
         if any(comments.values()):
-            text = text or f"The config of `{cls.parent.name}`."
+            text = text or f"The config of `{cls.path.split('.')[-2]}`."
             lines = [f"    {_described(cls[name], text)}" for name, text in comments.items()]
             text = "\n".join([text, "", "Attributes:", *lines])
             cls.docstring = griffe.Docstring(text, parent=cls, parser="google")
@@ -85,7 +86,7 @@ def field_comments(node: ast.ClassDef, source: str) -> dict[str, str]:
         first = field.lineno
         while first - 1 in alone and not comments[first - 1].startswith("--"):
             first -= 1
-        lines = [*range(first, field.lineno), *range(field.lineno, field.end_lineno + 1)]
+        lines = [*range(first, field.lineno), *range(field.lineno, (field.end_lineno or 0) + 1)]
         texts = [comments[line] for line in lines if line in comments]
         found[name] = " ".join(text for text in texts if not text.startswith(("noqa", "fmt:")))
     return found

@@ -53,7 +53,7 @@ def _with_imports(code: str, nodes: list[ast.Import | ast.ImportFrom]) -> str:
         module = node.module or "" if isinstance(node, ast.ImportFrom) else node.names[0].name
         package = module.split(".")[0]
         if names and package != "tests":
-            kept = ast.ImportFrom(module, names) if isinstance(node, ast.ImportFrom) else node
+            kept = ast.ImportFrom(module, names, 0) if isinstance(node, ast.ImportFrom) else node
             groups[package == "moelib"].append(ast.unparse(kept) + "\n")
     imports = "\n".join("".join(lines) for lines in groups.values() if lines)
     gap = "\n\n" if code.startswith(("class ", "def ", "@")) else "\n"

@@ -16,7 +16,7 @@ def _pages() -> dict[str, str]:
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Lists the pages under Reference."""
-    reference = next(entry["Reference"] for entry in config.nav if "Reference" in entry)
+    reference = next(entry["Reference"] for entry in config.nav or [] if "Reference" in entry)
     reference.extend(page for page in _pages() if page not in reference)
     return config
 
