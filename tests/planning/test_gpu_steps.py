@@ -1,4 +1,4 @@
-"""Steps compiled for GPUs that are not here. Needs JAX's CUDA plugin, as in moelib[plan-gpu]."""
+"""Steps compiled for absent GPUs. Requires JAX's CUDA plugin, as in moelib[plan-gpu]."""
 
 import pytest
 

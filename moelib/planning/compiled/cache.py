@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import moelib
-from moelib.core.files import write_json
+from moelib.core.errors import UserError
+from moelib.core.files import read_json, write_json
 
 _logger = logging.getLogger(__name__)
 
@@ -28,13 +29,10 @@ _REFERENCE = re.compile(r"([\w.]+):[A-Za-z_]\w*")
 
 
 def key(request: Mapping[str, Any]) -> str:
-    """Returns the name of a request's entry.
+    """Returns the name of the entry of a request: JSON values, with the config as text in `config`.
 
     It depends on the request, the versions of JAX and the compilers, their environment variables,
     and the sources of moelib and of other modules that the config names.
-
-    Args:
-        request: JSON values; `config` is the config as text.
     """
     parts = {
         "request": request,
@@ -50,13 +48,10 @@ def read(folder: str, name: str) -> dict[str, Any]:
     """Returns an entry, or {} if there is none; a damaged entry is ignored with a warning."""
     path = os.path.join(folder, f"{name}.json")
     try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file) | {}
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, TypeError) as error:
+        return read_json(path)
+    except (OSError, UserError) as error:
         warn_damaged(path, error)
-    return {}
+        return {}
 
 
 def warn_damaged(path: str, reason: object) -> None:

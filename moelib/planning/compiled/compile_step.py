@@ -10,10 +10,11 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from moelib.core.config import REQUIRED
+from moelib.core.errors import UserError
 from moelib.parallel.mesh import describe_mesh
 from moelib.planning.compiled.dump import write_dump
 from moelib.planning.compiled.examine import Step, examine, state_bytes
-from moelib.planning.hardware.topologies import OutOfMemoryError, PlanError, Topology
+from moelib.planning.hardware.topologies import OutOfMemoryError, Topology
 from moelib.planning.lint.facts import facts_of
 from moelib.planning.report.step_report import Seconds, StepReport
 
@@ -48,7 +49,7 @@ def compile_step(
         on_stage: Called after each of `STAGES`.
 
     Raises:
-        PlanError: If the mesh does not fit the devices, or the batch does not fit the mesh.
+        UserError: If the mesh does not fit the devices, or the batch does not fit the mesh.
         OutOfMemoryError: If the step needs more memory than a TPU has. The compiler for GPUs does
             not refuse: compare the report's peak.
     """
@@ -59,8 +60,8 @@ def compile_step(
     try:
         mesh = dict(trainer.mesh().shape)
         _ = trainer.batch_sharding
-    except ValueError as error:
-        raise PlanError(f"topology {topology.name}: {error}") from None
+    except UserError as error:
+        raise UserError(f"topology {topology.name}: {error}") from None
     stopwatch.done("build", describe_mesh(mesh))
     options = (
         trainer.compiler_options()

@@ -17,23 +17,15 @@ from moelib.planning.report.step_report import StepReport
 from moelib.planning.report.tables import report_text
 
 
-class DumpError(UserError):
-    """A dump that cannot be written; the message names the folder."""
-
-
 def make_folder(folder: str) -> pathlib.Path:
-    """Returns the folder, which is created if necessary.
-
-    Raises:
-        DumpError: If it cannot be created or written to.
-    """
+    """Returns the folder, created if necessary. Raises UserError if it cannot be written to."""
     path = pathlib.Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DumpError(f"{folder}: {error.strerror}; name another folder.") from None
+        raise UserError(f"{folder}: {error.strerror}; name another folder.") from None
     if not os.access(path, os.W_OK):
-        raise DumpError(f"{folder}: the folder is not writable; name another folder.")
+        raise UserError(f"{folder}: the folder is not writable; name another folder.")
     return path
 
 
@@ -41,9 +33,6 @@ def write_dump(folder: str, step: Step, report: StepReport) -> pathlib.Path:
     """Writes all stages of a step and its report; returns the path of report.md.
 
     The folder is created if necessary, and files of an older dump are replaced.
-
-    Raises:
-        DumpError: If the folder cannot be created or written to.
     """
     path = make_folder(folder)
     texts = {
@@ -74,11 +63,7 @@ def write_report(folder: pathlib.Path, report: StepReport) -> pathlib.Path:
 
 
 def dump_when_compiled(trainer: Any, folder: str, *, name: str) -> None:
-    """Makes a `SpmdTrainer` that has not run dump its step after compiling it, on process 0.
-
-    Raises:
-        DumpError: If the folder cannot be created or written to.
-    """
+    """Makes a `SpmdTrainer` that has not run dump its step after compiling it, on process 0."""
     if jax.process_index() != 0:
         return
     make_folder(folder)

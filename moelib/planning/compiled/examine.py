@@ -40,13 +40,7 @@ def examine(
 ) -> StepReport:
     """Returns the report of a `SpmdTrainer`'s step, with findings of lint.
 
-    Args:
-        trainer: The trainer.
-        step: Its step.
-        name: Name of the step in the report.
-        topology: Topology that it was compiled for.
-        seconds: Durations of compilation.
-        compiler_options: Options of the compilation; by default those of the trainer.
+    `compiler_options` are those of the compilation; by default those of the trainer.
     """
     text = step.compiled.as_text()
     program, mesh = parse(text), trainer.mesh()

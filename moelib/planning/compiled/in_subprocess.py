@@ -20,7 +20,7 @@ from typing import Any
 from moelib.core import config_paths
 from moelib.core.errors import UserError
 from moelib.planning.compiled import cache
-from moelib.planning.hardware.topologies import PlanError, describe
+from moelib.planning.hardware.topologies import describe
 from moelib.planning.report.step_report import StepReport
 
 WORKER = (sys.executable, "-m", "moelib.planning.compiled.worker")
@@ -73,21 +73,14 @@ def compile_in_subprocess(
     name: str,
     on_progress: Callable[[str], None] = lambda line: None,
 ) -> Outcome:
-    """Returns the outcome of compiling a config's training step for a topology.
+    """Returns the outcome of compiling a trainer config's step for a topology, as `name`.
 
     An impossible plan, too much memory, a timeout, Ctrl-C and a crash are outcomes, not errors;
-    the failure contains the results of the stages before.
-
-    Args:
-        cfg: A `SpmdTrainer.Config`.
-        topology_name: Topology to compile for.
-        options: Settings of the compilation.
-        name: Name of the step in the report.
-        on_progress: Called with a line after each stage.
+    the failure contains the results of the stages before. `on_progress` gets a line per stage.
     """
     try:
         describe(topology_name)
-    except PlanError as error:
+    except UserError as error:
         return Outcome(None, str(error))
     request = {
         "config": config_paths.to_text(cfg),
@@ -114,8 +107,7 @@ def compile_in_subprocess(
 def _outcome(kept: Mapping[str, Any], name: str) -> Outcome:
     """Returns the outcome of a worker's result.
 
-    Raises:
-        KeyError, TypeError, AttributeError: If an entry of the cache is damaged.
+    Raises KeyError, TypeError or AttributeError if an entry of the cache is damaged.
     """
     stages, failure = kept["stages"], kept.get("failure", "")
     out_of_memory = bool(kept.get("out_of_memory"))

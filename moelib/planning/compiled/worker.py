@@ -20,8 +20,9 @@ def main(request_path: str, result_path: str) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"  # No device is used.
     request = json.loads(pathlib.Path(request_path).read_text(encoding="utf-8"))
     from moelib.core import config_parse
+    from moelib.core.errors import UserError
     from moelib.planning.compiled.compile_step import compile_step
-    from moelib.planning.hardware.topologies import OutOfMemoryError, PlanError, topology
+    from moelib.planning.hardware.topologies import OutOfMemoryError, topology
 
     def tell(stage: str, seconds: float, detail: str) -> None:
         print(json.dumps({"stage": stage, "seconds": seconds, "detail": detail}), flush=True)
@@ -32,7 +33,7 @@ def main(request_path: str, result_path: str) -> None:
         tell("start", time.perf_counter() - begin, f"{len(devices.devices)} devices described")
         report = compile_step(cfg, devices, on_stage=tell, **request)
         result = {"report": json.loads(report.to_json())}
-    except PlanError as error:
+    except UserError as error:
         out_of_memory = isinstance(error, OutOfMemoryError)
         result = {"failure": str(error), "out_of_memory": out_of_memory}
     pathlib.Path(result_path).write_text(json.dumps(result), encoding="utf-8")

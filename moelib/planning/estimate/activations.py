@@ -91,9 +91,6 @@ def read_saved(
         num_blocks: Number of repetitions of the block that is recomputed as a whole.
         num_experts_per_token: Experts per token; 0 without experts.
         num_slotted_experts: Experts with a fixed capacity per sequence; 0 without such.
-
-    Raises:
-        ValueError: If the model cannot be traced, or its remat names an unknown activation.
     """
     unlimited = _with_field(cfg.model, "buffer_factor", None)  # One row per assignment.
     params = jaxpr.abstract_parameters(specs, cfg.train_dtype)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from moelib.core.config import config_for_function
+from moelib.core.errors import UserError
 from moelib.layers.remat import remat
 from moelib.parallel import sharding
 from moelib.parallel.mesh import (
@@ -28,7 +29,7 @@ from moelib.planning.estimate.activations import (
     with_remat,
 )
 from moelib.planning.estimate.workload import Workload
-from moelib.planning.hardware.topologies import PlanError, TopologyShape
+from moelib.planning.hardware.topologies import TopologyShape
 
 # Axes that may lie across slices: along them devices share only a batch, weights or experts, so
 # that the least traffic crosses the slow network.
@@ -96,14 +97,10 @@ def candidates(
 ) -> list[Candidate]:
     """Returns every legal way to run a trainer config, with its global batch, on a topology.
 
-    Args:
-        cfg: A `SpmdTrainer.Config`.
-        work: Its workload.
-        topology: The devices.
-        mesh: Sizes of axes such as fsdp=2,expert=-1; other axes have size 1. By default all meshes.
+    `mesh` restricts them to sizes such as fsdp=2,expert=-1; other axes then have size 1.
 
     Raises:
-        PlanError: If there is no candidate, or the sharding rules or `mesh` are invalid.
+        UserError: If there is no candidate, or the sharding rules or `mesh` are invalid.
     """
     rules = rules_of(cfg)
     wanted = None if mesh is None else _parse_mesh(mesh, cfg.mesh_axis_names, topology)
@@ -112,7 +109,7 @@ def candidates(
         if size > 1 and name not in split:
             dense = name == "expert" and work.moe is None
             reason = "the model has no experts" if dense else "nothing is split over it yet"
-            raise PlanError(
+            raise UserError(
                 f"topology {topology.name}: mesh {mesh!r}: {name}={size}, but {reason}; omit it."
             )
     found, first_refusal, check = [], "", _mesh_check(work, rules)
@@ -125,7 +122,7 @@ def candidates(
         for size in (n for n in range(1, most + 1) if most % n == 0):
             found += [Candidate(topology, each, size, most // size, name) for name in remats]
     if not found:
-        raise PlanError(
+        raise UserError(
             f"topology {topology.name}: no mesh of its {topology.num_devices} devices"
             f"{' with ' + mesh if mesh else ''} can run the config "
             f"({first_refusal or 'the config lacks the axes'})."
@@ -137,20 +134,15 @@ def current_candidate(cfg: Any, work: Workload, topology: TopologyShape) -> Cand
     """Returns the config's own mesh, micro-batches and remat on a topology.
 
     Raises:
-        PlanError: If its mesh does not fit the topology, its batch does not fit the mesh, or its
-            sharding rules are invalid.
+        UserError: If its mesh does not fit the topology, or its batch does not fit the mesh.
     """
-    try:
-        rules = rules_of(cfg)
-        mesh = _own_mesh(cfg, topology)
-        sharding.check_mesh_axes(mesh.sizes, rules)
-    except ValueError as error:
-        raise PlanError(str(error)) from None
+    rules, mesh = rules_of(cfg), _own_mesh(cfg, topology)
+    sharding.check_mesh_axes(mesh.sizes, rules)
     if (refusal := _mesh_check(work, rules)(mesh)) is not None:
-        raise PlanError(f"topology {topology.name}: {refusal}")
+        raise UserError(f"topology {topology.name}: {refusal}")
     num, parts = cfg.num_microbatches, mesh.parts(rules["batch"])
     if work.global_batch_size // num % parts:
-        raise PlanError(
+        raise UserError(
             f"topology {topology.name}: num_microbatches={num} gives micro-batches of "
             f"{work.global_batch_size // num} sequences, which {parts} devices do not divide; set "
             f"it to a divisor of {work.global_batch_size // parts}."
@@ -159,7 +151,7 @@ def current_candidate(cfg: Any, work: Workload, topology: TopologyShape) -> Cand
 
 
 def _own_mesh(cfg: Any, topology: TopologyShape) -> Mesh:
-    """Returns the config's own mesh. Raises ValueError if it does not fit the topology."""
+    """Returns the config's own mesh. Raises UserError if it does not fit the topology."""
     names, shape = cfg.mesh_axis_names, cfg.mesh_shape
     field = f"topology {topology.name}: mesh_shape"
     if isinstance(shape, HybridMeshShape):
@@ -170,7 +162,7 @@ def _own_mesh(cfg: Any, topology: TopologyShape) -> Mesh:
     ici = infer_mesh_shape(shape, topology.num_devices, axis_names=names, field=field)
     mesh = Mesh(_above_one(names, ici))
     if topology.num_slices > 1:
-        raise PlanError(
+        raise UserError(
             f"{field} {mesh}: the topology has {topology.num_slices} slices; set "
             "HybridMeshShape(ici=sizes inside a slice, dcn=sizes across slices)."
         )
@@ -182,21 +174,11 @@ def _above_one(names: Sequence[str], sizes: Sequence[int]) -> tuple[tuple[str, i
 
 
 def rules_of(cfg: Any) -> sharding.Rules:
-    """Returns the sharding rules of a trainer config.
-
-    Raises:
-        PlanError: If a rule names an unknown logical axis or mesh axis.
-    """
+    """Returns the sharding rules of a trainer config."""
     names = tuple(cfg.mesh_axis_names)
     mesh = jax.sharding.AbstractMesh((1,) * len(names), names)
-    try:
-        with (
-            jax.sharding.use_abstract_mesh(mesh),
-            sharding.sharding_rules(cfg.sharding_rules or {}),
-        ):
-            return sharding.current_rules()
-    except ValueError as error:
-        raise PlanError(str(error)) from None
+    with jax.sharding.use_abstract_mesh(mesh), sharding.sharding_rules(cfg.sharding_rules or {}):
+        return sharding.current_rules()
 
 
 def _remats(cfg: Any, work: Workload) -> Iterator[str]:
@@ -251,7 +233,7 @@ def _mesh_check(work: Workload, rules: sharding.Rules) -> Callable[[Mesh], str |
         try:
             for axes, shape, name in [halves, *arrays] if ring else arrays:
                 sharding.partition_spec(axes, mesh, shape=shape, rules=rules, array=name)
-        except ValueError as error:
+        except UserError as error:
             return str(error)
         return None
 
@@ -261,9 +243,6 @@ def _mesh_check(work: Workload, rules: sharding.Rules) -> Callable[[Mesh], str |
 def _parse_mesh(text: str, names: Sequence[str], topology: TopologyShape) -> dict[str, int]:
     """Returns the sizes of a mesh such as fsdp=2,expert=-1."""
     field = f"topology {topology.name}: mesh"
-    try:
-        shape = parse_mesh(text, axis_names=names)
-        shape = infer_mesh_shape(shape, topology.num_devices, axis_names=names, field=field)
-    except ValueError as error:
-        raise PlanError(str(error)) from None
+    shape = parse_mesh(text, axis_names=names)
+    shape = infer_mesh_shape(shape, topology.num_devices, axis_names=names, field=field)
     return dict(zip(names, shape, strict=True))

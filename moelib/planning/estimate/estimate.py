@@ -82,11 +82,8 @@ class Estimate:
     @property
     def limit(self) -> str:
         """The part that takes longest, or "memory" if the candidate does not fit."""
-        return (
-            max(self.seconds_at_peak, key=self.seconds_at_peak.__getitem__)
-            if self.fits
-            else "memory"
-        )
+        longest = max(self.seconds_at_peak, key=self.seconds_at_peak.__getitem__)
+        return longest if self.fits else "memory"
 
     @property
     def tokens_per_second(self) -> Range:
@@ -139,7 +136,7 @@ class Estimator:
         recomputed = work.recomputes(candidate.remat)
         unfilled = (placement.slots - 1) * work.routed_flops * (3 + recomputed)
         flops = work.model_flops + work.recomputed_flops(candidate.remat) + unfilled
-        sent = on_mesh.traffic(micro, tokens, recomputed)
+        sent, results = on_mesh.sent(micro, tokens, recomputed)
         parts = {
             "compute": flops * tokens / accelerator.flops_per_second,
             "HBM": _hbm_bytes(placement, micro, tokens) / accelerator.hbm_bytes_per_second,
@@ -158,7 +155,7 @@ class Estimator:
             seconds_at_peak=parts,
             tokens=work.tokens,
             dollars_per_hour=self._prices.get(accelerator.name, accelerator.dollars_per_hour),
-            collectives=on_mesh.results(micro, tokens, recomputed),
+            collectives=results,
         )
 
 
@@ -183,19 +180,15 @@ class _OnMesh:
             for each in (self._weights, self._tokens)
         ]
 
-    def traffic(self, micro: int, tokens: float, recomputed: bool) -> Traffic:
-        """Returns the traffic of a step of `micro` micro-batches, with `tokens` per device."""
-        (weights, _), (token, _) = self._units(recomputed)
-        return weights.times(micro) + token.times(tokens * self.placement.token_multiple)
+    def sent(self, micro: int, tokens: float, recomputed: bool) -> tuple[Traffic, dict[str, float]]:
+        """Returns the traffic and the bytes of results by kind of a step, per device.
 
-    def results(self, micro: int, tokens: float, recomputed: bool) -> dict[str, float]:
-        """Returns the bytes of results of the same step, by kind."""
-        (_, weights), (_, token) = self._units(recomputed)
+        The step has `micro` micro-batches, and `tokens` per device.
+        """
+        (weights, made), (token, routed) = self._units(recomputed)
         tokens *= self.placement.token_multiple
-        return {
-            kind: weights.get(kind, 0.0) * micro + token.get(kind, 0.0) * tokens
-            for kind in weights | token
-        }
+        results = {k: made.get(k, 0.0) * micro + routed.get(k, 0.0) * tokens for k in made | routed}
+        return weights.times(micro) + token.times(tokens), results
 
 
 def _hbm_bytes(placement: Placement, micro: int, tokens: float) -> float:

@@ -15,12 +15,7 @@ import math
 from collections.abc import Sequence
 
 from moelib.planning.estimate.candidates import Mesh
-from moelib.planning.hardware.topologies import DEVICES_PER_CHIP, TopologyShape
-
-# Smallest dimension of a torus that is a ring: whole cubes of 4 on v5p and tpu7x, the edge of a
-# whole pod on v5e and v6e. Source: Google Cloud's documentation of their topologies.
-_RING = {"v5e": 16, "v6e": 16, "v5p": 4, "tpu7x": 4}
-_DIMENSIONS = {"v5e": 2, "v6e": 2, "v5p": 3, "tpu7x": 3}
+from moelib.planning.hardware.topologies import TORI, TopologyShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +54,8 @@ class Links:
         devices of a chip if its size is not a product of such dimensions; where sizes do not tell,
         the innermost axis has both.
         """
-        num = DEVICES_PER_CHIP.get(self._topology.accelerator.name, 1)
-        inside, _ = self._group(axes)
+        torus = TORI.get(self._topology.accelerator.name)
+        num, (inside, _) = torus.devices_per_chip if torus else 1, self._group(axes)
         if num == 1 or inside % num:
             return 1
         taken = itertools.product(*((1, side) for side in _sides(self._topology)))
@@ -116,7 +111,7 @@ def links_bytes_per_second(topology: TopologyShape, group: int) -> float:
 
 def _bytes_per_second_of_link(topology: TopologyShape) -> float:
     accelerator = topology.accelerator
-    return accelerator.link_bytes_per_second / (2 * _DIMENSIONS[accelerator.name])
+    return accelerator.link_bytes_per_second / (2 * TORI[accelerator.name].num_dimensions)
 
 
 def _sides(topology: TopologyShape) -> list[int]:
@@ -134,13 +129,13 @@ def _crossing(topology: TopologyShape, chips: int) -> float:
     dimension takes longest. A group lies on whole dimensions of the slice if some have its size,
     and on parts of them otherwise.
     """
-    kind, sides = topology.accelerator.name, _sides(topology)
+    least, sides = TORI[topology.accelerator.name].min_ring, _sides(topology)
     parts = [[d for d in range(1, side + 1) if side % d == 0] for side in sides]
     layouts = [each for each in itertools.product(*parts) if math.prod(each) == chips]
     pairs = [[(k, k == side) for k, side in zip(e, sides, strict=True) if k > 1] for e in layouts]
     whole = [each for each in pairs if all(ring for _, ring in each)]
     return min(
-        max((k / (8 if ring and k >= _RING[kind] else 4) for k, ring in each), default=0.25)
+        max((k / (8 if ring and k >= least else 4) for k, ring in each), default=0.25)
         for each in whole or pairs or [[(chips, False)]]
     )
 
@@ -148,7 +143,7 @@ def _crossing(topology: TopologyShape, chips: int) -> float:
 @functools.cache
 def _num_links(topology: TopologyShape, group: int) -> float:
     """Returns the number of a device's links that a group of this size uses, 1 or more."""
-    kind, sizes = topology.accelerator.name, _sides(topology)
-    links = sum(2 if size >= _RING[kind] else 1 for size in sizes)
+    least, sizes = TORI[topology.accelerator.name].min_ring, _sides(topology)
+    links = sum(2 if size >= least else 1 for size in sizes)
     devices = max(math.prod(sizes), 2)
     return max(1.0, links * min(math.log(max(group, 1)) / math.log(devices), 1.0))

@@ -1,34 +1,29 @@
 """The sweep: estimates of every candidate on every topology, without compiling."""
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from moelib.core.accelerators import ACCELERATORS
 from moelib.core.config import did_you_mean
+from moelib.core.errors import UserError
 from moelib.planning.estimate.candidates import candidates, current_candidate, rules_of
 from moelib.planning.estimate.estimate import Estimate, Estimator
 from moelib.planning.estimate.workload import read_workload
-from moelib.planning.hardware.topologies import PlanError, describe
+from moelib.planning.hardware.topologies import describe
 
 
-@dataclasses.dataclass(frozen=True)
-class Sweep:
-    """The result of a sweep.
+class Sweep(NamedTuple):
+    """The best candidate of each mesh.
 
-    Attributes:
-        rows: The best candidate of each mesh. Those that fit come first, in the order of their cost
-            per token, with the best of each topology before all others; then the rest, in the order
-            of missing memory.
-        num_candidates: Number of estimated candidates.
-        refused: Reason for each topology that can run nothing.
+    Those that fit come first, in the order of their cost per token, with the best of each topology
+    before all others; then the rest, in the order of missing memory.
     """
 
     rows: tuple[Estimate, ...]
-    num_candidates: int
-    refused: tuple[str, ...]
+    num_candidates: int  # Number of estimated candidates.
+    refused: tuple[str, ...]  # Reason for each topology that can run nothing.
 
 
 def sweep(
@@ -43,7 +38,7 @@ def sweep(
     """Returns the estimates of a trainer config's candidates; the arguments are those of `plan`.
 
     Raises:
-        PlanError: If a topology is unknown, the config is invalid, or no topology can run it.
+        UserError: If a topology is unknown, the config is invalid, or no topology can run it.
     """
     shapes = [describe(name) for name in dict.fromkeys(topologies)]
     on_progress("tracing the model")
@@ -59,7 +54,7 @@ def sweep(
                 found = [current_candidate(cfg, work, shape)]
             else:
                 found = candidates(cfg, work, shape, mesh=mesh)
-        except PlanError as error:
+        except UserError as error:
             refused[str(error)] = None
             continue
         num += len(found)
@@ -68,7 +63,7 @@ def sweep(
             if key not in best or _rank(estimate) < _rank(best[key]):
                 best[key] = estimate
     if not best:
-        raise PlanError(" ".join(refused))
+        raise UserError(" ".join(refused))
     return Sweep(tuple(_sorted(best.values())), num, tuple(refused))
 
 
@@ -92,7 +87,7 @@ def read_prices(path: str) -> dict[str, float]:
     """Returns the prices of a JSON file, in dollars per device-hour by accelerator.
 
     Raises:
-        PlanError: If the file cannot be read as prices.
+        UserError: If the file cannot be read as prices.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -107,7 +102,7 @@ def read_prices(path: str) -> dict[str, float]:
             if not number or not 0 < price < math.inf:
                 raise ValueError(f"{name!r}: {price!r} is not a number above 0")
     except (OSError, ValueError) as error:
-        raise PlanError(
+        raise UserError(
             f"prices {path}: {error}. Write dollars per device-hour, such as "
             '{"v6e": 2.7, "h100": 3}.'
         ) from None

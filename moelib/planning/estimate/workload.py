@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from moelib.core.config import REQUIRED
 from moelib.core.config_paths import sub_configs
+from moelib.core.errors import UserError
 from moelib.core.param import ParameterSpec, is_spec, may_cast
 from moelib.layers.moe.dispatch_ragged import RingDispatcher
 from moelib.learner import offload
@@ -23,7 +24,6 @@ from moelib.planning.estimate.activations import (
     read_saved,
     remat_name,
 )
-from moelib.planning.hardware.topologies import PlanError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,18 +109,10 @@ class Workload:
 def read_workload(cfg: Any) -> Workload:
     """Returns the workload of a `SpmdTrainer.Config`.
 
-    Raises:
-        PlanError: If the model does not count its FLOPs, cannot be traced, or a setting is invalid.
+    Raises UserError if the model does not count its FLOPs, or a setting is invalid.
     """
-    try:
-        given = {"dir": "unused"} if cfg.dir is REQUIRED else {}
-        trainer = cfg.clone(**given).instantiate(parent=None)
-        return _workload(cfg, trainer)
-    except ValueError as error:
-        raise PlanError(str(error)) from None
-
-
-def _workload(cfg: Any, trainer: Any) -> Workload:
+    given = {"dir": "unused"} if cfg.dir is REQUIRED else {}
+    trainer = cfg.clone(**given).instantiate(parent=None)
     specs, seq_len = trainer.trainer_state_specs, cfg.input.seq_len
     learner = [
         spec
@@ -132,7 +124,7 @@ def _workload(cfg: Any, trainer: Any) -> Workload:
     moe = _moe(cfg.model, specs.model)
     flops = trainer.flops_per_token()
     if flops is None:
-        raise PlanError(
+        raise UserError(
             f"{type(trainer.model).__qualname__} has no flops_per_token(seq_len=), so that times "
             "cannot be estimated; define it to return the training FLOPs per token."
         )

@@ -21,14 +21,10 @@ def is_installed() -> bool:
 
 @functools.cache
 def target_configs() -> dict[str, str]:
-    """Returns the descriptions, for `get_topology_desc(target_config=)`, by full name of the GPU.
-
-    Raises:
-        ModuleNotFoundError: If the plugin is not installed.
-    """
+    """Returns the descriptions, for `get_topology_desc(target_config=)`, by name of the GPU."""
     spec = importlib.util.find_spec(PLUGIN)
-    if spec is None or not spec.submodule_search_locations:
-        raise ModuleNotFoundError(f"{PLUGIN} is not installed; pip install 'moelib[plan-gpu]'.")
+    assert spec is not None
+    assert spec.submodule_search_locations, PLUGIN
     library = pathlib.Path(spec.submodule_search_locations[0]) / _LIBRARY
     found = {}
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

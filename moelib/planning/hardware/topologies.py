@@ -13,7 +13,7 @@ import importlib.util
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from moelib.core.accelerators import ACCELERATORS, Accelerator
 from moelib.core.config import did_you_mean
@@ -22,19 +22,27 @@ from moelib.core.platforms import describe_absent_tpus
 from moelib.planning.hardware import gpu_targets
 
 EXAMPLES = {"tpu": "v6e:2x2", "gpu": "h100:2x8"}
-DEVICES_PER_CHIP = {"tpu7x": 2}
 
+
+class Torus(NamedTuple):
+    """The torus of a TPU's slices. Source: Google Cloud's page on each accelerator."""
+
+    num_dimensions: int  # A third dimension of two is 1.
+    min_ring: int  # Smallest dimension that is a ring: a whole cube of 4, or the edge of a pod.
+    chips_per_pod: int  # Largest slice.
+    devices_per_chip: int = 1
+
+
+TORI = {
+    "v5e": Torus(2, 16, 256),
+    "v6e": Torus(2, 16, 256),
+    "v5p": Torus(3, 4, 8960),
+    "tpu7x": Torus(3, 4, 9216, devices_per_chip=2),
+}
 _NAME = re.compile(r"(?:(?P<slices>\d+)\*)?(?P<accelerator>[^:*]*):(?P<shape>\d+(?:x\d+)*)")
-_FLAT = ("v5e", "v6e")  # Accelerators with a two-dimensional torus; a third dimension is 1.
-# Chips per pod, the largest slice, from Google's page on each accelerator.
-_CHIPS_PER_POD = {"v5e": 256, "v6e": 256, "v5p": 8960, "tpu7x": 9216}
 
 
-class PlanError(UserError):
-    """A plan that is impossible; the message has the reason."""
-
-
-class OutOfMemoryError(PlanError):
+class OutOfMemoryError(UserError):
     """A step that needs more memory than a device has."""
 
 
@@ -66,11 +74,11 @@ def describe(name: str) -> TopologyShape:
     """Returns the shape that a topology's name describes; the compiler may still refuse it.
 
     Raises:
-        PlanError: If the accelerator is unknown, or its shape is impossible.
+        UserError: If the accelerator is unknown, or its shape is impossible.
     """
     kind = name.partition(":")[0].rpartition("*")[2]
     if kind not in ACCELERATORS:
-        raise PlanError(
+        raise UserError(
             f"topology {name!r}: unknown accelerator {kind!r} (known: {', '.join(ACCELERATORS)}); "
             f"write a topology such as {' or '.join(EXAMPLES.values())}; "
             f"{did_you_mean(kind, ACCELERATORS)}"
@@ -80,7 +88,7 @@ def describe(name: str) -> TopologyShape:
     num_slices = int(parts["slices"] or 1) if parts else 0
     shape = tuple(int(side) for side in parts["shape"].split("x")) if parts else ()
     if not num_slices or 0 in shape:
-        raise PlanError(
+        raise UserError(
             f"topology {name!r}: {name.partition(':')[2]!r} is not a shape; write sizes of 1 or "
             f"more, joined by x, as in {EXAMPLES[accelerator.platform]}."
         )
@@ -93,21 +101,20 @@ def _describe_tpu(
     name: str, accelerator: Accelerator, num_slices: int, shape: tuple[int, ...]
 ) -> TopologyShape:
     kind, chips = accelerator.name, math.prod(shape)
-    error = ""
-    if not 2 <= len(shape) <= 3 or (kind in _FLAT and shape[2:] not in ((), (1,))):
-        error = f"{kind} has a torus of {'2' if kind in _FLAT else '2 or 3'} dimensions"
-    elif chips > _CHIPS_PER_POD[kind]:
-        error = (
-            f"{chips} chips are more than the {_CHIPS_PER_POD[kind]} of the largest {kind} slice"
-        )
-    elif kind in _FLAT and any(side not in (1, 2, 4, 8, 16) for side in shape):
+    torus, error = TORI[kind], ""
+    flat, most = torus.num_dimensions == 2, torus.chips_per_pod
+    if not 2 <= len(shape) <= 3 or (flat and shape[2:] not in ((), (1,))):
+        error = f"{kind} has a torus of {'2' if flat else '2 or 3'} dimensions"
+    elif chips > most:
+        error = f"{chips} chips are more than the {most} of the largest {kind} slice"
+    elif flat and any(side not in (1, 2, 4, 8, 16) for side in shape):
         error = f"dimensions of a {kind} slice are 1, 2, 4, 8 or 16"
     if error:
-        raise PlanError(
+        raise UserError(
             f"topology {name!r}: {error}; write such a slice, as in {EXAMPLES['tpu']}, or several, "
             f"as in 2*{EXAMPLES['tpu']}."
         )
-    return TopologyShape(name, accelerator, num_slices, chips * DEVICES_PER_CHIP.get(kind, 1))
+    return TopologyShape(name, accelerator, num_slices, chips * torus.devices_per_chip)
 
 
 def _describe_gpu(
@@ -115,7 +122,7 @@ def _describe_gpu(
 ) -> TopologyShape:
     most = accelerator.devices_per_host
     if slices_given or len(shape) != 2 or shape[1] > most:
-        raise PlanError(
+        raise UserError(
             f"topology {name!r}: write hosts x GPUs per host, at most {most} for "
             f"{accelerator.name}, as in {accelerator.name}:2x{most}."
         )
@@ -123,7 +130,7 @@ def _describe_gpu(
     domain = accelerator.devices_per_domain or most
     hosts_per_slice = 1 if domain <= most else min(hosts, domain // gpus)
     if hosts % hosts_per_slice:
-        raise PlanError(
+        raise UserError(
             f"topology {name!r}: {hosts} hosts are not whole NVLink domains of {hosts_per_slice}; "
             f"write at most {hosts_per_slice} hosts, or a multiple."
         )
@@ -134,7 +141,7 @@ def topology(name: str) -> Topology:
     """Returns the devices of a topology's name, as the compiler describes them.
 
     Raises:
-        PlanError: As in `describe`, or if the compiler refuses the shape or is not installed.
+        UserError: If the topology is impossible, or the compiler refuses it or is not installed.
     """
     shape = describe(name)
     devices = _tpus(shape) if shape.accelerator.platform == "tpu" else _gpus(shape)
@@ -144,7 +151,7 @@ def topology(name: str) -> Topology:
 
 def _tpus(shape: TopologyShape) -> tuple[Any, ...]:
     if importlib.util.find_spec("libtpu") is None:
-        raise PlanError(
+        raise UserError(
             f"topology {shape.name!r}: libtpu, the compiler for TPUs, is not installed; "
             "pip install 'moelib[tpu]'."
         )
@@ -158,7 +165,7 @@ def _tpus(shape: TopologyShape) -> tuple[Any, ...]:
         found = topologies.get_topology_desc(platform="tpu", topology_name=one_slice, **slices)
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
-        raise PlanError(
+        raise UserError(
             f"topology {shape.name!r}: {reason.rstrip('.')}; write a shape in which "
             f"{shape.accelerator.name} is built, as in {EXAMPLES['tpu']}."
         ) from None
@@ -167,13 +174,13 @@ def _tpus(shape: TopologyShape) -> tuple[Any, ...]:
 
 def _gpus(shape: TopologyShape) -> tuple[Any, ...]:
     if not gpu_targets.is_installed():
-        raise PlanError(
+        raise UserError(
             f"topology {shape.name!r}: JAX's CUDA plugin, the compiler for GPUs, is not installed; "
             "pip install 'moelib[plan-gpu]', or 'moelib[gpu]' to train there too."
         )
     config = gpu_targets.target_config(shape.accelerator.device_kind)
     if config is None:
-        raise PlanError(
+        raise UserError(
             f"topology {shape.name!r}: the installed CUDA plugin does not know "
             f"{shape.accelerator.device_kind}, only {', '.join(gpu_targets.target_configs())}; "
             "install a newer one."

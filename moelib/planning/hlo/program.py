@@ -9,6 +9,7 @@ instructions). A computation with several callers runs the sum of their executio
 
 import dataclasses
 import functools
+import graphlib
 import re
 from collections.abc import Iterator, Mapping
 
@@ -68,7 +69,7 @@ class Instruction:
         """The computations that it runs, as (attribute, name); of an async pair, the start only."""
         if self.opcode.endswith(("-done", "-update")):
             return ()
-        found = [(kind, name) for kind, name in _CALLS.findall(self.attributes)]
+        found = _CALLS.findall(self.attributes)
         for kind, names in _CALL_LISTS.findall(self.attributes):
             found += [(kind, name.strip().lstrip("%")) for name in names.split(",") if name.strip()]
         return tuple(found)
@@ -203,10 +204,14 @@ def _closing(text: str, start: int) -> int:
 def _count_executions(computations: dict[str, Computation], entry: str) -> tuple[str, ...]:
     """Sets how often, and how, each computation runs; returns the loops of unknown length."""
     unknown: list[str] = []
-    order = _callees_first(computations, entry)
+    calls = {name: _all_calls(each) & computations.keys() for name, each in computations.items()}
+    order = [*graphlib.TopologicalSorter(calls).static_order()]  # Each after all that it calls.
     costs = _costs(computations, order)
-    computations[entry].executions = 1
+    computations[entry].executions, reachable = 1, {entry}
     for name in reversed(order):
+        if name not in reachable:
+            continue
+        reachable |= calls[name]
         caller = computations[name]
         for instruction in caller.instructions.values():
             callees, trips = _runs(instruction, computations, costs)
@@ -220,25 +225,8 @@ def _count_executions(computations: dict[str, Computation], entry: str) -> tuple
     return tuple(unknown)
 
 
-def _callees_first(computations: dict[str, Computation], entry: str) -> list[str]:
-    """Returns the reachable computations, each after all that it calls."""
-    order: list[str] = []
-    seen = {entry}
-    stack = [(entry, iter(_all_calls(computations[entry])))]
-    while stack:
-        name, callees = stack[-1]
-        callee = next(callees, None)
-        if callee is None:
-            order.append(name)
-            stack.pop()
-        elif callee in computations and callee not in seen:
-            seen.add(callee)
-            stack.append((callee, iter(_all_calls(computations[callee]))))
-    return order
-
-
-def _all_calls(computation: Computation) -> list[str]:
-    return [name for each in computation.instructions.values() for _, name in each.calls]
+def _all_calls(computation: Computation) -> set[str]:
+    return {name for each in computation.instructions.values() for _, name in each.calls}
 
 
 def _costs(computations: dict[str, Computation], order: list[str]) -> dict[str, tuple[int, int]]:

@@ -102,9 +102,7 @@ def _short(file: str) -> str:
 def config_path(op_name: str, model: Any = None) -> str:
     """Returns the path of the innermost config that is known to have made an instruction.
 
-    Args:
-        op_name: That of the instruction.
-        model: Model of the trainer, a module; without it the result is "model" or "learner".
+    Without the trainer's model, a module, the result is "model" or "learner".
     """
     words = _WORDS.findall(op_name)
     if "learner" in words:

@@ -153,11 +153,10 @@ def _groups_along_axes(mesh: str, order: str, group: str) -> list[list[int]]:
 
 
 def axes_of_groups(groups: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the mesh axes along which the devices of a group differ.
+    """Returns the axes of a mesh along which the devices of a group differ.
 
-    Args:
-        groups: Indices in the mesh; no groups stand for one group of all devices.
-        mesh: Sizes of the axes, outermost first.
+    Groups hold indices in the mesh, whose axes are given outermost first. No groups stand for one
+    group of all devices.
     """
     sizes = tuple(mesh.values())
     groups = groups or [range(math.prod(sizes))]

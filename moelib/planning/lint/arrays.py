@@ -121,12 +121,8 @@ def copies(step: Step) -> Iterator[Finding]:
 def unscaled_memory(few: StepReport, many: StepReport) -> list[Finding]:
     """Returns findings for memory per device that more devices do not reduce.
 
-    Args:
-        few: Report on fewer devices.
-        many: Report on more devices, with the same batch and model.
-
-    Raises:
-        ValueError: If the second report does not have more devices than the first.
+    Both reports are of the same batch and model. Raises ValueError if the second one does not have
+    more devices than the first.
     """
     before, after = (math.prod(report.mesh.values()) for report in (few, many))
     if after <= before:

@@ -29,12 +29,7 @@ def dense_grouped_matmuls(step: Step) -> Iterator[Finding]:
 
 
 def traced_dense_grouped_matmuls(step: Step, traced: Any) -> Iterator[Finding]:
-    """Finds them in JAX's trace: except on TPUs, JAX expands them before the compiler.
-
-    Args:
-        step: The step under lint.
-        traced: The same step, as a `jax.stages.Traced`.
-    """
+    """Finds them in the traced step: except on TPUs, JAX expands them before the compiler."""
     for eqn, _ in walk(traced.jaxpr) if step.facts.platform != "tpu" else ():
         if eqn.primitive.name == "ragged_dot_general":
             name, out = str(eqn.source_info.name_stack), eqn.outvars[0].aval
@@ -79,10 +74,7 @@ def more_flops_than_the_model(step: Step, model_flops: int) -> Iterator[Finding]
 def remats_that_save_nothing(trainer: Any) -> list[Finding]:
     """Returns a finding for each remat whose policy saves nothing of the block that it wraps.
 
-    The forward pass of the model is traced for this.
-
-    Args:
-        trainer: A `SpmdTrainer`.
+    The forward pass of the trainer's model is traced for this.
     """
     cfg = trainer.config
     remats = [

@@ -43,13 +43,7 @@ def collectives_by_axes(program: Program, mesh: Mapping[str, int]) -> tuple[Coll
 def collectives_by_groups(
     program: Program, mesh: Mapping[str, int], slices: Sequence[int] = ()
 ) -> tuple[CollectiveGroups, ...]:
-    """Returns the collectives by kind and groups of devices.
-
-    Args:
-        program: The step.
-        mesh: Sizes of the mesh axes, outermost first.
-        slices: Slice of each device, in the order of the mesh; by default one for all.
-    """
+    """Returns the collectives by kind and groups of devices; arguments as in `count.count`."""
 
     def key(groups: Sequence[Sequence[int]]) -> tuple[Any, ...]:
         across = bool(slices) and any(len({slices[i] for i in group}) > 1 for group in groups)

@@ -44,7 +44,7 @@ def count(
 
     Args:
         compiled: A `jax.stages.Compiled`.
-        program: Its text, parsed.
+        program: Program parsed from its text.
         mesh: Sizes of the mesh axes, outermost first.
         slices: Slice of each device, in the order of the mesh; by default one for all.
     """

@@ -40,22 +40,11 @@ def mib(value: float) -> str:
     return f"{value / 2**20:,.1f} MiB"
 
 
-def _count(value: float) -> str:
-    return f"{value:,.0f}"
-
-
 def _tera(value: float) -> str:
     return f"{value / 1e12:.3f} T"
 
 
-def _ratio(value: float) -> str:
-    return f"{value:.2f}"
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.1f} s"
-
-
+_count, _ratio, _seconds = "{:,.0f}".format, "{:.2f}".format, "{:.1f} s".format
 _MEMORY = (
     Figure("memory.peak", "peak memory", gib),
     Figure("memory.arguments", "  arguments", gib),

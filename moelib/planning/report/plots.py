@@ -9,12 +9,8 @@ from moelib.planning.report.step_report import Share
 def plot_shares(path: str, title: str, shares: Sequence[Share], unit: str, scale: float) -> None:
     """Writes a PNG with a bar for each category, colored by phase.
 
-    Args:
-        path: File to write.
-        title: Title of the plot.
-        shares: Amounts; categories below a thousandth of the largest are not shown.
-        unit: Unit of the axis.
-        scale: Divisor that converts amounts to that unit.
+    Amounts are divided by `scale` to be in `unit`. Categories below a thousandth of the largest are
+    not shown.
     """
     from matplotlib.figure import Figure
 

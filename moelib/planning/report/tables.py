@@ -1,6 +1,7 @@
 """Tables of compiled steps, for a terminal and for report.md."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from moelib.core.table import Table, to_markdown
 from moelib.parallel.mesh import describe_mesh
@@ -12,82 +13,97 @@ _GIB, _MIB = 2**30, 2**20
 _MAX_SHAPE = 80  # Characters of the shape of a tuple.
 
 
+# Columns of tables: the name, and the cell as a format string of a row or a function of it.
+_Columns = Mapping[str, str | Callable[[Any], str]]
+
+_COLLECTIVES: _Columns = {
+    "kind": "{0.kind}",
+    "axes (devices)": lambda row: f"{' '.join(row.axes) or '-'} ({row.group_size})",
+    "in program>": "{0.count}",
+    "async>": "{0.asynchronous}",
+    "up to 1 KiB>": lambda row: (
+        f"{row.small}" + (f" ({row.small_asynchronous} async)" if row.small else "")
+    ),
+    "executed>": "{0.executions:,}",
+    "MiB>": lambda row: f"{row.bytes / _MIB:,.1f}",
+}
+_GROUPS: _Columns = {
+    "kind": "{0.kind}",
+    "groups": lambda row: row.groups.replace(" | ", "; "),
+    "link": "{0.link}",
+    **{name: _COLLECTIVES[name] for name in ("in program>", "executed>", "MiB>")},
+}
+_KERNELS: _Columns = {
+    "kernel": "{0.name}",
+    "kind": "{0.kind}",
+    "library": "{0.library}",
+    "in program>": "{0.count}",
+    "executed>": "{0.executions:,}",
+    "TFLOPs>": lambda row: f"{row.flops / 1e12:.4f}" if row.flops else "no estimate",
+    "GiB>": lambda row: f"{row.bytes / _GIB:.3f}" if row.bytes else "-",
+    "rows>": lambda row: _number(row.rows),
+    "groups>": lambda row: _number(row.groups),
+    "rows/block>": lambda row: _number(row.rows_at_once),
+}
+_STAGES: _Columns = {
+    "stage": "{0.name}",
+    "lines>": lambda row: _number(row.lines),
+    "instructions>": lambda row: _number(row.instructions),
+    "fusions>": lambda row: _number(row.fusions),
+}
+_DEEPEST: _Columns = {
+    "fusion": "`{0.name}`",
+    "kind": "{0.kind}",
+    "instructions>": "{0.instructions:,}",
+    "levels>": "{0.levels}",
+    "executed>": "{0.executions:,}",
+    "op_name": "`{0.op_name}`",
+}
+_MEMORY: _Columns = {"content": "{0.category}", "GiB>": lambda row: f"{row.amount / _GIB:.3f}"}
+_SOURCES: _Columns = {
+    "Mcycles>": lambda row: f"{row.cycles / 1e6:.2f}",
+    "instructions>": "{0.instructions:,}",
+    "phase, file, function": "{0.name}",
+}
+
+
+def _table(title: str, rows: Iterable[Any], columns: _Columns) -> Table:
+    cells = [
+        [c.format(row) if isinstance(c, str) else c(row) for c in columns.values()] for row in rows
+    ]
+    return Table(title, [*columns], cells)
+
+
+def _number(value: int) -> str:
+    return f"{value:,}" if value else "-"
+
+
 def collectives_table(report: StepReport) -> Table:
     """Returns the collectives by mesh axes."""
-    rows = [
-        (
-            row.kind,
-            f"{' '.join(row.axes) or '-'} ({row.group_size})",
-            f"{row.count}",
-            f"{row.asynchronous}",
-            f"{row.small}" + (f" ({row.small_asynchronous} async)" if row.small else ""),
-            f"{row.executions:,}",
-            _mib(row.bytes),
-        )
-        for row in report.collectives
-    ]
-    columns = ("kind", "axes (devices)", "in program>", "async>", "up to 1 KiB>", "executed>")
-    return Table("Collectives by mesh axes", (*columns, "MiB>"), rows)
-
-
-def _groups_table(report: StepReport) -> Table:
-    rows = [
-        (
-            row.kind,
-            row.groups.replace(" | ", "; "),
-            row.link,
-            f"{row.count}",
-            f"{row.executions:,}",
-            _mib(row.bytes),
-        )
-        for row in report.collective_groups
-    ]
-    columns = ("kind", "groups", "link", "in program>", "executed>", "MiB>")
-    return Table("Collectives by groups of devices", columns, rows)
+    return _table("Collectives by mesh axes", report.collectives, _COLLECTIVES)
 
 
 def kernels_table(report: StepReport) -> Table:
     """Returns the kernels with their own estimates."""
-    rows = [
-        (
-            row.name,
-            row.kind,
-            row.library,
-            f"{row.count}",
-            f"{row.executions:,}",
-            f"{row.flops / 1e12:.4f}" if row.flops else "no estimate",
-            f"{row.bytes / _GIB:.3f}" if row.bytes else "-",
-            *(f"{size:,}" if size else "-" for size in (row.rows, row.groups, row.rows_at_once)),
-        )
-        for row in report.kernels
-    ]
-    columns = ("kernel", "kind", "library", "in program>", "executed>", "TFLOPs>", "GiB>")
-    return Table("Kernels", (*columns, "rows>", "groups>", "rows/block>"), rows)
+    return _table("Kernels", report.kernels, _KERNELS)
 
 
 def sources_table(report: StepReport, top: int) -> Table:
     """Returns the functions whose instructions cost most."""
-    rows = [
-        (f"{source.cycles / 1e6:.2f}", f"{source.instructions:,}", source.name)
-        for source in report.sources[:top]
-    ]
-    return Table("Cycles by function", ("Mcycles>", "instructions>", "phase, file, function"), rows)
+    return _table("Cycles by function", report.sources[:top], _SOURCES)
 
 
 def costliest_table(report: StepReport, top: int, cycles_per_second: float) -> Table:
     """Returns the costliest instructions, with the source lines that made them."""
-    rows = [
-        (
-            f"{each.cycles / 1e6:.2f}",
-            f"{1e3 * each.cycles / cycles_per_second:.2f}",
-            f"{each.executions:,}",
-            f"{each.name} {each.shape[:_MAX_SHAPE]}\n  "
-            + (" < ".join(each.locations) or each.op_name),
-        )
-        for each in report.costliest[:top]
-    ]
-    columns = ("Mcycles>", "ms>", "executed>", "instruction and origin")
-    return Table("Costliest instructions", columns, rows)
+    columns: _Columns = {
+        "Mcycles>": _SOURCES["Mcycles>"],
+        "ms>": lambda row: f"{1e3 * row.cycles / cycles_per_second:.2f}",
+        "executed>": "{0.executions:,}",
+        "instruction and origin": lambda row: (
+            f"{row.name} {row.shape[:_MAX_SHAPE]}\n  " + (" < ".join(row.locations) or row.op_name)
+        ),
+    }
+    return _table("Costliest instructions", report.costliest[:top], columns)
 
 
 def finding_lines(finding: Finding) -> list[str]:
@@ -108,20 +124,16 @@ def finding_lines(finding: Finding) -> list[str]:
 
 
 def report_text(report: StepReport, plots: Mapping[str, str]) -> str:
-    """Returns report.md.
-
-    Args:
-        report: The report.
-        plots: Files of plots in the same folder, by "memory" and "time".
-    """
+    """Returns report.md, with plots: files in the same folder by "memory" and "time"."""
     sections: list[tuple[str, list[Table | str]]] = [
         ("Findings", [_findings(report.findings)]),
         ("Figures", [figures_table(report)]),
-        ("Stages", [_stages_table(report)]),
-        ("Memory", [_image(plots, "memory"), _memory_table(report)]),
+        ("Stages", [_table("", report.stages, _STAGES)]),
+        ("Memory", [_image(plots, "memory"), _table("", report.memory_shares, _MEMORY)]),
         ("Time", [_image(plots, "time"), *_cycles(report)]),
         ("Fusions", _fusions(report)),
-        *((table.title, [table]) for table in (collectives_table(report), _groups_table(report))),
+        ("Collectives by mesh axes", [collectives_table(report)]),
+        ("Collectives by groups of devices", [_table("", report.collective_groups, _GROUPS)]),
         ("Kernels", [kernels_table(report)]),
         ("Costliest functions", [sources_table(report, 20)]),
     ]
@@ -146,23 +158,6 @@ def _findings(findings: Sequence[Finding]) -> str:
         severity, rule, path = head.split(": ", 2)
         items.append("\n".join([f"- **{rule}** ({severity}): `{path}`", *(f"  {x}" for x in rest)]))
     return "\n".join(items) or "None."
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / _MIB:,.1f}"
-
-
-def _stages_table(report: StepReport) -> Table:
-    number = lambda value: f"{value:,}" if value else "-"
-    rows = [
-        (s.name, number(s.lines), number(s.instructions), number(s.fusions)) for s in report.stages
-    ]
-    return Table("", ("stage", "lines>", "instructions>", "fusions>"), rows)
-
-
-def _memory_table(report: StepReport) -> Table:
-    rows = [(share.category, f"{share.amount / _GIB:.3f}") for share in report.memory_shares]
-    return Table("", ("content", "GiB>"), rows)
 
 
 def _cycles(report: StepReport) -> list[Table | str]:
@@ -203,18 +198,12 @@ def _fusions(report: StepReport) -> list[Table | str]:
         for kind in kinds
     ]
     rows.append(_fusion_row("all", report.fusion_kinds))
-    deepest = [
-        (f"`{f.name}`", f.kind, f"{f.instructions:,}", f"{f.levels}", f"{f.executions:,}")
-        + (f"`{f.op_name}`",)
-        for f in report.deepest_fusions
-    ]
-    columns = ("fusion", "kind", "instructions>", "levels>", "executed>", "op_name")
     return [
         text,
         "Fusions in the program, and executions in parentheses:",
         Table("", ("kind", *(f"{phase}>" for phase in PHASES), "all>"), rows),
         "Fusions with the most instructions:",
-        Table("", columns, deepest),
+        _table("", report.deepest_fusions, _DEEPEST),
     ]
 
 

@@ -7,7 +7,8 @@ import re
 import jax
 import pytest
 
-from moelib.planning.compiled.dump import DumpError, dump_when_compiled, write_report
+from moelib.core.errors import UserError
+from moelib.planning.compiled.dump import dump_when_compiled, write_report
 from moelib.planning.report.step_report import Finding, Share, StepReport
 from moelib.planning.report.tables import finding_lines, report_text
 from tests import tiny
@@ -119,5 +120,5 @@ def test_findings_are_kept_in_json():
 
 def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_compiled(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(DumpError, match="file/dump: Not a directory"):
+    with pytest.raises(UserError, match="file/dump: Not a directory"):
         dump_when_compiled(None, str(tmp_path / "file" / "dump"), name="tiny")

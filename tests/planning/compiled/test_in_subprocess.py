@@ -181,7 +181,11 @@ def test_ctrl_c_stops_it_and_keeps_completed_stages(cfg, worker):
         if "traced" in line:
             threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
 
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # A background job ignores it.
     outcome = _run(cfg, on_progress=interrupt)
+    signal.signal(signal.SIGINT, before)
     assert outcome.interrupted
     assert "stopped by Ctrl-C" in outcome.failure
     assert "traced in 0.5 s" in outcome.failure

@@ -1,4 +1,4 @@
-"""What is saved for the backward pass, against what the layers' shapes say."""
+"""Activations saved for the backward pass, compared with the shapes of layers."""
 
 import jax
 import jax.numpy as jnp

@@ -7,10 +7,11 @@ import math
 import jax
 import pytest
 
+from moelib.core.errors import UserError
 from moelib.parallel.mesh import MESH_AXIS_NAMES, HybridMeshShape
 from moelib.planning.estimate.activations import FULL, OWN
 from moelib.planning.estimate.candidates import candidates, current_candidate, rules_of
-from moelib.planning.hardware.topologies import PlanError, describe
+from moelib.planning.hardware.topologies import describe
 from tests.planning import tiny_moe
 
 
@@ -115,7 +116,7 @@ def test_a_mesh_can_be_given(tiny):
 )
 def test_a_mesh_that_cannot_be_is_refused(tiny, mesh, message):
     cfg, work = tiny
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(UserError, match=message):
         candidates(cfg, work, describe("h100:1x8"), mesh=mesh)
 
 
@@ -126,7 +127,7 @@ def test_current_candidate_takes_mesh_and_parts_of_the_config(tiny):
     assert each.mesh.sizes == {"expert": 2, "fsdp": 4}
     assert (each.num_microbatches, each.remat) == (cfg.num_microbatches, OWN)
     assert each.apply(cfg).model == cfg.model
-    with pytest.raises(PlanError, match=r"has 2 slices; set HybridMeshShape"):
+    with pytest.raises(UserError, match=r"has 2 slices; set HybridMeshShape"):
         current_candidate(cfg, work, describe("h100:2x4"))
 
 
@@ -138,7 +139,7 @@ def test_current_candidate_takes_mesh_and_parts_of_the_config(tiny):
     ],
 )
 def test_sharding_rules_that_the_trainer_refuses_are_refused(tiny, rules, message):
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(UserError, match=message):
         rules_of(tiny[0].clone(sharding_rules=rules))
 
 

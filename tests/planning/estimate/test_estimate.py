@@ -49,10 +49,10 @@ def test_parameters_and_optimizer_equal_those_of_the_trainer(tiny):
     assert len(by_mesh) > 10
     for each in list(by_mesh.values())[::8]:
         trainer = each.apply(cfg).instantiate(parent=None)
-        specs, places = trainer.trainer_state_specs, trainer.trainer_state_shardings
+        specs, shardings = trainer.trainer_state_specs, trainer.trainer_state_shardings
         memory = estimator(each).memory
-        assert memory["parameters"] == _bytes(specs.model, places.model)
-        assert memory["optimizer"] == _bytes(specs.learner, places.learner)
+        assert memory["parameters"] == _bytes(specs.model, shardings.model)
+        assert memory["optimizer"] == _bytes(specs.learner, shardings.learner)
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_slots_of_a_capacity_are_sent_full_or_not():
     assert sent is not None
     assert sent.bytes == results["all-to-all"]  # Embeddings go to their tokens, too.
     assert "ragged-all-to-all" not in results
-    # Twice K rows a token; four parts of a row have the whole row's slots each.
+    # Twice K rows per token; four parts of a sequence have the slots of a whole one each.
     assert (
         estimator(each).memory["dispatch"]
         == each.batch_per_device * work.seq_len * work.block.routed

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from experiments import open_models
+from moelib.core.errors import UserError
 from moelib.planning.estimate.sweep import read_prices, sweep
-from moelib.planning.hardware.topologies import PlanError
 from tests.planning import tiny_moe
 
 TOPOLOGIES = ("v6e:2x2", "h100:1x8")
@@ -47,7 +47,7 @@ def test_a_topology_that_cannot_take_the_mesh_leaves_the_others():
 def test_errors_of_the_traced_model_are_plan_errors():
     cfg = tiny_moe.config().clone()
     cfg.model.decoder.block[0].feed_forward.dispatcher.set(buffer_factor=1.5, buffer_blocks=3)
-    with pytest.raises(PlanError, match="buffer_blocks is 3, which does not divide"):
+    with pytest.raises(UserError, match="buffer_blocks is 3, which does not divide"):
         sweep(cfg, TOPOLOGIES)
 
 
@@ -78,7 +78,7 @@ def test_candidates_that_do_not_fit_come_last_nearest_first():
 def test_prices_that_are_none_are_refused(tmp_path, text, message):
     path = tmp_path / "prices.json"
     path.write_text(text)
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(UserError, match=message):
         read_prices(str(path))
 
 

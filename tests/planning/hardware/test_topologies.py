@@ -6,9 +6,10 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from moelib.core.accelerators import ACCELERATORS
+from moelib.core.errors import UserError
 from moelib.parallel.mesh import HybridMeshShape, create_device_mesh
 from moelib.planning.hardware import gpu_targets
-from moelib.planning.hardware.topologies import PlanError, describe, topology
+from moelib.planning.hardware.topologies import describe, topology
 
 _GPUS = [name for name, each in ACCELERATORS.items() if each.platform == "gpu"]
 _TPUS = [name for name, each in ACCELERATORS.items() if each.platform == "tpu"]
@@ -20,18 +21,18 @@ needs_cuda_plugin = pytest.mark.skipif(
 
 @pytest.mark.parametrize("name", ["v6x:2x2x1", "banana:2x2", "", "2*:2x2"])
 def test_an_unknown_accelerator_names_those_there_are(name):
-    with pytest.raises(PlanError, match=r"v5e, v5p, v6e, tpu7x.*v6e:2x2 or h100:2x8"):
+    with pytest.raises(UserError, match=r"v5e, v5p, v6e, tpu7x.*v6e:2x2 or h100:2x8"):
         describe(name)
 
 
 def test_the_nearest_accelerator_is_named():
-    with pytest.raises(PlanError, match=r"did you mean .*'h100'"):
+    with pytest.raises(UserError, match=r"did you mean .*'h100'"):
         describe("h10:1x8")
 
 
 @pytest.mark.parametrize("name", ["v6e", "v6e:", "v6e:2x", "v6e:0x2", "0*v6e:2x2", "h100:a"])
 def test_a_wrong_shape_is_refused_with_an_example(name):
-    with pytest.raises(PlanError, match=r"not a shape.* as in (v6e:2x2|h100:2x8)"):
+    with pytest.raises(UserError, match=r"not a shape.* as in (v6e:2x2|h100:2x8)"):
         describe(name)
 
 
@@ -52,7 +53,7 @@ def test_a_wrong_shape_is_refused_with_an_example(name):
     ],
 )
 def test_impossible_shapes_are_refused(name, message):
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(UserError, match=message):
         describe(name)
 
 
@@ -63,7 +64,7 @@ def test_impossible_shapes_are_refused(name, message):
         ("v6e:2x2x1", 1, 4),
         ("2*v6e:4x4", 2, 16),
         ("v5p:4x4x4", 1, 64),
-        ("tpu7x:2x2x1", 1, 8),  # Two devices a chip.
+        ("tpu7x:2x2x1", 1, 8),  # Two devices per chip.
         ("h100:2x8", 2, 8),  # NVLink ends at a host.
         ("h200:1x4", 1, 4),
         ("gb200:2x4", 1, 8),  # NVLink joins a rack of 18 hosts.
@@ -77,9 +78,9 @@ def test_a_name_says_how_many_devices_of_how_many_slices(name, num_slices, devic
 
 def test_a_missing_compiler_is_named_with_its_extra(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(PlanError, match=r"pip install 'moelib\[tpu\]'"):
+    with pytest.raises(UserError, match=r"pip install 'moelib\[tpu\]'"):
         topology("v6e:2x2")
-    with pytest.raises(PlanError, match=r"pip install 'moelib\[plan-gpu\]'"):
+    with pytest.raises(UserError, match=r"pip install 'moelib\[plan-gpu\]'"):
         topology("h100:1x8")
 
 
@@ -107,7 +108,7 @@ def test_slices_of_tpus_know_which_they_are():
 
 def test_a_shape_that_libtpu_refuses_is_one_line():
     pytest.importorskip("libtpu")
-    with pytest.raises(PlanError, match=r"v5p:3x7x1.*not divisible.*as in v6e:2x2") as error:
+    with pytest.raises(UserError, match=r"v5p:3x7x1.*not divisible.*as in v6e:2x2") as error:
         topology("v5p:3x7x1")
     assert "\n" not in str(error.value)
 

@@ -185,7 +185,7 @@ def test_a_text_without_entry_is_refused():
         hlo.parse("HloModule empty\n")
 
 
-def test_places_are_lines_of_the_source_innermost_first(program):
+def test_locations_are_source_lines_innermost_first(program):
     fusion = program.computations["inner_body"].instructions["fusion.1"]
     norm, mine = SourceMap(LOOPS).stack(fusion)
     assert (str(norm), norm.function) == ("layers/norm.py:35", "RMSNorm.forward")

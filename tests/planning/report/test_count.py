@@ -1,4 +1,4 @@
-"""What is counted in programs that libtpu compiles, where the counts are known beforehand."""
+"""Counts of programs that libtpu compiles, compared with counts that are known beforehand."""
 
 import functools
 import types

@@ -38,8 +38,8 @@ def test_json_gives_back_the_same_report():
 
 
 def test_fields_that_a_report_has_not_are_refused():
-    with pytest.raises(TypeError, match="sendings"):
-        StepReport.from_json(make_report().to_json().replace('"collectives"', '"sendings"'))
+    with pytest.raises(TypeError, match="transfers"):
+        StepReport.from_json(make_report().to_json().replace('"collectives"', '"transfers"'))
 
 
 def test_collectives_of_a_kind_are_summed_over_axes():
@@ -53,8 +53,8 @@ def test_collectives_of_a_kind_are_summed_over_axes():
     assert reports.total(rows, "all-to-all") is None
 
 
-def test_rows_computed_are_the_mean_over_places_where_groups_begin():
-    """Sizes of 256 up to a block's difference put the boundaries at every place of a block."""
+def test_rows_computed_are_the_mean_over_first_rows_of_groups():
+    """Sizes of 256 up to a block's difference put the boundaries at every row of a block."""
     rng = np.random.default_rng(0)
     tiles = Tiles(128, 2048, 2048, sub_m=64)
     ratios = []
