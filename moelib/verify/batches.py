@@ -19,10 +19,7 @@ def packed_batch(batch_size: int, seq_len: int, vocab_size: int, seed: int) -> B
     """Returns sequences of two documents followed by padding; the last one is all padding.
 
     In every other sequence the loss counts the second document only, so that sequences have
-    different weights.
-
-    Raises:
-        UserError: If the sequences are too few or too short for this.
+    different weights. Raises UserError if sequences are too few or too short for this.
     """
     if batch_size < 2 or seq_len < _MAX_PADDING + 4:
         raise UserError(

@@ -37,10 +37,7 @@ def first_difference(
     """Returns the first leaf that differs, or None.
 
     A leaf may differ by `relative` times its largest expected magnitude, plus `floor`. A value that
-    is finite on one side only always differs.
-
-    Raises:
-        ValueError: If the trees have different leaves.
+    is finite on one side only always differs. Raises ValueError if leaves have other paths.
     """
     want, got = dict(tree.flatten_items(expected)), dict(tree.flatten_items(found))
     if unlike := sorted(want.keys() ^ got.keys()):

@@ -18,27 +18,15 @@ from moelib.verify.step_probe import Observed, Probe
 TOLERANCE = 1e-5
 _CURVE_TOLERANCE = 1e-4  # Optimizers that divide by small gradients amplify differences.
 
-MESH_CHECKS = (
-    "loss",
-    "gradients",
-    "metrics",
-    "update",
-    "curve",
-    "replicas",
-    "restored",
-    "resumed",
-)
-
 
 def mesh_checks(reference: Reference, probe: Probe) -> Iterator[Check]:
     """Yields the checks of `MESH_CHECKS`; each returns the first difference, or None."""
     checks = _MeshChecks(reference, probe)
-    for name in MESH_CHECKS:
-        yield name, getattr(checks, name)
+    return ((name, getattr(checks, name)) for name in MESH_CHECKS)
 
 
 class _MeshChecks:
-    """Checks of one mesh. Each step is taken when a check first needs it."""
+    """The checks of one mesh, in order. Each step is taken when a check first needs it."""
 
     def __init__(self, reference: Reference, probe: Probe) -> None:
         self._reference, self._probe = reference, probe
@@ -58,14 +46,14 @@ class _MeshChecks:
         names = ("loss", "objective", "num_tokens")
         return _compare_metrics(self._reference, self._first, lambda name: name in names)
 
-    def metrics(self) -> Difference | None:
-        """Compares auxiliary losses, expert loads, and all other metrics of layers."""
-        return _compare_metrics(self._reference, self._first, lambda _: True)
-
     def gradients(self) -> Difference | None:
         """Compares the gradient of every parameter."""
         want, got = self._reference.first.gradients, jax.device_get(self._first.gradients)
         return first_difference(want, got, relative=TOLERANCE, floor=rounding_floor(want))
+
+    def metrics(self) -> Difference | None:
+        """Compares auxiliary losses, expert loads, and all other metrics of layers."""
+        return _compare_metrics(self._reference, self._first, lambda _: True)
 
     def update(self) -> Difference | None:
         """Compares the learner's update by the same gradients, and the updates that layers make."""
@@ -133,6 +121,9 @@ class _MeshChecks:
     def _require_checkpointer(self) -> None:
         if self._probe.trainer.config.checkpointer is None:
             raise CheckSkippedError("no checkpointer")
+
+
+MESH_CHECKS = tuple(name for name in vars(_MeshChecks) if not name.startswith("_"))
 
 
 def rounding_floor(gradients: Any) -> float:

@@ -15,19 +15,16 @@ Axes = dict[str, int]  # Sizes above 1 by axis, outermost first.
 def meshes_to_check(cfg: Any, num_devices: int, which: str = "auto") -> list[Axes]:
     """Returns meshes of `num_devices` devices over the axes that the config's rules split over.
 
-    Args:
-        cfg: A `SpmdTrainer.Config`.
-        num_devices: Devices of each mesh.
-        which: As `meshes` of `verify_config`.
-
-    Raises:
-        UserError: If a mesh of the list is impossible.
+    `which` is the argument `meshes` of `verify_config`. Raises UserError if one is impossible.
     """
     rules = {**DEFAULT_RULES, **(cfg.sharding_rules or {})}
     used = {axis for axes in rules.values() for axis in axes}
     names = [name for name in cfg.mesh_axis_names if name in used]
     if which not in ("auto", "all"):
-        requested = [_read(text, names, num_devices) for text in which.split(";")]
+        shapes = (
+            parse_mesh(text, axis_names=names, num_devices=num_devices) for text in which.split(";")
+        )
+        requested = ({n: s for n, s in zip(names, shape, strict=True) if s > 1} for shape in shapes)
         return list({describe_mesh(axes): axes for axes in requested}.values())
     found = all_meshes(num_devices, names)
     if which == "all":
@@ -54,8 +51,3 @@ def _own_axes(cfg: Any) -> list[set[str]]:
     return [
         {n for n, s in zip(cfg.mesh_axis_names, each, strict=False) if s != 1} for each in sizes
     ]
-
-
-def _read(text: str, names: Sequence[str], num_devices: int) -> Axes:
-    shape = parse_mesh(text, axis_names=names, num_devices=num_devices)
-    return {name: size for name, size in zip(names, shape, strict=True) if size > 1}

@@ -30,25 +30,14 @@ class Reference:
     def observe(self, batch: Batch, prng_key: Any = None) -> Observed:
         """Returns the result, on the host, of a step from `start` on one device.
 
-        Args:
-            batch: Batch of the step.
-            prng_key: uint32 key data that replaces those of the state.
+        `prng_key`, uint32 key data, replaces that of the state.
         """
         start = self.start if prng_key is None else self.start._replace(prng_key=prng_key)
         return jax.device_get(self.probe(start, batch, self.first.gradients))
 
 
 def make_reference(cfg: Any, probe: Probe, initial: Any) -> Reference:
-    """Compiles and runs the steps on one device.
-
-    Args:
-        cfg: Config of the trainer.
-        probe: Probe on one device.
-        initial: State at the start of a run, on the host.
-
-    Raises:
-        Exception: Any error of the config's own model.
-    """
+    """Compiles and runs the steps on one device, from an initial state on the host."""
     start = initial._replace(model=_with_noise(initial.model, probe))
     batches = tuple(
         packed_batch(cfg.input.global_batch_size, cfg.input.seq_len, vocab_size(cfg), seed)

@@ -6,7 +6,7 @@ it can be split. Equal sizes stay equal, and different sizes stay different.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from moelib.checkpoint.checkpointer import Checkpointer
@@ -17,18 +17,10 @@ from moelib.data.mixture import Mixture
 from moelib.data.synthetic import SyntheticTokens
 from moelib.verify.batches import vocab_size
 
-_WIDTHS = (
-    "dim",
-    "input_dim",
-    "output_dim",
-    "hidden_dim",
-    "embedding_dim",
-    "model_dim",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "rank",
-)
+_WIDTHS = ("dim", "input_dim", "output_dim", "hidden_dim", "embedding_dim", "model_dim",
+           "q_lora_rank", "kv_lora_rank", "rank")  # fmt: skip
 _VOCABULARIES = ("vocab_size", "num_embeddings")
+_HEAD_DIMS = {"head_dim": 8, "nope_head_dim": 8, "rope_head_dim": 4, "v_head_dim": 6}
 _WINDOW, _SEQ_LEN, _MAX_STEP = 7, 32, 8
 
 
@@ -44,11 +36,7 @@ def shrink(cfg: Any, num_devices: int) -> tuple[Any, list[Change]]:
     """Returns a small copy of a trainer's config, in float32 on synthetic data, and the changes.
 
     Every kind of layer and every setting other than sizes is kept: two blocks of repeated layers,
-    and one of several equal first layers.
-
-    Args:
-        cfg: A `SpmdTrainer.Config`.
-        num_devices: Largest number of devices that it will be split over.
+    and one of several equal first layers. The copy can be split over up to `num_devices` devices.
     """
     small = cfg.clone()
     _fewer_layers(small)
@@ -133,23 +121,9 @@ def _smaller_heads(cfg: ConfigBase, num_devices: int) -> None:
             if math.gcd(few * n, num_devices) == math.gcd(heads, num_devices) or n == ratio
         )
         cfg.set(num_heads=num_heads, num_kv_heads=few)
-    _smaller_head_dims(cfg)
-
-
-def _smaller_head_dims(cfg: ConfigBase) -> None:
-    """Sets the sizes of a head; an unset `head_dim` would be the width over few heads."""
-    values = dict(cfg.items())
-    for name, size in {
-        "head_dim": 8,
-        "nope_head_dim": 8,
-        "rope_head_dim": 4,
-        "v_head_dim": 6,
-    }.items():
-        if name in values:
-            cfg.set(**{name: size})
-    for inside in _configs(cfg):
-        for name in _sizes(inside, ("rotary_dim",)):
-            inside.set(**{name: 4})
+    fields = dict(cfg.items())  # An unset `head_dim` would be the width over few heads.
+    cfg.set(**{name: size for name, size in _HEAD_DIMS.items() if name in fields})
+    _smaller(cfg, ("rotary_dim",), lambda _: 4)
 
 
 def _fewer_experts(cfg: ConfigBase, num_devices: int) -> None:
@@ -184,20 +158,15 @@ def _smaller_widths(cfg: ConfigBase, num_devices: int) -> None:
 
 
 def _make_runnable(cfg: Any) -> None:
-    _use_float32(cfg)
-    for holder in _configs(cfg.model):  # Expert loads are compared too.
-        if "report_expert_counts" in dict(holder.items()):
-            holder.set(report_expert_counts=True)
-    _shorten(cfg)
-
-
-def _use_float32(cfg: Any) -> None:
     """Sets every dtype to float32, so that meshes differ by the order of sums only."""
     cfg.set(train_dtype=None)
     for holder in [*_configs(cfg.model), *_configs(cfg.learner)]:
         for name, value in dict(holder.items()).items():
             if f"_{name}".endswith("_dtype") and isinstance(value, str):
                 holder.set(**{name: "float32"})
+            elif name == "report_expert_counts":  # Expert loads are compared too.
+                holder.set(report_expert_counts=True)
+    _shorten(cfg)
 
 
 def _shorten(cfg: Any) -> None:
@@ -218,8 +187,8 @@ def _shorten(cfg: Any) -> None:
 def _synthetic_data(cfg: Any, num_devices: int) -> None:
     """Replaces data files by synthetic tokens, in a small batch."""
     num_microbatches = min(cfg.num_microbatches, 2)
-    batch_size = math.lcm(num_devices * num_microbatches, 4)  # Checks `doubled` and `hosts`.
     cfg.set(num_microbatches=num_microbatches)
+    batch_size = math.lcm(num_devices * num_microbatches, 4)  # Checks `doubled` and `hosts`.
     cfg.input.set(seq_len=_SEQ_LEN, global_batch_size=batch_size)
     if isinstance(cfg.input, LMInput.Config):
         source = _synthetic(cfg.input.source, vocab_size(cfg))
@@ -237,10 +206,6 @@ def _synthetic(source: Any, vocab_size: int) -> Any:
 
 
 def _changes(before: Any, after: Any) -> list[Change]:
-    old: Mapping[str, Any] = before.to_flat_dict()
-    new: Mapping[str, Any] = after.to_flat_dict()
-    return [
-        Change(path, old.get(path), new.get(path))
-        for path in sorted({*old, *new})
-        if old.get(path) != new.get(path)
-    ]
+    old, new = before.to_flat_dict(), after.to_flat_dict()
+    changes = (Change(path, old.get(path), new.get(path)) for path in sorted({*old, *new}))
+    return [change for change in changes if change.before != change.after]

@@ -32,17 +32,6 @@ from moelib.verify.outcome import Check, CheckFailedError, CheckSkippedError
 from moelib.verify.reference import Reference
 from moelib.verify.step_probe import Probe
 
-_CHECKS = (
-    "reached",
-    "auxiliary",
-    "masked",
-    "padding",
-    "doubled",
-    "packing",
-    "hosts",
-    "exported",
-)
-
 
 def early_checks(cfg: Any, probe: Probe, initial: Any) -> Iterator[Check]:
     """Yields the checks that need the initial state only, and no step."""
@@ -56,11 +45,13 @@ def single_device_checks(cfg: Any, reference: Reference) -> Iterator[Check]:
     A check returns the first difference or None, or raises `CheckFailedError`.
     """
     checks = _SingleDeviceChecks(cfg, reference)
-    for name in _CHECKS:
-        yield name, getattr(checks, name)
+    names = (name for name in vars(_SingleDeviceChecks) if not name.startswith("_"))
+    return ((name, getattr(checks, name)) for name in names)
 
 
 class _SingleDeviceChecks:
+    """The checks, in order."""
+
     def __init__(self, cfg: Any, reference: Reference) -> None:
         self._cfg, self._reference = cfg, reference
         self._vocab_size, self._batch = batches.vocab_size(cfg), reference.batches[0]

@@ -54,15 +54,10 @@ class Probe:
     """A config's training step on one mesh."""
 
     def __init__(self, cfg: Any, axes: Mapping[str, int], devices: Sequence[Any]) -> None:
-        """Builds the trainer; compiles nothing.
+        """Builds the trainer of a config with a `dir`, on devices; compiles nothing.
 
-        Args:
-            cfg: A `SpmdTrainer.Config` with a `dir`.
-            axes: Sizes of mesh axes; other axes have size 1.
-            devices: Devices of the mesh.
-
-        Raises:
-            ValueError: If the config cannot be split over the mesh.
+        Axes of the mesh that are not in `axes` have size 1. Raises UserError if the config cannot
+        be split over the mesh.
         """
         shape = tuple(axes.get(name, 1) for name in cfg.mesh_axis_names)
         self.trainer: SpmdTrainer = cfg.clone(mesh_shape=shape).instantiate(
@@ -81,8 +76,7 @@ class Probe:
     def compile(self, state: Any, batch: Any, gradients: Nested) -> None:
         """Compiles the step for values of these shapes.
 
-        Raises:
-            ValueError: If the config cannot be split over the mesh, or a rule splits nothing.
+        Raises UserError if the config cannot be split over the mesh, or a rule splits nothing.
         """
         trainer = self.trainer
         recorder = _RecordingLearner(trainer.learner)
@@ -114,11 +108,7 @@ class Probe:
         return {path for path, _ in losses}
 
     def save(self, state: Any, step: int) -> None:
-        """Writes a checkpoint with the trainer's own checkpointer.
-
-        Raises:
-            Exception: If it cannot be written.
-        """
+        """Writes a checkpoint with the trainer's own checkpointer. Raises its error."""
         checkpointer = self.trainer.checkpointer
         state = jax.device_put(state, self.shardings)
         checkpointer.save(state, CheckpointRecord(step=step, arrays={}))

@@ -50,7 +50,7 @@ def test_sizes_keep_common_divisors_with_the_devices(name):
     for path, before in cfg.to_flat_dict().items():
         if not path.startswith("model.") or path.rpartition(".")[2] not in fields:
             continue
-        if path not in after or not isinstance(before, int):  # Of a layer that was left out.
+        if path not in after or not isinstance(before, int):  # Of a layer that was removed.
             continue
         assert math.gcd(after[path], 8) == math.gcd(before, 8), path
         compared += 1
