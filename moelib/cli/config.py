@@ -53,11 +53,7 @@ def run(flags: Flags, paths: Sequence[str]) -> None:
 
 
 def config_names(module_name: str) -> list[str]:
-    """Returns the names of a module's configs.
-
-    Raises:
-        InvalidConfigNameError: If the module has none.
-    """
+    """Returns the names of a module's configs. Raises InvalidConfigNameError if it has none."""
     module = launch.import_module(module_name)
     if not hasattr(module, "named_trainer_configs"):
         raise InvalidConfigNameError(

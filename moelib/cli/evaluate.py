@@ -68,11 +68,7 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
 
 
 def find_steps(trainer_dir: str, wanted: str) -> list[int]:
-    """Returns the steps of checkpoints in ascending order.
-
-    Args:
-        trainer_dir: Folder of a run.
-        wanted: "all", or steps separated by commas.
+    """Returns steps of a run's checkpoints in ascending order: "all", or those separated by commas.
 
     Raises:
         UsageError: If there is no such checkpoint, or the text is not a list of steps.

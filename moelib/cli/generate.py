@@ -96,10 +96,7 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
 def stream_text(model: Any, prompt: str, **settings: Any) -> None:
     """Prints a prompt and the text that follows it, as soon as it is certain.
 
-    Args:
-        model: A `moelib.train.loading.LoadedModel`.
-        prompt: The text to continue.
-        **settings: Arguments of `moelib.inference.generate.generate`.
+    The model is a `LoadedModel`; the settings are those of `inference.generate.generate`.
     """
     from moelib.inference.generate import generate
 
@@ -127,9 +124,8 @@ class Request(NamedTuple):
 def read_requests(path: str, output: str) -> list[Request]:
     """Returns the lines of a file of prompts, without blank ones.
 
-    Raises:
-        UsageError: If a line is not a JSON object with a prompt, or has a field of the output; if
-            there are no lines; or if the output exists.
+    Raises UsageError if a line is not a JSON object with a prompt, or has a field of the output; if
+    there are no lines; or if the output exists.
     """
     if os.path.exists(output):
         raise UsageError(f"--output {output} exists; remove it, or set another file.")

@@ -8,7 +8,6 @@ cycles the compiler's estimate, without kernels and collectives.
 """
 
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from moelib import launch
 from moelib.cli.files import check_file
 from moelib.core.command_line import flag, no_arguments
 from moelib.core.errors import UsageError
+from moelib.core.files import write_json
 from moelib.core.table import print_table
 
 if TYPE_CHECKING:
@@ -121,8 +121,7 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     for topologies, finding in found.scaling_findings():
         _print_finding(finding, f"{topologies}: ")
     if flags.json:
-        with open(flags.json, "w", encoding="utf-8") as file:
-            json.dump(found.to_json(flags.rows), file, indent=1)
+        write_json(flags.json, found.to_json(flags.rows), indent=1)
     if any(step.report is None for step in steps):
         raise SystemExit(1)
 

@@ -65,13 +65,9 @@ def _first_words(store: Any) -> str:
 def prepare_text(text: str | None, store_dir: str, vocab_size: int) -> tuple[Any, Any]:
     """Returns the train and validation splits of a token store, which is created if missing.
 
-    Args:
-        text: File or folder of text; None for the source code of Python's standard library.
-        store_dir: Folder of the store; the tokenizer is a file next to it.
-        vocab_size: Number of tokens of the tokenizer.
-
-    Raises:
-        UserError: If the text cannot be read or is too short.
+    The text is that of a file or folder, or by default the source code of Python's standard
+    library. The tokenizer is a file next to the store. Raises UserError if the text cannot be read
+    or is too short.
     """
     from moelib.data.corpus_tokenizer import corpus_tokenizer
     from moelib.data.files import PythonSourceCode, TextFiles

@@ -16,12 +16,9 @@ from moelib.data.token_store import TokenStore
 def unigram_bits_per_byte(train: TokenSource, validation: TokenSource) -> float:
     """Returns the bits per byte of a model that knows only the frequency of each token.
 
-    As in a language model's loss, the targets are all tokens but the first of each document,
-    end-of-text tokens included, and the bytes are those that the targets cover.
-
-    Args:
-        train: Documents that give the frequencies, with 1 added to each count.
-        validation: Documents to predict.
+    The frequencies are those of `train`, with 1 added to each count. As in a language model's loss,
+    the targets are all tokens but the first of each document, end-of-text tokens included, and the
+    bytes are those that the targets cover.
 
     Raises:
         UserError: If the vocabularies differ, or there is nothing to predict.

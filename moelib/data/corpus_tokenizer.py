@@ -65,10 +65,7 @@ def documents_of_split(
 ) -> Iterator[str]:
     """Yields the documents that a token store of the source has in a split, in order.
 
-    Records without a document are skipped.
-
-    Raises:
-        UserError: If a split's fraction is wrong, or there is no such split.
+    Records without a document are skipped. Raises UserError if there is no such split.
     """
     check_splits(splits)
     if split not in splits:
@@ -95,10 +92,8 @@ def spread(texts: Iterable[str], share: float) -> Iterator[str]:
 def sample_documents(source: Source, num_bytes: int, seed: int = 0) -> Iterator[str]:
     """Yields documents from all parts of a source, without reading everything.
 
-    Args:
-        source: The documents; records without one are skipped.
-        num_bytes: UTF-8 bytes of text to yield, to within a document.
-        seed: Seed of the order of parts, of which the first suffice if there are many.
+    They have `num_bytes` of UTF-8 text, to within a document. Records without a document are
+    skipped. `seed` decides the order of parts, of which the first suffice if there are many.
     """
     parts = source.parts()
     share = max(num_bytes // len(parts), num_bytes // 64, 1)  # Bytes per part.

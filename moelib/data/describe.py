@@ -27,14 +27,8 @@ def describe_batch(
           1: 10 tokens, positions 5 to 14: ' the end of one' > '<|endoftext|>'
           2: 6 tokens, positions 0 to 5: 'The next document' > ' begins'
 
-    Args:
-        batch: A batch, of one host or global.
-        tokenizer: The input's tokenizer (`load_tokenizer`); None shows token ids.
-        max_sequences: Number of sequences shown.
-        max_chars: Number of characters shown of each document, from its beginning and end.
-
-    Raises:
-        UserError: If the tokenizer's vocabulary is smaller than a token id.
+    Without the input's tokenizer (`load_tokenizer`), token ids are shown. Of a long document, the
+    beginning and the end are shown. Raises UserError if the tokenizer lacks a token id.
     """
     ids, targets, segments, positions = (
         np.asarray(batch[name])

@@ -28,9 +28,9 @@ def fill_pieces(
 
     Args:
         batch: The batch to write.
-        rows: The row of the batch for each sequence [n], ascending.
-        pieces: The pieces of the sequences.
-        source: The documents.
+        rows: Row of the batch for each sequence [n], ascending.
+        pieces: Pieces of these sequences.
+        source: Documents of the pieces.
         boundary: Whether segments and positions restart with each document.
 
     Raises:

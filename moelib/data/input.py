@@ -74,13 +74,9 @@ class Input(Configurable):
 
     @classmethod
     def load_tokenizer(cls, cfg: Any) -> Tokenizer:
-        """Returns the tokenizer of the text in the batches, without opening the data.
+        """Returns the tokenizer of the batches' text from an input's config, without opening data.
 
-        Args:
-            cfg: Config of an input of this class.
-
-        Raises:
-            NoTokenizerError: If no tokenizer made the token ids.
+        Raises NoTokenizerError if no tokenizer made the token ids.
         """
         raise NoTokenizerError(f"{cls.__name__} has no tokenizer: its token ids stand for no text.")
 
@@ -109,12 +105,7 @@ def load_tokenizer(cfg: Any) -> Tokenizer:
 def save_tokenizer(cfg: Input.Config, folder: str) -> bool:
     """Copies an input's tokenizer into a folder, so that a run can be used without its data.
 
-    Args:
-        cfg: Config of the input.
-        folder: Gets tokenizer.json, and tokenizer_config.json with the end-of-text token.
-
-    Returns:
-        Whether the input has a tokenizer.
+    Returns False if the input has none.
     """
     try:
         tokenizer = load_tokenizer(cfg)

@@ -72,9 +72,7 @@ class LMInput(Input):
     def __init__(self, cfg: Config) -> None:
         """Opens the sources; an epoch is planned when its first sequence is read.
 
-        Raises:
-            UserError: If a source is damaged or too short, its vocabulary too large, or a document
-                too long.
+        Raises UserError if a source is damaged or too short, or does not fit the settings.
         """
         super().__init__(cfg)
         cfg = self.config
@@ -144,9 +142,7 @@ class LMInput(Input):
     def host_batch(self, step: int, host_index: int, num_hosts: int) -> "Batch":
         """Returns a host's sequences of a step; those of all hosts form `batch(step)`.
 
-        Raises:
-            UserError: If the batch does not divide over the hosts, or a token id is beyond the
-                vocabulary.
+        Raises UserError if the batch does not divide, or a token id is beyond the vocabulary.
         """
         cfg = self.config
         first = step * cfg.global_batch_size
@@ -228,8 +224,7 @@ class LMInputIterator(BatchIterator):
     def restore(self, state: State) -> None:
         """Goes to a saved step, whatever the number of hosts was then.
 
-        Raises:
-            UserError: If the saved input had other batches.
+        Raises UserError if the saved input had other batches.
         """
         lm_input = self._input.as_saved(state)
         check_state(state, lm_input.identity)

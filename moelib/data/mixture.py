@@ -36,8 +36,7 @@ class Mixture(Configurable):
     def __init__(self, cfg: Config) -> None:
         """Opens the sources.
 
-        Raises:
-            UserError: If names or weights are wrong, or the sources' vocabularies differ.
+        Raises UserError if names or weights are wrong, or the sources' vocabularies differ.
         """
         super().__init__(cfg)
         cfg = self.config

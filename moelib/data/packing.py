@@ -76,13 +76,8 @@ def make_plan(
 ) -> EpochPlan:
     """Returns the plan of an epoch.
 
-    Args:
-        source: The documents.
-        seq_len: Pairs in a sequence.
-        packing: The way documents become sequences.
-        boundary: The transition between documents.
-        seeds: Seeds of the order of documents and sequences, usually seed and epoch; None keeps
-            the order of the source.
+    `seeds`, usually seed and epoch, decide the order of documents and sequences; without them it is
+    that of the source.
 
     Raises:
         UserError: If there is no pair to predict, or best-fit is to continue over boundaries.
@@ -216,9 +211,7 @@ class BestFitPlan(EpochPlan):
 def best_fit(lengths: _Ints, capacity: int) -> _Ints:
     """Returns the bin of each item, by best-fit: the fullest bin that still has room.
 
-    Args:
-        lengths: Item sizes in decreasing order, each in [1, capacity].
-        capacity: Size of a bin.
+    Sizes of items are in decreasing order, each in [1, capacity].
     """
     bins = np.empty(len(lengths), np.int64)
     free: dict[int, list[npt.NDArray[np.int64]]] = {}  # Free space: the bins that have it.

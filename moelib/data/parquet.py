@@ -81,11 +81,7 @@ class Parquet(Source):
         column: str = "text"  # The column that holds the document.
 
     def parts(self) -> Sequence[Part]:
-        """Returns ranges of rows.
-
-        Raises:
-            UserError: If a file lacks the column, or no file has a row.
-        """
+        """Returns ranges of rows. Raises UserError if a file lacks the column or all lack rows."""
         files, parts = find_files(self.config.paths, (self.ending,)), []
         size = part_size(files)
         for file in files:

@@ -6,7 +6,7 @@ Letters: B sequences of a global batch.
 import collections
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Generic, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from moelib.core.errors import UserError
 from moelib.data.input import BatchIterator, State
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     import jax
 
     from moelib.core.tree import Batch
-
-T = TypeVar("T")
 
 
 class HostRows(NamedTuple):
@@ -27,13 +25,10 @@ class HostRows(NamedTuple):
 
 
 def host_rows(sharding: "jax.sharding.NamedSharding", global_batch_size: int) -> HostRows:
-    """Returns the share of the batch's rows that this process's devices need.
+    """Returns the share of B rows, the global batch, that this process's devices need.
 
-    Processes that share rows, because tensor parallelism spans them, get the same answer.
-
-    Args:
-        sharding: Sharding of batch arrays; their first axis is rows.
-        global_batch_size: Rows B.
+    Processes that share rows, because tensor parallelism spans them, get the same answer. The first
+    axis of the sharding is that of rows.
 
     Raises:
         UserError: If the batch does not divide, or the process's rows are not such a share.
@@ -70,7 +65,7 @@ def row_sharding(sharding: "jax.sharding.NamedSharding", ndim: int) -> "jax.shar
 def put_batch(
     batch: "Batch", sharding: "jax.sharding.NamedSharding", global_batch_size: int
 ) -> "dict[str, jax.Array]":
-    """Returns the global batch as arrays, made of the rows of all processes.
+    """Returns the global batch of B rows as arrays, made of the rows of all processes.
 
     Args:
         batch: This process's rows, those of `host_rows(sharding, global_batch_size)`.
@@ -87,7 +82,7 @@ def put_batch(
     }
 
 
-class Prefetcher(Iterator[T], Generic[T]):
+class Prefetcher[T](Iterator[T]):
     """Reads a `BatchIterator` ahead in a thread.
 
     `state()` is the position after the batches taken, not after those read ahead. An error in the
@@ -96,21 +91,14 @@ class Prefetcher(Iterator[T], Generic[T]):
     """
 
     def __init__(
-        self,
-        batches: BatchIterator,
-        put: Callable[["Batch"], T],
-        *,
-        num_batches: int = 2,
+        self, batches: BatchIterator, put: Callable[["Batch"], T], *, num_batches: int = 2
     ) -> None:
         """Starts reading.
 
         Args:
             batches: The iterator, for exclusive use until this is closed.
             put: Function that maps each batch in the thread, usually `put_batch`.
-            num_batches: Number of batches kept ready.
-
-        Raises:
-            UserError: If num_batches is not positive.
+            num_batches: Number of batches kept ready, 1 or more.
         """
         if num_batches < 1:
             raise UserError(f"num_batches={num_batches}: set 1 or more.")
@@ -132,11 +120,7 @@ class Prefetcher(Iterator[T], Generic[T]):
         return self
 
     def __next__(self) -> T:
-        """Returns the next batch; waits for it if necessary.
-
-        Raises:
-            RuntimeError: If the prefetcher is closed.
-        """
+        """Returns the next batch; waits for it if necessary. Raises RuntimeError once closed."""
         if self._closed:
             raise RuntimeError("The prefetcher is closed; make a new one.")
         taken, self._state = self._ahead[0].result()  # An error stays first and is raised again.

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import errno
 import hashlib
-import json
 import multiprocessing
 import os
 import shutil
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from moelib.core.errors import ExistingFileError, UserError
-from moelib.core.files import write_json
+from moelib.core.files import read_json, write_json
 from moelib.core.progress import Progress, format_bytes
 from moelib.data import token_store
 from moelib.data.files import STORE_MARK
@@ -121,17 +120,15 @@ def _changed(folder: str, plan: Mapping[str, Any]) -> list[str]:
     """Returns the names of the entries in which a plan differs from that of a folder.
 
     Whether bad records are skipped is not part of a plan: without such records it changes nothing.
-
-    Raises:
-        ExistingFileError: If the folder has no plan.
+    Raises ExistingFileError if the folder has no plan: its files are the user's.
     """
-    try:
-        with open(os.path.join(folder, STORE_MARK), encoding="utf-8") as file:
-            found = json.load(file)
-    except (OSError, ValueError):
+    found = {}
+    with contextlib.suppress(OSError, UserError):
+        found = read_json(os.path.join(folder, STORE_MARK))
+    if not found:
         raise ExistingFileError(
             f"{folder} exists and was not made by `moelib prepare`; set output_dir to a new folder."
-        ) from None
+        )
     return [name for name, value in plan.items() if found.get(name) != value]
 
 
@@ -186,11 +183,7 @@ def _combined(hashes: Sequence[str]) -> str:
 
 
 def _begin(folder: str, plan: Mapping[str, Any], tokenizer: Tokenizer) -> None:
-    """Creates the working folder, or keeps one with the same plan.
-
-    Raises:
-        ExistingFileError: If the folder has no plan: its files are the user's.
-    """
+    """Creates the working folder, or keeps one with the same plan."""
     if os.path.isdir(folder) and not os.listdir(folder):
         os.rmdir(folder)  # Killed before the plan was written.
     if os.path.exists(folder) and (changed := _changed(folder, plan)):

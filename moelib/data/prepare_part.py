@@ -5,7 +5,6 @@ import dataclasses
 import errno
 import hashlib
 import itertools
-import json
 import os
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -13,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moelib.core.errors import UserError
-from moelib.core.files import write_json
+from moelib.core.files import read_json, write_json
 from moelib.data import token_store
 from moelib.data.source import BadRecordError, BadRecords, Part, TextHash
 from moelib.data.token_source import check_vocabulary
@@ -138,11 +137,8 @@ def part_file(folder: str, index: int, ending: str) -> str:
 
 def read_result(folder: str, index: int) -> PartResult | None:
     """Returns the result of a part, or None if it is not finished."""
-    try:
-        with open(part_file(folder, index, "json"), encoding="utf-8") as file:
-            return PartResult(**json.load(file))
-    except FileNotFoundError:
-        return None
+    found = read_json(part_file(folder, index, "json"))
+    return PartResult(**found) if found else None
 
 
 def check_no_bad_records(results: Iterable[PartResult | None]) -> None:

@@ -63,11 +63,7 @@ class StreamingInput(Input):
         vocab_size: int | None = None  # The model's; a tokenizer with a larger one is refused.
 
     def __init__(self, cfg: Config) -> None:
-        """Loads the tokenizer; reads no text.
-
-        Raises:
-            UserError: If the tokenizer's vocabulary is larger than the model's.
-        """
+        """Loads the tokenizer; reads no text. Raises UserError if its vocabulary is too large."""
         super().__init__(cfg)
         cfg = self.config
         self.tokenizer: Any = cfg.tokenizer.instantiate()
@@ -180,8 +176,7 @@ class StreamingIterator(BatchIterator):
     def restore(self, state: State) -> None:
         """Goes to the snapshot, and repeats the batches since.
 
-        Raises:
-            UserError: If the saved input had other batches, or was another host's.
+        Raises UserError if the saved input had other batches, or was another host's.
         """
         check_state(state, self._identity)
         snapshot = state["snapshot"]

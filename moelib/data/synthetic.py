@@ -72,11 +72,7 @@ class SyntheticInput(LMInput):
         source: TokenSource.Config | Mixture.Config = SyntheticTokens.default_config()
 
     def __init__(self, cfg: Config) -> None:
-        """Makes the tokens, of the input's vocabulary and seed unless the source has its own.
-
-        Raises:
-            UserError: If vocab_size is not set.
-        """
+        """Makes the tokens, of the input's vocabulary and seed unless the source has its own."""
         cfg = cfg.clone()
         source = cfg.source
         if isinstance(source, SyntheticTokens.Config) and source.vocab_size is REQUIRED:

@@ -3,13 +3,12 @@
 Importing this module imports TFDS, which imports TensorFlow only for TFRecord files.
 """
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from moelib.core.errors import ExistingFileError
-from moelib.core.files import write_json
+from moelib.core.files import read_json, write_json
 from moelib.data.source import Part, Source, fingerprint
 from moelib.data.tfds_import import import_beam, import_tfds
 
@@ -103,11 +102,7 @@ def build_text_corpus(
         builder.download_and_prepare(download_config=download)
         write_json(path, made_from)
         return folder
-    found = None  # Killed before it was written, or of an earlier version.
-    if os.path.exists(path):
-        with open(path, encoding="utf-8") as file:
-            found = json.load(file)
-    if found != made_from:
+    if read_json(path) != made_from:  # Empty if killed before it was written.
         raise ExistingFileError(
             f"{folder} was made from another, or an unknown, source; set name to another than "
             f"{name!r}, or delete that folder to make it again."

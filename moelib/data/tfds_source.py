@@ -110,11 +110,7 @@ class TFDSSource(Source):
         text_field: str = "text"  # The feature that holds the document.
 
     def parts(self) -> Sequence[Part]:
-        """Returns ranges of the split.
-
-        Raises:
-            UserError: If there is no such data set, split or feature, or it is empty.
-        """
+        """Returns ranges of the split. Raises UserError if it is empty, or lacks the feature."""
         cfg = self.config
         builder = open_builder(cfg.name, cfg.data_dir)
         check_split_and_feature(builder, cfg.split, cfg.text_field)

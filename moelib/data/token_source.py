@@ -39,8 +39,7 @@ class TokenSource(Configurable):
     def load_tokenizer(cls, cfg: Any) -> Tokenizer:
         """Returns the tokenizer of a source with this config, without opening its tokens.
 
-        Raises:
-            NoTokenizerError: If no tokenizer made the token ids.
+        Raises NoTokenizerError if no tokenizer made the token ids.
         """
         raise NoTokenizerError(f"{cls.__name__} has no tokenizer: its token ids stand for no text.")
 
@@ -111,11 +110,7 @@ class InMemoryTokens(TokenSource):
         eos_id: int = 0  # Id of the end-of-text token.
 
     def __init__(self, cfg: Config) -> None:
-        """Checks the ids.
-
-        Raises:
-            UserError: If there is no document, or an id is not in the vocabulary.
-        """
+        """Checks the ids. Raises UserError if one is not in the vocabulary, or there is none."""
         super().__init__(cfg)
         cfg = self.config
         if not cfg.documents:
@@ -125,7 +120,6 @@ class InMemoryTokens(TokenSource):
     def _hold(
         self, documents: Sequence[npt.NDArray[np.integer]], vocab_size: int, eos_id: int
     ) -> None:
-        """Sets the attributes."""
         self.name = f"{type(self).__name__} of {len(documents)} documents"
         tokens = np.concatenate(documents)
         check_vocabulary(tokens, vocab_size, self.name)

@@ -42,12 +42,7 @@ class Tokenizer(Configurable):
         eos_token: str = END_OF_TEXT  # Token at the end of a document; part of the vocabulary.
 
     def __init__(self, cfg: Config) -> None:
-        """Loads the file.
-
-        Raises:
-            MissingFileError: If there is no such file.
-            UserError: If the file is not a tokenizer, or lacks the end-of-text token.
-        """
+        """Loads the file. Raises UserError if it is not a tokenizer with the end-of-text token."""
         super().__init__(cfg)
         self._load(_read_text(self.config.path), self.config.eos_token)
 
@@ -101,8 +96,7 @@ class Tokenizer(Configurable):
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
         """Returns the text of ids, special tokens included; invalid UTF-8 becomes U+FFFD.
 
-        Raises:
-            ValueError: If an id is not in the vocabulary.
+        Raises ValueError if an id is not in the vocabulary.
         """
         ids = np.asarray(ids, np.int64)
         if ids.size and not (0 <= ids.min() and ids.max() < self.vocab_size):
@@ -200,9 +194,7 @@ class PublishedTokenizer(Tokenizer):
 def read_tokenizer(folder: str, *, published: bool = False) -> Any:
     """Returns the tokenizer in a folder that `Tokenizer.save` or transformers wrote.
 
-    Args:
-        folder: Folder with tokenizer.json and tokenizer_config.json.
-        published: Whether it belongs to a published model, whose prompts may begin with BOS.
+    The prompts of a `published` model may begin with BOS.
 
     Raises:
         MissingFileError: If there is no tokenizer.json.
