@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -197,34 +197,32 @@ def matmul_flops(instruction: Instruction, computation: Computation) -> int:
         axes = _sizes(contracted.group(1).replace('"', "")) if contracted else []
         return 2 * math.prod(out) * math.prod(lhs[axis] for axis in axes)
     of_lhs, of_rhs, of_out = labels.groups()
-    window = _window(instruction.attributes)
     products = out[of_out.index("b")] * out[of_out.index("f")] * rhs[of_rhs.index("i")]
-    for i in range(sum(letter.isdigit() for letter in of_rhs)):
-        sizes = lhs[of_lhs.index(str(i))], out[of_out.index(str(i))]
-        products *= _taps(*sizes, **{key: values[i] for key, values in window.items()})
+    num_spatial = sum(letter.isdigit() for letter in of_rhs)
+    for i, window in enumerate(_windows(instruction.attributes, num_spatial)):
+        products *= _taps(lhs[of_lhs.index(str(i))], out[of_out.index(str(i))], *window)
     return 2 * products
 
 
-def _window(attributes: str) -> dict[str, list[int]]:
-    """Returns size, stride, low padding and dilations per spatial dimension, if set."""
+# Settings of a window, and their defaults.
+_WINDOW = {"size": 1, "stride": 1, "pad": 0, "lhs_dilate": 1, "rhs_dilate": 1}
+
+
+def _windows(attributes: str, num: int) -> Iterator[tuple[int, ...]]:
+    """Returns the settings of `_WINDOW`, with the low padding, per spatial dimension."""
     found = re.search(r"window=\{([^}]*)\}", attributes)
     parts = dict(part.split("=") for part in found.group(1).split()) if found else {}
-    window = {}
-    for key in ("size", "stride", "pad", "lhs_dilate", "rhs_dilate"):
-        if key in parts:
-            window[key] = [int(text.partition("_")[0]) for text in parts[key].split("x")]
-    return window
+    rows = (
+        [int(text.partition("_")[0]) for text in parts[key].split("x")]
+        if key in parts
+        else [default] * num
+        for key, default in _WINDOW.items()
+    )
+    return zip(*rows, strict=True)
 
 
 def _taps(
-    num_in: int,
-    num_out: int,
-    *,
-    size: int = 1,
-    stride: int = 1,
-    pad: int = 0,
-    lhs_dilate: int = 1,
-    rhs_dilate: int = 1,
+    num_in: int, num_out: int, size: int, stride: int, pad: int, lhs_dilate: int, rhs_dilate: int
 ) -> int:
     """Returns the number of (output, tap) pairs of one dimension that meet an input element."""
     index = np.arange(num_out)[:, None] * stride + np.arange(size) * rhs_dilate - pad

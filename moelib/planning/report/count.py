@@ -15,7 +15,7 @@ from typing import Any
 
 from moelib.planning.hlo import values
 from moelib.planning.hlo.program import Instruction, Program
-from moelib.planning.hlo.source import SourceMap
+from moelib.planning.hlo.source import SourceMap, phase
 from moelib.planning.report.collectives import collectives_by_axes, collectives_by_groups
 from moelib.planning.report.fusions import (
     deepest_fusions,
@@ -113,12 +113,11 @@ def _costly(program: Program, source_map: SourceMap) -> list[Costly]:
 
 def _source(source_map: SourceMap, instruction: Instruction) -> str:
     """Returns the phase and the function that made an instruction; its opcode if unknown."""
-    name = instruction.op_name
-    phase = "recomputed " if "rematted_computation" in name else ""
-    phase = phase or ("backward " if "transpose(" in name else "")
+    own = phase(instruction.op_name)
+    prefix = f"{own} " if own in ("recomputed", "backward") else ""
     if stack := source_map.stack(instruction, 1):
-        return f"{phase}{stack[0].file} {stack[0].function}"
-    return f"{phase}({instruction.opcode}) {name.rpartition('/')[2]}".rstrip()
+        return f"{prefix}{stack[0].file} {stack[0].function}"
+    return f"{prefix}({instruction.opcode}) {instruction.op_name.rpartition('/')[2]}".rstrip()
 
 
 def _cycle_shares(program: Program) -> tuple[Share, ...]:

@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 from moelib.planning.hlo.program import Instruction, Program
+from moelib.planning.hlo.source import phase
 from moelib.planning.hlo.values import is_matmul
 from moelib.planning.report.step_report import Kernel
 
@@ -79,9 +80,8 @@ def _kind(name: str, instruction: Instruction, library_name: str) -> str:
     backward = " gradient" if "gradient" in name or "Backward" in name else ""
     if name.startswith(("gmm", "tgmm")):
         # The input gradient is the same kernel as the forward pass.
-        backward = backward or (" gradient" if "transpose(" in instruction.op_name else "")
-        recomputed = "rematted_computation" in instruction.op_name
-        return "grouped matmul" + ("" if recomputed else backward)
+        gradient = " gradient" if phase(instruction.op_name) == "backward" else backward
+        return "grouped matmul" + ("" if phase(instruction.op_name) == "recomputed" else gradient)
     if library_name == "cublas":
         return "matmul"
     if library_name == "cudnn" or "attention" in name or "attention" in instruction.op_name:
