@@ -357,7 +357,7 @@ def _report(output_dir: str, meta: StoreMeta) -> str:
     """Returns a summary of the store in one sentence."""
     counts = {"empty documents": meta.num_empty, "bad records": meta.num_bad_records}
     return (
-        f"{output_dir}: {meta.num_documents} documents, {meta.num_tokens} tokens of "
+        f"{output_dir}: {meta.num_documents:,} documents, {meta.num_tokens:,} tokens of "
         f"{format_bytes(meta.num_bytes)} of text "
         f"({meta.num_bytes / meta.num_tokens:.2f} bytes per token)"
         + "".join(f", {count} {what} skipped" for what, count in counts.items() if count)

@@ -114,7 +114,7 @@ class Plan:
         columns += ("s/step>", "tokens/s/device>", "MFU %>", "$/billion tokens>")
         columns += ("days>", "total $>") if self.tokens else ()
         title = f"{self.name}: {len(shown)} of {len(self.rows)} meshes, "
-        title += f"{self.num_candidates} candidates"
+        title += f"{self.num_candidates:,} candidates"
         footnotes = _details(self.rows[0])
         if self.budget is not None:
             footnotes.append("!: within the budget at the low end of the range only.")

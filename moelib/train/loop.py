@@ -331,7 +331,7 @@ class TrainLoop:
         rows += self._files()
         if health := report.expert_health(self._last):
             rows += [(), *health]
-        return Table(f"{self._config.name}: {steps}", ("", ""), rows)
+        return Table(self._config.dir, ("", ""), rows)
 
     def _files(self) -> list[tuple[str, str]]:
         """Returns (kind, path) of everything that the run wrote."""
