@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import importlib
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -117,9 +118,14 @@ set of them fits all runs, not how well an unknown run is predicted."""
         "Sources:",
         "\n".join(f"- {each}." for each in dict.fromkeys(each.run.source for each in found)),
         "Excluded runs:",
-        "\n".join(f"- {run}: {reason}." for run, reason in excluded.items()),
+        "\n".join(_wrapped(f"- {run}: {reason}.") for run, reason in excluded.items()),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _wrapped(item: str) -> str:
+    """Returns an item of a list on lines of at most 120 characters."""
+    return textwrap.fill(item, 120, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _row(each: Calibrated) -> tuple[str, ...]:
