@@ -38,7 +38,7 @@ from moelib.train.watchdog import Watchdog
 logger = logging.getLogger(__name__)
 
 
-class NonFiniteError(FloatingPointError):
+class NonFiniteError(UserError, FloatingPointError):
     """A step whose loss or parameters are not finite."""
 
 
@@ -215,7 +215,8 @@ class TrainLoop:
                 back = f"The last good checkpoint is of step {good}, in {saver.dir}."
         return NonFiniteError(
             f"step {step}: {what} (gradient norm {scalars.get('gradient_norm', math.nan):.4g}). "
-            f"{back} Lower the learning rate, or set learner.skip to skip such steps."
+            f"{back} Lower the learning rate, or set learner.skip to skip such steps, in a new "
+            "folder: a run keeps its settings."
         )
 
     # Between steps.

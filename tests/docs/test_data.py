@@ -1,0 +1,123 @@
+"""The examples of docs/data.md."""
+
+import pathlib
+import sysconfig
+
+import numpy as np
+import pytest
+
+from moelib.core.errors import ExistingFileError, UserError
+from moelib.data.corpus_tokenizer import corpus_tokenizer
+from moelib.data.describe import describe_batch
+from moelib.data.files import TextFiles
+from moelib.data.input import load_tokenizer
+from moelib.data.lm_input import LMInput
+from moelib.data.mixture import Mixture
+from moelib.data.packing import DocumentBoundary, Packing
+from moelib.data.prepare import prepare
+from moelib.data.streaming import StreamingInput
+from moelib.data.text_stream import JsonLinesStream
+from moelib.data.token_store import TokenStore
+from moelib.data.tokenizer import Tokenizer
+
+
+def _prepare() -> TokenStore:
+    # --8<-- [start:prepare]
+    source = TextFiles.default_config().set(paths=["books"]).instantiate()
+    splits = {"train": 0.8, "validation": 0.2}
+    tokenizer = corpus_tokenizer(source, 512, "data/books.tokenizer.json", splits=splits)
+    store = prepare(source, tokenizer, "data/books", splits=splits)
+    # --8<-- [end:prepare]
+    return store
+
+
+@pytest.fixture
+def store(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> TokenStore:
+    """A token store data/books in the current folder, from texts in books/."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "books").mkdir()
+    library = pathlib.Path(sysconfig.get_path("stdlib"))
+    for index, file in enumerate(sorted(library.glob("[a-d]*.py"))[:40]):
+        text = file.read_text(encoding="utf-8", errors="replace")
+        (tmp_path / "books" / f"{index:02d}.txt").write_text(text[:4000])
+    return _prepare()
+
+
+def test_a_store_is_reused_and_follows_its_corpus(store: TokenStore):
+    assert _prepare().meta == store.meta
+    for file in pathlib.Path("books").iterdir():
+        file.touch()
+    assert _prepare().meta == store.meta
+    pathlib.Path("books/more.txt").write_text("Another document.")
+    with pytest.raises(ExistingFileError, match="source"):
+        _prepare()
+
+
+def test_a_batch_is_a_function_of_seed_and_step(store: TokenStore):
+    # --8<-- [start:input]
+    cfg = LMInput.default_config().set(
+        source=TokenStore.default_config().set(path="data/books", split="train"),
+        seq_len=128,
+        global_batch_size=4,
+        packing=Packing.BEST_FIT,
+        document_boundary=DocumentBoundary.RESET,
+        seed=0,
+    )
+    # --8<-- [end:input]
+    # --8<-- [start:look]
+    lm_input = cfg.instantiate()
+    batch = lm_input.batch(1000)  # The global batch of step 1000; nothing before it is read.
+    print(describe_batch(batch, load_tokenizer(cfg), max_sequences=2))
+    print(lm_input.sequences_per_epoch, lm_input.sources[0].num_tokens)
+    # --8<-- [end:look]
+    halves = [cfg.instantiate().host_batch(1000, host, 2) for host in range(2)]
+    for name in batch:
+        np.testing.assert_array_equal(np.concatenate([half[name] for half in halves]), batch[name])
+
+
+def test_a_mixture(store: TokenStore):
+    # --8<-- [start:mixture]
+    books = TokenStore.default_config().set(path="data/books")
+    held_out = TokenStore.default_config().set(path="data/books", split="validation")
+    mixture = Mixture.default_config().set(
+        sources={"books": books, "more": held_out}, weights={"books": 0.75, "more": 0.25}
+    )
+    cfg = LMInput.default_config().set(source=mixture, seq_len=128, global_batch_size=4)
+    # --8<-- [end:mixture]
+    # --8<-- [start:locate]
+    opened = mixture.instantiate()
+    source, number = opened.locate(np.arange(8))  # Of the first 8 sequences of the run.
+    names = [opened.names[index] for index in source]
+    # --8<-- [end:locate]
+    assert names.count("books") == 6
+    assert cfg.instantiate().batch(0)["input_ids"].shape == (4, 128)
+    assert len(number) == 8
+    with pytest.raises(UserError, match="weights"):
+        mixture.clone(weights={"books": 1.0}).instantiate()
+
+
+def test_a_stream(store: TokenStore):
+    # --8<-- [start:streaming]
+    cfg = StreamingInput.default_config().set(
+        stream=JsonLinesStream.default_config().set(paths=["web/*.jsonl.gz"]),
+        tokenizer=Tokenizer.default_config().set(path="data/books"),
+        seq_len=128,
+        global_batch_size=4,
+        shuffle_buffer=1024,
+    )
+    # --8<-- [end:streaming]
+    assert cfg.tokenizer.instantiate().vocab_size == store.vocab_size
+
+
+@pytest.mark.filterwarnings("ignore")  # TFDS uses deprecated functions.
+def test_a_data_set_of_tfds(store: TokenStore):
+    pytest.importorskip("array_record")
+    from moelib.data.tfds_builder import build_text_corpus
+    from moelib.data.tfds_source import TFDSSource
+
+    # --8<-- [start:tfds]
+    source = TextFiles.default_config().set(paths=["books"]).instantiate()
+    folder = build_text_corpus(source, "books", "tfds_data", num_shards=4)
+    # --8<-- [end:tfds]
+    read = TFDSSource.default_config().set(name=folder).instantiate()
+    assert sorted(read.documents()) == sorted(source.documents())
