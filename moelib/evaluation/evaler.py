@@ -73,13 +73,8 @@ class TaskEvaler(SpmdEvaler):
     ) -> Scalars:
         """Returns the metrics of the input, and `<task>/<metric>` of each task.
 
-        Must be called inside `jax.set_mesh(mesh)`.
-
-        Args:
-            params: The model's parameters, sharded over `mesh`.
-            mesh: The mesh.
-            on_batch: Function called after each batch, with the number of batches of the input or
-                of questions done.
+        Must be called inside `jax.set_mesh(mesh)`. `on_batch` is called after each batch with the
+        number of batches of the input, then of questions, done so far.
 
         Raises:
             ValueError: If the input has no token to predict, or a score is not a number.

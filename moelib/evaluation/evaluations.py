@@ -43,13 +43,8 @@ def run_evaluations(
 ) -> dict[str, Metrics]:
     """Returns the metrics of each evaluation by its name.
 
-    The requests of all evaluations are scored together, so that few batch shapes are compiled.
-
-    Args:
-        scorer: Scorer of the model.
-        params: The model's parameters.
-        evaluations: Evaluations with distinct names.
-        on_batch: Function called after each batch with the number of requests done so far.
+    The requests of all evaluations, whose names are distinct, are scored together, so that few
+    batch shapes are compiled. `on_batch` is called as by `Scorer.score`.
     """
     requests = [request for evaluation in evaluations for request in evaluation.requests]
     scores = iter(scorer.score(params, requests, on_batch=on_batch))

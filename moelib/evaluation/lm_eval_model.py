@@ -195,17 +195,9 @@ def run_tasks(
     limit: int | None,
     fewshot_seed: int,
 ) -> dict[str, Metrics]:
-    """Returns the metrics of lm-eval's tasks, by task or group.
+    """Returns the metrics of lm-eval's tasks, groups or tags, by task or group.
 
-    Bootstrapped standard errors are from 1000 samples.
-
-    Args:
-        model: The model.
-        manager: Task manager that knows the tasks.
-        tasks: Names of tasks, groups or tags.
-        num_fewshot: See `moelib.evaluate`, also for the following arguments.
-        limit: Number of questions.
-        fewshot_seed: Seed.
+    Bootstrapped standard errors are from 1000 samples. `moelib.evaluate` documents the options.
     """
     os.environ["DISABLE_MULTIPROC"] = "1"  # For bootstraps: a process with JAX in it cannot fork.
     found: Any = simple_evaluate(

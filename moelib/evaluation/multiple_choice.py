@@ -26,15 +26,7 @@ def task_evaluation(
     limit: int | None = None,
     fewshot_seed: int = FEWSHOT_SEED,
 ) -> Evaluation:
-    """Returns the evaluation of a task over the files in a folder.
-
-    Args:
-        name: Name in `moelib.evaluation.tasks.TASKS`.
-        data_dir: Folder of the benchmarks' files.
-        tokenizer: The model's tokenizer.
-        num_fewshot: Number of examples before each question; None for the task's default.
-        limit: Number of questions, from the first; None for all.
-        fewshot_seed: Seed of the draw of examples.
+    """Returns the evaluation of a task; `moelib.evaluate` documents the arguments.
 
     Raises:
         MissingFileError: If a file is missing.

@@ -23,15 +23,10 @@ def corpus_evaluation(
     text_field: str = "text",
     limit: int | None = None,
 ) -> Evaluation:
-    """Returns the evaluation of the perplexity of documents.
+    """Returns the evaluation of the perplexity of the first `limit` documents, or of all.
 
-    Args:
-        path: A text file, which is one document, a file of JSON lines or Parquet with a document
-            per record, or a folder of such files.
-        tokenizer: The model's tokenizer.
-        max_length: Maximum number of tokens of a window.
-        text_field: Field or column of a record that holds the document.
-        limit: Number of documents, from the first; None for all.
+    The path is a text file, which is one document, a file of JSON lines or Parquet with a document
+    per record in `text_field`, or a folder of such files. Windows have `max_length` tokens.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -67,12 +62,9 @@ def rolling_windows(ids: Ids, max_length: int, prefix_id: int) -> Iterator[Reque
 
 
 def perplexities(texts: Sequence[str], scores: Sequence[Score]) -> Metrics:
-    """Returns `word_perplexity`, `byte_perplexity` and `bits_per_byte` of texts.
+    """Returns `word_perplexity`, `byte_perplexity` and `bits_per_byte` from the windows' scores.
 
-    Args:
-        texts: The documents. Words are separated by white space, as by `re.split`; bytes are
-            those of UTF-8.
-        scores: Scores of all windows of the documents.
+    Words are separated by white space, as by `re.split`; bytes are those of UTF-8.
     """
     nats = -sum(score.log_prob for score in scores)
     num_words = sum(len(re.split(r"\s+", text)) for text in texts)

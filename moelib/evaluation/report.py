@@ -46,11 +46,7 @@ def write_results(
 ) -> None:
     """Writes results.json, with the settings, results.csv and, of several steps, results.png.
 
-    Args:
-        folder: Folder of the files; created if it does not exist.
-        title: Title of the plot.
-        results: All results so far.
-        settings: Settings of the evaluation, as JSON values by name.
+    The folder is created if it does not exist; the title is that of the plot.
     """
     os.makedirs(folder, exist_ok=True)
     content = {**settings, "results": [result._asdict() for result in results]}

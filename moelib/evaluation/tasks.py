@@ -145,11 +145,7 @@ def read_questions(path: str, question: Callable[[Line], Question]) -> list[Ques
     """Returns the questions of a file of JSON lines.
 
     The labels in a second file, as PIQA has (`valid.jsonl`, `valid-labels.lst`), become the field
-    `label` of the lines.
-
-    Args:
-        path: The file.
-        question: Function from a line to a question.
+    `label` of the lines. `question` makes a question of a line, see `Task`.
 
     Raises:
         MissingFileError: If there is no such file.

@@ -59,16 +59,11 @@ def next_logits(
 ) -> tuple[Float32[Array, "B V"], Cache]:
     """Returns the logits of the token after the last one of each sequence, and the new cache.
 
-    Args:
-        model: A language model.
-        params: The model's parameters.
-        cache: Cache of the tokens before these.
-        ids: Prompts, or one token of each sequence.
-        positions: Positions of the tokens; those of prompts are 0, 1, ...
-        mask: False for padding after a prompt and for sequences that have ended.
+    The tokens are prompts, with the positions 0, 1, ..., or one token of each sequence. The mask is
+    False for padding after a prompt and for sequences that have ended.
 
     Raises:
-        ValueError: If a layer with cache specs does not put its cache out.
+        ValueError: If a layer with cache specs returns no new values for it.
     """
     if not isinstance(cache, dict):
         return _from_all_tokens(model, params, cache, ids, positions, mask)
@@ -83,7 +78,7 @@ def next_logits(
     def updated(path: str, spec: ParameterSpec) -> Array:
         if path not in updates:
             raise ValueError(
-                f"{path.replace('/', '.')} was not put out, though its layer has cache specs: "
+                f"{path.replace('/', '.')} has no new value, though its layer has cache specs: "
                 "forward must read `self.cache` and call `self.put_cache`."
             )
         return constrain(updates[path], spec.axes)

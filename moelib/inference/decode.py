@@ -83,15 +83,8 @@ def decode(
 ) -> Iterator[Int32[npt.NDArray, "B"]]:
     """Yields the next token of each prompt, NO_TOKEN after its end, up to the largest limit.
 
-    The next token is computed while the caller uses the previous one.
-
-    Args:
-        model: A language model.
-        params: The model's parameters.
-        prompts: B prompts, at least one.
-        decoding: Selection of tokens.
-        batch_size: Number of sequences computed, if more than B: fewer prompts then share the
-            programs of a full batch.
+    The next token is computed while the caller uses the previous one. With a `batch_size` above the
+    number of prompts, they share the programs of a full batch.
 
     Raises:
         UserError: If the logits of an active sequence are not finite.

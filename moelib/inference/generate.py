@@ -1,4 +1,4 @@
-"""Generation: texts that follow prompts, in batches, streamed while they grow.
+"""Generation of text that follows prompts, in batches, streamed token by token.
 
 Letters: N prompts, S tokens of a padded prompt.
 """
@@ -214,9 +214,8 @@ def generate_tokens(
 
     Raises:
         PromptError: If a prompt is empty, too long, or has an id outside the vocabulary.
-        UserError: If batch_size is below 1, the number of seeds differs from that of prompts, or
-            vocab_size exceeds the model's.
-        ValueError: If logits are not finite (with the first token concerned).
+        UserError: If batch_size is below 1, the number of seeds differs from that of prompts,
+            vocab_size exceeds the model's, or logits are not finite.
     """
     if batch_size is not None and batch_size < 1:
         raise UserError(f"batch_size is {batch_size}; set it to 1 or more.")

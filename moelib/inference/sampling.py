@@ -38,13 +38,9 @@ def sample(
     seen: Bool[Array, "B V"] | None,
     sampling: Sampling,
 ) -> Int32[Array, "B"]:
-    """Returns the next token of each sequence.
+    """Returns the next token of each sequence, of which at least one logit must be finite.
 
-    Args:
-        logits: Logits, at least one per sequence finite.
-        keys: Random key of each sequence's draw.
-        seen: Tokens of each sequence; needed for a repetition penalty only.
-        sampling: Selection steps.
+    The tokens already seen in each sequence are needed for a repetition penalty only.
     """
     if sampling.repetition_penalty is not None:
         assert seen is not None
@@ -122,7 +118,7 @@ def _cut(
 
 
 def draw(logits: Float32[Array, "B V"], keys: Key[Array, "B"]) -> Int32[Array, "B"]:
-    """Draws a token of each sequence, which depends on its own logits and key only."""
+    """Draws one token per sequence, which depends on the sequence's own logits and key only."""
     probs = jax.nn.softmax(logits, axis=-1)
     until = jnp.cumsum(probs, axis=-1)  # A parallel sum, which may decrease by rounding.
     share = jax.vmap(jax.random.uniform)(keys)[:, None] * until[:, -1:]

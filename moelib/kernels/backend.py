@@ -30,8 +30,8 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "flash_attention": ("cudnn", "reference", "tpu", "xla"),
     "gmm": ("gpu", "reference", "tpu", "xla"),
 }
-_PLATFORM = {"cudnn": "gpu", "gpu": "gpu", "tpu": "tpu"}  # Of the others: every one.
-_INTERPRETED = ("gpu", "tpu")  # Pallas kernels, which CPUs interpret, for tests.
+_PLATFORM = {"cudnn": "gpu", "gpu": "gpu", "tpu": "tpu"}  # The others run on every platform.
+_INTERPRETED = ("tpu", "gpu")  # Pallas kernels, which CPUs interpret, for tests.
 
 _logger = logging.getLogger(__name__)
 _context = jax.make_user_context(())  # ((kernel, backend), ...)
@@ -151,41 +151,43 @@ def run(
     kernel: str,
     backend: str | None,
     forms: Mapping[str, Callable[..., Any]],
-    defaults: Mapping[str, str],
+    reasons: Mapping[str, str | None],
     *operands: Any,
 ) -> Any:
     """Returns the result of a backend.
 
     With `backend=None` the platform decides when the program is lowered, not when it is traced: a
-    step compiled ahead of time on a CPU for a TPU gets the TPU's backend.
+    step compiled ahead of time on a CPU for a TPU gets the TPU's backend. Plain XLA instead of it
+    is reported once, with the reason.
 
     Args:
         kernel: Name of the kernel.
         backend: Name of the backend, from `chosen_backend`; None for the default.
         forms: Functions of the operands by backend, which return the same shapes and dtypes.
             Those of Pallas kernels take `interpret` too.
-        defaults: Backend for each platform that has its own ("cuda", "tpu"), and for "default",
-            every other one.
+        reasons: Reason why a backend cannot take the operands, and what to do, or None if it can.
+            "tpu" and "gpu" without a reason are the defaults of their platforms.
         *operands: Trees of arrays.
 
     Raises:
-        BackendError: If the backend is for another platform, or has no such form.
+        BackendError: If the backend cannot take the operands, is for another platform, or has no
+            such form.
     """
-    if backend is None:
-        return _run_default(kernel, forms, defaults, *operands)
-    if backend not in forms:
-        raise BackendError(
-            f"{kernel}: backend {backend!r} cannot compute this part; {how_to_set(kernel, 'xla')}."
-        )
-    _traced[kernel] = backend
     device = current_device()
+    if backend is None:
+        return _run_default(kernel, forms, reasons, device, *operands)
+    or_xla = how_to_set(kernel, "xla")
+    if backend not in forms:
+        raise BackendError(f"{kernel}: backend {backend!r} cannot compute this part; {or_xla}.")
+    if reason := reasons.get(backend):
+        raise BackendError(f"{kernel}: backend {backend!r} {reason} Or {or_xla}.")
+    _traced[kernel] = backend
     if device.platform == "cpu" and backend in _INTERPRETED:
         warn_once(f"{kernel}: backend {backend!r} is interpreted on CPUs, which is very slow.")
         return forms[backend](*operands, interpret=True)
     if device.platform != _PLATFORM.get(backend, device.platform):
         raise BackendError(
-            f"{kernel}: backend {backend!r} does not run on {device.kind}; "
-            f"{how_to_set(kernel, 'xla')}."
+            f"{kernel}: backend {backend!r} does not run on {device.kind}; {or_xla}."
         )
     return forms[backend](*operands)
 
@@ -193,12 +195,19 @@ def run(
 def _run_default(
     kernel: str,
     forms: Mapping[str, Callable[..., Any]],
-    defaults: Mapping[str, str],
+    reasons: Mapping[str, str | None],
+    device: Device,
     *operands: Any,
 ) -> Any:
-    default, platform = defaults["default"], current_device().platform
-    _traced[kernel] = defaults.get({"gpu": "cuda"}.get(platform, platform), default)
-    own = {name: forms[form] for name, form in defaults.items() if form != default}
+    if reason := reasons.get(device.platform):
+        warn_once(
+            f"{kernel} runs in plain XLA on {device.kind}, which is slow: the kernel for "
+            f"{device.platform.upper()}s {reason} To run it so without this warning, "
+            f"{how_to_set(kernel, 'xla')}."
+        )
+    own = [name for name in _INTERPRETED if name in reasons and reasons[name] is None]
+    _traced[kernel] = device.platform if device.platform in own else "xla"
     if not own:
-        return forms[default](*operands)
-    return lax.platform_dependent(*operands, default=forms[default], **own)
+        return forms["xla"](*operands)
+    by_platform = {{"gpu": "cuda"}.get(name, name): forms[name] for name in own}
+    return lax.platform_dependent(*operands, default=forms["xla"], **by_platform)

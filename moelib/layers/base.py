@@ -14,9 +14,22 @@ from moelib.core.context import CACHE, fold_name
 from moelib.core.errors import UserError
 from moelib.core.metrics import maximum, weighted
 from moelib.core.module import Module, nowrap
-from moelib.core.param import Axes, Initializer, ParameterSpec, is_spec
+from moelib.core.param import Axes, FanAxes, Initializer, ParameterSpec, is_spec
 from moelib.core.tree import Nested
 from moelib.layers import initializers
+
+
+def weight_spec(
+    shape: Sequence[int], axes: Axes, *, inputs: int = 1, stacked: Sequence[int] = (), **fields: Any
+) -> ParameterSpec:
+    """Returns the spec of a matrix that multiplies an activation.
+
+    The `stacked` dimensions hold independent matrices; of the others, the first `inputs` are summed
+    over.
+    """
+    dims = [axis for axis in range(len(shape)) if axis not in stacked]
+    fan_axes = FanAxes(tuple(dims[:inputs]), tuple(dims[inputs:]), tuple(stacked))
+    return ParameterSpec(tuple(shape), axes, fan_axes=fan_axes, **fields)
 
 
 def bias_spec(shape: Sequence[int], axes: Axes, **fields: Any) -> ParameterSpec:
@@ -80,7 +93,7 @@ class BaseLayer(Module):
 
     @property
     def sees_other_tokens(self) -> bool:
-        """Whether this layer itself mixes tokens without a cache, so that decoding needs them all.
+        """True if this layer itself mixes tokens without a cache, so that decoding needs them all.
 
         False for layers that compute each token separately, and for those with a cache.
         """
@@ -99,9 +112,13 @@ class BaseLayer(Module):
         return sum(spec.size for spec in specs if spec.trainable)
 
     def _own_forward_flops_per_token(self, seq_len: int) -> float:
-        """Returns this layer's own forward matmul FLOPs per token, without those of children."""
+        """Returns this layer's own forward matmul FLOPs per token, without those of children.
+
+        By default these are 2 per entry of its matrices, the parameters with fan axes.
+        """
         del seq_len
-        return 0.0
+        specs = jax.tree.leaves(self.layer_parameter_specs(), is_leaf=is_spec)
+        return sum((2.0 * spec.size for spec in specs if spec.fan_axes is not None), 0.0)
 
     @nowrap
     def copies(self, child: str) -> tuple[str, ...] | None:

@@ -30,6 +30,10 @@ class Embedding(BaseLayer):
         rows = self.parameters["weight"].at[ids]
         return rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
+    def _own_forward_flops_per_token(self, seq_len: int) -> float:
+        del seq_len
+        return 0.0  # A lookup; a model counts a tied head itself.
+
     def attend(self, x: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
         """Returns the inner products with all vectors: the logits of a tied head."""
         return jnp.einsum("bsd,vd->bsv", x, self.parameters["weight"].astype(x.dtype))

@@ -1,7 +1,7 @@
 """A layer of another library: two functions, one that creates parameters and one that applies them.
 
-Modules of Flax and Equinox, or plain functions, so become part of a model: their parameters are in
-its tree, and are sharded, trained, saved and restored like those of any layer.
+Modules of Flax and Equinox, or plain functions, become part of a model: their parameters are in its
+tree, and are sharded, trained, saved and restored like those of any layer.
 """
 
 import inspect
@@ -156,7 +156,7 @@ class ExternalLayer(BaseLayer):
 
     @property
     def sees_other_tokens(self) -> bool:
-        """Whether a token's output may depend on other tokens, which no cache holds."""
+        """True if a token's output may depend on other tokens, which no cache holds."""
         return not self.config.token_by_token
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:

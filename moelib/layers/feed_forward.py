@@ -4,9 +4,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from moelib.core.config import REQUIRED, Required, config_class
-from moelib.core.param import FanAxes, ParameterSpec
+from moelib.core.param import ParameterSpec
 from moelib.layers.activation import Activation
-from moelib.layers.base import BaseLayer
+from moelib.layers.base import BaseLayer, weight_spec
 from moelib.layers.remat import save_activation
 from moelib.parallel.sharding import constrain
 
@@ -24,15 +24,12 @@ class FeedForward(BaseLayer):
         cfg: FeedForward.Config = self.config
         n = cfg.activation.num_projections
         return {
-            "up": ParameterSpec(
-                (n, cfg.input_dim, cfg.hidden_dim),
-                (None, "embed", "ffn"),
-                fan_axes=FanAxes((1,), (2,), (0,)),
+            "up": weight_spec(
+                (n, cfg.input_dim, cfg.hidden_dim), (None, "embed", "ffn"), stacked=(0,)
             ),
-            "down": ParameterSpec(
+            "down": weight_spec(
                 (cfg.hidden_dim, cfg.input_dim),
                 ("ffn", "embed"),
-                fan_axes=FanAxes((0,), (1,)),
                 initializer=self._initializer("output_init"),
             ),
         }
@@ -47,8 +44,3 @@ class FeedForward(BaseLayer):
         hidden = self.config.activation.function(*parts)  # [B, S, F]
         hidden = constrain(hidden, ("batch", "sequence", "activation_ffn"))
         return save_activation(jnp.einsum("bsf,fd->bsd", hidden, down), "feed_forward_down")
-
-    def _own_forward_flops_per_token(self, seq_len: int) -> float:
-        del seq_len
-        cfg: FeedForward.Config = self.config
-        return 2.0 * cfg.input_dim * cfg.hidden_dim * (cfg.activation.num_projections + 1)

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moelib.core.config import REQUIRED, Required, config_class
-from moelib.core.param import Axes, FanAxes, ParameterSpec
-from moelib.layers.base import BaseLayer, bias_spec
+from moelib.core.param import Axes, ParameterSpec
+from moelib.layers.base import BaseLayer, bias_spec, weight_spec
 
 
 class Linear(BaseLayer):
@@ -21,11 +21,7 @@ class Linear(BaseLayer):
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg: Linear.Config = self.config
         axes: Axes = cfg.axes
-        specs = {
-            "weight": ParameterSpec(
-                (cfg.input_dim, cfg.output_dim), axes, fan_axes=FanAxes((0,), (1,))
-            )
-        }
+        specs = {"weight": weight_spec((cfg.input_dim, cfg.output_dim), axes)}
         if cfg.bias:
             specs["bias"] = bias_spec((cfg.output_dim,), axes[1:])
         return specs
@@ -37,7 +33,3 @@ class Linear(BaseLayer):
             bias = self.parameters["bias"].astype(x.dtype)
             y = y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
         return y
-
-    def _own_forward_flops_per_token(self, seq_len: int) -> float:
-        del seq_len
-        return 2.0 * self.config.input_dim * self.config.output_dim

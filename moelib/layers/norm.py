@@ -24,7 +24,7 @@ class BaseNorm(BaseLayer):
         return {"scale": ParameterSpec(shape, ("norm",), initializer=ones, weight_decay_scale=0.0)}
 
     def _scaled(self, x: Float[Array, "... D"], name: str = "scale") -> Float[Array, "..."]:
-        """Returns a parameter in float32, with the rank of x."""
+        """Returns a parameter in float32, broadcast to the rank of x."""
         return jnp.asarray(self.parameters[name], jnp.float32)[(None,) * (x.ndim - 1)]
 
 

@@ -71,14 +71,24 @@ def test_a_malformed_environment_is_refused(monkeypatch):
 
 
 def test_without_a_choice_the_platform_lowered_for_decides():
-    forms = {"one": jnp.sin, "two": jnp.cos}
-    defaults = {"tpu": "one", "default": "two"}
-    traced = jax.jit(lambda x: run("gmm", None, forms, defaults, x)).trace(jnp.float32(0))
+    forms = {"tpu": jnp.sin, "xla": jnp.cos}
+    traced = jax.jit(lambda x: run("gmm", None, forms, {"tpu": None}, x)).trace(jnp.float32(0))
     on_tpu = traced.lower(lowering_platforms=("tpu",)).as_text()
     assert "sine" in on_tpu
     assert "cosine" not in on_tpu
     assert "cosine" in traced.lower(lowering_platforms=("cpu",)).as_text()
-    assert run("gmm", None, forms, {"default": "two"}, jnp.float32(0)) == 1
+    assert run("gmm", None, forms, {}, jnp.float32(0)) == 1
+
+
+def test_operands_that_the_kernel_of_the_platform_cannot_take_are_computed_in_plain_xla(caplog):
+    warn_once.cache_clear()
+    reasons = {"tpu": "takes bfloat16; cast to it."}
+    with compiled_for("tpu", "TPU v6 lite"), caplog.at_level(logging.WARNING):
+        assert run("gmm", None, FORMS, reasons, 0) == 1
+        with pytest.raises(BackendError, match=r"backend 'tpu' takes bfloat16.*=gmm=xla"):
+            run("gmm", "tpu", FORMS, reasons, 0)
+    (message,) = caplog.messages
+    assert "the kernel for TPUs takes bfloat16; cast to it." in message
 
 
 def test_a_kernel_of_another_platform_is_interpreted_on_cpus_and_refused_elsewhere(caplog):

@@ -165,9 +165,9 @@ def test_activation_summaries_are_those_of_the_valid_tokens():
         assert outputs.summaries["hidden_mean"].weight == values.size
 
 
-def test_active_parameters_are_the_trainable_ones():
+def test_active_parameters_are_the_trainable_ones_and_flops_two_per_entry_with_fan_axes():
     assert pair().active_parameters() == 2 * (3 + 2)
-    assert pair().forward_flops_per_token(8) == 0
+    assert pair().forward_flops_per_token(8) == 2 * 2 * (3 + 2)
 
 
 @pytest.mark.parametrize("dim", [0, -3])

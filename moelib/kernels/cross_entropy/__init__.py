@@ -65,8 +65,8 @@ def cross_entropy(
         vocab_axes: Inside `jax.shard_map`: mesh axes over which the vocabulary is split, so that
             head is this device's part. `loss` is then this device's share, an equal one, and the
             gradients in hidden are the contribution of its part: sum both over the axes.
-        backend: "xla" (the default) or "reference", which holds all logits. A backend set outside
-            of the call: see `moelib.kernels.backend`.
+        backend: "xla" (the default) or "reference", which holds all logits. None takes the one
+            that `moelib.kernels.backend` names.
 
     Raises:
         ValueError: If the shapes disagree, the chunk size is not positive, or the backend is
@@ -80,11 +80,6 @@ def cross_entropy(
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"cross_entropy: chunk_size={chunk_size}: set 1 or more, or None.")
     backend = chosen_backend("cross_entropy", backend)
-    if vocab_axes and backend == "reference":
-        raise ValueError(
-            f'cross_entropy: backend="reference" holds the whole vocabulary; set vocab_axes='
-            f'{vocab_axes} to (), or the backend to "xla".'
-        )
     num_tokens, vocab_size = hidden.shape[0], head.shape[0 if transposed_head else 1]
     size = chunk_size or xla.chunk_size_for(num_tokens, vocab_size)
     options = xla.Options(transposed_head, z_loss, size, vocab_axes)
@@ -93,7 +88,9 @@ def cross_entropy(
         "xla": functools.partial(_chunked, options),
     }
     operands = align(hidden, head, labels)
-    loss, nll, lse = run("cross_entropy", backend, forms, {"default": "xla"}, *operands)
+    reason = f"holds the whole vocabulary; set vocab_axes={vocab_axes} to ()."
+    reasons = {"reference": reason if vocab_axes else None}
+    loss, nll, lse = run("cross_entropy", backend, forms, reasons, *operands)
     return CrossEntropyOutput(loss, lax.stop_gradient(nll), lax.stop_gradient(lse))
 
 
@@ -108,13 +105,13 @@ def _dense(
 def _chunked(
     options: xla.Options, hidden: Array, head: Array, labels: Array
 ) -> tuple[Array, Array, Array]:
-    return xla.forward(hidden, head, labels, options)
+    return xla.forward(hidden, head, labels, options, with_gradients=False)[0]
 
 
 def _chunked_forward(
     options: xla.Options, hidden: Array, head: Array, labels: Array
-) -> tuple[tuple[Array, Array, Array], tuple[Array, Array]]:
-    return xla.forward_and_gradients(hidden, head, labels, options)
+) -> tuple[tuple[Array, Array, Array], tuple[Array, Array] | None]:
+    return xla.forward(hidden, head, labels, options, with_gradients=True)
 
 
 def _chunked_backward(

@@ -1,4 +1,4 @@
-"""Definition of the cross-entropy of a linear head, with all logits at once."""
+"""Reference of the cross-entropy of a linear head, with all logits at once."""
 
 import jax
 import jax.numpy as jnp

@@ -62,39 +62,28 @@ def forward(
     head: Float[Array, "_ _"],
     labels: Int[Array, "T"],
     options: Options,
-) -> tuple[Float[Array, ""], Float[Array, "T"], Float[Array, "T"]]:
-    """Returns (loss, nll, lse)."""
+    *,
+    with_gradients: bool,
+) -> tuple[tuple[Array, Array, Array], tuple[Array, Array] | None]:
+    """Returns ((loss, nll, lse), gradients of the loss in (hidden, head), or None)."""
 
-    def step(carry: None, chunk: tuple[Array, Array]) -> tuple[None, tuple[Array, ...]]:
-        _, logits = _logits(*chunk, head, options)
-        return carry, _nll_and_lse(logits, chunk[1], options)
-
-    _, (nll, lse) = _over_chunks(step, None, hidden, labels, options.chunk_size)
-    return _totals(nll, lse, labels, options)
-
-
-def forward_and_gradients(
-    hidden: Float[Array, "T D"],
-    head: Float[Array, "_ _"],
-    labels: Int[Array, "T"],
-    options: Options,
-) -> tuple[tuple[Array, Array, Array], tuple[Array, Array]]:
-    """Returns ((loss, nll, lse), gradients of the loss in (hidden, head))."""
-
-    def step(head_grad: Array, chunk: tuple[Array, Array]) -> tuple[Array, tuple[Array, ...]]:
+    def step(head_grad: Any, chunk: tuple[Array, Array]) -> tuple[Any, tuple[Array, ...]]:
         labels = chunk[1]
         rows, logits = _logits(*chunk, head, options)
         nll, lse = _nll_and_lse(logits, labels, options)
+        if not with_gradients:
+            return head_grad, (nll, lse)
         grad = _logits_gradient(logits, lse, labels, options).astype(hidden.dtype)
         pair = (grad, rows) if options.transposed_head else (rows, grad)
         rows_grad = _dot(grad, head, 1, 0 if options.transposed_head else 1)
         return head_grad + _dot(*pair, 0, 0), (nll, lse, rows_grad.astype(hidden.dtype))
 
-    zeros = zeros_like_varying(head.shape, jnp.float32, head)
-    head_grad, (nll, lse, hidden_grad) = _over_chunks(
+    zeros = zeros_like_varying(head.shape, jnp.float32, head) if with_gradients else None
+    head_grad, (nll, lse, *hidden_grad) = _over_chunks(
         step, zeros, hidden, labels, options.chunk_size
     )
-    return _totals(nll, lse, labels, options), (hidden_grad, head_grad.astype(head.dtype))
+    totals = _totals(nll, lse, labels, options)
+    return totals, (hidden_grad[0], head_grad.astype(head.dtype)) if with_gradients else None
 
 
 def _over_chunks(

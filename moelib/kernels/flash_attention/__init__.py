@@ -3,10 +3,10 @@
 `flash_attention` is the one entry for whole sequences; `passes` has the parts of attention over a
 sequence that is split over devices. `reference` is the definition; `xla` computes it in blocks of
 queries, with memory linear in the sequence, on every platform; `tpu` in Pallas kernels; `cudnn` on
-NVIDIA GPUs, where it is asked for.
+NVIDIA GPUs, on request.
 
-With several devices the kernels belong inside of `jax.shard_map`: XLA does not partition them, and
-takes the xla form where a mesh axis is not manual.
+With several devices the kernels belong inside `jax.shard_map`: XLA does not partition them, so the
+default is the xla form where a mesh axis is not manual.
 """
 
 import functools
@@ -46,7 +46,7 @@ def flash_attention(
 
     Differentiable in q, k, v and sinks, in reverse mode, once; for second derivatives take the
     backend "reference". A policy of `jax.checkpoint` that saves the name `CONTEXT` saves all that
-    the backward pass needs besides the operands.
+    the backward pass needs in addition to the operands.
 
     Args:
         q: Queries. Head h attends with key and value head h // (H / G).
@@ -57,8 +57,8 @@ def flash_attention(
         sinks: One more score per head, which takes its share of the softmax and has no value.
         backend: "tpu" (Pallas kernels, the default on TPUs for head_dim from 64 on), "xla" (the
             default elsewhere), "cudnn" (on NVIDIA GPUs, for bfloat16 and float16, without sinks
-            and cap; segment_ids cost a mask [B, 1, S, S]), or "reference". A backend set outside
-            of the call: see `moelib.kernels.backend`.
+            and cap; segment_ids cost a mask [B, 1, S, S]), or "reference". None takes the one that
+            `moelib.kernels.backend` names.
 
     Raises:
         ValueError: If the shapes or dtypes disagree, H is not a multiple of G, window is below 1 or
@@ -71,16 +71,12 @@ def flash_attention(
     """
     backend = backends.chosen_backend("flash_attention", backend)
     passes.check(q, k, v, whole_sequences(q.shape[1], segment_ids), spec, sinks=sinks, whole=True)
-    if backend == "cudnn" and (reason := cudnn.reason_against(q, segment_ids, sinks, spec)):
-        raise backends.BackendError(
-            f"flash_attention: backend 'cudnn' {reason} Or "
-            f"{backends.how_to_set('flash_attention', 'xla')}."
-        )
     operands = align(q, k, v, sinks, segment_ids)
     if backend in ("cudnn", "reference"):
         forms = {"cudnn": cudnn.attention, "reference": reference.attention}
         forms = {name: functools.partial(form, spec=spec) for name, form in forms.items()}
-        return backends.run("flash_attention", backend, forms, {}, *operands)
+        reasons = {"cudnn": cudnn.reason_against(q, segment_ids, sinks, spec)}
+        return backends.run("flash_attention", backend, forms, reasons, *operands)
     return _attention(spec, backend, *operands)
 
 
@@ -101,7 +97,7 @@ def _forward(
     positions = whole_sequences(q.shape[1], segments)
     operands = q, k, v, sinks, positions
     out, lse = passes.run("forward", backend, operands, spec, in_order=True)
-    # A policy that saves both spares the backward pass a second forward pass.
+    # If a policy saves both, the backward pass needs no second forward pass.
     out, lse = checkpoint_name(out, CONTEXT), checkpoint_name(lse, CONTEXT)
     return out, (q, k, v, sinks, segments, out, lse)
 

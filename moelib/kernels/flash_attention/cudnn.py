@@ -1,7 +1,7 @@
-"""Attention by cuDNN, through `jax.nn.dot_product_attention`: for NVIDIA GPUs, where it is set.
+"""Attention by cuDNN, through `jax.nn.dot_product_attention`: for NVIDIA GPUs, on request.
 
-It is no default, because JAX looks for cuDNN while the program is traced, which fails on a machine
-without it.
+It is not the default, because JAX looks for cuDNN while the program is traced, which fails on a
+machine without it.
 """
 
 import jax

@@ -48,7 +48,7 @@ def attention_forward(
     the backend is "tpu" or "xla".
 
     Raises:
-        ValueError: As for `flash_attention`; and if only one side has segments.
+        ValueError: If the operands do not fit `flash_attention`, or only one side has segments.
     """
     check(q, k, v, positions, spec)
     backend = backends.chosen_backend("flash_attention", backend)
@@ -175,35 +175,20 @@ def run(
 ) -> Any:
     """Returns the result of `xla.forward` or `xla.backward`, on the backend or the default one."""
     reason = tpu.reason_against(operands[0], operands[1], spec, in_order=in_order)
-    if backend == "tpu" and reason:
-        raise backends.BackendError(
-            f"flash_attention: backend 'tpu' {reason} Or "
-            f"{backends.how_to_set('flash_attention', 'xla')}."
-        )
+    if backend is None:
+        reason = reason or _reason_of_mesh()
     forms = {
         name: functools.partial(getattr(module, part), spec=spec, in_order=in_order)
         for name, module in _FORMS.items()
     }
-    defaults = _defaults(reason or _reason_of_mesh()) if backend is None else {}
-    return backends.run("flash_attention", backend, forms, defaults, *operands)
+    reasons = {"tpu": reason, "gpu": _REASON_OF_GPU}
+    return backends.run("flash_attention", backend, forms, reasons, *operands)
 
 
-def _defaults(reason: str | None) -> dict[str, str]:
-    """Returns the backend by platform, and reports a slow one; the reason is against the TPU's."""
-    device = backends.current_device()
-    if device.platform == "gpu":
-        backends.warn_once(
-            f"flash_attention runs in plain XLA on {device.kind}, which is slow: this library has "
-            "no kernel for GPUs. For cuDNN's, which takes whole sequences in bfloat16 or float16 "
-            f"without sinks and logit_cap, {backends.how_to_set('flash_attention', 'cudnn')}."
-        )
-    if device.platform == "tpu" and reason:
-        backends.warn_once(
-            f"flash_attention runs in plain XLA on {device.kind}, which is slow: the kernels for "
-            f"TPUs {reason} To run it so without this warning, "
-            f"{backends.how_to_set('flash_attention', 'xla')}."
-        )
-    return {"default": "xla"} if reason else {"default": "xla", "tpu": "tpu"}
+_REASON_OF_GPU = (
+    "is missing in this library. For cuDNN's, which takes whole sequences in bfloat16 or float16 "
+    f"without sinks and logit_cap, {backends.how_to_set('flash_attention', 'cudnn')}."
+)
 
 
 def _reason_of_mesh() -> str | None:
@@ -213,5 +198,5 @@ def _reason_of_mesh() -> str | None:
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     split = [name for name, kind in kinds if kind != manual and mesh.shape[name] > 1]
     if split:
-        return f"need manual mesh axes, not {', '.join(split)}; call it inside of jax.shard_map."
+        return f"needs manual mesh axes, not {', '.join(split)}; call it inside of jax.shard_map."
     return None

@@ -1,4 +1,4 @@
-"""Definition of attention, at any cost: all scores at once, in float32."""
+"""Reference of attention: all scores at once, in float32."""
 
 from typing import NamedTuple
 

@@ -29,9 +29,9 @@ def reason_against(
     dim = q.shape[3]
     if dim % 16 or dim < 64:
         nearest = max(64, 16 * round(dim / 16))
-        return f"take a head_dim that is a multiple of 16 from 64 on, not {dim}; set {nearest}."
+        return f"takes a head_dim that is a multiple of 16 from 64 on, not {dim}; set {nearest}."
     if q.dtype not in _DTYPES:
-        return f"take bfloat16 and float32, not {q.dtype}; cast to one of them."
+        return f"takes bfloat16 and float32, not {q.dtype}; cast to one of them."
     call, _ = _call(q, k, spec, interpret=False)
     blocks = -(-q.shape[1] // call.block_q), -(-k.shape[1] // call.block_k)
     pairs = blocks[0] * blocks[1]
@@ -40,7 +40,7 @@ def reason_against(
         pairs = len(visits(*_in_blocks(call, index, index), spec, by_keys=False))
     if pairs > MAX_VISITS or max(blocks) > MAX_BLOCKS:
         return (
-            f"take {MAX_VISITS} pairs of blocks, not the {pairs} of {q.shape[1]} queries and "
+            f"takes {MAX_VISITS} pairs of blocks, not the {pairs} of {q.shape[1]} queries and "
             f"{k.shape[1]} keys; split the sequence over more devices."
         )
     return None

@@ -9,7 +9,7 @@ The last two are the parts of the backward pass of `gmm`, for schedules that def
 by an activation; on TPUs the kernel activates the float32 products before they leave VMEM, so that
 [m, n] is written instead of p times as much, and the products only if they will be differentiated.
 
-With several devices the kernels belong inside of `jax.shard_map`: XLA does not partition them.
+With several devices the kernels belong inside `jax.shard_map`: XLA does not partition them.
 
 On TPUs our kernels are the default instead of `lax.ragged_dot`, which writes every result in
 float32, to be masked and cast by another pass: for 4096 rows of 8 groups, k = n = 2048, in bfloat16
@@ -20,7 +20,7 @@ Shapes: m rows, k in, n out, g groups, p matrices per group.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -58,8 +58,8 @@ def gmm(
         bias: One vector per group, added to the results of its rows.
         backend: "tpu" (Pallas kernels for bfloat16 and float32; the default on TPUs), "gpu" (Pallas
             kernels for Hopper, for bfloat16 and float16 with k and n multiples of 64; the default
-            there), "xla" (loops over blocks of rows; the default elsewhere), or "reference". What
-            is set outside of the call: see `moelib.kernels.backend`.
+            there), "xla" (loops over blocks of rows; the default elsewhere), or "reference". None
+            takes the one that `moelib.kernels.backend` names.
 
     Raises:
         ValueError: If the shapes or dtypes disagree, a size but m is 0, or the backend is unknown
@@ -176,11 +176,12 @@ def _run(
         BackendError: If the backend cannot take the operands.
     """
     dtype = jax.tree.leaves(operands)[0].dtype
-    reasons = {"tpu": tpu.reason_against(dtype), "gpu": gpu.reason_against(dtype, sides)}
-    if backend is not None and (reason := reasons.get(backend)):
-        raise backends.BackendError(
-            f"gmm: backend {backend!r} {reason} Or {backends.how_to_set('gmm', 'xla')}."
-        )
+    platform = backends.current_device().platform
+    reasons = {"tpu": tpu.reason_against(dtype)}
+    if "gpu" in (backend, platform):  # Elsewhere, lowering the kernel would import Mosaic-GPU.
+        reasons["gpu"] = gpu.reason_against(dtype, sides)
+    if backend is None and platform == "tpu" and reasons["tpu"]:
+        backend = "tpu"  # Refused: plain XLA is no default there.
     forms = {
         "reference": getattr(reference, part),
         "tpu": getattr(tpu, part),
@@ -188,29 +189,7 @@ def _run(
         "gpu": functools.partial(getattr(unfused, part), gpu),
     }
     forms = {name: functools.partial(form, **options) for name, form in forms.items()}
-    defaults = _defaults(reasons) if backend is None else {}
-    return backends.run("gmm", backend, forms, defaults, *operands)
-
-
-def _defaults(reasons: Mapping[str, str | None]) -> dict[str, str]:
-    """Returns the backend by platform, and reports a slow one; reasons are against each kernel."""
-    device, defaults = backends.current_device(), {"default": "xla"}
-    if reasons["tpu"] is None:
-        defaults["tpu"] = "tpu"
-    elif device.platform == "tpu":
-        raise backends.BackendError(
-            f"gmm: the kernel for TPUs {reasons['tpu']} Or {backends.how_to_set('gmm', 'xla')}, "
-            "which is slower."
-        )
-    if device.platform == "gpu" and reasons["gpu"] is None:
-        defaults["cuda"] = "gpu"
-    elif device.platform == "gpu":
-        backends.warn_once(
-            f"gmm runs in plain XLA on {device.kind}, which is slow: the kernel for GPUs "
-            f"{reasons['gpu']} To run it so without this warning, "
-            f"{backends.how_to_set('gmm', 'xla')}."
-        )
-    return defaults
+    return backends.run("gmm", backend, forms, reasons, *operands)
 
 
 # ------------------------------------------------------------------------------------------------

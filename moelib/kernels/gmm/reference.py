@@ -1,4 +1,4 @@
-"""Definition of the grouped matmul, at any cost: every row meets every group's matrices.
+"""Reference of the grouped matmul: every row is multiplied by every group's matrices.
 
 Shapes: m rows, k in, n out, g groups, p matrices per group.
 """

@@ -1,4 +1,4 @@
-"""Grouped matmul with an activation as one grouped matmul per part, for backends that fuse nothing.
+"""Grouped matmul with an activation as one grouped matmul per part, for backends without fusion.
 
 A backend has `gmm`, rows times the i-th matrix of their group, and `gmm_weight_gradient`.
 

@@ -5,11 +5,11 @@ from jaxtyping import Array, Float, Int
 
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.errors import UserError
-from moelib.core.param import FanAxes, ParameterSpec
+from moelib.core.param import ParameterSpec
 from moelib.kernels.flash_attention import CONTEXT, MaskSpec
 from moelib.layers.attention.cached import attend_to_cache, num_slots, store
 from moelib.layers.attention.on_mesh import attend
-from moelib.layers.base import BaseLayer, bias_spec
+from moelib.layers.base import BaseLayer, bias_spec, weight_spec
 from moelib.layers.norm import BaseNorm
 from moelib.layers.remat import save_activation
 from moelib.layers.rope import RotaryEmbedding
@@ -67,21 +67,17 @@ class GroupedQueryAttention(BaseLayer):
         cfg: GroupedQueryAttention.Config = self.config
         heads, groups, dim = cfg.num_heads, self._num_kv_heads, self._head_dim
         specs = {
-            "q": ParameterSpec(
-                (cfg.input_dim, heads, dim),
-                ("embed", "heads", "head_dim"),
-                fan_axes=FanAxes((0,), (1, 2)),
-            ),
-            "kv": ParameterSpec(
+            "q": weight_spec((cfg.input_dim, heads, dim), ("embed", "heads", "head_dim")),
+            "kv": weight_spec(
                 (cfg.input_dim, 2, groups, dim),
                 ("embed", None, "kv_heads", "head_dim"),
-                fan_axes=FanAxes((0,), (2, 3), (1,)),
+                stacked=(1,),
             ),
-            "output": ParameterSpec(
+            "output": weight_spec(
                 (heads, dim, cfg.input_dim),
                 ("heads", "head_dim", "embed"),
+                inputs=2,
                 initializer=self._initializer("output_init"),
-                fan_axes=FanAxes((0, 1), (2,)),
             ),
         }
         if cfg.qkv_bias:
@@ -162,8 +158,7 @@ class GroupedQueryAttention(BaseLayer):
 
     def _own_forward_flops_per_token(self, seq_len: int) -> float:
         cfg: GroupedQueryAttention.Config = self.config
-        heads = 2 * (cfg.num_heads + self._num_kv_heads)  # Queries, outputs; keys, values.
-        projections = 2 * cfg.input_dim * self._head_dim * heads
+        projections = super()._own_forward_flops_per_token(seq_len)
         window = min(seq_len, cfg.window or seq_len)
         keys_seen = window - window * (window - 1) / 2 / seq_len  # On average.
         return projections + 2 * 2 * keys_seen * cfg.num_heads * self._head_dim

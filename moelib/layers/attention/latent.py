@@ -10,11 +10,11 @@ from jaxtyping import Array, Float, Int
 
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.errors import UserError
-from moelib.core.param import FanAxes, ParameterSpec
+from moelib.core.param import ParameterSpec
 from moelib.kernels.flash_attention import CONTEXT, MaskSpec
 from moelib.layers.attention.cached import attend_to_cache, store
 from moelib.layers.attention.on_mesh import attend
-from moelib.layers.base import BaseLayer
+from moelib.layers.base import BaseLayer, weight_spec
 from moelib.layers.norm import BaseNorm, RMSNorm
 from moelib.layers.remat import save_activation
 from moelib.layers.rope import RotaryEmbedding
@@ -63,22 +63,24 @@ class LatentAttention(BaseLayer):
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg: LatentAttention.Config = self.config
+        heads, kv_dim = cfg.num_heads, cfg.nope_head_dim + cfg.v_head_dim
+        down, up = ("embed", None), ("embed", "heads", "head_dim")
         specs = {
-            "kv_down": _down(cfg.input_dim, cfg.kv_lora_rank),
-            "k_rope": _down(cfg.input_dim, cfg.rope_head_dim),
-            "kv_up": _up(cfg.kv_lora_rank, cfg.num_heads, cfg.nope_head_dim + cfg.v_head_dim),
-            "output": ParameterSpec(
-                (cfg.num_heads, cfg.v_head_dim, cfg.input_dim),
+            "kv_down": weight_spec((cfg.input_dim, cfg.kv_lora_rank), down),
+            "k_rope": weight_spec((cfg.input_dim, cfg.rope_head_dim), down),
+            "kv_up": weight_spec((cfg.kv_lora_rank, heads, kv_dim), up),
+            "output": weight_spec(
+                (heads, cfg.v_head_dim, cfg.input_dim),
                 ("heads", "head_dim", "embed"),
+                inputs=2,
                 initializer=self._initializer("output_init"),
-                fan_axes=FanAxes((0, 1), (2,)),
             ),
         }
         if cfg.q_lora_rank is None:
-            return specs | {"q": _up(cfg.input_dim, cfg.num_heads, self._qk_head_dim)}
+            return specs | {"q": weight_spec((cfg.input_dim, heads, self._qk_head_dim), up)}
         return specs | {
-            "q_down": _down(cfg.input_dim, cfg.q_lora_rank),
-            "q_up": _up(cfg.q_lora_rank, cfg.num_heads, self._qk_head_dim),
+            "q_down": weight_spec((cfg.input_dim, cfg.q_lora_rank), down),
+            "q_up": weight_spec((cfg.q_lora_rank, heads, self._qk_head_dim), up),
         }
 
     def _create_layer_cache_specs(self, batch_size: int, length: int) -> dict[str, ParameterSpec]:
@@ -192,17 +194,8 @@ class LatentAttention(BaseLayer):
         cfg: LatentAttention.Config = self.config
         keys_seen = (seq_len + 1) / 2  # On average.
         head = self._qk_head_dim + cfg.v_head_dim  # Of a score, and of the sum of values.
-        # All own parameters of the layer are matrices that multiply a token.
-        return 2 * self._own_active_parameters() + 2 * keys_seen * cfg.num_heads * head
-
-
-def _down(inputs: int, outputs: int) -> ParameterSpec:
-    return ParameterSpec((inputs, outputs), ("embed", None), fan_axes=FanAxes((0,), (1,)))
-
-
-def _up(inputs: int, heads: int, head_dim: int) -> ParameterSpec:
-    axes = ("embed", "heads", "head_dim")
-    return ParameterSpec((inputs, heads, head_dim), axes, fan_axes=FanAxes((0,), (1, 2)))
+        projections = super()._own_forward_flops_per_token(seq_len)
+        return projections + 2 * keys_seen * cfg.num_heads * head
 
 
 def _widened(x: Float[Array, "B S H n"], width: int) -> Float[Array, "B S H m"]:

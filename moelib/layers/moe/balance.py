@@ -55,7 +55,7 @@ def load_balance_loss(
         expert_ids: The experts of each token.
         mask: False for padding.
         scope: The tokens over which loads are computed.
-        earlier_counts: For GLOBAL_BATCH: assignments to each expert in earlier micro-batches.
+        earlier_counts: Assignments to each expert in earlier micro-batches, for GLOBAL_BATCH.
 
     Raises:
         UserError: If there are fewer than two experts.

@@ -95,7 +95,7 @@ class Local(NamedTuple):
         experts: The layer of the experts.
         params: Weights of the experts, of this device only for expert-parallel dispatchers.
         x: Tokens.
-        ids: Their experts; E for assignments of padding, and for ids outside 0 to E - 1.
+        ids: Experts of the tokens; E for assignments of padding, and for ids outside 0 to E - 1.
         weights: Combine weights, float32.
         batch: B, the number of sequences.
     """

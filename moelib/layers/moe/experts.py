@@ -7,11 +7,11 @@ from jaxtyping import Array, Float, Int
 
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.module import nowrap
-from moelib.core.param import FanAxes, ParameterSpec
+from moelib.core.param import ParameterSpec
 from moelib.core.tree import Nested
 from moelib.kernels.gmm import gmm, gmm_activated
 from moelib.layers.activation import Activation
-from moelib.layers.base import BaseLayer, bias_spec
+from moelib.layers.base import BaseLayer, bias_spec, weight_spec
 from moelib.layers.remat import is_saved, save_activation
 
 
@@ -39,15 +39,15 @@ class FeedForwardExperts(BaseLayer):
         cfg: FeedForwardExperts.Config = self.config
         n = cfg.activation.num_projections
         specs = {
-            "up": ParameterSpec(
+            "up": weight_spec(
                 (cfg.num_experts, n, cfg.input_dim, cfg.hidden_dim),
                 ("experts", None, "expert_embed", "expert_ffn"),
-                fan_axes=FanAxes((2,), (3,), (0, 1)),
+                stacked=(0, 1),
             ),
-            "down": ParameterSpec(
+            "down": weight_spec(
                 (cfg.num_experts, cfg.hidden_dim, cfg.input_dim),
                 ("experts", "expert_ffn", "expert_embed"),
-                fan_axes=FanAxes((1,), (2,), (0,)),
+                stacked=(0,),
                 initializer=self._initializer("output_init"),
             ),
         }

@@ -10,10 +10,10 @@ from jaxtyping import Array, Bool, Float
 
 from moelib.core.config import REQUIRED, InstantiableConfig, Required, config_class
 from moelib.core.errors import UserError
-from moelib.core.param import FanAxes, ParameterSpec, is_spec
+from moelib.core.param import ParameterSpec, is_spec
 from moelib.core.tree import Nested
 from moelib.core.varying import vary
-from moelib.layers.base import BaseLayer
+from moelib.layers.base import BaseLayer, weight_spec
 from moelib.layers.moe.balance import (
     BalanceScope,
     LayerLoad,
@@ -88,8 +88,7 @@ class MoELayer(BaseLayer):
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg: MoELayer.Config = self.config
-        shape, axes = (cfg.input_dim, 1), ("embed", None)
-        gate = ParameterSpec(shape, axes, fan_axes=FanAxes((0,), (1,)))
+        gate = weight_spec((cfg.input_dim, 1), ("embed", None))
         return {"shared_gate": gate} if cfg.shared_gate else {}
 
     def forward(
@@ -200,7 +199,7 @@ class MoELayer(BaseLayer):
             self.add_aux_loss("router_z_loss", loss, weight=cfg.router_z_loss.weight)
 
     def _add_balance_loss(self, routing: Routing, cfg: LoadBalanceLoss.Config) -> None:
-        """Adds the load-balance loss, or puts out the load for that of all layers."""
+        """Adds the load-balance loss, or outputs the load, for the loss of all layers."""
         probs, ids, mask = routing.probs, routing.expert_ids, routing.mask
         if cfg.scope is BalanceScope.ALL_LAYERS:
             load = LayerLoad.of(probs, ids, mask).summed()
@@ -212,7 +211,3 @@ class MoELayer(BaseLayer):
             earlier = self.load_counter.count(ids, mask)
         loss = load_balance_loss(probs, ids, mask, cfg.scope, earlier)
         self.add_aux_loss("load_balance_loss", loss, weight=cfg.weight)
-
-    def _own_forward_flops_per_token(self, seq_len: int) -> float:
-        del seq_len
-        return 2.0 * self._own_active_parameters()  # The shared experts' gate.

@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.errors import UserError
-from moelib.core.param import FanAxes, ParameterSpec
-from moelib.layers.base import BaseLayer, bias_spec
+from moelib.core.param import ParameterSpec
+from moelib.layers.base import BaseLayer, bias_spec, weight_spec
 from moelib.layers.moe.balance import BiasBalancing
 from moelib.layers.remat import save_activation, save_routing
 
@@ -48,9 +48,7 @@ class GroupScore(enum.Enum):
     """The score of a group of experts for a token, from its experts' scores."""
 
     MAX = "max"  # Of the best expert (DeepSeek-V2, arXiv:2405.04434, sec. 2.2.2).
-    SUM_OF_TOP_2 = (
-        "sum_of_top_2"  # Of the two best experts (DeepSeek-V3, arXiv:2412.19437, sec. 2.1.2).
-    )
+    SUM_OF_TOP_2 = "sum_of_top_2"  # Of the two best (DeepSeek-V3, arXiv:2412.19437, sec. 2.1.2).
 
 
 # Number of a group's best experts whose scores are summed.
@@ -118,12 +116,7 @@ class Router(BaseLayer):
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg: Router.Config = self.config
         specs = {
-            "weight": ParameterSpec(
-                (cfg.input_dim, cfg.num_experts),
-                ("embed", None),
-                fan_axes=FanAxes((0,), (1,)),
-                castable=False,
-            )
+            "weight": weight_spec((cfg.input_dim, cfg.num_experts), ("embed", None), castable=False)
         }
         if cfg.bias:
             specs["bias"] = bias_spec((cfg.num_experts,), (None,), castable=False)
@@ -170,16 +163,11 @@ class Router(BaseLayer):
         cfg: Router.Config = self.config
         if cfg.num_groups is None or cfg.num_groups_per_token is None:
             return selection
-        grouped = selection.reshape(
-            *selection.shape[:2], cfg.num_groups, -1
-        )  # [B, S, groups, size]
+        shape = *selection.shape[:2], cfg.num_groups, -1
+        grouped = selection.reshape(shape)  # [B, S, groups, size]
         best_scores, _ = jax.lax.top_k(grouped, _NUM_SUMMED[cfg.group_score])
         scores = jnp.sum(best_scores, -1)  # [B, S, groups]
         _, best = jax.lax.top_k(scores, cfg.num_groups_per_token)
         groups = jnp.arange(cfg.num_groups)[None, None, None]
         kept = jnp.any(best[..., None] == groups, -2)  # [B, S, groups]
         return jnp.where(kept[..., None], grouped, -jnp.inf).reshape(selection.shape)
-
-    def _own_forward_flops_per_token(self, seq_len: int) -> float:
-        del seq_len
-        return 2.0 * self.config.input_dim * self.config.num_experts

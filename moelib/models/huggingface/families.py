@@ -79,7 +79,7 @@ def check_computes(
 
     Raises:
         NotTheModelError: If it describes another model; the message names the differences.
-        UserError: As `read_model`.
+        UserError: If `read_model` refuses the settings.
     """
     family, read = read_model(values, source, ignored=ignored)
     wanted, found = _computed(cfg), _computed(read)

@@ -59,9 +59,8 @@ class Dequantized:
 def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Returns values [..., 32 G, n] bfloat16.
 
-    Args:
-        blocks: Pairs of 4-bit values [..., n, G, 16] uint8, the low half first.
-        scales: Exponents [..., n, G] uint8 with a bias of 127.
+    Blocks are pairs of 4-bit values [..., n, G, 16] uint8, the low half first; scales are exponents
+    [..., n, G] uint8 with a bias of 127.
     """
     *lead, n, num_groups, size = blocks.shape
     out = np.empty((*lead, num_groups * size * 2, n), ml_dtypes.bfloat16)
@@ -76,10 +75,7 @@ def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 def scaled(values: np.ndarray, scales: np.ndarray, name: str) -> np.ndarray:
     """Returns values [m, n] float32, each times the scale of its block of 128 x 128.
 
-    Args:
-        values: Weights [m, n] of any floating dtype.
-        scales: Scales [m / 128, n / 128] float32, sizes rounded up.
-        name: Name of the tensor, for the error.
+    Values are of any floating dtype, scales float32 [m / 128, n / 128], sizes rounded up.
 
     Raises:
         UserError: If the number of scales does not match.

@@ -37,13 +37,9 @@ class Settings:
         defaults: Mapping[str, Any] | None = None,
         ignored: Iterable[str] = (),
     ) -> None:
-        """Creates settings.
+        """Takes the content of config.json, and its name for errors.
 
-        Args:
-            values: Content of config.json.
-            source: Name of the file, for errors.
-            defaults: Values of settings that are absent.
-            ignored: Settings that the user declares to change nothing.
+        Absent settings have their defaults; the user declares that `ignored` ones change nothing.
         """
         self.values, self.source = dict(values), source
         self._defaults = defaults or {}

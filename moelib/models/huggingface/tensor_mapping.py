@@ -62,12 +62,9 @@ class TensorMapping(NamedTuple):
 
 
 def expand(model: Any, in_model: Table, in_layer: Table) -> list[TensorMapping]:
-    """Returns the mapping of every tensor of a model.
+    """Returns the mapping of every tensor of a `CausalLM` whose decoder is a `BaseStack`.
 
-    Args:
-        model: A `CausalLM` whose decoder is a `BaseStack`.
-        in_model: Table of the parameters outside the layers.
-        in_layer: Table of the parameters of one layer.
+    The tables have the parameters outside the layers, and those of one layer.
 
     Raises:
         ValueError: If a trainable parameter is in neither table.
