@@ -23,14 +23,14 @@ def blocks(page: str) -> list[Block]:
     return [Block(*fields) for fields in _FENCE.findall(text)]
 
 
-def commands(page: str) -> list[str]:
-    """Returns the `moelib` commands of a page, each on one line."""
+def commands(page: str, program: str = "moelib") -> list[str]:
+    """Returns the command lines of a program on a page, each on one line."""
     found: list[str] = []
     for block in blocks(page):
         if block.language in _PROMPTS:
-            start = f"{_PROMPTS[block.language]}moelib "
+            start = f"{_PROMPTS[block.language]}{program} "
             lines = block.text.replace("\\\n", " ").splitlines()
             found += [
-                "moelib " + line.removeprefix(start) for line in lines if line.startswith(start)
+                f"{program} " + line.removeprefix(start) for line in lines if line.startswith(start)
             ]
     return found

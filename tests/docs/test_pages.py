@@ -11,22 +11,12 @@ from benchmarks import __main__ as benchmarks
 from docs.generate import ROOT, commands, pages
 from moelib.cli.main import COMMANDS
 from moelib.core.command_line import TRACEBACK, parse_flags
+from tests.docs import blocks
 
 PAGES = {page.relative_to(ROOT).as_posix(): page for page in pages()}
 FLAG = re.compile(r"(?<![\w-])--(?:no)?([a-z][a-z0-9_]*)(?![\w-])")
-OTHER_FLAGS = {"help", "version", "fast"}  # Of every command, and of pytest.
-
-
-def fenced_commands(text):
-    """Yields the command lines of moelib and its benchmarks in code blocks, as words."""
-    for block in re.findall(r"^```(?:bash|console)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-        for line in block.replace("\\\n", " ").splitlines():
-            words = shlex.split(line.removeprefix("$ "), comments=True)
-            names = [word.rpartition("/")[2] for word in words]
-            if names[:2] == ["python", "-m"] and names[2] in ("moelib", "benchmarks"):
-                words, names = words[2:], names[2:]
-            if names[:1] == ["moelib"] or names[:1] == ["benchmarks"]:
-                yield [names[0], *words[1:]]
+OTHER_FLAGS = {"help", "version", "fast", "logdir"}  # Of every command, pytest, TensorBoard.
+BENCHMARK = "python -m benchmarks"
 
 
 @functools.cache
@@ -35,14 +25,23 @@ def flag_names():
     return {flag.name for command in commands().values() for flag in command.flags}
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_commands_have_no_unknown_flag_or_invalid_value(name):
-    for program, *words in fenced_commands(PAGES[name].read_text(encoding="utf-8")):
-        if program == "moelib" and not set(words) & {"--help", "--version", "COMMAND"}:
-            command, *words = words
-            parse_flags(importlib.import_module(COMMANDS[command][0]).Flags, words)
-        elif program == "benchmarks":
-            parse_flags(benchmarks.Flags, words)
+FOUND = [(page, line) for page in PAGES for line in blocks.commands(page)]
+BENCHMARKS = [(page, line) for page in PAGES for line in blocks.commands(page, BENCHMARK)]
+
+
+@pytest.mark.parametrize(("page", "line"), FOUND + BENCHMARKS, ids=lambda value: value)
+def test_a_command_has_no_unknown_flag_or_invalid_value(page, line):
+    if line.startswith(BENCHMARK):
+        parse_flags(benchmarks.Flags, shlex.split(line, comments=True)[3:])
+        return
+    name, *arguments = shlex.split(line, comments=True)[1:]
+    if not name.startswith("-") and not name.isupper():
+        flags = importlib.import_module(COMMANDS[name][0]).Flags
+        parse_flags(flags, [each for each in arguments if each not in ("...", "--help")])
+
+
+def test_commands_are_found():
+    assert len({page for page, _ in FOUND}) >= 5
 
 
 @pytest.mark.parametrize("name", PAGES)
