@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from typing import Literal
 
+from benchmarks.sizes import Sizes, check_sizes, describe
 from moelib.cli.main import command_help
 from moelib.core.command_line import flag, run_command
 from moelib.core.errors import UsageError
@@ -27,28 +28,10 @@ BENCHMARKS = ("step", "gmm", "attention", "dispatch", "loss")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Flags(DeviceFlags):
+class Flags(DeviceFlags, Sizes):
     """Flags of the benchmarks."""
 
     repeats: int = flag(20, "Number of measurements of each case.", lower_bound=1)
-    batch_size: int = flag(8, "Sequences per step.")
-    seq_len: int = flag(256, "Tokens per sequence.")
-    num_experts: int = flag(16, "Experts per layer.")
-    num_experts_per_token: int = flag(2, "Experts per token.")
-    num_heads: int = flag(8, "Attention heads.")
-    num_kv_heads: int = flag(4, "Key and value heads.")
-    vocab_size: int = flag(8192, "Size of the vocabulary.")
-    num_layers: int = flag(4, "Layers of the model.")
-    dim: int = flag(256, "Width of the model.")
-    hidden_dim: int = flag(256, "Hidden width of an expert.")
-    buffer_factor: float | None = flag(
-        None,
-        "Receive capacity per device, as a multiple of the balanced load; by default enough for "
-        "any routing.",
-    )
-    dtype: Literal["float32", "bfloat16"] = flag(
-        "float32", "Dtype of the passes of a step, and elsewhere of inputs and weights."
-    )
     routing: Literal["learned", "balanced", "skewed"] = flag(
         "learned", "Routing of tokens: by random weights, even or uneven."
     )
@@ -66,25 +49,24 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     flags.set_up()
     import jax
 
-    from benchmarks import cases, measure
+    from benchmarks import cases
+    from benchmarks.measure import measure
     from moelib.core.table import print_table
     from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 
-    fields = [field.name for field in dataclasses.fields(cases.Sizes)]
-    sizes = cases.Sizes(**{field: getattr(flags, field) for field in fields})
     num_devices = len(jax.devices())
-    measure.check_sizes(name, sizes, num_devices)
+    check_sizes(name, flags, num_devices)
     begin = time.perf_counter()
     mesh = contextlib.nullcontext()
     if name == "dispatch" and num_devices > 1:
         mesh = jax.set_mesh(create_device_mesh(mesh_shape_from_axes(expert=-1)))
     with mesh:
-        compiled = cases.CASES[name](sizes, flags.routing)
+        compiled = cases.CASES[name](flags, flags.routing)
     print(
-        f"{name}: {measure.describe(name, sizes, flags.routing)}, {num_devices} device(s); "
+        f"{name}: {describe(name, flags, flags.routing)}, {num_devices} device(s); "
         f"compiled in {time.perf_counter() - begin:.1f} s"
     )
-    print_table(measure.measure(compiled, flags.repeats, sizes.dtype))
+    print_table(measure(compiled, flags.repeats, flags.dtype))
 
 
 if __name__ == "__main__":

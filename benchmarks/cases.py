@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from benchmarks.sizes import Sizes
 from moelib.core.config import REQUIRED, Required, config_class, config_for_function
 from moelib.core.module import functional
 from moelib.core.param import cast_parameters
@@ -48,31 +49,6 @@ DISPATCHERS = {
     "ring": RingDispatcher,
     "capacity": CapacityDispatcher,
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Sizes of a benchmark."""
-
-    batch_size: int = 8  # Sequences.
-    seq_len: int = 256
-    dim: int = 256  # D.
-    hidden_dim: int = 256  # F.
-    num_experts: int = 16  # E.
-    num_experts_per_token: int = 2  # K.
-    num_heads: int = 8
-    num_kv_heads: int = 4
-    num_layers: int = 4
-    vocab_size: int = 8192
-    buffer_factor: float | None = (
-        None  # Of dispatchers with buffers; None is enough for any routing.
-    )
-    dtype: str = "float32"  # Of the passes of a step; elsewhere of inputs and weights.
-
-    @property
-    def num_tokens(self) -> int:
-        """T."""
-        return self.batch_size * self.seq_len
 
 
 @dataclasses.dataclass

@@ -93,7 +93,7 @@ def _imported() -> dict[str, set[str]]:
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(_IMPORTERS):
                 names += [a.value for a in node.args[:1] if isinstance(a, ast.Constant)]
-            for name in {name.partition(".")[0] for name in names} - {"benchmarks", "moelib"}:
+            for name in {name.partition(".")[0] for name in names} - {"moelib"}:
                 if name not in sys.stdlib_module_names:
                     files.setdefault(name, set()).add(str(path.relative_to(_ROOT)))
     return files

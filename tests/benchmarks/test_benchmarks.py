@@ -12,18 +12,19 @@ import pytest
 from benchmarks import __main__ as bench
 from benchmarks import cases as bench_cases
 from benchmarks import measure
+from benchmarks.sizes import Sizes, check_sizes, describe
 from moelib.core.errors import UsageError
 from moelib.layers.moe.dispatch import SortedDispatcher
 from moelib.models.cost import model_cost
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 
-SMALL = bench_cases.Sizes(
+SMALL = Sizes(
     batch_size=8, seq_len=16, dim=32, hidden_dim=16, num_experts=8, num_heads=2, num_kv_heads=1
 )
 
 
 def test_the_model_has_the_documented_size_and_flops():
-    cfg = bench_cases.model_config(bench_cases.Sizes(), "learned")
+    cfg = bench_cases.model_config(Sizes(), "learned")
     cost = model_cost(cfg.instantiate(parent=None), seq_len=256)
     embeddings, attention = 2 * 8192 * 256, 256 * 32 * (8 + 2 * 4 + 8)
     router, expert, norms = 16 * 256, 3 * 256 * 256, (2 * 4 + 1) * 256
@@ -90,7 +91,7 @@ def test_dispatchers_that_drop_nothing_give_the_same_gradients_on_all_devices():
 
 @pytest.mark.parametrize(("routing", "most"), [("balanced", 1.0), ("skewed", 2.0)])
 def test_planned_routing_matches_its_name(routing, most):
-    sizes = bench_cases.Sizes(batch_size=8, seq_len=256)
+    sizes = Sizes(batch_size=8, seq_len=256)
     ids = bench_cases.planned_ids(routing, sizes.num_tokens, sizes)
     assert all(len(set(row)) == sizes.num_experts_per_token for row in ids)
     share = np.bincount(ids.reshape(-1), minlength=16) * 16 / ids.size
@@ -143,19 +144,19 @@ def test_bytes_that_are_not_counted_are_a_dash(cost):
 )
 def test_sizes_that_cannot_be_measured_are_refused_by_flag(name, sizes, num_devices, message):
     with pytest.raises(UsageError, match=message):
-        measure.check_sizes(name, bench_cases.Sizes(**sizes), num_devices)
+        check_sizes(name, Sizes(**sizes), num_devices)
 
 
 def test_sizes_that_a_benchmark_does_not_use_are_not_checked():
-    sizes = bench_cases.Sizes(num_heads=7, num_experts=2, num_experts_per_token=4, batch_size=3)
-    measure.check_sizes("loss", sizes, 8)
+    sizes = Sizes(num_heads=7, num_experts=2, num_experts_per_token=4, batch_size=3)
+    check_sizes("loss", sizes, 8)
     for name in bench.BENCHMARKS:
-        measure.check_sizes(name, bench_cases.Sizes(), 8)
+        check_sizes(name, Sizes(), 8)
 
 
 def test_the_routing_is_named_where_it_is_used():
     for name in bench.BENCHMARKS:
-        text = measure.describe(name, SMALL, "skewed")
+        text = describe(name, SMALL, "skewed")
         assert ("skewed routing" in text) == (name in ("step", "gmm", "dispatch"))
         assert text.endswith(", float32")
 
