@@ -12,7 +12,7 @@ from typing import Any
 
 import griffe
 
-# Methods that the authors of layers, norms, dispatchers and sources override or call, by class.
+# Methods that the authors of layers, norms, stacks and dispatchers override or call, by class.
 CONTRACT = {
     "moelib.core.module.Module": ("_add_child", "_share_with_descendants", "_title"),
     "moelib.layers.base.BaseLayer": (
@@ -27,7 +27,6 @@ CONTRACT = {
     "moelib.layers.norm.BaseNorm": ("_scaled",),
     "moelib.layers.transformer.BaseStack": ("_apply",),
     "moelib.layers.moe.dispatch.Dispatcher": ("_dispatch",),
-    "moelib.data.token_source.InMemoryTokens": ("_hold",),
 }
 
 
