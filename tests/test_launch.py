@@ -102,15 +102,15 @@ def test_a_mesh_of_unknown_axes_is_refused():
 
 def test_unknown_config_names_the_nearest(folder):
     write(folder, "two_names", MODULE)
-    with pytest.raises(InvalidConfigNameError, match="no config 'smal'; did you mean 'small'"):
+    with pytest.raises(InvalidConfigNameError, match=r"'smal'.*'small'"):
         launch.load_config("two_names", "smal")
 
 
 @pytest.mark.parametrize(
     ("assignment", "error", "message"),
     [
-        ("max_stp=3", UnknownFieldError, "did you mean 'max_step'"),
-        ("max_step=three", InvalidConfigValueError, "'three' is not int"),
+        ("max_stp=3", UnknownFieldError, "'max_step'"),
+        ("max_step=three", InvalidConfigValueError, r"'three'.*int"),
         ("max_step", InvalidConfigValueError, "expected path=value"),
     ],
 )
@@ -142,7 +142,7 @@ def test_error_inside_an_experiment_is_raised_as_it_is(folder, name, text, error
 
 def test_module_without_configs_is_told_what_to_define(folder):
     write(folder, "no_configs", "")
-    with pytest.raises(InvalidConfigNameError, match=r"defines no named_trainer_configs"):
+    with pytest.raises(InvalidConfigNameError, match="named_trainer_configs"):
         launch.load_config("no_configs", "small")
 
 
@@ -184,13 +184,13 @@ def test_a_list_of_modifiers_is_applied_in_order():
 
 def test_a_modifier_that_returns_nothing_is_named():
     cfg = Job.default_config().set(mesh_rules=[("tpu", ReturnsNone.default_config())])
-    with pytest.raises(UserError, match="ReturnsNone returned None"):
+    with pytest.raises(UserError, match=r"ReturnsNone.*None"):
         launch.select_mesh(cfg, "tpu")
 
 
 def test_selector_without_a_rule_names_the_rules():
     cfg = Job.default_config().set(mesh_rules=[("gpu-.*", (8, 1))])
-    with pytest.raises(UsageError, match=r"--mesh_selector=cpu: no mesh rule.*'gpu-\.\*'"):
+    with pytest.raises(UsageError, match=r"--mesh_selector=cpu:.*'gpu-\.\*'"):
         launch.select_mesh(cfg, "cpu")
 
 

@@ -75,13 +75,13 @@ def test_damaged_one_is_refused_by_its_path(checkpointer, damage):
     [
         (
             {"w": jnp.zeros((8, 4)), "b": jnp.ones(3, jnp.bfloat16)},
-            r"'model/w' is float32\[8, 8\] in the checkpoint, and float32\[8, 4\] in this run",
+            r"'model/w'.*float32\[8, 8\].*float32\[8, 4\]",
         ),
         (
             {"w": jnp.zeros((8, 8)), "c": jnp.ones(3)},
-            r"no array 'model/c' \(wanted: float32\[3\]\); did you mean 'model/b'",
+            r"'model/c'.*float32\[3\]\).*'model/b'",
         ),
-        ({"w": jnp.zeros((8, 8))}, r"has an array 'model/b', bfloat16\[3\], that this run lacks"),
+        ({"w": jnp.zeros((8, 8))}, r"'model/b', bfloat16\[3\]"),
     ],
 )
 def test_checkpoint_of_another_config_names_the_first_path(checkpointer, change, message):
@@ -124,7 +124,7 @@ def test_parameters_alone_are_the_average_if_there_is_one(checkpointer):
 
 
 def test_parameters_of_nothing_are_refused(tmp_path):
-    with pytest.raises(CheckpointNotFoundError, match="no checkpoint; the folder has none"):
+    with pytest.raises(CheckpointNotFoundError, match=str(tmp_path)):
         restore_params_only(str(tmp_path), {})
 
 
@@ -152,7 +152,7 @@ def test_parameters_of_another_model_are_refused(checkpointer):
     shapes = jax.eval_shape(lambda: make_state()["model"] | {"w": jnp.zeros((8, 4))})
     with pytest.raises(
         CheckpointMismatchError,
-        match=r"step_00000004: 'w' is float32\[8, 8\] in the checkpoint, and float32\[8, 4\] in",
+        match=r"step_00000004: 'w'.*float32\[8, 8\].*float32\[8, 4\]",
     ):
         restore_params_only(checkpointer.dir, shapes)
 
@@ -160,9 +160,7 @@ def test_parameters_of_another_model_are_refused(checkpointer):
 def test_parameters_of_a_step_that_is_missing_are_refused(checkpointer):
     save(checkpointer, 4)
     save(checkpointer, 6)
-    with pytest.raises(
-        CheckpointNotFoundError, match=r"no checkpoint of step 7; there are steps 4, 6\."
-    ):
+    with pytest.raises(CheckpointNotFoundError, match="step 7"):
         restore_params_only(checkpointer.dir, {}, step=7)
 
 
@@ -287,7 +285,7 @@ def test_processes_agree_before_one_fails(monkeypatch, theirs, error):
     if theirs == 0:
         assert on_all_processes(lambda: 5, "place") == 5
     if theirs == 1:
-        with pytest.raises(DamagedCheckpointError, match="cannot be read by another process"):
+        with pytest.raises(DamagedCheckpointError, match=r"^place "):
             on_all_processes(lambda: 5, "place")
 
 

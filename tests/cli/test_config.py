@@ -54,7 +54,7 @@ def test_explained_values_name_the_line_or_flag_that_set_them(tiny, capsys):
 
 
 def test_path_that_leads_nowhere_names_the_nearest(tiny):
-    with pytest.raises(UsageError, match="max_stp; did you mean 'max_step'"):
+    with pytest.raises(UsageError, match=r"max_stp.*'max_step'"):
         config.print_origins(tiny, ["max_stp"])
 
 
@@ -69,7 +69,7 @@ def test_module_alone_lists_its_names(capsys):
 
 @pytest.mark.parametrize("asked", ["--diff=b", "--explain", "--count", "model"])
 def test_what_needs_a_config_is_refused_without(capsys, asked):
-    with pytest.raises(UsageError, match="--config is required"):
+    with pytest.raises(UsageError, match="--config"):
         run_config("--module=experiments.flame_moe", asked)
     assert not capsys.readouterr().out
 

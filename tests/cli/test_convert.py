@@ -77,7 +77,7 @@ def test_a_checkpoint_of_another_dtype_reads_back_on_any_mesh(hub, tmp_path, dty
 def test_a_tokenizer_of_another_model_is_refused(hub, tmp_path):
     train_bpe(["text"], 281, str(hub / "tokenizer.json"))
     change_vocabulary(hub, 250)
-    with pytest.raises(UserError, match=r"tokenizer has 2\d\d tokens, .*vocab_size=250"):
+    with pytest.raises(UserError, match=r"2\d\d.*vocab_size=250"):
         convert.from_hugging_face(str(hub), str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
@@ -96,7 +96,7 @@ def test_nothing_is_written_over(hub, tmp_path):
 def test_a_tokenizer_without_an_end_of_text_is_refused(hub, tmp_path):
     (hub / "tokenizer_config.json").write_text("{}")
     convert.from_hugging_face(str(hub), str(tmp_path / "run"))
-    with pytest.raises(UserError, match=r"tokenizer_config\.json has no eos_token"):
+    with pytest.raises(UserError, match=r"tokenizer_config\.json.*eos_token"):
         load_model(str(tmp_path / "run"))
 
 

@@ -38,18 +38,18 @@ def test_results_are_shown_and_written(run, tmp_path, capsys):
     assert {result["step"] for result in results} == {1, 3}
     for result in results:
         assert result["metric"] != "bits_per_byte" or f"{result['value']:.4f}" in shown
-    with pytest.raises(UserError, match="has results already"):
+    with pytest.raises(UserError, match=f"{run}/evaluation"):
         evaluate_with(f"--trainer_dir={run}", f"--corpus={corpus}")
 
 
 def test_steps_are_all_or_named(run, tmp_path):
     assert evaluate.find_steps(str(run), "all") == [1, 2, 3]
     assert evaluate.find_steps(str(run), "3,1") == [1, 3]
-    with pytest.raises(UserError, match="step 4; it has steps 1, 2, 3"):
+    with pytest.raises(UserError, match="step 4"):
         evaluate.find_steps(str(run), "1,4,7")
     with pytest.raises(UserError, match="--steps last"):
         evaluate.find_steps(str(run), "last")
-    with pytest.raises(UserError, match="no checkpoint in"):
+    with pytest.raises(UserError, match=str(tmp_path)):
         evaluate.find_steps(str(tmp_path), "all")
 
 

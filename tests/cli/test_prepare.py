@@ -92,7 +92,7 @@ def test_tokenizer_of_another_size_is_not_taken_for_the_one_asked_for(corpus, tm
     path = tmp_path / "store"
     run_prepare(source=corpus, output=path, train_bpe=300)
     run_prepare(source=corpus, output=path, train_bpe=300)
-    message = r"store\.tokenizer\.json has 300 tokens, and --train_bpe is 280: .* delete the file"
+    message = r"store\.tokenizer\.json.*300 tokens.*--train_bpe.*280"
     with pytest.raises(UserError, match=message):
         run_prepare(source=corpus, output=path, train_bpe=280)
 
@@ -100,7 +100,7 @@ def test_tokenizer_of_another_size_is_not_taken_for_the_one_asked_for(corpus, tm
 def test_splits_are_checked_before_a_tokenizer_is_trained(corpus, tmp_path):
     with pytest.raises(UserError, match=r"splits=\{'train': 0.5\}"):
         run_prepare(source=corpus, output=tmp_path / "a", train_bpe=300, splits="train=0.5")
-    with pytest.raises(UserError, match="--splits validation: expected name=fraction"):
+    with pytest.raises(UserError, match=r"--splits.*name=fraction"):
         run_prepare(source=corpus, output=tmp_path / "a", train_bpe=300, splits="validation")
     assert not (tmp_path / "a.tokenizer.json").exists()
 
@@ -124,12 +124,12 @@ def test_end_of_text_of_a_tokenizer_can_be_named(corpus, tmp_path):
     file = tmp_path / "tokenizer.json"
     tokenizer.train_bpe(["some text"], 258, str(file))
     file.write_text(file.read_text().replace(tokenizer.END_OF_TEXT, "<end>"))
-    with pytest.raises(UserError, match=r"set eos_token \(--eos_token\) to"):
+    with pytest.raises(UserError, match=r"eos_token \(--eos_token\)"):
         run_prepare(source=corpus, output=tmp_path / "a", tokenizer=file)
     run_prepare(source=corpus, output=tmp_path / "a", tokenizer=file, eos_token="<end>")
     store = TokenStore.default_config().set(path=str(tmp_path / "a")).instantiate()
     assert store.meta.eos_token == "<end>"
-    with pytest.raises(UserError, match="--eos_token names a token"):
+    with pytest.raises(UserError, match="--eos_token"):
         run_prepare(source=corpus, output=tmp_path / "b", tokenizer="bytes", eos_token="<end>")
 
 

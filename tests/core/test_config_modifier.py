@@ -90,7 +90,7 @@ def test_configs_inside_a_replaced_one_go_with_it():
 
 
 def test_nothing_to_replace_is_an_error():
-    with pytest.raises(ValueError, match="no config of Sparse is inside"):
+    with pytest.raises(ValueError, match="Sparse"):
         replace_layer_config_recursively(stack(), Sparse, Dense.default_config())
 
 
@@ -105,7 +105,7 @@ def test_a_modifier_is_a_config_that_changes_configs():
             return cfg
 
     assert SetDim.default_config().set(dim=5).instantiate()(stack()).last.dim == 5
-    with pytest.raises(NotImplementedError, match="must define __call__"):
+    with pytest.raises(NotImplementedError, match="__call__"):
         ConfigModifier.default_config().instantiate()(stack())
 
 

@@ -1,4 +1,5 @@
 import dataclasses
+import re
 from typing import Any, NamedTuple
 
 import pytest
@@ -48,7 +49,7 @@ def test_keys_given_one_by_one_are_taken_as_they_are():
 
 @pytest.mark.parametrize("path", ["a[", "a]", "a.[b]", "a b", "a..b"])
 def test_a_malformed_path_is_refused(path: str):
-    with pytest.raises(UnknownFieldError, match="is not a path such as"):
+    with pytest.raises(UnknownFieldError, match=re.escape(repr(path))):
         split_path(path)
 
 
@@ -70,17 +71,17 @@ def test_setting_an_element_does_not_change_a_container_that_others_hold():
 
 
 def test_an_element_of_another_type_is_refused():
-    with pytest.raises(InvalidConfigValueError, match=r"Holder.sizes = \('a', 2\): got tuple"):
+    with pytest.raises(InvalidConfigValueError, match=r"Holder.sizes = \('a', 2\):.*tuple"):
         set_at(Holder(), "sizes[0]", "a")
 
 
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("", "the path is empty; name a field"),
-        ("size", "the config has no 'size'; did you mean 'sizes'"),
-        ("sizes[2]", "sizes has no 2; choose one of: 0, 1"),
-        ("sizes[0].x", r"sizes\[0\] is 1: it has nothing inside; no 'x' there"),
+        ("", "path"),
+        ("size", r"'size'.*'sizes'"),
+        ("sizes[2]", "sizes .*2;.* 0, 1"),
+        ("sizes[0].x", r"sizes\[0\].*1:.*'x'"),
     ],
 )
 def test_a_path_that_leads_nowhere_is_refused(path: str, message: str):

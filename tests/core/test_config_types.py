@@ -125,7 +125,7 @@ def test_values_fit_annotations(value: Any, annotation: Any, expected: bool):
 )
 def test_plain_data_functions_and_classes_may_be_held(value: Any):
     refused = object()
-    with pytest.raises(NonConfigFieldError, match=f"cannot hold {re.escape(repr(refused))} of"):
+    with pytest.raises(NonConfigFieldError, match=f"hold {re.escape(repr(refused))}"):
         validate_value([value, refused])  # Only the last element is refused.
     assert Holder(held=value).held == value
 
@@ -186,7 +186,7 @@ def test_a_dtype_becomes_its_name(value: Any, name: str):
     ],
 )
 def test_an_unknown_dtype_is_refused_with_the_nearest(value: Any, advice: str):
-    with pytest.raises(InvalidConfigValueError, match=f"{value}.* is not a dtype; .*{advice}"):
+    with pytest.raises(InvalidConfigValueError, match=rf"{value}.*{advice}"):
         convert_value(value, DType)
 
 
@@ -244,9 +244,9 @@ def test_private_modules_are_named_by_their_public_one():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("no.such.module:x", "there is no module 'no.such.module'"),
-        ("math:sqrtt", "has no 'sqrtt'; did you mean 'sqrt'"),
-        ("math:sqrt.x", "has no 'x'"),
+        ("no.such.module:x", r"'no.such.module'"),
+        ("math:sqrtt", r"'sqrtt'.*'sqrt'"),
+        ("math:sqrt.x", "'x'"),
     ],
 )
 def test_a_reference_to_nothing_is_refused(text: str, message: str):

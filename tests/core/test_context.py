@@ -332,7 +332,7 @@ def test_a_module_shared_from_outside_of_a_scan_gives_outputs_of_each_iteration(
         iteration = lambda x, _: (m.get_shared_module("counter")(x), None)
         return scan_in_context(iteration, carry=jnp.zeros(()), length=LENGTH, state={})[0]
 
-    with pytest.raises(OutputConflictError, match="in each iteration: shared/count"):
+    with pytest.raises(OutputConflictError, match="shared/count"):
         share(scanned)
     _, collection = jax.jit(lambda: share(scanned, Noisy))()
     assert len(set(collection.aux_losses["shared"]["noise"].value.tolist())) == LENGTH
@@ -351,7 +351,7 @@ def test_a_module_with_a_cache_may_not_be_called_twice():
     functional(module, None, state, (lambda m: m.stack(call),), is_training=False)
     inside = lambda stack: [call(stack), call(stack)]
     for twice in (lambda m: [m.stack(call), m.stack(call)], lambda m: m.stack(inside)):
-        with pytest.raises(OutputConflictError, match="is called twice, but has one cache"):
+        with pytest.raises(OutputConflictError, match=r"(root: 'stack'|stack: 'layer0')"):
             functional(module, None, state, (twice,), is_training=False)
 
 
@@ -366,10 +366,10 @@ def test_a_context_of_another_name_has_the_state_of_its_module():
 
 
 def test_repetition_needs_a_context():
-    with pytest.raises(RuntimeError, match=r"call the module through functional\(\)"):
+    with pytest.raises(RuntimeError, match=r"functional\(\)"):
         scan_in_context(lambda c, x: (c, x), carry=0, length=1, state={})
     with (
-        pytest.raises(RuntimeError, match=r"call the module through functional\(\)"),
+        pytest.raises(RuntimeError, match=r"functional\(\)"),
         child_context("a"),
     ):
         pass

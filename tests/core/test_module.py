@@ -125,7 +125,7 @@ def test_children_are_reached_by_name_and_know_their_path():
 
 
 def test_a_name_that_is_no_child_is_refused_with_the_nearest():
-    with pytest.raises(AttributeError, match="Ffn has no 'dwn'; did you mean 'down'"):
+    with pytest.raises(AttributeError, match=r"Ffn.*'dwn'.*'down'"):
         _ = ffn().dwn
 
 
@@ -135,19 +135,19 @@ def test_an_attribute_error_inside_a_property_is_its_own():
         def half(self) -> Any:
             return self.config.nothing_of_the_sort
 
-    with pytest.raises(AttributeError, match="has no field 'nothing_of_the_sort'"):
+    with pytest.raises(AttributeError, match="'nothing_of_the_sort'"):
         _ = Broken.default_config().set(input_dim=1).instantiate(parent=None).half
 
 
 @pytest.mark.parametrize("name", ["up", "forward", "name", "_config"])
 def test_a_child_with_a_taken_name_is_refused(name: str):
-    with pytest.raises(ChildNameConflictError, match=f"ffn has a '{name}' already"):
+    with pytest.raises(ChildNameConflictError, match=f"'{name}'"):
         ffn()._add_child(name, linear())
 
 
 @pytest.mark.parametrize("name", ["a.b", "a/b", ""])
 def test_a_child_name_that_would_break_paths_is_refused(name: str):
-    with pytest.raises(InvalidConfigNameError, match=f"a child of ffn is called '{name}'"):
+    with pytest.raises(InvalidConfigNameError, match=f"'{name}'"):
         ffn()._add_child(name, linear())
 
 
@@ -162,7 +162,7 @@ def test_fields_that_a_parent_sets_have_its_line_as_origin():
 def test_the_configs_of_a_built_tree_are_frozen():
     module = ffn()
     for built in (module, module.up, Ffn(Ffn.default_config().set(input_dim=1), parent=None)):
-        with pytest.raises(FrozenConfigError, match="already built"):
+        with pytest.raises(FrozenConfigError, match=r"(Ffn|Linear)\.Config\.input_dim"):
             built.config.input_dim = 3
 
 
@@ -275,7 +275,7 @@ def test_functional_takes_arguments_by_name():
 
 
 def test_functional_refuses_an_array_as_inputs():
-    with pytest.raises(TypeError, match=r"functional\(ffn\): inputs is .*Array.*; pass a tuple"):
+    with pytest.raises(TypeError, match=r"functional\(ffn\):.*Array.*tuple"):
         functional(ffn(), None, WEIGHTS, jnp.ones((1, 2)), is_training=False)  # pyrefly: ignore
 
 
@@ -284,7 +284,7 @@ def test_functional_runs_other_methods():
     weight = jnp.arange(4.0).reshape(2, 2)
     y, _ = run(module, jnp.ones((1, 2)), state={"weight": weight}, method="transposed")
     assert y.tolist() == [[1.0, 5.0]]
-    with pytest.raises(AttributeError, match="Linear has no 'transpose'"):
+    with pytest.raises(AttributeError, match=r"Linear.*'transpose'"):
         run(module, method="transpose")
 
 
@@ -377,17 +377,17 @@ def test_old_and_new_random_keys_both_work():
 
 def test_a_missing_key_state_or_context_is_reported():
     module = parent(a=linear())
-    with pytest.raises(RuntimeError, match="a needs a random key, but functional"):
+    with pytest.raises(RuntimeError, match=r"^children_\.a .*prng_key=None"):
         run(module, lambda m: m.a.noise())
-    with pytest.raises(RuntimeError, match=r"a: functional\(\) was given state=None"):
+    with pytest.raises(RuntimeError, match=r"a: functional\(\).*state=None"):
         functional(module, None, None, (lambda m: m.a(1),), is_training=True)
-    with pytest.raises(RuntimeError, match="a does not run in a context; call its methods through"):
+    with pytest.raises(RuntimeError, match=r"^children_\.a .*functional\(module"):
         module.a(jnp.ones((1, 2)))
 
 
 def test_a_module_of_another_tree_is_refused():
     other = parent(x=linear())
-    with pytest.raises(RuntimeError, match="x is not inside root, which runs; add it as a"):
+    with pytest.raises(RuntimeError, match=r"^children_\.x .*root"):
         run(parent(), lambda m: other.x(jnp.ones((1, 2))))
 
 
@@ -440,7 +440,7 @@ def test_a_summary_is_a_scalar_unless_each_element_is_wanted():
         m.add_summary("load", weighted(jnp.ones(size), jnp.ones(size)), **kwargs)
 
     module = parent(a=Parent.default_config())
-    with pytest.raises(ValueError, match=r"children_.a: the summary 'load' has shape \(64,\)"):
+    with pytest.raises(ValueError, match=r"children_.a:.*'load'.*shape \(64,\)"):
         run(module, lambda m: m.a(add_outputs, 64))
     _, collection = run(module, lambda m: m.a(lambda m: add_outputs(m, 64, per_element=True)))
     assert collection.summaries["a"]["load"].mean.shape == (64,)
@@ -456,7 +456,7 @@ def test_an_output_may_not_take_the_name_of_a_child_that_gave_some():
 
     module = parent(a=linear())
     for first in (True, False):
-        with pytest.raises(OutputConflictError, match="root has an output or child 'a' already"):
+        with pytest.raises(OutputConflictError, match="'a'"):
             run(module, add_outputs, jnp.ones((1, 2)), first, state={"a": WEIGHTS["up"]})
 
 
@@ -465,7 +465,7 @@ def test_an_array_output_given_twice_is_refused():
         m.add_module_output("o", jnp.zeros(3))
         m.add_module_output("o", jnp.zeros(3))
 
-    with pytest.raises(OutputConflictError, match="give outputs of one call different"):
+    with pytest.raises(OutputConflictError, match=r"^root .*'o'"):
         run(parent(), add_outputs)
 
 
@@ -474,7 +474,7 @@ def test_collections_can_be_dropped():
         ffn(), jnp.ones((1, 2)), state=WEIGHTS, drop_output_collections=["summaries"]
     )
     assert collection.summaries == {}
-    with pytest.raises(ValueError, match="collections: 'summary'; did you mean 'summaries"):
+    with pytest.raises(ValueError, match=r"collections: 'summary'.*'summaries"):
         run(ffn(), drop_output_collections=["summary"])
 
 
@@ -486,7 +486,7 @@ def test_auxiliary_losses_reach_the_total_with_their_weights():
 
 
 def test_an_auxiliary_loss_is_a_scalar():
-    with pytest.raises(ValueError, match=r"the auxiliary loss 'x' has shape \(2,\); it must be"):
+    with pytest.raises(ValueError, match=r"'x'.*shape \(2,\)"):
         run(parent(), lambda m: m.add_aux_loss("x", jnp.ones(2), weight=1.0))
 
 
@@ -497,7 +497,7 @@ def test_an_auxiliary_loss_lost_in_a_nested_functional_is_an_error():
         kwargs = {"is_training": True, **kwargs}
         return functional(m.a, None, {}, (jnp.ones(2),), **kwargs)[0]
 
-    with pytest.raises(UnconsumedAuxLossError, match=r"functional\(a\), .* balance would be lost"):
+    with pytest.raises(UnconsumedAuxLossError, match=r"functional\(a\)"):
         run(module, nested)
     dropped, _ = run(module, lambda m: nested(m, drop_output_collections=["aux_losses"]))
     assert dropped.tolist() == [1.0, 1.0]
@@ -545,7 +545,7 @@ def test_gradients_of_a_shared_module_add_up():
 
 
 def test_a_module_that_is_not_shared_is_refused_with_the_nearest():
-    with pytest.raises(KeyError, match=r"head: no module is shared as 'embb'; did you mean"):
+    with pytest.raises(KeyError, match=r"head:.*'embb'"):
         sharing().deep.head.get_shared_module("embb")
 
 
@@ -553,12 +553,12 @@ def test_two_shared_modules_of_one_name_are_refused():
     module = parent(a=linear(), b=linear())
     for _ in range(2):
         module._share_with_descendants(module.a, shared_module_name="x")
-    with pytest.raises(ChildNameConflictError, match=r"root shares children_.a as 'x' already"):
+    with pytest.raises(ChildNameConflictError, match=r"children_.a.*'x'"):
         module._share_with_descendants(module.b, shared_module_name="x")
 
 
 def test_only_descendants_can_be_shared():
-    with pytest.raises(InvalidDescendantError, match="x is not below root, which shares it"):
+    with pytest.raises(InvalidDescendantError, match=r"^children_\.x .*root"):
         parent()._share_with_descendants(parent(x=linear()).x, shared_module_name="x")
 
 
@@ -578,7 +578,7 @@ def test_the_traceback_of_a_layer_is_short_and_names_the_layer_and_shapes():
         inner = m.children["inner"]
         return inner(forward, x) if isinstance(inner, Parent) else inner(x)
 
-    with pytest.raises(TypeError, match=r"dot_general requires contracting dimensions") as error:
+    with pytest.raises(TypeError, match="dot_general") as error:
         jax.jit(lambda s: run(module, forward, jnp.ones((1, 2)), state=s))(state)
     assert error.value.__notes__[0] == (
         f"in {'inner.' * 5}down (Linear.forward), configured at {'children_.inner.' * 5}down; "

@@ -25,13 +25,13 @@ def test_a_stacked_spec_has_a_new_first_axis_and_the_same_fans():
 
 
 def test_axes_must_name_every_dimension():
-    with pytest.raises(ValueError, match=r"shape \(2, 3\) has 2 dimensions, but .* name 1"):
+    with pytest.raises(ValueError, match=r"shape \(2, 3\).*2 dimensions.*name 1"):
         ParameterSpec((2, 3), ("embed",))
 
 
 @pytest.mark.parametrize("axis", [-3, 2])
 def test_fan_axes_must_be_dimensions(axis: int):
-    with pytest.raises(UserError, match=rf"shape \(2, 3\) has no dimension {axis}; .* 0 to 1"):
+    with pytest.raises(UserError, match=rf"shape \(2, 3\).*dimension {axis}"):
         ParameterSpec((2, 3), (None, None), fan_axes=FanAxes((0,), (axis,)))
 
 
@@ -42,7 +42,7 @@ def test_negative_fan_axes_count_from_the_last():
 
 
 def test_fans_need_fan_axes():
-    with pytest.raises(UserError, match=r"shape \(3,\) has no fan_axes"):
+    with pytest.raises(UserError, match=r"shape \(3,\).*fan_axes"):
         ParameterSpec((3,), (None,)).fans()
 
 

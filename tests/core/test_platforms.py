@@ -26,7 +26,7 @@ def test_a_missing_device_is_one_line_with_the_reason(monkeypatch, error, reason
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda plugin: object())
     monkeypatch.setattr(jax, "devices", devices)
-    with pytest.raises(UsageError, match=rf"--jax_backend=gpu: no GPU .*{reason}") as raised:
+    with pytest.raises(UsageError, match=rf"--jax_backend=gpu:.*GPU.*{reason}") as raised:
         check_backend("gpu")
     assert "\n" not in str(raised.value)
 

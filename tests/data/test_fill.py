@@ -113,7 +113,5 @@ def test_a_token_beyond_the_vocabulary_is_noticed_when_it_is_read(wrong: int):
     cfg = InMemoryTokens.default_config().set(documents=[[1, 2, 3]], vocab_size=9)
     tokens = cfg.instantiate()
     tokens.file(0)[wrong] = 60_000
-    with pytest.raises(
-        ValueError, match=r"InMemoryTokens of 1 documents: token id 60000 .* vocabulary of 9; set"
-    ):
+    with pytest.raises(ValueError, match=r"InMemoryTokens.*1 documents:.*id 60000.*9"):
         fill_pieces(empty_batch(1, 2, 0), np.array([0]), _pieces((0, 0, 2, 2)), tokens, RESET)

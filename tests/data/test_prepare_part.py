@@ -118,7 +118,7 @@ def test_bad_records_are_an_error_with_a_cure_or_are_counted(
     tmp_path: pathlib.Path, folder: str, tokenizer: Tokenizer
 ):
     part = _broken_part(tmp_path)
-    cure = r"a\.jsonl:2: not JSON.* set skip_bad_records"
+    cure = r"a\.jsonl:2:.*JSON.*skip_bad_records"
     with pytest.raises(BadRecordError, match=cure):
         tokenize_part(folder, 0, part, tokenizer, OPTIONS)
     assert read_result(folder, 0) is None
@@ -143,7 +143,7 @@ def test_a_tokenizer_with_ids_beyond_its_vocabulary_is_refused(
     folder: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(tokenizer, "encode_batch", lambda texts: [[1, 300] for _ in texts])
-    with pytest.raises(ValueError, match=r"in memory: token id 300 \(token 1\) is beyond the voc"):
+    with pytest.raises(ValueError, match=r"id 300 \(token 1\)"):
         tokenize_part(folder, 0, TextsPart(TEXTS), tokenizer, OPTIONS)
     assert read_result(folder, 0) is None
 
@@ -163,7 +163,7 @@ class _FailingPart:
 
 
 def test_a_full_disk_is_named_with_the_cure(folder: str, tokenizer: Tokenizer):
-    with pytest.raises(DiskFullError, match=r"part seven; .*output_dir") as caught:
+    with pytest.raises(DiskFullError, match="output_dir") as caught:
         tokenize_part(folder, 0, _FailingPart(errno.ENOSPC), tokenizer, OPTIONS)
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, folder)
     assert read_result(folder, 0) is None
@@ -177,7 +177,7 @@ def test_a_disk_that_is_full_at_the_end_leaves_no_finished_part(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(*((np, "save") if file == "lengths.npy" else (json, "dump")), full)
-    with pytest.raises(OSError, match="disk is full while writing the tokens of documents in mem"):
+    with pytest.raises(OSError, match="documents in memory"):
         tokenize_part(folder, 0, TextsPart(TEXTS), tokenizer, OPTIONS)
     assert read_result(folder, 0) is None
 

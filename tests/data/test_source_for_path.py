@@ -25,11 +25,11 @@ def test_a_single_file_of_unknown_kind_is_text(tmp_path: pathlib.Path):
 
 
 def test_a_mixed_folder_and_an_empty_one_are_refused(tmp_path: pathlib.Path):
-    with pytest.raises(FileNotFoundError, match=r"no file of a known kind; files may end in"):
+    with pytest.raises(FileNotFoundError, match=str(tmp_path)):
         source_for_path(str(tmp_path))
     (tmp_path / "a.txt").write_text("")
     (tmp_path / "a.jsonl").write_text("")
-    with pytest.raises(ValueError, match=r"several kinds \(JSON lines, text\)"):
+    with pytest.raises(ValueError, match=r"\(JSON"):
         source_for_path(str(tmp_path))
     pattern = str(tmp_path / "*.jsonl")
     assert source_for_path(pattern).paths == [pattern]

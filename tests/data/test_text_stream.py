@@ -13,14 +13,14 @@ def test_lines_become_documents_and_blank_ones_are_empty():
     cfg = JsonLinesStream.default_config().set(paths=["unread"], text_field="body")
     stream = cfg.instantiate()
     assert [stream.text(line) for line in (b'{"body": "x"}', b" ")] == ["x", ""]
-    with pytest.raises(BadRecordError, match="no field 'body'"):
+    with pytest.raises(BadRecordError, match="'body'"):
         stream.text(b"{}")
 
 
 def test_archives_that_tf_data_cannot_read_are_refused(tmp_path: pathlib.Path):
     (tmp_path / "a.jsonl.zst").write_bytes(b"")
     stream = JsonLinesStream.default_config().set(paths=[str(tmp_path / "*")]).instantiate()
-    with pytest.raises(ValueError, match=r"a.jsonl.zst: tf.data cannot decompress .zst; prepare a"):
+    with pytest.raises(ValueError, match=r"a.jsonl.zst: tf.data.*.zst"):
         stream.fingerprint()
 
 
@@ -30,7 +30,7 @@ def test_archives_beside_plain_files_of_a_folder_are_not_passed_over(tmp_path: p
     stream.fingerprint()
     for name in ("b.jsonl.zst", "c.json.zstd"):
         (tmp_path / name).write_bytes(b"")
-    with pytest.raises(ValueError, match=r"b.jsonl.zst and 1 more: tf.data cannot decompress .zst"):
+    with pytest.raises(ValueError, match=r"b.jsonl.zst.*1.*tf.data.*.zst"):
         stream.fingerprint()
 
 
@@ -39,7 +39,7 @@ def test_a_data_set_stored_for_random_access_is_refused(tmp_path: pathlib.Path):
     source = InMemorySource.default_config().set(texts=["x"]).instantiate()
     folder = build_text_corpus(source, "mine", str(tmp_path))
     stream = TFDSStream.default_config().set(name=folder).instantiate()
-    with pytest.raises(ValueError, match=r"is stored as array_record, which tf.data cannot read"):
+    with pytest.raises(ValueError, match=r"array_record.*tf.data"):
         stream.fingerprint()
     with pytest.raises(BadRecordError, match="not UTF-8"):
         stream.text(b"\xff")

@@ -35,10 +35,10 @@ def test_parts_are_ranges_with_the_documents_of_the_whole(
 
 
 def test_unknown_names_are_reported(folder: str, tmp_path: pathlib.Path):
-    with pytest.raises(ValueError, match="TFDS has no data set 'nonesuch'") as raised:
+    with pytest.raises(ValueError, match=r"TFDS.*'nonesuch'") as raised:
         _source("nonesuch", data_dir=str(tmp_path)).parts()
     assert len(str(raised.value)) < 400  # TFDS lists all it has.
-    with pytest.raises(ValueError, match=r"mine/1.0.0 has no split 'trian'; did you mean 'train'"):
+    with pytest.raises(ValueError, match=r"mine/1.0.0.*'trian'.*'train'"):
         _source(folder, split="trian").parts()
-    with pytest.raises(ValueError, match=r"no feature 'txt'; set text_field: .*'text'"):
+    with pytest.raises(ValueError, match=r"'txt'.*text_field:.*'text'"):
         _source(folder, text_field="txt").parts()

@@ -13,7 +13,7 @@ def test_documents_are_read_back():
     source = _tokens([[1, 2, 3], [4], [5, 6]])
     assert [source.document(i).tolist() for i in range(3)] == [[1, 2, 3], [4], [5, 6]]
     assert (source.num_documents, source.num_tokens) == (3, 6)
-    with pytest.raises(IndexError, match="has 3 documents, not 4"):
+    with pytest.raises(IndexError, match=r"3 documents.*4"):
         source.document(3)
 
 
@@ -33,10 +33,10 @@ def test_fingerprint_sees_tokens_and_boundaries():
 
 @pytest.mark.parametrize("wrong", [10, -1])
 def test_id_beyond_the_vocabulary_is_named(wrong: int):
-    with pytest.raises(ValueError, match=rf"token id {wrong} \(token 2\) is beyond .* of 10; set"):
+    with pytest.raises(ValueError, match=rf"id {wrong} \(token 2\).*10"):
         _tokens([[1, 2], [wrong]])
 
 
 def test_no_documents_are_refused():
-    with pytest.raises(ValueError, match="InMemoryTokens has no documents"):
+    with pytest.raises(ValueError, match="InMemoryTokens"):
         _tokens([])

@@ -1,5 +1,6 @@
 import json
 import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -61,20 +62,20 @@ def test_ids_are_stored_in_the_smallest_type():
 
 @pytest.mark.parametrize("splits", [{}, {"train": 0.5}, {"train": 1.5, "validation": -0.5}])
 def test_fractions_that_make_no_whole_are_refused(splits: dict[str, float]):
-    with pytest.raises(ValueError, match="set positive fractions that sum to 1"):
+    with pytest.raises(ValueError, match=re.escape(str(splits))):
         check_splits(splits)
 
 
 def test_a_missing_store_is_named_with_the_cure(tmp_path: pathlib.Path):
-    with pytest.raises(FileNotFoundError, match=r"no token store at .*make one with `moelib prep"):
+    with pytest.raises(FileNotFoundError, match="`moelib"):
         _open(tmp_path / "store")
     (tmp_path / "store.partial").mkdir()
-    with pytest.raises(FileNotFoundError, match="it is unfinished: run the same"):
+    with pytest.raises(FileNotFoundError, match=r"/store; .*`moelib prepare`"):
         _open(tmp_path / "store")
 
 
 def test_an_unknown_split_is_named(path: pathlib.Path):
-    with pytest.raises(ValueError, match=r"no split 'test'; set split to one of \['train', 'vali"):
+    with pytest.raises(ValueError, match=r"'test'.*\['train', 'vali"):
         _open(path, split="test")
 
 
@@ -82,14 +83,14 @@ def test_a_split_without_documents_is_refused(path: pathlib.Path):
     meta = json.loads((path / "meta.json").read_text())
     meta["splits"] = {"train": 1 - 1e-9, "validation": 1e-9}
     (path / "meta.json").write_text(json.dumps(meta))
-    with pytest.raises(ValueError, match=r"Split 'validation' .* is empty: 1e-09 of 200 documents"):
+    with pytest.raises(ValueError, match=r"Split 'validation'.*1e-09.*200 documents"):
         _open(path, split="validation")
 
 
 def test_another_tokenizer_is_refused(path: pathlib.Path):
     own = _open(path).meta.tokenizer_hash
     _open(path, tokenizer_hash=own)
-    with pytest.raises(ValueError, match=rf"was made by tokenizer {own[:12]}, not by abcdefabcdef"):
+    with pytest.raises(ValueError, match=f"tokenizer {own[:12]}"):
         _open(path, tokenizer_hash="abcdef" * 10)
 
 
@@ -97,7 +98,7 @@ def test_a_changed_tokenizer_file_is_noticed(path: pathlib.Path):
     content = json.loads((path / "tokenizer.json").read_text())
     content["pre_tokenizer"]["use_regex"] = False
     (path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"tokenizer.json of token store .* has changed"):
+    with pytest.raises(ValueError, match=r"tokenizer.json"):
         _open(path).tokenizer()
 
 
@@ -105,22 +106,20 @@ def test_a_damaged_store_is_refused(path: pathlib.Path):
     tokens = path / token_store.tokens_file(1)
     content = tokens.read_bytes()
     tokens.write_bytes(content[:-2])
-    with pytest.raises(
-        ValueError, match=rf"damaged: tokens-00001.bin has {len(content) - 2} bytes"
-    ):
+    with pytest.raises(ValueError, match=rf"damaged: tokens-00001.bin.*{len(content) - 2} bytes"):
         _open(path)
     tokens.unlink()
-    with pytest.raises(ValueError, match=r"damaged: tokens-00001.bin is missing; copy it again"):
+    with pytest.raises(ValueError, match=r"damaged: tokens-00001.bin"):
         _open(path)
     tokens.write_bytes(content)
     np.save(path / "lengths.npy", np.ones(3, np.uint32))
-    with pytest.raises(ValueError, match=r"damaged: lengths.npy has 3 entries, not 200"):
+    with pytest.raises(ValueError, match=r"damaged: lengths.npy.*3 entries.*200"):
         _open(path)
     np.save(path / "lengths.npy", np.ones(200, np.uint32))
-    with pytest.raises(ValueError, match=r"damaged: lengths.npy sums to 200, not to"):
+    with pytest.raises(ValueError, match=r"damaged: lengths.npy.*200"):
         _open(path)
     (path / "lengths.npy").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"damaged: lengths.npy cannot be read"):
+    with pytest.raises(ValueError, match=r"damaged: lengths.npy"):
         _open(path)
 
 
@@ -129,11 +128,11 @@ def test_changed_tokens_are_found_by_verify(path: pathlib.Path):
     content = bytearray(tokens.read_bytes())
     content[0] ^= 1
     tokens.write_bytes(content)
-    with pytest.raises(ValueError, match="its tokens or lengths are not those that were written"):
+    with pytest.raises(ValueError, match=str(path)):
         _open(path).verify()
     content[:2] = b"\x01\x01"
     tokens.write_bytes(content)
-    with pytest.raises(ValueError, match=r"tokens-00000.bin: token id 257 \(token 0\) is beyond"):
+    with pytest.raises(ValueError, match=r"tokens-00000.bin:.*id 257 \(token 0\)"):
         _open(path).verify()
 
 

@@ -121,32 +121,32 @@ def test_bytes_of_a_tokenizer_with_space_markers(tmp_path: pathlib.Path):
 
 
 def test_missing_file_is_named(tmp_path: pathlib.Path):
-    with pytest.raises(FileNotFoundError, match=r"no tokenizer at .*nowhere.json; set path"):
+    with pytest.raises(FileNotFoundError, match=r"nowhere.json"):
         _load(tmp_path / "nowhere.json")
 
 
 def test_other_files_are_refused(tmp_path: pathlib.Path):
     (tmp_path / "a.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"a.json is not a tokenizer.json"):
+    with pytest.raises(ValueError, match=r"a.json.*tokenizer.json"):
         _load(tmp_path / "a.json")
     (tmp_path / "b.model").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match=r"b.model is not text.*SentencePiece"):
+    with pytest.raises(ValueError, match=r"b.model.*SentencePiece"):
         _load(tmp_path / "b.model")
 
 
 def test_missing_end_of_text_token_is_named(trained: Tokenizer, tmp_path: pathlib.Path):
     trained.save(str(tmp_path))
-    with pytest.raises(ValueError, match=r"no token '<\|endoftex\|>'.*<\|endoftext\|>"):
+    with pytest.raises(ValueError, match=r"'<\|endoftex\|>'.*<\|endoftext\|>"):
         _load(tmp_path, eos_token="<|endoftex|>")
 
 
 def test_id_beyond_the_vocabulary_is_refused(trained: Tokenizer):
-    with pytest.raises(ValueError, match="Token id 300 is beyond the vocabulary of 300"):
+    with pytest.raises(ValueError, match=r"Token id 300.*300"):
         trained.decode(np.array([1, 300]))
 
 
 def test_training_needs_room_for_bytes_and_some_text(tmp_path: pathlib.Path):
     with pytest.raises(ValueError, match="vocab_size=256"):
         train_bpe(TEXTS, 256, str(tmp_path))
-    with pytest.raises(ValueError, match="no text to train a tokenizer on: 2 documents"):
+    with pytest.raises(ValueError, match="2 documents"):
         train_bpe(["", ""], 300, str(tmp_path))

@@ -143,7 +143,7 @@ def test_a_converted_model_is_evaluated_without_an_input(converted, tmp_path):
     ("arguments", "message"),
     [
         ({"data_dir": None}, "--data_dir"),
-        ({"tasks": ["pica"]}, "'pica'; did you mean 'piqa'"),
+        ({"tasks": ["pica"]}, r"'pica'.*'piqa'"),
         ({"data_dir": "gone"}, "gone/piqa/valid.jsonl"),
         ({"steps": [9]}, "step 9"),
         ({"max_length": 0}, "max_length is 0"),
@@ -157,7 +157,7 @@ def test_invalid_arguments_are_named(arguments, message, model):
 
 def test_results_are_not_overwritten(model, tmp_path):
     (tmp_path / "results.json").write_text("{}")
-    with pytest.raises(UserError, match="has results already"):
+    with pytest.raises(UserError, match=str(tmp_path)):
         evaluate(model, corpus=["x"], output=str(tmp_path))
 
 
@@ -179,5 +179,5 @@ def test_lm_eval_gives_our_metrics(model, tmp_path):
 
 @pytest.mark.skipif(HAS_LM_EVAL, reason="lm-eval is installed")
 def test_without_lm_eval_the_extra_is_named(model):
-    with pytest.raises(UserError, match=r"pip install 'moelib\[lm-eval"):
+    with pytest.raises(UserError, match=r"'moelib\[lm-eval"):
         evaluate(model, ["arc_easy"], lm_eval=True)

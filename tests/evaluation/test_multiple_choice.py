@@ -151,11 +151,11 @@ def test_an_empty_ending_is_never_chosen():
 @pytest.mark.parametrize(
     ("name", "settings", "error", "message"),
     [
-        ("arc_eazy", {}, ValueError, "'arc_eazy'; did you mean 'arc_easy'"),
+        ("arc_eazy", {}, ValueError, r"'arc_eazy'.*'arc_easy'"),
         ("piqa", {"num_fewshot": -1}, ValueError, "num_fewshot is -1"),
         ("piqa", {"limit": 0}, ValueError, "limit is 0"),
-        ("piqa", {"num_fewshot": 12}, ValueError, "has 12 questions.*num_fewshot=12 .*to 11 or"),
-        ("arc_easy", {"num_fewshot": 13}, ValueError, "has 12 questions, .* to 12 or less"),
+        ("piqa", {"num_fewshot": 12}, ValueError, r"12 questions.*num_fewshot=12.*11"),
+        ("arc_easy", {"num_fewshot": 13}, ValueError, r"12 questions.*12"),
     ],
 )
 def test_invalid_settings_are_refused(name, settings, error, message):

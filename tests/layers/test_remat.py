@@ -131,13 +131,13 @@ def test_first_layers_are_recomputed_too(kind, num_blocks):
 
 def test_a_name_that_neither_first_layers_nor_blocks_have_is_refused():
     made = stack_with_first_layer(ScanStack, keep=("feed_forward_up", "expert_up"))
-    with pytest.raises(ValueError, match="'expert_up'; did you mean 'experts_up'"):
+    with pytest.raises(ValueError, match=r"'expert_up'.*'experts_up'"):
         forward(made)
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
     made = stack(LoopStack, keep=("expert_up",))
-    with pytest.raises(ValueError, match="'expert_up'; did you mean 'experts_up'"):
+    with pytest.raises(ValueError, match=r"'expert_up'.*'experts_up'"):
         jax.eval_shape(functools.partial(gradients, made), initial(made), X)
 
 
@@ -148,11 +148,11 @@ def test_names_of_an_inner_block_count_for_the_outer_one():
 
 
 def test_wrong_settings_are_refused():
-    with pytest.raises(ValueError, match="'dots' is unknown; choose one of: dots_saveable"):
+    with pytest.raises(ValueError, match=r"'dots'.*dots_saveable"):
         remat("dots")
-    with pytest.raises(ValueError, match="'save_only_these_names' is unknown"):
+    with pytest.raises(ValueError, match="'save_only_these_names'"):
         remat("save_only_these_names")  # It builds a policy.
-    with pytest.raises(ValueError, match="policy is 'dots_saveable' and a are named"):
+    with pytest.raises(ValueError, match="'dots_saveable'"):
         remat("dots_saveable", keep=["a"])
-    with pytest.raises(ValueError, match="a cannot be both kept and offloaded"):
+    with pytest.raises(ValueError, match="remat: a "):
         remat(keep=["a"], offload=["a", "b"])

@@ -226,7 +226,7 @@ def test_a_scan_takes_prebuilt_values():
     np.testing.assert_array_equal(got["repeated0"]["attention_norm"]["scale"], scales)
     other = got["repeated0"]["self_attention"]
     tiny.assert_trees_close(other, as_scan(parameters())["repeated0"]["self_attention"], 2e-7)
-    with pytest.raises(ValueError, match="no parameter or layer for the prebuilt 'repeated2'"):
+    with pytest.raises(ValueError, match="'repeated2'"):
         made.initialize_parameters_recursively(jax.random.key(0), prebuilt={"repeated2": {}})
 
 
@@ -245,8 +245,8 @@ def test_a_layer_adds_attention_and_feed_forward_to_the_stream():
 @pytest.mark.parametrize(
     ("num_layers", "message"),
     [
-        (4, "layer: num_layers=4, less 1 first layers, .* blocks of 2"),
-        (0, "layer: num_layers=0, less 1 first layers"),
+        (4, r"layer: num_layers=4.*1 first.*2"),
+        (0, r"layer: num_layers=0.*1 first"),
     ],
 )
 def test_layers_that_do_not_divide_into_blocks_are_refused(num_layers, message):

@@ -106,13 +106,13 @@ def test_no_sequence_moves_between_devices(axis_type):
 @pytest.mark.parametrize(
     ("batch", "num_microbatches", "message"),
     [
-        ({"ids": jnp.ones((10, 2))}, 4, r"num_microbatches is 4, but batch\['ids'\] of shape \(10"),
+        ({"ids": jnp.ones((10, 2))}, 4, r"num_microbatches.*4.*batch\['ids'\].*shape \(10"),
         (
             {"ids": jnp.ones((8, 2)), "k": jnp.ones(())},
             4,
-            r"batch\['k'\] of shape \(\) has 0 sequences",
+            r"batch\['k'\].*0 sequences",
         ),
-        ({"ids": jnp.ones((8, 2))}, 0, "num_microbatches is 0; set it to 1 or more"),
+        ({"ids": jnp.ones((8, 2))}, 0, r"num_microbatches.*0"),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused(batch, num_microbatches, message):
@@ -125,5 +125,5 @@ def test_metric_without_a_weight_is_refused(num_microbatches):
     def bare(batch, state):
         return jnp.mean(batch), 1.0, {}, {"layer": {"loss": jnp.mean(batch)}}, state
 
-    with pytest.raises(ValueError, match="the metric 'layer/loss' is"):
+    with pytest.raises(ValueError, match="'layer/loss'"):
         accumulate(bare, jnp.ones(4), num_microbatches=num_microbatches)

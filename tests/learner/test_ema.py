@@ -56,5 +56,5 @@ def test_no_decay_is_no_average():
 
 @pytest.mark.parametrize("decay", [1.0, -0.1])
 def test_decay_out_of_range_is_refused(decay):
-    with pytest.raises(ValueError, match=f"decay is {decay}"):
+    with pytest.raises(ValueError, match=f"{decay}"):
         param_ema(decay=decay)

@@ -162,7 +162,7 @@ def test_norms_by_parameter_and_by_group():
 
 
 def test_norms_of_no_parameter_are_refused():
-    with pytest.raises(UserError, match=r"norms_of: the regex 'layer/bias'"):
+    with pytest.raises(UserError, match=r"norms_of:.*'layer/bias'"):
         make_learner(SGD, norms_of=["layer/bias"])  # Not trainable.
 
 
@@ -232,8 +232,8 @@ def test_rules_have_their_own_optimizers():
     ("rules", "message"),
     [
         ([("layer/qkw", UpdateType.NO_UPDATE)], "update_rules: .*'layer/qkw'.*'layer/qkv'"),
-        ([("layer/.*", SGD), ("layer/qkv", UpdateType.NO_UPDATE)], "the rule 'layer/qkv'"),
-        ([("layer/bias", SGD)], "'layer/bias' has an optimizer, but matches only parameters that"),
+        ([("layer/.*", SGD), ("layer/qkv", UpdateType.NO_UPDATE)], "'layer/qkv'"),
+        ([("layer/bias", SGD)], "'layer/bias'"),
     ],
 )
 def test_rules_without_effect_are_refused(rules, message):
@@ -428,27 +428,25 @@ def test_accumulated_step_is_the_step_of_the_whole_batch():
 
 def test_missing_gradient_is_refused():
     gradients = {"layer": gradients_like(PARAMS, 0)["layer"]}
-    with pytest.raises(
-        ValueError, match=r"the gradient of 'emb/weight', shape .16, 6., is missing"
-    ):
+    with pytest.raises(ValueError, match=r"'emb/weight'.*.16, 6."):
         step(make_learner(ADAMW), gradients=gradients)
 
 
 def test_gradient_of_another_shape_is_refused():
     gradients = {**gradients_like(PARAMS, 0), "emb": {"weight": jnp.ones((6, 16))}}
-    with pytest.raises(ValueError, match=r"'emb/weight', shape .16, 6., has shape .6, 16."):
+    with pytest.raises(ValueError, match=r"'emb/weight'.*.16, 6..*.6, 16"):
         step(make_learner(ADAMW), gradients=gradients)
 
 
 def test_parameters_of_another_model_are_refused():
-    with pytest.raises(ValueError, match="'emb/weight' is in param_specs"):
+    with pytest.raises(ValueError, match=r"'emb/weight'.*param_specs"):
         make_learner(ADAMW).init({"layer": PARAMS["layer"]})
-    with pytest.raises(ValueError, match="'new' is in params but"):
+    with pytest.raises(ValueError, match="'new'"):
         make_learner(ADAMW).init({**PARAMS, "new": jnp.ones(3)})
 
 
 def test_optimizer_of_another_type_is_refused():
-    with pytest.raises(ValueError, match=r"optimizer builds .*constant.*GradientTransformation"):
+    with pytest.raises(ValueError, match="GradientTransformation"):
         make_learner(fn(schedules.constant, peak_lr=1.0))
 
 

@@ -165,21 +165,21 @@ def test_number_is_a_schedule():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: schedules.constant(1.0, warmup_steps=-1), "warmup_steps is -1; set it to 0 or"),
+        (lambda: schedules.constant(1.0, warmup_steps=-1), r"warmup_steps.*-1"),
         (
             lambda: schedules.wsd(1.0, max_step=10, warmup_steps=8, decay_steps=3),
-            "wsd: warmup_steps 8 and decay_steps 3 are more than max_step 10",
+            r"wsd: warmup_steps 8.*decay_steps 3.*max_step 10",
         ),
-        (lambda: schedules.wsd(1.0, max_step=10, decay_steps=0), "decay_steps is 0; set it to 1"),
+        (lambda: schedules.wsd(1.0, max_step=10, decay_steps=0), r"decay_steps.*0"),
         (
             lambda: schedules.wsd(1.0, max_step=10, decay_steps=2, decay="exponental"),
-            "did you mean 'exponential'",
+            "'exponential'",
         ),
         (
             lambda: schedules.cosine(1.0, max_step=10, warmup_steps=10),
-            "warmup_steps is 10 and max_step is 10",
+            r"warmup_steps.*10.*max_step.*10",
         ),
-        (lambda: schedules.inverse_sqrt(1.0, warmup_steps=0), "warmup_steps is 0; set it to 1"),
+        (lambda: schedules.inverse_sqrt(1.0, warmup_steps=0), r"warmup_steps.*0"),
     ],
 )
 def test_bad_lengths_are_refused(make, message):

@@ -130,18 +130,18 @@ def test_bad_steps(loss, norm, take):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (transforms.chain, "args is empty"),
+        (transforms.chain, "args"),
         (lambda: transforms.chain(optax.identity(), 3), r"args\[1\] is 3"),
-        (lambda: transforms.clip_by_global_norm(0.0), "max_norm is 0.0; set it above 0"),
+        (lambda: transforms.clip_by_global_norm(0.0), r"max_norm.*0.0"),
         (lambda: transforms.skip_bad_steps(drop_norm=-1.0), "drop_norm is -1.0"),
         (lambda: transforms.add_decayed_weights(-0.1), "weight_decay is -0.1"),
         (
             lambda: transforms.scale_by_path([("layers/.*", 2.0)], param_specs=SPECS),
-            "scale_by_path: the rule 'layers/.*' applies to no path",
+            r"scale_by_path:.*'layers/.*'",
         ),
         (
             lambda: transforms.add_decayed_weights(0.1, per_param_scale=transforms.matrices_only),
-            "a function of the spec requires param_specs",
+            "param_specs",
         ),
     ],
 )

@@ -194,5 +194,5 @@ def test_a_tied_head_is_the_embedding_table():
 
 def test_a_head_with_a_bias_is_refused():
     cfg = tiny.model_config(lm_head=Linear.default_config().set(bias=True))
-    with pytest.raises(ValueError, match=r"lm_head\.bias is True"):
+    with pytest.raises(ValueError, match=r"lm_head\.bias.*True"):
         cfg.instantiate(parent=None)

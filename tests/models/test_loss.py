@@ -67,7 +67,7 @@ def test_the_head_may_be_split_over_an_axis_that_splits_no_tokens(tied):
 
 
 def test_rows_that_do_not_divide_are_refused():
-    message = "target_labels: dimension 'batch' of size 3 is not divisible by 8"
+    message = r"target_labels:.*'batch'.*size 3.*8"
     with jax.set_mesh(tiny.mesh(data=8)), pytest.raises(ValueError, match=message):
         language_model_loss(HIDDEN[:3], HEAD, LABELS[:3], tied=False)
 
@@ -80,13 +80,13 @@ def test_a_label_beyond_a_split_vocabulary_is_nan():
 
 
 def test_a_vocabulary_that_does_not_divide_is_refused():
-    message = "the head: dimension 'vocab' of size 9 is not divisible by 2"
+    message = r"'vocab'.*size 9.*2"
     with jax.set_mesh(tiny.mesh(model=2)), pytest.raises(ValueError, match=message):
         language_model_loss(HIDDEN, HEAD[:, :9], LABELS, tied=False)
 
 
 def test_an_axis_that_splits_tokens_and_the_vocabulary_is_refused():
-    message = "the logits: mesh axis 'fsdp' would shard both 'batch' and 'vocab'; change one"
+    message = r"'fsdp'.*'batch'.*'vocab'"
     rules = sharding_rules({"vocab": ("model", "fsdp"), "embed": ()})
     mesh = jax.set_mesh(tiny.mesh(fsdp=2, model=2))
     with mesh, rules, pytest.raises(ValueError, match=message):

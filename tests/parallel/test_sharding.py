@@ -52,21 +52,21 @@ def test_mesh_axes_that_are_absent_or_of_size_1_shard_nothing():
 
 
 def test_a_mesh_axis_that_would_shard_two_dimensions_is_refused():
-    with pytest.raises(ValueError, match="'fsdp' would shard both 'batch' and 'embed'"):
+    with pytest.raises(ValueError, match=r"'fsdp'.*'batch'.*'embed'"):
         partition_spec(("batch", "embed"), MESH)
 
 
 def test_an_unknown_logical_axis_is_refused_with_the_nearest_name():
-    with pytest.raises(ValueError, match="logical axis 'embedd'; did you mean 'embed'"):
+    with pytest.raises(ValueError, match=r"'embedd'.*'embed'"):
         partition_spec(("embedd",), MESH)
     specs = {"decoder": {"weight": ParameterSpec((8,), ("embedd",))}}
-    with pytest.raises(ValueError, match=r"decoder/weight: no sharding rule.* 'embedd'"):
+    with pytest.raises(ValueError, match=r"decoder/weight:.*'embedd'"):
         named_shardings(specs, mesh(data=4, model=2))
 
 
 def test_an_indivisible_dimension_is_refused_with_the_parameters_path():
     specs = {"decoder": {"layer0": {"kv": ParameterSpec((8, 3), ("embed", "kv_heads"))}}}
-    message = r"decoder/layer0/kv: dimension 'kv_heads' of size 3 is not divisible by 2 \(model=2\)"
+    message = r"decoder/layer0/kv:.*'kv_heads'.*size 3.*2 \(model=2\)"
     with pytest.raises(ValueError, match=message):
         named_shardings(specs, mesh(data=4, model=2))
 
@@ -105,7 +105,7 @@ def test_a_block_yields_the_logical_axes_used_inside():
             partition_spec(("heads",), MESH, rules={"heads": ()})  # Asks another table.
         assert used == {"sequence"}
         check_rules_used({"sequence"}, used)
-        message = r"'embed'.*one of: sequence"
+        message = "'embed'"
         with pytest.raises(ValueError, match=message):
             check_rules_used({"embed"}, used)
     assert outer == {"batch", "sequence"}
@@ -130,8 +130,8 @@ def test_each_table_has_its_own_trace_and_equal_ones_share_it():
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ({"embedd": ("fsdp",)}, "logical axis 'embedd'; did you mean 'embed'"),
-        ({"embed": ("fdsp",)}, r"'embed'.* mesh axis 'fdsp'; did you mean 'fsdp'"),
+        ({"embedd": ("fsdp",)}, r"'embedd'.*'embed'"),
+        ({"embed": ("fdsp",)}, r"'embed'.*'fdsp'.*'fsdp'"),
     ],
 )
 def test_a_rule_for_an_unknown_axis_is_refused(rules, message):
@@ -155,7 +155,7 @@ def test_an_activation_is_sharded_by_its_logical_axes():
     axes = ("batch", "sequence", "activation_ffn")
     with jax.set_mesh(mesh(data=2, seq=2, model=2)):
         y = jax.jit(lambda x: constrain(x, axes))(jnp.ones((2, 4, 6)))
-        message = "activation .*: dimension 'batch' of size 3 is not divisible by 2"
+        message = r"'batch'.*size 3.*2"
         with pytest.raises(ValueError, match=message):
             constrain(jnp.ones((3, 4, 6)), axes)
     assert y.sharding.spec == PartitionSpec("data", "seq", "model")
@@ -177,7 +177,7 @@ def test_inside_a_shard_map_there_is_no_current_mesh():
 def test_mesh_axes_without_a_rule_are_refused():
     check_mesh_axes({"pipeline": 1, "data": 8})
     check_mesh_axes({"pipeline": 8}, {"layers": ("pipeline",)})
-    with pytest.raises(ValueError, match="pipeline=8: no sharding rule"):
+    with pytest.raises(ValueError, match="pipeline=8"):
         check_mesh_axes({"pipeline": 8})
-    with pytest.raises(ValueError, match="fdsp=2: no sharding rule"):
+    with pytest.raises(ValueError, match="fdsp=2"):
         check_mesh_axes({"fdsp": 2})

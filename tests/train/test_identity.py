@@ -53,11 +53,11 @@ def test_setting_that_may_change(folder, path, value):
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("model.dim", 24, "model.dim is 16 there, and 24 in this config"),
-        ("prng_seed", 3, "prng_seed is 0 there, and 3"),
-        ("input.seq_len", 32, "input.seq_len is 16 there"),
-        ("learner.optimizer.b1", 0.5, r"learner.optimizer.b1 is 0\.9 there"),
-        ("learner.ema.decay", 0.9, "learner.ema.decay is not set there, and 0.9"),
+        ("model.dim", 24, r"model.dim.*16.*24"),
+        ("prng_seed", 3, r"prng_seed.*0.*3"),
+        ("input.seq_len", 32, r"input.seq_len.*16"),
+        ("learner.optimizer.b1", 0.5, r"learner.optimizer.b1.*0\.9"),
+        ("learner.ema.decay", 0.9, r"learner.ema.decay.*0.9"),
     ],
 )
 def test_setting_that_may_not_change(folder, path, value, message):
@@ -78,7 +78,7 @@ def test_field_that_an_earlier_version_did_not_have_is_no_difference(folder):
     edit(folder, "learner.offload_state: False\n", "")
     edit(folder, "model.aux_weight: 0.01\n", "")
     check_directory(tiny.trainer_config("somewhere"), str(folder))
-    with pytest.raises(TrainerDirConflictError, match=r"model.aux_weight is 0\.01 there"):
+    with pytest.raises(TrainerDirConflictError, match=r"model.aux_weight.*0\.01"):
         check_directory(changed("model.aux_weight", 0.5), str(folder))
 
 
@@ -88,7 +88,7 @@ def test_class_that_has_moved_is_no_difference(folder, monkeypatch):
     monkeypatch.setattr(moved_names, "MOVED", moved)
     check_directory(tiny.trainer_config("somewhere"), str(folder))
     monkeypatch.setattr(moved_names, "MOVED", {})
-    with pytest.raises(TrainerDirConflictError, match="SmallModel there"):
+    with pytest.raises(TrainerDirConflictError, match="SmallModel"):
         check_directory(tiny.trainer_config("somewhere"), str(folder))
 
 

@@ -21,7 +21,7 @@ def test_backends_of_the_config_hold_in_the_step(tmp_path):
 
 def test_an_unknown_backend_is_refused_before_anything_is_written(tmp_path):
     cfg = tiny.trainer_config(tmp_path / "run").set(kernel_backends={"gmm": "cuda"})
-    with pytest.raises(UserError, match="gmm has no backend 'cuda'"):
+    with pytest.raises(UserError, match="'cuda'"):
         cfg.instantiate(parent=None).run()
     assert not (tmp_path / "run").exists()
 
@@ -30,7 +30,7 @@ def test_a_wrong_kernel_stops_the_run_unless_the_check_is_skipped(tmp_path, monk
     monkeypatch.setattr(kernel_check, "PLATFORMS", ("cpu",))
     monkeypatch.setattr(kernel_check, "TOLERANCE", -1.0)
     cfg = tiny.trainer_config(tmp_path / "run", max_step=1, evaler=False)
-    with pytest.raises(UserError, match="gmm by backend 'xla' is wrong"):
+    with pytest.raises(UserError, match="'xla'"):
         cfg.instantiate(parent=None).run()
     assert not (tmp_path / "run").exists()
     flags = TrainFlags(module="experiments.flame_moe", config="flame-moe-tiny")

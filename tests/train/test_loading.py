@@ -118,7 +118,7 @@ def moved(run, tmp_path):
 
 
 def test_a_missing_module_is_named_and_found_in_module_dir(run, moved, monkeypatch):
-    with pytest.raises(UserError, match=r"config\.txt names the module 'own_layers'.*--module_dir"):
+    with pytest.raises(UserError, match=r"config\.txt.*'own_layers'.*--module_dir"):
         load_model(str(moved))
     load_model(str(moved), module_dir=str(run.parent))
     sys.modules.pop("own_layers")
@@ -129,21 +129,21 @@ def test_a_missing_module_is_named_and_found_in_module_dir(run, moved, monkeypat
 
 def test_an_older_run_has_the_tokenizer_of_its_input(run, moved, monkeypatch):
     (moved / "tokenizer.json").unlink()
-    with pytest.raises(UserError, match=r"has no tokenizer\.json, .*token store at a"):
+    with pytest.raises(UserError, match=r"tokenizer\.json"):
         load_model(str(moved), module_dir=str(run.parent))
     monkeypatch.chdir(run.parent)
     assert load_model(str(moved)).tokenizer.eos_token == small_run.END
     shutil.copy("a/tokenizer.json", moved)
     (moved / "tokenizer_config.json").unlink()
-    with pytest.raises(UserError, match=r"tokenizer_config\.json has no eos_token"):
+    with pytest.raises(UserError, match=r"tokenizer_config\.json.*eos_token"):
         load_model(str(moved))
 
 
 def test_a_folder_without_a_model_or_a_tokenizer_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"holds no model: .*config\.txt.*config\.json"):
+    with pytest.raises(UserError, match=r"config\.txt.*config\.json"):
         load_model(str(tmp_path))
     tiny.trainer_config(tmp_path, max_step=1, evaler=False).instantiate(parent=None).run()
-    with pytest.raises(UserError, match="SyntheticTokens has no tokenizer"):
+    with pytest.raises(UserError, match="SyntheticTokens"):
         load_model(str(tmp_path))
 
 
@@ -169,10 +169,10 @@ def test_a_hugging_face_model_is_read_as_it_was_published(hub):
 def test_a_tokenizer_of_another_model_is_refused(hub, tmp_path):
     shutil.copytree(hub, tmp_path / "hub")
     train_bpe(small_run.TEXTS, 300, str(tmp_path / "hub"))
-    with pytest.raises(UserError, match=r"tokenizer has 300 tokens, .*vocab_size=288"):
+    with pytest.raises(UserError, match=r"300 tokens.*vocab_size=288"):
         load_model(str(tmp_path / "hub"))
     (tmp_path / "hub/tokenizer_config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"tokenizer_config\.json has no eos_token"):
+    with pytest.raises(UserError, match=r"tokenizer_config\.json.*eos_token"):
         load_model(str(tmp_path / "hub"))
 
 

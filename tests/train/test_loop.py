@@ -80,7 +80,7 @@ def test_changed_input_is_refused_on_resuming(tmp_path):
     (tmp_path / "config.txt").unlink()
     cfg = tiny.trainer_config(tmp_path)
     cfg.input.seed = 3
-    with pytest.raises(ValueError, match="The input has changed since it was saved: seed was 0"):
+    with pytest.raises(ValueError, match="seed was 0"):
         cfg.instantiate(parent=None).run()
 
 

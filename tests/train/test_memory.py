@@ -38,14 +38,14 @@ def placed(*, platform, kind="device", parts=1, limit=None, used=0):
 def test_model_that_exceeds_host_memory_is_refused_before_it_is_built(tmp_path):
     cfg = tiny.trainer_config(tmp_path, evaler=False)
     cfg.model.dim = 1_000_000_000_000
-    with pytest.raises(InsufficientMemoryError, match=r"take \d+\.\d TB of host memory, but only"):
+    with pytest.raises(InsufficientMemoryError, match=r"\d+\.\d TB .* [GT]B "):
         cfg.instantiate(parent=None).run()
     assert not (tmp_path / "config.txt").exists()
 
 
 def test_devices_of_a_cpu_share_the_memory_of_the_host(monkeypatch):
     monkeypatch.setattr(memory, "_host_memory", lambda: 79_999)
-    with pytest.raises(InsufficientMemoryError, match=r"80\.0 kB of host memory"):
+    with pytest.raises(InsufficientMemoryError, match=r"80\.0 kB"):
         check_memory(SPECS, placed(platform="cpu"))
     check_memory(SPECS, placed(platform="cpu", parts=2))
 
@@ -53,7 +53,7 @@ def test_devices_of_a_cpu_share_the_memory_of_the_host(monkeypatch):
 def test_each_accelerator_needs_its_shard(monkeypatch):
     check_memory(SPECS, placed(platform="gpu", parts=2, limit=50_000, used=30_000))
     check_memory(SPECS, placed(platform="gpu"))  # Its memory is unknown.
-    with pytest.raises(InsufficientMemoryError, match=r"40\.0 kB .* only 20\.0 kB"):
+    with pytest.raises(InsufficientMemoryError, match=r"40\.0 kB.*20\.0 kB"):
         check_memory(SPECS, placed(platform="gpu", limit=50_000, used=30_000))
     monkeypatch.setattr(memory, "_host_memory", lambda: 79_999)
     with pytest.raises(InsufficientMemoryError, match="host memory"):

@@ -135,7 +135,7 @@ def test_factored_moments_are_offloaded_too(tmp_path):
 def test_devices_without_host_memory_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(offload, "MEMORY_KIND", "drum")
     trainer = offloaded(tiny.trainer_config(tmp_path)).instantiate(parent=None)
-    with pytest.raises(ValueError, match=r"learner.offload_state is True.* 'cpu' have no .*'drum'"):
+    with pytest.raises(ValueError, match=r"learner.offload_state.*True.*'cpu'.*'drum'"):
         trainer.init()
 
 

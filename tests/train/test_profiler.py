@@ -24,9 +24,9 @@ def test_window_of_steps(tmp_path, monkeypatch):
 
 
 def test_invalid_settings_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="steps and their number start at 1"):
+    with pytest.raises(ValueError, match="start at 1"):
         ProfilerWindow(str(tmp_path), [0])
-    with pytest.raises(ValueError, match=r"from 4 and from 5 overlap; leave 3"):
+    with pytest.raises(ValueError, match=r"4.*5 overlap"):
         ProfilerWindow(str(tmp_path), [5, 4])
 
 

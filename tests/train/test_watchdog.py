@@ -69,5 +69,5 @@ def test_process_exits_after_the_crash_timeout():
 
 
 def test_timeout_of_zero_is_refused():
-    with pytest.raises(ValueError, match="watchdog_timeout_seconds is 0; set it above 0"):
+    with pytest.raises(ValueError, match=r"watchdog_timeout_seconds.*0"):
         Watchdog(0)

@@ -67,7 +67,7 @@ def test_whole_numbers_are_compared_as_such():
 
 
 def test_trees_with_different_leaves_are_refused():
-    with pytest.raises(ValueError, match=r"b: on one side only"):
+    with pytest.raises(ValueError, match=r"^b: "):
         first_difference({"a": 1.0}, {"a": 1.0, "b": 2.0}, relative=1.0)
     with pytest.raises(ValueError, match=r"^a: .*\(3,\).*\(2,\)"):
         first_difference({"a": np.ones(2)}, {"a": np.ones(3)}, relative=1.0)

@@ -60,8 +60,8 @@ def test_a_list_is_used_unchanged():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("fdsp=8", "axis 'fdsp'; did you mean 'fsdp'"),
-        ("fsdp=4", "takes 4 devices, but there are 8"),
+        ("fdsp=8", r"'fdsp'.*'fsdp'"),
+        ("fsdp=4", r"4 devices.*8"),
         ("fsdp=x", "'fsdp=x'"),
         ("pipeline=8", "axis 'pipeline'"),
     ],

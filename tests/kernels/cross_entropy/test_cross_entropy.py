@@ -175,5 +175,5 @@ def test_bad_input_is_refused(monkeypatch):
         cross_entropy(hidden, head, labels[1:])
     with pytest.raises(ValueError, match="chunk_size=0"):
         cross_entropy(hidden, head, labels, chunk_size=0)
-    with pytest.raises(ValueError, match="no backend 'tpu'; it has reference, xla"):
+    with pytest.raises(ValueError, match="'tpu'"):
         cross_entropy(hidden, head, labels, backend="tpu")

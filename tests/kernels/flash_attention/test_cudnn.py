@@ -35,7 +35,7 @@ def test_a_missing_cudnn_is_named_with_its_package(monkeypatch):
     run = lambda x: flash_attention(x, x, x, MaskSpec(1.0), backend="cudnn")
     with (
         jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)),
-        pytest.raises(ValueError, match=r"not detected\. Install nvidia-cudnn-cu13"),
+        pytest.raises(ValueError, match="Install nvidia-cudnn-cu13"),
     ):
         jax.eval_shape(run, x)
 

@@ -174,13 +174,13 @@ def test_a_spec_that_makes_no_sense_is_refused(change, match, backend):
 @pytest.mark.parametrize(
     ("cut", "match"),
     [
-        (lambda q, k, v: (q, k[:, :5], v[:, :5]), r"k \[2, 5, 2, 8\].*\[B, Q, G, D\]"),
+        (lambda q, k, v: (q, k[:, :5], v[:, :5]), r"\[2, 5, 2, 8\].*\[B, Q, G, D\]"),
         (lambda q, k, v: (q[:, :5], k, v), r"q \[2, 5, 4, 8\]"),
         (lambda q, k, v: (q, k[:1], v[:1]), r"k \[1, 7, 2, 8\]"),
         (lambda q, k, v: (q, k[..., :4], v), r"k \[2, 7, 2, 4\]"),
         (lambda q, k, v: (q, k, v[:, :, :1]), r"v \[2, 7, 1, 8\]"),
         (lambda q, k, v: (q[0], k, v), r"q \[7, 4, 8\]"),
-        (lambda q, k, v: (q[:0], k[:0], v[:0]), "with sizes above 0"),
+        (lambda q, k, v: (q[:0], k[:0], v[:0]), "above 0"),
     ],
 )
 @pytest.mark.parametrize("backend", [None, "reference"])
@@ -201,8 +201,8 @@ def test_sinks_and_segments_that_disagree_are_refused():
 
 def test_heads_and_dtypes_that_disagree_are_refused():
     q, k, v = operands(heads=4, groups=3)
-    with pytest.raises(ValueError, match="4 query heads do not divide into 3 groups"):
+    with pytest.raises(ValueError, match=r"4 query.*into 3"):
         flash_attention(q, k, v, SPEC)
     q, k, v = operands()
-    with pytest.raises(ValueError, match="k bfloat16, v float32"):
+    with pytest.raises(ValueError, match=r"bfloat16.*float32"):
         flash_attention(q, k.astype(jnp.bfloat16), v, SPEC)

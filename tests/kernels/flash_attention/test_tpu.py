@@ -119,7 +119,7 @@ def test_a_sequence_with_too_many_blocks_is_refused(monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     x = jax.ShapeDtypeStruct((1, 2**20, 1, 64), jnp.float32)
     run = lambda x: flash_attention(x, x, x, MaskSpec(1.0), backend="tpu")
-    with pytest.raises(ValueError, match=r"take 131072 pairs .* 1048576 queries"):
+    with pytest.raises(ValueError, match=r"take 131072.*1048576 queries"):
         jax.eval_shape(run, x)
 
 

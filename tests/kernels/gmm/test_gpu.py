@@ -118,12 +118,12 @@ def test_values_equal_those_of_the_kernel_that_jax_shows_as_an_example():
 
 def test_operands_that_the_kernel_cannot_take_are_refused():
     lhs, rhs, _, grad, sizes = operands([5, 6], 16, 64, 72, jnp.bfloat16)
-    with pytest.raises(ValueError, match="not 72 elements; set the size to 128"):
+    with pytest.raises(ValueError, match="72 elements"):
         gmm(lhs, rhs, sizes, backend="gpu")
-    with pytest.raises(ValueError, match="not 72 elements; set the size to 128"):
+    with pytest.raises(ValueError, match="72 elements"):
         gmm_weight_gradient(lhs, grad, sizes, backend="gpu")
     wide = lhs.astype(jnp.float32), rhs[..., :64].astype(jnp.float32)
-    with pytest.raises(ValueError, match="'gpu' takes bfloat16 and float16, not float32"):
+    with pytest.raises(ValueError, match=r"'gpu'.*bfloat16.*float16.*float32"):
         gmm(*wide, sizes, backend="gpu")
 
 
@@ -157,7 +157,7 @@ def test_it_is_the_default_for_hopper_only(warnings_of):
         assert warnings_of(kind) == []
     for kind in (gpu_topology.A100, gpu_topology.B200, "NVIDIA GB200", "NVIDIA RTX A6000"):
         assert not is_hopper(kind)
-        with pytest.raises(ValueError, match=f"'gpu' needs a Hopper GPU .*not {kind}"):
+        with pytest.raises(ValueError, match=rf"'gpu'.*Hopper GPU.*{kind}"):
             warnings_of(kind, backend="gpu")
 
 

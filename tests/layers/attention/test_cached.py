@@ -81,7 +81,7 @@ def test_prompts_without_padding_fill_a_ring_to_their_end():
 @pytest.mark.parametrize("window", [None, 6])
 def test_prompts_longer_than_the_cache_are_refused(window):
     positions = jnp.arange(S, dtype=jnp.int32)[None]
-    with pytest.raises(ValueError, match="A cache of 4 slots is too short for prompts of 11"):
+    with pytest.raises(ValueError, match=r"4 slots.*11"):
         store(jnp.zeros((1, 4, 5)), jnp.zeros((1, S, 5)), positions, None, window)
 
 

@@ -208,14 +208,14 @@ def test_flops_are_counted_by_hand():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_heads": 0}, "layer: num_heads=0; set it above 0"),
-        ({"q_lora_rank": 0}, "layer: q_lora_rank=0; set it above 0"),
-        ({"kv_lora_rank": -1}, "layer: kv_lora_rank=-1; set it above 0"),
-        ({"nope_head_dim": 0}, "layer: nope_head_dim=0; set it above 0"),
-        ({"v_head_dim": 0}, "layer: v_head_dim=0; set it above 0"),
-        ({"rope_head_dim": 0}, "layer: rope_head_dim=0; set it above 0"),
-        ({"rope_head_dim": 3}, "layer: rope_head_dim=3; .* even number"),
-        ({"score_factor": 0.0}, "layer: score_factor=0.0; set it above 0"),
+        ({"num_heads": 0}, "layer: num_heads=0"),
+        ({"q_lora_rank": 0}, "layer: q_lora_rank=0"),
+        ({"kv_lora_rank": -1}, "layer: kv_lora_rank=-1"),
+        ({"nope_head_dim": 0}, "layer: nope_head_dim=0"),
+        ({"v_head_dim": 0}, "layer: v_head_dim=0"),
+        ({"rope_head_dim": 0}, "layer: rope_head_dim=0"),
+        ({"rope_head_dim": 3}, "layer: rope_head_dim=3"),
+        ({"score_factor": 0.0}, r"layer: score_factor=0.0"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(fields, message):

@@ -82,7 +82,7 @@ def test_a_sequence_that_does_not_divide_in_pieces_is_refused():
     x = jnp.zeros((2, 24, 2, 8))
     with (
         jax.set_mesh(create_device_mesh(mesh_shape_from_axes(seq=8))),
-        pytest.raises(ValueError, match="seq_len=24 does not divide into 16 pieces"),
+        pytest.raises(ValueError, match=r"seq_len=24.*into 16"),
     ):
         attend(x, x, x, spec=PLAIN)
 
@@ -90,6 +90,6 @@ def test_a_sequence_that_does_not_divide_in_pieces_is_refused():
 def test_key_heads_that_do_not_divide_are_refused():
     with (
         jax.set_mesh(create_device_mesh(mesh_shape_from_axes(model=4, data=2))),
-        pytest.raises(ValueError, match="keys: dimension 'activation_heads' of size 2"),
+        pytest.raises(ValueError, match=r"keys:.*'activation_heads'.*size 2"),
     ):
         attend(Q, K, V, spec=PLAIN)

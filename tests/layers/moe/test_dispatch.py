@@ -162,7 +162,7 @@ def test_bfloat16_rows_are_summed_in_float32():
 
 def test_a_dispatcher_without_dispatch_is_an_error():
     dispatcher = Dispatcher.default_config().instantiate()
-    with pytest.raises(NotImplementedError, match="Dispatcher must define _dispatch"):
+    with pytest.raises(NotImplementedError, match=r"Dispatcher.*_dispatch"):
         pulled(dispatcher, PARAMS, X, jnp.asarray(IDS["random"]), WEIGHTS, jnp.ones(T, bool), GRAD)
 
 
@@ -177,7 +177,7 @@ def test_a_dispatcher_without_dispatch_is_an_error():
 )
 def test_factors_that_are_not_finite_and_above_zero_are_refused(dispatcher, field, factor):
     cfg = dispatcher.default_config().set(**{field: factor})
-    match = f"^{dispatcher.__name__}.{field} is {factor}; set it above 0, to a finite number"
+    match = f"^{dispatcher.__name__}.{field} is {factor};"
     with pytest.raises(ValueError, match=match):
         cfg.instantiate()
     moe = MoELayer.default_config().set(

@@ -210,13 +210,13 @@ def test_a_buffer_has_as_many_rows_as_its_factor_says(name):
 
 @pytest.mark.parametrize("name", ["ragged", "ring"])
 def test_blocks_that_do_not_divide_the_experts_are_refused(name):
-    message = r"Dispatcher.buffer_blocks is 5, which does not divide 8 experts; set 4\."
+    message = r"Dispatcher.buffer_blocks.*5.*divide 8"
     with pytest.raises(ValueError, match=message):
         pulled(
             layer(name, buffer_factor=1.0, buffer_blocks=5),
             *(PARAMS, X, WEIGHTS, *ROUTINGS["random"], GRAD),
         )
-    with pytest.raises(ValueError, match=r"Dispatcher.buffer_blocks is 0; set 1 or more\."):
+    with pytest.raises(ValueError, match=r"Dispatcher.buffer_blocks.*0"):
         layer(name, buffer_blocks=0)
 
 
@@ -239,6 +239,6 @@ def test_a_token_with_nan_stays_by_itself(name):
 def test_experts_that_do_not_divide_are_named():
     made = build(layer("ragged").config.clone(num_experts=6))
     mesh = create_device_mesh(mesh_shape_from_axes(expert=4, data=2))
-    message = r"experts/down: dimension 'experts' of size 6 is not divisible by 4"
+    message = r"experts/down:.*'experts'.*size 6.*4"
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
         jax.eval_shape(lambda p: call(made, p, X), jax.eval_shape(lambda: initial(made)))

@@ -163,7 +163,7 @@ def test_auxiliary_losses_that_would_be_lost_are_an_error():
         def forward(self, x):
             return functional(LAYER, None, PARAMS, (x,), is_training=True)[0]
 
-    with pytest.raises(UnconsumedAuxLossError, match="load_balance_loss, router_z_loss would be"):
+    with pytest.raises(UnconsumedAuxLossError, match="load_balance_loss, router_z_loss"):
         call(build(Careless.default_config()), {}, jnp.asarray(X))
 
 
@@ -222,7 +222,7 @@ def test_shared_experts_may_have_a_gate():
 
 
 def test_a_gate_of_no_shared_experts_is_refused():
-    with pytest.raises(ValueError, match="layer: shared_gate=True without shared_experts"):
+    with pytest.raises(ValueError, match=r"layer: shared_gate=True.*shared_experts"):
         layer(shared_experts=None, shared_gate=True)
 
 
@@ -274,7 +274,7 @@ def test_weights_may_be_split_over_an_axis_that_splits_no_tokens(dispatcher, rul
 
 def test_a_batch_that_does_not_divide_over_the_mesh_is_refused():
     mesh = create_device_mesh(mesh_shape_from_axes(data=8))
-    message = "tokens of layer: dimension 'batch' of size 4 is not divisible by 8"
+    message = r"'batch'.*size 4.*8"
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
         call(LAYER, PARAMS, jnp.asarray(X)[:4], MASK[:4])
 
@@ -288,7 +288,7 @@ def test_a_batch_that_does_not_divide_over_the_mesh_is_refused():
 )
 def test_an_axis_that_splits_tokens_and_hidden_units_is_refused(axes, rules, names):
     mesh = create_device_mesh(mesh_shape_from_axes(model=2, fsdp=2, **axes))
-    message = f"tokens of layer: mesh axis {names} and 'expert_ffn'"
+    message = rf"axis {names}.*'expert_ffn'"
     with jax.set_mesh(mesh), sharding_rules(rules), pytest.raises(ValueError, match=message):
         call(LAYER, PARAMS, jnp.asarray(X), MASK)
 

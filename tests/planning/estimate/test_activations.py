@@ -102,5 +102,5 @@ def test_sizes_that_look_like_tokens_are_none(monkeypatch):
 
 def test_a_remat_with_an_unknown_name_is_refused(cfg):
     cfg.model.decoder.remat = config_for_function(remat).set(keep=["feed_forward_upp"])
-    with pytest.raises(ValueError, match="'feed_forward_upp'; did you mean 'feed_forward_up'"):
+    with pytest.raises(ValueError, match=r"'feed_forward_upp'.*'feed_forward_up'"):
         _read(cfg)

@@ -108,10 +108,10 @@ def test_a_mesh_can_be_given(tiny):
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        ("fsdp=3", "fsdp=3 takes 3 devices, but there are 8"),
-        ("fdsp=8", "unknown axis 'fdsp'; did you mean 'fsdp'"),
-        ("fsdp:8", "'fsdp:8' is not axis=size"),
-        ("model=8", "no mesh of its 8 devices with model=8 can run the config"),
+        ("fsdp=3", r"fsdp=3.*3 devices.*8"),
+        ("fdsp=8", r"'fdsp'.*'fsdp'"),
+        ("fsdp:8", r"'fsdp:8'.*axis=size"),
+        ("model=8", r"8 devices.*model=8"),
     ],
 )
 def test_a_mesh_that_cannot_be_is_refused(tiny, mesh, message):
@@ -127,15 +127,15 @@ def test_current_candidate_takes_mesh_and_parts_of_the_config(tiny):
     assert each.mesh.sizes == {"expert": 2, "fsdp": 4}
     assert (each.num_microbatches, each.remat) == (cfg.num_microbatches, OWN)
     assert each.apply(cfg).model == cfg.model
-    with pytest.raises(UserError, match=r"has 2 slices; set HybridMeshShape"):
+    with pytest.raises(UserError, match=r"2 slices.*HybridMeshShape"):
         current_candidate(cfg, work, describe("h100:2x4"))
 
 
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ({"fnn": ("model",)}, "logical axis 'fnn'; did you mean 'ffn'"),
-        ({"ffn": ("modle",)}, "mesh axis 'modle'; did you mean 'model'"),
+        ({"fnn": ("model",)}, r"'fnn'.*'ffn'"),
+        ({"ffn": ("modle",)}, r"'modle'.*'model'"),
     ],
 )
 def test_sharding_rules_that_the_trainer_refuses_are_refused(tiny, rules, message):

@@ -26,7 +26,7 @@ def test_an_unknown_accelerator_names_those_there_are(name):
 
 
 def test_the_nearest_accelerator_is_named():
-    with pytest.raises(UserError, match=r"did you mean .*'h100'"):
+    with pytest.raises(UserError, match="'h100'"):
         describe("h10:1x8")
 
 
@@ -40,16 +40,16 @@ def test_a_wrong_shape_is_refused_with_an_example(name):
     ("name", "message"),
     [
         ("v6e:4x4x4", "2 dimensions"),
-        ("v5p:4", "2 or 3 dimensions"),
+        ("v5p:4", r"2.*3 dimensions"),
         ("v6e:64x64", "4096 chips .* 256"),
         ("v5p:16x20x29", " 8960 "),
-        ("v6e:3x5", "v6e slice are 1, 2, 4, 8 or 16"),
-        ("2*v5e:32x4", "v5e slice are"),
-        ("h100:16", "at most 8 .* h100:2x8"),
-        ("h100:1x16", "at most 8 .* h100:2x8"),
-        ("gb200:1x8", "at most 4 .* gb200:2x4"),
-        ("2*h100:1x8", "hosts x GPUs"),
-        ("gb200:27x4", "whole NVLink domains of 18"),
+        ("v6e:3x5", r"v6e.*1, 2, 4, 8.*16"),
+        ("2*v5e:32x4", "v5e"),
+        ("h100:16", r"8.*h100:2x8"),
+        ("h100:1x16", r"8.*h100:2x8"),
+        ("gb200:1x8", r"4.*gb200:2x4"),
+        ("2*h100:1x8", "GPUs"),
+        ("gb200:27x4", r"NVLink.*18"),
     ],
 )
 def test_impossible_shapes_are_refused(name, message):
@@ -78,9 +78,9 @@ def test_a_name_says_how_many_devices_of_how_many_slices(name, num_slices, devic
 
 def test_a_missing_compiler_is_named_with_its_extra(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install 'moelib\[tpu\]'"):
+    with pytest.raises(UserError, match=r"'moelib\[tpu\]'"):
         topology("v6e:2x2")
-    with pytest.raises(UserError, match=r"pip install 'moelib\[plan-gpu\]'"):
+    with pytest.raises(UserError, match=r"'moelib\[plan-gpu\]'"):
         topology("h100:1x8")
 
 
@@ -108,7 +108,7 @@ def test_slices_of_tpus_know_which_they_are():
 
 def test_a_shape_that_libtpu_refuses_is_one_line():
     pytest.importorskip("libtpu")
-    with pytest.raises(UserError, match=r"v5p:3x7x1.*not divisible.*as in v6e:2x2") as error:
+    with pytest.raises(UserError, match=r"v5p:3x7x1.*v6e:2x2") as error:
         topology("v5p:3x7x1")
     assert "\n" not in str(error.value)
 
@@ -130,7 +130,7 @@ def test_the_cuda_plugin_describes_every_gpu(name):
 @needs_cuda_plugin
 def test_each_host_of_gpus_is_a_slice_that_a_mesh_asks_for():
     devices = topology("h100:2x8").devices
-    with pytest.raises(ValueError, match=r"the devices are of 2 slices; set it to HybridMesh"):
+    with pytest.raises(ValueError, match=r"2 slices.*HybridMesh"):
         create_device_mesh((2, 8), ("fsdp", "expert"), devices)
     mesh = create_device_mesh(HybridMeshShape((8, 1), (1, 2)), ("expert", "fsdp"), devices)
     assert dict(mesh.shape) == {"fsdp": 2, "expert": 8}

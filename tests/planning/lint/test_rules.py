@@ -246,7 +246,7 @@ def test_memory_that_stays_when_there_are_more_devices_is_found():
     )
     (finding,) = unscaled_memory(few, many)
     assert (finding.instruction, finding.config_path) == ("arguments", "mesh_shape")
-    with pytest.raises(ValueError, match=r"on 4 devices.*on 2"):
+    with pytest.raises(ValueError, match=r"4 devices.*2"):
         unscaled_memory(many, few)
 
 
