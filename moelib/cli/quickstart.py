@@ -38,10 +38,12 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     no_arguments(arguments, Flags)
     flags.set_up()
     store_dir = os.path.join(flags.trainer_dir or "", "data", "text")
-    train, validation = prepare_text(flags.data_dir, store_dir, flags.vocab_size)
     run_dir = os.path.join(flags.trainer_dir or "", "run")
     prepared = dataclasses.replace(flags, data_dir=os.path.dirname(store_dir), trainer_dir=run_dir)
-    result = launch.fit(prepared.load(), dump=flags.dump)
+    cfg = prepared.load()
+    cfg.instantiate(parent=None)  # Raises errors of the config before minutes of preparation.
+    train, validation = prepare_text(flags.data_dir, store_dir, flags.vocab_size)
+    result = launch.fit(cfg, dump=flags.dump)
     if result.stopped_by is not None:
         print(f"Stopped by {result.stopped_by}; run the same command again to continue.")
         return

@@ -1,5 +1,6 @@
 """The source that fits the files at a path."""
 
+import glob
 import os
 
 from moelib.core.errors import MissingFileError, UserError
@@ -49,5 +50,9 @@ def source_for_path(path: str, *, text_field: str = "text") -> Source.Config:
         return tables.default_config().set(paths=[path], column=text_field)
     if found == ["text"] or os.path.isfile(path):
         return TextFiles.default_config().set(paths=[path])
+    if not glob.glob(path, recursive=True):
+        raise MissingFileError(
+            f"{path} does not exist; name a file, a folder or a pattern of text."
+        )
     known = ", ".join(ending for ends in kinds.values() for ending in ends)
     raise MissingFileError(f"{path} holds no file of a known kind; files may end in {known}.")

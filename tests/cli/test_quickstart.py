@@ -40,6 +40,13 @@ def test_text_that_is_not_there_is_an_error_that_names_it(tmp_path):
         quickstart.prepare_text(f"{tmp_path}/nothing.txt", str(tmp_path / "store"), 300)
 
 
+def test_a_wrong_config_is_an_error_before_text_is_prepared(text, tmp_path):
+    flags = quickstart.Flags(data_dir=str(text), trainer_dir=f"{tmp_path}/run", max_step=20)
+    with pytest.raises(UserError, match="warmup_steps 50 are more than max_step 20"):
+        quickstart.run(flags, [])
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.slow  # A minute: the whole model is compiled, for two steps.
 def test_the_whole_way(text, tmp_path):
     command = [sys.executable, "-m", "moelib.cli.main", "quickstart", f"--data_dir={text}"]

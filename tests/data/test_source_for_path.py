@@ -27,6 +27,8 @@ def test_a_single_file_of_unknown_kind_is_text(tmp_path: pathlib.Path):
 def test_a_mixed_folder_and_an_empty_one_are_refused(tmp_path: pathlib.Path):
     with pytest.raises(FileNotFoundError, match=str(tmp_path)):
         source_for_path(str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="absent does not exist"):
+        source_for_path(str(tmp_path / "absent"))
     (tmp_path / "a.txt").write_text("")
     (tmp_path / "a.jsonl").write_text("")
     with pytest.raises(ValueError, match=r"\(JSON"):
