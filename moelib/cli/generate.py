@@ -13,7 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from moelib.core.command_line import flag
 from moelib.core.errors import UsageError
@@ -84,7 +84,7 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
         raise UsageError("set --prompt or --input, to a text or to a file of prompts.")
     if bool(flags.input) != bool(flags.output):
         raise UsageError("--input and --output require each other; set both.")
-    requests = read_requests(flags.input, flags.output) if flags.input and flags.output else []
+    requests = read_requests(flags.input, flags.output) if flags.input and flags.output else {}
     model = flags.load()
     settings = {f.name: getattr(flags, f.name) for f in dataclasses.fields(SamplingFlags)}
     if flags.prompt:
@@ -113,34 +113,22 @@ def stream_text(model: Any, prompt: str, **settings: Any) -> None:
 # -- Files ---------------------------------------------------------------------------------------
 
 
-class Request(NamedTuple):
-    """A line of the input: its number from 1, its length in bytes, and its fields."""
-
-    number: int
-    num_bytes: int
-    record: dict[str, Any]
-
-
-def read_requests(path: str, output: str) -> list[Request]:
-    """Returns the lines of a file of prompts, without blank ones.
+def read_requests(path: str, output: str) -> dict[int, dict[str, Any]]:
+    """Returns the fields of each line of a file of prompts by its number; blank lines are skipped.
 
     Raises UsageError if a line is not a JSON object with a prompt, or has a field of the output; if
     there are no lines; or if the output exists.
     """
     if os.path.exists(output):
         raise UsageError(f"--output {output} exists; remove it, or set another file.")
-    requests = []
     try:
         with open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    record = _read_record(line, f"{path}:{number}")
-                    requests.append(Request(number, len(line), record))
+            lines = {number: line for number, line in enumerate(file, 1) if line.strip()}
     except OSError as error:
         raise UsageError(f"--input {path} cannot be read: {error.strerror}.") from error
-    if not requests:
+    if not lines:
         raise UsageError(f"--input {path} has no lines.")
-    return requests
+    return {number: _read_record(line, f"{path}:{number}") for number, line in lines.items()}
 
 
 def _read_record(line: bytes, location: str) -> dict[str, Any]:
@@ -157,24 +145,23 @@ def _read_record(line: bytes, location: str) -> dict[str, Any]:
 
 
 def _continue_file(
-    model: Any, requests: Sequence[Request], flags: Flags, settings: dict[str, Any]
+    model: Any, requests: dict[int, dict[str, Any]], flags: Flags, settings: dict[str, Any]
 ) -> None:
     """Writes a line per prompt, as batches are done."""
     from moelib.inference.generate import PromptError, generate
 
-    prompts = [request.record["prompt"] for request in requests]
+    prompts = [record["prompt"] for record in requests.values()]
     try:
         texts = generate(model, prompts, batch_size=flags.batch_size, **settings)
     except PromptError as error:
-        number = requests[error.index].number
+        number = list(requests)[error.index]
         raise UsageError(f"{flags.input}:{number}: {error.reason}") from error
     num_tokens = 0
-    num_bytes = sum(request.num_bytes for request in requests)
-    progress = Progress("generate", num_bytes, unit="B", seconds_between_lines=10.0)
+    progress = Progress("generate", len(requests), seconds_between_lines=10.0)
     with open(flags.output or "", "x", encoding="utf-8") as file, progress:
-        for request, completion in zip(requests, texts, strict=True):
-            record = request.record | completion._asdict()
-            print(json.dumps(record, ensure_ascii=False), file=file, flush=True)
+        for record, completion in zip(requests.values(), texts, strict=True):
+            text = json.dumps(record | completion._asdict(), ensure_ascii=False)
+            print(text, file=file, flush=True)
             num_tokens += len(completion.tokens)
-            progress.advance(request.num_bytes)
+            progress.advance(1)
     print(f"{flags.output}: {len(requests)} texts, {num_tokens} tokens.")

@@ -34,45 +34,39 @@ def packed_batch(batch_size: int, seq_len: int, vocab_size: int, seed: int) -> B
     second = rng.integers(2, seq_len - _MAX_PADDING, (batch_size, 1))  # Start of document 2.
     end = np.where(number == batch_size - 1, 0, seq_len - number % (_MAX_PADDING + 1))
     segments = np.where(index >= end, 0, np.where(index < second, 1, 2))
-    follows = np.roll(segments, -1, 1) == segments
-    follows[:, -1] = False
-    counted = (segments > 0) & follows & ((segments == 2) | (number % 2 == 0))
+    counted = (segments > 0) & ((segments == 2) | (number % 2 == 0))
     arrays = {
         "input_ids": ids,
-        "target_labels": np.where(counted, np.roll(ids, -1, 1), -1),
+        "target_labels": _labels(ids, segments, counted),
         "segment_ids": segments,
         "positions": np.where(index < second, index, index - second),
     }
     return {name: x.astype(np.int32) for name, x in arrays.items()}
 
 
-def with_other_padding(batch: Batch, vocab_size: int, seed: int) -> Batch:
-    """Returns the batch with other tokens and positions in its padding."""
+def with_other_segment(batch: Batch, segment: int, vocab_size: int, seed: int) -> Batch:
+    """Returns the batch with other tokens in a segment; in padding (0), other positions too."""
     rng = np.random.default_rng(seed)
-    padding = batch["segment_ids"] == 0
-    shape = padding.shape
-    return {
-        **batch,
-        "input_ids": _where(padding, rng.integers(0, vocab_size, shape), batch["input_ids"]),
-        "positions": _where(padding, rng.integers(0, shape[1], shape), batch["positions"]),
-    }
-
-
-def with_other_document(batch: Batch, document: int, vocab_size: int, seed: int) -> Batch:
-    """Returns the batch with other tokens in document 1 or 2 of every sequence."""
-    rng = np.random.default_rng(seed)
-    inside = batch["segment_ids"] == document
-    ids = rng.integers(0, vocab_size, inside.shape)
-    return {**batch, "input_ids": _where(inside, ids, batch["input_ids"])}
+    inside = batch["segment_ids"] == segment
+    other = {"input_ids": rng.integers(0, vocab_size, inside.shape)}
+    if segment == 0:
+        other["positions"] = rng.integers(0, inside.shape[1], inside.shape)
+    changed = {name: np.where(inside, x, batch[name]) for name, x in other.items()}
+    return batch | {name: x.astype(np.int32) for name, x in changed.items()}
 
 
 def with_loss_of(batch: Batch, document: int) -> Batch:
     """Returns the batch with a loss over document 1 or 2 of every sequence only."""
-    inside = batch["segment_ids"] == document
-    follows = np.roll(batch["segment_ids"], -1, 1) == document
+    segments = batch["segment_ids"]
+    labels = _labels(batch["input_ids"], segments, segments == document)
+    return batch | {"target_labels": labels.astype(np.int32)}
+
+
+def _labels(ids: np.ndarray, segments: np.ndarray, counted: np.ndarray) -> np.ndarray:
+    """Returns the next tokens of the same documents where they are counted, and -1 elsewhere."""
+    follows = np.roll(segments, -1, 1) == segments
     follows[:, -1] = False
-    labels = np.roll(batch["input_ids"], -1, 1)
-    return {**batch, "target_labels": _where(inside & follows, labels, -1)}
+    return np.where(counted & follows, np.roll(ids, -1, 1), -1)
 
 
 def first_half_twice(batch: Batch) -> Batch:
@@ -92,7 +86,3 @@ def all_padding(batch: Batch) -> Batch:
     """Returns a batch of padding only."""
     zeros = np.zeros_like(batch["segment_ids"])
     return {**batch, "segment_ids": zeros, "target_labels": zeros - 1}
-
-
-def _where(mask: Any, a: Any, b: Any) -> Any:
-    return np.where(mask, a, b).astype(np.int32)

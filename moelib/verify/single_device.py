@@ -120,7 +120,7 @@ class _SingleDeviceChecks:
 
     def padding(self) -> Difference | None:
         """Checks that the content of padding changes nothing."""
-        other = batches.with_other_padding(self._batch, self._vocab_size, seed=5)
+        other = batches.with_other_segment(self._batch, 0, self._vocab_size, seed=5)
         return self._compare_batches(self._batch, other)
 
     def doubled(self) -> Difference | None:
@@ -144,7 +144,7 @@ class _SingleDeviceChecks:
         """Checks that a document's loss does not depend on other documents of its sequence."""
         for mine, other in ((1, 2), (2, 1)):
             batch = batches.with_loss_of(self._batch, mine)
-            changed = batches.with_other_document(batch, other, self._vocab_size, seed=6)
+            changed = batches.with_other_segment(batch, other, self._vocab_size, seed=6)
             observed = [self._reference.observe(each).metrics for each in (batch, changed)]
             if any(map(_drops_tokens, observed)):
                 raise CheckSkippedError("which tokens are dropped depends on the whole sequence")

@@ -1,4 +1,4 @@
-"""Batches for `verify`: what they hold, and what a change of them changes."""
+"""Batches of `verify`: their content, and the effect of each change."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def test_labels_do_not_cross_documents():
 @pytest.mark.parametrize("document", [1, 2])
 def test_one_document_is_changed_or_counted(document):
     inside = BATCH["segment_ids"] == document
-    other = batches.with_other_document(BATCH, document, 50, seed=1)
+    other = batches.with_other_segment(BATCH, document, 50, seed=1)
     changed = other["input_ids"] != BATCH["input_ids"]
     assert changed[inside].any()
     assert not changed[~inside].any()
@@ -39,7 +39,7 @@ def test_one_document_is_changed_or_counted(document):
 
 
 def test_only_padding_is_changed():
-    other = batches.with_other_padding(BATCH, 50, seed=1)
+    other = batches.with_other_segment(BATCH, 0, 50, seed=1)
     changed = other["input_ids"] != BATCH["input_ids"]
     assert changed[BATCH["segment_ids"] == 0].any()
     assert not changed[BATCH["segment_ids"] > 0].any()

@@ -102,11 +102,14 @@ def candidates(
     Raises:
         UserError: If there is no candidate, or the sharding rules or `mesh` are invalid.
     """
-    rules = rules_of(cfg)
-    wanted = None if mesh is None else _parse_mesh(mesh, cfg.mesh_axis_names, topology)
+    rules, wanted = rules_of(cfg), None
     split = _split_axes(cfg, work, rules)
+    if mesh is not None:
+        names, field = cfg.mesh_axis_names, f"topology {topology.name}: mesh"
+        shape = parse_mesh(mesh, axis_names=names, num_devices=topology.num_devices, field=field)
+        wanted = dict(_above_one(names, shape))
     for name, size in (wanted or {}).items():
-        if size > 1 and name not in split:
+        if name not in split:
             dense = name == "expert" and work.moe is None
             reason = "the model has no experts" if dense else "nothing is split over it yet"
             raise UserError(
@@ -238,11 +241,3 @@ def _mesh_check(work: Workload, rules: sharding.Rules) -> Callable[[Mesh], str |
         return None
 
     return lambda mesh: refusal(frozenset(mesh.sizes.items()))
-
-
-def _parse_mesh(text: str, names: Sequence[str], topology: TopologyShape) -> dict[str, int]:
-    """Returns the sizes of a mesh such as fsdp=2,expert=-1."""
-    field = f"topology {topology.name}: mesh"
-    shape = parse_mesh(text, axis_names=names)
-    shape = infer_mesh_shape(shape, topology.num_devices, axis_names=names, field=field)
-    return dict(zip(names, shape, strict=True))
