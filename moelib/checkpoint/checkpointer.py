@@ -151,11 +151,7 @@ class Checkpointer(Module):
         if self._orbax is None:
             import orbax.checkpoint as ocp
 
-            handlers: dict[str, Any] = {
-                contents.STATE_ITEM: ocp.PyTreeCheckpointHandler(),
-                contents.RECORD_ITEM: ocp.JsonCheckpointHandler(),
-            }
-            self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers))
+            self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
         return self._orbax
 
     def _report_failure(self, step: int, error: BaseException) -> None:

@@ -35,25 +35,15 @@ class CheckpointNotFoundError(MissingFileError):
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointRecord:
-    """The data stored with a checkpoint's arrays, as JSON.
+    """The data stored with a checkpoint's arrays, as JSON."""
 
-    Attributes:
-        step: Steps taken.
-        arrays: dtype and sizes of every array, by path.
-        input: Position in the training data, as the input gave it; None if it was not saved.
-        metrics: Metrics of the evaluations at this step, by name.
-        config_hash: Hash of the settings that determine the run's numbers; may be empty.
-        mesh: Sizes of the mesh axes.
-        versions: Versions of the libraries that wrote the checkpoint.
-    """
-
-    step: int
+    step: int  # Steps taken.
     arrays: Arrays
-    input: dict[str, Any] | None = None
-    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-    config_hash: str = ""
-    mesh: dict[str, int] = dataclasses.field(default_factory=dict)
-    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    input: dict[str, Any] | None = None  # Position in the training data, as the input gave it.
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # Of evaluations.
+    config_hash: str = ""  # Hash of the settings that determine the run's numbers; may be empty.
+    mesh: dict[str, int] = dataclasses.field(default_factory=dict)  # Sizes of the mesh axes.
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)  # Of the libraries.
 
     def to_json(self) -> dict[str, Any]:
         """Returns JSON values."""

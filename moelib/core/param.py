@@ -41,27 +41,16 @@ class FanAxes:
 
 @dataclasses.dataclass(frozen=True)
 class ParameterSpec:
-    """The spec of a parameter of a layer.
-
-    Attributes:
-        shape: Sizes of the dimensions.
-        axes: Logical axis of each dimension ("embed", "ffn", ...); see parallel/sharding.py.
-        dtype: Name of the storage dtype; empty for the layer's.
-        initializer: Function from a key and this spec to the values; None for the layer's.
-        fan_axes: Dimensions that count for fan-in and fan-out; None for biases and scales.
-        trainable: Whether the learner updates it by its gradient.
-        weight_decay_scale: Factor of the weight decay; 0 for none.
-        castable: Whether a step in lower precision may cast it. Routers keep full precision.
-    """
+    """The spec of a parameter of a layer."""
 
     shape: tuple[int, ...]
-    axes: Axes
-    dtype: str = ""
-    initializer: Initializer | None = None
-    fan_axes: FanAxes | None = None
-    trainable: bool = True
-    weight_decay_scale: float = 1.0
-    castable: bool = True
+    axes: Axes  # Logical axis of each dimension ("embed", "ffn", ...); see parallel/sharding.py.
+    dtype: str = ""  # Name of the storage dtype; empty for the layer's.
+    initializer: Initializer | None = None  # From a key and this spec; None for the layer's.
+    fan_axes: FanAxes | None = None  # Dimensions of the fans; None for biases and scales.
+    trainable: bool = True  # Whether the learner updates it by its gradient.
+    weight_decay_scale: float = 1.0  # Factor of the weight decay; 0 for none.
+    castable: bool = True  # Whether a step in lower precision may cast it; not so for routers.
 
     def __post_init__(self) -> None:
         if len(self.axes) != len(self.shape):

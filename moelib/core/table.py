@@ -7,20 +7,14 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table of text.
+    """A table of text."""
 
-    Attributes:
-        title: Title, or "".
-        columns: Names of the columns; a name that ends with ">" (removed when shown) aligns its
-            column to the right. No header is shown if all names are empty.
-        rows: Cells of each row; an empty row separates sections.
-        footnotes: Lines shown below.
-    """
-
-    title: str
+    title: str  # May be empty.
+    # Names of the columns; a name that ends with ">" (removed when shown) aligns its column to the
+    # right. No header is shown if all names are empty.
     columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    footnotes: Sequence[str] = ()
+    rows: Sequence[Sequence[str]]  # Cells of each row; an empty row separates sections.
+    footnotes: Sequence[str] = ()  # Lines shown below.
 
     def __post_init__(self) -> None:
         for row in self.rows:

@@ -17,21 +17,13 @@ from moelib.core.metrics import combine, empty, is_metric
 
 
 class Accumulated(NamedTuple):
-    """Results of a step over all micro-batches.
+    """Results of a step over all micro-batches."""
 
-    Attributes:
-        objective: Mean over the batch, float32 scalar.
-        weight: Number of tokens that the mean is over, float32 scalar.
-        gradients: Gradients of the objective: float32, or of a single micro-batch in its dtypes.
-        metrics: Tree of WeightedScalar and MaxScalar.
-        state: State after the last micro-batch.
-    """
-
-    objective: jax.Array
-    weight: jax.Array
-    gradients: Any
-    metrics: Any
-    state: Any
+    objective: jax.Array  # Mean over the batch, float32 scalar.
+    weight: jax.Array  # Number of tokens that the mean is over, float32 scalar.
+    gradients: Any  # Of the objective: float32, or of a single micro-batch in its dtypes.
+    metrics: Any  # Tree of WeightedScalar and MaxScalar.
+    state: Any  # After the last micro-batch.
 
 
 # (micro-batch, state) -> (mean objective, its weight, gradients of the mean, metrics, new state)

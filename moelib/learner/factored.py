@@ -18,19 +18,12 @@ from moelib.core.tree import Nested
 
 
 class FactoredState(NamedTuple):
-    """State of `scale_by_factored_rms`: `row` and `col` of factored parameters, `full` of others.
+    """State of `scale_by_factored_rms`."""
 
-    Attributes:
-        count: Number of updates so far, int32 scalar.
-        row: Mean squares over the larger of the two factored dimensions.
-        col: Mean squares over the smaller one.
-        full: Squares of the parameters that are not factored.
-    """
-
-    count: jax.Array
-    row: Nested
-    col: Nested
-    full: Nested
+    count: jax.Array  # Number of updates so far, int32 scalar.
+    row: Nested  # Mean squares over the larger of the two factored dimensions.
+    col: Nested  # Mean squares over the smaller one.
+    full: Nested  # Squares of the parameters that are not factored.
 
 
 def scale_by_factored_rms(

@@ -230,9 +230,7 @@ def muon_optimizer(
             square is like Adam's, and Adam's learning rates and decay can be used. If None,
             updates are multiplied by sqrt(max(1, fan out / fan in)).
         adam_learning_rate: Rate of AdamW; `learning_rate` if None.
-        adam_b1: Decay rate of AdamW's mean of gradients.
-        adam_b2: Decay rate of AdamW's mean of squared gradients.
-        adam_eps: Epsilon of AdamW.
+        adam_b1, adam_b2, adam_eps: Those of AdamW.
         adam_axes: Logical axes whose weights AdamW updates: embedding and head.
         adam_paths: Regexes of whole paths whose weights AdamW updates too.
 

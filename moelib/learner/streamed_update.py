@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax import lax
 from jax.extend import core
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from moelib.core.errors import UserError
 from moelib.learner.offload import to_device, to_host, waits
@@ -104,9 +105,6 @@ class _Graph:
 
     def __init__(self, closed: Any) -> None:
         self._jaxpr = closed.jaxpr
-        self._producers = {
-            var: (i, eqn) for i, eqn in enumerate(self._jaxpr.eqns) for var in eqn.outvars
-        }
         self.inputs: list[Any] = list(self._jaxpr.invars)
         self.outs: list[Any] = list(self._jaxpr.outvars)
         self.constants = dict(zip(self._jaxpr.constvars, closed.consts, strict=True))
@@ -121,22 +119,10 @@ class _Graph:
 
     def evaluate(self, wanted: Sequence[Any], values: dict[Any, Any]) -> list[Any]:
         """Returns the values of variables, computed from known values."""
-        todo: dict[int, Any] = {}
-        known: dict[Any, None] = {}
-        pending = list(wanted)
-        while pending:
-            var = pending.pop()
-            if isinstance(var, core.Literal):
-                continue
-            if var in values:
-                known[var] = None
-            elif self._producers[var][0] not in todo:
-                i, eqn = self._producers[var]
-                todo[i] = eqn
-                pending += eqn.invars
-        eqns = [todo[i] for i in sorted(todo)]
+        eqns = [eqn for eqn in self._jaxpr.eqns if any(var not in values for var in eqn.outvars)]
         part = self._jaxpr.replace(
-            constvars=(), invars=list(known), outvars=list(wanted), eqns=eqns
+            constvars=(), invars=list(values), outvars=list(wanted), eqns=eqns
         )
-        compute = core.jaxpr_as_fun(core.ClosedJaxpr(part, ()))
-        return compute(*(values[var] for var in known))
+        part, used = dce_jaxpr(part, [True] * len(wanted))
+        known = [value for value, is_used in zip(values.values(), used, strict=True) if is_used]
+        return core.jaxpr_as_fun(core.ClosedJaxpr(part, ()))(*known)

@@ -30,14 +30,10 @@ class HybridMeshShape(NamedTuple):
     TPUs and GPUs report their slice (`slice_index`). Devices that do not, such as CPUs, are divided
     into slices by process; one process may hold several slices. GPUs that are only described, for
     compiling, all report slice 0 and are divided by process too.
-
-    Attributes:
-        ici: Sizes inside a slice, where links are fast.
-        dcn: Sizes across slices, where links are slow.
     """
 
-    ici: MeshShape
-    dcn: MeshShape
+    ici: MeshShape  # Sizes inside a slice, where links are fast.
+    dcn: MeshShape  # Sizes across slices, where links are slow.
 
 
 # -- Text ----------------------------------------------------------------------------------------

@@ -13,21 +13,14 @@ from moelib.train.trainer import SpmdTrainer
 
 @dataclasses.dataclass(frozen=True)
 class FitResult:
-    """Outcome of a training run.
+    """Outcome of a training run."""
 
-    Attributes:
-        step: Steps taken in total, those before a restart included.
-        metrics: Metrics of the last step by name, `loss` in nats per token; empty if this call took
-            no step.
-        evaluations: Latest metrics of each evaler, by the name of the evaler.
-        trainer_dir: Folder of the run, with its config, checkpoints and metrics.
-        stopped_by: Reason for stopping before `max_step`: "SIGTERM", "SIGINT" or "end of input".
-    """
-
-    step: int
+    step: int  # Steps taken in total, those before a restart included.
+    # Metrics of the last step by name, `loss` in nats per token; empty if this call took no step.
     metrics: Scalars
-    evaluations: dict[str, Scalars]
-    trainer_dir: str
+    evaluations: dict[str, Scalars]  # Latest metrics of each evaler, by the name of the evaler.
+    trainer_dir: str  # Folder of the run, with its config, checkpoints and metrics.
+    # Reason for stopping before `max_step`: "SIGTERM", "SIGINT" or "end of input".
     stopped_by: str | None = None
 
 

@@ -37,32 +37,20 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
-    """A trained model with its tokenizer, to generate with or to evaluate.
+    """A trained model with its tokenizer, to generate with or to evaluate."""
 
-    Attributes:
-        folder: Folder of the run or of the Hugging Face model.
-        model: The language model.
-        parameters: The model's parameters, sharded over `mesh`.
-        tokenizer: The model's tokenizer, with the ids of BOS (`bos_id`, may be None) and of end of
-            text (`eos_id`). None only with `require_tokenizer=False`.
-        stop_ids: Ids of all tokens that end a text.
-        config: Config of the run's trainer; None for a Hugging Face folder.
-        step: Training step of the parameters; None for a Hugging Face folder.
-        max_length: Longest sequence that the model was trained for, in tokens; None if unknown.
-        dtype: Dtype that parameters were cast to; None if they were not.
-        mesh: Devices that hold the parameters; None for the first device.
-    """
-
-    folder: str
+    folder: str  # Folder of the run or of the Hugging Face model.
     model: CausalLM
-    parameters: Nested
+    parameters: Nested  # Sharded over `mesh`.
+    # Has the ids of BOS (`bos_id`, may be None) and of end of text (`eos_id`). None only with
+    # `require_tokenizer=False`.
     tokenizer: Tokenizer
-    stop_ids: Sequence[int]
-    config: Any
-    step: int | None
-    max_length: int | None
-    dtype: str | None
-    mesh: Mesh | None
+    stop_ids: Sequence[int]  # Ids of all tokens that end a text.
+    config: Any  # Config of the run's trainer; None for a Hugging Face folder.
+    step: int | None  # Training step of the parameters; None for a Hugging Face folder.
+    max_length: int | None  # Longest sequence in training, in tokens; None if unknown.
+    dtype: str | None  # Dtype that parameters were cast to; None if they were not.
+    mesh: Mesh | None  # Devices that hold the parameters; None for the first device.
 
     @contextlib.contextmanager
     def on_mesh(self) -> Iterator[None]:

@@ -51,14 +51,11 @@ def _inputs(cfg: Any) -> dict[tuple[str, ...], Any]:
 
 def _check_folders(cfg: Any) -> None:
     """Raises UserError if a folder of the run's output is not local."""
-    folders = {"dir": cfg.dir}
-    for name in ("checkpointer", "summary_writer"):
-        inside = dict(getattr(cfg, name).items()) if getattr(cfg, name) is not None else {}
-        folders |= {f"{name}.{k}": inside[k] for k in ("dir", "jsonl_path") if k in inside}
-    for name, folder in folders.items():
-        if isinstance(folder, str) and "://" in folder:
+    values = cfg.to_flat_dict()
+    for path in ("dir", "checkpointer.dir", "summary_writer.dir", "summary_writer.jsonl_path"):
+        if isinstance(folder := values.get(path), str) and "://" in folder:
             raise UserError(
-                f"{name} is {folder!r}, but remote folders are not supported yet; mount it (with "
+                f"{path} is {folder!r}, but remote folders are not supported yet; mount it (with "
                 "gcsfuse or s3fs, for example), and set the path of the mounted folder."
             )
 
