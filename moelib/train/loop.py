@@ -7,12 +7,13 @@ step, so that no state is saved before its step has been checked.
 
 import collections
 import contextlib
+import dataclasses
 import logging
 import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -42,8 +43,9 @@ class NonFiniteError(UserError, FloatingPointError):
     """A step whose loss or parameters are not finite."""
 
 
-class LoopParts(NamedTuple):
-    """Parts of a trainer that the loop drives."""
+@dataclasses.dataclass(kw_only=True, eq=False)
+class TrainLoop:
+    """One run of a trainer, from its current state to the end, inside `jax.set_mesh`."""
 
     config: Any  # A `SpmdTrainer.Config`.
     mesh: jax.sharding.Mesh
@@ -61,17 +63,11 @@ class LoopParts(NamedTuple):
     input_state: dict[str, Any] | None  # Position in the data then, None at the beginning.
     restored_metrics: Scalars  # Metrics of the evaluations at that step.
 
-
-class TrainLoop:
-    """One run of a trainer, from its current state to the end."""
-
-    def __init__(self, parts: LoopParts) -> None:
-        """Prepares a run; to be used inside `jax.set_mesh`."""
-        self._parts, self._config = parts, parts.config
-        cfg = parts.config
-        self._step = parts.start_step
+    def __post_init__(self) -> None:
+        cfg = self.config
+        self._step = self.start_step
         self._throughput = Throughput(
-            parts.flops_per_token, list(parts.mesh.devices.flat), cfg.train_dtype or "float32"
+            self.flops_per_token, list(self.mesh.devices.flat), cfg.train_dtype or "float32"
         )
         self._last: Scalars = {}  # Metrics of the last step that was checked.
         self._last_report: Scalars = {}
@@ -83,7 +79,7 @@ class TrainLoop:
         self._stopped_by: str | None = None
         self._pending: tuple[int, PackedMetrics] | None = None  # Dispatched, not yet checked.
         self._summaries: Scalars = {}  # Metrics of the evaluations after the current step.
-        self._saved_step: int | None = parts.start_step or None
+        self._saved_step: int | None = self.start_step or None
         self._skipped_save = False  # Whether the last checkpoint was not written: not finite.
         self._num_slots = cfg.input.global_batch_size * cfg.input.seq_len
         self._stop = StopRequest()
@@ -93,28 +89,27 @@ class TrainLoop:
         )
         self._is_main = jax.process_index() == 0
         self._progress = Progress(
-            "step", cfg.max_step, start=parts.start_step, enabled=self._is_main
+            "step", cfg.max_step, start=self.start_step, enabled=self._is_main
         )
 
     def run(self) -> dict[str, Any]:
         """Takes the steps; see `SpmdTrainer.run`."""
         begin = time.perf_counter()
-        parts = self._parts
         with contextlib.ExitStack() as stack:
-            stack.callback(parts.summary_writer.close)
-            if parts.checkpointer is not None:
-                stack.callback(parts.checkpointer.close)
+            stack.callback(self.summary_writer.close)
+            if self.checkpointer is not None:
+                stack.callback(self.checkpointer.close)
             stack.callback(self._profiler.stop)
             stack.enter_context(self._stop)
             stack.enter_context(self._progress)
             stack.enter_context(self._watchdog)
-            self._progress.log(parts.description)
-            if self._step and parts.checkpointer is not None:
-                self._progress.log(f"restored step {self._step} from {parts.checkpointer.dir}")
-                self._evaluate(done=parts.restored_metrics)  # The stopped run had no time for it.
-            if self._step < self._config.max_step:
-                for evaler in parts.evalers.values():  # Errors surface before the first step.
-                    evaler.open_input(parts.mesh)
+            self._progress.log(self.description)
+            if self._step and self.checkpointer is not None:
+                self._progress.log(f"restored step {self._step} from {self.checkpointer.dir}")
+                self._evaluate(done=self.restored_metrics)  # The stopped run had no time for it.
+            if self._step < self.config.max_step:
+                for evaler in self.evalers.values():  # Errors surface before the first step.
+                    evaler.open_input(self.mesh)
                 self._take_steps(stack.enter_context(self._open_input()))
             self._end()
         if self._is_main:
@@ -129,11 +124,11 @@ class TrainLoop:
 
     def _open_input(self) -> Prefetcher[Any]:
         """Returns the training batches, from the position of the state."""
-        parts, cfg = self._parts, self._config
-        sharding, batch_size = parts.batch_sharding, cfg.input.global_batch_size
-        batches = parts.open_input().iterator(*host_rows(sharding, batch_size))
-        if parts.input_state is not None:
-            batches.restore(parts.input_state)
+        cfg = self.config
+        sharding, batch_size = self.batch_sharding, cfg.input.global_batch_size
+        batches = self.open_input().iterator(*host_rows(sharding, batch_size))
+        if self.input_state is not None:
+            batches.restore(self.input_state)
         if self._is_main:
             save_tokenizer(cfg.input, cfg.dir)
         return Prefetcher(batches, lambda batch: put_batch(batch, sharding, batch_size))
@@ -146,7 +141,7 @@ class TrainLoop:
         self._take_step(first, feed)
         self._progress.log(f"first step, compilation included: {time.perf_counter() - begin:.1f} s")
         self._throughput.restart()  # Rates do not include the compilation.
-        while not self._after_step() and self._step < self._config.max_step:
+        while not self._after_step() and self._step < self.config.max_step:
             batch = self._next_batch(feed)
             if batch is None:
                 return
@@ -164,7 +159,7 @@ class TrainLoop:
         """Dispatches a step, and checks the one before while it runs."""
         self._profiler.before_step(self._step + 1)
         with jax.profiler.StepTraceAnnotation("train", step_num=self._step + 1):
-            packed = self._parts.run_step(batch, input_state=feed.state())
+            packed = self.run_step(batch, input_state=feed.state())
         self._check_pending()
         self._step += 1
         self._pending, self._summaries = (self._step, packed), {}
@@ -177,7 +172,7 @@ class TrainLoop:
         scalars = unpack(packed)
         self._watchdog.beat(step)
         self._throughput.step_done(scalars["num_tokens"], self._num_slots)
-        self._last, cfg = scalars, self._config
+        self._last, cfg = scalars, self.config
         cross_entropy = scalars.get("cross_entropy", scalars["loss"])
         self._losses.append((scalars["num_tokens"], scalars["loss"], cross_entropy))
         if scalars[NON_FINITE] and cfg.stop_on_nan:
@@ -191,7 +186,7 @@ class TrainLoop:
         logged = {name: value for name, value in scalars.items() if name != NON_FINITE}
         logged |= language_metrics(scalars) | self._last_report
         mean_loss, mean_cross_entropy = self._mean_losses()
-        self._parts.summary_writer.write(step, logged | {"mean_loss": mean_loss})
+        self.summary_writer.write(step, logged | {"mean_loss": mean_loss})
         shown = logged | {"loss": mean_loss}
         if "cross_entropy" in shown:
             shown["cross_entropy"] = mean_cross_entropy
@@ -208,7 +203,7 @@ class TrainLoop:
         what = f"the loss is {scalars['objective']}"
         if math.isfinite(scalars["objective"]):
             what = f"the loss is {scalars['objective']:.4f}, but parameters after it are not finite"
-        back, saver = "There is no checkpoint before it.", self._parts.checkpointer
+        back, saver = "There is no checkpoint before it.", self.checkpointer
         if saver is not None:
             saver.wait()
             if (good := saver.latest_step()) is not None:
@@ -232,7 +227,7 @@ class TrainLoop:
         if self._stop_requested():
             return True
         summaries = self._evaluate()
-        saver = self._parts.checkpointer
+        saver = self.checkpointer
         if saver is not None and saver.should_save(step=self._step, summaries=summaries):
             self._save(summaries)
         return self._stop_requested()
@@ -241,7 +236,7 @@ class TrainLoop:
         if not self._stop.asked(self._step):
             return False
         self._stopped_by = self._stop.signal_name
-        saving = "saving and " if self._parts.checkpointer is not None else ""
+        saving = "saving and " if self.checkpointer is not None else ""
         self._progress.log(f"{self._stopped_by}: {saving}stopping after step {self._step}")
         return True
 
@@ -250,11 +245,11 @@ class TrainLoop:
 
         `done` holds the metrics of the evalers that have run at this step already.
         """
-        step, parts = self._step, self._parts
+        step = self._step
         ran = {name.partition("/")[0] for name in done or {}}
         due = {
             name: evaler
-            for name, evaler in parts.evalers.items()
+            for name, evaler in self.evalers.items()
             if name not in ran and evaler.should_evaluate(step=step)
         }
         if not due:
@@ -262,13 +257,13 @@ class TrainLoop:
         self._check_pending()
         found: Scalars = {}
         with self._throughput.spent_on("evaluation"):
-            params = parts.eval_params()
+            params = self.eval_params()
             for name, evaler in due.items():
                 scalars = evaler.evaluate(
-                    params, parts.mesh, on_batch=lambda _: self._watchdog.beat(step)
+                    params, self.mesh, on_batch=lambda _: self._watchdog.beat(step)
                 )
                 self._evaluations[name] = scalars
-                parts.summary_writer.write(step, scalars, group=name)
+                self.summary_writer.write(step, scalars, group=name)
                 found |= {f"{name}/{metric}": value for metric, value in scalars.items()}
                 self._progress.log(f"step {step}  {name}: {report.evaluation_text(scalars)}")
         self._summaries = found
@@ -282,7 +277,7 @@ class TrainLoop:
             logger.error("NO CHECKPOINT of step %d: its state is not finite.", step)
             self._skipped_save = True
             return
-        metric = self._config.checkpointer.best_metric
+        metric = self.config.checkpointer.best_metric
         if metric is not None and summaries and metric not in summaries:
             evaler = metric.partition("/")[0]
             if any(name.startswith(f"{evaler}/") for name in summaries):
@@ -290,13 +285,13 @@ class TrainLoop:
                     f"checkpointer.best_metric is {metric!r}; {did_you_mean(metric, summaries)}"
                 )
         with self._throughput.spent_on("checkpoint"):
-            self._parts.save(summaries)
+            self.save(summaries)
         self._saved_step, self._skipped_save = step, False
 
     def _end(self) -> None:
         """Checks the last step, and makes sure that its state is saved."""
         self._check_pending()
-        step, saver = self._step, self._parts.checkpointer
+        step, saver = self._step, self.checkpointer
         if saver is None:
             return
         if step != self._saved_step:
@@ -316,9 +311,9 @@ class TrainLoop:
 
     def _table(self, wall_seconds: float) -> Table:
         """Returns the final table: progress, losses, speed, files, health of the experts."""
-        steps = f"{self._step} of {self._config.max_step}"
-        if self._parts.start_step:
-            steps += f", from {self._parts.start_step}"
+        steps = f"{self._step} of {self.config.max_step}"
+        if self.start_step:
+            steps += f", from {self.start_step}"
         if self._stopped_by:
             steps += f" ({self._stopped_by})"
         rows: list[tuple[str, ...]] = [("steps", steps)]
@@ -332,17 +327,17 @@ class TrainLoop:
         rows += self._files()
         if health := report.expert_health(self._last):
             rows += [(), *health]
-        return Table(self._config.dir, ("", ""), rows)
+        return Table(self.config.dir, ("", ""), rows)
 
     def _files(self) -> list[tuple[str, str]]:
         """Returns (kind, path) of everything that the run wrote."""
-        cfg, writer = self._config, self._parts.summary_writer.config
+        cfg, writer = self.config, self.summary_writer.config
         files = [("config", os.path.join(cfg.dir, CONFIG_FILE))]
         if "json_lines" in writer.formats:
             files.append(("metrics", writer.jsonl_path))
         if "tensorboard" in writer.formats:
             files.append(("TensorBoard", writer.dir))
-        saver = self._parts.checkpointer
+        saver = self.checkpointer
         if saver is not None and (step := saver.latest_step()) is not None:
             files.append(("checkpoint", f"step {step} in {saver.config.dir}"))
         if cfg.start_trace_steps:

@@ -40,7 +40,7 @@ from moelib.train.compiler_options import BY_DEVICE_KIND
 from moelib.train.evaler import SpmdEvaler
 from moelib.train.identity import CONFIG_FILE, check_directory, config_hash, write_config
 from moelib.train.input_state import gather_input_state, input_state_of
-from moelib.train.loop import LoopParts, TrainLoop
+from moelib.train.loop import TrainLoop
 from moelib.train.memory import check_memory
 from moelib.train.no_gradient import warn_without_gradient
 from moelib.train.settings import check_batch, check_config, completed
@@ -423,7 +423,7 @@ class SpmdTrainer(Module):
             return self._loop().run()
 
     def _loop(self) -> TrainLoop:
-        parts = LoopParts(
+        return TrainLoop(
             config=self.config,
             mesh=self.mesh(),
             batch_sharding=self.batch_sharding,
@@ -440,7 +440,6 @@ class SpmdTrainer(Module):
             input_state=self.input_state,
             restored_metrics=self.restored_metrics,
         )
-        return TrainLoop(parts)
 
     @nowrap
     def describe(self) -> str:
