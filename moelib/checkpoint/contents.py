@@ -40,10 +40,11 @@ class CheckpointRecord:
     step: int  # Steps taken.
     arrays: Arrays
     input: dict[str, Any] | None = None  # Position in the training data, as the input gave it.
-    metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # Of evaluations.
+    # Metrics of the evaluations at this step, by name.
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     config_hash: str = ""  # Hash of the settings that determine the run's numbers; may be empty.
     mesh: dict[str, int] = dataclasses.field(default_factory=dict)  # Sizes of the mesh axes.
-    versions: dict[str, str] = dataclasses.field(default_factory=dict)  # Of the libraries.
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)  # Versions of libraries.
 
     def to_json(self) -> dict[str, Any]:
         """Returns JSON values."""

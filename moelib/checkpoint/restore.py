@@ -159,9 +159,9 @@ def _read(path: str, target: dict[str, Any], *, partial: bool) -> dict[str, Any]
 def find_checkpoints(
     directory: str, step: int | None = None, *, required: bool = False
 ) -> dict[int, str]:
-    """Returns {step: path} of the complete checkpoints that process 0 sees, or of that of `step`.
+    """Returns {step: path} of the complete checkpoints that process 0 sees, oldest first.
 
-    Oldest first.
+    If `step` is given, only the checkpoint of that step is returned.
 
     Raises:
         CheckpointNotFoundError: If there is none, of the step or, if required, at all.

@@ -55,9 +55,10 @@ class Accelerator:
     hbm_bytes: int  # HBM available to programs.
     hbm_bytes_per_second: float
     cycles_per_second: float  # Clock of a TPU's TensorCore, or of a GPU's multiprocessors.
-    link_bytes_per_second: float  # Out of a device over all links to its domain (ICI, NVLink).
-    network_bytes_per_second: float  # Out of a device to other slices or hosts (DCN, InfiniBand).
-    devices_per_domain: int | None  # Joined by NVLink; None for a TPU, whose slice is one domain.
+    link_bytes_per_second: float  # Bandwidth out of a device to its domain (ICI, NVLink).
+    # Bandwidth out of a device to other slices or hosts (DCN, InfiniBand).
+    network_bytes_per_second: float
+    devices_per_domain: int | None  # Devices joined by NVLink; None for a TPU slice.
     dollars_per_hour: float  # On-demand price.
     devices_per_host: int  # Largest number of GPUs in one host.
 

@@ -32,7 +32,7 @@ TRACEBACK = "--traceback"
 class FlagInfo(NamedTuple):
     """A flag, as `--help` and the documentation show it."""
 
-    name: str  # Without dashes.
+    name: str  # Name without dashes.
     kind: str  # "text", "integer", "number", "yes/no", or the allowed values, such as "cpu|gpu".
     default: Any  # None if the flag is unset by default.
     repeatable: bool  # Whether the flag may be given several times.

@@ -89,7 +89,8 @@ class InvocationContext:
 
     module: ModuleLike
     state: Nested | None  # Parameters of the module and of its children, by name.
-    prng_key: jax.Array | Callable[[], jax.Array | None] | None  # Or a function that returns it.
+    # Random key, or a function that returns it; None without a key.
+    prng_key: jax.Array | Callable[[], jax.Array | None] | None
     is_training: bool
     # Outputs so far of the module and of its children.
     outputs: OutputCollection = dataclasses.field(default_factory=new_output_collection)

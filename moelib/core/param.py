@@ -46,7 +46,7 @@ class ParameterSpec:
     shape: tuple[int, ...]
     axes: Axes  # Logical axis of each dimension ("embed", "ffn", ...); see parallel/sharding.py.
     dtype: str = ""  # Name of the storage dtype; empty for the layer's.
-    initializer: Initializer | None = None  # From a key and this spec; None for the layer's.
+    initializer: Initializer | None = None  # (key, this spec) -> values; None: the layer's.
     fan_axes: FanAxes | None = None  # Dimensions of the fans; None for biases and scales.
     trainable: bool = True  # Whether the learner updates it by its gradient.
     weight_decay_scale: float = 1.0  # Factor of the weight decay; 0 for none.

@@ -21,9 +21,9 @@ class Accumulated(NamedTuple):
 
     objective: jax.Array  # Mean over the batch, float32 scalar.
     weight: jax.Array  # Number of tokens that the mean is over, float32 scalar.
-    gradients: Any  # Of the objective: float32, or of a single micro-batch in its dtypes.
+    gradients: Any  # Gradients of the objective: float32, or in the dtypes of one micro-batch.
     metrics: Any  # Tree of WeightedScalar and MaxScalar.
-    state: Any  # After the last micro-batch.
+    state: Any  # State after the last micro-batch.
 
 
 # (micro-batch, state) -> (mean objective, its weight, gradients of the mean, metrics, new state)

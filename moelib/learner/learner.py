@@ -61,7 +61,7 @@ class UpdateType(enum.Enum):
 class LearnerState(NamedTuple):
     """State of the learner between steps."""
 
-    optimizer: dict[str, Any]  # By label: "main", and "rule<i>" of update rules with their own.
+    optimizer: dict[str, Any]  # States by label: "main", and "rule<i>" of rules with one.
     ema: EmaState | None  # Average of the updated parameters.
     skipped_steps: jax.Array  # Number of skipped steps, int32 scalar.
 

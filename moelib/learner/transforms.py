@@ -71,7 +71,7 @@ class LearningRateState(NamedTuple):
     """State of `scale_by_learning_rate`."""
 
     count: jax.Array  # Number of updates so far, int32 scalar.
-    learning_rate: jax.Array  # Of the last update, 0 before the first, float32 scalar.
+    learning_rate: jax.Array  # Rate of the last update, 0 before the first, float32 scalar.
 
 
 def scale_by_learning_rate(

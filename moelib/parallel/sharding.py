@@ -213,7 +213,7 @@ def partition_specs(specs: Any, mesh_shape: Mapping[str, int], *, prefix: str = 
     """Returns a tree of PartitionSpecs, one for each ParameterSpec of a tree.
 
     Raises:
-        UserError: Under the conditions of `partition_spec`; has `prefix` and the parameter's path.
+        UserError: The errors of `partition_spec`, with `prefix` and the parameter's path.
     """
 
     def split(path: Any, spec: ParameterSpec) -> PartitionSpec:

@@ -49,8 +49,8 @@ class TrainLoop:
 
     config: Any  # A `SpmdTrainer.Config`.
     mesh: jax.sharding.Mesh
-    batch_sharding: jax.sharding.NamedSharding  # Of the arrays [B, S] of a batch.
-    flops_per_token: float | None  # Of training; None if unknown.
+    batch_sharding: jax.sharding.NamedSharding  # Sharding of the arrays [B, S].
+    flops_per_token: float | None  # FLOPs per token of training; None if unknown.
     description: str  # Shown before the first step.
     open_input: Callable[[], Input]  # Opens the training input.
     evalers: Mapping[str, SpmdEvaler]

@@ -81,7 +81,7 @@ def init_state(
     """Returns the state before the first step, initialized as shards.
 
     The values do not depend on the mesh, except for rounding in the last bit. To be called inside
-    `jax.set_mesh`. Without `shardings`, a TrainerState of Shardings, they are on one device.
+    `jax.set_mesh`. `shardings` is a TrainerState of Shardings; with None, one device holds all.
     """
 
     def init(data: jax.Array) -> TrainerState:

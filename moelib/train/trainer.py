@@ -144,7 +144,7 @@ class SpmdTrainer(Module):
             self._add_child("checkpointer", cfg.checkpointer)
         self._add_child("summary_writer", cfg.summary_writer)
         self._state: TrainerState | None = None
-        self.input_state: dict[str, Any] | None = None  # Position in the data; None: the beginning.
+        self.input_state: dict[str, Any] | None = None  # Position in the data, None at first.
         self._compiled: Callable[..., Any] | None = None
         self.on_compiled: Callable[[Any, Any, Any], None] | None = None
         self._axes_asked: set[str] = set()  # Logical axes of state, batch and activations.
