@@ -186,15 +186,10 @@ class _EventFile:
 
     def add_text(self, step: int, tag: str, text: str) -> None:
         """Writes text, as a code block of Markdown."""
-        from tensorboard.compat.proto import summary_pb2, tensor_pb2, types_pb2
+        from tensorboard.plugins.text.summary_v2 import text_pb
 
         block = "".join(f"    {line}\n" for line in text.splitlines())
-        tensor = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[block.encode()])
-        plugin = summary_pb2.SummaryMetadata.PluginData(plugin_name="text")
-        value = summary_pb2.Summary.Value(
-            tag=tag, tensor=tensor, metadata=summary_pb2.SummaryMetadata(plugin_data=plugin)
-        )
-        self._add(step=step, summary=summary_pb2.Summary(value=[value]))
+        self._add(step=step, summary=text_pb(tag, block))
 
     def purge(self, step: int) -> None:
         """Makes TensorBoard ignore events of older files from `step` on."""
