@@ -224,6 +224,4 @@ def _replicated(x: Array) -> Array:
     return sharding.constrain(x, (None,) * x.ndim)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2, 3))
-def _grow(model: CausalLM, cache: Cache, batch_size: int, room: int) -> Cache:
-    return grow_cache(model, cache, batch_size, room)
+_grow = jax.jit(grow_cache, static_argnums=(0, 2, 3))

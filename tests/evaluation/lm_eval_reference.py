@@ -122,7 +122,7 @@ def write_tasks(folder):
 
 
 def metrics_of(found):
-    """Returns {name: number} without lm-eval's ",none"; "N/A" is left out."""
+    """Returns {name: number}, without lm-eval's ",none" and without "N/A"."""
     return {
         key.removesuffix(",none"): value
         for key, value in found.items()

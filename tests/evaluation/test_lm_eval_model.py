@@ -1,6 +1,6 @@
 """The adapter to lm-eval: prompts, scores and texts; with lm-eval itself, its own results.
 
-Without lm-eval, a stub of its interface takes its place. Tests of its results are run where
+Without lm-eval, a stub of its interface replaces it. Tests of its results are run where
 `pip install 'moelib[lm-eval]'` has been: `pytest -m slow tests/evaluation`.
 """
 

@@ -1,4 +1,4 @@
-"""Results: the files say what was found, and the table and the plot show it."""
+"""Results: the files, the table and the plot hold what was found."""
 
 import csv
 import json

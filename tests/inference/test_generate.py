@@ -125,8 +125,8 @@ def test_drawn_texts_with_a_seed_each_do_not_depend_on_the_order(model):
 def test_padding_of_prompts_changes_nothing(model, drawn, left):
     ids, mask = np.full((4, 9), 31), np.zeros((4, 9), bool)
     for i, prompt in enumerate(PROMPTS):
-        place = slice(9 - len(prompt), 9) if left else slice(len(prompt))
-        ids[i, place], mask[i, place] = prompt, True
+        span = slice(9 - len(prompt), 9) if left else slice(len(prompt))
+        ids[i, span], mask[i, span] = prompt, True
     assert many(model, ids, mask=mask, **DRAWN, seed=4) == drawn
 
 
@@ -201,9 +201,9 @@ def test_a_mesh_gives_the_texts_of_one_device(moe):
     prompts = PROMPTS[:3]  # A number that the mesh does not divide.
     want = many((model, params), prompts, **DRAWN, seed=4)
     mesh = tiny.mesh(expert=2, fsdp=2, model=2)
-    places = sharding.named_shardings(model.create_parameter_specs_recursively(), mesh)
+    shardings = sharding.named_shardings(model.create_parameter_specs_recursively(), mesh)
     with jax.set_mesh(mesh):
-        assert many((model, jax.device_put(params, places)), prompts, **DRAWN, seed=4) == want
+        assert many((model, jax.device_put(params, shardings)), prompts, **DRAWN, seed=4) == want
 
 
 @pytest.mark.slow
@@ -219,9 +219,9 @@ def test_a_mesh_that_splits_sequences_gives_the_texts_of_one_device(
     greedy = {"max_new_tokens": 4, "temperature": 0.0}
     want = many((model, params), PROMPTS[:1], **greedy)
     mesh = tiny.mesh(**axes)
-    places = sharding.named_shardings(model.create_parameter_specs_recursively(), mesh)
+    shardings = sharding.named_shardings(model.create_parameter_specs_recursively(), mesh)
     with jax.set_mesh(mesh):
-        assert many((model, jax.device_put(params, places)), PROMPTS[:1], **greedy) == want
+        assert many((model, jax.device_put(params, shardings)), PROMPTS[:1], **greedy) == want
 
 
 @pytest.mark.parametrize(
@@ -235,9 +235,9 @@ def test_prompts_are_padded_to_what_the_mesh_divides(axes, want):
 def test_unstacked_parameters_stay_sharded():
     model, params = model_of("scan")
     mesh = tiny.mesh(fsdp=4, model=2)
-    places = sharding.named_shardings(model.create_parameter_specs_recursively(), mesh)
+    shardings = sharding.named_shardings(model.create_parameter_specs_recursively(), mesh)
     with jax.set_mesh(mesh):
-        loops, apart = unstacked(model, jax.device_put(params, places))
+        loops, apart = unstacked(model, jax.device_put(params, shardings))
     shardings = sharding.named_shardings(loops.create_parameter_specs_recursively(), mesh)
     for name in ("self_attention/kv", "feed_forward/down"):
         want, got = (tree.by_path(x)[f"decoder/layer4/{name}"] for x in (shardings, apart))

@@ -43,13 +43,13 @@ def cross_entropy(
     *,
     z_loss: float = 0.0,
     transposed_head: bool = False,
-    chunk_size: int | None = None,
     vocab_axes: tuple[str, ...] = (),
     backend: str | None = None,
 ) -> CrossEntropyOutput:
     """Returns the cross-entropy of `softmax(hidden @ head)` and the labels, a sum over tokens.
 
-    Logits are float32 for every dtype of the inputs. Differentiable once, in reverse mode, in
+    Logits are float32 for every dtype of the inputs; at most 128 MiB of them are held at once, and
+    as much of their gradients. Differentiable once, in reverse mode, in
     hidden and head. Under `jax.checkpoint` all of it is recomputed. Inside `jax.shard_map` with
     split tokens, the sums are the shard's own.
 
@@ -60,8 +60,6 @@ def cross_entropy(
             A label of V or more makes its nll, the loss and the gradients NaN.
         z_loss: Weight of the squared logsumexp (PaLM, arXiv:2204.02311, sec. 5).
         transposed_head: Whether head is a table; it is not copied.
-        chunk_size: Number of tokens whose logits are held at once; by default as many as fit into
-            128 MiB. Gradients of the logits take as much again.
         vocab_axes: Inside `jax.shard_map`: mesh axes over which the vocabulary is split, so that
             head is this device's part. `loss` is then this device's share, an equal one, and the
             gradients in hidden are the contribution of its part: sum both over the axes.
@@ -69,19 +67,17 @@ def cross_entropy(
             that `moelib.kernels.backend` names.
 
     Raises:
-        ValueError: If the shapes disagree, the chunk size is not positive, or the backend is
-            unknown, or "reference" with a split vocabulary.
+        ValueError: If the shapes disagree, or the backend is unknown, or "reference" with a split
+            vocabulary.
 
     Source: gradients in the forward pass as in Liger Kernel, arXiv:2410.10989, sec. 3.2.
     """
     dims = "VD" if transposed_head else "DV"
     shapes = {"hidden": (hidden, "TD"), "head": (head, dims), "labels": (labels, "T")}
     check_shapes("cross_entropy", shapes)
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"cross_entropy: chunk_size={chunk_size}: set 1 or more, or None.")
     backend = chosen_backend("cross_entropy", backend)
     num_tokens, vocab_size = hidden.shape[0], head.shape[0 if transposed_head else 1]
-    size = chunk_size or xla.chunk_size_for(num_tokens, vocab_size)
+    size = xla.chunk_size_for(num_tokens, vocab_size)
     options = xla.Options(transposed_head, z_loss, size, vocab_axes)
     forms = {
         "reference": functools.partial(_dense, options),

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from moelib.core.varying import zeros_like_varying
+from moelib.core.varying import vary, zeros_like_varying
 
 # Memory of the float32 logits of a chunk: 1024 tokens at a vocabulary of 32,768. Smaller chunks add
 # to the head's gradient, itself as large as the head, more often; larger ones gain nothing.
@@ -46,7 +46,7 @@ class Options:
         """Returns x reduced over the devices that share the vocabulary, for each of them."""
         if not self.vocab_axes:
             return x
-        return lax.pcast(reduce(x, self.vocab_axes), self.vocab_axes, to="varying")
+        return vary(reduce(x, self.vocab_axes), self.vocab_axes)
 
 
 def chunk_size_for(num_tokens: int, vocab_size: int) -> int:

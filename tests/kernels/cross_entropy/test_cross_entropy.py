@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from moelib.kernels.cross_entropy import cross_entropy
+from moelib.kernels.cross_entropy import cross_entropy, xla
 from tests.kernels.comparing import assert_close
 
 T, D, V = 37, 12, 50
@@ -41,15 +41,22 @@ def _kernel(hidden, head, labels, **options):
     return out.loss, (out.nll, out.lse)
 
 
+def _chunks_of(size, monkeypatch):
+    """Sets the number of tokens of a chunk."""
+    monkeypatch.setattr(xla, "chunk_size_for", lambda num_tokens, vocab_size: size)
+
+
 def _with_gradients(function, *arrays):
     return jax.value_and_grad(function, argnums=(0, 1), has_aux=True)(*arrays)
 
 
-@pytest.mark.parametrize("backend", ["xla", "reference"])
-@pytest.mark.parametrize("chunk_size", [None, 8, 36])
-def test_values_and_gradients_equal_the_definition(backend, chunk_size):
+@pytest.mark.parametrize(
+    ("backend", "chunk_size"), [("reference", 37), ("xla", 37), ("xla", 8), ("xla", 36)]
+)
+def test_values_and_gradients_equal_the_definition(backend, chunk_size, monkeypatch):
+    _chunks_of(chunk_size, monkeypatch)
     arrays = _operands()
-    run = functools.partial(_kernel, backend=backend, chunk_size=chunk_size)
+    run = functools.partial(_kernel, backend=backend)
     expected = _with_gradients(_plain, *arrays)
     assert_close(jax.jit(functools.partial(_with_gradients, run))(*arrays), expected)
     assert_close(jax.jit(run)(*arrays), expected[0])
@@ -57,10 +64,10 @@ def test_values_and_gradients_equal_the_definition(backend, chunk_size):
 
 @pytest.mark.parametrize("backend", ["xla", "reference"])
 @pytest.mark.parametrize("transposed_head", [False, True])
-def test_z_loss_and_tables_equal_the_definition(backend, transposed_head):
+def test_z_loss_and_tables_equal_the_definition(backend, transposed_head, monkeypatch):
+    _chunks_of(8, monkeypatch)
     arrays = _operands()
-    options = {"backend": backend, "transposed_head": transposed_head, "chunk_size": 8}
-    run = functools.partial(_kernel, **options, z_loss=0.1)
+    run = functools.partial(_kernel, backend=backend, transposed_head=transposed_head, z_loss=0.1)
     expected = _with_gradients(functools.partial(_plain, z_loss=0.1), *arrays)
     assert_close(jax.jit(functools.partial(_with_gradients, run))(*arrays), expected)
 
@@ -72,9 +79,10 @@ def test_a_uniform_prediction_costs_log_v():
 
 
 @pytest.mark.parametrize("backend", ["xla", "reference"])
-def test_bfloat16_has_float32_logits_and_sums(backend):
+def test_bfloat16_has_float32_logits_and_sums(backend, monkeypatch):
+    _chunks_of(8, monkeypatch)
     arrays = _operands(jnp.bfloat16)
-    run = functools.partial(_kernel, backend=backend, chunk_size=8)
+    run = functools.partial(_kernel, backend=backend)
     (loss, aux), grads = _with_gradients(run, *arrays)
     exact = _with_gradients(_plain, *arrays)
     assert [g.dtype for g in grads] == [jnp.bfloat16, jnp.bfloat16]
@@ -92,9 +100,10 @@ def test_large_logits_stay_finite(backend):
 
 
 @pytest.mark.parametrize("backend", ["xla", "reference"])
-def test_ignored_tokens_may_hold_anything(backend):
+def test_ignored_tokens_may_hold_anything(backend, monkeypatch):
+    _chunks_of(8, monkeypatch)
     hidden, head, labels = _operands()
-    run = functools.partial(_kernel, backend=backend, chunk_size=8, z_loss=0.1)
+    run = functools.partial(_kernel, backend=backend, z_loss=0.1)
     run = jax.jit(functools.partial(_with_gradients, run))
     stale = jnp.where((labels < 0)[:, None], jnp.nan, hidden)
     assert_close(run(stale, head, labels), run(hidden, head, labels))
@@ -136,25 +145,27 @@ def test_the_gradient_scales_with_the_cotangent():
     assert_close(grads, jax.tree.map(lambda g: 0.25 * g, whole))
 
 
-def test_it_works_under_remat_in_a_scan():
+def test_it_works_under_remat_in_a_scan(monkeypatch):
+    _chunks_of(8, monkeypatch)
+
     def twice(run, hidden, head, labels):
         step = jax.checkpoint(lambda total, w: (total + run(hidden * w, head, labels)[0], None))
         return jax.lax.scan(step, jnp.float32(0), jnp.asarray([1.0, 0.5]))[0], None
 
     arrays = _operands()
-    run = functools.partial(twice, functools.partial(_kernel, chunk_size=8))
+    run = functools.partial(twice, _kernel)
     got = jax.jit(functools.partial(_with_gradients, run))(*arrays)
     assert_close(got, _with_gradients(functools.partial(twice, _plain), *arrays))
 
 
-@pytest.mark.parametrize("backend", ["xla", "reference"])
-@pytest.mark.parametrize("chunk_size", [None, 3])
-def test_it_works_in_shard_map_with_split_tokens(backend, chunk_size):
+@pytest.mark.parametrize(("backend", "chunk_size"), [("reference", 8), ("xla", 8), ("xla", 3)])
+def test_it_works_in_shard_map_with_split_tokens(backend, chunk_size, monkeypatch):
+    _chunks_of(chunk_size, monkeypatch)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     split, whole = PartitionSpec("data"), PartitionSpec()
 
     def local(*arrays):
-        loss, aux = _kernel(*arrays, backend=backend, chunk_size=chunk_size, z_loss=0.1)
+        loss, aux = _kernel(*arrays, backend=backend, z_loss=0.1)
         return jax.lax.psum(loss, "data"), aux
 
     specs = (split, whole, split)
@@ -173,7 +184,5 @@ def test_bad_input_is_refused(monkeypatch):
         cross_entropy(hidden, head, labels, transposed_head=True)
     with pytest.raises(ValueError, match=r"labels \[36\]"):
         cross_entropy(hidden, head, labels[1:])
-    with pytest.raises(ValueError, match="chunk_size=0"):
-        cross_entropy(hidden, head, labels, chunk_size=0)
     with pytest.raises(ValueError, match="'tpu'"):
         cross_entropy(hidden, head, labels, backend="tpu")

@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from moelib.kernels.cross_entropy import cross_entropy
+from moelib.kernels.cross_entropy import cross_entropy, xla
 from moelib.kernels.cross_entropy.xla import chunk_size_for
 
 
@@ -21,15 +21,15 @@ def test_chunks_are_equal_and_fit_the_budget(num_tokens, vocab_size, expected):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_all_logits_are_never_held_and_no_head_is_transposed(transposed):
+def test_all_logits_are_never_held_and_no_head_is_transposed(transposed, monkeypatch):
     num_tokens, dim, vocab_size, chunk = 512, 8, 4096, 32
+    monkeypatch.setattr(xla, "_LOGITS_BYTES", 4 * chunk * vocab_size)
     head = (vocab_size, dim) if transposed else (dim, vocab_size)
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(num_tokens, dim), head]]
     labels = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
 
     def loss(hidden, head, labels):
-        out = cross_entropy(hidden, head, labels, transposed_head=transposed, chunk_size=chunk)
-        return out.loss
+        return cross_entropy(hidden, head, labels, transposed_head=transposed).loss
 
     compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*shapes, labels).compile()
     chunk_bytes, head_bytes = 4 * chunk * vocab_size, 4 * dim * vocab_size

@@ -82,9 +82,11 @@ def split(program, devices):
     return jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=out_specs), operands
 
 
-def _on(place, operand):
+def _on(sharding, operand):
     return (
-        operand if hasattr(operand, "sharding") else jax.ShapeDtypeStruct(*operand, sharding=place)
+        operand
+        if hasattr(operand, "sharding")
+        else jax.ShapeDtypeStruct(*operand, sharding=sharding)
     )
 
 
@@ -98,13 +100,13 @@ def main(names):
     for name in names:
         name, _, only = name.partition("=")
         devices = topologies.get_topology_desc(platform="tpu", topology_name=name).devices
-        place = NamedSharding(Mesh(np.array(devices)[:1], ("x",)), PartitionSpec())
+        sharding = NamedSharding(Mesh(np.array(devices)[:1], ("x",)), PartitionSpec())
         programs = {case: whole(CASES[case]) for case in CASES} | {"shards": pair()}
         programs["in shard_map"] = split(programs["plain"], devices)
         for program, (run, operands) in programs.items():
             if only not in ("", program):
                 continue
-            shapes = jax.tree.map(functools.partial(_on, place), operands, is_leaf=_is_leaf)
+            shapes = jax.tree.map(functools.partial(_on, sharding), operands, is_leaf=_is_leaf)
             compiled = jax.jit(run).lower(*shapes).compile()
             figures = {
                 "topology": name,

@@ -29,10 +29,10 @@ JOBS = [
 
 def error_of(job: Job, mesh: Mesh, tiles: Tiles) -> str | None:
     """Returns the compiler's error for a kernel, or None if it compiles."""
-    place = NamedSharding(mesh, PartitionSpec())
+    sharding = NamedSharding(mesh, PartitionSpec())
     dtype = jnp.float32 if job.dtype_bytes == 4 else jnp.bfloat16
-    shape = lambda *sides: jax.ShapeDtypeStruct(sides, dtype, sharding=place)
-    sizes = jax.ShapeDtypeStruct((job.g,), jnp.int32, sharding=place)
+    shape = lambda *sides: jax.ShapeDtypeStruct(sides, dtype, sharding=sharding)
+    sizes = jax.ShapeDtypeStruct((job.g,), jnp.int32, sharding=sharding)
     rows = shape(job.m, job.k)
     if job.weight_gradient:
         run = functools.partial(tpu.weight_gradient, with_sums=False, tiles=tiles)

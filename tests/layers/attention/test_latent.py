@@ -156,8 +156,8 @@ def test_a_mesh_gives_the_values_of_one_device_and_every_parameter_a_gradient(fi
         assert float(jnp.min(jnp.max(jnp.abs(grad), 0))) > 1e-3
     mesh = create_device_mesh(mesh_shape_from_axes(fsdp=2, seq=2, model=2))
     with jax.set_mesh(mesh):
-        places = named_shardings(layer.create_parameter_specs_recursively(), mesh)
-        placed = jax.device_put(params, places)
+        shardings = named_shardings(layer.create_parameter_specs_recursively(), mesh)
+        placed = jax.device_put(params, shardings)
         assert placed["kv_up"].sharding.shard_shape((4, H, NOPE + V)) == (2, H // 2, NOPE + V)
         got = value_and_grads(layer, placed, jnp.asarray(X))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-5), got, want)

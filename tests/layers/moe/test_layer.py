@@ -239,8 +239,8 @@ def test_a_mesh_gives_the_values_of_one_device(fields):
     mesh = create_device_mesh(mesh_shape_from_axes(fsdp=2, seq=2, model=2))
     want = value_and_grads(made, params, jnp.asarray(X), MASK)
     with jax.set_mesh(mesh):
-        places = named_shardings(made.create_parameter_specs_recursively(), mesh)
-        placed = jax.device_put(params, places)
+        shardings = named_shardings(made.create_parameter_specs_recursively(), mesh)
+        placed = jax.device_put(params, shardings)
         got = value_and_grads(made, placed, jnp.asarray(X), MASK)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, want)
 
@@ -265,8 +265,8 @@ def test_weights_may_be_split_over_an_axis_that_splits_no_tokens(dispatcher, rul
     mesh = create_device_mesh(mesh_shape_from_axes(expert=2, fsdp=2, model=2))
     want = value_and_grads(made, params, jnp.asarray(X), MASK)
     with jax.set_mesh(mesh), sharding_rules(rules):
-        places = named_shardings(made.create_parameter_specs_recursively(), mesh)
-        placed = jax.device_put(params, places)
+        shardings = named_shardings(made.create_parameter_specs_recursively(), mesh)
+        placed = jax.device_put(params, shardings)
         assert not placed["experts"]["up"].sharding.is_fully_replicated
         got = value_and_grads(made, placed, jnp.asarray(X), MASK)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, want)

@@ -48,11 +48,11 @@ def test_the_gradients_are_those_of_plain_matrices():
     (grad,) = jax.vjp(lambda rows: sum_rows(rows, ROW_MAP), ROWS)[1](X)
     some = held.any(1)
     np.testing.assert_allclose(grad[some], (held @ X)[some], rtol=1e-6)
-    places = jnp.minimum(ROW_MAP.rows, R - 1)
+    index = jnp.minimum(ROW_MAP.rows, R - 1)
     has = jnp.asarray(KEYS < G)[..., None]
 
     def plain(rows, weights):
-        return jnp.sum(jnp.where(has, rows[places] * weights[..., None], 0.0), 1)
+        return jnp.sum(jnp.where(has, rows[index] * weights[..., None], 0.0), 1)
 
     got, pull = jax.vjp(lambda rows, w: combine_rows(rows, w, ROW_MAP), ROWS, WEIGHTS)
     want, plain_pull = jax.vjp(plain, ROWS, WEIGHTS)
