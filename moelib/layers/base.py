@@ -51,7 +51,7 @@ class BaseLayer(Module):
 
     @config_class
     class Config(Module.Config):
-        dtype: DType | None = None  # Of the stored parameters; inherited, float32 at the root.
+        dtype: DType | None = None  # Dtype of stored parameters; inherited, float32 at the root.
         # Initializer of weights; inherited, N(0, 1 / fan-in) at the root.
         param_init: ConfigOr[Callable] | None = None
         # Initializer of weights that write to the residual stream; inherited, else `param_init`.

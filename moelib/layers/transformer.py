@@ -31,7 +31,7 @@ class TransformerLayer(BaseLayer):
         input_dim: Required[int] = REQUIRED  # D.
         self_attention: BaseLayer.Config = GroupedQueryAttention.default_config()  # Mixes tokens.
         feed_forward: BaseLayer.Config = FeedForward.default_config()  # Or an MoELayer.
-        norm: BaseNorm.Config = RMSNorm.default_config()  # Of the inputs of both.
+        norm: BaseNorm.Config = RMSNorm.default_config()  # Norm of the inputs of both.
 
     def __init__(self, cfg: Config, *, parent: BaseLayer | None) -> None:
         super().__init__(cfg, parent=parent)

@@ -28,9 +28,9 @@ class CausalLM(BaseLayer):
     class Config(BaseLayer.Config):
         vocab_size: Required[int] = REQUIRED  # V.
         dim: Required[int] = REQUIRED  # D.
-        embedding: Embedding.Config = Embedding.default_config()  # Of the tokens.
+        embedding: Embedding.Config = Embedding.default_config()  # Vectors of the tokens.
         decoder: BaseLayer.Config = ScanStack.default_config()  # The stack of layers.
-        output_norm: BaseNorm.Config = RMSNorm.default_config()  # After the last layer.
+        output_norm: BaseNorm.Config = RMSNorm.default_config()  # Norm after the last layer.
         lm_head: Linear.Config | None = Linear.default_config()  # None ties it to the embedding.
         z_loss: float = 0.0  # Weight of the squared logsumexp of the logits in the objective.
 

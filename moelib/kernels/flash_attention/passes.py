@@ -198,5 +198,5 @@ def _reason_of_mesh() -> str | None:
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     split = [name for name, kind in kinds if kind != manual and mesh.shape[name] > 1]
     if split:
-        return f"needs manual mesh axes, not {', '.join(split)}; call it inside of jax.shard_map."
+        return f"needs manual mesh axes, not {', '.join(split)}; call it inside jax.shard_map."
     return None

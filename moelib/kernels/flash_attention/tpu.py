@@ -111,7 +111,7 @@ def _call(q: Array, k: Array, spec: MaskSpec, interpret: Any) -> tuple[Call, int
     """Returns the block sizes, and the number of chunks of heads.
 
     A block is at most a quarter of the sequence, so that causality skips whole blocks; at most a
-    window, or most of a block would lie outside of it; and pads the sequence by at most an eighth.
+    window, or most of a block would lie outside it; and pads the sequence by at most an eighth.
     """
     heads = q.shape[2] // k.shape[2]
     fit = [n for n in range(1, heads + 1) if heads % n == 0 and n * _LANES <= _MAX_ROWS]

@@ -22,7 +22,7 @@ from moelib.kernels.gmm.gpu_tiles import SIDE, GpuTiles, choose, choose_for_grad
 
 _DTYPES = ("bfloat16", "float16")
 _INTERPRETED_BLOCKS = 2
-_NUM_SMS = 132  # Of an H100 or H200, if the device compiled for is unknown.
+_NUM_SMS = 132  # An H100 or H200 has so many; used if the device compiled for is unknown.
 
 
 def reason_against(dtype: DTypeLike, sides: tuple[int, int]) -> str | None:

@@ -186,7 +186,7 @@ class _Block:
 
 
 def _clear(block: Any, own: tuple[Array, Array]) -> None:
-    """Writes zeros to a block's rows outside of own[0] to own[1]."""
+    """Writes zeros to a block's rows outside own[0] to own[1]."""
     value = plgpu.load(block, layout=plgpu.Layout.WGMMA)
     row = plgpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=plgpu.Layout.WGMMA)
     block[...] = jnp.where((row >= own[0]) & (row < own[1]), value, jnp.zeros_like(value))

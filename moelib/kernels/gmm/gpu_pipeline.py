@@ -205,7 +205,7 @@ def store(
 ) -> None:
     """Writes a block [64, columns], which begins at a row and a column of `out` [m, n].
 
-    Columns past the last one of `out` are not written, nor rows of the block outside of own[0] to
+    Columns past the last one of `out` are not written, nor rows of the block outside own[0] to
     own[1], if given. The slots are those of this warpgroup.
     """
     wide = slots.shape[-1]

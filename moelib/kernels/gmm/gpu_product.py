@@ -128,7 +128,7 @@ class _Kernel:
     """The kernel, with its compile-time constants."""
 
     tiles: GpuTiles
-    steps: int  # Of 64 columns of lhs, per product.
+    steps: int  # Steps of 64 columns of lhs, per product.
     tiles_n: int
     num_blocks: int
     transpose_rhs: bool

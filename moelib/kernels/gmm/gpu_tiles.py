@@ -14,7 +14,7 @@ SIDE = 64  # Rows that one warpgroup multiplies, and rows or columns of a step: 
 ROW_BYTES = 128  # Width of shared memory that the swizzle permutes, and of a store's box.
 _SPARE_BYTES = 1024  # For barriers.
 _OUT_SLOTS = 2
-_FLOPS_PER_CYCLE = 4096  # Of one SM's tensor cores, in 16-bit floats.
+_FLOPS_PER_CYCLE = 4096  # One SM's tensor cores, in 16-bit floats.
 _BYTES_PER_CYCLE = 64  # From L2 to one SM.
 _HOPPER = re.compile(r"\bG?H(100|200|800|20)\b")
 

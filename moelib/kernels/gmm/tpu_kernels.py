@@ -16,7 +16,7 @@ from jaxtyping import Array
 from moelib.kernels.gmm.groups import Visits
 from moelib.kernels.gmm.tpu_tiles import Tiles
 
-_MAX_COLUMNS = 512  # Of one product: a kernel's code is as long as its largest product is wide.
+_MAX_COLUMNS = 512  # A kernel's code is as long as its largest product is wide.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +127,7 @@ def weight_gradient_kernel(
 
     def add(rows: Any, first_row: Any) -> None:
         def own(values: Array) -> Array:
-            # Of both sides, because a NaN in another group's row times zero is NaN.
+            # Both sides are masked, because a NaN in another group's row times zero is NaN.
             if first_row is None:
                 return values
             return _keep(values, 0, start - first_row, end - first_row)

@@ -35,7 +35,7 @@ class Job:
     k: int
     n: int
     g: int
-    dtype_bytes: int  # Of an element of the operands and of the result.
+    dtype_bytes: int  # Bytes of an element of the operands and of the result.
     parts: int = 1  # Matrices per group, whose products one activation joins.
     saves: bool = False  # Whether the products are written too.
     num_lhs: int = 1  # Arrays of rows: one, or one per part.
@@ -52,12 +52,12 @@ class Chip:
     """Figures of one TensorCore."""
 
     vmem_bytes: int
-    flops_per_second: float  # In bfloat16.
-    bytes_per_second: float  # To and from HBM.
+    flops_per_second: float  # Peak in bfloat16.
+    bytes_per_second: float  # Bandwidth of HBM.
     num_cores: int = 1  # TensorCores that share one kernel.
 
 
-# Of an unknown chip: tiles fit all chips from v5e on.
+# Figures for an unknown chip: tiles fit all chips from v5e on.
 _ANY_CHIP = Chip(64 * 2**20, 9.2e14, 1.64e12, 1)
 
 
@@ -106,14 +106,14 @@ def modelled_seconds(job: Job, tiles: Tiles, chip: Chip) -> float:
     In each visit the MXU works while the next visit's blocks are fetched, so a visit takes the
     longer of the two; nothing hides the first fetch and the last store.
     """
-    rows = job.m / job.g  # Of a group.
+    rows = job.m / job.g  # Rows of a group.
     visits = job.g * (max(rows - 1, 0) / tiles.m + 1)
     fetched = (visits - job.g) if tiles.k >= job.k or job.weight_gradient else 0
     passed = job.g * _rows_through_mxu(rows, tiles)
     tk, tn = _padded(tiles.k), _padded(tiles.n)
     peak = chip.flops_per_second * (1 if job.dtype_bytes <= 2 else 1 / 6)
     tiles_k, tiles_n = -(-job.k // tiles.k), -(-job.n // tiles.n)
-    multiply = 2 * passed * tk * tn * job.parts / peak / visits  # Of one visit, one (k, n) tile.
+    multiply = 2 * passed * tk * tn * job.parts / peak / visits  # One visit, one (k, n) tile.
     tiles_m = min(visits, -(-job.m // tiles.m))
     if job.weight_gradient:
         return _weight_seconds(job, tiles, chip, visits, multiply) / _cores(chip, tiles_k)

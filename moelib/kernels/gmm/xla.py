@@ -4,7 +4,7 @@ Groups with rows are visited in order. The rows of a group are one edge block, p
 masked, and then whole blocks, the largest first; nothing is padded or moved. A group's matrix is
 read once, and its gradient is summed within the group and written once.
 
-On CPUs it is the fastest form: `lax.ragged_dot` is dense outside of TPUs, so that it takes 14 to 18
+On CPUs it is the fastest form: `lax.ragged_dot` is dense outside TPUs, so that it takes 14 to 18
 times as long for 16 groups.
 
 Shapes: m rows, k in, n out, g groups, p matrices per group.

@@ -160,5 +160,5 @@ class GroupedQueryAttention(BaseLayer):
         cfg: GroupedQueryAttention.Config = self.config
         projections = super()._own_forward_flops_per_token(seq_len)
         window = min(seq_len, cfg.window or seq_len)
-        keys_seen = window - window * (window - 1) / 2 / seq_len  # On average.
+        keys_seen = window - window * (window - 1) / 2 / seq_len  # The average.
         return projections + 2 * 2 * keys_seen * cfg.num_heads * self._head_dim

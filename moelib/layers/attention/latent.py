@@ -40,7 +40,7 @@ class LatentAttention(BaseLayer):
         v_head_dim: Required[int] = REQUIRED  # Entries of a value.
         # Rotary embedding of queries and the shared key; None for no positions.
         rope: BaseLayer.Config | None = RotaryEmbedding.default_config()
-        norm: BaseNorm.Config = RMSNorm.default_config()  # Of the latents.
+        norm: BaseNorm.Config = RMSNorm.default_config()  # Norm of the latents.
         score_factor: float = 1.0  # Multiplies scores, which are divided by sqrt(nope + rope dims).
 
     def __init__(self, cfg: Config, *, parent: BaseLayer | None) -> None:
@@ -192,8 +192,8 @@ class LatentAttention(BaseLayer):
 
     def _own_forward_flops_per_token(self, seq_len: int) -> float:
         cfg: LatentAttention.Config = self.config
-        keys_seen = (seq_len + 1) / 2  # On average.
-        head = self._qk_head_dim + cfg.v_head_dim  # Of a score, and of the sum of values.
+        keys_seen = (seq_len + 1) / 2  # The average.
+        head = self._qk_head_dim + cfg.v_head_dim  # Dimensions of a score and of a sum of values.
         projections = super()._own_forward_flops_per_token(seq_len)
         return projections + 2 * keys_seen * cfg.num_heads * head
 

@@ -188,7 +188,7 @@ def within_capacity(
     batch = groups.shape[0]
     flat = groups.reshape(batch, -1, 1)
     member = (flat == jnp.arange(num_groups)[None, None]).astype(jnp.int32)  # [B, SK, g]
-    rank = jnp.cumsum(member, 1)  # From 1.
+    rank = jnp.cumsum(member, 1)  # Counted from 1.
     if group_size(sequence_axes) > 1:
         part_sizes = gather_sizes(rank[:, -1], sequence_axes)  # [parts, B, g]
         earlier = jnp.arange(part_sizes.shape[0]) < lax.axis_index(sequence_axes)

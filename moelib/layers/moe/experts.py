@@ -99,5 +99,6 @@ class FeedForwardExperts(BaseLayer):
         return super()._own_active_parameters() * cfg.num_experts_per_token // cfg.num_experts
 
     def _own_forward_flops_per_token(self, seq_len: int) -> float:
-        del seq_len
-        return 2.0 * self._own_active_parameters()
+        cfg: FeedForwardExperts.Config = self.config
+        flops = super()._own_forward_flops_per_token(seq_len)
+        return flops * cfg.num_experts_per_token / cfg.num_experts

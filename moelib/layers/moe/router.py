@@ -41,14 +41,14 @@ class Score(enum.Enum):
 
     SOFTMAX_BEFORE_TOP_K = "softmax_before_top_k"  # Over all experts (Switch, OLMoE).
     SOFTMAX_AFTER_TOP_K = "softmax_after_top_k"  # Over the K best (Mixtral, GPT-OSS).
-    SIGMOID = "sigmoid"  # Of each logit (DeepSeek-V3, arXiv:2412.19437, eq. 15).
+    SIGMOID = "sigmoid"  # Sigmoid of each logit (DeepSeek-V3, arXiv:2412.19437, eq. 15).
 
 
 class GroupScore(enum.Enum):
     """The score of a group of experts for a token, from its experts' scores."""
 
-    MAX = "max"  # Of the best expert (DeepSeek-V2, arXiv:2405.04434, sec. 2.2.2).
-    SUM_OF_TOP_2 = "sum_of_top_2"  # Of the two best (DeepSeek-V3, arXiv:2412.19437, sec. 2.1.2).
+    MAX = "max"  # Score of the best expert (DeepSeek-V2, arXiv:2405.04434, sec. 2.2.2).
+    SUM_OF_TOP_2 = "sum_of_top_2"  # Sum of the best two (DeepSeek-V3, arXiv:2412.19437, 2.1.2).
 
 
 # Number of a group's best experts whose scores are summed.
@@ -68,14 +68,14 @@ class Router(BaseLayer):
         input_dim: Required[int] = REQUIRED  # D.
         num_experts: Required[int] = REQUIRED  # E.
         num_experts_per_token: Required[int] = REQUIRED  # K.
-        score: Score = Score.SOFTMAX_BEFORE_TOP_K  # From logits to scores and weights.
+        score: Score = Score.SOFTMAX_BEFORE_TOP_K  # Function from logits to scores and weights.
         bias: bool = False  # Whether a learned bias per expert is added to the logits.
         renormalize: bool = False  # Whether the K weights are divided by their sum.
         scaling_factor: float = 1.0  # Multiplies the weights.
         bias_balancing: BiasBalancing.Config | None = None  # Balance without a loss; None for none.
         num_groups: int | None = None  # Groups of experts; None for no groups.
         num_groups_per_token: int | None = None  # Best groups, which a token's experts come from.
-        group_score: GroupScore = GroupScore.MAX  # From experts' scores to a group's.
+        group_score: GroupScore = GroupScore.MAX  # Function from experts' scores to a group's.
 
     def __init__(self, cfg: Config, *, parent: BaseLayer | None) -> None:
         super().__init__(cfg, parent=parent)

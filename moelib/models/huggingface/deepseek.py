@@ -177,7 +177,7 @@ def _v3_settings(cfg: CausalLM.Config) -> dict[str, Any]:
     }
 
 
-_DEFAULTS = {  # Of both versions.
+_DEFAULTS = {  # Shared by both versions.
     "kv_lora_rank": 512,
     "q_lora_rank": 1536,
     "qk_nope_head_dim": 128,

@@ -12,7 +12,7 @@ from tests.layers.calling import build, call, initial, normal
 D, F, E, K = 4, 6, 3, 2
 
 
-def experts(activation=Activation.SWIGLU):
+def experts(activation=Activation.SWIGLU, **fields):
     return build(
         FeedForwardExperts.default_config(),
         num_experts=E,
@@ -20,6 +20,7 @@ def experts(activation=Activation.SWIGLU):
         input_dim=D,
         hidden_dim=F,
         activation=activation,
+        **fields,
     )
 
 
@@ -47,6 +48,7 @@ def test_grouped_rows_meet_their_own_expert_and_rows_past_the_end_give_zeros():
 def test_a_token_pays_for_its_own_experts_only():
     layer = experts()
     assert layer.active_parameters() == K * 3 * D * F
-    assert layer.forward_flops_per_token(8) == 2 * K * 3 * D * F
+    for made in (layer, experts(bias=True)):  # A bias adds no matmul.
+        assert made.forward_flops_per_token(8) == 2 * K * 3 * D * F
     specs = layer.create_parameter_specs_recursively()
     assert sum(spec.size for spec in specs.values()) == E * 3 * D * F
