@@ -1,0 +1,52 @@
+"""Examples of docs/how_to/scale.md and docs/how_to/hugging_face.md."""
+
+import pathlib
+import shutil
+
+from experiments import flame_moe
+from moelib.core.config import config_for_function
+from moelib.layers.moe.dispatch_ragged import RaggedDispatcher
+from moelib.layers.remat import remat
+from moelib.parallel.mesh import HybridMeshShape, infer_mesh_shape, mesh_shape_from_axes
+from moelib.train.pretrained import read_config, state_from_hugging_face
+
+FIXTURES = pathlib.Path(__file__).parents[1] / "models/huggingface/fixtures"
+
+
+def test_scale():
+    cfg = flame_moe.tiny().set(dir="runs/a")
+    # --8<-- [start:mesh]
+    cfg.mesh_shape = mesh_shape_from_axes(fsdp=-1, expert=8)
+    # --8<-- [end:mesh]
+    assert infer_mesh_shape(cfg.mesh_shape, 32) == (1, 1, 8, 4, 1, 1)
+    # --8<-- [start:hybrid]
+    cfg.mesh_shape = HybridMeshShape(
+        ici=mesh_shape_from_axes(fsdp=-1, expert=8),
+        dcn=mesh_shape_from_axes(data=2),
+    )
+    # --8<-- [end:hybrid]
+    # --8<-- [start:memory]
+    cfg.model.decoder.remat = config_for_function(remat).set(
+        keep=["attention_output"], offload=["experts_up"]
+    )
+    cfg.num_microbatches = 2
+    cfg.learner.offload_state = True
+    moe = cfg.model.decoder.block[0].feed_forward
+    moe.dispatcher = RaggedDispatcher.default_config().set(buffer_factor=2.0)
+    # --8<-- [end:memory]
+    cfg.instantiate(parent=None)
+
+
+def test_a_run_starts_from_a_model_of_hugging_face(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(FIXTURES / "qwen3_moe", "Qwen3")
+    cfg = flame_moe.tiny().set(dir="runs/a")
+    # --8<-- [start:start]
+    cfg.model, _ = read_config("Qwen3")
+    cfg.init_state_builder = config_for_function(state_from_hugging_face).set(folder="Qwen3")
+    # --8<-- [end:start]
+    for lm_input in (cfg.input, cfg.evalers["validation"].input):
+        lm_input.vocab_size = None
+    trainer = cfg.instantiate(parent=None)
+    state_from = cfg.init_state_builder.instantiate(model=trainer.model)
+    assert callable(state_from)
