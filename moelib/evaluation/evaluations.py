@@ -19,19 +19,13 @@ Metrics = Mapping[str, Metric]
 
 
 class Evaluation(NamedTuple):
-    """A benchmark or a text, tokenized.
+    """A benchmark or a text, tokenized."""
 
-    Attributes:
-        name: Name of the benchmark or the text.
-        requests: Continuations to score.
-        metrics: Function from the scores, in the requests' order, to metrics by name.
-        settings: Settings that distinguish the results, as JSON values by name.
-    """
-
-    name: str
-    requests: Sequence[Request]
+    name: str  # Name of the benchmark or the text.
+    requests: Sequence[Request]  # Continuations to score.
+    # Function from the scores, in the requests' order, to metrics by name.
     metrics: Callable[[Sequence[Score]], Metrics]
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any]  # Settings that distinguish the results, as JSON values by name.
 
 
 def run_evaluations(

@@ -13,23 +13,14 @@ RESULTS_FILE = "results.json"
 
 
 class Result(NamedTuple):
-    """A metric of a checkpoint.
+    """A metric of a checkpoint."""
 
-    Attributes:
-        step: Training step of the checkpoint; None for a published model.
-        tokens: Number of tokens read by then, padding included; None if unknown.
-        task: Name of the benchmark or the text.
-        metric: Name of the metric.
-        value: The metric.
-        stderr: Its standard error, if it has one.
-    """
-
-    step: int | None
-    tokens: int | None
-    task: str
-    metric: str
-    value: float
-    stderr: float | None
+    step: int | None  # Training step of the checkpoint; None for a published model.
+    tokens: int | None  # Number of tokens read by then, padding included; None if unknown.
+    task: str  # Name of the benchmark or the text.
+    metric: str  # Name of the metric.
+    value: float  # The metric.
+    stderr: float | None  # Its standard error, if it has one.
 
 
 def results_of(step: int | None, tokens: int | None, found: Mapping[str, Metrics]) -> list[Result]:

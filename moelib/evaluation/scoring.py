@@ -37,40 +37,29 @@ _Shape = tuple[int, int]  # Padded length of a sequence and number of its scored
 
 
 class Score(NamedTuple):
-    """The score of a continuation.
+    """The score of a continuation."""
 
-    Attributes:
-        log_prob: Log-probability of the continuation, in nats.
-        is_greedy: Whether each of its tokens is the most likely one.
-    """
-
-    log_prob: float
-    is_greedy: bool
+    log_prob: float  # Log-probability of the continuation, in nats.
+    is_greedy: bool  # Whether each of its tokens is the most likely one.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scorer:
     """Scores requests with a model, in batches of few shapes, each compiled once.
 
-    Attributes:
-        model: A language model with methods `hidden(batch) -> [B, S, D]` and
-            `head(hidden) -> [B, S, V]`.
-        vocab_size: Number of the tokenizer's tokens; logits of others are excluded.
-        max_length: Maximum number of tokens of a sequence.
-        batch_tokens: Number of tokens of a batch, padding included, if a sequence is not longer.
-        train_dtype: Dtype that trainable parameters are cast to; None for their own.
-        mesh: Mesh that holds the parameters; None for one device.
-
     Raises:
         UserError: If a size is not positive, or vocab_size exceeds the model's.
     """
 
+    # A language model with methods `hidden(batch) -> [B, S, D]` and `head(hidden) -> [B, S, V]`.
     model: Any
-    vocab_size: int
-    max_length: int
+    vocab_size: int  # Number of the tokenizer's tokens; logits of others are excluded.
+    max_length: int  # Maximum number of tokens of a sequence.
+    # Number of tokens of a batch, padding included, if a sequence is not longer.
     batch_tokens: int = BATCH_TOKENS
+    # Dtype that trainable parameters are cast to; None for their own.
     train_dtype: str | None = None
-    mesh: jax.sharding.Mesh | None = None
+    mesh: jax.sharding.Mesh | None = None  # Mesh that holds the parameters; None for one device.
 
     def __post_init__(self) -> None:
         for name in ("max_length", "batch_tokens"):

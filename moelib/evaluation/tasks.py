@@ -17,39 +17,26 @@ Line = Mapping[str, Any]
 
 
 class Question(NamedTuple):
-    """A question with choices, one of which is correct.
+    """A question with choices, one of which is correct."""
 
-    Attributes:
-        queries: Text before the ending of each choice; they differ if they contain the choice.
-        endings: Text to score of each choice.
-        gold: Index of the correct choice.
-        line: Line of the file; questions with equal lines are the same question.
-    """
-
+    # Text before the ending of each choice; they differ if they contain the choice.
     queries: Sequence[str]
-    endings: Sequence[str]
-    gold: int
-    line: Line
+    endings: Sequence[str]  # Text to score of each choice.
+    gold: int  # Index of the correct choice.
+    line: Line  # Line of the file; questions with equal lines are the same question.
 
 
 class Task(NamedTuple):
-    """A benchmark.
+    """A benchmark."""
 
-    Attributes:
-        file: File of the questions, relative to the data folder.
-        shots_file: File of the questions that examples are drawn from.
-        num_fewshot: Number of examples before a question in FLAME-MoE's evaluations.
-        question: Function from a line to a question; raises KeyError, TypeError or ValueError.
-        metrics: Names of the reported metrics.
-        draws_spare: Whether one more example is drawn, in case that one is the question itself, as
-            lm-eval does in tasks without a test split.
-    """
-
-    file: str
-    shots_file: str
-    num_fewshot: int
+    file: str  # File of the questions, relative to the data folder.
+    shots_file: str  # File of the questions that examples are drawn from.
+    num_fewshot: int  # Number of examples before a question in FLAME-MoE's evaluations.
+    # Function from a line to a question; raises KeyError, TypeError or ValueError.
     question: Callable[[Line], Question]
-    metrics: Sequence[str] = ("acc", "acc_norm")
+    metrics: Sequence[str] = ("acc", "acc_norm")  # Names of the reported metrics.
+    # Whether one more example is drawn, in case that one is the question itself, as lm-eval does in
+    # tasks without a test split.
     draws_spare: bool = False
 
 

@@ -36,19 +36,12 @@ _NOT_FINITE = -2  # Token of a sequence whose logits are not finite; callers get
 
 
 class Prompt(NamedTuple):
-    """The beginning of a sequence.
+    """The beginning of a sequence."""
 
-    Attributes:
-        ids: Token ids, at least one.
-        limit: Maximum number of tokens to generate, 1 or more.
-        seed: Seed of the draws.
-        number: Distinguishes prompts with equal seeds.
-    """
-
-    ids: Sequence[int]
-    limit: int
-    seed: int
-    number: int = 0
+    ids: Sequence[int]  # Token ids, at least one.
+    limit: int  # Maximum number of tokens to generate, 1 or more.
+    seed: int  # Seed of the draws.
+    number: int = 0  # Distinguishes prompts with equal seeds.
 
 
 class Decoding(NamedTuple):

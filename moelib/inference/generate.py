@@ -38,34 +38,26 @@ class PromptError(UserError):
 class Settings:
     """Settings of generation. Without temperature the text is deterministic.
 
-    Attributes:
-        max_new_tokens: Maximum number of generated tokens, 1 to 2147483647.
-        max_length: Maximum number of tokens of prompt and text, 2 to 2147483647; None for no limit.
-        temperature: Divisor of the logits; 0 selects the most likely token, and top_k, top_p and
-            min_p have no effect.
-        top_k: Number of most likely tokens to draw from; None for all.
-        top_p: Probability mass of the most likely tokens to draw from, up to 1.
-        min_p: Minimum probability of a drawn token, relative to the most likely one, 0 to 1.
-        repetition_penalty: Divisor of positive logits, and factor of negative ones, of tokens that
-            occur in the prompt or the text; 1 has no effect.
-        seed: Seed of the draws.
-        stop_ids: Ids of tokens that end a text and are not part of it.
-        vocab_size: Number of tokens to draw from, where the model's vocabulary is padded; None for
-            the model's.
-
     Raises:
         UserError: If a value is out of its range.
     """
 
-    max_new_tokens: int = 200
+    max_new_tokens: int = 200  # Maximum number of generated tokens, 1 to 2147483647.
+    # Maximum number of tokens of prompt and text, 2 to 2147483647; None for no limit.
     max_length: int | None = None
+    # Divisor of the logits; 0 selects the most likely token, and top_k, top_p and min_p have no
+    # effect.
     temperature: float = 0.8
-    top_k: int | None = None
-    top_p: float = 0.95
+    top_k: int | None = None  # Number of most likely tokens to draw from; None for all.
+    top_p: float = 0.95  # Probability mass of the most likely tokens to draw from, up to 1.
+    # Minimum probability of a drawn token, relative to the most likely one, 0 to 1.
     min_p: float = 0.0
+    # Divisor of positive logits, and factor of negative ones, of tokens that occur in the prompt or
+    # the text; 1 has no effect.
     repetition_penalty: float = 1.0
-    seed: int = 0
-    stop_ids: Sequence[int] = ()
+    seed: int = 0  # Seed of the draws.
+    stop_ids: Sequence[int] = ()  # Ids of tokens that end a text and are not part of it.
+    # Number of tokens to draw from, where the model's vocabulary is padded; None for the model's.
     vocab_size: int | None = None
 
     def __post_init__(self) -> None:

@@ -15,21 +15,14 @@ from jaxtyping import Array, Bool, Float32, Int32, Key
 
 
 class Sampling(NamedTuple):
-    """The steps that select a token, in the order of their application; None skips a step.
+    """The steps that select a token, in the order of their application; None skips a step."""
 
-    Attributes:
-        repetition_penalty: See `penalize_repetition`.
-        temperature: Divisor of the logits; None selects the most likely token and skips the rest.
-        top_k: See `keep_top_k`.
-        top_p: See `keep_top_p`.
-        min_p: See `keep_min_p`.
-    """
-
-    repetition_penalty: Float32[Array, ""] | None = None
+    repetition_penalty: Float32[Array, ""] | None = None  # See `penalize_repetition`.
+    # Divisor of the logits; None selects the most likely token and skips the rest.
     temperature: Float32[Array, ""] | None = None
-    top_k: Int32[Array, ""] | None = None
-    top_p: Float32[Array, ""] | None = None
-    min_p: Float32[Array, ""] | None = None
+    top_k: Int32[Array, ""] | None = None  # See `keep_top_k`.
+    top_p: Float32[Array, ""] | None = None  # See `keep_top_p`.
+    min_p: Float32[Array, ""] | None = None  # See `keep_min_p`.
 
 
 def sample(

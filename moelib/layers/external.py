@@ -26,28 +26,19 @@ from moelib.layers.base import BaseLayer
 
 
 class InitApply(NamedTuple):
-    """The two functions of a layer.
+    """The two functions of a layer."""
 
-    Attributes:
-        init: (random key) -> parameters, any tree of arrays.
-        apply: (parameters, inputs) -> outputs, or `Updated`. It receives the layer's inputs, and
-            `prng_key` and `is_training` if it has parameters of these names.
-    """
-
-    init: Callable[[jax.Array], Any]
+    init: Callable[[jax.Array], Any]  # (random key) -> parameters, any tree of arrays.
+    # (parameters, inputs) -> outputs, or `Updated`. It receives the layer's inputs, and `prng_key`
+    # and `is_training` if it has parameters of these names.
     apply: Callable[..., Any]
 
 
 class Updated(NamedTuple):
-    """The result of an `apply` that changes parameters, such as running means.
+    """The result of an `apply` that changes parameters, such as running means."""
 
-    Attributes:
-        outputs: The layer's outputs.
-        changed: New values of untrained parameters: a part of their tree.
-    """
-
-    outputs: Any
-    changed: Any
+    outputs: Any  # The layer's outputs.
+    changed: Any  # New values of untrained parameters: a part of their tree.
 
 
 class ExternalLayer(BaseLayer):

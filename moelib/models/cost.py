@@ -11,22 +11,15 @@ from moelib.models.causal_lm import CausalLM
 
 @dataclasses.dataclass(frozen=True)
 class ModelCost:
-    """Counts of one model.
+    """Counts of one model."""
 
-    Attributes:
-        total_parameters: All trainable parameters.
-        active_parameters: Trainable parameters used to compute one token.
-        active_non_embedding_parameters: Active parameters without embedding and output head.
-        train_flops_per_token: Matmul FLOPs per training token, three times those of the forward
-            pass; attention counts the keys that the causal mask admits.
-        parameter_bytes: Bytes of all stored parameters.
-    """
-
-    total_parameters: int
-    active_parameters: int
-    active_non_embedding_parameters: int
+    total_parameters: int  # All trainable parameters.
+    active_parameters: int  # Trainable parameters used to compute one token.
+    active_non_embedding_parameters: int  # Active parameters without embedding and output head.
+    # Matmul FLOPs per training token, three times those of the forward pass; attention counts the
+    # keys that the causal mask admits.
     train_flops_per_token: float
-    parameter_bytes: int
+    parameter_bytes: int  # Bytes of all stored parameters.
 
 
 def model_cost(model: CausalLM, *, seq_len: int) -> ModelCost:

@@ -15,17 +15,12 @@ from moelib.parallel.collectives import gather
 
 
 class TokenLoss(NamedTuple):
-    """Sums over the valid tokens of the global batch; divide by `num_tokens` for means.
+    """Sums over the valid tokens of the global batch; divide by `num_tokens` for means."""
 
-    Attributes:
-        objective: Sum of cross-entropy + z_loss * logsumexp^2, nats; differentiable.
-        cross_entropy: Sum of cross-entropy, nats; for metrics, not differentiable.
-        num_tokens: Number of valid tokens.
-    """
-
+    # Sum of cross-entropy + z_loss * logsumexp^2, nats; differentiable.
     objective: Float[Array, ""]
-    cross_entropy: Float[Array, ""]
-    num_tokens: Float[Array, ""]
+    cross_entropy: Float[Array, ""]  # Sum of cross-entropy, nats; for metrics, not differentiable.
+    num_tokens: Float[Array, ""]  # Number of valid tokens.
 
 
 def language_model_loss(

@@ -23,16 +23,12 @@ __all__ = ["CrossEntropyOutput", "cross_entropy"]
 
 
 class CrossEntropyOutput(NamedTuple):
-    """Loss and its parts, in nats; all float32, and zeros for ignored tokens.
+    """Loss and its parts, in nats; all float32, and zeros for ignored tokens."""
 
-    Attributes:
-        loss: Sum over tokens of `nll + z_loss * lse**2`. Differentiable.
-        nll: Negative log-likelihood of each label. Not differentiable: its gradient is zero.
-        lse: Logarithm of the sum of the exponentials of each token's logits. Not differentiable.
-    """
-
-    loss: Float32[Array, ""]
+    loss: Float32[Array, ""]  # Sum over tokens of `nll + z_loss * lse**2`. Differentiable.
+    # Negative log-likelihood of each label. Not differentiable: its gradient is zero.
     nll: Float32[Array, "T"]
+    # Logarithm of the sum of the exponentials of each token's logits. Not differentiable.
     lse: Float32[Array, "T"]
 
 

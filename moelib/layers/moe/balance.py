@@ -71,17 +71,11 @@ def load_balance_loss(
 
 
 class LayerLoad(NamedTuple):
-    """The load of a layer's experts, per group of tokens: G = B sequences, or G = 1.
+    """The load of a layer's experts, per group of tokens: G = B sequences, or G = 1."""
 
-    Attributes:
-        counts: Number of assignments to each expert.
-        mass: Sum of the router's probabilities of each expert.
-        tokens: Number of tokens.
-    """
-
-    counts: Float[Array, "G E"]
-    mass: Float[Array, "G E"]
-    tokens: Float[Array, "G"]
+    counts: Float[Array, "G E"]  # Number of assignments to each expert.
+    mass: Float[Array, "G E"]  # Sum of the router's probabilities of each expert.
+    tokens: Float[Array, "G"]  # Number of tokens.
 
     @classmethod
     def of(
@@ -119,15 +113,10 @@ class LayerLoad(NamedTuple):
 
 
 class PooledLoad(NamedTuple):
-    """The module output of a layer with scope ALL_LAYERS.
+    """The module output of a layer with scope ALL_LAYERS."""
 
-    Attributes:
-        load: The load of all tokens.
-        weight: The weight of the loss in the layer's config.
-    """
-
-    load: LayerLoad
-    weight: Float[Array, ""]
+    load: LayerLoad  # The load of all tokens.
+    weight: Float[Array, ""]  # The weight of the loss in the layer's config.
 
 
 def balance_pool(layer: Module) -> Module | None:

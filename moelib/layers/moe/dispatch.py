@@ -49,63 +49,40 @@ class Experts(Protocol):
 
 
 class Assignments(NamedTuple):
-    """The experts of this device's tokens.
+    """The experts of this device's tokens."""
 
-    Attributes:
-        expert_ids: The K experts of each token; an id outside 0 to E - 1 stands for no expert.
-        weights: Combine weights, float32.
-        mask: False for padding, which goes to no expert.
-    """
-
+    # The K experts of each token; an id outside 0 to E - 1 stands for no expert.
     expert_ids: Int[Array, "B S K"]
-    weights: Float[Array, "B S K"]
-    mask: Bool[Array, "B S"]
+    weights: Float[Array, "B S K"]  # Combine weights, float32.
+    mask: Bool[Array, "B S"]  # False for padding, which goes to no expert.
 
 
 class DispatchContext(NamedTuple):
-    """The surroundings of a dispatcher.
+    """The surroundings of a dispatcher."""
 
-    Attributes:
-        num_experts: E, on all devices.
-        expert_axes: Mesh axes over which experts are sharded; each device has its own tokens.
-        sequence_axes: Mesh axes over which the sequence dimension is sharded.
-    """
-
-    num_experts: int
+    num_experts: int  # E, on all devices.
+    # Mesh axes over which experts are sharded; each device has its own tokens.
     expert_axes: tuple[str, ...] = ()
-    sequence_axes: tuple[str, ...] = ()
+    sequence_axes: tuple[str, ...] = ()  # Mesh axes over which the sequence dimension is sharded.
 
 
 class Dispatched(NamedTuple):
-    """The result of a dispatcher.
+    """The result of a dispatcher."""
 
-    Attributes:
-        y: Weighted sum of the experts' outputs per token; 0 for padding.
-        num_dropped: Number of this device's assignments that were dropped, float32.
-    """
-
-    y: Float[Array, "B S D"]
-    num_dropped: Float[Array, ""]
+    y: Float[Array, "B S D"]  # Weighted sum of the experts' outputs per token; 0 for padding.
+    num_dropped: Float[Array, ""]  # Number of this device's assignments that were dropped, float32.
 
 
 class Local(NamedTuple):
-    """The experts and the tokens of one device.
+    """The experts and the tokens of one device."""
 
-    Attributes:
-        experts: The layer of the experts.
-        params: Weights of the experts, of this device only for expert-parallel dispatchers.
-        x: Tokens.
-        ids: Experts of the tokens; E for assignments of padding, and for ids outside 0 to E - 1.
-        weights: Combine weights, float32.
-        batch: B, the number of sequences.
-    """
-
-    experts: Experts
-    params: Nested
-    x: Float[Array, "T D"]
+    experts: Experts  # The layer of the experts.
+    params: Nested  # Weights of the experts, of this device only for expert-parallel dispatchers.
+    x: Float[Array, "T D"]  # Tokens.
+    # Experts of the tokens; E for assignments of padding, and for ids outside 0 to E - 1.
     ids: Int[Array, "T K"]
-    weights: Float[Array, "T K"]
-    batch: int
+    weights: Float[Array, "T K"]  # Combine weights, float32.
+    batch: int  # B, the number of sequences.
 
 
 class Dispatcher(Configurable):

@@ -19,21 +19,15 @@ from moelib.layers.remat import save_activation, save_routing
 
 
 class Routing(NamedTuple):
-    """The assignments of tokens to experts. Arrays are float32, except for ids and mask.
+    """The assignments of tokens to experts. Arrays are float32, except for ids and mask."""
 
-    Attributes:
-        expert_ids: The K experts of each token, best first; an id outside 0 to E - 1 for none.
-        weights: Combine weights: factors of the experts' outputs.
-        probs: Scores over all experts, which sum to 1 per token; for balance losses.
-        logits: The router's raw outputs.
-        mask: False for padding, which goes to no expert.
-    """
-
+    # The K experts of each token, best first; an id outside 0 to E - 1 for none.
     expert_ids: Int[Array, "B S K"]
-    weights: Float[Array, "B S K"]
+    weights: Float[Array, "B S K"]  # Combine weights: factors of the experts' outputs.
+    # Scores over all experts, which sum to 1 per token; for balance losses.
     probs: Float[Array, "B S E"]
-    logits: Float[Array, "B S E"]
-    mask: Bool[Array, "B S"]
+    logits: Float[Array, "B S E"]  # The router's raw outputs.
+    mask: Bool[Array, "B S"]  # False for padding, which goes to no expert.
 
 
 class Score(enum.Enum):

@@ -18,14 +18,10 @@ from moelib.layers.remat import save_routing
 
 
 class RowMap(NamedTuple):
-    """The assignment of each row, and the row of each assignment.
+    """The assignment of each row, and the row of each assignment."""
 
-    Attributes:
-        assignments: token * K + k of each row; T * K or more for an empty row.
-        rows: The row of each assignment; R or more for an assignment without a row.
-    """
-
-    assignments: Int[Array, "R"]
+    assignments: Int[Array, "R"]  # token * K + k of each row; T * K or more for an empty row.
+    # The row of each assignment; R or more for an assignment without a row.
     rows: Int[Array, "T K"]
 
     @property

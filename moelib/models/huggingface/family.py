@@ -9,26 +9,21 @@ from moelib.models.huggingface.tensor_mapping import Table
 
 
 class Family(NamedTuple):
-    """A family of models of transformers.
+    """A family of models of transformers."""
 
-    Attributes:
-        model_type: `model_type` of its config.json.
-        architecture: Name of its class in transformers.
-        model: Function from the settings of a config.json to a model config.
-        settings: Function from a model config to settings, from which `model` gives it again.
-        in_layer: Function from a model config to the tensors of a layer; a layer need not have all.
-        defaults: Defaults of transformers for settings that may be absent from config.json.
-        ignored: Function from a model config to regular expressions of tensors that are not read.
-        zeros: Function from a model config to names and shapes of tensors written as zeros.
-        heads_divide_dim: Whether transformers requires num_attention_heads to divide hidden_size.
-    """
-
-    model_type: str
-    architecture: str
+    model_type: str  # `model_type` of its config.json.
+    architecture: str  # Name of its class in transformers.
+    # Function from the settings of a config.json to a model config.
     model: Callable[[Settings], CausalLM.Config]
+    # Function from a model config to settings, from which `model` gives it again.
     settings: Callable[[CausalLM.Config], dict[str, Any]]
+    # Function from a model config to the tensors of a layer; a layer need not have all.
     in_layer: Callable[[CausalLM.Config], Table]
+    # Defaults of transformers for settings that may be absent from config.json.
     defaults: Mapping[str, Any] = {}
+    # Function from a model config to regular expressions of tensors that are not read.
     ignored: Callable[[CausalLM.Config], tuple[str, ...]] = lambda cfg: ()
+    # Function from a model config to names and shapes of tensors written as zeros.
     zeros: Callable[[CausalLM.Config], dict[str, tuple[int, ...]]] = lambda cfg: {}
+    # Whether transformers requires num_attention_heads to divide hidden_size.
     heads_divide_dim: bool = False

@@ -20,25 +20,19 @@ Index = tuple[int | None, ...]
 
 
 class Part(NamedTuple):
-    """One tensor of Hugging Face as a part of one parameter.
+    """One tensor of Hugging Face as a part of one parameter."""
 
-    Attributes:
-        tensor: Name of the tensor, relative to the layer; "{e}" stands for the expert's number.
-        view: einops pattern from the tensor to the parameter, such as "(h k) d -> d h k".
-        index: Index into the leading dimensions of the parameter: a number, None for the whole
-            dimension, or "e" for the expert's number.
-        rows: Range (start, stop) of the tensor's first dimension, if the tensor holds more.
-        pairs_from: First entry of the parameter's last dimension from which rotary pairs are
-            interleaved (2i, 2i + 1) in the tensor but split into halves in the parameter.
-        factor: Parameter over tensor; a power of two, so that the conversion is exact.
-    """
-
-    tensor: str
-    view: str
+    tensor: str  # Name of the tensor, relative to the layer; "{e}" stands for the expert's number.
+    view: str  # einops pattern from the tensor to the parameter, such as "(h k) d -> d h k".
+    # Index into the leading dimensions of the parameter: a number, None for the whole dimension, or
+    # "e" for the expert's number.
     index: tuple[int | str | None, ...] = ()
+    # Range (start, stop) of the tensor's first dimension, if the tensor holds more.
     rows: tuple[int, int] | None = None
+    # First entry of the parameter's last dimension from which rotary pairs are interleaved (2i, 2i
+    # + 1) in the tensor but split into halves in the parameter.
     pairs_from: int | None = None
-    factor: float = 1.0
+    factor: float = 1.0  # Parameter over tensor; a power of two, so that the conversion is exact.
 
 
 # Parameter path within a layer or the model -> the tensors that make it up.
@@ -46,19 +40,12 @@ Table = Mapping[str, Sequence[Part]]
 
 
 class TensorMapping(NamedTuple):
-    """A `Part` of one particular layer and expert.
+    """A `Part` of one particular layer and expert."""
 
-    Attributes:
-        tensor: Full name of the tensor.
-        path: Path of the parameter, such as "decoder/repeated0/self_attention/q".
-        index: Index into the leading dimensions of the parameter; None for a whole dimension.
-        part: The entry of the table.
-    """
-
-    tensor: str
-    path: str
-    index: Index
-    part: Part
+    tensor: str  # Full name of the tensor.
+    path: str  # Path of the parameter, such as "decoder/repeated0/self_attention/q".
+    index: Index  # Index into the leading dimensions of the parameter; None for a whole dimension.
+    part: Part  # The entry of the table.
 
 
 def expand(model: Any, in_model: Table, in_layer: Table) -> list[TensorMapping]:
