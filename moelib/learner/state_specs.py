@@ -1,5 +1,6 @@
 """Logical axes of an optimizer's state: each array is split like the parameter it belongs to."""
 
+import itertools
 import logging
 import math
 from collections.abc import Sequence
@@ -51,15 +52,10 @@ def state_specs(state: Any, param_specs: Nested) -> Any:
 
 def _owner(path: Sequence[Any], specs: Any) -> ParameterSpec | None:
     """Returns the spec of the parameter with the longest path at the end of `path`."""
-    names: list[str] = []
-    for key in reversed(path):
-        if not isinstance(key, jax.tree_util.DictKey):
-            break
-        names.insert(0, str(key.key))
-    for start in range(len(names)):
-        if (owner := specs.get("/".join(names[start:]))) is not None:
-            return owner
-    return None
+    in_dict = lambda key: isinstance(key, jax.tree_util.DictKey)
+    names = [str(key.key) for key in itertools.takewhile(in_dict, reversed(path))][::-1]
+    ends = ("/".join(names[start:]) for start in range(len(names)))
+    return next((specs[end] for end in ends if end in specs), None)
 
 
 def _axes(path: Sequence[Any], shape: tuple[int, ...], owner: ParameterSpec) -> Axes | None:
