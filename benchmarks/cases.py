@@ -18,7 +18,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from benchmarks.sizes import Sizes
-from moelib.core.config import REQUIRED, Required, config_class, config_for_function
+from experiments.jobs import clipped_adamw
+from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.module import functional
 from moelib.core.param import cast_parameters
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
@@ -32,9 +33,7 @@ from moelib.layers.moe.experts import FeedForwardExperts
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.moe.router import Router, Routing
 from moelib.layers.transformer import LoopStack, TransformerLayer
-from moelib.learner import transforms
 from moelib.learner.learner import Learner
-from moelib.learner.optimizers import adamw_optimizer
 from moelib.models.causal_lm import CausalLM
 from moelib.models.cost import model_cost
 from moelib.models.loss import language_model_loss
@@ -116,10 +115,7 @@ def moe_config(sizes: Sizes, routing: str) -> MoELayer.Config:
 
 def learner_config() -> Learner.Config:
     """Returns AdamW with gradients clipped at a norm of 1."""
-    clip = config_for_function(transforms.clip_by_global_norm).set(max_norm=1.0)
-    adamw = config_for_function(adamw_optimizer).set(learning_rate=3e-4, weight_decay=0.1)
-    chain = config_for_function(transforms.chain).set(args=[clip, adamw])
-    return Learner.default_config().set(optimizer=chain)
+    return Learner.default_config().set(optimizer=clipped_adamw(3e-4, weight_decay=0.1))
 
 
 def step_case(sizes: Sizes, routing: str) -> dict[str, Case]:

@@ -16,9 +16,8 @@ from typing import NamedTuple
 from moelib.checkpoint.checkpointer import Checkpointer
 from moelib.checkpoint.policy import every_n_steps_and_last_policy
 from moelib.core.config import config_for_function
-from moelib.data.lm_input import InputMode, LMInput
+from moelib.data.lm_input import LMInput
 from moelib.data.packing import DocumentBoundary
-from moelib.data.token_store import TokenStore
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.feed_forward import FeedForward
 from moelib.layers.initializers import constant, fan_in_normal, normal
@@ -27,13 +26,14 @@ from moelib.layers.moe.balance import LoadBalanceLoss, RouterZLoss
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.remat import remat
 from moelib.layers.transformer import BaseStack, LoopStack, ScanStack, TransformerLayer
-from moelib.learner import schedules, transforms
+from moelib.learner import schedules
 from moelib.learner.learner import Learner
-from moelib.learner.optimizers import adamw_optimizer
 from moelib.models.causal_lm import CausalLM
 from moelib.parallel.mesh import mesh_shape_from_axes
 from moelib.train.evaler import SpmdEvaler
 from moelib.train.trainer import SpmdTrainer
+
+from .jobs import clipped_adamw, text_input
 
 VOCAB_SIZE = 50_304  # The tokenizer's 50,277, padded.
 SEQ_LEN = 2048
@@ -195,24 +195,18 @@ def learner(max_step: int) -> Learner.Config:
         decay_steps=max_step // 10,
         decay="exponential",
     )
-    adamw = config_for_function(adamw_optimizer).set(
-        learning_rate=schedule, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.01
-    )
-    clip = config_for_function(transforms.clip_by_global_norm).set(max_norm=1.0)
-    chain = config_for_function(transforms.chain).set(args=[clip, adamw])
-    return Learner.default_config().set(optimizer=chain)
+    adamw = clipped_adamw(schedule, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.01)
+    return Learner.default_config().set(optimizer=adamw)
 
 
-def _input(split: str, mode: InputMode) -> LMInput.Config:
-    store = TokenStore.default_config().set(path="{data_dir}/dclm", split=split)
-    return LMInput.default_config().set(
-        source=store,
+def _input(split: str) -> LMInput.Config:
+    return text_input(
+        "{data_dir}/dclm",
+        split=split,
         seq_len=SEQ_LEN,
         global_batch_size=BATCH_SIZE,
         document_boundary=DocumentBoundary.CONTINUE,
         vocab_size=VOCAB_SIZE,
-        mode=mode,
-        seed=1234,
     )
 
 
@@ -230,7 +224,7 @@ def trainer(
     cfg = SpmdTrainer.default_config().set(
         model=model,
         learner=learner(max_step),
-        input=_input("train", InputMode.TRAIN),
+        input=_input("train"),
         max_step=max_step,
         train_dtype="bfloat16",
         num_microbatches=BATCH_SIZE // (32 * sequences_per_device),
@@ -239,7 +233,7 @@ def trainer(
     policy = config_for_function(every_n_steps_and_last_policy).set(n=save_every)
     cfg.checkpointer = Checkpointer.default_config().set(save_policy=policy, keep_last_n=None)
     cfg.evalers["validation"] = SpmdEvaler.default_config().set(
-        input=_input("validation", InputMode.EVALUATE).set(max_batches=25),
+        input=_input("validation").set(max_batches=25),
         eval_policy=policy.clone(),
     )
     return cfg
@@ -266,12 +260,8 @@ def tiny() -> SpmdTrainer.Config:
     model.embedding.param_init = tables
     model.lm_head = Linear.default_config().set(param_init=tables.clone())
     schedule = config_for_function(schedules.linear).set(peak_lr=3e-3, warmup_steps=50)
-    adamw = config_for_function(adamw_optimizer).set(
-        learning_rate=schedule, b1=0.9, b2=0.98, eps=1e-9, weight_decay=0.1
-    )
-    clip = config_for_function(transforms.clip_by_global_norm).set(max_norm=1.0)
     cfg = trainer(model, max_step=700, save_every=350, sequences_per_device=32)
-    cfg.learner.optimizer = config_for_function(transforms.chain).set(args=[clip, adamw])
+    cfg.learner.optimizer = clipped_adamw(schedule, b1=0.9, b2=0.98, eps=1e-9, weight_decay=0.1)
     cfg.set(train_dtype=None, mesh_shape=mesh_shape_from_axes(data=-1))
     for lm_input, batch_size in ((cfg.input, 8), (cfg.evalers["validation"].input, 32)):
         lm_input.set(seq_len=128, global_batch_size=batch_size, vocab_size=TINY_VOCAB_SIZE)

@@ -1,11 +1,11 @@
 """A standard pretraining job, for models whose data and recipe are not public."""
 
+import functools
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moelib.core.config import config_for_function
 from moelib.data.lm_input import InputMode, LMInput
-from moelib.data.packing import DocumentBoundary
 from moelib.data.token_store import TokenStore
 from moelib.learner import schedules, transforms
 from moelib.learner.learner import Learner
@@ -50,33 +50,38 @@ def trainer(model: CausalLM.Config, job: Job) -> SpmdTrainer.Config:
     schedule = config_for_function(schedules.cosine).set(
         peak_lr=job.peak_lr, end_lr=job.end_lr, warmup_steps=warmup
     )
-    adamw = config_for_function(adamw_optimizer).set(
-        learning_rate=schedule, b1=0.9, b2=0.95, eps=1e-8, weight_decay=job.weight_decay
+    optimizer = clipped_adamw(schedule, b1=0.9, b2=0.95, eps=1e-8, weight_decay=job.weight_decay)
+    data = functools.partial(
+        text_input,
+        "{data_dir}/text",
+        seq_len=job.seq_len,
+        global_batch_size=job.batch_size,
+        vocab_size=model.vocab_size,
     )
-    clip = config_for_function(transforms.clip_by_global_norm).set(max_norm=1.0)
-    chain = config_for_function(transforms.chain).set(args=[clip, adamw])
     cfg = SpmdTrainer.default_config().set(
         model=model,
-        learner=Learner.default_config().set(optimizer=chain),
-        input=_input(model, job, "train", InputMode.TRAIN),
+        learner=Learner.default_config().set(optimizer=optimizer),
+        input=data(split="train"),
         max_step=job.max_step,
         train_dtype="bfloat16",
         mesh_shape=next(iter(shapes.values())),
         mesh_rules=list(shapes.items()),
     )
     cfg.evalers["validation"] = SpmdEvaler.default_config().set(
-        input=_input(model, job, "validation", InputMode.EVALUATE).set(max_batches=25)
+        input=data(split="validation").set(max_batches=25)
     )
     return cfg
 
 
-def _input(model: CausalLM.Config, job: Job, split: str, mode: InputMode) -> LMInput.Config:
-    return LMInput.default_config().set(
-        source=TokenStore.default_config().set(path="{data_dir}/text", split=split),
-        seq_len=job.seq_len,
-        global_batch_size=job.batch_size,
-        document_boundary=DocumentBoundary.RESET,
-        vocab_size=model.vocab_size,
-        mode=mode,
-        seed=1234,
-    )
+def clipped_adamw(learning_rate: Any, **settings: float) -> Any:
+    """Returns the config of AdamW on gradients that are clipped to a global norm of 1."""
+    adamw = config_for_function(adamw_optimizer).set(learning_rate=learning_rate, **settings)
+    clip = config_for_function(transforms.clip_by_global_norm).set(max_norm=1.0)
+    return config_for_function(transforms.chain).set(args=[clip, adamw])
+
+
+def text_input(path: str, *, split: str, **settings: Any) -> LMInput.Config:
+    """Returns sequences of a split of a token store: endless from train, one epoch from others."""
+    mode = InputMode.TRAIN if split == "train" else InputMode.EVALUATE
+    source = TokenStore.default_config().set(path=path, split=split)
+    return LMInput.default_config().set(source=source, mode=mode, seed=1234, **settings)

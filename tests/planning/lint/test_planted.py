@@ -51,7 +51,7 @@ def test_an_unsplit_temporary_is_found_at_its_layer_and_its_line(tmp_path):
     finding = _on_cpu(tmp_path, planted.Unsplit)["unsplit activation"]
     assert finding.config_path == "model.layer"
     assert finding.bytes == 16 * 16 * planted.DIM * 4  # The rows of all devices.
-    assert any("planted.py" in place for place in finding.locations)
+    assert any("planted.py" in each for each in finding.locations)
 
 
 def test_a_dense_ragged_dot_is_found(tmp_path):
@@ -136,9 +136,9 @@ def test_a_weight_that_each_turn_gathers_again_in_float32_is_found_in_a_tpus_pro
 
         return jax.lax.scan(turn, x, length=6)[0]
 
-    place = NamedSharding(mesh, PartitionSpec("fsdp"))
-    weight = jax.ShapeDtypeStruct((2048, 2048), jnp.float32, sharding=place)
-    x = jax.ShapeDtypeStruct((512, 2048), jnp.bfloat16, sharding=place)
+    sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
+    weight = jax.ShapeDtypeStruct((2048, 2048), jnp.float32, sharding=sharding)
+    x = jax.ShapeDtypeStruct((512, 2048), jnp.bfloat16, sharding=sharding)
     with jax.set_mesh(mesh), no_compilation_cache():
         text = jax.jit(step).lower(weight, x).compile().as_text()
     state = StateArray("model/weight", (2048, 2048), ("embed", None), 2**22, split=True, cast=True)
