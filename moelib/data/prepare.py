@@ -147,8 +147,8 @@ def _check_finished(
         changed = ["skip_bad_records"]
     if changed:
         raise ExistingFileError(
-            f"{folder} was prepared with another {' and '.join(changed)}; set output_dir to a new "
-            "folder, or delete that one to prepare it again."
+            f"{folder} was prepared with different {' and '.join(changed)}; set output_dir "
+            "(--output) to a new folder, or delete that one to prepare it again."
         )
 
 
@@ -187,7 +187,9 @@ def _begin(folder: str, plan: Mapping[str, Any], tokenizer: Tokenizer) -> None:
     if os.path.isdir(folder) and not os.listdir(folder):
         os.rmdir(folder)  # Killed before the plan was written.
     if os.path.exists(folder) and (changed := _changed(folder, plan)):
-        _log(f"starting over, because {folder} was prepared with another {' and '.join(changed)}.")
+        _log(
+            f"starting over, because {folder} was prepared with different {' and '.join(changed)}."
+        )
         shutil.rmtree(folder)
     os.makedirs(folder, exist_ok=True)
     write_json(os.path.join(folder, STORE_MARK), plan)  # First: it marks the folder as ours.

@@ -153,7 +153,7 @@ def test_an_unfinished_run_of_something_else_starts_over(
         tokenizer = train_bpe(TEXTS, 270, str(tmp_path / "tokenizer.json"))
     store = prepare(source, tokenizer, path)
     said = capsys.readouterr().err
-    assert f"starting over, because {path}.partial was prepared with another {change}" in said
+    assert f"starting over, because {path}.partial was prepared with different {change}" in said
     store.verify()
     assert store.num_documents == len(source.config.texts)
 
@@ -297,9 +297,9 @@ def test_a_copied_corpus_is_known_by_its_text(
     assert "comparing their text" in capsys.readouterr().err
     prepare(copy, tokenizer, path)  # The copy's own sizes and times are known now.
     assert "comparing" not in capsys.readouterr().err
-    with pytest.raises(FileExistsError, match="another source"):  # Of the same size.
+    with pytest.raises(FileExistsError, match="different source"):  # Of the same size.
         prepare(_write_corpus(tmp_path / "there", last="END"), tokenizer, path)
-    with pytest.raises(FileExistsError, match="another source"):
+    with pytest.raises(FileExistsError, match="different source"):
         prepare(_write_corpus(tmp_path / "there", last="longer"), tokenizer, path)
 
 
@@ -315,7 +315,7 @@ def test_a_store_of_an_older_version_is_known_by_its_files_alone(
     (path / "meta.json").write_text(json.dumps(meta))
     prepare(source, tokenizer, str(path)).verify()
     assert "is prepared already" in capsys.readouterr().err
-    with pytest.raises(FileExistsError, match="another source"):
+    with pytest.raises(FileExistsError, match="different source"):
         prepare(_write_corpus(tmp_path / "there"), tokenizer, str(path))
 
 
@@ -335,8 +335,8 @@ def test_pythons_own_library_may_be_upgraded(
     (library / "a.py").write_text("new = 1\nmore = 2\n")
     prepare(source, tokenizer, path)
     assert "made from another version of the text" in capsys.readouterr().err
-    with pytest.raises(FileExistsError, match="another source"):
+    with pytest.raises(FileExistsError, match="different source"):
         prepare(_source(TEXTS), tokenizer, path)
     fixed = PythonSourceCode.default_config().set(path=str(library)).instantiate()
-    with pytest.raises(FileExistsError, match="another source"):
+    with pytest.raises(FileExistsError, match="different source"):
         prepare(fixed, tokenizer, path)
