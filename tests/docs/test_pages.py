@@ -1,4 +1,4 @@
-"""All pages and the README: navigation, and the commands that they show."""
+"""All pages and the README: lines, navigation, and the commands that they show."""
 
 import functools
 import importlib
@@ -50,6 +50,15 @@ def test_flags_in_the_text_exist(name):
     known = flag_names() | OTHER_FLAGS | {TRACEBACK.lstrip("-")}
     shown = {flag for code in re.findall(r"`([^`]+)`", text) for flag in FLAG.findall(code)}
     assert shown <= known
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_lines_have_at_most_120_characters(name):
+    """Rows of tables and what commands print cannot be broken."""
+    text = PAGES[name].read_text(encoding="utf-8")
+    text = re.sub(r"^```(text|console).*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    lines = [line for line in text.splitlines() if not line.startswith("|")]
+    assert [line for line in lines if len(line) > 120] == []
 
 
 def test_every_page_is_in_the_navigation():
