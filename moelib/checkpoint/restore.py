@@ -17,6 +17,7 @@ from moelib.checkpoint.contents import (
     unreadable,
 )
 from moelib.core import tree
+from moelib.core.processes import gather_json
 
 logger = logging.getLogger(__name__)
 
@@ -167,14 +168,8 @@ def find_checkpoints(
         CheckpointNotFoundError: If there is none, of the step or, if required, at all.
     """
     found = on_all_processes(lambda: contents.list_checkpoints(directory), directory)
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        newest = np.zeros(_MAX_LISTED, np.int32)
-        steps = list(found)[-_MAX_LISTED:]
-        newest[: len(steps)] = np.array(steps, np.int32) + 1  # 0 means none.
-        agreed = [int(s) - 1 for s in multihost_utils.broadcast_one_to_all(newest) if s > 0]
-        found = {s: contents.step_path(directory, s) for s in agreed}
+    agreed = gather_json(list(found))[0]
+    found = {each: found.get(each, contents.step_path(directory, each)) for each in agreed}
     if step is None and (found or not required):
         return found
     if step in found:
@@ -182,9 +177,6 @@ def find_checkpoints(
     wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
     there = f"there are steps {', '.join(map(str, found))}." if found else "the folder has none."
     raise CheckpointNotFoundError(f"{directory}: {wanted}; {there}")
-
-
-_MAX_LISTED = 256
 
 
 def newest_readable(
@@ -236,19 +228,10 @@ def on_all_processes(read: Callable[[], T], path: str) -> T:
         error = caught
     outcome = _SOUND if error is None else _OTHER
     outcome = next((i for i, kind in enumerate(_KINDS, 1) if isinstance(error, kind)), outcome)
-    worst = _worst(outcome)
+    worst = max(gather_json(outcome))
     if worst == _SOUND:
         return cast("T", result)
     if error is not None and outcome == worst:
         raise error
     kind = RuntimeError if worst == _OTHER else _KINDS[worst - 1]
     raise kind(f"{path} cannot be read by another process; its log has the reason.") from error
-
-
-def _worst(outcome: int) -> int:
-    """Returns the largest of the processes' outcomes."""
-    if jax.process_count() == 1:
-        return outcome
-    from jax.experimental import multihost_utils
-
-    return int(multihost_utils.process_allgather(np.array(outcome, np.int32)).max())

@@ -1,12 +1,9 @@
 """Saved position in the training data: one for all processes, or one per host."""
 
-import json
 from typing import Any
 
-import jax
-import numpy as np
-
 from moelib.core.errors import UserError
+from moelib.core.processes import gather_json
 from moelib.data.prefetch import HostRows
 
 State = dict[str, Any]  # JSON values only.
@@ -20,9 +17,7 @@ def gather_input_state(state: State | None, host: HostRows) -> State | None:
     This is the state itself if all are equal, which can be restored on any number of processes;
     otherwise {"hosts": [state of each share of the batch]}. It is None at the beginning.
     """
-    if jax.process_count() == 1:
-        return state
-    states = dict(_gather_json([host.host_index, state]))
+    states = dict(gather_json([host.host_index, state]))
     if all(other == states[0] for other in states.values()):
         return states[0]
     return {_HOSTS: [states[i] for i in range(host.num_hosts)]}
@@ -44,15 +39,3 @@ def input_state_of(saved: State | None, host: HostRows) -> State | None:
             "input cannot be divided differently."
         )
     return states[host.host_index]
-
-
-def _gather_json(value: Any) -> list[Any]:
-    """Returns the JSON values of all processes."""
-    from jax.experimental import multihost_utils
-
-    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.array(data.size, np.int32)).tolist()
-    padded = np.zeros(max(sizes), np.uint8)
-    padded[: data.size] = data
-    rows = multihost_utils.process_allgather(padded)
-    return [json.loads(bytes(row[:size])) for row, size in zip(rows, sizes, strict=True)]
