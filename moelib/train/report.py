@@ -35,6 +35,8 @@ def progress_text(scalars: Scalars, *, num_steps: int = 1) -> str:
         shown = [text for text in shown if not text.startswith("ce ")]
     if num_steps > 1:
         shown.insert(1, f"(mean of {num_steps} steps)")
+    if skipped := scalars.get("skipped_steps"):
+        shown.append(f"{skipped:.0f} steps skipped")
     return "  ".join(shown)
 
 

@@ -69,6 +69,8 @@ def test_progress_text_shows_a_cross_entropy_that_differs_from_the_loss():
     scalars["cross_entropy"] = 2.25
     text = report.progress_text(scalars, num_steps=10)
     assert text == "loss 2.5000  (mean of 10 steps)  ce 2.2500  lr 1.00e-03  MFU 45.6%"
+    assert report.progress_text({"loss": 1.0, "skipped_steps": 0.0}) == "loss 1.0000"
+    assert report.progress_text({"loss": 1.0, "skipped_steps": 2.0}).endswith("2 steps skipped")
 
 
 def test_evaluation_without_bytes_has_no_bits_per_byte():
