@@ -15,7 +15,7 @@ from moelib.core.param import ParameterSpec, is_spec
 MEMORY_KIND = "pinned_host"
 
 
-def waits(x: Any) -> bool:
+def is_offloaded(x: Any) -> bool:
     """Returns whether an array of the state is in host memory between steps."""
     return len(x.shape) > 0
 
@@ -23,7 +23,7 @@ def waits(x: Any) -> bool:
 def to_host(state: Any) -> Any:
     """Returns the state with its offloaded arrays in host memory."""
     host = jax.memory.Space.Host
-    return jax.tree.map(lambda x: jax.device_put(x, host) if waits(x) else x, state)
+    return jax.tree.map(lambda x: jax.device_put(x, host) if is_offloaded(x) else x, state)
 
 
 def to_device(state: Any) -> Any:
@@ -39,7 +39,7 @@ def host_shardings(specs: Any, shardings: Any, field: str) -> Any:
     """
 
     def on_host(spec: ParameterSpec, sharding: NamedSharding) -> NamedSharding:
-        return sharding.with_memory_kind(MEMORY_KIND) if waits(spec) else sharding
+        return sharding.with_memory_kind(MEMORY_KIND) if is_offloaded(spec) else sharding
 
     mesh = jax.tree.leaves(shardings)[0].mesh
     if not isinstance(mesh, AbstractMesh):

@@ -15,7 +15,7 @@ from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from moelib.core.errors import UserError
-from moelib.learner.offload import to_device, to_host, waits
+from moelib.learner.offload import is_offloaded, to_device, to_host
 
 Update = Callable[[Any, Any, Any], tuple[Any, Any, Any]]
 
@@ -47,10 +47,10 @@ def streamed_update(
     num_state = len(jax.tree.leaves(state))
     of_state = graph.inputs[len(leaves) - num_state :]
     before = [*graph.inputs[: len(jax.tree.leaves(params))], *of_state]
-    waiting = [var for var in of_state if waits(given[var])]
+    offloaded = [var for var in of_state if is_offloaded(given[var])]
 
-    needs = graph.needs(waiting)
-    values = graph.constants | {var: x for var, x in given.items() if var not in waiting}
+    needs = graph.needs(offloaded)
+    values = graph.constants | {var: x for var, x in given.items() if var not in offloaded}
     # Scalars shared by all parameters are computed once: norms, rates, counts.
     scalars = [var for var, bits in needs.items() if not bits and not var.aval.shape]
     values |= zip(scalars, graph.evaluate(scalars, values), strict=True)
@@ -58,7 +58,7 @@ def streamed_update(
     def group_update(bits: int, members: list[int]) -> Callable[[dict[int, Any]], dict[int, Any]]:
         def run(carry: dict[int, Any]) -> dict[int, Any]:
             own = {before[i]: carry[i] for i in members}
-            copied = [var for i, var in enumerate(waiting) if bits >> i & 1]
+            copied = [var for i, var in enumerate(offloaded) if bits >> i & 1]
             known = values | own | {var: to_device(own.get(var, given[var])) for var in copied}
             found = graph.evaluate([graph.outs[i] for i in members], known)
             return carry | {i: back(i, x) for i, x in zip(members, found, strict=True)}
@@ -66,7 +66,7 @@ def streamed_update(
         return run
 
     def back(i: int, x: Any) -> Any:
-        return to_host(x) if i < len(before) and before[i] in waiting else x
+        return to_host(x) if i < len(before) and before[i] in offloaded else x
 
     needed = [0 if isinstance(out, core.Literal) else needs.get(out, 0) for out in graph.outs]
     if any(needed[len(before) :]):

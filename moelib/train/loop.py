@@ -233,7 +233,7 @@ class TrainLoop:
         return self._stop_requested()
 
     def _stop_requested(self) -> bool:
-        if not self._stop.asked(self._step):
+        if not self._stop.requested(self._step):
             return False
         self._stopped_by = self._stop.signal_name
         saving = "saving and " if self.checkpointer is not None else ""

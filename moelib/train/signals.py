@@ -38,7 +38,7 @@ class StopRequest:
             raise KeyboardInterrupt
         self.signal_name = signal.Signals(number).name
 
-    def asked(self, step: int) -> bool:
+    def requested(self, step: int) -> bool:
         """Returns whether to stop after this step, equal on all processes."""
         if jax.process_count() == 1:
             return self.signal_name is not None

@@ -147,7 +147,7 @@ class SpmdTrainer(Module):
         self.input_state: dict[str, Any] | None = None  # Position in the data, None at first.
         self._compiled: Callable[..., Any] | None = None
         self.on_compiled: Callable[[Any, Any, Any], None] | None = None
-        self._axes_asked: set[str] = set()  # Logical axes of state, batch and activations.
+        self._axes_used: set[str] = set()  # Logical axes of state, batch and activations.
         self.restored_metrics: dict[str, float] = {}  # Of evaluations, in the restored checkpoint.
         self.step = 0  # Steps taken, known without waiting for the devices.
 
@@ -175,9 +175,9 @@ class SpmdTrainer(Module):
         """Sets mesh, sharding rules and kernel backends; records the logical axes that are used."""
         rules = sharding.sharding_rules(self.config.sharding_rules or {})
         kernels = kernel_backends(self.config.kernel_backends)
-        with kernels, jax.set_mesh(self.mesh()), rules as asked:
+        with kernels, jax.set_mesh(self.mesh()), rules as used:
             yield
-        self._axes_asked |= asked
+        self._axes_used |= used
 
     @functools.cached_property
     def input(self) -> Input:
@@ -366,7 +366,7 @@ class SpmdTrainer(Module):
     @nowrap
     def check_sharding_rules(self) -> None:
         """Raises ValueError if a sharding rule names a logical axis that nothing traced has."""
-        sharding.check_rules_used(self.config.sharding_rules or {}, self._axes_asked)
+        sharding.check_rules_used(self.config.sharding_rules or {}, self._axes_used)
 
     @nowrap
     def run_step(self, batch: Any, *, input_state: dict[str, Any] | None = None) -> Any:

@@ -84,8 +84,8 @@ def test_arrays_with_dimensions_are_in_host_memory_and_scalars_are_not(tmp_path)
     trainer.run()
     assert kinds(trainer.trainer_state) == first
     for path, spec in tree.flatten_items(trainer.trainer_state_specs):
-        waits = path.startswith("learner/") and len(spec.shape) > 0
-        assert (first[path] == "pinned_host") == waits, path
+        is_offloaded = path.startswith("learner/") and len(spec.shape) > 0
+        assert (first[path] == "pinned_host") == is_offloaded, path
     assert sum(kind == "pinned_host" for kind in first.values()) == 6  # mu, nu and average of two.
 
 

@@ -117,7 +117,7 @@ def read_workload(cfg: Any) -> Workload:
     learner = [
         spec
         for spec in jax.tree.leaves(specs.learner, is_leaf=is_spec)
-        if not (cfg.learner.offload_state and offload.waits(spec))
+        if not (cfg.learner.offload_state and offload.is_offloaded(spec))
     ]
     parameters = _parameters(specs.model, cfg.train_dtype)
     num_layers, num_blocks = _depth(cfg.model)
