@@ -5,7 +5,6 @@ import pathlib
 import subprocess
 import sys
 
-import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -16,6 +15,7 @@ from moelib.data.tokenizer import END_OF_TEXT, train_bpe
 from moelib.train import convert
 from moelib.train.loading import as_mesh, load_model
 from moelib.train.pretrained import load_pretrained, read_config, save_pretrained
+from tests import tiny
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "models/huggingface/fixtures"
 
@@ -26,7 +26,7 @@ def hub(tmp_path):
     folder = tmp_path / "hub"
     cfg, _ = read_config(str(FIXTURES / "mixtral"))
     cfg.vocab_size = 280
-    params = cfg.instantiate(parent=None).initialize_parameters_recursively(jax.random.key(0))
+    params = tiny.initial(cfg.instantiate(parent=None))
     more = {"bos_token_id": 3, "eos_token_id": 256, "max_position_embeddings": 60}
     ends = {"eos_token_id": [256, 7], "temperature": 0.5}
     save_pretrained(str(folder), cfg, params, more_settings=more, generation=ends)

@@ -2,8 +2,6 @@
 
 import json
 
-import jax
-
 from moelib.data.lm_input import LMInput
 from moelib.data.prepare import prepare
 from moelib.data.source import InMemorySource
@@ -48,7 +46,7 @@ def make_hub(folder):
         "special_tokens": {END_OF_TEXT: {"id": END_OF_TEXT, "ids": [256], "tokens": [END_OF_TEXT]}},
     }
     cfg = tiny.dense_model(288, num_layers=2, dim=8)
-    params = cfg.instantiate(parent=None).initialize_parameters_recursively(jax.random.key(0))
+    params = tiny.initial(cfg.instantiate(parent=None))
     save_pretrained(
         str(folder),
         cfg,

@@ -181,10 +181,12 @@ class _Shards:
         self.shape, self.sharding = target.shape, target.sharding or first_device
         indices = self.sharding.addressable_devices_indices_map(target.shape)
         self.bounds = {d: _bounds(index or (), target.shape) for d, index in indices.items()}
-        self.shards = {
-            device: jnp.zeros([b.stop - b.start for b in bounds], target.dtype, device=device)
-            for device, bounds in self.bounds.items()
-        }
+        self.dtype = target.dtype
+        self.shards: dict[jax.Device, jax.Array] = {}  # Those that were written.
+
+    def _zeros(self, device: jax.Device) -> jax.Array:
+        shape = [bound.stop - bound.start for bound in self.bounds[device]]
+        return jnp.zeros(shape, self.dtype, device=device)
 
     def hold(self, index: Sequence[slice]) -> bool:
         """Returns whether a local shard holds a part of a region of the array."""
@@ -196,17 +198,23 @@ class _Shards:
         for device, bounds in self.bounds.items():
             if (region := _overlap(index, bounds)) is None:
                 continue
-            shard = self.shards[device]
-            piece = values[_relative(region, index)].astype(shard.dtype, copy=False)
+            piece = values[_relative(region, index)].astype(self.dtype, copy=False)
+            # Waits, so that no more than one tensor is in flight.
+            if tuple(region) == tuple(bounds):  # The whole shard: no program is compiled.
+                self.shards[device] = jax.block_until_ready(
+                    jax.device_put(piece, device, may_alias=False)
+                )
+                continue
+            shard = self.shards[device] if device in self.shards else self._zeros(device)
             piece = jax.device_put(piece, device)
             starts = [s.start for s in _relative(region, bounds)]
-            # Waits, so that no more than one tensor is in flight.
             with _only(device):
                 self.shards[device] = jax.block_until_ready(_update(shard, piece, starts))
 
     def array(self) -> jax.Array:
         """Returns the array."""
-        shards = list(self.shards.values())
+        written = self.shards
+        shards = [written[d] if d in written else self._zeros(d) for d in self.bounds]
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, shards)
 
 
