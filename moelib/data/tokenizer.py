@@ -264,7 +264,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str) -> Tokenizer:
             yield text
 
     begin = time.monotonic()
-    _log(f"training a BPE of {vocab_size} tokens; this takes up to a few minutes.")
+    _log(f"training a BPE of {vocab_size} tokens; this may take minutes")
     bpe.train_from_iterator(counted(), trainer=trainer)
     if not num_characters:
         raise UserError(

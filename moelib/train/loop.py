@@ -111,6 +111,8 @@ class TrainLoop:
                 for evaler in self.evalers.values():  # Errors surface before the first step.
                     evaler.open_input(self.mesh)
                 self._take_steps(stack.enter_context(self._open_input()))
+            else:
+                self._progress.log(f"max_step={self.config.max_step} is reached; no step is left")
             self._end()
         if self._is_main:
             print_table(self._table(time.perf_counter() - begin))
@@ -236,8 +238,10 @@ class TrainLoop:
         if not self._stop.requested(self._step):
             return False
         self._stopped_by = self._stop.signal_name
-        saving = "saving and " if self.checkpointer is not None else ""
-        self._progress.log(f"{self._stopped_by}: {saving}stopping after step {self._step}")
+        stopping = f"stopping after step {self._step}"
+        if self.checkpointer is not None:
+            stopping = f"saving and {stopping}; the same command resumes the run"
+        self._progress.log(f"{self._stopped_by}: {stopping}")
         return True
 
     def _evaluate(self, done: Scalars | None = None) -> Scalars:
