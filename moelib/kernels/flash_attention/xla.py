@@ -31,6 +31,7 @@ from moelib.kernels.flash_attention.reference import (
     capped,
 )
 
+_BLOCK = 64  # Queries of a block.
 _MAX_PARTS = 8  # Each is compiled by itself; with more, fewer scores are masked.
 _KEY_TILE = 1024  # Keys of a tile, for shards in any order.
 
@@ -44,12 +45,10 @@ def forward(
     spec: MaskSpec,
     *,
     in_order: bool,
-    block: int = 64,
 ) -> tuple[Float[Array, "B Q H Dh"], Float32[Array, "B H Q"]]:
     """Returns the attention of queries to keys, and the logsumexp of each query's scores.
 
-    With `in_order`, queries and keys are of one sequence, with the positions 0, 1, ...; `block` is
-    a number of queries.
+    With `in_order`, queries and keys are of one sequence, with the positions 0, 1, ...
     """
     q, k, v, sinks, positions = align(q, k, v, sinks, positions)
     groups = k.shape[2]
@@ -70,7 +69,7 @@ def forward(
         result = _dot(exp.astype(v.dtype), at.keys(v), 2) + old * at.queries(out).astype(old.dtype)
         return at.put(out, result / total), at.put(lse, peak + jnp.log(total))
 
-    out, lse = _over_blocks(step, (out, lse), positions, spec, in_order, block)
+    out, lse = _over_blocks(step, (out, lse), positions, spec, in_order)
     out = out.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(v.dtype if in_order else out.dtype)
     return out, lse.reshape(q.shape[0], q.shape[2], q.shape[1])
 
@@ -86,7 +85,6 @@ def backward(
     spec: MaskSpec,
     *,
     in_order: bool,
-    block: int = 64,
 ) -> tuple[Array, Array, Array]:
     """Returns the gradients in q, k and v, for these keys' share of each query's softmax.
 
@@ -120,7 +118,7 @@ def backward(
 
     sums: list[tuple[Array, DTypeLike]] = [(q, dtypes[0]), (k, jnp.float32), (v, jnp.float32)]
     carry = tuple(zeros_like_varying(x.shape, dtype, q) for x, dtype in sums)
-    grad_q, grad_k, grad_v = _over_blocks(step, carry, positions, spec, in_order, block)
+    grad_q, grad_k, grad_v = _over_blocks(step, carry, positions, spec, in_order)
     grad_q = grad_q.transpose(0, 3, 1, 2, 4).reshape(shape)
     grad_k, grad_v = (x.transpose(0, 2, 1, 3) for x in (grad_k, grad_v))
     return grad_q, grad_k.astype(dtypes[1]), grad_v.astype(dtypes[2])
@@ -161,12 +159,11 @@ def _over_blocks(
     positions: Positions,
     spec: MaskSpec,
     in_order: bool,
-    block: int,
 ) -> Any:
     """Folds `step` over blocks of queries and the keys that they may see."""
     queries, keys = positions.q_index.shape[0], positions.k_index.shape[0]
     if in_order:
-        return _over_parts(step, carry, queries, spec, block)
+        return _over_parts(step, carry, queries, spec)
 
     def if_seen(carry: Any, at: _Block) -> Any:
         seen = _may_see(at.positions(positions), spec)
@@ -174,18 +171,18 @@ def _over_blocks(
 
     for first in range(0, keys, _KEY_TILE):
         span = min(_KEY_TILE, keys - first)
-        for start, stop in _parts(queries, block, 1):
-            size = min(block, stop - start)
+        for start, stop in _parts(queries, 1):
+            size = min(_BLOCK, stop - start)
             carry = _loop(if_seen, carry, start, stop, size, lambda _, first=first: first, span)
     return carry
 
 
 def _over_parts(
-    step: Callable[[Any, _Block], Any], carry: Any, seq_len: int, spec: MaskSpec, block: int
+    step: Callable[[Any, _Block], Any], carry: Any, seq_len: int, spec: MaskSpec
 ) -> Any:
-    window = spec.window if spec.window is not None and spec.window + block <= seq_len else None
-    for start, stop in _parts(seq_len, block, _MAX_PARTS if window is None else 1):
-        size = min(block, stop - start)
+    window = spec.window if spec.window is not None and spec.window + _BLOCK <= seq_len else None
+    for start, stop in _parts(seq_len, _MAX_PARTS if window is None else 1):
+        size = min(_BLOCK, stop - start)
         span, first = stop if spec.causal else seq_len, lambda _: 0
         if window is not None:
             span = window + size - 1
@@ -216,13 +213,13 @@ def _loop(
     return lax.while_loop(lambda at: at[0] < count, body, (jnp.int32(0), carry))[1]
 
 
-def _parts(seq_len: int, block: int, count: int) -> Iterator[tuple[int, int]]:
+def _parts(seq_len: int, count: int) -> Iterator[tuple[int, int]]:
     """Yields (start, stop) of at most `count` parts, multiples of the block, and of the rest.
 
     The rest is less than a block.
     """
-    whole = seq_len - seq_len % block
-    size = block * max(1, -(-whole // (block * count)))
+    whole = seq_len - seq_len % _BLOCK
+    size = _BLOCK * max(1, -(-whole // (_BLOCK * count)))
     for start in range(0, whole, size):
         yield start, min(start + size, whole)
     if whole < seq_len:

@@ -178,7 +178,7 @@ def _run(
     dtype = jax.tree.leaves(operands)[0].dtype
     platform = backends.current_device().platform
     reasons = {"tpu": tpu.reason_against(dtype)}
-    if "gpu" in (backend, platform):  # Elsewhere, lowering the kernel would import Mosaic-GPU.
+    if "gpu" in (backend, platform):  # Elsewhere, tracing the kernel would import Mosaic-GPU.
         reasons["gpu"] = gpu.reason_against(dtype, sides)
     if backend is None and platform == "tpu" and reasons["tpu"]:
         backend = "tpu"  # Refused: plain XLA is no default there.

@@ -63,11 +63,12 @@ def test_with_a_window_only_the_keys_around_it_are_computed():
 
 @pytest.mark.parametrize("block", [1, 5, 16, 64])
 @pytest.mark.parametrize("window", [None, 4])
-def test_the_size_of_a_block_changes_no_value(block, window):
+def test_the_size_of_a_block_changes_no_value(block, window, monkeypatch):
+    monkeypatch.setattr(xla, "_BLOCK", block)
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 16, 2, 4)), jnp.float32) for _ in range(3))
     spec = MaskSpec(0.5, window=window)
-    run = functools.partial(xla.forward, spec=spec, in_order=True, block=block)
+    run = functools.partial(xla.forward, spec=spec, in_order=True)
     got, _ = jax.jit(lambda q, k, v: run(q, k, v, None, whole_sequences(16, None)))(q, k, v)
     want = attention(q, k, v, None, None, spec=spec)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
