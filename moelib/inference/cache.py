@@ -19,7 +19,6 @@ from moelib.core import tree
 from moelib.core.module import functional
 from moelib.core.param import ParameterSpec, is_spec
 from moelib.core.tree import Nested
-from moelib.layers.base import BaseLayer
 from moelib.layers.transformer import BaseStack
 from moelib.models.causal_lm import CausalLM
 from moelib.parallel.sharding import constrain
@@ -110,30 +109,16 @@ def _specs(model: CausalLM, batch_size: int, length: int) -> Any:
 @functools.lru_cache(maxsize=8)
 def _has_cache(model: CausalLM) -> bool:
     """Returns whether every layer caches the earlier tokens it needs; logs one that does not."""
-    without = _layer_without_cache(model)
-    if without is None and not model.create_cache_specs_recursively(1, 1):
-        without = model
-    if without is not None:
+    layers = [layer for layer, _ in model.walk()]
+    blocks = [layer for layer in layers if isinstance(layer.parent, BaseStack)]
+    attending = [layer for layer in layers if layer.sees_other_tokens]
+    empty = [x for x in (*blocks, model) if not x.create_cache_specs_recursively(1, 1)]
+    found = [*attending, *empty]
+    for without in found[:1]:
         logger.warning(
             "%s (%s) has no cache: every token is computed from the whole text. Give the layer "
             "that attends _create_layer_cache_specs, or set token_by_token of an ExternalLayer.",
             without.path() or without.name,
             type(without).__qualname__,
         )
-    return without is None
-
-
-def _layer_without_cache(layer: BaseLayer) -> BaseLayer | None:
-    """Returns a layer that sees other tokens, or a block of a stack, without a cache; or None."""
-    if layer.sees_other_tokens:
-        return layer
-    for child in layer.children.values():
-        if not isinstance(child, BaseLayer):
-            continue
-        found = _layer_without_cache(child)
-        in_stack = isinstance(layer, BaseStack)
-        if found is None and in_stack and not child.create_cache_specs_recursively(1, 1):
-            found = child
-        if found is not None:
-            return found
-    return None
+    return not found

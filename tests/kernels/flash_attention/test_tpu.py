@@ -106,7 +106,7 @@ def test_values_and_gradients_are_those_of_splash_attention(window, cap):
     [
         (32, jnp.float32, "not 32; set 64"),
         (90, jnp.float32, "not 90; set 96"),
-        (64, jnp.float16, "take bfloat16 and float32, not float16"),
+        (64, jnp.float16, "takes bfloat16 and float32, not float16"),
     ],
 )
 def test_operands_that_the_kernels_cannot_take_are_refused(dim, dtype, message):
@@ -119,7 +119,7 @@ def test_a_sequence_with_too_many_blocks_is_refused(monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     x = jax.ShapeDtypeStruct((1, 2**20, 1, 64), jnp.float32)
     run = lambda x: flash_attention(x, x, x, MaskSpec(1.0), backend="tpu")
-    with pytest.raises(ValueError, match=r"take 131072.*1048576 queries"):
+    with pytest.raises(ValueError, match=r"takes 131072.*1048576 queries"):
         jax.eval_shape(run, x)
 
 
@@ -178,7 +178,7 @@ def _mesh_of_tpus(kind):
 @pytest.mark.parametrize(
     ("kind", "dim", "reason"),
     [
-        (jax.sharding.AxisType.Auto, 64, "need manual mesh axes, not fsdp"),
+        (jax.sharding.AxisType.Auto, 64, "needs manual mesh axes, not fsdp"),
         (jax.sharding.AxisType.Manual, 32, "not 32; set 64"),
         (jax.sharding.AxisType.Manual, 64, None),
     ],
