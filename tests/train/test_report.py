@@ -15,7 +15,7 @@ def test_a_run_shows_its_results_and_the_files_that_it_wrote(tmp_path, monkeypat
     title, *lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
     shown = dict(line.strip().split("   ", 1) for line in lines if "   " in line.strip())
     shown = {name: text.strip() for name, text in shown.items()}
-    assert title.strip() == "tiny: 2 of 2"
+    assert title.strip() == "run"
     assert shown["val"].startswith(f"loss {out['evaler_summaries']['val']['loss']:.4f}  perplexity")
     expected = {
         "steps": "2 of 2",
@@ -45,7 +45,7 @@ def test_a_resumed_run_without_a_step_shows_neither_loss_nor_rates(tmp_path, cap
     capsys.readouterr()
     cfg.instantiate(parent=None).run()
     out = capsys.readouterr().out
-    assert "tiny: 1 of 1, from 1" in out
+    assert "1 of 1, from 1" in out
     assert not any(name in out for name in ("loss", "tokens/s", "TFLOP/s"))
 
 
