@@ -1,10 +1,17 @@
-"""Examples of docs/how_to/scale.md and docs/how_to/hugging_face.md."""
+"""Examples of docs/how_to/scale.md, docs/how_to/hugging_face.md and docs/kernels.md."""
 
 import pathlib
 import shutil
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from experiments import flame_moe
 from moelib.core.config import config_for_function
+from moelib.kernels.backend import traced_backends
+from moelib.kernels.gmm import gmm
+from moelib.layers.kernel_backends import kernel_backends
 from moelib.layers.moe.dispatch_ragged import RaggedDispatcher
 from moelib.layers.remat import remat
 from moelib.parallel.mesh import HybridMeshShape, infer_mesh_shape, mesh_shape_from_axes
@@ -50,3 +57,14 @@ def test_a_run_starts_from_a_model_of_hugging_face(tmp_path, monkeypatch):
     trainer = cfg.instantiate(parent=None)
     state_from = cfg.init_state_builder.instantiate(model=trainer.model)
     assert callable(state_from)
+
+
+def test_a_backend_is_set_by_a_context_manager():
+    lhs, rhs = jnp.ones((4, 8)), jnp.ones((2, 8, 3))
+    group_sizes = jnp.array([1, 3])
+    # --8<-- [start:backend]
+    with kernel_backends({"gmm": "reference"}):
+        y = jax.jit(gmm)(lhs, rhs, group_sizes)
+    # --8<-- [end:backend]
+    assert traced_backends()["gmm"] == "reference"
+    np.testing.assert_allclose(y, 8.0)
