@@ -237,7 +237,7 @@ def test_error_that_is_worse_than_those_of_others_is_the_processes_own(monkeypat
     monkeypatch.setattr(restore, "gather_json", lambda mine: [mine, 1])
     unreadable = PermissionError(errno.EACCES, "Permission denied")
     with pytest.raises(PermissionError) as caught:
-        on_all_processes(lambda: (_ for _ in ()).throw(unreadable), "place")
+        on_all_processes(lambda: (_ for _ in ()).throw(unreadable), "step_5")
     assert caught.value is unreadable
 
 
@@ -254,13 +254,13 @@ def test_processes_agree_before_one_fails(monkeypatch, theirs, error):
     monkeypatch.setattr(restore, "gather_json", lambda mine: [mine, theirs])
     mismatch = CheckpointMismatchError("other sizes")
     with pytest.raises(error) as caught:
-        on_all_processes(lambda: (_ for _ in ()).throw(mismatch), "place")
+        on_all_processes(lambda: (_ for _ in ()).throw(mismatch), "step_5")
     assert (caught.value is mismatch) == (theirs < 3)
     if theirs == 0:
-        assert on_all_processes(lambda: 5, "place") == 5
+        assert on_all_processes(lambda: 5, "step_5") == 5
     if theirs == 1:
-        with pytest.raises(DamagedCheckpointError, match=r"^place "):
-            on_all_processes(lambda: 5, "place")
+        with pytest.raises(DamagedCheckpointError, match="step_5"):
+            on_all_processes(lambda: 5, "step_5")
 
 
 def test_record_is_read_inside_the_agreement(checkpointer, monkeypatch):

@@ -23,7 +23,7 @@ def test_a_folder_gives_its_text_files_in_order(tmp_path: pathlib.Path):
     ]
 
 
-def test_a_token_store_beside_the_texts_is_no_text(tmp_path: pathlib.Path):
+def test_a_token_store_next_to_the_texts_is_no_text(tmp_path: pathlib.Path):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "store" / "parts").mkdir(parents=True)
     for name in (files.STORE_MARK, "b.txt", "parts/c.txt"):
@@ -83,7 +83,7 @@ def test_fingerprint_changes_with_a_file(tmp_path: pathlib.Path):
     assert fingerprint(_text_files(tmp_path).parts()) != before
 
 
-def test_python_sources_leave_out_packages_and_caches(tmp_path: pathlib.Path):
+def test_python_sources_exclude_packages_and_caches(tmp_path: pathlib.Path):
     for folder in ("site-packages", "__pycache__", "json"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "x.py").write_text(f"# {folder}")

@@ -91,7 +91,7 @@ def _pieces(*pieces: tuple[int, int, int, int]) -> Pieces:
     return Pieces(*(np.array(column, np.int64) for column in zip(*pieces, strict=True)))
 
 
-def test_two_documents_in_a_row_restart_or_continue():
+def test_positions_of_consecutive_documents_restart_or_continue():
     documents = [[11, 12, 13], [21, 22]]
     tokens = InMemoryTokens.default_config().set(documents=documents, vocab_size=30).instantiate()
     pieces = _pieces((0, 0, 2, 2), (0, 3, 1, 4))

@@ -12,7 +12,7 @@ def test_an_empty_batch_is_all_padding_of_the_stated_shapes():
     assert not batch["segment_ids"].any()
 
 
-def test_hosts_share_the_rows_out():
+def test_sequences_are_distributed_over_hosts():
     assert [list(rows_of_host(6, host, 3)) for host in range(3)] == [[0, 1], [2, 3], [4, 5]]
 
 

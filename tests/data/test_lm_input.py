@@ -136,7 +136,7 @@ def _mixed(**fields: object) -> LMInput.Config:
     return _config(source=mixture, **fields)
 
 
-def test_a_mixture_has_each_sources_own_rows_in_order():
+def test_a_mixture_has_the_sequences_of_each_source_in_order():
     alone = _config(source=_tokens(500), global_batch_size=1).instantiate()
     lm_input = _mixed().instantiate()
     rows = np.concatenate([lm_input.batch(step)["input_ids"] for step in range(50)])

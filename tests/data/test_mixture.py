@@ -16,7 +16,9 @@ def _mixture(weights: dict[str, float], names: str = "", vocab_sizes: int | list
 
 
 @pytest.mark.parametrize("weights", [[1], [7, 3], [1, 1, 1], [50, 30, 15, 4, 1], [0.9999, 0.0001]])
-def test_every_first_rows_have_their_share_give_or_take_one(weights: list[float]):
+def test_every_prefix_of_the_sequences_has_each_source_in_its_share_to_within_one(
+    weights: list[float],
+):
     counts = round_shares(np.array(weights, np.float64), PERIOD)
     pattern = spread_pattern(counts)
     used = np.cumsum(pattern[:, None] == np.arange(len(weights)), axis=0)
@@ -32,7 +34,7 @@ def test_rounded_shares_sum_and_stay_close():
     assert abs(counts - weights / weights.sum() * 1000).max() < 1
 
 
-def test_rows_of_a_source_are_numbered_without_gaps():
+def test_sequences_of_a_source_are_numbered_without_gaps():
     mixture = _mixture({"a": 2.0, "b": 0.5, "c": 1.1})
     source, number = mixture.locate(np.arange(3 * PERIOD + 17))
     for k in range(3):

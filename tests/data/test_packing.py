@@ -51,7 +51,7 @@ def test_every_pair_inside_a_document_is_in_an_epoch_once(packing: Packing, seq_
 
 
 @pytest.mark.parametrize("seq_len", [7, 8, 64])
-def test_concat_and_split_fills_all_rows_but_one(seq_len: int):
+def test_concat_and_split_fills_all_sequences_but_one(seq_len: int):
     _, per_row = _pairs(_source(LENGTHS), seq_len, Packing.CONCAT_AND_SPLIT, RESET)
     assert sorted(per_row)[1:] == [seq_len] * (len(per_row) - 1)
 
@@ -119,7 +119,7 @@ def test_best_fit_equals_the_textbook_algorithm(seed: int):
     assert set(bins.tolist()) == set(range(len(used)))
 
 
-def test_documents_of_one_token_make_no_rows():
+def test_documents_of_one_token_make_no_sequences():
     with pytest.raises(ValueError, match="2 documents"):
         make_plan(_source([1, 1]), 8, Packing.CONCAT_AND_SPLIT, RESET, (0, 0))
     with pytest.raises(ValueError, match="InMemoryTokens"):

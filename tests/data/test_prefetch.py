@@ -113,7 +113,7 @@ def test_batches_lie_on_devices_as_told():
     assert placed["target_num_bytes"].sharding.spec == PartitionSpec("data")
 
 
-def test_one_process_holds_all_rows():
+def test_one_process_holds_all_sequences():
     for spec in (PartitionSpec(("data", "seq")), PartitionSpec(None, "seq"), PartitionSpec()):
         sharding = _sharding((4, 2), ("data", "seq"), spec)
         assert host_rows(sharding, 8) == HostRows(0, 1)

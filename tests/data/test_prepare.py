@@ -174,9 +174,7 @@ def test_a_finished_store_is_found_again_and_never_replaced(
         prepare(_source(TEXTS), tokenizer, str(tmp_path / "mine"))
 
 
-def test_a_partial_folder_that_is_not_ours_is_left_alone(
-    tmp_path: pathlib.Path, tokenizer: Tokenizer
-):
+def test_a_partial_folder_of_something_else_is_kept(tmp_path: pathlib.Path, tokenizer: Tokenizer):
     mine = tmp_path / "store.partial" / "mine.txt"
     mine.parent.mkdir()
     mine.write_text("years of work")
@@ -221,7 +219,7 @@ def test_skipping_bad_records_keeps_the_parts_that_were_finished_without(
     assert _contents(store) == _contents(whole)
 
 
-def test_parts_and_stores_without_their_bad_records_serve_only_who_skips_them(
+def test_parts_and_stores_without_their_bad_records_are_used_only_where_they_are_skipped(
     tmp_path: pathlib.Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ):
     source, path = _broken_source(tmp_path), str(tmp_path / "store")
@@ -236,7 +234,7 @@ def test_parts_and_stores_without_their_bad_records_serve_only_who_skips_them(
         prepare(source, tokenizer, path)
 
 
-def test_a_store_without_bad_records_serves_who_skips_them_too(
+def test_a_store_without_bad_records_is_used_where_they_are_skipped_too(
     tmp_path: pathlib.Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
 ):
     path = str(tmp_path / "store")

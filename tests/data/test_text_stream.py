@@ -24,7 +24,7 @@ def test_archives_that_tf_data_cannot_read_are_refused(tmp_path: pathlib.Path):
         stream.fingerprint()
 
 
-def test_archives_beside_plain_files_of_a_folder_are_not_passed_over(tmp_path: pathlib.Path):
+def test_archives_next_to_plain_files_are_not_skipped(tmp_path: pathlib.Path):
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
     stream = JsonLinesStream.default_config().set(paths=[str(tmp_path)]).instantiate()
     stream.fingerprint()

@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import optax
 import pytest
 
@@ -86,7 +87,7 @@ def test_swapped_layer_trains(change, tmp_path):
     cfg = small_trainer().set(dir=str(tmp_path), log_every_n_steps=1, checkpointer=None)
     if change is not None:
         change(cfg)
-    trainer = cfg.instantiate(parent=None)
+    trainer = cfg.instantiate(parent=None, devices=jax.devices()[:1])
     result = trainer.run()
     assert result["step"] == 12
     assert result["loss"] < math.log(32)  # What knowing nothing costs.

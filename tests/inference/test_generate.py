@@ -107,8 +107,10 @@ def test_one_text_is_the_same_alone_and_in_a_batch(model, drawn):
     assert one(model, PROMPTS[0], **DRAWN, seed=5) != drawn[0]
 
 
-def test_drawn_texts_do_not_depend_on_the_batch(model, drawn):
-    assert many(model, **DRAWN, seed=4, batch_size=3) == drawn
+# Of one text, the programs are those of the test above.
+@pytest.mark.parametrize("batch_size", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_drawn_texts_do_not_depend_on_the_batch(model, drawn, batch_size):
+    assert many(model, **DRAWN, seed=4, batch_size=batch_size) == drawn
 
 
 def test_drawn_texts_with_a_seed_each_do_not_depend_on_the_order(model):

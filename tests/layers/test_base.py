@@ -139,7 +139,7 @@ def test_a_step_ends_in_every_layer_and_leaves_the_rest_alone():
     assert int(params["first"]["steps"]) == 0
 
 
-def test_own_parameters_leave_out_those_of_children():
+def test_own_parameters_exclude_those_of_children():
     names = functools.partial(functional, prng_key=None, inputs={}, is_training=True)
     layer, scale = pair(), build(Scale.default_config(), dim=3)
     assert names(layer, state=initial(layer), method="own_names")[0] == []

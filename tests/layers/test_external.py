@@ -259,7 +259,7 @@ def mean_of_earlier(input_dim):
 
 
 @pytest.mark.parametrize("by_token", [False, True])
-def test_texts_are_computed_whole_unless_tokens_are_said_to_stand_alone(by_token, caplog):
+def test_texts_are_computed_whole_unless_tokens_are_declared_independent(by_token, caplog):
     functions = plain if by_token else mean_of_earlier
     part = external(functions).set(token_by_token=by_token)
     stack = decoder(layer(part), layer(), kind=LoopStack)

@@ -56,6 +56,6 @@ def test_an_unknown_variance_scaling_is_refused():
         config_for_function(initializers.variance_scaling).set(mode="fan_on")
 
 
-def test_fan_in_without_fan_axes_says_what_is_missing():
+def test_fan_in_requires_fan_axes():
     with pytest.raises(ValueError, match=r"shape \(8,\).*fan_axes"):
         initializers.fan_in_normal()(KEY, ParameterSpec((8,), ("norm",), "float32"))

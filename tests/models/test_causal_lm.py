@@ -89,7 +89,7 @@ def test_auxiliary_losses_are_in_the_objective_and_not_in_the_loss():
     np.testing.assert_allclose(total, loss.mean + outputs.total_aux_loss(), rtol=1e-6)
 
 
-def test_two_documents_in_a_row_equal_two_rows():
+def test_two_documents_in_a_sequence_equal_two_sequences():
     rng = np.random.default_rng(0)
     documents = [rng.integers(0, tiny.VOCAB_SIZE, (4, length)) for length in (5, 3)]
     ids = np.concatenate(documents, 1)
@@ -128,14 +128,14 @@ def test_what_padding_holds_changes_no_loss_metric_count_or_gradient():
     tiny.assert_trees_close(tiny.value_and_grad(scan_model(), params, batch), want, 1e-6)
 
 
-def test_the_order_of_rows_does_not_matter():
+def test_the_order_of_sequences_does_not_matter():
     params, want = on_one_device()
     order = np.random.default_rng(1).permutation(tiny.ROWS)
     batch = {name: value[order] for name, value in tiny.packed_batch().items()}
     tiny.assert_trees_close(tiny.value_and_grad(scan_model(), params, batch), want)
 
 
-def test_an_id_beyond_the_vocabulary_spoils_its_row_only():
+def test_an_id_beyond_the_vocabulary_spoils_its_sequence_only():
     params, batch = on_one_device()[0], tiny.packed_batch()
     want = logits(scan_model(), params, batch)
     batch["input_ids"] = batch["input_ids"].at[3, 1].set(tiny.VOCAB_SIZE)
@@ -145,7 +145,7 @@ def test_an_id_beyond_the_vocabulary_spoils_its_row_only():
     np.testing.assert_allclose(got[others], want[others], rtol=1e-5, atol=1e-6)
 
 
-def test_without_segments_and_positions_a_row_is_one_document():
+def test_without_segments_and_positions_a_sequence_is_one_document():
     params, batch = on_one_device()[0], tiny.packed_batch()
     shape = batch["input_ids"].shape
     whole = {

@@ -164,7 +164,7 @@ def test_flame_moe_is_a_qwen2_moe_whose_shared_experts_count_twice_behind_a_gate
     assert "model.layers.0.mlp.gate_proj.weight" in tensors  # The first layer is dense.
 
 
-def test_a_model_that_no_architecture_computes_says_what_differs():
+def test_a_model_that_no_architecture_computes_is_refused_with_the_differences():
     cfg = flame_moe.tiny().model
     for layer in cfg.decoder.block:
         layer.self_attention.logit_cap = 30.0
@@ -219,7 +219,7 @@ def test_training_goes_on_from_an_export_with_the_same_loss(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_may_train_otherwise_than_the_folder_says(tmp_path):
+def test_a_run_may_train_with_other_settings_than_the_folder(tmp_path):
     cfg, _ = read_config(str(FIXTURES / "qwen3_moe"))
     folder = str(FIXTURES / "qwen3_moe")
     builder = config_for_function(state_from_hugging_face).set(folder=folder)
@@ -531,7 +531,9 @@ def test_missing_and_unknown_tensors_and_other_shapes_are_listed(tmp_path):
         load_pretrained(str(folder))
 
 
-def test_the_layers_of_deepseek_that_predict_a_second_token_are_left_out_aloud(tmp_path, caplog):
+def test_layers_of_deepseek_that_predict_a_second_token_are_skipped_with_a_warning(
+    tmp_path, caplog
+):
     folder = copy_of("deepseek_v3", tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.3.eh_proj.weight"] = np.zeros((2, 2), np.float32)

@@ -46,7 +46,7 @@ def test_a_mesh_rule_that_raises_is_left_to_the_checks():
     assert meshes_to_check(broken, 8) == meshes_to_check(config(), 8)
 
 
-def test_an_axis_that_nothing_is_split_over_is_left_out():
+def test_an_axis_that_splits_nothing_is_excluded():
     cfg = config(sharding_rules={"sequence": (), "residual_sequence": ()})
     assert not any("seq" in axes for axes in meshes_to_check(cfg, 8, "all"))
 

@@ -194,7 +194,7 @@ def test_the_same_assignments_are_dropped_on_every_mesh(name, num_blocks, mesh, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ragged", pytest.param("ring", marks=pytest.mark.slow)])
-def test_a_buffer_has_as_many_rows_as_its_factor_says(name):
+def test_the_rows_of_a_buffer_follow_its_factor(name):
     n, even = 4, B * S * K // 8  # Assignments per device of eight.
     rows = n * B * S // 8 * min(K, E // n), even, even * 3 // 2, 2 * even
     bounds = (None, 8), (1.0, 8), (1.5, 8), (1.0, 2)

@@ -38,7 +38,7 @@ def test_all_stages_of_the_step_are_written(dumped):
         assert (dumped / name).read_text().startswith("HloModule jit_train_step")
 
 
-def test_the_report_says_how_large_each_stage_is(dumped):
+def test_the_report_gives_the_size_of_each_stage(dumped):
     report = StepReport.from_json((dumped / "report.json").read_text())
     assert [stage.name for stage in report.stages] == [
         "jaxpr",

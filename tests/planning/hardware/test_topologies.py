@@ -71,7 +71,7 @@ def test_impossible_shapes_are_refused(name, message):
         ("gb200:36x4", 2, 72),
     ],
 )
-def test_a_name_says_how_many_devices_of_how_many_slices(name, num_slices, devices_per_slice):
+def test_a_name_gives_the_number_of_devices_and_slices(name, num_slices, devices_per_slice):
     found = describe(name)
     assert (found.num_slices, found.devices_per_slice) == (num_slices, devices_per_slice)
 

@@ -129,7 +129,7 @@ def test_flops_of_a_batched_matmul_whose_window_is_mostly_padding():
     ) == 2 * (8 * 64 * 32 * 16)
 
 
-def test_flops_of_a_convolution_leave_out_padding():
+def test_flops_of_a_convolution_exclude_padding():
     # 5 outputs of 3 taps, one padding at each end.
     assert _flops(
         "  %a = f32[2,5,7]{2,1,0} parameter(0)\n  %b = f32[3,7,4]{2,1,0} parameter(1)\n"

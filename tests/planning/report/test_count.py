@@ -91,13 +91,13 @@ def test_memory_is_that_of_the_arguments_and_more(layers):
     assert layers.memory.peak >= layers.memory.arguments
 
 
-def test_cycles_are_where_the_source_says(layers):
+def test_cycles_are_attributed_to_the_line_of_the_source(layers):
     assert layers.cycles == sum(source.cycles for source in layers.sources) > 0
     assert any("test_count.py layer" in source.name for source in layers.sources)
     assert layers.costliest[0].cycles == max(each.cycles for each in layers.costliest)
 
 
-def test_grouped_matmuls_say_how_many_rows_they_compute(where):
+def test_grouped_matmuls_report_the_rows_that_they_compute(where):
     replicated = PartitionSpec()
 
     @functools.partial(jax.shard_map, in_specs=(replicated,) * 3, out_specs=replicated)
