@@ -90,7 +90,7 @@ def test_stop_precedes_an_evaluation_which_the_resumed_run_makes_up_for(tmp_path
     directory = tmp_path / "stopped"
     trainer = tiny.trainer_config(directory).instantiate(parent=None)
     with monkeypatch.context() as patch:
-        patch.setattr(StopRequest, "asked", lambda self, step: step == 4)
+        patch.setattr(StopRequest, "requested", lambda self, step: step == 4)
         patch.setattr(trainer.evalers["val"], "evaluate", lambda *a, **k: pytest.fail("evaluated"))
         assert trainer.run()["step"] == 4
     assert os.listdir(directory / "checkpoints") == ["step_00000004"]
@@ -144,7 +144,7 @@ def test_stop_during_an_evaluation_keeps_its_metrics(tmp_path, monkeypatch):
     evaler, stop = trainer.evalers["val"], []
     evaluate = evaler.evaluate
     with monkeypatch.context() as patch:
-        patch.setattr(StopRequest, "asked", lambda self, step: bool(stop))
+        patch.setattr(StopRequest, "requested", lambda self, step: bool(stop))
         patch.setattr(evaler, "evaluate", lambda *a, **k: stop.append(1) or evaluate(*a, **k))
         assert trainer.run()["step"] == 4
     cfg.instantiate(parent=None).run()
