@@ -62,7 +62,7 @@ def as_scan(tree):
     """Returns a LoopStack's tree (parameters, gradients, outputs) in the layout of a ScanStack."""
     stacked = {
         f"repeated{j}": jax.tree.map(
-            lambda *xs: jnp.stack(xs), *(tree[f"layer{i}"] for i in range(1 + j, L, 2))
+            lambda *xs: jnp.asarray(np.stack(xs)), *(tree[f"layer{i}"] for i in range(1 + j, L, 2))
         )
         for j in (0, 1)
         if f"layer{1 + j}" in tree
