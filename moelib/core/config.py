@@ -204,7 +204,8 @@ def _checked(title: str, value: Any, annotation: Any) -> Any:
         value = config_types.convert_value(value, annotation)
         config_types.validate_value(value)
     except (InvalidConfigValueError, NonConfigFieldError) as error:
-        raise type(error)(f"{title}: {error}.") from None
+        end = "" if str(error).endswith(("?", ".")) else "."
+        raise type(error)(f"{title}: {error}{end}") from None
     if not config_types.fits(value, annotation):
         wanted = config_types.describe_annotation(annotation)
         got = type(value).__qualname__

@@ -75,7 +75,7 @@ def _read_as(text: str, annotation: Any, current: Any, origin: str) -> Any:
     try:
         config_types.convert_value(text, annotation)
     except InvalidConfigValueError as error:  # It names the nearest dtype.
-        raise InvalidConfigValueError(f"{origin}: {error}.") from None
+        raise InvalidConfigValueError(f"{origin}: {error}") from None
     wanted = config_types.describe_annotation(annotation)
     wanted = f"a value like {current!r}" if annotation is Any else wanted
     named = config_types.named_values(annotation)
