@@ -11,6 +11,7 @@ from benchmarks import __main__ as benchmarks
 from docs.generate import ROOT, commands, pages
 from moelib.cli.main import COMMANDS
 from moelib.core.command_line import TRACEBACK, parse_flags
+from tests import tiny
 from tests.docs import blocks
 
 PAGES = {page.relative_to(ROOT).as_posix(): page for page in pages()}
@@ -65,3 +66,19 @@ def test_every_page_is_in_the_navigation():
     nav = (ROOT / "docs/mkdocs.yml").read_text(encoding="utf-8")
     listed = set(re.findall(r"[\w/]+\.md", nav.partition("\nnav:")[2].partition("\n\n")[0]))
     assert {f"docs/{page}" for page in listed} == PAGES.keys() - {"README.md"}
+
+
+def test_the_shapes_of_a_batch_are_those_of_its_table():
+    page = (ROOT / "docs/path_of_a_batch.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| `(\[.*?\])` int32 \|", page, re.MULTILINE))
+    batch = tiny.input_config(batch_size=4, seq_len=16).instantiate().batch(0)
+    assert {str(x.dtype) for x in batch.values()} == {"int32"}
+    letters = {(4, 16): "[B, S]", (4,): "[B]"}
+    assert {name: letters[x.shape] for name, x in batch.items()}.items() <= rows.items()
+    assert "`target_num_bytes` `[B]`" in (ROOT / "docs/data.md").read_text(encoding="utf-8")
+
+
+def test_concepts_are_as_many_as_the_page_says():
+    page = (ROOT / "docs/concepts.md").read_text(encoding="utf-8")
+    assert len(re.findall(r"^## \d+\. ", page, re.MULTILINE)) == 7
+    assert "Seven ideas" in page
