@@ -79,9 +79,8 @@ def describe(name: str) -> TopologyShape:
     kind = name.partition(":")[0].rpartition("*")[2]
     if kind not in ACCELERATORS:
         raise UserError(
-            f"topology {name!r}: unknown accelerator {kind!r} (known: {', '.join(ACCELERATORS)}); "
-            f"write a topology such as {' or '.join(EXAMPLES.values())}; "
-            f"{did_you_mean(kind, ACCELERATORS)}"
+            f"topology {name!r}: unknown accelerator {kind!r}; {did_you_mean(kind, ACCELERATORS)} "
+            f"Write a topology such as {' or '.join(EXAMPLES.values())}."
         )
     accelerator = ACCELERATORS[kind]
     parts = _NAME.fullmatch(name)
