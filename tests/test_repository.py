@@ -1,7 +1,6 @@
 """The repository as a whole: pins, dependencies, imports and files."""
 
 import ast
-import graphlib
 import importlib.metadata
 import pathlib
 import re
@@ -160,31 +159,6 @@ def test_the_wheel_holds_the_library_and_the_named_configs(tmp_path: pathlib.Pat
     assert {name.split("/")[0] for name in names} == {"moelib", "moelib_experiments", stem}
     assert "moelib_experiments/flame_moe.py" in names
     assert f"{stem}/licenses/LICENSE" in names
-
-
-def _siblings(path: pathlib.Path) -> set[str]:
-    """Returns the names of files in the same folder that a file imports, lazily too."""
-    package = ".".join(path.parent.relative_to(_ROOT).parts)
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        else:
-            continue
-        parents = [name.rpartition(".") for name in names]
-        found |= {stem for parent, _, stem in parents if parent == package}
-    return {name for name in found if (path.parent / f"{name}.py").exists()}
-
-
-@pytest.mark.parametrize("folder", sorted({path.parent for path in _MODULES}), ids=lambda p: p.name)
-def test_no_files_of_a_folder_import_each_other_in_a_circle(folder: pathlib.Path):
-    graph = {path.stem: _siblings(path) - {path.stem} for path in folder.glob("*.py")}
-    try:
-        graphlib.TopologicalSorter(graph).prepare()
-    except graphlib.CycleError as error:
-        pytest.fail(" imports ".join(error.args[1][::-1]))
 
 
 # One forbidden import for each rule: the file, and the module that it imports.
