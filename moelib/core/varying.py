@@ -1,6 +1,6 @@
 """Arrays inside `jax.shard_map(check_vma=True)`: the mesh axes over which each one varies.
 
-What enters a local computation is made varying first, so that each device computes its own gradient
+Inputs of a local computation are made varying first, so that each device computes its own gradient
 and the sum over devices happens once, where the cast is transposed to a psum. Loops need carries
 that vary as their inputs do, and a custom VJP must return gradients that vary as its inputs do.
 Outside of `shard_map` nothing varies, and these functions do nothing.

@@ -166,9 +166,9 @@ def router_z_loss(logits: Float[Array, "B S E"], mask: Bool[Array, "B S"]) -> Fl
 class LoadBalanceLoss(Configurable):
     """The load-balance loss and its weight in the objective.
 
-    The loss is 1 for an even load. That of transformers is K times as large and pools all layers:
-    its `router_aux_loss_coef` is weight / K with the scope ALL_LAYERS, and is exported so. The
-    other scopes add one loss per layer, and have no such coefficient.
+    The loss is 1 for an even load. The loss of transformers is K times as large and pools all
+    layers: its `router_aux_loss_coef` is weight / K with the scope ALL_LAYERS, and is exported so.
+    The other scopes add one loss per layer, and have no such coefficient.
     """
 
     @config_class
