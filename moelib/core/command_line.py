@@ -12,6 +12,7 @@ also with `| None`, or `tuple[str, ...]` for a flag that may be repeated.
 
 import dataclasses
 import inspect
+import logging
 import os
 import sys
 import sysconfig
@@ -163,6 +164,8 @@ def run_command[T](
     An error of the user is printed on one line, after `name`; `--traceback` and other errors show a
     traceback. `run` takes the flags, a `cls`, and the other arguments.
     """
+    if logging.lastResort is not None:  # Warnings show their origin before any handler is set.
+        logging.lastResort.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
     try:
         run(*parse_flags(cls, [each for each in arguments if each != TRACEBACK]))
     except BrokenPipeError:  # The reader of the output, such as `head`, has closed it.

@@ -1,6 +1,7 @@
 """Flags declared by dataclasses, and the errors of commands on one line."""
 
 import dataclasses
+import logging
 import sys
 from typing import Literal
 
@@ -116,3 +117,10 @@ def test_a_closed_pipe_is_no_error(monkeypatch):
     monkeypatch.setattr("sys.stdout", None)
     assert run_command("moelib config", Flags, _fail(BrokenPipeError()), []) == 0
     sys.stdout.close()
+
+
+def test_warnings_show_their_level_and_origin(capsys):
+    record = logging.makeLogRecord({"name": "moelib.x", "msg": "slow", "levelname": "WARNING"})
+    run_command("moelib config", Flags, lambda flags, arguments: None, [])
+    logging.lastResort.handle(record)
+    assert capsys.readouterr().err == "WARNING:moelib.x:slow\n"
