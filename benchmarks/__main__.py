@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from typing import Literal
 
 from benchmarks.sizes import Sizes, check_sizes, describe
-from moelib.cli.main import command_help
 from moelib.core.command_line import flag, run_command
 from moelib.core.errors import UsageError
 from moelib.launch import DeviceFlags
@@ -70,6 +69,4 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        sys.exit(print(command_help(sys.modules[__name__])))
-    sys.exit(run_command("benchmarks", Flags, run, sys.argv[1:]))
+    sys.exit(run_command("benchmarks", Flags, run, sys.argv[1:], __doc__ or ""))

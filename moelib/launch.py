@@ -265,4 +265,4 @@ def fit(cfg: Any, *, dump: str | None = None, name: str = "step") -> "FitResult"
 
 if __name__ == "__main__":
     platforms.hide_absent_tpus()
-    sys.exit(run_command("moelib.launch", TrainFlags, train, sys.argv[1:]))
+    sys.exit(run_command("moelib.launch", TrainFlags, train, sys.argv[1:], __doc__ or ""))

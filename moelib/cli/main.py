@@ -2,14 +2,12 @@
 
 import importlib
 import sys
-import textwrap
-import types
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import moelib
 from moelib.core import platforms
-from moelib.core.command_line import TRACEBACK, FlagInfo, describe_flags, run_command
+from moelib.core.command_line import HELP, TRACEBACK, FlagInfo, describe_flags, run_command
 from moelib.core.config import did_you_mean
 
 # Name: (module, description). The module has a dataclass `Flags` and `run(flags, arguments)`, which
@@ -26,7 +24,6 @@ COMMANDS = {
     "convert": ("moelib.cli.convert", "Read and write Hugging Face models."),
 }
 _MOVED = {"bench": "python -m benchmarks NAME"}  # For one version.
-_HELP = {"--help", "-h", "-help", "--helpfull"}
 
 
 class Command(NamedTuple):
@@ -63,7 +60,7 @@ def usage() -> str:
 
 def run(argv: Sequence[str]) -> int:
     """Runs a command line (without the program's name) and returns the exit status."""
-    if not argv or argv[0] in {*_HELP, "help"}:
+    if not argv or argv[0] in {*HELP, "help"}:
         print(usage())
         return 0 if argv else 2
     name, *arguments = argv
@@ -78,23 +75,8 @@ def run(argv: Sequence[str]) -> int:
         return 2
     platforms.hide_absent_tpus()
     command = importlib.import_module(COMMANDS[name][0])
-    if _HELP & set(arguments):
-        print(command_help(command))
-        return 0
-    return run_command(f"moelib {name}", command.Flags, command.run, arguments)
-
-
-def command_help(command: types.ModuleType) -> str:
-    """Returns the description of a command, and its flags with their defaults."""
-    lines = [(command.__doc__ or "").strip(), ""]
-    for info in describe_flags(command.Flags):
-        name = f"--{info.name}" + (f", -{info.short}" if info.short else "")
-        notes = [] if info.kind in ("text", "yes/no") else [info.kind]
-        notes += ["repeatable"] if info.repeatable else []
-        notes += [f"default: {info.default}"] if info.default not in (None, (), False) else []
-        text = f"{name}: {info.help}" + (f" ({'; '.join(notes)})" if notes else "")
-        lines += textwrap.wrap(text, 96, subsequent_indent=" " * 8)
-    return "\n".join(lines)
+    text = command.__doc__ or ""
+    return run_command(f"moelib {name}", command.Flags, command.run, arguments, text)
 
 
 def main() -> None:

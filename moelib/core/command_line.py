@@ -16,6 +16,7 @@ import logging
 import os
 import sys
 import sysconfig
+import textwrap
 import traceback
 import types
 import typing
@@ -28,6 +29,7 @@ from moelib.core.config import did_you_mean
 from moelib.core.errors import UsageError, UserError
 
 TRACEBACK = "--traceback"
+HELP = frozenset({"--help", "-h", "-help", "--helpfull"})
 
 
 class FlagInfo(NamedTuple):
@@ -157,17 +159,31 @@ def no_arguments(arguments: Sequence[str], cls: type) -> None:
 
 
 def run_command[T](
-    name: str, cls: type[T], run: Callable[[T, Sequence[str]], object], arguments: Sequence[str]
+    name: str,
+    cls: type[T],
+    run: Callable[[T, Sequence[str]], object],
+    arguments: Sequence[str],
+    text: str = "",
 ) -> int:
     """Runs a command and returns its exit status: 0, or 2 after an error of the user.
 
-    An error of the user is printed on one line, after `name`; `--traceback` and other errors show a
-    traceback. `run` takes the flags, a `cls`, and the other arguments.
+    An error of the user is printed on one line; `--traceback` and other errors show a traceback.
+    `--help` prints the description and the flags instead.
+
+    Args:
+        name: Name of the command, before its errors.
+        cls: Dataclass of the flags.
+        run: Function of the flags, a `cls`, and the other arguments.
+        arguments: Command line, without the name.
+        text: Description of the command.
     """
     if logging.lastResort is not None:  # Warnings show their origin before any handler is set.
         logging.lastResort.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
     try:
-        run(*parse_flags(cls, [each for each in arguments if each != TRACEBACK]))
+        if HELP & set(arguments):
+            print(command_help(cls, text))
+        else:
+            run(*parse_flags(cls, [each for each in arguments if each != TRACEBACK]))
     except BrokenPipeError:  # The reader of the output, such as `head`, has closed it.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
     except UserError as error:
@@ -176,6 +192,19 @@ def run_command[T](
         print(f"{name}: {one_line(error)}", file=sys.stderr)
         return 2
     return 0
+
+
+def command_help(cls: type, text: str) -> str:
+    """Returns the description of a command, and its flags with their defaults."""
+    lines = [text.strip(), ""]
+    for info in describe_flags(cls):
+        name = f"--{info.name}" + (f", -{info.short}" if info.short else "")
+        notes = [] if info.kind in ("text", "yes/no") else [info.kind]
+        notes += ["repeatable"] if info.repeatable else []
+        notes += [f"default: {info.default}"] if info.default not in (None, (), False) else []
+        line = f"{name}: {info.help}" + (f" ({'; '.join(notes)})" if notes else "")
+        lines += textwrap.wrap(line, 96, subsequent_indent=" " * 8)
+    return "\n".join(lines)
 
 
 def one_line(error: UserError) -> str:

@@ -124,3 +124,11 @@ def test_warnings_show_their_level_and_origin(capsys):
     run_command("moelib config", Flags, lambda flags, arguments: None, [])
     logging.lastResort.handle(record)
     assert capsys.readouterr().err == "WARNING:moelib.x:slow\n"
+
+
+@pytest.mark.parametrize("asked", ["--help", "-h"])
+def test_help_shows_the_description_and_every_flag(capsys, asked):
+    assert run_command("moelib config", Flags, _fail(ValueError), [asked], "Prints it.") == 0
+    text = capsys.readouterr().out
+    assert text.startswith("Prints it.\n")
+    assert all(f"--{info.name}" in text for info in describe_flags(Flags))
