@@ -35,7 +35,11 @@ def peak_flops_per_second(device_kind: str, dtype: str = "bfloat16") -> float | 
         device_kind: Kind of the device, as JAX names it, such as "NVIDIA H100 80GB HBM3".
         dtype: Dtype of the operands; float16 counts as bfloat16, and any float8 as float8.
     """
-    kinds = [kind for kind in _PEAK_TFLOPS if device_kind.startswith(kind)]
+    kinds = [  # An L40 is no L4.
+        kind
+        for kind in _PEAK_TFLOPS
+        if device_kind.startswith(kind) and not device_kind[len(kind) :][:1].isdigit()
+    ]
     column = {"bfloat16": 0, "float16": 0, "float32": 1}.get(
         dtype, 2 if "float8" in dtype else None
     )

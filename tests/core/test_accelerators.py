@@ -11,6 +11,7 @@ from moelib.core.accelerators import ACCELERATORS, peak_flops_per_second
         ("NVIDIA H100 80GB HBM3", "float16", 989.4),
         ("NVIDIA H100 PCIe", "bfloat16", 756),
         ("NVIDIA L40S", "float8_e4m3fn", 733),
+        ("NVIDIA L40", "bfloat16", None),
         ("NVIDIA A100-SXM4-80GB", "float32", 156),
         ("NVIDIA A100-SXM4-80GB", "float8_e4m3fn", None),
         ("NVIDIA H200", "int8", None),
