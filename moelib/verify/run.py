@@ -183,7 +183,9 @@ def _compiled_ahead(
         probe.compile(reference.start, reference.batches[0], reference.first.gradients)
         return probe
 
-    pool = concurrent.futures.ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0))))
+    own_cores = getattr(os, "sched_getaffinity", None)  # Linux only.
+    num_cores = len(own_cores(0)) if own_cores else os.cpu_count() or 1
+    pool = concurrent.futures.ThreadPoolExecutor(min(4, num_cores))
     futures = [pool.submit(compiled, i) for i in range(len(axes))]
     try:
         yield (futures.pop(0).result for _ in axes)  # Each probe is freed after its checks.
