@@ -132,10 +132,10 @@ def generate(
 
     Raises:
         PromptError: If a prompt is empty or too long.
-        UserError: If a setting is out of its range or a stop string is empty.
+        UserError: If a setting is out of its range, a stop string is empty, or `prompts` or `stop`
+            is one text instead of a list.
     """
-    if "" in stop:
-        raise UserError("stop has an empty string; set it to at least one character (--stop).")
+    _check_texts(prompts, stop)
     if settings.get("max_length") is None:
         settings["max_length"] = model.max_length
     decode_ids, vocab_size = model.tokenizer.decode, model.tokenizer.vocab_size
@@ -171,6 +171,15 @@ def generate(
             on_token=on_token if stop or on_text else None,
         )
     return texts()
+
+
+def _check_texts(prompts: Sequence[Any], stop: Sequence[str]) -> None:
+    """Raises UserError if one text is given instead of a list, or a stop string is empty."""
+    for name, given in (("prompts", prompts), ("stop", stop)):
+        if isinstance(given, str):
+            raise UserError(f"{name}={given!r} is one text; set it to a list of texts.")
+    if "" in stop:
+        raise UserError("stop has an empty string; set it to at least one character (--stop).")
 
 
 # -- Tokens --------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from moelib.core import tree
+from moelib.core.errors import UserError
 from moelib.inference import decode
 from moelib.inference.generate import Completion, PromptError, Settings, generate, generate_tokens
 from moelib.inference.unstack import unstacked
@@ -398,3 +399,11 @@ def test_the_length_of_a_text_is_limited_by_that_of_training(loaded):
 def test_an_empty_stop_string_is_refused(loaded):
     with pytest.raises(ValueError, match=r"^stop .*--stop"):
         generate(loaded, ["A"], stop=["a", ""])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "stop", "field"), [("ABC", (), "prompts"), (["A"], "B", "stop")]
+)
+def test_one_text_instead_of_a_list_is_refused(loaded, prompts, stop, field):
+    with pytest.raises(UserError, match=f"^{field}="):
+        generate(loaded, prompts, stop=stop)
