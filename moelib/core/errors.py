@@ -20,3 +20,10 @@ class MissingFileError(UserError, FileNotFoundError):
 
 class ExistingFileError(UserError, FileExistsError):
     """A file or folder of the user exists and would be overwritten."""
+
+
+def check_lists(**arguments: object) -> None:
+    """Raises UserError if an argument that holds several texts is one text."""
+    for name, given in arguments.items():
+        if isinstance(given, str):
+            raise UserError(f"{name}={given!r} is one text; set it to a list of texts.")

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from moelib.core.errors import ExistingFileError, UserError
+from moelib.core.errors import ExistingFileError, UserError, check_lists
 from moelib.core.progress import Progress
 from moelib.evaluation import report
 from moelib.evaluation.evaluations import Evaluation, Metrics, run_evaluations
@@ -59,6 +59,7 @@ def evaluate(
     Raises:
         UserError: If an argument or a file is invalid or missing, or results would be overwritten.
     """
+    check_lists(tasks=tasks, corpus=corpus)
     if output is not None and os.path.exists(os.path.join(output, report.RESULTS_FILE)):
         raise ExistingFileError(f"output {output} has results already; set another folder.")
     if tasks and not lm_eval and data_dir is None:

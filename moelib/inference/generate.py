@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool
 
-from moelib.core.errors import UserError
+from moelib.core.errors import UserError, check_lists
 from moelib.core.tree import Nested
 from moelib.inference.decode import NO_TOKEN, Decoding, Prompt, decode
 from moelib.inference.sampling import Sampling
@@ -135,7 +135,9 @@ def generate(
         UserError: If a setting is out of its range, a stop string is empty, or `prompts` or `stop`
             is one text instead of a list.
     """
-    _check_texts(prompts, stop)
+    check_lists(prompts=prompts, stop=stop)
+    if "" in stop:
+        raise UserError("stop has an empty string; set it to at least one character (--stop).")
     if settings.get("max_length") is None:
         settings["max_length"] = model.max_length
     decode_ids, vocab_size = model.tokenizer.decode, model.tokenizer.vocab_size
@@ -171,15 +173,6 @@ def generate(
             on_token=on_token if stop or on_text else None,
         )
     return texts()
-
-
-def _check_texts(prompts: Sequence[Any], stop: Sequence[str]) -> None:
-    """Raises UserError if one text is given instead of a list, or a stop string is empty."""
-    for name, given in (("prompts", prompts), ("stop", stop)):
-        if isinstance(given, str):
-            raise UserError(f"{name}={given!r} is one text; set it to a list of texts.")
-    if "" in stop:
-        raise UserError("stop has an empty string; set it to at least one character (--stop).")
 
 
 # -- Tokens --------------------------------------------------------------------------------------

@@ -325,7 +325,8 @@ def _row_as_json(estimate: Estimate) -> dict[str, Any]:
     """Returns a row as JSON values: bytes, seconds and dollars, a range as [low, high]."""
     return {
         **_mesh_as_json(estimate),
-        "rows": estimate.candidate.batch_per_device,
+        "batch_per_device": estimate.candidate.batch_per_device,
+        "rows": estimate.candidate.batch_per_device,  # Earlier name, for one version.
         "num_microbatches": estimate.candidate.num_microbatches,
         "remat": estimate.candidate.remat,
         **{name: getattr(estimate, name) for name in _ESTIMATED},

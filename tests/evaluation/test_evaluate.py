@@ -144,6 +144,7 @@ def test_a_converted_model_is_evaluated_without_an_input(converted, tmp_path):
     [
         ({"data_dir": None}, "--data_dir"),
         ({"tasks": ["pica"]}, r"'pica'.*'piqa'"),
+        ({"tasks": "piqa"}, "tasks='piqa'"),
         ({"data_dir": "gone"}, "gone/piqa/valid.jsonl"),
         ({"steps": [9]}, "step 9"),
         ({"max_length": 0}, "max_length is 0"),

@@ -38,6 +38,7 @@ def test_a_plan_has_rows_as_data_and_as_a_table():
     assert saved["compiled"] == []
     row = saved["rows"][0]
     assert row["seconds"][0] < row["seconds"][1]
+    assert row["batch_per_device"] == found.rows[0].candidate.batch_per_device
     assert {"parameters", "optimizer", "gradients", "activations"} <= row["memory"].keys()
     assert f"parameters {row['memory']['parameters'] / 2**30:.1f}, " in table.footnotes[0]
 
