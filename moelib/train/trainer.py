@@ -37,6 +37,7 @@ from moelib.parallel.mesh import (
 )
 from moelib.train import state as state_lib
 from moelib.train.compiler_options import BY_DEVICE_KIND
+from moelib.train.directory_lock import directory_lock
 from moelib.train.evaler import SpmdEvaler
 from moelib.train.identity import CONFIG_FILE, check_directory, config_hash, write_config
 from moelib.train.input_state import gather_input_state, input_state_of
@@ -400,11 +401,13 @@ class SpmdTrainer(Module):
 
         Raises:
             TrainerDirConflictError: If the folder belongs to a run with another config.
+            DirectoryInUseError: If another process trains in the folder.
             NonFiniteError: At the first step whose loss or parameters are not finite.
             CheckpointSaveError: If the last checkpoint could not be written.
         """
         cfg = self.config
-        with self.on_mesh():
+        is_writer = jax.process_index() == 0
+        with self.on_mesh(), directory_lock(cfg.dir) if is_writer else contextlib.nullcontext():
             _ = self.batch_sharding  # Refuses a mesh that does not divide the batch.
             if not cfg.skip_kernel_check:
                 check_kernels(cfg.train_dtype)
@@ -416,7 +419,7 @@ class SpmdTrainer(Module):
             if restored is None:
                 _ = self.input  # Opened first: missing data is an error before any computation.
                 self.init(prng_key)
-            if jax.process_index() == 0:
+            if is_writer:
                 write_config(cfg, cfg.dir)
             self.summary_writer.resume(self.step)
             self.summary_writer.write_text(self.step, "config", cfg.debug_string())

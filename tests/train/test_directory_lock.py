@@ -1,0 +1,38 @@
+"""One run per folder at a time."""
+
+import os
+
+import pytest
+
+from moelib.core.errors import UserError
+from moelib.train.directory_lock import DirectoryInUseError, directory_lock
+from moelib.train.fit import fit
+from tests import tiny
+
+
+def test_second_run_in_a_folder_is_refused_and_changes_nothing(tmp_path):
+    unfinished = tmp_path / "checkpoints" / "step_1.orbax-checkpoint-tmp"
+    unfinished.mkdir(parents=True)
+    with (
+        directory_lock(str(tmp_path)),
+        pytest.raises(DirectoryInUseError, match=f"{tmp_path.name} .*process {os.getpid()} "),
+    ):
+        fit(tiny.trainer_config(tmp_path, max_step=1))
+    assert unfinished.exists()
+
+
+def test_folder_is_free_after_a_failure(tmp_path):
+    with pytest.raises(KeyError), directory_lock(str(tmp_path)):
+        raise KeyError
+    with directory_lock(str(tmp_path)):
+        pass
+
+
+@pytest.mark.parametrize("path", ["file", "file/run"])
+def test_folder_that_cannot_be_created_is_refused(tmp_path, path):
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(UserError, match=f"{path}'.*trainer_dir"),
+        directory_lock(str(tmp_path / path)),
+    ):
+        pass
