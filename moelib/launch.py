@@ -61,10 +61,12 @@ class DeviceFlags:
     jax_backend: Literal["cpu", "gpu", "tpu"] | None = flag(
         None, "Platform to compute on; by default the fastest one found."
     )
-    num_cpu_devices: int | None = flag(None, "Number of devices to simulate on the CPU.")
+    num_cpu_devices: int | None = flag(
+        None, "Number of devices to simulate on the CPU.", lower_bound=1
+    )
     distributed_coordinator: str | None = flag(None, "Address of process 0, as host:port.")
-    num_processes: int | None = flag(None, "Number of processes of the job.")
-    process_id: int | None = flag(None, "Index of this process, from 0.")
+    num_processes: int | None = flag(None, "Number of processes of the job.", lower_bound=1)
+    process_id: int | None = flag(None, "Index of this process, from 0.", lower_bound=0)
 
     def set_up(self) -> None:
         """Selects the devices. Call it before anything computes.

@@ -30,7 +30,9 @@ class Flags:
         None, "End-of-text token of --tokenizer; <|endoftext|> if it is not set."
     )
     train_bpe: int | None = flag(None, "Size of a byte-level BPE to train on the corpus.")
-    train_bpe_mb: int = flag(20, "MB of text to train the BPE on, from the split train.")
+    train_bpe_mb: int = flag(
+        20, "MB of text to train the BPE on, from the split train.", lower_bound=1
+    )
     text_field: str = flag("text", "Field or column that holds the document.")
     tfds_data_dir: str | None = flag(None, "Folder of TFDS data sets; TFDS's own if not set.")
     num_processes: int | None = flag(

@@ -17,6 +17,7 @@ Shared arguments:
     end_lr: Rate at and after `max_step`.
 """
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -39,8 +40,27 @@ _DECAYS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def as_schedule(value: float | Schedule) -> Schedule:
-    """Returns a schedule unchanged, and a number as a constant schedule."""
-    return value if callable(value) else constant(value)
+    """Returns a schedule unchanged, and a number as a constant schedule.
+
+    Raises:
+        UserError: If `value` is negative or not a number, or a function that cannot be called with
+            a step alone.
+    """
+    if not callable(value):
+        if isinstance(value, int | float) and not value >= 0:  # False for nan, too.
+            raise UserError(f"learning_rate is {value}; set it to 0 or more.")
+        return constant(value)
+    try:
+        inspect.signature(value).bind(1)
+    except TypeError as error:
+        name = getattr(value, "__qualname__", repr(value))
+        raise UserError(
+            f"{name} is not a schedule, which is called with the step alone: {error}; if it makes "
+            f"one, set config_for_function({name}) and its fields."
+        ) from None
+    except ValueError:  # Some built-in callables have no signature.
+        pass
+    return value
 
 
 def for_optax(schedule: float | Schedule) -> Schedule:

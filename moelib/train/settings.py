@@ -5,6 +5,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
+
 from moelib.core.config import REQUIRED, RequiredFieldMissingError, did_you_mean
 from moelib.core.config_paths import join_path, sub_configs
 from moelib.core.errors import UserError
@@ -26,6 +28,11 @@ def check_config(cfg: Any) -> None:
     for name in ("max_step", "log_every_n_steps", "num_microbatches"):
         if getattr(cfg, name) < 1:
             raise UserError(f"{name} is {getattr(cfg, name)}; set it to 1 or more.")
+    if cfg.train_dtype is not None and not jnp.issubdtype(cfg.train_dtype, jnp.floating):
+        raise UserError(
+            f"train_dtype is {cfg.train_dtype}, which is not floating-point; set bfloat16 or "
+            "float32, for example."
+        )
     batch_size, parts = cfg.input.global_batch_size, cfg.num_microbatches
     if batch_size % parts:
         raise UserError(

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 from moelib.core.config import config_for_function
+from moelib.core.errors import UserError
 from moelib.learner import schedules
 
 # Iterations of the seven FLAME-MoE models.
@@ -185,3 +186,14 @@ def test_number_is_a_schedule():
 def test_bad_lengths_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("rate", [-0.1, math.nan])
+def test_rate_that_is_not_a_rate_is_refused(rate):
+    with pytest.raises(UserError, match=f"learning_rate is {rate}"):
+        schedules.as_schedule(rate)
+
+
+def test_function_that_makes_a_schedule_is_not_one():
+    with pytest.raises(UserError, match=r"config_for_function\(cosine\)"):
+        schedules.as_schedule(schedules.cosine)

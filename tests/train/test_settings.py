@@ -171,3 +171,8 @@ def test_policies_know_the_last_step_unless_they_have_one(cfg):
 
 def _never():
     return lambda *, step, summaries: False
+
+
+def test_dtype_without_gradients_is_refused(cfg):
+    with pytest.raises(UserError, match="train_dtype is int32"):
+        check_config(cfg.set(train_dtype="int32"))
