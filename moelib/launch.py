@@ -165,6 +165,11 @@ def load_config(
             "--module and --config are required; `moelib config --module=M` lists the configs of M."
         )
     cfg = get_named_trainer_config(name, config_module=import_module(module))()
+    if not isinstance(cfg, ConfigBase):
+        raise UsageError(
+            f"--config={name}: its function in {module} returned {cfg!r}; return a trainer's "
+            "config."
+        )
     if mesh_selector is not None:
         cfg = select_mesh(cfg, mesh_selector)
     if max_step is not None:

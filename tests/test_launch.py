@@ -198,3 +198,11 @@ def test_config_text_of_a_loaded_config_reads_back(folder):
     write(folder, "reads_back", MODULE)
     cfg = launch.load_config("reads_back", "small", sets=["max_step=3"])
     assert config_parse.parse(cfg.debug_string()) == cfg
+
+
+def test_function_that_returns_no_config_is_named(folder):
+    (folder / "forgetful.py").write_text(
+        "def named_trainer_configs():\n    return {'a': lambda: None}\n"
+    )
+    with pytest.raises(UsageError, match=r"--config=a.* None"):
+        launch.load_config("forgetful", "a")

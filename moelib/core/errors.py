@@ -22,8 +22,12 @@ class ExistingFileError(UserError, FileExistsError):
     """A file or folder of the user exists and would be overwritten."""
 
 
-def check_lists(**arguments: object) -> None:
-    """Raises UserError if an argument that holds several texts is one text."""
-    for name, given in arguments.items():
-        if isinstance(given, str):
-            raise UserError(f"{name}={given!r} is one text; set it to a list of texts.")
+def refuse_single_strings(**values: object) -> None:
+    """Checks arguments that are lists of strings, whose characters a string would stand for.
+
+    Raises:
+        UserError: If one is a string.
+    """
+    for name, value in values.items():
+        if isinstance(value, str):
+            raise UserError(f"{name}={value!r}: pass a list of strings, [{value!r}].")

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from moelib.core.errors import ExistingFileError, UserError, check_lists
+from moelib.core.errors import ExistingFileError, UserError, refuse_single_strings
 from moelib.core.progress import Progress
 from moelib.evaluation import report
 from moelib.evaluation.evaluations import Evaluation, Metrics, run_evaluations
@@ -59,7 +59,7 @@ def evaluate(
     Raises:
         UserError: If an argument or a file is invalid or missing, or results would be overwritten.
     """
-    check_lists(tasks=tasks, corpus=corpus)
+    _check_what(tasks, corpus)
     if output is not None and os.path.exists(os.path.join(output, report.RESULTS_FILE)):
         raise ExistingFileError(f"output {output} has results already; set another folder.")
     if tasks and not lm_eval and data_dir is None:
@@ -142,3 +142,10 @@ def _lm_eval_manager(tasks: Sequence[str], include_path: str | None) -> Any:
             f"lm_eval (--lm_eval) needs lm-eval ({error}): pip install 'moelib[lm-eval]'."
         ) from None
     return task_manager(tasks, include_path)
+
+
+def _check_what(tasks: Sequence[str], corpus: Sequence[str]) -> None:
+    """Raises UserError unless there is something to evaluate on, in lists."""
+    refuse_single_strings(tasks=tasks, corpus=corpus)
+    if not tasks and not corpus:
+        raise UserError("tasks and corpus are empty; set one of them to what to evaluate on.")

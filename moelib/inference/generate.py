@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool
 
-from moelib.core.errors import UserError, check_lists
+from moelib.core.errors import UserError, refuse_single_strings
 from moelib.core.tree import Nested
 from moelib.inference.decode import NO_TOKEN, Decoding, Prompt, decode
 from moelib.inference.sampling import Sampling
@@ -132,10 +132,10 @@ def generate(
 
     Raises:
         PromptError: If a prompt is empty or too long.
-        UserError: If a setting is out of its range, a stop string is empty, or `prompts` or `stop`
-            is one text instead of a list.
+        UserError: If `prompts` or `stop` is a single string, a setting is out of its range, or a
+            stop string is empty.
     """
-    check_lists(prompts=prompts, stop=stop)
+    refuse_single_strings(prompts=prompts, stop=stop)
     if "" in stop:
         raise UserError("stop has an empty string; set it to at least one character (--stop).")
     if settings.get("max_length") is None:

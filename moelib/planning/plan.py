@@ -245,6 +245,8 @@ def plan(
             f"mesh={mesh!r}: current_mesh takes the config's own mesh; set one of them."
         )
     names = [topologies] if isinstance(topologies, str) else topologies
+    if not names:
+        raise UserError("topologies is empty: name the hardware, such as v6e:2x2.")
     with Progress("plan", enabled=show_progress) as progress:
         found = sweep(
             trainer_config,

@@ -1,6 +1,7 @@
 """Training as one call: from a config to the outcome of its run."""
 
 import dataclasses
+import os
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ class FitResult:
 def fit(
     trainer: SpmdTrainer.Config | SpmdTrainer,
     *,
-    trainer_dir: str | None = None,
+    trainer_dir: str | os.PathLike[str] | None = None,
     max_step: int | None = None,
     prng_key: jax.Array | int | None = None,
 ) -> FitResult:
@@ -47,7 +48,10 @@ def fit(
         NonFiniteError: At the first step whose loss or parameters are not finite.
         CheckpointSaveError: If the last checkpoint could not be written.
     """
-    settings: dict[str, Any] = {"dir": trainer_dir, "max_step": max_step}
+    if not isinstance(trainer, SpmdTrainer | SpmdTrainer.Config):
+        raise UserError(f"trainer is {trainer!r}; pass the config of a trainer.")
+    directory = os.fspath(trainer_dir) if isinstance(trainer_dir, os.PathLike) else trainer_dir
+    settings: dict[str, Any] = {"dir": directory, "max_step": max_step}
     settings = {name: value for name, value in settings.items() if value is not None}
     if not isinstance(trainer, SpmdTrainer):
         cfg = trainer.clone(**settings)

@@ -78,7 +78,7 @@ class LoadedModel:
 
 
 def load_model(
-    folder: str,
+    folder: str | os.PathLike[str],
     *,
     step: int | None = None,
     dtype: str | None = None,
@@ -106,6 +106,11 @@ def load_model(
             of the run's config is missing.
         DamagedCheckpointError: If a checkpoint cannot be read.
     """
+    if not isinstance(folder, str | os.PathLike):
+        raise UserError(
+            f"folder is {folder!r}; pass the folder of a run or of a Hugging Face model."
+        )
+    folder = str(folder)
     run = os.path.exists(os.path.join(folder, identity.CONFIG_FILE))
     if not run and not os.path.exists(os.path.join(folder, pretrained.CONFIG_FILE)):
         raise UserError(

@@ -97,7 +97,7 @@ def _cpu_devices(num: int) -> list[Any]:
     if num < 2 or len(devices) < num:
         raise UserError(
             f"num_devices={num}: set at least 2, and at most the {len(devices)} CPU devices that "
-            f"JAX started with; JAX_NUM_CPU_DEVICES={num} in the environment gives more."
+            f"JAX started with; JAX_NUM_CPU_DEVICES={max(num, 2)} in the environment gives more."
         )
     return devices[:num]
 

@@ -182,3 +182,9 @@ def test_lm_eval_gives_our_metrics(model, tmp_path):
 def test_without_lm_eval_the_extra_is_named(model):
     with pytest.raises(UserError, match=r"'moelib\[lm-eval"):
         evaluate(model, ["arc_easy"], lm_eval=True)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"corpus": "text.txt"}, {"tasks": "piqa"}])
+def test_nothing_or_a_single_string_is_refused(arguments):
+    with pytest.raises(UserError, match=r"corpus|tasks"):
+        evaluate(None, **arguments)

@@ -401,9 +401,7 @@ def test_an_empty_stop_string_is_refused(loaded):
         generate(loaded, ["A"], stop=["a", ""])
 
 
-@pytest.mark.parametrize(
-    ("prompts", "stop", "field"), [("ABC", (), "prompts"), (["A"], "B", "stop")]
-)
-def test_one_text_instead_of_a_list_is_refused(loaded, prompts, stop, field):
-    with pytest.raises(UserError, match=f"^{field}="):
-        generate(loaded, prompts, stop=stop)
+@pytest.mark.parametrize("arguments", [{"prompts": "abc"}, {"prompts": ["a"], "stop": "abc"}])
+def test_single_string_is_not_a_list_of_characters(arguments):
+    with pytest.raises(UserError, match=r"'abc'.*\['abc'\]"):
+        generate(None, **arguments)

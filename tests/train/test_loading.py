@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import pathlib
 import shutil
 import sys
 
@@ -188,3 +189,9 @@ def test_a_tokenizer_of_another_model_is_refused(hub, tmp_path):
 def test_invalid_arguments_are_refused(hub, arguments, message):
     with pytest.raises(UserError, match=message):
         load_model(str(hub), **arguments)
+
+
+def test_folder_may_be_a_path_and_nothing_else(hub):
+    assert load_model(pathlib.Path(hub)).folder == str(hub)
+    with pytest.raises(UserError, match="folder is None"):
+        load_model(None)  # pyrefly: ignore
