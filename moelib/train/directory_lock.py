@@ -11,9 +11,8 @@ from moelib.core.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-LOCK_FILE = (
-    ".lock"  # Locked by the process that writes; the kernel releases the lock of a dead one.
-)
+# Locked by the process that writes; the kernel releases the lock of a process that ends.
+LOCK_FILE = ".lock"
 
 
 class DirectoryInUseError(UserError):
