@@ -407,10 +407,13 @@ class SpmdTrainer(Module):
         """
         cfg = self.config
         is_writer = jax.process_index() == 0
-        with self.on_mesh(), directory_lock(cfg.dir) if is_writer else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.on_mesh())
             _ = self.batch_sharding  # Refuses a mesh that does not divide the batch.
             if not cfg.skip_kernel_check:
                 check_kernels(cfg.train_dtype)
+            if is_writer:
+                stack.enter_context(directory_lock(cfg.dir))
             if cfg.checkpointer is not None:
                 self.checkpointer.remove_unfinished()
                 if self.checkpointer.latest_step() is not None:  # The folder is taken.

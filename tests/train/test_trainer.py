@@ -46,7 +46,7 @@ def unbroken(tmp_path_factory):
 def test_run_writes_the_documented_files(unbroken):
     directory, _, out = unbroken
     assert sorted(os.listdir(directory)) == [
-        "checkpoints", "config.txt", "metrics.jsonl", "run.json", "summaries",
+        ".lock", "checkpoints", "config.txt", "metrics.jsonl", "run.json", "summaries",
     ]  # fmt: skip
     assert sorted(os.listdir(directory / "checkpoints")) == ["step_00000004", "step_00000008"]
     assert sorted(os.listdir(directory / "summaries")) == ["train", "val"]
