@@ -39,7 +39,9 @@ def test_the_model_has_the_documented_size_and_flops():
     ("dtype", "tolerance"),
     [("float32", 1e-5), pytest.param("bfloat16", 2**-5, marks=pytest.mark.slow)],
 )
-@pytest.mark.parametrize("name", ["gmm", "attention", "loss"])
+@pytest.mark.parametrize(
+    "name", ["loss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gmm", "attention"))]
+)
 def test_compared_cases_give_the_same_gradients(name, dtype, tolerance):
     sizes = dataclasses.replace(SMALL, dtype=dtype)
     cases = list(bench_cases.CASES[name](sizes, "skewed").values())

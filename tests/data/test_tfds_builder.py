@@ -62,6 +62,7 @@ def test_a_corpus_of_another_source_is_not_taken_for_this_ones(tmp_path: pathlib
     assert sorted(read.instantiate().documents()) == sorted(TEXTS[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("apache_beam") is None, reason="apache_beam is not installed"
 )

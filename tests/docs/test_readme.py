@@ -60,9 +60,15 @@ def train_flags(tmp_path, monkeypatch):
     sys.modules.pop("my_model", None)
 
 
-def test_the_model_trains_by_the_first_command(train_flags):
+def test_the_first_command_sets_the_run(train_flags):
     cfg = train_flags[0].load()
     assert (cfg.max_step, cfg.dir) == (50, "runs/small")
+    cfg.instantiate(parent=None)
+
+
+@pytest.mark.slow
+def test_the_model_trains_by_the_first_command(train_flags):
+    cfg = train_flags[0].load()
     cfg.set(checkpointer=None, max_step=15)
     result = cfg.instantiate(parent=None, devices=jax.devices()[:1]).run()
     assert result["loss"] < 3.0  # Uniform over the words: log 31 = 3.4.

@@ -52,6 +52,7 @@ def test_an_auxiliary_loss_that_does_not_arrive():
     assert "decoder/layer0/feed_forward/load_balance_loss has weight 0.1" in found.detail
 
 
+@pytest.mark.slow
 def test_an_auxiliary_loss_that_counts_twice():
     found = failure(tiny(**moe(planted.BalancedTwice)))
     assert found.check == "auxiliary"
