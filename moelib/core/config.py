@@ -298,8 +298,10 @@ class ConfigBase:
     def __setattr__(self, name: str, value: Any) -> None:
         fields = self._all_fields()
         if name not in fields:
+            path = self.__dict__.get("_root_path")
+            where = f"{path}: " if path else ""
             raise UnknownFieldError(
-                f"{self._title()} has no field {name!r}; {did_you_mean(name, fields)}"
+                f"{where}{self._title()} has no field {name!r}; {did_you_mean(name, fields)}"
             )
         if self._frozen:
             raise FrozenConfigError(

@@ -87,6 +87,7 @@ class BaseStack(BaseLayer):
     def __init__(self, cfg: Config, *, parent: BaseLayer | None) -> None:
         super().__init__(cfg, parent=parent)
         cfg = self.config
+        self._check_positive("num_layers")
         repeated = cfg.num_layers - len(cfg.first_layers)
         if not cfg.block or repeated < 0 or repeated % len(cfg.block):
             raise UserError(

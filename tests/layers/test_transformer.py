@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moelib.core.config import config_class, config_for_function
+from moelib.core.config import UnknownFieldError, config_class, config_for_function
 from moelib.core.module import functional
 from moelib.core.param import is_spec
 from moelib.layers.base import BaseLayer
@@ -246,7 +246,7 @@ def test_a_layer_adds_attention_and_feed_forward_to_the_stream():
     ("num_layers", "message"),
     [
         (4, r"layer: num_layers=4.*1 first.*2"),
-        (0, r"layer: num_layers=0.*1 first"),
+        (0, "num_layers=0"),
     ],
 )
 def test_layers_that_do_not_divide_into_blocks_are_refused(num_layers, message):
@@ -259,6 +259,21 @@ def test_layers_that_do_not_divide_into_blocks_are_refused(num_layers, message):
             first_layers=[first],
             block=[moe, noisy],
         )
+
+
+class WithoutInputDim(BaseLayer):
+    """A layer that does not declare the size that its parent sets."""
+
+    def forward(self, x, mask=None):
+        del mask
+        return x
+
+
+def test_a_layer_without_the_size_that_its_parent_sets_is_named_by_its_path():
+    cfg = ScanStack.default_config().set(num_layers=1, block=[layers()[0]])
+    cfg.block[0].feed_forward = WithoutInputDim.default_config()
+    with pytest.raises(UnknownFieldError, match=r"block\[0\]\.feed_forward: .*'input_dim'"):
+        build(cfg, input_dim=D)
 
 
 def test_one_balance_loss_of_all_layers_is_the_same_for_loop_and_scan():
