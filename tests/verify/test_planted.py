@@ -59,6 +59,7 @@ def test_an_auxiliary_loss_that_counts_twice():
     assert "but the objective contains" in found.detail
 
 
+@pytest.mark.slow
 def test_checks_that_an_odd_batch_size_excludes_are_skipped():
     cfg = tiny()
     cfg.input.global_batch_size = 3
