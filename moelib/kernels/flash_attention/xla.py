@@ -93,6 +93,8 @@ def backward(
     sum of output times gradient; the rest is as for `forward`.
     """
     q, k, v, lse, delta, grad, positions = align(q, k, v, lse, delta, grad, positions)
+    # Without the barrier, XLA may recompute the scores of every layer before the gradient is there.
+    q, grad = lax.optimization_barrier((q, grad))
     groups = k.shape[2]
     dtypes = [x.dtype if in_order else jnp.dtype(jnp.float32) for x in (q, k, v)]
     shape = q.shape
