@@ -1,5 +1,6 @@
 """Changes to a whole config tree: modifiers, and replacing one kind of layer by another."""
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,9 @@ from moelib.core.errors import UserError
 class ConfigModifier(Configurable):
     """A change to a config that is itself a config, for example a mesh rule."""
 
+    @abstractmethod
     def __call__(self, cfg: Any) -> Any:
         """Returns the changed config, `cfg` itself or a new one; callers use the returned one."""
-        raise NotImplementedError(f"{type(self).__qualname__} must define __call__.")
 
 
 def apply_mesh_rule(cfg: Any, rule: Any) -> Any:

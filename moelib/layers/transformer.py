@@ -1,5 +1,6 @@
 """Transformer layers, and stacks of them as a loop or as a scan over repeated blocks."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -119,9 +120,9 @@ class BaseStack(BaseLayer):
             add_pooled_balance_loss(self)
         return x
 
+    @abstractmethod
     def _apply_blocks(self, x: Array, side_inputs: dict[str, Any]) -> Array:
         """Returns the output of the repeated blocks."""
-        raise NotImplementedError(f"{type(self).__qualname__} must define _apply_blocks.")
 
     def _apply(
         self,

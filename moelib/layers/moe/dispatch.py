@@ -16,6 +16,7 @@ Shapes: B batch, S sequence, T = B S tokens, K experts per token, E experts, D m
 """
 
 import math
+from abc import abstractmethod
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -109,11 +110,11 @@ class Dispatcher(Configurable):
         y, num_dropped = self._dispatch(local, context)
         return Dispatched(y.reshape(x.shape), num_dropped)
 
+    @abstractmethod
     def _dispatch(
         self, local: Local, context: DispatchContext
     ) -> tuple[Float[Array, "T D"], Float[Array, ""]]:
         """Returns (weighted sums of the experts' outputs, number of dropped assignments)."""
-        raise NotImplementedError(f"{type(self).__qualname__} must define _dispatch.")
 
 
 class DenseDispatcher(Dispatcher):

@@ -161,9 +161,8 @@ def test_bfloat16_rows_are_summed_in_float32():
 
 
 def test_a_dispatcher_without_dispatch_is_an_error():
-    dispatcher = Dispatcher.default_config().instantiate()
-    with pytest.raises(NotImplementedError, match=r"Dispatcher.*_dispatch"):
-        pulled(dispatcher, PARAMS, X, jnp.asarray(IDS["random"]), WEIGHTS, jnp.ones(T, bool), GRAD)
+    with pytest.raises(TypeError, match=r"Dispatcher.*_dispatch"):
+        Dispatcher.default_config().instantiate()
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, math.inf, math.nan])
