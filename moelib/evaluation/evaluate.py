@@ -60,6 +60,8 @@ def evaluate(
         UserError: If an argument or a file is invalid or missing, or results would be overwritten.
     """
     _check_what(tasks, corpus)
+    if not isinstance(model, LoadedModel):
+        raise UserError(f"model is {model!r}; pass a model from moelib.load_model.")
     if output is not None and os.path.exists(os.path.join(output, report.RESULTS_FILE)):
         raise ExistingFileError(f"output {output} has results already; set another folder.")
     if tasks and not lm_eval and data_dir is None:

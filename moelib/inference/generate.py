@@ -131,13 +131,11 @@ def generate(
         **settings: Fields of `Settings`; max_length is by default the model's.
 
     Raises:
-        PromptError: If a prompt is empty or too long.
-        UserError: If `prompts` or `stop` is a single string, a setting is out of its range, or a
-            stop string is empty.
+        PromptError: If a prompt is empty, too long, or neither text nor token ids.
+        UserError: If `model` is no loaded model, `prompts` or `stop` is a single string, a setting
+            is out of its range, or a stop string is empty.
     """
-    refuse_single_strings(prompts=prompts, stop=stop)
-    if "" in stop:
-        raise UserError("stop has an empty string; set it to at least one character (--stop).")
+    _check_arguments(model, prompts, stop)
     if settings.get("max_length") is None:
         settings["max_length"] = model.max_length
     decode_ids, vocab_size = model.tokenizer.decode, model.tokenizer.vocab_size
@@ -173,6 +171,17 @@ def generate(
             on_token=on_token if stop or on_text else None,
         )
     return texts()
+
+
+def _check_arguments(model: Any, prompts: Sequence[Any], stop: Sequence[str]) -> None:
+    refuse_single_strings(prompts=prompts, stop=stop)
+    if not hasattr(model, "on_mesh"):
+        raise UserError(f"model is {model!r}; pass a model from moelib.load_model.")
+    for i, prompt in enumerate(prompts):
+        if not isinstance(prompt, Sequence | np.ndarray):
+            raise PromptError(i, f"it is {prompt!r}; pass a text, or its token ids.")
+    if "" in stop:
+        raise UserError("stop has an empty string; set it to at least one character (--stop).")
 
 
 # -- Tokens --------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ Shared arguments:
         such as `transforms.matrices_only`.
     mu_dtype: Dtype of the first moment, float32 if None. All other state is float32.
     param_specs: The model's ParameterSpecs, filled in by the learner.
+
+Decay rates of means (b1, b2, beta, momentum) are 0 or more and below 1; others are a UserError.
 """
 
 from collections.abc import Sequence
@@ -51,6 +53,7 @@ def sgd_optimizer(
             f"sgd_optimizer: nesterov={nesterov} and mu_dtype={mu_dtype} have no effect at "
             "momentum 0; set momentum, or leave them unset."
         )
+    _check_decay_rates("sgd_optimizer", momentum=momentum)
     trace = optax.trace(momentum, nesterov=nesterov, accumulator_dtype=mu_dtype)
     inner = trace if momentum else optax.identity()
     return _descend(inner, learning_rate, weight_decay, weight_decay_per_param_scale, param_specs)
@@ -86,6 +89,7 @@ def adamw_optimizer(
 
     Source: Loshchilov and Hutter, arXiv:1711.05101, algorithm 2.
     """
+    _check_decay_rates("adamw_optimizer", b1=b1, b2=b2)
     adam = optax.scale_by_adam(b1=b1, b2=b2, eps=eps, mu_dtype=mu_dtype)
     return _descend(adam, learning_rate, weight_decay, weight_decay_per_param_scale, param_specs)
 
@@ -117,6 +121,7 @@ def adamw_decoupled_optimizer(
             "adamw_decoupled_optimizer: learning_rate is a schedule; set it to a number, and "
             "update_schedule to the schedule with a peak of 1."
         )
+    _check_decay_rates("adamw_decoupled_optimizer", b1=b1, b2=b2)
     adam = optax.scale_by_adam(b1=b1, b2=b2, eps=eps, mu_dtype=mu_dtype)
     decay = transforms.add_decayed_weights(
         weight_decay, per_param_scale=weight_decay_per_param_scale, param_specs=param_specs
@@ -144,6 +149,7 @@ def lion_optimizer(
     Every element moves by the learning rate, so it is set 3 to 10 times lower than Adam's, and the
     decay higher by the same factor. Source: Chen et al., arXiv:2302.06675, program 1.
     """
+    _check_decay_rates("lion_optimizer", b1=b1, b2=b2)
     lion = optax.scale_by_lion(b1=b1, b2=b2, mu_dtype=mu_dtype)
     return _descend(lion, learning_rate, weight_decay, weight_decay_per_param_scale, param_specs)
 
@@ -184,6 +190,7 @@ def adafactor_optimizer(
             f"adafactor_optimizer: mu_dtype={mu_dtype} has no effect without b1; set b1, or leave "
             "mu_dtype unset."
         )
+    _check_decay_rates("adafactor_optimizer", b1=b1 or 0.0)
     parts = [
         factored.scale_by_factored_rms(param_specs, decay_exponent, min_dim_size_to_factor, eps)
     ]
@@ -246,6 +253,7 @@ def muon_optimizer(
             "muon_optimizer: param_specs is None, so the matrices are unknown; use it "
             "in a Learner, or set param_specs to the model's ParameterSpecs."
         )
+    _check_decay_rates("muon_optimizer", beta=beta, adam_b1=adam_b1, adam_b2=adam_b2)
     specs = specs_by_path(param_specs)
     scale = lambda path, update: update * _muon_scale(specs[path], consistent_rms)
     axes = lambda path, _: _matrix_axes(specs[path])
@@ -278,6 +286,12 @@ def muon_optimizer(
         is_matrix = spec.fan_axes is not None and not set(adam_axes) & set(spec.axes)
         labels[path] = labels[path] or ("matrices" if is_matrix else "others")
     return transforms.split({"matrices": matrices, "others": others}, labels)
+
+
+def _check_decay_rates(optimizer: str, **rates: float) -> None:
+    for name, rate in rates.items():
+        if not 0 <= rate < 1:
+            raise UserError(f"{optimizer}: {name} is {rate}; set it to 0 or more and below 1.")
 
 
 def _descend(

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from moelib.core.config import ConfigBase
 from moelib.core.errors import UserError
 from moelib.core.progress import Progress
 from moelib.core.table import Table
@@ -235,6 +236,8 @@ def plan(
     Raises:
         UserError: If an argument or the config is invalid, or no topology can run the config.
     """
+    if not isinstance(trainer_config, ConfigBase):
+        raise UserError(f"trainer_config is {trainer_config!r}; pass the config of a trainer.")
     for argument, value in (("tokens", tokens), ("budget", budget)):
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"{argument}={value:g}: set it above 0.")

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from moelib.core.config import ConfigBase
 from moelib.core.errors import UserError
 from moelib.core.progress import Progress
 from moelib.parallel.mesh import describe_mesh
@@ -61,6 +62,8 @@ def verify_config(
     Raises:
         UserError: If a mesh of the list is impossible, or JAX has started with too few CPU devices.
     """
+    if not isinstance(trainer_config, ConfigBase):
+        raise UserError(f"trainer_config is {trainer_config!r}; pass the config of a trainer.")
     devices = _cpu_devices(num_devices)
     make = runnable if full_size else lambda cfg: shrink(cfg, num_devices)
     cfg, changes = make(trainer_config)

@@ -405,3 +405,10 @@ def test_an_empty_stop_string_is_refused(loaded):
 def test_single_string_is_not_a_list_of_characters(arguments):
     with pytest.raises(UserError, match=r"'abc'.*\['abc'\]"):
         generate(None, **arguments)
+
+
+def test_arguments_of_other_types_are_refused(loaded):
+    with pytest.raises(UserError, match=r"'runs/t'.*load_model"):
+        generate("runs/t", ["a"])
+    with pytest.raises(PromptError, match=r"Prompt 1.*None"):
+        generate(loaded, ["a", None])

@@ -5,6 +5,7 @@ import optax
 import pytest
 
 from moelib.core import tree
+from moelib.core.errors import UserError
 from moelib.core.param import FanAxes, ParameterSpec
 from moelib.learner import optimizers, schedules, transforms
 from tests.learner.example import (
@@ -255,3 +256,23 @@ def test_decay_follows_the_specs(name):
 def test_settings_without_effect_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.0, 2.0, float("nan")])
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("adafactor", "b1"),
+        ("adam", "b2"),
+        ("adamw", "b1"),
+        ("adamw_decoupled", "b2"),
+        ("lion", "b1"),
+        ("muon", "beta"),
+        ("sgd", "momentum"),
+    ],
+)
+def test_decay_rates_are_below_one(name, field, rate):
+    make = getattr(optimizers, f"{name}_optimizer")
+    settings = {"param_specs": {}} if name == "muon" else {}
+    with pytest.raises(UserError, match=f"{field} is {rate}"):
+        make(0.1, **{field: rate}, **settings)

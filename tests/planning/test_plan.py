@@ -70,6 +70,11 @@ def test_impossible_arguments_are_refused(arguments, message):
         plan(tiny_moe.config(), "v6e:2x2", **arguments)
 
 
+def test_the_name_of_a_config_is_no_config():
+    with pytest.raises(UserError, match="trainer_config is 'flame'"):
+        plan("flame", "v6e:2x2")
+
+
 @pytest.mark.parametrize(("share", "fits"), [(0.95, False), (0.85, True)])
 def test_a_nearly_full_device_does_not_fit(share, fits):
     (row,) = plan(tiny_moe.config(), "h100:1x8", mesh="data=8").rows

@@ -30,3 +30,8 @@ def test_a_correct_config_passes_on_the_meshes_of_a_list():
 def test_too_few_devices_are_refused(num_devices):
     with pytest.raises(UserError, match=f"num_devices={num_devices}"):
         verify_config(tiny(), num_devices=num_devices)
+
+
+def test_the_name_of_a_config_is_no_config():
+    with pytest.raises(UserError, match="trainer_config is 'flame'"):
+        verify_config("flame")
