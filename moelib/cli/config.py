@@ -17,7 +17,7 @@ from typing import Any
 from moelib import launch
 from moelib.core import config_paths
 from moelib.core.command_line import flag
-from moelib.core.config import InvalidConfigNameError, did_you_mean
+from moelib.core.config import InvalidConfigNameError
 from moelib.core.errors import UsageError
 
 
@@ -103,13 +103,19 @@ def print_origins(cfg: Any, paths: Sequence[str]) -> None:
 
 
 def _below(cfg: Any, paths: Sequence[str]) -> list[Any]:
-    """Returns the values of a config at or below one of the paths; all values without paths."""
+    """Returns the values of a config at or below one of the paths; all values without paths.
+
+    Raises:
+        UnknownFieldError: If there is nothing at one of the paths.
+    """
     lines = list(config_paths.lines(cfg))
     if not paths:
         return lines
-    prefixes = tuple(f"{path}{mark}" for path in paths for mark in ".[")
-    found = [line for line in lines if line.path in paths or line.path.startswith(prefixes)]
-    if not found:
-        advice = did_you_mean(paths[0], {line.path for line in lines})
-        raise UsageError(f"no value at {' or '.join(paths)}; {advice}")
-    return found
+    chosen: set[str] = set()
+    for path in paths:
+        prefixes = (f"{path}.", f"{path}[")
+        below = {x.path for x in lines if x.path == path or x.path.startswith(prefixes)}
+        if not below:
+            config_paths.get(cfg, path)  # Raises the error with the nearest name.
+        chosen |= below
+    return [line for line in lines if line.path in chosen]

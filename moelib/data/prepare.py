@@ -127,7 +127,8 @@ def _changed(folder: str, plan: Mapping[str, Any]) -> list[str]:
         found = read_json(os.path.join(folder, STORE_MARK))
     if not found:
         raise ExistingFileError(
-            f"{folder} exists and was not made by `moelib prepare`; set output_dir to a new folder."
+            f"{folder} exists and was not made by `moelib prepare`; set output_dir "
+            "(--output) to a new folder."
         )
     return [name for name, value in plan.items() if found.get(name) != value]
 
@@ -214,7 +215,7 @@ def _check_disk(folder: str, parts: Sequence[Part], tokenizer: Tokenizer) -> Non
         raise DiskFullError(
             errno.ENOSPC,
             f"the store needs some {format_bytes(need)} and {format_bytes(free)} are free; free "
-            "space, or set output_dir to a larger disk",
+            "space, or set output_dir (--output) to a larger disk",
             folder,
         )
 

@@ -7,7 +7,7 @@ from moelib.cli import config
 from moelib.core import config_parse
 from moelib.core.command_line import parse_flags
 from moelib.core.config import InvalidConfigNameError
-from moelib.core.errors import UsageError
+from moelib.core.errors import UsageError, UserError
 
 
 @pytest.fixture
@@ -54,8 +54,12 @@ def test_explained_values_name_the_line_or_flag_that_set_them(tiny, capsys):
 
 
 def test_path_that_leads_nowhere_names_the_nearest(tiny):
-    with pytest.raises(UsageError, match=r"max_stp.*'max_step'"):
-        config.print_origins(tiny, ["max_stp"])
+    for paths, message in [
+        (["max_stp"], r"max_stp.*'max_step'"),
+        (["max_step", "model.dimm"], r"model has no 'dimm'.*'dim'"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            config.print_origins(tiny, paths)
 
 
 def run_config(*arguments):
