@@ -188,15 +188,23 @@ def create_device_mesh(
         UserError: If the sizes do not take exactly the devices, or the devices belong to several
             slices and the shape is not hybrid.
     """
-    devices = jax.devices() if devices is None else list(devices)
+    devices, names = jax.devices() if devices is None else list(devices), tuple(axis_names)
     if isinstance(mesh_shape, HybridMeshShape):
-        array, names = _hybrid_devices(mesh_shape, axis_names, devices), tuple(axis_names)
+        array = _hybrid_devices(mesh_shape, axis_names, devices)
         if getattr(devices[0], "platform", None) == "gpu":
             # XLA:GPU takes a device's position in the mesh for its id, and derives its host from
             # that: with hosts innermost it would split each collective within hosts as if across.
             order = _hosts_first(mesh_shape, array.shape, names)
             array, names = array.transpose(order), tuple(names[axis] for axis in order)
-        return Mesh(array, names, axis_types=(AxisType.Auto,) * len(names))
+    else:
+        array = _arranged(mesh_shape, names, devices)
+    return Mesh(array, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def _arranged(
+    mesh_shape: MeshShape, axis_names: Sequence[str], devices: Sequence[Any]
+) -> np.ndarray:
+    """Returns the devices of one slice as an array with a dimension per axis."""
     shape = infer_mesh_shape(mesh_shape, len(devices), axis_names=axis_names)
     if (num_slices := len(slices(devices) or [devices])) > 1:
         mesh = describe_mesh(dict(zip(axis_names, shape, strict=True)))
@@ -204,10 +212,36 @@ def create_device_mesh(
             f"mesh_shape {mesh}: the devices belong to {num_slices} slices; set it to "
             "HybridMeshShape(ici=sizes inside a slice, dcn=sizes across slices)."
         )
-    # On TPUs, make_mesh follows the physical topology; elsewhere devices keep their order.
-    return jax.make_mesh(
-        shape, tuple(axis_names), axis_types=(AxisType.Auto,) * len(shape), devices=devices
-    )
+    from jax.experimental import mesh_utils
+
+    # TPUs are laid on their torus, the last axis first, on whole sides where sizes allow it; other
+    # devices keep their order.
+    return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+
+
+def shared_sides(devices: np.ndarray, axis_names: Sequence[str]) -> list[str]:
+    """Returns the sides of a torus that several mesh axes share, such as "8 = expert 2 x fsdp 4".
+
+    Along a part of a side, devices have no ring, and half of the links or less. The devices of a
+    mesh are those of TPUs; others, and small slices whose axes wind through the torus, have none.
+    """
+    if not hasattr(devices.flat[0], "coords"):
+        return []
+    read = lambda x: (*x.coords, getattr(x, "core_on_chip", 0), getattr(x, "slice_index", 0))
+    positions = np.array([read(device) for device in devices.flat])
+    positions = positions.reshape(*devices.shape, -1)
+    count = lambda p: np.array([len(np.unique(column)) for column in p.reshape(-1, p.shape[-1]).T])
+    sides, extents = count(positions), {}
+    for axis, name in enumerate(axis_names):
+        line = np.moveaxis(positions, axis, 0).reshape(devices.shape[axis], -1, len(sides))[:, 0]
+        extents[name] = count(line)
+        if math.prod(extents[name]) != devices.shape[axis]:
+            return []
+    shared = []
+    for i, side in enumerate(sides[:-2]):
+        parts = [f"{name} {each[i]}" for name, each in extents.items() if each[i] > 1]
+        shared += [f"{side} = {' x '.join(parts)}"] if len(parts) > 1 else []
+    return shared
 
 
 def _hosts_first(
@@ -241,7 +275,9 @@ def _hybrid_devices(
     if hasattr(devices[0], "slice_index") and not _are_described_gpus(devices):
         from jax.experimental import mesh_utils
 
-        return mesh_utils.create_hybrid_device_mesh(ici, tuple(shape.dcn), devices)
+        return mesh_utils.create_hybrid_device_mesh(
+            ici, tuple(shape.dcn), devices, allow_split_physical_axes=True
+        )
     arranged = np.array(per_slice).reshape(*shape.dcn, *ici)
     rank = len(ici)
     interleaved = [axis for i in range(rank) for axis in (i, rank + i)]  # dcn_0, ici_0, dcn_1, ...

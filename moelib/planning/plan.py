@@ -116,7 +116,7 @@ class Plan:
         columns += ("days>", "total $>") if self.tokens else ()
         title = f"{self.name}: {len(shown)} of {len(self.rows)} meshes, "
         title += f"{self.num_candidates:,} candidates"
-        footnotes = _details(self.rows[0])
+        footnotes = [*_details(self.rows[0]), *_shared_sides(shown)]
         if self.budget is not None:
             footnotes.append("!: within the budget at the low end of the range only.")
         if self.num_over_budget:
@@ -295,6 +295,13 @@ def _details(estimate: Estimate) -> list[str]:
         f"{flops[0]} TFLOPs of the model, {flops[1]} with recomputation;",
         f"{sent[0]} GiB over links, {sent[1]} GiB over the network.",
     ]
+
+
+def _shared_sides(rows: Sequence[Estimate]) -> list[str]:
+    """Returns a line on the meshes of which several axes share a side of the torus."""
+    shared = [(i, each.candidate.shared_sides()) for i, each in enumerate(rows, start=1)]
+    texts = [f"#{i} {', '.join(sides)}" for i, sides in shared if sides]
+    return [f"Sides of the torus that axes share: {'; '.join(texts)}."] if texts else []
 
 
 def _limit(estimate: Estimate) -> str:

@@ -34,6 +34,7 @@ from moelib.parallel.mesh import (
     create_device_mesh,
     describe_mesh,
     mesh_shape_from_axes,
+    shared_sides,
 )
 from moelib.train import state as state_lib
 from moelib.train.compiler_options import BY_DEVICE_KIND
@@ -452,8 +453,10 @@ class SpmdTrainer(Module):
         """Returns one line with the size of the model and of the state, and the mesh."""
         params = self.trainer_state_specs.model
         mesh = self.mesh()
+        shared = shared_sides(mesh.devices, mesh.axis_names)
         return (
             f"{tree.count_elements(params):,} parameters, "
             f"{tree.count_bytes(self.trainer_state_specs) / 1e6:,.1f} MB of state, mesh: "
             f"{describe_mesh(mesh.shape)} ({mesh.devices.flat[0].device_kind})"
+            f"{', shared sides of the torus: ' + '; '.join(shared) if shared else ''}"
         )

@@ -9,6 +9,7 @@ from moelib.core.accelerators import ACCELERATORS
 from moelib.core.errors import UserError
 from moelib.planning import plan as plan_lib
 from moelib.planning.compiled.in_subprocess import CompileOptions, Outcome
+from moelib.planning.hardware.topologies import topology
 from moelib.planning.plan import plan
 from moelib.planning.report.step_report import Memory
 from tests.planning import tiny_moe
@@ -41,6 +42,14 @@ def test_a_plan_has_rows_as_data_and_as_a_table():
     assert row["batch_per_device"] == found.rows[0].candidate.batch_per_device
     assert {"parameters", "optimizer", "gradients", "activations"} <= row["memory"].keys()
     assert f"parameters {row['memory']['parameters'] / 2**30:.1f}, " in table.footnotes[0]
+
+
+def test_meshes_whose_axes_share_a_side_of_the_torus_are_named():
+    found = plan(tiny_moe.config(), "v6e:4x4", mesh="expert=2,fsdp=4,model=2")
+    assert any("#1 4 = expert 2 x model 2" in line for line in found.table().footnotes)
+    cfg = found.rows[0].candidate.apply(tiny_moe.config()).set(dir="unused")
+    trainer = cfg.instantiate(parent=None, devices=topology("v6e:4x4").devices)
+    assert "4 = expert 2 x model 2" in trainer.describe()
 
 
 def test_a_budget_excludes_meshes_that_cost_more():

@@ -15,9 +15,11 @@ from moelib.parallel import sharding
 from moelib.parallel.mesh import (
     HybridMeshShape,
     all_meshes,
+    create_device_mesh,
     describe_mesh,
     infer_mesh_shape,
     parse_mesh,
+    shared_sides,
 )
 from moelib.planning.estimate.activations import (
     DOTS,
@@ -29,7 +31,7 @@ from moelib.planning.estimate.activations import (
     with_remat,
 )
 from moelib.planning.estimate.workload import Workload
-from moelib.planning.hardware.topologies import TopologyShape
+from moelib.planning.hardware.topologies import TopologyShape, torus_devices
 
 # Axes that may lie across slices: along them devices share only a batch, weights or experts, so
 # that the least traffic crosses the slow network.
@@ -77,6 +79,14 @@ class Candidate:
     batch_per_device: float  # Sequences per device and micro-batch.
     num_microbatches: int
     remat: str  # A name of `Workload.saved`.
+
+    def shared_sides(self) -> list[str]:
+        """Returns the sides of a slice's torus that several axes share; see `mesh.shared_sides`."""
+        devices = torus_devices(self.topology)
+        if not devices:
+            return []
+        array = create_device_mesh([n for _, n in self.mesh.ici], [*self.mesh.inside], devices)
+        return shared_sides(array.devices, array.axis_names)
 
     def apply(self, cfg: Any) -> Any:
         """Returns a copy of the trainer config that runs in this way."""

@@ -96,6 +96,31 @@ def describe(name: str) -> TopologyShape:
     return _describe_gpu(name, accelerator, bool(parts and parts["slices"]), shape)
 
 
+@dataclasses.dataclass(frozen=True)
+class TorusDevice:
+    """A device on the torus of a slice, as JAX describes one to `create_device_mesh`."""
+
+    id: int
+    coords: tuple[int, ...]
+    core_on_chip: int
+    device_kind: str
+    platform: str = "tpu"
+
+
+def torus_devices(shape: TopologyShape) -> list[TorusDevice]:
+    """Returns the devices of one slice without libtpu, for laying meshes; none for GPUs."""
+    if shape.accelerator.platform != "tpu":
+        return []
+    sides = [int(side) for side in shape.name.rpartition(":")[2].split("x")]
+    x, y, z = (*sides, 1)[:3]
+    cores = TORI[shape.accelerator.name].devices_per_chip
+    return [
+        TorusDevice(i, (i // cores % x, i // cores // x % y, i // cores // x // y), i % cores, kind)
+        for kind in [shape.accelerator.device_kind]
+        for i in range(cores * x * y * z)
+    ]
+
+
 def _describe_tpu(
     name: str, accelerator: Accelerator, num_slices: int, shape: tuple[int, ...]
 ) -> TopologyShape:

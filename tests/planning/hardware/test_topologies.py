@@ -7,9 +7,16 @@ from jax.experimental.pallas import tpu as pltpu
 
 from moelib.core.accelerators import ACCELERATORS
 from moelib.core.errors import UserError
-from moelib.parallel.mesh import HybridMeshShape, create_device_mesh
+from moelib.parallel.mesh import (
+    MESH_AXIS_NAMES,
+    HybridMeshShape,
+    all_meshes,
+    create_device_mesh,
+    mesh_shape_from_axes,
+    shared_sides,
+)
 from moelib.planning.hardware import gpu_targets
-from moelib.planning.hardware.topologies import describe, topology
+from moelib.planning.hardware.topologies import describe, topology, torus_devices
 
 _GPUS = [name for name, each in ACCELERATORS.items() if each.platform == "gpu"]
 _TPUS = [name for name, each in ACCELERATORS.items() if each.platform == "tpu"]
@@ -136,3 +143,65 @@ def test_each_host_of_gpus_is_a_slice_that_a_mesh_asks_for():
     assert dict(mesh.shape) == {"fsdp": 2, "expert": 8}
     assert [{each.process_index for each in row} for row in mesh.devices] == [{0}, {1}]
     assert [each.id for each in mesh.devices.flat] == list(range(16))  # As XLA:GPU assumes.
+
+
+# Slices of 4 to 256 chips that Google Cloud rents.
+_SLICES = [
+    *(f"{kind}:{shape}" for kind in ("v5e", "v6e") for shape in
+      ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")),
+    *(f"{kind}:{shape}" for kind in ("v5p", "tpu7x") for shape in
+      ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x4x12", "4x8x8")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["v6e:4x4", "v6e:4x8", "v6e:16x16", "v5p:4x4x12", "tpu7x:4x4x4"])
+def test_every_mesh_of_three_axes_is_laid_on_the_torus(name):
+    check_meshes(torus_devices(describe(name)), ("expert", "fsdp", "model"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _SLICES)
+def test_every_mesh_is_laid_on_the_torus(name):
+    check_meshes(topology(name).devices, MESH_AXIS_NAMES)
+
+
+def check_meshes(devices, names):
+    for sizes in all_meshes(len(devices), names):
+        mesh = create_device_mesh([sizes.get(name, 1) for name in names], names, devices)
+        assert len({device.id for device in mesh.devices.flat}) == len(devices)
+        assert {name: size for name, size in mesh.shape.items() if size > 1} == sizes
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "shared"),
+    [
+        ("v6e:8x8", {"fsdp": 32, "expert": 2}, ["8 = expert 2 x fsdp 4"]),
+        ("v6e:8x8", {"fsdp": 8, "expert": 8}, []),
+        ("v5p:4x4x4", {"fsdp": 4, "expert": 16}, []),
+        ("v5p:4x4x4", {"fsdp": 8, "expert": 8}, ["4 = expert 2 x fsdp 2"]),
+        ("tpu7x:4x4x4", {"fsdp": 16, "model": 8}, []),
+        ("tpu7x:4x4x4", {"expert": 8, "fsdp": 8, "model": 2}, ["4 = expert 2 x fsdp 2"]),
+    ],
+)
+def test_the_heaviest_axis_has_whole_sides_and_shared_ones_are_named(name, axes, shared):
+    mesh = create_device_mesh(mesh_shape_from_axes(**axes), devices=torus_devices(describe(name)))
+    assert shared_sides(mesh.devices, mesh.axis_names) == shared
+
+
+def test_meshes_over_slices_are_laid_on_each_torus():
+    devices = topology("2*v6e:4x4").devices
+    inside = mesh_shape_from_axes(expert=8, fsdp=2)
+    mesh = create_device_mesh(
+        HybridMeshShape(inside, mesh_shape_from_axes(fsdp=2)), devices=devices
+    )
+    assert shared_sides(mesh.devices, mesh.axis_names) == ["4 = expert 2 x fsdp 2"]
+    rows = mesh.devices.reshape(8, 4)  # Along fsdp, the devices of a slice are neighbors.
+    assert [{device.slice_index for device in rows[:, i]} for i in range(4)] == [{0}, {0}, {1}, {1}]
+
+
+@pytest.mark.parametrize("name", ["v6e:4x8", "v5p:4x4x4", "tpu7x:2x2x4"])
+def test_tori_are_those_that_libtpu_describes(name):
+    position = lambda device: (tuple(device.coords), device.core_on_chip, device.device_kind)
+    ours = create_device_mesh((-1, 4), ("data", "model"), [*torus_devices(describe(name))])
+    theirs = create_device_mesh((-1, 4), ("data", "model"), topology(name).devices)
+    assert [*map(position, ours.devices.flat)] == [*map(position, theirs.devices.flat)]
