@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from benchmarks.sizes import Sizes, check_sizes, describe
+from moelib.core import platforms
 from moelib.core.command_line import flag, run_command
 from moelib.core.errors import UsageError
 from moelib.launch import DeviceFlags
@@ -69,4 +70,5 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    platforms.hide_absent_tpus()
     sys.exit(run_command("benchmarks", Flags, run, sys.argv[1:], __doc__ or ""))

@@ -111,6 +111,12 @@ def test_requirements_are_the_imports_of_the_library():
     assert not unused, f"declared in pyproject.toml, imported nowhere in moelib/: {unused}"
 
 
+def test_tensorflow_is_optional():
+    required = {requirement.name for requirement in _requirements()}
+    optional = {requirement.name for requirement in _requirements("tfds")}
+    assert {"tensorflow", "tensorflow-datasets", "array-record"} <= optional - required
+
+
 def test_pins_are_names_and_versions_only():
     lines = (_ROOT / "requirements.txt").read_text().splitlines()
     assert lines == sorted(lines, key=lambda line: line.split("==")[0])

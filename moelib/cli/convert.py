@@ -33,6 +33,7 @@ class Flags:
     mesh: str | None = flag(
         None, "Mesh during conversion, such as fsdp=4,expert=2; by default one device."
     )
+    module_dir: str | None = flag(None, "Folder of the modules of own layers, if it has changed.")
 
 
 def run(flags: Flags, arguments: Sequence[str]) -> None:
@@ -57,7 +58,12 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
         print(f"Wrote the {kind} model to {flags.to}.")
     elif flags.trainer_dir and flags.to_hf:
         architecture = convert.to_hugging_face(
-            flags.trainer_dir, flags.to_hf, step=flags.step, dtype=flags.dtype, mesh=mesh
+            flags.trainer_dir,
+            flags.to_hf,
+            step=flags.step,
+            dtype=flags.dtype,
+            mesh=mesh,
+            module_dir=flags.module_dir,
         )
         files = ", ".join(sorted(os.listdir(flags.to_hf)))
         print(f"Wrote {architecture} to {flags.to_hf}: {files}.")

@@ -75,6 +75,7 @@ def to_hugging_face(
     step: int | None = None,
     dtype: str | None = None,
     mesh: Mesh | None = None,
+    module_dir: str | None = None,
 ) -> str:
     """Writes the model of a run for transformers; returns the name of its architecture.
 
@@ -87,11 +88,19 @@ def to_hugging_face(
         step: Step of the checkpoint; None for the newest.
         dtype: Dtype to round the parameters to; None for that of the checkpoint.
         mesh: Mesh that holds the parameters during conversion; None for the first device.
+        module_dir: Folder of the modules of the run's own layers, as for `load_model`.
 
     Raises:
         Exception: The errors of `load_model` and `save_pretrained`.
     """
-    loaded = load_model(trainer_dir, step=step, dtype="stored", mesh=mesh, require_tokenizer=False)
+    loaded = load_model(
+        trainer_dir,
+        step=step,
+        dtype="stored",
+        mesh=mesh,
+        module_dir=module_dir,
+        require_tokenizer=False,
+    )
     tokenizer, stop_ids = loaded.tokenizer, list(loaded.stop_ids)
     published = read_json(os.path.join(trainer_dir, "config.json"))
     if published:

@@ -1,5 +1,6 @@
 """`moelib convert`: there and back, and what cannot be converted."""
 
+import dataclasses
 import json
 import pathlib
 import subprocess
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from moelib.cli import convert as cli
 from moelib.core import tree
 from moelib.core.errors import UserError
 from moelib.data.tokenizer import END_OF_TEXT, train_bpe
@@ -129,3 +131,18 @@ def test_what_is_no_model_is_one_line(tmp_path):
     assert done.returncode == 2
     assert f"{tmp_path}/config.json" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_run_of_moved_own_layers_is_converted_with_module_dir(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    convert.from_hugging_face(str(hub), str(tmp_path / "run"))
+    config = tmp_path / "run/config.txt"
+    text = config.read_text().replace("moelib.layers.norm:RMSNorm", "own_norms:RMSNorm")
+    config.write_text(text)
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "moved/own_norms.py").write_text("from moelib.layers.norm import RMSNorm\n")
+    flags = cli.Flags(trainer_dir=str(tmp_path / "run"), to_hf=str(tmp_path / "back"))
+    with pytest.raises(UserError, match="--module_dir"):
+        cli.run(flags, [])
+    cli.run(dataclasses.replace(flags, module_dir=str(tmp_path / "moved")), [])
+    assert (tmp_path / "back/model.safetensors").exists()

@@ -95,6 +95,19 @@ def test_modules_run_as_commands(module):
     assert "'--no_such'" in done.stderr
 
 
+@pytest.mark.parametrize("module", ["moelib", "moelib.launch", "benchmarks"])
+def test_commands_print_nothing_about_absent_tpus(module, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import atexit, os; atexit.register(lambda: print(os.environ.get('TPU_SKIP_MDS_QUERY')))"
+    )
+    env = {name: value for name, value in os.environ.items() if not name.startswith("TPU_")}
+    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), os.getcwd()])
+    command = [sys.executable, "-m", module, *(["config"] if module == "moelib" else []), "--no"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=env)
+    assert done.returncode == 2
+    assert done.stdout.split()[-1] == "1"
+
+
 def test_machines_without_tpus_print_nothing_about_them():
     env = {name: value for name, value in os.environ.items() if not name.startswith("TPU_")}
     env.pop("JAX_PLATFORMS", None)

@@ -388,6 +388,19 @@ def test_texts_are_those_of_the_tokens(loaded, model):
     assert cut[1].tokens == want[1].tokens[: want[1].text.index(stop) + 2]
 
 
+def test_stop_strings_do_not_decode_a_whole_text_at_every_token(loaded, monkeypatch):
+    monkeypatch.setattr("moelib.inference.text._CONTEXT", 1)
+    monkeypatch.setattr("moelib.inference.text._WINDOW", 2)
+    sizes, decode_ids = [], loaded.tokenizer.decode
+    loaded.tokenizer.decode = lambda ids: sizes.append(len(ids)) or decode_ids(ids)
+    settings = {"max_new_tokens": NEW, "temperature": 1.5, "top_p": 0.9, "seed": 4}
+    (completion,) = generate(loaded, ["ABCDEFGHI"], **settings, stop=["~"])
+    assert len(completion.tokens) == NEW
+    # The prompt at the first token and at the end, and once prompt and text.
+    assert sorted(sizes)[-3:] == [9, 9, 9 + NEW]
+    assert sorted(sizes)[-4] <= 3
+
+
 def test_the_length_of_a_text_is_limited_by_that_of_training(loaded):
     loaded.max_length = 8
     assert len(next(generate(loaded, ["ABC"])).tokens) == 5

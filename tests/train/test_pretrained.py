@@ -300,6 +300,7 @@ def test_a_run_of_another_model_is_told_what_differs(tmp_path):
     ("family", "settings", "message"),
     [
         ("llama3", {"model_type": "lama"}, r"model_type='lama'; .*llama"),
+        ("llama3", {"model_type": "glm4_moe"}, r"='glm4_moe'; moelib supports"),
         ("llama3", {"model_type": ...}, r"model_type=None; .*deepseek_v3"),
         ("llama3", {"intermediate_size": ...}, r"config\.json: intermediate_size"),
         ("llama3", {"hidden_act": "gelu"}, r"hidden_act='gelu'; .*'silu'"),
