@@ -33,10 +33,17 @@ class CausalLM(BaseLayer):
         output_norm: BaseNorm.Config = RMSNorm.default_config()  # Norm after the last layer.
         lm_head: Linear.Config | None = Linear.default_config()  # None ties it to the embedding.
         z_loss: float = 0.0  # Weight of the squared logsumexp of the logits in the objective.
+        # Tokens whose logits a device holds at once in training; more take memory, fewer time. None
+        # for 1,024, or for as many as have 128 MiB of logits.
+        loss_chunk_size: int | None = None
 
     def __init__(self, cfg: Config, *, parent: Module | None) -> None:
         super().__init__(cfg, parent=parent)
         cfg = self.config
+        if cfg.loss_chunk_size is not None and cfg.loss_chunk_size < 1:
+            raise UserError(
+                f"{self._title()}: loss_chunk_size is {cfg.loss_chunk_size}; set it to 1 or more."
+            )
         self._add_child(
             "embedding", cfg.embedding.clone(num_embeddings=cfg.vocab_size, dim=cfg.dim)
         )
@@ -80,6 +87,7 @@ class CausalLM(BaseLayer):
             batch["target_labels"],
             tied=tied,
             z_loss=self.config.z_loss,
+            chunk_size=self.config.loss_chunk_size,
         )
         num = jnp.maximum(out.num_tokens, 1.0)
         loss = WeightedScalar(out.objective / num, out.num_tokens)

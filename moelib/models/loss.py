@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from moelib.core.varying import vary
-from moelib.kernels.cross_entropy import cross_entropy
+from moelib.kernels.cross_entropy import cross_entropy, xla
 from moelib.parallel import sharding
 from moelib.parallel.collectives import gather
 
@@ -30,6 +30,7 @@ def language_model_loss(
     *,
     tied: bool,
     z_loss: float = 0.0,
+    chunk_size: int | None = None,
 ) -> TokenLoss:
     """Returns the loss of predicting `labels` from the last hidden states.
 
@@ -39,6 +40,7 @@ def language_model_loss(
         labels: Next token of each position; negative where ignored.
         tied: Whether the head is the embedding table.
         z_loss: Weight of the squared logsumexp in the objective (PaLM, arXiv:2204.02311, sec. 5).
+        chunk_size: Number of tokens whose logits a device holds at once, as for `cross_entropy`.
 
     Raises:
         UserError: If the mesh does not divide the labels or the head, or an axis splits both tokens
@@ -46,7 +48,7 @@ def language_model_loss(
     """
     mesh = sharding.current_mesh()
     if mesh is None or mesh.size == 1:
-        return _sums(hidden, head, labels, tied, z_loss, ())
+        return _sums(hidden, head, labels, tied, z_loss, (), chunk_size)
     shape = dict(mesh.shape)
     names = functools.partial(sharding.mesh_axes, mesh_shape=shape)
     tokens = sharding.partition_spec(
@@ -62,12 +64,17 @@ def language_model_loss(
     def summed(hidden: Array, head: Array, labels: Array) -> TokenLoss:
         head = gather(vary(head, axes), split, keep=vocab)
         hidden, labels = vary((hidden, labels), axes)
-        out = _sums(hidden, head, labels, tied, z_loss, vocab)
+        out = _sums(hidden, head, labels, tied, z_loss, vocab, chunk_size)
         return jax.tree.map(lambda x: jax.lax.psum(x, axes) if axes else x, out)
 
     specs = (tokens, split, tokens)
     run = jax.shard_map(summed, in_specs=specs, out_specs=PartitionSpec())
     return run(hidden, head, labels)
+
+
+def held_logits(num_tokens: int, vocab_size: int, chunk_size: int | None) -> int:
+    """Returns the number of float32 logits that a device holds at once, of its part of a batch."""
+    return xla.chunk_size_for(num_tokens, vocab_size, chunk_size) * vocab_size
 
 
 def _sums(
@@ -77,6 +84,7 @@ def _sums(
     tied: bool,
     z_loss: float,
     vocab_axes: tuple[str, ...],
+    chunk_size: int | None,
 ) -> TokenLoss:
     """Returns the sums over the local tokens, divided among devices that split a vocabulary."""
     out = cross_entropy(
@@ -86,6 +94,7 @@ def _sums(
         z_loss=z_loss,
         transposed_head=tied,
         vocab_axes=vocab_axes,
+        chunk_size=chunk_size,
     )
     shards = jax.lax.axis_size(vocab_axes) if vocab_axes else 1
     num_tokens = jnp.sum(labels >= 0, dtype=jnp.float32)

@@ -72,6 +72,7 @@ def check_batch(cfg: Any, mesh_shape: Mapping[str, int]) -> None:
 
     Raises:
         SplitError: If not; names the field, the mesh axes and a value that fits.
+        UserError: If a chunk of the loss is larger than a micro-batch.
     """
     for name in ("sequence", "residual_sequence"):
         parts, sizes = _parts(name, mesh_shape)
@@ -90,6 +91,14 @@ def check_batch(cfg: Any, mesh_shape: Mapping[str, int]) -> None:
             f"micro-batches of {batch_size // num_microbatches} sequences do not divide over the "
             f"mesh axes {sizes}, {parts} parts; set global_batch_size to a multiple of "
             f"{num_microbatches * parts}, or make num_microbatches or mesh_shape smaller."
+        )
+    chunk_size = dict(cfg.model.items()).get("loss_chunk_size")
+    tokens = batch_size // num_microbatches * cfg.input.seq_len // parts
+    tokens //= _parts("sequence", mesh_shape)[0]
+    if chunk_size is not None and chunk_size > tokens:
+        raise UserError(
+            f"model.loss_chunk_size is {chunk_size}, more than the {tokens} tokens of a device's "
+            f"micro-batch; set it to {tokens} or less, or to None."
         )
 
 

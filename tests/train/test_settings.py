@@ -16,6 +16,7 @@ from moelib.core.errors import UserError
 from moelib.data.input import Input
 from moelib.data.synthetic import SyntheticInput
 from moelib.learner.schedules import cosine
+from moelib.models.causal_lm import CausalLM
 from moelib.parallel.sharding import SplitError
 from moelib.train.settings import check_batch, check_config, completed
 from tests import tiny
@@ -119,6 +120,15 @@ def test_micro_batches_that_the_mesh_does_not_divide_are_refused(cfg):
     wanted = r"global_batch_size.*8.*num_microbatches.*2:.*data 2, fsdp 4, 8.*16"
     with pytest.raises(SplitError, match=wanted):
         check_batch(cfg.set(num_microbatches=2), MESH)
+
+
+def test_a_chunk_of_the_loss_larger_than_a_micro_batch_is_refused(cfg):
+    cfg.input.set(global_batch_size=16, seq_len=32)
+    cfg.set(num_microbatches=2).model = CausalLM.default_config().set(loss_chunk_size=32)
+    check_batch(cfg, MESH)
+    cfg.model.loss_chunk_size = 33
+    with pytest.raises(UserError, match=r"loss_chunk_size is 33.* 32 "):
+        check_batch(cfg, MESH)
 
 
 @pytest.mark.parametrize(

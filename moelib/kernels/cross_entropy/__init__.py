@@ -40,14 +40,15 @@ def cross_entropy(
     z_loss: float = 0.0,
     transposed_head: bool = False,
     vocab_axes: tuple[str, ...] = (),
+    chunk_size: int | None = None,
     backend: str | None = None,
 ) -> CrossEntropyOutput:
     """Returns the cross-entropy of `softmax(hidden @ head)` and the labels, a sum over tokens.
 
-    Logits are float32 for every dtype of the inputs; at most 128 MiB of them are held at once, and
-    as much of their gradients. Differentiable once, in reverse mode, in
-    hidden and head. Under `jax.checkpoint` all of it is recomputed. Inside `jax.shard_map` with
-    split tokens, the sums are the shard's own.
+    Logits are float32 for every dtype of the inputs; those of a chunk of tokens are held at once,
+    and their gradients. Differentiable once, in reverse mode, in hidden and head. Under
+    `jax.checkpoint` all of it is recomputed. Inside `jax.shard_map` with split tokens, the sums are
+    the shard's own.
 
     Args:
         hidden: Last hidden state of each token.
@@ -59,6 +60,8 @@ def cross_entropy(
         vocab_axes: Inside `jax.shard_map`: mesh axes over which the vocabulary is split, so that
             head is this device's part. `loss` is then this device's share, an equal one, and the
             gradients in hidden are the contribution of its part: sum both over the axes.
+        chunk_size: Maximum number of tokens of a chunk, except that chunks are multiples of 8; None
+            for 1,024, or for as many as have 128 MiB of logits if that is more.
         backend: "xla" (the default) or "reference", which holds all logits. None takes the one
             that `moelib.kernels.backend` names.
 
@@ -73,7 +76,7 @@ def cross_entropy(
     check_shapes("cross_entropy", shapes)
     backend = chosen_backend("cross_entropy", backend)
     num_tokens, vocab_size = hidden.shape[0], head.shape[0 if transposed_head else 1]
-    size = xla.chunk_size_for(num_tokens, vocab_size)
+    size = xla.chunk_size_for(num_tokens, vocab_size, chunk_size)
     options = xla.Options(transposed_head, z_loss, size, vocab_axes)
     forms = {
         "reference": functools.partial(_dense, options),

@@ -3,13 +3,11 @@
 import functools
 import math
 
+from moelib.models.loss import held_logits
 from moelib.parallel import sharding
 from moelib.planning.estimate.activations import Saved
 from moelib.planning.estimate.candidates import Candidate
 from moelib.planning.estimate.workload import Leaf, Workload
-
-# Logits of a chunk of tokens and their gradients, at most: twice what the loss holds at a time.
-_CHUNK_BYTES = 2 * 128 * 2**20
 
 
 class Placement:
@@ -150,8 +148,8 @@ class Placement:
         return tokens * (saved.split / self.tensor_parts + saved.whole + routed)
 
     def _logits(self, tokens: float) -> float:
-        """Returns the bytes of a chunk of logits, and of the head and its gradient."""
+        """Returns the bytes of a chunk's logits and their gradients, the head and its gradient."""
         work = self.work
-        vocab = work.vocab_size / self.parts["vocab"]
+        vocab = work.vocab_size // self.parts["vocab"]
         head = vocab * work.dim * (work.compute_itemsize + 4)
-        return head + min(2 * 4 * tokens * vocab, _CHUNK_BYTES)
+        return head + 2 * 4 * held_logits(math.ceil(tokens), vocab, work.loss_chunk_size)

@@ -74,6 +74,7 @@ class Workload:
     num_blocks: int  # Repetitions of the block that is recomputed as a whole.
     dim: int  # D.
     vocab_size: int  # V.
+    loss_chunk_size: int | None  # Tokens of a chunk of logits, as the model's field.
     compute_itemsize: int  # Bytes per element of activations.
     kv_width: int  # Elements of keys and values per token and layer.
     moe: Moe | None
@@ -146,6 +147,7 @@ def read_workload(cfg: Any) -> Workload:
         num_blocks=num_blocks,
         dim=_size_of(parameters, "embed"),
         vocab_size=_size_of(parameters, "vocab"),
+        loss_chunk_size=dict(cfg.model.items()).get("loss_chunk_size"),
         compute_itemsize=jnp.dtype(cfg.train_dtype or "float32").itemsize,
         kv_width=_kv_width(parameters, num_layers),
         moe=moe,

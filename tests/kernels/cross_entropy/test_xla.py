@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from moelib.kernels.cross_entropy import cross_entropy, xla
+from moelib.kernels.cross_entropy import cross_entropy
 from moelib.kernels.cross_entropy.xla import chunk_size_for
 
 
@@ -12,7 +12,8 @@ from moelib.kernels.cross_entropy.xla import chunk_size_for
         (4096, 32768, 1024),
         (4096, 8192, 4096),
         (1100, 32768, 552),  # Two equal chunks rather than one whole and one nearly empty.
-        (100, 10**9, 8),
+        (4096, 151936, 1024),  # More than 128 MiB, rather than 19 passes over the head's gradient.
+        (1500, 151936, 752),
         (5, 10**9, 5),
     ],
 )
@@ -20,16 +21,22 @@ def test_chunks_are_equal_and_fit_the_budget(num_tokens, vocab_size, expected):
     assert chunk_size_for(num_tokens, vocab_size) == expected
 
 
+@pytest.mark.parametrize(("most", "expected"), [(512, 512), (500, 456), (9000, 4096), (1, 8)])
+def test_a_chunk_size_can_be_set(most, expected):
+    assert chunk_size_for(4096, 32768, most) == expected
+
+
 @pytest.mark.parametrize("transposed", [False, True])
-def test_all_logits_are_never_held_and_no_head_is_transposed(transposed, monkeypatch):
+def test_all_logits_are_never_held_and_no_head_is_transposed(transposed):
     num_tokens, dim, vocab_size, chunk = 512, 8, 4096, 32
-    monkeypatch.setattr(xla, "_LOGITS_BYTES", 4 * chunk * vocab_size)
     head = (vocab_size, dim) if transposed else (dim, vocab_size)
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(num_tokens, dim), head]]
     labels = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
 
     def loss(hidden, head, labels):
-        return cross_entropy(hidden, head, labels, transposed_head=transposed).loss
+        return cross_entropy(
+            hidden, head, labels, transposed_head=transposed, chunk_size=chunk
+        ).loss
 
     compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*shapes, labels).compile()
     chunk_bytes, head_bytes = 4 * chunk * vocab_size, 4 * dim * vocab_size
