@@ -2,6 +2,9 @@
 
 import dataclasses
 import inspect
+import json
+import pathlib
+import re
 
 import pytest
 
@@ -13,6 +16,7 @@ from moelib.inference.generate import Completion
 from moelib.launch import load_config
 from moelib.train.fit import FitResult
 from moelib.train.loading import LoadedModel
+from tests.docs import metric_names
 from tests.evaluation import folders
 
 RESULTS = {
@@ -68,3 +72,13 @@ def test_plan(trainer_config, capsys):
     print(best.candidate.mesh, best.seconds, best.mfu, best.fits)
     # --8<-- [end:plan]
     assert capsys.readouterr().out.endswith("True\n")
+
+
+def test_every_metric_of_a_run_is_on_the_page(trainer_dir):
+    known = re.compile("|".join(map(metric_names.pattern, metric_names.NAMES)))
+    found = set()
+    for line in (pathlib.Path(trainer_dir) / "metrics.jsonl").read_text().splitlines():
+        found |= json.loads(line).keys()
+    names = {name.removeprefix("validation/") for name in found}
+    assert {"cross_entropy", "validation/perplexity", "skipped"} <= found
+    assert {name for name in names if not known.fullmatch(name)} == set()

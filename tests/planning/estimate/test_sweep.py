@@ -5,9 +5,11 @@ import time
 
 import pytest
 
-from experiments import open_models
+from experiments import flame_moe, gpt_oss, open_models
 from moelib.core.errors import UserError
+from moelib.parallel.mesh import create_device_mesh
 from moelib.planning.estimate.sweep import read_prices, sweep
+from moelib.planning.hardware.topologies import describe, torus_devices
 from tests.planning import tiny_moe
 
 TOPOLOGIES = ("v6e:2x2", "h100:1x8")
@@ -96,3 +98,27 @@ def test_three_large_topologies_take_seconds():
     # 3 s outside of tests, whose type checks slow the trace down.
     assert time.process_time() - begin < 10
     assert found.num_candidates > 10_000
+
+
+CONFIGS = {
+    **flame_moe.named_trainer_configs(),
+    **gpt_oss.named_trainer_configs(),
+    **open_models.named_trainer_configs(),
+}
+_TORI = ["v6e:4x4", "v5e:8x8", "v6e:16x16", "v5p:2x4x4", "v5p:4x4x4", "v5p:4x4x8", "tpu7x:4x4x4"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_best_meshes_of_a_named_config_can_be_built(name):
+    cfg = CONFIGS[name]()
+    found = sweep(cfg, _TORI).rows
+    for topology in _TORI:
+        rows = [row for row in found if row.candidate.topology.name == topology][:10]
+        devices = torus_devices(describe(topology))
+        for row in rows:
+            shape = row.candidate.apply(cfg).mesh_shape
+            mesh = create_device_mesh(shape, cfg.mesh_axis_names, devices)
+            sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
+            assert sizes == row.candidate.mesh.sizes
+    assert len({row.candidate.topology.name for row in found}) >= 3
