@@ -2,10 +2,18 @@
 
 from collections.abc import Mapping
 
+# Without these, an all-gather or a reduce-scatter over the whole torus is an all-reduce of a buffer
+# filled with zeros, or is synchronous: 172,411 MiB of all-reduce in a step of qwen3-30b-a3b on 64
+# v5p, 594 with them.
+_WHOLE_TORUS = {
+    "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": "true",
+    "xla_tpu_prefer_async_allgather_to_allreduce": "true",
+}
+
 # All-gathers, reduce-scatters and all-reduces run on the SparseCores, concurrently with the
-# TensorCore; without these options every all-gather is synchronous. The compilers for other
-# generations accept them too, but their effect there has not been measured.
-_V6E = {
+# TensorCore; without these options every all-gather is synchronous.
+_V6E = _WHOLE_TORUS | {
+    "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": "true",
     "xla_tpu_scoped_vmem_limit_kib": "81920",
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
@@ -17,9 +25,20 @@ _V6E = {
     "xla_tpu_data_parallel_opt_different_sized_ops": "true",
 }
 
+_V5P = _WHOLE_TORUS | {
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
+    "xla_tpu_enable_sparse_core_reduce_scatter_v2": "true",
+    "xla_tpu_use_tc_device_shape_on_sc": "true",
+    "xla_sc_enable_instruction_fusion": "false",
+    "xla_sc_disable_megacore_partitioning": "true",
+}
+
+# A tpu7x gathers and scatters asynchronously without options, and a v5e has no SparseCores.
 # NVIDIA GPUs need none: XLA's latency-hiding scheduler is on by default. Pipelined all-gathers and
 # reduce-scatters (xla_gpu_pipeline_all_gather and _reduce_scatter) leave 11 of the 120 MiB that a
 # layer of deepseek-v2-lite gathers on eight H100 asynchronous, as without them, for 0.8 GiB more
 # memory and a third more compile time.
 
-BY_DEVICE_KIND: Mapping[str, Mapping[str, str]] = {"TPU v6 lite": _V6E}
+BY_DEVICE_KIND: Mapping[str, Mapping[str, str]] = {"TPU v5": _V5P, "TPU v6 lite": _V6E}

@@ -66,6 +66,40 @@ def layers(where):
     return _report(where, step, weights, x)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["v6e:4x4", *(pytest.param(x, marks=pytest.mark.slow) for x in ("v5p:4x4x4", "tpu7x:2x2x2"))],
+)
+def test_over_the_whole_torus_weights_are_gathered_and_gradients_scattered(name):
+    where = topology(name)
+    mesh = create_device_mesh((-1,), ("fsdp",), where.devices)
+    split = PartitionSpec(None, "fsdp")
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(split, PartitionSpec("fsdp")), out_specs=PartitionSpec()
+    )
+    def loss(weights, x):
+        def layer(x, weight):
+            return jnp.tanh(x @ jax.lax.all_gather(weight, "fsdp", tiled=True)), None
+
+        x, _ = jax.lax.scan(jax.checkpoint(layer), x, weights)
+        return jax.lax.pmean(jnp.mean(x.astype(jnp.float32)), "fsdp")
+
+    shapes = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in [
+            ((L, 2048, 2048), split),
+            ((256 * mesh.size, 2048), PartitionSpec("fsdp")),
+        ]
+    ]
+    options = dict(BY_DEVICE_KIND.get(where.accelerator.device_kind, {}))
+    with no_compilation_cache():
+        compiled = jax.jit(jax.grad(loss)).lower(*shapes).compile(compiler_options=options)
+    found = count(compiled, parse(compiled.as_text()), mesh.shape)["collectives"]
+    kinds = {each.kind: (each.executions, each.count - each.asynchronous) for each in found}
+    assert kinds == {"all-gather": (2 * L, 0), "reduce-scatter": (L, 0)}
+
+
 def test_a_collective_in_a_loop_counts_each_time_and_knows_its_axis(layers):
     gathers = total(layers.collectives, "all-gather")
     assert gathers is not None
