@@ -39,7 +39,8 @@ def unsplit_activations(step: Step) -> Iterator[Finding]:
         shape = values.result_shape(each)
         if shape.startswith("(") or values.shape_bytes(shape) < step.thresholds.activation:
             continue
-        if _has_whole_batch(step, values.dimensions(shape), each.opcode):
+        sizes = values.dimensions(shape)
+        if _has_whole_batch(step, sizes, each.opcode) and not _has_own_batch(step, sizes):
             yield step.finding(
                 "unsplit activation", "warning", computation, each,
                 advice=f"it contains all {step.facts.batch_parts} parts of the batch; keep it "
@@ -59,9 +60,24 @@ def _has_whole_batch(step: Step, sizes: list[int], opcode: str) -> bool:
     if len(real) < 2 or _is_split_width(step, real[-1]) or _is_state(step, real):
         return False
     if len(real) > 2 and real[0] == facts.batch_size:
-        return facts.seq_len % real[1] == 0
+        return is_shard([real[1]], [facts.seq_len], facts.mesh)
     gathers = opcode.removesuffix("-start") == "all-gather"
     return gathers and real[0] == facts.batch_size * facts.seq_len
+
+
+def _has_own_batch(step: Step, sizes: list[int]) -> bool:
+    """Returns whether an array is one sequence, stacked over layers or split into heads.
+
+    [L, 1, S, D] and [1, H, S, D] have the sizes of [B, S, D] if B is the number L or H.
+    """
+    first = next(i for i, size in enumerate(sizes) if size > 1)
+    if step.facts.batch_size != step.facts.batch_parts:
+        return False
+    if sizes[first + 1] == 1:
+        return sizes[first] in step.facts.sizes_of("layers")
+    heads = step.facts.sizes_of("heads") | step.facts.sizes_of("kv_heads")
+    is_local = any(is_shard([sizes[first]], [number], step.facts.mesh) for number in heads)
+    return is_local and sizes[-1] not in step.facts.sizes_of("embed")
 
 
 def _is_state(step: Step, real: list[int]) -> bool:
@@ -80,10 +96,8 @@ def _is_state(step: Step, real: list[int]) -> bool:
 
 def _is_split_width(step: Step, last: int) -> bool:
     """Returns whether the last dimension is a part of a model's, split instead of the batch."""
-    arrays = list(step.facts.parameters())
-    named = [pair for each in arrays for pair in zip(each.axes, each.shape, strict=True)]
-    widths = {size for name, size in named if name == "embed"}  # Last dimensions of activations.
-    return last not in widths and last * step.facts.batch_parts in {size for _, size in named}
+    widths = step.facts.sizes_of("embed")  # Last dimensions of activations.
+    return last not in widths and last * step.facts.batch_parts in step.facts.sizes_of()
 
 
 def padding(step: Step) -> Iterator[Finding]:

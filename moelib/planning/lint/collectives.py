@@ -1,14 +1,17 @@
 """Lint of collectives: unnecessary gathers, and collectives that could overlap or run once."""
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from moelib.core.config_paths import get
 from moelib.layers.moe.dispatch_ragged import RingDispatcher
+from moelib.parallel.mesh import describe_mesh
 from moelib.planning.hlo import values
 from moelib.planning.hlo.program import Computation, Instruction
 from moelib.planning.hlo.values import COLLECTIVES
+from moelib.planning.lint.dataflow import Dataflow
 from moelib.planning.lint.facts import Step, is_shard
 from moelib.planning.report.collectives import (
     collective_instructions,
@@ -20,13 +23,9 @@ from moelib.train.compiler_options import BY_DEVICE_KIND
 
 _REMATERIALIZED = re.compile(r"\.remat\d*(\.|$)")  # XLA's names of rematerialized instructions.
 
-# XLA options that make a kind of collective asynchronous on TPUs. GPU compilers decide themselves.
-_TPU_OPTIONS = {
-    "all-to-all": "xla_tpu_enable_async_all_to_all",
-    "all-gather": "xla_tpu_enable_sparse_core_collective_offload_all_gather",
-    "reduce-scatter": "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
-    "all-reduce": "xla_tpu_enable_sparse_core_collective_offload_all_reduce",
-}
+# Options for collectives on the SparseCores of a TPU. GPU compilers decide themselves.
+_SPARSE_CORE = re.compile("sparse_core|_sc(_|$)|prefer_async")
+_MANY_DEVICES = 16  # Devices of a group from which on another mesh may avoid an all-gather.
 
 
 def gathers_over_experts(step: Step) -> Iterator[Finding]:
@@ -86,6 +85,8 @@ def invariant_collectives(step: Step) -> Iterator[Finding]:
         for each in body.instructions.values():
             if not each.operands or not fixed.issuperset(each.operands):
                 continue
+            if all(step.flow.is_zero(body, name) for name in each.operands):
+                continue  # The first turn of a windowed matmul passes on zeros.
             for computation, collective in _collectives_of(step, body, each):
                 if result_bytes(collective) >= step.thresholds.collective:
                     yield step.finding(
@@ -93,6 +94,54 @@ def invariant_collectives(step: Step) -> Iterator[Finding]:
                         advice=f"it sends the same data in each of {iterations} iterations of a "
                         "loop; send it once before the loop if its result fits in memory.",
                     )  # fmt: skip
+
+
+def all_reduces_for_others(step: Step) -> Iterator[Finding]:
+    """Finds all-reduces that gather or scatter, which sends twice the bytes.
+
+    XLA gathers by summing arrays of zeros that contain one device's part each, and scatters by
+    summing whole arrays of which each device keeps its part.
+    """
+    flow, missing = step.flow, _unset_options(step, "all-reduce")
+    for computation, each, axes in _large(step, "all-reduce"):
+        if all(_is_part_of_zeros(flow, computation, name) for name in each.operands):
+            kind, text = "all-gather", "one device's part in an array of zeros is summed"
+        elif _is_only_sliced(flow, computation, each):
+            kind, text = "reduce-scatter", "the sum is whole, and each device keeps its part"
+        else:
+            continue
+        yield step.finding(
+            f"all-reduce for {kind}", "warning", computation, each,
+            path="compiler_options" if missing else "mesh_shape",
+            advice=f"{text}, which sends twice the bytes that {kind} sends; "
+            f"{_cure(step, missing, axes)}.",
+        )  # fmt: skip
+
+
+def _is_part_of_zeros(flow: Dataflow, computation: Computation, name: str) -> bool:
+    """Returns whether an array is zero except for a part that the device's number determines."""
+    where, each = flow.producer(computation, name)
+    operands = each.operands
+    if each.opcode == "dynamic-update-slice":
+        indices = operands[2:]
+        own = any(flow.depends_on_device(where, index) for index in indices)
+        return own and flow.is_zero(where, operands[0])
+    if each.opcode == "select":
+        zeros = any(flow.is_zero(where, value) for value in operands[1:])
+        predicate, made = flow.producer(where, operands[0])
+        scalar = made.operands[0] if made.opcode == "broadcast" else made.name
+        return zeros and flow.depends_on_device(predicate, scalar)
+    return False
+
+
+def _is_only_sliced(flow: Dataflow, computation: Computation, each: Instruction) -> bool:
+    """Returns whether every use of a result takes a part that the device's number determines."""
+    uses = list(flow.consumers(computation, each.name))
+    return bool(uses) and all(
+        use.opcode == "dynamic-slice"
+        and any(flow.depends_on_device(where, index) for index in use.operands[1:])
+        for where, use in uses
+    )
 
 
 def repeated_collectives(step: Step) -> Iterator[Finding]:
@@ -120,33 +169,41 @@ def _collectives_of(
 
 
 def synchronous_collectives(step: Step) -> Iterator[Finding]:
-    """Finds synchronous collectives that an unset compiler option would make asynchronous."""
-    for kind in COLLECTIVES:
-        if not (options := _missing_options(step, kind)):
-            continue
-        for computation, each, _ in _large(step, kind):
+    """Finds large synchronous collectives on TPUs that an option or another mesh may change."""
+    if step.facts.platform != "tpu":
+        return  # GPU compilers decide themselves.
+    for kind in ("all-gather", "reduce-scatter", "all-reduce", "all-to-all"):
+        missing = _unset_options(step, kind)
+        for computation, each, axes in _large(step, kind):
             size = result_bytes(each) * computation.executions
             if is_asynchronous(computation, each) or size < step.thresholds.synchronous:
                 continue
-            yield step.finding(
-                "synchronous collective", "hint", computation, each,
-                path="compiler_options",
-                advice=f"the device waits for this {kind}; compiler_options {options} let it "
-                "overlap with independent work.",
-            )  # fmt: skip
+            wide = math.prod(step.facts.mesh[axis] for axis in axes) >= _MANY_DEVICES
+            if missing or kind == "reduce-scatter" or (kind == "all-gather" and wide):
+                yield step.finding(
+                    "synchronous collective", "hint", computation, each,
+                    path="compiler_options" if missing else "mesh_shape",
+                    advice=f"the device waits for this {kind}, which could overlap with "
+                    f"independent work; {_cure(step, missing, axes)}.",
+                )  # fmt: skip
 
 
-def _missing_options(step: Step, kind: str) -> dict[str, str]:
-    """Returns the unset options that would make a kind of collective asynchronous."""
-    facts, wanted = step.facts, dict[str, str]()
-    if facts.platform == "tpu" and kind in _TPU_OPTIONS:
-        option = _TPU_OPTIONS[kind]
-        known = BY_DEVICE_KIND.get(facts.device_kind, {})
-        if option in known:
-            wanted = {k: v for k, v in known.items() if "sparse_core" in k or "_sc" in k}
-        elif kind == "all-to-all":
-            wanted = {option: "true"}
+def _unset_options(step: Step, kind: str) -> dict[str, str]:
+    """Returns the unset options that make a kind of collective asynchronous or more direct."""
+    facts = step.facts
+    known = BY_DEVICE_KIND.get(facts.device_kind, {}) if facts.platform == "tpu" else {}
+    wanted = {k: v for k, v in known.items() if _SPARSE_CORE.search(k)}
+    if kind == "all-to-all":
+        wanted = {"xla_tpu_enable_async_all_to_all": "true"}
     return {k: v for k, v in wanted.items() if facts.compiler_options.get(k) != v}
+
+
+def _cure(step: Step, missing: Mapping[str, str], axes: Iterable[str]) -> str:
+    """Returns what to set: options of the compiler, or another mesh."""
+    if missing:
+        return f"set compiler_options {dict(missing)}"
+    sizes = describe_mesh({axis: step.facts.mesh[axis] for axis in axes})
+    return f"no compiler option is left for it; a mesh other than {sizes} may avoid it"
 
 
 def _large(step: Step, wanted: str) -> Iterator[tuple[Computation, Instruction, tuple[str, ...]]]:

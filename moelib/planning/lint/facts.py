@@ -1,6 +1,7 @@
 """The input of lint: a compiled step, and the trainer's settings that it should reflect."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from moelib.core.param import is_spec, may_cast
 from moelib.planning.hlo import source, values
 from moelib.planning.hlo.program import Computation, Instruction, Program
 from moelib.planning.hlo.source import SourceMap
+from moelib.planning.lint.dataflow import Dataflow
 from moelib.planning.report.step_report import Finding
 
 _MIB = 2**20
@@ -68,6 +70,11 @@ class Facts:
         """Yields the arrays of the model."""
         return (each for each in self.state if each.path.startswith("model/"))
 
+    def sizes_of(self, axis: str | None = None) -> set[int]:
+        """Returns the sizes of a logical axis in parameters; of all dimensions without an axis."""
+        pairs = (zip(each.axes, each.shape, strict=True) for each in self.parameters())
+        return {size for each in pairs for name, size in each if axis in (None, name)}
+
 
 def facts_of(trainer: Any, compiler_options: Mapping[str, str] | None = None) -> Facts:
     """Returns the facts of a `SpmdTrainer`, by default with its own compiler options."""
@@ -118,6 +125,11 @@ class Step:
     facts: Facts
     source_map: SourceMap
     thresholds: Thresholds = Thresholds()
+
+    @functools.cached_property
+    def flow(self) -> Dataflow:
+        """Producers and consumers of results in the program."""
+        return Dataflow(self.program)
 
     def config_path(self, op_name: str) -> str:
         """Returns the path of the config that made an instruction."""

@@ -22,6 +22,7 @@ RULES = (
     collectives.float32_gathers,
     arrays.unsplit_activations,
     arrays.replicated_state,
+    collectives.all_reduces_for_others,
     collectives.invariant_collectives,
     collectives.repeated_collectives,
     collectives.synchronous_collectives,

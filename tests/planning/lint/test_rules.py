@@ -9,6 +9,7 @@ from moelib.planning.lint.arrays import unscaled_memory
 from moelib.planning.lint.facts import Facts, StateArray, Thresholds
 from moelib.planning.lint.rules import lint, merged
 from moelib.planning.report.collectives import collective_instructions, is_asynchronous
+from moelib.train.compiler_options import BY_DEVICE_KIND
 from tests.planning.report.test_step_report import make_report
 
 MIB = 2**20
@@ -124,6 +125,85 @@ def test_a_loop_invariant_collective_is_found(operand, iterations, count):
     assert [(f.executions, f.bytes) for f in found] == [(5, 8192 * 1024 * 2)] * count
 
 
+def test_zeros_that_a_windowed_matmul_passes_on_first_are_no_loop_invariant_collective():
+    text = LOOP.format(operand="w", iterations=5)
+    zeros = (
+        "%zero = bf16[] constant(0)\n  %c = bf16[4096,1024]{1,0} broadcast(%zero), dimensions={}"
+    )
+    text = text.replace("%c = bf16[4096,1024]{1,0} negate(%w)", zeros)
+    assert lint(hlo.parse(text), _all_options_set()) == []
+
+
+# The forms in which v5p and v6e compile gathers and scatters over a whole torus.
+SUMS = """%put (p: bf16[1024,1024], q: bf16[512,1024], i: u32[]) -> bf16[1024,1024] {
+  %p = bf16[1024,1024]{1,0} parameter(0)
+  %q = bf16[512,1024]{1,0} parameter(1)
+  %i = u32[] parameter(2)
+  %j = u32[] constant(0)
+  ROOT %u = bf16[1024,1024]{1,0} dynamic-update-slice(%p, %q, %i, %j)
+}
+
+%take (p: bf16[1024,1024], i: u32[]) -> bf16[512,1024] {
+  %p = bf16[1024,1024]{1,0} parameter(0)
+  %i = u32[] parameter(1)
+  %j = u32[] constant(0)
+  ROOT %s = bf16[512,1024]{1,0} dynamic-slice(%p, %i, %j), dynamic_slice_sizes={512,1024}
+}
+
+%wrapped (p: bf16[1024,1024]) -> bf16[1024,1024] {
+  %p = bf16[1024,1024]{1,0} parameter(0)
+  ROOT %sum = bf16[1024,1024]{1,0} all-reduce(%p), replica_groups=[2,2]<=[4], to_apply=%add
+}
+
+ENTRY %main (part: bf16[512,1024], whole: bf16[1024,1024], k: u32[]) -> bf16[1024,1024] {
+  %part = bf16[512,1024]{1,0} parameter(0)
+  %whole = bf16[1024,1024]{1,0} parameter(1)
+  %k = u32[] parameter(2)
+  %id = u32[] partition-id()
+  %n = u32[] constant(512)
+  %at = u32[] multiply(%id, %n)
+  %z = bf16[] constant(0)
+  %zeros = bf16[1024,1024]{1,0} broadcast(%z), dimensions={}
+  %scalar = pred[] compare(%id, %n), direction=LT
+  %mine = pred[1024,1024]{1,0} broadcast(%scalar), dimensions={}
+  %selected = bf16[1024,1024]{1,0} select(%mine, %whole, %zeros)
+  %placed = bf16[1024,1024]{1,0} fusion(BASE, %part, INDEX), kind=kLoop, calls=%put
+  %copy-start = (bf16[1024,1024], bf16[1024,1024], u32[]) copy-start(OPERAND)
+  %copy-done = bf16[1024,1024]{1,0} copy-done(%copy-start)
+  %begin = ((), (), s32[]) custom-call-start(), called_computations={%wrapped}
+  %going = ((bf16[1024,1024]), bf16[1024,1024], s32[]) custom-call-update(%begin, %copy-done)
+  %end = bf16[1024,1024]{1,0} custom-call-done(%going)
+  %sliced = bf16[512,1024]{1,0} fusion(%end, INDEX), kind=kLoop, calls=%take
+  ROOT %out = bf16[1024,1024]{1,0} USE
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("operand", "base", "index", "use", "rule"),
+    [
+        ("%placed", "%zeros", "%at", "negate(%end)", "all-reduce for all-gather"),
+        ("%selected", "%zeros", "%at", "negate(%end)", "all-reduce for all-gather"),
+        ("%whole", "%zeros", "%at", "negate(%sliced)", "all-reduce for reduce-scatter"),
+        ("%whole", "%zeros", "%at", "negate(%end)", None),  # The sum is used whole.
+        ("%placed", "%whole", "%at", "negate(%end)", None),  # The rest is not zero.
+        ("%placed", "%zeros", "%k", "negate(%end)", None),  # All devices have the same part.
+        ("%whole", "%zeros", "%k", "negate(%sliced)", None),
+    ],
+)
+def test_an_all_reduce_that_gathers_or_scatters_is_found(operand, base, index, use, rule):
+    text = SUMS.replace("OPERAND", operand).replace("BASE", base).replace("INDEX", index)
+    if "%sliced" not in use:
+        text = text.replace("%sliced = bf16[512,1024]{1,0} fusion(%end", "%sliced = f32[] add(%n")
+    program = hlo.parse(text.replace("USE", use))
+    sizes = Thresholds(activation=2**40)
+    for facts, path in ((FACTS, "compiler_options"), (_all_options_set(), "mesh_shape")):
+        found = lint(program, facts, thresholds=sizes)
+        assert [(each.rule, each.config_path, each.bytes) for each in found] == (
+            [(rule, path, 2 * MIB)] if rule else []
+        )
+
+
 SENT = "%r = bf16[8192,8192]{1,0} reduce-scatter(%a), replica_groups=[2,2]<=[4], dimensions={0}"
 
 
@@ -146,11 +226,32 @@ def test_a_collective_that_xla_repeats_is_found():
         assert _found(gather.replace("NAME", name), facts=facts) == [rule for _ in found]
 
 
-def test_a_collective_without_a_helpful_option_is_no_finding():
-    from moelib.train.compiler_options import BY_DEVICE_KIND
-
+def _all_options_set(**changes):
     options = BY_DEVICE_KIND["TPU v6 lite"]
-    assert _found(SENT, facts=dataclasses.replace(FACTS, compiler_options=options)) == []
+    return dataclasses.replace(FACTS, compiler_options=options, **changes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups", "count"),
+    [
+        ("reduce-scatter", OVER_FSDP, 1),  # Such as the gradient of the head.
+        ("all-gather", OVER_FSDP, 0),
+        ("all-gather", "replica_groups=[1,64]<=[64]", 1),
+        ("all-reduce", "replica_groups=[1,64]<=[64]", 0),
+    ],
+)
+def test_a_synchronous_collective_without_an_option_names_the_mesh(kind, groups, count):
+    mesh = {"expert": 1, "fsdp": 64} if "64" in groups else {"expert": 2, "fsdp": 2}
+    sent = f"%r = bf16[8192,8192]{{1,0}} {kind}(%a), {groups}, dimensions={{0}}"
+    given = "ENTRY %m (a: f32[8]) -> f32[8] {\n  %a = f32[8]{0} parameter(0)\n"
+    found = lint(hlo.parse(given + "  ROOT " + sent + "\n}\n"), _all_options_set(mesh=mesh))
+    assert [(each.rule, each.config_path) for each in found] == [
+        ("synchronous collective", "mesh_shape")
+    ] * count
+    assert all(f"fsdp={mesh['fsdp']}" in each.advice for each in found)
+
+
+def test_other_synchronous_collectives_are_no_findings():
     assert _found(SENT, facts=dataclasses.replace(FACTS, platform="cpu")) == []
     assert _found(SENT.replace("8192,8192", "1024,1024")) == []  # Too small to wait for.
 
@@ -207,6 +308,28 @@ def test_stacked_weights_are_no_activations(shape):
     statement = f"%x = {shape}{{2,1,0}} add(%a, %a)"
     assert _found(statement, facts=facts) == []
     assert _found(statement) == [("unsplit activation", "x")]  # No weight of this shape.
+
+
+LAYERS = StateArray("model/w", (4, 2048, 8, 4, 128), (
+    "layers", "embed", None, "kv_heads", "head_dim"), MIB, True, True)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shape", "found"),
+    [
+        ("bf16[4,1,4096,2048]{3,2,1,0}", False),  # The residual stream of four layers.
+        ("f32[1,4,8,128,4096]{4,3,2,1,0}", False),  # Four key heads, transposed.
+        ("f32[1,4,4096,1024]{3,2,1,0}", False),
+        ("bf16[4,4096,2048]{2,1,0}", True),  # The sequences of all devices.
+        ("bf16[4,2048,2048]{2,1,0}", True),
+    ],
+)
+def test_layers_and_heads_as_many_as_the_devices_are_no_batch(shape, found):
+    facts = dataclasses.replace(FACTS, batch_size=4, seq_len=4096, state=(LAYERS,), platform="cpu")
+    sizes = Thresholds(activation=16 * MIB)
+    assert _found(f"%x = {shape} add(%a, %a)", facts=facts, sizes=sizes) == (
+        [("unsplit activation", "x")] if found else []
+    )
 
 
 def test_state_that_no_axis_splits_is_found_if_it_is_large():
