@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from moelib.core import config_parse, config_paths, platforms
 from moelib.core.command_line import flag, no_arguments, run_command
+from moelib.core.compilation_cache import use_compilation_cache
 from moelib.core.config import ConfigBase, config_origin, get_named_trainer_config
 from moelib.core.config_modifier import apply_mesh_rule
 from moelib.core.errors import UsageError
@@ -69,7 +70,7 @@ class DeviceFlags:
     process_id: int | None = flag(None, "Index of this process, from 0.", lower_bound=0)
 
     def set_up(self) -> None:
-        """Selects the devices. Call it before anything computes.
+        """Selects the devices and the compilation cache. Call it before anything computes.
 
         Raises:
             UsageError: If only some flags of a distributed job are set, or the platform is missing.
@@ -88,6 +89,9 @@ class DeviceFlags:
                     "other; set all three."
                 )
             jax.distributed.initialize(*job)
+        else:
+            # Processes that find different programs in their caches would wait for each other.
+            use_compilation_cache()
         if self.jax_backend is not None:
             platforms.check_backend(self.jax_backend)
 

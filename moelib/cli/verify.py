@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from moelib import launch
 from moelib.cli.files import check_file
 from moelib.core.command_line import flag, no_arguments
+from moelib.core.compilation_cache import use_compilation_cache
 from moelib.core.table import print_table
 
 
@@ -42,6 +43,7 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
+    use_compilation_cache()
     from moelib.verify.outcome import Status
     from moelib.verify.run import verify_config
 

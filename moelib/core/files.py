@@ -1,4 +1,4 @@
-"""Files written as a whole: readers see the old content or the new one, never a part."""
+"""Files written as a whole: readers see the old content or the new one, never a part; caches."""
 
 import contextlib
 import json
@@ -51,3 +51,9 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
         return {}
     except ValueError as error:
         raise UserError(f"{path} is not a JSON object ({error}); fix or remove it.") from error
+
+
+def user_cache_dir(name: str) -> str:
+    """Returns the user's folder for the cache `name` of the library, which may not exist yet."""
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return os.path.join(folder, "moelib", name)

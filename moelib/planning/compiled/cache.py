@@ -14,13 +14,11 @@ from typing import Any
 
 import moelib
 from moelib.core.errors import UserError
-from moelib.core.files import read_json, write_json
+from moelib.core.files import read_json, user_cache_dir, write_json
 
 _logger = logging.getLogger(__name__)
 
-DEFAULT_DIR = os.path.join(
-    os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "moelib", "plan"
-)
+DEFAULT_DIR = user_cache_dir("plan")
 
 # Packages that compile, and variables that they read; the worker sets JAX_PLATFORMS itself.
 _COMPILERS = re.compile(r"jax[\w-]*|libtpu|nvidia-(cuda-nvcc|nvvm).*|optax")
