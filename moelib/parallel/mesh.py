@@ -8,7 +8,7 @@ ordered from the least traffic to the most.
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -219,27 +219,37 @@ def _arranged(
     return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
 
 
+def torus_spans(
+    devices: np.ndarray, axis_names: Sequence[str], axes: Collection[str]
+) -> list[tuple[int, int]]:
+    """Returns the (size, stride) of a group of devices along each dimension of a torus.
+
+    The dimensions are `coords`, then the core of a chip and the slice. A group has the devices that
+    differ along `axes` only. It is a box unless its size differs from the product of the sizes: the
+    axes of small slices may wind through the torus. The list is empty for other devices than TPUs.
+    """
+    if not hasattr(devices.flat[0], "coords"):
+        return []
+    index = tuple(slice(None) if name in axes else 0 for name in axis_names)
+    read = lambda x: (*x.coords, getattr(x, "core_on_chip", 0), getattr(x, "slice_index", 0))
+    group = np.array([read(device) for device in np.ravel(devices[index])])
+    places = [np.unique(column) for column in group.T]
+    return [(len(at), int(at[1] - at[0]) if len(at) > 1 else 1) for at in places]
+
+
 def shared_sides(devices: np.ndarray, axis_names: Sequence[str]) -> list[str]:
     """Returns the sides of a torus that several mesh axes share, such as "8 = expert 2 x fsdp 4".
 
     Along a part of a side, devices have no ring, and half of the links or less. The devices of a
     mesh are those of TPUs; others, and small slices whose axes wind through the torus, have none.
     """
-    if not hasattr(devices.flat[0], "coords"):
+    spans = {name: torus_spans(devices, axis_names, (name,)) for name in axis_names}
+    sizes = dict(zip(axis_names, devices.shape, strict=True))
+    if any(math.prod(size for size, _ in each) != sizes[name] for name, each in spans.items()):
         return []
-    read = lambda x: (*x.coords, getattr(x, "core_on_chip", 0), getattr(x, "slice_index", 0))
-    positions = np.array([read(device) for device in devices.flat])
-    positions = positions.reshape(*devices.shape, -1)
-    count = lambda p: np.array([len(np.unique(column)) for column in p.reshape(-1, p.shape[-1]).T])
-    sides, extents = count(positions), {}
-    for axis, name in enumerate(axis_names):
-        line = np.moveaxis(positions, axis, 0).reshape(devices.shape[axis], -1, len(sides))[:, 0]
-        extents[name] = count(line)
-        if math.prod(extents[name]) != devices.shape[axis]:
-            return []
     shared = []
-    for i, side in enumerate(sides[:-2]):
-        parts = [f"{name} {each[i]}" for name, each in extents.items() if each[i] > 1]
+    for i, (side, _) in enumerate(torus_spans(devices, axis_names, axis_names)[:-2]):
+        parts = [f"{name} {each[i][0]}" for name, each in spans.items() if each[i][0] > 1]
         shared += [f"{side} = {' x '.join(parts)}"] if len(parts) > 1 else []
     return shared
 

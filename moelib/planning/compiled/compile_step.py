@@ -49,7 +49,8 @@ def compile_step(
         on_stage: Called after each of `STAGES`.
 
     Raises:
-        UserError: If the mesh does not fit the devices, or the batch does not fit the mesh.
+        UserError: If the mesh does not fit the devices, the batch does not fit the mesh, or the
+            compiler does not know an option or its value.
         OutOfMemoryError: If the step needs more memory than a TPU has. The compiler for GPUs does
             not refuse: compare the report's peak.
     """
@@ -78,7 +79,8 @@ def compile_step(
         try:
             compiled = lowered.compile(compiler_options=options)
         except Exception as error:
-            raise _out_of_memory(error, trainer, topology) or error from None
+            known = _out_of_memory(error, trainer, topology) or _refused_option(error, options)
+            raise known or error from None
         cpu = time.process_time() - cpu
         stopwatch.done("compile", f"{cpu:.1f} s of CPU time")
     step = Step(traced, lowered, compiled)
@@ -121,6 +123,18 @@ def no_compilation_cache() -> Iterator[None]:
     finally:
         jax.config.update("jax_enable_compilation_cache", before)
         compilation_cache.reset_cache()
+
+
+def _refused_option(error: Exception, options: Mapping[str, str]) -> UserError | None:
+    """Returns the error for an option that the compiler refuses, or None if `error` is another."""
+    text = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
+    named = [name for name in options if re.search(rf"\b{re.escape(name)}\b", text)]
+    if not named or not re.match("No such compile option|Failed to parse|While setting", text):
+        return None
+    return UserError(
+        f"compiler option {named[0]}={options[named[0]]}: {text.rstrip(': ')}; remove it from "
+        "--compiler_option and compiler_options, or install a compiler that knows it."
+    )
 
 
 def _out_of_memory(error: Exception, trainer: Any, topology: Topology) -> OutOfMemoryError | None:

@@ -36,6 +36,7 @@ from moelib.planning.hardware.topologies import TopologyShape, torus_devices
 # Axes that may lie across slices: along them devices share only a batch, weights or experts, so
 # that the least traffic crosses the slow network.
 _ACROSS = ("data", "expert", "fsdp")
+_MAX_REFUSALS = 4  # Reasons in an error.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,20 +126,25 @@ def candidates(
             raise UserError(
                 f"topology {topology.name}: mesh {mesh!r}: {name}={size}, but {reason}; omit it."
             )
-    found, first_refusal, check = [], "", _mesh_check(work, rules)
+    found, refusals, too_small = [], dict[str, None](), dict[int, str]()
+    check = _mesh_check(work, rules)
     remats = list(_remats(cfg, work))
     for each in _meshes(split, topology, wanted):
         if (refusal := check(each)) is not None:
-            first_refusal = first_refusal or f"{each}: {refusal}"
+            refusals[refusal] = None
             continue
         most = work.global_batch_size // each.parts(rules["batch"])
         for size in (n for n in range(1, most + 1) if most % n == 0):
+            if (refusal := _chunk_refusal(work, each, rules, size)) is not None:
+                too_small[size] = refusal
+                continue
             found += [Candidate(topology, each, size, most // size, name) for name in remats]
     if not found:
+        reasons = [*[*refusals][:_MAX_REFUSALS], *(too_small[n] for n in sorted(too_small)[-1:])]
         raise UserError(
             f"topology {topology.name}: no mesh of its {topology.num_devices} devices"
-            f"{' with ' + mesh if mesh else ''} can run the config "
-            f"({first_refusal or 'the config lacks the axes'})."
+            f"{' with ' + mesh if mesh else ''} can run the config: "
+            f"{' '.join(reasons) or 'the config lacks the axes.'}"
         )
     return found
 
@@ -160,7 +166,21 @@ def current_candidate(cfg: Any, work: Workload, topology: TopologyShape) -> Cand
             f"{work.global_batch_size // num} sequences, which {parts} devices do not divide; set "
             f"it to a divisor of {work.global_batch_size // parts}."
         )
-    return Candidate(topology, mesh, work.global_batch_size // num // parts, num, OWN)
+    size = work.global_batch_size // num // parts
+    if (refusal := _chunk_refusal(work, mesh, rules, size)) is not None:
+        raise UserError(f"topology {topology.name}: {refusal}")
+    return Candidate(topology, mesh, size, num, OWN)
+
+
+def _chunk_refusal(work: Workload, mesh: Mesh, rules: sharding.Rules, size: int) -> str | None:
+    """Returns the reason why a batch per device is too small for a chunk of the loss, or None."""
+    tokens, chunk = size * work.seq_len // mesh.parts(rules["sequence"]), work.loss_chunk_size
+    if chunk is None or chunk <= tokens:
+        return None
+    return (
+        f"model.loss_chunk_size is {chunk}, more than the {tokens} tokens of a device's "
+        f"micro-batch; set it to {tokens} or less, or to None."
+    )
 
 
 def _own_mesh(cfg: Any, topology: TopologyShape) -> Mesh:

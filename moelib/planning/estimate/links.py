@@ -4,18 +4,22 @@ A collective over several slices is split in two: inside a slice it uses links (
 between slices the network (DCN, InfiniBand), which each byte crosses once.
 
 On a torus a device has two neighbors along each dimension, or one where the dimension has size 2 or
-is a line. A mesh axis uses a share of these links, as its size is a share of the slice; messages of
-an all-to-all cross several links.
+is a line. The devices of a group lie where `create_device_mesh` puts them: axes that share a side
+of the torus have parts of it: lines, or every second, third, ... device, so that several
+groups share its links. Messages of an all-to-all cross several links.
 """
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
+
+from moelib.parallel.mesh import create_device_mesh, torus_spans
 from moelib.planning.estimate.candidates import Mesh
-from moelib.planning.hardware.topologies import TORI, TopologyShape
+from moelib.planning.hardware.topologies import TORI, TopologyShape, torus_devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,23 +51,35 @@ class Links:
         inside = math.prod(self._mesh.inside.get(axis, 1) for axis in axes)
         return inside, math.prod(self._mesh.across.get(axis, 1) for axis in axes)
 
-    def _devices_per_chip(self, axes: Sequence[str]) -> int:
-        """Returns the number of devices of one chip in a group.
+    @functools.cached_property
+    def _devices(self) -> np.ndarray:
+        """The devices of a slice, with a dimension per axis of its mesh; none for GPUs."""
+        devices = torus_devices(self._topology)
+        sizes = self._mesh.inside
+        if not devices:
+            return np.empty(0)
+        return create_device_mesh([*sizes.values()], [*sizes], devices).devices
 
-        Meshes are laid on whole dimensions of the torus where sizes allow it, so a group has both
-        devices of a chip if its size is not a product of such dimensions; where sizes do not tell,
-        the innermost axis has both.
-        """
-        torus = TORI.get(self._topology.accelerator.name)
-        num, (inside, _) = torus.devices_per_chip if torus else 1, self._group(axes)
-        if num == 1 or inside % num:
-            return 1
-        taken = itertools.product(*((1, side) for side in _sides(self._topology)))
-        products = {math.prod(sides) for sides in taken}
-        rest = self._topology.devices_per_slice // inside
-        innermost = [*self._mesh.inside][-1]
-        whole = inside in products and (rest not in products or innermost not in axes)
-        return 1 if whole else num
+    @functools.cache  # noqa: B019 (one instance per mesh, as long as its estimates)
+    def _spans(self, axes: tuple[str, ...]) -> list["_Span"]:
+        """Returns the parts of the torus's sides that a group along some axes spans, in chips."""
+        least = TORI[self._topology.accelerator.name].min_ring
+        names = [*self._mesh.inside]
+        sides = [size for size, _ in torus_spans(self._devices, names, names)[:-2]]
+        spans = torus_spans(self._devices, names, axes)[:-2]
+        found = [
+            _Span(size * stride, stride, ring=size * stride == side >= least)
+            for side, (size, stride) in zip(sides, spans, strict=True)
+            if size > 1
+        ]
+        chips = self._group(axes)[0] // self._devices_per_chip(axes)
+        winds = math.prod(size for size, _ in spans) != chips
+        return [_Span(chips, 1, ring=False)] if winds else found
+
+    def _devices_per_chip(self, axes: Sequence[str]) -> int:
+        """Returns the number of devices of one chip in a group."""
+        spans = torus_spans(self._devices, [*self._mesh.inside], axes) if self._is_torus else []
+        return spans[-2][0] if spans else 1
 
     def all_gather(self, axes: Sequence[str], num_bytes: float) -> Traffic:
         """Returns the traffic of an all-gather by bytes of its result; also of a reduce-scatter."""
@@ -71,7 +87,7 @@ class Links:
         links = num_bytes * (inside - 1) / inside
         # Devices of a chip each receive part of what both need, and pass it on inside the chip.
         links /= self._devices_per_chip(axes)
-        return self._traffic(inside, links, num_bytes / inside * (across - 1) / across)
+        return self._traffic(axes, links, num_bytes / inside * (across - 1) / across)
 
     def all_reduce(self, axes: Sequence[str], num_bytes: float) -> Traffic:
         """Returns the traffic of an all-reduce by bytes of its result."""
@@ -82,68 +98,48 @@ class Links:
         inside, across = self._group(axes)
         n = inside * across
         links, network = num_bytes * (inside - 1) / n, num_bytes * (n - inside) / n
-        traffic = self._traffic(inside, links, network)
-        if inside == 1 or self._topology.accelerator.platform != "tpu":
+        traffic = self._traffic(axes, links, network)
+        if inside == 1 or not self._is_torus:
             return traffic
-        crossing = _crossing(self._topology, inside // self._devices_per_chip(axes))
-        seconds = num_bytes * inside / n * crossing / _bytes_per_second_of_link(self._topology)
+        # Half of what half of a side's chips send crosses its middle: a quarter of what they send,
+        # over one link of a line, or two of a ring. The longest side takes longest.
+        crossing = max(
+            (x.chips / (8 if x.ring else 4) for x in self._spans(tuple(axes))), default=0.25
+        )
+        seconds = num_bytes * inside / n * crossing / self._bytes_per_second_of_link
         return dataclasses.replace(traffic, links_seconds=seconds)
 
     def ring(self, axes: Sequence[str], num_bytes: float) -> Traffic:
         """Returns the traffic of passing bytes on, once around a ring."""
         inside, across = self._group(axes)
         n = inside * across
-        return self._traffic(inside, num_bytes * n, num_bytes * n if across > 1 else 0.0)
+        return self._traffic(axes, num_bytes * n, num_bytes * n if across > 1 else 0.0)
 
-    def _traffic(self, inside: int, links: float, network: float) -> Traffic:
+    def _traffic(self, axes: Sequence[str], links: float, network: float) -> Traffic:
         accelerator = self._topology.accelerator
-        seconds = links / links_bytes_per_second(self._topology, inside) if links else 0.0
+        seconds = links / self.bytes_per_second(axes) if links else 0.0
         return Traffic(links, network, seconds, network / accelerator.network_bytes_per_second)
 
+    def bytes_per_second(self, axes: Sequence[str]) -> float:
+        """Returns the peak rate from a device to the devices of its slice along some axes."""
+        if not self._is_torus:
+            return self._topology.accelerator.link_bytes_per_second  # A switch connects all.
+        links = sum((2 if x.ring else 1) / x.stride for x in self._spans(tuple(axes)))
+        return self._bytes_per_second_of_link * (links or 1.0)
 
-def links_bytes_per_second(topology: TopologyShape, group: int) -> float:
-    """Returns the peak rate from a device to a group of devices of its slice."""
-    accelerator = topology.accelerator
-    if accelerator.platform != "tpu" or group == 1:
-        return accelerator.link_bytes_per_second  # A switch connects all.
-    return _bytes_per_second_of_link(topology) * _num_links(topology, group)
+    @property
+    def _is_torus(self) -> bool:
+        return self._topology.accelerator.platform == "tpu"
 
-
-def _bytes_per_second_of_link(topology: TopologyShape) -> float:
-    accelerator = topology.accelerator
-    return accelerator.link_bytes_per_second / (2 * TORI[accelerator.name].num_dimensions)
-
-
-def _sides(topology: TopologyShape) -> list[int]:
-    """Returns the dimensions of a slice's torus in chips, without those of size 1."""
-    shape = topology.name.rpartition(":")[2].split("x")
-    return [int(side) for side in shape if side != "1"]
+    @property
+    def _bytes_per_second_of_link(self) -> float:
+        accelerator = self._topology.accelerator
+        return accelerator.link_bytes_per_second / (2 * TORI[accelerator.name].num_dimensions)
 
 
-@functools.cache
-def _crossing(topology: TopologyShape, chips: int) -> float:
-    """Returns the time of an all-to-all of some chips, as a multiple of one device's over one link.
+class _Span(NamedTuple):
+    """The part of a side of the torus that a group of devices spans."""
 
-    In a dimension of k chips, half of the rows of half of the chips cross its middle: k / 4 of a
-    device's rows over the one link of a line, k / 8 over each of two links of a ring. The longest
-    dimension takes longest. A group lies on whole dimensions of the slice if some have its size,
-    and on parts of them otherwise.
-    """
-    least, sides = TORI[topology.accelerator.name].min_ring, _sides(topology)
-    parts = [[d for d in range(1, side + 1) if side % d == 0] for side in sides]
-    layouts = [each for each in itertools.product(*parts) if math.prod(each) == chips]
-    pairs = [[(k, k == side) for k, side in zip(e, sides, strict=True) if k > 1] for e in layouts]
-    whole = [each for each in pairs if all(ring for _, ring in each)]
-    return min(
-        max((k / (8 if ring and k >= least else 4) for k, ring in each), default=0.25)
-        for each in whole or pairs or [[(chips, False)]]
-    )
-
-
-@functools.cache
-def _num_links(topology: TopologyShape, group: int) -> float:
-    """Returns the number of a device's links that a group of this size uses, 1 or more."""
-    least, sizes = TORI[topology.accelerator.name].min_ring, _sides(topology)
-    links = sum(2 if size >= least else 1 for size in sizes)
-    devices = max(math.prod(sizes), 2)
-    return max(1.0, links * min(math.log(max(group, 1)) / math.log(devices), 1.0))
+    chips: int  # Length, with those of other groups in between.
+    stride: int  # Number of groups that share its links.
+    ring: bool

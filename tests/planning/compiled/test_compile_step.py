@@ -50,6 +50,16 @@ def test_lint_knows_the_options_of_the_compilation(where, tmp_path, monkeypatch)
     assert told[0].compiler_options == BY_DEVICE_KIND["TPU v6 lite"] | {changed: "false"}
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("xla_tpu_no_such_option", "true"), ("xla_tpu_scoped_vmem_limit_kib", "many")],
+)
+def test_an_option_that_the_compiler_refuses_is_named(where, tmp_path, name, value):
+    cfg = tiny.trainer_config(tmp_path, evaler=False)
+    with pytest.raises(UserError, match=rf"{name}={value}"):
+        compile_step(cfg, where, name="tiny", compiler_options={name: value})
+
+
 def test_rows_routed_are_a_devices_tokens_times_their_experts():
     cfg = flame_moe.tiny().set(dir="unused", mesh_shape=(1, 1, 2, 2, 1, 1))
     trainer = cfg.instantiate(parent=None, devices=jax.devices()[:4])

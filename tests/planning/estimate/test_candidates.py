@@ -148,3 +148,25 @@ def test_sharding_rules_may_name_the_configs_own_mesh_axes(tiny):
     cfg = tiny[0].clone(mesh_axis_names=names, sharding_rules={"ffn": ("rings",)})
     assert rules_of(cfg)["ffn"] == ("rings",)
     assert rules_of(cfg)["batch"] == ("data", "expert", "fsdp")
+
+
+def test_a_topology_without_a_mesh_names_every_axis_that_cannot_split(tiny):
+    cfg, work = tiny
+    with pytest.raises(UserError, match="v5p:3x1x1: no mesh of its 3 devices") as error:
+        candidates(cfg, work, describe("v5p:3x1x1"))
+    for axis in ("model", "seq", "fsdp", "expert"):
+        assert f"({axis}=3)" in str(error.value)
+
+
+def test_a_chunk_of_the_loss_larger_than_a_micro_batch_is_refused_as_by_the_trainer(tiny):
+    cfg, work = tiny
+    tokens = work.seq_len * 4
+    work = dataclasses.replace(work, loss_chunk_size=tokens)
+    found = candidates(cfg, work, describe("h100:1x2"), mesh="fsdp=2")
+    assert {each.batch_per_device for each in found} == {4}  # Of 8 sequences.
+    work = dataclasses.replace(work, loss_chunk_size=tokens + 1)
+    message = f"loss_chunk_size is {tokens + 1}.*{tokens} tokens"
+    with pytest.raises(UserError, match=message):
+        candidates(cfg, work, describe("h100:1x2"), mesh="fsdp=2")
+    with pytest.raises(UserError, match=message):
+        current_candidate(cfg.clone(mesh_shape=(1, 1, 1, 2, 1, 1)), work, describe("h100:1x2"))

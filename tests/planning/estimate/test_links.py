@@ -3,7 +3,7 @@
 import pytest
 
 from moelib.planning.estimate.candidates import Mesh
-from moelib.planning.estimate.links import Links, links_bytes_per_second
+from moelib.planning.estimate.links import Links
 from moelib.planning.hardware.topologies import describe
 
 
@@ -34,14 +34,30 @@ def test_a_ring_passes_on_as_often_as_it_has_devices():
     assert links.ring(("seq",), 1e9).links_bytes == 4e9
 
 
-def test_an_axis_of_a_torus_has_the_links_of_its_dimensions():
-    four = describe("v6e:2x2")
-    one_way = four.accelerator.link_bytes_per_second / 4  # Of two dimensions' links, one.
-    assert links_bytes_per_second(four, 2) == pytest.approx(one_way)
-    assert links_bytes_per_second(four, 4) == pytest.approx(2 * one_way)
-    pod = describe("v6e:16x16")  # Rings.
-    assert links_bytes_per_second(pod, 16) == pytest.approx(2 * one_way)
-    assert links_bytes_per_second(pod, 256) == pytest.approx(4 * one_way)
+@pytest.mark.parametrize(
+    ("name", "sizes", "axes", "num_links"),
+    [
+        ("v6e:2x2", {"expert": 2, "fsdp": 2}, ("fsdp",), 1),
+        ("v6e:2x2", {"fsdp": 4}, ("fsdp",), 2),
+        ("v6e:16x16", {"expert": 16, "fsdp": 16}, ("expert",), 2),  # A ring.
+        ("v6e:16x16", {"fsdp": 256}, ("fsdp",), 4),
+        ("v5p:4x4x4", {"fsdp": 64}, ("fsdp",), 6),
+        ("v6e:8x8", {"expert": 8, "fsdp": 8}, ("fsdp",), 1),  # A line.
+        # Two lines of 4 on a side of 8; pairs at a distance of 4, four of which share its links.
+        ("v6e:8x8", {"expert": 2, "fsdp": 32}, ("fsdp",), 2),
+        ("v6e:8x8", {"expert": 2, "fsdp": 32}, ("expert",), 1 / 4),
+        ("v6e:8x8", {"expert": 2, "fsdp": 32}, ("expert", "fsdp"), 2),
+        # On a side of 4, a ring: both ways.
+        ("v5p:4x4x4", {"expert": 2, "fsdp": 32}, ("expert",), 2 / 2),
+        ("v5p:4x4x4", {"expert": 2, "fsdp": 32}, ("fsdp",), 2 + 2 + 1),
+    ],
+)
+def test_axes_have_the_links_of_their_parts_of_the_torus(name, sizes, axes, num_links):
+    topology = describe(name)
+    dims = 3 if name.startswith("v5p") else 2
+    one_way = topology.accelerator.link_bytes_per_second / (2 * dims)
+    links = Links(topology, Mesh(tuple(sizes.items())))
+    assert links.bytes_per_second(axes) == pytest.approx(num_links * one_way)
 
 
 @pytest.mark.parametrize(
