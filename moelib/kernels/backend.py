@@ -27,7 +27,7 @@ ENVIRONMENT = "MOELIB_KERNEL_BACKEND"
 # `reference` is the definition, dense and slow; `xla` runs everywhere.
 BACKENDS: dict[str, tuple[str, ...]] = {
     "cross_entropy": ("reference", "xla"),
-    "flash_attention": ("cudnn", "reference", "tpu", "xla"),
+    "flash_attention": ("cudnn", "gpu", "reference", "tpu", "xla"),
     "gmm": ("gpu", "reference", "tpu", "xla"),
 }
 _PLATFORM = {"cudnn": "gpu", "gpu": "gpu", "tpu": "tpu"}  # The others run on every platform.

@@ -14,7 +14,7 @@ from moelib.core.varying import align
 from moelib.kernels.flash_attention import tpu_kernels
 from moelib.kernels.flash_attention.reference import MaskSpec, Positions
 from moelib.kernels.flash_attention.tpu_kernels import Call, Masks
-from moelib.kernels.flash_attention.visits import MAX_BLOCKS, MAX_VISITS, PAST_END, visits
+from moelib.kernels.flash_attention.visits import MAX_BLOCKS, MAX_VISITS, in_blocks, visits
 
 _LANES = 128
 _MAX_BLOCK = 512
@@ -37,7 +37,9 @@ def reason_against(
     pairs = blocks[0] * blocks[1]
     if pairs > MAX_VISITS and in_order:
         index = np.arange(q.shape[1], dtype=np.int32)
-        pairs = len(visits(*_in_blocks(call, index, index), spec, by_keys=False))
+        pairs = len(
+            visits(*in_blocks(index, index, call.block_q, call.block_k), spec, by_keys=False)
+        )
     if pairs > MAX_VISITS or max(blocks) > MAX_BLOCKS:
         return (
             f"takes {MAX_VISITS} pairs of blocks, not the {pairs} of {q.shape[1]} queries and "
@@ -137,7 +139,7 @@ def _visits(
     q_index, k_index = positions.q_index, positions.k_index
     if in_order:  # Known while tracing, so the list is too.
         q_index = k_index = np.arange(q_index.shape[0], dtype=np.int32)
-    rows = _in_blocks(call, q_index, k_index)
+    rows = in_blocks(q_index, k_index, call.block_q, call.block_k)
     found = visits(*rows, call.spec, by_keys=by_keys)
     segments = [
         None if x is None else _padded(x.astype(jnp.int32), block)[:, None]
@@ -148,16 +150,6 @@ def _visits(
     ]
     q_row, k_row = (jnp.asarray(x).reshape(1, -1) for x in rows)
     return jnp.asarray(found), Masks(q_row, k_row, *segments)
-
-
-def _in_blocks(call: Call, q_index: Any, k_index: Any) -> tuple[Any, Any]:
-    """Returns the positions by block, padded; NumPy arrays give NumPy arrays."""
-    xp: Any = np if isinstance(q_index, np.ndarray) else jnp
-    pad = lambda x, block: (0, -x.shape[0] % block)
-    q_index = xp.pad(q_index, pad(q_index, call.block_q), mode="edge")
-    k_index = xp.pad(k_index, pad(k_index, call.block_k), constant_values=PAST_END)
-    rows = q_index.reshape(-1, call.block_q), k_index.reshape(-1, call.block_k)
-    return rows[0].astype(np.int32), rows[1].astype(np.int32)
 
 
 def _query_layout(

@@ -64,13 +64,7 @@ def visits(q_index: Any, k_index: Any, spec: MaskSpec, *, by_keys: bool) -> Any:
     NumPy arrays give a NumPy list of the seen pairs only, JAX arrays a list of all pairs. Positions
     are [blocks, tokens of a block]. With `by_keys`, rows are blocks of keys.
     """
-    q_low, q_high = q_index.min(1)[:, None], q_index.max(1)[:, None]
-    k_low, k_high = k_index.min(1)[None], k_index.max(1)[None]
-    least = least_ahead(spec)
-    seen, whole = q_high - k_low >= least, q_low - k_high >= least
-    if spec.window is not None:
-        seen = seen & (q_low - k_high < spec.window)
-        whole = whole & (q_high - k_low < spec.window)
+    seen, whole = _seen_and_whole(q_index, k_index, spec)
     if by_keys:
         seen, whole = seen.T, whole.T
     rows, columns = seen.shape
@@ -89,6 +83,52 @@ def visits(q_index: Any, k_index: Any, spec: MaskSpec, *, by_keys: bool) -> Any:
     loaded = jnp.where(loaded < 0, jnp.argmax(seen, axis=1)[:, None].astype(jnp.int32), loaded)
     ends = at_column == 0, at_column == columns - 1
     return _pack(at_row, loaded, *ends, seen, whole).reshape(-1)
+
+
+def lists(
+    q_index: Any, k_index: Any, segments: tuple[Any, Any] | None, spec: MaskSpec, *, by_keys: bool
+) -> tuple[Any, Any]:
+    """Returns the columns that each row visits, int32 [b, rows, columns], and their numbers.
+
+    A visit is 2 * column, plus 1 if it is whole; visits past a row's number are undefined. Segments
+    of queries and keys are [B, blocks, tokens of a block]; a pair of blocks whose ranges of segment
+    ids are disjoint is not visited. Without them b is 1, and NumPy arrays give NumPy arrays.
+    """
+    seen, whole = (x[None] for x in _seen_and_whole(q_index, k_index, spec))
+    if segments is not None:
+        (q_low, q_high), (k_low, k_high) = ((x.min(2), x.max(2)) for x in segments)
+        low, high = q_low[:, :, None], q_high[:, :, None]
+        k_low, k_high = k_low[:, None], k_high[:, None]
+        seen = seen & (low <= k_high) & (k_low <= high)
+        whole = whole & (low == k_high) & (k_low == high)
+    if by_keys:
+        seen, whole = seen.swapaxes(1, 2), whole.swapaxes(1, 2)
+    xp: Any = np if isinstance(seen, np.ndarray) else jnp
+    column = xp.arange(seen.shape[2], dtype=xp.int32)[None, None]
+    found = xp.where(seen, 2 * column + whole.astype(xp.int32), 2 * seen.shape[2])
+    return xp.sort(found, axis=2).astype(xp.int32), seen.sum(2, dtype=xp.int32)
+
+
+def in_blocks(q_index: Any, k_index: Any, block_q: int, block_k: int) -> tuple[Any, Any]:
+    """Returns the positions by block, padded; NumPy arrays give NumPy arrays."""
+    xp: Any = np if isinstance(q_index, np.ndarray) else jnp
+    pad = lambda x, block: (0, -x.shape[0] % block)
+    q_index = xp.pad(q_index, pad(q_index, block_q), mode="edge")
+    k_index = xp.pad(k_index, pad(k_index, block_k), constant_values=PAST_END)
+    rows = q_index.reshape(-1, block_q), k_index.reshape(-1, block_k)
+    return rows[0].astype(np.int32), rows[1].astype(np.int32)
+
+
+def _seen_and_whole(q_index: Any, k_index: Any, spec: MaskSpec) -> tuple[Any, Any]:
+    """Returns the flags of each pair of blocks, [blocks of queries, blocks of keys]."""
+    q_low, q_high = q_index.min(1)[:, None], q_index.max(1)[:, None]
+    k_low, k_high = k_index.min(1)[None], k_index.max(1)[None]
+    least = least_ahead(spec)
+    seen, whole = q_high - k_low >= least, q_low - k_high >= least
+    if spec.window is not None:
+        seen = seen & (q_low - k_high < spec.window)
+        whole = whole & (q_high - k_low < spec.window)
+    return seen, whole
 
 
 def _pack(at_row: Any, at_column: Any, *flags: Any) -> Any:

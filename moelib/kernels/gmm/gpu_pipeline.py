@@ -37,8 +37,8 @@ from moelib.kernels.gmm.gpu_tiles import ROW_BYTES, SIDE
 
 ALIGNED_ROWS = 8  # A block that the copy engine loads begins at a multiple of them.
 _NUM_SLOTS = 2  # Per warpgroup, through which results leave.
-_LOADER_REGISTERS = 40  # Per thread; the two other warpgroups share the rest of 512.
-_MULTIPLIER_REGISTERS = 232
+_LOADER_REGISTERS = 24  # Per thread; the two other warpgroups share the rest of 504.
+_MULTIPLIER_REGISTERS = 240
 
 
 def aligned(rows: Array) -> Array:
@@ -51,7 +51,7 @@ def operand(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=_transforms(8, dtype))
 
 
-def _out_slots(dtype: DTypeLike) -> Any:
+def out_slots(dtype: DTypeLike) -> Any:
     """Returns SMEM through which results leave; any rows of its slots can be copied.
 
     Its layout is that of an operand, except that a tile of rows is one row.
@@ -84,7 +84,7 @@ def launch(
     `free`. The ring has `stages` slots, each of which `num_copies` copies fill.
     """
     scratch |= {
-        "slots": _out_slots(out.dtype),
+        "slots": out_slots(out.dtype),
         "full": plgpu.Barrier(num_arrivals=num_copies, num_barriers=stages),
         "free": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
     }
@@ -145,16 +145,21 @@ class Ring:
         """
 
         def one(i: Array, _: None) -> None:
-            slot = self.slot(first + i)
-
-            @pl.when(first + i >= self.stages)
-            def _() -> None:
-                plgpu.barrier_wait(self.free.at[slot])
-
+            slot = self.acquire(first + i)
             copy(i, slot, self.full.at[slot])
 
         lax.fori_loop(0, count, one, None)
         return first + count
+
+    def acquire(self, step: Array) -> Array:
+        """Returns the step's slot when it is free to be loaded."""
+        slot = self.slot(step)
+
+        @pl.when(step >= self.stages)
+        def _() -> None:
+            plgpu.barrier_wait(self.free.at[slot])
+
+        return slot
 
     def drain(self, end: Array) -> None:
         """Waits until all slots are free: a block of threads must leave no barrier in use."""

@@ -144,7 +144,8 @@ def test_the_xla_form_on_a_gpu_is_logged_once_with_its_reason_and_the_override(c
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert H100 in record.getMessage()
-    assert "MOELIB_KERNEL_BACKEND=flash_attention=cudnn" in record.getMessage()
+    assert "MOELIB_KERNEL_BACKEND=flash_attention=gpu" in record.getMessage()
+    assert "flash_attention=cudnn" in record.getMessage()
 
 
 # Errors.

@@ -1,0 +1,92 @@
+"""Compiles the kernels for an H100, ahead of time; one line of JSON for each program.
+
+A process of its own: python -m tests.kernels.flash_attention.compile_for_gpu
+"""
+
+import os
+
+os.environ.update(JAX_PLATFORMS="cpu", MOSAIC_GPU_DUMP_PTXAS="1")
+os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+
+import json
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from moelib.kernels.flash_attention import flash_attention
+from moelib.planning.hlo.program import parse
+from moelib.planning.hlo.values import shape_bytes
+from moelib.planning.report.kernels import kernels
+from tests.kernels.flash_attention.cases import Case
+from tests.kernels.gpu_topology import H100, mesh
+
+# One sequence each.
+CASES = {
+    "32/4 heads of 128": Case(4096, 32, 4, 128, packed=True, dtype="bfloat16"),
+    "gpt-oss": Case(4096, 64, 8, 64, window=128, sinks=True, packed=True, dtype="bfloat16"),
+    "cap and window": Case(1003, 4, 4, 128, window=500, cap=30.0, packed=True, dtype="bfloat16"),
+    "head dim of 192": Case(1024, 4, 4, 192, dtype="bfloat16"),
+    "head dim of 256": Case(1024, 4, 1, 256, packed=True, dtype="bfloat16"),
+    "float16": Case(1000, 4, 1, 64, causal=False, dtype="float16"),
+}
+
+# Instructions that start no kernel and move no bytes.
+_FREE = ("bitcast", "call", "conditional", "constant", "get-tuple-element", "parameter", "tuple")
+
+
+def compiled(case, over):
+    """Returns value and gradients of a case, compiled."""
+
+    def array(*shape, dtype=case.dtype):
+        sharding = NamedSharding(over, PartitionSpec())
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    keys = array(1, case.seq_len, case.groups, case.dim)
+    operands = {"q": array(1, case.seq_len, case.heads, case.dim), "k": keys, "v": keys}
+    if case.sinks:
+        operands["sinks"] = array(case.heads)
+    ids = array(1, case.seq_len, dtype="int32") if case.packed else None
+
+    def run(operands, ids, grad):
+        attend = lambda operands: flash_attention(
+            **operands, spec=case.spec(), segment_ids=ids, backend="gpu"
+        )
+        out, pull = jax.vjp(attend, operands)
+        return out, pull(grad)
+
+    return jax.jit(run).lower(operands, ids, operands["q"]).compile()
+
+
+def traffic(program):
+    """Returns launches, and the bytes of their operands and results."""
+    launches, moved = 0, 0
+    for computation, each in program.unfused():
+        if each.opcode not in _FREE:
+            launches += computation.executions
+            shapes = [computation.instructions[name].shape for name in each.operands]
+            moved += computation.executions * sum(map(shape_bytes, [each.shape, *shapes]))
+    return launches, moved
+
+
+def main() -> None:
+    """Prints, for each case, its kernels, launches, bytes and registers spilled."""
+    over = mesh(H100)
+    with jax.set_mesh(over):
+        for name, case in CASES.items():
+            made = compiled(case, over)
+            program = parse(made.as_text())
+            found = [each for each in kernels(program) if each.library == "mosaic gpu"]
+            launches, moved = traffic(program)
+            figures = {
+                "case": name,
+                "kernels": sum(each.executions for each in found),
+                "flops": sum(each.flops for each in found),
+                "launches": launches,
+                "bytes": moved,
+                "temp_bytes": made.memory_analysis().temp_size_in_bytes,
+            }
+            print(json.dumps(figures), flush=True)
+
+
+if __name__ == "__main__":
+    main()
