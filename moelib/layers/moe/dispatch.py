@@ -163,15 +163,28 @@ def within_capacity(
     Sequences are independent of each other, so the result is the same on every mesh. The group of
     an assignment to no expert is `num_groups`. The mesh axes shard the sequence dimension.
     """
-    batch = groups.shape[0]
-    flat = groups.reshape(batch, -1, 1)
-    member = (flat == jnp.arange(num_groups)[None, None]).astype(jnp.int32)  # [B, SK, g]
-    rank = jnp.cumsum(member, 1)  # Counted from 1.
-    if group_size(sequence_axes) > 1:
-        part_sizes = gather_sizes(rank[:, -1], sequence_axes)  # [parts, B, g]
-        earlier = jnp.arange(part_sizes.shape[0]) < lax.axis_index(sequence_axes)
+    flat = groups.reshape(groups.shape[0], -1)
+    position, _ = positions(flat, num_groups, sequence_axes)
+    return ((flat < num_groups) & (position < capacity)).reshape(groups.shape)
+
+
+def positions(
+    groups: Int[Array, "B N"], num_groups: int, axes: tuple[str, ...]
+) -> tuple[Int[Array, "B N"], Int[Array, "B g"]]:
+    """Returns (number of earlier members of each member's group in its row, sizes of the groups).
+
+    A row continues over the devices along the mesh axes. Entries whose group is not among the
+    `num_groups` are of no group; their position has no meaning.
+    """
+    member = groups[..., None] == jnp.arange(num_groups)[None, None]  # [B, N, g]
+    rank = jnp.cumsum(member, 1, dtype=jnp.int32)  # Counted from 1.
+    sizes = rank[:, -1]
+    if group_size(axes) > 1:
+        part_sizes = gather_sizes(sizes, axes)  # [parts, B, g]
+        earlier = jnp.arange(part_sizes.shape[0]) < lax.axis_index(axes)
         rank = rank + jnp.sum(jnp.where(earlier[:, None, None], part_sizes, 0), 0)[:, None]
-    return jnp.any((member > 0) & (rank <= capacity), -1).reshape(groups.shape)
+        sizes = jnp.sum(part_sizes, 0)
+    return jnp.sum(jnp.where(member, rank - 1, 0), -1), sizes
 
 
 def capacity_for(factor: float | None, balanced: float, most: int) -> int:

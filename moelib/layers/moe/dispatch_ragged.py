@@ -5,6 +5,7 @@ local experts, D model.
 """
 
 import functools
+import math
 
 import jax.numpy as jnp
 from jax import lax
@@ -18,12 +19,17 @@ from moelib.layers.moe.dispatch import (
     Local,
     capacity_for,
     check_factor,
+    positions,
     run_sorted,
     within_capacity,
 )
+from moelib.layers.moe.rounds import rows_per_round, run_in_rounds
 from moelib.layers.moe.rows import RowMap, sort_assignments, sum_rows, take_rows
 from moelib.layers.remat import save_routing
 from moelib.parallel.exchange import exchange, gather_sizes, group_size
+
+# Rows of a round's buffer are a multiple of this, a whole number of the kernels' tiles.
+_ALIGNED = 16
 
 
 class _ExpertParallel(Dispatcher):
@@ -42,10 +48,15 @@ class _ExpertParallel(Dispatcher):
         # With more devices than blocks, each reserves the capacity of a whole block, n /
         # buffer_blocks times its share.
         buffer_blocks: int = 8
+        # Receive capacity of a round, as a multiple of the balanced load: a higher load takes more
+        # rounds, a loop that drops nothing. Buffers have this size where the capacity above is more
+        # than twice the balanced load; otherwise, and with None, a single round receives all.
+        round_factor: float | None = 1.25
 
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)
         check_factor(self, "buffer_factor")
+        check_factor(self, "round_factor")
         if cfg.buffer_blocks < 1:
             raise UserError(
                 f"{type(self).__qualname__}.buffer_blocks is {cfg.buffer_blocks}; set 1 or more."
@@ -79,6 +90,14 @@ class _ExpertParallel(Dispatcher):
         most = min(most, n // parts * local.batch * touched * per_sequence)
         return local._replace(ids=jnp.where(kept, ids, num_experts)), most, num_dropped
 
+    def _round_capacity(self, num_assignments: int, num_rows: int) -> int:
+        """Returns the assignments that a device receives per round, of `num_rows` at most in all.
+
+        The balanced load is `num_assignments`.
+        """
+        rows = rows_per_round(self.config.round_factor, num_assignments, num_rows)
+        return min(num_rows, math.ceil(rows / _ALIGNED) * _ALIGNED)
+
     def _num_blocks(self, num_experts: int) -> int:
         """Returns the number of blocks. Raises UserError if it does not divide the experts."""
         wanted = self.config.buffer_blocks
@@ -108,6 +127,23 @@ class RaggedDispatcher(_ExpertParallel):
         local, num_rows, num_dropped = self._within_buffer(local, context)
         if n == 1:
             return run_sorted(local, num_local, num_rows), num_dropped
+        capacity = self._round_capacity(local.ids.size, num_rows)
+        run = functools.partial(self._round, context=context, num_rows=capacity)
+        if capacity == num_rows:
+            return run(local), num_dropped
+        receivers = (local.ids // num_local).reshape(1, -1)  # n for no expert.
+        position, loads = positions(receivers, n, axes)
+        rounds = save_routing((position // capacity).reshape(local.ids.shape))
+        num_rounds = save_routing(-(-jnp.max(loads) // capacity))
+        return run_in_rounds(run, local, rounds, num_rounds, context.num_experts), num_dropped
+
+    def _round(
+        self, local: Local, *, context: DispatchContext, num_rows: int
+    ) -> Float[Array, "T D"]:
+        """Returns the weighted sums of outputs; each device receives `num_rows` rows at most."""
+        axes = context.expert_axes
+        n = group_size(axes)
+        num_local = context.num_experts // n
         num_tokens, top_k = local.ids.shape
         device = local.ids // num_local  # [T, K]; n for an assignment to no expert.
         row_map, sent = sort_assignments(
@@ -124,7 +160,7 @@ class RaggedDispatcher(_ExpertParallel):
         y = run_sorted(received, num_local, num_rows)
         num_sent = row_map.assignments.shape[0]
         back = exchange(y, sizes.T, axes=axes, num_received=num_sent, max_pair=num_tokens)
-        return sum_rows(back, row_map), num_dropped
+        return sum_rows(back, row_map)
 
 
 def _first_of_each(device: Int[Array, "T K"]) -> Bool[Array, "T K"]:
@@ -178,5 +214,14 @@ class RingDispatcher(_ExpertParallel):
             is_local = (ids >= first) & (ids < first + num_local)
             ids = jnp.where(is_local, ids - first, num_local)
             local = local._replace(x=x, ids=ids, weights=weights)
-        y = run_sorted(local, num_local, num_rows)
+        capacity = self._round_capacity(local.ids.size // n, num_rows)
+        run = functools.partial(run_sorted, num_experts=num_local, num_rows=capacity)
+        if capacity == num_rows:
+            y = run(local)
+        else:
+            group = jnp.where(local.ids < num_local, 0, 1).reshape(1, -1)
+            position, loads = positions(group, 1, ())
+            rounds = save_routing((position // capacity).reshape(local.ids.shape))
+            num_rounds = save_routing(-(-loads[0, 0] // capacity))
+            y = run_in_rounds(run, local, rounds, num_rounds, num_local)
         return lax.psum_scatter(y, axes, tiled=True) if n > 1 else y, num_dropped

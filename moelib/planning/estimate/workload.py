@@ -57,6 +57,8 @@ class Moe:
     # rows possible.
     buffer_factor: float | None
     buffer_blocks: int  # Blocks of experts with such a capacity.
+    # Receive capacity of a round, as a multiple of the balanced load; None for a single round.
+    round_factor: float | None
     # Capacity of an expert, as a multiple of the balanced load, sent and computed in full; None for
     # assigned rows only.
     capacity_factor: float | None
@@ -231,6 +233,7 @@ def _moe(model: Any, specs: Any) -> Moe | None:
         ring=isinstance(dispatcher, RingDispatcher),
         buffer_factor=fields.get("buffer_factor"),
         buffer_blocks=fields.get("buffer_blocks", 1),
+        round_factor=fields.get("round_factor"),
         capacity_factor=fields.get("capacity_factor"),
     )
 

@@ -2,7 +2,8 @@
 
 Executions are counted from the entry downwards. The body of a loop runs as often as the loop's
 known trip count; without one, n times if its condition is i < n for a carried i and a constant n;
-otherwise it counts once, and `Program.loops_of_unknown_length` names it. Of a conditional's
+otherwise it counts once, and `Program.loops_of_unknown_length` names it. The rounds of a dispatch
+beyond the first, which balanced routing does not need, do not count. Of a conditional's
 branches only the costliest by the compiler's estimate counts (among equals, the one with the most
 instructions). A computation with several callers runs the sum of their executions.
 """
@@ -12,6 +13,8 @@ import functools
 import graphlib
 import re
 from collections.abc import Iterator, Mapping
+
+from moelib.layers.moe.rounds import FURTHER_ROUNDS
 
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{\s*$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
@@ -215,7 +218,7 @@ def _count_executions(computations: dict[str, Computation], entry: str) -> tuple
         caller = computations[name]
         for instruction in caller.instructions.values():
             callees, trips = _runs(instruction, computations, costs)
-            if trips is None:
+            if trips is None and caller.executions:
                 unknown.append(instruction.name)
             for callee in callees:
                 called = computations[callee]
@@ -240,8 +243,8 @@ def _costs(computations: dict[str, Computation], order: list[str]) -> dict[str, 
                 continue  # Its estimate includes its computation.
             callees, trips = _runs(instruction, computations, costs)
             for callee in callees:
-                cycles += (trips or 1) * costs[callee][0]
-                count += (trips or 1) * costs[callee][1]
+                cycles += (1 if trips is None else trips) * costs[callee][0]
+                count += (1 if trips is None else trips) * costs[callee][1]
         costs[name] = cycles, count
     return costs
 
@@ -263,6 +266,8 @@ def _runs(
 
 
 def _trip_count(loop: Instruction, computations: Mapping[str, Computation]) -> int | None:
+    if FURTHER_ROUNDS in loop.op_name:
+        return 0
     if found := _TRIP_COUNT.search(loop.attributes):
         return int(found.group(1))
     condition = computations.get(dict(loop.calls).get("condition", ""))

@@ -171,6 +171,7 @@ def test_a_dispatcher_without_dispatch_is_an_error():
     [
         (CapacityDispatcher, "capacity_factor"),
         (RaggedDispatcher, "buffer_factor"),
+        (RaggedDispatcher, "round_factor"),
         (RingDispatcher, "buffer_factor"),
     ],
 )

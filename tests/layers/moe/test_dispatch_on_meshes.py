@@ -1,6 +1,7 @@
 """Dispatchers on meshes of eight devices: against the oracle on one, values, gradients, drops."""
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -110,6 +111,16 @@ def test_every_mesh_equals_the_oracle_on_one_device(name, mesh, routing):
     check(on_mesh(mesh, layer(name), ROUTINGS[routing]), want)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("factor", [0.1, 0.4, 1.0, None])
+@pytest.mark.parametrize("name", ["ragged", "ring"])
+def test_any_number_of_rounds_equals_the_oracle(name, factor, routing):
+    want = pulled(layer("dense"), PARAMS, X, WEIGHTS, *ROUTINGS[routing], GRAD)
+    made = layer(name, round_factor=factor)
+    check(on_mesh({"expert": 4, "seq": 2}, made, ROUTINGS[routing]), want)
+
+
 @pytest.mark.parametrize(
     ("name", "experts"),
     [
@@ -196,16 +207,32 @@ def test_the_same_assignments_are_dropped_on_every_mesh(name, num_blocks, mesh, 
 @pytest.mark.parametrize("name", ["ragged", pytest.param("ring", marks=pytest.mark.slow)])
 def test_the_rows_of_a_buffer_follow_its_factor(name):
     n, even = 4, B * S * K // 8  # Assignments per device of eight.
-    rows = n * B * S // 8 * min(K, E // n), even, even * 3 // 2, 2 * even
-    bounds = (None, 8), (1.0, 8), (1.5, 8), (1.0, 2)
-    for want, (factor, blocks) in zip(rows, bounds, strict=True):
-        fields = {"buffer_factor": factor, "buffer_blocks": blocks}
-        made = build(layer(name, **fields).config.clone(hidden_dim=24))
-        params = jax.eval_shape(lambda made=made: initial(made))
-        with jax.set_mesh(create_device_mesh(mesh_shape_from_axes(expert=n, fsdp=2))):
-            lowered = pulled.lower(made, params, X, WEIGHTS, *ROUTINGS["random"], GRAD)
-        program = lowered.as_text()  # Activations are 24 wide.
-        assert [r for r in rows if f"tensor<{r}x24xf32>" in program] == [want]
+    worst = n * B * S // 8 * min(K, E // n)
+    for want, fields in (
+        (worst, {"round_factor": None}),
+        (even, {"buffer_factor": 1.0}),
+        (even * 3 // 2, {"buffer_factor": 1.5}),
+        (2 * even, {"buffer_factor": 1.0, "buffer_blocks": 2}),
+    ):
+        assert rows_held(name, n, **fields) == want, fields
+
+
+@pytest.mark.parametrize("name", ["ragged", pytest.param("ring", marks=pytest.mark.slow)])
+def test_buffers_of_a_round_are_a_multiple_of_sixteen_rows(name):
+    n, even = 8, B * S * K // 8
+    worst = n * B * S // 8
+    assert rows_held(name, n, round_factor=1.25) == 64 < worst  # 60 rows, rounded up.
+    assert rows_held(name, n, round_factor=2.0) == 2 * even
+    assert rows_held(name, n, round_factor=None) == worst
+
+
+def rows_held(name, n, **fields):
+    """Returns the rows of a device's saved activations in the experts, which alone are 24 wide."""
+    made = build(layer(name, **fields).config.clone(hidden_dim=24))
+    params = jax.eval_shape(lambda: initial(made))
+    with jax.set_mesh(create_device_mesh(mesh_shape_from_axes(expert=n, fsdp=8 // n))):
+        program = pulled.lower(made, params, X, WEIGHTS, *ROUTINGS["random"], GRAD).as_text()
+    return max(int(rows) for rows in re.findall(r"tensor<(\d+)x24xf32>", program)) // 8
 
 
 @pytest.mark.parametrize("name", ["ragged", "ring"])

@@ -131,6 +131,14 @@ ENTRY %main (a: (s32[], s32[])) -> (s32[], s32[]) {{
 """
 
 
+def test_rounds_of_a_dispatch_after_the_first_do_not_count():
+    text = CONDITION.format("compare(%rows, %n), direction=LT")
+    named = 'body=%body, metadata={op_name="jit(step)/jvp(further_rounds)/while"}'
+    found = hlo.parse(text.replace("body=%body", named))
+    assert found.computations["body"].executions == 0
+    assert found.loops_of_unknown_length == ()
+
+
 @pytest.mark.parametrize(
     ("more", "executions"),
     [
