@@ -34,7 +34,7 @@ class CausalLM(BaseLayer):
         lm_head: Linear.Config | None = Linear.default_config()  # None ties it to the embedding.
         z_loss: float = 0.0  # Weight of the squared logsumexp of the logits in the objective.
         # Tokens whose logits a device holds at once in training; more take memory, fewer time. None
-        # for 1,024, or for as many as have 128 MiB of logits.
+        # for 1,024 or more; see `moelib.kernels.cross_entropy`.
         loss_chunk_size: int | None = None
 
     def __init__(self, cfg: Config, *, parent: Module | None) -> None:

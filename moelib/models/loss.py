@@ -72,9 +72,9 @@ def language_model_loss(
     return run(hidden, head, labels)
 
 
-def held_logits(num_tokens: int, vocab_size: int, chunk_size: int | None) -> int:
+def held_logits(num_tokens: int, dim: int, vocab_size: int, chunk_size: int | None) -> int:
     """Returns the number of float32 logits that a device holds at once, of its part of a batch."""
-    return xla.chunk_size_for(num_tokens, vocab_size, chunk_size) * vocab_size
+    return xla.chunk_size_for(num_tokens, dim, vocab_size, chunk_size) * vocab_size
 
 
 def _sums(

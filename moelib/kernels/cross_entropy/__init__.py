@@ -61,7 +61,8 @@ def cross_entropy(
             head is this device's part. `loss` is then this device's share, an equal one, and the
             gradients in hidden are the contribution of its part: sum both over the axes.
         chunk_size: Maximum number of tokens of a chunk, except that chunks are multiples of 8; None
-            for 1,024, or for as many as have 128 MiB of logits if that is more.
+            for 1,024, or for as many as have 128 MiB of logits if that is more; for all tokens if
+            they are no more than D more.
         backend: "xla" (the default) or "reference", which holds all logits. None takes the one
             that `moelib.kernels.backend` names.
 
@@ -75,8 +76,9 @@ def cross_entropy(
     shapes = {"hidden": (hidden, "TD"), "head": (head, dims), "labels": (labels, "T")}
     check_shapes("cross_entropy", shapes)
     backend = chosen_backend("cross_entropy", backend)
-    num_tokens, vocab_size = hidden.shape[0], head.shape[0 if transposed_head else 1]
-    size = xla.chunk_size_for(num_tokens, vocab_size, chunk_size)
+    vocab_size = head.shape[0 if transposed_head else 1]
+    num_tokens, dim = hidden.shape
+    size = xla.chunk_size_for(num_tokens, dim, vocab_size, chunk_size)
     options = xla.Options(transposed_head, z_loss, size, vocab_axes)
     forms = {
         "reference": functools.partial(_dense, options),

@@ -153,4 +153,5 @@ class Placement:
         work = self.work
         vocab = work.vocab_size // self.parts["vocab"]
         head = vocab * work.dim * (work.compute_itemsize + 4)
-        return head + 2 * 4 * held_logits(math.ceil(tokens), vocab, work.loss_chunk_size)
+        logits = held_logits(math.ceil(tokens), work.dim, vocab, work.loss_chunk_size)
+        return head + 2 * 4 * logits

@@ -7,23 +7,26 @@ from moelib.kernels.cross_entropy.xla import chunk_size_for
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "vocab_size", "expected"),
+    ("num_tokens", "dim", "vocab_size", "expected"),
     [
-        (4096, 32768, 1024),
-        (4096, 8192, 4096),
-        (1100, 32768, 552),  # Two equal chunks rather than one whole and one nearly empty.
-        (4096, 151936, 1024),  # More than 128 MiB, rather than 19 passes over the head's gradient.
-        (1500, 151936, 752),
-        (5, 10**9, 5),
+        (4096, 2048, 32768, 1024),
+        (4096, 2048, 8192, 4096),
+        (1100, 64, 32768, 552),  # Two equal chunks rather than one whole and one nearly empty.
+        (4096, 2048, 151936, 1024),  # More than 128 MiB: few passes over the head's gradient.
+        (4096, 4096, 128256, 4096),  # One chunk, whose logits take no more than that gradient.
+        (5120, 4096, 128256, 5120),
+        (5128, 4096, 128256, 856),
+        (1500, 256, 151936, 752),
+        (5, 8, 10**9, 5),
     ],
 )
-def test_chunks_are_equal_and_fit_the_budget(num_tokens, vocab_size, expected):
-    assert chunk_size_for(num_tokens, vocab_size) == expected
+def test_chunks_are_equal_and_fit_the_budget(num_tokens, dim, vocab_size, expected):
+    assert chunk_size_for(num_tokens, dim, vocab_size) == expected
 
 
 @pytest.mark.parametrize(("most", "expected"), [(512, 512), (500, 456), (9000, 4096), (1, 8)])
 def test_a_chunk_size_can_be_set(most, expected):
-    assert chunk_size_for(4096, 32768, most) == expected
+    assert chunk_size_for(4096, 4096, 32768, most) == expected
 
 
 @pytest.mark.parametrize("transposed", [False, True])
