@@ -185,7 +185,7 @@ def _run(
     forms = {
         "reference": getattr(reference, part),
         "tpu": getattr(tpu, part),
-        "xla": functools.partial(getattr(unfused, part), xla),
+        "xla": getattr(xla, part),
         "gpu": functools.partial(getattr(unfused, part), gpu),
     }
     forms = {name: functools.partial(form, **options) for name, form in forms.items()}

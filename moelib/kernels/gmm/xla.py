@@ -1,8 +1,9 @@
 """Grouped matmul as loops over blocks of rows, in plain XLA, on every platform.
 
 Groups with rows are visited in order. The rows of a group are one edge block, part of which may be
-masked, and then whole blocks, the largest first; nothing is padded or moved. A group's matrix is
-read once, and its gradient is summed within the group and written once.
+masked, and then whole blocks, the largest first; nothing is padded or moved. One loop computes all
+p products of a block and their activation, or the sum of p input gradients. A group's matrices are
+read once, and their gradients are summed within the group and written once.
 
 On CPUs it is the fastest form: `lax.ragged_dot` is dense outside TPUs, so that it takes 14 to 18
 times as long for 16 groups.
@@ -10,13 +11,14 @@ times as long for 16 groups.
 Shapes: m rows, k in, n out, g groups, p matrices per group.
 """
 
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from moelib.core.varying import zeros_like_varying
@@ -38,100 +40,159 @@ def block_sizes(num_rows: int, num_groups: int) -> tuple[int, ...]:
     return (256, edge) if mean >= 256 else (min(edge, num_rows),)
 
 
-def gmm(
+def forward(
     lhs: Float[Array, "m k"],
-    rhs: Float[Array, "g p ..."],
-    part: int,
+    rhs: Float[Array, "g p k n"],
     group_sizes: Int[Array, "g"],
-    bias: Float[Array, "g n"] | None,
+    bias: Float[Array, "g p n"] | None,
     *,
-    transpose_rhs: bool,
-    out_dtype: DTypeLike,
-) -> Float[Array, "m n"]:
-    """Returns `lhs[i] @ rhs[group of row i, part]` plus its bias, zeros for rows of no group.
+    activation: Callable[..., Array] | None,
+    save: bool,
+) -> tuple[Float[Array, "m n"], tuple[Float[Array, "m n"], ...]]:
+    """Returns the activation of p products, which are rounded, and the products if `save`.
 
-    The part is an index because a slice of rhs would copy the matrices of groups without rows too.
+    The activation is computed by block, so that rows of no group stay zero.
     """
-    m, n = lhs.shape[0], rhs.shape[-2 if transpose_rhs else -1]
-    out = zeros_like_varying((m, n), out_dtype, lhs)
-    blocks = block_sizes(m, len(group_sizes))
-    ranges = row_ranges(group_sizes, m)
-    dims = (((1,), (1 if transpose_rhs else 0,)), ((), ()))
+    (m, _), (_, p, _, n) = lhs.shape, rhs.shape
 
-    def visit(group: Array, start: Array, end: Array, out: Array) -> Array:
-        matrix = lax.dynamic_slice(rhs, (group, part, 0, 0), (1, 1, *rhs.shape[2:]))[0, 0]
-        added = None if bias is None else lax.dynamic_index_in_dim(bias, group)  # [1, n]
+    def block(group: Array) -> Callable[[Array, int], list[Array]]:
+        matrices = [_matrix(rhs, group, i) for i in range(p)]
+        added = None if bias is None else lax.dynamic_index_in_dim(bias, group, keepdims=False)
 
-        def product(row: Array, size: int) -> Array:
+        def products(row: Array, size: int) -> list[Array]:
             rows = lax.dynamic_slice_in_dim(lhs, row, size)
-            result = lax.dot_general(rows, matrix, dims, preferred_element_type=jnp.float32)
+            parts = [_dot(rows, matrix, (1, 0)) for matrix in matrices]
             if added is not None:
-                result += added.astype(jnp.float32)
-            return result.astype(out_dtype)
+                parts = [x + added[i : i + 1].astype(jnp.float32) for i, x in enumerate(parts)]
+            parts = [x.astype(lhs.dtype) for x in parts]
+            if activation is None:
+                return parts
+            out = activation(*(x.astype(jnp.float32) for x in parts)).astype(lhs.dtype)
+            return [out, *parts] if save else [out]
 
-        row, stop, mine = _edge(start, end, blocks[-1], m)
-        old = lax.dynamic_slice_in_dim(out, row, blocks[-1])
-        edge = jnp.where(mine, product(row, blocks[-1]), old)
-        out = lax.dynamic_update_slice_in_dim(out, edge, row, axis=0)
+        return products
 
-        def write(out: Array, row: Array, size: int) -> Array:
-            return lax.dynamic_update_slice_in_dim(out, product(row, size), row, axis=0)
-
-        return _whole_blocks(stop, end, blocks, write, out)
-
-    return _visit_groups(*ranges, visit, out)
+    count = 1 if activation is None or not save else 1 + p
+    outs = [zeros_like_varying((m, n), lhs.dtype, lhs) for _ in range(count)]
+    out, *products = _write_rows(group_sizes, outs, block)
+    return out, tuple(products)
 
 
-def gmm_weight_gradient(
+def input_gradient(
+    grads: tuple[Float[Array, "m n"], ...],
+    rhs: Float[Array, "g p k n"],
+    group_sizes: Int[Array, "g"],
+) -> Float[Array, "m k"]:
+    """Returns the sum over p of `grads[p] @ rhs[:, p]^T`, by group."""
+
+    def block(group: Array) -> Callable[[Array, int], list[Array]]:
+        matrices = [_matrix(rhs, group, i) for i in range(len(grads))]
+
+        def product(row: Array, size: int) -> list[Array]:
+            rows = [lax.dynamic_slice_in_dim(grad, row, size) for grad in grads]
+            parts = [_dot(x, matrix, (1, 1)) for x, matrix in zip(rows, matrices, strict=True)]
+            return [functools.reduce(operator.add, parts).astype(rhs.dtype)]
+
+        return product
+
+    out = zeros_like_varying((grads[0].shape[0], rhs.shape[2]), rhs.dtype, grads[0])
+    return _write_rows(group_sizes, [out], block)[0]
+
+
+def weight_gradient(
     lhs: Float[Array, "m k"],
-    grad: Float[Array, "m n"],
+    grads: tuple[Float[Array, "m n"], ...],
     group_sizes: Int[Array, "g"],
     *,
     with_sums: bool,
-) -> tuple[Float[Array, "g k n"], Float[Array, "g n"] | None]:
-    """Returns the sums over each group's rows i of `lhs[i]^T grad[i]`, and of grad if wanted."""
-    (m, k), n, g = lhs.shape, grad.shape[1], len(group_sizes)
-    outs = [zeros_like_varying((g, k, n), lhs.dtype, lhs)]
+) -> tuple[Float[Array, "g p k n"], Float[Array, "g p n"] | None]:
+    """Returns the gradients of the p matrices of each group, and of their biases if wanted."""
+    (m, k), n, p, g = lhs.shape, grads[0].shape[1], len(grads), len(group_sizes)
+    outs = [zeros_like_varying((g, p, k, n), lhs.dtype, lhs)]
     if with_sums:
-        outs.append(zeros_like_varying((g, n), lhs.dtype, lhs))
+        outs.append(zeros_like_varying((g, p, n), lhs.dtype, lhs))
     blocks = block_sizes(m, g)
-    ranges = row_ranges(group_sizes, m)
 
-    def product(row: Array, size: int, mine: Array | None = None) -> list[Array]:
-        pair = [lax.dynamic_slice_in_dim(x, row, size) for x in (lhs, grad)]
+    def product(row: Array, size: int, mine: Array | None = None) -> list[list[Array]]:
+        rows, *others = [lax.dynamic_slice_in_dim(x, row, size) for x in (lhs, *grads)]
         if mine is not None:  # Both, for a NaN in another group's row times zero is NaN.
-            pair = [jnp.where(mine, x, 0) for x in pair]
-        dims = (((0,), (0,)), ((), ()))
-        result = [lax.dot_general(pair[0], pair[1], dims, preferred_element_type=jnp.float32)]
-        return result if not with_sums else [*result, pair[1].astype(jnp.float32).sum(axis=0)]
+            rows, *others = [jnp.where(mine, x, 0) for x in (rows, *others)]
+        result = [[_dot(rows, x, (0, 0)) for x in others]]
+        if with_sums:
+            result.append([x.astype(jnp.float32).sum(axis=0) for x in others])
+        return result
 
-    def add(totals: list[Array], row: Array, size: int) -> list[Array]:
+    def add(totals: list[list[Array]], row: Array, size: int) -> list[list[Array]]:
         return jax.tree.map(jnp.add, totals, product(row, size))
 
     def visit(group: Array, start: Array, end: Array, outs: list[Array]) -> list[Array]:
         row, stop, mine = _edge(start, end, blocks[-1], m)
         totals = _whole_blocks(stop, end, blocks, add, product(row, blocks[-1], mine))
-        return [
-            lax.dynamic_update_index_in_dim(out, total.astype(out.dtype), group, axis=0)
-            for out, total in zip(outs, totals, strict=True)
-        ]
+        for index, parts in enumerate(totals):
+            for i, part in enumerate(parts):
+                at = (group, i, *(0 for _ in part.shape))
+                part = part.astype(lhs.dtype)[None, None]
+                outs[index] = lax.dynamic_update_slice(outs[index], part, at)
+        return outs
 
-    outs = _visit_groups(*ranges, visit, outs)
+    outs = _visit_groups(group_sizes, m, visit, outs)
     return outs[0], outs[1] if with_sums else None
 
 
+def _matrix(rhs: Array, group: Array, part: int) -> Array:
+    """Returns `rhs[group, part]`; `rhs[:, part]` would copy matrices of groups without rows too."""
+    return lax.dynamic_slice(rhs, (group, part, 0, 0), (1, 1, *rhs.shape[2:]))[0, 0]
+
+
+def _dot(x: Array, y: Array, contracted: tuple[int, int]) -> Array:
+    """Returns the product of two matrices in float32, summed over one dimension of each."""
+    dims = (((contracted[0],), (contracted[1],)), ((), ()))
+    return lax.dot_general(x, y, dims, preferred_element_type=jnp.float32)
+
+
+def _write_rows(
+    group_sizes: Int[Array, "g"],
+    outs: list[Array],
+    block: Callable[[Array], Callable[[Array, int], list[Array]]],
+) -> list[Array]:
+    """Writes to the rows of each group the results `block(group)(first row, number of rows)`."""
+    m = outs[0].shape[0]
+    blocks = block_sizes(m, len(group_sizes))
+
+    def write(outs: list[Array], row: Array, values: list[Array]) -> list[Array]:
+        pairs = zip(outs, values, strict=True)
+        return [lax.dynamic_update_slice_in_dim(out, x, row, axis=0) for out, x in pairs]
+
+    def visit(group: Array, start: Array, end: Array, outs: list[Array]) -> list[Array]:
+        compute = block(group)
+        row, stop, mine = _edge(start, end, blocks[-1], m)
+        old = [lax.dynamic_slice_in_dim(out, row, blocks[-1]) for out in outs]
+        pairs = zip(compute(row, blocks[-1]), old, strict=True)
+        outs = write(outs, row, [jnp.where(mine, new, x) for new, x in pairs])
+        step = lambda outs, row, size: write(outs, row, compute(row, size))
+        return _whole_blocks(stop, end, blocks, step, outs)
+
+    return _visit_groups(group_sizes, m, visit, outs)
+
+
 def _visit_groups(
-    starts: Int[Array, "g"],
-    ends: Int[Array, "g"],
+    group_sizes: Int[Array, "g"],
+    num_rows: int,
     visit: Callable[[Array, Array, Array, Any], Any],
     carry: Any,
 ) -> Any:
     """Folds `visit(group, start row, end row, carry)` over the groups that have rows, in order."""
+    starts, ends = row_ranges(group_sizes, num_rows)
     num_full = jnp.cumsum(ends > starts, dtype=jnp.int32)  # Up to and with each group.
+    order = lax.iota(jnp.int32, len(starts))
+    # The i-th group that has rows, for each i; computed once, because small operations in a loop
+    # take as long as a block of a few rows.
+    groups = jnp.sum(num_full[None] <= order[:, None], axis=1, dtype=jnp.int32)
+    ranges = jnp.stack([order, starts, ends], axis=1)[jnp.minimum(groups, len(starts) - 1)]
 
     def body(i: Array, carry: Any) -> Any:
-        group = jnp.sum(num_full <= i, dtype=jnp.int32)  # The i-th, from 0, that has rows.
-        return visit(group, starts[group], ends[group], carry)
+        group, start, end = ranges[i]
+        return visit(group, start, end, carry)
 
     return lax.fori_loop(0, num_full[-1], body, carry)
 

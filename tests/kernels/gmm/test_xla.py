@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from moelib.kernels.gmm.xla import block_sizes, gmm
+from moelib.kernels.gmm import xla
 
 
 @pytest.mark.parametrize(
@@ -17,17 +17,28 @@ from moelib.kernels.gmm.xla import block_sizes, gmm
     ],
 )
 def test_blocks_follow_the_mean_group(num_rows, num_groups, expected):
-    assert block_sizes(num_rows, num_groups) == expected
+    assert xla.block_sizes(num_rows, num_groups) == expected
+
+
+def compiled(run, *shapes):
+    """Returns a program of float32 arrays of these shapes and the sizes of 16 groups."""
+    operands = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return jax.jit(run).lower(*operands, jax.ShapeDtypeStruct((16,), jnp.int32)).compile()
 
 
 def test_no_matrix_is_expanded_or_transposed():
-    shapes = [(1024, 32), (16, 2, 32, 48)]
-    operands = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    sizes = jax.ShapeDtypeStruct((16,), jnp.int32)
-
     def run(lhs, rhs, sizes):
-        return gmm(lhs, rhs, 1, sizes, None, transpose_rhs=False, out_dtype=jnp.float32)
+        return xla.forward(lhs, rhs, sizes, None, activation=jnp.multiply, save=False)[0]
 
-    compiled = jax.jit(run).lower(*operands, sizes).compile()
+    program = compiled(run, (1024, 32), (16, 2, 32, 48))
     matrix_bytes, block_bytes = 4 * 32 * 48, 4 * 64 * (32 + 48)
-    assert compiled.memory_analysis().temp_size_in_bytes < 2 * (matrix_bytes + block_bytes)
+    assert program.memory_analysis().temp_size_in_bytes < 4 * (matrix_bytes + block_bytes)
+
+
+def test_gradients_of_several_matrices_are_written_to_one_array():
+    def run(lhs, gate, up, sizes):
+        return xla.weight_gradient(lhs, (gate, up), sizes, with_sums=False)[0]
+
+    program = compiled(run, (1024, 32), (1024, 48), (1024, 48))
+    matrix_bytes, block_bytes = 4 * 32 * 48, 4 * 256 * (32 + 48 + 48)
+    assert program.memory_analysis().temp_size_in_bytes < 4 * matrix_bytes + 2 * block_bytes
