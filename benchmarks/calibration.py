@@ -6,9 +6,10 @@ python -m benchmarks.calibration docs/calibration.md
 import dataclasses
 import functools
 import importlib
+import math
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.published_runs import EXCLUDED, PUBLISHED_RUNS, PublishedRun
@@ -25,7 +26,18 @@ class Calibrated:
     """A published run and its estimate."""
 
     run: PublishedRun
-    estimate: Estimate
+    estimate: Estimate  # Of the run: attention in a kernel, and no rows that no token fills.
+    bytes_held: float  # By moelib, for such a step.
+
+    @property
+    def middle(self) -> float:
+        """Geometric mean of the range of tokens per second."""
+        return math.sqrt(math.prod(self.estimate.tokens_per_second))
+
+    @property
+    def ratio(self) -> float:
+        """Measured tokens per second, as a multiple of the middle of the range."""
+        return math.sqrt(math.prod(self.run.tokens_per_second)) / self.middle
 
     @property
     def contained(self) -> bool:
@@ -56,10 +68,26 @@ def _calibrated(run: PublishedRun) -> Calibrated:
     rules = rules_of(cfg)
     per_step = run.batch_per_device * run.num_microbatches * mesh.parts(rules["batch"])
     work = dataclasses.replace(work, global_batch_size=per_step)
+    theirs = dataclasses.replace(work, attention_backend="cudnn")
+    if work.moe is not None:
+        moe = dataclasses.replace(
+            work.moe, buffer_factor=1.0, buffer_blocks=work.moe.num_experts, round_factor=None
+        )
+        theirs = dataclasses.replace(theirs, moe=moe)
     candidate = Candidate(
         describe(run.topology), mesh, run.batch_per_device, run.num_microbatches, run.remat
     )
-    return Calibrated(run, Estimator(work, rules, {})(candidate))
+    ours = Estimator(work, rules, {})(candidate)
+    return Calibrated(run, Estimator(theirs, rules, {})(candidate), ours.bytes_held)
+
+
+def range_of_others(found: Sequence[Calibrated], left_out: int) -> tuple[float, float]:
+    """Returns the tokens per second of a run that the other runs imply: lowest and highest.
+
+    These are the middle of its own range times the others' ratios of measured to middle.
+    """
+    ratios = [each.ratio for i, each in enumerate(found) if i != left_out]
+    return found[left_out].middle * min(ratios), found[left_out].middle * max(ratios)
 
 
 @functools.cache
@@ -79,7 +107,9 @@ def as_markdown(found: Iterable[Calibrated], excluded: Mapping[str, str]) -> str
     """
     found = list(found)
     hits = sum(each.contained for each in found)
-    too_large = sum(each.estimate.bytes_held > each.estimate.capacity for each in found)
+    too_large = sum(each.bytes_held > each.estimate.capacity for each in found)
+    errors = sorted(abs(1 / each.ratio - 1) for each in found)
+    ratios = sorted(each.ratio for each in found)
     pipelines = sum("pipeline" in each.run.note for each in found)
     widths = sorted(each.width for each in found)
     median = widths[len(widths) // 2]
@@ -91,15 +121,22 @@ Each row is a published run, estimated on the nearest mesh that moelib supports.
 contains all measurements in {hits} of {len(found)} rows. By the estimate, {too_large} of the runs
 hold more than a device has; {pipelines} used a pipeline, which moelib lacks. The upper end of a
 range is {widths[0]:.1f} to {widths[-1]:.1f} times its lower end, with a median of {median:.1f}.
+The middle of a range, its geometric mean, is off by {errors[len(errors) // 2]:.0%} in the median
+and by {errors[-1]:.0%} at most: measured rates are {ratios[0]:.2f} to {ratios[-1]:.2f} times the
+middle. "From others" is the range that the other runs imply: the middle of the row times the lowest
+and the highest of their ratios of measured to middle. Only the runs with the two extreme ratios can
+lie outside.
 Rates are in tokens per second per device; a device of tpu7x is half a chip. GiB are those that
 moelib would hold for such a step, dropless and with parameters and moments in float32; other
-systems hold less where they drop tokens or store lower precision.
+systems hold less where they drop tokens or store lower precision. Rates are of systems with kernels
+for attention and without empty rows in the buffers of experts: on GPUs, moelib's own plans count
+what its attention in plain XLA and its buffers for any routing add.
 
 The efficiencies below were chosen with these runs in view. The table therefore shows how well one
 set of them fits all runs, not how well an unknown run is predicted."""
     columns = (
         "System", "Model", "Devices", "Mesh", "Batch/device", "Remat", "Measured>", "Predicted>",
-        "Width>", "Within", "Limit", "GiB held>", "Remarks",
+        "Width>", "Within", "Middle off by>", "From others>", "Limit", "GiB held>", "Remarks",
     )  # fmt: skip
     efficiencies = Table(
         "",
@@ -112,7 +149,7 @@ set of them fits all runs, not how well an unknown run is predicted."""
     )
     parts = [
         text,
-        to_markdown(Table("", columns, [_row(each) for each in found])),
+        to_markdown(Table("", columns, [_row(found, i) for i in range(len(found))])),
         "Every row is estimated with the same efficiencies:",
         to_markdown(efficiencies),
         "Sources:",
@@ -128,8 +165,8 @@ def _wrapped(item: str) -> str:
     return textwrap.fill(item, 120, subsequent_indent="  ", break_on_hyphens=False)
 
 
-def _row(each: Calibrated) -> tuple[str, ...]:
-    run, estimate = each.run, each.estimate
+def _row(found: Sequence[Calibrated], i: int) -> tuple[str, ...]:
+    run, estimate, each = found[i].run, found[i].estimate, found[i]
     between = lambda low, high: f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}"
     return (
         run.system,
@@ -142,8 +179,10 @@ def _row(each: Calibrated) -> tuple[str, ...]:
         between(*estimate.tokens_per_second),
         f"{each.width:.1f}",
         "yes" if each.contained else "**no**",
+        f"{1 / each.ratio - 1:+.0%}",
+        between(*range_of_others(found, i)) if len(found) > 1 else "-",
         max(estimate.seconds_at_peak, key=estimate.seconds_at_peak.__getitem__),
-        f"{estimate.bytes_held / 2**30:.0f} of {estimate.capacity / 2**30:.0f}",
+        f"{each.bytes_held / 2**30:.0f} of {estimate.capacity / 2**30:.0f}",
         run.note,
     )
 

@@ -19,6 +19,7 @@ from moelib.planning.compiled.in_subprocess import (
 )
 from moelib.planning.estimate.estimate import Estimate
 from moelib.planning.estimate.sweep import sweep
+from moelib.planning.hlo.values import COLLECTIVES
 from moelib.planning.lint.arrays import unscaled_memory
 from moelib.planning.report.figures import Column, figures, figures_table, gib, mib
 from moelib.planning.report.step_report import Finding, StepReport, total
@@ -75,9 +76,10 @@ class CompiledStep:
 
     def _prediction_table(self, report: StepReport) -> Table:
         rows = [("peak memory", self.estimate.bytes_held, report.memory.peak, gib)]
-        for kind, size in self.estimate.collectives.items():
-            found = total(report.collectives, kind)
-            rows.append((kind, size, found.bytes if found else 0, mib))
+        for kind in COLLECTIVES:
+            size, found = self.estimate.collectives.get(kind, 0.0), total(report.collectives, kind)
+            if size or found:
+                rows.append((kind, size, found.bytes if found else 0, mib))
         cells = [
             (label, write(a), write(b), f"{100 * (a - b) / b:+.1f}%" if b else "-")
             for label, a, b, write in rows
@@ -86,8 +88,9 @@ class CompiledStep:
 
     def _memory_table(self) -> Table:
         estimate = self.estimate
-        sizes = sorted(estimate.memory.items(), key=lambda each: -each[1])
-        rows = [(name, f"{held / _GIB:.2f}") for name, held in sizes]
+        held = ((name, size) for name, size in estimate.memory.items() if size)
+        sizes = sorted(held, key=lambda each: -each[1])
+        rows = [(name, f"{size / _GIB:.2f}") for name, size in sizes]
         rows += [("total", f"{estimate.bytes_held / _GIB:.2f}")]
         rows += [("device", f"{estimate.capacity / _GIB:.2f}")]
         topology = estimate.candidate.topology.name
@@ -287,7 +290,8 @@ def plan(
 
 def _details(estimate: Estimate) -> list[str]:
     """Returns lines about the memory, FLOPs and traffic of the first row."""
-    held = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in estimate.memory.items())
+    sizes = ((name, size) for name, size in estimate.memory.items() if size)
+    held = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in sizes)
     flops = [_number(x / 1e12) for x in (estimate.model_flops, estimate.hardware_flops)]
     sent = [_number(x / _GIB) for x in (estimate.links_bytes, estimate.network_bytes)]
     return [

@@ -15,11 +15,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from moelib.core.accelerators import Accelerator, peak_flops_per_second
 from moelib.parallel import sharding
 from moelib.planning.estimate import transfers
 from moelib.planning.estimate.candidates import Candidate
 from moelib.planning.estimate.links import Links, Traffic
-from moelib.planning.estimate.memory import Placement
+from moelib.planning.estimate.memory import Placement, at_peak
 from moelib.planning.estimate.workload import Workload
 
 
@@ -66,6 +67,7 @@ class Estimate:
     seconds: Range  # Time of the step.
     seconds_at_peak: Mapping[str, float]  # Of compute, HBM, links and network.
     tokens: int  # Tokens per step, on all devices.
+    peak_flops: float  # FLOP/s of the device in the dtype of the computation.
     dollars_per_hour: float  # Price of one device.
     collectives: Mapping[str, float]  # Bytes of results by kind, as a compiled program has them.
 
@@ -94,7 +96,7 @@ class Estimate:
     @property
     def mfu(self) -> Range:
         """Model FLOPs as a fraction of the peak."""
-        peak = self.candidate.topology.accelerator.flops_per_second
+        peak = self.peak_flops
         return self.model_flops / self.seconds[1] / peak, self.model_flops / self.seconds[0] / peak
 
     @property
@@ -134,18 +136,20 @@ class Estimator:
         placement, accelerator = on_mesh.placement, topology.accelerator
         micro, tokens = candidate.num_microbatches, work.tokens / topology.num_devices
         recomputed = work.recomputes(candidate.remat)
+        peak = peak_flops_per_second(accelerator.device_kind, work.compute_dtype)
+        peak = peak or accelerator.flops_per_second
         unfilled = (placement.slots - 1) * work.routed_flops * (3 + recomputed)
         flops = work.model_flops + work.recomputed_flops(candidate.remat) + unfilled
-        sent, results = on_mesh.sent(micro, tokens, recomputed)
+        sent, results = on_mesh.sent(candidate, tokens)
         parts = {
-            "compute": flops * tokens / accelerator.flops_per_second,
-            "HBM": _hbm_bytes(placement, micro, tokens) / accelerator.hbm_bytes_per_second,
+            "compute": flops * tokens / peak,
+            "HBM": _hbm_bytes(placement, candidate, tokens) / accelerator.hbm_bytes_per_second,
             "links": sent.links_seconds,
             "network": sent.network_seconds,
         }
         return Estimate(
             candidate=candidate,
-            memory=placement.memory(candidate),
+            memory=at_peak(placement.memory(candidate)),
             capacity=accelerator.hbm_bytes,
             model_flops=work.model_flops * tokens,
             hardware_flops=flops * tokens,
@@ -154,6 +158,7 @@ class Estimator:
             seconds=_seconds(parts, work.num_layers * micro),
             seconds_at_peak=parts,
             tokens=work.tokens,
+            peak_flops=peak,
             dollars_per_hour=self._prices.get(accelerator.name, accelerator.dollars_per_hour),
             collectives=results,
         )
@@ -165,43 +170,70 @@ class _OnMesh:
     def __init__(self, work: Workload, candidate: Candidate, rules: sharding.Rules) -> None:
         self.placement = Placement(work, candidate, rules)
         self._links = Links(candidate.topology, candidate.mesh)
-        is_tpu = candidate.topology.accelerator.platform == "tpu"
-        self._weights = list(transfers.weight_transfers(self.placement))
-        self._tokens = list(transfers.token_transfers(self.placement, is_tpu=is_tpu))
+        self._is_tpu = candidate.topology.accelerator.platform == "tpu"
         self._units = functools.cache(self._fold)
 
-    def _fold(self, recomputed: bool) -> list[tuple[Traffic, dict[str, float]]]:
+    def _fold(self, remat: str, windowed: bool) -> list[tuple[Traffic, dict[str, float]]]:
         """Returns (traffic, results) of one micro-batch's weights, and of one token."""
+        placement, is_tpu = self.placement, self._is_tpu
+        recomputed = placement.work.recomputes(remat)
+        kinds = (
+            transfers.weight_transfers(placement, remat, is_tpu=is_tpu, windowed=windowed),
+            transfers.token_transfers(placement, is_tpu=is_tpu),
+        )
         return [
             (
                 transfers.traffic(each, self._links, recomputed=recomputed),
-                transfers.results(each, self.placement, recomputed=recomputed),
+                transfers.results(each, placement, recomputed=recomputed),
             )
-            for each in (self._weights, self._tokens)
+            for each in map(list, kinds)
         ]
 
-    def sent(self, micro: int, tokens: float, recomputed: bool) -> tuple[Traffic, dict[str, float]]:
-        """Returns the traffic and the bytes of results by kind of a step, per device.
-
-        The step has `micro` micro-batches, and `tokens` per device.
-        """
-        (weights, made), (token, routed) = self._units(recomputed)
-        tokens *= self.placement.token_multiple
+    def sent(self, candidate: Candidate, tokens: float) -> tuple[Traffic, dict[str, float]]:
+        """Returns the traffic and the bytes of results by kind of a step of a device's tokens."""
+        micro, placement = candidate.num_microbatches, self.placement
+        tokens *= placement.token_multiple
+        windowed = transfers.is_windowed(placement, candidate.topology, tokens / micro)
+        (weights, made), (token, routed) = self._units(candidate.remat, windowed)
         results = {k: made.get(k, 0.0) * micro + routed.get(k, 0.0) * tokens for k in made | routed}
         return weights.times(micro) + token.times(tokens), results
 
 
-def _hbm_bytes(placement: Placement, micro: int, tokens: float) -> float:
+# Bytes of scores in float32 that attention in plain XLA reads and writes, over those of the scores
+# that it needs, and of rows of experts that no token fills, over those of one row of the width D;
+# counted in steps compiled for H100.
+_SCORES_FORWARD, _SCORES_BACKWARD = 6.4, 11.7
+_EMPTY_ROWS = 23 / 3  # In each of the forward pass, recomputation and the backward pass.
+_LEAST_HEAD_DIM = 64  # Of attention's kernels for TPUs.
+
+
+def _hbm_bytes(placement: Placement, candidate: Candidate, tokens: float) -> float:
     """Returns the bytes read from and written to HBM in a step.
 
     The state is read and written once. Gathered weights are written, then read forward, for
     recomputation and for input gradients; their gradients are written and read. Saved activations
     of a block are written and read forward, recomputed and backward.
     """
+    work, micro = placement.work, candidate.num_microbatches
     state = 2 * (placement.parameters + placement.optimizer) + 8 * placement.trained_elements
-    saved = placement.work.block.times(placement.work.num_blocks)
+    saved = work.block.times(work.num_blocks)
     activations = 4 * (saved.split + saved.whole * placement.tensor_parts + saved.routed) * tokens
-    return state + 7 * placement.gathered_bytes * micro + activations
+    passes, layers = 2 + work.recomputes(candidate.remat), work.moe.num_layers if work.moe else 0
+    rows = placement.empty_rows(tokens) * layers * passes * _EMPTY_ROWS
+    loss = micro * placement.loss_bytes(tokens * placement.tensor_parts / micro)
+    scores = 0.0
+    if _writes_scores(work, candidate.topology.accelerator):
+        times = _SCORES_FORWARD * (passes - 1) + _SCORES_BACKWARD
+        scores = 4 * times * tokens * work.attention_flops / (4 * work.head_dim)
+    gathered = 7 * placement.gathered_bytes * micro
+    glue = rows * work.dim * work.compute_itemsize
+    return state + gathered + activations + glue + loss + scores
+
+
+def _writes_scores(work: Workload, accelerator: Accelerator) -> bool:
+    """Returns whether attention runs in plain XLA, which writes blocks of scores to HBM."""
+    has_kernel = accelerator.platform == "tpu" and work.head_dim >= _LEAST_HEAD_DIM
+    return (work.attention_backend or ("tpu" if has_kernel else "xla")) in ("xla", "reference")
 
 
 def _seconds(parts: Mapping[str, float], layers: int) -> Range:

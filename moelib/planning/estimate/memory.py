@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Mapping
 
 from moelib.layers.moe.rounds import rows_per_round
 from moelib.models.loss import held_logits
@@ -55,10 +56,9 @@ class Placement:
             (whole if "experts" in leaf.axes else held)[leaf] * leaf.compute_itemsize
             for leaf in decoder
         )
-        self._gradients = sum(
-            held[leaf] * (leaf.compute_itemsize if leaf.in_decoder else leaf.itemsize)
-            for leaf in trained
-        )
+        own = {x: held[x] * (x.compute_itemsize if x.in_decoder else x.itemsize) for x in trained}
+        self._gradients = sum(own.values())
+        self._decoder_gradients = sum(size for x, size in own.items() if x.in_decoder)
 
     def held(self, leaf: Leaf) -> float:
         """Returns the elements of a leaf that a device holds."""
@@ -124,20 +124,32 @@ class Placement:
             return self.slots / self._slots(1)
         return self.receive_capacity
 
+    def empty_rows(self, tokens: float) -> float:
+        """Returns the rows of receive buffers that no assignment fills, per layer with experts."""
+        moe = self.work.moe
+        if moe is None or moe.capacity_factor is not None or not self.expert_axes:
+            return 0.0
+        return max(self.receive_capacity - 1, 0.0) * moe.num_experts_per_token * tokens
+
     def memory(self, candidate: Candidate) -> dict[str, float]:
-        """Returns the bytes that a device holds, by category."""
+        """Returns the bytes of a device by category; see `at_peak` for what it holds at once."""
         work, block = self.work, self.work.block
         tokens = candidate.batch_per_device * work.seq_len / self.parts["sequence"]
         activations = self._bytes(work.saved[candidate.remat], tokens)
         if not work.recomputes(candidate.remat):
             activations += self._saved_weights
-        sums = 4 * self.trained_elements if candidate.num_microbatches > 1 else 0
+        sums = 4 * self.trained_elements if candidate.num_microbatches > 1 else 0.0
+        gradients = self._gradients
+        if sums and candidate.topology.accelerator.platform == "gpu":
+            # XLA copies the zeros that the gradients of scanned layers begin with.
+            gradients += self._decoder_gradients
         unrouted = self._bytes(Saved(block.split, block.whole), tokens)
         return {
             "parameters": self.parameters,
             "optimizer": self.optimizer,
-            "gradients": self._gradients + sums,
+            "summed gradients": sums,
             "activations": activations,
+            "gradients": gradients,
             # Weights of a block and their gradients, and the activations that it saves.
             "block": 2 * self._gathered_decoder / work.num_blocks + unrouted,
             "dispatch": self._bytes(Saved(routed=block.routed), tokens),
@@ -150,8 +162,42 @@ class Placement:
 
     def _logits(self, tokens: float) -> float:
         """Returns the bytes of a chunk's logits and their gradients, the head and its gradient."""
+        vocab, chunk, itemsize = self._vocab, self._chunk(tokens), self.work.compute_itemsize
+        summed = 4 if chunk < tokens else 0  # Over chunks, in float32.
+        return vocab * (self.work.dim * (itemsize + summed) + chunk * 2 * 4)
+
+    @property
+    def _vocab(self) -> int:
+        """Size of a device's part of the vocabulary."""
+        return self.work.vocab_size // self.parts["vocab"]
+
+    def _chunk(self, tokens: float) -> int:
+        """Returns the tokens of a chunk of the loss."""
         work = self.work
-        vocab = work.vocab_size // self.parts["vocab"]
-        head = vocab * work.dim * (work.compute_itemsize + 4)
-        logits = held_logits(math.ceil(tokens), work.dim, vocab, work.loss_chunk_size)
-        return head + 2 * 4 * logits
+        held = held_logits(math.ceil(tokens), work.dim, self._vocab, work.loss_chunk_size)
+        return held // self._vocab
+
+    def loss_bytes(self, tokens: float) -> float:
+        """Returns the bytes that the head and the loss of a micro-batch read and write.
+
+        Each of several chunks reads the head twice, and reads and writes its gradient in float32.
+        Logits in float32 pass six times: written, read for maximum, sum and gradient, which is
+        written and read.
+        """
+        chunks, itemsize = math.ceil(tokens / self._chunk(tokens)), self.work.compute_itemsize
+        head = chunks * (2 * itemsize + (8 if chunks > 1 else itemsize))
+        return self._vocab * (head * self.work.dim + 6 * 4 * tokens)
+
+
+_BACKWARD = ("gradients", "block", "dispatch")
+
+
+def at_peak(memory: Mapping[str, float]) -> dict[str, float]:
+    """Returns the bytes that a device holds at the peak: zero for those of the smaller phase.
+
+    The loss, with a head gathered and its gradient, ends before the backward pass through the
+    decoder has gradients and the arrays of a block.
+    """
+    backward = sum(memory[name] for name in _BACKWARD)
+    ended = ("logits",) if backward >= memory["logits"] else _BACKWARD
+    return {name: 0.0 if name in ended else size for name, size in memory.items()}

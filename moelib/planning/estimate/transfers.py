@@ -1,7 +1,7 @@
 """Transfers: the collectives of a step on a mesh, as one list for both its traffic and its results.
 
-Weights are gathered forward, for recomputation and backward, and their gradients reduced and
-scattered. Tokens are sent to experts that stay in place, and back.
+Weights are gathered, or passed on in windowed matmuls, forward, for recomputation and backward, and
+their gradients reduced and scattered. Tokens are sent to experts that stay in place, and back.
 """
 
 import math
@@ -11,11 +11,13 @@ from typing import NamedTuple
 from moelib.planning.estimate.links import Links, Traffic
 from moelib.planning.estimate.memory import Placement
 from moelib.planning.estimate.workload import Leaf
+from moelib.planning.hardware.topologies import TopologyShape
 from moelib.planning.hlo.values import COLLECTIVES
 
-_TILE_BYTES = 512  # Metadata of a row on a TPU: a tile of 128 int32.
-
-
+# Devices from which on XLA for TPUs scatters the head's gradient by an all-reduce: so compiled for
+# 64 v5p and v6e, and not for 4.
+_ALL_REDUCED = 64
+_METADATA_BYTES = {"tpu": 512, "gpu": 64}  # Of a row: a tile of 128 numbers, or 16 numbers.
 _ALL = ("forward", "recomputed", "backward")
 _ONCE = ("forward", "backward")  # Phases of transfers whose results recomputation reuses.
 
@@ -26,33 +28,112 @@ class Transfer(NamedTuple):
     kind: str  # One of `COLLECTIVES`.
     axes: tuple[str, ...]  # Mesh axes.
     bytes: float  # Result of a gather, or operand of other kinds.
-    times: float
-    phase: str  # "forward", "recomputed" or "backward".
+    times: float = 1
+    phase: str = "forward"  # "forward", "recomputed" or "backward".
     result_bytes: float | None = None  # Where the result in the program does not follow from bytes.
 
 
-def weight_transfers(placement: Placement) -> Iterator[Transfer]:
-    """Yields the transfers of parameters and gradients for one micro-batch."""
+def weight_transfers(
+    placement: Placement, remat: str, *, is_tpu: bool, windowed: bool = False
+) -> Iterator[Transfer]:
+    """Yields the transfers of parameters and gradients for one micro-batch.
+
+    Args:
+        placement: A workload on a mesh.
+        remat: A name of `Workload.saved`.
+        is_tpu: Whether the devices are TPUs.
+        windowed: Whether XLA makes windowed matmuls of dense layers; see `is_windowed`.
+    """
     for leaf in placement.work.parameters:
         held = placement.held(leaf) * leaf.compute_itemsize
         if axes := placement.gathered_axes(leaf):
             whole = held * placement.mesh.parts(axes)
-            yield from _each("all-gather", axes, whole, 1, _gather_phases(leaf))
+            if windowed and _is_dense_matrix(placement, leaf):
+                yield from _windows(placement, leaf, axes, whole, remat)
+                continue
+            yield Transfer("all-gather", axes, whole, _num_gathers(placement, leaf, remat, is_tpu))
+            summed = is_tpu and not leaf.in_decoder and placement.mesh.parts(axes) >= _ALL_REDUCED
             if leaf.trained:
-                yield Transfer("reduce-scatter", axes, whole, 1, "backward")
+                yield Transfer("all-reduce" if summed else "reduce-scatter", axes, whole)
         if leaf.trained and (others := placement.reduced_axes(leaf)):
-            yield Transfer("all-reduce", others, held, 1, "backward")
+            # On GPUs, XLA sums the gradients of norms in float32 before it casts them.
+            in_float32 = not is_tpu and not _is_matrix(leaf)
+            yield Transfer("all-reduce", others, 4 * placement.held(leaf) if in_float32 else held)
 
 
-def _gather_phases(leaf: Leaf) -> tuple[str, ...]:
-    """Returns the phases that gather a parameter.
+def _num_gathers(placement: Placement, leaf: Leaf, remat: str, is_tpu: bool) -> int:
+    """Returns how often a parameter is gathered.
 
     Weights outside of the decoder are saved, and those of experts from recomputation to the
-    backward pass.
+    backward pass. On GPUs, XLA shares one gather of dense weights between the two.
     """
+    work = placement.work
     if not leaf.in_decoder:
-        return _ALL[:1]
-    return _ALL[:2] if "experts" in leaf.axes else _ALL
+        return 1
+    if "experts" in leaf.axes:
+        return 2 if work.recomputes(remat) else 1
+    return 3 if is_tpu and work.recomputes_matmuls(remat) else 2
+
+
+# -- Windowed matmuls ----------------------------------------------------------------------------
+
+# XLA for TPUs passes on weights in turns, each with a part of a matmul, and the sums of weight
+# gradients, where FSDP over all devices leaves each enough work. Single matmuls compiled for v5e,
+# v5p, v6e and tpu7x: at 8,192 tokens over 4 or 8 v6e they are not windowed, and at 12,288 they are;
+# over 2 or 64 devices of any kind, or 4 v5p, they never are.
+_WINDOWED_DEVICES = (4, 32)
+_WINDOWED_TOKENS_PER_FLOP_PER_SECOND = 10_000 / 918e12
+
+
+def is_windowed(placement: Placement, topology: TopologyShape, tokens: float) -> bool:
+    """Returns whether XLA makes windowed matmuls of dense layers; tokens are those of a device."""
+    chip, n, mesh = topology.accelerator, topology.num_devices, placement.mesh
+    least, most = _WINDOWED_DEVICES
+    enough = _WINDOWED_TOKENS_PER_FLOP_PER_SECOND * chip.flops_per_second
+    return (
+        chip.platform == "tpu"
+        and topology.num_slices == 1
+        and (2 * least if chip.name == "v5p" else least) <= n <= most
+        and mesh.parts(placement.axes.get("embed", ())) == n
+        and tokens * n >= enough
+    )
+
+
+def _is_matrix(leaf: Leaf) -> bool:
+    return len(leaf.shape) - ("layers" in leaf.axes) > 1
+
+
+def _is_dense_matrix(placement: Placement, leaf: Leaf) -> bool:
+    cast = leaf.compute_itemsize == placement.work.compute_itemsize  # Routers are not.
+    return leaf.in_decoder and _is_matrix(leaf) and cast and "experts" not in leaf.axes
+
+
+def _windows(
+    placement: Placement, leaf: Leaf, axes: tuple[str, ...], whole: float, remat: str
+) -> Iterator[Transfer]:
+    """Yields the permutes of windowed matmuls, as programs compiled for TPUs have them.
+
+    They pass on one part of n in n - 1 turns over four devices, and two in opposite directions in
+    as many over more. A matmul that is recomputed shares a gather with that of its input's
+    gradient; the last one of a block is not recomputed.
+    """
+    n = placement.mesh.parts(axes)
+    part = whole / n
+    turns, of_sums = (n - 1, n + 1) if n == 4 else (2 * n + 1, 2 * n + 1)
+    permutes = lambda turns: Transfer(
+        "collective-permute", axes, part * (n - 1) / n, result_bytes=turns * part
+    )
+    yield permutes(turns)
+    last = leaf.axes[-1] == "embed" and "ffn" in leaf.axes
+    if placement.work.recomputes_matmuls(remat) and not last:
+        yield Transfer("all-gather", axes, whole)
+    else:
+        yield permutes(turns)
+    if leaf.trained:
+        yield permutes(of_sums)
+
+
+# -- Activations ---------------------------------------------------------------------------------
 
 
 def _each(
@@ -104,8 +185,8 @@ def _dispatch_transfers(placement: Placement, row: float, *, is_tpu: bool) -> It
         sent = _mean_destinations(moe.num_experts, moe.num_experts_per_token, n) * row
         yield from _each(kind, axes, sent, num_layers, _ALL, received * row)
         yield from _each(kind, axes, sent, num_layers, _ONCE, most * row)
-        if is_tpu:  # Metadata; its traffic is negligible.
-            yield Transfer(kind, axes, 0.0, 6 * num_layers, "forward", received * _TILE_BYTES)
+        metadata = _METADATA_BYTES["tpu" if is_tpu else "gpu"]  # Its traffic is negligible.
+        yield from _each(kind, axes, 0.0, num_layers, _ONCE, received * metadata)
 
 
 def _mean_destinations(num_experts: int, num_experts_per_token: int, n: int) -> float:

@@ -77,12 +77,15 @@ class Workload:
     dim: int  # D.
     vocab_size: int  # V.
     loss_chunk_size: int | None  # Tokens of a chunk of logits, as the model's field.
-    compute_itemsize: int  # Bytes per element of activations.
+    compute_dtype: str  # Of matmuls and activations.
+    head_dim: int  # Width of an attention head; 1 without attention.
+    attention_backend: str | None  # Backend of attention; None for the default.
     kv_width: int  # Elements of keys and values per token and layer.
     moe: Moe | None
     forward_flops: float  # Per token.
     decoder_flops: float  # Those of `forward_flops` that full remat recomputes.
     routed_flops: float  # Those of `forward_flops` in routed experts.
+    attention_flops: float  # Those of `forward_flops` between queries, keys and values.
     own_remat: str  # The named remat that recomputes as much as the config's own, or nearly.
     saved: Mapping[str, Saved]  # Saved activations of the model, by remat.
     block: Saved  # Saved activations of one block without remat.
@@ -93,6 +96,11 @@ class Workload:
         return self.global_batch_size * self.seq_len
 
     @property
+    def compute_itemsize(self) -> int:
+        """Bytes per element of activations."""
+        return jnp.dtype(self.compute_dtype).itemsize
+
+    @property
     def model_flops(self) -> float:
         """FLOPs per trained token, without recomputation."""
         return 3.0 * self.forward_flops
@@ -101,12 +109,21 @@ class Workload:
         """Returns whether the backward pass recomputes anything."""
         return (self.own_remat if remat == OWN else remat) != NONE
 
+    def recomputes_matmuls(self, remat: str) -> bool:
+        """Returns whether the backward pass recomputes dense matmuls, too."""
+        return (self.own_remat if remat == OWN else remat) == FULL
+
     def recomputed_flops(self, remat: str) -> float:
-        """Returns the matmul FLOPs per token that the backward pass recomputes."""
+        """Returns the FLOPs per token in addition to the model's, which the backward pass repeats.
+
+        A flash kernel recomputes the scores: its backward pass has five matmuls, its forward pass
+        two. Policies that save matmuls do not see into kernels: those of experts and attention.
+        """
+        scores = 0.5 * self.attention_flops
         if not self.recomputes(remat):
-            return 0.0
-        name = self.own_remat if remat == OWN else remat
-        return self.decoder_flops if name == FULL else self.routed_flops
+            return scores
+        kernels = self.routed_flops + self.attention_flops
+        return scores + (self.decoder_flops if self.recomputes_matmuls(remat) else kernels)
 
 
 def read_workload(cfg: Any) -> Workload:
@@ -133,6 +150,7 @@ def read_workload(cfg: Any) -> Workload:
         )
     forward = flops / 3
     decoder = getattr(trainer.model, "children", {}).get("decoder")
+    of_decoder = decoder.forward_flops_per_token if decoder else lambda seq_len: forward
     saved, block = read_saved(
         cfg,
         specs.model,
@@ -150,11 +168,14 @@ def read_workload(cfg: Any) -> Workload:
         dim=_size_of(parameters, "embed"),
         vocab_size=_size_of(parameters, "vocab"),
         loss_chunk_size=dict(cfg.model.items()).get("loss_chunk_size"),
-        compute_itemsize=jnp.dtype(cfg.train_dtype or "float32").itemsize,
+        compute_dtype=cfg.train_dtype or "float32",
+        head_dim=_size_of(parameters, "head_dim"),
+        attention_backend=(cfg.kernel_backends or {}).get("flash_attention"),
         kv_width=_kv_width(parameters, num_layers),
         moe=moe,
         forward_flops=forward,
-        decoder_flops=float(decoder.forward_flops_per_token(seq_len)) if decoder else forward,
+        decoder_flops=float(of_decoder(seq_len)),
+        attention_flops=float(of_decoder(seq_len) - of_decoder(1)),  # All that depends on length.
         routed_flops=0.0 if moe is None else _routed_flops(parameters, moe),
         own_remat=remat_name(cfg.model) or nearest_remat(saved),
         saved=saved,
