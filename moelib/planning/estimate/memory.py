@@ -161,10 +161,14 @@ class Placement:
         return tokens * (saved.split / self.tensor_parts + saved.whole + routed)
 
     def _logits(self, tokens: float) -> float:
-        """Returns the bytes of a chunk's logits and their gradients, the head and its gradient."""
-        vocab, chunk, itemsize = self._vocab, self._chunk(tokens), self.work.compute_itemsize
-        summed = 4 if chunk < tokens else 0  # Over chunks, in float32.
-        return vocab * (self.work.dim * (itemsize + summed) + chunk * 2 * 4)
+        """Returns the bytes of a chunk's logits and their gradients, the head and its gradient.
+
+        Several chunks add up the head's gradient in float32. The logits of a single one make room
+        for their gradient.
+        """
+        chunk, itemsize = self._chunk(tokens), self.work.compute_itemsize
+        per_weight, per_logit = (itemsize + 4, 8) if chunk < tokens else (2 * itemsize, 4)
+        return self._vocab * (self.work.dim * per_weight + chunk * per_logit)
 
     @property
     def _vocab(self) -> int:

@@ -17,6 +17,7 @@ from moelib.planning.hlo.values import COLLECTIVES
 # Devices from which on XLA for TPUs scatters the head's gradient by an all-reduce: so compiled for
 # 64 v5p and v6e, and not for 4.
 _ALL_REDUCED = 64
+_STATISTICS = 5  # Numbers per expert that a router sums over devices: loads, losses, metrics.
 _METADATA_BYTES = {"tpu": 512, "gpu": 64}  # Of a row: a tile of 128 numbers, or 16 numbers.
 _ALL = ("forward", "recomputed", "backward")
 _ONCE = ("forward", "backward")  # Phases of transfers whose results recomputation reuses.
@@ -59,6 +60,9 @@ def weight_transfers(
             # On GPUs, XLA sums the gradients of norms in float32 before it casts them.
             in_float32 = not is_tpu and not _is_matrix(leaf)
             yield Transfer("all-reduce", others, 4 * placement.held(leaf) if in_float32 else held)
+    if (moe := placement.work.moe) is not None and placement.token_axes:
+        statistics = _STATISTICS * moe.num_experts * 4
+        yield Transfer("all-reduce", placement.token_axes, statistics, moe.num_layers)
 
 
 def _num_gathers(placement: Placement, leaf: Leaf, remat: str, is_tpu: bool) -> int:

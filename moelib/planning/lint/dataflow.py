@@ -106,7 +106,7 @@ def _root(computation: Computation) -> Instruction:
 
 
 def _returns_unchanged(body: Computation, index: int) -> bool:
-    """Returns whether a loop's body returns an element of its parameter unchanged."""
+    """Returns whether the body of a loop passes on an element of its parameter."""
     root = _root(body)
     kept = body.instructions[root.operands[index]] if root.opcode == "tuple" else root
     inside = body.instructions[kept.operands[0]] if kept.operands else kept
