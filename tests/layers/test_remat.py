@@ -92,6 +92,10 @@ def test_each_name_spares_the_backward_pass_its_matmul():
     assert count(stack(ScanStack, keep=MATMULS)) == everything
 
 
+def test_the_last_matmul_of_experts_is_not_recomputed():
+    assert count(stack(ScanStack, keep=("experts_down",))) == count(stack(ScanStack, keep=()))
+
+
 @pytest.mark.parametrize(
     "fields", [{"keep": ()}, pytest.param({"policy": "nothing_saveable"}, marks=pytest.mark.slow)]
 )

@@ -64,10 +64,10 @@ class SumOverTheWrongAxis(BaseLayer):
 class ExpertsWithLargerGradients(FeedForwardExperts):
     """Experts whose gradient is summed over devices that have it already."""
 
-    def grouped(self, params: Any, rows: Any, group_sizes: Any) -> Any:
+    def grouped(self, params: Any, rows: Any, group_sizes: Any, weights: Any) -> Any:
         times = jax.sharding.get_abstract_mesh().shape.get("expert", 1)
         scale = lambda p: times * p - jax.lax.stop_gradient((times - 1) * p)
-        return super().grouped(jax.tree.map(scale, params), rows, group_sizes)
+        return super().grouped(jax.tree.map(scale, params), rows, group_sizes, weights)
 
 
 class BalancedOnEachDevice(MoELayer):

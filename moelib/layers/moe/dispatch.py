@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 from moelib.core.config import Configurable
 from moelib.core.errors import UserError
 from moelib.core.tree import Nested
-from moelib.layers.moe.rows import combine_rows, sort_assignments, take_rows
+from moelib.layers.moe.rows import sort_assignments, sum_rows, take_rows, take_weights
 from moelib.layers.remat import save_activation
 from moelib.parallel.exchange import gather_sizes, group_size
 
@@ -39,9 +39,19 @@ class Experts(Protocol):
     added_once: ClassVar[tuple[str, ...]]
 
     def grouped(
-        self, params: Nested, rows: Float[Array, "R D"], group_sizes: Int[Array, "E"]
+        self,
+        params: Nested,
+        rows: Float[Array, "R D"],
+        group_sizes: Int[Array, "E"],
+        weights: Float[Array, "R"],
     ) -> Float[Array, "R D"]:
-        """Returns the experts' outputs for rows sorted by expert."""
+        """Returns weight times output, without output biases, for rows sorted by expert."""
+        ...
+
+    def weighted_biases(
+        self, params: Nested, ids: Int[Array, "T K"], weights: Float[Array, "T K"]
+    ) -> Float[Array, "T D"] | None:
+        """Returns each token's weighted sum of output biases, None without such biases."""
         ...
 
     def batched(self, params: Nested, rows: Float[Array, "E C D"]) -> Float[Array, "E C D"]:
@@ -151,8 +161,11 @@ def run_sorted(local: Local, num_experts: int, num_rows: int) -> Float[Array, "T
     ids = jnp.minimum(local.ids, num_experts)
     row_map, group_sizes = sort_assignments(ids, num_experts, num_rows)
     rows = save_activation(take_rows(local.x, row_map), "experts_input")
-    outputs = local.experts.grouped(local.params, rows, group_sizes)
-    return combine_rows(outputs, local.weights, row_map)
+    weights = take_weights(local.weights, row_map)
+    outputs = local.experts.grouped(local.params, rows, group_sizes, weights)
+    y = sum_rows(outputs, row_map)
+    biases = local.experts.weighted_biases(local.params, ids, local.weights)
+    return y if biases is None else (y + biases).astype(y.dtype)
 
 
 def within_capacity(

@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -76,11 +77,17 @@ class FeedForwardExperts(BaseLayer):
 
     @nowrap
     def grouped(
-        self, params: Nested, rows: Float[Array, "R D"], group_sizes: Int[Array, "E"]
+        self,
+        params: Nested,
+        rows: Float[Array, "R D"],
+        group_sizes: Int[Array, "E"],
+        weights: Float[Array, "R"],
     ) -> Float[Array, "R D"]:
-        """Returns the experts' outputs for rows sorted by expert.
+        """Returns weight times output, without `down_bias`, for rows sorted by expert.
 
-        Rows past the sum of the group sizes give zeros.
+        The weights multiply the activations, so that their gradient takes no output: the backward
+        pass of a recomputed layer leaves out the last matmul. Rows past the sum of the group sizes
+        give zeros.
         """
         params = {name: value.astype(rows.dtype) for name, value in params.items()}
         hidden = gmm_activated(
@@ -91,8 +98,21 @@ class FeedForwardExperts(BaseLayer):
             bias=params.get("up_bias"),
             products_name="experts_up" if is_saved("experts_up") else None,
         )
-        y = gmm(hidden, params["down"], group_sizes, bias=params.get("down_bias"))
+        hidden = (hidden.astype(jnp.float32) * weights[:, None]).astype(rows.dtype)
+        y = gmm(hidden, params["down"], group_sizes)
         return save_activation(y, "experts_down")
+
+    @nowrap
+    def weighted_biases(
+        self, params: Nested, ids: Int[Array, "T K"], weights: Float[Array, "T K"]
+    ) -> Float[Array, "T D"] | None:
+        """Returns each token's weighted sum of `down_bias`, in float32; None without biases."""
+        if not self.config.bias:
+            return None
+        bias = params["down_bias"].astype(jnp.float32)
+        own = ids[..., None] == jnp.arange(bias.shape[0])[None, None]  # [T, K, E]
+        weights = jnp.sum(jnp.where(own, weights[..., None], 0.0), 1)  # [T, E]
+        return jnp.matmul(weights, bias, precision=jax.lax.Precision.HIGHEST)
 
     def _own_active_parameters(self) -> int:
         cfg: FeedForwardExperts.Config = self.config

@@ -54,6 +54,18 @@ def take_rows(x: Float[Array, "T D"], row_map: RowMap) -> Float[Array, "R D"]:
 
 
 @jax.custom_vjp
+def take_weights(weights: Float[Array, "T K"], row_map: RowMap) -> Float[Array, "R"]:
+    """Returns the combine weight of each row; 0 for an empty row."""
+    return weights.reshape(-1).at[row_map.assignments].get(mode="fill", fill_value=0)
+
+
+take_weights.defvjp(
+    lambda weights, row_map: (take_weights(weights, row_map), row_map),
+    lambda row_map, grad: (grad.at[row_map.rows].get(mode="fill", fill_value=0), None),
+)
+
+
+@jax.custom_vjp
 def sum_rows(rows: Float[Array, "R D"], row_map: RowMap) -> Float[Array, "T D"]:
     """Returns the sum of each token's rows, computed in float32; 0 for a token without rows."""
     return _sum(rows, row_map.rows, None)
@@ -102,7 +114,7 @@ def _combine_backward(
 ) -> tuple[Array, Array, None]:
     rows, weights, row_map = residuals
     grad_rows = take_rows(grad, row_map).astype(jnp.float32)  # [R, D]
-    weight = weights.reshape(-1).at[row_map.assignments].get(mode="fill", fill_value=0)  # [R]
+    weight = take_weights(weights, row_map)  # [R]
     held = (row_map.assignments < weights.size)[:, None]
     # An empty row may hold NaN, so it is masked, not multiplied by 0.
     products = jnp.sum(jnp.where(held, grad_rows * rows.astype(jnp.float32), 0.0), -1)  # [R]

@@ -36,13 +36,24 @@ def test_each_expert_is_a_feed_forward_layer(activation):
 
 
 def test_grouped_rows_meet_their_own_expert_and_rows_past_the_end_give_zeros():
-    layer, rows = experts(), jnp.asarray(normal(8, D))
+    layer, rows, weights = experts(), jnp.asarray(normal(8, D)), jnp.asarray(normal(8, seed=1))
     params = initial(layer)
-    got = layer.grouped(params, rows, jnp.array([2, 0, 4], jnp.int32))
+    got = layer.grouped(params, rows, jnp.array([2, 0, 4], jnp.int32), weights)
     every = layer.batched(params, jnp.broadcast_to(rows[None], (E, 8, D)))
+    every = every * weights[None, :, None]
     np.testing.assert_allclose(got[:2], every[0, :2], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(got[2:6], every[2, 2:6], rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(got[6:], np.zeros((2, D)))
+
+
+def test_biases_of_a_token_are_summed_with_its_weights():
+    layer, weights = experts(bias=True), jnp.asarray(normal(3, K))
+    bias = jnp.asarray(normal(E, D, seed=1))
+    ids = jnp.asarray([[0, 2], [1, E], [E, E]])  # E stands for no expert.
+    got = layer.weighted_biases({"down_bias": bias}, ids, weights)
+    want = [weights[0, 0] * bias[0] + weights[0, 1] * bias[2], weights[1, 0] * bias[1], 0 * bias[0]]
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    assert experts().weighted_biases({}, ids, weights) is None
 
 
 def test_a_token_pays_for_its_own_experts_only():

@@ -4,7 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moelib.layers.moe.rows import combine_rows, sort_assignments, sum_rows, take_rows
+from moelib.layers.moe.rows import (
+    combine_rows,
+    sort_assignments,
+    sum_rows,
+    take_rows,
+    take_weights,
+)
 from tests.layers.calling import normal
 
 T, K, G, R, D = 9, 3, 4, 25, 5
@@ -69,3 +75,15 @@ def test_rows_without_an_assignment_and_assignments_without_a_row_may_have_any_v
     np.testing.assert_array_equal(got, want)
     for a, b in zip(pull(X), plain(X), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_weights_follow_their_assignments():
+    got, pull = jax.vjp(lambda w: take_weights(w, ROW_MAP), WEIGHTS)
+    want = np.zeros(R, np.float32)
+    back = np.zeros((T, K), np.float32)
+    for t, k in np.ndindex(T, K):
+        if KEYS[t, k] < G:
+            want[ROW_MAP.rows[t, k]] = WEIGHTS[t, k]
+            back[t, k] = ROWS[ROW_MAP.rows[t, k], 0]
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(pull(ROWS[:, 0])[0], back)
