@@ -1,9 +1,10 @@
-"""Checks of a kernel's operands: shapes by letters, and dtypes."""
+"""A kernel's operands: checks of shapes by letters, and of dtypes; zeros to one width."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 
 def check_shapes(kernel: str, operands: Mapping[str, tuple[Any, str]]) -> None:
@@ -33,3 +34,13 @@ def check_dtypes(kernel: str, floats: Mapping[str, Any], integers: Mapping[str, 
     for name, x in integers.items():
         if x is not None and not jnp.issubdtype(x.dtype, jnp.integer):
             raise ValueError(f"{kernel}: {name} are {x.dtype}; they must be integers.")
+
+
+def of_one_width(*arrays: Float[Array, "..."]) -> tuple[Float[Array, "..."], ...]:
+    """Returns the arrays with zeros after their last axis, up to the widest.
+
+    Of attention's operands, zeros add nothing to scores, and can be cut off the output.
+    """
+    width = max(x.shape[-1] for x in arrays)
+    pad = lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
+    return tuple(x if x.shape[-1] == width else pad(x) for x in arrays)

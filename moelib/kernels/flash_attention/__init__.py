@@ -35,13 +35,13 @@ CONTEXT = "attention_context"  # Name of output and logsumexp for `jax.checkpoin
 def flash_attention(
     q: Float[Array, "B S H Dh"],
     k: Float[Array, "B S G Dh"],
-    v: Float[Array, "B S G Dh"],
+    v: Float[Array, "B S G Dv"],
     spec: MaskSpec,
     *,
     segment_ids: Int[Array, "B S"] | None = None,
     sinks: Float[Array, "H"] | None = None,
     backend: str | None = None,
-) -> Float[Array, "B S H Dh"]:
+) -> Float[Array, "B S H Dv"]:
     """Returns attention over whole sequences, in the dtype of v.
 
     Differentiable in q, k, v and sinks, in reverse mode, once; for second derivatives take the
@@ -51,7 +51,7 @@ def flash_attention(
     Args:
         q: Queries. Head h attends with key and value head h // (H / G).
         k: Keys.
-        v: Values.
+        v: Values, of the same width Dh or of another one.
         spec: Scale, causality, window and cap of the scores.
         segment_ids: Tokens attend only inside their segment; None for one segment per sequence.
         sinks: One more score per head, which takes its share of the softmax and has no value.
@@ -76,7 +76,7 @@ def flash_attention(
     if backend in ("cudnn", "reference"):
         forms = {"cudnn": cudnn.attention, "reference": reference.attention}
         forms = {name: functools.partial(form, spec=spec) for name, form in forms.items()}
-        reasons = {"cudnn": cudnn.reason_against(q, segment_ids, sinks, spec)}
+        reasons = {"cudnn": cudnn.reason_against(q, v, segment_ids, sinks, spec)}
         return backends.run("flash_attention", backend, forms, reasons, *operands)
     return _attention(spec, backend, *operands)
 

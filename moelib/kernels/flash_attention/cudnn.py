@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from moelib.kernels.backend import BackendError, how_to_set
 from moelib.kernels.flash_attention.reference import MaskSpec
+from moelib.kernels.operands import of_one_width
 
 _DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 _MAX_HEAD_DIM = 128  # 256 since Hopper.
@@ -17,12 +18,13 @@ _MAX_HEAD_DIM = 128  # 256 since Hopper.
 
 def reason_against(
     q: Float[Array, "B S H Dh"],
+    v: Float[Array, "B S G Dv"],
     segment_ids: Int[Array, "B S"] | None,
     sinks: Float[Array, "H"] | None,
     spec: MaskSpec,
 ) -> str | None:
     """Returns why cuDNN cannot take these operands and what to do, or None if it can."""
-    length, dim = q.shape[1], q.shape[3]
+    length, dim = q.shape[1], max(q.shape[3], v.shape[3])
     if q.dtype not in _DTYPES:
         return f"takes bfloat16 and float16, not {q.dtype}; cast to one of them."
     if dim % 8 or dim > _MAX_HEAD_DIM:
@@ -43,23 +45,24 @@ def reason_against(
 def attention(
     q: Float[Array, "B S H Dh"],
     k: Float[Array, "B S G Dh"],
-    v: Float[Array, "B S G Dh"],
+    v: Float[Array, "B S G Dv"],
     sinks: None,
     segment_ids: Int[Array, "B S"] | None,
     *,
     spec: MaskSpec,
-) -> Float[Array, "B S H Dh"]:
+) -> Float[Array, "B S H Dv"]:
     """Returns attention over whole sequences. Segments become a mask [B, 1, S, S].
 
     Raises:
         BackendError: If cuDNN is not installed.
     """
     del sinks
+    v_dim, (q, k, v) = v.shape[3], of_one_width(q, k, v)
     mask = None
     if segment_ids is not None:
         mask = (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
     try:
-        return jax.nn.dot_product_attention(
+        out = jax.nn.dot_product_attention(
             q,
             k,
             v,
@@ -74,3 +77,4 @@ def attention(
             f"flash_attention: backend 'cudnn' needs cuDNN: {error} Install nvidia-cudnn-cu13, or "
             f"{how_to_set('flash_attention', 'xla')}."
         ) from error
+    return out[..., :v_dim]

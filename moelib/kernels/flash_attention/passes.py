@@ -28,14 +28,14 @@ from moelib.kernels.flash_attention import gpu, tpu, xla
 from moelib.kernels.flash_attention.reference import MaskSpec, Positions
 from moelib.kernels.operands import check_dtypes, check_shapes
 
-Part = tuple[Float32[Array, "B Q H Dh"], Float32[Array, "B H Q"]]  # Output and logsumexp.
+Part = tuple[Float32[Array, "B Q H Dv"], Float32[Array, "B H Q"]]  # Output and logsumexp.
 _FORMS = {"xla": xla, "tpu": tpu, "gpu": gpu}
 
 
 def attention_forward(
     q: Float[Array, "B Q H Dh"],
     k: Float[Array, "B K G Dh"],
-    v: Float[Array, "B K G Dh"],
+    v: Float[Array, "B K G Dv"],
     positions: Positions,
     spec: MaskSpec,
     *,
@@ -79,15 +79,15 @@ def _weight(log: Float32[Array, "B H Q"]) -> Float32[Array, "B Q H 1"]:
 def attention_backward(
     q: Float[Array, "B Q H Dh"],
     k: Float[Array, "B K G Dh"],
-    v: Float[Array, "B K G Dh"],
-    out: Float[Array, "B Q H Dh"],
+    v: Float[Array, "B K G Dv"],
+    out: Float[Array, "B Q H Dv"],
     lse: Float32[Array, "B H Q"],
-    grad: Float[Array, "B Q H Dh"],
+    grad: Float[Array, "B Q H Dv"],
     positions: Positions,
     spec: MaskSpec,
     *,
     backend: str | None = None,
-) -> tuple[Float32[Array, "B Q H Dh"], Float32[Array, "B K G Dh"], Float32[Array, "B K G Dh"]]:
+) -> tuple[Float32[Array, "B Q H Dh"], Float32[Array, "B K G Dh"], Float32[Array, "B K G Dv"]]:
     """Returns the contribution of a shard of queries and one of keys to the gradients in q, k, v.
 
     `out` and `lse` are the attention of the queries to the keys of all shards, sinks included, and
@@ -100,9 +100,9 @@ def attention_backward(
 
 
 def output_times_gradient(
-    out: Float[Array, "B Q H Dh"], grad: Float[Array, "B Q H Dh"]
+    out: Float[Array, "B Q H Dv"], grad: Float[Array, "B Q H Dv"]
 ) -> Float32[Array, "B H Q"]:
-    """Returns delta, the sum over Dh of output times gradient."""
+    """Returns delta, the sum over Dv of output times gradient."""
     product = out.astype(jnp.float32) * grad.astype(jnp.float32)
     return jnp.sum(product, axis=-1).transpose(0, 2, 1)
 
@@ -125,7 +125,7 @@ def sinks_gradient(
 def check(
     q: Float[Array, "B Q H Dh"],
     k: Float[Array, "B K G Dh"],
-    v: Float[Array, "B K G Dh"],
+    v: Float[Array, "B K G Dv"],
     positions: Positions,
     spec: MaskSpec,
     *,
@@ -140,7 +140,7 @@ def check(
     shapes = {
         "q": (q, "BQHD"),
         "k": (k, f"B{keys}GD"),
-        "v": (v, f"B{keys}GD"),
+        "v": (v, f"B{keys}GV"),
         "q_index": (positions.q_index, "Q"),
         "k_index": (positions.k_index, keys),
         "segment_ids": (positions.q_segments, "BQ"),
@@ -176,7 +176,7 @@ def run(
     """Returns the result of `xla.forward` or `xla.backward`, on the backend or the default one."""
     q, k, v, *_ = operands
     reasons = {
-        "tpu": tpu.reason_against(q, k, spec, in_order=in_order),
+        "tpu": tpu.reason_against(q, k, v, spec, in_order=in_order),
         "gpu": gpu.reason_against(q, v),
     }
     if backend is None:

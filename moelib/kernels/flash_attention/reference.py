@@ -55,12 +55,12 @@ def capped(scores: Float[Array, "..."], spec: MaskSpec) -> Float[Array, "..."]:
 def attention(
     q: Float[Array, "B S H Dh"],
     k: Float[Array, "B S G Dh"],
-    v: Float[Array, "B S G Dh"],
+    v: Float[Array, "B S G Dv"],
     sinks: Float[Array, "H"] | None,
     segment_ids: Int[Array, "B S"] | None,
     *,
     spec: MaskSpec,
-) -> Float[Array, "B S H Dh"]:
+) -> Float[Array, "B S H Dv"]:
     """Returns softmax(masked scores) v; a sink is one more score of the softmax, with no value."""
     batch, length, heads, dim = q.shape
     groups = k.shape[2]
@@ -73,4 +73,4 @@ def attention(
         column = jnp.broadcast_to(column, (*scores.shape[:-1], 1))
         scores = jnp.concatenate([scores, column], axis=-1)
     probs = jax.nn.softmax(scores, axis=-1)[..., :length].astype(v.dtype)
-    return jnp.einsum("bgnqk,bkgd->bqgnd", probs, v).reshape(q.shape)
+    return jnp.einsum("bgnqk,bkgd->bqgnd", probs, v).reshape(*q.shape[:3], -1)

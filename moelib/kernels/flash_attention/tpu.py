@@ -15,6 +15,7 @@ from moelib.kernels.flash_attention import tpu_kernels
 from moelib.kernels.flash_attention.reference import MaskSpec, Positions
 from moelib.kernels.flash_attention.tpu_kernels import Call, Masks
 from moelib.kernels.flash_attention.visits import MAX_BLOCKS, MAX_VISITS, in_blocks, visits
+from moelib.kernels.operands import of_one_width
 
 _LANES = 128
 _MAX_BLOCK = 512
@@ -23,10 +24,15 @@ _DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 
 
 def reason_against(
-    q: Float[Array, "B Q H Dh"], k: Float[Array, "B K G Dh"], spec: MaskSpec, *, in_order: bool
+    q: Float[Array, "B Q H Dh"],
+    k: Float[Array, "B K G Dh"],
+    v: Float[Array, "B K G Dv"],
+    spec: MaskSpec,
+    *,
+    in_order: bool,
 ) -> str | None:
     """Returns why the kernels cannot take these operands and what to do, or None if they can."""
-    dim = q.shape[3]
+    dim = max(q.shape[3], v.shape[3])
     if dim % 16 or dim < 64:
         nearest = max(64, 16 * round(dim / 16))
         return f"takes a head_dim that is a multiple of 16 from 64 on, not {dim}; set {nearest}."
@@ -51,15 +57,16 @@ def reason_against(
 def forward(
     q: Float[Array, "B Q H Dh"],
     k: Float[Array, "B K G Dh"],
-    v: Float[Array, "B K G Dh"],
+    v: Float[Array, "B K G Dv"],
     sinks: Float[Array, "H"] | None,
     positions: Positions,
     spec: MaskSpec,
     *,
     in_order: bool,
     interpret: Any = False,
-) -> tuple[Float[Array, "B Q H Dh"], Float32[Array, "B H Q"]]:
+) -> tuple[Float[Array, "B Q H Dv"], Float32[Array, "B H Q"]]:
     """Returns the attention of queries to keys, and the logsumexp; arguments as `xla.forward`."""
+    v_dim, (q, k, v) = v.shape[3], of_one_width(q, k, v)
     call, chunks = _call(q, k, spec, interpret)
     out_dtype = v.dtype if in_order else jnp.dtype(jnp.float32)
     if sinks is not None:
@@ -74,16 +81,17 @@ def forward(
     )
     operands = align(list_, *operands)
     out, lse = tpu_kernels.outputs(call, *operands, dtype=out_dtype)
-    return _from_query_layout(out, q), lse.reshape(q.shape[0], q.shape[2], -1)[..., : q.shape[1]]
+    lse = lse.reshape(q.shape[0], q.shape[2], -1)[..., : q.shape[1]]
+    return _from_query_layout(out, q)[..., :v_dim], lse
 
 
 def backward(
     q: Float[Array, "B Q H Dh"],
     k: Float[Array, "B K G Dh"],
-    v: Float[Array, "B K G Dh"],
+    v: Float[Array, "B K G Dv"],
     lse: Float32[Array, "B H Q"],
     delta: Float32[Array, "B H Q"],
-    grad: Float[Array, "B Q H Dh"],
+    grad: Float[Array, "B Q H Dv"],
     positions: Positions,
     spec: MaskSpec,
     *,
@@ -91,6 +99,7 @@ def backward(
     interpret: Any = False,
 ) -> tuple[Array, Array, Array]:
     """Returns the gradients in q, k and v; arguments as `xla.backward`."""
+    dim, v_dim, (q, k, v, grad) = q.shape[3], v.shape[3], of_one_width(q, k, v, grad)
     call, chunks = _call(q, k, spec, interpret)
     groups = k.shape[2]
     dtypes = [x.dtype if in_order else jnp.dtype(jnp.float32) for x in (q, k, v)]
@@ -106,7 +115,7 @@ def backward(
     sums_dtype = dtypes[1] if chunks == groups else jnp.dtype(jnp.float32)
     grads = run(by_keys, *operands, dtype=sums_dtype, of_keys=True)
     grad_k, grad_v = (_from_key_layout(x, k, dtypes[1]) for x in grads)
-    return _from_query_layout(grad_q, q), grad_k, grad_v
+    return _from_query_layout(grad_q, q)[..., :dim], grad_k[..., :dim], grad_v[..., :v_dim]
 
 
 def _call(q: Array, k: Array, spec: MaskSpec, interpret: Any) -> tuple[Call, int]:

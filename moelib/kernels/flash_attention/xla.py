@@ -39,13 +39,13 @@ _KEY_TILE = 1024  # Keys of a tile, for shards in any order.
 def forward(
     q: Float[Array, "B Q H Dh"],
     k: Float[Array, "B K G Dh"],
-    v: Float[Array, "B K G Dh"],
+    v: Float[Array, "B K G Dv"],
     sinks: Float[Array, "H"] | None,
     positions: Positions,
     spec: MaskSpec,
     *,
     in_order: bool,
-) -> tuple[Float[Array, "B Q H Dh"], Float32[Array, "B H Q"]]:
+) -> tuple[Float[Array, "B Q H Dv"], Float32[Array, "B H Q"]]:
     """Returns the attention of queries to keys, and the logsumexp of each query's scores.
 
     With `in_order`, queries and keys are of one sequence, with the positions 0, 1, ...
@@ -55,7 +55,7 @@ def forward(
     rows, k, v = _grouped(q, groups), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
     start = EMPTY if sinks is None else sinks.astype(jnp.float32).reshape(1, groups, -1, 1, 1)
     out_dtype = v.dtype if in_order else jnp.float32  # In order, each row is written once.
-    out = zeros_like_varying(rows.shape, out_dtype, q)
+    out = zeros_like_varying((*rows.shape[:-1], v.shape[3]), out_dtype, q)
     lse = zeros_like_varying((*rows.shape[:-1], 1), jnp.float32, q) + start
 
     def step(carry: tuple[Array, Array], at: _Block) -> tuple[Array, Array]:
@@ -70,17 +70,18 @@ def forward(
         return at.put(out, result / total), at.put(lse, peak + jnp.log(total))
 
     out, lse = _over_blocks(step, (out, lse), positions, spec, in_order)
-    out = out.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(v.dtype if in_order else out.dtype)
+    out = out.transpose(0, 3, 1, 2, 4).reshape(*q.shape[:3], -1)
+    out = out.astype(v.dtype if in_order else out.dtype)
     return out, lse.reshape(q.shape[0], q.shape[2], q.shape[1])
 
 
 def backward(
     q: Float[Array, "B Q H Dh"],
     k: Float[Array, "B K G Dh"],
-    v: Float[Array, "B K G Dh"],
+    v: Float[Array, "B K G Dv"],
     lse: Float32[Array, "B H Q"],
     delta: Float32[Array, "B H Q"],
-    grad: Float[Array, "B Q H Dh"],
+    grad: Float[Array, "B Q H Dv"],
     positions: Positions,
     spec: MaskSpec,
     *,

@@ -124,12 +124,9 @@ class LatentAttention(BaseLayer):
             if q.shape[1] == 1:
                 return self._attend_to_latents(q, held, positions, spec)
         k, v = self.keys_and_values(latent, key)
-        # `attend` takes one width: padded zeros add nothing to scores, and are cut off the output.
-        width = max(self._qk_head_dim, cfg.v_head_dim)
         split = ("batch", "sequence", "activation_heads", None)
-        q, k, v = (constrain(_widened(x, width), split) for x in (q, k, v))
-        out = save_activation(constrain(attend(q, k, v, segment_ids, spec=spec), split), CONTEXT)
-        return out[..., : cfg.v_head_dim]
+        q, k, v = (constrain(x, split) for x in (q, k, v))
+        return save_activation(constrain(attend(q, k, v, segment_ids, spec=spec), split), CONTEXT)
 
     def _attend_to_latents(
         self,
@@ -196,8 +193,3 @@ class LatentAttention(BaseLayer):
         head = self._qk_head_dim + cfg.v_head_dim  # Dimensions of a score and of a sum of values.
         projections = super()._own_forward_flops_per_token(seq_len)
         return projections + 2 * keys_seen * cfg.num_heads * head
-
-
-def _widened(x: Float[Array, "B S H n"], width: int) -> Float[Array, "B S H m"]:
-    """Returns x with zeros appended to each head, up to `width` entries."""
-    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, width - x.shape[-1])))

@@ -36,12 +36,12 @@ from moelib.parallel import sharding
 def attend(
     q: Float[Array, "B S H Dh"],
     k: Float[Array, "B S G Dh"],
-    v: Float[Array, "B S G Dh"],
+    v: Float[Array, "B S G Dv"],
     segment_ids: Int[Array, "B S"] | None = None,
     sinks: Float[Array, "H"] | None = None,
     *,
     spec: MaskSpec,
-) -> Float[Array, "B S H Dh"]:
+) -> Float[Array, "B S H Dv"]:
     """Returns `flash_attention`, sharded over the current mesh if there is one.
 
     Raises:
@@ -79,7 +79,7 @@ class _Shard(NamedTuple):
     """The keys and values of one device, their positions and their segments."""
 
     k: Float[Array, "B s G Dh"]
-    v: Float[Array, "B s G Dh"]
+    v: Float[Array, "B s G Dv"]
     index: Int[Array, "s"]
     segments: Int[Array, "B s"] | None
 
@@ -136,7 +136,7 @@ def _ring(
     q: Float[Array, "B s H Dh"],
     shard: _Shard,
     sinks: Float[Array, "H"] | None,
-) -> Float[Array, "B s H Dh"]:
+) -> Float[Array, "B s H Dv"]:
     """Returns the attention of this device's queries to the keys of all devices in the ring."""
     return _forward(axes, spec, q, shard, sinks)[0]
 
@@ -158,7 +158,8 @@ def _forward(
         return (passes.merge(part, made), after), None
 
     batch, size, heads, _ = q.shape
-    part = jnp.zeros(q.shape, jnp.float32), jnp.full((batch, heads, size), EMPTY, jnp.float32)
+    out = jnp.zeros((*q.shape[:3], own.v.shape[3]), jnp.float32)
+    part = out, jnp.full((batch, heads, size), EMPTY, jnp.float32)
     # Carried arrays vary over the mesh axes of the queries, the ring included.
     start = vary((part, own), sorted(varying_axes(q)))
     (part, _), _ = lax.scan(step, start, None, length=lax.axis_size(axes))

@@ -21,6 +21,7 @@ class Case(NamedTuple):
     cap: float | None = None
     packed: bool = False
     dtype: str = "float32"
+    v_dim: int | None = None  # None for that of queries and keys.
 
     def spec(self):
         return MaskSpec(self.dim**-0.5, self.causal, self.window, self.cap)
@@ -30,7 +31,7 @@ CASES = [
     Case(128, 1, 1, 64),
     Case(257, 4, 1, 64, window=70, sinks=True, packed=True),
     Case(200, 8, 1, 128, sinks=True, cap=2.0),
-    Case(65, 4, 2, 192, causal=False, packed=True),
+    Case(65, 4, 2, 192, causal=False, packed=True, v_dim=128),
     Case(256, 2, 2, 128, window=2, cap=3.0),
     Case(300, 8, 2, 64, window=128, packed=True, cap=1.5, dtype="bfloat16"),
     Case(130, 4, 4, 192, causal=False, sinks=True, cap=2.0, dtype="bfloat16"),
@@ -44,8 +45,9 @@ def operands(case):
     """Returns q, k, v, sinks, segments and a gradient of the output."""
     rng = np.random.default_rng(case.seq_len)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), case.dtype)
-    q, grad = (normal(2, case.seq_len, case.heads, case.dim) for _ in range(2))
-    k, v = (normal(2, case.seq_len, case.groups, case.dim) for _ in range(2))
+    v_dim = case.v_dim or case.dim
+    q, grad = (normal(2, case.seq_len, case.heads, dim) for dim in (case.dim, v_dim))
+    k, v = (normal(2, case.seq_len, case.groups, dim) for dim in (case.dim, v_dim))
     sinks = normal(case.heads) if case.sinks else None
     return q, k, v, sinks, segments(case.seq_len) if case.packed else None, grad
 

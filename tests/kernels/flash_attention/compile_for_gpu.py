@@ -25,7 +25,7 @@ CASES = {
     "32/4 heads of 128": Case(4096, 32, 4, 128, packed=True, dtype="bfloat16"),
     "gpt-oss": Case(4096, 64, 8, 64, window=128, sinks=True, packed=True, dtype="bfloat16"),
     "cap and window": Case(1003, 4, 4, 128, window=500, cap=30.0, packed=True, dtype="bfloat16"),
-    "head dim of 192": Case(1024, 4, 4, 192, dtype="bfloat16"),
+    "MLA": Case(1024, 4, 4, 192, dtype="bfloat16", v_dim=128),
     "head dim of 256": Case(1024, 4, 1, 256, packed=True, dtype="bfloat16"),
     "float16": Case(1000, 4, 1, 64, causal=False, dtype="float16"),
 }
@@ -41,8 +41,13 @@ def compiled(case, over):
         sharding = NamedSharding(over, PartitionSpec())
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    keys = array(1, case.seq_len, case.groups, case.dim)
-    operands = {"q": array(1, case.seq_len, case.heads, case.dim), "k": keys, "v": keys}
+    each = lambda heads, dim: array(1, case.seq_len, heads, dim)
+    v_dim = case.v_dim or case.dim
+    operands = {
+        "q": each(case.heads, case.dim),
+        "k": each(case.groups, case.dim),
+        "v": each(case.groups, v_dim),
+    }
     if case.sinks:
         operands["sinks"] = array(case.heads)
     ids = array(1, case.seq_len, dtype="int32") if case.packed else None
@@ -54,7 +59,7 @@ def compiled(case, over):
         out, pull = jax.vjp(attend, operands)
         return out, pull(grad)
 
-    return jax.jit(run).lower(operands, ids, operands["q"]).compile()
+    return jax.jit(run).lower(operands, ids, each(case.heads, v_dim)).compile()
 
 
 def traffic(program):

@@ -93,7 +93,7 @@ def test_values_and_gradients_are_those_of_the_reference(case):
     [
         Case(400, 2, 1, 64, dtype="bfloat16"),  # More visits than stages.
         Case(270, 1, 1, 128, packed=True, cap=2.0, dtype="bfloat16"),
-        Case(200, 2, 1, 192, window=90, dtype="bfloat16"),
+        Case(200, 2, 1, 192, window=90, dtype="bfloat16", v_dim=128),
         Case(130, 2, 1, 256, causal=False, dtype="float16"),
     ],
     ids=str,
@@ -101,20 +101,6 @@ def test_values_and_gradients_are_those_of_the_reference(case):
 def test_no_kernel_races_at_any_head_dim(case):
     arrays, positions = _first(case)
     _compared(arrays, positions, case.spec())
-
-
-@pytest.mark.slow
-def test_values_may_be_of_another_width_than_keys():
-    (q, k, _, _, _), positions = _first(Case(150, 2, 2, 192, packed=True, dtype="bfloat16"))
-    (_, _, v, _, grad), _ = _first(Case(150, 2, 2, 128, dtype="bfloat16"))
-    spec, options = MaskSpec(192**-0.5), {"in_order": True}
-    run = functools.partial(_passes, gpu, positions=positions, spec=spec, interpret=_STRICT)
-    out, lse, grads = run((q, k, v, None, grad), **options)
-    widened = [jnp.pad(x, ((0, 0),) * 3 + ((0, 64),)).astype(jnp.float32) for x in (v, grad)]
-    wide = q.astype(jnp.float32), k.astype(jnp.float32), widened[0], None, widened[1]
-    want_out, want_lse, want = _passes(xla, wide, positions, spec, **options)
-    want = want_out[..., :128], want_lse, (*want[:2], want[2][..., :128])
-    assert_close(jax.tree.map(jnp.float32, (out, lse, grads)), want, 2**-6)
 
 
 @pytest.mark.slow
@@ -292,7 +278,7 @@ def test_values_and_gradients_compile_for_h100():
     assert done.returncode == 0, done.stderr
     found, spilled = {}, 0
     for line in done.stdout.splitlines():  # ptxas prints a program's spills before its figures.
-        spilled += sum(int(x) for x in re.findall(r"(\d+) bytes spill stores, \d+", line))
+        spilled += sum(int(x) for x in re.findall(r"frame, (\d+) bytes spill stores", line))
         if line.startswith("{"):
             each = json.loads(line)
             found[each["case"]], spilled = each | {"spilled": spilled}, 0
