@@ -13,6 +13,9 @@ BENCH := $(BIN)/python -m benchmarks step
 # Silences a notice about a later MkDocs; ours is pinned.
 export NO_MKDOCS_2_WARNING := 1
 
+# Large pages on Linux: a step on CPUs allocates its memory anew, a fault for each page.
+quickstart bench: export GLIBC_TUNABLES := glibc.malloc.hugetlb=1
+
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test test-fast test-all format docs docs-serve bench clean
 

@@ -28,14 +28,14 @@ from moelib.kernels.gmm.groups import row_ranges
 def block_sizes(num_rows: int, num_groups: int) -> tuple[int, ...]:
     """Returns the numbers of rows in a block, largest first; the last is also the edge block's.
 
-    An edge block wastes half of itself on average, so it is no larger than an average group, and 64
+    An edge block wastes half of itself on average, so it is about half of an average group, and 64
     rows suffice to hide that each block packs the group's matrix again. Large groups are mostly
     computed in blocks of 256 rows; more or larger sizes gain nothing, and each takes time to
     compile. No block is larger than all rows together.
     """
     mean = num_rows / max(num_groups, 1)
     edge = 8
-    while edge < min(64, mean):
+    while edge < min(64, mean / 2):
         edge *= 2
     return (256, edge) if mean >= 256 else (min(edge, num_rows),)
 

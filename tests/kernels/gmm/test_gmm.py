@@ -13,7 +13,7 @@ from tests.kernels.gmm.cases import by_group, operands
 
 BACKENDS = ["xla", "tpu", "reference"]
 
-# Rows, and sizes of groups among them. The mean group decides the blocks: 64, 64, 256 and 64, 8.
+# Rows, and sizes of groups among them. The mean group decides the blocks: 32, 32, 256 and 64, 8.
 CASES = [
     *((128, sizes) for sizes in ([64, 64], [1, 127], [0, 128], [128, 0], [0, 0], [37, 60])),
     *((320, sizes) for sizes in ([300, 1, 0, 19, 0], [0, 0, 0, 0, 320], [63, 65, 64, 1, 127])),
