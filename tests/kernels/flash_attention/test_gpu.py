@@ -215,10 +215,10 @@ def test_tiles_shrink_as_heads_grow(dims, outputs, query_gradient, key_gradients
 # Choice
 
 
-def _compiled_for(kind):
+def _compiled_for(kind, num_devices=1):
     device = AbstractDevice(device_kind=kind, num_cores=132, platform="gpu")
     auto = (jax.sharding.AxisType.Auto,)
-    mesh = AbstractMesh((1,), ("x",), axis_types=auto, abstract_device=device)
+    mesh = AbstractMesh((num_devices,), ("x",), axis_types=auto, abstract_device=device)
     return jax.sharding.use_abstract_mesh(mesh)
 
 
@@ -233,6 +233,23 @@ def test_on_hopper_it_is_chosen_by_name_and_is_not_interpreted():
         made = _traced("gpu")
         assert made.count("name=attention_query_gradient") == 1
         assert "callback" not in made  # Of the interpreter.
+
+
+def test_its_results_vary_over_the_axes_of_a_mesh_as_its_operands_do():
+    arrays = [jax.ShapeDtypeStruct((2, 64, n, 64), "bfloat16") for n in (4, 2, 2)]
+    ids, sinks = jax.ShapeDtypeStruct((2, 64), "int32"), jax.ShapeDtypeStruct((4,), "float32")
+
+    def loss(q, k, v, ids, sinks):
+        options = {"segment_ids": ids, "sinks": sinks, "backend": "gpu"}
+        out = flash_attention(q, k, v, MaskSpec(1.0), **options)
+        return jax.lax.psum(jnp.sum(out.astype(jnp.float32)), "x")
+
+    split, whole = jax.P("x"), jax.P()
+    specs = split, split, split, split, whole
+    with _compiled_for(gpu_topology.H100, 2):
+        run = jax.shard_map(loss, in_specs=specs, out_specs=whole, check_vma=True)
+        grads = jax.eval_shape(jax.grad(run, argnums=(0, 1, 2, 4)), *arrays, ids, sinks)
+    assert [x.shape for x in grads] == [x.shape for x in (*arrays, sinks)]
 
 
 @pytest.mark.parametrize(
