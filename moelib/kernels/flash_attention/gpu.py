@@ -11,23 +11,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from moelib.core.varying import align
-from moelib.kernels.backend import current_device
+from moelib.kernels import hopper
 from moelib.kernels.flash_attention.gpu_tiles import visits_of
 from moelib.kernels.flash_attention.reference import EMPTY, MaskSpec, Positions
-from moelib.kernels.gmm.gpu_tiles import SIDE, is_hopper
+from moelib.kernels.hopper import SIDE
 
-_DTYPES = ("bfloat16", "float16")
 _MAX_HEAD_DIM = 256
-_NUM_SMS = 132  # An H100 or H200 has so many; used if the device compiled for is unknown.
 
 
 def reason_against(q: Float[Array, "B Q H Dh"], v: Float[Array, "B K G Dv"]) -> str | None:
     """Returns why the kernels cannot take these operands and what to do, or None if they can."""
-    device = current_device()
-    if device.platform == "gpu" and not is_hopper(device.kind):
-        return f"needs a Hopper GPU (sm_90), not {device.kind}."
-    if str(q.dtype) not in _DTYPES:
-        return f"takes {' and '.join(_DTYPES)}, not {q.dtype}; cast to one of them."
+    if reason := hopper.reason_against(q.dtype):
+        return reason
     for dim in (q.shape[3], v.shape[3]):
         if dim % SIDE or dim > _MAX_HEAD_DIM:
             near = min(-(-dim // SIDE) * SIDE, _MAX_HEAD_DIM)
@@ -129,10 +124,5 @@ def _num_parts(q: Array, k: Array, rows: int) -> int:
     """
     blocks = k.shape[0] * k.shape[2] * -(-k.shape[1] // rows)
     heads = q.shape[2] // k.shape[2]
-    fits = (n for n in range(1, heads + 1) if heads % n == 0 and n * blocks >= 2 * _num_sms())
+    fits = (n for n in range(1, heads + 1) if heads % n == 0 and n * blocks >= 2 * hopper.num_sms())
     return next(fits, heads)
-
-
-def _num_sms() -> int:
-    device = current_device()
-    return device.num_cores or _NUM_SMS if device.platform == "gpu" else _NUM_SMS

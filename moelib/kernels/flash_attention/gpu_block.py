@@ -1,6 +1,6 @@
 """The parts that the Hopper GPU's kernels of attention share.
 
-`moelib.kernels.gmm.gpu_pipeline` explains how such a kernel works. Here a block of threads takes
+`moelib.kernels.hopper_pipeline` explains how such a kernel works. Here a block of threads takes
 one tile of rows of one head: queries, or keys for the gradients of keys and values. Two warpgroups
 multiply, and the third one loads the columns that the tile visits, keys or queries. Columns that no
 query of the tile sees are not loaded.
@@ -24,8 +24,8 @@ from jaxtyping import Array
 from moelib.kernels.flash_attention.gpu_tiles import Call, Visited
 from moelib.kernels.flash_attention.reference import MaskSpec
 from moelib.kernels.flash_attention.visits import least_ahead
-from moelib.kernels.gmm.gpu_pipeline import Ring, operand, out_slots, split_roles, store
-from moelib.kernels.gmm.gpu_tiles import SIDE
+from moelib.kernels.hopper import SIDE
+from moelib.kernels.hopper_pipeline import Ring, operand, out_slots, split_roles, store
 
 LOG2E = math.log2(math.e)
 

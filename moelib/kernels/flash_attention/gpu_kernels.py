@@ -30,7 +30,7 @@ from moelib.kernels.flash_attention.gpu_block import (
 )
 from moelib.kernels.flash_attention.gpu_tiles import Call, Visited
 from moelib.kernels.flash_attention.reference import MASKED
-from moelib.kernels.gmm.gpu_tiles import SIDE
+from moelib.kernels.hopper import SIDE
 
 _BY_ROW = plgpu.Layout.WGMMA.reduce(1)  # Of a number per row of a block of scores.
 _BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)

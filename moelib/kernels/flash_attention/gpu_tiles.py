@@ -9,7 +9,7 @@ from jaxtyping import Array, Int, Int32
 
 from moelib.kernels.flash_attention.reference import MaskSpec, Positions
 from moelib.kernels.flash_attention.visits import in_blocks, lists
-from moelib.kernels.gmm.gpu_tiles import SMEM_BYTES
+from moelib.kernels.hopper import SMEM_BYTES
 
 _SPARE_BYTES = 2048  # Of shared memory, for barriers and the sums of outputs.
 _OUT_BYTES = 2**15  # Of shared memory, through which results leave.

@@ -17,12 +17,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from moelib.core.varying import align
-from moelib.kernels.backend import current_device
-from moelib.kernels.gmm.gpu_tiles import SIDE, GpuTiles, choose, choose_for_gradient, is_hopper
+from moelib.kernels import hopper
+from moelib.kernels.gmm.gpu_tiles import GpuTiles, choose, choose_for_gradient
+from moelib.kernels.hopper import SIDE
 
-_DTYPES = ("bfloat16", "float16")
 _INTERPRETED_BLOCKS = 2
-_NUM_SMS = 132  # An H100 or H200 has so many; used if the device compiled for is unknown.
 
 
 def reason_against(dtype: DTypeLike, sides: tuple[int, int]) -> str | None:
@@ -32,11 +31,8 @@ def reason_against(dtype: DTypeLike, sides: tuple[int, int]) -> str | None:
         dtype: Dtype of the operands.
         sides: k and n. A side below 64 is padded, as for a vector.
     """
-    device = current_device()
-    if device.platform == "gpu" and not is_hopper(device.kind):
-        return f"needs a Hopper GPU (sm_90), not {device.kind}."
-    if str(jnp.dtype(dtype)) not in _DTYPES:
-        return f"takes {' and '.join(_DTYPES)}, not {jnp.dtype(dtype)}; cast to one of them."
+    if reason := hopper.reason_against(dtype):
+        return reason
     for side in sides:
         if side > SIDE and side % SIDE:
             near = -(-side // SIDE) * SIDE
@@ -68,7 +64,7 @@ def gmm(
     lhs, rhs = _padded(lhs, 8, 64), _padded(rhs, 64, 64)
     wide = rhs.shape[axis]
     bias = None if bias is None else jnp.pad(bias, ((0, 0), (0, wide - n)))
-    tiles = tiles or choose(m, lhs.shape[1], wide, rhs.shape[0], _num_sms())
+    tiles = tiles or choose(m, lhs.shape[1], wide, rhs.shape[0], hopper.num_sms())
     run = functools.partial(product, transpose_rhs=transpose_rhs, out_dtype=out_dtype, tiles=tiles)
     return _run(run, interpret, lhs, rhs, group_sizes, bias)[:m, :n]
 
@@ -108,7 +104,7 @@ def _weights(
     (m, k), n = lhs.shape, grad.shape[1]
     lhs, grad = _padded(lhs, 8, 64), _padded(grad, 8, 64)
     sides = lhs.shape[1], grad.shape[1]
-    tiles = tiles or choose_for_gradient(m, *sides, len(sizes), _num_sms())
+    tiles = tiles or choose_for_gradient(m, *sides, len(sizes), hopper.num_sms())
     run = functools.partial(weight_gradient, out_dtype=dtype, tiles=tiles)
     return _run(run, interpret, lhs, grad, sizes)[:, :k, :n]
 
@@ -124,17 +120,12 @@ def _padded(array: Array, rows: int, columns: int) -> Array:
     return jnp.pad(array, [(0, 0)] * (array.ndim - 2) + [(0, more) for more in missing])
 
 
-def _num_sms() -> int:
-    device = current_device()
-    return device.num_cores or _NUM_SMS if device.platform == "gpu" else _NUM_SMS
-
-
 def _run(run: Callable[..., Array], interpret: Any, *operands: Array | None) -> Array:
     """Runs the kernel. Its result does not vary over mesh axes, unlike its operands."""
     if interpret is True:
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         interpret = plgpu.InterpretGPUParams()
-    num_blocks = _INTERPRETED_BLOCKS if interpret else _num_sms()
+    num_blocks = _INTERPRETED_BLOCKS if interpret else hopper.num_sms()
     out = run(*operands, num_blocks=num_blocks, interpret=interpret)
     return align(out, operands[0])[0]

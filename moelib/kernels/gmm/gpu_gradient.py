@@ -1,8 +1,9 @@
 """The Hopper GPU's kernel of the grouped matmul's weight gradient: rows times rows, by group.
 
-`gpu_pipeline` explains how such a kernel works. Here a step takes 64 rows, from the multiple of 8
-at or before the group's first row on. In the first step and the last one, rows of other groups are
-replaced by zeros in shared memory, on both sides, because a NaN among them times zero is NaN.
+`moelib.kernels.hopper_pipeline` explains how such a kernel works. Here a step takes 64 rows, from
+the multiple of 8 at or before the group's first row on. In the first step and the last one, rows of
+other groups are replaced by zeros in shared memory, on both sides, because a NaN among them times
+zero is NaN.
 
 Shapes: m rows, k and n sides of the result, g groups.
 """
@@ -18,7 +19,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from moelib.kernels.gmm.gpu_pipeline import (
+from moelib.kernels.gmm.gpu_tiles import GpuTiles
+from moelib.kernels.gmm.groups import row_ranges
+from moelib.kernels.hopper import SIDE
+from moelib.kernels.hopper_pipeline import (
     ALIGNED_ROWS,
     Ring,
     aligned,
@@ -29,8 +33,6 @@ from moelib.kernels.gmm.gpu_pipeline import (
     split_roles,
     store,
 )
-from moelib.kernels.gmm.gpu_tiles import SIDE, GpuTiles
-from moelib.kernels.gmm.groups import row_ranges
 
 
 def weight_gradient(

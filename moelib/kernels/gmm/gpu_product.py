@@ -1,9 +1,9 @@
 """The Hopper GPU's kernel of the grouped matmul: rows times their group's matrices.
 
-`gpu_pipeline` explains how such a kernel works. It visits windows of rows. A group's windows begin
-at the multiple of 8 at or before its first row, where the copy engine can begin a block for the
-tensor cores. So a group visits few rows that are not its own: 3.5 on average before its first, and
-half a window after its last.
+`moelib.kernels.hopper_pipeline` explains how such a kernel works. It visits windows of rows. A
+group's windows begin at the multiple of 8 at or before its first row, where the copy engine can
+begin a block for the tensor cores. So a group visits few rows that are not its own: 3.5 on average
+before its first, and half a window after its last.
 
 Shapes: m rows, k in, n out, g groups, v visits.
 """
@@ -19,7 +19,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int32
 
-from moelib.kernels.gmm.gpu_pipeline import (
+from moelib.kernels.gmm.gpu_tiles import GpuTiles
+from moelib.kernels.gmm.groups import row_ranges
+from moelib.kernels.hopper import SIDE
+from moelib.kernels.hopper_pipeline import (
     ALIGNED_ROWS,
     Ring,
     aligned,
@@ -30,8 +33,6 @@ from moelib.kernels.gmm.gpu_pipeline import (
     split_roles,
     store,
 )
-from moelib.kernels.gmm.gpu_tiles import SIDE, GpuTiles
-from moelib.kernels.gmm.groups import row_ranges
 
 _PANEL = 8  # Tiles of columns that are visited together, so that rows and matrices stay in L2.
 

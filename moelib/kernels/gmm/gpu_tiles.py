@@ -7,16 +7,13 @@ Shapes: m rows, k in, n out, g groups.
 
 import dataclasses
 import functools
-import re
 
-SMEM_BYTES = 232_448  # Shared memory of one block of threads on sm_90.
-SIDE = 64  # Rows that one warpgroup multiplies, and rows or columns of a step: 128 bytes of bf16.
-ROW_BYTES = 128  # Width of shared memory that the swizzle permutes, and of a store's box.
+from moelib.kernels.hopper import ROW_BYTES, SIDE, SMEM_BYTES
+
 _SPARE_BYTES = 1024  # For barriers.
 _OUT_SLOTS = 2
 _FLOPS_PER_CYCLE = 4096  # One SM's tensor cores, in 16-bit floats.
 _BYTES_PER_CYCLE = 64  # From L2 to one SM.
-_HOPPER = re.compile(r"\bG?H(100|200|800|20)\b")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +103,3 @@ def choose_for_gradient(m: int, k: int, n: int, g: int, num_sms: int) -> GpuTile
         return modelled_cycles(tiles, num_tiles, -(-m // (g * SIDE)), num_sms)
 
     return min((_with_stages(128, side) for side in (256, 192, 128, 64)), key=cycles)
-
-
-def is_hopper(device_kind: str) -> bool:
-    """Returns whether a device's kind, such as "NVIDIA H100 80GB HBM3", is one of sm_90."""
-    return _HOPPER.search(device_kind) is not None

@@ -19,6 +19,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from moelib.kernels import hopper
 from moelib.kernels.backend import warn_once
 from moelib.kernels.flash_attention import MaskSpec, Positions, flash_attention, gpu, xla
 from moelib.kernels.flash_attention.gpu_tiles import choose
@@ -105,7 +106,7 @@ def test_no_kernel_races_at_any_head_dim(case):
 
 @pytest.mark.slow
 def test_heads_of_a_group_may_be_summed_in_parts(monkeypatch):
-    monkeypatch.setattr(gpu, "_NUM_SMS", 2)  # One part of 4 heads instead of 4 of one.
+    monkeypatch.setattr(hopper, "_NUM_SMS", 2)  # One part of 4 heads instead of 4 of one.
     arrays, positions = _first(Case(200, 4, 1, 64, dtype="bfloat16"))
     q, k = arrays[:2]
     assert gpu._num_parts(q, k, 128) == 2

@@ -23,14 +23,13 @@ from moelib.kernels import backend as backends
 from moelib.kernels.gmm import gmm, gmm_activated, gmm_input_gradient, gmm_weight_gradient, gpu
 from moelib.kernels.gmm.gpu_product import row_visits
 from moelib.kernels.gmm.gpu_tiles import (
-    SMEM_BYTES,
     GpuTiles,
     choose,
     choose_for_gradient,
-    is_hopper,
     smem_bytes,
 )
 from moelib.kernels.gmm.groups import row_ranges
+from moelib.kernels.hopper import SMEM_BYTES, is_hopper
 from tests.kernels import gpu_topology
 from tests.kernels.comparing import assert_close, pulled
 from tests.kernels.gmm.cases import by_group, operands

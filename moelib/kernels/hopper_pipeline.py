@@ -1,8 +1,9 @@
-"""Pipeline and stores that both kernels of the Hopper GPU's grouped matmul share.
+"""Pipeline and stores that the kernels for Hopper GPUs share.
 
-How these kernels work, for a reader who knows Pallas but not Mosaic-GPU. The grid has one block of
-threads per SM, and each block walks over tiles of the result ("persistent"). A block has three
-warpgroups of 128 threads, the axis "wg", which run the same code but branch on their index:
+How these kernels work, for a reader who knows Pallas but not Mosaic-GPU. The grid of the grouped
+matmul has one block of threads per SM, and each block walks over tiles of the result
+("persistent"); that of attention has one block per tile. A block has three warpgroups of 128
+threads, the axis "wg", which run the same code but branch on their index:
 
 - Warpgroup 2 only loads. `copy_gmem_to_smem` starts the copy engine (TMA), which asynchronously
   fetches a box of an array into shared memory (SMEM), fills the part outside the array with zeros,
@@ -33,7 +34,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from moelib.kernels.gmm.gpu_tiles import ROW_BYTES, SIDE
+from moelib.kernels.hopper import ROW_BYTES, SIDE
 
 ALIGNED_ROWS = 8  # A block that the copy engine loads begins at a multiple of them.
 _NUM_SLOTS = 2  # Per warpgroup, through which results leave.
