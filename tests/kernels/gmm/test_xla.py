@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import pytest
 
 from moelib.kernels.gmm import xla
+from tests.kernels.comparing import assert_close
 
 
 @pytest.mark.parametrize(
@@ -19,6 +20,19 @@ from moelib.kernels.gmm import xla
 )
 def test_blocks_follow_the_mean_group(num_rows, num_groups, expected):
     assert xla.block_sizes(num_rows, num_groups) == expected
+
+
+@pytest.mark.parametrize("save", [True, False])
+def test_matrices_that_the_cache_cannot_hold_together_give_the_same(monkeypatch, save):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = ((40, 6), (3, 2, 6, 10), (3, 2, 10))
+    lhs, rhs, bias = (jax.random.normal(*pair) for pair in zip(keys, shapes, strict=True))
+    sizes = jnp.array([7, 0, 25])
+    options = {"activation": lambda gate, up: gate * up + 1, "save": save}
+    together = xla.forward(lhs, rhs, sizes, bias, **options)
+    monkeypatch.setattr(xla, "_CACHE_BYTES", 0)
+    assert_close(xla.forward(lhs, rhs, sizes, bias, **options), together)
+    assert not together[0][32:].any()
 
 
 def compiled(run, *shapes):
