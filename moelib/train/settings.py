@@ -92,9 +92,13 @@ def check_batch(cfg: Any, mesh_shape: Mapping[str, int]) -> None:
             f"mesh axes {sizes}, {parts} parts; set global_batch_size to a multiple of "
             f"{num_microbatches * parts}, or make num_microbatches or mesh_shape smaller."
         )
-    chunk_size = dict(cfg.model.items()).get("loss_chunk_size")
     tokens = batch_size // num_microbatches * cfg.input.seq_len // parts
     tokens //= _parts("sequence", mesh_shape)[0]
+    check_loss_chunk(dict(cfg.model.items()).get("loss_chunk_size"), tokens)
+
+
+def check_loss_chunk(chunk_size: int | None, tokens: int) -> None:
+    """Raises UserError if a chunk of the loss is larger than a device's micro-batch of `tokens`."""
     if chunk_size is not None and chunk_size > tokens:
         raise UserError(
             f"model.loss_chunk_size is {chunk_size}, more than the {tokens} tokens of a device's "

@@ -11,7 +11,7 @@ from moelib.planning import plan as plan_lib
 from moelib.planning.compiled.in_subprocess import CompileOptions, Outcome
 from moelib.planning.hardware.topologies import topology
 from moelib.planning.plan import plan
-from moelib.planning.report.step_report import Memory
+from moelib.planning.report.step_report import Collective, Memory
 from tests.planning import tiny_moe
 from tests.planning.report.test_step_report import make_report
 
@@ -128,13 +128,16 @@ def test_a_step_without_enough_memory_is_a_table_of_the_estimate(outcomes):
 
 
 def test_a_compiled_step_is_compared_with_its_estimate(outcomes):
-    outcomes[0].append(Outcome(make_report(memory=Memory(2**30, 0, 0, 0, 0, 0))))
+    passed_on = Collective("collective-broadcast", ("fsdp",), 2, 1, 1, 0, 0, 1, 2**20)
+    report = make_report(memory=Memory(2**30, 0, 0, 0, 0, 0), collectives=(passed_on,))
+    outcomes[0].append(Outcome(report))
     (step,) = plan(tiny_moe.config(), "v6e:2x2", num_compiled=1).compiled
     figures, _, _, prediction = step.tables()
     assert "30.24 GiB free of 31.24 GiB" in figures.footnotes[0]
     rows = {row[0]: row[1:] for row in prediction.rows}
     held = step.estimate.bytes_held / 2**30
     assert rows["peak memory"] == (f"{held:.3f} GiB", "1.000 GiB", f"{100 * (held - 1):+.1f}%")
+    assert rows["collective-broadcast"] == ("0.0 MiB", "1.0 MiB", "-100.0%")  # Not estimated.
 
 
 def test_memory_that_more_devices_of_a_kind_do_not_reduce_is_found(outcomes):

@@ -32,6 +32,7 @@ from moelib.planning.estimate.activations import (
 )
 from moelib.planning.estimate.workload import Workload
 from moelib.planning.hardware.topologies import TopologyShape, torus_devices
+from moelib.train.settings import check_loss_chunk
 
 # Axes that may lie across slices: along them devices share only a batch, weights or experts, so
 # that the least traffic crosses the slow network.
@@ -174,13 +175,12 @@ def current_candidate(cfg: Any, work: Workload, topology: TopologyShape) -> Cand
 
 def _chunk_refusal(work: Workload, mesh: Mesh, rules: sharding.Rules, size: int) -> str | None:
     """Returns the reason why a batch per device is too small for a chunk of the loss, or None."""
-    tokens, chunk = size * work.seq_len // mesh.parts(rules["sequence"]), work.loss_chunk_size
-    if chunk is None or chunk <= tokens:
-        return None
-    return (
-        f"model.loss_chunk_size is {chunk}, more than the {tokens} tokens of a device's "
-        f"micro-batch; set it to {tokens} or less, or to None."
-    )
+    try:
+        tokens = size * work.seq_len // mesh.parts(rules["sequence"])
+        check_loss_chunk(work.loss_chunk_size, tokens)
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def _own_mesh(cfg: Any, topology: TopologyShape) -> Mesh:
