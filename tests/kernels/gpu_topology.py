@@ -1,4 +1,4 @@
-"""GPUs to compile for where there are none: those that the CUDA plugin describes.
+"""GPUs to compile for where there are none, which the CUDA plugin describes, and bytes of programs.
 
 Needs the packages of requirements-gpu-aot.txt, in an environment of their own. Kernels of one
 architecture a process.
@@ -9,12 +9,18 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from moelib.planning.hardware.gpu_targets import PLUGIN, target_configs
+from moelib.planning.hlo.program import Program
+from moelib.planning.hlo.values import shape_bytes
+from moelib.planning.report.kernels import library
 
-__all__ = ["A100", "B200", "H100", "PLUGIN", "mesh"]
+__all__ = ["A100", "B200", "H100", "PLUGIN", "mesh", "traffic"]
 
 H100 = "NVIDIA H100 80GB HBM3"
 B200 = "NVIDIA B200"
 A100 = "NVIDIA A100-SXM4-80GB"
+
+# Instructions that start no kernel and move no bytes.
+_FREE = ("bitcast", "call", "conditional", "constant", "get-tuple-element", "parameter", "tuple")
 
 
 def mesh(name: str, num_devices: int = 1) -> Mesh:
@@ -23,3 +29,17 @@ def mesh(name: str, num_devices: int = 1) -> Mesh:
         platform="cuda", target_config=target_configs()[name], topology=f"1x1x{num_devices}"
     )
     return Mesh(np.array(topology.devices), ("x",))
+
+
+def traffic(program: Program) -> tuple[int, int, int]:
+    """Returns launches, bytes of their operands and results, and those outside Pallas kernels."""
+    launches, moved, outside = 0, 0, 0
+    for computation, each in program.unfused():
+        if each.opcode in _FREE:
+            continue
+        shapes = [computation.instructions[name].shape for name in each.operands]
+        own = computation.executions * sum(map(shape_bytes, [each.shape, *shapes]))
+        launches += computation.executions
+        moved += own
+        outside += 0 if library(each) == "mosaic gpu" else own
+    return launches, moved, outside

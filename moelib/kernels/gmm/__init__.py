@@ -30,7 +30,7 @@ from jaxtyping import Array, Float, Int
 
 from moelib.core.varying import align
 from moelib.kernels import backend as backends
-from moelib.kernels.gmm import gpu, reference, tpu, unfused, xla
+from moelib.kernels.gmm import gpu, reference, tpu, xla
 from moelib.kernels.operands import check_dtypes, check_shapes
 
 __all__ = ["gmm", "gmm_activated", "gmm_input_gradient", "gmm_weight_gradient"]
@@ -182,13 +182,11 @@ def _run(
         reasons["gpu"] = gpu.reason_against(dtype, sides)
     if backend is None and platform == "tpu" and reasons["tpu"]:
         backend = "tpu"  # Refused: plain XLA is no default there.
+    modules = {"reference": reference, "tpu": tpu, "xla": xla, "gpu": gpu}
     forms = {
-        "reference": getattr(reference, part),
-        "tpu": getattr(tpu, part),
-        "xla": getattr(xla, part),
-        "gpu": functools.partial(getattr(unfused, part), gpu),
+        name: functools.partial(getattr(module, part), **options)
+        for name, module in modules.items()
     }
-    forms = {name: functools.partial(form, **options) for name, form in forms.items()}
     return backends.run("gmm", backend, forms, reasons, *operands)
 
 

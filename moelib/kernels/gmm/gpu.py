@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -40,73 +41,109 @@ def reason_against(dtype: DTypeLike, sides: tuple[int, int]) -> str | None:
     return None
 
 
-def gmm(
+def forward(
     lhs: Float[Array, "m k"],
-    rhs: Float[Array, "g p ..."],
-    part: int,
+    rhs: Float[Array, "g p k n"],
     group_sizes: Int[Array, "g"],
-    bias: Float[Array, "g n"] | None,
+    bias: Float[Array, "g p n"] | None,
     *,
-    transpose_rhs: bool,
-    out_dtype: DTypeLike,
+    activation: Callable[..., Array] | None,
+    save: bool,
     tiles: GpuTiles | None = None,
     interpret: Any = False,
-) -> Float[Array, "m n"]:
-    """Returns `lhs[i] @ rhs[group of row i, part]` plus its bias, zeros for rows of no group.
+) -> tuple[Float[Array, "m n"], tuple[Float[Array, "m n"], ...]]:
+    """Returns the activation of p products, which are rounded, and the products if `save`.
 
-    With `transpose_rhs` it multiplies by the transposes of the matrices [g, p, n, k].
+    There is one launch per product; XLA computes the activation.
     """
-    from moelib.kernels.gmm.gpu_product import product
+    kw = {"transpose_rhs": False, "out_dtype": lhs.dtype, "tiles": tiles, "interpret": interpret}
+    parts = tuple(
+        _product((lhs,), rhs, group_sizes, None if bias is None else bias[:, i], first_part=i, **kw)
+        for i in range(rhs.shape[1])
+    )
+    if activation is None:
+        return parts[0], ()
+    out = activation(*(part.astype(jnp.float32) for part in parts)).astype(lhs.dtype)
+    rows = lax.iota(jnp.int32, lhs.shape[0])[:, None]
+    out = jnp.where(rows < jnp.sum(group_sizes, dtype=jnp.int32), out, 0)
+    return out, parts if save else ()
 
-    axis = 1 if transpose_rhs else 2
-    rhs = rhs[:, part]
-    m, n = lhs.shape[0], rhs.shape[axis]
-    lhs, rhs = _padded(lhs, 8, 64), _padded(rhs, 64, 64)
-    wide = rhs.shape[axis]
-    bias = None if bias is None else jnp.pad(bias, ((0, 0), (0, wide - n)))
-    tiles = tiles or choose(m, lhs.shape[1], wide, rhs.shape[0], hopper.num_sms())
-    run = functools.partial(product, transpose_rhs=transpose_rhs, out_dtype=out_dtype, tiles=tiles)
-    return _run(run, interpret, lhs, rhs, group_sizes, bias)[:m, :n]
+
+def input_gradient(
+    grads: tuple[Float[Array, "m n"], ...],
+    rhs: Float[Array, "g p k n"],
+    group_sizes: Int[Array, "g"],
+    *,
+    tiles: GpuTiles | None = None,
+    interpret: Any = False,
+) -> Float[Array, "m k"]:
+    """Returns the sum over p of `grads[p] @ rhs[:, p]^T`, by group, from one launch."""
+    kw = {"first_part": 0, "transpose_rhs": True, "out_dtype": rhs.dtype}
+    return _product(grads, rhs, group_sizes, None, tiles=tiles, interpret=interpret, **kw)
 
 
-def gmm_weight_gradient(
+def weight_gradient(
     lhs: Float[Array, "m k"],
-    grad: Float[Array, "m n"],
+    grads: tuple[Float[Array, "m n"], ...],
     group_sizes: Int[Array, "g"],
     *,
     with_sums: bool,
     tiles: GpuTiles | None = None,
     interpret: Any = False,
-) -> tuple[Float[Array, "g k n"], Float[Array, "g n"] | None]:
-    """Returns the sums over each group's rows i of `lhs[i]^T grad[i]`, and of grad if wanted.
+) -> tuple[Float[Array, "g p k n"], Float[Array, "g p n"] | None]:
+    """Returns the sums over each group's rows i of `lhs[i]^T grads[p][i]`, and of grads if wanted.
 
-    The sums of grad are the products of a column of ones, for which grad is read once more.
+    The sums of grads are the products of a column of ones, for which grads are read once more.
     """
-    run = functools.partial(_weights, grad=grad, sizes=group_sizes, tiles=tiles)
+    run = functools.partial(_weights, grads=grads, sizes=group_sizes, tiles=tiles)
     result = run(lhs, dtype=lhs.dtype, interpret=interpret)
     if not with_sums:
         return result, None
     ones = jnp.ones_like(lhs, shape=(lhs.shape[0], 1))
-    return result, run(ones, dtype=jnp.float32, interpret=interpret)[:, 0].astype(lhs.dtype)
+    return result, run(ones, dtype=jnp.float32, interpret=interpret)[:, :, 0].astype(lhs.dtype)
+
+
+def _product(
+    lhs: tuple[Array, ...],
+    rhs: Array,
+    group_sizes: Array,
+    bias: Array | None,
+    *,
+    transpose_rhs: bool,
+    tiles: GpuTiles | None,
+    interpret: Any,
+    **options: Any,
+) -> Array:
+    from moelib.kernels.gmm.gpu_product import product
+
+    axis = 2 if transpose_rhs else 3
+    m, n = lhs[0].shape[0], rhs.shape[axis]
+    lhs, rhs = tuple(_padded(rows, 8, 64) for rows in lhs), _padded(rhs, 64, 64)
+    wide = rhs.shape[axis]
+    bias = None if bias is None else jnp.pad(bias, ((0, 0), (0, wide - n)))
+    depth = len(lhs) * lhs[0].shape[1]
+    tiles = tiles or choose(m, depth, wide, rhs.shape[0], hopper.num_sms())
+    run = functools.partial(product, transpose_rhs=transpose_rhs, tiles=tiles, **options)
+    return _run(run, interpret, lhs, rhs, group_sizes, bias)[:m, :n]
 
 
 def _weights(
     lhs: Array,
     *,
-    grad: Array,
+    grads: tuple[Array, ...],
     sizes: Array,
     dtype: DTypeLike,
     tiles: GpuTiles | None,
     interpret: Any,
 ) -> Array:
-    from moelib.kernels.gmm.gpu_gradient import weight_gradient
+    from moelib.kernels.gmm.gpu_gradient import weight_gradient as run_kernel
 
-    (m, k), n = lhs.shape, grad.shape[1]
-    lhs, grad = _padded(lhs, 8, 64), _padded(grad, 8, 64)
-    sides = lhs.shape[1], grad.shape[1]
-    tiles = tiles or choose_for_gradient(m, *sides, len(sizes), hopper.num_sms())
-    run = functools.partial(weight_gradient, out_dtype=dtype, tiles=tiles)
-    return _run(run, interpret, lhs, grad, sizes)[:, :k, :n]
+    (m, k), n = lhs.shape, grads[0].shape[1]
+    lhs, grads = _padded(lhs, 8, 64), tuple(_padded(grad, 8, 64) for grad in grads)
+    sides = lhs.shape[1], grads[0].shape[1]
+    tiles = tiles or choose_for_gradient(m, *sides, len(sizes), len(grads), hopper.num_sms())
+    run = functools.partial(run_kernel, out_dtype=dtype, tiles=tiles)
+    return _run(run, interpret, lhs, grads, sizes)[..., :k, :n]
 
 
 def _padded(array: Array, rows: int, columns: int) -> Array:
@@ -120,7 +157,7 @@ def _padded(array: Array, rows: int, columns: int) -> Array:
     return jnp.pad(array, [(0, 0)] * (array.ndim - 2) + [(0, more) for more in missing])
 
 
-def _run(run: Callable[..., Array], interpret: Any, *operands: Array | None) -> Array:
+def _run(run: Callable[..., Array], interpret: Any, *operands: Any) -> Array:
     """Runs the kernel. Its result does not vary over mesh axes, unlike its operands."""
     if interpret is True:
         from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -128,4 +165,4 @@ def _run(run: Callable[..., Array], interpret: Any, *operands: Array | None) -> 
         interpret = plgpu.InterpretGPUParams()
     num_blocks = _INTERPRETED_BLOCKS if interpret else hopper.num_sms()
     out = run(*operands, num_blocks=num_blocks, interpret=interpret)
-    return align(out, operands[0])[0]
+    return align(out, operands)[0]

@@ -5,7 +5,7 @@ the multiple of 8 at or before the group's first row on. In the first step and t
 other groups are replaced by zeros in shared memory, on both sides, because a NaN among them times
 zero is NaN.
 
-Shapes: m rows, k and n sides of the result, g groups.
+Shapes: m rows, k and n sides of the result, g groups, p matrices per group.
 """
 
 import dataclasses
@@ -37,38 +37,38 @@ from moelib.kernels.hopper_pipeline import (
 
 def weight_gradient(
     lhs: Float[Array, "m k"],
-    grad: Float[Array, "m n"],
+    grads: tuple[Float[Array, "m n"], ...],
     group_sizes: Int[Array, "g"],
     *,
     out_dtype: DTypeLike,
     tiles: GpuTiles,
     num_blocks: int,
     interpret: Any,
-) -> Float[Array, "g k n"]:
-    """Returns the sums of `lhs[i]^T grad[i]` over the rows i of each group.
+) -> Float[Array, "g p k n"]:
+    """Returns the sums of `lhs[i]^T grads[p][i]` over the rows i of each group.
 
     Operands are bfloat16 or float16; m is a multiple of 8, k and n are multiples of 64. There are
     `num_blocks` blocks of threads, one per SM.
     """
-    (m, k), n, num_groups = lhs.shape, grad.shape[1], len(group_sizes)
+    (m, k), n, num_groups, parts = lhs.shape, grads[0].shape[1], len(group_sizes), len(grads)
     starts, ends = row_ranges(group_sizes, m)
-    kernel = _Kernel(tiles, num_groups, pl.cdiv(k, tiles.m), pl.cdiv(n, tiles.n), num_blocks)
-    written = num_groups * k * n * jnp.dtype(out_dtype).itemsize
+    kernel = _Kernel(tiles, num_groups, pl.cdiv(k, tiles.m), parts, pl.cdiv(n, tiles.n), num_blocks)
+    written = num_groups * parts * k * n * jnp.dtype(out_dtype).itemsize
     return launch(
         kernel,
         starts,
         ends,
         lhs,
-        grad,
-        out=jax.ShapeDtypeStruct((num_groups, k, n), out_dtype),
+        *grads,
+        out=jax.ShapeDtypeStruct((num_groups, parts, k, n), out_dtype),
         left=operand((tiles.stages, 2, SIDE, SIDE), lhs.dtype),
-        right=operand((tiles.stages, SIDE, tiles.n), grad.dtype),
+        right=operand((tiles.stages, SIDE, tiles.n), lhs.dtype),
         masked=plgpu.Barrier(num_arrivals=2),
         stages=tiles.stages,
         num_copies=3,
         num_blocks=num_blocks,
-        flops=2 * m * k * n,
-        bytes_accessed=2 * m * (k + n) + written,
+        flops=2 * parts * m * k * n,
+        bytes_accessed=2 * m * (k + parts * n) + written,
         interpret=interpret,
     )
 
@@ -80,7 +80,8 @@ class _Kernel:
     tiles: GpuTiles
     num_groups: int
     tiles_k: int
-    tiles_n: int
+    parts: int
+    tiles_n: int  # Tiles of columns of each part.
     num_blocks: int
 
     # Pallas names a kernel after its function.
@@ -104,20 +105,24 @@ class _Block:
         masked: Any,
         **ring: Any,
     ):
-        self.starts, self.ends, self.lhs, self.grad, self.out = refs
+        self.starts, self.ends, self.lhs, *self.grads, self.out = refs
         self.left, self.right, self.slots, self.masked = left, right, slots, masked
         self.kernel = kernel
         self.ring = Ring(kernel.tiles.stages, **ring)
-        num_tiles = kernel.num_groups * kernel.tiles_k * kernel.tiles_n
+        num_tiles = kernel.num_groups * kernel.tiles_k * kernel.parts * kernel.tiles_n
         self.index, self.num_tiles = own_tiles(num_tiles, kernel.num_blocks)
 
-    def tile_at(self, i: Array) -> tuple[Array, Array, Array]:
-        """Returns (group, first row of the result, first column) of this block's i-th tile."""
+    def tile_at(self, i: Array) -> tuple[Array, Array, Array, Array]:
+        """Returns (group, part, first row of the result, first column) of this block's i-th tile.
+
+        Tiles of the same rows of the result, in all parts, follow each other: lhs stays in L2.
+        """
         kernel = self.kernel
         at = i * kernel.num_blocks + self.index
         rest, column = lax.div(at, kernel.tiles_n), lax.rem(at, kernel.tiles_n)
+        rest, part = lax.div(rest, kernel.parts), lax.rem(rest, kernel.parts)
         group, row = lax.div(rest, kernel.tiles_k), lax.rem(rest, kernel.tiles_k)
-        return group, row * kernel.tiles.m, column * kernel.tiles.n
+        return group, part, row * kernel.tiles.m, column * kernel.tiles.n
 
     def num_steps(self, group: Array) -> Array:
         """Returns the number of steps of 64 rows of a group."""
@@ -134,15 +139,19 @@ class _Block:
         self.ring.drain(lax.fori_loop(0, self.num_tiles, self._load_tile, jnp.int32(0)))
 
     def _load_tile(self, i: Array, step: Array) -> Array:
-        group, row, column = self.tile_at(i)
+        group, part, row, column = self.tile_at(i)
 
         def copy(i: Array, slot: Array, barrier: Any) -> None:
             rows = pl.ds(self.first_row(group, i), SIDE)
             for half in range(2):
                 left = self.lhs.at[rows, pl.ds(row + half * SIDE, SIDE)]
                 plgpu.copy_gmem_to_smem(left, self.left.at[slot, half], barrier)
-            right = self.grad.at[rows, pl.ds(column, self.kernel.tiles.n)]
-            plgpu.copy_gmem_to_smem(right, self.right.at[slot], barrier)
+            for j, grad in enumerate(self.grads):
+
+                @pl.when(part == j)
+                def _(grad: Any = grad) -> None:
+                    right = grad.at[rows, pl.ds(column, self.kernel.tiles.n)]
+                    plgpu.copy_gmem_to_smem(right, self.right.at[slot], barrier)
 
         return self.ring.load(step, self.num_steps(group), copy)
 
@@ -150,7 +159,7 @@ class _Block:
         """Multiplies and writes this warpgroup's 64 rows of all tiles."""
 
         def tile(i: Array, step: Array) -> Array:
-            group, row, column = self.tile_at(i)
+            group, part, row, column = self.tile_at(i)
 
             def blocks(i: Array, slot: Array) -> tuple[Any, Any]:
                 own = rows_within(self.first_row(group, i), self.starts[group], self.ends[group])
@@ -164,7 +173,7 @@ class _Block:
             count = self.num_steps(group)
             value = self.ring.multiply(step, count, (SIDE, self.kernel.tiles.n), blocks)
             first = row + warpgroup * SIDE
-            store(value, self.slots.at[warpgroup], self.out.at[group], first, column, None)
+            store(value, self.slots.at[warpgroup], self.out.at[group, part], first, column, None)
             return step + count
 
         lax.fori_loop(0, self.num_tiles, tile, jnp.int32(0))

@@ -5,10 +5,11 @@ group's windows begin at the multiple of 8 at or before its first row, where the
 begin a block for the tensor cores. So a group visits few rows that are not its own: 3.5 on average
 before its first, and half a window after its last.
 
-Shapes: m rows, k in, n out, g groups, v visits.
+Shapes: m rows, k in, n out, g groups, p matrices per group, v visits.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -77,49 +78,50 @@ def row_visits(
 
 
 def product(
-    lhs: Float[Array, "m k"],
-    rhs: Float[Array, "g ..."],
+    lhs: tuple[Float[Array, "m k"], ...],
+    rhs: Float[Array, "g p ..."],
     group_sizes: Int[Array, "g"],
     bias: Float[Array, "g n"] | None,
     *,
+    first_part: int,
     transpose_rhs: bool,
     out_dtype: DTypeLike,
     tiles: GpuTiles,
     num_blocks: int,
     interpret: Any,
 ) -> Float[Array, "m n"]:
-    """Returns `lhs[i] @ rhs[group of row i]` plus its bias, zeros for rows of no group.
+    """Returns the sum over j of `lhs[j][i] @ rhs[group of row i, first_part + j]`, plus its bias.
 
-    With `transpose_rhs` it multiplies by the transposes of the matrices [g, n, k]. Operands are
-    bfloat16 or float16; m is a multiple of 8, k and n are multiples of 64. There are `num_blocks`
-    blocks of threads, one per SM.
+    Rows of no group are zeros. With `transpose_rhs` it multiplies by the transposes of the matrices
+    [g, p, n, k]. Operands are bfloat16 or float16; m is a multiple of 8, k and n are multiples of
+    64. There are `num_blocks` blocks of threads, one per SM.
     """
-    (m, k), num_groups = lhs.shape, rhs.shape[0]
-    n = rhs.shape[1 if transpose_rhs else 2]
+    (m, k), num_groups, parts = lhs[0].shape, rhs.shape[0], len(lhs)
+    n = rhs.shape[2 if transpose_rhs else 3]
     tiles_n = pl.cdiv(n, tiles.n)
     visits, num_visits = row_visits(*row_ranges(group_sizes, m), m, tiles.m)
     biases = []
     if bias is not None:  # Read without the copy engine, so reads must not pass its end.
         past = tiles_n * tiles.n - n
         biases.append(jnp.pad(bias.astype(jnp.float32), ((0, 1), (0, past))))  # Last: no group's.
-    kernel = _Kernel(tiles, pl.cdiv(k, SIDE), tiles_n, num_blocks, transpose_rhs)
+    kernel = _Kernel(tiles, parts, first_part, pl.cdiv(k, SIDE), tiles_n, num_blocks, transpose_rhs)
     block = (tiles.stages, tiles.n, SIDE) if transpose_rhs else (tiles.stages, SIDE, tiles.n)
     written = m * n * jnp.dtype(out_dtype).itemsize
     return launch(
         kernel,
         *visits,
         num_visits,
-        lhs,
         rhs,
+        *lhs,
         *biases,
         out=jax.ShapeDtypeStruct((m, n), out_dtype),
-        left=operand((tiles.stages, tiles.halves, SIDE, SIDE), lhs.dtype),
+        left=operand((tiles.stages, tiles.halves, SIDE, SIDE), rhs.dtype),
         right=operand(block, rhs.dtype),
         stages=tiles.stages,
         num_copies=tiles.halves + 1,
         num_blocks=num_blocks,
-        flops=2 * m * k * n,
-        bytes_accessed=2 * (m * k + num_groups * k * n) + written,
+        flops=2 * parts * m * k * n,
+        bytes_accessed=2 * parts * (m * k + num_groups * k * n) + written,
         interpret=interpret,
     )
 
@@ -129,6 +131,8 @@ class _Kernel:
     """The kernel, with its compile-time constants."""
 
     tiles: GpuTiles
+    parts: int  # Number of products that are summed.
+    first_part: int  # Index, among the matrices of each group, of the first one that is multiplied.
     steps: int  # Steps of 64 columns of lhs, per product.
     tiles_n: int
     num_blocks: int
@@ -146,8 +150,8 @@ class _Block:
     """The work of one block of threads, as its three warpgroups see it."""
 
     def __init__(self, kernel: _Kernel, *refs: Any, left: Any, right: Any, slots: Any, **ring: Any):
-        *self.visits, num_visits, self.lhs, self.rhs = refs[:7]
-        *self.biases, self.out = refs[7:]
+        (*self.visits, num_visits, self.rhs), refs = refs[:6], refs[6:]
+        self.lhs, (*self.biases, self.out) = refs[: kernel.parts], refs[kernel.parts :]
         self.left, self.right, self.slots = left, right, slots
         self.kernel = kernel
         self.ring = Ring(kernel.tiles.stages, **ring)
@@ -155,7 +159,7 @@ class _Block:
         self.index, self.num_tiles = own_tiles(self.shape[0] * self.shape[1], kernel.num_blocks)
 
     def tile_at(self, i: Array) -> tuple[Array, Array, Array]:
-        """Returns (visit, tile of columns, number of steps) of this block's i-th tile."""
+        """Returns (visit, tile of columns, steps per product) of this block's i-th tile."""
         at = i * self.kernel.num_blocks + self.index
         visit, column = plgpu.planar_snake(at, self.shape, 1, min(self.kernel.tiles_n, _PANEL))
         return visit, column, jnp.where(self.group(visit) < 0, 0, self.kernel.steps)
@@ -176,16 +180,18 @@ class _Block:
         visit, column, count = self.tile_at(i)
         tiles = self.kernel.tiles
 
-        def copy(i: Array, slot: Array, barrier: Any) -> None:
+        def copy(part: int, i: Array, slot: Array, barrier: Any) -> None:
             ks, columns = pl.ds(i * SIDE, SIDE), pl.ds(column * tiles.n, tiles.n)
             for half in range(tiles.halves):
-                rows = self.lhs.at[pl.ds(self.first_row(visit, half), SIDE), ks]
+                rows = self.lhs[part].at[pl.ds(self.first_row(visit, half), SIDE), ks]
                 plgpu.copy_gmem_to_smem(rows, self.left.at[slot, half], barrier)
             at = (columns, ks) if self.kernel.transpose_rhs else (ks, columns)
-            matrix = self.rhs.at[self.group(visit), *at]
+            matrix = self.rhs.at[self.group(visit), self.kernel.first_part + part, *at]
             plgpu.copy_gmem_to_smem(matrix, self.right.at[slot], barrier)
 
-        return self.ring.load(step, count, copy)
+        for part in range(self.kernel.parts):
+            step = self.ring.load(step, count, functools.partial(copy, part))
+        return step
 
     def multiply(self, warpgroup: Array) -> None:
         """Multiplies and writes this warpgroup's part of all tiles."""
@@ -205,6 +211,7 @@ class _Block:
 
         def tile(i: Array, step: Array) -> Array:
             visit, column, count = self.tile_at(i)
+            count *= self.kernel.parts
             value = self.ring.multiply(step, count, (SIDE, tiles.wide), blocks)
             first = column * tiles.n + offset
             if self.biases:

@@ -2,7 +2,7 @@
 
 Times follow from the chip's published figures; nothing is measured.
 
-Shapes: m rows, k in, n out, g groups.
+Shapes: m rows, k in, n out, g groups, p matrices per group.
 """
 
 import dataclasses
@@ -92,14 +92,14 @@ def choose(m: int, k: int, n: int, g: int, num_sms: int) -> GpuTiles:
 
 
 @functools.lru_cache(maxsize=512)
-def choose_for_gradient(m: int, k: int, n: int, g: int, num_sms: int) -> GpuTiles:
-    """Returns the tiles of least modelled time for the weight gradient [g, k, n].
+def choose_for_gradient(m: int, k: int, n: int, g: int, p: int, num_sms: int) -> GpuTiles:
+    """Returns the tiles of least modelled time for the weight gradient [g, p, k, n].
 
-    Each group has ceil(k / 128) * ceil(n / tiles.n) tiles of ceil(m / g / 64) steps.
+    Each group has p * ceil(k / 128) * ceil(n / tiles.n) tiles of ceil(m / g / 64) steps.
     """
 
     def cycles(tiles: GpuTiles) -> float:
-        num_tiles = g * -(-k // tiles.m) * -(-n // tiles.n)
+        num_tiles = g * p * -(-k // tiles.m) * -(-n // tiles.n)
         return modelled_cycles(tiles, num_tiles, -(-m // (g * SIDE)), num_sms)
 
     return min((_with_stages(128, side) for side in (256, 192, 128, 64)), key=cycles)

@@ -15,10 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from moelib.kernels.flash_attention import flash_attention
 from moelib.planning.hlo.program import parse
-from moelib.planning.hlo.values import shape_bytes
 from moelib.planning.report.kernels import kernels
 from tests.kernels.flash_attention.cases import Case
-from tests.kernels.gpu_topology import H100, mesh
+from tests.kernels.gpu_topology import H100, mesh, traffic
 
 # One sequence each.
 CASES = {
@@ -29,9 +28,6 @@ CASES = {
     "head dim of 256": Case(1024, 4, 1, 256, packed=True, dtype="bfloat16"),
     "float16": Case(1000, 4, 1, 64, causal=False, dtype="float16"),
 }
-
-# Instructions that start no kernel and move no bytes.
-_FREE = ("bitcast", "call", "conditional", "constant", "get-tuple-element", "parameter", "tuple")
 
 
 def compiled(case, over):
@@ -62,17 +58,6 @@ def compiled(case, over):
     return jax.jit(run).lower(operands, ids, each(case.heads, v_dim)).compile()
 
 
-def traffic(program):
-    """Returns launches, and the bytes of their operands and results."""
-    launches, moved = 0, 0
-    for computation, each in program.unfused():
-        if each.opcode not in _FREE:
-            launches += computation.executions
-            shapes = [computation.instructions[name].shape for name in each.operands]
-            moved += computation.executions * sum(map(shape_bytes, [each.shape, *shapes]))
-    return launches, moved
-
-
 def main() -> None:
     """Prints, for each case, its kernels, launches, bytes and registers spilled."""
     over = mesh(H100)
@@ -81,7 +66,7 @@ def main() -> None:
             made = compiled(case, over)
             program = parse(made.as_text())
             found = [each for each in kernels(program) if each.library == "mosaic gpu"]
-            launches, moved = traffic(program)
+            launches, moved, _ = traffic(program)
             figures = {
                 "case": name,
                 "kernels": sum(each.executions for each in found),

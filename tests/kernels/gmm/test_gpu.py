@@ -58,27 +58,45 @@ def _by_group(arrays, sizes):
 def test_rows_times_matrices_equal_one_matmul_per_group(sizes):
     *arrays, group_sizes = operands(sizes, 203, 128, 192, jnp.bfloat16)
     lhs, rhs, bias, _ = arrays
-    kw = {"transpose_rhs": False, "tiles": GpuTiles(64, 128, 3), "interpret": _STRICT}
-    got = gpu.gmm(lhs, rhs[:, None], 0, group_sizes, bias, out_dtype=jnp.float32, **kw)
-    assert_close(got, _by_group(arrays, sizes)[0])
+    kw = {"activation": None, "save": False, "tiles": GpuTiles(64, 128, 3), "interpret": _STRICT}
+    got, _ = gpu.forward(lhs, rhs[:, None], group_sizes, bias[:, None], **kw)
+    assert_close(got, _by_group(arrays, sizes)[0], 2**-8)
 
 
-@pytest.mark.parametrize("sizes", _quick(1), ids=str)
-def test_rows_times_transposed_matrices_equal_one_matmul_per_group(sizes):
-    *arrays, group_sizes = operands(sizes, 203, 128, 192, jnp.bfloat16)
+def _second(arrays):
+    """Returns another rhs and gradient: those of a second matrix per group."""
     _, rhs, _, grad = arrays
-    kw = {"transpose_rhs": True, "tiles": GpuTiles(128, 64, 2), "interpret": _STRICT}
-    got = gpu.gmm(grad, rhs[:, None], 0, group_sizes, None, out_dtype=jnp.float32, **kw)
-    assert_close(got, _by_group(arrays, sizes)[1][0])
+    return jnp.flip(rhs, 1) * 2, jnp.flip(grad, 1)
 
 
+_num_parts = pytest.mark.parametrize(
+    "num_parts", [pytest.param(1, marks=pytest.mark.slow), 2], ids=["one", "two"]
+)
+
+
+@_num_parts
+@pytest.mark.parametrize("sizes", _quick(1), ids=str)
+def test_input_gradients_equal_the_sum_of_one_matmul_per_matrix(sizes, num_parts):
+    *arrays, group_sizes = operands(sizes, 203, 128, 192, jnp.bfloat16)
+    lhs, rhs, bias, grad = arrays
+    pairs = [(rhs, grad), _second(arrays)][:num_parts]
+    matrices, grads = zip(*pairs, strict=True)
+    kw = {"tiles": GpuTiles(128, 64, 2), "interpret": _STRICT}
+    got = gpu.input_gradient(grads, jnp.stack(matrices, 1), group_sizes, **kw)
+    want = [_by_group((lhs, each, bias, grad), sizes)[1][0] for each, grad in pairs]
+    assert_close(got, sum(want), 2**-8)
+
+
+@_num_parts
 @pytest.mark.parametrize("sizes", _quick(0), ids=str)
-def test_weight_gradients_equal_one_matmul_per_group(sizes):
+def test_weight_gradients_equal_one_matmul_per_group(sizes, num_parts):
     *arrays, group_sizes = operands(sizes, 203, 192, 128, jnp.bfloat16)
-    lhs, _, _, grad = arrays
+    lhs, rhs, bias, grad = arrays
+    grads = (grad, _second(arrays)[1])[:num_parts]
     kw = {"with_sums": False, "tiles": GpuTiles(128, 64, 2), "interpret": _STRICT}
-    got, _ = gpu.gmm_weight_gradient(lhs, grad, group_sizes, **kw)
-    assert_close(got, _by_group(arrays, sizes)[1][1], 2**-8)
+    got, _ = gpu.weight_gradient(lhs, grads, group_sizes, **kw)
+    want = [_by_group((lhs, rhs, bias, each), sizes)[1][1] for each in grads]
+    assert_close(got, np.stack(want, 1), 2**-8)
 
 
 @pytest.mark.slow
@@ -89,7 +107,7 @@ def test_nan_stays_in_its_row_and_its_groups_gradient():
     assert np.flatnonzero(np.isnan(out).any(axis=1)).tolist() == [40]
     np.testing.assert_array_equal(np.asarray(out[97:], np.float32), 0)
     stale_grad = grad.at[41].set(jnp.nan)
-    for part in gpu.gmm_weight_gradient(stale, stale_grad, sizes, with_sums=True, interpret=True):
+    for part in gpu.weight_gradient(stale, (stale_grad,), sizes, with_sums=True, interpret=True):
         assert np.isfinite(part[:2]).all()
         np.testing.assert_array_equal(part[1], 0)  # Empty.
 
@@ -100,6 +118,23 @@ def test_the_entry_gives_values_and_gradients_of_one_matmul_per_group():
     run = lambda lhs, rhs, bias: gmm(lhs, rhs, sizes, bias=bias, backend="gpu")
     got = jax.jit(functools.partial(pulled, run))(grad, lhs, rhs, bias)
     assert_close(got, by_group((lhs, rhs, bias, grad), [20, 30, 8]), 2**-8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("k", "n"), [(128, 192), (24, 64)])  # A side below 64 is padded.
+def test_gated_experts_give_values_and_gradients_of_the_reference(k, n):
+    lhs, gate, _, grad, sizes = operands([20, 0, 30, 1], 59, k, n, jnp.bfloat16)
+    rhs = jnp.stack([gate, jnp.flip(gate, 1)], 1)
+    bias = jnp.asarray(np.random.default_rng(0).normal(size=(4, 2, n)), jnp.bfloat16)
+    swiglu = lambda gate, up: jax.nn.silu(gate) * up
+
+    def run(backend):
+        each = lambda lhs, rhs, bias: gmm_activated(
+            lhs, rhs, sizes, activation=swiglu, bias=bias, backend=backend
+        )
+        return jax.jit(functools.partial(pulled, each))(grad, lhs, rhs, bias)
+
+    assert_close(run("gpu"), run("reference"), 2**-6)
 
 
 @pytest.mark.slow
@@ -218,7 +253,7 @@ def test_visits_write_every_row_once_and_fit_their_array(seed):
 
 def test_tiles_fit_and_follow_the_rows_of_a_group():
     for m, k, n, g in [(16384, 2048, 2048, 16), (64, 64, 64, 1), (4096, 7168, 4096, 256)]:
-        for tiles in (choose(m, k, n, g, 132), choose_for_gradient(m, k, n, g, 132)):
+        for tiles in (choose(m, k, n, g, 132), choose_for_gradient(m, k, n, g, 1, 132)):
             assert smem_bytes(tiles) <= SMEM_BYTES
             assert tiles.stages >= 3
     assert choose(16384, 2048, 2048, 16, 132) == GpuTiles(128, 256, 4)
@@ -249,6 +284,12 @@ def test_values_and_gradients_compile_for_h100_without_spilling_or_dense_copies(
     # The result and its gradient; dense copies of lhs per group would be 16 of 64 MiB.
     assert plain["temp_bytes"] < 2.1 * 16384 * 2048 * 2
     assert found["few rows per group"]["kernels"] == 4  # The sums for the bias, too.
+    if num_devices == 1:
+        experts = found["gated experts"]
+        # Gate and up, down; one of each gradient for down, and one for gate and up together.
+        assert experts["kernels"] == 7
+        # XLA reads both products and a gradient, and writes the hidden rows and two gradients.
+        assert experts["bytes_outside_kernels"] < 6.1 * 40960 * 768 * 2
     assert found["sides that do not fit"]["kernels"] == found["float32"]["kernels"] == 0
 
 
@@ -260,7 +301,7 @@ def test_other_gpus_get_the_loops(name):
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert [each["kernels"] for each in found] == [0] * 5
+    assert [each["kernels"] for each in found] == [0] * 6
 
 
 # ------------------------------------------------------------------------------------------------
