@@ -161,14 +161,13 @@ class Placement:
         return tokens * (saved.split / self.tensor_parts + saved.whole + routed)
 
     def _logits(self, tokens: float) -> float:
-        """Returns the bytes of a chunk's logits and their gradients, the head and its gradient.
+        """Returns the bytes of a chunk's logits in float32, the head and its gradient.
 
-        Several chunks add up the head's gradient in float32. The logits of a single one make room
-        for their gradient.
+        Several chunks add up the head's gradient in float32. Logits make room for their gradient.
         """
         chunk, itemsize = self._chunk(tokens), self.work.compute_itemsize
-        per_weight, per_logit = (itemsize + 4, 8) if chunk < tokens else (2 * itemsize, 4)
-        return self._vocab * (self.work.dim * per_weight + chunk * per_logit)
+        of_gradient = 4 if chunk < tokens else itemsize
+        return self._vocab * (self.work.dim * (itemsize + of_gradient) + chunk * 4)
 
     @property
     def _vocab(self) -> int:
