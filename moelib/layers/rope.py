@@ -39,11 +39,10 @@ class RotaryEmbedding(BaseLayer):
             )
         angle = positions[:, :, None, None].astype(jnp.float32) * self.frequencies(dim)[None, None]
         cos, sin = jnp.cos(angle) * self._factor, jnp.sin(angle) * self._factor  # [B, S, 1, R/2]
-        first, second = jnp.split(x[..., :dim].astype(jnp.float32), 2, axis=-1)
-        rotated = jnp.concatenate(
-            [first * cos - second * sin, second * cos + first * sin], axis=-1
-        ).astype(x.dtype)
-        return jnp.concatenate([rotated, x[..., dim:]], axis=-1) if dim < x.shape[-1] else rotated
+        # Each half is cast by itself: a cast of the whole is written to memory, in float32.
+        first, second = (half.astype(jnp.float32) for half in jnp.split(x[..., :dim], 2, axis=-1))
+        halves = first * cos - second * sin, second * cos + first * sin
+        return jnp.concatenate([*(half.astype(x.dtype) for half in halves), x[..., dim:]], axis=-1)
 
     @nowrap
     def frequencies(self, dim: int) -> Float[Array, "1 n"]:
