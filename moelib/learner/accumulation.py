@@ -58,6 +58,9 @@ def accumulate(fn: StepFn, batch: Any, *, num_microbatches: int, state: Any = No
     def body(total: Accumulated, micro_batch: Any) -> tuple[Accumulated, None]:
         objective, weight, gradients, metrics, state = fn(micro_batch, total.state)
         weight = _float(weight)
+        # XLA for TPUs fails to compile a loop that adds up casts of bfloat16 reduce-scatters, which
+        # it tries to move out of the loop (RET_CHECK in while_loop_all_reduce_code_motion).
+        gradients = jax.lax.optimization_barrier(gradients)
         return Accumulated(
             objective=total.objective + weight * _float(objective),
             weight=total.weight + weight,

@@ -35,6 +35,14 @@ def test_the_step_is_laid_over_the_devices_of_the_topology(where, tmp_path):
     assert not (tmp_path / "config.txt").exists()
 
 
+@pytest.mark.slow
+def test_gradients_of_micro_batches_in_bfloat16_compile_and_are_scattered(where):
+    cfg = flame_moe.named_trainer_configs()["flame-moe-tiny"]()
+    cfg.set(train_dtype="bfloat16", num_microbatches=2, mesh_shape=(1, 1, 1, 4, 1, 1))
+    report = compile_step(cfg, where, name="tiny")
+    assert total(report.collectives, "reduce-scatter").executions > 0
+
+
 def test_lint_knows_the_options_of_the_compilation(where, tmp_path, monkeypatch):
     told = []
 
