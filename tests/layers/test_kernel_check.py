@@ -32,10 +32,16 @@ def test_right_backends_pass(dtype):
 @pytest.mark.parametrize(
     ("module", "name", "change", "kernel", "what"),
     [
-        (grouped, "gmm", lambda out: out.at[75].multiply(1.5), "gmm", "value"),
         (
             grouped,
-            "gmm_weight_gradient",
+            "forward",
+            lambda out: (out[0].at[75].multiply(1.5), out[1]),
+            "gmm",
+            "value",
+        ),
+        (
+            grouped,
+            "weight_gradient",
             lambda out: (out[0].at[1].add(jnp.nan), out[1]),  # Of the group without rows.
             "gmm",
             "gradient of (down|up)",
