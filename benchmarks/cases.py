@@ -154,9 +154,10 @@ def gmm_cases(sizes: Sizes, routing: str) -> dict[str, Case]:
     rows = jax.random.normal(jax.random.key(1), (num_rows, sizes.dim), sizes.dtype)
     group_sizes = _group_sizes(sizes, routing)
     ends = np.cumsum(group_sizes)
+    weights = jnp.ones(num_rows)  # Of the combination, which `loop` leaves to others.
 
     def grouped(params: Any, rows: Array) -> Array:
-        return jnp.sum(jnp.square(experts.grouped(params, rows, jnp.asarray(group_sizes))))
+        return jnp.sum(jnp.square(experts.grouped(params, rows, jnp.asarray(group_sizes), weights)))
 
     def loop(params: Any, rows: Array) -> Array:
         total = jnp.zeros((), rows.dtype)
