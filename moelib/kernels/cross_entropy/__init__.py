@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
 from moelib.core.varying import align
-from moelib.kernels.backend import chosen_backend, run
+from moelib.kernels.backend import chosen_backend, current_device, run
 from moelib.kernels.cross_entropy import reference, xla
 from moelib.kernels.operands import check_shapes
 
@@ -61,8 +61,8 @@ def cross_entropy(
             head is this device's part. `loss` is then this device's share, an equal one, and the
             gradients in hidden are the contribution of its part: sum both over the axes.
         chunk_size: Maximum number of tokens of a chunk, except that chunks are multiples of 8; None
-            for 1,024, or for as many as have 128 MiB of logits if that is more; for all tokens if
-            they are no more than D more.
+            for 512 on CPUs, elsewhere for 1,024, or for as many as have 128 MiB of logits if that
+            is more; for all tokens if they are no more than D more.
         backend: "xla" (the default) or "reference", which holds all logits. None takes the one
             that `moelib.kernels.backend` names.
 
@@ -78,6 +78,8 @@ def cross_entropy(
     backend = chosen_backend("cross_entropy", backend)
     vocab_size = head.shape[0 if transposed_head else 1]
     num_tokens, dim = hidden.shape
+    if chunk_size is None and current_device().platform == "cpu":
+        chunk_size = xla.CPU_TOKENS
     size = xla.chunk_size_for(num_tokens, dim, vocab_size, chunk_size)
     options = xla.Options(transposed_head, z_loss, size, vocab_axes)
     forms = {

@@ -29,6 +29,14 @@ def test_a_chunk_size_can_be_set(most, expected):
     assert chunk_size_for(4096, 4096, 32768, most) == expected
 
 
+def test_on_cpus_no_more_than_512_tokens_have_logits():
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(600, 8), (8, 100)]]
+    labels = jax.ShapeDtypeStruct((600,), jnp.int32)
+    program = str(jax.make_jaxpr(lambda *x: cross_entropy(*x).loss)(*shapes, labels))
+    assert "f32[304,100]" in program
+    assert "f32[600,100]" not in program
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_all_logits_are_never_held_and_no_head_is_transposed(transposed):
     num_tokens, dim, vocab_size, chunk = 512, 8, 4096, 32
