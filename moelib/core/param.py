@@ -118,7 +118,8 @@ class CastInScan:
     """A parameter of stacked layers that each iteration of their scan casts for itself.
 
     No copy of all layers in the compute dtype is then held next to the parameters. The gradient is
-    taken with respect to `zeros`, so that it is in the compute dtype from the start.
+    taken with respect to `zeros`, so that it is in the compute dtype from the start; their values
+    are never read.
     """
 
     value: Any  # The parameter [layers, ...] in its own dtype.
@@ -126,12 +127,22 @@ class CastInScan:
 
     def cast(self) -> jax.Array:
         """Returns the value in the compute dtype."""
-        value, dtype = self.value, self.zeros.dtype
-        limits = jnp.finfo(dtype)
-        if limits.bits < jnp.finfo(value.dtype).bits:
-            # Without a rounding of its own, XLA would cast all layers at once, before the scan.
-            value = jax.lax.reduce_precision(value, limits.nexp, limits.nmant)
-        return value.astype(dtype) + self.zeros
+        return _cast_with_gradient_of(self.value, self.zeros)
+
+
+@jax.custom_jvp
+def _cast_with_gradient_of(value: jax.Array, zeros: jax.Array) -> jax.Array:
+    """Returns `value` in the dtype of `zeros`, to which the gradient goes."""
+    limits = jnp.finfo(zeros.dtype)
+    if limits.bits < jnp.finfo(value.dtype).bits:
+        # Without a rounding of its own, XLA would cast all layers at once, before the scan.
+        value = jax.lax.reduce_precision(value, limits.nexp, limits.nmant)
+    return value.astype(zeros.dtype)
+
+
+@_cast_with_gradient_of.defjvp
+def _cast_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return _cast_with_gradient_of(*primals), tangents[1]
 
 
 def cast_slices(params: Any) -> Any:

@@ -13,13 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from moelib.core.varying import align
 from moelib.kernels import hopper
 from moelib.kernels.gmm.gpu_tiles import GpuTiles, choose, choose_for_gradient
+from moelib.kernels.gmm.groups import activated
 from moelib.kernels.hopper import SIDE
 
 _INTERPRETED_BLOCKS = 2
@@ -63,10 +63,7 @@ def forward(
     )
     if activation is None:
         return parts[0], ()
-    out = activation(*(part.astype(jnp.float32) for part in parts)).astype(lhs.dtype)
-    rows = lax.iota(jnp.int32, lhs.shape[0])[:, None]
-    out = jnp.where(rows < jnp.sum(group_sizes, dtype=jnp.int32), out, 0)
-    return out, parts if save else ()
+    return activated(parts, activation, group_sizes), parts if save else ()
 
 
 def input_gradient(

@@ -4,14 +4,15 @@ Everything here is a sum over comparisons of [v, g], which XLA fuses; nothing is
 scattered. Calls with the same tile of rows share the result, because XLA computes equal expressions
 once.
 
-Shapes: g groups, v visits.
+Shapes: m rows, n columns, g groups, v visits.
 """
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int, Int32
+from jaxtyping import Array, Float, Int, Int32
 
 
 class Visits(NamedTuple):
@@ -37,6 +38,20 @@ def row_ranges(
     sums = jnp.cumsum(group_sizes, dtype=jnp.int32)
     starts = sums - group_sizes.astype(jnp.int32)
     return jnp.minimum(starts, num_rows), jnp.minimum(sums, num_rows)
+
+
+def activated(
+    parts: Sequence[Float[Array, "m n"]],
+    activation: Callable[..., Array],
+    group_sizes: Int[Array, "g"],
+) -> Float[Array, "m n"]:
+    """Returns the activation of products, computed in float32; 0 in rows of no group."""
+    out = activation(*(part.astype(jnp.float32) for part in parts)).astype(parts[0].dtype)
+    num_rows = jnp.sum(group_sizes, dtype=jnp.int32)
+    # Of a constant, `jnp.where` makes an array, which JAX moves out of a scan over layers and keeps
+    # in memory. The compiler knows this zero.
+    zero = (num_rows * 0).astype(out.dtype)
+    return jnp.where(lax.iota(jnp.int32, out.shape[0])[:, None] < num_rows, out, zero)
 
 
 def output_visits(

@@ -23,7 +23,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from moelib.core.varying import zeros_like_varying
-from moelib.kernels.gmm.groups import row_ranges
+from moelib.kernels.gmm.groups import activated, row_ranges
 
 # With 16 rows of 16 groups and two matrices of 2 MiB each, one loop takes 1.3 times as long as two.
 _CACHE_BYTES = 2 << 20
@@ -63,10 +63,7 @@ def forward(
         out, *products = _products(lhs, rhs, group_sizes, bias, range(p), activation, save=save)
         return out, tuple(products)
     parts = tuple(_products(lhs, rhs, group_sizes, bias, [i], None)[0] for i in range(p))
-    out = activation(*(part.astype(jnp.float32) for part in parts)).astype(lhs.dtype)
-    rows = lax.iota(jnp.int32, lhs.shape[0])[:, None]
-    out = jnp.where(rows < jnp.sum(group_sizes, dtype=jnp.int32), out, 0)
-    return out, parts if save else ()
+    return activated(parts, activation, group_sizes), parts if save else ()
 
 
 def _products(

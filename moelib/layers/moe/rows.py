@@ -74,13 +74,18 @@ def sum_rows(rows: Float[Array, "R D"], row_map: RowMap) -> Float[Array, "T D"]:
 def _sum(
     rows: Float[Array, "R D"], index: Int[Array, "T K"], weights: Float[Array, "T K"] | None
 ) -> Float[Array, "T D"]:
-    """Returns the (weighted) sum of each token's rows, without an intermediate [T, K, D]."""
+    """Returns the (weighted) sum of each token's rows, without an intermediate [T, K, D].
+
+    Rows are masked by the gather: the zeros of a `jnp.where` would be an array, which JAX moves out
+    of a scan over layers and keeps in memory.
+    """
+    if weights is not None:
+        weights = jnp.where(index < rows.shape[0], weights, 0.0)
     total = jnp.zeros((), jnp.float32)
     for k in range(index.shape[1]):
-        row = rows.at[index[:, k]].get(mode="clip").astype(jnp.float32)  # [T, D]
-        if weights is not None:
-            row = row * weights[:, k, None]
-        total = total + jnp.where(index[:, k, None] < rows.shape[0], row, 0.0)
+        row = rows.at[index[:, k]].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        row = row.astype(jnp.float32)  # [T, D]
+        total = total + (row if weights is None else row * weights[:, k, None])
     return total.astype(rows.dtype)
 
 

@@ -1,8 +1,9 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moelib.kernels.gmm.groups import output_visits, row_ranges, weight_visits
+from moelib.kernels.gmm.groups import activated, output_visits, row_ranges, weight_visits
 
 
 def _columns(visits, count):
@@ -61,3 +62,18 @@ def test_an_empty_group_costs_no_visit_of_the_product():
     for sizes in ([64, 64], [64, 0, 0, 0, 64]):
         starts, ends = row_ranges(jnp.asarray(sizes), 128)
         assert output_visits(starts, ends, 128, 32)[1] == 4
+
+
+def test_an_activation_is_zero_past_the_groups_and_scanned_layers_hold_no_zeros_for_it():
+    rows, sizes = jnp.arange(10.0).reshape(5, 2).at[4].set(jnp.nan), jnp.asarray([1, 2])
+    twice = lambda x: activated([x], lambda part: 2 * part, sizes)
+    np.testing.assert_array_equal(twice(rows), [[0, 2], [4, 6], [8, 10], [0, 0], [0, 0]])
+    twice = jax.custom_vjp(twice)
+    twice.defvjp(lambda x: (twice(x), None), lambda _, grad: (grad,))
+    layer = lambda x, _: (jnp.sin(jnp.sum(twice(rows[:, :1] * x[None]), 0)), None)
+    run = lambda x: jnp.sum(jax.lax.scan(layer, x, length=2)[0])
+    eqns = jax.make_jaxpr(jax.grad(run))(rows[0]).eqns
+    shapes = [[x.aval.shape for x in eqn.invars] for eqn in eqns if eqn.primitive.name == "scan"]
+    assert len(shapes) == 2
+    for operands in shapes:
+        assert (5, 2) not in operands

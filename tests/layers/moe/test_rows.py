@@ -47,6 +47,20 @@ def test_tokens_are_copied_to_their_rows_and_summed_back():
     np.testing.assert_allclose(sum_rows(ROWS, ROW_MAP), held.T @ ROWS, rtol=1e-5, atol=1e-6)
 
 
+def test_scanned_layers_hold_no_zeros_for_rows_that_do_not_exist():
+    def layer(vector, _):
+        tokens = X[:, :1] * vector[None]
+        return jnp.sin(jnp.sum(sum_rows(take_rows(tokens, ROW_MAP), ROW_MAP), 0)), None
+
+    run = lambda vector: jnp.sum(jax.lax.scan(layer, vector, length=2)[0])
+    eqns = jax.make_jaxpr(jax.grad(run))(X[0]).eqns
+    shapes = [[x.aval.shape for x in eqn.invars] for eqn in eqns if eqn.primitive.name == "scan"]
+    assert len(shapes) == 2
+    for operands in shapes:
+        assert (T, K) in operands
+        assert (T, D) not in operands
+
+
 def test_the_gradients_are_those_of_plain_matrices():
     held = plain_matrix()
     (grad,) = jax.vjp(lambda x: take_rows(x, ROW_MAP), X)[1](ROWS)
