@@ -2,17 +2,22 @@
 
 Kernels see the part of one device. Along `seq` each device keeps its queries, and keys and values
 travel round the ring, so that no device ever holds a whole sequence (Liu et al., Ring Attention,
-arXiv:2310.01889). In the backward pass they travel again, with their gradients.
+arXiv:2310.01889). n - 1 rotations show them to all devices. In the backward pass they travel again,
+followed by their gradients: those for its own keys stay on a device, and the sum of the others
+visits n - 1 devices and goes home, also n - 1 rotations. The keys for a turn are sent during the
+attention of the turn before it, and so are gradients.
 
 Under a causal mask the first device of a plain split would have least work and the last one most.
 So the sequence is split into 2 n equal pieces, and device i computes the pieces i and 2 n - 1 - i
-(zigzag).
+(zigzag). Attention in a window of up to half the sequence keeps the plain split, in which few
+devices have the keys of a query, often only the one before; only their keys are sent.
 
 Shapes: n devices of the ring, s = S / n tokens per device.
 """
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,10 +26,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from moelib.core.varying import vary, varying_axes
+from moelib.core.varying import vary
 from moelib.kernels.flash_attention import (
     CONTEXT,
-    EMPTY,
     MaskSpec,
     Positions,
     flash_attention,
@@ -67,7 +71,14 @@ def attend(
         q, k, v, segments, sinks = vary(arrays, used)
         if not ring:
             return flash_attention(q, k, v, spec, segment_ids=segments, sinks=sinks)
-        return _in_zigzag(ring, spec, q, k, v, segments, sinks)
+        n = lax.axis_size(ring)
+        plan = ring_plan(n, q.shape[1], causal=spec.causal, window=spec.window)
+        attend_in = functools.partial(_ring, _Ring(ring, spec, plan))
+        if not plan.zigzag:
+            return attend_in(q, _Shard(k, v, segments), sinks)
+        deal = functools.partial(_deal, axes=ring, n=n)
+        q, k, v, segments = jax.tree.map(deal, (q, k, v, segments))  # Segments may be None.
+        return deal(attend_in(q, _Shard(k, v, segments), sinks), back=True)
 
     P = jax.sharding.PartitionSpec
     specs = (split, split, split, P(*split[:2]), P(split[2]))
@@ -75,31 +86,62 @@ def attend(
     return jax.shard_map(local, in_specs=(specs,), out_specs=split)(arrays)
 
 
+class RingPlan(NamedTuple):
+    """The split of a sequence over a ring of devices, and how far keys travel."""
+
+    zigzag: bool  # Whether a device computes two pieces of the sequence, or one.
+    rotations: int  # Number of devices that see the keys of a device, itself excluded.
+    num_keys: int  # Keys of a device that travel: its last ones.
+
+
+def ring_plan(n: int, size: int, *, causal: bool = True, window: int | None = None) -> RingPlan:
+    """Returns the plan for n devices with `size` tokens each.
+
+    In zigzag every device needs keys of all others if the window is more than half the sequence.
+    In a plain split, the slowest device then computes up to a third more than the mean.
+    """
+    if window is not None and 2 * window <= n * size:
+        return RingPlan(False, -(-(window - 1) // size), min(size, window))
+    return RingPlan(causal, n - 1, size)
+
+
+class _Ring(NamedTuple):
+    """The static arguments of the attention of one device."""
+
+    axes: tuple[str, ...]  # Mesh axes of the ring.
+    spec: MaskSpec
+    plan: RingPlan
+
+    def rotate(self, tree: Any, turns: int = 1) -> Any:
+        """Returns the arrays of the device `turns` before this one, of the keys that travel."""
+        n = lax.axis_size(self.axes)
+        pairs = [(i, (i + turns) % n) for i in range(n)]
+        send = lambda x: lax.ppermute(x[:, -self.plan.num_keys :], self.axes, pairs)
+        return jax.tree.map(send, tree)
+
+    def token_index(self, size: int, turns: Any = 0) -> Int[Array, "s"]:
+        """Returns the positions of the tokens of the device `turns` before this one.
+
+        In zigzag they are those of its even piece and of its odd piece. Before the first device is
+        the last one, whose tokens a causal mask hides.
+        """
+        n = lax.axis_size(self.axes)
+        device = (lax.axis_index(self.axes) - turns) % n
+        if not self.plan.zigzag:
+            return device * size + jnp.arange(size, dtype=jnp.int32)
+        low, high = device, 2 * n - 1 - device  # One of them is even.
+        even, odd = jnp.where(device % 2 == 0, low, high), jnp.where(device % 2 == 0, high, low)
+        offset = jnp.arange(size // 2, dtype=jnp.int32)
+        starts = even * (size // 2), odd * (size // 2)
+        return jnp.concatenate([start + offset for start in starts]).astype(jnp.int32)
+
+
 class _Shard(NamedTuple):
-    """The keys and values of one device, their positions and their segments."""
+    """Keys and values of one device, all or its last ones, and their segments."""
 
     k: Float[Array, "B s G Dh"]
     v: Float[Array, "B s G Dv"]
-    index: Int[Array, "s"]
     segments: Int[Array, "B s"] | None
-
-
-def _in_zigzag(
-    axes: tuple[str, ...],
-    spec: MaskSpec,
-    q: Array,
-    k: Array,
-    v: Array,
-    segments: Array | None,
-    sinks: Array | None,
-) -> Array:
-    """Returns the attention of this device's tokens, computed in zigzag order."""
-    n = lax.axis_size(axes)
-    index = _piece_index(axes, n, q.shape[1] // 2)
-    deal = functools.partial(_deal, axes=axes, n=n)
-    q, k, v, segments = jax.tree.map(deal, (q, k, v, segments))  # Segments may be None.
-    out = _ring(axes, spec, q, _Shard(k, v, index, segments), sinks)
-    return _deal(out, axes=axes, n=n, back=True)
 
 
 def _home(piece: int, n: int) -> int:
@@ -120,77 +162,72 @@ def _deal(x: Array, *, axes: tuple[str, ...], n: int, back: bool = False) -> Arr
     return jnp.concatenate(halves, axis=1)
 
 
-def _piece_index(axes: tuple[str, ...], n: int, size: int) -> Int[Array, "s"]:
-    """Returns the positions of a device's tokens in zigzag order: even piece, odd piece."""
-    me = lax.axis_index(axes)
-    low, high = me, 2 * n - 1 - me  # One of them is even.
-    even, odd = jnp.where(me % 2 == 0, low, high), jnp.where(me % 2 == 0, high, low)
-    offset = jnp.arange(size, dtype=jnp.int32)
-    return jnp.concatenate([even * size + offset, odd * size + offset]).astype(jnp.int32)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _ring(
-    axes: tuple[str, ...],
-    spec: MaskSpec,
-    q: Float[Array, "B s H Dh"],
-    shard: _Shard,
-    sinks: Float[Array, "H"] | None,
+    ring: _Ring, q: Float[Array, "B s H Dh"], own: _Shard, sinks: Float[Array, "H"] | None
 ) -> Float[Array, "B s H Dv"]:
-    """Returns the attention of this device's queries to the keys of all devices in the ring."""
-    return _forward(axes, spec, q, shard, sinks)[0]
+    """Returns the attention of this device's queries to all keys of the sequence."""
+    return _forward(ring, q, own, sinks)[0]
 
 
-def _rotate(tree: Any, axes: tuple[str, ...]) -> Any:
-    n = lax.axis_size(axes)
-    pairs = [(i, (i + 1) % n) for i in range(n)]
-    return jax.tree.map(lambda x: lax.ppermute(x, axes, pairs), tree)
+def _positions(ring: _Ring, own: _Shard, here: _Shard, turns: Any) -> Positions:
+    """Returns the positions of own queries and of the keys from `turns` devices before."""
+    size = own.k.shape[1]
+    k_index = ring.token_index(size, turns)[size - here.k.shape[1] :]
+    return Positions(ring.token_index(size), k_index, own.segments, here.segments)
 
 
-def _forward(
-    axes: tuple[str, ...], spec: MaskSpec, q: Array, own: _Shard, sinks: Array | None
-) -> tuple[Array, tuple]:
-    def step(carry: tuple[Any, _Shard], _: None) -> tuple[tuple[Any, _Shard], None]:
+def _visit_all(visit: Callable[..., Any], carry: Any, first: int, last: int) -> Any:
+    """Returns the carry after the turns from first to last, of which the last sends no keys."""
+    if first < last:
+        turns = jnp.arange(first, last, dtype=jnp.int32)
+        carry, _ = lax.scan(lambda carry, turn: (visit(carry, turn), None), carry, turns)
+    return visit(carry, last, is_last=True) if first <= last else carry
+
+
+def _forward(ring: _Ring, q: Array, own: _Shard, sinks: Array | None) -> tuple[Array, tuple]:
+    def visit(carry: tuple[Any, Any], turn: Any, *, is_last: bool = False) -> tuple[Any, Any]:
         part, here = carry
-        after = _rotate(here, axes)  # Sent while this shard is computed.
-        positions = Positions(own.index, here.index, own.segments, here.segments)
-        made = passes.attention_forward(q, here.k, here.v, positions, spec)
-        return (passes.merge(part, made), after), None
+        after = None if is_last else ring.rotate(here)  # Sent while this shard is computed.
+        positions = _positions(ring, own, here, turn)
+        made = passes.attention_forward(q, here.k, here.v, positions, ring.spec)
+        return made if part is None else passes.merge(part, made), after
 
-    batch, size, heads, _ = q.shape
-    out = jnp.zeros((*q.shape[:3], own.v.shape[3]), jnp.float32)
-    part = out, jnp.full((batch, heads, size), EMPTY, jnp.float32)
-    # Carried arrays vary over the mesh axes of the queries, the ring included.
-    start = vary((part, own), sorted(varying_axes(q)))
-    (part, _), _ = lax.scan(step, start, None, length=lax.axis_size(axes))
+    last = ring.plan.rotations
+    carry = visit((None, own), 0, is_last=last == 0)
+    part, _ = _visit_all(visit, carry, 1, last)
     out, lse = part if sinks is None else passes.add_sinks(part, sinks)
     out, lse = (checkpoint_name(x, CONTEXT) for x in (out.astype(own.v.dtype), lse))
     return out, (q, own, sinks, out, lse)
 
 
-def _backward(axes: tuple[str, ...], spec: MaskSpec, residuals: tuple, grad: Array) -> tuple:
+def _backward(ring: _Ring, residuals: tuple, grad: Array) -> tuple:
     q, own, sinks, out, lse = residuals
+    add = lambda a, b: b if a is None else jax.tree.map(jnp.add, a, b)
 
-    def step(carry: tuple[Any, _Shard, Any], _: None) -> tuple[tuple[Any, _Shard, Any], None]:
+    def visit(carry: tuple[Any, ...], turn: Any, *, is_last: bool = False) -> tuple[Any, ...]:
         grad_q, here, grads = carry
-        after = _rotate(here, axes)
-        positions = Positions(own.index, here.index, own.segments, here.segments)
+        after = None if is_last else ring.rotate(here)
+        came = ring.rotate(grads)  # Of the keys that are here now.
+        positions = _positions(ring, own, here, turn)
         made, *others = passes.attention_backward(
-            q, here.k, here.v, out, lse, grad, positions, spec
+            q, here.k, here.v, out, lse, grad, positions, ring.spec
         )
-        grads = _rotate(tuple(a + b for a, b in zip(grads, others, strict=True)), axes)
-        return (grad_q + made, after, grads), None
+        return add(grad_q, made), after, add(came, others)
 
-    zeros = lambda x: jnp.zeros(x.shape, jnp.float32)
-    start = vary((zeros(q), own, (zeros(own.k), zeros(own.v))), sorted(varying_axes(q)))
-    (grad_q, _, grads), _ = lax.scan(step, start, None, length=lax.axis_size(axes))
+    last = ring.plan.rotations
+    grad_q, here, grads = visit((None, own, None), 0, is_last=last == 0)
+    if last:
+        carry = visit((grad_q, here, None), 1, is_last=last == 1)
+        grad_q, _, others = _visit_all(visit, carry, 2, last)
+        unsent = (0, 0), (q.shape[1] - ring.plan.num_keys, 0), (0, 0), (0, 0)
+        grads = add(grads, [jnp.pad(x, unsent) for x in ring.rotate(others, -last)])
     grad_sinks = None
     if sinks is not None:
         delta = passes.output_times_gradient(out, grad)
         grad_sinks = passes.sinks_gradient(sinks, lse, delta)
     grad_k, grad_v = (g.astype(x.dtype) for g, x in zip(grads, own, strict=False))
-    grad_own = own._replace(k=grad_k, v=grad_v, index=None, segments=None)
-    return grad_q.astype(q.dtype), grad_own, grad_sinks
+    return grad_q.astype(q.dtype), _Shard(grad_k, grad_v, None), grad_sinks
 
 
 _ring.defvjp(_forward, _backward)

@@ -110,10 +110,9 @@ class Links:
         return dataclasses.replace(traffic, links_seconds=seconds)
 
     def ring(self, axes: Sequence[str], num_bytes: float) -> Traffic:
-        """Returns the traffic of passing bytes on, once around a ring."""
-        inside, across = self._group(axes)
-        n = inside * across
-        return self._traffic(axes, num_bytes * n, num_bytes * n if across > 1 else 0.0)
+        """Returns the traffic of passing bytes on in a ring, by all that a device sends."""
+        _, across = self._group(axes)
+        return self._traffic(axes, num_bytes, num_bytes if across > 1 else 0.0)
 
     def _traffic(self, axes: Sequence[str], links: float, network: float) -> Traffic:
         accelerator = self._topology.accelerator

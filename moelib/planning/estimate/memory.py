@@ -22,7 +22,7 @@ class Placement:
     def __init__(self, work: Workload, candidate: Candidate, rules: sharding.Rules) -> None:
         self.work, self.mesh = work, candidate.mesh
         names = {name for leaf in (*work.parameters, *work.optimizer) for name in leaf.axes}
-        names |= {"batch", "sequence", "residual_sequence", "experts", "vocab", "kv_heads"}
+        names |= {"batch", "sequence", "residual_sequence", "experts", "vocab", "heads", "kv_heads"}
         self.axes: dict[str | None, tuple[str, ...]] = {
             name: sharding.mesh_axes(name, self.mesh.sizes, rules) for name in names if name
         } | {None: ()}

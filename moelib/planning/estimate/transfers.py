@@ -4,10 +4,12 @@ Weights are gathered, or passed on in windowed matmuls, forward, for recomputati
 their gradients reduced and scattered. Tokens are sent to experts that stay in place, and back.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from moelib.layers.attention.on_mesh import ring_plan
 from moelib.planning.estimate.links import Links, Traffic
 from moelib.planning.estimate.memory import Placement
 from moelib.planning.estimate.workload import Leaf
@@ -125,7 +127,7 @@ def _windows(
     part = whole / n
     turns, of_sums = (n - 1, n + 1) if n == 4 else (2 * n + 1, 2 * n + 1)
     permutes = lambda turns: Transfer(
-        "collective-permute", axes, part * (n - 1) / n, result_bytes=turns * part
+        "collective-permute", axes, part * (n - 1), result_bytes=turns * part
     )
     yield permutes(turns)
     last = leaf.axes[-1] == "embed" and "ffn" in leaf.axes
@@ -162,14 +164,27 @@ def token_transfers(placement: Placement, *, is_tpu: bool) -> Iterator[Transfer]
         yield from _each("all-gather", tensor, row, 2 * work.num_layers, _ALL)
         yield from _each("reduce-scatter", tensor, row, 2 * work.num_layers, _ONCE)
     if sequence := placement.axes["sequence"]:
-        # Keys and values, and in the backward pass also their gradients in float32.
-        width = work.kv_width / placement.parts["kv_heads"] * work.compute_itemsize
-        result = width * placement.mesh.parts(sequence)
-        gradients = 4 / work.compute_itemsize * work.num_layers
-        for times, phases in ((work.num_layers, _ALL), (gradients, ("backward",))):
-            yield from _each("collective-permute", sequence, width, times, phases, result)
+        yield from _ring_transfers(placement, sequence)
     if work.moe is not None and placement.expert_axes:
         yield from _dispatch_transfers(placement, row, is_tpu=is_tpu)
+
+
+def _ring_transfers(placement: Placement, axes: tuple[str, ...]) -> Iterator[Transfer]:
+    """Yields the permutes of attention for each token: its pieces in zigzag, and keys and values.
+
+    In the backward pass, the gradients of keys and values follow them in float32.
+    """
+    work, n = placement.work, placement.mesh.parts(axes)
+    size = work.seq_len // n
+    keys = work.kv_width / placement.parts["kv_heads"]
+    queries = work.q_width / placement.parts["heads"]  # With outputs.
+    for window, times in work.windows:
+        plan = ring_plan(n, size, window=window)
+        sent = keys * plan.rotations * plan.num_keys / size
+        dealt = (queries + keys) * plan.zigzag
+        each = functools.partial(_each, "collective-permute", axes, times=times)
+        yield from each((sent + dealt) * work.compute_itemsize, phases=_ALL)
+        yield from each(sent * 4, phases=("backward",))
 
 
 def _dispatch_transfers(placement: Placement, row: float, *, is_tpu: bool) -> Iterator[Transfer]:

@@ -81,6 +81,8 @@ class Workload:
     head_dim: int  # Width of an attention head; 1 without attention.
     attention_backend: str | None  # Backend of attention; None for the default.
     kv_width: int  # Elements of keys and values per token and layer.
+    q_width: int  # Elements of queries and outputs per token and layer.
+    windows: tuple[tuple[int | None, int], ...]  # Windows of attention and their numbers of layers.
     moe: Moe | None
     forward_flops: float  # Per token.
     decoder_flops: float  # Those of `forward_flops` that full remat recomputes.
@@ -151,6 +153,10 @@ def read_workload(cfg: Any) -> Workload:
     forward = flops / 3
     decoder = getattr(trainer.model, "children", {}).get("decoder")
     of_decoder = decoder.forward_flops_per_token if decoder else lambda seq_len: forward
+    windows: collections.Counter[int | None] = collections.Counter()
+    for layer, times in decoder.walk() if decoder else ():
+        if window := dict(layer.config.items()).get("window"):
+            windows[window] += times
     saved, block = read_saved(
         cfg,
         specs.model,
@@ -171,7 +177,9 @@ def read_workload(cfg: Any) -> Workload:
         compute_dtype=cfg.train_dtype or "float32",
         head_dim=_size_of(parameters, "head_dim"),
         attention_backend=(cfg.kernel_backends or {}).get("flash_attention"),
-        kv_width=_kv_width(parameters, num_layers),
+        kv_width=_width(parameters, num_layers, "kv_heads", "heads"),
+        q_width=_width(parameters, num_layers, "heads"),
+        windows=(*windows.items(), (None, num_layers - windows.total())),
         moe=moe,
         forward_flops=forward,
         decoder_flops=float(of_decoder(seq_len)),
@@ -223,9 +231,9 @@ def _depth(model: Any) -> tuple[int, int]:
     return max(found)
 
 
-def _kv_width(leaves: tuple[Leaf, ...], num_layers: int) -> int:
-    """Returns the elements of keys and values per token and layer."""
-    for name in ("kv_heads", "heads"):  # Queries and outputs are as wide as keys and values.
+def _width(leaves: tuple[Leaf, ...], num_layers: int, *names: str) -> int:
+    """Returns the elements per token and layer of the first of the axes in use."""
+    for name in names:  # Without their own, keys and values are as wide as queries and outputs.
         found = [leaf for leaf in leaves if name in leaf.axes and "embed" in leaf.axes]
         if found:
             width = sum(leaf.size // leaf.shape[leaf.axes.index("embed")] for leaf in found)

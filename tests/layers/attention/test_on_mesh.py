@@ -1,5 +1,6 @@
 """Attention on meshes: against the reference on one device, values and all gradients."""
 
+import collections
 import functools
 
 import jax
@@ -7,14 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moelib.core import jaxpr
 from moelib.kernels.flash_attention import MaskSpec, flash_attention
 from moelib.layers.attention.on_mesh import attend
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
+from tests.kernels.tpu_topology import compile_apart, needs_libtpu
 from tests.layers.calling import QUICK, normal
 
-B, S, H, G, DH = 4, 32, 4, 2, 8
-Q, GRAD = (jnp.asarray(normal(B, S, H, DH, seed=s)) for s in (0, 1))
-K, V = (jnp.asarray(normal(B, S, G, DH, seed=s)) for s in (2, 3))
+B, S, H, G, DH, DV = 4, 32, 4, 2, 8, 12
+Q, GRAD = (jnp.asarray(normal(B, S, H, dim, seed=s)) for s, dim in enumerate((DH, DV)))
+K, V = (jnp.asarray(normal(B, S, G, dim, seed=s)) for s, dim in ((2, DH), (3, DV)))
 PLAIN = MaskSpec(DH**-0.5)
 SINKS = jnp.asarray(normal(H, seed=4))
 LENGTHS = np.array(
@@ -26,14 +29,16 @@ SEGMENTS = jnp.asarray(
 MESHES = [
     {"seq": 8},
     {"seq": 4, "model": 2},
-    {"data": 2, "seq": 2, "model": 2},
+    {"expert": 2, "seq": 2, "model": 2},
     {"fsdp": 2, "expert": 2, "model": 2},
 ]
 CASES = {
     "plain": (PLAIN, None, None),
     "packed": (PLAIN, SEGMENTS, None),
     "window and sinks": (PLAIN._replace(window=5), None, SINKS),
+    "not causal": (PLAIN._replace(causal=False), SEGMENTS, SINKS),
     "all": (MaskSpec(0.3, window=9, logit_cap=2.0), SEGMENTS, SINKS),
+    "all in zigzag": (MaskSpec(0.3, window=20, logit_cap=2.0), SEGMENTS, SINKS),
 }
 
 
@@ -54,9 +59,16 @@ def on_mesh(axes, spec, *arrays):
         return jax.device_get(pulled(attend, spec, *arrays))
 
 
-# Every case on one mesh, and the hardest case on all meshes.
+# The hardest cases on all meshes; they include the simple ones.
+SIMPLE = ("plain", "packed")
 PAIRS = [
-    pytest.param(mesh, case, marks=() if mesh == MESHES[0] or case == "all" else pytest.mark.slow)
+    pytest.param(
+        mesh,
+        case,
+        marks=()
+        if "all" in case or (mesh == MESHES[0] and case not in SIMPLE)
+        else pytest.mark.slow,
+    )
     for mesh in MESHES
     for case in CASES
 ]
@@ -68,6 +80,42 @@ def test_every_mesh_equals_the_reference_on_one_device(mesh, case):
     got = on_mesh(mesh, spec, Q, K, V, sinks, segments)
     want = pulled(reference, spec, Q, K, V, sinks, segments)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), got, want)
+
+
+@pytest.mark.parametrize(
+    ("n", "mask", "rotations", "num_keys", "dealt"),
+    [
+        (4, {}, 3, 16, 16),
+        (8, {}, 7, 8, 16),
+        (4, {"causal": False}, 3, 16, 0),
+        (8, {"causal": False}, 7, 8, 0),
+        (4, {"window": 33}, 3, 16, 16),  # More than half the sequence.
+        (4, {"window": 32}, 2, 16, 0),
+        (8, {"window": 32}, 4, 8, 0),
+        (8, {"window": 10}, 2, 8, 0),
+        (8, {"window": 9}, 1, 8, 0),  # The query itself and all keys of one other device.
+        (8, {"window": 3}, 1, 3, 0),
+        (8, {"window": 1}, 0, 0, 0),
+    ],
+)
+def test_keys_and_gradients_are_sent_as_far_as_they_are_seen(n, mask, rotations, num_keys, dealt):
+    q, k, v = (jax.ShapeDtypeStruct((B, 64, heads, DH), jnp.bfloat16) for heads in (H, G, G))
+    spec = PLAIN._replace(**mask)
+
+    def pulled(q, k, v):
+        value, pull = jax.vjp(lambda q, k, v: attend(q, k, v, spec=spec), q, k, v)
+        return pull(value)
+
+    with jax.set_mesh(create_device_mesh(mesh_shape_from_axes(seq=n, data=8 // n))):
+        trace = jax.make_jaxpr(pulled)(q, k, v)
+    found = collections.Counter()
+    for eqn, executions in jaxpr.walk(trace):
+        if eqn.primitive.name == "ppermute":
+            (made,) = (x.aval for x in eqn.outvars)
+            found[made.shape[1], made.dtype.name] += executions
+    # Keys and values forward and backward, their gradients, and two pieces of q, k, v and output.
+    want = {(num_keys, "bfloat16"): 4 * rotations, (num_keys, "float32"): 2 * rotations}
+    assert found == collections.Counter(want | {(32 // n, "bfloat16"): dealt})
 
 
 def test_a_ring_in_bfloat16_is_summed_in_float32():
@@ -93,3 +141,11 @@ def test_key_heads_that_do_not_divide_are_refused():
         pytest.raises(ValueError, match=r"keys:.*'activation_heads'.*size 2"),
     ):
         attend(Q, K, V, spec=PLAIN)
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_keys_are_sent_during_attention_on_tpus():
+    (loop,) = compile_apart("tests.layers.attention.compile_for_tpu")
+    permute = "collective-permute"
+    assert loop == [*[f"{permute}-start"] * 2, "tpu_custom_call", *[f"{permute}-done"] * 2]

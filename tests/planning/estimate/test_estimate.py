@@ -231,6 +231,19 @@ def test_a_dense_step_on_four_tpus_is_near_the_compiled_one():
 
 
 @pytest.mark.slow
+def test_the_permutes_of_a_ring_of_four_tpus_are_the_compiled_ones():
+    # Compiled for v6e:2x2: 176.0 MiB.
+    cfg = llama.named_trainer_configs()["llama-3.1-8b"]()
+    cfg.model.decoder.num_layers = 2
+    cfg.input.global_batch_size = 1
+    cfg.mesh_shape = mesh_shape_from_axes(seq=4)
+    work = read_workload(cfg)
+    each = Candidate(describe("v6e:2x2"), Mesh((("seq", 4),)), 1, 1, NONE)
+    found = Estimator(work, rules_of(cfg), {})(each)
+    assert found.collectives["collective-permute"] / MIB == pytest.approx(176.0, rel=0.01)
+
+
+@pytest.mark.slow
 def test_the_published_step_on_four_tpus_is_near_the_compiled_one():
     # Compiled for v6e:2x2: 12.275 GiB at the peak, 9.86 of arguments; all-gathers of 7,173 MiB,
     # reduce-scatters of 1,648.8, ragged all-to-alls of 736 a device.
@@ -333,17 +346,37 @@ def test_weights_of_layers_are_gathered_for_each_pass():
             assert found == times * size(inside) + size(outside)
 
 
-def test_ring_attention_sends_keys_and_values_and_once_their_gradients(tiny):
+def _permuted(cfg, work, sizes):
+    """Returns the bytes per token that a device sends to others, without recomputation."""
+    topology = describe(f"h100:1x{math.prod(sizes.values())}")
+    each = Candidate(topology, Mesh(tuple(sizes.items())), 1, 1, NONE)
+    transfers = token_transfers(Placement(work, each, rules_of(cfg)), is_tpu=False)
+    return traffic(transfers, Links(topology, each.mesh), recomputed=False).links_bytes
+
+
+def test_ring_attention_sends_its_pieces_and_n_minus_1_times_keys_and_gradients(tiny):
     cfg, work, _ = tiny
-    sent = {}
-    for sizes in ({"seq": 2}, {"seq": 2, "model": 2}, {"model": 2}):
-        topology = describe(f"h100:1x{math.prod(sizes.values())}")
-        each = Candidate(topology, Mesh(tuple(sizes.items())), 1, 1, NONE)
-        transfers = token_transfers(Placement(work, each, rules_of(cfg)), is_tpu=False)
-        links = Links(topology, each.mesh)
-        sent[tuple(sizes)] = traffic(transfers, links, recomputed=False).links_bytes
-    # Twice in the dtype of the computation and once in float32, each in two turns of the ring.
-    elements = 2 * work.num_layers * work.kv_width
-    alone = elements * (2 * work.compute_itemsize + 4)
-    assert sent["seq",] == pytest.approx(alone)
-    assert sent["seq", "model"] - sent["model",] == pytest.approx(alone / 2)
+    # Twice in the dtype of the computation, and the gradients of keys and values in float32.
+    dealt = 2 * work.num_layers * (work.q_width + work.kv_width) * work.compute_itemsize
+    keys = work.num_layers * work.kv_width * (2 * work.compute_itemsize + 4)
+    for n in (2, 8):
+        assert _permuted(cfg, work, {"seq": n}) == pytest.approx(dealt + (n - 1) * keys)
+    with_model = _permuted(cfg, work, {"seq": 2, "model": 2})
+    alone = _permuted(cfg, work, {"model": 2})
+    assert with_model - alone == pytest.approx((dealt + keys) / 2)
+
+
+def test_attention_in_a_window_sends_the_keys_that_are_seen(tiny):
+    cfg, work, _ = tiny
+    keys = work.kv_width * (2 * work.compute_itemsize + 4)
+    size = work.seq_len // 8
+    for window, shards in ((1, 0), (size // 4, 1 / 4), (size, 1), (size + 2, 2), (4 * size, 4)):
+        layers = ((window, work.num_layers),)
+        sent = _permuted(cfg, dataclasses.replace(work, windows=layers), {"seq": 8})
+        assert sent == pytest.approx(work.num_layers * shards * keys)
+
+
+def test_windows_are_those_of_the_layers(tiny):
+    cfg = tiny[0].clone()
+    cfg.model.decoder.block[0].self_attention.window = 16
+    assert read_workload(cfg).windows == ((16, 1), (None, 1))

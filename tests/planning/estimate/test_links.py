@@ -29,9 +29,12 @@ def test_across_hosts_each_device_sends_its_share_once():
     assert (sent.links_bytes, sent.network_bytes) == (7e9, 24e9)
 
 
-def test_a_ring_passes_on_as_often_as_it_has_devices():
+def test_a_ring_over_several_hosts_passes_all_bytes_through_the_network():
     links = Links(describe("h100:1x8"), Mesh((("seq", 4), ("model", 2))))
-    assert links.ring(("seq",), 1e9).links_bytes == 4e9
+    sent = links.ring(("seq",), 4e9)
+    assert (sent.links_bytes, sent.network_bytes) == (4e9, 0.0)
+    sent = Links(describe("h100:2x8"), Mesh((("seq", 8),), (("seq", 2),))).ring(("seq",), 4e9)
+    assert (sent.links_bytes, sent.network_bytes) == (4e9, 4e9)
 
 
 @pytest.mark.parametrize(
