@@ -191,7 +191,8 @@ def _forward(ring: _Ring, q: Array, own: _Shard, sinks: Array | None) -> tuple[A
         after = None if is_last else ring.rotate(here)  # Sent while this shard is computed.
         positions = _positions(ring, own, here, turn)
         made = passes.attention_forward(q, here.k, here.v, positions, ring.spec)
-        return made if part is None else passes.merge(part, made), after
+        part = made if part is None else passes.merge(part, made)
+        return lax.optimization_barrier((part, after))  # One turn's results at a time are held.
 
     last = ring.plan.rotations
     carry = visit((None, own), 0, is_last=last == 0)
@@ -213,7 +214,7 @@ def _backward(ring: _Ring, residuals: tuple, grad: Array) -> tuple:
         made, *others = passes.attention_backward(
             q, here.k, here.v, out, lse, grad, positions, ring.spec
         )
-        return add(grad_q, made), after, add(came, others)
+        return lax.optimization_barrier((add(grad_q, made), after, add(came, others)))
 
     last = ring.plan.rotations
     grad_q, here, grads = visit((None, own, None), 0, is_last=last == 0)
