@@ -37,7 +37,7 @@ from moelib.parallel.mesh import (
     shared_sides,
 )
 from moelib.train import state as state_lib
-from moelib.train.compiler_options import BY_DEVICE_KIND
+from moelib.train.compiler_options import default_options, spelled
 from moelib.train.directory_lock import directory_lock
 from moelib.train.evaler import SpmdEvaler
 from moelib.train.identity import CONFIG_FILE, check_directory, config_hash, write_config
@@ -327,8 +327,9 @@ class SpmdTrainer(Module):
     def compiler_options(self) -> dict[str, str]:
         """Returns the options of XLA for the step."""
         device = self.mesh().devices.flat[0]
-        defaults = BY_DEVICE_KIND.get(device.device_kind, {})
-        return {**defaults, **(self.config.compiler_options or {})}
+        return spelled(
+            {**default_options(device.device_kind), **(self.config.compiler_options or {})}
+        )
 
     @nowrap
     def trace_train_step(self, batch: Any = None) -> jax.stages.Traced:

@@ -25,6 +25,7 @@ from moelib.data.token_source import InMemoryTokens
 from moelib.learner.transforms import chain
 from moelib.parallel.mesh import mesh_shape_from_axes
 from moelib.planning.hardware.topologies import topology
+from moelib.train.compiler_options import default_options, spelled
 from moelib.train.identity import TrainerDirConflictError, config_hash
 from moelib.train.loop import NonFiniteError
 from tests import tiny
@@ -353,13 +354,24 @@ def test_the_step_is_compiled_with_the_options_of_the_devices_and_the_config(tmp
         cfg.instantiate(parent=None).compile_train_step()
 
 
+def test_the_compiler_reads_booleans_of_either_spelling():
+    options = spelled({"xla_cpu_enable_fast_min_max": "true", "xla_cpu_max_isa": "AVX"})
+    jax.jit(jnp.sin).lower(1.0).compile(compiler_options=options)
+    assert options == {"xla_cpu_enable_fast_min_max": "True", "xla_cpu_max_isa": "AVX"}
+
+
+def test_gpus_may_use_most_of_their_memory():
+    (percentage,) = default_options("NVIDIA H100 80GB HBM3").values()
+    assert 0.8 < 0.8 * int(percentage) / 100 < 0.97
+
+
 def test_on_v6e_gathers_run_on_the_sparse_cores(tmp_path):
     pytest.importorskip("libtpu")
     cfg = tiny.trainer_config(tmp_path, mesh_shape=mesh_shape_from_axes(fsdp=-1), evaler=False)
     cfg.compiler_options = {"xla_tpu_scoped_vmem_limit_kib": "65536"}
     trainer = cfg.instantiate(parent=None, devices=topology("v6e:2x2x1").devices)
     options = trainer.compiler_options()
-    assert options["xla_tpu_enable_sparse_core_collective_offload_all_gather"] == "true"
+    assert options["xla_tpu_enable_sparse_core_collective_offload_all_gather"] == "True"
     assert options["xla_tpu_scoped_vmem_limit_kib"] == "65536"
 
 

@@ -17,6 +17,7 @@ from moelib.planning.compiled.examine import Step, examine, state_bytes
 from moelib.planning.hardware.topologies import OutOfMemoryError, Topology
 from moelib.planning.lint.facts import facts_of
 from moelib.planning.report.step_report import Seconds, StepReport
+from moelib.train.compiler_options import spelled
 
 STAGES = ("build", "trace", "lower", "compile", "count")
 OnStage = Callable[[str, float, str], None]  # (stage, seconds, result in words)
@@ -67,7 +68,7 @@ def compile_step(
     options = (
         trainer.compiler_options()
         | _WITHOUT_DEVICE[topology.accelerator.platform]
-        | dict(compiler_options or {})
+        | spelled(compiler_options or {})
     )
     with no_compilation_cache():
         traced = trainer.trace_train_step()

@@ -194,7 +194,7 @@ def _unset_options(step: Step, kind: str) -> dict[str, str]:
     known = BY_DEVICE_KIND.get(facts.device_kind, {}) if facts.platform == "tpu" else {}
     wanted = {k: v for k, v in known.items() if _SPARSE_CORE.search(k)}
     if kind == "all-to-all":
-        wanted = {"xla_tpu_enable_async_all_to_all": "true"}
+        wanted = {"xla_tpu_enable_async_all_to_all": "True"}
     return {k: v for k, v in wanted.items() if facts.compiler_options.get(k) != v}
 
 

@@ -16,6 +16,7 @@ from moelib.planning.hlo.program import Computation, Instruction, Program
 from moelib.planning.hlo.source import SourceMap
 from moelib.planning.lint.dataflow import Dataflow
 from moelib.planning.report.step_report import Finding
+from moelib.train.compiler_options import spelled
 
 _MIB = 2**20
 
@@ -57,7 +58,7 @@ class Facts:
     batch_axes: tuple[str, ...] = ()  # Mesh axes that split the batch.
     train_dtype: str | None = None  # Dtype that parameters are cast to.
     num_experts: frozenset[int] = frozenset()  # Of all layers.
-    compiler_options: Mapping[str, str] = dataclasses.field(default_factory=dict)  # In lower case.
+    compiler_options: Mapping[str, str] = dataclasses.field(default_factory=dict)
     state: tuple[StateArray, ...] = ()
     model: Any = None  # Module, for paths in its config; may be None.
 
@@ -93,7 +94,7 @@ def facts_of(trainer: Any, compiler_options: Mapping[str, str] | None = None) ->
         batch_axes=(axes,) if isinstance(axes, str) else tuple(axes),
         train_dtype=cfg.train_dtype,
         num_experts=frozenset(number for number in numbers if isinstance(number, int)),
-        compiler_options={name: value.lower() for name, value in options.items()},
+        compiler_options=spelled(options),
         state=tuple(_state(trainer)),
         model=trainer.model,
     )

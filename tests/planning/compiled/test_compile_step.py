@@ -54,13 +54,13 @@ def test_lint_knows_the_options_of_the_compilation(where, tmp_path, monkeypatch)
     cfg = tiny.trainer_config(tmp_path, evaler=False)
     changed = "xla_tpu_enable_data_parallel_all_reduce_opt"
     compile_step(cfg, where, name="tiny", compiler_options={changed: "False"})
-    assert BY_DEVICE_KIND["TPU v6 lite"][changed] == "true"
-    assert told[0].compiler_options == BY_DEVICE_KIND["TPU v6 lite"] | {changed: "false"}
+    assert BY_DEVICE_KIND["TPU v6 lite"][changed] == "True"
+    assert told[0].compiler_options == BY_DEVICE_KIND["TPU v6 lite"] | {changed: "False"}
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("xla_tpu_no_such_option", "true"), ("xla_tpu_scoped_vmem_limit_kib", "many")],
+    [("xla_tpu_no_such_option", "True"), ("xla_tpu_scoped_vmem_limit_kib", "many")],
 )
 def test_an_option_that_the_compiler_refuses_is_named(where, tmp_path, name, value):
     cfg = tiny.trainer_config(tmp_path, evaler=False)

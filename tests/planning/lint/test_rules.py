@@ -211,7 +211,7 @@ def test_a_synchronous_collective_names_the_options_that_are_not_set():
     program = hlo.parse("ENTRY %m (a: f32[8]) -> f32[8] {\n  ROOT " + SENT + "\n}\n")
     (finding,) = lint(program, FACTS)
     assert (finding.rule, finding.config_path) == ("synchronous collective", "compiler_options")
-    assert "'xla_tpu_enable_sparse_core_collective_offload_reduce_scatter': 'true'" in (
+    assert "'xla_tpu_enable_sparse_core_collective_offload_reduce_scatter': 'True'" in (
         finding.advice
     )
 
