@@ -74,6 +74,7 @@ def run(argv: Sequence[str]) -> int:
         print(f"moelib: unknown command {name!r}; {did_you_mean(name, COMMANDS)}", file=sys.stderr)
         return 2
     platforms.hide_absent_tpus()
+    platforms.use_most_gpu_memory()
     command = importlib.import_module(COMMANDS[name][0])
     text = command.__doc__ or ""
     return run_command(f"moelib {name}", command.Flags, command.run, arguments, text)

@@ -33,6 +33,15 @@ def hide_absent_tpus() -> None:
     describe_absent_tpus()
 
 
+def use_most_gpu_memory() -> None:
+    """Lets a process take 92% of a GPU's memory, not JAX's 75%, unless the user set a share.
+
+    The rest is for CUDA and NCCL, which allocate their own. Call it before JAX starts.
+    """
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # The name before; JAX refuses both.
+        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")
+
+
 def describe_absent_tpus() -> None:
     """Gives libtpu the settings that it would request from a cloud's metadata server."""
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")

@@ -1,12 +1,13 @@
 """Platforms that cannot be used: one line with what was found and what to install."""
 
 import importlib.util
+import os
 
 import jax
 import pytest
 
 from moelib.core.errors import UsageError
-from moelib.core.platforms import check_backend, has_tpu
+from moelib.core.platforms import check_backend, has_tpu, use_most_gpu_memory
 
 
 @pytest.mark.parametrize("name", ["gpu", "tpu"])
@@ -34,3 +35,22 @@ def test_a_missing_device_is_one_line_with_the_reason(monkeypatch, error, reason
 def test_settings_of_a_cloud_show_a_tpu(monkeypatch):
     monkeypatch.setenv("TPU_WORKER_ID", "0")
     assert has_tpu()
+
+
+@pytest.mark.parametrize(
+    ("before", "share"),
+    [
+        ({}, "0.92"),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.5"}, "0.5"),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, None),
+    ],
+)
+def test_a_process_takes_most_of_a_gpus_memory_unless_the_user_sets_a_share(
+    before, share, monkeypatch
+):
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.setenv(name, before.get(name, ""))
+        if name not in before:
+            monkeypatch.delenv(name)
+    use_most_gpu_memory()
+    assert os.environ.get("XLA_CLIENT_MEM_FRACTION") == share
