@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
@@ -214,6 +215,9 @@ def _value_and_saved(options: _Options, *operands: Any) -> tuple[Array, tuple[An
 
 def _backward(options: _Options, saved: tuple[Any, ...], grad: Array) -> tuple[Array | None, ...]:
     (lhs, rhs, sizes, bias), products = saved
+    if products and backends.current_device().platform == "cpu":
+        # Otherwise XLA may compute the derivative in the forward pass, and hold it until here.
+        products, grad = lax.optimization_barrier((products, grad))
     grads = (grad,)
     if options.activation is not None:
         _, pull = jax.vjp(options.activation, *(x.astype(jnp.float32) for x in products))

@@ -20,9 +20,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from moelib.core.varying import zeros_like_varying
+from moelib.kernels.backend import current_device
 from moelib.kernels.gmm.groups import activated, row_ranges
 
 # With 16 rows of 16 groups and two matrices of 2 MiB each, one loop takes 1.3 times as long as two.
@@ -101,7 +103,7 @@ def _products(
 
     shape = (lhs.shape[0], rhs.shape[3])
     count = 1 + len(indices) if save and activation is not None else 1
-    outs = [zeros_like_varying(shape, lhs.dtype, lhs) for _ in range(count)]
+    outs = [_zeros(shape, lhs.dtype, lhs, i) for i in range(count)]
     return _write_rows(group_sizes, outs, block)
 
 
@@ -122,7 +124,7 @@ def input_gradient(
 
         return product
 
-    out = zeros_like_varying((grads[0].shape[0], rhs.shape[2]), rhs.dtype, grads[0])
+    out = _zeros((grads[0].shape[0], rhs.shape[2]), rhs.dtype, grads[0])
     return _write_rows(group_sizes, [out], block)[0]
 
 
@@ -135,9 +137,9 @@ def weight_gradient(
 ) -> tuple[Float[Array, "g p k n"], Float[Array, "g p n"] | None]:
     """Returns the gradients of the p matrices of each group, and of their biases if wanted."""
     (m, k), n, p, g = lhs.shape, grads[0].shape[1], len(grads), len(group_sizes)
-    outs = [zeros_like_varying((g, p, k, n), lhs.dtype, lhs)]
+    outs = [_zeros((g, p, k, n), lhs.dtype, grads[0])]
     if with_sums:
-        outs.append(zeros_like_varying((g, p, n), lhs.dtype, lhs))
+        outs.append(_zeros((g, p, n), lhs.dtype, grads[0]))
     blocks = block_sizes(m, g)
 
     def product(row: Array, size: int, mine: Array | None = None) -> list[list[Array]]:
@@ -164,6 +166,18 @@ def weight_gradient(
 
     outs = _visit_groups(group_sizes, m, visit, outs)
     return outs[0], outs[1] if with_sums else None
+
+
+def _zeros(shape: Sequence[int], dtype: DTypeLike, array: Array, index: int = 0) -> Array:
+    """Returns zeros that no other array or index shares, to be written to in a loop.
+
+    On CPUs XLA would make zeros once for all layers, at the start, and copy them for each loop.
+    There they depend on `array`, as no number is NaN and equal to `index`.
+    """
+    if array.size == 0 or current_device().platform != "cpu":
+        return zeros_like_varying(shape, dtype, array)
+    first = array[(0,) * array.ndim]
+    return jnp.broadcast_to((jnp.isnan(first) & (first == index)).astype(dtype), shape)
 
 
 def _matrix(rhs: Array, group: Array, part: int) -> Array:

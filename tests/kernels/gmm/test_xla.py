@@ -1,8 +1,10 @@
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from moelib.kernels.gmm import xla
+from moelib.kernels.gmm import gmm, xla
 from tests.kernels.comparing import assert_close
 
 
@@ -57,3 +59,14 @@ def test_gradients_of_several_matrices_are_written_to_one_array():
     program = compiled(run, (1024, 32), (1024, 48), (1024, 48))
     matrix_bytes, block_bytes = 4 * 32 * 48, 4 * 256 * (32 + 48 + 48)
     assert program.memory_analysis().temp_size_in_bytes < 4 * matrix_bytes + 2 * block_bytes
+
+
+def test_no_zeros_are_copied_for_the_loops():
+    def loss(rows, matrices, sizes):
+        for _ in range(2):
+            rows = jnp.sin(gmm(rows, matrices, sizes))
+        return jnp.sum(rows)
+
+    program = compiled(jax.grad(loss, (0, 1)), (24, 8), (16, 8, 8)).as_text() or ""
+    assert "f32[24,8]" in program
+    assert not re.findall(r"copy\(%\S*broadcast", program)
