@@ -15,9 +15,9 @@ from moelib.kernels.flash_attention import tpu_kernels
 from moelib.kernels.flash_attention.reference import MaskSpec, Positions
 from moelib.kernels.flash_attention.tpu_kernels import Call, Masks
 from moelib.kernels.flash_attention.visits import MAX_BLOCKS, MAX_VISITS, in_blocks, visits
-from moelib.kernels.operands import of_one_width
 
 _LANES = 128
+_LEAST_DIM = 64
 _MAX_BLOCK = 512
 _MAX_ROWS = 1024  # Queries of all heads of a chunk; with 512 keys, the scores take 2 MiB.
 _DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
@@ -33,8 +33,8 @@ def reason_against(
 ) -> str | None:
     """Returns why the kernels cannot take these operands and what to do, or None if they can."""
     dim = max(q.shape[3], v.shape[3])
-    if dim % 16 or dim < 64:
-        nearest = max(64, 16 * round(dim / 16))
+    if dim % 16 or dim < _LEAST_DIM:
+        nearest = max(_LEAST_DIM, 16 * round(dim / 16))
         return f"takes a head_dim that is a multiple of 16 from 64 on, not {dim}; set {nearest}."
     if q.dtype not in _DTYPES:
         return f"takes bfloat16 and float32, not {q.dtype}; cast to one of them."
@@ -66,7 +66,7 @@ def forward(
     interpret: Any = False,
 ) -> tuple[Float[Array, "B Q H Dv"], Float32[Array, "B H Q"]]:
     """Returns the attention of queries to keys, and the logsumexp; arguments as `xla.forward`."""
-    v_dim, (q, k, v) = v.shape[3], of_one_width(q, k, v)
+    v_dim, (q, k, v) = v.shape[3], (_of_full_tiles(x) for x in (q, k, v))
     call, chunks = _call(q, k, spec, interpret)
     out_dtype = v.dtype if in_order else jnp.dtype(jnp.float32)
     if sinks is not None:
@@ -99,7 +99,8 @@ def backward(
     interpret: Any = False,
 ) -> tuple[Array, Array, Array]:
     """Returns the gradients in q, k and v; arguments as `xla.backward`."""
-    dim, v_dim, (q, k, v, grad) = q.shape[3], v.shape[3], of_one_width(q, k, v, grad)
+    dim, v_dim = q.shape[3], v.shape[3]
+    q, k, v, grad = (_of_full_tiles(x) for x in (q, k, v, grad))
     call, chunks = _call(q, k, spec, interpret)
     groups = k.shape[2]
     dtypes = [x.dtype if in_order else jnp.dtype(jnp.float32) for x in (q, k, v)]
@@ -161,6 +162,11 @@ def _visits(
     return jnp.asarray(found), Masks(q_row, k_row, *segments)
 
 
+def _of_full_tiles(x: Float[Array, "B S H Dh"]) -> Float[Array, "B S H d"]:
+    """Returns heads of whole tiles, with zeros after them, which add nothing to scores."""
+    return _padded(x, 16) if x.shape[3] > _LEAST_DIM else _padded(x, _LEAST_DIM)
+
+
 def _query_layout(
     call: Call, chunks: int, x: Float[Array, "B Q H Dh"]
 ) -> Float[Array, "B C n Dh q"]:
@@ -169,9 +175,9 @@ def _query_layout(
 
 
 def _from_query_layout(
-    x: Float[Array, "B C n Dh q"], like: Float[Array, "B Q H Dh"]
-) -> Float[Array, "B Q H Dh"]:
-    return x[..., : like.shape[1]].transpose(0, 4, 1, 2, 3).reshape(like.shape)
+    x: Float[Array, "B C n d q"], like: Float[Array, "B Q H Dh"]
+) -> Float[Array, "B Q H d"]:
+    return x[..., : like.shape[1]].transpose(0, 4, 1, 2, 3).reshape(*like.shape[:3], -1)
 
 
 def _key_layout(call: Call, x: Float[Array, "B K G Dh"]) -> Float[Array, "B G Dh k"]:
@@ -179,9 +185,9 @@ def _key_layout(call: Call, x: Float[Array, "B K G Dh"]) -> Float[Array, "B G Dh
 
 
 def _from_key_layout(
-    x: Float[Array, "B C Dh k"], like: Float[Array, "B K G Dh"], dtype: Any
-) -> Float[Array, "B K G Dh"]:
-    """Returns [B, K, G, Dh], summed over the chunks of each group."""
+    x: Float[Array, "B C d k"], like: Float[Array, "B K G Dh"], dtype: Any
+) -> Float[Array, "B K G d"]:
+    """Returns [B, K, G, d], summed over the chunks of each group."""
     x = x.reshape(x.shape[0], like.shape[2], -1, *x.shape[2:])[..., : like.shape[1]]
     x = x[:, :, 0] if x.shape[2] == 1 else jnp.sum(x, axis=2)
     return x.transpose(0, 3, 1, 2).astype(dtype)

@@ -62,26 +62,32 @@ def outputs(
     visits: Int[Array, "V"],
     q: Float[Array, "B C n Dh Q"],
     k: Float[Array, "B G Dh K"],
-    v: Float[Array, "B G Dh K"],
+    v: Float[Array, "B G Dv K"],
     sinks: Float32[Array, "C n"] | None,
     masks: Masks,
     *,
     dtype: DTypeLike,
-) -> tuple[Float[Array, "B C n Dh Q"], Float32[Array, "B C n Q"]]:
+) -> tuple[Float[Array, "B C n Dv Q"], Float32[Array, "B C n Q"]]:
     """Returns attention and logsumexp of each query; a visit's row is a block of queries."""
-    heads, dim = q.shape[2:4]
+    (*shape, dim, length), v_dim = q.shape, v.shape[2]
     specs = _Specs(call, q, k, row, column)
-    rows = heads * call.block_q
+    rows = q.shape[2] * call.block_q
+    out = (*shape, v_dim, length), dtype, specs.q(v_dim)
     return _pallas_call(
         functools.partial(_outputs_kernel, call),
         call,
         "attention",
         visits,
-        operands=((q, specs.q), (k, specs.k), (v, specs.k), *specs.of_masks(masks)),
+        operands=(
+            (q, specs.q(dim)),
+            (k, specs.k(dim)),
+            (v, specs.k(v_dim)),
+            *specs.of_masks(masks),
+        ),
         scalars=sinks,
-        results=((q.shape, dtype, specs.q), ((*q.shape[:3], q.shape[4]), jnp.float32, specs.sums)),
-        scratch=((1, rows), (1, rows), (dim, rows)),
-        matmuls=2,
+        results=(out, ((*shape, length), jnp.float32, specs.sums)),
+        scratch=((1, rows), (1, rows), (v_dim, rows)),
+        inner_dims=dim + v_dim,
     )
 
 
@@ -90,8 +96,8 @@ def gradients(
     visits: Int[Array, "V"],
     q: Float[Array, "B C n Dh Q"],
     k: Float[Array, "B G Dh K"],
-    v: Float[Array, "B G Dh K"],
-    grad: Float[Array, "B C n Dh Q"],
+    v: Float[Array, "B G Dv K"],
+    grad: Float[Array, "B C n Dv Q"],
     lse: Float32[Array, "B C n Q"],
     delta: Float32[Array, "B C n Q"],
     masks: Masks,
@@ -104,13 +110,14 @@ def gradients(
     A visit's row is a block of queries, or with `of_keys` of keys.
     """
     specs = _Specs(call, q, k, *((column, row) if of_keys else (row, column)))
-    arrays = (q, specs.q), (k, specs.k), (v, specs.k), (grad, specs.q)
+    dim, v_dim = k.shape[2], v.shape[2]
+    arrays = (q, specs.q(dim)), (k, specs.k(dim)), (v, specs.k(v_dim)), (grad, specs.q(v_dim))
     if of_keys:
-        results = (((*q.shape[:2], *k.shape[2:]), dtype, specs.k_sums),) * 2
-        scratch = ((k.shape[2], call.block_k),) * 2
+        results = [((*q.shape[:2], d, k.shape[3]), dtype, specs.k_sums(d)) for d in (dim, v_dim)]
+        scratch = (dim, call.block_k), (v_dim, call.block_k)
     else:
-        results = ((q.shape, dtype, specs.q),)
-        scratch = ((q.shape[3], q.shape[2] * call.block_q),)
+        results = [(q.shape, dtype, specs.q(dim))]
+        scratch = ((dim, q.shape[2] * call.block_q),)
     return _pallas_call(
         functools.partial(_gradients_kernel, call, of_keys),
         call,
@@ -120,7 +127,7 @@ def gradients(
         scalars=None,
         results=results,
         scratch=scratch,
-        matmuls=4 if of_keys else 3,
+        inner_dims=2 * dim + (2 if of_keys else 1) * v_dim,
     )
 
 
@@ -261,22 +268,22 @@ def _dot(a: Array, b: Array, a_axis: int, b_axis: int) -> Array:
 
 
 class _Specs:
-    """Blocks of arrays: `of_q` and `of_k` give the index of a visit's block of each."""
+    """Blocks of arrays, by their width: `of_q` and `of_k` give the index of a visit's block."""
 
     def __init__(self, call: Call, q: Array, k: Array, of_q: Any, of_k: Any) -> None:
-        _, chunks, heads, dim, _ = q.shape
+        _, chunks, heads, *_ = q.shape
         parts = chunks // k.shape[1]  # Chunks that share a group's keys.
         block_q, block_k = call.block_q, call.block_k
-        self.q = pl.BlockSpec(
+        self.q = lambda dim: pl.BlockSpec(
             (None, None, heads, dim, block_q), lambda b, c, i, at: (b, c, 0, 0, of_q(at[i]))
         )
         self.sums = pl.BlockSpec(
             (None, None, heads, block_q), lambda b, c, i, at: (b, c, 0, of_q(at[i]))
         )
-        self.k = pl.BlockSpec(
+        self.k = lambda dim: pl.BlockSpec(
             (None, None, dim, block_k), lambda b, c, i, at: (b, lax.div(c, parts), 0, of_k(at[i]))
         )
-        self.k_sums = pl.BlockSpec(
+        self.k_sums = lambda dim: pl.BlockSpec(
             (None, None, dim, block_k), lambda b, c, i, at: (b, c, 0, of_k(at[i]))
         )
         self._of_masks = (
@@ -301,7 +308,7 @@ def _pallas_call(
     scalars: Array | None,
     results: Any,
     scratch: Any,
-    matmuls: int,
+    inner_dims: int,
 ) -> Any:
     arrays, specs = [array for array, _ in operands], [spec for _, spec in operands]
     batch, chunks = arrays[0].shape[:2]
@@ -328,17 +335,20 @@ def _pallas_call(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=_VMEM_LIMIT,
         ),
-        cost_estimate=_cost(call, visits.shape[0], operands, results, matmuls),
+        cost_estimate=_cost(call, visits.shape[0], operands, results, inner_dims),
         interpret=call.interpret,
         name=name,
     )(visits, *arrays)
 
 
 def _cost(
-    call: Call, num_visits: int, operands: Any, results: Any, matmuls: int
+    call: Call, num_visits: int, operands: Any, results: Any, inner_dims: int
 ) -> pl.CostEstimate:
-    """Returns the cost of the visits. Each loads its block of keys, or of queries, again."""
-    batch, chunks, heads, dim, _ = operands[0][0].shape
+    """Returns the cost of the visits. Each loads its block of keys, or of queries, again.
+
+    A matmul has the scores on two sides; `inner_dims` is the sum of the matmuls' third sizes.
+    """
+    batch, chunks, heads, *_ = operands[0][0].shape
     steps = batch * chunks * num_visits
     scores = steps * heads * call.block_q * call.block_k
     size = lambda shape, dtype: jnp.dtype(dtype).itemsize * math.prod(shape)
@@ -348,7 +358,7 @@ def _cost(
         for array, spec in operands
     )
     return pl.CostEstimate(
-        flops=2 * matmuls * dim * scores,
+        flops=2 * inner_dims * scores,
         transcendentals=scores * (1 if call.spec.logit_cap is None else 2),
         bytes_accessed=once + steps * loaded,
     )

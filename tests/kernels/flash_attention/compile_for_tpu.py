@@ -27,6 +27,7 @@ CASES = {
     "float32, off the block": Case(300, 4, 2, 192, causal=False),
     "head dim of 80": Case(256, 2, 2, 80, dtype="bfloat16"),
     "large blocks": Case(2048, 2, 2, 128, dtype="bfloat16"),
+    "latent": Case(1024, 2, 2, 192, dtype="bfloat16", v_dim=128),
     "many heads": Case(1024, 16, 1, 256, dtype="bfloat16"),
 }
 
@@ -36,7 +37,7 @@ def whole(case):
     operands: dict[str, Any] = {
         "q": ((2, case.seq_len, case.heads, case.dim), case.dtype),
         "k": ((2, case.seq_len, case.groups, case.dim), case.dtype),
-        "v": ((2, case.seq_len, case.groups, case.dim), case.dtype),
+        "v": ((2, case.seq_len, case.groups, case.v_dim or case.dim), case.dtype),
     }
     if case.sinks:
         operands["sinks"] = (case.heads,), case.dtype

@@ -26,6 +26,11 @@ from tests.kernels.tpu_topology import compile_apart, needs_libtpu
 
 # The xla form computes the others in every run.
 SOME = [c if i % 8 == 1 else pytest.param(c, marks=pytest.mark.slow) for i, c in enumerate(CASES)]
+SOME += [
+    Case(130, 4, 2, 192, packed=True, sinks=True, v_dim=128),
+    pytest.param(Case(130, 2, 2, 64, v_dim=128, window=40), marks=pytest.mark.slow),
+    pytest.param(Case(130, 2, 2, 80, v_dim=24), marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("case", SOME, ids=str)
@@ -208,7 +213,17 @@ def test_the_default_on_tpus_is_the_kernels():
 
 @pytest.mark.slow
 @needs_libtpu
+def test_values_are_as_wide_as_they_are():
+    (made,) = compile_apart(_COMPILE, "v6e:2x2x1=latent")
+    assert made["kernels"] == 3
+    # 5 matmuls over 192 and 4 over 128, of 10 of 16 pairs of blocks of 256 tokens, 2 x 2 heads.
+    flops = 2 * (5 * 192 + 4 * 128) * 4 * 10 * 256**2
+    assert made["flops"] == pytest.approx(flops, rel=0.1)
+
+
+@pytest.mark.slow
+@needs_libtpu
 def test_all_kernels_compile_for_all_generations():
     made = compile_apart(_COMPILE, "v5e:2x2", "v5p:2x2x1", "v6e:2x2x1", "tpu7x:2x2x1")
-    assert len(made) == 4 * 8
+    assert len(made) == 4 * 9
     assert all(program["kernels"] == 3 for program in made)
