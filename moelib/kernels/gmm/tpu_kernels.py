@@ -14,9 +14,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from moelib.kernels.gmm.groups import Visits
-from moelib.kernels.gmm.tpu_tiles import Tiles
-
-_MAX_COLUMNS = 512  # A kernel's code is as long as its largest product is wide.
+from moelib.kernels.gmm.tpu_tiles import MAX_COLUMNS, Tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,8 +193,8 @@ def _each_block(start: Array, end: Array, tiles: Tiles, run: Callable[[Any, Any]
 
 def _each_columns(width: int, run: Callable[[Any], None]) -> None:
     """Runs `run(columns)` over slices of a block's columns."""
-    sizes = [size for size in range(128, _MAX_COLUMNS + 1, 128) if width % size == 0]
-    if not sizes or width <= _MAX_COLUMNS:
+    sizes = [size for size in range(128, MAX_COLUMNS + 1, 128) if width % size == 0]
+    if not sizes or width <= MAX_COLUMNS:
         run(pl.ds(0, width))
         return
 

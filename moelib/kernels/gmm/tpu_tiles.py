@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from jax.experimental.pallas import tpu as pltpu
 
 _LANES = 128
+MAX_COLUMNS = 512  # Multiplied at once: a kernel's code is as long as its largest product is wide.
 _STEP_SECONDS = 0.35e-6  # Fixed cost of a grid step.
 _WEIGHT_ROWS = 128  # Loading a block of weights into the MXU takes as long as this many rows.
 
@@ -83,7 +84,7 @@ def vmem_bytes(job: Job, tiles: Tiles) -> int:
     """Returns an upper bound of a kernel's VMEM.
 
     Blocks that are read or written are held twice, the next and the current one. A product is held
-    in float32 before it is added or stored.
+    in float32 before it is added or stored, and so are two arrays of an activation's columns.
     """
     tm, tk, tn = tiles.m, _padded(tiles.k), _padded(tiles.n)
     if job.weight_gradient:
@@ -93,8 +94,9 @@ def vmem_bytes(job: Job, tiles: Tiles) -> int:
         return blocks + 2 * tk * tn * 4 + tm * tk * job.dtype_bytes + _SPARE
     read = job.num_lhs * tm * tk + job.parts * tk * tn
     blocks = 2 * (read + job.num_outs * tm * tn) * job.dtype_bytes
-    held = job.parts * (1 if tiles.k >= job.k else 2)
-    return blocks + held * tm * tn * 4 + _SPARE
+    held = job.parts * (1 if tiles.k >= job.k else 2) * tn
+    held += 2 * min(tn, MAX_COLUMNS) if job.parts > 1 else 0
+    return blocks + held * tm * 4 + _SPARE
 
 
 _SPARE = 2**20  # For masks and registers that spill.

@@ -20,11 +20,18 @@ from moelib.kernels.gmm.tpu_tiles import Job, Tiles, candidates, choose, current
 JOBS = [
     Job(4096, 2048, 2048, 8, 2),
     Job(4096, 2048, 2048, 8, 2, parts=2, saves=True),
+    Job(81920, 7168, 2048, 4, 2, parts=2, saves=True),  # DeepSeek-V3, 64 devices.
+    Job(4096, 2880, 2880, 4, 2, parts=2),
     Job(4096, 2880, 2880, 4, 2),
     Job(300, 200, 72, 3, 4),
     Job(4096, 2048, 2048, 8, 2, weight_gradient=True),
     Job(4096, 2880, 2880, 4, 2, weight_gradient=True),
 ]
+
+
+def _clamped(gate, up):
+    gate, up = jnp.minimum(gate, 7), jnp.clip(up, -7, 7)  # GPT-OSS.
+    return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
 
 
 def error_of(job: Job, mesh: Mesh, tiles: Tiles) -> str | None:
@@ -38,7 +45,7 @@ def error_of(job: Job, mesh: Mesh, tiles: Tiles) -> str | None:
         run = functools.partial(tpu.weight_gradient, with_sums=False, tiles=tiles)
         operands = rows, (shape(job.m, job.n),), sizes
     else:
-        join = (lambda gate, up: gate + up) if job.parts == 2 else None
+        join = _clamped if job.parts == 2 else None
         run = functools.partial(tpu.forward, activation=join, save=job.saves, tiles=tiles)
         operands = rows, shape(job.g, job.parts, job.k, job.n), sizes, None
     try:
