@@ -1,11 +1,17 @@
 """Token embedding, and its use as a tied output head."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.param import FanAxes, ParameterSpec
 from moelib.layers.base import BaseLayer
+from moelib.parallel.sharding import constrain
+
+_AXES = ("vocab", "embed")
 
 
 class Embedding(BaseLayer):
@@ -21,14 +27,14 @@ class Embedding(BaseLayer):
         # Fan-in is that of a tied output head, D; a lookup alone has no sum.
         return {
             "weight": ParameterSpec(
-                (cfg.num_embeddings, cfg.dim), ("vocab", "embed"), fan_axes=FanAxes((1,), (0,))
+                (cfg.num_embeddings, cfg.dim), _AXES, fan_axes=FanAxes((1,), (0,))
             )
         }
 
     def forward(self, ids: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         """Returns the vectors of the ids; NaN for ids outside the table."""
-        rows = self.parameters["weight"].at[ids]
-        return rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+        weight = self.parameters["weight"]
+        return _rows(weight, ids, weight.shape, weight.dtype)
 
     def _own_forward_flops_per_token(self, seq_len: int) -> float:
         del seq_len
@@ -37,3 +43,27 @@ class Embedding(BaseLayer):
     def attend(self, x: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
         """Returns the inner products with all vectors: the logits of a tied head."""
         return jnp.einsum("bsd,vd->bsv", x, self.parameters["weight"].astype(x.dtype))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _rows(
+    table: Float[Array, "V D"], ids: Int[Array, "B S"], shape: tuple[int, int], dtype: jnp.dtype
+) -> Float[Array, "B S D"]:
+    """Returns the rows of the ids. The gradient of a row is summed over its uses in float32.
+
+    In bfloat16 the sum of many uses stays far below its value: 4,096 ones add up to 256.
+    """
+    del shape, dtype
+    return table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+
+
+def _rows_backward(
+    shape: tuple[int, int], dtype: jnp.dtype, ids: Array, grad: Array
+) -> tuple[Array, None]:
+    exact = jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
+    rows = constrain(jnp.zeros(shape, exact), _AXES).at[ids]
+    sums = rows.add(grad.astype(exact), mode="drop", wrap_negative_indices=False)
+    return sums.astype(dtype), None
+
+
+_rows.defvjp(lambda table, ids, *static: (_rows(table, ids, *static), ids), _rows_backward)

@@ -29,6 +29,15 @@ def test_gradients_of_a_lookup_add_up_over_equal_ids():
     np.testing.assert_array_equal(grad[:, 0], [0, 2, 0, 1, 0])
 
 
+def test_gradients_of_many_uses_in_bfloat16_are_not_lost():
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+    ids, grad = jnp.full((1, 4096), 2), jnp.asarray(normal(1, 4096, 4) + 1, jnp.bfloat16)
+    pull = jax.vjp(lambda p: call(LAYER, p, ids), params)[1]
+    got = np.asarray(pull(grad)[0]["weight"], np.float64)
+    np.testing.assert_allclose(got[2], np.asarray(grad, np.float64).sum((0, 1)), rtol=2**-8)
+    assert np.count_nonzero(got) == 4
+
+
 def test_the_tied_head_is_the_inner_product_with_every_row():
     x = normal(2, 3, 4)
     got = call(LAYER, PARAMS, jnp.asarray(x), method="attend")
