@@ -83,8 +83,9 @@ def current_chip() -> Chip:
 def vmem_bytes(job: Job, tiles: Tiles) -> int:
     """Returns an upper bound of a kernel's VMEM.
 
-    Blocks that are read or written are held twice, the next and the current one. A product is held
-    in float32 before it is added or stored, and so are two arrays of an activation's columns.
+    Blocks that are read or written are held twice, the next and the current one; rows are copied
+    where they are multiplied. A product is held in float32 before it is added or stored, and so are
+    two arrays of an activation's columns.
     """
     tm, tk, tn = tiles.m, _padded(tiles.k), _padded(tiles.n)
     if job.weight_gradient:
@@ -96,7 +97,7 @@ def vmem_bytes(job: Job, tiles: Tiles) -> int:
     blocks = 2 * (read + job.num_outs * tm * tn) * job.dtype_bytes
     held = job.parts * (1 if tiles.k >= job.k else 2) * tn
     held += 2 * min(tn, MAX_COLUMNS) if job.parts > 1 else 0
-    return blocks + held * tm * 4 + _SPARE
+    return blocks + job.num_lhs * tm * tk * job.dtype_bytes + held * tm * 4 + _SPARE
 
 
 _SPARE = 2**20  # For masks and registers that spill.

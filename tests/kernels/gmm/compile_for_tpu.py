@@ -21,6 +21,9 @@ JOBS = [
     Job(4096, 2048, 2048, 8, 2),
     Job(4096, 2048, 2048, 8, 2, parts=2, saves=True),
     Job(81920, 7168, 2048, 4, 2, parts=2, saves=True),  # DeepSeek-V3, 64 devices.
+    Job(81920, 7168, 2048, 4, 2),
+    Job(81920, 2048, 7168, 4, 2, parts=2, num_lhs=2),
+    Job(81920, 7168, 2048, 4, 2, weight_gradient=True),
     Job(4096, 2880, 2880, 4, 2, parts=2),
     Job(4096, 2880, 2880, 4, 2),
     Job(300, 200, 72, 3, 4),
@@ -44,6 +47,9 @@ def error_of(job: Job, mesh: Mesh, tiles: Tiles) -> str | None:
     if job.weight_gradient:
         run = functools.partial(tpu.weight_gradient, with_sums=False, tiles=tiles)
         operands = rows, (shape(job.m, job.n),), sizes
+    elif job.num_lhs > 1:
+        run = functools.partial(tpu.input_gradient, tiles=tiles)
+        operands = (rows,) * job.num_lhs, shape(job.g, job.parts, job.n, job.k), sizes
     else:
         join = _clamped if job.parts == 2 else None
         run = functools.partial(tpu.forward, activation=join, save=job.saves, tiles=tiles)
