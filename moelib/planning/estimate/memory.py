@@ -58,7 +58,6 @@ class Placement:
         )
         own = {x: held[x] * (x.compute_itemsize if x.in_decoder else x.itemsize) for x in trained}
         self._gradients = sum(own.values())
-        self._decoder_gradients = sum(size for x, size in own.items() if x.in_decoder)
 
     def held(self, leaf: Leaf) -> float:
         """Returns the elements of a leaf that a device holds."""
@@ -139,17 +138,13 @@ class Placement:
         if not work.recomputes(candidate.remat):
             activations += self._saved_weights
         sums = 4 * self.trained_elements if candidate.num_microbatches > 1 else 0.0
-        gradients = self._gradients
-        if sums and candidate.topology.accelerator.platform == "gpu":
-            # XLA copies the zeros that the gradients of scanned layers begin with.
-            gradients += self._decoder_gradients
         unrouted = self._bytes(Saved(block.split, block.whole), tokens)
         return {
             "parameters": self.parameters,
             "optimizer": self.optimizer,
             "summed gradients": sums,
             "activations": activations,
-            "gradients": gradients,
+            "gradients": self._gradients,
             # Weights of a block and their gradients, and the activations that it saves.
             "block": 2 * self._gathered_decoder / work.num_blocks + unrouted,
             "dispatch": self._bytes(Saved(routed=block.routed), tokens),
