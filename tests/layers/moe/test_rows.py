@@ -3,10 +3,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from moelib.kernels.backend import Device
+from moelib.layers.moe import rows as rows_module
 from moelib.layers.moe.rows import (
     combine_rows,
     sort_assignments,
+    sum_in_token_order,
     sum_rows,
     take_rows,
     take_weights,
@@ -45,6 +49,26 @@ def test_tokens_are_copied_to_their_rows_and_summed_back():
     some = held.any(1)
     np.testing.assert_allclose(take_rows(X, ROW_MAP)[some], (held @ X)[some], rtol=1e-6)
     np.testing.assert_allclose(sum_rows(ROWS, ROW_MAP), held.T @ ROWS, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_tokens", [300, 256])
+def test_sums_in_token_order_are_those_of_gathers_for_few_rows(num_tokens, monkeypatch):
+    rng = np.random.default_rng(num_tokens)
+    keys = np.where(rng.random((num_tokens, 8)) < 0.2, rng.integers(0, G, (num_tokens, 8)), G)
+    row_map, sizes = sort_assignments(jnp.asarray(keys), G, num_tokens * 3)
+    held = np.arange(num_tokens * 3) < np.asarray(sizes).sum()
+    assert num_tokens < held.sum() < held.size
+    rows = jnp.where(held[:, None], normal(num_tokens * 3, D), jnp.nan).astype(jnp.bfloat16)
+    want = np.asarray(sum_rows(rows, row_map), np.float32)
+    got = sum_in_token_order(rows, row_map)
+    np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=2**-7, atol=2**-8)
+    calls = []
+    monkeypatch.setattr(rows_module, "sum_in_token_order", lambda *args: calls.append(args) or got)
+    monkeypatch.setattr(rows_module, "current_device", lambda: Device("tpu", "TPU v5", None))
+    sum_rows(rows, row_map)
+    sum_rows(jnp.zeros((num_tokens * 8, D), jnp.bfloat16), row_map)  # Most have a row.
+    sum_rows(rows.astype(jnp.float32), row_map)  # A product would round it.
+    assert [args[0].shape for args in calls] == [(num_tokens * 3, D)]
 
 
 def test_scanned_layers_hold_no_zeros_for_rows_that_do_not_exist():
