@@ -14,7 +14,7 @@ import types
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from moelib.core import config_parse, config_paths, platforms
+from moelib.core import config_parse, config_paths, platforms, trusted_code
 from moelib.core.command_line import flag, no_arguments, run_command
 from moelib.core.compilation_cache import use_compilation_cache
 from moelib.core.config import ConfigBase, config_origin, get_named_trainer_config
@@ -88,7 +88,8 @@ class DeviceFlags:
                     "--distributed_coordinator, --num_processes and --process_id require each "
                     "other; set all three."
                 )
-            jax.distributed.initialize(*job)
+            # JAX would listen at all addresses of process 0.
+            jax.distributed.initialize(*job, coordinator_bind_address=self.distributed_coordinator)
         else:
             # Processes that find different programs in their caches would wait for each other.
             use_compilation_cache()
@@ -125,7 +126,7 @@ def import_module(name: str) -> types.ModuleType:
     """Returns the module `name`, or else `experiments.<name>`; the current folder is searched too.
 
     The experiments of an installed moelib are found under the same names. An error inside the
-    module is raised unchanged.
+    module is raised unchanged. Config files may then name the code of its package.
 
     Raises:
         UsageError: If there is no such module.
@@ -134,7 +135,9 @@ def import_module(name: str) -> types.ModuleType:
         sys.path.insert(0, os.getcwd())
     own = f"experiments.{name}"
     if found := find_module(name) or find_module(own):
-        return importlib.import_module(found)
+        module = importlib.import_module(found)
+        trusted_code.allow_module(module)
+        return module
     raise UsageError(
         f"--module={name}: there is no module {name!r} or {own!r}, neither installed nor in "
         f"{os.getcwd()}; change to the folder that contains it."

@@ -1,6 +1,9 @@
 """From flags to a config: names, modules with errors of their own, settings, data and meshes."""
 
+import ast
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -206,3 +209,21 @@ def test_function_that_returns_no_config_is_named(folder):
     )
     with pytest.raises(UsageError, match=r"--config=a.* None"):
         launch.load_config("forgetful", "a")
+
+
+def test_the_coordinator_listens_at_its_address_only():
+    code = (
+        "import pathlib, socket\n"
+        "from moelib.launch import DeviceFlags\n"
+        "with socket.socket() as free:\n"
+        "    free.bind(('127.0.0.1', 0))\n"
+        "    port = free.getsockname()[1]\n"
+        "flags = DeviceFlags(distributed_coordinator=f'127.0.0.1:{port}', num_processes=1, "
+        "process_id=0)\n"
+        "flags.set_up()\n"
+        "lines = [x for x in ('tcp', 'tcp6') for x in pathlib.Path(f'/proc/net/{x}').open()]\n"
+        "print([x.split()[1] for x in lines if f':{port:04X} ' in x and x.split()[3] == '0A'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    (address,) = ast.literal_eval(done.stdout.splitlines()[-1])
+    assert "0100007F:" in address  # 127.0.0.1, also as an IPv6 address.

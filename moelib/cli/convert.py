@@ -11,6 +11,7 @@ from typing import Literal
 
 from moelib.core.command_line import flag, no_arguments
 from moelib.core.errors import UsageError
+from moelib.launch import import_module
 
 _WAYS = (("from_hf", "to"), ("trainer_dir", "to_hf"))  # Pairs of flags.
 
@@ -33,7 +34,8 @@ class Flags:
     mesh: str | None = flag(
         None, "Mesh during conversion, such as fsdp=4,expert=2; by default one device."
     )
-    module_dir: str | None = flag(None, "Folder of the modules of own layers, if it has changed.")
+    module: str | None = flag(None, "Module of the run's own layers, which its config may name.")
+    module_dir: str | None = flag(None, "Folder of the modules of the run's own layers.")
 
 
 def run(flags: Flags, arguments: Sequence[str]) -> None:
@@ -46,6 +48,8 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     from moelib.train import convert
     from moelib.train.loading import as_mesh
 
+    if flags.module:
+        import_module(flags.module)
     mesh = as_mesh(flags.mesh)
     if flags.from_hf and flags.to:
         kind = convert.from_hugging_face(

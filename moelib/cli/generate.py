@@ -18,7 +18,7 @@ from typing import Any, Literal
 from moelib.core.command_line import flag
 from moelib.core.errors import UsageError
 from moelib.core.progress import Progress
-from moelib.launch import DeviceFlags
+from moelib.launch import DeviceFlags, import_module
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,8 @@ class ModelFlags(DeviceFlags):
         None, "Dtype to compute in; by default that of training."
     )
     mesh: str | None = flag(None, "Mesh, such as fsdp=4,expert=2; by default one device.")
-    module_dir: str | None = flag(None, "Folder of the modules of own layers, if it has changed.")
+    module: str | None = flag(None, "Module of the run's own layers, which its config may name.")
+    module_dir: str | None = flag(None, "Folder of the modules of the run's own layers.")
 
     @property
     def folder(self) -> str:
@@ -47,6 +48,8 @@ class ModelFlags(DeviceFlags):
         self.set_up()
         from moelib.train.loading import load_model
 
+        if self.module:
+            import_module(self.module)
         how = {"dtype": self.dtype, "mesh": self.mesh, "module_dir": self.module_dir}
         return load_model(folder, step=self.step, **how)
 

@@ -15,7 +15,6 @@ import inspect
 import logging
 import os
 import sys
-import sysconfig
 import textwrap
 import traceback
 import types
@@ -27,6 +26,7 @@ from absl import flags as absl_flags
 
 from moelib.core.config import did_you_mean
 from moelib.core.errors import UsageError, UserError
+from moelib.core.trusted_code import is_of_the_user
 
 TRACEBACK = "--traceback"
 HELP = frozenset({"--help", "-h", "-help", "--helpfull"})
@@ -213,13 +213,6 @@ def one_line(error: UserError) -> str:
     if isinstance(error, UsageError):
         return message
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if _is_of_the_user(frame.filename)]
+    own = [frame for frame in frames if is_of_the_user(frame.filename)]
     origin = f"{os.path.relpath(own[-1].filename)}:{own[-1].lineno}; " if own else ""
     return f"{message} ({origin}{TRACEBACK} shows more)"
-
-
-def _is_of_the_user(file: str) -> bool:
-    """Returns whether a source file is neither ours nor of an installed package."""
-    ours = os.path.dirname(os.path.dirname(__file__))
-    installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sys.prefix, ours)
-    return not file.startswith(("<", *(folder + os.sep for folder in installed)))

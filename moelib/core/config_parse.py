@@ -4,13 +4,14 @@ import ast
 import contextlib
 import dataclasses
 import enum
+import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from moelib.core import config_types
+from moelib.core import config_types, trusted_code
 from moelib.core.config import (
     ConfigBase,
     Configurable,
@@ -121,12 +122,15 @@ def _variants(value: Any, annotation: Any) -> Iterator[Any]:
 # -- Whole configs -------------------------------------------------------------------------------
 
 
+_LITERAL_ERRORS = (SyntaxError, TypeError, ValueError, ArithmeticError, MemoryError, RecursionError)
+
+
 def read_literal(text: str) -> Any:
     """Returns the value of a literal. Raises ValueError if the text is not a literal."""
     try:
         return _read_node(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, TypeError, ValueError):
-        raise ValueError(f"{text!r} is not a literal.") from None
+    except (*_LITERAL_ERRORS, re.error):
+        raise ValueError(f"{config_types.shortened(text)} is not a literal.") from None
 
 
 _NAMES = {"REQUIRED": REQUIRED, "nan": math.nan, "inf": math.inf}
@@ -168,16 +172,24 @@ class _Node:
     inside: dict[Key, "_Node"] = dataclasses.field(default_factory=dict)
 
 
-def parse(text: str, *, source: str = "line ") -> Any:
+def parse(
+    text: str, *, source: str = "line ", names: Collection[str] = (), trusted: bool = False
+) -> Any:
     """Returns the config that `to_text` printed.
 
     Args:
         text: The text; empty lines and lines that start with # are ignored.
         source: Prefix of the line number in errors and origins, such as "config.txt:".
+        names: Classes and functions that it may name besides those of `trusted_code`.
+        trusted: Whether it may name all code that can be imported: this user has just written it.
 
     Raises:
+        UntrustedNameError: If it names code that it may not name, which is not imported.
         UserError: If a line cannot be parsed; the message has its number.
     """
+    resolve = config_types.resolve_reference
+    if not trusted:
+        resolve = functools.partial(trusted_code.resolve, names=names)
     root = _Node(f"{source}1")
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
@@ -189,31 +201,41 @@ def parse(text: str, *, source: str = "line ") -> Any:
         for key in keys:
             node = node.inside.setdefault(key, _Node(f"{source}{number}"))
         node.text = rest[2:]
-    return _build(root)
+    try:
+        return _build(root, resolve)
+    except RecursionError:
+        raise UserError(f"{root.origin}: the values are nested too deeply.") from None
+
+
+def _default_config(value: Any, kind: type) -> Any:
+    """Returns the default config of a class, a subclass of `kind`."""
+    if not (isinstance(value, type) and issubclass(value, kind)):
+        raise TypeError(f"{value!r} is not a {kind.__qualname__}.")
+    return value.default_config() if issubclass(value, Configurable) else value()
 
 
 _OPENERS: dict[str, Callable[[Any], ConfigBase]] = {
-    "klass": lambda value: value.default_config(),
-    "config_class": lambda value: value(),
+    "klass": functools.partial(_default_config, kind=Configurable),
+    "config_class": functools.partial(_default_config, kind=ConfigBase),
     "fn": config_for_function,
     "cls": config_for_class,
 }
 
 
-def _build(node: _Node) -> Any:
+def _build(node: _Node, resolve: Callable[[str], Any]) -> Any:
     """Returns the value that the lines of a node describe."""
     if node.text is not None:
-        inside = {key: _build(child) for key, child in node.inside.items()}
-        return _at(node, _read_line, node.text, inside)
+        inside = {key: _build(child, resolve) for key, child in node.inside.items()}
+        return _at(node, _read_line, node.text, inside, resolve)
     opener = next((name for name in _OPENERS if name in node.inside), None)
     if opener is None:
         raise UserError(f"{node.origin}: no earlier line names the class or container it is in.")
-    owner = _build(node.inside.pop(opener))
+    owner = _build(node.inside.pop(opener), resolve)
     cfg = _at(node, _OPENERS[opener], owner)
     owners = [config_types.reference(each) for each in getattr(owner, "__mro__", (owner,))]
     for key, child in node.inside.items():
         if (field := current_field(owners, str(key))) is not None:
-            _at(child, setattr, cfg, field, _build(child))
+            _at(child, setattr, cfg, field, _build(child, resolve))
     return cfg
 
 
@@ -222,19 +244,24 @@ def _at(node: _Node, do: Callable[..., Any], *args: Any) -> Any:
     try:
         with config_origin(node.origin):
             return do(*args)
+    except trusted_code.UntrustedNameError as error:
+        raise trusted_code.UntrustedNameError(f"{node.origin}: {error}") from None
     except (AttributeError, TypeError, ValueError) as error:
         raise UserError(f"{node.origin}: {error}") from error
 
 
-def _read_line(text: str, inside: dict[Key, Any]) -> Any:
+def _read_line(text: str, inside: dict[Key, Any], resolve: Callable[[str], Any]) -> Any:
     if text in ("<list>", "<tuple>"):
         return (list if text == "<list>" else tuple)(inside.values())
     if text == "<dict>":
         return inside
     if text.startswith("<") and text.endswith(">"):
-        return config_types.resolve_reference(text[1:-1])(**inside)
+        record = resolve(text[1:-1])
+        if not config_types.is_record_class(record):
+            raise ValueError(f"{text}: {record!r} is neither a dataclass nor a named tuple.")
+        return record(**inside)
     if _REFERENCE.fullmatch(text):
-        return config_types.resolve_reference(text)
+        return resolve(text)
     if re.fullmatch(r"[\w.]+:[\w.<>]+", text):
         raise ValueError(f"{text} was defined inside a function; text cannot name it.")
     return read_literal(text)

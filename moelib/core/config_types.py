@@ -86,6 +86,14 @@ else:
                 raise InvalidConfigValueError(f"{value!r} is not a dtype; {near}") from error
 
 
+def is_dtype_name(name: str) -> bool:
+    """Returns whether a name is that of a dtype of numbers, by which modules export it too."""
+    return (
+        name in (*_ML_DTYPES, "bool", "bool_")
+        or re.fullmatch("u?int(8|16|32|64)|(float|complex)[0-9]+", name) is not None
+    )
+
+
 def dtype(name: Any) -> np.dtype:
     """Returns a dtype by its name, those of ml_dtypes included, or of a scalar type."""
     if not isinstance(name, str) or name not in _ML_DTYPES:
@@ -115,6 +123,12 @@ def did_you_mean(name: str, allowed: Iterable[str]) -> str:
     return f"choose one of: {', '.join(allowed[:20])}{more}."
 
 
+def shortened(value: Any, length: int = 100) -> str:
+    """Returns a value as code for an error message, its middle omitted if it is long."""
+    text = repr(value)
+    return text if len(text) <= length else f"{text[: length // 2]}...{text[-length // 2 :]}"
+
+
 # -- Values ------------------------------------------------------------------------------------
 
 _SCALARS = (type(None), bool, int, float, str, bytes, enum.Enum, re.Pattern, np.dtype)
@@ -130,6 +144,13 @@ def is_record(value: Any) -> bool:
     """Returns whether a value is a dataclass instance or a named tuple."""
     return (dataclasses.is_dataclass(value) and not isinstance(value, type)) or (
         isinstance(value, tuple) and hasattr(value, "_fields")
+    )
+
+
+def is_record_class(value: Any) -> bool:
+    """Returns whether a value is a dataclass or a class of named tuples."""
+    return isinstance(value, type) and (
+        dataclasses.is_dataclass(value) or (issubclass(value, tuple) and hasattr(value, "_fields"))
     )
 
 

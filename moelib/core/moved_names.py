@@ -8,7 +8,7 @@ import importlib.util
 from collections.abc import Iterable
 
 # The named configs: their package in the repository, and in an installed wheel.
-_EXPERIMENTS = ("experiments", "moelib_experiments")
+EXPERIMENTS = ("experiments", "moelib_experiments")
 
 # {"module:Name" of an earlier version: "module:Name" today}; covers everything inside a class.
 MOVED: dict[str, str] = {}
@@ -46,8 +46,8 @@ def find_module(name: str) -> str | None:
     """
     top, dot, rest = name.partition(".")
     names = [name]
-    if top in _EXPERIMENTS:
-        names += [other + dot + rest for other in _EXPERIMENTS if other != top]
+    if top in EXPERIMENTS:
+        names += [other + dot + rest for other in EXPERIMENTS if other != top]
     return next(filter(_exists, names), None)
 
 

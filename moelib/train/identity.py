@@ -9,8 +9,10 @@ import sysconfig
 from typing import Any
 
 from moelib.core.config_parse import parse
+from moelib.core.config_paths import lines
 from moelib.core.errors import UserError
 from moelib.core.files import atomic_file, read_json, write_json
+from moelib.core.trusted_code import UntrustedNameError
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +70,10 @@ def check_directory(cfg: Any, directory: str) -> None:
     with open(path, encoding="utf-8") as file:
         text = file.read()
     try:
-        text = parse(text, source=f"{path}:").debug_string()
+        names = {line.text.strip("<>") for line in lines(cfg)}  # The user's own config names them.
+        text = parse(text, source=f"{path}:", names=names).debug_string()
+    except UntrustedNameError:
+        raise
     except UserError as error:
         logger.warning("%s cannot be parsed, so it is compared line by line: %s", path, error)
     before, now = identity(text), identity(cfg.debug_string())

@@ -2,11 +2,8 @@
 
 import contextlib
 import dataclasses
-import importlib
 import logging
 import os
-import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -15,10 +12,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from moelib.checkpoint.restore import restore_params_only
-from moelib.core import config_parse
+from moelib.core import config_parse, trusted_code
 from moelib.core.errors import UserError
 from moelib.core.files import read_json
-from moelib.core.moved_names import find_module
 from moelib.core.param import ParameterSpec, is_spec, may_cast
 from moelib.core.tree import Nested
 from moelib.data.input import load_tokenizer
@@ -97,8 +93,8 @@ def load_model(
             never cast in training, such as routers, keep their dtype.
         mesh: Mesh to shard the parameters over, also as text, such as "fsdp=4,expert=2"; None for
             the first device.
-        module_dir: Folder of the modules of the run's own layers; None for the folder they were
-            imported from in training, or else the current one.
+        module_dir: Folder of the modules of the run's own layers, which its config may then name;
+            modules that you have imported need none.
         require_tokenizer: Whether a missing tokenizer is an error; else `tokenizer` is None.
 
     Raises:
@@ -219,28 +215,18 @@ def _stop_ids(folder: str, tokenizer: Tokenizer | None) -> Sequence[int]:
     return tuple(sorted(ids - {None}))
 
 
-# -- The config of a run and the modules that it names -------------------------------------------
-
-
 def _read_config(folder: str, module_dir: str | None) -> Any:
-    """Returns the config of a run, and makes the modules that it names importable."""
+    """Returns the config of a run, which may name modules of `module_dir`."""
     path = os.path.join(folder, identity.CONFIG_FILE)
     with open(path, encoding="utf-8") as file:
         text = file.read()
-    # Lines such as "model.klass: package.module:Class" and "rules[0]: <package.module:Record>".
-    modules = set(re.findall(r"^.+?: <?([A-Za-z_]\w*)[\w.]*:[\w.<>]+$", text, re.MULTILINE))
-    dirs = [*identity.module_dirs(folder), os.getcwd()]
-    for directory in [module_dir, *dirs] if module_dir else dirs:
-        if any(map(_is_missing, modules)) and directory not in sys.path:
-            sys.path.append(directory)
-            importlib.invalidate_caches()
-    if missing := list(filter(_is_missing, modules)):
-        raise UserError(
-            f"{path} names the module {missing[0]!r}, which is neither installed nor where the run "
-            "imported it from; set module_dir (--module_dir) to the folder that holds it."
-        )
-    return config_parse.parse(text, source=f"{path}:")
-
-
-def _is_missing(module: str) -> bool:
-    return module not in sys.modules and find_module(module) is None
+    if module_dir is not None:
+        trusted_code.allow_folder(module_dir)
+    try:
+        return config_parse.parse(text, source=f"{path}:")
+    except trusted_code.UntrustedNameError as error:
+        # The run's folders are data, too: a hint, from which nothing is imported.
+        hint = ", ".join(map(str, identity.module_dirs(folder)))
+        raise type(error)(
+            f"{error} In training, modules came from {hint or 'elsewhere'}."
+        ) from None

@@ -147,7 +147,7 @@ def random_value(rng: random.Random, depth: int = 0) -> Any:
 def test_any_config_is_read_back_from_its_text(seed: int):
     cfg = Layer.default_config().set(anything=random_value(random.Random(seed)))
     text = cfg.debug_string()
-    again = config_parse.parse(text)
+    again = config_parse.parse(text, trusted=True)
     assert again == cfg
     assert again.debug_string() == text
     assert cfg.clone().debug_string() == text
@@ -229,7 +229,7 @@ def test_comments_and_empty_lines_are_ignored():
         ("dim: print(3)", r"line 2: 'print\(3\)'"),
         ("dim: 'a'", r"line 2:.*= 'a':.*str.*int"),
         ("dims: 3", r"line 2:.*'dims'.*'dim'"),
-        ("anything: math:sqrtt", r"line 2: 'math:sqrtt':.*'sqrt'"),
+        ("anything: jax.nn:sillu", r"line 2: 'jax.nn:sillu':.*'silu'"),
         ("anything: m:f.<locals>.g", "line 2"),
         ("anything[0].dim: 3", "line 2"),
         ("anything: no_such_module_at_all:x", r"line 2:.*'no_such_module_at_all'"),
@@ -394,4 +394,4 @@ def test_a_default_without_text_is_not_printed():
 def test_dtypes_read_back(name):
     cfg = config_for_function(np.zeros).set(shape=(2,), dtype=jax.numpy.dtype(name))
     assert f"dtype: dtype('{name}')\n" in config_paths.to_text(cfg)
-    assert config_parse.parse(config_paths.to_text(cfg)) == cfg
+    assert config_parse.parse(config_paths.to_text(cfg), trusted=True) == cfg

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moelib.core import tree
+from moelib.core import tree, trusted_code
 from moelib.core.errors import UserError
 from moelib.data.mixture import Mixture
 from moelib.data.tokenizer import train_bpe
@@ -59,8 +59,14 @@ def _elsewhere(monkeypatch):
     """Changes the current folder; modules imported in a test are forgotten."""
     monkeypatch.chdir("/")
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(trusted_code, "_folders", set())
     yield
     sys.modules.pop("own_layers", None)
+
+
+def load_own(run, **settings):
+    """Returns the model of a run, whose module the user allows."""
+    return load_model(str(run), module_dir=str(run.parent), **settings)
 
 
 def test_a_run_is_loaded_from_anywhere_without_its_data(run):
@@ -68,7 +74,7 @@ def test_a_run_is_loaded_from_anywhere_without_its_data(run):
     for store in stores:
         store.rename(f"{store}.moved")
     try:
-        model = load_model(str(run))
+        model = load_own(run)
     finally:
         for store in stores:
             os.rename(f"{store}.moved", store)
@@ -82,14 +88,14 @@ def test_a_run_is_loaded_from_anywhere_without_its_data(run):
 
 def test_parameters_have_the_dtype_of_training_or_another(run):
     dtypes = lambda model: {str(x.dtype) for x in jax.tree.leaves(model.parameters)}
-    trained, stored, half = (load_model(str(run), dtype=x) for x in (None, "stored", "float16"))
+    trained, stored, half = (load_own(run, dtype=x) for x in (None, "stored", "float16"))
     assert [dtypes(x) for x in (trained, stored, half)] == [{"bfloat16"}, {"float32"}, {"float16"}]
     for a, b in zip(*(jax.tree.leaves(x.parameters) for x in (trained, stored)), strict=True):
         np.testing.assert_array_equal(a, b.astype(jnp.bfloat16))
 
 
 def test_a_mesh_holds_the_parameters_in_parts(run):
-    whole, split = load_model(str(run)), load_model(str(run), mesh="fsdp=4,model=2")
+    whole, split = load_own(run), load_own(run, mesh="fsdp=4,model=2")
     assert split.mesh is not None
     for (path, a), b in zip(
         tree.flatten_items(whole.parameters), jax.tree.leaves(split.parameters), strict=True
@@ -102,7 +108,7 @@ def test_a_mesh_holds_the_parameters_in_parts(run):
 
 
 def test_checkpoints_are_named_by_step(run):
-    first, last = (load_model(str(run), step=step) for step in (1, 2))
+    first, last = (load_own(run, step=step) for step in (1, 2))
     again = last.at_step(1)
     assert (first.step, again.step, again.model) == (1, 1, last.model)
     leaves = [jax.tree.leaves(x.parameters)[0] for x in (first, last, again)]
@@ -118,14 +124,20 @@ def moved(run, tmp_path):
     return tmp_path / "run"
 
 
-def test_a_missing_module_is_named_and_found_in_module_dir(run, moved, monkeypatch):
-    with pytest.raises(UserError, match=r"config\.txt.*'own_layers'.*--module_dir"):
+def test_an_own_module_is_named_and_found_in_module_dir(run, moved, monkeypatch):
+    with pytest.raises(UserError, match=r"config\.txt.*'own_layers'.*--module_dir.*/gone"):
+        load_model(str(moved))
+    monkeypatch.chdir(run.parent)  # The current folder holds the module.
+    monkeypatch.syspath_prepend(str(run.parent))
+    with pytest.raises(UserError, match="'own_layers'"):
         load_model(str(moved))
     load_model(str(moved), module_dir=str(run.parent))
-    sys.modules.pop("own_layers")
-    sys.path.remove(str(run.parent))
-    monkeypatch.chdir(run.parent)  # The module lies in the current folder.
-    load_model(str(moved))
+
+
+def test_a_module_that_the_user_has_imported_may_be_named(run, monkeypatch):
+    monkeypatch.syspath_prepend(str(run.parent))
+    importlib.import_module("own_layers")
+    load_model(str(run))
 
 
 def test_an_older_run_has_the_tokenizer_of_its_input(run, moved, monkeypatch):

@@ -1,0 +1,150 @@
+"""Code that a config file may name, so that reading the folder of someone else runs none of theirs.
+
+A file names classes, functions and enum members as `module:qualname`. It may name
+
+- components of moelib (configurable classes, records, enums, and the functions of layers, learner
+  and policies), and all of its named configs;
+- the user's code: modules that this process has imported from outside the standard library and the
+  installed packages, and the modules of --module and --module_dir;
+- functions of Optax and jax.nn, dtypes of NumPy and JAX;
+- the modules in the list CONFIG_MODULES of the module of --module.
+
+Everything else is refused before it is imported. The rule holds for the module where the object is
+defined, so that `moelib.core.files:os.remove` is refused too.
+"""
+
+import enum
+import importlib.util
+import os
+import sys
+import sysconfig
+import types
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from moelib.core import config_types, moved_names
+from moelib.core.config import ConfigBase, Configurable
+from moelib.core.errors import UserError, refuse_single_strings
+
+_MOELIB = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+# The functions of moelib that configs name.
+_FUNCTIONS = (
+    "moelib.checkpoint.policy",
+    "moelib.layers",
+    "moelib.learner",
+    "moelib.train.pretrained.state_from_hugging_face",
+)
+
+# Modules of other libraries whose functions neither read nor write anything.
+_PURE = ("jax.nn", "jax._src.nn", "optax")
+_DTYPE_MODULES = ("jax.numpy", "ml_dtypes", "numpy")
+
+_modules: set[str] = set()  # Modules and packages that the user has allowed in this process.
+_folders: set[str] = set()  # Folders whose modules the user has allowed.
+
+
+class UntrustedNameError(UserError):
+    """A config file names code that it may not name."""
+
+
+def allow_module(module: types.ModuleType) -> None:
+    """Lets config files name the package of a module, and the modules in its CONFIG_MODULES.
+
+    Raises:
+        UserError: If CONFIG_MODULES is a string.
+    """
+    listed = getattr(module, "CONFIG_MODULES", ())
+    refuse_single_strings(CONFIG_MODULES=listed)
+    _modules.update((module.__name__.partition(".")[0], *listed))
+
+
+def allow_folder(folder: str) -> None:
+    """Lets config files name the modules of a folder, and makes these importable."""
+    folder = os.path.realpath(folder)
+    _folders.add(folder)
+    if folder not in sys.path:
+        sys.path.append(folder)
+        importlib.invalidate_caches()
+
+
+def resolve(text: str, names: Collection[str] = ()) -> Any:
+    """Returns the object that a config file names.
+
+    Args:
+        text: Its name, `module:qualname`, today's or of an earlier version.
+        names: Names that are allowed in addition.
+
+    Raises:
+        UntrustedNameError: If the file may not name it; it is not imported.
+        UserError: If there is no such object.
+    """
+    if text in names:
+        return config_types.resolve_reference(text)
+    module, _, qualname = moved_names.current_name(text).partition(":")
+    dtype = module in _DTYPE_MODULES and config_types.is_dtype_name(qualname)
+    if not dtype and not _may_import(module):
+        raise UntrustedNameError(
+            f"a config file may not name {module!r}, as in {text!r}. If you trust this code, pass "
+            f"--module={module.partition('.')[0]}, or the folder that holds it as --module_dir."
+        )
+    value = config_types.resolve_reference(text)
+    if not dtype and not _may_use(value):
+        raise UntrustedNameError(
+            f"a config file may not name {text!r}: only components, not all code of {module!r}. If "
+            "you trust it, list the module that defines it in CONFIG_MODULES of your --module."
+        )
+    return value
+
+
+def _may_import(module: str) -> bool:
+    top = module.partition(".")[0]
+    if top in ("__main__", os.path.basename(_MOELIB)):
+        return True
+    if _within(module, (*_PURE, *_modules)):
+        return True
+    if (loaded := sys.modules.get(top)) is not None and is_of_the_user(_location(loaded.__spec__)):
+        return True
+    try:
+        found = moved_names.find_module(top)
+        location = _location(importlib.util.find_spec(found)) if found else ""
+    except ValueError:  # A module without a spec.
+        return False
+    folder = os.path.dirname(location)
+    named_configs = top in moved_names.EXPERIMENTS and folder == os.path.dirname(_MOELIB)
+    return named_configs or os.path.realpath(folder) in _folders
+
+
+def _may_use(value: Any) -> bool:
+    """Returns whether an object is defined where a file may name it."""
+    owner = type(value) if isinstance(value, enum.Enum) else value
+    if not config_types.has_reference(owner):
+        return False
+    module, name = getattr(owner, "__module__", None) or "", owner.__qualname__
+    if module.partition(".")[0] != "moelib" or _within(f"{module}.{name}", _FUNCTIONS):
+        return _may_import(module)
+    return isinstance(owner, type) and (
+        issubclass(owner, ConfigBase | Configurable | enum.Enum)
+        or config_types.is_record_class(owner)
+    )
+
+
+def _within(name: str, packages: Iterable[str]) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def _location(spec: Any) -> str:
+    """Returns the file or folder that a module or package is imported from, "" if unknown."""
+    if spec is None:
+        return ""
+    if folders := list(spec.submodule_search_locations or ()):
+        return os.path.abspath(folders[0])
+    return os.path.abspath(spec.origin) if spec.has_location else ""
+
+
+def is_of_the_user(file: str) -> bool:
+    """Returns whether a source file is neither ours nor of Python or an installed package."""
+    installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sys.prefix, _MOELIB)
+    if not file or file.startswith(("<", *(folder + os.sep for folder in installed))):
+        return False
+    return not {"site-packages", "dist-packages"} & set(file.split(os.sep))
