@@ -2,12 +2,14 @@
 
 A folder has either `model.safetensors`, or several files and `model.safetensors.index.json`, which
 maps each tensor to its file. Folders written here also have `SHA256SUMS`; where that file exists,
-reading compares the files with it.
+reading compares the tensors' files, and the others that it lists, with it.
 """
 
 import concurrent.futures
+import contextlib
 import hashlib
 import json
+import logging
 import os
 import threading
 from collections.abc import Collection, Iterable
@@ -16,12 +18,16 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from moelib.core.config_types import shortened
 from moelib.core.errors import ExistingFileError, MissingFileError, UserError
-from moelib.core.files import atomic_file, write_json
+from moelib.core.files import atomic_file, read_json, write_json
+
+logger = logging.getLogger(__name__)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = SINGLE_FILE + ".index.json"
 SUMS_FILE = "SHA256SUMS"
+_READ = (".json", ".jinja", ".safetensors")  # Files that a model is read from.
 
 _DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")
 _FLOAT8 = "F8_E4M3"
@@ -58,9 +64,16 @@ class TensorFolder:
         for key, name in named.items():
             if self._file_of.get(key) != name:
                 raise DamagedTensorsError(f"{os.path.join(folder, name)} has no {key}.")
+        sums = _read_sums(folder)
+        if unlisted := sorted(self._files.keys() - sums.keys()):
+            logger.warning(
+                "%s has no checksum of %s: damaged values of its tensors cannot be found.",
+                os.path.join(folder, SUMS_FILE),
+                ", ".join(unlisted),
+            )
         self._stop = threading.Event()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "checksums")
-        self._checked = self._thread.submit(self._check_sums, _read_sums(folder))
+        self._checked = self._thread.submit(self._check_sums, sums)
 
     def _open(self, name: str) -> None:
         import safetensors
@@ -82,12 +95,18 @@ class TensorFolder:
             self._file_of[key] = name
 
     def _check_sums(self, sums: dict[str, str]) -> None:
-        """Compares the opened files with their checksums."""
-        for name in list(self._files):
-            if name not in sums or self._stop.is_set():
+        """Compares the opened files, and the others that a model is read from, with their sums."""
+        for name, wanted in sums.items():
+            if not (name in self._files or name.endswith(_READ)) or self._stop.is_set():
                 continue
             path = os.path.join(self.folder, name)
-            if _sha256(path) != sums[name]:
+            try:
+                found = _sha256(path)
+            except OSError as error:
+                raise DamagedTensorsError(
+                    f"{path} cannot be read ({error.strerror}), but {SUMS_FILE} lists it."
+                ) from error
+            if found != wanted:
                 raise DamagedTensorsError(
                     f"{path} has changed since it was written: its SHA-256 differs from that in "
                     f"{SUMS_FILE}."
@@ -142,14 +161,21 @@ def _index(folder: str) -> dict[str, str]:
     path = os.path.join(folder, INDEX_FILE)
     if not os.path.exists(path):
         return {}
-    try:
-        with open(path, encoding="utf-8") as file:
-            named = dict(json.load(file)["weight_map"])
-        if not named:
-            raise ValueError("it names no tensor")
-        return named
-    except (ValueError, KeyError, TypeError) as error:
-        raise DamagedTensorsError(f"{path} is not an index of tensors: {error!r}.") from error
+    named = read_json(path).get("weight_map")
+    if not isinstance(named, dict) or not named:
+        raise DamagedTensorsError(f"{path} is not an index of tensors: it has no weight_map.")
+    for key, name in named.items():
+        if not isinstance(name, str) or not _is_inside(name):
+            raise DamagedTensorsError(
+                f"{path}: weight_map has {shortened(name)} for {key}; it must be the name of a "
+                "file in this folder."
+            )
+    return named
+
+
+def _is_inside(name: str) -> bool:
+    """Returns whether the path of a file stays in its folder; the file may be a link."""
+    return not os.path.isabs(name) and ".." not in name.split("/") and "\0" not in name
 
 
 def _sha256(path: str) -> str:
@@ -160,13 +186,28 @@ def _sha256(path: str) -> str:
 def _read_sums(folder: str) -> dict[str, str]:
     """Returns {file: SHA-256}; empty if there is no SHA256SUMS."""
     path = os.path.join(folder, SUMS_FILE)
-    if not os.path.exists(path):
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            pairs = [line.split(maxsplit=1) for line in file if line.strip()]
+    except FileNotFoundError:
         return {}
-    with open(path, encoding="utf-8", errors="replace") as file:
-        pairs = [line.split(maxsplit=1) for line in file if line.strip()]
-    if any(len(pair) != 2 for pair in pairs):
-        raise DamagedTensorsError(f"{path}: each line must be a checksum and a name; remove it.")
+    except OSError as error:
+        raise DamagedTensorsError(f"{path} cannot be read: {error.strerror}.") from error
+    if any(len(pair) != 2 or not _is_inside(pair[1]) for pair in pairs):
+        raise DamagedTensorsError(
+            f"{path}: each line must be a checksum and the name of a file in this folder."
+        )
     return {os.path.normpath(name.strip().lstrip("*")): digest for digest, name in pairs}
+
+
+def add_sums(folder: str, names: Iterable[str]) -> None:
+    """Adds the checksums of those files that exist to SHA256SUMS, or replaces them."""
+    sums = _read_sums(folder)
+    for name in names:
+        if os.path.exists(path := os.path.join(folder, name)):
+            sums[name] = _sha256(path)
+    with atomic_file(os.path.join(folder, SUMS_FILE)) as file:
+        file.writelines(f"{digest}  {name}\n" for name, digest in sums.items())
 
 
 def write_tensors(
@@ -206,11 +247,11 @@ def write_tensors(
         file_of = {key: name for name, keys in zip(names, parts, strict=True) for key in keys}
         index = {"metadata": {"total_size": total}, "weight_map": file_of}
         write_json(os.path.join(folder, INDEX_FILE), index)
-    with atomic_file(os.path.join(folder, SUMS_FILE)) as sums:
-        for i, name in enumerate(names):
-            path = os.path.join(folder, name)
-            os.replace(_part_path(folder, i), path)
-            sums.write(f"{_sha256(path)}  {name}\n")
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(os.path.join(folder, SUMS_FILE))  # Of files that are gone.
+    for i, name in enumerate(names):
+        os.replace(_part_path(folder, i), os.path.join(folder, name))
+    add_sums(folder, [*names, INDEX_FILE])
     return names
 
 

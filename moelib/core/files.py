@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from typing import IO, Any
 
@@ -35,22 +36,38 @@ def write_json(path: str | os.PathLike[str], value: Any, *, indent: int | None =
         file.write("\n")
 
 
+def parse_json(text: str | bytes) -> Any:
+    """Returns the value of a JSON text. Raises ValueError, also if it is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Returns the object in a JSON file; an empty one if there is no such file.
 
     Raises:
-        UserError: If the file holds something else.
+        UserError: If it cannot be read, or holds something else.
     """
     try:
         with open(path, encoding="utf-8") as file:
-            value = json.load(file)
+            value = parse_json(file.read())
         if not isinstance(value, dict):
             raise ValueError(f"it holds a {type(value).__name__}")
         return value
     except FileNotFoundError:
         return {}
-    except ValueError as error:
-        raise UserError(f"{path} is not a JSON object ({error}); fix or remove it.") from error
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{path} is not a JSON object ({reason}); fix or remove it.") from error
+
+
+def copy_file(source: str, target: str) -> None:
+    """Copies a file as a whole, with the permissions of a new file."""
+    temporary = f"{target}.tmp-{os.getpid()}"
+    shutil.copyfile(source, temporary)
+    os.replace(temporary, target)
 
 
 def user_cache_dir(name: str) -> str:

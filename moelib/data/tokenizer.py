@@ -158,6 +158,8 @@ def _read_text(path: str) -> str:
             f"{path} is not text; set path to a tokenizer.json (convert a SentencePiece model "
             "first)."
         ) from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 class PublishedTokenizer(Tokenizer):
@@ -203,7 +205,7 @@ def read_tokenizer(folder: str, *, published: bool = False) -> Any:
     path = os.path.join(folder, SETTINGS_FILE)
     settings = read_json(path)
     tokens = map(settings.get, ("eos_token", "bos_token"))
-    eos, bos = (token["content"] if isinstance(token, dict) else token for token in tokens)
+    eos, bos = (token.get("content") if isinstance(token, dict) else token for token in tokens)
     if eos is None and (published or END_OF_TEXT not in _read_text(folder)):
         raise UserError(f"{path} has no eos_token; set it to the token that ends a text.")
     kind = PublishedTokenizer if published else Tokenizer

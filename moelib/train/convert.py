@@ -1,28 +1,21 @@
 """Conversion between Hugging Face folders and run folders."""
 
 import os
-import shutil
 from collections.abc import Iterable, Sequence
 
 from jax.sharding import Mesh
 
 from moelib.checkpoint.checkpointer import Checkpointer
 from moelib.checkpoint.contents import CheckpointRecord
+from moelib.checkpoint.safetensors import add_sums
 from moelib.core.errors import UserError
-from moelib.core.files import atomic_file, read_json
+from moelib.core.files import atomic_file, copy_file, read_json
 from moelib.train.identity import CONFIG_FILE
 from moelib.train.loading import load_model, tokenizer_of_model
-from moelib.train.pretrained import load_pretrained, read_config, save_pretrained
+from moelib.train.pretrained import CONFIG_FILE as HF_CONFIG_FILE
+from moelib.train.pretrained import FILES, load_pretrained, read_config, save_pretrained
 from moelib.train.trainer import SpmdTrainer
 
-# Files of a Hugging Face folder next to config.json and the tensors.
-_OTHER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 _PUBLISHED = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
 
 
@@ -64,7 +57,7 @@ def from_hugging_face(
         raise writer.last_error
     with atomic_file(path) as file:
         file.write(SpmdTrainer.default_config().set(model=loaded.cfg).debug_string())
-    _copy(("config.json", *_OTHER_FILES), folder, to)
+    _copy(FILES, folder, to)
     return loaded.settings["model_type"]
 
 
@@ -122,11 +115,12 @@ def to_hugging_face(
         if stop_ids
         else None,
     )
-    _copy(_OTHER_FILES, trainer_dir, to)
+    _copy([name for name in FILES if name != HF_CONFIG_FILE], trainer_dir, to)
+    add_sums(to, FILES)
     return architecture
 
 
 def _copy(names: Sequence[str], source: str, to: str) -> None:
     for name in names:
         if os.path.exists(path := os.path.join(source, name)):
-            shutil.copy(path, to)
+            copy_file(path, os.path.join(to, name))

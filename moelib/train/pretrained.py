@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moelib.checkpoint.contents import CheckpointMismatchError
-from moelib.checkpoint.safetensors import TensorFolder, write_tensors
+from moelib.checkpoint.safetensors import TensorFolder, add_sums, write_tensors
 from moelib.core import tree
 from moelib.core.errors import UserError
 from moelib.core.files import atomic_file, read_json, write_json
@@ -41,6 +41,14 @@ from moelib.train.state import TrainerState, abstract_arrays
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
+FILES = (  # Files of a Hugging Face folder next to the tensors.
+    CONFIG_FILE,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -219,6 +227,7 @@ def save_pretrained(
         about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos_token}
         about = {name: value for name, value in about.items() if value}
         write_json(os.path.join(folder, "tokenizer_config.json"), about)
+    add_sums(folder, FILES)
     return family.architecture
 
 

@@ -9,7 +9,13 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from moelib.checkpoint.safetensors import DamagedTensorsError, TensorFolder, write_tensors
+from moelib.checkpoint.safetensors import (
+    DamagedTensorsError,
+    TensorFolder,
+    add_sums,
+    write_tensors,
+)
+from moelib.core.errors import UserError
 
 ARRAYS = {
     "a": np.arange(12, dtype=np.float32).reshape(3, 4),
@@ -80,9 +86,46 @@ def test_an_error_while_reading_is_not_hidden_by_a_checksum(tmp_path):
         tensors.read("nothing")
 
 
-def test_a_folder_without_sums_is_read(tmp_path):
+def test_a_folder_without_sums_is_read_with_a_warning(tmp_path, caplog):
     save_file(ARRAYS, tmp_path / "model.safetensors")
     assert read_all(tmp_path).keys() == ARRAYS.keys()
+    assert re.search(r"SHA256SUMS.* model\.safetensors", caplog.text)
+    write_tensors(str(tmp_path / "sums"), ARRAYS.items())
+    caplog.clear()
+    read_all(tmp_path / "sums")
+    assert caplog.text == ""
+
+
+def test_other_files_that_are_listed_are_compared(tmp_path):
+    write_tensors(str(tmp_path), ARRAYS.items())
+    (tmp_path / "config.json").write_text("{}")
+    add_sums(str(tmp_path), ["config.json", "none.json"])
+    (tmp_path / "config.json").write_text("{ }")
+    with pytest.raises(DamagedTensorsError, match=r"config\.json.*SHA256SUMS"):
+        read_all(tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(DamagedTensorsError, match=r"config\.json.*SHA256SUMS"):
+        read_all(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/x", "a/../../x", "a\0b", 3, None])
+def test_an_index_names_files_of_its_folder(name, tmp_path):
+    names = write_tensors(str(tmp_path / "x"), ARRAYS.items(), max_file_bytes=60)
+    write_tensors(str(tmp_path), ARRAYS.items())
+    path = tmp_path / "x/model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"] = dict.fromkeys(index["weight_map"], name)
+    path.write_text(json.dumps(index))
+    with pytest.raises(DamagedTensorsError, match=r"index\.json: weight_map has "):
+        read_all(tmp_path / "x")
+    assert len(names) > 1
+
+
+@pytest.mark.parametrize("text", ["[1]", '{"weight_map": []}', "[" * 100_000, '{"weight_map": 3}'])
+def test_what_is_no_index_is_one_line(text, tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(UserError, match=r"index\.json"):
+        TensorFolder(str(tmp_path))
 
 
 def test_a_missing_file_is_named(tmp_path):

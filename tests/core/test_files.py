@@ -32,3 +32,19 @@ def test_json_comes_back_and_other_content_is_refused(tmp_path):
     path.write_text("[1]")
     with pytest.raises(UserError, match=os.fspath(path)):
         read_json(path)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "9" * 5000, '{"a": ', "\x00"])
+def test_json_that_cannot_be_parsed_is_one_line(text, tmp_path):
+    path = tmp_path / "value.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=os.fspath(path)):
+        read_json(path)
+
+
+def test_what_is_no_file_is_one_line(tmp_path):
+    with pytest.raises(UserError, match=os.fspath(tmp_path)):
+        read_json(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(UserError, match="loop"):
+        read_json(tmp_path / "loop")
