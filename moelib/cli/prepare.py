@@ -2,6 +2,7 @@
 
     moelib prepare --source=corpus/ --output=data/text --train_bpe=32768
     moelib prepare --source=tfds:c4/en --output=data/c4 --tokenizer=tokenizer.json
+    moelib prepare --verify --output=data/text
 
 A run that was killed resumes when the same command is run again.
 """
@@ -42,11 +43,17 @@ class Flags:
     append_eos: bool = flag(True, "End each document with the end-of-text token.")
     splits: str = flag("train=1", "Fraction of documents per split: train=0.95,validation=0.05.")
     split_seed: int = flag(0, "Seed that assigns documents to splits.")
+    verify: bool = flag(False, "Only check that the files of the store at --output are undamaged.")
 
 
 def run(flags: Flags, arguments: Sequence[str]) -> None:
     """Prepares the store."""
     no_arguments(arguments, Flags)
+    if flags.verify and flags.output is not None:
+        from moelib.data.prepare import verify_store
+
+        verify_store(flags.output)
+        return
     if flags.source is None or flags.output is None:
         name = "output" if flags.source else "source"
         raise UsageError(f"--{name} must be set; see `moelib prepare --help`.")
@@ -94,7 +101,7 @@ def read_splits(text: str) -> dict[str, float]:
     for item in text.split(","):
         name, _, fraction = item.partition("=")
         try:
-            if not name or name in splits:
+            if not name.strip() or name in splits:
                 raise ValueError
             splits[name] = float(fraction)
         except ValueError:

@@ -7,7 +7,6 @@ content of the store does not depend on the number of processes.
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import errno
 import hashlib
 import multiprocessing
@@ -34,9 +33,11 @@ from moelib.data.prepare_part import (
     check_no_bad_records,
     part_file,
     read_result,
+    save_array,
     tokenize_part,
 )
 from moelib.data.source import BadRecords, Part, Source, TextHash, fingerprint
+from moelib.data.store_check import hash_blocks
 from moelib.data.token_store import StoreMeta, TokenStore
 from moelib.data.tokenizer import Tokenizer
 
@@ -107,6 +108,21 @@ def prepare(
         _log(_report(output_dir, meta))
     shutil.rmtree(os.path.join(output_dir, PARTS), ignore_errors=True)
     return TokenStore.default_config().set(path=output_dir, split=None).instantiate()
+
+
+def verify_store(path: str) -> None:
+    """Reads all files of a store and reports the result; the work of `moelib prepare --verify`.
+
+    Raises:
+        MissingFileError: If there is no store.
+        UserError: If a file is not as it was written.
+    """
+    store = TokenStore.default_config().set(path=path, split=None).instantiate()
+    itemsize = np.dtype(store.meta.dtype).itemsize
+    with Progress("verify", unit="B", seconds_between_lines=10.0) as progress:
+        store.verify(progress.advance)
+    size = format_bytes(store.meta.num_tokens * itemsize)
+    _log(f"{path}: {store.meta.num_tokens:,} tokens ({size}) are as they were written.")
 
 
 def _log(text: str) -> None:
@@ -322,8 +338,14 @@ def _finish(
     for name in (token_store.LENGTHS, token_store.NUM_BYTES):
         of_parts = [np.load(part_file(folder, index, name)) for index in range(len(parts))]
         arrays[name] = np.concatenate(of_parts)
-        np.save(os.path.join(folder, name), arrays[name])
-    np.save(os.path.join(folder, token_store.TOKEN_NUM_BYTES), tokenizer.token_num_bytes())
+    arrays[token_store.TOKEN_NUM_BYTES] = tokenizer.token_num_bytes()
+    hashes = {}
+    for name, values in arrays.items():
+        save_array(path := os.path.join(folder, name), values)
+        hashes[name] = hash_blocks(path)
+    for index, result in enumerate(results):
+        name = token_store.tokens_file(index)
+        hashes[name] = list(result.block_hashes) or hash_blocks(os.path.join(folder, name))
     lengths = arrays[token_store.LENGTHS]
     meta = StoreMeta(
         vocab_size=tokenizer.vocab_size,
@@ -341,8 +363,9 @@ def _finish(
         source_class=type(source).__name__,
         source_bytes=sum(part.num_bytes for part in parts),
         text_hash=_combined([result.text_sha256 for result in results]),
+        block_hashes=hashes,
     )
-    write_json(os.path.join(folder, token_store.META), dataclasses.asdict(meta))
+    token_store.write_meta(folder, meta)
     return meta
 
 

@@ -1,25 +1,32 @@
 """Tokenizing one part of a source into one file of a token store: the work of a worker process."""
 
+import array
 import contextlib
 import dataclasses
 import errno
 import hashlib
-import itertools
+import logging
 import os
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import IO, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from moelib.core.errors import UserError
 from moelib.core.files import read_json, write_json
+from moelib.core.progress import format_bytes
 from moelib.data import token_store
+from moelib.data.document_pieces import PIECE_CHARACTERS
 from moelib.data.source import BadRecordError, BadRecords, Part, TextHash
+from moelib.data.store_check import hash_blocks
 from moelib.data.token_source import check_vocabulary
 from moelib.data.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 PARTS = "parts"  # Folder of the results of finished parts; a finished store does not have it.
-_BATCH_CHARACTERS = 1 << 20  # Text that is tokenized at a time.
+_BATCH_CHARACTERS = 1 << 18  # Text that is tokenized at a time.
 _CURE = (
     "correct it, or set skip_bad_records (--skip_bad_lines), which skips and counts such records."
 )
@@ -47,7 +54,9 @@ class PartResult(NamedTuple):
     num_bad_records: int
     first_bad_record: str
     sha256: str  # Of the tokens.
-    text_sha256: str = ""  # See `TextHash`; empty in a part that an older version finished.
+    # Empty in a part that an older version finished:
+    text_sha256: str = ""  # See `TextHash`.
+    block_hashes: Sequence[str] = ()  # Of the file of tokens.
 
 
 def tokenize_part(
@@ -64,21 +73,22 @@ def tokenize_part(
     documents = part.documents(bad_records if options.skip_bad_records else None)
     dtype = np.dtype(token_store.token_dtype(tokenizer.vocab_size)).newbyteorder("<")
     end = [tokenizer.eos_id] if options.append_eos else []
-    lengths: list[int] = []
-    sizes: list[int] = []
-    num_empty, digest, text_hash = 0, hashlib.sha256(), TextHash()
+    pieces = _Pieces(documents, tokenizer, part.name)
+    lengths, length, digest = array.array("I"), 0, hashlib.sha256()
     path = os.path.join(folder, token_store.tokens_file(index))
     with _named_errors(folder, part):
-        with open(path, "wb") as file:
-            for texts in _batches(documents):
-                kept = [text for text in texts if text]
-                num_empty += len(texts) - len(kept)
-                ids = [document + end for document in tokenizer.encode_batch(kept)]
-                lengths += map(len, ids)
-                for data in map(str.encode, kept):
-                    sizes.append(len(data))
-                    text_hash.add(data)
-                tokens = np.fromiter(itertools.chain.from_iterable(ids), np.int64)
+        with synced_file(path) as file:
+            for batch in _batches(pieces):
+                encoded = iter(tokenizer.encode_batch([text for text in batch if text is not None]))
+                ids: list[int] = []
+                for text in batch:
+                    added = end if text is None else next(encoded)
+                    ids += added
+                    length += len(added)
+                    if text is None:
+                        lengths.append(length)
+                        length = 0
+                tokens = np.array(ids, np.int64)
                 check_vocabulary(tokens, tokenizer.vocab_size, part.name)
                 written = tokens.astype(dtype).tobytes()
                 digest.update(written)
@@ -86,16 +96,63 @@ def tokenize_part(
         result = PartResult(
             num_tokens=sum(lengths),
             num_documents=len(lengths),
-            num_bytes=sum(sizes),
-            num_empty=num_empty,
+            num_bytes=sum(pieces.sizes),
+            num_empty=pieces.num_empty,
             num_bad_records=bad_records.count,
             first_bad_record=bad_records.first,
             sha256=digest.hexdigest(),
-            text_sha256=text_hash.hexdigest(),
+            text_sha256=pieces.text_hash.hexdigest(),
+            block_hashes=hash_blocks(path),
         )
-        for name, values in ((token_store.LENGTHS, lengths), (token_store.NUM_BYTES, sizes)):
-            np.save(part_file(folder, index, name), np.array(values, np.uint32))
+        for name, values in ((token_store.LENGTHS, lengths), (token_store.NUM_BYTES, pieces.sizes)):
+            save_array(part_file(folder, index, name), np.array(values, np.uint32))
         write_json(part_file(folder, index, "json"), result._asdict())
+
+
+class _Pieces:
+    """The documents of a part as texts to encode, with None after the last text of each."""
+
+    def __init__(self, documents: Iterable[str], tokenizer: Tokenizer, name: str) -> None:
+        self._documents, self._tokenizer, self._name = documents, tokenizer, name
+        self.sizes, self.num_empty, self.text_hash = array.array("I"), 0, TextHash()
+
+    def __iter__(self) -> Iterator[str | None]:
+        largest = 4 * PIECE_CHARACTERS
+        for document in self._documents:
+            if not document:
+                self.num_empty += 1
+                continue
+            self._count(document.encode())
+            for text in self._tokenizer.pieces(document):
+                if len(text) > largest:
+                    logger.warning(
+                        "%s: %d characters are encoded at once, in some %s of memory, because the "
+                        "tokenizer separates no words in them.",
+                        self._name,
+                        largest := len(text),
+                        format_bytes(200 * len(text)),
+                    )
+                yield text
+            yield None
+
+    def _count(self, data: bytes) -> None:
+        self.sizes.append(len(data))
+        self.text_hash.add(data)
+
+
+@contextlib.contextmanager
+def synced_file(path: str) -> Iterator[IO[bytes]]:
+    """Opens a file for writing, and syncs it to disk when the block ends."""
+    with open(path, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def save_array(path: str, values: npt.NDArray[Any]) -> None:
+    """Writes an array as .npy and syncs it to disk."""
+    with synced_file(path) as file:
+        np.save(file, values)
 
 
 @contextlib.contextmanager
@@ -116,13 +173,13 @@ def _named_errors(folder: str, part: Part) -> Iterator[None]:
         ) from error
 
 
-def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    """Yields the documents in lists of about `_BATCH_CHARACTERS` characters."""
-    batch: list[str] = []
+def _batches(pieces: Iterable[str | None]) -> Iterator[list[str | None]]:
+    """Yields the pieces in lists of some `_BATCH_CHARACTERS` characters."""
+    batch: list[str | None] = []
     size = 0
-    for text in documents:
+    for text in pieces:
         batch.append(text)
-        size += len(text)
+        size += len(text or "")
         if size >= _BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0

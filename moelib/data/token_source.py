@@ -8,7 +8,7 @@ Letters: N documents, V vocabulary, P pieces.
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,8 +44,16 @@ class TokenSource(Configurable):
         raise NoTokenizerError(f"{cls.__name__} has no tokenizer: its token ids stand for no text.")
 
     @abstractmethod
-    def file(self, index: int) -> npt.NDArray[np.unsignedinteger | np.signedinteger]:
-        """Returns all tokens of a file as a flat array, usually mapped memory."""
+    def file(self, index: int) -> Any:
+        """Returns all tokens of a file: a flat array, or an object whose slices are arrays."""
+
+    def check_in_background(self, host_index: int, num_hosts: int) -> Iterator[None]:
+        """Checks the data that were not checked when the source was opened, in short steps.
+
+        Hosts share the checks; training runs them in a thread. Raises UserError at damage.
+        """
+        del host_index, num_hosts
+        return iter(())
 
     @property
     def num_documents(self) -> int:

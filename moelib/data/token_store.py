@@ -10,6 +10,10 @@ A store is a folder:
     num_bytes.npy         UTF-8 bytes of each document's text, uint32 [N]
     token_num_bytes.npy   bytes of text that each token covers, int32 [V]
 
+meta.json holds its own SHA-256 and a hash of each block of the other files. Opening a store checks
+all blocks but those of tokens, of which it checks a sample; training checks the others in the
+background (`BackgroundCheck`), and `TokenStore.verify` checks all.
+
 A hash of a document's index and the store's split seed assigns the document to a split (train,
 validation). No file lists the assignment: the fractions in meta.json determine it, so training and
 evaluation cannot disagree.
@@ -21,21 +25,29 @@ import dataclasses
 import functools
 import hashlib
 import json
+import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from moelib.core.config import REQUIRED, config_class
+from moelib.core.config_types import fits
 from moelib.core.errors import MissingFileError, UserError
+from moelib.core.files import write_json
+from moelib.data import store_check
 from moelib.data.hashing import random_uniform
 from moelib.data.token_source import TokenSource, check_vocabulary
 from moelib.data.tokenizer import FILE_NAME, NoTokenizerError, Tokenizer
 
+logger = logging.getLogger(__name__)
+
 FORMAT = 1
 META = "meta.json"
+_TOKENS_ENDING = ".bin"
 LENGTHS = "lengths.npy"
 NUM_BYTES = "num_bytes.npy"
 TOKEN_NUM_BYTES = "token_num_bytes.npy"
@@ -66,6 +78,8 @@ class StoreMeta:
     source_class: str = ""  # For example "JsonLines".
     source_bytes: int = 0  # Bytes of the source's parts.
     text_hash: str = ""  # Of the `TextHash` of each part.
+    # Of each block of each file but this one and the request; see moelib.data.store_check.
+    block_hashes: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
 
 def token_dtype(vocab_size: int) -> str:
@@ -75,7 +89,13 @@ def token_dtype(vocab_size: int) -> str:
 
 def tokens_file(index: int) -> str:
     """Returns the name of a file of tokens."""
-    return f"tokens-{index:05d}.bin"
+    return f"tokens-{index:05d}{_TOKENS_ENDING}"
+
+
+def write_meta(path: str, meta: StoreMeta) -> None:
+    """Writes a store's meta.json, with the hash of its own content."""
+    content = dataclasses.asdict(meta)
+    write_json(os.path.join(path, META), content | {"digest": _digest(content)})
 
 
 def read_meta(path: str) -> StoreMeta:
@@ -91,15 +111,40 @@ def read_meta(path: str) -> StoreMeta:
             content = json.load(file)
         if content.get("format") != FORMAT:
             raise ValueError(f"not of format {FORMAT}")
-        return StoreMeta(**content)
+        digest = content.pop("digest", None)  # Absent in stores of older versions.
+        if digest not in (None, _digest(content)) or (digest is None and "block_hashes" in content):
+            raise ValueError(f"digest={digest!r:.20} is not that of its content")
+        meta = StoreMeta(**content)
+        _check_values(meta)
+        return meta
     except FileNotFoundError:
         cure = "make one with `moelib prepare`, or set path to one."
         if os.path.isdir(path + ".partial"):
             cure = "it is unfinished: run the same `moelib prepare` again to complete it."
         where = path if os.path.isabs(path) else f"{path} (in {os.getcwd()})"
         raise MissingFileError(f"There is no token store at {where}; {cure}") from None
-    except (ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{file_path} is damaged ({error}); prepare the store again.") from None
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _check_values(meta: StoreMeta) -> None:
+    """Raises ValueError if a value of meta.json is of a wrong type or out of range."""
+    for name, annotation in typing.get_type_hints(StoreMeta).items():
+        value = getattr(meta, name)
+        counts = annotation is int and name != "split_seed"
+        if not fits(value, annotation) or (counts and not 0 <= value < 1 << 48):
+            raise ValueError(f"{name}={value!r:.80}")
+    if not 0 <= meta.eos_id < meta.vocab_size <= 1 << 31:
+        raise ValueError(f"eos_id={meta.eos_id} with vocab_size={meta.vocab_size}")
+    if meta.dtype not in ("uint16", "uint32"):
+        raise ValueError(f"dtype={meta.dtype!r}")
+    if min(meta.file_tokens, default=0) < 0 or sum(meta.file_tokens) != meta.num_tokens:
+        raise ValueError(f"num_tokens={meta.num_tokens} is not the sum of file_tokens")
+    check_splits(meta.splits)
 
 
 def split_of_documents(
@@ -112,12 +157,13 @@ def split_of_documents(
 
 
 def check_splits(splits: Mapping[str, float]) -> None:
-    """Raises UserError if fractions are not positive or do not sum to 1."""
-    if not all(fraction > 0 for fraction in splits.values()) or not (
-        abs(sum(splits.values()) - 1) <= 1e-9
+    """Raises UserError if a name is empty, or fractions are not positive or do not sum to 1."""
+    fractions = splits.values()
+    if not all(splits) or not (
+        all(fraction > 0 for fraction in fractions) and abs(sum(fractions) - 1) <= 1e-9
     ):
         raise UserError(
-            f"splits={dict(splits)}: set positive fractions that sum to 1, for example "
+            f"splits={dict(splits)}: set names and positive fractions that sum to 1, for example "
             "{'train': 0.95, 'validation': 0.05}."
         )
 
@@ -132,7 +178,7 @@ class TokenStore(TokenSource):
         tokenizer_hash: str | None = None  # If set, a store of another tokenizer is refused.
 
     def __init__(self, cfg: Config) -> None:
-        """Opens the store; tokens are read on use.
+        """Opens the store and checks some of its blocks; tokens are read on use.
 
         Raises:
             MissingFileError: If there is no store.
@@ -150,6 +196,7 @@ class TokenStore(TokenSource):
         self.vocab_size, self.eos_id = meta.vocab_size, meta.eos_id
         self.file_starts = np.concatenate([[0], np.cumsum(meta.file_tokens, dtype=np.int64)])
         self._check_files()
+        self._check_blocks(self._blocks(tokens=False) + self._sample())
         self.token_num_bytes = self._array(TOKEN_NUM_BYTES, meta.vocab_size)
         lengths = self._array(LENGTHS, meta.num_documents).astype(np.int64)
         starts = np.cumsum(lengths) - lengths
@@ -159,7 +206,7 @@ class TokenStore(TokenSource):
         self.starts, self.lengths = starts[members], lengths[members]
         split = "" if cfg.split is None else f" {cfg.split} {meta.splits} {meta.split_seed}"
         self.fingerprint = hashlib.sha256((meta.content_hash + split).encode()).hexdigest()
-        self._open = functools.lru_cache(maxsize=256)(self._map)  # Limits the open files.
+        self._open = functools.lru_cache(maxsize=256)(self._open_file)  # Limits the open files.
 
     def _members(self) -> npt.NDArray[np.bool_] | slice:
         """Returns an index of the documents in the split."""
@@ -197,25 +244,60 @@ class TokenStore(TokenSource):
             if (size := os.path.getsize(path)) != tokens * itemsize:
                 raise self._damaged(f"{name} has {size} bytes, not {tokens * itemsize}")
 
+        if not self.meta.block_hashes:
+            logger.info(
+                "%s has no hashes of its blocks, because an older version made it: only sizes are "
+                "checked; `moelib prepare --verify` checks its tokens.",
+                self.name,
+            )
+
+    def _blocks(self, *, tokens: bool) -> list[store_check.Block]:
+        """Returns the blocks of the files of tokens, or of the other files."""
+        return [
+            (name, number)
+            for name, hashes in self.meta.block_hashes.items()
+            for number in range(len(hashes))
+            if name.endswith(_TOKENS_ENDING) == tokens
+        ]
+
+    def _sample(self) -> list[store_check.Block]:
+        """Returns the blocks of tokens that are checked when the store is opened."""
+        return store_check.spread_sample(self._blocks(tokens=True))
+
+    def _check_blocks(self, blocks: Iterable[store_check.Block]) -> None:
+        """Raises UserError if a block is not as it was written."""
+        for block in blocks:
+            hashes = self.meta.block_hashes[block[0]]
+            if found := store_check.damage(self.config.path, block, hashes):
+                raise self._damaged(found)
+
+    def check_in_background(self, host_index: int, num_hosts: int) -> Iterator[None]:
+        """Checks a host's share of the blocks that opening the store did not, one per step."""
+        sampled = set(self._sample())
+        left = [block for block in self._blocks(tokens=True) if block not in sampled]
+        for block in left[host_index::num_hosts]:
+            self._check_blocks([block])
+            yield
+
     def _array(self, name: str, size: int) -> npt.NDArray[Any]:
         """Returns an array of the store. Raises UserError if it is damaged."""
         try:
-            array = np.load(os.path.join(self.config.path, name))
-        except (OSError, ValueError, EOFError) as error:
+            with open(os.path.join(self.config.path, name), "rb") as file:
+                array = np.load(file)
+        except OSError as error:
             raise self._damaged(f"{name} cannot be read ({error})") from None
-        if array.shape != (size,):
-            raise self._damaged(f"{name} has {len(array)} entries, not {size}")
+        except Exception as error:  # NumPy's parser of the header raises errors of many classes.
+            raise self._damaged(f"{name} is not an array ({error})") from None
+        if array.shape != (size,) or array.dtype.kind not in "iu":
+            raise self._damaged(f"{name} has {array.size} entries of {array.dtype}, not {size}")
         return array
 
-    def _map(self, index: int) -> npt.NDArray[np.unsignedinteger]:
-        if not self.meta.file_tokens[index]:
-            return np.empty(0, self.meta.dtype)  # An empty file cannot be mapped.
+    def _open_file(self, index: int) -> "_TokenFile":
         path = os.path.join(self.config.path, tokens_file(index))
-        dtype = np.dtype(self.meta.dtype).newbyteorder("<")
-        return np.memmap(path, dtype, "r").view(np.ndarray)
+        return _TokenFile(path, self.meta.dtype)
 
-    def file(self, index: int) -> npt.NDArray[np.unsignedinteger]:
-        """Returns all tokens of a file, mapped."""
+    def file(self, index: int) -> "_TokenFile":
+        """Returns the tokens of a file, which are read on use."""
         return self._open(index)
 
     @property
@@ -255,16 +337,60 @@ class TokenStore(TokenSource):
             ids = self.document(index)
             yield tokenizer.decode(ids[: len(ids) - self.meta.append_eos])
 
-    def verify(self) -> None:
-        """Reads all tokens. Raises UserError if they or the lengths are not those written."""
+    def verify(self, on_bytes: Callable[[int], None] = lambda _: None) -> None:
+        """Reads all files. Raises UserError if one is not as it was written.
+
+        Of a store of an older version, it reads tokens, lengths and tokenizer. `on_bytes` is called
+        with the number of bytes after each step.
+        """
+        for block in self._blocks(tokens=False) + self._blocks(tokens=True):
+            self._check_blocks([block])
+            on_bytes(store_check.BLOCK_BYTES)
+        if not self.meta.block_hashes:
+            self._verify_content(on_bytes)
+        if self.meta.eos_token:
+            self.tokenizer()
+
+    def _verify_content(self, on_bytes: Callable[[int], None]) -> None:
+        """Raises UserError if the hash of tokens and lengths is not that of meta.json."""
         hashes = []
-        for index in range(len(self.meta.file_tokens)):
-            tokens = self.file(index)
-            check_vocabulary(tokens, self.vocab_size, f"{self.name}, {tokens_file(index)}")
-            hashes.append(hashlib.sha256(tokens).hexdigest())
+        for index, num_tokens in enumerate(self.meta.file_tokens):
+            digest, file = hashlib.sha256(), self.file(index)
+            for start in range(0, num_tokens, store_check.BLOCK_BYTES):
+                tokens = file[start : min(start + store_check.BLOCK_BYTES, num_tokens)]
+                check_vocabulary(tokens, self.vocab_size, f"{self.name}, {tokens_file(index)}")
+                digest.update(tokens)
+                on_bytes(tokens.nbytes)
+            hashes.append(digest.hexdigest())
         lengths = self._array(LENGTHS, self.meta.num_documents)
         if content_hash(hashes, lengths) != self.meta.content_hash:
             raise self._damaged("its tokens or lengths are not those that were written")
+
+
+class _TokenFile:
+    """The tokens of a file, which slices read.
+
+    In mapped memory, a file that is cut short while it is in use ends the process by a signal.
+    """
+
+    def __init__(self, path: str, dtype: str) -> None:
+        self._path, self._dtype = path, np.dtype(dtype).newbyteorder("<")
+        self._descriptor = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
+
+    def __getitem__(self, index: slice | int) -> Any:
+        start, stop = (index, index + 1) if isinstance(index, int) else (index.start, index.stop)
+        size = self._dtype.itemsize
+        data = os.pread(self._descriptor, (stop - start) * size, start * size)
+        if len(data) != (stop - start) * size:
+            raise UserError(
+                f"{self._path} ends before token {stop}: it has been cut short while it was in "
+                "use, or its disk fails; restore the file and run the same command again."
+            )
+        tokens = np.frombuffer(data, self._dtype)
+        return tokens[0] if isinstance(index, int) else tokens
 
 
 def content_hash(file_hashes: Sequence[str], lengths: npt.NDArray[np.unsignedinteger]) -> str:

@@ -23,6 +23,7 @@ from moelib.core.config import REQUIRED, Configurable, config_class, did_you_mea
 from moelib.core.errors import MissingFileError, UserError
 from moelib.core.files import atomic_file, read_json, write_json
 from moelib.core.progress import format_seconds
+from moelib.data.document_pieces import PIECE_CHARACTERS, PieceCutter
 
 END_OF_TEXT = "<|endoftext|>"
 FILE_NAME = "tokenizer.json"
@@ -83,6 +84,14 @@ class Tokenizer(Configurable):
         """Returns the ids of many texts; faster than one by one."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
+
+    def pieces(self, text: str) -> Iterator[str]:
+        """Yields pieces of a long text whose ids, one after another, are those of the text."""
+        return self._cutter.pieces(text) if len(text) > PIECE_CHARACTERS else iter((text,))
+
+    @functools.cached_property
+    def _cutter(self) -> PieceCutter:
+        return PieceCutter(self._tokenizer)
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the ids of texts as a model reads prompts, with BOS if the tokenizer adds it."""

@@ -25,6 +25,7 @@ from moelib.data.prepare_part import (
     tokenize_part,
 )
 from moelib.data.source import BadRecordError, BadRecords, Part, TextHash, TextsPart
+from moelib.data.store_check import hash_blocks
 from moelib.data.tokenizer import ByteTokenizer, Tokenizer
 
 TEXTS = ("ab", "", "Grüße", "c")
@@ -72,6 +73,7 @@ def test_a_part_leaves_its_tokens_lengths_and_bytes(folder: str, tokenizer: Toke
         first_bad_record="",
         sha256=hashlib.sha256(np.array(expected, "<u2").tobytes()).hexdigest(),
         text_sha256=text_hash.hexdigest(),
+        block_hashes=hash_blocks(os.path.join(folder, "tokens-00003.bin")),
     )
 
 

@@ -1,11 +1,22 @@
+import collections
+import contextlib
+import itertools
 import json
+import logging
+import math
+import os
 import pathlib
 import re
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
 
-from moelib.data import token_store
+from moelib.core.errors import UserError
+from moelib.data import store_check, token_store
+from moelib.data.lm_input import LMInput
 from moelib.data.prepare import prepare
 from moelib.data.source import InMemorySource
 from moelib.data.token_store import TokenStore, check_splits, split_of_documents, token_dtype
@@ -25,6 +36,20 @@ def path(tmp_path: pathlib.Path) -> pathlib.Path:
 
 def _open(path: pathlib.Path, **fields: object) -> TokenStore:
     return TokenStore.default_config().set(path=str(path), **fields).instantiate()
+
+
+def _as_older_version(path: pathlib.Path, **changes: object) -> None:
+    """Makes meta.json that of a version that wrote no hashes of blocks."""
+    meta = json.loads((path / "meta.json").read_text())
+    del meta["digest"], meta["block_hashes"]
+    (path / "meta.json").write_text(json.dumps(meta | changes))
+
+
+def _flip(path: pathlib.Path, position: int) -> None:
+    """Flips a bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
 
 
 def _texts(store: TokenStore) -> list[str]:
@@ -60,7 +85,10 @@ def test_ids_are_stored_in_the_smallest_type():
     assert [token_dtype(size) for size in (257, 65_536, 65_537)] == ["uint16", "uint16", "uint32"]
 
 
-@pytest.mark.parametrize("splits", [{}, {"train": 0.5}, {"train": 1.5, "validation": -0.5}])
+@pytest.mark.parametrize(
+    "splits",
+    [{}, {"train": 0.5}, {"train": 1.5, "validation": -0.5}, {"train": math.nan}, {"": 1.0}],
+)
 def test_fractions_that_make_no_whole_are_refused(splits: dict[str, float]):
     with pytest.raises(ValueError, match=re.escape(str(splits))):
         check_splits(splits)
@@ -80,9 +108,7 @@ def test_an_unknown_split_is_named(path: pathlib.Path):
 
 
 def test_a_split_without_documents_is_refused(path: pathlib.Path):
-    meta = json.loads((path / "meta.json").read_text())
-    meta["splits"] = {"train": 1 - 1e-9, "validation": 1e-9}
-    (path / "meta.json").write_text(json.dumps(meta))
+    _as_older_version(path, splits={"train": 1 - 1e-9, "validation": 1e-9})
     with pytest.raises(ValueError, match=r"Split 'validation'.*1e-09.*200 documents"):
         _open(path, split="validation")
 
@@ -112,6 +138,7 @@ def test_a_damaged_store_is_refused(path: pathlib.Path):
     with pytest.raises(ValueError, match=r"damaged: tokens-00001.bin"):
         _open(path)
     tokens.write_bytes(content)
+    _as_older_version(path)
     np.save(path / "lengths.npy", np.ones(3, np.uint32))
     with pytest.raises(ValueError, match=r"damaged: lengths.npy.*3 entries.*200"):
         _open(path)
@@ -123,17 +150,149 @@ def test_a_damaged_store_is_refused(path: pathlib.Path):
         _open(path)
 
 
-def test_changed_tokens_are_found_by_verify(path: pathlib.Path):
-    tokens = path / token_store.tokens_file(0)
-    content = bytearray(tokens.read_bytes())
-    content[0] ^= 1
-    tokens.write_bytes(content)
+def test_changed_tokens_are_found_by_verify_in_a_store_of_an_older_version(path: pathlib.Path):
+    _as_older_version(path)
+    store = _open(path)
+    store.verify()
+    _flip(path / token_store.tokens_file(0), 0)
     with pytest.raises(ValueError, match=str(path)):
         _open(path).verify()
-    content[:2] = b"\x01\x01"
-    tokens.write_bytes(content)
-    with pytest.raises(ValueError, match=r"tokens-00000.bin:.*id 257 \(token 0\)"):
+    _flip(path / token_store.tokens_file(0), 1)
+    _flip(path / token_store.tokens_file(0), 0)
+    with pytest.raises(ValueError, match=r"tokens-00000.bin:.*id 3\d\d \(token 0\)"):
         _open(path).verify()
+
+
+def test_a_store_of_an_older_version_has_the_same_identity(
+    path: pathlib.Path, caplog: pytest.LogCaptureFixture
+):
+    identity = _open(path).fingerprint
+    with caplog.at_level(logging.INFO):
+        _open(path)
+        assert not caplog.records
+        _as_older_version(path)
+        assert _open(path).fingerprint == identity
+    assert len(caplog.records) == 1
+    assert str(path) in caplog.text
+
+
+@pytest.mark.parametrize(
+    "name", ["tokens-00001.bin", "lengths.npy", "num_bytes.npy", "token_num_bytes.npy"]
+)
+def test_a_flipped_bit_is_found_when_the_store_is_opened(path: pathlib.Path, name: str):
+    _flip(path / name, (path / name).stat().st_size // 2)
+    with pytest.raises(ValueError, match=f"{path}.*damaged: bytes 0 to .* of {name}"):
+        _open(path)
+
+
+def test_blocks_that_opening_leaves_out_are_found_in_the_background(
+    path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(store_check, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(store_check, "SAMPLED_BLOCKS", 3)
+    name, meta = token_store.tokens_file(1), token_store.read_meta(str(path))
+    for file in meta.block_hashes:
+        meta.block_hashes[file] = store_check.hash_blocks(str(path / file))
+    token_store.write_meta(str(path), meta)
+    _open(path).verify()
+    _flip(path / name, 100)
+    store = _open(path)
+    with pytest.raises(ValueError, match=f"damaged: bytes 64 to 128 of {name}"):
+        store.verify()
+    found = 0
+    for host in range(2):  # Only one of two hosts has the block.
+        with contextlib.suppress(ValueError):
+            list(store.check_in_background(host, 2))
+            found += 1
+    assert found == 1
+    cfg = LMInput.default_config().set(source=store.config, seq_len=16, global_batch_size=2)
+    batches = itertools.takewhile(lambda _: not time.sleep(0.01), cfg.instantiate().iterator())
+    with pytest.raises(ValueError, match=f"damaged: bytes 64 to 128 of {name}"):
+        collections.deque(batches, maxlen=0)
+    later = cfg.instantiate().iterator()
+    later.step = cfg.instantiate().num_batches  # In the second epoch.
+    next(later)
+    assert later._check is None
+
+
+@pytest.mark.parametrize(("index", "end"), [(slice(10, 20), 20), (12, 13)])
+def test_tokens_that_a_file_has_lost_are_named(path: pathlib.Path, index: slice | int, end: int):
+    file = _open(path).file(0)
+    os.truncate(path / token_store.tokens_file(0), 25)
+    assert list(file[0:10]) == list(TEXTS[0].encode())[:10]
+    with pytest.raises(UserError, match=rf"{path / token_store.tokens_file(0)}.* {end}:"):
+        file[index]
+
+
+_READER = """
+import os, sys
+from moelib.core.command_line import run_command
+from moelib.data.token_store import TokenStore
+
+def run(flags, arguments):
+    store = TokenStore.default_config().set(path=arguments[0]).instantiate()
+    store.document(0)
+    os.truncate(os.path.join(arguments[0], "tokens-00000.bin"), 0)
+    store.document(1)
+
+class Flags: pass
+import dataclasses
+sys.exit(run_command("reader", dataclasses.dataclass(Flags), run, sys.argv[1:]))
+"""
+
+
+def test_a_file_that_shrinks_ends_a_command_with_one_line(path: pathlib.Path):
+    # In mapped memory, the signal SIGBUS ended the process without a message.
+    command = [sys.executable, "-c", _READER, str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert f"{path / 'tokens-00000.bin'} ends before" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("eos_id", -1),
+        ("eos_id", 257),
+        ("eos_id", True),
+        ("vocab_size", 10**30),
+        ("vocab_size", "257"),
+        ("dtype", "float16"),
+        ("dtype", ["uint16"]),
+        ("num_tokens", 7),
+        ("num_documents", -1),
+        ("file_tokens", [1.5]),
+        ("file_tokens", {"a": 1}),
+        ("splits", {"train": math.nan}),
+        ("splits", {"train": "1"}),
+        ("splits", {"": 1.0}),
+        ("append_eos", 1),
+        ("tokenizer_hash", None),
+    ],
+)
+def test_a_wrong_value_in_meta_is_named(path: pathlib.Path, key: str, value: object):
+    _as_older_version(path, **{key: value})
+    with pytest.raises(UserError, match=re.escape(f"{key}=")):
+        _open(path)
+
+
+def test_meta_of_great_depth_is_refused(path: pathlib.Path):
+    (path / "meta.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match=r"meta\.json"):
+        _open(path)
+
+
+def test_a_change_of_meta_is_noticed(path: pathlib.Path):
+    text = (path / "meta.json").read_text()
+    (path / "meta.json").write_text(text.replace('"eos_id": 256', '"eos_id": 255'))
+    with pytest.raises(UserError, match=r"meta.json.*digest="):
+        _open(path)
+    meta = json.loads(text)
+    del meta["digest"]
+    (path / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(UserError, match=r"meta.json.*digest=None"):
+        _open(path)
 
 
 @pytest.mark.parametrize(
