@@ -107,15 +107,23 @@ class TrainFlags(ConfigFlags, DeviceFlags):
     skip_kernel_check: bool | None = flag(
         None, "Whether to start without checking the accelerator's kernels against references."
     )
+    skip_checksums: bool | None = flag(
+        None, "Whether to resume without comparing the checkpoint with its checksums."
+    )
 
     def load(self) -> Any:
         """Returns the config that the flags describe."""
         cfg = super().load()
-        fields = {"trainer_dir": "dir", "trainer_prng_seed": "prng_seed"}
-        for name, field in {**fields, "skip_kernel_check": "skip_kernel_check"}.items():
+        fields = {
+            "trainer_dir": "dir",
+            "trainer_prng_seed": "prng_seed",
+            "skip_kernel_check": "skip_kernel_check",
+            "skip_checksums": "checkpointer.skip_checksums",
+        }
+        for name, field in fields.items():
             if (value := getattr(self, name)) is not None:
                 with config_origin(f"--{name}"):
-                    cfg.set(**{field: value})
+                    config_paths.set_at(cfg, field, value)
         return cfg
 
 

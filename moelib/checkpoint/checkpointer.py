@@ -5,16 +5,17 @@ The folder gets this name when it is complete.
 """
 
 import contextlib
+import dataclasses
 import logging
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
 
-from moelib.checkpoint import contents
+from moelib.checkpoint import checksums, contents
 from moelib.checkpoint.contents import CheckpointRecord, DamagedCheckpointError
 from moelib.checkpoint.policy import every_n_steps_and_last_policy, steps_to_keep
 from moelib.checkpoint.restore import (
@@ -33,6 +34,7 @@ from moelib.core.config import (
     config_for_function,
 )
 from moelib.core.errors import UserError
+from moelib.core.files import sync_folder
 from moelib.core.module import Module, nowrap
 
 logger = logging.getLogger(__name__)
@@ -61,6 +63,7 @@ class Checkpointer(Module):
         best_metric: str | None = None  # "<evaler>/<metric>", for example "validation/loss".
         best_mode: Literal["min", "max"] = "min"  # Whether the least or the largest is the best.
         wait: Literal["no", "after_save"] = "no"  # Whether a step waits until it is written.
+        skip_checksums: bool = False  # If True, arrays are restored without a comparison.
 
     def __init__(self, cfg: Any, *, parent: Module | None) -> None:
         """Checks the settings; accesses no file.
@@ -79,6 +82,7 @@ class Checkpointer(Module):
         self.dir = os.path.abspath(cfg.dir)
         self._orbax: Any = None
         self._pending: int | None = None
+        self._write_record: Callable[[str], None] | None = None  # Of the pending checkpoint.
         self._damaged: set[int] = set()
         self.last_error: BaseException | None = None  # Of the newest save, if it failed.
 
@@ -98,25 +102,28 @@ class Checkpointer(Module):
     def save(self, state: Any, record: CheckpointRecord) -> None:
         """Starts to write a checkpoint of `record.step`, after the previous one is complete.
 
-        The record's `arrays` and `versions` are filled in. The arrays may be donated when this
-        returns. A failure, now or later, is logged and kept in `last_error`; older checkpoints are
-        unaffected, and the next save tries again.
+        The record's `arrays`, `versions` and `checksums` are filled in. The arrays may be donated
+        when this returns. A failure, now or later, is logged and kept in `last_error`; older
+        checkpoints are unaffected, and the next save tries again.
         """
         self.wait()
-        step = record.step
-        values = record.to_json() | {
-            "arrays": contents.describe_arrays(state),
-            "versions": contents.library_versions(),
-        }
+        step, arrays = record.step, contents.describe_arrays(state)
+        record = dataclasses.replace(record, arrays=arrays, versions=contents.library_versions())
         try:
             import orbax.checkpoint as ocp
 
             os.makedirs(self.dir, exist_ok=True)
-            items = {
-                contents.STATE_ITEM: ocp.args.PyTreeSave(tree.to_nested(state)),
-                contents.RECORD_ITEM: ocp.args.JsonSave(values),
-            }
+            started = checksums.start_checksums(tree.by_path(state))
+
+            def write_record(path: str) -> None:
+                found = checksums.finish_checksums(started)
+                dataclasses.replace(record, checksums=found).write(path)
+
+            self._write_record = write_record
+            items = {contents.STATE_ITEM: ocp.args.PyTreeSave(tree.to_nested(state))}
             path, args = contents.step_path(self.dir, step), ocp.args.Composite(**items)
+            if jax.process_index() == 0 and os.path.lexists(path):
+                _delete(path)
             self._checkpointer().save(path, args=args, force=True)
         except Exception as error:
             self._report_failure(step, error)
@@ -134,6 +141,8 @@ class Checkpointer(Module):
         step, self._pending = self._pending, None
         try:
             self._orbax.wait_until_finished()
+            if jax.process_index() == 0:
+                sync_folder(self.dir)  # The name of the new checkpoint.
         except Exception as error:
             self._report_failure(step, error)
             return
@@ -151,7 +160,18 @@ class Checkpointer(Module):
         if self._orbax is None:
             import orbax.checkpoint as ocp
 
-            self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+            handler = ocp.CompositeCheckpointHandler()
+            finalize = handler.finalize
+
+            def finalize_with_record(directory: Any) -> None:
+                """Completes the folder on process 0, before it gets its name."""
+                finalize(directory)
+                assert self._write_record is not None
+                self._write_record(os.fspath(directory))
+                sync_folder(directory, recursive=True)
+
+            handler.finalize = finalize_with_record
+            self._orbax = ocp.AsyncCheckpointer(handler)
         return self._orbax
 
     def _report_failure(self, step: int, error: BaseException) -> None:
@@ -176,7 +196,7 @@ class Checkpointer(Module):
             if not (left := _unfinished(self.dir)):
                 break
             for path in left:
-                shutil.rmtree(path, ignore_errors=True)
+                _remove(path)
             time.sleep(0.1)
 
     def _delete_old(self) -> None:
@@ -204,7 +224,10 @@ class Checkpointer(Module):
             best_mode=cfg.best_mode,
         )
         for step in metrics.keys() - kept:
-            shutil.rmtree(found[step], ignore_errors=True)
+            try:
+                _delete(found[step])
+            except OSError as error:
+                logger.warning("%s cannot be deleted: %s.", found[step], error.strerror)
 
     # Reading.
 
@@ -226,7 +249,8 @@ class Checkpointer(Module):
         if not found:
             return None
         try:
-            read = lambda path: restore_checkpoint(path, target)
+            skip = self.config.skip_checksums
+            read = lambda path: restore_checkpoint(path, target, skip_checksums=skip)
             return newest_readable(found, read, on_damage=self._damaged.add)
         except DamagedCheckpointError as error:
             cure = f"\nMove {self.dir} aside to start from step 0." if step is None else ""
@@ -237,7 +261,23 @@ class Checkpointer(Module):
         """Removes incomplete checkpoints of processes that were killed."""
         for path in _unfinished(self.dir) if jax.process_index() == 0 else ():
             logger.warning("Removed an incomplete checkpoint: %s", path)
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
+
+
+def _delete(path: str) -> None:
+    """Deletes a checkpoint; a process that is killed meanwhile leaves an unfinished one."""
+    unfinished = path + _UNFINISHED
+    _remove(unfinished)
+    os.rename(path, unfinished)
+    _remove(unfinished)
+
+
+def _remove(path: str) -> None:
+    """Removes a folder or, in its place, a file or a link, as far as possible."""
+    try:
+        os.unlink(path)
+    except OSError:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _unfinished(directory: str) -> list[str]:

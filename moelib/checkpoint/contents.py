@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -45,39 +46,57 @@ class CheckpointRecord:
     config_hash: str = ""  # Hash of the settings that determine the run's numbers; may be empty.
     mesh: dict[str, int] = dataclasses.field(default_factory=dict)  # Sizes of the mesh axes.
     versions: dict[str, str] = dataclasses.field(default_factory=dict)  # Versions of libraries.
+    # Checksums of the arrays by path; none in checkpoints of earlier versions of this library.
+    checksums: dict[str, str] = dataclasses.field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns JSON values."""
-        return {"format": 1, **dataclasses.asdict(self)}
+    def write(self, path: str) -> None:
+        """Writes the record of the checkpoint at `path`, with a digest of the record itself."""
+        values = {"format": 1, **dataclasses.asdict(self)}
+        os.makedirs(os.path.join(path, RECORD_ITEM), exist_ok=True)
+        with open(os.path.join(path, _RECORD_FILE), "w", encoding="utf-8") as file:
+            json.dump(values | {"digest": _digest(values)}, file)
 
     @classmethod
     def read(cls, path: str) -> Self:
         """Returns the record of the checkpoint at `path`.
 
         Raises:
-            DamagedCheckpointError: If it is missing or damaged.
+            DamagedCheckpointError: If it is missing, damaged, or of another step than the folder.
             OSError: If it cannot be read for an external reason: see `unreadable`.
         """
         file = os.path.join(path, _RECORD_FILE)
         try:
             with open(file, encoding="utf-8") as f:
                 values = json.load(f)
+            digest = values.pop("digest", None)  # None in checkpoints of earlier versions.
+            if digest not in (None, _digest(values)):
+                raise ValueError("its content differs from its digest")
             values.pop("format")
-            return cls(**values)
+            record = cls(**values)
+            if _step_of(path) not in (None, record.step):
+                raise ValueError(f"it is the record of step {record.step}")
         except FileNotFoundError:
             raise DamagedCheckpointError(f"{path}: the file {_RECORD_FILE} is missing.") from None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except Exception as error:
             if unreadable(error):
                 raise
             raise DamagedCheckpointError(f"{file} cannot be read: {error}.") from error
+        return record
 
 
-# Messages of libraries without exceptions of their own (TensorStore, XLA): their codes, and any
-# error of the system except a missing file and a folder at the path of a file.
-_UNREADABLE = re.compile(
-    "RESOURCE_EXHAUSTED|PERMISSION_DENIED|UNAUTHENTICATED|UNAVAILABLE|DEADLINE_EXCEEDED"
-    rf"|(?:os_error_code='|OS error )(?!(?:{errno.ENOENT}|{errno.ENOTDIR}|{errno.EISDIR})\b)\d"
+def _digest(values: dict[str, Any]) -> str:
+    """Returns the SHA-256 of JSON values, in hexadecimal digits."""
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
+# Errors of the system that show damage: something else is at the path of a file.
+_DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
+# TensorStore and XLA raise ValueError and RuntimeError, with the status in the text alone:
+# "UNAVAILABLE: ...", and for an error of the system "... [os_error_code='5']".
+_STATUS = re.compile(
+    r"\b(RESOURCE_EXHAUSTED|PERMISSION_DENIED|UNAUTHENTICATED|UNAVAILABLE|DEADLINE_EXCEEDED): "
 )
+_OS_ERROR = re.compile(r"\bos_error_code='(\d+)'")
 
 
 def unreadable(error: BaseException) -> bool:
@@ -89,10 +108,11 @@ def unreadable(error: BaseException) -> bool:
     while seen is not None:
         if isinstance(seen, BaseExceptionGroup) and any(map(unreadable, seen.exceptions)):
             return True
-        missing = isinstance(seen, FileNotFoundError | NotADirectoryError | IsADirectoryError)
-        if isinstance(seen, OSError) and seen.errno is not None and not missing:
+        codes = [seen.errno] if isinstance(seen, OSError) and seen.errno is not None else []
+        codes += map(int, _OS_ERROR.findall(str(seen)))
+        if codes and not _DAMAGE.issuperset(codes):
             return True
-        if isinstance(seen, MemoryError) or _UNREADABLE.search(str(seen)):
+        if isinstance(seen, MemoryError) or (not codes and _STATUS.search(str(seen))):
             return True
         seen = seen.__cause__ or seen.__context__
     return False
@@ -114,17 +134,28 @@ def step_path(directory: str, step: int) -> str:
     return os.path.join(directory, f"{STEP_PREFIX}{step:08d}")
 
 
+def _step_of(path: str) -> int | None:
+    """Returns the step in the name of a checkpoint's folder; None for other names."""
+    found = re.fullmatch(rf"{STEP_PREFIX}([0-9]{{1,18}})", os.path.basename(path))
+    return int(found[1]) if found else None
+
+
 def list_checkpoints(directory: str) -> dict[int, str]:
     """Returns {step: path} of all complete checkpoints, oldest first.
 
-    Incomplete ones, whose process was killed while writing, have other names.
+    Incomplete ones, whose process was killed while it wrote or deleted them, have other names.
+
+    Raises:
+        UserError: If the folder cannot be listed.
     """
     try:
         names = os.listdir(directory)
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    numbers = {n: n.removeprefix(STEP_PREFIX) for n in names if n.startswith(STEP_PREFIX)}
-    found = {int(x): os.path.join(directory, n) for n, x in numbers.items() if x.isdecimal()}
+    except OSError as error:
+        raise UserError(f"{directory} cannot be listed: {error.strerror}.") from error
+    steps = {os.path.join(directory, name): _step_of(name) for name in names}
+    found = {step: path for path, step in steps.items() if step is not None}
     return dict(sorted(found.items()))
 
 

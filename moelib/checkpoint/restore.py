@@ -1,14 +1,17 @@
 """Reading checkpoints under any mesh: all of one, or the parameters alone."""
 
+import functools
+import gc
 import logging
 import os
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import numpy as np
 
-from moelib.checkpoint import contents
+from moelib.checkpoint import checksums, contents
 from moelib.checkpoint.contents import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
@@ -32,8 +35,13 @@ class Restored(NamedTuple):
     path: str  # Folder of the checkpoint.
 
 
-def restore_checkpoint(path: str, target: Any) -> Restored:
+def restore_checkpoint(path: str, target: Any, *, skip_checksums: bool = False) -> Restored:
     """Returns the checkpoint at `path` in the structure and shardings of the target.
+
+    Args:
+        path: Folder of the checkpoint.
+        target: Tree of `jax.ShapeDtypeStruct`, with shardings or without.
+        skip_checksums: Whether the arrays are not compared with their checksums.
 
     Raises:
         CheckpointMismatchError: If the arrays are not those of the target.
@@ -42,10 +50,13 @@ def restore_checkpoint(path: str, target: Any) -> Restored:
     """
     record = _read_record(path, target)
     nested = _read(path, tree.to_nested(target), partial=False)
+    _check(path, nested, record, skip_checksums=skip_checksums)
     return Restored(tree.from_nested(nested, target), record, path)
 
 
-def restore_params_only(directory: str, target: Any, *, step: int | None = None) -> Restored:
+def restore_params_only(
+    directory: str, target: Any, *, step: int | None = None, skip_checksums: bool = False
+) -> Restored:
     """Returns the parameters that the learner evaluates; reads nothing else.
 
     They are the average of the model's parameters, or the evaluation point of a schedule-free
@@ -55,6 +66,7 @@ def restore_params_only(directory: str, target: Any, *, step: int | None = None)
         directory: Folder of the checkpoints.
         target: Nested dict of `jax.ShapeDtypeStruct`, with shardings or without.
         step: Step of the checkpoint; None for the newest that can be read.
+        skip_checksums: Whether the arrays are not compared with their checksums.
 
     Raises:
         CheckpointMismatchError: If the parameters are not those of the target.
@@ -62,13 +74,14 @@ def restore_params_only(directory: str, target: Any, *, step: int | None = None)
         DamagedCheckpointError: If none can be read.
     """
     found = find_checkpoints(os.path.abspath(directory), step, required=True)
-    return newest_readable(found, lambda path: _restore_params(path, target))
+    read = lambda path: _restore_params(path, target, skip_checksums=skip_checksums)
+    return newest_readable(found, read)
 
 
 _AVERAGE = "learner/ema/params/"
 
 
-def _restore_params(path: str, target: Any) -> Restored:
+def _restore_params(path: str, target: Any, *, skip_checksums: bool) -> Restored:
     wanted = contents.describe_arrays(target)
     record = _read_record(path, target, prefix="model/")
     averages = {
@@ -90,7 +103,9 @@ def _restore_params(path: str, target: Any) -> Restored:
     arrays = {source: struct(source, leaves[name]) for name, source in sources.items()}
     for name, base in bases.items():
         arrays |= {f"{base}{x}": struct(f"{base}{x}", leaves[name]) for x in ("b1", f"z/{name}")}
-    read = tree.by_path(_read(path, tree.unflatten(arrays), partial=True))
+    nested = _read(path, tree.unflatten(arrays), partial=True)
+    _check(path, nested, record, skip_checksums=skip_checksums)
+    read = tree.by_path(nested)
     params = {name: read[source] for name, source in sources.items()}
     for name, base in bases.items():  # As optax.contrib.schedule_free_eval_params.
         b1 = np.asarray(read[f"{base}b1"])
@@ -147,11 +162,56 @@ def _read(path: str, target: dict[str, Any], *, partial: bool) -> dict[str, Any]
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
                 return checkpointer.restore(os.path.join(path, contents.STATE_ITEM), args=args)
         except Exception as error:
+            _silence_abandoned_reads()
             if unreadable(error):
                 raise
-            raise DamagedCheckpointError(f"{path} cannot be read: {first_line(error)}") from error
+            reason = first_line(error)
+        gc.collect()  # The error and what it holds: the arrays that have been read.
+        raise DamagedCheckpointError(f"{path} cannot be read: {reason}")
 
     return on_all_processes(read, path)
+
+
+@functools.cache  # Once per process.
+def _silence_abandoned_reads() -> None:
+    """Silences the reads that Orbax abandons after an error: each prints a page at some later time.
+
+    One is a coroutine that is never resumed, or calls back into an event loop that is closed.
+    """
+    before = sys.unraisablehook
+
+    def hook(args: Any) -> None:
+        code = getattr(args.object, "cr_code", None)
+        late = args.object is None and str(args.exc_value) == "Event loop is closed"
+        if not late and (code is None or "orbax" not in code.co_filename):
+            before(args)
+
+    sys.unraisablehook = hook
+
+
+def _check(
+    path: str, nested: dict[str, Any], record: CheckpointRecord, *, skip_checksums: bool
+) -> None:
+    """Compares arrays that were read from `path` with its record.
+
+    Raises:
+        DamagedCheckpointError: If the checksum of an array differs, or the state's step.
+    """
+    arrays = tree.by_path(nested)
+    step = arrays.get("step")
+    if step is not None and step.ndim == 0 and int(step) != record.step:
+        raise DamagedCheckpointError(
+            f"{path} holds the state of step {int(step)}, and the record of step {record.step}."
+        )
+    if skip_checksums:
+        return
+    if not record.checksums:
+        logger.info("%s has no checksums: an earlier version wrote it.", path)
+        return
+    found = checksums.finish_checksums(checksums.start_checksums(arrays))
+    if wrong := [name for name in found if found[name] != record.checksums.get(name)]:
+        more = f" and {len(wrong) - 1} more arrays differ" if len(wrong) > 1 else " differs"
+        raise DamagedCheckpointError(f"{path}: {wrong[0]!r}{more} from the checksum in the record.")
 
 
 # -- Finding -------------------------------------------------------------------------------------
@@ -205,7 +265,7 @@ def newest_readable(
 def first_line(error: BaseException) -> str:
     """Returns an error's type and the first line of its message."""
     lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:400]}"
+    return f"{type(error).__name__}: {lines[0].partition(' [tensorstore_spec=')[0][:400]}"
 
 
 # -- Agreement of processes ----------------------------------------------------------------------

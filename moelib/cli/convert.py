@@ -36,6 +36,7 @@ class Flags:
     )
     module: str | None = flag(None, "Module of the run's own layers, which its config may name.")
     module_dir: str | None = flag(None, "Folder of the modules of the run's own layers.")
+    skip_checksums: bool = flag(False, "Whether to read a run without comparing checksums.")
 
 
 def run(flags: Flags, arguments: Sequence[str]) -> None:
@@ -68,6 +69,7 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
             dtype=flags.dtype,
             mesh=mesh,
             module_dir=flags.module_dir,
+            skip_checksums=flags.skip_checksums,
         )
         files = ", ".join(sorted(os.listdir(flags.to_hf)))
         print(f"Wrote {architecture} to {flags.to_hf}: {files}.")

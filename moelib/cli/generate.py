@@ -34,6 +34,7 @@ class ModelFlags(DeviceFlags):
     mesh: str | None = flag(None, "Mesh, such as fsdp=4,expert=2; by default one device.")
     module: str | None = flag(None, "Module of the run's own layers, which its config may name.")
     module_dir: str | None = flag(None, "Folder of the modules of the run's own layers.")
+    skip_checksums: bool = flag(False, "Whether to read a run without comparing checksums.")
 
     @property
     def folder(self) -> str:
@@ -50,8 +51,8 @@ class ModelFlags(DeviceFlags):
 
         if self.module:
             import_module(self.module)
-        how = {"dtype": self.dtype, "mesh": self.mesh, "module_dir": self.module_dir}
-        return load_model(folder, step=self.step, **how)
+        names = ("step", "dtype", "mesh", "module_dir", "skip_checksums")
+        return load_model(folder, **{name: getattr(self, name) for name in names})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

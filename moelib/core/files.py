@@ -1,6 +1,7 @@
 """Files written as a whole: readers see the old content or the new one, never a part; caches."""
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -27,6 +28,20 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[IO[str]]:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def sync_folder(path: str | os.PathLike[str], *, recursive: bool = False) -> None:
+    """Waits until the names in a folder and, if recursive, all files below it are on the disk."""
+    for folder, _, names in os.walk(path) if recursive else [(path, (), ())]:
+        for name in (*names, "."):
+            descriptor = os.open(os.path.join(folder, name), os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            except OSError as error:
+                if error.errno != errno.EINVAL or name != ".":  # Some file systems sync no folders.
+                    raise
+            finally:
+                os.close(descriptor)
 
 
 def write_json(path: str | os.PathLike[str], value: Any, *, indent: int | None = 2) -> None:

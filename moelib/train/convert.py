@@ -69,6 +69,7 @@ def to_hugging_face(
     dtype: str | None = None,
     mesh: Mesh | None = None,
     module_dir: str | None = None,
+    skip_checksums: bool = False,
 ) -> str:
     """Writes the model of a run for transformers; returns the name of its architecture.
 
@@ -82,6 +83,7 @@ def to_hugging_face(
         dtype: Dtype to round the parameters to; None for that of the checkpoint.
         mesh: Mesh that holds the parameters during conversion; None for the first device.
         module_dir: Folder of the modules of the run's own layers, as for `load_model`.
+        skip_checksums: Whether the arrays are not compared with their checksums.
 
     Raises:
         Exception: The errors of `load_model` and `save_pretrained`.
@@ -93,6 +95,7 @@ def to_hugging_face(
         mesh=mesh,
         module_dir=module_dir,
         require_tokenizer=False,
+        skip_checksums=skip_checksums,
     )
     tokenizer, stop_ids = loaded.tokenizer, list(loaded.stop_ids)
     published = read_json(os.path.join(trainer_dir, "config.json"))

@@ -47,6 +47,7 @@ class LoadedModel:
     max_length: int | None  # Longest sequence in training, in tokens; None if unknown.
     dtype: str | None  # Dtype that parameters were cast to; None if they were not.
     mesh: Mesh | None  # Devices that hold the parameters; None for the first device.
+    skip_checksums: bool = False  # Whether a run's parameters are read without a comparison.
 
     @contextlib.contextmanager
     def on_mesh(self) -> Iterator[None]:
@@ -65,7 +66,10 @@ class LoadedModel:
         with self.on_mesh():
             checkpoints = os.path.join(self.folder, "checkpoints")
             restored = restore_params_only(
-                checkpoints, abstract_arrays(specs, self.mesh), step=step
+                checkpoints,
+                abstract_arrays(specs, self.mesh),
+                step=step,
+                skip_checksums=self.skip_checksums,
             )
         parameters = restored.state
         if self.dtype is not None:
@@ -81,6 +85,7 @@ def load_model(
     mesh: Mesh | str | None = None,
     module_dir: str | None = None,
     require_tokenizer: bool = True,
+    skip_checksums: bool = False,
 ) -> LoadedModel:
     """Returns the model in the folder of a run or of a Hugging Face model.
 
@@ -96,6 +101,7 @@ def load_model(
         module_dir: Folder of the modules of the run's own layers, which its config may then name;
             modules that you have imported need none.
         require_tokenizer: Whether a missing tokenizer is an error; else `tokenizer` is None.
+        skip_checksums: Whether the arrays of a run are not compared with their checksums.
 
     Raises:
         UserError: If an argument is invalid, the folder holds no model or no tokenizer, or a module
@@ -137,6 +143,7 @@ def load_model(
         max_length=published.get("max_position_embeddings", seq_len),
         dtype=_dtype(folder, dtype, cfg, published),
         mesh=as_mesh(mesh, cfg.mesh_axis_names if run else MESH_AXIS_NAMES),
+        skip_checksums=skip_checksums,
     )
     if run:
         return loaded.at_step(step)

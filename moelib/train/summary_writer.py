@@ -205,12 +205,22 @@ class _EventFile:
 
 
 def truncate_json_lines(path: str, step: int) -> None:
-    """Drops the incomplete lines of a file of JSON lines and those after `step`."""
+    """Drops the incomplete lines of a file of JSON lines and those after `step`.
+
+    Dropping all of them, at step 0, is a warning: checkpoints may have been lost.
+    """
     if not os.path.exists(path):
         return
     with open(path, encoding="utf-8", errors="replace") as file:
         lines = list(file)
     kept = [line for line in lines if line.endswith("\n") and _step_of(line) <= step]
+    if step == 0 and len(kept) < len(lines):
+        logger.warning(
+            "%s has metrics up to step %.0f, but there is no checkpoint: they are deleted, as the "
+            "run starts from step 0.",
+            path,
+            max((_step_of(x) for x in lines if _step_of(x) < math.inf), default=0.0),
+        )
     if len(kept) < len(lines):
         with atomic_file(path) as file:
             file.writelines(kept)

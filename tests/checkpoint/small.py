@@ -15,10 +15,10 @@ class Empty(NamedTuple):
     """As Optax has them."""
 
 
-def make_state(scale=1.0):
+def make_state(scale=1):
     w = scale * jnp.arange(64, dtype=jnp.float32).reshape(8, 8)
     return {
-        "step": jnp.int32(3),
+        "step": jnp.int32(scale),
         "model": {"w": w, "b": jnp.ones(3, jnp.bfloat16)},
         "learner": (Empty(), [w + 1], None),
     }

@@ -11,6 +11,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from moelib.checkpoint import checkpointer as checkpointer_module
 from moelib.checkpoint import contents
 from moelib.checkpoint.contents import (
     CheckpointNotFoundError,
@@ -90,8 +91,8 @@ def test_file_that_the_system_does_not_open_is_no_damage(checkpointer):
     for folder, _, names in os.walk(os.path.join(step_path(checkpointer.dir, 2), "state")):
         for name in names if folder.endswith(os.sep + "d") else ():
             os.remove(os.path.join(folder, name))
-            os.symlink(name, os.path.join(folder, name))  # To itself: ELOOP.
-    with pytest.raises(Exception, match="Too"):
+            os.symlink("x" * 300, os.path.join(folder, name))  # ENAMETOOLONG.
+    with pytest.raises(Exception, match=f"os_error_code='{errno.ENAMETOOLONG}'"):
         checkpointer.restore(target_of(make_state()))
     assert checkpointer.latest_step() == 2
 
@@ -132,6 +133,36 @@ def test_unfinished_one_is_not_seen_and_removed(checkpointer, tmp_path):
     assert checkpointer.latest_step() == 5
     checkpointer.remove_unfinished()
     assert not unfinished.exists()
+
+
+def test_deletion_that_was_killed_is_not_seen_and_completed(tmp_path, monkeypatch):
+    first = make(tmp_path, keep_last_n=1)
+    save(first, 1)
+    monkeypatch.setattr(checkpointer_module, "_remove", lambda path: None)  # Killed before it.
+    save(first, 2)
+    first.close()
+    assert len(os.listdir(tmp_path)) == 2
+    assert list(list_checkpoints(str(tmp_path))) == [2]
+    monkeypatch.undo()
+    make(tmp_path).remove_unfinished()
+    assert os.listdir(tmp_path) == ["step_00000002"]
+
+
+def test_checkpoint_is_on_the_disk_before_it_has_its_name(checkpointer, monkeypatch):
+    synced = []
+
+    def sync(path, *, recursive=False):
+        there = [
+            os.path.relpath(os.path.join(d, n), path) for d, _, ns in os.walk(path) for n in ns
+        ]
+        synced.append((os.path.basename(path), recursive, "record/metadata" in there))
+
+    monkeypatch.setattr(checkpointer_module, "sync_folder", sync)
+    save(checkpointer, 1)
+    assert synced == [
+        ("step_00000001.orbax-checkpoint-tmp", True, True),
+        (os.path.basename(checkpointer.dir), False, False),
+    ]
 
 
 def test_full_disk_is_logged_and_the_older_one_stays(checkpointer, caplog):

@@ -36,7 +36,7 @@ from tests.checkpoint.small import (
 @pytest.mark.parametrize("num_devices", [8, 4, 1])
 def test_read_under_another_mesh(checkpointer, num_devices):
     state = jax.device_put(
-        make_state(), jax.tree.map(lambda t: t.sharding, target_of(make_state()))
+        make_state(3), jax.tree.map(lambda t: t.sharding, target_of(make_state()))
     )
     save(
         checkpointer,

@@ -90,6 +90,18 @@ def test_resumed_run_drops_later_steps_and_incomplete_lines(tmp_path):
     assert [(line["step"], line["loss"]) for line in lines(tmp_path)] == [(1, 1), (2, 2), (3, 30.0)]
 
 
+def test_start_from_step_0_in_spite_of_later_metrics_is_a_warning(tmp_path, caplog):
+    writer = make(tmp_path)
+    writer.resume(0)
+    for step in (10, 20):
+        writer.write(step, {"loss": 1.0})
+    writer.close()
+    make(tmp_path).resume(20)
+    assert not caplog.text
+    make(tmp_path).resume(0)
+    assert "up to step 20" in caplog.text
+
+
 def test_full_disk_is_logged_once_and_writing_resumes(tmp_path, caplog, monkeypatch):
     writer = make(tmp_path)
 
