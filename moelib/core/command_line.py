@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple
 from absl import flags as absl_flags
 
 from moelib.core.config import did_you_mean
+from moelib.core.config_types import cut
 from moelib.core.errors import UsageError, UserError
 from moelib.core.trusted_code import is_of_the_user
 
@@ -209,7 +210,7 @@ def command_help(cls: type, text: str) -> str:
 
 def one_line(error: UserError) -> str:
     """Returns an error's message, where it was raised in the user's own code, and a hint."""
-    message = " ".join(str(error).split())
+    message = cut(" ".join(str(error).split()), 2000)
     if isinstance(error, UsageError):
         return message
     frames = traceback.extract_tb(error.__traceback__)

@@ -8,6 +8,7 @@ import functools
 import inspect
 import math
 import re
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from moelib.core import config_types, trusted_code
 from moelib.core.config import (
     ConfigBase,
     Configurable,
+    InvalidConfigClassError,
     config_for_class,
     config_for_function,
     config_origin,
@@ -37,7 +39,7 @@ def set_from_text(cfg: ConfigBase, assignment: str, *, flag: str = "--set") -> N
         UnknownFieldError: If nothing has the path.
         InvalidConfigValueError: If the text cannot be parsed as a value of the field.
     """
-    origin = f"{flag} {assignment}"
+    origin = f"{flag} {config_types.cut(assignment)}"
     path, equals, text = (part.strip() for part in assignment.partition("="))
     if not equals:
         raise InvalidConfigValueError(f"{origin}: expected path=value.")
@@ -81,7 +83,9 @@ def _read_as(text: str, annotation: Any, current: Any, origin: str) -> Any:
     wanted = f"a value like {current!r}" if annotation is Any else wanted
     named = config_types.named_values(annotation)
     advice = f"; {config_types.did_you_mean(text, named)}" if named else "."
-    raise InvalidConfigValueError(f"{origin}: {text!r} is not {wanted}{advice}")
+    raise InvalidConfigValueError(
+        f"{origin}: {config_types.shortened(text)} is not {wanted}{advice}"
+    )
 
 
 _UNSET = type(None) | config_types.RequiredFieldValue
@@ -113,10 +117,9 @@ def _variants(value: Any, annotation: Any) -> Iterator[Any]:
         for option in config_types.options(annotation):
             if isinstance(option, type) and issubclass(option, enum.Enum):
                 yield from (m for m in option if value.lower() in (m.name.lower(), str(m.value)))
-    elif inspect.isclass(value):
-        yield config_for_class(value)
     elif callable(value):
-        yield config_for_function(value)
+        with contextlib.suppress(InvalidConfigClassError):  # It has no signature, for example.
+            yield config_for_class(value) if inspect.isclass(value) else config_for_function(value)
 
 
 # -- Whole configs -------------------------------------------------------------------------------
@@ -128,7 +131,8 @@ _LITERAL_ERRORS = (SyntaxError, TypeError, ValueError, ArithmeticError, MemoryEr
 def read_literal(text: str) -> Any:
     """Returns the value of a literal. Raises ValueError if the text is not a literal."""
     try:
-        return _read_node(ast.parse(text.strip(), mode="eval").body)
+        with warnings.catch_warnings(action="ignore"):  # Of unknown escapes.
+            return _read_node(ast.parse(text.strip(), mode="eval").body)
     except (*_LITERAL_ERRORS, re.error):
         raise ValueError(f"{config_types.shortened(text)} is not a literal.") from None
 
@@ -196,7 +200,9 @@ def parse(
             continue
         keys, rest = split_front(line)
         if not keys or not rest.startswith(": "):
-            raise UserError(f"{source}{number}: expected 'path: value', got {line!r}.")
+            raise UserError(
+                f"{source}{number}: expected 'path: value', got {config_types.shortened(line)}."
+            )
         node = root
         for key in keys:
             node = node.inside.setdefault(key, _Node(f"{source}{number}"))

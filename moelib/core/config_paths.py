@@ -12,6 +12,7 @@ A config prints as lines `path: literal`. Functions, classes and enum members pr
 import ast
 import enum
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -51,10 +52,20 @@ def split_front(text: str) -> tuple[list[Key], str]:
     end = 0
     while match := _TOKEN.match(text, end):
         name, bracket = match.groups()
-        index = bracket or ""
-        keys.append(name or (int(index) if index.isdigit() else ast.literal_eval(index)))
+        try:
+            keys.append(name or _index(bracket))
+        except (SyntaxError, ValueError) as error:
+            raise UnknownFieldError(f"{config_types.cut(text)!r}: {error}") from None
         end = match.end()
     return keys, text[end:]
+
+
+def _index(text: str) -> Key:
+    """Returns the key in the brackets of a path: a number, or a quoted name."""
+    if text[0] not in "'\"":
+        return int(text)
+    with warnings.catch_warnings(action="ignore"):  # Of unknown escapes.
+        return ast.literal_eval(text)
 
 
 def join_path(keys: Sequence[Key]) -> str:

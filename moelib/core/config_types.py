@@ -81,9 +81,11 @@ else:
             """Returns the name of a dtype. Raises InvalidConfigValueError for other values."""
             try:
                 return dtype(value).name
-            except TypeError as error:
-                near = did_you_mean(str(value), {*_ML_DTYPES, *_COMMON_DTYPES})
-                raise InvalidConfigValueError(f"{value!r} is not a dtype; {near}") from error
+            except (SyntaxError, TypeError, ValueError) as error:
+                near = did_you_mean(cut(str(value)), {*_ML_DTYPES, *_COMMON_DTYPES})
+                raise InvalidConfigValueError(
+                    f"{shortened(value)} is not a dtype; {near}"
+                ) from error
 
 
 def is_dtype_name(name: str) -> bool:
@@ -123,9 +125,16 @@ def did_you_mean(name: str, allowed: Iterable[str]) -> str:
     return f"choose one of: {', '.join(allowed[:20])}{more}."
 
 
-def shortened(value: Any, length: int = 100) -> str:
+def shortened(value: Any) -> str:
     """Returns a value as code for an error message, its middle omitted if it is long."""
-    text = repr(value)
+    try:
+        return cut(repr(value))
+    except ValueError:  # An integer of thousands of digits.
+        return f"<{type(value).__name__}>"
+
+
+def cut(text: str, length: int = 200) -> str:
+    """Returns a text, its middle omitted if it is longer than `length`."""
     return text if len(text) <= length else f"{text[: length // 2]}...{text[-length // 2 :]}"
 
 

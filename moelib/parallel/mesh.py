@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from moelib.core.config import did_you_mean
+from moelib.core.config_types import cut, shortened
 from moelib.core.errors import UserError
 
 MESH_AXIS_NAMES = ("pipeline", "data", "expert", "fsdp", "seq", "model")
@@ -70,6 +71,9 @@ def parse_mesh(
     Raises:
         UserError: If the text is not a mesh, or not one of `num_devices` devices.
     """
+    shown = shortened(text)
+    if long := re.search(r"[0-9]{10,}", text):
+        raise UserError(f"{field} {shown}: {cut(long[0])} is too large.")
     if re.fullmatch(r"[-0-9,\s()\[\]]*[0-9][-0-9,\s()\[\]]*", text):
         shape = tuple(int(size) for size in re.findall(r"-?[0-9]+", text))
     else:
@@ -78,14 +82,14 @@ def parse_mesh(
             name, _, size = (each.strip() for each in part.partition("="))
             if not re.fullmatch(r"-?[0-9]+", size):
                 raise UserError(
-                    f"{field} {text!r}: {part.strip()!r} is not axis=size; write axes and sizes "
-                    "such as fsdp=4,expert=2."
+                    f"{field} {shown}: {shortened(part.strip())} is not axis=size; write axes "
+                    "and sizes such as fsdp=4,expert=2."
                 )
             if name not in axis_names:
                 advice = did_you_mean(name, axis_names)
-                raise UserError(f"{field} {text!r}: unknown axis {name!r}; {advice}")
+                raise UserError(f"{field} {shown}: unknown axis {shortened(name)}; {advice}")
             if name in sizes:
-                raise UserError(f"{field} {text!r}: {name} occurs twice; give it one size.")
+                raise UserError(f"{field} {shown}: {name} occurs twice; give it one size.")
             sizes[name] = int(size)
         shape = tuple(sizes.get(name, 1) for name in axis_names)
     if num_devices is None:
@@ -159,11 +163,13 @@ def _check_sizes(shape: MeshShape, names: Sequence[str], field: str) -> None:
     """Checks that a shape has a size for each axis, at most one of them -1."""
     if len(names) != len(shape):
         raise UserError(
-            f"{field} {tuple(shape)} has {len(shape)} sizes for the {len(names)} axes "
+            f"{field} {shortened(tuple(shape))} has {len(shape)} sizes for the {len(names)} axes "
             f"{', '.join(names)}; give one size per axis."
         )
     if list(shape).count(-1) > 1 or any(size < 1 and size != -1 for size in shape):
-        raise UserError(f"{field} {tuple(shape)}: sizes are 1 or more, and at most one may be -1.")
+        raise UserError(
+            f"{field} {shortened(tuple(shape))}: sizes are 1 or more, and at most one may be -1."
+        )
 
 
 # -- Devices -------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from moelib.data.input import load_tokenizer
 from moelib.data.tokenizer import FILE_NAME, SETTINGS_FILE, Tokenizer, read_tokenizer
 from moelib.layers.kernel_backends import kernel_backends
 from moelib.models.causal_lm import CausalLM
+from moelib.models.huggingface.settings import check_setting
 from moelib.parallel import sharding
 from moelib.parallel.mesh import MESH_AXIS_NAMES, create_device_mesh, parse_mesh
 from moelib.train import identity, pretrained
@@ -140,7 +141,7 @@ def load_model(
         stop_ids=_stop_ids(folder, tokenizer),
         config=cfg,
         step=None,
-        max_length=published.get("max_position_embeddings", seq_len),
+        max_length=_published(folder, "max_position_embeddings", seq_len),
         dtype=_dtype(folder, dtype, cfg, published),
         mesh=as_mesh(mesh, cfg.mesh_axis_names if run else MESH_AXIS_NAMES),
         skip_checksums=skip_checksums,
@@ -216,10 +217,18 @@ def tokenizer_of_model(folder: str, vocab_size: int, cfg: Any = None) -> Tokeniz
 def _stop_ids(folder: str, tokenizer: Tokenizer | None) -> Sequence[int]:
     """Returns the ids that end a text: that of the tokenizer, and those of a published model."""
     ids = {tokenizer.eos_id} if tokenizer else set()
-    for name in (pretrained.CONFIG_FILE, "generation_config.json"):
-        ends = read_json(os.path.join(folder, name)).get("eos_token_id")
+    for file in (pretrained.CONFIG_FILE, "generation_config.json"):
+        ends = _published(folder, "eos_token_id", None, file=file)
         ids |= set(ends if isinstance(ends, list) else [ends])
     return tuple(sorted(ids - {None}))
+
+
+def _published(folder: str, name: str, default: Any, *, file: str = pretrained.CONFIG_FILE) -> Any:
+    """Returns a setting of a published model's file. Raises UserError if it cannot be one."""
+    path = os.path.join(folder, file)
+    value = read_json(path).get(name)
+    check_setting(name, default if value is None else value, path)
+    return default if value is None else value
 
 
 def _read_config(folder: str, module_dir: str | None) -> Any:

@@ -232,6 +232,12 @@ def test_comments_and_empty_lines_are_ignored():
         ("anything: jax.nn:sillu", r"line 2: 'jax.nn:sillu':.*'silu'"),
         ("anything: m:f.<locals>.g", "line 2"),
         ("anything[0].dim: 3", "line 2"),
+        (
+            "\n".join("anything" + "[0]" * n + ": <list>" for n in range(600)),
+            "line 1: .*nested too deeply",
+        ),
+        ("anything: " + "-" * 10_000, r"line 2: '--.*--' is not a literal"),
+        ("anything: re.compile('(')", r"line 2: .*is not a literal"),
         ("anything: no_such_module_at_all:x", r"line 2:.*'no_such_module_at_all'"),
     ],
 )
@@ -325,6 +331,11 @@ def test_a_flag_is_the_origin_of_its_value():
         ("layer.anything=jax.nn:sillu", r"'sillu'.*'silu'"),
         ("max_step=soon", r"'soon'.*int \| None"),
         ("optimizer.decay=fast", r"'fast'.*like 0.5"),
+        ("max_step=" + "-" * 10_000, r"'--.*--' is not int"),
+        ("max_step=" + "[" * 10_000, r"'\[\[.*\[\[' is not int"),
+        ("max_step=" + "9" * 5000, r"'99.*99' is not int"),
+        (f"max_step={__name__}:Layer", "is not int"),
+        ("layer.dtype=" + "9" * 5000, "is not a dtype"),
     ],
 )
 def test_a_flag_of_another_type_is_refused(assignment: str, message: str):
@@ -345,6 +356,8 @@ def test_a_flag_of_another_type_is_refused(assignment: str, message: str):
         ("layers[3].dim=3", "layers has no '?3'?"),
         ("title.x=3", r"'t':.*'x'"),
         ("layer..dim=3", r"layer\.\.dim"),
+        (r"by_name['\x']=3", r"by_name.*x"),
+        ("layers[" + "9" * 5000 + "]=3", r"layers\[999.*digits"),
         ("by_name.c=3", r"by_name.*'c'"),
     ],
 )

@@ -19,7 +19,7 @@ from moelib.layers.rope import (
 )
 from moelib.layers.transformer import BaseStack, ScanStack, TransformerLayer
 from moelib.models.causal_lm import CausalLM
-from moelib.models.huggingface.settings import Settings
+from moelib.models.huggingface.settings import Settings, check_setting
 from moelib.models.huggingface.tensor_mapping import Part, Table
 
 T = TypeVar("T")
@@ -128,12 +128,12 @@ def rope_parameters(settings: Settings) -> dict[str, Any]:
     """
     names = ("rope_parameters", "rope_scaling")
     given = {name: found for name in names if (found := settings.take(name, None))}
-    for name, found in given.items():
-        if not isinstance(found, dict):
-            raise UserError(f"{settings.source}: {name}={found!r}; it must be an object.")
     if len(given) == 2 and given[names[0]] != given[names[1]]:
         raise UserError(f"{settings.source}: {' and '.join(names)} differ; remove one of them.")
-    return dict(next(iter(given.values()), {}))
+    found = dict(next(iter(given.values()), {}))
+    for name, value in found.items():
+        check_setting(name, value, settings.source)
+    return found
 
 
 def rope(settings: Settings) -> RotaryEmbedding.Config:
@@ -180,14 +180,6 @@ def rope_settings(cfg: Any) -> dict[str, Any]:
     return {"rope_type": kind, "rope_theta": cfg.theta, **known}
 
 
-def positive(settings: Settings, name: str) -> int:
-    """Returns a setting. Raises UserError unless it is a positive integer."""
-    value = settings.take(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f"{settings.source}: {name}={value!r}; it must be a positive integer.")
-    return value
-
-
 # -- Layers --------------------------------------------------------------------------------------
 
 
@@ -198,11 +190,15 @@ def norm(settings: Settings) -> RMSNorm.Config:
 
 def attention(settings: Settings, **fields: Any) -> GroupedQueryAttention.Config:
     """Returns attention from the settings that all families but DeepSeek share."""
-    heads = positive(settings, "num_attention_heads")
+    heads, dim = settings.take("num_attention_heads"), settings.take("hidden_size")
+    if dim < heads:
+        raise UserError(
+            f"{settings.source}: num_attention_heads={heads} is above hidden_size={dim}."
+        )
     cfg = GroupedQueryAttention.default_config().set(
         num_heads=heads,
         num_kv_heads=settings.take("num_key_value_heads", None) or heads,
-        head_dim=settings.take("head_dim", None) or positive(settings, "hidden_size") // heads,
+        head_dim=settings.take("head_dim", None) or dim // heads,
         rope=rope(settings),
     )
     return cfg.set(**fields)

@@ -59,14 +59,10 @@ def read_model(
         UserError: If the architecture is unknown, or a setting is missing or unsupported.
     """
     families = {family.model_type: family for family in reversed(FAMILIES)}
-    kind = values.get("model_type")
-    if kind not in families:
-        supported = ", ".join(sorted(families))
-        raise UserError(f"{source}: model_type={kind!r}; moelib supports {supported}.")
-    family = families[kind]
+    known = dict(sorted(families.items()))
+    family = Settings(values, source).choose("model_type", known, None)
     try:
         settings = Settings(values, source, family.defaults, ignored)
-        blocks.positive(settings, "num_hidden_layers")
         return family, family.model(settings)
     except (AttributeError, TypeError) as error:
         raise UserError(f"{source}: a setting has an unsupported type: {error}") from error

@@ -104,7 +104,7 @@ def _qwen_feed_forwards(settings: Settings, **fields: Any) -> list[BaseLayer.Con
     router = _router(settings.take("norm_topk_prob", False))
     sparse = blocks.moe(settings, num_experts, hidden_dim, router=router, **fields)
     dense_layers = settings.take("mlp_only_layers", None) or []
-    every = blocks.positive(settings, "decoder_sparse_step")
+    every = settings.take("decoder_sparse_step")
     dense = blocks.feed_forward(settings.take("intermediate_size"))
     return [
         dense if n in dense_layers or (n + 1) % every else sparse

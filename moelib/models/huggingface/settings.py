@@ -1,8 +1,9 @@
 """Settings of a config.json: each one is used, is known to change nothing, or is an error."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
+from moelib.core.config_types import shortened
 from moelib.core.errors import UserError
 
 _REQUIRED = object()
@@ -27,6 +28,71 @@ _NEUTRAL_NAMES = """
 _NEUTRAL = frozenset(_NEUTRAL_NAMES.split())
 
 
+class _Kind(NamedTuple):
+    """The values that a setting may have."""
+
+    text: str  # Description for errors.
+    allows: Callable[[Any], bool]
+
+    def names(self, names: str) -> "dict[str, _Kind]":
+        """Returns the kind of each of these names; a name with "?" may also be null."""
+        null = _Kind(f"{self.text}, or null", lambda x: x is None or self.allows(x))
+        kinds = {True: null, False: self}
+        return {name.rstrip("?"): kinds[name.endswith("?")] for name in names.split()}
+
+
+def _integer(low: int, high: int) -> _Kind:
+    return _Kind(f"an integer from {low} to {high}", lambda x: type(x) is int and low <= x <= high)
+
+
+def _list_of(kind: type, text: str) -> _Kind:
+    return _Kind(text, lambda x: isinstance(x, list) and all(type(each) is kind for each in x))
+
+
+_MAX_LAYERS, _MAX_SIZE = 1000, 10**9
+_KINDS = {
+    **_integer(1, _MAX_LAYERS).names("num_hidden_layers decoder_sparse_step"),
+    **_integer(0, _MAX_LAYERS).names("first_k_dense_replace n_shared_experts?"),
+    **_integer(0, _MAX_SIZE).names("qk_nope_head_dim"),
+    **_integer(1, _MAX_SIZE).names(
+        "head_dim? hidden_size intermediate_size kv_lora_rank max_position_embeddings? "
+        "moe_intermediate_size n_group? n_routed_experts num_attention_heads num_experts "
+        "num_experts_per_tok num_key_value_heads? num_local_experts "
+        "original_max_position_embeddings? q_lora_rank? qk_rope_head_dim "
+        "shared_expert_intermediate_size sliding_window? topk_group? v_head_dim vocab_size"
+    ),
+    **_Kind(
+        "a finite number above 0",
+        lambda x: type(x) in (int, float) and 0 < x < 1e30,
+    ).names(
+        "attention_factor? beta_fast? beta_slow? clip_qkv? factor? high_freq_factor? "
+        "low_freq_factor? rms_norm_eps rope_theta? routed_scaling_factor"
+    ),
+    **_Kind("a finite number", lambda x: type(x) in (int, float) and abs(x) < 10**9).names(
+        "mscale? mscale_all_dim?"
+    ),
+    **_Kind(
+        "a token id or a list of them",
+        lambda x: all(
+            type(each) is int and each >= 0 for each in (x if isinstance(x, list) else [x])
+        ),
+    ).names("eos_token_id?"),
+    **_Kind("true or false", lambda x: type(x) is bool).names(
+        "attention_bias norm_topk_prob qkv_bias tie_word_embeddings truncate?"
+    ),
+    **_list_of(int, "a list of integers").names("mlp_only_layers?"),
+    **_list_of(str, "a list of texts").names("layer_types?"),
+    **_Kind("an object", lambda x: isinstance(x, dict)).names("rope_parameters? rope_scaling?"),
+}
+
+
+def check_setting(name: str, value: Any, source: str) -> None:
+    """Raises UserError if the value of a setting of `source` has the wrong type or range."""
+    kind = _KINDS.get(name)
+    if kind is not None and not kind.allows(value):
+        raise UserError(f"{source}: {name}={shortened(value)}; it must be {kind.text}.")
+
+
 class Settings:
     """The settings of a config.json, read one by one; `finish` refuses those never read."""
 
@@ -46,9 +112,14 @@ class Settings:
         self._unread = set(self.values) - _NEUTRAL - set(ignored)
 
     def take(self, name: str, default: Any = _REQUIRED) -> Any:
-        """Returns a setting. Raises UserError if it is absent and there is no default."""
+        """Returns a setting.
+
+        Raises:
+            UserError: If it has the wrong type or range, or is absent without a default.
+        """
         self._unread.discard(name)
         if name in self.values:
+            check_setting(name, self.values[name], self.source)
             return self.values[name]
         default = self._defaults.get(name, default)
         if default is _REQUIRED:
@@ -61,16 +132,19 @@ class Settings:
 
     def lookup(self, name: str, value: Any, known: Mapping[Any, Any]) -> Any:
         """Returns `known[value]`. Raises UserError that names the setting and the known values."""
-        if value not in known:
+        if not isinstance(value, str) or value not in known:
             supported = ", ".join(map(repr, known))
-            raise UserError(f"{self.source}: {name}={value!r}; moelib supports {supported}.")
+            found = shortened(value)
+            raise UserError(f"{self.source}: {name}={found}; moelib supports {supported}.")
         return known[value]
 
     def expect(self, **wanted: Any) -> None:
         """Raises UserError if a setting is present with a value that moelib does not support."""
         for name, value in wanted.items():
             if (found := self.take(name, value)) != value:
-                raise UserError(f"{self.source}: {name}={found!r}; moelib supports only {value!r}.")
+                raise UserError(
+                    f"{self.source}: {name}={shortened(found)}; moelib supports only {value!r}."
+                )
 
     def skip(self, *names: str) -> None:
         """Marks settings as read that follow from others."""
@@ -79,7 +153,9 @@ class Settings:
     def finish(self) -> None:
         """Raises UserError if a setting was never read."""
         if self._unread:
-            unread = ", ".join(f"{name}={self.values[name]!r}" for name in sorted(self._unread))
+            unread = ", ".join(
+                f"{name}={shortened(self.values[name])}" for name in sorted(self._unread)
+            )
             names = ",".join(sorted(self._unread))
             raise UserError(
                 f"{self.source}: unsupported settings: {unread}. If they change nothing, pass "

@@ -1,13 +1,14 @@
 """The sweep: estimates of every candidate on every topology, without compiling."""
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moelib.core.accelerators import ACCELERATORS
 from moelib.core.config import did_you_mean
+from moelib.core.config_types import shortened
 from moelib.core.errors import UserError
+from moelib.core.files import parse_json
 from moelib.planning.estimate.candidates import candidates, current_candidate, rules_of
 from moelib.planning.estimate.estimate import Estimate, Estimator
 from moelib.planning.estimate.workload import read_workload
@@ -91,16 +92,16 @@ def read_prices(path: str) -> dict[str, float]:
     """
     try:
         with open(path, encoding="utf-8") as file:
-            prices = json.load(file)
+            prices = parse_json(file.read())
         if not isinstance(prices, dict):
             raise ValueError("it is not a JSON object")
         for name, price in prices.items():
             if name not in ACCELERATORS:
                 advice = did_you_mean(name, ACCELERATORS)
-                raise ValueError(f"unknown accelerator {name!r}; {advice}")
+                raise ValueError(f"unknown accelerator {shortened(name)}; {advice}")
             number = isinstance(price, int | float) and not isinstance(price, bool)
             if not number or not 0 < price < math.inf:
-                raise ValueError(f"{name!r}: {price!r} is not a number above 0")
+                raise ValueError(f"{name!r}: {shortened(price)} is not a number above 0")
     except (OSError, ValueError) as error:
         raise UserError(
             f"prices {path}: {error}. Write dollars per device-hour, such as "

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from moelib.core.accelerators import ACCELERATORS, Accelerator
 from moelib.core.config import did_you_mean
+from moelib.core.config_types import shortened
 from moelib.core.errors import UserError
 from moelib.core.platforms import describe_absent_tpus
 from moelib.planning.hardware import gpu_targets
@@ -39,7 +40,10 @@ TORI = {
     "v5p": Torus(3, 4, 8960),
     "tpu7x": Torus(3, 4, 9216, devices_per_chip=2),
 }
-_NAME = re.compile(r"(?:(?P<slices>\d+)\*)?(?P<accelerator>[^:*]*):(?P<shape>\d+(?:x\d+)*)")
+_SIZE = "[0-9]{1,6}"
+_NAME = re.compile(
+    rf"(?:(?P<slices>{_SIZE})\*)?(?P<accelerator>[^:*]*):(?P<shape>{_SIZE}(?:x{_SIZE})*)"
+)
 
 
 class OutOfMemoryError(UserError):
@@ -79,8 +83,9 @@ def describe(name: str) -> TopologyShape:
     kind = name.partition(":")[0].rpartition("*")[2]
     if kind not in ACCELERATORS:
         raise UserError(
-            f"topology {name!r}: unknown accelerator {kind!r}; {did_you_mean(kind, ACCELERATORS)} "
-            f"Write a topology such as {' or '.join(EXAMPLES.values())}."
+            f"topology {shortened(name)}: unknown accelerator {shortened(kind)}; "
+            f"{did_you_mean(kind, ACCELERATORS)} Write a topology such as "
+            f"{' or '.join(EXAMPLES.values())}."
         )
     accelerator = ACCELERATORS[kind]
     parts = _NAME.fullmatch(name)
@@ -88,8 +93,8 @@ def describe(name: str) -> TopologyShape:
     shape = tuple(int(side) for side in parts["shape"].split("x")) if parts else ()
     if not num_slices or 0 in shape:
         raise UserError(
-            f"topology {name!r}: {name.partition(':')[2]!r} is not a shape; write sizes of 1 or "
-            f"more, joined by x, as in {EXAMPLES[accelerator.platform]}."
+            f"topology {shortened(name)}: {shortened(name.partition(':')[2])} is not a shape; "
+            f"write sizes of 1 to 999999, joined by x, as in {EXAMPLES[accelerator.platform]}."
         )
     if accelerator.platform == "tpu":
         return _describe_tpu(name, accelerator, num_slices, shape)
@@ -135,8 +140,8 @@ def _describe_tpu(
         error = f"dimensions of a {kind} slice are 1, 2, 4, 8 or 16"
     if error:
         raise UserError(
-            f"topology {name!r}: {error}; write such a slice, as in {EXAMPLES['tpu']}, or several, "
-            f"as in 2*{EXAMPLES['tpu']}."
+            f"topology {shortened(name)}: {error}; write such a slice, as in "
+            f"{EXAMPLES['tpu']}, or several, as in 2*{EXAMPLES['tpu']}."
         )
     return TopologyShape(name, accelerator, num_slices, chips * torus.devices_per_chip)
 
@@ -147,7 +152,7 @@ def _describe_gpu(
     most = accelerator.devices_per_host
     if slices_given or len(shape) != 2 or shape[1] > most:
         raise UserError(
-            f"topology {name!r}: write hosts x GPUs per host, at most {most} for "
+            f"topology {shortened(name)}: write hosts x GPUs per host, at most {most} for "
             f"{accelerator.name}, as in {accelerator.name}:2x{most}."
         )
     hosts, gpus = shape

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from moelib.core.config import did_you_mean
 from moelib.core.errors import UsageError
+from moelib.core.files import parse_json
 from moelib.core.table import Table
 from moelib.parallel.mesh import describe_mesh
 from moelib.planning.hlo.values import COLLECTIVES
@@ -126,7 +127,7 @@ def read_columns(path: str) -> list[Column]:
     """
     try:
         with open(path, encoding="utf-8") as file:
-            values = json.load(file)
+            values = parse_json(file.read())
         reports = values.get("compiled")
         if reports is None and isinstance(values.get("collectives"), list):
             reports = [values]
