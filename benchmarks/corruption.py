@@ -215,7 +215,38 @@ def checkpoint(folder: str) -> Subject:
     return Subject(folder, "step_00000003", read)
 
 
-SUBJECTS: dict[str, Callable[[str], Subject]] = {"checkpoint": checkpoint}
+def token_store(folder: str) -> Subject:
+    """Prepares a token store of two files of tokens."""
+    from moelib.data.prepare import prepare
+    from moelib.data.source import InMemorySource
+    from moelib.data.token_store import TokenStore
+    from moelib.data.tokenizer import ByteTokenizer
+
+    rng = random.Random(0)
+    texts = ["".join(rng.choices("abcdefg ", k=rng.randrange(1, 200))) for _ in range(100)]
+    splits = {"train": 0.75, "validation": 0.25}
+    source = InMemorySource.default_config().set(texts=texts).instantiate()
+    tokenizer = ByteTokenizer.default_config().instantiate()
+    prepare(source, tokenizer, os.path.join(folder, "store"), splits=splits)
+
+    def contents(path: str) -> list[Any]:
+        found: list[Any] = []
+        cfg = TokenStore.default_config().set(path=os.path.join(path, "store"))
+        for split in splits:
+            store = cfg.set(split=split).instantiate()
+            found += [store.document(index).tolist() for index in range(store.num_documents)]
+            found += [store.num_bytes.tolist(), store.token_num_bytes.tolist(), store.eos_id]
+            found.append(store.tokenizer().fingerprint)
+        return found
+
+    expected = contents(folder)
+    return Subject(folder, "store", lambda path: EXACT if contents(path) == expected else WRONG)
+
+
+SUBJECTS: dict[str, Callable[[str], Subject]] = {
+    "checkpoint": checkpoint,
+    "token_store": token_store,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -105,7 +105,9 @@ def read_splits(text: str) -> dict[str, float]:
                 raise ValueError
             splits[name] = float(fraction)
         except ValueError:
-            raise UsageError(f"--splits {item}: expected name=fraction, each name once.") from None
+            raise UsageError(
+                f"--splits {item:.80}: expected name=fraction, each name once."
+            ) from None
     return splits
 
 

@@ -163,8 +163,8 @@ def check_splits(splits: Mapping[str, float]) -> None:
         all(fraction > 0 for fraction in fractions) and abs(sum(fractions) - 1) <= 1e-9
     ):
         raise UserError(
-            f"splits={dict(splits)}: set names and positive fractions that sum to 1, for example "
-            "{'train': 0.95, 'validation': 0.05}."
+            f"splits={dict(splits)!s:.200}: set names and positive fractions that sum to 1, for "
+            "example {'train': 0.95, 'validation': 0.05}."
         )
 
 

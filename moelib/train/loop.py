@@ -43,6 +43,10 @@ class NonFiniteError(UserError, FloatingPointError):
     """A step whose loss or parameters are not finite."""
 
 
+class _EvaluationStopped(Exception):  # noqa: N818 (no error)
+    """An evaluation was ended by a request to stop."""
+
+
 @dataclasses.dataclass(kw_only=True, eq=False)
 class TrainLoop:
     """One run of a trainer, from its current state to the end, inside `jax.set_mesh`."""
@@ -107,7 +111,9 @@ class TrainLoop:
             if self._step and self.checkpointer is not None:
                 self._progress.log(f"restored step {self._step} from {self.checkpointer.dir}")
                 self._evaluate(done=self.restored_metrics)  # The stopped run had no time for it.
-            if self._step < self.config.max_step:
+            if self._stop_requested():
+                pass
+            elif self._step < self.config.max_step:
                 for evaler in self.evalers.values():  # Errors surface before the first step.
                     evaler.open_input(self.mesh)
                 self._take_steps(stack.enter_context(self._open_input()))
@@ -221,7 +227,8 @@ class TrainLoop:
     def _after_step(self) -> bool:
         """Evaluates and saves if due; returns whether to stop.
 
-        A request to stop is served before an evaluation, which the resumed run then makes up for.
+        A request to stop is served before an evaluation, or between two of its batches; the resumed
+        run then makes up for it.
         """
         if self._profiler.ends_after(self._step):
             self._check_pending()
@@ -235,7 +242,7 @@ class TrainLoop:
         return self._stop_requested()
 
     def _stop_requested(self) -> bool:
-        if not self._stop.requested(self._step):
+        if not self._stop.requested():
             return False
         self._stopped_by = self._stop.signal_name
         stopping = f"stopping after step {self._step}"
@@ -263,15 +270,23 @@ class TrainLoop:
         with self._throughput.spent_on("evaluation"):
             params = self.eval_params()
             for name, evaler in due.items():
-                scalars = evaler.evaluate(
-                    params, self.mesh, on_batch=lambda _: self._watchdog.beat(step)
-                )
+                try:
+                    scalars = evaler.evaluate(params, self.mesh, on_batch=self._after_batch)
+                except _EvaluationStopped:
+                    break
                 self._evaluations[name] = scalars
                 self.summary_writer.write(step, scalars, group=name)
                 found |= {f"{name}/{metric}": value for metric, value in scalars.items()}
                 self._progress.log(f"step {step}  {name}: {report.evaluation_text(scalars)}")
         self._summaries = found
         return found
+
+    def _after_batch(self, number: int) -> None:
+        """Ends an evaluation at a request to stop; the resumed run begins it again."""
+        del number
+        self._watchdog.beat(self._step)
+        if self._stop.requested():
+            raise _EvaluationStopped
 
     def _save(self, summaries: Scalars) -> None:
         """Starts to save the state, unless it is not finite."""

@@ -12,13 +12,14 @@ class StopRequest:
     """A request to stop, for a `with` block on the main thread.
 
     Inside it, the first SIGTERM or SIGINT only sets `signal_name`; a second SIGINT interrupts.
-    Several processes all stop at the same step once one of them has received SIGTERM, which
-    `jax.distributed.initialize` handles; SIGINT then interrupts as usual.
+    Several processes all stop at the same call of `requested` once one of them has received
+    SIGTERM, which `jax.distributed.initialize` handles; SIGINT then interrupts as usual.
     """
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
         self._before: dict[int, Any] = {}
+        self._num_calls = 0  # Calls of `requested`, the clock on which processes agree.
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -38,13 +39,13 @@ class StopRequest:
             raise KeyboardInterrupt
         self.signal_name = signal.Signals(number).name
 
-    def requested(self, step: int) -> bool:
-        """Returns whether to stop after this step, equal on all processes."""
-        if jax.process_count() == 1:
+    def requested(self) -> bool:
+        """Returns whether to stop now, equal on all processes, which call this equally often."""
+        if self.signal_name is not None or jax.process_count() == 1:
             return self.signal_name is not None
         from jax.experimental import multihost_utils
 
-        if multihost_utils.reached_preemption_sync_point(step):
-            self.signal_name = self.signal_name or "SIGTERM"
-            return True
-        return False
+        self._num_calls += 1
+        if multihost_utils.reached_preemption_sync_point(self._num_calls):
+            self.signal_name = "SIGTERM"
+        return self.signal_name is not None

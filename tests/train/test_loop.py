@@ -3,6 +3,7 @@
 import collections
 import json
 import os
+import signal
 import sys
 
 import jax
@@ -90,7 +91,7 @@ def test_stop_precedes_an_evaluation_which_the_resumed_run_makes_up_for(tmp_path
     directory = tmp_path / "stopped"
     trainer = tiny.trainer_config(directory).instantiate(parent=None)
     with monkeypatch.context() as patch:
-        patch.setattr(StopRequest, "requested", lambda self, step: step == 4)
+        patch.setattr(StopRequest, "requested", lambda self: trainer.step == 4)
         patch.setattr(trainer.evalers["val"], "evaluate", lambda *a, **k: pytest.fail("evaluated"))
         assert trainer.run()["step"] == 4
     assert os.listdir(directory / "checkpoints") == ["step_00000004"]
@@ -137,15 +138,34 @@ def evaluations(directory):
     return [(value["step"], value["val/loss"]) for value in values if "val/loss" in value]
 
 
-def test_stop_during_an_evaluation_keeps_its_metrics(tmp_path, monkeypatch):
-    cfg = tiny.trainer_config(tmp_path)
+def test_a_signal_ends_an_evaluation_which_the_resumed_run_begins_again(tmp_path, monkeypatch):
+    unbroken = tmp_path / "unbroken"
+    tiny.trainer_config(unbroken).instantiate(parent=None).run()
+    directory = tmp_path / "stopped"
+    cfg = tiny.trainer_config(directory)
     cfg.checkpointer.save_policy.n = 100
-    trainer = cfg.instantiate(parent=None)
-    evaler, stop = trainer.evalers["val"], []
-    evaluate = evaler.evaluate
+    trainer, batches = cfg.instantiate(parent=None), []
+    after_batch = TrainLoop._after_batch
+
+    def signalled(self, number):
+        batches.append(number)
+        os.kill(os.getpid(), signal.SIGTERM)
+        after_batch(self, number)
+
     with monkeypatch.context() as patch:
-        patch.setattr(StopRequest, "requested", lambda self, step: bool(stop))
-        patch.setattr(evaler, "evaluate", lambda *a, **k: stop.append(1) or evaluate(*a, **k))
-        assert trainer.run()["step"] == 4
+        patch.setattr(TrainLoop, "_after_batch", signalled)
+        result = trainer.run()
+    assert (result["step"], result["stopped_by"]) == (4, "SIGTERM")
+    assert batches == [0]
+    assert evaluations(directory) == []
     cfg.instantiate(parent=None).run()
-    assert [step for step, _ in evaluations(tmp_path)] == [4, 8]
+    assert evaluations(directory) == evaluations(unbroken)
+
+
+def test_a_signal_in_the_evaluation_of_a_restored_state_takes_no_step(tmp_path, monkeypatch):
+    cfg = tiny.trainer_config(tmp_path)
+    for _ in range(2):
+        trainer = cfg.instantiate(parent=None)
+        monkeypatch.setattr(StopRequest, "requested", lambda self, t=trainer: t.step == 4)
+        assert trainer.run()["step"] == 4
+    assert evaluations(tmp_path) == []
