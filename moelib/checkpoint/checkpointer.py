@@ -17,6 +17,7 @@ import jax
 
 from moelib.checkpoint import checksums, contents
 from moelib.checkpoint.contents import CheckpointRecord, DamagedCheckpointError
+from moelib.checkpoint.orbax_messages import silence_orbax
 from moelib.checkpoint.policy import every_n_steps_and_last_policy, steps_to_keep
 from moelib.checkpoint.restore import (
     Restored,
@@ -41,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 _UNFINISHED = ".orbax-checkpoint-tmp"  # In the name of a folder that is incomplete.
 _REMOVE_TRIES = 20
+_LONG_WAIT_SECONDS = 1.0
 
 
 class CheckpointSaveError(UserError, RuntimeError):
@@ -106,7 +108,17 @@ class Checkpointer(Module):
         when this returns. A failure, now or later, is logged and kept in `last_error`; older
         checkpoints are unaffected, and the next save tries again.
         """
-        self.wait()
+        if self._pending is not None:
+            begin, before = time.perf_counter(), self._pending
+            self.wait()
+            if (waited := time.perf_counter() - begin) > _LONG_WAIT_SECONDS:
+                logger.warning(
+                    "The checkpoint of step %d was still incomplete at step %d (%.0f s of wait): "
+                    "a crash loses up to two intervals; save less often.",
+                    before,
+                    record.step,
+                    waited,
+                )
         step, arrays = record.step, contents.describe_arrays(state)
         record = dataclasses.replace(record, arrays=arrays, versions=contents.library_versions())
         try:
@@ -160,6 +172,7 @@ class Checkpointer(Module):
         if self._orbax is None:
             import orbax.checkpoint as ocp
 
+            silence_orbax()
             handler = ocp.CompositeCheckpointHandler()
             finalize = handler.finalize
 

@@ -1,10 +1,8 @@
 """Reading checkpoints under any mesh: all of one, or the parameters alone."""
 
-import functools
 import gc
 import logging
 import os
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -19,6 +17,7 @@ from moelib.checkpoint.contents import (
     DamagedCheckpointError,
     unreadable,
 )
+from moelib.checkpoint.orbax_messages import silence_orbax
 from moelib.core import tree
 from moelib.core.processes import gather_json
 
@@ -149,6 +148,7 @@ def _read(path: str, target: dict[str, Any], *, partial: bool) -> dict[str, Any]
     """
     import orbax.checkpoint as ocp
 
+    silence_orbax()
     one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     target = jax.tree.map(lambda x: x if x.sharding else x.update(sharding=one), target)
     args = ocp.args.PyTreeRestore(
@@ -162,7 +162,6 @@ def _read(path: str, target: dict[str, Any], *, partial: bool) -> dict[str, Any]
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
                 return checkpointer.restore(os.path.join(path, contents.STATE_ITEM), args=args)
         except Exception as error:
-            _silence_abandoned_reads()
             if unreadable(error):
                 raise
             reason = first_line(error)
@@ -170,23 +169,6 @@ def _read(path: str, target: dict[str, Any], *, partial: bool) -> dict[str, Any]
         raise DamagedCheckpointError(f"{path} cannot be read: {reason}")
 
     return on_all_processes(read, path)
-
-
-@functools.cache  # Once per process.
-def _silence_abandoned_reads() -> None:
-    """Silences the reads that Orbax abandons after an error: each prints a page at some later time.
-
-    One is a coroutine that is never resumed, or calls back into an event loop that is closed.
-    """
-    before = sys.unraisablehook
-
-    def hook(args: Any) -> None:
-        code = getattr(args.object, "cr_code", None)
-        late = args.object is None and str(args.exc_value) == "Event loop is closed"
-        if not late and (code is None or "orbax" not in code.co_filename):
-            before(args)
-
-    sys.unraisablehook = hook
 
 
 def _check(

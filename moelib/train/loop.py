@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from moelib.checkpoint.checkpointer import Checkpointer, CheckpointSaveError
+from moelib.checkpoint.restore import first_line
 from moelib.core.config import did_you_mean
 from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
@@ -319,12 +320,15 @@ class TrainLoop:
         with self._throughput.spent_on("checkpoint"):
             saver.wait()
         self._throughput.report()
-        if self._skipped_save or saver.last_error is not None:
-            reason = "its state is not finite" if self._skipped_save else str(saver.last_error)
+        error = saver.last_error
+        if self._skipped_save or error is not None:
+            reason = "its state is not finite"
+            if error is not None and not self._skipped_save:
+                reason = first_line(error)
             raise CheckpointSaveError(
                 f"The last checkpoint, of step {step}, could not be written to {saver.dir}: "
                 f"{reason}"
-            ) from saver.last_error
+            ) from error
 
     # After the run.
 

@@ -15,6 +15,7 @@ from moelib.checkpoint import checkpointer as checkpointer_module
 from moelib.checkpoint import contents
 from moelib.checkpoint.contents import (
     CheckpointNotFoundError,
+    CheckpointRecord,
     DamagedCheckpointError,
     list_checkpoints,
     step_path,
@@ -176,13 +177,26 @@ def test_full_disk_is_logged_and_the_older_one_stays(checkpointer, caplog):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, before)
-    assert "NO CHECKPOINT of step 2" in caplog.text
-    assert "Training continues. Step 1 is the newest." in caplog.text
+    errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    assert len(errors) == 1
+    assert "NO CHECKPOINT of step 2" in errors[0]
+    assert "Training continues. Step 1 is the newest." in errors[0]
     assert checkpointer.last_error is not None
     assert os.listdir(checkpointer.dir) == ["step_00000001"]
     save(checkpointer, 3)
     assert checkpointer.last_error is None
     assert checkpointer.restore(target_of(make_state())).record.step == 3
+
+
+def test_checkpoint_that_takes_longer_than_the_interval_is_reported(
+    checkpointer, monkeypatch, caplog
+):
+    monkeypatch.setattr(checkpointer_module, "_LONG_WAIT_SECONDS", -1.0)
+    state = make_state(1)
+    checkpointer.save(state, CheckpointRecord(step=1, arrays={}))
+    assert not caplog.text
+    checkpointer.save(state, CheckpointRecord(step=2, arrays={}))
+    assert "The checkpoint of step 1 was still incomplete at step 2" in caplog.text
 
 
 def test_folder_that_cannot_be_written_is_logged(tmp_path, caplog):

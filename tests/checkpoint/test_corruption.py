@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from benchmarks import corruption
-from moelib.checkpoint import contents, restore
+from moelib.checkpoint import contents
 from moelib.checkpoint.contents import CheckpointRecord, DamagedCheckpointError, step_path
+from moelib.checkpoint.orbax_messages import silence_orbax
 from moelib.checkpoint.restore import restore_checkpoint, restore_params_only
 from tests.checkpoint.small import make, make_state, save, target_of
 
@@ -162,7 +163,7 @@ def test_values_that_compare_equal_are_stored_bit_for_bit(checkpointer):
 def test_abandoned_reads_print_nothing(subject, tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(sys, "unraisablehook", seen.append)
-    restore._silence_abandoned_reads.cache_clear()
+    silence_orbax.cache_clear()
     for seed in range(4):
         outcome = corruption.outcome_of(subject, "512 zero bytes", seed, str(tmp_path))
     assert outcome

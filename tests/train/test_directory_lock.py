@@ -1,6 +1,8 @@
 """One run per folder at a time."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -24,6 +26,29 @@ def test_second_run_in_a_folder_is_refused_and_changes_nothing(tmp_path):
 def test_folder_is_free_after_a_failure(tmp_path):
     with pytest.raises(KeyError), directory_lock(str(tmp_path)):
         raise KeyError
+    with directory_lock(str(tmp_path)):
+        pass
+
+
+def test_folder_is_free_after_its_process_is_killed(tmp_path):
+    code = (
+        "import os, signal\n"
+        "from moelib.train.directory_lock import directory_lock\n"
+        f"with directory_lock({str(tmp_path)!r}):\n"
+        "    print('locked', flush=True)\n"
+        "    signal.pause()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "locked\n"
+        with (
+            pytest.raises(DirectoryInUseError, match=f"process {process.pid} "),
+            directory_lock(str(tmp_path)),
+        ):
+            pass
+    finally:
+        process.kill()
+        process.communicate()
     with directory_lock(str(tmp_path)):
         pass
 
