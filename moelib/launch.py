@@ -102,6 +102,9 @@ class TrainFlags(ConfigFlags, DeviceFlags):
     """Flags of a training run."""
 
     trainer_dir: str | None = flag(None, "Folder of the run, which an existing run resumes from.")
+    accept_changes: tuple[str, ...] = flag(
+        (), "Changes to a run that resumes: schedule, train_dtype.", split=True
+    )
     trainer_prng_seed: int | None = flag(None, "Seed of initial parameters and dropout.")
     dump: str | None = flag(None, "Folder for the compiled step and its report.")
     skip_kernel_check: bool | None = flag(
@@ -119,9 +122,10 @@ class TrainFlags(ConfigFlags, DeviceFlags):
             "trainer_prng_seed": "prng_seed",
             "skip_kernel_check": "skip_kernel_check",
             "skip_checksums": "checkpointer.skip_checksums",
+            "accept_changes": "accept_changes",
         }
         for name, field in fields.items():
-            if (value := getattr(self, name)) is not None:
+            if (value := getattr(self, name)) not in (None, ()):
                 with config_origin(f"--{name}"):
                     config_paths.set_at(cfg, field, value)
         return cfg

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,6 +11,9 @@ from moelib.core.config import REQUIRED, RequiredFieldMissingError, did_you_mean
 from moelib.core.config_paths import join_path, sub_configs
 from moelib.core.errors import UserError
 from moelib.parallel.sharding import SplitError, mesh_axes
+
+# Settings that a resumed run may change if `accept_changes` names them: all further steps differ.
+ACCEPTABLE = ("schedule", "train_dtype")
 
 
 def check_config(cfg: Any) -> None:
@@ -41,6 +44,7 @@ def check_config(cfg: Any) -> None:
             f"{batch_size}."
         )
     _check_folders(cfg)
+    _check_acceptable(cfg.accept_changes or ())
     if cfg.checkpointer is not None and (metric := cfg.checkpointer.best_metric) is not None:
         evaler = metric.partition("/")[0]
         if evaler not in cfg.evalers:
@@ -48,6 +52,12 @@ def check_config(cfg: Any) -> None:
                 f"checkpointer.best_metric is {metric!r}, but there is no evaler {evaler!r}; "
                 + did_you_mean(evaler, cfg.evalers)
             )
+
+
+def _check_acceptable(names: Sequence[str]) -> None:
+    for name in names:
+        if name not in ACCEPTABLE:
+            raise UserError(f"accept_changes has {name!r}; {did_you_mean(name, ACCEPTABLE)}")
 
 
 def _inputs(cfg: Any) -> dict[tuple[str, ...], Any]:

@@ -103,6 +103,9 @@ class SpmdTrainer(Module):
 
         # -- Output
         dir: Required[str] = REQUIRED  # Folder of the run.
+        # What may differ from the run in `dir` although it changes all further steps: "schedule"
+        # (max_step or decay_steps), "train_dtype". None: nothing.
+        accept_changes: Sequence[str] | None = None
         # Saves and restores the state; None saves nothing.
         checkpointer: Checkpointer.Config | None = Checkpointer.default_config()
         evalers: dict[str, SpmdEvaler.Config] = {}  # By the name that prefixes their metrics.
@@ -414,18 +417,19 @@ class SpmdTrainer(Module):
             _ = self.batch_sharding  # Refuses a mesh that does not divide the batch.
             if not cfg.skip_kernel_check:
                 check_kernels(cfg.train_dtype)
+            mesh = describe_mesh(self.mesh().shape)
             if is_writer:
                 stack.enter_context(directory_lock(cfg.dir))
             if cfg.checkpointer is not None:
                 self.checkpointer.remove_unfinished()
                 if self.checkpointer.latest_step() is not None:  # The folder is taken.
-                    check_directory(cfg, cfg.dir)
+                    check_directory(cfg, cfg.dir, mesh=mesh)
             restored = self.restore_checkpoint()
             if restored is None:
                 _ = self.input  # Opened first: missing data is an error before any computation.
                 self.init(prng_key)
             if is_writer:
-                write_config(cfg, cfg.dir)
+                write_config(cfg, cfg.dir, mesh=mesh)
             self.summary_writer.resume(self.step)
             self.summary_writer.write_text(self.step, "config", cfg.debug_string())
             return self._loop().run()

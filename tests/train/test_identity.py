@@ -4,11 +4,14 @@ import pathlib
 
 import pytest
 
+import moelib
 from moelib.core import moved_names
+from moelib.core.config import config_for_function
 from moelib.layers.moe.dispatch import SortedDispatcher
 from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
 from moelib.layers.moe.dispatch_ragged import RaggedDispatcher
 from moelib.layers.moe.layer import MoELayer
+from moelib.learner import schedules
 from moelib.train.identity import (
     CONFIG_FILE,
     TrainerDirConflictError,
@@ -36,11 +39,10 @@ def changed(path, value):
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        ("max_step", 99),
+        ("max_step", 99),  # The rate is constant.
         ("mesh_shape", (1, 1, 1, 8, 1, 1)),
         ("log_every_n_steps", 7),
         ("checkpointer.keep_last_n", 9),
-        ("train_dtype", "bfloat16"),
         ("num_microbatches", 2),
         ("learner.offload_state", True),
     ],
@@ -48,6 +50,53 @@ def changed(path, value):
 def test_setting_that_may_change(folder, path, value):
     check_directory(changed(path, value), str(folder))
     assert config_hash(changed(path, value)) == config_hash(tiny.trainer_config("elsewhere"))
+
+
+def scheduled(**fields):
+    """Returns the config of a run whose rate falls to 0 at its last step."""
+    cfg = tiny.trainer_config("somewhere", max_step=8).set(**fields)
+    rate = config_for_function(schedules.cosine).set(peak_lr=0.1, warmup_steps=1)
+    cfg.learner.optimizer.learning_rate = rate
+    return cfg
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "name", "message"),
+    [
+        ("max_step", 16, "schedule", r"max_step is 8 in .*, and 16 in this config"),
+        ("learner.optimizer.learning_rate.max_step", 4, "schedule", "is not set .* and 4 in"),
+        ("train_dtype", "bfloat16", "train_dtype", "train_dtype is not set .* and 'bfloat16' in"),
+    ],
+)
+def test_a_change_of_all_further_steps_must_be_accepted(
+    path, value, name, message, tmp_path, caplog
+):
+    write_config(scheduled(), str(tmp_path))
+    cfg = scheduled()
+    check_directory(cfg, str(tmp_path))
+    cfg.set_recursively(path, value=value)
+    with pytest.raises(TrainerDirConflictError, match=f"{message}.*--accept_changes={name}"):
+        check_directory(cfg, str(tmp_path))
+    assert not caplog.records
+    check_directory(cfg.set(accept_changes=[name]), str(tmp_path))
+    (record,) = caplog.records
+    assert path in record.message
+    write_config(cfg.set(accept_changes=None), str(tmp_path))
+    check_directory(cfg, str(tmp_path))
+
+
+def test_other_changes_are_logged(tmp_path, caplog, monkeypatch):
+    write_config(scheduled(), str(tmp_path), mesh="fsdp=8")
+    monkeypatch.setattr(moelib, "__version__", "9.9")
+    check_directory(scheduled(num_microbatches=2), str(tmp_path), mesh="fsdp=4")
+    lines = [record.message for record in caplog.records]
+    assert [line.split()[0] for line in lines] == ["num_microbatches", "mesh", "moelib"]
+    assert "fsdp=8" in lines[1]
+    assert "fsdp=4" in lines[1]
+    (tmp_path / "run.json").write_text('{"module_dirs": []}')  # Of an earlier version.
+    caplog.clear()
+    check_directory(scheduled(), str(tmp_path), mesh="fsdp=4")
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(
