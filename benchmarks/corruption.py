@@ -243,9 +243,51 @@ def token_store(folder: str) -> Subject:
     return Subject(folder, "store", lambda path: EXACT if contents(path) == expected else WRONG)
 
 
+def export(folder: str) -> Subject:
+    """Exports a small model for transformers, in several files of tensors, with a tokenizer."""
+    import jax
+    import numpy as np
+
+    from moelib.core import tree
+    from moelib.data.tokenizer import END_OF_TEXT, train_bpe
+    from moelib.models.huggingface.families import read_model
+    from moelib.train.loading import load_model
+    from moelib.train.pretrained import save_pretrained
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 300}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2}
+    _, cfg = read_model({"model_type": "llama", **sizes, **layers}, "config.json")
+    model = cfg.instantiate(parent=None)
+    tokenizer = train_bpe([f"document {i} of many" for i in range(60)], 280, f"{folder}.json")
+    save_pretrained(
+        os.path.join(folder, "model"),
+        cfg,
+        model.initialize_parameters_recursively(jax.random.key(0)),
+        tokenizer_json=tokenizer.to_json(),
+        eos_token=END_OF_TEXT,
+        more_settings={"max_position_embeddings": 64},
+        generation={"eos_token_id": [256, 7]},
+        max_file_bytes=1 << 14,
+    )
+
+    def contents(path: str) -> list[Any]:
+        found = load_model(os.path.join(path, "model"))
+        arrays = tree.by_path(found.parameters)
+        return [
+            {name: np.asarray(values).tobytes() for name, values in arrays.items()},
+            found.model.config.debug_string(),
+            found.tokenizer.fingerprint,
+            (found.tokenizer.bos_id, found.stop_ids, found.max_length, found.dtype),
+        ]
+
+    expected = contents(folder)
+    return Subject(folder, "model", lambda path: EXACT if contents(path) == expected else WRONG)
+
+
 SUBJECTS: dict[str, Callable[[str], Subject]] = {
     "checkpoint": checkpoint,
     "token_store": token_store,
+    "export": export,
 }
 
 
