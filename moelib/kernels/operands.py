@@ -1,10 +1,10 @@
-"""A kernel's operands: checks of shapes by letters, and of dtypes; zeros to one width."""
+"""A kernel's operands: checks of shapes by letters, and of dtypes; zeros to one width; masks."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 
 def check_shapes(kernel: str, operands: Mapping[str, tuple[Any, str]]) -> None:
@@ -44,3 +44,12 @@ def of_one_width(*arrays: Float[Array, "..."]) -> tuple[Float[Array, "..."], ...
     width = max(x.shape[-1] for x in arrays)
     pad = lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
     return tuple(x if x.shape[-1] == width else pad(x) for x in arrays)
+
+
+def keep_where(mask: Bool[Array, "..."], x: Array) -> Array:
+    """Returns `x` where the mask, which may be broadcast, is set, and zeros elsewhere.
+
+    Of a constant, `jnp.where` would make an array of zeros, which JAX moves out of a scan over
+    layers and keeps in memory. This zero depends on the mask, and compilers know it.
+    """
+    return jnp.where(mask, x, (jnp.any(mask) & False).astype(x.dtype))

@@ -35,9 +35,9 @@ _V5P = _WHOLE_TORUS | {
     "xla_sc_disable_megacore_partitioning": "True",
 }
 
-# XLA takes 80% of a GPU's memory, less the step's arguments, times this percentage for what it has:
-# the default, 95, gathers and computes anew what would fit; 120 is at most 96% of the memory. The
-# step of qwen3-30b-a3b on eight H100 moves 52,291 instead of 56,910 GiB, for 0.1 GiB more memory.
+# XLA plans with this percentage of: 80% of a GPU's memory, less the step's arguments. With the
+# default, 95, it recomputes what would fit; 120 is at most 96% of the memory. The step of
+# qwen3-30b-a3b on eight H100 moves 52,291 GiB instead of 56,910, for 0.1 GiB more memory.
 _GPU = {"xla_gpu_memory_limit_slop_factor": "120"}
 
 # A tpu7x gathers and scatters asynchronously without options, and a v5e has no SparseCores. On

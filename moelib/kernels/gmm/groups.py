@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Int32
 
+from moelib.kernels.operands import keep_where
+
 
 class Visits(NamedTuple):
     """The work of each visit of a kernel to a tile of rows; undefined past the number of visits.
@@ -48,10 +50,7 @@ def activated(
     """Returns the activation of products, computed in float32; 0 in rows of no group."""
     out = activation(*(part.astype(jnp.float32) for part in parts)).astype(parts[0].dtype)
     num_rows = jnp.sum(group_sizes, dtype=jnp.int32)
-    # Of a constant, `jnp.where` makes an array, which JAX moves out of a scan over layers and keeps
-    # in memory. The compiler knows this zero.
-    zero = (num_rows * 0).astype(out.dtype)
-    return jnp.where(lax.iota(jnp.int32, out.shape[0])[:, None] < num_rows, out, zero)
+    return keep_where(lax.iota(jnp.int32, out.shape[0])[:, None] < num_rows, out)
 
 
 def output_visits(

@@ -16,8 +16,11 @@ from jaxtyping import Array, Float, Int
 
 from moelib.kernels.backend import current_device
 from moelib.kernels.gmm import gmm_weight_gradient
+from moelib.kernels.operands import keep_where
 from moelib.layers.remat import save_routing
 
+# Name scope of grouped matmuls that sum rows, by which reports of compiled programs recognize them.
+SUM_ROWS = "sum_rows"
 _TILE = 128  # Tokens whose rows one product sums.
 
 
@@ -92,7 +95,8 @@ def sum_in_token_order(rows: Float[Array, "R D"], row_map: RowMap) -> Float[Arra
     tiles = jnp.where(tokens < num_tokens, tokens // _TILE, num_tiles)
     sizes = jnp.sum(tiles[:, None] == jnp.arange(num_tiles)[None], 0, dtype=jnp.int32)
     ones = tokens[:, None] % _TILE == jnp.arange(_TILE)[None]  # [R, _TILE]
-    sums = gmm_weight_gradient(ones.astype(rows.dtype), rows[order], sizes)
+    with jax.named_scope(SUM_ROWS):
+        sums = gmm_weight_gradient(ones.astype(rows.dtype), rows[order], sizes)
     return sums.reshape(-1, dim)[:num_tokens]
 
 
@@ -100,15 +104,12 @@ def _sum(
     rows: Float[Array, "R D"], index: Int[Array, "T K"], weights: Float[Array, "T K"] | None
 ) -> Float[Array, "T D"]:
     """Returns the (weighted) sum of each token's rows, without an intermediate [T, K, D]."""
-    # Of a constant, `jnp.where` makes an array, which JAX moves out of a scan over layers and keeps
-    # in memory. The compiler knows this zero.
-    zero = (index[0, 0] * 0).astype(jnp.float32)
     total = jnp.zeros((), jnp.float32)
     for k in range(index.shape[1]):
         row = rows.at[index[:, k]].get(mode="clip").astype(jnp.float32)  # [T, D]
         if weights is not None:
             row = row * weights[:, k, None]
-        total = total + jnp.where(index[:, k, None] < rows.shape[0], row, zero)
+        total = total + keep_where(index[:, k, None] < rows.shape[0], row)
     return total.astype(rows.dtype)
 
 

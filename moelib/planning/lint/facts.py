@@ -16,7 +16,6 @@ from moelib.planning.hlo.program import Computation, Instruction, Program
 from moelib.planning.hlo.source import SourceMap
 from moelib.planning.lint.dataflow import Dataflow
 from moelib.planning.report.step_report import Finding
-from moelib.train.compiler_options import spelled
 
 _MIB = 2**20
 
@@ -94,7 +93,7 @@ def facts_of(trainer: Any, compiler_options: Mapping[str, str] | None = None) ->
         batch_axes=(axes,) if isinstance(axes, str) else tuple(axes),
         train_dtype=cfg.train_dtype,
         num_experts=frozenset(number for number in numbers if isinstance(number, int)),
-        compiler_options=spelled(options),
+        compiler_options=options,
         state=tuple(_state(trainer)),
         model=trainer.model,
     )

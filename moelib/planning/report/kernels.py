@@ -4,6 +4,7 @@ import collections
 import re
 from typing import Any
 
+from moelib.layers.moe.rows import SUM_ROWS
 from moelib.planning.hlo.program import Instruction, Program
 from moelib.planning.hlo.source import phase
 from moelib.planning.hlo.values import is_matmul
@@ -77,6 +78,8 @@ def _name(instruction: Instruction) -> str:
 
 def _kind(name: str, instruction: Instruction, library_name: str) -> str:
     """Returns the purpose of a kernel, as `Kernel.kind`."""
+    if f"/{SUM_ROWS}/" in instruction.op_name:
+        return "row sum"
     backward = " gradient" if "gradient" in name or "Backward" in name else ""
     if name.startswith(("gmm", "tgmm")):
         # The input gradient is the same kernel as the forward pass.

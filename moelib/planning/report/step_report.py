@@ -68,7 +68,8 @@ class Kernel:
     rows: int = 0  # Rows of the left operand of a grouped matmul; 0 for other kernels.
     groups: int = 0  # Groups of a grouped matmul.
     rows_at_once: int = 0  # Rows of a block that a grouped matmul multiplies as a whole.
-    kind: str = "other"  # "grouped matmul", "attention", their gradients, "matmul" or "other".
+    # "grouped matmul", "attention", their gradients, "row sum" of tokens, "matmul" or "other".
+    kind: str = "other"
     library: str = "pallas tpu"  # Or "mosaic gpu", "triton", "cublas", "cudnn".
 
 
@@ -228,7 +229,7 @@ class StepReport:
         """
         computed, routed = 0.0, 0.0
         for kernel in self.kernels:
-            if kernel.groups:
+            if kernel.groups and kernel.kind != "row sum":
                 rows = min(self.rows_routed or kernel.rows, kernel.rows)
                 block = kernel.rows_at_once
                 routed += kernel.executions * rows

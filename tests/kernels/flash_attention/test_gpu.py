@@ -347,3 +347,4 @@ def test_speed(shape, backend):
     seconds = (time.perf_counter() - start) / 10
     flops = 3.5 * 2 * 2 * 2 * heads * dim * length**2 / 2
     print(f"{shape} {backend}: {seconds * 1e3:.2f} ms, {flops / seconds / 1e12:.0f} TFLOP/s")
+    assert all(bool(jnp.isfinite(each).all()) for each in jax.tree.leaves(out))

@@ -1,5 +1,6 @@
 """Fusions, kernels and collectives of programs written by hand, whose counts are known."""
 
+from moelib.layers.moe.rows import SUM_ROWS
 from moelib.planning.hlo import program as hlo
 from moelib.planning.hlo.source import phase
 from moelib.planning.report.collectives import collectives_by_axes, collectives_by_groups
@@ -108,6 +109,11 @@ def test_kernels_of_a_gpu_have_names_and_kinds():
             kind="grouped matmul gradient", library="mosaic gpu",
         ),
     )  # fmt: skip
+
+
+def test_a_grouped_matmul_that_sums_rows_has_a_kind_of_its_own():
+    text = GPU.replace("shard_map/gmm_weight_gradient", f"{SUM_ROWS}/gmm_weight_gradient")
+    assert [each.kind for each in kernels(hlo.parse(text))][-1] == "row sum"
 
 
 def test_a_start_that_a_gpu_runs_at_once_is_synchronous():

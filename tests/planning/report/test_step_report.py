@@ -67,6 +67,13 @@ def test_rows_computed_are_the_mean_over_first_rows_of_groups():
     assert ours == (2048 + 7 * 63) / 2048
 
 
+def test_sums_of_rows_are_not_rows_that_experts_compute():
+    report = make_report(rows_routed=2048)
+    summing = Kernel("gmm", 2, 2, 1, 1, rows=4096, groups=64, rows_at_once=64, kind="row sum")
+    both = make_report(rows_routed=2048, kernels=(*report.kernels, summing))
+    assert both.rows_computed_over_routed == report.rows_computed_over_routed
+
+
 def test_without_grouped_matmuls_there_is_no_ratio():
     assert make_report(kernels=()).rows_computed_over_routed is None
 
