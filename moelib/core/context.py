@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from moelib.core import tree
-from moelib.core.param import cast_slices
+from moelib.core.param import cast_at_use
 from moelib.core.tree import Nested
 
 CACHE = "cache"  # Name of a layer's cache in its state, next to its parameters.
@@ -329,7 +329,7 @@ class _Collecting:
         """Returns (fn(*args), the outputs of each context); JAX may trace it more than once."""
         copies = [self._copy(context, iteration) for context in self.contexts]
         inner = copies[-1]
-        inner.state = {**(inner.state or {}), **cast_slices(state)}
+        inner.state = {**(inner.state or {}), **cast_at_use(state)}
         inner.prng_key = key
         inner.child_keys = {**inner.child_keys, **keys}
         outer, _local.stack = context_stack(), copies

@@ -24,7 +24,7 @@ from moelib.core.config import (
     did_you_mean,
 )
 from moelib.core.context import AuxLoss, InvocationContext, OutputCollection, current_context
-from moelib.core.param import cast_slices
+from moelib.core.param import cast_at_use
 from moelib.core.tree import Nested
 
 _MAX_SUMMARY_SIZE = 8
@@ -240,7 +240,7 @@ class Module(Configurable):
         state = self.get_invocation_context().state
         if state is None:
             raise RuntimeError(f"{self._title()}: functional() was given state=None.")
-        return {n: x if n in self.children else cast_slices(x) for n, x in state.items()}
+        return {n: x if n in self.children else cast_at_use(x) for n, x in state.items()}
 
     @property
     def prng_key(self) -> jax.Array:

@@ -51,6 +51,7 @@ class ParameterSpec:
     trainable: bool = True  # Whether the learner updates it by its gradient.
     weight_decay_scale: float = 1.0  # Factor of the weight decay; 0 for none.
     castable: bool = True  # Whether a step in lower precision may cast it; not so for routers.
+    cast_at_use: bool = False  # Whether its layer casts what it reads of it; see `CastAtUse`.
 
     def __post_init__(self) -> None:
         if len(self.axes) != len(self.shape):
@@ -114,15 +115,15 @@ def specs_by_path(specs: Nested | None) -> dict[str, ParameterSpec]:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class CastInScan:
-    """A parameter of stacked layers that each iteration of their scan casts for itself.
+class CastAtUse:
+    """A parameter of which only what is read is cast: a layer of a stack, or rows of a table.
 
-    No copy of all layers in the compute dtype is then held next to the parameters. The gradient is
+    No copy of all of it in the compute dtype is then held next to the parameters. The gradient is
     taken with respect to `zeros`, so that it is in the compute dtype from the start; their values
     are never read.
     """
 
-    value: Any  # The parameter [layers, ...] in its own dtype.
+    value: Any  # The parameter in its own dtype.
     zeros: Any  # Zeros of the same shape in the compute dtype.
 
     def cast(self) -> jax.Array:
@@ -145,9 +146,9 @@ def _cast_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     return _cast_with_gradient_of(*primals), tangents[1]
 
 
-def cast_slices(params: Any) -> Any:
-    """Returns parameters with each `CastInScan` cast."""
-    late = lambda x: isinstance(x, CastInScan)
+def cast_at_use(params: Any) -> Any:
+    """Returns parameters with each `CastAtUse` cast."""
+    late = lambda x: isinstance(x, CastAtUse)
     return jax.tree.map(lambda x: x.cast() if late(x) else x, params, is_leaf=late)
 
 
@@ -160,12 +161,12 @@ def may_cast(spec: ParameterSpec) -> bool:
 def cast_parameters(params: Any, specs: Any, dtype: Any) -> Any:
     """Returns parameters with those that may be cast in the compute dtype; None casts nothing.
 
-    A `CastInScan` is left for its scan.
+    A `CastAtUse` is left as it is.
     """
     if dtype is None:
         return params
 
     def cast(spec: ParameterSpec, x: Any) -> Any:
-        return x if isinstance(x, CastInScan) or not may_cast(spec) else x.astype(dtype)
+        return x if isinstance(x, CastAtUse) or not may_cast(spec) else x.astype(dtype)
 
     return jax.tree.map(cast, specs, params, is_leaf=is_spec)

@@ -1,13 +1,12 @@
 """Token embedding, and its use as a tied output head."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from moelib.core.config import REQUIRED, Required, config_class
-from moelib.core.param import FanAxes, ParameterSpec
+from moelib.core.param import CastAtUse, FanAxes, ParameterSpec
 from moelib.layers.base import BaseLayer
 from moelib.parallel.sharding import constrain
 
@@ -27,14 +26,18 @@ class Embedding(BaseLayer):
         # Fan-in is that of a tied output head, D; a lookup alone has no sum.
         return {
             "weight": ParameterSpec(
-                (cfg.num_embeddings, cfg.dim), _AXES, fan_axes=FanAxes((1,), (0,))
+                (cfg.num_embeddings, cfg.dim),
+                _AXES,
+                fan_axes=FanAxes((1,), (0,)),
+                cast_at_use=True,
             )
         }
 
     def forward(self, ids: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         """Returns the vectors of the ids; NaN for ids outside the table."""
-        weight = self.parameters["weight"]
-        return _rows(weight, ids, weight.shape, weight.dtype)
+        table = self.get_invocation_context().state["weight"]
+        value, at = (table.value, table.zeros) if isinstance(table, CastAtUse) else (table, table)
+        return _rows(lax.stop_gradient(value), at, ids)
 
     def _own_forward_flops_per_token(self, seq_len: int) -> float:
         del seq_len
@@ -45,25 +48,25 @@ class Embedding(BaseLayer):
         return jnp.einsum("bsd,vd->bsv", x, self.parameters["weight"].astype(x.dtype))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@jax.custom_vjp
 def _rows(
-    table: Float[Array, "V D"], ids: Int[Array, "B S"], shape: tuple[int, int], dtype: jnp.dtype
+    table: Float[Array, "V D"], at: Float[Array, "V D"], ids: Int[Array, "B S"]
 ) -> Float[Array, "B S D"]:
-    """Returns the rows of the ids. The gradient of a row is summed over its uses in float32.
+    """Returns the rows of the ids in the dtype of `at`, to which the gradient goes.
 
-    In bfloat16 the sum of many uses stays far below its value: 4,096 ones add up to 256.
+    The gradient of a row is summed over its uses in float32: in bfloat16 the sum of many uses stays
+    far below its value, 4,096 ones add up to 256.
     """
-    del shape, dtype
-    return table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+    rows = table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+    return rows.astype(at.dtype)
 
 
-def _rows_backward(
-    shape: tuple[int, int], dtype: jnp.dtype, ids: Array, grad: Array
-) -> tuple[Array, None]:
-    exact = jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
-    rows = constrain(jnp.zeros(shape, exact), _AXES).at[ids]
+def _rows_backward(residuals: tuple[Array, Array], grad: Array) -> tuple[None, Array, None]:
+    at, ids = residuals
+    exact = jnp.float32 if jnp.finfo(at.dtype).bits < 32 else at.dtype
+    rows = constrain(jnp.zeros(at.shape, exact), _AXES).at[ids]
     sums = rows.add(grad.astype(exact), mode="drop", wrap_negative_indices=False)
-    return sums.astype(dtype), None
+    return None, sums.astype(at.dtype), None
 
 
-_rows.defvjp(lambda table, ids, *static: (_rows(table, ids, *static), ids), _rows_backward)
+_rows.defvjp(lambda table, at, ids: (_rows(table, at, ids), (at, ids)), _rows_backward)

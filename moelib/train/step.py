@@ -14,7 +14,7 @@ from moelib.core import tree
 from moelib.core.errors import UserError
 from moelib.core.metrics import MaxScalar, reading
 from moelib.core.module import functional
-from moelib.core.param import CastInScan, ParameterSpec, cast_parameters, may_cast, specs_by_path
+from moelib.core.param import CastAtUse, ParameterSpec, cast_parameters, may_cast, specs_by_path
 from moelib.core.tree import Batch, Nested
 from moelib.learner.accumulation import accumulate
 from moelib.learner.learner import Learner
@@ -48,7 +48,7 @@ def make_train_step(
         trained = tree.select(state.model, learner.is_updated)
         fixed = tree.select(state.model, lambda path: not learner.is_updated(path))
         specs = model.create_parameter_specs_recursively()
-        late = {} if train_dtype is None else _cast_in_scans(specs)
+        late = {} if train_dtype is None else _specs_cast_at_use(specs)
         counts = _token_counts(model, batch)
 
         def micro_step(batch: Batch, carry: Any) -> Any:
@@ -57,7 +57,7 @@ def make_train_step(
 
             def objective(at: Nested) -> Any:
                 params = tree.map_by_path(
-                    lambda path, x, a: CastInScan(x, a) if path in late else a, trained, at
+                    lambda path, x, a: CastAtUse(x, a) if path in late else a, trained, at
                 )
                 params = cast_parameters(tree.merge(fixed, params), specs, train_dtype)
                 micro_key = jax.random.fold_in(key, index)
@@ -150,10 +150,10 @@ def _shares(counts: Any, of: Any, num_microbatches: int) -> tuple[Any, Any]:
     return loss, aux
 
 
-def _cast_in_scans(specs: Nested) -> dict[str, ParameterSpec]:
-    """Returns the specs of stacked layers' parameters, cast in each scan iteration, by path."""
-    found = specs_by_path(specs)
-    return {p: spec for p, spec in found.items() if spec.axes[:1] == ("layers",) and may_cast(spec)}
+def _specs_cast_at_use(specs: Nested) -> dict[str, ParameterSpec]:
+    """Returns the specs of parameters that are cast at use, by path: stacked layers and tables."""
+    late = lambda spec: spec.axes[:1] == ("layers",) or spec.cast_at_use
+    return {p: spec for p, spec in specs_by_path(specs).items() if late(spec) and may_cast(spec)}
 
 
 def _zeros(spec: ParameterSpec, dtype: str | None) -> jax.Array:

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import pytest
 
 from moelib.core.errors import UserError
-from moelib.core.param import CastInScan, FanAxes, ParameterSpec, is_spec
+from moelib.core.param import CastAtUse, FanAxes, ParameterSpec, is_spec
 
 EXPERTS = ParameterSpec(
     shape=(8, 4, 6), axes=("experts", "embed", "ffn"), fan_axes=FanAxes((1,), (2,), (0,))
@@ -70,7 +70,7 @@ def test_batch_axes_are_those_of_independent_parameters(shape, fan_axes, batch):
 def test_a_cast_slice_reads_no_zeros_and_its_gradient_has_the_compute_dtype():
     value = jnp.asarray([1.0, 1 + 2.0**-9, -3.0], jnp.float32)
     factors = jnp.arange(1, 4, dtype=jnp.bfloat16)
-    product = lambda zeros: jnp.sum(CastInScan(value, zeros).cast() * factors)
+    product = lambda zeros: jnp.sum(CastAtUse(value, zeros).cast() * factors)
     unread = jnp.full(3, jnp.nan, jnp.bfloat16)
     assert float(product(unread)) == 1 + 2 - 9
     gradient = jax.grad(product)(unread)

@@ -1,9 +1,12 @@
 """Embedding: lookups, ids outside the table, and the tied head."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moelib.core.param import CastAtUse
 from moelib.layers.embedding import Embedding
 from tests.layers.calling import build, call, float64, initial, normal
 
@@ -36,6 +39,20 @@ def test_gradients_of_many_uses_in_bfloat16_are_not_lost():
     got = np.asarray(pull(grad)[0]["weight"], np.float64)
     np.testing.assert_allclose(got[2], np.asarray(grad, np.float64).sum((0, 1)), rtol=2**-8)
     assert np.count_nonzero(got) == 4
+
+
+def test_of_a_table_cast_at_use_only_rows_are_cast():
+    ids = jnp.array([[1, 1, 3]])
+    unread = jnp.full((5, 4), jnp.nan, jnp.bfloat16)
+    rows = lambda value, zeros: call(LAYER, {"weight": CastAtUse(value, zeros)}, ids)
+    got, pull = jax.vjp(rows, PARAMS["weight"], unread)
+    np.testing.assert_array_equal(got, PARAMS["weight"][ids].astype(jnp.bfloat16))
+    value_grad, grad = pull(jnp.ones_like(got))
+    assert grad.dtype == jnp.bfloat16
+    assert grad[:, 0].tolist() == [0, 2, 0, 1, 0]
+    assert not value_grad.any()
+    text = str(jax.make_jaxpr(rows)(PARAMS["weight"], unread))
+    assert re.findall(r":bf16\[([\d,]*)\] = convert_element_type", text) == ["1,3,4"]
 
 
 def test_the_tied_head_is_the_inner_product_with_every_row():

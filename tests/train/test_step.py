@@ -182,11 +182,11 @@ def test_state_update_of_a_trained_parameter_is_refused(batch):
 LAYERS = 3
 
 
-def scanned(train_dtype):
+def scanned(train_dtype, **fields):
     """Returns (trainer, step, state, batch) of a model of three stacked layers."""
     layer = tiny.transformer_layer(tiny.plain_moe())
     decoder = tiny.stacked(layer, num_layers=LAYERS, remat=config_for_function(remat))
-    cfg = tiny.trainer_config("unused", model=tiny.model_config(decoder, vocab_size=64))
+    cfg = tiny.trainer_config("unused", model=tiny.model_config(decoder, vocab_size=64, **fields))
     cfg.learner.optimizer = config_for_function(sgd_optimizer).set(learning_rate=1.0)
     trainer = cfg.instantiate(parent=None)
     step = make_train_step(trainer.model, trainer.learner, train_dtype=train_dtype)
@@ -194,9 +194,10 @@ def scanned(train_dtype):
     return trainer, step, start_of(trainer), {"input_ids": ids, "target_labels": ids[:, ::-1]}
 
 
+@pytest.mark.parametrize("fields", [{}, {"lm_head": None}])
 @pytest.mark.slow
-def test_casting_layer_by_layer_gives_the_gradients_of_casting_all_at_once():
-    trainer, step, before, batch = scanned("bfloat16")
+def test_casting_at_use_gives_the_gradients_of_casting_all_at_once(fields):
+    trainer, step, before, batch = scanned("bfloat16", **fields)
     specs = trainer.model.create_parameter_specs_recursively()
 
     def objective(params):
