@@ -87,9 +87,11 @@ def forward(
         if not with_gradients:
             return head_grad, (nll, lse)
         grad = _logits_gradient(logits, lse, labels, options).astype(hidden.dtype)
+        rows_grad = _dot(grad, head, 1, 0 if options.transposed_head else 1).astype(hidden.dtype)
+        # The head's gradient comes second, when a gathered head need not be held any more.
+        rows, rows_grad = lax.optimization_barrier((rows, rows_grad))
         pair = (grad, rows) if options.transposed_head else (rows, grad)
-        rows_grad = _dot(grad, head, 1, 0 if options.transposed_head else 1)
-        return head_grad + _dot(*pair, 0, 0), (nll, lse, rows_grad.astype(hidden.dtype))
+        return head_grad + _dot(*pair, 0, 0), (nll, lse, rows_grad)
 
     zeros = zeros_like_varying(head.shape, jnp.float32, head) if with_gradients else None
     head_grad, (nll, lse, *hidden_grad) = _over_chunks(
