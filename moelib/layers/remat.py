@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from moelib.core.config import did_you_mean
@@ -50,8 +51,17 @@ def save_activation(x: jax.Array, name: str) -> jax.Array:
 
 
 def save_routing(x: Any) -> Any:
-    """Returns arrays of the routing, named so that every `remat` saves them."""
-    return jax.tree.map(lambda leaf: checkpoint_name(leaf, _ROUTING), x)
+    """Returns arrays of the routing, named so that every `remat` saves them.
+
+    A few numbers per token are saved as [..., K, T], because TPUs pad the last dimension to 128.
+    """
+
+    def save(leaf: jax.Array) -> jax.Array:
+        if leaf.ndim < 2 or leaf.shape[-1] >= leaf.shape[-2]:
+            return checkpoint_name(leaf, _ROUTING)
+        return jnp.matrix_transpose(checkpoint_name(jnp.matrix_transpose(leaf), _ROUTING))
+
+    return jax.tree.map(save, x)
 
 
 def is_saved(name: str) -> bool:

@@ -10,7 +10,7 @@ import pytest
 from moelib.core.config import config_for_function
 from moelib.layers.feed_forward import FeedForward
 from moelib.layers.moe.layer import MoELayer
-from moelib.layers.remat import REMAT_POLICIES, remat, save_activation
+from moelib.layers.remat import REMAT_POLICIES, remat, save_activation, save_routing
 from moelib.layers.transformer import LoopStack, ScanStack, TransformerLayer
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 from tests.layers.calling import QUICK, build, call, initial, normal
@@ -103,6 +103,15 @@ def test_the_last_matmul_of_experts_is_not_recomputed():
 def test_the_routing_is_never_recomputed(fields):
     for name in ("sort", "top_k"):
         assert count(stack(ScanStack, **fields), name) == count(stack(ScanStack), name) > 0
+
+
+def test_the_routing_is_saved_with_tokens_last():
+    text = str(jax.make_jaxpr(remat()(save_routing))(jnp.zeros((1, 8, 2))))
+    assert "f32[1,2,8] = name[name=routing]" in text
+    for shape in ((), (3,), (2, 8)):
+        x = jnp.asarray(normal(*shape))
+        np.testing.assert_array_equal(save_routing((x, x.T))[0], x)
+        np.testing.assert_array_equal(save_routing((x, x.T))[1], x.T)
 
 
 def test_offloaded_activations_are_in_the_memory_of_the_host():
