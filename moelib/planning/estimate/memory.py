@@ -158,11 +158,12 @@ class Placement:
     def _logits(self, tokens: float) -> float:
         """Returns the bytes of a chunk's logits in float32, the head and its gradient.
 
-        Several chunks add up the head's gradient in float32. Logits make room for their gradient.
+        Several chunks add up the head's gradient in float32; of a single chunk, the head makes room
+        for its gradient, as logits do for theirs.
         """
         chunk, itemsize = self._chunk(tokens), self.work.compute_itemsize
-        of_gradient = 4 if chunk < tokens else itemsize
-        return self._vocab * (self.work.dim * (itemsize + of_gradient) + chunk * 4)
+        head = itemsize + 4 if chunk < tokens else itemsize
+        return self._vocab * (self.work.dim * head + chunk * 4)
 
     @property
     def _vocab(self) -> int:

@@ -148,6 +148,18 @@ def test_memory_is_that_of_the_larger_phase():
     assert sum(at_peak(parts | {"logits": 6.0}).values()) == 13
 
 
+def test_the_head_of_a_single_chunk_makes_room_for_its_gradient(tiny):
+    cfg, work, _ = tiny
+    each = candidates(cfg, work, EIGHT, mesh="data=8")[0]
+    tokens = each.batch_per_device * work.seq_len
+    held = lambda size: Placement(
+        dataclasses.replace(work, loss_chunk_size=size), each, rules_of(cfg)
+    ).memory(each)["logits"]
+    head = work.vocab_size * work.dim * work.compute_itemsize
+    assert held(tokens) == head + 4 * work.vocab_size * tokens
+    assert held(8) == head + 4 * work.vocab_size * (work.dim + 8)
+
+
 def test_each_chunk_of_the_loss_reads_and_writes_the_heads_gradient(tiny):
     cfg, work, _ = tiny
     tokens = work.seq_len * work.global_batch_size
