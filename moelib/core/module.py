@@ -240,7 +240,7 @@ class Module(Configurable):
         state = self.get_invocation_context().state
         if state is None:
             raise RuntimeError(f"{self._title()}: functional() was given state=None.")
-        return {n: x if n in self.children else cast_at_use(x) for n, x in state.items()}
+        return cast_at_use(state)
 
     @property
     def prng_key(self) -> jax.Array:

@@ -51,7 +51,7 @@ class ParameterSpec:
     trainable: bool = True  # Whether the learner updates it by its gradient.
     weight_decay_scale: float = 1.0  # Factor of the weight decay; 0 for none.
     castable: bool = True  # Whether a step in lower precision may cast it; not so for routers.
-    cast_at_use: bool = False  # Whether its layer casts what it reads of it; see `CastAtUse`.
+    cast_at_use: bool = False  # Whether the layer casts what it reads; see `CastAtUse`.
 
     def __post_init__(self) -> None:
         if len(self.axes) != len(self.shape):
@@ -116,7 +116,7 @@ def specs_by_path(specs: Nested | None) -> dict[str, ParameterSpec]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CastAtUse:
-    """A parameter of which only what is read is cast: a layer of a stack, or rows of a table.
+    """A parameter that is cast where it is read: a layer of a stack, or rows of a table.
 
     No copy of all of it in the compute dtype is then held next to the parameters. The gradient is
     taken with respect to `zeros`, so that it is in the compute dtype from the start; their values

@@ -1,6 +1,5 @@
 """Token embedding, and its use as a tied output head."""
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -37,7 +36,11 @@ class Embedding(BaseLayer):
         """Returns the vectors of the ids; NaN for ids outside the table."""
         table = self.get_invocation_context().state["weight"]
         value, at = (table.value, table.zeros) if isinstance(table, CastAtUse) else (table, table)
-        return _rows(lax.stop_gradient(value), at, ids)
+        # The gradient of a row is summed over its uses in float32: in bfloat16 the sum of many uses
+        # stays far below its value, 4,096 ones add up to 256.
+        exact = at.astype(jnp.float32) if jnp.finfo(at.dtype).bits < 32 else at
+        unread = _rows(constrain(exact, _AXES), ids).astype(at.dtype)
+        return CastAtUse(_rows(lax.stop_gradient(value), ids), unread).cast()
 
     def _own_forward_flops_per_token(self, seq_len: int) -> float:
         del seq_len
@@ -48,25 +51,5 @@ class Embedding(BaseLayer):
         return jnp.einsum("bsd,vd->bsv", x, self.parameters["weight"].astype(x.dtype))
 
 
-@jax.custom_vjp
-def _rows(
-    table: Float[Array, "V D"], at: Float[Array, "V D"], ids: Int[Array, "B S"]
-) -> Float[Array, "B S D"]:
-    """Returns the rows of the ids in the dtype of `at`, to which the gradient goes.
-
-    The gradient of a row is summed over its uses in float32: in bfloat16 the sum of many uses stays
-    far below its value, 4,096 ones add up to 256.
-    """
-    rows = table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
-    return rows.astype(at.dtype)
-
-
-def _rows_backward(residuals: tuple[Array, Array], grad: Array) -> tuple[None, Array, None]:
-    at, ids = residuals
-    exact = jnp.float32 if jnp.finfo(at.dtype).bits < 32 else at.dtype
-    rows = constrain(jnp.zeros(at.shape, exact), _AXES).at[ids]
-    sums = rows.add(grad.astype(exact), mode="drop", wrap_negative_indices=False)
-    return None, sums.astype(at.dtype), None
-
-
-_rows.defvjp(lambda table, at, ids: (_rows(table, at, ids), (at, ids)), _rows_backward)
+def _rows(table: Float[Array, "V D"], ids: Int[Array, "B S"]) -> Float[Array, "B S D"]:
+    return table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)

@@ -7,7 +7,6 @@ from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.errors import UserError
 from moelib.core.metrics import WeightedScalar, weighted
 from moelib.core.module import Module, nowrap
-from moelib.core.param import cast_at_use
 from moelib.core.tree import Batch
 from moelib.layers.base import BaseLayer
 from moelib.layers.embedding import Embedding
@@ -81,7 +80,7 @@ class CausalLM(BaseLayer):
         """
         hidden = self.hidden(batch)
         tied = self.config.lm_head is None
-        head = cast_at_use(self.parameters["embedding" if tied else "lm_head"])["weight"]
+        head = self.parameters["embedding" if tied else "lm_head"]["weight"]
         out = language_model_loss(
             hidden,
             head.astype(hidden.dtype),

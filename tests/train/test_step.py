@@ -219,11 +219,17 @@ def test_casting_at_use_gives_the_gradients_of_casting_all_at_once(fields):
 @pytest.mark.slow
 def test_no_copy_of_all_layers_is_cast():
     _, step, before, batch = scanned("bfloat16")
-    text = str(jax.make_jaxpr(step)(before, batch))
-    casts = re.findall(r":bf16\[([\d,]*)\] = convert_element_type", text)
+    text = jax.jit(step).lower(before, batch).as_text()
+    casts = re.findall(r"stablehlo.convert.*-> tensor<([\dx]*)xbf16>", text)
     assert casts
-    assert not [shape for shape in casts if shape.startswith(f"{LAYERS},")]
-    assert f"bf16[{LAYERS},4,2,16,8]" in text  # Gradients are summed in bfloat16.
+    assert not [shape for shape in casts if shape.startswith(f"{LAYERS}x")]
+    assert f"tensor<{LAYERS}x4x2x16x8xbf16>" in text  # Gradients are summed in bfloat16.
+
+
+def test_a_model_reads_the_table_of_its_embedding_in_the_compute_dtype():
+    _, step, before, batch = scanned("bfloat16", lm_head=None)
+    after, _ = jax.eval_shape(step, before, batch)
+    assert after.model["embedding"]["weight"].dtype == jnp.float32
 
 
 class LoopOverLayers(BaseLayer):
