@@ -85,8 +85,8 @@ class Accelerator:
 # matrix units; that of tpu7x is a guess. DCN: a host's network divided by its devices. v4 is
 # missing: libtpu describes two devices per chip where a run has one.
 #
-# GPU: NVIDIA's data sheets (SXM). HBM is 0.6 to 2 GiB below XLA's own description of the GPU, for
-# the driver and CUDA. Network: 400 Gb/s InfiniBand per GPU, 200 for A100.
+# GPU: NVIDIA's data sheets (SXM). HBM is what a process takes, 92% of the memory in XLA's own
+# description of the GPU; see core/platforms.py. Network: 400 Gb/s InfiniBand per GPU, 200 for A100.
 #
 # Prices are public on-demand list prices in US regions, of whole machines divided by their devices.
 # They change and are negotiable: `moelib plan --prices` replaces them.
@@ -95,11 +95,11 @@ _TABLE = (
     ("v5p", "tpu", "TPU v5", 95.73, 2765, 1.75, 600, 6.25, None, 4.20, 8),
     ("v6e", "tpu", "TPU v6 lite", 31.24, 1640, 1.75, 400, 12.5, None, 2.70, 8),
     ("tpu7x", "tpu", "TPU7x", 94.74, 3690, 1.75, 300, 12.5, None, 6.00, 8),
-    ("a100", "gpu", "NVIDIA A100-SXM4-80GB", 78.5, 2039, 1.41, 300, 25, 8, 3.43, 8),
-    ("h100", "gpu", "NVIDIA H100 80GB HBM3", 78.5, 3350, 1.83, 450, 50, 8, 6.88, 8),
-    ("h200", "gpu", "NVIDIA H200", 139.0, 4800, 1.83, 450, 50, 8, 7.91, 8),
-    ("b200", "gpu", "NVIDIA B200", 177.0, 8000, 1.85, 900, 50, 8, 14.24, 8),
-    ("gb200", "gpu", "NVIDIA GB200", 183.0, 8000, 1.93, 900, 50, 72, 10.50, 4),
+    ("a100", "gpu", "NVIDIA A100-SXM4-80GB", 72.8, 2039, 1.41, 300, 25, 8, 3.43, 8),
+    ("h100", "gpu", "NVIDIA H100 80GB HBM3", 72.7, 3350, 1.83, 450, 50, 8, 6.88, 8),
+    ("h200", "gpu", "NVIDIA H200", 129.5, 4800, 1.83, 450, 50, 8, 7.91, 8),
+    ("b200", "gpu", "NVIDIA B200", 164.0, 8000, 1.85, 900, 50, 8, 14.24, 8),
+    ("gb200", "gpu", "NVIDIA GB200", 169.5, 8000, 1.93, 900, 50, 72, 10.50, 4),
 )
 ACCELERATORS = {
     name: Accelerator(

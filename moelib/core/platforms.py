@@ -33,13 +33,17 @@ def hide_absent_tpus() -> None:
     describe_absent_tpus()
 
 
+# Of a GPU's memory, what a process takes.
+GPU_MEMORY_SHARE = 0.92
+
+
 def use_most_gpu_memory() -> None:
-    """Lets a process take 92% of a GPU's memory, not JAX's 75%, unless the user set a share.
+    """Lets a process take GPU_MEMORY_SHARE, not JAX's 75%, unless the user set a share.
 
     The rest is for CUDA and NCCL, which allocate their own. Call it before JAX starts.
     """
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # The name before; JAX refuses both.
-        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")
+        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(GPU_MEMORY_SHARE))
 
 
 def describe_absent_tpus() -> None:

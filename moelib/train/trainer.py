@@ -37,7 +37,7 @@ from moelib.parallel.mesh import (
     shared_sides,
 )
 from moelib.train import state as state_lib
-from moelib.train.compiler_options import default_options, spelled
+from moelib.train.compiler_options import compile_with, default_options, spelled
 from moelib.train.directory_lock import directory_lock
 from moelib.train.evaler import SpmdEvaler
 from moelib.train.identity import CONFIG_FILE, check_directory, config_hash, write_config
@@ -321,7 +321,7 @@ class SpmdTrainer(Module):
         warn_without_gradient(traced.jaxpr, len(tree.by_path(trained, is_spec)))
         with self.on_mesh():
             lowered = traced.lower()
-        compiled = lowered.compile(compiler_options=self.compiler_options())
+        compiled = compile_with(lowered, self.compiler_options())
         if self.on_compiled is not None:
             self.on_compiled(traced, lowered, compiled)
         return compiled

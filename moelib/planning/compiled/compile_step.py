@@ -17,7 +17,7 @@ from moelib.planning.compiled.examine import Step, examine, state_bytes
 from moelib.planning.hardware.topologies import OutOfMemoryError, Topology
 from moelib.planning.lint.facts import facts_of
 from moelib.planning.report.step_report import Seconds, StepReport
-from moelib.train.compiler_options import spelled
+from moelib.train.compiler_options import compile_with, spelled
 
 STAGES = ("build", "trace", "lower", "compile", "count")
 OnStage = Callable[[str, float, str], None]  # (stage, seconds, result in words)
@@ -78,10 +78,9 @@ def compile_step(
         stopwatch.done("lower", f"{len(lowered.as_text()) / 1e6:.1f} MB of StableHLO")
         cpu = time.process_time()
         try:
-            compiled = lowered.compile(compiler_options=options)
+            compiled = compile_with(lowered, options)
         except Exception as error:
-            known = _out_of_memory(error, trainer, topology) or _refused_option(error, options)
-            raise known or error from None
+            raise _out_of_memory(error, trainer, topology) or error from None
         cpu = time.process_time() - cpu
         stopwatch.done("compile", f"{cpu:.1f} s of CPU time")
     step = Step(traced, lowered, compiled)
@@ -124,18 +123,6 @@ def no_compilation_cache() -> Iterator[None]:
     finally:
         jax.config.update("jax_enable_compilation_cache", before)
         compilation_cache.reset_cache()
-
-
-def _refused_option(error: Exception, options: Mapping[str, str]) -> UserError | None:
-    """Returns the error for an option that the compiler refuses, or None if `error` is another."""
-    text = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
-    named = [name for name in options if re.search(rf"\b{re.escape(name)}\b", text)]
-    if not named or not re.match("No such compile option|Failed to parse|While setting", text):
-        return None
-    return UserError(
-        f"compiler option {named[0]}={options[named[0]]}: {text.rstrip(': ')}; remove it from "
-        "--compiler_option and compiler_options, or install a compiler that knows it."
-    )
 
 
 def _out_of_memory(error: Exception, trainer: Any, topology: Topology) -> OutOfMemoryError | None:
