@@ -59,11 +59,13 @@ def attend(
     axes = ("batch", "sequence", "activation_heads", None)
     split = sharding.partition_spec(axes, shape, shape=k.shape, array="attention's keys")
     ring = sharding.mesh_axes("sequence", shape)
-    pieces = 2 * math.prod(shape[axis] for axis in ring)
+    n = math.prod(shape[axis] for axis in ring)
+    plan = ring_plan(n, q.shape[1] // n, causal=spec.causal, window=spec.window)
+    pieces = 2 * n if plan.zigzag else n
     if ring and q.shape[1] % pieces:
         raise sharding.SplitError(
-            f"attention: seq_len={q.shape[1]} does not divide into {pieces} pieces, two for each "
-            f"device of the mesh axes {', '.join(ring)}; change seq_len or the mesh."
+            f"attention: seq_len={q.shape[1]} does not divide into {pieces} pieces, {pieces // n} "
+            f"for each device of the mesh axes {', '.join(ring)}; change seq_len or the mesh."
         )
     used = tuple(a for name in axes if name for a in sharding.mesh_axes(name, shape))
 
@@ -71,8 +73,6 @@ def attend(
         q, k, v, segments, sinks = vary(arrays, used)
         if not ring:
             return flash_attention(q, k, v, spec, segment_ids=segments, sinks=sinks)
-        n = lax.axis_size(ring)
-        plan = ring_plan(n, q.shape[1], causal=spec.causal, window=spec.window)
         attend_in = functools.partial(_ring, _Ring(ring, spec, plan))
         if not plan.zigzag:
             return attend_in(q, _Shard(k, v, segments), sinks)

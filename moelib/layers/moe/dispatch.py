@@ -165,7 +165,7 @@ def run_sorted(local: Local, num_experts: int, num_rows: int) -> Float[Array, "T
     outputs = local.experts.grouped(local.params, rows, group_sizes, weights)
     y = sum_rows(outputs, row_map)
     biases = local.experts.weighted_biases(local.params, ids, local.weights)
-    return y if biases is None else (y + biases).astype(y.dtype)
+    return y if biases is None else (y.astype(jnp.float32) + biases).astype(y.dtype)
 
 
 def within_capacity(

@@ -86,7 +86,7 @@ class FeedForwardExperts(BaseLayer):
         """Returns weight times output, without `down_bias`, for rows sorted by expert.
 
         The weights multiply the activations, so that their gradient takes no output: the backward
-        pass of a recomputed layer leaves out the last matmul. Rows past the sum of the group sizes
+        pass of a recomputed layer omits the last matmul. Rows past the sum of the group sizes
         give zeros.
         """
         params = {name: value.astype(rows.dtype) for name, value in params.items()}

@@ -135,6 +135,13 @@ def test_a_sequence_that_does_not_divide_in_pieces_is_refused():
         attend(x, x, x, spec=PLAIN)
 
 
+@pytest.mark.parametrize("spec", [PLAIN._replace(window=8), PLAIN._replace(causal=False)])
+def test_a_plain_split_needs_one_piece_for_each_device(spec):
+    x = jnp.zeros((2, 24, 2, 8))
+    with jax.set_mesh(create_device_mesh(mesh_shape_from_axes(seq=8))):
+        assert jax.eval_shape(lambda x: attend(x, x, x, spec=spec), x).shape == x.shape
+
+
 def test_key_heads_that_do_not_divide_are_refused():
     with (
         jax.set_mesh(create_device_mesh(mesh_shape_from_axes(model=4, data=2))),

@@ -202,6 +202,8 @@ def test_gpt_oss_experts_have_biases_and_its_router_too():
             want[b, s] += weight * (hidden @ experts["down"][e] + experts["down_bias"][e])
     got = forward(made, params, jnp.asarray(X), MASK)[0]
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+    low, x = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), (params, X))
+    assert jax.eval_shape(lambda p, x: call(made, p, x, MASK), low, x).dtype == jnp.bfloat16
 
 
 def test_shared_experts_may_have_a_gate():
