@@ -218,6 +218,8 @@ def _arranged(
             f"mesh_shape {mesh}: the devices belong to {num_slices} slices; set it to "
             "HybridMeshShape(ici=sizes inside a slice, dcn=sizes across slices)."
         )
+    if len(devices) == 1:  # Without axes, JAX arranges no TPU.
+        return np.asarray(devices, dtype=object).reshape(shape)
     from jax.experimental import mesh_utils
 
     # TPUs are laid on their torus, the last axis first, on whole sides where sizes allow it; other

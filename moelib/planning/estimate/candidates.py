@@ -136,12 +136,13 @@ def candidates(
             continue
         most = work.global_batch_size // each.parts(rules["batch"])
         for size in (n for n in range(1, most + 1) if most % n == 0):
-            if (refusal := _chunk_refusal(work, each, rules, size)) is not None:
-                too_small[size] = refusal
+            tokens = size * work.seq_len // each.parts(rules["sequence"])
+            if (refusal := _chunk_refusal(work, tokens)) is not None:
+                too_small[tokens] = refusal
                 continue
             found += [Candidate(topology, each, size, most // size, name) for name in remats]
     if not found:
-        reasons = [*[*refusals][:_MAX_REFUSALS], *(too_small[n] for n in sorted(too_small)[-1:])]
+        reasons = [too_small[max(too_small)]] if too_small else [*refusals][:_MAX_REFUSALS]
         raise UserError(
             f"topology {topology.name}: no mesh of its {topology.num_devices} devices"
             f"{' with ' + mesh if mesh else ''} can run the config: "
@@ -168,15 +169,15 @@ def current_candidate(cfg: Any, work: Workload, topology: TopologyShape) -> Cand
             f"it to a divisor of {work.global_batch_size // parts}."
         )
     size = work.global_batch_size // num // parts
-    if (refusal := _chunk_refusal(work, mesh, rules, size)) is not None:
+    tokens = size * work.seq_len // mesh.parts(rules["sequence"])
+    if (refusal := _chunk_refusal(work, tokens)) is not None:
         raise UserError(f"topology {topology.name}: {refusal}")
     return Candidate(topology, mesh, size, num, OWN)
 
 
-def _chunk_refusal(work: Workload, mesh: Mesh, rules: sharding.Rules, size: int) -> str | None:
-    """Returns the reason why a batch per device is too small for a chunk of the loss, or None."""
+def _chunk_refusal(work: Workload, tokens: int) -> str | None:
+    """Returns why a device's tokens are too few for a chunk of the loss, or None."""
     try:
-        tokens = size * work.seq_len // mesh.parts(rules["sequence"])
         check_loss_chunk(work.loss_chunk_size, tokens)
     except UserError as error:
         return str(error)

@@ -43,7 +43,7 @@ class Efficiency:
 BEST = Efficiency(0.68, 0.90, 0.85, 0.85, 0.0)
 POOR = Efficiency(0.35, 0.60, 0.50, 0.60, 3e-6)
 
-# Steps compiled for v5p, v6e and H100 held from 8% less to 12% more than estimated.
+# Ten steps compiled for v5p, v6e and H100 held from 8% less to 12% more than estimated.
 MEMORY_ERROR = 0.12
 
 # Operations per layer and step, forward, recomputed and backward: 5,129 for the 16 layers of

@@ -80,6 +80,7 @@ def describe(name: str) -> TopologyShape:
     Raises:
         UserError: If the accelerator is unknown, or its shape is impossible.
     """
+    name = name.lower()
     kind = name.partition(":")[0].rpartition("*")[2]
     if kind not in ACCELERATORS:
         raise UserError(
@@ -93,8 +94,9 @@ def describe(name: str) -> TopologyShape:
     shape = tuple(int(side) for side in parts["shape"].split("x")) if parts else ()
     if not num_slices or 0 in shape:
         raise UserError(
-            f"topology {shortened(name)}: {shortened(name.partition(':')[2])} is not a shape; "
-            f"write sizes of 1 to 999999, joined by x, as in {EXAMPLES[accelerator.platform]}."
+            f"topology {shortened(name)} is not a shape; write sizes of 1 to 999999, joined by x, "
+            f"as in {EXAMPLES[accelerator.platform]}, and 1 or more slices, as in "
+            f"2*{EXAMPLES[accelerator.platform]}."
         )
     if accelerator.platform == "tpu":
         return _describe_tpu(name, accelerator, num_slices, shape)

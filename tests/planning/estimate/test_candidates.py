@@ -158,6 +158,13 @@ def test_a_topology_without_a_mesh_names_every_axis_that_cannot_split(tiny):
         assert f"({axis}=3)" in str(error.value)
 
 
+@pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1", "v5p:1x1x1", "2*V6E:1x1"])
+def test_slices_of_one_device_have_a_mesh(tiny, topology):
+    found = candidates(*tiny, describe(topology))
+    assert found
+    assert {tuple(each.shared_sides()) for each in found} == {()}
+
+
 def test_a_chunk_of_the_loss_larger_than_a_micro_batch_is_refused_as_by_the_trainer(tiny):
     cfg, work = tiny
     tokens = work.seq_len * 4
@@ -168,5 +175,10 @@ def test_a_chunk_of_the_loss_larger_than_a_micro_batch_is_refused_as_by_the_trai
     message = f"loss_chunk_size is {tokens + 1}.*{tokens} tokens"
     with pytest.raises(UserError, match=message):
         candidates(cfg, work, describe("h100:1x2"), mesh="fsdp=2")
+    most = work.seq_len * 8  # Of one device.
+    work = dataclasses.replace(work, loss_chunk_size=most + 1)
+    with pytest.raises(UserError, match=f"can run the config: .*loss_chunk_size.*{most} tokens"):
+        candidates(cfg, work, describe("h100:1x1"))
+    work = dataclasses.replace(work, loss_chunk_size=tokens + 1)
     with pytest.raises(UserError, match=message):
         current_candidate(cfg.clone(mesh_shape=(1, 1, 1, 2, 1, 1)), work, describe("h100:1x2"))
