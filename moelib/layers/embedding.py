@@ -34,7 +34,9 @@ class Embedding(BaseLayer):
 
     def forward(self, ids: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         """Returns the vectors of the ids; NaN for ids outside the table."""
-        table = self.get_invocation_context().state["weight"]
+        state = self.get_invocation_context().state
+        assert state is not None
+        table = state["weight"]
         value, at = (table.value, table.zeros) if isinstance(table, CastAtUse) else (table, table)
         # The gradient of a row is summed over its uses in float32: in bfloat16 the sum of many uses
         # stays far below its value, 4,096 ones add up to 256.

@@ -160,7 +160,8 @@ def test_a_topology_without_a_mesh_names_every_axis_that_cannot_split(tiny):
 
 @pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1", "v5p:1x1x1", "2*V6E:1x1"])
 def test_slices_of_one_device_have_a_mesh(tiny, topology):
-    found = candidates(*tiny, describe(topology))
+    cfg, work = tiny
+    found = candidates(cfg, work, describe(topology))
     assert found
     assert {tuple(each.shared_sides()) for each in found} == {()}
 
