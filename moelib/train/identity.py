@@ -30,7 +30,7 @@ _DETERMINES = re.compile(r"(model|learner|input|prng_seed)\b.*")
 # data, whose content the input compares itself.
 _MAY_CHANGE = re.compile(
     r".*\b(max_step|decay_steps|max_batches|dispatcher|\w*kernel|\w*backend|remat\w*|prefetch\w*"
-    r"|offload_state|num_threads|num_workers|path|paths|dir|data_dir)\b.*"
+    r"|loss_chunk_size|offload_state|num_threads|num_workers|path|paths|dir|data_dir)\b.*"
 )
 
 # Settings that move a schedule.
@@ -38,8 +38,8 @@ _SCHEDULE = re.compile(r"learner\b.*\b(max_step|decay_steps)\b.*")
 # Settings that may change, with a line in the log.
 _LOGGED = ("max_step", "num_microbatches", "train_dtype")
 
-# But the capacity of a dispatcher decides which tokens are dropped.
-_CAPACITY = re.compile(r".*\.dispatcher\.(capacity_factor|buffer_factor)")
+# But the capacity of a dispatcher decides which tokens are dropped, unless its factor is None.
+_CAPACITY = re.compile(r"(.*\.dispatcher\.)(?:(capacity|buffer)_factor|buffer_blocks)")
 
 
 class TrainerDirConflictError(UserError):
@@ -53,11 +53,17 @@ def _values(config_text: str) -> dict[str, str]:
 
 def identity(config_text: str) -> dict[str, str]:
     """Returns the lines of a config's text that determine the numbers of a run, {path: literal}."""
+    values = _values(config_text)
+
+    def drops(path: str) -> bool:
+        found = _CAPACITY.fullmatch(path)
+        factor = found and f"{found[1]}{found[2] or 'buffer'}_factor"
+        return factor is not None and values.get(factor, "None") != "None"
+
     return {
         path: value
-        for path, value in _values(config_text).items()
-        if _DETERMINES.fullmatch(path)
-        and (not _MAY_CHANGE.fullmatch(path) or (_CAPACITY.fullmatch(path) and value != "None"))
+        for path, value in values.items()
+        if _DETERMINES.fullmatch(path) and (not _MAY_CHANGE.fullmatch(path) or drops(path))
     }
 
 
