@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from moelib.core.command_line import flag
 from moelib.core.errors import UsageError
+from moelib.core.files import parse_json
 from moelib.core.progress import Progress
 from moelib.launch import DeviceFlags, import_module
 
@@ -137,7 +138,7 @@ def read_requests(path: str, output: str) -> dict[int, dict[str, Any]]:
 
 def _read_record(line: bytes, location: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError as error:
         raise UsageError(f"{location} is not JSON ({error}); fix or remove the line.") from error
     if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):

@@ -168,7 +168,8 @@ def run_command[T](
 ) -> int:
     """Runs a command and returns its exit status: 0, or 2 after an error of the user.
 
-    An error of the user is printed on one line; `--traceback` and other errors show a traceback.
+    An error of the user, or of a file or folder, is printed on one line; `--traceback` and other
+    errors show a traceback.
     `--help` prints the description and the flags instead.
 
     Args:
@@ -191,6 +192,12 @@ def run_command[T](
         if TRACEBACK in arguments:
             raise
         print(f"{name}: {one_line(error)}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if TRACEBACK in arguments or error.filename is None:
+            raise
+        text = f"{error.filename}: {error.strerror} ({TRACEBACK} shows more)"
+        print(f"{name}: {text}", file=sys.stderr)
         return 2
     return 0
 

@@ -26,7 +26,7 @@ from moelib.core.config_types import REQUIRED, InvalidConfigValueError
 from moelib.core.errors import UserError
 from moelib.core.moved_names import current_field
 
-_REFERENCE = re.compile(r"[\w.]+:[\w.]+")
+_REFERENCE = re.compile(r"\w+(?:\.\w+)*:\w+(?:\.\w+)*")
 
 
 # -- Flags ---------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ Lines have the fields that the benchmarks' authors published, or those of Huggin
 The prompts are those of lm-eval 0.4.13 in its tasks of the same names.
 """
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 
 from moelib.core.config import did_you_mean
 from moelib.core.errors import MissingFileError, UserError
+from moelib.core.files import parse_json
 
 Line = Mapping[str, Any]
 
@@ -176,7 +176,7 @@ def _read_lines(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
             )
     for i, (location, text) in enumerate(numbered):
         try:
-            line = json.loads(text)
+            line = parse_json(text)
         except ValueError as error:
             raise UserError(f"{location} is not JSON: {error}.") from None
         if not isinstance(line, dict):

@@ -139,7 +139,7 @@ def _check_changes(cfg: Any, directory: str, before: dict[str, str], mesh: str) 
     run = read_json(os.path.join(directory, _RUN_FILE))
     for name, value in _versions(mesh).items():
         if (was := run.get(name, value)) != value:
-            logger.warning("%s was %s in %s, and is %s now.", name, was, directory, value)
+            logger.warning("%s was %.99r in %s, and is %r now.", name, was, directory, value)
 
 
 def _is_moved(cfg: Any) -> bool:
@@ -171,4 +171,5 @@ def write_config(cfg: Any, directory: str, *, mesh: str = "") -> None:
 
 def module_dirs(directory: str) -> list[str]:
     """Returns the folders of modules in run.json; none for a run of an earlier version."""
-    return read_json(os.path.join(directory, _RUN_FILE)).get("module_dirs", [])
+    found = read_json(os.path.join(directory, _RUN_FILE)).get("module_dirs")
+    return [str(each) for each in found] if isinstance(found, list) else []

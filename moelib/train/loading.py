@@ -124,6 +124,7 @@ def load_model(
         raise UserError(f"step {step}: {folder} is a Hugging Face folder, without steps; unset it.")
     cfg: Any = _read_config(folder, module_dir) if run else None
     model_cfg = cfg.model if run else pretrained.read_config(folder)[0]
+    model = model_cfg.instantiate(parent=None)
     published = read_json(os.path.join(folder, pretrained.CONFIG_FILE))  # Converted models too.
     seq_len = getattr(cfg and cfg.input, "seq_len", None)
     try:
@@ -135,7 +136,7 @@ def load_model(
         tokenizer = cast(Any, None)
     loaded = LoadedModel(
         folder=folder,
-        model=model_cfg.instantiate(parent=None),
+        model=model,
         parameters={},
         tokenizer=tokenizer,
         stop_ids=_stop_ids(folder, tokenizer),
@@ -242,7 +243,7 @@ def _read_config(folder: str, module_dir: str | None) -> Any:
         return config_parse.parse(text, source=f"{path}:")
     except trusted_code.UntrustedNameError as error:
         # The run's folders are data, too: a hint, from which nothing is imported.
-        hint = ", ".join(map(str, identity.module_dirs(folder)))
+        hint = ", ".join(identity.module_dirs(folder))
         raise type(error)(
             f"{error} In training, modules came from {hint or 'elsewhere'}."
         ) from None

@@ -101,6 +101,17 @@ def test_an_error_of_the_user_is_one_line(capsys):
     assert "--traceback" in line
 
 
+def test_an_error_of_a_file_is_one_line(capsys):
+    error = PermissionError(13, "Permission denied", "/runs/a")
+    assert run_command("moelib train", Flags, _fail(error), []) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("moelib train: /runs/a: Permission denied (")
+    with pytest.raises(PermissionError):
+        run_command("moelib train", Flags, _fail(error), ["--traceback"])
+    with pytest.raises(OSError, match="socket"):
+        run_command("moelib train", Flags, _fail(OSError("socket")), [])
+
+
 def test_a_traceback_is_shown_on_request_and_for_our_own_errors():
     with pytest.raises(UserError):
         run_command("moelib train", Flags, _fail(UserError("wrong")), ["--traceback"])

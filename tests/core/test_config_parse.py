@@ -330,6 +330,7 @@ def test_a_flag_is_the_origin_of_its_value():
         ("layer.dtype=bf16", r"layer\.dtype=bf16: 'bf16'.*'bfloat16'.*\?$"),
         ("layer.anything=jax.nn:sillu", r"'sillu'.*'silu'"),
         ("max_step=soon", r"'soon'.*int \| None"),
+        ("layer.anything=.jax.nn:silu", r"'.jax.nn:silu'"),
         ("optimizer.decay=fast", r"'fast'.*like 0.5"),
         ("max_step=" + "-" * 10_000, r"'--.*--' is not int"),
         ("max_step=" + "[" * 10_000, r"'\[\[.*\[\[' is not int"),

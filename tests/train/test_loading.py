@@ -152,6 +152,14 @@ def test_an_older_run_has_the_tokenizer_of_its_input(run, moved, monkeypatch):
         load_model(str(moved))
 
 
+def test_an_incomplete_model_is_named(run, moved):
+    text = (moved / "config.txt").read_text()
+    assert "\nmodel.vocab_size: 400\n" in text
+    (moved / "config.txt").write_text(text.replace("\nmodel.vocab_size: 400\n", "\n"))
+    with pytest.raises(UserError, match="vocab_size"):
+        load_model(str(moved), module_dir=str(run.parent))
+
+
 def test_a_folder_without_a_model_or_a_tokenizer_is_named(tmp_path):
     with pytest.raises(UserError, match=r"config\.txt.*config\.json"):
         load_model(str(tmp_path))
