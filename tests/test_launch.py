@@ -1,6 +1,7 @@
 """From flags to a config: names, modules with errors of their own, settings, data and meshes."""
 
 import ast
+import dataclasses
 import os
 import subprocess
 import sys
@@ -101,6 +102,12 @@ def test_a_mesh_is_set_by_axes_or_by_numbers(text):
 def test_a_mesh_of_unknown_axes_is_refused():
     with pytest.raises(UserError, match=r"mesh_shape 'fdsp=4': .*'fdsp'"):
         launch.set_field(Job.default_config(), "mesh_shape=fdsp=4")
+
+
+def test_skipped_checksums_are_a_setting_of_the_checkpointer():
+    flags = launch.TrainFlags(module="flame_moe", config="flame-moe-tiny")
+    assert not flags.load().checkpointer.skip_checksums
+    assert dataclasses.replace(flags, skip_checksums=True).load().checkpointer.skip_checksums
 
 
 def test_unknown_config_names_the_nearest(folder):

@@ -7,6 +7,7 @@ elements that are exchanged, remains undetected with a probability of about 2^-6
 
 import functools
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -23,7 +24,12 @@ def start_checksums(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
     All processes that hold shards of the arrays must call it. The arrays may be donated afterward.
     """
-    return {name: _start(x) for name, x in arrays.items()}
+    structs = {name: _struct(x) for name, x in arrays.items()}
+    unique = set(structs.values())
+    if len(unique) > 1:
+        with ThreadPoolExecutor() as pool:  # A TPU's compiler takes a second for each.
+            list(pool.map(_program, unique))
+    return {name: _start(structs[name], x) for name, x in arrays.items()}
 
 
 def finish_checksums(started: Mapping[str, Any]) -> dict[str, str]:
@@ -32,17 +38,26 @@ def finish_checksums(started: Mapping[str, Any]) -> dict[str, str]:
     return {name: "".join(f"{int(half):08x}" for half in halves) for name, halves in sums.items()}
 
 
-def _start(x: Any) -> tuple[jax.Array, jax.Array]:
-    mesh = getattr(getattr(x, "sharding", None), "mesh", None)
-    if not isinstance(mesh, jax.sharding.Mesh):  # On one device.
-        return _program(None)(x)
-    with jax.set_mesh(mesh):
-        return _program(jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))(x)
+def _struct(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))
 
 
 @functools.cache
-def _program(sharding: Any) -> Any:
-    return jax.jit(_checksum, out_shardings=sharding)
+def _program(like: jax.ShapeDtypeStruct) -> jax.stages.Compiled:
+    """Returns the compiled checksum of an array, whose result is on all of its devices."""
+    mesh = getattr(like.sharding, "mesh", None)
+    if not isinstance(mesh, jax.sharding.Mesh):  # On one device.
+        return jax.jit(_checksum).lower(like).compile()
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    with jax.set_mesh(mesh):
+        return jax.jit(_checksum, out_shardings=replicated).lower(like).compile()
+
+
+def _start(like: jax.ShapeDtypeStruct, x: Any) -> tuple[jax.Array, jax.Array]:
+    sums = _program(like)(x)
+    if getattr(like.sharding, "memory_kind", None) == "pinned_host":
+        jax.block_until_ready(sums)  # The devices hold a copy of one such array at a time.
+    return sums
 
 
 def _checksum(x: jax.Array) -> tuple[jax.Array, jax.Array]:

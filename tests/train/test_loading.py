@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moelib.checkpoint.contents import CheckpointRecord, DamagedCheckpointError
 from moelib.core import tree, trusted_code
 from moelib.core.errors import UserError
 from moelib.data.mixture import Mixture
@@ -114,6 +115,20 @@ def test_checkpoints_are_named_by_step(run):
     leaves = [jax.tree.leaves(x.parameters)[0] for x in (first, last, again)]
     np.testing.assert_array_equal(leaves[0], leaves[2])
     assert not np.array_equal(leaves[0], leaves[1])
+
+
+def test_damaged_parameters_are_refused_unless_checksums_are_skipped(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/checkpoints/step_00000001")
+    path = str(tmp_path / "run/checkpoints/step_00000002")
+    record = CheckpointRecord.read(path)
+    record.checksums["model/lm_head/weight"] = "0" * 16
+    record.write(path)
+    module_dir = str(run.parent)
+    with pytest.raises(DamagedCheckpointError, match="'model/lm_head/weight' differs"):
+        load_model(tmp_path / "run", module_dir=module_dir)
+    loaded = load_model(tmp_path / "run", module_dir=module_dir, skip_checksums=True)
+    assert (loaded.step, loaded.at_step(2).step) == (2, 2)
 
 
 @pytest.fixture
