@@ -55,7 +55,7 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
         verify_store(flags.output)
         return
     if flags.source is None or flags.output is None:
-        name = "output" if flags.source else "source"
+        name = "output" if flags.source or flags.verify else "source"
         raise UsageError(f"--{name} must be set; see `moelib prepare --help`.")
     if (flags.tokenizer is None) == (flags.train_bpe is None):
         raise UsageError("set either --tokenizer or --train_bpe.")

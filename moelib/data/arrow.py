@@ -17,6 +17,7 @@ class ArrowPart(ParquetPart):
         for index, batch in enumerate(_record_batches(self.file.path)):
             if self.row_groups[0] <= index <= self.row_groups[-1]:
                 yield batch.column(self.column)
+            self._check_size()
 
 
 def _record_batches(path: str) -> Iterator[Any]:

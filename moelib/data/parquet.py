@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,6 +10,9 @@ from moelib.core.config import REQUIRED, config_class
 from moelib.core.errors import UserError
 from moelib.data.files import FileStamp, find_files, part_size
 from moelib.data.source import BadRecordError, BadRecords, Part, Source
+
+_BUFFER_BYTES = 1 << 20  # Of a column that is read; without a limit, the whole of it.
+_BATCH_ROWS = 64  # Documents that are decompressed at a time; they may be long.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,28 +34,52 @@ class ParquetPart:
         """Yields the values of the column; a value that is not text is a bad record."""
         row = self.first_row
         with _named_errors(self.file.path):
-            for values in self._batches():
-                for text in values.to_pylist():
-                    row += 1
-                    if isinstance(text, str):
-                        yield text
-                        continue
-                    error = BadRecordError(
-                        f"{self.file.path}, row {row}: column {self.column!r} is {text!r:.40}, "
-                        "not text"
-                    )
-                    if bad_records is None:
-                        raise error
-                    bad_records.add(error)
+            for text in self._values():
+                row += 1
+                if isinstance(text, str):
+                    yield text
+                    continue
+                error = BadRecordError(
+                    f"{self.file.path}, row {row}: column {self.column!r} is {text!r:.40}, not text"
+                )
+                if bad_records is None:
+                    raise error
+                bad_records.add(error)
+
+    def _values(self) -> Iterator[object]:
+        """Yields the values of the column; an error in the place of invalid UTF-8."""
+        for values in self._batches():
+            for start in range(0, len(values), _BATCH_ROWS):
+                self._check_size()
+                some = values.slice(start, _BATCH_ROWS)
+                try:
+                    yield from some.to_pylist()
+                except UnicodeDecodeError:
+                    yield from map(_value, some)
+
+    def _check_size(self) -> None:
+        """Raises UserError if the file has become shorter: reading mapped memory is then fatal."""
+        if (size := os.path.getsize(self.file.path)) < self.file.num_bytes:
+            raise UserError(
+                f"{self.file.path} has been cut from {self.file.num_bytes} to {size} bytes while "
+                "it was read; restore it and run the same command again."
+            )
 
     def _batches(self) -> Iterator[Any]:
         """Yields the column's values as Arrow arrays."""
         from pyarrow import parquet
 
         groups, columns = list(self.row_groups), [self.column]
-        with parquet.ParquetFile(self.file.path) as file:
-            for batch in file.iter_batches(batch_size=1024, row_groups=groups, columns=columns):
+        with parquet.ParquetFile(self.file.path, buffer_size=_BUFFER_BYTES) as file:
+            for batch in file.iter_batches(_BATCH_ROWS, row_groups=groups, columns=columns):
                 yield batch.column(0)
+
+
+def _value(scalar: Any) -> object:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError as error:
+        return error
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Checks of a token store's files against the hashes of their blocks."""
 
 import hashlib
+import itertools
 import os
 import threading
 import time
@@ -29,22 +30,16 @@ def _hash(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-def read_block(path: str, number: int) -> bytes:
-    """Returns a block of a file; an incomplete one at or beyond its end."""
-    with open(path, "rb") as file:
-        file.seek(number * BLOCK_BYTES)
-        return file.read(BLOCK_BYTES + 1)[:BLOCK_BYTES]
-
-
 def damage(folder: str, block: Block, hashes: Sequence[str]) -> str:
     """Returns how a block differs from what was written; empty if it does not."""
     name, number = block
     path = os.path.join(folder, name)
     try:
-        if number == len(hashes) - 1 and os.path.getsize(path) > len(hashes) * BLOCK_BYTES:
-            return f"{name} is longer than it was"
-        if _hash(read_block(path, number)) == hashes[number]:
-            return ""
+        with open(path, "rb") as file:
+            file.seek(number * BLOCK_BYTES)
+            is_last = number == len(hashes) - 1
+            if _hash(file.read(BLOCK_BYTES)) == hashes[number] and not (is_last and file.read(1)):
+                return ""
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
     begin = number * BLOCK_BYTES
@@ -58,15 +53,18 @@ def spread_sample(blocks: Sequence[Block]) -> list[Block]:
 
 
 class BackgroundCheck:
-    """A thread that reads the blocks of sources that opening them did not check.
+    """Checks the data that opening sources did not, in a thread that ends with this object.
 
-    Hosts share the blocks. The thread ends with the object that owns this check.
+    Hosts share the work. The first step is taken here: without one, no thread is started.
     """
 
     def __init__(self, sources: Iterable[TokenSource], host_index: int, num_hosts: int) -> None:
         self._error: UserError | None = None
-        arguments = (weakref.ref(self), list(sources), host_index, num_hosts)
-        threading.Thread(target=_check, args=arguments, name="check", daemon=True).start()
+        checks = (source.check_in_background(host_index, num_hosts) for source in sources)
+        steps = itertools.chain.from_iterable(checks)
+        for _ in itertools.islice(steps, 1):
+            arguments = (weakref.ref(self), steps)
+            threading.Thread(target=_check, args=arguments, name="check", daemon=True).start()
 
     def raise_error(self) -> None:
         """Raises UserError if damage was found."""
@@ -74,26 +72,15 @@ class BackgroundCheck:
             raise self._error
 
 
-def _check(
-    owner: "weakref.ref[BackgroundCheck]",
-    sources: Sequence[TokenSource],
-    host_index: int,
-    num_hosts: int,
-) -> None:
+def _check(owner: "weakref.ref[BackgroundCheck]", steps: Iterator[None]) -> None:
+    """Takes the steps, with pauses so that they take `_SHARE` of the time."""
+    begin = time.monotonic()
     try:
-        for source in sources:
-            for _ in _paced(source.check_in_background(host_index, num_hosts)):
-                if owner() is None:
-                    return
+        for _ in steps:
+            if owner() is None:
+                return
+            time.sleep((time.monotonic() - begin) * (1 / _SHARE - 1))
+            begin = time.monotonic()
     except UserError as error:
         if (found := owner()) is not None:
             found._error = error
-
-
-def _paced(steps: Iterator[None]) -> Iterator[None]:
-    """Yields from `steps`, with pauses so that it takes `_SHARE` of the time."""
-    begin = time.monotonic()
-    for step in steps:
-        time.sleep((time.monotonic() - begin) * (1 / _SHARE - 1))
-        begin = time.monotonic()
-        yield step

@@ -124,7 +124,10 @@ def read_meta(path: str) -> StoreMeta:
         where = path if os.path.isabs(path) else f"{path} (in {os.getcwd()})"
         raise MissingFileError(f"There is no token store at {where}; {cure}") from None
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{file_path} is damaged ({error}); prepare the store again.") from None
+        reason = f"{error}"
+        raise UserError(
+            f"{file_path} is damaged ({reason:.200}); copy it again, or prepare the store again."
+        ) from None
 
 
 def _digest(content: Mapping[str, Any]) -> str:

@@ -138,3 +138,16 @@ def test_help_names_a_data_sets_split_as_it_is_read():
     assert "tfds:NAME[@SPLIT]" in info.help
     source = prepare.source_for(prepare.Flags(), "tfds:c4/en@validation")
     assert (source.name, source.split) == ("c4/en", "validation")
+
+
+def test_a_damaged_store_is_found_by_verify(corpus, tmp_path, capsys):
+    store = tmp_path / "store"
+    prepare.run(prepare.Flags(source=str(corpus), output=str(store), tokenizer="bytes"), [])
+    verify, _ = parse_flags(prepare.Flags, ["--verify", f"--output={store}"])
+    prepare.run(verify, [])
+    assert f"{store}: " in capsys.readouterr().err.splitlines()[-1]
+    (store / "tokens-00000.bin").write_bytes(b"\1" * (store / "tokens-00000.bin").stat().st_size)
+    with pytest.raises(UserError, match=rf"{store} is damaged: .*tokens-00000\.bin"):
+        prepare.run(verify, [])
+    with pytest.raises(UserError, match="--output"):
+        prepare.run(prepare.Flags(verify=True), [])

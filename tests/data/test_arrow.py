@@ -1,11 +1,13 @@
 """Folders as `datasets.Dataset.save_to_disk` writes them."""
 
 import json
+import os
 import pathlib
 
 import pyarrow
 import pytest
 
+from moelib.core.errors import UserError
 from moelib.data import files
 from moelib.data.arrow import ArrowFiles
 from moelib.data.source import BadRecordError
@@ -59,3 +61,15 @@ def test_wrong_columns_values_and_files_are_named(tmp_path: pathlib.Path):
     (tmp_path / "saved" / "z.arrow").write_bytes(b"no table")
     with pytest.raises(ValueError, match=r"z.arrow"):
         source.parts()
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path: pathlib.Path):
+    # Reading the mapped file then ended the process by the signal SIGBUS.
+    path = _save(tmp_path / "saved", [f"{i} " * 10_000 for i in range(25)], num_files=1)
+    documents = source_for_path(path).instantiate().documents()
+    for _ in range(5):
+        next(documents)
+    (file,) = pathlib.Path(path).glob("*.arrow")
+    os.truncate(file, 0)
+    with pytest.raises(UserError, match=rf"{file} has been cut from \d+ to 0 bytes"):
+        list(documents)

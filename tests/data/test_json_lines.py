@@ -1,11 +1,14 @@
 import gzip
 import json
+import os
 import pathlib
+import tracemalloc
 from collections.abc import Callable
 
 import pyarrow
 import pytest
 
+from moelib.core.errors import UserError
 from moelib.data import files
 from moelib.data.json_lines import JsonLines
 from moelib.data.source import BadRecordError, BadRecords
@@ -99,3 +102,26 @@ def test_a_truncated_archive_is_named(
 def test_another_field_can_hold_the_text(tmp_path: pathlib.Path):
     (tmp_path / "a.jsonl").write_text('{"content": "here"}\n')
     assert list(_json_lines(tmp_path, text_field="content").documents()) == ["here"]
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path: pathlib.Path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "' + "x" * 10_000 + '"}\n' + '{"text": "y"}\n' * 10_000)
+    (part,) = JsonLines.default_config().set(paths=[str(path)]).instantiate().parts()
+    documents = part.documents(BadRecords())  # The last line is cut, too.
+    next(documents)
+    os.truncate(path, len('{"text": ""}\n') + 10_000)
+    with pytest.raises(UserError, match=rf"{path} ends at byte \d+ instead of 15\d\d\d\d"):
+        list(documents)
+
+
+def test_a_line_is_freed_before_its_text_is_used(tmp_path: pathlib.Path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "x" * 10_000_000}) + "\n")
+    (*_, part) = JsonLines.default_config().set(paths=[str(path)]).instantiate().parts()[:1]
+    tracemalloc.start()
+    for _ in part.documents():
+        held, peak = tracemalloc.get_traced_memory()
+        assert held < 11_000_000
+        assert peak < 32_000_000
+    tracemalloc.stop()

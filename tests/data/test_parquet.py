@@ -65,3 +65,16 @@ def test_a_missing_column_and_another_kind_of_file_are_named(tmp_path: pathlib.P
     (tmp_path / "a.parquet").write_text("no table at all")
     with pytest.raises(ValueError, match=r"a.parquet"):
         _source(tmp_path).parts()
+
+
+def test_invalid_utf8_is_a_bad_record(tmp_path: pathlib.Path):
+    values = pyarrow.array([b"a", b"\xff", b"c"]).cast("binary")
+    column = pyarrow.Array.from_buffers(pyarrow.string(), 3, values.buffers())
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    with pytest.raises(
+        BadRecordError, match=r"a.parquet, row 2: column 'text' is UnicodeDecodeError"
+    ):
+        list(_source(tmp_path).documents())
+    bad_records = BadRecords()
+    assert list(_source(tmp_path).documents(bad_records)) == ["a", "c"]
+    assert bad_records.count == 1

@@ -6,13 +6,16 @@ import hashlib
 import json
 import os
 import pathlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from moelib.data import prepare_part
+from moelib.data import document_pieces, prepare_part
+from moelib.data import tokenizer as tokenizer_module
 from moelib.data.json_lines import JsonLines
 from moelib.data.prepare_part import (
     PARTS,
@@ -191,3 +194,62 @@ def test_another_error_of_the_system_is_raised_as_it_is(folder: str, tokenizer: 
 
 def test_files_of_a_part_are_named_by_its_number(tmp_path: pathlib.Path):
     assert part_file(str(tmp_path), 12, "json") == str(tmp_path / "parts" / "00012.json")
+
+
+def test_a_long_document_is_encoded_in_pieces(
+    folder: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(document_pieces, "PIECE_CHARACTERS", 5000)
+    monkeypatch.setattr(tokenizer_module, "PIECE_CHARACTERS", 5000)
+    monkeypatch.setattr(prepare_part, "_BATCH_CHARACTERS", 5000)
+    text = "".join(f"word{i} Grüße, " for i in range(10_000))
+    encode, sizes = tokenizer.encode_batch, []
+    monkeypatch.setattr(
+        tokenizer, "encode_batch", lambda texts: sizes.append(sum(map(len, texts))) or encode(texts)
+    )
+    tokenize_part(folder, 0, TextsPart(("ab", text, "c")), tokenizer, OPTIONS)
+    end = tokenizer.eos_id
+    assert _tokens(folder, 0) == [*b"ab", end, *text.encode(), end, *b"c", end]
+    assert np.load(part_file(folder, 0, "lengths.npy")).tolist() == [3, len(text.encode()) + 1, 2]
+    assert max(sizes) <= 10_000
+
+
+def test_a_document_that_cannot_be_cut_is_reported_with_its_memory(
+    folder: str,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    monkeypatch.setattr(prepare_part, "PIECE_CHARACTERS", 100)
+    tokenize_part(folder, 0, TextsPart(("x" * 1000, "y" * 900)), tokenizer, OPTIONS)
+    assert len(caplog.records) == 1
+    assert "1000 characters" in caplog.text
+    assert "200.0 kB" in caplog.text
+
+
+_PREPARE = """
+import resource, sys
+from moelib.data.json_lines import JsonLines
+from moelib.data.prepare import prepare
+from moelib.data.tokenizer import ByteTokenizer
+
+source = JsonLines.default_config().set(paths=[sys.argv[1]]).instantiate()
+prepare(source, ByteTokenizer.default_config().instantiate(), sys.argv[1] + ".store")
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.slow  # Encodes 20 MB.
+def test_a_line_of_20_mb_takes_little_memory(tmp_path: pathlib.Path):
+    path = tmp_path / "a.jsonl"
+    text = "".join(f"word{i} it's “Grüße”, " for i in range(600_000))
+    path.write_text(json.dumps({"text": text}, ensure_ascii=False))
+    assert path.stat().st_size > 19_000_000
+    result = subprocess.run(
+        [sys.executable, "-c", _PREPARE, str(path)],
+        env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert int(result.stdout) < 300_000  # kB; 2.8 GB without pieces.
