@@ -107,7 +107,7 @@ class _MeshChecks:
         got = known.probe.restore(probe, SAVED_STEP)
         if found := first_bit_difference(jax.device_get(state), jax.device_get(got)):
             return found
-        got = probe.restore(known.probe, SAVED_STEP)
+        got = probe.restore(known.probe, int(known.start.step))
         return first_bit_difference(known.start, jax.device_get(got))
 
     def resumed(self) -> Difference | None:

@@ -12,7 +12,7 @@ from moelib.core.tree import Batch
 from moelib.verify.batches import packed_batch, vocab_size
 from moelib.verify.step_probe import Observed, Probe
 
-SAVED_STEP = 2  # Step of the checkpoints that checks write.
+SAVED_STEP = 2  # Step of the checkpoints that checks write on a mesh.
 _NUM_STEPS = 3  # Length of the loss curve.
 _NOISE = 0.05  # Standard deviation of the noise added to parameters that start constant.
 
@@ -48,7 +48,7 @@ def make_reference(cfg: Any, probe: Probe, initial: Any) -> Reference:
     gradients = jax.device_get(probe(start, batches[0], gradients).gradients)
     first = jax.device_get(probe(start, batches[0], gradients))
     if cfg.checkpointer is not None:
-        probe.save(start, SAVED_STEP)
+        probe.save(start, int(start.step))
     return Reference(probe, start, batches, first, curve(probe, start, batches, gradients)[0])
 
 
