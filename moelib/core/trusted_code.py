@@ -103,7 +103,7 @@ def _may_import(module: str) -> bool:
         return True
     if _within(module, (*_PURE, *_modules)):
         return True
-    if (loaded := sys.modules.get(top)) is not None and is_of_the_user(_location(loaded.__spec__)):
+    if is_of_the_user(_location(getattr(sys.modules.get(top), "__spec__", None))):
         return True
     try:
         found = moved_names.find_module(top)

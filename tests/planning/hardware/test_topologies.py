@@ -37,7 +37,13 @@ def test_the_nearest_accelerator_is_named():
         describe("h10:1x8")
 
 
-@pytest.mark.parametrize("name", ["v6e", "v6e:", "v6e:2x", "v6e:0x2", "0*v6e:2x2", "h100:a"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("v6e", "v6e:", "v6e:2x", "v6e:0x2", "0*v6e:2x2", "h100:a"),
+        *("h100:99999999999x8", "v6e:" + "9" * 5000, "²*v6e:2x2"),
+    ],
+)
 def test_a_wrong_shape_is_refused_with_an_example(name):
     with pytest.raises(UserError, match=r"not a shape.* as in (v6e:2x2|h100:2x8)"):
         describe(name)
