@@ -5,6 +5,7 @@ renamed, and a field of a config when it is renamed or removed, so that old runs
 """
 
 import importlib.util
+import sys
 from collections.abc import Iterable
 
 # The named configs: their package in the repository, and in an installed wheel.
@@ -52,6 +53,8 @@ def find_module(name: str) -> str | None:
 
 
 def _exists(name: str) -> bool:
+    if sys.modules.get(name) is not None:  # Also __main__ of a notebook, which has no spec.
+        return True
     parent, _, _ = name.rpartition(".")
     if parent and not _exists(parent):
         return False

@@ -1,0 +1,81 @@
+"""Names that a config file may use, and those that would undo the rule."""
+
+import sys
+import types
+
+import pytest
+
+from moelib.core import trusted_code
+from moelib.core.config_types import reference
+from moelib.core.errors import UserError
+from moelib.core.trusted_code import UntrustedNameError, resolve
+
+ALLOWED = [
+    "moelib.layers.norm:RMSNorm",
+    "moelib.layers.activation:Activation.SWIGLU",
+    "moelib.checkpoint.policy:every_n_steps_and_last_policy",
+    "moelib.train.pretrained:state_from_hugging_face",
+    "moelib.core.config:InstantiableConfig",
+    "experiments.flame_moe:named_trainer_configs",
+    "tests.tiny:TinyModel",  # This process has imported it.
+    "optax:adamw",
+    "optax.contrib:schedule_free_adamw",
+    "numpy:float32",
+    "ml_dtypes:bfloat16",
+]
+REFUSED = [
+    "os:system",
+    "sys:exit",
+    "builtins:eval",
+    "pytest:main",
+    "numpy:load",
+    "jax.numpy:load",
+    "hostile:x",
+    "moelib:__builtins__",
+    "moelib.core.files:os.replace",
+    "moelib.core.files:write_json",
+    "moelib.core.context:threading.Thread",
+    "moelib.core.config:config_for_function",
+    "moelib.core.config_types:resolve_reference",
+    "moelib.launch:import_module",
+    "moelib.cli.main:run",
+    "moelib.train.pretrained:save_pretrained",
+    "moelib.learner.learner:Learner.__init__.__globals__",
+    "moelib.layers.base:BaseLayer.__class__",
+    "optax._src.base:Callable",
+    "jax._src.nn.functions:partial",
+    "tests.tiny:json.loads",
+    "tests.tiny:os.system",
+]
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_components_and_own_code_may_be_named(name):
+    import tests.tiny  # noqa: F401
+
+    assert resolve(name) is not None
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_code_may_not_be_named(name, tmp_path, monkeypatch):
+    (tmp_path / "hostile.py").write_text("raise SystemExit")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UntrustedNameError, match=name):
+        resolve(name)
+    assert resolve("os:system", names=("os:system",)) is not None  # The user's own config has it.
+
+
+def test_code_of_a_notebook_may_be_named(monkeypatch):
+    notebook = types.ModuleType("__main__")
+    notebook.Own = type("Own", (), {"__module__": "__main__"})  # pyrefly: ignore
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
+    assert reference(notebook.Own) == "__main__:Own"  # pyrefly: ignore
+    assert resolve("__main__:Own") is notebook.Own  # pyrefly: ignore
+
+
+def test_config_modules_is_a_list():
+    module = types.ModuleType("mine")
+    module.CONFIG_MODULES = "flax"  # pyrefly: ignore
+    with pytest.raises(UserError, match="CONFIG_MODULES='flax'"):
+        trusted_code.allow_module(module)
