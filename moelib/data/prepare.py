@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from moelib.core.errors import ExistingFileError, UserError
-from moelib.core.files import read_json, write_json
+from moelib.core.files import read_json, sync_folder, write_json
 from moelib.core.progress import Progress, format_bytes
 from moelib.data import token_store
 from moelib.data.files import STORE_MARK
@@ -33,7 +33,7 @@ from moelib.data.prepare_part import (
     check_no_bad_records,
     part_file,
     read_result,
-    save_array,
+    synced_file,
     tokenize_part,
 )
 from moelib.data.source import BadRecords, Part, Source, TextHash, fingerprint
@@ -105,6 +105,7 @@ def prepare(
         _tokenize(folder, parts, tokenizer, options, num_processes)
         meta = _finish(folder, plan, tokenizer, source, parts)
         os.rename(folder, output_dir)
+        sync_folder(os.path.dirname(output_dir) or ".")
         _log(_report(output_dir, meta))
     shutil.rmtree(os.path.join(output_dir, PARTS), ignore_errors=True)
     return TokenStore.default_config().set(path=output_dir, split=None).instantiate()
@@ -341,8 +342,9 @@ def _finish(
     arrays[token_store.TOKEN_NUM_BYTES] = tokenizer.token_num_bytes()
     hashes = {}
     for name, values in arrays.items():
-        save_array(path := os.path.join(folder, name), values)
-        hashes[name] = hash_blocks(path)
+        with synced_file(os.path.join(folder, name)) as file:
+            np.save(file, values)
+        hashes[name] = hash_blocks(file.name)
     for index, result in enumerate(results):
         name = token_store.tokens_file(index)
         hashes[name] = list(result.block_hashes) or hash_blocks(os.path.join(folder, name))

@@ -8,10 +8,9 @@ import hashlib
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from moelib.core.errors import UserError
 from moelib.core.files import read_json, write_json
@@ -105,7 +104,8 @@ def tokenize_part(
             block_hashes=hash_blocks(path),
         )
         for name, values in ((token_store.LENGTHS, lengths), (token_store.NUM_BYTES, pieces.sizes)):
-            save_array(part_file(folder, index, name), np.array(values, np.uint32))
+            with synced_file(part_file(folder, index, name)) as file:
+                np.save(file, np.array(values, np.uint32))
         write_json(part_file(folder, index, "json"), result._asdict())
 
 
@@ -122,7 +122,10 @@ class _Pieces:
             if not document:
                 self.num_empty += 1
                 continue
-            self._count(document.encode())
+            data = document.encode()
+            self.sizes.append(len(data))
+            self.text_hash.add(data)
+            del data
             for text in self._tokenizer.pieces(document):
                 if len(text) > largest:
                     logger.warning(
@@ -135,10 +138,6 @@ class _Pieces:
                 yield text
             yield None
 
-    def _count(self, data: bytes) -> None:
-        self.sizes.append(len(data))
-        self.text_hash.add(data)
-
 
 @contextlib.contextmanager
 def synced_file(path: str) -> Iterator[IO[bytes]]:
@@ -147,12 +146,6 @@ def synced_file(path: str) -> Iterator[IO[bytes]]:
         yield file
         file.flush()
         os.fsync(file.fileno())
-
-
-def save_array(path: str, values: npt.NDArray[Any]) -> None:
-    """Writes an array as .npy and syncs it to disk."""
-    with synced_file(path) as file:
-        np.save(file, values)
 
 
 @contextlib.contextmanager

@@ -8,13 +8,11 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 
-import numpy as np
-
 from moelib.core.errors import UserError
 from moelib.data.token_source import TokenSource
 
 BLOCK_BYTES = 4 << 20  # A block is read and hashed in some 10 ms.
-SAMPLED_BLOCKS = 8  # Blocks of tokens that are read whenever a store is opened.
+SAMPLED_BLOCKS = 8  # Largest number of blocks of tokens that opening a store checks.
 _SHARE = 0.1  # Share of a core that a check in the background takes.
 
 Block = tuple[str, int]  # Name of a file, and the number of the block in it.
@@ -44,12 +42,6 @@ def damage(folder: str, block: Block, hashes: Sequence[str]) -> str:
         return f"{name} cannot be read ({error.strerror})"
     begin = number * BLOCK_BYTES
     return f"bytes {begin} to {begin + BLOCK_BYTES} of {name} are not those that were written"
-
-
-def spread_sample(blocks: Sequence[Block]) -> list[Block]:
-    """Returns `SAMPLED_BLOCKS` of the blocks, the first and the last included, or all of few."""
-    indices = np.linspace(0, len(blocks) - 1, min(len(blocks), SAMPLED_BLOCKS))
-    return [blocks[index] for index in indices.astype(int).tolist()]
 
 
 class BackgroundCheck:

@@ -24,6 +24,7 @@ Letters: N documents, V vocabulary.
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -199,7 +200,7 @@ class TokenStore(TokenSource):
         self.vocab_size, self.eos_id = meta.vocab_size, meta.eos_id
         self.file_starts = np.concatenate([[0], np.cumsum(meta.file_tokens, dtype=np.int64)])
         self._check_files()
-        self._check_blocks(self._blocks(tokens=False) + self._sample())
+        self._check_blocks(self._blocks()[0])
         self.token_num_bytes = self._array(TOKEN_NUM_BYTES, meta.vocab_size)
         lengths = self._array(LENGTHS, meta.num_documents).astype(np.int64)
         starts = np.cumsum(lengths) - lengths
@@ -218,8 +219,8 @@ class TokenStore(TokenSource):
             return slice(None)
         if split not in meta.splits:
             raise UserError(
-                f"{self.name} has no split {split!r}; set split to one of {list(meta.splits)}, or "
-                "to None for all documents."
+                f"{self.name} has no split {split!r}; set split to one of "
+                f"{list(meta.splits)!s:.200}, or to None for all documents."
             )
         fractions, wanted = list(meta.splits.values()), list(meta.splits).index(split)
         members = split_of_documents(meta.num_documents, fractions, meta.split_seed) == wanted
@@ -254,18 +255,14 @@ class TokenStore(TokenSource):
                 self.name,
             )
 
-    def _blocks(self, *, tokens: bool) -> list[store_check.Block]:
-        """Returns the blocks of the files of tokens, or of the other files."""
-        return [
-            (name, number)
-            for name, hashes in self.meta.block_hashes.items()
-            for number in range(len(hashes))
-            if name.endswith(_TOKENS_ENDING) == tokens
-        ]
-
-    def _sample(self) -> list[store_check.Block]:
-        """Returns the blocks of tokens that are checked when the store is opened."""
-        return store_check.spread_sample(self._blocks(tokens=True))
+    def _blocks(self) -> tuple[list[store_check.Block], list[store_check.Block]]:
+        """Returns the blocks that are checked on opening, with a sample of tokens, and the rest."""
+        hashes = self.meta.block_hashes
+        blocks = [(name, number) for name in hashes for number in range(len(hashes[name]))]
+        tokens = [block for block in blocks if block[0].endswith(_TOKENS_ENDING)]
+        stride = max(-(-len(tokens) // store_check.SAMPLED_BLOCKS), 1)
+        rest = set(tokens) - set(tokens[::stride])
+        return [each for each in blocks if each not in rest], sorted(rest)
 
     def _check_blocks(self, blocks: Iterable[store_check.Block]) -> None:
         """Raises UserError if a block is not as it was written."""
@@ -276,9 +273,7 @@ class TokenStore(TokenSource):
 
     def check_in_background(self, host_index: int, num_hosts: int) -> Iterator[None]:
         """Checks a host's share of the blocks that opening the store did not, one per step."""
-        sampled = set(self._sample())
-        left = [block for block in self._blocks(tokens=True) if block not in sampled]
-        for block in left[host_index::num_hosts]:
+        for block in self._blocks()[1][host_index::num_hosts]:
             self._check_blocks([block])
             yield
 
@@ -346,7 +341,7 @@ class TokenStore(TokenSource):
         Of a store of an older version, it reads tokens, lengths and tokenizer. `on_bytes` is called
         with the number of bytes after each step.
         """
-        for block in self._blocks(tokens=False) + self._blocks(tokens=True):
+        for block in itertools.chain(*self._blocks()):
             self._check_blocks([block])
             on_bytes(store_check.BLOCK_BYTES)
         if not self.meta.block_hashes:
