@@ -1,4 +1,4 @@
-"""The token store: tokenized documents on disk, read as mapped memory.
+"""The token store: tokenized documents on disk, of which batches read what they need.
 
 A store is a folder:
 
@@ -368,7 +368,7 @@ class TokenStore(TokenSource):
 class _TokenFile:
     """The tokens of a file, which slices read.
 
-    In mapped memory, a file that is cut short while it is in use ends the process by a signal.
+    A file that is cut short while it is in use is an error; in mapped memory it would be fatal.
     """
 
     def __init__(self, path: str, dtype: str) -> None:
