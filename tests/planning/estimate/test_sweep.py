@@ -9,7 +9,8 @@ from experiments import flame_moe, gpt_oss, open_models
 from moelib.core.errors import UserError
 from moelib.parallel.mesh import create_device_mesh
 from moelib.planning.estimate.sweep import read_prices, sweep
-from moelib.planning.hardware.topologies import describe, torus_devices
+from moelib.planning.hardware.topologies import describe, topology, torus_devices
+from tests.kernels.tpu_topology import needs_libtpu
 from tests.planning import tiny_moe
 
 TOPOLOGIES = ("v6e:2x2", "h100:1x8")
@@ -106,16 +107,18 @@ CONFIGS = {
     **open_models.named_trainer_configs(),
 }
 _TORI = ["v6e:4x4", "v5e:8x8", "v6e:16x16", "v5p:2x4x4", "v5p:4x4x4", "v5p:4x4x8", "tpu7x:4x4x4"]
+_SLICES = ["2*v6e:4x8", "4*v5p:2x2x4"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_best_meshes_of_a_named_config_can_be_built(name):
-    cfg = CONFIGS[name]()
-    found = sweep(cfg, _TORI).rows
-    for topology in _TORI:
-        rows = [row for row in found if row.candidate.topology.name == topology][:10]
-        devices = torus_devices(describe(topology))
+@needs_libtpu
+@pytest.mark.parametrize("config", CONFIGS)
+def test_the_best_meshes_of_a_named_config_can_be_built(config):
+    cfg = CONFIGS[config]()
+    found = sweep(cfg, [*_TORI, *_SLICES]).rows
+    for name in (*_TORI, *_SLICES):
+        rows = [row for row in found if row.candidate.topology.name == name][:10]
+        devices = topology(name).devices if name in _SLICES else torus_devices(describe(name))
         for row in rows:
             shape = row.candidate.apply(cfg).mesh_shape
             mesh = create_device_mesh(shape, cfg.mesh_axis_names, devices)
