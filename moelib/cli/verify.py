@@ -3,8 +3,8 @@
 moelib verify --module=experiments.flame_moe --config=flame-moe-38m-100m
 
 The config is made small, with every kind of layer kept, and runs in float32 on one device and on
-every mesh of simulated devices. The command stops at the first difference, names it, and exits
-with 1. It always writes a report.
+every mesh of simulated devices. The command stops at the first difference unless --keep_going is
+set, names it, and exits with 1. It always writes a report.
 """
 
 import dataclasses
@@ -29,6 +29,8 @@ class Flags(launch.ConfigFlags):
         "the config), all, or a list such as 'fsdp=8;data=2,model=4'.",
     )
     full_size: bool = flag(False, "Keep the config's own sizes and data.")
+    keep_going: bool = flag(False, "Run the checks after a failure too.")
+    without: tuple[str, ...] = flag((), "Check to leave out; repeatable.")
     report: str = flag("verify.md", "File for the report.")
 
 
@@ -54,6 +56,8 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
         full_size=flags.full_size,
         name=flags.config or "config",
         show_progress=True,
+        keep_going=flags.keep_going,
+        without=flags.without,
     )
     for table in report.tables():
         print_table(table)

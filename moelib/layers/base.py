@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,9 @@ class BaseLayer(Module):
 
     A `dtype`, `param_init` or `output_init` of None is inherited from the layer above.
     """
+
+    # Whether documents influence each other in this layer by design, as in expert choice.
+    mixes_documents: ClassVar[bool] = False
 
     @config_class
     class Config(Module.Config):

@@ -34,16 +34,23 @@ class Difference:
 def first_difference(
     expected: Any, found: Any, *, relative: float, floor: float = 0.0
 ) -> Difference | None:
-    """Returns the first leaf that differs, or None.
+    """Returns the first leaf that differs, or None; in the order of the paths, or of a flat dict.
 
     A leaf may differ by `relative` times its largest expected magnitude, plus `floor`. A value that
     is finite on one side only always differs. Raises ValueError if leaves have other paths.
     """
-    want, got = dict(tree.flatten_items(expected)), dict(tree.flatten_items(found))
+    want, got = _leaves(expected), _leaves(found)
     if unlike := sorted(want.keys() ^ got.keys()):
         raise ValueError(f"{', '.join(unlike)}: on one side only.")
     differences = (_difference(path, x, got[path], relative, floor) for path, x in want.items())
     return next((each for each in differences if each is not None), None)
+
+
+def _leaves(values: Any) -> dict[str, Any]:
+    """Returns the leaves by path; those of a flat dict in its own order."""
+    if isinstance(values, dict) and not any(isinstance(x, dict) for x in values.values()):
+        return values
+    return dict(tree.flatten_items(values))
 
 
 def _difference(

@@ -36,3 +36,4 @@ class Outcome(NamedTuple):
     status: Status
     detail: str = ""  # Defect found, or reason for skipping.
     seconds: float = 0.0
+    traceback: str = ""  # Of an error that no check raises on purpose.

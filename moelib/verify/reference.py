@@ -10,6 +10,7 @@ import numpy as np
 from moelib.core import tree
 from moelib.core.tree import Batch
 from moelib.verify.batches import packed_batch, vocab_size
+from moelib.verify.plain import Plain
 from moelib.verify.step_probe import Observed, Probe
 
 SAVED_STEP = 2  # Step of the checkpoints that checks write on a mesh.
@@ -26,6 +27,7 @@ class Reference:
     batches: tuple[Batch, ...]  # One per step of the curve.
     first: Observed  # Step from `start`; `updated` follows from the step's own gradients.
     losses: tuple[float, ...]  # Loss of each step of the curve.
+    plain: Plain  # The model in its plain form, which also names single layers.
 
     def observe(self, batch: Batch, prng_key: Any = None) -> Observed:
         """Returns the result, on the host, of a step from `start` on one device.
@@ -49,7 +51,8 @@ def make_reference(cfg: Any, probe: Probe, initial: Any) -> Reference:
     first = jax.device_get(probe(start, batches[0], gradients))
     if cfg.checkpointer is not None:
         probe.save(start, int(start.step))
-    return Reference(probe, start, batches, first, curve(probe, start, batches, gradients)[0])
+    losses, _ = curve(probe, start, batches, gradients)
+    return Reference(probe, start, batches, first, losses, Plain(probe.trainer))
 
 
 def curve(

@@ -66,6 +66,12 @@ class Report:
         """Returns the skipped checks with reasons, then failures, or the number of equal meshes."""
         of = lambda status: (each for each in self.outcomes if each.status is status)
         lines = [f"Not checked: {o.mesh}, {o.check}: {o.detail}" for o in of(Status.SKIPPED)]
+        if self.requested:
+            lines += [
+                f"NOT CHECKED, although requested: {mesh}"
+                for mesh in self.meshes
+                if mesh in self._impossible
+            ]
         failures = [f"FAILED: {o.mesh}, {o.check}: {o.detail}" for o in of(Status.FAILED)]
         if failures:
             return lines + failures
@@ -77,11 +83,15 @@ class Report:
         return [*lines, f"{total}: {result}, in {self.seconds:.0f} s."]
 
     def to_markdown(self) -> str:
-        """Returns the tables, the lines, and the changed fields."""
+        """Returns the tables, the lines, the changed fields, and tracebacks of errors."""
         parts = [f"# Verification of {self.name}"]
         for table in self.tables():
             parts += [f"## {table.title}", to_markdown(table)]
         parts.append("\n".join(f"- {line}" for line in self.lines()))
         changes = [(f"`{c.path}`", f"`{c.before!r}`", f"`{c.after!r}`") for c in self.changes]
         table = Table("Changes to make the config small", ("field", "config", "here"), changes)
-        return "\n\n".join([*parts, f"## {table.title}", to_markdown(table)]) + "\n"
+        parts += [f"## {table.title}", to_markdown(table)]
+        for o in self.outcomes:
+            if o.traceback:
+                parts += [f"## Traceback of {o.mesh}, {o.check}", f"```\n{o.traceback}```"]
+        return "\n\n".join(parts) + "\n"

@@ -5,18 +5,19 @@ import contextlib
 import os
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 
-from moelib.core.config import ConfigBase
+from moelib.core.config import ConfigBase, did_you_mean
 from moelib.core.errors import UserError
 from moelib.core.progress import Progress
 from moelib.parallel.mesh import describe_mesh
 from moelib.parallel.sharding import SplitError
 from moelib.verify.compare import Difference
-from moelib.verify.mesh_checks import mesh_checks
+from moelib.verify.mesh_checks import MESH_CHECKS, mesh_checks
 from moelib.verify.meshes import Axes, meshes_to_check
 from moelib.verify.outcome import (
     COMPILED,
@@ -30,7 +31,11 @@ from moelib.verify.outcome import (
 from moelib.verify.reference import Reference, make_reference
 from moelib.verify.report import Report
 from moelib.verify.shrink import runnable, shrink
-from moelib.verify.single_device import early_checks, single_device_checks
+from moelib.verify.single_device import (
+    SINGLE_DEVICE_CHECKS,
+    early_checks,
+    single_device_checks,
+)
 from moelib.verify.step_probe import Probe
 
 _SECONDS_BETWEEN_LINES = 10.0  # Of progress, where stderr is no terminal.
@@ -44,11 +49,13 @@ def verify_config(
     full_size: bool = False,
     name: str = "config",
     show_progress: bool = False,
+    keep_going: bool = False,
+    without: Sequence[str] = (),
 ) -> Report:
     """Returns the report of checks that a config computes the same numbers on every mesh.
 
-    The checks run on simulated CPU devices, in float32, and end after the first failure. Ctrl-C
-    ends them too; the report then has the outcomes so far.
+    The checks run on simulated CPU devices, in float32, and end after the first failure unless
+    `keep_going` is set. Ctrl-C ends them too; the report then has the outcomes so far.
 
     Args:
         trainer_config: A `SpmdTrainer.Config`; it is not changed.
@@ -58,12 +65,19 @@ def verify_config(
         full_size: Whether to keep the config's own sizes and data, instead of making it small.
         name: Name of the config in the report.
         show_progress: Whether to show progress on stderr.
+        keep_going: Whether checks after a failure run too.
+        without: Names of checks to leave out.
 
     Raises:
-        UserError: If a mesh of the list is impossible, or JAX has started with too few CPU devices.
+        UserError: If a mesh of the list is impossible, a check to leave out is unknown, or JAX has
+            started with too few CPU devices.
     """
     if not isinstance(trainer_config, ConfigBase):
         raise UserError(f"trainer_config is {trainer_config!r}; pass the config of a trainer.")
+    for check in without:
+        if check not in (*SINGLE_DEVICE_CHECKS, *MESH_CHECKS):
+            known = did_you_mean(check, [*SINGLE_DEVICE_CHECKS, *MESH_CHECKS])
+            raise UserError(f"without={check!r}: no such check; {known}")
     devices = _cpu_devices(num_devices)
     make = runnable if full_size else lambda cfg: shrink(cfg, num_devices)
     cfg, changes = make(trainer_config)
@@ -83,7 +97,9 @@ def verify_config(
         jax.default_device(devices[0]),
         progress,
     ):
-        for outcome in run_checks(cfg, axes, devices, folder):
+        for outcome in run_checks(
+            cfg, axes, devices, folder, keep_going=keep_going, without=without
+        ):
             report.outcomes.append(outcome)
             report.seconds = time.perf_counter() - begin
             started = len({each.mesh for each in report.outcomes})
@@ -106,7 +122,13 @@ def _cpu_devices(num: int) -> list[Any]:
 
 
 def run_checks(
-    cfg: Any, axes: Sequence[Axes], devices: Sequence[Any], folder: str
+    cfg: Any,
+    axes: Sequence[Axes],
+    devices: Sequence[Any],
+    folder: str,
+    *,
+    keep_going: bool = False,
+    without: Sequence[str] = (),
 ) -> Iterator[Outcome]:
     """Yields the outcome of each check, up to and including the first failure.
 
@@ -115,36 +137,43 @@ def run_checks(
         axes: Meshes to check; those that the config cannot be split over are skipped.
         devices: Devices of each mesh.
         folder: Folder for checkpoints.
+        keep_going: Whether checks after a failure run too.
+        without: Names of checks to leave out.
     """
-    for outcome in _all_checks(cfg.clone(dir=os.path.join(folder, "one")), axes, devices, folder):
+    cfg = cfg.clone(dir=os.path.join(folder, "one"))
+    for outcome in _all_checks(cfg, axes, devices, folder, without):
         yield outcome
-        if outcome.status is Status.FAILED:
+        if outcome.status is Status.FAILED and not keep_going:
             return
 
 
 def _all_checks(
-    cfg: Any, axes: Sequence[Axes], devices: Sequence[Any], folder: str
+    cfg: Any, axes: Sequence[Axes], devices: Sequence[Any], folder: str, without: Sequence[str]
 ) -> Iterator[Outcome]:
     def build() -> tuple[Probe, Any]:
         probe = Probe(cfg, {}, devices[:1])
         return probe, jax.device_get(probe.initial(cfg.prng_seed))
 
+    def outcomes(mesh: str, checks: Iterable[Check]) -> Iterator[Outcome]:
+        kept = ((name, check) for name, check in checks if name not in without)
+        return (_attempt(mesh, name, check)[1] for name, check in kept)
+
     built, outcome = _attempt(ONE_DEVICE, "built", build)
     yield outcome
     if built is None:
         return
-    yield from _outcomes(ONE_DEVICE, early_checks(cfg, *built))
+    yield from outcomes(ONE_DEVICE, early_checks(cfg, *built))
     reference, outcome = _attempt(ONE_DEVICE, COMPILED, lambda: make_reference(cfg, *built))
     yield outcome
     if reference is None:
         return
     with _compiled_ahead(cfg, reference, axes, devices, folder) as probes:
-        yield from _outcomes(ONE_DEVICE, single_device_checks(cfg, reference))
+        yield from outcomes(ONE_DEVICE, single_device_checks(cfg, reference))
         for each, wait in zip(axes, probes, strict=True):
             probe, outcome = _attempt(describe_mesh(each), COMPILED, wait, skips=(SplitError,))
             yield outcome
             if probe is not None:
-                yield from _outcomes(describe_mesh(each), mesh_checks(reference, probe))
+                yield from outcomes(describe_mesh(each), mesh_checks(reference, probe))
 
 
 def _attempt[T](
@@ -156,7 +185,7 @@ def _attempt[T](
     `skips`.
     """
     begin = time.perf_counter()
-    value, status, detail = None, Status.PASSED, ""
+    value, status, detail, trace = None, Status.PASSED, "", ""
     try:
         value = run()
         if isinstance(value, Difference):
@@ -167,11 +196,8 @@ def _attempt[T](
         status, detail = Status.FAILED, str(defect)
     except Exception as error:
         status, detail = Status.FAILED, f"{type(error).__name__}: {error}"
-    return value, Outcome(mesh, check, status, detail, time.perf_counter() - begin)
-
-
-def _outcomes(mesh: str, checks: Iterable[Check]) -> Iterator[Outcome]:
-    return (_attempt(mesh, name, check)[1] for name, check in checks)
+        trace = traceback.format_exc()
+    return value, Outcome(mesh, check, status, detail, time.perf_counter() - begin, trace)
 
 
 @contextlib.contextmanager
@@ -181,7 +207,8 @@ def _compiled_ahead(
     """Yields, for each mesh, a function that waits for its step, which threads compile in order."""
 
     def compiled(index: int) -> Probe:
-        own = cfg.clone(dir=os.path.join(folder, f"mesh{index}"))
+        # The step casts its parameters, as in training, but to the dtype that they have.
+        own = cfg.clone(dir=os.path.join(folder, f"mesh{index}"), train_dtype="float32")
         probe = Probe(own, axes[index], devices)
         probe.compile(reference.start, reference.batches[0], reference.first.gradients)
         return probe

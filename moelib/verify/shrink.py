@@ -22,6 +22,7 @@ _WIDTHS = ("dim", "input_dim", "output_dim", "hidden_dim", "embedding_dim", "mod
 _VOCABULARIES = ("vocab_size", "num_embeddings")
 _HEAD_DIMS = {"head_dim": 8, "nope_head_dim": 8, "rope_head_dim": 4, "v_head_dim": 6}
 _WINDOW, _SEQ_LEN, _MAX_STEP = 7, 32, 8
+_SMALL_WIDTH = 32  # Widths up to this stay.
 
 
 class Change(NamedTuple):
@@ -151,6 +152,8 @@ def _smaller_widths(cfg: ConfigBase, num_devices: int) -> None:
     for size in sorted(found):
         minimum = max(small.values(), default=8) + 1
         small[size] = _with_same_divisors(size, num_devices, minimum)
+        if size <= _SMALL_WIDTH:  # Nothing to gain, and layers may need other divisors too.
+            small[size] = size
     _smaller(cfg, _WIDTHS, lambda size: small[size])
 
 

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from moelib.core import tree
+from moelib.core.config import FunctionConfig
 from moelib.core.config_modifier import apply_mesh_rule
 from moelib.core.module import Module
 from moelib.core.param import specs_by_path
@@ -27,7 +28,11 @@ from moelib.parallel.mesh import HybridMeshShape
 from moelib.train.pretrained import save_pretrained, state_from_hugging_face
 from moelib.verify import batches
 from moelib.verify.compare import Difference, first_bit_difference, first_difference
+from moelib.verify.data_checks import data
+from moelib.verify.layer_checks import kernels
+from moelib.verify.learner_checks import learner
 from moelib.verify.mesh_checks import TOLERANCE, rounding_floor, untrained_parameters
+from moelib.verify.objective_checks import ObjectiveChecks
 from moelib.verify.outcome import Check, CheckFailedError, CheckSkippedError
 from moelib.verify.reference import Reference
 from moelib.verify.step_probe import Probe
@@ -37,16 +42,16 @@ def early_checks(cfg: Any, probe: Probe, initial: Any) -> Iterator[Check]:
     """Yields the checks that need the initial state only, and no step."""
     yield "rules", functools.partial(_check_mesh_rules, cfg)
     yield "initial", functools.partial(_check_initial, probe, initial.model)
+    yield "scale", functools.partial(_check_scale, probe, initial.model)
 
 
 def single_device_checks(cfg: Any, reference: Reference) -> Iterator[Check]:
-    """Yields the checks that run steps.
+    """Yields the checks that run steps, those nearest to the cause of a failure first.
 
     A check returns the first difference or None, or raises `CheckFailedError`.
     """
     checks = _SingleDeviceChecks(cfg, reference)
-    names = (name for name in vars(_SingleDeviceChecks) if not name.startswith("_"))
-    return ((name, getattr(checks, name)) for name in names)
+    return ((name, getattr(checks, name)) for name in _CHECKS)
 
 
 class _SingleDeviceChecks:
@@ -56,6 +61,44 @@ class _SingleDeviceChecks:
         self._cfg, self._reference = cfg, reference
         self._vocab_size, self._batch = batches.vocab_size(cfg), reference.batches[0]
         self._specs = specs_by_path(reference.probe.trainer.trainer_state_specs.model)
+        self._objective = ObjectiveChecks(reference, lambda: self._is_random)
+
+    def data(self) -> Difference | None:
+        """Checks the batches of the config's own input against the documents of its source."""
+        return data(self._reference.probe.trainer)
+
+    def kernels(self) -> Difference | None:
+        """Compares kernels with NumPy, at blocks' edges, with documents, idle and busy experts."""
+        model = self._reference.probe.trainer.model
+        return kernels(model, dict(model.config.items()).get("z_loss") or 0.01)
+
+    def layers(self) -> Difference | None:
+        """Compares routing, auxiliary losses and attention with formulas in NumPy."""
+        return self._objective.layers()
+
+    def plain(self) -> None:
+        """Compares the values of a step with those of the model in plain parts."""
+        self._objective.plain()
+
+    def derivatives(self) -> None:
+        """Compares gradients with finite differences in float64."""
+        self._objective.derivatives()
+
+    def learner(self) -> Difference | None:
+        """Compares updates of the learner with formulas in NumPy."""
+        return learner(self._reference)
+
+    def balanced(self) -> None:
+        """Checks the direction in which biases that balance experts move."""
+        self._objective.balanced()
+
+    def saved(self) -> Difference | None:
+        """Compares, bit for bit, a checkpoint with the state that was saved."""
+        known = self._reference
+        if self._cfg.checkpointer is None:
+            raise CheckSkippedError("no checkpointer")
+        got = jax.device_get(known.probe.restore(known.probe, int(known.start.step)))
+        return first_bit_difference(known.start, got)
 
     def reached(self) -> None:
         """Checks that every trained parameter has a gradient, of each expert too."""
@@ -130,18 +173,26 @@ class _SingleDeviceChecks:
         if reason := self._dependence_on_order():
             raise CheckSkippedError(reason)
         twice = batches.first_half_twice(self._batch)
-        return self._compare_batches(twice, batches.first_half_padded(self._batch))
+        return self._compare_batches(twice, batches.first_half_padded(self._batch), copies=2)
+
+    @functools.cached_property
+    def _is_random(self) -> bool:
+        """Whether the step depends on its random key."""
+        key = np.asarray(self._reference.start.prng_key)
+        other = self._reference.observe(self._batch, prng_key=key ^ 1)
+        return other.metrics["loss"] != self._reference.first.metrics["loss"]
 
     def _dependence_on_order(self) -> str:
         """Returns why the order of sequences may matter; "" if it does not."""
-        key = np.asarray(self._reference.start.prng_key)
-        other = self._reference.observe(self._batch, prng_key=key ^ 1)
-        if other.metrics["loss"] != self._reference.first.metrics["loss"]:
+        if self._is_random:
             return "the step draws different random numbers for each sequence"
-        return "tokens are dropped" if _drops_tokens(other.metrics) else ""
+        return "tokens are dropped" if _drops_tokens(self._reference.first.metrics) else ""
 
     def packing(self) -> Difference | None:
         """Checks that a document's loss does not depend on other documents of its sequence."""
+        for layer, _ in self._reference.probe.trainer.model.walk():
+            if layer.mixes_documents:
+                raise CheckSkippedError(f"{layer.path()} mixes documents by design")
         for mine, other in ((1, 2), (2, 1)):
             batch = batches.with_loss_of(self._batch, mine)
             changed = batches.with_other_segment(batch, other, self._vocab_size, seed=6)
@@ -153,9 +204,13 @@ class _SingleDeviceChecks:
                 return found
         return None
 
-    def _compare_batches(self, a: Any, b: Any) -> Difference | None:
-        """Compares losses, loads, gradients and updates of layers of two batches."""
-        want, got = self._reference.observe(a), self._reference.observe(b)
+    def _compare_batches(self, a: Any, b: Any, copies: int = 1) -> Difference | None:
+        """Compares losses, loads, gradients and updates of layers of two batches.
+
+        State of layers may change by `copies` times as much for the first one: a count of tokens.
+        """
+        known = self._reference
+        want, got = known.observe(a), known.observe(b)
         metrics = [{n: x for n, x in o.metrics.items() if _is_mean(n)} for o in (want, got)]
         if found := first_difference(*metrics, relative=TOLERANCE, floor=1e-7):
             return found
@@ -163,8 +218,15 @@ class _SingleDeviceChecks:
         pair = want.gradients, got.gradients
         if found := first_difference(*pair, relative=TOLERANCE, floor=floor):
             return found
-        untrained = [untrained_parameters(o.state.model, want.gradients) for o in (want, got)]
-        return first_difference(*untrained, relative=TOLERANCE)
+        states = (known.start.model, want.state.model, got.state.model)
+        start, twice, once = (untrained_parameters(x, want.gradients) for x in states)
+        for path, x in once.items():
+            counted = start[path] + copies * (x - start[path])
+            if first_difference({path: counted}, {path: twice[path]}, relative=TOLERANCE) and (
+                found := first_difference({path: twice[path]}, {path: x}, relative=TOLERANCE)
+            ):
+                return found
+        return None
 
     def hosts(self) -> Difference | None:
         """Checks that batches depend on the step only: on 1, 2 and 4 hosts, and after a restore."""
@@ -213,6 +275,10 @@ class _SingleDeviceChecks:
         )
 
 
+_CHECKS = tuple(name for name in vars(_SingleDeviceChecks) if not name.startswith("_"))
+SINGLE_DEVICE_CHECKS = ("rules", "initial", "scale", *_CHECKS)
+
+
 def _check_mesh_rules(cfg: Any) -> None:
     """Checks that every mesh rule is a pattern with a mesh, or a modifier that raises nothing."""
     names = cfg.mesh_axis_names
@@ -254,6 +320,31 @@ def _check_initial(probe: Probe, params: Any) -> None:
                 raise CheckFailedError(
                     f"{first} and {at} start with the same values and may stay equal; draw each "
                     "from its own key."
+                )
+
+
+def _check_scale(probe: Probe, params: Any) -> None:
+    """Checks the standard deviation of weights that the layer's `param_init` draws."""
+    model = probe.trainer.model
+    for layer, _ in model.walk():
+        path = layer.path().removeprefix(model.path()).strip(".").replace(".", "/")
+        init = layer._inherited("param_init")
+        name = "fan_in_normal" if init is None else getattr(init, "fn", init).__name__
+        settings = dict(init.items()) if isinstance(init, FunctionConfig) else {}
+        for weight, spec in layer._create_layer_parameter_specs().items():
+            if spec.initializer is not None or name not in ("fan_in_normal", "normal"):
+                continue
+            found = tree.by_path(params)[f"{path}/{weight}".lstrip("/")]
+            std = settings.get("std", 0.02)
+            if name == "fan_in_normal":
+                assert spec.fan_axes is not None
+                fan_in = math.prod(spec.shape[axis] for axis in spec.fan_axes.in_axis)
+                std = settings.get("scale", 1.0) / math.sqrt(fan_in)
+            ratio, error = float(np.std(found)) / std, 6 / math.sqrt(2 * found.size)
+            if abs(ratio - 1) > error:
+                raise CheckFailedError(
+                    f"{path}/{weight} starts with {ratio:.3g} times the standard deviation "
+                    f"{std:.3g} of its initializer {name}; chance gives up to {1 + error:.2f}."
                 )
 
 

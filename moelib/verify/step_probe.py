@@ -83,6 +83,7 @@ class Probe:
         train_step = make_train_step(
             trainer.model,
             recorder,  # pyrefly: ignore[bad-argument-type]
+            train_dtype=trainer.config.train_dtype,
             num_microbatches=trainer.config.num_microbatches,
         )
 

@@ -70,3 +70,17 @@ def test_a_mesh_that_was_asked_for_has_to_pass():
     assert made.status is Status.PASSED
     made.requested = True
     assert made.status is Status.SKIPPED
+
+
+def test_a_requested_mesh_that_is_skipped_is_named():
+    made = report(
+        Outcome("fsdp 8", "resumed", Status.PASSED),
+        Outcome("model 8", "compiled", Status.SKIPPED, "4 heads"),
+    )
+    made.requested = True
+    assert any("requested: model 8" in line for line in made.lines())
+
+
+def test_tracebacks_are_in_the_report():
+    made = report(Outcome("fsdp 8", "loss", Status.FAILED, "KeyError: 'x'", traceback="Trace x"))
+    assert "Trace x" in made.to_markdown()

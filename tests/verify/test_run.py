@@ -1,15 +1,24 @@
 """`verify_config`: from a config to a report."""
 
+import functools
+import itertools
+import tempfile
+
+import jax
 import pytest
 
 from moelib.core.errors import UserError
+from moelib.verify import single_device
+from moelib.verify.mesh_checks import MESH_CHECKS
 from moelib.verify.outcome import Status
-from moelib.verify.run import verify_config
+from moelib.verify.run import run_checks, verify_config
+from moelib.verify.single_device import SINGLE_DEVICE_CHECKS
 from tests.verify import planted
 from tests.verify.tiny import moe, tiny
 
 
-def test_a_correct_config_passes_on_the_meshes_of_a_list():
+def test_a_correct_config_passes_on_the_meshes_of_a_list(monkeypatch):
+    monkeypatch.setattr(single_device, "kernels", lambda *_: None)  # They have their own tests.
     # The loss is correct, though its name is not that of its field.
     trainer_config = tiny(**moe(planted.WithALossOfItsOwn))
     # --8<-- [start:verify]
@@ -20,8 +29,8 @@ def test_a_correct_config_passes_on_the_meshes_of_a_list():
     assert report.status is Status.PASSED, report.lines()
     assert list(report.meshes) == ["expert=2,model=2"]
     skipped = [each.check for each in report.outcomes if each.status is Status.SKIPPED]
-    assert skipped == ["exported"]  # No Hugging Face family has such layers.
-    assert len(report.outcomes) == 2 + 10 + 1 + 8
+    assert skipped == ["balanced", "exported"]  # No Hugging Face family has such layers.
+    assert len(report.outcomes) == 2 + len(SINGLE_DEVICE_CHECKS) + 1 + len(MESH_CHECKS)
     assert {change.path for change in report.changes} >= {"max_step", "input.seq_len"}
     assert trainer_config.max_step == 4  # The config itself is not changed.
 
@@ -35,3 +44,17 @@ def test_too_few_devices_are_refused(num_devices):
 def test_the_name_of_a_config_is_no_config():
     with pytest.raises(UserError, match="trainer_config is 'flame'"):
         verify_config("flame")
+
+
+def test_a_check_to_leave_out_must_exist():
+    with pytest.raises(UserError, match="without='grads'"):
+        verify_config(tiny(), without=["grads"])
+
+
+def test_checks_go_on_after_a_failure_and_can_be_left_out():
+    cfg = tiny().set(mesh_rules=[("gpu-.*", planted.BrokenRule.default_config())])
+    with tempfile.TemporaryDirectory() as folder:
+        run = functools.partial(run_checks, cfg, [], jax.devices()[:1], folder)
+        first = list(itertools.islice(run(keep_going=True, without=["initial"]), 3))
+    assert [each.check for each in first] == ["built", "rules", "scale"]
+    assert first[1].status is Status.FAILED

@@ -115,3 +115,13 @@ def test_without_shrinking_sizes_stay():
     assert same.model.dim == cfg.model.dim
     model = [change.path for change in changes if change.path.startswith("model.")]
     assert {path.rpartition(".")[2] for path in model} == {"report_expert_counts"}
+
+
+def test_small_widths_stay():
+    cfg = CONFIGS["flame-moe-tiny"]()
+    cfg.model.decoder.block[0].feed_forward.shared_experts.hidden_dim = 32
+    cfg.model.decoder.block[0].feed_forward.hidden_dim = 20
+    small, _ = shrink(cfg, 8)
+    moe = small.model.decoder.block[0].feed_forward
+    assert (moe.shared_experts.hidden_dim, moe.hidden_dim) == (32, 20)
+    assert small.model.dim > 32

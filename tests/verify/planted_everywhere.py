@@ -1,0 +1,459 @@
+"""Bugs that are wrong on one device too, as patches of moelib: each is planted by one function.
+
+Letters are those of the groups of checks: a references of layers, b gradients, c the same step in
+another form, d the learner, e data, f initial values, casts and checkpoints, g kernels of other
+platforms, h state that layers update themselves.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moelib.checkpoint.checkpointer import Checkpointer
+from moelib.core import context, param
+from moelib.core.config import config_for_function
+from moelib.core.module import _in_context
+from moelib.data import lm_input
+from moelib.kernels.flash_attention import passes, tpu_kernels
+from moelib.kernels.flash_attention import xla as attention_xla
+from moelib.kernels.gmm import xla as gmm_xla
+from moelib.layers import initializers, norm, transformer
+from moelib.layers.attention.grouped_query import GroupedQueryAttention
+from moelib.layers.feed_forward import FeedForward
+from moelib.layers.moe import balance, dispatch
+from moelib.layers.moe import layer as moe_layer
+from moelib.layers.moe.balance import BiasBalancing, LoadBalanceLoss, RouterZLoss
+from moelib.layers.moe.dispatch import SortedDispatcher
+from moelib.layers.moe.router import Router
+from moelib.layers.remat import remat
+from moelib.layers.transformer import ScanStack
+from moelib.learner import ema, schedules, transforms
+from moelib.learner import learner as learner_module
+from moelib.learner.optimizers import adamw_optimizer
+from moelib.models.causal_lm import CausalLM
+from moelib.train import step as step_module
+from moelib.train.trainer import SpmdTrainer
+from tests.tiny import model_config, plain_moe, stacked, trainer_config, transformer_layer
+
+Patch = Callable[..., None]  # monkeypatch.setattr.
+
+
+def rich() -> SpmdTrainer.Config:
+    """Returns a tiny trainer that uses every feature that a bug is planted in."""
+    feed_forward = plain_moe(
+        router=Router.default_config().set(bias_balancing=BiasBalancing.default_config()),
+        dispatcher=SortedDispatcher.default_config(),
+        shared_experts=FeedForward.default_config().set(hidden_dim=8),
+        load_balance_loss=LoadBalanceLoss.default_config().set(weight=0.1),
+        router_z_loss=RouterZLoss.default_config().set(weight=0.03),
+        report_expert_counts=True,
+    )
+    layer = transformer_layer(
+        feed_forward, num_heads=4, num_kv_heads=2, head_dim=8, window=7, sinks=True
+    )
+    decoder = stacked(layer, stack=ScanStack, num_layers=2, remat=config_for_function(remat))
+    model = model_config(decoder, vocab_size=64, z_loss=1e-2)
+    cfg = trainer_config("unused", model=model, max_step=8, evaler=False)
+    rate = config_for_function(schedules.cosine).set(peak_lr=1e-2, max_step=8, warmup_steps=1)
+    cfg.learner.optimizer = config_for_function(transforms.chain).set(
+        args=[
+            config_for_function(transforms.clip_by_global_norm).set(max_norm=0.5),
+            config_for_function(adamw_optimizer).set(
+                learning_rate=rate, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1
+            ),
+        ]
+    )
+    cfg.learner.ema.decay = 0.9
+    cfg.learner.skip = config_for_function(transforms.skip_bad_steps)
+    cfg.input.set(seq_len=32, vocab_size=64)
+    cfg.input.source.set(num_documents=60, max_document_tokens=32)
+    return cfg.set(num_microbatches=2)
+
+
+# -- a: references of layers -----------------------------------------------------------------------
+
+
+def mask_off_by_one_at_blocks(patch: Patch) -> None:
+    """The first query of a block of 64 sees the key after it."""
+    known = attention_xla.attention_mask
+
+    def mask(positions: Any, spec: Any) -> Any:
+        first = (positions.q_index % 64 == 0) & (positions.q_index > 0)
+        ahead = positions.q_index[:, None] - positions.k_index[None]
+        return known(positions, spec) | (first[:, None] & (ahead == -1))[None]
+
+    patch(attention_xla, "attention_mask", mask)
+
+
+def document_at_a_block_sees_its_predecessor(patch: Patch) -> None:
+    """A document that begins at a multiple of 64 sees the token before it."""
+    known = attention_xla.attention_mask
+
+    def mask(positions: Any, spec: Any) -> Any:
+        ahead = positions.q_index[:, None] - positions.k_index[None]
+        first = (positions.q_index % 64 == 0)[:, None] & (ahead == 1)
+        return known(positions, spec) | first[None]
+
+    patch(attention_xla, "attention_mask", mask)
+
+
+def weight_of_the_first_expert_for_the_second(patch: Patch) -> None:
+    """Where a token's best expert is expert 0, its second has the weight of the first."""
+    known = dispatch.run_sorted
+
+    def run_sorted(local: Any, *rest: Any) -> Any:
+        swap = (local.ids[:, :1] == 0) & (jnp.arange(local.ids.shape[1]) == 1)[None]
+        return known(
+            local._replace(weights=jnp.where(swap, local.weights[:, :1], local.weights)), *rest
+        )
+
+    patch(dispatch, "run_sorted", run_sorted)
+
+
+def attention_scale_of_the_model_width(patch: Patch) -> None:
+    """Scores are divided by the root of twice the head's width."""
+    known = GroupedQueryAttention._attend
+
+    def attend(self: Any, q: Any, *rest: Any) -> Any:
+        return known(self, q / 2**0.5, *rest)
+
+    patch(GroupedQueryAttention, "_attend", attend)
+
+
+def z_loss_of_the_probabilities(patch: Patch) -> None:
+    """The router z-loss squares the logsumexp of other logits."""
+    known = moe_layer.router_z_loss
+    patch(
+        moe_layer, "router_z_loss", lambda logits, mask: known(jax.nn.log_softmax(logits) + 1, mask)
+    )
+
+
+def balance_loss_counts_only_the_best_expert(patch: Patch) -> None:
+    """The balance loss counts the first of the K experts of a token."""
+    known = moe_layer.load_balance_loss
+
+    def loss(probs: Any, ids: Any, *rest: Any) -> Any:
+        return known(probs, ids[..., :1], *rest)
+
+    patch(moe_layer, "load_balance_loss", loss)
+
+
+# -- b: gradients ----------------------------------------------------------------------------------
+
+
+def auxiliary_loss_without_gradient(patch: Patch) -> None:
+    known = moe_layer.router_z_loss
+    stop = jax.lax.stop_gradient
+    patch(moe_layer, "router_z_loss", lambda logits, mask: stop(known(logits, mask)))
+
+
+def combine_weights_without_gradient(patch: Patch) -> None:
+    known = dispatch.run_sorted
+
+    def run_sorted(local: Any, *rest: Any) -> Any:
+        return known(local._replace(weights=jax.lax.stop_gradient(local.weights)), *rest)
+
+    patch(dispatch, "run_sorted", run_sorted)
+
+
+def sinks_with_half_their_gradient(patch: Patch) -> None:
+    known = passes.sinks_gradient
+    patch(passes, "sinks_gradient", lambda *args: known(*args) / 2)
+
+
+def weight_gradient_without_the_last_row(patch: Patch) -> None:
+    """The gradient of an expert's matrix leaves out its last row."""
+    known = gmm_xla.weight_gradient
+
+    def gradient(lhs: Any, grads: Any, sizes: Any, **options: Any) -> Any:
+        last = jnp.zeros(lhs.shape[0], bool).at[jnp.cumsum(sizes) - 1].set(True)
+        return known(jnp.where(last[:, None], 0, lhs), grads, sizes, **options)
+
+    patch(gmm_xla, "weight_gradient", gradient)
+
+
+def norm_with_a_constant_root(patch: Patch) -> None:
+    """The gradient of RMSNorm takes the root mean square as a constant."""
+
+    def forward(self: Any, x: Any) -> Any:
+        x32 = x.astype(jnp.float32)
+        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x32), -1, keepdims=True) + self.config.eps)
+        return (x32 * jax.lax.stop_gradient(inverse) * self._scaled(x)).astype(x.dtype)
+
+    patch(norm.RMSNorm, "forward", _in_context(forward))
+
+
+def z_loss_with_half_its_gradient(patch: Patch) -> None:
+    """The loss of the vocabulary's logits has its z-loss, whose gradient has no factor of 2."""
+    known = CausalLM.forward
+
+    def forward(self: Any, batch: Any) -> Any:
+        (loss, metrics) = known(self, batch)
+        half = (loss.mean - metrics["cross_entropy"].mean) / 2
+        mean = loss.mean - half + jax.lax.stop_gradient(half)
+        return loss._replace(mean=mean) if hasattr(loss, "_replace") else type(loss)(
+            mean, loss.weight
+        ), metrics
+
+    patch(CausalLM, "forward", forward)
+
+
+# -- c: the same step in another form --------------------------------------------------------------
+
+
+def plain_mean_over_microbatches(patch: Patch) -> None:
+    patch(step_module, "_shares", lambda *_: (1.0, 1.0))
+
+
+def scan_with_the_parameters_of_the_next_layer(patch: Patch) -> None:
+    known = transformer.scan_in_context
+
+    def scan(fn: Any, *, state: Any, **rest: Any) -> Any:
+        return known(fn, state=jax.tree.map(lambda x: jnp.roll(x, -1, 0), state), **rest)
+
+    patch(transformer, "scan_in_context", scan)
+
+
+def scan_without_state_updates(patch: Patch) -> None:
+    """Repeated layers lose the updates of their own state."""
+    known = context._Collecting.finish
+
+    def finish(self: Any, outputs: Any) -> None:
+        known(self, [part._replace(state_updates={}) for part in outputs])
+
+    patch(context._Collecting, "finish", finish)
+
+
+# -- d: the learner --------------------------------------------------------------------------------
+
+
+def weight_decay_of_norm_scales(patch: Patch) -> None:
+    known = transforms._scales
+
+    def scales(rules: Any, specs: Any, default: Any, field: str) -> Any:
+        return known(rules, specs, lambda spec: 1.0, field)
+
+    patch(transforms, "_scales", scales)
+
+
+def schedule_one_step_ahead(patch: Patch) -> None:
+    known = transforms.as_schedule
+
+    def ahead(value: Any) -> Any:
+        schedule = known(value)
+        return lambda step: schedule(step + 1)
+
+    patch(transforms, "as_schedule", ahead)
+
+
+def clipping_after_the_optimizer(patch: Patch) -> None:
+    known = transforms.chain
+
+    @functools.wraps(known)
+    def chain(*args: Any) -> Any:
+        return known(*reversed(args))
+
+    patch(transforms, "chain", chain)
+
+
+def average_with_another_decay(patch: Patch) -> None:
+    known = ema._weight
+    patch(ema, "_weight", lambda decay, count: known(decay**2, count))
+
+
+def skipped_step_that_averages(patch: Patch) -> None:
+    """A skipped step still counts as an update of the optimizer."""
+    known = learner_module.Learner._step
+
+    def step(self: Any, params: Any, gradients: Any, state: Any, *, take: Any, loss: Any) -> Any:
+        new, after, rates = known(self, params, gradients, state, take=take, loss=loss)
+        count = jax.tree.map(
+            lambda x, old: old + 1 if x.dtype == jnp.int32 and x.ndim == 0 else x,
+            after.optimizer,
+            state.optimizer,
+        )
+        return new, after._replace(optimizer=count), rates
+
+    patch(learner_module.Learner, "_step", step)
+
+
+# -- e: data ---------------------------------------------------------------------------------------
+
+
+def labels_shifted_by_two(patch: Patch) -> None:
+    known = lm_input.fill_pieces
+
+    def fill(batch: Any, rows: Any, *rest: Any) -> None:
+        known(batch, rows, *rest)
+        labels = batch["target_labels"]
+        labels[rows, :-1] = labels[rows, 1:]
+
+    patch(lm_input, "fill_pieces", fill)
+
+
+def positions_of_the_sequence(patch: Patch) -> None:
+    known = lm_input.fill_pieces
+
+    def fill(batch: Any, rows: Any, *rest: Any) -> None:
+        known(batch, rows, *rest)
+        batch["positions"][rows] = np.arange(batch["positions"].shape[1])
+
+    patch(lm_input, "fill_pieces", fill)
+
+
+def second_epoch_repeats_its_first_sequence(patch: Patch) -> None:
+    known = lm_input._PackedSource.fill
+
+    def fill(self: Any, numbers: Any, *rest: Any) -> None:
+        n = self.num_sequences
+        known(self, np.where(numbers >= n, n + (numbers - n) // 2 * 2 % n, numbers), *rest)
+
+    patch(lm_input._PackedSource, "fill", fill)
+
+
+def restored_at_the_start_of_the_epoch(patch: Patch) -> None:
+    """A restore after the first epoch goes to the start of the epoch."""
+    known = lm_input.LMInputIterator.restore
+
+    def restore(self: Any, state: Any) -> None:
+        known(self, state)
+        per_epoch = self._input.num_batches
+        if self.step >= per_epoch:
+            self.step -= self.step % per_epoch
+
+    patch(lm_input.LMInputIterator, "restore", restore)
+
+
+# -- f: initial values, casts, checkpoints ---------------------------------------------------------
+
+
+def fan_out_for_fan_in(patch: Patch) -> None:
+    known = initializers.fan_in_normal
+
+    def init(scale: float = 1.0) -> Any:
+        return lambda key, spec: initializers.normal(scale / spec.fans()[1] ** 0.5)(key, spec)
+
+    del known
+    patch(initializers, "fan_in_normal", init)
+
+
+def casts_in_scans_without_gradient(patch: Patch) -> None:
+    """Parameters that a scan casts get the gradient of their first layer only."""
+    known = param.CastInScan.cast
+
+    def cast(self: Any) -> Any:
+        x = known(self)
+        return x if x.ndim < 2 else x.at[-1].set(jax.lax.stop_gradient(x[-1]))
+
+    patch(param.CastInScan, "cast", cast)
+
+
+def cast_parameters_twice(patch: Patch) -> None:
+    """Parameters are rounded to bfloat16 on their way to the compute dtype."""
+    known = step_module.cast_parameters
+
+    def cast(params: Any, specs: Any, dtype: Any) -> Any:
+        if dtype is not None:
+            is_late = lambda x: isinstance(x, param.CastInScan)
+            rounded = lambda x: x if is_late(x) else jax.lax.reduce_precision(x, 8, 7)
+            params = jax.tree.map(rounded, params, is_leaf=is_late)
+        return known(params, specs, dtype)
+
+    patch(step_module, "cast_parameters", cast)
+
+
+def checkpoint_with_two_layers_swapped(patch: Patch) -> None:
+    known = Checkpointer.save
+
+    def save(self: Any, state: Any, record: Any) -> None:
+        swap = lambda x: x[::-1] if x.ndim > 1 and x.shape[0] == 2 else x
+        model = jax.tree.map(swap, state.model)
+        known(
+            self,
+            state._replace(
+                model=jax.device_put(model, jax.tree.map(lambda x: x.sharding, state.model))
+            ),
+            record,
+        )
+
+    patch(Checkpointer, "save", save)
+
+
+# -- g: kernels of other platforms -----------------------------------------------------------------
+
+
+def tpu_kernel_without_window(patch: Patch) -> None:
+    known = tpu_kernels._mask
+    patch(tpu_kernels, "_mask", lambda spec, *rest: known(spec._replace(window=None), *rest))
+
+
+# -- h: state that layers update themselves --------------------------------------------------------
+
+
+def bias_that_rises_with_the_load(patch: Patch) -> None:
+    known = balance.BiasBalancing._end_step
+
+    def end_step(self: Any, params: Any) -> Any:
+        new = known(self, params)
+        return {**new, "bias": 2 * params["bias"] - new["bias"]}
+
+    patch(balance.BiasBalancing, "_end_step", end_step)
+
+
+def bias_that_stays(patch: Patch) -> None:
+    known = balance.BiasBalancing._end_step
+
+    def end_step(self: Any, params: Any) -> Any:
+        return {**known(self, params), "bias": params["bias"]}
+
+    patch(balance.BiasBalancing, "_end_step", end_step)
+
+
+BUGS: dict[str, list[Callable[[Patch], None]]] = {
+    "a": [
+        mask_off_by_one_at_blocks,
+        document_at_a_block_sees_its_predecessor,
+        weight_of_the_first_expert_for_the_second,
+        attention_scale_of_the_model_width,
+        z_loss_of_the_probabilities,
+        balance_loss_counts_only_the_best_expert,
+    ],
+    "b": [
+        auxiliary_loss_without_gradient,
+        combine_weights_without_gradient,
+        sinks_with_half_their_gradient,
+        weight_gradient_without_the_last_row,
+        norm_with_a_constant_root,
+        z_loss_with_half_its_gradient,
+    ],
+    "c": [
+        plain_mean_over_microbatches,
+        scan_with_the_parameters_of_the_next_layer,
+        scan_without_state_updates,
+    ],
+    "d": [
+        weight_decay_of_norm_scales,
+        schedule_one_step_ahead,
+        clipping_after_the_optimizer,
+        average_with_another_decay,
+        skipped_step_that_averages,
+    ],
+    "e": [
+        labels_shifted_by_two,
+        positions_of_the_sequence,
+        second_epoch_repeats_its_first_sequence,
+        restored_at_the_start_of_the_epoch,
+    ],
+    "f": [
+        fan_out_for_fan_in,
+        casts_in_scans_without_gradient,
+        cast_parameters_twice,
+        checkpoint_with_two_layers_swapped,
+    ],
+    "g": [tpu_kernel_without_window],
+    "h": [bias_that_rises_with_the_load, bias_that_stays],
+}

@@ -1,0 +1,83 @@
+"""Bugs that are wrong on one device too are found, each by the check nearest to its cause."""
+
+import tempfile
+
+import jax
+import numpy as np
+import pytest
+
+from moelib.verify import data_checks, layer_checks
+from moelib.verify.outcome import CheckFailedError, Outcome, Status
+from moelib.verify.plain import Plain
+from moelib.verify.run import run_checks
+from tests.tiny import initial
+from tests.verify import planted_everywhere as planted
+
+# The check that finds each bug; several checks fail, and the first one is named.
+CHECKS = {
+    "mask_off_by_one_at_blocks": "kernels",
+    "document_at_a_block_sees_its_predecessor": "kernels",
+    "weight_of_the_first_expert_for_the_second": "plain",
+    "attention_scale_of_the_model_width": "layers",
+    "z_loss_of_the_probabilities": "layers",
+    "balance_loss_counts_only_the_best_expert": "layers",
+    "sinks_with_half_their_gradient": "kernels",
+    "weight_gradient_without_the_last_row": "kernels",
+    "fan_out_for_fan_in": "scale",
+    "casts_in_scans_without_gradient": "gradients",
+    "cast_parameters_twice": "loss",
+    "checkpoint_with_two_layers_swapped": "saved",
+    "tpu_kernel_without_window": "kernels",
+    "bias_that_rises_with_the_load": "balanced",
+    "bias_that_stays": "balanced",
+}
+OF_LETTERS = {"b": "derivatives", "c": "plain", "d": "learner", "e": "data"}
+BUGS = [(letter, bug) for letter, bugs in planted.BUGS.items() for bug in bugs]
+
+
+def outcomes(bug, monkeypatch: pytest.MonkeyPatch) -> list[Outcome]:
+    bug(monkeypatch.setattr)
+    axes = [{"expert": 2}] if "cast" in bug.__name__ else []
+    with tempfile.TemporaryDirectory() as folder:
+        return list(run_checks(planted.rich(), axes, jax.devices()[: 1 + len(axes)], folder))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("letter", "bug"), BUGS, ids=lambda x: getattr(x, "__name__", x))
+def test_each_bug_is_found_by_the_check_nearest_to_it(letter, bug, monkeypatch):
+    jax.clear_caches()
+    found = outcomes(bug, monkeypatch)[-1]
+    assert found.status is Status.FAILED, found
+    assert found.check == CHECKS.get(bug.__name__, OF_LETTERS.get(letter))
+    jax.clear_caches()
+
+
+def trainer():
+    cfg = planted.rich().set(dir="unused", mesh_shape=(1,) * 6)
+    return cfg.instantiate(parent=None, devices=jax.devices()[:1])
+
+
+def test_the_input_gives_each_token_once_per_epoch():
+    assert data_checks.data(trainer()) is None
+
+
+@pytest.mark.parametrize("bug", planted.BUGS["e"][:3], ids=lambda bug: bug.__name__)
+def test_wrong_batches_are_found(bug, monkeypatch):
+    bug(monkeypatch.setattr)
+    with pytest.raises(CheckFailedError, match=r"^input: "):
+        data_checks.data(trainer())
+
+
+def test_a_wrong_restore_is_found(monkeypatch):
+    planted.restored_at_the_start_of_the_epoch(monkeypatch.setattr)
+    found = data_checks.data(trainer())
+    assert found is not None
+    assert found.leaf == "input_ids"
+
+
+def test_layers_are_compared_with_formulas(monkeypatch):
+    planted.z_loss_of_the_probabilities(monkeypatch.setattr)
+    plain = Plain(trainer())
+    found = layer_checks.layers(plain.model, jax.tree.map(np.asarray, initial(plain.model)))
+    assert found is not None
+    assert found.leaf == "decoder.layer0.feed_forward: router_z_loss"
