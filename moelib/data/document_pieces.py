@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-PIECE_CHARACTERS = 1 << 18
+PIECE_CHARACTERS = 1 << 17
 _CONTEXT = 256  # Characters on either side of a cut in which it is checked.
 _WINDOW = 4096  # Characters that are searched for a cut at a time.
 _TRIES = 8  # Cuts that are checked per window and rule.

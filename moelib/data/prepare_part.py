@@ -25,7 +25,7 @@ from moelib.data.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 PARTS = "parts"  # Folder of the results of finished parts; a finished store does not have it.
-_BATCH_CHARACTERS = 1 << 18  # Text that is tokenized at a time.
+_BATCH_CHARACTERS = 1 << 17  # Text that is tokenized at a time.
 _CURE = (
     "correct it, or set skip_bad_records (--skip_bad_lines), which skips and counts such records."
 )

@@ -148,6 +148,16 @@ def test_parquet_files(tmp_path: pathlib.Path, num_cases: int):
         _check(lambda source=source: list(source.documents()), content, str(path))
 
 
+def test_half_a_surrogate_pair_in_meta_is_refused(tmp_path: pathlib.Path):
+    corruption.token_store(str(tmp_path))
+    path = tmp_path / "store" / "meta.json"
+    meta = json.loads(path.read_text())
+    del meta["digest"], meta["block_hashes"]
+    path.write_text(json.dumps(meta | {"splits": {"train": 0.5, "\ud83d": 0.5}}))
+    with pytest.raises(UserError, match=str(path)):
+        TokenStore.default_config().set(path=str(path.parent)).instantiate()
+
+
 @pytest.mark.parametrize("num_cases", _NUM_CASES)
 def test_splits(num_cases: int):
     rng = random.Random(3)

@@ -252,4 +252,4 @@ def test_a_line_of_20_mb_takes_little_memory(tmp_path: pathlib.Path):
         text=True,
         check=True,
     )
-    assert int(result.stdout) < 300_000  # kB; 2.8 GB without pieces.
+    assert int(result.stdout) < 400_000  # kB; some 4 GB without pieces.
