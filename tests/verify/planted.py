@@ -13,7 +13,8 @@ from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.config_modifier import ConfigModifier
 from moelib.core.module import functional
 from moelib.core.param import FanAxes, ParameterSpec
-from moelib.layers.base import BaseLayer
+from moelib.layers.base import BaseLayer, bias_spec
+from moelib.layers.feed_forward import FeedForward
 from moelib.layers.moe.balance import LoadBalanceLoss, load_balance_loss, router_z_loss
 from moelib.layers.moe.experts import FeedForwardExperts
 from moelib.layers.moe.layer import MoELayer
@@ -163,3 +164,23 @@ class OneRanksExperts(Checkpointer):
 
         named = lambda path, x: first(tree.path_string(path), x)
         super().save(jax.tree_util.tree_map_with_path(named, state), record)
+
+
+class CountsAndMixes(FeedForward):
+    """No bug: counts its tokens, and adds the mean of a sequence's tokens by design."""
+
+    mixes_documents = True
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        count = bias_spec((), (), dtype="float32", trainable=False)
+        return {**super()._create_layer_parameter_specs(), "count": count}
+
+    def forward(self, x: Any, mask: Any = None) -> Any:
+        kept = jnp.ones(x.shape[:2], bool) if mask is None else mask
+        weight = kept[..., None].astype(x.dtype)
+        mean = jnp.sum(x * weight, 1, keepdims=True) / jnp.maximum(
+            jnp.sum(weight, 1, keepdims=True), 1.0
+        )
+        tokens = jnp.sum(kept, dtype=jnp.float32)
+        self.add_state_update("count", self.parameters["count"] + tokens)
+        return super().forward(x, mask) + mean

@@ -82,6 +82,16 @@ def test_padding_that_counts():
     assert found.check == "padding"
 
 
+@pytest.mark.slow
+def test_counts_of_tokens_and_documents_that_mix_by_design_are_no_failure():
+    layer = planted.CountsAndMixes.default_config().set(hidden_dim=24)
+    found = outcomes(tiny(feed_forward=layer))
+    assert not [each for each in found if each.status is Status.FAILED]
+    packing = next(each for each in found if each.check == "packing")
+    assert (packing.status, "feed_forward" in packing.detail) == (Status.SKIPPED, True)
+    assert next(each for each in found if each.check == "doubled").status is Status.PASSED
+
+
 def test_experts_that_begin_alike():
     cfg = tiny()
     init = config_for_function(planted.same_for_all_experts)
