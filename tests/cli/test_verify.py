@@ -18,7 +18,7 @@ def command(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
     def run(*args, found=()):
-        monkeypatch.setattr("moelib.verify.run.run_checks", lambda *_: iter(found))
+        monkeypatch.setattr("moelib.verify.run.run_checks", lambda *_, **__: iter(found))
         verify.run(*parse_flags(verify.Flags, args))
 
     return run
