@@ -53,13 +53,14 @@ def save_activation(x: jax.Array, name: str) -> jax.Array:
 def save_routing(x: Any) -> Any:
     """Returns arrays of the routing, named so that every `remat` saves them.
 
-    A few numbers per token are saved as [..., K, T], because TPUs pad the last dimension to 128.
+    Those of [T, K] are saved as [K T]: TPUs may pad the last of several dimensions to 128.
     """
 
     def save(leaf: jax.Array) -> jax.Array:
-        if leaf.ndim < 2 or leaf.shape[-1] >= leaf.shape[-2]:
+        if leaf.ndim != 2:
             return checkpoint_name(leaf, _ROUTING)
-        return jnp.matrix_transpose(checkpoint_name(jnp.matrix_transpose(leaf), _ROUTING))
+        flat = checkpoint_name(jnp.matrix_transpose(leaf).reshape(-1), _ROUTING)
+        return jnp.matrix_transpose(flat.reshape(leaf.shape[::-1]))
 
     return jax.tree.map(save, x)
 
