@@ -11,6 +11,7 @@ also with `| None`, or `tuple[str, ...]` for a flag that may be repeated.
 """
 
 import dataclasses
+import errno
 import inspect
 import logging
 import os
@@ -31,6 +32,9 @@ from moelib.core.trusted_code import is_of_the_user
 
 TRACEBACK = "--traceback"
 HELP = frozenset({"--help", "-h", "-help", "--helpfull"})
+
+# Errors of files that the system gives whatever the code does; a missing file may be a bug.
+_OF_THE_SYSTEM = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 class FlagInfo(NamedTuple):
@@ -168,8 +172,8 @@ def run_command[T](
 ) -> int:
     """Runs a command and returns its exit status: 0, or 2 after an error of the user.
 
-    An error of the user, or of a file or folder, is printed on one line; `--traceback` and other
-    errors show a traceback.
+    An error of the user, or of a file that the system refuses, is printed on one line. Others, and
+    `--traceback`, show a traceback.
     `--help` prints the description and the flags instead.
 
     Args:
@@ -194,7 +198,7 @@ def run_command[T](
         print(f"{name}: {one_line(error)}", file=sys.stderr)
         return 2
     except OSError as error:
-        if TRACEBACK in arguments or error.filename is None:
+        if TRACEBACK in arguments or error.filename is None or error.errno not in _OF_THE_SYSTEM:
             raise
         text = f"{error.filename}: {error.strerror} ({TRACEBACK} shows more)"
         print(f"{name}: {text}", file=sys.stderr)

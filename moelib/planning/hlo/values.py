@@ -90,10 +90,12 @@ def tuple_elements(shape: str) -> list[str]:
 def result_shape(instruction: Instruction) -> str:
     """Returns the shape of the final result of an instruction, also for an asynchronous start.
 
-    `all-gather-start` returns (operands, results, ...), `all-reduce-start` the results only.
+    `all-gather-start` returns (operands, results, ...), `all-reduce-start` the results only, but
+    ((operands), results) on GPUs.
     """
     elements = tuple_elements(instruction.shape)
-    if not instruction.opcode.endswith("-start") or instruction.opcode == "all-reduce-start":
+    only_results = instruction.opcode == "all-reduce-start" and not elements[0].startswith("(")
+    if not instruction.opcode.endswith("-start") or only_results:
         return instruction.shape
     return elements[1] if len(elements) > 1 else instruction.shape
 

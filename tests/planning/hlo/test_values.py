@@ -57,6 +57,8 @@ def test_the_result_of_a_start_is_that_of_its_done():
     assert values.result_shape(gather) == "bf16[8,8]"
     reduce = _instruction("all-reduce-start", "(f32[2]{0}, f32[3]{0})")
     assert values.shape_bytes(values.result_shape(reduce)) == 20
+    reduce = _instruction("all-reduce-start", "((f32[2]{0}), f32[2]{0})")
+    assert values.result_shape(reduce) == "f32[2]"
     assert values.result_shape(_instruction("all-gather", "f32[2]{0}")) == "f32[2]{0}"
 
 
