@@ -103,8 +103,8 @@ class SpmdTrainer(Module):
 
         # -- Output
         dir: Required[str] = REQUIRED  # Folder of the run.
-        # What may differ from the run in `dir` although it changes all further steps: "schedule"
-        # (max_step or decay_steps), "train_dtype". None: nothing.
+        # Accepted differences from the run in `dir` that change all further steps: "schedule"
+        # (max_step or decay_steps), "train_dtype". None accepts nothing.
         accept_changes: Sequence[str] | None = None
         # Saves and restores the state; None saves nothing.
         checkpointer: Checkpointer.Config | None = Checkpointer.default_config()

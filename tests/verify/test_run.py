@@ -37,6 +37,7 @@ def test_a_correct_config_passes_on_the_meshes_of_a_list(monkeypatch):
 
 @pytest.mark.parametrize("num_devices", [1, 1000])
 def test_too_few_devices_are_refused(num_devices):
+    jax.devices()  # Their number is settled when JAX starts.
     with pytest.raises(UserError, match=f"num_devices={num_devices}"):
         verify_config(tiny(), num_devices=num_devices)
 
