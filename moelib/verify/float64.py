@@ -16,13 +16,6 @@ from jax import lax
 # Primitives that compute their inner jaxpr once.
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2",
           "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")  # fmt: skip
-_SCATTERS = {
-    "scatter": lax.scatter,
-    "scatter-add": lax.scatter_add,
-    "scatter-mul": lax.scatter_mul,
-    "scatter-min": lax.scatter_min,
-    "scatter-max": lax.scatter_max,
-}
 _WIDE = {np.dtype("float32"): np.dtype("float64")}
 
 
@@ -56,9 +49,9 @@ def _apply(eqn: Any, inputs: list[Any]) -> list[Any]:
     name, params = eqn.primitive.name, eqn.params
     if name in _CALLS:
         return _evaluate(params.get("jaxpr") or params["call_jaxpr"], inputs)
-    if name in _SCATTERS:
+    if name in ("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"):
         kept = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
-        return [_SCATTERS[name](*inputs, **{key: params[key] for key in kept})]
+        return [getattr(lax, name.replace("-", "_"))(*inputs, **{key: params[key] for key in kept})]
     if name == "bitcast_convert_type":  # Of random bits: the bits of a float32.
         inputs = [x.astype(aval.aval.dtype) for x, aval in zip(inputs, eqn.invars, strict=True)]
     else:

@@ -13,6 +13,7 @@ import numpy as np
 from moelib.core import tree
 from moelib.core.config import FunctionConfig
 from moelib.core.param import specs_by_path
+from moelib.core.tree import Nested
 from moelib.learner.learner import UpdateType
 from moelib.train.settings import completed
 from moelib.verify.compare import Difference, first_difference
@@ -21,48 +22,35 @@ from moelib.verify.reference import Reference
 
 Arrays = dict[str, np.ndarray]  # By path.
 
-# Factors of the gradients of each update; NaN is a step to skip.
-_FACTORS = (1.0, 100.0, math.nan, 0.5)
 
-
-def learner(reference: Reference) -> Difference | None:
+def learner(known: Reference) -> Difference | None:
     """Compares four updates, of which a skip policy skips the third, with NumPy."""
-    known, trainer = reference, reference.probe.trainer
-    cfg = completed(trainer.config).learner
-    formula = _AdamW(cfg, specs_by_path(trainer.trainer_state_specs.model))
-    state = known.start
-    gradients = tree.by_path(known.first.gradients)
-    want = {
-        path: np.asarray(x, np.float64)
-        for path, x in formula.own(tree.by_path(state.model)).items()
-    }
-    average, num = None, 0
-    for factor in _FACTORS:
-        if math.isnan(factor) and cfg.skip is None:
+    cfg = completed(known.config).learner
+    formula = _AdamW(cfg, specs_by_path(known.probe.trainer.trainer_state_specs.model))
+    state, gradients = known.start, tree.by_path(known.first.gradients)
+    want: Arrays = {path: x.astype(np.float64) for path, x in formula.own(state.model).items()}
+    average: Arrays | None = None
+    for factor in (1.0, 100.0, math.nan, 0.5):
+        is_skipped, before = math.isnan(factor), want
+        if is_skipped and cfg.skip is None:
             continue
-        given = {path: np.float32(factor) * x for path, x in gradients.items()}
-        observed = known.probe(state, known.batches[0], tree.unflatten(given))
+        given = tree.unflatten({path: np.float32(factor) * x for path, x in gradients.items()})
+        observed = jax.device_get(known.probe(state, known.batches[0], given))
         state = state._replace(model=observed.updated, learner=observed.learner)
-        state = jax.device_get(state)
-        before = want
-        if not math.isnan(factor):
-            num += 1
-            want = formula.updated(want, formula.own(given), num)
+        if not is_skipped:
+            want = formula.updated(want, formula.own(given))
             if (decay := cfg.ema.decay) is not None:
-                weight = (1 - decay) / (1 - decay**num)
+                weight = (1 - decay) / (1 - decay**formula.num_updates)
                 last = want if average is None else average
                 average = {p: (1 - weight) * last[p] + weight * x for p, x in want.items()}
-        got = formula.own(tree.by_path(state.model))
-        change = max((float(np.abs(x - before[p]).max(initial=0)) for p, x in want.items()))
-        name = f" after update {num}" + (" and a skipped one" if math.isnan(factor) else "")
-        pairs = [("", want, got)]
+        change = max(float(np.abs(x - before[p]).max(initial=0)) for p, x in want.items())
+        name = f" after update {formula.num_updates}" + " and a skipped one" * is_skipped
+        pairs = [("", want, state.model)]
         if average is not None:
-            pairs.append(
-                ("average of ", average, formula.own(tree.by_path(state.learner.ema.params)))
-            )
+            pairs.append(("average of ", average, state.learner.ema.params))
         for kind, a, b in pairs:
-            a, b = ({f"{kind}{p}{name}": x for p, x in each.items()} for each in (a, b))
-            if found := first_difference(a, b, relative=2**-21, floor=1e-4 * change):
+            named = [{f"{kind}{p}{name}": x for p, x in c.items()} for c in (a, formula.own(b))]
+            if found := first_difference(*named, relative=2**-21, floor=1e-4 * change):
                 return found
     return None
 
@@ -72,61 +60,52 @@ class _AdamW:
 
     def __init__(self, cfg: Any, specs: dict[str, Any]) -> None:
         """Reads the settings. Raises CheckSkippedError for another optimizer."""
-        is_chain = _name(cfg.optimizer) == "chain"
-        parts = {
-            _name(part): part for part in (cfg.optimizer.args if is_chain else [cfg.optimizer])
-        }
-        clip, adam = parts.pop("clip_by_global_norm", None), None
-        if not isinstance(cfg.optimizer, FunctionConfig) or len(parts) != 1:
+        chained = cfg.optimizer.args if _name(cfg.optimizer) == "chain" else [cfg.optimizer]
+        parts = {_name(part): part for part in chained}
+        self._clip = dict(clip.items()) if (clip := parts.pop("clip_by_global_norm", None)) else {}
+        if len(parts) != 1 or not {"adamw_optimizer", "adam_optimizer"} & parts.keys():
             raise CheckSkippedError(f"no formula for the optimizer {' and '.join(parts)}")
-        name, adam = parts.popitem()
-        if name not in ("adamw_optimizer", "adam_optimizer"):
-            raise CheckSkippedError(f"no formula for {name}")
+        (adam,) = parts.values()
         self._adam, self._specs, self._rules = dict(adam.items()), specs, cfg.update_rules
-        self._clip = None if clip is None else (clip.max_norm, clip.eps)
-        self._sums: dict[str, list[np.ndarray]] = {}
+        self._moments: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        self.num_updates = 0
 
-    def own(self, arrays: dict[str, Any]) -> Arrays:
-        """Returns the arrays of parameters that the main optimizer updates."""
+    def own(self, params: Nested) -> Arrays:
+        """Returns, by path, the parameters that the main optimizer updates."""
 
         def is_own(path: str) -> bool:
-            found = (rule for pattern, rule in self._rules if re.fullmatch(pattern, path))
-            return self._specs[path].trainable and next(found, None) in (
-                None,
-                UpdateType.OPTIMIZERS,
-            )
+            kinds = (kind for pattern, kind in self._rules if re.fullmatch(pattern, path))
+            kind = next(kinds, UpdateType.OPTIMIZERS)
+            return self._specs[path].trainable and kind in (None, UpdateType.OPTIMIZERS)
 
-        return {path: np.asarray(x) for path, x in arrays.items() if is_own(path)}
+        return {path: np.asarray(x) for path, x in tree.flatten_items(params) if is_own(path)}
 
-    def updated(self, params: Arrays, gradients: Arrays, step: int) -> Arrays:
-        """Returns the parameters after an update, numbered from 1."""
+    def updated(self, params: Arrays, gradients: Arrays) -> Arrays:
+        """Returns the parameters after one more update."""
+        self.num_updates += 1
         b1, b2, eps = (self._adam[name] for name in ("b1", "b2", "eps"))
-        gradients = {path: np.asarray(g, np.float64) for path, g in gradients.items()}
-        if self._clip is not None:
-            norm = math.sqrt(sum(float(np.sum(g * g)) for g in gradients.values()))
-            if norm > self._clip[0]:
-                scale = self._clip[0] / (norm + self._clip[1])
-                gradients = {path: g * scale for path, g in gradients.items()}
-        rate, new = rate_at(self._adam["learning_rate"], step), {}
-        for path, g in gradients.items():
-            mean, square = self._sums.setdefault(path, [np.zeros_like(g), np.zeros_like(g)])
+        norm, scale = math.sqrt(sum(np.vdot(g, np.float64(g)) for g in gradients.values())), 1.0
+        if self._clip and norm > self._clip["max_norm"]:
+            scale = self._clip["max_norm"] / (norm + self._clip["eps"])
+        rate, new = rate_at(self._adam["learning_rate"], self.num_updates), {}
+        for path, gradient in gradients.items():
+            g = np.float64(gradient) * scale
+            mean, square = self._moments.get(path, (0 * g, 0 * g))
             mean, square = b1 * mean + (1 - b1) * g, b2 * square + (1 - b2) * g * g
-            self._sums[path] = [mean, square]
-            adam = mean / (1 - b1**step) / (np.sqrt(square / (1 - b2**step)) + eps)
-            new[path] = params[path] - rate * (adam + self._decay(path) * params[path])
+            self._moments[path] = mean, square
+            mean, square = mean / (1 - b1**self.num_updates), square / (1 - b2**self.num_updates)
+            decay = self._decay(path) * params[path]
+            new[path] = params[path] - rate * (mean / (np.sqrt(square) + eps) + decay)
         return new
 
     def _decay(self, path: str) -> float:
         """Returns the weight decay of a parameter."""
-        decay, rules = (
-            self._adam.get("weight_decay", 0.0),
-            self._adam.get("weight_decay_per_param_scale", ()),
-        )
-        spec = self._specs[path]
+        decay, spec = self._adam.get("weight_decay", 0.0), self._specs[path]
+        rules = self._adam.get("weight_decay_per_param_scale", ())
         if callable(rules):
             return decay * rules(spec)
-        found = (scale for pattern, scale in rules if re.fullmatch(pattern, path))
-        return decay * next(found, spec.weight_decay_scale)
+        scales = (scale for pattern, scale in rules if re.fullmatch(pattern, path))
+        return decay * next(scales, spec.weight_decay_scale)
 
 
 def rate_at(rate: Any, step: int) -> float:
@@ -143,7 +122,6 @@ def rate_at(rate: Any, step: int) -> float:
     begin = last - cfg["decay_steps"] if name == "wsd" else warmup
     r = 0.0 if last is None else min(max((step - begin) / (last - begin), 0.0), 1.0)
     forms = {
-        "constant": 1.0,
         "linear": 1 - r,
         "cosine": (1 + math.cos(math.pi * r)) / 2,
         "exponential": 2 * 0.5**r - 1,
@@ -151,10 +129,11 @@ def rate_at(rate: Any, step: int) -> float:
     }
     if name == "inverse_sqrt":
         return warm * max(peak * math.sqrt(warmup / max(step, warmup)), end)
-    form = cfg["decay"] if name == "wsd" else name
-    if form not in forms:
+    if name == "constant":
+        return warm * peak
+    if (form := cfg["decay"] if name == "wsd" else name) not in forms:
         raise CheckSkippedError(f"no formula for the schedule {name}")
-    return warm * (end + forms[form] * (peak - end)) if form != "constant" else warm * peak
+    return warm * (end + forms[form] * (peak - end))
 
 
 def _name(cfg: Any) -> str:

@@ -1,57 +1,55 @@
 """Checks on each mesh: numbers equal to those of one device, and a state that can be restored."""
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import numpy as np
 
 from moelib.core import tree
 from moelib.verify.compare import Difference, first_bit_difference, first_difference
-from moelib.verify.outcome import Check, CheckFailedError, CheckSkippedError
-from moelib.verify.reference import SAVED_STEP, Reference, curve
+from moelib.verify.outcome import CheckFailedError, CheckSkippedError
+from moelib.verify.reference import (
+    SAVED_STEP,
+    TOLERANCE,
+    Reference,
+    rounding_floor,
+    untrained_parameters,
+)
 from moelib.verify.step_probe import Observed, Probe
 
-# Relative error of float32 sums taken in another order, against the largest entry of the array.
-# Observed on eight devices: 2e-6 for gradients, 4e-7 for metrics.
-TOLERANCE = 1e-5
-_CURVE_TOLERANCE = 1e-4  # Optimizers that divide by small gradients amplify differences.
 
-
-def mesh_checks(reference: Reference, probe: Probe) -> Iterator[Check]:
-    """Yields the checks of `MESH_CHECKS`; each returns the first difference, or None."""
-    checks = _MeshChecks(reference, probe)
-    return ((name, getattr(checks, name)) for name in MESH_CHECKS)
-
-
-class _MeshChecks:
-    """The checks of one mesh, in order. Each step is taken when a check first needs it."""
+class MeshRun:
+    """Steps on one mesh, taken when a check first needs them, and the checks, in order."""
 
     def __init__(self, reference: Reference, probe: Probe) -> None:
+        """Runs nothing."""
         self._reference, self._probe = reference, probe
 
     @functools.cached_property
-    def _first(self) -> Observed:
-        known = self._reference
-        return self._probe(known.start, known.batches[0], known.first.gradients)
+    def _steps(self) -> list[Observed]:
+        """The steps of the reference, with its gradients, each from the state before it.
 
-    @functools.cached_property
-    def _curve(self) -> tuple[tuple[float, ...], list[Any]]:
-        known = self._reference
-        return curve(self._probe, known.start, known.batches, known.first.gradients)
+        Steps with gradients of their own would differ where Adam divides by gradients near zero.
+        """
+        known, steps = self._reference, []
+        state = known.start
+        for batch, step in zip(known.batches, known.steps, strict=True):
+            steps.append(self._probe(state, batch, step.gradients))
+            state = steps[-1].state_by_given
+        return steps
 
     def loss(self) -> Difference | None:
         """Compares the loss and the objective of the first step."""
         names = ("loss", "objective", "num_tokens")
-        found = _compare_metrics(self._reference, self._first, lambda name: name in names)
+        found = _compare_metrics(self._reference, self._steps[0], lambda name: name in names)
         if found and (first := self.metrics()) and first.leaf != found.leaf:
             raise CheckFailedError(f"{found}. The first layer with another metric: {first}.")
         return found
 
     def gradients(self) -> Difference | None:
         """Compares the gradient of every parameter."""
-        want, got = self._reference.first.gradients, jax.device_get(self._first.gradients)
+        want, got = self._reference.first.gradients, jax.device_get(self._steps[0].gradients)
         apart = map(self._reference.plain.experts_apart, (want, got))
         # Of the last layer that is wrong: from there, errors spread to all before it.
         backward = (dict(reversed(each.items())) for each in apart)
@@ -59,12 +57,12 @@ class _MeshChecks:
 
     def metrics(self) -> Difference | None:
         """Compares auxiliary losses, expert loads, and all other metrics of layers."""
-        return _compare_metrics(self._reference, self._first, lambda _: True)
+        return _compare_metrics(self._reference, self._steps[0], lambda _: True)
 
     def update(self) -> Difference | None:
         """Compares the learner's update by the same gradients, and the updates that layers make."""
         known = self._reference
-        ours = jax.device_get(self._first)
+        ours = jax.device_get(self._steps[0])
         before, got = (dict(tree.flatten_items(x)) for x in (known.start.model, ours.updated))
         largest = 0.0
         for path, want in tree.flatten_items(known.first.updated):
@@ -87,14 +85,21 @@ class _MeshChecks:
         return None
 
     def curve(self) -> Difference | None:
-        """Compares the losses of a few steps, each from the state before it."""
-        want = {f"loss of step {i}": x for i, x in enumerate(self._reference.losses)}
-        got = dict(zip(want, self._curve[0], strict=True))
-        return first_difference(want, got, relative=_CURVE_TOLERANCE)
+        """Compares the losses of a few steps, and what the last one returns with its update."""
+        losses = (
+            {f"loss of step {i}": step.metrics["loss"] for i, step in enumerate(steps)}
+            for steps in (self._reference.steps, self._steps)
+        )
+        if found := first_difference(*losses, relative=TOLERANCE):
+            return found
+        before, step = self._steps[-2].state_by_given, self._steps[-1]
+        again = self._probe(before, self._reference.batches[-1], step.gradients)
+        learners = jax.device_get((again.learner, step.state.learner))
+        return first_difference(*learners, relative=TOLERANCE)
 
     def replicas(self) -> Difference | None:
         """Compares, bit for bit, devices that hold the same part of an array."""
-        for path, array in tree.flatten_items(self._curve[1][-1]):
+        for path, array in tree.flatten_items(self._steps[-1].state_by_given):
             first: dict[str, np.ndarray] = {}
             for shard in array.addressable_shards:
                 data = np.asarray(shard.data)
@@ -108,7 +113,7 @@ class _MeshChecks:
         """Compares, bit for bit, a state saved on the mesh and restored on one device; and back."""
         known, probe = self._reference, self._probe
         self._require_checkpointer()
-        state = self._curve[1][-2]
+        state = self._steps[-2].state_by_given
         probe.save(state, SAVED_STEP)
         got = known.probe.restore(probe, SAVED_STEP)
         if found := first_bit_difference(jax.device_get(state), jax.device_get(got)):
@@ -121,26 +126,18 @@ class _MeshChecks:
         known, probe = self._reference, self._probe
         self._require_checkpointer()
         state = probe.restore(probe, SAVED_STEP)
-        after = probe(state, known.batches[-1], known.first.gradients).state
-        return first_bit_difference(jax.device_get(self._curve[1][-1]), jax.device_get(after))
+        after = probe(state, known.batches[-1], known.steps[-1].gradients)
+        pair = (jax.device_get(step.state_by_given) for step in (self._steps[-1], after))
+        return first_bit_difference(*pair)
 
     def _require_checkpointer(self) -> None:
         if self._probe.trainer.config.checkpointer is None:
             raise CheckSkippedError("no checkpointer")
 
 
-MESH_CHECKS = tuple(name for name in vars(_MeshChecks) if not name.startswith("_"))
-
-
-def rounding_floor(gradients: Any) -> float:
-    """Returns the error allowed for gradients that are sums of larger terms, which may cancel."""
-    return 1e-7 * max(float(np.abs(x).max(initial=0.0)) for x in jax.tree.leaves(gradients))
-
-
-def untrained_parameters(params: Any, gradients: Any) -> dict[str, Any]:
-    """Returns, by path, the parameters without a gradient, which layers update themselves."""
-    trained = dict(tree.flatten_items(gradients))
-    return {path: x for path, x in tree.flatten_items(params) if path not in trained}
+MESH_CHECKS: dict[str, Callable[[MeshRun], Difference | None]] = {
+    name: check for name, check in vars(MeshRun).items() if not name.startswith("_")
+}
 
 
 def _compare_metrics(

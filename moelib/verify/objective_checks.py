@@ -1,146 +1,147 @@
-"""The objective on one device: its value and gradient against the model in plain parts."""
+"""The objective on one device: values and gradients against the model in plain parts."""
 
-import functools
 import zlib
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from moelib.core import tree
-from moelib.core.tree import Nested
+from moelib.layers.moe.balance import (
+    BalanceScope,
+    LoadBalanceLoss,
+    RouterZLoss,
+    balance_pool,
+)
 from moelib.verify.compare import Difference, first_difference
-from moelib.verify.layer_checks import layers
-from moelib.verify.mesh_checks import TOLERANCE
 from moelib.verify.outcome import CheckFailedError, CheckSkippedError
-from moelib.verify.plain import Plain, Values, wide
-from moelib.verify.reference import Reference
+from moelib.verify.plain import Plain, wide
+from moelib.verify.reference import TOLERANCE, Reference, metric_name
 
 _STEP = 1e-7  # Of finite differences: small, so that no token changes its experts.
+_PLAIN_FORM = (
+    "Expected is the value of a loop of layers without recomputation, with dense dispatch and "
+    "reference kernels, summed over micro-batches."
+)
 _GRADIENT_TOLERANCE = 1e-4  # Of a derivative, as a share of the norm of its gradient.
 
 
-class ObjectiveChecks:
-    """The checks of one config."""
+def plain(known: Reference) -> None:
+    """Compares loss, auxiliary losses, metrics and layers' own state with the plain form."""
+    metrics = known.plain.metrics(known.first.metrics)
+    if found := _difference(known.plain, known.expected.metrics, metrics):
+        raise CheckFailedError(f"{found}. {_PLAIN_FORM}")
+    after = known.plain.model.end_step_recursively(known.expected.params)
+    trained = tree.by_path(known.plain.layers_apart(known.first.gradients))
+    own = {path: x for path, x in tree.by_path(after).items() if path not in trained}
+    got = tree.by_path(known.plain.layers_apart(known.first.state.model))
+    if found := _difference(known.plain, own, got):
+        raise CheckFailedError(f"State that layers update: {found}.")
 
-    def __init__(self, reference: Reference, is_random: Callable[[], bool]) -> None:
-        """Computes nothing. `is_random` returns whether the step draws random numbers."""
-        self._known, self._trainer = reference, reference.probe.trainer
-        self._is_random = is_random
 
-    @functools.cached_property
-    def _keep(self) -> tuple[str, ...]:
-        """Parts without a plain form: dispatch that drops, and a scan's own random numbers."""
-        drops = any(x for name, x in self._known.first.metrics.items() if "/drop_rate" in name)
-        return ("stack",) * self._is_random() + ("dispatcher",) * drops
+def _difference(form: Plain, want: Mapping[str, Any], got: Mapping[str, Any]) -> Difference | None:
+    """Returns the difference that comes first in the forward pass."""
+    paths = [path for path in want if path in got and np.size(want[path])]
+    pair = ({path: np.ravel(x[path]) for path in paths} for x in (want, got))
+    return first_difference(*map(form.in_order, pair), relative=TOLERANCE, floor=1e-6)
 
-    @functools.cached_property
-    def _plain(self) -> Plain:
-        return Plain(self._trainer, self._keep)
 
-    @functools.cached_property
-    def _start(self) -> Any:
-        start = self._known.start
-        return start._replace(model=self._plain.layers_apart(start.model))
+def derivatives(known: Reference) -> None:
+    """Compares gradients with finite differences, for each parameter of each layer."""
+    gradients = tree.by_path(known.plain.layers_apart(known.first.gradients))
+    norms = {path: float(np.linalg.norm(g)) for path, g in gradients.items()}
+    for path in reversed(known.plain.in_order(norms)):  # Errors spread to all layers before.
+        allowed = _GRADIENT_TOLERANCE * norms[path] + 1e-6 * max(norms.values())
+        # Two directions: along one of them, a token may change its experts.
+        found = [_wrong_derivative(known, path, gradients[path], i, allowed) for i in range(2)]
+        if all(found):
+            raise CheckFailedError(found[0])
 
-    @functools.cached_property
-    def _want(self) -> Values:
-        return self._plain(self._start, self._known.batches[0])
 
-    def plain(self) -> None:
-        """Compares loss, auxiliary losses, metrics and layers' own state with the plain form."""
-        first = self._known.first
-        want, got = self._want.metrics, self._plain.metrics(first.metrics)
-        found = self._first_difference(want, got)
-        if found is not None:
-            raise CheckFailedError(f"{found}. {self._origin()}")
-        after = self._plain.model.end_step_recursively(self._want.params)
-        want, got = tree.by_path(after), tree.by_path(self._plain.layers_apart(first.state.model))
-        trained = tree.by_path(self._gradients)
-        own = {path: x for path, x in want.items() if path not in trained}
-        if found := self._first_difference(own, got):
-            raise CheckFailedError(f"State that layers update: {found}. {self._origin()}")
+def _wrong_derivative(known: Reference, path: str, gradient: Any, seed: int, allowed: float) -> str:
+    """Returns the error of the derivative along a random direction, "" if there is none."""
+    rng = np.random.default_rng((seed, zlib.crc32(path.encode())))
+    direction = rng.standard_normal(gradient.shape)
+    params, ends = wide(known.plain.layers_apart(known.start.model)), []
+    for step in (_STEP, -_STEP):
+        moved = lambda at, x, step=step: x + step * direction if at == path else x
+        state = known.start._replace(model=tree.map_by_path(moved, params))
+        ends.append(known.plain(state, known.batches[0]).terms)
+    terms = {name: float(ends[0][name] - ends[1][name]) / (2 * _STEP) for name in ends[0]}
+    want, got = sum(terms.values()), float(np.vdot(np.float64(gradient), direction))
+    if abs(want - got) <= allowed:
+        return ""
+    text = (
+        f"{path}: the derivative along a random direction is {got:.6g} by the gradient, and "
+        f"{want:.6g} by finite differences: error {abs(want - got):.3g}, allowed {allowed:.3g}."
+    )
+    for name, term in terms.items():
+        if abs(term) > allowed and abs(want - term - got) <= allowed:
+            return f"{text} The gradient of {name} is missing."
+    return text
 
-    def layers(self) -> Difference | None:
-        """Compares routing, auxiliary losses and attention with formulas in NumPy."""
-        return layers(self._plain.model, self._start.model)
 
-    def balanced(self) -> None:
-        """Checks that the bias of the busiest expert falls, and that of the idlest one rises."""
-        before, after = (
-            tree.by_path(self._plain.layers_apart(state.model))
-            for state in (self._known.start, self._known.first.state)
-        )
-        found = 0
-        for path in after:
-            layer, is_bias, _ = path.partition("/router/bias_balancing/bias")
-            counts = self._want.metrics.get(f"{layer}/expert_counts")
-            if not is_bias or counts is None or np.ptp(counts) < 0.05 * counts.mean():
-                continue
-            change, found = after[path] - before[path], found + 1
-            for expert, sign in ((int(counts.argmax()), -1), (int(counts.argmin()), 1)):
-                if change[expert] * sign <= 0:
-                    raise CheckFailedError(
-                        f"{path} of expert {expert} changes by {change[expert]:g}, although it has "
-                        f"{counts[expert]:.0f} assignments, of {counts.mean():.0f} on average."
-                    )
-        if not found:
-            raise CheckSkippedError("no biases that balance experts")
+def reached(known: Reference) -> None:
+    """Checks that every trained parameter has a gradient, of each expert with tokens too."""
+    metrics = known.plain.metrics(known.first.metrics)
+    with_idle_experts = tuple(
+        path.rpartition("/")[0]
+        for path, x in metrics.items()
+        if metric_name(path) == "dead_experts" and x.any()
+    )
+    for path, x in known.plain.experts_apart(known.first.gradients).items():
+        if not np.any(x) and not (", expert " in path and path.startswith(with_idle_experts)):
+            raise CheckFailedError(
+                f"{path} has no gradient; use it, or freeze it with trainable=False in its "
+                "ParameterSpec or with a rule of learner.update_rules."
+            )
 
-    def _first_difference(self, want: Nested, got: Nested) -> Difference | None:
-        """Returns the difference that comes first in the forward pass."""
-        paths = [path for path in want if path in got and np.size(want[path])]
-        pair = ({path: np.ravel(x[path]) for path in paths} for x in (want, got))
-        return first_difference(*map(self._plain.in_order, pair), relative=TOLERANCE, floor=1e-6)
 
-    def _origin(self) -> str:
-        """Returns the part of the step that computes something else than its plain form."""
-        for part in {"kernels", "dispatcher"} - {*self._keep}:
-            other = Plain(self._trainer, (*self._keep, part))(self._start, self._known.batches[0])
-            if self._first_difference(self._want.metrics, other.metrics):
-                return f"The run's own {part} computes something else."
-        return "The layers' loop, scan or recomputation, or the sum over micro-batches, is wrong."
+def auxiliary(known: Reference) -> None:
+    """Checks that the objective has each configured auxiliary loss, with its weight."""
+    found, configured = known.expected.weights, defaultdict(list)
+    for layer, _ in known.plain.model.walk():
+        for name in ("load_balance_loss", "router_z_loss"):
+            cfg = dict(layer.config.items()).get(name)
+            if isinstance(cfg, LoadBalanceLoss.Config | RouterZLoss.Config):
+                is_pooled = getattr(cfg, "scope", None) is BalanceScope.ALL_LAYERS
+                holder = (balance_pool(layer) if is_pooled else None) or layer
+                path = f"{holder.path().replace('.', '/')}/{name}".lstrip("/")
+                configured[path].append(cfg.weight)
+    for path, weights in configured.items():
+        if (weight := np.mean(weights)) and path not in found:
+            raise CheckFailedError(
+                f"{path} has weight {weight:g}, but no such loss reaches the trainer: a layer "
+                "around it drops the outputs of its children."
+            )
+        if path in found and not np.allclose(found[path], weight, rtol=1e-6):
+            raise CheckFailedError(
+                f"{path} has weight {weight:g}, but the objective contains it with weight "
+                f"{np.mean(found[path]):g}."
+            )
+    if not found:
+        raise CheckSkippedError("no auxiliary losses")
 
-    @functools.cached_property
-    def _gradients(self) -> Nested:
-        return self._plain.layers_apart(self._known.first.gradients)
 
-    def derivatives(self) -> None:
-        """Compares gradients with finite differences, for each parameter of each layer."""
-        gradients = self._plain.in_order(tree.by_path(self._gradients))
-        norms = {path: float(np.linalg.norm(g)) for path, g in gradients.items()}
-        for path in reversed(norms):  # From a wrong layer, errors spread to all before it.
-            allowed = _GRADIENT_TOLERANCE * norms[path] + 1e-6 * max(norms.values())
-            # Two directions: along one of them, a token may change its experts.
-            found = [self._wrong_derivative(path, seed, allowed) for seed in range(2)]
-            if all(found):
-                raise CheckFailedError(found[0])
-
-    def _wrong_derivative(self, path: str, seed: int, allowed: float) -> str:
-        """Returns the error of the derivative along a random direction, "" if there is none."""
-        gradient = np.asarray(tree.by_path(self._gradients)[path], np.float64)
-        direction = np.random.default_rng((seed, zlib.crc32(path.encode()))).standard_normal(
-            gradient.shape
-        )
-        terms = self._finite_difference(path, direction)
-        want, got = sum(terms.values()), float(np.vdot(gradient, direction))
-        if abs(want - got) <= allowed:
-            return ""
-        text = (
-            f"{path}: the derivative along a random direction is {got:.6g} by the gradient, and "
-            f"{want:.6g} by finite differences: error {abs(want - got):.3g}, allowed {allowed:.3g}."
-        )
-        for name, term in terms.items():
-            if abs(term) > allowed and abs(want - term - got) <= allowed:
-                return f"{text} The gradient of {name} is missing."
-        return text
-
-    def _finite_difference(self, path: str, direction: np.ndarray) -> dict[str, float]:
-        """Returns the derivative of each term of the objective along a direction."""
-        ends = []
-        for step in (_STEP, -_STEP):
-            moved = lambda at, x, step=step: x + step * direction if at == path else x
-            model = tree.map_by_path(moved, wide(self._start.model))
-            state = self._start._replace(model=model)
-            ends.append(self._plain(state, self._known.batches[0]).terms)
-        return {name: float(ends[0][name] - ends[1][name]) / (2 * _STEP) for name in ends[0]}
+def balanced(known: Reference) -> None:
+    """Checks that the bias of the busiest expert falls, and that of the idlest one rises."""
+    before, after = (
+        tree.by_path(known.plain.layers_apart(state.model))
+        for state in (known.start, known.first.state)
+    )
+    found = 0
+    for path in after:
+        layer, is_bias, _ = path.partition("/router/bias_balancing/bias")
+        counts = known.expected.metrics.get(f"{layer}/expert_counts")
+        if not is_bias or counts is None or np.ptp(counts) < 0.05 * counts.mean():
+            continue
+        change, found = after[path] - before[path], found + 1
+        for expert, sign in ((int(counts.argmax()), -1), (int(counts.argmin()), 1)):
+            if change[expert] * sign <= 0:
+                raise CheckFailedError(
+                    f"{path} of expert {expert} changes by {change[expert]:g}, although it has "
+                    f"{counts[expert]:.0f} assignments, of {counts.mean():.0f} on average."
+                )
+    if not found:
+        raise CheckSkippedError("no biases that balance experts")

@@ -1,15 +1,10 @@
 """Outcomes of checks."""
 
 import enum
-from collections.abc import Callable
 from typing import NamedTuple
-
-from moelib.verify.compare import Difference
 
 ONE_DEVICE = "1 device"  # The mesh of checks on one device.
 COMPILED = "compiled"  # The check that the step compiles for a mesh.
-
-Check = tuple[str, Callable[[], Difference | None]]  # (name, function that does the check)
 
 
 class CheckFailedError(Exception):

@@ -31,28 +31,35 @@ class Values(NamedTuple):
     """The results of a forward pass over a batch."""
 
     terms: dict[str, Any]  # Terms of the objective: the loss, and weighted auxiliary losses.
+    weights: dict[str, Any]  # Weights of the auxiliary losses, by path.
     metrics: dict[str, Any]  # Metrics by path, arrays in float64.
-    params: Nested = {}  # Parameters with the layers' updates of their state.
+    params: Nested  # Parameters with the layers' updates of their state.
 
 
 class Plain:
     """A trainer's model in its plain form, except for the parts to keep."""
 
     def __init__(self, trainer: Any, keep: tuple[str, ...] = ()) -> None:
-        """Builds the model; compiles nothing. `keep` has "stack", "dispatcher" or "kernels"."""
-        self._trainer, self._loops = trainer, "stack" not in keep
-        self._backends = dict.fromkeys(BACKENDS, "xla" if "kernels" in keep else "reference")
+        """Builds the model; compiles nothing. `keep` may have "stack" and "dispatcher"."""
+        self.keep = keep
+        self._trainer = trainer
         cfg = trainer.config.model.clone(name="model")
-        for replace in (_as_loop, _as_dense):
-            for holder in [cfg, *(inside for _, inside in sub_configs(cfg))]:
-                for name, value in list(holder.items()):
-                    replace(holder, name, value, keep)
+        # The innermost configs first: a replaced stack takes over its layers.
+        for holder in reversed([cfg, *(inside for _, inside in sub_configs(cfg))]):
+            for name, value in list(holder.items()):
+                if isinstance(value, BaseStack.Config) and "stack" not in keep:
+                    fields = {n: x for n, x in value.items() if n != "klass"} | {"remat": None}
+                    loop = LoopStack if value.klass is ScanStack else value.klass
+                    holder.set(**{name: loop.default_config().set(**fields)})
+                klass = getattr(value, "klass", object)
+                if issubclass(klass, Dispatcher) and "dispatcher" not in keep:
+                    holder.set(**{name: DenseDispatcher.default_config()})
         self.model = cfg.instantiate(parent=None)
         self._run: Any = None
 
     def layers_apart(self, values: Nested) -> Nested:
         """Returns parameters of the trainer's layers, nested by the names that layers have here."""
-        return _layers_apart(self._trainer.model, values) if self._loops else values
+        return values if "stack" in self.keep else _layers_apart(self._trainer.model, values)
 
     def experts_apart(self, values: Nested) -> dict[str, Any]:
         """Returns parameters of the trainer's layers by layer and expert, in forward order."""
@@ -74,7 +81,7 @@ class Plain:
             found.setdefault(array, {})[index] = value
         values = {name: np.array([x[i] for i in sorted(x)]) for name, x in found.items()}
         nested = tree.unflatten(values)
-        if self._loops:
+        if "stack" not in self.keep:
             nested = _layers_apart(self._trainer.model, nested, flat=True)
         return self.in_order(tree.by_path(nested))
 
@@ -94,14 +101,14 @@ class Plain:
         keys = [jax.random.fold_in(key, i) for i in range(num)]
         parts = [{name: np.asarray(x)[i::num] for name, x in batch.items()} for i in range(num)]
         if self._run is None:
-            with kernel_backends(self._backends):
+            with kernel_backends(dict.fromkeys(BACKENDS, "reference")):
                 self._run = in_float64(self._forward, state.model, keys[0], parts[0])
         params, outs = state.model, []
         with jax.enable_x64(True):
             for key, part in zip(keys, parts, strict=True):
                 outs.append(jax.device_get(self._run(wide(params), key, part)))
                 params = tree.merge(params, outs[-1]["updates"])
-        return self._mean(outs, parts)._replace(params=params)
+        return self._mean(outs, parts, params)
 
     def _forward(self, params: Nested, key: Any, batch: Batch) -> dict[str, Any]:
         (loss, metrics), found = functional(self.model, key, params, (batch,), is_training=True)
@@ -112,25 +119,26 @@ class Plain:
             "updates": found.state_updates,
         }
 
-    def _mean(self, outs: list[Any], parts: list[Batch]) -> Values:
+    def _mean(self, outs: list[Any], parts: list[Batch], params: Nested) -> Values:
         """Returns means over micro-batches, weighted by their tokens."""
+        weights = {path: x.weight for path, x in outs[0]["aux_losses"].items()}
         labels = np.array([float(out["loss"].weight) for out in outs])
         tokens = np.array(list(map(self._num_tokens, parts, outs)))
         loss = _weighted([out["loss"].mean for out in outs], labels)
         terms, metrics = {"loss": loss}, {"loss": loss}
-        for path, first in outs[0]["aux_losses"].items():
+        for path, weight in weights.items():
             value = _weighted([out["aux_losses"][path].value for out in outs], tokens)
-            terms[path], metrics[path] = value * float(first.weight), value
+            terms[path], metrics[path] = np.sum(value * weight), value
         for path, first in outs[0]["metrics"].items():
             found = [out["metrics"][path] for out in outs]
             if isinstance(first, MaxScalar):
                 metrics[path] = np.max([each.value for each in found], 0)
             elif is_metric(first):
-                weights = np.array([each.weight for each in found])
-                metrics[path] = _weighted([each.mean for each in found], weights)
+                counts = np.array([each.weight for each in found])
+                metrics[path] = _weighted([each.mean for each in found], counts)
             else:
                 metrics[path] = _weighted(found, tokens)
-        return Values(terms, metrics | {"objective": sum(terms.values())})
+        return Values(terms, weights, metrics | {"objective": sum(terms.values())}, params)
 
     def _num_tokens(self, batch: Batch, out: Any) -> float:
         """Returns the number of tokens that auxiliary losses are means over."""
@@ -139,19 +147,6 @@ class Plain:
         if hasattr(self.model, "token_counts"):
             return float(self.model.token_counts(batch)[1])
         return float(out["loss"].weight)
-
-
-def _as_loop(holder: Any, name: str, value: Any, keep: tuple[str, ...]) -> None:
-    if isinstance(value, BaseStack.Config) and "stack" not in keep:
-        fields = {n: x for n, x in value.items() if n != "klass"} | {"remat": None}
-        loop = LoopStack if value.klass is ScanStack else value.klass
-        holder.set(**{name: loop.default_config().set(**fields)})
-
-
-def _as_dense(holder: Any, name: str, value: Any, keep: tuple[str, ...]) -> None:
-    klass = getattr(value, "klass", None)
-    if isinstance(klass, type) and issubclass(klass, Dispatcher) and "dispatcher" not in keep:
-        holder.set(**{name: DenseDispatcher.default_config()})
 
 
 def _layers_apart(layer: Module, values: Nested, *, flat: bool = False) -> Nested:

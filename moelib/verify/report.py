@@ -34,7 +34,7 @@ class Report:
     @property
     def _completed(self) -> set[str]:
         """Meshes whose last check has run."""
-        return {each.mesh for each in self.outcomes if each.check == MESH_CHECKS[-1]}
+        return {each.mesh for each in self.outcomes if each.check == [*MESH_CHECKS][-1]}
 
     @property
     def _impossible(self) -> set[str]:

@@ -2,11 +2,12 @@
 
 import concurrent.futures
 import contextlib
+import functools
 import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,12 +18,12 @@ from moelib.core.progress import Progress
 from moelib.parallel.mesh import describe_mesh
 from moelib.parallel.sharding import SplitError
 from moelib.verify.compare import Difference
-from moelib.verify.mesh_checks import MESH_CHECKS, mesh_checks
+from moelib.verify.early_checks import EARLY_CHECKS
+from moelib.verify.mesh_checks import MESH_CHECKS, MeshRun
 from moelib.verify.meshes import Axes, meshes_to_check
 from moelib.verify.outcome import (
     COMPILED,
     ONE_DEVICE,
-    Check,
     CheckFailedError,
     CheckSkippedError,
     Outcome,
@@ -31,13 +32,10 @@ from moelib.verify.outcome import (
 from moelib.verify.reference import Reference, make_reference
 from moelib.verify.report import Report
 from moelib.verify.shrink import runnable, shrink
-from moelib.verify.single_device import (
-    SINGLE_DEVICE_CHECKS,
-    early_checks,
-    single_device_checks,
-)
+from moelib.verify.single_device import SINGLE_DEVICE_CHECKS
 from moelib.verify.step_probe import Probe
 
+CHECKS = (*EARLY_CHECKS, *SINGLE_DEVICE_CHECKS, *MESH_CHECKS)  # Names, in order.
 _SECONDS_BETWEEN_LINES = 10.0  # Of progress, where stderr is no terminal.
 
 
@@ -75,9 +73,8 @@ def verify_config(
     if not isinstance(trainer_config, ConfigBase):
         raise UserError(f"trainer_config is {trainer_config!r}; pass the config of a trainer.")
     for check in without:
-        if check not in (*SINGLE_DEVICE_CHECKS, *MESH_CHECKS):
-            known = did_you_mean(check, [*SINGLE_DEVICE_CHECKS, *MESH_CHECKS])
-            raise UserError(f"without={check!r}: no such check; {known}")
+        if check not in CHECKS:
+            raise UserError(f"without={check!r}: no such check; {did_you_mean(check, CHECKS)}")
     devices = _cpu_devices(num_devices)
     make = runnable if full_size else lambda cfg: shrink(cfg, num_devices)
     cfg, changes = make(trainer_config)
@@ -154,26 +151,31 @@ def _all_checks(
         probe = Probe(cfg, {}, devices[:1])
         return probe, jax.device_get(probe.initial(cfg.prng_seed))
 
-    def outcomes(mesh: str, checks: Iterable[Check]) -> Iterator[Outcome]:
-        kept = ((name, check) for name, check in checks if name not in without)
-        return (_attempt(mesh, name, check)[1] for name, check in kept)
+    def outcomes(
+        mesh: str, checks: Mapping[str, Callable[..., Any]], *of: Any
+    ) -> Iterator[Outcome]:
+        for name, check in checks.items():
+            if name in without:
+                yield Outcome(mesh, name, Status.SKIPPED, "left out")
+            else:
+                yield _attempt(mesh, name, functools.partial(check, *of))[1]
 
     built, outcome = _attempt(ONE_DEVICE, "built", build)
     yield outcome
     if built is None:
         return
-    yield from outcomes(ONE_DEVICE, early_checks(cfg, *built))
-    reference, outcome = _attempt(ONE_DEVICE, COMPILED, lambda: make_reference(cfg, *built))
+    yield from outcomes(ONE_DEVICE, EARLY_CHECKS, *built)
+    reference, outcome = _attempt(ONE_DEVICE, COMPILED, lambda: make_reference(*built))
     yield outcome
     if reference is None:
         return
     with _compiled_ahead(cfg, reference, axes, devices, folder) as probes:
-        yield from outcomes(ONE_DEVICE, single_device_checks(cfg, reference))
+        yield from outcomes(ONE_DEVICE, SINGLE_DEVICE_CHECKS, reference)
         for each, wait in zip(axes, probes, strict=True):
             probe, outcome = _attempt(describe_mesh(each), COMPILED, wait, skips=(SplitError,))
             yield outcome
             if probe is not None:
-                yield from outcomes(describe_mesh(each), mesh_checks(reference, probe))
+                yield from outcomes(describe_mesh(each), MESH_CHECKS, MeshRun(reference, probe))
 
 
 def _attempt[T](

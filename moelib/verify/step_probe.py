@@ -8,9 +8,7 @@ import jax.numpy as jnp
 
 from moelib.checkpoint.contents import CheckpointRecord
 from moelib.core import tree
-from moelib.core.context import is_aux_loss
-from moelib.core.jaxpr import forward_pass
-from moelib.core.tree import Batch, Nested
+from moelib.core.tree import Nested
 from moelib.data.prefetch import row_sharding
 from moelib.learner.learner import Learner, LearnerUpdate
 from moelib.train import metrics
@@ -30,6 +28,14 @@ class Observed(NamedTuple):
     gradients: Nested  # Gradients of the objective, for every trained parameter.
     updated: Nested  # Parameters after an update by the gradients that the probe was given.
     learner: Any  # State of the learner after that update.
+
+    @property
+    def state_by_given(self) -> Any:
+        """The state after the step, with that update in the place of the step's own."""
+        trained = tree.by_path(self.gradients)
+        own = tree.select(self.state.model, lambda path: path not in trained)
+        updated = tree.select(self.updated, trained.__contains__)
+        return self.state._replace(model=tree.merge(own, updated), learner=self.learner)
 
 
 class _RecordingLearner:
@@ -100,13 +106,6 @@ class Probe:
             lowered = jax.jit(step, out_shardings=out).lower(*arguments)
             trainer.check_sharding_rules()
             self._step = lowered.compile(compiler_options=_FAST_COMPILE)
-
-    def auxiliary_losses(self, params: Nested, batch: Batch) -> set[str]:
-        """Returns the paths of all auxiliary losses that reach the trainer."""
-        with self.trainer.on_mesh():
-            _, collection = jax.eval_shape(forward_pass(self.trainer.model), params, batch)
-        losses = tree.flatten_items(collection.aux_losses, is_aux_loss)
-        return {path for path, _ in losses}
 
     def save(self, state: Any, step: int) -> None:
         """Writes a checkpoint with the trainer's own checkpointer. Raises its error."""

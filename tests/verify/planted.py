@@ -19,6 +19,9 @@ from moelib.layers.moe.balance import LoadBalanceLoss, load_balance_loss, router
 from moelib.layers.moe.experts import FeedForwardExperts
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.transformer import LoopStack
+from moelib.learner.learner import Learner
+from moelib.train import step as step_module
+from moelib.train.state import TrainerState
 
 BATCH = ("data", "expert", "fsdp")
 
@@ -164,6 +167,28 @@ class OneRanksExperts(Checkpointer):
 
         named = lambda path, x: first(tree.path_string(path), x)
         super().save(jax.tree_util.tree_map_with_path(named, state), record)
+
+
+def moments_that_a_mesh_forgets(patch: Any) -> None:
+    """On meshes, each update begins with an optimizer state of zeros."""
+    known = Learner._step
+
+    def step(self: Any, params: Any, gradients: Any, state: Any, **rest: Any) -> Any:
+        if not alone():
+            state = state._replace(optimizer=jax.tree.map(jnp.zeros_like, state.optimizer))
+        return known(self, params, gradients, state, **rest)
+
+    patch(Learner, "_step", step)
+
+
+def learner_state_that_a_step_on_a_mesh_loses(patch: Any) -> None:
+    """On meshes, the step returns zeros as the learner's state."""
+
+    def state(step: Any, prng_key: Any, params: Any, learner: Any) -> Any:
+        kept = learner if alone() else jax.tree.map(jnp.zeros_like, learner)
+        return TrainerState(step, prng_key, params, kept)
+
+    patch(step_module, "TrainerState", state)
 
 
 class CountsAndMixes(FeedForward):

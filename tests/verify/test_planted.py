@@ -56,7 +56,7 @@ def test_an_auxiliary_loss_that_does_not_arrive():
 def test_an_auxiliary_loss_that_counts_twice():
     found = failure(tiny(**moe(planted.BalancedTwice)))
     assert found.check == "auxiliary"
-    assert "but the objective contains" in found.detail
+    assert "weight 0.1, but the objective contains it with weight 0.2" in found.detail
 
 
 @pytest.mark.slow
@@ -108,6 +108,16 @@ def test_a_remat_name_that_is_misspelt():
     assert found.mesh == "1 device"
     assert "attention_contxt" in found.detail
     assert "attention_context" in found.detail
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "bug", [planted.moments_that_a_mesh_forgets, planted.learner_state_that_a_step_on_a_mesh_loses]
+)
+def test_state_that_is_lost_between_steps(bug, monkeypatch):
+    bug(monkeypatch.setattr)
+    found = failure(tiny(), {"data": 4})
+    assert (found.mesh, found.check) == ("data=4", "curve")
 
 
 @pytest.mark.slow

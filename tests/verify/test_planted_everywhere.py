@@ -1,6 +1,7 @@
 """Bugs that are wrong on one device too are found, each by the check nearest to its cause."""
 
 import tempfile
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -23,6 +24,7 @@ CHECKS = {
     "balance_loss_counts_only_the_best_expert": "layers",
     "sinks_with_half_their_gradient": "kernels",
     "weight_gradient_without_the_last_row": "kernels",
+    "restored_at_the_start_of_the_epoch": "hosts",
     "fan_out_for_fan_in": "scale",
     "casts_in_scans_without_gradient": "gradients",
     "cast_parameters_twice": "loss",
@@ -52,32 +54,39 @@ def test_each_bug_is_found_by_the_check_nearest_to_it(letter, bug, monkeypatch):
     jax.clear_caches()
 
 
-def trainer():
+def known():
+    """Returns what data and layers need of a reference, without a step."""
     cfg = planted.rich().set(dir="unused", mesh_shape=(1,) * 6)
-    return cfg.instantiate(parent=None, devices=jax.devices()[:1])
+    trainer = cfg.instantiate(parent=None, devices=jax.devices()[:1])
+    plain = Plain(trainer)
+    plain.layers_apart = lambda values: values  # They are drawn for the plain model.
+    start = SimpleNamespace(model=jax.tree.map(np.asarray, initial(plain.model)))
+    return SimpleNamespace(
+        probe=SimpleNamespace(trainer=trainer), config=trainer.config, plain=plain, start=start
+    )
 
 
-def test_the_input_gives_each_token_once_per_epoch():
-    assert data_checks.data(trainer()) is None
+def test_the_input_gives_each_token_once_per_epoch_on_every_host():
+    assert data_checks.data(known()) is None
+    assert data_checks.hosts(known()) is None
 
 
 @pytest.mark.parametrize("bug", planted.BUGS["e"][:3], ids=lambda bug: bug.__name__)
 def test_wrong_batches_are_found(bug, monkeypatch):
     bug(monkeypatch.setattr)
     with pytest.raises(CheckFailedError, match=r"^input: "):
-        data_checks.data(trainer())
+        data_checks.data(known())
 
 
 def test_a_wrong_restore_is_found(monkeypatch):
     planted.restored_at_the_start_of_the_epoch(monkeypatch.setattr)
-    found = data_checks.data(trainer())
+    found = data_checks.hosts(known())
     assert found is not None
     assert found.leaf == "input_ids"
 
 
 def test_layers_are_compared_with_formulas(monkeypatch):
     planted.z_loss_of_the_probabilities(monkeypatch.setattr)
-    plain = Plain(trainer())
-    found = layer_checks.layers(plain.model, jax.tree.map(np.asarray, initial(plain.model)))
+    found = layer_checks.layers(known())
     assert found is not None
-    assert found.leaf == "decoder.layer0.feed_forward: router_z_loss"
+    assert found.leaf == "decoder/layer0/feed_forward: router_z_loss"

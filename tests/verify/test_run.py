@@ -8,9 +8,9 @@ import jax
 import pytest
 
 from moelib.core.errors import UserError
-from moelib.verify import single_device
+from moelib.verify.early_checks import EARLY_CHECKS
 from moelib.verify.mesh_checks import MESH_CHECKS
-from moelib.verify.outcome import Status
+from moelib.verify.outcome import COMPILED, Status
 from moelib.verify.run import run_checks, verify_config
 from moelib.verify.single_device import SINGLE_DEVICE_CHECKS
 from tests.verify import planted
@@ -18,7 +18,7 @@ from tests.verify.tiny import moe, tiny
 
 
 def test_a_correct_config_passes_on_the_meshes_of_a_list(monkeypatch):
-    monkeypatch.setattr(single_device, "kernels", lambda *_: None)  # They have their own tests.
+    monkeypatch.setitem(SINGLE_DEVICE_CHECKS, "kernels", lambda _: None)  # It has its own tests.
     # The loss is correct, though its name is not that of its field.
     trainer_config = tiny(**moe(planted.WithALossOfItsOwn))
     # --8<-- [start:verify]
@@ -30,7 +30,14 @@ def test_a_correct_config_passes_on_the_meshes_of_a_list(monkeypatch):
     assert list(report.meshes) == ["expert=2,model=2"]
     skipped = [each.check for each in report.outcomes if each.status is Status.SKIPPED]
     assert skipped == ["balanced", "exported"]  # No Hugging Face family has such layers.
-    assert len(report.outcomes) == 2 + len(SINGLE_DEVICE_CHECKS) + 1 + len(MESH_CHECKS)
+    assert [each.check for each in report.outcomes] == [
+        "built",
+        *EARLY_CHECKS,
+        COMPILED,
+        *SINGLE_DEVICE_CHECKS,
+        COMPILED,
+        *MESH_CHECKS,
+    ]
     assert {change.path for change in report.changes} >= {"max_step", "input.seq_len"}
     assert trainer_config.max_step == 4  # The config itself is not changed.
 
@@ -56,6 +63,10 @@ def test_checks_go_on_after_a_failure_and_can_be_left_out():
     cfg = tiny().set(mesh_rules=[("gpu-.*", planted.BrokenRule.default_config())])
     with tempfile.TemporaryDirectory() as folder:
         run = functools.partial(run_checks, cfg, [], jax.devices()[:1], folder)
-        first = list(itertools.islice(run(keep_going=True, without=["initial"]), 3))
-    assert [each.check for each in first] == ["built", "rules", "scale"]
-    assert first[1].status is Status.FAILED
+        first = list(itertools.islice(run(keep_going=True, without=["initial"]), 4))
+    assert [(each.check, each.status) for each in first] == [
+        ("built", Status.PASSED),
+        ("rules", Status.FAILED),
+        ("initial", Status.SKIPPED),
+        ("scale", Status.PASSED),
+    ]
