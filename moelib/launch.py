@@ -68,6 +68,9 @@ class DeviceFlags:
     distributed_coordinator: str | None = flag(None, "Address of process 0, as host:port.")
     num_processes: int | None = flag(None, "Number of processes of the job.", lower_bound=1)
     process_id: int | None = flag(None, "Index of this process, from 0.", lower_bound=0)
+    heartbeat_timeout_seconds: int = flag(
+        10, "Seconds without a heartbeat of a process before the others end.", lower_bound=1
+    )
 
     def set_up(self) -> None:
         """Selects the devices and the compilation cache. Call it before anything computes.
@@ -77,19 +80,26 @@ class DeviceFlags:
         """
         import jax
 
+        from moelib.core.lost_process import end_with_lost_process
+
         if self.jax_backend is not None:
             platforms.use_backend(self.jax_backend)
         if self.num_cpu_devices is not None:
             jax.config.update("jax_num_cpu_devices", self.num_cpu_devices)
         job = (self.distributed_coordinator, self.num_processes, self.process_id)
         if any(each is not None for each in job):
-            if None in job:
+            if self.distributed_coordinator is None or None in job:
                 raise UsageError(
                     "--distributed_coordinator, --num_processes and --process_id require each "
                     "other; set all three."
                 )
-            # JAX would listen at all addresses of process 0.
-            jax.distributed.initialize(*job, coordinator_bind_address=self.distributed_coordinator)
+            jax.distributed.initialize(
+                *job,
+                heartbeat_timeout_seconds=self.heartbeat_timeout_seconds,
+                # JAX would listen at all addresses of process 0.
+                coordinator_bind_address=self.distributed_coordinator,
+            )
+            end_with_lost_process(self.distributed_coordinator.rpartition(":")[0].strip("[]"))
         else:
             # Processes that find different programs in their caches would wait for each other.
             use_compilation_cache()

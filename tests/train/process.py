@@ -5,11 +5,10 @@ import json
 import os
 import signal
 
-import jax
-
 from moelib.data.input import check_state
 from moelib.data.lm_input import LMInputIterator
 from moelib.data.synthetic import SyntheticInput
+from moelib.launch import DeviceFlags
 from tests.tiny import trainer_config
 
 
@@ -30,20 +29,23 @@ class _HostIterator(LMInputIterator):
 
 
 def main():
-    """Trains; `--signal_at N` sends the process a signal as soon as it has taken step N."""
+    """Trains; `--signal_at N` sends a process a signal as soon as it has taken step N."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--dir", required=True)
     parser.add_argument("--max_step", type=int, default=8)
     parser.add_argument("--save_every", type=int, default=4)
     parser.add_argument("--signal_at", type=int)
     parser.add_argument("--signal", default="SIGTERM")
+    parser.add_argument("--signal_to", type=int, default=0)  # Index of the process.
     parser.add_argument("--coordinator")
     parser.add_argument("--process_id", type=int, default=0)
     parser.add_argument("--num_processes", type=int, default=1)
     parser.add_argument("--own_positions", action="store_true")  # Of each host in the data.
     args = parser.parse_args()
     if args.coordinator:
-        jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
+        job = (args.coordinator, args.num_processes, args.process_id)
+        names = ("distributed_coordinator", "num_processes", "process_id")
+        DeviceFlags(**dict(zip(names, job, strict=True))).set_up()
     cfg = trainer_config(args.dir, max_step=args.max_step, save_every=args.save_every)
     if args.own_positions:
         cfg.input = HostInput.default_config().set(**dict(cfg.input.items()))
@@ -52,7 +54,7 @@ def main():
 
     def run_step_and_signal(batch, *, input_state=None):
         metrics = run_step(batch, input_state=input_state)
-        if trainer.step == args.signal_at and args.process_id == 0:
+        if trainer.step == args.signal_at and args.process_id == args.signal_to:
             if args.signal == "SIGKILL":
                 trainer.checkpointer.wait()
             os.kill(os.getpid(), getattr(signal, args.signal))

@@ -32,14 +32,18 @@ def finish(process, code=0):
     return (json.loads(out.splitlines()[-1]) if code == 0 else None), err
 
 
-def finish_two(directory, *args):
-    """Runs in two processes of two devices each, and returns their results."""
+def start_two(directory, *args):
+    """Starts two processes of two devices each."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     args = (*args, "--coordinator", f"localhost:{port}", "--num_processes", 2)
-    processes = [start(directory, *args, "--process_id", i, devices=2) for i in range(2)]
-    return [finish(process)[0] for process in processes]
+    return [start(directory, *args, "--process_id", i, devices=2) for i in range(2)]
+
+
+def finish_two(directory, *args):
+    """Runs in two processes of two devices each, and returns their results."""
+    return [finish(process)[0] for process in start_two(directory, *args)]
 
 
 @pytest.fixture(scope="module")
@@ -96,3 +100,20 @@ def test_each_of_two_processes_resumes_at_its_own_position_in_the_data(tmp_path,
     assert losses.keys() == expected.keys()
     for step, loss in losses.items():
         assert loss == pytest.approx(expected[step], abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_process_ends_the_other_which_names_it(tmp_path, lost, name):
+    args = ("--signal_at", 3, "--signal", name, "--signal_to", lost, "--max_step", 1_000_000)
+    processes = start_two(tmp_path, *args)
+    try:  # With JAX's own timeout of heartbeats, it takes 100 s more.
+        _, err = processes[1 - lost].communicate(timeout=90)
+    finally:
+        for process in processes:
+            process.kill()
+        processes[lost].communicate()
+    assert processes[1 - lost].returncode != 0
+    if name == "SIGKILL":
+        assert f"Process {lost} of 2 is lost" in err
