@@ -31,7 +31,7 @@ from moelib.train.evaler import SpmdEvaler
 from moelib.train.identity import CONFIG_FILE
 from moelib.train.metrics import PackedMetrics, language_metrics, unpack
 from moelib.train.profiler import ProfilerWindow
-from moelib.train.signals import StopRequest
+from moelib.train.signals import StopRequest, ended_by_sigterm
 from moelib.train.step import NON_FINITE
 from moelib.train.summary_writer import SummaryWriter
 from moelib.train.throughput import Throughput
@@ -147,7 +147,8 @@ class TrainLoop:
         if first is None:
             return
         begin = time.perf_counter()
-        self._take_step(first, feed)
+        with ended_by_sigterm("compiling"):
+            self._take_step(first, feed)
         self._progress.log(f"first step, compilation included: {time.perf_counter() - begin:.1f} s")
         self._throughput.restart()  # Rates do not include the compilation.
         while not self._after_step() and self._step < self.config.max_step:

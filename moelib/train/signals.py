@@ -1,7 +1,12 @@
 """Graceful stops: SIGTERM and SIGINT request that a run saves and ends."""
 
+import contextlib
+import os
 import signal
+import socket
+import sys
 import threading
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Self
 
@@ -49,3 +54,38 @@ class StopRequest:
         if multihost_utils.reached_preemption_sync_point(self._num_calls):
             self.signal_name = "SIGTERM"
         return self.signal_name is not None
+
+
+@contextlib.contextmanager
+def ended_by_sigterm(doing: str) -> Iterator[None]:
+    """Lets SIGTERM end the process at once, with a line that says what it was doing.
+
+    For work with nothing to save, which may not return to Python for minutes. With several
+    processes, JAX's own handler stays.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or jax.process_count() > 1:
+        yield
+        return
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+
+    def end() -> None:
+        while number := receiver.recv(1):
+            if number[0] == signal.SIGTERM:
+                text = f"SIGTERM while {doing}: there is nothing to save. The same command resumes."
+                print(text, file=sys.stderr, flush=True)
+                os._exit(128 + signal.SIGTERM)
+
+    with receiver, sender:
+        thread = threading.Thread(target=end, daemon=True)
+        thread.start()
+        before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+        descriptor = signal.set_wakeup_fd(sender.fileno())  # Written to by the C handler.
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(descriptor)
+            signal.signal(signal.SIGTERM, before)
+            sender.shutdown(socket.SHUT_RDWR)
+            thread.join()

@@ -46,6 +46,7 @@ from moelib.train.loop import TrainLoop
 from moelib.train.memory import check_memory
 from moelib.train.no_gradient import warn_without_gradient
 from moelib.train.settings import check_batch, check_config, completed
+from moelib.train.signals import ended_by_sigterm
 from moelib.train.state import TrainerState
 from moelib.train.step import make_train_step
 from moelib.train.summary_writer import SummaryWriter
@@ -424,10 +425,10 @@ class SpmdTrainer(Module):
                 self.checkpointer.remove_unfinished()
                 if self.checkpointer.latest_step() is not None:  # The folder is taken.
                     check_directory(cfg, cfg.dir, mesh=mesh)
-            restored = self.restore_checkpoint()
-            if restored is None:
-                _ = self.input  # Opened first: missing data is an error before any computation.
-                self.init(prng_key)
+            with ended_by_sigterm("restoring"):
+                if self.restore_checkpoint() is None:
+                    _ = self.input  # Opened first: missing data is an error before computations.
+                    self.init(prng_key)
             if is_writer:
                 write_config(cfg, cfg.dir, mesh=mesh)
             self.summary_writer.resume(self.step)

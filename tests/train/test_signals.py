@@ -2,10 +2,12 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
-from moelib.train.signals import StopRequest
+from moelib.train.signals import StopRequest, ended_by_sigterm
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
@@ -24,3 +26,28 @@ def test_second_interrupt_interrupts():
         os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+CODE = """
+import hashlib, os, signal, threading
+from moelib.train.signals import ended_by_sigterm
+with ended_by_sigterm("compiling"):
+    threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # Minutes without a return to Python.
+"""
+
+
+def test_sigterm_ends_what_does_not_return_to_python_with_a_line():
+    result = subprocess.run(
+        [sys.executable, "-c", CODE], check=False, capture_output=True, text=True
+    )
+    assert result.returncode == 128 + signal.SIGTERM
+    assert result.stderr.count("\n") == 1
+    assert "SIGTERM while compiling" in result.stderr
+
+
+def test_handlers_are_restored():
+    before = signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)
+    with ended_by_sigterm("compiling"):
+        pass
+    assert (signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)) == before
