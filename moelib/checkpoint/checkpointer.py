@@ -236,7 +236,10 @@ class Checkpointer(Module):
             keep_best_n=cfg.keep_best_n,
             best_mode=cfg.best_mode,
         )
-        for step in metrics.keys() - kept:
+        # Also those that earlier versions were deleting when they were killed.
+        oldest, every = min(kept, default=0), cfg.keep_every_n_steps
+        damaged = {x for x in self._damaged if x < oldest and not (every and x % every == 0)}
+        for step in metrics.keys() - kept | found.keys() & damaged:
             try:
                 _delete(found[step])
             except OSError as error:
@@ -255,8 +258,8 @@ class Checkpointer(Module):
             CheckpointMismatchError: If the arrays are not those of the target.
             CheckpointNotFoundError: If there is none of the step.
             DamagedCheckpointError: If every checkpoint, or that of the step, is damaged.
-            Exception: The original error, if a checkpoint that may be sound could not be read:
-                no permission, a failing disk, too little memory.
+            UnreadableCheckpointError: If a checkpoint that may be sound could not be read: no
+                permission, a failing disk, too little memory.
         """
         found = find_checkpoints(self.dir, step)
         if not found:

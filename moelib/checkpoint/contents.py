@@ -26,6 +26,10 @@ class DamagedCheckpointError(UserError, RuntimeError):
     """A checkpoint cannot be read: it is incomplete, or parts of it are damaged."""
 
 
+class UnreadableCheckpointError(UserError, RuntimeError):
+    """A checkpoint that may be sound cannot be read: see `unreadable`."""
+
+
 class CheckpointMismatchError(UserError):
     """The arrays of a checkpoint are not those that were requested."""
 

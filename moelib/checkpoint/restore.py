@@ -15,10 +15,12 @@ from moelib.checkpoint.contents import (
     CheckpointNotFoundError,
     CheckpointRecord,
     DamagedCheckpointError,
+    UnreadableCheckpointError,
     unreadable,
 )
 from moelib.checkpoint.orbax_messages import silence_orbax
 from moelib.core import tree
+from moelib.core.errors import UserError
 from moelib.core.processes import gather_json
 
 logger = logging.getLogger(__name__)
@@ -45,7 +47,7 @@ def restore_checkpoint(path: str, target: Any, *, skip_checksums: bool = False) 
     Raises:
         CheckpointMismatchError: If the arrays are not those of the target.
         DamagedCheckpointError: If it is damaged.
-        Exception: The original error, if it does not show damage: see `unreadable`.
+        UnreadableCheckpointError: If it cannot be read for another reason.
     """
     record = _read_record(path, target)
     nested = _read(path, tree.to_nested(target), partial=False)
@@ -144,7 +146,7 @@ def _read(path: str, target: dict[str, Any], *, partial: bool) -> dict[str, Any]
 
     Raises:
         DamagedCheckpointError: If a process finds them damaged.
-        Exception: The original error, if it does not show damage.
+        UnreadableCheckpointError: If a process cannot read them for another reason.
     """
     import orbax.checkpoint as ocp
 
@@ -252,7 +254,11 @@ def first_line(error: BaseException) -> str:
 
 # -- Agreement of processes ----------------------------------------------------------------------
 
-_KINDS: tuple[type[Exception], ...] = (DamagedCheckpointError, CheckpointMismatchError)
+_KINDS: tuple[type[Exception], ...] = (
+    DamagedCheckpointError,
+    CheckpointMismatchError,
+    UnreadableCheckpointError,
+)
 _SOUND, _OTHER = 0, len(_KINDS) + 1  # Outcomes; the worst, which is the largest, counts.
 
 
@@ -266,8 +272,15 @@ def on_all_processes(read: Callable[[], T], path: str) -> T:
     result, error = None, None
     try:
         result = read()
+    except UserError as caught:
+        error = caught
     except Exception as caught:
         error = caught
+        if unreadable(caught):
+            error = UnreadableCheckpointError(
+                f"{path} cannot be read ({first_line(caught)}), but may be sound."
+            )
+            error.__cause__ = caught
     outcome = _SOUND if error is None else _OTHER
     outcome = next((i for i, kind in enumerate(_KINDS, 1) if isinstance(error, kind)), outcome)
     worst = max(gather_json(outcome))

@@ -17,10 +17,19 @@ from moelib.checkpoint.contents import (
     CheckpointNotFoundError,
     CheckpointRecord,
     DamagedCheckpointError,
+    UnreadableCheckpointError,
     list_checkpoints,
     step_path,
 )
-from tests.checkpoint.small import DAMAGES, make, make_state, save, target_of, truncate_arrays
+from tests.checkpoint.small import (
+    DAMAGES,
+    make,
+    make_state,
+    remove_record,
+    save,
+    target_of,
+    truncate_arrays,
+)
 
 
 def test_nothing_there_is_none(checkpointer):
@@ -69,7 +78,7 @@ UNREADABLE = [
 
 @pytest.mark.parametrize("error", UNREADABLE, ids=repr)
 @pytest.mark.parametrize("item", ["record", "arrays"])
-def test_error_outside_the_checkpoint_is_raised_unchanged(checkpointer, monkeypatch, error, item):
+def test_error_outside_the_checkpoint_is_one_line(checkpointer, monkeypatch, error, item):
     save(checkpointer, 1)
     save(checkpointer, 2)
 
@@ -80,9 +89,9 @@ def test_error_outside_the_checkpoint_is_raised_unchanged(checkpointer, monkeypa
         monkeypatch.setattr(ocp.Checkpointer, "restore", fail)
     else:
         monkeypatch.setattr(contents.json, "load", fail)
-    with pytest.raises(type(error)) as caught:
+    with pytest.raises(UnreadableCheckpointError, match=r"^\S+step_00000002 .*$") as caught:
         checkpointer.restore(target_of(make_state()))
-    assert caught.value is error
+    assert caught.value.__cause__ is error
     assert checkpointer.latest_step() == 2
 
 
@@ -93,7 +102,7 @@ def test_file_that_the_system_does_not_open_is_no_damage(checkpointer):
         for name in names if folder.endswith(os.sep + "d") else ():
             os.remove(os.path.join(folder, name))
             os.symlink("x" * 300, os.path.join(folder, name))  # ENAMETOOLONG.
-    with pytest.raises(Exception, match=f"os_error_code='{errno.ENAMETOOLONG}'"):
+    with pytest.raises(UnreadableCheckpointError, match="step_00000002"):
         checkpointer.restore(target_of(make_state()))
     assert checkpointer.latest_step() == 2
 
@@ -147,6 +156,20 @@ def test_deletion_that_was_killed_is_not_seen_and_completed(tmp_path, monkeypatc
     monkeypatch.undo()
     make(tmp_path).remove_unfinished()
     assert os.listdir(tmp_path) == ["step_00000002"]
+
+
+def test_deletion_that_an_earlier_version_left_is_completed(tmp_path):
+    first = make(tmp_path)
+    for step in (1, 2, 3):
+        save(first, step)
+    first.close()
+    for step in (1, 3):
+        remove_record(step_path(tmp_path, step))
+    checkpointer = make(tmp_path, keep_last_n=2)
+    for step in (4, 5):
+        save(checkpointer, step)
+    checkpointer.close()
+    assert list(list_checkpoints(tmp_path)) == [4, 5]
 
 
 def test_checkpoint_is_on_the_disk_before_it_has_its_name(checkpointer, monkeypatch):

@@ -14,6 +14,7 @@ from moelib.checkpoint.contents import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
     DamagedCheckpointError,
+    UnreadableCheckpointError,
     step_path,
 )
 from moelib.checkpoint.restore import (
@@ -236,9 +237,9 @@ def test_all_processes_take_the_checkpoints_that_process_0_sees(tmp_path, monkey
 def test_error_that_is_worse_than_those_of_others_is_the_processes_own(monkeypatch):
     monkeypatch.setattr(restore, "gather_json", lambda mine: [mine, 1])
     unreadable = PermissionError(errno.EACCES, "Permission denied")
-    with pytest.raises(PermissionError) as caught:
+    with pytest.raises(UnreadableCheckpointError, match=r"step_5.*Permission denied") as caught:
         on_all_processes(lambda: (_ for _ in ()).throw(unreadable), "step_5")
-    assert caught.value is unreadable
+    assert caught.value.__cause__ is unreadable
 
 
 @pytest.mark.parametrize(
