@@ -84,7 +84,7 @@ def _saved(folder: str) -> tuple[int, list[str]]:
     return max(complete, default=0), [name for name in names if _INCOMPLETE in name]
 
 
-def _is_restoring(folder: str, since: float) -> bool:
+def _has_begun(folder: str, since: float) -> bool:
     lock = os.path.join(folder, ".lock")
     return os.path.exists(lock) and os.path.getmtime(lock) > since
 
@@ -98,14 +98,20 @@ def _is_deleting(folder: str) -> bool:
 # the longest time from then to the kill, in seconds)}
 _PHASES: dict[str, tuple[Callable[[str, int, float], bool], float]] = {
     "any": (lambda folder, step, since: True, 12.0),
-    "restore": (lambda folder, step, since: _is_restoring(folder, since), 1.0),
+    "restore": (lambda folder, step, since: _has_begun(folder, since), 1.0),
     "steps": (lambda folder, step, since: _step(folder) > step, 1.0),
     "evaluation": (
         lambda folder, step, since: _step(folder) % _EVALUATE_EVERY == 0 < _step(folder),
         0.2,
     ),
-    "save": (lambda folder, step, since: bool(_saved(folder)[1]), 0.2),
-    "deletion": (lambda folder, step, since: _is_deleting(folder), 0.002),
+    "save": (
+        lambda folder, step, since: _has_begun(folder, since) and bool(_saved(folder)[1]),
+        0.2,
+    ),
+    "deletion": (
+        lambda folder, step, since: _has_begun(folder, since) and _is_deleting(folder),
+        0.002,
+    ),
 }
 
 
