@@ -53,12 +53,10 @@ def _kernel_cases(model: Any) -> Iterator[tuple[str, Kernel, Kernel, Arrays]]:
         yield f"gmm by {backend}", run, functools.partial(_gmm, sizes=sizes), operands
 
     labels = np.where(np.arange(70) % 7 == 3, -1, rng.integers(0, 50, 70)).astype(np.int32)
-    options: dict[str, Any] = {
-        "labels": labels,
-        "z_loss": dict(model.config.items()).get("z_loss") or 0.01,
-    }
-    loss = lambda **x: cross_entropy(**x, **options, chunk_size=16).loss
-    formula = functools.partial(_loss, **options)
+    z_loss = dict(model.config.items()).get("z_loss") or 0.01
+    options: dict[str, Any] = {"labels": jnp.asarray(labels), "z_loss": z_loss, "chunk_size": 16}
+    loss = lambda **x: cross_entropy(**x, **options).loss
+    formula = functools.partial(_loss, labels=labels, z_loss=z_loss)
     yield "cross_entropy", loss, formula, normal(hidden=(70, 16), head=(16, 50))
 
     masks = {
@@ -70,8 +68,8 @@ def _kernel_cases(model: Any) -> Iterator[tuple[str, Kernel, Kernel, Arrays]]:
         operands = normal(q=(1, 200, 2, 64), k=(1, 200, 1, 64), v=(1, 200, 1, 64))
         operands |= normal(sinks=(2,)) if has_sinks else {}
         spec = MaskSpec(1 / 8, window=window, logit_cap=cap)
-        options = {"spec": spec, "segment_ids": _SEGMENTS}
-        formula = functools.partial(_attention, **options)
+        formula = functools.partial(_attention, spec=spec, segment_ids=_SEGMENTS)
+        options = {"spec": spec, "segment_ids": jnp.asarray(_SEGMENTS)}
         for backend in _BACKENDS:
             run = functools.partial(flash_attention, **options, backend=backend)
             yield f"attention by {backend}, window {window}", run, formula, operands

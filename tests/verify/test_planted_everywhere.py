@@ -85,6 +85,11 @@ def test_a_wrong_restore_is_found(monkeypatch):
     assert found.leaf == "input_ids"
 
 
+def test_kernels_equal_their_formulas(monkeypatch):
+    monkeypatch.setattr(layer_checks, "_BACKENDS", ("xla",))  # Others are interpreted: slow.
+    assert layer_checks.kernels(known()) is None
+
+
 def test_layers_are_compared_with_formulas(monkeypatch):
     planted.z_loss_of_the_probabilities(monkeypatch.setattr)
     found = layer_checks.layers(known())
