@@ -25,12 +25,13 @@ class Flags(launch.ConfigFlags):
     devices: int = flag(8, "Number of simulated devices, 2 or more.", lower_bound=2)
     meshes: str = flag(
         "auto",
-        "Meshes to check: auto (each axis alone, as many axes as possible together, and those of "
-        "the config), all, or a list such as 'fsdp=8;data=2,model=4'.",
+        "Meshes to check: auto (each axis alone, each pair together with as many others as "
+        "possible, and those of the config), all, or a list such as 'fsdp=8;data=2,model=4'.",
     )
     full_size: bool = flag(False, "Keep the config's own sizes and data.")
     keep_going: bool = flag(False, "Run the checks after a failure too.")
     without: tuple[str, ...] = flag((), "Check to leave out; repeatable.")
+    thorough: bool = flag(False, "Run slow checks too, on more meshes.")
     report: str = flag("verify.md", "File for the report.")
 
 
@@ -58,6 +59,7 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
         show_progress=True,
         keep_going=flags.keep_going,
         without=flags.without,
+        thorough=flags.thorough,
     )
     for table in report.tables():
         print_table(table)

@@ -1,6 +1,7 @@
 """The meshes that a config is verified on."""
 
 import contextlib
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,10 +13,13 @@ from moelib.parallel.sharding import DEFAULT_RULES
 Axes = dict[str, int]  # Sizes above 1 by axis, outermost first.
 
 
-def meshes_to_check(cfg: Any, num_devices: int, which: str = "auto") -> list[Axes]:
+def meshes_to_check(
+    cfg: Any, num_devices: int, which: str = "auto", *, thorough: bool = False
+) -> list[Axes]:
     """Returns meshes of `num_devices` devices over the axes that the config's rules split over.
 
-    `which` is the argument `meshes` of `verify_config`. Raises UserError if one is impossible.
+    `which` is the argument `meshes` of `verify_config`, and `thorough` too. Raises UserError if a
+    mesh is impossible.
     """
     rules = {**DEFAULT_RULES, **(cfg.sharding_rules or {})}
     used = {axis for axes in rules.values() for axis in axes}
@@ -31,8 +35,21 @@ def meshes_to_check(cfg: Any, num_devices: int, which: str = "auto") -> list[Axe
         return found
     own = [axes for axes in _own_axes(cfg) if axes]
     most = max((len(axes) for axes in found), default=0)
-    kept = [axes for axes in found if len(axes) in (1, most) or set(axes) in own]
+    kept = [axes for axes in found if len(axes) == 1 or set(axes) in own]
+    together = [axes for axes in found if len(axes) == most > 1 and axes not in kept]
+    kept += together if thorough else _covering_pairs(together)
     return sorted(kept, key=lambda axes: (set(axes) not in own, len(axes)))
+
+
+def _covering_pairs(meshes: list[Axes]) -> list[Axes]:
+    """Returns a few of the meshes that have each pair of axes that any of them has."""
+    kept: list[Axes] = []
+    pairs = {id(axes): set(itertools.combinations(axes, 2)) for axes in meshes}
+    missing = set().union(*pairs.values())
+    while missing:
+        kept.append(max(meshes, key=lambda axes: len(pairs[id(axes)] & missing)))
+        missing -= pairs[id(kept[-1])]
+    return kept
 
 
 def _own_axes(cfg: Any) -> list[set[str]]:

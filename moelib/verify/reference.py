@@ -42,6 +42,11 @@ class Reference:
         return self.probe.trainer.config
 
     @property
+    def devices(self) -> list[Any]:
+        """The device, in a list."""
+        return list(self.probe.trainer.mesh().devices.flat)
+
+    @property
     def first(self) -> Observed:
         """The step from `start`."""
         return self.steps[0]

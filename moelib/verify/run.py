@@ -32,10 +32,11 @@ from moelib.verify.outcome import (
 from moelib.verify.reference import Reference, make_reference
 from moelib.verify.report import Report
 from moelib.verify.shrink import runnable, shrink
-from moelib.verify.single_device import SINGLE_DEVICE_CHECKS
+from moelib.verify.single_device import SINGLE_DEVICE_CHECKS, THOROUGH_CHECKS
 from moelib.verify.step_probe import Probe
+from moelib.verify.variant_checks import bfloat16
 
-CHECKS = (*EARLY_CHECKS, *SINGLE_DEVICE_CHECKS, *MESH_CHECKS)  # Names, in order.
+CHECKS = (*EARLY_CHECKS, *SINGLE_DEVICE_CHECKS, "bfloat16", *MESH_CHECKS)  # Names, in order.
 _SECONDS_BETWEEN_LINES = 10.0  # Of progress, where stderr is no terminal.
 
 
@@ -49,6 +50,7 @@ def verify_config(
     show_progress: bool = False,
     keep_going: bool = False,
     without: Sequence[str] = (),
+    thorough: bool = False,
 ) -> Report:
     """Returns the report of checks that a config computes the same numbers on every mesh.
 
@@ -58,13 +60,16 @@ def verify_config(
     Args:
         trainer_config: A `SpmdTrainer.Config`; it is not changed.
         num_devices: Devices of each mesh, 2 or more.
-        meshes: "auto" for each axis alone, as many axes as possible together, and the axes of the
-            config's own meshes; "all" for every mesh; or a list such as "fsdp=8;data=2,model=4".
+        meshes: "auto" for each axis alone, each pair of axes together with as many others as
+            possible, and the axes of the config's own meshes; "all" for every mesh; or a list such
+            as "fsdp=8;data=2,model=4".
         full_size: Whether to keep the config's own sizes and data, instead of making it small.
         name: Name of the config in the report.
         show_progress: Whether to show progress on stderr.
         keep_going: Whether checks after a failure run too.
         without: Names of checks to leave out.
+        thorough: Whether to run the kernels of TPUs in the whole step too, interpreted, and "auto"
+            to take as many axes as possible together in every way.
 
     Raises:
         UserError: If a mesh of the list is impossible, a check to leave out is unknown, or JAX has
@@ -78,7 +83,7 @@ def verify_config(
     devices = _cpu_devices(num_devices)
     make = runnable if full_size else lambda cfg: shrink(cfg, num_devices)
     cfg, changes = make(trainer_config)
-    axes = meshes_to_check(cfg, num_devices, meshes)
+    axes = meshes_to_check(cfg, num_devices, meshes, thorough=thorough)
     names = [describe_mesh(each) for each in axes]
     report = Report(name, num_devices, changes, names, requested=meshes not in ("auto", "all"))
     begin = time.perf_counter()
@@ -95,7 +100,12 @@ def verify_config(
         progress,
     ):
         for outcome in run_checks(
-            cfg, axes, devices, folder, keep_going=keep_going, without=without
+            cfg,
+            axes,
+            devices,
+            folder,
+            keep_going=keep_going,
+            without=without if thorough else (*without, *THOROUGH_CHECKS),
         ):
             report.outcomes.append(outcome)
             report.seconds = time.perf_counter() - begin
@@ -156,7 +166,9 @@ def _all_checks(
     ) -> Iterator[Outcome]:
         for name, check in checks.items():
             if name in without:
-                yield Outcome(mesh, name, Status.SKIPPED, "left out")
+                is_slow = name in THOROUGH_CHECKS
+                reason = "slow; --thorough runs it" if is_slow else "left out"
+                yield Outcome(mesh, name, Status.SKIPPED, reason)
             else:
                 yield _attempt(mesh, name, functools.partial(check, *of))[1]
 
@@ -171,6 +183,7 @@ def _all_checks(
         return
     with _compiled_ahead(cfg, reference, axes, devices, folder) as probes:
         yield from outcomes(ONE_DEVICE, SINGLE_DEVICE_CHECKS, reference)
+        yield from outcomes(ONE_DEVICE, {"bfloat16": bfloat16}, reference, axes, devices)
         for each, wait in zip(axes, probes, strict=True):
             probe, outcome = _attempt(describe_mesh(each), COMPILED, wait, skips=(SplitError,))
             yield outcome

@@ -183,7 +183,7 @@ def _shorten(cfg: Any) -> None:
     cfg.set(max_step=_MAX_STEP, evalers={}, init_state_builder=None, compiler_options=None)
     cfg.set(start_trace_steps=())
     if cfg.checkpointer is not None:  # The best checkpoints would need an evaluation.
-        cfg.checkpointer.set(dir=REQUIRED, keep_best_n=0, best_metric=None)
+        cfg.checkpointer.set(dir=REQUIRED, keep_last_n=None, keep_best_n=0, best_metric=None)
         cfg.checkpointer.set(save_policy=Checkpointer.default_config().save_policy)
 
 

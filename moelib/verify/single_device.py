@@ -1,14 +1,23 @@
 """The checks on one device, and those of files: checkpoints and Hugging Face folders."""
 
+import contextlib
+import io
+import os
 import tempfile
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from typing import Any
 
 import jax
 import numpy as np
 
+from moelib.checkpoint.policy import every_n_steps_policy
 from moelib.core import tree
+from moelib.core.config import config_for_function
+from moelib.core.tree import Batch
 from moelib.models.causal_lm import CausalLM
 from moelib.models.huggingface.families import NoFamilyError, settings_of
+from moelib.train.metrics import PackedMetrics, pack
 from moelib.train.pretrained import save_pretrained, state_from_hugging_face
 from moelib.verify.batch_checks import doubled, masked, packing, padding
 from moelib.verify.compare import Difference, first_bit_difference
@@ -18,14 +27,71 @@ from moelib.verify.learner_checks import learner
 from moelib.verify.objective_checks import auxiliary, balanced, derivatives, plain, reached
 from moelib.verify.outcome import CheckSkippedError
 from moelib.verify.reference import Reference
+from moelib.verify.variant_checks import tpu_kernels
 
 
 def saved(known: Reference) -> Difference | None:
-    """Compares, bit for bit, a checkpoint with the state that was saved."""
+    """Compares, bit for bit, checkpoints of the first and of the last state with these states."""
     if known.config.checkpointer is None:
         raise CheckSkippedError("no checkpointer")
-    got = jax.device_get(known.probe.restore(known.probe, int(known.start.step)))
-    return first_bit_difference(known.start, got)
+    last = known.steps[-1].state_by_given
+    known.probe.save(last, int(last.step))
+    for state in (known.start, last):
+        got = jax.device_get(known.probe.restore(known.probe, int(state.step)))
+        if found := first_bit_difference(state, got):
+            return found
+    return None
+
+
+class _InterruptedRunError(Exception):
+    """The end of a run between two checkpoints."""
+
+
+def interrupted(known: Reference) -> Difference | None:
+    """Compares an interrupted and resumed run of the trainer's loop with one that is not."""
+    if known.config.checkpointer is None:
+        raise CheckSkippedError("no checkpointer")
+    whole: dict[int, Batch] = {}
+    parts: dict[int, Batch] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        state = _train(known, os.path.join(folder, "whole"), whole)
+        with contextlib.suppress(_InterruptedRunError):
+            _train(known, os.path.join(folder, "parts"), parts, end=6)
+        resumed = _train(known, os.path.join(folder, "parts"), parts)
+    named = ({f"batch {i}": batch for i, batch in sorted(x.items())} for x in (whole, parts))
+    return first_bit_difference(*named) or first_bit_difference(state, resumed)
+
+
+def _train(known: Reference, folder: str, batches: dict[int, Batch], end: int = -1) -> Any:
+    """Runs the trainer's loop with the reference's step; returns the state.
+
+    Adds the batch of each step. There is a checkpoint after every fourth step.
+
+    Raises:
+        _InterruptedRunError: Before step `end`.
+    """
+    cfg = known.config.clone(dir=folder)
+    policy = config_for_function(every_n_steps_policy).set(n=4)
+    cfg.checkpointer.set(save_policy=policy, wait="after_save")
+    cfg.summary_writer.set(formats=("json_lines",))
+    trainer = cfg.instantiate(parent=None, devices=known.devices)
+    if trainer.restore_checkpoint() is None:
+        trainer._state = jax.device_put(known.start, trainer.trainer_state_shardings)
+
+    def step(state: Any, batch: Batch) -> tuple[Any, PackedMetrics]:
+        number = int(state.step)
+        if number == end:
+            raise _InterruptedRunError
+        batches[number] = jax.device_get(batch)
+        own = {name: batch[name] for name in known.batches[0]}
+        observed = known.probe(state, own, known.first.gradients)
+        return observed.state, pack(observed.metrics)
+
+    trainer._compiled = step
+    silent = io.StringIO()
+    with trainer.on_mesh(), redirect_stdout(silent), redirect_stderr(silent):
+        trainer._loop().run()
+    return jax.device_get(trainer.trainer_state)
 
 
 def exported(known: Reference) -> Difference | None:
@@ -50,6 +116,8 @@ def exported(known: Reference) -> Difference | None:
     )
 
 
+THOROUGH_CHECKS = ("tpu_kernels",)  # Those that are too slow by default.
+
 # Those nearest to the cause of a failure first. Each returns the first difference or None, or
 # raises CheckFailedError or CheckSkippedError.
 SINGLE_DEVICE_CHECKS: dict[str, Callable[[Reference], Difference | None]] = {
@@ -64,6 +132,7 @@ SINGLE_DEVICE_CHECKS: dict[str, Callable[[Reference], Difference | None]] = {
         learner,
         balanced,
         saved,
+        interrupted,
         reached,
         auxiliary,
         masked,
@@ -71,5 +140,6 @@ SINGLE_DEVICE_CHECKS: dict[str, Callable[[Reference], Difference | None]] = {
         doubled,
         packing,
         exported,
+        tpu_kernels,
     )
 }

@@ -18,6 +18,7 @@ from moelib.core import context, param
 from moelib.core.config import config_for_function
 from moelib.core.module import _in_context
 from moelib.data import lm_input
+from moelib.data.prefetch import Prefetcher
 from moelib.kernels.flash_attention import passes, tpu_kernels
 from moelib.kernels.flash_attention import xla as attention_xla
 from moelib.kernels.gmm import xla as gmm_xla
@@ -328,6 +329,15 @@ def restored_at_the_start_of_the_epoch(patch: Patch) -> None:
     patch(lm_input.LMInputIterator, "restore", restore)
 
 
+def position_ahead_of_the_step(patch: Patch) -> None:
+    """A checkpoint has the position of the batch that was read ahead."""
+
+    def state(self: Any) -> Any:
+        return self._batches.state()
+
+    patch(Prefetcher, "state", state)
+
+
 # -- f: initial values, casts, checkpoints ---------------------------------------------------------
 
 
@@ -341,15 +351,25 @@ def fan_out_for_fan_in(patch: Patch) -> None:
     patch(initializers, "fan_in_normal", init)
 
 
-def casts_in_scans_without_gradient(patch: Patch) -> None:
-    """Parameters that a scan casts get the gradient of their first layer only."""
-    known = param.CastInScan.cast
+def casts_at_use_without_gradient(patch: Patch) -> None:
+    """The last row of a parameter that is cast where it is read gets no gradient."""
+    known = param.CastAtUse.cast
 
     def cast(self: Any) -> Any:
         x = known(self)
         return x if x.ndim < 2 else x.at[-1].set(jax.lax.stop_gradient(x[-1]))
 
-    patch(param.CastInScan, "cast", cast)
+    patch(param.CastAtUse, "cast", cast)
+
+
+def casts_to_bfloat16_with_twice_the_gradient(patch: Patch) -> None:
+    known = param.CastAtUse.cast
+
+    def cast(self: Any) -> Any:
+        x = known(self)
+        return x if x.dtype != jnp.bfloat16 else 2 * x - jax.lax.stop_gradient(x)
+
+    patch(param.CastAtUse, "cast", cast)
 
 
 def cast_parameters_twice(patch: Patch) -> None:
@@ -358,7 +378,7 @@ def cast_parameters_twice(patch: Patch) -> None:
 
     def cast(params: Any, specs: Any, dtype: Any) -> Any:
         if dtype is not None:
-            is_late = lambda x: isinstance(x, param.CastInScan)
+            is_late = lambda x: isinstance(x, param.CastAtUse)
             rounded = lambda x: x if is_late(x) else jax.lax.reduce_precision(x, 8, 7)
             params = jax.tree.map(rounded, params, is_leaf=is_late)
         return known(params, specs, dtype)
@@ -447,10 +467,12 @@ BUGS: dict[str, list[Callable[[Patch], None]]] = {
         positions_of_the_sequence,
         second_epoch_repeats_its_first_sequence,
         restored_at_the_start_of_the_epoch,
+        position_ahead_of_the_step,
     ],
     "f": [
         fan_out_for_fan_in,
-        casts_in_scans_without_gradient,
+        casts_at_use_without_gradient,
+        casts_to_bfloat16_with_twice_the_gradient,
         cast_parameters_twice,
         checkpoint_with_two_layers_swapped,
     ],

@@ -1,5 +1,7 @@
 """Meshes that a config is verified on."""
 
+import itertools
+
 import pytest
 
 from moelib.parallel.mesh import HybridMeshShape, describe_mesh, mesh_shape_from_axes
@@ -18,13 +20,15 @@ def test_all_are_every_way_to_split_eight_devices_over_five_axes():
     assert len({tuple(axes.items()) for axes in found}) == 35
 
 
-def test_auto_has_each_axis_alone_all_triples_and_the_configs_own_first():
+@pytest.mark.parametrize(("thorough", "num_triples"), [(False, 4), (True, 10)])
+def test_auto_has_each_axis_alone_all_pairs_and_the_configs_own_first(thorough, num_triples):
     cfg = config(mesh_shape=mesh_shape_from_axes(fsdp=-1, expert=2))
-    found = meshes_to_check(cfg, 8)
+    found = meshes_to_check(cfg, 8, thorough=thorough)
     assert found[:2] == [{"expert": 2, "fsdp": 4}, {"expert": 4, "fsdp": 2}]
     assert sum(len(axes) == 1 for axes in found) == 5
-    assert sum(len(axes) == 3 for axes in found) == 10
-    assert len(found) == 17
+    assert sum(len(axes) == 3 for axes in found) == num_triples
+    assert len(found) == 7 + num_triples
+    assert len({pair for axes in found for pair in itertools.combinations(axes, 2)}) == 10
 
 
 def test_mesh_rules_over_slices_count_as_the_configs_own():

@@ -27,7 +27,7 @@ def failures(text: str) -> list[str]:
     found = outcomes(cfg, *meshes_to_check(cfg, 8), num_devices=8)
     jax.clear_caches()  # Else each config leaves some 700 MiB of traces and programs.
     tried = {each.mesh for each in found if each.status is Status.PASSED}
-    assert len(tried) >= 10, found
+    assert len(tried) >= 8, found
     return [str(each) for each in found if each.status is Status.FAILED]
 
 

@@ -11,6 +11,7 @@ from moelib.verify import data_checks, layer_checks
 from moelib.verify.outcome import CheckFailedError, Outcome, Status
 from moelib.verify.plain import Plain
 from moelib.verify.run import run_checks
+from moelib.verify.single_device import THOROUGH_CHECKS
 from tests.tiny import initial
 from tests.verify import planted_everywhere as planted
 
@@ -26,7 +27,9 @@ CHECKS = {
     "weight_gradient_without_the_last_row": "kernels",
     "restored_at_the_start_of_the_epoch": "hosts",
     "fan_out_for_fan_in": "scale",
-    "casts_in_scans_without_gradient": "gradients",
+    "position_ahead_of_the_step": "interrupted",
+    "casts_at_use_without_gradient": "gradients",
+    "casts_to_bfloat16_with_twice_the_gradient": "bfloat16",
     "cast_parameters_twice": "loss",
     "checkpoint_with_two_layers_swapped": "saved",
     "tpu_kernel_without_window": "kernels",
@@ -41,7 +44,8 @@ def outcomes(bug, monkeypatch: pytest.MonkeyPatch) -> list[Outcome]:
     bug(monkeypatch.setattr)
     axes = [{"expert": 2}] if "cast" in bug.__name__ else []
     with tempfile.TemporaryDirectory() as folder:
-        return list(run_checks(planted.rich(), axes, jax.devices()[: 1 + len(axes)], folder))
+        devices = jax.devices()[: 1 + len(axes)]
+        return list(run_checks(planted.rich(), axes, devices, folder, without=THOROUGH_CHECKS))
 
 
 @pytest.mark.slow

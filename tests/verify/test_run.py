@@ -17,24 +17,31 @@ from tests.verify import planted
 from tests.verify.tiny import moe, tiny
 
 
-def test_a_correct_config_passes_on_the_meshes_of_a_list(monkeypatch):
-    monkeypatch.setitem(SINGLE_DEVICE_CHECKS, "kernels", lambda _: None)  # It has its own tests.
+def test_a_correct_config_passes_on_the_meshes_of_a_list():
     # The loss is correct, though its name is not that of its field.
     trainer_config = tiny(**moe(planted.WithALossOfItsOwn))
     # --8<-- [start:verify]
-    report = verify_config(trainer_config, num_devices=4, meshes="expert=2,model=2")
+    report = verify_config(
+        trainer_config,
+        num_devices=4,
+        meshes="expert=2,model=2",
+        without=["kernels", "bfloat16"],
+    )
     for outcome in report.outcomes:
         print(outcome.mesh, outcome.check, outcome.status, outcome.detail)
     # --8<-- [end:verify]
     assert report.status is Status.PASSED, report.lines()
     assert list(report.meshes) == ["expert=2,model=2"]
-    skipped = [each.check for each in report.outcomes if each.status is Status.SKIPPED]
-    assert skipped == ["balanced", "exported"]  # No Hugging Face family has such layers.
+    skipped = {each.check: each.detail for each in report.outcomes if each.status is Status.SKIPPED}
+    assert "--thorough" in skipped.pop("tpu_kernels")
+    # No Hugging Face family has such layers.
+    assert skipped.keys() == {"kernels", "balanced", "exported", "bfloat16"}
     assert [each.check for each in report.outcomes] == [
         "built",
         *EARLY_CHECKS,
         COMPILED,
         *SINGLE_DEVICE_CHECKS,
+        "bfloat16",
         COMPILED,
         *MESH_CHECKS,
     ]
