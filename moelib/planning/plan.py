@@ -20,7 +20,7 @@ from moelib.planning.compiled.in_subprocess import (
 from moelib.planning.estimate.estimate import Estimate
 from moelib.planning.estimate.sweep import sweep
 from moelib.planning.hlo.values import COLLECTIVES
-from moelib.planning.lint.arrays import unscaled_memory
+from moelib.planning.lint.arrays import memory_above_estimate, unscaled_memory
 from moelib.planning.report.figures import Column, figures, figures_table, gib, mib
 from moelib.planning.report.step_report import Finding, StepReport, total
 from moelib.planning.report.tables import collectives_table, kernels_table
@@ -41,8 +41,12 @@ class CompiledStep:
 
     @property
     def report(self) -> StepReport | None:
-        """Report of the step; None if it could not be compiled."""
-        return self.outcome.report
+        """Report of the step, compared with its estimate; None if it could not be compiled."""
+        report = self.outcome.report
+        if report is None:
+            return None
+        above = memory_above_estimate(report, self.estimate.bytes_held)
+        return dataclasses.replace(report, findings=(*above, *report.findings))
 
     def tables(self, others: Sequence[Column] = ()) -> list[Table]:
         """Returns figures with columns of others, collectives, kernels, and the prediction.

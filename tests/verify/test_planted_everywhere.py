@@ -28,7 +28,7 @@ CHECKS = {
     "restored_at_the_start_of_the_epoch": "hosts",
     "fan_out_for_fan_in": "scale",
     "position_ahead_of_the_step": "interrupted",
-    "casts_at_use_without_gradient": "gradients",
+    "casts_at_use_without_gradient": "derivatives",  # Tables are cast where nothing else is.
     "casts_to_bfloat16_with_twice_the_gradient": "bfloat16",
     "cast_parameters_twice": "loss",
     "checkpoint_with_two_layers_swapped": "saved",

@@ -8,8 +8,10 @@ from moelib.core.config_paths import sub_configs
 from moelib.parallel.mesh import slices
 from moelib.planning.hlo.program import parse
 from moelib.planning.hlo.source import SourceMap
+from moelib.planning.lint.arrays import largest_temporaries
 from moelib.planning.lint.compute import remats_that_save_nothing
 from moelib.planning.lint.facts import Facts, facts_of
+from moelib.planning.lint.facts import Step as LintStep
 from moelib.planning.lint.rules import lint, merged
 from moelib.planning.report.count import count
 from moelib.planning.report.step_report import Memory, Seconds, Share, Stage, StepReport
@@ -46,10 +48,11 @@ def examine(
     program, mesh = parse(text), trainer.mesh()
     facts, model_flops = facts_of(trainer, compiler_options), _model_flops(trainer)
     counts = count(step.compiled, program, mesh.shape, slice_indices(mesh.devices.flat))
+    source_map = SourceMap(text)
     findings = lint(
         program,
         facts,
-        source_map=SourceMap(text),
+        source_map=source_map,
         model_flops=model_flops,
         traced=step.traced,
     )
@@ -65,6 +68,7 @@ def examine(
         stages=(*_stages_before(step), Stage("HLO, optimized", *sizes)),
         memory_shares=_memory_shares(facts, counts["memory"]),
         findings=tuple(merged([*findings, *remats_that_save_nothing(trainer)])),
+        largest=tuple(largest_temporaries(LintStep(program, facts, source_map))),
     )
 
 

@@ -9,6 +9,7 @@ from moelib.planning.report.step_report import Finding, StepReport
 
 _PASSED_ON = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call"}
 _MUCH_PADDING = 1.5  # Bytes with padding, as a multiple of those without.
+_MUCH_MEMORY = 1.3  # Peak, as a multiple of the estimate.
 _UNSCALED = 0.9  # Fraction of the memory on fewer devices from which on it does not scale.
 
 
@@ -130,6 +131,31 @@ def copies(step: Step) -> Iterator[Finding]:
                 advice=f"it is {verb} to another layout, which reads and writes it once more; "
                 "produce and use it with the same order of dimensions.",
             )  # fmt: skip
+
+
+def largest_temporaries(step: Step, num: int = 3) -> list[Finding]:
+    """Returns the largest results outside of fusions, one of each operation, largest first."""
+    found: dict[str, Finding] = {}
+    for computation, each in step.program.unfused():
+        if each.opcode not in _PASSED_ON and not each.opcode.endswith("-done"):
+            made = step.finding("large temporary", "hint", computation, each, advice="")
+            known = found.setdefault(each.op_name, made)
+            found[each.op_name] = max(known, made, key=lambda one: one.bytes)
+    return sorted(found.values(), key=lambda one: -one.bytes)[:num]
+
+
+def memory_above_estimate(report: StepReport, estimate: float) -> list[Finding]:
+    """Returns a finding if the peak memory is more than 30% above an estimate, in bytes."""
+    peak = report.memory.peak
+    if peak <= _MUCH_MEMORY * estimate:
+        return []
+    named = "; ".join(
+        f"{each.instruction} of {each.bytes / 2**20:,.0f} MiB at "
+        f"{' '.join(each.locations[:1]) or each.config_path or each.op_name}"
+        for each in report.largest
+    )
+    advice = f"it is {peak / estimate:.2f} times the estimate; the largest temporaries are {named}."
+    return [Finding("memory above the estimate", "warning", "peak memory", "", advice, bytes=peak)]
 
 
 def unscaled_memory(few: StepReport, many: StepReport) -> list[Finding]:

@@ -1,5 +1,6 @@
 """Lint of computation: matmuls beyond those of the model, and remats that save nothing."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ from moelib.core.config_paths import sub_configs
 from moelib.core.jaxpr import abstract_parameters, forward_pass, walk
 from moelib.data.input import batch_spec
 from moelib.planning.hlo import values
-from moelib.planning.lint.facts import Step
+from moelib.planning.lint.facts import Facts, Step, is_shard
 from moelib.planning.report.step_report import Finding
 
 # FLOPs of XLA's matmuls, as a multiple of the model's; full recomputation gives 4/3.
@@ -42,6 +43,59 @@ def traced_dense_grouped_matmuls(step: Step, traced: Any) -> Iterator[Finding]:
                 bytes=out.size * out.dtype.itemsize,
                 op_name=name,
             )
+
+
+def traced_large_arrays(step: Step, traced: Any) -> Iterator[Finding]:
+    """Finds whole attention scores, whole logits, and large matmuls in float32.
+
+    A trace has the sizes of all devices outside of `jax.shard_map`, where the bytes reported are
+    those of an array that every axis splits.
+    """
+    kernels = ("shard_map", "pallas_call")
+    for eqn, _ in walk(traced.jaxpr, opaque=kernels):
+        sites = [(eqn, math.prod(step.facts.mesh.values()))]
+        if eqn.primitive.name == "shard_map":
+            sites = [(each, 1) for each, _ in walk(eqn.params["jaxpr"], opaque=kernels)]
+        for each, parts in sites:
+            yield from _large_array(step, each, parts)
+
+
+def _large_array(step: Step, eqn: Any, parts: int) -> Iterator[Finding]:
+    """Finds what the result of an equation is, if it is large; `parts` devices share it."""
+    out: Any = eqn.outvars[0].aval if eqn.outvars else None
+    facts = step.facts
+    if not jnp.issubdtype(getattr(out, "dtype", bool), jnp.floating):
+        return
+    size = out.size * out.dtype.itemsize // parts
+    if size < step.thresholds.activation or not out.ndim:
+        return
+    name, is_whole = str(eqn.source_info.name_stack), parts > 1
+    length = facts.seq_len // (1 if is_whole else facts.mesh.get("seq", 1))
+    tokens = facts.batch_size * length // (1 if is_whole else facts.batch_parts)
+    vocab = [[size] for size in facts.sizes_of("vocab")]
+    by_token = math.prod(out.shape[:-1]) == tokens
+    rule, advice = "", ""
+    if out.ndim > 3 and out.shape[-2:] == (length, facts.seq_len):
+        rule = "dense attention scores"
+        advice = "all scores are computed at once; call moelib.kernels.flash_attention instead."
+    elif by_token and any(is_shard([out.shape[-1]], each, facts.mesh) for each in vocab):
+        rule = "whole logits"
+        advice = "the logits of all tokens are held; call moelib.kernels.cross_entropy instead."
+    elif by_token and facts.train_dtype == "bfloat16" and _is_float32_matmul(eqn, facts):
+        rule = "matmul in float32"
+        advice = "both operands are float32, although the step computes in bfloat16: cast them."
+    if rule:
+        text, path = f"{eqn.primitive.name} {out.str_short()}", step.config_path(name)
+        yield Finding(rule, "warning", text, path, advice, bytes=size, op_name=name)
+
+
+def _is_float32_matmul(eqn: Any, facts: Facts) -> bool:
+    """Returns whether both operands are float32, and the matmul is not that of a router."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    sizes = {size for var in eqn.invars for size in var.aval.shape}
+    is_router = bool(sizes & facts.num_experts)
+    return not is_router and all(var.aval.dtype == jnp.float32 for var in eqn.invars)
 
 
 def _dense_advice(step: Step) -> str:

@@ -58,6 +58,7 @@ def lint(
     found += compute.more_flops_than_the_model(step, model_flops)
     if traced is not None:
         found += compute.traced_dense_grouped_matmuls(step, traced)
+        found += compute.traced_large_arrays(step, traced)
     return merged(found)
 
 

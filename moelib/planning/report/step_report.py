@@ -204,6 +204,7 @@ class StepReport:
     memory_shares: tuple[Share, ...] = ()  # Bytes by content.
     cycle_shares: tuple[Share, ...] = ()  # Cycles by kind of work and phase.
     findings: tuple[Finding, ...] = ()
+    largest: tuple[Finding, ...] = ()  # The largest temporaries, one of each operation.
 
     @property
     def kernel_flops(self) -> int:

@@ -2,11 +2,19 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from moelib.planning.hlo import program as hlo
-from moelib.planning.lint.arrays import unscaled_memory
-from moelib.planning.lint.facts import Facts, StateArray, Thresholds
+from moelib.planning.hlo.source import SourceMap
+from moelib.planning.lint.arrays import (
+    largest_temporaries,
+    memory_above_estimate,
+    unscaled_memory,
+)
+from moelib.planning.lint.compute import traced_large_arrays
+from moelib.planning.lint.facts import Facts, StateArray, Step, Thresholds
 from moelib.planning.lint.rules import lint, merged
 from moelib.planning.report.collectives import collective_instructions, is_asynchronous
 from moelib.train.compiler_options import BY_DEVICE_KIND
@@ -29,6 +37,7 @@ FACTS = Facts(
     num_experts=frozenset({16}),
     state=(WEIGHT, EXPERTS),
 )
+EMPTY = "ENTRY %main (a: f32[8]) -> f32[8] {\n  ROOT %a = f32[8]{0} parameter(0)\n}\n"
 OVER_FSDP, OVER_EXPERT = "replica_groups=[2,2]<=[4]", "replica_groups=[2,2]<=[2,2]T(1,0)"
 
 
@@ -373,6 +382,21 @@ def test_memory_that_stays_when_there_are_more_devices_is_found():
         unscaled_memory(many, few)
 
 
+def test_memory_far_above_the_estimate_is_found_with_the_largest_temporaries():
+    text = "ENTRY %m (a: f32[8]) -> f32[8] {\n"
+    for name, size in (("x", 1024), ("y", 4096), ("z", 2048), ("u", 512)):
+        text += f'  %{name} = f32[{size},1024]{{1,0}} add(%a, %a), metadata={{op_name="{name}"}}\n'
+    step = Step(hlo.parse(text + "  ROOT %end = f32[] constant(0)\n}\n"), FACTS, SourceMap(""))
+    report = make_report()
+    memory = dataclasses.replace(report.memory, peak=130 * MIB)
+    report = dataclasses.replace(report, memory=memory, largest=tuple(largest_temporaries(step)))
+    assert memory_above_estimate(report, 100 * MIB) == []
+    (finding,) = memory_above_estimate(report, 99 * MIB)
+    assert "1.31 times" in finding.advice
+    names = ["y f32[4096,1024] of 16 MiB", "z f32[2048,1024] of 8 MiB", "x f32[1024,1024] of 4 MiB"]
+    assert all(name in finding.advice for name in names)
+
+
 # -- Computation ---------------------------------------------------------------------------------
 
 
@@ -395,6 +419,37 @@ def test_a_grouped_matmul_that_became_dense_is_found():
 def test_far_more_matmuls_than_the_model_counts_are_found(model_flops, count):
     found = _found(LEFT, DOT, model_flops=model_flops)  # 2^31 FLOPs.
     assert found == [("more FLOPs than the model", "d")] * count
+
+
+SMALL_STEP = Facts(
+    mesh={"fsdp": 1},
+    batch_size=2,
+    seq_len=8,
+    train_dtype="bfloat16",
+    num_experts=frozenset({16}),
+    state=(StateArray("model/head", (4, 32), ("embed", "vocab"), 512, split=False, cast=True),),
+)
+
+
+@pytest.mark.parametrize(
+    ("subscripts", "shapes", "dtype", "rule"),
+    [
+        ("bqhd,bkhd->bhqk", [(2, 8, 3, 4), (2, 8, 3, 4)], "bfloat16", "dense attention scores"),
+        ("bqhd,bkhd->bhqk", [(2, 4, 3, 4), (2, 8, 3, 4)], "bfloat16", None),  # A block of queries.
+        ("bsd,dv->bsv", [(2, 8, 4), (4, 32)], "bfloat16", "whole logits"),
+        ("bsd,dv->bsv", [(1, 8, 4), (4, 32)], "bfloat16", None),  # Of a part of the tokens.
+        ("bsd,df->bsf", [(2, 8, 4), (4, 64)], "float32", "matmul in float32"),
+        ("bsd,df->bsf", [(2, 8, 4), (4, 64)], "bfloat16", None),
+        ("bsd,de->bse", [(2, 8, 64), (64, 16)], "float32", None),  # A router.
+        ("bsd,bsf->df", [(2, 8, 64), (2, 8, 64)], "float32", None),  # The gradient of a weight.
+    ],
+)
+def test_large_arrays_are_found_in_a_trace(subscripts, shapes, dtype, rule):
+    operands = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    traced = jax.make_jaxpr(lambda *x: jnp.einsum(subscripts, *x))(*operands)
+    step = Step(hlo.parse(EMPTY), SMALL_STEP, SourceMap(""), Thresholds(activation=256))
+    found = [each.rule for each in traced_large_arrays(step, traced)]
+    assert found == ([rule] if rule else [])
 
 
 # -- All together --------------------------------------------------------------------------------
