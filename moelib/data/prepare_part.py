@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import errno
 import hashlib
-import logging
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, NamedTuple
@@ -14,18 +14,14 @@ import numpy as np
 
 from moelib.core.errors import UserError
 from moelib.core.files import read_json, write_json
-from moelib.core.progress import format_bytes
 from moelib.data import token_store
-from moelib.data.document_pieces import PIECE_CHARACTERS
+from moelib.data.document_pieces import PIECE_BYTES
 from moelib.data.source import BadRecordError, BadRecords, Part, TextHash
 from moelib.data.store_check import hash_blocks
 from moelib.data.token_source import check_vocabulary
 from moelib.data.tokenizer import Tokenizer
 
-logger = logging.getLogger(__name__)
-
 PARTS = "parts"  # Folder of the results of finished parts; a finished store does not have it.
-_BATCH_CHARACTERS = 1 << 17  # Text that is tokenized at a time.
 _CURE = (
     "correct it, or set skip_bad_records (--skip_bad_lines), which skips and counts such records."
 )
@@ -72,71 +68,52 @@ def tokenize_part(
     documents = part.documents(bad_records if options.skip_bad_records else None)
     dtype = np.dtype(token_store.token_dtype(tokenizer.vocab_size)).newbyteorder("<")
     end = [tokenizer.eos_id] if options.append_eos else []
-    pieces = _Pieces(documents, tokenizer, part.name)
-    lengths, length, digest = array.array("I"), 0, hashlib.sha256()
+    lengths, sizes = array.array("I"), array.array("I")
+    num_empty, digest, text_hash = 0, hashlib.sha256(), TextHash()
     path = os.path.join(folder, token_store.tokens_file(index))
+
+    def write(ids: Sequence[int]) -> int:
+        tokens = np.array(ids, np.int64)
+        check_vocabulary(tokens, tokenizer.vocab_size, part.name)
+        written = tokens.astype(dtype).tobytes()
+        digest.update(written)
+        file.write(written)
+        return len(tokens)
+
+    def add_text(data: bytes) -> None:
+        sizes.append(len(data))
+        text_hash.add(data)
+
     with _named_errors(folder, part):
         with synced_file(path) as file:
-            for batch in _batches(pieces):
-                encoded = iter(tokenizer.encode_batch([text for text in batch if text is not None]))
-                ids: list[int] = []
-                for text in batch:
-                    added = end if text is None else next(encoded)
-                    ids += added
-                    length += len(added)
-                    if text is None:
-                        lengths.append(length)
-                        length = 0
-                tokens = np.array(ids, np.int64)
-                check_vocabulary(tokens, tokenizer.vocab_size, part.name)
-                written = tokens.astype(dtype).tobytes()
-                digest.update(written)
-                file.write(written)
+            for batch in _batches(documents):
+                if isinstance(batch, bytes):
+                    pieces = tokenizer.encode_long(batch)
+                    lengths.append(sum(map(write, itertools.chain(pieces, [end]))))
+                    add_text(batch)
+                    continue
+                texts = list(filter(None, batch))
+                num_empty += len(batch) - len(texts)
+                ids = [document + end for document in tokenizer.encode_batch(texts)]
+                lengths.extend(map(len, ids))
+                write(list(itertools.chain.from_iterable(ids)))
+                for text in texts:
+                    add_text(text.encode())
         result = PartResult(
             num_tokens=sum(lengths),
             num_documents=len(lengths),
-            num_bytes=sum(pieces.sizes),
-            num_empty=pieces.num_empty,
+            num_bytes=sum(sizes),
+            num_empty=num_empty,
             num_bad_records=bad_records.count,
             first_bad_record=bad_records.first,
             sha256=digest.hexdigest(),
-            text_sha256=pieces.text_hash.hexdigest(),
+            text_sha256=text_hash.hexdigest(),
             block_hashes=hash_blocks(path),
         )
-        for name, values in ((token_store.LENGTHS, lengths), (token_store.NUM_BYTES, pieces.sizes)):
+        for name, values in ((token_store.LENGTHS, lengths), (token_store.NUM_BYTES, sizes)):
             with synced_file(part_file(folder, index, name)) as file:
                 np.save(file, np.array(values, np.uint32))
         write_json(part_file(folder, index, "json"), result._asdict())
-
-
-class _Pieces:
-    """The documents of a part as texts to encode, with None after the last text of each."""
-
-    def __init__(self, documents: Iterable[str], tokenizer: Tokenizer, name: str) -> None:
-        self._documents, self._tokenizer, self._name = documents, tokenizer, name
-        self.sizes, self.num_empty, self.text_hash = array.array("I"), 0, TextHash()
-
-    def __iter__(self) -> Iterator[str | None]:
-        largest = 4 * PIECE_CHARACTERS
-        for document in self._documents:
-            if not document:
-                self.num_empty += 1
-                continue
-            data = document.encode()
-            self.sizes.append(len(data))
-            self.text_hash.add(data)
-            del data
-            for text in self._tokenizer.pieces(document):
-                if len(text) > largest:
-                    logger.warning(
-                        "%s: %d characters are encoded at once, in some %s of memory, because the "
-                        "tokenizer separates no words in them.",
-                        self._name,
-                        largest := len(text),
-                        format_bytes(200 * len(text)),
-                    )
-                yield text
-            yield None
 
 
 @contextlib.contextmanager
@@ -166,16 +143,22 @@ def _named_errors(folder: str, part: Part) -> Iterator[None]:
         ) from error
 
 
-def _batches(pieces: Iterable[str | None]) -> Iterator[list[str | None]]:
-    """Yields the pieces in lists of some `_BATCH_CHARACTERS` characters."""
-    batch: list[str | None] = []
+def _batches(documents: Iterable[str | bytes]) -> Iterator[list[str] | bytes]:
+    """Yields short documents in lists of some `PIECE_BYTES`, and long ones in UTF-8."""
+    batch: list[str] = []
     size = 0
-    for text in pieces:
-        batch.append(text)
-        size += len(text or "")
-        if size >= _BATCH_CHARACTERS:
+    for document in documents:
+        is_long = isinstance(document, bytes) or len(document) > PIECE_BYTES
+        if batch and (is_long or size >= PIECE_BYTES):
             yield batch
             batch, size = [], 0
+        if isinstance(document, bytes):
+            yield document
+        elif is_long:
+            yield document.encode()
+        else:
+            batch.append(document)
+            size += len(document)
     if batch:
         yield batch
 

@@ -48,8 +48,8 @@ class Part(Protocol):
         """Bytes of text, exact or estimated: for progress and the check of free disk space."""
         ...
 
-    def documents(self, bad_records: BadRecords | None = None) -> Iterator[str]:
-        """Yields the documents in order, empty ones included.
+    def documents(self, bad_records: BadRecords | None = None) -> Iterator[str | bytes]:
+        """Yields the documents in order, empty ones included, long ones perhaps in UTF-8.
 
         Args:
             bad_records: Counter of records without a document; None makes such a record an error.
@@ -81,7 +81,13 @@ class Source(Configurable):
     def documents(self, bad_records: BadRecords | None = None) -> Iterator[str]:
         """Yields all documents, part after part. See `Part.documents`."""
         for part in self.parts():
-            yield from part.documents(bad_records)
+            yield from texts_of(part, bad_records)
+
+
+def texts_of(part: Part, bad_records: BadRecords | None = None) -> Iterator[str]:
+    """Yields the documents of a part as text, also the long ones."""
+    for document in part.documents(bad_records):
+        yield document if isinstance(document, str) else document.decode()
 
 
 def fingerprint(parts: Sequence[Part]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from moelib.core.errors import ExistingFileError
 from moelib.core.files import read_json, write_json
-from moelib.data.source import Part, Source, fingerprint
+from moelib.data.source import Part, Source, fingerprint, texts_of
 from moelib.data.tfds_import import import_beam, import_tfds
 
 tfds = import_tfds()
@@ -22,7 +22,7 @@ _Example = tuple[str, dict[str, str]]
 def _examples(numbered_part: tuple[int, Part]) -> Iterator[_Example]:
     """Yields a part's documents with unique keys; empty ones are skipped."""
     number, part = numbered_part
-    for index, text in enumerate(part.documents()):
+    for index, text in enumerate(texts_of(part)):
         if text:
             yield f"{number:06d}-{index:09d}", {"text": text}
 

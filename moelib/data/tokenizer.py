@@ -23,7 +23,7 @@ from moelib.core.config import REQUIRED, Configurable, config_class, did_you_mea
 from moelib.core.errors import MissingFileError, UserError
 from moelib.core.files import atomic_file, read_json, write_json
 from moelib.core.progress import format_seconds
-from moelib.data.document_pieces import PIECE_CHARACTERS, PieceCutter
+from moelib.data.document_pieces import PIECE_BYTES, encode_in_pieces, is_local
 
 END_OF_TEXT = "<|endoftext|>"
 FILE_NAME = "tokenizer.json"
@@ -85,13 +85,14 @@ class Tokenizer(Configurable):
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
-    def pieces(self, text: str) -> Iterator[str]:
-        """Yields pieces of a long text whose ids, one after another, are those of the text."""
-        return self._cutter.pieces(text) if len(text) > PIECE_CHARACTERS else iter((text,))
+    def encode_long(self, text: bytes) -> Iterator[list[int]]:
+        """Yields the ids of a long text in UTF-8 in pieces, which bounds the memory."""
+        piece_bytes = PIECE_BYTES if self._is_local else len(text)
+        return encode_in_pieces(lambda t: self.encode_batch([t])[0], text, piece_bytes)
 
     @functools.cached_property
-    def _cutter(self) -> PieceCutter:
-        return PieceCutter(self._tokenizer)
+    def _is_local(self) -> bool:
+        return is_local(self._tokenizer)
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the ids of texts as a model reads prompts, with BOS if the tokenizer adds it."""

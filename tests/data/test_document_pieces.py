@@ -1,5 +1,6 @@
 """Pieces of a document have the ids of the whole, with every kind of tokenizer."""
 
+import functools
 import itertools
 import random
 from collections.abc import Callable
@@ -10,7 +11,7 @@ import tokenizers
 from tokenizers import Regex, models, normalizers, pre_tokenizers, trainers
 
 from moelib.data import document_pieces
-from moelib.data.document_pieces import PieceCutter
+from moelib.data.document_pieces import encode_in_pieces, is_local
 from moelib.data.tokenizer import ByteTokenizer
 
 # Of cl100k_base and Llama 3; the last two alternatives are those of GPT-2 and most others, too.
@@ -90,6 +91,13 @@ def _unigram() -> tokenizers.Tokenizer:
     return tokenizer
 
 
+def _llama(pre_tokenizer: Any, normalizer: Any = None) -> tokenizers.Tokenizer:
+    """Returns a tokenizer without words, trained with words."""
+    tokenizer = _bpe(pre_tokenizers.Metaspace())
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizer
+    return tokenizer
+
+
 def _with_added_tokens() -> tokenizers.Tokenizer:
     tokenizer = _bpe(pre_tokenizers.ByteLevel(add_prefix_space=False))
     tokenizer.add_tokens(["  ", "    ", tokenizers.AddedToken("f(x)", lstrip=True), "3.14 <b>"])
@@ -107,7 +115,7 @@ def _bert() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-_CUT: dict[str, Callable[[], tokenizers.Tokenizer]] = {
+_TOKENIZERS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
     "bytes": lambda: ByteTokenizer.default_config().instantiate()._tokenizer,
     "byte-level": lambda: _bpe(pre_tokenizers.ByteLevel(add_prefix_space=False)),
     "byte-level with a prefix": lambda: _bpe(pre_tokenizers.ByteLevel(add_prefix_space=True)),
@@ -127,45 +135,73 @@ _CUT: dict[str, Callable[[], tokenizers.Tokenizer]] = {
         pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()])
     ),
     "BERT": _bert,
-}
-_WHOLE: dict[str, Callable[[], tokenizers.Tokenizer]] = {
     "no pre-tokenizer": lambda: _bpe(None),
-    "Llama 2": lambda: _bpe(
+    "Llama 2": lambda: _llama(
         None, normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     ),
     "Gemma": lambda: _bpe(
         pre_tokenizers.Split(" ", "merged_with_previous"), normalizers.Replace(" ", "▁")
     ),
-    "Metaspace whole": lambda: _bpe(pre_tokenizers.Metaspace(split=False)),
+    "Metaspace whole": lambda: _llama(pre_tokenizers.Metaspace(split=False)),
+    "phrases": lambda: _bpe(pre_tokenizers.Metaspace("▁", "never", split=False)),
     "quotes": lambda: _bpe(_split(r'"[^"]*"|\S+|\s+')),
     "sentences": lambda: _bpe(_split(r"[^.]*\.")),
 }
 
 
-def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
-    return tokenizer.encode(text, add_special_tokens=False).ids
+_tokenizer = functools.cache(lambda name: _TOKENIZERS[name]())
 
 
-@pytest.mark.parametrize("name", [*_CUT, *_WHOLE])
-def test_pieces_have_the_ids_of_the_whole(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(document_pieces, "PIECE_CHARACTERS", 300)
-    monkeypatch.setattr(document_pieces, "_WINDOW", 100)
-    tokenizer = (_CUT | _WHOLE)[name]()
-    cutter = PieceCutter(tokenizer)
+def _encode(name: str) -> Callable[[str], list[int]]:
+    return lambda text: _tokenizer(name).encode(text, add_special_tokens=False).ids
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Lengths of the texts that are encoded; documents of 700 bytes are already long."""
+    monkeypatch.setattr(document_pieces, "_MARGIN", 100)
+    monkeypatch.setattr(document_pieces, "PIECE_BYTES", 700)
+    return []
+
+
+def _check(name: str, text: str, encoded: list[int]) -> None:
+    """Raises AssertionError if the pieces of a text have other ids."""
+    encode = _encode(name)
+    whole = encode(text)
+
+    def counted(text: str) -> list[int]:
+        encoded.append(len(text.encode()))
+        return encode(text)
+
+    pieces = encode_in_pieces(counted, text.encode(), 700)
+    assert list(itertools.chain.from_iterable(pieces)) == whole, text
+
+
+@pytest.mark.parametrize("name", _TOKENIZERS)
+def test_pieces_have_the_ids_of_the_whole(name: str, encoded: list[int]):
+    assert is_local(_tokenizer(name)) == (name != "quotes")
+    if name == "quotes":
+        return
     for seed in range(2):
-        text = _text(2000, seed=seed)
-        pieces = list(cutter.pieces(text))
-        assert "".join(pieces) == text
-        ids = list(itertools.chain.from_iterable(_ids(tokenizer, piece) for piece in pieces))
-        assert ids == _ids(tokenizer, text)
-        assert (max(map(len, pieces)) < 1000) == (name in _CUT)
+        _check(name, _text(1000, seed), encoded)
+    assert max(encoded) <= 700
 
 
-def test_texts_without_words_are_not_cut(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(document_pieces, "PIECE_CHARACTERS", 300)
-    monkeypatch.setattr(document_pieces, "_WINDOW", 100)
-    cutter = PieceCutter(_CUT["byte-level"]())
-    for text in ("", "a" * 1000, " " * 1000, "\n" * 1000):
-        assert list(cutter.pieces(text)) == [text] * bool(text)
-    chinese = "中文文本，" * 200
-    assert max(map(len, cutter.pieces(chinese))) <= 300
+_LONG_WORDS = {
+    "emoji": "🙂👩‍👩‍👧🙃" * 300,
+    "Chinese": "中文文本，" * 300,
+    "digits": "".join(random.Random(3).choices("0123456789", k=5000)),
+    "genome": "".join(random.Random(4).choices("ACGT", k=5000)),
+    "letter": "a" * 5001,
+    "spaces": "a" + " " * 5001 + "b",
+    "lines": "\n" * 5001,
+    "base64": "".join(random.Random(5).choices("abcXYZ0189+/", k=5000)),
+}
+
+
+@pytest.mark.parametrize("text", _LONG_WORDS.values(), ids=_LONG_WORDS)
+@pytest.mark.parametrize("name", ["byte-level", "cl100k", "no pre-tokenizer", "Llama 2", "Unigram"])
+def test_long_words_have_the_ids_of_the_whole(name: str, text: str, encoded: list[int]):
+    _check(name, text, encoded)
+    if name in ("byte-level", "cl100k", "no pre-tokenizer"):
+        assert max(encoded) <= 700

@@ -110,7 +110,7 @@ def test_text_is_tokenized_a_little_at_a_time(
     tokenize_part(folder, 0, TextsPart(TEXTS * 5), tokenizer, OPTIONS)
     sizes: list[int] = []
     encode = tokenizer.encode_batch
-    monkeypatch.setattr(prepare_part, "_BATCH_CHARACTERS", characters)
+    monkeypatch.setattr(prepare_part, "PIECE_BYTES", characters)
     monkeypatch.setattr(tokenizer, "encode_batch", lambda t: sizes.append(len(t)) or encode(t))
     tokenize_part(folder, 1, TextsPart(TEXTS * 5), tokenizer, OPTIONS)
     assert _tokens(folder, 1) == _tokens(folder, 0)
@@ -196,34 +196,37 @@ def test_files_of_a_part_are_named_by_its_number(tmp_path: pathlib.Path):
     assert part_file(str(tmp_path), 12, "json") == str(tmp_path / "parts" / "00012.json")
 
 
+@pytest.mark.parametrize("encoded", [False, True])
 def test_a_long_document_is_encoded_in_pieces(
-    folder: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    folder: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, encoded: bool
 ):
-    monkeypatch.setattr(document_pieces, "PIECE_CHARACTERS", 5000)
-    monkeypatch.setattr(tokenizer_module, "PIECE_CHARACTERS", 5000)
-    monkeypatch.setattr(prepare_part, "_BATCH_CHARACTERS", 5000)
+    monkeypatch.setattr(prepare_part, "PIECE_BYTES", 5000)
+    monkeypatch.setattr(tokenizer_module, "PIECE_BYTES", 5000)
     text = "".join(f"word{i} Grüße, " for i in range(10_000))
     encode, sizes = tokenizer.encode_batch, []
     monkeypatch.setattr(
         tokenizer, "encode_batch", lambda texts: sizes.append(sum(map(len, texts))) or encode(texts)
     )
-    tokenize_part(folder, 0, TextsPart(("ab", text, "c")), tokenizer, OPTIONS)
+    long: Any = text.encode() if encoded else text
+    tokenize_part(folder, 0, TextsPart(("ab", long, "c")), tokenizer, OPTIONS)
     end = tokenizer.eos_id
     assert _tokens(folder, 0) == [*b"ab", end, *text.encode(), end, *b"c", end]
     assert np.load(part_file(folder, 0, "lengths.npy")).tolist() == [3, len(text.encode()) + 1, 2]
-    assert max(sizes) <= 10_000
+    assert max(sizes) <= 5000
 
 
-def test_a_document_that_cannot_be_cut_is_reported_with_its_memory(
+def test_a_document_that_cannot_be_divided_is_reported_with_its_memory(
     folder: str,
     tokenizer: Tokenizer,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ):
-    monkeypatch.setattr(prepare_part, "PIECE_CHARACTERS", 100)
-    tokenize_part(folder, 0, TextsPart(("x" * 1000, "y" * 900)), tokenizer, OPTIONS)
+    monkeypatch.setattr(prepare_part, "PIECE_BYTES", 100)
+    monkeypatch.setattr(document_pieces, "PIECE_BYTES", 100)
+    monkeypatch.setattr(tokenizer_module, "is_local", lambda _: False)
+    tokenize_part(folder, 0, TextsPart(("x" * 1000, "y" * 90)), tokenizer, OPTIONS)
     assert len(caplog.records) == 1
-    assert "1000 characters" in caplog.text
+    assert "1.0 kB" in caplog.text
     assert "200.0 kB" in caplog.text
 
 
