@@ -10,6 +10,7 @@ Letters: B sequences of a batch, S sequence length, R sequences of an epoch.
 import copy
 import enum
 import functools
+import itertools
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
@@ -37,7 +38,6 @@ from moelib.data.packing import (
     check_long_documents,
     make_plan,
 )
-from moelib.data.store_check import BackgroundCheck
 from moelib.data.token_source import TokenSource
 from moelib.data.tokenizer import Tokenizer
 
@@ -136,11 +136,6 @@ class LMInput(Input):
         """True if the iterator never ends."""
         return self.config.mode is InputMode.TRAIN and self.config.max_batches is None
 
-    def is_first_epoch(self, step: int) -> bool:
-        """Returns whether a step of training is in the first epoch."""
-        begun = step * self.config.global_batch_size
-        return self.config.mode is InputMode.TRAIN and begun < self.sequences_per_epoch
-
     def batch(self, step: int) -> "Batch":
         """Returns the global batch of a step, counted from 0."""
         return self.host_batch(step, 0, 1)
@@ -213,19 +208,17 @@ class LMInputIterator(BatchIterator):
     def __init__(self, lm_input: LMInput, host_index: int, num_hosts: int) -> None:
         self._input, self._host = lm_input, (host_index, num_hosts)
         self.step = 0  # The next one.
-        self._check: BackgroundCheck | None = None
+        checks = (source.check_in_steps(host_index, num_hosts) for source in lm_input.sources)
+        self._checks = itertools.chain.from_iterable(checks)
 
     def __next__(self) -> "Batch":
         """Returns this host's sequences of the next step.
 
-        In the first epoch of training, a thread checks the sources. Raises UserError soon after it
-        has found damage.
+        In training, also checks some data of the sources. Raises UserError at damage.
         """
         lm_input = self._input
-        if self._check is None and lm_input.is_first_epoch(self.step):
-            self._check = BackgroundCheck(lm_input.sources, *self._host)
-        if self._check is not None:
-            self._check.raise_error()
+        if lm_input.config.mode is InputMode.TRAIN:
+            next(self._checks, None)
         if not lm_input.is_endless and self.step >= lm_input.num_batches:
             raise StopIteration
         batch = lm_input.host_batch(self.step, *self._host)

@@ -1,19 +1,11 @@
 """Checks of a token store's files against the hashes of their blocks."""
 
 import hashlib
-import itertools
 import os
-import threading
-import time
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
-
-from moelib.core.errors import UserError
-from moelib.data.token_source import TokenSource
+from collections.abc import Sequence
 
 BLOCK_BYTES = 4 << 20  # A block is read and hashed in some 10 ms.
 SAMPLED_BLOCKS = 8  # Largest number of blocks of tokens that opening a store checks.
-_SHARE = 0.1  # Share of a core that a check in the background takes.
 
 Block = tuple[str, int]  # Name of a file, and the number of the block in it.
 
@@ -42,37 +34,3 @@ def damage(folder: str, block: Block, hashes: Sequence[str]) -> str:
         return f"{name} cannot be read ({error.strerror})"
     begin = number * BLOCK_BYTES
     return f"bytes {begin} to {begin + BLOCK_BYTES} of {name} are not those that were written"
-
-
-class BackgroundCheck:
-    """Checks the data that opening sources did not, in a thread that ends with this object.
-
-    Hosts share the work. The first step is taken here: without one, no thread is started.
-    """
-
-    def __init__(self, sources: Iterable[TokenSource], host_index: int, num_hosts: int) -> None:
-        self._error: UserError | None = None
-        checks = (source.check_in_background(host_index, num_hosts) for source in sources)
-        steps = itertools.chain.from_iterable(checks)
-        for _ in itertools.islice(steps, 1):
-            arguments = (weakref.ref(self), steps)
-            threading.Thread(target=_check, args=arguments, name="check", daemon=True).start()
-
-    def raise_error(self) -> None:
-        """Raises UserError if damage was found."""
-        if self._error is not None:
-            raise self._error
-
-
-def _check(owner: "weakref.ref[BackgroundCheck]", steps: Iterator[None]) -> None:
-    """Takes the steps, with pauses so that they take `_SHARE` of the time."""
-    begin = time.monotonic()
-    try:
-        for _ in steps:
-            if owner() is None:
-                return
-            time.sleep((time.monotonic() - begin) * (1 / _SHARE - 1))
-            begin = time.monotonic()
-    except UserError as error:
-        if (found := owner()) is not None:
-            found._error = error

@@ -47,10 +47,10 @@ class TokenSource(Configurable):
     def file(self, index: int) -> Any:
         """Returns all tokens of a file: a flat array, or an object whose slices are arrays."""
 
-    def check_in_background(self, host_index: int, num_hosts: int) -> Iterator[None]:
-        """Checks the data that were not checked when the source was opened, in short steps.
+    def check_in_steps(self, host_index: int, num_hosts: int) -> Iterator[None]:
+        """Checks a host's share of the data that opening the source did not, a little per step.
 
-        Hosts share the checks; training runs them in a thread. Raises UserError at damage.
+        Training takes a step per batch. Raises UserError at damage.
         """
         del host_index, num_hosts
         return iter(())
@@ -105,7 +105,7 @@ class TokenSource(Configurable):
         files = np.searchsorted(self.file_starts, positions, side="right") - 1
         local = positions - self.file_starts[files]
         pairs = zip(files.tolist(), local.tolist(), strict=True)
-        return np.array([self.file(index)[offset] for index, offset in pairs], np.int32)
+        return np.array([self.file(i)[j : j + 1][0] for i, j in pairs], np.int32)
 
 
 class InMemoryTokens(TokenSource):

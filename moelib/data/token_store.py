@@ -11,8 +11,8 @@ A store is a folder:
     token_num_bytes.npy   bytes of text that each token covers, int32 [V]
 
 meta.json holds its own SHA-256 and a hash of each block of the other files. Opening a store checks
-all blocks but those of tokens, of which it checks a sample; training checks the others in the
-background (`BackgroundCheck`), and `TokenStore.verify` checks all.
+all blocks but those of tokens, of which it checks a sample; training checks another one per batch,
+and `TokenStore.verify` checks all.
 
 A hash of a document's index and the store's split seed assigns the document to a split (train,
 validation). No file lists the assignment: the fractions in meta.json determine it, so training and
@@ -41,14 +41,13 @@ from moelib.core.errors import MissingFileError, UserError
 from moelib.core.files import write_json
 from moelib.data import store_check
 from moelib.data.hashing import random_uniform
-from moelib.data.token_source import TokenSource, check_vocabulary
+from moelib.data.token_source import TokenSource
 from moelib.data.tokenizer import FILE_NAME, NoTokenizerError, Tokenizer
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
 META = "meta.json"
-_TOKENS_ENDING = ".bin"
 LENGTHS = "lengths.npy"
 NUM_BYTES = "num_bytes.npy"
 TOKEN_NUM_BYTES = "token_num_bytes.npy"
@@ -90,7 +89,7 @@ def token_dtype(vocab_size: int) -> str:
 
 def tokens_file(index: int) -> str:
     """Returns the name of a file of tokens."""
-    return f"tokens-{index:05d}{_TOKENS_ENDING}"
+    return f"tokens-{index:05d}.bin"
 
 
 def write_meta(path: str, meta: StoreMeta) -> None:
@@ -125,16 +124,14 @@ def read_meta(path: str) -> StoreMeta:
         where = path if os.path.isabs(path) else f"{path} (in {os.getcwd()})"
         raise MissingFileError(f"There is no token store at {where}; {cure}") from None
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        reason = f"{error}"
         raise UserError(
-            f"{file_path} is damaged ({reason:.200}); copy it again, or prepare the store again."
+            f"{file_path} is damaged ({error!s:.200}); copy it again, or prepare the store again."
         ) from None
 
 
 def _digest(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(
-        json.dumps(content, sort_keys=True, ensure_ascii=False).encode()
-    ).hexdigest()
+    text = json.dumps(content, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _check_values(meta: StoreMeta) -> None:
@@ -212,7 +209,7 @@ class TokenStore(TokenSource):
         self.starts, self.lengths = starts[members], lengths[members]
         split = "" if cfg.split is None else f" {cfg.split} {meta.splits} {meta.split_seed}"
         self.fingerprint = hashlib.sha256((meta.content_hash + split).encode()).hexdigest()
-        self._open = functools.lru_cache(maxsize=256)(self._open_file)  # Limits the open files.
+        self._open = functools.lru_cache(maxsize=256)(_TokenFile)  # Limits the open files.
 
     def _members(self) -> npt.NDArray[np.bool_] | slice:
         """Returns an index of the documents in the split."""
@@ -243,13 +240,11 @@ class TokenStore(TokenSource):
         """Raises UserError if a file is missing or has a wrong size."""
         itemsize = np.dtype(self.meta.dtype).itemsize
         for index, tokens in enumerate(self.meta.file_tokens):
-            name = tokens_file(index)
-            path = os.path.join(self.config.path, name)
+            path = self._path(name := tokens_file(index))
             if not os.path.exists(path):
                 raise self._damaged(f"{name} is missing")
             if (size := os.path.getsize(path)) != tokens * itemsize:
                 raise self._damaged(f"{name} has {size} bytes, not {tokens * itemsize}")
-
         if not self.meta.block_hashes:
             logger.info(
                 "%s has no hashes of its blocks, because an older version made it: only sizes are "
@@ -259,9 +254,11 @@ class TokenStore(TokenSource):
 
     def _blocks(self) -> tuple[list[store_check.Block], list[store_check.Block]]:
         """Returns the blocks that are checked on opening, with a sample of tokens, and the rest."""
-        hashes = self.meta.block_hashes
-        blocks = [(name, number) for name in hashes for number in range(len(hashes[name]))]
-        tokens = [block for block in blocks if block[0].endswith(_TOKENS_ENDING)]
+        hashes = self.meta.block_hashes.items()
+        blocks = [(name, number) for name, of_file in hashes for number in range(len(of_file))]
+        tokens = [
+            block for block in blocks if block[0] not in (LENGTHS, NUM_BYTES, TOKEN_NUM_BYTES)
+        ]
         stride = max(-(-len(tokens) // store_check.SAMPLED_BLOCKS), 1)
         rest = set(tokens) - set(tokens[::stride])
         return [each for each in blocks if each not in rest], sorted(rest)
@@ -273,7 +270,7 @@ class TokenStore(TokenSource):
             if found := store_check.damage(self.config.path, block, hashes):
                 raise self._damaged(found)
 
-    def check_in_background(self, host_index: int, num_hosts: int) -> Iterator[None]:
+    def check_in_steps(self, host_index: int, num_hosts: int) -> Iterator[None]:
         """Checks a host's share of the blocks that opening the store did not, one per step."""
         for block in self._blocks()[1][host_index::num_hosts]:
             self._check_blocks([block])
@@ -282,7 +279,7 @@ class TokenStore(TokenSource):
     def _array(self, name: str, size: int) -> npt.NDArray[Any]:
         """Returns an array of the store. Raises UserError if it is damaged."""
         try:
-            with open(os.path.join(self.config.path, name), "rb") as file:
+            with open(self._path(name), "rb") as file:
                 array = np.load(file)
         except OSError as error:
             raise self._damaged(f"{name} cannot be read ({error})") from None
@@ -292,13 +289,12 @@ class TokenStore(TokenSource):
             raise self._damaged(f"{name} has {array.size} entries of {array.dtype}, not {size}")
         return array
 
-    def _open_file(self, index: int) -> "_TokenFile":
-        path = os.path.join(self.config.path, tokens_file(index))
-        return _TokenFile(path, self.meta.dtype)
+    def _path(self, name: str) -> str:
+        return os.path.join(self.config.path, name)
 
     def file(self, index: int) -> "_TokenFile":
         """Returns the tokens of a file, which are read on use."""
-        return self._open(index)
+        return self._open(self._path(tokens_file(index)), self.meta.dtype)
 
     @property
     def num_bytes(self) -> npt.NDArray[np.int64]:
@@ -347,24 +343,16 @@ class TokenStore(TokenSource):
             self._check_blocks([block])
             on_bytes(store_check.BLOCK_BYTES)
         if not self.meta.block_hashes:
-            self._verify_content(on_bytes)
+            hashes = []
+            for index in range(len(self.meta.file_tokens)):
+                with open(self._path(tokens_file(index)), "rb") as file:
+                    hashes.append(hashlib.file_digest(file, "sha256").hexdigest())
+                    on_bytes(file.tell())
+            lengths = self._array(LENGTHS, self.meta.num_documents)
+            if content_hash(hashes, lengths) != self.meta.content_hash:
+                raise self._damaged("its tokens or lengths are not those that were written")
         if self.meta.eos_token:
             self.tokenizer()
-
-    def _verify_content(self, on_bytes: Callable[[int], None]) -> None:
-        """Raises UserError if the hash of tokens and lengths is not that of meta.json."""
-        hashes = []
-        for index, num_tokens in enumerate(self.meta.file_tokens):
-            digest, file = hashlib.sha256(), self.file(index)
-            for start in range(0, num_tokens, store_check.BLOCK_BYTES):
-                tokens = file[start : min(start + store_check.BLOCK_BYTES, num_tokens)]
-                check_vocabulary(tokens, self.vocab_size, f"{self.name}, {tokens_file(index)}")
-                digest.update(tokens)
-                on_bytes(tokens.nbytes)
-            hashes.append(digest.hexdigest())
-        lengths = self._array(LENGTHS, self.meta.num_documents)
-        if content_hash(hashes, lengths) != self.meta.content_hash:
-            raise self._damaged("its tokens or lengths are not those that were written")
 
 
 class _TokenFile:
@@ -380,17 +368,16 @@ class _TokenFile:
     def __del__(self) -> None:
         os.close(self._descriptor)
 
-    def __getitem__(self, index: slice | int) -> Any:
-        start, stop = (index, index + 1) if isinstance(index, int) else (index.start, index.stop)
+    def __getitem__(self, index: slice) -> npt.NDArray[np.unsignedinteger]:
         size = self._dtype.itemsize
-        data = os.pread(self._descriptor, (stop - start) * size, start * size)
-        if len(data) != (stop - start) * size:
+        num_bytes = (index.stop - index.start) * size
+        data = os.pread(self._descriptor, num_bytes, index.start * size)
+        if len(data) != num_bytes:
             raise UserError(
-                f"{self._path} ends before token {stop}: it has been cut short while it was in "
-                "use, or its disk fails; restore the file and run the same command again."
+                f"{self._path} ends before token {index.stop}: it has been cut short while it was "
+                "in use, or its disk fails; restore the file and run the same command again."
             )
-        tokens = np.frombuffer(data, self._dtype)
-        return tokens[0] if isinstance(index, int) else tokens
+        return np.frombuffer(data, self._dtype)
 
 
 def content_hash(file_hashes: Sequence[str], lengths: npt.NDArray[np.unsignedinteger]) -> str:

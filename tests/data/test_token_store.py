@@ -9,14 +9,13 @@ import pathlib
 import re
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
 
 from moelib.core.errors import UserError
 from moelib.data import store_check, token_store
-from moelib.data.lm_input import LMInput
+from moelib.data.lm_input import InputMode, LMInput
 from moelib.data.prepare import prepare
 from moelib.data.source import InMemorySource
 from moelib.data.token_store import TokenStore, check_splits, split_of_documents, token_dtype
@@ -157,10 +156,6 @@ def test_changed_tokens_are_found_by_verify_in_a_store_of_an_older_version(path:
     _flip(path / token_store.tokens_file(0), 0)
     with pytest.raises(ValueError, match=str(path)):
         _open(path).verify()
-    _flip(path / token_store.tokens_file(0), 1)
-    _flip(path / token_store.tokens_file(0), 0)
-    with pytest.raises(ValueError, match=r"tokens-00000.bin:.*id 3\d\d \(token 0\)"):
-        _open(path).verify()
 
 
 def test_a_store_of_an_older_version_has_the_same_identity(
@@ -185,7 +180,7 @@ def test_a_flipped_bit_is_found_when_the_store_is_opened(path: pathlib.Path, nam
         _open(path)
 
 
-def test_blocks_that_opening_leaves_out_are_found_in_the_background(
+def test_blocks_that_opening_leaves_out_are_found_batch_by_batch(
     path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(store_check, "BLOCK_BYTES", 64)
@@ -202,26 +197,26 @@ def test_blocks_that_opening_leaves_out_are_found_in_the_background(
     found = 0
     for host in range(2):  # Only one of two hosts has the block.
         with contextlib.suppress(ValueError):
-            list(store.check_in_background(host, 2))
+            list(store.check_in_steps(host, 2))
             found += 1
     assert found == 1
     cfg = LMInput.default_config().set(source=store.config, seq_len=16, global_batch_size=2)
-    batches = itertools.takewhile(lambda _: not time.sleep(0.01), cfg.instantiate().iterator())
-    with pytest.raises(ValueError, match=f"damaged: bytes 64 to 128 of {name}"):
-        collections.deque(batches, maxlen=0)
-    later = cfg.instantiate().iterator()
-    later.step = cfg.instantiate().num_batches  # In the second epoch.
-    next(later)
-    assert later._check is None
+    num_checked = len(store._blocks()[1])
+    for step in (0, 1000):  # Each run checks the store again.
+        batches = cfg.instantiate().iterator()
+        batches.step = step
+        with pytest.raises(ValueError, match=f"damaged: bytes 64 to 128 of {name}"):
+            collections.deque(itertools.islice(batches, num_checked), maxlen=0)
+    cfg.mode = InputMode.EVALUATE
+    assert list(cfg.instantiate().iterator())
 
 
-@pytest.mark.parametrize(("index", "end"), [(slice(10, 20), 20), (12, 13)])
-def test_tokens_that_a_file_has_lost_are_named(path: pathlib.Path, index: slice | int, end: int):
+def test_tokens_that_a_file_has_lost_are_named(path: pathlib.Path):
     file = _open(path).file(0)
     os.truncate(path / token_store.tokens_file(0), 25)
     assert list(file[0:10]) == list(TEXTS[0].encode())[:10]
-    with pytest.raises(UserError, match=rf"{path / token_store.tokens_file(0)}.* {end}:"):
-        file[index]
+    with pytest.raises(UserError, match=rf"{path / token_store.tokens_file(0)}.* 20:"):
+        file[10:20]
 
 
 _READER = """
