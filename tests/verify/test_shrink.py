@@ -3,13 +3,15 @@
 import math
 
 import jax
+import numpy as np
 import pytest
 
 from experiments import flame_moe, gpt_oss, open_models
 from moelib.core.config_paths import sub_configs
-from moelib.core.param import is_spec
+from moelib.core.param import is_spec, specs_by_path
 from moelib.layers.moe.dispatch_ragged import RaggedDispatcher
 from moelib.models.huggingface.families import settings_of
+from moelib.parallel.sharding import DEFAULT_RULES
 from moelib.verify.shrink import runnable, shrink
 
 CONFIGS = {
@@ -55,6 +57,37 @@ def test_sizes_keep_common_divisors_with_the_devices(name):
         assert math.gcd(after[path], 8) == math.gcd(before, 8), path
         compared += 1
     assert compared >= 4
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_part_of_a_random_config_splits_over_the_same_meshes(seed):
+    """A dimension splits over a divisor of the devices that it has in common with them."""
+    rng = np.random.default_rng(seed)
+    num_devices, num_kv_heads = rng.choice([4, 6, 8, 16]), int(rng.integers(1, 13))
+    num_experts = int(rng.integers(2, 97))
+    cfg = CONFIGS["flame-moe-tiny"]()
+    cfg.model.set(dim=int(rng.integers(2, 40)) * 4)
+    sizes = {
+        "num_heads": num_kv_heads * int(rng.integers(1, 9)),
+        "num_kv_heads": num_kv_heads,
+        "head_dim": 16,
+        "num_experts": num_experts,
+        "num_experts_per_token": int(rng.integers(1, min(num_experts, 8) + 1)),
+        "hidden_dim": int(rng.integers(2, 200)),
+    }
+    for _, holder in sub_configs(cfg.model):
+        holder.set(**{name: size for name, size in sizes.items() if name in dict(holder.items())})
+    small, _ = shrink(cfg, int(num_devices))
+    before, after = (specs_of(each) for each in (cfg, small))
+    for path, spec in after.items():
+        for name, size, new in zip(spec.axes, before[path].shape, spec.shape, strict=True):
+            if DEFAULT_RULES.get(name):
+                assert math.gcd(new, num_devices) == math.gcd(size, num_devices), (path, name)
+
+
+def specs_of(cfg):
+    trainer = cfg.clone(dir="unused").instantiate(parent=None)
+    return specs_by_path(trainer.model.create_parameter_specs_recursively())
 
 
 def test_widths_that_differ_still_differ_and_equal_ones_are_equal():
