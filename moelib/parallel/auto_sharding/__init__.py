@@ -1,0 +1,1 @@
+"""Tensor parallelism for any JAX function: the computation decides what is sharded, not names."""

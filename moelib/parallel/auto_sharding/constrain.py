@@ -1,0 +1,113 @@
+"""Parameters stored by FSDP, gathered where the computation reads them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Literal
+from jax.sharding import PartitionSpec
+
+from moelib.core.jaxpr import inner_jaxprs
+from moelib.parallel.auto_sharding.classes import ALIASES, split_of_scan
+from moelib.parallel.sharding import current_mesh
+
+
+def constrain_at_use(fn: Callable[..., Any], use_specs: Any) -> Callable[..., Any]:
+    """Returns `fn` with each parameter gathered to its spec just before each operation.
+
+    Inside scans and rematerialized functions this happens in their bodies: a step then gathers one
+    layer at a time, after the cast of its parameters, instead of moving activations. Without a mesh
+    (`jax.set_mesh`) it changes nothing.
+
+    Args:
+        fn: Function of (params, *args).
+        use_specs: PartitionSpecs of the parameters, as `auto_partition_specs` returns them.
+    """
+
+    def constrained(params: Any, *args: Any) -> Any:
+        if current_mesh() is None:
+            return fn(params, *args)
+        closed, shape = jax.make_jaxpr(fn, return_shape=True)(params, *args)
+        leaves, others = jax.tree.leaves(params), jax.tree.leaves(args)
+        specs = jax.tree.leaves(use_specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        known = [*specs, *(None for _ in others)]
+        results = _evaluate(closed.jaxpr, closed.consts, [*leaves, *others], known)
+        return jax.tree.unflatten(jax.tree.structure(shape), results)
+
+    return constrained
+
+
+def _evaluate(
+    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], known: Sequence[PartitionSpec | None]
+) -> list[Any]:
+    """Evaluates a jaxpr; arguments with a spec are constrained where they are read."""
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    specs = {v: spec for v, spec in zip(jaxpr.invars, known, strict=True) if spec is not None}
+    gathered: dict[Any, Any] = {}
+    stored = lambda v: v.val if isinstance(v, Literal) else values[v]
+
+    def used(v: Any) -> Any:
+        if isinstance(v, Literal) or v not in specs:
+            return stored(v)
+        if v not in gathered:
+            gathered[v] = jax.lax.with_sharding_constraint(values[v], specs[v])
+        return gathered[v]
+
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        inner = [None if isinstance(v, Literal) else specs.get(v) for v in eqn.invars]
+        if any(inner) and name == "scan":
+            results = _scan(eqn, list(map(stored, eqn.invars)), inner)
+        elif any(inner) and name in ("jit", "remat2", "checkpoint"):
+            results = _call(eqn, list(map(stored, eqn.invars)), inner)
+        elif name in ALIASES and inner[0] is not None:
+            results = _bind(eqn, [stored(eqn.invars[0])])
+            specs[eqn.outvars[0]] = inner[0]
+        else:
+            results = _bind(eqn, list(map(used, eqn.invars)))
+        values |= dict(zip(eqn.outvars, results, strict=True))
+    return [used(v) for v in jaxpr.outvars]
+
+
+def _bind(eqn: Any, args: list[Any]) -> list[Any]:
+    params = eqn.primitive.get_bind_params(eqn.params)
+    functions, params = params if isinstance(params, tuple) else ((), params)  # Before JAX 0.12.
+    with eqn.ctx.manager:
+        results = eqn.primitive.bind(*functions, *args, **params)
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def _call(eqn: Any, args: list[Any], known: Sequence[PartitionSpec | None]) -> list[Any]:
+    closed = eqn.params["jaxpr"]
+    body = lambda *args: _evaluate(
+        getattr(closed, "jaxpr", closed), getattr(closed, "consts", ()), args, known
+    )
+    if eqn.primitive.name != "jit":
+        body = jax.checkpoint(
+            body, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"]
+        )
+    return body(*args)
+
+
+def _scan(eqn: Any, args: list[Any], known: Sequence[PartitionSpec | None]) -> list[Any]:
+    body, consts = next(inner_jaxprs(eqn)).jaxpr, getattr(eqn.params["jaxpr"], "consts", ())
+    num_fixed, num_carried = split_of_scan(eqn)
+    num_consts = num_fixed - num_carried
+    inside = [
+        spec if spec is None or i < num_fixed else PartitionSpec(*tuple(spec)[1:])
+        for i, spec in enumerate(known)
+    ]
+
+    def step(carry: Any, entries: Any) -> Any:
+        results = _evaluate(body, consts, [*args[:num_consts], *carry, *entries], inside)
+        return results[:num_carried], results[num_carried:]
+
+    carry, outputs = jax.lax.scan(
+        step,
+        args[num_consts:num_fixed],
+        args[num_fixed:],
+        length=eqn.params["length"],
+        reverse=eqn.params["reverse"],
+        unroll=eqn.params["unroll"],
+    )
+    return [*carry, *outputs]

@@ -1,0 +1,423 @@
+"""Dimension rules: which dimensions of an operation's operands and results are the same.
+
+A rule is like an einsum, and like the sharding rules of Shardy: the product of two matrices has the
+rule "m k, k n -> m n". `rule_of` gives the rule of an equation of a jaxpr, and
+`register_dimension_rule` adds those of kernels, which it cannot read.
+"""
+
+import math
+import re
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Any, NamedTuple
+
+from moelib.core.errors import UserError
+
+Names = tuple[Hashable, ...]  # A name for each dimension of an array.
+
+_ELEMENTWISE = frozenset(
+    re.findall(
+        r"\w+",
+        """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
+    bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos
+    cosh digamma div empty eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma
+    igamma_grad_a igammac imag integer_pow iota is_finite le le_to lgamma log log1p log2
+    logistic lt lt_to max min mul name ne neg nextafter not one_minus_square
+    optimization_barrier or polygamma population_count pow random_bits random_fold_in
+    random_gamma random_seed random_split random_unwrap random_wrap real reduce_precision
+    regularized_incomplete_beta rem rng_uniform round rsqrt select_n sharding_constraint
+    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
+    stop_gradient sub tan tanh threefry2x32 xor zeta
+        """,
+    )
+)
+# Primitives that mix all entries along the axes that this parameter gives.
+_ALONG_AXES = {
+    "sort": "dimension",
+    "split": "axis",
+    "rev": "dimensions",
+    "top_k": "axis",
+    "approx_top_k": "reduction_dimension",
+    "concatenate": "dimension",
+    "cumsum": "axis",
+    "cumprod": "axis",
+    "cummax": "axis",
+    "cummin": "axis",
+    "cumlogsumexp": "axis",
+}
+
+
+class DimensionRule(NamedTuple):
+    """A name for each dimension of each operand and result of an operation.
+
+    Dimensions of one name are sharded together. If no result has a name, then each shard computes
+    a term of the results, which are summed over the shards.
+    """
+
+    operands: tuple[Names, ...]
+    results: tuple[Names, ...]
+    replicated: Collection[Hashable] = ()  # Names that the operation needs as a whole.
+    flops: float = 0.0
+
+
+def parse_dimension_rule(text: str) -> DimensionRule:
+    """Returns the rule of a text such as "m k, g k n, g -> m n; replicated g".
+
+    Operands are separated by commas, dimensions by spaces; a scalar has none.
+
+    Raises:
+        UserError: If the text is no such rule.
+    """
+    match = re.fullmatch(r"([\w\s,]*)->([\w\s,]*)(?:;\s*replicated\s+([\w\s]+))?", text)
+    if match is None:
+        raise UserError(
+            f"dimension rule {text!r}: write the names of each operand's and result's dimensions, "
+            'such as "m k, k n -> m n" or "m k, g k n, g -> m n; replicated g".'
+        )
+    operands, results = (
+        tuple(tuple(array.split()) for array in side.split(",")) for side in match.group(1, 2)
+    )
+    replicated = frozenset((match[3] or "").split())
+    if unknown := replicated - {name for names in (*operands, *results) for name in names}:
+        raise UserError(f"dimension rule {text!r}: no array has the dimension {min(unknown)!r}.")
+    return DimensionRule(operands, results, replicated)
+
+
+_registered: dict[str, DimensionRule] = {}
+
+
+def register_dimension_rule(operation: str, rule: str) -> None:
+    """Declares the dimensions of an operation that `auto_partition_specs` cannot read.
+
+    Args:
+        operation: Name of a primitive, or "pallas_call:NAME", "ffi_call:NAME" and "jit:NAME" of one
+            kernel, custom call or function.
+        rule: Its rule, as `parse_dimension_rule` reads it.
+    """
+    _registered[operation] = parse_dimension_rule(rule)
+
+
+def operation_name(eqn: Any) -> str:
+    """Returns the name by which `register_dimension_rule` knows an equation."""
+    named = (eqn.params.get(key) for key in ("name", "target_name", "target"))
+    label = next((str(each) for each in named if each is not None), "")
+    return f"{eqn.primitive.name}:{label}" if label else eqn.primitive.name
+
+
+def registered_rule(eqn: Any) -> DimensionRule | None:
+    """Returns the declared rule of an equation, or None.
+
+    Raises:
+        UserError: If the rule has other numbers of operands, results or dimensions.
+    """
+    name = operation_name(eqn)
+    rule = _registered.get(name) or _registered.get(eqn.primitive.name)
+    if rule is None:
+        return None
+    for kind, names, variables in (
+        ("operands", rule.operands, eqn.invars),
+        ("results", rule.results, eqn.outvars),
+    ):
+        ranks, found = [len(each) for each in names], [len(v.aval.shape) for v in variables]
+        if ranks != found:
+            raise UserError(
+                f"dimension rule of {name}: its {kind} have ranks {ranks}, but those of the call "
+                f"have {found}."
+            )
+    sizes = {
+        name: size
+        for names, v in zip(rule.operands, eqn.invars, strict=True)
+        for name, size in zip(names, v.aval.shape, strict=True)
+    }
+    kept = {name for names in rule.results for name in names}
+    flops = 2.0 * math.prod(sizes.values()) if sizes.keys() - kept - set(rule.replicated) else 0.0
+    return rule._replace(flops=flops)
+
+
+def rule_of(eqn: Any, num_shards: int) -> DimensionRule | None:
+    """Returns the rule of an equation, or None if it is unknown.
+
+    Args:
+        eqn: An equation of a jaxpr, without jaxprs inside.
+        num_shards: Number of shards; it decides which dimensions a reshape keeps.
+    """
+    name = eqn.primitive.name
+    if name in _ELEMENTWISE:
+        return _elementwise(eqn)
+    if name in _ALONG_AXES:
+        return _along_axes(eqn, eqn.params[_ALONG_AXES[name]])
+    if name.startswith(("reduce_window", "cumulative_", "select_and_")):
+        return _windowed(eqn)
+    if name.startswith("reduce_") or name in ("argmax", "argmin", "reduce"):
+        kept = eqn.params.get("axes", eqn.params.get("dimensions"))
+        return _reduction(eqn, kept)
+    if name.startswith("scatter"):
+        return _scatter(eqn)
+    if name == "reshape":
+        return _reshape(eqn, num_shards)
+    make = _RULES.get(name)
+    return None if make is None else make(eqn)
+
+
+# -- Rules of primitives -------------------------------------------------------------------------
+# Names of dimensions are (array, dimension), or a number for a dimension that several arrays share.
+
+
+def _shape(variable: Any) -> tuple[int, ...]:
+    return tuple(getattr(variable.aval, "shape", ()))
+
+
+def _own(array: str, variable: Any) -> list[Hashable]:
+    """Returns names that no other array has."""
+    return [(array, i) for i in range(len(_shape(variable)))]
+
+
+def _positions(axes: Any, rank: int) -> set[int]:
+    return {axis % rank for axis in (axes if isinstance(axes, tuple | list) else (axes,))}
+
+
+def _elementwise(eqn: Any) -> DimensionRule | None:
+    """Equal shapes; scalars and dimensions of size 1 are broadcast."""
+    shape = _shape(eqn.outvars[0])
+    operands: list[Names] = []
+    for k, v in enumerate(eqn.invars):
+        if (own := _shape(v)) and len(own) == len(shape):
+            operands.append(tuple(i if own[i] == shape[i] else (k, i) for i in range(len(own))))
+        elif own and eqn.primitive.name.startswith(("random_", "bitcast")):
+            operands.append(tuple(_own(f"operand{k}", v)))
+        elif own:
+            return None
+        else:
+            operands.append(())
+    return DimensionRule(tuple(operands), (tuple(range(len(shape))),) * len(eqn.outvars))
+
+
+def _same_sizes(eqn: Any) -> DimensionRule:
+    """The first operand and the results share the dimensions of equal size; the others change."""
+    first = _shape(eqn.invars[0])
+    results, changed = [], set()
+    for k, v in enumerate(eqn.outvars):
+        same = [size == own for size, own in zip(_shape(v), first, strict=True)]
+        results.append(tuple(i if keep else ("result", k, i) for i, keep in enumerate(same)))
+        changed |= {name for i, keep in enumerate(same) if not keep for name in (i, results[k][i])}
+    others = (tuple(_own(f"operand{k}", v)) for k, v in enumerate(eqn.invars[1:]))
+    return DimensionRule((tuple(range(len(first))), *others), tuple(results), changed)
+
+
+def _dynamic_update_slice(eqn: Any) -> DimensionRule:
+    whole, part = _shape(eqn.invars[0]), _shape(eqn.invars[1])
+    names = tuple(range(len(whole)))
+    scalars = ((),) * (len(eqn.invars) - 2)
+    changed = {i for i in names if whole[i] != part[i]}
+    return DimensionRule((names, names, *scalars), (names,), changed)
+
+
+def _along_axes(eqn: Any, axes: Any) -> DimensionRule:
+    """Operands and results of one rank share all dimensions but these axes."""
+    rank = len(_shape(eqn.invars[0]))
+    names = tuple(range(rank))
+    operands = tuple(names if _shape(v) else () for v in eqn.invars)
+    return DimensionRule(operands, (names,) * len(eqn.outvars), _positions(axes, rank))
+
+
+def _windowed(eqn: Any) -> DimensionRule | None:
+    """Pooling: dimensions with windows of one entry are kept."""
+    windows = eqn.params.get("window_dimensions")
+    if windows is None or eqn.primitive.name.startswith("select_and_scatter"):
+        return None
+    names = tuple(range(len(windows)))
+    operands = tuple(names if _shape(v) else () for v in eqn.invars)
+    results = (names,) * len(eqn.outvars)
+    return DimensionRule(operands, results, {i for i in names if windows[i] > 1})
+
+
+def _reduction(eqn: Any, axes: Any) -> DimensionRule:
+    rank = len(_shape(eqn.invars[0]))
+    gone, names = _positions(axes, rank), tuple(range(rank))
+    kept = tuple(i for i in names if i not in gone)
+    operands = tuple(names if _shape(v) else () for v in eqn.invars)
+    return DimensionRule(operands, (kept,) * len(eqn.outvars))
+
+
+def _broadcast_in_dim(eqn: Any) -> DimensionRule:
+    shape, result = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    places = eqn.params["broadcast_dimensions"]
+    names = tuple(
+        place if shape[i] == result[place] else ("one", i) for i, place in enumerate(places)
+    )
+    return DimensionRule((names, *((),) * (len(eqn.invars) - 1)), (tuple(range(len(result))),))
+
+
+def _transpose(eqn: Any) -> DimensionRule:
+    order = tuple(eqn.params["permutation"])
+    return DimensionRule((tuple(range(len(order))),), (order,))
+
+
+def _squeeze(eqn: Any) -> DimensionRule:
+    rank = len(_shape(eqn.invars[0]))
+    gone = _positions(eqn.params["dimensions"], rank)
+    kept = tuple(i for i in range(rank) if i not in gone)
+    return DimensionRule((tuple(range(rank)),), (kept,))
+
+
+def _unstack(eqn: Any) -> DimensionRule:
+    names = tuple(range(len(_shape(eqn.invars[0]))))
+    gone = _positions(eqn.params["axis"], len(names))
+    kept = tuple(i for i in names if i not in gone)
+    return DimensionRule((names,), (kept,) * len(eqn.outvars), gone)
+
+
+def _stack(eqn: Any) -> DimensionRule:
+    names = tuple(range(len(_shape(eqn.outvars[0]))))
+    new = _positions(eqn.params["axis"], len(names))
+    operand = tuple(i for i in names if i not in new)
+    return DimensionRule((operand,) * len(eqn.invars), (names,), new)
+
+
+def _reshape(eqn: Any, num_shards: int) -> DimensionRule:
+    """Matches runs of dimensions with equal products.
+
+    The outermost dimensions of two such runs are sharded alike if both divide into the shards.
+    """
+    before, after = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    names, results = _own("operand", eqn.invars[0]), _own("result", eqn.outvars[0])
+    changed: set[Hashable] = set()
+    if 0 not in before:
+        for old, new in _equal_products(before, after):
+            divide = before[old[0]] % num_shards == after[new[0]] % num_shards == 0
+            if divide or len(old) == len(new) == 1:
+                results[new[0]] = names[old[0]]
+                old, new = old[1:], new[1:]
+            changed |= {names[i] for i in old} | {results[i] for i in new}
+    scalars = ((),) * (len(eqn.invars) - 1)
+    return DimensionRule((tuple(names), *scalars), (tuple(results),), changed)
+
+
+def _equal_products(
+    before: Sequence[int], after: Sequence[int]
+) -> list[tuple[list[int], list[int]]]:
+    """Returns the shortest runs of dimensions, sizes of 1 apart, whose products are equal."""
+    sides = [[i for i, size in enumerate(shape) if size > 1] for shape in (before, after)]
+    runs = []
+    while sides[0]:
+        old, new = ([side.pop(0)] for side in sides)
+        while (a := math.prod(before[i] for i in old)) != (b := math.prod(after[i] for i in new)):
+            (old if a < b else new).append(sides[0 if a < b else 1].pop(0))
+        runs.append((old, new))
+    return runs
+
+
+def _dot_general(eqn: Any) -> DimensionRule:
+    (left, right), (left_batch, right_batch) = eqn.params["dimension_numbers"]
+    a, b = _own("a", eqn.invars[0]), _own("b", eqn.invars[1])
+    for i, j in zip((*left, *left_batch), (*right, *right_batch), strict=True):
+        b[j] = a[i]
+    batch = [a[i] for i in left_batch]
+    kept = [
+        name
+        for side, used in ((a, {*left, *left_batch}), (b, {*right, *right_batch}))
+        for i, name in enumerate(side)
+        if i not in used
+    ]
+    contracted = math.prod(_shape(eqn.invars[0])[i] for i in left)
+    flops = 2.0 * math.prod(_shape(eqn.outvars[0])) * contracted
+    return DimensionRule((tuple(a), tuple(b)), ((*batch, *kept),), flops=flops)
+
+
+def _ragged_dot(eqn: Any) -> DimensionRule | None:
+    """[m, k] times one of [g, k, n] for each row; the partitioner cannot shard the groups."""
+    rows, weights = _shape(eqn.invars[0]), _shape(eqn.invars[1])
+    result = _shape(eqn.outvars[0])
+    if (len(rows), len(weights)) != (2, 3) or result != (rows[0], weights[2]):
+        return None
+    flops = 2.0 * rows[0] * rows[1] * weights[2]
+    names = (("m", "k"), ("g", "k", "n"), ("g",))
+    return DimensionRule(names, (("m", "n"),), {"g"}, flops)
+
+
+def _convolution(eqn: Any) -> DimensionRule:
+    numbers, groups = eqn.params["dimension_numbers"], eqn.params["feature_group_count"]
+    (batch, channel, *space), (out, into, *window) = numbers.lhs_spec, numbers.rhs_spec
+    x, w, y = _own("x", eqn.invars[0]), _own("w", eqn.invars[1]), _own("y", eqn.outvars[0])
+    kernel = _shape(eqn.invars[1])
+    y[numbers.out_spec[0]], y[numbers.out_spec[1]] = x[batch], w[out]
+    replicated: set[Hashable] = {w[i] for i in window}
+    if groups == 1:
+        w[into] = x[channel]
+    else:  # Channels stay in their group.
+        x[channel] = w[out]
+        replicated.add(w[into])
+    for i, j, k in zip(space, numbers.out_spec[2:], window, strict=True):
+        if kernel[k] == 1 and _shape(eqn.invars[0])[i] == _shape(eqn.outvars[0])[j]:
+            y[j] = x[i]
+        else:
+            replicated |= {x[i], y[j]}
+    if eqn.params.get("batch_group_count", 1) > 1:
+        replicated |= {x[batch], w[out]}
+    flops = 2.0 * math.prod(_shape(eqn.outvars[0])) * math.prod(kernel) / max(kernel[out], 1)
+    return DimensionRule((tuple(x), tuple(w)), (tuple(y),), replicated, flops)
+
+
+def _gather(eqn: Any) -> DimensionRule:
+    """Looks slices up: a dimension that is searched is summed over, like a product with one-hot."""
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    x, index = _own("x", eqn.invars[0]), _own("index", eqn.invars[1])
+    result, replicated = _own("result", eqn.outvars[0]), set[Hashable]()
+    _link_batches(x, index, numbers.operand_batching_dims, numbers.start_indices_batching_dims)
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    whole = [i for i in range(len(x)) if i not in gone]
+    for place, i in zip(numbers.offset_dims, whole, strict=True):
+        _link_window(result, place, x, i, sizes[i] == _shape(eqn.invars[0])[i], replicated)
+    rest = [i for i in range(len(result)) if i not in numbers.offset_dims]
+    for place, name in zip(rest, index, strict=False):
+        result[place] = name
+    return DimensionRule((tuple(x), tuple(index)), (tuple(result),), replicated)
+
+
+def _scatter(eqn: Any) -> DimensionRule:
+    """Writes or adds updates; each shard takes those in its range."""
+    numbers = eqn.params["dimension_numbers"]
+    x, index, update = (_own(name, v) for name, v in zip("xiu", eqn.invars, strict=True))
+    replicated = set[Hashable]()
+    _link_batches(x, index, numbers.operand_batching_dims, numbers.scatter_indices_batching_dims)
+    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    whole = [i for i in range(len(x)) if i not in gone]
+    shapes = _shape(eqn.invars[0]), _shape(eqn.invars[2])
+    for place, i in zip(numbers.update_window_dims, whole, strict=True):
+        _link_window(update, place, x, i, shapes[0][i] == shapes[1][place], replicated)
+    rest = [i for i in range(len(update)) if i not in numbers.update_window_dims]
+    for place, name in zip(rest, index, strict=False):
+        update[place] = name
+    return DimensionRule((tuple(x), tuple(index), tuple(update)), (tuple(x),), replicated)
+
+
+def _link_batches(x: list[Hashable], index: list[Hashable], of_x: Any, of_index: Any) -> None:
+    for i, j in zip(of_x, of_index, strict=True):
+        index[j] = x[i]
+
+
+def _link_window(
+    part: list[Hashable], place: int, x: list[Hashable], i: int, is_whole: bool, replicated: Any
+) -> None:
+    if is_whole:
+        part[place] = x[i]
+    else:
+        replicated |= {part[place], x[i]}
+
+
+_RULES: dict[str, Callable[[Any], DimensionRule | None]] = {
+    "broadcast_in_dim": _broadcast_in_dim,
+    "conv_general_dilated": _convolution,
+    "dot_general": _dot_general,
+    "dynamic_slice": _same_sizes,
+    "dynamic_update_slice": _dynamic_update_slice,
+    "gather": _gather,
+    "pad": _same_sizes,
+    "ragged_dot": _ragged_dot,
+    "ragged_dot_general": _ragged_dot,
+    "slice": _same_sizes,
+    "squeeze": _squeeze,
+    "stack": _stack,
+    "transpose": _transpose,
+    "unstack": _unstack,
+}
