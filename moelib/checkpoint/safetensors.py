@@ -80,7 +80,9 @@ class TensorFolder:
 
         path = os.path.join(self.folder, name)
         if not os.path.exists(path):
-            detail = f"{INDEX_FILE} names it" if name != SINGLE_FILE else f"nor {INDEX_FILE}"
+            detail = f"{INDEX_FILE} names it"
+            if name == SINGLE_FILE:
+                detail = f"nor {INDEX_FILE}; save a pickled model (*.bin) as safetensors first"
             raise MissingFileError(f"There is no {path}; {detail}.")
         try:
             file = safetensors.safe_open(path, framework="np")

@@ -268,10 +268,15 @@ def _save_iterator(iterator: Any) -> dict[str, str]:
 
 
 def _restore_iterator(iterator: Any, files: dict[str, str]) -> None:
-    """Sets a tf.data iterator to a saved state."""
+    """Sets a tf.data iterator to a saved state. Raises UserError if that names other folders."""
     tf = import_tensorflow()
     with tempfile.TemporaryDirectory() as folder:
         for name, content in files.items():
+            if os.path.basename(name) != name:
+                raise UserError(
+                    f"The saved position in the data has a file {name!r:.80} outside its folder; "
+                    "resume from another checkpoint."
+                )
             with open(os.path.join(folder, name), "wb") as file:
                 file.write(_decode(content))
         read = tf.train.Checkpoint(iterator=iterator).read(os.path.join(folder, "state"))

@@ -1,5 +1,6 @@
 """TFDS, TensorFlow and Beam: optional packages, imported on use."""
 
+import functools
 import importlib
 import importlib.resources
 import importlib.resources.abc
@@ -7,6 +8,8 @@ import sys
 from typing import Any
 
 from moelib.core.errors import UserError
+
+_FEATURES = "tensorflow_datasets.core.features."  # Modules of TFDS's own features.
 
 
 class MissingPackageError(UserError, ModuleNotFoundError):
@@ -23,8 +26,13 @@ def _import(module: str, extra: str, use: str) -> Any:
         ) from error
 
 
+@functools.cache
 def import_tfds() -> Any:
-    """Returns TensorFlow Datasets, without importing TensorFlow."""
+    """Returns TensorFlow Datasets, without importing TensorFlow.
+
+    A data set's features.json names the classes of its features, whose modules TFDS would import.
+    Only those of TFDS itself, and modules that are imported already, are allowed.
+    """
     # TFDS 4.9.10 imports this backport without requiring it; the standard library suffices.
     sys.modules.setdefault("importlib_resources", importlib.resources)
     tfds = _import("tensorflow_datasets", "tfds", "A TFDS data set")
@@ -33,6 +41,18 @@ def import_tfds() -> Any:
             "tensorflow_datasets lacks a package, named in the log above; install it with "
             "`pip install 'moelib[tfds]'`."
         )
+    find_class = tfds.features.FeatureConnector.cls_from_name
+
+    def find_allowed_class(name: str) -> Any:
+        module = name.rpartition(".")[0]
+        if not name.startswith(_FEATURES) and module not in sys.modules:
+            raise UserError(
+                f"features.json may not name {name!r}; if you trust this code, import {module!r} "
+                "in your script first."
+            )
+        return find_class(name)
+
+    tfds.features.FeatureConnector.cls_from_name = staticmethod(find_allowed_class)
     return tfds
 
 

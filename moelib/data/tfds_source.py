@@ -4,6 +4,7 @@ Data sets stored as ArrayRecord or Parquet are read without TensorFlow. Those st
 read through tf.data, which is imported at their first document.
 """
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Iterator, Sequence
@@ -26,23 +27,37 @@ def open_builder(name: str, data_dir: str | None) -> Any:
 
     Raises:
         MissingPackageError: If TFDS is not installed.
-        UserError: If there is no data set of that name.
+        UserError: If there is no data set of that name, or its folder cannot be read.
     """
     tfds = import_tfds()
-    if os.path.isdir(name):
-        return tfds.builder_from_directory(name)
-    try:
-        builder = tfds.builder(name, data_dir=data_dir)
-    except tfds.core.DatasetNotFoundError as error:
-        first = str(error).strip().split("\n")[0]
-        raise UserError(
-            f"TFDS has no data set {name!r} (data_dir={data_dir}): {first} Set name to another, or "
-            "to the folder of a built data set."
-        ) from None
+    with _named_errors(name):
+        try:
+            if os.path.isdir(name):
+                return tfds.builder_from_directory(name)
+            builder = tfds.builder(name, data_dir=data_dir)
+        except tfds.core.DatasetNotFoundError as error:
+            first = str(error).strip().split("\n")[0]
+            raise UserError(
+                f"TFDS has no data set {name!r} (data_dir={data_dir}): {first} Set name to "
+                "another, or to the folder of a built data set."
+            ) from None
     if not builder.is_prepared():
         builder = tfds.builder(name, data_dir=data_dir, file_format="array_record")
         builder.download_and_prepare()
     return builder
+
+
+@contextlib.contextmanager
+def _named_errors(name: str) -> Iterator[None]:
+    """Names the data set in errors about its files, for which TFDS has many classes."""
+    try:
+        yield
+    except UserError as error:
+        raise type(error)(f"{name}: {error}") from None
+    except Exception as error:
+        raise UserError(
+            f"{name} cannot be read as a data set of TFDS ({error!s:.300}); copy or build it again."
+        ) from error
 
 
 def check_split_and_feature(builder: Any, split: str, feature: str) -> None:
@@ -95,8 +110,9 @@ class TFDSPart:
         else:
             import_tensorflow()
             examples = builder.as_dataset(split=split, shuffle_files=False).as_numpy_iterator()
-        for example in examples:
-            yield example[self.feature]
+        with _named_errors(self.name):
+            for example in examples:
+                yield example[self.feature]
 
 
 class TFDSSource(Source):

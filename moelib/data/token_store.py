@@ -147,6 +147,8 @@ def _check_values(meta: StoreMeta) -> None:
         raise ValueError(f"dtype={meta.dtype!r}")
     if min(meta.file_tokens, default=0) < 0 or sum(meta.file_tokens) != meta.num_tokens:
         raise ValueError(f"num_tokens={meta.num_tokens} is not the sum of file_tokens")
+    if outside := [name for name in meta.block_hashes if os.path.basename(name) != name]:
+        raise ValueError(f"block_hashes has {outside[0]!r:.80}, which is not in its folder")
     check_splits(meta.splits)
 
 
@@ -280,12 +282,12 @@ class TokenStore(TokenSource):
         """Returns an array of the store. Raises UserError if it is damaged."""
         try:
             with open(self._path(name), "rb") as file:
-                array = np.load(file)
+                array = np.lib.format.read_array(file, allow_pickle=False)
         except OSError as error:
             raise self._damaged(f"{name} cannot be read ({error})") from None
         except Exception as error:  # NumPy's parser of the header raises errors of many classes.
             raise self._damaged(f"{name} is not an array ({error})") from None
-        if array.shape != (size,) or array.dtype.kind not in "iu":
+        if array.shape != (size,) or array.dtype.kind not in "iu" or array.min(initial=0) < 0:
             raise self._damaged(f"{name} has {array.size} entries of {array.dtype}, not {size}")
         return array
 

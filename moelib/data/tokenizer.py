@@ -54,6 +54,7 @@ class Tokenizer(Configurable):
         try:
             self._content: dict[str, Any] = json.loads(text)
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
+            eos_id = self._tokenizer.token_to_id(eos_token)
         except Exception as error:  # The library raises bare Exception.
             raise UserError(
                 f"{name} is not a tokenizer.json of the tokenizers library: {error}"
@@ -62,7 +63,6 @@ class Tokenizer(Configurable):
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
         self._text = text
-        eos_id = self._tokenizer.token_to_id(eos_token)
         if eos_id is None:
             special = [token["content"] for token in self._content.get("added_tokens", ())]
             raise UserError(
@@ -186,8 +186,14 @@ class PublishedTokenizer(Tokenizer):
 
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)
-        if self.config.bos_token is not None:
-            self.bos_id = self._tokenizer.token_to_id(self.config.bos_token)
+        cfg = self.config
+        if cfg.bos_token is not None:
+            self.bos_id = self._tokenizer.token_to_id(cfg.bos_token)
+        if cfg.add_bos_token and self.bos_id is None:
+            raise UserError(
+                f"{cfg.path}: add_bos_token=True, but bos_token={cfg.bos_token!r} is not a token; "
+                f"correct one of them in {SETTINGS_FILE}."
+            )
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the ids of prompts."""

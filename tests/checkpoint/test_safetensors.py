@@ -1,6 +1,7 @@
 """Folders of safetensors: read back, over many files, and what is damaged."""
 
 import json
+import pathlib
 import re
 
 import ml_dtypes
@@ -135,6 +136,29 @@ def test_a_missing_file_is_named(tmp_path):
     (tmp_path / names[1]).unlink()
     with pytest.raises(FileNotFoundError, match=rf"{names[1]}.*index.json"):
         TensorFolder(str(tmp_path))
+
+
+class _Hostile:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path):
+        self._path = path
+
+    def __reduce__(self):
+        return pathlib.Path.touch, (self._path,)
+
+
+@pytest.mark.parametrize("named_by", [None, "index", "name"])
+def test_a_pickled_model_is_not_unpickled(named_by, tmp_path):
+    name = "model.safetensors" if named_by == "name" else "pytorch_model.bin"
+    hostile = np.array([_Hostile(tmp_path / "ran")], object)
+    hostile.dump(tmp_path / name)
+    if named_by == "index":
+        index = json.dumps({"weight_map": {"a": name}})
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(UserError, match="safetensors"):
+        read_all(tmp_path)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_an_index_that_names_a_tensor_that_is_not_there_is_refused(tmp_path):

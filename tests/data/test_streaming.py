@@ -8,6 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from moelib.core.errors import UserError
 from moelib.core.tree import Batch
 from moelib.data.input import batch_spec
 from moelib.data.packing import DocumentBoundary
@@ -183,3 +184,15 @@ def test_a_data_set_that_tfds_stores_itself_is_read(tmp_path: pathlib.Path):
     )
     source = TFDSSource.default_config().set(name=str(tmp_path / "stored" / "1.0.0"))
     assert sorted(source.instantiate().documents()) == TEXTS
+
+
+def test_a_saved_position_writes_no_file_outside_its_folder(files: str, tmp_path: pathlib.Path):
+    iterator = _config(files).instantiate().iterator()
+    next(iterator)
+    state = iterator.state()
+    written = state["snapshot"]["tf_data"]
+    outside = str(tmp_path / "outside")
+    state["snapshot"]["tf_data"] = written | {outside: next(iter(written.values()))}
+    with pytest.raises(UserError, match=outside):
+        _config(files).instantiate().iterator().restore(state)
+    assert not (tmp_path / "outside").exists()

@@ -1,7 +1,12 @@
+import json
+import os
 import pathlib
+import shutil
 
 import pytest
 
+from moelib.cli import main
+from moelib.core.errors import UserError
 from moelib.data import tfds_source
 from moelib.data.source import InMemorySource
 from moelib.data.tfds_builder import build_text_corpus
@@ -42,3 +47,41 @@ def test_unknown_names_are_reported(folder: str, tmp_path: pathlib.Path):
         _source(folder, split="trian").parts()
     with pytest.raises(ValueError, match=r"'txt'.*text_field:.*'text'"):
         _source(folder, text_field="txt").parts()
+
+
+@pytest.mark.parametrize("key", ["pythonClassName", "type"])
+def test_code_that_a_data_set_names_is_refused_and_not_run(
+    folder: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys, key: str
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "hostile.py").write_text("import pathlib; pathlib.Path('ran').touch()")
+    shutil.copytree(folder, tmp_path / "copy")
+    text: object = {key: "hostile.Text", "content": "{}"} if key == "type" else None
+    features = json.loads((tmp_path / "copy/features.json").read_text())
+    features["featuresDict"]["features"]["text"]["pythonClassName"] = "hostile.Text"
+    (tmp_path / "copy/features.json").write_text(json.dumps(text or features))
+    flags = [f"--source=tfds:{tmp_path / 'copy'}", "--output=out", "--tokenizer=bytes"]
+    assert main.run(["prepare", *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(tmp_path / "copy") in line
+    assert "'hostile.Text'" in line
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("damage", ["features", "info", "truncated", "missing", "folder"])
+def test_a_damaged_data_set_is_named(folder: str, tmp_path: pathlib.Path, damage: str):
+    shutil.copytree(folder, copy := tmp_path / "copy")
+    (records,) = copy.glob("*.array_record*")
+    if damage == "features":
+        (copy / "features.json").write_text("{")
+    elif damage == "info":
+        (copy / "dataset_info.json").write_text('{"name": []}')
+    elif damage == "truncated":
+        os.truncate(records, 70_000)
+    else:
+        records.unlink()
+        if damage == "folder":
+            records.mkdir()
+    with pytest.raises(UserError, match=f"{copy}.*copy or build it again"):
+        list(_source(str(copy)).documents())

@@ -149,6 +149,43 @@ def test_a_damaged_store_is_refused(path: pathlib.Path):
         _open(path)
 
 
+class _Hostile:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self._path = str(path)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return pathlib.Path.touch, (pathlib.Path(self._path),)
+
+
+@pytest.mark.parametrize("kind", ["objects", "pickle", "zip", "negative"])
+@pytest.mark.parametrize("name", ["lengths.npy", "num_bytes.npy", "token_num_bytes.npy"])
+def test_arrays_that_are_not_counts_are_refused(path: pathlib.Path, name: str, kind: str):
+    _as_older_version(path)
+    hostile = np.full(len(np.load(path / name)), _Hostile(path / "ran"), object)
+    with open(path / name, "wb") as file:
+        if kind == "objects":
+            np.save(file, hostile, allow_pickle=True)
+        elif kind == "pickle":
+            hostile.dump(file)
+        elif kind == "zip":
+            np.savez(file, np.ones(len(hostile), np.uint32))
+        else:
+            np.save(file, np.full(len(hostile), -1))
+    with pytest.raises(UserError, match=f"damaged: {name}"):
+        _ = _open(path).num_bytes
+    assert not (path / "ran").exists()
+
+
+def test_meta_that_names_a_file_outside_the_store_is_refused(path: pathlib.Path):
+    meta = token_store.read_meta(str(path))
+    meta.block_hashes["../secret"] = ["0"]
+    token_store.write_meta(str(path), meta)
+    with pytest.raises(UserError, match=r"block_hashes.*'../secret'"):
+        _open(path)
+
+
 def test_changed_tokens_are_found_by_verify_in_a_store_of_an_older_version(path: pathlib.Path):
     _as_older_version(path)
     store = _open(path)

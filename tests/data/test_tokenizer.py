@@ -4,11 +4,13 @@ import pathlib
 import numpy as np
 import pytest
 
+from moelib.core.errors import UserError
 from moelib.data.tokenizer import (
     END_OF_TEXT,
     ByteTokenizer,
     PublishedTokenizer,
     Tokenizer,
+    read_tokenizer,
     train_bpe,
 )
 
@@ -78,6 +80,47 @@ def test_prompts_of_a_published_model_begin_with_bos(
     ids = [*begin, *trained.encode("a"), trained.eos_id]
     assert tokenizer.encode_prompts(["", f"a{END_OF_TEXT}"]) == [begin, ids]
     assert tokenizer.encode_batch(["a"]) == [trained.encode("a")]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"add_bos_token": True},
+        {"add_bos_token": True, "bos_token": "<s>"},
+        {"add_bos_token": "false", "bos_token": END_OF_TEXT},
+        {"bos_token": 5},
+        {"eos_token": "\ud800"},
+    ],
+)
+def test_settings_that_do_not_fit_the_tokenizer_are_refused(
+    trained: Tokenizer, tmp_path: pathlib.Path, settings: dict[str, object]
+):
+    trained.save(str(tmp_path))
+    content = json.dumps({"eos_token": END_OF_TEXT} | settings)
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(UserError, match="|".join((*settings, str(tmp_path)))):
+        read_tokenizer(str(tmp_path), published=True)
+
+
+def test_code_of_a_published_tokenizer_is_not_run(
+    trained: Tokenizer, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    trained.save(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("hostile", "tokenization_hostile"):
+        (tmp_path / f"{name}.py").write_text("import pathlib; pathlib.Path('ran').touch()")
+    settings = {
+        "eos_token": END_OF_TEXT,
+        "auto_map": {"AutoTokenizer": ["hostile.Tokenizer", None]},
+        "tokenizer_class": "HostileTokenizer",
+        "trust_remote_code": True,
+        "chat_template": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    read = read_tokenizer(str(tmp_path), published=True)
+    assert read.encode("a") == trained.encode("a")
+    assert not (tmp_path / "ran").exists()
 
 
 def test_training_again_gives_the_same_tokenizer(trained: Tokenizer, tmp_path: pathlib.Path):
