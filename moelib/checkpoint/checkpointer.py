@@ -16,7 +16,11 @@ from typing import Any, Literal
 import jax
 
 from moelib.checkpoint import checksums, contents
-from moelib.checkpoint.contents import CheckpointRecord, DamagedCheckpointError
+from moelib.checkpoint.contents import (
+    CheckpointRecord,
+    DamagedCheckpointError,
+    UnreadableCheckpointError,
+)
 from moelib.checkpoint.orbax_messages import silence_orbax
 from moelib.checkpoint.policy import every_n_steps_and_last_policy, steps_to_keep
 from moelib.checkpoint.restore import (
@@ -224,8 +228,8 @@ class Checkpointer(Module):
                 record = CheckpointRecord.read(found[step])
             except DamagedCheckpointError:
                 self._damaged.add(step)
-            except OSError as error:
-                logger.warning("No old checkpoint is deleted: %s.", error)
+            except UnreadableCheckpointError as error:
+                logger.warning("No old checkpoint is deleted: %s", error)
                 return
             else:
                 metrics[step] = record.metrics.get(cfg.best_metric or "")

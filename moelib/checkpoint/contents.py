@@ -66,7 +66,7 @@ class CheckpointRecord:
 
         Raises:
             DamagedCheckpointError: If it is missing, damaged, or of another step than the folder.
-            OSError: If it cannot be read for an external reason: see `unreadable`.
+            UnreadableCheckpointError: If it cannot be read for another reason: see `unreadable`.
         """
         file = os.path.join(path, _RECORD_FILE)
         try:
@@ -82,9 +82,8 @@ class CheckpointRecord:
         except FileNotFoundError:
             raise DamagedCheckpointError(f"{path}: the file {_RECORD_FILE} is missing.") from None
         except Exception as error:
-            if unreadable(error):
-                raise
-            raise DamagedCheckpointError(f"{file} cannot be read: {error}.") from error
+            kind = UnreadableCheckpointError if unreadable(error) else DamagedCheckpointError
+            raise kind(f"{file} cannot be read: {error}.") from error
         return record
 
 

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from typing import IO, Any
 
-from moelib.core.errors import UserError
+from moelib.core.errors import MissingFileError, UserError
 
 
 @contextlib.contextmanager
@@ -49,6 +49,29 @@ def write_json(path: str | os.PathLike[str], value: Any, *, indent: int | None =
     with atomic_file(path) as file:
         json.dump(value, file, indent=indent)
         file.write("\n")
+
+
+@contextlib.contextmanager
+def readable(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Names the file that the block reads in errors of the system, which become UserErrors."""
+    try:
+        yield
+    except UserError:
+        raise
+    except OSError as error:
+        if error.errno is None:  # A library's, about the content.
+            raise
+        kind = MissingFileError if isinstance(error, FileNotFoundError) else UserError
+        raise kind(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """Returns the text of a file in UTF-8. Raises UserError if it cannot be read."""
+    with readable(path), open(path, encoding="utf-8") as file:
+        try:
+            return file.read()
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path} is not text in UTF-8 ({error}); restore the file.") from error
 
 
 def parse_json(text: str | bytes) -> Any:

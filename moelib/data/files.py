@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from moelib.core.config import REQUIRED, config_class
 from moelib.core.errors import MissingFileError, UserError
+from moelib.core.files import readable
 from moelib.data.source import BadRecords, Part, Source
 
 # Bytes of text per part: enough to keep a worker busy, few enough to divide the work evenly.
@@ -74,16 +75,22 @@ def find_files(paths: Sequence[str], endings: tuple[str, ...]) -> list[FileStamp
 
 def walk_files(folder: str, endings: tuple[str, ...]) -> Iterator[str]:
     """Yields the files of a folder, at any depth, with these endings; skips token stores."""
-    for parent, folders, names in os.walk(folder):
+    for parent, folders, names in os.walk(folder, onerror=_raise):
         if STORE_MARK in names:
             folders.clear()
             continue
         yield from (os.path.join(parent, name) for name in names if name.endswith(endings))
 
 
+def _raise(error: OSError) -> None:
+    with readable(error.filename):
+        raise error
+
+
 def stamp(path: str) -> FileStamp:
     """Returns a file's path, size and time of modification."""
-    info = os.stat(path)
+    with readable(path):
+        info = os.stat(path)
     return FileStamp(path, info.st_size, info.st_mtime_ns)
 
 
@@ -152,7 +159,7 @@ class TextFilesPart:
         """Yields the text of each file, with its line ends, in pieces if it is too long."""
         del bad_records
         for file in self.files:
-            with open(file.path, "rb") as opened:
+            with readable(file.path), open(file.path, "rb") as opened:
                 data = opened.read()
             python = self.encoding == "python"
             text = _decode_python(data) if python else _decode_utf8(file.path, data)
@@ -212,7 +219,7 @@ class PythonSourceCode(Source):
         root = self.config.path or sysconfig.get_path("stdlib")
         excluded = {"site-packages", "dist-packages", "__pycache__"}
         files = []
-        for parent, folders, names in os.walk(root):
+        for parent, folders, names in os.walk(root, onerror=_raise):
             folders[:] = sorted(set(folders) - excluded)
             files += [stamp(os.path.join(parent, n)) for n in sorted(names) if n.endswith(".py")]
         if not files:

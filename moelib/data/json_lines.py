@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from moelib.core.config import REQUIRED, config_class
 from moelib.core.errors import UserError
+from moelib.core.files import readable
 from moelib.data.files import EXPANSION, FileStamp, find_files, part_size
 from moelib.data.source import BadRecordError, BadRecords, Part, Source
 
@@ -42,7 +43,7 @@ class JsonLinesPart:
 
     def documents(self, bad_records: BadRecords | None = None) -> Iterator[str | bytes]:
         """Yields the text field of each line, in UTF-8 if it is long; blank lines are skipped."""
-        with open_packed(self.file.path) as file:
+        with readable(self.file.path), open_packed(self.file.path) as file:
             for number, lines in enumerate(self._lines(file), 1):
                 if not lines[0].strip():
                     continue

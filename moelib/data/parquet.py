@@ -8,6 +8,7 @@ from typing import Any
 
 from moelib.core.config import REQUIRED, config_class
 from moelib.core.errors import UserError
+from moelib.core.files import readable
 from moelib.data.files import FileStamp, find_files, part_size
 from moelib.data.source import BadRecordError, BadRecords, Part, Source
 
@@ -84,17 +85,19 @@ def _value(scalar: Any) -> object:
 
 @contextlib.contextmanager
 def _named_errors(path: str) -> Iterator[None]:
-    """Names the file in errors of pyarrow about its content."""
+    """Names the file in errors of the system, and in those of pyarrow about its content."""
     import pyarrow
 
-    try:
-        yield
-    except (pyarrow.ArrowException, OSError) as error:
-        if getattr(error, "errno", None):
-            raise  # From the disk.
-        raise UserError(
-            f"{path} cannot be read as a table ({error}); fetch it again, or exclude it from paths."
-        ) from None
+    with readable(path):
+        try:
+            yield
+        except (pyarrow.ArrowException, OSError) as error:
+            if getattr(error, "errno", None):
+                raise  # From the disk.
+            raise UserError(
+                f"{path} cannot be read as a table ({error}); fetch it again, or exclude it from "
+                "paths."
+            ) from None
 
 
 class Parquet(Source):

@@ -38,7 +38,7 @@ import numpy.typing as npt
 from moelib.core.config import REQUIRED, config_class
 from moelib.core.config_types import fits
 from moelib.core.errors import MissingFileError, UserError
-from moelib.core.files import write_json
+from moelib.core.files import readable, write_json
 from moelib.data import store_check
 from moelib.data.hashing import random_uniform
 from moelib.data.token_source import TokenSource
@@ -347,7 +347,8 @@ class TokenStore(TokenSource):
         if not self.meta.block_hashes:
             hashes = []
             for index in range(len(self.meta.file_tokens)):
-                with open(self._path(tokens_file(index)), "rb") as file:
+                path = self._path(tokens_file(index))
+                with readable(path), open(path, "rb") as file:
                     hashes.append(hashlib.file_digest(file, "sha256").hexdigest())
                     on_bytes(file.tell())
             lengths = self._array(LENGTHS, self.meta.num_documents)
@@ -365,15 +366,18 @@ class _TokenFile:
 
     def __init__(self, path: str, dtype: str) -> None:
         self._path, self._dtype = path, np.dtype(dtype).newbyteorder("<")
-        self._descriptor = os.open(path, os.O_RDONLY)
+        with readable(path):
+            self._descriptor = os.open(path, os.O_RDONLY)
 
     def __del__(self) -> None:
-        os.close(self._descriptor)
+        if hasattr(self, "_descriptor"):
+            os.close(self._descriptor)
 
     def __getitem__(self, index: slice) -> npt.NDArray[np.unsignedinteger]:
         size = self._dtype.itemsize
         num_bytes = (index.stop - index.start) * size
-        data = os.pread(self._descriptor, num_bytes, index.start * size)
+        with readable(self._path):
+            data = os.pread(self._descriptor, num_bytes, index.start * size)
         if len(data) != num_bytes:
             raise UserError(
                 f"{self._path} ends before token {index.stop}: it has been cut short while it was "

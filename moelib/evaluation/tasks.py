@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from moelib.core.config import did_you_mean
 from moelib.core.errors import MissingFileError, UserError
-from moelib.core.files import parse_json
+from moelib.core.files import parse_json, read_text
 
 Line = Mapping[str, Any]
 
@@ -162,13 +162,12 @@ def _read_lines(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         raise MissingFileError(
             f"There is no {path}; put the benchmark's own file there (docs/how_to/evaluate.md)."
         )
-    with open(path, encoding="utf-8") as file:
-        numbered = [(f"{path}:{i}", line) for i, line in enumerate(file, 1) if line.strip()]
+    lines = enumerate(read_text(path).split("\n"), 1)
+    numbered = [(f"{path}:{i}", line) for i, line in lines if line.strip()]
     labels_path = f"{os.path.splitext(path)[0]}-labels.lst"
     labels: list[str] | None = None
     if os.path.isfile(labels_path):
-        with open(labels_path, encoding="utf-8") as file:
-            labels = file.read().split()
+        labels = read_text(labels_path).split()
         if len(labels) != len(numbered):
             raise UserError(
                 f"{labels_path} has {len(labels)} labels, but {path} has {len(numbered)} lines; "

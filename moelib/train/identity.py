@@ -13,7 +13,7 @@ import moelib
 from moelib.core.config_parse import parse
 from moelib.core.config_paths import lines
 from moelib.core.errors import UserError
-from moelib.core.files import atomic_file, read_json, write_json
+from moelib.core.files import atomic_file, read_json, read_text, write_json
 from moelib.core.trusted_code import UntrustedNameError
 from moelib.train.settings import completed
 
@@ -93,8 +93,7 @@ def check_directory(cfg: Any, directory: str, *, mesh: str = "") -> None:
     path = os.path.join(directory, CONFIG_FILE)
     if not os.path.exists(path):
         return
-    with open(path, encoding="utf-8") as file:
-        text = file.read()
+    text = read_text(path)
     try:
         names = {line.text.strip("<>") for line in lines(cfg)}  # The user's own config names them.
         text = parse(text, source=f"{path}:", names=names).debug_string()

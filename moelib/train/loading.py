@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from moelib.checkpoint.restore import restore_params_only
 from moelib.core import config_parse, trusted_code
 from moelib.core.errors import UserError
-from moelib.core.files import read_json
+from moelib.core.files import read_json, read_text
 from moelib.core.param import ParameterSpec, is_spec, may_cast
 from moelib.core.tree import Nested
 from moelib.data.input import load_tokenizer
@@ -235,8 +235,7 @@ def _published(folder: str, name: str, default: Any, *, file: str = pretrained.C
 def _read_config(folder: str, module_dir: str | None) -> Any:
     """Returns the config of a run, which may name modules of `module_dir`."""
     path = os.path.join(folder, identity.CONFIG_FILE)
-    with open(path, encoding="utf-8") as file:
-        text = file.read()
+    text = read_text(path)
     if module_dir is not None:
         trusted_code.allow_folder(module_dir)
     try:

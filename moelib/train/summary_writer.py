@@ -14,7 +14,7 @@ from typing import Any, Literal
 import jax
 
 from moelib.core.config import REQUIRED, Required, config_class
-from moelib.core.files import atomic_file
+from moelib.core.files import atomic_file, readable
 from moelib.core.metrics import Scalars
 from moelib.core.module import Module, nowrap
 
@@ -211,7 +211,7 @@ def truncate_json_lines(path: str, step: int) -> None:
     """
     if not os.path.exists(path):
         return
-    with open(path, encoding="utf-8", errors="replace") as file:
+    with readable(path), open(path, encoding="utf-8", errors="replace") as file:
         lines = list(file)
     kept = [line for line in lines if line.endswith("\n") and _step_of(line) <= step]
     if step == 0 and len(kept) < len(lines):

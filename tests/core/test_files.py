@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from moelib.core.errors import UserError
-from moelib.core.files import read_json, write_json
+from moelib.core.errors import MissingFileError, UserError
+from moelib.core.files import read_json, read_text, readable, write_json
 
 
 def test_an_error_keeps_the_old_content(tmp_path):
@@ -48,3 +48,21 @@ def test_what_is_no_file_is_one_line(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(UserError, match="loop"):
         read_json(tmp_path / "loop")
+
+
+def test_text_that_cannot_be_read_is_one_line(tmp_path):
+    (tmp_path / "a").write_text("\u00e4\r\n")
+    assert read_text(tmp_path / "a") == "\u00e4\n"
+    with pytest.raises(MissingFileError, match=f"{tmp_path}/b .*No such file"):
+        read_text(tmp_path / "b")
+    (tmp_path / "a").write_bytes(b"a\xff")
+    with pytest.raises(UserError, match=f"{tmp_path}/a .*UTF-8.*position 1"):
+        read_text(tmp_path / "a")
+    (tmp_path / "c").symlink_to("/proc/self/mem")
+    with pytest.raises(UserError, match=f"{tmp_path}/c .*Input/output error"):
+        read_text(tmp_path / "c")
+
+
+def test_errors_of_libraries_about_the_content_are_not_those_of_the_system():
+    with pytest.raises(OSError, match=r"^not a file of gzip"), readable("a"):
+        raise OSError("not a file of gzip")

@@ -1,10 +1,16 @@
+import errno
+import os
 import pathlib
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
+from moelib.core.errors import UserError
 from moelib.data import files
 from moelib.data.files import PythonSourceCode, TextFiles
 from moelib.data.source import fingerprint
+from moelib.data.source_for_path import source_for_path
 
 
 def _text_files(*paths: object) -> TextFiles:
@@ -67,12 +73,53 @@ def test_paths_that_match_nothing_are_named(tmp_path: pathlib.Path):
         _text_files().parts()
 
 
-def test_an_unreadable_file_is_an_error(tmp_path: pathlib.Path):
+GONE, FAILING = "No such file", "Input/output error"
+
+
+@pytest.mark.parametrize(
+    ("ending", "error"),
+    [
+        *((each, GONE) for each in ("txt", "jsonl", "jsonl.gz", "jsonl.zst", "parquet", "arrow")),
+        *((each, FAILING) for each in ("txt", "jsonl.gz", "jsonl.zst")),
+    ],
+)
+def test_a_file_that_can_no_longer_be_read_is_named(
+    tmp_path: pathlib.Path, ending: str, error: str
+):
+    path = tmp_path / f"text.{ending}"
+    table = pyarrow.table({"text": ["a", "b"]})
+    if ending == "parquet":
+        parquet.write_table(table, path)
+    elif ending == "arrow":
+        with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
+            writer.write_table(table)
+    else:
+        path.write_text("text")
+    (part,) = source_for_path(str(path)).instantiate().parts()
+    path.unlink()
+    if error == FAILING:
+        path.symlink_to("/proc/self/mem")  # Reading its first bytes fails.
+    with pytest.raises(UserError, match=f"{path} cannot be read: .*{error}"):
+        list(part.documents())
+
+
+def test_a_folder_that_cannot_be_listed_is_named(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "a.txt").write_text("text")
-    parts = _text_files(tmp_path).parts()
-    (tmp_path / "a.txt").unlink()
-    with pytest.raises(FileNotFoundError, match=r"a\.txt"):
-        list(parts[0].documents())
+    (tmp_path / "b").mkdir()
+    scandir = os.scandir
+
+    def fail(path: str) -> object:
+        if path.endswith("b"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", fail)
+    with pytest.raises(UserError, match=f"{tmp_path}/b cannot be read: Permission denied"):
+        _text_files(tmp_path).parts()
+    with pytest.raises(UserError, match=f"{tmp_path}/b cannot be read: Permission denied"):
+        PythonSourceCode.default_config().set(path=str(tmp_path)).instantiate().parts()
 
 
 def test_fingerprint_changes_with_a_file(tmp_path: pathlib.Path):

@@ -1,5 +1,6 @@
 import collections
 import contextlib
+import errno
 import itertools
 import json
 import logging
@@ -7,13 +8,14 @@ import math
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-from moelib.core.errors import UserError
+from moelib.core.errors import MissingFileError, UserError
 from moelib.data import store_check, token_store
 from moelib.data.lm_input import InputMode, LMInput
 from moelib.data.prepare import prepare
@@ -184,6 +186,23 @@ def test_meta_that_names_a_file_outside_the_store_is_refused(path: pathlib.Path)
     token_store.write_meta(str(path), meta)
     with pytest.raises(UserError, match=r"block_hashes.*'../secret'"):
         _open(path)
+
+
+def test_tokens_that_cannot_be_read_are_named(path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    store = _open(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", fail)
+        with pytest.raises(
+            UserError, match=r"tokens-0000.\.bin cannot be read: Input/output error"
+        ):
+            store.document(0)
+    store = _open(path)
+    shutil.rmtree(path)
+    with pytest.raises(MissingFileError, match=r"tokens-0000.\.bin cannot be read: No such file"):
+        store.document(0)
 
 
 def test_changed_tokens_are_found_by_verify_in_a_store_of_an_older_version(path: pathlib.Path):

@@ -1,11 +1,16 @@
 """Training as one call."""
 
+import errno
+import os
+
 import pytest
 
+from moelib.checkpoint.contents import list_checkpoints
 from moelib.core.config import REQUIRED
 from moelib.core.errors import UserError
 from moelib.train.fit import fit
 from tests import tiny
+from tests.train import small_run
 
 
 def test_trains_and_resumes_without_changing_the_config(tmp_path):
@@ -34,3 +39,22 @@ def test_settings_of_a_trainer_that_is_built_are_refused(tmp_path):
 def test_what_is_no_trainer_is_refused():
     with pytest.raises(UserError, match="trainer is None"):
         fit(None)  # pyrefly: ignore
+
+
+def test_a_disk_that_fails_ends_the_run_after_sound_checkpoints(tmp_path, monkeypatch):
+    source = small_run.make_store(tmp_path / "store")
+    read, num_reads = os.pread, 0
+
+    def fail_later(*arguments):
+        nonlocal num_reads
+        num_reads += 1
+        if num_reads > 400:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(*arguments)
+
+    monkeypatch.setattr(os, "pread", fail_later)
+    with pytest.raises(UserError, match=f"{tmp_path}/store/.* cannot be read: Input/output"):
+        fit(small_run.trainer_config(tmp_path / "run", source, max_step=9))
+    steps = list(tiny.losses(tmp_path / "run"))
+    assert steps in ([1], [1, 2], [1, 2, 3])
+    assert list(list_checkpoints(str(tmp_path / "run/checkpoints"))) == steps
