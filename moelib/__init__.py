@@ -18,11 +18,21 @@ if TYPE_CHECKING:
     from moelib.planning.plan import plan
     from moelib.train.fit import fit
     from moelib.train.loading import load_model
+    from moelib.train.task_run import predict
     from moelib.verify.run import verify_config
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "evaluate", "fit", "generate", "load_model", "plan", "verify_config"]
+__all__ = [
+    "__version__",
+    "evaluate",
+    "fit",
+    "generate",
+    "load_model",
+    "plan",
+    "predict",
+    "verify_config",
+]
 
 _MODULES = {
     "evaluate": "moelib.evaluation.evaluate",
@@ -30,6 +40,7 @@ _MODULES = {
     "generate": "moelib.inference.generate",
     "load_model": "moelib.train.loading",
     "plan": "moelib.planning.plan",
+    "predict": "moelib.train.task_run",
     "verify_config": "moelib.verify.run",
 }
 

@@ -9,7 +9,7 @@ import inspect
 import math
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from moelib.core import config_types, trusted_code
@@ -177,14 +177,18 @@ class _Node:
 
 
 def parse(
-    text: str, *, source: str = "line ", names: Collection[str] = (), trusted: bool = False
+    text: str,
+    *,
+    source: str = "line ",
+    names: Mapping[str, Any] | None = None,
+    trusted: bool = False,
 ) -> Any:
     """Returns the config that `to_text` printed.
 
     Args:
         text: The text; empty lines and lines that start with # are ignored.
         source: Prefix of the line number in errors and origins, such as "config.txt:".
-        names: Classes and functions that it may name besides those of `trusted_code`.
+        names: Classes and functions that it may name besides those of `trusted_code`, by name.
         trusted: Whether it may name all code that can be imported: this user has just written it.
 
     Raises:
@@ -193,7 +197,7 @@ def parse(
     """
     resolve = config_types.resolve_reference
     if not trusted:
-        resolve = functools.partial(trusted_code.resolve, names=names)
+        resolve = functools.partial(trusted_code.resolve, names=names or {})
     root = _Node(f"{source}1")
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
@@ -266,8 +270,6 @@ def _read_line(text: str, inside: dict[Key, Any], resolve: Callable[[str], Any])
         if not config_types.is_record_class(record):
             raise ValueError(f"{text}: {record!r} is neither a dataclass nor a named tuple.")
         return record(**inside)
-    if _REFERENCE.fullmatch(text):
-        return resolve(text)
     if re.fullmatch(r"[\w.]+:[\w.<>]+", text):
-        raise ValueError(f"{text} was defined inside a function; text cannot name it.")
+        return resolve(text)
     return read_literal(text)

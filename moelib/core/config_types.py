@@ -339,6 +339,8 @@ def resolve_reference(text: str) -> Any:
     Raises:
         UserError: If there is none.
     """
+    if "<" in text:
+        raise UserError(f"{text} was defined inside a function; text cannot name it.")
     module_name, _, qualname = moved_names.current_name(text).partition(":")
     try:
         value = importlib.import_module(moved_names.find_module(module_name) or module_name)

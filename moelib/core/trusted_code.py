@@ -19,7 +19,7 @@ import os
 import sys
 import sysconfig
 import types
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from moelib.core import config_types, moved_names
@@ -68,19 +68,19 @@ def allow_folder(folder: str) -> None:
         importlib.invalidate_caches()
 
 
-def resolve(text: str, names: Collection[str] = ()) -> Any:
+def resolve(text: str, names: Mapping[str, Any] | None = None) -> Any:
     """Returns the object that a config file names.
 
     Args:
         text: Its name, `module:qualname`, today's or of an earlier version.
-        names: Names that are allowed in addition.
+        names: Objects that are allowed in addition, by name.
 
     Raises:
         UntrustedNameError: If the file may not name it; it is not imported.
         UserError: If there is no such object.
     """
-    if text in names:
-        return config_types.resolve_reference(text)
+    if names and text in names:
+        return names[text]
     module, _, qualname = moved_names.current_name(text).partition(":")
     dtype = module in _DTYPE_MODULES and config_types.is_dtype_name(qualname)
     if not dtype and not _may_import(module):

@@ -56,6 +56,9 @@ class Input(Configurable):
     A subclass implements `iterator`, and `load_tokenizer` if its batches are made of text.
     """
 
+    # Whether a batch depends on the parameters before its step, so that none is made ahead.
+    reads_parameters: bool = False
+
     @config_class
     class Config(Configurable.Config):
         seq_len: int = REQUIRED  # S.

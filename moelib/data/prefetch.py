@@ -68,18 +68,19 @@ def put_batch(
     """Returns the global batch of B rows as arrays, made of the rows of all processes.
 
     Args:
-        batch: This process's rows, those of `host_rows(sharding, global_batch_size)`.
+        batch: This process's rows, those of `host_rows(sharding, global_batch_size)`; arrays may be
+            nested in dicts.
         sharding: Sharding of [B, S] arrays; arrays with fewer axes drop its last ones.
         global_batch_size: Rows B.
     """
     import jax
 
-    return {
-        name: jax.make_array_from_process_local_data(
+    return jax.tree.map(
+        lambda array: jax.make_array_from_process_local_data(
             row_sharding(sharding, array.ndim), array, (global_batch_size, *array.shape[1:])
-        )
-        for name, array in batch.items()
-    }
+        ),
+        batch,
+    )
 
 
 class Prefetcher[T](Iterator[T]):
@@ -98,10 +99,10 @@ class Prefetcher[T](Iterator[T]):
         Args:
             batches: The iterator, for exclusive use until this is closed.
             put: Function that maps each batch in the thread, usually `put_batch`.
-            num_batches: Number of batches kept ready, 1 or more.
+            num_batches: Number of batches kept ready; with 0, each is made when it is taken.
         """
-        if num_batches < 1:
-            raise UserError(f"num_batches={num_batches}: set 1 or more.")
+        if num_batches < 0:
+            raise UserError(f"num_batches={num_batches}: set 0 or more.")
         self._batches, self._put = batches, put
         self._state = batches.state()
         self._thread = ThreadPoolExecutor(1, "prefetch")
@@ -123,6 +124,9 @@ class Prefetcher[T](Iterator[T]):
         """Returns the next batch; waits for it if necessary. Raises RuntimeError once closed."""
         if self._closed:
             raise RuntimeError("The prefetcher is closed; make a new one.")
+        if not self._ahead:
+            taken, self._state = self._read()
+            return taken
         taken, self._state = self._ahead[0].result()  # An error stays first and is raised again.
         self._ahead.popleft()
         self._ahead.append(self._thread.submit(self._read))

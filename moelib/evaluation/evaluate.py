@@ -2,12 +2,13 @@
 
 import dataclasses
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, overload
 
 import jax
 
 from moelib.core.errors import ExistingFileError, UserError, refuse_single_strings
+from moelib.core.metrics import Scalars
 from moelib.core.progress import Progress
 from moelib.evaluation import report
 from moelib.evaluation.evaluations import Evaluation, Metrics, run_evaluations
@@ -16,11 +17,21 @@ from moelib.evaluation.perplexity import corpus_evaluation
 from moelib.evaluation.report import Result
 from moelib.evaluation.scoring import BATCH_TOKENS, Scorer
 from moelib.train.loading import LoadedModel
+from moelib.train.task import Task
+from moelib.train.task_run import Examples, evaluate_task
+
+
+@overload
+def evaluate(model: Task.Config, tasks: Examples, **settings: Any) -> Scalars: ...
+
+
+@overload
+def evaluate(model: LoadedModel, tasks: Sequence[str] = (), **settings: Any) -> list[Result]: ...
 
 
 def evaluate(
-    model: LoadedModel,
-    tasks: Sequence[str] = (),
+    model: LoadedModel | Task.Config,
+    tasks: Any = (),
     *,
     data_dir: str | None = None,
     corpus: Sequence[str] = (),
@@ -33,16 +44,23 @@ def evaluate(
     max_length: int | None = None,
     batch_tokens: int = BATCH_TOKENS,
     output: str | None = None,
-) -> list[Result]:
+    **settings: Any,
+) -> list[Result] | Scalars:
     """Returns the metrics of a model, and writes them to a folder if one is given.
 
         model = moelib.load_model("runs/flame")
         for result in moelib.evaluate(model, ["piqa"], data_dir="benchmarks"):
             print(result.task, result.metric, result.value)
 
+    Of a task (`moelib.train.task`), it returns {name: value}: the loss and its metrics over all
+    examples, the `metric` of the task, and `weight`, that of the loss.
+
+        scores = moelib.evaluate(task, examples, trainer_dir="runs/digits")
+
     Args:
-        model: The model, from `moelib.load_model`.
-        tasks: Names of benchmarks in `moelib.evaluation.tasks.TASKS`, or of lm-eval's tasks.
+        model: The model, from `moelib.load_model`; or a task.
+        tasks: Names of benchmarks in `moelib.evaluation.tasks.TASKS`, or of lm-eval's tasks; of a
+            task, its examples.
         data_dir: Folder of the benchmarks' files.
         corpus: Text files, JSON lines, Parquet files, or folders of them, for perplexity.
         steps: Steps of the run's checkpoints to evaluate; by default that of `model`.
@@ -55,15 +73,16 @@ def evaluate(
         batch_tokens: Number of tokens of a batch, padding included.
         output: Folder for results.json, results.csv and, of several steps, results.png; results
             are kept if a later step fails. None writes nothing.
+        settings: Arguments for a task alone, those of `moelib.predict`.
 
     Raises:
         UserError: If an argument or a file is invalid or missing, or results would be overwritten.
     """
-    _check_what(tasks, corpus)
-    if not isinstance(model, LoadedModel):
-        raise UserError(f"model is {model!r}; pass a model from moelib.load_model.")
-    if output is not None and os.path.exists(os.path.join(output, report.RESULTS_FILE)):
-        raise ExistingFileError(f"output {output} has results already; set another folder.")
+    if isinstance(model, Task.Config):
+        if corpus or steps or output is not None:
+            raise UserError("corpus, steps and output are not for a task; leave them out.")
+        return evaluate_task(model, tasks, **settings)
+    _check_what(model, tasks, corpus, output, settings)
     if tasks and not lm_eval and data_dir is None:
         raise UserError("tasks need data_dir (--data_dir), the folder of the benchmarks' files.")
     max_length = model.max_length if max_length is None else max_length
@@ -89,7 +108,7 @@ def evaluate(
         evaluations += [
             task_evaluation(n, data_dir or "", model.tokenizer, **options) for n in tasks
         ]
-    settings = {
+    record = {
         "folder": model.folder,
         "max_length": max_length,
         "dtype": model.dtype,
@@ -112,7 +131,7 @@ def evaluate(
                 found |= run_tasks(LmEvalModel(model, scorer), manager, tasks, **options)
         results += report.results_of(model.step, _num_tokens_read(model), found)
         if output is not None:
-            report.write_results(output, model.folder, results, settings)
+            report.write_results(output, model.folder, results, record)
     return results
 
 
@@ -146,8 +165,20 @@ def _lm_eval_manager(tasks: Sequence[str], include_path: str | None) -> Any:
     return task_manager(tasks, include_path)
 
 
-def _check_what(tasks: Sequence[str], corpus: Sequence[str]) -> None:
-    """Raises UserError unless there is something to evaluate on, in lists."""
+def _check_what(
+    model: Any,
+    tasks: Sequence[str],
+    corpus: Sequence[str],
+    output: str | None,
+    settings: Mapping[str, Any],
+) -> None:
+    """Raises UserError unless a model and, in lists, something to evaluate it on are given."""
+    if settings:
+        raise UserError(f"{', '.join(settings)}: an argument for a task, not for {model!r:.80}.")
     refuse_single_strings(tasks=tasks, corpus=corpus)
     if not tasks and not corpus:
         raise UserError("tasks and corpus are empty; set one of them to what to evaluate on.")
+    if not isinstance(model, LoadedModel):
+        raise UserError(f"model is {model!r}; pass a model from moelib.load_model.")
+    if output is not None and os.path.exists(os.path.join(output, report.RESULTS_FILE)):
+        raise ExistingFileError(f"output {output} has results already; set another folder.")

@@ -39,6 +39,9 @@ DEFAULT_RULES: Rules = {
     "expert_ffn": ("model",),
     "layers": (),
     "norm": (),
+    # Parameters whose dimensions have no names, sharded automatically.
+    "model": ("model",),
+    "fsdp": ("fsdp",),
     # Activations.
     "batch": ("data", "expert", "fsdp"),
     "sequence": ("seq",),

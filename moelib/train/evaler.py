@@ -44,7 +44,7 @@ class SpmdEvaler(Module):
         self._policy = self.config.eval_policy.instantiate()
         self._model, self._train_dtype = model, train_dtype
         self._step_fn = make_eval_step(model, train_dtype=train_dtype)
-        self._compiled: Callable[..., Any] | None = None
+        self._compiled: dict[tuple[str, ...], Callable[..., Any]] = {}  # By arrays of a batch.
 
     @nowrap
     def should_evaluate(self, *, step: int, summaries: Mapping[str, float] | None = None) -> bool:
@@ -60,6 +60,10 @@ class SpmdEvaler(Module):
         """
         self._share(mesh)
         _ = self._input
+
+    @nowrap
+    def try_out(self, params: Any, mesh: jax.sharding.Mesh) -> None:
+        """Runs what may fail, before the first step; to be called inside `jax.set_mesh(mesh)`."""
 
     @functools.cached_property
     def _input(self) -> Input:
@@ -108,14 +112,17 @@ class SpmdEvaler(Module):
                 f"{self.path() or self.name}: the input has no token to predict; set input to one "
                 "that contains text."
             )
-        return _means(totals)
+        means = _means(totals)
+        is_language_model = getattr(self._model, "is_language_model", True)
+        return means | language_metrics(means) if is_language_model else means
 
     def _compile(self, params: Any, batch: Any, mesh: jax.sharding.Mesh) -> Callable[..., Any]:
-        if self._compiled is None:
+        names = tuple(batch)  # A task's incomplete batch has one more.
+        if names not in self._compiled:
             replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
             jitted = jax.jit(self._step_fn, out_shardings=replicated)
-            self._compiled = jitted.lower(params, batch).compile()
-        return self._compiled
+            self._compiled[names] = jitted.lower(params, batch).compile()
+        return self._compiled[names]
 
 
 def _add(totals: dict[str, float], packed: Any) -> None:
@@ -125,7 +132,7 @@ def _add(totals: dict[str, float], packed: Any) -> None:
 
 
 def _means(totals: Mapping[str, float]) -> Scalars:
-    """Returns the means and maxima of metrics from their totals, and perplexity."""
+    """Returns the means and maxima of metrics from their totals."""
     means = {"num_tokens": totals["num_tokens"]}
     for key, total in totals.items():
         kind, _, name = key.partition("/")
@@ -134,4 +141,4 @@ def _means(totals: Mapping[str, float]) -> Scalars:
         elif kind == "total":
             weight = totals[f"weight/{name}"]
             means[name] = total / weight if weight else 0.0
-    return means | language_metrics(means)
+    return means

@@ -9,6 +9,8 @@ import jax
 from moelib.core.config import REQUIRED
 from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
+from moelib.train.task import Task
+from moelib.train.task_run import Examples, task_trainer_config
 from moelib.train.trainer import SpmdTrainer
 
 
@@ -23,24 +25,30 @@ class FitResult:
     trainer_dir: str  # Folder of the run, with its config, checkpoints and metrics.
     # Reason for stopping before `max_step`: "SIGTERM", "SIGINT" or "end of input".
     stopped_by: str | None = None
+    params: Any = None  # Trained parameters of a task, in its own tree; None for other models.
 
 
 def fit(
-    trainer: SpmdTrainer.Config | SpmdTrainer,
+    trainer: SpmdTrainer.Config | SpmdTrainer | Task.Config,
+    examples: Examples | None = None,
     *,
     trainer_dir: str | os.PathLike[str] | None = None,
     max_step: int | None = None,
     prng_key: jax.Array | int | None = None,
+    **settings: Any,
 ) -> FitResult:
     """Trains up to `max_step`, resuming from the newest checkpoint in the run's folder.
 
     SIGTERM or SIGINT saves a checkpoint and ends the run early, without an error.
 
     Args:
-        trainer: Config of a trainer, which is not changed, or a trainer that is built already.
+        trainer: Config of a trainer, which is not changed; a trainer that is built already; or a
+            task.
+        examples: Examples of a task, or a function that returns them.
         trainer_dir: Folder of the run; by default the config's `dir`.
         max_step: Step to stop at; by default the config's.
         prng_key: Key or seed of a run without a checkpoint; by default the config's `prng_seed`.
+        settings: Further arguments of `task_trainer_config`: `optimizer`, `batch_size`, ...
 
     Raises:
         UserError: If a setting is invalid, the run has no folder, or the folder belongs to a run
@@ -48,17 +56,23 @@ def fit(
         NonFiniteError: At the first step whose loss or parameters are not finite.
         CheckpointSaveError: If the last checkpoint could not be written.
     """
+    if isinstance(trainer, Task.Config):
+        if examples is None:
+            raise UserError("examples is None; pass the examples to train the task on.")
+        trainer = task_trainer_config(trainer, examples, max_step=max_step, **settings)
+    elif examples is not None or settings:
+        raise UserError(f"examples, {', '.join(settings)}: arguments for a task, not for a config.")
     if not isinstance(trainer, SpmdTrainer | SpmdTrainer.Config):
         raise UserError(f"trainer is {trainer!r}; pass the config of a trainer.")
     directory = os.fspath(trainer_dir) if isinstance(trainer_dir, os.PathLike) else trainer_dir
-    settings: dict[str, Any] = {"dir": directory, "max_step": max_step}
-    settings = {name: value for name, value in settings.items() if value is not None}
+    given: dict[str, Any] = {"dir": directory, "max_step": max_step}
+    given = {name: value for name, value in given.items() if value is not None}
     if not isinstance(trainer, SpmdTrainer):
-        cfg = trainer.clone(**settings)
+        cfg = trainer.clone(**given)
         if cfg.dir is REQUIRED or not cfg.dir:
             raise UserError("dir is not set; pass trainer_dir, or set the config's dir.")
         trainer = cfg.instantiate(parent=None)
-    elif settings:
+    elif given:
         raise UserError(
             f"trainer_dir={trainer_dir!r} and max_step={max_step} cannot change a trainer that is "
             "built already; pass its config instead."
@@ -70,4 +84,5 @@ def fit(
         evaluations=outcome["evaler_summaries"],
         trainer_dir=trainer.config.dir,
         stopped_by=outcome["stopped_by"],
+        params=trainer.params_of_task(),
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 import moelib
 from moelib.core.config_parse import parse
-from moelib.core.config_paths import lines
+from moelib.core.config_paths import Line, lines
 from moelib.core.errors import UserError
 from moelib.core.files import atomic_file, read_json, read_text, write_json
 from moelib.core.trusted_code import UntrustedNameError
@@ -95,7 +95,7 @@ def check_directory(cfg: Any, directory: str, *, mesh: str = "") -> None:
         return
     text = read_text(path)
     try:
-        names = {line.text.strip("<>") for line in lines(cfg)}  # The user's own config names them.
+        names = dict(_named(line) for line in lines(cfg))  # The user's own config names them.
         text = parse(text, source=f"{path}:", names=names).debug_string()
     except UntrustedNameError:
         raise
@@ -139,6 +139,13 @@ def _check_changes(cfg: Any, directory: str, before: dict[str, str], mesh: str) 
     for name, value in _versions(mesh).items():
         if (was := run.get(name, value)) != value:
             logger.warning("%s was %.99r in %s, and is %r now.", name, was, directory, value)
+
+
+def _named(line: Line) -> tuple[str, Any]:
+    """Returns the name in a line of a config, and what it stands for."""
+    if line.text.startswith("<"):
+        return line.text[1:-1], type(line.value)
+    return line.text, line.value
 
 
 def _is_moved(cfg: Any) -> bool:

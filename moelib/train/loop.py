@@ -56,6 +56,7 @@ class TrainLoop:
     mesh: jax.sharding.Mesh
     batch_sharding: jax.sharding.NamedSharding  # Sharding of the arrays [B, S].
     flops_per_token: float | None  # FLOPs per token of training; None if unknown.
+    is_language_model: bool  # Whether the loss is one of nats per token.
     description: str  # Shown before the first step.
     open_input: Callable[[], Input]  # Opens the training input.
     evalers: Mapping[str, SpmdEvaler]
@@ -117,6 +118,7 @@ class TrainLoop:
             elif self._step < self.config.max_step:
                 for evaler in self.evalers.values():  # Errors surface before the first step.
                     evaler.open_input(self.mesh)
+                    evaler.try_out(self.eval_params(), self.mesh)
                 self._take_steps(stack.enter_context(self._open_input()))
             else:
                 self._progress.log(f"max_step={self.config.max_step} is reached; no step is left")
@@ -135,12 +137,17 @@ class TrainLoop:
         """Returns the training batches, from the position of the state."""
         cfg = self.config
         sharding, batch_size = self.batch_sharding, cfg.input.global_batch_size
-        batches = self.open_input().iterator(*host_rows(sharding, batch_size))
+        opened = self.open_input()
+        batches = opened.iterator(*host_rows(sharding, batch_size))
         if self.input_state is not None:
             batches.restore(self.input_state)
         if self._is_main:
             save_tokenizer(cfg.input, cfg.dir)
-        return Prefetcher(batches, lambda batch: put_batch(batch, sharding, batch_size))
+        return Prefetcher(
+            batches,
+            lambda batch: put_batch(batch, sharding, batch_size),
+            num_batches=0 if opened.reads_parameters else 2,
+        )
 
     def _take_steps(self, feed: Prefetcher[Any]) -> None:
         first = self._next_batch(feed)
@@ -194,7 +201,9 @@ class TrainLoop:
     def _log(self, step: int, scalars: Scalars) -> None:
         self._last_report = self._throughput.report()
         logged = {name: value for name, value in scalars.items() if name != NON_FINITE}
-        logged |= language_metrics(scalars) | self._last_report
+        logged |= self._last_report
+        if self.is_language_model:
+            logged |= language_metrics(scalars)
         mean_loss, mean_cross_entropy = self._mean_losses()
         self.summary_writer.write(step, logged | {"mean_loss": mean_loss})
         shown = logged | {"loss": mean_loss}

@@ -42,6 +42,8 @@ def progress_text(scalars: Scalars, *, num_steps: int = 1) -> str:
 
 def evaluation_text(scalars: Scalars) -> str:
     """Returns the metrics of an evaluation as one line."""
+    if "perplexity" not in scalars:
+        return "  ".join(f"{name} {value:.4g}" for name, value in scalars.items())
     text = f"{progress_text(scalars)}  perplexity {scalars['perplexity']:.2f}"
     if "bits_per_byte" in scalars:
         text += f"  bits/byte {scalars['bits_per_byte']:.4f}"

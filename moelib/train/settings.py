@@ -87,7 +87,8 @@ def check_batch(cfg: Any, mesh_shape: Mapping[str, int]) -> None:
     for name in ("sequence", "residual_sequence"):
         parts, sizes = _parts(name, mesh_shape)
         for path, holder in _inputs(cfg).items():
-            if holder.input.seq_len % parts:
+            # Examples of a task are of length 1, and not split.
+            if holder.input.seq_len > 1 and holder.input.seq_len % parts:
                 raise SplitError(
                     f"{join_path(path)}.seq_len is {holder.input.seq_len}, which does not divide "
                     f"into the {parts} parts of {name!r} over the mesh axes {sizes}; set it to a "
@@ -134,6 +135,7 @@ def completed(cfg: Any) -> Any:
     """
     cfg = cfg.clone()
     for path, holder in _inputs(cfg).items():
+        _fill(holder.input, None, collate=dict(cfg.model.items()).get("collate"))
         _set_vocab_size(holder.input, dict(cfg.model.items()).get("vocab_size"), join_path(path))
     for _, inside in sub_configs(cfg.learner):
         _fill(inside, REQUIRED, max_step=cfg.max_step)

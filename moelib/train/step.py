@@ -17,7 +17,7 @@ from moelib.core.module import functional
 from moelib.core.param import CastAtUse, ParameterSpec, cast_parameters, may_cast, specs_by_path
 from moelib.core.tree import Batch, Nested
 from moelib.learner.accumulation import accumulate
-from moelib.learner.learner import Learner
+from moelib.learner.learner import Learner, LearnerUpdate
 from moelib.parallel import sharding
 from moelib.train.metrics import PackedMetrics, as_metric, collect, pack
 from moelib.train.no_gradient import tag_gradients
@@ -91,6 +91,42 @@ def make_train_step(
         )
         metrics[NON_FINITE] = _is_non_finite(done.objective, params, skipped)
         return TrainerState(state.step + 1, state.prng_key, params, update.state), pack(metrics)
+
+    return train_step
+
+
+def make_own_train_step(task: Any, learner: Learner) -> TrainStep:
+    """Returns the function of `make_train_step` for a task with a training step of its own.
+
+    `task.own_step(batch, apply_gradients)` returns (new parameters, loss, metrics). Parameters that
+    it changes without a gradient keep these values.
+    """
+
+    def train_step(state: TrainerState, batch: Batch) -> tuple[TrainerState, PackedMetrics]:
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.prng_key), state.step)
+        updates: list[LearnerUpdate] = []
+
+        def apply_gradients(params: Nested, gradients: Nested) -> Nested:
+            if updates:
+                raise UserError(
+                    "train_step calls apply_gradients twice; call it once, with the gradients of "
+                    "all parameters in one tree."
+                )
+            updates.append(learner.update(gradients=gradients, state=state.learner, params=params))
+            return updates[0].params
+
+        (params, loss, metrics), _ = functional(
+            task, key, state.model, (batch, apply_gradients), is_training=True, method="own_step"
+        )
+        found = {name: reading(value) for name, value in metrics.items()}
+        found |= {"loss": loss.mean, "num_tokens": loss.weight, "objective": loss.mean}
+        learner_state = state.learner
+        if updates:
+            learner_state, found = updates[0].state, found | updates[0].metrics
+        skipped = found.get("skipped")
+        params = _end_step(task, learner, params, state.model, skipped)
+        found[NON_FINITE] = _is_non_finite(loss.mean, params, skipped)
+        return TrainerState(state.step + 1, state.prng_key, params, learner_state), pack(found)
 
     return train_step
 

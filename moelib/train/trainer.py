@@ -3,12 +3,14 @@
 import contextlib
 import functools
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
+import numpy as np
 
 from moelib.checkpoint.checkpointer import Checkpointer
 from moelib.checkpoint.contents import CheckpointRecord
@@ -48,8 +50,10 @@ from moelib.train.no_gradient import warn_without_gradient
 from moelib.train.settings import check_batch, check_config, completed
 from moelib.train.signals import ended_by_sigterm
 from moelib.train.state import TrainerState
-from moelib.train.step import make_train_step
+from moelib.train.step import make_own_train_step, make_train_step
 from moelib.train.summary_writer import SummaryWriter
+from moelib.train.task import Task
+from moelib.train.task_input import TaskInput
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +143,8 @@ class SpmdTrainer(Module):
         cfg = completed(self.config)
         self._input_config = cfg.input
         self._add_child("model", cfg.model)
+        if isinstance(self.model, Task):
+            self.model.choose_shardings(dict(self.mesh().shape), self._replica_batch)
         specs = self.model.create_parameter_specs_recursively()
         self._add_child("learner", cfg.learner, param_specs=specs)
         shared = {"model": self.model, "train_dtype": cfg.train_dtype}
@@ -188,7 +194,30 @@ class SpmdTrainer(Module):
     @functools.cached_property
     def input(self) -> Input:
         """The training input, opened on first use."""
-        return self._input_config.instantiate()
+        opened = self._input_config.instantiate()
+        if isinstance(opened, TaskInput):
+            opened.parameters = self._params_on_host
+        return opened
+
+    @nowrap
+    def params_of_task(self) -> Any:
+        """Returns the parameters to evaluate, in the task's own tree; None for other models."""
+        is_task = isinstance(self.model, Task)
+        return self.model.own_tree(self.model_params_for_eval()) if is_task else None
+
+    def _params_on_host(self) -> Any:
+        """Returns the parameters of a task in its own tree, as NumPy arrays."""
+        replicated = jax.sharding.NamedSharding(self.mesh(), jax.sharding.PartitionSpec())
+        params = jax.jit(lambda x: x, out_shardings=replicated)(self.trainer_state.model)
+        return self.model.own_tree(jax.tree.map(np.asarray, params))
+
+    def _replica_batch(self) -> Any:
+        """Returns the micro-batch of one data-parallel replica of a task, without values."""
+        batch, shape = cast("TaskInput", self.input).abstract_batch(), dict(self.mesh().shape)
+        parts = self.config.num_microbatches * math.prod(
+            shape[axis] for axis in sharding.mesh_axes("batch", shape)
+        )
+        return jax.tree.map(lambda x: x.update(shape=(x.shape[0] // parts, *x.shape[1:])), batch)
 
     @functools.cached_property
     def trainer_state_specs(self) -> TrainerState:
@@ -347,6 +376,8 @@ class SpmdTrainer(Module):
             ValueError: If the mesh does not divide an array, or a sharding rule splits nothing.
         """
         cfg = self.config
+        if batch is None and isinstance(self.model, Task):
+            batch = cast("TaskInput", self.input).abstract_batch()
         if batch is None:
             shapes = batch_spec(cfg.input.global_batch_size, cfg.input.seq_len)
             batch = {name: jax.ShapeDtypeStruct(shape, "int32") for name, shape in shapes.items()}
@@ -357,12 +388,15 @@ class SpmdTrainer(Module):
             batch,
         )
         state = state_lib.abstract_state(self.trainer_state_specs, self.trainer_state_shardings)
-        step = make_train_step(
-            self.model,
-            self.learner,
-            train_dtype=cfg.train_dtype,
-            num_microbatches=cfg.num_microbatches,
-        )
+        if isinstance(self.model, Task) and self.model.has_train_step:
+            step = make_own_train_step(self.model, self.learner)
+        else:
+            step = make_train_step(
+                self.model,
+                self.learner,
+                train_dtype=cfg.train_dtype,
+                num_microbatches=cfg.num_microbatches,
+            )
         replicated = jax.sharding.NamedSharding(self.mesh(), jax.sharding.PartitionSpec())
         out = (self.trainer_state_shardings, replicated)
         with self.on_mesh():
@@ -441,6 +475,7 @@ class SpmdTrainer(Module):
             mesh=self.mesh(),
             batch_sharding=self.batch_sharding,
             flops_per_token=self.flops_per_token(),
+            is_language_model=getattr(self.model, "is_language_model", True),
             description=self.describe(),
             open_input=lambda: self.input,
             evalers=self.evalers,

@@ -63,7 +63,9 @@ def test_other_code_may_not_be_named(name, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(UntrustedNameError, match=name):
         resolve(name)
-    assert resolve("os:system", names=("os:system",)) is not None  # The user's own config has it.
+    assert (
+        resolve("os:system", names={"os:system": print}) is print
+    )  # The user's own config has it.
 
 
 def test_code_of_a_notebook_may_be_named(monkeypatch):

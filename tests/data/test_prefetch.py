@@ -96,8 +96,8 @@ def test_closing_ends_the_thread_at_any_time():
 
 
 def test_none_kept_ready_is_refused():
-    with pytest.raises(ValueError, match="num_batches=0"):
-        Prefetcher(_input().iterator(), _same, num_batches=0)
+    with pytest.raises(ValueError, match="num_batches=-1"):
+        Prefetcher(_input().iterator(), _same, num_batches=-1)
 
 
 def test_batches_lie_on_devices_as_told():
@@ -143,3 +143,11 @@ def test_a_batch_that_the_mesh_does_not_divide_is_refused():
     sharding = _sharding((8,), ("data",), PartitionSpec("data"))
     with pytest.raises(ValueError, match="global_batch_size=6"):
         host_rows(sharding, 6)
+
+
+def test_batches_are_made_on_request_if_none_is_kept_ready():
+    made = []
+    with Prefetcher(_input().iterator(), made.append, num_batches=0) as batches:
+        next(batches)
+        assert len(made) == 1
+        assert batches.state()["step"] == 1

@@ -188,9 +188,9 @@ def test_without_lm_eval_the_extra_is_named(model):
 @pytest.mark.parametrize("arguments", [{}, {"corpus": "text.txt"}, {"tasks": "piqa"}])
 def test_nothing_or_a_single_string_is_refused(arguments):
     with pytest.raises(UserError, match=r"corpus|tasks"):
-        evaluate(None, **arguments)
+        evaluate(None, **arguments)  # pyrefly: ignore
 
 
 def test_the_folder_of_a_model_is_no_model():
     with pytest.raises(UserError, match=r"'runs/t'.*load_model"):
-        evaluate("runs/t", ["piqa"])
+        evaluate("runs/t", ["piqa"])  # pyrefly: ignore

@@ -1,0 +1,1 @@
+"""Tasks: models of many kinds in three functions each, trained end to end."""

@@ -1,0 +1,250 @@
+"""Tasks: any model, given by a few functions, that `SpmdTrainer` trains like any other.
+
+    task = Task.default_config().set(init=init, loss=loss, predict=predict)
+    moelib.fit(task, examples, batch_size=64, num_epochs=10, optimizer=..., trainer_dir="runs/a")
+
+Letters: B examples of a batch.
+"""
+
+import dataclasses
+import logging
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from moelib.core import tree
+from moelib.core.config import (
+    REQUIRED,
+    Required,
+    config_class,
+    config_for_function,
+    maybe_instantiate,
+)
+from moelib.core.errors import UserError
+from moelib.core.metrics import MaxScalar, Metric, WeightedScalar, is_metric, weighted
+from moelib.core.module import Module, nowrap
+from moelib.core.param import ParameterSpec, is_spec
+from moelib.core.tree import Batch, Nested
+from moelib.layers.external import ExternalLayer, Updated
+from moelib.parallel import sharding
+from moelib.parallel.auto_sharding.constrain import constrain_at_use
+from moelib.parallel.auto_sharding.specs import auto_partition_specs
+
+logger = logging.getLogger(__name__)
+
+
+class Task(ExternalLayer):
+    """A model and its loss, as functions of parameters in a tree of any type.
+
+    Each function is given itself, or as a config that builds it. Parameters are called by their
+    paths in the tree ("Dense_0/kernel"). Those that `axes` does not name are sharded automatically
+    over the mesh axes "model" (`auto_partition_specs`) and "fsdp".
+    """
+
+    is_language_model = False  # The loss is not one of nats per token.
+
+    @config_class
+    class Config(ExternalLayer.Config):
+        # (key) -> parameters: Flax variables, NNX state, arrays of an Equinox module, lists, ...
+        init: Required[Any] = REQUIRED
+        # (params, batch, key, is_training) -> loss, or (loss, {name: metric}). The loss is the mean
+        # over the examples, a scalar, or (sum, weight), such as (sum over tokens, their number). So
+        # is a metric, and a scalar metric has the weight of the loss. The result may be wrapped in
+        # `Updated` with new values of parameters that are not trained (`fixed`).
+        loss: Required[Any] = REQUIRED
+        # (list of examples) -> batch; None stacks examples that are dicts of arrays.
+        collate: Any = None
+        predict: Any = None  # (params, batch, key) -> tree of arrays [B, ...].
+        # (predictions of some examples, as NumPy arrays) -> list of their results; None for a tree
+        # of arrays per example.
+        postprocess: Any = None
+        metric: Any = None  # (all examples, all results) -> {name: number}, in evaluations.
+        # (params, batch, key, apply_gradients) -> (new params, what `loss` returns), which replaces
+        # the training step. apply_gradients(params, gradients) -> new params; at most one call.
+        train_step: Any = None
+        functions: Any = None  # Set from `init` and `loss`.
+
+    def __init__(self, cfg: Config, *, parent: Module | None) -> None:
+        """Builds the functions, and traces `init` for the shapes of the parameters.
+
+        Raises:
+            UserError: If a rule matches no name, or does not fit the parameter.
+        """
+        pair = config_for_function(_pair).set(init=cfg.init, loss=cfg.loss)
+        super().__init__(cfg.clone(functions=pair), parent=parent)
+        cfg = self.config
+        names = ("predict", "postprocess", "metric", "train_step")
+        self.functions = {name: maybe_instantiate(getattr(cfg, name)) for name in names}
+        self._use_specs: Any = None  # Shardings of parameters where they are used.
+
+    # -- Shardings -------------------------------------------------------------------------------
+
+    @nowrap
+    def choose_shardings(
+        self, mesh_shape: Mapping[str, int], example_batch: Callable[[], Batch]
+    ) -> None:
+        """Shards the parameters over the mesh axes "model" and "fsdp", before they are made.
+
+        Args:
+            mesh_shape: Sizes of the mesh axes.
+            example_batch: Function that returns the batch of one data-parallel replica, as
+                `jax.ShapeDtypeStruct`s; called if the mesh has an axis "model".
+
+        Raises:
+            UserError: The errors of `auto_partition_specs`.
+        """
+        num_shards, fsdp_shards = mesh_shape.get("model", 1), mesh_shape.get("fsdp", 1)
+        if num_shards == fsdp_shards == 1:
+            return
+        specs = tree.by_path(self._specs, is_spec)
+        overrides = [
+            (re.escape(path), sharding.partition_spec(spec.axes, mesh_shape, array=path))
+            for path, spec in specs.items()
+            if num_shards == 1 or any(spec.axes)
+        ]
+        found = auto_partition_specs(
+            None if num_shards == 1 else self._mean_loss,
+            self._shapes,
+            *(() if num_shards == 1 else (example_batch()["batch"],)),
+            num_shards=num_shards,
+            fsdp_shards=fsdp_shards,
+            overrides=overrides,
+            leftover="fsdp",
+        )
+        if num_shards > 1:
+            logger.info("Sharding of %s:\n%s", self._title(), found.report)
+        is_leaf = lambda x: isinstance(x, PartitionSpec)
+        stored = tree.by_path(found.specs, is_leaf)
+
+        def sharded(path: str, spec: ParameterSpec) -> ParameterSpec:
+            chosen = (*stored[path], *(None for _ in spec.shape))
+            axes = tuple(name or axis for name, axis in zip(spec.axes, chosen, strict=False))
+            return dataclasses.replace(spec, axes=axes)
+
+        self._specs = tree.unflatten({path: sharded(path, x) for path, x in specs.items()})
+        self._use_specs = found.use_specs if fsdp_shards > 1 else None
+
+    def _mean_loss(self, params: Any, batch: Batch) -> jax.Array:
+        result = self._apply(params, batch, jax.random.key(0), True)
+        return _metrics_of(result, batch)[0].mean
+
+    # -- Calls -----------------------------------------------------------------------------------
+
+    @property
+    def _params(self) -> Any:
+        """The parameters of the current context in the task's own tree."""
+        return self.own_tree(self.own_parameters)
+
+    @nowrap
+    def own_tree(self, params: Nested) -> Any:
+        """Returns parameters by path in the tree that `init` returns."""
+        return tree.from_nested(params, self._shapes)
+
+    @property
+    def _key(self) -> jax.Array:
+        """The random key of this call; a fixed one in an evaluation."""
+        key = self.get_invocation_context().key()
+        return jax.random.key(0) if key is None else key
+
+    def forward(self, batch: Batch) -> tuple[WeightedScalar, dict[str, Metric]]:
+        """Returns the loss and the metrics of a batch of `TaskInput`.
+
+        Of an incomplete batch, the loss is computed for each example separately.
+        """
+        params, key, training = self._params, self._key, self.is_training
+        run = lambda params, batch, key: self._apply(params, batch, key, training)
+        if self._use_specs is not None:
+            run = constrain_at_use(run, self._use_specs)
+        if "valid" in batch:
+
+            def of_example(example: Batch) -> Any:
+                alone = jax.tree.map(lambda x: x[None], example)
+                return _metrics_of(run(params, alone, key), alone)
+
+            return _mean_over(jax.vmap(of_example)(batch["batch"]), batch["valid"])
+        result = run(params, batch["batch"], key)
+        if isinstance(result, Updated):
+            for name, value in tree.to_nested(result.changed).items():
+                self.add_state_update(name, value)
+        return _metrics_of(result, batch["batch"])
+
+    def predict(self, batch: Batch) -> Any:
+        """Returns the predictions for a batch of `TaskInput`."""
+        return self.functions["predict"](self._params, batch["batch"], self._key)
+
+    @property
+    def has_train_step(self) -> bool:
+        """Whether the task replaces the training step."""
+        return self.functions["train_step"] is not None
+
+    def own_step(
+        self, batch: Batch, apply_gradients: Callable[[Nested, Nested], Nested]
+    ) -> tuple[Nested, WeightedScalar, dict[str, Metric]]:
+        """Returns the parameters after the task's own training step, its loss and metrics."""
+        nested = tree.to_nested
+        apply = lambda params, gradients: self.own_tree(
+            apply_gradients(nested(params), nested(gradients))
+        )
+        step = self.functions["train_step"]
+        params, result = step(self._params, batch["batch"], self._key, apply)
+        return nested(params), *_metrics_of(result, batch["batch"])
+
+
+def _pair(init: Callable[[jax.Array], Any], loss: Callable[..., Any]) -> Any:
+    """Returns the two functions of an `ExternalLayer`."""
+    return init, loss
+
+
+# -- Losses and metrics --------------------------------------------------------------------------
+
+
+def _metrics_of(result: Any, batch: Batch) -> tuple[WeightedScalar, dict[str, Metric]]:
+    """Returns loss and metrics of what the function `loss` returned for a batch.
+
+    Raises:
+        UserError: If one is not a scalar, nor a pair of scalars.
+    """
+    if isinstance(result, Updated):
+        result = result.outputs
+    given = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)
+    loss, metrics = result if given else (result, {})
+    num_examples = jax.tree.leaves(batch)[0].shape[0]
+    mean = _weighted("loss", loss, num_examples)
+    if "loss" in metrics:
+        raise UserError("metrics: 'loss' is the name of the loss; rename this metric.")
+    return mean, {name: _weighted(name, x, mean.weight) for name, x in metrics.items()}
+
+
+def _weighted(name: str, value: Any, weight: Any) -> Any:
+    """Returns a metric of a scalar with the weight, or of a pair (sum, weight)."""
+    if is_metric(value):
+        return value
+    parts = value if isinstance(value, tuple) else (value,)
+    shapes = [jnp.shape(part) for part in parts]
+    if any(shapes) or len(parts) > 2:
+        raise UserError(
+            f"{name} has shape {', '.join(map(str, shapes))}; return a scalar, the mean over the "
+            "examples, or a pair of scalars (sum, weight)."
+        )
+    if len(parts) == 1:
+        return weighted(value, weight)
+    total, weight = parts
+    return weighted(total / jnp.where(weight > 0, weight, 1), weight)
+
+
+def _mean_over(found: Any, valid: jax.Array) -> Any:
+    """Returns metrics of all valid examples from those of each."""
+
+    def over(metric: Any) -> Metric:
+        if isinstance(metric, MaxScalar):
+            return MaxScalar(jnp.max(jnp.where(valid > 0, metric.value, -jnp.inf)))
+        weights = metric.weight * valid
+        total = jnp.sum(jnp.where(weights > 0, metric.mean * weights, 0.0))
+        weight = jnp.sum(weights)
+        return weighted(total / jnp.where(weight > 0, weight, 1), weight)
+
+    return jax.tree.map(over, found, is_leaf=is_metric)

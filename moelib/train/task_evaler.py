@@ -1,0 +1,132 @@
+"""Evaluation and predictions of a task, over every example once and in order."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import numpy as np
+
+from moelib.core import tree
+from moelib.core.config import config_class
+from moelib.core.errors import UserError
+from moelib.core.metrics import Scalars
+from moelib.core.module import functional, nowrap
+from moelib.core.param import cast_parameters
+from moelib.data.prefetch import Prefetcher, put_batch
+from moelib.train.evaler import SpmdEvaler
+from moelib.train.task_input import TaskInput
+
+
+class ExampleEvaler(SpmdEvaler):
+    """Evaluates the loss and the metrics of a task on a `TaskInput`."""
+
+    @config_class
+    class Config(SpmdEvaler.Config):
+        prng_seed: int = 0  # Seed of the keys of predictions, one per batch.
+
+    _predict: Callable[..., Any] | None = None  # Compiled for each mesh by JAX.
+
+    @nowrap
+    def try_out(self, params: Any, mesh: jax.sharding.Mesh) -> None:
+        """Evaluates the first batch, so that errors in the task's functions come before a step."""
+        self.open_input(mesh)
+        self._source.max_batches = 1
+        try:
+            self.evaluate(params, mesh)
+        finally:
+            self._source.max_batches = None
+
+    @property
+    def _source(self) -> TaskInput:
+        return cast("TaskInput", self._input)
+
+    @nowrap
+    def evaluate(
+        self,
+        params: Any,
+        mesh: jax.sharding.Mesh,
+        *,
+        on_batch: Callable[[int], None] | None = None,
+    ) -> Scalars:
+        """Returns the means over all examples of the loss and its metrics, and the task's metric.
+
+        `weight` is that of the loss: the number of examples, or the sum of the weights it returns.
+        """
+        scalars = super().evaluate(params, mesh, on_batch=on_batch)
+        scalars["weight"] = scalars.pop("num_tokens")
+        del scalars["aux_loss"]
+        metric = self._model.functions["metric"]
+        if metric is not None:
+            results = self.predictions(params, mesh, on_batch=on_batch)
+            examples = [self._source.examples[i] for i in range(len(results))]
+            found = metric(examples, results)
+            scalars |= {name: float(value) for name, value in found.items()}
+        return scalars
+
+    @nowrap
+    def predictions(
+        self,
+        params: Any,
+        mesh: jax.sharding.Mesh,
+        *,
+        on_batch: Callable[[int], None] | None = None,
+    ) -> list[Any]:
+        """Returns the result of each example, in order and on every process.
+
+        `on_batch` is called as by `evaluate`.
+
+        Raises:
+            UserError: If the task has no function `predict`, or it does not return B predictions.
+        """
+        if self._model.functions["predict"] is None:
+            raise UserError(f"{self._model._title()}: predict is not set; set it to a function.")
+        self.open_input(mesh)
+        rows = self.config.input.global_batch_size
+        sharding, share = self._share(mesh)
+        key = jax.random.key(self.config.prng_seed)
+        results: list[Any] = []
+        put = lambda batch: put_batch(batch, sharding, rows)
+        with Prefetcher(self._input.iterator(*share), put) as feed:
+            for count, batch in enumerate(feed):
+                outputs = self._run(params, batch, jax.random.fold_in(key, count), mesh)
+                left = len(self._source.examples) - len(results)
+                results += self._results_of(jax.tree.map(np.asarray, outputs), rows, left)
+                if on_batch is not None:
+                    on_batch(count)
+        return results
+
+    def _run(self, params: Any, batch: Any, key: jax.Array, mesh: jax.sharding.Mesh) -> Any:
+        if self._predict is None:
+
+            def predict(params: Any, batch: Any, key: jax.Array) -> Any:
+                specs = self._model.create_parameter_specs_recursively()
+                params = cast_parameters(params, specs, self._train_dtype)
+                return functional(
+                    self._model, key, params, (batch,), is_training=False, method="predict"
+                )[0]
+
+            replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+            self._predict = jax.jit(predict, out_shardings=replicated)
+        return self._predict(params, {"batch": batch["batch"]}, key)
+
+    def _results_of(self, outputs: Any, rows: int, left: int) -> list[Any]:
+        """Returns the results of the examples of a batch, without repetitions at its end."""
+        for path, x in tree.flatten_items(outputs):
+            if x.shape[:1] != (rows,):
+                raise UserError(
+                    f"predict returned {path or 'an array'} of shape {x.shape} for {rows} "
+                    "examples; its first dimension must be theirs."
+                )
+        count = min(rows, left)
+        outputs = jax.tree.map(lambda x: x[:count], outputs)
+        postprocess = self._model.functions["postprocess"]
+        if postprocess is None:
+            leaves, structure = jax.tree.flatten(outputs)
+            return [jax.tree.unflatten(structure, row) for row in zip(*leaves, strict=True)]
+        results = list(postprocess(outputs))
+        if len(results) != count:
+            raise UserError(
+                f"postprocess returned {len(results)} results for {count} examples; return one for "
+                "each."
+            )
+        return results

@@ -1,0 +1,242 @@
+"""The input of a task: batches that `collate` makes of examples.
+
+A batch is {"batch": what collate returned}; in an evaluation, the last one, if it is incomplete,
+repeats the last example and has also "valid", 1 for an example and 0 for a repetition.
+
+Letters: B examples of a global batch, N examples of an epoch.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from moelib.core import tree
+from moelib.core.config import REQUIRED, Required, config_class, maybe_instantiate
+from moelib.core.errors import UserError
+from moelib.core.tree import Batch
+from moelib.data.hashing import random_permutation
+from moelib.data.input import BatchIterator, Input, State, check_state, rows_of_host
+from moelib.data.lm_input import InputMode
+
+
+class TaskInput(Input):
+    """Batches of examples, each a pure function of seed and step.
+
+    Training reads epochs in random orders, one after the other, and drops no example: a batch may
+    end one epoch and begin the next. An evaluation reads every example once, in order.
+    """
+
+    @config_class
+    class Config(Input.Config):
+        # Function that returns the examples, a sequence; or its config. With an argument `epoch`,
+        # it is called for each epoch, and must return N examples each time, a multiple of B; with
+        # `params`, it also gets the current parameters as NumPy arrays.
+        examples: Required[Any] = REQUIRED
+        # Function from a list of examples to a batch: a dict of arrays [len(list), ...], which may
+        # be nested. None for that of the task, or else `stack`.
+        collate: Any = None
+        mode: InputMode = InputMode.TRAIN  # Endless epochs, or one.
+        shuffle: bool = True  # Whether each epoch of training has a random order of its own.
+        seed: int = 0  # Seed of the orders.
+        seq_len: int = 1  # Examples have no dimension that is split like a sequence.
+
+    def __init__(self, cfg: Config) -> None:
+        """Gets the examples, unless they depend on the epoch.
+
+        Raises:
+            UserError: If there are none.
+        """
+        super().__init__(cfg)
+        cfg = self.config
+        found = maybe_instantiate(cfg.examples)
+        self._collate = maybe_instantiate(cfg.collate) or stack
+        self._arguments = inspect.signature(found).parameters if callable(found) else {}
+        self._of_epoch: Callable[..., Sequence[Any]] | None = None
+        self.parameters: Callable[[], Any] | None = None  # Set by the trainer.
+        self.max_batches: int | None = None  # Number of batches of an evaluation; None for all.
+        self._epoch, self._examples = 0, ()
+        self._shapes: Mapping[str, tuple[int, ...]] = {}  # Of one example, by path.
+        self._order: tuple[int, Any] = (-1, None)
+        if "epoch" in self._arguments:
+            self._of_epoch, self._epoch = found, -1
+            self.reads_parameters = "params" in self._arguments
+        else:
+            self._examples = found() if callable(found) else found
+            self._check_examples(self._examples)
+
+    @property
+    def examples(self) -> Sequence[Any]:
+        """The examples, those of the current epoch if they depend on it."""
+        return self._examples
+
+    def _check_examples(self, examples: Any) -> None:
+        if not hasattr(examples, "__len__") or not hasattr(examples, "__getitem__"):
+            raise UserError(
+                f"examples is {type(examples).__name__}; return a sequence, with len() and [index]."
+            )
+        if not len(examples):
+            raise UserError("examples is empty; return one example or more.")
+
+    def _examples_of(self, epoch: int) -> Sequence[Any]:
+        if self._of_epoch is None or epoch == self._epoch:
+            return self._examples
+        values = {"epoch": epoch}
+        if "params" in self._arguments:
+            if self.parameters is None:
+                raise UserError(
+                    "examples(epoch, params): there are no parameters before training; give the "
+                    "task's `axes`, or a mesh with fsdp=1 and model=1."
+                )
+            values["params"] = self.parameters()
+        examples, size = self._of_epoch(**values), self.config.global_batch_size
+        self._check_examples(examples)
+        before = len(self._examples) or len(examples)
+        if len(examples) != before or before % size:
+            raise UserError(
+                f"examples(epoch={epoch}) returned {len(examples)} examples; return as many for "
+                f"each epoch ({before} before), a multiple of global_batch_size={size}."
+            )
+        self._examples, self._epoch = examples, epoch
+        return examples
+
+    def iterator(self, host_index: int = 0, num_hosts: int = 1) -> "TaskBatches":
+        """Returns the batches of one of several hosts, which collates its own examples only."""
+        rows = rows_of_host(self.config.global_batch_size, host_index, num_hosts)
+        return TaskBatches(self, rows)
+
+    @property
+    def num_batches(self) -> int | None:
+        """The number of batches; None if they are endless."""
+        if self.config.mode is InputMode.TRAIN:
+            return None
+        number = -(-len(self._examples_of(0)) // self.config.global_batch_size)
+        return number if self.max_batches is None else min(number, self.max_batches)
+
+    def batch(self, step: int, rows: range) -> Batch:
+        """Returns some rows of a batch."""
+        cfg = self.config
+        first = step * cfg.global_batch_size
+        indices = [first + row for row in rows]
+        if cfg.mode is InputMode.TRAIN:
+            return {"batch": self._collated([self._training_example(i) for i in indices])}
+        examples = self._examples_of(0)
+        last = len(examples) - 1
+        batch: Batch = {"batch": self._collated([examples[min(i, last)] for i in indices])}
+        if first + cfg.global_batch_size > len(examples):
+            batch["valid"] = np.array([i <= last for i in indices], np.float32)
+        return batch
+
+    def _training_example(self, index: int) -> Any:
+        size = len(self._examples) or len(self._examples_of(0))
+        epoch, at = divmod(index, size)
+        examples = self._examples_of(epoch)
+        if self.config.shuffle and self._order[0] != epoch:
+            self._order = (epoch, random_permutation(size, self.config.seed, epoch))
+        return examples[int(self._order[1][at]) if self.config.shuffle else at]
+
+    def abstract_batch(self) -> Batch:
+        """Returns a global batch of training as `jax.ShapeDtypeStruct`s; collates one example."""
+        size = self.config.global_batch_size
+        row = self.batch(0, range(1))["batch"]
+        return {
+            "batch": jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), row
+            )
+        }
+
+    def _collated(self, examples: list[Any]) -> Batch:
+        """Returns the batch of some examples, as arrays whose first dimension is theirs.
+
+        Raises:
+            UserError: If keys of examples differ, or `collate` returns anything else.
+        """
+        _check_keys(examples)
+        batch = self._collate(examples)
+        if not isinstance(batch, dict) or not batch:
+            raise UserError(f"collate returned {batch!r:.80}; return a dict of arrays.")
+        not_dict = lambda x: not isinstance(x, dict)
+        leaves = dict(tree.flatten_items(batch, is_leaf=not_dict))
+        arrays = {path: _array(path, x, len(examples)) for path, x in leaves.items()}
+        shapes = {path: x.shape[1:] for path, x in arrays.items()}
+        self._shapes = self._shapes or shapes
+        if shapes != self._shapes:
+            path = next(
+                p for p in {**shapes, **self._shapes} if shapes.get(p) != self._shapes.get(p)
+            )
+            raise UserError(
+                f"collate returned {path!r} of shape {shapes.get(path)} per example, and "
+                f"{self._shapes.get(path)} before; pad all batches to one shape."
+            )
+        return tree.unflatten(arrays)
+
+
+class TaskBatches(BatchIterator):
+    """One host's batches of a `TaskInput`."""
+
+    def __init__(self, source: TaskInput, rows: range) -> None:
+        """Starts at the first batch; `rows` are those of this host."""
+        self._source, self._rows, self._step = source, rows, 0
+
+    def __next__(self) -> Batch:
+        """Returns this host's rows of the next batch."""
+        number = self._source.num_batches
+        if number is not None and self._step >= number:
+            raise StopIteration
+        batch = self._source.batch(self._step, self._rows)
+        self._step += 1
+        return batch
+
+    def _identity(self) -> State:
+        cfg = self._source.config
+        size = 0 if self._source._of_epoch else len(self._source.examples)
+        names = ("global_batch_size", "shuffle", "seed")
+        return {"num_examples": size, **{name: getattr(cfg, name) for name in names}}
+
+    def state(self) -> State:
+        """Returns the position after the batches returned so far."""
+        return {"step": self._step, "input": self._identity()}
+
+    def restore(self, state: State) -> None:
+        """Goes to a saved position. Raises UserError if it belongs to other examples."""
+        check_state(state, self._identity())
+        self._step = state["step"]
+
+
+def stack(examples: Sequence[Mapping[str, Any]]) -> Batch:
+    """Returns the values of each key of the examples, stacked."""
+    if not isinstance(examples[0], Mapping):
+        raise UserError(
+            f"an example is {type(examples[0]).__name__}; make it a dict of arrays of equal "
+            "shapes, or set collate to a function that makes a batch of a list of examples."
+        )
+    return {name: [example[name] for example in examples] for name in examples[0]}
+
+
+def _check_keys(examples: Sequence[Any]) -> None:
+    first = examples[0]
+    if not isinstance(first, Mapping):
+        return
+    for example in examples:
+        if example.keys() != first.keys():
+            raise UserError(
+                f"an example has the keys {sorted(example)}, and another {sorted(first)}; give all "
+                "examples the same keys."
+            )
+
+
+def _array(path: str, value: Any, num_examples: int) -> np.ndarray:
+    try:
+        array = np.asarray(value)
+    except ValueError as error:  # Ragged.
+        raise UserError(f"collate returned {path!r}: {error}; pad its rows to one shape.") from None
+    if array.dtype.kind not in "biufV":  # V: bfloat16 and other dtypes of ml_dtypes.
+        raise UserError(f"collate returned {path!r} of {array.dtype}; make it an array of numbers.")
+    if array.shape[:1] != (num_examples,):
+        raise UserError(
+            f"collate returned {path!r} of shape {array.shape} for {num_examples} examples; its "
+            "first dimension must be theirs."
+        )
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)

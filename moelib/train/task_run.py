@@ -1,0 +1,220 @@
+"""Tasks as plain calls: the config of a run, evaluation, predictions."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+
+from moelib.checkpoint.checkpointer import Checkpointer
+from moelib.checkpoint.policy import every_n_steps_and_last_policy
+from moelib.checkpoint.restore import restore_params_only
+from moelib.core import tree
+from moelib.core.config import InstantiableConfig, config_for_function
+from moelib.core.errors import UserError
+from moelib.core.metrics import Scalars
+from moelib.data.lm_input import InputMode
+from moelib.parallel.mesh import MESH_AXIS_NAMES, create_device_mesh, parse_mesh
+from moelib.train.state import abstract_arrays
+from moelib.train.task import Task
+from moelib.train.task_evaler import ExampleEvaler
+from moelib.train.task_input import TaskInput
+from moelib.train.trainer import SpmdTrainer
+
+# A sequence of examples, or a function that returns it (`TaskInput.Config.examples`).
+Examples = Sequence[Any] | Callable[..., Any] | InstantiableConfig
+
+
+def task_trainer_config(
+    task: Task.Config,
+    examples: Examples,
+    *,
+    optimizer: Any,
+    batch_size: int,
+    max_step: int | None = None,
+    num_epochs: float | None = None,
+    eval_examples: Examples | None = None,
+    save_every: int | None = None,
+    best_metric: str | None = None,
+    best_mode: Literal["min", "max"] = "min",
+    num_microbatches: int = 1,
+    mesh: str = "data=-1",
+    params: Any = None,
+    seed: int = 0,
+) -> SpmdTrainer.Config:
+    """Returns the config of a run of a task, whose fields may be changed before it is trained.
+
+    Args:
+        task: The task.
+        examples: Examples of training, or a function that returns them.
+        optimizer: An optimizer of Optax or moelib, or its config, whose learning rate is logged:
+            config_for_function(adamw_optimizer).set(learning_rate=1e-3).
+        batch_size: Examples per step, over all devices.
+        max_step: Number of steps.
+        num_epochs: Number of epochs, instead of max_step.
+        eval_examples: Examples of the evaluation "validation"; None for none.
+        save_every: Number of steps between checkpoints, and between evaluations; None for an epoch.
+        best_metric: Metric whose best checkpoint is kept, such as "validation/accuracy".
+        best_mode: Whether the least or the largest metric is the best.
+        num_microbatches: Parts of a batch computed one after the other.
+        mesh: Devices per mesh axis, such as "fsdp=4,model=2".
+        params: Initial parameters, instead of the task's `init`.
+        seed: Seed of initial parameters, dropout and the order of examples.
+
+    Raises:
+        UserError: If there are no examples, or an argument is missing or invalid.
+    """
+    training = _input(task, examples, batch_size).set(seed=seed)
+    num_examples = len(training.instantiate().examples)  # 0 if they depend on the epoch.
+    if max_step is None:
+        if num_epochs is None or not num_examples:
+            raise UserError(
+                f"max_step={max_step}, num_epochs={num_epochs}: set one of them, and max_step if "
+                "the examples depend on the epoch."
+            )
+        max_step = max(1, round(num_epochs * num_examples / batch_size))
+    elif num_epochs is not None:
+        raise UserError(f"max_step={max_step}, num_epochs={num_epochs}: set one of them.")
+    if save_every is None:
+        save_every = max(1, num_examples // batch_size) if num_examples else max_step
+    policy = config_for_function(every_n_steps_and_last_policy).set(n=save_every)
+    cfg = SpmdTrainer.default_config().set(
+        model=_with_params(task, params),
+        input=training,
+        max_step=max_step,
+        num_microbatches=num_microbatches,
+        mesh_shape=parse_mesh(mesh),
+        prng_seed=seed,
+        skip_kernel_check=True,  # A task calls no kernel of ours.
+    )
+    cfg.learner.optimizer = optimizer
+    cfg.checkpointer = Checkpointer.default_config().set(
+        save_policy=policy,
+        best_metric=best_metric,
+        best_mode=best_mode,
+        keep_best_n=int(best_metric is not None),
+    )
+    if eval_examples is not None:
+        evaluation = _input(task, eval_examples, batch_size).set(mode=InputMode.EVALUATE)
+        cfg.evalers = {
+            "validation": ExampleEvaler.default_config().set(input=evaluation, eval_policy=policy)
+        }
+    return cfg
+
+
+def _input(task: Task.Config, examples: Any, batch_size: int) -> TaskInput.Config:
+    given = examples if callable(examples) or isinstance(examples, InstantiableConfig) else None
+    return TaskInput.default_config().set(
+        examples=given or (lambda: examples), collate=task.collate, global_batch_size=batch_size
+    )
+
+
+def _with_params(task: Task.Config, params: Any) -> Task.Config:
+    return task if params is None else task.clone(init=lambda key: params)
+
+
+class _Ready(NamedTuple):
+    """What an evaluation of a task runs with."""
+
+    evaler: ExampleEvaler
+    params: Any
+    mesh: jax.sharding.Mesh
+
+
+@contextlib.contextmanager
+def _ready(
+    task: Task.Config,
+    examples: Any,
+    *,
+    trainer_dir: str | os.PathLike[str] | None,
+    params: Any,
+    step: int | None,
+    batch_size: int,
+    mesh: str,
+    seed: int,
+) -> Iterator[_Ready]:
+    """Restores or takes the parameters, and sets the mesh."""
+    if not isinstance(task, Task.Config):
+        raise UserError(f"task is {task!r:.80}; pass the config of a task.")
+    if (trainer_dir is None) == (params is None):
+        raise UserError("trainer_dir and params: set one of them to what is evaluated.")
+    model = _with_params(task, params).set(name="task").instantiate(parent=None)
+    source = _input(task, examples, batch_size).set(mode=InputMode.EVALUATE)
+    devices = create_device_mesh(parse_mesh(mesh, num_devices=jax.device_count()), MESH_AXIS_NAMES)
+    cfg = ExampleEvaler.default_config().set(name="evaluation", input=source, prng_seed=seed)
+    evaler = cfg.instantiate(parent=None, model=model)
+    with jax.set_mesh(devices):
+        model.choose_shardings(dict(devices.shape), source.instantiate().abstract_batch)
+        arrays = abstract_arrays(model.create_parameter_specs_recursively(), devices)
+        if trainer_dir is not None:
+            folder = os.path.join(os.fspath(trainer_dir), "checkpoints")
+            held = restore_params_only(folder, arrays, step=step).state
+        else:
+            shardings = jax.tree.map(lambda x: x.sharding, arrays)
+            held = jax.device_put(tree.to_nested(params), shardings)
+        yield _Ready(evaler, held, devices)
+
+
+def evaluate_task(
+    task: Task.Config,
+    examples: Examples,
+    *,
+    trainer_dir: str | os.PathLike[str] | None = None,
+    params: Any = None,
+    step: int | None = None,
+    batch_size: int = 64,
+    mesh: str = "data=-1",
+) -> Scalars:
+    """Returns the loss and the metrics of a task over all examples; see `moelib.evaluate`."""
+    with _ready(
+        task,
+        examples,
+        trainer_dir=trainer_dir,
+        params=params,
+        step=step,
+        batch_size=batch_size,
+        mesh=mesh,
+        seed=0,
+    ) as ready:
+        return ready.evaler.evaluate(ready.params, ready.mesh)
+
+
+def predict(
+    task: Task.Config,
+    examples: Examples,
+    *,
+    trainer_dir: str | os.PathLike[str] | None = None,
+    params: Any = None,
+    step: int | None = None,
+    batch_size: int = 64,
+    mesh: str = "data=-1",
+    seed: int = 0,
+) -> list[Any]:
+    """Returns the result of each example, in their order.
+
+    Args:
+        task: The task, with a function `predict`.
+        examples: The examples, or a function that returns them.
+        trainer_dir: Folder of the task's run.
+        params: Parameters, instead of those of a run.
+        step: Step of the run's checkpoint; None for the newest.
+        batch_size: Examples per call of `predict`, over all devices.
+        mesh: Devices per mesh axis, such as "fsdp=4,model=2".
+        seed: Seed of the keys that `predict` gets, one per batch.
+
+    Raises:
+        UserError: If an argument is invalid, or there are no examples.
+        DamagedCheckpointError: If no checkpoint can be read.
+    """
+    with _ready(
+        task,
+        examples,
+        trainer_dir=trainer_dir,
+        params=params,
+        step=step,
+        batch_size=batch_size,
+        mesh=mesh,
+        seed=seed,
+    ) as ready:
+        return ready.evaler.predictions(ready.params, ready.mesh)

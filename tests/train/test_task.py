@@ -1,0 +1,272 @@
+"""Tasks: models in three functions, trained, evaluated and predicted from plain calls."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import moelib
+from moelib.core.config import config_for_function
+from moelib.core.errors import UserError
+from moelib.layers.external import Updated
+from moelib.learner.optimizers import adamw_optimizer, sgd_optimizer
+from moelib.learner.schedules import cosine
+from moelib.train.task import Task
+from moelib.train.task_run import task_trainer_config
+
+DIM, CLASSES = 8, 3
+
+
+def make_examples(count, seed=0):
+    """Returns points with labels that depend on them, and weights of 0 to 2 tokens."""
+    rng = np.random.default_rng(seed)
+    points = rng.normal(size=(count, DIM)).astype(np.float32)
+    labels = np.argmax(points[:, :CLASSES], axis=1)
+    return [
+        {"x": x, "label": label, "tokens": np.float32(i % 3)}
+        for i, (x, label) in enumerate(zip(points, labels, strict=True))
+    ]
+
+
+EXAMPLES = make_examples(203)
+
+
+def init(key):
+    up, down = jax.random.split(key)
+    return [jax.random.normal(up, (DIM, 16)), {"down": jax.random.normal(down, (16, CLASSES))}]
+
+
+def logits_of(params, x):
+    return jax.nn.relu(x @ params[0]) @ params[1]["down"]
+
+
+def losses_of(params, batch):
+    logits = logits_of(params, batch["x"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+
+
+def mean_loss(params, batch, key, is_training):
+    del key, is_training
+    hits = jnp.argmax(logits_of(params, batch["x"]), -1) == batch["label"]
+    return jnp.mean(losses_of(params, batch)), {"hits": jnp.mean(hits)}
+
+
+def token_loss(params, batch, key, is_training):
+    del key, is_training
+    return jnp.sum(losses_of(params, batch) * batch["tokens"]), jnp.sum(batch["tokens"])
+
+
+def predict(params, batch, key):
+    del key
+    return {"id": jnp.argmax(logits_of(params, batch["x"]), -1), "first": batch["x"][:, 0]}
+
+
+def count_hits(examples, results):
+    hits = [e["label"] == r["id"] for e, r in zip(examples, results, strict=True)]
+    return {"accuracy": np.mean(hits)}
+
+
+def make_task(**fields):
+    return Task.default_config().set(init=init, loss=mean_loss, predict=predict).set(**fields)
+
+
+def sgd(learning_rate=0.1):
+    return config_for_function(sgd_optimizer).set(learning_rate=learning_rate)
+
+
+def fit(task, folder, examples=EXAMPLES, **settings):
+    defaults = {"batch_size": 64, "max_step": 4, "optimizer": sgd()}
+    return moelib.fit(task, examples, trainer_dir=folder, **defaults | settings)
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+PARAMS = jax.tree.map(np.asarray, init(jax.random.key(1)))
+
+
+@pytest.mark.parametrize("mesh", ["data=8", "fsdp=2,model=4"])
+@pytest.mark.parametrize(("count", "batch_size"), [(203, 64), (5, 64), (64, 64)])
+def test_evaluation_is_exact(count, batch_size, mesh):
+    task, examples = make_task(metric=count_hits), EXAMPLES[:count]
+    found = moelib.evaluate(task, examples, params=PARAMS, batch_size=batch_size, mesh=mesh)
+    whole = {name: np.stack([e[name] for e in examples]) for name in examples[0]}
+    losses = np.asarray(losses_of(PARAMS, whole), np.float64)
+    hits = np.argmax(logits_of(PARAMS, whole["x"]), -1) == whole["label"]
+    assert found["weight"] == count
+    assert found["loss"] == pytest.approx(np.mean(losses), rel=1e-6)
+    assert found["hits"] == pytest.approx(np.mean(hits)) == found["accuracy"]
+    found = moelib.evaluate(task.set(loss=token_loss, metric=None), examples, params=PARAMS)
+    assert found["weight"] == np.sum(whole["tokens"])
+    assert found["loss"] == pytest.approx(np.average(losses, weights=whole["tokens"]), rel=1e-6)
+
+
+@pytest.mark.parametrize("mesh", ["data=8", "data=2,fsdp=2,model=2"])
+def test_predictions_are_those_of_the_examples_in_order(mesh):
+    found = moelib.predict(make_task(), EXAMPLES, params=PARAMS, batch_size=64, mesh=mesh)
+    assert len(found) == 203
+    assert [r["first"] for r in found] == [e["x"][0] for e in EXAMPLES]
+    texts = make_task(postprocess=lambda out: [f"class {i}" for i in out["id"]])
+    assert moelib.predict(texts, EXAMPLES, params=PARAMS) == [f"class {r['id']}" for r in found]
+
+
+def test_learning_rate_is_that_of_the_schedule_at_the_step_of_the_optimizer(tmp_path):
+    schedule = config_for_function(cosine).set(peak_lr=1.0, warmup_steps=3, max_step=8)
+    task, settings = make_task(loss=token_loss), {"max_step": 8, "batch_size": 32}
+    for parts in (1, 4):
+        cfg = task_trainer_config(
+            task, EXAMPLES, optimizer=sgd(schedule), num_microbatches=parts, **settings
+        )
+        cfg.log_every_n_steps = 1
+        moelib.fit(cfg, trainer_dir=tmp_path / str(parts))
+    whole, parts = (lines(tmp_path / name) for name in ("1", "4"))
+    wanted = [float(schedule.instantiate()(step)) for step in range(1, 9)]
+    assert [line["learning_rate"] for line in parts] == pytest.approx(wanted)
+    assert wanted[-1] < 0.1  # RedCoast would apply the rate of step 2, and log that of step 8.
+    assert [x["loss"] for x in parts] == pytest.approx([x["loss"] for x in whole], rel=1e-5)
+
+
+def test_resumed_run_equals_an_uninterrupted_one(tmp_path):
+    def noisy(params, batch, key, is_training):
+        loss, metrics = mean_loss(params, batch, key, is_training)
+        return loss + jax.random.normal(key) * jnp.sum(params[0]), metrics
+
+    settings = {
+        "batch_size": 64,  # The fourth batch ends one epoch and begins the next.
+        "optimizer": config_for_function(adamw_optimizer).set(learning_rate=1e-2),
+        "save_every": 3,
+        "eval_examples": EXAMPLES[:10],
+        "best_metric": "validation/hits",
+        "best_mode": "max",
+    }
+    task = make_task(loss=noisy)
+    whole = fit(task, tmp_path / "whole", max_step=6, **settings)
+    fit(task, tmp_path / "parts", max_step=3, **settings)
+    resumed = fit(task, tmp_path / "parts", max_step=6, **settings)
+    jax.tree.map(np.testing.assert_array_equal, resumed.params, whole.params)
+    assert resumed.evaluations == whole.evaluations
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A task with large parameters, and what a run of it on one axis of data returns."""
+    task = make_task(
+        init=lambda key: [
+            jax.random.normal(key, (DIM, 8192)),
+            {"down": jnp.ones((8192, CLASSES)) / 100},
+        ]
+    )
+    return task, fit(task, tmp_path_factory.mktemp("data"), max_step=2, optimizer=sgd(1e-4))
+
+
+@pytest.mark.parametrize("mesh", ["model=8", "fsdp=8", "data=2,fsdp=2,model=2"])
+def test_parameters_are_sharded_and_numbers_equal(tmp_path, wide, mesh):
+    task, plain = wide
+    found = fit(task, tmp_path, max_step=2, optimizer=sgd(1e-4), mesh=mesh)
+    axis = "fsdp" if mesh == "fsdp=8" else "model"
+    up, down = (x.sharding.spec for x in jax.tree.leaves(found.params))
+    assert (up[1], down[0]) == (axis, axis)
+    for name, value in plain.metrics.items():
+        assert found.metrics[name] == pytest.approx(value, rel=1e-4), name
+
+
+def test_own_training_step(tmp_path):
+    def step(params, batch, key, apply_gradients):
+        value, gradients = jax.value_and_grad(lambda p: mean_loss(p, batch, key, True)[0])(params)
+        new = apply_gradients(params, jax.tree.map(lambda g: 2 * g, gradients))
+        return [*new[:1], {"down": new[1]["down"] * 0.5}], (value, {"twice": 2 * value})
+
+    found = fit(make_task(train_step=step), tmp_path, max_step=1)
+    plain = fit(make_task(), tmp_path / "plain", max_step=1, optimizer=sgd(0.2))
+    np.testing.assert_allclose(found.params[0], plain.params[0], rtol=1e-6)
+    np.testing.assert_allclose(found.params[1]["down"], plain.params[1]["down"] / 2, rtol=1e-6)
+    assert found.metrics["loss"] == plain.metrics["loss"]
+    assert found.metrics["twice"] == pytest.approx(2 * found.metrics["loss"])
+    assert found.metrics["learning_rate"] == pytest.approx(0.1)
+
+
+def test_parameters_that_are_not_trained_take_the_values_that_the_loss_returns(tmp_path):
+    def counted(params, batch, key, is_training):
+        loss, metrics = mean_loss(params["net"], batch, key, is_training)
+        return Updated((loss, metrics), {"steps": params["steps"] + 1})
+
+    task = make_task(
+        init=lambda key: {"net": init(key), "steps": jnp.zeros(())}, loss=counted, fixed=["steps"]
+    )
+    assert float(fit(task, tmp_path, max_step=3).params["steps"]) == 3
+
+
+def test_examples_of_an_epoch_may_depend_on_the_parameters(tmp_path):
+    seen = []
+
+    def roll_out(epoch, params):
+        seen.append((epoch, params[0].copy()))
+        return make_examples(16, seed=epoch)
+
+    result = fit(make_task(), tmp_path, roll_out, batch_size=8, max_step=5)
+    assert [epoch for epoch, _ in seen] == [0, 1, 2]
+    assert result.step == 5
+    assert not np.array_equal(seen[1][1], seen[2][1])
+
+
+def test_given_parameters_are_the_initial_ones(tmp_path):
+    cfg = task_trainer_config(
+        make_task(), EXAMPLES, params=PARAMS, batch_size=8, max_step=1, optimizer=sgd()
+    )
+    trainer = cfg.set(dir=str(tmp_path)).instantiate(parent=None)
+    trainer.init()
+    jax.tree.map(np.testing.assert_array_equal, trainer.params_of_task(), PARAMS)
+
+
+# -- Bad input -----------------------------------------------------------------------------------
+
+
+def ragged(examples):
+    return {"x": [e["x"][: 1 + i] for i, e in enumerate(examples)]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "examples", "match"),
+    [
+        ({"loss": lambda p, b, k, t: losses_of(p, b)}, EXAMPLES, r"loss .*\(64,\)"),
+        ({}, [], "examples is empty"),
+        ({}, lambda: None, "examples is NoneType"),
+        ({}, [{"x": 1.0}, {"y": 1.0}], r"\['y'\].*\['x'\]|\['x'\].*\['y'\]"),
+        ({"collate": ragged}, EXAMPLES, "collate returned 'x'"),
+        ({"collate": lambda e: {"x": np.ones(3)}}, EXAMPLES, r"'x' of shape \(3,\) for 64"),
+        ({"collate": lambda e: None}, EXAMPLES, "collate returned None"),
+        ({"collate": lambda e: {"x": ["a"] * len(e)}}, EXAMPLES, "collate returned 'x' of <U1"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, fields, examples, match):
+    with pytest.raises(UserError, match=match) as caught:
+        fit(make_task(**fields), tmp_path, examples)
+    assert "\n" not in str(caught.value)
+
+
+def test_error_in_a_function_of_the_task_keeps_its_traceback(tmp_path):
+    def broken(params, batch, key, is_training):
+        return batch["no_such_key"]
+
+    with pytest.raises(KeyError, match="no_such_key") as caught:
+        fit(make_task(loss=broken), tmp_path)
+    assert caught.traceback[-1].name == "broken"
+
+
+def test_evaluation_and_prediction_are_tried_before_the_first_step(tmp_path):
+    task = make_task(metric=lambda examples, results: results["no_such_key"])
+    with pytest.raises(TypeError):
+        fit(task, tmp_path, eval_examples=EXAMPLES)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_shapes_that_change_between_batches_are_refused(tmp_path):
+    def grow(examples):
+        return {"x": np.ones((len(examples), int(examples[0]["tokens"]) + 1))}
+
+    with pytest.raises(UserError, match="'x' of shape"):
+        fit(make_task(collate=grow, loss=lambda p, b, k, t: jnp.sum(p[0])), tmp_path, batch_size=8)
