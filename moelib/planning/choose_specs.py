@@ -17,7 +17,7 @@ from moelib.planning.report.collectives import collectives_by_axes
 from moelib.planning.report.step_report import Collective
 
 _LOG = logging.getLogger(__name__)
-_MARGIN = 1.25  # Sent bytes, relative to the prediction, above which there is a warning.
+_MARGIN = 2.0  # Sent bytes, relative to the prediction, above which there is a warning.
 
 
 class Candidate(NamedTuple):

@@ -23,7 +23,7 @@ _ELEMENTWISE = frozenset(
     cosh digamma div empty eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma
     igamma_grad_a igammac imag integer_pow iota is_finite le le_to lgamma log log1p log2
     logistic lt lt_to max min mul name ne neg nextafter not one_minus_square
-    optimization_barrier or polygamma population_count pow random_bits random_fold_in
+    optimization_barrier or platform_index polygamma population_count pow random_bits random_fold_in
     random_gamma random_seed random_split random_unwrap random_wrap real reduce_precision
     regularized_incomplete_beta rem rng_uniform round rsqrt select_n sharding_constraint
     shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square

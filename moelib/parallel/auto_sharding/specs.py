@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from moelib.core import tree
@@ -159,7 +160,7 @@ def _struct(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
             f"params: {path} is {type(leaf).__name__}; pass arrays only (with Equinox, "
             "eqx.filter(model, eqx.is_inexact_array))."
         )
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype or jnp.float32)
 
 
 def _check_divisible(shapes: Mapping[str, jax.ShapeDtypeStruct], num_shards: int) -> None:

@@ -1,0 +1,54 @@
+"""Gradients and collectives under specs from a trace, on meshes of FSDP and tensor parallelism."""
+
+import jax
+import pytest
+from jax.sharding import AxisType
+
+from benchmarks import sharding_models
+from benchmarks.auto_sharding import foreign_models, gradient_error, without_names
+from moelib.parallel.auto_sharding.constrain import constrain_at_use
+from moelib.parallel.auto_sharding.specs import auto_partition_specs
+from moelib.planning.choose_specs import compile_sharded
+from moelib.planning.hlo import program
+from moelib.planning.report.collectives import collectives_by_axes
+
+_MODELS = sharding_models.models()
+_FAST = [(2, (2, 4))]  # Llama with a scan over rematerialized layers.
+_SLOW = [
+    (i, mesh)
+    for i in range(len(_MODELS))
+    for mesh in ((1, 8), (2, 4), (4, 2))
+    if (i, mesh) not in _FAST
+]
+
+
+def _mesh(shape):
+    return jax.make_mesh(shape, ("fsdp", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def _found(model, shape):
+    return auto_partition_specs(
+        model.loss, model.params, *model.batch, num_shards=shape[1], fsdp_shards=shape[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("index", "shape"), [*_FAST, *(pytest.param(*each, marks=pytest.mark.slow) for each in _SLOW)]
+)
+def test_gradients_equal_those_of_one_device(index, shape):
+    with foreign_models():
+        model = without_names(_MODELS[index]())
+        assert gradient_error(model, _found(model, shape), _mesh(shape)) < 1e-5
+
+
+def test_fsdp_gathers_parameters_where_they_are_used():
+    """Two layers: 14 sums of activations, and a gather per matrix; no activation is moved."""
+    model, mesh = without_names(_MODELS[0]()), _mesh((2, 4))
+    with foreign_models():
+        found = _found(model, (2, 4))
+        step = jax.value_and_grad(constrain_at_use(model.loss, found.use_specs))
+        text = compile_sharded(step, model.params, model.batch, found.specs, mesh, "model")
+    kinds = {}
+    for each in collectives_by_axes(program.parse(text), dict(mesh.shape)):
+        kinds[each.kind] = kinds.get(each.kind, 0) + each.count
+    assert kinds == {"all-reduce": 14, "all-gather": 16}

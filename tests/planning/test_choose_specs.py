@@ -1,0 +1,61 @@
+"""The choice of shardings by their compiled collectives."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from moelib.core.errors import UserError
+from moelib.parallel.auto_sharding import rules
+from moelib.planning.choose_specs import choose_specs
+
+_MESH = ((1, 8), ("fsdp", "model"))
+_PARAMS = {"up": jnp.zeros((128, 512)), "down": jnp.zeros((512, 128))}
+_BATCH = (jnp.ones((4, 128)),)
+
+
+def _loss(params, x):
+    return jnp.square(jnp.tanh(x @ params["up"]) @ params["down"]).sum()
+
+
+def _choose(loss, **options):
+    mesh = jax.make_mesh(*_MESH, axis_types=(AxisType.Auto,) * 2)
+    return choose_specs(loss, _PARAMS, *_BATCH, mesh=mesh, **options)
+
+
+def test_the_candidate_that_sends_least_is_chosen():
+    """By hand one all-reduce of the output and none of the batch's gradient: 4 x 128 floats."""
+    wrong = {"up": P("model"), "down": P("model")}  # Contracts twice.
+    choice = _choose(_loss, others={"wrong": wrong})
+    by_name = {each.name: each for each in choice.candidates}
+    assert choice.best.name == "traced"
+    assert choice.best.specs == {"up": P(None, "model"), "down": P("model")}
+    sums = [each for each in choice.best.collectives if each.axes == ("model",)]
+    assert [each.kind for each in sums] == ["all-reduce"]
+    assert 4 * 128 * 4 <= sums[0].bytes <= 4 * 128 * 4 + 8
+    assert by_name["wrong"].sent_bytes > choice.best.sent_bytes
+    assert by_name["replicated"].cost > choice.best.cost
+
+
+def test_a_step_that_sends_more_than_predicted_is_warned_of(caplog, monkeypatch):
+    """A wrong rule says that a sort along the hidden dimension is elementwise."""
+    mixed = jax.jit(lambda x: jnp.sort(x, axis=1))
+
+    def loss(params, x):
+        return jnp.square(mixed(jnp.tanh(x @ params["up"])) @ params["down"]).sum()
+
+    monkeypatch.setattr(rules, "_registered", {})
+    with caplog.at_level(logging.WARNING):
+        _choose(_loss)
+        assert not caplog.text
+        rules.register_dimension_rule("jit:<lambda>", "m f -> m f")
+        _choose(loss)
+    assert "over the axis model" in caplog.text
+
+
+def test_a_loss_that_is_no_scalar_is_refused():
+    with pytest.raises(UserError, match=r"loss returns \(4, 512\)"):
+        _choose(lambda params, x: x @ params["up"])
