@@ -79,6 +79,34 @@ def restore_params_only(
     return newest_readable(found, read)
 
 
+def restore_arrays(
+    directory: str, *, step: int | None = None, skip_checksums: bool = False
+) -> Restored:
+    """Returns all arrays of a checkpoint as {path: array}; needs no config.
+
+    Args:
+        directory: Folder of the checkpoints.
+        step: Step of the checkpoint; None for the newest that can be read.
+        skip_checksums: Whether the arrays are not compared with their checksums.
+
+    Raises:
+        CheckpointNotFoundError: If there is no checkpoint.
+        DamagedCheckpointError: If none can be read.
+    """
+
+    def read(path: str) -> Restored:
+        record = CheckpointRecord.read(path)
+        targets = {
+            name: jax.ShapeDtypeStruct(shape, np.dtype(dtype))
+            for name, (dtype, shape) in record.arrays.items()
+        }
+        nested = _read(path, tree.unflatten(targets), partial=False)
+        _check(path, nested, record, skip_checksums=skip_checksums)
+        return Restored(tree.by_path(nested), record, path)
+
+    return newest_readable(find_checkpoints(os.path.abspath(directory), step, required=True), read)
+
+
 _AVERAGE = "learner/ema/params/"
 
 

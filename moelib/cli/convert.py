@@ -1,7 +1,8 @@
-"""`moelib convert`: converts between Hugging Face folders and run folders.
+"""`moelib convert`: converts between Hugging Face folders and run folders, and to plain tensors.
 
 moelib convert --from_hf=MODEL --to=RUN
 moelib convert --trainer_dir=RUN --to_hf=MODEL
+moelib convert --trainer_dir=RUN --to_safetensors=FOLDER
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ from moelib.core.command_line import flag, no_arguments
 from moelib.core.errors import UsageError
 from moelib.launch import import_module
 
-_WAYS = (("from_hf", "to"), ("trainer_dir", "to_hf"))  # Pairs of flags.
+_WAYS = (("from_hf", "to"), ("trainer_dir", "to_hf"), ("trainer_dir", "to_safetensors"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,9 @@ class Flags:
     trainer_dir: str | None = flag(None, "Folder of the run to read.")
     step: int | None = flag(None, "Step of the run's checkpoint; the newest by default.")
     to_hf: str | None = flag(None, "Folder of the Hugging Face model to create from a run.")
+    to_safetensors: str | None = flag(
+        None, "Folder for all arrays of a run's checkpoint, as safetensors and tensors.json."
+    )
     dtype: Literal["float32", "bfloat16", "float16"] | None = flag(
         None, "Dtype to write; by default float32 for --to and that of the run for --to_hf."
     )
@@ -42,10 +46,14 @@ class Flags:
 def run(flags: Flags, arguments: Sequence[str]) -> None:
     """Converts in the direction that the flags name."""
     no_arguments(arguments, Flags)
-    given = [name for way in _WAYS for name in way if getattr(flags, name)]
+    names = dict.fromkeys(name for way in _WAYS for name in way)
+    given = [name for name in names if getattr(flags, name)]
     if tuple(given) not in _WAYS:
         found = ", ".join(f"--{name}" for name in given) or "none of them"
-        raise UsageError(f"set --from_hf and --to, or --trainer_dir and --to_hf; found {found}.")
+        raise UsageError(
+            "set --from_hf and --to, or --trainer_dir and one of --to_hf and --to_safetensors; "
+            f"found {found}."
+        )
     from moelib.train import convert
     from moelib.train.loading import as_mesh
 
@@ -73,3 +81,14 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
         )
         files = ", ".join(sorted(os.listdir(flags.to_hf)))
         print(f"Wrote {architecture} to {flags.to_hf}: {files}.")
+    elif flags.trainer_dir and flags.to_safetensors:
+        for name in ("dtype", "mesh"):
+            if getattr(flags, name):
+                raise UsageError(f"--{name} is not for --to_safetensors; leave it out.")
+        step = convert.to_safetensors(
+            flags.trainer_dir,
+            flags.to_safetensors,
+            step=flags.step,
+            skip_checksums=flags.skip_checksums,
+        )
+        print(f"Wrote the arrays of step {step} to {flags.to_safetensors}.")

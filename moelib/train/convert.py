@@ -1,15 +1,17 @@
-"""Conversion between Hugging Face folders and run folders."""
+"""Conversion between run folders and Hugging Face folders, and to plain tensors."""
 
 import os
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 from jax.sharding import Mesh
 
 from moelib.checkpoint.checkpointer import Checkpointer
 from moelib.checkpoint.contents import CheckpointRecord
-from moelib.checkpoint.safetensors import add_sums
+from moelib.checkpoint.restore import restore_arrays
+from moelib.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE, add_sums, write_tensors
 from moelib.core.errors import UserError
-from moelib.core.files import atomic_file, copy_file, read_json
+from moelib.core.files import atomic_file, copy_file, read_json, write_json
 from moelib.train.identity import CONFIG_FILE
 from moelib.train.loading import load_model, tokenizer_of_model
 from moelib.train.pretrained import CONFIG_FILE as HF_CONFIG_FILE
@@ -121,6 +123,40 @@ def to_hugging_face(
     _copy([name for name in FILES if name != HF_CONFIG_FILE], trainer_dir, to)
     add_sums(to, FILES)
     return architecture
+
+
+TENSORS_FILE = "tensors.json"
+
+
+def to_safetensors(
+    trainer_dir: str, to: str, *, step: int | None = None, skip_checksums: bool = False
+) -> int:
+    """Writes all arrays of a run's checkpoint for any tool; returns the checkpoint's step.
+
+    Parameters ("model/...") and the state of the optimizer ("learner/...") are tensors named by
+    their paths. tensors.json has the step, and file, dtype and shape of each.
+
+    Args:
+        trainer_dir: Folder of the run, of any model or task.
+        to: Folder of the tensors, which is created.
+        step: Step of the checkpoint; None for the newest.
+        skip_checksums: Whether the arrays are not compared with their checksums.
+
+    Raises:
+        ExistingFileError: If `to` has tensors.
+        Exception: The errors of `restore_arrays`.
+    """
+    checkpoints = os.path.join(trainer_dir, "checkpoints")
+    arrays, record, _ = restore_arrays(checkpoints, step=step, skip_checksums=skip_checksums)
+    write_tensors(to, ((name, np.asarray(x)) for name, x in arrays.items()))
+    files = read_json(os.path.join(to, INDEX_FILE)).get("weight_map", {})
+    tensors = {
+        name: {"file": files.get(name, SINGLE_FILE), "dtype": dtype, "shape": shape}
+        for name, (dtype, shape) in record.arrays.items()
+    }
+    write_json(os.path.join(to, TENSORS_FILE), {"step": record.step, "tensors": tensors})
+    add_sums(to, [TENSORS_FILE])
+    return record.step
 
 
 def _copy(names: Sequence[str], source: str, to: str) -> None:

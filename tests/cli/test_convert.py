@@ -8,8 +8,10 @@ import sys
 
 import numpy as np
 import pytest
+from safetensors import deserialize
 from safetensors.numpy import load_file
 
+from docs import generate
 from moelib.cli import convert as cli
 from moelib.core import tree
 from moelib.core.errors import UserError
@@ -146,3 +148,49 @@ def test_a_run_of_moved_own_layers_is_converted_with_module_dir(hub, tmp_path, m
         cli.run(flags, [])
     cli.run(dataclasses.replace(flags, module_dir=str(tmp_path / "moved")), [])
     assert (tmp_path / "back/model.safetensors").exists()
+
+
+def read_tensors(folder):
+    # --8<-- [start:read]
+    with open(f"{folder}/tensors.json") as file:
+        index = json.load(file)
+    arrays = {}
+    for name in {tensor["file"] for tensor in index["tensors"].values()}:
+        with open(f"{folder}/{name}", "rb") as file:
+            tensors = deserialize(file.read())
+        for path, tensor in tensors:
+            dtype = index["tensors"][path]["dtype"]
+            if dtype == "bfloat16":  # Unknown to NumPy: the upper half of a float32.
+                bits = np.frombuffer(tensor["data"], np.uint16).astype(np.uint32)
+                values = (bits << 16).view(np.float32)
+            else:
+                values = np.frombuffer(tensor["data"], dtype)
+            arrays[path] = values.reshape(tensor["shape"])
+    # --8<-- [end:read]
+    return index["step"], arrays
+
+
+def test_arrays_of_a_run_are_read_with_numpy_and_safetensors_alone(tmp_path):
+    cfg = tiny.trainer_config(tmp_path / "run", max_step=1, save_every=1, evaler=False)
+    cfg.model = tiny.dense_model(32, dim=8, dtype="bfloat16")
+    trainer = cfg.instantiate(parent=None)
+    trainer.run()
+    flags = cli.Flags(trainer_dir=cfg.dir, to_safetensors=str(tmp_path / "tensors"))
+    cli.run(flags, [])
+    step, found = read_tensors(tmp_path / "tensors")
+    assert step == 1
+    wanted = tree.by_path(trainer.trainer_state._asdict())
+    assert found.keys() == wanted.keys()
+    for name, values in wanted.items():
+        np.testing.assert_array_equal(found[name], values, err_msg=name)
+    alone = "import sys\nfolder = sys.argv[1]\n" + generate.regions(pathlib.Path(__file__))["read"]
+    alone += "\nassert not {'jax', 'ml_dtypes', 'moelib'} & set(sys.modules)"
+    command = [sys.executable, "-c", alone, str(tmp_path / "tensors")]
+    subprocess.run(command, check=True, cwd=tmp_path)
+    assert wanted["model/embedding/weight"].dtype == "bfloat16"
+
+
+def test_other_flags_are_refused_with_plain_tensors(tmp_path):
+    flags = cli.Flags(trainer_dir="run", to_safetensors=str(tmp_path), dtype="bfloat16")
+    with pytest.raises(UserError, match="--dtype"):
+        cli.run(flags, [])
