@@ -19,7 +19,7 @@ from moelib.core.command_line import flag, no_arguments, run_command
 from moelib.core.compilation_cache import use_compilation_cache
 from moelib.core.config import ConfigBase, config_origin, get_named_trainer_config
 from moelib.core.config_modifier import apply_mesh_rule
-from moelib.core.errors import UsageError
+from moelib.core.errors import UsageError, refuse_single_strings
 from moelib.core.moved_names import find_module
 
 if TYPE_CHECKING:
@@ -189,6 +189,7 @@ def load_config(
         UsageError: If `module` or `name` is missing, or no mesh rule matches.
         InvalidConfigNameError: If there is no such config; the message has the nearest name.
     """
+    refuse_single_strings(sets=sets)
     if not module or not name:
         raise UsageError(
             "--module and --config are required; `moelib config --module=M` lists the configs of M."

@@ -130,6 +130,11 @@ def test_bad_settings_say_what_is_wrong(folder, assignment, error, message):
         launch.load_config("settings", "small", sets=[assignment])
 
 
+def test_settings_that_are_no_list_are_refused():
+    with pytest.raises(UserError, match=r"sets='x=1'.*\['x=1'\]"):
+        launch.load_config("flame_moe", "flame-moe-tiny", sets="x=1")
+
+
 def test_missing_module_names_both_places_that_were_looked_at():
     with pytest.raises(UsageError, match=r"'nowhere' or 'experiments\.nowhere'"):
         launch.import_module("nowhere")

@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -195,7 +196,11 @@ def _read(path: str, target: dict[str, Any], *, partial: bool) -> dict[str, Any]
             if unreadable(error):
                 raise
             reason = first_line(error)
-        gc.collect()  # The error and what it holds: the arrays that have been read.
+        # Frees the error and what it holds: arrays that have been read, and coroutines that Orbax
+        # has abandoned, of which Python would warn.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+            gc.collect()
         raise DamagedCheckpointError(f"{path} cannot be read: {reason}")
 
     return on_all_processes(read, path)

@@ -51,7 +51,7 @@ class Flags(launch.ConfigFlags):
         None, "Folder for reports of compiled steps; by default ~/.cache/moelib/plan."
     )
     dump: str | None = flag(None, "Folder for a compiled step at each stage, with a report.")
-    top: int = flag(0, "Number of costliest functions and instructions to list.")
+    top: int = flag(0, "Number of costliest functions and instructions to list.", lower_bound=0)
     compare: tuple[str, ...] = flag(
         (), "File of a report, or of figures by key, to show in another column.", old_name="beside"
     )

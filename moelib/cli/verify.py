@@ -22,7 +22,7 @@ from moelib.core.table import print_table
 class Flags(launch.ConfigFlags):
     """Flags of the command."""
 
-    devices: int = flag(8, "Number of simulated devices, 2 or more.", lower_bound=2)
+    devices: int = flag(8, "Number of simulated devices, 2 to 256.", lower_bound=2)
     meshes: str = flag(
         "auto",
         "Meshes to check: auto (each axis alone, each pair together with as many others as "

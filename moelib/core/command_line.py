@@ -15,6 +15,7 @@ import errno
 import inspect
 import logging
 import os
+import re
 import sys
 import textwrap
 import traceback
@@ -118,13 +119,15 @@ def parse_flags[T](cls: type[T], arguments: Sequence[str]) -> tuple[T, list[str]
         advice = did_you_mean(f"--{error.flagname}", [f"--{info.name}" for info in infos])
         raise UsageError(f"unknown flag '--{error.flagname}'; {advice}") from None
     except absl_flags.Error as error:
-        raise UsageError(str(error)) from None
+        text = re.sub("invalid literal .*|could not convert .*", "write a number.", str(error))
+        raise UsageError(text) from None
     for info in infos:
         if info.old_name is not None and values[info.old_name].present:
             text = f"--{info.old_name} is now --{info.name}; the earlier name will be removed."
             print(text, file=sys.stderr)
     found = {info.name: values[info.name].value for info in infos}
     lists = {name: tuple(value) for name, value in found.items() if isinstance(value, list)}
+    lists |= {info.name: tuple(filter(None, lists[info.name])) for info in infos if info.split}
     return cls(**found | lists), rest
 
 

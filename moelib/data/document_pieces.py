@@ -36,11 +36,11 @@ def is_local(tokenizer: Any) -> bool:
 
 
 def encode_in_pieces(
-    encode: Callable[[str], list[int]], data: bytes, piece_bytes: int
+    encode: Callable[[str], list[int]], data: bytes, piece_bytes: int, name: str
 ) -> Iterator[list[int]]:
     """Yields the ids of a document in UTF-8, with some `piece_bytes` of text at a time.
 
-    Pieces are longer, with a warning, where the following text alone has other ids.
+    Pieces are longer where the following text alone has other ids; a warning then names the file.
     """
     start = 0
     while len(data) - start > piece_bytes:
@@ -56,8 +56,9 @@ def encode_in_pieces(
             piece_bytes *= 2
     if min(piece_bytes, len(data)) > 4 * PIECE_BYTES:
         logger.warning(
-            "%s of a document were encoded at once, in some %s of memory, because the ids of this "
-            "tokenizer depend on text far behind.",
+            "%s: %s of a document were encoded at once, in some %s of memory, because the ids of "
+            "this tokenizer depend on text far behind.",
+            name,
             *map(format_bytes, (min(piece_bytes, len(data)), 200 * min(piece_bytes, len(data)))),
         )
     yield encode(data[start:].decode())

@@ -88,7 +88,7 @@ def tokenize_part(
         with synced_file(path) as file:
             for batch in _batches(documents):
                 if isinstance(batch, bytes):
-                    pieces = tokenizer.encode_long(batch)
+                    pieces = tokenizer.encode_long(batch, part.name)
                     lengths.append(sum(map(write, itertools.chain(pieces, [end]))))
                     add_text(batch)
                     continue

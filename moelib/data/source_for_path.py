@@ -48,6 +48,11 @@ def source_for_path(path: str, *, text_field: str = "text") -> Source.Config:
     if found in (["Parquet"], ["Arrow"]):
         tables = Parquet if found == ["Parquet"] else ArrowFiles
         return tables.default_config().set(paths=[path], column=text_field)
+    if path.endswith((".csv", ".tsv")):
+        raise UserError(
+            f"{path} is a table, which would be read as one text; convert it to Parquet or JSON "
+            "lines."
+        )
     if found == ["text"] or os.path.isfile(path):
         return TextFiles.default_config().set(paths=[path])
     if not glob.glob(path, recursive=True):

@@ -85,10 +85,13 @@ class Tokenizer(Configurable):
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
-    def encode_long(self, text: bytes) -> Iterator[list[int]]:
-        """Yields the ids of a long text in UTF-8 in pieces, which bounds the memory."""
+    def encode_long(self, text: bytes, name: str) -> Iterator[list[int]]:
+        """Yields the ids of a long text in UTF-8 in pieces, which bounds the memory.
+
+        A text that cannot be divided is reported with `name`, that of its file.
+        """
         piece_bytes = PIECE_BYTES if self._is_local else len(text)
-        return encode_in_pieces(lambda t: self.encode_batch([t])[0], text, piece_bytes)
+        return encode_in_pieces(lambda t: self.encode_batch([t])[0], text, piece_bytes, name)
 
     @functools.cached_property
     def _is_local(self) -> bool:

@@ -67,8 +67,10 @@ def current_device() -> Device:
 
 
 @contextlib.contextmanager
-def use_backends(backends: Mapping[str, str]) -> Iterator[None]:
+def use_backends(backends: Mapping[str, str | None]) -> Iterator[None]:
     """Sets the backends of the kernels named, inside the context; other kernels keep theirs.
+
+    None stands for the default of the device, whatever the environment says.
 
     Raises:
         BackendError: If a kernel or a backend is unknown; names the known ones.
@@ -114,12 +116,12 @@ def _parsed(text: str) -> Mapping[str, str]:
     return backends
 
 
-def _check(backends: Mapping[str, str], source: str = "") -> None:
+def _check(backends: Mapping[str, str | None], source: str = "") -> None:
     for kernel, backend in backends.items():
         if kernel not in BACKENDS:
             known = ", ".join(BACKENDS)
             raise BackendError(f"{source}unknown kernel {kernel!r}; the kernels are {known}.")
-        if backend not in BACKENDS[kernel]:
+        if backend is not None and backend not in BACKENDS[kernel]:
             known = ", ".join(BACKENDS[kernel])
             raise BackendError(f"{source}{kernel} has no backend {backend!r}; it has {known}.")
 

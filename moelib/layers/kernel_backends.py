@@ -19,11 +19,12 @@ __all__ = ["BACKENDS", "kernel_backends"]
 
 
 @contextlib.contextmanager
-def kernel_backends(backends: Mapping[str, str] | None = None) -> Iterator[None]:
+def kernel_backends(backends: Mapping[str, str | None] | None = None) -> Iterator[None]:
     """Sets the backends of the kernels named for what is traced inside, over the environment's.
 
     Args:
-        backends: Backend by kernel, both as in `BACKENDS`; other kernels keep theirs.
+        backends: Backend by kernel, both as in `BACKENDS`, or None for the default of the device;
+            other kernels keep theirs.
 
     Raises:
         UserError: If a kernel or a backend is unknown, here or in MOELIB_KERNEL_BACKEND, or if a

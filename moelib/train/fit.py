@@ -1,6 +1,7 @@
 """Training as one call: from a config to the outcome of its run."""
 
 import dataclasses
+import numbers
 import os
 from typing import Any
 
@@ -64,6 +65,8 @@ def fit(
         raise UserError(f"examples, {', '.join(settings)}: arguments for a task, not for a config.")
     if not isinstance(trainer, SpmdTrainer | SpmdTrainer.Config):
         raise UserError(f"trainer is {trainer!r}; pass the config of a trainer.")
+    if not isinstance(prng_key, jax.Array | numbers.Integral | None):
+        raise UserError(f"prng_key={prng_key!r}: pass a key of jax.random, or an integer.")
     directory = os.fspath(trainer_dir) if isinstance(trainer_dir, os.PathLike) else trainer_dir
     given: dict[str, Any] = {"dir": directory, "max_step": max_step}
     given = {name: value for name, value in given.items() if value is not None}

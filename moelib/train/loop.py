@@ -89,7 +89,9 @@ class TrainLoop:
         self._skipped_save = False  # Whether the last checkpoint was not written: not finite.
         self._num_slots = cfg.input.global_batch_size * cfg.input.seq_len
         self._stop = StopRequest()
-        self._profiler = ProfilerWindow(cfg.dir, cfg.start_trace_steps, cfg.num_trace_steps)
+        self._profiler = ProfilerWindow(
+            cfg.dir, cfg.start_trace_steps, cfg.num_trace_steps, max_step=cfg.max_step
+        )
         self._watchdog = Watchdog(
             cfg.watchdog_timeout_seconds, crash_timeout_seconds=cfg.crash_on_hang_timeout_seconds
         )

@@ -18,8 +18,12 @@ class ProfilerWindow:
     TensorBoard's profile plugin and Perfetto (`perfetto_trace.json.gz`) show the traces.
     """
 
-    def __init__(self, directory: str, start_steps: Sequence[int], num_steps: int = 3) -> None:
+    def __init__(
+        self, directory: str, start_steps: Sequence[int], num_steps: int = 3, *, max_step: int
+    ) -> None:
         """Checks the settings: a trace of `num_steps` steps from each of `start_steps`, 1 or more.
+
+        Traces that begin after `max_step`, the last step, are reported.
 
         Raises:
             UserError: If there is no step to trace, or two traces overlap.
@@ -36,6 +40,12 @@ class ProfilerWindow:
                     f"start_trace_steps: the traces of {num_steps} steps from {a} and from {b} "
                     f"overlap; leave {num_steps} steps or more between them."
                 )
+        if late := [step for step in starts if step > max_step]:
+            logger.warning(
+                "start_trace_steps %s: no trace begins there, because max_step is %d.",
+                late,
+                max_step,
+            )
         self._starts, self._num = set(starts), num_steps
         self.directory = os.path.join(directory, "profile")
         self._until: int | None = None

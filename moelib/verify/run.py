@@ -37,6 +37,7 @@ from moelib.verify.step_probe import Probe
 from moelib.verify.variant_checks import bfloat16
 
 CHECKS = (*EARLY_CHECKS, *SINGLE_DEVICE_CHECKS, "bfloat16", *MESH_CHECKS)  # Names, in order.
+_MOST_DEVICES = 256
 _SECONDS_BETWEEN_LINES = 10.0  # Of progress, where stderr is no terminal.
 
 
@@ -59,7 +60,7 @@ def verify_config(
 
     Args:
         trainer_config: A `SpmdTrainer.Config`; it is not changed.
-        num_devices: Devices of each mesh, 2 or more.
+        num_devices: Devices of each mesh, 2 to 256.
         meshes: "auto" for each axis alone, each pair of axes together with as many others as
             possible, and the axes of the config's own meshes; "all" for every mesh; or a list such
             as "fsdp=8;data=2,model=4".
@@ -116,6 +117,8 @@ def verify_config(
 
 def _cpu_devices(num: int) -> list[Any]:
     """Returns simulated devices, as many as asked for."""
+    if num > _MOST_DEVICES:  # XLA may end the process if it runs out of threads.
+        raise UserError(f"num_devices={num}: set at most {_MOST_DEVICES}.")
     if jax.config.jax_num_cpu_devices < num:
         with contextlib.suppress(RuntimeError):  # JAX has started.
             jax.config.update("jax_num_cpu_devices", num)

@@ -1,12 +1,15 @@
 """Reading: under any mesh, all or the parameters alone, and what all processes agree on."""
 
 import errno
+import gc
 import logging
 import os
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from moelib.checkpoint import restore
@@ -67,6 +70,25 @@ def test_damaged_one_is_refused_by_its_path(checkpointer, damage):
     damage(path)
     with pytest.raises(DamagedCheckpointError, match=rf"{path}.* (cannot be read|is missing)"):
         restore_checkpoint(path, target_of(make_state()))
+
+
+def test_coroutines_that_orbax_abandons_give_no_warning(checkpointer, monkeypatch):
+    async def abandoned():
+        pass
+
+    def fail(*args, **kwargs):
+        held = [abandoned()]
+        held.append(held)
+        raise ValueError("DATA_LOSS: the data are damaged")
+
+    save(checkpointer, 1)
+    monkeypatch.setattr(ocp.Checkpointer, "restore", fail)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        with pytest.raises(DamagedCheckpointError, match=r"step_00000001 .*DATA_LOSS"):
+            restore_checkpoint(step_path(checkpointer.dir, 1), target_of(make_state()))
+        gc.collect()
+    assert [each for each in found if each.category is RuntimeWarning] == []
 
 
 @pytest.mark.parametrize(

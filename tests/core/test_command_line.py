@@ -47,6 +47,7 @@ def test_every_kind_of_flag_is_parsed():
     )
     assert rest == ["z"]
     assert parse_flags(Flags, []) == (Flags(), [])
+    assert parse_flags(Flags, ["--names=x,,y,"])[0].names == ("x", "y")
 
 
 def test_earlier_names_of_flags_are_accepted_with_a_warning(capsys):
@@ -61,7 +62,7 @@ def test_earlier_names_of_flags_are_accepted_with_a_warning(capsys):
     [
         ("--modul=x", r"'--modul'.*'--module'"),
         ("--count=0", "count=0"),
-        ("--count=x", "count=x"),
+        ("--count=x", r"--count=x: write a number\.$"),
         ("--backend=npu", "backend=npu.*cpu"),
         ("--module", "module"),
     ],

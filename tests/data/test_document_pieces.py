@@ -173,7 +173,7 @@ def _check(name: str, text: str, encoded: list[int]) -> None:
         encoded.append(len(text.encode()))
         return encode(text)
 
-    pieces = encode_in_pieces(counted, text.encode(), 700)
+    pieces = encode_in_pieces(counted, text.encode(), 700, "a.jsonl")
     assert list(itertools.chain.from_iterable(pieces)) == whole, text
 
 

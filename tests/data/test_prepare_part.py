@@ -226,7 +226,7 @@ def test_a_document_that_cannot_be_divided_is_reported_with_its_memory(
     monkeypatch.setattr(tokenizer_module, "is_local", lambda _: False)
     tokenize_part(folder, 0, TextsPart(("x" * 1000, "y" * 90)), tokenizer, OPTIONS)
     assert len(caplog.records) == 1
-    assert "1.0 kB" in caplog.text
+    assert "documents in memory: 1.0 kB" in caplog.text
     assert "200.0 kB" in caplog.text
 
 

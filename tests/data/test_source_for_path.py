@@ -2,6 +2,7 @@ import pathlib
 
 import pytest
 
+from moelib.core.errors import UserError
 from moelib.data.files import TextFiles
 from moelib.data.json_lines import JsonLines
 from moelib.data.parquet import Parquet
@@ -22,6 +23,13 @@ def test_a_single_file_of_unknown_kind_is_text(tmp_path: pathlib.Path):
     (tmp_path / "README").write_text("x")
     source = source_for_path(str(tmp_path / "README")).instantiate()
     assert list(source.documents()) == ["x"]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
+def test_a_table_of_text_is_refused(tmp_path: pathlib.Path, name: str):
+    (tmp_path / name).write_text("a,b")
+    with pytest.raises(UserError, match=f"{name}.*JSON lines"):
+        source_for_path(str(tmp_path / name))
 
 
 def test_a_mixed_folder_and_an_empty_one_are_refused(tmp_path: pathlib.Path):

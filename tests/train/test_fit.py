@@ -30,6 +30,12 @@ def test_run_without_a_folder_is_refused(folder):
         fit(tiny.trainer_config("").set(dir=folder))
 
 
+@pytest.mark.parametrize("prng_key", ["a", 0.5])
+def test_what_is_no_key_is_refused(prng_key, tmp_path):
+    with pytest.raises(UserError, match=f"prng_key={prng_key!r}"):
+        fit(tiny.trainer_config(tmp_path), prng_key=prng_key)
+
+
 def test_settings_of_a_trainer_that_is_built_are_refused(tmp_path):
     trainer = tiny.trainer_config(tmp_path).instantiate(parent=None)
     with pytest.raises(UserError, match="max_step=3"):

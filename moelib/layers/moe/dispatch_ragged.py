@@ -5,6 +5,7 @@ local experts, D model.
 """
 
 import functools
+import logging
 import math
 
 import jax.numpy as jnp
@@ -27,6 +28,8 @@ from moelib.layers.moe.rounds import rows_per_round, run_in_rounds
 from moelib.layers.moe.rows import RowMap, sort_assignments, sum_rows, take_rows
 from moelib.layers.remat import save_routing
 from moelib.parallel.exchange import exchange, gather_sizes, group_size
+
+logger = logging.getLogger(__name__)
 
 # Rows of a round's buffer are a multiple of this, a whole number of the kernels' tiles.
 _ALIGNED = 16
@@ -60,6 +63,13 @@ class _ExpertParallel(Dispatcher):
         if cfg.buffer_blocks < 1:
             raise UserError(
                 f"{type(self).__qualname__}.buffer_blocks is {cfg.buffer_blocks}; set 1 or more."
+            )
+        if cfg.buffer_factor is None and cfg.buffer_blocks != self.default_config().buffer_blocks:
+            logger.warning(
+                "%s.buffer_blocks=%d has no effect: buffer_factor is None, so that nothing is "
+                "dropped.",
+                type(self).__qualname__,
+                cfg.buffer_blocks,
             )
 
     def _within_buffer(

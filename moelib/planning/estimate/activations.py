@@ -20,6 +20,7 @@ from moelib.core.config_paths import sub_configs
 from moelib.core.param import is_spec
 from moelib.core.tree import Batch, Nested
 from moelib.data.input import TOKEN_ARRAYS
+from moelib.layers.kernel_backends import BACKENDS, kernel_backends
 
 _BATCH_SIZES, _SEQ_LEN = (2, 3), 128  # Of the two traces.
 _ROUTING = "routing"  # The name that every remat saves: the routing of tokens.
@@ -75,6 +76,7 @@ def _with_field(model: Any, name: str, value: Any) -> Any:
     return model
 
 
+@kernel_backends(dict.fromkeys(BACKENDS))  # Shapes are the same for all; CPUs run few of them.
 def read_saved(
     cfg: Any,
     specs: Any,
@@ -93,6 +95,7 @@ def read_saved(
         num_slotted_experts: Experts with a fixed capacity per sequence; 0 without such.
     """
     unlimited = _with_field(cfg.model, "buffer_factor", None)  # One row per assignment.
+    unlimited = _with_field(unlimited, "buffer_blocks", 8)  # Unused, by default 8.
     params = jaxpr.abstract_parameters(specs, cfg.train_dtype)
     measure: Measure = functools.partial(
         _measured,

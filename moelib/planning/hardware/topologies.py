@@ -140,6 +140,8 @@ def _describe_tpu(
         error = f"{chips} chips are more than the {most} of the largest {kind} slice"
     elif flat and any(side not in (1, 2, 4, 8, 16) for side in shape):
         error = f"dimensions of a {kind} slice are 1, 2, 4, 8 or 16"
+    elif any(side > 1 and side % 2 for side in shape[:2]):
+        error = f"the first two dimensions of a {kind} slice are 1 or even"
     if error:
         raise UserError(
             f"topology {shortened(name)}: {error}; write such a slice, as in "

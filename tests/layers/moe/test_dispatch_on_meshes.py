@@ -236,7 +236,7 @@ def rows_held(name, n, **fields):
 
 
 @pytest.mark.parametrize("name", ["ragged", "ring"])
-def test_blocks_that_do_not_divide_the_experts_are_refused(name):
+def test_blocks_that_do_not_divide_the_experts_are_refused(name, caplog):
     message = r"Dispatcher.buffer_blocks.*5.*divide 8"
     with pytest.raises(ValueError, match=message):
         pulled(
@@ -245,6 +245,9 @@ def test_blocks_that_do_not_divide_the_experts_are_refused(name):
         )
     with pytest.raises(ValueError, match=r"Dispatcher.buffer_blocks.*0"):
         layer(name, buffer_blocks=0)
+    assert not caplog.records
+    layer(name, buffer_blocks=2)
+    assert "buffer_blocks=2 has no effect" in caplog.text
 
 
 @pytest.mark.parametrize(

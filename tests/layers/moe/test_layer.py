@@ -1,12 +1,14 @@
 """The MoE layer: against a loop over tokens, with padding, on meshes, in bfloat16."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moelib.core.errors import UserError
 from moelib.core.module import UnconsumedAuxLossError, functional
 from moelib.layers.activation import Activation
 from moelib.layers.base import BaseLayer
@@ -304,6 +306,14 @@ def test_active_parameters_and_flops_are_counted_by_hand():
 def test_more_assignments_than_experts_are_refused_with_the_routers_path():
     with pytest.raises(ValueError, match=r"router: num_experts_per_token=5.*num_experts=4"):
         layer(num_experts_per_token=5)
+
+
+@pytest.mark.parametrize("weight", [-0.1, math.nan, math.inf])
+@pytest.mark.parametrize("name", ["load_balance_loss", "router_z_loss"])
+def test_a_loss_that_would_be_raised_is_refused(name, weight):
+    kind = {"load_balance_loss": LoadBalanceLoss, "router_z_loss": RouterZLoss}[name]
+    with pytest.raises(UserError, match=rf"layer: {name}\.weight={weight}"):
+        layer(**{name: kind.default_config().set(weight=weight)})
 
 
 def test_one_expert_has_nothing_to_balance():

@@ -100,6 +100,14 @@ def test_sizes_that_look_like_tokens_are_none(monkeypatch):
     assert [found[0].saved[n] for n in (FULL, NONE)] == [found[1].saved[n] for n in (FULL, NONE)]
 
 
+@pytest.mark.parametrize("backend", ["gpu", "cudnn", "tpu"])
+def test_backends_of_the_environment_are_not_run_by_this_machine(cfg, backend, monkeypatch, caplog):
+    expected = _read(cfg)
+    monkeypatch.setenv("MOELIB_KERNEL_BACKEND", f"flash_attention={backend}")
+    assert _read(cfg) == expected
+    assert not caplog.records
+
+
 def test_a_remat_with_an_unknown_name_is_refused(cfg):
     cfg.model.decoder.remat = config_for_function(remat).set(keep=["feed_forward_upp"])
     with pytest.raises(ValueError, match=r"'feed_forward_upp'.*'feed_forward_up'"):

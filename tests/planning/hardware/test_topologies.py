@@ -1,5 +1,6 @@
 """Names of topologies, and errors for impossible ones."""
 
+import dataclasses
 import importlib.util
 
 import pytest
@@ -15,7 +16,7 @@ from moelib.parallel.mesh import (
     mesh_shape_from_axes,
     shared_sides,
 )
-from moelib.planning.hardware import gpu_targets
+from moelib.planning.hardware import gpu_targets, topologies
 from moelib.planning.hardware.topologies import describe, topology, torus_devices
 
 _GPUS = [name for name, each in ACCELERATORS.items() if each.platform == "gpu"]
@@ -58,6 +59,8 @@ def test_a_wrong_shape_is_refused_with_an_example(name):
         ("v5p:16x20x29", " 8960 "),
         ("v6e:3x5", r"v6e.*1, 2, 4, 8.*16"),
         ("2*v5e:32x4", "v5e"),
+        ("v5p:3x3x3", r"v5p.*1 or even"),
+        ("tpu7x:4x7x2", r"tpu7x.*1 or even"),
         ("h100:16", r"8.*h100:2x8"),
         ("h100:1x16", r"8.*h100:2x8"),
         ("gb200:1x8", r"4.*gb200:2x4"),
@@ -119,8 +122,10 @@ def test_slices_of_tpus_know_which_they_are():
     assert [device.slice_index for device in topology("2*v6e:2x2").devices] == [0] * 4 + [1] * 4
 
 
-def test_a_shape_that_libtpu_refuses_is_one_line():
+def test_a_shape_that_libtpu_refuses_is_one_line(monkeypatch):
     pytest.importorskip("libtpu")
+    shape = dataclasses.replace(describe("v5p:2x2x1"), name="v5p:3x7x1")
+    monkeypatch.setattr(topologies, "describe", lambda name: shape)
     with pytest.raises(UserError, match=r"v5p:3x7x1.*v6e:2x2") as error:
         topology("v5p:3x7x1")
     assert "\n" not in str(error.value)
