@@ -1,6 +1,10 @@
 """Tasks: models in three functions, trained, evaluated and predicted from plain calls."""
 
 import json
+import os
+import socket
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -270,3 +274,32 @@ def test_shapes_that_change_between_batches_are_refused(tmp_path):
 
     with pytest.raises(UserError, match="'x' of shape"):
         fit(make_task(collate=grow, loss=lambda p, b, k, t: jnp.sum(p[0])), tmp_path, batch_size=8)
+
+
+# -- Processes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_two_processes_collate_their_own_examples_and_agree_with_one(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "tests.train.task_process", str(tmp_path), "data=2,model=2"]
+    env = {**os.environ, "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": os.getcwd()}
+    runs = [
+        subprocess.Popen(
+            [*command, f"localhost:{port}", "2", str(i)], env=env, stdout=subprocess.PIPE, text=True
+        )
+        for i in range(2)
+    ]
+    results = [json.loads(run.communicate(timeout=120)[0].splitlines()[-1]) for run in runs]
+    one = fit(make_task(), tmp_path / "one", eval_examples=EXAMPLES[:21], batch_size=16, max_step=3)
+    for found in results:
+        assert (found["processes"], found["rows"]) == (2, 8)  # Half of a batch of 16.
+        assert found["loss"] == pytest.approx(one.metrics["loss"], rel=1e-5)
+        assert found["validation"]["loss"] == pytest.approx(
+            one.evaluations["validation"]["loss"], rel=1e-5
+        )
+        assert found["scores"]["weight"] == 203
+        assert found["scores"]["accuracy"] == pytest.approx(found["scores"]["hits"])
+        assert found["first"] == [float(e["x"][0]) for e in EXAMPLES]
