@@ -6,11 +6,13 @@ import socket
 import subprocess
 import sys
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import moelib
 from moelib.core.config import config_for_function
@@ -215,6 +217,44 @@ def test_examples_of_an_epoch_may_depend_on_the_parameters(tmp_path):
     assert [epoch for epoch, _ in seen] == [0, 1, 2]
     assert result.step == 5
     assert not np.array_equal(seen[1][1], seen[2][1])
+
+
+def nnx_model(key):
+    rngs = nnx.Rngs(key)
+    return nnx.Linear(DIM, CLASSES, rngs=rngs)
+
+
+def equinox_model(key):
+    return eqx.nn.Linear(DIM, CLASSES, key=key)
+
+
+def nnx_logits(params, x):
+    graph = nnx.graphdef(nnx.eval_shape(nnx_model, jax.random.key(0)))
+    return nnx.merge(graph, params)(x)
+
+
+@pytest.mark.parametrize(
+    ("initial", "apply", "kind"),
+    [
+        (lambda key: nnx.state(nnx_model(key), nnx.Param), nnx_logits, nnx.State),
+        (equinox_model, lambda params, x: jax.vmap(params)(x), eqx.nn.Linear),
+    ],
+)
+def test_trees_of_other_libraries(tmp_path, initial, apply, kind):
+    def loss(params, batch, key, is_training):
+        logits = apply(params, batch["x"])
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]))
+
+    task = Task.default_config().set(
+        init=initial, loss=loss, predict=lambda params, batch, key: apply(params, batch["x"])
+    )
+    result = fit(task, tmp_path, optimizer=optax.sgd(0.1), max_step=2, mesh="fsdp=8")
+    assert isinstance(result.params, kind)
+    again = fit(task, tmp_path, optimizer=optax.sgd(0.1), max_step=3, mesh="fsdp=8")
+    assert again.step == 3
+    logits = moelib.predict(task, EXAMPLES[:3], params=again.params)
+    stacked = np.stack([e["x"] for e in EXAMPLES[:3]])
+    np.testing.assert_allclose(np.stack(logits), apply(again.params, stacked), rtol=1e-5)
 
 
 def test_given_parameters_are_the_initial_ones(tmp_path):

@@ -1,0 +1,195 @@
+"""The page on tasks: a model of Flax, trained, resumed, sharded, evaluated."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen
+
+import moelib
+from moelib.core.config import config_for_function
+from moelib.layers.external import Updated
+from moelib.learner.optimizers import adamw_optimizer
+from moelib.train.task import Task
+from moelib.train.task_run import task_trainer_config
+
+
+# --8<-- [start:model]
+class Classifier(linen.Module):
+    """Your model: which of three classes a point belongs to."""
+
+    @linen.compact
+    def __call__(self, points):
+        hidden = linen.relu(linen.Dense(64)(points))
+        return linen.Dense(3)(hidden)
+
+
+network = Classifier()
+# --8<-- [end:model]
+
+
+# --8<-- [start:task]
+def init(key):
+    """Returns initial parameters: a tree of any kind."""
+    return network.init(key, jnp.zeros((1, 2)))
+
+
+def loss(params, batch, key, is_training):
+    """Returns the mean loss of a batch, and metrics by name."""
+    logits = network.apply(params, batch["point"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+    return losses.mean(), {"accuracy": (logits.argmax(-1) == batch["label"]).mean()}
+
+
+task = Task.default_config().set(init=init, loss=loss)
+# --8<-- [end:task]
+
+
+def make_points(count, seed):
+    rng = np.random.default_rng(seed)
+    points = rng.normal(size=(count, 2)).astype(np.float32)
+    labels = np.argmax(points @ [[1, -1, 0], [0, 1, -1]], axis=-1)
+    return [{"point": p, "label": label} for p, label in zip(points, labels, strict=True)]
+
+
+TRAIN, TEST = make_points(1000, 0), make_points(203, 1)
+
+
+@pytest.fixture(scope="module")
+def trainer_dir(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("points"))
+
+
+@pytest.fixture(scope="module")
+def result(trainer_dir):
+    train, test = TRAIN, TEST
+    # --8<-- [start:fit]
+    result = moelib.fit(
+        task,
+        train,  # [{"point": array([0.1, -0.7]), "label": 2}, ...]
+        trainer_dir=trainer_dir,
+        optimizer=config_for_function(adamw_optimizer).set(learning_rate=1e-2),
+        batch_size=64,
+        num_epochs=10,
+        eval_examples=test,
+        best_metric="validation/accuracy",
+        best_mode="max",
+    )
+    print(result.evaluations["validation"]["accuracy"])
+    # --8<-- [end:fit]
+    return result
+
+
+def test_fit(result):
+    assert result.evaluations["validation"]["accuracy"] > 0.9
+    assert result.step == 156
+
+
+def test_evaluate_and_predict(result, trainer_dir):
+    test = TEST
+
+    # --8<-- [start:predict]
+    def predict(params, batch, key):
+        """Returns arrays whose first dimension is that of the examples."""
+        return network.apply(params, batch["point"]).argmax(-1)
+
+    def postprocess(classes):
+        """Returns a list with the result of each example."""
+        return [["red", "green", "blue"][i] for i in classes]
+
+    predicting = task.clone(predict=predict, postprocess=postprocess)
+    scores = moelib.evaluate(task, test, trainer_dir=trainer_dir)
+    colors = moelib.predict(predicting, test, trainer_dir=trainer_dir)
+    print(scores["accuracy"], scores["weight"], len(colors))  # All 203 examples, once, in order.
+    # --8<-- [end:predict]
+    assert scores["accuracy"] == result.evaluations["validation"]["accuracy"]
+    hits = [c == ["red", "green", "blue"][e["label"]] for c, e in zip(colors, test, strict=True)]
+    assert np.mean(hits) == pytest.approx(scores["accuracy"])
+
+
+def test_sharded(tmp_path):
+    trainer_dir, train = tmp_path, TRAIN
+
+    # --8<-- [start:config]
+    cfg = task_trainer_config(
+        task,
+        train,
+        optimizer=config_for_function(adamw_optimizer).set(learning_rate=1e-2),
+        batch_size=64,
+        max_step=2,
+        num_microbatches=2,
+        mesh="data=2,fsdp=2,model=2",
+    )
+    cfg.learner.ema.decay = 0.99
+    result = moelib.fit(cfg, trainer_dir=trainer_dir)
+    # --8<-- [end:config]
+    kernels = [x for x in jax.tree.leaves(result.params) if x.ndim == 2]
+    assert ["model" in str(x.sharding.spec) for x in kernels] == [True, True]
+
+
+def test_weights_and_state(tmp_path):
+    # --8<-- [start:tokens]
+    def weighted_loss(params, batch, key, is_training):
+        """Returns (sum, weight): evaluation and accumulation weight by it."""
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            network.apply(params["net"], batch["point"]), batch["label"]
+        )
+        counted = batch["label"] > 0
+        loss = (losses * counted).sum(), counted.sum()
+        return Updated((loss, {}), {"steps": params["steps"] + 1})
+
+    counting = Task.default_config().set(
+        init=lambda key: {"net": init(key), "steps": jnp.zeros((), jnp.int32)},
+        loss=weighted_loss,
+        fixed=["steps"],
+    )
+    # --8<-- [end:tokens]
+    optimizer = config_for_function(adamw_optimizer).set(learning_rate=1e-2)
+    result = moelib.fit(
+        counting, TRAIN, trainer_dir=tmp_path, optimizer=optimizer, batch_size=64, max_step=3
+    )
+    assert int(result.params["steps"]) == 3
+
+
+def test_own_step(tmp_path):
+    # --8<-- [start:step]
+    def train_step(params, batch, key, apply_gradients):
+        """Clips the gradient of each example, and takes their mean."""
+
+        def of_example(example):
+            alone = jax.tree.map(lambda x: x[None], example)
+            (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(
+                params, alone, key, True
+            )
+            scale = jnp.minimum(1.0, 1.0 / optax.tree.norm(grads))
+            return value, metrics, jax.tree.map(lambda g: g * scale, grads)
+
+        value, metrics, grads = jax.tree.map(lambda x: x.mean(0), jax.vmap(of_example)(batch))
+        return apply_gradients(params, grads), (value, metrics)
+
+    clipped = task.clone(train_step=train_step)
+    # --8<-- [end:step]
+    optimizer = config_for_function(adamw_optimizer).set(learning_rate=1e-2)
+    result = moelib.fit(
+        clipped, TRAIN, trainer_dir=tmp_path, optimizer=optimizer, batch_size=64, max_step=2
+    )
+    assert 0 < result.metrics["gradient_norm"] <= 1
+
+
+def test_examples_of_an_epoch(tmp_path):
+    # --8<-- [start:epoch]
+    def new_points(epoch, params):
+        """Returns the examples of an epoch, where the model errs."""
+        points = np.random.default_rng(epoch).normal(size=(1024, 2)).astype(np.float32)
+        labels = np.argmax(points @ [[1, -1, 0], [0, 1, -1]], axis=-1)
+        found = network.apply(params, points).argmax(-1)
+        hardest = np.argsort(found == labels, kind="stable")[:256]
+        return [{"point": points[i], "label": labels[i]} for i in hardest]
+
+    # --8<-- [end:epoch]
+    optimizer = config_for_function(adamw_optimizer).set(learning_rate=1e-2)
+    result = moelib.fit(
+        task, new_points, trainer_dir=tmp_path, optimizer=optimizer, batch_size=64, max_step=5
+    )
+    assert result.step == 5
