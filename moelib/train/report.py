@@ -62,8 +62,9 @@ def expert_health(scalars: Scalars) -> list[tuple[str, str]]:
 
 
 def _is_layer_metric(name: str, suffix: str) -> bool:
-    """Returns whether the last part of a metric's name that is not a layer's index is `suffix`."""
-    return [part for part in name.split("/") if not part.isdigit()][-1] == suffix
+    """Returns whether a metric of a layer, "path/name" or "path/name/index", is named `suffix`."""
+    parts = [part for part in name.split("/") if not part.isdigit()]
+    return len(parts) > 1 and parts[-1] == suffix
 
 
 _RATES = (  # (metric, title, format)

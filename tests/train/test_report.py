@@ -83,6 +83,7 @@ def test_health_of_experts_over_layers():
     scalars = {
         "decoder/layer0/moe/load_max_over_mean": 1.5,
         "decoder/layers/moe/load_max_over_mean/0": 2.5,
+        "entropy": 5.0,  # Of a task.
         "decoder/layers/moe/entropy/0": 1.0,
         "decoder/layers/moe/entropy/1": 3.0,
         "loss": 1.0,
