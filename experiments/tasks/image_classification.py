@@ -16,7 +16,7 @@ from moelib.learner.optimizers import adamw_optimizer
 from moelib.learner.schedules import cosine
 from moelib.train.task import Task
 
-NUM_TEST = 360
+NUM_TEST, BATCH_SIZE = 360, 64
 
 
 class Network(linen.Module):
@@ -72,11 +72,10 @@ def predict(params, batch, key):
 
 
 def run(trainer_dir, *, num_epochs=15, mesh="data=-1"):
-    """Returns the accuracy on test images of the best checkpoint's run."""
+    """Returns the metrics on the test images after the last step."""
     train, test = digits()
-    batch_size = 64
     schedule = config_for_function(cosine).set(
-        peak_lr=2e-3, warmup_steps=20, max_step=round(num_epochs * len(train) / batch_size)
+        peak_lr=2e-3, warmup_steps=20, max_step=round(num_epochs * len(train) / BATCH_SIZE)
     )
     task = Task.default_config().set(init=init, loss=loss, predict=predict)
     moelib.fit(
@@ -86,7 +85,7 @@ def run(trainer_dir, *, num_epochs=15, mesh="data=-1"):
         optimizer=config_for_function(adamw_optimizer).set(
             learning_rate=schedule, weight_decay=1e-2
         ),
-        batch_size=batch_size,
+        batch_size=BATCH_SIZE,
         num_epochs=num_epochs,
         eval_examples=test,
         best_metric="validation/accuracy",

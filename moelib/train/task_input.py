@@ -44,63 +44,46 @@ class TaskInput(Input):
         seq_len: int = 1  # Examples have no dimension that is split like a sequence.
 
     def __init__(self, cfg: Config) -> None:
-        """Gets the examples, unless they depend on the epoch.
-
-        Raises:
-            UserError: If there are none.
-        """
+        """Gets the examples, unless they depend on the epoch; raises UserError without any."""
         super().__init__(cfg)
         cfg = self.config
-        found = maybe_instantiate(cfg.examples)
         self._collate = maybe_instantiate(cfg.collate) or stack
-        self._arguments = inspect.signature(found).parameters if callable(found) else {}
-        self._of_epoch: Callable[..., Sequence[Any]] | None = None
         self.parameters: Callable[[], Any] | None = None  # Set by the trainer.
         self.max_batches: int | None = None  # Number of batches of an evaluation; None for all.
-        self._epoch, self._examples = 0, ()
+        self.examples: Sequence[Any] = ()  # Those of the current epoch, if they depend on it.
+        self._epoch, self._order = -1, np.zeros(0, np.int64)
         self._shapes: Mapping[str, tuple[int, ...]] = {}  # Of one example, by path.
-        self._order: tuple[int, Any] = (-1, None)
-        if "epoch" in self._arguments:
-            self._of_epoch, self._epoch = found, -1
-            self.reads_parameters = "params" in self._arguments
-        else:
-            self._examples = found() if callable(found) else found
-            self._check_examples(self._examples)
+        self._source = maybe_instantiate(cfg.examples)
+        named = inspect.signature(self._source).parameters if callable(self._source) else {}
+        self.of_epochs, self.reads_parameters = "epoch" in named, "params" in named
+        if not self.of_epochs:
+            self.examples = _checked(self._source() if callable(self._source) else self._source)
 
-    @property
-    def examples(self) -> Sequence[Any]:
-        """The examples, those of the current epoch if they depend on it."""
-        return self._examples
-
-    def _check_examples(self, examples: Any) -> None:
-        if not hasattr(examples, "__len__") or not hasattr(examples, "__getitem__"):
-            raise UserError(
-                f"examples is {type(examples).__name__}; return a sequence, with len() and [index]."
-            )
-        if not len(examples):
-            raise UserError("examples is empty; return one example or more.")
-
-    def _examples_of(self, epoch: int) -> Sequence[Any]:
-        if self._of_epoch is None or epoch == self._epoch:
-            return self._examples
-        values = {"epoch": epoch}
-        if "params" in self._arguments:
-            if self.parameters is None:
+    def _begin(self, epoch: int) -> None:
+        """Sets the examples of an epoch, and their order."""
+        cfg = self.config
+        if epoch == self._epoch:
+            return
+        if self.of_epochs:
+            values = {}
+            if self.reads_parameters:
+                if self.parameters is None:
+                    raise UserError(
+                        "examples(epoch, params): there are no parameters before training, when a "
+                        'mesh axis "model" needs an example; set a mesh without it.'
+                    )
+                values["params"] = self.parameters()
+            examples = _checked(self._source(epoch=epoch, **values))
+            before = len(self.examples) or len(examples)
+            if len(examples) != before or before % cfg.global_batch_size:
                 raise UserError(
-                    "examples(epoch, params): there are no parameters before training; give the "
-                    "task's `axes`, or a mesh with fsdp=1 and model=1."
+                    f"examples(epoch={epoch}) returned {len(examples)} examples; return as many "
+                    f"for each epoch ({before} before), a multiple of {cfg.global_batch_size}."
                 )
-            values["params"] = self.parameters()
-        examples, size = self._of_epoch(**values), self.config.global_batch_size
-        self._check_examples(examples)
-        before = len(self._examples) or len(examples)
-        if len(examples) != before or before % size:
-            raise UserError(
-                f"examples(epoch={epoch}) returned {len(examples)} examples; return as many for "
-                f"each epoch ({before} before), a multiple of global_batch_size={size}."
-            )
-        self._examples, self._epoch = examples, epoch
-        return examples
+            self.examples = examples
+        if cfg.shuffle and cfg.mode is InputMode.TRAIN:
+            self._order = random_permutation(len(self.examples), cfg.seed, epoch)
+        self._epoch = epoch
 
     def iterator(self, host_index: int = 0, num_hosts: int = 1) -> "TaskBatches":
         """Returns the batches of one of several hosts, which collates its own examples only."""
@@ -112,40 +95,35 @@ class TaskInput(Input):
         """The number of batches; None if they are endless."""
         if self.config.mode is InputMode.TRAIN:
             return None
-        number = -(-len(self._examples_of(0)) // self.config.global_batch_size)
+        self._begin(0)
+        number = -(-len(self.examples) // self.config.global_batch_size)
         return number if self.max_batches is None else min(number, self.max_batches)
 
     def batch(self, step: int, rows: range) -> Batch:
         """Returns some rows of a batch."""
-        cfg = self.config
-        first = step * cfg.global_batch_size
+        first = step * self.config.global_batch_size
         indices = [first + row for row in rows]
-        if cfg.mode is InputMode.TRAIN:
+        if self.config.mode is InputMode.TRAIN:
             return {"batch": self._collated([self._training_example(i) for i in indices])}
-        examples = self._examples_of(0)
-        last = len(examples) - 1
-        batch: Batch = {"batch": self._collated([examples[min(i, last)] for i in indices])}
-        if first + cfg.global_batch_size > len(examples):
+        self._begin(0)
+        last = len(self.examples) - 1
+        batch: Batch = {"batch": self._collated([self.examples[min(i, last)] for i in indices])}
+        if first + self.config.global_batch_size > len(self.examples):
             batch["valid"] = np.array([i <= last for i in indices], np.float32)
         return batch
 
     def _training_example(self, index: int) -> Any:
-        size = len(self._examples) or len(self._examples_of(0))
-        epoch, at = divmod(index, size)
-        examples = self._examples_of(epoch)
-        if self.config.shuffle and self._order[0] != epoch:
-            self._order = (epoch, random_permutation(size, self.config.seed, epoch))
-        return examples[int(self._order[1][at]) if self.config.shuffle else at]
+        if not len(self.examples):
+            self._begin(0)
+        epoch, at = divmod(index, len(self.examples))
+        self._begin(epoch)
+        return self.examples[int(self._order[at]) if self.config.shuffle else at]
 
     def abstract_batch(self) -> Batch:
-        """Returns a global batch of training as `jax.ShapeDtypeStruct`s; collates one example."""
+        """Returns a global batch as `jax.ShapeDtypeStruct`s; collates one example."""
         size = self.config.global_batch_size
-        row = self.batch(0, range(1))["batch"]
-        return {
-            "batch": jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), row
-            )
-        }
+        struct = lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype)
+        return {"batch": jax.tree.map(struct, self.batch(0, range(1))["batch"])}
 
     def _collated(self, examples: list[Any]) -> Batch:
         """Returns the batch of some examples, as arrays whose first dimension is theirs.
@@ -191,7 +169,7 @@ class TaskBatches(BatchIterator):
 
     def _identity(self) -> State:
         cfg = self._source.config
-        size = 0 if self._source._of_epoch else len(self._source.examples)
+        size = 0 if self._source.of_epochs else len(self._source.examples)
         names = ("global_batch_size", "shuffle", "seed")
         return {"num_examples": size, **{name: getattr(cfg, name) for name in names}}
 
@@ -203,6 +181,17 @@ class TaskBatches(BatchIterator):
         """Goes to a saved position. Raises UserError if it belongs to other examples."""
         check_state(state, self._identity())
         self._step = state["step"]
+
+
+def _checked(examples: Any) -> Sequence[Any]:
+    """Returns the examples. Raises UserError if they are no sequence, or an empty one."""
+    if not hasattr(examples, "__len__") or not hasattr(examples, "__getitem__"):
+        raise UserError(
+            f"examples is {type(examples).__name__}; return a sequence, with len() and [index]."
+        )
+    if not len(examples):
+        raise UserError("examples is empty; return one example or more.")
+    return examples
 
 
 def stack(examples: Sequence[Mapping[str, Any]]) -> Batch:

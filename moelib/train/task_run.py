@@ -3,7 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, cast
 
 import jax
 
@@ -67,22 +67,19 @@ def task_trainer_config(
     """
     training = _input(task, examples, batch_size).set(seed=seed)
     num_examples = len(training.instantiate().examples)  # 0 if they depend on the epoch.
-    if max_step is None:
-        if num_epochs is None or not num_examples:
-            raise UserError(
-                f"max_step={max_step}, num_epochs={num_epochs}: set one of them, and max_step if "
-                "the examples depend on the epoch."
-            )
-        max_step = max(1, round(num_epochs * num_examples / batch_size))
-    elif num_epochs is not None:
-        raise UserError(f"max_step={max_step}, num_epochs={num_epochs}: set one of them.")
+    if (max_step is None) == (num_epochs is None) or not (max_step or num_examples):
+        raise UserError(
+            f"max_step={max_step}, num_epochs={num_epochs}: set one of them, and max_step if the "
+            "examples depend on the epoch."
+        )
+    steps = max_step or max(1, round(cast(float, num_epochs) * num_examples / batch_size))
     if save_every is None:
-        save_every = max(1, num_examples // batch_size) if num_examples else max_step
+        save_every = max(1, num_examples // batch_size) if num_examples else steps
     policy = config_for_function(every_n_steps_and_last_policy).set(n=save_every)
     cfg = SpmdTrainer.default_config().set(
         model=_with_params(task, params),
         input=training,
-        max_step=max_step,
+        max_step=steps,
         num_microbatches=num_microbatches,
         mesh_shape=parse_mesh(mesh),
         prng_seed=seed,
@@ -114,36 +111,28 @@ def _with_params(task: Task.Config, params: Any) -> Task.Config:
     return task if params is None else task.clone(init=lambda key: params)
 
 
-class _Ready(NamedTuple):
-    """What an evaluation of a task runs with."""
-
-    evaler: ExampleEvaler
-    params: Any
-    mesh: jax.sharding.Mesh
-
-
 @contextlib.contextmanager
 def _ready(
     task: Task.Config,
     examples: Any,
     *,
-    trainer_dir: str | os.PathLike[str] | None,
-    params: Any,
-    step: int | None,
-    batch_size: int,
-    mesh: str,
-    seed: int,
-) -> Iterator[_Ready]:
-    """Restores or takes the parameters, and sets the mesh."""
+    trainer_dir: str | os.PathLike[str] | None = None,
+    params: Any = None,
+    step: int | None = None,
+    batch_size: int = 64,
+    mesh: str = "data=-1",
+    seed: int = 0,
+) -> Iterator[tuple[ExampleEvaler, Any, jax.sharding.Mesh]]:
+    """Sets the mesh; yields an evaler, the parameters, and the mesh."""
     if not isinstance(task, Task.Config):
         raise UserError(f"task is {task!r:.80}; pass the config of a task.")
     if (trainer_dir is None) == (params is None):
         raise UserError("trainer_dir and params: set one of them to what is evaluated.")
-    model = _with_params(task, params).set(name="task").instantiate(parent=None)
+    model = _with_params(task, params).clone(name="task").instantiate(parent=None)
     source = _input(task, examples, batch_size).set(mode=InputMode.EVALUATE)
-    devices = create_device_mesh(parse_mesh(mesh, num_devices=jax.device_count()), MESH_AXIS_NAMES)
     cfg = ExampleEvaler.default_config().set(name="evaluation", input=source, prng_seed=seed)
     evaler = cfg.instantiate(parent=None, model=model)
+    devices = create_device_mesh(parse_mesh(mesh, num_devices=jax.device_count()), MESH_AXIS_NAMES)
     with jax.set_mesh(devices):
         model.choose_shardings(dict(devices.shape), source.instantiate().abstract_batch)
         arrays = abstract_arrays(model.create_parameter_specs_recursively(), devices)
@@ -153,68 +142,32 @@ def _ready(
         else:
             shardings = jax.tree.map(lambda x: x.sharding, arrays)
             held = jax.device_put(tree.to_nested(params), shardings)
-        yield _Ready(evaler, held, devices)
+        yield evaler, held, devices
 
 
-def evaluate_task(
-    task: Task.Config,
-    examples: Examples,
-    *,
-    trainer_dir: str | os.PathLike[str] | None = None,
-    params: Any = None,
-    step: int | None = None,
-    batch_size: int = 64,
-    mesh: str = "data=-1",
-) -> Scalars:
-    """Returns the loss and the metrics of a task over all examples; see `moelib.evaluate`."""
-    with _ready(
-        task,
-        examples,
-        trainer_dir=trainer_dir,
-        params=params,
-        step=step,
-        batch_size=batch_size,
-        mesh=mesh,
-        seed=0,
-    ) as ready:
-        return ready.evaler.evaluate(ready.params, ready.mesh)
+def evaluate_task(task: Task.Config, examples: Examples, **settings: Any) -> Scalars:
+    """Returns the loss and the metrics of a task over all examples.
+
+    `settings` are the arguments of `predict`.
+    """
+    with _ready(task, examples, **settings) as (evaler, params, mesh):
+        return evaler.evaluate(params, mesh)
 
 
-def predict(
-    task: Task.Config,
-    examples: Examples,
-    *,
-    trainer_dir: str | os.PathLike[str] | None = None,
-    params: Any = None,
-    step: int | None = None,
-    batch_size: int = 64,
-    mesh: str = "data=-1",
-    seed: int = 0,
-) -> list[Any]:
+def predict(task: Task.Config, examples: Examples, **settings: Any) -> list[Any]:
     """Returns the result of each example, in their order.
 
     Args:
         task: The task, with a function `predict`.
         examples: The examples, or a function that returns them.
-        trainer_dir: Folder of the task's run.
-        params: Parameters, instead of those of a run.
-        step: Step of the run's checkpoint; None for the newest.
-        batch_size: Examples per call of `predict`, over all devices.
-        mesh: Devices per mesh axis, such as "fsdp=4,model=2".
-        seed: Seed of the keys that `predict` gets, one per batch.
+        settings: `trainer_dir`, the folder of the task's run, and `step`, that of its checkpoint
+            (the newest); or `params`, the parameters themselves. `batch_size`, the examples per
+            call of the function, over all devices (64); `mesh`, such as "fsdp=4,model=2" (all
+            devices along "data"); and `seed` of the keys that the function gets, one per batch (0).
 
     Raises:
         UserError: If an argument is invalid, or there are no examples.
         DamagedCheckpointError: If no checkpoint can be read.
     """
-    with _ready(
-        task,
-        examples,
-        trainer_dir=trainer_dir,
-        params=params,
-        step=step,
-        batch_size=batch_size,
-        mesh=mesh,
-        seed=seed,
-    ) as ready:
-        return ready.evaler.predictions(ready.params, ready.mesh)
+    with _ready(task, examples, **settings) as (evaler, params, mesh):
+        return evaler.predictions(params, mesh)

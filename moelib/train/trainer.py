@@ -22,6 +22,7 @@ from moelib.core.config import (
     Required,
     config_class,
 )
+from moelib.core.errors import UserError
 from moelib.core.module import Module, nowrap
 from moelib.core.param import is_spec
 from moelib.data.input import Input, batch_spec
@@ -129,7 +130,9 @@ class SpmdTrainer(Module):
     def __init__(
         self, cfg: Any, *, parent: Module | None, devices: Sequence[Any] | None = None
     ) -> None:
-        """Builds model, learner, evalers and checkpointer. Opens no data and uses no device.
+        """Builds model, learner, evalers and checkpointer.
+
+        Opens no data and uses no device, except for a task whose parameters the mesh shards.
 
         The mesh is over all devices, or `devices`, which may be descriptions, such as those of a
         topology, for which a step can only be compiled.
@@ -389,6 +392,11 @@ class SpmdTrainer(Module):
         )
         state = state_lib.abstract_state(self.trainer_state_specs, self.trainer_state_shardings)
         if isinstance(self.model, Task) and self.model.has_train_step:
+            if cfg.num_microbatches > 1 or cfg.train_dtype is not None:
+                raise UserError(
+                    f"num_microbatches={cfg.num_microbatches}, train_dtype={cfg.train_dtype}: a "
+                    "task with its own train_step uses neither; leave them unset."
+                )
             step = make_own_train_step(self.model, self.learner)
         else:
             step = make_train_step(

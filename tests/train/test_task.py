@@ -195,6 +195,17 @@ def test_own_training_step(tmp_path):
     assert found.metrics["learning_rate"] == pytest.approx(0.1)
 
 
+def test_own_training_step_calls_the_optimizer_once_and_does_not_accumulate(tmp_path):
+    def step(params, batch, key, apply_gradients):
+        gradients = jax.tree.map(jnp.ones_like, params)
+        return apply_gradients(apply_gradients(params, gradients), gradients), jnp.zeros(())
+
+    with pytest.raises(UserError, match="apply_gradients"):
+        fit(make_task(train_step=step), tmp_path)
+    with pytest.raises(UserError, match="num_microbatches=2"):
+        fit(make_task(train_step=step), tmp_path, num_microbatches=2)
+
+
 def test_parameters_that_are_not_trained_take_the_values_that_the_loss_returns(tmp_path):
     def counted(params, batch, key, is_training):
         loss, metrics = mean_loss(params["net"], batch, key, is_training)
