@@ -74,8 +74,9 @@ def predict(params, batch, key):
 def run(trainer_dir, *, num_epochs=15, mesh="data=-1"):
     """Returns the metrics on the test images after the last step."""
     train, test = digits()
+    num_steps = round(num_epochs * len(train) / BATCH_SIZE)
     schedule = config_for_function(cosine).set(
-        peak_lr=2e-3, warmup_steps=20, max_step=round(num_epochs * len(train) / BATCH_SIZE)
+        peak_lr=2e-3, warmup_steps=num_steps // 16, max_step=num_steps
     )
     task = Task.default_config().set(init=init, loss=loss, predict=predict)
     moelib.fit(

@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 
 import moelib
+from moelib.core import config_parse
 from moelib.core.config import config_for_function
 from moelib.core.errors import UserError
 from moelib.layers.external import Updated
@@ -266,6 +267,26 @@ def test_trees_of_other_libraries(tmp_path, initial, apply, kind):
     logits = moelib.predict(task, EXAMPLES[:3], params=again.params)
     stacked = np.stack([e["x"] for e in EXAMPLES[:3]])
     np.testing.assert_allclose(np.stack(logits), apply(again.params, stacked), rtol=1e-5)
+
+
+def test_config_of_a_task_reads_back_and_trains(tmp_path):
+    cfg = task_trainer_config(
+        Task.default_config().set(init=init, loss=config_for_function(scaled_loss).set(scale=2.0)),
+        config_for_function(make_examples).set(count=16),
+        optimizer=sgd(),
+        batch_size=8,
+        max_step=1,
+    )
+    again = config_parse.parse(cfg.debug_string(), trusted=True)
+    assert again == cfg
+    found = moelib.fit(again, trainer_dir=tmp_path).metrics["loss"]
+    plain = fit(make_task(), tmp_path / "plain", make_examples(16), batch_size=8, max_step=1)
+    assert found == pytest.approx(2 * plain.metrics["loss"])
+
+
+def scaled_loss(scale):
+    """Returns a loss, from a setting of a config."""
+    return lambda *args: scale * mean_loss(*args)[0]
 
 
 def test_given_parameters_are_the_initial_ones(tmp_path):
