@@ -71,35 +71,50 @@ class DeviceFlags:
     heartbeat_timeout_seconds: int = flag(
         10, "Seconds without a heartbeat of a process before the others end.", lower_bound=1
     )
+    start_timeout_seconds: int = flag(
+        300, "Seconds that a process waits for the others to start.", lower_bound=1
+    )
 
     def set_up(self) -> None:
         """Selects the devices and the compilation cache. Call it before anything computes.
 
         Raises:
-            UsageError: If only some flags of a distributed job are set, or the platform is missing.
+            UsageError: If only some flags of a distributed job are set, or are wrong, or the
+                platform is missing.
+            UserError: If another process does not start.
         """
         import jax
 
-        from moelib.core.lost_process import end_with_lost_process
+        from moelib.core.lost_process import ended_with_others
 
         if self.jax_backend is not None:
             platforms.use_backend(self.jax_backend)
         if self.num_cpu_devices is not None:
             jax.config.update("jax_num_cpu_devices", self.num_cpu_devices)
-        job = (self.distributed_coordinator, self.num_processes, self.process_id)
+        address, number, index = job = (
+            self.distributed_coordinator,
+            self.num_processes,
+            self.process_id,
+        )
         if any(each is not None for each in job):
-            if self.distributed_coordinator is None or None in job:
+            if address is None or number is None or index is None:
                 raise UsageError(
                     "--distributed_coordinator, --num_processes and --process_id require each "
                     "other; set all three."
                 )
-            jax.distributed.initialize(
-                *job,
-                heartbeat_timeout_seconds=self.heartbeat_timeout_seconds,
-                # JAX would listen at all addresses of process 0.
-                coordinator_bind_address=self.distributed_coordinator,
-            )
-            end_with_lost_process(self.distributed_coordinator.rpartition(":")[0].strip("[]"))
+            if not re.fullmatch(".+:[0-9]{1,5}", address):
+                raise UsageError(f"--distributed_coordinator={address}: write host:port.")
+            if index >= number:
+                raise UsageError(f"--process_id={index}: set less than --num_processes={number}.")
+            with ended_with_others(address, number, index, self.start_timeout_seconds):
+                jax.distributed.initialize(
+                    address,
+                    number,
+                    index,
+                    heartbeat_timeout_seconds=self.heartbeat_timeout_seconds,
+                    # JAX would listen at all addresses of process 0.
+                    coordinator_bind_address=address,
+                )
         else:
             # Processes that find different programs in their caches would wait for each other.
             use_compilation_cache()

@@ -223,6 +223,18 @@ def test_function_that_returns_no_config_is_named(folder):
         launch.load_config("forgetful", "a")
 
 
+@pytest.mark.parametrize(
+    ("coordinator", "index", "named"),
+    [("localhost", 0, "localhost: write host:port"), ("localhost:1234", 2, "process_id=2")],
+)
+def test_wrong_flags_of_a_job_are_refused(coordinator, index, named):
+    flags = launch.DeviceFlags(
+        distributed_coordinator=coordinator, num_processes=2, process_id=index
+    )
+    with pytest.raises(UsageError, match=named):
+        flags.set_up()
+
+
 def test_the_coordinator_listens_at_its_address_only():
     code = (
         "import pathlib, socket\n"

@@ -199,12 +199,14 @@ def run_command[T](
         if TRACEBACK in arguments:
             raise
         print(f"{name}: {one_line(error)}", file=sys.stderr)
+        sys.last_exc = error  # As Python does with errors that it prints: see lost_process.
         return 2
     except OSError as error:
         if TRACEBACK in arguments or error.filename is None or error.errno not in _OF_THE_SYSTEM:
             raise
         text = f"{error.filename}: {error.strerror} ({TRACEBACK} shows more)"
         print(f"{name}: {text}", file=sys.stderr)
+        sys.last_exc = error
         return 2
     return 0
 

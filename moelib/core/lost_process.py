@@ -1,84 +1,196 @@
-"""A lost process of a job: the others end, too, and print a line with its index.
+"""The processes of a job wait for each other at the start; when one is lost, the others end.
 
-Every process has a connection to process 0. The kernel closes it when the process ends, and when
-its host does not answer. A process that hangs is left to JAX's heartbeats.
+Every process has a connection to process 0, at the port of the coordinator, which process 0 leaves
+to JAX once all are connected. The kernel closes a connection when its process ends, and when the
+host does not answer. A process that hangs is left to JAX's heartbeats.
 """
 
 import atexit
 import contextlib
-import logging
 import os
 import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
-import jax
-
-from moelib.core.processes import gather_json
-
-logger = logging.getLogger(__name__)
+from moelib.core.errors import UserError
 
 EXIT_CODE = 88  # Exit status of a process that ends because another one is lost.
-_FINISHED = 1 << 31  # Sent by a process that ends as intended; otherwise the index of the lost one.
+_HELLO = b"moelib"  # Sent by a process that connects, followed by its index.
+# Messages are a number and a text, filled up with zeros. The number is the index of a process that
+# is lost, whose error the text is, or one of these:
+_TEXT_BYTES = 600
+_ALL_STARTED = 1 << 30
+_FINISHED = 1 << 31  # From a process that ends as intended.
+
 _PROBES = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 4}  # 10 s for a host.
 _CONNECT_SECONDS = 10.0
+_FIRST_REPORT_SECONDS, _REPORT_SECONDS = 15.0, 30.0
 _GRACE_SECONDS = 2.0  # For an error of this process that is on its way, too.
 
+_Peers = dict[int, socket.socket]  # By index: all others for process 0, process 0 for the others.
 
-def end_with_lost_process(host: str) -> None:
-    """From now on, ends this process when another one is lost; all processes must call it.
+
+@contextlib.contextmanager
+def ended_with_others(
+    address: str, num_processes: int, index: int, timeout_seconds: float
+) -> Iterator[None]:
+    """Waits for all processes of a job, runs the block, and ends this process with any other one.
+
+    Lines on stderr name the processes that are missing. The block starts JAX's own service.
 
     Args:
-        host: Name or address of process 0's host.
+        address: Address of process 0, as host:port.
+        num_processes: Number of processes of the job.
+        index: Index of this process.
+        timeout_seconds: Time to wait for the others.
+
+    Raises:
+        UserError: If a process has not started in time, or process 0 cannot listen at the address.
     """
-    index, num_processes = jax.process_index(), jax.process_count()
-    server = socket.create_server((host, 0)) if index == 0 else None
-    port = gather_json(server.getsockname()[1] if server else None)[0]
-    peers: dict[int, socket.socket] = {}
-
-    def tell(number: int) -> None:
-        for peer in peers.values():
-            with contextlib.suppress(OSError):
-                peer.sendall(number.to_bytes(4))
-
-    def watch(other: int) -> None:
-        try:
-            received = peers[other].recv(4, socket.MSG_WAITALL)
-        except OSError:
-            received = b""
-        lost = int.from_bytes(received) if received else other
-        if lost != _FINISHED:
-            text = f"Process {lost} of {num_processes} is lost, and this one ends, too."
-            print(f"{text} Start all of them again.", file=sys.stderr, flush=True)
-            tell(lost)
-            time.sleep(_GRACE_SECONDS)
-            os._exit(EXIT_CODE)
-
-    try:
-        if server is None:
-            peers[0] = socket.create_connection((host, port), _CONNECT_SECONDS)
-            peers[0].sendall(index.to_bytes(4))
-        else:
-            _accept(server, num_processes - 1, peers)
-    except OSError as error:
-        logger.warning("The processes cannot connect to port %d of %s: %s.", port, host, error)
-        tell(_FINISHED)
-        return
-    for other, peer in peers.items():
+    host, _, port = address.rpartition(":")
+    wait = _Wait(f"Process {index} of {num_processes}", timeout_seconds)
+    if index == 0:
+        peers = _accept((host.strip("[]"), int(port)), num_processes, wait)
+    else:
+        peers = {0: _connect((host.strip("[]"), int(port)), index, wait)}
+    job = _Job(index, num_processes, peers)
+    for other, peer in list(peers.items()):
         _probe(peer)
-        threading.Thread(target=watch, args=(other,), daemon=True).start()
-    # After an error, Python would wait for the others.
-    atexit.register(lambda: tell(index if hasattr(sys, "last_exc") else _FINISHED))
+        threading.Thread(target=job.watch, args=(other,), daemon=True).start()
+    yield
+    # Before what JAX has registered: after an error, that waits for the others.
+    atexit.register(job.tell_how_this_one_ends)
 
 
-def _accept(server: socket.socket, number: int, peers: dict[int, socket.socket]) -> None:
+class _Job:
+    """The processes that this one is connected with."""
+
+    def __init__(self, index: int, num_processes: int, peers: _Peers) -> None:
+        self._index, self._num_processes, self._peers = index, num_processes, peers
+        # JAX aborts the others, without a message of ours, when process 0 has ended.
+        self._grace_seconds = _GRACE_SECONDS + (index == 0)
+        self._first = threading.Lock()  # Taken at the first loss: others that end then follow it.
+
+    def _tell(self, number: int, text: bytes = b"") -> None:
+        for peer in list(self._peers.values()):
+            _send(peer, number, text)
+
+    def watch(self, other: int) -> None:
+        """Ends this process when another process, or one that it knows of, is lost."""
+        lost, error = _receive(self._peers[other]) or (other, b"")
+        if lost == _FINISHED or not self._first.acquire(blocking=False):
+            return
+        self._peers.pop(other)
+        self._tell(lost, error)
+        if error:
+            time.sleep(self._grace_seconds)
+        if hasattr(sys, "last_exc"):  # This process has an error of its own, and ends.
+            return
+        reason = f" ({error.decode(errors='replace')})" if error else ""
+        text = f"Process {lost} of {self._num_processes} is lost{reason}, and this one ends, too."
+        print(f"{text} Start all of them again.", file=sys.stderr, flush=True)
+        if not error:
+            time.sleep(self._grace_seconds)
+        os._exit(EXIT_CODE)
+
+    def tell_how_this_one_ends(self) -> None:
+        """Tells the others that this process is finished, or else its error, and ends it."""
+        error = getattr(sys, "last_exc", None)
+        if error is None:
+            self._tell(_FINISHED)
+            return
+        self._first.acquire(blocking=False)
+        self._tell(self._index, " ".join(f"{type(error).__name__}: {error}".split()).encode())
+        if self._index == 0:
+            time.sleep(self._grace_seconds)
+        sys.stdout.flush()
+        os._exit(2 if isinstance(error, UserError | OSError) else 1)
+
+
+class _Wait:
+    """The time that a process waits for others, with reports."""
+
+    def __init__(self, name: str, timeout_seconds: float) -> None:
+        self._name, self._timeout = name, timeout_seconds
+        self._begin = time.monotonic()
+        self._next_report = _FIRST_REPORT_SECONDS
+
+    def go_on(self, reason: str) -> float:
+        """Reports the reason if it is time to, and returns the seconds until the next report.
+
+        Raises UserError if the time is over.
+        """
+        seconds = time.monotonic() - self._begin
+        text = f"{self._name} has waited {seconds:.0f} s of {self._timeout:.0f}: {reason}."
+        if seconds >= self._timeout:
+            raise UserError(f"{text} Start all of them, or set --start_timeout_seconds.")
+        if seconds >= self._next_report:
+            print(text, file=sys.stderr, flush=True)
+            self._next_report += _REPORT_SECONDS
+        return max(min(self._next_report, self._timeout) - seconds, 0.01)
+
+
+def _accept(address: tuple[str, int], num_processes: int, wait: _Wait) -> _Peers:
+    """Returns connections from all other processes, once they are there."""
+    peers: _Peers = {}
+    try:
+        server = socket.create_server(address)
+    except OSError as error:
+        raise UserError(
+            f"--distributed_coordinator={address[0]}:{address[1]}: process 0 cannot listen there "
+            f"({error.strerror}); set a free port of its own host."
+        ) from error
     with server:
-        server.settimeout(_CONNECT_SECONDS)
-        while len(peers) < number:
-            peer = server.accept()[0]
-            peer.settimeout(_CONNECT_SECONDS)
-            peers[int.from_bytes(peer.recv(4, socket.MSG_WAITALL))] = peer
+        while missing := [str(i) for i in range(1, num_processes) if i not in peers]:
+            names = f"{'es' * (len(missing) > 1)} {', '.join(missing)}"
+            server.settimeout(wait.go_on(f"no connection from process{names:.99}"))
+            with contextlib.suppress(OSError):  # Time for a report, or a process that has gone.
+                peer = server.accept()[0]
+                peer.settimeout(_CONNECT_SECONDS)
+                hello = peer.recv(len(_HELLO) + 4, socket.MSG_WAITALL)
+                number = int.from_bytes(hello[len(_HELLO) :])
+                if hello.startswith(_HELLO) and 0 < number < num_processes:
+                    peers[number] = peer
+    for peer in peers.values():
+        _send(peer, _ALL_STARTED)
+    return peers
+
+
+def _connect(address: tuple[str, int], index: int, wait: _Wait) -> socket.socket:
+    """Returns a connection to process 0, once all processes are there."""
+    reason = f"process 0 does not answer at {address[0]}:{address[1]}"
+    while True:
+        seconds = wait.go_on(reason)
+        try:
+            peer = socket.create_connection(address, min(seconds, _CONNECT_SECONDS))
+            peer.sendall(_HELLO + index.to_bytes(4))
+        except OSError:
+            time.sleep(min(seconds, 0.5))
+            continue
+        while True:
+            peer.settimeout(wait.go_on("process 0 names the missing ones"))
+            with contextlib.suppress(TimeoutError):
+                if (received := _receive(peer)) and received[0] == _ALL_STARTED:
+                    return peer
+                break  # Process 0 has ended, and may be started again.
+
+
+def _send(peer: socket.socket, number: int, text: bytes = b"") -> None:
+    with contextlib.suppress(OSError):
+        peer.sendall(number.to_bytes(4) + text[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"))
+
+
+def _receive(peer: socket.socket) -> tuple[int, bytes] | None:
+    """Returns the number and the text of a message, None if the connection has ended."""
+    try:
+        received = peer.recv(4 + _TEXT_BYTES, socket.MSG_WAITALL)
+    except TimeoutError:
+        raise
+    except OSError:
+        return None
+    return (int.from_bytes(received[:4]), received[4:].rstrip(b"\0")) if received else None
 
 
 def _probe(peer: socket.socket) -> None:

@@ -8,6 +8,9 @@ import sys
 
 import pytest
 
+from moelib.data.prepare import prepare
+from moelib.data.source import InMemorySource
+from moelib.data.tokenizer import train_bpe
 from tests import tiny
 
 
@@ -117,3 +120,41 @@ def test_a_lost_process_ends_the_other_which_names_it(tmp_path, lost, name):
     assert processes[1 - lost].returncode != 0
     if name == "SIGKILL":
         assert f"Process {lost} of 2 is lost" in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_of_the_user_in_one_process_ends_both(tmp_path, failing):
+    texts = [f"document number {i} of many, many words" for i in range(3000)]
+    tokenizer = train_bpe(texts[:100], 300, str(tmp_path / "tokenizer.json"))
+    source = InMemorySource.default_config().set(texts=texts).instantiate()
+    splits = {"train": 0.9, "validation": 0.1}
+    prepare(source, tokenizer, str(tmp_path / "data/text"), splits=splits)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    command = [
+        *(sys.executable, "-m", "moelib", "train", "--module=flame_moe", "--config=flame-moe-tiny"),
+        *(f"--trainer_dir={tmp_path / 'run'}", "--max_step=1000000", "--jax_backend=cpu"),
+        *(f"--distributed_coordinator={address}", "--num_processes=2"),
+    ]
+    processes = []
+    for index in range(2):
+        data = tmp_path / ("missing" if index == failing else "data")
+        process = subprocess.Popen(
+            [*command, f"--data_dir={data}", f"--process_id={index}"],
+            env={**os.environ, "PYTHONPATH": os.getcwd(), "JAX_NUM_CPU_DEVICES": "2"},
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+        )
+        processes.append(process)
+    errors = [process.communicate(timeout=300)[1] for process in processes]
+    assert [process.returncode for process in processes] == [
+        2 if i == failing else 88 for i in (0, 1)
+    ]
+    assert (
+        f"Process {failing} of 2 is lost (MissingFileError: There is no token store at"
+        in (errors[1 - failing])
+    )
+    assert "moelib train: There is no token store" in errors[failing]

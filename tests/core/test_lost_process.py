@@ -1,0 +1,105 @@
+"""Processes that wait for each other, and end together."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from moelib.core.lost_process import EXIT_CODE
+
+_PROGRAM = """
+import os, sys, time
+from moelib.core import lost_process
+from moelib.core.errors import UserError
+
+index, num_processes, port, timeout, end = sys.argv[1:]
+lost_process._FIRST_REPORT_SECONDS = lost_process._REPORT_SECONDS = 0.1
+lost_process._GRACE_SECONDS = 0.5
+address = f"localhost:{port}"
+with lost_process.ended_with_others(address, int(num_processes), int(index), float(timeout)):
+    pass
+if end == "wait":
+    time.sleep(100)
+if end == "kill":
+    os.kill(os.getpid(), 9)
+if end == "error":
+    raise UserError("x.bin cannot be read")
+"""
+
+
+def run(ends, timeout=60):
+    """Returns (exit status, stderr) by index of processes that end so; None is not started."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    processes = {
+        index: subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, *map(str, (index, len(ends), port, timeout, end))],
+            env={**os.environ, "PYTHONPATH": os.getcwd()},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index, end in enumerate(ends)
+        if end is not None
+    }
+    errors = {index: process.communicate()[1] for index, process in processes.items()}
+    return {index: (processes[index].returncode, error) for index, error in errors.items()}
+
+
+@pytest.mark.parametrize("ends", [["error", "wait", "wait"], ["wait", "error", "wait"]])
+def test_an_error_of_one_process_ends_all_with_its_message(ends):
+    found = run(ends)
+    failed = ends.index("error")
+    for index, (status, error) in found.items():
+        assert status == (2 if index == failed else EXIT_CODE), error
+        line = f"Process {failed} of 3 is lost (UserError: x.bin cannot be read)"
+        assert (line in error) == (index != failed)
+
+
+@pytest.mark.parametrize("ends", [["kill", "wait", "wait"], ["wait", "wait", "kill"]])
+def test_a_killed_process_ends_all(ends):
+    killed = ends.index("kill")
+    for index, (status, error) in run(ends).items():
+        if index != killed:
+            assert status == EXIT_CODE
+            assert f"Process {killed} of 3 is lost, " in error
+
+
+def test_each_process_reports_its_own_error_alone():
+    for status, error in run(["error", "error"]).values():
+        assert status == 2
+        assert "is lost" not in error
+
+
+def test_processes_may_finish_at_different_times():
+    assert [status for status, _ in run(["finish", "finish", "finish"]).values()] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("ends", "message"),
+    [
+        (["wait", None, "wait", None], "no connection from processes 1, 3"),
+        (["wait", None], "no connection from process 1"),
+        ([None, "wait"], "process 0 does not answer at localhost"),
+    ],
+)
+def test_missing_processes_are_named(ends, message):
+    found = run(ends, timeout=2)
+    for status, error in found.values():
+        assert status == 1  # A traceback: no command prints the error.
+        assert "UserError" in error
+    _, error = found[min(found)]
+    assert error.count(f"of {len(ends)} has waited ") > 1  # While it waits, and at the end.
+    assert f"has waited 2 s of 2: {message}" in error
+    assert "--start_timeout_seconds" in error
+
+
+def test_an_address_that_is_not_free_is_refused():
+    with socket.create_server(("localhost", 0)) as taken:
+        port = taken.getsockname()[1]
+        program = [sys.executable, "-c", _PROGRAM, "0", "2", str(port), "9", "finish"]
+        env = {**os.environ, "PYTHONPATH": os.getcwd()}
+        out = subprocess.run(program, env=env, capture_output=True, text=True, check=False)
+    assert f"--distributed_coordinator=localhost:{port}: process 0 cannot listen" in out.stderr
