@@ -3,6 +3,7 @@
 import inspect
 import json
 
+import jax
 import pytest
 
 from moelib.cli import evaluate
@@ -19,7 +20,7 @@ def run(tmp_path_factory):
     store = small_run.make_store(folder / "store")
     cfg = small_run.trainer_config(folder / "run", store, max_step=3)
     cfg.checkpointer.keep_last_n = 3
-    cfg.instantiate(parent=None).run()
+    cfg.instantiate(parent=None, devices=jax.devices()[:1]).run()
     return folder / "run"
 
 

@@ -76,9 +76,9 @@ def trainer_config(directory, *, whole=True, **fields):
     return cfg.set(model=tiny.model_config(stack))
 
 
-def run(cfg):
+def run(cfg, num_devices=1):
     """Returns the trainer after its run."""
-    trainer = cfg.instantiate(parent=None)
+    trainer = cfg.instantiate(parent=None, devices=jax.devices()[:num_devices])
     trainer.run()
     return trainer
 
@@ -104,7 +104,7 @@ def test_a_model_of_flax_trains_and_resumes_bit_for_bit(tmp_path):
 def test_a_mesh_trains_them_as_one_device_does(tmp_path, whole):
     run(trainer_config(tmp_path / "one", whole=whole))
     mesh = mesh_shape_from_axes(data=2, fsdp=4)
-    trainer = run(trainer_config(tmp_path / "eight", whole=whole, mesh_shape=mesh))
+    trainer = run(trainer_config(tmp_path / "eight", whole=whole, mesh_shape=mesh), 8)
     want, got = tiny.losses(tmp_path / "one"), tiny.losses(tmp_path / "eight")
     np.testing.assert_allclose(list(got.values()), list(want.values()), rtol=1e-5)
     assert want[8] < want[1]

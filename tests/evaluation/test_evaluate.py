@@ -60,7 +60,7 @@ def run(tmp_path_factory):
     cfg.evalers["val"].eval_policy.set(n=2)
     # --8<-- [end:evaler]
     with jax.numpy_dtype_promotion("standard"):  # For Optax.
-        cfg.instantiate(parent=None).run()
+        cfg.instantiate(parent=None, devices=jax.devices()[:1]).run()
     return folder / "run"
 
 

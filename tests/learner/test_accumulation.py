@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,12 +45,12 @@ def step(batch, state):
 @pytest.mark.parametrize("empty_rows", [0, 3])
 def test_equals_the_whole_batch(num_microbatches, empty_rows):
     batch = make_batch(empty_rows=empty_rows)
-    whole = accumulate(step, batch, num_microbatches=1, state={"calls": jnp.int32(0)})
-    parts = jax.jit(
-        lambda batch: accumulate(
-            step, batch, num_microbatches=num_microbatches, state={"calls": jnp.int32(0)}
+    whole, parts = (
+        jax.jit(functools.partial(accumulate, step, num_microbatches=number))(
+            batch, state={"calls": jnp.int32(0)}
         )
-    )(batch)
+        for number in (1, num_microbatches)
+    )
     same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
     jax.tree.map(same, whole._replace(state=None), parts._replace(state=None))
     assert int(whole.state["calls"]) == 1

@@ -41,7 +41,7 @@ def megatron_lr(num_steps, *, style, max_lr, min_lr, warmup, decay, wsd_decay=0,
 
 
 def all_steps(schedule, num_steps):
-    return np.asarray(jax.vmap(schedule)(jnp.arange(1, num_steps + 1)))
+    return np.asarray(jax.jit(jax.vmap(schedule))(jnp.arange(1, num_steps + 1)))
 
 
 @pytest.mark.parametrize("iters", FLAME_ITERS)

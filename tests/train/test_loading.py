@@ -50,7 +50,8 @@ def run(tmp_path_factory):
         cfg = small_run.trainer_config(home / "run", mixture, max_step=2)
         cfg.checkpointer.keep_last_n = 2
         cfg.model.decoder.block[0].feed_forward = gated.default_config().set(hidden_dim=16)
-        cfg.set(train_dtype=jnp.bfloat16).instantiate(parent=None).run()
+        cfg.set(train_dtype=jnp.bfloat16)
+        cfg.instantiate(parent=None, devices=jax.devices()[:1]).run()
         del sys.modules["own_layers"]
     return home / "run"
 

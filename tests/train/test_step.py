@@ -65,7 +65,7 @@ def test_update_is_the_gradient_of_loss_and_auxiliary_losses(batch):
         return loss.mean + 0.5 * jnp.mean(jnp.square(x))
 
     trained = {name: before.model[name] for name in ("table", "head")}
-    value, gradients = jax.value_and_grad(objective)(trained)
+    value, gradients = jax.jit(jax.value_and_grad(objective))(trained)
     after, packed = jax.jit(step)(before, batch)
     for name, gradient in gradients.items():
         np.testing.assert_allclose(before.model[name] - after.model[name], gradient, atol=1e-7)
@@ -157,9 +157,10 @@ def test_frozen_state_is_not_changed_by_layers(batch, num_microbatches):
 def test_evaluation_adds_up(batch):
     trainer, _ = build()
     start = start_of(trainer)
-    totals = metrics.unpack(jax.jit(make_eval_step(trainer.model))(start.model, batch))
+    step = jax.jit(make_eval_step(trainer.model))
+    totals = metrics.unpack(step(start.model, batch))
     parts = [
-        metrics.unpack(make_eval_step(trainer.model)(start.model, jax.tree.map(rows, batch)))
+        metrics.unpack(step(start.model, jax.tree.map(rows, batch)))
         for rows in (lambda x: x[:3], lambda x: x[3:])
     ]
     for name in ("total/loss", "num_tokens", "total/bytes_per_token"):

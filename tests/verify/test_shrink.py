@@ -59,7 +59,9 @@ def test_sizes_keep_common_divisors_with_the_devices(name):
     assert compared >= 4
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize(
+    "seed", [*range(10), *(pytest.param(i, marks=pytest.mark.slow) for i in range(10, 30))]
+)
 def test_every_part_of_a_random_config_splits_over_the_same_meshes(seed):
     """A dimension splits over a divisor of the devices that it has in common with them."""
     rng = np.random.default_rng(seed)

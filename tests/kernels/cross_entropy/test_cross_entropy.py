@@ -47,7 +47,7 @@ def _chunks_of(size, monkeypatch):
 
 
 def _with_gradients(function, *arrays):
-    return jax.value_and_grad(function, argnums=(0, 1), has_aux=True)(*arrays)
+    return jax.jit(jax.value_and_grad(function, argnums=(0, 1), has_aux=True))(*arrays)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_values_and_gradients_equal_the_definition(backend, chunk_size, monkeypa
     arrays = _operands()
     run = functools.partial(_kernel, backend=backend)
     expected = _with_gradients(_plain, *arrays)
-    assert_close(jax.jit(functools.partial(_with_gradients, run))(*arrays), expected)
+    assert_close(_with_gradients(run, *arrays), expected)
     assert_close(jax.jit(run)(*arrays), expected[0])
 
 
@@ -69,7 +69,7 @@ def test_z_loss_and_tables_equal_the_definition(backend, transposed_head, monkey
     arrays = _operands()
     run = functools.partial(_kernel, backend=backend, transposed_head=transposed_head, z_loss=0.1)
     expected = _with_gradients(functools.partial(_plain, z_loss=0.1), *arrays)
-    assert_close(jax.jit(functools.partial(_with_gradients, run))(*arrays), expected)
+    assert_close(_with_gradients(run, *arrays), expected)
 
 
 def test_a_uniform_prediction_costs_log_v():
@@ -104,7 +104,7 @@ def test_ignored_tokens_may_hold_anything(backend, monkeypatch):
     _chunks_of(8, monkeypatch)
     hidden, head, labels = _operands()
     run = functools.partial(_kernel, backend=backend, z_loss=0.1)
-    run = jax.jit(functools.partial(_with_gradients, run))
+    run = jax.jit(functools.partial(_with_gradients, run))  # One program for both.
     stale = jnp.where((labels < 0)[:, None], jnp.nan, hidden)
     assert_close(run(stale, head, labels), run(hidden, head, labels))
 
@@ -154,7 +154,7 @@ def test_it_works_under_remat_in_a_scan(monkeypatch):
 
     arrays = _operands()
     run = functools.partial(twice, _kernel)
-    got = jax.jit(functools.partial(_with_gradients, run))(*arrays)
+    got = _with_gradients(run, *arrays)
     assert_close(got, _with_gradients(functools.partial(twice, _plain), *arrays))
 
 
@@ -171,7 +171,7 @@ def test_it_works_in_shard_map_with_split_tokens(backend, chunk_size, monkeypatc
     specs = (split, whole, split)
     run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(whole, split))
     arrays = _operands(num_tokens=64)
-    got = jax.jit(functools.partial(_with_gradients, run))(*arrays)
+    got = _with_gradients(run, *arrays)
     assert_close(got, _with_gradients(functools.partial(_plain, z_loss=0.1), *arrays))
 
 

@@ -15,6 +15,7 @@ from tests.kernels.gpu_topology import H100
 
 BACKENDS = ["xla", "reference"]
 SPEC = MaskSpec(8**-0.5)
+attend = jax.jit(flash_attention, static_argnames=("spec", "backend"))  # One program per call.
 
 
 def operands(seq_len=7, heads=4, groups=2, dim=8, dtype=jnp.float32):
@@ -51,7 +52,7 @@ def by_loop(q, k, v, segment_ids=None, causal=True, scale=SPEC.scale):
 def test_values_are_those_of_each_query_by_itself(backend, causal, ids, heads, groups):
     q, k, v = operands(heads=heads, groups=groups)
     spec = SPEC._replace(causal=causal)
-    got = flash_attention(q, k, v, spec, segment_ids=ids, backend=backend)
+    got = attend(q, k, v, spec, segment_ids=ids, backend=backend)
     np.testing.assert_allclose(got, by_loop(q, k, v, ids, causal), rtol=1e-5, atol=1e-6)
 
 
@@ -72,9 +73,9 @@ def test_packed_documents_are_as_separate_ones(backend):
     (q, k, v), sinks = operands(90), jnp.asarray([0.5, -1.0, 2.0, 0.0])
     spec, options = SPEC._replace(window=16), {"sinks": sinks, "backend": backend}
     ids = jnp.asarray([[1] * 40 + [2] * 50] * 2, jnp.int32)
-    packed = flash_attention(q, k, v, spec, segment_ids=ids, **options)
+    packed = attend(q, k, v, spec, segment_ids=ids, **options)
     for part in np.s_[:, :40], np.s_[:, 40:]:
-        alone = flash_attention(q[part], k[part], v[part], spec, **options)
+        alone = attend(q[part], k[part], v[part], spec, **options)
         np.testing.assert_allclose(packed[part], alone, rtol=1e-5, atol=1e-6)
 
 
@@ -98,10 +99,10 @@ def test_it_works_in_shard_map_with_replicated_sinks():
 def test_later_tokens_and_other_segments_change_nothing():
     q, k, v = operands()
     ids = jnp.asarray([[1, 1, 1, 2, 2, 2, 2]] * 2, jnp.int32)
-    before = flash_attention(q, k, v, SPEC, segment_ids=ids)
+    before = attend(q, k, v, SPEC, segment_ids=ids)
     k, v = k.at[:, 6].set(9.0), v.at[:, 6].set(-9.0)
     k, v = k.at[:, 0].set(9.0), v.at[:, 0].set(-9.0)
-    after = flash_attention(q, k, v, SPEC, segment_ids=ids)
+    after = attend(q, k, v, SPEC, segment_ids=ids)
     np.testing.assert_array_equal(after[:, 3:6], before[:, 3:6])
     assert not np.allclose(after[:, 6], before[:, 6])
 
@@ -109,13 +110,13 @@ def test_later_tokens_and_other_segments_change_nothing():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_with_a_window_of_one_each_token_gives_its_own_value(backend):
     q, k, v = operands(heads=2, groups=2)
-    out = flash_attention(q, k, v, SPEC._replace(window=1), backend=backend)
+    out = attend(q, k, v, SPEC._replace(window=1), backend=backend)
     np.testing.assert_allclose(out, v, rtol=1e-6)
 
 
 def test_large_scores_neither_overflow_nor_leave_the_mask():
     q, k, v = operands()
-    got = flash_attention(1e4 * q, 1e4 * k, v, SPEC)
+    got = attend(1e4 * q, 1e4 * k, v, SPEC)
     assert np.isfinite(got).all()
     np.testing.assert_allclose(got, by_loop(1e4 * q, 1e4 * k, v), atol=1e-5)
 
@@ -123,7 +124,7 @@ def test_large_scores_neither_overflow_nor_leave_the_mask():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bfloat16_is_within_its_rounding_of_float32(backend):
     q, k, v = operands(dtype=jnp.bfloat16)
-    got = flash_attention(q, k, v, SPEC, backend=backend)
+    got = attend(q, k, v, SPEC, backend=backend)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(got.astype(jnp.float32), by_loop(q, k, v), atol=2**-6)
 

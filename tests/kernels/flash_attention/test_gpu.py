@@ -61,7 +61,7 @@ def _compared(arrays, positions, spec, in_order=True, interpret=_STRICT):
     run = functools.partial(_passes, gpu, positions=positions, spec=spec, interpret=interpret)
     got = jax.jit(lambda arrays: run(arrays, **options))(arrays)
     wide = [None if x is None else x.astype(jnp.float32) for x in arrays]
-    want = _passes(xla, wide, positions, spec, **options)
+    want = jax.jit(lambda arrays: _passes(xla, arrays, positions, spec, **options))(wide)
     got = jax.tree.map(lambda x: x.astype(jnp.float32), got)
     np.testing.assert_allclose(got[1], want[1], rtol=0, atol=2e-5)  # The sums are of float32.
     assert_close(got, want, 2**-6)

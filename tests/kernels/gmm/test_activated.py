@@ -58,8 +58,11 @@ def test_values_and_gradients_equal_one_matmul_per_row(backend, sizes, num_rows,
         return gmm_activated(lhs, rhs, group_sizes, **kw)
 
     plain = lambda lhs, rhs, bias: _plain(lhs, rhs, bias, sizes, activation)
-    want = pulled(plain, grad, lhs, rhs, bias)
-    assert_close(jax.jit(functools.partial(pulled, run))(grad, lhs, rhs, bias), want)
+    want, got = (
+        jax.jit(functools.partial(pulled, function))(grad, lhs, rhs, bias)
+        for function in (plain, run)
+    )
+    assert_close(got, want)
     assert_close(run(lhs, rhs, bias), want[0])  # Not differentiated: no products are saved.
 
 

@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +27,7 @@ def _forward(lhs, rhs, bias, sizes, **kernel):
     return tpu.forward(lhs, rhs[:, None], sizes, bias[:, None], **kw)[0]
 
 
+@functools.partial(jax.jit, static_argnames=("tiles", "interpret"))
 def _by_kernels(arrays, sizes, **kernel):
     """Returns value, and gradients in lhs, rhs and bias."""
     lhs, rhs, bias, grad = arrays

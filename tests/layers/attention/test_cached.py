@@ -1,12 +1,17 @@
 """The KV cache: positions in its slots, and attention to it against that to whole sequences."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from moelib.kernels.flash_attention import MaskSpec, flash_attention
-from moelib.layers.attention.cached import attend_to_cache, held_positions, num_slots, store
+from moelib.layers.attention import cached
+from moelib.layers.attention.cached import held_positions, num_slots
 from tests.layers.calling import normal
+
+store = jax.jit(cached.store, static_argnums=4)  # One program per call.
+attend_to_cache = jax.jit(cached.attend_to_cache, static_argnames="spec")
 
 B, S = 3, 11
 LENGTHS = (1, 11, 6)  # Tokens of each prompt.

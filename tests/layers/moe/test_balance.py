@@ -5,16 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moelib.layers.moe.balance import (
-    BalanceScope,
-    BiasBalancing,
-    LayerLoad,
-    LoadCounter,
-    expert_counts,
-    load_balance_loss,
-    router_z_loss,
-)
+from moelib.layers.moe import balance
+from moelib.layers.moe.balance import BalanceScope, BiasBalancing, LayerLoad, LoadCounter
 from tests.layers.calling import build, call, call_and_collect, initial, normal
+
+# One program per call.
+expert_counts = jax.jit(balance.expert_counts, static_argnums=2)
+load_balance_loss = jax.jit(balance.load_balance_loss, static_argnums=3)
+router_z_loss = jax.jit(balance.router_z_loss)
 
 B, S, E, K = 3, 7, 5, 2
 
@@ -80,7 +78,7 @@ def test_values_of_padding_change_neither_loss_nor_gradient(scope):
     probs, ids, mask, logits = routing()
     hole = ~mask[..., None]
     other_probs, other_ids = jnp.where(hole, 7.0, probs), jnp.where(hole, 1, ids)
-    run = jax.value_and_grad(lambda p, i: load_balance_loss(p, i, mask, scope))
+    run = jax.jit(jax.value_and_grad(lambda p, i: load_balance_loss(p, i, mask, scope)))
     got, want = run(other_probs, other_ids), run(probs, ids)
     jax.tree.map(np.testing.assert_array_equal, got, want)
     assert not np.any(np.asarray(want[1])[~np.asarray(mask)])

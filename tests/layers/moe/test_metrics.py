@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from moelib.core.metrics import WeightedScalar, combine, reading
-from moelib.layers.moe.metrics import routing_metrics
+from moelib.layers.moe import metrics
 from moelib.layers.moe.router import Routing
 from tests.layers.calling import normal
+
+routing_metrics = jax.jit(metrics.routing_metrics)  # One program per call.
 
 
 def routing(logits, ids, mask):

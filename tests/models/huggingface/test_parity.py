@@ -116,7 +116,7 @@ def results(family):
 
 
 # Gradients of the others are computed among the slow tests.
-IN_EVERY_RUN = ("llama3", "qwen3_moe", "deepseek_v2_lite", "gpt_oss")
+IN_EVERY_RUN = ("llama3", "deepseek_v2_lite", "gpt_oss")
 
 
 def some(families):
@@ -184,9 +184,7 @@ def test_the_weight_of_the_pooled_loss_is_exported_per_expert_of_a_token(family)
 @pytest.mark.parametrize(
     "family",
     [
-        family
-        if family in ("llama3", "deepseek_v2_lite")
-        else pytest.param(family, marks=pytest.mark.slow)
+        family if family == "llama3" else pytest.param(family, marks=pytest.mark.slow)
         for family in FAMILIES
     ],
 )
