@@ -122,6 +122,24 @@ class DeviceFlags:
             platforms.check_backend(self.jax_backend)
 
 
+MODEL_SHARDS = "Devices for tensor parallelism, with --mesh=auto."
+
+
+def mesh_of_flags(cfg: Any, mesh: str | None, model_shards: int | None) -> str | None:
+    """Returns the mesh of --mesh and --model_shards; "auto" turns automatic shardings on.
+
+    Raises:
+        UsageError: If --model_shards is set without --mesh=auto.
+    """
+    if mesh != "auto":
+        if model_shards is not None:
+            raise UsageError(f"--model_shards={model_shards} requires --mesh=auto.")
+        return mesh
+    with config_origin("--mesh=auto"):
+        cfg.set(auto_sharding=True)
+    return f"fsdp=-1,model={model_shards or 1}"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainFlags(ConfigFlags, DeviceFlags):
     """Flags of a training run."""
@@ -131,6 +149,10 @@ class TrainFlags(ConfigFlags, DeviceFlags):
         (), "Changes to a run that resumes: schedule, train_dtype.", split=True
     )
     trainer_prng_seed: int | None = flag(None, "Seed of initial parameters and dropout.")
+    mesh: str | None = flag(
+        None, "Sizes of mesh axes, such as fsdp=4,expert=2; auto: FSDP, and --model_shards."
+    )
+    model_shards: int | None = flag(None, MODEL_SHARDS, lower_bound=1)
     dump: str | None = flag(None, "Folder for the compiled step and its report.")
     skip_kernel_check: bool | None = flag(
         None, "Whether to start without checking the accelerator's kernels against references."
@@ -142,6 +164,8 @@ class TrainFlags(ConfigFlags, DeviceFlags):
     def load(self) -> Any:
         """Returns the config that the flags describe."""
         cfg = super().load()
+        if mesh := mesh_of_flags(cfg, self.mesh, self.model_shards):
+            set_field(cfg, f"mesh_shape={mesh}", flag="--mesh")
         fields = {
             "trainer_dir": "dir",
             "trainer_prng_seed": "prng_seed",
@@ -226,7 +250,7 @@ def load_config(
     return cfg
 
 
-def set_field(cfg: ConfigBase, assignment: str) -> None:
+def set_field(cfg: ConfigBase, assignment: str, *, flag: str = "--set") -> None:
     """Sets a field from "path=value"; a mesh also from "mesh_shape=fsdp=4,expert=2".
 
     Raises:
@@ -240,7 +264,7 @@ def set_field(cfg: ConfigBase, assignment: str) -> None:
         return
     from moelib.parallel.mesh import parse_mesh
 
-    with config_origin(f"--set {assignment}"):
+    with config_origin(f"{flag} {assignment}"):
         cfg.set(mesh_shape=parse_mesh(text, axis_names=cfg.mesh_axis_names, field="mesh_shape"))
 
 

@@ -251,3 +251,19 @@ def test_the_coordinator_listens_at_its_address_only():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     (address,) = ast.literal_eval(done.stdout.splitlines()[-1])
     assert "0100007F:" in address  # 127.0.0.1, also as an IPv6 address.
+
+
+def test_an_automatic_mesh_is_fsdp_over_what_tensor_parallelism_leaves():
+    flags = launch.TrainFlags(module="flame_moe", config="flame-moe-tiny", mesh="auto")
+    assert not launch.TrainFlags(module="flame_moe", config="flame-moe-tiny").load().auto_sharding
+    cfg = dataclasses.replace(flags, model_shards=2).load()
+    assert cfg.auto_sharding
+    assert cfg.mesh_shape == (1, 1, 1, -1, 1, 2)
+    assert dataclasses.replace(flags, mesh="expert=4,data=2").load().mesh_shape == (
+        1,
+        2,
+        4,
+        1,
+        1,
+        1,
+    )

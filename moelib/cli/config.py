@@ -6,6 +6,7 @@ moelib config --module=M --config=C model.decoder learner       # values below t
 moelib config --module=M --config=C --explain                   # where each value was set
 moelib config --module=M --config=C --diff=OTHER                # differences
 moelib config --module=M --config=C --count                     # parameters, FLOPs and bytes
+moelib config --module=M --config=C --shardings --mesh=fsdp=4   # where parameters lie, and why
 """
 
 import dataclasses
@@ -28,12 +29,18 @@ class Flags(launch.ConfigFlags):
     diff: str | None = flag(None, "Name of another config of the module to compare with.")
     explain: bool = flag(False, "Show where each value was set.")
     count: bool = flag(False, "Print the numbers of parameters, FLOPs and bytes as JSON.")
+    shardings: bool = flag(False, "Show where every parameter lies, its bytes per device, and why.")
+    mesh: str | None = flag(
+        None, "With --shardings: sizes of all mesh axes above 1, or auto; by default the config's."
+    )
+    model_shards: int | None = flag(None, launch.MODEL_SHARDS, lower_bound=1)
 
 
 def run(flags: Flags, paths: Sequence[str]) -> None:
     """Prints the names of configs, or a config as the flags ask, below the paths if any."""
     if flags.module and not flags.config:
-        used = [f"--{name}" for name in ("diff", "explain", "count") if getattr(flags, name)]
+        actions = ("diff", "explain", "count", "shardings")
+        used = [f"--{name}" for name in actions if getattr(flags, name)]
         if used or paths:
             raise UsageError(
                 f"{' and '.join([*used, *paths])}: --config is required; without these, "
@@ -44,6 +51,13 @@ def run(flags: Flags, paths: Sequence[str]) -> None:
     cfg, name = flags.load(), flags.config or ""
     if flags.count:
         print(json.dumps(count(cfg), indent=2))
+    elif flags.shardings:
+        from moelib.core.table import print_table
+        from moelib.train.shardings import shardings_table
+
+        if mesh := launch.mesh_of_flags(cfg, flags.mesh, flags.model_shards):
+            launch.set_field(cfg, f"mesh_shape={mesh}", flag="--mesh")
+        print_table(shardings_table(cfg.clone(dir=cfg.dir or "unused").instantiate(parent=None)))
     elif flags.diff:
         print_diff(cfg, launch.load_config(flags.module, flags.diff), name, flags.diff)
     elif flags.explain:

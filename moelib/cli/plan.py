@@ -33,7 +33,10 @@ class Flags(launch.ConfigFlags):
     topology: tuple[str, ...] = flag(
         (), "Hardware, such as v6e:2x2,2*v5p:4x4x4,h100:2x8.", split=True
     )
-    mesh: str | None = flag(None, "Sizes of mesh axes, such as fsdp=2,expert=-1; by default all.")
+    mesh: str | None = flag(
+        None, "Sizes of mesh axes, such as fsdp=2,expert=-1, or auto; by default all meshes."
+    )
+    model_shards: int | None = flag(None, launch.MODEL_SHARDS, lower_bound=1)
     current_mesh: bool = flag(
         False, "Plan the config's own mesh, micro-batches and remat only.", old_name="as_is"
     )
@@ -97,10 +100,11 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     columns = [column for path in flags.compare for column in read_columns(path)]
     if flags.dump:
         make_folder(flags.dump)
+    cfg = flags.load()
     found = plan(
-        flags.load(),
+        cfg,
         flags.topology,
-        mesh=flags.mesh,
+        mesh=launch.mesh_of_flags(cfg, flags.mesh, flags.model_shards),
         current_mesh=flags.current_mesh,
         tokens=flags.tokens,
         budget=flags.budget,

@@ -4,12 +4,14 @@ Modules of Flax and Equinox, or plain functions, become part of a model: their p
 tree, and are sharded, trained, saved and restored like those of any layer.
 """
 
+import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from moelib.core import tree
 from moelib.core.config import (
@@ -23,6 +25,9 @@ from moelib.core.module import Module, nowrap
 from moelib.core.param import ParameterSpec, is_spec
 from moelib.core.tree import Nested
 from moelib.layers.base import BaseLayer
+from moelib.parallel.auto_sharding.constrain import constrain_at_use
+from moelib.parallel.auto_sharding.specs import with_storage
+from moelib.parallel.sharding import partition_spec
 
 
 class InitApply(NamedTuple):
@@ -87,6 +92,7 @@ class ExternalLayer(BaseLayer):
             error.add_note(f"{self._title()}: init must return a tree of arrays only.")
             raise
         self._specs = self._specs_of(self._shapes)
+        self._use_specs: Any = None  # Shardings of the parameters where they are used.
 
     def _specs_of(self, shapes: Any) -> Nested:
         cfg: ExternalLayer.Config = self.config
@@ -137,6 +143,41 @@ class ExternalLayer(BaseLayer):
         """Returns the specs of the parameters that `init` creates."""
         return self._specs
 
+    @nowrap
+    def set_shardings(
+        self, used: Mapping[str, PartitionSpec], mesh_shape: Mapping[str, int]
+    ) -> None:
+        """Shards the parameters without logical axes; to be called before they are made.
+
+        Args:
+            used: Sharding of each parameter, by name, where the layer uses it.
+            mesh_shape: Sizes of the mesh axes. Large parameters are stored in parts over "fsdp",
+                and over "model" if they are used whole.
+        """
+        specs, stored, at_use = tree.by_path(self._specs, is_spec), {}, {}
+        for name, spec in specs.items():
+            at_use[name] = used.get(name, PartitionSpec())
+            if any(spec.axes):
+                at_use[name] = partition_spec(spec.axes, mesh_shape, shape=spec.shape, array=name)
+                stored[name] = spec
+                continue
+            free = [axis for axis in ("fsdp", "model") if axis not in at_use[name]]
+            sizes = {axis: mesh_shape.get(axis, 1) for axis in free}
+            split = (*with_storage(at_use[name], spec.shape, sizes), *(None for _ in spec.shape))
+            stored[name] = dataclasses.replace(spec, axes=split[: len(spec.shape)])
+        self._specs = tree.unflatten(stored)
+        if any(size > 1 for size in mesh_shape.values()):
+            self._use_specs = tree.from_nested(tree.unflatten(at_use), self._shapes)
+
+    def _run(self, params: Any, *inputs: Any, **named_inputs: Any) -> Any:
+        """Returns the outputs of `apply`, which gets each parameter as it uses it."""
+        apply = lambda params: self._apply(params, *inputs, **named_inputs)
+        return (
+            apply(params)
+            if self._use_specs is None
+            else constrain_at_use(apply, self._use_specs)(params)
+        )
+
     def _initialize_layer_parameters(self, prng_key: jax.Array, prebuilt: Nested) -> Nested:
         initial = tree.to_nested(self._init(prng_key))
         cast = lambda spec, x: jnp.asarray(x, spec.dtype)
@@ -158,7 +199,7 @@ class ExternalLayer(BaseLayer):
         if "is_training" in self._own_inputs:
             named_inputs["is_training"] = self.is_training
         params = tree.from_nested(self.own_parameters, self._shapes)
-        outputs = self._apply(params, *inputs, **named_inputs)
+        outputs = self._run(params, *inputs, **named_inputs)
         if not isinstance(outputs, Updated):
             return outputs
         for name, value in tree.to_nested(outputs.changed).items():

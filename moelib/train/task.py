@@ -6,15 +6,12 @@
 Letters: B examples of a batch.
 """
 
-import dataclasses
 import logging
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from moelib.core import tree
 from moelib.core.config import (
@@ -27,12 +24,8 @@ from moelib.core.config import (
 from moelib.core.errors import UserError
 from moelib.core.metrics import MaxScalar, Metric, WeightedScalar, is_metric, weighted
 from moelib.core.module import Module, nowrap
-from moelib.core.param import ParameterSpec, is_spec
 from moelib.core.tree import Batch, Nested
 from moelib.layers.external import ExternalLayer, Updated
-from moelib.parallel import sharding
-from moelib.parallel.auto_sharding.constrain import constrain_at_use
-from moelib.parallel.auto_sharding.specs import auto_partition_specs
 
 logger = logging.getLogger(__name__)
 
@@ -79,58 +72,6 @@ class Task(ExternalLayer):
         cfg = self.config
         names = ("predict", "postprocess", "metric", "train_step")
         self.functions = {name: maybe_instantiate(getattr(cfg, name)) for name in names}
-        self._use_specs: Any = None  # Shardings of parameters where they are used.
-
-    # -- Shardings -------------------------------------------------------------------------------
-
-    @nowrap
-    def choose_shardings(
-        self, mesh_shape: Mapping[str, int], example_batch: Callable[[], Batch]
-    ) -> None:
-        """Shards the parameters over the mesh axes "model" and "fsdp", before they are made.
-
-        Args:
-            mesh_shape: Sizes of the mesh axes.
-            example_batch: Function that returns the batch of one data-parallel replica, as
-                `jax.ShapeDtypeStruct`s; called if the mesh has an axis "model".
-
-        Raises:
-            UserError: The errors of `auto_partition_specs`.
-        """
-        num_shards, fsdp_shards = mesh_shape.get("model", 1), mesh_shape.get("fsdp", 1)
-        if num_shards == fsdp_shards == 1:
-            return
-        specs = tree.by_path(self._specs, is_spec)
-        overrides = [
-            (re.escape(path), sharding.partition_spec(spec.axes, mesh_shape, array=path))
-            for path, spec in specs.items()
-            if num_shards == 1 or any(spec.axes)
-        ]
-        found = auto_partition_specs(
-            None if num_shards == 1 else self._mean_loss,
-            self._shapes,
-            *(() if num_shards == 1 else (example_batch()["batch"],)),
-            num_shards=num_shards,
-            fsdp_shards=fsdp_shards,
-            overrides=overrides,
-            leftover="fsdp",
-        )
-        if num_shards > 1:
-            logger.info("Sharding of %s:\n%s", self._title(), found.report)
-        is_leaf = lambda x: isinstance(x, PartitionSpec)
-        stored = tree.by_path(found.specs, is_leaf)
-
-        def sharded(path: str, spec: ParameterSpec) -> ParameterSpec:
-            chosen = (*stored[path], *(None for _ in spec.shape))
-            axes = tuple(name or axis for name, axis in zip(spec.axes, chosen, strict=False))
-            return dataclasses.replace(spec, axes=axes)
-
-        self._specs = tree.unflatten({path: sharded(path, x) for path, x in specs.items()})
-        self._use_specs = found.use_specs if fsdp_shards > 1 else None
-
-    def _mean_loss(self, params: Any, batch: Batch) -> jax.Array:
-        result = self._apply(params, batch, jax.random.key(0), True)
-        return _metrics_of(result, batch)[0].mean
 
     # -- Calls -----------------------------------------------------------------------------------
 
@@ -156,9 +97,7 @@ class Task(ExternalLayer):
         Of an incomplete batch, the loss is computed for each example separately.
         """
         params, key, training = self._params, self._key, self.is_training
-        run = lambda params, batch, key: self._apply(params, batch, key, training)
-        if self._use_specs is not None:
-            run = constrain_at_use(run, self._use_specs)
+        run = lambda params, batch, key: self._run(params, batch, key, training)
         if "valid" in batch:
 
             def of_example(example: Batch) -> Any:

@@ -16,6 +16,7 @@ from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
 from moelib.data.lm_input import InputMode
 from moelib.parallel.mesh import MESH_AXIS_NAMES, create_device_mesh, parse_mesh
+from moelib.train.shardings import shard_external_layers
 from moelib.train.state import abstract_arrays
 from moelib.train.task import Task
 from moelib.train.task_evaler import ExampleEvaler
@@ -134,7 +135,8 @@ def _ready(
     evaler = cfg.instantiate(parent=None, model=model)
     devices = create_device_mesh(parse_mesh(mesh, num_devices=jax.device_count()), MESH_AXIS_NAMES)
     with jax.set_mesh(devices):
-        model.choose_shardings(dict(devices.shape), source.instantiate().abstract_batch)
+        batch = source.instantiate().abstract_batch
+        shard_external_layers(model, dict(devices.shape), batch)
         arrays = abstract_arrays(model.create_parameter_specs_recursively(), devices)
         if trainer_dir is not None:
             folder = os.path.join(os.fspath(trainer_dir), "checkpoints")

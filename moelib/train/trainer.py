@@ -31,6 +31,7 @@ from moelib.layers.kernel_backends import kernel_backends
 from moelib.layers.kernel_check import check_kernels
 from moelib.learner.learner import Learner
 from moelib.parallel import sharding
+from moelib.parallel.auto_sharding.specs import ShardingReport
 from moelib.parallel.mesh import (
     MESH_AXIS_NAMES,
     HybridMeshShape,
@@ -49,6 +50,7 @@ from moelib.train.loop import TrainLoop
 from moelib.train.memory import check_memory
 from moelib.train.no_gradient import warn_without_gradient
 from moelib.train.settings import check_batch, check_config, completed
+from moelib.train.shardings import shard_external_layers
 from moelib.train.signals import ended_by_sigterm
 from moelib.train.state import TrainerState
 from moelib.train.step import make_own_train_step, make_train_step
@@ -98,6 +100,9 @@ class SpmdTrainer(Module):
         mesh_axis_names: Sequence[str] = MESH_AXIS_NAMES  # Names of the mesh axes.
         # (regex for --mesh_selector, mesh shape or one or more ConfigModifiers); first match wins.
         mesh_rules: Sequence[tuple[str, Any]] = ()
+        # Whether parameters without logical axes, those of other libraries, are sharded over the
+        # axis "model" by a trace of the model, and stored over "fsdp". Those of tasks always are.
+        auto_sharding: bool = False
         # {logical axis: mesh axes} that replace lines of parallel.sharding.DEFAULT_RULES.
         sharding_rules: dict[str, Sequence[str]] | None = None
         # Options of XLA for the step, which override those of train.compiler_options.
@@ -146,8 +151,12 @@ class SpmdTrainer(Module):
         cfg = completed(self.config)
         self._input_config = cfg.input
         self._add_child("model", cfg.model)
-        if isinstance(self.model, Task):
-            self.model.choose_shardings(dict(self.mesh().shape), self._replica_batch)
+        self.sharding_report: ShardingReport | None = None  # Of automatic shardings.
+        if cfg.auto_sharding or isinstance(self.model, Task):
+            with sharding.sharding_rules(cfg.sharding_rules or {}):
+                self.sharding_report = shard_external_layers(
+                    self.model, self.mesh_sizes, self._replica_batch
+                )
         specs = self.model.create_parameter_specs_recursively()
         self._add_child("learner", cfg.learner, param_specs=specs)
         shared = {"model": self.model, "train_dtype": cfg.train_dtype}
@@ -184,6 +193,17 @@ class SpmdTrainer(Module):
             sharding.check_mesh_axes(dict(mesh.shape))
         return mesh
 
+    @property
+    def mesh_sizes(self) -> dict[str, int]:
+        """Sizes of the mesh axes; devices are counted only if one of the config's is -1."""
+        shape = self.config.mesh_shape
+        if isinstance(shape, HybridMeshShape):
+            shape = [a * b for a, b in zip(*shape, strict=True)]
+        names = self.config.mesh_axis_names
+        if len(shape) != len(names) or min(shape) < 1:
+            return dict(self.mesh().shape)
+        return dict(zip(names, shape, strict=True))
+
     @contextlib.contextmanager
     @nowrap
     def on_mesh(self) -> Iterator[None]:
@@ -214,9 +234,16 @@ class SpmdTrainer(Module):
         params = jax.jit(lambda x: x, out_shardings=replicated)(self.trainer_state.model)
         return self.model.own_tree(jax.tree.map(np.asarray, params))
 
+    def _abstract_batch(self) -> Any:
+        """Returns a batch without values; only that of a task opens its data."""
+        if isinstance(self.model, Task):
+            return cast("TaskInput", self.input).abstract_batch()
+        shapes = batch_spec(self.config.input.global_batch_size, self.config.input.seq_len)
+        return {name: jax.ShapeDtypeStruct(shape, "int32") for name, shape in shapes.items()}
+
     def _replica_batch(self) -> Any:
-        """Returns the micro-batch of one data-parallel replica of a task, without values."""
-        batch, shape = cast("TaskInput", self.input).abstract_batch(), dict(self.mesh().shape)
+        """Returns the micro-batch of one data-parallel replica, without values."""
+        batch, shape = self._abstract_batch(), self.mesh_sizes
         parts = self.config.num_microbatches * math.prod(
             shape[axis] for axis in sharding.mesh_axes("batch", shape)
         )
@@ -379,11 +406,8 @@ class SpmdTrainer(Module):
             ValueError: If the mesh does not divide an array, or a sharding rule splits nothing.
         """
         cfg = self.config
-        if batch is None and isinstance(self.model, Task):
-            batch = cast("TaskInput", self.input).abstract_batch()
         if batch is None:
-            shapes = batch_spec(cfg.input.global_batch_size, cfg.input.seq_len)
-            batch = {name: jax.ShapeDtypeStruct(shape, "int32") for name, shape in shapes.items()}
+            batch = self._abstract_batch()
         batch = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(
                 x.shape, x.dtype, sharding=row_sharding(self.batch_sharding, len(x.shape))

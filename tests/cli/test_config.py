@@ -89,3 +89,15 @@ def test_values_that_are_none_are_shown(capsys):
     assert "train_dtype: None" in lines
     assert "model.decoder.block[0].self_attention.num_kv_heads: None" in lines
     assert all(line.startswith(("train_dtype", "model.decoder")) for line in lines)
+
+
+def test_shardings_of_every_parameter_are_printed(capsys):
+    arguments = ["--module=experiments.flame_moe", "--config=flame-moe-tiny", "--shardings"]
+    config.run(*parse_flags(config.Flags, [*arguments, "--mesh=fsdp=4,model=2"]))
+    shown = capsys.readouterr().out
+    line = next(x for x in shown.splitlines() if "experts/down " in x)
+    assert "(None, 'model', 'fsdp')" in line
+    assert "65.5 kB" in line  # 16 x 64 x 128 float32 in eight parts.
+    assert "expert_ffn over model" in line
+    with pytest.raises(UsageError, match="--model_shards=2 requires --mesh=auto"):
+        config.run(*parse_flags(config.Flags, [*arguments, "--model_shards=2"]))

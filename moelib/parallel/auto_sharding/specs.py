@@ -123,7 +123,7 @@ def auto_partition_specs(
     pinned = {
         path: partition_spec(leaf.axes, {axis: num_shards}, shape=leaf.shape, array=path)
         for path, leaf in leaves
-        if is_spec(leaf) and any(name is not None for name in leaf.axes)
+        if is_spec(leaf) and not {*leaf.axes} <= {None, "layers"}  # The copies of a layer.
     }
     found = tree.match_rules(shapes, overrides, default=None, field="overrides")
     pinned |= {path: spec for path, spec in found.items() if spec is not None}
@@ -141,7 +141,7 @@ def auto_partition_specs(
         spec = pinned.get(path, PartitionSpec() if dim is None else _sharded({dim: axis}))
         used[path] = spec
         whole = leftover == "fsdp" and path in report.whole
-        stored[path] = _with_storage(
+        stored[path] = with_storage(
             spec, struct.shape, {fsdp_axis: fsdp_shards} | ({axis: num_shards} if whole else {})
         )
     if leftover == "error" and report.whole:
@@ -276,10 +276,13 @@ def _sharded(axes: Mapping[int, Any]) -> PartitionSpec:
     return PartitionSpec(*(axes.get(dim) for dim in range(max(axes) + 1)))
 
 
-def _with_storage(
+def with_storage(
     spec: PartitionSpec, shape: Sequence[int], mesh: Mapping[str, int]
 ) -> PartitionSpec:
-    """Returns the spec with each mesh axis on the largest whole dimension that it divides."""
+    """Returns the spec with each mesh axis on the largest whole dimension that it divides.
+
+    Arrays of less than 16,384 entries keep their spec.
+    """
     axes: dict[int, Any] = {dim: entry for dim, entry in enumerate(spec) if entry is not None}
     for axis, size in mesh.items():
         free = [i for i in range(len(shape)) if i not in axes and shape[i] % size == 0]

@@ -9,6 +9,7 @@ from moelib.core.config import did_you_mean
 from moelib.core.config_types import shortened
 from moelib.core.errors import UserError
 from moelib.core.files import parse_json
+from moelib.parallel.mesh import parse_mesh
 from moelib.planning.estimate.candidates import candidates, current_candidate, rules_of
 from moelib.planning.estimate.estimate import Estimate, Estimator
 from moelib.planning.estimate.workload import read_workload
@@ -43,6 +44,9 @@ def sweep(
     """
     shapes = [describe(name) for name in dict.fromkeys(topologies)]
     on_progress("tracing the model")
+    if cfg.auto_sharding and mesh is not None:  # The first mesh shards like the others.
+        sizes = parse_mesh(mesh, axis_names=cfg.mesh_axis_names, num_devices=shapes[0].num_devices)
+        cfg = cfg.clone(mesh_shape=sizes)
     rules, work = rules_of(cfg), read_workload(cfg)
     estimator = Estimator(work, rules, prices or {})
     best: dict[Any, Estimate] = {}

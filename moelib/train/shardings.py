@@ -1,0 +1,95 @@
+"""Shardings of the parameters without logical axes, and where every parameter lies."""
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from moelib.core import tree
+from moelib.core.jaxpr import forward_pass
+from moelib.core.param import is_spec
+from moelib.core.progress import format_bytes
+from moelib.core.table import Table
+from moelib.core.tree import Batch
+from moelib.layers.external import ExternalLayer
+from moelib.parallel import sharding
+from moelib.parallel.auto_sharding.specs import ShardingReport, auto_partition_specs
+from moelib.parallel.mesh import describe_mesh
+
+logger = logging.getLogger(__name__)
+
+
+def shard_external_layers(
+    model: Any, mesh_shape: Mapping[str, int], example_batch: Callable[[], Batch]
+) -> ShardingReport | None:
+    """Shards the parameters of `ExternalLayer`s over the mesh axes "model" and "fsdp".
+
+    Parameters with logical axes keep the table's shardings, and those computed with them follow. To
+    be called before parameters are made.
+
+    Args:
+        model: A model, which may itself be an `ExternalLayer`.
+        mesh_shape: Sizes of the mesh axes.
+        example_batch: Function that returns the batch of one data-parallel replica, as
+            `jax.ShapeDtypeStruct`s; called if the mesh has an axis "model".
+
+    Returns:
+        The report of the trace; None if there was none.
+
+    Raises:
+        UserError: The errors of `auto_partition_specs`.
+    """
+    layers = [layer for layer, _ in model.walk() if isinstance(layer, ExternalLayer)]
+    used: dict[str, PartitionSpec] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    report = None
+    if layers and (num_shards := mesh_shape.get("model", 1)) > 1:
+        specs = model.create_parameter_specs_recursively()
+        loss = lambda params, batch: forward_pass(model)(params, batch)[0][0]
+        found = auto_partition_specs(loss, specs, example_batch(), num_shards=num_shards)
+        used = tree.by_path(found.use_specs, lambda x: isinstance(x, PartitionSpec))
+        shapes = {path: spec.shape for path, spec in tree.by_path(specs, is_spec).items()}
+        report = found.report
+        logger.info("Shardings of %s:\n%s", model.name, report)
+    for layer in layers:
+        below = layer.path().removeprefix(model.path()).replace(".", "/").strip("/")
+        prefix = f"{below}/" if below else ""
+        of_layer = {}
+        for name, spec in tree.by_path(layer.layer_parameter_specs(), is_spec).items():
+            if (split := used.get(prefix + name)) is not None:
+                copies = len(shapes[prefix + name]) - len(spec.shape)  # Leading dimensions.
+                of_layer[name] = PartitionSpec(*tuple(split)[copies:])
+        layer.set_shardings(of_layer, mesh_shape)
+    return report
+
+
+def shardings_table(trainer: Any) -> Table:
+    """Returns the sharding of every parameter of an `SpmdTrainer`, its bytes per device, and why.
+
+    No device is used, unless a size of the mesh is -1.
+    """
+    mesh, report = trainer.mesh_sizes, trainer.sharding_report
+    rows, total = [], 0
+    with sharding.sharding_rules(trainer.config.sharding_rules or {}):
+        for path, spec in tree.by_path(trainer.trainer_state_specs.model, is_spec).items():
+            split = sharding.partition_spec(spec.axes, mesh, shape=spec.shape, array=path)
+            entries = [(e,) if isinstance(e, str) else e or () for e in split]
+            parts = math.prod(mesh[axis] for entry in entries for axis in entry)
+            held = tree.count_bytes(spec) // parts
+            total += held
+            reasons = [
+                f"[{dim}] {name} over {', '.join(axes)}"
+                for dim, (name, axes) in enumerate(zip(spec.axes, entries, strict=True))
+                if axes
+            ]
+            whole = report.whole.get(path) if report else None
+            shape = ", ".join(map(str, spec.shape))
+            why = "; ".join(reasons) or whole or "no dimension has a rule for this mesh"
+            rows.append(
+                (path, f"{spec.dtype}[{shape}]", str(tuple(split)), format_bytes(held), why)
+            )
+    footnotes = [f"{format_bytes(total)} of parameters per device on {describe_mesh(mesh)}"]
+    columns = ("parameter", "shape", "sharding", "per device>", "why")
+    return Table("", columns, rows, footnotes + (str(report).splitlines() if report else []))
