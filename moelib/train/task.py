@@ -100,11 +100,12 @@ class Task(ExternalLayer):
         run = lambda params, batch, key: self._run(params, batch, key, training)
         if "valid" in batch:
 
-            def of_example(example: Batch) -> Any:
+            def of_example(example: Batch, key: jax.Array) -> Any:
                 alone = jax.tree.map(lambda x: x[None], example)
                 return _metrics_of(run(params, alone, key), alone)
 
-            return _mean_over(jax.vmap(of_example)(batch["batch"]), batch["valid"])
+            keys = jax.random.split(key, len(batch["valid"]))
+            return _mean_over(jax.vmap(of_example)(batch["batch"], keys), batch["valid"])
         result = run(params, batch["batch"], key)
         if isinstance(result, Updated):
             for name, value in tree.to_nested(result.changed).items():

@@ -1,4 +1,4 @@
-"""The examples of tasks reach their scores."""
+"""The classifier of digits reaches its score."""
 
 import math
 
