@@ -83,8 +83,10 @@ def walk_files(folder: str, endings: tuple[str, ...]) -> Iterator[str]:
 
 
 def _raise(error: OSError) -> None:
-    with readable(error.filename):
-        raise error
+    raise UserError(
+        f"{error.filename} cannot be listed: {error.strerror}; correct its permissions, or set "
+        "paths to patterns that exclude it."
+    ) from error
 
 
 def stamp(path: str) -> FileStamp:

@@ -116,9 +116,9 @@ def test_a_folder_that_cannot_be_listed_is_named(
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", fail)
-    with pytest.raises(UserError, match=f"{tmp_path}/b cannot be read: Permission denied"):
+    with pytest.raises(UserError, match=f"{tmp_path}/b cannot be listed: Permission denied"):
         _text_files(tmp_path).parts()
-    with pytest.raises(UserError, match=f"{tmp_path}/b cannot be read: Permission denied"):
+    with pytest.raises(UserError, match=f"{tmp_path}/b cannot be listed: Permission denied"):
         PythonSourceCode.default_config().set(path=str(tmp_path)).instantiate().parts()
 
 
