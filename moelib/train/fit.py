@@ -27,6 +27,8 @@ class FitResult:
     # Reason for stopping before `max_step`: "SIGTERM", "SIGINT" or "end of input".
     stopped_by: str | None = None
     params: Any = None  # Trained parameters of a task, in its own tree; None for other models.
+    # Step of the checkpoint with the best `checkpointer.best_metric`; None without such a metric.
+    best_step: int | None = None
 
 
 def fit(
@@ -88,4 +90,5 @@ def fit(
         trainer_dir=trainer.config.dir,
         stopped_by=outcome["stopped_by"],
         params=trainer.params_of_task(),
+        best_step=trainer.best_step(),
     )

@@ -228,6 +228,11 @@ class SpmdTrainer(Module):
         is_task = isinstance(self.model, Task)
         return self.model.own_tree(self.model_params_for_eval()) if is_task else None
 
+    @nowrap
+    def best_step(self) -> int | None:
+        """Returns the step of the best checkpoint; see `Checkpointer.best_step`."""
+        return None if self.config.checkpointer is None else self.checkpointer.best_step()
+
     def _params_on_host(self) -> Any:
         """Returns the parameters of a task in its own tree, as NumPy arrays."""
         replicated = jax.sharding.NamedSharding(self.mesh(), jax.sharding.PartitionSpec())

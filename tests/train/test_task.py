@@ -154,6 +154,11 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path):
     whole = fit(task, tmp_path / "whole", max_step=6, **settings)
     fit(task, tmp_path / "parts", max_step=3, **settings)
     resumed = fit(task, tmp_path / "parts", max_step=6, **settings)
+    assert resumed.best_step == whole.best_step
+    scores = {
+        x["step"]: x["validation/hits"] for x in lines(tmp_path / "parts") if "validation/hits" in x
+    }
+    assert scores[resumed.best_step] == max(scores.values())
     jax.tree.map(np.testing.assert_array_equal, resumed.params, whole.params)
     assert resumed.evaluations == whole.evaluations
 
