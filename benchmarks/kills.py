@@ -101,7 +101,7 @@ _PHASES: dict[str, tuple[Callable[[str, int, float], bool], float]] = {
     "restore": (lambda folder, step, since: _has_begun(folder, since), 1.0),
     "steps": (lambda folder, step, since: _step(folder) > step, 1.0),
     "evaluation": (
-        lambda folder, step, since: step < _step(folder) and _step(folder) % _EVALUATE_EVERY == 0,
+        lambda folder, step, since: _step(folder) % _EVALUATE_EVERY == 0 < _step(folder),
         0.2,
     ),
     "save": (

@@ -26,6 +26,7 @@ from moelib.core.metrics import MaxScalar, Metric, WeightedScalar, is_metric, we
 from moelib.core.module import Module, nowrap
 from moelib.core.tree import Batch, Nested
 from moelib.layers.external import ExternalLayer, Updated
+from moelib.parallel import sharding
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,9 @@ class Task(ExternalLayer):
                 return _metrics_of(run(params, alone, key), alone)
 
             keys = jax.random.split(key, len(batch["valid"]))
-            return _mean_over(jax.vmap(of_example)(batch["batch"], keys), batch["valid"])
+            with sharding.sharding_rules({"batch": ()}):  # Layers inside see a batch of one.
+                found = jax.vmap(of_example)(batch["batch"], keys)
+            return _mean_over(found, batch["valid"])
         result = run(params, batch["batch"], key)
         if isinstance(result, Updated):
             for name, value in tree.to_nested(result.changed).items():

@@ -21,6 +21,7 @@ from moelib.core.errors import UserError
 from moelib.layers.external import Updated
 from moelib.learner.optimizers import adamw_optimizer, sgd_optimizer
 from moelib.learner.schedules import cosine
+from moelib.parallel.sharding import constrain
 from moelib.train.task import Task
 from moelib.train.task_run import task_trainer_config
 
@@ -110,6 +111,15 @@ def test_evaluation_is_exact(count, batch_size, mesh):
     found = moelib.evaluate(task.set(loss=token_loss, metric=None), examples, params=PARAMS)
     assert found["weight"] == np.sum(whole["tokens"])
     assert found["loss"] == pytest.approx(np.average(losses, weights=whole["tokens"]), rel=1e-6)
+
+
+def test_layers_of_moelib_evaluate_an_incomplete_batch():
+    def loss(params, batch, key, is_training):
+        batch = batch | {"x": constrain(batch["x"], ("batch", None))}
+        return mean_loss(params, batch, key, is_training)
+
+    found = moelib.evaluate(make_task(loss=loss), EXAMPLES[:5], params=PARAMS)
+    assert found["loss"] == moelib.evaluate(make_task(), EXAMPLES[:5], params=PARAMS)["loss"]
 
 
 @pytest.mark.parametrize("mesh", ["data=8", "data=2,fsdp=2,model=2"])

@@ -123,15 +123,19 @@ def tensor_shape(mapping: TensorMapping, shape: Sequence[int]) -> tuple[int, ...
     )
 
 
-def to_parameter(tensor: np.ndarray, mapping: TensorMapping, shape: Sequence[int]) -> np.ndarray:
-    """Returns the part of a parameter of the given shape that a tensor (its `rows`) holds."""
+def to_parameter(tensor: Any, mapping: TensorMapping, shape: Sequence[int]) -> Any:
+    """Returns the part of a parameter of the given shape that a tensor (its `rows`) holds.
+
+    The tensor is an array of NumPy or JAX, and so is the part.
+    """
     part = mapping.part
     left, right = part.view.split(" -> ")
     sizes = dict(zip(right.split(), part_shape(mapping, shape), strict=True))
     grouped = " ".join(re.findall(r"\(([^)]*)\)", left)).split()  # einops knows the others.
     y = einops.rearrange(tensor, part.view, **{name: sizes[name] for name in grouped})
     if (start := part.pairs_from) is not None:
-        y = np.concatenate([y[..., :start], y[..., start::2], y[..., start + 1 :: 2]], -1)
+        order = np.arange(y.shape[-1])
+        y = y[..., np.concatenate([order[:start], order[start::2], order[start + 1 :: 2]])]
     return y if part.factor == 1.0 else y * np.asarray(part.factor, y.dtype)
 
 

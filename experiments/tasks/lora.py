@@ -1,0 +1,131 @@
+"""LoRA: low-rank changes of a frozen language model, exported merged and in PEFT's format.
+
+python -m experiments.tasks.lora --trainer_dir=runs/lora --base=FOLDER
+
+The text and the model are those of `causal_lm`. Source: Hu et al., arXiv:2106.09685.
+"""
+
+import argparse
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save_file
+
+import moelib
+from moelib.core import tree
+from moelib.core.files import write_json
+from moelib.models.huggingface.families import settings_of, tensor_mappings
+from moelib.models.huggingface.tensor_mapping import slices, tensor_shape, to_parameter
+from moelib.train.loading import load_model
+
+from . import causal_lm
+
+RANK, ALPHA = 4, 8.0
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def adapted(model):
+    """Returns the mappings from the adapted matrices, as transformers names them, to parameters."""
+    family, _ = settings_of(model.config)
+    found = tensor_mappings(family, model)
+    return [mapping for mapping in found if mapping.tensor.split(".")[-2] in TARGETS]
+
+
+def make_adapter(key, mappings, shapes):
+    """Returns the matrices A [RANK, inputs] and B [outputs, RANK]; B is 0, and changes nothing."""
+    adapter = {}
+    for mapping in mappings:
+        key, of_a = jax.random.split(key)
+        outputs, inputs = tensor_shape(mapping, shapes[mapping.path].shape)
+        a = jax.random.normal(of_a, (RANK, inputs)) / inputs**0.5
+        adapter[mapping.tensor] = {"lora_A": a, "lora_B": jnp.zeros((outputs, RANK))}
+    return adapter
+
+
+def merged(params, mappings):
+    """Returns the parameters of the base with the changes added."""
+    found = tree.by_path(params["base"])
+    for mapping in mappings:
+        matrices, weight = params["adapter"][mapping.tensor], found[mapping.path]
+        change = ALPHA / RANK * matrices["lora_B"] @ matrices["lora_A"]
+        change = to_parameter(change, mapping, weight.shape)
+        part = slices(mapping.index, weight.shape)
+        found[mapping.path] = weight.at[part].add(change.reshape(weight[part].shape))
+    return tree.unflatten(found)
+
+
+def lora_task(model, tokenizer, base):
+    """Returns the task that trains the adapter alone."""
+    mappings, whole = adapted(model), causal_lm.task_of(model.config, tokenizer)
+
+    def init(key):
+        return {"base": base, "adapter": make_adapter(key, mappings, tree.by_path(base))}
+
+    def loss(params, batch, key, is_training):
+        return whole.loss(merged(params, mappings), batch, key, is_training)
+
+    return whole.clone(init=init, loss=loss, fixed=["base/.*"])
+
+
+def save_adapter(folder, adapter, base_folder):
+    """Writes an adapter for PEFT."""
+    os.makedirs(folder, exist_ok=True)
+    tensors = {
+        f"base_model.model.{name.removesuffix('weight')}{matrix}.weight": np.asarray(value)
+        for name, matrices in adapter.items()
+        for matrix, value in matrices.items()
+    }
+    save_file(tensors, os.path.join(folder, "adapter_model.safetensors"), {"format": "pt"})
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": os.path.abspath(base_folder),
+        "r": RANK,
+        "lora_alpha": ALPHA,
+        "target_modules": list(TARGETS),
+    }
+    write_json(os.path.join(folder, "adapter_config.json"), settings)
+
+
+def run(trainer_dir, *, base=None, base_steps=400, max_step=200, mesh="data=-1"):
+    """Returns the bits per token of held-out topics: of the base, adapted, and of the export."""
+    base = base or os.path.join(trainer_dir, "base")
+    if not os.path.exists(base):
+        causal_lm.make_base(base, max_step=base_steps, mesh=mesh)
+    loaded = load_model(base)
+    task = lora_task(loaded.model, loaded.tokenizer, loaded.parameters)
+    examples, test = causal_lm.manual()
+    result = causal_lm.train(
+        task, examples, trainer_dir, max_step=max_step, learning_rate=1e-2, mesh=mesh
+    )
+    save_adapter(os.path.join(trainer_dir, "adapter"), result.params["adapter"], base)
+    folder = os.path.join(trainer_dir, "merged")
+    whole = merged(result.params, adapted(loaded.model))
+    causal_lm.export(folder, loaded.model.config, whole, loaded.tokenizer)
+
+    plain = causal_lm.task_of(loaded.model.config, loaded.tokenizer)
+    models = {
+        "base": (plain, loaded.parameters),
+        "adapted": (task, result.params),
+        "merged": (plain, load_model(folder).parameters),
+    }
+    return {
+        name: moelib.evaluate(task, test, params=params, mesh=mesh)["bits_per_token"]
+        for name, (task, params) in models.items()
+    }
+
+
+def main():
+    """Trains and prints the result."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trainer_dir", required=True)
+    parser.add_argument("--base")
+    parser.add_argument("--mesh", default="data=-1")
+    args = parser.parse_args()
+    print(run(args.trainer_dir, base=args.base, mesh=args.mesh))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""LoRA trains small matrices alone, which plain NumPy applies to the base."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from experiments.tasks import causal_lm, lora
+
+
+def test_adapter_is_the_difference_of_the_merged_model_and_the_base(tmp_path):
+    model, tokenizer = causal_lm.small_model()
+    params = causal_lm.task_of(model, tokenizer).init(jax.random.key(0))
+    causal_lm.export(str(tmp_path / "base"), model, params, tokenizer)
+    found = lora.run(str(tmp_path), max_step=6)
+    assert found["adapted"] < found["base"] - 0.02
+    assert found["merged"] == pytest.approx(found["adapted"], rel=1e-5)
+    base, merged = (load_file(tmp_path / n / "model.safetensors") for n in ("base", "merged"))
+    adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (settings["peft_type"], settings["r"]) == ("LORA", 4)
+    scale, adapted = settings["lora_alpha"] / settings["r"], set()
+    for name in adapter:
+        if name.endswith("lora_A.weight"):
+            module = name.removesuffix(".lora_A.weight").removeprefix("base_model.model.")
+            b = adapter[name.replace("lora_A", "lora_B")]
+            change = scale * b @ adapter[name]
+            weight = module + ".weight"
+            np.testing.assert_allclose(merged[weight] - base[weight], change, atol=1e-6)
+            assert np.abs(change).max() > 1e-3
+            adapted.add(weight)
+    assert {name.split(".")[-2] for name in adapted} == set(settings["target_modules"])
+    assert len(adapted) == len(adapter) / 2 == 14
+    for name in base.keys() - adapted:
+        np.testing.assert_array_equal(base[name], merged[name])
+
+
+@pytest.mark.slow
+def test_score(tmp_path):
+    found = lora.run(str(tmp_path))
+    assert found["adapted"] < found["base"] - 0.3
