@@ -532,6 +532,7 @@ def resnet() -> Model:
         ("blocks/./first", P(None, None, None, "model")),
         ("blocks/./scale", ROW),
         ("blocks/./second", P(None, None, "model")),
+        ("head", COLUMN),
     ]
     images = jax.random.normal(jax.random.key(0), (BATCH, 16, 16, 8))
     return Model("ResNet", loss, params, (images, draw.ids(BATCH) % 16), hand)

@@ -25,8 +25,7 @@ def _promotion():
         yield
 
 
-# The order of `sharding_models.models`, without ResNet and LSTM, whose traced specs are better.
-_EQUAL = [each for i, each in enumerate(sharding_models.models()) if i not in (12, 14)]
+_EQUAL = sharding_models.models()[:-1]  # No one has written specs for the LSTM.
 
 
 @pytest.mark.parametrize("build", _EQUAL)
