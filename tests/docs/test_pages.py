@@ -16,7 +16,13 @@ from tests.docs import blocks
 
 PAGES = {page.relative_to(ROOT).as_posix(): page for page in pages()}
 FLAG = re.compile(r"(?<![\w-])--(?:no)?([a-z][a-z0-9_]*)(?![\w-])")
-OTHER_FLAGS = {"help", "version", "fast", "logdir"}  # Of every command, pytest, TensorBoard.
+OTHER_FLAGS = {
+    "gradients",
+    "help",
+    "version",
+    "fast",
+    "logdir",
+}  # Of every command, pytest, TensorBoard.
 BENCHMARK = "python -m benchmarks"
 
 
