@@ -7,6 +7,7 @@ Tests marked `gpu` run with `JAX_PLATFORMS=cuda,cpu pytest -m gpu`.
 import fnmatch
 import os
 import pathlib
+import sys
 import threading
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -108,7 +109,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Sets dtype promotion by the test's folder, before its fixtures run."""
+    """Sets dtype promotion by the test's folder, and quick compilation, before fixtures run."""
     folder = item.path.relative_to(_TESTS).parts[0]
     mode = "standard" if folder in _STANDARD_PROMOTION else "strict"
     jax.config.update("jax_numpy_dtype_promotion", mode)
+    if (state := sys.modules.get("moelib.train.state")) is not None:  # A trainer's initial state.
+        state._ON_CPU["xla_backend_optimization_level"] = 0

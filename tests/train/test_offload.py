@@ -78,7 +78,8 @@ def test_state_of_one_device_is_offloaded(tmp_path):
 
 
 def test_arrays_with_dimensions_are_in_host_memory_and_scalars_are_not(tmp_path):
-    trainer = offloaded(with_everything(tmp_path, fsdp=8)).instantiate(parent=None)
+    mesh = {"data": 2, "fsdp": 2, "model": 2}  # That of the test above, whose programs are cached.
+    trainer = offloaded(with_everything(tmp_path, **mesh)).instantiate(parent=None)
     trainer.init()
     first = kinds(trainer.trainer_state)
     trainer.run()

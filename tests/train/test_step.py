@@ -177,7 +177,7 @@ def test_state_update_of_a_trained_parameter_is_refused(batch):
     model = Wrong.default_config().set(name="model").instantiate(parent=None)
     step = make_train_step(model, trainer.learner)
     with pytest.raises(ValueError, match=r"'table', shape \(32, 16\)"):
-        step(start_of(trainer), batch)
+        jax.eval_shape(step, start_of(trainer), batch)
 
 
 LAYERS = 3
