@@ -81,7 +81,10 @@ class TrainLoop:
         self._losses: collections.deque[tuple[float, float, float]] = collections.deque(
             maxlen=cfg.log_every_n_steps
         )
-        self._evaluations: dict[str, Scalars] = {}
+        self._evaluations: dict[str, Scalars] = {}  # Latest metrics of each evaler.
+        for path, value in self.restored_metrics.items():
+            name, _, metric = path.partition("/")
+            self._evaluations.setdefault(name, {})[metric] = value
         self._stopped_by: str | None = None
         self._pending: tuple[int, PackedMetrics] | None = None  # Dispatched, not yet checked.
         self._summaries: Scalars = {}  # Metrics of the evaluations after the current step.

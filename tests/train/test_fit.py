@@ -22,6 +22,8 @@ def test_trains_and_resumes_without_changing_the_config(tmp_path):
     losses = tiny.losses(tmp_path)
     assert {1: first.metrics["loss"], 2: second.metrics["loss"]} == losses
     assert second.evaluations["val"]["perplexity"] > 1
+    finished = fit(cfg, trainer_dir=tmp_path)  # No step is left.
+    assert (finished.metrics, finished.evaluations) == ({}, second.evaluations)
 
 
 @pytest.mark.parametrize("folder", ["", REQUIRED])
