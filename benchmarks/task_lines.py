@@ -23,7 +23,7 @@ PARADIGMS = {
     "text classification": (["text_classification"], 168),
     "sequence-to-sequence": (["sequence_to_sequence"], 184),
     "language model": (["causal_lm"], 214),
-    "captioning": (["image_captioning"], 192),
+    "captioning": (["captioning"], 192),
     "LoRA": (["lora"], 477),
     "diffusion": (["diffusion"], 261),
     "DP-SGD": (["differential_privacy"], 165),
