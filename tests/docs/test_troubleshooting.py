@@ -30,7 +30,10 @@ def _in_an_empty_folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("train --modle=x", "unknown flag '--modle'; did you mean '--module' or '--set'?"),
+        (
+            "train --modle=x",
+            "unknown flag '--modle'; did you mean '--module' or '--mesh' or '--model_shards'?",
+        ),
         (
             f"config {TINY} --set model.decoder.block[0].feed_forward.num_expert=8",
             "model.decoder.block[0].feed_forward has no 'num_expert'; did you mean 'num_experts'",
