@@ -21,8 +21,8 @@ def test_adaptation_takes_steps_of_gradient_descent(monkeypatch):
 
 
 def test_maml_learns(tmp_path):
-    found = maml.run(str(tmp_path), num_steps=40)
-    assert found["after"] < 0.8 * found["before"]
+    found = maml.run(str(tmp_path), num_steps=20)
+    assert found["after"] < 0.9 * found["before"]
 
 
 @pytest.mark.slow
