@@ -45,7 +45,7 @@ def test_they_are_split_like_hand_written_ones(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", [{"fsdp": 2, "model": 4}, {"fsdp": 8}, {"model": 8}])
+@pytest.mark.parametrize("axes", [{"fsdp": 2, "model": 4}, {"fsdp": 8}, {"data": 2, "model": 4}])
 def test_a_mesh_trains_them_as_one_device_does(tmp_path, axes):
     for name, fields in (
         ("one", {}),
