@@ -202,7 +202,7 @@ def parse(
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        keys, rest = split_front(line)
+        keys, rest = _at(_Node(f"{source}{number}"), split_front, line)
         if not keys or not rest.startswith(": "):
             raise UserError(
                 f"{source}{number}: expected 'path: value', got {config_types.shortened(line)}."
@@ -210,6 +210,8 @@ def parse(
         node = root
         for key in keys:
             node = node.inside.setdefault(key, _Node(f"{source}{number}"))
+        if node.text is not None:
+            raise UserError(f"{source}{number}: {node.origin} has set this path already; keep one.")
         node.text = rest[2:]
     try:
         return _build(root, resolve)

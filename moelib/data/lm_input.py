@@ -10,7 +10,6 @@ Letters: B sequences of a batch, S sequence length, R sequences of an epoch.
 import copy
 import enum
 import functools
-import itertools
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
@@ -208,8 +207,9 @@ class LMInputIterator(BatchIterator):
     def __init__(self, lm_input: LMInput, host_index: int, num_hosts: int) -> None:
         self._input, self._host = lm_input, (host_index, num_hosts)
         self.step = 0  # The next one.
-        checks = (source.check_in_steps(host_index, num_hosts) for source in lm_input.sources)
-        self._checks = itertools.chain.from_iterable(checks)
+        # Each is called once, at its step: runs that are resumed often get to all of them, too.
+        self._checks = [c for s in lm_input.sources for c in s.checks(host_index, num_hosts)]
+        self._num_checked = 0
 
     def __next__(self) -> "Batch":
         """Returns this host's sequences of the next step.
@@ -217,8 +217,9 @@ class LMInputIterator(BatchIterator):
         In training, also checks some data of the sources. Raises UserError at damage.
         """
         lm_input = self._input
-        if lm_input.config.mode is InputMode.TRAIN:
-            next(self._checks, None)
+        if lm_input.config.mode is InputMode.TRAIN and self._num_checked < len(self._checks):
+            self._checks[self.step % len(self._checks)]()
+            self._num_checked += 1
         if not lm_input.is_endless and self.step >= lm_input.num_batches:
             raise StopIteration
         batch = lm_input.host_batch(self.step, *self._host)

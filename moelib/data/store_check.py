@@ -28,9 +28,10 @@ def damage(folder: str, block: Block, hashes: Sequence[str]) -> str:
         with open(path, "rb") as file:
             file.seek(number * BLOCK_BYTES)
             is_last = number == len(hashes) - 1
-            if _hash(file.read(BLOCK_BYTES)) == hashes[number] and not (is_last and file.read(1)):
+            data = file.read(BLOCK_BYTES)
+            if _hash(data) == hashes[number] and not (is_last and file.read(1)):
                 return ""
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
     begin = number * BLOCK_BYTES
-    return f"bytes {begin} to {begin + BLOCK_BYTES} of {name} are not those that were written"
+    return f"bytes {begin} to {begin + len(data)} of {name} are not those that were written"

@@ -8,7 +8,7 @@ Letters: N documents, V vocabulary, P pieces.
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,13 +47,13 @@ class TokenSource(Configurable):
     def file(self, index: int) -> Any:
         """Returns all tokens of a file: a flat array, or an object whose slices are arrays."""
 
-    def check_in_steps(self, host_index: int, num_hosts: int) -> Iterator[None]:
-        """Checks a host's share of the data that opening the source did not, a little per step.
+    def checks(self, host_index: int, num_hosts: int) -> Sequence[Callable[[], None]]:
+        """Returns checks of a host's share of the data that opening the source did not check.
 
-        Training takes a step per batch. Raises UserError at damage.
+        Training calls one per batch. They raise UserError at damage.
         """
         del host_index, num_hosts
-        return iter(())
+        return ()
 
     @property
     def num_documents(self) -> int:

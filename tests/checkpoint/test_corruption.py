@@ -196,3 +196,17 @@ def test_folder_that_is_a_link_to_itself_is_refused(tmp_path):
     link.symlink_to(link)
     with pytest.raises(ValueError, match=f"{link} cannot be listed"):
         make(link).restore(target_of(make_state()))
+
+
+def test_a_record_with_checksums_needs_its_digest(checkpointer, caplog):
+    save(checkpointer, 1)
+    save(checkpointer, 2)
+    file = os.path.join(step_path(checkpointer.dir, 2), "record", "metadata")
+    with open(file, encoding="utf-8") as f:
+        values = json.load(f)
+    del values["digest"]
+    values["metrics"] = {"loss": 0.5}
+    with open(file, "w", encoding="utf-8") as f:
+        json.dump(values, f)
+    assert checkpointer.restore(target_of(make_state())).record.step == 1
+    assert "digest" in caplog.text

@@ -228,6 +228,8 @@ def test_comments_and_empty_lines_are_ignored():
         ("dim: 3 +", r"line 2: '3 \+'"),
         ("dim: print(3)", r"line 2: 'print\(3\)'"),
         ("dim: 'a'", r"line 2:.*= 'a':.*str.*int"),
+        ("dim: 3\ndim: 4", r"line 3: line 2 has set this path"),
+        ("dim['\\x']: 3", "line 2"),
         ("dims: 3", r"line 2:.*'dims'.*'dim'"),
         ("anything: jax.nn:sillu", r"line 2: 'jax.nn:sillu':.*'silu'"),
         ("anything: m:f.<locals>.g", "line 2"),

@@ -253,7 +253,8 @@ def test_blocks_that_opening_leaves_out_are_found_batch_by_batch(
     found = 0
     for host in range(2):  # Only one of two hosts has the block.
         with contextlib.suppress(ValueError):
-            list(store.check_in_steps(host, 2))
+            for check in store.checks(host, 2):
+                check()
             found += 1
     assert found == 1
     cfg = LMInput.default_config().set(source=store.config, seq_len=16, global_batch_size=2)

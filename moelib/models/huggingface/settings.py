@@ -62,12 +62,16 @@ _KINDS = {
         "shared_expert_intermediate_size sliding_window? topk_group? v_head_dim vocab_size"
     ),
     **_Kind(
-        "a finite number above 0",
-        lambda x: type(x) in (int, float) and 0 < x < 1e30,
+        "a number above 0, from 1e-30 to 1e30",
+        lambda x: type(x) in (int, float) and 1e-30 < x < 1e30,
     ).names(
         "attention_factor? beta_fast? beta_slow? clip_qkv? factor? high_freq_factor? "
-        "low_freq_factor? rms_norm_eps rope_theta? routed_scaling_factor"
+        "low_freq_factor? rope_theta? routed_scaling_factor"
     ),
+    **_Kind(
+        "a number from 1e-12 to 0.1",
+        lambda x: type(x) in (int, float) and 1e-12 <= x <= 0.1,
+    ).names("rms_norm_eps"),
     **_Kind("a finite number", lambda x: type(x) in (int, float) and abs(x) < 10**9).names(
         "mscale? mscale_all_dim?"
     ),

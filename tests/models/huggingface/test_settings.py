@@ -22,10 +22,10 @@ def read(family, **settings):
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [
-        ("rms_norm_eps", math.nan, "above 0"),
-        ("rms_norm_eps", -1, "above 0"),
-        ("rms_norm_eps", "32", "above 0"),
-        ("rms_norm_eps", 10**400, "above 0"),
+        ("rms_norm_eps", math.nan, "1e-12 to 0.1"),
+        ("rms_norm_eps", -1, "1e-12 to 0.1"),
+        ("rms_norm_eps", "32", "1e-12 to 0.1"),
+        ("rms_norm_eps", 10**400, "1e-12 to 0.1"),
         ("tie_word_embeddings", "false", "true or false"),
         ("tie_word_embeddings", 1, "true or false"),
         ("num_hidden_layers", 10**18, "from 1 to 1000"),
