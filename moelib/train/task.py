@@ -134,6 +134,14 @@ class Task(ExternalLayer):
         )
         step = self.functions["train_step"]
         params, result = step(self._params, batch["batch"], self._key, apply)
+        if isinstance(result, Updated):
+            raise UserError("train_step returned Updated; put the values into its parameters.")
+        shapes = lambda x: {p: (v.shape, v.dtype) for p, v in tree.by_path(nested(x)).items()}
+        if shapes(params) != shapes(self._params):
+            wrong = sorted(shapes(params).items() ^ shapes(self._params).items(), key=str)
+            raise UserError(
+                f"train_step returned parameters of other names, shapes or dtypes: {wrong[0][0]}."
+            )
         return nested(params), *_metrics_of(result, batch["batch"])
 
 

@@ -117,6 +117,8 @@ class ExampleEvaler(SpmdEvaler):
                     f"predict returned {path or 'an array'} of shape {x.shape} for {rows} "
                     "examples; its first dimension must be theirs."
                 )
+        if not jax.tree.leaves(outputs):
+            raise UserError(f"predict returned {outputs!r}; return an array, or a tree of them.")
         count = min(rows, left)
         outputs = jax.tree.map(lambda x: x[:count], outputs)
         postprocess = self._model.functions["postprocess"]

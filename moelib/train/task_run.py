@@ -1,6 +1,7 @@
 """Tasks as plain calls: the config of a run, evaluation, predictions."""
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, cast
@@ -68,12 +69,12 @@ def task_trainer_config(
     """
     training = _input(task, examples, batch_size).set(seed=seed)
     num_examples = len(training.instantiate().examples)  # 0 if they depend on the epoch.
-    if (max_step is None) == (num_epochs is None) or not (max_step or num_examples):
-        raise UserError(
-            f"max_step={max_step}, num_epochs={num_epochs}: set one of them, and max_step if the "
-            "examples depend on the epoch."
-        )
-    steps = max_step or max(1, round(cast(float, num_epochs) * num_examples / batch_size))
+    length = num_epochs if max_step is None else max_step
+    if (max_step is None) == (num_epochs is None) or not cast(float, length) > 0:
+        raise UserError(f"max_step={max_step}, num_epochs={num_epochs}: set one of them, above 0.")
+    if max_step is None and not num_examples:
+        raise UserError("num_epochs: the examples depend on the epoch; set max_step instead.")
+    steps = max_step or math.ceil(cast(float, num_epochs) * num_examples / batch_size)
     if save_every is None:
         save_every = max(1, num_examples // batch_size) if num_examples else steps
     policy = config_for_function(every_n_steps_and_last_policy).set(n=save_every)

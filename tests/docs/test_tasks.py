@@ -83,7 +83,7 @@ def result(trainer_dir):
 
 def test_fit(result):
     assert result.evaluations["validation"]["accuracy"] > 0.9
-    assert result.step == 156
+    assert result.step == 157
 
 
 def test_evaluate_and_predict(result, trainer_dir):

@@ -339,6 +339,31 @@ def test_bad_input_is_one_line(tmp_path, fields, examples, match):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("step", "match"),
+    [
+        (lambda p, b, k, a: (p, Updated(jnp.zeros(()), {})), "train_step returned Updated"),
+        (lambda p, b, k, a: ([p[0][:1], p[1]], jnp.zeros(())), "other names, shapes or dtypes: 0"),
+    ],
+)
+def test_results_of_a_training_step_that_do_not_fit_are_refused(tmp_path, step, match):
+    with pytest.raises(UserError, match=match):
+        fit(make_task(train_step=step), tmp_path)
+
+
+def test_predictions_without_arrays_are_refused():
+    with pytest.raises(UserError, match="predict returned None"):
+        moelib.predict(
+            make_task(predict=lambda p, b, k: None), EXAMPLES, params=init(jax.random.key(0))
+        )
+
+
+@pytest.mark.parametrize("length", [{"max_step": 0}, {"num_epochs": 0, "max_step": None}])
+def test_runs_without_a_step_are_refused(tmp_path, length):
+    with pytest.raises(UserError, match="above 0"):
+        fit(make_task(), tmp_path, **length)
+
+
 def test_error_in_a_function_of_the_task_keeps_its_traceback(tmp_path):
     def broken(params, batch, key, is_training):
         return batch["no_such_key"]

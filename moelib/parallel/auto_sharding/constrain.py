@@ -56,9 +56,10 @@ def _evaluate(
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         inner = [None if isinstance(v, Literal) else specs.get(v) for v in eqn.invars]
-        if any(inner) and name == "scan":
+        is_parameter = any(spec is not None for spec in inner)
+        if is_parameter and name == "scan":
             results = _scan(eqn, list(map(stored, eqn.invars)), inner)
-        elif any(inner) and name in ("jit", "remat2", "checkpoint"):
+        elif is_parameter and name in ("jit", "remat2", "checkpoint"):
             results = _call(eqn, list(map(stored, eqn.invars)), inner)
         elif name in ALIASES and inner[0] is not None:
             results = _bind(eqn, [stored(eqn.invars[0])])

@@ -148,9 +148,9 @@ def rule_of(eqn: Any, num_shards: int) -> DimensionRule | None:
         return _along_axes(eqn, eqn.params[_ALONG_AXES[name]])
     if name.startswith(("reduce_window", "cumulative_", "select_and_")):
         return _windowed(eqn)
-    if name.startswith("reduce_") or name in ("argmax", "argmin", "reduce"):
-        kept = eqn.params.get("axes", eqn.params.get("dimensions"))
-        return _reduction(eqn, kept)
+    gone = eqn.params.get("axes", eqn.params.get("dimensions"))
+    if name.startswith(("reduce", "argm")) and gone is not None:  # Not so in reduce_scatter.
+        return _reduction(eqn, gone)
     if name.startswith("scatter"):
         return _scatter(eqn)
     if name == "reshape":

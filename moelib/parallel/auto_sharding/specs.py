@@ -165,7 +165,7 @@ def _struct(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
 
 def _check_divisible(shapes: Mapping[str, jax.ShapeDtypeStruct], num_shards: int) -> None:
     sizes = {size for struct in shapes.values() for size in struct.shape}
-    if num_shards < 1 or not any(size % num_shards == 0 for size in sizes):
+    if num_shards < 1 or (sizes and not any(size % num_shards == 0 for size in sizes)):
         fitting = [n for n in range(2, 65) if any(size % n == 0 for size in sizes)]
         raise UserError(
             f"num_shards={num_shards} divides no dimension of a parameter; set one of "
@@ -284,7 +284,10 @@ def with_storage(
     Arrays of less than 16,384 entries keep their spec.
     """
     axes: dict[int, Any] = {dim: entry for dim, entry in enumerate(spec) if entry is not None}
+    used = {name for e in spec for name in (e if isinstance(e, tuple) else (e,))}
     for axis, size in mesh.items():
+        if axis in used:
+            continue
         free = [i for i in range(len(shape)) if i not in axes and shape[i] % size == 0]
         if size > 1 and free and math.prod(shape) >= _SMALL:
             axes[max(free, key=lambda i: shape[i])] = axis

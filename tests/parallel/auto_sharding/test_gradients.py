@@ -1,8 +1,12 @@
 """Gradients and collectives under specs from a trace, on meshes of FSDP and tensor parallelism."""
 
+import re
+
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from benchmarks import sharding_models
 from benchmarks.auto_sharding import foreign_models, gradient_error, without_names
@@ -52,3 +56,19 @@ def test_fsdp_gathers_parameters_where_they_are_used():
     for each in collectives_by_axes(program.parse(text), dict(mesh.shape)):
         kinds[each.kind] = kinds.get(each.kind, 0) + each.count
     assert kinds == {"all-reduce": 14, "all-gather": 16}
+
+
+def test_a_parameter_that_is_used_whole_is_gathered_layer_by_layer():
+    mesh = _mesh((8, 1))
+    layers = jax.ShapeDtypeStruct((6, 128, 128), "float32")
+
+    def loss(params, x):
+        step = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
+        return jax.lax.scan(step, x, params)[0].sum()
+
+    step = jax.value_and_grad(constrain_at_use(loss, P()))
+    batch = (jax.ShapeDtypeStruct((8, 128), "float32"),)
+    text = compile_sharded(step, layers, batch, P(None, "fsdp"), mesh, "model")
+    gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)
+    assert gathered
+    assert "6,128,128" not in gathered

@@ -206,3 +206,30 @@ def test_errors_of_the_function_keep_their_traceback():
 def test_shapes_alone_give_columns_and_rows():
     found = auto_partition_specs(None, {"a": _PARAMS["up"], "b": _PARAMS["down"]}, num_shards=4)
     assert found.specs == {"a": P(None, "model"), "b": P("model")}
+
+
+@pytest.mark.parametrize("given", [P("fsdp"), P(None, ("fsdp", "model"))])
+def test_storage_takes_no_axis_twice(given):
+    found = auto_partition_specs(
+        _network, _PARAMS, _X, num_shards=4, fsdp_shards=2, overrides=[("up", given)]
+    )
+    assert found.specs["up"] == given
+
+
+def test_a_sum_that_is_scattered_inside_of_a_shard_map_is_a_barrier():
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    scatter = lambda x: jax.lax.psum_scatter(x, "data", scatter_dimension=1, tiled=True)
+    mapped = jax.shard_map(
+        scatter, mesh=mesh, in_specs=P("data"), out_specs=P("data", None), check_vma=False
+    )
+    found = auto_partition_specs(
+        lambda p, x: mapped(_network(p, x)).sum(), _PARAMS, _X, num_shards=4
+    )
+    assert found.report.unknown == {"reduce_scatter": 1}
+
+
+def test_parameters_without_dimensions_stay_whole():
+    found = auto_partition_specs(
+        lambda p, x: p["scale"] * x, {"scale": jnp.ones(())}, _X, num_shards=4
+    )
+    assert found.specs == {"scale": P()}
