@@ -152,8 +152,8 @@ def test_sharding_rules_may_name_the_configs_own_mesh_axes(tiny):
 
 def test_a_topology_without_a_mesh_names_every_axis_that_cannot_split(tiny):
     cfg, work = tiny
-    with pytest.raises(UserError, match="v5p:3x1x1: no mesh of its 3 devices") as error:
-        candidates(cfg, work, describe("v5p:3x1x1"))
+    with pytest.raises(UserError, match="h100:1x3: no mesh of its 3 devices") as error:
+        candidates(cfg, work, describe("h100:1x3"))
     for axis in ("model", "seq", "fsdp", "expert"):
         assert f"({axis}=3)" in str(error.value)
 
