@@ -161,8 +161,10 @@ def _read_node(node: ast.expr) -> Any:
         case ast.Set(elts=elements):
             return set(map(_read_node, elements))
         case ast.Dict(keys=keys, values=values):
-            return {_read_node(k): _read_node(v) for k, v in zip(keys, values, strict=True) if k}
-        case ast.Call(func=func, args=args) if (name := ast.unparse(func)) in _CALLS:
+            found = {_read_node(k): _read_node(v) for k, v in zip(keys, values, strict=True) if k}
+            if len(found) == len(keys):
+                return found
+        case ast.Call(func=func, args=args, keywords=[]) if (name := ast.unparse(func)) in _CALLS:
             return _CALLS[name](*map(_read_node, args))
     raise ValueError("not a literal")
 
@@ -212,7 +214,7 @@ def parse(
             node = node.inside.setdefault(key, _Node(f"{source}{number}"))
         if node.text is not None:
             raise UserError(f"{source}{number}: {node.origin} has set this path already; keep one.")
-        node.text = rest[2:]
+        node.text, node.origin = rest[2:], f"{source}{number}"
     try:
         return _build(root, resolve)
     except RecursionError:
@@ -237,6 +239,11 @@ _OPENERS: dict[str, Callable[[Any], ConfigBase]] = {
 def _build(node: _Node, resolve: Callable[[str], Any]) -> Any:
     """Returns the value that the lines of a node describe."""
     if node.text is not None:
+        if node.inside and not node.text.startswith("<"):
+            raise UserError(
+                f"{next(iter(node.inside.values())).origin}: {node.origin} sets what this line is "
+                f"in to {config_types.shortened(node.text)}; keep one of the lines."
+            )
         inside = {key: _build(child, resolve) for key, child in node.inside.items()}
         return _at(node, _read_line, node.text, inside, resolve)
     opener = next((name for name in _OPENERS if name in node.inside), None)
@@ -264,6 +271,8 @@ def _at(node: _Node, do: Callable[..., Any], *args: Any) -> Any:
 
 def _read_line(text: str, inside: dict[Key, Any], resolve: Callable[[str], Any]) -> Any:
     if text in ("<list>", "<tuple>"):
+        if list(inside) != list(range(len(inside))):
+            raise ValueError(f"{text} has the elements {[*inside]}; number them from 0, in order.")
         return (list if text == "<list>" else tuple)(inside.values())
     if text == "<dict>":
         return inside
