@@ -12,8 +12,8 @@ def silence_orbax() -> None:
     """Drops the pages that Orbax prints about an error: traces of its threads, specs of arrays.
 
     It logs errors of its threads with traces. The other operations of the same folder are
-    abandoned: futures and coroutines that are never awaited, and calls back into an event loop that
-    is closed.
+    abandoned: futures and coroutines that are never awaited, whose errors of TensorStore asyncio
+    logs without a trace, and calls back into an event loop that is closed.
     """
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(lambda record: not _is_error_of_orbax(record))
@@ -29,6 +29,7 @@ def silence_orbax() -> None:
 
 
 def _is_error_of_orbax(record: logging.LogRecord) -> bool:
-    trace = traceback.extract_tb(record.exc_info[2]) if record.exc_info else []
-    paths = (record.pathname, *(frame.filename for frame in trace))
-    return record.levelno >= logging.ERROR and any("orbax" in path for path in paths)
+    _, error, trace = record.exc_info or (None, None, None)
+    paths = (record.pathname, *(frame.filename for frame in traceback.extract_tb(trace)))
+    abandoned = "never retrieved" in record.getMessage() and "[tensorstore_spec=" in str(error)
+    return record.levelno >= logging.ERROR and (abandoned or any("orbax" in p for p in paths))

@@ -1,5 +1,8 @@
 """Damaged checkpoints: none is read as if it were sound."""
 
+import asyncio
+import contextlib
+import gc
 import json
 import logging
 import os
@@ -168,6 +171,15 @@ def test_abandoned_reads_print_nothing(subject, tmp_path, monkeypatch):
         outcome = corruption.outcome_of(subject, "512 zero bytes", seed, str(tmp_path))
     assert outcome
     assert [str(args.exc_value)[:60] for args in seen] == []
+
+
+@pytest.mark.parametrize("spec", ["", " [tensorstore_spec='{}']"])
+def test_abandoned_futures_of_tensorstore_alone_print_nothing(spec, caplog):
+    silence_orbax()
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        loop.create_future().set_exception(ValueError(f"DATA_LOSS: invalid{spec}"))
+        gc.collect()
+    assert len(caplog.records) == (not spec)
 
 
 def test_names_that_are_no_steps_are_not_listed(tmp_path):
