@@ -82,7 +82,7 @@ class SummaryWriter(Module):
     def write(self, step: int, scalars: Mapping[str, float], *, group: str = "train") -> None:
         """Writes the metrics of a step; they are in the files when this returns.
 
-        A full disk is logged as an error, and training goes on.
+        A full disk is logged as an error, and training continues.
 
         Args:
             step: The step.
@@ -117,7 +117,7 @@ class SummaryWriter(Module):
         except OSError as error:
             self._num_failures += 1
             if self._num_failures == 1:
-                logger.error("NO METRICS of step %d: %s. Training goes on.", step, error)
+                logger.error("NO METRICS of step %d: %s. Training continues.", step, error)
             return
         if self._num_failures:
             logger.error("Metrics are written again, after %d failures.", self._num_failures)

@@ -125,7 +125,7 @@ def auxiliary(known: Reference) -> None:
 
 
 def balanced(known: Reference) -> None:
-    """Checks that the bias of the busiest expert falls, and that of the idlest one rises."""
+    """Checks that the bias of the busiest expert falls, and that of the least busy one rises."""
     before, after = (
         tree.by_path(known.plain.layers_apart(state.model))
         for state in (known.start, known.first.state)

@@ -30,7 +30,10 @@ def start(directory, *args, devices=8, **environment):
 
 
 def finish(process, code=0):
-    out, err = process.communicate(timeout=120)
+    try:
+        out, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
     assert process.returncode == code, err
     return (json.loads(out.splitlines()[-1]) if code == 0 else None), err
 
