@@ -83,8 +83,8 @@ def _compare(kernel: str, backend: str, name: str, got: np.ndarray, want: np.nda
     raise UserError(
         f"{kernel} by backend {backend!r} is wrong on {current_device().kind}: its {name} at "
         f"{list(map(int, index))} is {got[index]:.6g}, the reference's {want[index]:.6g} "
-        f"(tolerance {bound:.3g}). For another backend, {how_to_set(kernel, 'xla')}; to continue with "
-        "this one, set --skip_kernel_check."
+        f"(tolerance {bound:.3g}). For another backend, {how_to_set(kernel, 'xla')}; to continue "
+        "with this one, set --skip_kernel_check."
     )
 
 
