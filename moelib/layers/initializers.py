@@ -1,9 +1,10 @@
 """Initializers of parameters: functions that return `(key, spec) -> values`.
 
 Keys are derived from each parameter's path, so values depend neither on the mesh nor on the order
-of layers.
+of layers. Initializers with the same arguments are the same object, so that they can be compared.
 """
 
+import functools
 import math
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from moelib.core.param import Initializer, ParameterSpec
 
 
+@functools.cache
 def normal(std: float = 0.02) -> Initializer:
     """Returns an initializer that draws from N(0, std^2)."""
 
@@ -22,6 +24,7 @@ def normal(std: float = 0.02) -> Initializer:
     return init
 
 
+@functools.cache
 def truncated_normal(std: float = 0.02, bound: float = 3.0) -> Initializer:
     """Returns an initializer that draws from N(0, std^2), truncated at +-`bound` * std."""
 
@@ -32,6 +35,7 @@ def truncated_normal(std: float = 0.02, bound: float = 3.0) -> Initializer:
     return init
 
 
+@functools.cache
 def fan_in_normal(scale: float = 1.0) -> Initializer:
     """Returns an initializer that draws from N(0, scale^2 / fan-in) (LeCun et al., 1998)."""
 
@@ -42,6 +46,7 @@ def fan_in_normal(scale: float = 1.0) -> Initializer:
     return init
 
 
+@functools.cache
 def variance_scaling(
     scale: float = 1.0,
     mode: Literal["fan_in", "fan_out", "fan_avg"] = "fan_in",
@@ -58,6 +63,7 @@ def variance_scaling(
     return init
 
 
+@functools.cache
 def constant(value: float = 0.0) -> Initializer:
     """Returns an initializer to a constant value."""
 

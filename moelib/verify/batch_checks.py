@@ -81,7 +81,7 @@ def _compare(known: Reference, a: Any, b: Any, copies: int = 1) -> Difference | 
     metrics = [{path: x for path, x in o.metrics.items() if is_mean(path)} for o in (want, got)]
     if found := first_difference(*metrics, relative=TOLERANCE, floor=1e-7):
         return found
-    pair, floor = (want.gradients, got.gradients), rounding_floor(want.gradients)
+    pair, floor = (want.gradients, got.gradients), rounding_floor(want.gradients, a)
     if found := first_difference(*pair, relative=TOLERANCE, floor=floor):
         return found
     states = (known.start.model, want.state.model, got.state.model)

@@ -6,11 +6,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from scipy.stats import truncnorm
 
 from moelib.core import tree
 from moelib.core.config import FunctionConfig
 from moelib.core.config_modifier import apply_mesh_rule
-from moelib.core.param import specs_by_path
+from moelib.core.param import ParameterSpec, specs_by_path
 from moelib.parallel.mesh import HybridMeshShape
 from moelib.verify.outcome import CheckFailedError
 from moelib.verify.step_probe import Probe
@@ -65,28 +66,42 @@ def initial(probe: Probe, initial: Any) -> None:
 
 
 def scale(probe: Probe, initial: Any) -> None:
-    """Checks the standard deviation of weights that the layer's `param_init` draws."""
-    model = probe.trainer.model
+    """Checks the standard deviation of weights that `param_init` and `output_init` draw."""
+    model, values = probe.trainer.model, tree.by_path(initial.model)
     for layer, _ in model.walk():
         path = layer.path().removeprefix(model.path()).strip(".").replace(".", "/")
-        init = layer._inherited("param_init")
-        name = "fan_in_normal" if init is None else getattr(init, "fn", init).__name__
-        settings = dict(init.items()) if isinstance(init, FunctionConfig) else {}
         for weight, spec in layer._create_layer_parameter_specs().items():
-            if spec.initializer is not None or name not in ("fan_in_normal", "normal"):
+            init = layer._inherited("param_init")
+            if spec.initializer is not None:
+                if spec.initializer is not layer._initializer("output_init"):
+                    continue
+                init = layer._inherited("output_init") or init
+            name = "fan_in_normal" if init is None else getattr(init, "fn", init).__name__
+            settings = dict(init.items()) if isinstance(init, FunctionConfig) else {}
+            if (std := _std(name, settings, spec)) is None:
                 continue
-            found = tree.by_path(initial.model)[f"{path}/{weight}".lstrip("/")]
-            std = settings.get("std", 0.02)
-            if name == "fan_in_normal":
-                assert spec.fan_axes is not None
-                fan_in = math.prod(spec.shape[axis] for axis in spec.fan_axes.in_axis)
-                std = settings.get("scale", 1.0) / math.sqrt(fan_in)
-            ratio, error = float(np.std(found)) / std, 6 / math.sqrt(2 * found.size)
-            if abs(ratio - 1) > error:
+            found = values[f"{path}/{weight}".lstrip("/")]
+            spread, error = float(np.std(found)), 6 / math.sqrt(2 * found.size)
+            if abs(spread - std) > error * std:
                 raise CheckFailedError(
-                    f"{path}/{weight} starts with {ratio:.3g} times the standard deviation "
-                    f"{std:.3g} of its initializer {name}; chance gives up to {1 + error:.2f}."
+                    f"{path}/{weight} starts with the standard deviation {spread:.3g}, not with "
+                    f"{std:.3g} as its initializer {name}; chance explains {error:.0%}."
                 )
+
+
+def _std(name: str, settings: dict[str, Any], spec: ParameterSpec) -> float | None:
+    """Returns the standard deviation that an initializer draws with; None if it is unknown."""
+    if name == "constant":
+        return 0.0
+    if name == "normal":
+        return settings.get("std", 0.02)
+    if name == "truncated_normal":
+        bound = settings.get("bound", 3.0)
+        return settings.get("std", 0.02) * float(truncnorm.std(-bound, bound))
+    if name != "fan_in_normal" or spec.fan_axes is None:
+        return None
+    fan_in = math.prod(spec.shape[axis] for axis in spec.fan_axes.in_axis)
+    return settings.get("scale", 1.0) / math.sqrt(fan_in)
 
 
 EARLY_CHECKS = {"rules": rules, "initial": initial, "scale": scale}

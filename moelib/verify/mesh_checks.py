@@ -53,7 +53,8 @@ class MeshRun:
         apart = map(self._reference.plain.experts_apart, (want, got))
         # Of the last layer that is wrong: from there, errors spread to all before it.
         backward = (dict(reversed(each.items())) for each in apart)
-        return first_difference(*backward, relative=TOLERANCE, floor=rounding_floor(want))
+        floor = rounding_floor(want, self._reference.batches[0])
+        return first_difference(*backward, relative=TOLERANCE, floor=floor)
 
     def metrics(self) -> Difference | None:
         """Compares auxiliary losses, expert loads, and all other metrics of layers."""

@@ -99,9 +99,13 @@ def _with_noise(params: Any, probe: Probe) -> Any:
     return tree.map_by_path(add, params)
 
 
-def rounding_floor(gradients: Any) -> float:
-    """Returns the error allowed for gradients that are sums of larger terms, which may cancel."""
-    return 1e-7 * max(float(np.abs(x).max(initial=0.0)) for x in jax.tree.leaves(gradients))
+def rounding_floor(gradients: Any, batch: Batch) -> float:
+    """Returns the error allowed for gradients that are sums of larger terms, which may cancel.
+
+    The mean of n random terms shrinks with sqrt(n), but not its rounding error.
+    """
+    largest = max(float(np.abs(x).max(initial=0.0)) for x in jax.tree.leaves(gradients))
+    return 1e-7 * largest * max(1.0, len(batch["input_ids"]) / 8) ** 0.5
 
 
 def untrained_parameters(params: Any, gradients: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from moelib.train.pretrained import save_pretrained, state_from_hugging_face
 from moelib.verify.batch_checks import doubled, masked, packing, padding
 from moelib.verify.compare import Difference, first_bit_difference
 from moelib.verify.data_checks import data, hosts
-from moelib.verify.layer_checks import kernels, layers
+from moelib.verify.layer_checks import gpu_kernels, kernels, layers
 from moelib.verify.learner_checks import learner
 from moelib.verify.objective_checks import auxiliary, balanced, derivatives, plain, reached
 from moelib.verify.outcome import CheckSkippedError
@@ -116,7 +116,7 @@ def exported(known: Reference) -> Difference | None:
     )
 
 
-THOROUGH_CHECKS = ("tpu_kernels",)  # Those that are too slow by default.
+THOROUGH_CHECKS = ("tpu_kernels", "gpu_kernels")  # Those that are too slow by default.
 
 # Those nearest to the cause of a failure first. Each returns the first difference or None, or
 # raises CheckFailedError or CheckSkippedError.
@@ -141,5 +141,6 @@ SINGLE_DEVICE_CHECKS: dict[str, Callable[[Reference], Difference | None]] = {
         packing,
         exported,
         tpu_kernels,
+        gpu_kernels,
     )
 }

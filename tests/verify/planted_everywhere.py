@@ -22,8 +22,11 @@ from moelib.data.prefetch import Prefetcher
 from moelib.kernels.flash_attention import passes, tpu_kernels
 from moelib.kernels.flash_attention import xla as attention_xla
 from moelib.kernels.gmm import xla as gmm_xla
-from moelib.layers import initializers, norm, transformer
+from moelib.layers import activation, initializers, norm, rope, transformer
+from moelib.layers.activation import Activation
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
+from moelib.layers.attention.latent import LatentAttention
+from moelib.layers.base import BaseLayer
 from moelib.layers.feed_forward import FeedForward
 from moelib.layers.moe import balance, dispatch
 from moelib.layers.moe import layer as moe_layer
@@ -31,7 +34,7 @@ from moelib.layers.moe.balance import BiasBalancing, LoadBalanceLoss, RouterZLos
 from moelib.layers.moe.dispatch import SortedDispatcher
 from moelib.layers.moe.router import Router
 from moelib.layers.remat import remat
-from moelib.layers.transformer import ScanStack
+from moelib.layers.transformer import ScanStack, TransformerLayer
 from moelib.learner import ema, schedules, transforms
 from moelib.learner import learner as learner_module
 from moelib.learner.optimizers import adamw_optimizer
@@ -56,7 +59,19 @@ def rich() -> SpmdTrainer.Config:
     layer = transformer_layer(
         feed_forward, num_heads=4, num_kv_heads=2, head_dim=8, window=7, sinks=True
     )
-    decoder = stacked(layer, stack=ScanStack, num_layers=2, remat=config_for_function(remat))
+    latent = LatentAttention.default_config().set(
+        num_heads=2, kv_lora_rank=12, nope_head_dim=8, rope_head_dim=4, v_head_dim=6
+    )
+    dense = FeedForward.default_config().set(hidden_dim=24)
+    first = TransformerLayer.default_config().set(self_attention=latent, feed_forward=dense)
+    decoder = stacked(
+        layer,
+        stack=ScanStack,
+        num_layers=3,
+        first_layers=[first],
+        remat=config_for_function(remat),
+        output_init=config_for_function(initializers.normal).set(std=0.1),
+    )
     model = model_config(decoder, vocab_size=64, z_loss=1e-2)
     cfg = trainer_config("unused", model=model, max_step=8, evaler=False)
     rate = config_for_function(schedules.cosine).set(peak_lr=1e-2, max_step=8, warmup_steps=1)
@@ -141,6 +156,54 @@ def balance_loss_counts_only_the_best_expert(patch: Patch) -> None:
         return known(probs, ids[..., :1], *rest)
 
     patch(moe_layer, "load_balance_loss", loss)
+
+
+def root_of_the_mean_magnitude(patch: Patch) -> None:
+    """RMSNorm divides by the mean of the magnitudes."""
+
+    def forward(self: Any, x: Any) -> Any:
+        return x / (jnp.mean(jnp.abs(x), -1, keepdims=True) + self.config.eps) * self._scaled(x)
+
+    patch(norm.RMSNorm, "forward", _in_context(forward))
+
+
+def latent_attention_with_other_scores(patch: Patch) -> None:
+    known = LatentAttention._attend
+
+    def attend(self: Any, q: Any, *rest: Any) -> Any:
+        return known(self, 1.5 * q, *rest)
+
+    patch(LatentAttention, "_attend", attend)
+
+
+def half_the_output_of_dense_layers(patch: Patch) -> None:
+    known = FeedForward.forward
+    patch(FeedForward, "forward", lambda self, *args: known(self, *args) / 2)
+
+
+def sigmoid_for_silu(patch: Patch) -> None:
+    swiglu = {Activation.SWIGLU: lambda gate, up: jax.nn.sigmoid(gate) * up}
+    patch(activation, "_GATED", activation._GATED | swiglu)
+
+
+def rotation_of_neighbors(patch: Patch) -> None:
+    """Frequencies belong to entries 2i and 2i + 1, as in another convention of checkpoints."""
+    known = rope.RotaryEmbedding.forward
+
+    def forward(self: Any, x: Any, positions: Any) -> Any:
+        halves = jnp.concatenate([x[..., ::2], x[..., 1::2]], -1)
+        return known(self, halves, positions)
+
+    patch(rope.RotaryEmbedding, "forward", forward)
+
+
+def hidden_states_of_another_scale(patch: Patch) -> None:
+    known = CausalLM.hidden
+
+    def hidden(self: Any, batch: Any) -> Any:
+        return known(self, batch) * 1.01
+
+    patch(CausalLM, "hidden", hidden)
 
 
 # -- b: gradients ----------------------------------------------------------------------------------
@@ -351,6 +414,11 @@ def fan_out_for_fan_in(patch: Patch) -> None:
     patch(initializers, "fan_in_normal", init)
 
 
+def outputs_with_the_scale_of_other_weights(patch: Patch) -> None:
+    known = BaseLayer._initializer
+    patch(BaseLayer, "_initializer", lambda self, field="param_init": known(self))
+
+
 def casts_at_use_without_gradient(patch: Patch) -> None:
     """The last row of a parameter that is cast where it is read gets no gradient."""
     known = param.CastAtUse.cast
@@ -441,6 +509,12 @@ BUGS: dict[str, list[Callable[[Patch], None]]] = {
         attention_scale_of_the_model_width,
         z_loss_of_the_probabilities,
         balance_loss_counts_only_the_best_expert,
+        root_of_the_mean_magnitude,
+        latent_attention_with_other_scores,
+        half_the_output_of_dense_layers,
+        sigmoid_for_silu,
+        rotation_of_neighbors,
+        hidden_states_of_another_scale,
     ],
     "b": [
         auxiliary_loss_without_gradient,
@@ -471,6 +545,7 @@ BUGS: dict[str, list[Callable[[Patch], None]]] = {
     ],
     "f": [
         fan_out_for_fan_in,
+        outputs_with_the_scale_of_other_weights,
         casts_at_use_without_gradient,
         casts_to_bfloat16_with_twice_the_gradient,
         cast_parameters_twice,
