@@ -207,8 +207,10 @@ class LMInputIterator(BatchIterator):
     def __init__(self, lm_input: LMInput, host_index: int, num_hosts: int) -> None:
         self._input, self._host = lm_input, (host_index, num_hosts)
         self.step = 0  # The next one.
-        # Each is called once, at its step: runs that are resumed often get to all of them, too.
+        # Called once, in as many steps as an epoch has; each at its step, so that runs that are
+        # resumed often reach all of them too.
         self._checks = [c for s in lm_input.sources for c in s.checks(host_index, num_hosts)]
+        self._checks_per_step = -(-len(self._checks) // max(lm_input.num_batches, 1))
         self._num_checked = 0
 
     def __next__(self) -> "Batch":
@@ -218,8 +220,10 @@ class LMInputIterator(BatchIterator):
         """
         lm_input = self._input
         if lm_input.config.mode is InputMode.TRAIN and self._num_checked < len(self._checks):
-            self._checks[self.step % len(self._checks)]()
-            self._num_checked += 1
+            begin = self.step * self._checks_per_step
+            for number in range(begin, begin + self._checks_per_step):
+                self._checks[number % len(self._checks)]()
+            self._num_checked += self._checks_per_step
         if not lm_input.is_endless and self.step >= lm_input.num_batches:
             raise StopIteration
         batch = lm_input.host_batch(self.step, *self._host)

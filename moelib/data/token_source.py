@@ -50,7 +50,7 @@ class TokenSource(Configurable):
     def checks(self, host_index: int, num_hosts: int) -> Sequence[Callable[[], None]]:
         """Returns checks of a host's share of the data that opening the source did not check.
 
-        Training calls one per batch. They raise UserError at damage.
+        Training calls all in its first epoch. They raise UserError at damage.
         """
         del host_index, num_hosts
         return ()

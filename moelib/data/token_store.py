@@ -11,7 +11,7 @@ A store is a folder:
     token_num_bytes.npy   bytes of text that each token covers, int32 [V]
 
 meta.json holds its own SHA-256 and a hash of each block of the other files. Opening a store checks
-all blocks but those of tokens, of which it checks a sample; training checks another one per batch,
+all blocks but those of tokens, of which it checks a sample; training checks the rest in an epoch,
 and `TokenStore.verify` checks all.
 
 A hash of a document's index and the store's split seed assigns the document to a split (train,

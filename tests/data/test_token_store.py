@@ -257,13 +257,14 @@ def test_blocks_that_opening_leaves_out_are_found_batch_by_batch(
                 check()
             found += 1
     assert found == 1
-    cfg = LMInput.default_config().set(source=store.config, seq_len=16, global_batch_size=2)
-    num_checked = len(store._blocks()[1])
-    for step in (0, 1000):  # Each run checks the store again.
-        batches = cfg.instantiate().iterator()
+    cfg = LMInput.default_config().set(source=store.config, seq_len=16)
+    # Each run checks the store again, and the whole in an epoch: one of one batch, too.
+    for step, batch_size in ((0, 2), (1000, 2), (0, 1000)):
+        lm_input = cfg.set(global_batch_size=batch_size).instantiate()
+        batches = lm_input.iterator()
         batches.step = step
         with pytest.raises(ValueError, match=f"damaged: bytes 64 to 128 of {name}"):
-            collections.deque(itertools.islice(batches, num_checked), maxlen=0)
+            collections.deque(itertools.islice(batches, lm_input.num_batches), maxlen=0)
     cfg.mode = InputMode.EVALUATE
     assert list(cfg.instantiate().iterator())
 
