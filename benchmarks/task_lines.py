@@ -19,7 +19,7 @@ _TASKS = pathlib.Path(__file__).parents[1] / "experiments" / "tasks"
 
 # Paradigm: (our files, lines of code of RedCoast's folder), at its commit 8129ab3.
 PARADIGMS = {
-    "image classification": (["image_classification"], 80),
+    "image classification": (["image_classification", "command"], 80),  # And the others' flags.
     "text classification": (["text_classification"], 168),
     "sequence-to-sequence": (["sequence_to_sequence"], 184),
     "language model": (["causal_lm"], 214),

@@ -5,8 +5,6 @@ python -m experiments.tasks.captioning --trainer_dir=runs/captions
 A caption names the weight of the pen, letter by letter, and the digit: "thin seven".
 """
 
-import argparse
-
 import jax.numpy as jnp
 import numpy as np
 from flax import linen
@@ -14,6 +12,7 @@ from flax import linen
 import moelib
 
 from . import sequence_to_sequence
+from .command import run_as_command
 from .image_classification import digits
 from .sequence_to_sequence import WIDTH, Decoder
 
@@ -72,14 +71,5 @@ def run(trainer_dir, *, max_step=400, mesh="data=-1"):
     return moelib.evaluate(task, test, trainer_dir=trainer_dir, mesh=mesh)
 
 
-def main():
-    """Trains and prints the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trainer_dir", required=True)
-    parser.add_argument("--mesh", default="data=-1")
-    args = parser.parse_args()
-    print(run(args.trainer_dir, mesh=args.mesh))
-
-
 if __name__ == "__main__":
-    main()
+    run_as_command(run, __doc__)

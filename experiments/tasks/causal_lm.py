@@ -28,6 +28,8 @@ from moelib.train.loading import load_model
 from moelib.train.pretrained import save_pretrained
 from moelib.train.task import Task
 
+from .command import run_as_command
+
 LENGTH = 64  # Tokens per example.
 SMALL = {
     "model_type": "llama",
@@ -139,15 +141,5 @@ def run(trainer_dir, *, base=None, base_steps=400, max_step=200, mesh="data=-1")
     return {"before": before["bits_per_token"], "after": after["bits_per_token"]}
 
 
-def main():
-    """Trains and prints the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trainer_dir", required=True)
-    parser.add_argument("--base")
-    parser.add_argument("--mesh", default="data=-1")
-    args = parser.parse_args()
-    print(run(args.trainer_dir, base=args.base, mesh=args.mesh))
-
-
 if __name__ == "__main__":
-    main()
+    run_as_command(run, __doc__)

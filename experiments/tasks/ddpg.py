@@ -8,8 +8,6 @@ The buffer is not saved: after a restart, it is empty.
 Source: Lillicrap et al., arXiv:1509.02971.
 """
 
-import argparse
-
 import gymnasium
 import jax
 import jax.numpy as jnp
@@ -20,6 +18,7 @@ import moelib
 from moelib.layers.external import Updated
 from moelib.train.task import Task
 
+from .command import run_as_command
 from .ppo import apply, mlp
 
 NUM_ENVS, NUM_STEPS, BATCH_SIZE, UPDATES_PER_EPOCH = 4, 200, 256, 100  # 200: a whole episode.
@@ -112,14 +111,5 @@ def run(trainer_dir, *, num_epochs=40, mesh="data=-1"):
     return {"return": float(np.mean(episodes["reward"]) * NUM_STEPS)}
 
 
-def main():
-    """Trains and prints the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trainer_dir", required=True)
-    parser.add_argument("--mesh", default="data=-1")
-    args = parser.parse_args()
-    print(run(args.trainer_dir, mesh=args.mesh))
-
-
 if __name__ == "__main__":
-    main()
+    run_as_command(run, __doc__)

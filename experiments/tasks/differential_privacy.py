@@ -8,8 +8,6 @@ their sum. Only the parameters are private: the logged training losses are not.
 Source: Abadi et al., arXiv:1607.00133.
 """
 
-import argparse
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +19,7 @@ from scipy.special import gammaln, logsumexp, xlog1py
 import moelib
 from moelib.train.task import Task
 
+from .command import run_as_command
 from .image_classification import digits
 
 RATE, CAPACITY = 0.25, 480  # Probability of an example in a step; largest batch, by 7 deviations.
@@ -103,14 +102,5 @@ def run(trainer_dir, *, num_steps=100, mesh="data=-1"):
     return {"accuracy": scores["accuracy"], "epsilon": epsilon(num_steps)}
 
 
-def main():
-    """Trains and prints the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trainer_dir", required=True)
-    parser.add_argument("--mesh", default="data=-1")
-    args = parser.parse_args()
-    print(run(args.trainer_dir, mesh=args.mesh))
-
-
 if __name__ == "__main__":
-    main()
+    run_as_command(run, __doc__)

@@ -6,8 +6,6 @@ Sources: training, Ho et al., arXiv:2006.11239; sampling, Song et al., arXiv:201
 schedule of the noise, Nichol and Dhariwal, arXiv:2102.09672.
 """
 
-import argparse
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +17,7 @@ from moelib.learner.optimizers import adamw_optimizer
 from moelib.learner.schedules import cosine
 from moelib.train.task import Task
 
+from .command import run_as_command
 from .image_classification import digits
 
 STEPS = 30  # Of sampling.
@@ -118,14 +117,5 @@ def run(trainer_dir, *, max_step=1500, mesh="data=-1"):
     return moelib.evaluate(task, test, trainer_dir=trainer_dir, mesh=mesh)
 
 
-def main():
-    """Trains and prints the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trainer_dir", required=True)
-    parser.add_argument("--mesh", default="data=-1")
-    args = parser.parse_args()
-    print(run(args.trainer_dir, mesh=args.mesh))
-
-
 if __name__ == "__main__":
-    main()
+    run_as_command(run, __doc__)

@@ -8,8 +8,6 @@ each train the model on their own data, and the average of their models is the n
 Source: McMahan et al., arXiv:1602.05629. Letters: C clients of a round, N examples of a client.
 """
 
-import argparse
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +17,7 @@ from flax import linen
 import moelib
 from moelib.train.task import Task
 
+from .command import run_as_command
 from .image_classification import digits
 
 NUM_CLIENTS, CLIENTS_PER_ROUND = 24, 8
@@ -104,14 +103,5 @@ def run(trainer_dir, *, num_rounds=60, mesh="data=-1"):
     return {"accuracy": scores["accuracy"]}
 
 
-def main():
-    """Trains and prints the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trainer_dir", required=True)
-    parser.add_argument("--mesh", default="data=-1")
-    args = parser.parse_args()
-    print(run(args.trainer_dir, mesh=args.mesh))
-
-
 if __name__ == "__main__":
-    main()
+    run_as_command(run, __doc__)

@@ -3,7 +3,7 @@
 python -m experiments.tasks.image_classification --trainer_dir=runs/digits
 """
 
-import argparse
+import math
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +15,8 @@ from moelib.core.config import config_for_function
 from moelib.learner.optimizers import adamw_optimizer
 from moelib.learner.schedules import cosine
 from moelib.train.task import Task
+
+from .command import run_as_command
 
 NUM_TEST, BATCH_SIZE = 360, 64
 
@@ -74,7 +76,7 @@ def predict(params, batch, key):
 def run(trainer_dir, *, num_epochs=15, mesh="data=-1"):
     """Returns the metrics of the last step on the test images."""
     train, test = digits()
-    num_steps = round(num_epochs * len(train) / BATCH_SIZE)
+    num_steps = math.ceil(num_epochs * len(train) / BATCH_SIZE)  # As many as `fit` takes.
     schedule = config_for_function(cosine).set(
         peak_lr=2e-3, warmup_steps=num_steps // 16, max_step=num_steps
     )
@@ -96,14 +98,5 @@ def run(trainer_dir, *, num_epochs=15, mesh="data=-1"):
     return moelib.evaluate(task, test, trainer_dir=trainer_dir, mesh=mesh)
 
 
-def main():
-    """Trains and prints the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trainer_dir", required=True)
-    parser.add_argument("--mesh", default="data=-1")
-    args = parser.parse_args()
-    print(run(args.trainer_dir, mesh=args.mesh))
-
-
 if __name__ == "__main__":
-    main()
+    run_as_command(run, __doc__)

@@ -5,7 +5,6 @@ python -m experiments.tasks.lora --trainer_dir=runs/lora --base=FOLDER
 The text and the model are those of `causal_lm`. Source: Hu et al., arXiv:2106.09685.
 """
 
-import argparse
 import os
 
 import jax
@@ -21,6 +20,7 @@ from moelib.models.huggingface.tensor_mapping import slices, tensor_shape, to_pa
 from moelib.train.loading import load_model
 
 from . import causal_lm
+from .command import run_as_command
 
 RANK, ALPHA = 4, 8.0
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -117,15 +117,5 @@ def run(trainer_dir, *, base=None, base_steps=400, max_step=200, mesh="data=-1")
     }
 
 
-def main():
-    """Trains and prints the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trainer_dir", required=True)
-    parser.add_argument("--base")
-    parser.add_argument("--mesh", default="data=-1")
-    args = parser.parse_args()
-    print(run(args.trainer_dir, base=args.base, mesh=args.mesh))
-
-
 if __name__ == "__main__":
-    main()
+    run_as_command(run, __doc__)

@@ -7,8 +7,6 @@ An example is a regression problem: points to fit ("support") and others to pred
 Source: Finn et al., arXiv:1703.03400.
 """
 
-import argparse
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +15,8 @@ from flax import linen
 
 import moelib
 from moelib.train.task import Task
+
+from .command import run_as_command
 
 NUM_POINTS, NUM_STEPS, STEP_SIZE = 10, 5, 0.03
 NETWORK = linen.Sequential(
@@ -92,14 +92,5 @@ def run(trainer_dir, *, num_steps=2500, mesh="data=-1"):
     return {"before": scores["before"], "after": scores["loss"]}
 
 
-def main():
-    """Trains and prints the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trainer_dir", required=True)
-    parser.add_argument("--mesh", default="data=-1")
-    args = parser.parse_args()
-    print(run(args.trainer_dir, mesh=args.mesh))
-
-
 if __name__ == "__main__":
-    main()
+    run_as_command(run, __doc__)

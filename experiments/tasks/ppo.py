@@ -7,7 +7,6 @@ The examples of an epoch are the transitions that the current policy makes, seve
 Source: Schulman et al., arXiv:1707.06347. Letters: T steps, N environments.
 """
 
-import argparse
 import itertools
 
 import gymnasium
@@ -19,6 +18,8 @@ import optax
 import moelib
 from moelib.core.config import config_for_class
 from moelib.train.task import Task
+
+from .command import run_as_command
 
 NUM_ENVS, NUM_STEPS, NUM_PASSES, BATCH_SIZE = 8, 128, 4, 256
 STEPS_PER_EPOCH = NUM_ENVS * NUM_STEPS * NUM_PASSES // BATCH_SIZE
@@ -150,14 +151,5 @@ def run(trainer_dir, *, num_epochs=80, mesh="data=-1"):
     return {"return": mean_return(result.params)}
 
 
-def main():
-    """Trains and prints the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trainer_dir", required=True)
-    parser.add_argument("--mesh", default="data=-1")
-    args = parser.parse_args()
-    print(run(args.trainer_dir, mesh=args.mesh))
-
-
 if __name__ == "__main__":
-    main()
+    run_as_command(run, __doc__)

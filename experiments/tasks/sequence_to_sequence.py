@@ -3,7 +3,6 @@
 python -m experiments.tasks.sequence_to_sequence --trainer_dir=runs/dates
 """
 
-import argparse
 import datetime
 import re
 
@@ -18,6 +17,8 @@ from moelib.core.config import config_for_function
 from moelib.learner.optimizers import adamw_optimizer
 from moelib.learner.schedules import cosine
 from moelib.train.task import Task
+
+from .command import run_as_command
 
 FORMATS = ("%A, %d %B %Y", "%B %d, %Y", "%d.%m.%Y", "%Y, %d %b", "%a %b %d %Y")
 START = 0  # Padding of sources, and the token before and after a target.
@@ -184,14 +185,5 @@ def run(trainer_dir, *, max_step=800, mesh="data=-1"):
     return moelib.evaluate(task, TEST, trainer_dir=trainer_dir, mesh=mesh)
 
 
-def main():
-    """Trains and prints the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trainer_dir", required=True)
-    parser.add_argument("--mesh", default="data=-1")
-    args = parser.parse_args()
-    print(run(args.trainer_dir, mesh=args.mesh))
-
-
 if __name__ == "__main__":
-    main()
+    run_as_command(run, __doc__)

@@ -3,7 +3,6 @@
 python -m experiments.tasks.text_classification --trainer_dir=runs/modules
 """
 
-import argparse
 import importlib
 import inspect
 import re
@@ -18,6 +17,8 @@ import moelib
 from moelib.core.config import config_for_function
 from moelib.learner.optimizers import adamw_optimizer
 from moelib.train.task import Task
+
+from .command import run_as_command
 
 MODULES = (
     *("argparse", "_pydecimal", "difflib", "doctest", "inspect", "mailbox", "pickletools"),
@@ -107,14 +108,5 @@ def run(trainer_dir, *, num_epochs=20, mesh="data=-1"):
     return moelib.evaluate(task, test, trainer_dir=trainer_dir, mesh=mesh)
 
 
-def main():
-    """Trains and prints the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trainer_dir", required=True)
-    parser.add_argument("--mesh", default="data=-1")
-    args = parser.parse_args()
-    print(run(args.trainer_dir, mesh=args.mesh))
-
-
 if __name__ == "__main__":
-    main()
+    run_as_command(run, __doc__)
