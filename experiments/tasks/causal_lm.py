@@ -20,6 +20,7 @@ import numpy as np
 import moelib
 from moelib.core.config import config_for_function
 from moelib.core.module import functional
+from moelib.core.param import specs_by_path
 from moelib.data.tokenizer import ByteTokenizer
 from moelib.learner.optimizers import adamw_optimizer
 from moelib.learner.schedules import cosine
@@ -59,6 +60,7 @@ def manual():
 def task_of(model, tokenizer):
     """Returns the task of a `CausalLM`: the cross-entropy over tokens, and the bits per token."""
     model = model.clone(name="model").instantiate(parent=None)
+    specs = specs_by_path(model.create_parameter_specs_recursively())
 
     def init(key):
         return model.initialize_parameters_recursively(key)
@@ -72,11 +74,13 @@ def task_of(model, tokenizer):
         return {"input_ids": np.maximum(ids[:, :-1], 0), "target_labels": ids[:, 1:]}
 
     def loss(params, batch, key, is_training):
-        (mean, _), _ = functional(model, key, params, (batch,), is_training=is_training)
+        (mean, _), found = functional(model, key, params, (batch,), is_training=is_training)
         bits = mean.mean / math.log(2)
-        return (mean.mean * mean.weight, mean.weight), {"bits_per_token": bits}
+        objective = mean.mean + found.total_aux_loss()
+        return (objective * mean.weight, mean.weight), {"bits_per_token": bits}
 
-    return Task.default_config().set(init=init, loss=loss, collate=collate)
+    fixed = [path for path, spec in specs.items() if not spec.trainable]
+    return Task.default_config().set(init=init, loss=loss, collate=collate, fixed=fixed)
 
 
 def train(task, examples, trainer_dir, *, max_step, learning_rate, **settings):

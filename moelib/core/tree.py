@@ -1,12 +1,14 @@
 """Trees of arrays by path: flatten, select, merge, match rules, count."""
 
 import math
+import numbers
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from moelib.core.config_types import did_you_mean
 from moelib.core.errors import UserError
@@ -83,6 +85,36 @@ def from_nested(nested: Nested, like: Any) -> Any:
     """Returns the tree with the structure of `like` that `to_nested` turned into `nested`."""
     leaves = by_path(nested)
     return map_by_path(lambda path, _: leaves[path], like)
+
+
+def mismatch(found: Any, expected: Any) -> str | None:
+    """Returns where two trees of arrays differ first, in names, shapes or kinds of numbers.
+
+    Floating-point numbers of any size are of one kind, and so are integers. None if nothing does.
+    """
+    found, expected = by_path(found), by_path(expected)
+    for path in [*expected, *found]:
+        a, b = (leaves.get(path) for leaves in (found, expected))
+        if a is None or b is None or shape_and_kind(a) != shape_and_kind(b):
+            a, b = ("missing" if x is None else array_text(x) for x in (a, b))
+            return f"{path!r} is {a} instead of {b}"
+    return None
+
+
+def shape_and_kind(x: Any) -> tuple[Any, ...]:
+    """Returns the shape of an array, and whether it is of floats, integers, booleans: 0 or 1 True.
+
+    Anything but an array or a number has the shape () and no True.
+    """
+    if not hasattr(x, "shape"):
+        x = np.asarray(x if isinstance(x, numbers.Number) else None)
+    kinds = (jnp.floating, jnp.integer, bool)
+    return tuple(x.shape), *(jnp.issubdtype(x.dtype, kind) for kind in kinds)
+
+
+def array_text(x: Any) -> str:
+    """Returns dtype and shape of an array, such as "float32[8, 3]"; the value of anything else."""
+    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") else f"{x!r:.80}"
 
 
 def match_rules(

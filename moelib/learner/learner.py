@@ -196,7 +196,7 @@ class Learner(Module):
     def state_specs(self) -> LearnerState:
         """Returns the tree of `init` with a ParameterSpec for each array; allocates none.
 
-        Logs a warning if an optimizer has no learning rate to report.
+        Logs a warning if the config of an optimizer builds one without a learning rate to report.
         """
         shapes = jax.tree.map(
             lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype)),
@@ -205,13 +205,17 @@ class Learner(Module):
         )
         state = jax.eval_shape(self.init, shapes)
         known = _learning_rates(state.optimizer)
-        for label in (label for label in state.optimizer if _rate_name(label) not in known):
-            logger.warning(
-                "%s: the learning rate of optimizer %r is not logged, because its state does not "
-                "hold it; wrap the optimizer in optax.inject_hyperparams to log it.",
-                self.path() or self.name,
-                label,
-            )
+        rules = {f"rule{i}": rule for i, (_, rule) in enumerate(self.config.update_rules)}
+        for label, given in ({_MAIN: self.config.optimizer} | rules).items():
+            # One that is given built is the user's own choice, and no setting changes it.
+            if _rate_name(label) not in known and isinstance(given, ConfigBase):
+                logger.warning(
+                    "%s: the learning rate of optimizer %r is not logged, because its state does "
+                    "not hold it; set it to config_for_function(optax.inject_hyperparams("
+                    "optax.adam)).set(learning_rate=...), for example.",
+                    self.path() or self.name,
+                    label,
+                )
         return state_specs(state, self._param_specs)
 
     @nowrap

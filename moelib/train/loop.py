@@ -73,7 +73,10 @@ class TrainLoop:
         cfg = self.config
         self._step = self.start_step
         self._throughput = Throughput(
-            self.flops_per_token, list(self.mesh.devices.flat), cfg.train_dtype or "float32"
+            self.flops_per_token,
+            list(self.mesh.devices.flat),
+            cfg.train_dtype or "float32",
+            "tokens" if self.is_language_model else "examples",
         )
         self._last: Scalars = {}  # Metrics of the last step that was checked.
         self._last_report: Scalars = {}
@@ -193,10 +196,16 @@ class TrainLoop:
         (step, packed), self._pending = self._pending, None
         scalars = unpack(packed)
         self._watchdog.beat(step)
-        self._throughput.step_done(scalars["num_tokens"], self._num_slots)
-        self._last, cfg = scalars, self.config
+        self._last, cfg, weight = scalars, self.config, scalars["num_tokens"]
+        if math.isnan(weight):
+            raise UserError(
+                f"step {step}: a weight of the loss is negative or NaN; return (sum, weight) with "
+                "weights of 0 or more."
+            )
+        counted = weight if self.is_language_model else self._num_slots
+        self._throughput.step_done(counted, self._num_slots)
         cross_entropy = scalars.get("cross_entropy", scalars["loss"])
-        self._losses.append((scalars["num_tokens"], scalars["loss"], cross_entropy))
+        self._losses.append((weight, scalars["loss"], cross_entropy))
         if scalars[NON_FINITE] and cfg.stop_on_nan:
             self._log(step, scalars)
             raise self._non_finite(step, scalars)
@@ -210,6 +219,9 @@ class TrainLoop:
         if self.is_language_model:
             logged |= language_metrics(scalars)
         mean_loss, mean_cross_entropy = self._mean_losses()
+        if not any(weight for weight, *_ in self._losses):
+            steps = len(self._losses)
+            logger.warning("step %d: the weights of the loss are 0 in %d steps.", step, steps)
         self.summary_writer.write(step, logged | {"mean_loss": mean_loss})
         shown = logged | {"loss": mean_loss}
         if "cross_entropy" in shown:
@@ -218,7 +230,7 @@ class TrainLoop:
 
     def _mean_losses(self) -> tuple[float, float]:
         """Returns the loss and the cross-entropy over the tokens of the last log interval."""
-        tokens = max(sum(tokens for tokens, *_ in self._losses), 1.0)
+        tokens = sum(tokens for tokens, *_ in self._losses) or 1.0
         loss = sum(tokens * loss for tokens, loss, _ in self._losses)
         return loss / tokens, sum(tokens * ce for tokens, _, ce in self._losses) / tokens
 
@@ -290,12 +302,27 @@ class TrainLoop:
                     scalars = evaler.evaluate(params, self.mesh, on_batch=self._after_batch)
                 except _EvaluationStopped:
                     break
+                self._warn_of_other_data(name, scalars)
                 self._evaluations[name] = scalars
                 self.summary_writer.write(step, scalars, group=name)
                 found |= {f"{name}/{metric}": value for metric, value in scalars.items()}
                 self._progress.log(f"step {step}  {name}: {report.evaluation_text(scalars)}")
         self._summaries = found
         return found
+
+    def _warn_of_other_data(self, name: str, scalars: Scalars) -> None:
+        """Warns if the best checkpoint would be chosen by evaluations on different data."""
+        saver, size = self.checkpointer, "num_tokens" if self.is_language_model else "weight"
+        before, now = self._evaluations.get(name, {}).get(size), scalars.get(size)
+        best = (saver.config.best_metric or "" if saver else "").startswith(f"{name}/")
+        if best and before and now and not math.isclose(before, now, rel_tol=1e-3):
+            logger.warning(
+                "%s: evaluated on a weight of %g, and of %g before this run; the best checkpoint "
+                "is chosen among both. Start a new run for other data.",
+                name,
+                now,
+                before,
+            )
 
     def _after_batch(self, number: int) -> None:
         """Ends an evaluation at a request to stop; the resumed run begins it again."""

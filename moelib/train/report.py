@@ -11,6 +11,7 @@ _SHOWN = (  # (metric, format)
     ("learning_rate", "lr {:.2e}"),
     ("gradient_norm", "grad {:.2f}"),
     ("tokens_per_second", "{:,.0f} tokens/s"),
+    ("examples_per_second", "{:,.0f} examples/s"),
     ("tflops_per_second", "{:.3g} TFLOP/s"),
     ("mfu", "MFU {:.1%}"),
 )
@@ -69,6 +70,7 @@ def _is_layer_metric(name: str, suffix: str) -> bool:
 
 _RATES = (  # (metric, title, format)
     ("tokens_per_second", "tokens/s", "{:,.0f}"),
+    ("examples_per_second", "examples/s", "{:,.0f}"),
     ("tflops_per_second", "TFLOP/s per device", "{:.3g}"),
     ("mfu", "MFU", "{:.1%}"),
     ("device_memory_gb", "device memory", "{:.2f} GB at most"),

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from moelib.core import tree
+from moelib.core.config import did_you_mean
 from moelib.core.errors import UserError
 from moelib.core.metrics import MaxScalar, reading
 from moelib.core.module import functional
@@ -69,7 +70,7 @@ def make_train_step(
                 lambda path, x: _zeros(late[path], train_dtype) if path in late else x, trained
             )
             (value, (metrics, updates)), gradients = grad(at)
-            new_fixed = _updated(fixed, updates, learner)
+            new_fixed = _updated(fixed, updates, trained, learner)
             weight = metrics["loss"].weight if counts is None else jnp.ones(())
             return value, weight, tag_gradients(gradients), metrics, (new_fixed, index + 1)
 
@@ -196,23 +197,28 @@ def _zeros(spec: ParameterSpec, dtype: str | None) -> jax.Array:
     return sharding.constrain(jnp.zeros(spec.shape, dtype), spec.axes)
 
 
-def _updated(fixed: Nested, updates: Nested, learner: Learner) -> Nested:
+def _updated(fixed: Nested, updates: Nested, trained: Nested, learner: Learner) -> Nested:
     """Returns the parameters that are not trained, with the state updates of layers.
 
     Raises:
-        UserError: If a layer updates a parameter that is trained or does not exist.
+        UserError: If a layer updates a parameter that is trained or does not exist, or with values
+            of another shape, or with floats where it has integers.
     """
-    known = tree.by_path(fixed)
-    for path, value in tree.flatten_items(updates):
-        if path not in known or known[path].shape != value.shape:
-            raise UserError(
-                f"add_state_update for {path!r}, shape {value.shape}: no parameter without "
-                "optimizer has this path and shape; give it a ParameterSpec of that shape with "
-                "trainable=False."
-            )
-    new = {path: x for path, x in tree.by_path(updates).items() if not learner.is_frozen(path)}
+    known, new = tree.by_path(fixed), tree.by_path(updates)
+    for path in sorted(new.keys() - known.keys()):
+        reason = f"no parameter; {did_you_mean(path, known)}"
+        if path in tree.by_path(trained):
+            reason = "trained; give it trainable=False, or name it in `fixed`."
+        raise UserError(f"add_state_update or Updated for {path!r}, which is {reason}")
+    if (difference := tree.mismatch(new, {path: known[path] for path in new})) is not None:
+        raise UserError(f"add_state_update or Updated: {difference}; keep shapes and dtypes.")
     return tree.map_by_path(
-        lambda path, old: new[path].astype(old.dtype) if path in new else old, fixed
+        lambda path, old: (
+            jnp.asarray(new[path], old.dtype)
+            if path in new and not learner.is_frozen(path)
+            else old
+        ),
+        fixed,
     )
 
 

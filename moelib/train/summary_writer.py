@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 _TAG_GROUPS = {
     "loss": "loss mean_loss cross_entropy perplexity bits_per_byte objective aux_loss",
     "optimizer": "learning_rate gradient_norm parameter_norm update_norm skipped skipped_steps",
-    "speed": "tokens_per_second step_seconds tflops_per_second mfu device_memory_gb",
+    "speed": "tokens_per_second examples_per_second step_seconds tflops_per_second mfu "
+    "device_memory_gb",
     "time": "time",
     "tokens": "num_tokens bytes_per_token",
 }

@@ -6,8 +6,7 @@
 Letters: B examples of a batch.
 """
 
-import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -28,7 +27,11 @@ from moelib.core.tree import Batch, Nested
 from moelib.layers.external import ExternalLayer, Updated
 from moelib.parallel import sharding
 
-logger = logging.getLogger(__name__)
+# Names of the metrics that every run has.
+_RESERVED = (
+    "loss mean_loss objective aux_loss weight num_tokens non_finite step time learning_rate "
+    "gradient_norm skipped skipped_steps examples_per_second step_seconds device_memory_gb"
+)
 
 
 class Task(ExternalLayer):
@@ -136,12 +139,8 @@ class Task(ExternalLayer):
         params, result = step(self._params, batch["batch"], self._key, apply)
         if isinstance(result, Updated):
             raise UserError("train_step returned Updated; put the values into its parameters.")
-        shapes = lambda x: {p: (v.shape, v.dtype) for p, v in tree.by_path(nested(x)).items()}
-        if shapes(params) != shapes(self._params):
-            wrong = sorted(shapes(params).items() ^ shapes(self._params).items(), key=str)
-            raise UserError(
-                f"train_step returned parameters of other names, shapes or dtypes: {wrong[0][0]}."
-            )
+        if (difference := tree.mismatch(params, self._params)) is not None:
+            raise UserError(f"train_step: in the parameters that it returns, {difference}.")
         return nested(params), *_metrics_of(result, batch["batch"])
 
 
@@ -157,7 +156,7 @@ def _metrics_of(result: Any, batch: Batch) -> tuple[WeightedScalar, dict[str, Me
     """Returns loss and metrics of what the function `loss` returned for a batch.
 
     Raises:
-        UserError: If one is not a scalar, nor a pair of scalars.
+        UserError: If one is not a real scalar, nor a pair of them, or has a name in use.
     """
     if isinstance(result, Updated):
         result = result.outputs
@@ -165,26 +164,41 @@ def _metrics_of(result: Any, batch: Batch) -> tuple[WeightedScalar, dict[str, Me
     loss, metrics = result if given else (result, {})
     num_examples = jax.tree.leaves(batch)[0].shape[0]
     mean = _weighted("loss", loss, num_examples)
-    if "loss" in metrics:
-        raise UserError("metrics: 'loss' is the name of the loss; rename this metric.")
+    check_names("loss", metrics)
     return mean, {name: _weighted(name, x, mean.weight) for name, x in metrics.items()}
 
 
+def check_names(source: str, metrics: Any, taken: Iterable[str] = ()) -> None:
+    """Checks the metrics that a function of a task returned.
+
+    Raises:
+        UserError: If they have no names, or one is that of another metric.
+    """
+    if not isinstance(metrics, dict) or not all(isinstance(name, str) for name in metrics):
+        raise UserError(f"{source} returned {metrics!r:.80}; return metrics as {{name: number}}.")
+    if both := sorted(metrics.keys() & {*_RESERVED.split(), *taken}):
+        raise UserError(f"{source} returned the metric {both[0]!r}, a name in use; rename it.")
+
+
 def _weighted(name: str, value: Any, weight: Any) -> Any:
-    """Returns a metric of a scalar with the weight, or of a pair (sum, weight)."""
+    """Returns a metric of a scalar with the weight, or of a pair (sum, weight).
+
+    A negative weight becomes NaN, which ends a run or an evaluation.
+    """
     if is_metric(value):
         return value
     parts = value if isinstance(value, tuple) else (value,)
-    shapes = [jnp.shape(part) for part in parts]
-    if any(shapes) or len(parts) > 2:
+    arrays = map(tree.shape_and_kind, parts)
+    if len(parts) > 2 or any(shape or not any(kinds) for shape, *kinds in arrays):
         raise UserError(
-            f"{name} has shape {', '.join(map(str, shapes))}; return a scalar, the mean over the "
-            "examples, or a pair of scalars (sum, weight)."
+            f"{name} is {', '.join(map(tree.array_text, parts))}; return a real scalar, the mean "
+            "over the examples, or a pair of them, (sum, weight)."
         )
     if len(parts) == 1:
         return weighted(value, weight)
     total, weight = parts
-    return weighted(total / jnp.where(weight > 0, weight, 1), weight)
+    weight = jnp.where(weight < 0, jnp.nan, weight)
+    return weighted(total / jnp.where(weight == 0, 1, weight), weight)
 
 
 def _mean_over(found: Any, valid: jax.Array) -> Any:

@@ -14,6 +14,7 @@ from moelib.core.module import functional, nowrap
 from moelib.core.param import cast_parameters
 from moelib.data.prefetch import Prefetcher, put_batch
 from moelib.train.evaler import SpmdEvaler
+from moelib.train.task import check_names
 from moelib.train.task_input import TaskInput
 
 
@@ -24,6 +25,10 @@ class ExampleEvaler(SpmdEvaler):
     class Config(SpmdEvaler.Config):
         prng_seed: int = 0  # Seed of the keys of predictions, one per batch.
 
+    nothing_counted = (
+        "the weights of all examples are 0, or one is negative or NaN; return (sum, weight) from "
+        "loss, with weights of 0 or more"
+    )
     _predict: Callable[..., Any] | None = None  # Compiled for each mesh by JAX.
 
     @nowrap
@@ -60,7 +65,13 @@ class ExampleEvaler(SpmdEvaler):
             results = self.predictions(params, mesh, on_batch=on_batch)
             examples = [self._source.examples[i] for i in range(len(results))]
             found = metric(examples, results)
-            scalars |= {name: float(value) for name, value in found.items()}
+            check_names("metric", found, scalars)
+            for name, value in found.items():
+                shape, *kinds = tree.shape_and_kind(value)
+                if shape or not any(kinds):
+                    text = tree.array_text(value)
+                    raise UserError(f"metric returned {text} as {name!r}; return a number.")
+                scalars[name] = float(value)
         return scalars
 
     @nowrap
@@ -125,10 +136,11 @@ class ExampleEvaler(SpmdEvaler):
         if postprocess is None:
             leaves, structure = jax.tree.flatten(outputs)
             return [jax.tree.unflatten(structure, row) for row in zip(*leaves, strict=True)]
-        results = list(postprocess(outputs))
-        if len(results) != count:
+        results = postprocess(outputs)
+        number = len(results) if hasattr(results, "__len__") else "no"
+        if number != count:
             raise UserError(
-                f"postprocess returned {len(results)} results for {count} examples; return one for "
-                "each."
+                f"postprocess returned {type(results).__name__}, {number} results for {count} "
+                "examples; return a list with one for each."
             )
-        return results
+        return list(results)

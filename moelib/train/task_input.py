@@ -48,11 +48,11 @@ class TaskInput(Input):
         super().__init__(cfg)
         cfg = self.config
         self._collate = maybe_instantiate(cfg.collate) or stack
-        self.parameters: Callable[[], Any] | None = None  # Set by the trainer.
+        self.parameters: Callable[[], Any] = lambda: None  # Set by the trainer.
         self.max_batches: int | None = None  # Number of batches of an evaluation; None for all.
         self.examples: Sequence[Any] = ()  # Those of the current epoch, if they depend on it.
         self._epoch, self._order = -1, np.zeros(0, np.int64)
-        self._shapes: Mapping[str, tuple[int, ...]] = {}  # Of one example, by path.
+        self._example: dict[str, jax.ShapeDtypeStruct] = {}  # Arrays of one example, by path.
         self._source = maybe_instantiate(cfg.examples)
         named = inspect.signature(self._source).parameters if callable(self._source) else {}
         self.of_epochs, self.reads_parameters = "epoch" in named, "params" in named
@@ -67,12 +67,12 @@ class TaskInput(Input):
         if self.of_epochs:
             values = {}
             if self.reads_parameters:
-                if self.parameters is None:
-                    raise UserError(
-                        "examples(epoch, params): there are no parameters before training, when a "
-                        'mesh axis "model" needs an example; set a mesh without it.'
-                    )
                 values["params"] = self.parameters()
+                if values["params"] is None:
+                    raise UserError(
+                        "examples(epoch, params): there are no parameters yet; train on a mesh "
+                        'without the axis "model", and evaluate on examples without `params`.'
+                    )
             examples = _checked(self._source(epoch=epoch, **values))
             before = len(self.examples) or len(examples)
             if len(examples) != before or before % cfg.global_batch_size:
@@ -138,15 +138,11 @@ class TaskInput(Input):
         not_dict = lambda x: not isinstance(x, dict)
         leaves = dict(tree.flatten_items(batch, is_leaf=not_dict))
         arrays = {path: _array(path, x, len(examples)) for path, x in leaves.items()}
-        shapes = {path: x.shape[1:] for path, x in arrays.items()}
-        self._shapes = self._shapes or shapes
-        if shapes != self._shapes:
-            path = next(
-                p for p in {**shapes, **self._shapes} if shapes.get(p) != self._shapes.get(p)
-            )
+        example = {p: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for p, x in arrays.items()}
+        self._example = self._example or example
+        if (difference := tree.mismatch(example, self._example)) is not None:
             raise UserError(
-                f"collate returned {path!r} of shape {shapes.get(path)} per example, and "
-                f"{self._shapes.get(path)} before; pad all batches to one shape."
+                f"collate: {difference} per example, as before; pad all batches to one shape."
             )
         return tree.unflatten(arrays)
 
@@ -185,9 +181,11 @@ class TaskBatches(BatchIterator):
 
 def _checked(examples: Any) -> Sequence[Any]:
     """Returns the examples. Raises UserError if they are no sequence, or an empty one."""
-    if not hasattr(examples, "__len__") or not hasattr(examples, "__getitem__"):
+    indexed = hasattr(examples, "__len__") and hasattr(examples, "__getitem__")
+    if not indexed or isinstance(examples, Mapping):
         raise UserError(
-            f"examples is {type(examples).__name__}; return a sequence, with len() and [index]."
+            f"examples is {type(examples).__name__}; make it a sequence of examples, with len() "
+            "and [index], such as a list of dicts."
         )
     if not len(examples):
         raise UserError("examples is empty; return one example or more.")
@@ -228,4 +226,13 @@ def _array(path: str, value: Any, num_examples: int) -> np.ndarray:
             f"collate returned {path!r} of shape {array.shape} for {num_examples} examples; its "
             "first dimension must be theirs."
         )
-    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    if array.dtype != dtype and dtype.kind in "iu" and array.size:
+        limits = np.iinfo(dtype)
+        for extreme in (array.min(), array.max()):
+            if not limits.min <= extreme <= limits.max:
+                raise UserError(
+                    f"collate returned {path!r} with {extreme}, which {dtype} cannot hold; return "
+                    "smaller integers."
+                )
+    return array.astype(dtype, copy=False)

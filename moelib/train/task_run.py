@@ -12,10 +12,16 @@ from moelib.checkpoint.checkpointer import Checkpointer
 from moelib.checkpoint.policy import every_n_steps_and_last_policy
 from moelib.checkpoint.restore import restore_params_only
 from moelib.core import tree
-from moelib.core.config import InstantiableConfig, config_for_function
+from moelib.core.config import (
+    REQUIRED,
+    InstantiableConfig,
+    config_for_function,
+    maybe_instantiate,
+)
 from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
 from moelib.data.lm_input import InputMode
+from moelib.parallel import sharding
 from moelib.parallel.mesh import MESH_AXIS_NAMES, create_device_mesh, parse_mesh
 from moelib.train.shardings import shard_external_layers
 from moelib.train.state import abstract_arrays
@@ -110,7 +116,19 @@ def _input(task: Task.Config, examples: Any, batch_size: int) -> TaskInput.Confi
 
 
 def _with_params(task: Task.Config, params: Any) -> Task.Config:
-    return task if params is None else task.clone(init=lambda key: params)
+    """Returns the task with these initial parameters, if given.
+
+    Raises:
+        UserError: If their names or shapes are not those of the task's own.
+    """
+    if params is None:
+        return task
+    if task.init is not REQUIRED:
+        like = jax.eval_shape(maybe_instantiate(task.init), jax.random.key(0))
+        if (difference := tree.mismatch(params, like)) is not None:
+            raise UserError(f"params: {difference}, as init returns; pass a tree like that.")
+        params = tree.from_nested(tree.to_nested(params), like)
+    return task.clone(init=lambda key: params)
 
 
 @contextlib.contextmanager
@@ -135,6 +153,13 @@ def _ready(
     cfg = ExampleEvaler.default_config().set(name="evaluation", input=source, prng_seed=seed)
     evaler = cfg.instantiate(parent=None, model=model)
     devices = create_device_mesh(parse_mesh(mesh, num_devices=jax.device_count()), MESH_AXIS_NAMES)
+    axes = sharding.mesh_axes("batch", dict(devices.shape))
+    if batch_size % (parts := math.prod(devices.shape[axis] for axis in axes)):
+        raise UserError(
+            f"batch_size={batch_size} does not divide over {parts} groups of devices (mesh "
+            f"{mesh!r}, axes {', '.join(axes)}); set it to a multiple of {parts}. The number of "
+            "examples may be any."
+        )
     with jax.set_mesh(devices):
         batch = source.instantiate().abstract_batch
         shard_external_layers(model, dict(devices.shape), batch)

@@ -14,13 +14,17 @@ PARTS = ("input", "step", "checkpoint", "evaluation")
 
 
 class Throughput:
-    """Counts steps, tokens and seconds; reports the rates since the last report.
+    """Counts steps, tokens or examples, and seconds; reports the rates since the last report.
 
     Time that is counted for no other of `PARTS` is counted for "step".
     """
 
     def __init__(
-        self, flops_per_token: float | None, devices: Sequence[Any], dtype: str = "bfloat16"
+        self,
+        flops_per_token: float | None,
+        devices: Sequence[Any],
+        dtype: str = "bfloat16",
+        unit: str = "tokens",
     ) -> None:
         """Starts to count.
 
@@ -28,7 +32,9 @@ class Throughput:
             flops_per_token: FLOPs of the forward and backward pass, or None if unknown.
             devices: All devices of the mesh.
             dtype: Dtype of the matmuls, whose peak rate the MFU is relative to.
+            unit: What is counted, in the name of its rate.
         """
+        self._unit = unit
         self._flops = flops_per_token
         self._num_devices = len(devices)
         self._peak = peak_flops_per_second(devices[0].device_kind, dtype)
@@ -94,7 +100,7 @@ class Throughput:
         )
 
     def _rates(self, tokens: float, slots: int, seconds: float) -> Scalars:
-        metrics = {"tokens_per_second": tokens / seconds}
+        metrics = {f"{self._unit}_per_second": tokens / seconds}
         if self._flops is not None:
             flops_per_second = self._flops * slots / seconds / self._num_devices
             metrics["tflops_per_second"] = flops_per_second / 1e12

@@ -151,6 +151,7 @@ class SpmdTrainer(Module):
         cfg = completed(self.config)
         self._input_config = cfg.input
         self._add_child("model", cfg.model)
+        self._state: TrainerState | None = None  # There is none for examples of this sharding.
         self.sharding_report: ShardingReport | None = None  # Of automatic shardings.
         if cfg.auto_sharding or isinstance(self.model, Task):
             with sharding.sharding_rules(cfg.sharding_rules or {}):
@@ -167,7 +168,6 @@ class SpmdTrainer(Module):
         if cfg.checkpointer is not None:
             self._add_child("checkpointer", cfg.checkpointer)
         self._add_child("summary_writer", cfg.summary_writer)
-        self._state: TrainerState | None = None
         self.input_state: dict[str, Any] | None = None  # Position in the data, None at first.
         self._compiled: Callable[..., Any] | None = None
         self.on_compiled: Callable[[Any, Any, Any], None] | None = None
@@ -234,7 +234,9 @@ class SpmdTrainer(Module):
         return None if self.config.checkpointer is None else self.checkpointer.best_step()
 
     def _params_on_host(self) -> Any:
-        """Returns the parameters of a task in its own tree, as NumPy arrays."""
+        """Returns the parameters of a task in its own tree, as NumPy arrays; None without state."""
+        if self._state is None:
+            return None
         replicated = jax.sharding.NamedSharding(self.mesh(), jax.sharding.PartitionSpec())
         params = jax.jit(lambda x: x, out_shardings=replicated)(self.trainer_state.model)
         return self.model.own_tree(jax.tree.map(np.asarray, params))

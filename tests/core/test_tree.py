@@ -34,6 +34,19 @@ def test_any_tree_goes_through_nested_dicts():
     np.testing.assert_array_equal(back.a["x"], made.a["x"])
 
 
+def test_trees_that_differ_are_compared_by_shapes_and_kinds_of_numbers():
+    arrays = {"a": [np.ones(2), np.zeros(3, np.int32)]}
+    assert tree.mismatch({"a": [jnp.ones(2, jnp.bfloat16), np.zeros(3, np.int8)]}, arrays) is None
+    for found, text in (
+        ({"a": [np.ones(2), np.zeros(3, np.float32)]}, "'a/1' is float32[3] instead of int32[3]"),
+        ({"a": [np.ones(3), np.zeros(3, np.int32)]}, "'a/0' is float64[3] instead of float64[2]"),
+        ({"a": [np.ones(2)]}, "'a/1' is missing instead of int32[3]"),
+        ({**arrays, "b": 1.5}, "'b' is 1.5 instead of missing"),
+        ("text", "'a/0' is missing instead of float64[2]"),
+    ):
+        assert tree.mismatch(found, arrays) == text
+
+
 def test_the_first_rule_that_matches_a_whole_path_decides():
     rules = [(r".*/bias", 0), (r"decoder/.*", (1, 2))]
     chosen = tree.match_rules(PATHS, rules, default=None, field="decay")

@@ -9,7 +9,9 @@ from flax import linen
 
 import moelib
 from moelib.core.config import config_for_function
+from moelib.core.module import functional
 from moelib.layers.external import Updated
+from moelib.layers.feed_forward import FeedForward
 from moelib.learner.optimizers import adamw_optimizer
 from moelib.train.task import Task
 from moelib.train.task_run import task_trainer_config
@@ -193,3 +195,34 @@ def test_examples_of_an_epoch(tmp_path):
         task, new_points, trainer_dir=tmp_path, optimizer=optimizer, batch_size=64, max_step=5
     )
     assert result.step == 5
+
+
+def test_layers_of_moelib(tmp_path):
+    # --8<-- [start:layers]
+    def task_around(layer_config):
+        """Returns a task whose functions enclose a layer."""
+        layer = layer_config.clone(name="layer").instantiate(parent=None)
+
+        def init(key):
+            return {
+                "layer": layer.initialize_parameters_recursively(key),
+                "head": jnp.zeros((2, 3)),
+            }
+
+        def loss(params, batch, key, is_training):
+            inputs = batch["point"][:, None]  # [B, S, D]
+            outputs, found = functional(
+                layer, key, params["layer"], (inputs,), is_training=is_training
+            )
+            logits = outputs[:, 0] @ params["head"]
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+            return losses.mean() + found.total_aux_loss()
+
+        return Task.default_config().set(init=init, loss=loss)
+
+    task = task_around(FeedForward.default_config().set(input_dim=2, hidden_dim=64))
+    # --8<-- [end:layers]
+    optimizer = config_for_function(adamw_optimizer).set(learning_rate=1e-2)
+    settings = {"optimizer": optimizer, "batch_size": 64, "max_step": 20}
+    result = moelib.fit(task, TRAIN, trainer_dir=tmp_path, **settings)
+    assert result.metrics["loss"] < 1

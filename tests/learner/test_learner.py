@@ -138,6 +138,7 @@ def test_unknown_learning_rate_is_a_warning(caplog):
     caplog.clear()
     hyper = fn(optax.inject_hyperparams(optax.adamw), learning_rate=0.1)
     make_learner(hyper).state_specs()
+    make_learner(optax.adamw(0.1)).state_specs()  # Built already; no setting would change it.
     assert not caplog.records
 
 

@@ -176,7 +176,7 @@ def test_state_update_of_a_trained_parameter_is_refused(batch):
     trainer, _ = build()
     model = Wrong.default_config().set(name="model").instantiate(parent=None)
     step = make_train_step(model, trainer.learner)
-    with pytest.raises(ValueError, match=r"'table', shape \(32, 16\)"):
+    with pytest.raises(ValueError, match="'table', which is trained"):
         jax.eval_shape(step, start_of(trainer), batch)
 
 

@@ -147,7 +147,7 @@ def test_learning_rate_is_that_of_the_schedule_at_the_step_of_the_optimizer(tmp_
     assert [x["loss"] for x in parts] == pytest.approx([x["loss"] for x in whole], rel=1e-5)
 
 
-def test_resumed_run_equals_an_uninterrupted_one(tmp_path):
+def test_resumed_run_equals_an_uninterrupted_one(tmp_path, caplog):
     def noisy(params, batch, key, is_training):
         loss, metrics = mean_loss(params, batch, key, is_training)
         return loss + jax.random.normal(key) * jnp.sum(params[0]), metrics
@@ -171,6 +171,9 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path):
     assert scores[resumed.best_step] == max(scores.values())
     jax.tree.map(np.testing.assert_array_equal, resumed.params, whole.params)
     assert resumed.evaluations == whole.evaluations
+    settings["eval_examples"] = EXAMPLES[:9]
+    fit(task, tmp_path / "parts", max_step=7, **settings)
+    assert "evaluated on a weight of 9, and of 10" in caplog.text
 
 
 @pytest.fixture(scope="module")
@@ -246,6 +249,14 @@ def test_examples_of_an_epoch_may_depend_on_the_parameters(tmp_path):
     assert not np.array_equal(seen[1][1], seen[2][1])
 
 
+def test_examples_that_depend_on_parameters_are_refused_where_there_are_none(tmp_path):
+    roll_out = lambda epoch, params: make_examples(16)
+    with pytest.raises(UserError, match=r"examples\(epoch, params\)"):
+        fit(make_task(), tmp_path, roll_out, batch_size=8, mesh="model=8")
+    with pytest.raises(UserError, match=r"examples\(epoch, params\)"):
+        moelib.evaluate(make_task(), roll_out, params=PARAMS)
+
+
 def nnx_model(key):
     rngs = nnx.Rngs(key)
     return nnx.Linear(DIM, CLASSES, rngs=rngs)
@@ -316,6 +327,18 @@ def test_given_parameters_are_the_initial_ones(tmp_path):
 # -- Bad input -----------------------------------------------------------------------------------
 
 
+def with_metrics(metrics):
+    return lambda p, b, k, t: (jnp.mean(losses_of(p, b)), metrics)
+
+
+def updating(changed):
+    """Returns functions of a task whose loss changes parameters."""
+    return {
+        "init": lambda key: {"net": init(key), "steps": jnp.zeros((), jnp.int32)},
+        "loss": lambda p, b, k, t: Updated(jnp.mean(losses_of(p["net"], b)), changed),
+    }
+
+
 def ragged(examples):
     return {"x": [e["x"][: 1 + i] for i, e in enumerate(examples)]}
 
@@ -323,7 +346,21 @@ def ragged(examples):
 @pytest.mark.parametrize(
     ("fields", "examples", "match"),
     [
-        ({"loss": lambda p, b, k, t: losses_of(p, b)}, EXAMPLES, r"loss .*\(64,\)"),
+        ({"loss": lambda p, b, k, t: losses_of(p, b)}, EXAMPLES, r"loss is float32\[64\]"),
+        ({"loss": lambda p, b, k, t: None}, EXAMPLES, "loss is None"),
+        ({"loss": lambda p, b, k, t: jnp.sum(p[0]) + 1j}, EXAMPLES, r"loss is complex64\[\]"),
+        ({"loss": with_metrics({"hits": jnp.ones(2)})}, EXAMPLES, r"hits is float32\[2\]"),
+        ({"loss": with_metrics({"objective": 1.0})}, EXAMPLES, "'objective'"),
+        ({"loss": with_metrics({1: 1.0})}, EXAMPLES, "loss returned {1: "),
+        (updating({"new": 1.0}), EXAMPLES, "'new', which is no parameter"),
+        (updating({"net": {"0": 1.0}}), EXAMPLES, "'net/0', which is trained"),
+        (
+            updating({"steps": jnp.ones(())}),
+            EXAMPLES,
+            r"'steps' is float32\[\] instead of int32\[\]",
+        ),
+        ({}, {"x": np.ones((9, DIM))}, "examples is dict"),
+        ({"collate": lambda e: {"id": [2**40] * len(e)}}, EXAMPLES, "'id' with 1099511627776"),
         ({}, [], "examples is empty"),
         ({}, lambda: None, "examples is NoneType"),
         ({}, [{"x": 1.0}, {"y": 1.0}], r"\['y'\].*\['x'\]|\['x'\].*\['y'\]"),
@@ -340,10 +377,50 @@ def test_bad_input_is_one_line(tmp_path, fields, examples, match):
 
 
 @pytest.mark.parametrize(
+    ("fields", "settings", "match"),
+    [
+        ({"metric": lambda examples, results: None}, {}, "metric returned None"),
+        ({"metric": lambda examples, results: {"a": None}}, {}, "metric returned None as 'a'"),
+        ({"metric": lambda examples, results: {"hits": 1}}, {}, "'hits'"),
+        ({"loss": lambda p, b, k, t: (jnp.sum(p[0]), 0)}, {}, "weights of all examples are 0"),
+        ({"loss": lambda p, b, k, t: (jnp.sum(p[0]), -(b["x"][0, 0] ** 2))}, {}, "one is negative"),
+        ({}, {"batch_size": 5}, "batch_size=5 .* multiple of 8"),
+        ({}, {"params": PARAMS[:1]}, r"params: '1/down' is missing instead of float32\[16, 3\]"),
+        ({}, {"params": "runs/a"}, "params: '0' is missing"),
+    ],
+)
+def test_bad_input_of_an_evaluation_is_refused(fields, settings, match):
+    with pytest.raises(UserError, match=match):
+        moelib.evaluate(make_task(**fields), EXAMPLES[:9], **{"params": PARAMS} | settings)
+
+
+def test_results_that_are_not_one_per_example_are_refused():
+    for postprocess in (lambda found: None, lambda found: [1], lambda found: iter([1])):
+        with pytest.raises(UserError, match="results for 9 examples"):
+            moelib.predict(make_task(postprocess=postprocess), EXAMPLES[:9], params=PARAMS)
+
+
+def test_weights_of_zero_are_logged_and_negative_ones_end_the_run(tmp_path, caplog):
+    weight_of = lambda batch: batch["tokens"][0]
+    loss = lambda p, b, k, t: (jnp.mean(losses_of(p, b)) * weight_of(b), weight_of(b))
+    weighed = lambda weight: [e | {"tokens": np.float32(weight)} for e in EXAMPLES[:8]]
+    settings = {"batch_size": 8, "max_step": 1}
+    fit(make_task(loss=loss), tmp_path / "zero", weighed(0), **settings)
+    assert "step 1: the weights of the loss are 0" in caplog.text
+    with pytest.raises(UserError, match="step 1: a weight of the loss is negative"):
+        fit(make_task(loss=loss), tmp_path / "negative", weighed(-1), **settings)
+    fit(make_task(loss=loss), tmp_path / "small", weighed(0.01), **settings)
+    (line,) = lines(tmp_path / "small")
+    assert line["mean_loss"] == pytest.approx(line["loss"])
+    assert line["examples_per_second"] > 0
+    assert "tokens_per_second" not in line
+
+
+@pytest.mark.parametrize(
     ("step", "match"),
     [
         (lambda p, b, k, a: (p, Updated(jnp.zeros(()), {})), "train_step returned Updated"),
-        (lambda p, b, k, a: ([p[0][:1], p[1]], jnp.zeros(())), "other names, shapes or dtypes: 0"),
+        (lambda p, b, k, a: ([p[0][:1], p[1]], jnp.zeros(())), r"'0' is float32\[1, 16\] instead"),
     ],
 )
 def test_results_of_a_training_step_that_do_not_fit_are_refused(tmp_path, step, match):
@@ -384,7 +461,7 @@ def test_shapes_that_change_between_batches_are_refused(tmp_path):
     def grow(examples):
         return {"x": np.ones((len(examples), int(examples[0]["tokens"]) + 1))}
 
-    with pytest.raises(UserError, match="'x' of shape"):
+    with pytest.raises(UserError, match=r"'x' is float32\[2\] instead"):
         fit(make_task(collate=grow, loss=lambda p, b, k, t: jnp.sum(p[0])), tmp_path, batch_size=8)
 
 
