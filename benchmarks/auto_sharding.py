@@ -1,10 +1,10 @@
-"""Shardings from a trace next to those by hand: `python -m benchmarks.auto_sharding [NAME ...]`.
+"""Traced and hand-written shardings compared: `python -m benchmarks.auto_sharding [NAME ...]`.
 
-Each model of `benchmarks.sharding_models` is given as a list of arrays without names. Its loss and
-gradient are compiled for eight CPU devices, with the specs of the trace, those of shapes alone and
-those by hand; the table counts their collectives. With `--gradients`, the gradients under the
+Each model of `benchmarks.sharding_models` is a list of arrays without names. Its loss and gradient
+are compiled for eight CPU devices with the traced specs, those from shapes alone and those written
+by hand; the table counts their collectives. With `--gradients`, the gradients under the
 traced specs are compared with those of one device on meshes of 1 x 8, 2 x 4 and 4 x 2 (FSDP x TP).
-With `--topology=v5e:2x4` the programs are compiled for described TPUs instead.
+With `--topology=v5e:2x4`, the programs are compiled for described TPUs instead.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ def without_names(model: Model) -> Model:
 
 
 def hand_specs(model: Model) -> list[PartitionSpec]:
-    """Returns the specs by hand, in the order of the parameters' leaves."""
+    """Returns the hand-written specs, in the order of the parameters' leaves."""
     paths = [path for path, _ in tree.flatten_items(model.params)]
     default = PartitionSpec()
     return list(tree.match_rules(paths, model.hand or (), default=default, field="hand").values())
@@ -77,10 +77,10 @@ def gradient_error(model: Model, found: AutoShardings, mesh: jax.sharding.Mesh) 
     """
     step = jax.grad(constrain_at_use(model.loss, found.use_specs))
     expected = jax.jit(jax.grad(model.loss))(model.params, *model.batch)
-    placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), found.specs)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), found.specs)
     with jax.set_mesh(mesh):
-        grads = jax.jit(step, out_shardings=placed)(
-            jax.device_put(model.params, placed), *model.batch
+        grads = jax.jit(step, out_shardings=shardings)(
+            jax.device_put(model.params, shardings), *model.batch
         )
     largest = [np.max(np.abs(each)) for each in expected]
     return max(

@@ -271,8 +271,8 @@ def t5() -> Model:
         return mixed.reshape(x.shape) @ p["o"]
 
     def loss(params: Any, ids: jax.Array, inputs: jax.Array, labels: jax.Array) -> jax.Array:
-        places = jnp.arange(LENGTH)
-        bias = params["relative"][places[:, None] - places + LENGTH].transpose(2, 0, 1)
+        positions = jnp.arange(LENGTH)
+        bias = params["relative"][positions[:, None] - positions + LENGTH].transpose(2, 0, 1)
         x, y = params["embed"][ids], params["embed"][inputs]
         for p in params["encoder"]:
             h = _norm(x, p["self"]["norm"])
@@ -320,8 +320,8 @@ def mixture(name: str, *, einsum: bool) -> Model:
         weights, chosen = jax.lax.top_k(probabilities, 2)
         combine = jnp.einsum("tk,tke->te", weights, jax.nn.one_hot(chosen, _EXPERTS))
         capacity = 2 * x.shape[0] // _EXPERTS
-        place = jnp.cumsum(combine > 0, 0) - 1
-        slots = jax.nn.one_hot(jnp.where(combine > 0, place, -1), capacity)
+        slot = jnp.cumsum(combine > 0, 0) - 1
+        slots = jax.nn.one_hot(jnp.where(combine > 0, slot, -1), capacity)
         rows = jnp.einsum("tec,td->ecd", slots, x)
         gate, up = (jnp.einsum("ecd,edf->ecf", rows, p[c]) for c in ("gate", "up"))
         rows = jnp.einsum("ecf,efd->ecd", jax.nn.silu(gate) * up, p["down"])

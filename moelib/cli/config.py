@@ -6,7 +6,7 @@ moelib config --module=M --config=C model.decoder learner       # values below t
 moelib config --module=M --config=C --explain                   # where each value was set
 moelib config --module=M --config=C --diff=OTHER                # differences
 moelib config --module=M --config=C --count                     # parameters, FLOPs and bytes
-moelib config --module=M --config=C --shardings --mesh=fsdp=4   # where parameters lie, and why
+moelib config --module=M --config=C --shardings --mesh=fsdp=4   # sharding of each parameter
 """
 
 import dataclasses
@@ -29,9 +29,13 @@ class Flags(launch.ConfigFlags):
     diff: str | None = flag(None, "Name of another config of the module to compare with.")
     explain: bool = flag(False, "Show where each value was set.")
     count: bool = flag(False, "Print the numbers of parameters, FLOPs and bytes as JSON.")
-    shardings: bool = flag(False, "Show where every parameter lies, its bytes per device, and why.")
+    shardings: bool = flag(
+        False, "Show the sharding of every parameter, its bytes per device, and the reason."
+    )
     mesh: str | None = flag(
-        None, "With --shardings: sizes of all mesh axes above 1, or auto; by default the config's."
+        None,
+        "With --shardings: sizes of all mesh axes above 1, or auto, which counts local devices; by "
+        "default the config's.",
     )
     model_shards: int | None = flag(None, launch.MODEL_SHARDS, lower_bound=1)
 
@@ -48,6 +52,9 @@ def run(flags: Flags, paths: Sequence[str]) -> None:
             )
         print("\n".join(config_names(flags.module)))
         return
+    for unused in ("mesh", "model_shards"):
+        if (value := getattr(flags, unused)) is not None and not flags.shardings:
+            raise UsageError(f"--{unused}={value} requires --shardings.")
     cfg, name = flags.load(), flags.config or ""
     if flags.count:
         print(json.dumps(count(cfg), indent=2))

@@ -129,8 +129,14 @@ def match_rules(
         field: Name of the config field with the rules, for errors.
 
     Raises:
-        UserError: If a rule matches no path, or only paths that earlier rules match.
+        UserError: If a rule matches no path, or only paths that earlier rules match, or is no
+            regular expression.
     """
+    for regex, _ in rules:
+        try:
+            re.compile(regex)
+        except re.error as error:
+            raise UserError(f"{field}: {regex!r} is no regular expression: {error}.") from error
     matches = {
         path: next((i for i, (regex, _) in enumerate(rules) if re.fullmatch(regex, path)), None)
         for path in paths

@@ -14,12 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from moelib.core import tree
-from moelib.core.config import (
-    REQUIRED,
-    InstantiableConfig,
-    Required,
-    config_class,
-)
+from moelib.core.config import REQUIRED, InstantiableConfig, Required, config_class
 from moelib.core.errors import UserError
 from moelib.core.module import Module, nowrap
 from moelib.core.param import ParameterSpec, is_spec
@@ -96,17 +91,15 @@ class ExternalLayer(BaseLayer):
 
     def _specs_of(self, shapes: Any) -> Nested:
         cfg: ExternalLayer.Config = self.config
-        leaves, nested = dict(tree.flatten_items(shapes)), tree.to_nested(shapes)
-        if "" in leaves:
+        names = [name for name, _ in tree.flatten_items(shapes)]
+        paths, title = tree.by_path(nested := tree.to_nested(shapes)), self._title()
+        if "" in names:
+            raise UserError(f"{title}: init returns an array; it must return {{name: array}}.")
+        if "cache" in nested or len(paths) < len(names):
             raise UserError(
-                f"{self._title()}: init returns an array; it must return {{name: array}}."
+                f"{title}: init returns {', '.join(names)}; names must be unique, and must not "
+                'begin with "cache".'
             )
-        if "cache" in nested or len(tree.flatten_items(nested)) < len(jax.tree.leaves(shapes)):
-            raise UserError(
-                f"{self._title()}: init returns {', '.join(leaves)}; names must be unique, and "
-                'must not begin with "cache".'
-            )
-        paths, title = tree.by_path(nested), self._title()
         axes = tree.match_rules(paths, cfg.axes, default=None, field=f"{title}: axes")
         rules = [(pattern, True) for pattern in cfg.fixed]
         fixed = tree.match_rules(paths, rules, default=False, field=f"{title}: fixed")
@@ -151,18 +144,16 @@ class ExternalLayer(BaseLayer):
 
         Args:
             used: Sharding of each parameter, by name, where the layer uses it.
-            mesh_shape: Sizes of the mesh axes. Large parameters are stored in parts over "fsdp",
-                and over "model" if they are used whole.
+            mesh_shape: Sizes of the mesh axes. The storage of large parameters is sharded over
+                "fsdp", and over "model" too if they are used whole.
         """
-        specs, stored, at_use = tree.by_path(self._specs, is_spec), {}, {}
-        for name, spec in specs.items():
-            at_use[name] = used.get(name, PartitionSpec())
+        sizes = {axis: mesh_shape.get(axis, 1) for axis in ("fsdp", "model")}
+        stored, at_use = tree.by_path(self._specs, is_spec), {}
+        for name, spec in stored.items():
             if any(spec.axes):
                 at_use[name] = partition_spec(spec.axes, mesh_shape, shape=spec.shape, array=name)
-                stored[name] = spec
                 continue
-            free = [axis for axis in ("fsdp", "model") if axis not in at_use[name]]
-            sizes = {axis: mesh_shape.get(axis, 1) for axis in free}
+            at_use[name] = used.get(name, PartitionSpec())
             split = (*with_storage(at_use[name], spec.shape, sizes), *(None for _ in spec.shape))
             stored[name] = dataclasses.replace(spec, axes=split[: len(spec.shape)])
         self._specs = tree.unflatten(stored)
@@ -170,21 +161,17 @@ class ExternalLayer(BaseLayer):
             self._use_specs = tree.from_nested(tree.unflatten(at_use), self._shapes)
 
     def _run(self, params: Any, *inputs: Any, **named_inputs: Any) -> Any:
-        """Returns the outputs of `apply`, which gets each parameter as it uses it."""
+        """Returns the outputs of `apply`, which gathers each parameter where it is used."""
         apply = lambda params: self._apply(params, *inputs, **named_inputs)
-        return (
-            apply(params)
-            if self._use_specs is None
-            else constrain_at_use(apply, self._use_specs)(params)
-        )
+        if self._use_specs is not None:
+            apply = constrain_at_use(apply, self._use_specs)
+        return apply(params)
 
     def _initialize_layer_parameters(self, prng_key: jax.Array, prebuilt: Nested) -> Nested:
-        initial = tree.to_nested(self._init(prng_key))
-        cast = lambda spec, x: jnp.asarray(x, spec.dtype)
-        initial = dict(
-            tree.flatten_items(jax.tree.map(cast, self._specs, initial, is_leaf=is_spec))
-        )
-        return tree.unflatten(initial | dict(tree.flatten_items(prebuilt)))
+        specs = tree.by_path(self._specs, is_spec)
+        initial = tree.by_path(tree.to_nested(self._init(prng_key)))
+        cast = {name: jnp.asarray(x, specs[name].dtype) for name, x in initial.items()}
+        return tree.unflatten(cast | tree.by_path(prebuilt))
 
     @property
     def sees_other_tokens(self) -> bool:

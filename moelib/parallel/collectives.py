@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from moelib.core.errors import UserError
+from moelib.parallel.sharding import mesh_axes_of
 
 
 def gather(x: jax.Array, spec: PartitionSpec, *, keep: Sequence[str] = ()) -> jax.Array:
@@ -22,8 +23,7 @@ def gather(x: jax.Array, spec: PartitionSpec, *, keep: Sequence[str] = ()) -> ja
     Raises:
         UserError: If a dimension is sharded over axes to keep and others.
     """
-    for dim, entry in enumerate(spec):
-        axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+    for dim, axes in enumerate(mesh_axes_of(spec)):
         gathered = tuple(axis for axis in axes if axis not in keep)
         if gathered and gathered != axes:
             raise UserError(

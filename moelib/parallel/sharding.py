@@ -206,10 +206,16 @@ def partition_spec(
     return PartitionSpec(*entries)
 
 
+def mesh_axes_of(split: PartitionSpec) -> list[tuple[str, ...]]:
+    """Returns the mesh axes that shard each dimension."""
+    return [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in split]
+
+
 def keep_axes(split: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
     """Returns the sharding of an array after a gather over all mesh axes but these."""
-    entries = [(entry,) if isinstance(entry, str) else entry or () for entry in split]
-    return PartitionSpec(*(tuple(a for a in entry if a in axes) or None for entry in entries))
+    return PartitionSpec(
+        *(tuple(a for a in each if a in axes) or None for each in mesh_axes_of(split))
+    )
 
 
 def partition_specs(specs: Any, mesh_shape: Mapping[str, int], *, prefix: str = "") -> Any:

@@ -1,17 +1,25 @@
-"""`choose_specs`: candidate shardings compiled ahead of time, and the best kept."""
+"""`choose_specs`: candidate shardings compiled ahead of time, and the cheapest of them."""
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from moelib.core import tree
+from moelib.core.config import did_you_mean
 from moelib.core.errors import UserError
 from moelib.parallel.auto_sharding.choice import BYTES_PER_PARAMETER_BYTE
 from moelib.parallel.auto_sharding.constrain import constrain_at_use
-from moelib.parallel.auto_sharding.specs import AutoShardings, auto_partition_specs
+from moelib.parallel.auto_sharding.specs import (
+    AutoShardings,
+    Leftover,
+    auto_partition_specs,
+    check_spec,
+)
+from moelib.parallel.sharding import mesh_axes_of
 from moelib.planning.hlo import program
 from moelib.planning.report.collectives import collectives_by_axes
 from moelib.planning.report.step_report import Collective
@@ -26,17 +34,17 @@ class Candidate(NamedTuple):
     name: str
     specs: Any
     collectives: tuple[Collective, ...]
-    sent_bytes: float  # That each device sends, of all collectives.
-    parameter_bytes: float  # That each device stores.
+    sent_bytes: float  # Per device, of all collectives.
+    parameter_bytes: float  # Per device.
 
     @property
     def cost(self) -> float:
-        """Bytes on the links, by the prices of `auto_partition_specs`; FLOPs are left out."""
+        """Bytes on the links, by the prices of `auto_partition_specs` without those of FLOPs."""
         return self.sent_bytes + BYTES_PER_PARAMETER_BYTE * self.parameter_bytes
 
 
 class Choice(NamedTuple):
-    """The best candidate, and all of them."""
+    """The cheapest candidate, and all of them."""
 
     best: Candidate
     candidates: tuple[Candidate, ...]
@@ -51,7 +59,8 @@ def choose_specs(
     axis: str = "model",
     fsdp_axis: str = "fsdp",
     others: Mapping[str, Any] | None = None,
-    **options: Any,
+    overrides: Sequence[tuple[str, PartitionSpec]] = (),
+    leftover: Leftover = "replicate",
 ) -> Choice:
     """Compiles the loss and its gradient for several shardings, and returns the cheapest.
 
@@ -63,31 +72,51 @@ def choose_specs(
         loss: Function of (params, *example_batch) with a scalar result.
         params: Tree of arrays.
         *example_batch: A batch; leading dimensions are sharded over the other axes of the mesh.
-        mesh: The mesh.
+        mesh: The mesh, with axes of type `AxisType.Auto`.
         axis: Mesh axis for tensor parallelism.
         fsdp_axis: Mesh axis for FSDP; the mesh may lack it.
         others: Trees of PartitionSpecs by name.
-        **options: `overrides` and `leftover` of `auto_partition_specs`.
+        overrides: As in `auto_partition_specs`.
+        leftover: As in `auto_partition_specs`.
 
     Raises:
-        UserError: If the result is not a scalar, and the errors of `auto_partition_specs`.
+        UserError: If the result is not a scalar, the mesh lacks `axis`, one of `others` does not
+            fit the parameters, and the errors of `auto_partition_specs`.
     """
     result = jax.eval_shape(loss, params, *example_batch)
     if getattr(result, "shape", None) != ():
         found = getattr(result, "shape", type(result).__name__)
         raise UserError(f"loss returns {found}; it must return a scalar, of shape ().")
+    if not isinstance(mesh, Mesh):
+        raise UserError(
+            f"mesh={mesh!r}: pass a jax.sharding.Mesh, of described devices if need be."
+        )
     sizes = dict(mesh.shape)
-    shards: dict[str, Any] = {"num_shards": sizes[axis], "axis": axis, "fsdp_axis": fsdp_axis}
-    shards |= {"fsdp_shards": sizes.get(fsdp_axis, 1), **options}
-    traced = auto_partition_specs(loss, params, *example_batch, **shards)
-    by_shape = auto_partition_specs(None, params, **shards)
-    replicated = jax.tree.map(lambda _: PartitionSpec(), traced.specs)
+    if axis not in sizes:
+        raise UserError(f"axis={axis!r}: the mesh lacks this axis; {did_you_mean(axis, sizes)}")
+    shard = lambda fn: auto_partition_specs(
+        fn,
+        params,
+        *example_batch,
+        num_shards=sizes[axis],
+        axis=axis,
+        fsdp_shards=sizes.get(fsdp_axis, 1),
+        fsdp_axis=fsdp_axis,
+        overrides=overrides,
+        leftover=leftover,
+    )
+    traced, by_shape = shard(loss), shard(None)
+    whole = jax.tree.map(lambda _: PartitionSpec(), traced.specs)
     named = {
         "traced": (traced.specs, traced.use_specs),
         "shapes": (by_shape.specs, by_shape.use_specs),
-        "replicated": (replicated, replicated),
-        **{name: (specs, specs) for name, specs in (others or {}).items()},
+        "replicated": (whole, whole),
     }
+    if not isinstance(others := others or {}, Mapping):
+        raise UserError(f"others={others!r}: pass trees of PartitionSpecs by name.")
+    for name, specs in others.items():
+        _check_candidate(name, specs, params, sizes, taken=named)
+        named[name] = specs, specs
     compiled = []
     for name, (specs, use_specs) in named.items():
         step = jax.value_and_grad(constrain_at_use(loss, use_specs))
@@ -96,11 +125,27 @@ def choose_specs(
         sent = sum(sent_bytes(each) for each in collectives)
         held = sum(
             leaf.size * leaf.dtype.itemsize / _num_parts(spec, sizes)
-            for leaf, spec in zip(jax.tree.leaves(params), _leaves(specs), strict=True)
+            for leaf, spec in zip(jax.tree.leaves(params), jax.tree.leaves(specs), strict=True)
         )
         compiled.append(Candidate(name, specs, collectives, sent, held))
     _warn_above_prediction(compiled[0], traced, axis)
     return Choice(min(compiled, key=lambda each: each.cost), tuple(compiled), traced)
+
+
+def _check_candidate(
+    name: str, specs: Any, params: Any, sizes: Mapping[str, int], *, taken: Mapping[str, Any]
+) -> None:
+    if name in taken:
+        raise UserError(f"others[{name!r}]: {', '.join(taken)} are taken; choose another name.")
+    if jax.tree.structure(specs) != jax.tree.structure(params) or not all(
+        isinstance(spec, PartitionSpec) for spec in jax.tree.leaves(specs)
+    ):
+        raise UserError(
+            f"others[{name!r}] must be a tree like params, with a PartitionSpec for each array: "
+            f"{jax.tree.structure(specs)} is not {jax.tree.structure(params)}."
+        )
+    for (path, leaf), spec in zip(tree.flatten_items(params), jax.tree.leaves(specs), strict=True):
+        check_spec(spec, leaf.shape, sizes, f"others[{name!r}]: {path}")
 
 
 def compile_sharded(
@@ -114,24 +159,19 @@ def compile_sharded(
         count = mesh.size // mesh.shape[axis]
         return NamedSharding(mesh, PartitionSpec(parallel if rows and rows % count == 0 else None))
 
-    placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-    whole = NamedSharding(mesh, PartitionSpec())
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    replicated = NamedSharding(mesh, PartitionSpec())
     with jax.set_mesh(mesh):
         jitted = jax.jit(
             step,
-            in_shardings=(placed, *jax.tree.map(split, tuple(batch))),
-            out_shardings=(whole, placed),
+            in_shardings=(shardings, *jax.tree.map(split, tuple(batch))),
+            out_shardings=(replicated, shardings),
         )
         return jitted.lower(params, *batch).compile().as_text() or ""
 
 
-def _leaves(specs: Any) -> list[PartitionSpec]:
-    return jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-
-
 def _num_parts(spec: PartitionSpec, sizes: Mapping[str, int]) -> int:
-    axes = [(e,) if isinstance(e, str) else e or () for e in spec]
-    return math.prod(sizes[axis] for entry in axes for axis in entry)
+    return math.prod(sizes[axis] for axes in mesh_axes_of(spec) for axis in axes)
 
 
 def sent_bytes(each: Collective) -> float:

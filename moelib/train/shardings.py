@@ -1,4 +1,4 @@
-"""Shardings of the parameters without logical axes, and where every parameter lies."""
+"""Shardings of parameters without logical axes, and a table of the shardings of all."""
 
 import logging
 import math
@@ -26,8 +26,8 @@ def shard_external_layers(
 ) -> ShardingReport | None:
     """Shards the parameters of `ExternalLayer`s over the mesh axes "model" and "fsdp".
 
-    Parameters with logical axes keep the table's shardings, and those computed with them follow. To
-    be called before parameters are made.
+    Parameters with logical axes keep the table's shardings, and those computed with them follow.
+    Parameters must not exist yet.
 
     Args:
         model: A model, which may itself be an `ExternalLayer`.
@@ -50,7 +50,7 @@ def shard_external_layers(
         loss = lambda params, batch: forward_pass(model)(params, batch)[0][0]
         found = auto_partition_specs(loss, specs, example_batch(), num_shards=num_shards)
         used = tree.by_path(found.use_specs, lambda x: isinstance(x, PartitionSpec))
-        shapes = {path: spec.shape for path, spec in tree.by_path(specs, is_spec).items()}
+        shapes = {path: spec.shape for path, spec in tree.flatten_items(specs, is_spec)}
         report = found.report
         logger.info("Shardings of %s:\n%s", model.name, report)
     for layer in layers:
@@ -75,7 +75,7 @@ def shardings_table(trainer: Any) -> Table:
     with sharding.sharding_rules(trainer.config.sharding_rules or {}):
         for path, spec in tree.by_path(trainer.trainer_state_specs.model, is_spec).items():
             split = sharding.partition_spec(spec.axes, mesh, shape=spec.shape, array=path)
-            entries = [(e,) if isinstance(e, str) else e or () for e in split]
+            entries = sharding.mesh_axes_of(split)
             parts = math.prod(mesh[axis] for entry in entries for axis in entry)
             held = tree.count_bytes(spec) // parts
             total += held

@@ -101,3 +101,6 @@ def test_shardings_of_every_parameter_are_printed(capsys):
     assert "expert_ffn over model" in line
     with pytest.raises(UsageError, match="--model_shards=2 requires --mesh=auto"):
         config.run(*parse_flags(config.Flags, [*arguments, "--model_shards=2"]))
+    for unused in ("--mesh=fsdp=4", "--model_shards=2"):
+        with pytest.raises(UsageError, match=f"{unused} requires --shardings"):
+            config.run(*parse_flags(config.Flags, [*arguments[:2], unused]))

@@ -59,3 +59,33 @@ def test_a_step_that_sends_more_than_predicted_is_warned_of(caplog, monkeypatch)
 def test_a_loss_that_is_no_scalar_is_refused():
     with pytest.raises(UserError, match=r"loss returns \(4, 512\)"):
         _choose(lambda params, x: x @ params["up"])
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        (jax.sharding.AbstractMesh((8,), ("model",)), "mesh=AbstractMesh"),
+        (((8,), ("fsdp",), AxisType.Auto), "axis='model'.*fsdp"),
+        (((8,), ("model",), AxisType.Explicit), r"\('model',\).*Explicit.*AxisType.Auto,\) \* 1"),
+    ],
+)
+def test_a_mesh_that_cannot_be_used_is_refused(mesh, message):
+    if isinstance(mesh, tuple):
+        mesh = jax.make_mesh(*mesh[:2], axis_types=(mesh[2],))
+    with pytest.raises(UserError, match=message):
+        choose_specs(_loss, _PARAMS, *_BATCH, mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ([P()], r"others=\[P\(\)\]"),
+        ({"traced": {"up": P(), "down": P()}}, r"others\['traced'\]"),
+        ({"own": {"up": P()}}, r"others\['own'\] must be a tree like params"),
+        ({"own": {"up": P(), "down": "model"}}, r"others\['own'\].*a PartitionSpec for each"),
+        ({"own": {"up": P(), "down": P("modle")}}, r"others\['own'\]: down: .*'modle'.*'model'"),
+    ],
+)
+def test_candidates_that_do_not_fit_are_refused(others, message):
+    with pytest.raises(UserError, match=message):
+        _choose(_loss, others=others)

@@ -8,8 +8,8 @@ from moelib.parallel.auto_sharding.classes import Collective
 
 # FLOPs that a chip computes while its links carry one byte: about 1,000 on v5p and H100.
 _FLOPS_PER_BYTE = 1000.0
-# Bytes on the links that one byte of a parameter is worth: it is held with its gradient and two
-# moments, each is read and written, and what fits on a device counts more than its speed.
+# Bytes on the links that one byte of a parameter is worth: its gradient and two moments are stored
+# with it, each is read and written, and memory limits a model more than speed.
 BYTES_PER_PARAMETER_BYTE = 16.0
 
 
@@ -22,7 +22,7 @@ def wire_bytes(collective: Collective, num_shards: int) -> float:
 def benefit(
     collectives: Sequence[Collective], flops: float, parameter_bytes: float, num_shards: int
 ) -> float:
-    """Returns what sharding a class saves, in bytes on the links; it may be negative."""
+    """Returns the savings from sharding a class, in bytes on the links; they may be negative."""
     saved = (1 - 1 / num_shards) * (
         flops / _FLOPS_PER_BYTE + BYTES_PER_PARAMETER_BYTE * parameter_bytes
     )
@@ -47,8 +47,8 @@ def best_classes(
     classes = list(benefits)
     if not classes:
         return set()
-    place = {each: i for i, each in enumerate(classes)}
-    together = {frozenset(place[c] for c in array if c in place) for array in arrays}
+    column = {each: i for i, each in enumerate(classes)}
+    together = {frozenset(column[c] for c in array if c in column) for array in arrays}
     rows = [sorted(group) for group in together if len(group) > 1] or [[0]]
     ends = np.cumsum([0, *map(len, rows)])
     columns = np.concatenate(rows)

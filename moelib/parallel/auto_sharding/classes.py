@@ -1,16 +1,17 @@
 """Dimension classes of a computation: dimensions that must be sharded together, and their prices.
 
-Every dimension of every value of a jaxpr belongs to one class; a rule of each equation joins
+Every dimension of every value of a jaxpr belongs to one class; the rule of each equation joins
 classes. In a feed-forward network {up[1], gate[1], down[0]} and the hidden dimension are one class:
-to shard it costs one all-reduce of the output, and one of the input's gradient (Shoeybi et al.,
-arXiv:1909.08053). The analysis is that of Alabed et al. (TOAST, arXiv:2508.15010). A price may be
-wrong; the sharded computation is right in any case, since the compiler inserts what is missing.
+its sharding costs one all-reduce of the output, and one of the input's gradient (Shoeybi et al.,
+arXiv:1909.08053). The analysis is that of Alabed et al. (TOAST, arXiv:2508.15010). A wrong price
+makes a step slower, never wrong: the compiler inserts the collectives that its shardings need.
 """
 
+import functools
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -23,8 +24,9 @@ from moelib.parallel.auto_sharding.rules import (
     registered_rule,
     rule_of,
 )
+from moelib.parallel.sharding import mesh_axes_of
 
-# Results equal their operand, but for dtype.
+# Operations whose result equals their operand, except for its dtype.
 ALIASES = (
     "convert_element_type",
     "copy",
@@ -46,7 +48,7 @@ _CALLS = (
 
 
 class Value(NamedTuple):
-    """What is known of a variable of a jaxpr."""
+    """A variable of a jaxpr."""
 
     dims: tuple[int, ...]
     is_trained: bool = False  # Whether it depends on a parameter, and has a gradient.
@@ -62,19 +64,26 @@ class Collective(NamedTuple):
 
 
 class Analysis:
-    """Joins and prices the dimension classes of a jaxpr."""
+    """Joins and prices the dimension classes of a jaxpr.
 
-    def __init__(self, num_shards: int) -> None:
+    Args:
+        num_shards: Number of shards.
+        axis: Mesh axis of the shards.
+    """
+
+    def __init__(self, num_shards: int, axis: str) -> None:
         self.num_shards = num_shards
+        self.axis = axis
         self.unknown = Counter[str]()  # Operations without a rule.
+        self.read: set[int] = set()  # Sources of the operands of operations.
         self._parents: list[int] = []  # Union-find over dimensions.
         self._sizes: list[int] = []
         self._fixed: list[int] = []  # Dimensions that cannot be sharded.
         self._values: set[tuple[int, ...]] = set()
-        # {(what causes it, dimension): collective}; one all-reduce sums all gradients of a value.
-        self._collectives: dict[tuple[Any, int], Collective] = {}
+        # {(its cause, dimension): collective}; one all-reduce sums all gradients of a value.
+        self._collectives: dict[tuple[int, int], Collective] = {}
         self._flops: list[tuple[frozenset[int], float]] = []
-        self._calls = itertools.count()
+        self._ids = itertools.count()  # Of sources and causes.
 
     # -- Results -------------------------------------------------------------------------------
 
@@ -86,7 +95,8 @@ class Analysis:
 
     def unshardable(self) -> dict[int, str]:
         """Returns the classes that cannot be sharded, with the reasons."""
-        found = {self.class_of(dim): "it belongs to the batch or to a loop" for dim in self._fixed}
+        reason = "it belongs to the batch, a loop or a shard_map"
+        found = {self.class_of(dim): reason for dim in self._fixed}
         for dim, size in enumerate(self._sizes):
             if size % self.num_shards:
                 reason = f"size {size} is not divisible by {self.num_shards}"
@@ -97,24 +107,23 @@ class Analysis:
                     found.setdefault(each, "an array has it twice")
         return found
 
-    def arrays(self) -> Iterable[tuple[int, ...]]:
-        """Yields the classes of the dimensions of each value."""
-        return {tuple(self.class_of(dim) for dim in dims) for dims in self._values}
+    def arrays(self) -> set[tuple[int, ...]]:
+        """Returns the classes of the dimensions of each value."""
+        return {tuple(map(self.class_of, dims)) for dims in self._values}
 
     def collectives(self) -> dict[int, list[Collective]]:
         """Returns the collectives of each class."""
-        merged: dict[int, dict[Any, Collective]] = defaultdict(dict)
+        merged: dict[int, dict[int, Collective]] = defaultdict(dict)
         for (cause, dim), each in self._collectives.items():
             known = merged[self.class_of(dim)]
-            if cause not in known or known[cause].num_bytes < each.num_bytes:
-                known[cause] = each
+            known[cause] = max(each, known.get(cause, each), key=lambda each: each.num_bytes)
         return {each: list(found.values()) for each, found in merged.items()}
 
     def flops(self) -> Mapping[int, float]:
         """Returns the FLOPs of a step's matrix products that each class divides."""
         total = defaultdict[int, float](float)
         for dims, flops in self._flops:
-            for each in {self.class_of(dim) for dim in dims}:
+            for each in set(map(self.class_of, dims)):
                 total[each] += flops
         return total
 
@@ -122,12 +131,11 @@ class Analysis:
 
     def new_value(self, variable: Any, *, is_trained: bool = False, fixed: bool = False) -> Value:
         """Returns a value with dimensions of its own; `fixed` ones cannot be sharded."""
-        shape = getattr(variable.aval, "shape", ())
-        dims = tuple(self._new_dim(size) for size in shape)
+        dims = tuple(map(self._new_dim, getattr(variable.aval, "shape", ())))
         if fixed:
             self._fixed.extend(dims)
         self._values.add(dims)
-        return Value(dims, is_trained and _is_float(variable), next(self._calls))
+        return Value(dims, is_trained and _is_float(variable), next(self._ids))
 
     def _new_dim(self, size: int) -> int:
         self._parents.append(len(self._parents))
@@ -138,6 +146,14 @@ class Analysis:
         for x, y in zip(a, b, strict=True):
             self._parents[self.class_of(x)] = self.class_of(y)
 
+    def _join_values(self, a: Sequence[Value], b: Sequence[Value]) -> list[Value]:
+        """Joins the results of two branches, or of two iterations; returns the first."""
+        for x, y in zip(a, b, strict=True):
+            self._join(x.dims, y.dims)
+        return [
+            x._replace(is_trained=x.is_trained or y.is_trained) for x, y in zip(a, b, strict=True)
+        ]
+
     # -- Walk ----------------------------------------------------------------------------------
 
     def run(self, jaxpr: Any, arguments: Sequence[Value], times: int = 1) -> list[Value]:
@@ -147,17 +163,16 @@ class Analysis:
         values |= {variable: self.new_value(variable) for variable in jaxpr.constvars}
         read = lambda v: self.new_value(v) if isinstance(v, Literal) else values[v]
         for eqn in jaxpr.eqns:
-            operands = [read(variable) for variable in eqn.invars]
-            results = self._equation(eqn, operands, times)
+            results = self._equation(eqn, list(map(read, eqn.invars)), times)
             values |= dict(zip(eqn.outvars, results, strict=True))
-        return [read(variable) for variable in jaxpr.outvars]
+        return list(map(read, jaxpr.outvars))
 
     def _equation(self, eqn: Any, operands: list[Value], times: int) -> list[Value]:
         name = eqn.primitive.name
         if rule := registered_rule(eqn):
             return self._apply(eqn, rule, operands, times)
-        loops = {"scan": self._scan, "while": self._while, "cond": self._cond}
-        if enter := (loops | {"shard_map": self._shard_map}).get(name):
+        nested = {"scan": self._scan, "while": self._while, "cond": self._cond}
+        if enter := (nested | {"shard_map": self._shard_map}).get(name):
             return enter(eqn, operands, times)
         if name in _CALLS:
             for inner in inner_jaxprs(eqn):
@@ -179,80 +194,73 @@ class Analysis:
         if eqn.params.get("branches_platforms"):  # All compute the same; the last has no kernels.
             branches = branches[-1:]
         results = [self.run(branch, operands[1:], times) for branch in branches]
-        for other in results[1:]:
-            self._join_values(results[0], other)
-        return results[0]
-
-    def _join_values(self, a: Iterable[Value], b: Iterable[Value]) -> None:
-        for x, y in zip(a, b, strict=True):
-            self._join(x.dims, y.dims)
+        return functools.reduce(self._join_values, results)
 
     def _scan(self, eqn: Any, operands: list[Value], times: int) -> list[Value]:
         """A loop over leading dimensions, which are not sharded."""
-        body = next(inner_jaxprs(eqn)).jaxpr
-        length = eqn.params["length"]
+        body, length = next(inner_jaxprs(eqn)).jaxpr, eqn.params["length"]
         num_fixed, num_carried = split_of_scan(eqn)
         is_trained = any(each.is_trained for each in operands)
         arguments = [
-            Value(
-                value.dims[i >= num_fixed :],
-                (is_trained and _is_float(variable)) or value.is_trained,
-                value.source,
+            value._replace(
+                dims=value.dims[i >= num_fixed :],
+                is_trained=value.is_trained or (is_trained and _is_float(variable)),
             )
             for i, (value, variable) in enumerate(zip(operands, body.invars, strict=True))
         ]
         self._values |= {each.dims for each in arguments}
         self._fixed.extend(value.dims[0] for value in operands[num_fixed:])
         results = self.run(body, arguments, times * length)
-        carried = arguments[num_fixed - num_carried : num_fixed]
-        self._join_values(carried, results[:num_carried])
-        outputs = results[:num_carried]
-        for value in results[num_carried:]:
-            loop = self._new_dim(length)
-            self._fixed.append(loop)
-            outputs.append(value._replace(dims=(loop, *value.dims)))
-        self._values |= {each.dims for each in outputs}
-        return outputs
+        self._join_values(arguments[num_fixed - num_carried : num_fixed], results[:num_carried])
+        for i in range(num_carried, len(results)):
+            self._fixed.append(self._new_dim(length))
+            results[i] = results[i]._replace(dims=(self._fixed[-1], *results[i].dims))
+        self._values |= {each.dims for each in results}
+        return results
 
     def _while(self, eqn: Any, operands: list[Value], times: int) -> list[Value]:
         num_test, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         carried = operands[num_test + num_body :]
         self.run(eqn.params["cond_jaxpr"], [*operands[:num_test], *carried], times)
         results = self.run(eqn.params["body_jaxpr"], operands[num_test:], times)
-        self._join_values(carried, results)
-        return results
+        return self._join_values(results, carried)
 
     def _shard_map(self, eqn: Any, operands: list[Value], times: int) -> list[Value]:
-        """Dimensions that the function itself shards are fixed; the others pass through."""
-        body = next(inner_jaxprs(eqn)).jaxpr
+        """Passes on the dimensions that the function does not shard itself.
 
-        def pass_through(outer: Value, inner: Value, split: Any) -> None:
-            entries = (*split, *(None,) * (len(outer.dims) - len(split)))
-            for a, b, entry in zip(outer.dims, inner.dims, entries, strict=True):
-                if entry is None:
-                    self._join([a], [b])
+        Over mesh axes that it leaves to the compiler. If it shards over `axis`, then its parts are
+        fixed, and arrays enter and leave with the shardings that it declares.
+        """
+        body, params = next(inner_jaxprs(eqn)).jaxpr, eqn.params
+        manual = params.get("newly_manual_axes", params.get("manual_axes", ()))  # The name differs.
+        is_manual = self.axis in manual
+
+        def connect(outer: Value, inner: Value, spec: Any) -> None:
+            entries = [*mesh_axes_of(spec), *((),) * (len(outer.dims) - len(spec))]
+            for a, b, axes in zip(outer.dims, inner.dims, entries, strict=True):
+                if is_manual or axes:
+                    self._fixed.extend((b,) if self.axis in axes else (a, b))
                 else:
-                    self._fixed.extend((a, b))
+                    self._join([a], [b])
 
-        arguments = [
-            self.new_value(variable, is_trained=value.is_trained)
-            for variable, value in zip(body.invars, operands, strict=True)
+        new = lambda variables, values: [
+            self.new_value(variable, is_trained=value.is_trained)._replace(source=value.source)
+            for variable, value in zip(variables, values, strict=True)
         ]
-        for outer, inner, split in zip(operands, arguments, eqn.params["in_specs"], strict=True):
-            pass_through(outer, inner, split)
+        arguments = new(body.invars, operands)
+        for each in zip(operands, arguments, eqn.params["in_specs"], strict=True):
+            connect(*each)
         inside = self.run(body, arguments, times)
-        results = []
-        for variable, value, split in zip(
-            eqn.outvars, inside, eqn.params["out_specs"], strict=True
-        ):
-            results.append(self.new_value(variable, is_trained=value.is_trained))
-            pass_through(results[-1], value, split)
+        results = new(eqn.outvars, inside)
+        for each in zip(results, inside, eqn.params["out_specs"], strict=True):
+            connect(*each)
         return results
 
     def _apply(
         self, eqn: Any, rule: DimensionRule, operands: list[Value], times: int
     ) -> list[Value]:
         """Joins dimensions of one name, and notes the collectives and FLOPs of an equation."""
+        self.read |= {each.source for each in operands}
         is_trained = any(each.is_trained for each in operands)
         results = [self.new_value(v, is_trained=is_trained) for v in eqn.outvars]
         shared: dict[Any, int] = {}
@@ -261,49 +269,44 @@ class Analysis:
             for label, dim in zip(labels, value.dims, strict=True):
                 if label not in rule.replicated:
                     self._join([dim], [shared.setdefault(label, dim)])
-        self._note_gathers(eqn, rule, operands, results, times)
-        self._note_sums(eqn, rule, operands, shared, times)
+        self._price(eqn, rule, operands, results, shared, times)
         if rule.flops:
             passes = 1 + sum(each.is_trained for each in operands)
             self._flops.append((frozenset(shared.values()), rule.flops * passes * times))
         return results
 
-    def _note_gathers(
-        self, eqn: Any, rule: DimensionRule, operands: list[Value], results: list[Value], times: int
-    ) -> None:
-        """Operands with a name that is needed as a whole are gathered, and results' gradients."""
-        backward = [value if value.is_trained else Value(()) for value in results]
-        names = (*rule.operands, *rule.results)
-        variables = (*eqn.invars, *eqn.outvars)
-        for labels, value, variable in zip(names, (*operands, *backward), variables, strict=True):
-            for label, dim in zip(labels, value.dims, strict=False):
-                if label in rule.replicated and (num_bytes := _num_bytes(variable)):
-                    key = ("all-gather", next(self._calls)), dim
-                    name = operation_name(eqn)
-                    self._collectives[key] = Collective("all-gather", num_bytes * times, name)
-
-    def _note_sums(
+    def _price(
         self,
         eqn: Any,
         rule: DimensionRule,
         operands: list[Value],
-        shared: dict[Any, int],
+        results: list[Value],
+        shared: Mapping[Any, int],
         times: int,
     ) -> None:
-        """Results are summed over names that they lack, and so are gradients of operands."""
+        def note(kind: str, cause: int, dim: int, num_bytes: float) -> None:
+            if num_bytes:
+                found = Collective(kind, num_bytes * times, operation_name(eqn))
+                self._collectives[cause, dim] = found
+
+        # Arrays with a name that is needed whole are gathered; of results, the gradients.
+        gathered = (*operands, *(each if each.is_trained else Value(()) for each in results))
+        arrays = zip(
+            (*rule.operands, *rule.results), gathered, (*eqn.invars, *eqn.outvars), strict=True
+        )
+        for labels, value, variable in arrays:
+            for label, dim in zip(labels, value.dims, strict=False):
+                if label in rule.replicated:
+                    note("all-gather", next(self._ids), dim, _num_bytes(variable))
+        # Results are summed over names that they lack, and so are gradients of operands.
         kept = {label for labels in rule.results for label in labels}
-        result_bytes, call = sum(map(_num_bytes, eqn.outvars)), next(self._calls)
+        result_bytes, result = sum(map(_num_bytes, eqn.outvars)), next(self._ids)
         for label, dim in shared.items():
-            sums = [] if label in kept else [(("sum", call), result_bytes)]
-            sums += [
-                (("gradient", value.source), _num_bytes(variable))
-                for labels, value, variable in zip(rule.operands, operands, eqn.invars, strict=True)
-                if value.is_trained and label not in labels
-            ]
-            for cause, num_bytes in sums:
-                if num_bytes:
-                    found = Collective("all-reduce", num_bytes * times, operation_name(eqn))
-                    self._collectives[cause, dim] = found
+            if label not in kept:
+                note("all-reduce", result, dim, result_bytes)
+            for labels, value, variable in zip(rule.operands, operands, eqn.invars, strict=True):
+                if value.is_trained and label not in labels:
+                    note("all-reduce", value.source, dim, _num_bytes(variable))
 
 
 def split_of_scan(eqn: Any) -> tuple[int, int]:
@@ -314,15 +317,14 @@ def split_of_scan(eqn: Any) -> tuple[int, int]:
 
 
 def _barrier(eqn: Any) -> DimensionRule:
-    """An operation that needs its operands as a whole."""
+    """An operation that needs its operands whole."""
     operands, results = (
-        tuple(
-            tuple((kind, k, i) for i in range(len(v.aval.shape))) for k, v in enumerate(variables)
-        )
-        for kind, variables in (("operand", eqn.invars), ("result", eqn.outvars))
+        tuple(tuple((kind, k, i) for i in range(len(v.aval.shape))) for k, v in enumerate(arrays))
+        for kind, arrays in (("operand", eqn.invars), ("result", eqn.outvars))
     )
-    names = {label for array in (*operands, *results) for label in array}
-    return DimensionRule(operands, results, names)
+    return DimensionRule(
+        operands, results, {name for each in (*operands, *results) for name in each}
+    )
 
 
 def _equal_ranks(a: Any, b: Any) -> bool:

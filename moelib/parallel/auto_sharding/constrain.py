@@ -5,8 +5,9 @@ from typing import Any
 
 import jax
 from jax.extend.core import Literal
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
+from moelib.core.errors import UserError
 from moelib.core.jaxpr import inner_jaxprs
 from moelib.parallel.auto_sharding.classes import ALIASES, split_of_scan
 from moelib.parallel.sharding import current_mesh
@@ -22,16 +23,23 @@ def constrain_at_use(fn: Callable[..., Any], use_specs: Any) -> Callable[..., An
     Args:
         fn: Function of (params, *args).
         use_specs: PartitionSpecs of the parameters, as `auto_partition_specs` returns them.
+
+    The returned function raises UserError if axes of the mesh are of the type `AxisType.Explicit`.
     """
 
     def constrained(params: Any, *args: Any) -> Any:
-        if current_mesh() is None:
+        if (mesh := current_mesh()) is None:
             return fn(params, *args)
+        if AxisType.Explicit in mesh.axis_types:
+            raise UserError(
+                f"mesh: its axes {mesh.axis_names} have the types {mesh.axis_types}; make it with "
+                f"axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)}."
+            )
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(params, *args)
-        leaves, others = jax.tree.leaves(params), jax.tree.leaves(args)
-        specs = jax.tree.leaves(use_specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-        known = [*specs, *(None for _ in others)]
-        results = _evaluate(closed.jaxpr, closed.consts, [*leaves, *others], known)
+        arguments = jax.tree.leaves((params, args))
+        specs = jax.tree.leaves(use_specs)
+        known = [*specs, *(None,) * (len(arguments) - len(specs))]
+        results = _evaluate(closed.jaxpr, closed.consts, arguments, known)
         return jax.tree.unflatten(jax.tree.structure(shape), results)
 
     return constrained

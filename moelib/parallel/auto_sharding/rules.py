@@ -1,13 +1,13 @@
 """Dimension rules: which dimensions of an operation's operands and results are the same.
 
 A rule is like an einsum, and like the sharding rules of Shardy: the product of two matrices has the
-rule "m k, k n -> m n". `rule_of` gives the rule of an equation of a jaxpr, and
-`register_dimension_rule` adds those of kernels, which it cannot read.
+rule "m k, k n -> m n". `rule_of` returns the rule of an equation of a jaxpr;
+`register_dimension_rule` declares the rules of kernels, which it cannot read.
 """
 
 import math
 import re
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from moelib.core.errors import UserError
@@ -18,13 +18,14 @@ _ELEMENTWISE = frozenset(
     re.findall(
         r"\w+",
         """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
+    abs acos acosh add add_any and asin asinh atan atan2 atanh axis_index bessel_i0e bessel_i1e
     bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos
     cosh digamma div empty eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma
     igamma_grad_a igammac imag integer_pow iota is_finite le le_to lgamma log log1p log2
     logistic lt lt_to max min mul name ne neg nextafter not one_minus_square
-    optimization_barrier or platform_index polygamma population_count pow random_bits random_fold_in
-    random_gamma random_seed random_split random_unwrap random_wrap real reduce_precision
+    optimization_barrier or platform_index pmax pmin polygamma population_count pow ppermute psum
+    psum_invariant pvary random_bits random_fold_in random_gamma random_seed random_split
+    random_unwrap random_wrap real reduce_precision
     regularized_incomplete_beta rem rng_uniform round rsqrt select_n sharding_constraint
     shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
     stop_gradient sub tan tanh threefry2x32 xor zeta
@@ -141,16 +142,18 @@ def rule_of(eqn: Any, num_shards: int) -> DimensionRule | None:
         eqn: An equation of a jaxpr, without jaxprs inside.
         num_shards: Number of shards; it decides which dimensions a reshape keeps.
     """
-    name = eqn.primitive.name
+    name, params = eqn.primitive.name, eqn.params
     if name in _ELEMENTWISE:
         return _elementwise(eqn)
     if name in _ALONG_AXES:
-        return _along_axes(eqn, eqn.params[_ALONG_AXES[name]])
-    if name.startswith(("reduce_window", "cumulative_", "select_and_")):
-        return _windowed(eqn)
-    gone = eqn.params.get("axes", eqn.params.get("dimensions"))
-    if name.startswith(("reduce", "argm")) and gone is not None:  # Not so in reduce_scatter.
-        return _reduction(eqn, gone)
+        return _positional(eqn, whole=params[_ALONG_AXES[name]])
+    if name.startswith(("reduce_window", "select_and_")):  # Pooling.
+        windows = params.get("window_dimensions")
+        whole = None if windows is None else [i for i, n in enumerate(windows) if n > 1]
+        return None if whole is None else _positional(eqn, whole=whole)
+    removed = params.get("axes", params.get("dimensions"))
+    if name == "squeeze" or (name.startswith(("reduce", "argm")) and removed is not None):
+        return _positional(eqn, removed=removed)  # Not reduce_scatter, which lacks the parameter.
     if name.startswith("scatter"):
         return _scatter(eqn)
     if name == "reshape":
@@ -160,7 +163,7 @@ def rule_of(eqn: Any, num_shards: int) -> DimensionRule | None:
 
 
 # -- Rules of primitives -------------------------------------------------------------------------
-# Names of dimensions are (array, dimension), or a number for a dimension that several arrays share.
+# The name of a dimension is (array, dimension), or a number for a dimension that arrays share.
 
 
 def _shape(variable: Any) -> tuple[int, ...]:
@@ -170,10 +173,6 @@ def _shape(variable: Any) -> tuple[int, ...]:
 def _own(array: str, variable: Any) -> list[Hashable]:
     """Returns names that no other array has."""
     return [(array, i) for i in range(len(_shape(variable)))]
-
-
-def _positions(axes: Any, rank: int) -> set[int]:
-    return {axis % rank for axis in (axes if isinstance(axes, tuple | list) else (axes,))}
 
 
 def _elementwise(eqn: Any) -> DimensionRule | None:
@@ -192,58 +191,37 @@ def _elementwise(eqn: Any) -> DimensionRule | None:
     return DimensionRule(tuple(operands), (tuple(range(len(shape))),) * len(eqn.outvars))
 
 
-def _same_sizes(eqn: Any) -> DimensionRule:
-    """The first operand and the results share the dimensions of equal size; the others change."""
-    first = _shape(eqn.invars[0])
-    results, changed = [], set()
-    for k, v in enumerate(eqn.outvars):
-        same = [size == own for size, own in zip(_shape(v), first, strict=True)]
-        results.append(tuple(i if keep else ("result", k, i) for i, keep in enumerate(same)))
-        changed |= {name for i, keep in enumerate(same) if not keep for name in (i, results[k][i])}
-    others = (tuple(_own(f"operand{k}", v)) for k, v in enumerate(eqn.invars[1:]))
-    return DimensionRule((tuple(range(len(first))), *others), tuple(results), changed)
+def _positional(eqn: Any, *, removed: Any = (), whole: Any = ()) -> DimensionRule:
+    """Arrays share their dimensions by position; results lack the `removed` ones.
 
-
-def _dynamic_update_slice(eqn: Any) -> DimensionRule:
-    whole, part = _shape(eqn.invars[0]), _shape(eqn.invars[1])
-    names = tuple(range(len(whole)))
-    scalars = ((),) * (len(eqn.invars) - 2)
-    changed = {i for i in names if whole[i] != part[i]}
-    return DimensionRule((names, names, *scalars), (names,), changed)
-
-
-def _along_axes(eqn: Any, axes: Any) -> DimensionRule:
-    """Operands and results of one rank share all dimensions but these axes."""
-    rank = len(_shape(eqn.invars[0]))
-    names = tuple(range(rank))
+    Operands are scalars, or have the rank of the first one. The axes `whole` are not sharded.
+    """
+    names = tuple(range(len(_shape(eqn.invars[0]))))
+    removed, whole = (
+        {axis % len(names) for axis in (axes if isinstance(axes, Iterable) else (axes,))}
+        for axes in (removed, whole)
+    )
     operands = tuple(names if _shape(v) else () for v in eqn.invars)
-    return DimensionRule(operands, (names,) * len(eqn.outvars), _positions(axes, rank))
+    kept = tuple(i for i in names if i not in removed)
+    return DimensionRule(operands, (kept,) * len(eqn.outvars), whole)
 
 
-def _windowed(eqn: Any) -> DimensionRule | None:
-    """Pooling: dimensions with windows of one entry are kept."""
-    windows = eqn.params.get("window_dimensions")
-    if windows is None or eqn.primitive.name.startswith("select_and_scatter"):
-        return None
-    names = tuple(range(len(windows)))
-    operands = tuple(names if _shape(v) else () for v in eqn.invars)
-    results = (names,) * len(eqn.outvars)
-    return DimensionRule(operands, results, {i for i in names if windows[i] > 1})
-
-
-def _reduction(eqn: Any, axes: Any) -> DimensionRule:
-    rank = len(_shape(eqn.invars[0]))
-    gone, names = _positions(axes, rank), tuple(range(rank))
-    kept = tuple(i for i in names if i not in gone)
-    operands = tuple(names if _shape(v) else () for v in eqn.invars)
-    return DimensionRule(operands, (kept,) * len(eqn.outvars))
+def _equal_sizes(eqn: Any) -> DimensionRule:
+    """Arrays share the dimensions in which their sizes equal; the others are needed whole."""
+    first, num_operands = _shape(eqn.invars[0]), len(eqn.invars)
+    arrays: list[Names] = []
+    whole = {i for i, pads in enumerate(eqn.params.get("padding_config", ())) if any(pads)}
+    for k, v in enumerate((*eqn.invars, *eqn.outvars)):
+        arrays.append(tuple(i if n == first[i] else (k, i) for i, n in enumerate(_shape(v))))
+        whole |= {each for name in arrays[k] if isinstance(name, tuple) for each in (name, name[1])}
+    return DimensionRule(tuple(arrays[:num_operands]), tuple(arrays[num_operands:]), whole)
 
 
 def _broadcast_in_dim(eqn: Any) -> DimensionRule:
     shape, result = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
-    places = eqn.params["broadcast_dimensions"]
+    positions = eqn.params["broadcast_dimensions"]
     names = tuple(
-        place if shape[i] == result[place] else ("one", i) for i, place in enumerate(places)
+        name if shape[i] == result[name] else ("one", i) for i, name in enumerate(positions)
     )
     return DimensionRule((names, *((),) * (len(eqn.invars) - 1)), (tuple(range(len(result))),))
 
@@ -253,31 +231,20 @@ def _transpose(eqn: Any) -> DimensionRule:
     return DimensionRule((tuple(range(len(order))),), (order,))
 
 
-def _squeeze(eqn: Any) -> DimensionRule:
-    rank = len(_shape(eqn.invars[0]))
-    gone = _positions(eqn.params["dimensions"], rank)
-    kept = tuple(i for i in range(rank) if i not in gone)
-    return DimensionRule((tuple(range(rank)),), (kept,))
-
-
 def _unstack(eqn: Any) -> DimensionRule:
-    names = tuple(range(len(_shape(eqn.invars[0]))))
-    gone = _positions(eqn.params["axis"], len(names))
-    kept = tuple(i for i in names if i not in gone)
-    return DimensionRule((names,), (kept,) * len(eqn.outvars), gone)
+    return _positional(eqn, removed=eqn.params["axis"], whole=eqn.params["axis"])
 
 
 def _stack(eqn: Any) -> DimensionRule:
     names = tuple(range(len(_shape(eqn.outvars[0]))))
-    new = _positions(eqn.params["axis"], len(names))
-    operand = tuple(i for i in names if i not in new)
-    return DimensionRule((operand,) * len(eqn.invars), (names,), new)
+    new = eqn.params["axis"] % len(names)
+    return DimensionRule((names[:new] + names[new + 1 :],) * len(eqn.invars), (names,), {new})
 
 
 def _reshape(eqn: Any, num_shards: int) -> DimensionRule:
     """Matches runs of dimensions with equal products.
 
-    The outermost dimensions of two such runs are sharded alike if both divide into the shards.
+    The outermost dimensions of two such runs are sharded alike if `num_shards` divides both.
     """
     before, after = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
     names, results = _own("operand", eqn.invars[0]), _own("result", eqn.outvars[0])
@@ -359,64 +326,63 @@ def _convolution(eqn: Any) -> DimensionRule:
 
 
 def _gather(eqn: Any) -> DimensionRule:
-    """Looks slices up: a dimension that is searched is summed over, like a product with one-hot."""
-    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    x, index = _own("x", eqn.invars[0]), _own("index", eqn.invars[1])
-    result, replicated = _own("result", eqn.outvars[0]), set[Hashable]()
-    _link_batches(x, index, numbers.operand_batching_dims, numbers.start_indices_batching_dims)
-    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    whole = [i for i in range(len(x)) if i not in gone]
-    for place, i in zip(numbers.offset_dims, whole, strict=True):
-        _link_window(result, place, x, i, sizes[i] == _shape(eqn.invars[0])[i], replicated)
-    rest = [i for i in range(len(result)) if i not in numbers.offset_dims]
-    for place, name in zip(rest, index, strict=False):
-        result[place] = name
-    return DimensionRule((tuple(x), tuple(index)), (tuple(result),), replicated)
+    """Reads slices: a dimension that is searched is summed over, as in a product with one-hot."""
+    n = eqn.params["dimension_numbers"]
+    batches = n.operand_batching_dims, n.start_indices_batching_dims
+    variables = (*eqn.invars, *eqn.outvars)
+    (x, index, part), whole = _indexed(variables, n.offset_dims, n.collapsed_slice_dims, batches)
+    return DimensionRule((x, index), (part,), whole)
 
 
 def _scatter(eqn: Any) -> DimensionRule:
     """Writes or adds updates; each shard takes those in its range."""
-    numbers = eqn.params["dimension_numbers"]
-    x, index, update = (_own(name, v) for name, v in zip("xiu", eqn.invars, strict=True))
-    replicated = set[Hashable]()
-    _link_batches(x, index, numbers.operand_batching_dims, numbers.scatter_indices_batching_dims)
-    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-    whole = [i for i in range(len(x)) if i not in gone]
-    shapes = _shape(eqn.invars[0]), _shape(eqn.invars[2])
-    for place, i in zip(numbers.update_window_dims, whole, strict=True):
-        _link_window(update, place, x, i, shapes[0][i] == shapes[1][place], replicated)
-    rest = [i for i in range(len(update)) if i not in numbers.update_window_dims]
-    for place, name in zip(rest, index, strict=False):
-        update[place] = name
-    return DimensionRule((tuple(x), tuple(index), tuple(update)), (tuple(x),), replicated)
+    n = eqn.params["dimension_numbers"]
+    batches = n.operand_batching_dims, n.scatter_indices_batching_dims
+    arrays, whole = _indexed(eqn.invars, n.update_window_dims, n.inserted_window_dims, batches)
+    return DimensionRule(arrays, arrays[:1], whole)
 
 
-def _link_batches(x: list[Hashable], index: list[Hashable], of_x: Any, of_index: Any) -> None:
-    for i, j in zip(of_x, of_index, strict=True):
+def _indexed(
+    variables: Sequence[Any],
+    window: Sequence[int],
+    collapsed: Sequence[int],
+    batches: tuple[Sequence[int], Sequence[int]],
+) -> tuple[tuple[Names, ...], set[Hashable]]:
+    """Returns the names of an array, of indices into it and of slices, and those needed whole.
+
+    Args:
+        variables: The array, the indices and the slices.
+        window: Dimensions of the slices within the array.
+        collapsed: Dimensions of the array that the slices lack.
+        batches: Batch dimensions of the array, and of the indices.
+    """
+    x, index, part = (_own(name, v) for name, v in zip("xip", variables, strict=True))
+    for i, j in zip(*batches, strict=True):
         index[j] = x[i]
-
-
-def _link_window(
-    part: list[Hashable], place: int, x: list[Hashable], i: int, is_whole: bool, replicated: Any
-) -> None:
-    if is_whole:
-        part[place] = x[i]
-    else:
-        replicated |= {part[place], x[i]}
+    kept = [i for i in range(len(x)) if i not in {*collapsed, *batches[0]}]
+    whole = set[Hashable]()
+    for j, i in zip(window, kept, strict=True):
+        if _shape(variables[2])[j] == _shape(variables[0])[i]:
+            part[j] = x[i]
+        else:
+            whole |= {part[j], x[i]}
+    rest = (j for j in range(len(part)) if j not in window)
+    for j, name in zip(rest, index, strict=False):
+        part[j] = name
+    return (tuple(x), tuple(index), tuple(part)), whole
 
 
 _RULES: dict[str, Callable[[Any], DimensionRule | None]] = {
     "broadcast_in_dim": _broadcast_in_dim,
     "conv_general_dilated": _convolution,
     "dot_general": _dot_general,
-    "dynamic_slice": _same_sizes,
-    "dynamic_update_slice": _dynamic_update_slice,
+    "dynamic_slice": _equal_sizes,
+    "dynamic_update_slice": _equal_sizes,
     "gather": _gather,
-    "pad": _same_sizes,
+    "pad": _equal_sizes,
     "ragged_dot": _ragged_dot,
     "ragged_dot_general": _ragged_dot,
-    "slice": _same_sizes,
-    "squeeze": _squeeze,
+    "slice": _equal_sizes,
     "stack": _stack,
     "transpose": _transpose,
     "unstack": _unstack,

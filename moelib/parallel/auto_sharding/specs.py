@@ -1,25 +1,29 @@
 """`auto_partition_specs`: the sharding of any function's parameters."""
 
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+import numbers
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import PartitionSpec
 
 from moelib.core import tree
+from moelib.core.config import did_you_mean
 from moelib.core.errors import UserError
 from moelib.core.param import is_spec
 from moelib.parallel.auto_sharding.choice import benefit, best_classes, wire_bytes
 from moelib.parallel.auto_sharding.classes import Analysis, Collective
 from moelib.parallel.auto_sharding.shapes import dimensions_from_shapes
-from moelib.parallel.sharding import partition_spec
+from moelib.parallel.sharding import mesh_axes_of, partition_spec
 
 _SMALL = 1 << 14  # Entries below which a parameter may stay whole without being reported.
 
 Leftover = Literal["fsdp", "replicate", "error"]
+_Shapes = Mapping[str, jax.ShapeDtypeStruct]
 
 
 class ShardedClass(NamedTuple):
@@ -27,32 +31,33 @@ class ShardedClass(NamedTuple):
 
     size: int  # Of its first member.
     members: tuple[tuple[str, int], ...]  # (path of the parameter, dimension).
-    collectives: tuple[Collective, ...]  # What sharding it adds to a step.
+    collectives: tuple[Collective, ...]  # Those that its sharding adds to a step.
 
 
 class ShardingReport(NamedTuple):
-    """What was sharded, and why the rest was not."""
+    """The sharded dimensions, and the reasons why other parameters are whole."""
 
     num_shards: int
-    classes: tuple[ShardedClass, ...]
-    whole: Mapping[str, str]  # Large parameters that are not sharded over the axis: the reason.
-    unused: tuple[str, ...]  # Parameters that the function does not use.
-    unknown: Mapping[str, int]  # Operations without a dimension rule, and their number.
+    classes: tuple[ShardedClass, ...] = ()
+    whole: Mapping[str, str] = {}  # Large parameters that are not sharded over the axis: reasons.
+    unused: tuple[str, ...] = ()  # Parameters that the function does not use.
+    unknown: Mapping[str, int] = {}  # Operations without a dimension rule, and their number.
 
     def predicted(self) -> dict[str, tuple[int, float]]:
         """Returns {kind: (number of collectives, bytes of their arrays)} of a step."""
-        found = [each for group in self.classes for each in group.collectives]
-        kinds = sorted({each.kind for each in found})
-        of_kind = {kind: [each.num_bytes for each in found if each.kind == kind] for kind in kinds}
-        return {kind: (len(sizes), sum(sizes)) for kind, sizes in of_kind.items()}
+        found: dict[str, tuple[int, float]] = {}
+        for each in (each for group in self.classes for each in group.collectives):
+            count, num_bytes = found.get(each.kind, (0, 0.0))
+            found[each.kind] = count + 1, num_bytes + each.num_bytes
+        return dict(sorted(found.items()))
 
     def predicted_bytes_sent(self) -> float:
         """Returns the bytes that each device sends for the collectives of a step."""
-        found = [each for group in self.classes for each in group.collectives]
+        found = (each for group in self.classes for each in group.collectives)
         return sum(wire_bytes(each, self.num_shards) for each in found)
 
     def __str__(self) -> str:
-        """Returns a line per class, and one for each kind of thing that was left."""
+        """Returns a line per class, prediction, whole or unused parameter, unknown operation."""
         lines = []
         for each in self.classes:
             members = [f"{path}[{dim}]" for path, dim in each.members]
@@ -67,7 +72,7 @@ class ShardingReport(NamedTuple):
         lines += [f"unused: {path}" for path in self.unused]
         for name, count in self.unknown.items():
             lines.append(
-                f"unknown operation: {name} ({count} times), which keeps its operands whole; "
+                f"unknown operation: {name} ({count} times), which needs its operands whole; "
                 "declare it with register_dimension_rule"
             )
         return "\n".join(lines)
@@ -109,49 +114,63 @@ def auto_partition_specs(
         fsdp_shards: Size of the mesh axis `fsdp_axis`, over which each parameter's storage is
             sharded along the largest dimension that is whole.
         fsdp_axis: Mesh axis for FSDP.
-        overrides: (regex of a path, its PartitionSpec). Dimensions that the function computes with
-            together with those sharded over `axis` follow.
-        leftover: What becomes of parameters that `axis` does not shard: "replicate", "fsdp" to
-            shard their storage only, or "error".
+        overrides: Pairs (regex of a path, PartitionSpec) over these axes, or those of the current
+            mesh. Dimensions that the function computes with together with those sharded over
+            `axis` follow; FSDP adds `fsdp_axis` to specs without it.
+        leftover: Treatment of other large parameters that `axis` does not shard: "replicate",
+            "fsdp" to shard their storage only, or "error".
 
     Raises:
-        UserError: If nothing can be sharded, an override matches nothing or cannot be applied, or
-            parameters are left over.
+        UserError: If an argument has an invalid value, nothing can be sharded, overrides match
+            nothing, do not fit or contradict each other, or parameters are left over.
     """
     leaves = tree.flatten_items(params, is_leaf=is_spec)
     shapes = {path: _struct(path, leaf) for path, leaf in leaves}
-    pinned = {
+    if len(shapes) < len(leaves):
+        path = Counter(path for path, _ in leaves).most_common(1)[0][0]
+        raise UserError(f"params: two parameters have the path {path!r}; rename one.")
+    _check_options(axis, num_shards, fsdp_axis, fsdp_shards, leftover)
+    _check_divisible(shapes, num_shards)
+    sizes = {axis: num_shards, fsdp_axis: fsdp_shards}
+    overridden = _overridden(shapes, overrides, sizes)
+    pinned = overridden | {
         path: partition_spec(leaf.axes, {axis: num_shards}, shape=leaf.shape, array=path)
         for path, leaf in leaves
-        if is_spec(leaf) and not {*leaf.axes} <= {None, "layers"}  # The copies of a layer.
+        if is_spec(leaf)
+        and path not in overridden
+        and not {*leaf.axes} <= {None, "layers"}  # Only the copies of a layer have a name.
     }
-    found = tree.match_rules(shapes, overrides, default=None, field="overrides")
-    pinned |= {path: spec for path, spec in found.items() if spec is not None}
-    _check_divisible(shapes, num_shards)
     structure = jax.tree.structure(params, is_leaf=is_spec)
     if fn is None:
         chosen = dimensions_from_shapes({p: s.shape for p, s in shapes.items()}, num_shards)
-        report = ShardingReport(num_shards, (), {}, (), {})
+        unclear = {path: "shapes alone decide nothing" for path in shapes if path not in chosen}
+        report = ShardingReport(num_shards, whole=unclear)
     else:
         arguments = jax.tree.unflatten(structure, list(shapes.values()))
-        chosen, report = _traced(fn, arguments, example_batch, shapes, pinned, num_shards, axis)
-    used, stored = {}, {}
+        jaxpr = jax.make_jaxpr(fn)(arguments, *example_batch).jaxpr
+        chosen, report = _traced(jaxpr, shapes, pinned, overridden, num_shards, axis)
+    whole = {
+        path: reason
+        for path, reason in report.whole.items()
+        if path not in pinned and math.prod(shapes[path].shape) >= _SMALL
+    }
+    if leftover == "error" and whole:
+        path, reason = next(iter(whole.items()))
+        raise UserError(
+            f"leftover='error': {len(whole)} parameters are whole, first {path} ({reason}); "
+            "give it an override, or set leftover to 'fsdp' or 'replicate'."
+        )
+    used, stored = [], []
     for path, struct in shapes.items():
         dim = chosen.get(path)
         spec = pinned.get(path, PartitionSpec() if dim is None else _sharded({dim: axis}))
-        used[path] = spec
-        whole = leftover == "fsdp" and path in report.whole
-        stored[path] = with_storage(
-            spec, struct.shape, {fsdp_axis: fsdp_shards} | ({axis: num_shards} if whole else {})
-        )
-    if leftover == "error" and report.whole:
-        path, reason = next(iter(report.whole.items()))
-        raise UserError(
-            f"leftover='error': {len(report.whole)} parameters are whole, first {path} ({reason}); "
-            "give it an override, or set leftover to 'fsdp' or 'replicate'."
-        )
-    build = lambda specs: jax.tree.unflatten(structure, list(specs.values()))
-    return AutoShardings(build(stored), build(used), report)
+        used.append(_without(spec, fsdp_axis))
+        storage = {fsdp_axis: fsdp_shards}
+        if leftover == "fsdp" and path in whole:
+            storage |= {axis: num_shards}
+        stored.append(with_storage(spec, struct.shape, storage))
+    build = lambda specs: jax.tree.unflatten(structure, specs)
+    return AutoShardings(build(stored), build(used), report._replace(whole=whole))
 
 
 def _struct(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
@@ -163,9 +182,24 @@ def _struct(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype or jnp.float32)
 
 
-def _check_divisible(shapes: Mapping[str, jax.ShapeDtypeStruct], num_shards: int) -> None:
+def _check_options(
+    axis: str, num_shards: int, fsdp_axis: str, fsdp_shards: int, leftover: str
+) -> None:
+    for name, size in (("num_shards", num_shards), ("fsdp_shards", fsdp_shards)):
+        if not isinstance(size, numbers.Integral) or size < 1:
+            raise UserError(f"{name}={size!r}: set the size of a mesh axis, an integer above 0.")
+    for name, value in (("axis", axis), ("fsdp_axis", fsdp_axis)):
+        if not isinstance(value, str) or not value:
+            raise UserError(f"{name}={value!r}: set the name of a mesh axis.")
+    if axis == fsdp_axis:
+        raise UserError(f"axis={axis!r} and fsdp_axis={fsdp_axis!r}: set two different mesh axes.")
+    if leftover not in get_args(Leftover):
+        raise UserError(f"leftover={leftover!r}: {did_you_mean(str(leftover), get_args(Leftover))}")
+
+
+def _check_divisible(shapes: _Shapes, num_shards: int) -> None:
     sizes = {size for struct in shapes.values() for size in struct.shape}
-    if num_shards < 1 or (sizes and not any(size % num_shards == 0 for size in sizes)):
+    if sizes and all(size % num_shards for size in sizes):
         fitting = [n for n in range(2, 65) if any(size % n == 0 for size in sizes)]
         raise UserError(
             f"num_shards={num_shards} divides no dimension of a parameter; set one of "
@@ -173,107 +207,159 @@ def _check_divisible(shapes: Mapping[str, jax.ShapeDtypeStruct], num_shards: int
         )
 
 
+def _overridden(
+    shapes: _Shapes, overrides: Any, sizes: Mapping[str, int]
+) -> dict[str, PartitionSpec]:
+    """Returns the specs of overrides by path."""
+    for each in overrides if isinstance(overrides, tuple | list) else [overrides]:
+        if not isinstance(each, tuple | list) or [*map(type, each)] != [str, PartitionSpec]:
+            raise UserError(f"overrides: {each!r}: write pairs (regex of a path, PartitionSpec).")
+    found = tree.match_rules(shapes, overrides, default=None, field="overrides")
+    specs = {path: spec for path, spec in found.items() if spec is not None}
+    mesh = jax.sharding.get_abstract_mesh()
+    for path, spec in specs.items():
+        check_spec(spec, shapes[path].shape, {**mesh.shape, **sizes}, f"overrides: {path}")
+    return specs
+
+
+def check_spec(
+    spec: PartitionSpec, shape: Sequence[int], mesh: Mapping[str, int], array: str
+) -> None:
+    """Checks that a spec fits an array and the sizes of mesh axes.
+
+    Raises:
+        UserError: If it does not; the message begins with `array`.
+    """
+    if len(spec) > len(shape):
+        raise UserError(
+            f"{array}: {spec} has {len(spec)} entries, but the shape is {tuple(shape)}."
+        )
+    names: list[str] = []
+    for dim, axes in enumerate(mesh_axes_of(spec)):
+        for name in axes:
+            if name not in mesh:
+                advice = did_you_mean(str(name), mesh)
+                raise UserError(f"{array}: {spec} has the unknown mesh axis {name!r}; {advice}")
+            if name in names:
+                raise UserError(f"{array}: {spec} has the mesh axis {name!r} twice; remove one.")
+            names.append(name)
+        if shape[dim] % (parts := math.prod(mesh[name] for name in axes)):
+            raise UserError(
+                f"{array}: {spec} cannot be sharded along dimension {dim}: size {shape[dim]} is "
+                f"not divisible by {parts}."
+            )
+
+
 def _traced(
-    fn: Callable[..., Any],
-    params: Any,
-    batch: Sequence[Any],
-    shapes: Mapping[str, jax.ShapeDtypeStruct],
+    jaxpr: Any,
+    shapes: _Shapes,
     pinned: Mapping[str, PartitionSpec],
+    overridden: Collection[str],
     num_shards: int,
     axis: str,
 ) -> tuple[dict[str, int], ShardingReport]:
     """Returns the sharded dimension of each parameter, and the report."""
-    jaxpr = jax.make_jaxpr(fn)(params, *batch).jaxpr
-    analysis = Analysis(num_shards)
+    analysis = Analysis(num_shards, axis)
     arguments = [
         analysis.new_value(variable, is_trained=i < len(shapes), fixed=i >= len(shapes))
         for i, variable in enumerate(jaxpr.invars)
     ]
-    analysis.run(jaxpr, arguments)
+    results = analysis.run(jaxpr, arguments)
     classes = {
         path: tuple(map(analysis.class_of, value.dims))
         for path, value in zip(shapes, arguments, strict=False)
     }
-    reasons, collectives, flops = (
-        analysis.unshardable(),
-        analysis.collectives(),
-        analysis.flops(),
-    )
-    size_of = Counter[int]()
+    reasons, collectives, flops = analysis.unshardable(), analysis.collectives(), analysis.flops()
+    follows = lambda path, dim: path not in pinned or axis in _axes(pinned[path], dim)
+    bytes_of = defaultdict[int, float](float)  # Those that sharding a class saves.
     for path, struct in shapes.items():
-        for each in set(classes[path]):
-            size_of[each] += math.prod(struct.shape) * struct.dtype.itemsize
+        for dim, each in enumerate(classes[path]):
+            if each not in reasons and follows(path, dim):
+                bytes_of[each] += math.prod(struct.shape) * struct.dtype.itemsize
     benefits = {
         each: benefit(collectives.get(each, ()), flops[each], num_bytes, num_shards)
-        for each, num_bytes in size_of.items()
-        if each not in reasons
+        for each, num_bytes in bytes_of.items()
     }
-    arrays = list(analysis.arrays())
-    required = _required(classes, arrays, pinned, reasons, axis)
+    arrays = analysis.arrays()
+    required = _required(classes, arrays, pinned, overridden, reasons, axis)
     sharded = best_classes(benefits, arrays, required)
-    dims: dict[str, int] = {}
-    members: dict[int, list[tuple[str, int]]] = {each: [] for each in sharded}
-    whole: dict[str, str] = {}
-    for path, struct in shapes.items():
-        hits = [dim for dim, each in enumerate(classes[path]) if each in sharded]
-        if hits and path not in pinned:
-            dims[path] = hits[0]
-        for dim in hits:
-            members[classes[path][dim]].append((path, dim))
-        if not hits and path not in pinned and math.prod(struct.shape) >= _SMALL:
-            why = [
-                f"[{dim}] {reasons.get(each, 'costs more than it saves')}"
-                for dim, each in enumerate(classes[path])
-            ]
-            whole[path] = "; ".join(why)
-    read = {v for eqn in jaxpr.eqns for v in eqn.invars if not hasattr(v, "val")}
-    read |= {v for v in jaxpr.outvars if not hasattr(v, "val")}
-    unused = [p for p, v in zip(shapes, jaxpr.invars, strict=False) if v not in read]
+    members: dict[int, list[tuple[str, int]]] = defaultdict(list)
+    dims, whole = {}, {}
+    for path, of_path in classes.items():
+        for dim, each in enumerate(of_path):
+            if each in sharded and follows(path, dim):
+                dims[path] = dim
+                members[each].append((path, dim))
+        if path not in dims:
+            why = (reasons.get(each, "costs more than it saves") for each in of_path)
+            whole[path] = "; ".join(f"[{dim}] {reason}" for dim, reason in enumerate(why))
+    size = lambda path, dim: shapes[path].shape[dim]
     groups = [
-        ShardedClass(
-            shapes[found[0][0]].shape[found[0][1]],
-            tuple(found),
-            tuple(collectives.get(each, ())),
-        )
+        ShardedClass(size(*found[0]), tuple(found), tuple(collectives.get(each, ())))
         for each, found in members.items()
     ]
+    _, is_needed = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    read = analysis.read | {value.source for value in results}  # Also inside custom derivatives.
+    unused = [
+        path
+        for path, value, needed in zip(shapes, arguments, is_needed, strict=False)
+        if not (needed and value.source in read)
+    ]
     groups.sort(key=lambda group: group.members)
-    return dims, ShardingReport(
-        num_shards, tuple(groups), whole, tuple(unused), dict(analysis.unknown)
-    )
+    unknown = dict(analysis.unknown)
+    return dims, ShardingReport(num_shards, tuple(groups), whole, tuple(unused), unknown)
+
+
+def _axes(spec: PartitionSpec, dim: int) -> tuple[str, ...]:
+    return mesh_axes_of(spec)[dim] if dim < len(spec) else ()
 
 
 def _required(
     classes: Mapping[str, Sequence[int]],
-    arrays: Sequence[Sequence[int]],
+    arrays: Iterable[Sequence[int]],
     pinned: Mapping[str, PartitionSpec],
+    overridden: Collection[str],
     reasons: Mapping[int, str],
     axis: str,
-) -> dict[int, str]:
-    """Returns the classes that overrides shard, each with the parameter whose override does."""
+) -> Mapping[int, str]:
+    """Returns the classes that pinned parameters shard, each with its first parameter.
+
+    An annotation that does not fit the trace keeps its sharding, but no dimension follows it. An
+    override that does not fit is refused.
+    """
+    neighbors: dict[int, set[int]] = defaultdict(set)
+    for array in arrays:
+        for each in array:
+            neighbors[each].update(array)
     required: dict[int, str] = {}
-    for path, spec in pinned.items():
-        for dim, entry in enumerate(spec):
-            if axis not in (entry if isinstance(entry, tuple) else (entry,)):
-                continue
+    for path, spec in pinned.items():  # Overrides come first.
+        for dim in (dim for dim, axes in enumerate(mesh_axes_of(spec)) if axis in axes):
             each = classes[path][dim]
-            if each in reasons:
+            others = (required[n] for n in neighbors[each] - {each} if n in required)
+            if (other := next(others, None)) is None and each not in reasons:
+                required.setdefault(each, path)
+            elif path in overridden and other:
+                raise UserError(
+                    f"overrides: those of {other} and {path} contradict each other: an array of "
+                    "the computation would be sharded twice."
+                )
+            elif path in overridden:
                 raise UserError(
                     f"overrides: {path} cannot be sharded along dimension {dim}: {reasons[each]}."
                 )
-            required.setdefault(each, path)
-    for array in arrays:
-        both = sorted({required[each] for each in array if each in required})
-        if len(both) > 1:
-            raise UserError(
-                f"overrides: those of {both[0]} and {both[1]} contradict each other: an array of "
-                "the computation would be sharded twice."
-            )
     return required
 
 
 def _sharded(axes: Mapping[int, Any]) -> PartitionSpec:
-    return PartitionSpec(*(axes.get(dim) for dim in range(max(axes) + 1)))
+    return PartitionSpec(*(axes.get(dim) for dim in range(max(axes, default=-1) + 1)))
+
+
+def _without(spec: PartitionSpec, axis: str) -> PartitionSpec:
+    """Returns the spec after a gather over a mesh axis."""
+    kept = [tuple(name for name in axes if name != axis) for axes in mesh_axes_of(spec)]
+    return _sharded(
+        {dim: axes if len(axes) > 1 else axes[0] for dim, axes in enumerate(kept) if axes}
+    )
 
 
 def with_storage(
@@ -284,11 +370,11 @@ def with_storage(
     Arrays of less than 16,384 entries keep their spec.
     """
     axes: dict[int, Any] = {dim: entry for dim, entry in enumerate(spec) if entry is not None}
-    used = {name for e in spec for name in (e if isinstance(e, tuple) else (e,))}
+    used = {name for each in mesh_axes_of(spec) for name in each}
     for axis, size in mesh.items():
         if axis in used:
             continue
         free = [i for i in range(len(shape)) if i not in axes and shape[i] % size == 0]
         if size > 1 and free and math.prod(shape) >= _SMALL:
             axes[max(free, key=lambda i: shape[i])] = axis
-    return _sharded(axes) if axes else PartitionSpec()
+    return _sharded(axes)

@@ -95,26 +95,67 @@ def test_annotations_are_kept_and_neighbors_follow():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("overrides", "message"),
     [
-        ({"num_shards": 7}, "num_shards=7"),
-        ({"num_shards": 4, "overrides": [("head", P("model"))]}, "'head'"),
-        (
-            {"num_shards": 4, "overrides": [("up", P("model")), ("bias", P("model"))]},
-            "up cannot be sharded along dimension 0",
-        ),
-        (
-            {"num_shards": 4, "overrides": [("bias", P("model")), ("scale", P("model"))]},
-            "bias and scale contradict",
-        ),
-        ({"num_shards": 4, "leftover": "error"}, "leftover='error': 1 parameters.*first odd"),
+        ([("head", P("model"))], "'head'"),
+        ([("(up", P())], r"'\(up' is no regular expression"),
+        ([("up", ("model",))], r"\('up', \('model',\)\)"),
+        ({"up": P()}, "{'up': P"),
+        ([("bias", P(None, "model"))], r"bias: .* has 2 entries, .* \(256,\)"),
+        ([("bias", P("modle"))], "bias: .* unknown mesh axis 'modle'; did you mean 'model'"),
+        ([("up", P("fsdp", "fsdp"))], "up: .* axis 'fsdp' twice"),
+        ([("odd", P(None, "model"))], "odd: .* size 129 is not divisible by 4"),
+        ([("up", P("model"))], "up cannot be sharded along dimension 0"),
+        ([("bias", P("model")), ("scale", P("model"))], "bias and scale contradict"),
     ],
 )
-def test_impossible_settings_are_refused(options, message):
+def test_overrides_that_do_not_fit_are_refused(overrides, message):
     params = _PARAMS | {"odd": jnp.zeros((128, 129)), "scale": jnp.zeros(128)}
     function = lambda p, x: (_network(p, x) * p["scale"], x @ p["odd"])
     with pytest.raises(UserError, match=message):
-        auto_partition_specs(function, params, _X, **options)
+        auto_partition_specs(function, params, _X, num_shards=4, overrides=overrides)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_shards": 7}, "num_shards=7"),
+        ({"num_shards": 0}, "num_shards=0"),
+        ({"num_shards": 2.0}, "num_shards=2.0"),
+        ({"fsdp_shards": 0}, "fsdp_shards=0"),
+        ({"axis": ""}, "axis=''"),
+        ({"axis": "fsdp"}, "axis='fsdp' and fsdp_axis='fsdp'"),
+        ({"leftover": "fspd"}, "leftover='fspd'.*'fsdp'"),
+        ({"leftover": "error"}, r"leftover='error': 1 parameters.*first odd \(.*size 129"),
+    ],
+)
+def test_invalid_options_are_refused(options, message):
+    params = _PARAMS | {"odd": jnp.zeros((128, 129))}
+    function = lambda p, x: (_network(p, x), x @ p["odd"])
+    with pytest.raises(UserError, match=message):
+        auto_partition_specs(function, params, _X, **{"num_shards": 4, **options})
+
+
+def test_two_parameters_of_one_path_are_refused():
+    params = {"a": {"b": jnp.zeros(8)}, "a/b": jnp.zeros(8)}
+    with pytest.raises(UserError, match="path 'a/b'"):
+        auto_partition_specs(None, params, num_shards=4)
+
+
+def test_a_parameter_that_an_override_keeps_whole_is_no_leftover():
+    found = auto_partition_specs(
+        _network, _PARAMS, _X, num_shards=4, overrides=[(".*", P())], leftover="error"
+    )
+    assert set(found.specs.values()) == {P()}
+    assert not found.report.whole
+    assert not found.report.classes
+
+
+def test_shapes_alone_have_leftovers():
+    with pytest.raises(UserError, match=r"leftover='error': 1 parameters.*first odd"):
+        auto_partition_specs(
+            None, _PARAMS | {"odd": jnp.zeros((129, 131))}, num_shards=4, leftover="error"
+        )
 
 
 def test_a_leftover_is_stored_in_parts():
@@ -125,12 +166,6 @@ def test_a_leftover_is_stored_in_parts():
         found = auto_partition_specs(function, params, _X, num_shards=4, leftover=leftover)
         assert (found.specs["up"], found.use_specs["up"]) == (stored, P())
         assert "size 257 is not divisible by 4" in found.report.whole["up"]
-
-
-def test_a_parameter_that_is_not_used_is_reported():
-    found = auto_partition_specs(_network, _PARAMS | {"spare": jnp.zeros(8)}, _X, num_shards=4)
-    assert found.report.unused == ("spare",)
-    assert "unused: spare" in str(found.report)
 
 
 def _multiply(x, w):
@@ -164,10 +199,20 @@ def test_invalid_rules_are_refused(text):
         rules.parse_dimension_rule(text)
 
 
-def _in_shard_map(function):
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    specs = (P(), P("data"))
-    return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=False)
+_MESH = jax.sharding.AbstractMesh(
+    (2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+)
+_WHOLE = P()
+
+
+def _in_shard_map(function, *, manual=("data",), params=_WHOLE):
+    return jax.shard_map(
+        function,
+        mesh=_MESH,
+        in_specs=(params, P("data")),
+        out_specs=P("data"),
+        axis_names=set(manual),
+    )
 
 
 def _in_while(function):
@@ -187,12 +232,69 @@ def _in_custom_vjp(function):
     return wrapped
 
 
+def _descend(function):
+    """Returns a step of gradient descent."""
+    gradient = jax.grad(lambda p, x: jnp.square(function(p, x)).mean())
+    return lambda p, x: jax.tree.map(lambda p, g: p - 0.1 * g, p, gradient(p, x))
+
+
+def _after_conditional_step(function):
+    step = _descend(function)
+    return lambda p, x: function(jax.lax.cond(x.sum() > 0, step, lambda p, x: p, p, x), x)
+
+
+def _after_while(function):
+    body = lambda x: lambda carry: (carry[0] + 1, _descend(function)(carry[1], x))
+    return lambda p, x: function(jax.lax.while_loop(lambda c: c[0] < 3, body(x), (0, p))[1], x)
+
+
+def _after_scan(function):
+    body = lambda x: lambda p, _: (_descend(function)(p, x), None)
+    return lambda p, x: function(jax.lax.scan(body(x), p, length=3)[0], x)
+
+
 @pytest.mark.parametrize(
-    "transform", [jax.jit, jax.checkpoint, _in_shard_map, _in_while, _in_cond, _in_custom_vjp]
+    "transform",
+    [
+        jax.jit,
+        jax.checkpoint,
+        _in_shard_map,
+        _in_while,
+        _in_cond,
+        _in_custom_vjp,
+        _after_conditional_step,
+        _after_while,
+        _after_scan,
+    ],
 )
 def test_functions_inside_others_are_read(transform):
-    found = auto_partition_specs(transform(_network), _PARAMS, _X, num_shards=4)
-    assert (found.specs, found.report.unknown) == (_COLUMN_ROW, {})
+    params = _PARAMS | {"spare": jnp.zeros(7)}
+    found = auto_partition_specs(transform(_network), params, _X, num_shards=4)
+    assert (found.specs, found.report.unknown) == (_COLUMN_ROW | {"spare": P()}, {})
+    assert found.report.unused == ("spare",)
+
+
+def test_nested_scans_are_read():
+    def outer(x, layers):
+        inner = lambda x, p: (x + jax.checkpoint(_network)(p, x), None)
+        return jax.lax.scan(inner, x, layers)[0], None
+
+    params = jax.tree.map(lambda x: jnp.zeros((3, 2, *x.shape)), _PARAMS)
+    found = auto_partition_specs(
+        lambda p, x: jax.lax.scan(outer, x, p)[0].sum(), params, _X, num_shards=2
+    )
+    assert found.specs == jax.tree.map(lambda spec: P(None, None, *spec), _COLUMN_ROW)
+
+
+def test_a_shard_map_over_the_axis_decides_itself():
+    """Its parameters enter with its own shardings, whole ones included."""
+    sharded = lambda params, x: jax.lax.psum(_network(params, x), "model")
+    for function, params in ((sharded, _COLUMN_ROW), (_network, _WHOLE)):
+        mapped = _in_shard_map(function, manual=("data", "model"), params=params)
+        found = auto_partition_specs(mapped, _PARAMS, _X, num_shards=4)
+        expected = dict.fromkeys(_PARAMS, _WHOLE) if params is _WHOLE else params
+        assert (found.specs, found.report.unknown) == (expected, {})
+        assert not found.report.predicted()
 
 
 def test_errors_of_the_function_keep_their_traceback():
@@ -209,22 +311,19 @@ def test_shapes_alone_give_columns_and_rows():
 
 
 @pytest.mark.parametrize("given", [P("fsdp"), P(None, ("fsdp", "model"))])
-def test_storage_takes_no_axis_twice(given):
+def test_an_override_may_shard_storage(given):
     found = auto_partition_specs(
         _network, _PARAMS, _X, num_shards=4, fsdp_shards=2, overrides=[("up", given)]
     )
     assert found.specs["up"] == given
+    assert "fsdp" not in found.use_specs["up"]
 
 
 def test_a_sum_that_is_scattered_inside_of_a_shard_map_is_a_barrier():
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    scatter = lambda x: jax.lax.psum_scatter(x, "data", scatter_dimension=1, tiled=True)
-    mapped = jax.shard_map(
-        scatter, mesh=mesh, in_specs=P("data"), out_specs=P("data", None), check_vma=False
+    scatter = lambda p, x: jax.lax.psum_scatter(
+        _network(p, x), "data", scatter_dimension=1, tiled=True
     )
-    found = auto_partition_specs(
-        lambda p, x: mapped(_network(p, x)).sum(), _PARAMS, _X, num_shards=4
-    )
+    found = auto_partition_specs(_in_shard_map(scatter), _PARAMS, _X, num_shards=4)
     assert found.report.unknown == {"reduce_scatter": 1}
 
 
