@@ -296,8 +296,10 @@ def model_loss(model: Any, params: Nested, batch: Batch) -> float:
     """Returns the loss of a `CausalLM` per token with a label, without auxiliary losses."""
     p, segments = wide(params), batch["segment_ids"]
     inputs = {"positions": batch["positions"], "segment_ids": segments, "mask": segments > 0}
-    x = output(model.decoder, p["decoder"], p["embedding"]["weight"][batch["input_ids"]], **inputs)
-    hidden = output(model.output_norm, p["output_norm"], x)
+    x = output(model.embedding, p["embedding"], batch["input_ids"])
+    hidden = output(
+        model.output_norm, p["output_norm"], output(model.decoder, p["decoder"], x, **inputs)
+    )
     head = p["lm_head"]["weight"] if "lm_head" in p else p["embedding"]["weight"].T
     labels = batch["target_labels"]
     total = token_losses(hidden, head, labels, model.config.z_loss)
