@@ -246,12 +246,9 @@ def token_store(folder: str) -> Subject:
 def export(folder: str) -> Subject:
     """Exports a small model for transformers, in several files of tensors, with a tokenizer."""
     import jax
-    import numpy as np
 
-    from moelib.core import tree
     from moelib.data.tokenizer import END_OF_TEXT, train_bpe
     from moelib.models.huggingface.families import read_model
-    from moelib.train.loading import load_model
     from moelib.train.pretrained import save_pretrained
 
     sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 300}
@@ -270,8 +267,28 @@ def export(folder: str) -> Subject:
         max_file_bytes=1 << 14,
     )
 
+    return _loaded(folder, "model")
+
+
+def run_folder(folder: str) -> Subject:
+    """Converts the exported model to a run: its config, the tokenizer and a checkpoint."""
+    from moelib.train.convert import from_hugging_face
+
+    export(folder)
+    from_hugging_face(os.path.join(folder, "model"), os.path.join(folder, "run"))
+    shutil.rmtree(os.path.join(folder, "model"))
+    return _loaded(folder, "run")
+
+
+def _loaded(folder: str, name: str) -> Subject:
+    """Returns the subject of a folder below `folder` that holds a model."""
+    import numpy as np
+
+    from moelib.core import tree
+    from moelib.train.loading import load_model
+
     def contents(path: str) -> list[Any]:
-        found = load_model(os.path.join(path, "model"))
+        found = load_model(os.path.join(path, name))
         arrays = tree.by_path(found.parameters)
         return [
             {name: np.asarray(values).tobytes() for name, values in arrays.items()},
@@ -281,13 +298,14 @@ def export(folder: str) -> Subject:
         ]
 
     expected = contents(folder)
-    return Subject(folder, "model", lambda path: EXACT if contents(path) == expected else WRONG)
+    return Subject(folder, name, lambda path: EXACT if contents(path) == expected else WRONG)
 
 
 SUBJECTS: dict[str, Callable[[str], Subject]] = {
     "checkpoint": checkpoint,
     "token_store": token_store,
     "export": export,
+    "run": run_folder,
 }
 
 

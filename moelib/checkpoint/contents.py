@@ -1,5 +1,6 @@
 """The contents of a checkpoint: its record, and its arrays by path."""
 
+import contextlib
 import dataclasses
 import errno
 import hashlib
@@ -47,7 +48,8 @@ class CheckpointRecord:
     input: dict[str, Any] | None = None  # Position in the training data, as the input gave it.
     # Metrics of the evaluations at this step, by name.
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-    config_hash: str = ""  # Hash of the settings that determine the run's numbers; may be empty.
+    config: str = ""  # Text of the trainer's config.
+    files: dict[str, str] = dataclasses.field(default_factory=dict)  # SHA-256 of the run's files.
     mesh: dict[str, int] = dataclasses.field(default_factory=dict)  # Sizes of the mesh axes.
     versions: dict[str, str] = dataclasses.field(default_factory=dict)  # Versions of libraries.
     # Checksums of the arrays by path; none in checkpoints of earlier versions of this library.
@@ -77,6 +79,7 @@ class CheckpointRecord:
             if digest != _digest(values) and (digest is not None or values.get("checksums")):
                 raise ValueError("its content differs from its digest")
             values.pop("format")
+            values.pop("config_hash", None)  # Of earlier versions.
             record = cls(**values)
             if _step_of(path) not in (None, record.step):
                 raise ValueError(f"it is the record of step {record.step}")
@@ -86,6 +89,19 @@ class CheckpointRecord:
             kind = UnreadableCheckpointError if unreadable(error) else DamagedCheckpointError
             raise kind(f"{file} cannot be read: {error}.") from error
         return record
+
+
+def newest_record(directory: str, step: int | None = None) -> CheckpointRecord | None:
+    """Returns the newest record that can be read, or that of `step`; None if there is none.
+
+    Raises:
+        UnreadableCheckpointError: If a record cannot be read, and is not damaged.
+    """
+    for each, path in reversed(list_checkpoints(directory).items()):
+        if step in (None, each):
+            with contextlib.suppress(DamagedCheckpointError):
+                return CheckpointRecord.read(path)
+    return None
 
 
 def _digest(values: dict[str, Any]) -> str:

@@ -2,9 +2,12 @@
 
 import functools
 import logging
+import re
 import sys
 import traceback
 from typing import Any
+
+_TENSORSTORE = re.compile(r"\[tensorstore_spec=| in OCDBT database ")  # In its errors.
 
 
 @functools.cache  # Once per process.
@@ -31,5 +34,5 @@ def silence_orbax() -> None:
 def _is_error_of_orbax(record: logging.LogRecord) -> bool:
     _, error, trace = record.exc_info or (None, None, None)
     paths = (record.pathname, *(frame.filename for frame in traceback.extract_tb(trace)))
-    abandoned = "never retrieved" in record.getMessage() and "[tensorstore_spec=" in str(error)
-    return record.levelno >= logging.ERROR and (abandoned or any("orbax" in p for p in paths))
+    abandoned = "never retrieved" in record.getMessage() and _TENSORSTORE.search(str(error))
+    return record.levelno >= logging.ERROR and (bool(abandoned) or any("orbax" in p for p in paths))

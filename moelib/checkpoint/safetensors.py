@@ -34,7 +34,7 @@ _FLOAT8 = "F8_E4M3"
 
 
 class DamagedTensorsError(UserError, RuntimeError):
-    """A file of tensors is not as it was written."""
+    """A file of tensors, or one that belongs to them, is not as it was written."""
 
 
 class TensorFolder:
@@ -101,18 +101,7 @@ class TensorFolder:
         for name, wanted in sums.items():
             if not (name in self._files or name.endswith(_READ)) or self._stop.is_set():
                 continue
-            path = os.path.join(self.folder, name)
-            try:
-                found = _sha256(path)
-            except OSError as error:
-                raise DamagedTensorsError(
-                    f"{path} cannot be read ({error.strerror}), but {SUMS_FILE} lists it."
-                ) from error
-            if found != wanted:
-                raise DamagedTensorsError(
-                    f"{path} has changed since it was written: its SHA-256 differs from that in "
-                    f"{SUMS_FILE}."
-                )
+            check_sum(os.path.join(self.folder, name), wanted, SUMS_FILE)
 
     def __enter__(self) -> "TensorFolder":
         return self
@@ -202,12 +191,30 @@ def _read_sums(folder: str) -> dict[str, str]:
     return {os.path.normpath(name.strip().lstrip("*")): digest for digest, name in pairs}
 
 
+def check_sum(path: str, wanted: str, source: str, *, cure: str = "restore the file") -> None:
+    """Raises DamagedTensorsError unless a file has the SHA-256 that `source` has of it."""
+    try:
+        found = _sha256(path)
+    except OSError as error:
+        raise DamagedTensorsError(
+            f"{path} cannot be read ({error.strerror}), but {source} lists it; {cure}."
+        ) from error
+    if found != wanted:
+        raise DamagedTensorsError(
+            f"{path} has changed since it was written: its SHA-256 differs from that in {source}; "
+            f"{cure}."
+        )
+
+
+def file_sums(folder: str, names: Iterable[str]) -> dict[str, str]:
+    """Returns {name: SHA-256} of those files of a folder that exist."""
+    paths = {name: os.path.join(folder, name) for name in names}
+    return {name: _sha256(path) for name, path in paths.items() if os.path.exists(path)}
+
+
 def add_sums(folder: str, names: Iterable[str]) -> None:
     """Adds the checksums of those files that exist to SHA256SUMS, or replaces them."""
-    sums = _read_sums(folder)
-    for name in names:
-        if os.path.exists(path := os.path.join(folder, name)):
-            sums[name] = _sha256(path)
+    sums = _read_sums(folder) | file_sums(folder, names)
     with atomic_file(os.path.join(folder, SUMS_FILE)) as file:
         file.writelines(f"{digest}  {name}\n" for name, digest in sums.items())
 

@@ -9,7 +9,13 @@ from jax.sharding import Mesh
 from moelib.checkpoint.checkpointer import Checkpointer
 from moelib.checkpoint.contents import CheckpointRecord
 from moelib.checkpoint.restore import restore_arrays
-from moelib.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE, add_sums, write_tensors
+from moelib.checkpoint.safetensors import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    add_sums,
+    file_sums,
+    write_tensors,
+)
 from moelib.core.errors import UserError
 from moelib.core.files import atomic_file, copy_file, read_json, write_json
 from moelib.train.identity import CONFIG_FILE
@@ -53,13 +59,16 @@ def from_hugging_face(
     os.makedirs(to, exist_ok=True)
     checkpoints = os.path.join(to, "checkpoints")
     writer = Checkpointer.default_config().set(dir=checkpoints).instantiate(parent=None)
-    writer.save({"model": loaded.params}, CheckpointRecord(step=0, arrays={}))
+    _copy(FILES, folder, to)
+    text = SpmdTrainer.default_config().set(model=loaded.cfg).debug_string()
+    files = file_sums(to, FILES)
+    record = CheckpointRecord(step=0, arrays={}, config=text, files=files)
+    writer.save({"model": loaded.params}, record)
     writer.close()
     if writer.last_error is not None:
         raise writer.last_error
     with atomic_file(path) as file:
-        file.write(SpmdTrainer.default_config().set(model=loaded.cfg).debug_string())
-    _copy(FILES, folder, to)
+        file.write(text)
     return loaded.settings["model_type"]
 
 

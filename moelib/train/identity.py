@@ -1,15 +1,16 @@
 """Identity of a run: the settings that a run in a folder cannot change when it is resumed."""
 
-import hashlib
 import importlib.metadata
 import logging
 import os
 import re
 import sys
 import sysconfig
+from collections.abc import Mapping
 from typing import Any
 
 import moelib
+from moelib.checkpoint.contents import CheckpointRecord
 from moelib.core.config_parse import parse
 from moelib.core.config_paths import Line, lines
 from moelib.core.errors import UserError
@@ -35,8 +36,9 @@ _MAY_CHANGE = re.compile(
 
 # Settings that move a schedule.
 _SCHEDULE = re.compile(r"learner\b.*\b(max_step|decay_steps)\b.*")
-# Settings that may change, with a line in the log.
-_LOGGED = ("max_step", "num_microbatches", "train_dtype")
+# Other settings that change all further steps, and their names in `accept_changes`: losses of load
+# balance are over a micro-batch, for example.
+_MUST_ACCEPT = {"train_dtype": "train_dtype", "num_microbatches": "accumulation"}
 
 # But the capacity of a dispatcher decides which tokens are dropped, unless its factor is None.
 _CAPACITY = re.compile(r"(.*\.dispatcher\.)(?:(capacity|buffer)_factor|buffer_blocks)")
@@ -67,64 +69,124 @@ def identity(config_text: str) -> dict[str, str]:
     }
 
 
-def config_hash(cfg: Any) -> str:
-    """Returns a hash of the settings that determine the numbers of a run."""
-    lines = sorted(identity(cfg.debug_string()).items())
-    return hashlib.sha256(repr(lines).encode()).hexdigest()[:16]
+def saved_config(
+    directory: str,
+    record: CheckpointRecord | None,
+    *,
+    names: Mapping[str, Any] | None = None,
+    use_file: bool = False,
+) -> tuple[str, str]:
+    """Returns the text of a run's config and its source, for errors; both empty if there is none.
+
+    The text is that in the record of a checkpoint, which has a digest, so that a step is read with
+    the config that trained it. A config.txt with other settings is reported.
+
+    Args:
+        directory: Folder of the run.
+        record: The record; None, or one of an earlier version without a config, for config.txt.
+        names: Classes and functions that the config may name, as in `parse`.
+        use_file: Whether config.txt is preferred to the record.
+
+    Raises:
+        UntrustedNameError: If config.txt names code that it may not name.
+    """
+    path = os.path.join(directory, CONFIG_FILE)
+    written = read_text(path) if os.path.exists(path) else ""
+    if record is None or not record.config or written == record.config or (written and use_file):
+        return (written, f"{path}:") if written else ("", "")
+    source = f"{directory}, config in the record of step {record.step}, line "
+    if written:
+        there, here = (
+            identity(_as_today(text, source, names))
+            for text, source in ((written, f"{path}:"), (record.config, source))
+        )
+        if first := next(iter(_different(there, here)), None):
+            logger.warning(
+                "%s is not the config of step %d, which is used instead: %s is %s in the file, and "
+                "%s in the checkpoint.",
+                *(path, record.step, first),
+                *(values.get(first, "not set") for values in (there, here)),
+            )
+    return record.config, source
 
 
-def check_directory(cfg: Any, directory: str, *, mesh: str = "") -> None:
+def _as_today(text: str, source: str, names: Mapping[str, Any] | None) -> str:
+    """Returns a config's text with today's names and new fields; unchanged if it cannot be parsed.
+
+    Raises:
+        UntrustedNameError: If it names code that it may not name.
+    """
+    try:
+        return parse(text, source=source, names=names).debug_string()
+    except UntrustedNameError:
+        raise
+    except UserError as error:
+        logger.warning("A config cannot be parsed, so it is compared line by line: %s", error)
+        return text
+
+
+def _different(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    return [path for path in {**before, **now} if before.get(path) != now.get(path)]
+
+
+def check_directory(
+    cfg: Any, directory: str, record: CheckpointRecord | None = None, *, mesh: str = ""
+) -> None:
     """Checks that a folder with checkpoints belongs to the run that `cfg` describes.
 
-    Its config.txt is read as today's config first: classes that have moved since, and fields that
-    are new and left at their defaults, make no difference. Changes of precision, length, mesh,
-    accumulation and versions are logged.
+    The config of the run is read as today's first: classes that have moved since, and fields that
+    are new and left at their defaults, make no difference. Changes of length, mesh and versions are
+    logged.
 
     Args:
         cfg: Config of the trainer.
         directory: The folder.
+        record: Record of the newest checkpoint, if one can be read.
         mesh: Description of the mesh of this process.
 
     Raises:
-        TrainerDirConflictError: If not; names the first path that differs. Also if the schedule or
-            the dtype of training differ, and `cfg` does not accept that.
-        UntrustedNameError: If config.txt names code that it may not name.
+        TrainerDirConflictError: If not, and `cfg` does not accept it; names the first path that
+            differs. Also if the schedule, accumulation or dtype of training differ, or the
+            checkpoints have no config.
+        UntrustedNameError: If the config of the run names code that it may not name.
     """
-    path = os.path.join(directory, CONFIG_FILE)
-    if not os.path.exists(path):
+    names = dict(_named(line) for line in lines(cfg))  # The user's own config names them.
+    accepted = cfg.accept_changes or ()
+    text, source = saved_config(directory, record, names=names)
+    if not text:
+        if record is not None and "config" not in accepted:
+            raise TrainerDirConflictError(
+                f"{directory} has checkpoints, but no {CONFIG_FILE} to compare this config with; "
+                "restore the file, or pass --accept_changes=config."
+            )
         return
-    text = read_text(path)
-    try:
-        names = dict(_named(line) for line in lines(cfg))  # The user's own config names them.
-        text = parse(text, source=f"{path}:", names=names).debug_string()
-    except UntrustedNameError:
-        raise
-    except UserError as error:
-        logger.warning("%s cannot be parsed, so it is compared line by line: %s", path, error)
+    text = _as_today(text, source, names)
     before, now = identity(text), identity(cfg.debug_string())
-    different = [p for p in {**before, **now} if before.get(p) != now.get(p)]
-    if not different:
-        _check_changes(cfg, directory, _values(text), mesh)
+    different = _different(before, now)
+    if not different or "config" in accepted:
+        _check_changes(cfg, directory, _values(text), dict.fromkeys(different, "config"), mesh)
         return
     first = different[0]
     more = f" ({len(different) - 1} more lines differ)" if len(different) > 1 else ""
     raise TrainerDirConflictError(
         f"{directory} belongs to another run: {first} is {before.get(first, 'not set')} there, and "
-        f"{now.get(first, 'not set')} in this config{more}; choose another directory, or set it "
-        "back to resume that run."
+        f"{now.get(first, 'not set')} in this config{more}; choose another directory, set it back "
+        "to resume that run, or pass --accept_changes=config to continue it with this config."
     )
 
 
-def _check_changes(cfg: Any, directory: str, before: dict[str, str], mesh: str) -> None:
+def _check_changes(
+    cfg: Any, directory: str, before: dict[str, str], must_accept: dict[str, str], mesh: str
+) -> None:
     """Logs settings, versions and the mesh that differ from those of a run.
 
     Raises:
         TrainerDirConflictError: If a difference must be accepted.
     """
     now = _values(cfg.debug_string())
-    different = [path for path in {**before, **now} if before.get(path) != now.get(path)]
+    different = _different(before, now)
     moved = [p for p in different if _SCHEDULE.fullmatch(p) or (p == "max_step" and _is_moved(cfg))]
-    must_accept = dict.fromkeys(moved, "schedule") | {"train_dtype": "train_dtype"}
+    must_accept = must_accept | dict.fromkeys(moved, "schedule") | _MUST_ACCEPT
     for path in different:
         was, value = (values.get(path, "not set") for values in (before, now))
         name = must_accept.get(path)
@@ -133,7 +195,7 @@ def _check_changes(cfg: Any, directory: str, before: dict[str, str], mesh: str) 
                 f"{path} is {was} in {directory}, and {value} in this config, which changes the "
                 f"{name} of all further steps; set it back, or pass --accept_changes={name}."
             )
-        if name is not None or path in _LOGGED:
+        if name is not None or path == "max_step":
             logger.warning("%s was %s in %s, and is %s from now on.", path, was, directory, value)
     run = read_json(os.path.join(directory, _RUN_FILE))
     for name, value in _versions(mesh).items():

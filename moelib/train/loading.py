@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from moelib.checkpoint.contents import newest_record
 from moelib.checkpoint.restore import restore_params_only
+from moelib.checkpoint.safetensors import check_sum
 from moelib.core import config_parse, trusted_code
 from moelib.core.errors import UserError
-from moelib.core.files import read_json, read_text
+from moelib.core.files import read_json
 from moelib.core.param import ParameterSpec, is_spec, may_cast
 from moelib.core.tree import Nested
 from moelib.data.input import load_tokenizer
@@ -29,6 +31,7 @@ from moelib.train.state import abstract_arrays
 
 logger = logging.getLogger(__name__)
 
+_CHECKPOINTS = "checkpoints"  # Folder below that of a run.
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -65,9 +68,8 @@ class LoadedModel:
         """Returns the same model with the parameters of another step; None for the newest."""
         specs = self.model.create_parameter_specs_recursively()
         with self.on_mesh():
-            checkpoints = os.path.join(self.folder, "checkpoints")
             restored = restore_params_only(
-                checkpoints,
+                os.path.join(self.folder, _CHECKPOINTS),
                 abstract_arrays(specs, self.mesh),
                 step=step,
                 skip_checksums=self.skip_checksums,
@@ -102,7 +104,8 @@ def load_model(
         module_dir: Folder of the modules of the run's own layers, which its config may then name;
             modules that you have imported need none.
         require_tokenizer: Whether a missing tokenizer is an error; else `tokenizer` is None.
-        skip_checksums: Whether the arrays of a run are not compared with their checksums.
+        skip_checksums: Whether the arrays and files of a run are not compared with their checksums,
+            and its config is config.txt instead of that in the checkpoint.
 
     Raises:
         UserError: If an argument is invalid, the folder holds no model or no tokenizer, or a module
@@ -114,7 +117,10 @@ def load_model(
             f"folder is {folder!r}; pass the folder of a run or of a Hugging Face model."
         )
     folder = str(folder)
-    run = os.path.exists(os.path.join(folder, identity.CONFIG_FILE))
+    if module_dir is not None:
+        trusted_code.allow_folder(module_dir)
+    cfg: Any = _read_config(folder, step, skip_checksums=skip_checksums)
+    run = cfg is not None
     if not run and not os.path.exists(os.path.join(folder, pretrained.CONFIG_FILE)):
         raise UserError(
             f"{folder} holds no model: it has neither the {identity.CONFIG_FILE} of a run nor the "
@@ -122,7 +128,6 @@ def load_model(
         )
     if not run and step is not None:
         raise UserError(f"step {step}: {folder} is a Hugging Face folder, without steps; unset it.")
-    cfg: Any = _read_config(folder, module_dir) if run else None
     model_cfg = cfg.model if run else pretrained.read_config(folder)[0]
     model = model_cfg.instantiate(parent=None)
     published = read_json(os.path.join(folder, pretrained.CONFIG_FILE))  # Converted models too.
@@ -232,17 +237,24 @@ def _published(folder: str, name: str, default: Any, *, file: str = pretrained.C
     return default if value is None else value
 
 
-def _read_config(folder: str, module_dir: str | None) -> Any:
-    """Returns the config of a run, which may name modules of `module_dir`."""
-    path = os.path.join(folder, identity.CONFIG_FILE)
-    text = read_text(path)
-    if module_dir is not None:
-        trusted_code.allow_folder(module_dir)
+def _read_config(folder: str, step: int | None, *, skip_checksums: bool) -> Any:
+    """Returns the config that trained a step of a run; None if the folder holds no run.
+
+    Raises:
+        DamagedTensorsError: If a file of the folder, such as that of the tokenizer, has changed.
+    """
+    record = newest_record(os.path.join(folder, _CHECKPOINTS), step)
     try:
-        return config_parse.parse(text, source=f"{path}:")
+        text, source = identity.saved_config(folder, record, use_file=skip_checksums)
+        cfg = config_parse.parse(text, source=source) if text else None
     except trusted_code.UntrustedNameError as error:
         # The run's folders are data, too: a hint, from which nothing is imported.
         hint = ", ".join(identity.module_dirs(folder))
         raise type(error)(
             f"{error} In training, modules came from {hint or 'elsewhere'}."
         ) from None
+    if record is not None and not skip_checksums:
+        source, cure = f"the record of step {record.step}", "restore it, or pass --skip_checksums"
+        for name, digest in record.files.items():
+            check_sum(os.path.join(folder, name), digest, source, cure=cure)
+    return cfg

@@ -13,7 +13,7 @@ from moelib.core.errors import UserError
 from moelib.parallel.sharding import SplitError, mesh_axes
 
 # Settings that a resumed run may change if `accept_changes` names them: all further steps differ.
-ACCEPTABLE = ("schedule", "train_dtype")
+ACCEPTABLE = ("schedule", "train_dtype", "accumulation", "config")
 
 
 def check_config(cfg: Any) -> None:

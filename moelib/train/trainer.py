@@ -4,7 +4,6 @@ import contextlib
 import functools
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -13,7 +12,8 @@ import jax
 import numpy as np
 
 from moelib.checkpoint.checkpointer import Checkpointer
-from moelib.checkpoint.contents import CheckpointRecord
+from moelib.checkpoint.contents import CheckpointRecord, newest_record
+from moelib.checkpoint.safetensors import file_sums
 from moelib.core import tree
 from moelib.core.config import (
     REQUIRED,
@@ -27,6 +27,7 @@ from moelib.core.module import Module, nowrap
 from moelib.core.param import is_spec
 from moelib.data.input import Input, batch_spec
 from moelib.data.prefetch import HostRows, host_rows, row_sharding
+from moelib.data.tokenizer import FILE_NAME, SETTINGS_FILE
 from moelib.layers.kernel_backends import kernel_backends
 from moelib.layers.kernel_check import check_kernels
 from moelib.learner.learner import Learner
@@ -44,7 +45,7 @@ from moelib.train import state as state_lib
 from moelib.train.compiler_options import compile_with, default_options, spelled
 from moelib.train.directory_lock import directory_lock
 from moelib.train.evaler import SpmdEvaler
-from moelib.train.identity import CONFIG_FILE, check_directory, config_hash, write_config
+from moelib.train.identity import check_directory, write_config
 from moelib.train.input_state import gather_input_state, input_state_of
 from moelib.train.loop import TrainLoop
 from moelib.train.memory import check_memory
@@ -115,7 +116,8 @@ class SpmdTrainer(Module):
         # -- Output
         dir: Required[str] = REQUIRED  # Folder of the run.
         # Accepted differences from the run in `dir` that change all further steps: "schedule"
-        # (max_step or decay_steps), "train_dtype". None accepts nothing.
+        # (max_step or decay_steps), "train_dtype", "accumulation" (num_microbatches), "config"
+        # (settings that determine the numbers of a run). None accepts nothing.
         accept_changes: Sequence[str] | None = None
         # Saves and restores the state; None saves nothing.
         checkpointer: Checkpointer.Config | None = Checkpointer.default_config()
@@ -346,17 +348,15 @@ class SpmdTrainer(Module):
         restored = self.checkpointer.restore(target, step=step)
         if restored is None:
             return None
-        known = os.path.exists(os.path.join(self.config.dir, CONFIG_FILE))  # Compared by `run`.
-        if not known and restored.record.config_hash != config_hash(self.config):
-            logger.warning(
-                "%s was written with another config or version of the library, and %s is missing.",
-                restored.path,
-                os.path.join(self.config.dir, CONFIG_FILE),
-            )
         self.input_state = input_state_of(restored.record.input, self._host_rows)
         self._state, self.step = restored.state, restored.record.step
         self.restored_metrics = restored.record.metrics
         return self.step
+
+    @functools.cached_property
+    def _file_sums(self) -> dict[str, str]:
+        """SHA-256 of the tokenizer's files in the folder of the run, at the first checkpoint."""
+        return file_sums(self.config.dir, (FILE_NAME, SETTINGS_FILE))
 
     @nowrap
     def save_checkpoint(self, metrics: dict[str, float] | None = None) -> None:
@@ -369,7 +369,8 @@ class SpmdTrainer(Module):
             arrays={},
             input=gather_input_state(self.input_state, self._host_rows),
             metrics=metrics or {},
-            config_hash=config_hash(self.config),
+            config=self.config.debug_string(),
+            files=self._file_sums if jax.process_index() == 0 else {},
             mesh=dict(self.mesh().shape),
         )
         self.checkpointer.save(self.trainer_state, record)
@@ -497,7 +498,8 @@ class SpmdTrainer(Module):
             if cfg.checkpointer is not None:
                 self.checkpointer.remove_unfinished()
                 if self.checkpointer.latest_step() is not None:  # The folder is taken.
-                    check_directory(cfg, cfg.dir, mesh=mesh)
+                    record = newest_record(self.checkpointer.dir)
+                    check_directory(cfg, cfg.dir, record, mesh=mesh)
             with ended_by_sigterm("restoring"):
                 if self.restore_checkpoint() is None:
                     _ = self.input  # Opened first: missing data is an error before computations.

@@ -173,7 +173,7 @@ def test_abandoned_reads_print_nothing(subject, tmp_path, monkeypatch):
     assert [str(args.exc_value)[:60] for args in seen] == []
 
 
-@pytest.mark.parametrize("spec", ["", " [tensorstore_spec='{}']"])
+@pytest.mark.parametrize("spec", ["", " [tensorstore_spec='{}']", " in OCDBT database at x"])
 def test_abandoned_futures_of_tensorstore_alone_print_nothing(spec, caplog):
     silence_orbax()
     with contextlib.closing(asyncio.new_event_loop()) as loop:

@@ -63,6 +63,9 @@ def test_a_model_becomes_a_checkpoint_and_the_same_model_again(hub, tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (tmp_path / "back" / name).read_text() == (hub / name).read_text()
     assert (loaded.stop_ids, loaded.max_length) == ((7, 256), 60)
+    (tmp_path / "run/generation_config.json").unlink()
+    with pytest.raises(UserError, match=r"run/generation_config\.json .*record of step 0"):
+        load_model(str(tmp_path / "run"))
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """A run's folder of someone else: commands that read it run no code that it names."""
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -7,6 +8,7 @@ import sys
 import pytest
 
 from moelib import launch
+from moelib.checkpoint.contents import CheckpointRecord
 from moelib.cli import main
 from moelib.core import trusted_code
 from tests import tiny
@@ -81,6 +83,19 @@ def test_code_that_a_run_names_is_refused_and_not_run(command, lines, folder, ca
     assert "--module" in line
     assert not (folder.parent / "ran").exists()
     assert "hostile" not in set(sys.modules) - before
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_code_that_a_checkpoint_names_is_refused(command, folder, capsys):
+    path = str(folder / "checkpoints/step_00000001")
+    record = CheckpointRecord.read(path)
+    kept = [line for line in record.config.splitlines() if not line.startswith("dir")]
+    text = "\n".join([*kept, "dir.fn: os:system", ""])
+    dataclasses.replace(record, config=text).write(path)
+    assert main.run([command, f"--trainer_dir={folder}", *COMMANDS[command]]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "record of step 1" in line
+    assert "os:system" in line
 
 
 def test_own_modules_are_allowed_by_flag(folder, capsys):

@@ -5,6 +5,7 @@ import pathlib
 import pytest
 
 import moelib
+from moelib.checkpoint.contents import CheckpointRecord
 from moelib.core import moved_names
 from moelib.core.config import config_for_function
 from moelib.layers.moe.dispatch import SortedDispatcher
@@ -16,7 +17,6 @@ from moelib.train.identity import (
     CONFIG_FILE,
     TrainerDirConflictError,
     check_directory,
-    config_hash,
     identity,
     write_config,
 )
@@ -43,13 +43,11 @@ def changed(path, value):
         ("mesh_shape", (1, 1, 1, 8, 1, 1)),
         ("log_every_n_steps", 7),
         ("checkpointer.keep_last_n", 9),
-        ("num_microbatches", 2),
         ("learner.offload_state", True),
     ],
 )
 def test_setting_that_may_change(folder, path, value):
     check_directory(changed(path, value), str(folder))
-    assert config_hash(changed(path, value)) == config_hash(tiny.trainer_config("elsewhere"))
 
 
 def scheduled(**fields):
@@ -66,6 +64,8 @@ def scheduled(**fields):
         ("max_step", 16, "schedule", r"max_step is 8 in .*, and 16 in this config"),
         ("learner.optimizer.learning_rate.max_step", 4, "schedule", "is not set .* and 4 in"),
         ("train_dtype", "bfloat16", "train_dtype", "train_dtype is not set .* and 'bfloat16' in"),
+        ("num_microbatches", 2, "accumulation", "num_microbatches is 1 .* and 2 in"),
+        ("model.aux_weight", 0.5, "config", "model.aux_weight is 0.01 .* and 0.5 in"),
     ],
 )
 def test_a_change_of_all_further_steps_must_be_accepted(
@@ -88,11 +88,11 @@ def test_a_change_of_all_further_steps_must_be_accepted(
 def test_other_changes_are_logged(tmp_path, caplog, monkeypatch):
     write_config(scheduled(), str(tmp_path), mesh="fsdp=8")
     monkeypatch.setattr(moelib, "__version__", "9.9")
-    check_directory(scheduled(num_microbatches=2), str(tmp_path), mesh="fsdp=4")
+    check_directory(scheduled(), str(tmp_path), mesh="fsdp=4")
     lines = [record.message for record in caplog.records]
-    assert [line.split()[0] for line in lines] == ["num_microbatches", "mesh", "moelib"]
-    assert "fsdp=8" in lines[1]
-    assert "fsdp=4" in lines[1]
+    assert [line.split()[0] for line in lines] == ["mesh", "moelib"]
+    assert "fsdp=8" in lines[0]
+    assert "fsdp=4" in lines[0]
     (tmp_path / "run.json").write_text('{"module_dirs": []}')  # Of an earlier version.
     caplog.clear()
     check_directory(scheduled(), str(tmp_path), mesh="fsdp=4")
@@ -112,7 +112,43 @@ def test_other_changes_are_logged(tmp_path, caplog, monkeypatch):
 def test_setting_that_may_not_change(folder, path, value, message):
     with pytest.raises(TrainerDirConflictError, match=message):
         check_directory(changed(path, value), str(folder))
-    assert config_hash(changed(path, value)) != config_hash(tiny.trainer_config("elsewhere"))
+
+
+# -- The config in a checkpoint ------------------------------------------------------------------
+
+
+def record_of(cfg):
+    return CheckpointRecord(7, {}, config=cfg.debug_string())
+
+
+def test_the_config_of_a_checkpoint_replaces_a_missing_file(tmp_path):
+    record = record_of(tiny.trainer_config("somewhere"))
+    check_directory(tiny.trainer_config("somewhere"), str(tmp_path), record)
+    with pytest.raises(TrainerDirConflictError, match=r"model.dim.*16.*24"):
+        check_directory(changed("model.dim", 24), str(tmp_path), record)
+
+
+def test_a_changed_file_is_reported_and_not_used(folder, caplog):
+    cfg = tiny.trainer_config("somewhere")
+    check_directory(cfg, str(folder), record_of(cfg))
+    edit(folder, "max_step: 8", "max_step: 9")  # As a resume does that accepts it.
+    check_directory(cfg, str(folder), record_of(cfg))
+    assert not caplog.records
+    edit(folder, "model.dim: 16", "model.dim: 24")
+    check_directory(cfg, str(folder), record_of(cfg))
+    (line,) = (record.message for record in caplog.records)
+    for part in (f"{folder}/config.txt", "step 7", "model.dim is 24 in the file", "16"):
+        assert part in line
+
+
+def test_checkpoints_without_any_config_are_refused(tmp_path):
+    record, cfg = CheckpointRecord(7, {}), tiny.trainer_config("somewhere")
+    with pytest.raises(TrainerDirConflictError, match=r"no config\.txt.*--accept_changes=config"):
+        check_directory(cfg, str(tmp_path), record)
+    check_directory(cfg.set(accept_changes=["config"]), str(tmp_path), record)
+
+
+# -- Earlier versions ----------------------------------------------------------------------------
 
 
 def edit(folder, old, new):

@@ -1,5 +1,6 @@
 """`load_model`: runs are self-contained; dtypes, meshes, tokenizers and own modules."""
 
+import dataclasses
 import importlib
 import json
 import os
@@ -156,7 +157,46 @@ def test_a_module_that_the_user_has_imported_may_be_named(run, monkeypatch):
     load_model(str(run))
 
 
+def test_the_config_is_that_of_the_checkpoint(run, moved, caplog):
+    file = moved / "config.txt"
+    text = file.read_text()
+    load_model(moved, module_dir=str(run.parent))
+    file.write_text(text.replace("max_step: 2\n", "max_step: 9\n"))  # A resume has accepted this.
+    assert load_model(moved, module_dir=str(run.parent)).config.max_step == 2
+    assert not caplog.records
+    file.write_text(text.replace("model.output_norm.eps: 1e-06", "model.output_norm.eps: 1e-01"))
+    assert load_model(moved, module_dir=str(run.parent)).config.model.output_norm.eps == 1e-6
+    (line,) = (record.message for record in caplog.records)
+    assert f"{file} is not the config of step 2, which is used instead" in line
+    assert "model.output_norm.eps is 0.1 in the file" in line
+    as_it_is = load_model(moved, module_dir=str(run.parent), skip_checksums=True)
+    assert as_it_is.config.model.output_norm.eps == 0.1
+    file.unlink()
+    assert load_model(moved, module_dir=str(run.parent)).config.max_step == 2
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_changed_or_missing_file_of_the_tokenizer_is_named(run, moved, name):
+    file = moved / name
+    file.write_text(file.read_text() + " ")
+    named = rf"{file} .*record of step 2.*--skip_checksums"
+    with pytest.raises(UserError, match=named):
+        load_model(moved, module_dir=str(run.parent), require_tokenizer=False)
+    load_model(moved, module_dir=str(run.parent), skip_checksums=True)
+    file.unlink()
+    with pytest.raises(UserError, match=named):
+        load_model(moved, module_dir=str(run.parent), require_tokenizer=False)
+
+
+def write_like_earlier_versions(run):
+    """Removes the config and the sums of files from the records of a run's checkpoints."""
+    for path in (run / "checkpoints").iterdir():
+        record = CheckpointRecord.read(str(path))
+        dataclasses.replace(record, config="", files={}).write(str(path))
+
+
 def test_an_older_run_has_the_tokenizer_of_its_input(run, moved, monkeypatch):
+    write_like_earlier_versions(moved)
     (moved / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"tokenizer\.json"):
         load_model(str(moved), module_dir=str(run.parent))
@@ -169,6 +209,7 @@ def test_an_older_run_has_the_tokenizer_of_its_input(run, moved, monkeypatch):
 
 
 def test_an_incomplete_model_is_named(run, moved):
+    write_like_earlier_versions(moved)
     text = (moved / "config.txt").read_text()
     assert "\nmodel.vocab_size: 400\n" in text
     (moved / "config.txt").write_text(text.replace("\nmodel.vocab_size: 400\n", "\n"))

@@ -78,8 +78,7 @@ def test_an_error_of_the_input_is_raised_and_the_run_closed(tmp_path, monkeypatc
 
 def test_changed_input_is_refused_on_resuming(tmp_path):
     tiny.trainer_config(tmp_path, max_step=2).instantiate(parent=None).run()
-    (tmp_path / "config.txt").unlink()
-    cfg = tiny.trainer_config(tmp_path)
+    cfg = tiny.trainer_config(tmp_path).set(accept_changes=["config"])
     cfg.input.seed = 3
     with pytest.raises(ValueError, match="seed was 0"):
         cfg.instantiate(parent=None).run()

@@ -28,7 +28,7 @@ from moelib.learner.transforms import chain
 from moelib.parallel.mesh import mesh_shape_from_axes
 from moelib.planning.hardware.topologies import topology
 from moelib.train.compiler_options import compile_with, default_options, spelled
-from moelib.train.identity import TrainerDirConflictError, config_hash
+from moelib.train.identity import TrainerDirConflictError, identity
 from moelib.train.loop import NonFiniteError
 from tests import tiny
 
@@ -217,6 +217,9 @@ def test_checkpoint_of_another_config_is_refused(tmp_path):
     os.remove(tmp_path / "config.txt")
     cfg = tiny.trainer_config(tmp_path, max_step=2)
     cfg.model.dim = 8
+    with pytest.raises(TrainerDirConflictError, match=r"model.dim.*16.*8"):
+        run(cfg)
+    cfg.accept_changes = ["config"]
     wanted = r"'model/head'.*float32\[16, 32\].*float32\[8, 32\]"
     with pytest.raises(CheckpointMismatchError, match=wanted):
         run(cfg)
@@ -321,7 +324,7 @@ def test_sharding_rule_for_unknown_axes_is_refused(tmp_path, rules, message):
 
 def test_inputs_know_the_vocabulary_of_the_model(tmp_path):
     cfg = tiny.trainer_config(tmp_path, max_step=1)
-    before = config_hash(cfg)
+    before = identity(cfg.debug_string())
     beyond = InMemoryTokens.default_config().set(documents=[[7, 40]] * 99, vocab_size=41, eos_id=0)
     cfg.input = LMInput.default_config().set(global_batch_size=8, seq_len=16, source=beyond)
     with pytest.raises(ValueError, match=r"40.*32"):
@@ -331,7 +334,7 @@ def test_inputs_know_the_vocabulary_of_the_model(tmp_path):
     trainer = cfg.instantiate(parent=None)
     assert trainer.evalers["val"].config.input.vocab_size == 32
     assert trainer.config.evalers["val"].input.vocab_size is None
-    assert config_hash(trainer.config) == before
+    assert identity(trainer.config.debug_string()) == before
 
 
 def test_state_can_be_changed_before_the_first_step(tmp_path):
