@@ -1,10 +1,12 @@
 """The learner against formulas in NumPy: schedule, weight decay, clipping, moments, average, skips.
 
-Kingma and Ba, arXiv:1412.6980, algorithm 1; Loshchilov and Hutter, arXiv:1711.05101, algorithm 2.
+Kingma and Ba, arXiv:1412.6980, algorithm 1; Loshchilov and Hutter, arXiv:1711.05101, algorithm 2;
+Chen et al., arXiv:2302.06675, program 1.
 """
 
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,7 +28,7 @@ Arrays = dict[str, np.ndarray]  # By path.
 def learner(known: Reference) -> Difference | None:
     """Compares four updates, of which a skip policy skips the third, with NumPy."""
     cfg = completed(known.config).learner
-    formula = _AdamW(cfg, specs_by_path(known.probe.trainer.trainer_state_specs.model))
+    formula = _Updates(cfg, specs_by_path(known.probe.trainer.trainer_state_specs.model))
     state, gradients = known.start, tree.by_path(known.first.gradients)
     want: Arrays = {path: x.astype(np.float64) for path, x in formula.own(state.model).items()}
     average: Arrays | None = None
@@ -55,19 +57,19 @@ def learner(known: Reference) -> Difference | None:
     return None
 
 
-class _AdamW:
-    """Adam with decoupled weight decay, on clipped gradients."""
+class _Updates:
+    """Updates of Adam, AdamW in both forms, SGD and Lion, by clipped gradients."""
 
     def __init__(self, cfg: Any, specs: dict[str, Any]) -> None:
         """Reads the settings. Raises CheckSkippedError for another optimizer."""
         chained = cfg.optimizer.args if _name(cfg.optimizer) == "chain" else [cfg.optimizer]
-        parts = {_name(part): part for part in chained}
+        parts = {_name(part).removesuffix("_optimizer"): part for part in chained}
         self._clip = dict(clip.items()) if (clip := parts.pop("clip_by_global_norm", None)) else {}
-        if len(parts) != 1 or not {"adamw_optimizer", "adam_optimizer"} & parts.keys():
+        if len(parts) != 1 or not set(_DIRECTIONS) & parts.keys():
             raise CheckSkippedError(f"no formula for the optimizer {' and '.join(parts)}")
-        (adam,) = parts.values()
-        self._adam, self._specs, self._rules = dict(adam.items()), specs, cfg.update_rules
-        self._moments: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        ((self._kind, optimizer),) = parts.items()
+        self._cfg, self._specs, self._rules = dict(optimizer.items()), specs, cfg.update_rules
+        self._moments: dict[str, tuple[Any, ...]] = {}
         self.num_updates = 0
 
     def own(self, params: Nested) -> Arrays:
@@ -83,29 +85,59 @@ class _AdamW:
     def updated(self, params: Arrays, gradients: Arrays) -> Arrays:
         """Returns the parameters after one more update."""
         self.num_updates += 1
-        b1, b2, eps = (self._adam[name] for name in ("b1", "b2", "eps"))
         norm, scale = math.sqrt(sum(np.vdot(g, np.float64(g)) for g in gradients.values())), 1.0
         if self._clip and norm > self._clip["max_norm"]:
             scale = self._clip["max_norm"] / (norm + self._clip["eps"])
-        rate, new = rate_at(self._adam["learning_rate"], self.num_updates), {}
+        rate, factor, new = self._cfg["learning_rate"], 1.0, {}
+        if self._kind == "adamw_decoupled":
+            rate, factor = self._cfg["update_schedule"], rate
+        rate = rate_at(rate, self.num_updates)
         for path, gradient in gradients.items():
-            g = np.float64(gradient) * scale
-            mean, square = self._moments.get(path, (0 * g, 0 * g))
-            mean, square = b1 * mean + (1 - b1) * g, b2 * square + (1 - b2) * g * g
-            self._moments[path] = mean, square
-            mean, square = mean / (1 - b1**self.num_updates), square / (1 - b2**self.num_updates)
+            moments = self._moments.get(path, (0.0, 0.0))
+            direction, self._moments[path] = _DIRECTIONS[self._kind](
+                self._cfg, np.float64(gradient) * scale, *moments, self.num_updates
+            )
             decay = self._decay(path) * params[path]
-            new[path] = params[path] - rate * (mean / (np.sqrt(square) + eps) + decay)
+            new[path] = params[path] - rate * (factor * direction + decay)
         return new
 
     def _decay(self, path: str) -> float:
         """Returns the weight decay of a parameter."""
-        decay, spec = self._adam.get("weight_decay", 0.0), self._specs[path]
-        rules = self._adam.get("weight_decay_per_param_scale", ())
+        decay, spec = self._cfg.get("weight_decay", 0.0), self._specs[path]
+        rules = self._cfg.get("weight_decay_per_param_scale", ())
         if callable(rules):
             return decay * rules(spec)
         scales = (scale for pattern, scale in rules if re.fullmatch(pattern, path))
         return decay * next(scales, spec.weight_decay_scale)
+
+
+def _adam(cfg: Any, g: Any, mean: Any, square: Any, step: int) -> tuple[Any, tuple[Any, Any]]:
+    b1, b2 = cfg["b1"], cfg["b2"]
+    mean, square = b1 * mean + (1 - b1) * g, b2 * square + (1 - b2) * g * g
+    root = np.sqrt(square / (1 - b2**step))
+    return mean / (1 - b1**step) / (root + cfg["eps"]), (mean, square)
+
+
+def _sgd(cfg: Any, g: Any, trace: Any, _: Any, step: int) -> tuple[Any, tuple[Any, Any]]:
+    del step
+    trace = cfg["momentum"] * trace + g
+    return g + cfg["momentum"] * trace if cfg["nesterov"] else trace, (trace, 0.0)
+
+
+def _lion(cfg: Any, g: Any, mean: Any, _: Any, step: int) -> tuple[Any, tuple[Any, Any]]:
+    del step
+    b1, b2 = cfg["b1"], cfg["b2"]
+    return np.sign(b1 * mean + (1 - b1) * g), (b2 * mean + (1 - b2) * g, 0.0)
+
+
+# The direction of a step, and new moments, of the moments before.
+_DIRECTIONS: dict[str, Callable[..., tuple[Any, tuple[Any, Any]]]] = {
+    "adam": _adam,
+    "adamw": _adam,
+    "adamw_decoupled": _adam,
+    "sgd": _sgd,
+    "lion": _lion,
+}
 
 
 def rate_at(rate: Any, step: int) -> float:
