@@ -34,7 +34,7 @@ from .command import run_as_command
 LENGTH = 64  # Tokens per example.
 SMALL = {
     "model_type": "llama",
-    "vocab_size": 257,
+    "vocab_size": 264,  # Of 257 bytes and an end, rounded up: "model=8" divides it.
     "hidden_size": 48,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
