@@ -3,7 +3,7 @@
     pytest -m hf tests/models/huggingface
 
 makes that Python once, in .cache/transformers (1.5 GB, a minute or two); `MOELIB_HF_PYTHON` names
-another that has torch and transformers.
+another that has torch, transformers and peft.
 """
 
 import json
@@ -19,7 +19,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import moelib
 from experiments import flame_moe
+from experiments.tasks import causal_lm, lora
 from moelib.core.config import config_for_function
 from moelib.core.module import functional
 from moelib.data.lm_input import LMInput
@@ -42,7 +44,7 @@ pytestmark = [pytest.mark.hf, pytest.mark.slow]
 
 HERE = pathlib.Path(__file__).parent
 FAMILIES = sorted(path.name for path in (HERE / "fixtures").iterdir())
-PINNED = ("torch==2.13.0", "transformers==5.23.0", "safetensors", "numpy")
+PINNED = ("torch==2.13.0", "transformers==5.23.0", "peft==0.21.2", "safetensors", "numpy")
 
 
 @pytest.fixture(scope="module")
@@ -51,19 +53,20 @@ def python():
     if given := os.environ.get("MOELIB_HF_PYTHON"):
         return given
     folder = HERE.parents[2] / ".cache/transformers"
-    if not (folder / "done").exists():
+    done = folder / "done"
+    if not done.exists() or done.read_text() != " ".join(PINNED):
         base = shutil.which("python3.11") or sys.executable
         subprocess.run([base, "-m", "venv", "--clear", folder], check=True)
         subprocess.run([folder / "bin/pip", "install", "--quiet", *PINNED], check=True)
-        (folder / "done").touch()
+        done.write_text(" ".join(PINNED))
     return folder / "bin/python"
 
 
-def in_transformers(python, folder, input_ids):
-    """Returns (class of the model, logits, greedy text) of a folder."""
+def in_transformers(python, folder, input_ids, *adapter):
+    """Returns (class of the model, logits, greedy text) of a folder, with PEFT's adapter if any."""
     save_file({"input_ids": np.asarray(input_ids)}, folder / "asked.safetensors")
     out = folder / "answered.safetensors"
-    command = [python, HERE / "with_transformers.py", folder, out]
+    command = [python, HERE / "with_transformers.py", folder, out, *adapter]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     answer = load_file(out)
@@ -114,6 +117,22 @@ def test_transformers_computes_what_flame_moe_does(name, python, tmp_path):
     params = cfg.instantiate(parent=None).initialize_parameters_recursively(jax.random.key(0))
     architecture = save_pretrained(str(tmp_path), cfg, params)
     check(python, cfg, params, tmp_path, architecture)
+
+
+def test_peft_loads_the_adapter_of_the_lora_example_and_computes_the_same(python, tmp_path):
+    model, tokenizer = causal_lm.small_model()
+    params = causal_lm.task_of(model, tokenizer).init(jax.random.key(0))
+    causal_lm.export(str(tmp_path / "base"), model, params, tokenizer)
+    with jax.numpy_dtype_promotion("standard"):  # Optax mixes dtypes in its updates.
+        lora.run(str(tmp_path), max_step=6)
+    ids = jax.random.randint(jax.random.key(1), (2, 12), 0, 257)
+    merged = moelib.load_model(tmp_path / "merged")
+    ours, text = greedy(merged.model, merged.parameters, ids)
+    _, base, _ = in_transformers(python, tmp_path / "base", ids)
+    _, adapted, generated = in_transformers(python, tmp_path / "base", ids, tmp_path / "adapter")
+    assert np.abs(adapted - base).max() > 0.1
+    np.testing.assert_allclose(adapted, ours, rtol=0, atol=1e-4)
+    np.testing.assert_array_equal(generated, text)
 
 
 def run_of(folder, *, model=None, **fields):

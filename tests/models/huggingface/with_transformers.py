@@ -1,25 +1,32 @@
 """Runs in a Python that has torch and transformers: what they make of a folder that we wrote.
 
-    python with_transformers.py FOLDER OUT
+    python with_transformers.py FOLDER OUT [ADAPTER]
 
 FOLDER holds a model and asked.safetensors, `input_ids` [B, S]. OUT becomes a safetensors file of
-`logits` [B, S, V] and `generated` [B, S + 16], greedily.
+`logits` [B, S, V] and `generated` [B, S + 16], greedily. ADAPTER is a folder that PEFT applies.
 """
 
 import pathlib
 import sys
+import warnings
 
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
 if __name__ == "__main__":
-    folder, out = map(pathlib.Path, sys.argv[1:])
+    folder, out, *adapter = map(pathlib.Path, sys.argv[1:])
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         folder, output_loading_info=True, dtype=torch.float32, attn_implementation="eager"
     )
     wrong = {name: keys for name, keys in info.items() if keys}
     assert not wrong, wrong  # Else transformers warns, and draws what is missing.
+    name = type(model).__name__
+    if adapter:
+        import peft
+
+        warnings.simplefilter("error", UserWarning)  # PEFT warns of tensors that are missing.
+        model = peft.PeftModel.from_pretrained(model, adapter[0])
     ids = load_file(folder / "asked.safetensors")["input_ids"].long()
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits
@@ -32,4 +39,4 @@ if __name__ == "__main__":
             eos_token_id=None,
         )
     save_file({"logits": logits.contiguous(), "generated": generated.contiguous()}, out)
-    print(type(model).__name__)
+    print(name)
