@@ -7,7 +7,9 @@ import moelib
 from experiments.tasks import causal_lm
 
 
-def test_fine_tunes(tmp_path):
+def test_fine_tunes(tmp_path, monkeypatch):
+    train, test = causal_lm.manual()
+    monkeypatch.setattr(causal_lm, "manual", lambda: (train, test[:64]))
     model, tokenizer = causal_lm.small_model()
     task = causal_lm.task_of(model, tokenizer)
     causal_lm.export(str(tmp_path / "base"), model, task.init(jax.random.key(0)), tokenizer)

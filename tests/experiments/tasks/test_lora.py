@@ -10,7 +10,9 @@ from safetensors.numpy import load_file
 from experiments.tasks import causal_lm, lora
 
 
-def test_adapter_is_the_difference_of_the_merged_model_and_the_base(tmp_path):
+def test_adapter_is_the_difference_of_the_merged_model_and_the_base(tmp_path, monkeypatch):
+    train, test = causal_lm.manual()
+    monkeypatch.setattr(causal_lm, "manual", lambda: (train, test[:64]))
     model, tokenizer = causal_lm.small_model()
     params = causal_lm.task_of(model, tokenizer).init(jax.random.key(0))
     causal_lm.export(str(tmp_path / "base"), model, params, tokenizer)
