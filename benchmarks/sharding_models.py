@@ -41,6 +41,8 @@ def models() -> list[Callable[[], Model]]:
         t5,
         functools.partial(mixture, "MoE, einsum", einsum=True),
         functools.partial(mixture, "MoE, ragged_dot", einsum=False),
+        mixture_of_depths,
+        state_space,
         equinox_model,
         nnx_model,
         dense_chain,
@@ -343,6 +345,85 @@ def mixture(name: str, *, einsum: bool) -> Model:
     if not einsum:
         hand.append(("layers/./down", COLUMN))
     return one._replace(loss=loss, hand=hand)
+
+
+def mixture_of_depths() -> Model:
+    """Llama whose layers compute a quarter of the tokens (Raposo et al., arXiv:2404.02258)."""
+    one, draw = llama("Mixture of depths"), _Random()
+    for layer in one.params["layers"]:
+        layer["router"] = draw(WIDTH, 1)
+
+    def loss(params: Any, ids: jax.Array, labels: jax.Array) -> jax.Array:
+        x = params["embed"][ids]
+        for p in params["layers"]:
+            scores, chosen = jax.lax.top_k((x @ p["router"])[..., 0], LENGTH // 4)
+            h = jnp.take_along_axis(x, chosen[..., None], 1)
+            h = (_llama_block(h, p, HEADS) - h) * jax.nn.sigmoid(scores)[..., None]
+            x = jax.vmap(lambda x, chosen, h: x.at[chosen].add(h))(x, chosen, h)
+        return _cross_entropy(_norm(x, params["norm"]) @ params["head"], labels)
+
+    return one._replace(loss=loss)
+
+
+def state_space() -> Model:
+    """Selective state spaces in a scan over tokens (Mamba, arXiv:2312.00752)."""
+    draw, states, rank = _Random(), 16, 8
+
+    def layer() -> dict[str, jax.Array]:
+        return {
+            "norm": draw(WIDTH),
+            "in": draw(WIDTH, 2, HIDDEN),
+            "convolution": draw(4, 1, HIDDEN),
+            "select": draw(HIDDEN, rank + 2 * states),
+            "step": draw(rank, HIDDEN),
+            "step_bias": draw(HIDDEN),
+            "decay": draw(HIDDEN, states),
+            "skip": draw(HIDDEN),
+            "out": draw(HIDDEN, WIDTH),
+        }
+
+    params = {
+        "embed": draw(VOCABULARY, WIDTH),
+        "layers": [layer() for _ in range(LAYERS)],
+        "head": draw(WIDTH, VOCABULARY),
+    }
+
+    def mix(x: jax.Array, p: Any) -> jax.Array:
+        h, gate = jnp.einsum("bsd,dcf->cbsf", x, p["in"])
+        h = jax.nn.silu(
+            jax.lax.conv_general_dilated(
+                h,
+                p["convolution"],
+                (1,),
+                [(3, 0)],
+                dimension_numbers=("NWC", "WIO", "NWC"),
+                feature_group_count=HIDDEN,
+            )
+        )
+        step, into, out = jnp.split(h @ p["select"], (rank, rank + states), -1)
+        step = jax.nn.softplus(step @ p["step"] + p["step_bias"])
+        decay = jnp.exp(-step[..., None] * jnp.exp(p["decay"]))
+        entries = decay, (step * h)[..., None] * into[:, :, None], out
+
+        def advance(state: jax.Array, entry: Any) -> Any:
+            state = entry[0] * state + entry[1]
+            return state, jnp.einsum("bfn,bn->bf", state, entry[2])
+
+        by_token = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), entries)
+        _, y = jax.lax.scan(advance, jnp.zeros((BATCH, HIDDEN, states)), by_token)
+        return ((jnp.moveaxis(y, 0, 1) + h * p["skip"]) * jax.nn.silu(gate)) @ p["out"]
+
+    def loss(params: Any, ids: jax.Array, labels: jax.Array) -> jax.Array:
+        x = params["embed"][ids]
+        for p in params["layers"]:
+            x += mix(_norm(x, p["norm"]), p)
+        return _cross_entropy(x @ params["head"], labels)
+
+    middle = P(None, None, "model")
+    hand = [*_ENDS, ("layers/./(in|convolution)", middle), ("layers/./step", COLUMN)]
+    hand.append(("layers/./(select|step_bias|decay|skip|out)", ROW))
+    batch = draw.ids(BATCH, LENGTH), draw.ids(BATCH, LENGTH)
+    return Model("State spaces", loss, params, batch, hand)
 
 
 # -- Models of other libraries -------------------------------------------------------------------

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from moelib.core import tree
 from moelib.core.config import did_you_mean
 from moelib.core.errors import UserError
-from moelib.parallel.auto_sharding.choice import BYTES_PER_PARAMETER_BYTE
+from moelib.parallel.auto_sharding.choice import BYTES_PER_PARAMETER_BYTE, sent_bytes
 from moelib.parallel.auto_sharding.constrain import constrain_at_use
 from moelib.parallel.auto_sharding.specs import (
     AutoShardings,
@@ -122,7 +122,7 @@ def choose_specs(
         step = jax.value_and_grad(constrain_at_use(loss, use_specs))
         text = compile_sharded(step, params, example_batch, specs, mesh, axis)
         collectives = collectives_by_axes(program.parse(text), sizes)
-        sent = sum(sent_bytes(each) for each in collectives)
+        sent = sum(_sent_bytes(each) for each in collectives)
         held = sum(
             leaf.size * leaf.dtype.itemsize / _num_parts(spec, sizes)
             for leaf, spec in zip(jax.tree.leaves(params), jax.tree.leaves(specs), strict=True)
@@ -174,20 +174,13 @@ def _num_parts(spec: PartitionSpec, sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[axis] for axes in mesh_axes_of(spec) for axis in axes)
 
 
-def sent_bytes(each: Collective) -> float:
-    """Returns the bytes that a device sends for collectives, in a ring."""
-    part = (each.group_size - 1) / max(each.group_size, 1)
-    factor = {
-        "all-reduce": 2 * part,
-        "reduce-scatter": each.group_size - 1,
-        "collective-permute": 1.0,
-    }.get(each.kind, part)
-    return factor * each.bytes
+def _sent_bytes(each: Collective) -> float:
+    return sent_bytes(each.kind, each.bytes, max(each.group_size, 1))
 
 
 def _warn_above_prediction(candidate: Candidate, traced: AutoShardings, axis: str) -> None:
     predicted = traced.report.predicted_bytes_sent()
-    found = sum(sent_bytes(each) for each in candidate.collectives if axis in each.axes)
+    found = sum(_sent_bytes(each) for each in candidate.collectives if axis in each.axes)
     if found > _MARGIN * predicted:
         _LOG.warning(
             "auto-sharding: the compiled step sends %.2f MiB over the axis %s, the prediction was "

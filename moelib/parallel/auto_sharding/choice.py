@@ -13,20 +13,20 @@ _FLOPS_PER_BYTE = 1000.0
 BYTES_PER_PARAMETER_BYTE = 16.0
 
 
-def wire_bytes(collective: Collective, num_shards: int) -> float:
-    """Returns the bytes that a device sends for a collective in a ring."""
-    part = (num_shards - 1) / num_shards * collective.num_bytes
-    return 2 * part if collective.kind == "all-reduce" else part
+def sent_bytes(kind: str, num_bytes: float, num_devices: int) -> float:
+    """Returns the bytes that each device sends for a collective with such a result, in a ring."""
+    part = (num_devices - 1) / num_devices
+    factors = {"all-reduce": 2 * part, "reduce-scatter": num_devices - 1, "collective-permute": 1}
+    return factors.get(kind, part) * num_bytes
 
 
 def benefit(
     collectives: Sequence[Collective], flops: float, parameter_bytes: float, num_shards: int
 ) -> float:
     """Returns the savings from sharding a class, in bytes on the links; they may be negative."""
-    saved = (1 - 1 / num_shards) * (
-        flops / _FLOPS_PER_BYTE + BYTES_PER_PARAMETER_BYTE * parameter_bytes
-    )
-    return saved - sum(wire_bytes(each, num_shards) for each in collectives)
+    saved = flops / _FLOPS_PER_BYTE + BYTES_PER_PARAMETER_BYTE * parameter_bytes
+    sent = sum(sent_bytes(each.kind, each.num_bytes, num_shards) for each in collectives)
+    return (1 - 1 / num_shards) * saved - sent
 
 
 def best_classes(

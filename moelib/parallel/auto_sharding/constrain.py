@@ -8,7 +8,6 @@ from jax.extend.core import Literal
 from jax.sharding import AxisType, PartitionSpec
 
 from moelib.core.errors import UserError
-from moelib.core.jaxpr import inner_jaxprs
 from moelib.parallel.auto_sharding.classes import ALIASES, split_of_scan
 from moelib.parallel.sharding import current_mesh
 
@@ -39,16 +38,15 @@ def constrain_at_use(fn: Callable[..., Any], use_specs: Any) -> Callable[..., An
         arguments = jax.tree.leaves((params, args))
         specs = jax.tree.leaves(use_specs)
         known = [*specs, *(None,) * (len(arguments) - len(specs))]
-        results = _evaluate(closed.jaxpr, closed.consts, arguments, known)
+        results = _evaluate(closed, arguments, known)
         return jax.tree.unflatten(jax.tree.structure(shape), results)
 
     return constrained
 
 
-def _evaluate(
-    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], known: Sequence[PartitionSpec | None]
-) -> list[Any]:
+def _evaluate(closed: Any, args: Sequence[Any], known: Sequence[PartitionSpec | None]) -> list[Any]:
     """Evaluates a jaxpr; arguments with a spec are constrained where they are read."""
+    jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     specs = {v: spec for v, spec in zip(jaxpr.invars, known, strict=True) if spec is not None}
     gathered: dict[Any, Any] = {}
@@ -87,36 +85,28 @@ def _bind(eqn: Any, args: list[Any]) -> list[Any]:
 
 
 def _call(eqn: Any, args: list[Any], known: Sequence[PartitionSpec | None]) -> list[Any]:
-    closed = eqn.params["jaxpr"]
-    body = lambda *args: _evaluate(
-        getattr(closed, "jaxpr", closed), getattr(closed, "consts", ()), args, known
-    )
+    body, params = lambda *args: _evaluate(eqn.params["jaxpr"], args, known), eqn.params
     if eqn.primitive.name != "jit":
-        body = jax.checkpoint(
-            body, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"]
-        )
+        body = jax.checkpoint(body, policy=params["policy"], prevent_cse=params["prevent_cse"])
     return body(*args)
 
 
 def _scan(eqn: Any, args: list[Any], known: Sequence[PartitionSpec | None]) -> list[Any]:
-    body, consts = next(inner_jaxprs(eqn)).jaxpr, getattr(eqn.params["jaxpr"], "consts", ())
     num_fixed, num_carried = split_of_scan(eqn)
-    num_consts = num_fixed - num_carried
+    consts, carry, entries = (
+        args[: num_fixed - num_carried],
+        args[num_fixed - num_carried : num_fixed],
+        args[num_fixed:],
+    )
     inside = [
-        spec if spec is None or i < num_fixed else PartitionSpec(*tuple(spec)[1:])
+        spec if spec is None or i < num_fixed else PartitionSpec(*spec[1:])
         for i, spec in enumerate(known)
     ]
 
     def step(carry: Any, entries: Any) -> Any:
-        results = _evaluate(body, consts, [*args[:num_consts], *carry, *entries], inside)
+        results = _evaluate(eqn.params["jaxpr"], [*consts, *carry, *entries], inside)
         return results[:num_carried], results[num_carried:]
 
-    carry, outputs = jax.lax.scan(
-        step,
-        args[num_consts:num_fixed],
-        args[num_fixed:],
-        length=eqn.params["length"],
-        reverse=eqn.params["reverse"],
-        unroll=eqn.params["unroll"],
-    )
+    options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    carry, outputs = jax.lax.scan(step, carry, entries, **options)
     return [*carry, *outputs]

@@ -14,38 +14,21 @@ from moelib.core.errors import UserError
 
 Names = tuple[Hashable, ...]  # A name for each dimension of an array.
 
-_ELEMENTWISE = frozenset(
-    re.findall(
-        r"\w+",
-        """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh axis_index bessel_i0e bessel_i1e
-    bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos
-    cosh digamma div empty eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma
-    igamma_grad_a igammac imag integer_pow iota is_finite le le_to lgamma log log1p log2
-    logistic lt lt_to max min mul name ne neg nextafter not one_minus_square
-    optimization_barrier or platform_index pmax pmin polygamma population_count pow ppermute psum
-    psum_invariant pvary random_bits random_fold_in random_gamma random_seed random_split
-    random_unwrap random_wrap real reduce_precision
-    regularized_incomplete_beta rem rng_uniform round rsqrt select_n sharding_constraint
-    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
-    stop_gradient sub tan tanh threefry2x32 xor zeta
-        """,
-    )
-)
-# Primitives that mix all entries along the axes that this parameter gives.
-_ALONG_AXES = {
-    "sort": "dimension",
-    "split": "axis",
-    "rev": "dimensions",
-    "top_k": "axis",
-    "approx_top_k": "reduction_dimension",
-    "concatenate": "dimension",
-    "cumsum": "axis",
-    "cumprod": "axis",
-    "cummax": "axis",
-    "cummin": "axis",
-    "cumlogsumexp": "axis",
-}
+_NAMES = """
+abs acos acosh add add_any and asin asinh atan atan2 atanh axis_index bessel_i0e bessel_i1e
+bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh
+digamma div empty eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac
+imag integer_pow iota is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul name ne
+neg nextafter not one_minus_square optimization_barrier or platform_index pmax pmin polygamma
+population_count pow ppermute psum psum_invariant pvary random_bits random_fold_in random_gamma
+random_seed random_split random_unwrap random_wrap real reduce_precision regularized_incomplete_beta
+rem rng_uniform round rsqrt select_n sharding_constraint shift_left shift_right_arithmetic
+shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta
+"""
+_ELEMENTWISE = frozenset(_NAMES.split())
+# Primitives that mix all entries along the axes that one of these parameters gives.
+_ALONG_AXES = ("approx_top_k", "concatenate", "cum", "rev", "sort", "split", "top_k")
+_AXES = ("axis", "dimension", "dimensions", "reduction_dimension")
 
 
 class DimensionRule(NamedTuple):
@@ -145,8 +128,8 @@ def rule_of(eqn: Any, num_shards: int) -> DimensionRule | None:
     name, params = eqn.primitive.name, eqn.params
     if name in _ELEMENTWISE:
         return _elementwise(eqn)
-    if name in _ALONG_AXES:
-        return _positional(eqn, whole=params[_ALONG_AXES[name]])
+    if name.startswith(_ALONG_AXES):
+        return _positional(eqn, whole=next(params[key] for key in _AXES if key in params))
     if name.startswith(("reduce_window", "select_and_")):  # Pooling.
         windows = params.get("window_dimensions")
         whole = None if windows is None else [i for i, n in enumerate(windows) if n > 1]
@@ -175,20 +158,17 @@ def _own(array: str, variable: Any) -> list[Hashable]:
     return [(array, i) for i in range(len(_shape(variable)))]
 
 
-def _elementwise(eqn: Any) -> DimensionRule | None:
+def _elementwise(eqn: Any) -> DimensionRule:
     """Equal shapes; scalars and dimensions of size 1 are broadcast."""
+    if len(eqn.invars) == len(eqn.outvars) > 1:  # Each result has the shape of its operand.
+        arrays = tuple(tuple(_own(f"array{k}", v)) for k, v in enumerate(eqn.invars))
+        return DimensionRule(arrays, arrays)
     shape = _shape(eqn.outvars[0])
-    operands: list[Names] = []
-    for k, v in enumerate(eqn.invars):
-        if (own := _shape(v)) and len(own) == len(shape):
-            operands.append(tuple(i if own[i] == shape[i] else (k, i) for i in range(len(own))))
-        elif own and eqn.primitive.name.startswith(("random_", "bitcast")):
-            operands.append(tuple(_own(f"operand{k}", v)))
-        elif own:
-            return None
-        else:
-            operands.append(())
-    return DimensionRule(tuple(operands), (tuple(range(len(shape))),) * len(eqn.outvars))
+    operands = tuple(
+        tuple(i if own[i : i + 1] == shape[i : i + 1] else (k, i) for i in range(len(own)))
+        for k, own in enumerate(map(_shape, eqn.invars))
+    )
+    return DimensionRule(operands, (tuple(range(len(shape))),) * len(eqn.outvars))
 
 
 def _positional(eqn: Any, *, removed: Any = (), whole: Any = ()) -> DimensionRule:
@@ -384,6 +364,7 @@ _RULES: dict[str, Callable[[Any], DimensionRule | None]] = {
     "ragged_dot_general": _ragged_dot,
     "slice": _equal_sizes,
     "stack": _stack,
+    "tile": _equal_sizes,
     "transpose": _transpose,
     "unstack": _unstack,
 }

@@ -15,7 +15,7 @@ from moelib.core import tree
 from moelib.core.config import did_you_mean
 from moelib.core.errors import UserError
 from moelib.core.param import is_spec
-from moelib.parallel.auto_sharding.choice import benefit, best_classes, wire_bytes
+from moelib.parallel.auto_sharding.choice import benefit, best_classes, sent_bytes
 from moelib.parallel.auto_sharding.classes import Analysis, Collective
 from moelib.parallel.auto_sharding.shapes import dimensions_from_shapes
 from moelib.parallel.sharding import mesh_axes_of, partition_spec
@@ -53,8 +53,8 @@ class ShardingReport(NamedTuple):
 
     def predicted_bytes_sent(self) -> float:
         """Returns the bytes that each device sends for the collectives of a step."""
-        found = (each for group in self.classes for each in group.collectives)
-        return sum(wire_bytes(each, self.num_shards) for each in found)
+        totals = self.predicted().items()
+        return sum(sent_bytes(kind, size, self.num_shards) for kind, (_, size) in totals)
 
     def __str__(self) -> str:
         """Returns a line per class, prediction, whole or unused parameter, unknown operation."""
