@@ -59,14 +59,14 @@ def fit(
         NonFiniteError: At the first step whose loss or parameters are not finite.
         CheckpointSaveError: If the last checkpoint could not be written.
     """
+    if not isinstance(trainer, SpmdTrainer | SpmdTrainer.Config | Task.Config):
+        raise UserError(f"trainer is {trainer!r:.80}; pass the config of a trainer or of a task.")
     if isinstance(trainer, Task.Config):
         if examples is None:
             raise UserError("examples is None; pass the examples to train the task on.")
         trainer = task_trainer_config(trainer, examples, max_step=max_step, **settings)
     elif examples is not None or settings:
         raise UserError(f"examples, {', '.join(settings)}: arguments for a task, not for a config.")
-    if not isinstance(trainer, SpmdTrainer | SpmdTrainer.Config):
-        raise UserError(f"trainer is {trainer!r}; pass the config of a trainer.")
     if not isinstance(prng_key, jax.Array | numbers.Integral | None):
         raise UserError(f"prng_key={prng_key!r}: pass a key of jax.random, or an integer.")
     directory = os.fspath(trainer_dir) if isinstance(trainer_dir, os.PathLike) else trainer_dir

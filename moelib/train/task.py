@@ -135,8 +135,11 @@ class Task(ExternalLayer):
         apply = lambda params, gradients: self.own_tree(
             apply_gradients(nested(params), nested(gradients))
         )
-        step = self.functions["train_step"]
-        params, result = step(self._params, batch["batch"], self._key, apply)
+        returned = self.functions["train_step"](self._params, batch["batch"], self._key, apply)
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            text = tree.array_text(returned)
+            raise UserError(f"train_step returned {text}; return (new parameters, loss).")
+        params, result = returned
         if isinstance(result, Updated):
             raise UserError("train_step returned Updated; put the values into its parameters.")
         if (difference := tree.mismatch(params, self._params)) is not None:

@@ -129,9 +129,8 @@ class TaskInput(Input):
         """Returns the batch of some examples, as arrays whose first dimension is theirs.
 
         Raises:
-            UserError: If keys of examples differ, or `collate` returns anything else.
+            UserError: If `collate` returns anything else.
         """
-        _check_keys(examples)
         batch = self._collate(examples)
         if not isinstance(batch, dict) or not batch:
             raise UserError(f"collate returned {batch!r:.80}; return a dict of arrays.")
@@ -193,25 +192,24 @@ def _checked(examples: Any) -> Sequence[Any]:
 
 
 def stack(examples: Sequence[Mapping[str, Any]]) -> Batch:
-    """Returns the values of each key of the examples, stacked."""
-    if not isinstance(examples[0], Mapping):
-        raise UserError(
-            f"an example is {type(examples[0]).__name__}; make it a dict of arrays of equal "
-            "shapes, or set collate to a function that makes a batch of a list of examples."
-        )
-    return {name: [example[name] for example in examples] for name in examples[0]}
+    """Returns the values of each key of the examples, stacked.
 
-
-def _check_keys(examples: Sequence[Any]) -> None:
+    Raises:
+        UserError: If an example is no dict, or has other keys than the first.
+    """
     first = examples[0]
-    if not isinstance(first, Mapping):
-        return
     for example in examples:
+        if not isinstance(example, Mapping):
+            raise UserError(
+                f"an example is {type(example).__name__}; make it a dict of arrays of equal "
+                "shapes, or set collate to a function that makes a batch of a list of examples."
+            )
         if example.keys() != first.keys():
             raise UserError(
                 f"an example has the keys {sorted(example)}, and another {sorted(first)}; give all "
                 "examples the same keys."
             )
+    return {name: [example[name] for example in examples] for name in first}
 
 
 def _array(path: str, value: Any, num_examples: int) -> np.ndarray:
@@ -220,19 +218,17 @@ def _array(path: str, value: Any, num_examples: int) -> np.ndarray:
     except ValueError as error:  # Ragged.
         raise UserError(f"collate returned {path!r}: {error}; pad its rows to one shape.") from None
     if array.dtype.kind not in "biufV":  # V: bfloat16 and other dtypes of ml_dtypes.
-        raise UserError(f"collate returned {path!r} of {array.dtype}; make it an array of numbers.")
+        raise UserError(f"collate returned {path!r} of {array.dtype}; make it real numbers.")
     if array.shape[:1] != (num_examples,):
         raise UserError(
             f"collate returned {path!r} of shape {array.shape} for {num_examples} examples; its "
             "first dimension must be theirs."
         )
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
-    if array.dtype != dtype and dtype.kind in "iu" and array.size:
-        limits = np.iinfo(dtype)
-        for extreme in (array.min(), array.max()):
-            if not limits.min <= extreme <= limits.max:
-                raise UserError(
-                    f"collate returned {path!r} with {extreme}, which {dtype} cannot hold; return "
-                    "smaller integers."
-                )
-    return array.astype(dtype, copy=False)
+    narrow = array.astype(dtype, copy=False)
+    if dtype.kind in "iu" and (wrong := narrow != array).any():
+        raise UserError(
+            f"collate returned {path!r} with {array[wrong][0]}, which {dtype} cannot hold; return "
+            "smaller integers."
+        )
+    return narrow

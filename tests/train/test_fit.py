@@ -9,6 +9,7 @@ from moelib.checkpoint.contents import list_checkpoints
 from moelib.core.config import REQUIRED
 from moelib.core.errors import UserError
 from moelib.train.fit import fit
+from moelib.train.task import Task
 from tests import tiny
 from tests.train import small_run
 
@@ -45,6 +46,8 @@ def test_settings_of_a_trainer_that_is_built_are_refused(tmp_path):
 
 
 def test_what_is_no_trainer_is_refused():
+    with pytest.raises(UserError, match=r"trainer is <class .*Task'>"):
+        fit(Task, [], batch_size=8)
     with pytest.raises(UserError, match="trainer is None"):
         fit(None)  # pyrefly: ignore
 

@@ -419,6 +419,7 @@ def test_weights_of_zero_are_logged_and_negative_ones_end_the_run(tmp_path, capl
 @pytest.mark.parametrize(
     ("step", "match"),
     [
+        (lambda p, b, k, a: jnp.zeros(()), r"train_step returned float32\[\]"),
         (lambda p, b, k, a: (p, Updated(jnp.zeros(()), {})), "train_step returned Updated"),
         (lambda p, b, k, a: ([p[0][:1], p[1]], jnp.zeros(())), r"'0' is float32\[1, 16\] instead"),
     ],
