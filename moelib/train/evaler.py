@@ -28,9 +28,6 @@ from moelib.train.step import make_eval_step
 class SpmdEvaler(Module):
     """Evaluates a model on a finite input, at the steps that its policy selects."""
 
-    # Message where the weights of all batches are 0.
-    nothing_counted = "the input has no token to predict; set input to one that contains text"
-
     @config_class
     class Config(Module.Config):
         input: Required[Input.Config] = REQUIRED  # A finite one: mode EVALUATE, or max_batches.
@@ -110,11 +107,17 @@ class SpmdEvaler(Module):
                 if on_batch is not None:
                     on_batch(count)
         _add(totals, before)
-        if not totals["num_tokens"] > 0:  # 0 or NaN.
-            raise UserError(f"{self.path() or self.name}: {self.nothing_counted}.")
+        self._check_weight(totals["num_tokens"])
         means = _means(totals)
         is_language_model = getattr(self._model, "is_language_model", True)
         return means | language_metrics(means) if is_language_model else means
+
+    def _check_weight(self, num_tokens: float) -> None:
+        if not num_tokens:
+            raise UserError(
+                f"{self.path() or self.name}: the input has no token to predict; set input to one "
+                "that contains text."
+            )
 
     def _compile(self, params: Any, batch: Any, mesh: jax.sharding.Mesh) -> Callable[..., Any]:
         names = tuple(batch)  # A task's incomplete batch has one more.

@@ -25,10 +25,6 @@ class ExampleEvaler(SpmdEvaler):
     class Config(SpmdEvaler.Config):
         prng_seed: int = 0  # Seed of the keys of predictions, one per batch.
 
-    nothing_counted = (
-        "the weights of all examples are 0, or one is negative or NaN; return (sum, weight) from "
-        "loss, with weights of 0 or more"
-    )
     _predict: Callable[..., Any] | None = None  # Compiled for each mesh by JAX.
 
     @nowrap
@@ -40,6 +36,14 @@ class ExampleEvaler(SpmdEvaler):
             self.evaluate(params, mesh)
         finally:
             self._source.max_batches = None
+
+    def _check_weight(self, num_tokens: float) -> None:
+        if num_tokens > 0 or (num_tokens == 0 and self._source.max_batches is not None):
+            return
+        raise UserError(
+            f"{self.path() or self.name}: the weights of all examples are 0, or one is negative "
+            "or NaN; return (sum, weight) from loss, with weights of 0 or more."
+        )
 
     @property
     def _source(self) -> TaskInput:
