@@ -582,7 +582,7 @@ def dense_chain() -> Model:
 
 
 def resnet() -> Model:
-    """Residual blocks of two convolutions with group normalization, and a pool."""
+    """Residual blocks of two convolutions with a scale between them, and a pool."""
     draw, channels = _Random(), 64
     block = lambda: {
         "first": draw(3, 3, channels, 2 * channels),

@@ -80,7 +80,7 @@ class ExternalLayer(BaseLayer):
         self._init, self._apply = made
         named = inspect.signature(self._apply).parameters
         self._own_inputs = [name for name in ("prng_key", "is_training") if name in named]
-        key = jax.eval_shape(lambda: jax.random.key(0))  # Touches no device.
+        key = jax.eval_shape(lambda: jax.random.key(0))  # Uses no device.
         try:
             self._shapes = jax.eval_shape(self._init, key)
         except TypeError as error:
@@ -140,7 +140,7 @@ class ExternalLayer(BaseLayer):
     def set_shardings(
         self, used: Mapping[str, PartitionSpec], mesh_shape: Mapping[str, int]
     ) -> None:
-        """Shards the parameters without logical axes; to be called before they are made.
+        """Shards the parameters without logical axes, which must not exist yet.
 
         Args:
             used: Sharding of each parameter, by name, where the layer uses it.

@@ -20,6 +20,7 @@ from jax.extend.core import Literal
 from moelib.core.jaxpr import inner_jaxprs
 from moelib.parallel.auto_sharding.rules import (
     DimensionRule,
+    Names,
     operation_name,
     registered_rule,
     rule_of,
@@ -226,13 +227,13 @@ class Analysis:
         return self._join_values(results, carried)
 
     def _shard_map(self, eqn: Any, operands: list[Value], times: int) -> list[Value]:
-        """Passes on the dimensions that the function does not shard itself.
+        """Joins the dimensions outside and inside, except for those that the function shards.
 
-        Over mesh axes that it leaves to the compiler. If it shards over `axis`, then its parts are
-        fixed, and arrays enter and leave with the shardings that it declares.
+        A function that shards over `axis` itself decides: its parts are fixed, and arrays enter and
+        leave with the shardings that it declares.
         """
         body, params = next(inner_jaxprs(eqn)).jaxpr, eqn.params
-        manual = params.get("newly_manual_axes", params.get("manual_axes", ()))  # The name differs.
+        manual = params.get("newly_manual_axes", params.get("manual_axes", ()))  # JAX renamed it.
         is_manual = self.axis in manual
 
         def connect(outer: Value, inner: Value, spec: Any) -> None:
@@ -259,17 +260,18 @@ class Analysis:
     def _apply(
         self, eqn: Any, rule: DimensionRule, operands: list[Value], times: int
     ) -> list[Value]:
-        """Joins dimensions of one name, and notes the collectives and FLOPs of an equation."""
+        """Joins dimensions of one name, notes the collectives and FLOPs; returns the results."""
         self.read |= {each.source for each in operands}
         is_trained = any(each.is_trained for each in operands)
         results = [self.new_value(v, is_trained=is_trained) for v in eqn.outvars]
+        names, variables = (*rule.operands, *rule.results), (*eqn.invars, *eqn.outvars)
+        arrays = list(zip(names, (*operands, *results), variables, strict=True))
         shared: dict[Any, int] = {}
-        names = (*rule.operands, *rule.results)
-        for labels, value in zip(names, (*operands, *results), strict=True):
+        for labels, value, _ in arrays:
             for label, dim in zip(labels, value.dims, strict=True):
                 if label not in rule.replicated:
                     self._join([dim], [shared.setdefault(label, dim)])
-        self._price(eqn, rule, operands, results, shared, times)
+        self._price(eqn, rule, arrays, shared, times)
         if rule.flops:
             passes = 1 + sum(each.is_trained for each in operands)
             self._flops.append((frozenset(shared.values()), rule.flops * passes * times))
@@ -279,23 +281,22 @@ class Analysis:
         self,
         eqn: Any,
         rule: DimensionRule,
-        operands: list[Value],
-        results: list[Value],
+        arrays: Sequence[tuple[Names, Value, Any]],
         shared: Mapping[Any, int],
         times: int,
     ) -> None:
+        """Notes the collectives of an equation; `shared` has a dimension of each name."""
+
         def note(kind: str, cause: int, dim: int, num_bytes: float) -> None:
             if num_bytes:
                 found = Collective(kind, num_bytes * times, operation_name(eqn))
                 self._collectives[cause, dim] = found
 
         # Arrays with a name that is needed whole are gathered; of results, the gradients.
-        gathered = (*operands, *(each if each.is_trained else Value(()) for each in results))
-        arrays = zip(
-            (*rule.operands, *rule.results), gathered, (*eqn.invars, *eqn.outvars), strict=True
-        )
-        for labels, value, variable in arrays:
-            for label, dim in zip(labels, value.dims, strict=False):
+        operands = arrays[: len(eqn.invars)]
+        results = [each for each in arrays[len(operands) :] if each[1].is_trained]
+        for labels, value, variable in (*operands, *results):
+            for label, dim in zip(labels, value.dims, strict=True):
                 if label in rule.replicated:
                     note("all-gather", next(self._ids), dim, _num_bytes(variable))
         # Results are summed over names that they lack, and so are gradients of operands.
@@ -304,7 +305,7 @@ class Analysis:
         for label, dim in shared.items():
             if label not in kept:
                 note("all-reduce", result, dim, result_bytes)
-            for labels, value, variable in zip(rule.operands, operands, eqn.invars, strict=True):
+            for labels, value, variable in operands:
                 if value.is_trained and label not in labels:
                     note("all-reduce", value.source, dim, _num_bytes(variable))
 

@@ -14,6 +14,7 @@ from moelib.core.errors import UserError
 
 Names = tuple[Hashable, ...]  # A name for each dimension of an array.
 
+# Primitives that compute each entry of their results from the same entries of their operands.
 _NAMES = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh axis_index bessel_i0e bessel_i1e
 bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh
@@ -40,7 +41,7 @@ class DimensionRule(NamedTuple):
 
     operands: tuple[Names, ...]
     results: tuple[Names, ...]
-    replicated: Collection[Hashable] = ()  # Names that the operation needs as a whole.
+    replicated: Collection[Hashable] = ()  # Names that the operation needs whole.
     flops: float = 0.0
 
 
@@ -187,7 +188,7 @@ def _positional(eqn: Any, *, removed: Any = (), whole: Any = ()) -> DimensionRul
 
 
 def _equal_sizes(eqn: Any) -> DimensionRule:
-    """Arrays share the dimensions in which their sizes equal; the others are needed whole."""
+    """Arrays share the dimensions in which their sizes are equal; the others are needed whole."""
     first, num_operands = _shape(eqn.invars[0]), len(eqn.invars)
     arrays: list[Names] = []
     whole = {i for i, pads in enumerate(eqn.params.get("padding_config", ())) if any(pads)}

@@ -62,19 +62,16 @@ class ShardingReport(NamedTuple):
         for each in self.classes:
             members = [f"{path}[{dim}]" for path, dim in each.members]
             shown = ", ".join(members[:6]) + (f" and {len(members) - 6} more" * (len(members) > 6))
-            costs = Counter(c.kind for c in each.collectives)
-            price = ", ".join(f"{count} {kind}" for kind, count in costs.items())
-            over = f"{each.size:>9,} over {self.num_shards}"
-            lines.append(f"{over}: {shown} ({price or 'no collective'})")
+            counts = Counter(c.kind for c in each.collectives).items()
+            price = ", ".join(f"{count} {kind}" for kind, count in counts) or "no collective"
+            lines.append(f"{each.size:>9,} over {self.num_shards}: {shown} ({price})")
         for kind, (count, num_bytes) in self.predicted().items():
             lines.append(f"predicted: {count} {kind} of {num_bytes / 2**20:,.2f} MiB")
         lines += [f"whole: {path}: {reason}" for path, reason in self.whole.items()]
         lines += [f"unused: {path}" for path in self.unused]
+        advice = "which needs its operands whole; declare it with register_dimension_rule"
         for name, count in self.unknown.items():
-            lines.append(
-                f"unknown operation: {name} ({count} times), which needs its operands whole; "
-                "declare it with register_dimension_rule"
-            )
+            lines.append(f"unknown operation: {name} ({count} times), {advice}")
         return "\n".join(lines)
 
 
@@ -138,7 +135,7 @@ def auto_partition_specs(
         for path, leaf in leaves
         if is_spec(leaf)
         and path not in overridden
-        and not {*leaf.axes} <= {None, "layers"}  # Only the copies of a layer have a name.
+        and not {*leaf.axes} <= {None, "layers"}  # Other axes than stacked layers'.
     }
     structure = jax.tree.structure(params, is_leaf=is_spec)
     if fn is None:
@@ -299,7 +296,7 @@ def _traced(
         for each, found in members.items()
     ]
     _, is_needed = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    read = analysis.read | {value.source for value in results}  # Also inside custom derivatives.
+    read = analysis.read | {value.source for value in results}  # Seen in custom derivatives too.
     unused = [
         path
         for path, value, needed in zip(shapes, arguments, is_needed, strict=False)
