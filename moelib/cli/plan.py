@@ -45,6 +45,9 @@ class Flags(launch.ConfigFlags):
     prices: str | None = flag(None, "JSON file of dollars per device-hour by accelerator.")
     rows: int = flag(20, "Largest number of rows.", lower_bound=1)
     json: str | None = flag(None, "File for rows and reports.")
+    schedule: tuple[str, ...] = flag(
+        (), "Pipeline schedules to draw instead, such as zb-v:4x8,dualpipe-v:4x8.", split=True
+    )
     compile: int = flag(0, "Number of the best meshes to compile.", lower_bound=0)
     timeout: float | None = flag(None, "Time limit for compiling one step, in seconds.")
     compiler_option: tuple[str, ...] = flag(
@@ -61,6 +64,8 @@ class Flags(launch.ConfigFlags):
 
     def check(self) -> None:
         """Raises UsageError if flags contradict each other, or a file cannot be written."""
+        if self.schedule:
+            return
         if not self.topology:
             raise UsageError("--topology is required: the hardware, such as v6e:2x2,h100:1x8.")
         if self.compare and self.compile != 1:
@@ -83,6 +88,9 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     """Prints estimates and figures of compiled steps. Exits with 1 if a step did not compile."""
     no_arguments(arguments, Flags)
     flags.check()
+    if flags.schedule:
+        _print_schedules(flags.schedule)
+        return
     os.environ["JAX_PLATFORMS"] = "cpu"  # No accelerator is used.
     from moelib.planning.compiled.cache import DEFAULT_DIR
     from moelib.planning.compiled.dump import make_folder
@@ -128,6 +136,15 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
         write_json(flags.json, found.to_json(flags.rows), indent=1)
     if any(step.report is None for step in steps):
         raise SystemExit(1)
+
+
+def _print_schedules(texts: Sequence[str]) -> None:
+    from moelib.planning.report.schedules import schedule_timelines, schedules_table
+
+    timelines = schedule_timelines(texts)
+    print_table(schedules_table(timelines))
+    for text, timeline in timelines.items():
+        print(f"\n{text}\n{timeline.chart()}")
 
 
 def _print_step(step: "CompiledStep", columns: Sequence["Column"], top: int) -> None:

@@ -1,0 +1,237 @@
+"""Pipeline schedules as data: the passes of each rank, in order.
+
+A rank holds one chunk of the model's layers, or two. With S ranks, chunk 0 of rank r is stage r. A
+second chunk is stage S + r where schedules are interleaved, or stage 2S - 1 - r in a V, in which
+rank 0 has the first and the last stage.
+"""
+
+import collections
+import enum
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from moelib.core.errors import UserError
+
+
+class Schedule(enum.Enum):
+    """The order of forward and backward passes of micro-batches in a pipeline."""
+
+    GPIPE = "gpipe"  # All forward, then all backward. Huang et al., arXiv:1811.06965.
+    ONE_F_ONE_B = "1f1b"  # One forward, one backward. Narayanan et al., arXiv:2006.09503.
+    INTERLEAVED = "interleaved"  # 1F1B with two chunks per rank. arXiv:2104.04473, section 2.2.
+    ZB_H1 = "zb-h1"  # 1F1B, idle time filled by weight gradients. Qi et al., arXiv:2401.10241.
+    ZB_V = "zb-v"  # Two chunks in a V, minimal idle time. Qi et al., arXiv:2405.15362.
+    DUALPIPE_V = "dualpipe-v"  # Pairs of a forward and a backward. DeepSeek-V3, arXiv:2412.19437.
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of layers per rank."""
+        return 1 if self in (Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.ZB_H1) else 2
+
+    @property
+    def is_v(self) -> bool:
+        """Whether rank 0 has the first and the last stage."""
+        return self in (Schedule.ZB_V, Schedule.DUALPIPE_V)
+
+    def stage(self, num_ranks: int, rank: int, chunk: int) -> int:
+        """Returns the stage of a rank's chunk; the embedding's is 0."""
+        return chunk * num_ranks + (num_ranks - 1 - rank if self.is_v and chunk else rank)
+
+
+class Pass(enum.Enum):
+    """A pass of a micro-batch through a chunk."""
+
+    FORWARD = "F"
+    BACKWARD = "B"  # Gradients of inputs and weights.
+    INPUT_GRADIENT = "I"  # The gradient of weights follows in a pass of its own.
+    WEIGHT_GRADIENT = "W"
+
+
+class Task(NamedTuple):
+    """A pass of one micro-batch through one chunk of a rank."""
+
+    kind: Pass
+    chunk: int
+    microbatch: int
+
+
+Slot = tuple[Task, ...]  # A task, or a forward and a backward that a rank computes together.
+
+
+def slots(schedule: Schedule, num_ranks: int, rank: int, num_microbatches: int) -> tuple[Slot, ...]:
+    """Returns what a rank computes, in order.
+
+    Raises:
+        UserError: If the schedule needs more, or a multiple of other, micro-batches.
+    """
+    for name, value in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
+        if value < 1:
+            raise UserError(f"{name}={value}: set 1 or more.")
+    if schedule is Schedule.INTERLEAVED and num_microbatches % num_ranks:
+        raise UserError(
+            f"num_microbatches={num_microbatches}: schedule 'interleaved' requires a multiple of "
+            f"its {num_ranks} ranks."
+        )
+    if schedule is Schedule.DUALPIPE_V and num_microbatches < 2 * num_ranks:
+        raise UserError(
+            f"num_microbatches={num_microbatches}: schedule 'dualpipe-v' requires at least "
+            f"{2 * num_ranks}, twice its {num_ranks} ranks."
+        )
+    return tuple(_ORDERS[schedule](num_ranks, rank, num_microbatches))
+
+
+class _Rank:
+    """The next micro-batch of each pass and chunk of a rank, and its deferred weight gradients."""
+
+    def __init__(self) -> None:
+        self._next = collections.Counter[tuple[bool, int]]()
+        self._deferred = collections.deque[Task]()
+
+    def forward(self, chunk: int = 0) -> Task:
+        return self._task(Pass.FORWARD, chunk)
+
+    def backward(self, chunk: int = 0, *, defer: bool = False) -> Task:
+        task = self._task(Pass.INPUT_GRADIENT if defer else Pass.BACKWARD, chunk)
+        if defer:
+            self._deferred.append(task)
+        return task
+
+    def weights(self) -> Task:
+        """Returns the weight gradient that was deferred first."""
+        return self._deferred.popleft()._replace(kind=Pass.WEIGHT_GRADIENT)
+
+    @property
+    def num_deferred(self) -> int:
+        return len(self._deferred)
+
+    def started(self, *, forward: bool, chunk: int) -> int:
+        """Returns the number of micro-batches that have started a pass through a chunk."""
+        return self._next[forward, chunk]
+
+    def _task(self, kind: Pass, chunk: int) -> Task:
+        key = kind is Pass.FORWARD, chunk
+        self._next[key] += 1
+        return Task(kind, chunk, self._next[key] - 1)
+
+
+def _gpipe(num_ranks: int, rank: int, num: int) -> Iterator[Slot]:
+    del num_ranks, rank
+    for kind, microbatch in itertools.product((Pass.FORWARD, Pass.BACKWARD), range(num)):
+        yield (Task(kind, 0, microbatch),)
+
+
+def _one_f_one_b(num_ranks: int, rank: int, num: int) -> Iterator[Slot]:
+    own, ahead = _Rank(), min(num_ranks - rank - 1, num)
+    for _ in range(ahead):
+        yield (own.forward(),)
+    for i in range(num):
+        if ahead + i < num:
+            yield (own.forward(),)
+        yield (own.backward(),)
+
+
+def _zb_h1(num_ranks: int, rank: int, num: int) -> Iterator[Slot]:
+    own, ahead = _Rank(), min(num_ranks - rank - 1, num)
+    for _ in range(ahead):
+        yield (own.forward(),)
+    for i in range(num):
+        if ahead + i < num:
+            yield (own.forward(),)
+        yield (own.backward(defer=True),)
+        if i >= rank:  # The first `rank` weight gradients fill the idle time at the end.
+            yield (own.weights(),)
+    while own.num_deferred:
+        yield (own.weights(),)
+
+
+def _interleaved(num_ranks: int, rank: int, num: int) -> Iterator[Slot]:
+    own, total = _Rank(), 2 * num
+    ahead = min(2 * (num_ranks - rank - 1) + num_ranks, total)
+    chunk = lambda i: i // num_ranks % 2  # Groups of as many micro-batches as ranks.
+    for i in range(ahead):
+        yield (own.forward(chunk(i)),)
+    for i in range(total):
+        if ahead + i < total:
+            yield (own.forward(chunk(ahead + i)),)
+        yield (own.backward(1 - chunk(i)),)
+
+
+def _dualpipe_v(num_ranks: int, rank: int, num: int) -> Iterator[Slot]:
+    """Yields the eight steps of DeepSeek's published schedule."""
+    own, later = _Rank(), num_ranks - rank - 1
+    for _ in range(2 * later):
+        yield (own.forward(0),)
+    for _ in range(rank + 1):
+        yield (own.forward(0),)
+        yield (own.forward(1),)
+    for _ in range(later):
+        yield (own.backward(1, defer=True),)
+        yield (own.weights(),)
+        yield (own.forward(1),)
+    for i in range(num - 2 * num_ranks + rank + 1):
+        first = (own.forward(0), own.backward(1))
+        yield from ([(task,) for task in first] if i == 0 and later == 0 else [first])
+        yield (own.forward(1), own.backward(0))
+    for _ in range(later):
+        yield (own.backward(1),)
+        yield (own.forward(1), own.backward(0))
+    for i in range(2 * (rank + 1)):
+        yield (own.backward(1 - i % 2, defer=i > rank),)
+    for _ in range(later):
+        yield (own.weights(),)
+        yield (own.backward(0, defer=True),)
+    while own.num_deferred:
+        yield (own.weights(),)
+
+
+@functools.cache
+def _zb_v_of_all(num_ranks: int, num: int) -> tuple[tuple[Slot, ...], ...]:
+    """Returns the slots of all ranks, from a simulation in which each pass takes one tick.
+
+    At each tick a rank computes the first pass that is possible, with at most 2S activations held
+    until their weight gradients. Of all orders of preference this one is the fastest.
+    """
+    preferred = ((True, 1), (True, 0), (False, 0), (False, 1))  # (is forward, chunk)
+    ranks, out = [_Rank() for _ in range(num_ranks)], [list[Slot]() for _ in range(num_ranks)]
+    held, end = [0] * num_ranks, dict[tuple[bool, int, int], int]()  # By pass and stage.
+    stage = functools.partial(Schedule.ZB_V.stage, num_ranks)
+
+    def is_possible(rank: int, tick: int, forward: bool, chunk: int) -> bool:
+        microbatch = ranks[rank].started(forward=forward, chunk=chunk)
+        own, ended = stage(rank, chunk), lambda *key: end.get((*key, microbatch), tick) < tick
+        if microbatch == num or (forward and held[rank] == 2 * num_ranks):
+            return False
+        if forward:
+            return own == 0 or ended(True, own - 1)
+        return ended(True, own) and (own == 2 * num_ranks - 1 or ended(False, own + 1))
+
+    for tick in itertools.takewhile(lambda _: min(map(len, out)) < 6 * num, itertools.count()):
+        for rank, own in enumerate(ranks):
+            kind = next((kind for kind in preferred if is_possible(rank, tick, *kind)), None)
+            if kind is not None:
+                task = own.forward(kind[1]) if kind[0] else own.backward(kind[1], defer=True)
+                end[kind[0], stage(rank, kind[1]), task.microbatch] = tick
+                held[rank] += kind[0]
+            elif own.num_deferred:
+                task = own.weights()
+                held[rank] -= 1
+            else:
+                continue
+            out[rank].append((task,))
+    return tuple(map(tuple, out))
+
+
+def _zb_v(num_ranks: int, rank: int, num: int) -> Sequence[Slot]:
+    return _zb_v_of_all(num_ranks, num)[rank]
+
+
+_ORDERS: dict[Schedule, Callable[[int, int, int], Iterable[Slot]]] = {
+    Schedule.GPIPE: _gpipe,
+    Schedule.ONE_F_ONE_B: _one_f_one_b,
+    Schedule.INTERLEAVED: _interleaved,
+    Schedule.ZB_H1: _zb_h1,
+    Schedule.ZB_V: _zb_v,
+    Schedule.DUALPIPE_V: _dualpipe_v,
+}

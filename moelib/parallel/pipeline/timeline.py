@@ -1,0 +1,151 @@
+"""The passes of a pipeline schedule in time: dependencies, idle time, activations, a chart."""
+
+import collections
+from typing import NamedTuple
+
+from moelib.parallel.pipeline.schedule import Pass, Schedule, Slot, Task, slots
+
+_Key = tuple[bool, int, int]  # (is forward, stage, micro-batch) of a pass that others wait for.
+
+
+class Costs(NamedTuple):
+    """Times of the passes of a chunk, in any unit. A whole backward pass is `input` + `weight`."""
+
+    forward: float = 1.0
+    input: float = 1.0
+    weight: float = 1.0
+    pair: float | None = None  # A forward and a whole backward together; None: their sum.
+
+    def of(self, slot: Slot) -> float:
+        """Returns the time of a slot."""
+        times = {
+            Pass.FORWARD: self.forward,
+            Pass.BACKWARD: self.input + self.weight,
+            Pass.INPUT_GRADIENT: self.input,
+            Pass.WEIGHT_GRADIENT: self.weight,
+        }
+        total = sum(times[task.kind] for task in slot)
+        return total if len(slot) == 1 or self.pair is None else self.pair
+
+
+class TimedSlot(NamedTuple):
+    """A slot in time."""
+
+    slot: Slot
+    begin: float
+    end: float
+
+
+class Timeline(NamedTuple):
+    """All slots of all ranks in time."""
+
+    ranks: tuple[tuple[TimedSlot, ...], ...]
+
+    @property
+    def end(self) -> float:
+        """Time of the whole step."""
+        return max(rank[-1].end for rank in self.ranks)
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """Time in which each rank waits for others."""
+        return tuple(self.end - sum(x.end - x.begin for x in rank) for rank in self.ranks)
+
+    def peak_activations(self, *, until_weights: bool = False) -> tuple[int, ...]:
+        """Returns the largest number of chunks' activations that each rank holds.
+
+        Args:
+            until_weights: Whether activations are held until the pass of their weights' gradient,
+                not only until that of their inputs.
+        """
+        inputs = (Pass.BACKWARD, Pass.WEIGHT_GRADIENT if until_weights else Pass.INPUT_GRADIENT)
+        return tuple(_peak(rank, (Pass.FORWARD,), inputs) for rank in self.ranks)
+
+    @property
+    def peak_deferred(self) -> tuple[int, ...]:
+        """The largest number of deferred weight gradients of each rank."""
+        kinds = (Pass.INPUT_GRADIENT,), (Pass.WEIGHT_GRADIENT,)
+        return tuple(_peak(rank, *kinds) for rank in self.ranks)
+
+    def chart(self, width: int = 100) -> str:
+        """Returns a Gantt chart: a line per rank, letters of the second chunk in lower case.
+
+        A pair of a forward and a backward pass is an X, idle time a dot. Columns are equal times.
+        """
+        lines = []
+        columns = [(i + 0.5) * self.end / width for i in range(width)]
+        for number, rank in enumerate(self.ranks):
+            shown = (next((x.slot for x in rank if x.begin <= at < x.end), ()) for at in columns)
+            lines.append(f"{number:>3} " + "".join(map(_letter, shown)))
+        return "\n".join(lines)
+
+
+def _letter(slot: Slot) -> str:
+    if len(slot) != 1:
+        return "X" if slot else "."
+    letter = slot[0].kind.value
+    return letter.lower() if slot[0].chunk else letter
+
+
+def _peak(rank: tuple[TimedSlot, ...], begins: tuple[Pass, ...], ends: tuple[Pass, ...]) -> int:
+    live = peak = 0
+    for timed in rank:
+        kinds = [task.kind for task in timed.slot]
+        live += sum(kind in begins for kind in kinds)
+        peak = max(peak, live)
+        live -= sum(kind in ends for kind in kinds)
+    assert live == 0
+    return peak
+
+
+def simulate(
+    schedule: Schedule, num_ranks: int, num_microbatches: int, costs: Costs | None = None
+) -> Timeline:
+    """Returns the schedule in time: a slot begins when its rank is free and its inputs are there.
+
+    Sending takes no time.
+
+    Args:
+        schedule: Order of the passes.
+        num_ranks: Number of pipeline ranks.
+        num_microbatches: Number of micro-batches.
+        costs: Times of passes; 1 each by default.
+
+    Raises:
+        UserError: If the schedule needs more micro-batches.
+    """
+    costs = costs or Costs()
+    waiting = [
+        collections.deque(slots(schedule, num_ranks, rank, num_microbatches))
+        for rank in range(num_ranks)
+    ]
+    ranks = [list[TimedSlot]() for _ in range(num_ranks)]
+    end: dict[_Key, float] = {}
+    while any(waiting):
+        before = len(end), sum(map(len, waiting))
+        for rank, (todo, done) in enumerate(zip(waiting, ranks, strict=True)):
+            while todo:
+                tasks = [(schedule.stage(num_ranks, rank, t.chunk), t) for t in todo[0]]
+                inputs = {key for each in tasks for key in _inputs(schedule, num_ranks, *each)}
+                if not inputs <= end.keys():
+                    break
+                begin = max([end[key] for key in inputs] + [x.end for x in done[-1:]], default=0.0)
+                done.append(TimedSlot(todo[0], begin, begin + costs.of(todo.popleft())))
+                for stage, task in tasks:
+                    if task.kind is not Pass.WEIGHT_GRADIENT:
+                        key = task.kind is Pass.FORWARD, stage, task.microbatch
+                        assert key not in end, f"{task} of rank {rank} is repeated"
+                        end[key] = done[-1].end
+        assert before != (len(end), sum(map(len, waiting))), "deadlock"
+    return Timeline(tuple(map(tuple, ranks)))
+
+
+def _inputs(schedule: Schedule, num_ranks: int, stage: int, task: Task) -> list[_Key]:
+    """Returns the passes that a task waits for."""
+    last = schedule.num_chunks * num_ranks - 1
+    if task.kind is Pass.FORWARD:
+        return [(True, stage - 1, task.microbatch)] if stage else []
+    if task.kind is Pass.WEIGHT_GRADIENT:
+        return [(False, stage, task.microbatch)]
+    own = (True, stage, task.microbatch)
+    return [own] if stage == last else [own, (False, stage + 1, task.microbatch)]
