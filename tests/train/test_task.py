@@ -409,7 +409,7 @@ def test_weights_of_zero_are_logged_and_negative_ones_end_the_run(tmp_path, capl
     assert "step 1: the weights of the loss are 0" in caplog.text
     with pytest.raises(UserError, match="step 1: a weight of the loss is negative"):
         fit(make_task(loss=loss), tmp_path / "negative", weighed(-1), **settings)
-    settings["eval_examples"] = [*weighed(0), *weighed(0.5)]  # Tried on the first batch.
+    settings |= {"eval_examples": [*weighed(0), *weighed(0.5)]}  # Tried on the first batch.
     found = fit(make_task(loss=loss), tmp_path / "small", weighed(0.01), **settings)
     assert found.evaluations["validation"]["weight"] == 0.5
     line, _ = lines(tmp_path / "small")
