@@ -25,6 +25,8 @@ from moelib.planning.report.collectives import collectives_by_axes
 from moelib.planning.report.step_report import Collective
 
 _LOG = logging.getLogger(__name__)
+# Bytes that links carry during the latency of a collective: 3 microseconds at 100 GB/s.
+_LATENCY_BYTES = 3e5
 _MARGIN = 2.0  # Sent bytes, relative to the prediction, above which there is a warning.
 
 
@@ -39,8 +41,9 @@ class Candidate(NamedTuple):
 
     @property
     def cost(self) -> float:
-        """Bytes on the links, by the prices of `auto_partition_specs` without those of FLOPs."""
-        return self.sent_bytes + BYTES_PER_PARAMETER_BYTE * self.parameter_bytes
+        """Bytes on the links: those sent, and those that latencies and memory are worth."""
+        latencies = _LATENCY_BYTES * sum(each.executions for each in self.collectives)
+        return self.sent_bytes + latencies + BYTES_PER_PARAMETER_BYTE * self.parameter_bytes
 
 
 class Choice(NamedTuple):

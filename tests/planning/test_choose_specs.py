@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from moelib.core.errors import UserError
 from moelib.parallel.auto_sharding import rules
-from moelib.planning.choose_specs import choose_specs
+from moelib.planning.choose_specs import Candidate, choose_specs
+from moelib.planning.report.step_report import Collective
 
 _MESH = ((1, 8), ("fsdp", "model"))
 _PARAMS = {"up": jnp.zeros((128, 512)), "down": jnp.zeros((512, 128))}
@@ -54,6 +55,14 @@ def test_a_step_that_sends_more_than_predicted_is_warned_of(caplog, monkeypatch)
         rules.register_dimension_rule("jit:<lambda>", "m f -> m f")
         _choose(loss)
     assert "over the axis model" in caplog.text
+
+
+def test_a_few_bytes_of_parameters_are_not_worth_another_collective():
+    few, many = (
+        Candidate("", {}, (Collective("all-gather", ("model",), 8, executions=n),), 1e6, held)
+        for n, held in ((2, 2e6), (3, 2e6 - 1e4))
+    )
+    assert few.cost < many.cost
 
 
 def test_a_loss_that_is_no_scalar_is_refused():
