@@ -95,6 +95,13 @@ def test_annotations_are_kept_and_neighbors_follow():
     assert found.specs == _COLUMN_ROW
 
 
+def test_an_annotation_that_does_not_fit_is_kept_alone():
+    """The annotated dimension meets the batch; the other parameters are sharded as without it."""
+    params = _PARAMS | {"up": ParameterSpec((128, 256), ("ffn", "embed"))}
+    found = auto_partition_specs(_network, params, _X, num_shards=4)
+    assert found.specs == _COLUMN_ROW | {"up": P("model")}
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
