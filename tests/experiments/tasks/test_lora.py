@@ -40,6 +40,14 @@ def test_adapter_is_the_difference_of_the_merged_model_and_the_base(tmp_path, mo
 
 
 @pytest.mark.slow
+def test_meshes_agree(tmp_path):
+    settings = {"base_steps": 4, "max_step": 4}
+    data = lora.run(str(tmp_path / "data"), mesh="data=8", **settings)
+    model = lora.run(str(tmp_path / "model"), mesh="data=2,fsdp=2,model=2", **settings)
+    assert model == pytest.approx(data, rel=1e-4)
+
+
+@pytest.mark.slow
 def test_score(tmp_path):
     found = lora.run(str(tmp_path))
     assert found["adapted"] < found["base"] - 0.3
