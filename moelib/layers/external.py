@@ -103,6 +103,10 @@ class ExternalLayer(BaseLayer):
         axes = tree.match_rules(paths, cfg.axes, default=None, field=f"{title}: axes")
         rules = [(pattern, True) for pattern in cfg.fixed]
         fixed = tree.match_rules(paths, rules, default=False, field=f"{title}: fixed")
+        if rules and all(fixed.values()):
+            raise UserError(
+                f"{title}: fixed={cfg.fixed} matches every parameter; leave one to train."
+            )
         spec = lambda path, leaf: self._spec(path, leaf, axes[path], fixed[path])
         return tree.map_by_path(spec, nested)
 

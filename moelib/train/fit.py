@@ -1,6 +1,7 @@
 """Training as one call: from a config to the outcome of its run."""
 
 import dataclasses
+import inspect
 import numbers
 import os
 from typing import Any
@@ -64,7 +65,12 @@ def fit(
     if isinstance(trainer, Task.Config):
         if examples is None:
             raise UserError("examples is None; pass the examples to train the task on.")
-        trainer = task_trainer_config(trainer, examples, max_step=max_step, **settings)
+        settings |= {"max_step": max_step}
+        try:
+            inspect.signature(task_trainer_config).bind(trainer, examples, **settings)
+        except TypeError as error:
+            raise UserError(f"moelib.fit of a task: {error}.") from None
+        trainer = task_trainer_config(trainer, examples, **settings)
     elif examples is not None or settings:
         raise UserError(f"examples, {', '.join(settings)}: arguments for a task, not for a config.")
     if not isinstance(prng_key, jax.Array | numbers.Integral | None):

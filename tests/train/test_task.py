@@ -359,6 +359,7 @@ def ragged(examples):
             EXAMPLES,
             r"'steps' is float32\[\] instead of int32\[\]",
         ),
+        ({"fixed": [".*"]}, EXAMPLES, "fixed=.* matches every parameter"),
         ({}, {"x": np.ones((9, DIM))}, "examples is dict"),
         ({"collate": lambda e: {"id": [2**40] * len(e)}}, EXAMPLES, "'id' with 1099511627776"),
         ({}, [], "examples is empty"),
@@ -374,6 +375,18 @@ def test_bad_input_is_one_line(tmp_path, fields, examples, match):
     with pytest.raises(UserError, match=match) as caught:
         fit(make_task(**fields), tmp_path, examples)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"batch_size": 8}, "'optimizer'"),
+        ({"optimizer": 1, "batch_size": 8, "max_steps": 8}, "'max_steps'"),
+    ],
+)
+def test_missing_and_misspelt_settings_are_named(settings, match):
+    with pytest.raises(UserError, match=match):
+        moelib.fit(make_task(), EXAMPLES, **settings)
 
 
 @pytest.mark.parametrize(
