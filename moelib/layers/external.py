@@ -166,10 +166,12 @@ class ExternalLayer(BaseLayer):
 
     def _run(self, params: Any, *inputs: Any, **named_inputs: Any) -> Any:
         """Returns the outputs of `apply`, which gathers each parameter where it is used."""
-        apply = lambda params: self._apply(params, *inputs, **named_inputs)
-        if self._use_specs is not None:
-            apply = constrain_at_use(apply, self._use_specs)
-        return apply(params)
+        return self._at_use(lambda params: self._apply(params, *inputs, **named_inputs))(params)
+
+    @nowrap
+    def _at_use(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function of (params, *args) that gathers each parameter where it is used."""
+        return fn if self._use_specs is None else constrain_at_use(fn, self._use_specs)
 
     def _initialize_layer_parameters(self, prng_key: jax.Array, prebuilt: Nested) -> Nested:
         specs = tree.by_path(self._specs, is_spec)

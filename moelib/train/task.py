@@ -120,7 +120,8 @@ class Task(ExternalLayer):
 
     def predict(self, batch: Batch) -> Any:
         """Returns the predictions for a batch of `TaskInput`."""
-        return self.functions["predict"](self._params, batch["batch"], self._key)
+        run = self._at_use(self.functions["predict"])
+        return run(self._params, batch["batch"], self._key)
 
     @property
     def has_train_step(self) -> bool:
@@ -135,7 +136,10 @@ class Task(ExternalLayer):
         apply = lambda params, gradients: self.own_tree(
             apply_gradients(nested(params), nested(gradients))
         )
-        returned = self.functions["train_step"](self._params, batch["batch"], self._key, apply)
+        params = self._params
+        if self._use_specs is not None:  # All at once: its gradients are not ours to trace.
+            params = jax.lax.with_sharding_constraint(params, self._use_specs)
+        returned = self.functions["train_step"](params, batch["batch"], self._key, apply)
         if not isinstance(returned, tuple) or len(returned) != 2:
             text = tree.array_text(returned)
             raise UserError(f"train_step returned {text}; return (new parameters, loss).")

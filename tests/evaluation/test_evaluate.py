@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 import tokenizers
 
+from moelib.checkpoint.contents import CheckpointRecord
 from moelib.core.errors import UserError
 from moelib.data.lm_input import InputMode, LMInput
 from moelib.data.prepare import prepare
@@ -94,6 +95,19 @@ def test_checkpoints_give_what_the_evaler_gave_in_training(run, model, tmp_path,
     with open(tmp_path / "out/results.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert {row["tokens"] for row in rows} == {str(2 * 8 * 64), str(3 * 8 * 64)}
+
+
+def test_each_step_is_evaluated_with_the_config_that_trained_it(run, model, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    path = str(tmp_path / "run/checkpoints/step_00000003")
+    record = CheckpointRecord.read(path)
+    config = record.config.replace("model.output_norm.eps: 1e-06", "model.output_norm.eps: 1e-01")
+    dataclasses.replace(record, config=config).write(path)
+    what = {"corpus": [CORPUS], "limit": 1}
+    copy = lambda step: load_model(str(tmp_path / "run"), step=step)
+    want = values(evaluate(copy(3), **what))
+    got = values(evaluate(copy(2), **what, steps=[2, 3]))
+    assert got == want | values(evaluate(model, **what))
 
 
 def test_a_corpus_and_a_task_whose_contexts_are_cut(model, tmp_path):

@@ -175,6 +175,29 @@ def test_the_config_is_that_of_the_checkpoint(run, moved, caplog):
     assert load_model(moved, module_dir=str(run.parent)).config.max_step == 2
 
 
+def test_each_step_has_the_config_that_trained_it(run, moved, monkeypatch):
+    monkeypatch.syspath_prepend(str(run.parent))
+    importlib.import_module("own_layers")
+    first, last = (str(moved / f"checkpoints/step_0000000{step}") for step in (1, 2))
+    record = CheckpointRecord.read(first)
+    config = record.config.replace("model.output_norm.eps: 1e-06", "model.output_norm.eps: 1e-01")
+    config = config.replace("train_dtype: 'bfloat16'", "train_dtype: 'float16'")
+    dataclasses.replace(record, config=config).write(first)
+    read = lambda model: (model.step, model.model.config.output_norm.eps, model.dtype)
+    newest = load_model(moved, mesh="data=8")
+    assert read(newest) == (2, 1e-6, "bfloat16")
+    other = newest.at_step(1)
+    assert read(other) == read(load_model(moved, step=1)) == (1, 0.1, "float16")
+    assert (other.mesh, read(other.at_step(None))) == (newest.mesh, read(newest))
+    record = CheckpointRecord.read(last)
+    record.checksums["model/lm_head/weight"] = "0" * 16  # The newest is damaged.
+    record.write(last)
+    assert read(load_model(moved)) == read(other)
+    dataclasses.replace(CheckpointRecord.read(first), files={"tokenizer.json": "0"}).write(first)
+    with pytest.raises(UserError, match="record of step 1"):
+        newest.at_step(1)
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_a_changed_or_missing_file_of_the_tokenizer_is_named(run, moved, name):
     file = moved / name
