@@ -6,8 +6,7 @@ most of them; tokens tie; the end is padding.
 
 import functools
 import inspect
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +29,10 @@ from moelib.verify.formulas import Arrays
 from moelib.verify.plain import Plain
 from moelib.verify.reference import Reference
 
-_SEGMENTS = np.repeat([1, 2, 3, 4, 0], [64, 36, 28, 64, 8])[None].astype(np.int32)
+_SEGMENTS = np.stack(
+    [np.repeat([1, 2, 3, 4, 0], [64, 36, 28, 64, 8]), np.repeat([1, 0], [190, 10])]
+).astype(np.int32)
+_LONG = np.repeat([1, 2, 0], [300, 320, 20])[None].astype(np.int32)  # Parts of two blocks in XLA.
 
 Kernel = Callable[..., Any]
 
@@ -72,33 +74,55 @@ def _kernels(model: Any, *backends: str, precision: _Precision = _SINGLE) -> Dif
     """Compares grouped matmul and attention at the sizes of the model's layers."""
     rng = np.random.default_rng(0)
     normal = lambda **shapes: {name: rng.standard_normal(shape) for name, shape in shapes.items()}
-    cases: dict[str, tuple[Kernel, Kernel, Arrays]] = {}
+    cases: dict[str, tuple[Kernel, Kernel, Arrays, tuple[str, ...]]] = {}
     for layer, _ in model.walk():
         cfg = dict(layer.config.items())
         if isinstance(layer, FeedForwardExperts):
-            num, dims = cfg["num_experts"], (cfg["input_dim"], cfg["hidden_dim"])
+            num, own = cfg["num_experts"], (cfg["input_dim"], cfg["hidden_dim"])
             sizes = np.resize([0, 130, 1, 64, 5], num).astype(np.int32)  # 10 rows are of no group.
-            operands = normal(lhs=(sizes.sum() + 10, dims[0]), rhs=(num, *dims))
-            formula = functools.partial(formulas.gmm, sizes=sizes)
-            run = functools.partial(gmm, group_sizes=jnp.asarray(sizes))
-            cases[f"gmm of {num} x {dims}"] = run, formula, operands
+            for dims, takers in ((own, backends), ((200, 264), ("xla", "tpu"))):
+                operands = normal(lhs=(sizes.sum() + 10, dims[0]), rhs=(num, *dims))
+                formula = functools.partial(formulas.gmm, sizes=sizes)
+                run = functools.partial(gmm, group_sizes=jnp.asarray(sizes))
+                cases[f"gmm of {num} x {dims}"] = run, formula, operands, takers
         if "num_heads" in cfg:
             # Head dimensions that kernels take: those of DeepSeek, and 64.
             dim, v_dim = (192, 128) if "v_head_dim" in cfg else (64, 64)
-            few = 1 if (cfg.get("num_kv_heads") or cfg["num_heads"]) < cfg["num_heads"] else 2
-            operands = normal(q=(1, 200, 2, dim), k=(1, 200, few, dim), v=(1, 200, few, v_dim))
-            operands |= normal(sinks=(2,)) if cfg.get("sinks") else {}
-            window = min(cfg.get("window") or 999, 100)
-            spec = MaskSpec(dim**-0.5, window=window, logit_cap=cfg.get("logit_cap"))
-            formula = functools.partial(formulas.attention, spec=spec, segment_ids=_SEGMENTS)
-            run = functools.partial(flash_attention, spec=spec, segment_ids=jnp.asarray(_SEGMENTS))
-            cases[f"attention with {spec}, dimensions {dim} and {v_dim}"] = run, formula, operands
-    for (name, (run, formula, operands)), backend in itertools.product(cases.items(), backends):
-        of_backend = functools.partial(run, backend=backend)
-        text = f"{name} by {backend}"
-        if found := _compare(text, of_backend, formula, operands, precision):
-            return found
+            for segments, heads, window, takers in _attention_cases(cfg, backends):
+                tokens = segments.shape
+                operands = normal(q=(*tokens, heads[0], dim), k=(*tokens, heads[1], dim))
+                operands |= normal(v=(*tokens, heads[1], v_dim))
+                operands |= normal(sinks=heads[:1]) if cfg.get("sinks") else {}
+                spec = MaskSpec(dim**-0.5, window=window, logit_cap=cfg.get("logit_cap"))
+                formula = functools.partial(formulas.attention, spec=spec, segment_ids=segments)
+                ids = jnp.asarray(segments)
+                run = functools.partial(flash_attention, spec=spec, segment_ids=ids)
+                text = f"attention with {spec}, {tokens} tokens, {heads} heads of {dim} and {v_dim}"
+                cases[text] = run, formula, operands, takers
+    for name, (run, formula, operands, takers) in cases.items():
+        for backend in (each for each in backends if each in takers):
+            of_backend = functools.partial(run, backend=backend)
+            text = f"{name} by {backend}"
+            if found := _compare(text, of_backend, formula, operands, precision):
+                return found
     return None
+
+
+def _attention_cases(
+    cfg: dict[str, Any], backends: tuple[str, ...]
+) -> Iterator[tuple[np.ndarray, tuple[int, int], int | None, tuple[str, ...]]]:
+    """Yields segments, numbers of heads, a window and backends for a config of attention.
+
+    Windows are shorter and longer than a block of 128 keys, and heads per key and value head more
+    than the 8 that the kernels of TPUs take at once.
+    """
+    windows = (7, 150) if cfg.get("window") else (None,)
+    grouped = (cfg.get("num_kv_heads") or cfg["num_heads"]) < cfg["num_heads"]
+    for window in windows:
+        yield _SEGMENTS, (4, 2) if grouped else (2, 2), window, backends
+    if grouped:
+        yield _SEGMENTS[:1], (16, 1), windows[-1], ("xla", "tpu")
+    yield _LONG, (2, 1) if grouped else (2, 2), windows[-1], ("xla",)  # Slow if interpreted.
 
 
 def _compare(

@@ -92,6 +92,7 @@ def test_a_wrong_restore_is_found(monkeypatch):
     assert found.leaf == "input_ids"
 
 
+@pytest.mark.slow
 def test_kernels_equal_their_formulas():
     model = known().probe.trainer.model
     assert layer_checks._kernels(model, "xla") is None  # Others are interpreted: slow.
