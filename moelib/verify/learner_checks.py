@@ -245,6 +245,13 @@ def _lion(cfg: Any, g: Any, mean: Any, _: Any, step: int) -> tuple[Any, tuple[An
     return np.sign(b1 * mean + (1 - b1) * g), (b2 * mean + (1 - b2) * g, 0.0)
 
 
+_SCHEDULES = (
+    schedules.constant,
+    schedules.linear,
+    schedules.cosine,
+    schedules.inverse_sqrt,
+    schedules.wsd,
+)
 _CLIPS = (transforms.clip_by_global_norm, optax.clip_by_global_norm)
 
 # The direction of a step, and new moments, of the moments before.
@@ -262,7 +269,7 @@ _DIRECTIONS: dict[Any, Callable[..., tuple[Any, tuple[Any, Any]]]] = {
 def _schedule_difference(cfg: Any) -> Difference | None:
     """Compares the schedules of a learner's config, made longer, with formulas."""
     for path, inside in sub_configs(cfg):
-        if not _is_schedule(inside):
+        if _function(inside) not in _SCHEDULES:
             continue
         fields = dict(inside.items())
         inside = inside.clone(**{name: x for name, x in _LENGTHS.items() if fields.get(name)})
@@ -283,7 +290,7 @@ def rate_at(rate: Any, step: int) -> float:
     if isinstance(rate, int | float):
         return float(rate)
     name = _name(rate)
-    if not _is_schedule(rate):
+    if _function(rate) not in _SCHEDULES:
         raise CheckSkippedError(f"no formula for the schedule {name}")
     cfg = dict(rate.items())
     peak, end = cfg.get("peak_lr", 1.0), cfg.get("end_lr", 0.0)
@@ -302,12 +309,6 @@ def rate_at(rate: Any, step: int) -> float:
     if name == "constant":
         return warm * peak
     return warm * (end + forms[cfg["decay"] if name == "wsd" else name] * (peak - end))
-
-
-def _is_schedule(cfg: Any) -> bool:
-    """Returns whether a config is that of one of the library's schedules."""
-    function = _function(cfg)
-    return function is not None and function is getattr(schedules, _name(cfg), None)
 
 
 def _function(cfg: Any) -> Any:

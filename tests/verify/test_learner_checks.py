@@ -63,14 +63,15 @@ def test_another_shape_of_a_schedule_is_found(monkeypatch, name, other):
     assert "learner.optimizer.learning_rate at step" in str(learner(SimpleNamespace(config=cfg)))
 
 
-def test_another_schedule_is_skipped():
-    with pytest.raises(CheckSkippedError, match="cosine"):
-        rate_at(config_for_function(cosine), 1)
-
-
 def cosine():
     """A schedule of the user's own, which has the name of one of the library."""
     return lambda step: 1.0
+
+
+@pytest.mark.parametrize("function", [cosine, schedules.for_optax])
+def test_another_schedule_is_skipped(function):
+    with pytest.raises(CheckSkippedError, match=function.__name__):
+        rate_at(config_for_function(function), 1)
 
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {  # Runs of `verify` in other tests have AdamW.
