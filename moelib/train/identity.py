@@ -1,6 +1,8 @@
 """Identity of a run: the settings that a run in a folder cannot change when it is resumed."""
 
+import hashlib
 import importlib.metadata
+import json
 import logging
 import os
 import re
@@ -15,6 +17,7 @@ from moelib.core.config_parse import parse
 from moelib.core.config_paths import Line, lines
 from moelib.core.errors import UserError
 from moelib.core.files import atomic_file, read_json, read_text, write_json
+from moelib.core.processes import gather_json
 from moelib.core.trusted_code import UntrustedNameError
 from moelib.train.settings import completed
 
@@ -27,11 +30,12 @@ _RUN_FILE = "run.json"
 # change.
 _DETERMINES = re.compile(r"(model|learner|input|prng_seed)\b.*")
 
-# Exceptions: the length of a run, implementations of the same computation, and the location of the
-# data, whose content the input compares itself.
+# Threads and the location of the data, whose content the input compares itself.
+_OF_A_PROCESS = r"prefetch\w*|num_threads|num_workers|path|paths|dir|data_dir"
+# Exceptions: also the length of a run, and implementations of the same computation.
 _MAY_CHANGE = re.compile(
-    r".*\b(max_step|decay_steps|max_batches|dispatcher|\w*kernel|\w*backend|remat\w*|prefetch\w*"
-    r"|loss_chunk_size|offload_state|num_threads|num_workers|path|paths|dir|data_dir)\b.*"
+    r".*\b(max_step|decay_steps|max_batches|dispatcher|\w*kernel|\w*backend|remat\w*"
+    rf"|loss_chunk_size|offload_state|{_OF_A_PROCESS})\b.*"
 )
 
 # Settings that move a schedule.
@@ -67,6 +71,23 @@ def identity(config_text: str) -> dict[str, str]:
         for path, value in values.items()
         if _DETERMINES.fullmatch(path) and (not _MAY_CHANGE.fullmatch(path) or drops(path))
     }
+
+
+def check_processes(cfg: Any) -> None:
+    """Raises UserError on all processes if their configs differ, except in paths and threads."""
+    may_differ = re.compile(rf".*\b({_OF_A_PROCESS})\b.*")
+    values = {p: v for p, v in _values(cfg.debug_string()).items() if not may_differ.fullmatch(p)}
+    digests = gather_json(hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    each = gather_json(values)
+    other = next(i for i, digest in enumerate(digests) if digest != digests[0])
+    path = _different(each[0], each[other])[0]
+    first, second = (each[i].get(path, "not set") for i in (0, other))
+    raise UserError(
+        f"{path} is {first} in process 0, and {second} in process {other}; start all processes of "
+        "a job with the same config."
+    )
 
 
 def saved_config(

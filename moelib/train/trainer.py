@@ -45,7 +45,7 @@ from moelib.train import state as state_lib
 from moelib.train.compiler_options import compile_with, default_options, spelled
 from moelib.train.directory_lock import directory_lock
 from moelib.train.evaler import SpmdEvaler
-from moelib.train.identity import check_directory, write_config
+from moelib.train.identity import check_directory, check_processes, write_config
 from moelib.train.input_state import gather_input_state, input_state_of
 from moelib.train.loop import TrainLoop
 from moelib.train.memory import check_memory
@@ -480,6 +480,7 @@ class SpmdTrainer(Module):
             "end of input").
 
         Raises:
+            UserError: If the processes have different configs.
             TrainerDirConflictError: If the folder belongs to a run with another config.
             DirectoryInUseError: If another process trains in the folder.
             NonFiniteError: At the first step whose loss or parameters are not finite.
@@ -488,6 +489,7 @@ class SpmdTrainer(Module):
         cfg = self.config
         is_writer = jax.process_index() == 0
         with contextlib.ExitStack() as stack:
+            check_processes(cfg)
             stack.enter_context(self.on_mesh())
             _ = self.batch_sharding  # Refuses a mesh that does not divide the batch.
             if not cfg.skip_kernel_check:

@@ -41,12 +41,14 @@ def main():
     parser.add_argument("--process_id", type=int, default=0)
     parser.add_argument("--num_processes", type=int, default=1)
     parser.add_argument("--own_positions", action="store_true")  # Of each host in the data.
+    parser.add_argument("--seeds", type=int, nargs=2, default=(0, 0))  # Of each process's input.
     args = parser.parse_args()
     if args.coordinator:
         job = (args.coordinator, args.num_processes, args.process_id)
         names = ("distributed_coordinator", "num_processes", "process_id")
         DeviceFlags(**dict(zip(names, job, strict=True))).set_up()
     cfg = trainer_config(args.dir, max_step=args.max_step, save_every=args.save_every)
+    cfg.input.seed = args.seeds[args.process_id]
     if args.own_positions:
         cfg.input = HostInput.default_config().set(**dict(cfg.input.items()))
     trainer = cfg.instantiate(parent=None)

@@ -8,15 +8,18 @@ import moelib
 from moelib.checkpoint.contents import CheckpointRecord
 from moelib.core import moved_names
 from moelib.core.config import config_for_function
+from moelib.core.errors import UserError
 from moelib.layers.moe.dispatch import SortedDispatcher
 from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
 from moelib.layers.moe.dispatch_ragged import RaggedDispatcher
 from moelib.layers.moe.layer import MoELayer
 from moelib.learner import schedules
+from moelib.train import identity as identity_lib
 from moelib.train.identity import (
     CONFIG_FILE,
     TrainerDirConflictError,
     check_directory,
+    check_processes,
     identity,
     write_config,
 )
@@ -112,6 +115,18 @@ def test_other_changes_are_logged(tmp_path, caplog, monkeypatch):
 def test_setting_that_may_not_change(folder, path, value, message):
     with pytest.raises(TrainerDirConflictError, match=message):
         check_directory(changed(path, value), str(folder))
+
+
+def test_all_processes_have_the_same_config_except_for_paths(monkeypatch):
+    digests = []
+    monkeypatch.setattr(identity_lib, "gather_json", lambda x: digests.append(x) or [x, x])
+    check_processes(changed("dir", "here"))
+    check_processes(changed("dir", "there"))
+    assert digests[0] == digests[1]
+    third = lambda x: "digest" if isinstance(x, str) else {**x, "learner.optimizer.b1": "0.5"}
+    monkeypatch.setattr(identity_lib, "gather_json", lambda x: [x, x, third(x)])
+    with pytest.raises(UserError, match=r"b1 is 0\.9 in process 0, and 0\.5 in process 2;"):
+        check_processes(changed("dir", "here"))
 
 
 # -- The config in a checkpoint ------------------------------------------------------------------

@@ -109,6 +109,14 @@ def test_each_of_two_processes_resumes_at_its_own_position_in_the_data(tmp_path,
 
 
 @pytest.mark.slow
+def test_processes_with_different_configs_are_refused_by_all(tmp_path):
+    for process in start_two(tmp_path, "--seeds", 0, 7):
+        _, err = process.communicate(timeout=120)
+        assert process.returncode != 0
+        assert "input.seed is 0 in process 0, and 7 in process 1" in err
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_lost_process_ends_the_other_which_names_it(tmp_path, lost, name):
