@@ -123,6 +123,8 @@ def evaluate(
         if step != model.step:
             model = dataclasses.replace(model, parameters={})  # Frees those of the previous step.
             model = model.at_step(step)
+            # Another model if the run's config changed between the steps.
+            scorer = dataclasses.replace(scorer, model=model.model)
         with model.on_mesh():
             found = _scored(model, scorer, evaluations)
             if manager is not None:

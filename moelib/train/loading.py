@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from moelib.checkpoint.contents import newest_record
+from moelib.checkpoint.contents import CheckpointRecord, newest_record
 from moelib.checkpoint.restore import restore_params_only
 from moelib.checkpoint.safetensors import check_sum
 from moelib.core import config_parse, trusted_code
@@ -51,7 +51,9 @@ class LoadedModel:
     max_length: int | None  # Longest sequence in training, in tokens; None if unknown.
     dtype: str | None  # Dtype that parameters were cast to; None if they were not.
     mesh: Mesh | None  # Devices that hold the parameters; None for the first device.
-    skip_checksums: bool = False  # Whether a run's parameters are read without a comparison.
+    record: CheckpointRecord | None = None  # Record of the checkpoint that `config` is from.
+    # Other arguments of `load_model`, for steps with another config.
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @contextlib.contextmanager
     def on_mesh(self) -> Iterator[None]:
@@ -65,19 +67,31 @@ class LoadedModel:
             yield
 
     def at_step(self, step: int | None) -> "LoadedModel":
-        """Returns the same model with the parameters of another step; None for the newest."""
+        """Returns the model at another step, as `load_model` does; None for the newest.
+
+        It is built again only if the run's config or files changed between the two steps.
+        """
+        skip_checksums = self.arguments.get("skip_checksums", False)
         specs = self.model.create_parameter_specs_recursively()
         with self.on_mesh():
             restored = restore_params_only(
                 os.path.join(self.folder, _CHECKPOINTS),
                 abstract_arrays(specs, self.mesh),
                 step=step,
-                skip_checksums=self.skip_checksums,
+                skip_checksums=skip_checksums,
             )
+        record = restored.record
+        if (
+            self.record is not None
+            and not skip_checksums
+            and _run_of(record) != _run_of(self.record)
+        ):
+            del restored  # Frees its parameters.
+            return load_model(self.folder, step=record.step, **self.arguments)
         parameters = restored.state
         if self.dtype is not None:
             parameters = _cast_one_by_one(parameters, specs, self.dtype)
-        return dataclasses.replace(self, parameters=parameters, step=restored.record.step)
+        return dataclasses.replace(self, parameters=parameters, step=record.step)
 
 
 def load_model(
@@ -119,7 +133,7 @@ def load_model(
     folder = str(folder)
     if module_dir is not None:
         trusted_code.allow_folder(module_dir)
-    cfg: Any = _read_config(folder, step, skip_checksums=skip_checksums)
+    cfg, record = _read_config(folder, step, skip_checksums=skip_checksums)
     run = cfg is not None
     if not run and not os.path.exists(os.path.join(folder, pretrained.CONFIG_FILE)):
         raise UserError(
@@ -150,7 +164,13 @@ def load_model(
         max_length=_published(folder, "max_position_embeddings", seq_len),
         dtype=_dtype(folder, dtype, cfg, published),
         mesh=as_mesh(mesh, cfg.mesh_axis_names if run else MESH_AXIS_NAMES),
-        skip_checksums=skip_checksums,
+        record=record,
+        arguments={
+            "dtype": dtype,
+            "mesh": mesh,
+            "require_tokenizer": require_tokenizer,
+            "skip_checksums": skip_checksums,
+        },
     )
     if run:
         return loaded.at_step(step)
@@ -237,8 +257,15 @@ def _published(folder: str, name: str, default: Any, *, file: str = pretrained.C
     return default if value is None else value
 
 
-def _read_config(folder: str, step: int | None, *, skip_checksums: bool) -> Any:
-    """Returns the config that trained a step of a run; None if the folder holds no run.
+def _run_of(record: CheckpointRecord) -> tuple[str, Mapping[str, str]]:
+    """Returns what a checkpoint's record states about the run: its config and files."""
+    return record.config, record.files
+
+
+def _read_config(
+    folder: str, step: int | None, *, skip_checksums: bool
+) -> tuple[Any, CheckpointRecord | None]:
+    """Returns the config that trained a step of a run, and its record; None for each without one.
 
     Raises:
         DamagedTensorsError: If a file of the folder, such as that of the tokenizer, has changed.
@@ -257,4 +284,4 @@ def _read_config(folder: str, step: int | None, *, skip_checksums: bool) -> Any:
         source, cure = f"the record of step {record.step}", "restore it, or pass --skip_checksums"
         for name, digest in record.files.items():
             check_sum(os.path.join(folder, name), digest, source, cure=cure)
-    return cfg
+    return cfg, record
