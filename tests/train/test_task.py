@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -13,15 +14,19 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import moelib
 from moelib.core import config_parse
 from moelib.core.config import config_for_function
 from moelib.core.errors import UserError
+from moelib.core.module import functional
 from moelib.layers.external import Updated
 from moelib.learner.optimizers import adamw_optimizer, sgd_optimizer
 from moelib.learner.schedules import cosine
+from moelib.parallel.mesh import create_device_mesh
 from moelib.parallel.sharding import constrain
+from moelib.train.state import abstract_arrays
 from moelib.train.task import Task
 from moelib.train.task_run import task_trainer_config
 
@@ -197,6 +202,35 @@ def test_parameters_are_sharded_and_numbers_equal(tmp_path, wide, mesh):
     assert (up[1], down[0]) == (axis, axis)
     for name, value in plain.metrics.items():
         assert found.metrics[name] == pytest.approx(value, rel=1e-4), name
+
+
+@pytest.mark.parametrize(
+    ("method", "others", "gathered"),
+    [("predict", (), "128,512"), ("own_step", (lambda params, gradients: params,), "3,128,512")],
+)
+def test_predictions_gather_one_layer_at_a_time_and_own_steps_all(method, others, gathered):
+    def stack(params, batch, key):
+        layer = lambda x, each: (jnp.tanh(x @ each["up"]) @ each["down"], None)
+        return jax.lax.scan(layer, batch["x"], params)[0]
+
+    task = make_task(
+        init=lambda key: {"up": jnp.zeros((3, 128, 512)), "down": jnp.zeros((3, 512, 128))},
+        predict=stack,
+        train_step=lambda p, b, k, apply: (apply(p, p), jnp.mean(stack(p, b, k))),
+    )
+    model = task.clone(name="task").instantiate(parent=None)
+    mesh = create_device_mesh((2, 4), ("fsdp", "model"))
+    model.set_shardings({"up": P(None, None, "model")}, dict(mesh.shape))
+    params = abstract_arrays(model.create_parameter_specs_recursively(), mesh)
+    batch = {"batch": {"x": jnp.zeros((8, 128))}}
+    run = lambda params: functional(
+        model, None, params, (batch, *others), is_training=False, method=method
+    )[0]
+    with jax.set_mesh(mesh):
+        trace = str(jax.make_jaxpr(run)(params))
+    found = re.findall(r"f32\[([\d,]+)\]\S* = sharding_constraint", trace)
+    assert gathered in found
+    assert len(found) == 2
 
 
 def test_own_training_step(tmp_path):
