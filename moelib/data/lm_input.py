@@ -11,7 +11,7 @@ import copy
 import enum
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -80,6 +80,8 @@ class LMInput(Input):
         self._mixture = source if isinstance(source, Mixture) else None
         sources: list[TokenSource] = [source] if self._mixture is None else self._mixture.sources
         self._packed = [_PackedSource(source, cfg) for source in sources]
+        # Iterators over checks of a host's data, shared by all evaluations of this input.
+        self.checks_left = functools.cache(lambda *host: iter(self.checks(*host)))
         self.eos_id: int = sources[0].eos_id
         self.vocab_size: int = max(source.vocab_size for source in sources)
         if cfg.vocab_size is not None and self.vocab_size > cfg.vocab_size:
@@ -109,6 +111,10 @@ class LMInput(Input):
     def sources(self) -> Sequence[TokenSource]:
         """The token sources, opened."""
         return [packed.source for packed in self._packed]
+
+    def checks(self, host_index: int, num_hosts: int) -> Sequence[Callable[[], None]]:
+        """Returns checks of a host's share of the data, which raise UserError at damage."""
+        return [check for source in self.sources for check in source.checks(host_index, num_hosts)]
 
     @property
     def sequences_per_epoch(self) -> int:
@@ -209,17 +215,19 @@ class LMInputIterator(BatchIterator):
         self.step = 0  # The next one.
         # Called once, in as many steps as an epoch has; each at its step, so that runs that are
         # resumed often reach all of them too.
-        self._checks = [c for s in lm_input.sources for c in s.checks(host_index, num_hosts)]
+        self._checks = lm_input.checks(host_index, num_hosts)
         self._checks_per_step = -(-len(self._checks) // max(lm_input.num_batches, 1))
         self._num_checked = 0
 
     def __next__(self) -> "Batch":
         """Returns this host's sequences of the next step.
 
-        In training, also checks some data of the sources. Raises UserError at damage.
+        Also checks some data of the sources. Raises UserError at damage.
         """
         lm_input = self._input
-        if lm_input.config.mode is InputMode.TRAIN and self._num_checked < len(self._checks):
+        if lm_input.config.mode is InputMode.EVALUATE:
+            next(lm_input.checks_left(*self._host), lambda: None)()
+        elif self._num_checked < len(self._checks):
             begin = self.step * self._checks_per_step
             for number in range(begin, begin + self._checks_per_step):
                 self._checks[number % len(self._checks)]()

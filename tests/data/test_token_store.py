@@ -265,8 +265,12 @@ def test_blocks_that_opening_leaves_out_are_found_batch_by_batch(
         batches.step = step
         with pytest.raises(ValueError, match=f"damaged: bytes 64 to 128 of {name}"):
             collections.deque(itertools.islice(batches, lm_input.num_batches), maxlen=0)
-    cfg.mode = InputMode.EVALUATE
-    assert list(cfg.instantiate().iterator())
+    cfg.mode = InputMode.EVALUATE  # One block per batch, and further ones in the next evaluation.
+    for batch_size in (1, 1000):
+        lm_input = cfg.set(global_batch_size=batch_size).instantiate()
+        evaluations = itertools.chain.from_iterable(lm_input.iterator() for _ in store.checks(0, 1))
+        with pytest.raises(ValueError, match=f"damaged: bytes 64 to 128 of {name}"):
+            collections.deque(evaluations, maxlen=0)
 
 
 def test_tokens_that_a_file_has_lost_are_named(path: pathlib.Path):
