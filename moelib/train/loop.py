@@ -24,7 +24,7 @@ from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
 from moelib.core.progress import Progress
 from moelib.core.table import Table, print_table
-from moelib.data.input import Input, save_tokenizer
+from moelib.data.input import Input
 from moelib.data.prefetch import Prefetcher, host_rows, put_batch
 from moelib.train import report
 from moelib.train.evaler import SpmdEvaler
@@ -59,6 +59,7 @@ class TrainLoop:
     is_language_model: bool  # Whether the loss is one of nats per token.
     description: str  # Shown before the first step.
     open_input: Callable[[], Input]  # Opens the training input.
+    save_tokenizer: Callable[[], None]  # Writes the input's tokenizer into the folder of the run.
     evalers: Mapping[str, SpmdEvaler]
     checkpointer: Checkpointer | None
     summary_writer: SummaryWriter
@@ -150,7 +151,7 @@ class TrainLoop:
         if self.input_state is not None:
             batches.restore(self.input_state)
         if self._is_main:
-            save_tokenizer(cfg.input, cfg.dir)
+            self.save_tokenizer()
         return Prefetcher(
             batches,
             lambda batch: put_batch(batch, sharding, batch_size),

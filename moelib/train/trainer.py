@@ -25,7 +25,7 @@ from moelib.core.config import (
 from moelib.core.errors import UserError
 from moelib.core.module import Module, nowrap
 from moelib.core.param import is_spec
-from moelib.data.input import Input, batch_spec
+from moelib.data.input import Input, batch_spec, save_tokenizer
 from moelib.data.prefetch import HostRows, host_rows, row_sharding
 from moelib.data.tokenizer import FILE_NAME, SETTINGS_FILE
 from moelib.layers.kernel_backends import kernel_backends
@@ -175,6 +175,7 @@ class SpmdTrainer(Module):
         self.on_compiled: Callable[[Any, Any, Any], None] | None = None
         self._axes_used: set[str] = set()  # Logical axes of state, batch and activations.
         self.restored_metrics: dict[str, float] = {}  # Of evaluations, in the restored checkpoint.
+        self._file_sums: dict[str, str] = {}  # SHA-256 of the tokenizer's files, when written.
         self.step = 0  # Steps taken, known without waiting for the devices.
 
     @nowrap
@@ -350,13 +351,13 @@ class SpmdTrainer(Module):
             return None
         self.input_state = input_state_of(restored.record.input, self._host_rows)
         self._state, self.step = restored.state, restored.record.step
-        self.restored_metrics = restored.record.metrics
+        self.restored_metrics, self._file_sums = restored.record.metrics, restored.record.files
         return self.step
 
-    @functools.cached_property
-    def _file_sums(self) -> dict[str, str]:
-        """SHA-256 of the tokenizer's files in the folder of the run, at the first checkpoint."""
-        return file_sums(self.config.dir, (FILE_NAME, SETTINGS_FILE))
+    def _save_tokenizer(self) -> None:
+        """Writes the input's tokenizer into the folder of the run, and hashes its files."""
+        if save_tokenizer(self.config.input, self.config.dir) or not self._file_sums:
+            self._file_sums = file_sums(self.config.dir, (FILE_NAME, SETTINGS_FILE))
 
     @nowrap
     def save_checkpoint(self, metrics: dict[str, float] | None = None) -> None:
@@ -521,6 +522,7 @@ class SpmdTrainer(Module):
             is_language_model=getattr(self.model, "is_language_model", True),
             description=self.describe(),
             open_input=lambda: self.input,
+            save_tokenizer=self._save_tokenizer,
             evalers=self.evalers,
             checkpointer=None if self.config.checkpointer is None else self.checkpointer,
             summary_writer=self.summary_writer,

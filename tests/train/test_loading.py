@@ -211,6 +211,21 @@ def test_a_changed_or_missing_file_of_the_tokenizer_is_named(run, moved, name):
         load_model(moved, module_dir=str(run.parent), require_tokenizer=False)
 
 
+def test_a_tokenizer_that_changes_before_the_first_checkpoint_is_named(tmp_path, monkeypatch):
+    cfg = small_run.trainer_config(tmp_path / "run", small_run.make_store(tmp_path / "data"))
+    trainer = cfg.instantiate(parent=None, devices=jax.devices()[:1])
+    file, run_step = tmp_path / "run/tokenizer.json", trainer.run_step
+
+    def change_and_run_step(*args, **kwargs):
+        file.write_text(file.read_text() + " ")
+        return run_step(*args, **kwargs)
+
+    monkeypatch.setattr(trainer, "run_step", change_and_run_step)
+    trainer.run()
+    with pytest.raises(UserError, match=rf"{file} has changed.*record of step 1"):
+        load_model(tmp_path / "run")
+
+
 def write_like_earlier_versions(run):
     """Removes the config and the sums of files from the records of a run's checkpoints."""
     for path in (run / "checkpoints").iterdir():
