@@ -14,13 +14,15 @@ from moelib.core.config import REQUIRED, ConfigBase
 from moelib.core.config_paths import sub_configs
 from moelib.data.lm_input import LMInput
 from moelib.data.mixture import Mixture
+from moelib.data.packing import LongDocuments
 from moelib.data.synthetic import SyntheticTokens
 from moelib.verify.batches import vocab_size
 
 _WIDTHS = ("dim", "input_dim", "output_dim", "hidden_dim", "embedding_dim", "model_dim",
            "q_lora_rank", "kv_lora_rank", "rank")  # fmt: skip
 _VOCABULARIES = ("vocab_size", "num_embeddings")
-_HEAD_DIMS = {"head_dim": 8, "nope_head_dim": 8, "rope_head_dim": 4, "v_head_dim": 6}
+# With few rotary pairs, the ramp of YaRN would begin at the first one whatever `beta_fast`.
+_HEAD_DIMS = {"head_dim": 8, "nope_head_dim": 8, "rope_head_dim": 16, "v_head_dim": 6}
 _WINDOW, _SEQ_LEN, _MAX_STEP = 7, 32, 8
 _SMALL_WIDTH = 32  # Widths up to this stay.
 
@@ -132,12 +134,15 @@ def _fewer_experts(cfg: ConfigBase, num_devices: int) -> None:
     if len(sizes) < 2:
         return
     experts, per_token = sizes.values()
-    few = _with_same_divisors(experts, num_devices, 8)
+    is_grouped = any(_sizes(inside, ("num_groups",)) for inside in _configs(cfg))
+    few = _with_same_divisors(experts, num_devices, 16 if is_grouped else 8)
     cfg.set(num_experts=few, num_experts_per_token=min(per_token, 2 if few < 6 else 3))
     for inside in _configs(cfg):
         groups = _sizes(inside, ("num_groups", "num_groups_per_token"))
         if len(groups) == 2:
-            num = math.gcd(groups["num_groups"], few // 2)  # Groups of at least two experts.
+            size = min(experts // max(groups["num_groups"], 1), 4)  # More than a score sums.
+            common = math.gcd(groups["num_groups"], few)
+            num = next(n for n in (4, 3, 2, 1) if common % n == 0 and few // n >= size)
             least = math.ceil(cfg.num_experts_per_token * num / few)  # Enough for the chosen ones.
             inside.set(num_groups=num, num_groups_per_token=max(least, num // 2))
         for name, blocks in _sizes(inside, ("buffer_blocks",)).items():
@@ -194,17 +199,21 @@ def _synthetic_data(cfg: Any, num_devices: int) -> None:
     batch_size = math.lcm(num_devices * num_microbatches, 4)  # Checks `doubled` and `hosts`.
     cfg.input.set(seq_len=_SEQ_LEN, global_batch_size=batch_size)
     if isinstance(cfg.input, LMInput.Config):
-        source = _synthetic(cfg.input.source, vocab_size(cfg))
+        is_split = cfg.input.long_documents is LongDocuments.SPLIT
+        longest = 3 * _SEQ_LEN if is_split else _SEQ_LEN
+        source = _synthetic(cfg.input.source, vocab_size(cfg), longest)
         cfg.input.set(source=source, vocab_size=dict(cfg.model.items()).get("vocab_size"))
 
 
-def _synthetic(source: Any, vocab_size: int) -> Any:
+def _synthetic(source: Any, vocab_size: int, longest: int) -> Any:
     """Returns a source of short random documents; a mixture stays a mixture."""
     if isinstance(source, Mixture.Config):
-        sources = {name: _synthetic(inside, vocab_size) for name, inside in source.sources.items()}
-        return source.clone(sources=sources)
+        inside = source.sources.items()
+        return source.clone(
+            sources={name: _synthetic(each, vocab_size, longest) for name, each in inside}
+        )
     return SyntheticTokens.default_config().set(
-        vocab_size=vocab_size, num_documents=200, max_document_tokens=_SEQ_LEN
+        vocab_size=vocab_size, num_documents=200, max_document_tokens=longest
     )
 
 

@@ -9,6 +9,7 @@ import pytest
 from experiments import flame_moe, gpt_oss, open_models
 from moelib.core.config_paths import sub_configs
 from moelib.core.param import is_spec, specs_by_path
+from moelib.data.packing import LongDocuments
 from moelib.layers.moe.dispatch_ragged import RaggedDispatcher
 from moelib.models.huggingface.families import settings_of
 from moelib.parallel.sharding import DEFAULT_RULES
@@ -30,7 +31,7 @@ def test_a_small_config_is_small_and_has_the_same_kinds_of_layers(name):
     trainer = small.set(dir="unused").instantiate(parent=None)
     specs = trainer.model.create_parameter_specs_recursively()
     sizes = [spec.size for spec in jax.tree.leaves(specs, is_leaf=is_spec)]
-    assert sum(sizes) < 120_000
+    assert sum(sizes) < 180_000
     assert {change.path for change in changes} >= {"model.dim", "model.vocab_size"}
 
 
@@ -102,13 +103,28 @@ def test_widths_that_differ_still_differ_and_equal_ones_are_equal():
     assert moe.feed_forward.shared_experts.hidden_dim not in widths
 
 
-def test_groups_of_experts_have_two_experts_or_more():
+def test_groups_of_experts_are_larger_than_what_their_score_sums():
     small, _ = shrink(CONFIGS["deepseek-v3"](), 8)
     moe = small.model.decoder.block[0].feed_forward
     router = moe.router
-    assert moe.num_experts // router.num_groups >= 2
-    assert 1 <= router.num_groups_per_token < router.num_groups
+    assert (moe.num_experts, router.num_groups, router.num_groups_per_token) == (16, 4, 2)
     assert len(small.model.decoder.first_layers) == 1  # Three equal ones before.
+
+
+def test_the_ramp_of_yarn_begins_behind_the_first_pair():
+    small, _ = shrink(CONFIGS["deepseek-v3"](), 8)
+    attention = small.model.decoder.block[0].self_attention
+    rope = attention.rope.clone(name="rope").instantiate(parent=None)
+    begin, _ = rope.ramp_ends(attention.rope_head_dim)
+    assert begin > 0
+
+
+@pytest.mark.parametrize(("treatment", "longest"), [("SPLIT", 96), ("ERROR", 32)])
+def test_documents_are_longer_than_a_sequence_if_the_input_splits_them(treatment, longest):
+    cfg = CONFIGS["flame-moe-tiny"]()
+    cfg.input.long_documents = LongDocuments[treatment]
+    small, _ = shrink(cfg, 8)
+    assert small.input.source.max_document_tokens == longest
 
 
 def test_the_run_is_in_float32_on_made_up_data():
