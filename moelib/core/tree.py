@@ -143,8 +143,11 @@ def match_rules(
     }
     for i, (regex, _) in enumerate(rules):
         if i not in matches.values():
-            near = did_you_mean(re.sub(r"[^a-zA-Z0-9_/]", "", regex), list(matches)[:200])
-            raise UserError(f"{field}: the rule {regex!r} applies to no path; {near}")
+            why = did_you_mean(re.sub(r"[^a-zA-Z0-9_/]", "", regex), list(matches)[:200])
+            if taken := next((p for p in matches if re.fullmatch(regex, p)), None):
+                earlier = next(rule for rule, _ in rules if re.fullmatch(rule, taken))
+                why = f"the rule {earlier!r} before it takes {taken!r}; remove one."
+            raise UserError(f"{field}: the rule {regex!r} applies to no path; {why}")
     return {path: default if i is None else rules[i][1] for path, i in matches.items()}
 
 

@@ -1,7 +1,6 @@
 """Training as one call: from a config to the outcome of its run."""
 
 import dataclasses
-import inspect
 import numbers
 import os
 from typing import Any
@@ -12,7 +11,7 @@ from moelib.core.config import REQUIRED
 from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
 from moelib.train.task import Task
-from moelib.train.task_run import Examples, task_trainer_config
+from moelib.train.task_run import Examples, check_arguments, task_trainer_config
 from moelib.train.trainer import SpmdTrainer
 
 
@@ -66,10 +65,7 @@ def fit(
         if examples is None:
             raise UserError("examples is None; pass the examples to train the task on.")
         settings |= {"max_step": max_step}
-        try:
-            inspect.signature(task_trainer_config).bind(trainer, examples, **settings)
-        except TypeError as error:
-            raise UserError(f"moelib.fit of a task: {error}.") from None
+        check_arguments("moelib.fit", task_trainer_config, trainer, examples, **settings)
         trainer = task_trainer_config(trainer, examples, **settings)
     elif examples is not None or settings:
         raise UserError(f"examples, {', '.join(settings)}: arguments for a task, not for a config.")

@@ -84,7 +84,8 @@ def warn_without_gradient(jaxpr: Any, num_trained: int) -> None:
     if paths := sorted(paths_without_gradient(jaxpr)):
         logger.warning(
             "%d of %d trained parameters get no gradient, because the objective does not depend on "
-            "them: %s. Use them, or set trainable=False in their ParameterSpec.",
+            "them: %s. Use them, name them in `fixed` (of a task or an ExternalLayer), or set "
+            "trainable=False in their ParameterSpec.",
             len(paths),
             num_trained,
             ", ".join(paths),

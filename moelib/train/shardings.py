@@ -2,14 +2,16 @@
 
 import logging
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from moelib.core import tree
+from moelib.core.errors import UserError
 from moelib.core.jaxpr import forward_pass
-from moelib.core.param import is_spec
+from moelib.core.param import ParameterSpec, is_spec
 from moelib.core.progress import format_bytes
 from moelib.core.table import Table
 from moelib.core.tree import Batch
@@ -17,6 +19,7 @@ from moelib.layers.external import ExternalLayer
 from moelib.parallel import sharding
 from moelib.parallel.auto_sharding.specs import ShardingReport, auto_partition_specs
 from moelib.parallel.mesh import describe_mesh
+from moelib.train.task import Task
 
 logger = logging.getLogger(__name__)
 
@@ -43,23 +46,38 @@ def shard_external_layers(
     """
     layers = [layer for layer, _ in model.walk() if isinstance(layer, ExternalLayer)]
     used: dict[str, PartitionSpec] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, ParameterSpec] = {}
     report = None
     if layers and (num_shards := mesh_shape.get("model", 1)) > 1:
-        specs = model.create_parameter_specs_recursively()
+        specs, sizes = model.create_parameter_specs_recursively(), {"model": num_shards}
         loss = lambda params, batch: forward_pass(model)(params, batch)[0][0]
-        found = auto_partition_specs(loss, specs, example_batch(), num_shards=num_shards)
+        shapes = tree.by_path(specs, is_spec)
+        overrides = [
+            (
+                re.escape(path),
+                sharding.partition_spec(each.axes, sizes, shape=each.shape, array=path),
+            )
+            for path, each in shapes.items()
+            if isinstance(model, Task) and any(each.axes)
+        ]
+        try:
+            found = auto_partition_specs(
+                loss, specs, example_batch(), num_shards=num_shards, overrides=overrides
+            )
+        except UserError as error:
+            raise UserError(str(error).replace("overrides:", f"{model.name}: axes:")) from error
         used = tree.by_path(found.use_specs, lambda x: isinstance(x, PartitionSpec))
-        shapes = {path: spec.shape for path, spec in tree.flatten_items(specs, is_spec)}
         report = found.report
         logger.info("Shardings of %s:\n%s", model.name, report)
+        for line in report.unknown_lines():
+            logger.warning("Shardings of %s: %s.", model.name, line)
     for layer in layers:
         below = layer.path().removeprefix(model.path()).replace(".", "/").strip("/")
         prefix = f"{below}/" if below else ""
         of_layer = {}
         for name, spec in tree.by_path(layer.layer_parameter_specs(), is_spec).items():
             if (split := used.get(prefix + name)) is not None:
-                copies = len(shapes[prefix + name]) - len(spec.shape)  # Leading dimensions.
+                copies = len(shapes[prefix + name].shape) - len(spec.shape)  # Leading dimensions.
                 of_layer[name] = PartitionSpec(*tuple(split)[copies:])
         layer.set_shardings(of_layer, mesh_shape)
     return report
@@ -84,7 +102,7 @@ def shardings_table(trainer: Any) -> Table:
                 for dim, (name, axes) in enumerate(zip(spec.axes, entries, strict=True))
                 if axes
             ]
-            whole = report.whole.get(path) if report else None
+            whole = {**report.whole, **report.small}.get(path) if report else None
             shape = ", ".join(map(str, spec.shape))
             why = "; ".join(reasons) or whole or "no dimension has a rule for this mesh"
             rows.append(

@@ -32,8 +32,11 @@ class ExampleEvaler(SpmdEvaler):
         """Evaluates the first batch, so that errors in the task's functions come before a step."""
         self.open_input(mesh)
         self._source.max_batches = 1
+        functions = self._model.functions
         try:
             self.evaluate(params, mesh)
+            if functions["predict"] is not None and functions["metric"] is None:
+                self.predictions(params, mesh)
         finally:
             self._source.max_batches = None
 

@@ -1,7 +1,9 @@
 """Tasks as plain calls: the config of a run, evaluation, predictions."""
 
 import contextlib
+import inspect
 import math
+import numbers
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, cast
@@ -108,6 +110,29 @@ def task_trainer_config(
     return cfg
 
 
+_INTEGERS = ("batch_size", "max_step", "num_microbatches", "save_every", "seed", "step")
+
+
+def check_arguments(name: str, function: Callable[..., Any], *given: Any, **settings: Any) -> None:
+    """Checks the names of arguments of a plain call, and the types of its numbers and its mesh.
+
+    Raises:
+        UserError: If one is missing, unknown or of another type.
+    """
+    try:
+        inspect.signature(function).bind(*given, **settings)
+    except TypeError as error:
+        raise UserError(f"{name} of a task: {error}.") from None
+    types: dict[str, tuple[Any, str]] = dict.fromkeys(
+        _INTEGERS, (numbers.Integral | None, "an integer")
+    )
+    types["num_epochs"] = (numbers.Real | None, "a number")
+    types["mesh"] = (str, 'sizes of axes in a string, such as "fsdp=4,model=2"')
+    for field, (kind, text) in types.items():
+        if field in settings and not isinstance(settings[field], kind):
+            raise UserError(f"{field}={settings[field]!r}: pass {text}.")
+
+
 def _input(task: Task.Config, examples: Any, batch_size: int) -> TaskInput.Config:
     given = examples if callable(examples) or isinstance(examples, InstantiableConfig) else None
     return TaskInput.default_config().set(
@@ -178,6 +203,7 @@ def evaluate_task(task: Task.Config, examples: Examples, **settings: Any) -> Sca
 
     `settings` are the arguments of `predict`.
     """
+    check_arguments("moelib.evaluate", _ready, task, examples, **settings)
     with _ready(task, examples, **settings) as (evaler, params, mesh):
         return evaler.evaluate(params, mesh)
 
@@ -197,5 +223,6 @@ def predict(task: Task.Config, examples: Examples, **settings: Any) -> list[Any]
         UserError: If an argument is invalid, or there are no examples.
         DamagedCheckpointError: If no checkpoint can be read.
     """
+    check_arguments("moelib.predict", _ready, task, examples, **settings)
     with _ready(task, examples, **settings) as (evaler, params, mesh):
         return evaler.predictions(params, mesh)

@@ -68,6 +68,11 @@ def test_a_misspelt_rule_is_answered_with_the_nearest_path():
         tree.match_rules(PATHS, [("decoder/layer0/bais", 0)], default=None, field="decay")
 
 
+def test_a_rule_after_one_for_the_same_paths_is_answered_with_that_one():
+    with pytest.raises(ValueError, match=r"'\.\*/bias' applies .* the rule '\.\*' before it takes"):
+        tree.match_rules(PATHS, [(".*", 0), (".*/bias", 1)], default=None, field="decay")
+
+
 def test_elements_and_bytes_are_counted_of_arrays_and_specs():
     assert tree.count_elements(TREE) == 9
     assert tree.count_bytes(TREE) == 6 * 4 + 3 * 2

@@ -39,6 +39,7 @@ def test_first_step_warns_of_parameters_without_gradient(tmp_path, caplog, num_m
     (record,) = [r for r in caplog.records if r.name == "moelib.train.no_gradient"]
     assert record.levelname == "WARNING"
     assert record.args == (3, 6, "rounded, stopped, unused")
+    assert "`fixed`" in record.msg
 
 
 def test_parameters_of_stacked_and_rematerialized_layers():

@@ -416,6 +416,8 @@ def test_bad_input_is_one_line(tmp_path, fields, examples, match):
     [
         ({"batch_size": 8}, "'optimizer'"),
         ({"optimizer": 1, "batch_size": 8, "max_steps": 8}, "'max_steps'"),
+        ({"optimizer": 1, "batch_size": 8, "max_step": "2"}, "max_step='2': pass an integer"),
+        ({"optimizer": 1, "batch_size": 8, "num_epochs": "2"}, "num_epochs='2': pass a number"),
     ],
 )
 def test_missing_and_misspelt_settings_are_named(settings, match):
@@ -434,6 +436,8 @@ def test_missing_and_misspelt_settings_are_named(settings, match):
         ({}, {"batch_size": 5}, "batch_size=5 .* multiple of 8"),
         ({}, {"params": PARAMS[:1]}, r"params: '1/down' is missing instead of float32\[16, 3\]"),
         ({}, {"params": "runs/a"}, "params: '0' is missing"),
+        ({}, {"batchsize": 3}, "moelib.evaluate of a task: .*'batchsize'"),
+        ({}, {"mesh": 8}, "mesh=8: pass sizes of axes in a string"),
     ],
 )
 def test_bad_input_of_an_evaluation_is_refused(fields, settings, match):
@@ -485,6 +489,40 @@ def test_predictions_without_arrays_are_refused():
         )
 
 
+@pytest.mark.parametrize(
+    ("axes", "match"),
+    [
+        ([("0", ("model", None))], "task: axes: 0 cannot be sharded along dimension 0"),
+        ([("0", (None, "model")), ("1/down", (None, "model"))], "task: axes: .* contradict"),
+    ],
+)
+def test_axes_that_do_not_fit_the_loss_are_refused(axes, match):
+    init = lambda key: [jnp.zeros((DIM, 16)), {"down": jnp.zeros((16, 8))}]
+    with pytest.raises(UserError, match=match):
+        moelib.evaluate(
+            make_task(init=init, axes=axes), EXAMPLES, params=init(None), mesh="data=2,model=4"
+        )
+
+
+def test_operations_that_the_trace_cannot_read_are_a_warning(caplog):
+    def loss(params, batch, key, is_training):
+        same = jax.pure_callback(lambda x: x, params[0], params[0])
+        return jnp.mean(losses_of([same, params[1]], batch))
+
+    cfg = task_trainer_config(
+        make_task(loss=loss), EXAMPLES, batch_size=8, max_step=1, optimizer=sgd(), mesh="model=8"
+    )
+    cfg.set(dir="unused").instantiate(parent=None)
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert any("unknown operation: pure_callback" in text for text in warnings)
+
+
+def test_a_plan_of_a_task_is_refused():
+    cfg = task_trainer_config(make_task(), EXAMPLES, batch_size=8, max_step=1, optimizer=sgd())
+    with pytest.raises(UserError, match="model is a Task: times are estimated for language"):
+        moelib.plan(cfg, ["v6e:2x2"])
+
+
 @pytest.mark.parametrize("length", [{"max_step": 0}, {"num_epochs": 0, "max_step": None}])
 def test_runs_without_a_step_are_refused(tmp_path, length):
     with pytest.raises(UserError, match="above 0"):
@@ -501,9 +539,12 @@ def test_error_in_a_function_of_the_task_keeps_its_traceback(tmp_path):
 
 
 def test_evaluation_and_prediction_are_tried_before_the_first_step(tmp_path):
-    task = make_task(metric=lambda examples, results: results["no_such_key"])
-    with pytest.raises(TypeError):
-        fit(task, tmp_path, eval_examples=EXAMPLES)
+    for task in (
+        make_task(metric=lambda examples, results: results["no_such_key"]),
+        make_task(postprocess=lambda predictions: predictions + {}),
+    ):
+        with pytest.raises(TypeError):
+            fit(task, tmp_path, eval_examples=EXAMPLES)
     assert not (tmp_path / "metrics.jsonl").exists()
 
 

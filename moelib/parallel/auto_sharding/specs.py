@@ -40,6 +40,7 @@ class ShardingReport(NamedTuple):
     num_shards: int
     classes: tuple[ShardedClass, ...] = ()
     whole: Mapping[str, str] = {}  # Large parameters that are not sharded over the axis: reasons.
+    small: Mapping[str, str] = {}  # The same of those below 16,384 entries, which is not printed.
     unused: tuple[str, ...] = ()  # Parameters that the function does not use.
     unknown: Mapping[str, int] = {}  # Operations without a dimension rule, and their number.
 
@@ -69,10 +70,13 @@ class ShardingReport(NamedTuple):
             lines.append(f"predicted: {count} {kind} of {num_bytes / 2**20:,.2f} MiB")
         lines += [f"whole: {path}: {reason}" for path, reason in self.whole.items()]
         lines += [f"unused: {path}" for path in self.unused]
+        return "\n".join([*lines, *self.unknown_lines()])
+
+    def unknown_lines(self) -> list[str]:
+        """Returns a line per unknown operation."""
         advice = "which needs its operands whole; declare it with register_dimension_rule"
-        for name, count in self.unknown.items():
-            lines.append(f"unknown operation: {name} ({count} times), {advice}")
-        return "\n".join(lines)
+        unknown = self.unknown.items()
+        return [f"unknown operation: {name} ({count} times), {advice}" for name, count in unknown]
 
 
 class AutoShardings(NamedTuple):
@@ -146,11 +150,10 @@ def auto_partition_specs(
         arguments = jax.tree.unflatten(structure, list(shapes.values()))
         jaxpr = jax.make_jaxpr(fn)(arguments, *example_batch).jaxpr
         chosen, report = _traced(jaxpr, shapes, pinned, overridden, num_shards, axis)
-    whole = {
-        path: reason
-        for path, reason in report.whole.items()
-        if path not in pinned and math.prod(shapes[path].shape) >= _SMALL
-    }
+    free = {path: reason for path, reason in report.whole.items() if path not in pinned}
+    is_small = {path: math.prod(shapes[path].shape) < _SMALL for path in free}
+    whole = {path: reason for path, reason in free.items() if not is_small[path]}
+    small = {path: reason for path, reason in free.items() if is_small[path]}
     if leftover == "error" and whole:
         path, reason = next(iter(whole.items()))
         raise UserError(
@@ -167,7 +170,7 @@ def auto_partition_specs(
             storage |= {axis: num_shards}
         stored.append(with_storage(spec, struct.shape, storage))
     build = lambda specs: jax.tree.unflatten(structure, specs)
-    return AutoShardings(build(stored), build(used), report._replace(whole=whole))
+    return AutoShardings(build(stored), build(used), report._replace(whole=whole, small=small))
 
 
 def _struct(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
@@ -304,7 +307,8 @@ def _traced(
     ]
     groups.sort(key=lambda group: group.members)
     unknown = dict(analysis.unknown)
-    return dims, ShardingReport(num_shards, tuple(groups), whole, tuple(unused), unknown)
+    report = ShardingReport(num_shards, tuple(groups), whole, unused=tuple(unused), unknown=unknown)
+    return dims, report
 
 
 def _axes(spec: PartitionSpec, dim: int) -> tuple[str, ...]:

@@ -176,6 +176,14 @@ def test_a_leftover_is_stored_in_parts():
         assert "size 257 is not divisible by 4" in found.report.whole["up"]
 
 
+def test_small_parameters_have_reasons_that_are_not_printed():
+    found = auto_partition_specs(
+        lambda p, x: x @ p["a"], {"a": jnp.zeros((128, 6))}, _X, num_shards=4
+    )
+    assert "size 6 is not divisible by 4" in found.report.small["a"]
+    assert "whole" not in str(found.report)
+
+
 def _multiply(x, w):
     def kernel(x_ref, w_ref, out_ref):
         out_ref[...] = x_ref[...] @ w_ref[...]
