@@ -9,10 +9,12 @@ import json
 import os
 import platform
 import re
+import typing
 from typing import Any, Self
 
 from moelib.core import tree
 from moelib.core.config import did_you_mean
+from moelib.core.config_types import fits
 from moelib.core.errors import MissingFileError, UserError
 
 STEP_PREFIX = "step_"
@@ -20,7 +22,7 @@ RECORD_ITEM = "record"
 STATE_ITEM = "state"
 _RECORD_FILE = os.path.join(RECORD_ITEM, "metadata")  # The file of Orbax's JSON item.
 
-Arrays = dict[str, Any]  # {"path/of/array": [dtype, [sizes]]}
+Arrays = dict[str, list[Any]]  # {"path/of/array": [dtype, [sizes]]}
 
 
 class DamagedCheckpointError(UserError, RuntimeError):
@@ -78,9 +80,11 @@ class CheckpointRecord:
             digest = values.pop("digest", None)
             if digest != _digest(values) and (digest is not None or values.get("checksums")):
                 raise ValueError("its content differs from its digest")
-            values.pop("format")
+            if (version := values.pop("format")) != 1:
+                raise ValueError(f"format={version!r:.80} is of another version of this library")
             values.pop("config_hash", None)  # Of earlier versions.
             record = cls(**values)
+            _check_values(record)
             if _step_of(path) not in (None, record.step):
                 raise ValueError(f"it is the record of step {record.step}")
         except FileNotFoundError:
@@ -89,6 +93,18 @@ class CheckpointRecord:
             kind = UnreadableCheckpointError if unreadable(error) else DamagedCheckpointError
             raise kind(f"{file} cannot be read: {error}.") from error
         return record
+
+
+def _check_values(record: CheckpointRecord) -> None:
+    """Raises ValueError if a value of a record is of a wrong type."""
+    for name, annotation in typing.get_type_hints(CheckpointRecord).items():
+        if not fits(value := getattr(record, name), annotation):
+            raise ValueError(f"{name}={value!r:.80}")
+    for name, array in record.arrays.items():
+        if len(array) != 2 or not fits(array[0], str) or not fits(array[1], list[int]):
+            raise ValueError(f"arrays has {array!r:.80} for {name}")
+    if outside := [name for name in record.files if os.path.basename(name) != name]:
+        raise ValueError(f"files has {outside[0]!r:.80}, which is not in its folder")
 
 
 def newest_record(directory: str, step: int | None = None) -> CheckpointRecord | None:

@@ -7,10 +7,12 @@ reading compares the tensors' files, and the others that it lists, with it.
 
 import concurrent.futures
 import contextlib
+import errno
 import hashlib
 import json
 import logging
 import os
+import re
 import threading
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -30,6 +32,7 @@ SUMS_FILE = "SHA256SUMS"
 _READ = (".json", ".jinja", ".safetensors")  # Files that a model is read from.
 
 _DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")
+_SUM = re.compile(r"([0-9a-fA-F]{64})[ \t]+\*?(.+)")  # A line of SHA256SUMS.
 _FLOAT8 = "F8_E4M3"
 
 
@@ -170,6 +173,8 @@ def _is_inside(name: str) -> bool:
 
 
 def _sha256(path: str) -> str:
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise OSError(errno.EINVAL, "it is not a regular file", path)
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -179,16 +184,17 @@ def _read_sums(folder: str) -> dict[str, str]:
     path = os.path.join(folder, SUMS_FILE)
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
-            pairs = [line.split(maxsplit=1) for line in file if line.strip()]
+            found = [_SUM.fullmatch(line.strip()) for line in file if line.strip()]
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise DamagedTensorsError(f"{path} cannot be read: {error.strerror}.") from error
-    if any(len(pair) != 2 or not _is_inside(pair[1]) for pair in pairs):
+    sums = {os.path.normpath(each[2]): each[1].lower() for each in found if each}
+    if len(sums) != len(found) or not all(map(_is_inside, sums)):
         raise DamagedTensorsError(
-            f"{path}: each line must be a checksum and the name of a file in this folder."
+            f"{path}: each line must be a checksum and the name of another file in this folder."
         )
-    return {os.path.normpath(name.strip().lstrip("*")): digest for digest, name in pairs}
+    return sums
 
 
 def check_sum(path: str, wanted: str, source: str, *, cure: str = "restore the file") -> None:

@@ -109,6 +109,29 @@ def test_other_files_that_are_listed_are_compared(tmp_path):
         read_all(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "lines",
+    [["*../x"], ["../x"], ["*/dev/zero"], ["config.json", "*./config.json"], ["x\0"], [""]],
+)
+def test_sums_name_each_file_of_their_folder_once(lines, tmp_path):
+    write_tensors(str(tmp_path), ARRAYS.items())
+    sums = tmp_path / "SHA256SUMS"
+    sums.write_text(sums.read_text() + "".join(f"{'0' * 64} {name}\n" for name in lines))
+    with pytest.raises(DamagedTensorsError, match="SHA256SUMS: each line must be"):
+        TensorFolder(str(tmp_path))
+
+
+def test_sums_of_other_tools_may_be_upper_case_and_binary(tmp_path):
+    write_tensors(str(tmp_path), ARRAYS.items())
+    sums = tmp_path / "SHA256SUMS"
+    sums.write_text(f"{sums.read_text().split()[0].upper()} *model.safetensors\n")
+    assert read_all(tmp_path).keys() == ARRAYS.keys()
+    (tmp_path / "x.json").symlink_to("/dev/zero")
+    sums.write_text(f"{sums.read_text()}{'0' * 64} x.json\n")
+    with pytest.raises(DamagedTensorsError, match=r"x\.json cannot be read .*not a regular file"):
+        read_all(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/x", "a/../../x", "a\0b", 3, None])
 def test_an_index_names_files_of_its_folder(name, tmp_path):
     names = write_tensors(str(tmp_path / "x"), ARRAYS.items(), max_file_bytes=60)
