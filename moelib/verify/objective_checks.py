@@ -2,7 +2,7 @@
 
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from moelib.core import tree
 from moelib.layers.moe.balance import (
     BalanceScope,
+    BiasBalancing,
     LoadBalanceLoss,
     RouterZLoss,
     balance_pool,
@@ -125,23 +126,58 @@ def auxiliary(known: Reference) -> None:
 
 
 def balanced(known: Reference) -> None:
-    """Checks that the bias of the busiest expert falls, and that of the least busy one rises."""
-    before, after = (
-        tree.by_path(known.plain.layers_apart(state.model))
-        for state in (known.start, known.first.state)
-    )
-    found = 0
-    for path in after:
-        layer, is_bias, _ = path.partition("/router/bias_balancing/bias")
-        counts = known.expected.metrics.get(f"{layer}/expert_counts")
-        if not is_bias or counts is None or np.ptp(counts) < 0.05 * counts.mean():
-            continue
-        change, found = after[path] - before[path], found + 1
-        for expert, sign in ((int(counts.argmax()), -1), (int(counts.argmin()), 1)):
-            if change[expert] * sign <= 0:
-                raise CheckFailedError(
-                    f"{path} of expert {expert} changes by {change[expert]:g}, although it has "
-                    f"{counts[expert]:.0f} assignments, of {counts.mean():.0f} on average."
-                )
-    if not found:
+    """Compares the biases that balance experts with `rate * sign(mean load - load)`.
+
+    Loads are those of the whole step, and of steps in which one micro-batch alone has tokens.
+    """
+    if known.first.metrics.get("skipped"):
+        raise CheckSkippedError("the learner skips the first step")
+    if not sum(_compare_biases(known, *each) for each in _steps_with_loads(known)):
         raise CheckSkippedError("no biases that balance experts")
+
+
+def _steps_with_loads(known: Reference) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yields states after a step, and the assignments to each expert in it by layer."""
+    num, batch = known.config.num_microbatches, known.batches[0]
+    total: dict[str, Any] = {}
+    state = known.start._replace(model=known.plain.layers_apart(known.start.model))
+    for i in range(num):
+        is_own = (np.arange(len(batch["input_ids"])) % num == i)[:, None]
+        padding = {"segment_ids": 0, "target_labels": -1}
+        part = batch | {name: np.where(is_own, batch[name], x) for name, x in padding.items()}
+        values = known.expected if num == 1 else known.plain(state, part)
+        counts = {
+            path.rpartition("/")[0]: x
+            for path, x in values.metrics.items()
+            if metric_name(path) == "expert_counts"
+        }
+        total = {path: x + total.get(path, 0) for path, x in counts.items()}
+        if num > 1:
+            yield known.observe(part).state, counts
+    yield known.first.state, total
+
+
+def _compare_biases(known: Reference, state: Any, loads: Mapping[str, np.ndarray]) -> int:
+    """Compares the biases of a state with those expected after a step; returns their number."""
+    is_frozen = known.probe.trainer.learner.is_frozen
+    moves = tree.map_by_path(lambda path, x: 0 * x + (not is_frozen(path)), known.start.model)
+    before, after, moves = (
+        tree.by_path(known.plain.layers_apart(params))
+        for params in (known.start.model, state.model, moves)
+    )
+    num = 0
+    for layer, _ in known.plain.model.walk():
+        path = layer.path().replace(".", "/")
+        load = loads.get(path.removesuffix("/router/bias_balancing"))
+        is_own = getattr(type(layer), "_end_step", None) is BiasBalancing._end_step
+        if not is_own or load is None:
+            continue
+        path, rate, num = f"{path}/bias", layer.config.rate, num + 1
+        load = load.reshape(before[path].shape)
+        change = rate * np.sign(load.mean(-1, keepdims=True) - load) * moves[path]
+        pair = {path: before[path] + change}, {path: after[path]}
+        if found := first_difference(*pair, relative=1e-6, floor=1e-3 * rate):
+            raise CheckFailedError(
+                f"{found}. Expected is a move of {rate:g} towards the mean load."
+            )
+    return num

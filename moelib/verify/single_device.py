@@ -20,7 +20,7 @@ from moelib.models.huggingface.families import NoFamilyError, settings_of
 from moelib.train.metrics import PackedMetrics, pack
 from moelib.train.pretrained import save_pretrained, state_from_hugging_face
 from moelib.verify.batch_checks import doubled, masked, packing, padding
-from moelib.verify.compare import Difference, first_bit_difference
+from moelib.verify.compare import Difference, first_bit_difference, first_difference
 from moelib.verify.data_checks import data, hosts
 from moelib.verify.layer_checks import gpu_kernels, kernels, layers
 from moelib.verify.learner_checks import learner
@@ -58,7 +58,14 @@ def interrupted(known: Reference) -> Difference | None:
         with contextlib.suppress(_InterruptedRunError):
             _train(known, os.path.join(folder, "parts"), parts, end=6)
         resumed = _train(known, os.path.join(folder, "parts"), parts)
-    named = ({f"batch {i}": batch for i, batch in sorted(x.items())} for x in (whole, parts))
+    named = [{f"batch {i}": batch for i, batch in sorted(x.items())} for x in (whole, parts)]
+    for i, batch in enumerate(known.probe.trainer.input.iterator()):
+        if i not in whole:
+            break
+        want = {f"batch {i}/{name}": batch[name] for name in whole[i]}
+        got = {f"batch {i}/{name}": x for name, x in whole[i].items()}
+        if found := first_difference(want, got, relative=0.0):
+            return found
     return first_bit_difference(*named) or first_bit_difference(state, resumed)
 
 

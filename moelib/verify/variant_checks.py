@@ -4,23 +4,29 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from moelib.core import tree
+from moelib.core.param import may_cast, specs_by_path
+from moelib.layers.moe.router import Router
 from moelib.parallel.sharding import SplitError
 from moelib.verify.compare import Difference, first_difference
 from moelib.verify.mesh_checks import MeshRun
 from moelib.verify.meshes import Axes
 from moelib.verify.outcome import CheckFailedError, CheckSkippedError
 from moelib.verify.reference import Reference
-from moelib.verify.step_probe import Probe
+from moelib.verify.step_probe import Observed, Probe
 
 _BFLOAT16_LOSS = 0.01  # Relative error of a loss in bfloat16; observed: 9e-4.
 _BFLOAT16_GRADIENT = 0.3  # Norm of a gradient's error, as a share of its norm; observed: 0.09.
 
 
 def bfloat16(known: Reference, axes: Sequence[Axes], devices: Sequence[Any]) -> Difference | None:
-    """Bounds the error of loss and gradients of a step in bfloat16 on the first possible mesh."""
+    """Bounds the error of loss and gradients of a step in bfloat16 on the first possible mesh.
+
+    What is kept in float32 is compared with an update in float32 by the same gradients.
+    """
     for each in axes:
         try:
             probe = Probe(known.config.clone(train_dtype="bfloat16"), each, devices)
@@ -44,8 +50,53 @@ def bfloat16(known: Reference, axes: Sequence[Axes], devices: Sequence[Any]) -> 
                     f"The gradient of {path} in bfloat16 has an error of norm {error:.3g}, allowed "
                     f"{allowed:.3g}, and in float32 the norm {norms[path]:.3g}."
                 )
-        return None
+        return _kept_in_float32(known, probe, observed)
     raise CheckSkippedError("the config cannot be split over any of the meshes")
+
+
+def _kept_in_float32(known: Reference, probe: Probe, observed: Observed) -> Difference | None:
+    """Compares parameters and learner state after the step with an update in float32.
+
+    Raises:
+        CheckFailedError: If gradients of micro-batches are summed in bfloat16, or a router, or
+            another parameter that is not to be cast, is.
+    """
+    gradients = tree.by_path(jax.device_get(observed.gradients))
+    specs = specs_by_path(probe.trainer.trainer_state_specs.model)
+    model = probe.trainer.model
+    routers = [layer.path() for layer, _ in model.walk() if isinstance(layer, Router)]
+    of_router = lambda path: (
+        f"{model.path()}/{path}".rpartition("/")[0].replace("/", ".") in routers
+    )
+    for path, x in gradients.items():
+        cast = may_cast(specs[path])
+        if (of_router(path) and cast) or (not cast and x.dtype != specs[path].dtype):
+            raise CheckFailedError(
+                f"{path} is cast to bfloat16, in which different scores are equal; set "
+                "castable=False in its ParameterSpec."
+            )
+    num = known.config.num_microbatches
+    sums = [num * np.float32(x) for path, x in gradients.items() if may_cast(specs[path])]
+    if num > 1 and sums and all(np.array_equal(x, x.astype(jnp.bfloat16)) for x in sums):
+        raise CheckFailedError("Gradients of micro-batches are summed in bfloat16, not float32.")
+    given = tree.unflatten({path: np.float32(x) for path, x in gradients.items()})
+    again = jax.device_get(probe(known.start, known.batches[0], given))
+    if again.metrics.get("skipped"):
+        return None
+    want = tree.select(again.updated, gradients.__contains__)
+    got = tree.select(again.state.model, gradients.__contains__)
+    before = tree.by_path(known.start.model)
+    for path, x in tree.by_path(want).items():
+        # The step may use gradients before they are rounded to bfloat16.
+        floor = 2**-7 * float(np.abs(x - before[path]).max(initial=0.0))
+        pair = {path: x}, {path: tree.by_path(got)[path]}
+        if found := first_difference(*pair, relative=1e-6, floor=floor):
+            return found
+    types = (tree.map_by_path(lambda _, x: str(x.dtype), s) for s in (known.start, again.state))
+    for (path, old), (_, new) in zip(*map(tree.flatten_items, types), strict=True):
+        if old != new:
+            raise CheckFailedError(f"The step returns {path} in {new}, and was given {old}.")
+    return None
 
 
 def tpu_kernels(known: Reference) -> Difference | None:

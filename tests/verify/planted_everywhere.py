@@ -5,6 +5,7 @@ another form, d the learner, e data, f initial values, casts and checkpoints, g 
 platforms, h state that layers update themselves.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from moelib.checkpoint.checkpointer import Checkpointer
 from moelib.core import context, param
 from moelib.core.config import config_for_function
 from moelib.core.module import _in_context
-from moelib.data import lm_input
+from moelib.data import lm_input, mixture, packing
 from moelib.data.prefetch import Prefetcher
 from moelib.kernels.flash_attention import passes, tpu_kernels
 from moelib.kernels.flash_attention import xla as attention_xla
@@ -39,8 +40,10 @@ from moelib.learner import ema, schedules, transforms
 from moelib.learner import learner as learner_module
 from moelib.learner.optimizers import adamw_optimizer
 from moelib.models.causal_lm import CausalLM
+from moelib.train import loop
 from moelib.train import step as step_module
 from moelib.train.trainer import SpmdTrainer
+from moelib.verify import step_probe
 from tests.tiny import model_config, plain_moe, stacked, trainer_config, transformer_layer
 
 Patch = Callable[..., None]  # monkeypatch.setattr.
@@ -379,6 +382,52 @@ def second_epoch_repeats_its_first_sequence(patch: Patch) -> None:
     patch(lm_input._PackedSource, "fill", fill)
 
 
+def epochs_in_the_same_order(patch: Patch) -> None:
+    known: Any = lm_input.make_plan
+    patch(lm_input, "make_plan", lambda *rest: known(*rest[:-1], (rest[-1][0], 0)))
+
+
+def seed_without_effect(patch: Patch) -> None:
+    known: Any = lm_input.make_plan
+    patch(lm_input, "make_plan", lambda *rest: known(*rest[:-1], (7, rest[-1][1])))
+
+
+def sources_in_equal_shares(patch: Patch) -> None:
+    patch(mixture, "round_shares", lambda weights, total: np.array([total // 2, total // 2]))
+
+
+def sequences_of_a_mixture_twice(patch: Patch) -> None:
+    known = mixture.Mixture.locate
+
+    def locate(self: Any, numbers: Any) -> Any:
+        source, index = known(self, numbers)
+        return source, index // 2
+
+    patch(mixture.Mixture, "locate", locate)
+
+
+def full_sequences_that_overlap(patch: Patch) -> None:
+    """With best-fit packing, the first sequence of a long document comes twice."""
+    known = packing.BestFitPlan.__init__
+
+    def init(self: Any, source: Any, seq_len: int, seeds: Any) -> None:
+        known(self, source, seq_len, seeds)
+        after = np.flatnonzero((self._length[1:] == seq_len) & (np.diff(self._start) == seq_len))
+        self._start[after + 1] -= 1
+
+    patch(packing.BestFitPlan, "__init__", init)
+
+
+def batch_that_repeats_its_first_sequence(patch: Patch) -> None:
+    """The prefetcher replaces the last sequence of a batch."""
+    known = loop.put_batch
+
+    def put(batch: Any, *rest: Any) -> Any:
+        return known({n: np.concatenate([x[:-1], x[:1]]) for n, x in batch.items()}, *rest)
+
+    patch(loop, "put_batch", put)
+
+
 def restored_at_the_start_of_the_epoch(patch: Patch) -> None:
     """A restore after the first epoch goes to the start of the epoch."""
     known = lm_input.LMInputIterator.restore
@@ -454,6 +503,48 @@ def cast_parameters_twice(patch: Patch) -> None:
     patch(step_module, "cast_parameters", cast)
 
 
+def router_cast_to_bfloat16(patch: Patch) -> None:
+    known = Router._create_layer_parameter_specs
+
+    def specs(self: Any) -> Any:
+        found = known(self)
+        return {**found, "weight": dataclasses.replace(found["weight"], castable=True)}
+
+    patch(Router, "_create_layer_parameter_specs", specs)
+
+
+def sums_of_gradients_cast_to_bfloat16(patch: Patch) -> None:
+    """Gradients of micro-batches in bfloat16 are summed in it."""
+    known = step_module.accumulate
+
+    def accumulate(fn: Any, batch: Any, *, num_microbatches: int, state: Any) -> Any:
+        done = known(fn, batch, num_microbatches=num_microbatches, state=state)
+        one = jax.eval_shape(fn, jax.tree.map(lambda x: x[::num_microbatches], batch), state)[2]
+        rounded = lambda x, like: x.astype(like.dtype).astype(x.dtype)
+        return done._replace(gradients=jax.tree.map(rounded, done.gradients, one))
+
+    patch(step_module, "accumulate", accumulate)
+
+
+def new_parameters_cast_to_bfloat16(patch: Patch) -> None:
+    """A step in bfloat16 rounds the parameters that it returns."""
+    known = step_probe.make_train_step
+
+    def make(*args: Any, train_dtype: Any, **rest: Any) -> Any:
+        step = known(*args, train_dtype=train_dtype, **rest)
+
+        def train_step(state: Any, batch: Any) -> Any:
+            state, metrics = step(state, batch)
+            if train_dtype == "bfloat16":
+                rounded = lambda x: jax.lax.reduce_precision(x, 8, 7)
+                state = state._replace(model=jax.tree.map(rounded, state.model))
+            return state, metrics
+
+        return train_step
+
+    patch(step_probe, "make_train_step", make)
+
+
 def checkpoint_with_two_layers_swapped(patch: Patch) -> None:
     known = Checkpointer.save
 
@@ -501,6 +592,36 @@ def bias_that_stays(patch: Patch) -> None:
     patch(balance.BiasBalancing, "_end_step", end_step)
 
 
+def bias_of_ten_times_the_rate(patch: Patch) -> None:
+    known = balance.BiasBalancing._end_step
+
+    def end_step(self: Any, params: Any) -> Any:
+        new = known(self, params)
+        return {**new, "bias": params["bias"] + 10 * (new["bias"] - params["bias"])}
+
+    patch(balance.BiasBalancing, "_end_step", end_step)
+
+
+def bias_of_two_experts_only(patch: Patch) -> None:
+    known = balance.BiasBalancing._end_step
+
+    def end_step(self: Any, params: Any) -> Any:
+        x = params["counts"]
+        ends = (x == x.max(-1, keepdims=True)) | (x == x.min(-1, keepdims=True))
+        return {**known(self, params), "bias": known(self, params)["bias"] * ends}
+
+    patch(balance.BiasBalancing, "_end_step", end_step)
+
+
+def bias_by_the_last_microbatch(patch: Patch) -> None:
+    known = balance.LoadCounter.add_state_update
+
+    def add(self: Any, name: str, value: Any) -> None:
+        known(self, name, value - self.parameters[name])
+
+    patch(balance.LoadCounter, "add_state_update", add)
+
+
 BUGS: dict[str, list[Callable[[Patch], None]]] = {
     "a": [
         mask_off_by_one_at_blocks,
@@ -540,6 +661,9 @@ BUGS: dict[str, list[Callable[[Patch], None]]] = {
         labels_shifted_by_two,
         positions_of_the_sequence,
         second_epoch_repeats_its_first_sequence,
+        epochs_in_the_same_order,
+        seed_without_effect,
+        batch_that_repeats_its_first_sequence,
         restored_at_the_start_of_the_epoch,
         position_ahead_of_the_step,
     ],
@@ -549,8 +673,17 @@ BUGS: dict[str, list[Callable[[Patch], None]]] = {
         casts_at_use_without_gradient,
         casts_to_bfloat16_with_twice_the_gradient,
         cast_parameters_twice,
+        router_cast_to_bfloat16,
+        sums_of_gradients_cast_to_bfloat16,
+        new_parameters_cast_to_bfloat16,
         checkpoint_with_two_layers_swapped,
     ],
     "g": [tpu_kernel_without_window],
-    "h": [bias_that_rises_with_the_load, bias_that_stays],
+    "h": [
+        bias_that_rises_with_the_load,
+        bias_that_stays,
+        bias_of_ten_times_the_rate,
+        bias_of_two_experts_only,
+        bias_by_the_last_microbatch,
+    ],
 }

@@ -7,6 +7,9 @@ import jax
 import numpy as np
 import pytest
 
+from moelib.data.lm_input import LMInput
+from moelib.data.mixture import Mixture
+from moelib.data.packing import Packing
 from moelib.verify import data_checks, layer_checks
 from moelib.verify.outcome import CheckFailedError, Outcome, Status
 from moelib.verify.run import run_checks
@@ -37,10 +40,17 @@ CHECKS = {
     "casts_at_use_without_gradient": "derivatives",  # Tables are cast where nothing else is.
     "casts_to_bfloat16_with_twice_the_gradient": "bfloat16",
     "cast_parameters_twice": "loss",
+    "router_cast_to_bfloat16": "bfloat16",
+    "sums_of_gradients_cast_to_bfloat16": "bfloat16",
+    "new_parameters_cast_to_bfloat16": "bfloat16",
     "checkpoint_with_two_layers_swapped": "saved",
     "tpu_kernel_without_window": "kernels",
     "bias_that_rises_with_the_load": "balanced",
     "bias_that_stays": "balanced",
+    "bias_of_ten_times_the_rate": "balanced",
+    "bias_of_two_experts_only": "balanced",
+    "bias_by_the_last_microbatch": "balanced",
+    "batch_that_repeats_its_first_sequence": "interrupted",
 }
 OF_LETTERS = {"b": "derivatives", "c": "plain", "d": "learner", "e": "data"}
 BUGS = [(letter, bug) for letter, bugs in planted.BUGS.items() for bug in bugs]
@@ -64,9 +74,13 @@ def test_each_bug_is_found_by_the_check_nearest_to_it(letter, bug, monkeypatch):
     jax.clear_caches()
 
 
-def known():
+def known(lm_input=LMInput, **fields):
     """Returns what data and layers need of a reference, without a step."""
-    cfg = planted.rich().set(dir="unused", mesh_shape=(1,) * 6)
+    cfg = planted.rich()
+    cfg.input.source.set(vocab_size=64)
+    fields = {n: x for n, x in cfg.input.items() if n != "klass"} | fields
+    cfg.input = lm_input.default_config().set(**fields)
+    cfg = cfg.set(dir="unused", mesh_shape=(1,) * 6)
     trainer = cfg.instantiate(parent=None, devices=jax.devices()[:1])
     start = SimpleNamespace(model=jax.tree.map(np.asarray, initial(trainer.model)))
     probe = SimpleNamespace(trainer=trainer)
@@ -78,11 +92,48 @@ def test_the_input_gives_each_token_once_per_epoch_on_every_host():
     assert data_checks.hosts(known()) is None
 
 
-@pytest.mark.parametrize("bug", planted.BUGS["e"][:3], ids=lambda bug: bug.__name__)
+@pytest.mark.parametrize("bug", planted.BUGS["e"][:5], ids=lambda bug: bug.__name__)
 def test_wrong_batches_are_found(bug, monkeypatch):
     bug(monkeypatch.setattr)
     with pytest.raises(CheckFailedError, match=r"^input: "):
         data_checks.data(known())
+
+
+def a_mixture():
+    source = planted.rich().input.source.set(vocab_size=64)
+    return Mixture.default_config().set(
+        sources={"a": source, "b": source.clone()}, weights={"a": 0.9, "b": 0.1}
+    )
+
+
+@pytest.mark.parametrize(
+    "bug", [planted.sources_in_equal_shares, planted.sequences_of_a_mixture_twice]
+)
+def test_a_wrong_mixture_is_found(bug, monkeypatch):
+    assert data_checks.data(known(source=a_mixture())) is None
+    bug(monkeypatch.setattr)
+    with pytest.raises(CheckFailedError, match=r"^input: .*mixture"):
+        data_checks.data(known(source=a_mixture()))
+
+
+def test_pieces_of_long_documents_that_overlap_are_found(monkeypatch):
+    assert data_checks.data(known(packing=Packing.BEST_FIT)) is None
+    planted.full_sequences_that_overlap(monkeypatch.setattr)
+    with pytest.raises(CheckFailedError, match="repeated"):
+        data_checks.data(known(packing=Packing.BEST_FIT))
+
+
+class WithoutPrompts(LMInput):
+    """An input without loss on the first two tokens of each document."""
+
+    def host_batch(self, step, host_index, num_hosts):
+        batch = super().host_batch(step, host_index, num_hosts)
+        batch["target_labels"][batch["positions"] < 2] = -1
+        return batch
+
+
+def test_an_input_without_loss_on_prompts_is_no_failure():
+    assert data_checks.data(known(WithoutPrompts)) is None
 
 
 def test_a_wrong_restore_is_found(monkeypatch):
