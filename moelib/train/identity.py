@@ -26,9 +26,15 @@ logger = logging.getLogger(__name__)
 CONFIG_FILE = "config.txt"
 _RUN_FILE = "run.json"
 
-# These determine the numbers of a run. Everything else (mesh, length, evaluations, output) may
-# change.
-_DETERMINES = re.compile(r"(model|learner|input|prng_seed)\b.*")
+# All fields of SpmdTrainer.Config but model, learner, input and prng_seed. Everything else
+# determines the numbers of a run: also the trainer's class, and the fields of one's own trainer.
+_NOT_OF_THE_NUMBERS = re.compile(
+    r"(name|max_step|train_dtype|num_microbatches|init_state_builder|mesh_shape|mesh_axis_names"
+    r"|mesh_rules|auto_sharding|sharding_rules|compiler_options|kernel_backends|skip_kernel_check"
+    r"|dir|accept_changes|checkpointer|evalers|summary_writer|log_every_n_steps|stop_on_nan"
+    r"|watchdog_timeout_seconds|crash_on_hang_timeout_seconds|start_trace_steps|num_trace_steps"
+    r")\b.*"
+)
 
 # Threads and the location of the data, whose content the input compares itself.
 _OF_A_PROCESS = r"prefetch\w*|num_threads|num_workers|path|paths|dir|data_dir"
@@ -69,7 +75,8 @@ def identity(config_text: str) -> dict[str, str]:
     return {
         path: value
         for path, value in values.items()
-        if _DETERMINES.fullmatch(path) and (not _MAY_CHANGE.fullmatch(path) or drops(path))
+        if not _NOT_OF_THE_NUMBERS.fullmatch(path)
+        and (not _MAY_CHANGE.fullmatch(path) or drops(path))
     }
 
 

@@ -117,6 +117,15 @@ def test_setting_that_may_not_change(folder, path, value, message):
         check_directory(changed(path, value), str(folder))
 
 
+def test_the_class_of_the_trainer_and_its_own_fields_may_not_change():
+    cfg = tiny.trainer_config("somewhere")
+    own = f"{cfg.debug_string()}own_rate: 3\n"
+    assert identity(own)["own_rate"] == "3"
+    assert identity(own)["klass"] == "moelib.train.trainer:SpmdTrainer"
+    names = "".join(f"{name}: 1\n" for name, _ in cfg.items())
+    assert identity(names).keys() - {"klass"} == {"model", "learner", "input", "prng_seed"}
+
+
 def test_all_processes_have_the_same_config_except_for_paths(monkeypatch):
     digests = []
     monkeypatch.setattr(identity_lib, "gather_json", lambda x: digests.append(x) or [x, x])
