@@ -8,7 +8,7 @@ Shapes: B batch, S sequence, D model, H heads, E experts, K experts per token, V
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -45,7 +45,7 @@ def run(layer: Any, params: Nested, *args: Any, **kwargs: Any) -> tuple[Any, Any
     """Returns the outputs of a layer's own code in float64, and its auxiliary losses."""
 
     def forward(params: Nested, inputs: Any) -> Any:
-        outputs, found = functional(layer, None, params, inputs, is_training=True)
+        outputs, found = functional(layer, jax.random.key(0), params, inputs, is_training=True)
         return outputs, {name: loss.value for name, loss in found.aux_losses.items()}
 
     inputs = dict(zip(inspect.signature(layer.forward).parameters, args, strict=False)) | kwargs
@@ -154,28 +154,50 @@ def routing(cfg: Router.Config, params: Nested, x: np.ndarray) -> Arrays:
     return {"logits": logits, "probs": probs, "expert_ids": ids, "weights": weights}
 
 
-def router_losses(cfg: MoELayer.Config, routed: Arrays, mask: np.ndarray) -> dict[str, float]:
-    """Returns the auxiliary losses of one MoE layer, those that it does not have included."""
-    chosen = np.zeros(mask.shape + (cfg.num_experts,))
-    np.put_along_axis(chosen, routed["expert_ids"], 1.0, -1)
-    scope = None if cfg.load_balance_loss is None else cfg.load_balance_loss.scope
+def balance_loss(
+    routed: Sequence[Arrays], mask: np.ndarray, scope: BalanceScope | None, earlier: Any = 0.0
+) -> float:
+    """Returns the load-balance loss of a layer, or of several for the scope ALL_LAYERS.
+
+    Args:
+        routed: Routing of each layer.
+        mask: False for padding [B, S].
+        scope: Tokens that share a loss.
+        earlier: Numbers of assignments in earlier micro-batches [E], for GLOBAL_BATCH.
+    """
     sequences = [mask & (np.arange(len(mask)) == i)[:, None] for i in range(len(mask))]
-    loads = [
-        float(chosen[of].mean(0) @ routed["probs"][of].mean(0)) * of.sum() / mask.sum()
-        for of in (sequences if scope is BalanceScope.SEQUENCE else [mask])
-    ]
+    total = 0.0
+    for of in sequences if scope is BalanceScope.SEQUENCE else [mask]:
+        probs = np.concatenate([each["probs"][of] for each in routed])
+        ids = np.concatenate([each["expert_ids"][of] for each in routed])
+        counts = np.bincount(ids.ravel(), minlength=probs.shape[1]) + earlier
+        load = float(counts / max(counts.sum(), 1) @ probs.sum(0)) / max(len(probs), 1)
+        total += probs.shape[1] * load * of.sum() / mask.sum()
+    return total
+
+
+def router_losses(
+    cfg: MoELayer.Config, routed: Arrays, mask: np.ndarray, params: Nested
+) -> dict[str, float]:
+    """Returns the auxiliary losses of one MoE layer, those that it does not have included."""
+    scope = None if cfg.load_balance_loss is None else cfg.load_balance_loss.scope
+    earlier = params.get("load_counter", {}).get("counts", 0.0)
     lse = np.log(np.exp(routed["logits"]).sum(-1))
     return {
-        "load_balance_loss": cfg.num_experts / cfg.num_experts_per_token * sum(loads),
+        "load_balance_loss": balance_loss([routed], mask, scope, earlier),
         "router_z_loss": float(np.mean(lse[mask] ** 2)),
     }
 
 
-def _moe(layer: Any, p: Nested, x: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def _moe(
+    layer: Any, p: Nested, x: np.ndarray, mask: np.ndarray, routings: list[Arrays] | None = None
+) -> np.ndarray:
     if type(layer.router) is Router:
         routed = routing(layer.router.config, p["router"], x)
     else:
         routed = run(layer.router, p["router"], x, mask)[0]._asdict()
+    if routings is not None:
+        routings.append(routed)
     experts, cfg, y = p["experts"], layer.experts.config, np.zeros_like(x)
     for i in range(cfg.num_experts):
         up_bias = experts["up_bias"][i] if cfg.bias else np.zeros(len(experts["up"][i]))
@@ -204,7 +226,7 @@ def _grouped_query(
     if cfg.qkv_clip is not None:
         q, k, v = (np.clip(each, -cfg.qkv_clip, cfg.qkv_clip) for each in (q, k, v))
     if cfg.rope is not None:
-        q, k = (_rotated(layer.rope, each, positions) for each in (q, k))
+        q, k = (_rotated(layer.rope, p.get("rope", {}), each, positions) for each in (q, k))
     spec = MaskSpec(q.shape[-1] ** -0.5, window=cfg.window, logit_cap=cfg.logit_cap)
     out = attention(q, k, v, spec, segment_ids, p.get("sinks"))
     return np.einsum("bshk,hkd->bsd", out, p["output"]) + p.get("output_bias", 0.0)
@@ -214,7 +236,9 @@ def _latent(
     layer: Any, p: Nested, x: np.ndarray, positions: np.ndarray, segment_ids: np.ndarray
 ) -> np.ndarray:
     cfg, nope = layer.config, layer.config.nope_head_dim
-    rotated = lambda x: x if cfg.rope is None else _rotated(layer.rope, x, positions)
+    rotated = lambda x: (
+        x if cfg.rope is None else _rotated(layer.rope, p.get("rope", {}), x, positions)
+    )
     if cfg.q_lora_rank is None:
         q = np.einsum("bsd,dhk->bshk", x, p["q"])
     else:
@@ -230,12 +254,12 @@ def _latent(
     return np.einsum("bshk,hkd->bsd", out, p["output"])
 
 
-def _rotated(rope: Any, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def _rotated(rope: Any, p: Nested, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
     cfg, factor = rope.config, 1.0
     dim = dict(cfg.items()).get("rotary_dim") or x.shape[-1]
-    if type(rope) not in _FREQUENCIES:
-        return run(rope, {}, x, positions)[0]
-    frequencies = _FREQUENCIES[type(rope)](cfg, cfg.theta ** (-np.arange(0, dim, 2) / dim))
+    if type(rope) not in FREQUENCIES:
+        return run(rope, p, x, positions)[0]
+    frequencies = FREQUENCIES[type(rope)](cfg, cfg.theta ** (-np.arange(0, dim, 2) / dim))
     if type(rope) is YarnRotaryEmbedding:
         m, m_all = (0.1 * m * math.log(cfg.factor) + 1 for m in (cfg.mscale, cfg.mscale_all_dim))
         factor = m / m_all if cfg.attention_factor is None else cfg.attention_factor
@@ -265,7 +289,7 @@ def _yarn(cfg: Any, frequencies: np.ndarray) -> np.ndarray:
     return frequencies * (1 - share + share / cfg.factor)
 
 
-_FREQUENCIES: dict[type, Callable[[Any, np.ndarray], np.ndarray]] = {
+FREQUENCIES: dict[type, Callable[[Any, np.ndarray], np.ndarray]] = {
     RotaryEmbedding: lambda _, frequencies: frequencies,
     LinearRotaryEmbedding: lambda cfg, frequencies: frequencies / cfg.factor,
     Llama3RotaryEmbedding: _llama3,
@@ -274,7 +298,7 @@ _FREQUENCIES: dict[type, Callable[[Any, np.ndarray], np.ndarray]] = {
 
 
 def _transformer_layer(
-    layer: Any, p: Nested, x: np.ndarray, mask: np.ndarray, **where: np.ndarray
+    layer: Any, p: Nested, x: np.ndarray, mask: np.ndarray, routings: Any = None, **where: Any
 ) -> np.ndarray:
     x = x + output(
         layer.self_attention,
@@ -283,27 +307,35 @@ def _transformer_layer(
         **where,
     )
     normalized = output(layer.feed_forward_norm, p["feed_forward_norm"], x)
-    return x + output(layer.feed_forward, p["feed_forward"], normalized, mask)
+    more = {"routings": routings} if type(layer.feed_forward) is MoELayer else {}
+    return x + output(layer.feed_forward, p["feed_forward"], normalized, mask, **more)
 
 
 def _stack(layer: Any, p: Nested, x: np.ndarray, **inputs: np.ndarray) -> np.ndarray:
     for name, child in layer.children.items():
-        x = output(child, p.get(name, {}), x, **inputs)
+        known = inputs if type(child) in FORMULAS else {**inputs, "routings": None}
+        x = output(child, p.get(name, {}), x, **{n: v for n, v in known.items() if v is not None})
     return x
 
 
-def model_loss(model: Any, params: Nested, batch: Batch) -> float:
-    """Returns the loss of a `CausalLM` per token with a label, without auxiliary losses."""
-    p, segments = wide(params), batch["segment_ids"]
-    inputs = {"positions": batch["positions"], "segment_ids": segments, "mask": segments > 0}
+def model_losses(model: Any, params: Nested, batch: Batch) -> tuple[float, float]:
+    """Returns the sum of a `CausalLM`'s losses of tokens with a label, and the balance loss.
+
+    The latter is that of the scope ALL_LAYERS, whatever the layers' own; 0 without MoE layers.
+    """
+    p, segments, routings = wide(params), batch["segment_ids"], list[Arrays]()
+    inputs: dict[str, Any] = {"positions": batch["positions"], "segment_ids": segments}
+    inputs |= {"mask": segments > 0}
+    if type(model.decoder) in FORMULAS:
+        inputs |= {"routings": routings}
     x = output(model.embedding, p["embedding"], batch["input_ids"])
     hidden = output(
         model.output_norm, p["output_norm"], output(model.decoder, p["decoder"], x, **inputs)
     )
     head = p["lm_head"]["weight"] if "lm_head" in p else p["embedding"]["weight"].T
-    labels = batch["target_labels"]
-    total = token_losses(hidden, head, labels, model.config.z_loss)
-    return total / max((labels >= 0).sum(), 1)
+    total = token_losses(hidden, head, batch["target_labels"], model.config.z_loss)
+    pooled = balance_loss(routings, segments > 0, BalanceScope.ALL_LAYERS) if routings else 0.0
+    return total, pooled
 
 
 FORMULAS: dict[type, Callable[..., Any]] = {

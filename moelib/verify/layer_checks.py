@@ -18,6 +18,7 @@ from moelib.core.tree import Nested
 from moelib.kernels.cross_entropy import cross_entropy
 from moelib.kernels.flash_attention import MaskSpec, flash_attention
 from moelib.kernels.gmm import gmm
+from moelib.layers.moe.balance import BalanceScope, BiasBalancing, LoadCounter
 from moelib.layers.moe.experts import FeedForwardExperts
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.moe.router import Router
@@ -155,13 +156,16 @@ def _compare(
     return None
 
 
+_HOLD_STATE = (BiasBalancing, LoadCounter)  # Layers without outputs.
+
+
 # -- Layers --------------------------------------------------------------------------------------
 
 
 def layers(known: Reference) -> Difference | None:
     """Compares one layer of each kind with its formula, and the loss of the whole model."""
     form = Plain(known.probe.trainer)
-    params = tree.map_by_path(_moved_biases, form.layers_apart(known.start.model))
+    params = tree.map_by_path(_moved_state, form.layers_apart(known.start.model))
     seen: set[str] = set()
     of_path = {f"{layer.path().replace('.', '/')}/": layer for layer, _ in form.model.walk()}
     for path, layer in form.in_order(of_path).items():
@@ -175,26 +179,51 @@ def layers(known: Reference) -> Difference | None:
             return found
     if type(form.model) is not CausalLM or known.plain.keep:  # Random, or drops tokens.
         return None
-    loss = formulas.model_loss(form.model, form.layers_apart(known.start.model), known.batches[0])
-    got = {"loss of the model": known.expected.terms["loss"]}
-    return first_difference({"loss of the model": loss}, got, relative=1e-6)
+    return _model(known, form)
+
+
+def _model(known: Reference, form: Plain) -> Difference | None:
+    """Compares the loss of the whole model, and the balance loss of all layers."""
+    num, batch = known.config.num_microbatches, known.batches[0]
+    params = form.layers_apart(known.start.model)
+    parts = [{name: x[i::num] for name, x in batch.items()} for i in range(num)]
+    losses, pooled = zip(
+        *(formulas.model_losses(form.model, params, x) for x in parts), strict=True
+    )
+    tokens = [(part["segment_ids"] > 0).sum() for part in parts]
+    terms, metrics = known.expected.terms, known.expected.metrics
+    named = [{"loss of the model": sum(losses) / (batch["target_labels"] >= 0).sum()}]
+    named += [{"loss of the model": terms["loss"]}]
+    scopes = {
+        dict(layer.config.items()).get("load_balance_loss") and layer.config.load_balance_loss.scope
+        for layer, _ in form.model.walk()
+    }
+    if scopes - {None} == {BalanceScope.ALL_LAYERS}:
+        name = "decoder/load_balance_loss"
+        named[0][name] = np.average(pooled, weights=tokens)
+        named[1][name] = metrics[name]
+    return first_difference(*named, relative=1e-6)
 
 
 def _has_formula(layer: Any, *, is_random: bool) -> bool:
     """Returns whether a layer is compared by itself; those around it are by the model's loss."""
+    known = {*formulas.FORMULAS, *formulas.FREQUENCIES, FeedForwardExperts, Router, *_HOLD_STATE}
+    if is_random and any(type(each) not in known for each, _ in layer.walk()):
+        return False  # Perhaps one of the user's own, with random numbers.
     if type(layer) is MoELayer:
-        routed = type(layer.router) is Router or not is_random
-        return routed and type(layer.experts) is FeedForwardExperts
+        return type(layer.experts) is FeedForwardExperts
     return type(layer) in (*formulas.FORMULAS, Router) and not isinstance(
         layer, TransformerLayer | LoopStack
     )
 
 
-def _moved_biases(path: str, x: np.ndarray) -> np.ndarray:
-    """Returns biases of balancing, which start at 0, with random values."""
-    if not path.endswith("bias_balancing/bias"):
-        return x
-    return (0.1 * np.random.default_rng(4).standard_normal(x.shape)).astype(np.float32)
+def _moved_state(path: str, x: np.ndarray) -> np.ndarray:
+    """Returns state of balancing, which starts at 0, with random values."""
+    rng = np.random.default_rng(4)
+    if path.endswith("bias_balancing/bias"):
+        return (0.1 * rng.standard_normal(x.shape)).astype(np.float32)
+    is_count = path.endswith("load_counter/counts")
+    return rng.integers(0, 9, x.shape).astype(np.float32) if is_count else x
 
 
 def _layer(layer: Any, params: Nested) -> tuple[Arrays, Arrays]:
@@ -210,7 +239,7 @@ def _layer(layer: Any, params: Nested) -> tuple[Arrays, Arrays]:
         "x": x,
         "ids": rng.integers(0, cfg.get("num_embeddings", 1), x.shape[:2]),
         "segment_ids": segments,
-        "positions": np.stack([np.r_[:9, :12, :3], np.r_[:2, :12, :10]]),
+        "positions": 3 * np.stack([np.r_[:9, :12, :3], np.r_[:2, :12, :10]]),
         "mask": segments > 0,
     }
     names = inspect.signature(layer.forward).parameters
@@ -224,7 +253,7 @@ def _layer(layer: Any, params: Nested) -> tuple[Arrays, Arrays]:
     want, found = {"output": formulas.output(layer, params, **inputs)}, {"output": got}
     if type(layer) is MoELayer and type(layer.router) is Router:
         routed = formulas.routing(layer.router.config, params["router"], x)
-        expected = formulas.router_losses(layer.config, routed, segments > 0)
+        expected = formulas.router_losses(layer.config, routed, segments > 0, params)
         want |= {name: value for name, value in expected.items() if name in losses}
         found |= {name: losses[name] for name in want if name in losses}
     return want, found

@@ -76,6 +76,8 @@ class Plain:
         """Returns the metrics of a step as arrays by layer, in forward order."""
         found: dict[str, dict[int, float]] = {}
         for name, value in scalars.items():
+            if any(name.startswith(f"{other}/") for other in scalars):
+                continue  # Of the learner: learning_rate/rule0, next to learning_rate.
             array, _, index = name.rpartition("/")
             array, index = (array, int(index)) if index.isdigit() else (name, 0)
             found.setdefault(array, {})[index] = value

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from moelib.core import tree
+from moelib.core.param import specs_by_path
 from moelib.core.tree import Batch
 from moelib.verify.batches import packed_batch, vocab_size
 from moelib.verify.plain import Plain, Values
@@ -88,15 +89,23 @@ def make_reference(probe: Probe, initial: Any) -> Reference:
 
 
 def _with_noise(params: Any, probe: Probe) -> Any:
-    """Returns the parameters with noise added to the trained ones that are constant."""
+    """Returns the trained parameters at a scale at which a mistake in any layer changes the loss.
 
-    def add(path: str, x: Any) -> Any:
-        if not probe.trainer.learner.is_updated(path) or x.size == 0 or np.ptp(x) > 0:
+    Matrices have the standard deviation fan-in^-0.5, and constant parameters have noise.
+    """
+    specs = specs_by_path(probe.trainer.trainer_state_specs.model)
+
+    def changed(path: str, x: Any) -> Any:
+        if not probe.trainer.learner.is_updated(path) or x.size == 0:
             return x
-        rng = np.random.default_rng(zlib.crc32(path.encode()))
-        return (x + _NOISE * rng.standard_normal(x.shape)).astype(x.dtype)
+        if np.ptp(x) == 0:
+            rng = np.random.default_rng(zlib.crc32(path.encode()))
+            return (x + _NOISE * rng.standard_normal(x.shape)).astype(x.dtype)
+        if specs[path].fan_axes is None:
+            return x
+        return (x * (specs[path].fans()[0] ** -0.5 / np.std(x))).astype(x.dtype)
 
-    return tree.map_by_path(add, params)
+    return tree.map_by_path(changed, params)
 
 
 def rounding_floor(gradients: Any, batch: Batch) -> float:

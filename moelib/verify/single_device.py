@@ -27,6 +27,7 @@ from moelib.verify.learner_checks import learner
 from moelib.verify.objective_checks import auxiliary, balanced, derivatives, plain, reached
 from moelib.verify.outcome import CheckSkippedError
 from moelib.verify.reference import Reference
+from moelib.verify.step_checks import stepped
 from moelib.verify.variant_checks import tpu_kernels
 
 
@@ -137,6 +138,7 @@ SINGLE_DEVICE_CHECKS: dict[str, Callable[[Reference], Difference | None]] = {
         plain,
         derivatives,
         learner,
+        stepped,
         balanced,
         saved,
         interrupted,
