@@ -122,25 +122,15 @@ def _gpipe(num_ranks: int, rank: int, num: int) -> Iterator[Slot]:
         yield (Task(kind, 0, microbatch),)
 
 
-def _one_f_one_b(num_ranks: int, rank: int, num: int) -> Iterator[Slot]:
+def _one_f_one_b(num_ranks: int, rank: int, num: int, *, defer: bool = False) -> Iterator[Slot]:
     own, ahead = _Rank(), min(num_ranks - rank - 1, num)
     for _ in range(ahead):
         yield (own.forward(),)
     for i in range(num):
         if ahead + i < num:
             yield (own.forward(),)
-        yield (own.backward(),)
-
-
-def _zb_h1(num_ranks: int, rank: int, num: int) -> Iterator[Slot]:
-    own, ahead = _Rank(), min(num_ranks - rank - 1, num)
-    for _ in range(ahead):
-        yield (own.forward(),)
-    for i in range(num):
-        if ahead + i < num:
-            yield (own.forward(),)
-        yield (own.backward(defer=True),)
-        if i >= rank:  # The first `rank` weight gradients fill the idle time at the end.
+        yield (own.backward(defer=defer),)
+        if defer and i >= rank:  # The first `rank` weight gradients fill the idle time at the end.
             yield (own.weights(),)
     while own.num_deferred:
         yield (own.weights(),)
@@ -231,7 +221,7 @@ _ORDERS: dict[Schedule, Callable[[int, int, int], Iterable[Slot]]] = {
     Schedule.GPIPE: _gpipe,
     Schedule.ONE_F_ONE_B: _one_f_one_b,
     Schedule.INTERLEAVED: _interleaved,
-    Schedule.ZB_H1: _zb_h1,
+    Schedule.ZB_H1: functools.partial(_one_f_one_b, defer=True),
     Schedule.ZB_V: _zb_v,
     Schedule.DUALPIPE_V: _dualpipe_v,
 }
