@@ -1,6 +1,6 @@
 """A compact JAX library for training Mixture-of-Experts language models.
 
-The public functions are imported when they are first used, so that `import moelib` is cheap:
+The public names are imported when they are first used, so that `import moelib` is cheap:
 
     import moelib
 
@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from moelib.planning.plan import plan
     from moelib.train.fit import fit
     from moelib.train.loading import load_model
+    from moelib.train.task import Task
     from moelib.train.task_run import predict
     from moelib.verify.run import verify_config
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Task",
     "__version__",
     "evaluate",
     "fit",
@@ -35,6 +37,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Task": "moelib.train.task",
     "evaluate": "moelib.evaluation.evaluate",
     "fit": "moelib.train.fit",
     "generate": "moelib.inference.generate",
@@ -46,7 +49,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public function."""
+    """Imports a public name."""
     if name not in _MODULES:
         raise AttributeError(f"module 'moelib' has no attribute {name!r}.")
     return getattr(importlib.import_module(_MODULES[name]), name)

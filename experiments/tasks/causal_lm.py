@@ -27,7 +27,6 @@ from moelib.learner.schedules import cosine
 from moelib.models.huggingface.families import read_model
 from moelib.train.loading import load_model
 from moelib.train.pretrained import save_pretrained
-from moelib.train.task import Task
 
 from .command import run_as_command
 
@@ -80,7 +79,7 @@ def task_of(model, tokenizer):
         return (objective * mean.weight, mean.weight), {"bits_per_token": bits}
 
     fixed = [path for path, spec in specs.items() if not spec.trainable]
-    return Task.default_config().set(init=init, loss=loss, collate=collate, fixed=fixed)
+    return moelib.Task.default_config().set(init=init, loss=loss, collate=collate, fixed=fixed)
 
 
 def train(task, examples, trainer_dir, *, max_step, learning_rate, **settings):

@@ -16,7 +16,6 @@ import optax
 
 import moelib
 from moelib.layers.external import Updated
-from moelib.train.task import Task
 
 from .command import run_as_command
 from .ppo import apply, mlp
@@ -97,8 +96,9 @@ def replay_buffer(seed=0):
 def run(trainer_dir, *, num_epochs=40, mesh="data=-1"):
     """Returns the mean return of the trained policy, without noise."""
     examples, collate = replay_buffer()
+    fixed = ["target/.*"]
     result = moelib.fit(
-        Task.default_config().set(init=init, loss=loss, collate=collate, fixed=["target/.*"]),
+        moelib.Task.default_config().set(init=init, loss=loss, collate=collate, fixed=fixed),
         examples,
         trainer_dir=trainer_dir,
         optimizer=optax.adam(2e-3),

@@ -17,7 +17,6 @@ from flax import linen
 from scipy.special import gammaln, logsumexp, xlog1py
 
 import moelib
-from moelib.train.task import Task
 
 from .command import run_as_command
 from .image_classification import digits
@@ -88,7 +87,7 @@ def epsilon(num_steps, *, rate=RATE, noise=NOISE, delta=DELTA):
 def run(trainer_dir, *, num_steps=100, mesh="data=-1"):
     """Returns the accuracy on test images, and epsilon."""
     train, test = digits()
-    task = Task.default_config().set(init=init, loss=loss, train_step=train_step)
+    task = moelib.Task.default_config().set(init=init, loss=loss, train_step=train_step)
     moelib.fit(
         task,
         sampler(train),

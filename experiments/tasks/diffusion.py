@@ -15,7 +15,6 @@ import moelib
 from moelib.core.config import config_for_function
 from moelib.learner.optimizers import adamw_optimizer
 from moelib.learner.schedules import cosine
-from moelib.train.task import Task
 
 from .command import run_as_command
 from .image_classification import digits
@@ -103,7 +102,7 @@ def run(trainer_dir, *, max_step=1500, mesh="data=-1"):
     schedule = config_for_function(cosine).set(
         peak_lr=4e-3, warmup_steps=max_step // 20, max_step=max_step
     )
-    task = Task.default_config().set(init=init, loss=loss, predict=sample, metric=named)
+    task = moelib.Task.default_config().set(init=init, loss=loss, predict=sample, metric=named)
     moelib.fit(
         task,
         train,

@@ -15,7 +15,6 @@ import optax
 from flax import linen
 
 import moelib
-from moelib.train.task import Task
 
 from .command import run_as_command
 from .image_classification import digits
@@ -89,7 +88,7 @@ def train_step(params, clients, key, apply_gradients):
 def run(trainer_dir, *, num_rounds=60, mesh="data=-1"):
     """Returns the accuracy on test images."""
     train, test = digits()
-    task = Task.default_config().set(init=init, loss=loss, train_step=train_step)
+    task = moelib.Task.default_config().set(init=init, loss=loss, train_step=train_step)
     moelib.fit(
         task,
         split(train),

@@ -14,7 +14,6 @@ import moelib
 from moelib.core.config import config_for_function
 from moelib.learner.optimizers import adamw_optimizer
 from moelib.learner.schedules import cosine
-from moelib.train.task import Task
 
 from .command import run_as_command
 
@@ -80,7 +79,7 @@ def run(trainer_dir, *, num_epochs=15, mesh="data=-1"):
     schedule = config_for_function(cosine).set(
         peak_lr=2e-3, warmup_steps=num_steps // 16, max_step=num_steps
     )
-    task = Task.default_config().set(init=init, loss=loss, predict=predict)
+    task = moelib.Task.default_config().set(init=init, loss=loss, predict=predict)
     moelib.fit(
         task,
         train,

@@ -14,7 +14,6 @@ import optax
 from flax import linen
 
 import moelib
-from moelib.train.task import Task
 
 from .command import run_as_command
 
@@ -78,7 +77,7 @@ def predict(params, batch, key):
 def run(trainer_dir, *, num_steps=2500, mesh="data=-1"):
     """Returns the mean errors on new problems, before and after adaptation."""
     schedule = optax.cosine_decay_schedule(3e-3, num_steps)
-    task = Task.default_config().set(init=init, loss=loss, collate=collate, predict=predict)
+    task = moelib.Task.default_config().set(init=init, loss=loss, collate=collate, predict=predict)
     moelib.fit(
         task,
         sines(20_000, seed=0),

@@ -17,7 +17,6 @@ import optax
 
 import moelib
 from moelib.core.config import config_for_class
-from moelib.train.task import Task
 
 from .command import run_as_command
 
@@ -140,7 +139,7 @@ def run(trainer_dir, *, num_epochs=80, mesh="data=-1"):
     num_steps = num_epochs * STEPS_PER_EPOCH
     schedule = optax.linear_schedule(1e-3, 0.0, num_steps)
     result = moelib.fit(
-        Task.default_config().set(init=init, loss=loss),
+        moelib.Task.default_config().set(init=init, loss=loss),
         config_for_class(Rollouts),
         trainer_dir=trainer_dir,
         optimizer=optax.chain(optax.clip_by_global_norm(0.5), optax.adam(schedule)),

@@ -16,7 +16,6 @@ import moelib
 from moelib.core.config import config_for_function
 from moelib.learner.optimizers import adamw_optimizer
 from moelib.learner.schedules import cosine
-from moelib.train.task import Task
 
 from .command import run_as_command
 
@@ -147,7 +146,7 @@ def task_of(network, name, example):
 
         return jax.lax.fori_loop(0, ids.shape[1], append, ids)
 
-    return Task.default_config().set(init=init, loss=loss, predict=generate)
+    return moelib.Task.default_config().set(init=init, loss=loss, predict=generate)
 
 
 def words_of(ids):

@@ -16,7 +16,6 @@ import optax
 import moelib
 from moelib.core.config import config_for_function
 from moelib.learner.optimizers import adamw_optimizer
-from moelib.train.task import Task
 
 from .command import run_as_command
 
@@ -94,7 +93,7 @@ def metric(examples, results):
 def run(trainer_dir, *, num_epochs=20, mesh="data=-1"):
     """Returns the metrics of test examples."""
     train, test = snippets()
-    task = Task.default_config().set(
+    task = moelib.Task.default_config().set(
         init=init,
         loss=loss,
         collate=collate,

@@ -13,7 +13,6 @@ from moelib.core.module import functional
 from moelib.layers.external import Updated
 from moelib.layers.feed_forward import FeedForward
 from moelib.learner.optimizers import adamw_optimizer
-from moelib.train.task import Task
 from moelib.train.task_run import task_trainer_config
 
 
@@ -44,7 +43,7 @@ def loss(params, batch, key, is_training):
     return losses.mean(), {"accuracy": (logits.argmax(-1) == batch["label"]).mean()}
 
 
-task = Task.default_config().set(init=init, loss=loss)
+task = moelib.Task.default_config().set(init=init, loss=loss)
 # --8<-- [end:task]
 
 
@@ -141,7 +140,7 @@ def test_weights_and_state(tmp_path):
         loss = (losses * counted).sum(), counted.sum()
         return Updated((loss, {}), {"steps": params["steps"] + 1})
 
-    counting = Task.default_config().set(
+    counting = moelib.Task.default_config().set(
         init=lambda key: {"net": init(key), "steps": jnp.zeros((), jnp.int32)},
         loss=weighted_loss,
         fixed=["steps"],
@@ -218,7 +217,7 @@ def test_layers_of_moelib(tmp_path):
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
             return losses.mean() + found.total_aux_loss()
 
-        return Task.default_config().set(init=init, loss=loss)
+        return moelib.Task.default_config().set(init=init, loss=loss)
 
     task = task_around(FeedForward.default_config().set(input_dim=2, hidden_dim=64))
     # --8<-- [end:layers]
