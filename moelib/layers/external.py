@@ -117,7 +117,8 @@ class ExternalLayer(BaseLayer):
         if not floating and not jnp.issubdtype(leaf.dtype, jnp.integer) and leaf.dtype != bool:
             raise UserError(
                 f"{self._title()}: {name!r} has dtype {leaf.dtype}; init must return real numbers, "
-                "integers or booleans, and apply takes random keys as `prng_key`."
+                "integers or booleans. Random keys are arguments of the other functions; split "
+                "them off (with NNX, nnx.RngState)."
             )
         if 0 in leaf.shape:
             raise UserError(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, cast
 
 import jax
+import optax
 
 from moelib.checkpoint.checkpointer import Checkpointer
 from moelib.checkpoint.policy import every_n_steps_and_last_policy
@@ -75,6 +76,8 @@ def task_trainer_config(
     Raises:
         UserError: If there are no examples, or an argument is missing or invalid.
     """
+    if isinstance(optimizer, optax.MultiSteps):
+        raise UserError("optimizer is optax.MultiSteps; pass the one inside, and num_microbatches.")
     training = _input(task, examples, batch_size).set(seed=seed)
     num_examples = len(training.instantiate().examples)  # 0 if they depend on the epoch.
     length = num_epochs if max_step is None else max_step

@@ -523,6 +523,11 @@ def test_a_plan_of_a_task_is_refused():
         moelib.plan(cfg, ["v6e:2x2"])
 
 
+def test_accumulation_of_optax_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"optax\.MultiSteps; pass the one inside, and num_micro"):
+        fit(make_task(), tmp_path, optimizer=optax.MultiSteps(optax.adam(1e-3), 4))
+
+
 @pytest.mark.parametrize("length", [{"max_step": 0}, {"num_epochs": 0, "max_step": None}])
 def test_runs_without_a_step_are_refused(tmp_path, length):
     with pytest.raises(UserError, match="above 0"):
