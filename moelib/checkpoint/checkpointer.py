@@ -75,10 +75,14 @@ class Checkpointer(Module):
         """Checks the settings; accesses no file.
 
         Raises:
-            UserError: If keep_best_n is set and best_metric is not.
+            UserError: If a number is negative, or keep_best_n is set and best_metric is not.
         """
         super().__init__(cfg, parent=parent)
         cfg = self.config
+        for name in ("keep_last_n", "keep_every_n_steps", "keep_best_n"):
+            if (getattr(cfg, name) or 0) < 0:
+                path = f"{self.path() or self.name}.{name}"
+                raise UserError(f"{path}={getattr(cfg, name)}; set 0 or more.")
         if cfg.keep_best_n and cfg.best_metric is None:
             raise UserError(
                 f"{self.path() or self.name}.keep_best_n={cfg.keep_best_n}: set best_metric to "

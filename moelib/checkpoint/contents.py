@@ -76,15 +76,18 @@ class CheckpointRecord:
         try:
             with open(file, encoding="utf-8") as f:
                 values = json.load(f)
-            # Checkpoints of earlier versions have neither a digest nor checksums.
-            digest = values.pop("digest", None)
-            if digest != _digest(values) and (digest is not None or values.get("checksums")):
+            # Checkpoints of earlier versions have no digest, no checksums and no config.
+            digest, checksums = values.pop("digest", None), values.get("checksums")
+            is_new = digest is not None or checksums or values.get("config")
+            if is_new and digest != _digest(values):
                 raise ValueError("its content differs from its digest")
             if (version := values.pop("format")) != 1:
                 raise ValueError(f"format={version!r:.80} is of another version of this library")
             values.pop("config_hash", None)  # Of earlier versions.
             record = cls(**values)
             _check_values(record)
+            if is_new and record.checksums.keys() != record.arrays.keys():
+                raise ValueError("it lacks checksums of arrays")
             if _step_of(path) not in (None, record.step):
                 raise ValueError(f"it is the record of step {record.step}")
         except FileNotFoundError:

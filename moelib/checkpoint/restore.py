@@ -266,9 +266,10 @@ def newest_readable(
     `found` holds at least one path by step, oldest first; `on_damage` gets the damaged steps.
 
     Raises:
+        CheckpointMismatchError: If its arrays are not those of the target.
         DamagedCheckpointError: If all are damaged.
     """
-    damages = []
+    damages: list[str] = []
     for step, path in reversed(found.items()):
         try:
             return read(path)
@@ -276,6 +277,13 @@ def newest_readable(
             on_damage(step)
             damages.append(str(error))
             logger.warning("Damaged checkpoint, trying the one before: %s", error)
+        except CheckpointMismatchError as error:
+            if not damages:
+                raise
+            raise CheckpointMismatchError(
+                f"{error} It was tried as the newer ones are damaged; restore one of them from "
+                "a copy, or read it as it is with --skip_checksums:\n  " + "\n  ".join(damages)
+            ) from None
     raise DamagedCheckpointError("every checkpoint is damaged:\n  " + "\n  ".join(damages))
 
 

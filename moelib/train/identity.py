@@ -1,7 +1,6 @@
 """Identity of a run: the settings that a run in a folder cannot change when it is resumed."""
 
 import hashlib
-import importlib.metadata
 import json
 import logging
 import os
@@ -11,14 +10,14 @@ import sysconfig
 from collections.abc import Mapping
 from typing import Any
 
-import moelib
-from moelib.checkpoint.contents import CheckpointRecord
+from moelib.checkpoint.contents import CheckpointRecord, library_versions
 from moelib.core.config_parse import parse
 from moelib.core.config_paths import Line, lines
 from moelib.core.errors import UserError
 from moelib.core.files import atomic_file, read_json, read_text, write_json
 from moelib.core.processes import gather_json
 from moelib.core.trusted_code import UntrustedNameError
+from moelib.parallel.mesh import describe_mesh
 from moelib.train.settings import completed
 
 logger = logging.getLogger(__name__)
@@ -158,7 +157,11 @@ def _different(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 
 def check_directory(
-    cfg: Any, directory: str, record: CheckpointRecord | None = None, *, mesh: str = ""
+    cfg: Any,
+    directory: str,
+    record: CheckpointRecord | None = None,
+    *,
+    mesh: Mapping[str, int] | None = None,
 ) -> None:
     """Checks that a folder with checkpoints belongs to the run that `cfg` describes.
 
@@ -169,8 +172,8 @@ def check_directory(
     Args:
         cfg: Config of the trainer.
         directory: The folder.
-        record: Record of the newest checkpoint, if one can be read.
-        mesh: Description of the mesh of this process.
+        record: Record of the checkpoint to resume from, if one can be read.
+        mesh: Sizes of the mesh axes; None if they are not compared.
 
     Raises:
         TrainerDirConflictError: If not, and `cfg` does not accept it; names the first path that
@@ -192,7 +195,9 @@ def check_directory(
     before, now = identity(text), identity(cfg.debug_string())
     different = _different(before, now)
     if not different or "config" in accepted:
-        _check_changes(cfg, directory, _values(text), dict.fromkeys(different, "config"), mesh)
+        _check_changes(cfg, directory, _values(text), dict.fromkeys(different, "config"))
+        if record is not None:
+            _log_changes(directory, record, mesh or {})
         return
     first = different[0]
     more = f" ({len(different) - 1} more lines differ)" if len(different) > 1 else ""
@@ -204,9 +209,9 @@ def check_directory(
 
 
 def _check_changes(
-    cfg: Any, directory: str, before: dict[str, str], must_accept: dict[str, str], mesh: str
+    cfg: Any, directory: str, before: dict[str, str], must_accept: dict[str, str]
 ) -> None:
-    """Logs settings, versions and the mesh that differ from those of a run.
+    """Logs settings that differ from those of a run.
 
     Raises:
         TrainerDirConflictError: If a difference must be accepted.
@@ -225,10 +230,15 @@ def _check_changes(
             )
         if name is not None or path == "max_step":
             logger.warning("%s was %s in %s, and is %s from now on.", path, was, directory, value)
-    run = read_json(os.path.join(directory, _RUN_FILE))
-    for name, value in _versions(mesh).items():
-        if (was := run.get(name, value)) != value:
-            logger.warning("%s was %.99r in %s, and is %r now.", name, was, directory, value)
+
+
+def _log_changes(directory: str, record: CheckpointRecord, mesh: Mapping[str, int]) -> None:
+    """Logs the mesh and the versions of libraries that differ from those of a checkpoint."""
+    before = {"mesh": record.mesh and describe_mesh(record.mesh), **record.versions}
+    for name, now in {"mesh": mesh and describe_mesh(mesh), **library_versions()}.items():
+        if now and (was := before.get(name)) and was != now:
+            source = f"{directory} at step {record.step}"
+            logger.warning("%s was %.99s in %s, and is %s now.", name, was, source, now)
 
 
 def _named(line: Line) -> tuple[str, Any]:
@@ -244,17 +254,11 @@ def _is_moved(cfg: Any) -> bool:
     return completed(longer).learner != completed(cfg).learner
 
 
-def _versions(mesh: str) -> dict[str, str]:
-    """Returns what run.json says about the process that trains."""
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
-    return {"mesh": mesh, "moelib": moelib.__version__, **versions}
-
-
-def write_config(cfg: Any, directory: str, *, mesh: str = "") -> None:
-    """Writes config.txt and run.json, from which commands build the run's model.
+def write_config(cfg: Any, directory: str) -> None:
+    """Writes config.txt and run.json.
 
     run.json lists the folders, other than Python's own, that modules are imported from: the config
-    may name layers of the user's modules. It also has the mesh and the versions of libraries.
+    may name layers of the user's modules.
     """
     os.makedirs(directory, exist_ok=True)
     with atomic_file(os.path.join(directory, CONFIG_FILE)) as file:
@@ -262,7 +266,7 @@ def write_config(cfg: Any, directory: str, *, mesh: str = "") -> None:
     python = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
     dirs = dict.fromkeys(os.path.abspath(path) for path in sys.path if os.path.isdir(path or "."))
     own = [path for path in dirs if not path.startswith(python)]
-    write_json(os.path.join(directory, _RUN_FILE), {"module_dirs": own, **_versions(mesh)})
+    write_json(os.path.join(directory, _RUN_FILE), {"module_dirs": own})
 
 
 def module_dirs(directory: str) -> list[str]:

@@ -495,23 +495,31 @@ class SpmdTrainer(Module):
             _ = self.batch_sharding  # Refuses a mesh that does not divide the batch.
             if not cfg.skip_kernel_check:
                 check_kernels(cfg.train_dtype)
-            mesh = describe_mesh(self.mesh().shape)
             if is_writer:
                 stack.enter_context(directory_lock(cfg.dir))
+            checked = None
             if cfg.checkpointer is not None:
                 self.checkpointer.remove_unfinished()
                 if self.checkpointer.latest_step() is not None:  # The folder is taken.
-                    record = newest_record(self.checkpointer.dir)
-                    check_directory(cfg, cfg.dir, record, mesh=mesh)
+                    checked = self._check_directory()
             with ended_by_sigterm("restoring"):
-                if self.restore_checkpoint() is None:
+                step = self.restore_checkpoint()
+                if step is None:
                     _ = self.input  # Opened first: missing data is an error before computations.
                     self.init(prng_key)
+                elif step != checked:  # The one before a damaged one, maybe of another config.
+                    self._check_directory(step)
             if is_writer:
-                write_config(cfg, cfg.dir, mesh=mesh)
+                write_config(cfg, cfg.dir)
             self.summary_writer.resume(self.step)
             self.summary_writer.write_text(self.step, "config", cfg.debug_string())
             return self._loop().run()
+
+    def _check_directory(self, step: int | None = None) -> int | None:
+        """Checks that the newest checkpoint, or that of `step`, is this run's; returns its step."""
+        record = newest_record(self.checkpointer.dir, step)
+        check_directory(self.config, self.config.dir, record, mesh=self.mesh().shape)
+        return None if record is None else record.step
 
     def _loop(self) -> TrainLoop:
         return TrainLoop(

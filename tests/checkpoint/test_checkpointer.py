@@ -7,6 +7,7 @@ import resource
 import signal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from moelib.checkpoint import checkpointer as checkpointer_module
 from moelib.checkpoint import contents
 from moelib.checkpoint.contents import (
+    CheckpointMismatchError,
     CheckpointNotFoundError,
     CheckpointRecord,
     DamagedCheckpointError,
@@ -51,6 +53,12 @@ def test_old_ones_are_deleted(tmp_path):
 def test_best_without_a_metric_is_refused(tmp_path):
     with pytest.raises(ValueError, match="keep_best_n=1"):
         make(tmp_path, keep_best_n=1)
+
+
+@pytest.mark.parametrize("name", ["keep_last_n", "keep_every_n_steps", "keep_best_n"])
+def test_negative_numbers_of_checkpoints_are_refused(tmp_path, name):
+    with pytest.raises(ValueError, match=f"{name}=-1"):
+        make(tmp_path, **{name: -1})
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -125,6 +133,14 @@ def test_all_damaged_is_an_error(checkpointer):
         DamagedCheckpointError,
         match=r"(?s)step_00000001",
     ):
+        checkpointer.restore(target_of(make_state()))
+
+
+def test_an_older_one_of_another_config_does_not_hide_the_damage_of_the_newest(checkpointer):
+    save(checkpointer, 1, {**make_state(), "more": jnp.ones(2)})
+    save(checkpointer, 2)
+    remove_record(step_path(checkpointer.dir, 2))
+    with pytest.raises(CheckpointMismatchError, match=r"(?s)step_00000001.*'more'.*step_00000002"):
         checkpointer.restore(target_of(make_state()))
 
 

@@ -210,13 +210,15 @@ def test_folder_that_is_a_link_to_itself_is_refused(tmp_path):
         make(link).restore(target_of(make_state()))
 
 
-def test_a_record_with_checksums_needs_its_digest(checkpointer, caplog):
+@pytest.mark.parametrize("missing", [["digest"], ["digest", "checksums"]])
+def test_a_record_with_a_config_needs_its_digest_and_checksums(checkpointer, caplog, missing):
     save(checkpointer, 1)
-    save(checkpointer, 2)
+    save(checkpointer, 2, config="max_step: 2")
     file = os.path.join(step_path(checkpointer.dir, 2), "record", "metadata")
     with open(file, encoding="utf-8") as f:
         values = json.load(f)
-    del values["digest"]
+    for name in missing:
+        del values[name]
     values["metrics"] = {"loss": 0.5}
     with open(file, "w", encoding="utf-8") as f:
         json.dump(values, f)

@@ -1,11 +1,11 @@
 """The settings that a resumed run may change, and those that it may not."""
 
+import dataclasses
 import pathlib
 
 import pytest
 
-import moelib
-from moelib.checkpoint.contents import CheckpointRecord
+from moelib.checkpoint.contents import CheckpointRecord, library_versions
 from moelib.core import moved_names
 from moelib.core.config import config_for_function
 from moelib.core.errors import UserError
@@ -88,17 +88,20 @@ def test_a_change_of_all_further_steps_must_be_accepted(
     check_directory(cfg, str(tmp_path))
 
 
-def test_other_changes_are_logged(tmp_path, caplog, monkeypatch):
-    write_config(scheduled(), str(tmp_path), mesh="fsdp=8")
-    monkeypatch.setattr(moelib, "__version__", "9.9")
-    check_directory(scheduled(), str(tmp_path), mesh="fsdp=4")
-    lines = [record.message for record in caplog.records]
-    assert [line.split()[0] for line in lines] == ["mesh", "moelib"]
-    assert "fsdp=8" in lines[0]
-    assert "fsdp=4" in lines[0]
-    (tmp_path / "run.json").write_text('{"module_dirs": []}')  # Of an earlier version.
+def test_other_changes_since_the_checkpoint_are_logged(tmp_path, caplog):
+    versions = library_versions() | {"jax": "0.1"}
+    record = dataclasses.replace(
+        record_of(scheduled()), mesh={"data": 1, "fsdp": 8}, versions=versions
+    )
+    write_config(scheduled(), str(tmp_path))  # As of a start on this mesh that took no step.
+    check_directory(scheduled(), str(tmp_path), record, mesh={"data": 1, "fsdp": 4})
+    lines = [line.message for line in caplog.records]
+    assert [line.split()[0] for line in lines] == ["mesh", "jax"]
+    for part in ("fsdp=8", "fsdp=4", "step 7"):
+        assert part in lines[0]
     caplog.clear()
-    check_directory(scheduled(), str(tmp_path), mesh="fsdp=4")
+    earlier = dataclasses.replace(record, mesh={}, versions={})
+    check_directory(scheduled(), str(tmp_path), earlier, mesh={"fsdp": 4})
     assert not caplog.records
 
 

@@ -1,5 +1,6 @@
 """Runs: their files, resuming bit for bit and under another mesh, and refused settings."""
 
+import dataclasses
 import errno
 import json
 import math
@@ -15,7 +16,7 @@ import optax
 import pytest
 
 from moelib.checkpoint.checkpointer import CheckpointSaveError
-from moelib.checkpoint.contents import CheckpointMismatchError
+from moelib.checkpoint.contents import CheckpointMismatchError, CheckpointRecord
 from moelib.checkpoint.restore import restore_params_only
 from moelib.core import tree
 from moelib.core.config import config_for_function
@@ -31,6 +32,7 @@ from moelib.train.compiler_options import compile_with, default_options, spelled
 from moelib.train.identity import TrainerDirConflictError, identity
 from moelib.train.loop import NonFiniteError
 from tests import tiny
+from tests.checkpoint.small import truncate_arrays
 
 
 def run(cfg):
@@ -223,6 +225,22 @@ def test_checkpoint_of_another_config_is_refused(tmp_path):
     wanted = r"'model/head'.*float32\[16, 32\].*float32\[8, 32\]"
     with pytest.raises(CheckpointMismatchError, match=wanted):
         run(cfg)
+
+
+def test_changes_are_those_since_the_checkpoint_that_is_restored(tmp_path, caplog):
+    run(tiny.trainer_config(tmp_path, max_step=2, save_every=1, evaler=False))
+    cfg = tiny.trainer_config(tmp_path, max_step=2, save_every=1, evaler=False)
+    cfg.set(mesh_shape=(1, 2, 1, 2, 1, 2), num_microbatches=2, accept_changes=["accumulation"])
+    for _ in range(2):  # A start that takes no step leaves the checkpoint as it was.
+        caplog.clear()
+        run(cfg)
+        changed = [line.message.split()[0] for line in caplog.records if "was" in line.message]
+        assert changed == ["num_microbatches", "mesh"]
+    newest = str(tmp_path / "checkpoints/step_00000002")
+    dataclasses.replace(CheckpointRecord.read(newest), config=cfg.debug_string()).write(newest)
+    truncate_arrays(newest)
+    with pytest.raises(TrainerDirConflictError, match="num_microbatches is 1"):
+        run(cfg.set(accept_changes=None))
 
 
 def test_accumulation_gives_the_same_losses(unbroken, tmp_path):
