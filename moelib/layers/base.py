@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -134,11 +135,11 @@ class BaseLayer(Module):
         return None
 
     def _check_positive(self, *fields: str) -> None:
-        """Raises UserError unless these config fields are above 0, or None."""
+        """Raises UserError unless these config fields are above 0 and finite, or None."""
         for field in fields:
             value = getattr(self.config, field)
-            if value is not None and not value > 0:
-                raise UserError(f"{self._title()}: {field}={value}; set it above 0.")
+            if value is not None and not 0 < value < math.inf:
+                raise UserError(f"{self._title()}: {field}={value}; set a number above 0.")
 
     # -- What a layer uses while it runs ---------------------------------------------------------
 

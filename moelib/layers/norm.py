@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moelib.core.config import REQUIRED, Required, config_class
+from moelib.core.module import Module
 from moelib.core.param import ParameterSpec
 from moelib.layers import initializers
 from moelib.layers.base import BaseLayer, bias_spec
@@ -17,6 +18,10 @@ class BaseNorm(BaseLayer):
     class Config(BaseLayer.Config):
         dim: Required[int] = REQUIRED  # D.
         eps: float = 1e-6  # Added to the mean square before the square root.
+
+    def __init__(self, cfg: Config, *, parent: Module | None) -> None:
+        super().__init__(cfg, parent=parent)
+        self._check_positive("eps")
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         ones = initializers.constant(1.0)

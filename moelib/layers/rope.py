@@ -26,6 +26,10 @@ class RotaryEmbedding(BaseLayer):
         theta: float = 10_000.0  # Base of the frequencies.
         rotary_dim: int | None = None  # R, even; the whole head if None.
 
+    def __init__(self, cfg: Config, *, parent: Module | None) -> None:
+        super().__init__(cfg, parent=parent)
+        self._check_positive("theta")
+
     def forward(
         self, x: Float[Array, "B S H Dh"], positions: Int[Array, "B S"]
     ) -> Float[Array, "B S H Dh"]:
@@ -110,7 +114,7 @@ class Llama3RotaryEmbedding(RotaryEmbedding):
 
 def _check_at_least_one(layer: BaseLayer, *fields: str) -> None:
     for field in fields:
-        if (value := getattr(layer.config, field)) < 1:
+        if not 1 <= (value := getattr(layer.config, field)) < math.inf:
             raise UserError(f"{layer._title()}: {field}={value}; set it to 1 or more.")
 
 

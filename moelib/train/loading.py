@@ -158,7 +158,7 @@ def load_model(
         model=model,
         parameters={},
         tokenizer=tokenizer,
-        stop_ids=_stop_ids(folder, tokenizer),
+        stop_ids=_stop_ids(folder, tokenizer, model_cfg.vocab_size),
         config=cfg,
         step=None,
         max_length=_published(folder, "max_position_embeddings", seq_len),
@@ -240,12 +240,21 @@ def tokenizer_of_model(folder: str, vocab_size: int, cfg: Any = None) -> Tokeniz
     return tokenizer
 
 
-def _stop_ids(folder: str, tokenizer: Tokenizer | None) -> Sequence[int]:
-    """Returns the ids that end a text: that of the tokenizer, and those of a published model."""
+def _stop_ids(folder: str, tokenizer: Tokenizer | None, vocab_size: int) -> Sequence[int]:
+    """Returns the ids that end a text: that of the tokenizer, and those of a published model.
+
+    Raises:
+        UserError: If an id is not in the vocabulary.
+    """
     ids = {tokenizer.eos_id} if tokenizer else set()
     for file in (pretrained.CONFIG_FILE, "generation_config.json"):
         ends = _published(folder, "eos_token_id", None, file=file)
         ids |= set(ends if isinstance(ends, list) else [ends])
+    if beyond := [i for i in ids - {None} if i >= vocab_size]:
+        raise UserError(
+            f"{folder}: eos_token_id is {beyond[0]}, but the model has vocab_size={vocab_size}; "
+            f"correct it in {pretrained.CONFIG_FILE} or generation_config.json."
+        )
     return tuple(sorted(ids - {None}))
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import jax
 
 from moelib.core.config import REQUIRED, Required, config_class
-from moelib.core.files import atomic_file, readable
+from moelib.core.files import atomic_file, parse_json, readable
 from moelib.core.metrics import Scalars
 from moelib.core.module import Module, nowrap
 
@@ -229,6 +229,6 @@ def truncate_json_lines(path: str, step: int) -> None:
 
 def _step_of(line: str) -> float:
     try:
-        return float(json.loads(line)["step"])
+        return float(parse_json(line)["step"])
     except (ValueError, KeyError, TypeError):
         return math.inf

@@ -1,6 +1,7 @@
 """The watchdog: prints the stacks of all threads when no step has ended for too long."""
 
 import faulthandler
+import math
 import os
 import sys
 import threading
@@ -34,14 +35,16 @@ class Watchdog:
             stream: Output for the stacks, a file with a descriptor; by default stderr.
 
         Raises:
-            UserError: If a timeout is not positive.
+            UserError: If a timeout is not positive and finite.
         """
         for name, value in (
             ("watchdog_timeout_seconds", timeout_seconds),
             ("crash_on_hang_timeout_seconds", crash_timeout_seconds),
         ):
-            if value is not None and value <= 0:
-                raise UserError(f"{name} is {value}; set it above 0, or to None for no watchdog.")
+            if value is not None and not 0 < value < math.inf:
+                raise UserError(
+                    f"{name} is {value}; set a number above 0, or None for no watchdog."
+                )
         self._timeout, self._crash = timeout_seconds, crash_timeout_seconds
         self._stream = stream or sys.stderr
         self._stop = threading.Event()

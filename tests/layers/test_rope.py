@@ -1,5 +1,7 @@
 """Rotary position embedding: complex rotation, and its consequences."""
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -188,8 +190,17 @@ def test_llama3_of_factor_one_is_the_plain_embedding():
 
 
 @pytest.mark.parametrize(
-    "settings", [{"factor": 0.5}, {"original_context": 0}, {"high_freq_factor": 1.0}]
+    "settings",
+    [
+        {"factor": 0.5},
+        {"factor": math.nan},
+        {"original_context": 0},
+        {"high_freq_factor": 1.0},
+        {"theta": math.nan},
+        {"theta": 0.0},
+    ],
 )
 def test_llama3_refuses_invalid_settings(settings):
-    with pytest.raises(ValueError, match=r"layer: (factor|original_context|high_freq_factor)="):
+    ((name, value),) = settings.items()
+    with pytest.raises(ValueError, match=f"layer: {name}={value}"):
         llama3(**settings)

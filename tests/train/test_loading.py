@@ -292,6 +292,15 @@ def test_a_tokenizer_of_another_model_is_refused(hub, tmp_path):
         load_model(str(tmp_path / "hub"))
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_an_end_beyond_the_vocabulary_is_refused(hub, tmp_path, name):
+    shutil.copytree(hub, tmp_path / "hub")
+    file = tmp_path / "hub" / name
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [7, 288]}))
+    with pytest.raises(UserError, match=r"eos_token_id is 288.*vocab_size=288"):
+        load_model(str(tmp_path / "hub"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

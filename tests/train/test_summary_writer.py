@@ -164,6 +164,13 @@ def test_run_on_a_full_disk_can_be_resumed(tmp_path, caplog):
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
 
 
+def test_a_line_that_is_nested_too_deeply_is_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n' + "[" * 200_000 + "\n")
+    truncate_json_lines(str(path), 3)
+    assert path.read_text() == '{"step": 1}\n'
+
+
 @pytest.mark.parametrize("content", ["", None])
 def test_nothing_to_truncate(tmp_path, content):
     path = tmp_path / "metrics.jsonl"

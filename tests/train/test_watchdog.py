@@ -1,5 +1,6 @@
 """The watchdog: stacks when no step ends for too long, and nothing otherwise."""
 
+import math
 import subprocess
 import sys
 import time
@@ -68,6 +69,7 @@ def test_process_exits_after_the_crash_timeout():
     assert "after step 3" in done.stderr
 
 
-def test_timeout_of_zero_is_refused():
-    with pytest.raises(ValueError, match=r"watchdog_timeout_seconds.*0"):
-        Watchdog(0)
+@pytest.mark.parametrize("seconds", [0, math.nan, math.inf])
+def test_timeout_that_is_no_positive_number_is_refused(seconds):
+    with pytest.raises(ValueError, match=rf"watchdog_timeout_seconds is {seconds};"):
+        Watchdog(seconds)
