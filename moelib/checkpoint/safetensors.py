@@ -276,9 +276,14 @@ def _part_path(folder: str, i: int) -> str:
 
 def _save(tensors: dict[str, np.ndarray], path: str) -> None:
     """Writes a file with the usual permissions; the library's are for the owner alone."""
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     with open(path, "wb") as file:
         mode = os.fstat(file.fileno()).st_mode
-    save_file(tensors, path, metadata={"format": "pt"})
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # The library's, for errors of the system too.
+        os.unlink(path)
+        raise UserError(f"{path} cannot be written: {error}; free some space.") from error
     os.chmod(path, mode)

@@ -35,7 +35,10 @@ TRACEBACK = "--traceback"
 HELP = frozenset({"--help", "-h", "-help", "--helpfull"})
 
 # Errors of files that the system gives whatever the code does; a missing file may be a bug.
-_OF_THE_SYSTEM = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO)
+_OF_THE_SYSTEM = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS),
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO),
+)
 
 
 class FlagInfo(NamedTuple):
@@ -202,9 +205,10 @@ def run_command[T](
         sys.last_exc = error  # As Python does with errors that it prints: see lost_process.
         return 2
     except OSError as error:
-        if TRACEBACK in arguments or error.filename is None or error.errno not in _OF_THE_SYSTEM:
+        if TRACEBACK in arguments or error.errno not in _OF_THE_SYSTEM:
             raise
-        text = f"{error.filename}: {error.strerror} ({TRACEBACK} shows more)"
+        file = error.filename2 or error.filename or "A file"  # The target of a copy, or the file.
+        text = f"{file}: {error.strerror} ({TRACEBACK} shows more)"
         print(f"{name}: {text}", file=sys.stderr)
         sys.last_exc = error
         return 2

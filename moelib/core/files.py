@@ -12,6 +12,17 @@ from moelib.core.errors import MissingFileError, UserError
 
 
 @contextlib.contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Names the file that the block writes in errors of the system that name none."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = os.fspath(path)
+        raise
+
+
+@contextlib.contextmanager
 def atomic_file(path: str | os.PathLike[str]) -> Iterator[IO[str]]:
     """Opens a temporary text file next to `path`, which replaces `path` when the block ends.
 
@@ -19,7 +30,7 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[IO[str]]:
     """
     temporary = f"{os.fspath(path)}.tmp-{os.getpid()}"
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
+        with writing(path), open(temporary, "w", encoding="utf-8") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

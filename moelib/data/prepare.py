@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from moelib.core.directory_lock import LOCK_FILE, directory_lock
 from moelib.core.errors import ExistingFileError, UserError
 from moelib.core.files import read_json, sync_folder, write_json
 from moelib.core.progress import Progress, format_bytes
@@ -80,6 +81,7 @@ def prepare(
     Raises:
         ExistingFileError: If output_dir holds another store, or something else, or
             `<output_dir>.partial` something that was not made here.
+        DirectoryInUseError: If another process prepares the same store.
         DiskFullError: If the disk is too small, or becomes full; finished parts are kept.
         UserError: If the source is empty or broken, or a split's fraction is wrong.
     """
@@ -100,11 +102,13 @@ def prepare(
         _log(f"{output_dir} is prepared already.")
     else:
         folder = output_dir + ".partial"
-        _begin(folder, plan, tokenizer)
-        options = PartOptions(append_eos, skip_bad_records)
-        _tokenize(folder, parts, tokenizer, options, num_processes)
-        meta = _finish(folder, plan, tokenizer, source, parts)
-        os.rename(folder, output_dir)
+        with directory_lock(folder, setting="output_dir (--output)"):
+            _begin(folder, plan, tokenizer)
+            options = PartOptions(append_eos, skip_bad_records)
+            _tokenize(folder, parts, tokenizer, options, num_processes)
+            meta = _finish(folder, plan, tokenizer, source, parts)
+            os.rename(folder, output_dir)
+            os.unlink(os.path.join(output_dir, LOCK_FILE))
         sync_folder(os.path.dirname(output_dir) or ".")
         _log(_report(output_dir, meta))
     shutil.rmtree(os.path.join(output_dir, PARTS), ignore_errors=True)
@@ -201,15 +205,14 @@ def _combined(hashes: Sequence[str]) -> str:
 
 
 def _begin(folder: str, plan: Mapping[str, Any], tokenizer: Tokenizer) -> None:
-    """Creates the working folder, or keeps one with the same plan."""
-    if os.path.isdir(folder) and not os.listdir(folder):
-        os.rmdir(folder)  # Killed before the plan was written.
-    if os.path.exists(folder) and (changed := _changed(folder, plan)):
+    """Fills the working folder, or keeps one with the same plan."""
+    found = set(os.listdir(folder)) - {LOCK_FILE}
+    if found and (changed := _changed(folder, plan)):
         _log(
             f"starting over, because {folder} was prepared with different {' and '.join(changed)}."
         )
-        shutil.rmtree(folder)
-    os.makedirs(folder, exist_ok=True)
+        for path in (os.path.join(folder, name) for name in sorted(found, key=STORE_MARK.__eq__)):
+            shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)  # The mark is the last.
     write_json(os.path.join(folder, STORE_MARK), plan)  # First: it marks the folder as ours.
     os.makedirs(os.path.join(folder, PARTS), exist_ok=True)
     tokenizer.save(folder)

@@ -13,7 +13,7 @@ from typing import IO, NamedTuple
 import numpy as np
 
 from moelib.core.errors import UserError
-from moelib.core.files import read_json, write_json
+from moelib.core.files import read_json, write_json, writing
 from moelib.data import token_store
 from moelib.data.document_pieces import PIECE_BYTES
 from moelib.data.source import BadRecordError, BadRecords, Part, TextHash
@@ -119,7 +119,7 @@ def tokenize_part(
 @contextlib.contextmanager
 def synced_file(path: str) -> Iterator[IO[bytes]]:
     """Opens a file for writing, and syncs it to disk when the block ends."""
-    with open(path, "wb") as file:
+    with writing(path), open(path, "wb") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from jax.sharding import Mesh
 
-from moelib.checkpoint.checkpointer import Checkpointer
+from moelib.checkpoint.checkpointer import Checkpointer, CheckpointSaveError
 from moelib.checkpoint.contents import CheckpointRecord
-from moelib.checkpoint.restore import restore_arrays
+from moelib.checkpoint.restore import first_line, restore_arrays
 from moelib.checkpoint.safetensors import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -66,7 +66,10 @@ def from_hugging_face(
     writer.save({"model": loaded.params}, record)
     writer.close()
     if writer.last_error is not None:
-        raise writer.last_error
+        error = writer.last_error
+        raise CheckpointSaveError(
+            f"{checkpoints} cannot be written: {first_line(error)}"
+        ) from error
     with atomic_file(path) as file:
         file.write(text)
     return loaded.settings["model_type"]

@@ -22,6 +22,7 @@ from moelib.core.config import (
     Required,
     config_class,
 )
+from moelib.core.directory_lock import directory_lock
 from moelib.core.errors import UserError
 from moelib.core.module import Module, nowrap
 from moelib.core.param import is_spec
@@ -43,7 +44,6 @@ from moelib.parallel.mesh import (
 )
 from moelib.train import state as state_lib
 from moelib.train.compiler_options import compile_with, default_options, spelled
-from moelib.train.directory_lock import directory_lock
 from moelib.train.evaler import SpmdEvaler
 from moelib.train.identity import check_directory, check_processes, write_config
 from moelib.train.input_state import gather_input_state, input_state_of
@@ -496,7 +496,7 @@ class SpmdTrainer(Module):
             if not cfg.skip_kernel_check:
                 check_kernels(cfg.train_dtype)
             if is_writer:
-                stack.enter_context(directory_lock(cfg.dir))
+                stack.enter_context(directory_lock(cfg.dir, setting="dir (--trainer_dir)"))
             checked = None
             if cfg.checkpointer is not None:
                 self.checkpointer.remove_unfinished()

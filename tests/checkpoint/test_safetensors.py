@@ -7,7 +7,7 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from moelib.checkpoint.safetensors import (
@@ -212,6 +212,16 @@ def test_a_dtype_that_is_not_known_is_named(tmp_path):
     message = r"F8_E5M2.*BF16.*F8_E4M3"
     with pytest.raises(ValueError, match=message), TensorFolder(str(tmp_path)) as tensors:
         tensors.read("x")
+
+
+def test_a_full_disk_is_one_line_and_leaves_no_part(tmp_path, monkeypatch):
+    def full(tensors, path, metadata):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.numpy.save_file", full)
+    with pytest.raises(UserError, match=rf"{tmp_path}/model.*No space left on device"):
+        write_tensors(str(tmp_path), [("x", np.zeros(3, np.float32))])
+    assert not list(tmp_path.iterdir())
 
 
 def test_nothing_is_written_over(tmp_path):

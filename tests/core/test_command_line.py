@@ -1,6 +1,7 @@
 """Flags declared by dataclasses, and the errors of commands on one line."""
 
 import dataclasses
+import errno
 import logging
 import sys
 from typing import Literal
@@ -109,6 +110,12 @@ def test_an_error_of_a_file_is_one_line(capsys):
     assert line.startswith("moelib train: /runs/a: Permission denied (")
     with pytest.raises(PermissionError):
         run_command("moelib train", Flags, _fail(error), ["--traceback"])
+    for error, file in (
+        (OSError(errno.ENOSPC, "No space left", "/from", None, "/to"), "/to"),
+        (OSError(errno.EFBIG, "File too large"), "A file"),
+    ):
+        assert run_command("moelib train", Flags, _fail(error), []) == 2
+        assert f"moelib train: {file}: {error.strerror} (" in capsys.readouterr().err
     with pytest.raises(OSError, match="socket"):
         run_command("moelib train", Flags, _fail(OSError("socket")), [])
 

@@ -17,6 +17,12 @@ def test_an_error_keeps_the_old_content(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_full_disk_is_an_error_with_the_name_of_the_file(tmp_path):
+    (tmp_path / f"value.json.tmp-{os.getpid()}").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/value\.json'"):
+        write_json(tmp_path / "value.json", "x" * 100_000)
+
+
 def test_permissions_are_those_of_a_new_file(tmp_path):
     write_json(tmp_path / "value.json", {"a": 1})
     (tmp_path / "plain").write_text("")

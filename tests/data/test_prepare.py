@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from moelib.core.config import config_class
+from moelib.core.directory_lock import DirectoryInUseError, directory_lock
 from moelib.core.errors import UserError
 from moelib.data import files, prepare_part
 from moelib.data import prepare as prepare_module
@@ -185,6 +186,17 @@ def test_a_partial_folder_of_something_else_is_kept(tmp_path: pathlib.Path, toke
     assert mine.read_text() == "years of work"
     mine.unlink()  # An empty one may be one of ours that was killed at once.
     prepare(_source(TEXTS), tokenizer, str(tmp_path / "store")).verify()
+
+
+def test_two_at_a_time_are_refused(tmp_path: pathlib.Path, tokenizer: Tokenizer):
+    path = str(tmp_path / "store")
+    with (
+        directory_lock(f"{path}.partial", setting="output_dir"),
+        pytest.raises(DirectoryInUseError, match=rf"store\.partial .*process {os.getpid()} "),
+    ):
+        prepare(_source(TEXTS), tokenizer, path)
+    prepare(_source(TEXTS), tokenizer, path)
+    assert not (tmp_path / "store/.lock").exists()
 
 
 def test_a_run_that_was_killed_while_beginning_resumes(

@@ -1,15 +1,21 @@
-"""One run per folder at a time."""
+"""One process per folder at a time."""
 
+import errno
+import functools
 import os
+import socket
 import subprocess
 import sys
 
 import pytest
 
+from moelib.core.directory_lock import DirectoryInUseError
+from moelib.core.directory_lock import directory_lock as lock
 from moelib.core.errors import UserError
-from moelib.train.directory_lock import DirectoryInUseError, directory_lock
 from moelib.train.fit import fit
 from tests import tiny
+
+directory_lock = functools.partial(lock, setting="dir (--trainer_dir)")
 
 
 def test_second_run_in_a_folder_is_refused_and_changes_nothing(tmp_path):
@@ -33,8 +39,8 @@ def test_folder_is_free_after_a_failure(tmp_path):
 def test_folder_is_free_after_its_process_is_killed(tmp_path):
     code = (
         "import os, signal\n"
-        "from moelib.train.directory_lock import directory_lock\n"
-        f"with directory_lock({str(tmp_path)!r}):\n"
+        "from moelib.core.directory_lock import directory_lock\n"
+        f"with directory_lock({str(tmp_path)!r}, setting='dir'):\n"
         "    print('locked', flush=True)\n"
         "    signal.pause()\n"
     )
@@ -50,6 +56,15 @@ def test_folder_is_free_after_its_process_is_killed(tmp_path):
         process.kill()
         process.communicate()
     with directory_lock(str(tmp_path)):
+        pass
+
+
+def test_full_disk_names_the_lock(tmp_path, monkeypatch):
+    def full():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(socket, "gethostname", full)  # As the write after it fails.
+    with pytest.raises(OSError, match=rf"No space.*{tmp_path}/\.lock"), directory_lock(tmp_path):
         pass
 
 
