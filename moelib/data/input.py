@@ -83,6 +83,11 @@ class Input(Configurable):
         """
         raise NoTokenizerError(f"{cls.__name__} has no tokenizer: its token ids stand for no text.")
 
+    @property
+    def identity(self) -> State:
+        """Settings and data, as JSON values, that all hosts of a job must share."""
+        return {}
+
     @abstractmethod
     def iterator(self, host_index: int = 0, num_hosts: int = 1) -> BatchIterator:
         """Returns the batches of one of several hosts, from the first.

@@ -84,7 +84,7 @@ class StreamingInput(Input):
         rows = len(rows_of_host(self.config.global_batch_size, host_index, num_hosts))
         return StreamingIterator(self, host_index, num_hosts, rows)
 
-    def identity(self, host_index: int, num_hosts: int) -> State:
+    def identity_of_host(self, host_index: int, num_hosts: int) -> State:
         """Returns the settings and data that determine a host's batches, as JSON values."""
         cfg = self.config
         return {
@@ -106,7 +106,7 @@ class StreamingIterator(BatchIterator):
     def __init__(self, owner: StreamingInput, host_index: int, num_hosts: int, rows: int) -> None:
         self._owner, self._num_rows = owner, rows
         self._host = (host_index, num_hosts)
-        self._identity = owner.identity(host_index, num_hosts)
+        self._identity = owner.identity_of_host(host_index, num_hosts)
         self._pending = _PendingDocuments(owner.tokenizer)
         self.step = self.num_bad_records = 0
         self._records = iter(self._dataset())

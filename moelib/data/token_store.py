@@ -116,6 +116,8 @@ def read_meta(path: str) -> StoreMeta:
             raise ValueError(f"digest={digest!r:.20} is not that of its content")
         meta = StoreMeta(**content)
         _check_values(meta)
+        if digest is not None:
+            _check_hashed(meta)
         return meta
     except FileNotFoundError:
         cure = "make one with `moelib prepare`, or set path to one."
@@ -147,9 +149,16 @@ def _check_values(meta: StoreMeta) -> None:
         raise ValueError(f"dtype={meta.dtype!r}")
     if min(meta.file_tokens, default=0) < 0 or sum(meta.file_tokens) != meta.num_tokens:
         raise ValueError(f"num_tokens={meta.num_tokens} is not the sum of file_tokens")
-    if outside := [name for name in meta.block_hashes if os.path.basename(name) != name]:
-        raise ValueError(f"block_hashes has {outside[0]!r:.80}, which is not in its folder")
     check_splits(meta.splits)
+
+
+def _check_hashed(meta: StoreMeta) -> None:
+    """Raises ValueError unless meta.json has hashes of all files of a store, and of no others."""
+    tokens = {tokens_file(index) for index, count in enumerate(meta.file_tokens) if count}
+    hashed = {name for name, hashes in meta.block_hashes.items() if hashes}
+    if wrong := sorted(hashed ^ (tokens | {LENGTHS, NUM_BYTES, TOKEN_NUM_BYTES})):
+        reason = "not a file of the store" if wrong[0] in hashed else "without hashes"
+        raise ValueError(f"block_hashes: {wrong[0]!r:.80} is {reason}")
 
 
 def split_of_documents(
@@ -248,7 +257,7 @@ class TokenStore(TokenSource):
             if (size := os.path.getsize(path)) != tokens * itemsize:
                 raise self._damaged(f"{name} has {size} bytes, not {tokens * itemsize}")
         if not self.meta.block_hashes:
-            logger.info(
+            logger.warning(
                 "%s has no hashes of its blocks, because an older version made it: only sizes are "
                 "checked; `moelib prepare --verify` checks its tokens.",
                 self.name,

@@ -20,6 +20,7 @@ from moelib.core.metrics import Scalars
 from moelib.core.module import Module, nowrap
 from moelib.data.input import Input
 from moelib.data.prefetch import HostRows, Prefetcher, host_rows, put_batch
+from moelib.train.identity import check_inputs
 from moelib.train.metrics import language_metrics, unpack
 from moelib.train.state import batch_sharding
 from moelib.train.step import make_eval_step
@@ -67,7 +68,9 @@ class SpmdEvaler(Module):
 
     @functools.cached_property
     def _input(self) -> Input:
-        return self.config.input.instantiate()
+        opened = self.config.input.instantiate()
+        check_inputs(f"{self.path() or self.name}.input", opened)
+        return opened
 
     def _share(self, mesh: jax.sharding.Mesh) -> tuple[jax.sharding.NamedSharding, HostRows]:
         """Returns the sharding of a batch, and this process's share of its sequences."""

@@ -11,12 +11,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from moelib.checkpoint.contents import CheckpointRecord, library_versions
+from moelib.core import tree
 from moelib.core.config_parse import parse
 from moelib.core.config_paths import Line, lines
 from moelib.core.errors import UserError
 from moelib.core.files import atomic_file, read_json, read_text, write_json
 from moelib.core.processes import gather_json
 from moelib.core.trusted_code import UntrustedNameError
+from moelib.data.input import Input
 from moelib.parallel.mesh import describe_mesh
 from moelib.train.settings import completed
 
@@ -83,6 +85,16 @@ def check_processes(cfg: Any) -> None:
     """Raises UserError on all processes if their configs differ, except in paths and threads."""
     may_differ = re.compile(rf".*\b({_OF_A_PROCESS})\b.*")
     values = {p: v for p, v in _values(cfg.debug_string()).items() if not may_differ.fullmatch(p)}
+    _check_equal(values, "start all processes of a job with the same config")
+
+
+def check_inputs(name: str, opened: Input) -> None:
+    """Raises UserError on all processes if the data of an input differ between them."""
+    values = {f"{name}.{path}": value for path, value in tree.by_path(opened.identity).items()}
+    _check_equal(values, "give all processes of a job the same data")
+
+
+def _check_equal(values: Mapping[str, Any], cure: str) -> None:
     digests = gather_json(hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest())
     if len(set(digests)) == 1:
         return
@@ -90,10 +102,7 @@ def check_processes(cfg: Any) -> None:
     other = next(i for i, digest in enumerate(digests) if digest != digests[0])
     path = _different(each[0], each[other])[0]
     first, second = (each[i].get(path, "not set") for i in (0, other))
-    raise UserError(
-        f"{path} is {first} in process 0, and {second} in process {other}; start all processes of "
-        "a job with the same config."
-    )
+    raise UserError(f"{path} is {first} in process 0, and {second} in process {other}; {cure}.")
 
 
 def saved_config(

@@ -28,7 +28,7 @@ from moelib.data.input import Input
 from moelib.data.prefetch import Prefetcher, host_rows, put_batch
 from moelib.train import report
 from moelib.train.evaler import SpmdEvaler
-from moelib.train.identity import CONFIG_FILE
+from moelib.train.identity import CONFIG_FILE, check_inputs
 from moelib.train.metrics import PackedMetrics, language_metrics, unpack
 from moelib.train.profiler import ProfilerWindow
 from moelib.train.signals import StopRequest, ended_by_sigterm
@@ -147,6 +147,7 @@ class TrainLoop:
         cfg = self.config
         sharding, batch_size = self.batch_sharding, cfg.input.global_batch_size
         opened = self.open_input()
+        check_inputs("input", opened)
         batches = opened.iterator(*host_rows(sharding, batch_size))
         if self.input_state is not None:
             batches.restore(self.input_state)

@@ -91,6 +91,13 @@ class TaskInput(Input):
         return TaskBatches(self, rows)
 
     @property
+    def identity(self) -> State:
+        """The number of examples and the settings that determine the batches, as JSON values."""
+        size = 0 if self.of_epochs else len(self.examples)
+        names = ("global_batch_size", "shuffle", "seed")
+        return {"num_examples": size, **{name: getattr(self.config, name) for name in names}}
+
+    @property
     def num_batches(self) -> int | None:
         """The number of batches; None if they are endless."""
         if self.config.mode is InputMode.TRAIN:
@@ -162,19 +169,13 @@ class TaskBatches(BatchIterator):
         self._step += 1
         return batch
 
-    def _identity(self) -> State:
-        cfg = self._source.config
-        size = 0 if self._source.of_epochs else len(self._source.examples)
-        names = ("global_batch_size", "shuffle", "seed")
-        return {"num_examples": size, **{name: getattr(cfg, name) for name in names}}
-
     def state(self) -> State:
         """Returns the position after the batches returned so far."""
-        return {"step": self._step, "input": self._identity()}
+        return {"step": self._step, "input": self._source.identity}
 
     def restore(self, state: State) -> None:
         """Goes to a saved position. Raises UserError if it belongs to other examples."""
-        check_state(state, self._identity())
+        check_state(state, self._source.identity)
         self._step = state["step"]
 
 

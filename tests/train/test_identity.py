@@ -141,6 +141,23 @@ def test_all_processes_have_the_same_config_except_for_paths(monkeypatch):
         check_processes(changed("dir", "here"))
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_all_processes_have_the_same_data(which, tmp_path, monkeypatch):
+    gathered = []
+
+    def other(values):
+        if isinstance(values, dict):
+            return {**values, next(name for name in values if "source" in name): "f00"}
+        gathered.append(values)  # The digest: of the config, the evaluation's input, the input.
+        return "other" if len(gathered) == 2 + which else values
+
+    monkeypatch.setattr(identity_lib, "gather_json", lambda x: [x, other(x)])
+    name = [r"evaler_val\.input", "input"][which]
+    match = rf"^{name}\.source.* is .* in process 0, and f00 in process 1; .* same data"
+    with pytest.raises(UserError, match=match):
+        tiny.trainer_config(tmp_path, max_step=1).instantiate(parent=None).run()
+
+
 # -- The config in a checkpoint ------------------------------------------------------------------
 
 
