@@ -131,30 +131,37 @@ def _digest(values: dict[str, Any]) -> str:
 # Errors of the system that show damage: something else is at the path of a file.
 _DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 # TensorStore and XLA raise ValueError and RuntimeError, with the status in the text alone:
-# "UNAVAILABLE: ...", and for an error of the system "... [os_error_code='5']".
+# "UNAVAILABLE: ...", and for an error of the system "... [os_error_code='5']". INVALID_ARGUMENT has
+# no such prefix. These are the statuses of content that is damaged or missing; all others, also
+# those of later versions, are not taken for damage.
 _STATUS = re.compile(
-    r"\b(RESOURCE_EXHAUSTED|PERMISSION_DENIED|UNAUTHENTICATED|UNAVAILABLE|DEADLINE_EXCEEDED): "
+    r"\b(?!DATA_LOSS|FAILED_PRECONDITION|INVALID_ARGUMENT|NOT_FOUND|OUT_OF_RANGE)[A-Z]+(_[A-Z]+)*: "
 )
 _OS_ERROR = re.compile(r"\bos_error_code='(\d+)'")
+# Errors of parsers and of TensorStore; any other type is not taken for damage either.
+_OF_CONTENT = (ValueError, LookupError, TypeError, AttributeError, EOFError, OSError)
 
 
 def unreadable(error: BaseException) -> bool:
     """Returns whether reading failed for a reason outside the file, whose content may be sound.
 
-    Examples are a missing permission, a failing disk or network, and too little memory.
+    Examples are a missing permission, a failing disk or network, too little memory, and an error
+    of an unknown kind.
     """
     seen: BaseException | None = error
+    of_content = False
     while seen is not None:
-        if isinstance(seen, BaseExceptionGroup) and any(map(unreadable, seen.exceptions)):
-            return True
+        if isinstance(seen, BaseExceptionGroup):
+            return any(map(unreadable, seen.exceptions))
         codes = [seen.errno] if isinstance(seen, OSError) and seen.errno is not None else []
         codes += map(int, _OS_ERROR.findall(str(seen)))
         if codes and not _DAMAGE.issuperset(codes):
             return True
         if isinstance(seen, MemoryError) or (not codes and _STATUS.search(str(seen))):
             return True
+        of_content = of_content or isinstance(seen, _OF_CONTENT)
         seen = seen.__cause__ or seen.__context__
-    return False
+    return not of_content
 
 
 def library_versions() -> dict[str, str]:

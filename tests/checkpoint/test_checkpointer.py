@@ -81,6 +81,8 @@ UNREADABLE = [
     MemoryError("Unable to allocate"),
     ValueError("PERMISSION_DENIED: Failed to open [os_error_code='13']"),
     RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes"),
+    ValueError('INTERNAL: Error opening "zarr" driver: a status that has no meaning here'),
+    RuntimeError("a text that no version has had yet"),
 ]
 
 
