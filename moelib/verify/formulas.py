@@ -36,7 +36,7 @@ from moelib.layers.rope import (
 )
 from moelib.layers.transformer import LoopStack, TransformerLayer
 from moelib.verify.float64 import in_float64
-from moelib.verify.plain import wide
+from moelib.verify.plain import capacity_of, wide
 
 Arrays = dict[str, np.ndarray]
 
@@ -86,7 +86,7 @@ def attention(
 ) -> np.ndarray:
     """Returns softmax attention inside of each segment, [B, S, H, Dh]."""
     k, v = (np.repeat(x, q.shape[2] // k.shape[2], 2) for x in (k, v))
-    scores = np.einsum("bqhd,bkhd->bhqk", q, k) * spec.scale
+    scores = np.einsum("bqhd,bkhd->bhqk", q, k, optimize=True) * spec.scale
     if spec.logit_cap is not None:
         scores = spec.logit_cap * np.tanh(scores / spec.logit_cap)
     ahead = np.subtract.outer(np.arange(q.shape[1]), np.arange(q.shape[1]))
@@ -94,7 +94,8 @@ def attention(
     seen = seen[None] & (segment_ids[:, :, None] == segment_ids[:, None, :])
     exp = np.where(seen[:, None], np.exp(scores), 0.0)
     sink = 0.0 if sinks is None else np.exp(sinks)[None, :, None, None]
-    return np.einsum("bhqk,bkhd->bqhd", exp / (exp.sum(-1, keepdims=True) + sink), v)
+    weights = exp / (exp.sum(-1, keepdims=True) + sink)
+    return np.einsum("bhqk,bkhd->bqhd", weights, v, optimize=True)
 
 
 # -- Layers ----------------------------------------------------------------------------------------
@@ -189,6 +190,25 @@ def router_losses(
     }
 
 
+def _within_capacity(cfg: MoELayer.Config, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Returns whether assignments are kept [B, S, K]: those of padding, and past capacity, are not.
+
+    The first assignments of a sequence to a block of experts are kept, in the order of tokens.
+    """
+    kept = np.broadcast_to(mask[..., None], ids.shape).copy()
+    if (capacity := capacity_of(cfg.dispatcher)) is None:
+        return kept
+    factor, num_blocks = capacity[0], capacity[1] or cfg.num_experts
+    most = max(1, math.ceil(factor * ids[0].size / num_blocks))
+    for sequence, own in zip(kept, ids * num_blocks // cfg.num_experts, strict=True):
+        room = np.full(num_blocks, most)
+        for at in np.argwhere(sequence):
+            block = own[tuple(at)]
+            sequence[tuple(at)] = room[block] > 0
+            room[block] -= 1
+    return kept
+
+
 def _moe(
     layer: Any, p: Nested, x: np.ndarray, mask: np.ndarray, routings: list[Arrays] | None = None
 ) -> np.ndarray:
@@ -198,14 +218,15 @@ def _moe(
         routed = run(layer.router, p["router"], x, mask)[0]._asdict()
     if routings is not None:
         routings.append(routed)
+    kept = _within_capacity(layer.config, routed["expert_ids"], mask)
     experts, cfg, y = p["experts"], layer.experts.config, np.zeros_like(x)
     for i in range(cfg.num_experts):
         up_bias = experts["up_bias"][i] if cfg.bias else np.zeros(len(experts["up"][i]))
         up = (x @ w + b for w, b in zip(experts["up"][i], up_bias, strict=True))
         own = _ACTIVATIONS[cfg.activation](*up) @ experts["down"][i]
         own = own + (experts["down_bias"][i] if cfg.bias else 0.0)
-        weight = np.where(routed["expert_ids"] == i, routed["weights"], 0.0).sum(-1)
-        y += np.where(mask, weight, 0.0)[..., None] * own
+        weight = np.where(kept & (routed["expert_ids"] == i), routed["weights"], 0.0).sum(-1)
+        y += weight[..., None] * own
     if "shared_experts" in p:
         gate = expit(x @ p["shared_gate"]) if "shared_gate" in p else 1.0
         y = y + gate * output(layer.shared_experts, p["shared_experts"], x, mask)
@@ -226,7 +247,7 @@ def _grouped_query(
     if cfg.qkv_clip is not None:
         q, k, v = (np.clip(each, -cfg.qkv_clip, cfg.qkv_clip) for each in (q, k, v))
     if cfg.rope is not None:
-        q, k = (_rotated(layer.rope, p.get("rope", {}), each, positions) for each in (q, k))
+        q, k = (rotated(layer.rope, p.get("rope", {}), each, positions) for each in (q, k))
     spec = MaskSpec(q.shape[-1] ** -0.5, window=cfg.window, logit_cap=cfg.logit_cap)
     out = attention(q, k, v, spec, segment_ids, p.get("sinks"))
     return np.einsum("bshk,hkd->bsd", out, p["output"]) + p.get("output_bias", 0.0)
@@ -236,25 +257,26 @@ def _latent(
     layer: Any, p: Nested, x: np.ndarray, positions: np.ndarray, segment_ids: np.ndarray
 ) -> np.ndarray:
     cfg, nope = layer.config, layer.config.nope_head_dim
-    rotated = lambda x: (
-        x if cfg.rope is None else _rotated(layer.rope, p.get("rope", {}), x, positions)
+    turned = lambda x: (
+        x if cfg.rope is None else rotated(layer.rope, p.get("rope", {}), x, positions)
     )
     if cfg.q_lora_rank is None:
         q = np.einsum("bsd,dhk->bshk", x, p["q"])
     else:
         latent = output(layer.q_norm, p["q_norm"], x @ p["q_down"])
         q = np.einsum("bsd,dhk->bshk", latent, p["q_up"])
-    q = np.concatenate([q[..., :nope], rotated(q[..., nope:])], -1)
+    q = np.concatenate([q[..., :nope], turned(q[..., nope:])], -1)
     latent = output(layer.kv_norm, p["kv_norm"], x @ p["kv_down"])
     kv = np.einsum("bsd,dhk->bshk", latent, p["kv_up"])
-    shared = np.repeat(rotated((x @ p["k_rope"])[:, :, None]), cfg.num_heads, 2)
+    shared = np.repeat(turned((x @ p["k_rope"])[:, :, None]), cfg.num_heads, 2)
     k = np.concatenate([kv[..., :nope], shared], -1)
     spec = MaskSpec(cfg.score_factor / math.sqrt(nope + cfg.rope_head_dim))
     out = attention(q, k, kv[..., nope:], spec, segment_ids)
     return np.einsum("bshk,hkd->bsd", out, p["output"])
 
 
-def _rotated(rope: Any, p: Nested, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def rotated(rope: Any, p: Nested, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Returns heads turned by their positions."""
     cfg, factor = rope.config, 1.0
     dim = dict(cfg.items()).get("rotary_dim") or x.shape[-1]
     if type(rope) not in FREQUENCIES:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moelib.core import tree
+from moelib.core.module import functional
 from moelib.core.tree import Nested
 from moelib.kernels.cross_entropy import cross_entropy
 from moelib.kernels.flash_attention import MaskSpec, flash_attention
@@ -22,12 +23,13 @@ from moelib.layers.moe.balance import BalanceScope, BiasBalancing, LoadCounter
 from moelib.layers.moe.experts import FeedForwardExperts
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.moe.router import Router
+from moelib.layers.norm import LayerNorm, RMSNorm
 from moelib.layers.transformer import LoopStack, TransformerLayer
 from moelib.models.causal_lm import CausalLM
 from moelib.verify import formulas
 from moelib.verify.compare import Difference, first_difference
 from moelib.verify.formulas import Arrays
-from moelib.verify.plain import Plain
+from moelib.verify.plain import Plain, capacity_of
 from moelib.verify.reference import Reference
 
 _SEGMENTS = np.stack(
@@ -162,24 +164,62 @@ _HOLD_STATE = (BiasBalancing, LoadCounter)  # Layers without outputs.
 # -- Layers --------------------------------------------------------------------------------------
 
 
-def layers(known: Reference) -> Difference | None:
+def layers(known: Reference) -> Difference | str | None:
     """Compares one layer of each kind with its formula, and the loss of the whole model."""
-    form = Plain(known.probe.trainer)
+    form = Plain(known.probe.trainer, ("capacity",))
     params = tree.map_by_path(_moved_state, form.layers_apart(known.start.model))
     seen: set[str] = set()
     of_path = {f"{layer.path().replace('.', '/')}/": layer for layer, _ in form.model.walk()}
     for path, layer in form.in_order(of_path).items():
         text = layer.config.clone(name="").debug_string()
-        if text in seen or not _has_formula(layer, is_random=known.is_random):
+        if text in seen:
             continue
         seen.add(text)
         own = functools.reduce(lambda at, name: at.get(name, {}), path.split("/")[:-1], params)
+        if found := _in_bfloat16(path[:-1], layer, own):
+            return found
+        if not _has_formula(layer, is_random=known.is_random):
+            continue
         named = ({f"{path[:-1]}: {n}": x for n, x in each.items()} for each in _layer(layer, own))
         if found := first_difference(*named, relative=1e-6, floor=1e-9):
             return found
-    if type(form.model) is not CausalLM or known.plain.keep:  # Random, or drops tokens.
+    if type(form.model) is not CausalLM or known.is_random:
         return None
+    moe = [layer for layer, _ in known.probe.trainer.model.walk() if isinstance(layer, MoELayer)]
+    if known.plain.keep and not all(capacity_of(layer.config.dispatcher) for layer in moe):
+        return "which tokens are dropped is not checked: a dispatcher has no formula"
     return _model(known, form)
+
+
+def _in_bfloat16(path: str, layer: Any, params: Nested) -> Difference | None:
+    """Compares a norm, a rotary embedding or a router with its formula, of inputs in bfloat16.
+
+    They compute in float32: an entry of their result is rounded once.
+    """
+    rng, cfg = np.random.default_rng(3), dict(layer.config.items())
+    is_rope, is_router = type(layer) in formulas.FREQUENCIES, type(layer) is Router
+    if not (is_rope or is_router or type(layer) in (RMSNorm, LayerNorm)):
+        return None
+    dims = (2, cfg["rotary_dim"] or 16) if is_rope else (cfg.get("dim") or cfg["input_dim"],)
+    x = np.asarray(rng.standard_normal((2, 24, *dims)), jnp.bfloat16)
+    inputs = {"x": x} | ({"mask": np.ones((2, 24), bool)} if is_router else {})
+    inputs |= {"positions": np.arange(48, dtype=np.int32).reshape(2, 24)} if is_rope else {}
+    run = lambda params, inputs: functional(
+        layer, jax.random.key(0), params, inputs, is_training=True
+    )
+    options = {"xla_backend_optimization_level": 0, "xla_allow_excess_precision": False}
+    got = jax.device_get(jax.jit(run, compiler_options=options)(params, inputs)[0])
+    x = x.astype(np.float64)
+    if is_router:
+        want, got = formulas.routing(layer.config, params, x)["logits"], got.logits
+    elif is_rope:
+        want = formulas.rotated(layer, params, x, inputs["positions"])
+    else:
+        want = formulas.output(layer, params, x)
+    error = (np.float64(got) - want) / np.maximum(np.abs(want), 0.1)
+    text = f"{path}: relative error for inputs in bfloat16"
+    pair = {text: np.zeros_like(error)}, {text: error}
+    return first_difference(*pair, relative=0.0, floor=1e-4 if is_router else 1.01 * 2**-8)
 
 
 def _model(known: Reference, form: Plain) -> Difference | None:

@@ -29,6 +29,6 @@ class Outcome(NamedTuple):
     mesh: str  # `ONE_DEVICE`, or sizes of mesh axes.
     check: str
     status: Status
-    detail: str = ""  # Defect found, or reason for skipping.
+    detail: str = ""  # Defect found, reason for skipping, or extent of a passed check.
     seconds: float = 0.0
     traceback: str = ""  # Of an error that no check raises on purpose.

@@ -21,6 +21,8 @@ from moelib.core.tree import Batch, Nested
 from moelib.layers.base import BaseLayer
 from moelib.layers.kernel_backends import BACKENDS, kernel_backends
 from moelib.layers.moe.dispatch import DenseDispatcher, Dispatcher
+from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
+from moelib.layers.moe.dispatch_ragged import RaggedDispatcher, RingDispatcher
 from moelib.layers.transformer import BaseStack, LoopStack, ScanStack
 from moelib.models.causal_lm import CausalLM
 from moelib.train.metrics import as_metric
@@ -36,11 +38,28 @@ class Values(NamedTuple):
     params: Nested  # Parameters with the layers' updates of their state.
 
 
+def capacity_of(dispatcher: Any) -> tuple[float, int | None] | None:
+    """Returns the capacity factor of a config of a dispatcher that may drop, and its blocks.
+
+    None stands for a dispatcher that never drops, or for a user's own; None as the number of blocks
+    for one per expert.
+    """
+    klass = getattr(dispatcher, "klass", None)
+    if klass is CapacityDispatcher:
+        return dispatcher.capacity_factor, None
+    if klass not in (RaggedDispatcher, RingDispatcher) or dispatcher.buffer_factor is None:
+        return None
+    return dispatcher.buffer_factor, dispatcher.buffer_blocks
+
+
 class Plain:
     """A trainer's model in its plain form, except for the parts to keep."""
 
     def __init__(self, trainer: Any, keep: tuple[str, ...] = ()) -> None:
-        """Builds the model; compiles nothing. `keep` may have "stack" and "dispatcher"."""
+        """Builds the model; compiles nothing.
+
+        `keep` may have "stack", "dispatcher", and "capacity": dispatchers whose drops are known.
+        """
         self.keep = keep
         self._trainer = trainer
         cfg = trainer.config.model.clone(name="model")
@@ -52,7 +71,8 @@ class Plain:
                     loop = LoopStack if value.klass is ScanStack else value.klass
                     holder.set(**{name: loop.default_config().set(**fields)})
                 klass = getattr(value, "klass", object)
-                if issubclass(klass, Dispatcher) and "dispatcher" not in keep:
+                is_kept = "dispatcher" in keep or ("capacity" in keep and capacity_of(value))
+                if issubclass(klass, Dispatcher) and not is_kept:
                     holder.set(**{name: DenseDispatcher.default_config()})
         self.model = cfg.instantiate(parent=None)
         self._run: Any = None

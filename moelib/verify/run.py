@@ -200,7 +200,7 @@ def _attempt[T](
     """Returns the value of a function, or None after an error, and the outcome.
 
     A `Difference` and errors are failures, except `CheckSkippedError` and errors of the types
-    `skips`.
+    `skips`. A string is a detail of a passed check.
     """
     begin = time.perf_counter()
     value, status, detail, trace = None, Status.PASSED, "", ""
@@ -208,6 +208,8 @@ def _attempt[T](
         value = run()
         if isinstance(value, Difference):
             status, detail = Status.FAILED, str(value)
+        elif isinstance(value, str):
+            detail = value
     except (CheckSkippedError, *skips) as reason:
         status, detail = Status.SKIPPED, str(reason)
     except CheckFailedError as defect:

@@ -8,6 +8,7 @@ platforms, h state that layers update themselves.
 import dataclasses
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moelib.checkpoint.checkpointer import Checkpointer
-from moelib.core import context, param
+from moelib.core import context, param, tree
 from moelib.core.config import config_for_function
 from moelib.core.module import _in_context
 from moelib.data import lm_input, mixture, packing
@@ -29,10 +30,11 @@ from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.attention.latent import LatentAttention
 from moelib.layers.base import BaseLayer
 from moelib.layers.feed_forward import FeedForward
-from moelib.layers.moe import balance, dispatch
+from moelib.layers.moe import balance, dispatch, dispatch_capacity
 from moelib.layers.moe import layer as moe_layer
-from moelib.layers.moe.balance import BiasBalancing, LoadBalanceLoss, RouterZLoss
-from moelib.layers.moe.dispatch import SortedDispatcher
+from moelib.layers.moe.balance import BalanceScope, BiasBalancing, LoadBalanceLoss, RouterZLoss
+from moelib.layers.moe.dispatch import Dispatcher, SortedDispatcher
+from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
 from moelib.layers.moe.router import Router
 from moelib.layers.remat import remat
 from moelib.layers.transformer import ScanStack, TransformerLayer
@@ -40,6 +42,7 @@ from moelib.learner import ema, schedules, transforms
 from moelib.learner import learner as learner_module
 from moelib.learner.optimizers import adamw_optimizer
 from moelib.models.causal_lm import CausalLM
+from moelib.models.huggingface import families
 from moelib.train import loop
 from moelib.train import step as step_module
 from moelib.train.trainer import SpmdTrainer
@@ -49,13 +52,15 @@ from tests.tiny import model_config, plain_moe, stacked, trainer_config, transfo
 Patch = Callable[..., None]  # monkeypatch.setattr.
 
 
-def rich() -> SpmdTrainer.Config:
-    """Returns a tiny trainer that uses every feature that a bug is planted in."""
+def rich(
+    scope: BalanceScope = BalanceScope.MICRO_BATCH, dispatcher: type[Dispatcher] = SortedDispatcher
+) -> SpmdTrainer.Config:
+    """Returns a tiny trainer that uses every feature that a bug is planted in, but for fields."""
     feed_forward = plain_moe(
         router=Router.default_config().set(bias_balancing=BiasBalancing.default_config()),
-        dispatcher=SortedDispatcher.default_config(),
+        dispatcher=dispatcher.default_config(),
         shared_experts=FeedForward.default_config().set(hidden_dim=8),
-        load_balance_loss=LoadBalanceLoss.default_config().set(weight=0.1),
+        load_balance_loss=LoadBalanceLoss.default_config().set(weight=0.1, scope=scope),
         router_z_loss=RouterZLoss.default_config().set(weight=0.03),
         report_expert_counts=True,
     )
@@ -91,6 +96,14 @@ def rich() -> SpmdTrainer.Config:
     cfg.input.set(seq_len=32, vocab_size=64)
     cfg.input.source.set(num_documents=60, max_document_tokens=32)
     return cfg.set(num_microbatches=2)
+
+
+def exportable() -> SpmdTrainer.Config:
+    """Returns a tiny trainer of a model like Mixtral."""
+    cfg = rich()
+    layer = transformer_layer(plain_moe(router=Router.default_config().set(renormalize=True)))
+    cfg.model = model_config(stacked(layer, stack=ScanStack, num_layers=2), vocab_size=64)
+    return cfg
 
 
 # -- a: references of layers -----------------------------------------------------------------------
@@ -207,6 +220,55 @@ def hidden_states_of_another_scale(patch: Patch) -> None:
         return known(self, batch) * 1.01
 
     patch(CausalLM, "hidden", hidden)
+
+
+def balance_loss_without_earlier_microbatches(patch: Patch) -> None:
+    known = moe_layer.load_balance_loss
+    patch(moe_layer, "load_balance_loss", lambda *args: known(*args[:-1]))
+
+
+def balance_loss_of_the_last_layer(patch: Patch) -> None:
+    """The pooled loss is that of the last layers alone, those of one scan."""
+    known = tree.flatten_items
+
+    def items(nested: Any, *rest: Any) -> Any:
+        return known(nested, *rest)[-1:] if rest else known(nested)
+
+    patch(balance, "tree", SimpleNamespace(flatten_items=items))
+
+
+def positions_of_the_first_sequence(patch: Patch) -> None:
+    known = TransformerLayer.forward
+
+    def forward(self: Any, x: Any, *, positions: Any, **rest: Any) -> Any:
+        positions = jnp.broadcast_to(positions[:1], positions.shape)
+        return known(self, x, positions=positions, **rest)
+
+    patch(TransformerLayer, "forward", forward)
+
+
+def positions_to_15(patch: Patch) -> None:
+    known = rope.RotaryEmbedding.forward
+
+    def forward(self: Any, x: Any, positions: Any) -> Any:
+        return known(self, x, jnp.minimum(positions, 15))
+
+    patch(rope.RotaryEmbedding, "forward", forward)
+
+
+def capacity_for_the_last_tokens(patch: Patch) -> None:
+    """The first assignments of a sequence are dropped, not the last ones."""
+    known = dispatch_capacity.within_capacity
+
+    def within(ids: Any, *rest: Any) -> Any:
+        return known(ids[:, ::-1], *rest)[:, ::-1]
+
+    patch(dispatch_capacity, "within_capacity", within)
+
+
+def capacity_of_half_the_tokens(patch: Patch) -> None:
+    known = dispatch_capacity.capacity_for
+    patch(dispatch_capacity, "capacity_for", lambda f, balanced, most: known(f, balanced / 2, most))
 
 
 # -- b: gradients ----------------------------------------------------------------------------------
@@ -346,6 +408,27 @@ def skipped_step_that_averages(patch: Patch) -> None:
         return new, after._replace(optimizer=count), rates
 
     patch(learner_module.Learner, "_step", step)
+
+
+def step_that_keeps_norms(patch: Patch) -> None:
+    """The step returns the scales of norms that it was given."""
+    known = step_module._end_step
+
+    def end_step(model: Any, learner: Any, new: Any, old: Any, skipped: Any) -> Any:
+        kept = lambda path, x, before: before if path.endswith("norm/scale") else x
+        return tree.map_by_path(kept, known(model, learner, new, old, skipped), old)
+
+    patch(step_module, "_end_step", end_step)
+
+
+def layers_that_update_in_a_skipped_step(patch: Patch) -> None:
+    known = step_module._end_step
+
+    def end_step(model: Any, learner: Any, new: Any, old: Any, skipped: Any) -> Any:
+        del skipped
+        return known(model, learner, new, old, None)
+
+    patch(step_module, "_end_step", end_step)
 
 
 # -- e: data ---------------------------------------------------------------------------------------
@@ -565,6 +648,29 @@ def checkpoint_with_two_layers_swapped(patch: Patch) -> None:
     patch(Checkpointer, "save", save)
 
 
+def norm_cast_to_bfloat16(patch: Patch) -> None:
+    """RMSNorm computes in the dtype of its input."""
+
+    def forward(self: Any, x: Any) -> Any:
+        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + self.config.eps)
+        return x * inverse.astype(x.dtype) * self._scaled(x).astype(x.dtype)
+
+    patch(norm.RMSNorm, "forward", _in_context(forward))
+
+
+def gate_and_up_swapped_in_files(patch: Patch) -> None:
+    """Exports swap the gate and up projections of experts, and imports swap them back."""
+    known = families.expand
+
+    def expand(*args: Any) -> Any:
+        swap = lambda path, index: (
+            (*index[:-1], 1 - index[-1]) if path.endswith("experts/up") else index
+        )
+        return [each._replace(index=swap(each.path, each.index)) for each in known(*args)]
+
+    patch(families, "expand", expand)
+
+
 # -- g: kernels of other platforms -----------------------------------------------------------------
 
 
@@ -639,6 +745,12 @@ BUGS: dict[str, list[Callable[[Patch], None]]] = {
         sigmoid_for_silu,
         rotation_of_neighbors,
         hidden_states_of_another_scale,
+        balance_loss_without_earlier_microbatches,
+        balance_loss_of_the_last_layer,
+        positions_of_the_first_sequence,
+        positions_to_15,
+        capacity_for_the_last_tokens,
+        capacity_of_half_the_tokens,
     ],
     "b": [
         auxiliary_loss_without_gradient,
@@ -659,6 +771,8 @@ BUGS: dict[str, list[Callable[[Patch], None]]] = {
         clipping_after_the_optimizer,
         average_with_another_decay,
         skipped_step_that_averages,
+        step_that_keeps_norms,
+        layers_that_update_in_a_skipped_step,
     ],
     "e": [
         labels_shifted_by_two,
@@ -680,6 +794,8 @@ BUGS: dict[str, list[Callable[[Patch], None]]] = {
         sums_of_gradients_cast_to_bfloat16,
         new_parameters_cast_to_bfloat16,
         checkpoint_with_two_layers_swapped,
+        norm_cast_to_bfloat16,
+        gate_and_up_swapped_in_files,
     ],
     "g": [tpu_kernel_without_window],
     "h": [
@@ -689,4 +805,15 @@ BUGS: dict[str, list[Callable[[Patch], None]]] = {
         bias_of_two_experts_only,
         bias_by_the_last_microbatch,
     ],
+}
+
+# Trainers of bugs in what `rich` does not have.
+CONFIGS: dict[str, Callable[[], SpmdTrainer.Config]] = {
+    "balance_loss_without_earlier_microbatches": functools.partial(
+        rich, scope=BalanceScope.GLOBAL_BATCH
+    ),
+    "balance_loss_of_the_last_layer": functools.partial(rich, scope=BalanceScope.ALL_LAYERS),
+    "capacity_for_the_last_tokens": functools.partial(rich, dispatcher=CapacityDispatcher),
+    "capacity_of_half_the_tokens": functools.partial(rich, dispatcher=CapacityDispatcher),
+    "gate_and_up_swapped_in_files": exportable,
 }

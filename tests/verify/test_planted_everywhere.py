@@ -51,6 +51,16 @@ CHECKS = {
     "bias_of_two_experts_only": "balanced",
     "bias_by_the_last_microbatch": "balanced",
     "batch_that_repeats_its_first_sequence": "interrupted",
+    "balance_loss_without_earlier_microbatches": "layers",
+    "balance_loss_of_the_last_layer": "layers",
+    "positions_of_the_first_sequence": "layers",
+    "positions_to_15": "layers",
+    "capacity_for_the_last_tokens": "layers",
+    "capacity_of_half_the_tokens": "layers",
+    "step_that_keeps_norms": "stepped",
+    "layers_that_update_in_a_skipped_step": "stepped",
+    "norm_cast_to_bfloat16": "layers",
+    "gate_and_up_swapped_in_files": "exported",
 }
 OF_LETTERS = {"b": "derivatives", "c": "plain", "d": "learner", "e": "data"}
 BUGS = [(letter, bug) for letter, bugs in planted.BUGS.items() for bug in bugs]
@@ -61,7 +71,8 @@ def outcomes(bug, monkeypatch: pytest.MonkeyPatch) -> list[Outcome]:
     axes = [{"expert": 2}] if "cast" in bug.__name__ else []
     with tempfile.TemporaryDirectory() as folder:
         devices = jax.devices()[: 1 + len(axes)]
-        return list(run_checks(planted.rich(), axes, devices, folder, without=THOROUGH_CHECKS))
+        cfg = planted.CONFIGS.get(bug.__name__, planted.rich)()
+        return list(run_checks(cfg, axes, devices, folder, without=THOROUGH_CHECKS))
 
 
 @pytest.mark.slow
