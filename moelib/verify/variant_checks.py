@@ -18,14 +18,15 @@ from moelib.verify.outcome import CheckFailedError, CheckSkippedError
 from moelib.verify.reference import Reference
 from moelib.verify.step_probe import Observed, Probe
 
-_BFLOAT16_LOSS = 0.01  # Relative error of a loss in bfloat16; observed: 9e-4.
-_BFLOAT16_GRADIENT = 0.3  # Norm of a gradient's error, as a share of its norm; observed: 0.09.
+_BFLOAT16_LOSS = 0.01  # Relative error of a loss in bfloat16; observed: 4e-3.
+_BFLOAT16_GRADIENT = 0.3  # Norm of a gradient's error, as a share of its norm; observed: 0.17.
 
 
 def bfloat16(known: Reference, axes: Sequence[Axes], devices: Sequence[Any]) -> Difference | None:
     """Bounds the error of loss and gradients of a step in bfloat16 on the first possible mesh.
 
-    What is kept in float32 is compared with an update in float32 by the same gradients.
+    Gradients are those of initial parameters: in larger ones, rounding moves tokens to other
+    experts. What is kept in float32 is compared with an update in float32 by the same gradients.
     """
     for each in axes:
         try:
@@ -37,9 +38,11 @@ def bfloat16(known: Reference, axes: Sequence[Axes], devices: Sequence[Any]) -> 
         losses = ({"loss": step.metrics["loss"]} for step in (known.first, observed))
         if found := first_difference(*losses, relative=_BFLOAT16_LOSS):
             return found
+        initial = jax.device_get(known.probe.initial(known.config.prng_seed))
+        given = initial, known.batches[0], known.first.gradients
         want, got = (
-            tree.by_path(known.plain.layers_apart(jax.device_get(step.gradients)))
-            for step in (known.first, observed)
+            tree.by_path(known.plain.layers_apart(jax.device_get(run(*given).gradients)))
+            for run in (known.probe, probe)
         )
         norms = {path: float(np.linalg.norm(x)) for path, x in want.items()}
         for path in reversed(known.plain.in_order(norms)):
