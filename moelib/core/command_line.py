@@ -36,7 +36,7 @@ HELP = frozenset({"--help", "-h", "-help", "--helpfull"})
 
 # Errors of files that the system gives whatever the code does; a missing file may be a bug.
 _OF_THE_SYSTEM = (
-    *(errno.EACCES, errno.EPERM, errno.EROFS),
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR),
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO),
 )
 

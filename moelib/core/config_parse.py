@@ -264,7 +264,7 @@ def _at(node: _Node, do: Callable[..., Any], *args: Any) -> Any:
         with config_origin(node.origin):
             return do(*args)
     except trusted_code.UntrustedNameError as error:
-        raise trusted_code.UntrustedNameError(f"{node.origin}: {error}") from None
+        raise type(error)(f"{node.origin}: {error}") from None
     except (AttributeError, TypeError, ValueError) as error:
         raise UserError(f"{node.origin}: {error}") from error
 

@@ -48,6 +48,10 @@ class UntrustedNameError(UserError):
     """A config file names code that it may not name."""
 
 
+class UnknownModuleError(UntrustedNameError):
+    """A config file names a module that cannot be imported here."""
+
+
 def allow_module(module: types.ModuleType) -> None:
     """Lets config files name the package of a module, and the modules in its CONFIG_MODULES.
 
@@ -77,6 +81,7 @@ def resolve(text: str, names: Mapping[str, Any] | None = None) -> Any:
 
     Raises:
         UntrustedNameError: If the file may not name it; it is not imported.
+        UnknownModuleError: If there is no such module.
         UserError: If there is no such object.
     """
     if names and text in names:
@@ -84,9 +89,10 @@ def resolve(text: str, names: Mapping[str, Any] | None = None) -> Any:
     module, _, qualname = moved_names.current_name(text).partition(":")
     dtype = module in _DTYPE_MODULES and config_types.is_dtype_name(qualname)
     if not dtype and not _may_import(module):
-        raise UntrustedNameError(
+        top = module.partition(".")[0]
+        raise (UntrustedNameError if moved_names.find_module(top) else UnknownModuleError)(
             f"a config file may not name {module!r}, as in {text!r}. If you trust this code, pass "
-            f"--module={module.partition('.')[0]}, or the folder that holds it as --module_dir."
+            f"--module={top}, or the folder that holds it as --module_dir."
         )
     value = config_types.resolve_reference(text)
     if not dtype and not _may_use(value):

@@ -115,7 +115,8 @@ def saved_config(
     """Returns the text of a run's config and its source, for errors; both empty if there is none.
 
     The text is that in the record of a checkpoint, which has a digest, so that a step is read with
-    the config that trained it. A config.txt with other settings is reported.
+    the config that trained it. A config.txt with other settings, or that cannot be read, is then
+    reported.
 
     Args:
         directory: Folder of the run.
@@ -125,9 +126,15 @@ def saved_config(
 
     Raises:
         UntrustedNameError: If config.txt names code that it may not name.
+        UserError: If config.txt is needed, and cannot be read.
     """
-    path = os.path.join(directory, CONFIG_FILE)
-    written = read_text(path) if os.path.exists(path) else ""
+    path, written = os.path.join(directory, CONFIG_FILE), ""
+    try:
+        written = read_text(path) if os.path.exists(path) else ""
+    except UserError as error:
+        if record is None or not record.config or use_file:
+            raise
+        logger.warning("%s The config of step %d is used.", error, record.step)
     if record is None or not record.config or written == record.config or (written and use_file):
         return (written, f"{path}:") if written else ("", "")
     source = f"{directory}, config in the record of step {record.step}, line "
@@ -154,9 +161,9 @@ def _as_today(text: str, source: str, names: Mapping[str, Any] | None) -> str:
     """
     try:
         return parse(text, source=source, names=names).debug_string()
-    except UntrustedNameError:
-        raise
     except UserError as error:
+        if type(error) is UntrustedNameError:  # Not of a module that does not exist.
+            raise
         logger.warning("A config cannot be parsed, so it is compared line by line: %s", error)
         return text
 

@@ -60,7 +60,7 @@ def folder(trained, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(OWN_MODULE)
     (tmp_path / "run/run.json").write_text(json.dumps({"module_dirs": [str(tmp_path)]}))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     monkeypatch.setattr(trusted_code, "_modules", set())
     yield tmp_path / "run"
     for name in ("hostile", "mine"):
@@ -83,6 +83,30 @@ def test_code_that_a_run_names_is_refused_and_not_run(command, lines, folder, ca
     assert "--module" in line
     assert not (folder.parent / "ran").exists()
     assert "hostile" not in set(sys.modules) - before
+
+
+@pytest.mark.parametrize("kind", ["binary", "folder", "unknown module"])
+def test_a_file_that_is_not_used_stops_no_command(kind, folder, caplog, capsys):
+    file = folder / "config.txt"
+    text = file.read_text()
+    if kind == "unknown module":
+        file.write_text(f"{text}model.own: gone.away:Layer\n")
+    elif kind == "binary":
+        file.write_bytes(text.encode() + b"\xff")
+    else:
+        file.unlink()
+        file.mkdir()
+    run = [f"--trainer_dir={folder}"]
+    assert main.run(["generate", *run, "--prompt=x"]) == 2
+    assert "SyntheticTokens" in capsys.readouterr().err  # It has no tokenizer.
+    assert str(file) in caplog.text
+    caplog.clear()
+    status = main.run(["train", *run, *COMMANDS["train"]])
+    assert str(file) in caplog.text
+    if kind == "folder":  # Which the file that train writes cannot replace.
+        assert f"moelib train: {file}: Is a directory" in capsys.readouterr().err
+    else:
+        assert (status, file.read_text().count("gone.away")) == (0, 0)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
