@@ -33,10 +33,11 @@ from moelib.verify.reference import Reference, make_reference
 from moelib.verify.report import Report
 from moelib.verify.shrink import runnable, shrink
 from moelib.verify.single_device import SINGLE_DEVICE_CHECKS, THOROUGH_CHECKS
-from moelib.verify.step_probe import Probe
+from moelib.verify.step_probe import Probe, narrow_layers
 from moelib.verify.variant_checks import bfloat16
 
 CHECKS = (*EARLY_CHECKS, *SINGLE_DEVICE_CHECKS, "bfloat16", *MESH_CHECKS)  # Names, in order.
+_IN_FLOAT32 = ("layers", "plain", "derivatives", "doubled", "padding", "packing", *MESH_CHECKS)
 _MOST_DEVICES = 256
 _SECONDS_BETWEEN_LINES = 10.0  # Of progress, where stderr is no terminal.
 
@@ -152,9 +153,23 @@ def run_checks(
     """
     cfg = cfg.clone(dir=os.path.join(folder, "one"))
     for outcome in _all_checks(cfg, axes, devices, folder, without):
+        if outcome.status is Status.FAILED and outcome.check in _IN_FLOAT32:
+            outcome = outcome._replace(detail=outcome.detail + _narrow_note(cfg, devices, outcome))
         yield outcome
         if outcome.status is Status.FAILED and not keep_going:
             return
+
+
+def _narrow_note(cfg: Any, devices: Sequence[Any], outcome: Outcome) -> str:
+    """Returns a note on layers that compute in less than float32 by themselves; "" if none do."""
+    if not (found := narrow_layers(Probe(cfg, {}, devices[:1]).trainer)):
+        return ""
+    return (
+        f" {', '.join(found)} computes in bfloat16 or float16 in a step in float32, of which "
+        "programs do not agree to 1e-5. If this is intended, take the dtype from a field of the "
+        "layer's config whose name ends in _dtype, which verify sets to float32, or leave the "
+        f"check out: --without={outcome.check}."
+    )
 
 
 def _all_checks(

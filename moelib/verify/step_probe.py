@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from moelib.checkpoint.contents import CheckpointRecord
 from moelib.core import tree
+from moelib.core.jaxpr import abstract_parameters, forward_pass, walk
 from moelib.core.tree import Nested
 from moelib.data.prefetch import row_sharding
 from moelib.learner.learner import Learner, LearnerUpdate
@@ -138,3 +139,20 @@ class Probe:
         with self.trainer.on_mesh():
             after, packed, found, updated, learner = self._step(*self._put(state, batch, gradients))
         return Observed(after, metrics.unpack(packed), found, updated, learner)
+
+
+def narrow_layers(trainer: SpmdTrainer) -> list[str]:
+    """Returns scopes of a trainer's model with arrays of less than float32, for float32 inputs."""
+    cfg, model = trainer.config, trainer.model
+    tokens = jax.ShapeDtypeStruct((cfg.input.global_batch_size, cfg.input.seq_len), jnp.int32)
+    names = ("input_ids", "target_labels", "segment_ids", "positions")
+    params = abstract_parameters(model.create_parameter_specs_recursively())
+    trace = jax.make_jaxpr(forward_pass(model))(params, dict.fromkeys(names, tokens))
+    is_narrow = lambda var: getattr(var.aval, "dtype", None) in (jnp.bfloat16, jnp.float16)
+    found = {
+        str(site.eqn.source_info.name_stack)
+        for site in walk(trace)
+        if any(map(is_narrow, site.eqn.outvars))
+    }
+    outer = lambda name: not any(name.startswith(f"{other}/") for other in found if other)
+    return sorted(name for name in found if name and outer(name))

@@ -129,6 +129,17 @@ class LayersWithoutTheirLosses(LoopStack):
         return x
 
 
+class InItsOwnDtype(FeedForward):
+    """No bug: a layer that computes in another dtype than that of its input."""
+
+    @config_class
+    class Config(FeedForward.Config):
+        compute_dtype: str = "bfloat16"
+
+    def forward(self, x: Any, mask: Any = None) -> Any:
+        return super().forward(x.astype(self.config.compute_dtype), mask).astype(x.dtype)
+
+
 class PaddingAsTokens(MoELayer):
     """Sends padding to experts too."""
 

@@ -12,9 +12,11 @@ from moelib.verify.early_checks import EARLY_CHECKS
 from moelib.verify.mesh_checks import MESH_CHECKS
 from moelib.verify.outcome import COMPILED, Status
 from moelib.verify.run import run_checks, verify_config
+from moelib.verify.shrink import runnable
 from moelib.verify.single_device import SINGLE_DEVICE_CHECKS
+from moelib.verify.step_probe import Probe, narrow_layers
 from tests.verify import planted
-from tests.verify.tiny import moe, tiny
+from tests.verify.tiny import moe, outcomes, tiny
 
 
 def test_a_correct_config_passes_on_the_meshes_of_a_list():
@@ -77,3 +79,22 @@ def test_checks_go_on_after_a_failure_and_can_be_left_out():
         ("initial", Status.SKIPPED),
         ("scale", Status.PASSED),
     ]
+
+
+def in_its_own_dtype():
+    return tiny(feed_forward=planted.InItsOwnDtype.default_config().set(hidden_dim=24))
+
+
+def test_a_layer_in_bfloat16_is_named_unless_verify_can_set_its_dtype():
+    for cfg, names in (
+        (in_its_own_dtype(), ["decoder/layer0/feed_forward"]),
+        (runnable(in_its_own_dtype())[0], []),
+    ):
+        assert narrow_layers(Probe(cfg.set(dir="unused"), {}, jax.devices()[:1]).trainer) == names
+
+
+@pytest.mark.slow
+def test_a_failure_of_a_layer_in_bfloat16_says_what_to_set():
+    failed = outcomes(in_its_own_dtype())[-1]
+    assert failed.status is Status.FAILED
+    assert "_dtype, which verify sets to float32" in failed.detail
