@@ -9,6 +9,7 @@ from moelib.verify import batches
 from moelib.verify.compare import Difference, first_difference
 from moelib.verify.outcome import CheckFailedError, CheckSkippedError
 from moelib.verify.reference import (
+    GRADIENT_TOLERANCE,
     TOLERANCE,
     Reference,
     drops_tokens,
@@ -82,7 +83,7 @@ def _compare(known: Reference, a: Any, b: Any, copies: int = 1) -> Difference | 
     if found := first_difference(*metrics, relative=TOLERANCE, floor=1e-7):
         return found
     pair, floor = (want.gradients, got.gradients), rounding_floor(want.gradients, a)
-    if found := first_difference(*pair, relative=TOLERANCE, floor=floor):
+    if found := first_difference(*pair, relative=GRADIENT_TOLERANCE, floor=floor):
         return found
     states = (known.start.model, want.state.model, got.state.model)
     start, twice, once = (untrained_parameters(x, want.gradients) for x in states)

@@ -10,6 +10,7 @@ from moelib.core import tree
 from moelib.verify.compare import Difference, first_bit_difference, first_difference
 from moelib.verify.outcome import CheckFailedError, CheckSkippedError
 from moelib.verify.reference import (
+    GRADIENT_TOLERANCE,
     SAVED_STEP,
     TOLERANCE,
     Reference,
@@ -54,7 +55,7 @@ class MeshRun:
         # Of the last layer that is wrong: from there, errors spread to all before it.
         backward = (dict(reversed(each.items())) for each in apart)
         floor = rounding_floor(want, self._reference.batches[0])
-        return first_difference(*backward, relative=TOLERANCE, floor=floor)
+        return first_difference(*backward, relative=GRADIENT_TOLERANCE, floor=floor)
 
     def metrics(self) -> Difference | None:
         """Compares auxiliary losses, expert loads, and all other metrics of layers."""

@@ -22,8 +22,9 @@ _NUM_STEPS = 3  # Length of the loss curve.
 _NOISE = 0.05  # Standard deviation of the noise added to parameters that start constant.
 
 # Relative error of float32 sums taken in another order, against the largest entry of the array.
-# Observed on eight devices: 2e-6 for gradients, 4e-7 for metrics.
-TOLERANCE = 1e-5
+# Observed on eight devices: 4e-7 for metrics, and 1.2e-5 for gradients, whose rounding errors are
+# amplified by weights with a standard deviation of fan-in^-0.5.
+TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 3e-5
 
 
 @dataclasses.dataclass(frozen=True)
