@@ -38,7 +38,7 @@ import numpy.typing as npt
 from moelib.core.config import REQUIRED, config_class
 from moelib.core.config_types import fits
 from moelib.core.errors import MissingFileError, UserError
-from moelib.core.files import readable, write_json
+from moelib.core.files import parse_json, readable, write_json
 from moelib.data import store_check
 from moelib.data.hashing import random_uniform
 from moelib.data.token_source import TokenSource
@@ -108,7 +108,7 @@ def read_meta(path: str) -> StoreMeta:
     file_path = os.path.join(path, META)
     try:
         with open(file_path, encoding="utf-8") as file:
-            content = json.load(file)
+            content = parse_json(file.read())
         if content.get("format") != FORMAT:
             raise ValueError(f"not of format {FORMAT}")
         digest = content.pop("digest", None)  # Absent in stores of older versions.
@@ -125,7 +125,7 @@ def read_meta(path: str) -> StoreMeta:
             cure = "it is unfinished: run the same `moelib prepare` again to complete it."
         where = path if os.path.isabs(path) else f"{path} (in {os.getcwd()})"
         raise MissingFileError(f"There is no token store at {where}; {cure}") from None
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(
             f"{file_path} is damaged ({error!s:.200}); copy it again, or prepare the store again."
         ) from None

@@ -69,7 +69,7 @@ class SpmdEvaler(Module):
     @functools.cached_property
     def _input(self) -> Input:
         opened = self.config.input.instantiate()
-        check_inputs(f"{self.path() or self.name}.input", opened)
+        check_inputs(f"{self.name.replace('evaler_', 'evalers.', 1)}.input", opened)
         return opened
 
     def _share(self, mesh: jax.sharding.Mesh) -> tuple[jax.sharding.NamedSharding, HostRows]:

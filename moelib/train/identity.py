@@ -90,7 +90,8 @@ def check_processes(cfg: Any) -> None:
 
 def check_inputs(name: str, opened: Input) -> None:
     """Raises UserError on all processes if the data of an input differ between them."""
-    values = {f"{name}.{path}": value for path, value in tree.by_path(opened.identity).items()}
+    found = tree.by_path(opened.identity).items()
+    values = {f"{name}/{path}".replace("/", "."): value for path, value in found}
     _check_equal(values, "give all processes of a job the same data")
 
 

@@ -81,11 +81,8 @@ class LoadedModel:
                 skip_checksums=skip_checksums,
             )
         record = restored.record
-        if (
-            self.record is not None
-            and not skip_checksums
-            and _run_of(record) != _run_of(self.record)
-        ):
+        of_run = lambda record: (record.config, record.files)
+        if self.record and not skip_checksums and of_run(record) != of_run(self.record):
             del restored  # Frees its parameters.
             return load_model(self.folder, step=record.step, **self.arguments)
         parameters = restored.state
@@ -264,11 +261,6 @@ def _published(folder: str, name: str, default: Any, *, file: str = pretrained.C
     value = read_json(path).get(name)
     check_setting(name, default if value is None else value, path)
     return default if value is None else value
-
-
-def _run_of(record: CheckpointRecord) -> tuple[str, Mapping[str, str]]:
-    """Returns what a checkpoint's record states about the run: its config and files."""
-    return record.config, record.files
 
 
 def _read_config(

@@ -152,7 +152,7 @@ def test_all_processes_have_the_same_data(which, tmp_path, monkeypatch):
         return "other" if len(gathered) == 2 + which else values
 
     monkeypatch.setattr(identity_lib, "gather_json", lambda x: [x, other(x)])
-    name = [r"evaler_val\.input", "input"][which]
+    name = [r"evalers\.val\.input", "input"][which]
     match = rf"^{name}\.source.* is .* in process 0, and f00 in process 1; .* same data"
     with pytest.raises(UserError, match=match):
         tiny.trainer_config(tmp_path, max_step=1).instantiate(parent=None).run()
