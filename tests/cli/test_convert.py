@@ -12,6 +12,7 @@ from safetensors import deserialize
 from safetensors.numpy import load_file
 
 from docs import generate
+from moelib.checkpoint.contents import CheckpointRecord
 from moelib.cli import convert as cli
 from moelib.core import tree
 from moelib.core.errors import UserError
@@ -141,9 +142,10 @@ def test_what_is_no_model_is_one_line(tmp_path):
 def test_a_run_of_moved_own_layers_is_converted_with_module_dir(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     convert.from_hugging_face(str(hub), str(tmp_path / "run"))
-    config = tmp_path / "run/config.txt"
-    text = config.read_text().replace("moelib.layers.norm:RMSNorm", "own_norms:RMSNorm")
-    config.write_text(text)
+    path = str(tmp_path / "run/checkpoints/step_00000000")
+    record = CheckpointRecord.read(path)
+    text = record.config.replace("moelib.layers.norm:RMSNorm", "own_norms:RMSNorm")
+    dataclasses.replace(record, config=text).write(path)
     (tmp_path / "moved").mkdir()
     (tmp_path / "moved/own_norms.py").write_text("from moelib.layers.norm import RMSNorm\n")
     flags = cli.Flags(trainer_dir=str(tmp_path / "run"), to_hf=str(tmp_path / "back"))
