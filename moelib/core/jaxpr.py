@@ -3,7 +3,7 @@
 Nothing here runs on a device: arrays are `jax.ShapeDtypeStruct`s.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -53,6 +53,15 @@ def inner_jaxprs(eqn: Any) -> Iterator[InnerJaxpr]:
             jaxpr = getattr(each, "jaxpr", each)  # Of a closed jaxpr.
             if hasattr(jaxpr, "eqns"):
                 yield InnerJaxpr(f"{name}[{i}]" if several else name, jaxpr, trip_count)
+
+
+def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
+    """Returns the results of an equation for these operands."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    functions, params = params if isinstance(params, tuple) else ((), params)  # Before JAX 0.12.
+    with eqn.ctx.manager:
+        results = eqn.primitive.bind(*functions, *args, **params)
+    return list(results) if eqn.primitive.multiple_results else [results]
 
 
 class Site(NamedTuple):

@@ -8,6 +8,7 @@ from jax.extend.core import Literal
 from jax.sharding import AxisType, PartitionSpec
 
 from moelib.core.errors import UserError
+from moelib.core.jaxpr import bind
 from moelib.parallel.auto_sharding.classes import ALIASES, split_of_scan
 from moelib.parallel.sharding import current_mesh
 
@@ -68,20 +69,12 @@ def _evaluate(closed: Any, args: Sequence[Any], known: Sequence[PartitionSpec | 
         elif is_parameter and name in ("jit", "remat2", "checkpoint"):
             results = _call(eqn, list(map(stored, eqn.invars)), inner)
         elif name in ALIASES and inner[0] is not None:
-            results = _bind(eqn, [stored(eqn.invars[0])])
+            results = bind(eqn, [stored(eqn.invars[0])])
             specs[eqn.outvars[0]] = inner[0]
         else:
-            results = _bind(eqn, list(map(used, eqn.invars)))
+            results = bind(eqn, list(map(used, eqn.invars)))
         values |= dict(zip(eqn.outvars, results, strict=True))
     return [used(v) for v in jaxpr.outvars]
-
-
-def _bind(eqn: Any, args: list[Any]) -> list[Any]:
-    params = eqn.primitive.get_bind_params(eqn.params)
-    functions, params = params if isinstance(params, tuple) else ((), params)  # Before JAX 0.12.
-    with eqn.ctx.manager:
-        results = eqn.primitive.bind(*functions, *args, **params)
-    return list(results) if eqn.primitive.multiple_results else [results]
 
 
 def _call(eqn: Any, args: list[Any], known: Sequence[PartitionSpec | None]) -> list[Any]:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from moelib.parallel.pipeline.schedule import Pass, Schedule, Slot, Task, slots
 
-_Key = tuple[bool, int, int]  # (is forward, stage, micro-batch) of a pass that others wait for.
+Key = tuple[bool, int, int]  # (is forward, stage, micro-batch) of a pass that others wait for.
 
 
 class Costs(NamedTuple):
@@ -120,27 +120,32 @@ def simulate(
         for rank in range(num_ranks)
     ]
     ranks = [list[TimedSlot]() for _ in range(num_ranks)]
-    end: dict[_Key, float] = {}
+    end: dict[Key, float] = {}
     while any(waiting):
         before = len(end), sum(map(len, waiting))
         for rank, (todo, done) in enumerate(zip(waiting, ranks, strict=True)):
             while todo:
                 tasks = [(schedule.stage(num_ranks, rank, t.chunk), t) for t in todo[0]]
-                inputs = {key for each in tasks for key in _inputs(schedule, num_ranks, *each)}
+                inputs = {key for each in tasks for key in inputs_of(schedule, num_ranks, *each)}
                 if not inputs <= end.keys():
                     break
                 begin = max([end[key] for key in inputs] + [x.end for x in done[-1:]], default=0.0)
                 done.append(TimedSlot(todo[0], begin, begin + costs.of(todo.popleft())))
                 for stage, task in tasks:
                     if task.kind is not Pass.WEIGHT_GRADIENT:
-                        key = task.kind is Pass.FORWARD, stage, task.microbatch
+                        key = key_of(stage, task)
                         assert key not in end, f"{task} of rank {rank} is repeated"
                         end[key] = done[-1].end
         assert before != (len(end), sum(map(len, waiting))), "deadlock"
     return Timeline(tuple(map(tuple, ranks)))
 
 
-def _inputs(schedule: Schedule, num_ranks: int, stage: int, task: Task) -> list[_Key]:
+def key_of(stage: int, task: Task) -> Key:
+    """Returns the key of a task that is no weight gradient."""
+    return task.kind is Pass.FORWARD, stage, task.microbatch
+
+
+def inputs_of(schedule: Schedule, num_ranks: int, stage: int, task: Task) -> list[Key]:
     """Returns the passes that a task waits for."""
     last = schedule.num_chunks * num_ranks - 1
     if task.kind is Pass.FORWARD:

@@ -1,0 +1,48 @@
+"""Both parts of a backward pass compute what `jax.vjp` does, and no product twice."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moelib.core.jaxpr import walk
+from moelib.parallel.pipeline.backward_split import split_backward
+
+
+def layer(params, x, scale):
+    """A feed-forward layer, recomputed, and an auxiliary loss."""
+    inner = lambda up, x: jnp.tanh(x @ up)
+    hidden = jax.checkpoint(inner)(params["up"], x)
+    y = x + jax.jit(lambda a, b: a @ b)(hidden, params["down"]) * scale
+    return y, jnp.mean(y**2)
+
+
+def count_products(fn, *args) -> int:
+    jaxpr = jax.make_jaxpr(fn)(*args)
+    return sum(site.eqn.primitive.name == "dot_general" for site in walk(jaxpr))
+
+
+def test_both_parts_equal_the_whole():
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {"up": jax.random.normal(keys[0], (4, 8)), "down": jax.random.normal(keys[1], (8, 4))}
+    x, dy = jax.random.normal(keys[2], (3, 4)), jax.random.normal(keys[3], (3, 4))
+    gradients = dy, jnp.ones(())
+    split = split_backward(layer, params, x, 0.5)
+    dx, kept = split.of_input(params, x, (0.5,), gradients)
+    _, vjp = jax.vjp(lambda params, x: layer(params, x, 0.5), params, x)
+    want = vjp(gradients)
+    np.testing.assert_allclose(dx, want[1], rtol=1e-6)
+    got = split.of_weights(params, kept)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want[0])
+    shapes = [(a.shape, a.dtype) for a in kept]
+    assert shapes == [(s.shape, s.dtype) for s in split.kept]
+    # Forward: up, down; recomputed: up; gradients of the inputs of both.
+    assert count_products(split.of_input, params, x, (0.5,), gradients) == 5
+    assert count_products(split.of_weights, params, kept) == 2
+
+
+def test_parameters_without_a_gradient_have_zeros():
+    params = {"used": jnp.ones((2, 2)), "unused": jnp.ones(3)}
+    split = split_backward(lambda params, x: x @ params["used"], params, jnp.ones((2, 2)))
+    x = jnp.ones((2, 2))
+    _, kept = split.of_input(params, x, (), x)
+    np.testing.assert_array_equal(split.of_weights(params, kept)["unused"], np.zeros(3))
