@@ -1,5 +1,6 @@
 """Token embedding, and its use as a tied output head."""
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -54,4 +55,7 @@ class Embedding(BaseLayer):
 
 
 def _rows(table: Float[Array, "V D"], ids: Int[Array, "B S"]) -> Float[Array, "B S D"]:
+    if jax.sharding.get_abstract_mesh().manual_axes:  # A pipeline.
+        # XLA's partitioner aborts if a mesh axis there shards both the vectors and the ids.
+        table = constrain(table, ("vocab", None))
     return table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)

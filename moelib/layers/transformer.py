@@ -1,9 +1,12 @@
 """Transformer layers, and stacks of them as a loop or as a scan over repeated blocks."""
 
+import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, ClassVar
 
+import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from moelib.core.config import (
@@ -22,6 +25,20 @@ from moelib.layers.moe.balance import add_pooled_balance_loss, balance_pool
 from moelib.layers.norm import BaseNorm, RMSNorm
 from moelib.layers.remat import names_checked_together
 from moelib.parallel.sharding import constrain
+
+# Called instead of the repeated blocks of a ScanStack: (stack, x, side inputs) -> output.
+Cut = Callable[["ScanStack", Array, dict[str, Any]], Array]
+_cut: ContextVar[Cut | None] = ContextVar("moelib_cut", default=None)
+
+
+@contextlib.contextmanager
+def cut_at_blocks(fn: Cut) -> Iterator[None]:
+    """Calls `fn` instead of the repeated blocks of the stacks that run inside the block."""
+    token = _cut.set(fn)
+    try:
+        yield
+    finally:
+        _cut.reset(token)
 
 
 class TransformerLayer(BaseLayer):
@@ -180,8 +197,36 @@ class ScanStack(BaseStack):
         start = len(cfg.first_layers) + int(child.removeprefix("repeated"))
         return tuple(f"layer{i}" for i in range(start, cfg.num_layers, len(cfg.block)))
 
+    @property
+    def num_blocks(self) -> int:
+        """The number of repeated blocks."""
+        return self._repeats
+
+    @property
+    def _block_names(self) -> list[str]:
+        return [f"repeated{j}" for j in range(len(self.config.block))]
+
+    def forward_block(
+        self, x: Array, block: Array, key: Array | None, side_inputs: dict[str, Any]
+    ) -> Array:
+        """Returns the output of one block, whose parameters are the state of this context.
+
+        Args:
+            x: The residual stream.
+            block: Number of the block.
+            key: Random key of the whole stack.
+            side_inputs: Those of every layer.
+        """
+        names, context = self._block_names, self.get_invocation_context()
+        if key is not None:
+            context.prng_key = jax.random.fold_in(key, block)
+            context.child_keys = {name: self._child_key(key, name)[block] for name in names}
+        return self._apply(names, x, side_inputs, self._remat_block)
+
     def _apply_blocks(self, x: Array, side_inputs: dict[str, Any]) -> Array:
-        names = [f"repeated{j}" for j in range(len(self.config.block))]
+        if (cut := _cut.get()) is not None:
+            return cut(self, x, side_inputs)
+        names = self._block_names
 
         def run(x: Array, _: None) -> tuple[Array, None]:
             return self._apply(names, x, side_inputs, None), None

@@ -244,7 +244,7 @@ def named_shardings(specs: Any, mesh: jax.sharding.Mesh) -> Any:
 def current_mesh() -> jax.sharding.AbstractMesh | None:
     """Returns the mesh that `jax.set_mesh` set, or None without one or inside a shard_map."""
     mesh = jax.sharding.get_abstract_mesh()
-    return None if mesh.empty or mesh.manual_axes else mesh
+    return None if mesh.empty or not mesh.auto_axes else mesh
 
 
 def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:

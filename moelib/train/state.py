@@ -6,6 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from moelib.core import tree
+from moelib.core.config import did_you_mean
+from moelib.core.errors import UserError
 from moelib.core.jaxpr import abstract_parameters
 from moelib.core.param import ParameterSpec, is_spec
 from moelib.core.tree import Nested
@@ -111,3 +114,28 @@ def batch_sharding(
         array=f"the batch [global_batch_size {global_batch_size}, seq_len {seq_len}]",
     )
     return jax.sharding.NamedSharding(mesh, split)
+
+
+def updated(fixed: Nested, updates: Nested, trained: Nested, learner: Learner) -> Nested:
+    """Returns the parameters that are not trained, with the state updates of layers.
+
+    Raises:
+        UserError: If a layer updates a parameter that is trained or does not exist, or with values
+            of another shape, or with floats where it has integers.
+    """
+    known, new = tree.by_path(fixed), tree.by_path(updates)
+    for path in sorted(new.keys() - known.keys()):
+        reason = f"no parameter; {did_you_mean(path, known)}"
+        if path in tree.by_path(trained):
+            reason = "trained; give it trainable=False, or name it in `fixed`."
+        raise UserError(f"add_state_update or Updated for {path!r}, which is {reason}")
+    if (difference := tree.mismatch(new, {path: known[path] for path in new})) is not None:
+        raise UserError(f"add_state_update or Updated: {difference}; keep shapes and dtypes.")
+    return tree.map_by_path(
+        lambda path, old: (
+            jnp.asarray(new[path], old.dtype)
+            if path in new and not learner.is_frozen(path)
+            else old
+        ),
+        fixed,
+    )

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from moelib.core import tree
-from moelib.core.config import did_you_mean
 from moelib.core.errors import UserError
 from moelib.core.metrics import MaxScalar, reading
 from moelib.core.module import functional
@@ -22,7 +21,8 @@ from moelib.learner.learner import Learner, LearnerUpdate
 from moelib.parallel import sharding
 from moelib.train.metrics import PackedMetrics, as_metric, collect, pack
 from moelib.train.no_gradient import tag_gradients
-from moelib.train.state import TrainerState
+from moelib.train.pipeline import PipelineConfig, accumulate_in_pipeline
+from moelib.train.state import TrainerState, updated
 
 TrainStep = Callable[[TrainerState, Batch], tuple[TrainerState, PackedMetrics]]
 EvalStep = Callable[[Nested, Batch], PackedMetrics]
@@ -31,7 +31,12 @@ NON_FINITE = "non_finite"  # Metric: 1 if training cannot continue from the stat
 
 
 def make_train_step(
-    model: Any, learner: Learner, *, train_dtype: str | None = None, num_microbatches: int = 1
+    model: Any,
+    learner: Learner,
+    *,
+    train_dtype: str | None = None,
+    num_microbatches: int = 1,
+    pipeline: PipelineConfig | None = None,
 ) -> TrainStep:
     """Returns the function (state, batch) -> (state after the step, metrics of the step).
 
@@ -70,12 +75,20 @@ def make_train_step(
                 lambda path, x: _zeros(late[path], train_dtype) if path in late else x, trained
             )
             (value, (metrics, updates)), gradients = grad(at)
-            new_fixed = _updated(fixed, updates, trained, learner)
+            new_fixed = updated(fixed, updates, trained, learner)
             weight = metrics["loss"].weight if counts is None else jnp.ones(())
             return value, weight, tag_gradients(gradients), metrics, (new_fixed, index + 1)
 
-        carry = (fixed, jnp.zeros((), jnp.int32))
-        done = accumulate(micro_step, batch, num_microbatches=num_microbatches, state=carry)
+        if pipeline is None:
+            carry = (fixed, jnp.zeros((), jnp.int32))
+            done = accumulate(micro_step, batch, num_microbatches=num_microbatches, state=carry)
+            new_fixed = done.state[0]
+        else:
+            cast = cast_parameters(state.model, specs, train_dtype)
+            done = accumulate_in_pipeline(
+                model, learner, pipeline, cast, batch, key, num_microbatches
+            )
+            new_fixed = done.state
         with jax.named_scope("learner"):
             update = learner.update(
                 gradients=done.gradients,
@@ -88,7 +101,7 @@ def make_train_step(
         metrics |= {**update.metrics, "num_tokens": num_tokens, "objective": done.objective}
         skipped = update.metrics.get("skipped")
         params = _end_step(
-            model, learner, tree.merge(update.params, done.state[0]), state.model, skipped
+            model, learner, tree.merge(update.params, new_fixed), state.model, skipped
         )
         metrics[NON_FINITE] = _is_non_finite(done.objective, params, skipped)
         return TrainerState(state.step + 1, state.prng_key, params, update.state), pack(metrics)
@@ -195,31 +208,6 @@ def _specs_cast_at_use(specs: Nested) -> dict[str, ParameterSpec]:
 
 def _zeros(spec: ParameterSpec, dtype: str | None) -> jax.Array:
     return sharding.constrain(jnp.zeros(spec.shape, dtype), spec.axes)
-
-
-def _updated(fixed: Nested, updates: Nested, trained: Nested, learner: Learner) -> Nested:
-    """Returns the parameters that are not trained, with the state updates of layers.
-
-    Raises:
-        UserError: If a layer updates a parameter that is trained or does not exist, or with values
-            of another shape, or with floats where it has integers.
-    """
-    known, new = tree.by_path(fixed), tree.by_path(updates)
-    for path in sorted(new.keys() - known.keys()):
-        reason = f"no parameter; {did_you_mean(path, known)}"
-        if path in tree.by_path(trained):
-            reason = "trained; give it trainable=False, or name it in `fixed`."
-        raise UserError(f"add_state_update or Updated for {path!r}, which is {reason}")
-    if (difference := tree.mismatch(new, {path: known[path] for path in new})) is not None:
-        raise UserError(f"add_state_update or Updated: {difference}; keep shapes and dtypes.")
-    return tree.map_by_path(
-        lambda path, old: (
-            jnp.asarray(new[path], old.dtype)
-            if path in new and not learner.is_frozen(path)
-            else old
-        ),
-        fixed,
-    )
 
 
 def _end_step(

@@ -1,0 +1,383 @@
+"""One program for all schedules: forward and backward passes of stages, inside `jax.shard_map`.
+
+Each rank runs the branch of `lax.switch` of its slot; activations and gradients go to other ranks
+by `ppermute`. A stage keeps the inputs of a micro-batch, and computes its forward pass again in the
+backward pass. Other mesh axes stay automatic: the functions may use them as without a pipeline.
+"""
+
+import collections
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from moelib.parallel.pipeline.backward_split import split_backward
+from moelib.parallel.pipeline.schedule import Pass, Schedule, Slot
+from moelib.parallel.pipeline.ticks import Ticks, Transfer, ticks_of
+
+AXIS = "pipeline"
+
+
+class Layout(NamedTuple):
+    """The stages of a model: which layers each of them has."""
+
+    schedule: Schedule
+    num_ranks: int
+    sizes: tuple[int, ...]  # Layers of each stage.
+
+    @property
+    def rows(self) -> list[list[int]]:
+        """The layers of each chunk, those of rank 0 first; -1 fills up to the largest stage."""
+        first = np.cumsum([0, *self.sizes])
+        order = [
+            self.schedule.stage(self.num_ranks, rank, chunk)
+            for rank in range(self.num_ranks)
+            for chunk in range(self.schedule.num_chunks)
+        ]
+        width = max(self.sizes)
+        return [[*range(first[s], first[s + 1]), *[-1] * (width - self.sizes[s])] for s in order]
+
+
+class Functions(NamedTuple):
+    """A model in three parts, as functions of one micro-batch.
+
+    A micro-batch is a tree of arrays, the slices of `microbatches`. Outputs are trees of arrays.
+    """
+
+    # (outer, constants, micro) -> ((x, auxiliary loss), outputs): before the layers.
+    first: Callable[..., Any]
+    # (params, x, fixed, constants, micro, layers) -> ((x, auxiliary loss), (outputs, fixed)): the
+    # layers of one stage, whose numbers are `layers`, -1 for none.
+    stage: Callable[..., Any]
+    # (outer, x, constants, micro) -> (loss, outputs): after the layers.
+    last: Callable[..., Any]
+
+
+class Result(NamedTuple):
+    """Sums over all micro-batches, and the outputs of each."""
+
+    params: Any  # Gradients of stages [chunks of all ranks, layers, ...], float32.
+    outer: Any  # Gradients of parameters outside of stages, float32.
+    fixed: Any  # Parameters of stages without gradient, after the last micro-batch.
+    stages: Any  # Outputs of stages [chunks of all ranks, M, ...].
+    first: Any  # Outputs [M, ...].
+    last: Any  # Outputs [M, ...].
+
+
+def run_pipeline(
+    functions: Functions,
+    layout: Layout,
+    params: Any,
+    fixed: Any,
+    outer: Any,
+    constants: Any,
+    microbatches: Any,
+    *,
+    unroll: bool = False,
+    uniform: bool = False,
+) -> Result:
+    """Returns gradients and outputs of a step, in a mesh with the axis "pipeline".
+
+    Args:
+        functions: The model; the losses that they return are already weighted.
+        layout: Its stages.
+        params: Parameters of stages, arrays [chunks of all ranks, layers, ...] in the order of
+            `layout.rows`.
+        fixed: Those without gradient.
+        outer: Parameters outside of stages that have gradients.
+        constants: Tree of arrays that every function gets.
+        microbatches: Tree of arrays [M, ...].
+        unroll: Whether ticks are compiled one by one, with the transfers of each tick only.
+        uniform: Whether all ranks compute the slots of all, and keep the results of their own.
+            Permutes of XLA for CPUs wait for all devices, and hang in a branch that some take.
+    """
+    num = jax.tree.leaves(microbatches)[0].shape[0]
+    ticks = ticks_of(layout.schedule, layout.num_ranks, num, eager=not unroll)
+    of_rank, whole = jax.P(AXIS), jax.P()
+    run = functools.partial(_Run, functions, layout, ticks, uniform)
+    mapped = jax.shard_map(
+        lambda *args: run(*args).all_ticks(unroll=unroll),
+        in_specs=(of_rank, of_rank, whole, whole, whole, of_rank),
+        out_specs=Result(of_rank, whole, of_rank, of_rank, whole, whole),
+        axis_names={AXIS},
+        check_vma=False,
+    )
+    return mapped(params, fixed, outer, constants, microbatches, np.array(layout.rows, np.int32))
+
+
+class _State(NamedTuple):
+    """What a rank keeps from tick to tick; V chunks."""
+
+    inputs: jax.Array  # [V, num_inputs, ...]
+    output_gradients: jax.Array  # [V, num_gradients, ...]
+    fixed: Any  # [V, layers, ...]
+    seen: Any  # [V, num_inputs, layers, ...] `fixed` as the forward pass saw it.
+    deferred: Any  # [V, num_deferred, ...]
+    gradients: Any  # [V, layers, ...]
+    outer: Any
+    stages: Any  # [V, M, ...]
+    first: Any  # [M, ...]
+    last: Any
+
+
+class _Branch(NamedTuple):
+    """The passes of a slot, and those of them that are at the model's ends."""
+
+    forward: bool
+    backward: bool
+    defers: bool  # Whether the backward pass leaves the gradient of weights for later.
+    weights: bool
+    from_first: bool
+    to_last: bool
+    to_first: bool
+
+
+class _Run:
+    """The program of one rank, inside of shard_map."""
+
+    def __init__(
+        self,
+        functions: Functions,
+        layout: Layout,
+        ticks: Ticks,
+        uniform: bool,
+        params: Any,
+        fixed: Any,
+        outer: Any,
+        constants: Any,
+        microbatches: Any,
+        layers: jax.Array,
+    ) -> None:
+        self.functions, self.layout, self.ticks, self.uniform = functions, layout, ticks, uniform
+        self.params, self.outer, self.constants = params, outer, constants
+        self.microbatches, self.layers = microbatches, layers
+        self.rank = lax.axis_index(AXIS)
+        of = functools.partial(jax.tree.map, lambda a: a[0])
+        micro = of(microbatches)
+        (x, _), first = jax.eval_shape(functions.first, outer, constants, micro)
+        stage = of(params), x, of(fixed), constants, micro, layers[0]
+        _, (outputs, _) = jax.eval_shape(functions.stage, *stage)
+        _, last = jax.eval_shape(functions.last, outer, x, constants, micro)
+        self.split = None
+        if ticks.num_deferred:
+            losses = lambda *args: functions.stage(*args)[0]
+            self.split = split_backward(losses, *stage)
+        M, V = jax.tree.leaves(microbatches)[0].shape[0], layout.schedule.num_chunks
+        zeros = lambda tree, *dims, dtype=None: jax.tree.map(
+            lambda a: jnp.zeros((*dims, *a.shape), dtype or a.dtype), tree
+        )
+        self.nothing = zeros(x)
+        self._num_inputs, self._num_gradients = ticks.num_inputs, ticks.num_gradients
+        self.start = _State(
+            inputs=zeros(x, V, ticks.num_inputs),
+            output_gradients=zeros(x, V, ticks.num_gradients),
+            fixed=fixed,
+            seen=zeros(of(fixed), V, ticks.num_inputs),
+            deferred=zeros(self.split.kept if self.split else (), V, ticks.num_deferred),
+            gradients=zeros(params, dtype=jnp.float32),
+            outer=zeros(outer, dtype=jnp.float32),
+            stages=zeros(outputs, V, M),
+            first=zeros(first, M),
+            last=zeros(last, M),
+        )
+
+    def all_ticks(self, *, unroll: bool) -> Result:
+        """Returns this rank's part of the result."""
+        state = self._unrolled() if unroll else self._scan()
+        total = lambda tree: lax.psum(tree, AXIS)
+        return Result(
+            params=state.gradients,
+            outer=total(state.outer),
+            fixed=state.fixed,
+            stages=state.stages,
+            first=total(state.first),
+            last=total(state.last),
+        )
+
+    def _unrolled(self) -> _State:
+        state, made = self.start, []
+        for slots, transfers in zip(self.ticks.slots, self.ticks.transfers, strict=True):
+            own = [self._branch(*each) for each in enumerate(slots)]
+            branches = sorted(set(own))
+            row = np.array([branches.index(each) for each in own]), _task_table(slots)
+            state, sent = self._compute(state, branches, *row)
+            made.append(sent)
+            channels = collections.defaultdict[Any, list[Transfer]](list)
+            for each in transfers:
+                channels[each.made, each.forward, each.source == each.target].append(each)
+            for (tick, forward, _), group in channels.items():
+                pairs = [(each.source, each.target) for each in group]
+                table = _arrivals(group, self.layout.num_ranks)
+                state = self._deliver(state, made[tick], forward, pairs, table)
+        return state
+
+    def _scan(self) -> _State:
+        n = self.layout.num_ranks
+        own = [[self._branch(*each) for each in enumerate(row)] for row in self.ticks.slots]
+        branches = sorted({each for row in own for each in row})
+        distance = lambda each: (each.target - each.source) % n
+        channels = sorted({(t.forward, distance(t)) for row in self.ticks.transfers for t in row})
+        arrivals = [
+            [[t for t in row if (t.forward, distance(t)) == channel] for channel in channels]
+            for row in self.ticks.transfers
+        ]
+        rows = (
+            np.array([[branches.index(each) for each in row] for row in own]),
+            np.stack([_task_table(row) for row in self.ticks.slots]),
+            np.array([[_arrivals(group, n) for group in row] for row in arrivals]),
+        )
+
+        def tick(state: _State, row: Any) -> tuple[_State, None]:
+            *slots, arriving = row
+            state, sent = self._compute(state, branches, *slots)
+            for i, (forward, step) in enumerate(channels):
+                pairs = [(rank, (rank + step) % n) for rank in range(n)]
+                state = self._deliver(state, sent, forward, pairs, arriving[i])
+            return state, None
+
+        return lax.scan(tick, self.start, rows)[0]
+
+    def _branch(self, rank: int, slot: Slot) -> _Branch:
+        stage = functools.partial(self.layout.schedule.stage, self.layout.num_ranks, rank)
+        kinds = {task.kind: stage(task.chunk) for task in slot}
+        forward, weights = kinds.get(Pass.FORWARD), Pass.WEIGHT_GRADIENT in kinds
+        backward = kinds.get(Pass.BACKWARD, kinds.get(Pass.INPUT_GRADIENT))
+        return _Branch(
+            forward=forward is not None,
+            backward=backward is not None,
+            defers=Pass.INPUT_GRADIENT in kinds,
+            weights=weights,
+            from_first=forward == 0,
+            to_last=forward == len(self.layout.sizes) - 1,
+            to_first=backward == 0,
+        )
+
+    def _compute(self, state: _State, branches: Sequence[_Branch], index: Any, tasks: Any) -> Any:
+        """Returns the state after a tick, and the results to send: (activation, gradient)."""
+        run = [functools.partial(self._slot, each) for each in branches]
+        index, tasks = jnp.asarray(index)[self.rank], jnp.asarray(tasks)[self.rank]
+        if not self.uniform:
+            return lax.switch(index, run, state, tasks)
+        results = [each(state, tasks) for each in run]
+        return jax.tree.map(lambda *x: lax.select_n(index, *x) if len(x) > 1 else x[0], *results)
+
+    def _slot(self, branch: _Branch, state: _State, tasks: jax.Array) -> Any:
+        y = dx = self.nothing
+        if branch.forward:
+            state, y = self._forward(branch, state, *tasks[0])
+        if branch.backward:
+            state, dx = self._backward(branch, state, *tasks[1])
+        if branch.weights:
+            state = self._weights(state, *tasks[2])
+        return state, (y, dx)
+
+    def _forward(self, branch: _Branch, state: _State, chunk: Any, m: Any) -> Any:
+        functions, micro, ring = self.functions, _at(self.microbatches, m), m % self._num_inputs
+        x = _at(state.inputs, chunk, ring)
+        if branch.from_first:
+            (x, _), outputs = functions.first(self.outer, self.constants, micro)
+            state = state._replace(
+                inputs=_put(state.inputs, x, chunk, ring), first=_put(state.first, outputs, m)
+            )
+        fixed = _at(state.fixed, chunk)
+        (y, _), (outputs, new) = functions.stage(
+            _at(self.params, chunk), x, fixed, self.constants, micro, self.layers[chunk]
+        )
+        state = state._replace(
+            seen=_put(state.seen, fixed, chunk, ring),
+            fixed=_put(state.fixed, new, chunk),
+            stages=_put(state.stages, outputs, chunk, m),
+        )
+        if branch.to_last:
+            last = lambda outer, y: functions.last(outer, y, self.constants, micro)
+            loss, vjp, outputs = jax.vjp(last, self.outer, y, has_aux=True)
+            outer, dy = vjp(jnp.ones_like(loss))
+            gradients = _put(state.output_gradients, dy, chunk, m % self._num_gradients)
+            state = state._replace(
+                output_gradients=gradients,
+                outer=_add(state.outer, outer),
+                last=_put(state.last, outputs, m),
+            )
+        return state, y
+
+    def _backward(self, branch: _Branch, state: _State, chunk: Any, m: Any) -> Any:
+        micro, ring = _at(self.microbatches, m), m % self._num_inputs
+        params, x = _at(self.params, chunk), _at(state.inputs, chunk, ring)
+        others = _at(state.seen, chunk, ring), self.constants, micro, self.layers[chunk]
+        losses = lambda params, x: self.functions.stage(params, x, *others)[0]
+        dy = _at(state.output_gradients, chunk, m % self._num_gradients), jnp.ones(())
+        if branch.defers:
+            assert self.split is not None
+            dx, kept = self.split.of_input(params, x, others, dy)
+            ring = m % self.ticks.num_deferred
+            state = state._replace(deferred=_put(state.deferred, kept, chunk, ring))
+        else:
+            _, vjp = jax.vjp(losses, params, x)
+            gradients, dx = vjp(dy)
+            state = self._add_gradients(state, gradients, chunk)
+        if branch.to_first:
+            first = lambda outer: self.functions.first(outer, self.constants, micro)[0]
+            (outer,) = jax.vjp(first, self.outer)[1]((dx, jnp.ones(())))
+            state = state._replace(outer=_add(state.outer, outer))
+        return state, dx
+
+    def _weights(self, state: _State, chunk: Any, m: Any) -> _State:
+        assert self.split is not None
+        kept = _at(state.deferred, chunk, m % self.ticks.num_deferred)
+        return self._add_gradients(
+            state, self.split.of_weights(_at(self.params, chunk), kept), chunk
+        )
+
+    def _add_gradients(self, state: _State, gradients: Any, chunk: Any) -> _State:
+        total = jax.tree.map(
+            lambda sum, new: sum.at[chunk].add(new.astype(sum.dtype)), state.gradients, gradients
+        )
+        return state._replace(gradients=total)
+
+    def _deliver(
+        self, state: _State, sent: Any, forward: bool, pairs: Sequence[tuple[int, int]], table: Any
+    ) -> _State:
+        """Returns the state after results went from rank to rank, as `_arrivals` tells."""
+        x = sent[0] if forward else sent[1]
+        if any(source != target for source, target in pairs):
+            x = lax.ppermute(x, AXIS, pairs)
+        arrives, chunk, m = jnp.asarray(table)[self.rank]
+        name = "inputs" if forward else "output_gradients"
+        buffer = getattr(state, name)
+        place = chunk, m % (self._num_inputs if forward else self._num_gradients)
+        x = jnp.where(arrives > 0, x, _at(buffer, *place))
+        return state._replace(**{name: _put(buffer, x, *place)})
+
+
+def _task_table(slots: Sequence[Slot]) -> np.ndarray:
+    """Returns (chunk, micro-batch) of each rank's forward pass, backward pass, weight gradient."""
+    table = np.zeros((len(slots), 3, 2), np.int32)
+    columns = {Pass.FORWARD: 0, Pass.WEIGHT_GRADIENT: 2}
+    for rank, slot in enumerate(slots):
+        for task in slot:
+            table[rank, columns.get(task.kind, 1)] = task.chunk, task.microbatch
+    return table
+
+
+def _arrivals(transfers: Sequence[Transfer], num_ranks: int) -> np.ndarray:
+    """Returns (1 if something arrives, chunk, micro-batch) for each rank."""
+    table = np.zeros((num_ranks, 3), np.int32)
+    for each in transfers:
+        table[each.target] = 1, each.chunk, each.microbatch
+    return table
+
+
+def _at(tree: Any, *index: Any) -> Any:
+    return jax.tree.map(lambda a: a[index], tree)
+
+
+def _put(tree: Any, values: Any, *index: Any) -> Any:
+    return jax.tree.map(lambda a, x: a.at[index].set(x), tree, values)
+
+
+def _add(total: Any, new: Any) -> Any:
+    return jax.tree.map(lambda sum, x: sum + x.astype(sum.dtype), total, new)

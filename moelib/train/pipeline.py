@@ -1,0 +1,306 @@
+"""The gradients of a step whose layers are spread over pipeline ranks.
+
+The model is cut around the repeated blocks of its `ScanStack`: what runs before them, the blocks,
+and what runs after them are functions of their own (`moelib.parallel.pipeline.engine`). Models need
+no code for it.
+"""
+
+import contextlib
+import functools
+import operator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from moelib.core import tree
+from moelib.core.context import (
+    OutputCollection,
+    context_stack,
+    fold_name,
+    names_below,
+    new_output_collection,
+    prune_empty,
+)
+from moelib.core.errors import UserError
+from moelib.core.metrics import combine, empty, is_metric
+from moelib.core.module import functional
+from moelib.core.tree import Batch, Nested
+from moelib.layers.moe.balance import BalanceScope
+from moelib.layers.moe.layer import MoELayer
+from moelib.layers.transformer import ScanStack, cut_at_blocks
+from moelib.learner.accumulation import Accumulated, split_batch
+from moelib.learner.learner import Learner
+from moelib.parallel.pipeline.engine import Functions, Layout, run_pipeline
+from moelib.parallel.pipeline.schedule import Schedule
+from moelib.train.metrics import as_metric, collect
+from moelib.train.state import updated
+
+
+class _CutError(BaseException):
+    """The end of a forward pass at the repeated blocks."""
+
+
+class _Before(NamedTuple):
+    """What a forward pass has computed when it reaches the blocks."""
+
+    x: jax.Array
+    side_inputs: dict[str, Any]
+    outputs: OutputCollection
+
+
+def stack_of(model: Any) -> ScanStack:
+    """Returns the stack whose blocks a pipeline spreads over its ranks.
+
+    Raises:
+        UserError: If the model has no such stack, or several, or a layer that looks at all layers.
+    """
+    stacks = [layer for layer, _ in model.walk() if isinstance(layer, ScanStack)]
+    if len(stacks) != 1 or not stacks[0].num_blocks:
+        raise UserError(
+            f"mesh axis pipeline: {model.name} has {len(stacks)} stacks of repeated layers; make "
+            "its decoder a ScanStack, or set pipeline=1."
+        )
+    for layer, _ in model.walk():
+        loss = layer.config.load_balance_loss if isinstance(layer, MoELayer) else None
+        if loss is not None and loss.scope is BalanceScope.ALL_LAYERS:
+            raise UserError(
+                f"{layer.path()}.load_balance_loss.scope is ALL_LAYERS, but the layers of a "
+                "pipeline are on different devices; set another scope, or pipeline=1."
+            )
+    return stacks[0]
+
+
+def stage_sizes(num_blocks: int, num_stages: int) -> tuple[int, ...]:
+    """Returns the blocks of each stage; those in the middle have one more, if some have."""
+    small, more = divmod(num_blocks, num_stages)
+    first = (num_stages - more) // 2
+    return tuple(small + (first <= i < first + more) for i in range(num_stages))
+
+
+class _Cut:
+    """The functions of a model that is cut around its blocks; their parameters have whole paths.
+
+    Args:
+        model: The model.
+        learner: Its learner, which knows what layers may update.
+        layout: The stages.
+        uniform: Whether ranks compute blocks that they do not have, and drop the results.
+    """
+
+    def __init__(self, model: Any, learner: Learner, layout: Layout, *, uniform: bool) -> None:
+        self.model, self.learner, self.stack = model, learner, stack_of(model)
+        self.uniform = uniform
+        self.names = self.stack.path().split(".")
+        self.always = np.array(layout.rows).min(0) >= 0  # Whether all stages have the i-th block.
+
+    def is_block(self, path: str) -> bool:
+        """Returns whether a parameter belongs to the repeated blocks."""
+        *above, child = path.split("/")[: len(self.names) + 1]
+        return above == self.names and self.stack.copies(child) is not None
+
+    def _within(self, nested: Nested) -> Nested:
+        return functools.reduce(lambda inside, name: inside.get(name, {}), self.names, nested)
+
+    def _whole(self, nested: Nested) -> Nested:
+        if not nested:
+            return {}
+        return functools.reduce(lambda x, name: {name: x}, reversed(self.names), nested)
+
+    def _before(self, outer: Nested, constants: Any, micro: Any) -> _Before:
+        """Runs the model up to its blocks."""
+        found = []
+
+        def stop(stack: ScanStack, x: jax.Array, side_inputs: dict[str, Any]) -> jax.Array:
+            outputs = new_output_collection()
+            for context in context_stack():
+                names = names_below(self.model, context.module) or ()
+                inside = [
+                    functools.reduce(lambda x, name: {name: x}, reversed(names), part)
+                    for part in context.outputs
+                ]
+                outputs = OutputCollection(*map(tree.merge, outputs, inside))
+            found.append(_Before(x, side_inputs, prune_empty(outputs)))
+            raise _CutError
+
+        with contextlib.suppress(_CutError):
+            self._run(outer, constants, micro, stop)
+        return found[0]
+
+    def _run(self, outer: Nested, constants: Any, micro: Any, at_blocks: Any) -> Any:
+        params = tree.merge(constants["fixed"], outer)
+        with cut_at_blocks(at_blocks):
+            return functional(self.model, micro["key"], params, (micro["batch"],), is_training=True)
+
+    def first(self, outer: Nested, constants: Any, micro: Any) -> Any:
+        """Returns the input of the first block, the auxiliary losses so far, and outputs."""
+        before = self._before(outer, constants, micro)
+        outputs = self._checked(before.outputs)
+        return (before.x, outputs.total_aux_loss() * micro["shares"][1]), outputs
+
+    def stage(
+        self, params: Any, x: jax.Array, fixed: Any, constants: Any, micro: Any, blocks: Any
+    ) -> Any:
+        """Returns the output of some blocks, their auxiliary losses, outputs and updates."""
+        outer = constants["outer"]
+        side_inputs = self._before(outer, constants, micro).side_inputs
+        key = functools.reduce(fold_name, self.names, micro["key"])
+        run = functools.partial(self._block, key, side_inputs)
+
+        def skip(x: jax.Array, params: Nested, fixed: Nested, block: Any) -> Any:
+            _, outputs, _ = jax.eval_shape(run, x, params, fixed, block)
+            nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), outputs)
+            return (x, jnp.zeros(())), nothing, fixed
+
+        total, outputs, new = jnp.zeros(()), [], []
+        for i, always in enumerate(self.always):
+            own, other = jax.tree.map(operator.itemgetter(i), (params, fixed))
+            given = x, own, other, blocks[i]
+            if always:
+                done = run(*given)
+            elif self.uniform:
+                choose = functools.partial(jnp.where, blocks[i] >= 0)
+                done = jax.tree.map(choose, run(*given), skip(*given))
+            else:
+                done = lax.cond(blocks[i] >= 0, run, skip, *given)
+            (x, loss), kept, after = done
+            total += loss
+            outputs.append(kept)
+            new.append(after)
+        stack = lambda trees: jax.tree.map(lambda *arrays: jnp.stack(arrays), *trees)
+        return (x, total * micro["shares"][1]), (stack(outputs), stack(new))
+
+    def _block(
+        self,
+        key: jax.Array,
+        side_inputs: dict[str, Any],
+        x: jax.Array,
+        params: Nested,
+        fixed: Nested,
+        block: Any,
+    ) -> Any:
+        """Returns ((output, auxiliary losses), outputs, `fixed` after the block)."""
+        state = self._within(tree.merge(fixed, params))
+        inputs = x, block, key, side_inputs
+        x, found = functional(
+            self.stack, None, state, inputs, is_training=True, method="forward_block"
+        )
+        found = OutputCollection(*map(self._whole, found))
+        after = updated(fixed, found.state_updates, params, self.learner)
+        kept = found._replace(state_updates={}, module_outputs={})
+        return (x, found.total_aux_loss()), kept, after
+
+    def last(self, outer: Nested, x: jax.Array, constants: Any, micro: Any) -> Any:
+        """Returns the loss and the auxiliary losses after the blocks, and outputs."""
+        known = self._before(outer, constants, micro).outputs
+        (loss, metrics), found = self._run(outer, constants, micro, lambda *_: x)
+        new = lambda part, earlier: _parts(part, tree.by_path(earlier).__contains__)[1]
+        outputs = self._checked(OutputCollection(*map(new, found, known)))
+        loss = as_metric(loss)
+        objective = jnp.stack([loss.mean, outputs.total_aux_loss()]) @ micro["shares"]
+        return objective, (loss, metrics, outputs)
+
+    def _checked(self, outputs: OutputCollection) -> OutputCollection:
+        if outputs.state_updates:
+            path = next(iter(tree.by_path(outputs.state_updates)))
+            raise UserError(
+                f"mesh axis pipeline: {path} is updated by a layer outside of the repeated layers; "
+                "set pipeline=1."
+            )
+        return outputs._replace(module_outputs={})
+
+
+class PipelineConfig(NamedTuple):
+    """How a step runs in a pipeline."""
+
+    schedule: Schedule
+    num_ranks: int
+    unroll: bool = False
+    uniform: bool = False  # On CPUs; see `run_pipeline`.
+
+
+def accumulate_in_pipeline(
+    model: Any,
+    learner: Learner,
+    pipeline: PipelineConfig,
+    params: Nested,
+    batch: Batch,
+    key: jax.Array,
+    num_microbatches: int,
+) -> Accumulated:
+    """Returns what `accumulate` returns for a model in a pipeline.
+
+    Args:
+        model: The model; it has `token_counts`.
+        learner: Its learner.
+        pipeline: Schedule and number of ranks.
+        params: Parameters in the dtypes in which they are computed with. The result's state has
+            those that are not trained.
+        batch: Arrays [B, ...].
+        key: Random key of the step.
+        num_microbatches: Number M of micro-batches.
+
+    Raises:
+        UserError: If the model cannot be cut, or the schedule needs more micro-batches.
+    """
+    schedule, num_ranks, unroll, uniform = pipeline
+    num_blocks = stack_of(model).num_blocks
+    sizes = stage_sizes(num_blocks, num_ranks * schedule.num_chunks)
+    layout = Layout(schedule, num_ranks, sizes)
+    cut, rows = _Cut(model, learner, layout, uniform=uniform), np.array(layout.rows)
+    trained, fixed = _parts(params, learner.is_updated)
+    blocks, outer = _parts(trained, cut.is_block)
+    fixed_blocks, fixed_outer = _parts(fixed, cut.is_block)
+    place = lambda a: a[np.maximum(rows, 0)]  # [chunks of all ranks, blocks, ...]
+    order = np.argsort(rows.ravel())[-num_blocks:]
+    back = lambda a: a.reshape(-1, *a.shape[2:])[order]
+    M = num_microbatches
+    counts = model.token_counts(batch)
+    micro = split_batch(batch, M)
+    shares = jax.vmap(
+        lambda each: jnp.stack(
+            [
+                n / jnp.maximum(of, 1.0)
+                for n, of in zip(model.token_counts(each), counts, strict=True)
+            ]
+        )
+    )(micro)
+    done = run_pipeline(
+        Functions(cut.first, cut.stage, cut.last),
+        layout,
+        jax.tree.map(place, blocks),
+        jax.tree.map(place, fixed_blocks),
+        outer,
+        {"fixed": fixed_outer, "outer": outer},
+        {
+            "batch": micro,
+            "shares": shares,
+            "key": jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(M)),
+        },
+        unroll=unroll,
+        uniform=uniform,
+    )
+    # [chunks, M, blocks, ...] -> [M, all blocks, ...]
+    of_blocks = jax.tree.map(jax.vmap(back, in_axes=1, out_axes=0), done.stages)
+
+    def metrics_of(each: Any) -> Any:
+        batch, shares, before, blocks, (loss, metrics, after) = each
+        outputs = OutputCollection(*map(tree.merge, before, blocks, after))
+        found = collect(loss, metrics, outputs, batch, model.token_counts(batch)[1])
+        return found, jnp.stack([loss.mean, outputs.total_aux_loss()]) @ shares
+
+    of_micro, objectives = jax.vmap(metrics_of)((micro, shares, done.first, of_blocks, done.last))
+    first = jax.tree.map(lambda a: a[0], of_micro)
+    start = jax.tree.map(empty, first, is_leaf=is_metric)
+    add = lambda sum, new: (jax.tree.map(combine, sum, new, is_leaf=is_metric), None)
+    metrics, _ = lax.scan(add, start, of_micro)
+    gradients = tree.merge(jax.tree.map(back, done.params), done.outer)
+    state = tree.merge(fixed, jax.tree.map(back, done.fixed))
+    return Accumulated(jnp.sum(objectives), jnp.ones(()), gradients, metrics, state)
+
+
+def _parts(nested: Nested, keep: Any) -> tuple[Nested, Nested]:
+    """Returns the leaves whose paths `keep` accepts, and the others."""
+    return tree.select(nested, keep), tree.select(nested, lambda path: not keep(path))

@@ -1,0 +1,102 @@
+"""A step in a pipeline equals a step without: metrics, parameters, state that layers update."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from moelib.core import tree
+from moelib.core.errors import UserError
+from moelib.layers.moe.balance import BalanceScope, BiasBalancing, LoadBalanceLoss
+from moelib.layers.moe.router import Router
+from moelib.layers.transformer import LoopStack
+from moelib.learner.learner import Learner
+from moelib.parallel import sharding
+from moelib.parallel.mesh import MESH_AXIS_NAMES, create_device_mesh, mesh_shape_from_axes
+from moelib.parallel.pipeline.schedule import Schedule
+from moelib.train import state as state_lib
+from moelib.train.metrics import unpack
+from moelib.train.pipeline import PipelineConfig, stack_of, stage_sizes
+from moelib.train.step import make_train_step
+from tests.tiny import model_config, moe, packed_batch, stacked, transformer_layer
+
+
+def moe_model(num_blocks: int):
+    """Returns a model with a dense first layer, both auxiliary losses and a balancing bias."""
+    loss = LoadBalanceLoss.default_config().set(weight=0.3, scope=BalanceScope.GLOBAL_BATCH)
+    balancing = BiasBalancing.default_config()
+    layer = transformer_layer(
+        moe(load_balance_loss=loss, router=Router.default_config().set(bias_balancing=balancing))
+    )
+    first = [transformer_layer()]
+    return model_config(stacked(layer, num_layers=1 + num_blocks, first_layers=first))
+
+
+def step_of(cfg, axes=None, pipeline=None, *, num_microbatches: int):
+    """Returns parameters and metrics after a step of SGD with a rate of 1."""
+    model = cfg.instantiate(parent=None)
+    specs = model.create_parameter_specs_recursively()
+    learner_cfg = Learner.default_config().set(name="learner", optimizer=optax.sgd(1.0))
+    learner = learner_cfg.instantiate(parent=None, param_specs=specs)
+    batch = jax.tree.map(lambda *x: jnp.concatenate(x), *map(packed_batch, range(2)))
+    step = make_train_step(model, learner, num_microbatches=num_microbatches, pipeline=pipeline)
+    num = int(np.prod(list((axes or {}).values())))
+    mesh = create_device_mesh(
+        mesh_shape_from_axes(**(axes or {})), MESH_AXIS_NAMES, jax.devices()[:num]
+    )
+    with jax.set_mesh(mesh), sharding.sharding_rules({"layers": ("pipeline",)}):
+        shardings = state_lib.state_shardings(state_lib.state_specs(model, learner), learner, mesh)
+        state = state_lib.init_state(model, learner, 0, shardings)
+        before = jax.device_get(state.model)
+        after, metrics = jax.jit(step, out_shardings=(shardings, None))(state, batch)
+    return before, jax.device_get(after.model), unpack(metrics)
+
+
+def check(cfg, axes, pipeline, num_microbatches: int) -> None:
+    before, want, metrics = step_of(cfg, num_microbatches=num_microbatches)
+    _, got, found = step_of(cfg, axes, pipeline, num_microbatches=num_microbatches)
+    assert found == pytest.approx(metrics, rel=1e-5, abs=1e-5)
+    for (path, a), b, start in zip(
+        tree.flatten_items(want), jax.tree.leaves(got), jax.tree.leaves(before), strict=True
+    ):
+        floor = 1e-5 * max(float(np.abs(a - start).max()), 1e-2)
+        np.testing.assert_allclose(b, a, rtol=0, atol=floor, err_msg=path)
+
+
+CASES = [
+    (Schedule.GPIPE, {"pipeline": 4, "fsdp": 2}, 4),
+    (Schedule.ONE_F_ONE_B, {"pipeline": 2, "data": 2, "fsdp": 2}, 2),
+    (Schedule.INTERLEAVED, {"pipeline": 2, "data": 2, "expert": 2}, 4),
+    (Schedule.ZB_H1, {"pipeline": 4, "model": 2}, 8),
+    (Schedule.ZB_V, {"pipeline": 2, "seq": 2, "model": 2}, 6),  # 6 blocks over 4 stages.
+    (Schedule.DUALPIPE_V, {"pipeline": 2, "expert": 2, "fsdp": 2}, 4),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "axes", "num_blocks"), CASES)
+def test_a_step_equals_one_without_a_pipeline(schedule, axes, num_blocks):
+    pipeline = PipelineConfig(schedule, axes["pipeline"], uniform=True)
+    check(moe_model(num_blocks), axes, pipeline, num_microbatches=4)
+
+
+def test_dense_layers_in_a_pipeline():
+    cfg = model_config(stacked(transformer_layer(), num_layers=2))
+    check(cfg, {"pipeline": 2}, PipelineConfig(Schedule.ONE_F_ONE_B, 2), num_microbatches=2)
+
+
+def test_models_that_cannot_be_cut_are_refused():
+    loop = model_config(stacked(transformer_layer(), stack=LoopStack, num_layers=2))
+    with pytest.raises(UserError, match="has 0 stacks of repeated layers; make its decoder a Scan"):
+        stack_of(loop.instantiate(parent=None))
+    loss = LoadBalanceLoss.default_config().set(weight=0.3, scope=BalanceScope.ALL_LAYERS)
+    layer = transformer_layer(moe(load_balance_loss=loss))
+    with pytest.raises(UserError, match="scope is ALL_LAYERS, but the layers of a pipeline"):
+        stack_of(model_config(stacked(layer, num_layers=2)).instantiate(parent=None))
+
+
+def test_larger_stages_are_in_the_middle():
+    assert stage_sizes(26, 4) == (6, 7, 7, 6)
+    assert stage_sizes(8, 4) == (2, 2, 2, 2)
+    assert stage_sizes(5, 4) == (1, 2, 1, 1)
