@@ -52,7 +52,8 @@ class ExternalLayer(BaseLayer):
     class Config(BaseLayer.Config):
         functions: Required[InstantiableConfig] = REQUIRED  # Builds an InitApply, or such a pair.
         input_dim: int | None = None  # D, passed to `functions` if it has an unset `input_dim`.
-        # (regex of a parameter's name, its logical axes); parameters without a rule are replicated.
+        # (regex of a parameter's name, its logical axes, None for a dimension that stays whole).
+        # Parameters without a rule are replicated, or sharded automatically (`auto_sharding`).
         axes: Sequence[tuple[str, Sequence[str | None]]] = ()
         fixed: Sequence[str] = ()  # Regexes of the names of parameters that are not trained.
         # Whether apply computes each token separately; False generates text without a KV cache.
@@ -101,6 +102,7 @@ class ExternalLayer(BaseLayer):
                 'begin with "cache".'
             )
         axes = tree.match_rules(paths, cfg.axes, default=None, field=f"{title}: axes")
+        self.ruled = {name for name, found in axes.items() if found is not None}
         rules = [(pattern, True) for pattern in cfg.fixed]
         fixed = tree.match_rules(paths, rules, default=False, field=f"{title}: fixed")
         if rules and all(fixed.values()):
@@ -145,7 +147,7 @@ class ExternalLayer(BaseLayer):
     def set_shardings(
         self, used: Mapping[str, PartitionSpec], mesh_shape: Mapping[str, int]
     ) -> None:
-        """Shards the parameters without logical axes, which must not exist yet.
+        """Shards the parameters without a rule in `axes`, which must not exist yet.
 
         Args:
             used: Sharding of each parameter, by name, where the layer uses it.
@@ -155,7 +157,7 @@ class ExternalLayer(BaseLayer):
         sizes = {axis: mesh_shape.get(axis, 1) for axis in ("fsdp", "model")}
         stored, at_use = tree.by_path(self._specs, is_spec), {}
         for name, spec in stored.items():
-            if any(spec.axes):
+            if name in self.ruled:
                 at_use[name] = partition_spec(spec.axes, mesh_shape, shape=spec.shape, array=name)
                 continue
             at_use[name] = used.get(name, PartitionSpec())

@@ -29,8 +29,8 @@ def shard_external_layers(
 ) -> ShardingReport | None:
     """Shards the parameters of `ExternalLayer`s over the mesh axes "model" and "fsdp".
 
-    Parameters with logical axes keep the table's shardings, and those computed with them follow.
-    Parameters must not exist yet.
+    Parameters with logical axes keep the table's shardings, and those computed with them follow; so
+    do those that rules of `axes` keep whole. Parameters must not exist yet.
 
     Args:
         model: A model, which may itself be an `ExternalLayer`.
@@ -44,7 +44,9 @@ def shard_external_layers(
     Raises:
         UserError: The errors of `auto_partition_specs`.
     """
-    layers = [layer for layer, _ in model.walk() if isinstance(layer, ExternalLayer)]
+    below = lambda layer: layer.path().removeprefix(model.path()).replace(".", "/").strip("/")
+    layers = {below(layer): layer for layer, _ in model.walk() if isinstance(layer, ExternalLayer)}
+    path_of = lambda prefix, name: f"{prefix}/{name}" if prefix else name
     used: dict[str, PartitionSpec] = {}
     shapes: dict[str, ParameterSpec] = {}
     report = None
@@ -52,13 +54,14 @@ def shard_external_layers(
         specs, sizes = model.create_parameter_specs_recursively(), {"model": num_shards}
         loss = lambda params, batch: forward_pass(model)(params, batch)[0][0]
         shapes = tree.by_path(specs, is_spec)
+        ruled = {path_of(prefix, name) for prefix, layer in layers.items() for name in layer.ruled}
         overrides = [
             (
                 re.escape(path),
                 sharding.partition_spec(each.axes, sizes, shape=each.shape, array=path),
             )
             for path, each in shapes.items()
-            if isinstance(model, Task) and any(each.axes)
+            if path in ruled and (isinstance(model, Task) or {*each.axes} <= {None, "layers"})
         ]
         try:
             found = auto_partition_specs(
@@ -71,13 +74,12 @@ def shard_external_layers(
         logger.info("Shardings of %s:\n%s", model.name, report)
         for line in report.unknown_lines():
             logger.warning("Shardings of %s: %s.", model.name, line)
-    for layer in layers:
-        below = layer.path().removeprefix(model.path()).replace(".", "/").strip("/")
-        prefix = f"{below}/" if below else ""
+    for prefix, layer in layers.items():
         of_layer = {}
         for name, spec in tree.by_path(layer.layer_parameter_specs(), is_spec).items():
-            if (split := used.get(prefix + name)) is not None:
-                copies = len(shapes[prefix + name].shape) - len(spec.shape)  # Leading dimensions.
+            path = path_of(prefix, name)
+            if (split := used.get(path)) is not None:
+                copies = len(shapes[path].shape) - len(spec.shape)  # Leading dimensions.
                 of_layer[name] = PartitionSpec(*tuple(split)[copies:])
         layer.set_shardings(of_layer, mesh_shape)
     return report

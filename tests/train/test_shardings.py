@@ -1,5 +1,7 @@
 """Layers of other libraries, sharded by a trace of the model that holds them."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -8,8 +10,9 @@ from moelib.core.config import config_for_function
 from moelib.core.param import is_spec
 from moelib.layers.external import ExternalLayer
 from moelib.layers.transformer import ScanStack
-from moelib.parallel.mesh import mesh_shape_from_axes
-from moelib.train.shardings import shardings_table
+from moelib.parallel.mesh import MESH_AXIS_NAMES, mesh_shape_from_axes
+from moelib.train.shardings import shard_external_layers, shardings_table
+from moelib.train.task import Task
 from tests import tiny
 from tests.inference.models import decoder, layer
 from tests.layers.test_external import plain
@@ -17,10 +20,10 @@ from tests.layers.test_external import plain
 _HIDDEN = 2048  # Parameters of 16 x 2048: large enough to be stored in parts.
 
 
-def _config(directory, **fields):
+def _config(directory, axes=(), **fields):
     """Returns a run of one attention layer and an external feed-forward layer, in a scan."""
     part = ExternalLayer.default_config().set(
-        functions=config_for_function(plain).set(hidden_dim=_HIDDEN), token_by_token=True
+        functions=config_for_function(plain).set(hidden_dim=_HIDDEN), token_by_token=True, axes=axes
     )
     cfg = tiny.trainer_config(directory, evaler=False, max_step=3)
     return cfg.set(**fields, model=tiny.model_config(decoder(layer(part), kind=ScanStack)))
@@ -42,6 +45,36 @@ def test_they_are_split_like_hand_written_ones(tmp_path):
     }
     plain_trainer = _config(tmp_path, mesh_shape=mesh).instantiate(parent=None)
     assert all(axes[1:] in ((None, None), (None,)) for axes in _specs(plain_trainer).values())
+
+
+def test_a_rule_without_axes_keeps_a_parameter_whole(tmp_path):
+    """The hidden dimension of `down/0` follows it; only its storage is sharded."""
+    mesh = mesh_shape_from_axes(fsdp=2, model=4)
+    axes = [("up", (None, None))]
+    cfg = _config(tmp_path, axes=axes, mesh_shape=mesh, auto_sharding=True)
+    up, down = (
+        next(axes for path, axes in _specs(cfg.instantiate(parent=None)).items() if name in path)
+        for name in ("/up", "/down/0")
+    )
+    assert up == ("layers", None, None)
+    assert down == ("layers", "fsdp", "model")
+
+
+def test_a_rule_of_a_task_without_axes_keeps_a_parameter_whole():
+    """The hidden dimension of `down` follows it."""
+    init = lambda key: {"up": jnp.zeros((32, 1024)), "down": jnp.zeros((1024, 8))}
+
+    def loss(params, batch, key, is_training):
+        return jnp.square(jnp.tanh(batch["x"] @ params["up"]) @ params["down"]).mean()
+
+    task = Task.default_config().set(name="task", init=init, loss=loss, axes=[("up", (None, None))])
+    model = task.instantiate(parent=None)
+    mesh = mesh_shape_from_axes(fsdp=2, model=4)
+    batch = {"batch": {"x": jax.ShapeDtypeStruct((4, 32), "float32")}}
+    shard_external_layers(model, dict(zip(MESH_AXIS_NAMES, mesh, strict=True)), lambda: batch)
+    specs = model.create_parameter_specs_recursively()
+    assert specs["up"].axes == (None, None)
+    assert specs["down"].axes == (None, "model")
 
 
 @pytest.mark.slow

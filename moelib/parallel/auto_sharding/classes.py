@@ -195,6 +195,9 @@ class Analysis:
         if eqn.params.get("branches_platforms"):  # All compute the same; the last has no kernels.
             branches = branches[-1:]
         results = [self.run(branch, operands[1:], times) for branch in branches]
+        for values in zip(*results, strict=True):
+            if len(sources := {each.source for each in values}) > 1:
+                self.read |= sources  # The result may be any of them.
         return functools.reduce(self._join_values, results)
 
     def _scan(self, eqn: Any, operands: list[Value], times: int) -> list[Value]:

@@ -105,7 +105,8 @@ def auto_partition_specs(
     the FLOPs and memory that they save.
 
     Args:
-        fn: Function of (params, *example_batch), such as a loss; None decides by shapes alone.
+        fn: Function of (params, *example_batch) with any result, such as a loss or predictions;
+            None decides by shapes alone.
         params: Tree of arrays or `jax.ShapeDtypeStruct`s. `ParameterSpec`s with logical axes keep
             the sharding of the table (`moelib.parallel.sharding`).
         *example_batch: The function's other arguments, of one data-parallel replica. Their
@@ -116,14 +117,16 @@ def auto_partition_specs(
             sharded along the largest dimension that is whole.
         fsdp_axis: Mesh axis for FSDP.
         overrides: Pairs (regex of a path, PartitionSpec) over these axes, or those of the current
-            mesh. Dimensions that the function computes with together with those sharded over
-            `axis` follow; FSDP adds `fsdp_axis` to specs without it.
+            mesh. Dimensions that the function computes with together follow: they are sharded over
+            `axis`, or stay whole, like those of the override. FSDP adds `fsdp_axis` to specs
+            without it.
         leftover: Treatment of other large parameters that `axis` does not shard: "replicate",
             "fsdp" to shard their storage only, or "error".
 
     Raises:
         UserError: If an argument has an invalid value, nothing can be sharded, overrides match
-            nothing, do not fit or contradict each other, or parameters are left over.
+            nothing, do not fit, or contradict each other or logical axes, or parameters are left
+            over.
     """
     leaves = tree.flatten_items(params, is_leaf=is_spec)
     shapes = {path: _struct(path, leaf) for path, leaf in leaves}
@@ -133,14 +136,19 @@ def auto_partition_specs(
     _check_options(axis, num_shards, fsdp_axis, fsdp_shards, leftover)
     _check_divisible(shapes, num_shards)
     sizes = {axis: num_shards, fsdp_axis: fsdp_shards}
-    overridden = _overridden(shapes, overrides, sizes)
-    pinned = overridden | {
+    annotated = {
         path: partition_spec(leaf.axes, {axis: num_shards}, shape=leaf.shape, array=path)
         for path, leaf in leaves
-        if is_spec(leaf)
-        and path not in overridden
-        and not {*leaf.axes} <= {None, "layers"}  # Other axes than stacked layers'.
+        if is_spec(leaf) and not {*leaf.axes} <= {None, "layers"}  # Not stacked layers' alone.
     }
+    overridden = _overridden(shapes, overrides, sizes)
+    for path, spec in overridden.items():
+        if _dims(annotated.get(path, spec), axis) != _dims(spec, axis):
+            raise UserError(
+                f"overrides: {path}: {spec} contradicts {annotated[path]}, the sharding of its "
+                "logical axes; remove the override, or change the axes or their sharding rules."
+            )
+    pinned = annotated | overridden
     structure = jax.tree.structure(params, is_leaf=is_spec)
     if fn is None:
         chosen = dimensions_from_shapes({p: s.shape for p, s in shapes.items()}, num_shards)
@@ -151,9 +159,9 @@ def auto_partition_specs(
         jaxpr = jax.make_jaxpr(fn)(arguments, *example_batch).jaxpr
         chosen, report = _traced(jaxpr, shapes, pinned, overridden, num_shards, axis)
     free = {path: reason for path, reason in report.whole.items() if path not in pinned}
-    is_small = {path: math.prod(shapes[path].shape) < _SMALL for path in free}
-    whole = {path: reason for path, reason in free.items() if not is_small[path]}
-    small = {path: reason for path, reason in free.items() if is_small[path]}
+    is_small = lambda path: math.prod(shapes[path].shape) < _SMALL
+    whole = {path: reason for path, reason in free.items() if not is_small(path)}
+    small = {path: reason for path, reason in free.items() if is_small(path)}
     if leftover == "error" and whole:
         path, reason = next(iter(whole.items()))
         raise UserError(
@@ -270,7 +278,12 @@ def _traced(
         for path, value in zip(shapes, arguments, strict=False)
     }
     reasons, collectives, flops = analysis.unshardable(), analysis.collectives(), analysis.flops()
-    follows = lambda path, dim: path not in pinned or axis in _axes(pinned[path], dim)
+    arrays = analysis.arrays()
+    required, kept = _required(classes, arrays, pinned, overridden, reasons, axis)
+    reasons = {
+        each: f"the override of {path} keeps it whole" for each, path in kept.items()
+    } | reasons
+    follows = lambda path, dim: path not in pinned or dim in _dims(pinned[path], axis)
     bytes_of = defaultdict[int, float](float)  # Those that sharding a class saves.
     for path, struct in shapes.items():
         for dim, each in enumerate(classes[path]):
@@ -280,8 +293,6 @@ def _traced(
         each: benefit(collectives.get(each, ()), flops[each], num_bytes, num_shards)
         for each, num_bytes in bytes_of.items()
     }
-    arrays = analysis.arrays()
-    required = _required(classes, arrays, pinned, overridden, reasons, axis)
     sharded = best_classes(benefits, arrays, required)
     members: dict[int, list[tuple[str, int]]] = defaultdict(list)
     dims, whole = {}, {}
@@ -311,8 +322,9 @@ def _traced(
     return dims, report
 
 
-def _axes(spec: PartitionSpec, dim: int) -> tuple[str, ...]:
-    return mesh_axes_of(spec)[dim] if dim < len(spec) else ()
+def _dims(spec: PartitionSpec, axis: str) -> set[int]:
+    """Returns the dimensions that a spec shards over a mesh axis."""
+    return {dim for dim, axes in enumerate(mesh_axes_of(spec)) if axis in axes}
 
 
 def _required(
@@ -322,33 +334,40 @@ def _required(
     overridden: Collection[str],
     reasons: Mapping[int, str],
     axis: str,
-) -> Mapping[int, str]:
-    """Returns the classes that pinned parameters shard, each with its first parameter.
+) -> tuple[Mapping[int, str], Mapping[int, str]]:
+    """Returns the classes that pinned parameters shard, and those that overrides keep whole.
 
-    An annotation that does not fit the trace keeps its sharding, but no dimension follows it. An
-    override that does not fit is refused.
+    Each has its first parameter. An annotation that does not fit the trace keeps its sharding, but
+    no dimension follows it. An override that does not fit is refused.
     """
     neighbors: dict[int, set[int]] = defaultdict(set)
     for array in arrays:
         for each in array:
             neighbors[each].update(array)
     required: dict[int, str] = {}
-    for path, spec in pinned.items():  # Overrides come first.
-        for dim in (dim for dim, axes in enumerate(mesh_axes_of(spec)) if axis in axes):
-            each = classes[path][dim]
-            others = (required[n] for n in neighbors[each] - {each} if n in required)
-            if (other := next(others, None)) is None and each not in reasons:
-                required.setdefault(each, path)
-            elif path in overridden and other:
+    kept: dict[int, str] = {}
+    for path, spec in pinned.items():  # Annotations come first.
+        split = _dims(spec, axis)
+        for dim, each in enumerate(classes[path]):
+            if dim in split:
+                rivals = {n: required.get(n) for n in neighbors[each]} | {each: kept.get(each)}
+            elif path in overridden:
+                rivals = {each: required.get(each)}
+            else:
+                continue
+            rival = next((other for other in rivals.values() if other is not None), None)
+            if rival is None and not (dim in split and each in reasons):
+                (required if dim in split else kept).setdefault(each, path)
+            elif path in overridden and rival is not None:
                 raise UserError(
-                    f"overrides: those of {other} and {path} contradict each other: an array of "
-                    "the computation would be sharded twice."
+                    f"overrides: {rival} and {path} contradict each other: {pinned[rival]} and "
+                    f"{spec} shard an array of the computation differently."
                 )
             elif path in overridden:
                 raise UserError(
                     f"overrides: {path} cannot be sharded along dimension {dim}: {reasons[each]}."
                 )
-    return required
+    return required, kept
 
 
 def _sharded(axes: Mapping[int, Any]) -> PartitionSpec:

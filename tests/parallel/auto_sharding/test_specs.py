@@ -102,6 +102,28 @@ def test_an_annotation_that_does_not_fit_is_kept_alone():
     assert found.specs == _COLUMN_ROW | {"up": P("model")}
 
 
+def test_neighbors_of_an_override_that_is_whole_stay_whole():
+    overrides = [("bias", P())]
+    found = auto_partition_specs(_network, _PARAMS, _X, num_shards=4, overrides=overrides)
+    assert found.specs == {"up": P(), "bias": P(), "down": P(None, "model")}
+    assert "[1] the override of bias keeps it whole" in found.report.whole["up"]
+
+
+@pytest.mark.parametrize(("spec", "fits"), [(P("fsdp", "model"), True), (P(), False)])
+def test_an_override_of_an_annotation_must_agree_over_the_axis(spec, fits):
+    params = _PARAMS | {"up": ParameterSpec((128, 256), ("embed", "ffn"))}
+    shard = lambda *overrides: auto_partition_specs(
+        _network, params, _X, num_shards=4, overrides=overrides
+    )
+    if fits:
+        assert shard(("up", spec)).specs == _COLUMN_ROW | {"up": spec}
+        return
+    with pytest.raises(UserError, match=r"up: .*\(\) contradicts .*'model'"):
+        shard(("up", spec))
+    with pytest.raises(UserError, match="up and down contradict"):
+        shard(("down", spec))
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -115,6 +137,8 @@ def test_an_annotation_that_does_not_fit_is_kept_alone():
         ([("odd", P(None, "model"))], "odd: .* size 129 is not divisible by 4"),
         ([("up", P("model"))], "up cannot be sharded along dimension 0"),
         ([("bias", P("model")), ("scale", P("model"))], "bias and scale contradict"),
+        ([("up", P(None, "model")), ("bias", P())], "bias and up contradict"),
+        ([("bias", P()), ("down", P("model"))], "bias and down contradict"),
     ],
 )
 def test_overrides_that_do_not_fit_are_refused(overrides, message):
@@ -289,6 +313,16 @@ def test_functions_inside_others_are_read(transform):
     assert (found.specs, found.report.unknown) == (_COLUMN_ROW | {"spare": P()}, {})
     if transform is not _after_while:  # JAX 0.11 takes all that a while loop carries for used.
         assert found.report.unused == ("spare",)
+
+
+def test_parameters_of_each_branch_are_used():
+    either = lambda p, x: jax.lax.cond(x.sum() > 0, lambda p: p["up"], lambda p: p["other"], p)
+    params = _PARAMS | {"other": jnp.zeros((128, 256))}
+    found = auto_partition_specs(
+        lambda p, x: _network(p | {"up": either(p, x)}, x), params, _X, num_shards=4
+    )
+    assert not found.report.unused
+    assert found.specs == _COLUMN_ROW | {"other": P(None, "model")}
 
 
 def test_nested_scans_are_read():
