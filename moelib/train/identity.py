@@ -31,9 +31,10 @@ _RUN_FILE = "run.json"
 # determines the numbers of a run: also the trainer's class, and the fields of one's own trainer.
 _NOT_OF_THE_NUMBERS = re.compile(
     r"(name|max_step|train_dtype|num_microbatches|init_state_builder|mesh_shape|mesh_axis_names"
-    r"|mesh_rules|auto_sharding|sharding_rules|compiler_options|kernel_backends|skip_kernel_check"
-    r"|dir|accept_changes|checkpointer|evalers|summary_writer|log_every_n_steps|stop_on_nan"
-    r"|watchdog_timeout_seconds|crash_on_hang_timeout_seconds|start_trace_steps|num_trace_steps"
+    r"|mesh_rules|auto_sharding|sharding_rules|pipeline_schedule|compiler_options"
+    r"|kernel_backends|skip_kernel_check|dir|accept_changes|checkpointer|evalers|summary_writer"
+    r"|log_every_n_steps|stop_on_nan|watchdog_timeout_seconds|crash_on_hang_timeout_seconds"
+    r"|start_trace_steps|num_trace_steps"
     r")\b.*"
 )
 

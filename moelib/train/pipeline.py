@@ -57,13 +57,15 @@ def stack_of(model: Any) -> ScanStack:
     Raises:
         UserError: If the model has no such stack, or several, or a layer that looks at all layers.
     """
-    stacks = [layer for layer, _ in model.walk() if isinstance(layer, ScanStack)]
+    is_language_model = hasattr(model, "walk") and hasattr(model, "token_counts")
+    layers = [layer for layer, _ in model.walk()] if is_language_model else []
+    stacks = [layer for layer in layers if isinstance(layer, ScanStack)]
     if len(stacks) != 1 or not stacks[0].num_blocks:
         raise UserError(
             f"mesh axis pipeline: {model.name} has {len(stacks)} stacks of repeated layers; make "
             "its decoder a ScanStack, or set pipeline=1."
         )
-    for layer, _ in model.walk():
+    for layer in layers:
         loss = layer.config.load_balance_loss if isinstance(layer, MoELayer) else None
         if loss is not None and loss.scope is BalanceScope.ALL_LAYERS:
             raise UserError(
@@ -93,13 +95,13 @@ class _Cut:
     def __init__(self, model: Any, learner: Learner, layout: Layout, *, uniform: bool) -> None:
         self.model, self.learner, self.stack = model, learner, stack_of(model)
         self.uniform = uniform
-        self.names = self.stack.path().split(".")
+        self.names = names_below(model, self.stack) or ()
         self.always = np.array(layout.rows).min(0) >= 0  # Whether all stages have the i-th block.
 
     def is_block(self, path: str) -> bool:
         """Returns whether a parameter belongs to the repeated blocks."""
         *above, child = path.split("/")[: len(self.names) + 1]
-        return above == self.names and self.stack.copies(child) is not None
+        return (*above,) == self.names and self.stack.copies(child) is not None
 
     def _within(self, nested: Nested) -> Nested:
         return functools.reduce(lambda inside, name: inside.get(name, {}), self.names, nested)

@@ -117,6 +117,12 @@ def check_loss_chunk(chunk_size: int | None, tokens: int) -> None:
         )
 
 
+def rules_of(cfg: Any) -> dict[str, Sequence[str]]:
+    """Returns the changed sharding rules of a `SpmdTrainer.Config`."""
+    own = {} if cfg.pipeline_schedule is None else {"layers": ("pipeline",)}
+    return own | dict(cfg.sharding_rules or {})
+
+
 def _parts(name: str, mesh_shape: Mapping[str, int]) -> tuple[int, str]:
     """Returns the number of parts of a logical axis, and the mesh axes it is split over."""
     axes = mesh_axes(name, mesh_shape)

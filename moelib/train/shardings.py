@@ -19,6 +19,7 @@ from moelib.layers.external import ExternalLayer
 from moelib.parallel import sharding
 from moelib.parallel.auto_sharding.specs import ShardingReport, auto_partition_specs
 from moelib.parallel.mesh import describe_mesh
+from moelib.train.settings import rules_of
 from moelib.train.task import Task
 
 logger = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ def shardings_table(trainer: Any) -> Table:
     """
     mesh, report = trainer.mesh_sizes, trainer.sharding_report
     rows, total = [], 0
-    with sharding.sharding_rules(trainer.config.sharding_rules or {}):
+    with sharding.sharding_rules(rules_of(trainer.config)):
         for path, spec in tree.by_path(trainer.trainer_state_specs.model, is_spec).items():
             split = sharding.partition_spec(spec.axes, mesh, shape=spec.shape, array=path)
             entries = sharding.mesh_axes_of(split)

@@ -42,6 +42,7 @@ from moelib.parallel.mesh import (
     mesh_shape_from_axes,
     shared_sides,
 )
+from moelib.parallel.pipeline.schedule import Schedule, slots
 from moelib.train import state as state_lib
 from moelib.train.compiler_options import compile_with, default_options, spelled
 from moelib.train.evaler import SpmdEvaler
@@ -50,7 +51,8 @@ from moelib.train.input_state import gather_input_state, input_state_of
 from moelib.train.loop import TrainLoop
 from moelib.train.memory import check_memory
 from moelib.train.no_gradient import warn_without_gradient
-from moelib.train.settings import check_batch, check_config, completed
+from moelib.train.pipeline import PipelineConfig, stack_of
+from moelib.train.settings import check_batch, check_config, completed, rules_of
 from moelib.train.shardings import shard_external_layers
 from moelib.train.signals import ended_by_sigterm
 from moelib.train.state import TrainerState
@@ -106,6 +108,9 @@ class SpmdTrainer(Module):
         auto_sharding: bool = False
         # {logical axis: mesh axes} that replace lines of parallel.sharding.DEFAULT_RULES.
         sharding_rules: dict[str, Sequence[str]] | None = None
+        # Order of the passes on a mesh with the axis "pipeline", over which the layers of a
+        # ScanStack are then spread; None for no pipeline.
+        pipeline_schedule: Schedule | None = None
         # Options of XLA for the step, which override those of train.compiler_options.
         compiler_options: dict[str, str] | None = None
         # {kernel: backend}, such as {"gmm": "xla"}; others follow MOELIB_KERNEL_BACKEND, then the
@@ -156,7 +161,7 @@ class SpmdTrainer(Module):
         self._state: TrainerState | None = None  # There is none for examples of this sharding.
         self.sharding_report: ShardingReport | None = None  # Of automatic shardings.
         if cfg.auto_sharding or isinstance(self.model, Task):
-            with sharding.sharding_rules(cfg.sharding_rules or {}):
+            with sharding.sharding_rules(rules_of(cfg)):
                 self.sharding_report = shard_external_layers(
                     self.model, self.mesh_sizes, self._replica_batch
                 )
@@ -192,7 +197,7 @@ class SpmdTrainer(Module):
     def _mesh(self) -> jax.sharding.Mesh:
         cfg = self.config
         mesh = create_device_mesh(cfg.mesh_shape, cfg.mesh_axis_names, self._devices)
-        with jax.set_mesh(mesh), sharding.sharding_rules(cfg.sharding_rules or {}):
+        with jax.set_mesh(mesh), sharding.sharding_rules(rules_of(cfg)):
             sharding.check_mesh_axes(dict(mesh.shape))
         return mesh
 
@@ -207,11 +212,26 @@ class SpmdTrainer(Module):
             return dict(self.mesh().shape)
         return dict(zip(names, shape, strict=True))
 
+    @functools.cached_property
+    def pipeline(self) -> PipelineConfig | None:
+        """The pipeline of a step; None without one.
+
+        Raises:
+            UserError: If the model cannot be spread over it, or needs more micro-batches.
+        """
+        cfg, num_ranks = self.config, self.mesh_sizes.get("pipeline", 1)
+        if cfg.pipeline_schedule is None or num_ranks == 1:
+            return None
+        stack_of(self.model)
+        slots(cfg.pipeline_schedule, num_ranks, 0, cfg.num_microbatches)
+        on_cpus = self.mesh().devices.flat[0].platform == "cpu"
+        return PipelineConfig(cfg.pipeline_schedule, num_ranks, uniform=on_cpus)
+
     @contextlib.contextmanager
     @nowrap
     def on_mesh(self) -> Iterator[None]:
         """Sets mesh, sharding rules and kernel backends; records the logical axes that are used."""
-        rules = sharding.sharding_rules(self.config.sharding_rules or {})
+        rules = sharding.sharding_rules(rules_of(self.config))
         kernels = kernel_backends(self.config.kernel_backends)
         with kernels, jax.set_mesh(self.mesh()), rules as used:
             yield
@@ -437,6 +457,7 @@ class SpmdTrainer(Module):
                 self.learner,
                 train_dtype=cfg.train_dtype,
                 num_microbatches=cfg.num_microbatches,
+                pipeline=self.pipeline,
             )
         replicated = jax.sharding.NamedSharding(self.mesh(), jax.sharding.PartitionSpec())
         out = (self.trainer_state_shardings, replicated)
@@ -493,6 +514,8 @@ class SpmdTrainer(Module):
             check_processes(cfg)
             stack.enter_context(self.on_mesh())
             _ = self.batch_sharding  # Refuses a mesh that does not divide the batch.
+            if self.pipeline is not None and self.evalers:
+                logger.warning("Evaluations gather all layers on every pipeline rank.")
             if not cfg.skip_kernel_check:
                 check_kernels(cfg.train_dtype)
             if is_writer:

@@ -9,6 +9,7 @@ from typing import Any
 from moelib.core.config_modifier import apply_mesh_rule
 from moelib.parallel.mesh import HybridMeshShape, all_meshes, describe_mesh, parse_mesh
 from moelib.parallel.sharding import DEFAULT_RULES
+from moelib.train.settings import rules_of
 
 Axes = dict[str, int]  # Sizes above 1 by axis, outermost first.
 
@@ -21,7 +22,7 @@ def meshes_to_check(
     `which` is the argument `meshes` of `verify_config`, and `thorough` too. Raises UserError if a
     mesh is impossible.
     """
-    rules = {**DEFAULT_RULES, **(cfg.sharding_rules or {})}
+    rules = {**DEFAULT_RULES, **rules_of(cfg)}
     used = {axis for axes in rules.values() for axis in axes}
     names = [name for name in cfg.mesh_axis_names if name in used]
     if which not in ("auto", "all"):

@@ -92,6 +92,7 @@ class Probe:
             recorder,  # pyrefly: ignore[bad-argument-type]
             train_dtype=trainer.config.train_dtype,
             num_microbatches=trainer.config.num_microbatches,
+            pipeline=trainer.pipeline,
         )
 
         def step(state: Any, batch: Any, gradients: Nested) -> Any:

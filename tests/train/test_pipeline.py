@@ -16,10 +16,11 @@ from moelib.parallel import sharding
 from moelib.parallel.mesh import MESH_AXIS_NAMES, create_device_mesh, mesh_shape_from_axes
 from moelib.parallel.pipeline.schedule import Schedule
 from moelib.train import state as state_lib
+from moelib.train.fit import fit
 from moelib.train.metrics import unpack
 from moelib.train.pipeline import PipelineConfig, stack_of, stage_sizes
 from moelib.train.step import make_train_step
-from tests.tiny import model_config, moe, packed_batch, stacked, transformer_layer
+from tests.tiny import model_config, moe, packed_batch, stacked, trainer_config, transformer_layer
 
 
 def moe_model(num_blocks: int):
@@ -84,6 +85,44 @@ def test_a_step_equals_one_without_a_pipeline(schedule, axes, num_blocks):
 def test_dense_layers_in_a_pipeline():
     cfg = model_config(stacked(transformer_layer(), num_layers=2))
     check(cfg, {"pipeline": 2}, PipelineConfig(Schedule.ONE_F_ONE_B, 2), num_microbatches=2)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_schedule_and_without_a_pipeline(tmp_path):
+    def run(folder, max_step, schedule=None, **axes):
+        cfg = trainer_config(tmp_path / folder, max_step=max_step, save_every=2, evaler=False)
+        cfg.set(
+            model=model_config(stacked(transformer_layer(), num_layers=4)),
+            mesh_shape=mesh_shape_from_axes(**axes),
+            num_microbatches=4,
+            pipeline_schedule=schedule,
+        )
+        cfg.input.global_batch_size = 32
+        return fit(cfg).metrics["loss"]
+
+    whole = run("whole", 6, data=8)
+    run("parts", 2, Schedule.ONE_F_ONE_B, pipeline=4, data=2)
+    run("parts", 4, Schedule.DUALPIPE_V, pipeline=2, fsdp=2, data=2)
+    assert run("parts", 6, data=8) == pytest.approx(whole, rel=1e-5)
+
+
+def test_the_fields_of_the_page_are_those_of_a_config(tmp_path):
+    cfg = trainer_config(tmp_path)
+    # --8<-- [start:pipeline]
+    cfg.mesh_shape = mesh_shape_from_axes(pipeline=4, fsdp=-1)
+    cfg.pipeline_schedule = Schedule.DUALPIPE_V
+    cfg.num_microbatches = 16
+    # --8<-- [end:pipeline]
+    assert cfg.pipeline_schedule.stage(4, 0, 1) == 7  # The last stage.
+
+
+def test_too_few_microbatches_are_refused(tmp_path):
+    cfg = trainer_config(tmp_path, evaler=False, mesh_shape=mesh_shape_from_axes(pipeline=8))
+    cfg.set(model=model_config(stacked(transformer_layer(), num_layers=16)), num_microbatches=8)
+    with pytest.raises(UserError, match="num_microbatches=8: schedule 'dualpipe-v' requires"):
+        fit(cfg.set(pipeline_schedule=Schedule.DUALPIPE_V))
+    with pytest.raises(UserError, match="mesh axis pipeline=8: no sharding rule uses it"):
+        fit(cfg.set(pipeline_schedule=None))
 
 
 def test_models_that_cannot_be_cut_are_refused():
