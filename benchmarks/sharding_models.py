@@ -143,7 +143,7 @@ def llama(name: str, kv_heads: int = HEADS, layers: int = LAYERS) -> Model:
         return _cross_entropy(_norm(x, params["norm"]) @ params["head"], labels)
 
     columns = "q|k|v|gate|up" if kv_heads == HEADS else "q|gate|up"  # Else whole, as in Megatron.
-    hand = [*_ENDS, (f"layers/./({columns})", COLUMN), ("layers/./(o|down)", ROW)]
+    hand = [*_ENDS, (f"layers/.*/({columns})", COLUMN), ("layers/.*/(o|down)", ROW)]
     return Model(name, loss, params, (draw.ids(BATCH, LENGTH), draw.ids(BATCH, LENGTH)), hand)
 
 

@@ -11,7 +11,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from moelib.core import tree
 from moelib.core.config import did_you_mean
 from moelib.core.errors import UserError
-from moelib.parallel.auto_sharding.choice import BYTES_PER_PARAMETER_BYTE, sent_bytes
+from moelib.core.param import is_spec
+from moelib.parallel.auto_sharding.choice import (
+    BYTES_PER_PARAMETER_BYTE,
+    FLOPS_PER_BYTE,
+    sent_bytes,
+)
 from moelib.parallel.auto_sharding.constrain import constrain_at_use
 from moelib.parallel.auto_sharding.specs import (
     AutoShardings,
@@ -22,6 +27,7 @@ from moelib.parallel.auto_sharding.specs import (
 from moelib.parallel.sharding import mesh_axes_of
 from moelib.planning.hlo import program
 from moelib.planning.report.collectives import collectives_by_axes
+from moelib.planning.report.count import matmul_flops
 from moelib.planning.report.step_report import Collective
 
 _LOG = logging.getLogger(__name__)
@@ -38,12 +44,14 @@ class Candidate(NamedTuple):
     collectives: tuple[Collective, ...]
     sent_bytes: float  # Per device, of all collectives.
     parameter_bytes: float  # Per device.
+    flops: float  # Per device, of matmuls.
 
     @property
     def cost(self) -> float:
-        """Bytes on the links: those sent, and those that latencies and memory are worth."""
+        """Bytes on the links: those sent, and those that latencies, memory and FLOPs are worth."""
         latencies = _LATENCY_BYTES * sum(each.executions for each in self.collectives)
-        return self.sent_bytes + latencies + BYTES_PER_PARAMETER_BYTE * self.parameter_bytes
+        memory = BYTES_PER_PARAMETER_BYTE * self.parameter_bytes
+        return self.sent_bytes + latencies + memory + self.flops / FLOPS_PER_BYTE
 
 
 class Choice(NamedTuple):
@@ -73,7 +81,8 @@ def choose_specs(
 
     Args:
         loss: Function of (params, *example_batch) with a scalar result.
-        params: Tree of arrays.
+        params: Tree of arrays. In the place of an array a `ParameterSpec` may stand, whose logical
+            axes shard it in all candidates but the replicated one and `others`.
         *example_batch: A batch; leading dimensions are sharded over the other axes of the mesh.
         mesh: The mesh, with axes of type `AxisType.Auto`.
         axis: Mesh axis for tensor parallelism.
@@ -86,7 +95,12 @@ def choose_specs(
         UserError: If the result is not a scalar, the mesh lacks `axis`, one of `others` does not
             fit the parameters, and the errors of `auto_partition_specs`.
     """
-    result = jax.eval_shape(loss, params, *example_batch)
+    arrays = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype or "float32") if is_spec(x) else x,
+        params,
+        is_leaf=is_spec,
+    )
+    result = jax.eval_shape(loss, arrays, *example_batch)
     if getattr(result, "shape", None) != ():
         found = getattr(result, "shape", type(result).__name__)
         raise UserError(f"loss returns {found}; it must return a scalar, of shape ().")
@@ -118,19 +132,19 @@ def choose_specs(
     if not isinstance(others := others or {}, Mapping):
         raise UserError(f"others={others!r}: pass trees of PartitionSpecs by name.")
     for name, specs in others.items():
-        _check_candidate(name, specs, params, sizes, taken=named)
+        _check_candidate(name, specs, arrays, sizes, taken=named)
         named[name] = specs, specs
     compiled = []
     for name, (specs, use_specs) in named.items():
         step = jax.value_and_grad(constrain_at_use(loss, use_specs))
-        text = compile_sharded(step, params, example_batch, specs, mesh, axis)
-        collectives = collectives_by_axes(program.parse(text), sizes)
+        parsed = program.parse(compile_sharded(step, arrays, example_batch, specs, mesh, axis))
+        collectives = collectives_by_axes(parsed, sizes)
         sent = sum(_sent_bytes(each) for each in collectives)
         held = sum(
             leaf.size * leaf.dtype.itemsize / _num_parts(spec, sizes)
-            for leaf, spec in zip(jax.tree.leaves(params), jax.tree.leaves(specs), strict=True)
+            for leaf, spec in zip(jax.tree.leaves(arrays), jax.tree.leaves(specs), strict=True)
         )
-        compiled.append(Candidate(name, specs, collectives, sent, held))
+        compiled.append(Candidate(name, specs, collectives, sent, held, matmul_flops(parsed)))
     _warn_above_prediction(compiled[0], traced, axis)
     return Choice(min(compiled, key=lambda each: each.cost), tuple(compiled), traced)
 

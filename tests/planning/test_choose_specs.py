@@ -9,6 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from moelib.core.errors import UserError
+from moelib.core.param import ParameterSpec
 from moelib.parallel.auto_sharding import rules
 from moelib.planning.choose_specs import Candidate, choose_specs
 from moelib.planning.report.step_report import Collective
@@ -39,6 +40,7 @@ def test_the_candidate_that_sends_least_is_chosen():
     assert 4 * 128 * 4 <= sums[0].bytes <= 4 * 128 * 4 + 8
     assert by_name["wrong"].sent_bytes > choice.best.sent_bytes
     assert by_name["replicated"].cost > choice.best.cost
+    assert by_name["replicated"].flops == 8 * choice.best.flops > 0
 
 
 def test_a_step_that_sends_more_than_predicted_is_warned_of(caplog, monkeypatch):
@@ -59,10 +61,23 @@ def test_a_step_that_sends_more_than_predicted_is_warned_of(caplog, monkeypatch)
 
 def test_a_few_bytes_of_parameters_are_not_worth_another_collective():
     few, many = (
-        Candidate("", {}, (Collective("all-gather", ("model",), 8, executions=n),), 1e6, held)
+        Candidate("", {}, (Collective("all-gather", ("model",), 8, executions=n),), 1e6, held, 0)
         for n, held in ((2, 2e6), (3, 2e6 - 1e4))
     )
     assert few.cost < many.cost
+
+
+def test_matmuls_that_are_not_sharded_cost():
+    small, large = (Candidate("", {}, (), 0.0, 1e6, flops) for flops in (1e12, 8e12))
+    assert large.cost - small.cost == pytest.approx(7e9)
+
+
+def test_logical_axes_shard_the_candidates():
+    params = _PARAMS | {"up": ParameterSpec((128, 512), ("embed", "ffn"))}
+    mesh = jax.make_mesh(*_MESH, axis_types=(AxisType.Auto,) * 2)
+    choice = choose_specs(_loss, params, *_BATCH, mesh=mesh)
+    specs = {each.name: each.specs["up"] for each in choice.candidates}
+    assert specs == {"traced": P(None, "model"), "shapes": P(None, "model"), "replicated": P()}
 
 
 def test_a_loss_that_is_no_scalar_is_refused():

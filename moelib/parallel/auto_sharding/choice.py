@@ -7,7 +7,7 @@ import numpy as np
 from moelib.parallel.auto_sharding.classes import Collective
 
 # FLOPs that a chip computes while its links carry one byte: about 1,000 on v5p and H100.
-_FLOPS_PER_BYTE = 1000.0
+FLOPS_PER_BYTE = 1000.0
 # Bytes on the links that one byte of a parameter is worth: its gradient and two moments are stored
 # with it, each is read and written, and memory limits a model more than speed.
 BYTES_PER_PARAMETER_BYTE = 16.0
@@ -24,7 +24,7 @@ def benefit(
     collectives: Sequence[Collective], flops: float, parameter_bytes: float, num_shards: int
 ) -> float:
     """Returns the savings from sharding a class, in bytes on the links; they may be negative."""
-    saved = flops / _FLOPS_PER_BYTE + BYTES_PER_PARAMETER_BYTE * parameter_bytes
+    saved = flops / FLOPS_PER_BYTE + BYTES_PER_PARAMETER_BYTE * parameter_bytes
     sent = sum(sent_bytes(each.kind, each.num_bytes, num_shards) for each in collectives)
     return (1 - 1 / num_shards) * saved - sent
 

@@ -28,13 +28,14 @@ def constrain_at_use(fn: Callable[..., Any], use_specs: Any) -> Callable[..., An
     """
 
     def constrained(params: Any, *args: Any) -> Any:
-        if (mesh := current_mesh()) is None:
-            return fn(params, *args)
+        mesh = jax.sharding.get_abstract_mesh()
         if AxisType.Explicit in mesh.axis_types:
             raise UserError(
                 f"mesh: its axes {mesh.axis_names} have the types {mesh.axis_types}; make it with "
                 f"axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)}."
             )
+        if current_mesh() is None:
+            return fn(params, *args)
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(params, *args)
         arguments = jax.tree.leaves((params, args))
         specs = jax.tree.leaves(use_specs)

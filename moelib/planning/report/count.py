@@ -60,7 +60,7 @@ def count(
         "collective_groups": collectives_by_groups(program, mesh, slices),
         "kernels": kernels(program),
         "operations": tuple(_operation(program, opcode) for opcode in OPERATIONS),
-        "matmul_flops": _matmul_flops(program),
+        "matmul_flops": matmul_flops(program),
         "fusions": len(fusions),
         "fusion_executions": sum(c.executions for c in fusions),
         "fusion_kinds": fusion_kinds(program),
@@ -171,7 +171,8 @@ def _operation(program: Program, opcode: str) -> Operation:
     )
 
 
-def _matmul_flops(program: Program) -> int:
+def matmul_flops(program: Program) -> int:
+    """Returns the FLOPs of all matmuls that a device executes."""
     return sum(
         values.matmul_flops(each, computation) * computation.executions
         for computation, each in program.instructions()

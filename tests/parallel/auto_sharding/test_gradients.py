@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -13,6 +14,8 @@ from benchmarks.auto_sharding import foreign_models, gradient_error, without_nam
 from moelib.parallel.auto_sharding.constrain import constrain_at_use
 from moelib.parallel.auto_sharding.specs import auto_partition_specs
 from moelib.planning.choose_specs import compile_sharded
+from moelib.planning.compiled.compile_step import no_compilation_cache
+from moelib.planning.hardware.topologies import topology
 from moelib.planning.hlo import program
 from moelib.planning.report.collectives import collectives_by_axes
 
@@ -56,6 +59,27 @@ def test_fsdp_gathers_parameters_where_they_are_used():
     for each in collectives_by_axes(program.parse(text), dict(mesh.shape)):
         kinds[each.kind] = kinds.get(each.kind, 0) + each.count
     assert kinds == {"all-reduce": 14, "all-gather": 16}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [_MODELS[0], sharding_models.flax_attention])
+def test_tpus_sum_as_few_arrays_as_two_layers_need(build):
+    """10 sums of activations, and the softmax's sums of scalars per token in two others."""
+    pytest.importorskip("libtpu")
+    devices = np.array(topology("v5e:2x4").devices).reshape(1, 8)
+    mesh = jax.sharding.Mesh(devices, ("fsdp", "model"), axis_types=(AxisType.Auto,) * 2)
+    with foreign_models():
+        model = without_names(build())
+        specs = _found(model, (1, 8)).specs
+        with no_compilation_cache():
+            step = jax.value_and_grad(model.loss)
+            text = compile_sharded(step, model.params, model.batch, specs, mesh, "model")
+    found = collectives_by_axes(program.parse(text), dict(mesh.shape))
+    tokens = sharding_models.BATCH * sharding_models.LENGTH
+    assert {(each.kind, each.axes) for each in found} == {("all-reduce", ("model",))}
+    assert sum(each.count for each in found) == 12
+    activations = 10 * 4 * tokens * sharding_models.WIDTH
+    assert activations <= sum(each.bytes for each in found) <= activations + 4 * 4 * tokens
 
 
 def test_a_parameter_that_is_used_whole_is_gathered_layer_by_layer():

@@ -40,6 +40,15 @@ def test_traced_specs_equal_those_by_hand(build):
     assert not found.report.unknown
 
 
+@pytest.mark.slow
+def test_80_layers_are_sharded_like_two():
+    model = sharding_models.llama("Llama", layers=80)
+    anonymous = without_names(model)
+    found = auto_partition_specs(anonymous.loss, anonymous.params, *model.batch, num_shards=8)
+    assert found.specs == hand_specs(model)
+    assert len(found.report.classes) == 2 + 2 * 80  # Vocabularies; heads and hidden dimensions.
+
+
 _OWN = [("flame_moe", "flame-moe-tiny", 2)]
 _SLOW = [
     ("open_models", "qwen3-30b-a3b", 4),
