@@ -194,9 +194,11 @@ def _elements(value: Any) -> Iterable[Any]:
         return value.values()
     if type(value) in (list, tuple, set, frozenset):
         return value
+    wrap = "wrap it in a def or a lambda, or " if callable(value) else ""
     raise NonConfigFieldError(
         f"a config cannot hold {value!r} of type {type(value).__qualname__}: only plain data, "
-        "functions, classes and configs; describe it by config_for_function or config_for_class"
+        f"functions, classes and configs; {wrap}describe it by config_for_function or "
+        "config_for_class"
     )
 
 

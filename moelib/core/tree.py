@@ -87,15 +87,17 @@ def from_nested(nested: Nested, like: Any) -> Any:
     return map_by_path(lambda path, _: leaves[path], like)
 
 
-def mismatch(found: Any, expected: Any) -> str | None:
+def mismatch(found: Any, expected: Any, *, dtypes: bool = False) -> str | None:
     """Returns where two trees of arrays differ first, in names, shapes or kinds of numbers.
 
-    Floating-point numbers of any size are of one kind, and so are integers. None if nothing does.
+    Floating-point numbers of any size are of one kind, and so are integers; with `dtypes`, arrays
+    differ in any dtype. None if nothing does.
     """
     found, expected = by_path(found), by_path(expected)
     for path in [*expected, *found]:
         a, b = (leaves.get(path) for leaves in (found, expected))
-        if a is None or b is None or shape_and_kind(a) != shape_and_kind(b):
+        other = a is None or b is None or shape_and_kind(a) != shape_and_kind(b)
+        if other or (dtypes and getattr(a, "dtype", b.dtype) != b.dtype):
             a, b = ("missing" if x is None else array_text(x) for x in (a, b))
             return f"{path!r} is {a} instead of {b}"
     return None

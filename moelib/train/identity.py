@@ -206,7 +206,7 @@ def check_directory(
         if record is not None and "config" not in accepted:
             raise TrainerDirConflictError(
                 f"{directory} has checkpoints, but no {CONFIG_FILE} to compare this config with; "
-                "restore the file, or pass --accept_changes=config."
+                f"restore the file, or pass {_accepting('config')}."
             )
         return
     text = _as_today(text, source, names)
@@ -222,8 +222,12 @@ def check_directory(
     raise TrainerDirConflictError(
         f"{directory} belongs to another run: {first} is {before.get(first, 'not set')} there, and "
         f"{now.get(first, 'not set')} in this config{more}; choose another directory, set it back "
-        "to resume that run, or pass --accept_changes=config to continue it with this config."
+        f"to resume that run, or pass {_accepting('config')} to continue it with this config."
     )
+
+
+def _accepting(name: str) -> str:
+    return f'--accept_changes={name} (in Python, accept_changes=["{name}"])'
 
 
 def _check_changes(
@@ -244,7 +248,7 @@ def _check_changes(
         if name is not None and name not in (cfg.accept_changes or ()):
             raise TrainerDirConflictError(
                 f"{path} is {was} in {directory}, and {value} in this config, which changes the "
-                f"{name} of all further steps; set it back, or pass --accept_changes={name}."
+                f"{name} of all further steps; set it back, or pass {_accepting(name)}."
             )
         if name is not None or path == "max_step":
             logger.warning("%s was %s in %s, and is %s from now on.", path, was, directory, value)

@@ -39,7 +39,7 @@ def check_config(cfg: Any) -> None:
     batch_size, parts = cfg.input.global_batch_size, cfg.num_microbatches
     if batch_size % parts:
         raise UserError(
-            f"input.global_batch_size is {batch_size}, which num_microbatches, {parts}, does not "
+            f"{_batch_field(cfg)} is {batch_size}, which num_microbatches, {parts}, does not "
             f"divide; set it to a multiple of {parts}, or num_microbatches to a divisor of "
             f"{batch_size}."
         )
@@ -98,9 +98,9 @@ def check_batch(cfg: Any, mesh_shape: Mapping[str, int]) -> None:
     batch_size, num_microbatches = cfg.input.global_batch_size, cfg.num_microbatches
     if batch_size // num_microbatches % parts:
         raise SplitError(
-            f"input.global_batch_size is {batch_size} and num_microbatches is {num_microbatches}: "
-            f"micro-batches of {batch_size // num_microbatches} sequences do not divide over the "
-            f"mesh axes {sizes}, {parts} parts; set global_batch_size to a multiple of "
+            f"{_batch_field(cfg)} is {batch_size} and num_microbatches is {num_microbatches}: "
+            f"micro-batches of {batch_size // num_microbatches} do not divide over the mesh axes "
+            f"{sizes}, {parts} parts; set the batch size to a multiple of "
             f"{num_microbatches * parts}, or make num_microbatches or mesh_shape smaller."
         )
     tokens = batch_size // num_microbatches * cfg.input.seq_len // parts
@@ -121,6 +121,11 @@ def rules_of(cfg: Any) -> dict[str, Sequence[str]]:
     """Returns the changed sharding rules of a `SpmdTrainer.Config`."""
     own = {} if cfg.pipeline_schedule is None else {"layers": ("pipeline",)}
     return own | dict(cfg.sharding_rules or {})
+
+
+def _batch_field(cfg: Any) -> str:
+    """Returns the name of the batch size, for tasks that of their argument."""
+    return "batch_size" if "collate" in cfg.input else "input.global_batch_size"
 
 
 def _parts(name: str, mesh_shape: Mapping[str, int]) -> tuple[int, str]:

@@ -6,11 +6,13 @@
 Letters: B examples of a batch.
 """
 
+import numbers
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from moelib.core import tree
 from moelib.core.config import (
@@ -20,6 +22,7 @@ from moelib.core.config import (
     config_for_function,
     maybe_instantiate,
 )
+from moelib.core.config_types import is_config
 from moelib.core.errors import UserError
 from moelib.core.metrics import MaxScalar, Metric, WeightedScalar, is_metric, weighted
 from moelib.core.module import Module, nowrap
@@ -50,8 +53,8 @@ class Task(ExternalLayer):
         init: Required[Any] = REQUIRED
         # (params, batch, key, is_training) -> loss, or (loss, {name: metric}). The loss is the mean
         # over the examples, a scalar, or (sum, weight), such as (sum over tokens, their number). So
-        # is a metric, and a scalar metric has the weight of the loss. The result may be wrapped in
-        # `Updated` with new values of parameters that are not trained (`fixed`).
+        # is each metric: a scalar is a mean over the examples also if the loss is a pair. The
+        # result may be wrapped in `Updated` with new values of untrained parameters (`fixed`).
         loss: Required[Any] = REQUIRED
         # (list of examples) -> batch; None stacks examples that are dicts of arrays.
         collate: Any = None
@@ -69,8 +72,10 @@ class Task(ExternalLayer):
         """Builds the functions, and traces `init` for the shapes of the parameters.
 
         Raises:
-            UserError: If a rule matches no name, or does not fit the parameter.
+            UserError: If a rule matches no name, or does not fit the parameter; or if a field is
+                no function, or needs `predict`.
         """
+        _check_functions(cfg)
         pair = config_for_function(_pair).set(init=cfg.init, loss=cfg.loss)
         super().__init__(cfg.clone(functions=pair), parent=parent)
         cfg = self.config
@@ -120,7 +125,7 @@ class Task(ExternalLayer):
 
     def predict(self, batch: Batch) -> Any:
         """Returns the predictions for a batch of `TaskInput`."""
-        run = self._at_use(self.functions["predict"])
+        run = self._at_use(lambda *args: _numbers(self.functions["predict"](*args)))
         return run(self._params, batch["batch"], self._key)
 
     @property
@@ -146,14 +151,38 @@ class Task(ExternalLayer):
         params, result = returned
         if isinstance(result, Updated):
             raise UserError("train_step returned Updated; put the values into its parameters.")
-        if (difference := tree.mismatch(params, self._params)) is not None:
+        if (difference := tree.mismatch(params, self._params, dtypes=True)) is not None:
             raise UserError(f"train_step: in the parameters that it returns, {difference}.")
         return nested(params), *_metrics_of(result, batch["batch"])
+
+
+def _check_functions(cfg: Task.Config) -> None:
+    """Raises UserError if a field is no function, or needs `predict`."""
+    for name in ("init", "loss", "collate", "predict", "postprocess", "metric", "train_step"):
+        value = getattr(cfg, name)
+        if not (value is None or value is REQUIRED or is_config(value) or callable(value)):
+            raise UserError(f"{name} is {value!r:.80}; set it to a function.")
+        if name in ("postprocess", "metric") and value is not None and cfg.predict is None:
+            raise UserError(f"{name} is set, but predict is not; set predict to a function.")
 
 
 def _pair(init: Callable[[jax.Array], Any], loss: Callable[..., Any]) -> Any:
     """Returns the two functions of an `ExternalLayer`."""
     return init, loss
+
+
+def _numbers(predictions: Any) -> Any:
+    """Returns the predictions. Raises UserError if they are not arrays of numbers."""
+    for path, x in tree.flatten_items(predictions):
+        is_array = isinstance(x, jax.Array | np.ndarray)
+        is_key = is_array and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        if is_key or not (is_array or isinstance(x, numbers.Number)):
+            at = f" as {path!r}" if path else ""
+            raise UserError(
+                f"predict returned {tree.array_text(x)}{at}; return arrays of numbers, and make "
+                "other results of them in postprocess."
+            )
+    return predictions
 
 
 # -- Losses and metrics --------------------------------------------------------------------------
@@ -172,7 +201,7 @@ def _metrics_of(result: Any, batch: Batch) -> tuple[WeightedScalar, dict[str, Me
     num_examples = jax.tree.leaves(batch)[0].shape[0]
     mean = _weighted("loss", loss, num_examples)
     check_names("loss", metrics)
-    return mean, {name: _weighted(name, x, mean.weight) for name, x in metrics.items()}
+    return mean, {name: _weighted(name, x, num_examples) for name, x in metrics.items()}
 
 
 def check_names(source: str, metrics: Any, taken: Iterable[str] = ()) -> None:

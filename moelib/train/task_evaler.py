@@ -144,7 +144,8 @@ class ExampleEvaler(SpmdEvaler):
             leaves, structure = jax.tree.flatten(outputs)
             return [jax.tree.unflatten(structure, row) for row in zip(*leaves, strict=True)]
         results = postprocess(outputs)
-        number = len(results) if hasattr(results, "__len__") else "no"
+        is_array = isinstance(results, np.ndarray | jax.Array) and results.ndim > 0
+        number = len(results) if is_array or isinstance(results, list | tuple) else "no"
         if number != count:
             raise UserError(
                 f"postprocess returned {type(results).__name__}, {number} results for {count} "

@@ -7,6 +7,7 @@ Letters: B examples of a global batch, N examples of an epoch.
 """
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from moelib.core.tree import Batch
 from moelib.data.hashing import random_permutation
 from moelib.data.input import BatchIterator, Input, State, check_state, rows_of_host
 from moelib.data.lm_input import InputMode
+
+logger = logging.getLogger(__name__)
 
 
 class TaskInput(Input):
@@ -52,12 +55,14 @@ class TaskInput(Input):
         self.max_batches: int | None = None  # Number of batches of an evaluation; None for all.
         self.examples: Sequence[Any] = ()  # Those of the current epoch, if they depend on it.
         self._epoch, self._order = -1, np.zeros(0, np.int64)
-        self._example: dict[str, jax.ShapeDtypeStruct] = {}  # Arrays of one example, by path.
+        self._example: Batch = {}  # Shapes and dtypes of the arrays of one example.
+        self.num_examples = 0  # N; 0 before the first call, if they depend on the epoch.
         self._source = maybe_instantiate(cfg.examples)
         named = inspect.signature(self._source).parameters if callable(self._source) else {}
         self.of_epochs, self.reads_parameters = "epoch" in named, "params" in named
         if not self.of_epochs:
             self.examples = _checked(self._source() if callable(self._source) else self._source)
+            self.num_examples = len(self.examples)
 
     def _begin(self, epoch: int) -> None:
         """Sets the examples of an epoch, and their order."""
@@ -74,15 +79,15 @@ class TaskInput(Input):
                         'without the axis "model", and evaluate on examples without `params`.'
                     )
             examples = _checked(self._source(epoch=epoch, **values))
-            before = len(self.examples) or len(examples)
+            before = self.num_examples or len(examples)
             if len(examples) != before or before % cfg.global_batch_size:
                 raise UserError(
                     f"examples(epoch={epoch}) returned {len(examples)} examples; return as many "
                     f"for each epoch ({before} before), a multiple of {cfg.global_batch_size}."
                 )
-            self.examples = examples
+            self.examples, self.num_examples = examples, before
         if cfg.shuffle and cfg.mode is InputMode.TRAIN:
-            self._order = random_permutation(len(self.examples), cfg.seed, epoch)
+            self._order = random_permutation(self.num_examples, cfg.seed, epoch)
         self._epoch = epoch
 
     def iterator(self, host_index: int = 0, num_hosts: int = 1) -> "TaskBatches":
@@ -120,9 +125,9 @@ class TaskInput(Input):
         return batch
 
     def _training_example(self, index: int) -> Any:
-        if not len(self.examples):
+        if not self.num_examples:
             self._begin(0)
-        epoch, at = divmod(index, len(self.examples))
+        epoch, at = divmod(index, self.num_examples)
         self._begin(epoch)
         return self.examples[int(self._order[at]) if self.config.shuffle else at]
 
@@ -141,16 +146,19 @@ class TaskInput(Input):
         batch = self._collate(examples)
         if not isinstance(batch, dict) or not batch:
             raise UserError(f"collate returned {batch!r:.80}; return a dict of arrays.")
-        not_dict = lambda x: not isinstance(x, dict)
-        leaves = dict(tree.flatten_items(batch, is_leaf=not_dict))
-        arrays = {path: _array(path, x, len(examples)) for path, x in leaves.items()}
-        example = {p: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for p, x in arrays.items()}
+        arrays = jax.tree_util.tree_map_with_path(  # Keeps the keys, whatever they are.
+            lambda path, x: _array(tree.path_string(path), x, len(examples)),
+            batch,
+            is_leaf=lambda x: not isinstance(x, dict),
+        )
+        example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), arrays)
         self._example = self._example or example
         if (difference := tree.mismatch(example, self._example)) is not None:
             raise UserError(
-                f"collate: {difference} per example, as before; pad all batches to one shape."
+                f"collate: {difference} per example, as before; return arrays of one shape (pad "
+                "them) and one dtype in all batches."
             )
-        return tree.unflatten(arrays)
+        return arrays
 
 
 class TaskBatches(BatchIterator):
@@ -171,12 +179,33 @@ class TaskBatches(BatchIterator):
 
     def state(self) -> State:
         """Returns the position after the batches returned so far."""
-        return {"step": self._step, "input": self._source.identity}
+        source = self._source
+        return {
+            "step": self._step,
+            "input": source.identity,
+            "examples_per_epoch": source.num_examples,
+        }
 
     def restore(self, state: State) -> None:
-        """Goes to a saved position. Raises UserError if it belongs to other examples."""
-        check_state(state, self._source.identity)
+        """Goes to a saved position. Raises UserError if it belongs to other examples.
+
+        Within an epoch whose examples depend on parameters, which are then made again, it warns.
+        """
+        source, batch_size = self._source, self._source.config.global_batch_size
+        check_state(state, source.identity)
         self._step = state["step"]
+        source.num_examples = source.num_examples or state.get("examples_per_epoch", 0)
+        if not source.reads_parameters or not source.num_examples:
+            return
+        per_epoch = source.num_examples // batch_size
+        epoch, steps = divmod(self._step, per_epoch)
+        if steps:
+            logger.warning(
+                "step %d is within epoch %d: examples(epoch, params) is called again, with the "
+                "parameters of this step instead of step %d, so that the run differs from an "
+                "uninterrupted one; save at the ends of epochs: save_every=%d.",
+                *(self._step, epoch, self._step - steps, per_epoch),
+            )
 
 
 def _checked(examples: Any) -> Sequence[Any]:

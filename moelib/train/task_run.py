@@ -1,6 +1,7 @@
 """Tasks as plain calls: the config of a run, evaluation, predictions."""
 
 import contextlib
+import functools
 import inspect
 import math
 import numbers
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, cast
 
 import jax
+import numpy as np
 import optax
 
 from moelib.checkpoint.checkpointer import Checkpointer
@@ -53,6 +55,7 @@ def task_trainer_config(
     mesh: str = "data=-1",
     params: Any = None,
     seed: int = 0,
+    accept_changes: Sequence[str] | None = None,
 ) -> SpmdTrainer.Config:
     """Returns the config of a run of a task, whose fields may be changed before it is trained.
 
@@ -65,27 +68,35 @@ def task_trainer_config(
         max_step: Number of steps.
         num_epochs: Number of epochs, instead of max_step.
         eval_examples: Examples of the evaluation "validation"; None for none.
-        save_every: Number of steps between checkpoints, and between evaluations; None for an epoch.
+        save_every: Number of steps between checkpoints, and between evaluations; None for an epoch,
+            or for all steps if the examples depend on the epoch.
         best_metric: Metric whose best checkpoint is kept, such as "validation/accuracy".
         best_mode: Whether the least or the largest metric is the best.
         num_microbatches: Parts of a batch computed one after the other.
         mesh: Devices per mesh axis, such as "fsdp=4,model=2".
         params: Initial parameters, instead of the task's `init`.
         seed: Seed of initial parameters, dropout and the order of examples.
+        accept_changes: Accepted differences from the run that is resumed, such as ["config"].
 
     Raises:
         UserError: If there are no examples, or an argument is missing or invalid.
     """
-    if isinstance(optimizer, optax.MultiSteps):
+    if "MultiSteps" in (settings := function_settings(optimizer)):
         raise UserError("optimizer is optax.MultiSteps; pass the one inside, and num_microbatches.")
+    if isinstance(optimizer, optax.GradientTransformation):
+        held = config_for_function(_optimizer_of_optax).set(given=optimizer)
+        optimizer = held.set(settings=settings)
     training = _input(task, examples, batch_size).set(seed=seed)
-    num_examples = len(training.instantiate().examples)  # 0 if they depend on the epoch.
+    num_examples = training.instantiate().num_examples  # 0 if they depend on the epoch.
     length = num_epochs if max_step is None else max_step
-    if (max_step is None) == (num_epochs is None) or not cast(float, length) > 0:
-        raise UserError(f"max_step={max_step}, num_epochs={num_epochs}: set one of them, above 0.")
+    if (max_step is None) == (num_epochs is None) or not 0 < cast(float, length) < math.inf:
+        raise UserError(
+            f"max_step={max_step}, num_epochs={num_epochs}: set one of them, above 0 and finite."
+        )
     if max_step is None and not num_examples:
         raise UserError("num_epochs: the examples depend on the epoch; set max_step instead.")
-    steps = max_step or math.ceil(cast(float, num_epochs) * num_examples / batch_size)
+    # 1.1 * 100 / 10 is 11.000000000000002.
+    steps = max_step or math.ceil(round(cast(float, num_epochs) * num_examples / batch_size, 6))
     if save_every is None:
         save_every = max(1, num_examples // batch_size) if num_examples else steps
     policy = config_for_function(every_n_steps_and_last_policy).set(n=save_every)
@@ -96,6 +107,7 @@ def task_trainer_config(
         num_microbatches=num_microbatches,
         mesh_shape=parse_mesh(mesh),
         prng_seed=seed,
+        accept_changes=accept_changes,
         skip_kernel_check=True,  # A task calls no kernel of ours.
     )
     cfg.learner.optimizer = optimizer
@@ -134,6 +146,40 @@ def check_arguments(name: str, function: Callable[..., Any], *given: Any, **sett
     for field, (kind, text) in types.items():
         if field in settings and not isinstance(settings[field], kind):
             raise UserError(f"{field}={settings[field]!r}: pass {text}.")
+    if (batch_size := settings.get("batch_size", 1)) < 1:
+        raise UserError(f"batch_size={batch_size}: set 1 or more.")
+
+
+def _optimizer_of_optax(given: optax.GradientTransformation, settings: str) -> Any:
+    """Returns the optimizer itself; `settings` identify it in the config of the run."""
+    del settings
+    return given
+
+
+def function_settings(value: Any, outer: tuple[int, ...] = ()) -> str:
+    """Returns the values that an optimizer's functions enclose, such as its learning rate, as text.
+
+    Objects that are neither functions, numbers nor containers of them are named by their types.
+    """
+    if id(value) in outer:
+        return "..."
+    inside = functools.partial(function_settings, outer=(*outer, id(value)))
+    if isinstance(value, functools.partial):
+        return f"partial{inside((value.func, value.args, value.keywords))}"
+    if inspect.ismethod(value):
+        return f"{type(value.__self__).__name__}.{value.__name__}"
+    if inspect.isfunction(function := inspect.unwrap(value) if callable(value) else value):
+        enclosed = inspect.getclosurevars(function).nonlocals
+        return f"{function.__qualname__.partition('.<')[0]}{inside(enclosed) if enclosed else ''}"
+    if isinstance(value, dict):
+        return f"({', '.join(f'{key}={inside(x)}' for key, x in value.items())})"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(inside, value))})"
+    if isinstance(value, np.ndarray | jax.Array) and value.size == 1:
+        value = value.item()
+    if hasattr(value, "shape"):
+        return tree.array_text(value)
+    return repr(value) if isinstance(value, numbers.Number | str | None) else type(value).__name__
 
 
 def _input(task: Task.Config, examples: Any, batch_size: int) -> TaskInput.Config:
@@ -176,6 +222,8 @@ def _ready(
         raise UserError(f"task is {task!r:.80}; pass the config of a task.")
     if (trainer_dir is None) == (params is None):
         raise UserError("trainer_dir and params: set one of them to what is evaluated.")
+    if step is not None and params is not None:
+        raise UserError(f"step={step}: a checkpoint of trainer_dir, not of params; remove it.")
     model = _with_params(task, params).clone(name="task").instantiate(parent=None)
     source = _input(task, examples, batch_size).set(mode=InputMode.EVALUATE)
     cfg = ExampleEvaler.default_config().set(name="evaluation", input=source, prng_seed=seed)

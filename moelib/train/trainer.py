@@ -407,6 +407,11 @@ class SpmdTrainer(Module):
         """
         traced = self.trace_train_step(batch)
         trained = tree.select(self.trainer_state_specs.model, self.learner.is_updated)
+        if not trained and isinstance(self.model, Task) and not self.model.has_train_step:
+            raise UserError(
+                "no parameter is trained: init returns integers, booleans or `fixed` ones only; "
+                "return arrays of floats, or set train_step."
+            )
         warn_without_gradient(traced.jaxpr, len(tree.by_path(trained, is_spec)))
         with self.on_mesh():
             lowered = traced.lower()

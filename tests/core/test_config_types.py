@@ -139,7 +139,8 @@ def test_plain_data_functions_and_classes_may_be_held(value: Any):
     ],
 )
 def test_objects_may_not_be_held(value: Any):
-    with pytest.raises(NonConfigFieldError):
+    advice = "wrap it in a def or a lambda" if callable(value) else "config_for_function|key"
+    with pytest.raises(NonConfigFieldError, match=advice):
         validate_value(value)
 
 

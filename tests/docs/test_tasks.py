@@ -1,5 +1,7 @@
 """The page on tasks: a model of Flax, trained, resumed, sharded, evaluated."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,30 +49,34 @@ task = moelib.Task.default_config().set(init=init, loss=loss)
 # --8<-- [end:task]
 
 
+# --8<-- [start:data]
 def make_points(count, seed):
+    """Returns points of the plane, each with its class."""
     rng = np.random.default_rng(seed)
     points = rng.normal(size=(count, 2)).astype(np.float32)
     labels = np.argmax(points @ [[1, -1, 0], [0, 1, -1]], axis=-1)
     return [{"point": p, "label": label} for p, label in zip(points, labels, strict=True)]
 
 
-TRAIN, TEST = make_points(1000, 0), make_points(203, 1)
+train, test = make_points(1000, seed=0), make_points(203, seed=1)
+optimizer = config_for_function(adamw_optimizer).set(learning_rate=1e-2)
+# --8<-- [end:data]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _in_an_empty_folder(tmp_path_factory):
+    with contextlib.chdir(tmp_path_factory.mktemp("page")):
+        yield
 
 
 @pytest.fixture(scope="module")
-def trainer_dir(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("points"))
-
-
-@pytest.fixture(scope="module")
-def result(trainer_dir):
-    train, test = TRAIN, TEST
+def result():
     # --8<-- [start:fit]
     result = moelib.fit(
         task,
         train,  # [{"point": array([0.1, -0.7]), "label": 2}, ...]
-        trainer_dir=trainer_dir,
-        optimizer=config_for_function(adamw_optimizer).set(learning_rate=1e-2),
+        trainer_dir="runs/points",
+        optimizer=optimizer,
         batch_size=64,
         num_epochs=10,
         eval_examples=test,
@@ -87,9 +93,7 @@ def test_fit(result):
     assert result.step == 157
 
 
-def test_evaluate_and_predict(result, trainer_dir):
-    test = TEST
-
+def test_evaluate_and_predict(result):
     # --8<-- [start:predict]
     def predict(params, batch, key):
         """Returns arrays whose first dimension is that of the examples."""
@@ -100,8 +104,8 @@ def test_evaluate_and_predict(result, trainer_dir):
         return [["red", "green", "blue"][i] for i in classes]
 
     predicting = task.clone(predict=predict, postprocess=postprocess)
-    scores = moelib.evaluate(task, test, trainer_dir=trainer_dir)
-    colors = moelib.predict(predicting, test, trainer_dir=trainer_dir)
+    scores = moelib.evaluate(task, test, trainer_dir="runs/points")
+    colors = moelib.predict(predicting, test, trainer_dir="runs/points")
     print(scores["accuracy"], scores["weight"], len(colors))  # All 203 examples, once, in order.
     # --8<-- [end:predict]
     assert scores["accuracy"] == result.evaluations["validation"]["accuracy"]
@@ -109,27 +113,25 @@ def test_evaluate_and_predict(result, trainer_dir):
     assert np.mean(hits) == pytest.approx(scores["accuracy"])
 
 
-def test_sharded(tmp_path):
-    trainer_dir, train = tmp_path, TRAIN
-
+def test_sharded():
     # --8<-- [start:config]
     cfg = task_trainer_config(
         task,
         train,
-        optimizer=config_for_function(adamw_optimizer).set(learning_rate=1e-2),
+        optimizer=optimizer,
         batch_size=64,
         max_step=2,
         num_microbatches=2,
         mesh="data=2,fsdp=2,model=2",
     )
     cfg.learner.ema.decay = 0.99
-    result = moelib.fit(cfg, trainer_dir=trainer_dir)
+    result = moelib.fit(cfg, trainer_dir="runs/sharded")
     # --8<-- [end:config]
     kernels = [x for x in jax.tree.leaves(result.params) if x.ndim == 2]
     assert ["model" in str(x.sharding.spec) for x in kernels] == [True, True]
 
 
-def test_weights_and_state(tmp_path):
+def test_weights_and_state():
     # --8<-- [start:tokens]
     def weighted_loss(params, batch, key, is_training):
         """Returns (sum, weight): evaluation and accumulation weight by it."""
@@ -145,15 +147,14 @@ def test_weights_and_state(tmp_path):
         loss=weighted_loss,
         fixed=["steps"],
     )
-    # --8<-- [end:tokens]
-    optimizer = config_for_function(adamw_optimizer).set(learning_rate=1e-2)
     result = moelib.fit(
-        counting, TRAIN, trainer_dir=tmp_path, optimizer=optimizer, batch_size=64, max_step=3
+        counting, train, trainer_dir="runs/tokens", optimizer=optimizer, batch_size=64, max_step=3
     )
+    # --8<-- [end:tokens]
     assert int(result.params["steps"]) == 3
 
 
-def test_own_step(tmp_path):
+def test_own_step():
     # --8<-- [start:step]
     def train_step(params, batch, key, apply_gradients):
         """Clips the gradient of each example, and takes their mean."""
@@ -170,15 +171,14 @@ def test_own_step(tmp_path):
         return apply_gradients(params, grads), (value, metrics)
 
     clipped = task.clone(train_step=train_step)
-    # --8<-- [end:step]
-    optimizer = config_for_function(adamw_optimizer).set(learning_rate=1e-2)
     result = moelib.fit(
-        clipped, TRAIN, trainer_dir=tmp_path, optimizer=optimizer, batch_size=64, max_step=2
+        clipped, train, trainer_dir="runs/clipped", optimizer=optimizer, batch_size=64, max_step=2
     )
+    # --8<-- [end:step]
     assert 0 < result.metrics["gradient_norm"] <= 1
 
 
-def test_examples_of_an_epoch(tmp_path):
+def test_examples_of_an_epoch():
     # --8<-- [start:epoch]
     def new_points(epoch, params):
         """Returns the examples of an epoch, where the model errs."""
@@ -188,15 +188,15 @@ def test_examples_of_an_epoch(tmp_path):
         hardest = np.argsort(found == labels, kind="stable")[:256]
         return [{"point": points[i], "label": labels[i]} for i in hardest]
 
-    # --8<-- [end:epoch]
-    optimizer = config_for_function(adamw_optimizer).set(learning_rate=1e-2)
+    settings = {"batch_size": 64, "max_step": 8, "save_every": 4}  # An epoch has 4 steps.
     result = moelib.fit(
-        task, new_points, trainer_dir=tmp_path, optimizer=optimizer, batch_size=64, max_step=5
+        task, new_points, trainer_dir="runs/hardest", optimizer=optimizer, **settings
     )
-    assert result.step == 5
+    # --8<-- [end:epoch]
+    assert result.step == 8
 
 
-def test_layers_of_moelib(tmp_path):
+def test_layers_of_moelib():
     # --8<-- [start:layers]
     def task_around(layer_config):
         """Returns a task whose functions enclose a layer."""
@@ -219,9 +219,9 @@ def test_layers_of_moelib(tmp_path):
 
         return moelib.Task.default_config().set(init=init, loss=loss)
 
-    task = task_around(FeedForward.default_config().set(input_dim=2, hidden_dim=64))
+    gated = task_around(FeedForward.default_config().set(input_dim=2, hidden_dim=64))
+    result = moelib.fit(
+        gated, train, trainer_dir="runs/layers", optimizer=optimizer, batch_size=64, max_step=20
+    )
     # --8<-- [end:layers]
-    optimizer = config_for_function(adamw_optimizer).set(learning_rate=1e-2)
-    settings = {"optimizer": optimizer, "batch_size": 64, "max_step": 20}
-    result = moelib.fit(task, TRAIN, trainer_dir=tmp_path, **settings)
     assert result.metrics["loss"] < 1

@@ -28,6 +28,7 @@ from moelib.parallel.mesh import create_device_mesh
 from moelib.parallel.sharding import constrain
 from moelib.train.state import abstract_arrays
 from moelib.train.task import Task
+from moelib.train.task_input import TaskInput
 from moelib.train.task_run import task_trainer_config
 
 DIM, CLASSES = 8, 3
@@ -113,9 +114,27 @@ def test_evaluation_is_exact(count, batch_size, mesh):
     assert found["weight"] == count
     assert found["loss"] == pytest.approx(np.mean(losses), rel=1e-6)
     assert found["hits"] == pytest.approx(np.mean(hits)) == found["accuracy"]
-    found = moelib.evaluate(task.set(loss=token_loss, metric=None), examples, params=PARAMS)
+    task.set(loss=lambda *args: (token_loss(*args), mean_loss(*args)[1]), metric=None)
+    found = moelib.evaluate(task, examples, params=PARAMS, batch_size=batch_size)
     assert found["weight"] == np.sum(whole["tokens"])
+    assert found["hits"] == pytest.approx(np.mean(hits))  # Not over tokens, as the loss is.
     assert found["loss"] == pytest.approx(np.average(losses, weights=whole["tokens"]), rel=1e-6)
+
+
+def test_keys_of_a_batch_are_those_that_collate_returns():
+    def collate(examples):
+        x = np.stack([e["x"] for e in examples])
+        return {"a/b": x, "a": {"b": 0 * x, "c": {0: 2 * x}}}
+
+    def loss(params, batch, key, is_training):
+        inner = {"zero": jnp.mean(batch["a"]["b"]), "twice": jnp.mean(batch["a"]["c"][0])}
+        return jnp.mean(batch["a/b"]), inner
+
+    task = make_task(collate=collate, loss=loss, predict=None)
+    found = moelib.evaluate(task, EXAMPLES[:9], params=PARAMS, batch_size=8)
+    assert found["loss"] == pytest.approx(np.mean([e["x"] for e in EXAMPLES[:9]]))
+    assert found["zero"] == 0
+    assert found["twice"] == pytest.approx(2 * found["loss"])
 
 
 def test_layers_of_moelib_evaluate_an_incomplete_batch():
@@ -275,12 +294,31 @@ def test_examples_of_an_epoch_may_depend_on_the_parameters(tmp_path):
 
     def roll_out(epoch, params):
         seen.append((epoch, params[0].copy()))
-        return make_examples(16, seed=epoch)
+        return make_examples(16, seed=int(1000 * abs(params[0]).sum()))
 
-    result = fit(make_task(), tmp_path, roll_out, batch_size=8, max_step=5)
+    settings = {"examples": roll_out, "batch_size": 8}
+    whole = fit(make_task(), tmp_path / "whole", max_step=5, **settings)
     assert [epoch for epoch, _ in seen] == [0, 1, 2]
-    assert result.step == 5
+    assert whole.step == 5
     assert not np.array_equal(seen[1][1], seen[2][1])
+    fit(make_task(), tmp_path / "parts", max_step=4, **settings)
+    seen.clear()
+    parts = fit(make_task(), tmp_path / "parts", max_step=5, **settings)
+    jax.tree.map(np.testing.assert_array_equal, parts.params, whole.params)
+    assert [epoch for epoch, _ in seen] == [2]
+
+
+def test_a_position_within_an_epoch_that_depends_on_the_parameters_is_a_warning(caplog):
+    cfg = TaskInput.default_config().set(
+        examples=lambda epoch, params: make_examples(16), global_batch_size=8
+    )
+    batches = cfg.instantiate().iterator()
+    position = batches.state() | {"examples_per_epoch": 16}
+    batches.restore(position | {"step": 4})
+    assert not caplog.records
+    batches.restore(position | {"step": 5})
+    assert "step 5 is within epoch 2" in caplog.text
+    assert "save_every=2" in caplog.text
 
 
 def test_examples_that_depend_on_parameters_are_refused_where_there_are_none(tmp_path):
@@ -324,6 +362,8 @@ def test_trees_of_other_libraries(tmp_path, initial, apply, kind):
     assert isinstance(result.params, kind)
     again = fit(task, tmp_path, optimizer=optax.sgd(0.1), max_step=3, mesh="fsdp=8")
     assert again.step == 3
+    with pytest.raises(UserError, match=r"settings is .*size=-0\.1.* there, and .*size=-0\.5"):
+        fit(task, tmp_path, optimizer=optax.sgd(0.5), max_step=3, mesh="fsdp=8")
     logits = moelib.predict(task, EXAMPLES[:3], params=again.params)
     stacked = np.stack([e["x"] for e in EXAMPLES[:3]])
     np.testing.assert_allclose(np.stack(logits), apply(again.params, stacked), rtol=1e-5)
@@ -393,6 +433,16 @@ def ragged(examples):
             EXAMPLES,
             r"'steps' is float32\[\] instead of int32\[\]",
         ),
+        (
+            {
+                "init": lambda key: {"n": jnp.zeros(3, int)},
+                "loss": lambda p, *args: 0.0 * p["n"][0],
+            },
+            EXAMPLES,
+            "no parameter is trained",
+        ),
+        ({"collate": 3}, EXAMPLES, "collate is 3; set it to a function"),
+        ({"loss": "sum"}, EXAMPLES, "loss is 'sum'; set it to a function"),
         ({"fixed": [".*"]}, EXAMPLES, "fixed=.* matches every parameter"),
         ({}, {"x": np.ones((9, DIM))}, "examples is dict"),
         ({"collate": lambda e: {"id": [2**40] * len(e)}}, EXAMPLES, "'id' with 1099511627776"),
@@ -417,6 +467,7 @@ def test_bad_input_is_one_line(tmp_path, fields, examples, match):
         ({"batch_size": 8}, "'optimizer'"),
         ({"optimizer": 1, "batch_size": 8, "max_steps": 8}, "'max_steps'"),
         ({"optimizer": 1, "batch_size": 8, "max_step": "2"}, "max_step='2': pass an integer"),
+        ({"optimizer": 1, "batch_size": 0, "max_step": 2}, "batch_size=0: set 1 or more"),
         ({"optimizer": 1, "batch_size": 8, "num_epochs": "2"}, "num_epochs='2': pass a number"),
     ],
 )
@@ -436,6 +487,9 @@ def test_missing_and_misspelt_settings_are_named(settings, match):
         ({}, {"batch_size": 5}, "batch_size=5 .* multiple of 8"),
         ({}, {"params": PARAMS[:1]}, r"params: '1/down' is missing instead of float32\[16, 3\]"),
         ({}, {"params": "runs/a"}, "params: '0' is missing"),
+        ({}, {"step": 3}, "step=3: a checkpoint of trainer_dir"),
+        ({"predict": None, "metric": count_hits}, {}, "metric is set, but predict is not"),
+        ({"predict": None, "postprocess": list}, {}, "postprocess is set, but predict is not"),
         ({}, {"batchsize": 3}, "moelib.evaluate of a task: .*'batchsize'"),
         ({}, {"mesh": 8}, "mesh=8: pass sizes of axes in a string"),
     ],
@@ -446,7 +500,9 @@ def test_bad_input_of_an_evaluation_is_refused(fields, settings, match):
 
 
 def test_results_that_are_not_one_per_example_are_refused():
-    for postprocess in (lambda found: None, lambda found: [1], lambda found: iter([1])):
+    wrong = (None, [1], iter([1]), dict.fromkeys(range(9)), "9 letters", set(range(9)))
+    for results in wrong:
+        postprocess = lambda found, results=results: results
         with pytest.raises(UserError, match="results for 9 examples"):
             moelib.predict(make_task(postprocess=postprocess), EXAMPLES[:9], params=PARAMS)
 
@@ -475,6 +531,7 @@ def test_weights_of_zero_are_logged_and_negative_ones_end_the_run(tmp_path, capl
         (lambda p, b, k, a: jnp.zeros(()), r"train_step returned float32\[\]"),
         (lambda p, b, k, a: (p, Updated(jnp.zeros(()), {})), "train_step returned Updated"),
         (lambda p, b, k, a: ([p[0][:1], p[1]], jnp.zeros(())), r"'0' is float32\[1, 16\] instead"),
+        (lambda p, b, k, a: ([p[0].astype("bfloat16"), p[1]], 0.0), r"'0' is bfloat16\[8, 16\] i"),
     ],
 )
 def test_results_of_a_training_step_that_do_not_fit_are_refused(tmp_path, step, match):
@@ -482,11 +539,17 @@ def test_results_of_a_training_step_that_do_not_fit_are_refused(tmp_path, step, 
         fit(make_task(train_step=step), tmp_path)
 
 
-def test_predictions_without_arrays_are_refused():
-    with pytest.raises(UserError, match="predict returned None"):
-        moelib.predict(
-            make_task(predict=lambda p, b, k: None), EXAMPLES, params=init(jax.random.key(0))
-        )
+@pytest.mark.parametrize(
+    ("predict", "match"),
+    [
+        (lambda p, b, k: None, "returned None"),
+        (lambda p, b, k: {"a": "cat"}, "returned 'cat' as 'a'"),
+        (lambda p, b, k: jax.random.split(k, 64), r"returned key<fry>\[64\]"),
+    ],
+)
+def test_predictions_without_arrays_are_refused(predict, match):
+    with pytest.raises(UserError, match=f"predict {match}"):
+        moelib.predict(make_task(predict=predict), EXAMPLES, params=PARAMS)
 
 
 @pytest.mark.parametrize(
@@ -524,11 +587,25 @@ def test_a_plan_of_a_task_is_refused():
 
 
 def test_accumulation_of_optax_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"optax\.MultiSteps; pass the one inside, and num_micro"):
-        fit(make_task(), tmp_path, optimizer=optax.MultiSteps(optax.adam(1e-3), 4))
+    accumulated = optax.MultiSteps(optax.adam(1e-3), 4)
+    for optimizer in (accumulated, optax.chain(accumulated.gradient_transformation())):
+        with pytest.raises(UserError, match=r"optax\.MultiSteps; pass the one inside, and num_m"):
+            fit(make_task(), tmp_path, optimizer=optimizer)
 
 
-@pytest.mark.parametrize("length", [{"max_step": 0}, {"num_epochs": 0, "max_step": None}])
+def test_micro_batches_that_do_not_divide_name_the_argument(tmp_path):
+    with pytest.raises(UserError, match="batch_size is 64, which num_microbatches, 3,"):
+        fit(make_task(), tmp_path, num_microbatches=3)
+
+
+def test_epochs_are_not_rounded_up_for_an_error_of_floating_point():
+    settings = {"batch_size": 10, "num_epochs": 1.1, "optimizer": sgd()}
+    assert task_trainer_config(make_task(), EXAMPLES[:100], **settings).max_step == 11
+
+
+@pytest.mark.parametrize(
+    "length", [{"max_step": 0}, *({"num_epochs": n, "max_step": None} for n in (0, np.inf))]
+)
 def test_runs_without_a_step_are_refused(tmp_path, length):
     with pytest.raises(UserError, match="above 0"):
         fit(make_task(), tmp_path, **length)
@@ -553,12 +630,19 @@ def test_evaluation_and_prediction_are_tried_before_the_first_step(tmp_path):
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_shapes_that_change_between_batches_are_refused(tmp_path):
+def test_shapes_and_dtypes_that_change_between_batches_are_refused():
     def grow(examples):
         return {"x": np.ones((len(examples), int(examples[0]["tokens"]) + 1))}
 
-    with pytest.raises(UserError, match=r"'x' is float32\[2\] instead"):
-        fit(make_task(collate=grow, loss=lambda p, b, k, t: jnp.sum(p[0])), tmp_path, batch_size=8)
+    def drift(examples):
+        return {"x": np.ones(len(examples), "float32" if examples[0]["tokens"] else "int32")}
+
+    settings = {"params": PARAMS, "batch_size": 8}
+    loss = lambda p, b, k, t: jnp.sum(p[0])
+    with pytest.raises(UserError, match=r"'x' is float32\[3\] instead"):
+        moelib.evaluate(make_task(collate=grow, loss=loss), EXAMPLES, **settings)
+    with pytest.raises(UserError, match=r"float32\[\] instead of int32\[\] .* one dtype"):
+        moelib.evaluate(make_task(collate=drift, loss=loss), EXAMPLES, **settings)
 
 
 # -- Processes -----------------------------------------------------------------------------------
