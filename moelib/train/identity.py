@@ -219,11 +219,20 @@ def check_directory(
         return
     first = different[0]
     more = f" ({len(different) - 1} more lines differ)" if len(different) > 1 else ""
+    was, value = _pair_of(first, before, now)
     raise TrainerDirConflictError(
-        f"{directory} belongs to another run: {first} is {before.get(first, 'not set')} there, and "
-        f"{now.get(first, 'not set')} in this config{more}; choose another directory, set it back "
-        f"to resume that run, or pass {_accepting('config')} to continue it with this config."
+        f"{directory} belongs to another run: {first} is {was} there, and {value} in this config"
+        f"{more}; choose another directory, set it back to resume that run, or pass "
+        f"{_accepting('config')} to continue it with this config."
     )
+
+
+def _pair_of(path: str, before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Returns the two values at a path; of long ones, the part where they begin to differ."""
+    values = [found.get(path, "not set") for found in (before, now)]
+    first = next((i for i, (a, b) in enumerate(zip(*values, strict=False)) if a != b), 0)
+    start = max(0, first - 40)
+    return [v if len(v) <= 120 else f"...{v[start : start + 80]}..." for v in values]
 
 
 def _accepting(name: str) -> str:
@@ -243,7 +252,7 @@ def _check_changes(
     moved = [p for p in different if _SCHEDULE.fullmatch(p) or (p == "max_step" and _is_moved(cfg))]
     must_accept = must_accept | dict.fromkeys(moved, "schedule") | _MUST_ACCEPT
     for path in different:
-        was, value = (values.get(path, "not set") for values in (before, now))
+        was, value = _pair_of(path, before, now)
         name = must_accept.get(path)
         if name is not None and name not in (cfg.accept_changes or ()):
             raise TrainerDirConflictError(
