@@ -61,7 +61,6 @@ class Collective(NamedTuple):
 
     kind: str  # "all-reduce" or "all-gather".
     num_bytes: float  # Of the whole array, over all executions.
-    operation: str  # The operation that needs it; of a gradient, the one with the sharded operand.
 
 
 class Analysis:
@@ -292,8 +291,7 @@ class Analysis:
 
         def note(kind: str, cause: int, dim: int, num_bytes: float) -> None:
             if num_bytes:
-                found = Collective(kind, num_bytes * times, operation_name(eqn))
-                self._collectives[cause, dim] = found
+                self._collectives[cause, dim] = Collective(kind, num_bytes * times)
 
         # Arrays with a name that is needed whole are gathered; of results, the gradients.
         operands = arrays[: len(eqn.invars)]

@@ -347,26 +347,26 @@ def _required(
     required: dict[int, str] = {}
     kept: dict[int, str] = {}
     for path, spec in pinned.items():  # Annotations come first.
-        split = _dims(spec, axis)
+        split, is_override = _dims(spec, axis), path in overridden
         for dim, each in enumerate(classes[path]):
             if dim in split:
-                rivals = {n: required.get(n) for n in neighbors[each]} | {each: kept.get(each)}
-            elif path in overridden:
-                rivals = {each: required.get(each)}
+                rivals = [kept.get(each), *map(required.get, neighbors[each] - {each})]
             else:
-                continue
-            rival = next((other for other in rivals.values() if other is not None), None)
-            if rival is None and not (dim in split and each in reasons):
-                (required if dim in split else kept).setdefault(each, path)
-            elif path in overridden and rival is not None:
+                rivals = [required.get(each)]
+            rival = next((other for other in rivals if other is not None), None)
+            if is_override and rival is not None:
                 raise UserError(
                     f"overrides: {rival} and {path} contradict each other: {pinned[rival]} and "
                     f"{spec} shard an array of the computation differently."
                 )
-            elif path in overridden:
+            if is_override and dim in split and each in reasons:
                 raise UserError(
                     f"overrides: {path} cannot be sharded along dimension {dim}: {reasons[each]}."
                 )
+            if dim in split and rival is None and each not in reasons:
+                required.setdefault(each, path)
+            elif is_override:
+                kept.setdefault(each, path)
     return required, kept
 
 
