@@ -60,7 +60,7 @@ def _check_epochs(settings: Any) -> None:
         _compare_pairs("an evaluation", want, _joined(other.instantiate().iterator()), source)
         if not _has_own_batches(source) or num < 8:  # Few sequences may be in the same order.
             continue
-        reseeded = settings.clone(seq_len=seq_len, seed=settings.seed + 1).instantiate()
+        reseeded = source.config.clone(seed=settings.seed + 1).instantiate()  # Same documents.
         third = _joined(reseeded.batch(step) for step in range(-(-num // size)))
         for what, epoch in (("epoch 1", epochs[1]), (f"seed={settings.seed + 1}", third)):
             if np.array_equal(epochs[0]["input_ids"], epoch["input_ids"][:num]):

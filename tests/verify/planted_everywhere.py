@@ -7,6 +7,7 @@ platforms, h state that layers update themselves.
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -528,6 +529,7 @@ def position_ahead_of_the_step(patch: Patch) -> None:
     """A checkpoint has the position of the batch that was read ahead."""
 
     def state(self: Any) -> Any:
+        time.sleep(0.1)  # The thread has read ahead, on a busy machine too.
         return self._batches.state()
 
     patch(Prefetcher, "state", state)
