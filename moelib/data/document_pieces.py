@@ -20,19 +20,33 @@ _MARGIN = 512  # Least number of characters that are encoded after the end of a 
 
 _OPENED = "It's 1, \"a 'b `c (d [e {f g <h <!--i /*j " + "word " * _MARGIN
 _ENDS = (*"\"'`)]}>.1x\n", "-->", "*/")
+_RUN_CHARACTERS = "1aA中. \n"
+_RUN = 4 * _MARGIN  # Characters.
 
 
 def is_local(tokenizer: Any) -> bool:
     """Returns whether words and ids of a `tokenizers.Tokenizer` depend on nearby text alone.
 
-    They do not if a regular expression looks for a closing quote, for example.
+    They do not if a regular expression looks for a closing quote, or groups digits from the right,
+    for example.
     """
 
     def begin(text: str) -> tuple[list[int], list[int]]:
         encoding = tokenizer.encode(text, add_special_tokens=False)
         return encoding.ids[:_MARGIN], encoding.word_ids[:_MARGIN]
 
-    return all(begin(_OPENED + end) == begin(_OPENED) for end in _ENDS)
+    def words(text: str) -> set[tuple[int, int]]:
+        """Returns (word, start) of the words in the first half of a run."""
+        encoding = tokenizer.encode(text, add_special_tokens=False)
+        starts = [start for start, _ in encoding.offsets]
+        first = dict(zip(reversed(encoding.word_ids), reversed(starts), strict=True))
+        return {(word, start) for word, start in first.items() if start < _RUN // 2}
+
+    return all(begin(_OPENED + end) == begin(_OPENED) for end in _ENDS) and all(
+        words(character * (_RUN + more)) == words(character * _RUN)
+        for character in _RUN_CHARACTERS
+        for more in (1, 2, 3)
+    )
 
 
 def encode_in_pieces(
