@@ -26,6 +26,8 @@ from moelib.layers.norm import BaseNorm, RMSNorm
 from moelib.layers.remat import names_checked_together
 from moelib.parallel.sharding import constrain
 
+_MAX_LAYERS = 10_000  # Far above any model; far more would be built for hours.
+
 # Called instead of the repeated blocks of a ScanStack: (stack, x, side inputs) -> output.
 Cut = Callable[["ScanStack", Array, dict[str, Any]], Array]
 _cut: ContextVar[Cut | None] = ContextVar("moelib_cut", default=None)
@@ -106,6 +108,10 @@ class BaseStack(BaseLayer):
         super().__init__(cfg, parent=parent)
         cfg = self.config
         self._check_positive("num_layers")
+        if cfg.num_layers > _MAX_LAYERS:
+            raise UserError(
+                f"{self._title()}: num_layers={cfg.num_layers}; set {_MAX_LAYERS} at most."
+            )
         repeated = cfg.num_layers - len(cfg.first_layers)
         if not cfg.block or repeated < 0 or repeated % len(cfg.block):
             raise UserError(

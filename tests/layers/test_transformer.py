@@ -247,6 +247,7 @@ def test_a_layer_adds_attention_and_feed_forward_to_the_stream():
     [
         (4, r"layer: num_layers=4.*1 first.*2"),
         (0, "num_layers=0"),
+        (1_000_000_001, "num_layers=1000000001; set 10000 at most"),  # Else hours of building.
     ],
 )
 def test_layers_that_do_not_divide_into_blocks_are_refused(num_layers, message):
