@@ -22,7 +22,7 @@ import numpy as np
 
 from moelib.core.config_types import shortened
 from moelib.core.errors import ExistingFileError, MissingFileError, UserError
-from moelib.core.files import atomic_file, read_json, write_json
+from moelib.core.files import atomic_file, read_json, write_json, writing
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = SINGLE_FILE + ".index.json"
 SUMS_FILE = "SHA256SUMS"
 _READ = (".json", ".jinja", ".safetensors")  # Files that a model is read from.
+_DESCRIBING = ("config.json", "tokenizer.json")  # Files that change the model's output too.
 
 _DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")
 _SUM = re.compile(r"([0-9a-fA-F]{64})[ \t]+\*?(.+)")  # A line of SHA256SUMS.
@@ -68,9 +69,10 @@ class TensorFolder:
             if self._file_of.get(key) != name:
                 raise DamagedTensorsError(f"{os.path.join(folder, name)} has no {key}.")
         sums = _read_sums(folder)
-        if unlisted := sorted(self._files.keys() - sums.keys()):
+        others = {n for n in _DESCRIBING if os.path.exists(os.path.join(folder, n))}
+        if unlisted := sorted((self._files.keys() | others) - sums.keys()):
             logger.warning(
-                "%s has no checksum of %s: damaged values of its tensors cannot be found.",
+                "%s has no checksum of %s: changes of these files cannot be found.",
                 os.path.join(folder, SUMS_FILE),
                 ", ".join(unlisted),
             )
@@ -82,11 +84,11 @@ class TensorFolder:
         import safetensors
 
         path = os.path.join(self.folder, name)
-        if not os.path.exists(path):
+        if not os.path.isfile(path):
             detail = f"{INDEX_FILE} names it"
             if name == SINGLE_FILE:
                 detail = f"nor {INDEX_FILE}; save a pickled model (*.bin) as safetensors first"
-            raise MissingFileError(f"There is no {path}; {detail}.")
+            raise MissingFileError(f"There is no file {path}; {detail}.")
         try:
             file = safetensors.safe_open(path, framework="np")
         except Exception as error:  # The library's own class, or OSError.
@@ -169,7 +171,12 @@ def _index(folder: str) -> dict[str, str]:
 
 def _is_inside(name: str) -> bool:
     """Returns whether the path of a file stays in its folder; the file may be a link."""
-    return not os.path.isabs(name) and ".." not in name.split("/") and "\0" not in name
+    return (
+        os.path.basename(name) not in ("", ".")
+        and not os.path.isabs(name)
+        and ".." not in name.split("/")
+        and "\0" not in name
+    )
 
 
 def _sha256(path: str) -> str:
@@ -287,3 +294,5 @@ def _save(tensors: dict[str, np.ndarray], path: str) -> None:
         os.unlink(path)
         raise UserError(f"{path} cannot be written: {error}; free some space.") from error
     os.chmod(path, mode)
+    with writing(path), open(path, "rb") as file:
+        os.fsync(file.fileno())

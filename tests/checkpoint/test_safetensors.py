@@ -1,6 +1,7 @@
 """Folders of safetensors: read back, over many files, and what is damaged."""
 
 import json
+import os
 import pathlib
 import re
 
@@ -97,6 +98,24 @@ def test_a_folder_without_sums_is_read_with_a_warning(tmp_path, caplog):
     assert caplog.text == ""
 
 
+def test_sums_that_list_tensors_only_are_read_with_a_warning(tmp_path, caplog):
+    write_tensors(str(tmp_path), ARRAYS.items())
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    read_all(tmp_path)
+    assert re.search(r"SHA256SUMS has no checksum of config\.json, tokenizer\.json", caplog.text)
+
+
+def test_tensors_are_on_the_disk_before_they_get_their_name(tmp_path, monkeypatch):
+    synced, replaced = set(), []
+    sync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.add(os.fstat(fd).st_ino), sync(fd)))
+    in_time = lambda old: replaced.append(os.stat(old).st_ino in synced)
+    monkeypatch.setattr(os, "replace", lambda old, new: (in_time(old), replace(old, new)))
+    write_tensors(str(tmp_path), ARRAYS.items(), max_file_bytes=60)
+    assert replaced == [True] * 4  # Two files of tensors, the index and the sums.
+
+
 def test_other_files_that_are_listed_are_compared(tmp_path):
     write_tensors(str(tmp_path), ARRAYS.items())
     (tmp_path / "config.json").write_text("{}")
@@ -132,7 +151,9 @@ def test_sums_of_other_tools_may_be_upper_case_and_binary(tmp_path):
         read_all(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/x", "a/../../x", "a\0b", 3, None])
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "/etc/x", "a/../../x", "a\0b", "", ".", "a/", 3, None]
+)
 def test_an_index_names_files_of_its_folder(name, tmp_path):
     names = write_tensors(str(tmp_path / "x"), ARRAYS.items(), max_file_bytes=60)
     write_tensors(str(tmp_path), ARRAYS.items())
