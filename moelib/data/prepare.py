@@ -105,8 +105,8 @@ def prepare(
         with directory_lock(folder, setting="output_dir (--output)"):
             _begin(folder, plan, tokenizer)
             options = PartOptions(append_eos, skip_bad_records)
-            _tokenize(folder, parts, tokenizer, options, num_processes)
-            meta = _finish(folder, plan, tokenizer, source, parts)
+            results = _tokenize(folder, parts, tokenizer, options, num_processes)
+            meta = _finish(folder, plan, tokenizer, source, parts, results)
             os.rename(folder, output_dir)
             os.unlink(os.path.join(output_dir, LOCK_FILE))
         sync_folder(os.path.dirname(output_dir) or ".")
@@ -200,8 +200,8 @@ def _has_text(folder: str, plan: Mapping[str, Any], source: Source, parts: Seque
 
 
 def _combined(hashes: Sequence[str]) -> str:
-    """Returns the text hash of a source, from those of its parts; empty if one is unknown."""
-    return hashlib.sha256("".join(hashes).encode()).hexdigest() if all(hashes) else ""
+    """Returns the text hash of a source, from those of its parts."""
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def _begin(folder: str, plan: Mapping[str, Any], tokenizer: Tokenizer) -> None:
@@ -249,17 +249,18 @@ def _tokenize(
     tokenizer: Tokenizer,
     options: PartOptions,
     num_processes: int,
-) -> None:
-    """Tokenizes the parts that are not finished, the largest first."""
-    results = [read_result(folder, index) for index in range(len(parts))]
+) -> list[PartResult]:
+    """Tokenizes the parts that are not finished, the largest first. Returns all results."""
+    found = {index: read_result(folder, index) for index in range(len(parts))}
+    results = {index: result for index, result in found.items() if result is not None}
     if not options.skip_bad_records:
-        check_no_bad_records(results)
-    todo = [index for index, result in enumerate(results) if result is None]
+        check_no_bad_records(results.values())
+    todo = [index for index in found if index not in results]
     todo.sort(key=lambda index: -parts[index].num_bytes)
     if len(todo) < len(parts):
         _log(f"{len(parts) - len(todo)} of {len(parts)} parts are finished; resuming.")
     if not todo:
-        return
+        return list(results.values())
     _check_disk(folder, [parts[index] for index in todo], tokenizer)
     total, left = (sum(parts[i].num_bytes for i in some) for some in (range(len(parts)), todo))
     jobs = [(folder, index, parts[index], options) for index in todo]
@@ -269,23 +270,26 @@ def _tokenize(
         finished = _in_processes(jobs, min(num_processes, len(todo)), tokenizer.eos_token)
     show = Progress("prepare", total, start=total - left, unit="B", seconds_between_lines=10.0)
     with show as progress:
-        for index in finished:
+        for index, result in finished:
+            results[index] = result
             progress.advance(parts[index].num_bytes)
+    return [results[index] for index in found]
 
 
 _Job = tuple[str, int, Part, PartOptions]
 _worker_tokenizer: list[Tokenizer] = []  # One, in a worker process.
 
 
-def _do_job(job: _Job, tokenizer: Tokenizer | None = None) -> int:
-    """Tokenizes a part and returns its index."""
+def _do_job(job: _Job, tokenizer: Tokenizer | None = None) -> tuple[int, PartResult]:
+    """Tokenizes a part and returns its index and result."""
     folder, index, part, options = job
-    tokenize_part(folder, index, part, tokenizer or _worker_tokenizer[0], options)
-    return index
+    return index, tokenize_part(folder, index, part, tokenizer or _worker_tokenizer[0], options)
 
 
-def _in_processes(jobs: Sequence[_Job], num_processes: int, eos_token: str) -> Iterator[int]:
-    """Does jobs in spawned processes, and yields the index of each finished part."""
+def _in_processes(
+    jobs: Sequence[_Job], num_processes: int, eos_token: str
+) -> Iterator[tuple[int, PartResult]]:
+    """Does jobs in spawned processes, and yields the index and result of each finished part."""
     folder = jobs[0][0]
     pool = concurrent.futures.ProcessPoolExecutor(
         num_processes,
@@ -331,10 +335,9 @@ def _finish(
     tokenizer: Tokenizer,
     source: Source,
     parts: Sequence[Part],
+    results: Sequence[PartResult],
 ) -> StoreMeta:
     """Joins the arrays of the parts and writes meta.json."""
-    results = [result for index in range(len(parts)) if (result := read_result(folder, index))]
-    assert len(results) == len(parts)
     if not any(result.num_tokens for result in results):
         shutil.rmtree(folder)
         raise UserError(_nothing_found(results))
@@ -350,7 +353,7 @@ def _finish(
         hashes[name] = hash_blocks(file.name)
     for index, result in enumerate(results):
         name = token_store.tokens_file(index)
-        hashes[name] = list(result.block_hashes) or hash_blocks(os.path.join(folder, name))
+        hashes[name] = list(result.block_hashes[name])
     lengths = arrays[token_store.LENGTHS]
     meta = StoreMeta(
         vocab_size=tokenizer.vocab_size,

@@ -6,8 +6,9 @@ import dataclasses
 import errno
 import hashlib
 import itertools
+import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import IO, NamedTuple
 
 import numpy as np
@@ -19,7 +20,10 @@ from moelib.data.document_pieces import PIECE_BYTES
 from moelib.data.source import BadRecordError, BadRecords, Part, TextHash
 from moelib.data.store_check import hash_blocks
 from moelib.data.token_source import check_vocabulary
+from moelib.data.token_store import json_digest
 from moelib.data.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 PARTS = "parts"  # Folder of the results of finished parts; a finished store does not have it.
 _CURE = (
@@ -49,15 +53,16 @@ class PartResult(NamedTuple):
     num_bad_records: int
     first_bad_record: str
     sha256: str  # Of the tokens.
-    # Empty in a part that an older version finished:
-    text_sha256: str = ""  # See `TextHash`.
-    block_hashes: Sequence[str] = ()  # Of the file of tokens.
+    text_sha256: str  # See `TextHash`.
+    block_hashes: Mapping[str, Sequence[str]]  # Of the part's files, by path in the store.
 
 
 def tokenize_part(
     folder: str, index: int, part: Part, tokenizer: Tokenizer, options: PartOptions
-) -> None:
+) -> PartResult:
     """Writes a part's tokens and its documents' lengths and bytes, and its result last.
+
+    Returns the result.
 
     Raises:
         BadRecordError: At a record without a document, unless such records are skipped.
@@ -99,6 +104,9 @@ def tokenize_part(
                 write(list(itertools.chain.from_iterable(ids)))
                 for text in texts:
                     add_text(text.encode())
+        for name, values in ((token_store.LENGTHS, lengths), (token_store.NUM_BYTES, sizes)):
+            with synced_file(part_file(folder, index, name)) as file:
+                np.save(file, np.array(values, np.uint32))
         result = PartResult(
             num_tokens=sum(lengths),
             num_documents=len(lengths),
@@ -108,12 +116,11 @@ def tokenize_part(
             first_bad_record=bad_records.first,
             sha256=digest.hexdigest(),
             text_sha256=text_hash.hexdigest(),
-            block_hashes=hash_blocks(path),
+            block_hashes=_block_hashes(folder, index),
         )
-        for name, values in ((token_store.LENGTHS, lengths), (token_store.NUM_BYTES, sizes)):
-            with synced_file(part_file(folder, index, name)) as file:
-                np.save(file, np.array(values, np.uint32))
-        write_json(part_file(folder, index, "json"), result._asdict())
+        found = result._asdict()
+        write_json(part_file(folder, index, "json"), found | {"digest": json_digest(found)})
+    return result
 
 
 @contextlib.contextmanager
@@ -168,14 +175,29 @@ def part_file(folder: str, index: int, ending: str) -> str:
     return os.path.join(folder, PARTS, f"{index:05d}.{ending}")
 
 
+def _block_hashes(folder: str, index: int) -> dict[str, list[str]]:
+    names = [part_file("", index, name) for name in (token_store.LENGTHS, token_store.NUM_BYTES)]
+    names.append(token_store.tokens_file(index))
+    return {name: hash_blocks(os.path.join(folder, name)) for name in names}
+
+
 def read_result(folder: str, index: int) -> PartResult | None:
-    """Returns the result of a part, or None if it is not finished."""
-    found = read_json(part_file(folder, index, "json"))
-    return PartResult(**found) if found else None
+    """Returns the result of a part, or None if it is not finished or a file has changed since."""
+    path = part_file(folder, index, "json")
+    if not os.path.exists(path):
+        return None
+    with contextlib.suppress(OSError, UserError, TypeError):
+        found = read_json(path)
+        if found.pop("digest", None) == json_digest(found):
+            result = PartResult(**found)  # TypeError: of another version.
+            if result.block_hashes == _block_hashes(folder, index):
+                return result
+    logger.warning("%s or its part's files are damaged; the part is tokenized again.", path)
+    return None
 
 
-def check_no_bad_records(results: Iterable[PartResult | None]) -> None:
+def check_no_bad_records(results: Iterable[PartResult]) -> None:
     """Raises BadRecordError if a part was finished with records skipped."""
     for result in results:
-        if result is not None and result.num_bad_records:
+        if result.num_bad_records:
             raise BadRecordError(f"{result.first_bad_record}; {_CURE}")

@@ -95,7 +95,7 @@ def tokens_file(index: int) -> str:
 def write_meta(path: str, meta: StoreMeta) -> None:
     """Writes a store's meta.json, with the hash of its own content."""
     content = dataclasses.asdict(meta)
-    write_json(os.path.join(path, META), content | {"digest": _digest(content)})
+    write_json(os.path.join(path, META), content | {"digest": json_digest(content)})
 
 
 def read_meta(path: str) -> StoreMeta:
@@ -112,7 +112,9 @@ def read_meta(path: str) -> StoreMeta:
         if content.get("format") != FORMAT:
             raise ValueError(f"not of format {FORMAT}")
         digest = content.pop("digest", None)  # Absent in stores of older versions.
-        if digest not in (None, _digest(content)) or (digest is None and "block_hashes" in content):
+        if digest not in (None, json_digest(content)) or (
+            digest is None and "block_hashes" in content
+        ):
             raise ValueError(f"digest={digest!r:.20} is not that of its content")
         meta = StoreMeta(**content)
         _check_values(meta)
@@ -131,7 +133,8 @@ def read_meta(path: str) -> StoreMeta:
         ) from None
 
 
-def _digest(content: Mapping[str, Any]) -> str:
+def json_digest(content: Mapping[str, Any]) -> str:
+    """Returns the SHA-256 of an object, independent of the order of keys."""
     text = json.dumps(content, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -103,15 +103,15 @@ def test_a_source_without_text_is_refused(tmp_path: pathlib.Path, tokenizer: Tok
     assert sorted(os.listdir(tmp_path)) == ["a.jsonl"]
 
 
-def _fails_after(count: int, error: Exception) -> Callable[..., None]:
+def _fails_after(count: int, error: Exception) -> Callable[..., Any]:
     """Returns a `tokenize_part` that fails once `count` parts are finished."""
     left = [count]
 
-    def tokenize(*args: Any) -> None:
+    def tokenize(*args: Any) -> prepare_part.PartResult:
         if not left[0]:
             raise error
         left[0] -= 1
-        prepare_part.tokenize_part(*args)
+        return prepare_part.tokenize_part(*args)
 
     return tokenize
 
@@ -135,6 +135,25 @@ def test_a_killed_run_resumes_from_its_finished_parts(
     store = prepare(_source(TEXTS), tokenizer, path)
     assert "2 of 4 parts are finished" in capsys.readouterr().err
     assert _contents(store) == _contents(whole)
+
+
+def test_a_finished_part_that_is_damaged_is_tokenized_again(
+    tmp_path: pathlib.Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    whole = prepare(_source(TEXTS), tokenizer, str(tmp_path / "whole"))
+    path = str(tmp_path / "store")
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "_finish", _fails_after(0, KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            prepare(_source(TEXTS), tokenizer, path)
+    folder = pathlib.Path(path + ".partial")
+    for name in ("tokens-00000.bin", "parts/00001.lengths.npy", "parts/00002.num_bytes.npy"):
+        data = bytearray((folder / name).read_bytes())
+        data[-4] ^= 1
+        (folder / name).write_bytes(data)
+    result = folder / "parts/00003.json"
+    result.write_text(result.read_text().replace('"num_bytes": ', '"num_bytes": 1'))
+    assert _contents(prepare(_source(TEXTS), tokenizer, path)) == _contents(whole)
 
 
 @pytest.mark.parametrize("change", ["source", "tokenizer"])
