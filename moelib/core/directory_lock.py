@@ -5,7 +5,7 @@ import fcntl
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from moelib.core.errors import UserError
 from moelib.core.files import writing
@@ -21,8 +21,10 @@ class DirectoryInUseError(UserError):
 
 
 @contextlib.contextmanager
-def directory_lock(directory: str, *, setting: str) -> Iterator[None]:
+def directory_lock(directory: str, *, setting: str) -> Iterator[Callable[[], None]]:
     """Creates a folder if it is missing, and locks it for the body.
+
+    Yields a function that raises UserError if the folder was moved, or its lock removed, since.
 
     On a file system without locks, a warning is logged and nothing is locked.
 
@@ -34,23 +36,24 @@ def directory_lock(directory: str, *, setting: str) -> Iterator[None]:
         DirectoryInUseError: If another process has locked it.
         UserError: If files cannot be created in the folder.
     """
-    path = os.path.join(directory, LOCK_FILE)
+    path = os.path.abspath(os.path.join(directory, LOCK_FILE))
     try:
         os.makedirs(directory, exist_ok=True)
-        file = open(path, "a+b", buffering=0)  # noqa: SIM115
+        file = open(path, "a+b", buffering=0, opener=_open_no_link)  # noqa: SIM115
     except OSError as error:
         raise UserError(
-            f"{directory!r} cannot be written to ({error.strerror}); set {setting} to a folder "
-            "that can."
+            f"{directory!r} cannot be written to ({error.strerror}: {error.filename}); set "
+            f"{setting} to a folder that can."
         ) from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
+            owner = file.read().decode(errors="replace") or "starting"
             raise DirectoryInUseError(
-                f"{directory} is in use ({file.read().decode() or 'starting'}); wait for that "
-                f"process or stop it, or set {setting} to another folder."
+                f"{directory} is in use ({owner}); wait for that process or stop it, or set "
+                f"{setting} to another folder."
             ) from None
         except OSError as error:
             logger.warning(
@@ -59,4 +62,19 @@ def directory_lock(directory: str, *, setting: str) -> Iterator[None]:
         with writing(path):
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
-        yield
+
+        def check() -> None:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                    return
+            raise UserError(
+                f"{directory} was moved, or its {LOCK_FILE} removed, so that another process may "
+                "write to it: this one stops. Start it again once no other does."
+            )
+
+        yield check
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    """Opens the file of a lock; a link, whose target would be overwritten, is an error."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)

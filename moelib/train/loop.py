@@ -405,8 +405,8 @@ class TrainLoop:
         if "tensorboard" in writer.formats:
             files.append(("TensorBoard", writer.dir))
         saver = self.checkpointer
-        if saver is not None and (step := saver.latest_step()) is not None:
-            files.append(("checkpoint", f"step {step} in {saver.config.dir}"))
+        if saver is not None and self._saved_step is not None:
+            files.append(("checkpoint", f"step {self._saved_step} in {saver.config.dir}"))
         if cfg.start_trace_steps:
             files.append(("traces", os.path.join(cfg.dir, "profile")))
         return files

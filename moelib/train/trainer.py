@@ -4,6 +4,7 @@ import contextlib
 import functools
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -22,7 +23,7 @@ from moelib.core.config import (
     Required,
     config_class,
 )
-from moelib.core.directory_lock import directory_lock
+from moelib.core.directory_lock import LOCK_FILE, directory_lock
 from moelib.core.errors import UserError
 from moelib.core.module import Module, nowrap
 from moelib.core.param import is_spec
@@ -180,6 +181,7 @@ class SpmdTrainer(Module):
         self.on_compiled: Callable[[Any, Any, Any], None] | None = None
         self._axes_used: set[str] = set()  # Logical axes of state, batch and activations.
         self.restored_metrics: dict[str, float] = {}  # Of evaluations, in the restored checkpoint.
+        self._check_locks: list[Callable[[], None]] = []  # One per folder that this process locks.
         self._file_sums: dict[str, str] = {}  # SHA-256 of the tokenizer's files, when written.
         self.step = 0  # Steps taken, known without waiting for the devices.
 
@@ -384,7 +386,12 @@ class SpmdTrainer(Module):
         """Starts to write a checkpoint of the current state; all processes must call it.
 
         `metrics` are those of the evaluations after this step, by name.
+
+        Raises:
+            UserError: If a folder of the run was moved, or its lock removed.
         """
+        for check in self._check_locks:
+            check()
         record = CheckpointRecord(
             step=self.step,
             arrays={},
@@ -509,7 +516,7 @@ class SpmdTrainer(Module):
         Raises:
             UserError: If the processes have different configs.
             TrainerDirConflictError: If the folder belongs to a run with another config.
-            DirectoryInUseError: If another process trains in the folder.
+            DirectoryInUseError: If another process trains in the folder, or in the checkpointer's.
             NonFiniteError: At the first step whose loss or parameters are not finite.
             CheckpointSaveError: If the last checkpoint could not be written.
         """
@@ -524,7 +531,7 @@ class SpmdTrainer(Module):
             if not cfg.skip_kernel_check:
                 check_kernels(cfg.train_dtype)
             if is_writer:
-                stack.enter_context(directory_lock(cfg.dir, setting="dir (--trainer_dir)"))
+                self._lock_folders(stack)
             checked = None
             if cfg.checkpointer is not None:
                 self.checkpointer.remove_unfinished()
@@ -542,6 +549,20 @@ class SpmdTrainer(Module):
             self.summary_writer.resume(self.step)
             self.summary_writer.write_text(self.step, "config", cfg.debug_string())
             return self._loop().run()
+
+    def _lock_folders(self, stack: contextlib.ExitStack) -> None:
+        """Locks the folder of the run and, if it is elsewhere, that of the checkpoints."""
+        cfg = self.config
+        stack.callback(self._check_locks.clear)
+        folders = {"dir (--trainer_dir)": cfg.dir}
+        if cfg.checkpointer is not None:
+            folder, parent = self.checkpointer.dir, os.path.dirname(self.checkpointer.dir)
+            if os.path.realpath(cfg.dir) not in map(os.path.realpath, (folder, parent)):
+                of_a_run = os.path.exists(os.path.join(parent, LOCK_FILE))  # Which locks only that.
+                folders["checkpointer.dir"] = parent if of_a_run else folder
+        for setting, folder in folders.items():
+            lock = directory_lock(folder, setting=setting)
+            self._check_locks.append(stack.enter_context(lock))
 
     def _check_directory(self, step: int | None = None) -> int | None:
         """Checks that the newest checkpoint, or that of `step`, is this run's; returns its step."""

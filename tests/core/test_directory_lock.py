@@ -29,6 +29,41 @@ def test_second_run_in_a_folder_is_refused_and_changes_nothing(tmp_path):
     assert unfinished.exists()
 
 
+@pytest.mark.parametrize("checkpoints", ["shared", "other/checkpoints"])
+def test_second_run_with_the_same_checkpoints_is_refused(tmp_path, checkpoints):
+    cfg = tiny.trainer_config(tmp_path / "run", max_step=1)
+    cfg.checkpointer.dir = str(tmp_path / checkpoints)
+    with (
+        directory_lock(str(tmp_path / checkpoints.removesuffix("/checkpoints"))),
+        pytest.raises(DirectoryInUseError, match=r"in use .*checkpointer\.dir"),
+    ):
+        fit(cfg)
+
+
+def test_removed_or_replaced_lock_is_an_error(tmp_path):
+    with directory_lock(str(tmp_path)) as check:
+        check()
+        (tmp_path / ".lock").unlink()
+        with pytest.raises(UserError, match=f"{tmp_path.name} was moved, or its .lock removed"):
+            check()
+        with directory_lock(str(tmp_path)), pytest.raises(UserError, match=r"\.lock removed"):
+            check()
+
+
+def test_a_lock_that_is_not_text_or_a_link_is_refused(tmp_path):
+    second = directory_lock(str(tmp_path))
+    with directory_lock(str(tmp_path)):
+        (tmp_path / ".lock").write_bytes(b"\xff")
+        with pytest.raises(DirectoryInUseError, match="\ufffd"):
+            second.__enter__()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "precious")
+    (tmp_path / "precious").write_text("kept")
+    with pytest.raises(UserError, match=r"run/\.lock"), directory_lock(str(tmp_path / "run")):
+        pass
+    assert (tmp_path / "precious").read_text() == "kept"
+
+
 def test_folder_is_free_after_a_failure(tmp_path):
     with pytest.raises(KeyError), directory_lock(str(tmp_path)):
         raise KeyError

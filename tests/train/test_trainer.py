@@ -170,6 +170,24 @@ def test_last_checkpoint_that_cannot_be_written_is_an_error(tmp_path, monkeypatc
         trainer.run()
 
 
+def test_a_run_whose_folder_is_moved_saves_nothing_more(tmp_path):
+    cfg = tiny.trainer_config(tmp_path / "run", max_step=2, save_every=1, evaler=False)
+    cfg.checkpointer.wait = "after_save"
+    trainer = cfg.instantiate(parent=None)
+    take_step = trainer.run_step
+
+    def move_then_step(*args, **kwargs):
+        if trainer.step == 1:
+            (tmp_path / "run").rename(tmp_path / "moved")
+        return take_step(*args, **kwargs)
+
+    trainer.run_step = move_then_step
+    with pytest.raises(UserError, match="run was moved"):
+        trainer.run()
+    assert not (tmp_path / "run").exists()
+    assert os.listdir(tmp_path / "moved" / "checkpoints") == ["step_00000001"]
+
+
 def _full_disk(*args, **kwargs):
     raise OSError(errno.ENOSPC, "No space left on device")
 
