@@ -39,7 +39,8 @@ def corpus_tokenizer(
     Raises:
         UserError: If there is no text, or the tokenizer is of another size.
     """
-    if os.path.exists(path):
+    is_new = not os.path.exists(path)
+    if not is_new:
         tokenizer = Tokenizer.default_config().set(path=path).instantiate()
     else:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
@@ -53,9 +54,12 @@ def corpus_tokenizer(
     found = tokenizer.vocab_size
     if found != vocab_size and not (allow_fewer and found < vocab_size):
         little = ", or there was too little text for more" if found < vocab_size else ""
+        reason = f"it was trained for another size{little}; delete the file to train it again"
+        if is_new:
+            reason = "the text has no more; delete the file to train it on more text"
         raise UserError(
-            f"{path} has {found} tokens, and {flag} is {vocab_size}: it was trained for another "
-            f"size{little}; delete the file to train it again, or set {flag} to {found}."
+            f"{path} has {found} tokens, and {flag} is {vocab_size}: {reason}, or set {flag} to "
+            f"{found}."
         )
     return tokenizer
 

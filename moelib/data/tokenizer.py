@@ -1,8 +1,8 @@
 """Tokenizers: text to token ids and back, with the tokenizer.json format of `tokenizers`.
 
 The same file serves the export to Hugging Face. A tokenizer for training neither truncates nor
-pads, adds no tokens around a document, and treats special tokens that a text spells out as ordinary
-text, whatever the file requests.
+pads, drops no merges at random (BPE dropout), adds no tokens around a document, and treats special
+tokens that a text spells out as ordinary text, whatever the file requests.
 
 Letters: V vocabulary.
 """
@@ -10,6 +10,7 @@ Letters: V vocabulary.
 import functools
 import hashlib
 import json
+import logging
 import os
 import sys
 import time
@@ -24,6 +25,8 @@ from moelib.core.errors import MissingFileError, UserError
 from moelib.core.files import atomic_file, read_json, write_json
 from moelib.core.progress import format_seconds
 from moelib.data.document_pieces import PIECE_BYTES, encode_in_pieces, is_local
+
+logger = logging.getLogger(__name__)
 
 END_OF_TEXT = "<|endoftext|>"
 FILE_NAME = "tokenizer.json"
@@ -53,6 +56,10 @@ class Tokenizer(Configurable):
         name = self.config.path or "the tokenizer"
         try:
             self._content: dict[str, Any] = json.loads(text)
+            if dropout := self._content["model"].get("dropout"):
+                logger.warning("%s: model.dropout=%s would make ids random; unset.", name, dropout)
+                self._content["model"]["dropout"] = None
+                text = json.dumps(self._content, ensure_ascii=False)
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
             eos_id = self._tokenizer.token_to_id(eos_token)
         except Exception as error:  # The library raises bare Exception.

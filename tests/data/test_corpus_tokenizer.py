@@ -35,6 +35,13 @@ def test_a_tokenizer_is_trained_once_and_one_of_another_size_is_refused(
             corpus_tokenizer(_source(TEXTS), size, path, allow_fewer=allow_fewer, flag="--size")
 
 
+def test_a_text_with_too_few_tokens_is_told_from_another_size(tmp_path: pathlib.Path):
+    path = str(tmp_path / "tokenizer.json")
+    for reason in ("the text has no more", "trained for another size"):
+        with pytest.raises(ValueError, match=rf"--size is 2000: .*{reason}.* set --size to \d+\."):
+            corpus_tokenizer(_source(["a text"]), 2000, path, flag="--size")
+
+
 def test_documents_that_are_held_out_train_no_tokenizer(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ):

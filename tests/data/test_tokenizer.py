@@ -149,6 +149,19 @@ def test_truncation_and_padding_in_the_file_are_ignored(trained: Tokenizer, tmp_
     assert loaded.encode_batch(TEXTS) == trained.encode_batch(TEXTS)
 
 
+def test_dropout_in_the_file_is_unset_with_a_warning(
+    trained: Tokenizer, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+):
+    content = json.loads(trained.to_json())
+    content["model"]["dropout"] = 0.5
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    loaded = _load(tmp_path)
+    assert "model.dropout=0.5" in caplog.text
+    assert loaded.encode(TEXTS[0]) == trained.encode(TEXTS[0])
+    assert json.loads(loaded.to_json()) == json.loads(trained.to_json())  # Which workers read.
+    assert loaded.fingerprint == trained.fingerprint
+
+
 def test_bytes_of_a_tokenizer_with_space_markers(tmp_path: pathlib.Path):
     vocab = {"<0x41>": 0, "▁the": 1, "é": 2, "<eos>": 3}
     content = {
