@@ -50,6 +50,8 @@ class CheckpointRecord:
     input: dict[str, Any] | None = None  # Position in the training data, as the input gave it.
     # Metrics of the evaluations at this step, by name.
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    # Identities of the data of the evaluations, by evaler.
+    evaluated: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     config: str = ""  # Text of the trainer's config.
     files: dict[str, str] = dataclasses.field(default_factory=dict)  # SHA-256 of the run's files.
     mesh: dict[str, int] = dataclasses.field(default_factory=dict)  # Sizes of the mesh axes.

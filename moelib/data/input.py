@@ -163,13 +163,17 @@ def check_state(state: State, identity: State) -> None:
         raise UserError(
             f"{state!r:.80} is not the position of an input; restore a checkpoint of this run."
         )
-    changed = [
+    if changed := changes(saved, identity):
+        raise UserError(
+            f"The input has changed since it was saved: {changed}; restore the former value, or "
+            "start a new run."
+        )
+
+
+def changes(saved: State, identity: State) -> str:
+    """Returns the differences of an input's identity from a saved one; "" if there are none."""
+    return ", ".join(
         f"{name} was {saved.get(name)} and is {identity.get(name)}"
         for name in identity | saved
         if identity.get(name) != saved.get(name)
-    ]
-    if changed:
-        raise UserError(
-            f"The input has changed since it was saved: {', '.join(changed)}; restore the former "
-            "value, or start a new run."
-        )
+    )

@@ -18,7 +18,7 @@ from moelib.core.config import (
 from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
 from moelib.core.module import Module, nowrap
-from moelib.data.input import Input
+from moelib.data.input import Input, State
 from moelib.data.prefetch import HostRows, Prefetcher, host_rows, put_batch
 from moelib.train.identity import check_inputs
 from moelib.train.metrics import language_metrics, unpack
@@ -71,6 +71,11 @@ class SpmdEvaler(Module):
         opened = self.config.input.instantiate()
         check_inputs(f"{self.name.replace('evaler_', 'evalers.', 1)}.input", opened)
         return opened
+
+    @property
+    def input_identity(self) -> State | None:
+        """Identity of the input; None if it is not open."""
+        return self._input.identity if "_input" in self.__dict__ else None
 
     def _share(self, mesh: jax.sharding.Mesh) -> tuple[jax.sharding.NamedSharding, HostRows]:
         """Returns the sharding of a batch, and this process's share of its sequences."""

@@ -24,7 +24,7 @@ from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
 from moelib.core.progress import Progress
 from moelib.core.table import Table, print_table
-from moelib.data.input import Input
+from moelib.data.input import Input, State, changes
 from moelib.data.prefetch import Prefetcher, host_rows, put_batch
 from moelib.train import report
 from moelib.train.evaler import SpmdEvaler
@@ -69,6 +69,7 @@ class TrainLoop:
     start_step: int  # Step of the current state.
     input_state: dict[str, Any] | None  # Position in the data then, None at the beginning.
     restored_metrics: Scalars  # Metrics of the evaluations at that step.
+    restored_evaluated: Mapping[str, State]  # Identities of their data, by evaler.
 
     def __post_init__(self) -> None:
         cfg = self.config
@@ -125,8 +126,9 @@ class TrainLoop:
             if self._stop_requested():
                 pass
             elif self._step < self.config.max_step:
-                for evaler in self.evalers.values():  # Errors surface before the first step.
+                for name, evaler in self.evalers.items():  # Errors surface before the first step.
                     evaler.open_input(self.mesh)
+                    self._warn_of_other_data(name, evaler)
                     evaler.try_out(self.eval_params(), self.mesh)
                 self._take_steps(stack.enter_context(self._open_input()))
             else:
@@ -304,7 +306,6 @@ class TrainLoop:
                     scalars = evaler.evaluate(params, self.mesh, on_batch=self._after_batch)
                 except _EvaluationStopped:
                     break
-                self._warn_of_other_data(name, scalars)
                 self._evaluations[name] = scalars
                 self.summary_writer.write(step, scalars, group=name)
                 found |= {f"{name}/{metric}": value for metric, value in scalars.items()}
@@ -312,18 +313,14 @@ class TrainLoop:
         self._summaries = found
         return found
 
-    def _warn_of_other_data(self, name: str, scalars: Scalars) -> None:
-        """Warns if the best checkpoint would be chosen by evaluations on different data."""
-        saver, size = self.checkpointer, "num_tokens" if self.is_language_model else "weight"
-        before, now = self._evaluations.get(name, {}).get(size), scalars.get(size)
-        best = (saver.config.best_metric or "" if saver else "").startswith(f"{name}/")
-        if best and before and now and not math.isclose(before, now, rel_tol=1e-3):
+    def _warn_of_other_data(self, name: str, evaler: SpmdEvaler) -> None:
+        """Warns if an evaler's data are not those of the restored checkpoint."""
+        before, now = self.restored_evaluated.get(name), evaler.input_identity
+        if before and now and (changed := changes(before, now)):
             logger.warning(
-                "%s: evaluated on a weight of %g, and of %g before this run; the best checkpoint "
-                "is chosen among both. Start a new run for other data.",
-                name,
-                now,
-                before,
+                "evalers.%s.input has changed: %.400s. Its metrics do not compare with earlier "
+                "ones, and the best checkpoint is chosen among both; use a new run for other data.",
+                *(name, changed),
             )
 
     def _after_batch(self, number: int) -> None:

@@ -27,7 +27,7 @@ from moelib.core.directory_lock import LOCK_FILE, directory_lock
 from moelib.core.errors import UserError
 from moelib.core.module import Module, nowrap
 from moelib.core.param import is_spec
-from moelib.data.input import Input, batch_spec, save_tokenizer
+from moelib.data.input import Input, State, batch_spec, save_tokenizer
 from moelib.data.prefetch import HostRows, host_rows, row_sharding
 from moelib.data.tokenizer import FILE_NAME, SETTINGS_FILE
 from moelib.layers.kernel_backends import kernel_backends
@@ -181,6 +181,9 @@ class SpmdTrainer(Module):
         self.on_compiled: Callable[[Any, Any, Any], None] | None = None
         self._axes_used: set[str] = set()  # Logical axes of state, batch and activations.
         self.restored_metrics: dict[str, float] = {}  # Of evaluations, in the restored checkpoint.
+        self._restored_evaluated: dict[
+            str, State
+        ] = {}  # Identities of the data of its evaluations.
         self._check_locks: list[Callable[[], None]] = []  # One per folder that this process locks.
         self._file_sums: dict[str, str] = {}  # SHA-256 of the tokenizer's files, when written.
         self.step = 0  # Steps taken, known without waiting for the devices.
@@ -373,6 +376,7 @@ class SpmdTrainer(Module):
             return None
         self.input_state = input_state_of(restored.record.input, self._host_rows)
         self._state, self.step = restored.state, restored.record.step
+        self._restored_evaluated = restored.record.evaluated
         self.restored_metrics, self._file_sums = restored.record.metrics, restored.record.files
         return self.step
 
@@ -397,6 +401,7 @@ class SpmdTrainer(Module):
             arrays={},
             input=gather_input_state(self.input_state, self._host_rows),
             metrics=metrics or {},
+            evaluated={k: x for k, e in self.evalers.items() if (x := e.input_identity)},
             config=self.config.debug_string(),
             files=self._file_sums if jax.process_index() == 0 else {},
             mesh=dict(self.mesh().shape),
@@ -589,6 +594,7 @@ class SpmdTrainer(Module):
             start_step=self.step,
             input_state=self.input_state,
             restored_metrics=self.restored_metrics,
+            restored_evaluated=self._restored_evaluated,
         )
 
     @nowrap

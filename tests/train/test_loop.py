@@ -84,6 +84,17 @@ def test_changed_input_is_refused_on_resuming(tmp_path):
         cfg.instantiate(parent=None).run()
 
 
+def test_changed_data_of_an_evaluation_are_a_warning(tmp_path, caplog):
+    tiny.trainer_config(tmp_path, max_step=4).instantiate(parent=None).run()
+    cfg = tiny.trainer_config(tmp_path, max_step=5)
+    cfg.clone().instantiate(parent=None).run()
+    assert "has changed" not in caplog.text
+    cfg.max_step = 6
+    cfg.evalers["val"].input.source.num_documents += 1
+    cfg.instantiate(parent=None).run()
+    assert "evalers.val.input has changed: source was" in caplog.text
+
+
 def test_stop_precedes_an_evaluation_which_the_resumed_run_makes_up_for(tmp_path, monkeypatch):
     unbroken = tmp_path / "unbroken"
     tiny.trainer_config(unbroken).instantiate(parent=None).run()
