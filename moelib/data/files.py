@@ -96,6 +96,18 @@ def stamp(path: str) -> FileStamp:
     return FileStamp(path, info.st_size, info.st_mtime_ns)
 
 
+def check_unchanged(part: Part) -> None:
+    """Raises UserError if a file of a part differs in size or time from that of its listing."""
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        for file in value if isinstance(value, tuple) else (value,):
+            if isinstance(file, FileStamp) and stamp(file.path) != file:
+                raise UserError(
+                    f"{file.path} was written to while it was read; run the same command again "
+                    "once the file is complete."
+                )
+
+
 def part_size(files: Sequence[FileStamp]) -> int:
     """Returns the bytes of text that a part of these files should hold."""
     total = sum(file.num_text_bytes for file in files)

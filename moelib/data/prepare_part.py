@@ -17,6 +17,7 @@ from moelib.core.errors import UserError
 from moelib.core.files import read_json, write_json, writing
 from moelib.data import token_store
 from moelib.data.document_pieces import PIECE_BYTES
+from moelib.data.files import check_unchanged
 from moelib.data.source import BadRecordError, BadRecords, Part, TextHash
 from moelib.data.store_check import hash_blocks
 from moelib.data.token_source import check_vocabulary
@@ -67,7 +68,8 @@ def tokenize_part(
     Raises:
         BadRecordError: At a record without a document, unless such records are skipped.
         DiskFullError: If the disk is full; the part then counts as unfinished.
-        UserError: If the part is damaged, or the tokenizer gives an id beyond its vocabulary.
+        UserError: If the part is damaged, a file of it is written to meanwhile, or the tokenizer
+            gives an id beyond its vocabulary.
     """
     bad_records = BadRecords()
     documents = part.documents(bad_records if options.skip_bad_records else None)
@@ -104,6 +106,7 @@ def tokenize_part(
                 write(list(itertools.chain.from_iterable(ids)))
                 for text in texts:
                     add_text(text.encode())
+        check_unchanged(part)
         for name, values in ((token_store.LENGTHS, lengths), (token_store.NUM_BYTES, sizes)):
             with synced_file(part_file(folder, index, name)) as file:
                 np.save(file, np.array(values, np.uint32))

@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moelib.core.errors import UserError
 from moelib.data import document_pieces, prepare_part
 from moelib.data import tokenizer as tokenizer_module
+from moelib.data.files import TextFiles
 from moelib.data.json_lines import JsonLines
 from moelib.data.prepare_part import (
     PARTS,
@@ -158,6 +160,19 @@ def test_a_tokenizer_with_ids_beyond_its_vocabulary_is_refused(
     monkeypatch.setattr(tokenizer, "encode_batch", lambda texts: [[1, 300] for _ in texts])
     with pytest.raises(ValueError, match=r"id 300 \(token 1\)"):
         tokenize_part(folder, 0, TextsPart(TEXTS), tokenizer, OPTIONS)
+    assert read_result(folder, 0) is None
+
+
+@pytest.mark.parametrize("source", [JsonLines, TextFiles])
+def test_a_file_that_is_written_to_while_it_is_read_is_named(
+    tmp_path: pathlib.Path, folder: str, tokenizer: Tokenizer, source: Any
+):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "good"}\n')
+    (part,) = source.default_config().set(paths=[str(path)]).instantiate().parts()
+    os.utime(path, ns=(0, 0))
+    with pytest.raises(UserError, match=r"a\.jsonl was written to"):
+        tokenize_part(folder, 0, part, tokenizer, OPTIONS)
     assert read_result(folder, 0) is None
 
 
