@@ -19,7 +19,7 @@ from moelib.checkpoint.safetensors import (
 from moelib.core.errors import UserError
 from moelib.core.files import atomic_file, copy_file, read_json, write_json
 from moelib.train.identity import CONFIG_FILE
-from moelib.train.loading import load_model, tokenizer_of_model
+from moelib.train.loading import load_model, stop_ids_of_model, tokenizer_of_model
 from moelib.train.pretrained import CONFIG_FILE as HF_CONFIG_FILE
 from moelib.train.pretrained import FILES, load_pretrained, read_config, save_pretrained
 from moelib.train.trainer import SpmdTrainer
@@ -45,16 +45,18 @@ def from_hugging_face(
         ignore_settings: Settings of config.json that are known to change nothing.
 
     Raises:
-        UserError: If `to` holds a run, or the tokenizer does not belong to the model.
+        UserError: If `to` holds a run, or the tokenizer or an eos_token_id does not belong to the
+            model.
         Exception: The errors of `load_pretrained`.
     """
     path = os.path.join(to, CONFIG_FILE)
     if os.path.exists(path):
         raise UserError(f"{path} exists; choose another folder.")
     ignored = tuple(ignore_settings)
+    (cfg, _), tokenizer = read_config(folder, ignore_settings=ignored), None
     if read_json(os.path.join(folder, "tokenizer_config.json")).get("eos_token"):
-        cfg, _ = read_config(folder, ignore_settings=ignored)
-        tokenizer_of_model(folder, cfg.vocab_size)
+        tokenizer = tokenizer_of_model(folder, cfg.vocab_size)
+    stop_ids_of_model(folder, tokenizer, cfg.vocab_size)
     loaded = load_pretrained(folder, dtype=dtype, mesh=mesh, ignore_settings=ignored)
     os.makedirs(to, exist_ok=True)
     checkpoints = os.path.join(to, "checkpoints")

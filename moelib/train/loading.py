@@ -155,7 +155,7 @@ def load_model(
         model=model,
         parameters={},
         tokenizer=tokenizer,
-        stop_ids=_stop_ids(folder, tokenizer, model_cfg.vocab_size),
+        stop_ids=stop_ids_of_model(folder, tokenizer, model_cfg.vocab_size),
         config=cfg,
         step=None,
         max_length=_published(folder, "max_position_embeddings", seq_len),
@@ -237,7 +237,7 @@ def tokenizer_of_model(folder: str, vocab_size: int, cfg: Any = None) -> Tokeniz
     return tokenizer
 
 
-def _stop_ids(folder: str, tokenizer: Tokenizer | None, vocab_size: int) -> Sequence[int]:
+def stop_ids_of_model(folder: str, tokenizer: Tokenizer | None, vocab_size: int) -> Sequence[int]:
     """Returns the ids that end a text: that of the tokenizer, and those of a published model.
 
     Raises:

@@ -162,7 +162,10 @@ def _read_tensors(folder: str, family: Family, model: CausalLM, targets: Nested)
                     "set it to false or remove the tensor."
                 )
             ignored = (*ignored, re.escape(_HEAD))
-        return load_parameters(tensors, mappings, targets, ignored=ignored)
+        try:
+            return load_parameters(tensors, mappings, targets, ignored=ignored)
+        except TensorMismatchError as error:
+            raise TensorMismatchError(f"{folder}: {error}") from error
 
 
 def save_pretrained(

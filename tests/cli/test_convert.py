@@ -84,15 +84,22 @@ def test_a_checkpoint_of_another_dtype_reads_back_on_any_mesh(hub, tmp_path, dty
 
 def test_a_tokenizer_of_another_model_is_refused(hub, tmp_path):
     train_bpe(["text"], 281, str(hub / "tokenizer.json"))
-    change_vocabulary(hub, 250)
+    change(hub, vocab_size=250)
     with pytest.raises(UserError, match=r"2\d\d.*vocab_size=250"):
         convert.from_hugging_face(str(hub), str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
-def change_vocabulary(folder, size):
-    settings = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(settings | {"vocab_size": size}))
+def test_an_end_beyond_the_vocabulary_is_refused(hub, tmp_path):
+    change(hub, eos_token_id=280)
+    with pytest.raises(UserError, match=r"eos_token_id is 280.*vocab_size=280"):
+        convert.from_hugging_face(str(hub), str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def change(folder, **settings):
+    published = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(published | settings))
 
 
 def test_nothing_is_written_over(hub, tmp_path):

@@ -532,6 +532,26 @@ def test_missing_and_unknown_tensors_and_other_shapes_are_listed(tmp_path):
         load_pretrained(str(folder))
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (lambda x: (x * 1000).astype(np.int32), "is of dtype int32"),
+        (lambda x: (x * 255).astype(np.uint8), "is of dtype uint8"),
+        (lambda x: x > 0, "is of dtype bool"),
+        (lambda x: x.astype(np.float64) * 1e300, "not finite in float32"),
+        (lambda x: np.where(x == x.max(), np.nan, x), "not finite in float32"),
+        (lambda x: np.where(x == x.max(), -np.inf, x), "not finite in float32"),
+    ],
+)
+def test_values_that_are_no_weights_are_refused(changed, message, tmp_path):
+    folder = copy_of("llama3", tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = changed(tensors["model.norm.weight"])
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(TensorMismatchError, match=rf"{folder}: model\.norm\.weight .*{message}"):
+        load_pretrained(str(folder))
+
+
 def test_layers_of_deepseek_that_predict_a_second_token_are_skipped_with_a_warning(
     tmp_path, caplog
 ):

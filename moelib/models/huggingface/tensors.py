@@ -72,7 +72,8 @@ def load_parameters(
         ignored: Regular expressions of names of tensors that may be present and are not read.
 
     Raises:
-        TensorMismatchError: If tensors are missing, unknown, or of another shape.
+        TensorMismatchError: If tensors are missing, unknown, or of another shape, are not floating
+            as their parameter is, or have values that are not finite in the parameter's dtype.
     """
     by_path: dict[str, list[TensorMapping]] = {}
     for mapping in mappings:
@@ -89,6 +90,7 @@ def load_parameters(
             tensor = source.read(mapping.tensor)
             if mapping.part.rows is not None:
                 tensor = tensor[slice(*mapping.part.rows)]
+            _check_values(tensor, mapping.tensor, target.dtype)
             shards.write(index, to_parameter(tensor, mapping, target.shape))
         return shards.array()
 
@@ -150,6 +152,24 @@ def _check_tensors(
     ]
     if lines:
         raise TensorMismatchError("The tensors do not match the model; " + "; ".join(lines))
+
+
+def _check_values(tensor: np.ndarray, name: str, dtype: Any) -> None:
+    """Raises TensorMismatchError unless a tensor has values of a parameter of this dtype."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return
+    if not jnp.issubdtype(tensor.dtype, jnp.floating):
+        raise TensorMismatchError(
+            f"{name} is of dtype {tensor.dtype}, but its parameter of {dtype}; store it as floats."
+        )
+    if tensor.size and jnp.finfo(tensor.dtype).max > jnp.finfo(dtype).max:
+        with np.errstate(over="ignore", invalid="ignore"):
+            tensor = np.array([tensor.min(), tensor.max()]).astype(dtype)  # NaN if one is.
+    if not np.isfinite(tensor).all():
+        raise TensorMismatchError(
+            f"{name} has values that are not finite in {dtype}; restore its file, or load it as "
+            "another dtype."
+        )
 
 
 def _overlap(index: Sequence[slice], bounds: Sequence[slice]) -> list[slice] | None:
