@@ -208,7 +208,8 @@ class _EventFile:
 def truncate_json_lines(path: str, step: int) -> None:
     """Drops the incomplete lines of a file of JSON lines and those after `step`.
 
-    Dropping all of them, at step 0, is a warning: checkpoints may have been lost.
+    Dropping all of them, at step 0, is a warning: checkpoints may have been lost. Others that are
+    not in the order of their steps are one too.
     """
     if not os.path.exists(path):
         return
@@ -222,6 +223,9 @@ def truncate_json_lines(path: str, step: int) -> None:
             path,
             max((_step_of(x) for x in lines if _step_of(x) < math.inf), default=0.0),
         )
+    steps = [_step_of(line) for line in kept]
+    if steps != sorted(steps) or not all(x.is_integer() for x in steps):
+        logger.warning("%s: the steps of its lines are not ascending integers.", path)
     if len(kept) < len(lines):
         with atomic_file(path) as file:
             file.writelines(kept)

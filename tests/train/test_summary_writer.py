@@ -171,6 +171,14 @@ def test_a_line_that_is_nested_too_deeply_is_dropped(tmp_path):
     assert path.read_text() == '{"step": 1}\n'
 
 
+@pytest.mark.parametrize(("steps", "warned"), [("1 2 2 9", 0), ("2 1 3", 1), ("1 1.5", 1)])
+def test_lines_not_in_the_order_of_steps_are_a_warning(tmp_path, caplog, steps, warned):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in steps.split()))
+    truncate_json_lines(str(path), 3)
+    assert len(caplog.records) == warned
+
+
 @pytest.mark.parametrize("content", ["", None])
 def test_nothing_to_truncate(tmp_path, content):
     path = tmp_path / "metrics.jsonl"
