@@ -90,9 +90,12 @@ def resolve(text: str, names: Mapping[str, Any] | None = None) -> Any:
     dtype = module in _DTYPE_MODULES and config_types.is_dtype_name(qualname)
     if not dtype and not _may_import(module):
         top = module.partition(".")[0]
+        refusal = f"a config file may not name {module!r}, as in {text!r}"
+        if top in sys.stdlib_module_names:
+            raise UntrustedNameError(f"{refusal}: it is of Python's standard library.")
         raise (UntrustedNameError if moved_names.find_module(top) else UnknownModuleError)(
-            f"a config file may not name {module!r}, as in {text!r}. If you trust this code, pass "
-            f"--module={top}, or the folder that holds it as --module_dir."
+            f"{refusal}. If you trust this code, pass --module={top}, or the folder that holds it "
+            "as --module_dir."
         )
     value = config_types.resolve_reference(text)
     if not dtype and not _may_use(value):

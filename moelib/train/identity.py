@@ -147,10 +147,9 @@ def saved_config(
         )
         if first := next(iter(_different(there, here)), None):
             logger.warning(
-                "%s is not the config of step %d, which is used instead: %s is %s in the file, and "
-                "%s in the checkpoint.",
-                *(path, record.step, first),
-                *(values.get(first, "not set") for values in (there, here)),
+                "%s is not the config of step %d, which is used instead: %.200s is %s in the file, "
+                "and %s in the checkpoint.",
+                *(path, record.step, first, *_pair_of(first, there, here)),
             )
     return record.config, source
 

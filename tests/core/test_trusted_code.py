@@ -68,6 +68,12 @@ def test_other_code_may_not_be_named(name, tmp_path, monkeypatch):
     )  # The user's own config has it.
 
 
+def test_a_refused_standard_module_is_not_recommended():
+    with pytest.raises(UntrustedNameError, match="standard library") as error:
+        resolve("os:system")
+    assert "--module" not in str(error.value)
+
+
 def test_code_of_a_notebook_may_be_named(monkeypatch):
     notebook = types.ModuleType("__main__")
     notebook.Own = type("Own", (), {"__module__": "__main__"})  # pyrefly: ignore

@@ -183,6 +183,10 @@ def test_a_changed_file_is_reported_and_not_used(folder, caplog):
     (line,) = (record.message for record in caplog.records)
     for part in (f"{folder}/config.txt", "step 7", "model.dim is 24 in the file", "16"):
         assert part in line
+    caplog.clear()
+    edit(folder, "model.dim: 24", f"model.dim: {'9' * 4000}")
+    check_directory(cfg, str(folder), record_of(cfg))
+    assert max(len(record.message) for record in caplog.records) < 1000
 
 
 def test_checkpoints_without_any_config_are_refused(tmp_path):
