@@ -306,6 +306,7 @@ class TrainLoop:
                     scalars = evaler.evaluate(params, self.mesh, on_batch=self._after_batch)
                 except _EvaluationStopped:
                     break
+                self._warn_of_other_weight(name, scalars)
                 self._evaluations[name] = scalars
                 self.summary_writer.write(step, scalars, group=name)
                 found |= {f"{name}/{metric}": value for metric, value in scalars.items()}
@@ -321,6 +322,18 @@ class TrainLoop:
                 "evalers.%s.input has changed: %.400s. Its metrics do not compare with earlier "
                 "ones, and the best checkpoint is chosen among both; use a new run for other data.",
                 *(name, changed),
+            )
+
+    def _warn_of_other_weight(self, name: str, scalars: Scalars) -> None:
+        """Warns of evaluations on other data that an input's identity does not tell apart."""
+        saver, size = self.checkpointer, "num_tokens" if self.is_language_model else "weight"
+        before, now = self._evaluations.get(name, {}).get(size), scalars.get(size)
+        best = (saver.config.best_metric or "" if saver else "").startswith(f"{name}/")
+        if best and before and now and not math.isclose(before, now, rel_tol=1e-3):
+            logger.warning(
+                "%s: evaluated on a weight of %g, and of %g before this run; the best checkpoint "
+                "is chosen among both. Start a new run for other data.",
+                *(name, now, before),
             )
 
     def _after_batch(self, number: int) -> None:

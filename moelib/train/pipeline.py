@@ -44,7 +44,7 @@ class _CutError(BaseException):
 
 
 class _Before(NamedTuple):
-    """What a forward pass has computed when it reaches the blocks."""
+    """Results of a forward pass up to the blocks."""
 
     x: jax.Array
     side_inputs: dict[str, Any]
@@ -116,6 +116,12 @@ class _Cut:
         found = []
 
         def stop(stack: ScanStack, x: jax.Array, side_inputs: dict[str, Any]) -> jax.Array:
+            for name, value in side_inputs.items():
+                if any(jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(value)):
+                    raise UserError(
+                        f"mesh axis pipeline: {self.stack.path()} gets {name!r}, an array of "
+                        "floats, whose gradient a pipeline does not compute; set pipeline=1."
+                    )
             outputs = new_output_collection()
             for context in context_stack():
                 names = names_below(self.model, context.module) or ()

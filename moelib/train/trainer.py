@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
@@ -181,9 +181,8 @@ class SpmdTrainer(Module):
         self.on_compiled: Callable[[Any, Any, Any], None] | None = None
         self._axes_used: set[str] = set()  # Logical axes of state, batch and activations.
         self.restored_metrics: dict[str, float] = {}  # Of evaluations, in the restored checkpoint.
-        self._restored_evaluated: dict[
-            str, State
-        ] = {}  # Identities of the data of its evaluations.
+        # Identities of the data of its evaluations.
+        self._restored_evaluated: dict[str, State] = {}
         self._check_locks: list[Callable[[], None]] = []  # One per folder that this process locks.
         self._file_sums: dict[str, str] = {}  # SHA-256 of the tokenizer's files, when written.
         self.step = 0  # Steps taken, known without waiting for the devices.
@@ -424,7 +423,9 @@ class SpmdTrainer(Module):
                 "no parameter is trained: init returns integers, booleans or `fixed` ones only; "
                 "return arrays of floats, or set train_step."
             )
-        warn_without_gradient(traced.jaxpr, len(tree.by_path(trained, is_spec)))
+        # Gradients that a pipeline sums in its loop are no constants; those of a plain step are.
+        plain = traced if self.pipeline is None else self.trace_train_step(batch, pipeline=None)
+        warn_without_gradient(plain.jaxpr, len(tree.by_path(trained, is_spec)))
         with self.on_mesh():
             lowered = traced.lower()
         compiled = compile_with(lowered, self.compiler_options())
@@ -441,12 +442,15 @@ class SpmdTrainer(Module):
         )
 
     @nowrap
-    def trace_train_step(self, batch: Any = None) -> jax.stages.Traced:
+    def trace_train_step(
+        self, batch: Any = None, *, pipeline: PipelineConfig | Literal["own"] | None = "own"
+    ) -> jax.stages.Traced:
         """Returns the training step as a jaxpr.
 
         Args:
             batch: Arrays or `jax.ShapeDtypeStruct`s; by default those of a language-model input,
                 without opening data.
+            pipeline: The pipeline, by default that of the config; None for a step without one.
 
         Raises:
             ValueError: If the mesh does not divide an array, or a sharding rule splits nothing.
@@ -474,7 +478,7 @@ class SpmdTrainer(Module):
                 self.learner,
                 train_dtype=cfg.train_dtype,
                 num_microbatches=cfg.num_microbatches,
-                pipeline=self.pipeline,
+                pipeline=self.pipeline if pipeline == "own" else pipeline,
             )
         replicated = jax.sharding.NamedSharding(self.mesh(), jax.sharding.PartitionSpec())
         out = (self.trainer_state_shardings, replicated)

@@ -10,8 +10,10 @@ from moelib.core import tree
 from moelib.core.errors import UserError
 from moelib.layers.moe.balance import BalanceScope, BiasBalancing, LoadBalanceLoss
 from moelib.layers.moe.router import Router
+from moelib.layers.norm import RMSNorm
 from moelib.layers.transformer import LoopStack
 from moelib.learner.learner import Learner
+from moelib.models.causal_lm import CausalLM
 from moelib.parallel import sharding
 from moelib.parallel.mesh import MESH_AXIS_NAMES, create_device_mesh, mesh_shape_from_axes
 from moelib.parallel.pipeline.schedule import Schedule
@@ -20,7 +22,14 @@ from moelib.train.fit import fit
 from moelib.train.metrics import unpack
 from moelib.train.pipeline import PipelineConfig, stack_of, stage_sizes
 from moelib.train.step import make_train_step
-from tests.tiny import model_config, moe, packed_batch, stacked, trainer_config, transformer_layer
+from tests.tiny import (
+    model_config,
+    moe,
+    packed_batch,
+    stacked,
+    trainer_config,
+    transformer_layer,
+)
 
 
 def moe_model(num_blocks: int):
@@ -34,14 +43,20 @@ def moe_model(num_blocks: int):
     return model_config(stacked(layer, num_layers=1 + num_blocks, first_layers=first))
 
 
-def step_of(cfg, axes=None, pipeline=None, *, num_microbatches: int):
+def step_of(cfg, axes=None, pipeline=None, *, num_microbatches: int, train_dtype=None):
     """Returns parameters and metrics after a step of SGD with a rate of 1."""
     model = cfg.instantiate(parent=None)
     specs = model.create_parameter_specs_recursively()
     learner_cfg = Learner.default_config().set(name="learner", optimizer=optax.sgd(1.0))
     learner = learner_cfg.instantiate(parent=None, param_specs=specs)
     batch = jax.tree.map(lambda *x: jnp.concatenate(x), *map(packed_batch, range(2)))
-    step = make_train_step(model, learner, num_microbatches=num_microbatches, pipeline=pipeline)
+    step = make_train_step(
+        model,
+        learner,
+        num_microbatches=num_microbatches,
+        pipeline=pipeline,
+        train_dtype=train_dtype,
+    )
     num = int(np.prod(list((axes or {}).values())))
     mesh = create_device_mesh(
         mesh_shape_from_axes(**(axes or {})), MESH_AXIS_NAMES, jax.devices()[:num]
@@ -85,6 +100,66 @@ def test_a_step_equals_one_without_a_pipeline(schedule, axes, num_blocks):
 def test_dense_layers_in_a_pipeline():
     cfg = model_config(stacked(transformer_layer(), num_layers=2))
     check(cfg, {"pipeline": 2}, PipelineConfig(Schedule.ONE_F_ONE_B, 2), num_microbatches=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", [Schedule.ONE_F_ONE_B, Schedule.DUALPIPE_V])
+def test_a_step_in_bfloat16_is_as_exact_as_one_without_a_pipeline(schedule):
+    cfg, M = moe_model(4), 4
+    before, exact, _ = step_of(cfg, num_microbatches=M)
+    options = {"num_microbatches": M, "train_dtype": "bfloat16"}
+    _, plain, metrics = step_of(cfg, **options)
+    pipeline = PipelineConfig(schedule, 2, uniform=True)
+    _, got, found = step_of(cfg, {"pipeline": 2, "fsdp": 2}, pipeline, **options)
+    assert found["loss"] == pytest.approx(metrics["loss"], rel=1e-3)
+    norm = lambda x: float(np.linalg.norm(x))
+    for (path, want), *others in zip(
+        tree.flatten_items(exact), *map(jax.tree.leaves, (plain, got, before)), strict=True
+    ):
+        of_plain, of_pipeline, start = (norm(x - want) for x in others)
+        assert of_pipeline <= 1.5 * of_plain + 0.003 * start, (path, of_pipeline, of_plain, start)
+
+
+class _Scaled(CausalLM):
+    """Gives its layers an array of floats."""
+
+    def hidden(self, batch):
+        x = self.embedding(batch["input_ids"])
+        return self.decoder(x, positions=batch["positions"], scale=jnp.ones(x.shape[:1]))
+
+
+def test_floats_that_all_layers_get_are_refused():
+    cfg = model_config(stacked(transformer_layer(), num_layers=2))
+    fields = {name: value for name, value in cfg.items() if name != "klass"}
+    pipeline = PipelineConfig(Schedule.ONE_F_ONE_B, 2)
+    with pytest.raises(UserError, match="decoder gets 'scale', an array of floats"):
+        step_of(
+            _Scaled.default_config().set(**fields), {"pipeline": 2}, pipeline, num_microbatches=2
+        )
+
+
+class _ConstantNorm(RMSNorm):
+    """Does not train its scale."""
+
+    def _scaled(self, x, name="scale"):
+        return jax.lax.stop_gradient(super()._scaled(x, name))
+
+
+@pytest.mark.slow
+def test_parameters_without_a_gradient_are_named_in_a_pipeline_too(tmp_path, caplog):
+    cfg = trainer_config(tmp_path, max_step=1, evaler=False)
+    layer = transformer_layer()
+    layer.norm = _ConstantNorm.default_config()
+    cfg.set(
+        model=model_config(stacked(layer, num_layers=2)),
+        mesh_shape=mesh_shape_from_axes(pipeline=2, data=4),
+        num_microbatches=2,
+        pipeline_schedule=Schedule.ONE_F_ONE_B,
+    )
+    cfg.instantiate(parent=None).compile_train_step()
+    (record,) = [r for r in caplog.records if r.name == "moelib.train.no_gradient"]
+    norms = (f"decoder/repeated0/{name}_norm/scale" for name in ("attention", "feed_forward"))
+    assert record.args[2] == ", ".join(norms)
 
 
 @pytest.mark.slow

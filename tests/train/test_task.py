@@ -198,6 +198,7 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path, caplog):
     settings["eval_examples"] = EXAMPLES[:9]
     fit(task, tmp_path / "parts", max_step=7, **settings)
     assert "validation.input has changed: num_examples was 10 and is 9." in caplog.text
+    assert "evaluated on a weight of 9, and of 10" in caplog.text
 
 
 @pytest.fixture(scope="module")

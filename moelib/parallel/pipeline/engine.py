@@ -110,7 +110,7 @@ def run_pipeline(
 
 
 class _State(NamedTuple):
-    """What a rank keeps from tick to tick; V chunks."""
+    """The buffers and sums of a rank between ticks; V chunks."""
 
     inputs: jax.Array  # [V, num_inputs, ...]
     output_gradients: jax.Array  # [V, num_gradients, ...]
