@@ -51,6 +51,11 @@ DEFAULT_RULES: Rules = {
     "activation_heads": ("model",),
 }
 
+# Those of a pipeline, whose ranks store a part of every layer.
+PIPELINE_RULES: Rules = {
+    name: (*DEFAULT_RULES[name], "pipeline") for name in ("embed", "expert_embed")
+}
+
 # The changed rules: (logical axis, mesh axes), sorted. JAX includes them in the keys of its traces.
 _overrides = jax.make_user_context(())
 _used: ContextVar[set[str] | None] = ContextVar("moelib_logical_axes_used", default=None)
@@ -155,13 +160,15 @@ def mesh_axes(
 ) -> tuple[str, ...]:
     """Returns the mesh axes, larger than 1, that shard a logical axis of an array.
 
-    The rules are by default the current ones; `array` is the array's name, for errors.
+    Inside of a `shard_map`, its own axes are not among them. The rules are by default the current
+    ones; `array` is the array's name, for errors.
     """
     if rules is None:
         rules = current_rules()
         _note_used(name)
     _check_known(name, rules, array)
-    return tuple(axis for axis in rules[name] if mesh_shape.get(axis, 1) > 1)
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return tuple(a for a in rules[name] if mesh_shape.get(a, 1) > 1 and a not in manual)
 
 
 def partition_spec(

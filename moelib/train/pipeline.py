@@ -8,6 +8,7 @@ no code for it.
 import contextlib
 import functools
 import operator
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -27,13 +28,15 @@ from moelib.core.context import (
 from moelib.core.errors import UserError
 from moelib.core.metrics import combine, empty, is_metric
 from moelib.core.module import functional
+from moelib.core.param import ParameterSpec, specs_by_path
 from moelib.core.tree import Batch, Nested
 from moelib.layers.moe.balance import BalanceScope
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.transformer import ScanStack, cut_at_blocks
 from moelib.learner.accumulation import Accumulated, split_batch
 from moelib.learner.learner import Learner
-from moelib.parallel.pipeline.engine import Functions, Layout, run_pipeline
+from moelib.parallel import sharding
+from moelib.parallel.pipeline.engine import AXIS, Functions, Layout, run_pipeline
 from moelib.parallel.pipeline.schedule import Schedule
 from moelib.train.metrics import as_metric, collect
 from moelib.train.state import updated
@@ -257,13 +260,13 @@ def accumulate_in_pipeline(
     num_blocks = stack_of(model).num_blocks
     sizes = stage_sizes(num_blocks, num_ranks * schedule.num_chunks)
     layout = Layout(schedule, num_ranks, sizes)
-    cut, rows = _Cut(model, learner, layout, uniform=uniform), np.array(layout.rows)
+    cut = _Cut(model, learner, layout, uniform=uniform)
     trained, fixed = _parts(params, learner.is_updated)
     blocks, outer = _parts(trained, cut.is_block)
     fixed_blocks, fixed_outer = _parts(fixed, cut.is_block)
-    place = lambda a: a[np.maximum(rows, 0)]  # [chunks of all ranks, blocks, ...]
-    order = np.argsort(rows.ravel())[-num_blocks:]
-    back = lambda a: a.reshape(-1, *a.shape[2:])[order]
+    placement = _Placement(layout, specs_by_path(model.create_parameter_specs_recursively()))
+    to_stages = functools.partial(tree.map_by_path, placement.to_stages)
+    to_layers = functools.partial(tree.map_by_path, placement.to_layers)
     M = num_microbatches
     counts = model.token_counts(batch)
     micro = split_batch(batch, M)
@@ -278,8 +281,8 @@ def accumulate_in_pipeline(
     done = run_pipeline(
         Functions(cut.first, cut.stage, cut.last),
         layout,
-        jax.tree.map(place, blocks),
-        jax.tree.map(place, fixed_blocks),
+        to_stages(blocks),
+        to_stages(fixed_blocks),
         outer,
         {"fixed": fixed_outer, "outer": outer},
         {
@@ -291,7 +294,7 @@ def accumulate_in_pipeline(
         uniform=uniform,
     )
     # [chunks, M, blocks, ...] -> [M, all blocks, ...]
-    of_blocks = jax.tree.map(jax.vmap(back, in_axes=1, out_axes=0), done.stages)
+    of_blocks = jax.tree.map(jax.vmap(placement.in_order, in_axes=1), done.stages)
 
     def metrics_of(each: Any) -> Any:
         batch, shares, before, blocks, (loss, metrics, after) = each
@@ -304,9 +307,72 @@ def accumulate_in_pipeline(
     start = jax.tree.map(empty, first, is_leaf=is_metric)
     add = lambda sum, new: (jax.tree.map(combine, sum, new, is_leaf=is_metric), None)
     metrics, _ = lax.scan(add, start, of_micro)
-    gradients = tree.merge(jax.tree.map(back, done.params), done.outer)
-    state = tree.merge(fixed, jax.tree.map(back, done.fixed))
+    gradients = tree.merge(to_layers(done.params), done.outer)
+    state = tree.merge(fixed, to_layers(done.fixed))
     return Accumulated(jnp.sum(objectives), jnp.ones(()), gradients, metrics, state)
+
+
+class _Placement:
+    """Moves layers from where the state is stored to the ranks of their stages, and back.
+
+    Ranks store a part of every layer along another dimension, which they exchange for their own
+    layers, so that any number of layers may be spread in any order. An array that is not sharded
+    over the pipeline is on every rank.
+
+    Args:
+        layout: The stages.
+        specs: Specs of the parameters, by path.
+    """
+
+    def __init__(self, layout: Layout, specs: Mapping[str, ParameterSpec]) -> None:
+        self._rows, self._specs = np.array(layout.rows), specs
+        self._order = np.argsort(self._rows.ravel())[-sum(layout.sizes) :]
+
+    def to_stages(self, path: str, a: jax.Array) -> jax.Array:
+        """Returns parameters of layers [L, ...] by stage, [chunks of all ranks, layers, ...]."""
+        stored, placed, dim = self._shardings(path)
+        rows = np.maximum(self._rows, 0)  # The last layers of a small stage are not used.
+
+        def move(a: jax.Array) -> jax.Array:
+            if dim is not None:
+                return lax.all_to_all(a[rows], AXIS, 0, dim + 1, tiled=True)
+            own = jnp.asarray(rows).reshape(lax.axis_size(AXIS), -1, rows.shape[1])
+            return a[own[lax.axis_index(AXIS)]]
+
+        return jax.shard_map(move, in_specs=stored, out_specs=placed, check_vma=False)(a)
+
+    def to_layers(self, path: str, a: jax.Array) -> jax.Array:
+        """Returns the inverse of `to_stages`."""
+        stored, placed, dim = self._shardings(path)
+
+        def move(a: jax.Array) -> jax.Array:
+            if dim is not None:
+                return self.in_order(lax.all_to_all(a, AXIS, dim + 1, 0, tiled=True))
+            return self.in_order(lax.all_gather(a, AXIS, tiled=True))
+
+        return jax.shard_map(move, in_specs=placed, out_specs=stored, check_vma=False)(a)
+
+    def in_order(self, a: jax.Array) -> jax.Array:
+        """Returns layers [L, ...] from [chunks of all ranks, layers, ...]."""
+        return a.reshape(-1, *a.shape[2:])[self._order]
+
+    def _shardings(self, path: str) -> tuple[jax.P, jax.P, int | None]:
+        """Returns those of [L, ...] and by stage, and the dimension that a rank has a part of."""
+        spec, mesh = self._specs[path], jax.sharding.get_abstract_mesh()
+        split = sharding.partition_spec(spec.axes, dict(mesh.shape), shape=spec.shape, array=path)
+        first, *entries = sharding.mesh_axes_of(split)
+        if first:
+            raise UserError(
+                f"sharding_rules['layers'] is {first}: a pipeline spreads the layers itself; "
+                "remove the rule."
+            )
+        others = [tuple(axis for axis in entry if axis != AXIS) for entry in entries]
+        dim = next((i + 1 for i, entry in enumerate(entries) if AXIS in entry), None)
+        stored = [
+            (*other, AXIS) if AXIS in entry else other
+            for other, entry in zip(others, entries, strict=True)
+        ]
+        return jax.P(None, *stored), jax.P(AXIS, None, *others), dim
 
 
 def _parts(nested: Nested, keep: Any) -> tuple[Nested, Nested]:

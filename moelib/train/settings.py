@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from moelib.core.config import REQUIRED, RequiredFieldMissingError, did_you_mean
 from moelib.core.config_paths import join_path, sub_configs
 from moelib.core.errors import UserError
-from moelib.parallel.sharding import SplitError, mesh_axes
+from moelib.parallel.sharding import PIPELINE_RULES, SplitError, mesh_axes
 
 # Settings that a resumed run may change if `accept_changes` names them: all further steps differ.
 ACCEPTABLE = ("schedule", "train_dtype", "accumulation", "config")
@@ -119,8 +119,8 @@ def check_loss_chunk(chunk_size: int | None, tokens: int) -> None:
 
 def rules_of(cfg: Any) -> dict[str, Sequence[str]]:
     """Returns the changed sharding rules of a `SpmdTrainer.Config`."""
-    own = {} if cfg.pipeline_schedule is None else {"layers": ("pipeline",)}
-    return own | dict(cfg.sharding_rules or {})
+    own = {} if cfg.pipeline_schedule is None else PIPELINE_RULES
+    return {**own, **(cfg.sharding_rules or {})}
 
 
 def _batch_field(cfg: Any) -> str:

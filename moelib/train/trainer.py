@@ -535,8 +535,6 @@ class SpmdTrainer(Module):
             check_processes(cfg)
             stack.enter_context(self.on_mesh())
             _ = self.batch_sharding  # Refuses a mesh that does not divide the batch.
-            if self.pipeline is not None and self.evalers:
-                logger.warning("Evaluations gather all layers on every pipeline rank.")
             if not cfg.skip_kernel_check:
                 check_kernels(cfg.train_dtype)
             if is_writer:

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from moelib.core.config_modifier import apply_mesh_rule
@@ -19,8 +19,9 @@ def meshes_to_check(
 ) -> list[Axes]:
     """Returns meshes of `num_devices` devices over the axes that the config's rules split over.
 
-    `which` is the argument `meshes` of `verify_config`, and `thorough` too. Raises UserError if a
-    mesh is impossible.
+    `which` is the argument `meshes` of `verify_config`, and `thorough` too. A config with a
+    pipeline schedule is checked with a pipeline of 2 and of 4. Raises UserError if a mesh is
+    impossible.
     """
     rules = {**DEFAULT_RULES, **rules_of(cfg)}
     used = {axis for axes in rules.values() for axis in axes}
@@ -34,22 +35,25 @@ def meshes_to_check(
     found = all_meshes(num_devices, names)
     if which == "all":
         return found
+    if "pipeline" in names:
+        sizes = [axes for axes in found if axes.get("pipeline") in (2, 4)]
+        return _covering(sizes, lambda axes: {(axes["pipeline"], name) for name in axes})
     own = [axes for axes in _own_axes(cfg) if axes]
     most = max((len(axes) for axes in found), default=0)
     kept = [axes for axes in found if len(axes) == 1 or set(axes) in own]
     together = [axes for axes in found if len(axes) == most > 1 and axes not in kept]
-    kept += together if thorough else _covering_pairs(together)
+    pairs = lambda axes: set(itertools.combinations(axes, 2))
+    kept += together if thorough else _covering(together, pairs)
     return sorted(kept, key=lambda axes: (set(axes) not in own, len(axes)))
 
 
-def _covering_pairs(meshes: list[Axes]) -> list[Axes]:
-    """Returns a few of the meshes that have each pair of axes that any of them has."""
+def _covering(meshes: list[Axes], parts: Callable[[Axes], set[Any]]) -> list[Axes]:
+    """Returns a few of the meshes that have each part that any of them has."""
     kept: list[Axes] = []
-    pairs = {id(axes): set(itertools.combinations(axes, 2)) for axes in meshes}
-    missing = set().union(*pairs.values())
+    missing = set[Any]().union(*map(parts, meshes))
     while missing:
-        kept.append(max(meshes, key=lambda axes: len(pairs[id(axes)] & missing)))
-        missing -= pairs[id(kept[-1])]
+        kept.append(max(meshes, key=lambda axes: len(parts(axes) & missing)))
+        missing -= parts(kept[-1])
     return kept
 
 

@@ -16,6 +16,7 @@ from moelib.data.lm_input import LMInput
 from moelib.data.mixture import Mixture
 from moelib.data.packing import LongDocuments
 from moelib.data.synthetic import SyntheticTokens
+from moelib.parallel.pipeline.schedule import Schedule
 from moelib.verify.batches import vocab_size
 
 _WIDTHS = ("dim", "input_dim", "output_dim", "hidden_dim", "embedding_dim", "model_dim",
@@ -39,10 +40,11 @@ def shrink(cfg: Any, num_devices: int) -> tuple[Any, list[Change]]:
     """Returns a small copy of a trainer's config, in float32 on synthetic data, and the changes.
 
     Every kind of layer and every setting other than sizes is kept: two blocks of repeated layers,
-    and one of several equal first layers. The copy can be split over up to `num_devices` devices.
+    three in a pipeline, and one of several equal first layers. The copy can be split over up to
+    `num_devices` devices.
     """
     small = cfg.clone()
-    _fewer_layers(small)
+    _fewer_layers(small, num_blocks=2 if cfg.pipeline_schedule is None else 3)
     for holder in _configs(small.model):
         _smaller_heads(holder, num_devices)
         _fewer_experts(holder, num_devices)
@@ -92,20 +94,20 @@ def _smaller(cfg: ConfigBase, names: Iterable[str], new: Callable[[int], int]) -
 # -- Layers --------------------------------------------------------------------------------------
 
 
-def _fewer_layers(cfg: Any) -> None:
+def _fewer_layers(cfg: Any, num_blocks: int) -> None:
     for holder in _configs(cfg.model):
         values = dict(holder.items())
         layers, block = values.get("num_layers"), values.get("block")
         if type(layers) is not int:
             continue
         if not isinstance(block, list):  # A stack of the user's own.
-            holder.set(num_layers=min(layers, 2))
+            holder.set(num_layers=min(layers, num_blocks))
             continue
         first = values.get("first_layers", [])
         repeats = (layers - len(first)) // max(len(block), 1)
         texts = [layer.debug_string() for layer in first]
         kept = [layer for i, layer in enumerate(first) if texts[i] not in texts[:i]]
-        holder.set(first_layers=kept, num_layers=len(kept) + min(repeats, 2) * len(block))
+        holder.set(first_layers=kept, num_layers=len(kept) + min(repeats, num_blocks) * len(block))
 
 
 def _smaller_heads(cfg: ConfigBase, num_devices: int) -> None:
@@ -194,7 +196,9 @@ def _shorten(cfg: Any) -> None:
 
 def _synthetic_data(cfg: Any, num_devices: int) -> None:
     """Replaces data files by synthetic tokens, in a small batch."""
-    num_microbatches = min(cfg.num_microbatches, 2)
+    schedule = cfg.pipeline_schedule
+    most = 2 if schedule is None else 8 if schedule is Schedule.DUALPIPE_V else 4  # For 4 ranks.
+    num_microbatches = most if schedule else min(cfg.num_microbatches, most)
     cfg.set(num_microbatches=num_microbatches)
     batch_size = math.lcm(num_devices * num_microbatches, 4)  # Checks `doubled` and `hosts`.
     cfg.input.set(seq_len=_SEQ_LEN, global_batch_size=batch_size)

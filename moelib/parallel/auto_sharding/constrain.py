@@ -10,7 +10,7 @@ from jax.sharding import AxisType, PartitionSpec
 from moelib.core.errors import UserError
 from moelib.core.jaxpr import bind
 from moelib.parallel.auto_sharding.classes import ALIASES, split_of_scan
-from moelib.parallel.sharding import current_mesh
+from moelib.parallel.sharding import current_mesh, keep_axes
 
 
 def constrain_at_use(fn: Callable[..., Any], use_specs: Any) -> Callable[..., Any]:
@@ -38,7 +38,7 @@ def constrain_at_use(fn: Callable[..., Any], use_specs: Any) -> Callable[..., An
             return fn(params, *args)
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(params, *args)
         arguments = jax.tree.leaves((params, args))
-        specs = jax.tree.leaves(use_specs)
+        specs = [keep_axes(spec, mesh.auto_axes) for spec in jax.tree.leaves(use_specs)]
         known = [*specs, *(None,) * (len(arguments) - len(specs))]
         results = _evaluate(closed, arguments, known)
         return jax.tree.unflatten(jax.tree.structure(shape), results)
