@@ -99,7 +99,7 @@ class _Cut:
         self.model, self.learner, self.stack = model, learner, stack_of(model)
         self.uniform = uniform
         self.names = names_below(model, self.stack) or ()
-        self.always = np.array(layout.rows).min(0) >= 0  # Whether all stages have the i-th block.
+        self.num_always = min(layout.sizes)  # Blocks that all stages have.
 
     def is_block(self, path: str) -> bool:
         """Returns whether a parameter belongs to the repeated blocks."""
@@ -165,23 +165,29 @@ class _Cut:
             nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), outputs)
             return (x, jnp.zeros(())), nothing, fixed
 
-        total, outputs, new = jnp.zeros(()), [], []
-        for i, always in enumerate(self.always):
-            own, other = jax.tree.map(operator.itemgetter(i), (params, fixed))
-            given = x, own, other, blocks[i]
+        def each(carry: Any, given: Any, *, always: bool = True) -> Any:
+            (x, total), (own, other, block) = carry, given
+            given = x, own, other, block
             if always:
                 done = run(*given)
             elif self.uniform:
-                choose = functools.partial(jnp.where, blocks[i] >= 0)
+                choose = functools.partial(jnp.where, block >= 0)
                 done = jax.tree.map(choose, run(*given), skip(*given))
             else:
-                done = lax.cond(blocks[i] >= 0, run, skip, *given)
+                done = lax.cond(block >= 0, run, skip, *given)
             (x, loss), kept, after = done
-            total += loss
-            outputs.append(kept)
-            new.append(after)
-        stack = lambda trees: jax.tree.map(lambda *arrays: jnp.stack(arrays), *trees)
-        return (x, total * micro["shares"][1]), (stack(outputs), stack(new))
+            return (x, total + loss), (kept, after)
+
+        # Blocks that all stages have are a loop; others end the stage, one after another.
+        num, given = self.num_always, (params, fixed, blocks)
+        part = lambda *at: jax.tree.map(operator.itemgetter(*at), given)
+        carry, made = lax.scan(each, (x, jnp.zeros(())), part(slice(num)))
+        for i in range(num, len(blocks)):
+            carry, last = each(carry, part(i), always=False)
+            append = lambda a, b: jnp.concatenate([a, b[None]])
+            made = jax.tree.map(append, made, last)
+        x, total = carry
+        return (x, total * micro["shares"][1]), made
 
     def _block(
         self,
@@ -232,6 +238,13 @@ class PipelineConfig(NamedTuple):
     uniform: bool = False  # On CPUs; see `run_pipeline`.
 
 
+def layout_of(model: Any, pipeline: PipelineConfig) -> Layout:
+    """Returns the stages of a model."""
+    schedule, num_ranks = pipeline.schedule, pipeline.num_ranks
+    sizes = stage_sizes(stack_of(model).num_blocks, num_ranks * schedule.num_chunks)
+    return Layout(schedule, num_ranks, sizes)
+
+
 def accumulate_in_pipeline(
     model: Any,
     learner: Learner,
@@ -256,10 +269,7 @@ def accumulate_in_pipeline(
     Raises:
         UserError: If the model cannot be cut, or the schedule needs more micro-batches.
     """
-    schedule, num_ranks, unroll, uniform = pipeline
-    num_blocks = stack_of(model).num_blocks
-    sizes = stage_sizes(num_blocks, num_ranks * schedule.num_chunks)
-    layout = Layout(schedule, num_ranks, sizes)
+    layout, unroll, uniform = layout_of(model, pipeline), pipeline.unroll, pipeline.uniform
     cut = _Cut(model, learner, layout, uniform=uniform)
     trained, fixed = _parts(params, learner.is_updated)
     blocks, outer = _parts(trained, cut.is_block)

@@ -1,5 +1,6 @@
 """The backward pass of a function in two parts: gradients of its inputs, then of its weights."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,11 +20,20 @@ class SplitBackward(NamedTuple):
     kept: Any  # What the first hands to the second, as `jax.ShapeDtypeStruct`s.
 
 
+class _Operation(NamedTuple):
+    """An equation of a jaxpr, or a part of one."""
+
+    inputs: Sequence[Any]  # Variables and literals.
+    outputs: Sequence[Any]  # Variables.
+    run: Callable[[Sequence[Any]], Sequence[Any]]  # Of the values of inputs.
+    scan: Any = None  # The equation, if it is a scan.
+
+
 def split_backward(fn: Callable[..., Any], params: Any, x: Any, *others: Any) -> SplitBackward:
     """Returns the backward pass of `fn(params, x, *others)` in two parts.
 
     Operations that the gradient of `x` needs belong to the first part, the others to the second;
-    none is in both. A loop is one operation.
+    none is in both. A scan becomes two, other loops are one operation.
 
     Args:
         fn: The function.
@@ -38,48 +48,180 @@ def split_backward(fn: Callable[..., Any], params: Any, x: Any, *others: Any) ->
 
     arguments = params, x, others, jax.eval_shape(fn, params, x, *others)
     closed, (of_params, of_x) = jax.make_jaxpr(backward, return_shape=True)(*arguments)
-    flat = jax.make_jaxpr(lambda *args: _evaluate(closed, args))(*closed.in_avals)
+    flat = _flat(closed)
     jaxpr, num_params = flat.jaxpr, len(jax.tree.leaves(of_params))
-    first, needed = _needed(jaxpr.eqns, jaxpr.outvars[num_params:])
-    rest = [eqn for eqn in jaxpr.eqns if eqn not in first]
-    second, needed = _needed(rest, jaxpr.outvars[:num_params])
     given = jaxpr.invars[:num_params]  # To the second part again.
-    known = {v for eqn in second for v in eqn.outvars}.union(given, jaxpr.constvars)
-    kept = [v for v in needed if v not in known]
+    results = jaxpr.outvars
+    parts = _parts(_operations(jaxpr), results[num_params:], results[:num_params], given)
     constants = dict(zip(jaxpr.constvars, flat.consts, strict=True))
-
-    def run(eqns: Sequence[Any], values: dict[Any, Any], results: Sequence[Any]) -> list[Any]:
-        values = constants | values
-        read = lambda v: v.val if isinstance(v, Literal) else values[v]
-        for eqn in eqns:
-            values |= dict(zip(eqn.outvars, bind(eqn, list(map(read, eqn.invars))), strict=True))
-        return list(map(read, results))
+    kept = [v for v in parts.kept if v not in constants]
 
     def of_input(params: Any, x: Any, others: Any, gradients: Any) -> Any:
         values = jax.tree.leaves((params, x, others, gradients))
-        values = dict(zip(jaxpr.invars, values, strict=True))
-        results = run(first, values, [*jaxpr.outvars[num_params:], *kept])
-        num = len(results) - len(kept)
-        return jax.tree.unflatten(jax.tree.structure(of_x), results[:num]), results[num:]
+        values = constants | dict(zip(jaxpr.invars, values, strict=True))
+        found = _run(parts.first, values, [*results[num_params:], *kept])
+        num = len(found) - len(kept)
+        return jax.tree.unflatten(jax.tree.structure(of_x), found[:num]), found[num:]
 
     def of_weights(params: Any, values: Sequence[Any]) -> Any:
         arrays = dict(zip([*given, *kept], [*jax.tree.leaves(params), *values], strict=True))
-        results = run(second, arrays, jaxpr.outvars[:num_params])
-        return jax.tree.unflatten(jax.tree.structure(of_params), results)
+        found = _run(parts.second, constants | arrays, results[:num_params])
+        return jax.tree.unflatten(jax.tree.structure(of_params), found)
 
     structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in kept]
     return SplitBackward(of_input, of_weights, structs)
 
 
-def _needed(eqns: Sequence[Any], results: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Returns the equations that some results need, and all variables that they read."""
-    needed = dict.fromkeys(v for v in results if not isinstance(v, Literal))
-    kept = []
-    for eqn in reversed(eqns):
-        if any(v in needed for v in eqn.outvars):
-            kept.append(eqn)
-            needed |= dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal))
-    return kept[::-1], list(needed)
+class _Parts(NamedTuple):
+    """Operations in two parts, of which the second uses values of the first."""
+
+    first: Sequence[_Operation]
+    second: Sequence[_Operation]
+    kept: Sequence[Any]  # Variables that the second part reads and does not compute.
+
+
+def _parts(
+    operations: Sequence[_Operation], first: Sequence[Any], second: Sequence[Any], given: Any
+) -> _Parts:
+    """Returns the operations that the results `first` need, and the others that `second` need."""
+    needed, wanted = _variables(first), _variables(second)
+    parts: tuple[list[_Operation], list[_Operation]] = ([], [])
+    for operation in reversed(operations):
+        outputs = set(operation.outputs)
+        if outputs & needed and outputs & (wanted - needed) and operation.scan is not None:
+            pieces = _split_scan(operation, needed, wanted)
+        else:
+            pieces = (operation, None) if outputs & needed else (None, operation)
+        for i, (piece, of) in enumerate(zip(pieces, (needed, wanted), strict=True)):
+            if piece is not None and (i == 0 or set(piece.outputs) & wanted):
+                parts[i].append(piece)
+                of |= _variables(piece.inputs)
+    known = {v for each in parts[1] for v in each.outputs}.union(given)
+    kept = dict.fromkeys(
+        v for each in [*(x.inputs for x in parts[1]), second] for v in each if _is_kept(v, known)
+    )
+    return _Parts(parts[0][::-1], parts[1][::-1], list(kept))
+
+
+def _is_kept(value: Any, known: set[Any]) -> bool:
+    return not isinstance(value, Literal) and value not in known
+
+
+def _variables(values: Sequence[Any]) -> set[Any]:
+    return {v for v in values if not isinstance(v, Literal)}
+
+
+def _split_scan(
+    operation: _Operation, needed: set[Any], wanted: set[Any]
+) -> tuple[_Operation, _Operation | None]:
+    """Returns a scan as two: one computes its results in `needed`, the other those in `wanted`.
+
+    The first also returns, for each iteration, what the second reads.
+    """
+    eqn = operation.scan
+    num_consts, num_carry = _num_consts_and_carries(eqn)
+    num_fixed = num_consts + num_carry
+    options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    flat = _flat(eqn.params["jaxpr"])
+    body, constants = flat.jaxpr, dict(zip(flat.jaxpr.constvars, flat.consts, strict=True))
+    operations = _operations(body)
+    carried = range(num_carry)
+    own = {i for i, v in enumerate(eqn.outvars) if v in needed}
+    while True:  # Until `own` has all carries that it needs.
+        found = _parts(operations, [body.outvars[i] for i in own], [], ())
+        read = _variables([v for x in found.first for v in x.inputs])
+        read |= _variables([body.outvars[i] for i in own])
+        more = {i for i in carried if body.invars[num_consts + i] in read} - own
+        if not more:
+            break
+        own |= more
+    rest = [i for i, v in enumerate(eqn.outvars) if i not in own and v in wanted]
+    if not rest:
+        return operation, None
+    of_second = lambda i: i in rest or (i < num_carry and i not in own)
+    rest = [i for i in range(len(eqn.outvars)) if of_second(i)]
+    split = [[i for i in part if i < num_carry] for part in (sorted(own), rest)]
+    ys = [[i for i in part if i >= num_carry] for part in (sorted(own), rest)]
+    again = [*body.invars[:num_consts], *body.invars[num_fixed:]]
+    again += [body.invars[num_consts + i] for i in split[1]]
+    of = lambda part: [body.outvars[i] for i in part]
+    parts = _parts(operations, of(sorted(own)), of(rest), again)
+    kept = [v for v in parts.kept if v not in constants]
+
+    def scan(part: int, given: Sequence[Any], made: Sequence[Any]) -> Callable[..., list[Any]]:
+        """Returns a function of consts, carries, xs and `given`, each an array per iteration."""
+        carries = [body.invars[num_consts + i] for i in split[part]]
+        names = [*body.invars[num_fixed:], *given]
+        results = [*of(split[part]), *of(ys[part]), *made]
+
+        def run(values: Sequence[Any]) -> list[Any]:
+            fixed = dict(zip(body.invars, values[:num_consts], strict=False))
+            start = list(values[num_consts : num_consts + len(carries)])
+
+            def iteration(carry: list[Any], xs: list[Any]) -> Any:
+                known = constants | fixed | dict(zip(carries, carry, strict=True))
+                known |= dict(zip(names, xs, strict=True))
+                found = _run((parts.first, parts.second)[part], known, results)
+                return found[: len(carries)], found[len(carries) :]
+
+            xs = list(values[num_consts + len(carries) :])
+            carry, found = jax.lax.scan(iteration, start, xs, **options)
+            return [*carry, *found]
+
+        return run
+
+    stacked = [_Stacked(v, options["length"]) for v in kept]
+    inputs = [
+        [*eqn.invars[:num_consts], *(eqn.invars[num_consts + i] for i in part)] for part in split
+    ]
+    outputs = [[eqn.outvars[i] for i in [*split[p], *ys[p]]] for p in (0, 1)]
+    xs = eqn.invars[num_fixed:]
+    return (
+        _Operation([*inputs[0], *xs], [*outputs[0], *stacked], scan(0, (), kept)),
+        _Operation([*inputs[1], *xs, *stacked], outputs[1], scan(1, kept, ())),
+    )
+
+
+def _num_consts_and_carries(eqn: Any) -> tuple[int, int]:
+    if "num_consts" in eqn.params:  # Before JAX 0.12.
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carries, _ = eqn.params["ft_in"].unpack()
+    return len(consts), len(carries)
+
+
+class _Stacked:
+    """A variable of a loop's body, of all iterations."""
+
+    def __init__(self, variable: Any, length: int) -> None:
+        aval = variable.aval
+        self.aval = jax.ShapeDtypeStruct((length, *aval.shape), aval.dtype)
+
+
+def _run(
+    operations: Sequence[_Operation], values: dict[Any, Any], results: Sequence[Any]
+) -> list[Any]:
+    values = dict(values)
+    read = lambda v: v.val if isinstance(v, Literal) else values[v]
+    for each in operations:
+        values |= dict(zip(each.outputs, each.run(list(map(read, each.inputs))), strict=True))
+    return list(map(read, results))
+
+
+def _operations(jaxpr: Any) -> list[_Operation]:
+    return [
+        _Operation(
+            eqn.invars,
+            eqn.outvars,
+            functools.partial(bind, eqn),
+            eqn if eqn.primitive.name == "scan" else None,
+        )
+        for eqn in jaxpr.eqns
+    ]
+
+
+def _flat(closed: Any) -> Any:
+    """Returns a closed jaxpr with all that it calls in place."""
+    return jax.make_jaxpr(lambda *args: _evaluate(closed, args))(*closed.in_avals)
 
 
 def _evaluate(closed: Any, args: Sequence[Any]) -> list[Any]:

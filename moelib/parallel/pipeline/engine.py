@@ -20,6 +20,7 @@ from moelib.parallel.pipeline.schedule import Pass, Schedule, Slot
 from moelib.parallel.pipeline.ticks import Ticks, Transfer, ticks_of
 
 AXIS = "pipeline"
+SLOTS = "pipeline_slots"  # Scope of the slots' branches in a compiled program.
 
 
 class Layout(NamedTuple):
@@ -136,6 +137,31 @@ class _Branch(NamedTuple):
     to_first: bool
 
 
+def branch_shares(layout: Layout, num_microbatches: int) -> list[float]:
+    """Returns the shares of ticks in which the mean rank runs each branch of a compiled slot."""
+    ticks = ticks_of(layout.schedule, layout.num_ranks, num_microbatches, eager=True)
+    runs = collections.Counter(
+        _branch(layout, rank, slot) for row in ticks.slots for rank, slot in enumerate(row)
+    )
+    return [runs[each] / runs.total() for each in sorted(runs)]
+
+
+def _branch(layout: Layout, rank: int, slot: Slot) -> _Branch:
+    stage = functools.partial(layout.schedule.stage, layout.num_ranks, rank)
+    kinds = {task.kind: stage(task.chunk) for task in slot}
+    forward, weights = kinds.get(Pass.FORWARD), Pass.WEIGHT_GRADIENT in kinds
+    backward = kinds.get(Pass.BACKWARD, kinds.get(Pass.INPUT_GRADIENT))
+    return _Branch(
+        forward=forward is not None,
+        backward=backward is not None,
+        defers=Pass.INPUT_GRADIENT in kinds,
+        weights=weights,
+        from_first=forward == 0,
+        to_last=forward == len(layout.sizes) - 1,
+        to_first=backward == 0,
+    )
+
+
 class _Run:
     """The program of one rank, inside of shard_map."""
 
@@ -201,7 +227,7 @@ class _Run:
     def _unrolled(self) -> _State:
         state, made = self.start, []
         for slots, transfers in zip(self.ticks.slots, self.ticks.transfers, strict=True):
-            own = [self._branch(*each) for each in enumerate(slots)]
+            own = [_branch(self.layout, *each) for each in enumerate(slots)]
             branches = sorted(set(own))
             row = np.array([branches.index(each) for each in own]), _task_table(slots)
             state, sent = self._compute(state, branches, *row)
@@ -217,7 +243,7 @@ class _Run:
 
     def _scan(self) -> _State:
         n = self.layout.num_ranks
-        own = [[self._branch(*each) for each in enumerate(row)] for row in self.ticks.slots]
+        own = [[_branch(self.layout, *each) for each in enumerate(row)] for row in self.ticks.slots]
         branches = sorted({each for row in own for each in row})
         distance = lambda each: (each.target - each.source) % n
         channels = sorted({(t.forward, distance(t)) for row in self.ticks.transfers for t in row})
@@ -241,27 +267,13 @@ class _Run:
 
         return lax.scan(tick, self.start, rows)[0]
 
-    def _branch(self, rank: int, slot: Slot) -> _Branch:
-        stage = functools.partial(self.layout.schedule.stage, self.layout.num_ranks, rank)
-        kinds = {task.kind: stage(task.chunk) for task in slot}
-        forward, weights = kinds.get(Pass.FORWARD), Pass.WEIGHT_GRADIENT in kinds
-        backward = kinds.get(Pass.BACKWARD, kinds.get(Pass.INPUT_GRADIENT))
-        return _Branch(
-            forward=forward is not None,
-            backward=backward is not None,
-            defers=Pass.INPUT_GRADIENT in kinds,
-            weights=weights,
-            from_first=forward == 0,
-            to_last=forward == len(self.layout.sizes) - 1,
-            to_first=backward == 0,
-        )
-
     def _compute(self, state: _State, branches: Sequence[_Branch], index: Any, tasks: Any) -> Any:
         """Returns the state after a tick, and the results to send: (activation, gradient)."""
         run = [functools.partial(self._slot, each) for each in branches]
         index, tasks = jnp.asarray(index)[self.rank], jnp.asarray(tasks)[self.rank]
         if not self.uniform:
-            return lax.switch(index, run, state, tasks)
+            with jax.named_scope(SLOTS):
+                return lax.switch(index, run, state, tasks)
         results = [each(state, tasks) for each in run]
         return jax.tree.map(lambda *x: lax.select_n(index, *x) if len(x) > 1 else x[0], *results)
 

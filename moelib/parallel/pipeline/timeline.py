@@ -1,6 +1,7 @@
 """The passes of a pipeline schedule in time: dependencies, idle time, activations, a chart."""
 
 import collections
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from moelib.parallel.pipeline.schedule import Pass, Schedule, Slot, Task, slots
@@ -16,16 +17,14 @@ class Costs(NamedTuple):
     weight: float = 1.0
     pair: float | None = None  # A forward and a whole backward together; None: their sum.
 
-    def of(self, slot: Slot) -> float:
-        """Returns the time of a slot."""
-        times = {
+    def of(self, kind: Pass) -> float:
+        """Returns the time of a pass."""
+        return {
             Pass.FORWARD: self.forward,
             Pass.BACKWARD: self.input + self.weight,
             Pass.INPUT_GRADIENT: self.input,
             Pass.WEIGHT_GRADIENT: self.weight,
-        }
-        total = sum(times[task.kind] for task in slot)
-        return total if len(slot) == 1 or self.pair is None else self.pair
+        }[kind]
 
 
 class TimedSlot(NamedTuple):
@@ -99,7 +98,10 @@ def _peak(rank: tuple[TimedSlot, ...], begins: tuple[Pass, ...], ends: tuple[Pas
 
 
 def simulate(
-    schedule: Schedule, num_ranks: int, num_microbatches: int, costs: Costs | None = None
+    schedule: Schedule,
+    num_ranks: int,
+    num_microbatches: int,
+    costs: Costs | Sequence[Costs] | None = None,
 ) -> Timeline:
     """Returns the schedule in time: a slot begins when its rank is free and its inputs are there.
 
@@ -109,12 +111,13 @@ def simulate(
         schedule: Order of the passes.
         num_ranks: Number of pipeline ranks.
         num_microbatches: Number of micro-batches.
-        costs: Times of passes; 1 each by default.
+        costs: Times of passes, of all stages or of each; 1 each by default.
 
     Raises:
         UserError: If the schedule needs more micro-batches.
     """
-    costs = costs or Costs()
+    if costs is None or isinstance(costs, Costs):
+        costs = [costs or Costs()] * (num_ranks * schedule.num_chunks)
     waiting = [
         collections.deque(slots(schedule, num_ranks, rank, num_microbatches))
         for rank in range(num_ranks)
@@ -130,7 +133,7 @@ def simulate(
                 if not inputs <= end.keys():
                     break
                 begin = max([end[key] for key in inputs] + [x.end for x in done[-1:]], default=0.0)
-                done.append(TimedSlot(todo[0], begin, begin + costs.of(todo.popleft())))
+                done.append(TimedSlot(todo.popleft(), begin, begin + slot_time(tasks, costs)))
                 for stage, task in tasks:
                     if task.kind is not Pass.WEIGHT_GRADIENT:
                         key = key_of(stage, task)
@@ -138,6 +141,17 @@ def simulate(
                         end[key] = done[-1].end
         assert before != (len(end), sum(map(len, waiting))), "deadlock"
     return Timeline(tuple(map(tuple, ranks)))
+
+
+def slot_time(tasks: Sequence[tuple[int, Task]], costs: Sequence[Costs]) -> float:
+    """Returns the time of a slot.
+
+    Args:
+        tasks: Its tasks, each after its stage.
+        costs: Times of passes of each stage.
+    """
+    pair = costs[tasks[0][0]].pair if len(tasks) > 1 else None
+    return sum(costs[stage].of(task.kind) for stage, task in tasks) if pair is None else pair
 
 
 def key_of(stage: int, task: Task) -> Key:

@@ -46,3 +46,32 @@ def test_parameters_without_a_gradient_have_zeros():
     x = jnp.ones((2, 2))
     _, kept = split.of_input(params, x, (), x)
     np.testing.assert_array_equal(split.of_weights(params, kept)["unused"], np.zeros(3))
+
+
+def test_a_loop_over_layers_is_split():
+    keys = jax.random.split(jax.random.key(0), 5)
+    params = {
+        "up": jax.random.normal(keys[0], (3, 4, 8)),
+        "down": jax.random.normal(keys[1], (3, 8, 4)),
+        "all": jax.random.normal(keys[4], (4,)),
+    }
+    x, dy = jax.random.normal(keys[2], (3, 4)), jax.random.normal(keys[3], (3, 4))
+
+    def layers(params, x, scale):
+        def body(carry, own):
+            x, total = carry
+            y, loss = layer(own, x * params["all"][None], scale)
+            return (y, total + loss), None
+
+        own = {name: params[name] for name in ("up", "down")}
+        return jax.lax.scan(body, (x, 0.0), own)[0]
+
+    gradients = dy, jnp.ones(())
+    split = split_backward(layers, params, x, 0.1)
+    dx, kept = split.of_input(params, x, (0.1,), gradients)
+    want = jax.vjp(lambda params, x: layers(params, x, 0.1), params, x)[1](gradients)
+    np.testing.assert_allclose(dx, want[1], rtol=1e-5)
+    got = split.of_weights(params, kept)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want[0])
+    assert count_products(split.of_input, params, x, (0.1,), gradients) == 5
+    assert count_products(split.of_weights, params, kept) == 2
