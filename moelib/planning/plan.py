@@ -17,6 +17,7 @@ from moelib.planning.compiled.in_subprocess import (
     Outcome,
     compile_in_subprocess,
 )
+from moelib.planning.estimate.candidates import Candidate
 from moelib.planning.estimate.estimate import Estimate
 from moelib.planning.estimate.sweep import sweep
 from moelib.planning.hlo.values import COLLECTIVES
@@ -29,7 +30,7 @@ _GIB = 2**30
 # Fields of an estimate in JSON.
 _ESTIMATED = ("memory", "capacity", "fits", "model_flops", "hardware_flops", "collectives",
               "links_bytes", "network_bytes", "seconds", "seconds_at_peak", "tokens_per_second",
-              "mfu", "dollars_per_billion_tokens", "limit")  # fmt: skip
+              "mfu", "dollars_per_billion_tokens", "limit", "idle", "pipeline_bytes")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +136,7 @@ class Plan:
         candidate = estimate.candidate
         cells = [
             candidate.topology.name,
-            str(candidate.mesh),
+            f"{candidate.mesh}{_schedule(candidate)}",
             f"{candidate.batch_per_device:g} x {candidate.num_microbatches}",
             candidate.remat,
             f"{estimate.bytes_held / _GIB:.1f} of {estimate.capacity / _GIB:.1f}",
@@ -176,7 +177,8 @@ class Plan:
                 own = dataclasses.replace(options, dump_dir=folder)
             with Progress("compile", enabled=show_progress) as progress:
                 progress.update(
-                    text=f"{candidate.topology.name}, {candidate.mesh}: may take minutes"
+                    text=f"{candidate.topology.name}, {candidate.mesh}{_schedule(candidate)}: may "
+                    "take minutes"
                 )
                 outcome = compile_in_subprocess(
                     candidate.apply(self.trainer_config),
@@ -298,11 +300,21 @@ def _details(estimate: Estimate) -> list[str]:
     held = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in sizes)
     flops = [_number(x / 1e12) for x in (estimate.model_flops, estimate.hardware_flops)]
     sent = [_number(x / _GIB) for x in (estimate.links_bytes, estimate.network_bytes)]
-    return [
+    lines = [
         f"#1, per step and device: {held} GiB;",
         f"{flops[0]} TFLOPs of the model, {flops[1]} with recomputation;",
         f"{sent[0]} GiB over links, {sent[1]} GiB over the network.",
     ]
+    if estimate.candidate.schedule is None:
+        return lines
+    idle = _range([100 * share for share in estimate.idle])
+    size = _number(estimate.pipeline_bytes / _GIB)
+    return [*lines, f"A rank of the pipeline idles {idle}% of the time, and sends {size} GiB."]
+
+
+def _schedule(candidate: Candidate) -> str:
+    """Returns a candidate's pipeline schedule, to follow its mesh."""
+    return "" if candidate.schedule is None else f"; {candidate.schedule.value}"
 
 
 def _shared_sides(rows: Sequence[Estimate]) -> list[str]:
@@ -349,6 +361,7 @@ def _row_as_json(estimate: Estimate) -> dict[str, Any]:
         "rows": estimate.candidate.batch_per_device,  # Earlier name, for one version.
         "num_microbatches": estimate.candidate.num_microbatches,
         "remat": estimate.candidate.remat,
+        "pipeline_schedule": getattr(estimate.candidate.schedule, "value", None),
         **{name: getattr(estimate, name) for name in _ESTIMATED},
     }
 

@@ -43,7 +43,7 @@ from moelib.parallel.mesh import (
     mesh_shape_from_axes,
     shared_sides,
 )
-from moelib.parallel.pipeline.schedule import Schedule, slots
+from moelib.parallel.pipeline.schedule import Schedule, check_microbatches
 from moelib.train import state as state_lib
 from moelib.train.compiler_options import compile_with, default_options, spelled
 from moelib.train.evaler import SpmdEvaler
@@ -227,7 +227,7 @@ class SpmdTrainer(Module):
         if cfg.pipeline_schedule is None or num_ranks == 1:
             return None
         stack_of(self.model)
-        slots(cfg.pipeline_schedule, num_ranks, 0, cfg.num_microbatches)
+        check_microbatches(cfg.pipeline_schedule, num_ranks, cfg.num_microbatches)
         on_cpus = self.mesh().devices.flat[0].platform == "cpu"
         return PipelineConfig(cfg.pipeline_schedule, num_ranks, uniform=on_cpus)
 

@@ -66,6 +66,12 @@ def slots(schedule: Schedule, num_ranks: int, rank: int, num_microbatches: int) 
     Raises:
         UserError: If the schedule needs more, or a multiple of other, micro-batches.
     """
+    check_microbatches(schedule, num_ranks, num_microbatches)
+    return tuple(_ORDERS[schedule](num_ranks, rank, num_microbatches))
+
+
+def check_microbatches(schedule: Schedule, num_ranks: int, num_microbatches: int) -> None:
+    """Raises UserError if a schedule needs more, or a multiple of other, micro-batches."""
     for name, value in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
         if value < 1:
             raise UserError(f"{name}={value}: set 1 or more.")
@@ -79,7 +85,6 @@ def slots(schedule: Schedule, num_ranks: int, rank: int, num_microbatches: int) 
             f"num_microbatches={num_microbatches}: schedule 'dualpipe-v' requires at least "
             f"{2 * num_ranks}, twice its {num_ranks} ranks."
         )
-    return tuple(_ORDERS[schedule](num_ranks, rank, num_microbatches))
 
 
 class _Rank:

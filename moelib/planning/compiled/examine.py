@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from moelib.core.config_paths import sub_configs
 from moelib.parallel.mesh import slices
+from moelib.parallel.pipeline.engine import branch_shares
 from moelib.planning.hlo.program import parse
 from moelib.planning.hlo.source import SourceMap
 from moelib.planning.lint.arrays import largest_temporaries
@@ -15,6 +16,7 @@ from moelib.planning.lint.facts import Step as LintStep
 from moelib.planning.lint.rules import lint, merged
 from moelib.planning.report.count import count
 from moelib.planning.report.step_report import Memory, Seconds, Share, Stage, StepReport
+from moelib.train.pipeline import layout_of
 
 _NO_SECONDS = Seconds()
 
@@ -45,7 +47,7 @@ def examine(
     `compiler_options` are those of the compilation; by default those of the trainer.
     """
     text = step.compiled.as_text()
-    program, mesh = parse(text), trainer.mesh()
+    program, mesh = parse(text, slot_shares(trainer)), trainer.mesh()
     facts, model_flops = facts_of(trainer, compiler_options), _model_flops(trainer)
     counts = count(step.compiled, program, mesh.shape, slice_indices(mesh.devices.flat))
     source_map = SourceMap(text)
@@ -70,6 +72,14 @@ def examine(
         findings=tuple(merged([*findings, *remats_that_save_nothing(trainer)])),
         largest=tuple(largest_temporaries(LintStep(program, facts, source_map))),
     )
+
+
+def slot_shares(trainer: Any) -> list[float]:
+    """Returns the share of the ticks of a trainer's pipeline in which a rank runs each branch."""
+    if trainer.pipeline is None:
+        return []
+    layout = layout_of(trainer.model, trainer.pipeline)
+    return branch_shares(layout, trainer.config.num_microbatches)
 
 
 def slice_indices(devices: Iterable[Any]) -> list[int]:

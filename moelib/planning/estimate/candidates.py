@@ -21,6 +21,8 @@ from moelib.parallel.mesh import (
     parse_mesh,
     shared_sides,
 )
+from moelib.parallel.pipeline.engine import AXIS
+from moelib.parallel.pipeline.schedule import Schedule, check_microbatches
 from moelib.planning.estimate.activations import (
     DOTS,
     DOTS_NO_BATCH,
@@ -32,11 +34,13 @@ from moelib.planning.estimate.activations import (
 )
 from moelib.planning.estimate.workload import Workload
 from moelib.planning.hardware.topologies import TopologyShape, torus_devices
+from moelib.train import settings
 from moelib.train.settings import check_loss_chunk
 
 # Axes that may lie across slices: along them devices share only a batch, weights or experts, so
 # that the least traffic crosses the slow network.
-_ACROSS = ("data", "expert", "fsdp")
+_ACROSS = ("pipeline", "data", "expert", "fsdp")
+_MAX_PIPELINE = 16  # Ranks in a sweep; `mesh` may ask for more.
 _MAX_REFUSALS = 4  # Reasons in an error.
 
 
@@ -81,6 +85,7 @@ class Candidate:
     batch_per_device: float  # Sequences per device and micro-batch.
     num_microbatches: int
     remat: str  # A name of `Workload.saved`.
+    schedule: Schedule | None = None  # Of a mesh with the axis "pipeline".
 
     def shared_sides(self) -> list[str]:
         """Returns the sides of a slice's torus that several axes share; see `mesh.shared_sides`."""
@@ -97,6 +102,7 @@ class Candidate:
         if self.topology.num_slices > 1:
             shape = HybridMeshShape(ici=shape, dcn=sizes(self.mesh.across))
         cfg = cfg.clone(mesh_shape=shape, num_microbatches=self.num_microbatches)
+        cfg.pipeline_schedule = self.schedule
         if self.remat != OWN:
             policy = None if self.remat == FULL else self.remat
             chosen = config_for_function(remat).set(policy=policy)
@@ -123,6 +129,8 @@ def candidates(
     for name, size in (wanted or {}).items():
         if name not in split:
             dense = name == "expert" and work.moe is None
+            if name == AXIS and work.pipeline_refusal:
+                raise UserError(f"topology {topology.name}: {work.pipeline_refusal}")
             reason = "the model has no experts" if dense else "nothing is split over it yet"
             raise UserError(
                 f"topology {topology.name}: mesh {mesh!r}: {name}={size}, but {reason}; omit it."
@@ -130,6 +138,7 @@ def candidates(
     found, refusals, too_small = [], dict[str, None](), dict[int, str]()
     check = _mesh_check(work, rules)
     remats = list(_remats(cfg, work))
+    possible = functools.cache(functools.partial(_schedules, work))
     for each in _meshes(split, topology, wanted):
         if (refusal := check(each)) is not None:
             refusals[refusal] = None
@@ -140,7 +149,13 @@ def candidates(
             if (refusal := _chunk_refusal(work, tokens)) is not None:
                 too_small[tokens] = refusal
                 continue
-            found += [Candidate(topology, each, size, most // size, name) for name in remats]
+            schedules, refusal = possible(each.parts([AXIS]), most // size)
+            refusals |= {refusal: None} if refusal else {}
+            found += [
+                Candidate(topology, each, size, most // size, name, schedule)
+                for schedule in schedules  # A pipeline recomputes stages, whatever the remat is.
+                for name in (remats if schedule is None else [OWN])
+            ]
     if not found:
         reasons = [too_small[max(too_small)]] if too_small else [*refusals][:_MAX_REFUSALS]
         raise UserError(
@@ -158,7 +173,12 @@ def current_candidate(cfg: Any, work: Workload, topology: TopologyShape) -> Cand
         UserError: If its mesh does not fit the topology, or its batch does not fit the mesh.
     """
     rules, mesh = rules_of(cfg), _own_mesh(cfg, topology)
-    sharding.check_mesh_axes(mesh.sizes, rules)
+    schedule = cfg.pipeline_schedule if mesh.parts([AXIS]) > 1 else None
+    sharding.check_mesh_axes(mesh.sizes, _rules(cfg, schedule))
+    if schedule is not None:
+        if work.pipeline_refusal:
+            raise UserError(f"topology {topology.name}: {work.pipeline_refusal}")
+        check_microbatches(schedule, mesh.sizes[AXIS], cfg.num_microbatches)
     if (refusal := _mesh_check(work, rules)(mesh)) is not None:
         raise UserError(f"topology {topology.name}: {refusal}")
     num, parts = cfg.num_microbatches, mesh.parts(rules["batch"])
@@ -172,7 +192,25 @@ def current_candidate(cfg: Any, work: Workload, topology: TopologyShape) -> Cand
     tokens = size * work.seq_len // mesh.parts(rules["sequence"])
     if (refusal := _chunk_refusal(work, tokens)) is not None:
         raise UserError(f"topology {topology.name}: {refusal}")
-    return Candidate(topology, mesh, size, num, OWN)
+    return Candidate(topology, mesh, size, num, OWN, schedule)
+
+
+def _schedules(
+    work: Workload, num_ranks: int, num_microbatches: int
+) -> tuple[list[Schedule | None], str]:
+    """Returns the possible schedules, and the reason why others are impossible."""
+    if num_ranks == 1:
+        return [None], ""
+    found, refusal = list[Schedule | None](), ""
+    for schedule in Schedule:
+        try:
+            check_microbatches(schedule, num_ranks, num_microbatches)
+        except UserError as error:
+            refusal = str(error)
+            continue
+        if schedule.num_chunks * num_ranks <= work.num_blocks:
+            found.append(schedule)
+    return found, refusal
 
 
 def _chunk_refusal(work: Workload, tokens: int) -> str | None:
@@ -208,10 +246,15 @@ def _above_one(names: Sequence[str], sizes: Sequence[int]) -> tuple[tuple[str, i
 
 
 def rules_of(cfg: Any) -> sharding.Rules:
-    """Returns the sharding rules of a trainer config."""
+    """Returns the sharding rules of a trainer config, with those of a pipeline."""
+    return _rules(cfg, Schedule.GPIPE)
+
+
+def _rules(cfg: Any, schedule: Schedule | None) -> sharding.Rules:
     names = tuple(cfg.mesh_axis_names)
     mesh = jax.sharding.AbstractMesh((1,) * len(names), names)
-    with jax.sharding.use_abstract_mesh(mesh), sharding.sharding_rules(cfg.sharding_rules or {}):
+    changed = settings.rules_of(cfg.clone(pipeline_schedule=schedule))
+    with jax.sharding.use_abstract_mesh(mesh), sharding.sharding_rules(changed):
         return sharding.current_rules()
 
 
@@ -231,6 +274,8 @@ def _split_axes(cfg: Any, work: Workload, rules: sharding.Rules) -> list[str]:
     used = {axis for axes in rules.values() for axis in axes}
     if work.moe is None:
         used -= {"expert"}  # For dense weights it would be a second fsdp.
+    if work.pipeline_refusal:
+        used -= {AXIS}
     return [name for name in cfg.mesh_axis_names if name in used]
 
 
@@ -244,7 +289,10 @@ def _meshes(
             if topology.accelerator.platform == "gpu" and len(ici.keys() & dcn.keys()) > 1:
                 continue  # `create_device_mesh` refuses it.
             mesh = Mesh(tuple(ici.items()), tuple(dcn.items()))
-            if wanted is None or all(wanted.get(n, 1) == mesh.sizes.get(n, 1) for n in names):
+            if wanted is None:
+                if mesh.parts([AXIS]) <= _MAX_PIPELINE:
+                    yield mesh
+            elif all(wanted.get(n, 1) == mesh.sizes.get(n, 1) for n in names):
                 yield mesh
 
 

@@ -18,9 +18,11 @@ from typing import Any
 from moelib.core.accelerators import Accelerator, peak_flops_per_second
 from moelib.parallel import sharding
 from moelib.planning.estimate import transfers
+from moelib.planning.estimate.activations import FULL
 from moelib.planning.estimate.candidates import Candidate
 from moelib.planning.estimate.links import Links, Traffic
 from moelib.planning.estimate.memory import Placement, at_peak
+from moelib.planning.estimate.pipeline import AXIS, Pipeline, pipeline_of
 from moelib.planning.estimate.workload import Workload
 
 
@@ -70,6 +72,8 @@ class Estimate:
     peak_flops: float  # FLOP/s of the device in the dtype of the computation.
     dollars_per_hour: float  # Price of one device.
     collectives: Mapping[str, float]  # Bytes of results by kind, as a compiled program has them.
+    idle: Range = (0.0, 0.0)  # Shares of the time in which a rank of a pipeline waits.
+    pipeline_bytes: float = 0.0  # Activations and their gradients sent to other ranks.
 
     @functools.cached_property
     def bytes_held(self) -> float:
@@ -125,6 +129,7 @@ class Estimator:
         """Takes a workload, its sharding rules, and dollars per device-hour by accelerator."""
         self._work, self._rules, self._prices = work, rules, prices
         self._by_mesh: dict[Any, _OnMesh] = {}
+        self._pipeline = functools.cache(functools.partial(pipeline_of, work))
 
     def __call__(self, candidate: Candidate) -> Estimate:
         """Returns the estimate of a candidate."""
@@ -135,32 +140,38 @@ class Estimator:
         on_mesh = self._by_mesh[key]
         placement, accelerator = on_mesh.placement, topology.accelerator
         micro, tokens = candidate.num_microbatches, work.tokens / topology.num_devices
-        recomputed = work.recomputes(candidate.remat)
+        pipeline, computed = None, candidate
+        if candidate.schedule is not None:
+            pipeline = self._pipeline(candidate.schedule, candidate.mesh.sizes[AXIS], micro)
+            computed = dataclasses.replace(candidate, remat=FULL)  # Of stages, whatever it is.
+        recomputed = work.recomputes(computed.remat)
         peak = peak_flops_per_second(accelerator.device_kind, work.compute_dtype)
         peak = peak or accelerator.flops_per_second
         unfilled = (placement.slots - 1) * work.routed_flops * (3 + recomputed)
-        flops = work.model_flops + work.recomputed_flops(candidate.remat) + unfilled
-        sent, results = on_mesh.sent(candidate, tokens)
+        flops = work.model_flops + work.recomputed_flops(computed.remat) + unfilled
+        sent, results = on_mesh.sent(computed, tokens, pipeline)
         parts = {
             "compute": flops * tokens / peak,
-            "HBM": _hbm_bytes(placement, candidate, tokens) / accelerator.hbm_bytes_per_second,
+            "HBM": _hbm_bytes(placement, computed, tokens) / accelerator.hbm_bytes_per_second,
             "links": sent.links_seconds,
             "network": sent.network_seconds,
         }
         return Estimate(
             candidate=candidate,
-            memory=at_peak(placement.memory(candidate)),
+            memory=at_peak(placement.memory(candidate, pipeline)),
             capacity=accelerator.hbm_bytes,
             model_flops=work.model_flops * tokens,
             hardware_flops=flops * tokens,
             links_bytes=sent.links_bytes,
             network_bytes=sent.network_bytes,
-            seconds=_seconds(parts, work.num_layers * micro),
+            seconds=_seconds(parts, work.num_layers * micro, pipeline),
             seconds_at_peak=parts,
             tokens=work.tokens,
             peak_flops=peak,
             dollars_per_hour=self._prices.get(accelerator.name, accelerator.dollars_per_hour),
             collectives=results,
+            idle=pipeline.idle if pipeline else (0.0, 0.0),
+            pipeline_bytes=on_mesh.pipeline_bytes(candidate, pipeline) if pipeline else 0.0,
         )
 
 
@@ -189,14 +200,31 @@ class _OnMesh:
             for each in map(list, kinds)
         ]
 
-    def sent(self, candidate: Candidate, tokens: float) -> tuple[Traffic, dict[str, float]]:
+    def pipeline_bytes(self, candidate: Candidate, pipeline: Pipeline) -> float:
+        """Returns the bytes of activations and gradients that a rank sends to others in a step."""
+        return pipeline.num_sent * self.placement.stream_bytes(candidate.batch_per_device)
+
+    def sent(
+        self, candidate: Candidate, tokens: float, pipeline: Pipeline | None
+    ) -> tuple[Traffic, dict[str, float]]:
         """Returns the traffic and the bytes of results by kind of a step of a device's tokens."""
         micro, placement = candidate.num_microbatches, self.placement
         tokens *= placement.token_multiple
         windowed = transfers.is_windowed(placement, candidate.topology, tokens / micro)
         (weights, made), (token, routed) = self._units(candidate.remat, windowed)
         results = {k: made.get(k, 0.0) * micro + routed.get(k, 0.0) * tokens for k in made | routed}
-        return weights.times(micro) + token.times(tokens), results
+        total = weights.times(micro) + token.times(tokens)
+        if pipeline is not None:
+            ranks = [
+                transfers.Transfer(
+                    "collective-permute", (AXIS,), self.pipeline_bytes(candidate, pipeline)
+                ),
+                transfers.Transfer("all-reduce", (AXIS,), placement.outer_bytes),
+            ]
+            total += transfers.traffic(ranks, self._links, recomputed=True)
+            for each in ranks:
+                results[each.kind] = results.get(each.kind, 0.0) + each.bytes
+        return total, results
 
 
 # Bytes of scores in float32 that attention in plain XLA reads and writes, over those of the scores
@@ -236,12 +264,14 @@ def _writes_scores(work: Workload, accelerator: Accelerator) -> bool:
     return (work.attention_backend or ("tpu" if has_kernel else "xla")) in ("xla", "reference")
 
 
-def _seconds(parts: Mapping[str, float], layers: int) -> Range:
+def _seconds(parts: Mapping[str, float], layers: float, pipeline: Pipeline | None) -> Range:
     times = lambda e: (
         parts["compute"] / e.compute,
         parts["HBM"] / e.hbm,
         parts["links"] / e.links,
         parts["network"] / e.network,
     )
+    idle = pipeline.idle if pipeline else (0.0, 0.0)
+    layers /= pipeline.num_ranks if pipeline else 1
     starts = POOR.seconds_per_operation * _OPERATIONS_PER_LAYER * layers
-    return max(times(BEST)), sum(times(POOR)) + starts
+    return max(times(BEST)) / (1 - idle[0]), (sum(times(POOR)) + starts) / (1 - idle[1])

@@ -9,6 +9,7 @@ from moelib.models.loss import held_logits
 from moelib.parallel import sharding
 from moelib.planning.estimate.activations import Saved
 from moelib.planning.estimate.candidates import Candidate
+from moelib.planning.estimate.pipeline import AXIS, Pipeline
 from moelib.planning.estimate.workload import Leaf, Workload
 
 
@@ -35,8 +36,10 @@ class Placement:
         stream = self.axes["residual_sequence"]
         self.tensor_axes = tuple(axis for axis in stream if axis not in self.axes["sequence"])
         self.tensor_parts = self.mesh.parts(self.tensor_axes)
-        # Tokens per device, as a multiple of an even share of all.
-        self.token_multiple = candidate.topology.num_devices / self.mesh.parts(self.token_axes)
+        # Tokens per device, as a multiple of an even share of all. Pipelines split layers instead.
+        self.num_ranks = self.mesh.parts([AXIS])
+        shares = self.mesh.parts(self.token_axes) * self.num_ranks
+        self.token_multiple = candidate.topology.num_devices / shares
         self._sum_parameters()
 
     def _sum_parameters(self) -> None:
@@ -130,10 +133,12 @@ class Placement:
             return 0.0
         return max(self.receive_capacity - 1, 0.0) * moe.num_experts_per_token * tokens
 
-    def memory(self, candidate: Candidate) -> dict[str, float]:
+    def memory(self, candidate: Candidate, pipeline: Pipeline | None = None) -> dict[str, float]:
         """Returns the bytes of a device by category; see `at_peak` for what it holds at once."""
         work, block = self.work, self.work.block
         tokens = candidate.batch_per_device * work.seq_len / self.parts["sequence"]
+        if pipeline is not None:
+            return self._memory_in_pipeline(pipeline, candidate.batch_per_device, tokens)
         activations = self._bytes(work.saved[candidate.remat], tokens)
         if not work.recomputes(candidate.remat):
             activations += self._saved_weights
@@ -150,6 +155,46 @@ class Placement:
             "dispatch": self._bytes(Saved(routed=block.routed), tokens),
             "logits": self._logits(tokens),
         }
+
+    def _memory_in_pipeline(
+        self, pipeline: Pipeline, batch_size: float, tokens: float
+    ) -> dict[str, float]:
+        """Returns the bytes by category of a rank, with its stages filled up to the largest."""
+        work, block, size = self.work, self.work.block, max(pipeline.sizes)
+        filled = pipeline.rows * self.num_ranks / work.num_blocks
+        blocks = [leaf for leaf in work.parameters if self._is_of_block(leaf)]
+        trained = sum(self.held(leaf) for leaf in blocks if leaf.trained)
+        weights = sum(self.held(leaf) * leaf.compute_itemsize for leaf in blocks)
+        unrouted = self._bytes(Saved(block.split, block.whole), tokens)
+        routed = self._bytes(Saved(routed=block.routed), tokens)
+        return {
+            "parameters": self.parameters,
+            "optimizer": self.optimizer,
+            "summed gradients": 4 * filled * trained + self.outer_bytes,
+            "weights of stages": filled * weights,
+            "activations": pipeline.num_kept * self.stream_bytes(batch_size)
+            + pipeline.num_deferred * (unrouted + routed),
+            "gradients": 0.0,
+            # Gathered weights of a block and their gradients, and the activations of a stage.
+            "block": 2 * self._gathered_decoder / pipeline.rows + size * unrouted,
+            "dispatch": size * routed,
+            "logits": self._logits(tokens),
+        }
+
+    def _is_of_block(self, leaf: Leaf) -> bool:
+        return leaf.in_decoder and leaf.axes[:1] == ("layers",)
+
+    @functools.cached_property
+    def outer_bytes(self) -> float:
+        """Bytes of gradients in float32 of parameters that all ranks of a pipeline hold."""
+        outer = [x for x in self.work.parameters if x.trained and not self._is_of_block(x)]
+        whole = lambda x: self.num_ranks if any(AXIS in self.axes[name] for name in x.axes) else 1
+        return 4 * sum(self.held(x) * whole(x) for x in outer)
+
+    def stream_bytes(self, batch_size: float) -> float:
+        """Returns the bytes of the residual stream between layers, for a device's sequences."""
+        elements = batch_size * self.work.seq_len * self.work.dim
+        return elements * self.work.compute_itemsize / self.parts["residual_sequence"]
 
     def _bytes(self, saved: Saved, tokens: float) -> float:
         routed = saved.routed * self._routed_multiple

@@ -24,6 +24,7 @@ from moelib.planning.estimate.activations import (
     read_saved,
     remat_name,
 )
+from moelib.train.pipeline import stack_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +89,7 @@ class Workload:
     decoder_flops: float  # Those of `forward_flops` that full remat recomputes.
     routed_flops: float  # Those of `forward_flops` in routed experts.
     attention_flops: float  # Those of `forward_flops` between queries, keys and values.
+    pipeline_refusal: str  # Why its layers cannot be spread over a pipeline; "" if they can.
     own_remat: str  # The named remat that recomputes as much as the config's own, or nearly.
     saved: Mapping[str, Saved]  # Saved activations of the model, by remat.
     block: Saved  # Saved activations of one block without remat.
@@ -157,6 +159,11 @@ def read_workload(cfg: Any) -> Workload:
         )
     forward = flops / 3
     decoder = getattr(trainer.model, "children", {}).get("decoder")
+    refusal = ""
+    try:
+        stack_of(trainer.model)
+    except UserError as error:
+        refusal = str(error)
     of_decoder = decoder.forward_flops_per_token if decoder else lambda seq_len: forward
     windows: collections.Counter[int | None] = collections.Counter()
     for layer, times in decoder.walk() if decoder else ():
@@ -190,6 +197,7 @@ def read_workload(cfg: Any) -> Workload:
         decoder_flops=float(of_decoder(seq_len)),
         attention_flops=float(of_decoder(seq_len) - of_decoder(1)),  # All that depends on length.
         routed_flops=0.0 if moe is None else _routed_flops(parameters, moe),
+        pipeline_refusal=refusal,
         own_remat=remat_name(cfg.model) or nearest_remat(saved),
         saved=saved,
         block=block,

@@ -5,16 +5,18 @@ known trip count; without one, n times if its condition is i < n for a carried i
 otherwise it counts once, and `Program.loops_of_unknown_length` names it. The rounds of a dispatch
 beyond the first, which balanced routing does not need, do not count. Of a conditional's
 branches only the costliest by the compiler's estimate counts (among equals, the one with the most
-instructions). A computation with several callers runs the sum of their executions.
+instructions). The branches of a pipeline's slots run as often as on its mean rank. A computation
+with several callers runs the sum of their executions.
 """
 
 import dataclasses
 import functools
 import graphlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from moelib.layers.moe.rounds import FURTHER_ROUNDS
+from moelib.parallel.pipeline.engine import SLOTS
 
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{\s*$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
@@ -122,8 +124,12 @@ class Program:
                 yield computation, instruction
 
 
-def parse(text: str) -> Program:
+def parse(text: str, slot_shares: Sequence[float] = ()) -> Program:
     """Returns the program of an optimized HLO module's text.
+
+    Args:
+        text: The text.
+        slot_shares: Share of the ticks of a pipeline in which a rank runs each kind of slot.
 
     Raises:
         ValueError: If there is no ENTRY computation.
@@ -139,7 +145,7 @@ def parse(text: str) -> Program:
             computation.instructions[instruction.name] = instruction
     if not entry:
         raise ValueError("The text has no ENTRY computation; give the text of an HLO module.")
-    return Program(computations, entry, _count_executions(computations, entry))
+    return Program(computations, entry, _count_executions(computations, entry, slot_shares))
 
 
 def _statements(text: str) -> Iterator[tuple[bool, str, str]]:
@@ -204,12 +210,14 @@ def _closing(text: str, start: int) -> int:
 # -- Executions ----------------------------------------------------------------------------------
 
 
-def _count_executions(computations: dict[str, Computation], entry: str) -> tuple[str, ...]:
+def _count_executions(
+    computations: dict[str, Computation], entry: str, slot_shares: Sequence[float]
+) -> tuple[str, ...]:
     """Sets how often, and how, each computation runs; returns the loops of unknown length."""
     unknown: list[str] = []
     calls = {name: _all_calls(each) & computations.keys() for name, each in computations.items()}
     order = [*graphlib.TopologicalSorter(calls).static_order()]  # Each after all that it calls.
-    costs = _costs(computations, order)
+    costs = _costs(computations, order, slot_shares)
     computations[entry].executions, reachable = 1, {entry}
     for name in reversed(order):
         if name not in reachable:
@@ -217,12 +225,12 @@ def _count_executions(computations: dict[str, Computation], entry: str) -> tuple
         reachable |= calls[name]
         caller = computations[name]
         for instruction in caller.instructions.values():
-            callees, trips = _runs(instruction, computations, costs)
-            if trips is None and caller.executions:
+            runs = _runs(instruction, computations, costs, slot_shares)
+            if caller.executions and any(times is None for _, times in runs):
                 unknown.append(instruction.name)
-            for callee in callees:
+            for callee, times in runs:
                 called = computations[callee]
-                called.executions += caller.executions * (1 if trips is None else trips)
+                called.executions += round(caller.executions * (1 if times is None else times))
                 called.fused |= caller.fused or instruction.is_fusion
                 called.asynchronous |= caller.asynchronous or instruction.is_async_start
     return tuple(unknown)
@@ -232,19 +240,20 @@ def _all_calls(computation: Computation) -> set[str]:
     return {name for each in computation.instructions.values() for _, name in each.calls}
 
 
-def _costs(computations: dict[str, Computation], order: list[str]) -> dict[str, tuple[int, int]]:
+def _costs(
+    computations: dict[str, Computation], order: list[str], slot_shares: Sequence[float]
+) -> dict[str, tuple[float, float]]:
     """Returns (cycles, instructions) of one run of each computation, with all its callees."""
-    costs: dict[str, tuple[int, int]] = {}
+    costs: dict[str, tuple[float, float]] = {}
     for name in order:
-        cycles, count = 0, 0
+        cycles, count = 0.0, 0.0
         for instruction in computations[name].instructions.values():
             cycles, count = cycles + instruction.cycles, count + 1
             if instruction.is_fusion:
                 continue  # Its estimate includes its computation.
-            callees, trips = _runs(instruction, computations, costs)
-            for callee in callees:
-                cycles += (1 if trips is None else trips) * costs[callee][0]
-                count += (1 if trips is None else trips) * costs[callee][1]
+            for callee, times in _runs(instruction, computations, costs, slot_shares):
+                cycles += (1 if times is None else times) * costs[callee][0]
+                count += (1 if times is None else times) * costs[callee][1]
         costs[name] = cycles, count
     return costs
 
@@ -252,17 +261,19 @@ def _costs(computations: dict[str, Computation], order: list[str]) -> dict[str, 
 def _runs(
     instruction: Instruction,
     computations: Mapping[str, Computation],
-    costs: Mapping[str, tuple[int, int]],
-) -> tuple[list[str], int | None]:
+    costs: Mapping[str, tuple[float, float]],
+    slot_shares: Sequence[float],
+) -> list[tuple[str, float | None]]:
     """Returns the computations that an instruction runs, and how often: None if unknown."""
     calls = [call for call in instruction.calls if call[1] in computations]
     branches = [name for kind, name in calls if kind in _BRANCHES]
+    if branches and SLOTS in instruction.op_name and len(branches) == len(slot_shares):
+        return list(zip(branches, slot_shares, strict=True))
     if branches:
-        return [max(branches, key=lambda name: costs[name])], 1
-    callees = [name for _, name in calls]
-    if instruction.opcode != "while" or not calls:
-        return callees, 1
-    return callees, _trip_count(instruction, computations)
+        return [(max(branches, key=lambda name: costs[name]), 1)]
+    is_loop = instruction.opcode == "while" and calls
+    times = _trip_count(instruction, computations) if is_loop else 1
+    return [(name, times) for _, name in calls]
 
 
 def _trip_count(loop: Instruction, computations: Mapping[str, Computation]) -> int | None:

@@ -161,6 +161,17 @@ def test_the_costliest_branch_is_the_one_that_runs(program):
     assert program.computations["cheap"].executions == 0
 
 
+def test_the_slots_of_a_pipeline_run_as_its_schedule_has_them():
+    branches = "branch_computations={%cheap, %dear}"
+    named = LOOPS.replace(
+        branches, branches + ', metadata={op_name="jit(step)/pipeline_slots/cond"}'
+    )
+    inside = named.replace("calls=%fused_computation", "calls=%dear")  # In loops, 20 times.
+    found = hlo.parse(inside, (0.75, 0.25)).computations
+    assert (found["cheap"].executions, found["dear"].executions) == (1, 20)
+    assert hlo.parse(named, (1.0,)).computations["dear"].executions == 1  # Of another schedule.
+
+
 def test_instructions_in_a_fusion_are_marked(program):
     assert program.computations["fused_computation"].fused
     assert not program.computations["inner_body"].fused

@@ -1,0 +1,132 @@
+"""Pipelines: idle time, buffers and messages of a schedule, from its simulation.
+
+Passes cost their FLOPs, so that ranks wait for the one with the head, or with layers before the
+blocks. A backward pass recomputes the forward pass of its stage.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from moelib.parallel.pipeline.engine import AXIS
+from moelib.parallel.pipeline.schedule import Schedule
+from moelib.parallel.pipeline.ticks import ticks_of
+from moelib.parallel.pipeline.timeline import Costs, simulate, slot_time
+from moelib.planning.estimate.workload import Workload
+from moelib.train.pipeline import stage_sizes
+
+__all__ = ["AXIS", "Pipeline", "pipeline_of"]
+
+# Micro-batches per rank from which on each more adds as much; further ones are not simulated.
+_SIMULATED = 5
+
+
+class _Figures(NamedTuple):
+    """Figures of a schedule, times in FLOPs per token."""
+
+    end: float  # Time of a step whose ranks wait for their inputs only.
+    lockstep: float  # The same if all wait for the slowest in every tick.
+    ticks: float
+    inputs: float  # Activations that a chunk keeps.
+    gradients: float  # Gradients that a chunk keeps.
+    deferred: float  # Deferred weight gradients of a chunk.
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """A schedule for the layers of a workload."""
+
+    schedule: Schedule
+    sizes: tuple[int, ...]  # Blocks of each stage.
+    # Idle share of the mean rank: if it waits for its inputs only, and if all ranks wait for the
+    # slowest in every tick.
+    idle: tuple[float, float]
+    num_sent: float  # Activations and gradients that a rank sends per step; one per tick and way.
+    num_kept: float  # Inputs of stages and gradients of outputs that a rank keeps.
+    num_deferred: float  # Blocks whose weight gradients a rank keeps for later.
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the pipeline."""
+        return len(self.sizes) // self.schedule.num_chunks
+
+    @property
+    def rows(self) -> int:
+        """Blocks of a rank with its stages filled up to the largest."""
+        return self.schedule.num_chunks * max(self.sizes)
+
+
+def pipeline_of(
+    work: Workload, schedule: Schedule, num_ranks: int, num_microbatches: int
+) -> Pipeline:
+    """Returns a schedule for a workload.
+
+    Raises:
+        UserError: If the schedule needs more, or a multiple of other, micro-batches.
+    """
+    sizes = stage_sizes(work.num_blocks, num_ranks * schedule.num_chunks)
+    costs = _costs(work, sizes)
+    found = _figures(schedule, num_ranks, num_microbatches, costs)
+    busy = num_microbatches * sum(x.forward + x.input + x.weight for x in costs) / num_ranks
+    ways = ticks_of(schedule, num_ranks, 2 * num_ranks, eager=True).transfers
+    num_ways = {(t.forward, (t.target - t.source) % num_ranks) for tick in ways for t in tick}
+    return Pipeline(
+        schedule=schedule,
+        sizes=sizes,
+        idle=(1 - busy / found.end, 1 - busy / found.lockstep),
+        num_sent=found.ticks * sum(distance > 0 for _, distance in num_ways),
+        num_kept=schedule.num_chunks * (found.inputs + found.gradients),
+        num_deferred=schedule.num_chunks * max(sizes) * found.deferred,
+    )
+
+
+def _costs(work: Workload, sizes: Sequence[int]) -> tuple[Costs, ...]:
+    """Returns the FLOPs per token of the passes of each stage.
+
+    Attention has no weights, and its kernels recompute the scores in the backward pass. The loss is
+    computed with its gradients.
+    """
+    layer, scores = (x / work.num_layers for x in (work.decoder_flops, work.attention_flops))
+    per_block = work.num_layers // work.num_blocks
+    first = work.num_layers - per_block * work.num_blocks
+    costs = [
+        Costs(n * layer, n * (2 * layer + 1.5 * scores), n * (layer - scores))
+        for n in (per_block * size for size in sizes)
+    ]
+    begin = costs[0]
+    costs[0] = begin._replace(
+        forward=begin.forward + first * layer,
+        input=begin.input + first * (3 * layer + 0.5 * scores),
+    )
+    head = 3 * (work.forward_flops - work.decoder_flops)
+    costs[-1] = costs[-1]._replace(forward=costs[-1].forward + head)
+    return tuple(costs)
+
+
+def _figures(
+    schedule: Schedule, num_ranks: int, num_microbatches: int, costs: tuple[Costs, ...]
+) -> _Figures:
+    if num_microbatches <= _SIMULATED * num_ranks:
+        return _simulated(schedule, num_ranks, num_microbatches, costs)
+    few, many = (
+        _simulated(schedule, num_ranks, n * num_ranks, costs) for n in (_SIMULATED - 1, _SIMULATED)
+    )
+    more = num_microbatches / num_ranks - _SIMULATED
+    return _Figures(*(b + more * (b - a) for a, b in zip(few, many, strict=True)))
+
+
+@functools.cache
+def _simulated(
+    schedule: Schedule, num_ranks: int, num_microbatches: int, costs: tuple[Costs, ...]
+) -> _Figures:
+    timeline = simulate(schedule, num_ranks, num_microbatches, costs)
+    ticks = ticks_of(schedule, num_ranks, num_microbatches, eager=True)
+    time = lambda rank, slot: slot_time(
+        [(schedule.stage(num_ranks, rank, task.chunk), task) for task in slot], costs
+    )
+    lockstep = sum(
+        max(time(rank, slot) for rank, slot in enumerate(row) if slot) for row in ticks.slots
+    )
+    kept = ticks.num_inputs, ticks.num_gradients, ticks.num_deferred
+    return _Figures(timeline.end, lockstep, len(ticks.slots), *kept)

@@ -1,0 +1,127 @@
+"""Estimates of pipelines equal the papers' formulas, the trainer's errors and compiled steps."""
+
+import dataclasses
+
+import pytest
+
+from moelib.core.errors import UserError
+from moelib.parallel.mesh import mesh_shape_from_axes
+from moelib.parallel.pipeline.schedule import Schedule
+from moelib.parallel.pipeline.ticks import ticks_of
+from moelib.planning.compiled.examine import slot_shares
+from moelib.planning.estimate import pipeline as pipeline_lib
+from moelib.planning.estimate.candidates import candidates, current_candidate, rules_of
+from moelib.planning.estimate.estimate import Estimator
+from moelib.planning.estimate.pipeline import pipeline_of
+from moelib.planning.estimate.workload import read_workload
+from moelib.planning.hardware.topologies import describe
+from moelib.planning.hlo import program as hlo
+from moelib.planning.plan import plan
+from moelib.planning.report.collectives import collectives_by_axes
+from tests.planning import tiny_moe
+from tests.tiny import stacked
+
+EIGHT = describe("h100:1x8")
+
+
+def deep(num_layers=8):
+    """Returns the tiny config with more layers."""
+    cfg = tiny_moe.config().clone()
+    cfg.model.decoder = stacked(cfg.model.decoder.block[0], num_layers=num_layers)
+    cfg.input.global_batch_size = 32
+    return cfg.set(num_microbatches=8)
+
+
+@pytest.fixture(scope="module")
+def work():
+    return read_workload(deep())
+
+
+def without_head(work):
+    """Returns a workload whose passes have no costs but those of the blocks' weights."""
+    return dataclasses.replace(work, forward_flops=work.decoder_flops, attention_flops=0.0)
+
+
+@pytest.mark.parametrize("num", [8, 64])
+@pytest.mark.parametrize("schedule", [Schedule.GPIPE, Schedule.ONE_F_ONE_B])
+def test_the_idle_share_of_1f1b_is_that_of_the_papers(work, schedule, num):
+    idle, _ = pipeline_of(without_head(work), schedule, 4, num).idle
+    assert idle == pytest.approx(3 / (num + 3))
+    assert pipeline_of(work, schedule, 4, num).idle[0] > idle  # The last rank has the head.
+
+
+@pytest.mark.parametrize("schedule", Schedule)
+def test_ranks_in_lockstep_idle_no_less(work, schedule):
+    idle, lockstep = pipeline_of(work, schedule, 4, 16).idle
+    assert 0 < idle <= lockstep < 1
+
+
+@pytest.mark.parametrize("schedule", Schedule)
+def test_many_micro_batches_need_no_simulation(work, schedule, monkeypatch):
+    found = pipeline_of(work, schedule, 2, 16)
+    monkeypatch.setattr(pipeline_lib, "_SIMULATED", 8)
+    want = pipeline_of(work, schedule, 2, 16)
+    assert found.idle == pytest.approx(want.idle)
+    sizes = lambda x: (x.num_sent, x.num_kept, x.num_deferred)
+    assert sizes(found) == sizes(want)
+
+
+def test_a_rank_sends_in_every_tick_both_ways(work):
+    ticks = ticks_of(Schedule.ONE_F_ONE_B, 4, 8, eager=True)
+    assert pipeline_of(work, Schedule.ONE_F_ONE_B, 4, 8).num_sent == 2 * len(ticks.slots)
+
+
+def test_schedules_are_candidates_of_a_sweep(work):
+    cfg = deep()
+    found = candidates(cfg, work, EIGHT, mesh="pipeline=4,fsdp=2")
+    assert {each.schedule for each in found} == set(Schedule)
+    assert all(each.num_microbatches >= 8 for each in found if each.schedule is Schedule.DUALPIPE_V)
+    each = next(x for x in found if x.schedule is Schedule.DUALPIPE_V)
+    assert each.apply(cfg).pipeline_schedule is Schedule.DUALPIPE_V
+    assert {x.schedule for x in candidates(cfg, work, EIGHT, mesh="fsdp=8")} == {None}
+    estimates = list(map(Estimator(work, rules_of(cfg), {}), found))
+    assert all(0 < e.idle[0] <= e.idle[1] < 1 and e.pipeline_bytes > 0 for e in estimates)
+
+
+def test_the_table_has_schedule_idle_share_and_bytes():
+    table = plan(deep(), "h100:1x8", mesh="pipeline=2,fsdp=4").table(max_rows=1)
+    assert table.rows[0][2].startswith("pipeline=2,fsdp=4; ")
+    assert "A rank of the pipeline idles" in table.footnotes[-1]
+
+
+@pytest.mark.parametrize(
+    ("num_microbatches", "schedule", "message"),
+    [
+        (4, Schedule.DUALPIPE_V, "num_microbatches=4: schedule 'dualpipe-v' requires at least 8"),
+        (2, Schedule.INTERLEAVED, "num_microbatches=2: schedule 'interleaved' requires a multiple"),
+        (8, None, "mesh axis pipeline=4: no sharding rule uses it"),
+    ],
+)
+def test_errors_are_those_of_the_trainer(work, num_microbatches, schedule, message):
+    cfg = deep().set(num_microbatches=num_microbatches, pipeline_schedule=schedule)
+    cfg.set(mesh_shape=mesh_shape_from_axes(pipeline=4, fsdp=2), dir="unused")
+    with pytest.raises(UserError, match=message):
+        current_candidate(cfg, work, EIGHT)
+    with pytest.raises(UserError, match=message):
+        cfg.instantiate(parent=None).trace_train_step()
+
+
+def test_a_model_without_a_scan_stack_has_no_pipeline(work):
+    refused = dataclasses.replace(work, pipeline_refusal="mesh axis pipeline: no stack")
+    assert {each.schedule for each in candidates(deep(), refused, EIGHT)} == {None}
+    with pytest.raises(UserError, match="mesh axis pipeline: no stack"):
+        candidates(deep(), refused, EIGHT, mesh="pipeline=8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", [Schedule.ONE_F_ONE_B, Schedule.DUALPIPE_V])
+def test_bytes_between_ranks_are_those_of_the_compiled_step(schedule):
+    cfg = deep(num_layers=4).set(mesh_shape=mesh_shape_from_axes(pipeline=2, fsdp=4))
+    cfg.set(pipeline_schedule=schedule, dir="unused", train_dtype=None)
+    work = read_workload(cfg)
+    trainer = cfg.instantiate(parent=None)
+    program = hlo.parse(trainer.compile_train_step().as_text(), slot_shares(trainer))
+    found = collectives_by_axes(program, dict(trainer.mesh().shape))
+    sent = {x.kind: x.bytes for x in found if x.axes == ("pipeline",)}
+    estimate = Estimator(work, rules_of(cfg), {})(current_candidate(cfg, work, EIGHT))
+    assert sent["collective-permute"] == pytest.approx(estimate.pipeline_bytes, rel=0.01)
