@@ -45,12 +45,16 @@ def model(
         name: Name of the model, for errors.
         balance: Weight and scope of the load-balance loss; None for no loss.
     """
-    _, cfg = read_model(settings, name)
+    _, cfg = read_model(settings, name, multi_token_prediction=True)
     cfg.param_init = config_for_function(normal).set(std=0.02)
     cfg.decoder.remat = config_for_function(remat)
+    layers = [*cfg.decoder.first_layers, *cfg.decoder.block]
+    if cfg.multi_token_prediction is not None:
+        cfg.multi_token_prediction.module.remat = config_for_function(remat)
+        layers.append(cfg.multi_token_prediction.module.layer)
     if balance is not None:
         loss = LoadBalanceLoss.default_config().set(weight=balance[0], scope=balance[1])
-        for layer in (*cfg.decoder.first_layers, *cfg.decoder.block):
+        for layer in layers:
             if not isinstance(layer.feed_forward, FeedForward.Config):
                 layer.feed_forward.load_balance_loss = loss.clone()
     return cfg

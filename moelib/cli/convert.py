@@ -26,6 +26,9 @@ class Flags:
     ignore_settings: tuple[str, ...] = flag(
         (), "Settings of config.json that are known to change nothing: a,b.", split=True
     )
+    multi_token_prediction: bool = flag(
+        False, "Whether to read the modules of --from_hf that predict further tokens."
+    )
     trainer_dir: str | None = flag(None, "Folder of the run to read.")
     step: int | None = flag(None, "Step of the run's checkpoint; the newest by default.")
     to_hf: str | None = flag(None, "Folder of the Hugging Face model to create from a run.")
@@ -67,6 +70,7 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
             dtype=flags.dtype or "float32",
             mesh=mesh,
             ignore_settings=flags.ignore_settings,
+            multi_token_prediction=flags.multi_token_prediction,
         )
         print(f"Wrote the {kind} model to {flags.to}.")
     elif flags.trainer_dir and flags.to_hf:

@@ -21,6 +21,7 @@ from moelib.core.param import ParameterSpec, is_spec
 from moelib.core.tree import Nested
 from moelib.layers.transformer import BaseStack
 from moelib.models.causal_lm import CausalLM
+from moelib.models.multi_token_prediction import MULTI_TOKEN
 from moelib.parallel.sharding import constrain
 
 logger = logging.getLogger(__name__)
@@ -102,7 +103,8 @@ def _from_all_tokens(
 
 def _specs(model: CausalLM, batch_size: int, length: int) -> Any:
     if _has_cache(model):
-        return model.create_cache_specs_recursively(batch_size, length)
+        specs = model.create_cache_specs_recursively(batch_size, length)
+        return {name: inside for name, inside in specs.items() if name != MULTI_TOKEN}
     return ParameterSpec((batch_size, length), ("batch", None), "int32")
 
 

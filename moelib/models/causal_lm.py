@@ -13,7 +13,8 @@ from moelib.layers.embedding import Embedding
 from moelib.layers.linear import Linear
 from moelib.layers.norm import BaseNorm, RMSNorm
 from moelib.layers.transformer import ScanStack
-from moelib.models.loss import language_model_loss
+from moelib.models.loss import TokenLoss, language_model_loss
+from moelib.models.multi_token_prediction import MULTI_TOKEN, MultiTokenPrediction
 from moelib.parallel.sharding import constrain
 
 
@@ -36,6 +37,9 @@ class CausalLM(BaseLayer):
         # Tokens whose logits a device holds at once in training; more take memory, fewer time. None
         # for 1,024 or more; see `moelib.kernels.cross_entropy`.
         loss_chunk_size: int | None = None
+        # Losses of further tokens, in training and as metrics of evaluations; None for none. The
+        # model's own loss, its logits and generation do not use them.
+        multi_token_prediction: MultiTokenPrediction.Config | None = None
 
     def __init__(self, cfg: Config, *, parent: Module | None) -> None:
         super().__init__(cfg, parent=parent)
@@ -59,14 +63,13 @@ class CausalLM(BaseLayer):
                 input_dim=cfg.dim, output_dim=cfg.vocab_size, axes=("embed", "vocab")
             )
             self._add_child("lm_head", head)
+        if cfg.multi_token_prediction is not None:
+            self._add_child(MULTI_TOKEN, cfg.multi_token_prediction.clone(dim=cfg.dim))
 
     def hidden(self, batch: Batch) -> Float[Array, "B S D"]:
         """Returns the normalized output of the decoder."""
         ids: Int[Array, "B S"] = batch["input_ids"]
-        segment_ids = batch.get("segment_ids")
-        positions = batch.get("positions")
-        if positions is None:
-            positions = jnp.broadcast_to(jnp.arange(ids.shape[1])[None], ids.shape)
+        segment_ids, positions = batch.get("segment_ids"), _positions(batch)
         mask = None if segment_ids is None else segment_ids > 0
         x = constrain(self.embedding(ids), ("batch", "residual_sequence", "activation_embed"))
         x = self.decoder(x, positions=positions, segment_ids=segment_ids, mask=mask)
@@ -80,15 +83,23 @@ class CausalLM(BaseLayer):
         """
         hidden = self.hidden(batch)
         tied = self.config.lm_head is None
-        head = self.parameters["embedding" if tied else "lm_head"]["weight"]
-        out = language_model_loss(
-            hidden,
-            head.astype(hidden.dtype),
-            batch["target_labels"],
-            tied=tied,
-            z_loss=self.config.z_loss,
-            chunk_size=self.config.loss_chunk_size,
-        )
+        head = self.parameters["embedding" if tied else "lm_head"]["weight"].astype(hidden.dtype)
+
+        def token_loss(hidden: Array, labels: Array, z_loss: float = 0.0) -> TokenLoss:
+            chunk_size = self.config.loss_chunk_size
+            return language_model_loss(
+                hidden, head, labels, tied=tied, z_loss=z_loss, chunk_size=chunk_size
+            )
+
+        out = token_loss(hidden, batch["target_labels"], self.config.z_loss)
+        if self.config.multi_token_prediction is not None:
+            self.multi_token_prediction(
+                hidden,
+                batch,
+                positions=_positions(batch),
+                embed=self.embedding,
+                token_loss=token_loss,
+            )
         num = jnp.maximum(out.num_tokens, 1.0)
         loss = WeightedScalar(out.objective / num, out.num_tokens)
         return loss, {"cross_entropy": weighted(out.cross_entropy / num, out.num_tokens)}
@@ -119,10 +130,17 @@ class CausalLM(BaseLayer):
 
     def _own_forward_flops_per_token(self, seq_len: int) -> float:
         del seq_len
-        tied = self.config.lm_head is None
-        return 2.0 * self.config.dim * self.config.vocab_size if tied else 0.0
+        further = self.config.multi_token_prediction
+        uses = (self.config.lm_head is None) + (0 if further is None else further.num_depths)
+        return 2.0 * self.config.dim * self.config.vocab_size * uses  # Those of a shared matrix.
 
     @nowrap
     def flops_per_token(self, *, seq_len: int) -> float:
         """Returns the matmul FLOPs per training token: three times those of the forward pass."""
         return 3.0 * self.forward_flops_per_token(seq_len)
+
+
+def _positions(batch: Batch) -> Int[Array, "B S"]:
+    """Returns the positions of a batch; those of one document per sequence if it has none."""
+    shape = batch["input_ids"].shape
+    return batch.get("positions", jnp.broadcast_to(jnp.arange(shape[1])[None], shape))

@@ -34,6 +34,7 @@ def from_hugging_face(
     dtype: str = "float32",
     mesh: Mesh | None = None,
     ignore_settings: Iterable[str] = (),
+    multi_token_prediction: bool = False,
 ) -> str:
     """Writes a Hugging Face model as step 0 of a run without data; returns its model_type.
 
@@ -43,6 +44,7 @@ def from_hugging_face(
         dtype: Dtype of the parameters.
         mesh: Mesh that holds the parameters during conversion; None for the first device.
         ignore_settings: Settings of config.json that are known to change nothing.
+        multi_token_prediction: Whether to read the modules that predict further tokens.
 
     Raises:
         UserError: If `to` holds a run, or the tokenizer or an eos_token_id does not belong to the
@@ -57,7 +59,13 @@ def from_hugging_face(
     if read_json(os.path.join(folder, "tokenizer_config.json")).get("eos_token"):
         tokenizer = tokenizer_of_model(folder, cfg.vocab_size)
     stop_ids_of_model(folder, tokenizer, cfg.vocab_size)
-    loaded = load_pretrained(folder, dtype=dtype, mesh=mesh, ignore_settings=ignored)
+    loaded = load_pretrained(
+        folder,
+        dtype=dtype,
+        mesh=mesh,
+        ignore_settings=ignored,
+        multi_token_prediction=multi_token_prediction,
+    )
     os.makedirs(to, exist_ok=True)
     checkpoints = os.path.join(to, "checkpoints")
     writer = Checkpointer.default_config().set(dir=checkpoints).instantiate(parent=None)

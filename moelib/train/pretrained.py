@@ -22,6 +22,7 @@ from moelib.core.param import specs_by_path
 from moelib.core.tree import Nested
 from moelib.models.causal_lm import CausalLM
 from moelib.models.huggingface.families import (
+    NoFamilyError,
     NotTheModelError,
     check_computes,
     may_drop,
@@ -61,9 +62,14 @@ class Pretrained(NamedTuple):
 
 
 def read_config(
-    folder: str, *, ignore_settings: Iterable[str] = ()
+    folder: str, *, ignore_settings: Iterable[str] = (), multi_token_prediction: bool = False
 ) -> tuple[CausalLM.Config, dict[str, Any]]:
     """Returns the model config of a folder, and its config.json.
+
+    Args:
+        folder: Folder with config.json.
+        ignore_settings: Settings of config.json that are known to change nothing.
+        multi_token_prediction: Whether the model has the modules that predict further tokens.
 
     Raises:
         UserError: If config.json is missing or cannot be read, the architecture is unknown, or a
@@ -71,7 +77,9 @@ def read_config(
     """
     values = read_settings(folder)
     source = os.path.join(folder, CONFIG_FILE)
-    return read_model(values, source, ignored=ignore_settings)[1], values
+    return read_model(
+        values, source, ignored=ignore_settings, multi_token_prediction=multi_token_prediction
+    )[1], values
 
 
 def load_pretrained(
@@ -80,6 +88,7 @@ def load_pretrained(
     dtype: Any = jnp.float32,
     mesh: jax.sharding.Mesh | None = None,
     ignore_settings: Iterable[str] = (),
+    multi_token_prediction: bool = False,
 ) -> Pretrained:
     """Returns the model of a folder, its parameters sharded over a mesh.
 
@@ -88,6 +97,7 @@ def load_pretrained(
         dtype: Dtype of the parameters, except those that are always float32.
         mesh: Mesh of the parameters; None for the first device.
         ignore_settings: Settings of config.json that are known to change nothing.
+        multi_token_prediction: Whether to read the modules that predict further tokens.
 
     Raises:
         DamagedTensorsError: If a file is damaged.
@@ -97,7 +107,9 @@ def load_pretrained(
     """
     values = read_settings(folder)
     source = os.path.join(folder, CONFIG_FILE)
-    family, cfg = read_model(values, source, ignored=ignore_settings)
+    family, cfg = read_model(
+        values, source, ignored=ignore_settings, multi_token_prediction=multi_token_prediction
+    )
     if jnp.dtype(dtype) != jnp.float32:
         cfg = cfg.clone(dtype=str(jnp.dtype(dtype)))
     model = cfg.instantiate(parent=None)
@@ -155,13 +167,21 @@ def _read_tensors(folder: str, family: Family, model: CausalLM, targets: Nested)
     with TensorFolder(folder) as folder_tensors:
         tensors = Dequantized(folder_tensors)
         mappings, ignored = tensor_mappings(family, model), family.ignored(model.config)
-        if model.config.lm_head is None and _HEAD in tensors.keys():  # noqa: SIM118, not a dict.
-            if not np.array_equal(tensors.read(_HEAD), tensors.read(_EMBEDDING)):
-                raise TensorMismatchError(
-                    f"{folder}: tie_word_embeddings=true, but {_HEAD} differs from {_EMBEDDING}; "
-                    "set it to false or remove the tensor."
+        copies = family.copies(model.config)
+        if model.config.lm_head is None:
+            copies = {_HEAD: _EMBEDDING, **copies}
+        for copy, name in copies.items():
+            if copy not in tensors.keys():  # noqa: SIM118, not a dict.
+                continue
+            if not np.array_equal(tensors.read(copy), tensors.read(name)):
+                advice = (
+                    "tie_word_embeddings=true; set it to false or remove the tensor"
+                    if copy == _HEAD
+                    else "the model has one parameter for both; convert it without "
+                    "multi_token_prediction or remove the tensor"
                 )
-            ignored = (*ignored, re.escape(_HEAD))
+                raise TensorMismatchError(f"{folder}: {copy} differs from {name}, but {advice}.")
+            ignored = (*ignored, re.escape(copy))
         try:
             return load_parameters(tensors, mappings, targets, ignored=ignored)
         except TensorMismatchError as error:
@@ -200,7 +220,16 @@ def save_pretrained(
         FileExistsError: If the folder holds tensors.
         NoFamilyError: If transformers has no such model.
     """
-    family, settings = _family_and_settings(cfg, published or {})
+    try:
+        family, settings = _family_and_settings(cfg, published or {})
+    except NoFamilyError:
+        if cfg.multi_token_prediction is None:
+            raise
+        cfg = cfg.clone(multi_token_prediction=None)
+        family, settings = _family_and_settings(cfg, published or {})
+        logger.warning(
+            "multi_token_prediction is not written: %s has no such modules.", family.architecture
+        )
     if dropping := may_drop(cfg):
         logger.warning(
             "%s may drop assignments, which transformers never does: logits differ where it does.",
@@ -212,6 +241,9 @@ def save_pretrained(
 
     def tensors() -> Iterator[tuple[str, np.ndarray]]:
         mappings = tensor_mappings(family, model)
+        by_tensor = {mapping.tensor: mapping for mapping in mappings}
+        for copy, name in family.copies(cfg).items():
+            mappings.append(by_tensor[name]._replace(tensor=copy))
         kept = {mapping.tensor for mapping in mappings if not specs[mapping.path].trainable}
         for name, values in checkpoint_tensors(params, mappings):
             exact = dtype is None or name in kept  # A rounded balancing bias chooses other experts.

@@ -17,6 +17,7 @@ from moelib.models.huggingface import blocks
 from moelib.models.huggingface.family import Family
 from moelib.models.huggingface.settings import Settings
 from moelib.models.huggingface.tensor_mapping import Part, Table
+from moelib.models.multi_token_prediction import MultiTokenModule, MultiTokenPrediction
 
 _LATENT_EPS = 1e-6  # Epsilon of the latents' norms, which does not follow rms_norm_eps.
 
@@ -49,6 +50,11 @@ def _in_layer(cfg: CausalLM.Config) -> Table:
             Part("mlp.gate.e_score_correction_bias", "e -> e")
         ],
         **blocks.feed_forward_table("feed_forward/shared_experts", "mlp.shared_experts"),
+        # Modules of multi-token prediction.
+        "embedding_norm/scale": [Part("enorm.weight", "d -> d")],
+        "hidden_norm/scale": [Part("hnorm.weight", "d -> d")],
+        "projection/weight": [Part("eh_proj.weight", "d e -> e d")],
+        "output_norm/scale": [Part("shared_head.norm.weight", "d -> d")],
     }
 
 
@@ -60,6 +66,7 @@ _ATTENTION = {  # Our field -> its setting.
     "rope_head_dim": "qk_rope_head_dim",
     "v_head_dim": "v_head_dim",
 }
+_MAX_DEPTHS = 8  # Modules of multi-token prediction; published models have one.
 _MOE = "n_routed_experts", "moe_intermediate_size"  # Settings of `blocks.moe`.
 
 
@@ -118,7 +125,8 @@ def _v2(settings: Settings) -> CausalLM.Config:
 
 def _v3(settings: Settings) -> CausalLM.Config:
     settings.expect(scoring_func="sigmoid", topk_method="noaux_tc", rope_interleave=True)
-    settings.skip("num_nextn_predict_layers", "num_mtp_layers")
+    settings.skip("num_mtp_layers")
+    num_depths = settings.take("num_nextn_predict_layers", 0)
     router = Router.default_config().set(
         score=Score.SIGMOID,
         renormalize=settings.take("norm_topk_prob"),
@@ -129,7 +137,36 @@ def _v3(settings: Settings) -> CausalLM.Config:
     if groups[0] not in (None, 1):
         router.set(num_groups=groups[0], num_groups_per_token=groups[1])
         router.set(group_score=GroupScore.SUM_OF_TOP_2)
-    return _model(settings, router)
+    cfg = _model(settings, router)
+    if num_depths:
+        layer = blocks.layers_of(cfg.decoder)[-1]
+        module = MultiTokenModule.default_config().set(norm=layer.norm, layer=layer)
+        further = MultiTokenPrediction.default_config().set(num_depths=num_depths, module=module)
+        cfg.multi_token_prediction = further
+    return cfg
+
+
+def _further_layers(cfg: CausalLM.Config) -> list[str]:
+    """Returns the names of the layers that hold the modules of multi-token prediction."""
+    further, first = cfg.multi_token_prediction, cfg.decoder.num_layers
+    return [f"model.layers.{first + i}" for i in range(further.num_depths if further else 0)]
+
+
+def _unused_layers(cfg: CausalLM.Config) -> tuple[str, ...]:
+    """Returns a pattern of the layers that predict further tokens, which transformers ignores."""
+    numbers = range(cfg.decoder.num_layers, cfg.decoder.num_layers + _MAX_DEPTHS)
+    unused = rf"model\.layers\.({'|'.join(map(str, numbers))})\..*"
+    return () if cfg.multi_token_prediction else (unused,)
+
+
+def _copies(cfg: CausalLM.Config) -> dict[str, str]:
+    table = "model.embed_tokens.weight"
+    parts = {"embed_tokens": table, "shared_head.head": "lm_head.weight" if cfg.lm_head else table}
+    return {
+        f"{layer}.{copy}.weight": name
+        for layer in _further_layers(cfg)
+        for copy, name in parts.items()
+    }
 
 
 def _mscale_all_dim(score_factor: float, factor: float) -> float:
@@ -174,6 +211,7 @@ def _v3_settings(cfg: CausalLM.Config) -> dict[str, Any]:
     return {
         **_settings(cfg),
         "norm_topk_prob": blocks.moe_of(cfg).router.renormalize,
+        "num_nextn_predict_layers": len(_further_layers(cfg)),
     }
 
 
@@ -217,6 +255,6 @@ V3 = Family(
         "routed_scaling_factor": 2.5,
         "topk_group": 4,
     },
-    # Layers past the last one predict a second token; transformers does not read them either.
-    ignored=lambda cfg: (rf"model\.layers\.{cfg.decoder.num_layers}\..*",),
+    ignored=_unused_layers,
+    copies=_copies,
 )

@@ -12,7 +12,7 @@ from moelib.core.errors import UserError
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.moe.router import GroupScore, Score
-from moelib.layers.transformer import LoopStack, ScanStack
+from moelib.layers.transformer import LoopStack, ScanStack, TransformerLayer
 from moelib.models.causal_lm import CausalLM
 from moelib.models.huggingface import blocks
 from moelib.models.huggingface.deepseek import V2, V3
@@ -44,7 +44,11 @@ class NotTheModelError(UserError):
 
 
 def read_model(
-    values: Mapping[str, Any], source: str, *, ignored: Iterable[str] = ()
+    values: Mapping[str, Any],
+    source: str,
+    *,
+    ignored: Iterable[str] = (),
+    multi_token_prediction: bool = False,
 ) -> tuple[Family, CausalLM.Config]:
     """Returns the family and the model config of a config.json.
 
@@ -54,6 +58,8 @@ def read_model(
         values: Content of config.json.
         source: Name of the file, for errors.
         ignored: Names of settings that are known to change nothing and are not read.
+        multi_token_prediction: Whether the model has the modules that the file describes, which
+            predict further tokens.
 
     Raises:
         UserError: If the architecture is unknown, or a setting is missing or unsupported.
@@ -63,9 +69,12 @@ def read_model(
     family = Settings(values, source).choose("model_type", known, None)
     try:
         settings = Settings(values, source, family.defaults, ignored)
-        return family, family.model(settings)
+        cfg = family.model(settings)
     except (AttributeError, TypeError) as error:
         raise UserError(f"{source}: a setting has an unsupported type: {error}") from error
+    if not multi_token_prediction:
+        cfg.multi_token_prediction = None
+    return family, cfg
 
 
 def check_computes(
@@ -77,7 +86,8 @@ def check_computes(
         NotTheModelError: If it describes another model; the message names the differences.
         UserError: If `read_model` refuses the settings.
     """
-    family, read = read_model(values, source, ignored=ignored)
+    further = cfg.multi_token_prediction is not None
+    family, read = read_model(values, source, ignored=ignored, multi_token_prediction=further)
     wanted, found = _computed(cfg), _computed(read)
     if wanted != found:
         differences = "; ".join(_differences(wanted, found, "model", "file")[:_MAX_NAMED])
@@ -145,7 +155,7 @@ def _differences(a: dict[str, Any], b: dict[str, Any], of_a: str, of_b: str) -> 
 # Fields that matter only for training or storage.
 _NOT_COMPUTED = re.compile(
     r"(^|\.)(name|input_dim|dtype|param_init|output_init|remat|dispatcher|load_balance_loss|router_z_loss"
-    r"|z_loss|rate|report_expert_counts)(\.|\[|\(|$)"
+    r"|z_loss|loss_weight|rate|report_expert_counts)(\.|\[|\(|$)"
 )
 
 
@@ -155,7 +165,8 @@ def _computed(cfg: CausalLM.Config) -> dict[str, Any]:
         raise TypeError(f"{cfg.decoder.klass.__qualname__} is not a stack of moelib.")
     cfg = cfg.clone()
     layers = [layer.clone() for layer in blocks.layers_of(cfg.decoder)]
-    for layer in layers:
+    further = [] if cfg.multi_token_prediction is None else [cfg.multi_token_prediction.module]
+    for layer in (*layers, *(blocks.expect(m.layer, TransformerLayer.Config) for m in further)):
         attention = layer.self_attention
         if isinstance(attention, GroupedQueryAttention.Config):
             attention.num_kv_heads = attention.num_kv_heads or attention.num_heads

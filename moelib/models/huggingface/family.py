@@ -25,5 +25,7 @@ class Family(NamedTuple):
     ignored: Callable[[CausalLM.Config], tuple[str, ...]] = lambda cfg: ()
     # Function from a model config to names and shapes of tensors written as zeros.
     zeros: Callable[[CausalLM.Config], dict[str, tuple[int, ...]]] = lambda cfg: {}
+    # Function from a model config to the names of tensors that are copies, and of the originals.
+    copies: Callable[[CausalLM.Config], dict[str, str]] = lambda cfg: {}
     # Whether transformers requires num_attention_heads to divide hidden_size.
     heads_divide_dim: bool = False

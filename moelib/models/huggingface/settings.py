@@ -52,7 +52,9 @@ def _list_of(kind: type, text: str) -> _Kind:
 _MAX_LAYERS, _MAX_SIZE = 1000, 10**9
 _KINDS = {
     **_integer(1, _MAX_LAYERS).names("num_hidden_layers decoder_sparse_step"),
-    **_integer(0, _MAX_LAYERS).names("first_k_dense_replace n_shared_experts?"),
+    **_integer(0, _MAX_LAYERS).names(
+        "first_k_dense_replace n_shared_experts? num_nextn_predict_layers"
+    ),
     **_integer(0, _MAX_SIZE).names("qk_nope_head_dim"),
     **_integer(1, _MAX_SIZE).names(
         "head_dim? hidden_size intermediate_size kv_lora_rank max_position_embeddings? "

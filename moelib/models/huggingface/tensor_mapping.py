@@ -15,6 +15,7 @@ import numpy as np
 from moelib.core import tree
 from moelib.core.param import ParameterSpec, is_spec
 from moelib.layers.transformer import BaseStack
+from moelib.models.multi_token_prediction import MULTI_TOKEN
 
 Index = tuple[int | None, ...]
 
@@ -51,7 +52,8 @@ class TensorMapping(NamedTuple):
 def expand(model: Any, in_model: Table, in_layer: Table) -> list[TensorMapping]:
     """Returns the mapping of every tensor of a `CausalLM` whose decoder is a `BaseStack`.
 
-    The tables have the parameters outside the layers, and those of one layer.
+    The tables have the parameters outside the layers, and those of one layer. The modules of
+    multi-token prediction are numbered as layers after the last one.
 
     Raises:
         ValueError: If a trainable parameter is in neither table.
@@ -64,6 +66,9 @@ def expand(model: Any, in_model: Table, in_layer: Table) -> list[TensorMapping]:
         name, _, inside = rest.partition("/")
         if first == "decoder":
             parts, numbers = in_layer.get(inside), layers[name]
+        elif first == MULTI_TOKEN:
+            parts = in_layer.get(inside.removeprefix("decoder/layer0/"))
+            numbers = [model.config.decoder.num_layers + int(name.removeprefix("depth")) - 1]
         else:
             parts, numbers = in_model.get(path), [None]
         if parts is not None:

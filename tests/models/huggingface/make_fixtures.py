@@ -139,6 +139,7 @@ FAMILIES = {
             "topk_group": 2,
             "routed_scaling_factor": 2.5,
             "norm_topk_prob": True,
+            "num_nextn_predict_layers": 0,  # transformers reads none.
             "rope_parameters": YARN,
         },
     ),
