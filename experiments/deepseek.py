@@ -31,7 +31,7 @@ _DEEPSEEK_V2 = {
     "first_k_dense_replace": 1,
 }
 
-SIZES: Mapping[str, Mapping[str, Any]] = {
+SIZES: dict[str, Mapping[str, Any]] = {
     "deepseek-v2-lite": {
         **_DEEPSEEK_V2,
         "hidden_size": 2048,
@@ -84,11 +84,15 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
         "routed_scaling_factor": 2.5,
     },
 }
+# With the module that predicts a second token, which the published 671 B parameters exclude.
+SIZES["deepseek-v3-mtp"] = {**SIZES["deepseek-v3"], "num_nextn_predict_layers": 1}
 
+_V3 = Recipe(expert=32, balance=(1e-4, BalanceScope.SEQUENCE))
 RECIPES = {
     "deepseek-v2-lite": Recipe(expert=8, balance=(3e-3, BalanceScope.SEQUENCE)),
     "deepseek-v2": Recipe(expert=16, balance=(3e-3, BalanceScope.SEQUENCE)),
-    "deepseek-v3": Recipe(expert=32, balance=(1e-4, BalanceScope.SEQUENCE)),
+    "deepseek-v3": _V3,
+    "deepseek-v3-mtp": _V3,
 }
 
 

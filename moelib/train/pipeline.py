@@ -209,21 +209,24 @@ class _Cut:
         kept = found._replace(state_updates={}, module_outputs={})
         return (x, found.total_aux_loss()), kept, after
 
-    def last(self, outer: Nested, x: jax.Array, constants: Any, micro: Any) -> Any:
-        """Returns the loss and the auxiliary losses after the blocks, and outputs."""
+    def last(self, outer: Nested, x: jax.Array, ending: Nested, constants: Any, micro: Any) -> Any:
+        """Returns the objective after the blocks, and (outputs, `ending` after the pass)."""
+        constants = constants | {"fixed": tree.merge(constants["fixed"], ending)}
         known = self._before(outer, constants, micro).outputs
         (loss, metrics), found = self._run(outer, constants, micro, lambda *_: x)
         new = lambda part, earlier: _parts(part, tree.by_path(earlier).__contains__)[1]
-        outputs = self._checked(OutputCollection(*map(new, found, known)))
+        outputs = OutputCollection(*map(new, found, known))
+        ending = updated(ending, outputs.state_updates, outer, self.learner)
+        outputs = outputs._replace(state_updates={}, module_outputs={})
         loss = as_metric(loss)
         objective = jnp.stack([loss.mean, outputs.total_aux_loss()]) @ micro["shares"]
-        return objective, (loss, metrics, outputs)
+        return objective, ((loss, metrics, outputs), ending)
 
     def _checked(self, outputs: OutputCollection) -> OutputCollection:
         if outputs.state_updates:
             path = next(iter(tree.by_path(outputs.state_updates)))
             raise UserError(
-                f"mesh axis pipeline: {path} is updated by a layer outside of the repeated layers; "
+                f"mesh axis pipeline: {path} is updated by a layer before the repeated layers; "
                 "set pipeline=1."
             )
         return outputs._replace(module_outputs={})
@@ -274,7 +277,9 @@ def accumulate_in_pipeline(
     trained, fixed = _parts(params, learner.is_updated)
     blocks, outer = _parts(trained, cut.is_block)
     fixed_blocks, fixed_outer = _parts(fixed, cut.is_block)
-    placement = _Placement(layout, specs_by_path(model.create_parameter_specs_recursively()))
+    specs = specs_by_path(model.create_parameter_specs_recursively())
+    ending = tree.select(fixed_outer, lambda path: not specs[path].trainable)
+    placement = _Placement(layout, specs)
     to_stages = functools.partial(tree.map_by_path, placement.to_stages)
     to_layers = functools.partial(tree.map_by_path, placement.to_layers)
     M = num_microbatches
@@ -294,6 +299,7 @@ def accumulate_in_pipeline(
         to_stages(blocks),
         to_stages(fixed_blocks),
         outer,
+        ending,
         {"fixed": fixed_outer, "outer": outer},
         {
             "batch": micro,
@@ -318,7 +324,7 @@ def accumulate_in_pipeline(
     add = lambda sum, new: (jax.tree.map(combine, sum, new, is_leaf=is_metric), None)
     metrics, _ = lax.scan(add, start, of_micro)
     gradients = tree.merge(to_layers(done.params), done.outer)
-    state = tree.merge(fixed, to_layers(done.fixed))
+    state = tree.merge(fixed, to_layers(done.fixed), done.ending)
     return Accumulated(jnp.sum(objectives), jnp.ones(()), gradients, metrics, state)
 
 

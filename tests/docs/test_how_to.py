@@ -14,6 +14,7 @@ from moelib.kernels.gmm import gmm
 from moelib.layers.kernel_backends import kernel_backends
 from moelib.layers.moe.dispatch_ragged import RaggedDispatcher
 from moelib.layers.remat import remat
+from moelib.models.multi_token_prediction import MultiTokenModule, MultiTokenPrediction
 from moelib.parallel.mesh import HybridMeshShape, infer_mesh_shape, mesh_shape_from_axes
 from moelib.train.pretrained import read_config, state_from_hugging_face
 
@@ -57,6 +58,17 @@ def test_a_run_starts_from_a_model_of_hugging_face(tmp_path, monkeypatch):
     trainer = cfg.instantiate(parent=None)
     state_from = cfg.init_state_builder.instantiate(model=trainer.model)
     assert callable(state_from)
+
+
+def test_any_language_model_predicts_further_tokens():
+    cfg = flame_moe.tiny().set(dir="runs/a")
+    # --8<-- [start:multi_token]
+    module = MultiTokenModule.default_config().set(layer=cfg.model.decoder.block[-1])
+    cfg.model.multi_token_prediction = MultiTokenPrediction.default_config().set(
+        num_depths=1, loss_weight=0.3, module=module
+    )
+    # --8<-- [end:multi_token]
+    assert "depth1" in cfg.instantiate(parent=None).model.multi_token_prediction.children
 
 
 def test_a_backend_is_set_by_a_context_manager():

@@ -7,13 +7,16 @@ import optax
 import pytest
 
 from moelib.core import tree
+from moelib.core.config import config_for_function
 from moelib.core.errors import UserError
 from moelib.layers.moe.balance import BalanceScope, BiasBalancing, LoadBalanceLoss
 from moelib.layers.moe.router import Router
 from moelib.layers.norm import RMSNorm
+from moelib.layers.remat import remat
 from moelib.layers.transformer import LoopStack
 from moelib.learner.learner import Learner
 from moelib.models.causal_lm import CausalLM
+from moelib.models.multi_token_prediction import MultiTokenModule, MultiTokenPrediction
 from moelib.parallel import sharding
 from moelib.parallel.mesh import MESH_AXIS_NAMES, create_device_mesh, mesh_shape_from_axes
 from moelib.parallel.pipeline.schedule import Schedule
@@ -95,6 +98,24 @@ CASES = [
 def test_a_step_equals_one_without_a_pipeline(schedule, axes, num_blocks):
     pipeline = PipelineConfig(schedule, axes["pipeline"], uniform=True)
     check(moe_model(num_blocks), axes, pipeline, num_microbatches=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "axes"),
+    [
+        (Schedule.ONE_F_ONE_B, {"pipeline": 2, "expert": 2, "fsdp": 2}),
+        (Schedule.DUALPIPE_V, {"pipeline": 2, "seq": 2, "model": 2}),  # Rank 0 has both ends.
+    ],
+)
+def test_multi_token_prediction_after_the_last_stage(schedule, axes):
+    cfg = moe_model(4)
+    module = MultiTokenModule.default_config().set(
+        layer=cfg.decoder.block[0], remat=config_for_function(remat)
+    )
+    further = MultiTokenPrediction.default_config().set(num_depths=2, module=module)
+    cfg.multi_token_prediction = further
+    check(cfg, axes, PipelineConfig(schedule, 2, uniform=True), num_microbatches=4)
 
 
 def test_dense_layers_in_a_pipeline():

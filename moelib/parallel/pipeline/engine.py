@@ -54,7 +54,7 @@ class Functions(NamedTuple):
     # (params, x, fixed, constants, micro, layers) -> ((x, auxiliary loss), (outputs, fixed)): the
     # layers of one stage, whose numbers are `layers`, -1 for none.
     stage: Callable[..., Any]
-    # (outer, x, constants, micro) -> (loss, outputs): after the layers.
+    # (outer, x, ending, constants, micro) -> (loss, (outputs, ending)): after the layers.
     last: Callable[..., Any]
 
 
@@ -64,6 +64,7 @@ class Result(NamedTuple):
     params: Any  # Gradients of stages [chunks of all ranks, layers, ...], float32.
     outer: Any  # Gradients of parameters outside of stages, float32.
     fixed: Any  # Parameters of stages without gradient, after the last micro-batch.
+    ending: Any  # Those that `last` updates, after the last micro-batch.
     stages: Any  # Outputs of stages [chunks of all ranks, M, ...].
     first: Any  # Outputs [M, ...].
     last: Any  # Outputs [M, ...].
@@ -75,6 +76,7 @@ def run_pipeline(
     params: Any,
     fixed: Any,
     outer: Any,
+    ending: Any,
     constants: Any,
     microbatches: Any,
     *,
@@ -90,6 +92,7 @@ def run_pipeline(
             `layout.rows`.
         fixed: Those without gradient.
         outer: Parameters outside of stages that have gradients.
+        ending: Those without gradient that `last` updates.
         constants: Tree of arrays that every function gets.
         microbatches: Tree of arrays [M, ...].
         unroll: Whether ticks are compiled one by one, with the transfers of each tick only.
@@ -102,12 +105,13 @@ def run_pipeline(
     run = functools.partial(_Run, functions, layout, ticks, uniform)
     mapped = jax.shard_map(
         lambda *args: run(*args).all_ticks(unroll=unroll),
-        in_specs=(of_rank, of_rank, whole, whole, whole, of_rank),
-        out_specs=Result(of_rank, whole, of_rank, of_rank, whole, whole),
+        in_specs=(of_rank, of_rank, whole, whole, whole, whole, of_rank),
+        out_specs=Result(of_rank, whole, of_rank, whole, of_rank, whole, whole),
         axis_names={AXIS},
         check_vma=False,
     )
-    return mapped(params, fixed, outer, constants, microbatches, np.array(layout.rows, np.int32))
+    layers = np.array(layout.rows, np.int32)
+    return mapped(params, fixed, outer, ending, constants, microbatches, layers)
 
 
 class _State(NamedTuple):
@@ -116,6 +120,7 @@ class _State(NamedTuple):
     inputs: jax.Array  # [V, num_inputs, ...]
     output_gradients: jax.Array  # [V, num_gradients, ...]
     fixed: Any  # [V, layers, ...]
+    ending: Any
     seen: Any  # [V, num_inputs, layers, ...] `fixed` as the forward pass saw it.
     deferred: Any  # [V, num_deferred, ...]
     gradients: Any  # [V, layers, ...]
@@ -174,6 +179,7 @@ class _Run:
         params: Any,
         fixed: Any,
         outer: Any,
+        ending: Any,
         constants: Any,
         microbatches: Any,
         layers: jax.Array,
@@ -187,7 +193,7 @@ class _Run:
         (x, _), first = jax.eval_shape(functions.first, outer, constants, micro)
         stage = of(params), x, of(fixed), constants, micro, layers[0]
         _, (outputs, _) = jax.eval_shape(functions.stage, *stage)
-        _, last = jax.eval_shape(functions.last, outer, x, constants, micro)
+        _, (last, _) = jax.eval_shape(functions.last, outer, x, ending, constants, micro)
         self.split = None
         if ticks.num_deferred:
             losses = lambda *args: functions.stage(*args)[0]
@@ -202,6 +208,7 @@ class _Run:
             inputs=zeros(x, V, ticks.num_inputs),
             output_gradients=zeros(x, V, ticks.num_gradients),
             fixed=fixed,
+            ending=ending,
             seen=zeros(of(fixed), V, ticks.num_inputs),
             deferred=zeros(self.split.kept if self.split else (), V, ticks.num_deferred),
             gradients=zeros(params, dtype=jnp.float32),
@@ -215,10 +222,13 @@ class _Run:
         """Returns this rank's part of the result."""
         state = self._unrolled() if unroll else self._scan()
         total = lambda tree: lax.psum(tree, AXIS)
+        is_last = self.rank == (0 if self.layout.schedule.is_v else self.layout.num_ranks - 1)
+        ending = jax.tree.map(lambda a: jnp.where(is_last, a, 0), state.ending)
         return Result(
             params=state.gradients,
             outer=total(state.outer),
             fixed=state.fixed,
+            ending=total(ending),
             stages=state.stages,
             first=total(state.first),
             last=total(state.last),
@@ -305,13 +315,14 @@ class _Run:
             stages=_put(state.stages, outputs, chunk, m),
         )
         if branch.to_last:
-            last = lambda outer, y: functions.last(outer, y, self.constants, micro)
-            loss, vjp, outputs = jax.vjp(last, self.outer, y, has_aux=True)
+            last = lambda outer, y: functions.last(outer, y, state.ending, self.constants, micro)
+            loss, vjp, (outputs, ending) = jax.vjp(last, self.outer, y, has_aux=True)
             outer, dy = vjp(jnp.ones_like(loss))
             gradients = _put(state.output_gradients, dy, chunk, m % self._num_gradients)
             state = state._replace(
                 output_gradients=gradients,
                 outer=_add(state.outer, outer),
+                ending=ending,
                 last=_put(state.last, outputs, m),
             )
         return state, y

@@ -35,14 +35,16 @@ def stage(params, x, fixed, constants, micro, layers):
     return (x, total), (jnp.stack(losses), jnp.stack(new))
 
 
-def last(outer, x, constants, micro):
+def last(outer, x, count, constants, micro):
+    """Weighs the loss by the number of micro-batches so far."""
     logits = jax.nn.log_softmax(x @ outer["head"])
     loss = -jnp.sum(jnp.take_along_axis(logits, micro["labels"][:, None], 1))
-    return loss, loss
+    loss *= 1 + count
+    return loss, (loss, count + 1)
 
 
 def without_pipeline(outer, weights, constants, microbatches):
-    total, biases, losses = 0.0, jnp.zeros(len(weights)), []
+    total, biases, losses, count = 0.0, jnp.zeros(len(weights)), [], jnp.zeros(())
     for m in range(M):
         micro = jax.tree.map(lambda a, m=m: a[m], microbatches)
         (x, loss), _ = first(outer, constants, micro)
@@ -52,7 +54,8 @@ def without_pipeline(outer, weights, constants, microbatches):
             total += loss
             new.append(after)
         biases = jnp.stack(new)
-        losses.append(last(outer, x, constants, micro)[0])
+        loss, (_, count) = last(outer, x, count, constants, micro)
+        losses.append(loss)
     return total + sum(losses), (biases, jnp.stack(losses))
 
 
@@ -97,12 +100,14 @@ def test_gradients_and_outputs_equal_those_without_a_pipeline(schedule, num_rank
         )
     )
     with jax.set_mesh(mesh):
-        done = run(place(weights), place(biases * 0), outer, constants, microbatches)
+        parts = place(weights), place(biases * 0)
+        done = run(*parts, outer, jnp.zeros(()), constants, microbatches)
     close = lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     close(back(done.params), of_weights)
     jax.tree.map(close, done.outer, of_outer)
     close(back(done.fixed), biases)
     close(done.last, losses)
+    assert done.ending == M
     np.testing.assert_array_equal(done.first, jnp.sum(microbatches["ids"], 1))
 
 
