@@ -102,19 +102,18 @@ def test_a_step_equals_one_without_a_pipeline(schedule, axes, num_blocks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("schedule", "axes"),
+    ("schedule", "axes", "num_blocks"),
     [
-        (Schedule.ONE_F_ONE_B, {"pipeline": 2, "expert": 2, "fsdp": 2}),
-        (Schedule.DUALPIPE_V, {"pipeline": 2, "seq": 2, "model": 2}),  # Rank 0 has both ends.
+        (Schedule.ONE_F_ONE_B, {"pipeline": 2, "fsdp": 2}, 2),
+        (Schedule.DUALPIPE_V, {"pipeline": 2, "expert": 2}, 4),  # Rank 0 has both ends.
     ],
 )
-def test_multi_token_prediction_after_the_last_stage(schedule, axes):
-    cfg = moe_model(4)
+def test_multi_token_prediction_after_the_last_stage(schedule, axes, num_blocks):
+    cfg = moe_model(num_blocks)
     module = MultiTokenModule.default_config().set(
         layer=cfg.decoder.block[0], remat=config_for_function(remat)
     )
-    further = MultiTokenPrediction.default_config().set(num_depths=2, module=module)
-    cfg.multi_token_prediction = further
+    cfg.multi_token_prediction = MultiTokenPrediction.default_config().set(module=module)
     check(cfg, axes, PipelineConfig(schedule, 2, uniform=True), num_microbatches=4)
 
 
