@@ -15,6 +15,7 @@ from moelib.core import tree
 from moelib.core.tree import Nested
 from moelib.models.causal_lm import CausalLM
 from moelib.models.huggingface.families import NoFamilyError, settings_of
+from moelib.models.multi_token_prediction import MULTI_TOKEN
 from moelib.train.pretrained import save_pretrained, state_from_hugging_face
 from moelib.verify.compare import Difference, first_bit_difference, first_difference
 from moelib.verify.outcome import CheckSkippedError
@@ -63,12 +64,15 @@ def _expected(tensors: dict[str, np.ndarray], params: Nested) -> dict[str, np.nd
     found = {"model.embed_tokens.weight": params["embedding"]["weight"]}
     if "lm_head" in params:
         found["lm_head.weight"] = params["lm_head"]["weight"].T
+    stack, further = params["decoder"], params.get(MULTI_TOKEN, {})
+    layers = [stack[f"layer{i}"] for i in range(len(stack))]
+    layers += [further[name] | further[name]["decoder"]["layer0"] for name in sorted(further)]
     for name, x in tensors.items():
         stem = name.removesuffix(".weight")
         parts = re.fullmatch(r"model\.layers\.(\d+)\.(?:(.*)\.)?(\w+)", stem)
         if parts is None or parts[3] not in _TENSORS:
             continue
-        module = _module(parts[2], params["decoder"][f"layer{parts[1]}"])
+        module = _module(parts[2], layers[int(parts[1])])
         found[name] = _TENSORS[parts[3]](module).reshape(x.shape)
     return found
 
@@ -119,6 +123,9 @@ _TENSORS: dict[str, Callable[[Nested], np.ndarray]] = {
     "k_norm": lambda p: p["k_norm"]["scale"],
     "input_layernorm": lambda p: p["attention_norm"]["scale"],
     "post_attention_layernorm": lambda p: p["feed_forward_norm"]["scale"],
+    "enorm": lambda p: p["embedding_norm"]["scale"],
+    "hnorm": lambda p: p["hidden_norm"]["scale"],
+    "eh_proj": lambda p: p["projection"]["weight"].T,
     "gate": lambda p: p["router"]["weight"].T,
     "router": lambda p: p["router"]["weight"].T,
     **dict.fromkeys(("gate_proj", "w1"), lambda p: p["up"][0].T),
