@@ -15,6 +15,7 @@ from moelib.core.errors import UserError
 from moelib.core.param import ParameterSpec, is_spec, may_cast
 from moelib.layers.moe.dispatch_ragged import RingDispatcher
 from moelib.learner import offload
+from moelib.models.multi_token_prediction import MULTI_TOKEN
 from moelib.planning.estimate.activations import (
     FULL,
     NONE,
@@ -35,7 +36,7 @@ class Leaf:
     axes: tuple[str | None, ...]  # Logical axes.
     itemsize: int  # Bytes per stored element.
     compute_itemsize: int = 0  # Bytes per element in the forward pass.
-    in_decoder: bool = False  # Whether it is a parameter of the decoder's layers.
+    in_decoder: bool = False  # Whether it is a parameter of layers, in or after the decoder.
     trained: bool = False  # Whether it has a gradient.
     count: int = 1  # Number of such arrays.
 
@@ -212,7 +213,7 @@ def _parameters(specs: Any, train_dtype: Any) -> tuple[Leaf, ...]:
             spec.axes,
             jnp.dtype(spec.dtype).itemsize,
             jnp.dtype(train_dtype if cast else spec.dtype).itemsize,
-            in_decoder=path[0].key == "decoder",
+            in_decoder=path[0].key in ("decoder", MULTI_TOKEN),
             trained=spec.trainable,
         )
 
