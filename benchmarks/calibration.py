@@ -15,6 +15,7 @@ from typing import Any
 from benchmarks.published_runs import EXCLUDED, PUBLISHED_RUNS, PublishedRun
 from moelib.core.progress import Progress
 from moelib.core.table import Table, to_markdown
+from moelib.planning.estimate.activations import OWN
 from moelib.planning.estimate.candidates import Candidate, Mesh, rules_of
 from moelib.planning.estimate.estimate import BEST, POOR, Estimate, Estimator
 from moelib.planning.estimate.workload import Workload, read_workload
@@ -75,9 +76,15 @@ def _calibrated(run: PublishedRun) -> Calibrated:
         )
         theirs = dataclasses.replace(theirs, moe=moe)
     candidate = Candidate(
-        describe(run.topology), mesh, run.batch_per_device, run.num_microbatches, run.remat
+        describe(run.topology),
+        mesh,
+        run.batch_per_device,
+        run.num_microbatches,
+        run.remat,
+        run.schedule,
     )
-    ours = Estimator(work, rules, {})(candidate)
+    as_ours = dataclasses.replace(candidate, remat=OWN) if run.schedule else candidate
+    ours = Estimator(work, rules, {})(as_ours)
     return Calibrated(run, Estimator(theirs, rules, {})(candidate), ours.bytes_held)
 
 
@@ -110,16 +117,16 @@ def as_markdown(found: Iterable[Calibrated], excluded: Mapping[str, str]) -> str
     too_large = sum(each.bytes_held > each.estimate.capacity for each in found)
     errors = sorted(abs(1 / each.ratio - 1) for each in found)
     ratios = sorted(each.ratio for each in found)
-    pipelines = sum("pipeline" in each.run.note for each in found)
+    pipelines = sum(each.run.schedule is not None for each in found)
     widths = sorted(each.width for each in found)
     median = widths[len(widths) // 2]
     text = f"""# Accuracy of the estimates of `moelib plan`
 
 This page is written by `python -m benchmarks.calibration docs/calibration.md`.
 
-Each row is a published run, estimated on the nearest mesh that moelib supports. The predicted range
-contains all measurements in {hits} of {len(found)} rows. By the estimate, {too_large} of the runs
-hold more than a device has; {pipelines} used a pipeline, which moelib lacks. The upper end of a
+Each row is a published run, estimated on its own mesh; {pipelines} used a pipeline. The predicted
+range contains all measurements in {hits} of {len(found)} rows. By the estimate, {too_large} of the
+runs hold more than a device has. The upper end of a
 range is {widths[0]:.1f} to {widths[-1]:.1f} times its lower end, with a median of {median:.1f}.
 The middle of a range, its geometric mean, is off by {errors[len(errors) // 2]:.0%} in the median
 and by {errors[-1]:.0%} at most: measured rates are {ratios[0]:.2f} to {ratios[-1]:.2f} times the
@@ -132,8 +139,9 @@ systems hold less where they drop tokens or store lower precision. Rates are of 
 for attention and without empty rows in the buffers of experts: on GPUs, moelib's own plans count
 what its attention in plain XLA and its buffers for any routing add.
 
-The efficiencies below were chosen with these runs in view. The table therefore shows how well one
-set of them fits all runs, not how well an unknown run is predicted."""
+The efficiencies below were chosen with these runs in view, before pipelines were estimated as such.
+The table therefore shows how well one set of them fits all runs, not how well an unknown run is
+predicted. Nothing was fitted to the rows with a pipeline."""
     columns = (
         "System", "Model", "Devices", "Mesh", "Batch/device", "Remat", "Measured>", "Predicted>",
         "Width>", "Within", "Middle off by>", "From others>", "Limit", "GiB held>", "Remarks",
@@ -172,7 +180,7 @@ def _row(found: Sequence[Calibrated], i: int) -> tuple[str, ...]:
         run.system,
         run.config.partition(":")[2],
         run.topology,
-        str(estimate.candidate.mesh),
+        str(estimate.candidate.mesh) + (f"; {run.schedule.value}" if run.schedule else ""),
         f"{run.batch_per_device} x {run.seq_len:,}",
         run.remat,
         between(*run.tokens_per_second),

@@ -1,16 +1,18 @@
 """Published runs: measurements by others, with their hardware and settings.
 
-The mesh is the nearest that moelib supports: stages of a pipeline become devices that share a batch
-or weights. Batch sizes and recomputation that were not published are guesses, and noted as such.
+The mesh is that of the run. Batch sizes, recomputation and schedules of pipelines that were not
+published are guesses, and noted as such.
 """
 
 import dataclasses
 
-from moelib.planning.estimate.activations import DOTS, FULL
+from moelib.parallel.pipeline.schedule import Schedule
+from moelib.planning.estimate.activations import DOTS, FULL, NONE
 
 _MAXTEXT = "MaxText's published recipes"
 _AUTOMODEL = "NeMo Automodel, performance summary"
 _PITHTRAIN = "PithTrain, thesis, tables 4.3 and 4.4"
+_PITHTRAIN_NOTE = "DualPipeV is PithTrain's; Megatron's schedule and the batch size guessed"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +30,7 @@ class PublishedRun:
     across: dict[str, int] = dataclasses.field(default_factory=dict)  # Sizes across slices.
     num_microbatches: int = 1
     remat: str = FULL  # A name of `Workload.saved`.
+    schedule: Schedule | None = None  # Of a pipeline.
     note: str = ""  # Settings that were not published, or differ.
 
 
@@ -95,32 +98,32 @@ PUBLISHED_RUNS = (
     PublishedRun(
         "Automodel", "experiments.open_models:deepseek-v3",
         "h100:32x8", {"expert": 8}, 4, 4096,
-        (1002, 1002), _AUTOMODEL, across={"expert": 8, "fsdp": 4},
-        note="a pipeline of 4; batch size and recomputation guessed",
+        (1002, 1002), _AUTOMODEL, across={"pipeline": 4, "expert": 8}, num_microbatches=16,
+        schedule=Schedule.INTERLEAVED, note="schedule, batch size and recomputation guessed",
     ),
     PublishedRun(
         "Megatron, PithTrain", "experiments.open_models:qwen3-30b-a3b",
         "h100:2x8", {"expert": 8}, 1, 2048,
-        (7806, 7919), _PITHTRAIN, across={"data": 2}, num_microbatches=64,
-        note="a pipeline of 2; recomputation guessed",
+        (7806, 7919), _PITHTRAIN, across={"pipeline": 2}, num_microbatches=128,
+        remat=NONE, schedule=Schedule.DUALPIPE_V, note=_PITHTRAIN_NOTE,
     ),
     PublishedRun(
         "Megatron, PithTrain", "experiments.open_models:qwen3-30b-a3b",
         "h100:4x8", {"expert": 8}, 1, 4096,
-        (8253, 8750), _PITHTRAIN, across={"data": 4}, num_microbatches=32,
-        note="a pipeline of 4; recomputation guessed",
+        (8253, 8750), _PITHTRAIN, across={"pipeline": 4}, num_microbatches=128,
+        remat=NONE, schedule=Schedule.DUALPIPE_V, note=_PITHTRAIN_NOTE,
     ),
     PublishedRun(
         "Megatron, PithTrain", "experiments.open_models:deepseek-v2-lite",
-        "h100:1x8", {"data": 2, "expert": 4}, 1, 2048,
-        (13_413, 14_325), _PITHTRAIN, num_microbatches=128,
-        note="a pipeline of 2; recomputation guessed",
+        "h100:1x8", {"pipeline": 2, "expert": 4}, 1, 2048,
+        (13_413, 14_325), _PITHTRAIN, num_microbatches=256,
+        remat=NONE, schedule=Schedule.DUALPIPE_V, note=_PITHTRAIN_NOTE,
     ),
     PublishedRun(
         "Megatron, PithTrain", "experiments.gpt_oss:gpt-oss-20b",
-        "b200:1x8", {"data": 2, "expert": 4}, 1, 8192,
-        (16_188, 17_613), _PITHTRAIN, num_microbatches=128,
-        note="a pipeline of 2; recomputation guessed",
+        "b200:1x8", {"pipeline": 2, "expert": 4}, 1, 8192,
+        (16_188, 17_613), _PITHTRAIN, num_microbatches=256,
+        remat=NONE, schedule=Schedule.DUALPIPE_V, note=_PITHTRAIN_NOTE,
     ),
 )  # fmt: skip
 

@@ -18,7 +18,7 @@ from typing import Any
 from moelib.core.accelerators import Accelerator, peak_flops_per_second
 from moelib.parallel import sharding
 from moelib.planning.estimate import transfers
-from moelib.planning.estimate.activations import FULL
+from moelib.planning.estimate.activations import FULL, OWN
 from moelib.planning.estimate.candidates import Candidate
 from moelib.planning.estimate.links import Links, Traffic
 from moelib.planning.estimate.memory import Placement, at_peak
@@ -142,8 +142,11 @@ class Estimator:
         micro, tokens = candidate.num_microbatches, work.tokens / topology.num_devices
         pipeline, computed = None, candidate
         if candidate.schedule is not None:
-            pipeline = self._pipeline(candidate.schedule, candidate.mesh.sizes[AXIS], micro)
-            computed = dataclasses.replace(candidate, remat=FULL)  # Of stages, whatever it is.
+            if candidate.remat == OWN:  # Stages are recomputed, whatever it is.
+                computed = dataclasses.replace(candidate, remat=FULL)
+            recomputed = work.recomputes(computed.remat)
+            ranks = candidate.mesh.sizes[AXIS]
+            pipeline = self._pipeline(candidate.schedule, ranks, micro, recomputed=recomputed)
         recomputed = work.recomputes(computed.remat)
         peak = peak_flops_per_second(accelerator.device_kind, work.compute_dtype)
         peak = peak or accelerator.flops_per_second
@@ -215,15 +218,11 @@ class _OnMesh:
         results = {k: made.get(k, 0.0) * micro + routed.get(k, 0.0) * tokens for k in made | routed}
         total = weights.times(micro) + token.times(tokens)
         if pipeline is not None:
-            ranks = [
-                transfers.Transfer(
-                    "collective-permute", (AXIS,), self.pipeline_bytes(candidate, pipeline)
-                ),
-                transfers.Transfer("all-reduce", (AXIS,), placement.outer_bytes),
-            ]
-            total += transfers.traffic(ranks, self._links, recomputed=True)
-            for each in ranks:
-                results[each.kind] = results.get(each.kind, 0.0) + each.bytes
+            sent = self.pipeline_bytes(candidate, pipeline)
+            between = [*transfers.rank_transfers(placement, sent, pipeline.filled)]
+            total += transfers.traffic(between, self._links, recomputed=True)
+            more = transfers.results(between, placement, recomputed=True)
+            results = {k: results.get(k, 0.0) + more.get(k, 0.0) for k in results | more}
         return total, results
 
 

@@ -2,7 +2,8 @@
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from moelib.layers.moe.rounds import rows_per_round
 from moelib.models.loss import held_logits
@@ -11,6 +12,17 @@ from moelib.planning.estimate.activations import Saved
 from moelib.planning.estimate.candidates import Candidate
 from moelib.planning.estimate.pipeline import AXIS, Pipeline
 from moelib.planning.estimate.workload import Leaf, Workload
+
+# Bytes kept for a deferred weight gradient of a block, over its saved activations: the inputs of
+# its matmuls and the gradients of their outputs.
+_DEFERRED = 0.75
+
+
+class RankBytes(NamedTuple):
+    """Bytes of parameters of a pipeline's rank, in the computation and as summed gradients."""
+
+    weights: float
+    gradients: float  # In float32.
 
 
 class Placement:
@@ -160,20 +172,17 @@ class Placement:
         self, pipeline: Pipeline, batch_size: float, tokens: float
     ) -> dict[str, float]:
         """Returns the bytes by category of a rank, with its stages filled up to the largest."""
-        work, block, size = self.work, self.work.block, max(pipeline.sizes)
-        filled = pipeline.rows * self.num_ranks / work.num_blocks
-        blocks = [leaf for leaf in work.parameters if self._is_of_block(leaf)]
-        trained = sum(self.held(leaf) for leaf in blocks if leaf.trained)
-        weights = sum(self.held(leaf) * leaf.compute_itemsize for leaf in blocks)
+        block, size = self.work.block, max(pipeline.sizes)
         unrouted = self._bytes(Saved(block.split, block.whole), tokens)
         routed = self._bytes(Saved(routed=block.routed), tokens)
         return {
             "parameters": self.parameters,
             "optimizer": self.optimizer,
-            "summed gradients": 4 * filled * trained + self.outer_bytes,
-            "weights of stages": filled * weights,
+            "summed gradients": pipeline.filled * self.stage_bytes.gradients
+            + self.outer_bytes.gradients,
+            "weights of stages": pipeline.filled * self.stage_bytes.weights,
             "activations": pipeline.num_kept * self.stream_bytes(batch_size)
-            + pipeline.num_deferred * (unrouted + routed),
+            + pipeline.num_deferred * _DEFERRED * (unrouted + routed),
             "gradients": 0.0,
             # Gathered weights of a block and their gradients, and the activations of a stage.
             "block": 2 * self._gathered_decoder / pipeline.rows + size * unrouted,
@@ -181,15 +190,29 @@ class Placement:
             "logits": self._logits(tokens),
         }
 
-    def _is_of_block(self, leaf: Leaf) -> bool:
-        return leaf.in_decoder and leaf.axes[:1] == ("layers",)
+    def is_of_stage(self, leaf: Leaf) -> bool:
+        """Returns whether a parameter belongs to the stages of a pipeline."""
+        return self.num_ranks > 1 and leaf.in_decoder and leaf.axes[:1] == ("layers",)
 
     @functools.cached_property
-    def outer_bytes(self) -> float:
-        """Bytes of gradients in float32 of parameters that all ranks of a pipeline hold."""
-        outer = [x for x in self.work.parameters if x.trained and not self._is_of_block(x)]
-        whole = lambda x: self.num_ranks if any(AXIS in self.axes[name] for name in x.axes) else 1
-        return 4 * sum(self.held(x) * whole(x) for x in outer)
+    def stage_bytes(self) -> "RankBytes":
+        """Bytes of the layers of a rank, if all ranks have as many."""
+        return self._rank_bytes(filter(self.is_of_stage, self.work.parameters))
+
+    @functools.cached_property
+    def outer_bytes(self) -> "RankBytes":
+        """Bytes of parameters outside of the stages, which each rank has."""
+        outer = [x for x in self.work.parameters if not self.is_of_stage(x)]
+        split = [x for x in outer if any(AXIS in self.axes[name] for name in x.axes)]
+        parts = self._rank_bytes(outer), self._rank_bytes(split)
+        return RankBytes(*(a + (self.num_ranks - 1) * b for a, b in zip(*parts, strict=True)))
+
+    def _rank_bytes(self, leaves: Iterable[Leaf]) -> "RankBytes":
+        held = [(leaf, self.held(leaf)) for leaf in leaves]
+        return RankBytes(
+            weights=sum(n * leaf.compute_itemsize for leaf, n in held),
+            gradients=sum(4 * n for leaf, n in held if leaf.trained),
+        )
 
     def stream_bytes(self, batch_size: float) -> float:
         """Returns the bytes of the residual stream between layers, for a device's sequences."""

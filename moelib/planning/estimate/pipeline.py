@@ -1,7 +1,7 @@
 """Pipelines: idle time, buffers and messages of a schedule, from its simulation.
 
 Passes cost their FLOPs, so that ranks wait for the one with the head, or with layers before the
-blocks. A backward pass recomputes the forward pass of its stage.
+blocks.
 """
 
 import dataclasses
@@ -56,17 +56,34 @@ class Pipeline:
         """Blocks of a rank with its stages filled up to the largest."""
         return self.schedule.num_chunks * max(self.sizes)
 
+    @property
+    def filled(self) -> float:
+        """The same, as a multiple of an even share of all blocks."""
+        return self.rows * self.num_ranks / sum(self.sizes)
+
 
 def pipeline_of(
-    work: Workload, schedule: Schedule, num_ranks: int, num_microbatches: int
+    work: Workload,
+    schedule: Schedule,
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    recomputed: bool = True,
 ) -> Pipeline:
     """Returns a schedule for a workload.
+
+    Args:
+        work: The workload.
+        schedule: Order of the passes.
+        num_ranks: Number of pipeline ranks.
+        num_microbatches: Number of micro-batches.
+        recomputed: Whether a backward pass recomputes the forward pass of its stage.
 
     Raises:
         UserError: If the schedule needs more, or a multiple of other, micro-batches.
     """
     sizes = stage_sizes(work.num_blocks, num_ranks * schedule.num_chunks)
-    costs = _costs(work, sizes)
+    costs = _costs(work, sizes, 2 if recomputed else 1)
     found = _figures(schedule, num_ranks, num_microbatches, costs)
     busy = num_microbatches * sum(x.forward + x.input + x.weight for x in costs) / num_ranks
     ways = ticks_of(schedule, num_ranks, 2 * num_ranks, eager=True).transfers
@@ -81,7 +98,7 @@ def pipeline_of(
     )
 
 
-def _costs(work: Workload, sizes: Sequence[int]) -> tuple[Costs, ...]:
+def _costs(work: Workload, sizes: Sequence[int], passes: int) -> tuple[Costs, ...]:
     """Returns the FLOPs per token of the passes of each stage.
 
     Attention has no weights, and its kernels recompute the scores in the backward pass. The loss is
@@ -91,13 +108,13 @@ def _costs(work: Workload, sizes: Sequence[int]) -> tuple[Costs, ...]:
     per_block = work.num_layers // work.num_blocks
     first = work.num_layers - per_block * work.num_blocks
     costs = [
-        Costs(n * layer, n * (2 * layer + 1.5 * scores), n * (layer - scores))
+        Costs(n * layer, n * (passes * layer + 1.5 * scores), n * (layer - scores))
         for n in (per_block * size for size in sizes)
     ]
     begin = costs[0]
     costs[0] = begin._replace(
         forward=begin.forward + first * layer,
-        input=begin.input + first * (3 * layer + 0.5 * scores),
+        input=begin.input + first * ((passes + 1) * layer + 0.5 * scores),
     )
     head = 3 * (work.forward_flops - work.decoder_flops)
     costs[-1] = costs[-1]._replace(forward=costs[-1].forward + head)

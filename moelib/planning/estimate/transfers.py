@@ -12,6 +12,7 @@ from typing import NamedTuple
 from moelib.layers.attention.on_mesh import ring_plan
 from moelib.planning.estimate.links import Links, Traffic
 from moelib.planning.estimate.memory import Placement
+from moelib.planning.estimate.pipeline import AXIS
 from moelib.planning.estimate.workload import Leaf
 from moelib.planning.hardware.topologies import TopologyShape
 from moelib.planning.hlo.values import COLLECTIVES
@@ -56,6 +57,7 @@ def weight_transfers(
                 continue
             yield Transfer("all-gather", axes, whole, _num_gathers(placement, leaf, remat, is_tpu))
             summed = is_tpu and not leaf.in_decoder and placement.mesh.parts(axes) >= _ALL_REDUCED
+            summed |= placement.is_of_stage(leaf)  # Inside of the branches of a pipeline.
             if leaf.trained:
                 yield Transfer("all-reduce" if summed else "reduce-scatter", axes, whole)
         if leaf.trained and (others := placement.reduced_axes(leaf)):
@@ -71,9 +73,12 @@ def _num_gathers(placement: Placement, leaf: Leaf, remat: str, is_tpu: bool) -> 
     """Returns how often a parameter is gathered.
 
     Weights outside of the decoder are saved, and those of experts from recomputation to the
-    backward pass. On GPUs, XLA shares one gather of dense weights between the two.
+    backward pass. On GPUs, XLA shares one gather of dense weights between the two. In a pipeline,
+    both are loops over the layers of a stage, which share nothing.
     """
     work = placement.work
+    if placement.is_of_stage(leaf):
+        return 3 if work.recomputes_matmuls(remat) else 2
     if not leaf.in_decoder:
         return 1
     if "experts" in leaf.axes:
@@ -201,9 +206,10 @@ def _dispatch_transfers(placement: Placement, row: float, *, is_tpu: bool) -> It
     else:
         kind, most = "ragged-all-to-all", min(n, moe.num_experts_per_token)
         received = min(n, moe.num_experts_per_token * placement.receive_capacity)
+        back = _ALL if placement.num_ranks > 1 else _ONCE  # The next layer of a stage needs it.
         sent = _mean_destinations(moe.num_experts, moe.num_experts_per_token, n) * row
         yield from _each(kind, axes, sent, num_layers, _ALL, received * row)
-        yield from _each(kind, axes, sent, num_layers, _ONCE, most * row)
+        yield from _each(kind, axes, sent, num_layers, back, most * row)
         metadata = _METADATA_BYTES["tpu" if is_tpu else "gpu"]  # Its traffic is negligible.
         yield from _each(kind, axes, 0.0, num_layers, _ONCE, received * metadata)
 
@@ -215,6 +221,26 @@ def _mean_destinations(num_experts: int, num_experts_per_token: int, n: int) -> 
         num_experts, num_experts_per_token
     )
     return n * (1 - unused)
+
+
+# -- Pipelines -----------------------------------------------------------------------------------
+
+
+def rank_transfers(placement: Placement, sent: float, filled: float) -> Iterator[Transfer]:
+    """Yields the transfers between ranks of a pipeline in a step.
+
+    Ranks exchange parts of layers for their own before a step, and gradients after it.
+
+    Args:
+        placement: A workload on a mesh.
+        sent: Bytes of activations and their gradients that a rank sends.
+        filled: Blocks of a rank, over an even share of all.
+    """
+    stage, outer = placement.stage_bytes, placement.outer_bytes
+    yield Transfer("collective-permute", (AXIS,), sent)
+    yield Transfer("all-to-all", (AXIS,), filled * (stage.weights + stage.gradients))
+    yield Transfer("all-gather", (AXIS,), outer.weights)
+    yield Transfer("all-reduce", (AXIS,), outer.gradients)
 
 
 # -- Folds ---------------------------------------------------------------------------------------
