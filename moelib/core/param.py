@@ -52,6 +52,7 @@ class ParameterSpec:
     weight_decay_scale: float = 1.0  # Factor of the weight decay; 0 for none.
     castable: bool = True  # Whether a step in lower precision may cast it; not so for routers.
     cast_at_use: bool = False  # Whether the layer casts what it reads; see `CastAtUse`.
+    quantization: Any = None  # Scheme of its matmuls; see `moelib.layers.quantization`.
 
     def __post_init__(self) -> None:
         if len(self.axes) != len(self.shape):

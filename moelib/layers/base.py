@@ -18,6 +18,7 @@ from moelib.core.module import Module, nowrap
 from moelib.core.param import Axes, FanAxes, Initializer, ParameterSpec, is_spec
 from moelib.core.tree import Nested
 from moelib.layers import initializers
+from moelib.layers.quantization import Quantization, operand
 
 
 def weight_spec(
@@ -52,6 +53,8 @@ class BaseLayer(Module):
 
     # Whether documents influence each other in this layer by design, as in expert choice.
     mixes_documents: ClassVar[bool] = False
+    # Names of the weights that `quantization` applies to; the layer takes them from `operands`.
+    quantized: ClassVar[tuple[str, ...]] = ()
 
     @config_class
     class Config(Module.Config):
@@ -60,6 +63,9 @@ class BaseLayer(Module):
         param_init: ConfigOr[Callable] | None = None
         # Initializer of weights that write to the residual stream; inherited, else `param_init`.
         output_init: ConfigOr[Callable] | None = None
+        # Scheme of the matmuls of projections and experts, such as FP8_BLOCK; inherited, NONE at
+        # the root. Routers, embeddings, heads, norms and attention scores are never quantized.
+        quantization: Quantization | None = None
 
         if TYPE_CHECKING:  # A field of this type holds any subclass; its fields may be set.
 
@@ -154,6 +160,17 @@ class BaseLayer(Module):
         others = {*self.children, CACHE}
         return {n: value for n, value in self.state.items() if n not in others}
 
+    @nowrap
+    def operands(self, params: Nested, dtype: Any) -> Nested:
+        """Returns parameters of this layer, or of those inside, as operands of a dtype.
+
+        They are cast, and those that a layer quantizes are each a `QuantizedWeight`.
+        """
+        specs = self.create_parameter_specs_recursively()
+        used = {name: specs[name] for name in params}
+        cast = lambda spec, value: operand(value, spec, dtype)
+        return jax.tree.map(cast, used, params, is_leaf=is_spec)
+
     @property
     def cache(self) -> dict[str, jax.Array] | None:
         """This layer's cache of earlier tokens, by name; None when called without a cache."""
@@ -225,7 +242,18 @@ class BaseLayer(Module):
 
     @nowrap
     def create_parameter_specs_recursively(self) -> Nested:
-        """Returns the specs of all parameters of this layer and the layers inside."""
+        """Returns the specs of all parameters of this layer and the layers inside.
+
+        Raises:
+            UserError: If `quantization` is set where nothing is quantized.
+        """
+        for layer, _ in self.walk():
+            scheme, inside = layer.config.quantization, (each for each, _ in layer.walk())
+            if scheme not in (None, Quantization.NONE) and not any(x.quantized for x in inside):
+                raise UserError(
+                    f"{layer._title()}: quantization={scheme}, but {type(layer).__qualname__} has "
+                    "no weight that can be quantized; remove it, or set it on the decoder."
+                )
         return self._collect(lambda layer: layer.layer_parameter_specs())
 
     @nowrap
@@ -312,6 +340,8 @@ class BaseLayer(Module):
             UserError: If a dimension is below 1.
         """
         dtype = self._inherited("dtype") or "float32"
+        scheme = self._inherited("quantization")
+        scheme = None if scheme is Quantization.NONE else scheme
         specs = self._create_layer_parameter_specs()
         for name, spec in specs.items():
             if any(size < 1 for size in spec.shape):
@@ -324,6 +354,7 @@ class BaseLayer(Module):
                 spec,
                 dtype=spec.dtype or dtype,
                 initializer=spec.initializer or self._initializer(),
+                quantization=scheme if name in self.quantized else None,
             )
             for name, spec in specs.items()
         }

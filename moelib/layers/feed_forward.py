@@ -1,18 +1,22 @@
 """Dense feed-forward layer: up-projection, activation, down-projection."""
 
-import jax.numpy as jnp
+from typing import ClassVar
+
 from jaxtyping import Array, Bool, Float
 
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.param import ParameterSpec
 from moelib.layers.activation import Activation
 from moelib.layers.base import BaseLayer, weight_spec
+from moelib.layers.quantization import project
 from moelib.layers.remat import save_activation
 from moelib.parallel.sharding import constrain
 
 
 class FeedForward(BaseLayer):
     """y = f(x W_gate) * (x W_up) W_down, or f(x W_up) W_down without a gate."""
+
+    quantized: ClassVar[tuple[str, ...]] = ("up", "down")
 
     @config_class
     class Config(BaseLayer.Config):
@@ -39,8 +43,9 @@ class FeedForward(BaseLayer):
     ) -> Float[Array, "B S D"]:
         """Returns the layer's output; the mask of valid tokens is not needed."""
         del mask
-        up, down = (self.parameters[name].astype(x.dtype) for name in ("up", "down"))
-        parts = [save_activation(jnp.einsum("bsd,df->bsf", x, w), "feed_forward_up") for w in up]
-        hidden = self.config.activation.function(*parts)  # [B, S, F]
+        params, activation = self.operands(self.parameters, x.dtype), self.config.activation
+        weights = [params["up"][i] for i in range(activation.num_projections)]
+        parts = [save_activation(project(x, w), "feed_forward_up") for w in weights]
+        hidden = activation.function(*parts)  # [B, S, F]
         hidden = constrain(hidden, ("batch", "sequence", "activation_ffn"))
-        return save_activation(jnp.einsum("bsf,fd->bsd", hidden, down), "feed_forward_down")
+        return save_activation(project(hidden, params["down"]), "feed_forward_down")

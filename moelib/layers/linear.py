@@ -1,15 +1,19 @@
 """Linear: y = x W + b."""
 
-import jax.numpy as jnp
+from typing import ClassVar
+
 from jaxtyping import Array, Float
 
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.param import Axes, ParameterSpec
 from moelib.layers.base import BaseLayer, bias_spec, weight_spec
+from moelib.layers.quantization import project
 
 
 class Linear(BaseLayer):
     """A linear map of the last dimension, with an optional bias."""
+
+    quantized: ClassVar[tuple[str, ...]] = ("weight",)
 
     @config_class
     class Config(BaseLayer.Config):
@@ -28,8 +32,8 @@ class Linear(BaseLayer):
 
     def forward(self, x: Float[Array, "... D"]) -> Float[Array, "... F"]:
         """Returns x W + b."""
-        y = jnp.einsum("...d,df->...f", x, self.parameters["weight"].astype(x.dtype))
-        if "bias" in self.parameters:
-            bias = self.parameters["bias"].astype(x.dtype)
-            y = y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
+        params = self.operands(self.parameters, x.dtype)
+        y = project(x, params["weight"])
+        if "bias" in params:
+            y = y + params["bias"].reshape((1,) * (y.ndim - 1) + (-1,))
         return y

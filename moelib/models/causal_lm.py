@@ -12,6 +12,7 @@ from moelib.layers.base import BaseLayer
 from moelib.layers.embedding import Embedding
 from moelib.layers.linear import Linear
 from moelib.layers.norm import BaseNorm, RMSNorm
+from moelib.layers.quantization import Quantization
 from moelib.layers.transformer import ScanStack
 from moelib.models.loss import TokenLoss, language_model_loss
 from moelib.models.multi_token_prediction import MULTI_TOKEN, MultiTokenPrediction
@@ -59,8 +60,16 @@ class CausalLM(BaseLayer):
                     f"{self._title()}: lm_head.bias is True, but the loss has a head without bias; "
                     "set it to False."
                 )
+            if cfg.lm_head.quantization not in (None, Quantization.NONE):
+                raise UserError(
+                    f"{self._title()}: lm_head.quantization is {cfg.lm_head.quantization}, but the "
+                    "loss takes no quantized head; set it to None."
+                )
             head = cfg.lm_head.clone(
-                input_dim=cfg.dim, output_dim=cfg.vocab_size, axes=("embed", "vocab")
+                input_dim=cfg.dim,
+                output_dim=cfg.vocab_size,
+                axes=("embed", "vocab"),
+                quantization=Quantization.NONE,
             )
             self._add_child("lm_head", head)
         if cfg.multi_token_prediction is not None:

@@ -4,7 +4,8 @@ Their results are those of the global batch: means are weighted by tokens, over 
 micro-batches.
 """
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from moelib.core.metrics import MaxScalar, reading
 from moelib.core.module import functional
 from moelib.core.param import CastAtUse, ParameterSpec, cast_parameters, may_cast, specs_by_path
 from moelib.core.tree import Batch, Nested
+from moelib.layers.quantization import quantized_weights
 from moelib.learner.accumulation import accumulate
 from moelib.learner.learner import Learner, LearnerUpdate
 from moelib.parallel import sharding
@@ -54,7 +56,10 @@ def make_train_step(
         trained = tree.select(state.model, learner.is_updated)
         fixed = tree.select(state.model, lambda path: not learner.is_updated(path))
         specs = model.create_parameter_specs_recursively()
-        late = {} if train_dtype is None else _specs_cast_at_use(specs)
+        flat, flat_specs = tree.by_path(trained), specs_by_path(specs)
+        late = set() if train_dtype is None else _cast_at_use(flat_specs) & flat.keys()
+        # Once, for all micro-batches. In a pipeline, layers quantize at use.
+        quantized = {} if pipeline else quantized_weights(state.model, specs, train_dtype)
         counts = _token_counts(model, batch)
 
         def micro_step(batch: Batch, carry: Any) -> Any:
@@ -62,18 +67,24 @@ def make_train_step(
             shares = _shares(_token_counts(model, batch), counts, num_microbatches)
 
             def objective(at: Nested) -> Any:
-                params = tree.map_by_path(
-                    lambda path, x, a: CastAtUse(x, a) if path in late else a, trained, at
-                )
-                params = cast_parameters(tree.merge(fixed, params), specs, train_dtype)
+                def used(path: str, x: jax.Array) -> Any:
+                    if path in quantized:
+                        return dataclasses.replace(quantized[path], gradient_of=x)
+                    return CastAtUse(flat[path], x) if path in late else x
+
+                params = tree.map_by_path(used, tree.merge(fixed, at))
+                params = cast_parameters(params, specs, train_dtype)
                 micro_key = jax.random.fold_in(key, index)
                 loss, aux_loss, rest = _forward(model, params, micro_key, batch, is_training=True)
                 return loss * shares[0] + aux_loss * shares[1], rest
 
             grad = jax.value_and_grad(objective, has_aux=True)
-            at = tree.map_by_path(
-                lambda path, x: _zeros(late[path], train_dtype) if path in late else x, trained
-            )
+
+            def start(path: str, x: jax.Array) -> jax.Array:
+                is_read_elsewhere = path in late or path in quantized
+                return _zeros(flat_specs[path], train_dtype) if is_read_elsewhere else x
+
+            at = tree.map_by_path(start, trained)
             (value, (metrics, updates)), gradients = grad(at)
             new_fixed = updated(fixed, updates, trained, learner)
             weight = metrics["loss"].weight if counts is None else jnp.ones(())
@@ -200,14 +211,14 @@ def _shares(counts: Any, of: Any, num_microbatches: int) -> tuple[Any, Any]:
     return loss, aux
 
 
-def _specs_cast_at_use(specs: Nested) -> dict[str, ParameterSpec]:
-    """Returns the specs of parameters that are cast at use, by path: stacked layers and tables."""
+def _cast_at_use(specs: Mapping[str, ParameterSpec]) -> set[str]:
+    """Returns the paths of parameters that are cast at use: stacked layers and tables."""
     late = lambda spec: spec.axes[:1] == ("layers",) or spec.cast_at_use
-    return {p: spec for p, spec in specs_by_path(specs).items() if late(spec) and may_cast(spec)}
+    return {path for path, spec in specs.items() if late(spec) and may_cast(spec)}
 
 
 def _zeros(spec: ParameterSpec, dtype: str | None) -> jax.Array:
-    return sharding.constrain(jnp.zeros(spec.shape, dtype), spec.axes)
+    return sharding.constrain(jnp.zeros(spec.shape, dtype or spec.dtype), spec.axes)
 
 
 def _end_step(

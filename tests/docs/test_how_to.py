@@ -13,6 +13,7 @@ from moelib.kernels.backend import traced_backends
 from moelib.kernels.gmm import gmm
 from moelib.layers.kernel_backends import kernel_backends
 from moelib.layers.moe.dispatch_ragged import RaggedDispatcher
+from moelib.layers.quantization import Quantization
 from moelib.layers.remat import remat
 from moelib.models.multi_token_prediction import MultiTokenModule, MultiTokenPrediction
 from moelib.parallel.mesh import HybridMeshShape, infer_mesh_shape, mesh_shape_from_axes
@@ -33,6 +34,9 @@ def test_scale():
         dcn=mesh_shape_from_axes(data=2),
     )
     # --8<-- [end:hybrid]
+    # --8<-- [start:quantization]
+    cfg.model.quantization = Quantization.FP8_BLOCK
+    # --8<-- [end:quantization]
     # --8<-- [start:memory]
     cfg.model.decoder.remat = config_for_function(remat).set(
         keep=["attention_output"], offload=["experts_up"]

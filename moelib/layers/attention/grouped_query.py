@@ -1,5 +1,7 @@
 """Grouped-query attention: multi-head when every query head has its own keys and values."""
 
+from typing import ClassVar
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -11,6 +13,7 @@ from moelib.layers.attention.cached import attend_to_cache, num_slots, store
 from moelib.layers.attention.on_mesh import attend
 from moelib.layers.base import BaseLayer, bias_spec, weight_spec
 from moelib.layers.norm import BaseNorm
+from moelib.layers.quantization import project
 from moelib.layers.remat import save_activation
 from moelib.layers.rope import RotaryEmbedding
 from moelib.parallel.sharding import constrain
@@ -21,6 +24,8 @@ class GroupedQueryAttention(BaseLayer):
 
     Source: Ainslie et al., arXiv:2305.13245. QK-norm: Dehghani et al., arXiv:2302.05442.
     """
+
+    quantized: ClassVar[tuple[str, ...]] = ("q", "kv", "output")
 
     @config_class
     class Config(BaseLayer.Config):
@@ -109,9 +114,9 @@ class GroupedQueryAttention(BaseLayer):
         moelib.layers.attention.cached).
         """
         cfg: GroupedQueryAttention.Config = self.config
-        params = {name: p.astype(x.dtype) for name, p in self.own_parameters.items()}
-        q = save_activation(jnp.einsum("bsd,dhk->bshk", x, params["q"]), "attention_q")
-        kv = save_activation(jnp.einsum("bsd,dngk->bsngk", x, params["kv"]), "attention_kv")
+        params = self.operands(self.own_parameters, x.dtype)
+        q = save_activation(project(x, params["q"]), "attention_q")  # [B, S, H, Dh]
+        kv = save_activation(project(x, params["kv"]), "attention_kv")  # [B, S, 2, G, Dh]
         if cfg.qkv_bias:
             q = q + params["q_bias"][None, None]
             kv = kv + params["kv_bias"][None, None]
@@ -126,7 +131,7 @@ class GroupedQueryAttention(BaseLayer):
         q, k, v = constrain(q, split), constrain(k, split), constrain(v, split)
         out = self._attend(q, k, v, positions, segment_ids, params.get("sinks"))
         out = save_activation(constrain(out, split), CONTEXT)
-        y = jnp.einsum("bshk,hkd->bsd", out, params["output"])
+        y = project(out, params["output"], num_inputs=2)
         y = save_activation(y, "attention_output")
         return y + params["output_bias"][None, None] if cfg.output_bias else y
 

@@ -5,6 +5,8 @@ new token is computed without keys and values of the earlier ones: the projectio
 multiplied into its query and its output ("absorbed").
 """
 
+from typing import Any, ClassVar
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -16,6 +18,7 @@ from moelib.layers.attention.cached import attend_to_cache, store
 from moelib.layers.attention.on_mesh import attend
 from moelib.layers.base import BaseLayer, weight_spec
 from moelib.layers.norm import BaseNorm, RMSNorm
+from moelib.layers.quantization import QuantizedWeight, project
 from moelib.layers.remat import save_activation
 from moelib.layers.rope import RotaryEmbedding
 from moelib.parallel.sharding import constrain
@@ -28,6 +31,10 @@ class LatentAttention(BaseLayer):
 
     Source: DeepSeek-V2, arXiv:2405.04434, eq. 9 to 19, with the norms of section 3.1.2.
     """
+
+    quantized: ClassVar[tuple[str, ...]] = (
+        *("q", "q_down", "q_up", "kv_down", "k_rope", "kv_up", "output"),
+    )
 
     @config_class
     class Config(BaseLayer.Config):
@@ -103,7 +110,7 @@ class LatentAttention(BaseLayer):
         """
         q = self._queries(x, positions)
         out = self._attend(q, *self.latents(x, positions), positions, segment_ids)
-        y = jnp.einsum("bshk,hkd->bsd", out, self._weight("output", x))
+        y = project(out, self._weight("output", x), num_inputs=2)
         return save_activation(y, "attention_output")
 
     def _attend(
@@ -141,6 +148,8 @@ class LatentAttention(BaseLayer):
         """
         nope, rank = self.config.nope_head_dim, self.config.kv_lora_rank
         up = self._weight("kv_up", q)
+        if isinstance(up, QuantizedWeight):
+            up = up.dequantized(q.dtype, num_inputs=1)
         q_latent = jnp.einsum("bshk,dhk->bshd", q[..., :nope], up[..., :nope])
         q = jnp.concatenate([q_latent, q[..., nope:]], axis=-1)
         # Rotated keys are summed with the latents and cut off: cheaper than a copy without them.
@@ -160,8 +169,7 @@ class LatentAttention(BaseLayer):
     ) -> tuple[Float[Array, "B S H qk"], Float[Array, "B S H v"]]:
         """Returns all heads' keys and values from the results of `latents`."""
         nope, heads = self.config.nope_head_dim, self.config.num_heads
-        kv = jnp.einsum("bsd,dhk->bshk", latent, self._weight("kv_up", latent))
-        kv = save_activation(kv, "attention_kv")
+        kv = save_activation(project(latent, self._weight("kv_up", latent)), "attention_kv")
         shared = jnp.broadcast_to(key[:, :, None], (*key.shape[:2], heads, key.shape[-1]))
         return jnp.concatenate([kv[..., :nope], shared], -1), kv[..., nope:]
 
@@ -172,20 +180,20 @@ class LatentAttention(BaseLayer):
         up = "q"
         if cfg.q_lora_rank is not None:
             x, up = self.q_norm(self._projected(x, "q_down", "attention_q")), "q_up"
-        q = save_activation(jnp.einsum("bsd,dhk->bshk", x, self._weight(up, x)), "attention_q")
+        q = save_activation(project(x, self._weight(up, x)), "attention_q")
         nope, rope = jnp.split(q, [cfg.nope_head_dim], axis=-1)
         return jnp.concatenate([nope, self._rotated(rope, positions)], -1)
 
     def _projected(self, x: Float[Array, "B S D"], name: str, point: str) -> Float[Array, "B S n"]:
-        return save_activation(jnp.einsum("bsd,dn->bsn", x, self._weight(name, x)), point)
+        return save_activation(project(x, self._weight(name, x)), point)
 
     def _rotated(
         self, x: Float[Array, "B S H rope"], positions: Int[Array, "B S"]
     ) -> Float[Array, "B S H rope"]:
         return x if self.config.rope is None else self.rope(x, positions)
 
-    def _weight(self, name: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        return self.own_parameters[name].astype(x.dtype)
+    def _weight(self, name: str, x: Float[Array, "..."]) -> Any:
+        return self.operands({name: self.own_parameters[name]}, x.dtype)[name]
 
     def _own_forward_flops_per_token(self, seq_len: int) -> float:
         cfg: LatentAttention.Config = self.config

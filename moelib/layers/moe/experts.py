@@ -10,9 +10,10 @@ from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.module import nowrap
 from moelib.core.param import ParameterSpec
 from moelib.core.tree import Nested
-from moelib.kernels.gmm import gmm, gmm_activated
+from moelib.kernels.gmm import gmm_activated
 from moelib.layers.activation import Activation
 from moelib.layers.base import BaseLayer, bias_spec, weight_spec
+from moelib.layers.quantization import QuantizedWeight, batched_project, grouped_project
 from moelib.layers.remat import is_saved, save_activation
 
 
@@ -26,6 +27,7 @@ class FeedForwardExperts(BaseLayer):
 
     # Added to sums over the hidden dimension; of the devices that share it, one adds them.
     added_once: ClassVar[tuple[str, ...]] = ("down_bias",)
+    quantized: ClassVar[tuple[str, ...]] = ("up", "down")
 
     @config_class
     class Config(BaseLayer.Config):
@@ -65,12 +67,12 @@ class FeedForwardExperts(BaseLayer):
         params = {name: value.astype(rows.dtype) for name, value in params.items()}
         parts = []
         for i in range(self.config.activation.num_projections):
-            part = jnp.einsum("ecd,edf->ecf", rows, params["up"][:, i])
+            part = batched_project(rows, params["up"][:, i])
             if self.config.bias:
                 part = part + params["up_bias"][:, i, None]
             parts.append(save_activation(part, "experts_up"))
         hidden = self.config.activation.function(*parts)
-        y = jnp.einsum("ecf,efd->ecd", hidden, params["down"])
+        y = batched_project(hidden, params["down"])
         if self.config.bias:
             y = y + params["down_bias"][:, None]
         return save_activation(y, "experts_down")
@@ -90,17 +92,35 @@ class FeedForwardExperts(BaseLayer):
         give zeros.
         """
         params = {name: value.astype(rows.dtype) for name, value in params.items()}
-        hidden = gmm_activated(
-            rows,
-            params["up"],
-            group_sizes,
-            activation=self.config.activation.function,
-            bias=params.get("up_bias"),
-            products_name="experts_up" if is_saved("experts_up") else None,
-        )
+        if isinstance(params["up"], QuantizedWeight):
+            hidden = self._quantized_hidden(params, rows, group_sizes)
+        else:
+            hidden = gmm_activated(
+                rows,
+                params["up"],
+                group_sizes,
+                activation=self.config.activation.function,
+                bias=params.get("up_bias"),
+                products_name="experts_up" if is_saved("experts_up") else None,
+            )
         hidden = (hidden.astype(jnp.float32) * weights[:, None]).astype(rows.dtype)
-        y = gmm(hidden, params["down"], group_sizes)
+        y = grouped_project(hidden, params["down"], group_sizes)
         return save_activation(y, "experts_down")
+
+    def _quantized_hidden(
+        self, params: Nested, rows: Float[Array, "R D"], group_sizes: Int[Array, "E"]
+    ) -> Float[Array, "R F"]:
+        """Returns the activations between the matmuls: zeros for rows of no group."""
+        ends, index = jnp.cumsum(group_sizes), jnp.arange(len(rows))
+        parts = []
+        for i in range(self.config.activation.num_projections):
+            part = grouped_project(rows, params["up"][:, i], group_sizes).astype(jnp.float32)
+            if self.config.bias:
+                group = jnp.searchsorted(ends, index, side="right")
+                part = part + params["up_bias"][:, i].at[group].get(mode="clip")
+            parts.append(save_activation(part, "experts_up"))
+        hidden = self.config.activation.function(*parts)
+        return jnp.where((index < ends[-1])[:, None], hidden, 0).astype(rows.dtype)
 
     @nowrap
     def weighted_biases(

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float
 
 from moelib.core.config import REQUIRED, InstantiableConfig, Required, config_class
 from moelib.core.errors import UserError
-from moelib.core.param import ParameterSpec, is_spec
+from moelib.core.param import ParameterSpec
 from moelib.core.tree import Nested
 from moelib.core.varying import vary
 from moelib.layers.base import BaseLayer, weight_spec
@@ -30,6 +30,7 @@ from moelib.layers.moe.dispatch_ragged import RaggedDispatcher
 from moelib.layers.moe.experts import FeedForwardExperts
 from moelib.layers.moe.metrics import routing_metrics
 from moelib.layers.moe.router import Router, Routing
+from moelib.layers.quantization import divided
 from moelib.parallel import sharding
 from moelib.parallel.collectives import gather
 
@@ -121,6 +122,7 @@ class MoELayer(BaseLayer):
     def _routed(self, params: Nested, x: Float[Array, "B S D"], routing: Routing) -> Dispatched:
         """Returns the weighted sums of the experts' outputs, and all devices' dropped count."""
         assignments = Assignments(routing.expert_ids, routing.weights, routing.mask)
+        params = self.experts.operands(params, x.dtype)
         mesh = sharding.current_mesh()
         if mesh is None or mesh.size == 1:
             context = DispatchContext(self.config.num_experts)
@@ -158,9 +160,6 @@ class MoELayer(BaseLayer):
         parts = copies * math.prod(mesh_shape[axis] for axis in sequence)
         scattered = scattered and x.shape[1] % parts == 0
 
-        def cast(spec: ParameterSpec, weight: Array) -> Array:
-            return weight.astype(x.dtype) if spec.castable else weight
-
         def whole(split: PartitionSpec, weight: Array) -> Array:
             return gather(vary(weight, axes), split, keep=(*experts, *ffn))
 
@@ -181,8 +180,9 @@ class MoELayer(BaseLayer):
             return y, jax.lax.psum(vary(num_dropped, axes), axes) / copies
 
         # Axes that shard no tokens are gathered on the way into the shard_map.
-        params = jax.tree.map(cast, specs, params, is_leaf=is_spec)
         splits = jax.tree.map(lambda split: sharding.keep_axes(split, axes), splits)
+        pairs = jax.tree.map(lambda split, x: divided(x, split, ffn), splits, params)
+        params, splits = (jax.tree.map(lambda _, pair, i=i: pair[i], splits, pairs) for i in (0, 1))
         result = PartitionSpec(tokens[0], (*sequence, *ffn)) if scattered else tokens
         in_specs, out_specs = (splits, tokens, tokens), (result, PartitionSpec())
         run = jax.shard_map(run, in_specs=in_specs, out_specs=out_specs)

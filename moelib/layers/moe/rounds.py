@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from moelib.core.varying import zeros_like_varying
 from moelib.layers.moe.dispatch import Local
+from moelib.layers.quantization import join_gradients, split_gradients
 
 # Name scope of the loop, by which reports of compiled programs recognize it.
 FURTHER_ROUNDS = "further_rounds"
@@ -60,8 +61,9 @@ def run_in_rounds(
         no_expert: The id that stands for no expert.
     """
 
-    def one(values: Any, ids: Array, rounds: Array, i: Any) -> Array:
-        params, x, weights = values
+    def one(values: Any, others: Any, i: Any) -> Array:
+        (params, x, weights), (quantized, ids, rounds) = values, others
+        params = join_gradients(params, quantized)
         ids = jnp.where(rounds == i, ids, no_expert)
         return run(Local(local.experts, params, x, ids, weights, local.batch))
 
@@ -78,23 +80,24 @@ def run_in_rounds(
 
     # The values pass through, so that their gradients of the first round reach the backward loop.
     @jax.custom_vjp
-    def further(values: Any, ids: Array, rounds: Array, num_rounds: Array) -> tuple[Any, Array]:
+    def further(values: Any, others: Any, num_rounds: Array) -> tuple[Any, Array]:
         x = values[1]
         zeros = zeros_like_varying(x.shape, x.dtype, x)
-        return values, add(zeros, lambda i: one(values, ids, rounds, i), num_rounds)
+        return values, add(zeros, lambda i: one(values, others, i), num_rounds)
 
     def forward(*args: Any) -> tuple[Any, Any]:
         return further(*args), args
 
-    def backward(residuals: Any, grads: tuple[Any, Array]) -> tuple[Any, None, None, None]:
-        (values, ids, rounds, num_rounds), (total, grad) = residuals, grads
+    def backward(residuals: Any, grads: tuple[Any, Array]) -> tuple[Any, None, None]:
+        (values, others, num_rounds), (total, grad) = residuals, grads
 
         def step(i: Array) -> Any:
-            return jax.vjp(lambda values: one(values, ids, rounds, i), values)[1](grad)[0]
+            return jax.vjp(lambda values: one(values, others, i), values)[1](grad)[0]
 
-        return add(total, step, num_rounds), None, None, None
+        return add(total, step, num_rounds), None, None
 
     further.defvjp(forward, backward)
-    values = local.params, local.x, local.weights
-    values, rest = further(values, local.ids, rounds, num_rounds)
-    return one(values, local.ids, rounds, 0) + rest
+    params, quantized = split_gradients(local.params)
+    others = quantized, local.ids, rounds
+    values, rest = further((params, local.x, local.weights), others, num_rounds)
+    return one(values, others, 0) + rest

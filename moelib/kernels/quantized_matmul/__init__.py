@@ -1,0 +1,176 @@
+"""Matmuls of quantized operands: activations in blocks of 1 x 128, weights in blocks of 128 x 128.
+
+| matmul | of activations | first operand | second operand |
+|---|---|---|---|
+| y = x w | all | x 1 x 128 | w 128 x 128 |
+| d x = d y w^T | all | d y 1 x 128 | w 128 x 128, the same values |
+| d w = x^T d y | dense | x 128 x 128 | d y 128 x 1, along tokens |
+| d w = x^T d y | of experts | x 128 x 1, along rows | d y 128 x 1, along rows |
+
+Blocks along tokens are those of one sequence, so that the mesh and the number of micro-batches
+change nothing. Rows of experts are in blocks of 128 from the first row of all experts; a block with
+rows of two experts has one scale. Products are summed in float32. The gradient of a weight is
+straight through: that of the quantized weight.
+
+Matmuls of experts multiply the exact bfloat16 or float32 values of the operands in the kernels of
+`moelib.kernels.gmm`.
+
+Shapes: b sequences or groups, t tokens, k in, n out, m rows, g groups.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from moelib.core.varying import align
+from moelib.kernels import backend as backends
+from moelib.kernels.gmm import gmm, gmm_input_gradient, gmm_weight_gradient
+from moelib.kernels.quantized_matmul import float8, reference, xla
+from moelib.kernels.quantized_matmul.quantize import (
+    BLOCK,
+    COLUMNS,
+    ROWS,
+    TILES,
+    Quantization,
+    Quantized,
+    quantize,
+)
+
+__all__ = [
+    "BLOCK",
+    "TILES",
+    "Quantization",
+    "Quantized",
+    "quantize",
+    "quantized_gmm",
+    "quantized_matmul",
+]
+
+# Kinds of devices that multiply 8-bit floats faster than bfloat16.
+_FLOAT8_UNITS = ("TPU7x", "NVIDIA H", "NVIDIA GH", "NVIDIA B", "NVIDIA GB", "NVIDIA L4")
+
+
+def quantized_matmul(
+    x: Float[Array, "b t k"],
+    weight: Quantized,
+    gradient_of: Float[Array, "..."],
+    *,
+    backend: str | None = None,
+) -> Float[Array, "b t n"]:
+    """Returns x w in the dtype of x, both quantized by the scheme of the weight.
+
+    Args:
+        x: Activations. Gradients of the result are quantized, too.
+        weight: A matrix [k, n], or one for each of the b groups [b, k, n].
+        gradient_of: Array of the weight's shape that takes its gradient; its values are not read.
+        backend: "xla" multiplies the exact values in the dtype of x; "float8" multiplies 8-bit
+            operands, one dot per block, and is the default for schemes with one scale per array on
+            devices with such units; "reference" multiplies in float32. None takes the one that
+            `moelib.kernels.backend` names.
+    """
+    if backend is None:
+        backend = backends.chosen_backend("quantized_matmul")
+    if backend is None:
+        native = backends.current_device().kind.startswith(_FLOAT8_UNITS)
+        in_one = not weight.scheme.format.in_blocks
+        backend = "float8" if native and in_one else "xla"
+    x, weight, gradient_of = align(x, weight, gradient_of.astype(x.dtype))
+    return _dense(_Dense(backend, weight.values.ndim == 3), x, weight, gradient_of)
+
+
+def quantized_gmm(
+    rows: Float[Array, "m k"],
+    weight: Quantized,
+    gradient_of: Float[Array, "g k n"],
+    group_sizes: Int[Array, "g"],
+    *,
+    backend: str | None = None,
+) -> Float[Array, "m n"]:
+    """Returns `gmm(rows, w, group_sizes)`, both quantized by the scheme of the weight [g, k, n].
+
+    `backend` is one of those of `gmm`.
+    """
+    given = align(rows, weight, gradient_of.astype(rows.dtype), group_sizes)
+    return _grouped(backend, *given)
+
+
+# -- Dense -----------------------------------------------------------------------------------------
+
+
+class _Dense(NamedTuple):
+    backend: str
+    has_groups: bool  # Whether each of the b groups has a weight.
+
+    def dot(self, spec: str, a: Quantized, b: Quantized, dtype: Any) -> Array:
+        """Returns an einsum of quantized arrays, in which "w" stands for the weight's dimensions.
+
+        The forward pass and both gradients are dots of their own, so that they can be scheduled
+        apart.
+        """
+        spec = spec.replace("w", "bkn" if self.has_groups else "kn")
+        modules = {"float8": float8, "reference": reference, "xla": xla}
+        forms = {
+            name: functools.partial(module.dot, spec, dtype=dtype)
+            for name, module in modules.items()
+        }
+        return backends.run("quantized_matmul", self.backend, forms, {}, a, b)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dense(options: _Dense, x: Array, weight: Quantized, gradient_of: Array) -> Array:
+    del gradient_of
+    return options.dot("btk,w->btn", quantize(x, ROWS, weight.scheme), weight, x.dtype)
+
+
+def _dense_forward(options: _Dense, x: Array, weight: Quantized, gradient_of: Array) -> Any:
+    return _dense(options, x, weight, gradient_of), (x, weight)
+
+
+def _dense_backward(options: _Dense, saved: Any, grad: Array) -> Any:
+    x, weight = saved
+    of = functools.partial(quantize, scheme=weight.scheme)
+    x_grad = options.dot("btn,w->btk", of(grad, ROWS), weight, x.dtype)
+    block = COLUMNS if options.has_groups else TILES
+    weight_grad = options.dot("btk,btn->w", of(x, block), of(grad, COLUMNS), x.dtype)
+    return x_grad, None, weight_grad
+
+
+_dense.defvjp(_dense_forward, _dense_backward)
+
+
+# -- Grouped ---------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped(
+    backend: str | None, rows: Array, weight: Quantized, gradient_of: Array, sizes: Array
+) -> Array:
+    del gradient_of
+    quantized = quantize(rows, ROWS, weight.scheme)
+    exact = xla.exact(quantized, rows.dtype), xla.exact(weight, rows.dtype)
+    y = gmm(*exact, sizes, backend=backend)
+    return y.astype(rows.dtype)
+
+
+def _grouped_forward(
+    backend: str | None, rows: Array, weight: Quantized, gradient_of: Array, sizes: Array
+) -> Any:
+    return _grouped(backend, rows, weight, gradient_of, sizes), (rows, weight, sizes)
+
+
+def _grouped_backward(backend: str | None, saved: Any, grad: Array) -> Any:
+    rows, weight, sizes = saved
+    dtype, of = rows.dtype, {"group_sizes": sizes, "backend": backend}
+    exact = lambda x, block: xla.exact(quantize(x, block, weight.scheme), dtype)
+    rows_grad = gmm_input_gradient(exact(grad, ROWS), xla.exact(weight, dtype), **of)
+    # Rows of no group may hold anything, and share blocks with others.
+    used = (jnp.arange(len(rows)) < jnp.sum(sizes))[:, None]
+    rows, grad = jnp.where(used, rows, 0), jnp.where(used, grad, 0)
+    weight_grad = gmm_weight_gradient(exact(rows, COLUMNS), exact(grad, COLUMNS), **of)
+    return rows_grad.astype(dtype), None, weight_grad.astype(dtype), None
+
+
+_grouped.defvjp(_grouped_forward, _grouped_backward)

@@ -1,0 +1,131 @@
+"""Quantized arrays: 8-bit values, and a power of two for each block.
+
+Values of a block are x / scale in the scheme's dtype, rounded to nearest, ties to even. The scale
+is the smallest power of two for which the largest magnitude of the block fits, but at least 2^-100:
+a block of zeros gives exact zeros, and magnitudes below 2^-110 become zero. The scale is computed
+from the values themselves, so none overflows. A NaN or an infinity makes its whole block NaN.
+
+Since scales are powers of two, an entry of 8 bits times its scale is exact in bfloat16 and float32.
+
+Shapes: m x n matrices in blocks of [rows, columns], m/b = ceil(m / block).
+"""
+
+import dataclasses
+import enum
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+BLOCK = 128  # Side of a block.
+ROWS, COLUMNS, TILES = (1, BLOCK), (BLOCK, 1), (BLOCK, BLOCK)
+
+_MIN_EXPONENT = -100  # Of a scale. A product of two such scales and values underflows to zero.
+
+
+class Format(NamedTuple):
+    """The numbers of a scheme."""
+
+    dtype: Any  # Of values.
+    in_blocks: bool  # Whether each block has a scale; otherwise all of an array has one.
+    scale_dtype: Any
+
+    @property
+    def limit(self) -> float:
+        """The largest magnitude of a value."""
+        if jnp.issubdtype(self.dtype, jnp.integer):
+            return float(jnp.iinfo(self.dtype).max)
+        return float(jnp.finfo(self.dtype).max)
+
+
+class Quantization(enum.Enum):
+    """The scheme by which matmuls with a weight quantize their operands."""
+
+    NONE = "none"  # Not quantized, in a layer inside of one that is.
+    # float8_e4m3fn with a float32 scale per block. DeepSeek-V3, arXiv:2412.19437, section 3.3.
+    FP8_BLOCK = "fp8-block"
+    FP8_BLOCK_E8M0 = "fp8-block-e8m0"  # The same with scales of 8 bits, as Blackwell reads them.
+    FP8_TENSOR = "fp8-tensor"  # float8_e4m3fn with one scale per array. arXiv:2209.05433.
+    INT8_BLOCK = "int8-block"  # int8 with a float32 scale per block.
+
+    @property
+    def format(self) -> Format:
+        """The numbers of the scheme; there are none for NONE."""
+        return _FORMATS[self]
+
+
+_E4M3, _F32 = jnp.float8_e4m3fn, jnp.float32
+_FORMATS = {
+    Quantization.FP8_BLOCK: Format(_E4M3, True, _F32),
+    Quantization.FP8_BLOCK_E8M0: Format(_E4M3, True, jnp.float8_e8m0fnu),
+    Quantization.FP8_TENSOR: Format(_E4M3, False, _F32),
+    Quantization.INT8_BLOCK: Format(jnp.int8, True, _F32),
+}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """A quantized array."""
+
+    values: Any  # [..., m, n], 8 bits.
+    # [..., m/b, n/b] powers of two. A dimension of size 1 or of the values' size is not in blocks.
+    scales: Any
+    scheme: Quantization = dataclasses.field(metadata={"static": True})
+
+    def expanded_scales(self, *axes: int) -> Array:
+        """Returns the scales with these dimensions of the values' size, or all, or of size 1."""
+        scales = self.scales
+        for axis in axes or range(scales.ndim):
+            size = self.values.shape[axis]
+            if scales.shape[axis] not in (1, size):
+                scales = jnp.repeat(scales, BLOCK, axis)
+                scales = lax.slice_in_dim(scales, 0, size, axis=axis)
+        return scales
+
+    def dequantized(self, dtype: Any) -> Array:
+        """Returns values times scales, which is exact in bfloat16 and float32."""
+        return self.values.astype(dtype) * self.expanded_scales().astype(dtype)
+
+
+def quantize(x: Float[Array, "... m n"], block: tuple[int, int], scheme: Quantization) -> Quantized:
+    """Returns an array in blocks of [rows, columns], incomplete ones at the ends included.
+
+    Schemes without blocks have one scale for all of `x`.
+    """
+    fmt = scheme.format
+    x = x.astype(jnp.float32)
+    # The largest bits are those of the largest magnitude, and of a NaN, which XLA's maximum of
+    # floats may drop.
+    bits = lax.bitcast_convert_type(x, jnp.uint32) & 0x7FFFFFFF
+    if fmt.in_blocks:
+        *lead, m, n = x.shape
+        rows, columns = block
+        pad = [(0, 0)] * len(lead) + [(0, -m % rows), (0, -n % columns)]
+        shape = (*lead, -(-m // rows), rows, -(-n // columns), columns)
+        largest = jnp.max(jnp.pad(bits, pad).reshape(shape), (-3, -1))
+    else:
+        largest = jnp.max(bits, keepdims=True, initial=0)
+    scales = _power_of_two(largest, fmt.limit)
+    inverse = Quantized(x, 1.0 / scales, scheme).expanded_scales()
+    y = jnp.clip(x * inverse, -fmt.limit, fmt.limit)
+    if jnp.issubdtype(fmt.dtype, jnp.integer):
+        y = jnp.round(y)
+    return Quantized(y.astype(fmt.dtype), scales.astype(fmt.scale_dtype), scheme)
+
+
+def _power_of_two(bits: Array, limit: float) -> Array:
+    """Returns the smallest 2^e for which the float32 of these bits / 2^e is at most the limit.
+
+    That of an infinity or a NaN is NaN. No division has to be exact.
+    """
+    of_limit = int(np.float32(limit).view(np.uint32))
+    fraction = (1 << 23) - 1
+    exponent = (bits >> 23).astype(jnp.int32) - (of_limit >> 23) + 127
+    exponent += ((bits & fraction) > (of_limit & fraction)).astype(jnp.int32)
+    exponent = jnp.maximum(exponent, _MIN_EXPONENT + 127)
+    scale = lax.bitcast_convert_type(exponent << 23, jnp.float32)
+    return jnp.where((bits >> 23) < 255, scale, jnp.nan)

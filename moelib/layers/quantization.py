@@ -1,0 +1,184 @@
+"""Quantized weights of layers: when they are quantized, and how activations are multiplied by them.
+
+A layer names its weights in `BaseLayer.quantized`, takes them from `operands`, and multiplies by
+`project`. A training step quantizes each weight once, before its micro-batches; elsewhere the layer
+does it at use.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from moelib.core.param import ParameterSpec, specs_by_path
+from moelib.core.tree import Nested, by_path
+from moelib.kernels.gmm import gmm
+from moelib.kernels.quantized_matmul import (
+    TILES,
+    Quantization,
+    Quantized,
+    quantize,
+    quantized_gmm,
+    quantized_matmul,
+)
+from moelib.parallel.sharding import mesh_axes_of
+
+__all__ = [
+    "Quantization",
+    "QuantizedWeight",
+    "batched_project",
+    "divided",
+    "grouped_project",
+    "join_gradients",
+    "operand",
+    "project",
+    "quantize_weight",
+    "quantized_weights",
+    "split_gradients",
+]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedWeight:
+    """A weight that has been quantized; indexing its stacked dimensions gives one of its parts."""
+
+    quantized: Quantized  # Values of the weight's shape; scales [..., in / block, out / block].
+    gradient_of: Any  # Array of the weight's shape that takes its gradient.
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The weight's shape."""
+        return self.quantized.values.shape
+
+    def __getitem__(self, index: Any) -> "QuantizedWeight":
+        return jax.tree.map(lambda x: x[index], self)
+
+    def astype(self, dtype: Any) -> "QuantizedWeight":
+        """Returns the weight with its gradient in another dtype."""
+        return dataclasses.replace(self, gradient_of=self.gradient_of.astype(dtype))
+
+    def matrix(self, num_inputs: int) -> Quantized:
+        """Returns [in, out], of a weight whose first dimensions are inputs and others outputs."""
+        values, num = self.quantized.values, math.prod(self.shape[:num_inputs])
+        return dataclasses.replace(self.quantized, values=values.reshape(num, -1))
+
+    def dequantized(self, dtype: Any, *, num_inputs: int) -> Array:
+        """Returns the weight that the quantized values stand for."""
+        return self.matrix(num_inputs).dequantized(dtype).reshape(self.shape)
+
+
+def divided(weight: Any, split: PartitionSpec, kept: Sequence[str]) -> tuple[Any, Any]:
+    """Returns a weight whose scales can be divided over devices, and its sharding.
+
+    Scales are whole along dimensions in blocks, except for those that stay sharded over the mesh
+    axes `kept`, along which there is then a scale for each entry.
+    """
+    if not isinstance(weight, QuantizedWeight):
+        return weight, split
+    axes = [i for i, names in enumerate(mesh_axes_of(split)) if set(names) & set(kept)]
+    if axes:
+        scales = weight.quantized.expanded_scales(*axes)
+        weight = dataclasses.replace(
+            weight, quantized=dataclasses.replace(weight.quantized, scales=scales)
+        )
+    sizes = zip(split, weight.quantized.scales.shape, weight.shape, strict=True)
+    of_scales = PartitionSpec(*(entry if num == size else None for entry, num, size in sizes))
+    specs = dataclasses.replace(weight.quantized, values=split, scales=of_scales)
+    return weight, QuantizedWeight(specs, split)
+
+
+def quantize_weight(weight: Array, spec: ParameterSpec) -> QuantizedWeight:
+    """Returns a weight quantized by the scheme of its spec, in blocks of its matrices.
+
+    The dimensions of a matrix's inputs are joined, and all dimensions that follow them.
+    """
+    assert spec.fan_axes is not None, spec
+    inputs = spec.fan_axes.in_axis
+    shape, stacked = weight.shape, weight.shape[: min(inputs)]
+    matrices = weight.reshape(*stacked, math.prod(shape[i] for i in inputs), -1)
+    fn = functools.partial(quantize, block=TILES, scheme=spec.quantization)
+    for _ in stacked:
+        fn = jax.vmap(fn)
+    quantized = fn(jax.lax.stop_gradient(matrices))
+    quantized = dataclasses.replace(quantized, values=quantized.values.reshape(shape))
+    return QuantizedWeight(quantized, weight)
+
+
+def quantized_weights(params: Nested, specs: Nested, dtype: Any) -> dict[str, QuantizedWeight]:
+    """Returns the weights that the layers of a model quantize, by path, in place of themselves.
+
+    `dtype` is that of the computation; None for the dtypes of the parameters. The gradients are
+    those of zeros in it.
+    """
+    found, leaves = {}, by_path(params)
+    for path, spec in specs_by_path(specs).items():
+        if spec.quantization is not None and path in leaves:
+            weight = leaves[path].astype(dtype or spec.dtype)
+            found[path] = quantize_weight(weight, spec)
+    return found
+
+
+def split_gradients(params: Any) -> tuple[Any, Any]:
+    """Returns the arrays that take the gradients of parameters, and quantized values or None."""
+    is_weight = lambda x: isinstance(x, QuantizedWeight)
+    parts = [
+        jax.tree.map(fn, params, is_leaf=is_weight)
+        for fn in (
+            lambda x: x.gradient_of if is_weight(x) else x,
+            lambda x: x.quantized if is_weight(x) else None,
+        )
+    ]
+    return parts[0], parts[1]
+
+
+def join_gradients(gradient_of: Any, quantized: Any) -> Any:
+    """Returns the parameters of which `split_gradients` gave the parts."""
+    join = lambda x, values: x if values is None else QuantizedWeight(values, x)
+    return jax.tree.map(join, gradient_of, quantized)
+
+
+def operand(value: Any, spec: ParameterSpec, dtype: Any) -> Any:
+    """Returns a parameter as activations of a dtype use it: cast, and quantized if it has a scheme.
+
+    A `QuantizedWeight` keeps its values.
+    """
+    value = value.astype(dtype) if spec.castable else value
+    is_done = spec.quantization is None or isinstance(value, QuantizedWeight)
+    return value if is_done else quantize_weight(value, spec)
+
+
+def project(
+    x: Float[Array, "... D"], weight: Array | QuantizedWeight, *, num_inputs: int = 1
+) -> Array:
+    """Returns x W, summed over the last dimensions of x and the first `num_inputs` of W."""
+    if not isinstance(weight, QuantizedWeight):
+        return jnp.tensordot(x, weight, num_inputs)
+    lead = x.shape[: x.ndim - num_inputs]
+    num = math.prod(weight.shape[:num_inputs])
+    tokens = x.reshape(-1, *lead[-1:], num) if lead else x.reshape(1, 1, num)
+    out = weight.gradient_of.reshape(num, -1)
+    y = quantized_matmul(tokens, weight.matrix(num_inputs), out)
+    return y.reshape(*lead, *weight.shape[num_inputs:])
+
+
+def batched_project(rows: Float[Array, "E C D"], weight: Array | QuantizedWeight) -> Array:
+    """Returns the rows of each group times its matrix [E, D, F]."""
+    if not isinstance(weight, QuantizedWeight):
+        return jnp.einsum("ecd,edf->ecf", rows, weight)
+    return quantized_matmul(rows, weight.quantized, weight.gradient_of)
+
+
+def grouped_project(
+    rows: Float[Array, "R D"], weight: Array | QuantizedWeight, group_sizes: Int[Array, "E"]
+) -> Array:
+    """Returns rows, sorted by group, times the matrices [E, D, F] of their groups."""
+    if not isinstance(weight, QuantizedWeight):
+        return gmm(rows, weight, group_sizes)
+    return quantized_gmm(rows, weight.quantized, weight.gradient_of, group_sizes)
