@@ -21,6 +21,7 @@ from moelib.parallel.pipeline.ticks import Ticks, Transfer, ticks_of
 
 AXIS = "pipeline"
 SLOTS = "pipeline_slots"  # Scope of the slots' branches in a compiled program.
+ENDS = "pipeline_ends"  # Scope of what only the first or the last stage computes, inside of them.
 
 
 class Layout(NamedTuple):
@@ -131,39 +132,29 @@ class _State(NamedTuple):
 
 
 class _Branch(NamedTuple):
-    """The passes of a slot, and those of them that are at the model's ends."""
+    """The passes of a slot."""
 
     forward: bool
     backward: bool
     defers: bool  # Whether the backward pass leaves the gradient of weights for later.
     weights: bool
-    from_first: bool
-    to_last: bool
-    to_first: bool
 
 
 def branch_shares(layout: Layout, num_microbatches: int) -> list[float]:
     """Returns the shares of ticks in which the mean rank runs each branch of a compiled slot."""
     ticks = ticks_of(layout.schedule, layout.num_ranks, num_microbatches, eager=True)
-    runs = collections.Counter(
-        _branch(layout, rank, slot) for row in ticks.slots for rank, slot in enumerate(row)
-    )
+    runs = collections.Counter(_branch(slot) for row in ticks.slots for slot in row)
     return [runs[each] / runs.total() for each in sorted(runs)]
 
 
-def _branch(layout: Layout, rank: int, slot: Slot) -> _Branch:
-    stage = functools.partial(layout.schedule.stage, layout.num_ranks, rank)
-    kinds = {task.kind: stage(task.chunk) for task in slot}
-    forward, weights = kinds.get(Pass.FORWARD), Pass.WEIGHT_GRADIENT in kinds
-    backward = kinds.get(Pass.BACKWARD, kinds.get(Pass.INPUT_GRADIENT))
+def _branch(slot: Slot) -> _Branch:
+    kinds = {task.kind for task in slot}
+    defers = Pass.INPUT_GRADIENT in kinds
     return _Branch(
-        forward=forward is not None,
-        backward=backward is not None,
-        defers=Pass.INPUT_GRADIENT in kinds,
-        weights=weights,
-        from_first=forward == 0,
-        to_last=forward == len(layout.sizes) - 1,
-        to_first=backward == 0,
+        forward=Pass.FORWARD in kinds,
+        backward=defers or Pass.BACKWARD in kinds,
+        defers=defers,
+        weights=Pass.WEIGHT_GRADIENT in kinds,
     )
 
 
@@ -184,10 +175,14 @@ class _Run:
         microbatches: Any,
         layers: jax.Array,
     ) -> None:
+        functions = Functions(*map(jax.jit, functions))  # Traced once for all branches.
         self.functions, self.layout, self.ticks, self.uniform = functions, layout, ticks, uniform
         self.params, self.outer, self.constants = params, outer, constants
         self.microbatches, self.layers = microbatches, layers
         self.rank = lax.axis_index(AXIS)
+        ranks, chunks = range(layout.num_ranks), range(layout.schedule.num_chunks)
+        stages = [[layout.schedule.stage(layout.num_ranks, r, c) for c in chunks] for r in ranks]
+        self.stages = jnp.array(stages)[self.rank]  # [V]
         of = functools.partial(jax.tree.map, lambda a: a[0])
         micro = of(microbatches)
         (x, _), first = jax.eval_shape(functions.first, outer, constants, micro)
@@ -237,7 +232,7 @@ class _Run:
     def _unrolled(self) -> _State:
         state, made = self.start, []
         for slots, transfers in zip(self.ticks.slots, self.ticks.transfers, strict=True):
-            own = [_branch(self.layout, *each) for each in enumerate(slots)]
+            own = list(map(_branch, slots))
             branches = sorted(set(own))
             row = np.array([branches.index(each) for each in own]), _task_table(slots)
             state, sent = self._compute(state, branches, *row)
@@ -253,7 +248,7 @@ class _Run:
 
     def _scan(self) -> _State:
         n = self.layout.num_ranks
-        own = [[_branch(self.layout, *each) for each in enumerate(row)] for row in self.ticks.slots]
+        own = [list(map(_branch, row)) for row in self.ticks.slots]
         branches = sorted({each for row in own for each in row})
         distance = lambda each: (each.target - each.source) % n
         channels = sorted({(t.forward, distance(t)) for row in self.ticks.transfers for t in row})
@@ -279,33 +274,55 @@ class _Run:
 
     def _compute(self, state: _State, branches: Sequence[_Branch], index: Any, tasks: Any) -> Any:
         """Returns the state after a tick, and the results to send: (activation, gradient)."""
-        run = [functools.partial(self._slot, each) for each in branches]
         index, tasks = jnp.asarray(index)[self.rank], jnp.asarray(tasks)[self.rank]
         if not self.uniform:
+            run = [functools.partial(self._slot, each) for each in branches]
             with jax.named_scope(SLOTS):
                 return lax.switch(index, run, state, tasks)
-        results = [each(state, tasks) for each in run]
-        return jax.tree.map(lambda *x: lax.select_n(index, *x) if len(x) > 1 else x[0], *results)
+        # Each kind of pass once, for the ranks whose slots have it.
+        y = dx = self.nothing
+        is_any = _Branch(*map(any, zip(*branches, strict=True)))
+        has = _Branch(*(jnp.array(each)[index] for each in zip(*branches, strict=True)))
+        if is_any.forward:
+            state, y = _select(has.forward, self._forward(state, *tasks[0]), (state, y))
+        if is_any.backward and self.split is None:
+            state, dx = _select(has.backward, self._backward(state, *tasks[1]), (state, dx))
+        elif is_any.backward or is_any.weights:  # No slot has both.
+            after = self._backward(state, *tasks[1], defer=True)
+            state, dx = _select(has.backward, after, (state, dx))
+            chunk, m = jnp.where(has.weights, tasks[2], tasks[1])
+            now = has.weights | (has.backward & ~has.defers)
+            state = _select(now, self._weights(state, chunk, m), state)
+        return state, (y, dx)
 
     def _slot(self, branch: _Branch, state: _State, tasks: jax.Array) -> Any:
         y = dx = self.nothing
         if branch.forward:
-            state, y = self._forward(branch, state, *tasks[0])
+            state, y = self._forward(state, *tasks[0])
         if branch.backward:
-            state, dx = self._backward(branch, state, *tasks[1])
+            state, dx = self._backward(state, *tasks[1], defer=branch.defers)
         if branch.weights:
             state = self._weights(state, *tasks[2])
         return state, (y, dx)
 
-    def _forward(self, branch: _Branch, state: _State, chunk: Any, m: Any) -> Any:
+    def _if(self, condition: Any, run: Callable[[_State], _State], state: _State) -> _State:
+        """Returns run(state) on the ranks where a condition is true, and else the state."""
+        if self.uniform:
+            return _select(condition, run(state), state)
+        with jax.named_scope(ENDS):
+            return lax.cond(condition, run, lambda state: state, state)
+
+    def _forward(self, state: _State, chunk: Any, m: Any) -> Any:
         functions, micro, ring = self.functions, _at(self.microbatches, m), m % self._num_inputs
-        x = _at(state.inputs, chunk, ring)
-        if branch.from_first:
+
+        def first(state: _State) -> _State:
             (x, _), outputs = functions.first(self.outer, self.constants, micro)
-            state = state._replace(
+            return state._replace(
                 inputs=_put(state.inputs, x, chunk, ring), first=_put(state.first, outputs, m)
             )
-        fixed = _at(state.fixed, chunk)
+
+        state = self._if(self.stages[chunk] == 0, first, state)
+        x, fixed = _at(state.inputs, chunk, ring), _at(state.fixed, chunk)
         (y, _), (outputs, new) = functions.stage(
             _at(self.params, chunk), x, fixed, self.constants, micro, self.layers[chunk]
         )
@@ -314,26 +331,29 @@ class _Run:
             fixed=_put(state.fixed, new, chunk),
             stages=_put(state.stages, outputs, chunk, m),
         )
-        if branch.to_last:
-            last = lambda outer, y: functions.last(outer, y, state.ending, self.constants, micro)
-            loss, vjp, (outputs, ending) = jax.vjp(last, self.outer, y, has_aux=True)
+
+        def last(state: _State) -> _State:
+            ending = state.ending
+            of = lambda outer, y: functions.last(outer, y, ending, self.constants, micro)
+            loss, vjp, (outputs, ending) = jax.vjp(of, self.outer, y, has_aux=True)
             outer, dy = vjp(jnp.ones_like(loss))
             gradients = _put(state.output_gradients, dy, chunk, m % self._num_gradients)
-            state = state._replace(
+            return state._replace(
                 output_gradients=gradients,
                 outer=_add(state.outer, outer),
                 ending=ending,
                 last=_put(state.last, outputs, m),
             )
-        return state, y
 
-    def _backward(self, branch: _Branch, state: _State, chunk: Any, m: Any) -> Any:
+        return self._if(self.stages[chunk] == len(self.layout.sizes) - 1, last, state), y
+
+    def _backward(self, state: _State, chunk: Any, m: Any, *, defer: bool = False) -> Any:
         micro, ring = _at(self.microbatches, m), m % self._num_inputs
         params, x = _at(self.params, chunk), _at(state.inputs, chunk, ring)
         others = _at(state.seen, chunk, ring), self.constants, micro, self.layers[chunk]
         losses = lambda params, x: self.functions.stage(params, x, *others)[0]
         dy = _at(state.output_gradients, chunk, m % self._num_gradients), jnp.ones(())
-        if branch.defers:
+        if defer:
             assert self.split is not None
             dx, kept = self.split.of_input(params, x, others, dy)
             ring = m % self.ticks.num_deferred
@@ -342,11 +362,13 @@ class _Run:
             _, vjp = jax.vjp(losses, params, x)
             gradients, dx = vjp(dy)
             state = self._add_gradients(state, gradients, chunk)
-        if branch.to_first:
-            first = lambda outer: self.functions.first(outer, self.constants, micro)[0]
-            (outer,) = jax.vjp(first, self.outer)[1]((dx, jnp.ones(())))
-            state = state._replace(outer=_add(state.outer, outer))
-        return state, dx
+
+        def first(state: _State) -> _State:
+            of = lambda outer: self.functions.first(outer, self.constants, micro)[0]
+            (outer,) = jax.vjp(of, self.outer)[1]((dx, jnp.ones(())))
+            return state._replace(outer=_add(state.outer, outer))
+
+        return self._if(self.stages[chunk] == 0, first, state), dx
 
     def _weights(self, state: _State, chunk: Any, m: Any) -> _State:
         assert self.split is not None
@@ -374,6 +396,10 @@ class _Run:
         place = chunk, m % (self._num_inputs if forward else self._num_gradients)
         x = jnp.where(arrives > 0, x, _at(buffer, *place))
         return state._replace(**{name: _put(buffer, x, *place)})
+
+
+def _select(condition: Any, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
 
 
 def _task_table(slots: Sequence[Slot]) -> np.ndarray:
