@@ -282,7 +282,8 @@ class _Run:
         # Each kind of pass once, for the ranks whose slots have it.
         y = dx = self.nothing
         is_any = _Branch(*map(any, zip(*branches, strict=True)))
-        has = _Branch(*(jnp.array(each)[index] for each in zip(*branches, strict=True)))
+        own = jnp.array(branches)[index]
+        has: Any = _Branch(*own)
         if is_any.forward:
             state, y = _select(has.forward, self._forward(state, *tasks[0]), (state, y))
         if is_any.backward and self.split is None:
