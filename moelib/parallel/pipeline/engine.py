@@ -282,17 +282,16 @@ class _Run:
         # Each kind of pass once, for the ranks whose slots have it.
         y = dx = self.nothing
         is_any = _Branch(*map(any, zip(*branches, strict=True)))
-        own = jnp.array(branches)[index]
-        has: Any = _Branch(*own)
+        has_forward, has_backward, defers, has_weights = jnp.array(branches)[index]
         if is_any.forward:
-            state, y = _select(has.forward, self._forward(state, *tasks[0]), (state, y))
+            state, y = _select(has_forward, self._forward(state, *tasks[0]), (state, y))
         if is_any.backward and self.split is None:
-            state, dx = _select(has.backward, self._backward(state, *tasks[1]), (state, dx))
+            state, dx = _select(has_backward, self._backward(state, *tasks[1]), (state, dx))
         elif is_any.backward or is_any.weights:  # No slot has both.
             after = self._backward(state, *tasks[1], defer=True)
-            state, dx = _select(has.backward, after, (state, dx))
-            chunk, m = jnp.where(has.weights, tasks[2], tasks[1])
-            now = has.weights | (has.backward & ~has.defers)
+            state, dx = _select(has_backward, after, (state, dx))
+            chunk, m = jnp.where(has_weights, tasks[2], tasks[1])
+            now = has_weights | (has_backward & ~defers)
             state = _select(now, self._weights(state, chunk, m), state)
         return state, (y, dx)
 
