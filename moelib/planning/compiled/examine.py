@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from moelib.core.config_paths import sub_configs
 from moelib.parallel.mesh import slices
-from moelib.parallel.pipeline.engine import branch_shares
-from moelib.planning.hlo.program import parse
+from moelib.parallel.pipeline.engine import ENDS, SLOTS, branch_shares
+from moelib.planning.hlo.program import Shares, parse
 from moelib.planning.hlo.source import SourceMap
 from moelib.planning.lint.arrays import largest_temporaries
 from moelib.planning.lint.compute import remats_that_save_nothing
@@ -47,7 +47,7 @@ def examine(
     `compiler_options` are those of the compilation; by default those of the trainer.
     """
     text = step.compiled.as_text()
-    program, mesh = parse(text, slot_shares(trainer)), trainer.mesh()
+    program, mesh = parse(text, shares_of_branches(trainer)), trainer.mesh()
     facts, model_flops = facts_of(trainer, compiler_options), _model_flops(trainer)
     counts = count(step.compiled, program, mesh.shape, slice_indices(mesh.devices.flat))
     source_map = SourceMap(text)
@@ -74,12 +74,13 @@ def examine(
     )
 
 
-def slot_shares(trainer: Any) -> list[float]:
-    """Returns the share of the ticks of a trainer's pipeline in which a rank runs each branch."""
+def shares_of_branches(trainer: Any) -> Shares:
+    """Returns how often the mean rank of a trainer's pipeline runs the branches of its program."""
     if trainer.pipeline is None:
-        return []
+        return {}
     layout = layout_of(trainer.model, trainer.pipeline)
-    return branch_shares(layout, trainer.config.num_microbatches)
+    slots = branch_shares(layout, trainer.config.num_microbatches)
+    return {SLOTS: slots, ENDS: [1 / len(layout.sizes)]}
 
 
 def slice_indices(devices: Iterable[Any]) -> list[int]:

@@ -183,11 +183,12 @@ class Placement:
             "weights of stages": pipeline.filled * self.stage_bytes.weights,
             "activations": pipeline.num_kept * self.stream_bytes(batch_size)
             + pipeline.num_deferred * _DEFERRED * (unrouted + routed),
-            "gradients": 0.0,
             # Gathered weights of a block and their gradients, and the activations of a stage.
             "block": 2 * self._gathered_decoder / pipeline.rows + size * unrouted,
             "dispatch": size * routed,
             "logits": self._logits(tokens),
+            # Received, and in the order of the layers.
+            "exchanged gradients": 2 * pipeline.filled * self.stage_bytes.gradients,
         }
 
     def is_of_stage(self, leaf: Leaf) -> bool:
@@ -256,15 +257,21 @@ class Placement:
         return self._vocab * (head * self.work.dim + 6 * 4 * tokens)
 
 
-_BACKWARD = ("gradients", "block", "dispatch")
+# Categories of which a device holds those of one phase at a time.
+_PHASES = (
+    ("activations", "logits"),
+    ("activations", "gradients", "block", "dispatch"),
+    ("exchanged gradients",),
+)
 
 
 def at_peak(memory: Mapping[str, float]) -> dict[str, float]:
-    """Returns the bytes that a device holds at the peak: zero for those of the smaller phase.
+    """Returns the bytes that a device holds at the peak: zero for those of smaller phases.
 
     The loss, with a head gathered and its gradient, ends before the backward pass through the
-    decoder has gradients and the arrays of a block.
+    decoder has gradients and the arrays of a block. At the end of a step, ranks of a pipeline
+    exchange gradients.
     """
-    backward = sum(memory[name] for name in _BACKWARD)
-    ended = ("logits",) if backward >= memory["logits"] else _BACKWARD
+    peak = max(_PHASES, key=lambda phase: sum(memory.get(name, 0.0) for name in phase))
+    ended = {name for phase in _PHASES for name in phase}.difference(peak)
     return {name: 0.0 if name in ended else size for name, size in memory.items()}

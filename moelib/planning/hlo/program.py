@@ -5,8 +5,8 @@ known trip count; without one, n times if its condition is i < n for a carried i
 otherwise it counts once, and `Program.loops_of_unknown_length` names it. The rounds of a dispatch
 beyond the first, which balanced routing does not need, do not count. Of a conditional's
 branches only the costliest by the compiler's estimate counts (among equals, the one with the most
-instructions). The branches of a pipeline's slots run as often as on its mean rank. A computation
-with several callers runs the sum of their executions.
+instructions), unless their shares are known. A computation with several callers runs the sum of
+their executions.
 """
 
 import dataclasses
@@ -16,7 +16,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from moelib.layers.moe.rounds import FURTHER_ROUNDS
-from moelib.parallel.pipeline.engine import SLOTS
 
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{\s*$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
@@ -31,6 +30,7 @@ _TRIP_COUNT = re.compile(r'known_trip_count[\\"]*:\s*\{[\\"]*n[\\"]*:[\\"]*(\d+)
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _UNKNOWN_CYCLES = 2**60  # Estimates from here on stand for an unknown number.
+Shares = Mapping[str, Sequence[float]]
 _BRANCHES = ("true_computation", "false_computation", "branch_computations")
 
 
@@ -124,12 +124,13 @@ class Program:
                 yield computation, instruction
 
 
-def parse(text: str, slot_shares: Sequence[float] = ()) -> Program:
+def parse(text: str, shares: Shares | None = None) -> Program:
     """Returns the program of an optimized HLO module's text.
 
     Args:
         text: The text.
-        slot_shares: Share of the ticks of a pipeline in which a rank runs each kind of slot.
+        shares: Share of the executions of a conditional in which each of its branches runs, by the
+            scope of the conditional; with a single share, that of the costliest branch.
 
     Raises:
         ValueError: If there is no ENTRY computation.
@@ -145,7 +146,7 @@ def parse(text: str, slot_shares: Sequence[float] = ()) -> Program:
             computation.instructions[instruction.name] = instruction
     if not entry:
         raise ValueError("The text has no ENTRY computation; give the text of an HLO module.")
-    return Program(computations, entry, _count_executions(computations, entry, slot_shares))
+    return Program(computations, entry, _count_executions(computations, entry, shares or {}))
 
 
 def _statements(text: str) -> Iterator[tuple[bool, str, str]]:
@@ -211,13 +212,13 @@ def _closing(text: str, start: int) -> int:
 
 
 def _count_executions(
-    computations: dict[str, Computation], entry: str, slot_shares: Sequence[float]
+    computations: dict[str, Computation], entry: str, shares: Shares
 ) -> tuple[str, ...]:
     """Sets how often, and how, each computation runs; returns the loops of unknown length."""
     unknown: list[str] = []
     calls = {name: _all_calls(each) & computations.keys() for name, each in computations.items()}
     order = [*graphlib.TopologicalSorter(calls).static_order()]  # Each after all that it calls.
-    costs = _costs(computations, order, slot_shares)
+    costs = _costs(computations, order, shares)
     computations[entry].executions, reachable = 1, {entry}
     for name in reversed(order):
         if name not in reachable:
@@ -225,7 +226,7 @@ def _count_executions(
         reachable |= calls[name]
         caller = computations[name]
         for instruction in caller.instructions.values():
-            runs = _runs(instruction, computations, costs, slot_shares)
+            runs = _runs(instruction, computations, costs, shares)
             if caller.executions and any(times is None for _, times in runs):
                 unknown.append(instruction.name)
             for callee, times in runs:
@@ -241,7 +242,7 @@ def _all_calls(computation: Computation) -> set[str]:
 
 
 def _costs(
-    computations: dict[str, Computation], order: list[str], slot_shares: Sequence[float]
+    computations: dict[str, Computation], order: list[str], shares: Shares
 ) -> dict[str, tuple[float, float]]:
     """Returns (cycles, instructions) of one run of each computation, with all its callees."""
     costs: dict[str, tuple[float, float]] = {}
@@ -251,7 +252,7 @@ def _costs(
             cycles, count = cycles + instruction.cycles, count + 1
             if instruction.is_fusion:
                 continue  # Its estimate includes its computation.
-            for callee, times in _runs(instruction, computations, costs, slot_shares):
+            for callee, times in _runs(instruction, computations, costs, shares):
                 cycles += (1 if times is None else times) * costs[callee][0]
                 count += (1 if times is None else times) * costs[callee][1]
         costs[name] = cycles, count
@@ -262,15 +263,18 @@ def _runs(
     instruction: Instruction,
     computations: Mapping[str, Computation],
     costs: Mapping[str, tuple[float, float]],
-    slot_shares: Sequence[float],
+    shares: Shares,
 ) -> list[tuple[str, float | None]]:
     """Returns the computations that an instruction runs, and how often: None if unknown."""
     calls = [call for call in instruction.calls if call[1] in computations]
     branches = [name for kind, name in calls if kind in _BRANCHES]
-    if branches and SLOTS in instruction.op_name and len(branches) == len(slot_shares):
-        return list(zip(branches, slot_shares, strict=True))
     if branches:
-        return [(max(branches, key=lambda name: costs[name]), 1)]
+        scope = instruction.op_name.removesuffix("/cond").rpartition("/")[2]
+        known = shares.get(scope, (1.0,))
+        if len(known) == len(branches):
+            return list(zip(branches, known, strict=True))
+        costliest = max(branches, key=lambda name: costs[name])
+        return [(costliest, known[0] if len(known) == 1 else 1.0)]
     is_loop = instruction.opcode == "while" and calls
     times = _trip_count(instruction, computations) if is_loop else 1
     return [(name, times) for _, name in calls]

@@ -8,7 +8,7 @@ from moelib.core.errors import UserError
 from moelib.parallel.mesh import mesh_shape_from_axes
 from moelib.parallel.pipeline.schedule import Schedule
 from moelib.parallel.pipeline.ticks import ticks_of
-from moelib.planning.compiled.examine import slot_shares
+from moelib.planning.compiled.examine import shares_of_branches
 from moelib.planning.estimate import pipeline as pipeline_lib
 from moelib.planning.estimate.candidates import candidates, current_candidate, rules_of
 from moelib.planning.estimate.estimate import Estimator
@@ -120,7 +120,7 @@ def test_bytes_between_ranks_are_those_of_the_compiled_step(schedule):
     cfg.set(pipeline_schedule=schedule, dir="unused", train_dtype=None)
     work = read_workload(cfg)
     trainer = cfg.instantiate(parent=None)
-    program = hlo.parse(trainer.compile_train_step().as_text(), slot_shares(trainer))
+    program = hlo.parse(trainer.compile_train_step().as_text(), shares_of_branches(trainer))
     found = collectives_by_axes(program, dict(trainer.mesh().shape))
     sent = {x.kind: x.bytes for x in found if x.axes == ("pipeline",)}
     estimate = Estimator(work, rules_of(cfg), {})(current_candidate(cfg, work, EIGHT))

@@ -167,9 +167,11 @@ def test_the_slots_of_a_pipeline_run_as_its_schedule_has_them():
         branches, branches + ', metadata={op_name="jit(step)/pipeline_slots/cond"}'
     )
     inside = named.replace("calls=%fused_computation", "calls=%dear")  # In loops, 20 times.
-    found = hlo.parse(inside, (0.75, 0.25)).computations
+    found = hlo.parse(inside, {"pipeline_slots": (0.75, 0.25)}).computations
     assert (found["cheap"].executions, found["dear"].executions) == (1, 20)
-    assert hlo.parse(named, (1.0,)).computations["dear"].executions == 1  # Of another schedule.
+    # A single share is that of the costliest branch.
+    found = hlo.parse(inside.replace('"3"', '"8"'), {"pipeline_slots": (0.0,)}).computations
+    assert (found["cheap"].executions, found["dear"].executions) == (0, 45)
 
 
 def test_instructions_in_a_fusion_are_marked(program):
