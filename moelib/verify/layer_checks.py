@@ -183,12 +183,13 @@ def layers(known: Reference) -> Difference | str | None:
         named = ({f"{path[:-1]}: {n}": x for n, x in each.items()} for each in _layer(layer, own))
         if found := first_difference(*named, relative=1e-6, floor=1e-9):
             return found
+    left_out = f"without {form.unquantized}" if form.unquantized else None
     if type(form.model) is not CausalLM or known.is_random:
-        return None
+        return left_out
     moe = [layer for layer, _ in known.probe.trainer.model.walk() if isinstance(layer, MoELayer)]
     if known.plain.keep and not all(capacity_of(layer.config.dispatcher) for layer in moe):
         return "which tokens are dropped is not checked: a dispatcher has no formula"
-    return _model(known, form)
+    return _model(known, form) or left_out
 
 
 def _in_bfloat16(path: str, layer: Any, params: Nested) -> Difference | None:

@@ -30,6 +30,7 @@ _GRADIENT_TOLERANCE = 1e-4  # Of a derivative, as a share of the norm of its gra
 
 def plain(known: Reference) -> None:
     """Compares loss, auxiliary losses, metrics and layers' own state with the plain form."""
+    known.check_plain()
     metrics = known.plain.metrics(known.first.metrics)
     if found := _difference(known.plain, known.expected.metrics, metrics):
         raise CheckFailedError(f"{found}. {_PLAIN_FORM}")
@@ -50,6 +51,7 @@ def _difference(form: Plain, want: Mapping[str, Any], got: Mapping[str, Any]) ->
 
 def derivatives(known: Reference) -> None:
     """Compares gradients with finite differences, for each parameter of each layer."""
+    known.check_plain()
     gradients = tree.by_path(known.plain.layers_apart(known.first.gradients))
     norms = {path: float(np.linalg.norm(g)) for path, g in gradients.items()}
     for path in reversed(known.plain.in_order(norms)):  # Errors spread to all layers before.
@@ -132,6 +134,8 @@ def balanced(known: Reference) -> None:
     """
     if known.first.metrics.get("skipped"):
         raise CheckSkippedError("the learner skips the first step")
+    if any(isinstance(layer, BiasBalancing) for layer, _ in known.plain.model.walk()):
+        known.check_plain()
     if not sum(_compare_biases(known, *each) for each in _steps_with_loads(known)):
         raise CheckSkippedError("no biases that balance experts")
 

@@ -1,5 +1,7 @@
 """The model in its plainest form: a loop of layers, dense dispatch, reference kernels, in float64.
 
+Nothing is quantized: a float64 that rounds to another entry of 8 bits moves more than tolerances.
+
 Layers are called one after another, without recomputation, and micro-batches are summed by a few
 lines of NumPy. Nothing is differentiated: gradients are checked by finite differences.
 """
@@ -63,6 +65,7 @@ class Plain:
         self.keep = keep
         self._trainer = trainer
         cfg = trainer.config.model.clone(name="model")
+        self.unquantized = _without_quantization(cfg)  # Paths and schemes left out; "" if none.
         # The innermost configs first: a replaced stack takes over its layers.
         for holder in reversed([cfg, *(inside for _, inside in sub_configs(cfg))]):
             for name, value in list(holder.items()):
@@ -169,6 +172,16 @@ class Plain:
         if hasattr(self.model, "token_counts"):
             return float(self.model.token_counts(batch)[1])
         return float(out["loss"].weight)
+
+
+def _without_quantization(cfg: Any) -> str:
+    """Removes the schemes of a model's config, and returns them and their paths as text."""
+    found = []
+    for path, inside in [("", cfg), *sub_configs(cfg)]:
+        if (scheme := dict(inside.items()).get("quantization")) is not None:
+            inside.quantization = None
+            found.append(f"{path}.quantization={scheme.name}".lstrip("."))
+    return ", ".join(found)
 
 
 def _layers_apart(layer: Module, values: Nested, *, flat: bool = False) -> Nested:

@@ -14,6 +14,7 @@ from moelib.core import tree
 from moelib.core.param import specs_by_path
 from moelib.core.tree import Batch
 from moelib.verify.batches import packed_batch, vocab_size
+from moelib.verify.outcome import CheckSkippedError
 from moelib.verify.plain import Plain, Values
 from moelib.verify.step_probe import Observed, Probe
 
@@ -58,6 +59,11 @@ class Reference:
         """The results of the first step by the plain model."""
         start = self.start._replace(model=self.plain.layers_apart(self.start.model))
         return self.plain(start, self.batches[0])
+
+    def check_plain(self) -> None:
+        """Raises CheckSkippedError if a step does not compute the numbers of the plain form."""
+        if schemes := self.plain.unquantized:
+            raise CheckSkippedError(f"{schemes} rounds operands to 8 bits; the plain form does not")
 
     def observe(self, batch: Batch) -> Observed:
         """Returns the result, on the host, of a step from `start` on one device."""

@@ -88,7 +88,10 @@ class Quantized:
 
     def dequantized(self, dtype: Any) -> Array:
         """Returns values times scales, which is exact in bfloat16 and float32."""
-        return self.values.astype(dtype) * self.expanded_scales().astype(dtype)
+        sides = zip(self.scales.shape[-2:], self.values.shape[-2:], strict=True)
+        rows, columns = ({1: size, size: 1}.get(num, BLOCK) for num, size in sides)
+        tiles = _in_blocks(self.values.astype(dtype), (rows, columns))
+        return _joined(tiles * self.scales.astype(dtype)[..., None, :, None], self.values.shape)
 
 
 def quantize(x: Float[Array, "... m n"], block: tuple[int, int], scheme: Quantization) -> Quantized:
@@ -97,31 +100,40 @@ def quantize(x: Float[Array, "... m n"], block: tuple[int, int], scheme: Quantiz
     Schemes without blocks have one scale for all of `x`.
     """
     fmt = scheme.format
-    x = x.astype(jnp.float32)
-    # The largest bits are those of the largest magnitude, and of a NaN, which XLA's maximum of
-    # floats may drop.
-    bits = lax.bitcast_convert_type(x, jnp.uint32) & 0x7FFFFFFF
-    if fmt.in_blocks:
-        *lead, m, n = x.shape
-        rows, columns = block
-        pad = [(0, 0)] * len(lead) + [(0, -m % rows), (0, -n % columns)]
-        shape = (*lead, -(-m // rows), rows, -(-n // columns), columns)
-        largest = jnp.max(jnp.pad(bits, pad).reshape(shape), (-3, -1))
-    else:
-        largest = jnp.max(bits, keepdims=True, initial=0)
-    scales = _power_of_two(largest, fmt.limit)
-    inverse = Quantized(x, 1.0 / scales, scheme).expanded_scales()
-    y = jnp.clip(x * inverse, -fmt.limit, fmt.limit)
+    m, n = x.shape[-2:]
+    tiles = _in_blocks(x, block if fmt.in_blocks else (m, n))
+    # XLA's maximum may drop a NaN, but no infinity.
+    sizes = jnp.where(jnp.isfinite(tiles), jnp.abs(tiles), jnp.inf)
+    axes = (-3, -1) if fmt.in_blocks else tuple(range(tiles.ndim))
+    amax = jnp.max(sizes, axes, keepdims=True, initial=0.0).astype(jnp.float32)
+    scales = _power_of_two(amax, fmt.limit)
+    y = jnp.clip(tiles.astype(jnp.float32) * (1.0 / scales), -fmt.limit, fmt.limit)
     if jnp.issubdtype(fmt.dtype, jnp.integer):
         y = jnp.round(y)
-    return Quantized(y.astype(fmt.dtype), scales.astype(fmt.scale_dtype), scheme)
+    scales = jnp.squeeze(scales.astype(fmt.scale_dtype), (-3, -1))
+    return Quantized(_joined(y.astype(fmt.dtype), x.shape), scales, scheme)
 
 
-def _power_of_two(bits: Array, limit: float) -> Array:
-    """Returns the smallest 2^e for which the float32 of these bits / 2^e is at most the limit.
+def _in_blocks(x: Array, block: tuple[int, int]) -> Array:
+    """Returns [..., m/b, rows, n/b, columns], filled up with zeros."""
+    *lead, m, n = x.shape
+    rows, columns = block
+    pad = [(0, 0)] * len(lead) + [(0, -m % max(rows, 1)), (0, -n % max(columns, 1))]
+    shape = (*lead, -(-m // max(rows, 1)), rows, -(-n // max(columns, 1)), columns)
+    return jnp.pad(x, pad).reshape(shape)
 
-    That of an infinity or a NaN is NaN. No division has to be exact.
-    """
+
+def _joined(tiles: Array, shape: tuple[int, ...]) -> Array:
+    """Returns the matrices of these shapes from their blocks."""
+    *lead, num_m, rows, num_n, columns = tiles.shape
+    x = tiles.reshape(*lead, num_m * rows, num_n * columns)
+    return x[..., : shape[-2], : shape[-1]]
+
+
+def _power_of_two(amax: Array, limit: float) -> Array:
+    """Returns the smallest 2^e with amax / 2^e <= limit; NaN if amax is infinite."""
+    # Bits of float32 are compared, since a division would have to be exact.
+    bits = lax.bitcast_convert_type(amax, jnp.uint32)
     of_limit = int(np.float32(limit).view(np.uint32))
     fraction = (1 << 23) - 1
     exponent = (bits >> 23).astype(jnp.int32) - (of_limit >> 23) + 127
