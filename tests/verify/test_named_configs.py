@@ -1,6 +1,7 @@
 """Every named config of experiments/ passes `verify`; those that are equal when small run once."""
 
 import functools
+import tempfile
 
 import jax
 import pytest
@@ -8,6 +9,10 @@ import pytest
 from experiments import flame_moe, gpt_oss, open_models
 from moelib.checkpoint.checkpointer import Checkpointer
 from moelib.core import config_parse, config_paths
+from moelib.layers.transformer import ScanStack
+from moelib.parallel.mesh import describe_mesh
+from moelib.parallel.pipeline.schedule import Schedule
+from moelib.verify import run
 from moelib.verify.meshes import meshes_to_check
 from moelib.verify.outcome import Status
 from moelib.verify.shrink import shrink
@@ -18,6 +23,10 @@ CONFIGS = {
     **gpt_oss.named_trainer_configs(),
     **open_models.named_trainer_configs(),
 }
+
+
+PIPELINES = [{"pipeline": 4, "fsdp": 2}, {"pipeline": 2, "expert": 2, "model": 2}]
+OF_ONE_DEVICE = [*run.SINGLE_DEVICE_CHECKS, *run.EARLY_CHECKS, "bfloat16"]
 
 
 @functools.cache
@@ -37,3 +46,26 @@ def test_a_named_config_computes_the_same_on_every_mesh(name):
     small, _ = shrink(CONFIGS[name](), 8)
     small.set(checkpointer=Checkpointer.default_config())  # When to save is all that differs.
     assert failures(config_paths.to_text(small)) == []
+
+
+@functools.cache
+def failures_in_a_pipeline(text: str) -> list[str]:
+    """Returns what is found in a small config, given as text, on meshes with a pipeline."""
+    with tempfile.TemporaryDirectory() as folder:
+        cfg, devices = config_parse.parse(text), jax.devices()
+        found = list(run.run_checks(cfg, PIPELINES, devices, folder, without=OF_ONE_DEVICE))
+    jax.clear_caches()
+    tried = {each.mesh for each in found if each.status is Status.PASSED}
+    assert tried >= set(map(describe_mesh, PIPELINES)), found
+    return [str(each) for each in found if each.status is Status.FAILED]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_named_config_computes_the_same_in_a_pipeline(name):
+    cfg = CONFIGS[name]()
+    if cfg.model.decoder.klass is not ScanStack:
+        pytest.skip("its layers are no ScanStack")
+    small, _ = shrink(cfg.set(pipeline_schedule=Schedule.DUALPIPE_V), 8)
+    small.set(checkpointer=Checkpointer.default_config())
+    assert failures_in_a_pipeline(config_paths.to_text(small)) == []
