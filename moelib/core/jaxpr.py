@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.extend.core import Literal
 
 from moelib.core.module import functional
 from moelib.core.param import cast_parameters, is_spec
@@ -62,6 +63,41 @@ def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
     with eqn.ctx.manager:
         results = eqn.primitive.bind(*functions, *args, **params)
     return list(results) if eqn.primitive.multiple_results else [results]
+
+
+_CALLS = ("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "remat2")
+
+
+def inlined(closed: Any) -> Any:
+    """Returns a closed jaxpr with the functions that it calls in place of their calls."""
+    return jax.make_jaxpr(lambda *args: _evaluate(closed, args))(*closed.in_avals)
+
+
+def _evaluate(closed: Any, args: Sequence[Any]) -> list[Any]:
+    """Evaluates a jaxpr, and those that it calls in place."""
+    jaxpr = getattr(closed, "jaxpr", closed)
+    values = dict(zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=True))
+    values |= dict(zip(jaxpr.invars, args, strict=True))
+    read = lambda v: v.val if isinstance(v, Literal) else values[v]
+    for eqn in jaxpr.eqns:
+        operands = list(map(read, eqn.invars))
+        if eqn.primitive.name in _CALLS:
+            if eqn.params.get("prevent_cse") and eqn.params.get("differentiated"):
+                operands = jax.lax.optimization_barrier(operands)  # Recomputed, not kept.
+            inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
+            results = _evaluate(inner, operands)
+        else:
+            results = bind(eqn, operands)
+        values |= dict(zip(eqn.outvars, results, strict=True))
+    return list(map(read, jaxpr.outvars))
+
+
+def num_consts_and_carries(eqn: Any) -> tuple[int, int]:
+    """Returns how many of a scan's operands are constants and carries; they come in this order."""
+    if "num_consts" in eqn.params:  # Before JAX 0.12.
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carries, _ = eqn.params["ft_in"].unpack()
+    return len(consts), len(carries)
 
 
 class Site(NamedTuple):

@@ -7,9 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Literal
 
-from moelib.core.jaxpr import bind
-
-_CALLS = ("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "remat2")
+from moelib.core.jaxpr import bind, inlined, num_consts_and_carries
 
 
 class SplitBackward(NamedTuple):
@@ -48,7 +46,7 @@ def split_backward(fn: Callable[..., Any], params: Any, x: Any, *others: Any) ->
 
     arguments = params, x, others, jax.eval_shape(fn, params, x, *others)
     closed, (of_params, of_x) = jax.make_jaxpr(backward, return_shape=True)(*arguments)
-    flat = _flat(closed)
+    flat = inlined(closed)
     jaxpr, num_params = flat.jaxpr, len(jax.tree.leaves(of_params))
     given = jaxpr.invars[:num_params]  # To the second part again.
     results = jaxpr.outvars
@@ -119,10 +117,10 @@ def _split_scan(
     The first also returns, for each iteration, what the second reads.
     """
     eqn = operation.scan
-    num_consts, num_carry = _num_consts_and_carries(eqn)
+    num_consts, num_carry = num_consts_and_carries(eqn)
     num_fixed = num_consts + num_carry
     options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-    flat = _flat(eqn.params["jaxpr"])
+    flat = inlined(eqn.params["jaxpr"])
     body, constants = flat.jaxpr, dict(zip(flat.jaxpr.constvars, flat.consts, strict=True))
     operations = _operations(body)
     carried = range(num_carry)
@@ -182,13 +180,6 @@ def _split_scan(
     )
 
 
-def _num_consts_and_carries(eqn: Any) -> tuple[int, int]:
-    if "num_consts" in eqn.params:  # Before JAX 0.12.
-        return eqn.params["num_consts"], eqn.params["num_carry"]
-    consts, carries, _ = eqn.params["ft_in"].unpack()
-    return len(consts), len(carries)
-
-
 class _Stacked:
     """A variable of a loop's body, of all iterations."""
 
@@ -217,27 +208,3 @@ def _operations(jaxpr: Any) -> list[_Operation]:
         )
         for eqn in jaxpr.eqns
     ]
-
-
-def _flat(closed: Any) -> Any:
-    """Returns a closed jaxpr with all that it calls in place."""
-    return jax.make_jaxpr(lambda *args: _evaluate(closed, args))(*closed.in_avals)
-
-
-def _evaluate(closed: Any, args: Sequence[Any]) -> list[Any]:
-    """Evaluates a jaxpr, and those that it calls in place."""
-    jaxpr = getattr(closed, "jaxpr", closed)
-    values = dict(zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=True))
-    values |= dict(zip(jaxpr.invars, args, strict=True))
-    read = lambda v: v.val if isinstance(v, Literal) else values[v]
-    for eqn in jaxpr.eqns:
-        operands = list(map(read, eqn.invars))
-        if eqn.primitive.name in _CALLS:
-            if eqn.params.get("prevent_cse") and eqn.params.get("differentiated"):
-                operands = jax.lax.optimization_barrier(operands)  # Recomputed, not kept.
-            inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
-            results = _evaluate(inner, operands)
-        else:
-            results = bind(eqn, operands)
-        values |= dict(zip(eqn.outvars, results, strict=True))
-    return list(map(read, jaxpr.outvars))

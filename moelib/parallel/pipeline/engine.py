@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from moelib.parallel.pipeline.backward_split import split_backward
+from moelib.parallel.pipeline.pair import in_one_loop
 from moelib.parallel.pipeline.schedule import Pass, Schedule, Slot
 from moelib.parallel.pipeline.ticks import Ticks, Transfer, ticks_of
 
@@ -158,6 +159,11 @@ def _branch(slot: Slot) -> _Branch:
     )
 
 
+# A pass of a stage, and a function of (state, its results) that returns (state, what to send).
+_Pass = Callable[[], Any]
+_End = Callable[[_State, Any], tuple[_State, Any]]
+
+
 class _Run:
     """The program of one rank, inside of shard_map."""
 
@@ -284,12 +290,12 @@ class _Run:
         is_any = _Branch(*map(any, zip(*branches, strict=True)))
         has_forward, has_backward, defers, has_weights = jnp.array(branches)[index]
         if is_any.forward:
-            state, y = _select(has_forward, self._forward(state, *tasks[0]), (state, y))
-        if is_any.backward and self.split is None:
-            state, dx = _select(has_backward, self._backward(state, *tasks[1]), (state, dx))
-        elif is_any.backward or is_any.weights:  # No slot has both.
-            after = self._backward(state, *tasks[1], defer=True)
-            state, dx = _select(has_backward, after, (state, dx))
+            before, forward, end = self._forward(state, *tasks[0])
+            state, y = _select(has_forward, end(before, forward()), (state, y))
+        if is_any.backward:
+            backward, end = self._backward(state, *tasks[1], defer=self.split is not None)
+            state, dx = _select(has_backward, end(state, backward()), (state, dx))
+        if self.split is not None:  # No slot has a backward pass and the weights of another.
             chunk, m = jnp.where(has_weights, tasks[2], tasks[1])
             now = has_weights | (has_backward & ~defers)
             state = _select(now, self._weights(state, chunk, m), state)
@@ -297,10 +303,16 @@ class _Run:
 
     def _slot(self, branch: _Branch, state: _State, tasks: jax.Array) -> Any:
         y = dx = self.nothing
+        forward = backward = lambda: None
+        after_forward = after_backward = lambda state, results: (state, self.nothing)
         if branch.forward:
-            state, y = self._forward(state, *tasks[0])
+            state, forward, after_forward = self._forward(state, *tasks[0])
         if branch.backward:
-            state, dx = self._backward(state, *tasks[1], defer=branch.defers)
+            backward, after_backward = self._backward(state, *tasks[1], defer=branch.defers)
+        is_pair = branch.forward and branch.backward
+        results = in_one_loop(forward, backward) if is_pair else (forward(), backward())
+        state, y = after_forward(state, results[0])
+        state, dx = after_backward(state, results[1])
         if branch.weights:
             state = self._weights(state, *tasks[2])
         return state, (y, dx)
@@ -312,7 +324,8 @@ class _Run:
         with jax.named_scope(ENDS):
             return lax.cond(condition, run, lambda state: state, state)
 
-    def _forward(self, state: _State, chunk: Any, m: Any) -> Any:
+    def _forward(self, state: _State, chunk: Any, m: Any) -> tuple[_State, _Pass, _End]:
+        """Returns the state with the stage's input, and the pass."""
         functions, micro, ring = self.functions, _at(self.microbatches, m), m % self._num_inputs
 
         def first(state: _State) -> _State:
@@ -323,52 +336,63 @@ class _Run:
 
         state = self._if(self.stages[chunk] == 0, first, state)
         x, fixed = _at(state.inputs, chunk, ring), _at(state.fixed, chunk)
-        (y, _), (outputs, new) = functions.stage(
-            _at(self.params, chunk), x, fixed, self.constants, micro, self.layers[chunk]
-        )
-        state = state._replace(
-            seen=_put(state.seen, fixed, chunk, ring),
-            fixed=_put(state.fixed, new, chunk),
-            stages=_put(state.stages, outputs, chunk, m),
-        )
+        stage = _at(self.params, chunk), x, fixed, self.constants, micro, self.layers[chunk]
 
-        def last(state: _State) -> _State:
-            ending = state.ending
-            of = lambda outer, y: functions.last(outer, y, ending, self.constants, micro)
-            loss, vjp, (outputs, ending) = jax.vjp(of, self.outer, y, has_aux=True)
-            outer, dy = vjp(jnp.ones_like(loss))
-            gradients = _put(state.output_gradients, dy, chunk, m % self._num_gradients)
-            return state._replace(
-                output_gradients=gradients,
-                outer=_add(state.outer, outer),
-                ending=ending,
-                last=_put(state.last, outputs, m),
+        def end(state: _State, results: Any) -> Any:
+            (y, _), (outputs, new) = results
+            state = state._replace(
+                seen=_put(state.seen, fixed, chunk, ring),
+                fixed=_put(state.fixed, new, chunk),
+                stages=_put(state.stages, outputs, chunk, m),
             )
 
-        return self._if(self.stages[chunk] == len(self.layout.sizes) - 1, last, state), y
+            def last(state: _State) -> _State:
+                ending = state.ending
+                of = lambda outer, y: functions.last(outer, y, ending, self.constants, micro)
+                loss, vjp, (outputs, ending) = jax.vjp(of, self.outer, y, has_aux=True)
+                outer, dy = vjp(jnp.ones_like(loss))
+                gradients = _put(state.output_gradients, dy, chunk, m % self._num_gradients)
+                return state._replace(
+                    output_gradients=gradients,
+                    outer=_add(state.outer, outer),
+                    ending=ending,
+                    last=_put(state.last, outputs, m),
+                )
 
-    def _backward(self, state: _State, chunk: Any, m: Any, *, defer: bool = False) -> Any:
+            return self._if(self.stages[chunk] == len(self.layout.sizes) - 1, last, state), y
+
+        return state, functools.partial(functions.stage, *stage), end
+
+    def _backward(self, state: _State, chunk: Any, m: Any, *, defer: bool) -> tuple[_Pass, _End]:
         micro, ring = _at(self.microbatches, m), m % self._num_inputs
         params, x = _at(self.params, chunk), _at(state.inputs, chunk, ring)
         others = _at(state.seen, chunk, ring), self.constants, micro, self.layers[chunk]
         losses = lambda params, x: self.functions.stage(params, x, *others)[0]
         dy = _at(state.output_gradients, chunk, m % self._num_gradients), jnp.ones(())
-        if defer:
-            assert self.split is not None
-            dx, kept = self.split.of_input(params, x, others, dy)
-            ring = m % self.ticks.num_deferred
-            state = state._replace(deferred=_put(state.deferred, kept, chunk, ring))
-        else:
-            _, vjp = jax.vjp(losses, params, x)
-            gradients, dx = vjp(dy)
-            state = self._add_gradients(state, gradients, chunk)
 
-        def first(state: _State) -> _State:
-            of = lambda outer: self.functions.first(outer, self.constants, micro)[0]
-            (outer,) = jax.vjp(of, self.outer)[1]((dx, jnp.ones(())))
-            return state._replace(outer=_add(state.outer, outer))
+        def run() -> Any:
+            if defer:
+                assert self.split is not None
+                return self.split.of_input(params, x, others, dy)
+            gradients, dx = jax.vjp(losses, params, x)[1](dy)
+            return dx, gradients
 
-        return self._if(self.stages[chunk] == 0, first, state), dx
+        def end(state: _State, results: Any) -> Any:
+            dx, rest = results
+            if defer:
+                ring = m % self.ticks.num_deferred
+                state = state._replace(deferred=_put(state.deferred, rest, chunk, ring))
+            else:
+                state = self._add_gradients(state, rest, chunk)
+
+            def first(state: _State) -> _State:
+                of = lambda outer: self.functions.first(outer, self.constants, micro)[0]
+                (outer,) = jax.vjp(of, self.outer)[1]((dx, jnp.ones(())))
+                return state._replace(outer=_add(state.outer, outer))
+
+            return self._if(self.stages[chunk] == 0, first, state), dx
+
+        return run, end
 
     def _weights(self, state: _State, chunk: Any, m: Any) -> _State:
         assert self.split is not None

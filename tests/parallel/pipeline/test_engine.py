@@ -24,15 +24,13 @@ def first(outer, constants, micro):
 
 
 def stage(params, x, fixed, constants, micro, layers):
-    total, losses, new = jnp.zeros(()), [], []
-    for i in range(len(params)):
-        run = lambda x, i=i: layer(params[i], fixed[i], x)
-        skip = lambda x, i=i: (x, jnp.zeros(()), fixed[i])
-        x, loss, bias = jax.lax.cond(layers[i] >= 0, run, skip, x)
-        total += loss
-        losses.append(loss)
-        new.append(bias)
-    return (x, total), (jnp.stack(losses), jnp.stack(new))
+    def each(carry, given):
+        (x, total), (weight, bias, number) = carry, given
+        run = lambda: layer(weight, bias, x)
+        y, loss, after = jax.lax.cond(number >= 0, run, lambda: (x, jnp.zeros(()), bias))
+        return (y, total + loss), (loss, after)
+
+    return jax.lax.scan(each, (x, jnp.zeros(())), (params, fixed, layers))
 
 
 def last(outer, x, count, constants, micro):
