@@ -15,13 +15,15 @@ from jax.extend.core import Literal, jaxpr_as_fun
 
 from moelib.core.jaxpr import bind, inlined, num_consts_and_carries
 
+SCOPES = "first_of_pair", "second_of_pair"  # In the names of operations.
+
 
 def in_one_loop(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]:
     """Returns (first(), second()).
 
     The last scan of each, a loop over layers, is part of one loop if they are equally long.
     """
-    both = [_Program(fn) for fn in (first, second)]
+    both = [_Program(fn, scope) for fn, scope in zip((first, second), SCOPES, strict=True)]
     scans = [scan for program in both if (scan := program.last_scan())]
     if len(scans) < 2 or len({eqn.params["length"] for _, eqn in scans}) > 1:
         return both[0].results(), both[1].results()
@@ -30,7 +32,11 @@ def in_one_loop(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[An
     loops = [_Loop(eqn, p.read(eqn.invars)) for p, (_, eqn) in zip(both, scans, strict=True)]
 
     def body(carries: Any, i: jax.Array) -> Any:
-        return [loop.iteration(carry, i) for loop, carry in zip(loops, carries, strict=True)], None
+        after = []
+        for loop, carry, scope in zip(loops, carries, SCOPES, strict=True):
+            with jax.named_scope(scope):
+                after.append(loop.iteration(carry, i))
+        return after, None
 
     carries, _ = lax.scan(body, [x.start for x in loops], jnp.arange(loops[0].length))
     for program, loop, carry in zip(both, loops, carries, strict=True):
@@ -41,12 +47,12 @@ def in_one_loop(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[An
 class _Program:
     """The equations of a function without arguments, which are run in parts."""
 
-    def __init__(self, fn: Callable[[], Any]) -> None:
+    def __init__(self, fn: Callable[[], Any], scope: str) -> None:
         closed, shape = jax.make_jaxpr(fn, return_shape=True)()
         flat = inlined(closed)
         self._jaxpr, self._structure = flat.jaxpr, jax.tree.structure(shape)
         self._values = dict(zip(flat.jaxpr.constvars, flat.consts, strict=True))
-        self._next = 0
+        self._next, self._scope = 0, scope
 
     def last_scan(self) -> tuple[int, Any] | None:
         """Returns the last scan and its index."""
@@ -59,7 +65,8 @@ class _Program:
     def run(self, end: int | None = None) -> None:
         """Runs the equations up to an index."""
         for eqn in self._jaxpr.eqns[self._next : end]:
-            self.skip(bind(eqn, self.read(eqn.invars)))
+            with jax.named_scope(self._scope):
+                self.skip(bind(eqn, self.read(eqn.invars)))
 
     def skip(self, results: list[Any]) -> None:
         """Takes the results of the next equation."""
