@@ -1,6 +1,7 @@
 """Specs of parameters: shape, dtype, logical axes, initializer; and casts of parameters."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -50,8 +51,9 @@ class ParameterSpec:
     fan_axes: FanAxes | None = None  # Dimensions of the fans; None for biases and scales.
     trainable: bool = True  # Whether the learner updates it by its gradient.
     weight_decay_scale: float = 1.0  # Factor of the weight decay; 0 for none.
-    castable: bool = True  # Whether a step in lower precision may cast it; not so for routers.
-    cast_at_use: bool = False  # Whether the layer casts what it reads; see `CastAtUse`.
+    castable: bool = True  # Whether a step in lower precision may cast it.
+    # Whether the layer casts what it reads, see `CastAtUse`, and the gradient is float32.
+    cast_at_use: bool = False
     quantization: Any = None  # Scheme of its matmuls; see `moelib.layers.quantization`.
 
     def __post_init__(self) -> None:
@@ -120,31 +122,32 @@ class CastAtUse:
     """A parameter that is cast where it is read: a layer of a stack, or rows of a table.
 
     No copy of all of it in the compute dtype is then held next to the parameters. The gradient is
-    taken with respect to `zeros`, so that it is in the compute dtype from the start; their values
-    are never read.
+    taken with respect to `zeros`, and in their dtype; their values are never read.
     """
 
     value: Any  # The parameter in its own dtype.
-    zeros: Any  # Zeros of the same shape in the compute dtype.
+    zeros: Any  # Zeros of the same shape in the dtype of the gradient.
+    dtype: Any = dataclasses.field(metadata={"static": True})  # The compute dtype.
 
     def cast(self) -> jax.Array:
         """Returns the value in the compute dtype."""
-        return _cast_with_gradient_of(self.value, self.zeros)
+        return _cast_with_gradient_of(self.value, self.zeros, self.dtype)
 
 
-@jax.custom_jvp
-def _cast_with_gradient_of(value: jax.Array, zeros: jax.Array) -> jax.Array:
-    """Returns `value` in the dtype of `zeros`, to which the gradient goes."""
-    limits = jnp.finfo(zeros.dtype)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _cast_with_gradient_of(value: jax.Array, zeros: jax.Array, dtype: Any) -> jax.Array:
+    """Returns `value` in a dtype; the gradient goes to `zeros`."""
+    del zeros
+    limits = jnp.finfo(dtype)
     if limits.bits < jnp.finfo(value.dtype).bits:
         # Without a rounding of its own, XLA would cast all layers at once, before the scan.
         value = jax.lax.reduce_precision(value, limits.nexp, limits.nmant)
-    return value.astype(zeros.dtype)
+    return value.astype(dtype)
 
 
 @_cast_with_gradient_of.defjvp
-def _cast_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    return _cast_with_gradient_of(*primals), tangents[1]
+def _cast_jvp(dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return _cast_with_gradient_of(*primals, dtype), tangents[1].astype(dtype)
 
 
 def cast_at_use(params: Any) -> Any:

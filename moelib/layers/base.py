@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
@@ -20,6 +20,10 @@ from moelib.core.tree import Nested
 from moelib.layers import initializers
 from moelib.layers.quantization import Quantization, operand
 
+# Fields of the spec of a parameter that is stored and trained in float32, whatever the other dtypes
+# are: in bfloat16, small updates of a scale near 1 are lost, and different scores are equal.
+FLOAT32: Mapping[str, Any] = {"dtype": "float32", "castable": False}
+
 
 def weight_spec(
     shape: Sequence[int], axes: Axes, *, inputs: int = 1, stacked: Sequence[int] = (), **fields: Any
@@ -35,9 +39,9 @@ def weight_spec(
 
 
 def bias_spec(shape: Sequence[int], axes: Axes, **fields: Any) -> ParameterSpec:
-    """Returns the spec of a parameter that starts at 0 and has no weight decay."""
-    zeros = initializers.constant(0.0)
-    return ParameterSpec(tuple(shape), axes, initializer=zeros, weight_decay_scale=0.0, **fields)
+    """Returns the spec of a parameter that starts at 0, has no weight decay and is float32."""
+    start: dict[str, Any] = {"initializer": initializers.constant(0.0), "weight_decay_scale": 0.0}
+    return ParameterSpec(tuple(shape), axes, **{**start, **FLOAT32, **fields})
 
 
 class BaseLayer(Module):

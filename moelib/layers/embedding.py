@@ -38,12 +38,14 @@ class Embedding(BaseLayer):
         state = self.get_invocation_context().state
         assert state is not None
         table = state["weight"]
-        value, at = (table.value, table.zeros) if isinstance(table, CastAtUse) else (table, table)
+        if not isinstance(table, CastAtUse):
+            table = CastAtUse(table, table, table.dtype)
+        at = table.zeros
         # The gradient of a row is summed over its uses in float32: in bfloat16 the sum of many uses
         # stays far below its value, 4,096 ones add up to 256.
         exact = at.astype(jnp.float32) if jnp.finfo(at.dtype).bits < 32 else at
-        unread = _rows(constrain(exact, _AXES), ids).astype(at.dtype)
-        return CastAtUse(_rows(lax.stop_gradient(value), ids), unread).cast()
+        unread = _rows(constrain(exact, _AXES), ids)
+        return CastAtUse(_rows(lax.stop_gradient(table.value), ids), unread, table.dtype).cast()
 
     def _own_forward_flops_per_token(self, seq_len: int) -> float:
         del seq_len

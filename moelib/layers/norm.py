@@ -26,7 +26,7 @@ class BaseNorm(BaseLayer):
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         ones = initializers.constant(1.0)
         shape = (self.config.dim,)
-        return {"scale": ParameterSpec(shape, ("norm",), initializer=ones, weight_decay_scale=0.0)}
+        return {"scale": bias_spec(shape, ("norm",), initializer=ones)}
 
     def _scaled(self, x: Float[Array, "... D"], name: str = "scale") -> Float[Array, "..."]:
         """Returns a parameter in float32, broadcast to the rank of x."""

@@ -8,7 +8,7 @@ no code for it.
 import contextlib
 import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +28,7 @@ from moelib.core.context import (
 from moelib.core.errors import UserError
 from moelib.core.metrics import combine, empty, is_metric
 from moelib.core.module import functional
-from moelib.core.param import ParameterSpec, specs_by_path
+from moelib.core.param import CastAtUse, ParameterSpec, cast_parameters, specs_by_path
 from moelib.core.tree import Batch, Nested
 from moelib.layers.moe.balance import BalanceScope
 from moelib.layers.moe.layer import MoELayer
@@ -93,11 +93,22 @@ class _Cut:
         learner: Its learner, which knows what layers may update.
         layout: The stages.
         uniform: Whether ranks compute blocks that they do not have, and drop the results.
+        tables: Paths of parameters that layers cast to `dtype` where they read them.
+        dtype: The compute dtype.
     """
 
-    def __init__(self, model: Any, learner: Learner, layout: Layout, *, uniform: bool) -> None:
+    def __init__(
+        self,
+        model: Any,
+        learner: Learner,
+        layout: Layout,
+        *,
+        uniform: bool,
+        tables: Collection[str],
+        dtype: str | None,
+    ) -> None:
         self.model, self.learner, self.stack = model, learner, stack_of(model)
-        self.uniform = uniform
+        self.uniform, self.tables, self.dtype = uniform, tables, dtype
         self.names = names_below(model, self.stack) or ()
         self.num_always = min(layout.sizes)  # Blocks that all stages have.
 
@@ -141,7 +152,8 @@ class _Cut:
         return found[0]
 
     def _run(self, outer: Nested, constants: Any, micro: Any, at_blocks: Any) -> Any:
-        params = tree.merge(constants["fixed"], outer)
+        late = lambda path, x: CastAtUse(x, x, self.dtype) if path in self.tables else x
+        params = tree.merge(constants["fixed"], tree.map_by_path(late, outer))
         with cut_at_blocks(at_blocks):
             return functional(self.model, micro["key"], params, (micro["batch"],), is_training=True)
 
@@ -253,6 +265,7 @@ def accumulate_in_pipeline(
     learner: Learner,
     pipeline: PipelineConfig,
     params: Nested,
+    train_dtype: str | None,
     batch: Batch,
     key: jax.Array,
     num_microbatches: int,
@@ -263,8 +276,8 @@ def accumulate_in_pipeline(
         model: The model; it has `token_counts`.
         learner: Its learner.
         pipeline: Schedule and number of ranks.
-        params: Parameters in the dtypes in which they are computed with. The result's state has
-            those that are not trained.
+        params: Parameters. The result's state has those that are not trained.
+        train_dtype: As for `make_train_step`.
         batch: Arrays [B, ...].
         key: Random key of the step.
         num_microbatches: Number M of micro-batches.
@@ -273,11 +286,16 @@ def accumulate_in_pipeline(
         UserError: If the model cannot be cut, or the schedule needs more micro-batches.
     """
     layout, unroll, uniform = layout_of(model, pipeline), pipeline.unroll, pipeline.uniform
-    cut = _Cut(model, learner, layout, uniform=uniform)
+    specs = specs_by_path(model.create_parameter_specs_recursively())
+    late = lambda path: specs[path].cast_at_use and learner.is_updated(path)
+    tables = {} if train_dtype is None else tree.select(params, late)
+    names = tree.by_path(tables).keys()
+    cut = _Cut(model, learner, layout, uniform=uniform, tables=names, dtype=train_dtype)
+    cast = cast_parameters(params, tree.unflatten(specs), train_dtype)
+    params = tree.merge(cast, tables)
     trained, fixed = _parts(params, learner.is_updated)
     blocks, outer = _parts(trained, cut.is_block)
     fixed_blocks, fixed_outer = _parts(fixed, cut.is_block)
-    specs = specs_by_path(model.create_parameter_specs_recursively())
     ending = tree.select(fixed_outer, lambda path: not specs[path].trainable)
     placement = _Placement(layout, specs)
     to_stages = functools.partial(tree.map_by_path, placement.to_stages)

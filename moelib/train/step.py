@@ -70,7 +70,7 @@ def make_train_step(
                 def used(path: str, x: jax.Array) -> Any:
                     if path in quantized:
                         return dataclasses.replace(quantized[path], gradient_of=x)
-                    return CastAtUse(flat[path], x) if path in late else x
+                    return CastAtUse(flat[path], x, train_dtype) if path in late else x
 
                 params = tree.map_by_path(used, tree.merge(fixed, at))
                 params = cast_parameters(params, specs, train_dtype)
@@ -95,9 +95,8 @@ def make_train_step(
             done = accumulate(micro_step, batch, num_microbatches=num_microbatches, state=carry)
             new_fixed = done.state[0]
         else:
-            cast = cast_parameters(state.model, specs, train_dtype)
             done = accumulate_in_pipeline(
-                model, learner, pipeline, cast, batch, key, num_microbatches
+                model, learner, pipeline, state.model, train_dtype, batch, key, num_microbatches
             )
             new_fixed = done.state
         with jax.named_scope("learner"):
@@ -218,7 +217,8 @@ def _cast_at_use(specs: Mapping[str, ParameterSpec]) -> set[str]:
 
 
 def _zeros(spec: ParameterSpec, dtype: str | None) -> jax.Array:
-    return sharding.constrain(jnp.zeros(spec.shape, dtype or spec.dtype), spec.axes)
+    dtype = "float32" if spec.cast_at_use else dtype or spec.dtype
+    return sharding.constrain(jnp.zeros(spec.shape, dtype), spec.axes)
 
 
 def _end_step(

@@ -67,12 +67,15 @@ def test_batch_axes_are_those_of_independent_parameters(shape, fan_axes, batch):
     assert spec.batch_axes == batch
 
 
-def test_a_cast_slice_reads_no_zeros_and_its_gradient_has_the_compute_dtype():
+def test_a_cast_slice_reads_no_zeros_and_its_gradient_has_their_dtype():
     value = jnp.asarray([1.0, 1 + 2.0**-9, -3.0], jnp.float32)
     factors = jnp.arange(1, 4, dtype=jnp.bfloat16)
-    product = lambda zeros: jnp.sum(CastAtUse(value, zeros).cast() * factors)
+    product = lambda zeros: jnp.sum(CastAtUse(value, zeros, "bfloat16").cast() * factors)
     unread = jnp.full(3, jnp.nan, jnp.bfloat16)
     assert float(product(unread)) == 1 + 2 - 9
     gradient = jax.grad(product)(unread)
     assert gradient.dtype == jnp.bfloat16
+    assert gradient.tolist() == [1, 2, 3]
+    gradient = jax.grad(product)(unread.astype(jnp.float32))
+    assert gradient.dtype == jnp.float32
     assert gradient.tolist() == [1, 2, 3]

@@ -43,14 +43,27 @@ def test_gradients_of_many_uses_in_bfloat16_are_not_lost():
     assert np.count_nonzero(got) == 4
 
 
+def test_the_gradient_of_a_hundred_thousand_uses_in_bfloat16_is_the_exact_sum():
+    ids = jnp.full((1, 100_000), 2)
+    grad = jnp.asarray(normal(1, 100_000, 4) + 1, jnp.bfloat16)
+    zeros = jnp.zeros((5, 4))
+    rows = lambda zeros: call(
+        LAYER, {"weight": CastAtUse(PARAMS["weight"], zeros, "bfloat16")}, ids
+    )
+    out, pull = jax.vjp(rows, zeros)
+    assert out.dtype == jnp.bfloat16
+    got, want = np.asarray(pull(grad)[0][2], np.float64), np.asarray(grad, np.float64).sum((0, 1))
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
 def test_of_a_table_cast_at_use_only_rows_are_cast():
     ids = jnp.array([[1, 1, 3]])
-    unread = jnp.full((5, 4), jnp.nan, jnp.bfloat16)
-    rows = lambda value, zeros: call(LAYER, {"weight": CastAtUse(value, zeros)}, ids)
+    unread = jnp.full((5, 4), jnp.nan, jnp.float32)
+    rows = lambda value, zeros: call(LAYER, {"weight": CastAtUse(value, zeros, "bfloat16")}, ids)
     got, pull = jax.vjp(rows, PARAMS["weight"], unread)
     np.testing.assert_array_equal(got, PARAMS["weight"][ids].astype(jnp.bfloat16))
     value_grad, grad = pull(jnp.ones_like(got))
-    assert grad.dtype == jnp.bfloat16
+    assert grad.dtype == jnp.float32
     assert grad[:, 0].tolist() == [0, 2, 0, 1, 0]
     assert not value_grad.any()
     text = jax.jit(rows).lower(PARAMS["weight"], unread).compile().as_text()

@@ -15,7 +15,7 @@ from moelib.layers.base import BaseLayer
 from moelib.layers.initializers import constant
 from moelib.layers.moe.balance import BalanceScope, LoadBalanceLoss, RouterZLoss
 from moelib.layers.remat import remat
-from moelib.learner.learner import UpdateType
+from moelib.learner.learner import Learner, UpdateType
 from moelib.learner.optimizers import sgd_optimizer
 from moelib.learner.transforms import skip_bad_steps
 from moelib.parallel import sharding
@@ -227,10 +227,22 @@ def test_no_copy_of_all_layers_is_cast():
     assert f"tensor<{LAYERS}x4x2x16x8xbf16>" in text  # Gradients are summed in bfloat16.
 
 
-def test_a_model_reads_the_table_of_its_embedding_in_the_compute_dtype():
+def test_gradients_of_tables_norms_and_routers_are_float32(monkeypatch):
+    known, seen = Learner.update, {}
+
+    def update(self, *, gradients, **given):
+        seen.update((path, x.dtype) for path, x in tree.flatten_items(gradients))
+        return known(self, gradients=gradients, **given)
+
+    monkeypatch.setattr(Learner, "update", update)
     _, step, before, batch = scanned("bfloat16", lm_head=None)
     after, _ = jax.eval_shape(step, before, batch)
     assert after.model["embedding"]["weight"].dtype == jnp.float32
+    low = {path for path, dtype in seen.items() if dtype == jnp.bfloat16}
+    layer = "decoder/repeated0"
+    assert {f"{layer}/self_attention/q", f"{layer}/feed_forward/experts/up"} <= low
+    assert all("norm" not in path and "router" not in path for path in low)
+    assert seen["embedding/weight"] == jnp.float32
 
 
 class LoopOverLayers(BaseLayer):

@@ -194,7 +194,7 @@ class LoadCounter(BaseLayer):
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         shape = (self.config.num_experts,)
-        return {"counts": bias_spec(shape, (None,), dtype="float32", trainable=False)}
+        return {"counts": bias_spec(shape, (None,), trainable=False)}
 
     def count(self, expert_ids: Int[Array, "B S K"], mask: Bool[Array, "B S"]) -> Float[Array, "E"]:
         """Returns the counts of earlier micro-batches; when training, adds this one's to them."""

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.errors import UserError
 from moelib.core.param import ParameterSpec
-from moelib.layers.base import BaseLayer, bias_spec, weight_spec
+from moelib.layers.base import FLOAT32, BaseLayer, bias_spec, weight_spec
 from moelib.layers.moe.balance import BiasBalancing
 from moelib.layers.remat import save_activation, save_routing
 
@@ -110,10 +110,10 @@ class Router(BaseLayer):
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg: Router.Config = self.config
         specs = {
-            "weight": weight_spec((cfg.input_dim, cfg.num_experts), ("embed", None), castable=False)
+            "weight": weight_spec((cfg.input_dim, cfg.num_experts), ("embed", None), **FLOAT32)
         }
         if cfg.bias:
-            specs["bias"] = bias_spec((cfg.num_experts,), (None,), castable=False)
+            specs["bias"] = bias_spec((cfg.num_experts,), (None,))
         return specs
 
     def forward(self, x: Float[Array, "B S D"], mask: Bool[Array, "B S"]) -> Routing:
