@@ -39,6 +39,7 @@ from moelib.core.param import is_spec, specs_by_path
 from moelib.core.tree import Nested
 from moelib.learner import offload, transforms
 from moelib.learner.ema import EmaState, param_ema
+from moelib.learner.moments import MomentFormat, apply_updates, stored_as
 from moelib.learner.norms import group_paths, norms_of
 from moelib.learner.state_specs import state_specs
 from moelib.learner.streamed_update import streamed_update
@@ -93,6 +94,13 @@ class Learner(Module):
         # norm per parameter, or per text of the capture groups: ["([^/]+)/.*"] is one per top-level
         # layer. None by default.
         norms_of: Sequence[str] = ()
+        # Storage of optimizers' means of gradients, and of squared gradients. A parameter takes 2
+        # bytes in BFLOAT16 and 1 in INT8, instead of 4.
+        first_moment: MomentFormat = MomentFormat.FLOAT32
+        second_moment: MomentFormat = MomentFormat.FLOAT32
+        # Whether moments in fewer bits, and parameters in bfloat16, are rounded at random to one of
+        # the two nearest values, so that small changes add up. False rounds to the nearest.
+        stochastic_rounding: bool = False
         # Whether moments and averages stay in host memory between steps. A device then holds them
         # only while their parameters are updated; every step transfers them both ways.
         offload_state: bool = False
@@ -161,7 +169,10 @@ class Learner(Module):
                 f"{self._field(field)} builds {optimizer!r}; set it to the config of a function "
                 "that returns an optax.GradientTransformation."
             )
-        return optimizer
+        formats = self.config.first_moment, self.config.second_moment
+        if set(formats) == {MomentFormat.FLOAT32}:
+            return optimizer
+        return stored_as(optimizer, *formats)
 
     @nowrap
     def is_updated(self, path: str) -> bool:
@@ -240,6 +251,7 @@ class Learner(Module):
         state: LearnerState,
         params: Nested,
         loss: jax.Array | None = None,
+        key: jax.Array | None = None,
     ) -> LearnerUpdate:
         """Returns the parameters and the state after one step, and metrics.
 
@@ -258,8 +270,10 @@ class Learner(Module):
             state: State before the step.
             params: Parameters before the step.
             loss: Scalar for the skip policy and, as `value`, for optimizers of Optax that use it.
+            key: Random key of the step, for stochastic rounding.
 
         Raises:
+            UserError: If `stochastic_rounding` is set, and there is no key.
             ValueError: If the gradient of an updated parameter is missing.
         """
         updated = tree.select(params, self.is_updated)
@@ -267,7 +281,13 @@ class Learner(Module):
         norm = transforms.global_norm(gradients)
         metrics = {"gradient_norm": norm}
         take = None if self._take_step is None else self._take_step(loss, norm)
-        step = functools.partial(self._step, take=take, loss=loss)
+        if self.config.stochastic_rounding and key is None:
+            raise UserError(
+                f"{self._field('stochastic_rounding')} is True, but `update` is called without a "
+                "key; pass key=, or set it to False."
+            )
+        key = key if self.config.stochastic_rounding else None
+        step = functools.partial(self._step, take=take, loss=loss, key=key)
         if self.config.offload_state:
             new, new_state, rates = streamed_update(step, updated, gradients, state)
         else:
@@ -288,14 +308,16 @@ class Learner(Module):
         *,
         take: jax.Array | None,
         loss: jax.Array | None,
+        key: jax.Array | None = None,
     ) -> tuple[Nested, LearnerState, dict[str, jax.Array]]:
         """Returns parameters, state and learning rates after the step, or as they were."""
         gradients = tree.cast_floats(gradients, jnp.float32)
 
         def step() -> tuple[Nested, LearnerState, dict[str, jax.Array]]:
-            extra = {} if loss is None else {"value": loss}
+            extra = {"value": loss, "rounding_key": key}
+            extra = {name: x for name, x in extra.items() if x is not None}
             updates, optimizer = self._optimizer.update(gradients, state.optimizer, params, **extra)
-            new = optax.apply_updates(params, updates)
+            new = apply_updates(params, updates, key)
             ema = None if self._ema is None else self._ema.update(new, state.ema)
             new_state = LearnerState(optimizer, ema, state.skipped_steps)
             return new, new_state, _learning_rates(optimizer)

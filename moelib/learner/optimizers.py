@@ -12,14 +12,13 @@ Shared arguments:
     weight_decay_per_param_scale: Scales that replace those of the specs: (regex of a path "a/b/c",
         scale), first match wins, a regex without a match is an error; or a function of the spec,
         such as `transforms.matrices_only`.
-    mu_dtype: Dtype of the first moment, float32 if None. All other state is float32.
     param_specs: The model's ParameterSpecs, filled in by the learner.
 
+The learner's `first_moment` and `second_moment` set the formats of the state, float32 by default.
 Decay rates of means (b1, b2, beta, momentum) are 0 or more and below 1; others are a UserError.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import optax
 import optax.contrib
@@ -40,21 +39,20 @@ def sgd_optimizer(
     nesterov: bool = False,
     weight_decay: float = 0.0,
     weight_decay_per_param_scale: PathScales = (),
-    mu_dtype: Any = None,
     param_specs: Nested | None = None,
 ) -> optax.GradientTransformation:
     """Returns stochastic gradient descent: m = momentum * m + g; p -= learning_rate * m.
 
     Raises:
-        UserError: If `nesterov` or `mu_dtype` is set without momentum.
+        UserError: If `nesterov` is set without momentum.
     """
-    if not momentum and (nesterov or mu_dtype is not None):
+    if nesterov and not momentum:
         raise UserError(
-            f"sgd_optimizer: nesterov={nesterov} and mu_dtype={mu_dtype} have no effect at "
-            "momentum 0; set momentum, or leave them unset."
+            "sgd_optimizer: nesterov=True has no effect at momentum 0; set momentum, or "
+            "nesterov=False."
         )
     _check_decay_rates("sgd_optimizer", momentum=momentum)
-    trace = optax.trace(momentum, nesterov=nesterov, accumulator_dtype=mu_dtype)
+    trace = optax.trace(momentum, nesterov=nesterov)
     inner = trace if momentum else optax.identity()
     return _descend(inner, learning_rate, weight_decay, weight_decay_per_param_scale, param_specs)
 
@@ -65,10 +63,9 @@ def adam_optimizer(
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
-    mu_dtype: Any = None,
 ) -> optax.GradientTransformation:
     """Returns Adam, without weight decay. Source: Kingma and Ba, arXiv:1412.6980, algorithm 1."""
-    return adamw_optimizer(learning_rate, b1=b1, b2=b2, eps=eps, mu_dtype=mu_dtype)
+    return adamw_optimizer(learning_rate, b1=b1, b2=b2, eps=eps)
 
 
 def adamw_optimizer(
@@ -79,7 +76,6 @@ def adamw_optimizer(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     weight_decay_per_param_scale: PathScales = (),
-    mu_dtype: Any = None,
     param_specs: Nested | None = None,
 ) -> optax.GradientTransformation:
     """Returns AdamW as in PyTorch, Megatron and Optax: the learning rate multiplies the decay.
@@ -90,7 +86,7 @@ def adamw_optimizer(
     Source: Loshchilov and Hutter, arXiv:1711.05101, algorithm 2.
     """
     _check_decay_rates("adamw_optimizer", b1=b1, b2=b2)
-    adam = optax.scale_by_adam(b1=b1, b2=b2, eps=eps, mu_dtype=mu_dtype)
+    adam = optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
     return _descend(adam, learning_rate, weight_decay, weight_decay_per_param_scale, param_specs)
 
 
@@ -103,7 +99,6 @@ def adamw_decoupled_optimizer(
     update_schedule: float | Schedule = 1.0,
     weight_decay: float = 0.0,
     weight_decay_per_param_scale: PathScales = (),
-    mu_dtype: Any = None,
     param_specs: Nested | None = None,
 ) -> optax.GradientTransformation:
     """Returns AdamW as in its paper: p -= schedule * (learning_rate * adam + weight_decay * p).
@@ -122,7 +117,7 @@ def adamw_decoupled_optimizer(
             "update_schedule to the schedule with a peak of 1."
         )
     _check_decay_rates("adamw_decoupled_optimizer", b1=b1, b2=b2)
-    adam = optax.scale_by_adam(b1=b1, b2=b2, eps=eps, mu_dtype=mu_dtype)
+    adam = optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
     decay = transforms.add_decayed_weights(
         weight_decay, per_param_scale=weight_decay_per_param_scale, param_specs=param_specs
     )
@@ -141,7 +136,6 @@ def lion_optimizer(
     b2: float = 0.99,
     weight_decay: float = 0.0,
     weight_decay_per_param_scale: PathScales = (),
-    mu_dtype: Any = None,
     param_specs: Nested | None = None,
 ) -> optax.GradientTransformation:
     """Returns Lion: the sign of b1 * momentum + (1 - b1) * gradient; the momentum decays by b2.
@@ -150,7 +144,7 @@ def lion_optimizer(
     decay higher by the same factor. Source: Chen et al., arXiv:2302.06675, program 1.
     """
     _check_decay_rates("lion_optimizer", b1=b1, b2=b2)
-    lion = optax.scale_by_lion(b1=b1, b2=b2, mu_dtype=mu_dtype)
+    lion = optax.scale_by_lion(b1=b1, b2=b2)
     return _descend(lion, learning_rate, weight_decay, weight_decay_per_param_scale, param_specs)
 
 
@@ -165,7 +159,6 @@ def adafactor_optimizer(
     eps: float = 1e-30,
     weight_decay: float = 0.0,
     weight_decay_per_param_scale: PathScales = (),
-    mu_dtype: Any = None,
     param_specs: Nested | None = None,
 ) -> optax.GradientTransformation:
     """Returns Adafactor, which keeps the second moments of a matrix as a row and a column.
@@ -180,16 +173,8 @@ def adafactor_optimizer(
         min_dim_size_to_factor: Smallest dimension of a matrix that is factored.
         eps: Term added to squared gradients.
 
-    Raises:
-        UserError: If `mu_dtype` is set without `b1`.
-
     Source: Shazeer and Stern, arXiv:1804.04235, algorithms 4 and 5.
     """
-    if b1 is None and mu_dtype is not None:
-        raise UserError(
-            f"adafactor_optimizer: mu_dtype={mu_dtype} has no effect without b1; set b1, or leave "
-            "mu_dtype unset."
-        )
     _check_decay_rates("adafactor_optimizer", b1=b1 or 0.0)
     parts = [
         factored.scale_by_factored_rms(param_specs, decay_exponent, min_dim_size_to_factor, eps)
@@ -199,7 +184,7 @@ def adafactor_optimizer(
     if multiply_by_parameter_scale:
         parts.append(factored.scale_by_param_rms(param_specs))
     if b1 is not None:
-        parts.append(optax.ema(b1, debias=False, accumulator_dtype=mu_dtype))
+        parts.append(optax.ema(b1, debias=False))
     return _descend(
         optax.chain(*parts), learning_rate, weight_decay, weight_decay_per_param_scale, param_specs
     )
@@ -220,7 +205,6 @@ def muon_optimizer(
     adam_eps: float = 1e-8,
     adam_axes: Sequence[str] = ("vocab",),
     adam_paths: Sequence[str] = (),
-    mu_dtype: Any = None,
     param_specs: Nested | None = None,
 ) -> optax.GradientTransformation:
     """Returns Muon, which orthogonalizes the momentum of matrices, with AdamW for all others.
@@ -262,7 +246,6 @@ def muon_optimizer(
             beta=beta,
             nesterov=nesterov,
             ns_steps=ns_steps,
-            mu_dtype=mu_dtype,
             weight_dimension_numbers=lambda params: tree.map_by_path(axes, params),
         ),
         optax.stateless(lambda updates, _: tree.map_by_path(scale, updates)),
@@ -277,7 +260,6 @@ def muon_optimizer(
         eps=adam_eps,
         weight_decay=weight_decay,
         weight_decay_per_param_scale=weight_decay_per_param_scale,
-        mu_dtype=mu_dtype,
         param_specs=param_specs,
     )
     rules = [(pattern, "others") for pattern in adam_paths]

@@ -52,6 +52,8 @@ def state_specs(state: Any, param_specs: Nested) -> Any:
 
 def _owner(path: Sequence[Any], specs: Any) -> ParameterSpec | None:
     """Returns the spec of the parameter with the longest path at the end of `path`."""
+    if isinstance(path[-1], jax.tree_util.GetAttrKey):  # A part of an array in 8 bits.
+        path = path[:-1]
     in_dict = lambda key: isinstance(key, jax.tree_util.DictKey)
     names = [str(key.key) for key in itertools.takewhile(in_dict, reversed(path))][::-1]
     ends = ("/".join(names[start:]) for start in range(len(names)))

@@ -105,6 +105,7 @@ def make_train_step(
                 state=state.learner,
                 params=state.model,
                 loss=done.objective,
+                key=jax.random.fold_in(key, num_microbatches),
             )
         num_tokens = done.metrics["loss"].weight
         metrics = {name: reading(value) for name, value in done.metrics.items()}
@@ -136,7 +137,9 @@ def make_own_train_step(task: Any, learner: Learner) -> TrainStep:
                     "train_step calls apply_gradients twice; call it once, with the gradients of "
                     "all parameters in one tree."
                 )
-            updates.append(learner.update(gradients=gradients, state=state.learner, params=params))
+            updates.append(
+                learner.update(gradients=gradients, state=state.learner, params=params, key=key)
+            )
             return updates[0].params
 
         (params, loss, metrics), _ = functional(

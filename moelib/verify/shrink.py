@@ -16,6 +16,7 @@ from moelib.data.lm_input import LMInput
 from moelib.data.mixture import Mixture
 from moelib.data.packing import LongDocuments
 from moelib.data.synthetic import SyntheticTokens
+from moelib.learner.moments import MomentFormat
 from moelib.parallel.pipeline.schedule import Schedule
 from moelib.verify.batches import vocab_size
 
@@ -170,6 +171,8 @@ def _smaller_widths(cfg: ConfigBase, num_devices: int) -> None:
 def _make_runnable(cfg: Any) -> None:
     """Sets every dtype to float32, so that meshes differ by the order of sums only."""
     cfg.set(train_dtype=None)
+    in_full = MomentFormat.FLOAT32
+    cfg.learner.set(first_moment=in_full, second_moment=in_full, stochastic_rounding=False)
     for holder in [*_configs(cfg.model), *_configs(cfg.learner)]:
         for name, value in dict(holder.items()).items():
             if f"_{name}".endswith("_dtype") and isinstance(value, str):

@@ -11,7 +11,7 @@ from tests.learner.example import SCAN_SPECS, SPECS, arrays, ema_config, fn, mak
 
 OPTIMIZERS = {
     "sgd": fn(optimizers.sgd_optimizer, learning_rate=0.1, momentum=0.9),
-    "adamw": fn(optimizers.adamw_optimizer, learning_rate=0.1, mu_dtype="bfloat16"),
+    "adamw": fn(optimizers.adamw_optimizer, learning_rate=0.1),
     "lion": fn(optimizers.lion_optimizer, learning_rate=0.1),
     "adafactor": fn(optimizers.adafactor_optimizer, learning_rate=0.1, min_dim_size_to_factor=4),
     "muon": fn(optimizers.muon_optimizer, learning_rate=0.1),

@@ -399,8 +399,8 @@ def skipped_step_that_averages(patch: Patch) -> None:
     """A skipped step still counts as an update of the optimizer."""
     known = learner_module.Learner._step
 
-    def step(self: Any, params: Any, gradients: Any, state: Any, *, take: Any, loss: Any) -> Any:
-        new, after, rates = known(self, params, gradients, state, take=take, loss=loss)
+    def step(self: Any, params: Any, gradients: Any, state: Any, **given: Any) -> Any:
+        new, after, rates = known(self, params, gradients, state, **given)
         count = jax.tree.map(
             lambda x, old: old + 1 if x.dtype == jnp.int32 and x.ndim == 0 else x,
             after.optimizer,

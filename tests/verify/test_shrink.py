@@ -11,6 +11,7 @@ from moelib.core.config_paths import sub_configs
 from moelib.core.param import is_spec, specs_by_path
 from moelib.data.packing import LongDocuments
 from moelib.layers.moe.dispatch_ragged import RaggedDispatcher
+from moelib.learner.moments import MomentFormat
 from moelib.models.huggingface.families import settings_of
 from moelib.parallel.sharding import DEFAULT_RULES
 from moelib.verify.shrink import runnable, shrink
@@ -137,9 +138,9 @@ def test_the_run_is_in_float32_on_made_up_data():
 
 def test_the_learner_keeps_its_state_in_float32():
     cfg = CONFIGS["flame-moe-tiny"]()
-    cfg.learner.optimizer.args[1].mu_dtype = "bfloat16"
+    cfg.learner.first_moment = MomentFormat.BFLOAT16
     for small, _ in (shrink(cfg, 8), runnable(cfg)):
-        assert small.learner.optimizer.args[1].mu_dtype == "float32"
+        assert small.learner.first_moment is MomentFormat.FLOAT32
 
 
 @pytest.mark.parametrize(("blocks", "few"), [(16, 8), (4, 4), (5, 5)])

@@ -1,0 +1,174 @@
+"""Optimizer state in fewer bits: bfloat16, or codes of 8 bits with a scale per block.
+
+The state is decoded before each update of an optimizer and encoded after it; the update itself is
+computed in float32. Small arrays stay in float32.
+"""
+
+import enum
+import zlib
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float32, UInt8
+
+_MIN_SIZE = 4096  # Elements from which on an array is encoded, as in arXiv:2110.02861, section 2.
+_MAX_BLOCK, _MIN_BLOCK = 256, 32  # Elements along the last dimension that share a scale.
+# Fields of states, those of Optax and of `factored`, that hold means of squares: 0 or more.
+_SQUARES = ("nu", "v", "v_row", "v_col", "row", "col", "full")
+
+
+class MomentFormat(enum.Enum):
+    """Storage of the means that an optimizer keeps of gradients and of their squares."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    INT8 = "int8"  # Block-wise dynamic quantization, Dettmers et al., arXiv:2110.02861.
+
+
+class Quantized(NamedTuple):
+    """An array in 8 bits: each code is a share of its block's largest magnitude."""
+
+    codes: UInt8[Array, "... N"]
+    scales: Float32[Array, "... M"]  # Largest magnitude of each block of N / M elements.
+
+
+def quantize(
+    x: Float32[Array, "... N"], block: int, *, signed: bool, key: jax.Array | None = None
+) -> Quantized:
+    """Returns an array in 8 bits.
+
+    Code 2^i + j stands for the share (0.1 + 0.9 (j + 1) / 2^i) * 10^(i - n) of the scale, for i up
+    to n: 7 decades of up to 64 steps with a sign, or 8 of up to 128 steps without. The error is at
+    most half a step, 0.45 / 2^n of the scale, or a step where it is rounded at random. Shares are
+    the ends of the intervals of the paper, not their middles, so that the largest element is exact.
+
+    Args:
+        x: Array whose last dimension is a multiple of `block`.
+        block: Number of elements that share a scale.
+        signed: Whether elements may be negative. Positive elements of others never become 0, so
+            that an update is not divided by 0.
+        key: Random key for stochastic rounding; None rounds to the nearest.
+    """
+    blocks = x.reshape(*x.shape[:-1], -1, block)
+    scales = jnp.max(jnp.abs(blocks), -1)
+    share = (jnp.abs(blocks) / jnp.where(scales > 0, scales, 1.0)[..., None]).reshape(x.shape)
+    top = 6 if signed else 7
+    above = (share >= 10.0 ** (i - top - 1) for i in range(1, top + 1))
+    decade = sum((a.astype(jnp.int32) for a in above), jnp.zeros(x.shape, jnp.int32))
+    steps = jnp.left_shift(1, decade).astype(jnp.float32)
+    within = share * _power_of_10(top - decade, top)  # From 0.1 to 1; below in the lowest decade.
+    place = steps - 1 + jnp.maximum(within - 0.1, 0.0) / 0.9 * steps
+    noise = 0.5 if key is None else jax.random.uniform(key, x.shape)
+    codes = jnp.minimum(jnp.floor(place + noise).astype(jnp.int32), 2 ** (top + 1) - 1)
+    if signed:
+        codes = jnp.where((x < 0) & (codes > 0), codes + 128, codes)
+    else:
+        codes = jnp.where(x > 0, jnp.maximum(codes, 1), codes)
+    return Quantized(codes.astype(jnp.uint8), scales)
+
+
+def dequantize(x: Quantized, *, signed: bool) -> Float32[Array, "... N"]:
+    """Inverse of `quantize`, but for rounding."""
+    top = 6 if signed else 7
+    codes = x.codes.astype(jnp.int32)
+    size = codes % 128 if signed else codes
+    decade = 31 - jax.lax.clz(jnp.maximum(size, 1))
+    steps = jnp.left_shift(1, decade)
+    share = 0.1 + 0.9 * (size - steps + 1).astype(jnp.float32) / steps.astype(jnp.float32)
+    share = jnp.where(size > 0, share / _power_of_10(top - decade, top), 0.0)
+    if signed:
+        share = jnp.where(codes >= 128, -share, share)
+    blocks = share.reshape(*x.scales.shape, -1) * x.scales[..., None]
+    return blocks.reshape(codes.shape)
+
+
+def _power_of_10(exponent: jax.Array, most: int) -> jax.Array:
+    """Returns 10^exponent for integers from 0 to `most`, without a table to gather from."""
+    powers = jnp.ones(exponent.shape, jnp.float32)
+    for i in range(1, most + 1):
+        powers = jnp.where(exponent == i, 10.0**i, powers)
+    return powers
+
+
+def round_to_bfloat16(x: jax.Array, key: jax.Array | None = None) -> jax.Array:
+    """Returns x in bfloat16; with a key, one of the two nearest values, equal to x on average."""
+    if key is None:
+        return x.astype(jnp.bfloat16)
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    cut = jax.lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
+    return jnp.where(jnp.isfinite(x), cut, x).astype(jnp.bfloat16)
+
+
+def apply_updates(params: Any, updates: Any, key: jax.Array | None = None) -> Any:
+    """Returns the sums of parameters and updates; with a key, bfloat16 is rounded at random."""
+    if key is None:
+        return optax.apply_updates(params, updates)
+
+    def add(path: Any, param: jax.Array, update: jax.Array) -> jax.Array:
+        if param.dtype != jnp.bfloat16:
+            return optax.apply_updates(param, update)
+        return round_to_bfloat16(param.astype(jnp.float32) + update, _key_of(path, key))
+
+    return jax.tree_util.tree_map_with_path(add, params, updates)
+
+
+def stored_as(
+    inner: optax.GradientTransformation, first: MomentFormat, second: MomentFormat
+) -> optax.GradientTransformationExtraArgs:
+    """Returns an optimizer that stores its state in fewer bits.
+
+    The update takes `rounding_key`, a random key for stochastic rounding, or None.
+
+    Args:
+        inner: The optimizer.
+        first: Format of means of gradients and of all other state.
+        second: Format of means of squared gradients.
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def decode(state: Any) -> Any:
+        def leaf(path: Any, x: Any) -> Any:
+            is_second = _is_second(path)
+            if isinstance(x, Quantized):
+                return dequantize(x, signed=not is_second)
+            low = (second if is_second else first) is MomentFormat.BFLOAT16
+            return x.astype(jnp.float32) if low and x.dtype == jnp.bfloat16 else x
+
+        return jax.tree_util.tree_map_with_path(leaf, state, is_leaf=_is_quantized)
+
+    def encode(state: Any, key: jax.Array | None) -> Any:
+        def leaf(path: Any, x: jax.Array) -> Any:
+            format_ = second if _is_second(path) else first
+            if x.size < _MIN_SIZE or x.dtype != jnp.float32 or format_ is MomentFormat.FLOAT32:
+                return x
+            own = None if key is None else _key_of(path, key)
+            if format_ is MomentFormat.BFLOAT16:
+                return round_to_bfloat16(x, own)
+            sizes = range(_MIN_BLOCK, _MAX_BLOCK + 1)
+            block = max((n for n in sizes if x.shape[-1] % n == 0), default=None)
+            return x if block is None else quantize(x, block, signed=not _is_second(path), key=own)
+
+        return jax.tree_util.tree_map_with_path(leaf, state)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        key = extra.pop("rounding_key", None)
+        updates, state = inner.update(updates, decode(state), params, **extra)
+        return updates, encode(state, key)
+
+    return optax.GradientTransformationExtraArgs(lambda p: encode(inner.init(p), None), update)
+
+
+def _is_quantized(x: Any) -> bool:
+    return isinstance(x, Quantized)
+
+
+def _is_second(path: Any) -> bool:
+    """Returns whether an array of a state is a mean of squared gradients."""
+    return any(getattr(entry, "name", None) in _SQUARES for entry in path)
+
+
+def _key_of(path: Any, key: jax.Array) -> jax.Array:
+    return jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))

@@ -1,0 +1,192 @@
+"""Optimizer state in 8 bits and in bfloat16: error bounds, rounding, steps of optimizers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from moelib.core.config import config_for_function
+from moelib.core.param import ParameterSpec
+from moelib.layers.base import weight_spec
+from moelib.learner import optimizers
+from moelib.learner.learner import Learner
+from moelib.learner.moments import MomentFormat, Quantized, dequantize, quantize, round_to_bfloat16
+
+BLOCK = 64
+
+
+def levels(signed):
+    """Returns the shares that codes stand for, by the definition."""
+    top = 6 if signed else 7
+    return np.array(
+        [0.0]
+        + [
+            (0.1 + 0.9 * (j + 1) / 2**i) * 10.0 ** (i - top)
+            for i in range(top + 1)
+            for j in range(2**i)
+        ]
+    )
+
+
+def values(signed):
+    """Returns 16 blocks over ten decades; one is 0, one has a single element that is not."""
+    rng = np.random.default_rng(0)
+    x = 10.0 ** rng.uniform(-9, 1, (4, 4 * BLOCK)) * (rng.choice([-1, 1], (4, 1)) if signed else 1)
+    x[0, :BLOCK], x[1, 1:BLOCK] = 0.0, 0.0
+    return jnp.asarray(x, jnp.float32)
+
+
+run = functools.partial(jax.jit, static_argnames="signed")
+encode = run(lambda x, signed, key=None: quantize(x, BLOCK, signed=signed, key=key))
+decode = run(lambda x, signed: dequantize(x, signed=signed))
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_every_element_becomes_the_nearest_level(signed):
+    x = values(signed)
+    code = encode(x, signed=signed)
+    assert code.codes.dtype == jnp.uint8
+    assert code.scales.shape == (4, 4)
+    got = np.asarray(decode(code, signed=signed), np.float64).reshape(4, 4, BLOCK)
+    blocks = np.asarray(x, np.float64).reshape(4, 4, BLOCK)
+    scales = np.abs(blocks).max(-1, keepdims=True)
+    of = levels(signed)
+    distance = np.abs(np.abs(blocks)[..., None] - of * scales[..., None]).min(-1)
+    if not signed:  # Nothing above 0 becomes 0.
+        lowest = np.abs(blocks - of[1] * scales)
+        distance = np.where((blocks > 0) & (blocks < of[1] / 2 * scales), lowest, distance)
+    np.testing.assert_allclose(np.abs(got - blocks), distance, rtol=0, atol=1e-6 * scales.max())
+    assert np.all(np.abs(got - blocks) <= 0.45 / 2 ** (6 if signed else 7) * scales * (1 + 1e-5))
+    if not signed:
+        assert np.all(got[blocks > 0] > 0)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_encoding_again_changes_nothing(signed):
+    first = encode(values(signed), signed=signed)
+    again = encode(decode(first, signed=signed), signed=signed)
+    np.testing.assert_array_equal(first.codes, again.codes)
+    np.testing.assert_allclose(first.scales, again.scales, rtol=1e-6)
+
+
+def test_values_that_are_not_finite_are_not_hidden():
+    x = jnp.ones((2, BLOCK)).at[0, 3].set(jnp.nan).at[1, 5].set(jnp.inf)
+    got = decode(encode(x, signed=True), signed=True)
+    assert not np.isfinite(got[0]).all()
+    assert not np.isfinite(got[1]).all()
+    assert np.isnan(round_to_bfloat16(x, jax.random.key(0))[0, 3])
+    assert np.isinf(round_to_bfloat16(x, jax.random.key(0))[1, 5])
+
+
+def test_stochastic_rounding_is_exact_on_average():
+    x = jnp.full((4096, BLOCK), 0.537).at[:, 0].set(1.0)
+    got = np.asarray(decode(encode(x, signed=False, key=jax.random.key(0)), signed=False))[:, 1:]
+    assert len(np.unique(got)) == 2
+    np.testing.assert_allclose(np.mean(got, dtype=np.float64), 0.537, rtol=2e-5)
+    third = jnp.full(300_000, 1 / 3, jnp.float32)
+    low = np.asarray(round_to_bfloat16(third, jax.random.key(1)), np.float64)
+    assert len(np.unique(low)) == 2
+    np.testing.assert_allclose(low.mean(), 1 / 3, rtol=2e-5)
+    exact = jnp.asarray([1.0, -2.5, 0.0, 3e38], jnp.float32).astype(jnp.bfloat16)
+    kept = round_to_bfloat16(exact.astype(jnp.float32), jax.random.key(2))
+    np.testing.assert_array_equal(kept, exact)
+
+
+# -- Steps ---------------------------------------------------------------------------------------
+
+SHAPES = {"w": (32, 256), "scale": (256,)}
+
+
+def learner_of(**fields):
+    specs = {
+        name: weight_spec(shape, (None,) * len(shape), dtype="float32")
+        for name, shape in SHAPES.items()
+    }
+    optimizer = config_for_function(optimizers.adamw_optimizer).set(learning_rate=0.01, b2=0.99)
+    fields = {"optimizer": optimizer, **fields}
+    cfg = Learner.default_config().set(name="learner", **fields)
+    return cfg.instantiate(parent=None, param_specs=specs)
+
+
+def steps_of(learner, num, dtype=jnp.float32, scale=1.0):
+    """Returns parameters and state after steps on a noisy quadratic around 1."""
+    params = {name: jnp.zeros(shape, dtype) for name, shape in SHAPES.items()}
+
+    def step(carry, i):
+        params, state = carry
+        key = jax.random.fold_in(jax.random.key(0), i)
+        noise = lambda p: jax.random.normal(key, p.shape) * 0.1
+        grads = jax.tree.map(lambda p: scale * (p.astype(jnp.float32) - 1 + noise(p)), params)
+        done = learner.update(gradients=grads, state=state, params=params, key=key)
+        return (done.params, done.state), None
+
+    start = params, learner.init(params)
+    return jax.jit(lambda start: jax.lax.scan(step, start, jnp.arange(num))[0])(start)
+
+
+@pytest.mark.parametrize(
+    ("format_", "stochastic"),
+    [
+        (MomentFormat.INT8, False),
+        pytest.param(MomentFormat.INT8, True, marks=pytest.mark.slow),
+        pytest.param(MomentFormat.BFLOAT16, False, marks=pytest.mark.slow),
+        pytest.param(MomentFormat.BFLOAT16, True, marks=pytest.mark.slow),
+    ],
+)
+def test_adamw_in_fewer_bits_follows_adamw(format_, stochastic):
+    want, _ = steps_of(learner_of(), 100)
+    learner = learner_of(
+        first_moment=format_, second_moment=format_, stochastic_rounding=stochastic
+    )
+    got, state = steps_of(learner, 100)
+    moved = float(jnp.sqrt(jnp.mean(want["w"] ** 2)))
+    error = float(jnp.sqrt(jnp.mean((got["w"] - want["w"]) ** 2)))
+    assert moved > 0.5
+    assert error < (0.02 if format_ is MomentFormat.BFLOAT16 else 0.05) * moved
+    np.testing.assert_array_equal(got["scale"], want["scale"])  # Small arrays stay in float32.
+    kinds = {"bfloat16"} if format_ is MomentFormat.BFLOAT16 else {"uint8", "float32"}
+    found = optax.tree.get(state.optimizer, "mu")["w"], optax.tree.get(state.optimizer, "nu")["w"]
+    assert {str(x.dtype) for x in jax.tree.leaves(found)} == kinds
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "fields"),
+    [
+        (optimizers.sgd_optimizer, {"momentum": 0.9}),
+        (optimizers.lion_optimizer, {}),
+        (optimizers.adafactor_optimizer, {"b1": 0.9}),
+        (optimizers.muon_optimizer, {"adam_axes": ()}),
+        (optax.adamw, {}),
+    ],
+)
+def test_the_first_moment_of_every_optimizer_is_stored_so(optimizer, fields):
+    fn = config_for_function(optimizer).set(learning_rate=0.1, **fields)
+    learner = learner_of(optimizer=fn, first_moment=MomentFormat.BFLOAT16)
+    specs = jax.tree.leaves(learner.state_specs().optimizer)
+    low = [spec.shape for spec in specs if spec.dtype == "bfloat16"]
+    assert low == [SHAPES["w"]]
+
+
+def test_small_updates_of_bfloat16_parameters_are_kept_on_average():
+    nearest, _ = steps_of(learner_of(), 100, jnp.bfloat16)
+    random, _ = steps_of(learner_of(stochastic_rounding=True), 100, jnp.bfloat16)
+    exact, _ = steps_of(learner_of(), 100)
+    assert random["w"].dtype == jnp.bfloat16
+    error = lambda x: abs(float(jnp.mean(x["w"].astype(jnp.float32)) - jnp.mean(exact["w"])))
+    assert error(random) < 0.2 * max(error(nearest), 1e-3)
+
+
+def test_state_in_8_bits_is_sharded_as_its_parameter():
+    spec = ParameterSpec((64, 512), ("embed", "ffn"), "float32")
+    optimizer = config_for_function(optimizers.adamw_optimizer).set(learning_rate=0.01)
+    cfg = Learner.default_config().set(
+        name="learner", optimizer=optimizer, second_moment=MomentFormat.INT8
+    )
+    learner = cfg.instantiate(parent=None, param_specs={"layer": {"w": spec}})
+    found = optax.tree.get(learner.state_specs().optimizer, "nu")["layer"]["w"]
+    assert isinstance(found, Quantized)
+    assert found.codes.axes == ("embed", "ffn")
+    assert (found.scales.axes, found.scales.shape) == (("embed", None), (64, 2))
