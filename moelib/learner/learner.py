@@ -95,7 +95,7 @@ class Learner(Module):
         # layer. None by default.
         norms_of: Sequence[str] = ()
         # Storage of optimizers' means of gradients, and of squared gradients. A parameter takes 2
-        # bytes in BFLOAT16 and 1 in INT8, instead of 4.
+        # bytes in BFLOAT16 and 1 in EIGHT_BIT, instead of 4.
         first_moment: MomentFormat = MomentFormat.FLOAT32
         second_moment: MomentFormat = MomentFormat.FLOAT32
         # Whether moments in fewer bits, and parameters in bfloat16, are rounded at random to one of

@@ -24,19 +24,19 @@ class MomentFormat(enum.Enum):
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
-    INT8 = "int8"  # Block-wise dynamic quantization, Dettmers et al., arXiv:2110.02861.
+    EIGHT_BIT = "8-bit"  # Block-wise dynamic quantization, Dettmers et al., arXiv:2110.02861.
 
 
-class Quantized(NamedTuple):
+class QuantizedMoment(NamedTuple):
     """An array in 8 bits: each code is a share of its block's largest magnitude."""
 
     codes: UInt8[Array, "... N"]
     scales: Float32[Array, "... M"]  # Largest magnitude of each block of N / M elements.
 
 
-def quantize(
+def quantize_moment(
     x: Float32[Array, "... N"], block: int, *, signed: bool, key: jax.Array | None = None
-) -> Quantized:
+) -> QuantizedMoment:
     """Returns an array in 8 bits.
 
     Code 2^i + j stands for the share (0.1 + 0.9 (j + 1) / 2^i) * 10^(i - n) of the scale, for i up
@@ -66,11 +66,11 @@ def quantize(
         codes = jnp.where((x < 0) & (codes > 0), codes + 128, codes)
     else:
         codes = jnp.where(x > 0, jnp.maximum(codes, 1), codes)
-    return Quantized(codes.astype(jnp.uint8), scales)
+    return QuantizedMoment(codes.astype(jnp.uint8), scales)
 
 
-def dequantize(x: Quantized, *, signed: bool) -> Float32[Array, "... N"]:
-    """Inverse of `quantize`, but for rounding."""
+def dequantize_moment(x: QuantizedMoment, *, signed: bool) -> Float32[Array, "... N"]:
+    """Inverse of `quantize_moment`, but for rounding."""
     top = 6 if signed else 7
     codes = x.codes.astype(jnp.int32)
     size = codes % 128 if signed else codes
@@ -132,8 +132,8 @@ def stored_as(
     def decode(state: Any) -> Any:
         def leaf(path: Any, x: Any) -> Any:
             is_second = _is_second(path)
-            if isinstance(x, Quantized):
-                return dequantize(x, signed=not is_second)
+            if isinstance(x, QuantizedMoment):
+                return dequantize_moment(x, signed=not is_second)
             low = (second if is_second else first) is MomentFormat.BFLOAT16
             return x.astype(jnp.float32) if low and x.dtype == jnp.bfloat16 else x
 
@@ -149,7 +149,11 @@ def stored_as(
                 return round_to_bfloat16(x, own)
             sizes = range(_MIN_BLOCK, _MAX_BLOCK + 1)
             block = max((n for n in sizes if x.shape[-1] % n == 0), default=None)
-            return x if block is None else quantize(x, block, signed=not _is_second(path), key=own)
+            return (
+                x
+                if block is None
+                else quantize_moment(x, block, signed=not _is_second(path), key=own)
+            )
 
         return jax.tree_util.tree_map_with_path(leaf, state)
 
@@ -162,7 +166,7 @@ def stored_as(
 
 
 def _is_quantized(x: Any) -> bool:
-    return isinstance(x, Quantized)
+    return isinstance(x, QuantizedMoment)
 
 
 def _is_second(path: Any) -> bool:

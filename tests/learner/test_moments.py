@@ -13,7 +13,13 @@ from moelib.core.param import ParameterSpec
 from moelib.layers.base import weight_spec
 from moelib.learner import optimizers
 from moelib.learner.learner import Learner
-from moelib.learner.moments import MomentFormat, Quantized, dequantize, quantize, round_to_bfloat16
+from moelib.learner.moments import (
+    MomentFormat,
+    QuantizedMoment,
+    dequantize_moment,
+    quantize_moment,
+    round_to_bfloat16,
+)
 
 BLOCK = 64
 
@@ -40,8 +46,8 @@ def values(signed):
 
 
 run = functools.partial(jax.jit, static_argnames="signed")
-encode = run(lambda x, signed, key=None: quantize(x, BLOCK, signed=signed, key=key))
-decode = run(lambda x, signed: dequantize(x, signed=signed))
+encode = run(lambda x, signed, key=None: quantize_moment(x, BLOCK, signed=signed, key=key))
+decode = run(lambda x, signed: dequantize_moment(x, signed=signed))
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -130,8 +136,8 @@ def steps_of(learner, num, dtype=jnp.float32, scale=1.0):
 @pytest.mark.parametrize(
     ("format_", "stochastic"),
     [
-        (MomentFormat.INT8, False),
-        pytest.param(MomentFormat.INT8, True, marks=pytest.mark.slow),
+        (MomentFormat.EIGHT_BIT, False),
+        pytest.param(MomentFormat.EIGHT_BIT, True, marks=pytest.mark.slow),
         pytest.param(MomentFormat.BFLOAT16, False, marks=pytest.mark.slow),
         pytest.param(MomentFormat.BFLOAT16, True, marks=pytest.mark.slow),
     ],
@@ -183,10 +189,10 @@ def test_state_in_8_bits_is_sharded_as_its_parameter():
     spec = ParameterSpec((64, 512), ("embed", "ffn"), "float32")
     optimizer = config_for_function(optimizers.adamw_optimizer).set(learning_rate=0.01)
     cfg = Learner.default_config().set(
-        name="learner", optimizer=optimizer, second_moment=MomentFormat.INT8
+        name="learner", optimizer=optimizer, second_moment=MomentFormat.EIGHT_BIT
     )
     learner = cfg.instantiate(parent=None, param_specs={"layer": {"w": spec}})
     found = optax.tree.get(learner.state_specs().optimizer, "nu")["layer"]["w"]
-    assert isinstance(found, Quantized)
+    assert isinstance(found, QuantizedMoment)
     assert found.codes.axes == ("embed", "ffn")
     assert (found.scales.axes, found.scales.shape) == (("embed", None), (64, 2))
