@@ -31,7 +31,9 @@ def split_backward(fn: Callable[..., Any], params: Any, x: Any, *others: Any) ->
     """Returns the backward pass of `fn(params, x, *others)` in two parts.
 
     Operations that the gradient of `x` needs belong to the first part, the others to the second;
-    none is in both. A scan becomes two, other loops are one operation.
+    none is in both. Gradients of vectors, such as scales of norms, are sums that take less than
+    what they would keep, and belong to the first. A scan becomes two, other loops are one
+    operation.
 
     Args:
         fn: The function.
@@ -50,7 +52,9 @@ def split_backward(fn: Callable[..., Any], params: Any, x: Any, *others: Any) ->
     jaxpr, num_params = flat.jaxpr, len(jax.tree.leaves(of_params))
     given = jaxpr.invars[:num_params]  # To the second part again.
     results = jaxpr.outvars
-    parts = _parts(_operations(jaxpr), results[num_params:], results[:num_params], given)
+    early = [v for v in results[:num_params] if _is_vector(v)]
+    first = [*results[num_params:], *early]
+    parts = _parts(_operations(jaxpr), first, results[:num_params], given)
     constants = dict(zip(jaxpr.constvars, flat.consts, strict=True))
     kept = [v for v in parts.kept if v not in constants]
 
@@ -101,6 +105,10 @@ def _parts(
     return _Parts(parts[0][::-1], parts[1][::-1], list(kept))
 
 
+def _is_vector(value: Any) -> bool:
+    return value.aval.ndim < 2
+
+
 def _is_kept(value: Any, known: set[Any]) -> bool:
     return not isinstance(value, Literal) and value not in known
 
@@ -123,61 +131,65 @@ def _split_scan(
     flat = inlined(eqn.params["jaxpr"])
     body, constants = flat.jaxpr, dict(zip(flat.jaxpr.constvars, flat.consts, strict=True))
     operations = _operations(body)
-    carried = range(num_carry)
-    own = {i for i, v in enumerate(eqn.outvars) if v in needed}
-    while True:  # Until `own` has all carries that it needs.
-        found = _parts(operations, [body.outvars[i] for i in own], [], ())
-        read = _variables([v for x in found.first for v in x.inputs])
-        read |= _variables([body.outvars[i] for i in own])
-        more = {i for i in carried if body.invars[num_consts + i] in read} - own
-        if not more:
-            break
-        own |= more
-    rest = [i for i, v in enumerate(eqn.outvars) if i not in own and v in wanted]
+    carries = body.invars[num_consts:num_fixed]
+    of = lambda part: [body.outvars[i] for i in sorted(part)]
+
+    def with_carries(part: set[int], operations: Callable[[], Any], others: set[int]) -> _Parts:
+        """Adds the carries to a part that its operations read, unless the other part has them."""
+        while True:
+            found = operations()
+            used = found.second if others else found.first
+            read = _variables([v for x in used for v in x.inputs]) | _variables(of(part))
+            more = {i for i, v in enumerate(carries) if v in read} - part - others
+            if not more:
+                return found
+            part |= more
+
+    early = {i for i, v in enumerate(eqn.outvars) if v in wanted and _is_vector(body.outvars[i])}
+    own = early | {i for i, v in enumerate(eqn.outvars) if v in needed}
+    with_carries(own, lambda: _parts(operations, of(own), [], ()), set())
+    rest = {i for i, v in enumerate(eqn.outvars) if i not in own and v in wanted}
     if not rest:
         return operation, None
-    of_second = lambda i: i in rest or (i < num_carry and i not in own)
-    rest = [i for i in range(len(eqn.outvars)) if of_second(i)]
-    split = [[i for i in part if i < num_carry] for part in (sorted(own), rest)]
-    ys = [[i for i in part if i >= num_carry] for part in (sorted(own), rest)]
-    again = [*body.invars[:num_consts], *body.invars[num_fixed:]]
-    again += [body.invars[num_consts + i] for i in split[1]]
-    of = lambda part: [body.outvars[i] for i in part]
-    parts = _parts(operations, of(sorted(own)), of(rest), again)
+    again = lambda: {v for i, v in enumerate(carries) if i in rest}.union(
+        body.invars[:num_consts], body.invars[num_fixed:]
+    )
+    parts = with_carries(rest, lambda: _parts(operations, of(own), of(rest), again()), own)
     kept = [v for v in parts.kept if v not in constants]
+    split = [[i for i in sorted(part) if i < num_carry] for part in (own, rest)]
+    ys = [[i for i in sorted(part) if i >= num_carry] for part in (own, rest)]
+    stacked = [_Stacked(v, options["length"]) for v in kept]
 
-    def scan(part: int, given: Sequence[Any], made: Sequence[Any]) -> Callable[..., list[Any]]:
-        """Returns a function of consts, carries, xs and `given`, each an array per iteration."""
-        carries = [body.invars[num_consts + i] for i in split[part]]
-        names = [*body.invars[num_fixed:], *given]
+    def piece(part: int, given: Sequence[Any], made: Sequence[Any]) -> _Operation:
+        """Returns a scan that also reads `given`, and returns `made`, of each iteration."""
+        own_operations = (parts.first, parts.second)[part]
+        own_carries = [carries[i] for i in split[part]]
         results = [*of(split[part]), *of(ys[part]), *made]
+        read = _variables([v for x in own_operations for v in x.inputs]) | _variables(results)
+        of_eqn = dict(zip(body.invars, eqn.invars, strict=True))
+        fixed = [v for v in body.invars[:num_consts] if v in read]
+        names = [*(v for v in body.invars[num_fixed:] if v in read), *given]
 
         def run(values: Sequence[Any]) -> list[Any]:
-            fixed = dict(zip(body.invars, values[:num_consts], strict=False))
-            start = list(values[num_consts : num_consts + len(carries)])
+            known = constants | dict(zip(fixed, values, strict=False))
+            num = len(own_carries)
+            start, xs = values[len(fixed) :][:num], values[len(fixed) + num :]
 
             def iteration(carry: list[Any], xs: list[Any]) -> Any:
-                known = constants | fixed | dict(zip(carries, carry, strict=True))
-                known |= dict(zip(names, xs, strict=True))
-                found = _run((parts.first, parts.second)[part], known, results)
-                return found[: len(carries)], found[len(carries) :]
+                values = dict(zip([*own_carries, *names], [*carry, *xs], strict=True))
+                found = _run(own_operations, known | values, results)
+                return found[:num], found[num:]
 
-            xs = list(values[num_consts + len(carries) :])
-            carry, found = jax.lax.scan(iteration, start, xs, **options)
+            carry, found = jax.lax.scan(iteration, list(start), list(xs), **options)
             return [*carry, *found]
 
-        return run
+        inputs = [of_eqn[v] for v in [*fixed, *own_carries, *names] if v in of_eqn]
+        outputs = [eqn.outvars[i] for i in [*split[part], *ys[part]]]
+        if given:
+            inputs += stacked
+        return _Operation(inputs, [*outputs, *(stacked if made else ())], run)
 
-    stacked = [_Stacked(v, options["length"]) for v in kept]
-    inputs = [
-        [*eqn.invars[:num_consts], *(eqn.invars[num_consts + i] for i in part)] for part in split
-    ]
-    outputs = [[eqn.outvars[i] for i in [*split[p], *ys[p]]] for p in (0, 1)]
-    xs = eqn.invars[num_fixed:]
-    return (
-        _Operation([*inputs[0], *xs], [*outputs[0], *stacked], scan(0, (), kept)),
-        _Operation([*inputs[1], *xs, *stacked], outputs[1], scan(1, kept, ())),
-    )
+    return piece(0, (), kept), piece(1, kept, ())
 
 
 class _Stacked:

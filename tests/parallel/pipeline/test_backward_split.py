@@ -49,8 +49,9 @@ def test_parameters_without_a_gradient_have_zeros():
 
 
 def test_a_loop_over_layers_is_split():
-    keys = jax.random.split(jax.random.key(0), 5)
+    keys = jax.random.split(jax.random.key(0), 6)
     params = {
+        "scale": jax.random.normal(keys[5], (3, 4)),
         "up": jax.random.normal(keys[0], (3, 4, 8)),
         "down": jax.random.normal(keys[1], (3, 8, 4)),
         "all": jax.random.normal(keys[4], (4,)),
@@ -60,10 +61,10 @@ def test_a_loop_over_layers_is_split():
     def layers(params, x, scale):
         def body(carry, own):
             x, total = carry
-            y, loss = layer(own, x * params["all"][None], scale)
+            y, loss = layer(own, x * own["scale"][None] * params["all"][None], scale)
             return (y, total + loss), None
 
-        own = {name: params[name] for name in ("up", "down")}
+        own = {name: params[name] for name in ("up", "down", "scale")}
         return jax.lax.scan(body, (x, 0.0), own)[0]
 
     gradients = dy, jnp.ones(())
@@ -75,3 +76,6 @@ def test_a_loop_over_layers_is_split():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want[0])
     assert count_products(split.of_input, params, x, (0.1,), gradients) == 5
     assert count_products(split.of_weights, params, kept) == 2
+    # The inputs of both products and the gradients of their outputs; gradients of vectors.
+    sizes = sorted(each.size for each in split.kept)
+    assert sizes == [4, 3 * 4, 3 * 3 * 4, 3 * 3 * 4, 3 * 3 * 8, 3 * 3 * 8]
