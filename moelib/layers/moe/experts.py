@@ -114,13 +114,18 @@ class FeedForwardExperts(BaseLayer):
         ends, index = jnp.cumsum(group_sizes), jnp.arange(len(rows))
         parts = []
         for i in range(self.config.activation.num_projections):
-            part = grouped_project(rows, params["up"][:, i], group_sizes).astype(jnp.float32)
+            part = grouped_project(rows, params["up"][:, i], group_sizes)
             if self.config.bias:
                 group = jnp.searchsorted(ends, index, side="right")
                 part = part + params["up_bias"][:, i].at[group].get(mode="clip")
             parts.append(save_activation(part, "experts_up"))
-        hidden = self.config.activation.function(*parts)
-        return jnp.where((index < ends[-1])[:, None], hidden, 0).astype(rows.dtype)
+
+        @jax.checkpoint  # Saves the products as they are.
+        def activated(*parts: Array) -> Array:
+            hidden = self.config.activation.function(*(x.astype(jnp.float32) for x in parts))
+            return jnp.where((index < ends[-1])[:, None], hidden, 0).astype(rows.dtype)
+
+        return activated(*parts)
 
     @nowrap
     def weighted_biases(

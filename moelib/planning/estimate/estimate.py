@@ -153,8 +153,12 @@ class Estimator:
         unfilled = (placement.slots - 1) * work.routed_flops * (3 + recomputed)
         flops = work.model_flops + work.recomputed_flops(computed.remat) + unfilled
         sent, results = on_mesh.sent(computed, tokens, pipeline)
+        # Forward, two gradients, and what is recomputed.
+        native = work.float8_flops * (3 + work.recomputes_matmuls(computed.remat))
+        float8 = peak_flops_per_second(accelerator.device_kind, "float8_e4m3fn") or peak
+        seconds = (flops - native) / peak + native / float8
         parts = {
-            "compute": flops * tokens / peak,
+            "compute": seconds * tokens,
             "HBM": _hbm_bytes(placement, computed, tokens) / accelerator.hbm_bytes_per_second,
             "links": sent.links_seconds,
             "network": sent.network_seconds,

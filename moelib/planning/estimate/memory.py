@@ -71,6 +71,7 @@ class Placement:
             (whole if "experts" in leaf.axes else held)[leaf] * leaf.compute_itemsize
             for leaf in decoder
         )
+        self._quantized = sum(n for leaf, n in held.items() if leaf.quantized)
         own = {x: held[x] * (x.compute_itemsize if x.in_decoder else x.itemsize) for x in trained}
         self._gradients = sum(own.values())
 
@@ -160,6 +161,7 @@ class Placement:
             "parameters": self.parameters,
             "optimizer": self.optimizer,
             "summed gradients": sums,
+            "8-bit weights": self._quantized,
             "activations": activations,
             "gradients": self._gradients,
             # Weights of a block and their gradients, and the activations that it saves.

@@ -52,10 +52,12 @@ def weight_transfers(
         held = placement.held(leaf) * leaf.compute_itemsize
         if axes := placement.gathered_axes(leaf):
             whole = held * placement.mesh.parts(axes)
-            if windowed and _is_dense_matrix(placement, leaf):
+            if windowed and _is_dense_matrix(placement, leaf) and not leaf.quantized:
                 yield from _windows(placement, leaf, axes, whole, remat)
                 continue
-            yield Transfer("all-gather", axes, whole, _num_gathers(placement, leaf, remat, is_tpu))
+            gathered = whole * leaf.gathered_itemsize / leaf.compute_itemsize
+            count = _num_gathers(placement, leaf, remat, is_tpu)
+            yield Transfer("all-gather", axes, gathered, count)
             summed = is_tpu and not leaf.in_decoder and placement.mesh.parts(axes) >= _ALL_REDUCED
             summed |= placement.is_of_stage(leaf)  # Inside of the branches of a pipeline.
             if leaf.trained:

@@ -14,6 +14,7 @@ from moelib.core.config_paths import sub_configs
 from moelib.core.errors import UserError
 from moelib.core.param import ParameterSpec, is_spec, may_cast
 from moelib.layers.moe.dispatch_ragged import RingDispatcher
+from moelib.layers.quantization import Quantization
 from moelib.learner import offload
 from moelib.models.multi_token_prediction import MULTI_TOKEN
 from moelib.planning.estimate.activations import (
@@ -35,7 +36,8 @@ class Leaf:
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]  # Logical axes.
     itemsize: int  # Bytes per stored element.
-    compute_itemsize: int = 0  # Bytes per element in the forward pass.
+    compute_itemsize: int = 0  # Bytes per element in the forward pass, and of its gradient.
+    quantized: bool = False  # Whether matmuls read it, and devices gather it, in 8 bits.
     in_decoder: bool = False  # Whether it is a parameter of layers, in or after the decoder.
     trained: bool = False  # Whether it has a gradient.
     count: int = 1  # Number of such arrays.
@@ -44,6 +46,11 @@ class Leaf:
     def size(self) -> int:
         """Elements of all arrays."""
         return math.prod(self.shape) * self.count
+
+    @property
+    def gathered_itemsize(self) -> int:
+        """Bytes per element that devices send each other."""
+        return 1 if self.quantized else self.compute_itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +97,7 @@ class Workload:
     decoder_flops: float  # Those of `forward_flops` that full remat recomputes.
     routed_flops: float  # Those of `forward_flops` in routed experts.
     attention_flops: float  # Those of `forward_flops` between queries, keys and values.
+    float8_flops: float  # Those of `forward_flops` in dots of 8-bit floats, where there are units.
     pipeline_refusal: str  # Why its layers cannot be spread over a pipeline; "" if they can.
     own_remat: str  # The named remat that recomputes as much as the config's own, or nearly.
     saved: Mapping[str, Saved]  # Saved activations of the model, by remat.
@@ -197,6 +205,7 @@ def read_workload(cfg: Any) -> Workload:
         forward_flops=forward,
         decoder_flops=float(of_decoder(seq_len)),
         attention_flops=float(of_decoder(seq_len) - of_decoder(1)),  # All that depends on length.
+        float8_flops=_float8_flops(specs.model),
         routed_flops=0.0 if moe is None else _routed_flops(parameters, moe),
         pipeline_refusal=refusal,
         own_remat=remat_name(cfg.model) or nearest_remat(saved),
@@ -215,6 +224,7 @@ def _parameters(specs: Any, train_dtype: Any) -> tuple[Leaf, ...]:
             jnp.dtype(train_dtype if cast else spec.dtype).itemsize,
             in_decoder=path[0].key in ("decoder", MULTI_TOKEN),
             trained=spec.trainable,
+            quantized=spec.quantization is not None,
         )
 
     leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
@@ -278,6 +288,20 @@ def _moe(model: Any, specs: Any) -> Moe | None:
         buffer_blocks=fields.get("buffer_blocks", 1),
         round_factor=fields.get("round_factor"),
         capacity_factor=fields.get("capacity_factor"),
+    )
+
+
+def _float8_flops(specs: Any) -> float:
+    """Returns the forward FLOPs per token of dense matmuls in 8-bit floats.
+
+    These are those of schemes with one scale per array; others multiply in bfloat16, and so do
+    experts.
+    """
+    leaves = jax.tree.leaves(specs, is_leaf=is_spec)
+    return sum(
+        2.0 * spec.size
+        for spec in leaves
+        if spec.quantization is Quantization.FP8_TENSOR and "experts" not in spec.axes
     )
 
 

@@ -1,0 +1,60 @@
+"""8-bit weights in estimates: what is gathered, held and multiplied in 8 bits."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from moelib.core.param import is_spec
+from moelib.layers.quantization import Quantization
+from moelib.parallel.mesh import mesh_shape_from_axes
+from moelib.planning.estimate.candidates import current_candidate, rules_of
+from moelib.planning.estimate.estimate import Estimator
+from moelib.planning.estimate.workload import read_workload
+from moelib.planning.hardware.topologies import describe
+from tests.planning import tiny_moe
+
+SCHEMES = (None, Quantization.FP8_BLOCK, Quantization.FP8_TENSOR)
+
+
+@pytest.fixture(scope="module")
+def works():
+    """Workloads in bfloat16: not quantized, and quantized by two schemes."""
+    cfg = tiny_moe.config().clone(
+        train_dtype="bfloat16", mesh_shape=mesh_shape_from_axes(fsdp=8), name="tiny"
+    )
+    found = {None: (cfg, read_workload(cfg))}
+    for scheme in (Quantization.FP8_BLOCK, Quantization.FP8_TENSOR):
+        model = cfg.model.clone(quantization=scheme)
+        own = cfg.clone(model=model)
+        found[scheme] = own, read_workload(own)
+    return found
+
+
+def estimate(works, scheme, topology):
+    cfg, work = works[scheme]
+    shape = describe(topology)
+    return Estimator(work, rules_of(cfg), {})(current_candidate(cfg, work, shape))
+
+
+def test_quantized_weights_are_gathered_and_held_in_8_bits(works):
+    plain, quantized = (estimate(works, s, "h100:1x8") for s in (None, Quantization.FP8_BLOCK))
+    cfg, work = works[Quantization.FP8_BLOCK]
+    specs = cfg.instantiate(parent=None).trainer_state_specs.model
+    elements = sum(s.size for s in jax.tree.leaves(specs, is_leaf=is_spec) if s.quantization)
+    assert elements == sum(leaf.size for leaf in work.parameters if leaf.quantized) > 0
+    assert quantized.memory["8-bit weights"] == elements / 8
+    assert plain.memory["8-bit weights"] == 0
+    wide = dataclasses.replace(
+        work, parameters=tuple(dataclasses.replace(x, quantized=False) for x in work.parameters)
+    )
+    works["wide"] = cfg, wide
+    saved = estimate(works, "wide", "h100:1x8").links_bytes - quantized.links_bytes
+    assert saved >= elements * 7 / 8  # One byte of each, gathered once at least.
+
+
+def test_float8_units_multiply_where_there_is_one_scale_per_array(works):
+    plain, blocks, tensor = (estimate(works, s, "h100:1x8").seconds_at_peak for s in SCHEMES)
+    assert tensor["compute"] < plain["compute"] == pytest.approx(blocks["compute"])
+    plain, _, tensor = (estimate(works, s, "v6e:2x4").seconds_at_peak for s in SCHEMES)
+    assert tensor["compute"] == pytest.approx(plain["compute"])  # It has no such units.
