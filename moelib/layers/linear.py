@@ -35,5 +35,5 @@ class Linear(BaseLayer):
         params = self.operands(self.parameters, x.dtype)
         y = project(x, params["weight"])
         if "bias" in params:
-            y = y + params["bias"].reshape((1,) * (y.ndim - 1) + (-1,))
+            y = y + params["bias"].astype(y.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
         return y

@@ -118,8 +118,8 @@ class GroupedQueryAttention(BaseLayer):
         q = save_activation(project(x, params["q"]), "attention_q")  # [B, S, H, Dh]
         kv = save_activation(project(x, params["kv"]), "attention_kv")  # [B, S, 2, G, Dh]
         if cfg.qkv_bias:
-            q = q + params["q_bias"][None, None]
-            kv = kv + params["kv_bias"][None, None]
+            q = q + params["q_bias"].astype(q.dtype)[None, None]
+            kv = kv + params["kv_bias"].astype(kv.dtype)[None, None]
         k, v = kv[:, :, 0], kv[:, :, 1]  # [B, S, G, Dh]
         if cfg.qk_norm is not None:
             q, k = self._normalized(self.q_norm, q), self._normalized(self.k_norm, k)
@@ -133,7 +133,7 @@ class GroupedQueryAttention(BaseLayer):
         out = save_activation(constrain(out, split), CONTEXT)
         y = project(out, params["output"], num_inputs=2)
         y = save_activation(y, "attention_output")
-        return y + params["output_bias"][None, None] if cfg.output_bias else y
+        return y + params["output_bias"].astype(y.dtype)[None, None] if cfg.output_bias else y
 
     def _attend(
         self,
