@@ -110,7 +110,8 @@ class SpmdTrainer(Module):
         # {logical axis: mesh axes} that replace lines of parallel.sharding.DEFAULT_RULES.
         sharding_rules: dict[str, Sequence[str]] | None = None
         # Order of the passes on a mesh with the axis "pipeline", over which the layers of a
-        # ScanStack are then spread; None for no pipeline.
+        # ScanStack are then spread; None for no pipeline. On a mesh with the axis "expert",
+        # DUALPIPE_V pairs the passes of two micro-batches without the axis "pipeline" too.
         pipeline_schedule: Schedule | None = None
         # Options of XLA for the step, which override those of train.compiler_options.
         compiler_options: dict[str, str] | None = None
@@ -223,8 +224,10 @@ class SpmdTrainer(Module):
         Raises:
             UserError: If the model cannot be spread over it, or needs more micro-batches.
         """
-        cfg, num_ranks = self.config, self.mesh_sizes.get("pipeline", 1)
-        if cfg.pipeline_schedule is None or num_ranks == 1:
+        cfg, sizes = self.config, self.mesh_sizes
+        num_ranks = sizes.get("pipeline", 1)
+        has_pairs = cfg.pipeline_schedule is Schedule.DUALPIPE_V and sizes.get("expert", 1) > 1
+        if cfg.pipeline_schedule is None or (num_ranks == 1 and not has_pairs):
             return None
         stack_of(self.model)
         check_microbatches(cfg.pipeline_schedule, num_ranks, cfg.num_microbatches)

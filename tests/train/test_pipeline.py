@@ -90,6 +90,7 @@ CASES = [
     (Schedule.ZB_H1, {"pipeline": 4, "model": 2}, 8),
     (Schedule.ZB_V, {"pipeline": 2, "seq": 2, "model": 2}, 6),  # 6 blocks over 4 stages.
     (Schedule.DUALPIPE_V, {"pipeline": 2, "expert": 2, "fsdp": 2}, 3),  # One stage has none.
+    (Schedule.DUALPIPE_V, {"pipeline": 1, "expert": 2, "data": 2}, 3),  # Pairs alone.
 ]
 
 

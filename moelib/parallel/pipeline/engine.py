@@ -222,7 +222,8 @@ class _Run:
     def all_ticks(self, *, unroll: bool) -> Result:
         """Returns this rank's part of the result."""
         state = self._unrolled() if unroll else self._scan()
-        total = lambda tree: lax.psum(tree, AXIS)
+        is_alone = self.layout.num_ranks == 1  # XLA refuses a sum over one device.
+        total = lambda tree: tree if is_alone else lax.psum(tree, AXIS)
         is_last = self.rank == (0 if self.layout.schedule.is_v else self.layout.num_ranks - 1)
         ending = jax.tree.map(lambda a: jnp.where(is_last, a, 0), state.ending)
         return Result(
