@@ -52,7 +52,7 @@ def weight_transfers(
         held = placement.held(leaf) * leaf.compute_itemsize
         if axes := placement.gathered_axes(leaf):
             whole = held * placement.mesh.parts(axes)
-            if windowed and _is_dense_matrix(placement, leaf) and not leaf.quantized:
+            if windowed and _is_dense_matrix(placement, leaf):
                 yield from _windows(placement, leaf, axes, whole, remat)
                 continue
             gathered = whole * leaf.gathered_itemsize / leaf.compute_itemsize

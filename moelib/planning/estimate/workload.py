@@ -37,7 +37,7 @@ class Leaf:
     axes: tuple[str | None, ...]  # Logical axes.
     itemsize: int  # Bytes per stored element.
     compute_itemsize: int = 0  # Bytes per element in the forward pass, and of its gradient.
-    quantized: bool = False  # Whether matmuls read it, and devices gather it, in 8 bits.
+    quantized: bool = False  # Whether matmuls read it in 8 bits.
     in_decoder: bool = False  # Whether it is a parameter of layers, in or after the decoder.
     trained: bool = False  # Whether it has a gradient.
     count: int = 1  # Number of such arrays.
@@ -49,8 +49,8 @@ class Leaf:
 
     @property
     def gathered_itemsize(self) -> int:
-        """Bytes per element that devices send each other."""
-        return 1 if self.quantized else self.compute_itemsize
+        """Bytes per element that devices send each other; XLA casts dense weights before it."""
+        return 1 if self.quantized and "experts" in self.axes else self.compute_itemsize
 
 
 @dataclasses.dataclass(frozen=True)
