@@ -94,9 +94,10 @@ class Learner(Module):
         # norm per parameter, or per text of the capture groups: ["([^/]+)/.*"] is one per top-level
         # layer. None by default.
         norms_of: Sequence[str] = ()
-        # Storage of optimizers' means of gradients, and of squared gradients. A parameter takes 2
-        # bytes in BFLOAT16 and 1 in EIGHT_BIT, instead of 4.
+        # Storage of optimizers' means of gradients. A parameter takes 2 bytes in BFLOAT16 and 1 in
+        # EIGHT_BIT, instead of 4.
         first_moment: MomentFormat = MomentFormat.FLOAT32
+        # Storage of optimizers' means of squared gradients.
         second_moment: MomentFormat = MomentFormat.FLOAT32
         # Whether moments in fewer bits, and parameters in bfloat16, are rounded at random to one of
         # the two nearest values, so that small changes add up. False rounds to the nearest.
