@@ -1,8 +1,8 @@
 """Quantized weights of layers: when they are quantized, and how activations are multiplied by them.
 
 A layer names its weights in `BaseLayer.quantized`, takes them from `operands`, and multiplies by
-`project`. A training step quantizes each weight once, before its micro-batches; elsewhere the layer
-does it at use.
+`project`. A training step quantizes each weight once, before its micro-batches, in a pipeline too;
+elsewhere the layer does it at use.
 """
 
 import dataclasses
@@ -94,7 +94,7 @@ def divided(weight: Any, split: PartitionSpec, kept: Sequence[str]) -> tuple[Any
     return weight, QuantizedWeight(specs, split)
 
 
-def quantize_weight(weight: Array, spec: ParameterSpec) -> QuantizedWeight:
+def quantize_weight(weight: Array, spec: ParameterSpec) -> Quantized:
     """Returns a weight quantized by the scheme of its spec, in blocks of its matrices.
 
     The dimensions of a matrix's inputs are joined, and all dimensions that follow them.
@@ -107,15 +107,13 @@ def quantize_weight(weight: Array, spec: ParameterSpec) -> QuantizedWeight:
     for _ in stacked:
         fn = jax.vmap(fn)
     quantized = fn(jax.lax.stop_gradient(matrices))
-    quantized = dataclasses.replace(quantized, values=quantized.values.reshape(shape))
-    return QuantizedWeight(quantized, weight)
+    return dataclasses.replace(quantized, values=quantized.values.reshape(shape))
 
 
-def quantized_weights(params: Nested, specs: Nested, dtype: Any) -> dict[str, QuantizedWeight]:
-    """Returns the weights that the layers of a model quantize, by path, in place of themselves.
+def quantized_weights(params: Nested, specs: Nested, dtype: Any) -> dict[str, Quantized]:
+    """Returns the values of the weights that the layers of a model quantize, by path.
 
-    `dtype` is that of the computation; None for the dtypes of the parameters. The gradients are
-    those of zeros in it.
+    `dtype` is that of the computation; None for the dtypes of the parameters.
     """
     found, leaves = {}, by_path(params)
     for path, spec in specs_by_path(specs).items():
@@ -151,7 +149,7 @@ def operand(value: Any, spec: ParameterSpec, dtype: Any) -> Any:
     """
     value = value.astype(dtype) if spec.castable else value
     is_done = spec.quantization is None or isinstance(value, QuantizedWeight)
-    return value if is_done else quantize_weight(value, spec)
+    return value if is_done else QuantizedWeight(quantize_weight(value, spec), value)
 
 
 def project(

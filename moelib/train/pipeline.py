@@ -6,6 +6,7 @@ no code for it.
 """
 
 import contextlib
+import dataclasses
 import functools
 import operator
 from collections.abc import Collection, Mapping
@@ -32,6 +33,7 @@ from moelib.core.param import CastAtUse, ParameterSpec, cast_parameters, specs_b
 from moelib.core.tree import Batch, Nested
 from moelib.layers.moe.balance import BalanceScope
 from moelib.layers.moe.layer import MoELayer
+from moelib.layers.quantization import Quantized, QuantizedWeight
 from moelib.layers.transformer import ScanStack, cut_at_blocks
 from moelib.learner.accumulation import Accumulated, split_batch
 from moelib.learner.learner import Learner
@@ -154,6 +156,7 @@ class _Cut:
     def _run(self, outer: Nested, constants: Any, micro: Any, at_blocks: Any) -> Any:
         late = lambda path, x: CastAtUse(x, x, self.dtype) if path in self.tables else x
         params = tree.merge(constants["fixed"], tree.map_by_path(late, outer))
+        params = _with_quantized(params, constants["quantized"])
         with cut_at_blocks(at_blocks):
             return functional(self.model, micro["key"], params, (micro["batch"],), is_training=True)
 
@@ -183,10 +186,10 @@ class _Cut:
             if always:
                 done = run(*given)
             elif self.uniform:
-                choose = functools.partial(jnp.where, block >= 0)
+                choose = functools.partial(jnp.where, block[0] >= 0)
                 done = jax.tree.map(choose, run(*given), skip(*given))
             else:
-                done = lax.cond(block >= 0, run, skip, *given)
+                done = lax.cond(block[0] >= 0, run, skip, *given)
             (x, loss), kept, after = done
             return (x, total + loss), (kept, after)
 
@@ -194,7 +197,7 @@ class _Cut:
         num, given = self.num_always, (params, fixed, blocks)
         part = lambda *at: jax.tree.map(operator.itemgetter(*at), given)
         carry, made = lax.scan(each, (x, jnp.zeros(())), part(slice(num)))
-        for i in range(num, len(blocks)):
+        for i in range(num, len(blocks[0])):
             carry, last = each(carry, part(i), always=False)
             append = lambda a, b: jnp.concatenate([a, b[None]])
             made = jax.tree.map(append, made, last)
@@ -210,9 +213,13 @@ class _Cut:
         fixed: Nested,
         block: Any,
     ) -> Any:
-        """Returns ((output, auxiliary losses), outputs, `fixed` after the block)."""
-        state = self._within(tree.merge(fixed, params))
-        inputs = x, block, key, side_inputs
+        """Returns ((output, auxiliary losses), outputs, `fixed` after the block).
+
+        `block` is its number and its quantized weights, by path.
+        """
+        number, quantized = block
+        state = self._within(_with_quantized(tree.merge(fixed, params), quantized))
+        inputs = x, number, key, side_inputs
         x, found = functional(
             self.stack, None, state, inputs, is_training=True, method="forward_block"
         )
@@ -265,6 +272,7 @@ def accumulate_in_pipeline(
     learner: Learner,
     pipeline: PipelineConfig,
     params: Nested,
+    quantized: Mapping[str, Quantized],
     train_dtype: str | None,
     batch: Batch,
     key: jax.Array,
@@ -277,6 +285,7 @@ def accumulate_in_pipeline(
         learner: Its learner.
         pipeline: Schedule and number of ranks.
         params: Parameters. The result's state has those that are not trained.
+        quantized: Values of quantized weights, by path.
         train_dtype: As for `make_train_step`.
         batch: Arrays [B, ...].
         key: Random key of the step.
@@ -300,6 +309,12 @@ def accumulate_in_pipeline(
     placement = _Placement(layout, specs)
     to_stages = functools.partial(tree.map_by_path, placement.to_stages)
     to_layers = functools.partial(tree.map_by_path, placement.to_layers)
+    of_blocks = {path: x for path, x in quantized.items() if cut.is_block(path)}
+    of_outer = {path: x for path, x in quantized.items() if path not in of_blocks}
+    layers = (
+        np.array(layout.rows, np.int32),
+        {path: placement.quantized_to_stages(path, x) for path, x in of_blocks.items()},
+    )
     M = num_microbatches
     counts = model.token_counts(batch)
     micro = split_batch(batch, M)
@@ -318,12 +333,13 @@ def accumulate_in_pipeline(
         to_stages(fixed_blocks),
         outer,
         ending,
-        {"fixed": fixed_outer, "outer": outer},
+        {"fixed": fixed_outer, "outer": outer, "quantized": of_outer},
         {
             "batch": micro,
             "shares": shares,
             "key": jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(M)),
         },
+        layers=layers,
         unroll=unroll,
         uniform=uniform,
     )
@@ -375,6 +391,12 @@ class _Placement:
 
         return jax.shard_map(move, in_specs=stored, out_specs=placed, check_vma=False)(a)
 
+    def quantized_to_stages(self, path: str, x: Quantized) -> Quantized:
+        """Returns a quantized weight by stage; its scales are whole on each rank."""
+        scales = x.scales[np.maximum(self._rows, 0)]
+        scales = lax.with_sharding_constraint(scales, jax.P(AXIS))
+        return dataclasses.replace(x, values=self.to_stages(path, x.values), scales=scales)
+
     def to_layers(self, path: str, a: jax.Array) -> jax.Array:
         """Returns the inverse of `to_stages`."""
         stored, placed, dim = self._shardings(path)
@@ -407,6 +429,13 @@ class _Placement:
             for other, entry in zip(others, entries, strict=True)
         ]
         return jax.P(None, *stored), jax.P(AXIS, None, *others), dim
+
+
+def _with_quantized(params: Nested, quantized: Mapping[str, Quantized]) -> Nested:
+    """Returns parameters of which those in `quantized` only take gradients."""
+    return tree.map_by_path(
+        lambda path, x: QuantizedWeight(quantized[path], x) if path in quantized else x, params
+    )
 
 
 def _parts(nested: Nested, keep: Any) -> tuple[Nested, Nested]:

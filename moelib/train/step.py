@@ -4,7 +4,6 @@ Their results are those of the global batch: means are weighted by tokens, over 
 micro-batches.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ from moelib.core.metrics import MaxScalar, reading
 from moelib.core.module import functional
 from moelib.core.param import CastAtUse, ParameterSpec, cast_parameters, may_cast, specs_by_path
 from moelib.core.tree import Batch, Nested
-from moelib.layers.quantization import quantized_weights
+from moelib.layers.quantization import QuantizedWeight, quantized_weights
 from moelib.learner.accumulation import accumulate
 from moelib.learner.learner import Learner, LearnerUpdate
 from moelib.parallel import sharding
@@ -58,8 +57,7 @@ def make_train_step(
         specs = model.create_parameter_specs_recursively()
         flat, flat_specs = tree.by_path(trained), specs_by_path(specs)
         late = set() if train_dtype is None else _cast_at_use(flat_specs) & flat.keys()
-        # Once, for all micro-batches. In a pipeline, layers quantize at use.
-        quantized = {} if pipeline else quantized_weights(state.model, specs, train_dtype)
+        quantized = quantized_weights(state.model, specs, train_dtype)  # For all micro-batches.
         counts = _token_counts(model, batch)
 
         def micro_step(batch: Batch, carry: Any) -> Any:
@@ -69,7 +67,7 @@ def make_train_step(
             def objective(at: Nested) -> Any:
                 def used(path: str, x: jax.Array) -> Any:
                     if path in quantized:
-                        return dataclasses.replace(quantized[path], gradient_of=x)
+                        return QuantizedWeight(quantized[path], x)
                     return CastAtUse(flat[path], x, train_dtype) if path in late else x
 
                 params = tree.map_by_path(used, tree.merge(fixed, at))
@@ -96,7 +94,15 @@ def make_train_step(
             new_fixed = done.state[0]
         else:
             done = accumulate_in_pipeline(
-                model, learner, pipeline, state.model, train_dtype, batch, key, num_microbatches
+                model,
+                learner,
+                pipeline,
+                state.model,
+                quantized,
+                train_dtype,
+                batch,
+                key,
+                num_microbatches,
             )
             new_fixed = done.state
         with jax.named_scope("learner"):

@@ -1,7 +1,5 @@
 """Which weights are quantized, when, and what it costs."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,9 +67,7 @@ def test_a_weight_quantized_before_the_step_gives_the_gradient_of_one_quantized_
     assert weights.keys() == {"experts/up", "experts/down"}
 
     def before(params):
-        used = lambda path, x: (
-            dataclasses.replace(weights[path], gradient_of=x) if path in weights else x
-        )
+        used = lambda path, x: QuantizedWeight(weights[path], x) if path in weights else x
         return at_use(tree.map_by_path(used, params))
 
     def at_use(params):

@@ -12,6 +12,7 @@ from moelib.core.errors import UserError
 from moelib.layers.moe.balance import BalanceScope, BiasBalancing, LoadBalanceLoss
 from moelib.layers.moe.router import Router
 from moelib.layers.norm import RMSNorm
+from moelib.layers.quantization import Quantization
 from moelib.layers.remat import remat
 from moelib.layers.transformer import LoopStack
 from moelib.learner.learner import Learner
@@ -116,6 +117,13 @@ def test_multi_token_prediction_after_the_last_stage(schedule, axes, num_blocks)
     )
     cfg.multi_token_prediction = MultiTokenPrediction.default_config().set(module=module)
     check(cfg, axes, PipelineConfig(schedule, 2, uniform=True), num_microbatches=4)
+
+
+@pytest.mark.slow
+def test_weights_quantized_before_the_pipeline():
+    cfg = moe_model(4).set(quantization=Quantization.FP8_BLOCK)
+    axes = {"pipeline": 2, "fsdp": 2}
+    check(cfg, axes, PipelineConfig(Schedule.ZB_H1, 2, uniform=True), num_microbatches=4)
 
 
 def test_dense_layers_in_a_pipeline():

@@ -54,7 +54,7 @@ class Functions(NamedTuple):
     # (outer, constants, micro) -> ((x, auxiliary loss), outputs): before the layers.
     first: Callable[..., Any]
     # (params, x, fixed, constants, micro, layers) -> ((x, auxiliary loss), (outputs, fixed)): the
-    # layers of one stage, whose numbers are `layers`, -1 for none.
+    # layers of one stage; `layers` is its part of those of `run_pipeline`.
     stage: Callable[..., Any]
     # (outer, x, ending, constants, micro) -> (loss, (outputs, ending)): after the layers.
     last: Callable[..., Any]
@@ -82,6 +82,7 @@ def run_pipeline(
     constants: Any,
     microbatches: Any,
     *,
+    layers: Any = None,
     unroll: bool = False,
     uniform: bool = False,
 ) -> Result:
@@ -97,6 +98,7 @@ def run_pipeline(
         ending: Those without gradient that `last` updates.
         constants: Tree of arrays that every function gets.
         microbatches: Tree of arrays [M, ...].
+        layers: Arrays of stages that are only read, as `params`; by default `layout.rows`.
         unroll: Whether ticks are compiled one by one, with the transfers of each tick only.
         uniform: Whether all ranks compute the slots of all, and keep the results of their own.
             Permutes of XLA for CPUs wait for all devices, and hang in a branch that some take.
@@ -112,7 +114,7 @@ def run_pipeline(
         axis_names={AXIS},
         check_vma=False,
     )
-    layers = np.array(layout.rows, np.int32)
+    layers = np.array(layout.rows, np.int32) if layers is None else layers
     return mapped(params, fixed, outer, ending, constants, microbatches, layers)
 
 
@@ -179,7 +181,7 @@ class _Run:
         ending: Any,
         constants: Any,
         microbatches: Any,
-        layers: jax.Array,
+        layers: Any,
     ) -> None:
         functions = Functions(*map(jax.jit, functions))  # Traced once for all branches.
         self.functions, self.layout, self.ticks, self.uniform = functions, layout, ticks, uniform
@@ -192,7 +194,7 @@ class _Run:
         of = functools.partial(jax.tree.map, lambda a: a[0])
         micro = of(microbatches)
         (x, _), first = jax.eval_shape(functions.first, outer, constants, micro)
-        stage = of(params), x, of(fixed), constants, micro, layers[0]
+        stage = of(params), x, of(fixed), constants, micro, of(layers)
         _, (outputs, _) = jax.eval_shape(functions.stage, *stage)
         _, (last, _) = jax.eval_shape(functions.last, outer, x, ending, constants, micro)
         self.split = None
@@ -337,7 +339,7 @@ class _Run:
 
         state = self._if(self.stages[chunk] == 0, first, state)
         x, fixed = _at(state.inputs, chunk, ring), _at(state.fixed, chunk)
-        stage = _at(self.params, chunk), x, fixed, self.constants, micro, self.layers[chunk]
+        stage = _at(self.params, chunk), x, fixed, self.constants, micro, _at(self.layers, chunk)
 
         def end(state: _State, results: Any) -> Any:
             (y, _), (outputs, new) = results
@@ -367,7 +369,7 @@ class _Run:
     def _backward(self, state: _State, chunk: Any, m: Any, *, defer: bool) -> tuple[_Pass, _End]:
         micro, ring = _at(self.microbatches, m), m % self._num_inputs
         params, x = _at(self.params, chunk), _at(state.inputs, chunk, ring)
-        others = _at(state.seen, chunk, ring), self.constants, micro, self.layers[chunk]
+        others = _at(state.seen, chunk, ring), self.constants, micro, _at(self.layers, chunk)
         losses = lambda params, x: self.functions.stage(params, x, *others)[0]
         dy = _at(state.output_gradients, chunk, m % self._num_gradients), jnp.ones(())
 
