@@ -85,7 +85,8 @@ def _calibrated(run: PublishedRun) -> Calibrated:
     )
     as_ours = dataclasses.replace(candidate, remat=OWN) if run.schedule else candidate
     ours = Estimator(work, rules, {})(as_ours)
-    return Calibrated(run, Estimator(theirs, rules, {})(candidate), ours.bytes_held)
+    estimate = Estimator(theirs, rules, {}, lockstep=False)(candidate)
+    return Calibrated(run, estimate, ours.bytes_held)
 
 
 def range_of_others(found: Sequence[Calibrated], left_out: int) -> tuple[float, float]:
@@ -136,8 +137,9 @@ lie outside.
 Rates are in tokens per second per device; a device of tpu7x is half a chip. GiB are those that
 moelib would hold for such a step, dropless and with parameters and moments in float32; other
 systems hold less where they drop tokens or store lower precision. Rates are of systems with kernels
-for attention and without empty rows in the buffers of experts: on GPUs, moelib's own plans count
-what its attention in plain XLA and its buffers for any routing add.
+for attention, without empty rows in the buffers of experts and with pipelines whose ranks wait for
+their inputs only: moelib's own plans count what its attention in plain XLA on GPUs, its buffers for
+any routing and its ticks in lockstep add.
 
 The efficiencies below were chosen with these runs in view, before pipelines were estimated as such.
 The table therefore shows how well one set of them fits all runs, not how well an unknown run is

@@ -22,7 +22,7 @@ TOTAL = {
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v2": 235_741_434_880,
     "deepseek-v3": 671_026_404_352,
-    # Of the module, 11.5 B without `eh_proj`: README_WEIGHTS of DeepSeek-V3.
+    # The module has 11.5 B without `eh_proj`: README_WEIGHTS of DeepSeek-V3.
     "deepseek-v3-mtp": 671_026_404_352 + 11_507_307_520 + 2 * 7168**2,
 }
 # In billions, both embeddings counted.

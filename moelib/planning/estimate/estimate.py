@@ -125,9 +125,24 @@ class Estimate:
 class Estimator:
     """Estimates candidates of one workload; values that depend on the mesh alone are cached."""
 
-    def __init__(self, work: Workload, rules: sharding.Rules, prices: Mapping[str, float]) -> None:
-        """Takes a workload, its sharding rules, and dollars per device-hour by accelerator."""
-        self._work, self._rules, self._prices = work, rules, prices
+    def __init__(
+        self,
+        work: Workload,
+        rules: sharding.Rules,
+        prices: Mapping[str, float],
+        *,
+        lockstep: bool = True,
+    ) -> None:
+        """Initializes an estimator.
+
+        Args:
+            work: The workload.
+            rules: Its sharding rules.
+            prices: Dollars per device-hour, by accelerator.
+            lockstep: Whether ranks of a pipeline may wait for the slowest in every tick, as those
+                of moelib do; otherwise they wait for their inputs only.
+        """
+        self._work, self._rules, self._prices, self._lockstep = work, rules, prices, lockstep
         self._by_mesh: dict[Any, _OnMesh] = {}
         self._pipeline = functools.cache(functools.partial(pipeline_of, work))
 
@@ -147,6 +162,8 @@ class Estimator:
             recomputed = work.recomputes(computed.remat)
             ranks = candidate.mesh.sizes[AXIS]
             pipeline = self._pipeline(candidate.schedule, ranks, micro, recomputed=recomputed)
+            if not self._lockstep:
+                pipeline = dataclasses.replace(pipeline, idle=pipeline.idle[:1] * 2)
         recomputed = work.recomputes(computed.remat)
         peak = peak_flops_per_second(accelerator.device_kind, work.compute_dtype)
         peak = peak or accelerator.flops_per_second
