@@ -3,6 +3,7 @@
 Nothing here runs on a device: arrays are `jax.ShapeDtypeStruct`s.
 """
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -69,7 +70,10 @@ _CALLS = ("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit
 
 
 def inlined(closed: Any) -> Any:
-    """Returns a closed jaxpr with the functions that it calls in place of their calls."""
+    """Returns a closed jaxpr with the functions that it calls in place of their calls.
+
+    In bodies of loops, branches and `shard_map` too.
+    """
     return jax.make_jaxpr(lambda *args: _evaluate(closed, args))(*closed.in_avals)
 
 
@@ -86,10 +90,47 @@ def _evaluate(closed: Any, args: Sequence[Any]) -> list[Any]:
                 operands = jax.lax.optimization_barrier(operands)  # Recomputed, not kept.
             inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
             results = _evaluate(inner, operands)
+        elif eqn.primitive.name == "shard_map":
+            run = functools.partial(_evaluate, eqn.params["jaxpr"])
+            results = bind_shard_map(eqn, run, operands)
         else:
-            results = bind(eqn, operands)
+            results = bind(_with_inlined_bodies(eqn), operands)
         values |= dict(zip(eqn.outvars, results, strict=True))
     return list(map(read, jaxpr.outvars))
+
+
+def _with_inlined_bodies(eqn: Any) -> Any:
+    new = lambda value: inlined(value) if hasattr(value, "in_avals") else value
+    if eqn.primitive.name not in ("cond", "scan", "while"):
+        return eqn
+    params = {
+        name: tuple(map(new, value)) if isinstance(value, tuple) else new(value)
+        for name, value in eqn.params.items()
+    }
+    return eqn.replace(params=params)
+
+
+def bind_shard_map(
+    eqn: Any, run: Callable[[Sequence[Any]], Any], args: Sequence[Any], **specs: Any
+) -> list[Any]:
+    """Returns `run(args)` in the mesh and with the specs of a `shard_map` equation.
+
+    Args:
+        eqn: The equation.
+        run: Function of a sequence of this device's parts.
+        args: Operands.
+        **specs: `in_specs` and `out_specs` in place of the equation's.
+    """
+    options = {name: eqn.params[name] for name in ("mesh", "in_specs", "out_specs", "check_vma")}
+    axes = set(shard_map_axes(eqn))
+    mapped = jax.shard_map(lambda *args: tuple(run(args)), axis_names=axes, **options | specs)
+    return list(mapped(*args))
+
+
+def shard_map_axes(eqn: Any) -> frozenset[str]:
+    """Returns the mesh axes that a `shard_map` equation makes manual."""
+    params = eqn.params
+    return params.get("newly_manual_axes", params.get("manual_axes"))  # JAX renamed it.
 
 
 def num_consts_and_carries(eqn: Any) -> tuple[int, int]:

@@ -85,11 +85,11 @@ def check(cfg, axes, pipeline, num_microbatches: int) -> None:
 
 
 CASES = [
-    (Schedule.GPIPE, {"pipeline": 4, "fsdp": 2}, 5),
+    (Schedule.GPIPE, {"pipeline": 4, "model": 2}, 5),
     (Schedule.ONE_F_ONE_B, {"pipeline": 2, "data": 2, "fsdp": 2}, 2),
     (Schedule.INTERLEAVED, {"pipeline": 2, "data": 2, "expert": 2}, 4),
-    (Schedule.ZB_H1, {"pipeline": 4, "model": 2}, 8),
-    (Schedule.ZB_V, {"pipeline": 2, "seq": 2, "model": 2}, 6),  # 6 blocks over 4 stages.
+    (Schedule.ZB_H1, {"pipeline": 4, "expert": 2}, 8),
+    (Schedule.ZB_V, {"pipeline": 2, "expert": 2, "seq": 2}, 6),  # 6 blocks over 4 stages.
     (Schedule.DUALPIPE_V, {"pipeline": 2, "expert": 2, "fsdp": 2}, 3),  # One stage has none.
     (Schedule.DUALPIPE_V, {"pipeline": 1, "expert": 2, "data": 2}, 3),  # Pairs alone.
 ]

@@ -1,13 +1,15 @@
 """The backward pass of a function in two parts: gradients of its inputs, then of its weights."""
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 from jax.extend.core import Literal
 
-from moelib.core.jaxpr import bind, inlined, num_consts_and_carries
+from moelib.core.jaxpr import bind, bind_shard_map, inlined, num_consts_and_carries, shard_map_axes
 
 
 class SplitBackward(NamedTuple):
@@ -24,16 +26,17 @@ class _Operation(NamedTuple):
     inputs: Sequence[Any]  # Variables and literals.
     outputs: Sequence[Any]  # Variables.
     run: Callable[[Sequence[Any]], Sequence[Any]]  # Of the values of inputs.
-    scan: Any = None  # The equation, if it is a scan.
+    eqn: Any = None  # None for a part.
 
 
 def split_backward(fn: Callable[..., Any], params: Any, x: Any, *others: Any) -> SplitBackward:
     """Returns the backward pass of `fn(params, x, *others)` in two parts.
 
     Operations that the gradient of `x` needs belong to the first part, the others to the second;
-    none is in both. Gradients of vectors, such as scales of norms, are sums that take less than
-    what they would keep, and belong to the first. A scan becomes two, other loops are one
-    operation.
+    none is in both but those that need parameters only, such as gathers of weights. Gradients of
+    vectors, such as scales of norms, are sums that take less than what they would keep, and belong
+    to the first. A scan or a `shard_map` becomes two. So does a loop of unknown length, the second
+    of which repeats what both need. A conditional is one operation.
 
     Args:
         fn: The function.
@@ -54,7 +57,7 @@ def split_backward(fn: Callable[..., Any], params: Any, x: Any, *others: Any) ->
     results = jaxpr.outvars
     early = [v for v in results[:num_params] if _is_vector(v)]
     first = [*results[num_params:], *early]
-    parts = _parts(_operations(jaxpr), first, results[:num_params], given)
+    parts = _parts(_operations(jaxpr), first, results[:num_params], given, given)
     constants = dict(zip(jaxpr.constvars, flat.consts, strict=True))
     kept = [v for v in parts.kept if v not in constants]
 
@@ -83,25 +86,39 @@ class _Parts(NamedTuple):
 
 
 def _parts(
-    operations: Sequence[_Operation], first: Sequence[Any], second: Sequence[Any], given: Any
+    operations: Sequence[_Operation],
+    first: Sequence[Any],
+    second: Sequence[Any],
+    given: Collection[Any],
+    params: Collection[Any],
 ) -> _Parts:
-    """Returns the operations that the results `first` need, and the others that `second` need."""
-    needed, wanted = _variables(first), _variables(second)
+    """Returns the operations that the results `first` need, and the others that `second` need.
+
+    The second part also has operations of the first that need only `params`, which are among the
+    variables `given` to it.
+    """
+    needed, wanted, of_params = _variables(first), _variables(second), set(params)
+    for operation in operations:
+        if _variables(operation.inputs) <= of_params:
+            of_params |= set(operation.outputs)
     parts: tuple[list[_Operation], list[_Operation]] = ([], [])
     for operation in reversed(operations):
         outputs = set(operation.outputs)
-        if outputs & needed and outputs & (wanted - needed) and operation.scan is not None:
-            pieces = _split_scan(operation, needed, wanted)
+        if not outputs & needed:
+            pieces = None, operation
+        elif outputs <= of_params:
+            pieces = operation, operation
+        elif outputs & (wanted - needed) and operation.eqn.primitive.name in _BODIES:
+            pieces = _split(operation, needed, wanted, of_params)
         else:
-            pieces = (operation, None) if outputs & needed else (None, operation)
+            pieces = operation, None
         for i, (piece, of) in enumerate(zip(pieces, (needed, wanted), strict=True)):
             if piece is not None and (i == 0 or set(piece.outputs) & wanted):
                 parts[i].append(piece)
                 of |= _variables(piece.inputs)
     known = {v for each in parts[1] for v in each.outputs}.union(given)
-    kept = dict.fromkeys(
-        v for each in [*(x.inputs for x in parts[1]), second] for v in each if _is_kept(v, known)
-    )
+    read = [v for inputs in [*(x.inputs for x in parts[1]), second] for v in inputs]
+    kept = dict.fromkeys(v for v in read if not isinstance(v, Literal) and v not in known)
     return _Parts(parts[0][::-1], parts[1][::-1], list(kept))
 
 
@@ -109,95 +126,208 @@ def _is_vector(value: Any) -> bool:
     return value.aval.ndim < 2
 
 
-def _is_kept(value: Any, known: set[Any]) -> bool:
-    return not isinstance(value, Literal) and value not in known
-
-
 def _variables(values: Sequence[Any]) -> set[Any]:
     return {v for v in values if not isinstance(v, Literal)}
 
 
-def _split_scan(
-    operation: _Operation, needed: set[Any], wanted: set[Any]
+class _Piece(NamedTuple):
+    """A part of a body: its operations, and variables of the body that it reads and returns."""
+
+    operations: Sequence[_Operation]
+    consts: Sequence[Any]
+    carries: Sequence[Any]
+    each: Sequence[Any]
+    given: Sequence[Any]  # Values of the other part.
+    results: Sequence[int]  # Indices of the body's results, carries first.
+    made: Sequence[Any]  # Values for the other part.
+
+
+class _Scan:
+    """The body of a scan: variables are constants, carries, and others with one value per turn."""
+
+    repeats = False  # Whether the second part repeats what both need.
+
+    def __init__(self, eqn: Any, body: Any = None) -> None:
+        self.eqn, body = eqn, body or eqn.params["jaxpr"]
+        self.jaxpr = getattr(body, "jaxpr", body)
+        captured = getattr(body, "consts", ())
+        self.captured = dict(zip(self.jaxpr.constvars, captured, strict=True))
+        num_consts, self.num_carry = self.sizes()
+        num, names = num_consts + self.num_carry, list(self.jaxpr.invars)
+        self.consts, self.carries, self.each = (
+            names[:num_consts],
+            names[num_consts:num],
+            names[num:],
+        )
+        self.operands = dict(zip(names, eqn.invars[len(eqn.invars) - len(names) :], strict=True))
+        self.tested = set[Any]()  # Variables that every part reads.
+
+    def sizes(self) -> tuple[int, int]:
+        """Returns the numbers of constants and carries."""
+        return num_consts_and_carries(self.eqn)
+
+    def times(self, variable: Any) -> int:
+        """Returns the number of values that a variable has."""
+        del variable
+        return self.eqn.params["length"]
+
+    def run(self, piece: _Piece, step: Any, known: Any, start: Any, each: Any) -> Any:
+        """Returns the carries after a piece, and the other results of all turns."""
+        del piece, known
+        options = {name: self.eqn.params[name] for name in ("length", "reverse", "unroll")}
+        return lax.scan(step, start, each, **options)
+
+
+class _While(_Scan):
+    """The body of a loop of unknown length, which cannot keep a value per turn."""
+
+    repeats = True
+
+    def __init__(self, eqn: Any) -> None:
+        super().__init__(eqn, eqn.params["body_jaxpr"])
+        test, num = eqn.params["cond_jaxpr"], eqn.params["cond_nconsts"]
+        self._test, names = test, list(test.jaxpr.invars)
+        self._names = dict(zip(self.carries, names[num:], strict=True))
+        self.consts += names[:num]
+        self.operands |= dict(zip(names[:num], eqn.invars[:num], strict=True))
+        read = _variables([v for eqn in test.jaxpr.eqns for v in eqn.invars])
+        self.tested = {v for v, inside in self._names.items() if inside in read}.union(names[:num])
+
+    def sizes(self) -> tuple[int, int]:
+        return self.eqn.params["body_nconsts"], len(self.eqn.outvars)
+
+    def run(self, piece: _Piece, step: Any, known: Any, start: Any, each: Any) -> Any:
+        jaxpr = self._test.jaxpr
+
+        def test(carry: Any) -> Any:
+            values = known | dict(zip(jaxpr.constvars, self._test.consts, strict=True))
+            names = [self._names[v] for v in piece.carries]
+            values |= dict(zip(names, carry, strict=True))
+            return _run(_operations(jaxpr), values, jaxpr.outvars)[0]
+
+        return lax.while_loop(test, lambda carry: step(carry, each)[0], start), []
+
+
+class _ShardMap(_Scan):
+    """The body of a `shard_map`; a value per device that varies has a new dimension."""
+
+    def sizes(self) -> tuple[int, int]:
+        return 0, 0
+
+    def _axes(self, variable: Any) -> tuple[str, ...]:
+        manual = shard_map_axes(self.eqn)
+        if self.eqn.params["check_vma"]:
+            manual = manual & variable.aval.manual_axis_type.varying
+        return tuple(axis for axis in self.eqn.params["mesh"].axis_names if axis in manual)
+
+    def times(self, variable: Any) -> int:
+        return math.prod(self.eqn.params["mesh"].shape[axis] for axis in self._axes(variable))
+
+    def run(self, piece: _Piece, step: Any, known: Any, start: Any, each: Any) -> Any:
+        num, num_results, params = len(piece.each), len(piece.results), self.eqn.params
+        specs = lambda variables: [jax.P(self._axes(v)) for v in variables]
+        of_inputs = dict(zip(self.each, params["in_specs"], strict=True))
+
+        def local(each: Sequence[Any]) -> Any:
+            _, found = step([], [*each[:num], *(x[0] for x in each[num:])])
+            return [*found[:num_results], *(x[None] for x in found[num_results:])]
+
+        in_specs = *(of_inputs[v] for v in piece.each), *specs(piece.given)
+        out_specs = *(params["out_specs"][i] for i in piece.results), *specs(piece.made)
+        return [], bind_shard_map(self.eqn, local, each, in_specs=in_specs, out_specs=out_specs)
+
+
+_BODIES = {"scan": _Scan, "shard_map": _ShardMap, "while": _While}
+
+
+def _split(
+    operation: _Operation, needed: set[Any], wanted: set[Any], of_params: set[Any]
 ) -> tuple[_Operation, _Operation | None]:
-    """Returns a scan as two: one computes its results in `needed`, the other those in `wanted`.
+    """Returns an operation as two: one computes its results in `needed`, the other in `wanted`.
 
-    The first also returns, for each iteration, what the second reads.
+    The first also returns what the second reads.
     """
-    eqn = operation.scan
-    num_consts, num_carry = num_consts_and_carries(eqn)
-    num_fixed = num_consts + num_carry
-    options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-    flat = inlined(eqn.params["jaxpr"])
-    body, constants = flat.jaxpr, dict(zip(flat.jaxpr.constvars, flat.consts, strict=True))
-    operations = _operations(body)
-    carries = body.invars[num_consts:num_fixed]
-    of = lambda part: [body.outvars[i] for i in sorted(part)]
+    eqn = operation.eqn
+    body = _BODIES[eqn.primitive.name](eqn)
+    outvars, operations = body.jaxpr.outvars, _operations(body.jaxpr)
+    is_of_params = lambda v: isinstance(v, Literal) or v in of_params
+    params = {v for v in [*body.consts, *body.each] if is_of_params(body.operands[v])}
+    of = lambda part: [outvars[i] for i in sorted(part)]
 
-    def with_carries(part: set[int], operations: Callable[[], Any], others: set[int]) -> _Parts:
+    def with_carries(part: set[int], index: int, find: Callable[[], _Parts]) -> _Parts:
         """Adds the carries to a part that its operations read, unless the other part has them."""
+        others = own if index and not body.repeats else set()
         while True:
-            found = operations()
-            used = found.second if others else found.first
-            read = _variables([v for x in used for v in x.inputs]) | _variables(of(part))
-            more = {i for i, v in enumerate(carries) if v in read} - part - others
+            found = find()
+            read = _variables([v for x in found[index] for v in x.inputs])
+            read = read.union(_variables(of(part)), body.tested)
+            more = {i for i, v in enumerate(body.carries) if v in read} - part - others
             if not more:
                 return found
             part |= more
 
-    early = {i for i, v in enumerate(eqn.outvars) if v in wanted and _is_vector(body.outvars[i])}
-    own = early | {i for i, v in enumerate(eqn.outvars) if v in needed}
-    with_carries(own, lambda: _parts(operations, of(own), [], ()), set())
-    rest = {i for i, v in enumerate(eqn.outvars) if i not in own and v in wanted}
+    every = {i for i, v in enumerate(eqn.outvars) if v in wanted}
+    own = {i for i, v in enumerate(eqn.outvars) if v in needed}
+    own |= {i for i in every if _is_vector(outvars[i])}
+    again = lambda part: [
+        *body.consts,
+        *body.each,
+        *(v for i, v in enumerate(body.carries) if i in part),
+    ]
+    alone = with_carries(
+        own, 0, lambda: _parts(operations, of(own), of(every - own), body.jaxpr.invars, params)
+    )
+    rest = every - own
     if not rest:
         return operation, None
-    again = lambda: {v for i, v in enumerate(carries) if i in rest}.union(
-        body.invars[:num_consts], body.invars[num_fixed:]
-    )
-    parts = with_carries(rest, lambda: _parts(operations, of(own), of(rest), again()), own)
-    kept = [v for v in parts.kept if v not in constants]
-    split = [[i for i in sorted(part) if i < num_carry] for part in (own, rest)]
-    ys = [[i for i in sorted(part) if i >= num_carry] for part in (own, rest)]
-    stacked = [_Stacked(v, options["length"]) for v in kept]
+    before = [] if body.repeats else of(own)
+    parts = with_carries(rest, 1, lambda: _parts(operations, before, of(rest), again(rest), params))
+    kept = [v for v in parts.kept if v not in body.captured]
+    stacked = {v: _Stacked(v, body.times(v)) for v in kept}
 
-    def piece(part: int, given: Sequence[Any], made: Sequence[Any]) -> _Operation:
-        """Returns a scan that also reads `given`, and returns `made`, of each iteration."""
-        own_operations = (parts.first, parts.second)[part]
-        own_carries = [carries[i] for i in split[part]]
-        results = [*of(split[part]), *of(ys[part]), *made]
-        read = _variables([v for x in own_operations for v in x.inputs]) | _variables(results)
-        of_eqn = dict(zip(body.invars, eqn.invars, strict=True))
-        fixed = [v for v in body.invars[:num_consts] if v in read]
-        names = [*(v for v in body.invars[num_fixed:] if v in read), *given]
+    def operation_of(operations: Any, part: set[int], given: Any, made: Any) -> _Operation:
+        read = _variables([v for x in operations for v in x.inputs])
+        read = read.union(_variables([*of(part), *made]), body.tested)
+        piece = _Piece(
+            operations,
+            consts=[v for v in body.consts if v in read],
+            carries=[v for i, v in enumerate(body.carries) if i in part],
+            each=[v for v in body.each if v in read],
+            given=given,
+            results=sorted(part),
+            made=made,
+        )
+        names = [*piece.consts, *piece.carries, *piece.each]
+        inputs = [*map(body.operands.__getitem__, names), *map(stacked.__getitem__, given)]
+        outputs = [*(eqn.outvars[i] for i in piece.results), *map(stacked.__getitem__, made)]
+        return _Operation(inputs, outputs, functools.partial(_run_piece, body, piece))
 
-        def run(values: Sequence[Any]) -> list[Any]:
-            known = constants | dict(zip(fixed, values, strict=False))
-            num = len(own_carries)
-            start, xs = values[len(fixed) :][:num], values[len(fixed) + num :]
+    first = alone.first if body.repeats else parts.first
+    return operation_of(first, own, (), kept), operation_of(parts.second, rest, kept, ())
 
-            def iteration(carry: list[Any], xs: list[Any]) -> Any:
-                values = dict(zip([*own_carries, *names], [*carry, *xs], strict=True))
-                found = _run(own_operations, known | values, results)
-                return found[:num], found[num:]
 
-            carry, found = jax.lax.scan(iteration, list(start), list(xs), **options)
-            return [*carry, *found]
+def _run_piece(body: _Scan, piece: _Piece, values: Sequence[Any]) -> list[Any]:
+    num, num_carry = len(piece.consts), len(piece.carries)
+    known = body.captured | dict(zip(piece.consts, values, strict=False))
+    names = [*piece.carries, *piece.each, *piece.given]
+    results = [*(body.jaxpr.outvars[i] for i in piece.results), *piece.made]
 
-        inputs = [of_eqn[v] for v in [*fixed, *own_carries, *names] if v in of_eqn]
-        outputs = [eqn.outvars[i] for i in [*split[part], *ys[part]]]
-        if given:
-            inputs += stacked
-        return _Operation(inputs, [*outputs, *(stacked if made else ())], run)
+    def step(carry: Sequence[Any], each: Sequence[Any]) -> Any:
+        inside = known | dict(zip(names, [*carry, *each], strict=True))
+        found = _run(piece.operations, inside, results)
+        return found[:num_carry], found[num_carry:]
 
-    return piece(0, (), kept), piece(1, kept, ())
+    start, each = list(values[num : num + num_carry]), list(values[num + num_carry :])
+    carry, found = body.run(piece, step, known, start, each)
+    return [*carry, *found]
 
 
 class _Stacked:
-    """A variable of a loop's body, of all iterations."""
+    """A variable of a body, with all of its values."""
 
-    def __init__(self, variable: Any, length: int) -> None:
+    def __init__(self, variable: Any, times: int) -> None:
         aval = variable.aval
-        self.aval = jax.ShapeDtypeStruct((length, *aval.shape), aval.dtype)
+        self.aval = jax.ShapeDtypeStruct((times, *aval.shape), aval.dtype)
 
 
 def _run(
@@ -212,11 +342,5 @@ def _run(
 
 def _operations(jaxpr: Any) -> list[_Operation]:
     return [
-        _Operation(
-            eqn.invars,
-            eqn.outvars,
-            functools.partial(bind, eqn),
-            eqn if eqn.primitive.name == "scan" else None,
-        )
-        for eqn in jaxpr.eqns
+        _Operation(eqn.invars, eqn.outvars, functools.partial(bind, eqn), eqn) for eqn in jaxpr.eqns
     ]
