@@ -15,6 +15,7 @@ from moelib.kernels.quantized_matmul import (
     quantized_gmm,
     quantized_matmul,
 )
+from moelib.kernels.quantized_matmul.quantize import _rounded
 from tests.layers.calling import QUICK
 
 FP8, INT8 = Quantization.FP8_BLOCK, Quantization.INT8_BLOCK
@@ -68,6 +69,13 @@ def test_quantized_operands_equal_the_emulation_bit_for_bit(scheme, block, shape
     np.testing.assert_array_equal(
         np.float64(found.dequantized(jnp.float32)), emulated(x, block, scheme)
     )
+
+
+def test_numbers_are_those_of_8_bits_before_the_cast_which_xla_may_drop():
+    x = np.random.default_rng(0).standard_normal((5, 1000))
+    x = np.float32(x * [[100], [1], [1e-2], [1e-3], [1e-5]]).clip(-448, 448)
+    want = x.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    np.testing.assert_array_equal(_rounded(jnp.asarray(x), jnp.float8_e4m3fn), want)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -108,10 +108,23 @@ def quantize(x: Float[Array, "... m n"], block: tuple[int, int], scheme: Quantiz
     amax = jnp.max(sizes, axes, keepdims=True, initial=0.0).astype(jnp.float32)
     scales = _power_of_two(amax, fmt.limit)
     y = jnp.clip(tiles.astype(jnp.float32) * (1.0 / scales), -fmt.limit, fmt.limit)
-    if jnp.issubdtype(fmt.dtype, jnp.integer):
-        y = jnp.round(y)
+    y = _rounded(y, fmt.dtype)
     scales = jnp.squeeze(scales.astype(fmt.scale_dtype), (-3, -1))
     return Quantized(_joined(y.astype(fmt.dtype), x.shape), scales, scheme)
+
+
+def _rounded(x: Array, dtype: Any) -> Array:
+    """Returns float32 numbers that a cast to `dtype` does not change.
+
+    XLA for GPUs drops a cast to 8-bit floats that another cast follows, as excess precision.
+    """
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.round(x)
+    info = jnp.finfo(dtype)
+    step = float(info.smallest_subnormal)
+    small = jnp.round(x / step) * step
+    exact = lax.reduce_precision(x, jnp.finfo(x.dtype).nexp, info.nmant)
+    return jnp.where(jnp.abs(x) < float(info.smallest_normal), small, exact)
 
 
 def _in_blocks(x: Array, block: tuple[int, int]) -> Array:
