@@ -213,7 +213,7 @@ class Placement:
     def _rank_bytes(self, leaves: Iterable[Leaf]) -> "RankBytes":
         held = [(leaf, self.held(leaf)) for leaf in leaves]
         return RankBytes(
-            weights=sum(n * leaf.compute_itemsize for leaf, n in held),
+            weights=sum(n * leaf.gathered_itemsize for leaf, n in held),
             gradients=sum(4 * n for leaf, n in held if leaf.trained),
         )
 

@@ -118,7 +118,8 @@ def _is_matrix(leaf: Leaf) -> bool:
 
 def _is_dense_matrix(placement: Placement, leaf: Leaf) -> bool:
     cast = leaf.compute_itemsize == placement.work.compute_itemsize  # Routers are not.
-    return leaf.in_decoder and _is_matrix(leaf) and cast and "experts" not in leaf.axes
+    by_layer = leaf.quantized or "experts" in leaf.axes  # Gathered by the layer itself.
+    return leaf.in_decoder and _is_matrix(leaf) and cast and not by_layer
 
 
 def _windows(

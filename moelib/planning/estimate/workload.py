@@ -49,8 +49,8 @@ class Leaf:
 
     @property
     def gathered_itemsize(self) -> int:
-        """Bytes per element that devices send each other; XLA casts dense weights before it."""
-        return 1 if self.quantized and "experts" in self.axes else self.compute_itemsize
+        """Bytes per element of the weights that devices send each other."""
+        return 1 if self.quantized else self.compute_itemsize
 
 
 @dataclasses.dataclass(frozen=True)
