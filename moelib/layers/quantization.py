@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from moelib.core.param import ParameterSpec, specs_by_path
+from moelib.core.param import Axes, ParameterSpec, specs_by_path
 from moelib.core.tree import Nested, by_path
 from moelib.kernels.gmm import gmm
 from moelib.kernels.quantized_matmul import (
@@ -27,7 +27,14 @@ from moelib.kernels.quantized_matmul import (
     quantized_gmm,
     quantized_matmul,
 )
-from moelib.parallel.sharding import mesh_axes_of
+from moelib.layers.remat import save_dot
+from moelib.parallel.sharding import (
+    current_mesh,
+    keep_axes,
+    mesh_axes,
+    mesh_axes_of,
+    partition_spec,
+)
 
 __all__ = [
     "Quantization",
@@ -51,6 +58,8 @@ class QuantizedWeight:
 
     quantized: Quantized  # Values of the weight's shape; scales [..., in / block, out / block].
     gradient_of: Any  # Array of the weight's shape that takes its gradient.
+    # Logical axes of the last dimensions, for `project`; None leaves gathers to the compiler.
+    axes: Axes | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -68,6 +77,16 @@ class QuantizedWeight:
         """Returns [in, out], of a weight whose first dimensions are inputs and others outputs."""
         values, num = self.quantized.values, math.prod(self.shape[:num_inputs])
         return dataclasses.replace(self.quantized, values=values.reshape(num, -1))
+
+    def split(self, num_inputs: int) -> PartitionSpec | None:
+        """Returns the sharding of `matrix` in a matmul: that over axes that shard features."""
+        mesh = current_mesh()
+        if self.axes is None or mesh is None or mesh.size == 1:
+            return None
+        names, sizes = self.axes[-len(self.shape) :], dict(mesh.shape)
+        of_features = *mesh_axes("activation_ffn", sizes), *mesh_axes("activation_heads", sizes)
+        entries = mesh_axes_of(keep_axes(partition_spec(names, sizes), of_features))
+        return PartitionSpec(sum(entries[:num_inputs], ()), sum(entries[num_inputs:], ()))
 
     def dequantized(self, dtype: Any, *, num_inputs: int) -> Array:
         """Returns the weight that the quantized values stand for."""
@@ -91,7 +110,7 @@ def divided(weight: Any, split: PartitionSpec, kept: Sequence[str]) -> tuple[Any
     sizes = zip(split, weight.quantized.scales.shape, weight.shape, strict=True)
     of_scales = PartitionSpec(*(entry if num == size else None for entry, num, size in sizes))
     specs = dataclasses.replace(weight.quantized, values=split, scales=of_scales)
-    return weight, QuantizedWeight(specs, split)
+    return weight, dataclasses.replace(weight, quantized=specs, gradient_of=split)
 
 
 def quantize_weight(weight: Array, spec: ParameterSpec) -> Quantized:
@@ -148,8 +167,11 @@ def operand(value: Any, spec: ParameterSpec, dtype: Any) -> Any:
     A `QuantizedWeight` keeps its values.
     """
     value = value.astype(dtype) if spec.castable else value
-    is_done = spec.quantization is None or isinstance(value, QuantizedWeight)
-    return value if is_done else QuantizedWeight(quantize_weight(value, spec), value)
+    if spec.quantization is None:
+        return value
+    if not isinstance(value, QuantizedWeight):
+        value = QuantizedWeight(quantize_weight(value, spec), value)
+    return dataclasses.replace(value, axes=spec.axes)
 
 
 def project(
@@ -162,8 +184,9 @@ def project(
     num = math.prod(weight.shape[:num_inputs])
     tokens = x.reshape(-1, *lead[-1:], num) if lead else x.reshape(1, 1, num)
     out = weight.gradient_of.reshape(num, -1)
-    y = quantized_matmul(tokens, weight.matrix(num_inputs), out)
-    return y.reshape(*lead, *weight.shape[num_inputs:])
+    split = weight.split(num_inputs)
+    y = quantized_matmul(tokens, weight.matrix(num_inputs), out, split=split)
+    return save_dot(y.reshape(*lead, *weight.shape[num_inputs:]))
 
 
 def batched_project(rows: Float[Array, "E C D"], weight: Array | QuantizedWeight) -> Array:

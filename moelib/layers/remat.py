@@ -29,6 +29,7 @@ REMAT_POLICIES = (
 )
 
 _ROUTING = "routing"
+_DOT = "dot"
 
 
 @dataclasses.dataclass
@@ -63,6 +64,11 @@ def save_routing(x: Any) -> Any:
         return jnp.matrix_transpose(flat.reshape(leaf.shape[::-1]))
 
     return jax.tree.map(save, x)
+
+
+def save_dot(x: jax.Array) -> jax.Array:
+    """Returns a dense product, named for policies of dots, which see none in a custom gradient."""
+    return checkpoint_name(x, _DOT)
 
 
 def is_saved(name: str) -> bool:
@@ -110,6 +116,8 @@ def remat(
     policies = jax.checkpoint_policies
     chosen = policies.save_only_these_names(*keep, _ROUTING)
     if policy is not None:
+        dots = policies.save_only_these_names(_ROUTING, _DOT)
+        chosen = dots if policy.startswith("dots") else chosen
         chosen = policies.save_from_both_policies(chosen, getattr(policies, policy))
     elif offload:
         chosen = policies.save_and_offload_only_these_names(

@@ -1,16 +1,21 @@
 """Which weights are quantized, when, and what it costs."""
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moelib.core import tree
+from moelib.core import jaxpr, tree
 from moelib.core.module import functional
-from moelib.core.param import specs_by_path
+from moelib.core.param import is_spec, specs_by_path
 from moelib.layers.attention.latent import LatentAttention
 from moelib.layers.linear import Linear
 from moelib.layers.quantization import Quantization, QuantizedWeight, quantized_weights
+from moelib.layers.remat import remat
+from moelib.parallel import sharding
 from tests import tiny
 from tests.layers.calling import QUICK, build, call, normal
 
@@ -108,3 +113,49 @@ def test_a_weight_is_8_bits_wide():
     weight = layer.operands({"weight": jnp.asarray(normal(8, 4))}, jnp.float32)["weight"]
     assert isinstance(weight, QuantizedWeight)
     assert weight.quantized.values.nbytes == weight.gradient_of.nbytes // 4
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 4}, {"fsdp": 2, "model": 2}])
+def test_dense_weights_are_gathered_in_8_bits_forward_and_backward(axes):
+    # XLA for CPUs has no 8-bit floats, but sends integers as they are.
+    cfg = tiny.FeedForward.default_config().set(hidden_dim=256)
+    layer = build(cfg, input_dim=512, quantization=Quantization.INT8_BLOCK)
+    specs, mesh = layer.create_parameter_specs_recursively(), tiny.mesh(**axes)
+
+    def loss(params, x):
+        y, _ = functional(layer, None, params, (x,), is_training=True)
+        return jnp.sum(y * y)
+
+    with jax.set_mesh(mesh):
+        shardings = sharding.named_shardings(specs, mesh)
+        given = jax.tree.map(
+            lambda spec, of: jax.ShapeDtypeStruct(spec.shape, jnp.float32, sharding=of),
+            specs,
+            shardings,
+            is_leaf=is_spec,
+        )
+        x = jax.ShapeDtypeStruct((8, 16, 512), jnp.float32)
+        step = jax.jit(jax.grad(loss), out_shardings=shardings)
+        program = step.lower(given, x).compile(QUICK).as_text() or ""
+    gathered = re.findall(r"= (\w+)\[([\d,]+)\]\S* all-gather", program)
+    sizes = {(kind, math.prod(map(int, shape.split(",")))) for kind, shape in gathered}
+    part = 512 * 256 // axes.get("model", 1)
+    assert {kind for kind, size in sizes if size >= part} == {"s8"}
+
+
+@pytest.mark.parametrize(
+    ("policy", "recomputed"), [("dots_saveable", 0), ("nothing_saveable", 2), (None, 2)]
+)
+def test_policies_of_dots_save_quantized_ones(policy, recomputed):
+    layer = build(
+        tiny.FeedForward.default_config().set(hidden_dim=8), input_dim=8, quantization=FP8
+    )
+
+    @remat(policy)
+    def forward(params, x):
+        return functional(layer, None, params, (x,), is_training=True)[0]
+
+    loss = lambda params, x: jnp.sum(forward(params, x))
+    program = jax.make_jaxpr(jax.grad(loss))(tiny.initial(layer), jnp.ones((1, 4, 8)))
+    dots = [s for s in jaxpr.walk(program) if s.eqn.primitive.name == "dot_general"]
+    assert len(dots) == 3 + 2 * 3 + recomputed  # The last product is not needed again.

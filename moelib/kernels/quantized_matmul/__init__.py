@@ -58,6 +58,7 @@ def quantized_matmul(
     weight: Quantized,
     gradient_of: Float[Array, "..."],
     *,
+    split: jax.P | None = None,
     backend: str | None = None,
 ) -> Float[Array, "b t n"]:
     """Returns x w in the dtype of x, both quantized by the scheme of the weight.
@@ -66,6 +67,8 @@ def quantized_matmul(
         x: Activations. Gradients of the result are quantized, too.
         weight: A matrix [k, n], or one for each of the b groups [b, k, n].
         gradient_of: Array of the weight's shape that takes its gradient; its values are not read.
+        split: Sharding of the weight while it is multiplied; its 8-bit values are gathered for it,
+            and again in the backward pass. None leaves both to the compiler.
         backend: "xla" multiplies the exact values in the dtype of x; "float8" multiplies 8-bit
             operands, one dot per block, and is the default for schemes with one scale per array on
             devices with such units; "reference" multiplies in float32. None takes the one that
@@ -78,7 +81,7 @@ def quantized_matmul(
         in_one = not weight.scheme.format.in_blocks
         backend = "float8" if native and in_one else "xla"
     x, weight, gradient_of = align(x, weight, gradient_of.astype(x.dtype))
-    return _dense(_Dense(backend, weight.values.ndim == 3), x, weight, gradient_of)
+    return _dense(_Dense(backend, weight.values.ndim == 3, split), x, weight, gradient_of)
 
 
 def quantized_gmm(
@@ -103,6 +106,12 @@ def quantized_gmm(
 class _Dense(NamedTuple):
     backend: str
     has_groups: bool  # Whether each of the b groups has a weight.
+    split: jax.P | None
+
+    def of_weight(self, spec: str, x: Quantized, weight: Quantized, dtype: Any) -> Array:
+        """Returns an einsum of a quantized array and the weight, as it is sharded then."""
+        weight = weight if self.split is None else weight.gathered(self.split)
+        return self.dot(spec, x, weight, dtype)
 
     def dot(self, spec: str, a: Quantized, b: Quantized, dtype: Any) -> Array:
         """Returns an einsum of quantized arrays, in which "w" stands for the weight's dimensions.
@@ -122,7 +131,7 @@ class _Dense(NamedTuple):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dense(options: _Dense, x: Array, weight: Quantized, gradient_of: Array) -> Array:
     del gradient_of
-    return options.dot("btk,w->btn", quantize(x, ROWS, weight.scheme), weight, x.dtype)
+    return options.of_weight("btk,w->btn", quantize(x, ROWS, weight.scheme), weight, x.dtype)
 
 
 def _dense_forward(options: _Dense, x: Array, weight: Quantized, gradient_of: Array) -> Any:
@@ -132,7 +141,7 @@ def _dense_forward(options: _Dense, x: Array, weight: Quantized, gradient_of: Ar
 def _dense_backward(options: _Dense, saved: Any, grad: Array) -> Any:
     x, weight = saved
     of = functools.partial(quantize, scheme=weight.scheme)
-    x_grad = options.dot("btn,w->btk", of(grad, ROWS), weight, x.dtype)
+    x_grad = options.of_weight("btn,w->btk", of(grad, ROWS), weight, x.dtype)
     block = COLUMNS if options.has_groups else TILES
     weight_grad = options.dot("btk,btn->w", of(x, block), of(grad, COLUMNS), x.dtype)
     return x_grad, None, weight_grad

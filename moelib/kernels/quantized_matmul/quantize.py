@@ -86,6 +86,15 @@ class Quantized:
                 scales = lax.slice_in_dim(scales, 0, size, axis=axis)
         return scales
 
+    def gathered(self, split: jax.P) -> "Quantized":
+        """Returns the array with whole scales and values of this sharding, sent in 8 bits."""
+        # As integers: XLA moves casts of floats across gathers, or has no gather of 8-bit floats.
+        values = lax.bitcast_convert_type(self.values, jnp.uint8)
+        values = lax.with_sharding_constraint(values, split)
+        values = lax.bitcast_convert_type(values, self.values.dtype)
+        scales = lax.with_sharding_constraint(self.scales, jax.P())
+        return dataclasses.replace(self, values=values, scales=scales)
+
     def dequantized(self, dtype: Any) -> Array:
         """Returns values times scales, which is exact in bfloat16 and float32."""
         sides = zip(self.scales.shape[-2:], self.values.shape[-2:], strict=True)
