@@ -15,6 +15,7 @@ from typing import Any
 from benchmarks.published_runs import EXCLUDED, PUBLISHED_RUNS, PublishedRun
 from moelib.core.progress import Progress
 from moelib.core.table import Table, to_markdown
+from moelib.layers.quantization import Quantization
 from moelib.planning.estimate.activations import OWN
 from moelib.planning.estimate.candidates import Candidate, Mesh, rules_of
 from moelib.planning.estimate.estimate import BEST, POOR, Estimate, Estimator
@@ -64,7 +65,7 @@ def calibrate(runs: Iterable[PublishedRun], *, show_progress: bool = False) -> l
 
 
 def _calibrated(run: PublishedRun) -> Calibrated:
-    cfg, work = _workload(run.config, run.seq_len)
+    cfg, work = _workload(run.config, run.seq_len, run.quantization)
     mesh = Mesh(tuple(run.inside.items()), tuple(run.across.items()))
     rules = rules_of(cfg)
     per_step = run.batch_per_device * run.num_microbatches * mesh.parts(rules["batch"])
@@ -99,10 +100,10 @@ def range_of_others(found: Sequence[Calibrated], left_out: int) -> tuple[float, 
 
 
 @functools.cache
-def _workload(name: str, seq_len: int) -> tuple[Any, Workload]:
+def _workload(name: str, seq_len: int, quantization: Quantization | None) -> tuple[Any, Workload]:
     module, _, config = name.partition(":")
     cfg = importlib.import_module(module).named_trainer_configs()[config]()
-    cfg.input.seq_len = seq_len
+    cfg.input.seq_len, cfg.model.quantization = seq_len, quantization
     return cfg, read_workload(cfg)
 
 

@@ -6,6 +6,7 @@ published are guesses, and noted as such.
 
 import dataclasses
 
+from moelib.layers.quantization import Quantization
 from moelib.parallel.pipeline.schedule import Schedule
 from moelib.planning.estimate.activations import DOTS, FULL, NONE
 
@@ -31,6 +32,7 @@ class PublishedRun:
     num_microbatches: int = 1
     remat: str = FULL  # A name of `Workload.saved`.
     schedule: Schedule | None = None  # Of a pipeline.
+    quantization: Quantization | None = None  # Scheme of the matmuls of layers.
     note: str = ""  # Settings that were not published, or differ.
 
 
@@ -125,11 +127,17 @@ PUBLISHED_RUNS = (
         (16_188, 17_613), _PITHTRAIN, num_microbatches=256,
         remat=NONE, schedule=Schedule.DUALPIPE_V, note=_PITHTRAIN_NOTE,
     ),
+    PublishedRun(
+        "Megatron, PithTrain", "experiments.open_models:qwen3-30b-a3b",
+        "b200:1x8", {"pipeline": 2, "expert": 4}, 1, 8192,
+        (13_275, 16_813), _PITHTRAIN, num_microbatches=256,
+        remat=NONE, schedule=Schedule.DUALPIPE_V, quantization=Quantization.FP8_BLOCK,
+        note=f"FP8, estimated at the rate of bfloat16; {_PITHTRAIN_NOTE}",
+    ),
 )  # fmt: skip
 
 EXCLUDED = {
     "Megatron-Bridge, DeepSeek-V3 on GB200 and GB300": "MXFP8, which moelib does not support",
-    "PithTrain, Qwen3-30B-A3B on B200": "FP8, which moelib does not support",
     "Megatron-Bridge, Qwen3-30B-A3B on 16 H100": "published as 299 TFLOP/s, counted differently",
     "Llama 4 on v5p, and Marin's own model": "models without a config in moelib",
     "TorchTitan on H100, in PithTrain's tables, both in BF16": (
