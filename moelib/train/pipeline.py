@@ -93,7 +93,7 @@ class _Cut:
     Args:
         model: The model.
         learner: Its learner, which knows what layers may update.
-        layout: The stages.
+        placement: Where the parameters of blocks are.
         uniform: Whether ranks compute blocks that they do not have, and drop the results.
         tables: Paths of parameters that layers cast to `dtype` where they read them.
         dtype: The compute dtype.
@@ -103,7 +103,7 @@ class _Cut:
         self,
         model: Any,
         learner: Learner,
-        layout: Layout,
+        placement: "_Placement",
         *,
         uniform: bool,
         tables: Collection[str],
@@ -112,7 +112,7 @@ class _Cut:
         self.model, self.learner, self.stack = model, learner, stack_of(model)
         self.uniform, self.tables, self.dtype = uniform, tables, dtype
         self.names = names_below(model, self.stack) or ()
-        self.num_always = min(layout.sizes)  # Blocks that all stages have.
+        self.placement = placement
 
     def is_block(self, path: str) -> bool:
         """Returns whether a parameter belongs to the repeated blocks."""
@@ -194,7 +194,7 @@ class _Cut:
             return (x, total + loss), (kept, after)
 
         # Blocks that all stages have are a loop; others end the stage, one after another.
-        num, given = self.num_always, (params, fixed, blocks)
+        num, given = self.placement.num_always, (params, fixed, blocks)
         part = lambda *at: jax.tree.map(operator.itemgetter(*at), given)
         carry, made = lax.scan(each, (x, jnp.zeros(())), part(slice(num)))
         for i in range(num, len(blocks[0])):
@@ -218,6 +218,9 @@ class _Cut:
         `block` is its number and its quantized weights, by path.
         """
         number, quantized = block
+        # Otherwise XLA sums the gradients of some weights into whole arrays on each device.
+        place = lambda path, a: lax.with_sharding_constraint(a, self.placement.of_block(path))
+        params = tree.map_by_path(place, params)
         state = self._within(_with_quantized(tree.merge(fixed, params), quantized))
         inputs = x, number, key, side_inputs
         x, found = functional(
@@ -299,14 +302,14 @@ def accumulate_in_pipeline(
     late = lambda path: specs[path].cast_at_use and learner.is_updated(path)
     tables = {} if train_dtype is None else tree.select(params, late)
     names = tree.by_path(tables).keys()
-    cut = _Cut(model, learner, layout, uniform=uniform, tables=names, dtype=train_dtype)
+    placement = _Placement(layout, specs)
+    cut = _Cut(model, learner, placement, uniform=uniform, tables=names, dtype=train_dtype)
     cast = cast_parameters(params, tree.unflatten(specs), train_dtype)
     params = tree.merge(cast, tables)
     trained, fixed = _parts(params, learner.is_updated)
     blocks, outer = _parts(trained, cut.is_block)
     fixed_blocks, fixed_outer = _parts(fixed, cut.is_block)
     ending = tree.select(fixed_outer, lambda path: not specs[path].trainable)
-    placement = _Placement(layout, specs)
     to_stages = functools.partial(tree.map_by_path, placement.to_stages)
     to_layers = functools.partial(tree.map_by_path, placement.to_layers)
     of_blocks = {path: x for path, x in quantized.items() if cut.is_block(path)}
@@ -376,6 +379,7 @@ class _Placement:
 
     def __init__(self, layout: Layout, specs: Mapping[str, ParameterSpec]) -> None:
         self._rows, self._specs = np.array(layout.rows), specs
+        self.num_always = min(layout.sizes)  # Blocks that all stages have.
         self._order = np.argsort(self._rows.ravel())[-sum(layout.sizes) :]
 
     def to_stages(self, path: str, a: jax.Array) -> jax.Array:
@@ -407,6 +411,10 @@ class _Placement:
             return self.in_order(lax.all_gather(a, AXIS, tiled=True))
 
         return jax.shard_map(move, in_specs=placed, out_specs=stored, check_vma=False)(a)
+
+    def of_block(self, path: str) -> jax.P:
+        """Returns the sharding of a parameter of one block."""
+        return jax.P(*self._shardings(path)[1][2:])
 
     def in_order(self, a: jax.Array) -> jax.Array:
         """Returns layers [L, ...] from [chunks of all ranks, layers, ...]."""

@@ -1,4 +1,6 @@
-"""Compiled memory of pipelines, compared with the activations of one micro-batch."""
+"""Compiled pipelines: memory, compared with the activations of one micro-batch; collectives."""
+
+import collections
 
 import pytest
 
@@ -14,6 +16,32 @@ from moelib.planning.hardware.topologies import describe
 from tests.tiny import stacked
 
 
+def compiled(topology, schedule, axes, *, num_layers, dim, seq_len, batch_size):
+    """Returns a config of 8 micro-batches, and the report of its compiled step."""
+    pytest.importorskip("libtpu")
+    cfg = flame_moe.tiny().set(dir="unused", train_dtype="bfloat16", evalers={})
+    cfg.model.set(dim=dim, decoder=stacked(cfg.model.decoder.block[0], num_layers=num_layers))
+    cfg.input.set(seq_len=seq_len, global_batch_size=8 * batch_size)
+    cfg.set(num_microbatches=8, pipeline_schedule=schedule)
+    cfg.set(mesh_shape=mesh_shape_from_axes(**axes))
+    outcome = compile_in_subprocess(cfg, topology, CompileOptions(cache_dir=None), name="step")
+    assert outcome.report is not None, outcome.failure
+    return cfg, outcome.report
+
+
+@pytest.mark.slow
+def test_gradients_of_a_stage_are_reduce_scattered():
+    axes = {"pipeline": 2, "fsdp": 2}
+    _, report = compiled(
+        "v6e:2x2", Schedule.ONE_F_ONE_B, axes, num_layers=8, dim=256, seq_len=1024, batch_size=4
+    )
+    moved = collections.Counter()
+    for each in report.collectives:
+        if "fsdp" in each.axes:
+            moved[each.kind] += each.bytes
+    assert moved["all-reduce"] < 0.01 * moved["reduce-scatter"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("topology", "schedule", "num_layers", "dim", "seq_len", "batch_size", "limit"),
@@ -27,19 +55,20 @@ from tests.tiny import stacked
 def test_a_rank_holds_no_more_than_the_schedule_says(
     topology, schedule, num_layers, dim, seq_len, batch_size, limit
 ):
-    pytest.importorskip("libtpu")
     shape = describe(topology)
-    cfg = flame_moe.tiny().set(dir="unused", train_dtype="bfloat16", evalers={})
-    cfg.model.set(dim=dim, decoder=stacked(cfg.model.decoder.block[0], num_layers=num_layers))
-    cfg.input.set(seq_len=seq_len, global_batch_size=8 * batch_size)
-    cfg.set(num_microbatches=8, pipeline_schedule=schedule)
-    cfg.set(mesh_shape=mesh_shape_from_axes(pipeline=shape.num_devices))
-    outcome = compile_in_subprocess(cfg, topology, CompileOptions(cache_dir=None), name="step")
-    assert outcome.report is not None, outcome.failure
+    cfg, report = compiled(
+        topology,
+        schedule,
+        {"pipeline": shape.num_devices},
+        num_layers=num_layers,
+        dim=dim,
+        seq_len=seq_len,
+        batch_size=batch_size,
+    )
     work = read_workload(cfg)
     saved = work.saved[NONE]  # Of the whole model, as `jax.vjp` keeps them.
     micro = (saved.split + saved.whole + saved.routed) * batch_size * seq_len
     memory = Estimator(work, rules_of(cfg), {})(current_candidate(cfg, work, shape)).memory
     weights = memory["summed gradients"] + memory["weights of stages"]
-    held = outcome.report.memory.peak - outcome.report.memory.arguments - weights
+    held = report.memory.peak - report.memory.arguments - weights
     assert 0.1 * micro < held <= limit * micro
