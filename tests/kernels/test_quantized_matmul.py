@@ -1,6 +1,7 @@
 """Quantized operands against NumPy in float64, bit for bit; matmuls against products of these."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -132,8 +133,13 @@ def assert_close(found, want, tolerance=1e-6):
     )
 
 
-@pytest.mark.parametrize("backend", ["reference", "xla", "float8"])
-@pytest.mark.parametrize("scheme", [FP8, Quantization.FP8_TENSOR, INT8])
+@pytest.mark.parametrize(
+    ("backend", "scheme"),
+    [
+        *itertools.product(["reference", "xla"], [FP8, Quantization.FP8_TENSOR, INT8]),
+        ("float8", Quantization.FP8_TENSOR),
+    ],
+)
 @pytest.mark.parametrize("groups", [False, True])
 def test_matmuls_are_the_products_of_the_operands_of_the_table(backend, scheme, groups):
     b, t, k, n = 2, 130, 200, 70
@@ -155,6 +161,12 @@ def test_matmuls_are_the_products_of_the_operands_of_the_table(backend, scheme, 
     block = (128, 1) if groups else (128, 128)
     products = each(x, block).swapaxes(1, 2) @ each(grad, (128, 1))
     assert_close(w_grad, products if groups else products.sum(0))
+
+
+def test_dots_of_8_bits_refuse_scales_of_blocks():
+    weight = quantize(jnp.ones((8, 8)), (128, 128), FP8)
+    with pytest.raises(ValueError, match=r"'float8' has no dots .* FP8_BLOCK; set FP8_TENSOR"):
+        quantized_matmul(jnp.ones((1, 2, 8)), weight, jnp.ones((8, 8)), backend="float8")
 
 
 @pytest.mark.parametrize("backend", ["xla", "tpu", "reference"])

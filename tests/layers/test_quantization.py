@@ -11,6 +11,7 @@ import pytest
 from moelib.core import jaxpr, tree
 from moelib.core.module import functional
 from moelib.core.param import is_spec, specs_by_path
+from moelib.kernels.backend import use_backends
 from moelib.layers.attention.latent import LatentAttention
 from moelib.layers.linear import Linear
 from moelib.layers.quantization import Quantization, QuantizedWeight, quantized_weights
@@ -115,11 +116,10 @@ def test_a_weight_is_8_bits_wide():
     assert weight.quantized.values.nbytes == weight.gradient_of.nbytes // 4
 
 
-@pytest.mark.parametrize("axes", [{"fsdp": 4}, {"fsdp": 2, "model": 2}])
-def test_dense_weights_are_gathered_in_8_bits_forward_and_backward(axes):
-    # XLA for CPUs has no 8-bit floats, but sends integers as they are.
+def gathers(scheme, **axes):
+    """Returns {(dtype, size)} of the gathers in the compiled gradients of a layer of 512 x 256."""
     cfg = tiny.FeedForward.default_config().set(hidden_dim=256)
-    layer = build(cfg, input_dim=512, quantization=Quantization.INT8_BLOCK)
+    layer = build(cfg, input_dim=512, quantization=scheme)
     specs, mesh = layer.create_parameter_specs_recursively(), tiny.mesh(**axes)
 
     def loss(params, x):
@@ -134,13 +134,25 @@ def test_dense_weights_are_gathered_in_8_bits_forward_and_backward(axes):
             shardings,
             is_leaf=is_spec,
         )
-        x = jax.ShapeDtypeStruct((8, 16, 512), jnp.float32)
+        tokens = jax.NamedSharding(mesh, jax.P(("data", "fsdp")))
+        x = jax.ShapeDtypeStruct((8, 16, 512), jnp.float32, sharding=tokens)
         step = jax.jit(jax.grad(loss), out_shardings=shardings)
         program = step.lower(given, x).compile(QUICK).as_text() or ""
-    gathered = re.findall(r"= (\w+)\[([\d,]+)\]\S* all-gather", program)
-    sizes = {(kind, math.prod(map(int, shape.split(",")))) for kind, shape in gathered}
+    found = re.findall(r"= (\w+)\[([\d,]+)\]\S* all-gather", program)
+    return {(dtype, math.prod(map(int, shape.split(",")))) for dtype, shape in found}
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 4}, {"fsdp": 2, "model": 2}])
+def test_dense_weights_are_gathered_in_8_bits_forward_and_backward(axes):
+    # XLA for CPUs has no 8-bit floats, but sends integers as they are.
+    found = gathers(Quantization.INT8_BLOCK, **axes)
     part = 512 * 256 // axes.get("model", 1)
-    assert {kind for kind, size in sizes if size >= part} == {"s8"}
+    assert {dtype for dtype, size in found if size >= part} == {"s8"}
+
+
+def test_dots_of_8_bits_gather_no_tokens():
+    with use_backends({"quantized_matmul": "float8"}):
+        assert not gathers(Quantization.FP8_TENSOR, data=4)
 
 
 @pytest.mark.parametrize(

@@ -70,9 +70,12 @@ def quantized_matmul(
         split: Sharding of the weight while it is multiplied; its 8-bit values are gathered for it,
             and again in the backward pass. None leaves both to the compiler.
         backend: "xla" multiplies the exact values in the dtype of x; "float8" multiplies 8-bit
-            operands, one dot per block, and is the default for schemes with one scale per array on
-            devices with such units; "reference" multiplies in float32. None takes the one that
+            operands of schemes with one scale per array, and is their default on devices with such
+            units; "reference" multiplies in float32. None takes the one that
             `moelib.kernels.backend` names.
+
+    Raises:
+        BackendError: If `backend` is "float8" and the scheme has a scale per block.
     """
     if backend is None:
         backend = backends.chosen_backend("quantized_matmul")
@@ -125,7 +128,9 @@ class _Dense(NamedTuple):
             name: functools.partial(module.dot, spec, dtype=dtype)
             for name, module in modules.items()
         }
-        return backends.run("quantized_matmul", self.backend, forms, {}, a, b)
+        scheme = a.scheme.name if a.scheme.format.in_blocks else None
+        reason = scheme and f"has no dots with a scale per block, as {scheme}; set FP8_TENSOR."
+        return backends.run("quantized_matmul", self.backend, forms, {"float8": reason}, a, b)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
