@@ -55,9 +55,7 @@ def weight_transfers(
             if windowed and _is_dense_matrix(placement, leaf):
                 yield from _windows(placement, leaf, axes, whole, remat)
                 continue
-            gathered = whole * leaf.gathered_itemsize / leaf.compute_itemsize
-            count = _num_gathers(placement, leaf, remat, is_tpu)
-            yield Transfer("all-gather", axes, gathered, count)
+            yield _gathers(placement, leaf, axes, whole, remat, is_tpu)
             summed = is_tpu and not leaf.in_decoder and placement.mesh.parts(axes) >= _ALL_REDUCED
             summed |= placement.is_of_stage(leaf)  # Inside of the branches of a pipeline.
             if leaf.trained:
@@ -71,12 +69,20 @@ def weight_transfers(
         yield Transfer("all-reduce", placement.token_axes, statistics, moe.num_layers)
 
 
+def _gathers(
+    placement: Placement, leaf: Leaf, axes: tuple[str, ...], whole: float, remat: str, is_tpu: bool
+) -> Transfer:
+    """Returns the gathers of a parameter of `whole` bytes in the dtype of the computation."""
+    gathered = whole * leaf.gathered_itemsize / leaf.compute_itemsize
+    return Transfer("all-gather", axes, gathered, _num_gathers(placement, leaf, remat, is_tpu))
+
+
 def _num_gathers(placement: Placement, leaf: Leaf, remat: str, is_tpu: bool) -> int:
     """Returns how often a parameter is gathered.
 
     Weights outside of the decoder are saved, and those of experts from recomputation to the
-    backward pass. On GPUs, XLA shares one gather of dense weights between the two. In a pipeline,
-    both are loops over the layers of a stage, which share nothing.
+    backward pass. On GPUs, and of 8-bit weights, XLA shares one gather of dense weights between the
+    two. In a pipeline, both are loops over the layers of a stage, which share nothing.
     """
     work = placement.work
     if placement.is_of_stage(leaf):
@@ -85,7 +91,7 @@ def _num_gathers(placement: Placement, leaf: Leaf, remat: str, is_tpu: bool) -> 
         return 1
     if "experts" in leaf.axes:
         return 2 if work.recomputes(remat) else 1
-    return 3 if is_tpu and work.recomputes_matmuls(remat) else 2
+    return 3 if is_tpu and work.recomputes_matmuls(remat) and not leaf.quantized else 2
 
 
 # -- Windowed matmuls ----------------------------------------------------------------------------
@@ -118,8 +124,7 @@ def _is_matrix(leaf: Leaf) -> bool:
 
 def _is_dense_matrix(placement: Placement, leaf: Leaf) -> bool:
     cast = leaf.compute_itemsize == placement.work.compute_itemsize  # Routers are not.
-    by_layer = leaf.quantized or "experts" in leaf.axes  # Gathered by the layer itself.
-    return leaf.in_decoder and _is_matrix(leaf) and cast and not by_layer
+    return leaf.in_decoder and _is_matrix(leaf) and cast and "experts" not in leaf.axes
 
 
 def _windows(
@@ -129,7 +134,7 @@ def _windows(
 
     They pass on one part of n in n - 1 turns over four devices, and two in opposite directions in
     as many over more. A matmul that is recomputed shares a gather with that of its input's
-    gradient; the last one of a block is not recomputed.
+    gradient; the last one of a block is not recomputed. Weights in 8 bits are gathered.
     """
     n = placement.mesh.parts(axes)
     part = whole / n
@@ -137,12 +142,13 @@ def _windows(
     permutes = lambda turns: Transfer(
         "collective-permute", axes, part * (n - 1), result_bytes=turns * part
     )
-    yield permutes(turns)
     last = leaf.axes[-1] == "embed" and "ffn" in leaf.axes
-    if placement.work.recomputes_matmuls(remat) and not last:
-        yield Transfer("all-gather", axes, whole)
+    if leaf.quantized:
+        yield _gathers(placement, leaf, axes, whole, remat, is_tpu=True)
     else:
         yield permutes(turns)
+        recomputed = placement.work.recomputes_matmuls(remat) and not last
+        yield Transfer("all-gather", axes, whole) if recomputed else permutes(turns)
     if leaf.trained:
         yield permutes(of_sums)
 
