@@ -134,9 +134,11 @@ def check_mesh_axes(mesh_shape: Mapping[str, int], rules: Rules | None = None) -
     used = {axis for axes in rules.values() for axis in axes}
     for axis, size in mesh_shape.items():
         if size > 1 and axis not in used:
+            over_layers = any(axis in axes for axes in PIPELINE_RULES.values())
+            schedule = "set pipeline_schedule, or " if over_layers else ""
             raise SplitError(
-                f"mesh axis {axis}={size}: no sharding rule uses it; set it to 1 and use one of "
-                f"{', '.join(sorted(used))} instead."
+                f"mesh axis {axis}={size}: no sharding rule uses it; {schedule}set it to 1 and use "
+                f"one of {', '.join(sorted(used))} instead."
             )
 
 

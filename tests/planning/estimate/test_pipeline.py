@@ -94,7 +94,7 @@ def test_the_table_has_schedule_idle_share_and_bytes():
     [
         (4, Schedule.DUALPIPE_V, "num_microbatches=4: schedule 'dualpipe-v' requires at least 8"),
         (2, Schedule.INTERLEAVED, "num_microbatches=2: schedule 'interleaved' requires a multiple"),
-        (8, None, "mesh axis pipeline=4: no sharding rule uses it"),
+        (8, None, "mesh axis pipeline=4: no sharding rule uses it; set pipeline_schedule, or"),
     ],
 )
 def test_errors_are_those_of_the_trainer(work, num_microbatches, schedule, message):
