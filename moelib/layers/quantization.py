@@ -102,15 +102,13 @@ def divided(weight: Any, split: PartitionSpec, kept: Sequence[str]) -> tuple[Any
     if not isinstance(weight, QuantizedWeight):
         return weight, split
     axes = [i for i, names in enumerate(mesh_axes_of(split)) if set(names) & set(kept)]
-    if axes:
-        scales = weight.quantized.expanded_scales(*axes)
-        weight = dataclasses.replace(
-            weight, quantized=dataclasses.replace(weight.quantized, scales=scales)
-        )
-    sizes = zip(split, weight.quantized.scales.shape, weight.shape, strict=True)
+    scales = weight.quantized.expanded_scales(axes)
+    quantized = dataclasses.replace(weight.quantized, scales=scales)
+    sizes = zip(split, scales.shape, weight.shape, strict=True)
     of_scales = PartitionSpec(*(entry if num == size else None for entry, num, size in sizes))
-    specs = dataclasses.replace(weight.quantized, values=split, scales=of_scales)
-    return weight, dataclasses.replace(weight, quantized=specs, gradient_of=split)
+    specs = dataclasses.replace(quantized, values=split, scales=of_scales)
+    of = functools.partial(dataclasses.replace, weight)
+    return of(quantized=quantized), of(quantized=specs, gradient_of=split)
 
 
 def quantize_weight(weight: Array, spec: ParameterSpec) -> Quantized:

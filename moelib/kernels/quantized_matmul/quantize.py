@@ -12,6 +12,7 @@ Shapes: m x n matrices in blocks of [rows, columns], m/b = ceil(m / block).
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -76,10 +77,10 @@ class Quantized:
     scales: Any
     scheme: Quantization = dataclasses.field(metadata={"static": True})
 
-    def expanded_scales(self, *axes: int) -> Array:
-        """Returns the scales with these dimensions of the values' size, or all, or of size 1."""
+    def expanded_scales(self, axes: Sequence[int]) -> Array:
+        """Returns the scales with these dimensions of the values' size, or of size 1."""
         scales = self.scales
-        for axis in axes or range(scales.ndim):
+        for axis in axes:
             size = self.values.shape[axis]
             if scales.shape[axis] not in (1, size):
                 scales = jnp.repeat(scales, BLOCK, axis)
