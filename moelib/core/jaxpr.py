@@ -3,6 +3,7 @@
 Nothing here runs on a device: arrays are `jax.ShapeDtypeStruct`s.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -57,11 +58,19 @@ def inner_jaxprs(eqn: Any) -> Iterator[InnerJaxpr]:
                 yield InnerJaxpr(f"{name}[{i}]" if several else name, jaxpr, trip_count)
 
 
+@contextlib.contextmanager
+def name_scope_of(eqn: Any) -> Iterator[None]:
+    """Gives operations the names of an equation, which reports of compiled programs read."""
+    name = str(eqn.source_info.name_stack)
+    with jax.named_scope(name) if name else contextlib.nullcontext():
+        yield
+
+
 def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
     """Returns the results of an equation for these operands."""
     params = eqn.primitive.get_bind_params(eqn.params)
     functions, params = params if isinstance(params, tuple) else ((), params)  # Before JAX 0.12.
-    with eqn.ctx.manager:
+    with eqn.ctx.manager, name_scope_of(eqn):
         results = eqn.primitive.bind(*functions, *args, **params)
     return list(results) if eqn.primitive.multiple_results else [results]
 
@@ -89,10 +98,12 @@ def _evaluate(closed: Any, args: Sequence[Any]) -> list[Any]:
             if eqn.params.get("prevent_cse") and eqn.params.get("differentiated"):
                 operands = jax.lax.optimization_barrier(operands)  # Recomputed, not kept.
             inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
-            results = _evaluate(inner, operands)
+            with name_scope_of(eqn):
+                results = _evaluate(inner, operands)
         elif eqn.primitive.name == "shard_map":
             run = functools.partial(_evaluate, eqn.params["jaxpr"])
-            results = bind_shard_map(eqn, run, operands)
+            with name_scope_of(eqn):
+                results = bind_shard_map(eqn, run, operands)
         else:
             results = bind(_with_inlined_bodies(eqn), operands)
         values |= dict(zip(eqn.outvars, results, strict=True))

@@ -174,6 +174,8 @@ class _Cut:
         side_inputs = self._before(outer, constants, micro).side_inputs
         key = functools.reduce(fold_name, self.names, micro["key"])
         run = functools.partial(self._block, key, side_inputs)
+        # The values that a conditional saves include weights, unless it is recomputed.
+        in_branch = run if self.stack.config.remat else jax.checkpoint(run)
 
         def skip(x: jax.Array, params: Nested, fixed: Nested, block: Any) -> Any:
             _, outputs, _ = jax.eval_shape(run, x, params, fixed, block)
@@ -189,7 +191,7 @@ class _Cut:
                 choose = functools.partial(jnp.where, block[0] >= 0)
                 done = jax.tree.map(choose, run(*given), skip(*given))
             else:
-                done = lax.cond(block[0] >= 0, run, skip, *given)
+                done = lax.cond(block[0] >= 0, in_branch, skip, *given)
             (x, loss), kept, after = done
             return (x, total + loss), (kept, after)
 

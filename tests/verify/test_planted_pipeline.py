@@ -32,11 +32,11 @@ def config(schedule: Schedule):
 
 
 def stale_residual_slot(patch) -> None:
-    """The ring of a chunk's inputs is one too short."""
+    """Saved values of two micro-batches in flight share a place."""
 
     def short(*args, **options):
         ticks = ticks_of(*args, **options)
-        return ticks._replace(num_inputs=ticks.num_inputs - 1)
+        return ticks._replace(saved={key: max(i - 1, 0) for key, i in ticks.saved.items()})
 
     patch(engine, "ticks_of", short)
 
@@ -45,17 +45,21 @@ def lost_auxiliary_loss_of_one_stage(patch) -> None:
     """The layers of the second stage have no auxiliary losses."""
     block = pipeline._Cut._block
 
-    def without(self, key, side_inputs, x, params, fixed, number):
-        (x, loss), *rest = block(self, key, side_inputs, x, params, fixed, number)
-        return (x, jnp.where(number == 1, 0.0, loss)), *rest
+    def without(self, key, side_inputs, x, params, fixed, own):
+        (x, loss), *rest = block(self, key, side_inputs, x, params, fixed, own)
+        return (x, jnp.where(own[0] == 1, 0.0, loss)), *rest
 
     patch(pipeline._Cut, "_block", without)
 
 
 def weight_gradient_of_the_wrong_microbatch(patch) -> None:
-    """A deferred weight gradient takes what the micro-batch after it left."""
+    """A deferred weight gradient takes what another micro-batch left."""
     weights = engine._Run._weights
-    patch(engine._Run, "_weights", lambda self, state, chunk, m: weights(self, state, chunk, m + 1))
+
+    def other(self, state, task):
+        return weights(self, state, task.at[3].set((task[3] + 1) % self.ticks.num_deferred))
+
+    patch(engine._Run, "_weights", other)
 
 
 def loss_of_the_last_stage_twice(patch) -> None:

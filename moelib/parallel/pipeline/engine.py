@@ -1,8 +1,8 @@
 """One program for all schedules: forward and backward passes of stages, inside `jax.shard_map`.
 
 Each rank runs the branch of `lax.switch` of its slot; activations and gradients go to other ranks
-by `ppermute`. A stage keeps the inputs of a micro-batch, and computes its forward pass again in the
-backward pass. Other mesh axes stay automatic: the functions may use them as without a pipeline.
+by `ppermute`. A stage keeps what its backward pass reads of the forward pass, less if it recomputes
+blocks. Other mesh axes stay automatic: the functions may use them as without a pipeline.
 """
 
 import collections
@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from moelib.parallel.pipeline.backward_split import split_backward
 from moelib.parallel.pipeline.pair import in_one_loop
+from moelib.parallel.pipeline.passes import split_passes
 from moelib.parallel.pipeline.schedule import Pass, Schedule, Slot
 from moelib.parallel.pipeline.ticks import Ticks, Transfer, ticks_of
 
@@ -125,8 +125,8 @@ class _State(NamedTuple):
     output_gradients: jax.Array  # [V, num_gradients, ...]
     fixed: Any  # [V, layers, ...]
     ending: Any
-    seen: Any  # [V, num_inputs, layers, ...] `fixed` as the forward pass saw it.
-    deferred: Any  # [V, num_deferred, ...]
+    saved: Any  # [num_saved, ...]
+    deferred: Any  # [num_deferred, ...]
     gradients: Any  # [V, layers, ...]
     outer: Any
     stages: Any  # [V, M, ...]
@@ -194,26 +194,25 @@ class _Run:
         of = functools.partial(jax.tree.map, lambda a: a[0])
         micro = of(microbatches)
         (x, _), first = jax.eval_shape(functions.first, outer, constants, micro)
-        stage = of(params), x, of(fixed), constants, micro, of(layers)
-        _, (outputs, _) = jax.eval_shape(functions.stage, *stage)
+        stage = of(params), x, of(fixed), (constants, micro, of(layers))
+        run = lambda params, x, fixed, same: functions.stage(params, x, fixed, *same)
+        _, (outputs, _) = jax.eval_shape(run, *stage)
+        self.passes = split_passes(run, *stage)
         _, (last, _) = jax.eval_shape(functions.last, outer, x, ending, constants, micro)
-        self.split = None
-        if ticks.num_deferred:
-            losses = lambda *args: functions.stage(*args)[0]
-            self.split = split_backward(losses, *stage)
         M, V = jax.tree.leaves(microbatches)[0].shape[0], layout.schedule.num_chunks
         zeros = lambda tree, *dims, dtype=None: jax.tree.map(
             lambda a: jnp.zeros((*dims, *a.shape), dtype or a.dtype), tree
         )
         self.nothing = zeros(x)
+        num_deferred = ticks.num_deferred + uniform  # One for backward passes that do not defer.
         self._num_inputs, self._num_gradients = ticks.num_inputs, ticks.num_gradients
         self.start = _State(
             inputs=zeros(x, V, ticks.num_inputs),
             output_gradients=zeros(x, V, ticks.num_gradients),
             fixed=fixed,
             ending=ending,
-            seen=zeros(of(fixed), V, ticks.num_inputs),
-            deferred=zeros(self.split.kept if self.split else (), V, ticks.num_deferred),
+            saved=zeros(self.passes.saved, ticks.num_saved),
+            deferred=zeros(self.passes.deferred, num_deferred) if ticks.num_deferred else (),
             gradients=zeros(params, dtype=jnp.float32),
             outer=zeros(outer, dtype=jnp.float32),
             stages=zeros(outputs, V, M),
@@ -243,7 +242,7 @@ class _Run:
         for slots, transfers in zip(self.ticks.slots, self.ticks.transfers, strict=True):
             own = list(map(_branch, slots))
             branches = sorted(set(own))
-            row = np.array([branches.index(each) for each in own]), _task_table(slots)
+            row = np.array([branches.index(each) for each in own]), _task_table(self.ticks, slots)
             state, sent = self._compute(state, branches, *row)
             made.append(sent)
             channels = collections.defaultdict[Any, list[Transfer]](list)
@@ -267,7 +266,7 @@ class _Run:
         ]
         rows = (
             np.array([[branches.index(each) for each in row] for row in own]),
-            np.stack([_task_table(row) for row in self.ticks.slots]),
+            np.stack([_task_table(self.ticks, row) for row in self.ticks.slots]),
             np.array([[_arrivals(group, n) for group in row] for row in arrivals]),
         )
 
@@ -293,15 +292,15 @@ class _Run:
         is_any = _Branch(*map(any, zip(*branches, strict=True)))
         has_forward, has_backward, defers, has_weights = jnp.array(branches)[index]
         if is_any.forward:
-            before, forward, end = self._forward(state, *tasks[0])
+            before, forward, end = self._forward(state, tasks[0])
             state, y = _select(has_forward, end(before, forward()), (state, y))
         if is_any.backward:
-            backward, end = self._backward(state, *tasks[1], defer=self.split is not None)
+            backward, end = self._backward(state, tasks[1], defer=self.ticks.num_deferred > 0)
             state, dx = _select(has_backward, end(state, backward()), (state, dx))
-        if self.split is not None:  # No slot has a backward pass and the weights of another.
-            chunk, m = jnp.where(has_weights, tasks[2], tasks[1])
+        if self.ticks.num_deferred:  # No slot has a backward pass and the weights of another.
+            task = jnp.where(has_weights, tasks[2], tasks[1])
             now = has_weights | (has_backward & ~defers)
-            state = _select(now, self._weights(state, chunk, m), state)
+            state = _select(now, self._weights(state, task), state)
         return state, (y, dx)
 
     def _slot(self, branch: _Branch, state: _State, tasks: jax.Array) -> Any:
@@ -309,15 +308,15 @@ class _Run:
         forward = backward = lambda: None
         after_forward = after_backward = lambda state, results: (state, self.nothing)
         if branch.forward:
-            state, forward, after_forward = self._forward(state, *tasks[0])
+            state, forward, after_forward = self._forward(state, tasks[0])
         if branch.backward:
-            backward, after_backward = self._backward(state, *tasks[1], defer=branch.defers)
+            backward, after_backward = self._backward(state, tasks[1], defer=branch.defers)
         is_pair = branch.forward and branch.backward
         results = in_one_loop(forward, backward) if is_pair else (forward(), backward())
         state, y = after_forward(state, results[0])
         state, dx = after_backward(state, results[1])
         if branch.weights:
-            state = self._weights(state, *tasks[2])
+            state = self._weights(state, tasks[2])
         return state, (y, dx)
 
     def _if(self, condition: Any, run: Callable[[_State], _State], state: _State) -> _State:
@@ -327,8 +326,9 @@ class _Run:
         with jax.named_scope(ENDS):
             return lax.cond(condition, run, lambda state: state, state)
 
-    def _forward(self, state: _State, chunk: Any, m: Any) -> tuple[_State, _Pass, _End]:
+    def _forward(self, state: _State, task: jax.Array) -> tuple[_State, _Pass, _End]:
         """Returns the state with the stage's input, and the pass."""
+        chunk, m, saved_at, _ = task
         functions, micro, ring = self.functions, _at(self.microbatches, m), m % self._num_inputs
 
         def first(state: _State) -> _State:
@@ -339,12 +339,12 @@ class _Run:
 
         state = self._if(self.stages[chunk] == 0, first, state)
         x, fixed = _at(state.inputs, chunk, ring), _at(state.fixed, chunk)
-        stage = _at(self.params, chunk), x, fixed, self.constants, micro, _at(self.layers, chunk)
+        stage = _at(self.params, chunk), x, fixed, self._same(chunk, m)
 
         def end(state: _State, results: Any) -> Any:
-            (y, _), (outputs, new) = results
+            ((y, _), (outputs, new)), saved = results
             state = state._replace(
-                seen=_put(state.seen, fixed, chunk, ring),
+                saved=_put(state.saved, saved, saved_at),
                 fixed=_put(state.fixed, new, chunk),
                 stages=_put(state.stages, outputs, chunk, m),
             )
@@ -364,27 +364,21 @@ class _Run:
 
             return self._if(self.stages[chunk] == len(self.layout.sizes) - 1, last, state), y
 
-        return state, functools.partial(functions.stage, *stage), end
+        return state, functools.partial(self.passes.forward, *stage), end
 
-    def _backward(self, state: _State, chunk: Any, m: Any, *, defer: bool) -> tuple[_Pass, _End]:
-        micro, ring = _at(self.microbatches, m), m % self._num_inputs
-        params, x = _at(self.params, chunk), _at(state.inputs, chunk, ring)
-        others = _at(state.seen, chunk, ring), self.constants, micro, _at(self.layers, chunk)
-        losses = lambda params, x: self.functions.stage(params, x, *others)[0]
+    def _same(self, chunk: Any, m: Any) -> Any:
+        return self.constants, _at(self.microbatches, m), _at(self.layers, chunk)
+
+    def _backward(self, state: _State, task: jax.Array, *, defer: bool) -> tuple[_Pass, _End]:
+        chunk, m, saved_at, deferred_at = task
+        micro, saved = _at(self.microbatches, m), _at(state.saved, saved_at)
         dy = _at(state.output_gradients, chunk, m % self._num_gradients), jnp.ones(())
-
-        def run() -> Any:
-            if defer:
-                assert self.split is not None
-                return self.split.of_input(params, x, others, dy)
-            gradients, dx = jax.vjp(losses, params, x)[1](dy)
-            return dx, gradients
+        run = self.passes.of_input if defer else self.passes.backward
 
         def end(state: _State, results: Any) -> Any:
-            dx, rest = results
+            rest, dx = results
             if defer:
-                ring = m % self.ticks.num_deferred
-                state = state._replace(deferred=_put(state.deferred, rest, chunk, ring))
+                state = state._replace(deferred=_put(state.deferred, rest, deferred_at))
             else:
                 state = self._add_gradients(state, rest, chunk)
 
@@ -395,14 +389,13 @@ class _Run:
 
             return self._if(self.stages[chunk] == 0, first, state), dx
 
-        return run, end
+        given = _at(self.params, chunk), self._same(chunk, m), saved, dy
+        return functools.partial(run, *given), end
 
-    def _weights(self, state: _State, chunk: Any, m: Any) -> _State:
-        assert self.split is not None
-        kept = _at(state.deferred, chunk, m % self.ticks.num_deferred)
-        return self._add_gradients(
-            state, self.split.of_weights(_at(self.params, chunk), kept), chunk
-        )
+    def _weights(self, state: _State, task: jax.Array) -> _State:
+        chunk, m, _, deferred_at = task
+        given = _at(self.params, chunk), self._same(chunk, m), _at(state.deferred, deferred_at)
+        return self._add_gradients(state, self.passes.of_weights(*given), chunk)
 
     def _add_gradients(self, state: _State, gradients: Any, chunk: Any) -> _State:
         total = jax.tree.map(
@@ -429,13 +422,18 @@ def _select(condition: Any, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
 
 
-def _task_table(slots: Sequence[Slot]) -> np.ndarray:
-    """Returns (chunk, micro-batch) of each rank's forward pass, backward pass, weight gradient."""
-    table = np.zeros((len(slots), 3, 2), np.int32)
+def _task_table(ticks: Ticks, slots: Sequence[Slot]) -> np.ndarray:
+    """Returns (chunk, micro-batch, index of its saved values, index of its deferred ones).
+
+    It does so for each rank's forward pass, backward pass, and weight gradient.
+    """
+    table = np.zeros((len(slots), 3, 4), np.int32)
     columns = {Pass.FORWARD: 0, Pass.WEIGHT_GRADIENT: 2}
     for rank, slot in enumerate(slots):
         for task in slot:
-            table[rank, columns.get(task.kind, 1)] = task.chunk, task.microbatch
+            key = rank, task.chunk, task.microbatch
+            at = ticks.saved[key], ticks.deferred.get(key, ticks.num_deferred)
+            table[rank, columns.get(task.kind, 1)] = *key[1:], *at
     return table
 
 

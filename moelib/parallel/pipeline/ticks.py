@@ -5,6 +5,7 @@ last tick before they are used, so that no rank waits for a receiver without nee
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -26,14 +27,29 @@ class Transfer(NamedTuple):
 class Ticks(NamedTuple):
     """The program of all ranks, and the sizes of their buffers.
 
-    The activation of micro-batch m that enters a chunk is kept at the index m % num_inputs.
+    The activation of micro-batch m that enters a chunk is kept at the index m % num_inputs. Saved
+    values of all chunks share a buffer, and so do deferred ones.
     """
 
     slots: tuple[tuple[Slot, ...], ...]  # [tick][rank]; () where a rank is idle.
     transfers: tuple[tuple[Transfer, ...], ...]  # After each tick.
-    num_inputs: int  # Activations per chunk, from their arrival to the gradient of inputs.
+    num_inputs: int  # Activations per chunk, from their arrival to the forward pass.
     num_gradients: int  # Gradients per chunk, from their arrival to the gradient of inputs.
-    num_deferred: int  # Deferred weight gradients per chunk; 0 if the schedule has none.
+    saved: "Indices"  # Of values kept from the forward pass to the gradient of inputs.
+    deferred: "Indices"  # Of values kept until the weight gradient.
+
+    @property
+    def num_saved(self) -> int:
+        """Saved values per rank."""
+        return max(self.saved.values()) + 1
+
+    @property
+    def num_deferred(self) -> int:
+        """Deferred weight gradients per rank; 0 if the schedule has none."""
+        return max(self.deferred.values(), default=-1) + 1
+
+
+Indices = dict[tuple[int, int, int], int]  # By (rank, chunk, micro-batch).
 
 
 @functools.cache
@@ -75,30 +91,40 @@ def ticks_of(
         assert any(row), "deadlock"
         rows.append(row)
     sent: list[list[Transfer]] = [[] for _ in rows]
-    arrival = dict[Key, int]()  # Ticks after which inputs and gradients of a stage are there.
+    arrival = dict[Key, int]()  # Ticks from which on inputs and gradients of a stage are there.
     for (forward, of, m), made in ended.items():
         user = forward, of + (1 if forward else -1), m
         if user[1] in place:
             (source, _), (target, chunk) = place[of], place[user[1]]
             at = made if eager or source == target else ended[user] - 1
             sent[at].append(Transfer(forward, source, target, chunk, m, made))
-            arrival[user] = at
+            arrival[user] = at + 1
     keys = [key for key in ended if not key[0]]
     at_forward = lambda key: ended[True, key[1], key[2]]
     ring = functools.partial(_ring_size, keys)
     return Ticks(
         slots=tuple(map(tuple, rows)),
         transfers=tuple(map(tuple, sent)),
-        num_inputs=ring(
-            lambda key: arrival.get((True, *key[1:]), at_forward(key)), ended.__getitem__
-        ),
+        num_inputs=ring(lambda key: arrival.get((True, *key[1:]), at_forward(key)), at_forward),
         num_gradients=ring(lambda key: arrival.get(key, at_forward(key)), ended.__getitem__),
-        num_deferred=_ring_size(
-            [key for key in keys if key[1:] in weights],
-            ended.__getitem__,
-            lambda key: weights[key[1:]],
+        saved=_indices(
+            {(*place[of], m): (ended[True, of, m], ended[False, of, m]) for _, of, m in keys}
+        ),
+        deferred=_indices(
+            {(*place[of], m): (ended[False, of, m], end) for (of, m), end in weights.items()}
         ),
     )
+
+
+def _indices(lives: dict[tuple[int, int, int], tuple[int, int]]) -> Indices:
+    """Returns indices such that no two lives of a rank have the same one in any tick."""
+    indices, until = Indices(), dict[tuple[int, int], int]()
+    for key, (begin, end) in sorted(lives.items(), key=lambda item: item[1]):
+        rank = key[0]
+        free = (i for i in itertools.count() if until.get((rank, i), -1) < begin)
+        indices[key] = next(free)
+        until[rank, indices[key]] = end
+    return indices
 
 
 def _ring_size(keys: Iterable[Key], begin: Callable[[Key], int], end: Callable[[Key], int]) -> int:

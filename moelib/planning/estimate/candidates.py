@@ -153,8 +153,8 @@ def candidates(
             refusals |= {refusal: None} if refusal else {}
             found += [
                 Candidate(topology, each, size, most // size, name, schedule)
-                for schedule in schedules  # A pipeline recomputes stages, whatever the remat is.
-                for name in (remats if schedule is None else [OWN])
+                for schedule in schedules
+                for name in remats
             ]
     if not found:
         reasons = [too_small[max(too_small)]] if too_small else [*refusals][:_MAX_REFUSALS]

@@ -18,7 +18,6 @@ from typing import Any
 from moelib.core.accelerators import Accelerator, peak_flops_per_second
 from moelib.parallel import sharding
 from moelib.planning.estimate import transfers
-from moelib.planning.estimate.activations import FULL, OWN
 from moelib.planning.estimate.candidates import Candidate
 from moelib.planning.estimate.links import Links, Traffic
 from moelib.planning.estimate.memory import Placement, at_peak
@@ -155,28 +154,24 @@ class Estimator:
         on_mesh = self._by_mesh[key]
         placement, accelerator = on_mesh.placement, topology.accelerator
         micro, tokens = candidate.num_microbatches, work.tokens / topology.num_devices
-        pipeline, computed = None, candidate
+        pipeline, recomputed = None, work.recomputes(candidate.remat)
         if candidate.schedule is not None:
-            if candidate.remat == OWN:  # Stages are recomputed, whatever it is.
-                computed = dataclasses.replace(candidate, remat=FULL)
-            recomputed = work.recomputes(computed.remat)
             ranks = candidate.mesh.sizes[AXIS]
             pipeline = self._pipeline(candidate.schedule, ranks, micro, recomputed=recomputed)
             if not self._lockstep:
                 pipeline = dataclasses.replace(pipeline, idle=pipeline.idle[:1] * 2)
-        recomputed = work.recomputes(computed.remat)
         peak = peak_flops_per_second(accelerator.device_kind, work.compute_dtype)
         peak = peak or accelerator.flops_per_second
         unfilled = (placement.slots - 1) * work.routed_flops * (3 + recomputed)
-        flops = work.model_flops + work.recomputed_flops(computed.remat) + unfilled
-        sent, results = on_mesh.sent(computed, tokens, pipeline)
+        flops = work.model_flops + work.recomputed_flops(candidate.remat) + unfilled
+        sent, results = on_mesh.sent(candidate, tokens, pipeline)
         # Forward, two gradients, and what is recomputed.
-        native = work.float8_flops * (3 + work.recomputes_matmuls(computed.remat))
+        native = work.float8_flops * (3 + work.recomputes_matmuls(candidate.remat))
         float8 = peak_flops_per_second(accelerator.device_kind, "float8_e4m3fn") or peak
         seconds = (flops - native) / peak + native / float8
         parts = {
             "compute": seconds * tokens,
-            "HBM": _hbm_bytes(placement, computed, tokens) / accelerator.hbm_bytes_per_second,
+            "HBM": _hbm_bytes(placement, candidate, tokens) / accelerator.hbm_bytes_per_second,
             "links": sent.links_seconds,
             "network": sent.network_seconds,
         }

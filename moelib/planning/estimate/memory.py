@@ -151,7 +151,7 @@ class Placement:
         work, block = self.work, self.work.block
         tokens = candidate.batch_per_device * work.seq_len / self.parts["sequence"]
         if pipeline is not None:
-            return self._memory_in_pipeline(pipeline, candidate.batch_per_device, tokens)
+            return self._memory_in_pipeline(pipeline, candidate, tokens)
         activations = self._bytes(work.saved[candidate.remat], tokens)
         if not work.recomputes(candidate.remat):
             activations += self._saved_weights
@@ -171,10 +171,12 @@ class Placement:
         }
 
     def _memory_in_pipeline(
-        self, pipeline: Pipeline, batch_size: float, tokens: float
+        self, pipeline: Pipeline, candidate: Candidate, tokens: float
     ) -> dict[str, float]:
         """Returns the bytes by category of a rank, with its stages filled up to the largest."""
-        block, size = self.work.block, max(pipeline.sizes)
+        work, block = self.work, self.work.block
+        saved = self._bytes(work.saved[candidate.remat], tokens) / work.num_blocks
+        weights = 0.0 if work.recomputes(candidate.remat) else self._saved_weights
         unrouted = self._bytes(Saved(block.split, block.whole), tokens)
         routed = self._bytes(Saved(routed=block.routed), tokens)
         return {
@@ -183,11 +185,14 @@ class Placement:
             "summed gradients": pipeline.filled * self.stage_bytes.gradients
             + self.outer_bytes.gradients,
             "weights of stages": pipeline.filled * self.stage_bytes.weights,
-            "activations": pipeline.num_kept * self.stream_bytes(batch_size)
-            + pipeline.num_deferred * _DEFERRED * (unrouted + routed),
-            # Gathered weights of a block and their gradients, and the activations of a stage.
-            "block": 2 * self._gathered_decoder / pipeline.rows + size * unrouted,
-            "dispatch": size * routed,
+            "activations": pipeline.num_kept * self.stream_bytes(candidate.batch_per_device)
+            # Those of a stage that is computed are written to those in flight, or read from them.
+            + (pipeline.num_saved + 2 * max(pipeline.sizes)) * saved
+            + pipeline.num_deferred * _DEFERRED * (unrouted + routed)
+            + max(pipeline.sizes) / pipeline.rows * weights,
+            # Gathered weights of a block and their gradients, and the activations that it saves.
+            "block": 2 * self._gathered_decoder / pipeline.rows + unrouted,
+            "dispatch": routed,
             "logits": self._logits(tokens),
             # Received, and in the order of the layers.
             "exchanged gradients": 2 * pipeline.filled * self.stage_bytes.gradients,

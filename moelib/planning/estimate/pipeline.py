@@ -28,9 +28,10 @@ class _Figures(NamedTuple):
     end: float  # Time of a step whose ranks wait for their inputs only.
     lockstep: float  # The same if all wait for the slowest in every tick.
     ticks: float
-    inputs: float  # Activations that a chunk keeps.
+    inputs: float  # Inputs that a chunk keeps until its forward pass.
     gradients: float  # Gradients that a chunk keeps.
-    deferred: float  # Deferred weight gradients of a chunk.
+    saved: float  # Chunks whose saved activations a rank keeps.
+    deferred: float  # Chunks whose deferred weight gradients a rank keeps.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Pipeline:
     idle: tuple[float, float]
     num_sent: float  # Activations and gradients that a rank sends per step; one per tick and way.
     num_kept: float  # Inputs of stages and gradients of outputs that a rank keeps.
+    num_saved: float  # Blocks whose saved activations a rank keeps.
     num_deferred: float  # Blocks whose weight gradients a rank keeps for later.
 
     @property
@@ -77,7 +79,7 @@ def pipeline_of(
         schedule: Order of the passes.
         num_ranks: Number of pipeline ranks.
         num_microbatches: Number of micro-batches.
-        recomputed: Whether a backward pass recomputes the forward pass of its stage.
+        recomputed: Whether a backward pass recomputes the forward passes of its blocks.
 
     Raises:
         UserError: If the schedule needs more, or a multiple of other, micro-batches.
@@ -94,7 +96,8 @@ def pipeline_of(
         idle=(1 - busy / found.end, 1 - busy / found.lockstep),
         num_sent=found.ticks * sum(distance > 0 for _, distance in num_ways),
         num_kept=schedule.num_chunks * (found.inputs + found.gradients),
-        num_deferred=schedule.num_chunks * max(sizes) * found.deferred,
+        num_saved=max(sizes) * found.saved,
+        num_deferred=max(sizes) * found.deferred,
     )
 
 
@@ -145,5 +148,5 @@ def _simulated(
     lockstep = sum(
         max(time(rank, slot) for rank, slot in enumerate(row) if slot) for row in ticks.slots
     )
-    kept = ticks.num_inputs, ticks.num_gradients, ticks.num_deferred
+    kept = ticks.num_inputs, ticks.num_gradients, ticks.num_saved, ticks.num_deferred
     return _Figures(timeline.end, lockstep, len(ticks.slots), *kept)

@@ -1,11 +1,13 @@
 """Schedules as programs: every result is sent before it is used, and no buffer is overwritten."""
 
 import itertools
+from typing import Any
 
 import pytest
 
-from moelib.parallel.pipeline.schedule import Pass, Schedule
+from moelib.parallel.pipeline.schedule import Pass, Schedule, Task
 from moelib.parallel.pipeline.ticks import Ticks, ticks_of
+from moelib.parallel.pipeline.timeline import simulate
 from tests.parallel.pipeline.test_schedule import allowed
 
 
@@ -14,16 +16,16 @@ def check(ticks: Ticks, schedule: Schedule, num_ranks: int) -> None:
     sizes = {
         "inputs": ticks.num_inputs,
         "gradients": ticks.num_gradients,
-        "deferred": ticks.num_deferred,
     }
     held: dict[tuple[str, int, int, int], int] = {}
+    shared: dict[Any, Any] = {}
     stage = lambda rank, task: schedule.stage(num_ranks, rank, task.chunk)
     key = lambda name, rank, task: (name, rank, task.chunk, task.microbatch % sizes[name])
     needs = {
         Pass.FORWARD: ["inputs"],
-        Pass.BACKWARD: ["inputs", "gradients"],
-        Pass.INPUT_GRADIENT: ["inputs", "gradients"],
-        Pass.WEIGHT_GRADIENT: ["deferred"],
+        Pass.BACKWARD: ["gradients"],
+        Pass.INPUT_GRADIENT: ["gradients"],
+        Pass.WEIGHT_GRADIENT: [],
     }
     last = schedule.num_chunks * num_ranks - 1
     for slots, transfers in zip(ticks.slots, ticks.transfers, strict=True):
@@ -34,11 +36,23 @@ def check(ticks: Ticks, schedule: Schedule, num_ranks: int) -> None:
                 assert held[key(name, rank, task)] == task.microbatch
             if task.kind is Pass.FORWARD and stage(rank, task) == last:
                 held[key("gradients", rank, task)] = task.microbatch
-            if task.kind is Pass.INPUT_GRADIENT:
-                held[key("deferred", rank, task)] = task.microbatch
+            check_shared(shared, ticks, rank, task)
         for each in transfers:
             name = "inputs" if each.forward else "gradients"
             held[key(name, each.target, each)] = each.microbatch
+
+
+def check_shared(held: dict[Any, Any], ticks: Ticks, rank: int, task: Task) -> None:
+    """Reads what a task reads from the buffers of all chunks, and writes what it writes."""
+    own = rank, task.chunk, task.microbatch
+    if task.kind in (Pass.BACKWARD, Pass.INPUT_GRADIENT):
+        assert held["saved", rank, ticks.saved[own]] == own
+    if task.kind is Pass.WEIGHT_GRADIENT:
+        assert held["deferred", rank, ticks.deferred[own]] == own
+    if task.kind is Pass.FORWARD:
+        held["saved", rank, ticks.saved[own]] = own
+    if task.kind is Pass.INPUT_GRADIENT:
+        held["deferred", rank, ticks.deferred[own]] = own
 
 
 @pytest.mark.parametrize("schedule", Schedule)
@@ -50,11 +64,24 @@ def test_buffers_hold_what_is_used(schedule, eager):
             check(ticks, schedule, num_ranks)
 
 
-def test_a_rank_keeps_as_many_activations_as_the_schedule_has_in_flight():
-    assert ticks_of(Schedule.ONE_F_ONE_B, 4, 16)[2:] == (4, 1, 0)
-    assert ticks_of(Schedule.GPIPE, 4, 16)[2:] == (16, 16, 0)
-    assert ticks_of(Schedule.ZB_H1, 4, 16).num_deferred == 4
-    assert ticks_of(Schedule.ZB_V, 4, 16).num_inputs == 7
+@pytest.mark.parametrize(
+    ("schedule", "inputs", "saved", "gradients", "deferred"),
+    [
+        (Schedule.GPIPE, 1, 16, 16, 0),
+        (Schedule.ONE_F_ONE_B, 1, 4, 1, 0),
+        (Schedule.INTERLEAVED, 1, 11, 1, 0),
+        (Schedule.ZB_H1, 1, 4, 1, 4),
+        (Schedule.ZB_V, 1, 8, 1, 6),
+        (Schedule.DUALPIPE_V, 1, 9, 1, 4),
+    ],
+)
+def test_a_rank_keeps_as_much_as_the_schedule_has_in_flight(
+    schedule, inputs, saved, gradients, deferred
+):
+    ticks, timeline = ticks_of(schedule, 4, 16), simulate(schedule, 4, 16)
+    assert (ticks.num_inputs, ticks.num_gradients) == (inputs, gradients)
+    assert ticks.num_saved == saved == max(timeline.peak_activations())
+    assert ticks.num_deferred == deferred == max(timeline.peak_deferred)
 
 
 def test_a_rank_sends_to_its_neighbors_and_hands_over_to_itself_where_a_v_turns():

@@ -1,4 +1,7 @@
-"""The backward pass of a function in two parts: gradients of its inputs, then of its weights."""
+"""A function's forward and backward pass as separate functions, of which later ones keep values.
+
+The backward pass is one function, or two: the gradient of the input, then those of the weights.
+"""
 
 import functools
 import math
@@ -9,15 +12,25 @@ import jax
 from jax import lax
 from jax.extend.core import Literal
 
-from moelib.core.jaxpr import bind, bind_shard_map, inlined, num_consts_and_carries, shard_map_axes
+from moelib.core.jaxpr import (
+    bind,
+    bind_shard_map,
+    inlined,
+    name_scope_of,
+    num_consts_and_carries,
+    shard_map_axes,
+)
 
 
-class SplitBackward(NamedTuple):
-    """Two functions that compute a backward pass together."""
+class Passes(NamedTuple):
+    """Functions that compute the results of a function, and their gradients, together."""
 
-    of_input: Callable[..., Any]  # (params, x, others, gradients) -> (gradient of x, kept).
-    of_weights: Callable[..., Any]  # (params, kept) -> gradients of params.
-    kept: Any  # What the first hands to the second, as `jax.ShapeDtypeStruct`s.
+    forward: Callable[..., Any]  # (params, x, others, same) -> (results, saved).
+    backward: Callable[..., Any]  # (params, same, saved, gradients) -> (gradients of params, of x).
+    of_input: Callable[..., Any]  # (params, same, saved, gradients) -> (deferred, gradient of x).
+    of_weights: Callable[..., Any]  # (params, same, deferred) -> gradients of params.
+    saved: Any  # Values of the forward pass for the backward pass, as `jax.ShapeDtypeStruct`s.
+    deferred: Any  # Values for the gradients of the weights.
 
 
 class _Operation(NamedTuple):
@@ -28,53 +41,73 @@ class _Operation(NamedTuple):
     run: Callable[[Sequence[Any]], Sequence[Any]]  # Of the values of inputs.
     eqn: Any = None  # None for a part.
 
+    @property
+    def kind(self) -> str:
+        """The name of its primitive."""
+        return "" if self.eqn is None else self.eqn.primitive.name
 
-def split_backward(fn: Callable[..., Any], params: Any, x: Any, *others: Any) -> SplitBackward:
-    """Returns the backward pass of `fn(params, x, *others)` in two parts.
 
-    Operations that the gradient of `x` needs belong to the first part, the others to the second;
-    none is in both but those that need parameters only, such as gathers of weights. Gradients of
-    vectors, such as scales of norms, are sums that take less than what they would keep, and belong
-    to the first. A scan or a `shard_map` becomes two. So does a loop of unknown length, the second
-    of which repeats what both need. A conditional is one operation.
+def split_passes(fn: Callable[..., Any], params: Any, x: Any, others: Any, same: Any) -> Passes:
+    """Returns the passes of `fn(params, x, others, same)`, which returns (results, auxiliary ones).
+
+    Operations that the results need belong to the forward pass; of the others, those that the
+    gradient of `x` needs to its pass, and the rest to the pass of the weights. None is in two but
+    those that need parameters and `same` only, such as gathers of weights. Gradients of vectors,
+    such as scales of norms, are sums that take less than what they would keep, and belong to the
+    pass of the input. A scan or a `shard_map` becomes two. So does a loop of unknown length, the
+    second of which repeats what both need. A conditional is one operation.
 
     Args:
         fn: The function.
         params: Its parameters, as arrays or `jax.ShapeDtypeStruct`s.
         x: Its input.
-        *others: Arguments without gradients.
+        others: Arguments without gradients, of the forward pass.
+        same: Arguments without gradients that each pass is given.
     """
 
-    def backward(params: Any, x: Any, others: Any, gradients: Any) -> Any:
-        _, vjp = jax.vjp(lambda params, x: fn(params, x, *others), params, x)
-        return vjp(gradients)
+    def passes(params: Any, same: Any, gradients: Any, x: Any, others: Any) -> Any:
+        run = lambda params, x: fn(params, x, others, same)
+        results, vjp, auxiliary = jax.vjp(run, params, x, has_aux=True)
+        return *vjp(gradients), (results, auxiliary)
 
-    arguments = params, x, others, jax.eval_shape(fn, params, x, *others)
-    closed, (of_params, of_x) = jax.make_jaxpr(backward, return_shape=True)(*arguments)
+    gradients, _ = jax.eval_shape(fn, params, x, others, same)
+    arguments = params, same, gradients, x, others
+    closed, shapes = jax.make_jaxpr(passes, return_shape=True)(*arguments)
     flat = inlined(closed)
-    jaxpr, num_params = flat.jaxpr, len(jax.tree.leaves(of_params))
-    given = jaxpr.invars[:num_params]  # To the second part again.
-    results = jaxpr.outvars
-    early = [v for v in results[:num_params] if _is_vector(v)]
-    first = [*results[num_params:], *early]
-    parts = _parts(_operations(jaxpr), first, results[:num_params], given, given)
-    constants = dict(zip(jaxpr.constvars, flat.consts, strict=True))
-    kept = [v for v in parts.kept if v not in constants]
+    constants = dict(zip(flat.jaxpr.constvars, flat.consts, strict=True))
+    names = _like(arguments, flat.jaxpr.invars)
+    of_params, of_x, done = (jax.tree.leaves(x) for x in _like(shapes, flat.jaxpr.outvars))
+    again = [*jax.tree.leaves(names[:2]), *constants]
+    given = [*again, *jax.tree.leaves(names[2])]
+    parts = _parts(_operations(flat.jaxpr), done, [*of_params, *of_x], given, again)
+    early = [*of_x, *filter(_is_vector, of_params)]
+    later = _parts(parts.second, early, of_params, again, again)
 
-    def of_input(params: Any, x: Any, others: Any, gradients: Any) -> Any:
-        values = jax.tree.leaves((params, x, others, gradients))
-        values = constants | dict(zip(jaxpr.invars, values, strict=True))
-        found = _run(parts.first, values, [*results[num_params:], *kept])
-        num = len(found) - len(kept)
-        return jax.tree.unflatten(jax.tree.structure(of_x), found[:num]), found[num:]
+    def function(operations: Any, inputs: Any, outputs: Any, structure: Any) -> Any:
+        def run(*args: Any) -> Any:
+            values = constants | dict(
+                zip(jax.tree.leaves(inputs), jax.tree.leaves(args), strict=True)
+            )
+            return _like(structure, _run(operations, values, jax.tree.leaves(outputs)))
 
-    def of_weights(params: Any, values: Sequence[Any]) -> Any:
-        arrays = dict(zip([*given, *kept], [*jax.tree.leaves(params), *values], strict=True))
-        found = _run(parts.second, constants | arrays, results[:num_params])
-        return jax.tree.unflatten(jax.tree.structure(of_params), found)
+        return jax.jit(run)
 
-    structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in kept]
-    return SplitBackward(of_input, of_weights, structs)
+    params, same, gradients, x, others = names
+    saved, deferred = parts.kept, later.kept
+    struct = lambda v: jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
+    before = params, same, saved, gradients
+    return Passes(
+        function(parts.first, (params, x, others, same), (done, saved), (shapes[2], saved)),
+        function(parts.second, before, (of_params, of_x), shapes[:2]),
+        function(later.first, before, (deferred, of_x), (deferred, shapes[1])),
+        function(later.second, (params, same, deferred), of_params, shapes[0]),
+        [struct(v) for v in saved],
+        [struct(v) for v in deferred],
+    )
+
+
+def _like(tree: Any, leaves: Sequence[Any]) -> Any:
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
 class _Parts(NamedTuple):
@@ -108,7 +141,7 @@ def _parts(
             pieces = None, operation
         elif outputs <= of_params:
             pieces = operation, operation
-        elif outputs & (wanted - needed) and operation.eqn.primitive.name in _BODIES:
+        elif outputs & (wanted - needed) and operation.kind in _BODIES:
             pieces = _split(operation, needed, wanted, of_params)
         else:
             pieces = operation, None
@@ -248,7 +281,7 @@ def _split(
     The first also returns what the second reads.
     """
     eqn = operation.eqn
-    body = _BODIES[eqn.primitive.name](eqn)
+    body = _BODIES[operation.kind](eqn)
     outvars, operations = body.jaxpr.outvars, _operations(body.jaxpr)
     is_of_params = lambda v: isinstance(v, Literal) or v in of_params
     params = {v for v in [*body.consts, *body.each] if is_of_params(body.operands[v])}
@@ -318,7 +351,8 @@ def _run_piece(body: _Scan, piece: _Piece, values: Sequence[Any]) -> list[Any]:
         return found[:num_carry], found[num_carry:]
 
     start, each = list(values[num : num + num_carry]), list(values[num + num_carry :])
-    carry, found = body.run(piece, step, known, start, each)
+    with name_scope_of(body.eqn):
+        carry, found = body.run(piece, step, known, start, each)
     return [*carry, *found]
 
 
