@@ -229,7 +229,7 @@ class ScanStack(BaseStack):
         if key is not None:
             context.prng_key = jax.random.fold_in(key, block)
             context.child_keys = {name: self._child_key(key, name)[block] for name in names}
-        return self._apply(names, x, side_inputs, None)
+        return self._apply(names, x, side_inputs, self._remat_block)
 
     def _apply_blocks(self, x: Array, side_inputs: dict[str, Any]) -> Array:
         if (cut := _cut.get()) is not None:

@@ -20,6 +20,8 @@ from moelib.models.causal_lm import CausalLM
 from moelib.models.multi_token_prediction import MultiTokenModule, MultiTokenPrediction
 from moelib.parallel import sharding
 from moelib.parallel.mesh import MESH_AXIS_NAMES, create_device_mesh, mesh_shape_from_axes
+from moelib.parallel.pipeline import engine
+from moelib.parallel.pipeline.passes import split_passes
 from moelib.parallel.pipeline.schedule import Schedule
 from moelib.train import state as state_lib
 from moelib.train.fit import fit
@@ -126,9 +128,15 @@ def test_weights_quantized_before_the_pipeline():
     check(cfg, axes, PipelineConfig(Schedule.ZB_H1, 2, uniform=True), num_microbatches=4)
 
 
-def test_dense_layers_in_a_pipeline():
+def test_dense_layers_in_a_pipeline(monkeypatch):
     cfg = model_config(stacked(transformer_layer(), num_layers=2))
-    check(cfg, {"pipeline": 2}, PipelineConfig(Schedule.ONE_F_ONE_B, 2), num_microbatches=2)
+    saved = []
+    record = lambda *args: saved.append(split_passes(*args)) or saved[-1]
+    monkeypatch.setattr(engine, "split_passes", record)
+    for cfg.decoder.remat in (None, config_for_function(remat)):
+        check(cfg, {"pipeline": 2}, PipelineConfig(Schedule.ONE_F_ONE_B, 2), num_microbatches=2)
+    sizes = [sum(x.size for x in passes.saved) for passes in saved]
+    assert sizes[-1] < sizes[0] / 5  # The inputs of blocks, which are recomputed.
 
 
 @pytest.mark.slow
