@@ -27,6 +27,10 @@ class OutputConflictError(ValueError):
     """Two outputs of one call of a module with the same name."""
 
 
+class OutsideError(RuntimeError):
+    """A module is not inside any module that runs."""
+
+
 class AuxLoss(NamedTuple):
     """An auxiliary loss; the objective is the main loss + the sum of value * weight."""
 
@@ -279,14 +283,14 @@ def call_context(module: ModuleLike) -> Iterator[InvocationContext]:
     """Enters the context of a call of `module`, which the innermost context around it holds.
 
     Raises:
-        RuntimeError: If the module is not inside any module that runs.
+        OutsideError: If the module is not inside any module that runs.
     """
     for context in reversed(context_stack()):
         names = names_below(context.module, module)
         if names is not None:
             break
     else:
-        raise RuntimeError(
+        raise OutsideError(
             f"{module._title()} is not inside {context_stack()[0].module._title()}, which runs; "
             "add it as a child, or share it with _share_with_descendants."
         )

@@ -60,7 +60,11 @@ def _exchange(
     del num_sent
     native = functools.partial(_native, axes, num_received)
     emulated = functools.partial(_emulated, axes, num_received, max_pair)
-    return lax.platform_dependent(rows, sizes, cpu=emulated, default=native)
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None:
+        return lax.platform_dependent(rows, sizes, cpu=emulated, default=native)
+    # Without a conditional: saved for a backward pass, its index is no constant of the program.
+    return (emulated if device.platform == "cpu" else native)(rows, sizes)
 
 
 def _forward(

@@ -20,6 +20,7 @@ from jax import lax
 from moelib.core import tree
 from moelib.core.context import (
     OutputCollection,
+    OutsideError,
     context_stack,
     fold_name,
     names_below,
@@ -225,9 +226,14 @@ class _Cut:
         params = tree.map_by_path(place, params)
         state = self._within(_with_quantized(tree.merge(fixed, params), quantized))
         inputs = x, number, key, side_inputs
-        x, found = functional(
-            self.stack, None, state, inputs, is_training=True, method="forward_block"
-        )
+        run = functools.partial(functional, self.stack, method="forward_block", is_training=True)
+        try:
+            x, found = run(None, state, inputs)
+        except OutsideError as error:
+            raise UserError(
+                f"mesh axis pipeline: a layer of {self.stack.path()} uses a module outside it: "
+                f"{str(error).partition(';')[0]}; set pipeline=1."
+            ) from error
         found = OutputCollection(*map(self._whole, found))
         after = updated(fixed, found.state_updates, params, self.learner)
         kept = found._replace(state_updates={}, module_outputs={})
@@ -237,7 +243,18 @@ class _Cut:
         """Returns the objective after the blocks, and (outputs, `ending` after the pass)."""
         constants = constants | {"fixed": tree.merge(constants["fixed"], ending)}
         known = self._before(outer, constants, micro).outputs
-        (loss, metrics), found = self._run(outer, constants, micro, lambda *_: x)
+        calls = []
+
+        def after_blocks(*_: Any) -> jax.Array:
+            calls.append(x)
+            if len(calls) > 1:
+                raise UserError(
+                    f"mesh axis pipeline: the model calls {self.stack.path()} more than once per "
+                    "forward pass; set pipeline=1."
+                )
+            return x
+
+        (loss, metrics), found = self._run(outer, constants, micro, after_blocks)
         new = lambda part, earlier: _parts(part, tree.by_path(earlier).__contains__)[1]
         outputs = OutputCollection(*map(new, found, known))
         ending = updated(ending, outputs.state_updates, outer, self.learner)

@@ -197,6 +197,23 @@ def test_grouped_matmuls_are_the_products_of_the_operands_of_the_table(backend):
     assert_close(w_grad, np.stack([along[0][of == g].T @ along[1][of == g] for g in range(4)]))
 
 
+def test_rows_of_no_group_change_nothing_with_one_scale_per_array():
+    rng, sizes = np.random.default_rng(0), jnp.array([3, 4])
+    weight = quantize(jnp.ones((2, 8, 8)), (128, 128), Quantization.FP8_TENSOR)
+    rows, grad = (rng.standard_normal((9, 8)).astype(np.float32) for _ in range(2))
+
+    def run(last):
+        rows[7:], grad[7:] = last, last
+        fn = lambda rows, at: quantized_gmm(rows, weight, at, sizes)
+        y, pull = jax.vjp(fn, jnp.asarray(rows), jnp.zeros((2, 8, 8)))
+        rows_grad, w_grad = pull(jnp.asarray(grad))
+        return y[:7], rows_grad[:7], w_grad
+
+    for last in (np.nan, 1e6):
+        for got, want in zip(run(last), run(0.0), strict=True):
+            np.testing.assert_array_equal(got, want)
+
+
 def test_values_are_8_bits_wide_in_ml_dtypes_too():
     values = quantize(jnp.asarray(matrix(130, 259)), (128, 128), FP8).values
     assert np.asarray(values).dtype == ml_dtypes.float8_e4m3fn

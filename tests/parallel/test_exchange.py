@@ -84,3 +84,11 @@ def test_the_transposed_sizes_send_rows_back_and_are_the_derivative(n):
     got = run(gradient, n, rows, sizes.reshape(8, n)).reshape(8, SENT, D)
     want = 3.0 * rows.reshape(8, SENT, D) + 1.0
     np.testing.assert_allclose(np.where(valid, got, 0), np.where(valid, want, 0), atol=1e-6)
+
+
+def test_a_program_for_the_devices_of_a_mesh_has_no_conditional():
+    with jax.set_mesh(create_device_mesh(mesh_shape_from_axes(expert=8))):
+        mapped = jax.shard_map(there, in_specs=SPLIT, out_specs=SPLIT)
+        jaxpr = jax.make_jaxpr(mapped)(jnp.ones((8 * SENT, D)), jnp.ones((8, 8), jnp.int32))
+    assert "all_to_all" in str(jaxpr)
+    assert "cond[" not in str(jaxpr)

@@ -7,8 +7,9 @@ import optax
 import pytest
 
 from moelib.core import tree
-from moelib.core.config import config_for_function
+from moelib.core.config import config_class, config_for_function
 from moelib.core.errors import UserError
+from moelib.layers.base import BaseLayer
 from moelib.layers.moe.balance import BalanceScope, BiasBalancing, LoadBalanceLoss
 from moelib.layers.moe.router import Router
 from moelib.layers.norm import RMSNorm
@@ -247,6 +248,57 @@ def test_models_that_cannot_be_cut_are_refused():
     layer = transformer_layer(moe(load_balance_loss=loss))
     with pytest.raises(UserError, match="scope is ALL_LAYERS, but the layers of a pipeline"):
         stack_of(model_config(stacked(layer, num_layers=2)).instantiate(parent=None))
+
+
+class TwiceLM(CausalLM):
+    """A model that runs its decoder twice."""
+
+    def hidden(self, batch):
+        x = self.embedding(batch["input_ids"])
+        again = lambda x: self.decoder(x, positions=batch["positions"])
+        return self.output_norm(again(again(x)))
+
+
+class SharingLM(CausalLM):
+    """A model whose layers may use its norm."""
+
+    def __init__(self, cfg, *, parent):
+        super().__init__(cfg, parent=parent)
+        self._share_with_descendants(self.output_norm, shared_module_name="norm")
+
+
+class SharedNorm(BaseLayer):
+    """A layer that uses the model's norm."""
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Configures SharedNorm."""
+
+        input_dim: int = 16
+
+    def forward(self, x, **side_inputs):
+        del side_inputs
+        return self.get_shared_module("norm")(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "layer", "message"),
+    [
+        (TwiceLM, transformer_layer(), "calls decoder more than once per forward pass"),
+        (
+            SharingLM,
+            SharedNorm.default_config(),
+            "a layer of decoder uses a module outside it: output_norm is not inside decoder",
+        ),
+    ],
+)
+def test_models_that_stages_cannot_compute_are_refused(model, layer, message):
+    cfg = model_config(stacked(layer, num_layers=2))
+    fields = {name: value for name, value in cfg.items() if name != "klass"}
+    cfg = model.default_config().set(**fields)
+    pipeline = PipelineConfig(Schedule.GPIPE, 2, uniform=True)
+    with pytest.raises(UserError, match=message):
+        step_of(cfg, {"pipeline": 2}, pipeline, num_microbatches=2)
 
 
 def test_larger_stages_are_in_the_middle():

@@ -158,12 +158,20 @@ _dense.defvjp(_dense_forward, _dense_backward)
 # -- Grouped ---------------------------------------------------------------------------------------
 
 
+def _of_groups(rows: Array, sizes: Array) -> Array:
+    """Returns the rows with zeros in those of no group, which may hold anything.
+
+    They share scales with others: that of a block of rows, or the one of an array.
+    """
+    return jnp.where((jnp.arange(len(rows)) < jnp.sum(sizes))[:, None], rows, 0)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped(
     backend: str | None, rows: Array, weight: Quantized, gradient_of: Array, sizes: Array
 ) -> Array:
     del gradient_of
-    quantized = quantize(rows, ROWS, weight.scheme)
+    quantized = quantize(_of_groups(rows, sizes), ROWS, weight.scheme)
     exact = xla.exact(quantized, rows.dtype), xla.exact(weight, rows.dtype)
     y = gmm(*exact, sizes, backend=backend)
     return y.astype(rows.dtype)
@@ -179,10 +187,8 @@ def _grouped_backward(backend: str | None, saved: Any, grad: Array) -> Any:
     rows, weight, sizes = saved
     dtype, of = rows.dtype, {"group_sizes": sizes, "backend": backend}
     exact = lambda x, block: xla.exact(quantize(x, block, weight.scheme), dtype)
+    rows, grad = _of_groups(rows, sizes), _of_groups(grad, sizes)
     rows_grad = gmm_input_gradient(exact(grad, ROWS), xla.exact(weight, dtype), **of)
-    # Rows of no group may hold anything, and share blocks with others.
-    used = (jnp.arange(len(rows)) < jnp.sum(sizes))[:, None]
-    rows, grad = jnp.where(used, rows, 0), jnp.where(used, grad, 0)
     weight_grad = gmm_weight_gradient(exact(rows, COLUMNS), exact(grad, COLUMNS), **of)
     return rows_grad.astype(dtype), None, weight_grad.astype(dtype), None
 

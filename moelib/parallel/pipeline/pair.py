@@ -25,7 +25,8 @@ def in_one_loop(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[An
     """
     both = [_Program(fn, scope) for fn, scope in zip((first, second), SCOPES, strict=True)]
     scans = [scan for program in both if (scan := program.last_scan())]
-    if len(scans) < 2 or len({eqn.params["length"] for _, eqn in scans}) > 1:
+    lengths = {eqn.params["length"] for _, eqn in scans}
+    if len(scans) < 2 or len(lengths) > 1 or 0 in lengths:
         return both[0].results(), both[1].results()
     for program, (index, _) in zip(both, scans, strict=True):
         program.run(index)

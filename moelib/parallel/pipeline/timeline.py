@@ -4,7 +4,14 @@ import collections
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from moelib.parallel.pipeline.schedule import Pass, Schedule, Slot, Task, slots
+from moelib.parallel.pipeline.schedule import (
+    Pass,
+    Schedule,
+    Slot,
+    Task,
+    check_microbatches,
+    slots,
+)
 
 Key = tuple[bool, int, int]  # (is forward, stage, micro-batch) of a pass that others wait for.
 
@@ -116,6 +123,7 @@ def simulate(
     Raises:
         UserError: If the schedule needs more micro-batches.
     """
+    check_microbatches(schedule, num_ranks, num_microbatches)
     if costs is None or isinstance(costs, Costs):
         costs = [costs or Costs()] * (num_ranks * schedule.num_chunks)
     waiting = [

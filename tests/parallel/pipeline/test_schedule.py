@@ -119,6 +119,8 @@ def test_every_pass_is_computed_once_and_in_order(schedule):
 def test_sizes_that_a_schedule_does_not_take_are_refused(schedule, num_ranks, num, message):
     with pytest.raises(UserError, match=message):
         slots(schedule, num_ranks, 0, num)
+    with pytest.raises(UserError, match=message):
+        simulate(schedule, num_ranks, num)
 
 
 def test_the_chart_shows_each_rank():
