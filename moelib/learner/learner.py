@@ -39,7 +39,7 @@ from moelib.core.param import is_spec, specs_by_path
 from moelib.core.tree import Nested
 from moelib.learner import offload, transforms
 from moelib.learner.ema import EmaState, param_ema
-from moelib.learner.moments import MomentFormat, apply_updates, stored_as
+from moelib.learner.moments import MomentFormat, apply_updates, moments_in, stored_as
 from moelib.learner.norms import group_paths, norms_of
 from moelib.learner.state_specs import state_specs
 from moelib.learner.streamed_update import streamed_update
@@ -95,7 +95,7 @@ class Learner(Module):
         # layer. None by default.
         norms_of: Sequence[str] = ()
         # Storage of optimizers' means of gradients. A parameter takes 2 bytes in BFLOAT16 and 1 in
-        # EIGHT_BIT, instead of 4.
+        # EIGHT_BIT, instead of 4. All other state is stored as the optimizer returns it.
         first_moment: MomentFormat = MomentFormat.FLOAT32
         # Storage of optimizers' means of squared gradients.
         second_moment: MomentFormat = MomentFormat.FLOAT32
@@ -190,6 +190,7 @@ class Learner(Module):
         """Returns the state before the first step. Parameters that are not updated have none.
 
         Raises:
+            UserError: If a moment is to be stored in fewer bits, and no optimizer has it.
             ValueError: If the parameters are not those of the specs.
         """
         known, given = set(self._labels), set(tree.by_path(params))
@@ -202,6 +203,15 @@ class Learner(Module):
         updated = tree.select(params, self.is_updated)
         ema = None if self._ema is None else self._ema.init(updated)
         state = LearnerState(self._optimizer.init(updated), ema, jnp.zeros((), jnp.int32))
+        fields = ("first_moment", "second_moment")
+        for field, found in zip(fields, moments_in(state.optimizer), strict=True):
+            format_ = getattr(self.config, field)
+            if updated and format_ is not MomentFormat.FLOAT32 and not found:
+                means = "gradients" if field == "first_moment" else "squared gradients"
+                raise UserError(
+                    f"{self._field(field)} is {format_}, but the state of the optimizer has no "
+                    f"means of {means} that can be stored so; set it to MomentFormat.FLOAT32."
+                )
         return offload.to_host(state) if self.config.offload_state else state
 
     @nowrap

@@ -1,11 +1,12 @@
 """Optimizer state in fewer bits: bfloat16, or codes of 8 bits with a scale per block.
 
 The state is decoded before each update of an optimizer and encoded after it; the update itself is
-computed in float32. Small arrays stay in float32.
+computed in float32. Small arrays, and state that is no moment, stay as they are.
 """
 
 import enum
 import zlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,8 +16,32 @@ from jaxtyping import Array, Float32, UInt8
 
 _MIN_SIZE = 4096  # Elements from which on an array is encoded, as in arXiv:2110.02861, section 2.
 _MAX_BLOCK, _MIN_BLOCK = 256, 32  # Elements along the last dimension that share a scale.
-# Fields of states, those of Optax and of `factored`, that hold means of squares: 0 or more.
-_SQUARES = ("nu", "v", "v_row", "v_col", "row", "col", "full")
+# Fields that hold means of gradients, with a sign, and means of squares, 0 or more, by the class of
+# an optimizer's state: those of Optax and of `factored`. Sums that only grow would stop growing in
+# fewer bits, and centered RMSProp would take the root of a difference below 0: both are left out.
+_MOMENTS = {
+    "DAdaptAdamWState": (("exp_avg",), ("exp_avg_sq",)),
+    "EmaState": (("ema",), ()),
+    "FactoredState": ((), ("row", "col", "full", "v_row", "v_col", "v")),
+    "MomoAdamState": (("exp_avg",), ("exp_avg_sq",)),
+    "MomoState": (("exp_avg",), ()),
+    "MuonState": (("mu",), ()),
+    "ProdigyState": (("exp_avg",), ("exp_avg_sq",)),
+    "ScaleByAdaDeltaState": ((), ("e_g", "e_x")),
+    "ScaleByAdamState": (("mu",), ("nu",)),
+    "ScaleByAdanState": (("m", "v"), ("n",)),
+    "ScaleByAdemamixState": (("m1", "m2"), ("nu",)),
+    "ScaleByAmsgradState": (("mu",), ("nu", "nu_max")),
+    "ScaleByBeliefState": (("mu",), ("nu",)),
+    "ScaleByLionState": (("mu",), ()),
+    "ScaleByNovogradState": (("mu",), ()),
+    "ScaleByRmsState": ((), ("nu",)),
+    "ScaleByRmsWithCountState": ((), ("nu",)),
+    "ScaleBySM3State": (("nu",), ()),
+    "ScaleBySimplifiedAdEMAMixState": (("m",), ("n",)),
+    "SophiaState": (("mu",), ()),
+    "TraceState": (("trace",), ()),
+}
 
 
 class MomentFormat(enum.Enum):
@@ -31,7 +56,7 @@ class QuantizedMoment(NamedTuple):
     """An array in 8 bits: each code is a share of its block's largest magnitude."""
 
     codes: UInt8[Array, "... N"]
-    scales: Float32[Array, "... M"]  # Largest magnitude of each block of N / M elements.
+    scales: Float32[Array, "... M"]  # Largest magnitude of each block of ceil(N / M) elements.
 
 
 def quantize_moment(
@@ -45,21 +70,22 @@ def quantize_moment(
     the ends of the intervals of the paper, not their middles, so that the largest element is exact.
 
     Args:
-        x: Array whose last dimension is a multiple of `block`.
-        block: Number of elements that share a scale.
+        x: Array.
+        block: Largest number of elements along the last dimension that share a scale.
         signed: Whether elements may be negative. Positive elements of others never become 0, so
-            that an update is not divided by 0.
+            that an update is not divided by 0: those below 10^-n of the scale are rounded up.
         key: Random key for stochastic rounding; None rounds to the nearest.
     """
-    blocks = x.reshape(*x.shape[:-1], -1, block)
-    scales = jnp.max(jnp.abs(blocks), -1)
-    share = (jnp.abs(blocks) / jnp.where(scales > 0, scales, 1.0)[..., None]).reshape(x.shape)
+    blocks = _in_blocks(jnp.abs(x), -(-x.shape[-1] // block))
+    scales = jnp.max(blocks, -1)
+    share = _joined(blocks / jnp.where(scales > 0, scales, 1.0)[..., None], x.shape)
     top = 6 if signed else 7
     above = (share >= 10.0 ** (i - top - 1) for i in range(1, top + 1))
     decade = sum((a.astype(jnp.int32) for a in above), jnp.zeros(x.shape, jnp.int32))
     steps = jnp.left_shift(1, decade).astype(jnp.float32)
-    within = share * _power_of_10(top - decade, top)  # From 0.1 to 1; below in the lowest decade.
-    place = steps - 1 + jnp.maximum(within - 0.1, 0.0) / 0.9 * steps
+    within = share * _power_of_10(top - decade, top)  # From 0.1 to 1; from 0 in the lowest decade.
+    lowest = jnp.where(decade > 0, 0.1, 0.0)
+    place = steps - 1 + (within - lowest) / (1 - lowest) * steps
     noise = 0.5 if key is None else jax.random.uniform(key, x.shape)
     codes = jnp.minimum(jnp.floor(place + noise).astype(jnp.int32), 2 ** (top + 1) - 1)
     if signed:
@@ -80,8 +106,19 @@ def dequantize_moment(x: QuantizedMoment, *, signed: bool) -> Float32[Array, "..
     share = jnp.where(size > 0, share / _power_of_10(top - decade, top), 0.0)
     if signed:
         share = jnp.where(codes >= 128, -share, share)
-    blocks = share.reshape(*x.scales.shape, -1) * x.scales[..., None]
-    return blocks.reshape(codes.shape)
+    return _joined(_in_blocks(share, x.scales.shape[-1]) * x.scales[..., None], share.shape)
+
+
+def _in_blocks(x: jax.Array, num: int) -> jax.Array:
+    """Returns x with the last dimension split into blocks of one size, the last padded by zeros."""
+    block = -(-x.shape[-1] // num)
+    pads = [(0, 0)] * (x.ndim - 1) + [(0, num * block - x.shape[-1])]
+    return jnp.pad(x, pads).reshape(*x.shape[:-1], num, block)
+
+
+def _joined(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Inverse of `_in_blocks`."""
+    return blocks.reshape(*shape[:-1], -1)[..., : shape[-1]]
 
 
 def _power_of_10(exponent: jax.Array, most: int) -> jax.Array:
@@ -124,38 +161,36 @@ def stored_as(
 
     Args:
         inner: The optimizer.
-        first: Format of means of gradients and of all other state.
+        first: Format of means of gradients.
         second: Format of means of squared gradients.
     """
     inner = optax.with_extra_args_support(inner)
 
     def decode(state: Any) -> Any:
-        def leaf(path: Any, x: Any) -> Any:
-            is_second = _is_second(path)
+        def decoded(path: Any, x: Any, is_second: bool) -> Any:
             if isinstance(x, QuantizedMoment):
                 return dequantize_moment(x, signed=not is_second)
             low = (second if is_second else first) is MomentFormat.BFLOAT16
             return x.astype(jnp.float32) if low and x.dtype == jnp.bfloat16 else x
 
-        return jax.tree_util.tree_map_with_path(leaf, state, is_leaf=_is_quantized)
+        return _map_moments(decoded, state)
 
     def encode(state: Any, key: jax.Array | None) -> Any:
-        def leaf(path: Any, x: jax.Array) -> Any:
-            format_ = second if _is_second(path) else first
+        def encoded(path: Any, x: jax.Array, is_second: bool) -> Any:
+            format_ = second if is_second else first
             if x.size < _MIN_SIZE or x.dtype != jnp.float32 or format_ is MomentFormat.FLOAT32:
                 return x
             own = None if key is None else _key_of(path, key)
             if format_ is MomentFormat.BFLOAT16:
                 return round_to_bfloat16(x, own)
+            if x.shape[-1] < _MIN_BLOCK:
+                return x
+            # Blocks that fill the last dimension are sharded with it.
             sizes = range(_MIN_BLOCK, _MAX_BLOCK + 1)
-            block = max((n for n in sizes if x.shape[-1] % n == 0), default=None)
-            return (
-                x
-                if block is None
-                else quantize_moment(x, block, signed=not _is_second(path), key=own)
-            )
+            block = max((n for n in sizes if x.shape[-1] % n == 0), default=_MAX_BLOCK)
+            return quantize_moment(x, block, signed=not is_second, key=own)
 
-        return jax.tree_util.tree_map_with_path(leaf, state)
+        return _map_moments(encoded, state)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         key = extra.pop("rounding_key", None)
@@ -165,13 +200,31 @@ def stored_as(
     return optax.GradientTransformationExtraArgs(lambda p: encode(inner.init(p), None), update)
 
 
+def moments_in(state: Any) -> tuple[bool, bool]:
+    """Returns whether a state has means of gradients, and whether it has means of squares."""
+    found = set()
+    _map_moments(lambda path, x, is_second: found.add(is_second), state)
+    return False in found, True in found
+
+
+def _map_moments(f: Callable[[Any, Any, bool], Any], state: Any) -> Any:
+    """Returns a state with each moment replaced by f(path, moment, whether it is of squares)."""
+
+    def node(path: Any, x: Any) -> Any:
+        means, squares = _MOMENTS.get(type(x).__name__, ((), ()))
+
+        def leaf(inner: Any, y: Any) -> Any:
+            field = getattr(next(iter(inner), None), "name", None)
+            return f((*path, *inner), y, field in squares) if field in means + squares else y
+
+        return jax.tree_util.tree_map_with_path(leaf, x, is_leaf=_is_quantized)
+
+    has_moments = lambda x: type(x).__name__ in _MOMENTS
+    return jax.tree_util.tree_map_with_path(node, state, is_leaf=has_moments)
+
+
 def _is_quantized(x: Any) -> bool:
     return isinstance(x, QuantizedMoment)
-
-
-def _is_second(path: Any) -> bool:
-    """Returns whether an array of a state is a mean of squared gradients."""
-    return any(getattr(entry, "name", None) in _SQUARES for entry in path)
 
 
 def _key_of(path: Any, key: jax.Array) -> jax.Array:

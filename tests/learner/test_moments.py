@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from moelib.core.config import config_for_function
+from moelib.core.errors import UserError
 from moelib.core.param import ParameterSpec
 from moelib.layers.base import weight_spec
 from moelib.learner import optimizers
@@ -19,6 +20,7 @@ from moelib.learner.moments import (
     dequantize_moment,
     quantize_moment,
     round_to_bfloat16,
+    stored_as,
 )
 
 BLOCK = 64
@@ -101,6 +103,23 @@ def test_stochastic_rounding_is_exact_on_average():
     np.testing.assert_array_equal(kept, exact)
 
 
+@pytest.mark.parametrize("signed", [True, False])
+def test_small_elements_are_rounded_at_random_without_bias(signed):
+    x = jnp.full((2048, BLOCK), 5e-7).at[:, 0].set(1.0)
+    got = np.asarray(decode(encode(x, signed=signed, key=jax.random.key(0)), signed=signed))[:, 1:]
+    np.testing.assert_allclose(np.mean(got, dtype=np.float64), 5e-7, rtol=0.01)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_last_block_may_be_shorter(signed):
+    x = values(signed)[:, :197]  # A prime: 4 blocks, of 50 elements but for the last.
+    code = encode(x, signed=signed)
+    assert (code.codes.shape, code.scales.shape) == ((4, 197), (4, 4))
+    padded = encode(jnp.pad(x, ((0, 0), (0, 3))).reshape(4, 4, 50), signed=signed)
+    want = decode(padded, signed=signed).reshape(4, 200)[:, :197]
+    np.testing.assert_array_equal(decode(code, signed=signed), want)
+
+
 # -- Steps ---------------------------------------------------------------------------------------
 
 SHAPES = {"w": (32, 256), "scale": (256,)}
@@ -174,6 +193,71 @@ def test_the_first_moment_of_every_optimizer_is_stored_so(optimizer, fields):
     specs = jax.tree.leaves(learner.state_specs().optimizer)
     low = [spec.shape for spec in specs if spec.dtype == "bfloat16"]
     assert low == [SHAPES["w"]]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "signed", "squares"),
+    [
+        (optax.adan, {"m", "v"}, {"n"}),
+        (optax.amsgrad, {"mu"}, {"nu", "nu_max"}),
+        (optax.adadelta, set(), {"e_g", "e_x"}),
+        (optax.contrib.prodigy, {"exp_avg"}, {"exp_avg_sq"}),
+        (optax.contrib.schedule_free_adamw, set(), {"nu"}),
+        (optax.contrib.muon, {"mu"}, set()),
+    ],
+)
+def test_only_moments_are_stored_in_fewer_bits(optimizer, signed, squares):
+    inner = optimizer(0.1)
+    stored = stored_as(inner, MomentFormat.BFLOAT16, MomentFormat.EIGHT_BIT)
+    params = {"w": jnp.ones(SHAPES["w"])}
+    state = jax.eval_shape(stored.init, params)
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        fields = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
+        found.setdefault(str(leaf.dtype), set()).update(fields)
+    containers = {"base_optimizer_state", "inner_states", "inner_state", "codes"}
+    assert found.get("bfloat16", set()) - containers == signed
+    assert found.get("uint8", set()) - containers == squares
+
+
+def test_signs_of_means_in_8_bits_are_kept():
+    params = {"w": jnp.zeros(SHAPES["w"])}
+    plain = optax.adan(0.1)
+    stored = stored_as(plain, MomentFormat.EIGHT_BIT, MomentFormat.EIGHT_BIT)
+    states = [plain.init(params), stored.init(params)]
+    for i in range(3):
+        grads = {"w": jax.random.normal(jax.random.key(i), SHAPES["w"])}
+        (want, states[0]), (got, states[1]) = (
+            jax.jit(tx.update)(grads, state, params)
+            for tx, state in zip((plain, stored), states, strict=True)
+        )
+    error = jnp.linalg.norm(got["w"] - want["w"]) / jnp.linalg.norm(want["w"])
+    assert error < 0.03
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "field"),
+    [
+        (optax.sgd, "first_moment"),
+        (optimizers.lion_optimizer, "second_moment"),
+        (optax.adagrad, "second_moment"),
+        (optax.contrib.schedule_free_adamw, "first_moment"),
+    ],
+)
+def test_a_moment_that_no_optimizer_has_is_an_error(optimizer, field):
+    fn = config_for_function(optimizer).set(learning_rate=0.1)
+    learner = learner_of(optimizer=fn, **{field: MomentFormat.BFLOAT16})
+    with pytest.raises(UserError, match=rf"learner\.{field} is MomentFormat.BFLOAT16"):
+        learner.state_specs()
+
+
+def test_an_indivisible_dimension_is_stored_in_8_bits():
+    params = {"head": jnp.zeros((8, 50257))}
+    stored = stored_as(optax.adam(0.1), MomentFormat.EIGHT_BIT, MomentFormat.EIGHT_BIT)
+    state = jax.eval_shape(stored.init, params)[0]
+    for moment in (state.mu["head"], state.nu["head"]):
+        assert moment.codes.shape == (8, 50257)
+        assert moment.scales.shape == (8, 197)
 
 
 def test_small_updates_of_bfloat16_parameters_are_kept_on_average():
