@@ -63,7 +63,8 @@ def _loop(cfg: BaseStack.Config) -> LoopStack.Config:
 @functools.partial(jax.jit, static_argnums=0)
 def _unstacked(module: Module, params: Nested) -> Nested:
     if type(module) is FeedForward:
-        return params | {"up": _Parts(params["up"])}
+        is_quantized = module.create_parameter_specs_recursively()["up"].quantization is not None
+        return params if is_quantized else params | {"up": _Parts(params["up"])}
     if type(module) is ScanStack:
         return _as_loop(module, params)
     inside = module.children.keys() & params.keys()

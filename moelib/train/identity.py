@@ -52,6 +52,10 @@ _SCHEDULE = re.compile(r"learner\b.*\b(max_step|decay_steps)\b.*")
 # balance are over a micro-batch, for example.
 _MUST_ACCEPT = {"train_dtype": "train_dtype", "num_microbatches": "accumulation"}
 
+# Settings by which arrays of a checkpoint are stored, and values that others cannot read.
+_STORED = re.compile(r"learner\b.*\b(first|second)_moment")
+_OF_ITS_OWN = "EIGHT_BIT"
+
 # But the capacity of a dispatcher decides which tokens are dropped, unless its factor is None.
 _CAPACITY = re.compile(r"(.*\.dispatcher\.)(?:(capacity|buffer)_factor|buffer_blocks)")
 
@@ -211,6 +215,13 @@ def check_directory(
     text = _as_today(text, source, names)
     before, now = identity(text), identity(cfg.debug_string())
     different = _different(before, now)
+    for path in filter(_STORED.fullmatch, different):
+        was, value = _pair_of(path, before, now)
+        if _OF_ITS_OWN in was + value:
+            raise TrainerDirConflictError(
+                f"{path} is {was} in {directory}, and {value} in this config, but stored moments "
+                "are not converted; set it back, or begin a run in another directory."
+            )
     if not different or "config" in accepted:
         _check_changes(cfg, directory, _values(text), dict.fromkeys(different, "config"))
         if record is not None:

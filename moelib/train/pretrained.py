@@ -26,6 +26,7 @@ from moelib.models.huggingface.families import (
     NotTheModelError,
     check_computes,
     may_drop,
+    quantizes,
     read_model,
     settings_of,
     tensor_mappings,
@@ -230,11 +231,7 @@ def save_pretrained(
         logger.warning(
             "multi_token_prediction is not written: %s has no such modules.", family.architecture
         )
-    if dropping := may_drop(cfg):
-        logger.warning(
-            "%s may drop assignments, which transformers never does: logits differ where it does.",
-            ", ".join(dropping),
-        )
+    _warn_of_differences(cfg)
     model = cfg.instantiate(parent=None)
     specs = specs_by_path(model.create_parameter_specs_recursively())
     written = jnp.dtype(dtype or params["embedding"]["weight"].dtype)
@@ -264,6 +261,19 @@ def save_pretrained(
         write_json(os.path.join(folder, "tokenizer_config.json"), about)
     add_sums(folder, FILES)
     return family.architecture
+
+
+def _warn_of_differences(cfg: CausalLM.Config) -> None:
+    if dropping := may_drop(cfg):
+        logger.warning(
+            "%s may drop assignments, which transformers never does: logits differ where it does.",
+            ", ".join(dropping),
+        )
+    if quantized := quantizes(cfg):
+        logger.warning(
+            "%s is not written: transformers computes with the weights as they are stored.",
+            ", ".join(quantized),
+        )
 
 
 def _family_and_settings(

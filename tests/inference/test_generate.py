@@ -14,6 +14,7 @@ from moelib.inference import decode
 from moelib.inference.generate import Completion, PromptError, Settings, generate, generate_tokens
 from moelib.inference.unstack import unstacked
 from moelib.layers.moe.dispatch import DenseDispatcher
+from moelib.layers.quantization import Quantization
 from moelib.layers.transformer import LoopStack
 from moelib.parallel import sharding
 from tests import tiny
@@ -109,6 +110,12 @@ def test_one_text_is_the_same_alone_and_in_a_batch(model, drawn):
 
 
 # Of one text, the programs are those of the test above.
+def test_a_model_with_weights_in_8_bits_gives_greedy_texts():
+    quantized = model_of("scan", quantization=Quantization.FP8_BLOCK)
+    prompt, text = PROMPTS[1], one(quantized, PROMPTS[1], max_new_tokens=3, temperature=0.0)
+    assert_likeliest(quantized, [prompt], [text])
+
+
 @pytest.mark.parametrize("batch_size", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_drawn_texts_do_not_depend_on_the_batch(model, drawn, batch_size):
     assert many(model, **DRAWN, seed=4, batch_size=batch_size) == drawn

@@ -14,6 +14,7 @@ from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
 from moelib.layers.moe.dispatch_ragged import RaggedDispatcher
 from moelib.layers.moe.layer import MoELayer
 from moelib.learner import schedules
+from moelib.learner.moments import MomentFormat
 from moelib.train import identity as identity_lib
 from moelib.train.identity import (
     CONFIG_FILE,
@@ -86,6 +87,15 @@ def test_a_change_of_all_further_steps_must_be_accepted(
     assert path in record.message
     write_config(cfg.set(accept_changes=None), str(tmp_path))
     check_directory(cfg, str(tmp_path))
+
+
+def test_moments_in_8_bits_are_not_converted(folder):
+    cfg = changed("learner.first_moment", MomentFormat.EIGHT_BIT).set(accept_changes=["config"])
+    message = r"learner\.first_moment is .*FLOAT32.*EIGHT_BIT in this config, but stored moments"
+    with pytest.raises(TrainerDirConflictError, match=message):
+        check_directory(cfg, str(folder))
+    cfg.learner.first_moment = MomentFormat.BFLOAT16
+    check_directory(cfg, str(folder))
 
 
 def test_other_changes_since_the_checkpoint_are_logged(tmp_path, caplog):

@@ -24,6 +24,7 @@ from moelib.core.errors import UserError
 from moelib.core.param import is_spec
 from moelib.layers.moe.balance import BalanceScope, LoadBalanceLoss
 from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
+from moelib.layers.quantization import Quantization
 from moelib.layers.transformer import LoopStack
 from moelib.learner.learner import LearnerState
 from moelib.models.huggingface.families import NoFamilyError, settings_of
@@ -280,6 +281,13 @@ def test_a_dispatcher_that_may_drop_assignments_is_logged(tmp_path, caplog):
         layer.feed_forward.dispatcher = CapacityDispatcher.default_config().set(capacity_factor=1.0)
     save_pretrained(str(tmp_path), cfg, random_parameters(cfg))
     assert "capacity_factor" in caplog.text
+
+
+def test_a_model_trained_in_8_bits_is_written_as_it_is_stored(tmp_path, caplog):
+    cfg, _ = read_config(str(FIXTURES / "llama3"))
+    cfg.quantization = Quantization.FP8_BLOCK
+    save_pretrained(str(tmp_path), cfg, random_parameters(cfg))
+    assert "quantization is not written" in caplog.text
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from moelib.core.errors import UserError
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.moe.router import GroupScore, Score
+from moelib.layers.quantization import Quantization
 from moelib.layers.transformer import LoopStack, ScanStack, TransformerLayer
 from moelib.models.causal_lm import CausalLM
 from moelib.models.huggingface import blocks
@@ -99,11 +100,18 @@ def check_computes(
 
 def may_drop(cfg: CausalLM.Config) -> list[str]:
     """Returns the paths of fields by which dispatchers may drop assignments."""
-    fields = ("capacity_factor", "buffer_factor")
+    return _set_fields(cfg, "capacity_factor", "buffer_factor")
+
+
+def quantizes(cfg: CausalLM.Config) -> list[str]:
+    """Returns the paths of fields by which matmuls quantize their operands."""
+    return _set_fields(cfg, "quantization")
+
+
+def _set_fields(cfg: CausalLM.Config, *names: str) -> list[str]:
+    nothing = (None, Quantization.NONE)
     values = cfg.to_flat_dict()
-    return sorted(
-        path for path, value in values.items() if path.endswith(fields) and value is not None
-    )
+    return sorted(path for path in values if path.endswith(names) and values[path] not in nothing)
 
 
 def settings_of(cfg: CausalLM.Config) -> tuple[Family, dict[str, Any]]:
@@ -155,7 +163,7 @@ def _differences(a: dict[str, Any], b: dict[str, Any], of_a: str, of_b: str) -> 
 # Fields that matter only for training or storage.
 _NOT_COMPUTED = re.compile(
     r"(^|\.)(name|input_dim|dtype|param_init|output_init|remat|dispatcher|load_balance_loss|router_z_loss"
-    r"|z_loss|loss_weight|rate|report_expert_counts)(\.|\[|\(|$)"
+    r"|z_loss|loss_weight|rate|report_expert_counts|quantization)(\.|\[|\(|$)"
 )
 
 
