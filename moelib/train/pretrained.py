@@ -111,6 +111,12 @@ def load_pretrained(
     family, cfg = read_model(
         values, source, ignored=ignore_settings, multi_token_prediction=multi_token_prediction
     )
+    if values.get("num_nextn_predict_layers") and not multi_token_prediction:
+        logger.warning(
+            "The modules of multi-token prediction in %s are not read; multi_token_prediction=True "
+            "(moelib convert --multi_token_prediction) reads them.",
+            folder,
+        )
     if jnp.dtype(dtype) != jnp.float32:
         cfg = cfg.clone(dtype=str(jnp.dtype(dtype)))
     model = cfg.instantiate(parent=None)

@@ -203,13 +203,19 @@ def _schedules(
         return [None], ""
     found, refusal = list[Schedule | None](), ""
     for schedule in Schedule:
+        num_stages = schedule.num_chunks * num_ranks
         try:
             check_microbatches(schedule, num_ranks, num_microbatches)
         except UserError as error:
-            refusal = str(error)
+            refusal = refusal or str(error)
             continue
-        if schedule.num_chunks * num_ranks <= work.num_blocks:
+        if num_stages <= work.num_blocks:
             found.append(schedule)
+        elif not refusal:
+            refusal = (
+                f"pipeline={num_ranks}: the model has {work.num_blocks} blocks, and schedule "
+                f"{schedule.value!r} has {num_stages} stages; set fewer ranks."
+            )
     return found, refusal
 
 

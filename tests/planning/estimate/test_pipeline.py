@@ -106,6 +106,12 @@ def test_errors_are_those_of_the_trainer(work, num_microbatches, schedule, messa
         cfg.instantiate(parent=None).trace_train_step()
 
 
+def test_a_sweep_without_enough_blocks_for_a_stage_each_says_so():
+    message = "pipeline=4: the model has 2 blocks, and schedule 'gpipe' has 4 stages; set fewer"
+    with pytest.raises(UserError, match=message):
+        plan(deep(num_layers=2), "h100:1x8", mesh="pipeline=4,fsdp=2")
+
+
 def test_a_model_without_a_scan_stack_has_no_pipeline(work):
     refused = dataclasses.replace(work, pipeline_refusal="mesh axis pipeline: no stack")
     assert {each.schedule for each in candidates(deep(), refused, EIGHT)} == {None}
