@@ -95,14 +95,20 @@ CASES = [
     (Schedule.ZB_V, {"pipeline": 2, "expert": 2, "seq": 2}, 6),  # 6 blocks over 4 stages.
     (Schedule.DUALPIPE_V, {"pipeline": 2, "expert": 2, "fsdp": 2}, 3),  # One stage has none.
     (Schedule.DUALPIPE_V, {"pipeline": 1, "expert": 2, "data": 2}, 3),  # Pairs alone.
+    (Schedule.ONE_F_ONE_B, {"pipeline": 4, "fsdp": 2}, 4),
+    (Schedule.INTERLEAVED, {"pipeline": 4, "expert": 2}, 8),
+    (Schedule.ZB_V, {"pipeline": 4, "seq": 2}, 8),
+    (Schedule.DUALPIPE_V, {"pipeline": 4, "model": 2}, 8),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "axes", "num_blocks"), CASES)
 def test_a_step_equals_one_without_a_pipeline(schedule, axes, num_blocks):
-    pipeline = PipelineConfig(schedule, axes["pipeline"], uniform=True)
-    check(moe_model(num_blocks), axes, pipeline, num_microbatches=4)
+    num_ranks = axes["pipeline"]
+    num = max(4, 2 * num_ranks) if schedule is Schedule.DUALPIPE_V else 4
+    pipeline = PipelineConfig(schedule, num_ranks, uniform=True)
+    check(moe_model(num_blocks), axes, pipeline, num_microbatches=num)
 
 
 @pytest.mark.slow
