@@ -212,7 +212,5 @@ def _run_default(
     _traced[kernel] = device.platform if device.platform in own else "xla"
     if not own:
         return forms["xla"](*operands)
-    if jax.sharding.get_abstract_mesh().abstract_device is not None:
-        return forms[device.platform if device.platform in own else "xla"](*operands)
     by_platform = {{"gpu": "cuda"}.get(name, name): forms[name] for name in own}
     return lax.platform_dependent(*operands, default=forms["xla"], **by_platform)
