@@ -278,7 +278,6 @@ class PipelineConfig(NamedTuple):
 
     schedule: Schedule
     num_ranks: int
-    unroll: bool = False
     uniform: bool = False  # On CPUs; see `run_pipeline`.
 
 
@@ -316,7 +315,7 @@ def accumulate_in_pipeline(
     Raises:
         UserError: If the model cannot be cut, or the schedule needs more micro-batches.
     """
-    layout, unroll, uniform = layout_of(model, pipeline), pipeline.unroll, pipeline.uniform
+    layout, uniform = layout_of(model, pipeline), pipeline.uniform
     specs = specs_by_path(model.create_parameter_specs_recursively())
     late = lambda path: specs[path].cast_at_use and learner.is_updated(path)
     tables = {} if train_dtype is None else tree.select(params, late)
@@ -362,7 +361,6 @@ def accumulate_in_pipeline(
             "key": jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(M)),
         },
         layers=layers,
-        unroll=unroll,
         uniform=uniform,
     )
     # [chunks, M, blocks, ...] -> [M, all blocks, ...]

@@ -73,7 +73,7 @@ def test_a_rank_holds_no_more_than_the_schedule_says(
     weights = memory["summed gradients"] + memory["weights of stages"]
     held = report.memory.peak - report.memory.arguments - weights
     # Without recomputation, also what a slot writes and reads, and deferred weight gradients.
-    ticks = ticks_of(schedule, num_ranks, 8, eager=True)
+    ticks = ticks_of(schedule, num_ranks, 8)
     more = 0 if recomputed else 2 + ticks.num_deferred
     limit = (ticks.num_saved + more) / (num_ranks * schedule.num_chunks)
     assert 0.1 * micro < held <= limit * micro

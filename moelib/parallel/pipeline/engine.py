@@ -83,7 +83,6 @@ def run_pipeline(
     microbatches: Any,
     *,
     layers: Any = None,
-    unroll: bool = False,
     uniform: bool = False,
 ) -> Result:
     """Returns gradients and outputs of a step, in a mesh with the axis "pipeline".
@@ -99,16 +98,15 @@ def run_pipeline(
         constants: Tree of arrays that every function gets.
         microbatches: Tree of arrays [M, ...].
         layers: Arrays of stages that are only read, as `params`; by default `layout.rows`.
-        unroll: Whether ticks are compiled one by one, with the transfers of each tick only.
         uniform: Whether all ranks compute the slots of all, and keep the results of their own.
             Permutes of XLA for CPUs wait for all devices, and hang in a branch that some take.
     """
     num = jax.tree.leaves(microbatches)[0].shape[0]
-    ticks = ticks_of(layout.schedule, layout.num_ranks, num, eager=not unroll)
+    ticks = ticks_of(layout.schedule, layout.num_ranks, num)
     of_rank, whole = jax.P(AXIS), jax.P()
     run = functools.partial(_Run, functions, layout, ticks, uniform)
     mapped = jax.shard_map(
-        lambda *args: run(*args).all_ticks(unroll=unroll),
+        lambda *args: run(*args).all_ticks(),
         in_specs=(of_rank, of_rank, whole, whole, whole, whole, of_rank),
         out_specs=Result(of_rank, whole, of_rank, whole, of_rank, whole, whole),
         axis_names={AXIS},
@@ -145,7 +143,7 @@ class _Branch(NamedTuple):
 
 def branch_shares(layout: Layout, num_microbatches: int) -> list[float]:
     """Returns the shares of ticks in which the mean rank runs each branch of a compiled slot."""
-    ticks = ticks_of(layout.schedule, layout.num_ranks, num_microbatches, eager=True)
+    ticks = ticks_of(layout.schedule, layout.num_ranks, num_microbatches)
     runs = collections.Counter(_branch(slot) for row in ticks.slots for slot in row)
     return [runs[each] / runs.total() for each in sorted(runs)]
 
@@ -220,9 +218,9 @@ class _Run:
             last=zeros(last, M),
         )
 
-    def all_ticks(self, *, unroll: bool) -> Result:
+    def all_ticks(self) -> Result:
         """Returns this rank's part of the result."""
-        state = self._unrolled() if unroll else self._scan()
+        state = self._scan()
         is_alone = self.layout.num_ranks == 1  # XLA refuses a sum over one device.
         total = lambda tree: tree if is_alone else lax.psum(tree, AXIS)
         is_last = self.rank == (0 if self.layout.schedule.is_v else self.layout.num_ranks - 1)
@@ -236,23 +234,6 @@ class _Run:
             first=total(state.first),
             last=total(state.last),
         )
-
-    def _unrolled(self) -> _State:
-        state, made = self.start, []
-        for slots, transfers in zip(self.ticks.slots, self.ticks.transfers, strict=True):
-            own = list(map(_branch, slots))
-            branches = sorted(set(own))
-            row = np.array([branches.index(each) for each in own]), _task_table(self.ticks, slots)
-            state, sent = self._compute(state, branches, *row)
-            made.append(sent)
-            channels = collections.defaultdict[Any, list[Transfer]](list)
-            for each in transfers:
-                channels[each.made, each.forward, each.source == each.target].append(each)
-            for (tick, forward, _), group in channels.items():
-                pairs = [(each.source, each.target) for each in group]
-                table = _arrivals(group, self.layout.num_ranks)
-                state = self._deliver(state, made[tick], forward, pairs, table)
-        return state
 
     def _scan(self) -> _State:
         n = self.layout.num_ranks
@@ -273,16 +254,15 @@ class _Run:
         def tick(state: _State, row: Any) -> tuple[_State, None]:
             *slots, arriving = row
             state, sent = self._compute(state, branches, *slots)
-            for i, (forward, step) in enumerate(channels):
-                pairs = [(rank, (rank + step) % n) for rank in range(n)]
-                state = self._deliver(state, sent, forward, pairs, arriving[i])
+            for channel, arrival in zip(channels, arriving, strict=True):
+                state = self._deliver(state, sent, *channel, arrival)
             return state, None
 
         return lax.scan(tick, self.start, rows)[0]
 
     def _compute(self, state: _State, branches: Sequence[_Branch], index: Any, tasks: Any) -> Any:
         """Returns the state after a tick, and the results to send: (activation, gradient)."""
-        index, tasks = jnp.asarray(index)[self.rank], jnp.asarray(tasks)[self.rank]
+        index, tasks = index[self.rank], tasks[self.rank]
         if not self.uniform:
             run = [functools.partial(self._slot, each) for each in branches]
             with jax.named_scope(SLOTS):
@@ -404,13 +384,13 @@ class _Run:
         return state._replace(gradients=total)
 
     def _deliver(
-        self, state: _State, sent: Any, forward: bool, pairs: Sequence[tuple[int, int]], table: Any
+        self, state: _State, sent: Any, forward: bool, distance: int, table: jax.Array
     ) -> _State:
-        """Returns the state after results went from rank to rank, as `_arrivals` tells."""
-        x = sent[0] if forward else sent[1]
-        if any(source != target for source, target in pairs):
-            x = lax.ppermute(x, AXIS, pairs)
-        arrives, chunk, m = jnp.asarray(table)[self.rank]
+        """Returns the state after results went to ranks at a distance, as `_arrivals` tells."""
+        x, n = sent[0] if forward else sent[1], self.layout.num_ranks
+        if distance:
+            x = lax.ppermute(x, AXIS, [(rank, (rank + distance) % n) for rank in range(n)])
+        arrives, chunk, m = table[self.rank]
         name = "inputs" if forward else "output_gradients"
         buffer = getattr(state, name)
         place = chunk, m % (self._num_inputs if forward else self._num_gradients)

@@ -3,6 +3,9 @@
 A rank holds one chunk of the model's layers, or two. With S ranks, chunk 0 of rank r is stage r. A
 second chunk is stage S + r where schedules are interleaved, or stage 2S - 1 - r in a V, in which
 rank 0 has the first and the last stage.
+
+Ranks exchange results after each slot, so that a short slot waits for a long one of a neighbor. A
+forward and a backward pass are therefore one slot wherever most ranks compute both.
 """
 
 import collections
@@ -19,9 +22,11 @@ class Schedule(enum.Enum):
     """The order of forward and backward passes of micro-batches in a pipeline."""
 
     GPIPE = "gpipe"  # All forward, then all backward. Huang et al., arXiv:1811.06965.
-    ONE_F_ONE_B = "1f1b"  # One forward, one backward. Narayanan et al., arXiv:2006.09503.
+    ONE_F_ONE_B = "1f1b"  # Pairs of a forward and a backward. Narayanan et al., arXiv:2006.09503.
     INTERLEAVED = "interleaved"  # 1F1B with two chunks per rank. arXiv:2104.04473, section 2.2.
-    ZB_H1 = "zb-h1"  # 1F1B, idle time filled by weight gradients. Qi et al., arXiv:2401.10241.
+    ZB_H1 = (
+        "zb-h1"  # One by one, idle time filled by weight gradients. Qi et al., arXiv:2401.10241.
+    )
     ZB_V = "zb-v"  # Two chunks in a V, minimal idle time. Qi et al., arXiv:2405.15362.
     DUALPIPE_V = "dualpipe-v"  # Pairs of a forward and a backward. DeepSeek-V3, arXiv:2412.19437.
 
@@ -57,7 +62,19 @@ class Task(NamedTuple):
     microbatch: int
 
 
-Slot = tuple[Task, ...]  # A task, or a forward and a backward that a rank computes together.
+# A task; a forward and a backward that a rank computes together; or a forward, and after it the
+# weight gradient of another micro-batch.
+Slot = tuple[Task, ...]
+
+
+def is_pair(slot: Slot) -> bool:
+    """Returns whether a slot is a forward and a backward together."""
+    return len(slot) > 1 and slot[1].kind is not Pass.WEIGHT_GRADIENT
+
+
+def parts_of(slot: Slot) -> tuple[Slot, ...]:
+    """Returns a slot as several: a pair, or one task each."""
+    return (slot,) if is_pair(slot) else tuple((task,) for task in slot)
 
 
 def slots(schedule: Schedule, num_ranks: int, rank: int, num_microbatches: int) -> tuple[Slot, ...]:
@@ -127,44 +144,62 @@ def _gpipe(num_ranks: int, rank: int, num: int) -> Iterator[Slot]:
         yield (Task(kind, 0, microbatch),)
 
 
-def _one_f_one_b(num_ranks: int, rank: int, num: int, *, defer: bool = False) -> Iterator[Slot]:
+def _one_f_one_b(num_ranks: int, rank: int, num: int) -> Iterator[Slot]:
+    """Yields 1F1B with twice its micro-batches in flight, so that each rank has pairs."""
+    own, ahead = _Rank(), 2 * (num_ranks - rank) - 1
+    yield from _pairs(num, ahead, lambda _: own.forward(), lambda _: own.backward())
+
+
+def _zb_h1(num_ranks: int, rank: int, num: int) -> Iterator[Slot]:
     own, ahead = _Rank(), min(num_ranks - rank - 1, num)
     for _ in range(ahead):
         yield (own.forward(),)
     for i in range(num):
         if ahead + i < num:
             yield (own.forward(),)
-        yield (own.backward(defer=defer),)
-        if defer and i >= rank:  # The first `rank` weight gradients fill the idle time at the end.
+        yield (own.backward(defer=True),)
+        if i >= rank:  # The first `rank` weight gradients fill the idle time at the end.
             yield (own.weights(),)
     while own.num_deferred:
         yield (own.weights(),)
 
 
 def _interleaved(num_ranks: int, rank: int, num: int) -> Iterator[Slot]:
-    own, total = _Rank(), 2 * num
-    ahead = min(2 * (num_ranks - rank - 1) + num_ranks, total)
+    own, ahead = _Rank(), 2 * (num_ranks - rank - 1) + num_ranks + 1
     chunk = lambda i: i // num_ranks % 2  # Groups of as many micro-batches as ranks.
+    forward, backward = (lambda i: own.forward(chunk(i))), (lambda i: own.backward(1 - chunk(i)))
+    yield from _pairs(2 * num, ahead, forward, backward)
+
+
+def _pairs(
+    num: int, ahead: int, forward: Callable[[int], Task], backward: Callable[[int], Task]
+) -> Iterator[Slot]:
+    """Yields `num` passes of each kind, of which the first `ahead` forward ones are alone."""
+    ahead = min(ahead, num)
     for i in range(ahead):
-        yield (own.forward(chunk(i)),)
-    for i in range(total):
-        if ahead + i < total:
-            yield (own.forward(chunk(ahead + i)),)
-        yield (own.backward(1 - chunk(i)),)
+        yield (forward(i),)
+    for i in range(num):
+        yield (forward(ahead + i), backward(i)) if ahead + i < num else (backward(i),)
 
 
 def _dualpipe_v(num_ranks: int, rank: int, num: int) -> Iterator[Slot]:
-    """Yields the eight steps of DeepSeek's published schedule."""
+    """Yields the eight steps of DeepSeek's schedule.
+
+    The weight gradients of step 3, but the first, follow in the slots of the next forward pass.
+    """
     own, later = _Rank(), num_ranks - rank - 1
     for _ in range(2 * later):
         yield (own.forward(0),)
     for _ in range(rank + 1):
         yield (own.forward(0),)
         yield (own.forward(1),)
-    for _ in range(later):
+    for i in range(later):
         yield (own.backward(1, defer=True),)
-        yield (own.weights(),)
-        yield (own.forward(1),)
+        if i == 0:
+            yield (own.weights(),)
+            yield (own.forward(1),)
+        else:
+            yield (own.forward(1), own.weights())
     for i in range(num - 2 * num_ranks + rank + 1):
         first = (own.forward(0), own.backward(1))
         yield from ([(task,) for task in first] if i == 0 and later == 0 else [first])
@@ -226,7 +261,7 @@ _ORDERS: dict[Schedule, Callable[[int, int, int], Iterable[Slot]]] = {
     Schedule.GPIPE: _gpipe,
     Schedule.ONE_F_ONE_B: _one_f_one_b,
     Schedule.INTERLEAVED: _interleaved,
-    Schedule.ZB_H1: functools.partial(_one_f_one_b, defer=True),
+    Schedule.ZB_H1: _zb_h1,
     Schedule.ZB_V: _zb_v,
     Schedule.DUALPIPE_V: _dualpipe_v,
 }

@@ -1,7 +1,6 @@
 """A schedule as a program: what all ranks compute in each tick, and what they send after it.
 
-A slot runs in the first tick after those of its inputs. Its results are sent at once, or in the
-last tick before they are used, so that no rank waits for a receiver without need.
+A slot runs in the first tick after those of its inputs, and its results are sent after it.
 """
 
 import functools
@@ -21,7 +20,6 @@ class Transfer(NamedTuple):
     target: int  # Rank.
     chunk: int  # Of the target.
     microbatch: int
-    made: int  # Tick in which it is computed.
 
 
 class Ticks(NamedTuple):
@@ -53,16 +51,13 @@ Indices = dict[tuple[int, int, int], int]  # By (rank, chunk, micro-batch).
 
 
 @functools.cache
-def ticks_of(
-    schedule: Schedule, num_ranks: int, num_microbatches: int, *, eager: bool = False
-) -> Ticks:
+def ticks_of(schedule: Schedule, num_ranks: int, num_microbatches: int) -> Ticks:
     """Returns the program of a schedule.
 
     Args:
         schedule: Order of the passes.
         num_ranks: Number of pipeline ranks.
         num_microbatches: Number of micro-batches.
-        eager: Whether results are sent in the tick in which they are computed.
 
     Raises:
         UserError: If the schedule needs more micro-batches.
@@ -96,9 +91,8 @@ def ticks_of(
         user = forward, of + (1 if forward else -1), m
         if user[1] in place:
             (source, _), (target, chunk) = place[of], place[user[1]]
-            at = made if eager or source == target else ended[user] - 1
-            sent[at].append(Transfer(forward, source, target, chunk, m, made))
-            arrival[user] = at + 1
+            sent[made].append(Transfer(forward, source, target, chunk, m))
+            arrival[user] = made + 1
     keys = [key for key in ended if not key[0]]
     at_forward = lambda key: ended[True, key[1], key[2]]
     ring = functools.partial(_ring_size, keys)

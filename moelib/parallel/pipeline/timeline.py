@@ -10,6 +10,8 @@ from moelib.parallel.pipeline.schedule import (
     Slot,
     Task,
     check_microbatches,
+    is_pair,
+    parts_of,
     slots,
 )
 
@@ -35,7 +37,7 @@ class Costs(NamedTuple):
 
 
 class TimedSlot(NamedTuple):
-    """A slot in time."""
+    """A slot in time: a task or a pair."""
 
     slot: Slot
     begin: float
@@ -126,10 +128,8 @@ def simulate(
     check_microbatches(schedule, num_ranks, num_microbatches)
     if costs is None or isinstance(costs, Costs):
         costs = [costs or Costs()] * (num_ranks * schedule.num_chunks)
-    waiting = [
-        collections.deque(slots(schedule, num_ranks, rank, num_microbatches))
-        for rank in range(num_ranks)
-    ]
+    order = [slots(schedule, num_ranks, rank, num_microbatches) for rank in range(num_ranks)]
+    waiting = [collections.deque(part for slot in own for part in parts_of(slot)) for own in order]
     ranks = [list[TimedSlot]() for _ in range(num_ranks)]
     end: dict[Key, float] = {}
     while any(waiting):
@@ -158,7 +158,7 @@ def slot_time(tasks: Sequence[tuple[int, Task]], costs: Sequence[Costs]) -> floa
         tasks: Its tasks, each after its stage.
         costs: Times of passes of each stage.
     """
-    pair = costs[tasks[0][0]].pair if len(tasks) > 1 else None
+    pair = costs[tasks[0][0]].pair if is_pair(tuple(task for _, task in tasks)) else None
     return sum(costs[stage].of(task.kind) for stage, task in tasks) if pair is None else pair
 
 

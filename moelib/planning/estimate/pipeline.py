@@ -88,7 +88,7 @@ def pipeline_of(
     costs = _costs(work, sizes, 2 if recomputed else 1)
     found = _figures(schedule, num_ranks, num_microbatches, costs)
     busy = num_microbatches * sum(x.forward + x.input + x.weight for x in costs) / num_ranks
-    ways = ticks_of(schedule, num_ranks, 2 * num_ranks, eager=True).transfers
+    ways = ticks_of(schedule, num_ranks, 2 * num_ranks).transfers
     num_ways = {(t.forward, (t.target - t.source) % num_ranks) for tick in ways for t in tick}
     return Pipeline(
         schedule=schedule,
@@ -141,7 +141,7 @@ def _simulated(
     schedule: Schedule, num_ranks: int, num_microbatches: int, costs: tuple[Costs, ...]
 ) -> _Figures:
     timeline = simulate(schedule, num_ranks, num_microbatches, costs)
-    ticks = ticks_of(schedule, num_ranks, num_microbatches, eager=True)
+    ticks = ticks_of(schedule, num_ranks, num_microbatches)
     time = lambda rank, slot: slot_time(
         [(schedule.stage(num_ranks, rank, task.chunk), task) for task in slot], costs
     )

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from moelib.core.errors import UserError
-from moelib.parallel.pipeline.schedule import Pass, Schedule, slots
+from moelib.parallel.pipeline.schedule import Pass, Schedule, is_pair, slots
 from moelib.parallel.pipeline.timeline import Costs, Timeline, simulate
 
 SIZES = [(4, 8), (4, 16), (8, 32)]
@@ -56,10 +56,11 @@ def test_a_fast_pair_shortens_dualpipe_v():
 def test_activations_are_those_of_the_papers(num_ranks, num):
     peak = lambda schedule: simulate(schedule, num_ranks, num).peak_activations()
     assert peak(Schedule.GPIPE) == (num,) * num_ranks
-    assert peak(Schedule.ONE_F_ONE_B) == tuple(range(num_ranks, 0, -1))
-    assert peak(Schedule.ZB_H1) == peak(Schedule.ONE_F_ONE_B)
-    # 1 + (S - 1) / 2S of the whole model's activations, in chunks of 1 / 2S.
-    assert peak(Schedule.INTERLEAVED)[0] == 2 * num_ranks + (num_ranks - 1)
+    assert peak(Schedule.ZB_H1) == tuple(range(num_ranks, 0, -1))
+    # Twice those of a 1F1B without pairs.
+    assert peak(Schedule.ONE_F_ONE_B) == tuple(range(2 * num_ranks, 0, -2))
+    # 1 + (S - 1) / 2S of the whole model's activations, in chunks of 1 / 2S; one more in a pair.
+    assert peak(Schedule.INTERLEAVED)[0] == 2 * num_ranks + (num_ranks - 1) + 1
     assert peak(Schedule.DUALPIPE_V) == (2 * num_ranks + 1,) * num_ranks
     zb_v = simulate(Schedule.ZB_V, num_ranks, num)
     assert zb_v.peak_activations(until_weights=True) == (2 * num_ranks,) * num_ranks
@@ -69,9 +70,9 @@ def test_activations_are_those_of_the_papers(num_ranks, num):
 
 def test_pairs_of_dualpipe_v_are_those_of_the_published_schedule():
     ranks = [slots(Schedule.DUALPIPE_V, 4, rank, 16) for rank in range(4)]
-    assert [sum(len(slot) == 2 for slot in rank) for rank in ranks] == [21, 22, 23, 23]
-    weights = [sum(slot[0].kind is Pass.WEIGHT_GRADIENT for slot in rank) for rank in ranks]
-    assert weights == [7, 6, 5, 4]
+    assert [sum(map(is_pair, rank)) for rank in ranks] == [21, 22, 23, 23]
+    kinds = [[task.kind for slot in rank for task in slot] for rank in ranks]
+    assert [rank.count(Pass.WEIGHT_GRADIENT) for rank in kinds] == [7, 6, 5, 4]
     assert simulate(Schedule.DUALPIPE_V, 4, 16).end == 102
 
 
@@ -125,6 +126,6 @@ def test_sizes_that_a_schedule_does_not_take_are_refused(schedule, num_ranks, nu
 
 def test_the_chart_shows_each_rank():
     chart = simulate(Schedule.ONE_F_ONE_B, 2, 2).chart(width=9)
-    assert chart.splitlines() == ["  0 FF..BB.BB", "  1 .FBBFBB.."]
+    assert chart.splitlines() == ["  0 FF...BBBB", "  1 .FXXXBB.."]
     chart = simulate(Schedule.DUALPIPE_V, 1, 2).chart(width=12)
     assert chart == "  0 FfFbbXXXbbIW"

@@ -67,7 +67,7 @@ def test_many_micro_batches_need_no_simulation(work, schedule, monkeypatch):
 
 
 def test_a_rank_sends_in_every_tick_both_ways(work):
-    ticks = ticks_of(Schedule.ONE_F_ONE_B, 4, 8, eager=True)
+    ticks = ticks_of(Schedule.ONE_F_ONE_B, 4, 8)
     assert pipeline_of(work, Schedule.ONE_F_ONE_B, 4, 8).num_sent == 2 * len(ticks.slots)
 
 
