@@ -21,7 +21,7 @@ from benchmarks.sizes import Sizes
 from experiments.jobs import clipped_adamw
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.module import functional
-from moelib.core.param import cast_parameters
+from moelib.core.precision import cast_parameters
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.attention.on_mesh import MaskSpec, attend
 from moelib.layers.base import BaseLayer

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from moelib.core import tree
-from moelib.core.param import cast_at_use
+from moelib.core.precision import cast_at_use
 from moelib.core.tree import Nested
 
 CACHE = "cache"  # Name of a layer's cache in its state, next to its parameters.

@@ -12,7 +12,8 @@ import jax
 from jax.extend.core import Literal
 
 from moelib.core.module import functional
-from moelib.core.param import cast_parameters, is_spec
+from moelib.core.param import ParameterSpec, is_spec
+from moelib.core.precision import compute_dtype
 from moelib.core.tree import Batch, Nested
 
 
@@ -21,10 +22,11 @@ def abstract_parameters(specs: Nested, train_dtype: str | None = None) -> Nested
 
     The step casts them to `train_dtype`; None casts nothing.
     """
-    stored = jax.tree.map(
-        lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs, is_leaf=is_spec
-    )
-    return jax.eval_shape(lambda params: cast_parameters(params, specs, train_dtype), stored)
+
+    def array(spec: ParameterSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(spec.shape, compute_dtype(spec, train_dtype))
+
+    return jax.tree.map(array, specs, is_leaf=is_spec)
 
 
 def forward_pass(model: Any) -> Callable[[Nested, Batch], Any]:

@@ -24,7 +24,7 @@ from moelib.core.config import (
     did_you_mean,
 )
 from moelib.core.context import AuxLoss, InvocationContext, OutputCollection, current_context
-from moelib.core.param import cast_at_use
+from moelib.core.precision import cast_at_use
 from moelib.core.tree import Nested
 
 _MAX_SUMMARY_SIZE = 8

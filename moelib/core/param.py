@@ -1,13 +1,12 @@
-"""Specs of parameters: shape, dtype, logical axes, initializer; and casts of parameters."""
+"""Specs of parameters: shape, dtype, logical axes, initializer."""
 
 import dataclasses
-import functools
+import enum
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from moelib.core.errors import UserError
 from moelib.core.tree import Nested, by_path
@@ -40,6 +39,14 @@ class FanAxes:
         return FanAxes(*(tuple(axis % num_dims for axis in group) for group in groups))
 
 
+class Cast(enum.Enum):
+    """Where a step casts a parameter to its compute dtype; see `moelib.core.precision`."""
+
+    STEP = "step"  # In the step, before layers read it; those of stacked layers one by one.
+    READ = "read"  # Where it is read, as rows of a table are; its gradient is float32.
+    NEVER = "never"  # Nowhere: layers read it as it is stored.
+
+
 @dataclasses.dataclass(frozen=True)
 class ParameterSpec:
     """The spec of a parameter of a layer."""
@@ -51,12 +58,19 @@ class ParameterSpec:
     fan_axes: FanAxes | None = None  # Dimensions of the fans; None for biases and scales.
     trainable: bool = True  # Whether the learner updates it by its gradient.
     weight_decay_scale: float = 1.0  # Factor of the weight decay; 0 for none.
-    castable: bool = True  # Whether a step in lower precision may cast it.
-    # Whether the layer casts what it reads, see `CastAtUse`, and the gradient is float32.
-    cast_at_use: bool = False
+    cast: Cast = Cast.STEP  # Where a step in lower precision casts it, if it is trainable.
     quantization: Any = None  # Scheme of its matmuls; see `moelib.layers.quantization`.
+    castable: dataclasses.InitVar[Any] = None  # As `cast_at_use`, replaced by `cast`.
+    cast_at_use: dataclasses.InitVar[Any] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, castable: Any, cast_at_use: Any) -> None:
+        if castable is not None or cast_at_use is not None:
+            given = f"castable={castable}" if cast_at_use is None else f"cast_at_use={cast_at_use}"
+            new = "NEVER" if castable is False else "READ" if cast_at_use else "STEP"
+            raise UserError(
+                f"a parameter of shape {self.shape} has {given}; set cast=Cast.{new} "
+                "(moelib.core.param.Cast)."
+            )
         if len(self.axes) != len(self.shape):
             raise UserError(
                 f"a parameter of shape {self.shape} has {len(self.shape)} dimensions, but its axes "
@@ -114,63 +128,3 @@ def is_spec(value: Any) -> bool:
 def specs_by_path(specs: Nested | None) -> dict[str, ParameterSpec]:
     """Returns {path: spec}; empty for None."""
     return by_path(specs or {}, is_spec)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class CastAtUse:
-    """A parameter that is cast where it is read: a layer of a stack, or rows of a table.
-
-    No copy of all of it in the compute dtype is then held next to the parameters. The gradient is
-    taken with respect to `zeros`, and in their dtype; their values are never read.
-    """
-
-    value: Any  # The parameter in its own dtype.
-    zeros: Any  # Zeros of the same shape in the dtype of the gradient.
-    dtype: Any = dataclasses.field(metadata={"static": True})  # The compute dtype.
-
-    def cast(self) -> jax.Array:
-        """Returns the value in the compute dtype."""
-        return _cast_with_gradient_of(self.value, self.zeros, self.dtype)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _cast_with_gradient_of(value: jax.Array, zeros: jax.Array, dtype: Any) -> jax.Array:
-    """Returns `value` in a dtype; the gradient goes to `zeros`."""
-    del zeros
-    limits = jnp.finfo(dtype)
-    if limits.bits < jnp.finfo(value.dtype).bits:
-        # Without a rounding of its own, XLA would cast all layers at once, before the scan.
-        value = jax.lax.reduce_precision(value, limits.nexp, limits.nmant)
-    return value.astype(dtype)
-
-
-@_cast_with_gradient_of.defjvp
-def _cast_jvp(dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    return _cast_with_gradient_of(*primals, dtype), tangents[1].astype(dtype)
-
-
-def cast_at_use(params: Any) -> Any:
-    """Returns parameters with each `CastAtUse` cast."""
-    late = lambda x: isinstance(x, CastAtUse)
-    return jax.tree.map(lambda x: x.cast() if late(x) else x, params, is_leaf=late)
-
-
-def may_cast(spec: ParameterSpec) -> bool:
-    """Returns whether a step may cast the parameter to the compute dtype."""
-    floating = jnp.issubdtype(jnp.dtype(spec.dtype), jnp.floating)
-    return spec.castable and spec.trainable and floating
-
-
-def cast_parameters(params: Any, specs: Any, dtype: Any) -> Any:
-    """Returns parameters with those that may be cast in the compute dtype; None casts nothing.
-
-    A `CastAtUse` is left as it is.
-    """
-    if dtype is None:
-        return params
-
-    def cast(spec: ParameterSpec, x: Any) -> Any:
-        return x if isinstance(x, CastAtUse) or not may_cast(spec) else x.astype(dtype)
-
-    return jax.tree.map(cast, specs, params, is_leaf=is_spec)

@@ -53,6 +53,11 @@ def select(tree: Nested, keep: Callable[[str], bool], prefix: str = "") -> Neste
     return kept
 
 
+def split(tree: Nested, keep: Callable[[str], bool]) -> tuple[Nested, Nested]:
+    """Returns the leaves whose paths `keep` accepts, and the others."""
+    return select(tree, keep), select(tree, lambda path: not keep(path))
+
+
 def merge(base: Nested, *others: Nested) -> Nested:
     """Returns `base` with the leaves of the others added or replaced."""
     merged = dict(base)
@@ -164,14 +169,3 @@ def count_bytes(tree: Any) -> int:
     has_shape = lambda value: hasattr(value, "shape")
     leaves = jax.tree.leaves(tree, is_leaf=has_shape)
     return sum(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)
-
-
-def cast_floats(tree: Any, dtype: Any) -> Any:
-    """Returns the tree with its floating-point arrays cast to `dtype`; None casts nothing."""
-    if dtype is None:
-        return tree
-
-    def cast(x: Any) -> Any:
-        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-    return jax.tree.map(cast, tree)

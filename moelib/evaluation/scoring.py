@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from moelib.core.errors import UserError
 from moelib.core.module import functional
-from moelib.core.param import cast_parameters
+from moelib.core.precision import cast_parameters
 from moelib.core.tree import Batch, Nested
 from moelib.data.input import PADDING_LABEL, TOKEN_ARRAYS, rows_of_host
 from moelib.data.prefetch import host_rows, put_batch

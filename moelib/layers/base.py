@@ -15,14 +15,14 @@ from moelib.core.context import CACHE, fold_name
 from moelib.core.errors import UserError
 from moelib.core.metrics import maximum, weighted
 from moelib.core.module import Module, nowrap
-from moelib.core.param import Axes, FanAxes, Initializer, ParameterSpec, is_spec
+from moelib.core.param import Axes, Cast, FanAxes, Initializer, ParameterSpec, is_spec
 from moelib.core.tree import Nested
 from moelib.layers import initializers
 from moelib.layers.quantization import Quantization, operand
 
 # Fields of the spec of a parameter that is stored and trained in float32, whatever the other dtypes
 # are: in bfloat16, small updates of a scale near 1 are lost, and different scores are equal.
-FLOAT32: Mapping[str, Any] = {"dtype": "float32", "castable": False}
+FLOAT32: Mapping[str, Any] = {"dtype": "float32", "cast": Cast.NEVER}
 
 
 def weight_spec(
@@ -42,6 +42,11 @@ def bias_spec(shape: Sequence[int], axes: Axes, **fields: Any) -> ParameterSpec:
     """Returns the spec of a parameter that starts at 0, has no weight decay and is float32."""
     start: dict[str, Any] = {"initializer": initializers.constant(0.0), "weight_decay_scale": 0.0}
     return ParameterSpec(tuple(shape), axes, **{**start, **FLOAT32, **fields})
+
+
+def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
+    """Returns the sum of y and a float32 bias of its last dimensions, in the dtype of y."""
+    return y + bias.astype(y.dtype)[(None,) * (y.ndim - bias.ndim)]
 
 
 class BaseLayer(Module):

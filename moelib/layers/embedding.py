@@ -6,7 +6,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from moelib.core.config import REQUIRED, Required, config_class
-from moelib.core.param import CastAtUse, FanAxes, ParameterSpec
+from moelib.core.param import Cast, FanAxes, ParameterSpec
+from moelib.core.precision import CastAtUse
 from moelib.layers.base import BaseLayer
 from moelib.parallel.sharding import constrain
 
@@ -29,7 +30,7 @@ class Embedding(BaseLayer):
                 (cfg.num_embeddings, cfg.dim),
                 _AXES,
                 fan_axes=FanAxes((1,), (0,)),
-                cast_at_use=True,
+                cast=Cast.READ,
             )
         }
 
@@ -40,7 +41,7 @@ class Embedding(BaseLayer):
         table = state["weight"]
         if not isinstance(table, CastAtUse):
             table = CastAtUse(table, table, table.dtype)
-        at = table.zeros
+        at = table.gradient_of
         # The gradient of a row is summed over its uses in float32: in bfloat16 the sum of many uses
         # stays far below its value, 4,096 ones add up to 256.
         exact = at.astype(jnp.float32) if jnp.finfo(at.dtype).bits < 32 else at

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.param import Axes, ParameterSpec
-from moelib.layers.base import BaseLayer, bias_spec, weight_spec
+from moelib.layers.base import BaseLayer, add_bias, bias_spec, weight_spec
 from moelib.layers.quantization import project
 
 
@@ -35,5 +35,5 @@ class Linear(BaseLayer):
         params = self.operands(self.parameters, x.dtype)
         y = project(x, params["weight"])
         if "bias" in params:
-            y = y + params["bias"].astype(y.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
+            y = add_bias(y, params["bias"])
         return y

@@ -30,7 +30,7 @@ class BaseNorm(BaseLayer):
 
     def _scaled(self, x: Float[Array, "... D"], name: str = "scale") -> Float[Array, "..."]:
         """Returns a parameter in float32, broadcast to the rank of x."""
-        return jnp.asarray(self.parameters[name], jnp.float32)[(None,) * (x.ndim - 1)]
+        return self.parameters[name][(None,) * (x.ndim - 1)]
 
 
 class RMSNorm(BaseNorm):

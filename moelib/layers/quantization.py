@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from moelib.core.param import Axes, ParameterSpec, specs_by_path
+from moelib.core.param import Axes, Cast, ParameterSpec, specs_by_path
 from moelib.core.tree import Nested, by_path
 from moelib.kernels.gmm import gmm
 from moelib.kernels.quantized_matmul import (
@@ -57,7 +57,7 @@ class QuantizedWeight:
     """A weight that has been quantized; indexing its stacked dimensions gives one of its parts."""
 
     quantized: Quantized  # Values of the weight's shape; scales [..., in / block, out / block].
-    gradient_of: Any  # Array of the weight's shape that takes its gradient.
+    gradient_of: Any  # Array of the weight's shape that takes its gradient; never read.
     # Logical axes of the last dimensions, for `project`; None leaves gathers to the compiler.
     axes: Axes | None = dataclasses.field(default=None, metadata={"static": True})
 
@@ -127,8 +127,8 @@ def quantize_weight(weight: Array, spec: ParameterSpec) -> Quantized:
     return dataclasses.replace(quantized, values=quantized.values.reshape(shape))
 
 
-def quantized_weights(params: Nested, specs: Nested, dtype: Any) -> dict[str, Quantized]:
-    """Returns the values of the weights that the layers of a model quantize, by path.
+def quantized_weights(params: Nested, specs: Nested, dtype: Any) -> dict[str, QuantizedWeight]:
+    """Returns the weights that the layers of a model quantize, by path, without `gradient_of`.
 
     `dtype` is that of the computation; None for the dtypes of the parameters.
     """
@@ -136,7 +136,7 @@ def quantized_weights(params: Nested, specs: Nested, dtype: Any) -> dict[str, Qu
     for path, spec in specs_by_path(specs).items():
         if spec.quantization is not None and path in leaves:
             weight = leaves[path].astype(dtype or spec.dtype)
-            found[path] = quantize_weight(weight, spec)
+            found[path] = QuantizedWeight(quantize_weight(weight, spec), None)
     return found
 
 
@@ -164,7 +164,7 @@ def operand(value: Any, spec: ParameterSpec, dtype: Any) -> Any:
 
     A `QuantizedWeight` keeps its values.
     """
-    value = value.astype(dtype) if spec.castable else value
+    value = value if spec.cast is Cast.NEVER else value.astype(dtype)
     if spec.quantization is None:
         return value
     if not isinstance(value, QuantizedWeight):

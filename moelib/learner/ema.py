@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moelib.core import tree
 from moelib.core.errors import UserError
+from moelib.core.precision import cast_floats
 
 
 class EmaState(NamedTuple):
@@ -44,7 +44,7 @@ def param_ema(*, decay: float | None = None) -> ParamEma | None:
 
     def init(params: Any) -> EmaState:
         copy = jax.tree.map(jnp.copy, params)  # Its own buffers: the parameters are donated.
-        return EmaState(jnp.zeros((), jnp.int32), tree.cast_floats(copy, jnp.float32))
+        return EmaState(jnp.zeros((), jnp.int32), cast_floats(copy, jnp.float32))
 
     def update(params: Any, state: EmaState) -> EmaState:
         count = state.count + 1

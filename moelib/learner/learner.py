@@ -36,6 +36,7 @@ from moelib.core.config_paths import sub_configs
 from moelib.core.errors import UserError
 from moelib.core.module import Module, nowrap
 from moelib.core.param import is_spec, specs_by_path
+from moelib.core.precision import cast_floats
 from moelib.core.tree import Nested
 from moelib.learner import offload, transforms
 from moelib.learner.ema import EmaState, param_ema
@@ -308,7 +309,7 @@ class Learner(Module):
             metrics["skipped_steps"] = new_state.skipped_steps.astype(jnp.float32)
         if self._norm_groups:
             metrics |= norms_of(self._norm_groups, gradients, updated, new)
-        metrics |= tree.cast_floats(rates, jnp.float32)
+        metrics |= cast_floats(rates, jnp.float32)
         return LearnerUpdate(tree.merge(params, new), new_state, metrics)
 
     def _step(
@@ -322,7 +323,7 @@ class Learner(Module):
         key: jax.Array | None = None,
     ) -> tuple[Nested, LearnerState, dict[str, jax.Array]]:
         """Returns parameters, state and learning rates after the step, or as they were."""
-        gradients = tree.cast_floats(gradients, jnp.float32)
+        gradients = cast_floats(gradients, jnp.float32)
 
         def step() -> tuple[Nested, LearnerState, dict[str, jax.Array]]:
             extra = {"value": loss, "rounding_key": key}

@@ -14,6 +14,7 @@ import optax
 from moelib.core import tree
 from moelib.core.errors import UserError
 from moelib.core.param import ParameterSpec, specs_by_path
+from moelib.core.precision import cast_floats
 from moelib.core.tree import Nested
 from moelib.learner.schedules import Schedule, as_schedule
 
@@ -41,7 +42,7 @@ def chain(*args: optax.GradientTransformation) -> optax.GradientTransformation:
 
 def global_norm(gradients: Any) -> jax.Array:
     """Returns the root of the sum of all squares, float32; not finite if an element is not."""
-    return optax.tree.norm(tree.cast_floats(gradients, jnp.float32))
+    return optax.tree.norm(cast_floats(gradients, jnp.float32))
 
 
 def clip_by_global_norm(max_norm: float, *, eps: float = 0.0) -> optax.GradientTransformation:
@@ -212,7 +213,7 @@ def split(
 
 def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
     """Returns `inner` computed in float32 with float32 state, whatever the parameters' dtype."""
-    cast = lambda x: None if x is None else tree.cast_floats(x, jnp.float32)
+    cast = lambda x: cast_floats(x, jnp.float32)
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         return inner.update(cast(updates), state, cast(params))

@@ -17,7 +17,8 @@ from moelib.checkpoint.safetensors import check_sum
 from moelib.core import config_parse, trusted_code
 from moelib.core.errors import UserError
 from moelib.core.files import read_json
-from moelib.core.param import ParameterSpec, is_spec, may_cast
+from moelib.core.param import ParameterSpec, is_spec
+from moelib.core.precision import is_cast
 from moelib.core.tree import Nested
 from moelib.data.input import load_tokenizer
 from moelib.data.tokenizer import FILE_NAME, SETTINGS_FILE, Tokenizer, read_tokenizer
@@ -203,7 +204,7 @@ def _cast_one_by_one(parameters: Nested, specs: Nested, dtype: str) -> Nested:
     """Returns the parameters cast as in training; each original is freed before the next cast."""
 
     def cast(spec: ParameterSpec, x: jax.Array) -> jax.Array:
-        if not may_cast(spec) or x.dtype == dtype:
+        if not is_cast(spec, dtype) or x.dtype == dtype:
             return x
         small = x.astype(dtype)
         x.delete()

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -30,11 +30,12 @@ from moelib.core.context import (
 from moelib.core.errors import UserError
 from moelib.core.metrics import combine, empty, is_metric
 from moelib.core.module import functional
-from moelib.core.param import CastAtUse, ParameterSpec, cast_parameters, specs_by_path
+from moelib.core.param import ParameterSpec, specs_by_path
+from moelib.core.precision import gradient_dtype, read_parameters
 from moelib.core.tree import Batch, Nested
 from moelib.layers.moe.balance import BalanceScope
 from moelib.layers.moe.layer import MoELayer
-from moelib.layers.quantization import Quantized, QuantizedWeight
+from moelib.layers.quantization import QuantizedWeight, quantized_weights
 from moelib.layers.transformer import ScanStack, cut_at_blocks
 from moelib.learner.accumulation import Accumulated, split_batch
 from moelib.learner.learner import Learner
@@ -95,9 +96,9 @@ class _Cut:
         model: The model.
         learner: Its learner, which knows what layers may update.
         placement: Where the parameters of blocks are.
-        uniform: Whether ranks compute blocks that they do not have, and drop the results.
-        tables: Paths of parameters that layers cast to `dtype` where they read them.
+        specs: Specs of the parameters, by path.
         dtype: The compute dtype.
+        uniform: Whether ranks compute blocks that they do not have, and drop the results.
     """
 
     def __init__(
@@ -105,13 +106,13 @@ class _Cut:
         model: Any,
         learner: Learner,
         placement: "_Placement",
+        specs: Mapping[str, ParameterSpec],
+        dtype: str | None,
         *,
         uniform: bool,
-        tables: Collection[str],
-        dtype: str | None,
     ) -> None:
         self.model, self.learner, self.stack = model, learner, stack_of(model)
-        self.uniform, self.tables, self.dtype = uniform, tables, dtype
+        self.specs, self.dtype, self.uniform = specs, dtype, uniform
         self.names = names_below(model, self.stack) or ()
         self.placement = placement
 
@@ -155,9 +156,8 @@ class _Cut:
         return found[0]
 
     def _run(self, outer: Nested, constants: Any, micro: Any, at_blocks: Any) -> Any:
-        late = lambda path, x: CastAtUse(x, x, self.dtype) if path in self.tables else x
-        params = tree.merge(constants["fixed"], tree.map_by_path(late, outer))
-        params = _with_quantized(params, constants["quantized"])
+        params = tree.merge(constants["fixed"], outer)
+        params = read_parameters(params, self.specs, self.dtype, constants["quantized"])
         with cut_at_blocks(at_blocks):
             return functional(self.model, micro["key"], params, (micro["batch"],), is_training=True)
 
@@ -224,11 +224,11 @@ class _Cut:
         # Otherwise XLA sums the gradients of some weights into whole arrays on each device.
         place = lambda path, a: lax.with_sharding_constraint(a, self.placement.of_block(path))
         params = tree.map_by_path(place, params)
-        state = self._within(_with_quantized(tree.merge(fixed, params), quantized))
+        read = read_parameters(tree.merge(fixed, params), self.specs, self.dtype, quantized)
         inputs = x, number, key, side_inputs
         run = functools.partial(functional, self.stack, method="forward_block", is_training=True)
         try:
-            x, found = run(None, state, inputs)
+            x, found = run(None, self._within(read), inputs)
         except OutsideError as error:
             raise UserError(
                 f"mesh axis pipeline: a layer of {self.stack.path()} uses a module outside it: "
@@ -255,7 +255,7 @@ class _Cut:
             return x
 
         (loss, metrics), found = self._run(outer, constants, micro, after_blocks)
-        new = lambda part, earlier: _parts(part, tree.by_path(earlier).__contains__)[1]
+        new = lambda part, earlier: tree.split(part, tree.by_path(earlier).__contains__)[1]
         outputs = OutputCollection(*map(new, found, known))
         ending = updated(ending, outputs.state_updates, outer, self.learner)
         outputs = outputs._replace(state_updates={}, module_outputs={})
@@ -289,11 +289,10 @@ def layout_of(model: Any, pipeline: PipelineConfig) -> Layout:
 
 
 def accumulate_in_pipeline(
+    pipeline: PipelineConfig,
     model: Any,
     learner: Learner,
-    pipeline: PipelineConfig,
     params: Nested,
-    quantized: Mapping[str, Quantized],
     train_dtype: str | None,
     batch: Batch,
     key: jax.Array,
@@ -302,11 +301,10 @@ def accumulate_in_pipeline(
     """Returns what `accumulate` returns for a model in a pipeline.
 
     Args:
+        pipeline: Schedule and number of ranks.
         model: The model; it has `token_counts`.
         learner: Its learner.
-        pipeline: Schedule and number of ranks.
         params: Parameters. The result's state has those that are not trained.
-        quantized: Values of quantized weights, by path.
         train_dtype: As for `make_train_step`.
         batch: Arrays [B, ...].
         key: Random key of the step.
@@ -317,16 +315,13 @@ def accumulate_in_pipeline(
     """
     layout, uniform = layout_of(model, pipeline), pipeline.uniform
     specs = specs_by_path(model.create_parameter_specs_recursively())
-    late = lambda path: specs[path].cast_at_use and learner.is_updated(path)
-    tables = {} if train_dtype is None else tree.select(params, late)
-    names = tree.by_path(tables).keys()
+    quantized = quantized_weights(params, specs, train_dtype)  # For all micro-batches.
+    low = lambda path, x: x.astype(gradient_dtype(specs[path], train_dtype))
+    trained, fixed = tree.split(tree.map_by_path(low, params), learner.is_updated)
     placement = _Placement(layout, specs)
-    cut = _Cut(model, learner, placement, uniform=uniform, tables=names, dtype=train_dtype)
-    cast = cast_parameters(params, tree.unflatten(specs), train_dtype)
-    params = tree.merge(cast, tables)
-    trained, fixed = _parts(params, learner.is_updated)
-    blocks, outer = _parts(trained, cut.is_block)
-    fixed_blocks, fixed_outer = _parts(fixed, cut.is_block)
+    cut = _Cut(model, learner, placement, specs, train_dtype, uniform=uniform)
+    blocks, outer = tree.split(trained, cut.is_block)
+    fixed_blocks, fixed_outer = tree.split(fixed, cut.is_block)
     ending = tree.select(fixed_outer, lambda path: not specs[path].trainable)
     to_stages = functools.partial(tree.map_by_path, placement.to_stages)
     to_layers = functools.partial(tree.map_by_path, placement.to_layers)
@@ -412,11 +407,13 @@ class _Placement:
 
         return jax.shard_map(move, in_specs=stored, out_specs=placed, check_vma=False)(a)
 
-    def quantized_to_stages(self, path: str, x: Quantized) -> Quantized:
+    def quantized_to_stages(self, path: str, weight: QuantizedWeight) -> QuantizedWeight:
         """Returns a quantized weight by stage; its scales are whole on each rank."""
+        x = weight.quantized
         scales = x.scales[np.maximum(self._rows, 0)]
         scales = lax.with_sharding_constraint(scales, jax.P(AXIS))
-        return dataclasses.replace(x, values=self.to_stages(path, x.values), scales=scales)
+        x = dataclasses.replace(x, values=self.to_stages(path, x.values), scales=scales)
+        return dataclasses.replace(weight, quantized=x)
 
     def to_layers(self, path: str, a: jax.Array) -> jax.Array:
         """Returns the inverse of `to_stages`."""
@@ -454,15 +451,3 @@ class _Placement:
             for other, entry in zip(others, entries, strict=True)
         ]
         return jax.P(None, *stored), jax.P(AXIS, None, *others), dim
-
-
-def _with_quantized(params: Nested, quantized: Mapping[str, Quantized]) -> Nested:
-    """Returns parameters of which those in `quantized` only take gradients."""
-    return tree.map_by_path(
-        lambda path, x: QuantizedWeight(quantized[path], x) if path in quantized else x, params
-    )
-
-
-def _parts(nested: Nested, keep: Any) -> tuple[Nested, Nested]:
-    """Returns the leaves whose paths `keep` accepts, and the others."""
-    return tree.select(nested, keep), tree.select(nested, lambda path: not keep(path))

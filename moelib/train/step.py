@@ -14,10 +14,17 @@ from moelib.core import tree
 from moelib.core.errors import UserError
 from moelib.core.metrics import MaxScalar, reading
 from moelib.core.module import functional
-from moelib.core.param import CastAtUse, ParameterSpec, cast_parameters, may_cast, specs_by_path
+from moelib.core.param import ParameterSpec, specs_by_path
+from moelib.core.precision import (
+    CastAtUse,
+    cast_parameters,
+    gradient_dtype,
+    is_cast,
+    read_parameters,
+)
 from moelib.core.tree import Batch, Nested
-from moelib.layers.quantization import QuantizedWeight, quantized_weights
-from moelib.learner.accumulation import accumulate
+from moelib.layers.quantization import quantized_weights
+from moelib.learner.accumulation import Accumulated, accumulate
 from moelib.learner.learner import Learner, LearnerUpdate
 from moelib.parallel import sharding
 from moelib.train.metrics import PackedMetrics, as_metric, collect, pack
@@ -52,59 +59,11 @@ def make_train_step(
 
     def train_step(state: TrainerState, batch: Batch) -> tuple[TrainerState, PackedMetrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.prng_key), state.step)
-        trained = tree.select(state.model, learner.is_updated)
-        fixed = tree.select(state.model, lambda path: not learner.is_updated(path))
-        specs = model.create_parameter_specs_recursively()
-        flat, flat_specs = tree.by_path(trained), specs_by_path(specs)
-        late = set() if train_dtype is None else _cast_at_use(flat_specs) & flat.keys()
-        quantized = quantized_weights(state.model, specs, train_dtype)  # For all micro-batches.
-        counts = _token_counts(model, batch)
-
-        def micro_step(batch: Batch, carry: Any) -> Any:
-            fixed, index = carry
-            shares = _shares(_token_counts(model, batch), counts, num_microbatches)
-
-            def objective(at: Nested) -> Any:
-                def used(path: str, x: jax.Array) -> Any:
-                    if path in quantized:
-                        return QuantizedWeight(quantized[path], x)
-                    return CastAtUse(flat[path], x, train_dtype) if path in late else x
-
-                params = tree.map_by_path(used, tree.merge(fixed, at))
-                params = cast_parameters(params, specs, train_dtype)
-                micro_key = jax.random.fold_in(key, index)
-                loss, aux_loss, rest = _forward(model, params, micro_key, batch, is_training=True)
-                return loss * shares[0] + aux_loss * shares[1], rest
-
-            grad = jax.value_and_grad(objective, has_aux=True)
-
-            def start(path: str, x: jax.Array) -> jax.Array:
-                is_read_elsewhere = path in late or path in quantized
-                return _zeros(flat_specs[path], train_dtype) if is_read_elsewhere else x
-
-            at = tree.map_by_path(start, trained)
-            (value, (metrics, updates)), gradients = grad(at)
-            new_fixed = updated(fixed, updates, trained, learner)
-            weight = metrics["loss"].weight if counts is None else jnp.ones(())
-            return value, weight, tag_gradients(gradients), metrics, (new_fixed, index + 1)
-
+        given = model, learner, state.model, train_dtype, batch, key, num_microbatches
         if pipeline is None:
-            carry = (fixed, jnp.zeros((), jnp.int32))
-            done = accumulate(micro_step, batch, num_microbatches=num_microbatches, state=carry)
-            new_fixed = done.state[0]
+            done = _accumulate(*given)
         else:
-            done = accumulate_in_pipeline(
-                model,
-                learner,
-                pipeline,
-                state.model,
-                quantized,
-                train_dtype,
-                batch,
-                key,
-                num_microbatches,
-            )
-            new_fixed = done.state
+            done = accumulate_in_pipeline(pipeline, *given)
         with jax.named_scope("learner"):
             update = learner.update(
                 gradients=done.gradients,
@@ -117,13 +76,66 @@ def make_train_step(
         metrics = {name: reading(value) for name, value in done.metrics.items()}
         metrics |= {**update.metrics, "num_tokens": num_tokens, "objective": done.objective}
         skipped = update.metrics.get("skipped")
-        params = _end_step(
-            model, learner, tree.merge(update.params, new_fixed), state.model, skipped
-        )
+        params = tree.merge(update.params, done.state)
+        params = _end_step(model, learner, params, state.model, skipped)
         metrics[NON_FINITE] = _is_non_finite(done.objective, params, skipped)
         return TrainerState(state.step + 1, state.prng_key, params, update.state), pack(metrics)
 
     return train_step
+
+
+def _accumulate(
+    model: Any,
+    learner: Learner,
+    params: Nested,
+    train_dtype: str | None,
+    batch: Batch,
+    key: jax.Array,
+    num_microbatches: int,
+) -> Accumulated:
+    """Returns the results of all micro-batches; their state has the parameters not trained."""
+    trained, fixed = tree.split(params, learner.is_updated)
+    specs = specs_by_path(model.create_parameter_specs_recursively())
+    values = _stacked_layers(trained, specs, train_dtype)
+    values |= quantized_weights(params, specs, train_dtype)  # For all micro-batches.
+    counts = _token_counts(model, batch)
+
+    def micro_step(batch: Batch, carry: Any) -> Any:
+        fixed, index = carry
+        shares = _shares(_token_counts(model, batch), counts, num_microbatches)
+
+        def objective(at: Nested) -> Any:
+            params = read_parameters(tree.merge(fixed, at), specs, train_dtype, values)
+            micro_key = jax.random.fold_in(key, index)
+            loss, aux_loss, rest = _forward(model, params, micro_key, batch, is_training=True)
+            return loss * shares[0] + aux_loss * shares[1], rest
+
+        def start(path: str, x: jax.Array) -> jax.Array:
+            dtype = gradient_dtype(specs[path], train_dtype)
+            if path not in values:
+                return x.astype(dtype)
+            return sharding.constrain(jnp.zeros(x.shape, dtype), specs[path].axes)
+
+        at = tree.map_by_path(start, trained)
+        (value, (metrics, updates)), gradients = jax.value_and_grad(objective, has_aux=True)(at)
+        new_fixed = updated(fixed, updates, trained, learner)
+        weight = metrics["loss"].weight if counts is None else jnp.ones(())
+        return value, weight, tag_gradients(gradients), metrics, (new_fixed, index + 1)
+
+    carry = (fixed, jnp.zeros((), jnp.int32))
+    done = accumulate(micro_step, batch, num_microbatches=num_microbatches, state=carry)
+    return done._replace(state=done.state[0])
+
+
+def _stacked_layers(
+    params: Nested, specs: Mapping[str, ParameterSpec], dtype: str | None
+) -> dict[str, CastAtUse]:
+    """Returns the parameters of stacked layers that a step casts, by path."""
+    return {
+        path: CastAtUse(x, None, dtype)
+        for path, x in tree.by_path(params).items()
+        if specs[path].axes[:1] == ("layers",) and is_cast(specs[path], dtype)
+    }
 
 
 def make_own_train_step(task: Any, learner: Learner) -> TrainStep:
@@ -217,17 +229,6 @@ def _shares(counts: Any, of: Any, num_microbatches: int) -> tuple[Any, Any]:
         for num, total in zip(counts, of, strict=True)
     )
     return loss, aux
-
-
-def _cast_at_use(specs: Mapping[str, ParameterSpec]) -> set[str]:
-    """Returns the paths of parameters that are cast at use: stacked layers and tables."""
-    late = lambda spec: spec.axes[:1] == ("layers",) or spec.cast_at_use
-    return {path for path, spec in specs.items() if late(spec) and may_cast(spec)}
-
-
-def _zeros(spec: ParameterSpec, dtype: str | None) -> jax.Array:
-    dtype = "float32" if spec.cast_at_use else dtype or spec.dtype
-    return sharding.constrain(jnp.zeros(spec.shape, dtype), spec.axes)
 
 
 def _end_step(

@@ -11,7 +11,7 @@ from moelib.core.config import config_class
 from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
 from moelib.core.module import functional, nowrap
-from moelib.core.param import cast_parameters
+from moelib.core.precision import cast_parameters
 from moelib.data.prefetch import Prefetcher, put_batch
 from moelib.train.evaler import SpmdEvaler
 from moelib.train.task import check_names

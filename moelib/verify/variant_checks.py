@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from moelib.core import tree
-from moelib.core.param import may_cast, specs_by_path
+from moelib.core.param import specs_by_path
+from moelib.core.precision import is_cast
 from moelib.layers.moe.router import Router
 from moelib.parallel.sharding import SplitError
 from moelib.verify.compare import Difference, first_difference
@@ -72,11 +73,11 @@ def _kept_in_float32(known: Reference, probe: Probe, observed: Observed) -> Diff
         f"{model.path()}/{path}".rpartition("/")[0].replace("/", ".") in routers
     )
     for path, x in gradients.items():
-        cast = may_cast(specs[path])
+        cast = is_cast(specs[path], "bfloat16")
         if (of_router(path) and cast) or (not cast and x.dtype != specs[path].dtype):
             raise CheckFailedError(
                 f"{path} is cast to bfloat16, in which different scores are equal; set "
-                "castable=False in its ParameterSpec."
+                "cast=Cast.NEVER in its ParameterSpec."
             )
     num = known.config.num_microbatches
     for path, x in gradients.items():

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from moelib.core.jaxpr import abstract_parameters, inner_jaxprs, walk
-from moelib.core.param import ParameterSpec
+from moelib.core.param import Cast, ParameterSpec
 
 X = jax.ShapeDtypeStruct((8,), jnp.float32)
 
@@ -88,7 +88,7 @@ def test_inner_jaxprs_have_names_and_trip_counts():
 def test_parameters_are_cast_as_a_step_casts_them():
     specs = {
         "weight": ParameterSpec((4, 8), ("embed", "ffn"), "float32"),
-        "router": ParameterSpec((4, 2), ("embed", None), "float32", castable=False),
+        "router": ParameterSpec((4, 2), ("embed", None), "float32", cast=Cast.NEVER),
     }
     params = abstract_parameters(specs, "bfloat16")
     assert (params["weight"].shape, params["weight"].dtype) == ((4, 8), jnp.bfloat16)

@@ -1,9 +1,8 @@
-import jax
 import jax.numpy as jnp
 import pytest
 
 from moelib.core.errors import UserError
-from moelib.core.param import CastAtUse, FanAxes, ParameterSpec, is_spec
+from moelib.core.param import FanAxes, ParameterSpec, is_spec
 
 EXPERTS = ParameterSpec(
     shape=(8, 4, 6), axes=("experts", "embed", "ffn"), fan_axes=FanAxes((1,), (2,), (0,))
@@ -67,15 +66,10 @@ def test_batch_axes_are_those_of_independent_parameters(shape, fan_axes, batch):
     assert spec.batch_axes == batch
 
 
-def test_a_cast_slice_reads_no_zeros_and_its_gradient_has_their_dtype():
-    value = jnp.asarray([1.0, 1 + 2.0**-9, -3.0], jnp.float32)
-    factors = jnp.arange(1, 4, dtype=jnp.bfloat16)
-    product = lambda zeros: jnp.sum(CastAtUse(value, zeros, "bfloat16").cast() * factors)
-    unread = jnp.full(3, jnp.nan, jnp.bfloat16)
-    assert float(product(unread)) == 1 + 2 - 9
-    gradient = jax.grad(product)(unread)
-    assert gradient.dtype == jnp.bfloat16
-    assert gradient.tolist() == [1, 2, 3]
-    gradient = jax.grad(product)(unread.astype(jnp.float32))
-    assert gradient.dtype == jnp.float32
-    assert gradient.tolist() == [1, 2, 3]
+@pytest.mark.parametrize(
+    ("field", "value", "new"),
+    [("castable", False, "NEVER"), ("castable", True, "STEP"), ("cast_at_use", True, "READ")],
+)
+def test_earlier_fields_of_casts_name_the_new_one(field: str, value: bool, new: str):
+    with pytest.raises(UserError, match=rf"{field}={value}; set cast=Cast\.{new}"):
+        ParameterSpec((2,), (None,), **{field: value})

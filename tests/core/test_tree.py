@@ -1,6 +1,5 @@
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -80,14 +79,6 @@ def test_elements_and_bytes_are_counted_of_arrays_and_specs():
     assert tree.count_elements(specs) == 8
     assert tree.count_bytes(specs) == 16
     assert tree.count_elements({}) == 0
-
-
-def test_only_floats_are_cast():
-    values = {"x": jnp.ones(2), "n": jnp.ones(2, jnp.int32), "k": jax.random.key(0)}
-    cast = tree.cast_floats(values, jnp.bfloat16)
-    assert (cast["x"].dtype, cast["n"].dtype) == (jnp.bfloat16, jnp.int32)
-    assert cast["k"].dtype == values["k"].dtype
-    assert tree.cast_floats(values, None) is values
 
 
 NUMBERS = {"a": {"w": 1, "b": {"x": 2}}, "c": 3}

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moelib.core.param import CastAtUse
+from moelib.core.precision import CastAtUse
 from moelib.core.varying import vary
 from moelib.layers.embedding import Embedding
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes

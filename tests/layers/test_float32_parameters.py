@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from moelib.core.param import cast_parameters
+from moelib.core.precision import cast_parameters
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.linear import Linear
 from moelib.layers.norm import LayerNorm

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moelib.core import jaxpr, tree
+from moelib.core import jaxpr
 from moelib.core.module import functional
 from moelib.core.param import is_spec, specs_by_path
+from moelib.core.precision import read_parameters
 from moelib.kernels.backend import use_backends
 from moelib.layers.attention.latent import LatentAttention
 from moelib.layers.linear import Linear
@@ -69,12 +70,12 @@ def test_a_quantized_head_is_refused():
 def test_a_weight_quantized_before_the_step_gives_the_gradient_of_one_quantized_at_use():
     layer = build(tiny.plain_moe(), input_dim=tiny.DIM, quantization=FP8)
     params, x = tiny.initial(layer), normal(2, 8, tiny.DIM)
-    weights = quantized_weights(params, layer.create_parameter_specs_recursively(), None)
+    specs = layer.create_parameter_specs_recursively()
+    weights = quantized_weights(params, specs, None)
     assert weights.keys() == {"experts/up", "experts/down"}
 
     def before(params):
-        used = lambda path, x: QuantizedWeight(weights[path], x) if path in weights else x
-        return at_use(tree.map_by_path(used, params))
+        return at_use(read_parameters(params, specs_by_path(specs), None, weights))
 
     def at_use(params):
         inputs = (jnp.asarray(x),)

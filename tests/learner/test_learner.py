@@ -10,6 +10,7 @@ from moelib.core.config import RequiredFieldMissingError, UnknownFieldError
 from moelib.core.errors import UserError
 from moelib.core.metrics import weighted
 from moelib.core.param import is_spec
+from moelib.core.precision import cast_floats
 from moelib.learner import optimizers, schedules, transforms
 from moelib.learner.accumulation import accumulate
 from moelib.learner.learner import Learner, LearnerUpdate, UpdateType
@@ -461,6 +462,6 @@ def test_missing_optimizer_and_unknown_fields_are_refused():
 def test_gradients_of_low_precision_are_clipped_and_scaled_in_float32():
     clipped = fn(transforms.chain, args=[fn(transforms.clip_by_global_norm, max_norm=0.1), SGD])
     learner = make_learner(optimizer=clipped)
-    gradients = tree.cast_floats(gradients_like(PARAMS, 0), jnp.bfloat16)
+    gradients = cast_floats(gradients_like(PARAMS, 0), jnp.bfloat16)
     low = step(learner, gradients=gradients)
-    assert_close(low.params, step(learner, gradients=tree.cast_floats(gradients, "float32")).params)
+    assert_close(low.params, step(learner, gradients=cast_floats(gradients, "float32")).params)

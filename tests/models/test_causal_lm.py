@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moelib.core.param import cast_parameters
+from moelib.core.precision import cast_parameters
 from moelib.layers.linear import Linear
 from moelib.layers.moe.balance import BiasBalancing
 from moelib.layers.moe.dispatch import DenseDispatcher

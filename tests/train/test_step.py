@@ -10,7 +10,8 @@ import pytest
 from moelib.core import tree
 from moelib.core.config import config_class, config_for_function
 from moelib.core.module import functional
-from moelib.core.param import ParameterSpec, cast_parameters
+from moelib.core.param import ParameterSpec
+from moelib.core.precision import cast_parameters
 from moelib.layers.base import BaseLayer
 from moelib.layers.initializers import constant
 from moelib.layers.moe.balance import BalanceScope, LoadBalanceLoss, RouterZLoss

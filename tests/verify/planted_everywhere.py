@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from moelib.checkpoint.checkpointer import Checkpointer
-from moelib.core import context, param, tree
+from moelib.core import context, precision, tree
 from moelib.core.config import config_for_function
 from moelib.core.module import _in_context
+from moelib.core.param import Cast
 from moelib.data import lm_input, mixture, packing
 from moelib.data.prefetch import Prefetcher
 from moelib.kernels.flash_attention import passes, tpu_kernels
@@ -555,37 +556,36 @@ def outputs_with_the_scale_of_other_weights(patch: Patch) -> None:
 
 def casts_at_use_without_gradient(patch: Patch) -> None:
     """The last row of a parameter that is cast where it is read gets no gradient."""
-    known = param.CastAtUse.cast
+    known = precision.CastAtUse.cast
 
     def cast(self: Any) -> Any:
         x = known(self)
         return x if x.ndim < 2 else x.at[-1].set(jax.lax.stop_gradient(x[-1]))
 
-    patch(param.CastAtUse, "cast", cast)
+    patch(precision.CastAtUse, "cast", cast)
 
 
 def casts_to_bfloat16_with_twice_the_gradient(patch: Patch) -> None:
-    known = param.CastAtUse.cast
+    known = precision.CastAtUse.cast
 
     def cast(self: Any) -> Any:
         x = known(self)
         return x if x.dtype != jnp.bfloat16 else 2 * x - jax.lax.stop_gradient(x)
 
-    patch(param.CastAtUse, "cast", cast)
+    patch(precision.CastAtUse, "cast", cast)
 
 
 def cast_parameters_twice(patch: Patch) -> None:
     """Parameters are rounded to bfloat16 on their way to the compute dtype."""
-    known = step_module.cast_parameters
+    known = step_module.read_parameters
 
-    def cast(params: Any, specs: Any, dtype: Any) -> Any:
+    def read(params: Any, specs: Any, dtype: Any, values: Any) -> Any:
         if dtype is not None:
-            is_late = lambda x: isinstance(x, param.CastAtUse)
-            rounded = lambda x: x if is_late(x) else jax.lax.reduce_precision(x, 8, 7)
-            params = jax.tree.map(rounded, params, is_leaf=is_late)
-        return known(params, specs, dtype)
+            rounded = lambda path, x: x if path in values else jax.lax.reduce_precision(x, 8, 7)
+            params = tree.map_by_path(rounded, params)
+        return known(params, specs, dtype, values)
 
-    patch(step_module, "cast_parameters", cast)
+    patch(step_module, "read_parameters", read)
 
 
 def router_cast_to_bfloat16(patch: Patch) -> None:
@@ -593,7 +593,7 @@ def router_cast_to_bfloat16(patch: Patch) -> None:
 
     def specs(self: Any) -> Any:
         found = known(self)
-        return {**found, "weight": dataclasses.replace(found["weight"], castable=True)}
+        return {**found, "weight": dataclasses.replace(found["weight"], cast=Cast.STEP)}
 
     patch(Router, "_create_layer_parameter_specs", specs)
 

@@ -88,7 +88,7 @@ def attend_to_cache(
     held = held_positions(positions[:, 0], k.shape[2], spec.window)
     scores = jnp.where(held[:, None, None] >= 0, scores, -jnp.inf)
     if sinks is not None:
-        sink = sinks.astype(jnp.float32).reshape(1, k.shape[1], -1, 1)
+        sink = sinks.reshape(1, k.shape[1], -1, 1)
         sink = jnp.broadcast_to(sink, (*scores.shape[:-1], 1))
         scores = jnp.concatenate([scores, sink], axis=-1)
     probs = jax.nn.softmax(scores, axis=-1)[..., : k.shape[2]].astype(v.dtype)

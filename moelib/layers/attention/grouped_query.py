@@ -11,7 +11,7 @@ from moelib.core.param import ParameterSpec
 from moelib.kernels.flash_attention import CONTEXT, MaskSpec
 from moelib.layers.attention.cached import attend_to_cache, num_slots, store
 from moelib.layers.attention.on_mesh import attend
-from moelib.layers.base import BaseLayer, bias_spec, weight_spec
+from moelib.layers.base import BaseLayer, add_bias, bias_spec, weight_spec
 from moelib.layers.norm import BaseNorm
 from moelib.layers.quantization import project
 from moelib.layers.remat import save_activation
@@ -118,8 +118,7 @@ class GroupedQueryAttention(BaseLayer):
         q = save_activation(project(x, params["q"]), "attention_q")  # [B, S, H, Dh]
         kv = save_activation(project(x, params["kv"]), "attention_kv")  # [B, S, 2, G, Dh]
         if cfg.qkv_bias:
-            q = q + params["q_bias"].astype(q.dtype)[None, None]
-            kv = kv + params["kv_bias"].astype(kv.dtype)[None, None]
+            q, kv = add_bias(q, params["q_bias"]), add_bias(kv, params["kv_bias"])
         k, v = kv[:, :, 0], kv[:, :, 1]  # [B, S, G, Dh]
         if cfg.qk_norm is not None:
             q, k = self._normalized(self.q_norm, q), self._normalized(self.k_norm, k)
@@ -133,7 +132,7 @@ class GroupedQueryAttention(BaseLayer):
         out = save_activation(constrain(out, split), CONTEXT)
         y = project(out, params["output"], num_inputs=2)
         y = save_activation(y, "attention_output")
-        return y + params["output_bias"].astype(y.dtype)[None, None] if cfg.output_bias else y
+        return add_bias(y, params["output_bias"]) if cfg.output_bias else y
 
     def _attend(
         self,

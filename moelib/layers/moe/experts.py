@@ -64,6 +64,7 @@ class FeedForwardExperts(BaseLayer):
     @nowrap
     def batched(self, params: Nested, rows: Float[Array, "E C D"]) -> Float[Array, "E C D"]:
         """Returns the experts' outputs for equally many rows per expert."""
+        # Biases are float32; weights have been cast.
         params = {name: value.astype(rows.dtype) for name, value in params.items()}
         parts = []
         for i in range(self.config.activation.num_projections):
@@ -91,6 +92,7 @@ class FeedForwardExperts(BaseLayer):
         pass of a recomputed layer omits the last matmul. Rows past the sum of the group sizes
         give zeros.
         """
+        # Biases are float32; weights have been cast.
         params = {name: value.astype(rows.dtype) for name, value in params.items()}
         if isinstance(params["up"], QuantizedWeight):
             hidden = self._quantized_hidden(params, rows, group_sizes)
@@ -134,7 +136,7 @@ class FeedForwardExperts(BaseLayer):
         """Returns each token's weighted sum of `down_bias`, in float32; None without biases."""
         if not self.config.bias:
             return None
-        bias = params["down_bias"].astype(jnp.float32)
+        bias = params["down_bias"]  # Float32, as all biases.
         own = ids[..., None] == jnp.arange(bias.shape[0])[None, None]  # [T, K, E]
         weights = jnp.sum(jnp.where(own, weights[..., None], 0.0), 1)  # [T, E]
         return jnp.matmul(weights, bias, precision=jax.lax.Precision.HIGHEST)

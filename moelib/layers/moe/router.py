@@ -122,11 +122,11 @@ class Router(BaseLayer):
         logits = jnp.einsum(
             "bsd,de->bse",
             x.astype(jnp.float32),
-            self.parameters["weight"].astype(jnp.float32),
+            self.parameters["weight"],
             precision=jax.lax.Precision.HIGHEST,
         )
         if cfg.bias:
-            logits = logits + self.parameters["bias"].astype(jnp.float32)[None, None]
+            logits = logits + self.parameters["bias"][None, None]
         logits = save_activation(logits, "router_logits")
         if cfg.score is Score.SIGMOID:
             scores = jax.nn.sigmoid(logits)

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from moelib.core.config import REQUIRED
 from moelib.core.config_paths import sub_configs
 from moelib.core.errors import UserError
-from moelib.core.param import ParameterSpec, is_spec, may_cast
+from moelib.core.param import ParameterSpec, is_spec
+from moelib.core.precision import compute_dtype
 from moelib.layers.moe.dispatch_ragged import RingDispatcher
 from moelib.layers.quantization import Quantization
 from moelib.learner import offload
@@ -216,12 +217,11 @@ def read_workload(cfg: Any) -> Workload:
 
 def _parameters(specs: Any, train_dtype: Any) -> tuple[Leaf, ...]:
     def leaf(path: Any, spec: ParameterSpec) -> Leaf:
-        cast = train_dtype is not None and may_cast(spec)
         return Leaf(
             spec.shape,
             spec.axes,
             jnp.dtype(spec.dtype).itemsize,
-            jnp.dtype(train_dtype if cast else spec.dtype).itemsize,
+            jnp.dtype(compute_dtype(spec, train_dtype)).itemsize,
             in_decoder=path[0].key in ("decoder", MULTI_TOKEN),
             trained=spec.trainable,
             quantized=spec.quantization is not None,

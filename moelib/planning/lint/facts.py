@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from moelib.core import tree
 from moelib.core.config_paths import sub_configs
-from moelib.core.param import is_spec, may_cast
+from moelib.core.param import is_spec
+from moelib.core.precision import is_cast
 from moelib.planning.hlo import source, values
 from moelib.planning.hlo.program import Computation, Instruction, Program
 from moelib.planning.hlo.source import SourceMap
@@ -112,7 +113,7 @@ def _state(trainer: Any) -> Iterator[StateArray]:
                 axes=spec.axes,
                 shard_bytes=math.prod(shard) * jnp.dtype(spec.dtype).itemsize,
                 split=shard != spec.shape,
-                cast=part == "model" and train_dtype is not None and may_cast(spec),
+                cast=part == "model" and is_cast(spec, train_dtype),
                 on_host=shardings[path].memory_kind == "pinned_host",
             )
 

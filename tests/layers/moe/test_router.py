@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moelib.core.param import cast_parameters
+from moelib.core.precision import cast_parameters
 from moelib.layers.moe.balance import BiasBalancing
 from moelib.layers.moe.router import GroupScore, Router, Score
 from tests.layers.calling import build, call, call_and_collect, float64, initial, normal

@@ -1,0 +1,129 @@
+"""Precision: the dtype of every value of a training step, and the casts of parameters.
+
+| Values | Dtype | Setting | Cast by |
+| --- | --- | --- | --- |
+| Stored (master) parameters | float32 | `dtype` of layers; `layers.base.FLOAT32` | initializers |
+| Matrices in both passes | `train_dtype` | `Cast.STEP` | `cast_parameters`, `read_parameters` |
+| Those of stacked layers | `train_dtype` | `Cast.STEP` | `CastAtUse`: one layer at a time |
+| Rows of embedding tables | `train_dtype` | `Cast.READ` | `CastAtUse`, in the lookup |
+| Routers, norms, biases, sinks | float32 | `Cast.NEVER` | no one; biases where they are added |
+| Activations | that of the rows | `train_dtype` | layers keep it |
+| Routing, norms, softmax, angles, losses | float32 | none | layers and kernels |
+| Operands of quantized matmuls | 8 bits | `quantization` | weights: `layers.quantization` |
+| Gradients of matrices | `train_dtype` | `Cast.STEP` | the matmuls; see `gradient_dtype` |
+| Gradients of tables | float32 | `Cast.READ` | `layers.embedding` |
+| Gradients of what is not cast | float32 | `Cast.NEVER` | layers, with their parameters |
+| Sums over micro-batches | float32 | none | `learner.accumulation`, `parallel.pipeline` |
+| Sums over devices | that of the gradient | none | the compiler |
+| Clipping and optimizers | float32 | none | `cast_floats` in `learner.learner` |
+| Optimizers' moments, stored | float32 | `first_moment`, `second_moment` | `learner.moments` |
+| Averages of parameters | float32 | none | `learner.ema` |
+| Parameters after the update | as stored | `stochastic_rounding` | `learner.moments` |
+
+`train_dtype`, the compute dtype, is a field of the trainer; None computes in the stored dtypes.
+`cast` is a field of `ParameterSpec`, `quantization` and `dtype` are fields of layers, and the
+settings of the last rows are fields of the learner.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moelib.core import tree
+from moelib.core.param import Cast, ParameterSpec, is_spec
+from moelib.core.tree import Nested
+
+
+def is_cast(spec: ParameterSpec, dtype: Any) -> bool:
+    """Returns whether passes in a compute dtype cast a parameter; none does if it is None."""
+    floating = jnp.issubdtype(jnp.dtype(spec.dtype), jnp.floating)
+    return dtype is not None and spec.cast is not Cast.NEVER and spec.trainable and floating
+
+
+def compute_dtype(spec: ParameterSpec, dtype: Any) -> Any:
+    """Returns the dtype in which passes in a compute dtype read a parameter."""
+    return dtype if is_cast(spec, dtype) else spec.dtype
+
+
+def gradient_dtype(spec: ParameterSpec, dtype: Any) -> Any:
+    """Returns the dtype of a parameter's gradient in passes in a compute dtype."""
+    exact = spec.cast is Cast.READ and is_cast(spec, dtype)
+    return "float32" if exact else compute_dtype(spec, dtype)
+
+
+def cast_parameters(params: Nested, specs: Nested, dtype: Any) -> Nested:
+    """Returns parameters in the dtypes of passes that take no gradient."""
+    cast = lambda spec, x: x.astype(dtype) if is_cast(spec, dtype) else x
+    return jax.tree.map(cast, specs, params, is_leaf=is_spec)
+
+
+def read_parameters(
+    params: Nested, specs: Mapping[str, ParameterSpec], dtype: Any, values: Mapping[str, Any]
+) -> Nested:
+    """Returns parameters as layers read them in a pass that is differentiated.
+
+    Args:
+        params: Arrays that take the gradients.
+        specs: Specs of the parameters, by path.
+        dtype: The compute dtype, or None.
+        values: Each a `CastAtUse` or `QuantizedWeight` without `gradient_of`, by path: values that
+            are read instead of those in `params`.
+    """
+
+    def read(path: str, x: jax.Array) -> Any:
+        if path in values:
+            return dataclasses.replace(values[path], gradient_of=x)
+        if not is_cast(specs[path], dtype):
+            return x
+        return CastAtUse(x, x, dtype) if specs[path].cast is Cast.READ else x.astype(dtype)
+
+    return tree.map_by_path(read, params)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CastAtUse:
+    """A parameter that is cast where it is read: a layer of a stack, or rows of a table.
+
+    No copy of all of it in the compute dtype is then held next to the parameters.
+    """
+
+    value: Any  # The parameter in its own dtype.
+    gradient_of: Any  # Array of its shape that takes the gradient, in its dtype; never read.
+    dtype: Any = dataclasses.field(metadata={"static": True})  # The compute dtype.
+
+    def cast(self) -> jax.Array:
+        """Returns the value in the compute dtype."""
+        return _cast_with_gradient_of(self.value, self.gradient_of, self.dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _cast_with_gradient_of(value: jax.Array, gradient_of: jax.Array, dtype: Any) -> jax.Array:
+    """Returns `value` in a dtype; the gradient goes to `gradient_of`."""
+    del gradient_of
+    limits = jnp.finfo(dtype)
+    if limits.bits < jnp.finfo(value.dtype).bits:
+        # Without a rounding of its own, XLA would cast all layers at once, before the scan.
+        value = jax.lax.reduce_precision(value, limits.nexp, limits.nmant)
+    return value.astype(dtype)
+
+
+@_cast_with_gradient_of.defjvp
+def _cast_jvp(dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return _cast_with_gradient_of(*primals, dtype), tangents[1].astype(dtype)
+
+
+def cast_at_use(params: Any) -> Any:
+    """Returns parameters with each `CastAtUse` cast."""
+    late = lambda x: isinstance(x, CastAtUse)
+    return jax.tree.map(lambda x: x.cast() if late(x) else x, params, is_leaf=late)
+
+
+def cast_floats(arrays: Any, dtype: Any) -> Any:
+    """Returns a tree with its floating-point arrays cast to `dtype`."""
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+    return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, arrays)

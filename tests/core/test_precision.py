@@ -1,0 +1,79 @@
+import jax
+import jax.numpy as jnp
+import pytest
+
+from moelib.core.param import Cast, ParameterSpec
+from moelib.core.precision import (
+    CastAtUse,
+    cast_at_use,
+    cast_floats,
+    cast_parameters,
+    compute_dtype,
+    gradient_dtype,
+    read_parameters,
+)
+
+
+def spec(dtype="float32", **fields):
+    return ParameterSpec((3,), (None,), dtype, **fields)
+
+
+@pytest.mark.parametrize(
+    ("of", "compute", "gradient"),
+    [
+        (spec(), "bfloat16", "bfloat16"),
+        (spec(cast=Cast.READ), "bfloat16", "float32"),
+        (spec("bfloat16", cast=Cast.READ), "bfloat16", "float32"),
+        (spec(cast=Cast.NEVER), "float32", "float32"),
+        (spec(trainable=False), "float32", "float32"),
+        (spec("int32"), "int32", "int32"),
+    ],
+)
+def test_dtypes_of_a_pass_in_bfloat16(of, compute, gradient):
+    assert compute_dtype(of, "bfloat16") == compute
+    assert gradient_dtype(of, "bfloat16") == gradient
+    params = {"x": jnp.ones(3, of.dtype)}
+    assert cast_parameters(params, {"x": of}, "bfloat16")["x"].dtype == compute
+    read = read_parameters(params, {"x": of}, "bfloat16", {})
+    assert cast_at_use(read)["x"].dtype == compute
+
+
+def test_without_a_compute_dtype_nothing_is_cast():
+    specs = {"x": spec("bfloat16", cast=Cast.READ)}
+    assert compute_dtype(specs["x"], None) == gradient_dtype(specs["x"], None) == "bfloat16"
+    params = {"x": jnp.ones(3)}  # Parameters that were loaded in another dtype.
+    for cast in (cast_parameters(params, specs, None), read_parameters(params, specs, None, {})):
+        assert cast["x"] is params["x"]
+
+
+def test_gradients_go_to_other_arrays_than_the_values_that_are_read():
+    value, unread = jnp.asarray([1.0, 1 + 2.0**-9, -3.0]), jnp.full(3, jnp.nan, jnp.bfloat16)
+    values = {"x": CastAtUse(value, None, "bfloat16")}
+    total = lambda params: jnp.sum(
+        cast_at_use(read_parameters(params, {"x": spec()}, "bfloat16", values))["x"]
+    )
+    result, gradient = jax.value_and_grad(total)({"x": unread})
+    assert float(result) == 1 + 1 - 3
+    assert gradient["x"].dtype == jnp.bfloat16
+    assert gradient["x"].tolist() == [1, 1, 1]
+
+
+def test_a_cast_slice_reads_no_zeros_and_its_gradient_has_their_dtype():
+    value = jnp.asarray([1.0, 1 + 2.0**-9, -3.0], jnp.float32)
+    factors = jnp.arange(1, 4, dtype=jnp.bfloat16)
+    product = lambda zeros: jnp.sum(CastAtUse(value, zeros, "bfloat16").cast() * factors)
+    unread = jnp.full(3, jnp.nan, jnp.bfloat16)
+    assert float(product(unread)) == 1 + 2 - 9
+    gradient = jax.grad(product)(unread)
+    assert gradient.dtype == jnp.bfloat16
+    assert gradient.tolist() == [1, 2, 3]
+    gradient = jax.grad(product)(unread.astype(jnp.float32))
+    assert gradient.dtype == jnp.float32
+    assert gradient.tolist() == [1, 2, 3]
+
+
+def test_only_floats_are_cast():
+    values = {"x": jnp.ones(2), "n": jnp.ones(2, jnp.int32), "k": jax.random.key(0)}
+    cast = cast_floats(values, jnp.bfloat16)
+    assert (cast["x"].dtype, cast["n"].dtype) == (jnp.bfloat16, jnp.int32)
+    assert cast["k"].dtype == values["k"].dtype
