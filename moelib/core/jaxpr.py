@@ -12,20 +12,14 @@ import jax
 from jax.extend.core import Literal
 
 from moelib.core.module import functional
-from moelib.core.param import ParameterSpec, is_spec
+from moelib.core.param import is_spec
 from moelib.core.precision import compute_dtype
 from moelib.core.tree import Batch, Nested
 
 
 def abstract_parameters(specs: Nested, train_dtype: str | None = None) -> Nested:
-    """Returns the shapes and dtypes of the parameters that a training step computes with.
-
-    The step casts them to `train_dtype`; None casts nothing.
-    """
-
-    def array(spec: ParameterSpec) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(spec.shape, compute_dtype(spec, train_dtype))
-
+    """Returns shapes and dtypes of the parameters that a step in `train_dtype` computes with."""
+    array = lambda spec: jax.ShapeDtypeStruct(spec.shape, compute_dtype(spec, train_dtype))
     return jax.tree.map(array, specs, is_leaf=is_spec)
 
 

@@ -60,16 +60,13 @@ class ParameterSpec:
     weight_decay_scale: float = 1.0  # Factor of the weight decay; 0 for none.
     cast: Cast = Cast.STEP  # Where a step in lower precision casts it, if it is trainable.
     quantization: Any = None  # Scheme of its matmuls; see `moelib.layers.quantization`.
-    castable: dataclasses.InitVar[Any] = None  # As `cast_at_use`, replaced by `cast`.
-    cast_at_use: dataclasses.InitVar[Any] = None
+    castable: dataclasses.InitVar[bool | None] = None  # Of earlier versions; see `cast`.
 
-    def __post_init__(self, castable: Any, cast_at_use: Any) -> None:
-        if castable is not None or cast_at_use is not None:
-            given = f"castable={castable}" if cast_at_use is None else f"cast_at_use={cast_at_use}"
-            new = "NEVER" if castable is False else "READ" if cast_at_use else "STEP"
+    def __post_init__(self, castable: bool | None) -> None:
+        if castable is not None:
             raise UserError(
-                f"a parameter of shape {self.shape} has {given}; set cast=Cast.{new} "
-                "(moelib.core.param.Cast)."
+                f"a parameter of shape {self.shape} has castable={castable}; set "
+                f"cast=Cast.{'STEP' if castable else 'NEVER'} of moelib.core.param instead."
             )
         if len(self.axes) != len(self.shape):
             raise UserError(

@@ -3,26 +3,23 @@
 | Values | Dtype | Setting | Cast by |
 | --- | --- | --- | --- |
 | Stored (master) parameters | float32 | `dtype` of layers; `layers.base.FLOAT32` | initializers |
-| Matrices in both passes | `train_dtype` | `Cast.STEP` | `cast_parameters`, `read_parameters` |
-| Those of stacked layers | `train_dtype` | `Cast.STEP` | `CastAtUse`: one layer at a time |
-| Rows of embedding tables | `train_dtype` | `Cast.READ` | `CastAtUse`, in the lookup |
-| Routers, norms, biases, sinks | float32 | `Cast.NEVER` | no one; biases where they are added |
-| Activations | that of the rows | `train_dtype` | layers keep it |
+| Matrices in both passes | `train_dtype` | `Cast.STEP` | the step; stacked layers one by one |
+| Rows of embedding tables | `train_dtype` | `Cast.READ` | the lookup |
+| Routers, norms, biases, sinks | float32 | `Cast.NEVER` | none; biases where they are added |
+| Activations | that of the rows | `train_dtype` | layers, which keep it |
 | Routing, norms, softmax, angles, losses | float32 | none | layers and kernels |
-| Operands of quantized matmuls | 8 bits | `quantization` | weights: `layers.quantization` |
-| Gradients of matrices | `train_dtype` | `Cast.STEP` | the matmuls; see `gradient_dtype` |
-| Gradients of tables | float32 | `Cast.READ` | `layers.embedding` |
-| Gradients of what is not cast | float32 | `Cast.NEVER` | layers, with their parameters |
+| Operands of quantized matmuls | 8 bits | `quantization` of layers | `layers.quantization` |
+| Gradients of matrices | `train_dtype` | `Cast.STEP` | the matmuls |
+| Gradients of tables, norms, ... | float32 | `Cast.READ`, `Cast.NEVER` | the lookup; layers |
+| Sums of gradients over devices | that of the gradient | none | the compiler |
 | Sums over micro-batches | float32 | none | `learner.accumulation`, `parallel.pipeline` |
-| Sums over devices | that of the gradient | none | the compiler |
-| Clipping and optimizers | float32 | none | `cast_floats` in `learner.learner` |
-| Optimizers' moments, stored | float32 | `first_moment`, `second_moment` | `learner.moments` |
-| Averages of parameters | float32 | none | `learner.ema` |
+| Clipping, optimizers, averages | float32 | none | `learner.learner`, `learner.ema` |
+| Stored moments of optimizers | float32 | `first_moment`, `second_moment` | `learner.moments` |
 | Parameters after the update | as stored | `stochastic_rounding` | `learner.moments` |
 
-`train_dtype`, the compute dtype, is a field of the trainer; None computes in the stored dtypes.
-`cast` is a field of `ParameterSpec`, `quantization` and `dtype` are fields of layers, and the
-settings of the last rows are fields of the learner.
+`train_dtype`, a field of the trainer, is the compute dtype; None computes in the stored dtypes.
+`Cast` is that of a `ParameterSpec`, and the settings of the last rows are the learner's. Layers
+also cast matrices to the dtype of their inputs, because `dtype` may differ between layers.
 """
 
 import dataclasses

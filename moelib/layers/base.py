@@ -173,7 +173,8 @@ class BaseLayer(Module):
     def operands(self, params: Nested, dtype: Any) -> Nested:
         """Returns parameters of this layer, or of those inside, as operands of a dtype.
 
-        They are cast, and those that a layer quantizes are each a `QuantizedWeight`.
+        They are cast, as inputs may come from a layer of another `dtype`, and those that a layer
+        quantizes are each a `QuantizedWeight`.
         """
         specs = self.create_parameter_specs_recursively()
         used = {name: specs[name] for name in params}

@@ -36,9 +36,7 @@ class Embedding(BaseLayer):
 
     def forward(self, ids: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         """Returns the vectors of the ids; NaN for ids outside the table."""
-        state = self.get_invocation_context().state
-        assert state is not None
-        table = state["weight"]
+        table = (self.get_invocation_context().state or {})["weight"]
         if not isinstance(table, CastAtUse):
             table = CastAtUse(table, table, table.dtype)
         at = table.gradient_of
@@ -54,7 +52,8 @@ class Embedding(BaseLayer):
 
     def attend(self, x: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
         """Returns the inner products with all vectors: the logits of a tied head."""
-        return jnp.einsum("bsd,vd->bsv", x, self.parameters["weight"].astype(x.dtype))
+        table = self.parameters["weight"].astype(x.dtype)  # As in `operands`.
+        return jnp.einsum("bsd,vd->bsv", x, table)
 
 
 def _rows(table: Float[Array, "V D"], ids: Int[Array, "B S"]) -> Float[Array, "B S D"]:

@@ -29,7 +29,7 @@ class BaseNorm(BaseLayer):
         return {"scale": bias_spec(shape, ("norm",), initializer=ones)}
 
     def _scaled(self, x: Float[Array, "... D"], name: str = "scale") -> Float[Array, "..."]:
-        """Returns a parameter in float32, broadcast to the rank of x."""
+        """Returns a parameter, broadcast to the rank of x."""
         return self.parameters[name][(None,) * (x.ndim - 1)]
 
 

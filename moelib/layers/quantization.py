@@ -143,14 +143,9 @@ def quantized_weights(params: Nested, specs: Nested, dtype: Any) -> dict[str, Qu
 def split_gradients(params: Any) -> tuple[Any, Any]:
     """Returns the arrays that take the gradients of parameters, and quantized values or None."""
     is_weight = lambda x: isinstance(x, QuantizedWeight)
-    parts = [
-        jax.tree.map(fn, params, is_leaf=is_weight)
-        for fn in (
-            lambda x: x.gradient_of if is_weight(x) else x,
-            lambda x: x.quantized if is_weight(x) else None,
-        )
-    ]
-    return parts[0], parts[1]
+    part = lambda fn: jax.tree.map(fn, params, is_leaf=is_weight)
+    gradient_of = part(lambda x: x.gradient_of if is_weight(x) else x)
+    return gradient_of, part(lambda x: x.quantized if is_weight(x) else None)
 
 
 def join_gradients(gradient_of: Any, quantized: Any) -> Any:

@@ -34,6 +34,7 @@ from moelib.core.config import (
 )
 from moelib.core.config_paths import sub_configs
 from moelib.core.errors import UserError
+from moelib.core.jaxpr import abstract_parameters
 from moelib.core.module import Module, nowrap
 from moelib.core.param import is_spec, specs_by_path
 from moelib.core.precision import cast_floats
@@ -203,7 +204,8 @@ class Learner(Module):
             )
         updated = tree.select(params, self.is_updated)
         ema = None if self._ema is None else self._ema.init(updated)
-        state = LearnerState(self._optimizer.init(updated), ema, jnp.zeros((), jnp.int32))
+        optimizer = self._optimizer.init(cast_floats(updated, jnp.float32))
+        state = LearnerState(optimizer, ema, jnp.zeros((), jnp.int32))
         fields = ("first_moment", "second_moment")
         for field, found in zip(fields, moments_in(state.optimizer), strict=True):
             format_ = getattr(self.config, field)
@@ -221,12 +223,7 @@ class Learner(Module):
 
         Logs a warning if the config of an optimizer builds one without a learning rate to report.
         """
-        shapes = jax.tree.map(
-            lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype)),
-            self._param_specs,
-            is_leaf=is_spec,
-        )
-        state = jax.eval_shape(self.init, shapes)
+        state = jax.eval_shape(self.init, abstract_parameters(self._param_specs))
         known = _learning_rates(state.optimizer)
         rules = {f"rule{i}": rule for i, (_, rule) in enumerate(self.config.update_rules)}
         for label, given in ({_MAIN: self.config.optimizer} | rules).items():
@@ -323,12 +320,12 @@ class Learner(Module):
         key: jax.Array | None = None,
     ) -> tuple[Nested, LearnerState, dict[str, jax.Array]]:
         """Returns parameters, state and learning rates after the step, or as they were."""
-        gradients = cast_floats(gradients, jnp.float32)
 
         def step() -> tuple[Nested, LearnerState, dict[str, jax.Array]]:
+            grads, exact = cast_floats((gradients, params), jnp.float32)
             extra = {"value": loss, "rounding_key": key}
             extra = {name: x for name, x in extra.items() if x is not None}
-            updates, optimizer = self._optimizer.update(gradients, state.optimizer, params, **extra)
+            updates, optimizer = self._optimizer.update(grads, state.optimizer, exact, **extra)
             new = apply_updates(params, updates, key)
             ema = None if self._ema is None else self._ema.update(new, state.ema)
             new_state = LearnerState(optimizer, ema, state.skipped_steps)

@@ -122,7 +122,7 @@ def adamw_decoupled_optimizer(
         weight_decay, per_param_scale=weight_decay_per_param_scale, param_specs=param_specs
     )
     return optax.chain(
-        transforms.in_float32(adam),
+        adam,
         optax.scale(learning_rate),
         decay,
         transforms.scale_by_learning_rate(update_schedule, reported_scale=learning_rate),
@@ -283,9 +283,9 @@ def _descend(
     per_param_scale: PathScales,
     param_specs: Nested | None,
 ) -> optax.GradientTransformation:
-    """Returns p -= learning_rate * (direction, computed in float32, + decay)."""
+    """Returns p -= learning_rate * (direction + decay)."""
     return optax.chain(
-        transforms.in_float32(direction),
+        direction,
         transforms.add_decayed_weights(
             weight_decay, per_param_scale=per_param_scale, param_specs=param_specs
         ),

@@ -211,16 +211,6 @@ def split(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns `inner` computed in float32 with float32 state, whatever the parameters' dtype."""
-    cast = lambda x: cast_floats(x, jnp.float32)
-
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        return inner.update(cast(updates), state, cast(params))
-
-    return optax.GradientTransformation(lambda params: inner.init(cast(params)), update)
-
-
 # (loss or None, global norm of the gradients) -> whether to take the step, a bool scalar.
 SkipPolicy = Callable[[jax.Array | None, jax.Array], jax.Array]
 

@@ -92,6 +92,7 @@ class CausalLM(BaseLayer):
         """
         hidden = self.hidden(batch)
         tied = self.config.lm_head is None
+        # A cast as in `BaseLayer.operands`.
         head = self.parameters["embedding" if tied else "lm_head"]["weight"].astype(hidden.dtype)
 
         def token_loss(hidden: Array, labels: Array, z_loss: float = 0.0) -> TokenLoss:

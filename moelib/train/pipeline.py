@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -96,23 +96,15 @@ class _Cut:
         model: The model.
         learner: Its learner, which knows what layers may update.
         placement: Where the parameters of blocks are.
-        specs: Specs of the parameters, by path.
         dtype: The compute dtype.
         uniform: Whether ranks compute blocks that they do not have, and drop the results.
     """
 
     def __init__(
-        self,
-        model: Any,
-        learner: Learner,
-        placement: "_Placement",
-        specs: Mapping[str, ParameterSpec],
-        dtype: str | None,
-        *,
-        uniform: bool,
+        self, model: Any, learner: Learner, placement: "_Placement", dtype: Any, *, uniform: bool
     ) -> None:
         self.model, self.learner, self.stack = model, learner, stack_of(model)
-        self.specs, self.dtype, self.uniform = specs, dtype, uniform
+        self.specs, self.dtype, self.uniform = placement.specs, dtype, uniform
         self.names = names_below(model, self.stack) or ()
         self.placement = placement
 
@@ -125,9 +117,7 @@ class _Cut:
         return functools.reduce(lambda inside, name: inside.get(name, {}), self.names, nested)
 
     def _whole(self, nested: Nested) -> Nested:
-        if not nested:
-            return {}
-        return functools.reduce(lambda x, name: {name: x}, reversed(self.names), nested)
+        return _nested_in(self.names, nested) if nested else {}
 
     def _before(self, outer: Nested, constants: Any, micro: Any) -> _Before:
         """Runs the model up to its blocks."""
@@ -143,10 +133,7 @@ class _Cut:
             outputs = new_output_collection()
             for context in context_stack():
                 names = names_below(self.model, context.module) or ()
-                inside = [
-                    functools.reduce(lambda x, name: {name: x}, reversed(names), part)
-                    for part in context.outputs
-                ]
+                inside = (_nested_in(names, part) for part in context.outputs)
                 outputs = OutputCollection(*map(tree.merge, outputs, inside))
             found.append(_Before(x, side_inputs, prune_empty(outputs)))
             raise _CutError
@@ -298,17 +285,9 @@ def accumulate_in_pipeline(
     key: jax.Array,
     num_microbatches: int,
 ) -> Accumulated:
-    """Returns what `accumulate` returns for a model in a pipeline.
+    """Returns the results of all micro-batches of a step; their state has what is not trained.
 
-    Args:
-        pipeline: Schedule and number of ranks.
-        model: The model; it has `token_counts`.
-        learner: Its learner.
-        params: Parameters. The result's state has those that are not trained.
-        train_dtype: As for `make_train_step`.
-        batch: Arrays [B, ...].
-        key: Random key of the step.
-        num_microbatches: Number M of micro-batches.
+    The arguments are those of `make_train_step` and of its step; the model has `token_counts`.
 
     Raises:
         UserError: If the model cannot be cut, or the schedule needs more micro-batches.
@@ -319,29 +298,21 @@ def accumulate_in_pipeline(
     low = lambda path, x: x.astype(gradient_dtype(specs[path], train_dtype))
     trained, fixed = tree.split(tree.map_by_path(low, params), learner.is_updated)
     placement = _Placement(layout, specs)
-    cut = _Cut(model, learner, placement, specs, train_dtype, uniform=uniform)
+    cut = _Cut(model, learner, placement, train_dtype, uniform=uniform)
     blocks, outer = tree.split(trained, cut.is_block)
     fixed_blocks, fixed_outer = tree.split(fixed, cut.is_block)
     ending = tree.select(fixed_outer, lambda path: not specs[path].trainable)
     to_stages = functools.partial(tree.map_by_path, placement.to_stages)
     to_layers = functools.partial(tree.map_by_path, placement.to_layers)
-    of_blocks = {path: x for path, x in quantized.items() if cut.is_block(path)}
-    of_outer = {path: x for path, x in quantized.items() if path not in of_blocks}
+    of_blocks, of_outer = tree.split(quantized, cut.is_block)
     layers = (
         np.array(layout.rows, np.int32),
         {path: placement.quantized_to_stages(path, x) for path, x in of_blocks.items()},
     )
     M = num_microbatches
-    counts = model.token_counts(batch)
     micro = split_batch(batch, M)
-    shares = jax.vmap(
-        lambda each: jnp.stack(
-            [
-                n / jnp.maximum(of, 1.0)
-                for n, of in zip(model.token_counts(each), counts, strict=True)
-            ]
-        )
-    )(micro)
+    counts = lambda batch: jnp.stack(model.token_counts(batch))  # [2]
+    shares = jax.vmap(counts)(micro) / jnp.maximum(counts(batch), 1.0)[None]  # [M, 2]
     done = run_pipeline(
         Functions(cut.first, cut.stage, cut.last),
         layout,
@@ -377,6 +348,10 @@ def accumulate_in_pipeline(
     return Accumulated(jnp.sum(objectives), jnp.ones(()), gradients, metrics, state)
 
 
+def _nested_in(names: Sequence[str], inside: Nested) -> Nested:
+    return functools.reduce(lambda x, name: {name: x}, reversed(names), inside)
+
+
 class _Placement:
     """Moves layers from where the state is stored to the ranks of their stages, and back.
 
@@ -390,7 +365,7 @@ class _Placement:
     """
 
     def __init__(self, layout: Layout, specs: Mapping[str, ParameterSpec]) -> None:
-        self._rows, self._specs = np.array(layout.rows), specs
+        self._rows, self.specs = np.array(layout.rows), specs
         self.num_always = min(layout.sizes)  # Blocks that all stages have.
         self._order = np.argsort(self._rows.ravel())[-sum(layout.sizes) :]
 
@@ -436,7 +411,7 @@ class _Placement:
 
     def _shardings(self, path: str) -> tuple[jax.P, jax.P, int | None]:
         """Returns those of [L, ...] and by stage, and the dimension that a rank has a part of."""
-        spec, mesh = self._specs[path], jax.sharding.get_abstract_mesh()
+        spec, mesh = self.specs[path], jax.sharding.get_abstract_mesh()
         split = sharding.partition_spec(spec.axes, dict(mesh.shape), shape=spec.shape, array=path)
         first, *entries = sharding.mesh_axes_of(split)
         if first:

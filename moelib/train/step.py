@@ -4,24 +4,18 @@ Their results are those of the global batch: means are weighted by tokens, over 
 micro-batches.
 """
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from moelib.core import tree
+from moelib.core import precision, tree
 from moelib.core.errors import UserError
 from moelib.core.metrics import MaxScalar, reading
 from moelib.core.module import functional
-from moelib.core.param import ParameterSpec, specs_by_path
-from moelib.core.precision import (
-    CastAtUse,
-    cast_parameters,
-    gradient_dtype,
-    is_cast,
-    read_parameters,
-)
+from moelib.core.param import specs_by_path
 from moelib.core.tree import Batch, Nested
 from moelib.layers.quantization import quantized_weights
 from moelib.learner.accumulation import Accumulated, accumulate
@@ -56,14 +50,11 @@ def make_train_step(
     tokens of the loss; `objective`, nats per token; `non_finite`, 1 if the new parameters are not
     finite, or the loss is not and the step was taken.
     """
+    run = _accumulate if pipeline is None else functools.partial(accumulate_in_pipeline, pipeline)
 
     def train_step(state: TrainerState, batch: Batch) -> tuple[TrainerState, PackedMetrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.prng_key), state.step)
-        given = model, learner, state.model, train_dtype, batch, key, num_microbatches
-        if pipeline is None:
-            done = _accumulate(*given)
-        else:
-            done = accumulate_in_pipeline(pipeline, *given)
+        done = run(model, learner, state.model, train_dtype, batch, key, num_microbatches)
         with jax.named_scope("learner"):
             update = learner.update(
                 gradients=done.gradients,
@@ -75,11 +66,8 @@ def make_train_step(
         num_tokens = done.metrics["loss"].weight
         metrics = {name: reading(value) for name, value in done.metrics.items()}
         metrics |= {**update.metrics, "num_tokens": num_tokens, "objective": done.objective}
-        skipped = update.metrics.get("skipped")
         params = tree.merge(update.params, done.state)
-        params = _end_step(model, learner, params, state.model, skipped)
-        metrics[NON_FINITE] = _is_non_finite(done.objective, params, skipped)
-        return TrainerState(state.step + 1, state.prng_key, params, update.state), pack(metrics)
+        return _end_step(model, learner, state, params, update.state, metrics)
 
     return train_step
 
@@ -96,8 +84,12 @@ def _accumulate(
     """Returns the results of all micro-batches; their state has the parameters not trained."""
     trained, fixed = tree.split(params, learner.is_updated)
     specs = specs_by_path(model.create_parameter_specs_recursively())
-    values = _stacked_layers(trained, specs, train_dtype)
-    values |= quantized_weights(params, specs, train_dtype)  # For all micro-batches.
+    values: dict[str, Any] = {
+        path: precision.CastAtUse(x, None, train_dtype)
+        for path, x in tree.by_path(trained).items()
+        if specs[path].axes[:1] == ("layers",) and precision.is_cast(specs[path], train_dtype)
+    }
+    values |= quantized_weights(params, specs, train_dtype)  # Once for all micro-batches.
     counts = _token_counts(model, batch)
 
     def micro_step(batch: Batch, carry: Any) -> Any:
@@ -105,13 +97,14 @@ def _accumulate(
         shares = _shares(_token_counts(model, batch), counts, num_microbatches)
 
         def objective(at: Nested) -> Any:
-            params = read_parameters(tree.merge(fixed, at), specs, train_dtype, values)
+            params = tree.merge(fixed, at)
+            params = precision.read_parameters(params, specs, train_dtype, values)
             micro_key = jax.random.fold_in(key, index)
             loss, aux_loss, rest = _forward(model, params, micro_key, batch, is_training=True)
             return loss * shares[0] + aux_loss * shares[1], rest
 
         def start(path: str, x: jax.Array) -> jax.Array:
-            dtype = gradient_dtype(specs[path], train_dtype)
+            dtype = precision.gradient_dtype(specs[path], train_dtype)
             if path not in values:
                 return x.astype(dtype)
             return sharding.constrain(jnp.zeros(x.shape, dtype), specs[path].axes)
@@ -125,17 +118,6 @@ def _accumulate(
     carry = (fixed, jnp.zeros((), jnp.int32))
     done = accumulate(micro_step, batch, num_microbatches=num_microbatches, state=carry)
     return done._replace(state=done.state[0])
-
-
-def _stacked_layers(
-    params: Nested, specs: Mapping[str, ParameterSpec], dtype: str | None
-) -> dict[str, CastAtUse]:
-    """Returns the parameters of stacked layers that a step casts, by path."""
-    return {
-        path: CastAtUse(x, None, dtype)
-        for path, x in tree.by_path(params).items()
-        if specs[path].axes[:1] == ("layers",) and is_cast(specs[path], dtype)
-    }
 
 
 def make_own_train_step(task: Any, learner: Learner) -> TrainStep:
@@ -168,10 +150,7 @@ def make_own_train_step(task: Any, learner: Learner) -> TrainStep:
         learner_state = state.learner
         if updates:
             learner_state, found = updates[0].state, found | updates[0].metrics
-        skipped = found.get("skipped")
-        params = _end_step(task, learner, params, state.model, skipped)
-        found[NON_FINITE] = _is_non_finite(loss.mean, params, skipped)
-        return TrainerState(state.step + 1, state.prng_key, params, learner_state), pack(found)
+        return _end_step(task, learner, state, params, learner_state, found)
 
     return train_step
 
@@ -185,7 +164,7 @@ def make_eval_step(model: Any, *, train_dtype: str | None = None) -> EvalStep:
 
     def eval_step(params: Nested, batch: Batch) -> PackedMetrics:
         specs = model.create_parameter_specs_recursively()
-        params = cast_parameters(params, specs, train_dtype)
+        params = precision.cast_parameters(params, specs, train_dtype)
         _, _, (metrics, _) = _forward(model, params, None, batch, is_training=False)
         totals: dict[str, Any] = {"num_tokens": metrics["loss"].weight}
         for name, value in metrics.items():
@@ -217,27 +196,24 @@ def _token_counts(model: Any, batch: Batch) -> tuple[jax.Array, jax.Array] | Non
     return model.token_counts(batch) if hasattr(model, "token_counts") else None
 
 
-def _shares(counts: Any, of: Any, num_microbatches: int) -> tuple[Any, Any]:
+def _shares(counts: Any, of: Any, num_microbatches: int) -> Any:
     """Returns the factors of a micro-batch's loss and auxiliary losses.
 
     With them, the mean over micro-batches is the mean over the tokens of each of the two.
     """
     if of is None or num_microbatches == 1:
         return 1.0, 1.0
-    loss, aux = (
-        num_microbatches * num / jnp.maximum(total, 1.0)
-        for num, total in zip(counts, of, strict=True)
-    )
-    return loss, aux
+    return num_microbatches * jnp.stack(counts) / jnp.maximum(jnp.stack(of), 1.0)
 
 
 def _end_step(
-    model: Any, learner: Learner, new: Nested, old: Nested, skipped: jax.Array | None
-) -> Nested:
-    """Returns the parameters after the layers' own updates at the end of the step.
+    model: Any, learner: Learner, before: TrainerState, new: Nested, learner_state: Any, found: Any
+) -> tuple[TrainerState, PackedMetrics]:
+    """Returns the state after the layers' own updates at the end of the step, and the metrics.
 
     Frozen parameters keep their values, and all parameters do if the step is skipped.
     """
+    skipped = found.get("skipped")
     if hasattr(model, "end_step_recursively"):
         new = model.end_step_recursively(new)
 
@@ -249,7 +225,9 @@ def _end_step(
             return x
         return jnp.where(skipped > 0, before, x)
 
-    return tree.map_by_path(after, new, old)
+    params = tree.map_by_path(after, new, before.model)
+    found[NON_FINITE] = _is_non_finite(found["objective"], params, skipped)
+    return TrainerState(before.step + 1, before.prng_key, params, learner_state), pack(found)
 
 
 def _is_non_finite(loss: jax.Array, params: Nested, skipped: jax.Array | None) -> jax.Array:

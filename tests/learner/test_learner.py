@@ -465,3 +465,13 @@ def test_gradients_of_low_precision_are_clipped_and_scaled_in_float32():
     gradients = cast_floats(gradients_like(PARAMS, 0), jnp.bfloat16)
     low = step(learner, gradients=gradients)
     assert_close(low.params, step(learner, gradients=cast_floats(gradients, "float32")).params)
+
+
+def test_optimizers_of_optax_compute_in_float32_for_parameters_of_low_precision():
+    learner = make_learner(optimizer=fn(optax.adam, learning_rate=0.1))
+    low = step(learner, params=cast_floats(PARAMS, "bfloat16"))
+    floats = [
+        x for x in jax.tree.leaves(low.state.optimizer) if jnp.issubdtype(x.dtype, jnp.floating)
+    ]
+    assert {x.dtype for x in floats} == {jnp.dtype("float32")}
+    assert {x.dtype for x in jax.tree.leaves(low.params)} == {jnp.dtype("bfloat16")}

@@ -416,9 +416,10 @@ def step_that_keeps_norms(patch: Patch) -> None:
     """The step returns the scales of norms that it was given."""
     known = step_module._end_step
 
-    def end_step(model: Any, learner: Any, new: Any, old: Any, skipped: Any) -> Any:
-        kept = lambda path, x, before: before if path.endswith("norm/scale") else x
-        return tree.map_by_path(kept, known(model, learner, new, old, skipped), old)
+    def end_step(model: Any, learner: Any, before: Any, *rest: Any) -> Any:
+        after, metrics = known(model, learner, before, *rest)
+        kept = lambda path, x, old: old if path.endswith("norm/scale") else x
+        return after._replace(model=tree.map_by_path(kept, after.model, before.model)), metrics
 
     patch(step_module, "_end_step", end_step)
 
@@ -426,9 +427,10 @@ def step_that_keeps_norms(patch: Patch) -> None:
 def layers_that_update_in_a_skipped_step(patch: Patch) -> None:
     known = step_module._end_step
 
-    def end_step(model: Any, learner: Any, new: Any, old: Any, skipped: Any) -> Any:
-        del skipped
-        return known(model, learner, new, old, None)
+    def end_step(model: Any, learner: Any, before: Any, new: Any, of: Any, found: Any) -> Any:
+        taken = {name: x for name, x in found.items() if name != "skipped"}
+        end = functools.partial(known, model, learner, before, new, of)
+        return end(taken)[0], end(found)[1]
 
     patch(step_module, "_end_step", end_step)
 
@@ -577,7 +579,7 @@ def casts_to_bfloat16_with_twice_the_gradient(patch: Patch) -> None:
 
 def cast_parameters_twice(patch: Patch) -> None:
     """Parameters are rounded to bfloat16 on their way to the compute dtype."""
-    known = step_module.read_parameters
+    known = precision.read_parameters
 
     def read(params: Any, specs: Any, dtype: Any, values: Any) -> Any:
         if dtype is not None:
@@ -585,7 +587,7 @@ def cast_parameters_twice(patch: Patch) -> None:
             params = tree.map_by_path(rounded, params)
         return known(params, specs, dtype, values)
 
-    patch(step_module, "read_parameters", read)
+    patch(precision, "read_parameters", read)
 
 
 def router_cast_to_bfloat16(patch: Patch) -> None:

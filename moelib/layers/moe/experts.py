@@ -64,8 +64,7 @@ class FeedForwardExperts(BaseLayer):
     @nowrap
     def batched(self, params: Nested, rows: Float[Array, "E C D"]) -> Float[Array, "E C D"]:
         """Returns the experts' outputs for equally many rows per expert."""
-        # Biases are float32; weights have been cast.
-        params = {name: value.astype(rows.dtype) for name, value in params.items()}
+        params = {name: x.astype(rows.dtype) for name, x in params.items()}  # Float32 biases too.
         parts = []
         for i in range(self.config.activation.num_projections):
             part = batched_project(rows, params["up"][:, i])
@@ -92,8 +91,7 @@ class FeedForwardExperts(BaseLayer):
         pass of a recomputed layer omits the last matmul. Rows past the sum of the group sizes
         give zeros.
         """
-        # Biases are float32; weights have been cast.
-        params = {name: value.astype(rows.dtype) for name, value in params.items()}
+        params = {name: x.astype(rows.dtype) for name, x in params.items()}  # Float32 biases too.
         if isinstance(params["up"], QuantizedWeight):
             hidden = self._quantized_hidden(params, rows, group_sizes)
         else:

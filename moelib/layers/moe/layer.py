@@ -116,7 +116,7 @@ class MoELayer(BaseLayer):
         y = self.shared_experts(x, mask)
         if not self.config.shared_gate:
             return y
-        weight = self.parameters["shared_gate"].astype(x.dtype)
+        weight = self.parameters["shared_gate"].astype(x.dtype)  # As in `operands`.
         return y * jax.nn.sigmoid(jnp.einsum("bsd,dn->bsn", x, weight))  # [B, S, 1]
 
     def _routed(self, params: Nested, x: Float[Array, "B S D"], routing: Routing) -> Dispatched:

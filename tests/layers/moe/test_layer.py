@@ -10,6 +10,7 @@ import pytest
 
 from moelib.core.errors import UserError
 from moelib.core.module import UnconsumedAuxLossError, functional
+from moelib.core.precision import cast_parameters
 from moelib.layers.activation import Activation
 from moelib.layers.base import BaseLayer
 from moelib.layers.feed_forward import FeedForward
@@ -204,7 +205,8 @@ def test_gpt_oss_experts_have_biases_and_its_router_too():
             want[b, s] += weight * (hidden @ experts["down"][e] + experts["down_bias"][e])
     got = forward(made, params, jnp.asarray(X), MASK)[0]
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
-    low, x = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), (params, X))
+    low = cast_parameters(params, made.create_parameter_specs_recursively(), jnp.bfloat16)
+    x = jnp.asarray(X, jnp.bfloat16)
     assert jax.eval_shape(lambda p, x: call(made, p, x, MASK), low, x).dtype == jnp.bfloat16
 
 
