@@ -72,8 +72,7 @@ class Placement:
             for leaf in decoder
         )
         self._quantized = sum(n for leaf, n in held.items() if leaf.quantized)
-        own = {x: held[x] * (x.compute_itemsize if x.in_decoder else x.itemsize) for x in trained}
-        self._gradients = sum(own.values())
+        self._gradients = sum(held[leaf] * leaf.gradient_itemsize for leaf in trained)
 
     def held(self, leaf: Leaf) -> float:
         """Returns the elements of a leaf that a device holds."""

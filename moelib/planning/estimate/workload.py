@@ -13,7 +13,7 @@ from moelib.core.config import REQUIRED
 from moelib.core.config_paths import sub_configs
 from moelib.core.errors import UserError
 from moelib.core.param import ParameterSpec, is_spec
-from moelib.core.precision import compute_dtype
+from moelib.core.precision import compute_dtype, gradient_dtype
 from moelib.layers.moe.dispatch_ragged import RingDispatcher
 from moelib.layers.quantization import Quantization
 from moelib.learner import offload
@@ -37,7 +37,8 @@ class Leaf:
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]  # Logical axes.
     itemsize: int  # Bytes per stored element.
-    compute_itemsize: int = 0  # Bytes per element in the forward pass, and of its gradient.
+    compute_itemsize: int = 0  # Bytes per element in the forward pass.
+    gradient_itemsize: int = 0  # Bytes per element of its gradient in a micro-batch.
     quantized: bool = False  # Whether matmuls read it in 8 bits.
     in_decoder: bool = False  # Whether it is a parameter of layers, in or after the decoder.
     trained: bool = False  # Whether it has a gradient.
@@ -222,6 +223,7 @@ def _parameters(specs: Any, train_dtype: Any) -> tuple[Leaf, ...]:
             spec.axes,
             jnp.dtype(spec.dtype).itemsize,
             jnp.dtype(compute_dtype(spec, train_dtype)).itemsize,
+            jnp.dtype(gradient_dtype(spec, train_dtype)).itemsize,
             in_decoder=path[0].key in ("decoder", MULTI_TOKEN),
             trained=spec.trainable,
             quantized=spec.quantization is not None,

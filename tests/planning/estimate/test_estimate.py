@@ -56,6 +56,12 @@ def test_parameters_and_optimizer_equal_those_of_the_trainer(tiny):
         assert memory["optimizer"] == _bytes(specs.learner, shardings.learner)
 
 
+def test_gradients_have_the_dtypes_of_the_step():
+    work = read_workload(tiny_moe.config().clone(train_dtype="bfloat16"))
+    sizes = {leaf.axes: leaf.gradient_itemsize for leaf in work.parameters}
+    assert (sizes["embed", "vocab"], sizes["vocab", "embed"], sizes["norm",]) == (2, 4, 4)
+
+
 @pytest.mark.slow
 def test_state_and_batch_are_the_arguments_of_the_compiled_step(tiny):
     cfg, work, estimator = tiny
