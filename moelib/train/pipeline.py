@@ -309,8 +309,8 @@ def accumulate_in_pipeline(
         np.array(layout.rows, np.int32),
         {path: placement.quantized_to_stages(path, x) for path, x in of_blocks.items()},
     )
-    M = num_microbatches
-    micro = split_batch(batch, M)
+    micro = split_batch(batch, num_microbatches)
+    keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(num_microbatches))
     counts = lambda batch: jnp.stack(model.token_counts(batch))  # [2]
     shares = jax.vmap(counts)(micro) / jnp.maximum(counts(batch), 1.0)[None]  # [M, 2]
     done = run_pipeline(
@@ -321,11 +321,7 @@ def accumulate_in_pipeline(
         outer,
         ending,
         {"fixed": fixed_outer, "outer": outer, "quantized": of_outer},
-        {
-            "batch": micro,
-            "shares": shares,
-            "key": jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(M)),
-        },
+        {"batch": micro, "shares": shares, "key": keys},
         layers=layers,
         uniform=uniform,
     )
