@@ -7,7 +7,7 @@ from moelib.planning.report.schedules import schedule_timelines, schedules_table
 
 def test_idle_shares_and_activations_are_tabulated():
     table = schedules_table(schedule_timelines(["1f1b:4x8", "dualpipe-v:4x8"]))
-    assert table.rows[0] == ["1f1b:4x8", "27.3%", "4", "1", "0"]  # 3 (F + B) of 33.
+    assert table.rows[0] == ["1f1b:4x8", "27.3%", "8", "2", "0"]  # 3 (F + B) of 33.
     assert table.rows[1] == ["dualpipe-v:4x8", "11.1%", "4.5", "4.5", "4"]
 
 
