@@ -260,8 +260,9 @@ def set_field(cfg: ConfigBase, assignment: str, *, flag: str = "--set") -> None:
         InvalidConfigValueError: If the text is not a value of the field.
         UserError: If a mesh has unknown axes or wrong sizes.
     """
-    path, _, text = (part.strip() for part in assignment.partition("="))
-    if path != "mesh_shape" or "=" not in text:
+    path, equals, text = (part.strip() for part in assignment.partition("="))
+    is_mesh = path == "mesh_shape" and equals
+    if not is_mesh or re.match(r"[(\[]|.*:", text):  # A tuple, or the name of a value.
         config_parse.set_from_text(cfg, assignment)
         return
     from moelib.parallel.mesh import parse_mesh

@@ -102,6 +102,8 @@ def test_a_mesh_is_set_by_axes_or_by_numbers(text):
 def test_a_mesh_of_unknown_axes_is_refused():
     with pytest.raises(UserError, match=r"mesh_shape 'fdsp=4': .*'fdsp'"):
         launch.set_field(Job.default_config(), "mesh_shape=fdsp=4")
+    with pytest.raises(UserError, match=r"mesh_shape 'auto': .*such as fsdp=4,expert=2"):
+        launch.set_field(Job.default_config(), "mesh_shape=auto")
 
 
 def test_skipped_checksums_are_a_setting_of_the_checkpointer():

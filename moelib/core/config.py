@@ -209,7 +209,8 @@ def _checked(title: str, value: Any, annotation: Any) -> Any:
     if not config_types.fits(value, annotation):
         wanted = config_types.describe_annotation(annotation)
         got = type(value).__qualname__
-        raise InvalidConfigValueError(f"{title} = {value!r}: got {got}, expected {wanted}.")
+        advice = config_types.advice(annotation)
+        raise InvalidConfigValueError(f"{title} = {value!r}: got {got}, expected {wanted}{advice}")
     return value
 
 

@@ -62,7 +62,7 @@ def _read_as(text: str, annotation: Any, current: Any, origin: str) -> Any:
     and a function or class becomes a config where the current value is one.
     """
     in_config = annotation is Any and isinstance(current, ConfigBase)
-    for reading in _readings(text):
+    for reading in _readings(text, annotation):
         if reading is text and annotation is Any and not isinstance(current, str | _UNSET):
             continue
         for value in _variants(reading, annotation):
@@ -81,8 +81,7 @@ def _read_as(text: str, annotation: Any, current: Any, origin: str) -> Any:
         raise InvalidConfigValueError(f"{origin}: {error}") from None
     wanted = config_types.describe_annotation(annotation)
     wanted = f"a value like {current!r}" if annotation is Any else wanted
-    named = config_types.named_values(annotation)
-    advice = f"; {config_types.did_you_mean(text, named)}" if named else "."
+    advice = config_types.advice(annotation, text)
     raise InvalidConfigValueError(
         f"{origin}: {config_types.shortened(text)} is not {wanted}{advice}"
     )
@@ -91,10 +90,16 @@ def _read_as(text: str, annotation: Any, current: Any, origin: str) -> Any:
 _UNSET = type(None) | config_types.RequiredFieldValue
 
 
-def _readings(text: str) -> Iterator[Any]:
-    """Yields the values that a text may mean, the likeliest first, the text itself last."""
-    if text.lower() in ("true", "false", "none"):
-        yield {"true": True, "false": False, "none": None}[text.lower()]
+def _readings(text: str, annotation: Any) -> Iterator[Any]:
+    """Yields the values that a text may mean, the likeliest first, the text itself last.
+
+    Where an enum has a member NONE, only "None" means None.
+    """
+    words = {"true": True, "false": False, "none": None}
+    if any("NONE" in getattr(x, "__members__", ()) for x in config_types.options(annotation)):
+        words = {"none": None} if text == "None" else {}
+    if text.lower() in words:
+        yield words[text.lower()]
     with contextlib.suppress(ValueError):
         yield read_literal(text)
     if _REFERENCE.fullmatch(text):

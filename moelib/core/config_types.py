@@ -109,8 +109,10 @@ def dtype(name: Any) -> np.dtype:
 
 
 def similar_names(name: str, allowed: Iterable[str]) -> list[str]:
-    """Returns the allowed names most like `name`, best first, at most three."""
-    return difflib.get_close_matches(name, sorted(map(str, allowed)), n=3, cutoff=0.5)
+    """Returns the allowed names most like `name` in any case, best first, at most three."""
+    names = sorted(map(str, allowed))
+    near = difflib.get_close_matches(name.lower(), {x.lower() for x in names}, n=3, cutoff=0.5)
+    return [each for lower in near for each in names if each.lower() == lower][:3]
 
 
 def did_you_mean(name: str, allowed: Iterable[str]) -> str:
@@ -261,17 +263,46 @@ def describe_annotation(annotation: Any) -> str:
     return str(annotation).replace("typing.", "").replace("collections.abc.", "")
 
 
-def named_values(annotation: Any) -> list[str]:
-    """Returns the names of the enum members and literals that an annotation allows."""
+def advice(annotation: Any, text: str | None = None) -> str:
+    """Returns the end of an error message: the values that an annotation allows, or an example.
+
+    `text` is the wrong value of a flag, where a member of an enum has its bare name.
+    """
     named: list[str] = []
-    for option in options(annotation):
-        if option is RequiredFieldValue:
-            continue
+    for option in (each for each in options(annotation) if each is not RequiredFieldValue):
         if isinstance(option, type) and issubclass(option, enum.Enum):
-            named += [member.name.lower() for member in option]
-        elif typing.get_origin(option) is typing.Literal:
+            owner = f"{option.__name__}." if text is None else ""
+            named += [f"{owner}{name}" for name in option.__members__]
+        elif typing.get_origin(option) is Literal:
             named += map(str, typing.get_args(option))
-    return named
+        elif option is bool:
+            named += ["True", "False"]
+    if named:
+        return f"; {did_you_mean(text or '', named)}"
+    example = _example(annotation)
+    return f"; set {example}, for example." if example else "."
+
+
+_EXAMPLES = {bool: "True", int: "8", float: "0.5", str: "'name'"}
+
+
+def _example(annotation: Any) -> str:
+    """Returns a value that an annotation allows, as code; "" if it names none of a known type."""
+    for option in options(annotation):
+        kind = typing.get_origin(option) or option
+        if not isinstance(kind, type):
+            continue
+        if kind in _EXAMPLES:
+            return _EXAMPLES[kind]
+        inside = [_example(arg) for arg in typing.get_args(option) if arg is not Ellipsis]
+        if inside and all(inside):
+            if issubclass(kind, Mapping):
+                return f"{{{': '.join(inside)}}}"
+            if issubclass(kind, tuple):
+                return f"({', '.join(inside)}{',' * (len(inside) == 1)})"
+            if issubclass(kind, Sequence):
+                return f"[{inside[0]}]"
+    return ""
 
 
 def options(annotation: Any) -> list[Any]:

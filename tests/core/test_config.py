@@ -90,12 +90,12 @@ def test_an_unknown_field_that_is_like_none_lists_them_all():
 @pytest.mark.parametrize(
     ("field", "value", "wanted"),
     [
-        ("name", 3, r"Outer.name = 3:.*int.*str"),
+        ("name", 3, r"Outer.name = 3:.*int.*str; set 'name'"),
         ("name", None, r"NoneType.*str"),
         ("inner", 3, r"int.*Inner"),
         ("inners", [3], r"\[3\]:.*list.*list\["),
         ("by_name", {1: Inner()}, r"dict.*dict"),
-        ("pair", (1, 2, 3), r"tuple\[int, int\] \| None"),
+        ("pair", (1, 2, 3), r"tuple\[int, int\] \| None; set \(8, 8\)"),
         ("pair", (1, True), "tuple"),
         ("act", 3, r"int.*Callable"),
         ("dtype", "float33", r"Outer.dtype: 'float33'.*'float3"),

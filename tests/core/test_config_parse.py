@@ -34,6 +34,11 @@ class Color(enum.Enum):
     BLUE = "blue"
 
 
+class Shade(enum.Enum):
+    NONE = "none"
+    DARK = "dark"
+
+
 class Level(enum.IntEnum):
     LOW = 1
 
@@ -73,6 +78,7 @@ class Model(Configurable):
         by_name: dict[str, InstantiableConfig] = {}
         layer: Layer.Config = Layer.default_config().set(dim=8)
         color: Color = Color.RED
+        shade: Shade | None = None
         sizes: tuple[int, ...] = (1, 2)
         names: list[str] = []
         optimizer: InstantiableConfig | None = None
@@ -274,6 +280,10 @@ def test_values_read_from_text_know_their_line():
         ("layer.dtype=none", "layer.dtype", None),
         ("color=blue", "color", Color.BLUE),
         ("color=BLUE", "color", Color.BLUE),
+        ("shade=DARK", "shade", Shade.DARK),
+        ("shade=NONE", "shade", Shade.NONE),
+        ("shade=none", "shade", Shade.NONE),
+        ("shade=None", "shade", None),
         ("sizes=3,4", "sizes", (3, 4)),
         ("sizes=[3]", "sizes", (3,)),
         ("sizes[1]=7", "sizes", (1, 7)),
@@ -330,7 +340,9 @@ def test_a_flag_is_the_origin_of_its_value():
     ("assignment", "message"),
     [
         ("layer.dim", "--set layer.dim: expected path=value"),
-        ("layer.dim=x", r"--set layer.dim=x: 'x' is not int\.$"),
+        ("layer.dim=x", r"--set layer.dim=x: 'x' is not int; set 8, for example\.$"),
+        ("layer.bias=on", r"--set layer.bias=on: 'on' is not bool; choose one of: False, True"),
+        ("color=Blu", r"--set color=Blu: 'Blu' is not Color; did you mean 'BLUE'"),
         ("layer.bias=1", r"'1'.*bool"),
         ("color=green", r"--set color=green: 'green'.*Color"),
         ("sizes=1,a", r"'1,a'.*tuple\[int, ...\]"),

@@ -24,6 +24,7 @@ from moelib.core.config import (
 )
 from moelib.core.config_types import (
     _validators,
+    advice,
     convert_value,
     describe_annotation,
     fits,
@@ -182,6 +183,7 @@ def test_a_dtype_becomes_its_name(value: Any, name: str):
         ("float33", "'float32'"),
         ("bf16", "'bfloat16'"),
         ("fp32", "'float32'"),
+        ("BFLOAT16", "'bfloat16'"),
         (3, "choose one of"),
         ("float8_e4m3fnn", "'float8_e4m3fn'"),
     ],
@@ -223,6 +225,36 @@ def test_near_names_are_proposed_best_first():
     assert did_you_mean("num_expert", names).startswith("did you mean 'num_experts'")
     assert did_you_mean("zzz", names) == "choose one of: dim, num_experts, num_heads."
     assert did_you_mean("zzz", []) == "there are none."
+
+
+@pytest.mark.parametrize(("name", "nearest"), [("DUALPIPE", "DualPipe_V"), ("zbv", "ZB_V")])
+def test_names_are_near_in_any_case(name: str, nearest: str):
+    names = ["DualPipe_V", "ZB_V", "gpu"]
+    assert did_you_mean(name, names) == f"did you mean {nearest!r}?"
+    assert similar_names("GPU", ["gpu", "GPU"]) == ["GPU", "gpu"]
+
+
+@pytest.mark.parametrize(
+    ("annotation", "flag", "code"),
+    [
+        (Required[Color], "did you mean 'RED'?", "choose one of: Color.RED."),
+        (Literal["no", "red"], "did you mean 'red'?", "choose one of: no, red."),
+        (bool | None, "did you mean 'True'?", "choose one of: False, True."),
+        (Required[int], "set 8, for example.", "set 8, for example."),
+        (float | None, "set 0.5, for example.", "set 0.5, for example."),
+        (dict[str, Sequence[int]], "set {'name': [8]}, for example.", None),
+        (tuple[str, bool], "set ('name', True), for example.", None),
+        (tuple[int, ...], "set (8,), for example.", None),
+    ],
+)
+def test_advice_is_a_value_that_fits(annotation: Any, flag: str, code: str | None):
+    assert advice(annotation, "Red") == f"; {flag}"
+    assert advice(annotation) == f"; {code or flag}"
+
+
+@pytest.mark.parametrize("annotation", [Any, Holder, Callable[[int], str], list[Holder]])
+def test_types_without_an_example_have_no_advice(annotation: Any):
+    assert advice(annotation) == "."
 
 
 def test_a_long_list_of_names_is_cut():
