@@ -85,37 +85,20 @@ class DeviceFlags:
         """
         import jax
 
-        from moelib.core.lost_process import ended_with_others
+        from moelib.parallel.distributed import initialize_distributed
 
         if self.jax_backend is not None:
             platforms.use_backend(self.jax_backend)
         if self.num_cpu_devices is not None:
             jax.config.update("jax_num_cpu_devices", self.num_cpu_devices)
-        address, number, index = job = (
+        job = initialize_distributed(
             self.distributed_coordinator,
             self.num_processes,
             self.process_id,
+            start_timeout_seconds=self.start_timeout_seconds,
+            heartbeat_timeout_seconds=self.heartbeat_timeout_seconds,
         )
-        if any(each is not None for each in job):
-            if address is None or number is None or index is None:
-                raise UsageError(
-                    "--distributed_coordinator, --num_processes and --process_id require each "
-                    "other; set all three."
-                )
-            if not re.fullmatch(".+:[0-9]{1,5}", address):
-                raise UsageError(f"--distributed_coordinator={address}: write host:port.")
-            if index >= number:
-                raise UsageError(f"--process_id={index}: set less than --num_processes={number}.")
-            with ended_with_others(address, number, index, self.start_timeout_seconds):
-                jax.distributed.initialize(
-                    address,
-                    number,
-                    index,
-                    heartbeat_timeout_seconds=self.heartbeat_timeout_seconds,
-                    # JAX would listen at all addresses of process 0.
-                    coordinator_bind_address=address,
-                )
-        else:
+        if job is None:
             # Processes that find different programs in their caches would wait for each other.
             use_compilation_cache()
         if self.jax_backend is not None:

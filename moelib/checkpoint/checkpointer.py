@@ -41,6 +41,7 @@ from moelib.core.config import (
 from moelib.core.errors import UserError
 from moelib.core.files import sync_folder
 from moelib.core.module import Module, nowrap
+from moelib.core.versions import library_versions
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +141,7 @@ class Checkpointer(Module):
                     waited,
                 )
         step, arrays = record.step, contents.describe_arrays(state)
-        record = dataclasses.replace(record, arrays=arrays, versions=contents.library_versions())
+        record = dataclasses.replace(record, arrays=arrays, versions=library_versions())
         try:
             import orbax.checkpoint as ocp
 

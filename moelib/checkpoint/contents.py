@@ -4,10 +4,8 @@ import contextlib
 import dataclasses
 import errno
 import hashlib
-import importlib.metadata
 import json
 import os
-import platform
 import re
 import typing
 from typing import Any, Self
@@ -164,17 +162,6 @@ def unreadable(error: BaseException) -> bool:
         of_content = of_content or isinstance(seen, _OF_CONTENT)
         seen = seen.__cause__ or seen.__context__
     return not of_content
-
-
-def library_versions() -> dict[str, str]:
-    """Returns the versions of Python and of the libraries that affect a run's numbers."""
-    versions = {"python": platform.python_version()}
-    for name in ("moelib", "jax", "jaxlib", "optax", "orbax-checkpoint", "numpy"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:  # A checkout that is not installed.
-            versions[name] = "unknown"
-    return versions
 
 
 def step_path(directory: str, step: int) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from moelib.core.errors import UserError
 
 EXIT_CODE = 88  # Exit status of a process that ends because another one is lost.
-_HELLO = b"moelib"  # Sent by a process that connects, followed by its index.
+_HELLO = b"moelib"  # Before the first message of a process, whose number is its index.
 # Messages are a number and a text, filled up with zeros. The number is the index of a process that
 # is lost, whose error the text is, or one of these:
 _TEXT_BYTES = 600
@@ -34,7 +34,13 @@ _Peers = dict[int, socket.socket]  # By index: all others for process 0, process
 
 @contextlib.contextmanager
 def ended_with_others(
-    address: str, num_processes: int, index: int, timeout_seconds: float
+    address: str,
+    num_processes: int,
+    index: int,
+    timeout_seconds: float,
+    *,
+    bind_address: str | None = None,
+    description: str = "",
 ) -> Iterator[None]:
     """Waits for all processes of a job, runs the block, and ends this process with any other one.
 
@@ -45,16 +51,18 @@ def ended_with_others(
         num_processes: Number of processes of the job.
         index: Index of this process.
         timeout_seconds: Time to wait for the others.
+        bind_address: Address at which process 0 listens, by default `address`.
+        description: Versions that must be equal in all processes, separated by commas.
 
     Raises:
-        UserError: If a process has not started in time, or process 0 cannot listen at the address.
+        UserError: If a process has not started in time or has another description, or process 0
+            cannot listen at the address.
     """
-    host, _, port = address.rpartition(":")
     wait = _Wait(f"Process {index} of {num_processes}", timeout_seconds)
     if index == 0:
-        peers = _accept((host.strip("[]"), int(port)), num_processes, wait)
+        peers = _accept(bind_address or address, num_processes, description, wait)
     else:
-        peers = {0: _connect((host.strip("[]"), int(port)), index, wait)}
+        peers = {0: _connect(_host_and_port(address), index, description, wait)}
     job = _Job(index, num_processes, peers)
     for other, peer in list(peers.items()):
         _probe(peer)
@@ -132,65 +140,98 @@ class _Wait:
         return max(min(self._next_report, self._timeout) - seconds, 0.01)
 
 
-def _accept(address: tuple[str, int], num_processes: int, wait: _Wait) -> _Peers:
+def _accept(address: str, num_processes: int, description: str, wait: _Wait) -> _Peers:
     """Returns connections from all other processes, once they are there."""
     peers: _Peers = {}
-    try:
-        server = socket.create_server(address)
-    except OSError as error:
-        raise UserError(
-            f"--distributed_coordinator={address[0]}:{address[1]}: process 0 cannot listen there "
-            f"({error.strerror}); set a free port of its own host."
-        ) from error
-    with server:
+    descriptions = {}
+    with _server(address, wait) as server:
         while missing := [str(i) for i in range(1, num_processes) if i not in peers]:
             names = f"{'es' * (len(missing) > 1)} {', '.join(missing)}"
             server.settimeout(wait.go_on(f"no connection from process{names:.99}"))
             with contextlib.suppress(OSError):  # Time for a report, or a process that has gone.
                 peer = server.accept()[0]
                 peer.settimeout(_CONNECT_SECONDS)
-                hello = peer.recv(len(_HELLO) + 4, socket.MSG_WAITALL)
-                number = int.from_bytes(hello[len(_HELLO) :])
-                if hello.startswith(_HELLO) and 0 < number < num_processes:
-                    peers[number] = peer
+                number, other = _receive(peer, _HELLO) or (0, b"")
+                if 0 < number < num_processes:
+                    peers[number], descriptions[number] = peer, other.decode(errors="replace")
+    for number in sorted(peers):
+        _check_equal(number, descriptions[number], description, peers)
     for peer in peers.values():
         _send(peer, _ALL_STARTED)
     return peers
 
 
-def _connect(address: tuple[str, int], index: int, wait: _Wait) -> socket.socket:
+def _check_equal(number: int, description: str, expected: str, peers: _Peers) -> None:
+    """Raises UserError in all processes if the description of one differs from process 0's."""
+    pairs = zip(description.split(", "), expected.split(", "), strict=False)
+    for found, own in pairs:
+        if found != own:
+            text = f"Process {number} has {found}, process 0 {own}; install the same in both."
+            for peer in peers.values():
+                _send(peer, 0, text.encode())
+            raise UserError(text)
+
+
+def _server(address: str, wait: _Wait) -> socket.socket:
+    host, port = _host_and_port(address)
+    while True:
+        try:
+            family = socket.getaddrinfo(host, port)[0][0]
+            return socket.create_server((host, port), family=family)
+        except socket.gaierror as error:  # Names of Kubernetes appear after their pods.
+            time.sleep(min(wait.go_on(f"{host}: {error.strerror}"), 0.5))
+        except OSError as error:
+            raise UserError(
+                f"--distributed_coordinator={address}: process 0 cannot listen there "
+                f"({error.strerror}); set a free port of its own host."
+            ) from error
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _connect(address: tuple[str, int], index: int, description: str, wait: _Wait) -> socket.socket:
     """Returns a connection to process 0, once all processes are there."""
     reason = f"process 0 does not answer at {address[0]}:{address[1]}"
     while True:
         seconds = wait.go_on(reason)
         try:
             peer = socket.create_connection(address, min(seconds, _CONNECT_SECONDS))
-            peer.sendall(_HELLO + index.to_bytes(4))
         except OSError:
             time.sleep(min(seconds, 0.5))
             continue
+        peer.settimeout(_CONNECT_SECONDS)
+        _send(peer, index, description.encode(), _HELLO)
         while True:
             peer.settimeout(wait.go_on("process 0 names the missing ones"))
             with contextlib.suppress(TimeoutError):
-                if (received := _receive(peer)) and received[0] == _ALL_STARTED:
+                number, text = _receive(peer) or (None, b"")
+                if number == _ALL_STARTED:
                     return peer
+                if text:
+                    raise UserError(text.decode(errors="replace"))
                 break  # Process 0 has ended, and may be started again.
 
 
-def _send(peer: socket.socket, number: int, text: bytes = b"") -> None:
+def _send(peer: socket.socket, number: int, text: bytes = b"", prefix: bytes = b"") -> None:
     with contextlib.suppress(OSError):
-        peer.sendall(number.to_bytes(4) + text[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"))
+        peer.sendall(prefix + number.to_bytes(4) + text[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"))
 
 
-def _receive(peer: socket.socket) -> tuple[int, bytes] | None:
+def _receive(peer: socket.socket, prefix: bytes = b"") -> tuple[int, bytes] | None:
     """Returns the number and the text of a message, None if the connection has ended."""
     try:
-        received = peer.recv(4 + _TEXT_BYTES, socket.MSG_WAITALL)
+        received = peer.recv(len(prefix) + 4 + _TEXT_BYTES, socket.MSG_WAITALL)
     except TimeoutError:
         raise
     except OSError:
         return None
-    return (int.from_bytes(received[:4]), received[4:].rstrip(b"\0")) if received else None
+    if not received or not received.startswith(prefix):
+        return None
+    received = received[len(prefix) :]
+    return int.from_bytes(received[:4]), received[4:].rstrip(b"\0")
 
 
 def _probe(peer: socket.socket) -> None:

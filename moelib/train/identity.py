@@ -10,7 +10,7 @@ import sysconfig
 from collections.abc import Mapping
 from typing import Any
 
-from moelib.checkpoint.contents import CheckpointRecord, library_versions
+from moelib.checkpoint.contents import CheckpointRecord
 from moelib.core import tree
 from moelib.core.config_parse import parse
 from moelib.core.config_paths import Line, lines
@@ -18,6 +18,7 @@ from moelib.core.errors import UserError
 from moelib.core.files import atomic_file, read_json, read_text, write_json
 from moelib.core.processes import gather_json
 from moelib.core.trusted_code import UntrustedNameError
+from moelib.core.versions import library_versions
 from moelib.data.input import Input
 from moelib.parallel.mesh import describe_mesh
 from moelib.train.settings import completed

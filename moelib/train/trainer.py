@@ -35,6 +35,7 @@ from moelib.layers.kernel_check import check_kernels
 from moelib.learner.learner import Learner
 from moelib.parallel import sharding
 from moelib.parallel.auto_sharding.specs import ShardingReport
+from moelib.parallel.distributed import check_job, describe_processes
 from moelib.parallel.mesh import (
     MESH_AXIS_NAMES,
     HybridMeshShape,
@@ -526,7 +527,8 @@ class SpmdTrainer(Module):
             "end of input").
 
         Raises:
-            UserError: If the processes have different configs.
+            UserError: If the processes have different configs or numbers of devices, or are not
+                connected.
             TrainerDirConflictError: If the folder belongs to a run with another config.
             DirectoryInUseError: If another process trains in the folder, or in the checkpointer's.
             NonFiniteError: At the first step whose loss or parameters are not finite.
@@ -534,6 +536,7 @@ class SpmdTrainer(Module):
         """
         cfg = self.config
         is_writer = jax.process_index() == 0
+        check_job()
         with contextlib.ExitStack() as stack:
             check_processes(cfg)
             stack.enter_context(self.on_mesh())
@@ -587,7 +590,7 @@ class SpmdTrainer(Module):
             batch_sharding=self.batch_sharding,
             flops_per_token=self.flops_per_token(),
             is_language_model=getattr(self.model, "is_language_model", True),
-            description=self.describe(),
+            description="\n".join([*describe_processes(self.mesh()), self.describe()]),
             open_input=lambda: self.input,
             save_tokenizer=self._save_tokenizer,
             evalers=self.evalers,

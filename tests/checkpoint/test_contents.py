@@ -8,11 +8,10 @@ import pytest
 from moelib.checkpoint import contents
 
 
-def test_record_describes_arrays_and_libraries():
+def test_record_describes_arrays():
     assert contents.describe_arrays({"w": np.ones((2, 3), np.float32)}) == {
         "w": ["float32", [2, 3]]
     }
-    assert {"python", "jax", "orbax-checkpoint"} <= contents.library_versions().keys()
 
 
 @pytest.mark.parametrize(

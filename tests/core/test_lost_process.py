@@ -18,7 +18,10 @@ index, num_processes, port, timeout, end = sys.argv[1:]
 lost_process._FIRST_REPORT_SECONDS = lost_process._REPORT_SECONDS = 0.1
 lost_process._GRACE_SECONDS = 0.5
 address = f"localhost:{port}"
-with lost_process.ended_with_others(address, int(num_processes), int(index), float(timeout)):
+versions = "jax 1.0, moelib " + end if end.startswith("0.") else ""
+with lost_process.ended_with_others(
+    address, int(num_processes), int(index), float(timeout), description=versions
+):
     pass
 if end == "wait":
     time.sleep(100)
@@ -94,6 +97,12 @@ def test_missing_processes_are_named(ends, message):
     assert error.count(f"of {len(ends)} has waited ") > 1  # While it waits, and at the end.
     assert f"has waited 2 s of 2: {message}" in error
     assert "--start_timeout_seconds" in error
+
+
+def test_processes_with_other_versions_are_refused_by_all():
+    for status, error in run(["0.1", "0.1", "0.2"]).values():
+        assert status == 1
+        assert "Process 2 has moelib 0.2, process 0 moelib 0.1" in error
 
 
 def test_an_address_that_is_not_free_is_refused():

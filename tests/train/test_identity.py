@@ -5,10 +5,11 @@ import pathlib
 
 import pytest
 
-from moelib.checkpoint.contents import CheckpointRecord, library_versions
+from moelib.checkpoint.contents import CheckpointRecord
 from moelib.core import moved_names
 from moelib.core.config import config_for_function
 from moelib.core.errors import UserError
+from moelib.core.versions import library_versions
 from moelib.layers.moe.dispatch import SortedDispatcher
 from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
 from moelib.layers.moe.dispatch_ragged import RaggedDispatcher

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -86,7 +87,9 @@ def test_sigint_saves_too(tmp_path):
 
 @pytest.mark.slow
 def test_number_of_processes_may_change_and_sigterm_stops_all(tmp_path, expected):
-    outs = finish_two(tmp_path, "--signal_at", 3)
+    finished = [finish(process) for process in start_two(tmp_path, "--signal_at", 3)]
+    outs = [out for out, _ in finished]
+    assert re.search(r"Process 1 of 2: .*, 2 x cpu, mesh \w+=2-3", finished[0][1])
     assert outs[0] == outs[1]
     assert outs[0]["stopped_by"] == "SIGTERM"
     assert 3 <= outs[0]["step"] < 8

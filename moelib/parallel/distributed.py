@@ -1,0 +1,188 @@
+"""The processes of a job, connected: JAX then uses the devices of all of them as one machine."""
+
+import glob
+import logging
+import os
+import re
+import socket
+from collections.abc import Collection, Mapping
+
+import jax
+import numpy as np
+
+from moelib.core.errors import UsageError, UserError
+from moelib.core.lost_process import ended_with_others
+from moelib.core.processes import gather_json
+from moelib.core.versions import library_versions
+from moelib.parallel.cluster import Cluster, find_cluster
+
+logger = logging.getLogger(__name__)
+
+
+def initialize_distributed(
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    start_timeout_seconds: int = 300,
+    heartbeat_timeout_seconds: int = 10,
+) -> Cluster | None:
+    """Connects the processes of this process's job, and returns the job; None for one process.
+
+    Without arguments, the job is found in the environment (`moelib.parallel.cluster`). Processes
+    wait for each other, and end when one of them is lost (`moelib.core.lost_process`). Call it
+    before anything computes.
+
+    Args:
+        coordinator: Address of process 0, as host:port; alone, it replaces that of the environment.
+        num_processes: Number of processes of the job.
+        process_id: Index of this process, from 0.
+        start_timeout_seconds: Seconds that a process waits for the others to start.
+        heartbeat_timeout_seconds: Seconds without a heartbeat of a process before the others end.
+
+    Raises:
+        UsageError: If only some arguments are set, or are wrong, or the environment is incomplete.
+        UserError: If another process does not start, or has other versions.
+    """
+    job = _job(coordinator, num_processes, process_id)
+    if job is None or job.coordinator is None:
+        return None
+    address = job.coordinator
+    if not re.fullmatch(".+:[0-9]{1,5}", address):
+        raise UsageError(f"--distributed_coordinator={address}: write host:port.")
+    if job.process_id >= job.num_processes:
+        raise UsageError(
+            f"--process_id={job.process_id}: set less than --num_processes={job.num_processes}."
+        )
+    bind_address = _bind_address(job, address)
+    with ended_with_others(
+        address,
+        job.num_processes,
+        job.process_id,
+        start_timeout_seconds,
+        bind_address=bind_address,
+        description=", ".join(f"{name} {version}" for name, version in library_versions().items()),
+    ):
+        jax.distributed.initialize(
+            address,
+            job.num_processes,
+            job.process_id,
+            local_device_ids=gpus_of_process(job),
+            heartbeat_timeout_seconds=heartbeat_timeout_seconds,
+            coordinator_bind_address=bind_address,
+            cluster_detection_method="deactivate",
+        )
+    return job
+
+
+def check_job() -> None:
+    """Raises UserError if the processes of this job are not connected, or have unequal devices."""
+    if jax.process_count() == 1:
+        return
+    if not jax.distributed.is_initialized():  # Those of a TPU slice compute without it.
+        raise UserError(
+            f"{jax.process_count()} processes are not connected, and SIGTERM would lose steps; "
+            "call moelib.parallel.distributed.initialize_distributed() before anything computes."
+        )
+    found = gather_json({"host": socket.gethostname(), "devices": jax.local_device_count()})
+    first = found[0]
+    for index, each in enumerate(found):
+        if each["devices"] != first["devices"]:
+            raise UserError(
+                f"process {index} on {each['host']} has {each['devices']} devices, process 0 on "
+                f"{first['host']} {first['devices']}; give all processes of a job the same number."
+            )
+
+
+def describe_processes(mesh: jax.sharding.Mesh) -> list[str]:
+    """Returns a line per process, with its host, devices and mesh coordinates; none for one."""
+    if jax.process_count() == 1:
+        return []
+    devices = set(jax.local_devices())
+    own = (
+        f"{socket.gethostname()}, {len(devices)} x {jax.local_devices()[0].device_kind}, "
+        f"mesh {coordinates(mesh, devices)}, jax {jax.__version__}"
+    )
+    return [f"Process {i} of {jax.process_count()}: {x}" for i, x in enumerate(gather_json(own))]
+
+
+def coordinates(mesh: jax.sharding.Mesh, devices: Collection[jax.Device]) -> str:
+    """Returns the coordinates of devices along the axes of a mesh, such as expert=1,fsdp=2-3."""
+    where = np.argwhere(np.vectorize(devices.__contains__)(mesh.devices))
+    ranges = zip(mesh.axis_names, where.min(0), where.max(0), mesh.devices.shape, strict=True)
+    return ",".join(
+        f"{axis}={low}" if low == high else f"{axis}={low}-{high}"
+        for axis, low, high, size in ranges
+        if size > 1
+    )
+
+
+def _job(
+    coordinator: str | None, num_processes: int | None, process_id: int | None
+) -> Cluster | None:
+    if num_processes is not None and process_id is not None and coordinator is not None:
+        return Cluster("flags", coordinator, num_processes, process_id)
+    if num_processes is not None or process_id is not None:
+        raise UsageError(
+            "--distributed_coordinator, --num_processes and --process_id require each other; set "
+            "all three."
+        )
+    found = find_cluster(tpu=jax.config.jax_platforms != "cpu")
+    if found is None and coordinator is not None:
+        raise UsageError(
+            f"--distributed_coordinator={coordinator}: no launcher of several processes is found; "
+            "set --num_processes and --process_id, too."
+        )
+    if found is None:
+        _warn_outside_srun(os.environ)
+        return None
+    if coordinator is None and found.coordinator is None:
+        raise UsageError(
+            f"{found.launcher} does not tell where process 0 runs; set "
+            "--distributed_coordinator=host:port, with a free port of its host."
+        )
+    return found._replace(coordinator=coordinator or found.coordinator)
+
+
+def _warn_outside_srun(environ: Mapping[str, str]) -> None:
+    number = environ.get("SLURM_NTASKS", "1")
+    if number != "1" and "SLURM_STEP_NODELIST" not in environ:
+        logger.warning(
+            "SLURM_NTASKS=%s, but this is one process outside of srun; start it by srun to use "
+            "all tasks of the job.",
+            number,
+        )
+
+
+def _bind_address(job: Cluster, address: str) -> str:
+    """Returns the address at which process 0 listens: that of the coordinator alone, if possible.
+
+    Systems such as Debian resolve a host's own name to an address that no other host reaches.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        is_loopback = socket.gethostbyname(host).startswith("127.") and host != "localhost"
+    except OSError:
+        return address
+    is_name = not re.fullmatch(r"[\d.]+", host)
+    spans_hosts = job.local_size < job.num_processes
+    return f"0.0.0.0:{port}" if is_loopback and is_name and spans_hosts else address
+
+
+def gpus_of_process(job: Cluster) -> list[int] | None:
+    """Returns the indices of the visible GPUs that a process uses; None for all of them.
+
+    The processes of a host share its GPUs evenly, unless the launcher shows each its own.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    num = len(glob.glob("/dev/nvidia[0-9]*")) if visible is None else len(visible.split(","))
+    is_bound = any(os.environ.get(name) for name in ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"))
+    if job.local_size == 1 or num < job.local_size or is_bound:
+        return None
+    each, rest = divmod(num, job.local_size)
+    if rest:
+        raise UserError(
+            f"{job.local_size} processes of a host cannot share {num} GPUs evenly; start a number "
+            "of processes per host that divides it, or set CUDA_VISIBLE_DEVICES for each."
+        )
+    return list(range(job.local_id * each, (job.local_id + 1) * each))
