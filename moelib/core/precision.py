@@ -31,8 +31,22 @@ import jax
 import jax.numpy as jnp
 
 from moelib.core import tree
+from moelib.core.errors import UserError
 from moelib.core.param import Cast, ParameterSpec, is_spec
 from moelib.core.tree import Nested
+
+
+def check_float(field: str, dtype: Any) -> None:
+    """Raises UserError if parameters or activations cannot have the dtype that a field sets."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        reason = "is not floating-point; set bfloat16 or float32, for example"
+    elif jnp.finfo(dtype).bits < 16:
+        reason = "has fewer than 16 bits; set bfloat16, and quantization for matmuls in 8 bits"
+    elif jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        reason = "JAX computes in float32; set float32, or JAX_ENABLE_X64=1 in the environment"
+    else:
+        return
+    raise UserError(f"{field} is {dtype}, which {reason}.")
 
 
 def is_cast(spec: ParameterSpec, dtype: Any) -> bool:

@@ -16,6 +16,7 @@ from moelib.core.errors import UserError
 from moelib.core.metrics import maximum, weighted
 from moelib.core.module import Module, nowrap
 from moelib.core.param import Axes, Cast, FanAxes, Initializer, ParameterSpec, is_spec
+from moelib.core.precision import check_float
 from moelib.core.tree import Nested
 from moelib.layers import initializers
 from moelib.layers.quantization import Quantization, operand
@@ -255,14 +256,22 @@ class BaseLayer(Module):
         """Returns the specs of all parameters of this layer and the layers inside.
 
         Raises:
-            UserError: If `quantization` is set where nothing is quantized.
+            UserError: If `quantization` is set where nothing is quantized, or `dtype` is not a
+                floating-point dtype of 16 bits or more.
         """
         for layer, _ in self.walk():
-            scheme, inside = layer.config.quantization, (each for each, _ in layer.walk())
-            if scheme not in (None, Quantization.NONE) and not any(x.quantized for x in inside):
+            if layer.config.dtype is not None:
+                check_float(f"{layer._title()}.dtype", layer.config.dtype)
+            scheme = layer.config.quantization
+            if scheme in (None, Quantization.NONE):
+                continue
+            inside = [each for each, _ in layer.walk() if each.quantized]
+            if all(each._inherited("quantization") is not scheme for each in inside):
+                advice = "remove it, or theirs" if inside else "remove it, or set it on the decoder"
+                which = "that it applies to" if inside else "that can be quantized"
                 raise UserError(
                     f"{layer._title()}: quantization={scheme}, but {type(layer).__qualname__} has "
-                    "no weight that can be quantized; remove it, or set it on the decoder."
+                    f"no weight {which}; {advice}."
                 )
         return self._collect(lambda layer: layer.layer_parameter_specs())
 

@@ -192,7 +192,8 @@ class Learner(Module):
         """Returns the state before the first step. Parameters that are not updated have none.
 
         Raises:
-            UserError: If a moment is to be stored in fewer bits, and no optimizer has it.
+            UserError: If a moment is to be stored in fewer bits, and no optimizer has it, or if
+                `stochastic_rounding` is set, and nothing is stored in fewer bits.
             ValueError: If the parameters are not those of the specs.
         """
         known, given = set(self._labels), set(tree.by_path(params))
@@ -215,7 +216,19 @@ class Learner(Module):
                     f"{self._field(field)} is {format_}, but the state of the optimizer has no "
                     f"means of {means} that can be stored so; set it to MomentFormat.FLOAT32."
                 )
+        if self.config.stochastic_rounding and updated and not self._rounds(updated):
+            raise UserError(
+                f"{self._field('stochastic_rounding')} is True, but moments and parameters are "
+                "stored in float32, which is not rounded; set first_moment, second_moment or the "
+                "model's dtype to fewer bits, or stochastic_rounding to False."
+            )
         return offload.to_host(state) if self.config.offload_state else state
+
+    def _rounds(self, updated: Nested) -> bool:
+        """Returns whether moments, or some of the parameters, are stored in fewer bits."""
+        formats = {self.config.first_moment, self.config.second_moment}
+        low = any(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(updated))
+        return low or formats != {MomentFormat.FLOAT32}
 
     @nowrap
     def state_specs(self) -> LearnerState:

@@ -8,6 +8,7 @@ no code for it.
 import contextlib
 import dataclasses
 import functools
+import logging
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -45,6 +46,8 @@ from moelib.parallel.pipeline.schedule import Schedule
 from moelib.train.metrics import as_metric, collect
 from moelib.train.state import updated
 
+logger = logging.getLogger(__name__)
+
 
 class _CutError(BaseException):
     """The end of a forward pass at the repeated blocks."""
@@ -76,7 +79,7 @@ def stack_of(model: Any) -> ScanStack:
         loss = layer.config.load_balance_loss if isinstance(layer, MoELayer) else None
         if loss is not None and loss.scope is BalanceScope.ALL_LAYERS:
             raise UserError(
-                f"{layer.path()}.load_balance_loss.scope is ALL_LAYERS, but the layers of a "
+                f"{layer._title()}.load_balance_loss.scope is ALL_LAYERS, but the layers of a "
                 "pipeline are on different devices; set another scope, or pipeline=1."
             )
     return stacks[0]
@@ -127,7 +130,7 @@ class _Cut:
             for name, value in side_inputs.items():
                 if any(jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(value)):
                     raise UserError(
-                        f"mesh axis pipeline: {self.stack.path()} gets {name!r}, an array of "
+                        f"mesh axis pipeline: {self.stack._title()} gets {name!r}, an array of "
                         "floats, whose gradient a pipeline does not compute; set pipeline=1."
                     )
             outputs = new_output_collection()
@@ -218,7 +221,7 @@ class _Cut:
             x, found = run(None, self._within(read), inputs)
         except OutsideError as error:
             raise UserError(
-                f"mesh axis pipeline: a layer of {self.stack.path()} uses a module outside it: "
+                f"mesh axis pipeline: a layer of {self.stack._title()} uses a module outside it: "
                 f"{str(error).partition(';')[0]}; set pipeline=1."
             ) from error
         found = OutputCollection(*map(self._whole, found))
@@ -236,7 +239,7 @@ class _Cut:
             calls.append(x)
             if len(calls) > 1:
                 raise UserError(
-                    f"mesh axis pipeline: the model calls {self.stack.path()} more than once per "
+                    f"mesh axis pipeline: the model calls {self.stack._title()} more than once per "
                     "forward pass; set pipeline=1."
                 )
             return x
@@ -273,6 +276,21 @@ def layout_of(model: Any, pipeline: PipelineConfig) -> Layout:
     schedule, num_ranks = pipeline.schedule, pipeline.num_ranks
     sizes = stage_sizes(stack_of(model).num_blocks, num_ranks * schedule.num_chunks)
     return Layout(schedule, num_ranks, sizes)
+
+
+def warn_empty_stages(model: Any, pipeline: PipelineConfig) -> None:
+    """Logs a warning if a model has fewer blocks than there are stages, some of which then idle."""
+    sizes = layout_of(model, pipeline).sizes
+    if not all(sizes):
+        logger.warning(
+            "pipeline_schedule is %s, which has %d stages on %d ranks, but the model has %d "
+            "repeated blocks: %d stages have none; set a smaller mesh axis pipeline.",
+            pipeline.schedule.name,
+            len(sizes),
+            pipeline.num_ranks,
+            sum(sizes),
+            sizes.count(0),
+        )
 
 
 def accumulate_in_pipeline(

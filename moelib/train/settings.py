@@ -1,16 +1,19 @@
 """Checks of a trainer's config, and the fields of its children that follow from others."""
 
+import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
 from moelib.core.config import REQUIRED, RequiredFieldMissingError, did_you_mean
 from moelib.core.config_paths import join_path, sub_configs
 from moelib.core.errors import UserError
+from moelib.core.precision import check_float
+from moelib.parallel.pipeline.schedule import Schedule
 from moelib.parallel.sharding import PIPELINE_RULES, SplitError, mesh_axes
+
+logger = logging.getLogger(__name__)
 
 # Settings that a resumed run may change if `accept_changes` names them: all further steps differ.
 ACCEPTABLE = ("schedule", "train_dtype", "accumulation", "config")
@@ -31,11 +34,8 @@ def check_config(cfg: Any) -> None:
     for name in ("max_step", "log_every_n_steps", "num_microbatches"):
         if getattr(cfg, name) < 1:
             raise UserError(f"{name} is {getattr(cfg, name)}; set it to 1 or more.")
-    if cfg.train_dtype is not None and not jnp.issubdtype(cfg.train_dtype, jnp.floating):
-        raise UserError(
-            f"train_dtype is {cfg.train_dtype}, which is not floating-point; set bfloat16 or "
-            "float32, for example."
-        )
+    if cfg.train_dtype is not None:
+        check_float("train_dtype", cfg.train_dtype)
     batch_size, parts = cfg.input.global_batch_size, cfg.num_microbatches
     if batch_size % parts:
         raise UserError(
@@ -114,6 +114,22 @@ def check_loss_chunk(chunk_size: int | None, tokens: int) -> None:
         raise UserError(
             f"model.loss_chunk_size is {chunk_size}, more than the {tokens} tokens of a device's "
             f"micro-batch; set it to {tokens} or less, or to None."
+        )
+
+
+def schedule_on(cfg: Any, mesh_shape: Mapping[str, int]) -> Schedule | None:
+    """Returns the schedule of a `SpmdTrainer.Config`; None on a mesh where it has no effect."""
+    pairs = cfg.pipeline_schedule is Schedule.DUALPIPE_V and mesh_shape.get("expert", 1) > 1
+    return cfg.pipeline_schedule if mesh_shape.get("pipeline", 1) > 1 or pairs else None
+
+
+def warn_unused_schedule(cfg: Any, mesh_shape: Mapping[str, int]) -> None:
+    """Logs a warning if the schedule of a `SpmdTrainer.Config` has no effect on a mesh."""
+    if cfg.pipeline_schedule is not None and schedule_on(cfg, mesh_shape) is None:
+        logger.warning(
+            "pipeline_schedule is %s, but the mesh axis pipeline is 1, so that it has no effect; "
+            "set mesh_shape=pipeline=2, for example, or pipeline_schedule=None.",
+            cfg.pipeline_schedule.name,
         )
 
 

@@ -53,8 +53,15 @@ from moelib.train.input_state import gather_input_state, input_state_of
 from moelib.train.loop import TrainLoop
 from moelib.train.memory import check_memory
 from moelib.train.no_gradient import warn_without_gradient
-from moelib.train.pipeline import PipelineConfig, stack_of
-from moelib.train.settings import check_batch, check_config, completed, rules_of
+from moelib.train.pipeline import PipelineConfig, stack_of, warn_empty_stages
+from moelib.train.settings import (
+    check_batch,
+    check_config,
+    completed,
+    rules_of,
+    schedule_on,
+    warn_unused_schedule,
+)
 from moelib.train.shardings import shard_external_layers
 from moelib.train.signals import ended_by_sigterm
 from moelib.train.state import TrainerState
@@ -225,15 +232,14 @@ class SpmdTrainer(Module):
         Raises:
             UserError: If the model cannot be spread over it, or needs more micro-batches.
         """
-        cfg, sizes = self.config, self.mesh_sizes
-        num_ranks = sizes.get("pipeline", 1)
-        has_pairs = cfg.pipeline_schedule is Schedule.DUALPIPE_V and sizes.get("expert", 1) > 1
-        if cfg.pipeline_schedule is None or (num_ranks == 1 and not has_pairs):
+        num_ranks = self.mesh_sizes.get("pipeline", 1)
+        schedule = schedule_on(self.config, self.mesh_sizes)
+        if schedule is None:
             return None
         stack_of(self.model)
-        check_microbatches(cfg.pipeline_schedule, num_ranks, cfg.num_microbatches)
+        check_microbatches(schedule, num_ranks, self.config.num_microbatches)
         on_cpus = self.mesh().devices.flat[0].platform == "cpu"
-        return PipelineConfig(cfg.pipeline_schedule, num_ranks, uniform=on_cpus)
+        return PipelineConfig(schedule, num_ranks, uniform=on_cpus)
 
     @contextlib.contextmanager
     @nowrap
@@ -418,8 +424,10 @@ class SpmdTrainer(Module):
         """Returns the compiled training step (state, batch) -> (state, metrics); donates the state.
 
         Calls `on_compiled`, if set, with the traced, the lowered and the compiled step. Logs a
-        warning if parameters get no gradient. `batch` is that of `trace_train_step`.
+        warning if parameters get no gradient, or `pipeline_schedule` has no effect or stages
+        without layers. `batch` is that of `trace_train_step`.
         """
+        warn_unused_schedule(self.config, self.mesh_sizes)
         traced = self.trace_train_step(batch)
         trained = tree.select(self.trainer_state_specs.model, self.learner.is_updated)
         if not trained and isinstance(self.model, Task) and not self.model.has_train_step:
@@ -428,7 +436,10 @@ class SpmdTrainer(Module):
                 "return arrays of floats, or set train_step."
             )
         # Gradients that a pipeline sums in its loop are no constants; those of a plain step are.
-        plain = traced if self.pipeline is None else self.trace_train_step(batch, pipeline=None)
+        plain = traced
+        if self.pipeline is not None:
+            warn_empty_stages(self.model, self.pipeline)
+            plain = self.trace_train_step(batch, pipeline=None)
         warn_without_gradient(plain.jaxpr, len(tree.by_path(trained, is_spec)))
         with self.on_mesh():
             lowered = traced.lower()

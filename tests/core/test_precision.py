@@ -2,12 +2,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from moelib.core.errors import UserError
 from moelib.core.param import Cast, ParameterSpec
 from moelib.core.precision import (
     CastAtUse,
     cast_at_use,
     cast_floats,
     cast_parameters,
+    check_float,
     compute_dtype,
     gradient_dtype,
     read_parameters,
@@ -16,6 +18,26 @@ from moelib.core.precision import (
 
 def spec(dtype="float32", **fields):
     return ParameterSpec((3,), (None,), dtype, **fields)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cure"),
+    [
+        ("int8", "bfloat16 or float32"),
+        ("float8_e4m3fn", "bfloat16, and quantization"),
+        ("float64", "float32, or JAX_ENABLE_X64=1"),
+    ],
+)
+def test_dtypes_that_nothing_computes_in_are_refused(dtype, cure):
+    with pytest.raises(UserError, match=f"train_dtype is {dtype}, .* set {cure}"):
+        check_float("train_dtype", dtype)
+
+
+def test_floats_of_16_bits_or_more_are_allowed():
+    for dtype in ("bfloat16", "float16", "float32"):
+        check_float("train_dtype", dtype)
+    with jax.enable_x64(True):
+        check_float("train_dtype", "float64")
 
 
 @pytest.mark.parametrize(

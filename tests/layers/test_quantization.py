@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from moelib.core import jaxpr
+from moelib.core.errors import UserError
 from moelib.core.module import functional
 from moelib.core.param import is_spec, specs_by_path
 from moelib.core.precision import read_parameters
@@ -91,6 +92,14 @@ def test_a_layer_without_weights_to_quantize_refuses_a_scheme():
     model = cfg.instantiate(parent=None)
     with pytest.raises(ValueError, match=r"embedding: quantization=.*FP8_BLOCK"):
         model.create_parameter_specs_recursively()
+
+
+def test_a_scheme_that_all_layers_inside_override_is_refused():
+    cfg = model_config(FP8)
+    cfg.decoder.quantization = Quantization.NONE
+    with pytest.raises(UserError, match=r"quantization=.*FP8_BLOCK, .* no weight that it applies"):
+        cfg.instantiate(parent=None).create_parameter_specs_recursively()
+    cfg.set(quantization=None).instantiate(parent=None).create_parameter_specs_recursively()
 
 
 @pytest.mark.parametrize("scheme", [FP8, Quantization.INT8_BLOCK])

@@ -251,6 +251,12 @@ def test_a_moment_that_no_optimizer_has_is_an_error(optimizer, field):
         learner.state_specs()
 
 
+def test_stochastic_rounding_of_float32_is_refused():
+    with pytest.raises(UserError, match=r"learner\.stochastic_rounding is True, but .* float32"):
+        learner_of(stochastic_rounding=True).state_specs()
+    learner_of(stochastic_rounding=True, second_moment=MomentFormat.EIGHT_BIT).state_specs()
+
+
 def test_an_indivisible_dimension_is_stored_in_8_bits():
     params = {"head": jnp.zeros((8, 50257))}
     stored = stored_as(optax.adam(0.1), MomentFormat.EIGHT_BIT, MomentFormat.EIGHT_BIT)

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from moelib.core import tree
+from moelib.core import config_parse, tree
 from moelib.core.config import config_class, config_for_function
 from moelib.core.errors import UserError
 from moelib.layers.base import BaseLayer
@@ -27,7 +27,7 @@ from moelib.parallel.pipeline.schedule import Schedule
 from moelib.train import state as state_lib
 from moelib.train.fit import fit
 from moelib.train.metrics import unpack
-from moelib.train.pipeline import PipelineConfig, stack_of, stage_sizes
+from moelib.train.pipeline import PipelineConfig, stack_of, stage_sizes, warn_empty_stages
 from moelib.train.step import make_train_step
 from tests.tiny import (
     model_config,
@@ -252,8 +252,11 @@ def test_models_that_cannot_be_cut_are_refused():
         stack_of(loop.instantiate(parent=None))
     loss = LoadBalanceLoss.default_config().set(weight=0.3, scope=BalanceScope.ALL_LAYERS)
     layer = transformer_layer(moe(load_balance_loss=loss))
-    with pytest.raises(UserError, match="scope is ALL_LAYERS, but the layers of a pipeline"):
-        stack_of(model_config(stacked(layer, num_layers=2)).instantiate(parent=None))
+    cfg = model_config(stacked(layer, num_layers=2))
+    with pytest.raises(UserError, match="ALL_LAYERS, but the layers of a pipeline") as error:
+        stack_of(cfg.instantiate(parent=None))
+    config_parse.set_from_text(cfg, f"{str(error.value).split()[0]}=SEQUENCE")
+    stack_of(cfg.instantiate(parent=None))
 
 
 class TwiceLM(CausalLM):
@@ -305,6 +308,15 @@ def test_models_that_stages_cannot_compute_are_refused(model, layer, message):
     pipeline = PipelineConfig(Schedule.GPIPE, 2, uniform=True)
     with pytest.raises(UserError, match=message):
         step_of(cfg, {"pipeline": 2}, pipeline, num_microbatches=2)
+
+
+def test_stages_without_blocks_are_reported(caplog):
+    model = model_config(stacked(transformer_layer(), num_layers=4)).instantiate(parent=None)
+    warn_empty_stages(model, PipelineConfig(Schedule.ZB_V, 2))
+    assert not caplog.records
+    warn_empty_stages(model, PipelineConfig(Schedule.ZB_V, 4))
+    wanted = "ZB_V, which has 8 stages on 4 ranks, but the model has 4 repeated blocks: 4 stages"
+    assert wanted in caplog.text
 
 
 def test_larger_stages_are_in_the_middle():

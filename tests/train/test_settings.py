@@ -17,8 +17,15 @@ from moelib.data.input import Input
 from moelib.data.synthetic import SyntheticInput
 from moelib.learner.schedules import cosine
 from moelib.models.causal_lm import CausalLM
+from moelib.parallel.pipeline.schedule import Schedule
 from moelib.parallel.sharding import SplitError
-from moelib.train.settings import check_batch, check_config, completed
+from moelib.train.settings import (
+    check_batch,
+    check_config,
+    completed,
+    schedule_on,
+    warn_unused_schedule,
+)
 from tests import tiny
 
 
@@ -183,6 +190,31 @@ def _never():
     return lambda *, step, summaries: False
 
 
-def test_dtype_without_gradients_is_refused(cfg):
-    with pytest.raises(UserError, match="train_dtype is int32"):
-        check_config(cfg.set(train_dtype="int32"))
+@pytest.mark.parametrize("dtype", ["int32", "float8_e4m3fn", "float64"])
+def test_dtype_that_no_step_computes_in_is_refused(cfg, dtype):
+    with pytest.raises(UserError, match=f"train_dtype is {dtype}"):
+        check_config(cfg.set(train_dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mesh", "has_effect"),
+    [
+        (Schedule.GPIPE, {"data": 8}, False),
+        (Schedule.GPIPE, {"pipeline": 1, "expert": 8}, False),
+        (Schedule.DUALPIPE_V, {"data": 8}, False),
+        (Schedule.DUALPIPE_V, {"data": 4, "expert": 2}, True),
+        (Schedule.ZB_V, {"pipeline": 2, "data": 4}, True),
+    ],
+)
+def test_schedule_without_effect_is_reported(cfg, caplog, schedule, mesh, has_effect):
+    cfg.pipeline_schedule = schedule
+    assert schedule_on(cfg, mesh) == (schedule if has_effect else None)
+    warn_unused_schedule(cfg, mesh)
+    found = [x.getMessage() for x in caplog.records if x.levelname == "WARNING"]
+    assert len(found) == (not has_effect)
+    assert has_effect or f"pipeline_schedule is {schedule.name}, but" in found[0]
+
+
+def test_a_mesh_without_a_schedule_is_not_reported(cfg, caplog):
+    warn_unused_schedule(cfg, MESH)
+    assert not caplog.records

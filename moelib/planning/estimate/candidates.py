@@ -174,6 +174,7 @@ def current_candidate(cfg: Any, work: Workload, topology: TopologyShape) -> Cand
     """
     rules, mesh = rules_of(cfg), _own_mesh(cfg, topology)
     schedule = cfg.pipeline_schedule if mesh.parts([AXIS]) > 1 else None
+    settings.warn_unused_schedule(cfg, mesh.sizes)
     sharding.check_mesh_axes(mesh.sizes, _rules(cfg, schedule))
     if schedule is not None:
         if work.pipeline_refusal:

@@ -106,6 +106,12 @@ def test_errors_are_those_of_the_trainer(work, num_microbatches, schedule, messa
         cfg.instantiate(parent=None).trace_train_step()
 
 
+def test_a_schedule_without_effect_is_reported(work, caplog):
+    cfg = deep().set(mesh_shape=mesh_shape_from_axes(fsdp=8), num_microbatches=1)
+    assert current_candidate(cfg.set(pipeline_schedule=Schedule.ZB_V), work, EIGHT).schedule is None
+    assert "pipeline_schedule is ZB_V, but the mesh axis pipeline is 1" in caplog.text
+
+
 def test_a_sweep_without_enough_blocks_for_a_stage_each_says_so():
     message = "pipeline=4: the model has 2 blocks, and schedule 'gpipe' has 4 stages; set fewer"
     with pytest.raises(UserError, match=message):
