@@ -139,6 +139,9 @@ class TrainFlags(ConfigFlags, DeviceFlags):
     )
     model_shards: int | None = flag(None, MODEL_SHARDS, lower_bound=1)
     dump: str | None = flag(None, "Folder for the compiled step and its report.")
+    stopped_status: int = flag(
+        0, "Exit status after SIGTERM, such as 75, so that a supervisor starts the run again."
+    )
     skip_kernel_check: bool | None = flag(
         None, "Whether to start without checking the accelerator's kernels against references."
     )
@@ -303,7 +306,10 @@ def train(flags: TrainFlags, arguments: Sequence[str] = ()) -> "FitResult":
     if not cfg.dir:
         raise UsageError("--trainer_dir is required: the folder that the run writes to.")
     flags.set_up()
-    return fit(cfg, dump=flags.dump, name=flags.config or "step")
+    result = fit(cfg, dump=flags.dump, name=flags.config or "step")
+    if result.stopped_by == "SIGTERM" and flags.stopped_status:
+        sys.exit(flags.stopped_status)
+    return result
 
 
 def fit(cfg: Any, *, dump: str | None = None, name: str = "step") -> "FitResult":

@@ -156,14 +156,15 @@ def test_every_folder_is_a_package_and_every_name_describes_its_content():
         assert not _EMPTY_NAMES & set(path.relative_to(_ROOT).with_suffix("").parts), path
 
 
-def test_the_wheel_holds_the_library_and_the_named_configs(tmp_path: pathlib.Path):
+def test_the_wheel_holds_the_library_the_named_configs_and_the_launchers(tmp_path: pathlib.Path):
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(command, cwd=_ROOT, capture_output=True, check=True)
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     stem = f"moelib-{moelib.__version__}.dist-info"
-    assert {name.split("/")[0] for name in names} == {"moelib", "moelib_experiments", stem}
-    assert "moelib_experiments/flame_moe.py" in names
+    packages = {"moelib", "moelib_experiments", "moelib_cloud"}
+    assert {name.split("/")[0] for name in names} == {*packages, stem}
+    assert {"moelib_experiments/flame_moe.py", "moelib_cloud/slurm.py"} <= set(names)
     assert f"{stem}/licenses/LICENSE" in names
 
 

@@ -8,8 +8,9 @@ import importlib.util
 import sys
 from collections.abc import Iterable
 
-# The named configs: their package in the repository, and in an installed wheel.
+# Named configs and launchers: their packages in the repository, and in an installed wheel.
 EXPERIMENTS = ("experiments", "moelib_experiments")
+LAUNCHERS = ("cloud", "moelib_cloud")
 
 # {"module:Name" of an earlier version: "module:Name" today}; covers everything inside a class.
 MOVED: dict[str, str] = {}
@@ -42,13 +43,14 @@ def current_field(owners: Iterable[str], field: str) -> str | None:
 def find_module(name: str) -> str | None:
     """Returns the name under which a module can be imported here, or None; imports its parents.
 
-    The named configs are `experiments` in the repository and `moelib_experiments` in the wheel;
-    either name finds both.
+    The named configs are `experiments` in the repository and `moelib_experiments` in the wheel,
+    the launchers `cloud` and `moelib_cloud`; either name finds both.
     """
     top, dot, rest = name.partition(".")
     names = [name]
-    if top in EXPERIMENTS:
-        names += [other + dot + rest for other in EXPERIMENTS if other != top]
+    for pair in (EXPERIMENTS, LAUNCHERS):
+        if top in pair:
+            names += [other + dot + rest for other in pair if other != top]
     return next(filter(_exists, names), None)
 
 

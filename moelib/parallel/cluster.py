@@ -1,5 +1,6 @@
 """The job that a process belongs to, found in the environment of the launcher that started it."""
 
+import glob
 import os
 import re
 import urllib.request
@@ -7,7 +8,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from moelib.core.errors import UsageError
+from moelib.core.errors import UsageError, UserError
 from moelib.core.platforms import has_tpu
 
 # Ports of coordinators, above those that Linux gives to outgoing connections (32768 to 60999).
@@ -140,6 +141,45 @@ def _metadata(key: str) -> str | None:
             return response.read().decode().strip()
     except OSError:  # No such attribute, or no such server.
         return None
+
+
+def gpus_of_process(local_size: int, local_id: int) -> list[int] | None:
+    """Returns the indices of the visible GPUs that a process uses; None for all of them.
+
+    The processes of a host share its GPUs evenly, unless the launcher shows each its own.
+
+    Args:
+        local_size: Number of processes on this host.
+        local_id: Index of this process among them.
+
+    Raises:
+        UserError: If the processes cannot share the GPUs evenly.
+    """
+    num = len(_visible_gpus())
+    is_bound = any(os.environ.get(name) for name in ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"))
+    if local_size == 1 or num < local_size or is_bound:
+        return None
+    each, rest = divmod(num, local_size)
+    if rest:
+        raise UserError(
+            f"{local_size} processes of a host cannot share {num} GPUs evenly; start a number of "
+            "processes per host that divides it, or set CUDA_VISIBLE_DEVICES for each."
+        )
+    return list(range(local_id * each, (local_id + 1) * each))
+
+
+def visible_gpus_of_process(local_size: int, local_id: int) -> list[str] | None:
+    """Returns CUDA's names of the GPUs of `gpus_of_process`."""
+    indices = gpus_of_process(local_size, local_id)
+    return None if indices is None else [_visible_gpus()[i] for i in indices]
+
+
+def _visible_gpus() -> list[str]:
+    """Returns CUDA's names of the GPUs that this process could use."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name for name in visible.split(",") if name]
+    return [str(i) for i, _ in enumerate(glob.glob("/dev/nvidia[0-9]*"))]
 
 
 def _port(job: str) -> int:

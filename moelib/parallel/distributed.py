@@ -1,6 +1,5 @@
 """The processes of a job, connected: JAX then uses the devices of all of them as one machine."""
 
-import glob
 import logging
 import os
 import re
@@ -14,7 +13,7 @@ from moelib.core.errors import UsageError, UserError
 from moelib.core.lost_process import ended_with_others
 from moelib.core.processes import gather_json
 from moelib.core.versions import library_versions
-from moelib.parallel.cluster import Cluster, find_cluster
+from moelib.parallel.cluster import Cluster, find_cluster, gpus_of_process
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +66,7 @@ def initialize_distributed(
             address,
             job.num_processes,
             job.process_id,
-            local_device_ids=gpus_of_process(job),
+            local_device_ids=gpus_of_process(job.local_size, job.local_id),
             heartbeat_timeout_seconds=heartbeat_timeout_seconds,
             coordinator_bind_address=bind_address,
             cluster_detection_method="deactivate",
@@ -167,22 +166,3 @@ def _bind_address(job: Cluster, address: str) -> str:
     is_name = not re.fullmatch(r"[\d.]+", host)
     spans_hosts = job.local_size < job.num_processes
     return f"0.0.0.0:{port}" if is_loopback and is_name and spans_hosts else address
-
-
-def gpus_of_process(job: Cluster) -> list[int] | None:
-    """Returns the indices of the visible GPUs that a process uses; None for all of them.
-
-    The processes of a host share its GPUs evenly, unless the launcher shows each its own.
-    """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    num = len(glob.glob("/dev/nvidia[0-9]*")) if visible is None else len(visible.split(","))
-    is_bound = any(os.environ.get(name) for name in ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"))
-    if job.local_size == 1 or num < job.local_size or is_bound:
-        return None
-    each, rest = divmod(num, job.local_size)
-    if rest:
-        raise UserError(
-            f"{job.local_size} processes of a host cannot share {num} GPUs evenly; start a number "
-            "of processes per host that divides it, or set CUDA_VISIBLE_DEVICES for each."
-        )
-    return list(range(job.local_id * each, (job.local_id + 1) * each))

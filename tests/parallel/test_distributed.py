@@ -6,7 +6,7 @@ import pytest
 
 from moelib.core.errors import UsageError, UserError
 from moelib.parallel import distributed
-from moelib.parallel.cluster import Cluster
+from moelib.parallel.cluster import Cluster, gpus_of_process
 from moelib.parallel.mesh import MESH_AXIS_NAMES, create_device_mesh, mesh_shape_from_axes
 
 
@@ -21,20 +21,19 @@ from moelib.parallel.mesh import MESH_AXIS_NAMES, create_device_mesh, mesh_shape
 )
 def test_processes_of_a_host_share_its_gpus(monkeypatch, visible, local_size, local_id, expected):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    job = Cluster("SLURM", "host:1", 8, local_id, local_size, local_id)
-    assert distributed.gpus_of_process(job) == expected
+    assert gpus_of_process(local_size, local_id) == expected
 
 
 def test_gpus_bound_by_slurm_are_kept(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     monkeypatch.setenv("SLURM_GPUS_PER_TASK", "2")
-    assert distributed.gpus_of_process(Cluster("SLURM", "host:1", 2, 1, 2, 1)) is None
+    assert gpus_of_process(2, 1) is None
 
 
 def test_gpus_that_processes_cannot_share_are_refused(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     with pytest.raises(UserError, match="2 processes of a host cannot share 3 GPUs"):
-        distributed.gpus_of_process(Cluster("SLURM", "host:1", 2, 0, 2, 0))
+        gpus_of_process(2, 0)
 
 
 def test_a_job_without_an_address_requires_one(monkeypatch):

@@ -1,0 +1,1 @@
+"""Launchers: the processes of a training run on this machine or a cluster, as configs."""

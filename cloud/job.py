@@ -1,0 +1,80 @@
+"""A job: the processes of one training run, and how a cluster is asked to start them."""
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+from moelib.core.config import REQUIRED, Configurable, Required, config_class
+from moelib.core.errors import UserError
+from moelib.core.files import atomic_file
+
+# Exit status of a run that SIGTERM stopped, if --stopped_status sets it: EX_TEMPFAIL of sysexits.h.
+STOPPED = 75
+# Exit statuses after which the same command continues a run: it was stopped, it hung, another
+# process of the job was lost, or this one was killed by signal 6, 9 or 15.
+CONTINUED = (STOPPED, 87, 88, 134, 137, 143)
+
+
+class Job(Configurable):
+    """The processes of a training run.
+
+    `moelib launch` writes `files()` into the folder of the job, and runs `commands()`.
+    """
+
+    @config_class
+    class Config(Configurable.Config):
+        name: str = "moelib"  # Name of the job.
+        arguments: Required[Sequence[str]] = REQUIRED  # Command line of `moelib`, such as train ...
+        folder: Required[str] = REQUIRED  # Folder for the files and the logs of the job.
+        # Command before the arguments; by default `python -m moelib` of this environment.
+        program: Sequence[str] = (sys.executable, "-m", "moelib")
+        num_processes: int = 1  # Number of processes.
+        env: dict[str, str] = {}  # Environment variables of the processes.
+        # Number of times that the job starts again after it was stopped or has lost a process.
+        max_restarts: int = 10
+
+    def __init__(self, cfg: Config) -> None:
+        super().__init__(cfg)
+        if cfg.num_processes < 1:
+            raise UserError(f"num_processes={cfg.num_processes}: set 1 or more.")
+
+    def files(self) -> Mapping[str, str]:
+        """Returns the text of each file, by its name in the folder of the job."""
+        return {}
+
+    def commands(self) -> Sequence[Sequence[str]]:
+        """Returns the commands that start the job, once its files are written."""
+        raise NotImplementedError
+
+    def command_of_process(self) -> list[str]:
+        """Returns the command line of each process."""
+        return [*self.config.program, *self.config.arguments]
+
+    def path(self, name: str) -> str:
+        """Returns the path of a file of the job."""
+        return os.path.join(self.config.folder, name)
+
+    def describe(self) -> str:
+        """Returns the files and the commands as text."""
+        texts = [f"# {self.path(name)}\n{text}" for name, text in self.files().items()]
+        return "\n".join([*texts, *map(shlex.join, self.commands())])
+
+    def launch(self) -> int:
+        """Writes the files, runs the commands, and returns the exit status of the last one."""
+        os.makedirs(self.config.folder, exist_ok=True)
+        for name, text in self.files().items():
+            with atomic_file(self.path(name)) as file:
+                file.write(text)
+        for command in self.commands():
+            try:
+                status = subprocess.run(command, check=False).returncode
+            except FileNotFoundError:
+                raise UserError(
+                    f"{command[0]} is not installed on this machine; run the command where it is: "
+                    f"{shlex.join(command)}"
+                ) from None
+            if status:
+                return status
+        return 0

@@ -1,0 +1,96 @@
+"""`moelib launch`: trains a config in several processes, on this machine or a cluster.
+
+moelib launch --job=local --num_processes=4 -m M -c C --trainer_dir=RUN --num_cpu_devices=2
+moelib launch --job=slurm --num_processes=8 --job_set=gpus_per_node=8 -m M -c C --trainer_dir=RUN
+
+The flags of `moelib train` are passed on to each process. --dry_run prints the files and commands
+of the job, and starts nothing.
+"""
+
+import dataclasses
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from moelib import launch
+from moelib.core import config_parse
+from moelib.core.command_line import describe_flags, flag, no_arguments
+from moelib.core.config import config_origin, did_you_mean
+from moelib.core.errors import UsageError
+from moelib.core.moved_names import find_module
+
+JOBS = {
+    "local": "cloud.local:LocalJob",
+    "slurm": "cloud.slurm:SlurmJob",
+}
+_OF_A_PROCESS = "process_id", "distributed_coordinator"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flags(launch.TrainFlags):
+    """Flags of the command."""
+
+    job: str = flag("local", f"Kind of job: {', '.join(JOBS)}, or the module:Class of one's own.")
+    job_set: tuple[str, ...] = flag((), "Field of the job and its value, such as partition=gpu.")
+    dry_run: bool = flag(False, "Print the files and commands of the job, and start nothing.")
+
+
+def run(flags: Flags, arguments: Sequence[str]) -> None:
+    """Checks the config of the run, and launches the job. Exits with the job's exit status."""
+    no_arguments(arguments, Flags)
+    for name in _OF_A_PROCESS:
+        if (value := getattr(flags, name)) is not None:
+            raise UsageError(f"--{name}={value}: the job sets it for each process; leave it unset.")
+    cfg = flags.load()
+    launch.check_data_dir(cfg)
+    if not cfg.dir:
+        raise UsageError("--trainer_dir is required: the folder that the run writes to.")
+    cfg.instantiate(parent=None)  # Raises errors of the config before the job waits in a queue.
+    job = job_config(flags).instantiate()
+    if flags.dry_run:
+        print(job.describe())
+    elif status := job.launch():
+        sys.exit(status)
+
+
+def job_config(flags: Flags) -> Any:
+    """Returns the config of the job that the flags describe.
+
+    Raises:
+        UsageError: If there is no such kind of job.
+        UnknownFieldError: If the job has no field of --job_set.
+        InvalidConfigValueError: If a value of --job_set is not one of its field.
+    """
+    reference = JOBS.get(flags.job, flags.job)
+    if ":" not in reference:
+        raise UsageError(f"--job={flags.job}: unknown kind of job; {did_you_mean(flags.job, JOBS)}")
+    module, _, name = reference.partition(":")
+    if flags.job in JOBS:
+        found = importlib.import_module(find_module(module) or module)
+    else:
+        found = launch.import_module(module)
+    if not hasattr(found, name):
+        raise UsageError(f"--job={flags.job}: {module} has no {name!r}.")
+    cfg = getattr(found, name).default_config()
+    folder = os.path.join(flags.trainer_dir or "", "job")
+    cfg.set(arguments=["train", *train_arguments(flags)], folder=folder)
+    if flags.num_processes is not None:
+        with config_origin(f"--num_processes={flags.num_processes}"):
+            cfg.set(num_processes=flags.num_processes)
+    for assignment in flags.job_set:
+        config_parse.set_from_text(cfg, assignment, flag="--job_set")
+    return cfg
+
+
+def train_arguments(flags: Flags) -> list[str]:
+    """Returns the flags of `moelib train` that each process of a job gets."""
+    arguments = []
+    for info in describe_flags(launch.TrainFlags):
+        value = getattr(flags, info.name)
+        if value == info.default or info.name == "num_processes":
+            continue
+        values = [",".join(value)] if info.split else value if info.repeatable else [value]
+        arguments += [f"--{info.name}={each}" for each in values]
+    return [*arguments, "--stopped_status=75"]

@@ -1,0 +1,156 @@
+"""Jobs of SLURM: their script, and a job that a real SLURM runs, requeues and ends bit-equal."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+
+import pytest
+
+from cloud.slurm import SlurmJob
+from moelib.core.errors import UserError
+from tests.cloud.small_run import launch, losses, processes_of, wait_for, write_model
+
+
+def script(**fields):
+    cfg = SlurmJob.default_config().set(arguments=["train"], folder="runs/a/job", **fields)
+    return cfg.instantiate().files()["job.sbatch"]
+
+
+def test_the_script_asks_for_nodes_and_gpus():
+    text = script(
+        num_processes=16,
+        processes_per_node=8,
+        gpus_per_node=8,
+        time_limit="2-00:00:00",
+        env={"NCCL_DEBUG": "WARN ING"},
+        setup=["module load cuda"],
+        options=["--exclusive"],
+    )
+    lines = text.splitlines()
+    for line in (
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=8",
+        "#SBATCH --gpus-per-node=8",
+        "#SBATCH --time=2-00:00:00",
+        "#SBATCH --signal=TERM@120",
+        "#SBATCH --requeue",
+        "#SBATCH --exclusive",
+        "export NCCL_DEBUG='WARN ING'",
+        "module load cuda",
+    ):
+        assert line in lines
+    assert "--partition" not in text
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+@pytest.mark.parametrize(
+    ("status", "restarts", "requeued"),
+    [(0, 0, False), (2, 0, False), (75, 0, True), (88, 9, True), (137, 10, False)],
+)
+def test_a_job_is_queued_again_where_its_run_can_resume(tmp_path, status, restarts, requeued):
+    (tmp_path / "srun").write_text(f"#!/bin/sh\nexit {status}\n")
+    (tmp_path / "scontrol").write_text('#!/bin/sh\necho scontrol "$@"\n')
+    for name in ("srun", "scontrol"):
+        (tmp_path / name).chmod(0o755)
+    env = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "71",
+        "SLURM_RESTART_COUNT": str(restarts),
+    }
+    done = subprocess.run(
+        ["bash"], input=script(), env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == status
+    assert ("scontrol requeue 71" in done.stdout) == requeued
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_processes": 9, "processes_per_node": 8}, "num_processes=9 .*processes_per_node=8"),
+        ({"options": ["exclusive"]}, "options='exclusive'"),
+        ({"partition": "a b"}, "partition='a b'"),
+        ({"name": "x\n#SBATCH --uid=0"}, "name="),
+    ],
+)
+def test_fields_that_sbatch_would_misread_are_refused(fields, message):
+    with pytest.raises(UserError, match=message):
+        script(**fields)
+
+
+# -- A real SLURM, of the Debian packages slurmctld, slurmd and slurm-client ----------------------
+
+# A job that is queued again starts when its credentials have expired: after 5 s instead of 120 s.
+_CONF = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmdPort={ports[1]}
+AuthType=auth/none
+CredType=cred/none
+AuthInfo=cred_expire=5
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+MpiDefault=none
+ReturnToService=2
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} State=UNKNOWN
+PartitionName=main Nodes=ALL Default=YES State=UP
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """Runs a cluster of this machine, and returns its folder."""
+    daemons = ("slurmctld", "slurmd")
+    if os.geteuid() or not all(map(shutil.which, (*daemons, "sbatch"))):
+        pytest.skip("needs root, and the packages slurmctld, slurmd and slurm-client")
+    folder = tmp_path / "slurm"
+    for name in ("state", "spool"):
+        (folder / name).mkdir(parents=True)
+    with socket.socket() as one, socket.socket() as two:
+        for each in (one, two):
+            each.bind(("127.0.0.1", 0))
+        ports = [each.getsockname()[1] for each in (one, two)]
+    text = _CONF.format(host=socket.gethostname(), ports=ports, folder=folder, cpus=os.cpu_count())
+    (folder / "slurm.conf").write_text(text)
+    monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
+    processes = [subprocess.Popen([name, "-D"], stderr=subprocess.DEVNULL) for name in daemons]
+    yield folder
+    for process in reversed(processes):
+        process.terminate()
+        process.wait(timeout=30)
+
+
+def output(*command):
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.slow
+def test_a_real_slurm_queues_a_job_again_that_ends_bit_equal(slurm, tmp_path):
+    write_model(tmp_path)
+    launch(tmp_path, "--job=local", "--trainer_dir=whole")
+    slurm_flags = "--job=slurm", "--job_set=processes_per_node=2", "--trainer_dir=killed"
+    number = launch(tmp_path, *slurm_flags).split()[-1]
+    run = tmp_path / "killed"
+    wait_for((run / "checkpoints" / "step_00000010").exists)
+    pids = processes_of("--trainer_dir=killed")
+    os.kill(pids[-1], signal.SIGKILL)
+    wait_for(lambda: "PENDING" in output("squeue", "-h", "-o", "%T", "-j", number))
+    wait_for(lambda: "step 50/50" in (run / "job" / f"processes-{number}.log").read_text())
+    wait_for(lambda: "JobState=COMPLETED" in output("scontrol", "show", "job", number))
+    assert "the job is queued again" in (run / "job" / f"job-{number}.log").read_text()
+    assert losses(run) == losses(tmp_path / "whole")
