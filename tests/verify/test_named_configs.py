@@ -9,6 +9,7 @@ import pytest
 from experiments import flame_moe, gpt_oss, open_models
 from moelib.checkpoint.checkpointer import Checkpointer
 from moelib.core import config_parse, config_paths
+from moelib.layers.quantization import Quantization
 from moelib.layers.transformer import ScanStack
 from moelib.parallel.mesh import describe_mesh
 from moelib.parallel.pipeline.schedule import Schedule
@@ -25,7 +26,8 @@ CONFIGS = {
 }
 
 
-PIPELINES = [{"pipeline": 4, "fsdp": 2}, {"pipeline": 2, "expert": 2, "model": 2}]
+PIPELINES = "pipeline=4,fsdp=2;pipeline=2,expert=2,model=2"
+IN_FP8 = "expert=2,fsdp=2,model=2"
 OF_ONE_DEVICE = [*run.SINGLE_DEVICE_CHECKS, *run.EARLY_CHECKS, "bfloat16"]
 
 
@@ -49,14 +51,15 @@ def test_a_named_config_computes_the_same_on_every_mesh(name):
 
 
 @functools.cache
-def failures_in_a_pipeline(text: str) -> list[str]:
-    """Returns what is found in a small config, given as text, on meshes with a pipeline."""
+def failures_on(meshes: str, text: str) -> list[str]:
+    """Returns what is found in a small config, given as text, on some meshes."""
+    cfg = config_parse.parse(text)
+    axes = meshes_to_check(cfg, 8, meshes)
     with tempfile.TemporaryDirectory() as folder:
-        cfg, devices = config_parse.parse(text), jax.devices()
-        found = list(run.run_checks(cfg, PIPELINES, devices, folder, without=OF_ONE_DEVICE))
+        found = list(run.run_checks(cfg, axes, jax.devices(), folder, without=OF_ONE_DEVICE))
     jax.clear_caches()
     tried = {each.mesh for each in found if each.status is Status.PASSED}
-    assert tried >= set(map(describe_mesh, PIPELINES)), found
+    assert tried >= set(map(describe_mesh, axes)), found
     return [str(each) for each in found if each.status is Status.FAILED]
 
 
@@ -68,4 +71,14 @@ def test_a_named_config_computes_the_same_in_a_pipeline(name):
         pytest.skip("its layers are no ScanStack")
     small, _ = shrink(cfg.set(pipeline_schedule=Schedule.DUALPIPE_V), 8)
     small.set(checkpointer=Checkpointer.default_config())
-    assert failures_in_a_pipeline(config_paths.to_text(small)) == []
+    assert failures_on(PIPELINES, config_paths.to_text(small)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_named_config_computes_the_same_on_a_mesh_in_fp8(name):
+    cfg = CONFIGS[name]()
+    cfg.model.quantization = Quantization.FP8_BLOCK
+    small, _ = shrink(cfg, 8)
+    small.set(checkpointer=Checkpointer.default_config())
+    assert failures_on(IN_FP8, config_paths.to_text(small)) == []
