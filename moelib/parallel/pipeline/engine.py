@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from moelib.parallel.pipeline.buffers import entries, read, write
 from moelib.parallel.pipeline.pair import in_one_loop
 from moelib.parallel.pipeline.passes import split_passes
 from moelib.parallel.pipeline.schedule import Pass, Schedule, Slot
@@ -299,89 +300,91 @@ class _Run:
             state = self._weights(state, tasks[2])
         return state, (y, dx)
 
-    def _if(self, condition: Any, run: Callable[[_State], _State], state: _State) -> _State:
-        """Returns run(state) on the ranks where a condition is true, and else the state."""
+    def _if(
+        self, condition: Any, run: Callable[..., tuple[Any, ...]], state: _State, *names: str
+    ) -> _State:
+        """Returns the state with new fields `run(*fields)` on the ranks where a condition is true.
+
+        XLA would copy the fields that a branch returns as they are.
+        """
+        old = tuple(getattr(state, name) for name in names)
         if self.uniform:
-            return _select(condition, run(state), state)
-        with jax.named_scope(ENDS):
-            return lax.cond(condition, run, lambda state: state, state)
+            new = _select(condition, run(*old), old)
+        else:
+            with jax.named_scope(ENDS):
+                new = lax.cond(condition, run, lambda *old: old, *old)
+        return state._replace(**dict(zip(names, new, strict=True)))
 
     def _forward(self, state: _State, task: jax.Array) -> tuple[_State, _Pass, _End]:
         """Returns the state with the stage's input, and the pass."""
         chunk, m, saved_at, _ = task
         functions, micro, ring = self.functions, _at(self.microbatches, m), m % self._num_inputs
 
-        def first(state: _State) -> _State:
+        def first(inputs: jax.Array, kept: Any) -> Any:
             (x, _), outputs = functions.first(self.outer, self.constants, micro)
-            return state._replace(
-                inputs=_put(state.inputs, x, chunk, ring), first=_put(state.first, outputs, m)
-            )
+            return _put(inputs, x, chunk, ring), _put(kept, outputs, m)
 
-        state = self._if(self.stages[chunk] == 0, first, state)
+        state = self._if(self.stages[chunk] == 0, first, state, "inputs", "first")
         x, fixed = _at(state.inputs, chunk, ring), _at(state.fixed, chunk)
-        stage = _at(self.params, chunk), x, fixed, self._same(chunk, m)
+        stage = entries(self.params, chunk), x, fixed, self._same(chunk, m)
+        into = entries(state.saved, saved_at)
 
         def end(state: _State, results: Any) -> Any:
             ((y, _), (outputs, new)), saved = results
             state = state._replace(
-                saved=_put(state.saved, saved, saved_at),
+                saved=saved,
                 fixed=_put(state.fixed, new, chunk),
                 stages=_put(state.stages, outputs, chunk, m),
             )
 
-            def last(state: _State) -> _State:
-                ending = state.ending
+            def last(output_gradients: jax.Array, total: Any, ending: Any, kept: Any) -> Any:
                 of = lambda outer, y: functions.last(outer, y, ending, self.constants, micro)
-                loss, vjp, (outputs, ending) = jax.vjp(of, self.outer, y, has_aux=True)
+                loss, vjp, (outputs, after) = jax.vjp(of, self.outer, y, has_aux=True)
                 outer, dy = vjp(jnp.ones_like(loss))
-                gradients = _put(state.output_gradients, dy, chunk, m % self._num_gradients)
-                return state._replace(
-                    output_gradients=gradients,
-                    outer=_add(state.outer, outer),
-                    ending=ending,
-                    last=_put(state.last, outputs, m),
-                )
+                gradients = _put(output_gradients, dy, chunk, m % self._num_gradients)
+                return gradients, _add(total, outer), after, _put(kept, outputs, m)
 
-            return self._if(self.stages[chunk] == len(self.layout.sizes) - 1, last, state), y
+            is_last = self.stages[chunk] == len(self.layout.sizes) - 1
+            changed = "output_gradients", "outer", "ending", "last"
+            return self._if(is_last, last, state, *changed), y
 
-        return state, functools.partial(self.passes.forward, *stage), end
+        return state, functools.partial(self.passes.forward, *stage, into), end
 
     def _same(self, chunk: Any, m: Any) -> Any:
-        return self.constants, _at(self.microbatches, m), _at(self.layers, chunk)
+        return self.constants, _at(self.microbatches, m), entries(self.layers, chunk)
 
     def _backward(self, state: _State, task: jax.Array, *, defer: bool) -> tuple[_Pass, _End]:
         chunk, m, saved_at, deferred_at = task
+        # Saved values are not read by the loop: XLA would copy their whole buffers.
         micro, saved = _at(self.microbatches, m), _at(state.saved, saved_at)
         dy = _at(state.output_gradients, chunk, m % self._num_gradients), jnp.ones(())
-        run = self.passes.of_input if defer else self.passes.backward
+        run, name, into = self.passes.backward, "gradients", self._sums(state, chunk)
+        if defer:
+            run, name = self.passes.of_input, "deferred"
+            into = entries(state.deferred, deferred_at)
 
         def end(state: _State, results: Any) -> Any:
-            rest, dx = results
-            if defer:
-                state = state._replace(deferred=_put(state.deferred, rest, deferred_at))
-            else:
-                state = self._add_gradients(state, rest, chunk)
+            dx, written = results
 
-            def first(state: _State) -> _State:
+            def first(total: Any) -> Any:
                 of = lambda outer: self.functions.first(outer, self.constants, micro)[0]
                 (outer,) = jax.vjp(of, self.outer)[1]((dx, jnp.ones(())))
-                return state._replace(outer=_add(state.outer, outer))
+                return (_add(total, outer),)
 
-            return self._if(self.stages[chunk] == 0, first, state), dx
+            state = state._replace(**{name: written})
+            return self._if(self.stages[chunk] == 0, first, state, "outer"), dx
 
-        given = _at(self.params, chunk), self._same(chunk, m), saved, dy
-        return functools.partial(run, *given), end
+        given = entries(self.params, chunk), self._same(chunk, m), saved, dy
+        return functools.partial(run, *given, into), end
 
     def _weights(self, state: _State, task: jax.Array) -> _State:
         chunk, m, _, deferred_at = task
-        given = _at(self.params, chunk), self._same(chunk, m), _at(state.deferred, deferred_at)
-        return self._add_gradients(state, self.passes.of_weights(*given), chunk)
+        given = self._same(chunk, m), _at(state.deferred, deferred_at)
+        params, into = entries(self.params, chunk), self._sums(state, chunk)
+        return state._replace(gradients=self.passes.of_weights(params, *given, into)[1])
 
-    def _add_gradients(self, state: _State, gradients: Any, chunk: Any) -> _State:
-        total = jax.tree.map(
-            lambda sum, new: sum.at[chunk].add(new.astype(sum.dtype)), state.gradients, gradients
-        )
-        return state._replace(gradients=total)
+    def _sums(self, state: _State, chunk: Any) -> Any:
+        return entries(state.gradients, chunk, adds=True)
 
     def _deliver(
         self, state: _State, sent: Any, forward: bool, distance: int, table: jax.Array
@@ -426,11 +429,11 @@ def _arrivals(transfers: Sequence[Transfer], num_ranks: int) -> np.ndarray:
 
 
 def _at(tree: Any, *index: Any) -> Any:
-    return jax.tree.map(lambda a: a[index], tree)
+    return read(entries(tree, *index))
 
 
 def _put(tree: Any, values: Any, *index: Any) -> Any:
-    return jax.tree.map(lambda a, x: a.at[index].set(x), tree, values)
+    return write(entries(tree, *index), values)
 
 
 def _add(total: Any, new: Any) -> Any:

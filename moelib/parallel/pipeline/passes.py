@@ -3,48 +3,40 @@
 The backward pass is one function, or two: the gradient of the input, then those of the weights.
 """
 
+import collections
 import functools
-import math
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax
 from jax.extend.core import Literal
 
-from moelib.core.jaxpr import (
-    bind,
-    bind_shard_map,
-    inlined,
-    name_scope_of,
-    num_consts_and_carries,
-    shard_map_axes,
+from moelib.core.jaxpr import inlined
+from moelib.parallel.pipeline.bodies import (
+    BODIES,
+    Operation,
+    Piece,
+    operations_of,
+    run,
+    variables,
 )
+from moelib.parallel.pipeline.buffers import is_entry
 
 
 class Passes(NamedTuple):
-    """Functions that compute the results of a function, and their gradients, together."""
+    """Functions that compute the results of a function, and their gradients, together.
 
-    forward: Callable[..., Any]  # (params, x, others, same) -> (results, saved).
-    backward: Callable[..., Any]  # (params, same, saved, gradients) -> (gradients of params, of x).
-    of_input: Callable[..., Any]  # (params, same, saved, gradients) -> (deferred, gradient of x).
-    of_weights: Callable[..., Any]  # (params, same, deferred) -> gradients of params.
+    Arrays in params and `same` may be entries. The second results are written into the entries of
+    `into`, a tree like them, and are returned as the buffers after it.
+    """
+
+    forward: Callable[..., Any]  # (params, x, others, same, into) -> (results, saved).
+    backward: Callable[..., Any]  # (params, same, saved, gradients, into) -> (of x, of params).
+    of_input: Callable[..., Any]  # (params, same, saved, gradients, into) -> (of x, deferred).
+    of_weights: Callable[..., Any]  # (params, same, deferred, into) -> ((), of params).
     saved: Any  # Values of the forward pass for the backward pass, as `jax.ShapeDtypeStruct`s.
     deferred: Any  # Values for the gradients of the weights.
-
-
-class _Operation(NamedTuple):
-    """An equation of a jaxpr, or a part of one."""
-
-    inputs: Sequence[Any]  # Variables and literals.
-    outputs: Sequence[Any]  # Variables.
-    run: Callable[[Sequence[Any]], Sequence[Any]]  # Of the values of inputs.
-    eqn: Any = None  # None for a part.
-
-    @property
-    def kind(self) -> str:
-        """The name of its primitive."""
-        return "" if self.eqn is None else self.eqn.primitive.name
 
 
 def split_passes(fn: Callable[..., Any], params: Any, x: Any, others: Any, same: Any) -> Passes:
@@ -75,35 +67,91 @@ def split_passes(fn: Callable[..., Any], params: Any, x: Any, others: Any, same:
     closed, shapes = jax.make_jaxpr(passes, return_shape=True)(*arguments)
     flat = inlined(closed)
     constants = dict(zip(flat.jaxpr.constvars, flat.consts, strict=True))
-    names = _like(arguments, flat.jaxpr.invars)
-    of_params, of_x, done = (jax.tree.leaves(x) for x in _like(shapes, flat.jaxpr.outvars))
+    params, same, gradients, x, others = names = _like(arguments, flat.jaxpr.invars)
+    of_params, of_x, done = _like(shapes, flat.jaxpr.outvars)
+    early, late, results = map(jax.tree.leaves, (of_x, of_params, done))
     again = [*jax.tree.leaves(names[:2]), *constants]
-    given = [*again, *jax.tree.leaves(names[2])]
-    parts = _parts(_operations(flat.jaxpr), done, [*of_params, *of_x], given, again)
-    early = [*of_x, *filter(_is_vector, of_params)]
-    later = _parts(parts.second, early, of_params, again, again)
-
-    def function(operations: Any, inputs: Any, outputs: Any, structure: Any) -> Any:
-        def run(*args: Any) -> Any:
-            values = constants | dict(
-                zip(jax.tree.leaves(inputs), jax.tree.leaves(args), strict=True)
-            )
-            return _like(structure, _run(operations, values, jax.tree.leaves(outputs)))
-
-        return jax.jit(run)
-
-    params, same, gradients, x, others = names
+    given = [*again, *jax.tree.leaves(gradients)]
+    parts = _parts(operations_of(flat.jaxpr), results, [*late, *early], given, again)
+    early += filter(_is_vector, late)
+    later = _parts(parts.second, early, late, again, again)
     saved, deferred = parts.kept, later.kept
+    function = functools.partial(_function, constants)
     struct = lambda v: jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
     before = params, same, saved, gradients
     return Passes(
-        function(parts.first, (params, x, others, same), (done, saved), (shapes[2], saved)),
-        function(parts.second, before, (of_params, of_x), shapes[:2]),
-        function(later.first, before, (deferred, of_x), (deferred, shapes[1])),
-        function(later.second, (params, same, deferred), of_params, shapes[0]),
+        function(parts.first, (params, x, others, same), done, saved),
+        function(parts.second, before, of_x, of_params),
+        function(later.first, before, of_x, deferred),
+        function(later.second, (params, same, deferred), (), of_params),
         [struct(v) for v in saved],
         [struct(v) for v in deferred],
     )
+
+
+def _function(
+    constants: Any, operations: Sequence[Operation], inputs: Any, results: Any, written: Any
+) -> Callable[..., Any]:
+    """Returns a function of values of `inputs` and of entries for `written`."""
+    first, last = jax.tree.leaves(results), jax.tree.leaves(written)
+    operations = _merged(operations, variables([*first, *last]))
+    uses = collections.Counter(v for v in [*first, *last] if not isinstance(v, Literal))
+    uses.update(v for each in operations for v in variables(each.inputs))
+    stacked = {v for each in operations for v in each.stacked if uses[v] == 1}
+    by_loop = [bool(variables([v]) & stacked) for v in last]
+
+    def of(*args: Any) -> Any:
+        *given, into = (jax.tree.leaves(each, is_leaf=is_entry) for each in args)
+        values = dict(zip(jax.tree.leaves(inputs), itertools.chain(*given), strict=True))
+        inside = {v: at for v, at, loop in zip(last, into, by_loop, strict=True) if loop}
+        found = run(operations, constants | values, [*first, *last], inside)
+        write = lambda x, at, loop: x if loop else at.write(x)
+        new = map(write, found[len(first) :], into, by_loop)
+        return _like((results, written), [*found[: len(first)], *new])
+
+    return jax.jit(of)
+
+
+def _merged(operations: Sequence[Operation], results: set[Any]) -> list[Operation]:
+    """Returns operations, of which a loop without carries is part of the only one that reads it.
+
+    The values of its turns are then not stacked, unless they are results.
+    """
+    done = list[Operation]()
+    for each in reversed(operations):
+        made = set(each.outputs)
+        readers = [i for i, other in enumerate(done) if made & variables(other.inputs)]
+        if len(readers) == 1 and (loop := _merge(each, done[readers[0]], results)):
+            done[readers[0]] = loop
+        else:
+            done.append(each)
+    return done[::-1]
+
+
+def _merge(first: Operation, second: Operation, results: set[Any]) -> Operation | None:
+    """Returns a loop with the turns of both, in which the second reads what the first has made."""
+    one, two = first.piece, second.piece
+    if not first.turns or first.turns != second.turns or one.carries:
+        return None
+    num, num_whole = len(one.consts), len(two.consts) + len(two.carries)
+    inside = dict(zip(first.outputs, one.returned, strict=True))
+    if inside.keys() & variables(second.inputs[:num_whole]):
+        return None
+    each = list(zip(second.inputs[num_whole:], [*two.each, *two.given], strict=True))
+    handed = [Operation([inside[v]], [name], list) for v, name in each if v in inside]
+    rest = [(v, name) for v, name in each if v not in inside]
+    kept = [v for v in first.outputs if v in results]
+    piece = two._replace(
+        captured=one.captured | two.captured,
+        operations=[*one.operations, *handed, *two.operations],
+        consts=[*one.consts, *two.consts],
+        each=[*one.each, *one.given, *(name for _, name in rest)],
+        given=(),
+        made=[*two.made, *map(inside.__getitem__, kept)],
+    )
+    whole = *first.inputs[:num], *second.inputs[:num_whole]
+    inputs = [*whole, *first.inputs[num:], *(v for v, _ in rest)]
+    return piece.operation(inputs, [*second.outputs, *kept])
 
 
 def _like(tree: Any, leaves: Sequence[Any]) -> Any:
@@ -113,13 +161,13 @@ def _like(tree: Any, leaves: Sequence[Any]) -> Any:
 class _Parts(NamedTuple):
     """Operations in two parts, of which the second uses values of the first."""
 
-    first: Sequence[_Operation]
-    second: Sequence[_Operation]
+    first: Sequence[Operation]
+    second: Sequence[Operation]
     kept: Sequence[Any]  # Variables that the second part reads and does not compute.
 
 
 def _parts(
-    operations: Sequence[_Operation],
+    operations: Sequence[Operation],
     first: Sequence[Any],
     second: Sequence[Any],
     given: Collection[Any],
@@ -130,25 +178,25 @@ def _parts(
     The second part also has operations of the first that need only `params`, which are among the
     variables `given` to it.
     """
-    needed, wanted, of_params = _variables(first), _variables(second), set(params)
+    needed, wanted, of_params = variables(first), variables(second), set(params)
     for operation in operations:
-        if _variables(operation.inputs) <= of_params:
+        if variables(operation.inputs) <= of_params:
             of_params |= set(operation.outputs)
-    parts: tuple[list[_Operation], list[_Operation]] = ([], [])
+    parts: tuple[list[Operation], list[Operation]] = ([], [])
     for operation in reversed(operations):
         outputs = set(operation.outputs)
         if not outputs & needed:
             pieces = None, operation
         elif outputs <= of_params:
             pieces = operation, operation
-        elif outputs & (wanted - needed) and operation.kind in _BODIES:
+        elif outputs & (wanted - needed) and operation.kind in BODIES:
             pieces = _split(operation, needed, wanted, of_params)
         else:
             pieces = operation, None
         for i, (piece, of) in enumerate(zip(pieces, (needed, wanted), strict=True)):
             if piece is not None and (i == 0 or set(piece.outputs) & wanted):
                 parts[i].append(piece)
-                of |= _variables(piece.inputs)
+                of |= variables(piece.inputs)
     known = {v for each in parts[1] for v in each.outputs}.union(given)
     read = [v for inputs in [*(x.inputs for x in parts[1]), second] for v in inputs]
     kept = dict.fromkeys(v for v in read if not isinstance(v, Literal) and v not in known)
@@ -159,130 +207,16 @@ def _is_vector(value: Any) -> bool:
     return value.aval.ndim < 2
 
 
-def _variables(values: Sequence[Any]) -> set[Any]:
-    return {v for v in values if not isinstance(v, Literal)}
-
-
-class _Piece(NamedTuple):
-    """A part of a body: its operations, and variables of the body that it reads and returns."""
-
-    operations: Sequence[_Operation]
-    consts: Sequence[Any]
-    carries: Sequence[Any]
-    each: Sequence[Any]
-    given: Sequence[Any]  # Values of the other part.
-    results: Sequence[int]  # Indices of the body's results, carries first.
-    made: Sequence[Any]  # Values for the other part.
-
-
-class _Scan:
-    """The body of a scan: variables are constants, carries, and others with one value per turn."""
-
-    repeats = False  # Whether the second part repeats what both need.
-
-    def __init__(self, eqn: Any, body: Any = None) -> None:
-        self.eqn, body = eqn, body or eqn.params["jaxpr"]
-        self.jaxpr = getattr(body, "jaxpr", body)
-        captured = getattr(body, "consts", ())
-        self.captured = dict(zip(self.jaxpr.constvars, captured, strict=True))
-        num_consts, self.num_carry = self.sizes()
-        num, names = num_consts + self.num_carry, list(self.jaxpr.invars)
-        self.consts, self.carries, self.each = (
-            names[:num_consts],
-            names[num_consts:num],
-            names[num:],
-        )
-        self.operands = dict(zip(names, eqn.invars[len(eqn.invars) - len(names) :], strict=True))
-        self.tested = set[Any]()  # Variables that every part reads.
-
-    def sizes(self) -> tuple[int, int]:
-        """Returns the numbers of constants and carries."""
-        return num_consts_and_carries(self.eqn)
-
-    def times(self, variable: Any) -> int:
-        """Returns the number of values that a variable has."""
-        del variable
-        return self.eqn.params["length"]
-
-    def run(self, piece: _Piece, step: Any, known: Any, start: Any, each: Any) -> Any:
-        """Returns the carries after a piece, and the other results of all turns."""
-        del piece, known
-        options = {name: self.eqn.params[name] for name in ("length", "reverse", "unroll")}
-        return lax.scan(step, start, each, **options)
-
-
-class _While(_Scan):
-    """The body of a loop of unknown length, which cannot keep a value per turn."""
-
-    repeats = True
-
-    def __init__(self, eqn: Any) -> None:
-        super().__init__(eqn, eqn.params["body_jaxpr"])
-        test, num = eqn.params["cond_jaxpr"], eqn.params["cond_nconsts"]
-        self._test, names = test, list(test.jaxpr.invars)
-        self._names = dict(zip(self.carries, names[num:], strict=True))
-        self.consts += names[:num]
-        self.operands |= dict(zip(names[:num], eqn.invars[:num], strict=True))
-        read = _variables([v for eqn in test.jaxpr.eqns for v in eqn.invars])
-        self.tested = {v for v, inside in self._names.items() if inside in read}.union(names[:num])
-
-    def sizes(self) -> tuple[int, int]:
-        return self.eqn.params["body_nconsts"], len(self.eqn.outvars)
-
-    def run(self, piece: _Piece, step: Any, known: Any, start: Any, each: Any) -> Any:
-        jaxpr = self._test.jaxpr
-
-        def test(carry: Any) -> Any:
-            values = known | dict(zip(jaxpr.constvars, self._test.consts, strict=True))
-            names = [self._names[v] for v in piece.carries]
-            values |= dict(zip(names, carry, strict=True))
-            return _run(_operations(jaxpr), values, jaxpr.outvars)[0]
-
-        return lax.while_loop(test, lambda carry: step(carry, each)[0], start), []
-
-
-class _ShardMap(_Scan):
-    """The body of a `shard_map`; a value per device that varies has a new dimension."""
-
-    def sizes(self) -> tuple[int, int]:
-        return 0, 0
-
-    def _axes(self, variable: Any) -> tuple[str, ...]:
-        manual = shard_map_axes(self.eqn)
-        if self.eqn.params["check_vma"]:
-            manual = manual & variable.aval.manual_axis_type.varying
-        return tuple(axis for axis in self.eqn.params["mesh"].axis_names if axis in manual)
-
-    def times(self, variable: Any) -> int:
-        return math.prod(self.eqn.params["mesh"].shape[axis] for axis in self._axes(variable))
-
-    def run(self, piece: _Piece, step: Any, known: Any, start: Any, each: Any) -> Any:
-        num, num_results, params = len(piece.each), len(piece.results), self.eqn.params
-        specs = lambda variables: [jax.P(self._axes(v)) for v in variables]
-        of_inputs = dict(zip(self.each, params["in_specs"], strict=True))
-
-        def local(each: Sequence[Any]) -> Any:
-            _, found = step([], [*each[:num], *(x[0] for x in each[num:])])
-            return [*found[:num_results], *(x[None] for x in found[num_results:])]
-
-        in_specs = *(of_inputs[v] for v in piece.each), *specs(piece.given)
-        out_specs = *(params["out_specs"][i] for i in piece.results), *specs(piece.made)
-        return [], bind_shard_map(self.eqn, local, each, in_specs=in_specs, out_specs=out_specs)
-
-
-_BODIES = {"scan": _Scan, "shard_map": _ShardMap, "while": _While}
-
-
 def _split(
-    operation: _Operation, needed: set[Any], wanted: set[Any], of_params: set[Any]
-) -> tuple[_Operation, _Operation | None]:
+    operation: Operation, needed: set[Any], wanted: set[Any], of_params: set[Any]
+) -> tuple[Operation, Operation | None]:
     """Returns an operation as two: one computes its results in `needed`, the other in `wanted`.
 
     The first also returns what the second reads.
     """
     eqn = operation.eqn
-    body = _BODIES[operation.kind](eqn)
-    outvars, operations = body.jaxpr.outvars, _operations(body.jaxpr)
+    body = BODIES[operation.kind](eqn)
+    outvars, operations = body.jaxpr.outvars, operations_of(body.jaxpr)
     is_of_params = lambda v: isinstance(v, Literal) or v in of_params
     params = {v for v in [*body.consts, *body.each] if is_of_params(body.operands[v])}
     of = lambda part: [outvars[i] for i in sorted(part)]
@@ -292,8 +226,8 @@ def _split(
         others = own if index and not body.repeats else set()
         while True:
             found = find()
-            read = _variables([v for x in found[index] for v in x.inputs])
-            read = read.union(_variables(of(part)), body.tested)
+            read = variables([v for x in found[index] for v in x.inputs])
+            read = read.union(variables(of(part)), body.tested)
             more = {i for i, v in enumerate(body.carries) if v in read} - part - others
             if not more:
                 return found
@@ -318,10 +252,12 @@ def _split(
     kept = [v for v in parts.kept if v not in body.captured]
     stacked = {v: _Stacked(v, body.times(v)) for v in kept}
 
-    def operation_of(operations: Any, part: set[int], given: Any, made: Any) -> _Operation:
-        read = _variables([v for x in operations for v in x.inputs])
-        read = read.union(_variables([*of(part), *made]), body.tested)
-        piece = _Piece(
+    def operation_of(operations: Any, part: set[int], given: Any, made: Any) -> Operation:
+        read = variables([v for x in operations for v in x.inputs])
+        read = read.union(variables([*of(part), *made]), body.tested)
+        piece = Piece(
+            body,
+            body.captured,
             operations,
             consts=[v for v in body.consts if v in read],
             carries=[v for i, v in enumerate(body.carries) if i in part],
@@ -333,27 +269,10 @@ def _split(
         names = [*piece.consts, *piece.carries, *piece.each]
         inputs = [*map(body.operands.__getitem__, names), *map(stacked.__getitem__, given)]
         outputs = [*(eqn.outvars[i] for i in piece.results), *map(stacked.__getitem__, made)]
-        return _Operation(inputs, outputs, functools.partial(_run_piece, body, piece))
+        return piece.operation(inputs, outputs)
 
     first = alone.first if body.repeats else parts.first
     return operation_of(first, own, (), kept), operation_of(parts.second, rest, kept, ())
-
-
-def _run_piece(body: _Scan, piece: _Piece, values: Sequence[Any]) -> list[Any]:
-    num, num_carry = len(piece.consts), len(piece.carries)
-    known = body.captured | dict(zip(piece.consts, values, strict=False))
-    names = [*piece.carries, *piece.each, *piece.given]
-    results = [*(body.jaxpr.outvars[i] for i in piece.results), *piece.made]
-
-    def step(carry: Sequence[Any], each: Sequence[Any]) -> Any:
-        inside = known | dict(zip(names, [*carry, *each], strict=True))
-        found = _run(piece.operations, inside, results)
-        return found[:num_carry], found[num_carry:]
-
-    start, each = list(values[num : num + num_carry]), list(values[num + num_carry :])
-    with name_scope_of(body.eqn):
-        carry, found = body.run(piece, step, known, start, each)
-    return [*carry, *found]
 
 
 class _Stacked:
@@ -362,19 +281,3 @@ class _Stacked:
     def __init__(self, variable: Any, times: int) -> None:
         aval = variable.aval
         self.aval = jax.ShapeDtypeStruct((times, *aval.shape), aval.dtype)
-
-
-def _run(
-    operations: Sequence[_Operation], values: dict[Any, Any], results: Sequence[Any]
-) -> list[Any]:
-    values = dict(values)
-    read = lambda v: v.val if isinstance(v, Literal) else values[v]
-    for each in operations:
-        values |= dict(zip(each.outputs, each.run(list(map(read, each.inputs))), strict=True))
-    return list(map(read, results))
-
-
-def _operations(jaxpr: Any) -> list[_Operation]:
-    return [
-        _Operation(eqn.invars, eqn.outvars, functools.partial(bind, eqn), eqn) for eqn in jaxpr.eqns
-    ]

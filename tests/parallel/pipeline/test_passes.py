@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moelib.core.jaxpr import walk
+from moelib.core.jaxpr import num_consts_and_carries, walk
 from moelib.core.module import functional
 from moelib.kernels.backend import use_backends
+from moelib.parallel.pipeline.buffers import Entry
 from moelib.parallel.pipeline.passes import split_passes
 from tests.tiny import (
     assert_trees_close,
@@ -36,6 +37,20 @@ def count_products(fn, *args) -> int:
     return sum(site.eqn.primitive.name == "dot_general" for site in walk(jaxpr))
 
 
+def places(values, before=0):
+    """Returns an entry of a larger buffer for each array, to which it is added if it is not 0."""
+    new = lambda a: jnp.full((2, 3, *a.shape), before, a.dtype)
+    return jax.tree.map(lambda a: Entry(new(a), (0, 1), adds=before != 0), values)
+
+
+def written(buffers, before=0):
+    """Returns what was written to `places`, and asserts that nothing else was."""
+    for buffer in jax.tree.leaves(buffers):
+        old = jnp.full_like(buffer, before)
+        np.testing.assert_array_equal(buffer.at[0, 1].set(old[0, 1]), old)
+    return jax.tree.map(lambda a: a[0, 1] - jnp.ones_like(a[0, 1]) if before else a[0, 1], buffers)
+
+
 def check(fn, params, x, same, products, saved, deferred) -> None:
     """Compares the passes of a function with `jax.vjp`.
 
@@ -53,21 +68,28 @@ def check(fn, params, x, same, products, saved, deferred) -> None:
     results, vjp, auxiliary = jax.vjp(run, params, x, has_aux=True)
     gradients = jax.tree.map(jnp.cos, results)
     of_params, of_x = vjp(gradients)
-    got, kept = passes.forward(params, x, (), same)
+    inside = jax.tree.map(lambda a: Entry(jnp.stack([a * 0, a]), (1,)), params)
+    to_saved, to_deferred = places(passes.saved), places(passes.deferred)
+    sums = places(params, before=1)
+    got, kept = passes.forward(inside, x, (), same, to_saved)
     assert_trees_close(got, (results, auxiliary))
-    assert_trees_close(passes.backward(params, same, kept, gradients), (of_params, of_x))
-    rest, dx = passes.of_input(params, same, kept, gradients)
+    kept = written(kept)
+    dx, total = passes.backward(inside, same, kept, gradients, sums)
+    assert_trees_close((dx, written(total, before=1)), (of_x, of_params))
+    dx, rest = passes.of_input(inside, same, kept, gradients, to_deferred)
     assert_trees_close(dx, of_x)
-    assert_trees_close(passes.of_weights(params, same, rest), of_params)
+    rest = written(rest)
+    _, total = passes.of_weights(inside, same, rest, sums)
+    assert_trees_close(written(total, before=1), of_params)
     for values, structs, sizes in ((kept, passes.saved, saved), (rest, passes.deferred, deferred)):
         assert [(a.shape, a.dtype) for a in values] == [(s.shape, s.dtype) for s in structs]
         assert sorted(each.size for each in structs) == sizes
     assert [
-        count_products(passes.forward, params, x, (), same),
-        count_products(passes.of_input, params, same, kept, gradients),
-        count_products(passes.of_weights, params, same, rest),
+        count_products(passes.forward, params, x, (), same, to_saved),
+        count_products(passes.of_input, params, same, kept, gradients, to_deferred),
+        count_products(passes.of_weights, params, same, rest, sums),
     ] == products
-    assert count_products(passes.backward, params, same, kept, gradients) == sum(products[1:])
+    assert count_products(passes.backward, params, same, kept, gradients, sums) == sum(products[1:])
 
 
 def test_passes_of_a_layer():
@@ -84,34 +106,61 @@ def test_parameters_without_a_gradient_have_zeros():
     params = {"used": jnp.ones((2, 2)), "unused": jnp.ones(3)}
     fn = lambda params, x, *_: (x @ params["used"], ())
     passes, x = split_passes(fn, params, jnp.ones((2, 2)), (), ()), jnp.ones((2, 2))
-    _, kept = passes.forward(params, x, (), ())
-    for gradients, _ in (passes.backward(params, (), kept, x),):
-        np.testing.assert_array_equal(gradients["unused"], np.zeros(3))
+    _, kept = passes.forward(params, x, (), (), places(passes.saved))
+    _, sums = passes.backward(params, (), written(kept), x, places(params, before=1))
+    np.testing.assert_array_equal(written(sums, before=1)["unused"], np.zeros(3))
+
+
+def layers(params, x, _, scale):
+    def body(carry, own):
+        x, total = carry
+        y, loss = layer(own, x * own["scale"][None] * params["all"][None], scale)
+        return (y, total + loss), None
+
+    own = {name: params[name] for name in ("up", "down", "scale")}
+    return jax.lax.scan(body, (x, 0.0), own)[0], ()
+
+
+def parameters_of_layers(num=3):
+    keys = jax.random.split(jax.random.key(0), 6)
+    params = {
+        "scale": jax.random.normal(keys[5], (num, 4)),
+        "up": jax.random.normal(keys[0], (num, 4, 8)),
+        "down": jax.random.normal(keys[1], (num, 8, 4)),
+        "all": jax.random.normal(keys[4], (4,)),
+    }
+    return params, jax.random.normal(keys[2], (3, 4))
 
 
 def test_a_loop_over_layers_is_split():
-    keys = jax.random.split(jax.random.key(0), 6)
-    params = {
-        "scale": jax.random.normal(keys[5], (3, 4)),
-        "up": jax.random.normal(keys[0], (3, 4, 8)),
-        "down": jax.random.normal(keys[1], (3, 8, 4)),
-        "all": jax.random.normal(keys[4], (4,)),
-    }
-    x = jax.random.normal(keys[2], (3, 4))
-
-    def layers(params, x, _, scale):
-        def body(carry, own):
-            x, total = carry
-            y, loss = layer(own, x * own["scale"][None] * params["all"][None], scale)
-            return (y, total + loss), None
-
-        own = {name: params[name] for name in ("up", "down", "scale")}
-        return jax.lax.scan(body, (x, 0.0), own)[0], ()
-
     # Of each layer: saved are its input, also scaled by each vector, its output, and the input of
     # the second product; deferred, inputs of both products and gradients of their outputs, and
     # gradients of vectors.
-    check(layers, params, x, 0.1, [2, 3, 2], [36, 36, 36, 36, 72], [4, 12, 36, 36, 72, 72])
+    saved, deferred = [36, 36, 36, 36, 72], [4, 12, 36, 36, 72, 72]
+    check(layers, *parameters_of_layers(), 0.1, [2, 3, 2], saved, deferred)
+
+
+def test_a_stage_of_no_layers():
+    check(layers, *parameters_of_layers(0), 0.1, [2, 3, 2], [0] * 5, [0, 0, 0, 0, 0, 4])
+
+
+def test_each_pass_is_one_loop_that_reads_and_writes_entries():
+    params, x = parameters_of_layers()
+    passes, inside = split_passes(layers, params, x, (), 0.1), places(params)
+    sums, gradients = places(params, before=1), (x, jnp.ones(()))
+    before = inside, 0.1, passes.saved, gradients
+    for run, *args, into in (
+        (passes.forward, inside, x, (), 0.1, places(passes.saved)),
+        (passes.backward, *before, sums),
+        (passes.of_input, *before, places(passes.deferred)),
+        (passes.of_weights, inside, 0.1, passes.deferred, sums),
+    ):
+        sites = walk(jax.make_jaxpr(run)(*args, into))
+        (loop,) = (site.eqn for site in sites if site.eqn.primitive.name == "scan")
+        num_consts, num_carry = num_consts_and_carries(loop)
+        assert len(loop.outvars) == num_carry  # Nothing is stacked.
+        each = {v.aval.shape for v in loop.invars[num_consts + num_carry :]}
+        assert not each & {a.shape for a in params.values()}
 
 
 def test_a_shard_map_is_split():
@@ -166,9 +215,11 @@ def test_weight_gradients_of_experts_on_other_devices_are_deferred(num_experts, 
         whole = lambda params, x: jax.vjp(run, params, x)[1](gradients)
         with use_backends({"gmm": "tpu"}):
             passes = split_passes(layers, params, x, (), same)
-            forward = grouped_products(passes.forward, params, x, (), same)
-            of_input = grouped_products(passes.of_input, params, same, passes.saved, gradients)
-            of_weights = grouped_products(passes.of_weights, params, same, passes.deferred)
+            saved, deferred, sums = map(places, (passes.saved, passes.deferred, params))
+            given = params, same, passes.saved, gradients
+            forward = grouped_products(passes.forward, params, x, (), same, saved)
+            of_input = grouped_products(passes.of_input, *given, deferred)
+            of_weights = grouped_products(passes.of_weights, params, same, passes.deferred, sums)
             expected = grouped_products(whole, params, x)
         assert forward["gmm"]
         assert of_input["gmm"]
@@ -177,7 +228,8 @@ def test_weight_gradients_of_experts_on_other_devices_are_deferred(num_experts, 
         assert of_weights["gmm"] == repeated
         if repeated:
             passes = split_passes(layers, params, x, (), same)
-            _, saved = passes.forward(params, x, (), same)
-            deferred, dx = passes.of_input(params, same, saved, gradients)
-            got = passes.of_weights(params, same, deferred), dx
+            _, saved = passes.forward(params, x, (), same, saved)
+            dx, deferred = passes.of_input(params, same, written(saved), gradients, deferred)
+            _, sums = passes.of_weights(params, same, written(deferred), sums)
+            got = written(sums), dx
             assert_trees_close(got, tuple(jax.jit(whole)(params, x)))
