@@ -185,8 +185,8 @@ class Placement:
             + self.outer_bytes.gradients,
             "weights of stages": pipeline.filled * self.stage_bytes.weights,
             "activations": pipeline.num_kept * self.stream_bytes(candidate.batch_per_device)
-            # Those of a stage that is computed are written to those in flight, or read from them.
-            + (pipeline.num_saved + 2 * max(pipeline.sizes)) * saved
+            # The backward pass of a stage reads a copy.
+            + (pipeline.num_saved + max(pipeline.sizes)) * saved
             + pipeline.num_deferred * _DEFERRED * (unrouted + routed)
             + max(pipeline.sizes) / pipeline.rows * weights,
             # Gathered weights of a block and their gradients, and the activations that it saves.
