@@ -5,6 +5,7 @@ with kernel_backends({"gmm": "xla"}):
 """
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping
 
 from moelib.core.errors import UserError
@@ -12,10 +13,13 @@ from moelib.kernels.backend import (
     BACKENDS,
     BackendError,
     backends_of_environment,
+    traced_backends,
     use_backends,
 )
 
-__all__ = ["BACKENDS", "kernel_backends"]
+__all__ = ["BACKENDS", "kernel_backends", "warn_unused_backends"]
+
+logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -38,3 +42,13 @@ def kernel_backends(backends: Mapping[str, str | None] | None = None) -> Iterato
         raised = UserError(str(error))
         raised.__notes__ = getattr(error, "__notes__", [])  # The layer that it happened in.
         raise raised from error
+
+
+def warn_unused_backends(backends: Mapping[str, str]) -> None:
+    """Logs a warning for each kernel that a backend is set for and that nothing has traced."""
+    for kernel in backends.keys() - traced_backends().keys():
+        logger.warning(
+            "kernel_backends[%r] is %r, but no layer uses this kernel; remove it.",
+            kernel,
+            backends[kernel],
+        )

@@ -192,8 +192,9 @@ class Learner(Module):
         """Returns the state before the first step. Parameters that are not updated have none.
 
         Raises:
-            UserError: If a moment is to be stored in fewer bits, and no optimizer has it, or if
-                `stochastic_rounding` is set, and nothing is stored in fewer bits.
+            UserError: If a moment is to be stored in fewer bits, and no optimizer has it; if
+                `stochastic_rounding` is set, and nothing is stored in fewer bits; if
+                `offload_state` is set, and there is none.
             ValueError: If the parameters are not those of the specs.
         """
         known, given = set(self._labels), set(tree.by_path(params))
@@ -222,7 +223,14 @@ class Learner(Module):
                 "stored in float32, which is not rounded; set first_moment, second_moment or the "
                 "model's dtype to fewer bits, or stochastic_rounding to False."
             )
-        return offload.to_host(state) if self.config.offload_state else state
+        if not self.config.offload_state:
+            return state
+        if updated and not any(map(offload.is_offloaded, jax.tree.leaves(state))):
+            raise UserError(
+                f"{self._field('offload_state')} is True, but the optimizer keeps no array between "
+                "steps; set it to False."
+            )
+        return offload.to_host(state)
 
     def _rounds(self, updated: Nested) -> bool:
         """Returns whether moments, or some of the parameters, are stored in fewer bits."""

@@ -30,7 +30,7 @@ from moelib.core.param import is_spec
 from moelib.data.input import Input, State, batch_spec, save_tokenizer
 from moelib.data.prefetch import HostRows, host_rows, row_sharding
 from moelib.data.tokenizer import FILE_NAME, SETTINGS_FILE
-from moelib.layers.kernel_backends import kernel_backends
+from moelib.layers.kernel_backends import kernel_backends, warn_unused_backends
 from moelib.layers.kernel_check import check_kernels
 from moelib.learner.learner import Learner
 from moelib.parallel import sharding
@@ -424,11 +424,12 @@ class SpmdTrainer(Module):
         """Returns the compiled training step (state, batch) -> (state, metrics); donates the state.
 
         Calls `on_compiled`, if set, with the traced, the lowered and the compiled step. Logs a
-        warning if parameters get no gradient, or `pipeline_schedule` has no effect or stages
-        without layers. `batch` is that of `trace_train_step`.
+        warning if parameters get no gradient, if `pipeline_schedule` or `kernel_backends` has no
+        effect, or if stages have no layers. `batch` is that of `trace_train_step`.
         """
         warn_unused_schedule(self.config, self.mesh_sizes)
         traced = self.trace_train_step(batch)
+        warn_unused_backends(self.config.kernel_backends)
         trained = tree.select(self.trainer_state_specs.model, self.learner.is_updated)
         if not trained and isinstance(self.model, Task) and not self.model.has_train_step:
             raise UserError(

@@ -257,6 +257,13 @@ def test_stochastic_rounding_of_float32_is_refused():
     learner_of(stochastic_rounding=True, second_moment=MomentFormat.EIGHT_BIT).state_specs()
 
 
+def test_offloading_of_no_state_is_refused():
+    sgd = config_for_function(optimizers.sgd_optimizer).set(learning_rate=0.1)
+    with pytest.raises(UserError, match=r"learner\.offload_state is True, but .* no array"):
+        learner_of(optimizer=sgd, offload_state=True).state_specs()
+    learner_of(optimizer=sgd.set(momentum=0.9), offload_state=True).state_specs()
+
+
 def test_an_indivisible_dimension_is_stored_in_8_bits():
     params = {"head": jnp.zeros((8, 50257))}
     stored = stored_as(optax.adam(0.1), MomentFormat.EIGHT_BIT, MomentFormat.EIGHT_BIT)

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from moelib.core.errors import UserError
+from moelib.kernels import backend
 from moelib.kernels.backend import traced_backends
 from moelib.launch import TrainFlags
 from moelib.layers import kernel_check
@@ -17,6 +18,15 @@ def test_backends_of_the_config_hold_in_the_step(tmp_path):
     cfg.kernel_backends = backends
     cfg.instantiate(parent=None).trace_train_step()
     assert {**traced_backends(), **backends} == traced_backends()
+
+
+def test_a_backend_of_a_kernel_that_no_layer_uses_is_reported(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(backend, "_traced", {})
+    cfg = tiny.trainer_config(tmp_path, model=tiny.model_config(), evaler=False)
+    cfg.kernel_backends = {"gmm": "xla", "quantized_matmul": "reference"}
+    cfg.instantiate(parent=None).compile_train_step()
+    (record,) = [r for r in caplog.records if "kernel_backends" in r.getMessage()]
+    assert "kernel_backends['quantized_matmul'] is 'reference', but" in record.getMessage()
 
 
 def test_an_unknown_backend_is_refused_before_anything_is_written(tmp_path):
