@@ -25,6 +25,7 @@ from moelib.layers.kernel_backends import BACKENDS, kernel_backends
 from moelib.layers.moe.dispatch import DenseDispatcher, Dispatcher
 from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
 from moelib.layers.moe.dispatch_ragged import RaggedDispatcher, RingDispatcher
+from moelib.layers.quantization import Quantization
 from moelib.layers.transformer import BaseStack, LoopStack, ScanStack
 from moelib.models.causal_lm import CausalLM
 from moelib.train.metrics import as_metric
@@ -180,7 +181,8 @@ def _without_quantization(cfg: Any) -> str:
     for path, inside in [("", cfg), *sub_configs(cfg)]:
         if (scheme := dict(inside.items()).get("quantization")) is not None:
             inside.quantization = None
-            found.append(f"{path}.quantization={scheme.name}".lstrip("."))
+            if scheme is not Quantization.NONE:
+                found.append(f"{path}.quantization={scheme.name}".lstrip("."))
     return ", ".join(found)
 
 

@@ -57,15 +57,25 @@ class Report:
 
     def _mesh_row(self, mesh: str) -> list[str]:
         found = {each.check: each for each in self.outcomes if each.mesh == mesh}
+        rounded = {o.check for o in found.values() if o.status is Status.PASSED and o.detail}
         cells = [_CELLS[found[name].status] if name in found else "" for name in MESH_CHECKS]
+        cells = [
+            "rounded" if name in rounded else cell
+            for name, cell in zip(MESH_CHECKS, cells, strict=True)
+        ]
         if (compiled := found.get(COMPILED)) and compiled.status is not Status.PASSED:
             cells = [_CELLS[compiled.status] for _ in MESH_CHECKS]
         return [mesh, *cells, f"{sum(each.seconds for each in found.values()):.1f}"]
 
     def lines(self) -> list[str]:
-        """Returns the skipped checks with reasons, then failures, or the number of equal meshes."""
+        """Returns skipped checks, rounded numbers, then failures, or the number of equal meshes."""
         of = lambda status: (each for each in self.outcomes if each.status is status)
         lines = [f"Not checked: {o.mesh}, {o.check}: {o.detail}" for o in of(Status.SKIPPED)]
+        lines += [
+            f"Rounded: {o.mesh}, {o.check}: {o.detail}"
+            for o in of(Status.PASSED)
+            if o.detail and o.mesh != ONE_DEVICE
+        ]
         if self.requested:
             lines += [
                 f"NOT CHECKED, although requested: {mesh}"

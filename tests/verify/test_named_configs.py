@@ -27,7 +27,7 @@ CONFIGS = {
 
 
 PIPELINES = "pipeline=4,fsdp=2;pipeline=2,expert=2,model=2"
-IN_FP8 = "expert=2,fsdp=2,model=2"
+IN_FP8 = "expert=2,fsdp=2,model=2;data=2,expert=2,seq=2"
 OF_ONE_DEVICE = [*run.SINGLE_DEVICE_CHECKS, *run.EARLY_CHECKS, "bfloat16"]
 
 
@@ -76,7 +76,7 @@ def test_a_named_config_computes_the_same_in_a_pipeline(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_named_config_computes_the_same_on_a_mesh_in_fp8(name):
+def test_a_named_config_computes_the_same_in_fp8(name):
     cfg = CONFIGS[name]()
     cfg.model.quantization = Quantization.FP8_BLOCK
     small, _ = shrink(cfg, 8)

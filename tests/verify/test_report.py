@@ -30,6 +30,12 @@ def test_a_mesh_that_passed_is_same_and_one_that_cannot_be_is_explained():
     assert made.lines()[-1].startswith("1 of 2 meshes: same")
 
 
+def test_a_number_within_the_rounding_of_a_scheme_is_not_the_same():
+    made = report(Outcome("fsdp 8", "loss", Status.PASSED, "within the rounding of FP8"))
+    assert made.tables()[1].rows[0][:2] == ["fsdp 8", "rounded"]
+    assert "Rounded: fsdp 8, loss: within the rounding of FP8" in made.lines()
+
+
 def test_a_failure_is_the_last_line_and_the_status():
     made = report(
         Outcome("fsdp 8", "compiled", Status.PASSED),
