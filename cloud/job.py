@@ -23,6 +23,9 @@ class Job(Configurable):
     `moelib launch` writes `files()` into the folder of the job, and runs `commands()`.
     """
 
+    # Whether the processes see the files of this machine; else the files of the job are in jobs/.
+    shares_files = True
+
     @config_class
     class Config(Configurable.Config):
         name: str = "moelib"  # Name of the job.
@@ -47,6 +50,9 @@ class Job(Configurable):
     def commands(self) -> Sequence[Sequence[str]]:
         """Returns the commands that start the job, once its files are written."""
         raise NotImplementedError
+
+    def check_trainer_dir(self, folder: str) -> None:
+        """Raises UserError if the processes cannot keep the files of a run in a folder."""
 
     def command_of_process(self) -> list[str]:
         """Returns the command line of each process."""

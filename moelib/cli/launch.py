@@ -1,7 +1,9 @@
-"""`moelib launch`: trains a config in several processes, on this machine or a cluster.
+r"""`moelib launch`: trains a config in several processes, on this machine or a cluster.
 
 moelib launch --job=local --num_processes=4 -m M -c C --trainer_dir=RUN --num_cpu_devices=2
 moelib launch --job=slurm --num_processes=8 --job_set=gpus_per_node=8 -m M -c C --trainer_dir=RUN
+moelib launch --job=kubernetes --job_set=image=I --job_set="volumes={'/v': 'claim'}" -m M -c C \
+    --trainer_dir=/v/RUN
 
 The flags of `moelib train` are passed on to each process. --dry_run prints the files and commands
 of the job, and starts nothing.
@@ -24,6 +26,7 @@ from moelib.core.moved_names import find_module
 JOBS = {
     "local": "cloud.local:LocalJob",
     "slurm": "cloud.slurm:SlurmJob",
+    "kubernetes": "cloud.kubernetes:KubernetesJob",
 }
 _OF_A_PROCESS = "process_id", "distributed_coordinator"
 
@@ -49,6 +52,7 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
         raise UsageError("--trainer_dir is required: the folder that the run writes to.")
     cfg.instantiate(parent=None)  # Raises errors of the config before the job waits in a queue.
     job = job_config(flags).instantiate()
+    job.check_trainer_dir(cfg.dir)
     if flags.dry_run:
         print(job.describe())
     elif status := job.launch():
@@ -73,8 +77,12 @@ def job_config(flags: Flags) -> Any:
         found = launch.import_module(module)
     if not hasattr(found, name):
         raise UsageError(f"--job={flags.job}: {module} has no {name!r}.")
-    cfg = getattr(found, name).default_config()
-    folder = os.path.join(flags.trainer_dir or "", "job")
+    job = getattr(found, name)
+    cfg, run_dir = job.default_config(), flags.trainer_dir or ""
+    if job.shares_files:
+        folder = os.path.join(run_dir, "job")
+    else:
+        folder = os.path.join("jobs", os.path.basename(run_dir.rstrip("/")))
     cfg.set(arguments=["train", *train_arguments(flags)], folder=folder)
     if flags.num_processes is not None:
         with config_origin(f"--num_processes={flags.num_processes}"):

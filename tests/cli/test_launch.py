@@ -1,10 +1,13 @@
 """The command that launches jobs."""
 
+import shlex
+
 import pytest
 
 from cloud.slurm import SlurmJob
 from moelib.cli import launch
 from moelib.cli.main import run
+from tests.docs import blocks
 
 TRAIN = ["--module=tests.cli.test_launch", "--config=tiny", "--trainer_dir=runs/x"]
 
@@ -43,6 +46,20 @@ def test_fields_of_the_job_are_set(capsys):
     assert "export A='b c'\n" in out
     assert "-lt 3 ]" in out
     assert out.splitlines()[-1] == "sbatch runs/x/job/job.sbatch"
+
+
+def _commands_of_page():
+    texts = [each.text.replace("\\\n", "") for each in blocks.blocks("docs/how_to/clusters.md")]
+    return [
+        line for text in texts for line in text.splitlines() if line.startswith("moelib launch")
+    ]
+
+
+@pytest.mark.parametrize("command", _commands_of_page())
+def test_the_commands_of_the_page_describe_jobs(capsys, command):
+    arguments = [x for x in shlex.split(command)[2:] if not x.startswith(("--module", "--config"))]
+    folder = arguments.pop(next(i for i, x in enumerate(arguments) if "trainer_dir" in x))
+    assert folder in dry_run(capsys, *arguments, folder)
 
 
 def test_a_job_may_be_a_class_of_ones_own():
