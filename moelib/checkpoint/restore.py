@@ -1,5 +1,6 @@
 """Reading checkpoints under any mesh: all of one, or the parameters alone."""
 
+import contextlib
 import gc
 import logging
 import os
@@ -178,6 +179,7 @@ def _read(path: str, target: dict[str, Any], *, partial: bool) -> dict[str, Any]
         UnreadableCheckpointError: If a process cannot read them for another reason.
     """
     import orbax.checkpoint as ocp
+    from etils import epath
 
     silence_orbax()
     one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -190,8 +192,9 @@ def _read(path: str, target: dict[str, Any], *, partial: bool) -> dict[str, Any]
 
     def read() -> dict[str, Any]:
         try:
-            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-                return checkpointer.restore(os.path.join(path, contents.STATE_ITEM), args=args)
+            # Not by ocp.Checkpointer, at whose end processes wait for one that has failed.
+            with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+                return handler.restore(epath.Path(path) / contents.STATE_ITEM, args=args)
         except Exception as error:
             if unreadable(error):
                 raise

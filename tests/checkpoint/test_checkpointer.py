@@ -96,7 +96,7 @@ def test_error_outside_the_checkpoint_is_one_line(checkpointer, monkeypatch, err
         raise error
 
     if item == "arrays":
-        monkeypatch.setattr(ocp.Checkpointer, "restore", fail)
+        monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", fail)
     else:
         monkeypatch.setattr(contents.json, "load", fail)
     with pytest.raises(UnreadableCheckpointError, match=r"^\S+step_00000002\S* .*$") as caught:

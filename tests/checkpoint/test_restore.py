@@ -82,7 +82,7 @@ def test_coroutines_that_orbax_abandons_give_no_warning(checkpointer, monkeypatc
         raise ValueError("DATA_LOSS: the data are damaged")
 
     save(checkpointer, 1)
-    monkeypatch.setattr(ocp.Checkpointer, "restore", fail)
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", fail)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         with pytest.raises(DamagedCheckpointError, match=r"step_00000001 .*DATA_LOSS"):
