@@ -48,6 +48,16 @@ class Flags(launch.ConfigFlags):
     schedule: tuple[str, ...] = flag(
         (), "Pipeline schedules to draw instead, such as zb-v:4x8,dualpipe-v:4x8.", split=True
     )
+    goodput: tuple[str, ...] = flag(
+        (), "Numbers of devices, such as 256,16384, whose goodput to estimate instead.", split=True
+    )
+    device_mtbf: float = flag(50_000.0, "Hours between failures of a device, with --goodput.")
+    restart: float = flag(600.0, "Seconds from a failure to the next step, with --goodput.")
+    save: float = flag(5.0, "Seconds that a checkpoint stops the steps, with --goodput.")
+    write: float = flag(60.0, "Seconds until a checkpoint is complete, with --goodput.")
+    interval: float | None = flag(
+        None, "Seconds between checkpoints, with --goodput; by default the best."
+    )
     compile: int = flag(0, "Number of the best meshes to compile.", lower_bound=0)
     timeout: float | None = flag(None, "Time limit for compiling one step, in seconds.")
     compiler_option: tuple[str, ...] = flag(
@@ -64,7 +74,7 @@ class Flags(launch.ConfigFlags):
 
     def check(self) -> None:
         """Raises UsageError if flags contradict each other, or a file cannot be written."""
-        if self.schedule:
+        if self.schedule or self.goodput:
             return
         if not self.topology:
             raise UsageError("--topology is required: the hardware, such as v6e:2x2,h100:1x8.")
@@ -90,6 +100,9 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     flags.check()
     if flags.schedule:
         _print_schedules(flags.schedule)
+        return
+    if flags.goodput:
+        _print_goodput(flags)
         return
     os.environ["JAX_PLATFORMS"] = "cpu"  # No accelerator is used.
     from moelib.planning.compiled.cache import DEFAULT_DIR
@@ -145,6 +158,16 @@ def _print_schedules(texts: Sequence[str]) -> None:
     print_table(schedules_table(timelines))
     for text, timeline in timelines.items():
         print(f"\n{text}\n{timeline.chart()}")
+
+
+def _print_goodput(flags: Flags) -> None:
+    from moelib.planning.goodput import Failures, goodput_table
+
+    if wrong := [text for text in flags.goodput if not text.isdecimal()]:
+        raise UsageError(f"--goodput={wrong[0]}: write numbers of devices, such as 256,16384.")
+    costs = Failures(mtbf=1.0, restart=flags.restart, save=flags.save, write=flags.write)
+    numbers = list(map(int, flags.goodput))
+    print_table(goodput_table(numbers, flags.device_mtbf * 3600, costs, flags.interval))
 
 
 def _print_step(step: "CompiledStep", columns: Sequence["Column"], top: int) -> None:

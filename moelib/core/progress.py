@@ -16,10 +16,11 @@ def format_bytes(num_bytes: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Returns a duration as "1 h 02 min", "3 min 05 s" or "4.1 s"."""
-    if seconds >= 3600:
-        return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:02.0f} min"
-    if seconds >= 60:
-        return f"{seconds // 60:.0f} min {seconds % 60:02.0f} s"
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+    if whole >= 60:
+        return f"{whole // 60} min {whole % 60:02} s"
     return f"{seconds:.1f} s"
 
 

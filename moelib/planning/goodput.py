@@ -1,0 +1,128 @@
+"""Goodput: the share of a run's time that adds steps, where devices fail and checkpoints cost time.
+
+Failures are a Poisson process. Source: J. T. Daly, A higher order estimate of the optimum
+checkpoint interval for restart dumps, Future Generation Computer Systems 22, 2006.
+"""
+
+import dataclasses
+import math
+import random
+from collections.abc import Sequence
+
+from moelib.core.errors import UserError
+from moelib.core.progress import format_seconds
+from moelib.core.table import Table
+
+_SIMULATED_INTERVALS = 20_000
+_LIMIT = 1e-3  # Lower goodput is not simulated: a run would hardly end.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Failures:
+    """How often a run fails, and the time that this and its checkpoints cost; in seconds."""
+
+    mtbf: float  # Mean time between failures of the whole run.
+    restart: float  # From a failure to the next step: detection, new processes, restore, compiling.
+    save: float  # Time that a checkpoint stops the steps.
+    write: float = 0.0  # Time that a checkpoint takes to be complete, while steps go on.
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if not math.isfinite(value) or value < 0 or (name == "mtbf" and not value):
+                raise UserError(f"{name}={value}: set a time of 0 s or more, for mtbf above 0.")
+
+    def goodput(self, interval: float) -> float:
+        """Returns the expected share of time that adds steps, 0 to 1.
+
+        Daly's model, in which a failure loses the time since the last complete checkpoint and a
+        restart may fail, too. A checkpoint that is complete only after `write` loses that much
+        more per failure, which is a longer restart.
+
+        Args:
+            interval: Seconds of steps between checkpoints, at least `write`.
+        """
+        exponent = (interval + self.save) / self.mtbf
+        lost = (self.restart + self.write) / self.mtbf
+        if exponent + lost > 700:  # Of math.exp.
+            return 0.0
+        return interval / (self.mtbf * math.exp(lost) * math.expm1(exponent))
+
+    def best_interval(self) -> float:
+        """Returns the seconds between checkpoints with the highest goodput."""
+        from scipy.special import lambertw
+
+        if not self.save:
+            return self.write
+        # The root of the derivative: (t / mtbf - 1) exp(t / mtbf - 1) = -exp(-1 - save / mtbf).
+        root = lambertw(-math.exp(-1 - self.save / self.mtbf)).real
+        return max(self.mtbf * (1 + float(root)), self.write)
+
+    def young_interval(self) -> float:
+        """Returns Young's approximation of `best_interval`: sqrt(2 * save * mtbf)."""
+        return math.sqrt(2 * self.save * self.mtbf)
+
+    def simulated_goodput(self, interval: float, seed: int = 0) -> float:
+        """Returns the goodput of a simulated run of 20,000 intervals, event by event."""
+        draw, steps = random.Random(seed), interval * _SIMULATED_INTERVALS
+        now = done = 0.0  # Time, and seconds of steps in complete checkpoints.
+        failure = draw.expovariate(1 / self.mtbf)
+        while done < steps:
+            begin, kept = now, done
+            while True:  # From one start to the next failure.
+                end = begin + (interval + self.save)
+                if failure < end + self.write:
+                    break
+                begin, kept = end, kept + interval
+                if kept >= steps:
+                    return steps / (end + self.write)
+            done, now = kept, failure
+            while True:  # Restarts, until one does not fail.
+                failure = now + draw.expovariate(1 / self.mtbf)
+                if failure >= now + self.restart:
+                    now += self.restart
+                    break
+                now = failure
+        return done / now
+
+
+def goodput_table(
+    num_devices: Sequence[int], device_mtbf: float, costs: Failures, interval: float | None = None
+) -> Table:
+    """Returns the goodput of runs on numbers of devices.
+
+    Args:
+        num_devices: Numbers of devices.
+        device_mtbf: Mean time between failures of a device and its share of a host, in seconds.
+        costs: The costs of a failure and of a checkpoint; its `mtbf` is not used.
+        interval: Seconds between checkpoints; None for the best of each number of devices.
+    """
+    rows = []
+    for number in num_devices:
+        if number < 1:
+            raise UserError(f"goodput={number}: set a number of devices above 0.")
+        failures = dataclasses.replace(costs, mtbf=device_mtbf / number)
+        best = failures.best_interval()
+        used = best if interval is None else interval
+        if used < failures.write:
+            raise UserError(
+                f"interval={used:.0f} s is shorter than the {failures.write:.0f} s that a "
+                "checkpoint takes to be complete; set a longer one."
+            )
+        goodput = failures.goodput(used)
+        simulated = f"{failures.simulated_goodput(used):.1%}" if goodput > _LIMIT else "-"
+        rows.append(
+            [
+                f"{number:,}",
+                format_seconds(failures.mtbf),
+                format_seconds(best),
+                format_seconds(used),
+                f"{goodput:.1%}",
+                simulated,
+            ]
+        )
+    columns = "devices>", "failure every>", "best interval>", "interval>", "goodput>", "simulated>"
+    note = (
+        f"A device fails every {device_mtbf / 3600:,.0f} h; a restart takes {costs.restart:.0f} s, "
+        f"a checkpoint {costs.save:.1f} s of steps and {costs.write:.0f} s until it is complete."
+    )
+    return Table("Goodput", columns, rows, [note])
