@@ -57,7 +57,6 @@ def weight_transfers(
                 continue
             yield _gathers(placement, leaf, axes, whole, remat, is_tpu)
             summed = is_tpu and not leaf.in_decoder and placement.mesh.parts(axes) >= _ALL_REDUCED
-            summed |= placement.is_of_stage(leaf)  # Inside of the branches of a pipeline.
             if leaf.trained:
                 yield Transfer("all-reduce" if summed else "reduce-scatter", axes, whole)
         if leaf.trained and (others := placement.reduced_axes(leaf)):
@@ -82,11 +81,11 @@ def _num_gathers(placement: Placement, leaf: Leaf, remat: str, is_tpu: bool) -> 
 
     Weights outside of the decoder are saved, and those of experts from recomputation to the
     backward pass. On GPUs, and of 8-bit weights, XLA shares one gather of dense weights between the
-    two. In a pipeline, both are loops over the layers of a stage, which share nothing.
+    two, and so does a pipeline, whose backward pass recomputes a layer in the same iteration.
     """
     work = placement.work
     if placement.is_of_stage(leaf):
-        return 3 if work.recomputes_matmuls(remat) else 2
+        return 2
     if not leaf.in_decoder:
         return 1
     if "experts" in leaf.axes:
@@ -215,10 +214,9 @@ def _dispatch_transfers(placement: Placement, row: float, *, is_tpu: bool) -> It
     else:
         kind, most = "ragged-all-to-all", min(n, moe.num_experts_per_token)
         received = min(n, moe.num_experts_per_token * placement.receive_capacity)
-        back = _ALL if placement.num_ranks > 1 else _ONCE  # The next layer of a stage needs it.
         sent = _mean_destinations(moe.num_experts, moe.num_experts_per_token, n) * row
         yield from _each(kind, axes, sent, num_layers, _ALL, received * row)
-        yield from _each(kind, axes, sent, num_layers, back, most * row)
+        yield from _each(kind, axes, sent, num_layers, _ONCE, most * row)
         metadata = _METADATA_BYTES["tpu" if is_tpu else "gpu"]  # Its traffic is negligible.
         yield from _each(kind, axes, 0.0, num_layers, _ONCE, received * metadata)
 
