@@ -189,6 +189,8 @@ class TrainLoop:
         self._profiler.before_step(self._step + 1)
         with jax.profiler.StepTraceAnnotation("train", step_num=self._step + 1):
             packed = self.run_step(batch, input_state=feed.state())
+        if self._pending is None:  # The first step, which is compiled: its collectives may hang.
+            self._watchdog.beat(self._step)
         self._check_pending()
         self._step += 1
         self._pending, self._summaries = (self._step, packed), {}

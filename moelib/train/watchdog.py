@@ -8,9 +8,14 @@ import threading
 import time
 from typing import Self, TextIO
 
+import jax
+
 from moelib.core.errors import UserError
 
 EXIT_CODE = 87  # Exit status of a process that the watchdog ends.
+# From the stacks of a process to its end, in which the others of its job, which wait for the same
+# step, print theirs.
+_GRACE_SECONDS = 10.0
 
 
 class Watchdog:
@@ -83,6 +88,8 @@ class Watchdog:
             self._report(step, since)
         if self._crash is not None and since > self._crash:
             self._report(step, since)
+            if jax.process_count() > 1:
+                time.sleep(_GRACE_SECONDS)
             print(f"Watchdog: exits with code {EXIT_CODE}.", file=self._stream, flush=True)
             os._exit(EXIT_CODE)
 

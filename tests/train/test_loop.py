@@ -13,6 +13,7 @@ import pytest
 from moelib.train.loop import TrainLoop
 from moelib.train.metrics import pack, unpack
 from moelib.train.signals import StopRequest
+from moelib.train.watchdog import Watchdog
 from tests import tiny
 
 
@@ -179,3 +180,21 @@ def test_a_signal_in_the_evaluation_of_a_restored_state_takes_no_step(tmp_path, 
         monkeypatch.setattr(StopRequest, "requested", lambda self, t=trainer: t.step == 4)
         assert trainer.run()["step"] == 4
     assert evaluations(tmp_path) == []
+
+
+def test_the_watchdog_runs_from_the_first_compiled_step_on(tmp_path, monkeypatch):
+    beats, compiled = [], []
+    monkeypatch.setattr(Watchdog, "beat", lambda self, step: beats.append((step, len(compiled))))
+    trainer = tiny.trainer_config(tmp_path, max_step=2).instantiate(parent=None)
+    run_step = trainer.run_step
+
+    def step(batch, *, input_state=None):
+        assert bool(beats) == bool(compiled)  # Compiling may take longer than any step.
+        packed = run_step(batch, input_state=input_state)
+        compiled.append(packed)
+        return packed
+
+    trainer.run_step = step
+    trainer.run()
+    assert beats[0] == (0, 1)
+    assert beats[-1][0] == 2
