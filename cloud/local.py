@@ -34,6 +34,7 @@ class LocalJob(Job):
     class Config(Job.Config):
         # Seconds that processes have to end after one has ended with an error, or after SIGTERM.
         grace_seconds: float = 120.0
+        echo: bool = True  # Whether to print the output of process 0, and restarts.
 
     def commands(self) -> Sequence[Sequence[str]]:
         """Returns the command of each process; `env` sets its variables."""
@@ -68,15 +69,24 @@ class LocalJob(Job):
                 index, status = self._run_once(received)
                 if not status or received or status not in CONTINUED:
                     break
-                _tell(
+                self._tell(
                     f"Process {index} of {cfg.num_processes} ended with status {status}; see "
                     f"{self._log(index)}."
                 )
                 if restarts < cfg.max_restarts:
-                    _tell(f"Restart {restarts + 1} of at most {cfg.max_restarts}.")
+                    self._tell(f"Restart {restarts + 1} of at most {cfg.max_restarts}.")
         if status and not received:
-            _tell(f"The job ended with status {status}; see {self._log(index)}.")
+            self._tell(f"The job ended with status {status}; see {self._log(index)}.")
         return 0 if received and status in CONTINUED else status
+
+    def _tell(self, text: str) -> None:
+        if self.config.echo:
+            print(text, file=sys.stderr, flush=True)
+
+    def _print(self, output: IO[bytes]) -> None:
+        if (text := output.read()) and self.config.echo:
+            sys.stdout.write(text.decode(errors="replace"))
+            sys.stdout.flush()
 
     def _log(self, index: int) -> str:
         return self.path(f"process_{index}.log")
@@ -118,23 +128,13 @@ class LocalJob(Job):
             if time.monotonic() > deadline:
                 for process in running:
                     process.kill()
-            _copy(output)
+            self._print(output)
             time.sleep(_POLL_SECONDS)
-        _copy(output)
+        self._print(output)
         if failed is None:  # Those that ended last have not been looked at.
             failed = next((i for i, x in enumerate(processes) if x.returncode), 0)
         status = processes[failed].returncode
         return failed, 128 - status if status < 0 else status
-
-
-def _copy(output: IO[bytes]) -> None:
-    if text := output.read():
-        sys.stdout.write(text.decode(errors="replace"))
-        sys.stdout.flush()
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

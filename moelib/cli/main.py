@@ -16,6 +16,7 @@ COMMANDS = {
     "quickstart": ("moelib.cli.quickstart", "Train a small model on text of this machine."),
     "train": ("moelib.cli.train", "Train a named config, or resume its run."),
     "launch": ("moelib.cli.launch", "Train in several processes, here or on a cluster."),
+    "drill": ("moelib.cli.drill", "Break runs of a config, and check that they recover."),
     "prepare": ("moelib.cli.prepare", "Tokenize a corpus into a token store."),
     "config": ("moelib.cli.config", "Print, explain, compare or count a named config."),
     "plan": ("moelib.cli.plan", "Estimate memory, time and cost of a run."),

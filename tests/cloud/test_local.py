@@ -157,5 +157,5 @@ def test_mpirun_starts_a_run_without_flags(tmp_path):
     done = subprocess.run(
         command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True
     )
-    assert "Process 1 of 2" in done.stdout
+    assert "Process 1 of 2" in done.stderr
     assert losses(tmp_path / "mpi") == losses(tmp_path / "local")

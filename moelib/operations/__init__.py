@@ -1,0 +1,1 @@
+"""Runs on clusters: drills of what breaks on them."""

@@ -1,0 +1,186 @@
+"""Drills: a run in several processes that is disturbed, and compared with an undisturbed one."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from moelib.core.files import write_json
+from moelib.core.table import Table
+from moelib.operations import faults
+from moelib.operations.faults import Fault
+
+# Runs the processes of a folder to their end, and returns their exit status.
+Launch = Callable[[str], int]
+
+
+class Scenario(NamedTuple):
+    """Faults of one run, and what the run promises after them."""
+
+    name: str
+    faults: Sequence[Fault]
+    max_lost: int | None  # Steps that may be taken twice; None if nothing is promised.
+    by_hand: bool = False  # Whether the run ends with an error, and is started again by hand.
+
+
+class Outcome(NamedTuple):
+    """A disturbed run, compared with the undisturbed one."""
+
+    scenario: Scenario
+    status: int  # Exit status of the last start.
+    num_starts: int
+    lost: int  # Steps taken twice.
+    recovery_seconds: float | None  # From the last fault to the next step that ended.
+    is_equal: bool  # Whether all losses are equal to the last bit.
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the run kept its promise."""
+        max_lost = self.scenario.max_lost
+        return max_lost is None or (self.is_equal and not self.status and self.lost <= max_lost)
+
+
+def scenarios(interval: int, num_processes: int) -> list[Scenario]:
+    """Returns the scenarios of a drill.
+
+    A process that dies while a checkpoint is written loses that checkpoint, too: up to two
+    intervals less a step. A damaged checkpoint costs one more interval.
+
+    Args:
+        interval: Steps between checkpoints; a run has four intervals.
+        num_processes: Number of processes.
+    """
+    last, step = num_processes - 1, 2 * interval + interval // 2 + 1
+
+    def at_step(kind: str, process: int | None = last) -> Fault:
+        return Fault(kind, faults.STEP, step, process)
+
+    killed, once = at_step("kill"), 2 * interval - 1
+    in_save, in_restore = faults.SAVE, Fault("kill", faults.RESTORE, 0, last)
+    of_file = lambda kind: [killed, Fault(kind, faults.START, 0, 0)]
+    data = lambda kind: [Fault(kind, faults.BATCH, step, last)]
+    return [
+        Scenario("a process is killed in a step", [killed], once),
+        Scenario("the coordinator is killed", [at_step("kill", 0)], once),
+        Scenario("killed in a save", [Fault("kill", in_save, 2 * interval, last)], once),
+        Scenario("killed in a step, then in the restore", [killed, in_restore], once),
+        Scenario("SIGTERM", [at_step("terminate")], 0),
+        Scenario("a process hangs", [at_step("hang")], once),
+        Scenario(
+            "killed, and a bit of the checkpoint flips",
+            of_file("flip_bit_of_file"),
+            once + interval,
+        ),
+        Scenario("killed, and the checkpoint is cut short", of_file("cut_file"), once + interval),
+        Scenario("the disk is full in a save", [Fault("full_disk", in_save, 2 * interval)], 0),
+        Scenario(f"data come {faults.SLOW_SECONDS:.0f} s late", data("slow"), 0),
+        Scenario("data cannot be read", data("fail"), once, by_hand=True),
+        Scenario("parameters become NaN", [at_step("not_a_number", None)], once, by_hand=True),
+        Scenario("an exponent bit flips", [at_step("exponent_bit", None)], None, by_hand=True),
+        Scenario("a mantissa bit flips", [at_step("mantissa_bit", None)], None),
+    ]
+
+
+def random_kills(number: int, interval: int, num_processes: int, seed: int = 0) -> list[Scenario]:
+    """Returns scenarios of one kill each, in random processes at random steps of four intervals."""
+    chosen, found = random.Random(seed), []
+    for _ in range(number):
+        process, step = chosen.randrange(num_processes), chosen.randint(2, 4 * interval)
+        kill = Fault("kill", faults.STEP, step, process)
+        found.append(Scenario(f"process {process} killed in step {step}", [kill], 2 * interval - 1))
+    return found
+
+
+def run_drill(
+    cfg: Any, folder: str, chosen: Sequence[Scenario], launch: Launch
+) -> Iterator[Outcome]:
+    """Yields the outcome of each scenario, after the undisturbed run.
+
+    Args:
+        cfg: Config of a trainer, small enough to be run many times.
+        folder: Folder for a run per scenario.
+        chosen: The scenarios.
+        launch: Starts the processes of a run's folder, and starts them again when one is lost.
+
+    Raises:
+        RuntimeError: If the undisturbed run fails.
+    """
+    undisturbed = _run(cfg, os.path.join(folder, "undisturbed"), Scenario("", [], None), launch)
+    if undisturbed.status:
+        raise RuntimeError(f"the undisturbed run in {folder} ended with {undisturbed.status}.")
+    expected = losses(os.path.join(folder, "undisturbed"))
+    for i, each in enumerate(chosen):
+        path = os.path.join(folder, f"{i + 1:02}")
+        outcome = _run(cfg, path, each, launch)
+        yield outcome._replace(is_equal=losses(path) == expected)
+
+
+def _run(cfg: Any, folder: str, scenario: Scenario, launch: Launch) -> Outcome:
+    os.makedirs(folder)
+    small = cfg.clone(dir=folder)
+    path = pathlib.Path(folder)
+    (path / "config.txt").write_text(small.debug_string(), encoding="utf-8")
+    write_json(path / "faults.json", [dataclasses.asdict(fault) for fault in scenario.faults])
+    status = launch(folder)
+    if status and scenario.by_hand:
+        status = launch(folder)
+    events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
+    starts = [event["start"] for event in events if "start" in event]
+    steps = [event["step"] for event in events if "step" in event and "fault" not in event]
+    hit = [event["time"] for event in events if "fault" in event]
+    later = [e for e in events if hit and e["time"] > hit[-1]]
+    restart = next((i for i, event in enumerate(later) if "start" in event), 0)
+    after = [e["time"] for e in later[restart:] if "step" in e and "fault" not in e]
+    return Outcome(
+        scenario,
+        status,
+        len(starts),
+        lost=len(steps) - len(set(steps)),
+        recovery_seconds=after[0] - hit[-1] if after else None,
+        is_equal=False,
+    )
+
+
+def _verdict(outcome: Outcome) -> str:
+    if outcome.scenario.max_lost is None:
+        return "-"
+    kept = "kept, by hand" if outcome.scenario.by_hand else "kept"
+    return kept if outcome.is_kept else "BROKEN"
+
+
+def losses(folder: str) -> dict[int, float]:
+    """Returns the loss of each step of a run."""
+    lines = map(json.loads, (pathlib.Path(folder) / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def drill_table(outcomes: Sequence[Outcome], interval: int) -> Table:
+    """Returns the outcomes as a table."""
+    rows = []
+    for each in outcomes:
+        promise = each.scenario.max_lost
+        rows.append(
+            [
+                each.scenario.name,
+                str(each.num_starts),
+                str(each.lost),
+                "-" if promise is None else str(promise),
+                "-" if each.recovery_seconds is None else f"{each.recovery_seconds:.1f}",
+                "yes" if each.is_equal else "no",
+                _verdict(each),
+            ]
+        )
+    columns = [
+        "fault",
+        "starts>",
+        "lost steps>",
+        "promised>",
+        "recovery s>",
+        "equal losses",
+        "promise",
+    ]
+    note = f"A checkpoint every {interval} steps. Equal: to the last bit, in every step."
+    return Table("Drill", columns, rows, [note])

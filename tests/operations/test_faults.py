@@ -1,0 +1,58 @@
+"""Faults: their moments, and files that they damage."""
+
+import os
+
+import jax.numpy as jnp
+import pytest
+
+from moelib.operations import faults
+from moelib.operations.faults import Fault
+
+
+def test_a_fault_hits_its_process_at_its_moment():
+    fault = Fault("kill", faults.STEP, 7, 1)
+    assert fault.hits(1, faults.STEP, 7)
+    assert not fault.hits(0, faults.STEP, 7)
+    assert not fault.hits(1, faults.STEP, 6)
+    assert not fault.hits(1, faults.SAVE, 7)
+    assert Fault("not_a_number", faults.STEP, 7).hits(5, faults.STEP, 7)
+    assert Fault("kill", faults.RESTORE, 0, 1).hits(1, faults.RESTORE, 0)
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    for step, size in ((4, 100), (8, 64)):
+        folder = tmp_path / f"step_{step:08d}" / "state"
+        folder.mkdir(parents=True)
+        (folder / "large").write_bytes(bytes(size))
+        (folder / "small").write_bytes(b"x")
+    (tmp_path / "step_00000012.tmp").mkdir()
+    return tmp_path
+
+
+def test_one_bit_of_the_newest_checkpoint_flips(checkpoints):
+    faults.flip_bit_of_file(checkpoints)
+    data = (checkpoints / "step_00000008" / "state" / "large").read_bytes()
+    assert len(data) == 64
+    assert sum(byte.bit_count() for byte in data) == 1
+    assert not any((checkpoints / "step_00000004" / "state" / "large").read_bytes())
+
+
+def test_the_newest_checkpoint_is_cut_short(checkpoints):
+    faults.cut_file(checkpoints)
+    assert (checkpoints / "step_00000008" / "state" / "large").stat().st_size == 32
+
+
+def test_a_full_disk_refuses_a_file_and_is_emptied(tmp_path):
+    with faults.full_disk(), pytest.raises(OSError, match="File too large"):
+        (tmp_path / "x").write_bytes(bytes(2000))
+    (tmp_path / "x").write_bytes(bytes(2000))
+    assert os.path.getsize(tmp_path / "x") == 2000
+
+
+def test_one_bit_of_an_array_flips():
+    x = jnp.full((2, 3), 1.5)
+    flipped = faults._flipped(x, faults._MANTISSA_BIT)
+    assert flipped[0, 0] == 1.0
+    assert jnp.sum(flipped != x) == 1
+    assert faults._flipped(flipped, faults._MANTISSA_BIT).tolist() == x.tolist()
