@@ -1,6 +1,7 @@
 """A job: the processes of one training run, and how a cluster is asked to start them."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -15,6 +16,21 @@ STOPPED = 75
 # Exit statuses after which the same command continues a run: it was stopped, it hung, another
 # process of the job was lost, or this one was killed by signal 6, 9 or 15.
 CONTINUED = (STOPPED, 87, 88, 134, 137, 143)
+LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"  # A name of RFC 1123.
+VARIABLE = "[A-Za-z_][A-Za-z0-9_]*"  # Name of an environment variable.
+
+
+def check_form(field: str, value: str | None, form: str, what: str) -> None:
+    """Raises UserError if a value is set and does not match a regular expression.
+
+    Args:
+        field: Name of the field, for the message.
+        value: Its value.
+        form: Regular expression.
+        what: Noun phrase of what to set instead.
+    """
+    if value is not None and not re.fullmatch(form, value):
+        raise UserError(f"{field}={value!r}: set {what}.")
 
 
 class Job(Configurable):

@@ -17,7 +17,7 @@ from typing import Any
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.errors import UserError
 
-from .job import CONTINUED, Job
+from .job import CONTINUED, LABEL, VARIABLE, Job, check_form
 
 _MANIFEST = "jobset.json"
 _PODS = "worker"  # Name of the replicated job, and of the container.
@@ -26,13 +26,11 @@ _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _USER = 1000  # Of docker/Dockerfile.
 _DOCKERFILE = pathlib.Path(__file__).parent / "docker/Dockerfile"
 
-_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"  # RFC 1123.
-_SUBDOMAIN = rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*"
-_VARIABLE = "[A-Za-z_][A-Za-z0-9_]*"
+_SUBDOMAIN = rf"(?=.{{1,253}}$){LABEL}(\.{LABEL})*"
 _QUANTITY = r"[0-9]+(\.[0-9]+)?(m|k|[MGTPE]|[KMGTPE]i)?"
 _FORMS = {
     "image": (r"\S+", "an image such as europe-docker.pkg.dev/project/images/moelib:1"),
-    "namespace": (_LABEL, "the name of a namespace"),
+    "namespace": (LABEL, "the name of a namespace"),
     "queue": (_SUBDOMAIN, "the name of a local queue of Kueue"),
     "service_account": (_SUBDOMAIN, "the name of a service account"),
     "cpu": (_QUANTITY, "a number of cores such as 96"),
@@ -76,7 +74,7 @@ class KubernetesJob(Job):
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)
         for field, (form, what) in _FORMS.items():
-            _check(field, getattr(cfg, field), form, what)
+            check_form(field, getattr(cfg, field), form, what)
         self._num_hosts, self._chips = self._slice() if cfg.tpu_accelerator else (0, 0)
         if cfg.tpu_topology and not cfg.tpu_accelerator:
             raise UserError(f"tpu_topology={cfg.tpu_topology!r}: set tpu_accelerator, too.")
@@ -96,7 +94,7 @@ class KubernetesJob(Job):
         for path, claim in cfg.volumes.items():
             if posixpath.normpath(path) != path or path in ("/", "/dev/shm") or path[0] != "/":
                 raise UserError(f"volumes={cfg.volumes}: {path!r} is no absolute path for a mount.")
-            _check(f"volumes[{path!r}]", claim, _SUBDOMAIN, "the name of a claim")
+            check_form(f"volumes[{path!r}]", claim, _SUBDOMAIN, "the name of a claim")
 
     def _slice(self) -> tuple[int, int]:
         """Returns the number of hosts of a TPU slice, and of the chips of each."""
@@ -132,7 +130,7 @@ class KubernetesJob(Job):
         cfg, pods = self.config, self._num_hosts or self.config.num_processes
         # Names of pods have the indices of job and pod, and five random letters.
         limit = 63 - len(f"-{_PODS}-{cfg.num_slices - 1}-{pods - 1}-abcde")
-        if len(cfg.name) > limit or not re.fullmatch(rf"(?=[a-z]){_LABEL}", cfg.name):
+        if len(cfg.name) > limit or not re.fullmatch(rf"(?=[a-z]){LABEL}", cfg.name):
             raise UserError(
                 f"name={cfg.name!r}: set at most {limit} characters of a-z, 0-9 and -, which begin "
                 "with a letter and do not end with -."
@@ -142,7 +140,7 @@ class KubernetesJob(Job):
         cfg = self.config
         for field in ("env", "secrets"):
             for name in getattr(cfg, field):
-                _check(f"{field} has {name!r}", name, _VARIABLE, "a name such as NCCL_DEBUG")
+                check_form(f"{field} has {name!r}", name, VARIABLE, "a name such as NCCL_DEBUG")
         if both := sorted(set(cfg.env) & set(cfg.secrets)):
             raise UserError(f"{both[0]} is in env and in secrets; remove it from env.")
         form = rf"{_SUBDOMAIN.replace('$', '/')}/[-._a-zA-Z0-9]+"
@@ -304,11 +302,6 @@ class KubernetesJob(Job):
             return super().describe()
         lines = [f"# {shlex.join(command)}\n" for command in self._image_commands()]
         return "# Commands for the image:\n" + "".join(lines) + super().describe()
-
-
-def _check(field: str, value: str | None, form: str, what: str) -> None:
-    if value is not None and not re.fullmatch(form, value):
-        raise UserError(f"{field}={value!r}: set {what}.")
 
 
 def _literal(text: str) -> str:

@@ -27,6 +27,7 @@ JOBS = {
     "local": "cloud.local:LocalJob",
     "slurm": "cloud.slurm:SlurmJob",
     "kubernetes": "cloud.kubernetes:KubernetesJob",
+    "gcp_tpu": "cloud.gcp_tpu:TpuVmJob",
 }
 _OF_A_PROCESS = "process_id", "distributed_coordinator"
 
