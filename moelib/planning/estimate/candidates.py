@@ -173,13 +173,13 @@ def current_candidate(cfg: Any, work: Workload, topology: TopologyShape) -> Cand
         UserError: If its mesh does not fit the topology, or its batch does not fit the mesh.
     """
     rules, mesh = rules_of(cfg), _own_mesh(cfg, topology)
-    schedule = cfg.pipeline_schedule if mesh.parts([AXIS]) > 1 else None
+    schedule = settings.schedule_on(cfg, mesh.sizes)
     settings.warn_unused_schedule(cfg, mesh.sizes)
     sharding.check_mesh_axes(mesh.sizes, _rules(cfg, schedule))
     if schedule is not None:
         if work.pipeline_refusal:
             raise UserError(f"topology {topology.name}: {work.pipeline_refusal}")
-        check_microbatches(schedule, mesh.sizes[AXIS], cfg.num_microbatches)
+        check_microbatches(schedule, mesh.parts([AXIS]), cfg.num_microbatches)
     if (refusal := _mesh_check(work, rules)(mesh)) is not None:
         raise UserError(f"topology {topology.name}: {refusal}")
     num, parts = cfg.num_microbatches, mesh.parts(rules["batch"])

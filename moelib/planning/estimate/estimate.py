@@ -156,7 +156,7 @@ class Estimator:
         micro, tokens = candidate.num_microbatches, work.tokens / topology.num_devices
         pipeline, recomputed = None, work.recomputes(candidate.remat)
         if candidate.schedule is not None:
-            ranks = candidate.mesh.sizes[AXIS]
+            ranks = candidate.mesh.parts([AXIS])
             pipeline = self._pipeline(candidate.schedule, ranks, micro, recomputed=recomputed)
             if not self._lockstep:
                 pipeline = dataclasses.replace(pipeline, idle=pipeline.idle[:1] * 2)

@@ -137,3 +137,17 @@ def test_bytes_between_ranks_are_those_of_the_compiled_step(schedule):
     sent = {x.kind: x.bytes for x in found if x.axes == ("pipeline",)}
     estimate = Estimator(work, rules_of(cfg), {})(current_candidate(cfg, work, EIGHT))
     assert sent["collective-permute"] == pytest.approx(estimate.pipeline_bytes, rel=0.01)
+
+
+def test_pairs_without_a_pipeline_are_planned_as_they_are_trained():
+    cfg = deep().set(mesh_shape=mesh_shape_from_axes(expert=4, data=2))
+    cfg.set(pipeline_schedule=Schedule.DUALPIPE_V)
+    cfg.input.global_batch_size = 64
+    work = read_workload(cfg)
+    candidate = current_candidate(cfg, work, EIGHT)
+    assert candidate.schedule is Schedule.DUALPIPE_V
+    estimate = Estimator(work, rules_of(cfg), {})(candidate)
+    alone = Estimator(work, rules_of(cfg), {})(dataclasses.replace(candidate, schedule=None))
+    # Both passes of a pair are in memory, and no rank waits.
+    assert estimate.memory["activations"] > alone.memory["activations"]
+    assert estimate.idle == (0.0, 0.0)
