@@ -31,7 +31,9 @@ class Flags(launch.ConfigFlags):
     mesh: str = flag("fsdp=-1", "Sizes of mesh axes, such as fsdp=2,expert=2.")
     interval: int = flag(4, "Steps between checkpoints; a run has four intervals.", lower_bound=2)
     only: tuple[str, ...] = flag((), "Part of the name of a fault to inject; repeatable.")
-    random_kills: int = flag(0, "Number of kills of random processes at random steps.")
+    random_kills: int = flag(
+        0, "Number of random processes to kill in random steps, up to four per run."
+    )
     folder: str = flag("runs/drill", "New folder for the runs.")
 
 
@@ -73,6 +75,7 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
         num_processes=flags.num_processes,
         grace_seconds=20,
         echo=False,
+        max_restarts=20,
         env={
             "JAX_NUM_CPU_DEVICES": str(flags.devices // flags.num_processes),
             "JAX_COMPILATION_CACHE_DIR": cache,

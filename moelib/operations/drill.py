@@ -13,6 +13,8 @@ from moelib.core.table import Table
 from moelib.operations import faults
 from moelib.operations.faults import Fault
 
+_KILLS_PER_RUN = 4
+
 # Runs the processes of a folder to their end, and returns their exit status.
 Launch = Callable[[str], int]
 
@@ -85,12 +87,16 @@ def scenarios(interval: int, num_processes: int) -> list[Scenario]:
 
 
 def random_kills(number: int, interval: int, num_processes: int, seed: int = 0) -> list[Scenario]:
-    """Returns scenarios of one kill each, in random processes at random steps of four intervals."""
+    """Returns scenarios of up to four kills each, of random processes in random steps."""
     chosen, found = random.Random(seed), []
-    for _ in range(number):
-        process, step = chosen.randrange(num_processes), chosen.randint(2, 4 * interval)
-        kill = Fault("kill", faults.STEP, step, process)
-        found.append(Scenario(f"process {process} killed in step {step}", [kill], 2 * interval - 1))
+    for first in range(0, number, _KILLS_PER_RUN):
+        steps = chosen.sample(range(2, 4 * interval + 1), min(_KILLS_PER_RUN, number - first))
+        kills = [
+            Fault("kill", faults.STEP, step, chosen.randrange(num_processes))
+            for step in sorted(steps)
+        ]
+        killed = ", ".join(f"{kill.process} in step {kill.step}" for kill in kills)
+        found.append(Scenario(f"killed: {killed}", kills, len(kills) * (2 * interval - 1)))
     return found
 
 

@@ -85,12 +85,17 @@ def test_a_run_that_ends_with_an_error_is_started_again_by_hand(cfg, tmp_path):
 
 
 def test_random_kills_are_repeatable_and_spread():
-    kills = drill.random_kills(50, 4, 2)
-    assert kills == drill.random_kills(50, 4, 2)
-    assert {each.faults[0].process for each in kills} == {0, 1}
-    steps = {each.faults[0].step for each in kills}
+    chosen = drill.random_kills(50, 4, 2)
+    assert chosen == drill.random_kills(50, 4, 2)
+    kills = [fault for each in chosen for fault in each.faults]
+    assert len(kills) == 50
+    assert {kill.process for kill in kills} == {0, 1}
+    steps = {kill.step for kill in kills}
     assert len(steps) > 10
     assert steps <= set(range(2, 17))
+    for each in chosen:  # A run cannot go back behind a kill.
+        steps = [kill.step for kill in each.faults]
+        assert steps == sorted(set(steps))
 
 
 @pytest.mark.parametrize(
