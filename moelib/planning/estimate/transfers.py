@@ -81,11 +81,12 @@ def _num_gathers(placement: Placement, leaf: Leaf, remat: str, is_tpu: bool) -> 
 
     Weights outside of the decoder are saved, and those of experts from recomputation to the
     backward pass. On GPUs, and of 8-bit weights, XLA shares one gather of dense weights between the
-    two, and so does a pipeline, whose backward pass recomputes a layer in the same iteration.
+    two. So it does in a pipeline, whose backward pass recomputes a layer in the same iteration, but
+    for 8-bit weights.
     """
     work = placement.work
     if placement.is_of_stage(leaf):
-        return 2
+        return 3 if leaf.quantized and work.recomputes_matmuls(remat) else 2
     if not leaf.in_decoder:
         return 1
     if "experts" in leaf.axes:
