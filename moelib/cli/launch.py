@@ -28,6 +28,7 @@ JOBS = {
     "slurm": "cloud.slurm:SlurmJob",
     "kubernetes": "cloud.kubernetes:KubernetesJob",
     "gcp_tpu": "cloud.gcp_tpu:TpuVmJob",
+    "xmanager": "cloud.xmanager:XManagerJob",
 }
 _OF_A_PROCESS = "process_id", "distributed_coordinator"
 
