@@ -14,8 +14,9 @@ from moelib.core.files import atomic_file
 # Exit status of a run that SIGTERM stopped, if --stopped_status sets it: EX_TEMPFAIL of sysexits.h.
 STOPPED = 75
 # Exit statuses after which the same command continues a run: it was stopped, it hung, another
-# process of the job was lost, or this one was killed by signal 6, 9 or 15.
-CONTINUED = (STOPPED, 87, 88, 134, 137, 143)
+# process of the job was lost, or this one was killed by signal 6, 7, 9, 11 or 15.
+LOST = 88
+CONTINUED = (STOPPED, 87, LOST, 134, 135, 137, 139, 143)
 LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"  # A name of RFC 1123.
 VARIABLE = "[A-Za-z_][A-Za-z0-9_]*"  # Name of an environment variable.
 
@@ -58,6 +59,8 @@ class Job(Configurable):
         super().__init__(cfg)
         if cfg.num_processes < 1:
             raise UserError(f"num_processes={cfg.num_processes}: set 1 or more.")
+        if cfg.max_restarts < 0:
+            raise UserError(f"max_restarts={cfg.max_restarts}: set 0 or more.")
 
     def files(self) -> Mapping[str, str]:
         """Returns the text of each file, by its name in the folder of the job."""

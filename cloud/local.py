@@ -13,7 +13,7 @@ from typing import IO
 from moelib.core.config import config_class
 from moelib.parallel.cluster import visible_gpus_of_process
 
-from .job import CONTINUED, Job
+from .job import CONTINUED, LOST, STOPPED, Job
 
 _POLL_SECONDS = 0.05
 # Runs a command, to which Linux sends SIGTERM when the process that started it has ended.
@@ -75,9 +75,11 @@ class LocalJob(Job):
                 )
                 if restarts < cfg.max_restarts:
                     self._tell(f"Restart {restarts + 1} of at most {cfg.max_restarts}.")
-        if status and not received:
+        if received and status == STOPPED:  # The run has saved.
+            return 0
+        if status:
             self._tell(f"The job ended with status {status}; see {self._log(index)}.")
-        return 0 if received and status in CONTINUED else status
+        return status
 
     def _tell(self, text: str) -> None:
         if self.config.echo:
@@ -92,7 +94,7 @@ class LocalJob(Job):
         return self.path(f"process_{index}.log")
 
     def _run_once(self, received: list[int]) -> tuple[int, int]:
-        """Returns (index, exit status) of the first process that fails, or (0, 0)."""
+        """Returns (index, exit status) of the process that failed first, or (0, 0)."""
         with socket.socket() as free:
             free.bind(("localhost", 0))
             address = f"localhost:{free.getsockname()[1]}"
@@ -122,7 +124,9 @@ class LocalJob(Job):
                 if failed is None and process.returncode:
                     failed, deadline = index, time.monotonic() + self.config.grace_seconds
             if len(received) > num_received:
-                num_received, deadline = len(received), time.monotonic() + self.config.grace_seconds
+                if not num_received:  # Further signals do not prolong the wait.
+                    deadline = time.monotonic() + self.config.grace_seconds
+                num_received = len(received)
                 for process in running:
                     process.send_signal(signal.SIGTERM)
             if time.monotonic() > deadline:
@@ -131,8 +135,11 @@ class LocalJob(Job):
             self._print(output)
             time.sleep(_POLL_SECONDS)
         self._print(output)
-        if failed is None:  # Those that ended last have not been looked at.
-            failed = next((i for i, x in enumerate(processes) if x.returncode), 0)
+        # A process that ends because another one is lost may end before it: that one has the cause.
+        # Those that ended last have not been looked at.
+        if failed is None or processes[failed].returncode == LOST:
+            causes = [i for i, x in enumerate(processes) if x.returncode not in (0, LOST)]
+            failed = causes[0] if causes else failed or 0
         status = processes[failed].returncode
         return failed, 128 - status if status < 0 else status
 

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from moelib.core.errors import UserError
 from moelib.core.files import write_json
 from moelib.core.table import Table
 from moelib.operations import faults
@@ -112,11 +113,14 @@ def run_drill(
         launch: Starts the processes of a run's folder, and starts them again when one is lost.
 
     Raises:
-        RuntimeError: If the undisturbed run fails.
+        UserError: If the undisturbed run fails.
     """
     undisturbed = _run(cfg, os.path.join(folder, "undisturbed"), Scenario("", [], None), launch)
     if undisturbed.status:
-        raise RuntimeError(f"the undisturbed run in {folder} ended with {undisturbed.status}.")
+        raise UserError(
+            f"The undisturbed run ended with status {undisturbed.status}; see "
+            f"{folder}/undisturbed/process_0.log."
+        )
     expected = losses(os.path.join(folder, "undisturbed"))
     for i, each in enumerate(chosen):
         path = os.path.join(folder, f"{i + 1:02}")
@@ -133,7 +137,8 @@ def _run(cfg: Any, folder: str, scenario: Scenario, launch: Launch) -> Outcome:
     status = launch(folder)
     if status and scenario.by_hand:
         status = launch(folder)
-    events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
+    found = path / "events.jsonl"  # None if the processes ended before the run.
+    events = [json.loads(x) for x in found.read_text().splitlines()] if found.exists() else []
     starts = [event["start"] for event in events if "start" in event]
     steps = [event["step"] for event in events if "step" in event and "fault" not in event]
     hit = [event["time"] for event in events if "fault" in event]
@@ -159,7 +164,8 @@ def _verdict(outcome: Outcome) -> str:
 
 def losses(folder: str) -> dict[int, float]:
     """Returns the loss of each step of a run."""
-    lines = map(json.loads, (pathlib.Path(folder) / "metrics.jsonl").read_text().splitlines())
+    path = pathlib.Path(folder, "metrics.jsonl")
+    lines = map(json.loads, path.read_text().splitlines() if path.exists() else ())
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 

@@ -103,6 +103,8 @@ def goodput_table(
         failures = dataclasses.replace(costs, mtbf=device_mtbf / number)
         best = failures.best_interval()
         used = best if interval is None else interval
+        if not used:
+            raise UserError("save=0 and write=0: set one of them above 0, or an interval.")
         if used < failures.write:
             raise UserError(
                 f"interval={used:.0f} s is shorter than the {failures.write:.0f} s that a "

@@ -80,9 +80,16 @@ def test_restarts_are_limited(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("status", [1, 2])
-def test_an_error_is_not_repeated(tmp_path, status):
-    assert job(tmp_path, "w", str(status)).instantiate().launch() == status
+@pytest.mark.parametrize("other", ["w", "88"])  # An end that follows may be seen first.
+def test_an_error_is_not_repeated(tmp_path, status, other):
+    fields = {"grace_seconds": 5} if other == "88" else {}
+    assert job(tmp_path, other, str(status), **fields).instantiate().launch() == status
     assert len(starts(tmp_path, 1)) == 1
+
+
+def test_a_negative_number_of_restarts_is_refused(tmp_path):
+    with pytest.raises(UserError, match="max_restarts=-1"):
+        job(tmp_path, "0", max_restarts=-1).instantiate()
 
 
 _LAUNCHER = "import sys; from tests.cloud.test_local import run; run(sys.argv[1], sys.argv[2:])"

@@ -129,7 +129,9 @@ def test_logits_are_those_of_transformers(family):
     model, _, params = loaded(family)
     want = fixture(family)[3]
     logits = logits_of(model, params, batch(want))
-    np.testing.assert_allclose(logits, want["logits"], rtol=0, atol=1e-5)
+    # The rounding of float32 grows with the largest logits, and depends on the processor.
+    largest = np.abs(want["logits"]).max()
+    np.testing.assert_allclose(logits, want["logits"], rtol=0, atol=5e-6 * largest)
 
 
 @pytest.mark.parametrize("family", some(FAMILIES))
