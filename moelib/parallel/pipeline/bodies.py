@@ -147,7 +147,8 @@ class _While(_Scan):
         self._names = dict(zip(self.carries, names[num:], strict=True))
         self.consts += names[:num]
         self.operands |= dict(zip(names[:num], eqn.invars[:num], strict=True))
-        read = variables([v for eqn in test.jaxpr.eqns for v in eqn.invars])
+        inputs = [v for eqn in test.jaxpr.eqns for v in eqn.invars]
+        read = variables([*inputs, *test.jaxpr.outvars])
         self.tested = {v for v, inside in self._names.items() if inside in read}.union(names[:num])
 
     def sizes(self) -> tuple[int, int]:

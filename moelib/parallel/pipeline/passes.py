@@ -280,4 +280,4 @@ class _Stacked:
 
     def __init__(self, variable: Any, times: int) -> None:
         aval = variable.aval
-        self.aval = jax.ShapeDtypeStruct((times, *aval.shape), aval.dtype)
+        self.aval = aval.update(shape=(times, *aval.shape))

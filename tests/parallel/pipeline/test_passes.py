@@ -233,3 +233,27 @@ def test_weight_gradients_of_experts_on_other_devices_are_deferred(num_experts, 
             _, sums = passes.of_weights(params, same, written(deferred), sums)
             got = written(sums), dx
             assert_trees_close(got, tuple(jax.jit(whole)(params, x)))
+
+
+def test_a_scan_in_a_shard_map_that_checks_axes_is_split():
+    def mapped(params, x, *_):
+        def local(weights, x):
+            def layer(x, weight):
+                weight = jax.lax.all_gather(weight, "data", tiled=True)
+                return jnp.tanh(x @ weight), jnp.mean(x)[None]
+
+            return jax.lax.scan(layer, x, weights)
+
+        split = jax.P(None, "data")
+        specs = {"in_specs": (split, jax.P("data")), "out_specs": (jax.P("data"), split)}
+        return jax.shard_map(local, **specs)(params, x), ()
+
+    keys = jax.random.split(jax.random.key(0))
+    weights, x = jax.random.normal(keys[0], (3, 4, 4)), jax.random.normal(keys[1], (4, 4))
+    with jax.set_mesh(mesh(data=2)):
+        (y, means), vjp = jax.vjp(lambda *args: mapped(*args)[0], weights, x)
+        gradients = jnp.ones_like(y), jnp.ones_like(means)
+        passes = split_passes(mapped, weights, x, (), ())
+        assert passes.saved
+        assert passes.deferred
+        assert vjp(gradients)[0].shape == weights.shape
