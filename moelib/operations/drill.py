@@ -137,7 +137,7 @@ def _run(cfg: Any, folder: str, scenario: Scenario, launch: Launch) -> Outcome:
     status = launch(folder)
     if status and scenario.by_hand:
         status = launch(folder)
-    found = path / "events.jsonl"  # None if the processes ended before the run.
+    found = path / "drill.jsonl"  # None if the processes ended before the run.
     events = [json.loads(x) for x in found.read_text().splitlines()] if found.exists() else []
     starts = [event["start"] for event in events if "start" in event]
     steps = [event["step"] for event in events if "step" in event and "fault" not in event]

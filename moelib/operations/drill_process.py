@@ -3,7 +3,7 @@
     python -m moelib.operations.drill_process FOLDER
 
 FOLDER has `config.txt` and `faults.json`; `done_*` has a name per fault that has happened, and
-`events.jsonl` a line per step of process 0.
+`drill.jsonl` a line per step of process 0.
 """
 
 import functools
@@ -29,7 +29,7 @@ class _Drill:
 
     def write(self, **event: Any) -> None:
         """Appends an event, which is on the disk before this process ends."""
-        with open(self._folder / "events.jsonl", "a", encoding="utf-8") as file:
+        with open(self._folder / "drill.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps({"time": time.time(), "process": self._process, **event}) + "\n")
 
     def fault(self, at: str, step: int = 0) -> str | None:

@@ -33,7 +33,7 @@ def launcher(starts, losses, statuses=(0,)):
                 events.append({"time": time, "fault": "kill", "step": last + 1})
                 events.append({"time": time + 0.1, "step": last + 1})  # Of a process that survived.
             time += 10
-        (path / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+        (path / "drill.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
         lines = [
             {"step": i + 1, "loss": loss} for i, loss in enumerate(losses if has_fault else [1, 2])
         ]

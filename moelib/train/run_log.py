@@ -1,0 +1,44 @@
+"""The log of a run: a line per start, change, failure and end in `events.jsonl`.
+
+Lines are appended and never removed, unlike metrics, which are dropped after the step from which
+a run resumes.
+"""
+
+import json
+import os
+import time
+from typing import Any
+
+from moelib.core.files import parse_json
+
+EVENTS_FILE = "events.jsonl"
+
+
+def log_event(directory: str, event: str, **fields: Any) -> None:
+    """Appends an event to the log of the run in a folder; only process 0 calls it.
+
+    Args:
+        directory: Folder of the run.
+        event: Kind of event, such as "start".
+        fields: JSON values.
+    """
+    line = json.dumps({"time": round(time.time(), 3), "event": event, **fields})
+    with open(os.path.join(directory, EVENTS_FILE), "a", encoding="utf-8") as file:
+        file.write(line + "\n")
+
+
+def read_events(directory: str) -> list[dict[str, Any]]:
+    """Returns the events of a run, oldest first; without lines that a crash left incomplete."""
+    path = os.path.join(directory, EVENTS_FILE)
+    if not os.path.exists(path):
+        return []
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return [event for line in file if (event := _event_of(line)) is not None]
+
+
+def _event_of(line: str) -> dict[str, Any] | None:
+    try:
+        event = parse_json(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and "event" in event and "time" in event else None
