@@ -21,6 +21,7 @@ from moelib.checkpoint.contents import (
     DamagedCheckpointError,
     UnreadableCheckpointError,
 )
+from moelib.checkpoint.local import LocalCheckpoints
 from moelib.checkpoint.orbax_messages import silence_orbax
 from moelib.checkpoint.policy import every_n_steps_and_last_policy, steps_to_keep
 from moelib.checkpoint.restore import (
@@ -69,6 +70,9 @@ class Checkpointer(Module):
         keep_best_n: int = 0  # Number that are kept for the best `best_metric`.
         best_metric: str | None = None  # "<evaler>/<metric>", for example "validation/loss".
         best_mode: Literal["min", "max"] = "min"  # Whether the least or the largest is the best.
+        # Folder on each host for local checkpoints, such as /dev/shm/moelib; None writes none.
+        local_dir: str | None = None
+        local_every_n_steps: int = 20  # Steps between local checkpoints.
         wait: Literal["no", "after_save"] = "no"  # Whether a step waits until it is written.
         skip_checksums: bool = False  # If True, arrays are restored without a comparison.
 
@@ -89,18 +93,33 @@ class Checkpointer(Module):
                 f"{self.path() or self.name}.keep_best_n={cfg.keep_best_n}: set best_metric to "
                 "'<evaler>/<metric>' too."
             )
+        if cfg.local_every_n_steps < 1:
+            path = f"{self.path() or self.name}.local_every_n_steps"
+            raise UserError(f"{path}={cfg.local_every_n_steps}; set 1 or more.")
         self._policy = cfg.save_policy.instantiate()
         self.dir = os.path.abspath(cfg.dir)
+        self.local = LocalCheckpoints(cfg.local_dir, self.dir) if cfg.local_dir else None
         self._orbax: Any = None
         self._pending: int | None = None
         self._write_record: Callable[[str], None] | None = None  # Of the pending checkpoint.
         self._damaged: set[int] = set()
+        self._complete_step = 0
         self.last_error: BaseException | None = None  # Of the newest save, if it failed.
 
     @nowrap
     def should_save(self, *, step: int, summaries: Mapping[str, float] | None = None) -> bool:
         """Returns whether the policy asks for a checkpoint after this step."""
         return self._policy(step=step, summaries=summaries or {})
+
+    @nowrap
+    def should_save_locally(self, *, step: int) -> bool:
+        """Returns whether a local checkpoint is due after this step."""
+        return self.local is not None and step % self.config.local_every_n_steps == 0
+
+    @property
+    def complete_step(self) -> int:
+        """Step of the newest complete checkpoint, also a local one, that process 0 knows of."""
+        return max(self._complete_step, 0 if self.local is None else self.local.complete_step)
 
     @nowrap
     def latest_step(self) -> int | None:
@@ -151,6 +170,8 @@ class Checkpointer(Module):
             def write_record(path: str) -> None:
                 found = checksums.finish_checksums(started)
                 dataclasses.replace(record, checksums=found).write(path)
+                sync_folder(path, recursive=True)
+                self._complete_step = step
 
             self._write_record = write_record
             items = {contents.STATE_ITEM: ocp.args.PyTreeSave(tree.to_nested(state))}
@@ -180,11 +201,21 @@ class Checkpointer(Module):
             self._report_failure(step, error)
             return
         self._delete_old()
+        if self.local is not None:
+            self.local.delete_until(step)
+
+    @nowrap
+    def save_locally(self, state: Any, record: CheckpointRecord) -> None:
+        """Starts to write a local checkpoint; see `LocalCheckpoints.save`."""
+        assert self.local is not None
+        self.local.save(state, dataclasses.replace(record, versions=library_versions()))
 
     @nowrap
     def close(self) -> None:
         """Waits, and ends the background threads. The checkpointer remains usable."""
         self.wait()
+        if self.local is not None:
+            self.local.wait()
         if self._orbax is not None:
             self._orbax.close()
             self._orbax = None
@@ -202,7 +233,6 @@ class Checkpointer(Module):
                 finalize(directory)
                 assert self._write_record is not None
                 self._write_record(os.fspath(directory))
-                sync_folder(directory, recursive=True)
 
             handler.finalize = finalize_with_record
             self._orbax = ocp.AsyncCheckpointer(handler)
@@ -272,7 +302,8 @@ class Checkpointer(Module):
     def restore(self, target: Any, *, step: int | None = None) -> Restored | None:
         """Returns the newest checkpoint that can be read, or that of `step`; None if there is none.
 
-        A damaged one is skipped with a warning that describes the damage. The target is a tree of
+        A local one is read if it is newer than all durable ones and `step` is None. A damaged one
+        is skipped with a warning that describes the damage. The target is a tree of
         `jax.ShapeDtypeStruct` with shardings, of any mesh.
 
         Raises:
@@ -283,8 +314,17 @@ class Checkpointer(Module):
                 permission, a failing disk, too little memory.
         """
         found = find_checkpoints(self.dir, step)
-        if not found:
-            return None
+        skip, restored = self.config.skip_checksums, None
+        if self.local is not None and step is None:
+            restored = self.local.restore(target, after=max(found, default=0), skip_checksums=skip)
+        if restored is None and found:
+            restored = self._restore_durable(found, target, step)
+        if self.local is not None and restored is not None:
+            self.local.delete_after(restored.record.step)
+        self._complete_step = 0 if restored is None else restored.record.step
+        return restored
+
+    def _restore_durable(self, found: dict[int, str], target: Any, step: int | None) -> Restored:
         try:
             skip = self.config.skip_checksums
             read = lambda path: restore_checkpoint(path, target, skip_checksums=skip)

@@ -53,7 +53,7 @@ def restore_checkpoint(path: str, target: Any, *, skip_checksums: bool = False) 
     """
     record = _read_record(path, target)
     nested = _read(path, tree.to_nested(target), partial=False)
-    _check(path, nested, record, skip_checksums=skip_checksums)
+    check_restored(path, nested, record, skip_checksums=skip_checksums)
     return Restored(tree.from_nested(nested, target), record, path)
 
 
@@ -103,7 +103,7 @@ def restore_arrays(
             for name, (dtype, shape) in record.arrays.items()
         }
         nested = _read(path, tree.unflatten(targets), partial=False)
-        _check(path, nested, record, skip_checksums=skip_checksums)
+        check_restored(path, nested, record, skip_checksums=skip_checksums)
         return Restored(tree.by_path(nested), record, path)
 
     return newest_readable(find_checkpoints(os.path.abspath(directory), step, required=True), read)
@@ -135,7 +135,7 @@ def _restore_params(path: str, target: Any, *, skip_checksums: bool) -> Restored
     for name, base in bases.items():
         arrays |= {f"{base}{x}": struct(f"{base}{x}", leaves[name]) for x in ("b1", f"z/{name}")}
     nested = _read(path, tree.unflatten(arrays), partial=True)
-    _check(path, nested, record, skip_checksums=skip_checksums)
+    check_restored(path, nested, record, skip_checksums=skip_checksums)
     read = tree.by_path(nested)
     params = {name: read[source] for name, source in sources.items()}
     for name, base in bases.items():  # As optax.contrib.schedule_free_eval_params.
@@ -209,7 +209,7 @@ def _read(path: str, target: dict[str, Any], *, partial: bool) -> dict[str, Any]
     return on_all_processes(read, path)
 
 
-def _check(
+def check_restored(
     path: str, nested: dict[str, Any], record: CheckpointRecord, *, skip_checksums: bool
 ) -> None:
     """Compares arrays that were read from `path` with its record.

@@ -65,7 +65,7 @@ class TrainLoop:
     summary_writer: SummaryWriter
     run_step: Callable[..., PackedMetrics]  # (batch, input_state=) -> metrics; dispatches a step.
     eval_params: Callable[[], Any]  # Returns the parameters to evaluate.
-    save: Callable[[Scalars], None]  # Starts to save the state, with the metrics of evaluations.
+    save: Callable[..., None]  # (metrics, local=) Starts to save the state, with metrics.
     start_step: int  # Step of the current state.
     input_state: dict[str, Any] | None  # Position in the data then, None at the beginning.
     restored_metrics: Scalars  # Metrics of the evaluations at that step.
@@ -273,6 +273,8 @@ class TrainLoop:
         saver = self.checkpointer
         if saver is not None and saver.should_save(step=self._step, summaries=summaries):
             self._save(summaries)
+        elif saver is not None and saver.should_save_locally(step=self._step):
+            self._save(summaries, local=True)
         return self._stop_requested()
 
     def _stop_requested(self) -> bool:
@@ -345,10 +347,14 @@ class TrainLoop:
         if self._stop.requested():
             raise _EvaluationStopped
 
-    def _save(self, summaries: Scalars) -> None:
+    def _save(self, summaries: Scalars, *, local: bool = False) -> None:
         """Starts to save the state, unless it is not finite."""
         self._check_pending()
         step = self._step
+        if local and not self._last.get(NON_FINITE):
+            with self._throughput.spent_on("checkpoint"):
+                self.save(summaries, local=True)
+            return
         if self._last.get(NON_FINITE):
             logger.error("NO CHECKPOINT of step %d: its state is not finite.", step)
             self._skipped_save = True

@@ -192,6 +192,7 @@ class SpmdTrainer(Module):
         self.restored_metrics: dict[str, float] = {}  # Of evaluations, in the restored checkpoint.
         # Identities of the data of its evaluations.
         self._restored_evaluated: dict[str, State] = {}
+        self._restored_record: CheckpointRecord | None = None
         self._check_locks: list[Callable[[], None]] = []  # One per folder that this process locks.
         self._file_sums: dict[str, str] = {}  # SHA-256 of the tokenizer's files, when written.
         self.step = 0  # Steps taken, known without waiting for the devices.
@@ -385,6 +386,7 @@ class SpmdTrainer(Module):
             return None
         self.input_state = input_state_of(restored.record.input, self._host_rows)
         self._state, self.step = restored.state, restored.record.step
+        self._restored_record = restored.record
         self._restored_evaluated = restored.record.evaluated
         self.restored_metrics, self._file_sums = restored.record.metrics, restored.record.files
         return self.step
@@ -395,10 +397,14 @@ class SpmdTrainer(Module):
             self._file_sums = file_sums(self.config.dir, (FILE_NAME, SETTINGS_FILE))
 
     @nowrap
-    def save_checkpoint(self, metrics: dict[str, float] | None = None) -> None:
+    def save_checkpoint(
+        self, metrics: dict[str, float] | None = None, *, local: bool = False
+    ) -> None:
         """Starts to write a checkpoint of the current state; all processes must call it.
 
-        `metrics` are those of the evaluations after this step, by name.
+        Args:
+            metrics: Metrics of the evaluations after this step, by name.
+            local: Whether it is a local checkpoint.
 
         Raises:
             UserError: If a folder of the run was moved, or its lock removed.
@@ -415,7 +421,8 @@ class SpmdTrainer(Module):
             files=self._file_sums if jax.process_index() == 0 else {},
             mesh=dict(self.mesh().shape),
         )
-        self.checkpointer.save(self.trainer_state, record)
+        save = self.checkpointer.save_locally if local else self.checkpointer.save
+        save(self.trainer_state, record)
 
     # Steps.
 
@@ -561,14 +568,14 @@ class SpmdTrainer(Module):
             if cfg.checkpointer is not None:
                 self.checkpointer.remove_unfinished()
                 if self.checkpointer.latest_step() is not None:  # The folder is taken.
-                    checked = self._check_directory()
+                    checked = self._check_directory(newest_record(self.checkpointer.dir))
             with ended_by_sigterm("restoring"):
                 step = self.restore_checkpoint()
                 if step is None:
                     _ = self.input  # Opened first: missing data is an error before computations.
                     self.init(prng_key)
-                elif step != checked:  # The one before a damaged one, maybe of another config.
-                    self._check_directory(step)
+                elif step != checked:  # A local one, or the one before a damaged one.
+                    self._check_directory(self._restored_record)
             if is_writer:
                 write_config(cfg, cfg.dir)
             self.summary_writer.resume(self.step)
@@ -589,9 +596,8 @@ class SpmdTrainer(Module):
             lock = directory_lock(folder, setting=setting)
             self._check_locks.append(stack.enter_context(lock))
 
-    def _check_directory(self, step: int | None = None) -> int | None:
-        """Checks that the newest checkpoint, or that of `step`, is this run's; returns its step."""
-        record = newest_record(self.checkpointer.dir, step)
+    def _check_directory(self, record: CheckpointRecord | None) -> int | None:
+        """Checks that a checkpoint is this run's, and returns its step."""
         check_directory(self.config, self.config.dir, record, mesh=self.mesh().shape)
         return None if record is None else record.step
 

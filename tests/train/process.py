@@ -34,6 +34,7 @@ def main():
     parser.add_argument("--dir", required=True)
     parser.add_argument("--max_step", type=int, default=8)
     parser.add_argument("--save_every", type=int, default=4)
+    parser.add_argument("--local_dir")  # For a local checkpoint every second step.
     parser.add_argument("--signal_at", type=int)
     parser.add_argument("--signal", default="SIGTERM")
     parser.add_argument("--signal_to", type=int, default=0)  # Index of the process.
@@ -48,6 +49,7 @@ def main():
         names = ("distributed_coordinator", "num_processes", "process_id")
         DeviceFlags(**dict(zip(names, job, strict=True))).set_up()
     cfg = trainer_config(args.dir, max_step=args.max_step, save_every=args.save_every)
+    cfg.checkpointer.set(local_dir=args.local_dir, local_every_n_steps=2)
     cfg.input.seed = args.seeds[args.process_id]
     if args.own_positions:
         cfg.input = HostInput.default_config().set(**dict(cfg.input.items()))

@@ -80,6 +80,24 @@ def test_killed_run_resumes_from_its_last_checkpoint(tmp_path, expected):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_killed_processes_resume_from_local_checkpoints(tmp_path, expected, num_processes):
+    args = ("--save_every", 100, "--local_dir", tmp_path / "local")
+    killed = ("--signal_at", 5, "--signal", "SIGKILL")
+    for process in start_two(tmp_path / "run", *args, *killed):
+        process.communicate(timeout=120)
+    [folder] = (tmp_path / "local").iterdir()
+    assert len(list(folder.glob("process_*/step_00000004"))) == 2
+    if num_processes == 2:
+        _, err = [finish(process) for process in start_two(tmp_path / "run", *args)][0]
+    else:
+        _, err = finish(start(tmp_path / "run", *args, devices=4))
+    assert "restored step 4" in err
+    assert not list((tmp_path / "local").iterdir())
+    assert tiny.losses(tmp_path / "run") == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.slow
 def test_sigint_saves_too(tmp_path):
     out, _ = finish(start(tmp_path, "--signal_at", 2, "--signal", "SIGINT"))
     assert out["stopped_by"] == "SIGINT"

@@ -48,6 +48,29 @@ def unbroken(tmp_path_factory):
     return directory, trainer, out
 
 
+def test_run_that_fails_resumes_from_its_last_local_checkpoint(unbroken, tmp_path, caplog):
+    cfg = tiny.trainer_config(tmp_path / "run", save_every=4)
+    cfg.checkpointer.set(local_dir=str(tmp_path / "local"), local_every_n_steps=3)
+    trainer = cfg.instantiate(parent=None)
+    run_step = trainer.run_step
+
+    def fail(batch, **options):
+        if trainer.step == 7:
+            raise RuntimeError("the data cannot be read")
+        return run_step(batch, **options)
+
+    trainer.run_step = fail
+    with pytest.raises(RuntimeError, match="cannot be read"):
+        trainer.run()
+    trainer = cfg.instantiate(parent=None)
+    assert trainer.restore_checkpoint() == 6
+    trainer, _ = run(cfg)
+    assert tiny.losses(tmp_path / "run") == tiny.losses(unbroken[0])
+    states = (trainer.trainer_state, unbroken[1].trainer_state)
+    jax.tree.map(np.testing.assert_array_equal, *states)
+    assert not os.listdir(tmp_path / "local")
+
+
 def test_run_writes_the_documented_files(unbroken):
     directory, _, out = unbroken
     assert sorted(os.listdir(directory)) == [

@@ -1,0 +1,341 @@
+"""Local checkpoints: each process writes its own shards to a disk or memory of its host.
+
+They cost no network and are written often. Processes that start again on the same hosts resume from
+them, also on another mesh or in another number, if the shards on each host suffice. Those of a host
+that is lost are gone: the run then resumes from the newest durable checkpoint.
+
+    <local dir>/<run>/process_0003/step_00000020/
+        shards.bin   bytes of the shards
+        shards.json  {path of an array: [[first indices, sizes, offset] of each shard]}
+        record/      as in a durable checkpoint
+"""
+
+import contextlib
+import dataclasses
+import glob
+import hashlib
+import json
+import logging
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from moelib.checkpoint import checksums, contents
+from moelib.checkpoint.contents import (
+    CheckpointMismatchError,
+    CheckpointRecord,
+    DamagedCheckpointError,
+    list_checkpoints,
+    step_path,
+)
+from moelib.checkpoint.restore import Restored, check_restored, first_line, on_all_processes
+from moelib.core import tree
+from moelib.core.errors import UserError
+from moelib.core.files import read_json, write_json
+from moelib.core.processes import gather_json
+
+logger = logging.getLogger(__name__)
+
+_ID_FILE = "local.json"  # In the folder of durable checkpoints: the id of the run's local ones.
+_BYTES, _INDEX = "shards.bin", "shards.json"
+# Another process is at most one save behind: the newest step that all have is among the last two.
+_NUM_KEPT = 2
+
+
+class _Shard(NamedTuple):
+    """A part of an array."""
+
+    start: tuple[int, ...]  # First index of each dimension.
+    data: np.ndarray
+
+
+class LocalCheckpoints:
+    """The local checkpoints of a run, as one process writes and reads them."""
+
+    def __init__(self, local_dir: str, durable_dir: str) -> None:
+        """Accesses no file.
+
+        Args:
+            local_dir: Folder on each host, which other runs may share.
+            durable_dir: Folder of the run's durable checkpoints.
+        """
+        self._dir, self._durable_dir = os.path.abspath(local_dir), durable_dir
+        self._run_dir: str | None = None
+        self._thread = ThreadPoolExecutor(1, "local_checkpoint")
+        self._writing: Future[None] | None = None
+        self.complete_step = 0  # Step of the newest complete one of this process.
+
+    # Writing.
+
+    def save(self, state: Any, record: CheckpointRecord) -> None:
+        """Starts to write the state of `record.step`, after the previous one is complete.
+
+        All processes must call it. The arrays are copied to the host first, and may be donated when
+        this returns. A failure is logged, and training continues.
+        """
+        self.wait()
+        own = self._own_dir(create=True)
+        self._delete_old(own)
+        arrays = tree.by_path(state)
+        record = dataclasses.replace(record, arrays=contents.describe_arrays(state), files={})
+        started = checksums.start_checksums(arrays)
+        for x in arrays.values():
+            x.copy_to_host_async()
+        shards = {path: _shards_of(x) for path, x in arrays.items()}
+
+        def write() -> None:
+            path = step_path(own, record.step)
+            try:
+                found = checksums.finish_checksums(started)
+                _write(path, shards, dataclasses.replace(record, checksums=found))
+                self.complete_step = record.step
+            except OSError as error:
+                shutil.rmtree(f"{path}.tmp", ignore_errors=True)
+                logger.error(
+                    "NO LOCAL CHECKPOINT of step %d in %s: %s. Training continues; free some space "
+                    "or set checkpointer.local_dir to another folder.",
+                    *(record.step, own, first_line(error)),
+                )
+
+        self._writing = self._thread.submit(write)
+
+    def _delete_old(self, own: str) -> None:
+        """Deletes old checkpoints, incomplete ones, and those of processes that are no more."""
+        for step in sorted(list_checkpoints(own))[:-_NUM_KEPT]:
+            _remove(step_path(own, step))
+        for path in glob.glob(os.path.join(glob.escape(own), "*.*")):
+            shutil.rmtree(path, ignore_errors=True)
+        for folder in self._folders():
+            if int(folder[-4:]) >= jax.process_count():
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def wait(self) -> None:
+        """Waits until the checkpoint being written is complete."""
+        if self._writing is not None:
+            self._writing.result()
+            self._writing = None
+
+    def delete_until(self, step: int) -> None:
+        """Deletes this process's checkpoints of `step` and before."""
+        self.wait()
+        if self._run_dir is None:
+            return
+        own = self._own_dir()
+        for each, path in list_checkpoints(own).items():
+            if each <= step:
+                _remove(path)
+        for folder in (own, os.path.dirname(own)):
+            with contextlib.suppress(OSError):  # Not empty.
+                os.rmdir(folder)
+
+    def delete_after(self, step: int) -> None:
+        """Deletes this process's checkpoints after `step`, from which the run continues."""
+        for each, path in list_checkpoints(self._own_dir()).items():
+            if each > step:
+                _remove(path)
+
+    # Reading.
+
+    def restore(self, target: Any, *, after: int, skip_checksums: bool = False) -> Restored | None:
+        """Returns the newest checkpoint after the step `after` that all processes can read.
+
+        Each that cannot be used is skipped with a warning; None if there is none. All processes
+        must call it.
+        """
+        steps = {step for folder in self._folders() for step in list_checkpoints(folder)}
+        common = set.intersection(*map(set, gather_json(sorted(steps))))
+        for step in sorted(common, reverse=True):
+            if step <= after:
+                break
+            try:
+                restored = self._restore(step, target, skip_checksums=skip_checksums)
+            except UserError as error:
+                logger.warning("The local checkpoint of step %d is not used: %s", step, error)
+            else:
+                self.complete_step = step
+                return restored
+        return None
+
+    def _restore(self, step: int, target: Any, *, skip_checksums: bool) -> Restored:
+        path = step_path(self._own_dir(), step)
+
+        def read() -> tuple[CheckpointRecord, dict[str, jax.Array]]:
+            try:
+                record, paths = self._records(step)
+                contents.check_arrays(record.arrays, contents.describe_arrays(target), path)
+                shards = _read_shards(paths, record.arrays)
+                arrays = {
+                    name: _assembled(name, struct, shards.get(name, ()))
+                    for name, struct in tree.by_path(target).items()
+                }
+            except UserError:
+                raise
+            except Exception as error:  # Any: a durable one is read instead.
+                raise DamagedCheckpointError(f"{path}: {first_line(error)}") from error
+            return record, arrays
+
+        record, arrays = on_all_processes(read, path)
+        if len(set(gather_json(_digest(record)))) > 1:
+            raise DamagedCheckpointError(f"{path}: hosts have saved different records.")
+        nested = tree.unflatten(arrays)
+        check_restored(path, nested, record, skip_checksums=skip_checksums)
+        return Restored(tree.from_nested(nested, target), record, path)
+
+    def _records(self, step: int) -> tuple[CheckpointRecord, list[str]]:
+        """Returns the record of a step, and the folders on this host that have it."""
+        found = {}
+        for folder in self._folders():
+            with contextlib.suppress(DamagedCheckpointError):  # Such as one that is not there.
+                path = step_path(folder, step)
+                found[path] = CheckpointRecord.read(path)
+        if not found:
+            raise DamagedCheckpointError(f"step {step}: no process of this host has a record.")
+        record = next(iter(found.values()))
+        return record, [path for path, each in found.items() if _digest(each) == _digest(record)]
+
+    # Folders.
+
+    def _run_folder(self, *, create: bool) -> str:
+        """Returns the folder of this run on this host; all processes must call it the first time.
+
+        A run that begins again in an emptied folder gets another id: it must not resume from what
+        its predecessor has left.
+        """
+        if self._run_dir is None:
+            path, own_id = os.path.join(self._durable_dir, _ID_FILE), ""
+            if jax.process_index() == 0:
+                own_id = str(read_json(path).get("id", ""))
+                if create and not own_id:
+                    own_id = secrets.token_hex(8)
+                    os.makedirs(self._durable_dir, exist_ok=True)
+                    write_json(path, {"id": own_id})
+            own_id = gather_json(own_id)[0]
+            name = hashlib.sha256(os.path.realpath(self._durable_dir).encode()).hexdigest()[:16]
+            folder = os.path.join(self._dir, f"{name}-{own_id}")
+            if not own_id:
+                return folder  # There is none.
+            self._run_dir = folder
+            for other in glob.glob(os.path.join(glob.escape(self._dir), f"{name}-*")):
+                if other != folder:  # Of a run whose folder was deleted.
+                    _remove(other)
+        return self._run_dir
+
+    def _own_dir(self, *, create: bool = False) -> str:
+        return os.path.join(self._run_folder(create=create), f"process_{jax.process_index():04d}")
+
+    def _folders(self) -> list[str]:
+        """Returns the folders of processes on this host, this one's first."""
+        own = self._own_dir()
+        others = glob.glob(os.path.join(glob.escape(os.path.dirname(own)), "process_????"))
+        return [own, *sorted(set(others) - {own})]
+
+
+def _digest(record: CheckpointRecord) -> str:
+    return hashlib.sha256(repr(record).encode()).hexdigest()
+
+
+def _shards_of(x: jax.Array) -> list[_Shard]:
+    """Returns the distinct shards of an array in this process, as copies on the host."""
+    found = {}
+    for shard in x.addressable_shards:
+        start = tuple(
+            each.indices(size)[0] for each, size in zip(shard.index, x.shape, strict=True)
+        )
+        if start not in found:
+            found[start] = np.array(shard.data, order="C", copy=True)
+    return [_Shard(start, data) for start, data in found.items()]
+
+
+def _write(path: str, shards: dict[str, list[_Shard]], record: CheckpointRecord) -> None:
+    """Writes a checkpoint, whose folder gets its name when it is complete."""
+    unfinished = f"{path}.tmp"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    os.makedirs(unfinished)
+    index: dict[str, list[Any]] = {}
+    with open(os.path.join(unfinished, _BYTES), "wb") as file:
+        for name, parts in shards.items():
+            for start, data in parts:
+                index.setdefault(name, []).append([start, data.shape, file.tell()])
+                file.write(data.reshape(-1).view(np.uint8).data)
+    with open(os.path.join(unfinished, _INDEX), "w", encoding="utf-8") as file:
+        json.dump(index, file)
+    record.write(unfinished)
+    _remove(path)
+    os.rename(unfinished, path)
+
+
+def _remove(path: str) -> None:
+    """Removes a folder; it loses its name first, so that no part of it looks complete."""
+    old = f"{path}.old"
+    shutil.rmtree(old, ignore_errors=True)
+    with contextlib.suppress(OSError):  # There is none.
+        os.rename(path, old)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _read_shards(paths: Iterable[str], arrays: contents.Arrays) -> dict[str, list[_Shard]]:
+    """Returns the shards of each array in checkpoints of one step, as views of their files."""
+    found: dict[str, dict[tuple[int, ...], _Shard]] = {}
+    for path in paths:
+        index = read_json(os.path.join(path, _INDEX))
+        whole = np.memmap(os.path.join(path, _BYTES), np.uint8, mode="r")
+        for name, parts in index.items():
+            dtype = np.dtype(arrays[name][0])
+            for start, shape, offset in parts:
+                size = math.prod(shape) * dtype.itemsize
+                data = whole[offset : offset + size].view(dtype).reshape(shape)
+                found.setdefault(name, {}).setdefault(tuple(start), _Shard(tuple(start), data))
+    return {name: list(parts.values()) for name, parts in found.items()}
+
+
+def _assembled(name: str, struct: Any, shards: Iterable[_Shard]) -> jax.Array:
+    """Returns an array of this process's shards, which are put together of saved ones.
+
+    Raises:
+        CheckpointMismatchError: If parts are missing.
+    """
+    sharding = struct.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+    def part(index: Any) -> np.ndarray:
+        ranges = [each.indices(size)[:2] for each, size in zip(index, struct.shape, strict=True)]
+        return _filled(name, ranges, struct.dtype, shards)
+
+    return jax.make_array_from_callback(struct.shape, sharding, part)
+
+
+def _slices(spans: Iterable[tuple[int, int]], origin: Iterable[int]) -> tuple[slice, ...]:
+    """Returns spans of an array as slices of the part that begins at `origin`."""
+    return tuple(slice(a - o, b - o) for (a, b), o in zip(spans, origin, strict=True))
+
+
+def _filled(
+    name: str, ranges: list[tuple[int, int]], dtype: Any, shards: Iterable[_Shard]
+) -> np.ndarray:
+    """Returns the part of an array in these ranges, from the shards that overlap it."""
+    result = np.empty([end - begin for begin, end in ranges], dtype)
+    missing = result.size
+    for start, data in shards:
+        spans = [
+            (max(begin, first), min(end, first + size))
+            for (begin, end), first, size in zip(ranges, start, data.shape, strict=True)
+        ]
+        if all(low < high for low, high in spans):
+            to = tuple(
+                slice(a - begin, b - begin)
+                for (a, b), (begin, _) in zip(spans, ranges, strict=True)
+            )
+            of = tuple(slice(a - s, b - s) for (a, b), s in zip(spans, start, strict=True))
+            result[to] = data[of]
+            missing -= math.prod(b - a for a, b in spans)
+    if missing:
+        raise CheckpointMismatchError(
+            f"shards of {name!r} are on other hosts, as the mesh or the processes have changed."
+        )
+    return result
