@@ -89,10 +89,10 @@ def test_killed_processes_resume_from_local_checkpoints(tmp_path, expected, num_
     [folder] = (tmp_path / "local").iterdir()
     assert len(list(folder.glob("process_*/step_00000004"))) == 2
     if num_processes == 2:
-        _, err = [finish(process) for process in start_two(tmp_path / "run", *args)][0]
+        processes = start_two(tmp_path / "run", *args)
     else:
-        _, err = finish(start(tmp_path / "run", *args, devices=4))
-    assert "restored step 4" in err
+        processes = [start(tmp_path / "run", *args, devices=4)]
+    assert "restored step 4" in [finish(process)[1] for process in processes][0]
     assert not list((tmp_path / "local").iterdir())
     assert tiny.losses(tmp_path / "run") == pytest.approx(expected, abs=1e-5)
 
