@@ -92,7 +92,8 @@ def test_killed_processes_resume_from_local_checkpoints(tmp_path, expected, num_
         processes = start_two(tmp_path / "run", *args)
     else:
         processes = [start(tmp_path / "run", *args, devices=4)]
-    assert "restored step 4" in [finish(process)[1] for process in processes][0]
+    logs = [finish(process)[1] for process in processes]
+    assert "restored step 4" in logs[0]
     assert not list((tmp_path / "local").iterdir())
     assert tiny.losses(tmp_path / "run") == pytest.approx(expected, abs=1e-5)
 
