@@ -28,6 +28,7 @@ from moelib.data.input import Input, State, changes
 from moelib.data.prefetch import Prefetcher, host_rows, put_batch
 from moelib.train import report
 from moelib.train.evaler import SpmdEvaler
+from moelib.train.goodput import TimeAccount
 from moelib.train.identity import CONFIG_FILE, check_inputs
 from moelib.train.metrics import PackedMetrics, language_metrics, unpack
 from moelib.train.profiler import ProfilerWindow
@@ -63,6 +64,7 @@ class TrainLoop:
     evalers: Mapping[str, SpmdEvaler]
     checkpointer: Checkpointer | None
     summary_writer: SummaryWriter
+    account: TimeAccount
     run_step: Callable[..., PackedMetrics]  # (batch, input_state=) -> metrics; dispatches a step.
     eval_params: Callable[[], Any]  # Returns the parameters to evaluate.
     save: Callable[..., None]  # (metrics, local=) Starts to save the state, with metrics.
@@ -94,6 +96,7 @@ class TrainLoop:
         self._pending: tuple[int, PackedMetrics] | None = None  # Dispatched, not yet checked.
         self._summaries: Scalars = {}  # Metrics of the evaluations after the current step.
         self._saved_step: int | None = self.start_step or None
+        self._blocking_seconds = 0.0  # Of the last save.
         self._skipped_save = False  # Whether the last checkpoint was not written: not finite.
         self._num_slots = cfg.input.global_batch_size * cfg.input.seq_len
         self._stop = StopRequest()
@@ -112,6 +115,7 @@ class TrainLoop:
         """Takes the steps; see `SpmdTrainer.run`."""
         begin = time.perf_counter()
         with contextlib.ExitStack() as stack:
+            stack.push(self._log_end)
             stack.callback(self.summary_writer.close)
             if self.checkpointer is not None:
                 stack.callback(self.checkpointer.close)
@@ -168,7 +172,9 @@ class TrainLoop:
         begin = time.perf_counter()
         with ended_by_sigterm("compiling"):
             self._take_step(first, feed)
-        self._progress.log(f"first step, compilation included: {time.perf_counter() - begin:.1f} s")
+        seconds = time.perf_counter() - begin
+        self.account.log("compiled", self._step, {}, seconds=round(seconds, 3))
+        self._progress.log(f"first step, compilation included: {seconds:.1f} s")
         self._throughput.restart()  # Rates do not include the compilation.
         while not self._after_step() and self._step < self.config.max_step:
             batch = self._next_batch(feed)
@@ -221,7 +227,10 @@ class TrainLoop:
     def _log(self, step: int, scalars: Scalars) -> None:
         self._last_report = self._throughput.report()
         logged = {name: value for name, value in scalars.items() if name != NON_FINITE}
-        logged |= self._last_report
+        logged |= self._last_report | self.account.metrics(self._throughput.total_seconds)
+        if (saver := self.checkpointer) is not None:
+            logged["checkpoint/blocking_seconds"] = self._blocking_seconds
+            logged["checkpoint/steps_at_risk"] = step - (saver.complete_step or 0)
         if self.is_language_model:
             logged |= language_metrics(scalars)
         mean_loss, mean_cross_entropy = self._mean_losses()
@@ -366,8 +375,10 @@ class TrainLoop:
                 raise UserError(
                     f"checkpointer.best_metric is {metric!r}; {did_you_mean(metric, summaries)}"
                 )
+        begin = time.perf_counter()
         with self._throughput.spent_on("checkpoint"):
             self.save(summaries)
+        self._blocking_seconds = time.perf_counter() - begin
         self._saved_step, self._skipped_save = step, False
 
     def _end(self) -> None:
@@ -394,6 +405,13 @@ class TrainLoop:
 
     # After the run.
 
+    def _log_end(self, _: object, error: BaseException | None, __: object) -> None:
+        """Logs the end of this start, and its error if there is one."""
+        ended = {"stopped_by": self._stopped_by} if self._stopped_by else {}
+        if error is not None:
+            ended = {"error": first_line(error)}
+        self.account.log("end", self._step, self._throughput.seconds_so_far(), **ended)
+
     def _table(self, wall_seconds: float) -> Table:
         """Returns the final table: progress, losses, speed, files, health of the experts."""
         steps = f"{self._step} of {self.config.max_step}"
@@ -408,7 +426,9 @@ class TrainLoop:
         rows += [(name, report.evaluation_text(x)) for name, x in self._evaluations.items()]
         memory = {k: x for k, x in self._last_report.items() if k == "device_memory_gb"}
         rows += report.rates(self._throughput.overall() | memory)
-        rows.append(("wall", report.wall_time(wall_seconds, self._throughput.total_seconds)))
+        total_seconds = self._throughput.total_seconds
+        rows.append(("goodput", report.goodput_text(self.account.metrics(total_seconds))))
+        rows.append(("wall", report.wall_time(wall_seconds, total_seconds)))
         rows += self._files()
         if health := report.expert_health(self._last):
             rows += [(), *health]

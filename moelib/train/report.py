@@ -82,6 +82,24 @@ def rates(scalars: Scalars) -> list[tuple[str, str]]:
     return [(title, form.format(scalars[name])) for name, title, form in _RATES if name in scalars]
 
 
+_LOST = (  # (category, title)
+    ("program_startup", "startup"),
+    ("data_loading", "input"),
+    ("checkpoint_save", "save"),
+    ("checkpoint_restore", "restore"),
+    ("evaluation", "evaluation"),
+    ("wasted_progress", "steps taken again"),
+    ("infrastructure_recovery", "waiting"),
+)
+
+
+def goodput_text(scalars: Scalars) -> str:
+    """Returns the goodput of a run over all of its starts, with the seconds of what is lost."""
+    lost = [(title, scalars[f"time_lost/{name}"]) for name, title in _LOST]
+    parts = [f"{title} {format_seconds(x)}" for title, x in lost if x >= 0.05]
+    return f"{scalars['goodput']:.1%}" + (f" ({', '.join(parts)})" if parts else "")
+
+
 def wall_time(wall_seconds: float, seconds: Mapping[str, float]) -> str:
     """Returns the duration of a run, with the seconds spent on each kind of work."""
     parts = [f"{part} {format_seconds(time)}" for part, time in seconds.items() if time >= 0.05]

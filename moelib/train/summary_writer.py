@@ -28,6 +28,7 @@ _TAG_GROUPS = {
     "speed": "tokens_per_second examples_per_second step_seconds tflops_per_second mfu "
     "device_memory_gb",
     "time": "time",
+    "goodput": "goodput productive_seconds time_lost checkpoint",
     "tokens": "num_tokens bytes_per_token",
 }
 _GROUP_OF = {name: group for group, names in _TAG_GROUPS.items() for name in names.split()}

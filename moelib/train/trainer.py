@@ -48,6 +48,7 @@ from moelib.parallel.pipeline.schedule import Schedule, check_microbatches
 from moelib.train import state as state_lib
 from moelib.train.compiler_options import compile_with, default_options, spelled
 from moelib.train.evaler import SpmdEvaler
+from moelib.train.goodput import TimeAccount
 from moelib.train.identity import check_directory, check_processes, write_config
 from moelib.train.input_state import gather_input_state, input_state_of
 from moelib.train.loop import TrainLoop
@@ -196,6 +197,7 @@ class SpmdTrainer(Module):
         self._check_locks: list[Callable[[], None]] = []  # One per folder that this process locks.
         self._file_sums: dict[str, str] = {}  # SHA-256 of the tokenizer's files, when written.
         self.step = 0  # Steps taken, known without waiting for the devices.
+        self._account = self._new_account()
 
     @nowrap
     def mesh(self) -> jax.sharding.Mesh:
@@ -555,6 +557,7 @@ class SpmdTrainer(Module):
         """
         cfg = self.config
         is_writer = jax.process_index() == 0
+        self._account = self._new_account()
         check_job()
         with contextlib.ExitStack() as stack:
             check_processes(cfg)
@@ -564,12 +567,13 @@ class SpmdTrainer(Module):
                 check_kernels(cfg.train_dtype)
             if is_writer:
                 self._lock_folders(stack)
+                self._account.start()
             checked = None
             if cfg.checkpointer is not None:
                 self.checkpointer.remove_unfinished()
                 if self.checkpointer.latest_step() is not None:  # The folder is taken.
                     checked = self._check_directory(newest_record(self.checkpointer.dir))
-            with ended_by_sigterm("restoring"):
+            with ended_by_sigterm("restoring"), self._account.restoring():
                 step = self.restore_checkpoint()
                 if step is None:
                     _ = self.input  # Opened first: missing data is an error before computations.
@@ -578,9 +582,13 @@ class SpmdTrainer(Module):
                     self._check_directory(self._restored_record)
             if is_writer:
                 write_config(cfg, cfg.dir)
+            self._account.resume(self.step)
             self.summary_writer.resume(self.step)
             self.summary_writer.write_text(self.step, "config", cfg.debug_string())
             return self._loop().run()
+
+    def _new_account(self) -> TimeAccount:
+        return TimeAccount(self.config.dir, self.summary_writer.config.jsonl_path)
 
     def _lock_folders(self, stack: contextlib.ExitStack) -> None:
         """Locks the folder of the run and, if it is elsewhere, that of the checkpoints."""
@@ -614,6 +622,7 @@ class SpmdTrainer(Module):
             evalers=self.evalers,
             checkpointer=None if self.config.checkpointer is None else self.checkpointer,
             summary_writer=self.summary_writer,
+            account=self._account,
             run_step=self.run_step,
             eval_params=self.model_params_for_eval,
             save=self.save_checkpoint,

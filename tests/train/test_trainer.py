@@ -74,7 +74,8 @@ def test_run_that_fails_resumes_from_its_last_local_checkpoint(unbroken, tmp_pat
 def test_run_writes_the_documented_files(unbroken):
     directory, _, out = unbroken
     assert sorted(os.listdir(directory)) == [
-        ".lock", "checkpoints", "config.txt", "metrics.jsonl", "run.json", "summaries",
+        ".lock", "checkpoints", "config.txt", "events.jsonl", "metrics.jsonl", "run.json",
+        "summaries",
     ]  # fmt: skip
     assert sorted(os.listdir(directory / "checkpoints")) == ["step_00000004", "step_00000008"]
     assert sorted(os.listdir(directory / "summaries")) == ["train", "val"]

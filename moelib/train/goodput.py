@@ -1,0 +1,173 @@
+"""Goodput: the share of a run's time, over all of its starts, in which it took steps that it kept.
+
+A record holds `time`, `step` and, cumulative since the first start of the run, the seconds
+`productive_seconds` and `time_lost/<category>`. Lines of `metrics.jsonl` are records, and so are
+the events "restored", "compiled" and "end" in the log of the run.
+"""
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from moelib.core.files import parse_json
+from moelib.core.metrics import Scalars
+from moelib.train.run_log import log_event, read_events
+
+logger = logging.getLogger(__name__)
+
+PRODUCTIVE = "productive_seconds"
+# Categories of the library ml-goodput-measurement; start-up includes initialization.
+CATEGORIES = (
+    "program_startup",
+    "data_loading",
+    "checkpoint_save",
+    "checkpoint_restore",
+    "evaluation",
+    "wasted_progress",
+    "infrastructure_recovery",
+)
+STARTUP, DATA, SAVE, RESTORE, EVALUATION, WASTED, WAITING = (f"time_lost/{x}" for x in CATEGORIES)
+_NAMES = (PRODUCTIVE, STARTUP, DATA, SAVE, RESTORE, EVALUATION, WASTED, WAITING)
+# Of the parts of `moelib.train.throughput`.
+_OF_PART = {"step": PRODUCTIVE, "input": DATA, "checkpoint": SAVE, "evaluation": EVALUATION}
+
+
+def goodput(
+    events: Iterable[Mapping[str, Any]], lines: Iterable[Mapping[str, Any]] = ()
+) -> Scalars:
+    """Returns `goodput` (0 to 1) and the seconds of a run up to its newest record.
+
+    Args:
+        events: Log of the run, of `read_events`.
+        lines: Lines of its metrics, which are newer than the events while it runs.
+
+    Returns:
+        `goodput`, `productive_seconds` and `time_lost/<category>`; nothing without a record.
+    """
+    records = [x for x in (*events, *lines) if PRODUCTIVE in x]
+    if not records:
+        return {}
+    newest = max(records, key=lambda x: x["time"])
+    return _with_share({name: newest.get(name) or 0.0 for name in _NAMES})
+
+
+def carried_over(
+    events: Iterable[Mapping[str, Any]],
+    lines: Iterable[Mapping[str, Any]],
+    step: int,
+    now: float,
+) -> Scalars:
+    """Returns the seconds of all earlier starts of a run that starts again.
+
+    Steps after `step` are taken again: the time of those that a record counts was wasted. Time
+    without a record, between the last one and `now`, counts as infrastructure recovery.
+
+    Args:
+        events: Log of the run, with this start.
+        lines: Lines of its metrics, with those after `step`.
+        step: Step from which the run resumes.
+        now: Time of this start, in seconds since 1970.
+    """
+    events, records = list(events), [x for x in (*events, *lines) if PRODUCTIVE in x]
+    records.sort(key=lambda x: x["time"])
+    spent = goodput(records) or dict.fromkeys(_NAMES, 0.0)
+    spent.pop("goodput", None)
+    at_step = {0: 0.0} | {x["step"]: x[PRODUCTIVE] or 0.0 for x in records}
+    steps = sorted(x for x in at_step if not records or x <= records[-1]["step"])
+    kept = float(np.interp(step, steps, [at_step[x] for x in steps]))
+    spent[WASTED] += max(spent[PRODUCTIVE] - kept, 0.0)
+    spent[PRODUCTIVE] = min(spent[PRODUCTIVE], kept)
+    first = min((x["time"] for x in events if x["event"] == "start"), default=now)
+    spent[WAITING] = max(now - first - (sum(spent.values()) - spent[WAITING]), spent[WAITING])
+    return spent
+
+
+def _with_share(seconds: Scalars) -> Scalars:
+    total = sum(seconds.values())
+    return {"goodput": seconds[PRODUCTIVE] / total if total > 0 else 0.0, **seconds}
+
+
+class TimeAccount:
+    """Seconds of a run, those of its earlier starts included; writes its log on process 0."""
+
+    def __init__(self, directory: str, metrics_path: str) -> None:
+        """Begins the time of a start.
+
+        Args:
+            directory: Folder of the run.
+            metrics_path: Path of its metrics, JSON lines.
+        """
+        self._dir, self._metrics_path = directory, metrics_path
+        self._time, self._begin = time.time(), time.perf_counter()
+        self._restore_seconds = 0.0
+        self._carried = dict.fromkeys(_NAMES, 0.0)
+
+    def start(self) -> None:
+        """Logs the start, once the folder belongs to this run."""
+        self._log("start", time=round(self._time, 3), num_processes=jax.process_count())
+
+    @contextlib.contextmanager
+    def restoring(self) -> Iterator[None]:
+        """Counts the time inside the block, unless the run then begins at step 0."""
+        begin = time.perf_counter()
+        yield
+        self._restore_seconds = time.perf_counter() - begin
+
+    def resume(self, step: int) -> None:
+        """Counts the earlier starts; to be called before the metrics after `step` are dropped."""
+        if step == 0:
+            self._restore_seconds = 0.0
+        if jax.process_index() != 0:
+            return
+        try:
+            events, lines = read_events(self._dir), _records(self._metrics_path)
+            self._carried = carried_over(events, lines, step, self._time)
+        except OSError as error:
+            logger.error("GOODPUT excludes the earlier starts: %s.", error)
+        self.log("restored", step, {}, seconds=round(self._restore_seconds, 3))
+
+    def metrics(self, parts: Mapping[str, float]) -> Scalars:
+        """Returns `goodput` and the seconds of the run up to now.
+
+        Args:
+            parts: Seconds of this start by the parts of `Throughput`; other time is start-up.
+        """
+        found = dict(self._carried)
+        for part, name in _OF_PART.items():
+            found[name] += parts.get(part, 0.0)
+        found[RESTORE] += self._restore_seconds
+        counted = sum(parts.values()) + self._restore_seconds
+        found[STARTUP] += max(time.perf_counter() - self._begin - counted, 0.0)
+        return _with_share(found)
+
+    def log(self, event: str, step: int, parts: Mapping[str, float], **fields: Any) -> None:
+        """Logs an event that is a record; see `metrics`."""
+        record = {name: round(value, 4) for name, value in self.metrics(parts).items()}
+        self._log(event, step=step, **fields, **record)
+
+    def _log(self, event: str, **fields: Any) -> None:
+        if jax.process_index() != 0:
+            return
+        try:
+            log_event(self._dir, event, **fields)
+        except OSError as error:
+            logger.error("NO EVENT %r in the log of the run: %s. Training continues.", event, error)
+
+
+def _records(path: str) -> list[dict[str, Any]]:
+    """Returns the records in a file of metrics, without other metrics."""
+    if not os.path.exists(path):
+        return []
+    found = []
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # Incomplete lines.
+                value = parse_json(line)
+                found.append({name: value[name] for name in ("time", "step", *_NAMES)})
+    return found
