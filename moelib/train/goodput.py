@@ -22,16 +22,16 @@ from moelib.train.run_log import log_event, read_events
 logger = logging.getLogger(__name__)
 
 PRODUCTIVE = "productive_seconds"
-# Categories of the library ml-goodput-measurement; start-up includes initialization.
-CATEGORIES = (
-    "program_startup",
-    "data_loading",
-    "checkpoint_save",
-    "checkpoint_restore",
-    "evaluation",
-    "wasted_progress",
-    "infrastructure_recovery",
-)
+# {category of the library ml-goodput-measurement: title}; start-up includes initialization.
+CATEGORIES = {
+    "program_startup": "startup",
+    "data_loading": "input",
+    "checkpoint_save": "save",
+    "checkpoint_restore": "restore",
+    "evaluation": "evaluation",
+    "wasted_progress": "steps taken again",
+    "infrastructure_recovery": "waiting",
+}
 STARTUP, DATA, SAVE, RESTORE, EVALUATION, WASTED, WAITING = (f"time_lost/{x}" for x in CATEGORIES)
 _NAMES = (PRODUCTIVE, STARTUP, DATA, SAVE, RESTORE, EVALUATION, WASTED, WAITING)
 # Of the parts of `moelib.train.throughput`.
@@ -43,12 +43,8 @@ def goodput(
 ) -> Scalars:
     """Returns `goodput` (0 to 1) and the seconds of a run up to its newest record.
 
-    Args:
-        events: Log of the run, of `read_events`.
-        lines: Lines of its metrics, which are newer than the events while it runs.
-
-    Returns:
-        `goodput`, `productive_seconds` and `time_lost/<category>`; nothing without a record.
+    The seconds are `productive_seconds` and `time_lost/<category>`; a run without a record has none
+    of them. `events` is the log of the run, `lines` those of its metrics, newer while it runs.
     """
     records = [x for x in (*events, *lines) if PRODUCTIVE in x]
     if not records:
@@ -63,16 +59,10 @@ def carried_over(
     step: int,
     now: float,
 ) -> Scalars:
-    """Returns the seconds of all earlier starts of a run that starts again.
+    """Returns the seconds of a run up to `now` (since 1970), when it starts again from `step`.
 
-    Steps after `step` are taken again: the time of those that a record counts was wasted. Time
-    without a record, between the last one and `now`, counts as infrastructure recovery.
-
-    Args:
-        events: Log of the run, with this start.
-        lines: Lines of its metrics, with those after `step`.
-        step: Step from which the run resumes.
-        now: Time of this start, in seconds since 1970.
+    The time of later steps, of which `lines` still has the metrics, was wasted. The time since the
+    last record counts as infrastructure recovery.
     """
     events, records = list(events), [x for x in (*events, *lines) if PRODUCTIVE in x]
     records.sort(key=lambda x: x["time"])
@@ -97,12 +87,7 @@ class TimeAccount:
     """Seconds of a run, those of its earlier starts included; writes its log on process 0."""
 
     def __init__(self, directory: str, metrics_path: str) -> None:
-        """Begins the time of a start.
-
-        Args:
-            directory: Folder of the run.
-            metrics_path: Path of its metrics, JSON lines.
-        """
+        """Begins the time of a start, of a run with this folder and this file of metrics."""
         self._dir, self._metrics_path = directory, metrics_path
         self._time, self._begin = time.time(), time.perf_counter()
         self._restore_seconds = 0.0
@@ -135,8 +120,7 @@ class TimeAccount:
     def metrics(self, parts: Mapping[str, float]) -> Scalars:
         """Returns `goodput` and the seconds of the run up to now.
 
-        Args:
-            parts: Seconds of this start by the parts of `Throughput`; other time is start-up.
+        `parts` are the seconds of this start by the parts of `Throughput`; the rest is start-up.
         """
         found = dict(self._carried)
         for part, name in _OF_PART.items():

@@ -410,7 +410,9 @@ class TrainLoop:
         ended = {"stopped_by": self._stopped_by} if self._stopped_by else {}
         if error is not None:
             ended = {"error": first_line(error)}
-        self.account.log("end", self._step, self._throughput.seconds_so_far(), **ended)
+        if self._losses:  # Else all time is start-up.
+            self._throughput.report()
+        self.account.log("end", self._step, self._throughput.total_seconds, **ended)
 
     def _table(self, wall_seconds: float) -> Table:
         """Returns the final table: progress, losses, speed, files, health of the experts."""

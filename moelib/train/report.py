@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from moelib.core.metrics import Scalars
 from moelib.core.progress import format_seconds
+from moelib.train.goodput import CATEGORIES
 
 _SHOWN = (  # (metric, format)
     ("loss", "loss {:.4f}"),
@@ -82,20 +83,9 @@ def rates(scalars: Scalars) -> list[tuple[str, str]]:
     return [(title, form.format(scalars[name])) for name, title, form in _RATES if name in scalars]
 
 
-_LOST = (  # (category, title)
-    ("program_startup", "startup"),
-    ("data_loading", "input"),
-    ("checkpoint_save", "save"),
-    ("checkpoint_restore", "restore"),
-    ("evaluation", "evaluation"),
-    ("wasted_progress", "steps taken again"),
-    ("infrastructure_recovery", "waiting"),
-)
-
-
 def goodput_text(scalars: Scalars) -> str:
     """Returns the goodput of a run over all of its starts, with the seconds of what is lost."""
-    lost = [(title, scalars[f"time_lost/{name}"]) for name, title in _LOST]
+    lost = [(title, scalars[f"time_lost/{name}"]) for name, title in CATEGORIES.items()]
     parts = [f"{title} {format_seconds(x)}" for title, x in lost if x >= 0.05]
     return f"{scalars['goodput']:.1%}" + (f" ({', '.join(parts)})" if parts else "")
 

@@ -92,12 +92,6 @@ class Throughput:
         self.restart()
         return metrics
 
-    def seconds_so_far(self) -> dict[str, float]:
-        """Returns the seconds of each part until now, those since the last report included."""
-        rest = max(time.perf_counter() - self._begin - sum(self._spent.values()), 0.0)
-        total = {part: self.total_seconds[part] + self._spent[part] for part in PARTS}
-        return total | {"step": total["step"] + rest * (self._steps > 0)}
-
     def overall(self) -> Scalars:
         """Returns the mean rates over all reported steps; nothing if there were none."""
         running = self.total_seconds["step"] + self.total_seconds["input"]
