@@ -47,10 +47,10 @@ def _program(like: jax.ShapeDtypeStruct) -> jax.stages.Compiled:
     """Returns the compiled checksum of an array, whose result is on all of its devices."""
     mesh = getattr(like.sharding, "mesh", None)
     if not isinstance(mesh, jax.sharding.Mesh):  # On one device.
-        return jax.jit(_checksum).lower(like).compile()
+        return jax.jit(checksum).lower(like).compile()
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     with jax.set_mesh(mesh):
-        return jax.jit(_checksum, out_shardings=replicated).lower(like).compile()
+        return jax.jit(checksum, out_shardings=replicated).lower(like).compile()
 
 
 def _start(like: jax.ShapeDtypeStruct, x: Any) -> tuple[jax.Array, jax.Array]:
@@ -60,8 +60,8 @@ def _start(like: jax.ShapeDtypeStruct, x: Any) -> tuple[jax.Array, jax.Array]:
     return sums
 
 
-def _checksum(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the two halves of the checksum, uint32 scalars.
+def checksum(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the two halves of an array's checksum, uint32 scalars.
 
     Both sums are one reduction: of two, XLA on CPUs writes the operands to memory, and takes four
     times as long.

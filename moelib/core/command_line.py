@@ -176,7 +176,7 @@ def run_command[T](
     arguments: Sequence[str],
     text: str = "",
 ) -> int:
-    """Runs a command and returns its exit status: 0, or 2 after an error of the user.
+    """Runs a command and returns its exit status: 0, or that of an error of the user, mostly 2.
 
     An error of the user, or of a file that the system refuses, is printed on one line. Others, and
     `--traceback`, show a traceback.
@@ -203,7 +203,7 @@ def run_command[T](
             raise
         print(f"{name}: {one_line(error)}", file=sys.stderr)
         sys.last_exc = error  # As Python does with errors that it prints: see lost_process.
-        return 2
+        return error.exit_status
     except OSError as error:
         if TRACEBACK in arguments or error.errno not in _OF_THE_SYSTEM:
             raise

@@ -9,6 +9,8 @@ class UserError(ValueError):
     both: `class UnknownFieldError(UserError, AttributeError)`.
     """
 
+    exit_status = 2  # Of a command that ends with it.
+
 
 class UsageError(UserError):
     """A command line that cannot be carried out."""

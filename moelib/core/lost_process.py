@@ -114,7 +114,7 @@ class _Job:
         if self._index == 0:
             time.sleep(self._grace_seconds)
         sys.stdout.flush()
-        os._exit(2 if isinstance(error, UserError | OSError) else 1)
+        os._exit(getattr(error, "exit_status", 2 if isinstance(error, OSError) else 1))
 
 
 class _Wait:

@@ -13,6 +13,8 @@ from moelib.core.files import write_json
 from moelib.core.table import Table
 from moelib.operations import faults
 from moelib.operations.faults import Fault
+from moelib.train.device_check import DeviceCheck
+from moelib.train.run_log import read_events
 
 _KILLS_PER_RUN = 4
 
@@ -27,6 +29,7 @@ class Scenario(NamedTuple):
     faults: Sequence[Fault]
     max_lost: int | None  # Steps that may be taken twice; None if nothing is promised.
     by_hand: bool = False  # Whether the run ends with an error, and is started again by hand.
+    device_check: bool = False  # Whether devices are compared after every step.
 
 
 class Outcome(NamedTuple):
@@ -82,6 +85,13 @@ def scenarios(interval: int, num_processes: int) -> list[Scenario]:
         Scenario(f"data come {faults.SLOW_SECONDS:.0f} s late", data("slow"), 0),
         Scenario("data cannot be read", data("fail"), once, by_hand=True),
         Scenario("parameters become NaN", [at_step("not_a_number", None)], once, by_hand=True),
+        Scenario(
+            "a bit flips in one replica, device_check",
+            [at_step("replica_bit")],
+            once,
+            by_hand=True,
+            device_check=True,
+        ),
         Scenario("an exponent bit flips", [at_step("exponent_bit", None)], None, by_hand=True),
         Scenario("a mantissa bit flips", [at_step("mantissa_bit", None)], None),
     ]
@@ -131,12 +141,17 @@ def run_drill(
 def _run(cfg: Any, folder: str, scenario: Scenario, launch: Launch) -> Outcome:
     os.makedirs(folder)
     small = cfg.clone(dir=folder)
+    if scenario.device_check:
+        small.device_check = DeviceCheck.default_config().set(every_n_steps=1, dim=64)
     path = pathlib.Path(folder)
     (path / "config.txt").write_text(small.debug_string(), encoding="utf-8")
     write_json(path / "faults.json", [dataclasses.asdict(fault) for fault in scenario.faults])
     status = launch(folder)
     if status and scenario.by_hand:
         status = launch(folder)
+    logged = {event["event"] for event in read_events(folder)}
+    if scenario.device_check and "device_difference" not in logged:
+        status = status or 1  # The run ended for another reason.
     found = path / "drill.jsonl"  # None if the processes ended before the run.
     events = [json.loads(x) for x in found.read_text().splitlines()] if found.exists() else []
     starts = [event["start"] for event in events if "start" in event]

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from moelib.core import tree
@@ -81,6 +82,23 @@ def exponent_bit(trainer: Any) -> None:
 def mantissa_bit(trainer: Any) -> None:
     """Flips the highest bit of the mantissa of a parameter."""
     _change_parameters(trainer, lambda x: _flipped(x, _MANTISSA_BIT))
+
+
+def replica_bit(trainer: Any) -> None:
+    """Flips the lowest bit of the first replicated parameter, in the replica of one device."""
+    state = trainer.trainer_state
+    params = tree.by_path(state.model).items()
+    path = next(path for path, x in params if len({str(s.index) for s in x.global_shards}) == 1)
+
+    def flip(x: jax.Array) -> jax.Array:
+        first, *others = [shard.data for shard in x.addressable_shards]
+        changed = np.array(first)
+        changed.reshape(-1).view(np.uint8)[0] ^= 1
+        changed = jax.device_put(changed, first.sharding)
+        return jax.make_array_from_single_device_arrays(x.shape, x.sharding, [changed, *others])
+
+    model = tree.map_by_path(lambda p, x: flip(x) if p == path else x, state.model)
+    trainer._state = state._replace(model=model)
 
 
 def _change_parameters(trainer: Any, change: Callable[[jax.Array], jax.Array]) -> None:

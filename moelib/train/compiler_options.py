@@ -60,6 +60,19 @@ def default_options(device_kind: str) -> Mapping[str, str]:
     return _GPU if device_kind.startswith("NVIDIA") else BY_DEVICE_KIND.get(device_kind, {})
 
 
+# All operations add in the same order, and no kernel is chosen by how fast it was in this process.
+_DETERMINISTIC_GPU = {
+    "xla_gpu_deterministic_ops": "True",
+    "xla_gpu_exclude_nondeterministic_ops": "True",
+    "xla_gpu_autotune_level": "0",
+}
+
+
+def deterministic_options(device_kind: str) -> Mapping[str, str]:
+    """Returns the options that make steps deterministic; those of TPUs and CPUs always are."""
+    return _DETERMINISTIC_GPU if device_kind.startswith("NVIDIA") else {}
+
+
 def spelled(options: Mapping[str, str]) -> dict[str, str]:
     """Returns options with `true` and `false` as True and False, which every compiler reads."""
     return {k: v.title() if v in ("true", "false") else v for k, v in options.items()}

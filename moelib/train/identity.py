@@ -35,6 +35,7 @@ _NOT_OF_THE_NUMBERS = re.compile(
     r"|mesh_rules|auto_sharding|sharding_rules|pipeline_schedule|compiler_options"
     r"|kernel_backends|skip_kernel_check|dir|accept_changes|checkpointer|evalers|summary_writer"
     r"|log_every_n_steps|stop_on_nan|watchdog_timeout_seconds|crash_on_hang_timeout_seconds"
+    r"|device_check|deterministic|input_retries"
     r"|start_trace_steps|num_trace_steps"
     r")\b.*"
 )

@@ -27,6 +27,7 @@ from moelib.core.table import Table, print_table
 from moelib.data.input import Input, State, changes
 from moelib.data.prefetch import Prefetcher, host_rows, put_batch
 from moelib.train import report
+from moelib.train.device_check import DeviceCheck
 from moelib.train.evaler import SpmdEvaler
 from moelib.train.goodput import TimeAccount
 from moelib.train.identity import CONFIG_FILE, check_inputs
@@ -65,6 +66,8 @@ class TrainLoop:
     checkpointer: Checkpointer | None
     summary_writer: SummaryWriter
     account: TimeAccount
+    device_check: DeviceCheck | None
+    state: Callable[[], Any]  # Returns the current state.
     run_step: Callable[..., PackedMetrics]  # (batch, input_state=) -> metrics; dispatches a step.
     eval_params: Callable[[], Any]  # Returns the parameters to evaluate.
     save: Callable[..., None]  # (metrics, local=) Starts to save the state, with metrics.
@@ -97,6 +100,7 @@ class TrainLoop:
         self._summaries: Scalars = {}  # Metrics of the evaluations after the current step.
         self._saved_step: int | None = self.start_step or None
         self._blocking_seconds = 0.0  # Of the last save.
+        self._checked_step: int | None = None  # Whose state was compared between devices.
         self._skipped_save = False  # Whether the last checkpoint was not written: not finite.
         self._num_slots = cfg.input.global_batch_size * cfg.input.seq_len
         self._stop = StopRequest()
@@ -276,6 +280,8 @@ class TrainLoop:
         if self._profiler.ends_after(self._step):
             self._check_pending()
             self._profiler.stop()
+        if self.device_check is not None and self.device_check.is_due(self._step):
+            self._check_devices()
         if self._stop_requested():
             return True
         summaries = self._evaluate()
@@ -285,6 +291,17 @@ class TrainLoop:
         elif saver is not None and saver.should_save_locally(step=self._step):
             self._save(summaries, local=True)
         return self._stop_requested()
+
+    def _check_devices(self) -> None:
+        """Compares the devices, once per step."""
+        if self.device_check is None or self._checked_step == self._step:
+            return
+        self._check_pending()
+        self._checked_step = self._step
+        if found := self.device_check.check(self.state()):
+            parts = self._throughput.total_seconds
+            self.account.log("device_difference", self._step, parts, differences=found)
+            raise self.device_check.error(self._step, found)
 
     def _stop_requested(self) -> bool:
         if not self._stop.requested():
@@ -368,6 +385,7 @@ class TrainLoop:
             logger.error("NO CHECKPOINT of step %d: its state is not finite.", step)
             self._skipped_save = True
             return
+        self._check_devices()
         metric = self.config.checkpointer.best_metric
         if metric is not None and summaries and metric not in summaries:
             evaler = metric.partition("/")[0]

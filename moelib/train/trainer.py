@@ -47,6 +47,7 @@ from moelib.parallel.mesh import (
 from moelib.parallel.pipeline.schedule import Schedule, check_microbatches
 from moelib.train import state as state_lib
 from moelib.train.compiler_options import compile_with, default_options, spelled
+from moelib.train.device_check import DeviceCheck
 from moelib.train.evaler import SpmdEvaler
 from moelib.train.goodput import TimeAccount
 from moelib.train.identity import check_directory, check_processes, write_config
@@ -147,6 +148,8 @@ class SpmdTrainer(Module):
         watchdog_timeout_seconds: float | None = 1800.0
         # Seconds without a step before the process exits; None never exits.
         crash_on_hang_timeout_seconds: float | None = None
+        # Compares what all devices compute and hold; None trusts them.
+        device_check: DeviceCheck.Config | None = None
         start_trace_steps: Sequence[int] = ()  # Steps before which a profiler trace starts.
         num_trace_steps: int = 3  # Steps per trace.
 
@@ -610,6 +613,7 @@ class SpmdTrainer(Module):
         return None if record is None else record.step
 
     def _loop(self) -> TrainLoop:
+        check = self.config.device_check
         return TrainLoop(
             config=self.config,
             mesh=self.mesh(),
@@ -623,6 +627,8 @@ class SpmdTrainer(Module):
             checkpointer=None if self.config.checkpointer is None else self.checkpointer,
             summary_writer=self.summary_writer,
             account=self._account,
+            device_check=None if check is None else check.instantiate(mesh=self.mesh()),
+            state=lambda: self.trainer_state,
             run_step=self.run_step,
             eval_params=self.model_params_for_eval,
             save=self.save_checkpoint,

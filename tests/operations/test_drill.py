@@ -11,6 +11,7 @@ from moelib.cli.main import run
 from moelib.operations import drill, faults
 from moelib.operations.drill import Outcome, Scenario, run_drill
 from moelib.operations.faults import Fault
+from moelib.train.run_log import log_event
 from tests import tiny
 
 KILL = Scenario("kill", [Fault("kill", faults.STEP, 7, 1)], 5)
@@ -82,6 +83,19 @@ def test_a_run_that_ends_with_an_error_is_started_again_by_hand(cfg, tmp_path):
     found = outcome_of(cfg, tmp_path, by_hand, [(0, 6), (4, 8)], [1, 2], [1, 0])
     assert found.is_kept
     assert drill.drill_table([found], 4).rows[0][-1] == "kept, by hand"
+
+
+def test_a_flipped_bit_that_was_not_found_is_a_broken_promise(cfg, tmp_path):
+    checked = KILL._replace(device_check=True)
+    launch = launcher([(0, 6), (4, 8)], [1, 2], [0, 0])
+
+    def finds(folder):
+        log_event(folder, "device_difference")
+        return launch(folder)
+
+    (lost,) = run_drill(cfg, str(tmp_path / "lost"), [checked], launch)
+    (found,) = run_drill(cfg, str(tmp_path / "found"), [checked], finds)
+    assert (lost.is_kept, found.is_kept) == (False, True)
 
 
 def test_random_kills_are_repeatable_and_spread():

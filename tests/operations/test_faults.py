@@ -1,12 +1,17 @@
 """Faults: their moments, and files that they damage."""
 
 import os
+from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from moelib.operations import faults
 from moelib.operations.faults import Fault
+from moelib.train.state import TrainerState
+from tests import tiny
 
 
 def test_a_fault_hits_its_process_at_its_moment():
@@ -48,6 +53,17 @@ def test_a_full_disk_refuses_a_file_and_is_emptied(tmp_path):
         (tmp_path / "x").write_bytes(bytes(2000))
     (tmp_path / "x").write_bytes(bytes(2000))
     assert os.path.getsize(tmp_path / "x") == 2000
+
+
+def test_a_bit_flips_in_one_replica_only():
+    mesh = tiny.mesh(data=2, fsdp=2)
+    put = lambda *spec: jax.device_put(jnp.ones((4, 2)), jax.NamedSharding(mesh, jax.P(*spec)))
+    state = TrainerState(0, 0, {"split": put("fsdp"), "whole": put()}, None)
+    trainer = SimpleNamespace(trainer_state=state)
+    faults.replica_bit(trainer)
+    assert trainer._state.model["split"] is state.model["split"]
+    shards = [np.asarray(shard.data) for shard in trainer._state.model["whole"].addressable_shards]
+    assert [int((shard != 1).sum()) for shard in shards] == [1, 0, 0, 0]
 
 
 def test_one_bit_of_an_array_flips():
