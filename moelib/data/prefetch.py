@@ -4,6 +4,13 @@ Letters: B sequences of a global batch.
 """
 
 import collections
+import concurrent.futures
+import errno
+import logging
+import os
+import sys
+import threading
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -15,6 +22,17 @@ if TYPE_CHECKING:
     import jax
 
     from moelib.core.tree import Batch
+
+
+logger = logging.getLogger(__name__)
+
+_REPORT_SECONDS = 30.0  # Between reports of a batch that does not come.
+_FRAMES_SHOWN = 4
+_TRANSIENT = {  # Errors after which a file system, mostly one of a network, may be back.
+    *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.EREMOTEIO),
+    *(errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EHOSTUNREACH),
+    *(errno.ENETUNREACH, errno.ENETDOWN, errno.EPIPE),
+}
 
 
 class HostRows(NamedTuple):
@@ -87,12 +105,17 @@ class Prefetcher[T](Iterator[T]):
     """Reads a `BatchIterator` ahead in a thread.
 
     `state()` is the position after the batches taken, not after those read ahead. An error in the
-    thread is raised by the call that would have returned the batch, with its own traceback. Close
-    the prefetcher, or use it in a `with`.
+    thread is raised by the call that would have returned the batch, with its own traceback; after a
+    transient error of the system, the batch is read again. Close it, or use it in a `with`.
     """
 
     def __init__(
-        self, batches: BatchIterator, put: Callable[["Batch"], T], *, num_batches: int = 2
+        self,
+        batches: BatchIterator,
+        put: Callable[["Batch"], T],
+        *,
+        num_batches: int = 2,
+        num_retries: int = 5,
     ) -> None:
         """Starts reading.
 
@@ -100,11 +123,13 @@ class Prefetcher[T](Iterator[T]):
             batches: The iterator, for exclusive use until this is closed.
             put: Function that maps each batch in the thread, usually `put_batch`.
             num_batches: Number of batches kept ready; with 0, each is made when it is taken.
+            num_retries: Times that a batch is read again, after 1, 2, 4 ... seconds.
         """
-        if num_batches < 0:
-            raise UserError(f"num_batches={num_batches}: set 0 or more.")
+        if min(num_batches, num_retries) < 0:
+            raise UserError(f"num_batches={num_batches}, {num_retries=}: set 0 or more.")
         self._batches, self._put = batches, put
-        self._state = batches.state()
+        self._state = self._read_state = batches.state()
+        self._num_retries, self._closing, self._ident = num_retries, threading.Event(), 0
         self._thread = ThreadPoolExecutor(1, "prefetch")
         self._ahead: collections.deque[Future[tuple[T, State]]] = collections.deque()
         self._closed = False
@@ -113,8 +138,29 @@ class Prefetcher[T](Iterator[T]):
 
     def _read(self) -> tuple[T, State]:
         """Returns the next batch and the position after it."""
-        batch = next(self._batches)
-        return self._put(batch), self._batches.state()
+        self._ident = threading.get_ident()
+        batch = self._next(self._num_retries)
+        self._read_state = self._batches.state()
+        return self._put(batch), self._read_state
+
+    def _next(self, num_retries: int, wait_seconds: int = 1) -> "Batch":
+        """Returns the next batch, after a transient error from the last position read."""
+        try:
+            if num_retries < self._num_retries:
+                self._batches.restore(self._read_state)
+            return next(self._batches)
+        except Exception as error:
+            if isinstance(error, StopIteration):
+                raise
+            position = f"{type(self._batches).__name__}, after {_position(self._read_state)}"
+            if num_retries < 1 or not _is_transient(error) or self._closing.is_set():
+                logger.error("NO BATCH of %s: %s", position, error)
+                raise
+            logger.warning(
+                "NO BATCH of %s: %s. Next try in %d s.", *(position, error, wait_seconds)
+            )
+        self._closing.wait(wait_seconds)
+        return self._next(num_retries - 1, 2 * wait_seconds)
 
     def __iter__(self) -> Self:
         """Returns itself."""
@@ -127,6 +173,13 @@ class Prefetcher[T](Iterator[T]):
         if not self._ahead:
             taken, self._state = self._read()
             return taken
+        waits = 0
+        while not concurrent.futures.wait([self._ahead[0]], _REPORT_SECONDS).done:
+            waits += 1
+            logger.warning(
+                "input: no batch for %.0f s, after %s; its thread is in %s",
+                *(waits * _REPORT_SECONDS, _position(self._state), _stack(self._ident)),
+            )
         taken, self._state = self._ahead[0].result()  # An error stays first and is raised again.
         self._ahead.popleft()
         self._ahead.append(self._thread.submit(self._read))
@@ -139,6 +192,7 @@ class Prefetcher[T](Iterator[T]):
     def close(self) -> None:
         """Ends the thread and discards the batches read ahead. May be called again."""
         self._closed = True
+        self._closing.set()
         self._thread.shutdown(cancel_futures=True)
         self._ahead.clear()
 
@@ -147,3 +201,22 @@ class Prefetcher[T](Iterator[T]):
 
     def __exit__(self, *unused: object) -> None:
         self.close()
+
+
+def _position(state: State) -> str:
+    return f"step {state['step']}" if "step" in state else "the last one"
+
+
+def _is_transient(error: BaseException | None) -> bool:
+    """Returns whether an error, or the one that caused it, may not occur again."""
+    if error is None or isinstance(error, ConnectionError | TimeoutError):
+        return error is not None
+    return getattr(error, "errno", None) in _TRANSIENT or _is_transient(error.__cause__)
+
+
+def _stack(ident: int) -> str:
+    """Returns the innermost calls of a thread, the latest first."""
+    frame = sys._current_frames().get(ident)
+    calls = traceback.extract_stack(frame)[: -_FRAMES_SHOWN - 1 : -1] if frame else []
+    found = [f"{x.name} ({os.path.basename(x.filename)}:{x.lineno})" for x in calls]
+    return " < ".join(found) or "no call: it has ended"

@@ -83,6 +83,7 @@ def scenarios(interval: int, num_processes: int) -> list[Scenario]:
         Scenario("killed, and the checkpoint is cut short", of_file("cut_file"), once + interval),
         Scenario("the disk is full in a save", [Fault("full_disk", in_save, 2 * interval)], 0),
         Scenario(f"data come {faults.SLOW_SECONDS:.0f} s late", data("slow"), 0),
+        Scenario("data cannot be read for a moment", data("fail_once"), 0),
         Scenario("data cannot be read", data("fail"), once, by_hand=True),
         Scenario("parameters become NaN", [at_step("not_a_number", None)], once, by_hand=True),
         Scenario(

@@ -65,7 +65,12 @@ def slow(_: Any) -> None:
 
 
 def fail(_: Any) -> None:
-    """Fails as a disk does from which the data cannot be read."""
+    """Fails as a disk does on which the data are not."""
+    raise FileNotFoundError(2, "No such file or directory (of the drill)", "data")
+
+
+def fail_once(_: Any) -> None:
+    """Fails as a disk does from which the data cannot be read for a moment."""
     raise OSError(5, "Input/output error (of the drill)", "data")
 
 

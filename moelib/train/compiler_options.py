@@ -60,11 +60,12 @@ def default_options(device_kind: str) -> Mapping[str, str]:
     return _GPU if device_kind.startswith("NVIDIA") else BY_DEVICE_KIND.get(device_kind, {})
 
 
-# All operations add in the same order, and no kernel is chosen by how fast it was in this process.
+# Operations add in one order, and no kernel is chosen by its speed in this process. Ahead of time,
+# XLA has no deterministic kernel of Triton for a matmul.
 _DETERMINISTIC_GPU = {
     "xla_gpu_deterministic_ops": "True",
-    "xla_gpu_exclude_nondeterministic_ops": "True",
     "xla_gpu_autotune_level": "0",
+    "xla_gpu_enable_triton_gemm": "False",
 }
 
 

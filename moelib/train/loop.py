@@ -167,6 +167,7 @@ class TrainLoop:
             batches,
             lambda batch: put_batch(batch, sharding, batch_size),
             num_batches=0 if opened.reads_parameters else 2,
+            num_retries=cfg.input_retries,
         )
 
     def _take_steps(self, feed: Prefetcher[Any]) -> None:
@@ -188,8 +189,10 @@ class TrainLoop:
 
     def _next_batch(self, feed: Prefetcher[Any]) -> Any:
         """Returns the next batch, or None at the end of the input."""
+        self._watchdog.cause = ", as the input of this process has no batch"
         with self._throughput.spent_on("input"):
             batch = next(feed, None)
+        self._watchdog.cause = ""
         if batch is None:
             self._stopped_by = "end of input"
         return batch

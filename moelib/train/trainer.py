@@ -46,7 +46,12 @@ from moelib.parallel.mesh import (
 )
 from moelib.parallel.pipeline.schedule import Schedule, check_microbatches
 from moelib.train import state as state_lib
-from moelib.train.compiler_options import compile_with, default_options, spelled
+from moelib.train.compiler_options import (
+    compile_with,
+    default_options,
+    deterministic_options,
+    spelled,
+)
 from moelib.train.device_check import DeviceCheck
 from moelib.train.evaler import SpmdEvaler
 from moelib.train.goodput import TimeAccount
@@ -125,6 +130,8 @@ class SpmdTrainer(Module):
         pipeline_schedule: Schedule | None = None
         # Options of XLA for the step, which override those of train.compiler_options.
         compiler_options: dict[str, str] | None = None
+        # Whether a step repeated on the same devices has the same bits; GPUs then take longer.
+        deterministic: bool = False
         # {kernel: backend}, such as {"gmm": "xla"}; others follow MOELIB_KERNEL_BACKEND, then the
         # device (docs/kernels.md).
         kernel_backends: dict[str, str] = {}
@@ -144,6 +151,9 @@ class SpmdTrainer(Module):
 
         # -- Failures and profiling
         stop_on_nan: bool = True  # If False, training continues, but such a state is never saved.
+        # Times that a batch is read again after a transient error of the system, such as EIO, after
+        # 1, 2, 4 ... seconds; 0 for none.
+        input_retries: int = 5
         # Seconds without a step before the stacks of all threads are printed; None prints nothing.
         watchdog_timeout_seconds: float | None = 1800.0
         # Seconds without a step before the process exits; None never exits.
@@ -463,11 +473,20 @@ class SpmdTrainer(Module):
 
     @nowrap
     def compiler_options(self) -> dict[str, str]:
-        """Returns the options of XLA for the step."""
-        device = self.mesh().devices.flat[0]
-        return spelled(
-            {**default_options(device.device_kind), **(self.config.compiler_options or {})}
-        )
+        """Returns the options of XLA for the step.
+
+        Raises:
+            UserError: If one contradicts `deterministic`.
+        """
+        kind, own = self.mesh().devices.flat[0].device_kind, self.config.compiler_options or {}
+        fixed = deterministic_options(kind) if self.config.deterministic else {}
+        for name, value in spelled(own).items():
+            if value != fixed.get(name, value):
+                raise UserError(
+                    f"compiler_options: {name}={value}, which deterministic=True sets to "
+                    f"{fixed[name]}; remove one of them."
+                )
+        return spelled({**default_options(kind), **fixed, **own})
 
     @nowrap
     def trace_train_step(

@@ -55,6 +55,7 @@ class Watchdog:
         self._stop = threading.Event()
         self._last: tuple[int, float] | None = None
         self._reported: int | None = None
+        self.cause = ""  # Of a step that does not end, if it is known: shown in reports.
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def beat(self, step: int) -> None:
@@ -95,7 +96,7 @@ class Watchdog:
 
     def _report(self, step: int, seconds: float) -> None:
         print(
-            f"Watchdog: no step for {seconds:.0f} s after step {step}; all threads:",
+            f"Watchdog: no step for {seconds:.0f} s after step {step}{self.cause}; all threads:",
             file=self._stream,
             flush=True,
         )

@@ -1,3 +1,5 @@
+import errno
+import re
 import threading
 import traceback
 
@@ -7,6 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from moelib.core.tree import Batch
+from moelib.data import prefetch
 from moelib.data.input import BatchIterator, State
 from moelib.data.lm_input import InputMode, LMInput
 from moelib.data.prefetch import HostRows, Prefetcher, host_rows, put_batch
@@ -82,6 +85,92 @@ def test_an_error_arrives_where_its_batch_would_have():
                 next(batches)
         lines = "".join(traceback.format_exception(raised.value))
         assert 'raise ValueError("index=2")' in lines
+
+
+class _Flaky(BatchIterator):
+    """Fails once before its second batch, after which it has lost its position."""
+
+    def __init__(self, error: Exception) -> None:
+        self.step = 0
+        self._error: Exception | None = error
+
+    def __next__(self) -> Batch:
+        self.step += 1
+        if self.step == 2 and self._error is not None:
+            error, self._error = self._error, None
+            self.step = 100
+            raise error
+        return {"step": np.array(self.step)}
+
+    def state(self) -> State:
+        return {"step": self.step}
+
+    def restore(self, state: State) -> None:
+        self.step = state["step"]
+
+
+def _caused(cause: Exception) -> Exception:
+    error = ValueError("cannot be read")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EIO, "gone"), _caused(OSError(errno.ESTALE, "x")), TimeoutError("late")]
+)
+def test_a_batch_is_read_again_after_a_transient_error(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(threading.Event, "wait", lambda self, seconds=None: pauses.append(seconds))
+    pauses: list[float] = []
+    batches = Prefetcher(_Flaky(error), _same, num_batches=0)
+    assert [int(next(batches)["step"]) for _ in range(3)] == [1, 2, 3]
+    assert pauses == [1]
+    assert re.search(r"NO BATCH of _Flaky, after step 1: .*Next try in 1 s", caplog.text)
+
+
+@pytest.mark.parametrize(
+    ("error", "num_retries"), [(FileNotFoundError(2, "no file"), 5), (OSError(errno.EIO, "x"), 0)]
+)
+def test_other_errors_are_raised_and_name_input_and_position(
+    error: Exception, num_retries: int, caplog: pytest.LogCaptureFixture
+):
+    batches = Prefetcher(_Flaky(error), _same, num_batches=0, num_retries=num_retries)
+    next(batches)
+    with pytest.raises(type(error)):
+        next(batches)
+    assert "NO BATCH of _Flaky, after step 1" in caplog.text
+
+
+def test_a_lasting_error_ends_the_retries(monkeypatch: pytest.MonkeyPatch):
+    class Lasting(_Flaky):
+        def restore(self, state: State) -> None:
+            raise OSError(errno.ETIMEDOUT, "still away")
+
+    pauses: list[float] = []
+    monkeypatch.setattr(threading.Event, "wait", lambda self, seconds=None: pauses.append(seconds))
+    batches = Prefetcher(Lasting(OSError(errno.EIO, "x")), _same, num_batches=0, num_retries=3)
+    next(batches)
+    with pytest.raises(OSError, match="still away"):
+        next(batches)
+    assert pauses == [1, 2, 4]
+
+
+def test_a_stalled_read_is_reported_with_the_calls_of_its_thread(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(prefetch, "_REPORT_SECONDS", 0.05)
+    go_on = threading.Event()
+
+    class Stalled(_Flaky):
+        def __next__(self) -> Batch:
+            while "no batch for" not in caplog.text:
+                go_on.wait(0.01)
+            return {}
+
+    with Prefetcher(Stalled(OSError()), _same) as batches:
+        next(batches)
+    assert re.search(r"after step 0; its thread is in .*__next__ \(test_prefetch", caplog.text)
 
 
 def test_closing_ends_the_thread_at_any_time():

@@ -77,6 +77,27 @@ def test_an_error_of_the_input_is_raised_and_the_run_closed(tmp_path, monkeypatc
         trainer.run()
 
 
+def test_the_watchdog_knows_that_the_loop_waits_for_data(tmp_path, monkeypatch):
+    causes = []
+
+    class Dog(Watchdog):
+        cause = property(lambda self: causes[-1], lambda self, text: causes.append(text))
+
+    monkeypatch.setattr("moelib.train.loop.Watchdog", Dog)
+    seen, host_batch = [], type(tiny.input_config().instantiate()).host_batch
+    trainer = tiny.trainer_config(tmp_path, max_step=2, evaler=False).instantiate(parent=None)
+    trainer.input.reads_parameters = True  # Batches are made while the loop waits.
+
+    def batch(*args):
+        seen.append(causes[-1])
+        return host_batch(*args)
+
+    monkeypatch.setattr(type(trainer.input), "host_batch", batch)
+    trainer.run()
+    assert set(seen) == {", as the input of this process has no batch"}
+    assert causes[-1] == ""
+
+
 def test_changed_input_is_refused_on_resuming(tmp_path):
     tiny.trainer_config(tmp_path, max_step=2).instantiate(parent=None).run()
     cfg = tiny.trainer_config(tmp_path).set(accept_changes=["config"])

@@ -44,6 +44,12 @@ def test_stacks_of_a_hang_are_printed_once_per_step(clock):
     assert "after step 8" in clock.after(11)
 
 
+def test_data_that_are_late_are_named(clock):
+    clock.dog.beat(7)
+    clock.dog.cause = ", as the input of this process has no batch"
+    assert "after step 7, as the input of this process has no batch;" in clock.after(11)
+
+
 def test_nothing_is_printed_while_steps_end_and_before_the_first(clock):
     assert clock.after(99) == ""
     for step in range(5):
