@@ -101,7 +101,6 @@ class Checkpointer(Module):
         self.local = LocalCheckpoints(cfg.local_dir, self.dir) if cfg.local_dir else None
         self._orbax: Any = None
         self._pending: int | None = None
-        self._complete: int | None = None
         self._write_record: Callable[[str], None] | None = None  # Of the pending checkpoint.
         self._damaged: set[int] = set()
         self._complete_step = 0
@@ -126,14 +125,6 @@ class Checkpointer(Module):
     def latest_step(self) -> int | None:
         """Returns the step of the newest complete checkpoint not known to be damaged."""
         return max(contents.list_checkpoints(self.dir).keys() - self._damaged, default=None)
-
-    @property
-    def complete_step(self) -> int | None:
-        """Step of the newest checkpoint that this process knows to be complete; None at first."""
-        pending = self._pending
-        if pending is not None and os.path.isdir(contents.step_path(self.dir, pending)):
-            return pending
-        return self._complete
 
     @nowrap
     def best_step(self) -> int | None:
@@ -209,7 +200,6 @@ class Checkpointer(Module):
         except Exception as error:
             self._report_failure(step, error)
             return
-        self._complete = step
         self._delete_old()
         if self.local is not None:
             self.local.delete_until(step)
@@ -338,12 +328,10 @@ class Checkpointer(Module):
         try:
             skip = self.config.skip_checksums
             read = lambda path: restore_checkpoint(path, target, skip_checksums=skip)
-            restored = newest_readable(found, read, on_damage=self._damaged.add)
+            return newest_readable(found, read, on_damage=self._damaged.add)
         except DamagedCheckpointError as error:
             cure = f"\nMove {self.dir} aside to start from step 0." if step is None else ""
             raise DamagedCheckpointError(f"{error}{cure}") from None
-        self._complete = restored.record.step
-        return restored
 
     @nowrap
     def remove_unfinished(self) -> None:

@@ -237,7 +237,7 @@ class TrainLoop:
         logged |= self._last_report | self.account.metrics(self._throughput.total_seconds)
         if (saver := self.checkpointer) is not None:
             logged["checkpoint/blocking_seconds"] = self._blocking_seconds
-            logged["checkpoint/steps_at_risk"] = step - (saver.complete_step or 0)
+            logged["checkpoint/steps_at_risk"] = step - saver.complete_step
         if self.is_language_model:
             logged |= language_metrics(scalars)
         mean_loss, mean_cross_entropy = self._mean_losses()
@@ -380,15 +380,22 @@ class TrainLoop:
         """Starts to save the state, unless it is not finite."""
         self._check_pending()
         step = self._step
-        if local and not self._last.get(NON_FINITE):
-            with self._throughput.spent_on("checkpoint"):
-                self.save(summaries, local=True)
-            return
         if self._last.get(NON_FINITE):
             logger.error("NO CHECKPOINT of step %d: its state is not finite.", step)
             self._skipped_save = True
             return
-        self._check_devices()
+        if not local:
+            self._check_devices()
+            self._check_best_metric(summaries)
+        begin = time.perf_counter()
+        with self._throughput.spent_on("checkpoint"):
+            self.save(summaries, local=local)
+        self._blocking_seconds = time.perf_counter() - begin
+        if not local:
+            self._saved_step, self._skipped_save = step, False
+
+    def _check_best_metric(self, summaries: Scalars) -> None:
+        """Raises UserError if the evaler of the best metric has run, and has no such metric."""
         metric = self.config.checkpointer.best_metric
         if metric is not None and summaries and metric not in summaries:
             evaler = metric.partition("/")[0]
@@ -396,11 +403,6 @@ class TrainLoop:
                 raise UserError(
                     f"checkpointer.best_metric is {metric!r}; {did_you_mean(metric, summaries)}"
                 )
-        begin = time.perf_counter()
-        with self._throughput.spent_on("checkpoint"):
-            self.save(summaries)
-        self._blocking_seconds = time.perf_counter() - begin
-        self._saved_step, self._skipped_save = step, False
 
     def _end(self) -> None:
         """Checks the last step, and makes sure that its state is saved."""

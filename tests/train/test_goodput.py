@@ -130,7 +130,7 @@ def test_steps_at_risk_are_those_since_the_newest_complete_checkpoint(tmp_path):
     cfg = tiny.trainer_config(tmp_path, evaler=False, max_step=5, save_every=2)
     cfg.checkpointer.wait = "after_save"
     trainer: SpmdTrainer = cfg.instantiate(parent=None)
-    assert trainer.checkpointer.complete_step is None
+    assert trainer.checkpointer.complete_step == 0
     trainer.run()
     assert trainer.checkpointer.complete_step == 5
     lines = [json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
