@@ -28,7 +28,7 @@ from absl import flags as absl_flags
 
 from moelib.core.config import did_you_mean
 from moelib.core.config_types import cut
-from moelib.core.errors import UsageError, UserError
+from moelib.core.errors import UsageError, UserError, masked
 from moelib.core.trusted_code import is_of_the_user
 
 TRACEBACK = "--traceback"
@@ -208,7 +208,7 @@ def run_command[T](
         if TRACEBACK in arguments or error.errno not in _OF_THE_SYSTEM:
             raise
         file = error.filename2 or error.filename or "A file"  # The target of a copy, or the file.
-        text = f"{file}: {error.strerror} ({TRACEBACK} shows more)"
+        text = masked(f"{file}: {error.strerror} ({TRACEBACK} shows more)")
         print(f"{name}: {text}", file=sys.stderr)
         sys.last_exc = error
         return 2

@@ -48,7 +48,7 @@ from moelib.core.config_types import (
     UnknownFieldError,
     did_you_mean,
 )
-from moelib.core.errors import UserError
+from moelib.core.errors import UserError, masked
 
 T = TypeVar("T")
 C = TypeVar("C")
@@ -210,7 +210,8 @@ def _checked(title: str, value: Any, annotation: Any) -> Any:
         wanted = config_types.describe_annotation(annotation)
         got = type(value).__qualname__
         advice = config_types.advice(annotation)
-        raise InvalidConfigValueError(f"{title} = {value!r}: got {got}, expected {wanted}{advice}")
+        shown = "***" if config_types.is_secret(annotation) else masked(repr(value))
+        raise InvalidConfigValueError(f"{title} = {shown}: got {got}, expected {wanted}{advice}")
     return value
 
 

@@ -8,6 +8,7 @@ import functools
 import inspect
 import math
 import re
+import typing
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -21,7 +22,15 @@ from moelib.core.config import (
     config_for_function,
     config_origin,
 )
-from moelib.core.config_paths import Key, child_at, get, set_at, split_front, split_path
+from moelib.core.config_paths import (
+    Key,
+    child_at,
+    get,
+    join_path,
+    set_at,
+    split_front,
+    split_path,
+)
 from moelib.core.config_types import REQUIRED, InvalidConfigValueError
 from moelib.core.errors import UserError
 from moelib.core.moved_names import current_field
@@ -35,6 +44,8 @@ _REFERENCE = re.compile(r"\w+(?:\.\w+)*:\w+(?:\.\w+)*")
 def set_from_text(cfg: ConfigBase, assignment: str, *, flag: str = "--set") -> None:
     """Sets a field from "path=value", whose value is parsed according to the field's annotation.
 
+    A new name in a dict of configs is set to a class, as in "evalers.test=module:Class".
+
     Raises:
         UnknownFieldError: If nothing has the path.
         InvalidConfigValueError: If the text cannot be parsed as a value of the field.
@@ -45,14 +56,30 @@ def set_from_text(cfg: ConfigBase, assignment: str, *, flag: str = "--set") -> N
         raise InvalidConfigValueError(f"{origin}: expected path=value.")
     *parents, key = split_path(path) or [""]
     holder = get(cfg, parents)
-    current = child_at(holder, key, parents)
-    annotation = holder.annotation(str(key)) if isinstance(holder, ConfigBase) else Any
-    value = _read_as(text, annotation, current, origin)
+    kind = _class_of_elements(cfg, parents)
+    if kind and key not in holder and _REFERENCE.fullmatch(text):
+        path, value = join_path(parents), {**holder, key: _read_as(text, kind, None, origin)}
+    else:
+        current = child_at(holder, key, parents)
+        annotation = holder.annotation(str(key)) if isinstance(holder, ConfigBase) else Any
+        if config_types.is_secret(annotation):  # No message shows the text.
+            origin, value = f"{flag} {path}", None if text == "None" else text
+        else:
+            value = _read_as(text, annotation, current, origin)
     try:
         with config_origin(origin):
             set_at(cfg, path, value)
     except TypeError as error:
         raise InvalidConfigValueError(f"{origin}: {error}") from None
+
+
+def _class_of_elements(cfg: ConfigBase, path: list[Key]) -> Any:
+    """Returns the class of the configs in the field at `path`, a dict by name; else None."""
+    owner = get(cfg, path[:-1])
+    if not path or not isinstance(owner, ConfigBase) or not isinstance(get(cfg, path), dict):
+        return None
+    _, kind, *_ = *typing.get_args(owner.annotation(str(path[-1]))), None, None
+    return kind if isinstance(kind, type) and issubclass(kind, ConfigBase) else None
 
 
 def _read_as(text: str, annotation: Any, current: Any, origin: str) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar, Union
 import numpy as np
 
 from moelib.core import moved_names
-from moelib.core.errors import UserError
+from moelib.core.errors import UserError, masked
 
 T = TypeVar("T")
 
@@ -136,7 +136,8 @@ def shortened(value: Any) -> str:
 
 
 def cut(text: str, length: int = 200) -> str:
-    """Returns a text, its middle omitted if it is longer than `length`."""
+    """Returns a text without passwords, its middle omitted if it is longer than `length`."""
+    text = masked(text)
     return text if len(text) <= length else f"{text[: length // 2]}...{text[-length // 2 :]}"
 
 
@@ -179,6 +180,11 @@ def validate_value(value: Any) -> None:
         if match_fn(value):
             validate_fn(value)
             return
+    if isinstance(value, str) and "://" in value and masked(value) != value:
+        raise NonConfigFieldError(
+            f"{masked(value)!r} has a password, which the texts of a config would show; set it in "
+            "an environment variable of the library that reads the address"
+        )
     if isinstance(value, _SCALARS) or is_config(value) or has_reference(value):
         return
     for element in _elements(value):
@@ -305,6 +311,14 @@ def _example(annotation: Any) -> str:
     return ""
 
 
+def is_secret(annotation: Any) -> bool:
+    """Returns whether an annotation is of a secret, whose wrong values no message shows."""
+    return any(
+        hasattr(option, "__config_secret__") or any(map(is_secret, typing.get_args(option)))
+        for option in options(annotation)
+    )
+
+
 def options(annotation: Any) -> list[Any]:
     """Returns the members of a union, or the annotation alone."""
     if isinstance(annotation, typing.TypeAliasType):
@@ -323,7 +337,7 @@ def _fits_class(value: Any, annotation: Any) -> bool:
         return callable(value)
     if isinstance(annotation, type):
         if hasattr(annotation, "__config_convert__"):
-            return isinstance(value, str)
+            return isinstance(value, annotation if is_secret(annotation) else str)
         with contextlib.suppress(TypeError):  # A protocol that is not runtime_checkable.
             return isinstance(value, annotation)
     return True

@@ -1,5 +1,7 @@
 """The base class of errors in a user's input, which commands show as one line."""
 
+import re
+
 
 class UserError(ValueError):
     """A value, flag or file of the user cannot be used.
@@ -33,3 +35,17 @@ def refuse_single_strings(**values: object) -> None:
     for name, value in values.items():
         if isinstance(value, str):
             raise UserError(f"{name}={value!r}: pass a list of strings, [{value!r}].")
+
+
+SECRET_NAME = "(?:[A-Z0-9_]+_KEY|[A-Z0-9_]*(?:TOKEN|SECRET|PASSWORD))"  # Names of variables.
+_PASSWORDS = (
+    re.compile(r"(://[^/\s:@'\"]*:)[^/\s@'\"]+(?=@)"),  # Of a URL.
+    re.compile(rf"(\b{SECRET_NAME}['\"]?\s*[=:]\s*[({{\['\"]*)(?!env:|file:)[^\s'\",}}]+"),
+)
+
+
+def masked(text: str) -> str:
+    """Returns a text with *** for passwords of URLs and values of variables such as HF_TOKEN."""
+    for pattern in _PASSWORDS:
+        text = pattern.sub(r"\1***", text)
+    return text

@@ -430,3 +430,19 @@ def test_dtypes_read_back(name):
     cfg = config_for_function(np.zeros).set(shape=(2,), dtype=jax.numpy.dtype(name))
     assert f"dtype: dtype('{name}')\n" in config_paths.to_text(cfg)
     assert config_parse.parse(config_paths.to_text(cfg), trusted=True) == cfg
+
+
+def test_a_flag_adds_a_config_to_a_dict_of_configs():
+    class Holder(Configurable):
+        @config_class
+        class Config(Configurable.Config):
+            by_name: dict[str, Configurable.Config] = {}
+            sizes: dict[str, int] = {}
+
+    cfg = Holder.default_config()
+    config_parse.set_from_text(cfg, "by_name.new=moelib.learner.learner:Learner")
+    config_parse.set_from_text(cfg, "by_name.new.update_rules=()")
+    assert cfg.by_name["new"].update_rules == ()
+    for text in ("by_name.other=3", "by_name.other=moelib.learner.learner:param_ema", "sizes.a=3"):
+        with pytest.raises((UnknownFieldError, InvalidConfigValueError), match=r"other|sizes"):
+            config_parse.set_from_text(cfg, text)
