@@ -100,8 +100,9 @@ def _imported() -> dict[str, set[str]]:
 
 def test_requirements_are_the_imports_of_the_library():
     required = {requirement.name for requirement in _requirements()}
-    optional = {r.name for extra in ("tfds", "beam", "lm-eval") for r in _requirements(extra)}
-    distributions = importlib.metadata.packages_distributions()
+    extras = "tfds", "beam", "lm-eval", "wandb", "mlflow"
+    optional = {r.name for extra in extras for r in _requirements(extra)}
+    distributions = {"mlflow": ["mlflow-skinny"]} | importlib.metadata.packages_distributions()
     imported = {
         name: set(map(canonicalize_name, distributions.get(name, [name]))) for name in _imported()
     }

@@ -120,7 +120,7 @@ class TrainLoop:
         begin = time.perf_counter()
         with contextlib.ExitStack() as stack:
             stack.push(self._log_end)
-            stack.callback(self.summary_writer.close)
+            stack.callback(lambda: self.summary_writer.close(self._stopped_by))
             if self.checkpointer is not None:
                 stack.callback(self.checkpointer.close)
             stack.callback(self._profiler.stop)

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.files import atomic_file, parse_json, readable
 from moelib.core.metrics import Scalars
 from moelib.core.module import Module, nowrap
+from moelib.train.tracker import Tracker, TrackerThread
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +55,14 @@ class SummaryWriter(Module):
         jsonl_path: Required[str] = REQUIRED  # A trainer sets <its dir>/metrics.jsonl.
         # Formats of the metrics on disk.
         formats: Sequence[Literal["tensorboard", "json_lines"]] = ("tensorboard", "json_lines")
+        trackers: dict[str, Tracker.Config] = {}  # Services that show the metrics, by name.
 
     def __init__(self, cfg: Any, *, parent: Module | None) -> None:
         super().__init__(cfg, parent=parent)
         self._events: dict[str, _EventFile] = {}
         self._json_lines: Any = None
+        self._trackers = {name: tracker.instantiate() for name, tracker in cfg.trackers.items()}
+        self._threads: list[TrackerThread] = []
         self._purge_step: int | None = None
         self._num_failures = 0
 
@@ -91,18 +96,29 @@ class SummaryWriter(Module):
             scalars: Metrics by name; values that are not finite become null in JSON.
             group: "train" or the name of an evaler, which precedes the names in JSON.
         """
+        prefix = "" if group == "train" else f"{group}/"
+        named = {f"{prefix}{name}": x for name, x in scalars.items()}
+        for thread in self._threads:
+            thread.write(step, named)
         with self._failures_logged(step):
             if "json_lines" in self._formats:
-                prefix = "" if group == "train" else f"{group}/"
-                values = {
-                    f"{prefix}{name}": x if math.isfinite(x) else None
-                    for name, x in scalars.items()
-                }
+                values = {name: x if math.isfinite(x) else None for name, x in named.items()}
                 line = {"step": step, "time": round(time.time(), 3), **values}
                 self._open_json_lines().write(json.dumps(line) + "\n")
             if "tensorboard" in self._formats:
                 tags = {tensorboard_tag(name): value for name, value in scalars.items()}
                 self._event_file(group).add_scalars(step, tags)
+
+    @nowrap
+    def start_trackers(self, config_text: str) -> None:
+        """Starts or continues the run in all trackers, which get each write from then on.
+
+        Raises:
+            UserError: If a package or a setting of a tracker is missing.
+        """
+        folder = os.path.dirname(os.path.abspath(self.config.jsonl_path))
+        for name, tracker in self._trackers.items() if jax.process_index() == 0 else ():
+            self._threads.append(TrackerThread(name, tracker, config_text, folder))
 
     @nowrap
     def write_text(self, step: int, title: str, text: str) -> None:
@@ -140,8 +156,15 @@ class SummaryWriter(Module):
         return self._events[group]
 
     @nowrap
-    def close(self) -> None:
-        """Closes the files; a later write opens them again. Errors of the disk are logged."""
+    def close(self, stopped_by: str | None = None) -> None:
+        """Closes the files; a later write opens them again. Errors of the disk are logged.
+
+        `stopped_by` names the signal that stops the run, for the trackers.
+        """
+        stopped = stopped_by is not None and stopped_by.startswith("SIG")
+        while self._threads:
+            status = "failed" if sys.exception() else "stopped" if stopped else "finished"
+            self._threads.pop().close(status)
         files = [*self._events.values(), self._json_lines]
         self._events.clear()
         self._json_lines = None

@@ -607,6 +607,7 @@ class SpmdTrainer(Module):
             self._account.resume(self.step)
             self.summary_writer.resume(self.step)
             self.summary_writer.write_text(self.step, "config", cfg.debug_string())
+            self.summary_writer.start_trackers(cfg.debug_string())
             return self._loop().run()
 
     def _new_account(self) -> TimeAccount:
