@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from moelib.core.config import REQUIRED, Configurable, Required, config_class
-from moelib.core.errors import UserError
+from moelib.core.errors import SECRET_NAME, UserError
 from moelib.core.files import atomic_file
 
 # Exit status of a run that SIGTERM stopped, if --stopped_status sets it: EX_TEMPFAIL of sysexits.h.
@@ -61,6 +61,13 @@ class Job(Configurable):
             raise UserError(f"num_processes={cfg.num_processes}: set 1 or more.")
         if cfg.max_restarts < 0:
             raise UserError(f"max_restarts={cfg.max_restarts}: set 0 or more.")
+        for name in cfg.env:
+            if re.fullmatch(SECRET_NAME, name, re.IGNORECASE):  # Files of the job show its value.
+                raise UserError(
+                    f"env has {name!r}, which is named like a secret; export it in your shell for "
+                    "local and slurm, name a secret of the cluster in `secrets` for kubernetes, or "
+                    "fetch it in `setup` for gcp_tpu."
+                )
 
     def files(self) -> Mapping[str, str]:
         """Returns the text of each file, by its name in the folder of the job."""
