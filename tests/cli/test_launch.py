@@ -1,5 +1,6 @@
 """The command that launches jobs."""
 
+import re
 import shlex
 
 import pytest
@@ -46,6 +47,60 @@ def test_fields_of_the_job_are_set(capsys):
     assert "export A='b c'\n" in out
     assert "-lt 3 ]" in out
     assert out.splitlines()[-1] == "sbatch runs/x/job/job.sbatch"
+
+
+CANARY = "canary-4f1d9"
+KEY = "summary_writer.trackers.wandb.api_key"
+WANDB = "--set=summary_writer.trackers.wandb=moelib.train.tracker:WandbTracker"
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "cure"),
+    [
+        (command, flags, cure)
+        for command in (
+            "config",
+            "config --explain",
+            "train",
+            "plan --topology=v6e:2x2",
+            "launch --dry_run",
+        )
+        for flags, cure in [
+            ([WANDB, f"--set={KEY}={CANARY}"], "env:NAME"),
+            ([f"--set={KEY}={CANARY}"], "wandb"),
+            ([f"--set=input.name=https://me:{CANARY}@host"], "did you mean|choose one"),
+            ([f"--set=dir=https://me:{CANARY}@host"], r"me:\*\*\*@host"),
+            ([WANDB, f"--set={KEY}=env:{CANARY}"], "env:NAME"),
+        ]
+    ]
+    + [
+        (
+            f"launch --dry_run --job={job}",
+            ["--job_set=image=i", f"--job_set=env={{'{name}': {value}}}"],
+            name,
+        )
+        for job in ("kubernetes", "xmanager")
+        for name, value in [("HF_TOKEN", repr(CANARY)), ("MY_API_KEY", f"['{CANARY}']")]
+    ],
+)
+def test_no_command_shows_a_secret(tmp_path, monkeypatch, capfd, command, flags, cure):
+    monkeypatch.chdir(tmp_path)
+    folder = [] if command.startswith(("config", "plan")) else [f"--trainer_dir={tmp_path}/x"]
+    assert run([*command.split(), *TRAIN[:2], *folder, *flags]) == 2
+    out, err = capfd.readouterr()
+    assert re.search(cure, err)
+    assert CANARY not in out + err
+    assert not [x for x in tmp_path.rglob("*") if x.is_file() and CANARY in x.read_text()]
+
+
+def test_references_to_secrets_are_shown(capsys, monkeypatch):
+    monkeypatch.setenv("MY_KEY", CANARY)
+    for command in ("config", "config --explain"):
+        assert run([*command.split(), *TRAIN[:2], WANDB, f"--set={KEY}=env:MY_KEY"]) == 0
+        out = capsys.readouterr().out
+        assert f"{KEY}: 'env:MY_KEY'" in out
+        assert CANARY not in out
+    assert CANARY not in dry_run(capsys, WANDB, f"--set={KEY}=env:MY_KEY")
 
 
 def _commands_of_page():
