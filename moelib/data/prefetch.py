@@ -28,11 +28,9 @@ logger = logging.getLogger(__name__)
 
 _REPORT_SECONDS = 30.0  # Between reports of a batch that does not come.
 _FRAMES_SHOWN = 4
-_TRANSIENT = {  # Errors after which a file system, mostly one of a network, may be back.
-    *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.EREMOTEIO),
-    *(errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EHOSTUNREACH),
-    *(errno.ENETUNREACH, errno.ENETDOWN, errno.EPIPE),
-}
+# Errors after which a file system, mostly one of a network, may be back.
+_TRANSIENT_NAMES = "EIO ESTALE EAGAIN EBUSY EREMOTEIO EHOSTDOWN EHOSTUNREACH ENETDOWN ENETUNREACH"
+_TRANSIENT = {getattr(errno, name, None) for name in _TRANSIENT_NAMES.split()} - {None}
 
 
 class HostRows(NamedTuple):
@@ -156,9 +154,7 @@ class Prefetcher[T](Iterator[T]):
             if num_retries < 1 or not _is_transient(error) or self._closing.is_set():
                 logger.error("NO BATCH of %s: %s", position, error)
                 raise
-            logger.warning(
-                "NO BATCH of %s: %s. Next try in %d s.", *(position, error, wait_seconds)
-            )
+            logger.warning("NO BATCH of %s: %s. Next try in %d s.", position, error, wait_seconds)
         self._closing.wait(wait_seconds)
         return self._next(num_retries - 1, 2 * wait_seconds)
 
@@ -173,13 +169,11 @@ class Prefetcher[T](Iterator[T]):
         if not self._ahead:
             taken, self._state = self._read()
             return taken
-        waits = 0
+        waited = 0.0
         while not concurrent.futures.wait([self._ahead[0]], _REPORT_SECONDS).done:
-            waits += 1
-            logger.warning(
-                "input: no batch for %.0f s, after %s; its thread is in %s",
-                *(waits * _REPORT_SECONDS, _position(self._state), _stack(self._ident)),
-            )
+            waited, after = waited + _REPORT_SECONDS, _position(self._state)
+            text = "input: no batch for %.0f s, after %s; its thread is in %s"
+            logger.warning(text, waited, after, _stack(self._ident))
         taken, self._state = self._ahead[0].result()  # An error stays first and is raised again.
         self._ahead.popleft()
         self._ahead.append(self._thread.submit(self._read))

@@ -5,8 +5,9 @@ Letters: N devices of the mesh, A checksums per device.
 
 import collections
 import functools
+import math
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from moelib.checkpoint.checksums import checksum
 from moelib.core import lost_process, tree
@@ -23,9 +25,8 @@ from moelib.core.processes import gather_json
 from moelib.train.compiler_options import deterministic_options
 
 _MOST_SHOWN = 3
-_RESULTS = tuple(
-    f"{dtype} gradient of {name}" for dtype in ("bfloat16", "float32") for name in "xuv"
-)
+_DTYPES = ("bfloat16", "float32")
+_RESULTS = [f"{dtype} gradient of {name}" for dtype in _DTYPES for name in "xuv"]
 
 
 class DeviceCheckError(UserError, RuntimeError):
@@ -53,10 +54,8 @@ class DeviceCheck(Configurable):
             if (value := getattr(self.config, name)) < 1:
                 raise UserError(f"device_check.{name}={value}: set 1 or more.")
         self._mesh, self._first = mesh, cast("npt.NDArray[np.uint32] | None", None)
-        split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(mesh.axis_names))
-        seeds = np.zeros(
-            mesh.size, np.uint32
-        )  # Values of run time: no compiler computes with them.
+        split = jax.sharding.NamedSharding(mesh, P(mesh.axis_names))
+        seeds = np.zeros(mesh.size, np.uint32)  # Of run time, or a compiler would compute all.
         self._seeds = jax.make_array_from_callback(seeds.shape, split, seeds.__getitem__)
 
     def is_due(self, step: int) -> bool:
@@ -68,24 +67,19 @@ class DeviceCheck(Configurable):
 
         The computation is compared between devices and with its first result of this start.
         """
-        mesh, axes = self._mesh, self._mesh.axis_names
-        computed = _computation(mesh, self.config.dim)(self._seeds)
-        replicated = {
-            path: x
-            for path, x in tree.by_path(state).items()
-            if x.sharding.memory_kind != "pinned_host" and _replica_axes(x)
-        }
-        specs = tuple(x.sharding.spec for x in replicated.values())
-        held = _checksums(mesh, specs)(*replicated.values()) if replicated else None
-        results = np.asarray(computed)
-        found = _differences(mesh, _RESULTS, results, [axes] * len(_RESULTS), "computes")
-        if self._first is None:
-            self._first = results
-        elif not found and (results != self._first).any():
+        mesh = self._mesh
+        arrays = {path: x for path, x in tree.by_path(state).items() if _replica_axes(x)}
+        specs = tuple(x.sharding.spec for x in arrays.values())
+        computed = np.asarray(_computation(mesh, self.config.dim)(self._seeds))
+        shared = dict.fromkeys(_RESULTS, mesh.axis_names)
+        found = _differences(mesh, shared, computed, "computes")
+        first, self._first = self._first, computed if self._first is None else self._first
+        if first is not None and not found and (computed != first).any():
             found = ["All devices compute other bits than at the first check."]
-        if held is not None:
-            shared = [_replica_axes(x) for x in replicated.values()]
-            found += _differences(mesh, tuple(replicated), np.asarray(held), shared, "holds")
+        if arrays:
+            held = np.asarray(_checksums(mesh, specs)(*arrays.values()))
+            shared = {path: _replica_axes(x) for path, x in arrays.items()}
+            found += _differences(mesh, shared, held, "holds")
         return found
 
     def error(self, step: int, found: Sequence[str]) -> DeviceCheckError:
@@ -101,25 +95,23 @@ class DeviceCheck(Configurable):
 
 
 def _replica_axes(x: Any) -> tuple[str, ...]:
-    """Returns the mesh axes, larger than 1, over which an array is replicated."""
-    used = {
-        name for part in x.sharding.spec for name in (part if isinstance(part, tuple) else (part,))
-    }
-    return tuple(
-        name for name, size in x.sharding.mesh.shape.items() if size > 1 and name not in used
-    )
+    """Returns the mesh axes over which an array is replicated; none for one in host memory."""
+    if x.sharding.memory_kind == "pinned_host":
+        return ()
+    used = {name for part in x.sharding.spec for name in np.atleast_1d(part)}
+    sizes = x.sharding.mesh.shape.items()
+    return tuple(name for name, size in sizes if size > 1 and name not in used)
 
 
 def _per_device(
-    mesh: jax.sharding.Mesh, function: Callable[..., Sequence[Any]], in_specs: Sequence[Any]
+    mesh: jax.sharding.Mesh, function: Callable[..., Sequence[Any]], in_specs: tuple[Any, ...]
 ) -> Callable[..., jax.Array]:
     """Returns a compiled function: checksums uint32 [N, A, 2] of what each device computes."""
-    spec = jax.sharding.PartitionSpec(mesh.axis_names)
     sums = lambda *local: jnp.stack([jnp.stack(checksum(x)) for x in function(*local)])[None]
     mapped = jax.shard_map(
-        sums, mesh=mesh, in_specs=tuple(in_specs), out_specs=spec, check_vma=False
+        sums, mesh=mesh, in_specs=in_specs, out_specs=P(mesh.axis_names), check_vma=False
     )
-    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    replicated = jax.sharding.NamedSharding(mesh, P())
     options = deterministic_options(mesh.devices.flat[0].device_kind)
     return jax.jit(mapped, out_shardings=replicated, compiler_options=dict(options))
 
@@ -132,59 +124,47 @@ def _checksums(mesh: jax.sharding.Mesh, specs: tuple[Any, ...]) -> Callable[...,
 @functools.cache
 def _computation(mesh: jax.sharding.Mesh, dim: int) -> Callable[..., jax.Array]:
     """Returns the forward and backward pass of a layer on fixed inputs, in two dtypes."""
+    shapes = ((dim, dim), (dim, 2 * dim), (2 * dim, dim))
 
-    def values(seed: jax.Array, number: int, shape: tuple[int, int], dtype: str) -> jax.Array:
-        bits = lax.iota(jnp.uint32, shape[0] * shape[1]) * np.uint32(0x9E3779B1) + seed
+    def values(seed: jax.Array, number: int, dtype: str) -> jax.Array:
+        bits = lax.iota(jnp.uint32, math.prod(shapes[number])) * np.uint32(0x9E3779B1) + seed
         bits = (bits ^ (bits >> 15)) * np.uint32(0x85EBCA6B + 2 * number)
-        scale = np.float32(2.0**-31 / dim**0.5)  # Of uint32 to (-1, 1) / sqrt(dim).
-        return (lax.bitcast_convert_type(bits, jnp.int32) * scale).reshape(shape).astype(dtype)
+        scale = np.float32(2.0**-31 / dim**0.5)  # To values in (-1, 1) / sqrt(dim).
+        numbers = lax.bitcast_convert_type(bits, jnp.int32) * scale
+        return numbers.reshape(shapes[number]).astype(dtype)
 
     def gradients(seed: jax.Array) -> list[jax.Array]:
-        found: list[jax.Array] = []
-        for dtype in ("bfloat16", "float32"):
-            shapes = ((dim, dim), (dim, 2 * dim), (2 * dim, dim))
-            x, u, v = (values(seed[0], i, shape, dtype) for i, shape in enumerate(shapes))
-            loss = lambda x, u, v: jnp.sum(jnp.tanh(jax.nn.silu(x @ u) @ v).astype(jnp.float32))
-            found += jax.grad(loss, argnums=(0, 1, 2))(x, u, v)
-        return found
+        loss = lambda x, u, v: jnp.sum(jnp.tanh(jax.nn.silu(x @ u) @ v).astype(jnp.float32))
+        of = lambda dtype: [values(seed[0], i, dtype) for i in range(3)]
+        return [g for dtype in _DTYPES for g in jax.grad(loss, argnums=(0, 1, 2))(*of(dtype))]
 
-    return _per_device(mesh, gradients, [jax.sharding.PartitionSpec(mesh.axis_names)])
+    return _per_device(mesh, gradients, (P(mesh.axis_names),))
 
 
 def _differences(
     mesh: jax.sharding.Mesh,
-    names: Sequence[str],
+    shared: Mapping[str, Sequence[str]],
     sums: npt.NDArray[np.uint32],
-    shared: Sequence[Sequence[str]],
     verb: str,
 ) -> list[str]:
-    """Returns a sentence per name whose checksums differ between devices.
+    """Returns a sentence for each of the checksums [N, A, 2] that differs between devices.
 
-    Args:
-        mesh: The mesh.
-        names: Name of each checksum [A].
-        sums: The checksums [N, A, 2].
-        shared: Mesh axes along which each is the same [A].
-        verb: Verb of the sentence.
+    `shared` holds the mesh axes along which each must be the same, by its name [A].
     """
-    found = []
-    for i, (name, axes) in enumerate(zip(names, shared, strict=True)):
-        order = sorted(
-            range(mesh.devices.ndim), key=lambda k, axes=axes: mesh.axis_names[k] in axes
-        )
-        size = int(np.prod([mesh.shape[axis] for axis in axes]))
-        values = (
-            sums[:, i].reshape(*mesh.devices.shape, 2).transpose(*order, -1).reshape(-1, size, 2)
-        )
-        devices = mesh.devices.transpose(order).reshape(-1, size)
-        suspects = [x for pair in zip(devices, values, strict=True) for x in _suspects(*pair)]
-        if suspects:
+    found, all_sums = [], np.moveaxis(sums, 1, 0).reshape(-1, *mesh.devices.shape, 2)
+    for (name, axes), values in zip(shared.items(), all_sums, strict=True):
+        dims = [mesh.axis_names.index(axis) for axis in axes]
+        last = range(-len(dims), 0)
+        size = math.prod(mesh.shape[axis] for axis in axes)
+        groups = np.moveaxis(mesh.devices, dims, last).reshape(-1, size)
+        bits = np.moveaxis(values, dims, [i - 1 for i in last]).reshape(-1, size, 2)
+        wrong = np.nonzero((bits != bits[:, :1]).any((1, 2)))[0]
+        if suspects := [d for i in wrong for d in _suspects(groups[i], bits[i])]:
             hosts = dict(enumerate(gather_json(socket.gethostname())))
-            places = [
-                f"{d.id} (process {d.process_index}, {hosts.get(d.process_index)})"
-                for d in suspects
-            ]
-            found.append(f"{name}: device {', '.join(places)} {verb} other bits than the others.")
+            text = ", ".join(
+                f"{d.id} (process {(p := d.process_index)}, {hosts.get(p)})" for d in suspects
+            )
+            found.append(f"{name}: device {text} {verb} other bits than the others.")
     return found
 
 

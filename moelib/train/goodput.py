@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,13 +34,12 @@ CATEGORIES = {
 }
 STARTUP, DATA, SAVE, RESTORE, EVALUATION, WASTED, WAITING = (f"time_lost/{x}" for x in CATEGORIES)
 _NAMES = (PRODUCTIVE, STARTUP, DATA, SAVE, RESTORE, EVALUATION, WASTED, WAITING)
+_Records = Sequence[Mapping[str, Any]]
 # Of the parts of `moelib.train.throughput`.
 _OF_PART = {"step": PRODUCTIVE, "input": DATA, "checkpoint": SAVE, "evaluation": EVALUATION}
 
 
-def goodput(
-    events: Iterable[Mapping[str, Any]], lines: Iterable[Mapping[str, Any]] = ()
-) -> Scalars:
+def goodput(events: _Records, lines: _Records = ()) -> Scalars:
     """Returns `goodput` (0 to 1) and the seconds of a run up to its newest record.
 
     The seconds are `productive_seconds` and `time_lost/<category>`; a run without a record has none
@@ -53,20 +52,14 @@ def goodput(
     return _with_share({name: newest.get(name) or 0.0 for name in _NAMES})
 
 
-def carried_over(
-    events: Iterable[Mapping[str, Any]],
-    lines: Iterable[Mapping[str, Any]],
-    step: int,
-    now: float,
-) -> Scalars:
+def carried_over(events: _Records, lines: _Records, step: int, now: float) -> Scalars:
     """Returns the seconds of a run up to `now` (since 1970), when it starts again from `step`.
 
     The time of later steps, of which `lines` still has the metrics, was wasted. The time since the
     last record counts as infrastructure recovery.
     """
-    events, records = list(events), [x for x in (*events, *lines) if PRODUCTIVE in x]
-    records.sort(key=lambda x: x["time"])
-    spent = goodput(records) or dict.fromkeys(_NAMES, 0.0)
+    records = sorted((x for x in (*events, *lines) if PRODUCTIVE in x), key=lambda x: x["time"])
+    spent = dict.fromkeys(_NAMES, 0.0) | goodput(records)
     spent.pop("goodput", None)
     at_step = {0: 0.0} | {x["step"]: x[PRODUCTIVE] or 0.0 for x in records}
     steps = sorted(x for x in at_step if not records or x <= records[-1]["step"])
@@ -97,17 +90,9 @@ class TimeAccount:
         """Logs the start, once the folder belongs to this run."""
         self._log("start", time=round(self._time, 3), num_processes=jax.process_count())
 
-    @contextlib.contextmanager
-    def restoring(self) -> Iterator[None]:
-        """Counts the time inside the block, unless the run then begins at step 0."""
-        begin = time.perf_counter()
-        yield
-        self._restore_seconds = time.perf_counter() - begin
-
-    def resume(self, step: int) -> None:
+    def resume(self, step: int, restore_seconds: float) -> None:
         """Counts the earlier starts; to be called before the metrics after `step` are dropped."""
-        if step == 0:
-            self._restore_seconds = 0.0
+        self._restore_seconds = restore_seconds if step else 0.0
         if jax.process_index() != 0:
             return
         try:

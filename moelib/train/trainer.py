@@ -595,7 +595,8 @@ class SpmdTrainer(Module):
                 self.checkpointer.remove_unfinished()
                 if self.checkpointer.latest_step() is not None:  # The folder is taken.
                     checked = self._check_directory(newest_record(self.checkpointer.dir))
-            with ended_by_sigterm("restoring"), self._account.restoring():
+            begin = time.perf_counter()
+            with ended_by_sigterm("restoring"):
                 step = self.restore_checkpoint()
                 if step is None:
                     _ = self.input  # Opened first: missing data is an error before computations.
@@ -604,7 +605,7 @@ class SpmdTrainer(Module):
                     self._check_directory(self._restored_record)
             if is_writer:
                 write_config(cfg, cfg.dir)
-            self._account.resume(self.step)
+            self._account.resume(self.step, time.perf_counter() - begin)
             self.summary_writer.resume(self.step)
             self.summary_writer.write_text(self.step, "config", cfg.debug_string())
             self.summary_writer.start_trackers(cfg.debug_string())

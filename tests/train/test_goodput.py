@@ -71,14 +71,14 @@ def test_incomplete_lines_and_lines_without_a_record_are_skipped(tmp_path):
     path.write_text('{"step": 1, "val/loss": 1}\n' + json.dumps(whole) + "\n" + '{"step": 8, "ti')
     account = TimeAccount(str(tmp_path), str(path))
     account.start()
-    account.resume(4)
+    account.resume(4, 0.0)
     assert account.metrics({})[PRODUCTIVE] == 2.0
 
 
 def test_a_log_that_cannot_be_written_does_not_end_a_run(tmp_path, caplog):
     account = TimeAccount(str(tmp_path / "missing"), str(tmp_path / "metrics.jsonl"))
     account.start()
-    account.resume(0)
+    account.resume(0, 0.0)
     assert "NO EVENT 'start'" in caplog.text
 
 
