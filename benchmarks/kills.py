@@ -22,6 +22,7 @@ from typing import Any
 from moelib.core.command_line import flag, run_command
 from moelib.core.errors import UsageError
 from moelib.core.table import Table, print_table
+from moelib.train.metrics_file import read_metrics
 
 _INTERVAL, _MAX_STEP, _EVALUATE_EVERY = 10, 300, 30  # Steps.
 _INCOMPLETE = ".orbax-checkpoint-tmp"
@@ -66,9 +67,7 @@ def named_trainer_configs() -> dict[str, Callable[[], Any]]:
 
 def _metrics(folder: str) -> list[tuple[int, Any]]:
     """Returns (step, loss) of the complete lines of a run's metrics, oldest first."""
-    path = os.path.join(folder, "metrics.jsonl")
-    with open(path if os.path.exists(path) else os.devnull, encoding="utf-8") as file:
-        lines = [json.loads(line) for line in file if line.endswith("\n")]
+    lines = read_metrics(folder, ["loss"])
     return [(line["step"], line["loss"]) for line in lines if "loss" in line]
 
 

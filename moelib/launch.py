@@ -5,13 +5,15 @@
 trains, as `moelib train` does.
 """
 
+import contextlib
 import dataclasses
 import importlib
+import logging
 import os
 import re
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from moelib.core import config_parse, config_paths, platforms, trusted_code
@@ -19,11 +21,13 @@ from moelib.core.command_line import flag, no_arguments, run_command
 from moelib.core.compilation_cache import use_compilation_cache
 from moelib.core.config import ConfigBase, config_origin, get_named_trainer_config
 from moelib.core.config_modifier import apply_mesh_rule
-from moelib.core.errors import UsageError, refuse_single_strings
+from moelib.core.errors import UsageError, UserError, refuse_single_strings
 from moelib.core.moved_names import find_module
 
 if TYPE_CHECKING:
     from moelib.train.fit import FitResult
+
+logger = logging.getLogger(__name__)
 
 # -- Flags ---------------------------------------------------------------------------------------
 
@@ -148,6 +152,12 @@ class TrainFlags(ConfigFlags, DeviceFlags):
     skip_checksums: bool | None = flag(
         None, "Whether to resume without comparing the checkpoint with its checksums."
     )
+    status_port: int | None = flag(
+        None, "Port of a page that shows the run; 0 for any free one.", lower_bound=0
+    )
+    status_host: str | None = flag(
+        None, "Address to serve it on instead of 127.0.0.1; others can then read the run."
+    )
 
     def load(self) -> Any:
         """Returns the config that the flags describe."""
@@ -166,6 +176,34 @@ class TrainFlags(ConfigFlags, DeviceFlags):
                 with config_origin(f"--{name}"):
                     config_paths.set_at(cfg, field, value)
         return cfg
+
+    @contextlib.contextmanager
+    def status_page(self, directory: str) -> Iterator[None]:
+        """Serves the status page of a run during the body, if a port is set, from process 0.
+
+        A port that is in use is a warning, as a run that is started again must not fail by it.
+
+        Raises:
+            UsageError: If there is a host, but no port.
+        """
+        if self.status_host is not None and self.status_port is None:
+            raise UsageError(f"--status_host={self.status_host} requires --status_port.")
+        with contextlib.ExitStack() as stack:
+            if self.status_port is not None and _is_first_process():
+                from moelib.operations import status_page
+
+                page = status_page.status_page(directory, self.status_port, self.status_host)
+                try:
+                    print(f"status page: {stack.enter_context(page)}", file=sys.stderr)
+                except UserError as error:
+                    logger.warning("NO STATUS PAGE, training goes on: --status_port: %s", error)
+            yield
+
+
+def _is_first_process() -> bool:
+    import jax
+
+    return jax.process_index() == 0
 
 
 # -- Configs -------------------------------------------------------------------------------------
@@ -306,7 +344,8 @@ def train(flags: TrainFlags, arguments: Sequence[str] = ()) -> "FitResult":
     if not cfg.dir:
         raise UsageError("--trainer_dir is required: the folder that the run writes to.")
     flags.set_up()
-    result = fit(cfg, dump=flags.dump, name=flags.config or "step")
+    with flags.status_page(cfg.dir):
+        result = fit(cfg, dump=flags.dump, name=flags.config or "step")
     if result.stopped_by == "SIGTERM" and flags.stopped_status:
         sys.exit(flags.stopped_status)
     return result

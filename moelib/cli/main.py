@@ -17,6 +17,7 @@ COMMANDS = {
     "train": ("moelib.cli.train", "Train a named config, or resume its run."),
     "launch": ("moelib.cli.launch", "Train in several processes, here or on a cluster."),
     "drill": ("moelib.cli.drill", "Break runs of a config, and check that they recover."),
+    "runs": ("moelib.cli.runs", "List, compare, plot or serve runs."),
     "prepare": ("moelib.cli.prepare", "Tokenize a corpus into a token store."),
     "config": ("moelib.cli.config", "Print, explain, compare or count a named config."),
     "plan": ("moelib.cli.plan", "Estimate memory, time and cost of a run."),

@@ -7,7 +7,6 @@ By default the text is the source code of Python's standard library, so that not
 """
 
 import dataclasses
-import json
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from moelib import launch
 from moelib.core.command_line import flag, no_arguments
 from moelib.core.table import Table, print_table
+from moelib.train.metrics_file import read_metrics
 
 SPLITS = {"train": 0.97, "validation": 0.03}
 BPE_BYTES = 8_000_000  # Bytes of text that the tokenizer learns from.
@@ -43,7 +43,8 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     cfg = prepared.load()
     cfg.instantiate(parent=None)  # Raises errors of the config before minutes of preparation.
     train, validation = prepare_text(flags.data_dir, store_dir, flags.vocab_size)
-    result = launch.fit(cfg, dump=flags.dump)
+    with flags.status_page(run_dir):
+        result = launch.fit(cfg, dump=flags.dump)
     if result.stopped_by is not None:
         print(f"Stopped by {result.stopped_by}; run the same command again to continue.")
         return
@@ -54,10 +55,8 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
 
 def _last_bits_per_byte(run_dir: str) -> float:
     """Returns the last validation's bits per byte, also for a run that took no step this time."""
-    with open(os.path.join(run_dir, "metrics.jsonl"), encoding="utf-8") as lines:
-        records = [json.loads(line) for line in lines]
     name = "validation/bits_per_byte"
-    return next(record[name] for record in reversed(records) if name in record)
+    return [line[name] for line in read_metrics(run_dir, [name]) if name in line][-1]
 
 
 def _first_words(store: Any) -> str:

@@ -5,7 +5,9 @@ import fcntl
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
+from typing import IO
 
 from moelib.core.errors import UserError
 from moelib.core.files import writing
@@ -14,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 # Locked by the process that writes; the kernel releases the lock of a process that ends.
 LOCK_FILE = ".lock"
+# Attempts to lock, 0.05 s apart: `is_locked` holds a lock for microseconds.
+_NUM_ATTEMPTS = 3
 
 
 class DirectoryInUseError(UserError):
@@ -47,7 +51,7 @@ def directory_lock(directory: str, *, setting: str) -> Iterator[Callable[[], Non
         ) from error
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(file)
         except BlockingIOError:
             file.seek(0)
             owner = file.read().decode(errors="replace") or "starting"
@@ -73,6 +77,28 @@ def directory_lock(directory: str, *, setting: str) -> Iterator[Callable[[], Non
             )
 
         yield check
+
+
+def is_locked(directory: str) -> bool:
+    """Returns whether a process has locked a folder, which is left as it is."""
+    try:
+        with open(os.path.join(directory, LOCK_FILE), "rb", opener=_open_no_link) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # No such file, or no locks on this file system.
+        return False
+    return False
+
+
+def _lock(file: IO[bytes]) -> None:
+    """Locks a file. Raises BlockingIOError if another process has locked it for long."""
+    for _ in range(_NUM_ATTEMPTS - 1):
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(0.05)
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _open_no_link(path: str, flags: int) -> int:

@@ -14,6 +14,7 @@ from moelib.core.table import Table
 from moelib.operations import faults
 from moelib.operations.faults import Fault
 from moelib.train.device_check import DeviceCheck
+from moelib.train.metrics_file import read_metrics
 from moelib.train.run_log import read_events
 
 _KILLS_PER_RUN = 4
@@ -180,9 +181,7 @@ def _verdict(outcome: Outcome) -> str:
 
 def losses(folder: str) -> dict[int, float]:
     """Returns the loss of each step of a run."""
-    path = pathlib.Path(folder, "metrics.jsonl")
-    lines = map(json.loads, path.read_text().splitlines() if path.exists() else ())
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+    return {line["step"]: line["loss"] for line in read_metrics(folder, ["loss"]) if "loss" in line}
 
 
 def drill_table(outcomes: Sequence[Outcome], interval: int) -> Table:

@@ -21,11 +21,11 @@ from moelib.core.trusted_code import UntrustedNameError
 from moelib.core.versions import library_versions
 from moelib.data.input import Input
 from moelib.parallel.mesh import describe_mesh
+from moelib.train.run_log import CONFIG_FILE
 from moelib.train.settings import completed
 
 logger = logging.getLogger(__name__)
 
-CONFIG_FILE = "config.txt"
 _RUN_FILE = "run.json"
 
 # All fields of SpmdTrainer.Config but model, learner, input and prng_seed. Everything else
@@ -66,14 +66,15 @@ class TrainerDirConflictError(UserError):
     """The folder holds checkpoints of a run with another config."""
 
 
-def _values(config_text: str) -> dict[str, str]:
+def config_values(config_text: str) -> dict[str, str]:
+    """Returns the lines of a config's text, {path: literal}."""
     lines = (line.partition(": ") for line in config_text.splitlines())
     return {path: value for path, _, value in lines}
 
 
 def identity(config_text: str) -> dict[str, str]:
     """Returns the lines of a config's text that determine the numbers of a run, {path: literal}."""
-    values = _values(config_text)
+    values = config_values(config_text)
 
     def drops(path: str) -> bool:
         found = _CAPACITY.fullmatch(path)
@@ -91,7 +92,9 @@ def identity(config_text: str) -> dict[str, str]:
 def check_processes(cfg: Any) -> None:
     """Raises UserError on all processes if their configs differ, except in paths and threads."""
     may_differ = re.compile(rf".*\b({_OF_A_PROCESS})\b.*")
-    values = {p: v for p, v in _values(cfg.debug_string()).items() if not may_differ.fullmatch(p)}
+    values = {
+        p: v for p, v in config_values(cfg.debug_string()).items() if not may_differ.fullmatch(p)
+    }
     _check_equal(values, "start all processes of a job with the same config")
 
 
@@ -225,7 +228,7 @@ def check_directory(
                 "are not converted; set it back, or begin a run in another directory."
             )
     if not different or "config" in accepted:
-        _check_changes(cfg, directory, _values(text), dict.fromkeys(different, "config"))
+        _check_changes(cfg, directory, config_values(text), dict.fromkeys(different, "config"))
         if record is not None:
             _log_changes(directory, record, mesh or {})
         return
@@ -259,7 +262,7 @@ def _check_changes(
     Raises:
         TrainerDirConflictError: If a difference must be accepted.
     """
-    now = _values(cfg.debug_string())
+    now = config_values(cfg.debug_string())
     different = _different(before, now)
     moved = [p for p in different if _SCHEDULE.fullmatch(p) or (p == "max_step" and _is_moved(cfg))]
     must_accept = must_accept | dict.fromkeys(moved, "schedule") | _MUST_ACCEPT

@@ -30,9 +30,10 @@ from moelib.train import report
 from moelib.train.device_check import DeviceCheck
 from moelib.train.evaler import SpmdEvaler
 from moelib.train.goodput import TimeAccount
-from moelib.train.identity import CONFIG_FILE, check_inputs
+from moelib.train.identity import check_inputs
 from moelib.train.metrics import PackedMetrics, language_metrics, unpack
 from moelib.train.profiler import ProfilerWindow
+from moelib.train.run_log import CONFIG_FILE
 from moelib.train.signals import StopRequest, ended_by_sigterm
 from moelib.train.step import NON_FINITE
 from moelib.train.summary_writer import SummaryWriter

@@ -17,7 +17,7 @@ _SHOWN = (  # (metric, format)
     ("mfu", "MFU {:.1%}"),
 )
 
-_EXPERT_HEALTH = (  # (last part of the metric's name, title, format)
+EXPERT_HEALTH = (  # (last part of the metric's name, title, format)
     ("load_max_over_mean", "busiest expert / mean load", "{:.2f}"),
     ("dead_experts", "experts without a token", "{:.1f}"),
     ("entropy", "router entropy, nats", "{:.3f}"),
@@ -55,7 +55,7 @@ def evaluation_text(scalars: Scalars) -> str:
 def expert_health(scalars: Scalars) -> list[tuple[str, str]]:
     """Returns (title, "mean (worst layer ...)") of each routing metric."""
     rows = []
-    for suffix, title, form in _EXPERT_HEALTH:
+    for suffix, title, form in EXPERT_HEALTH:
         values = [value for name, value in scalars.items() if _is_layer_metric(name, suffix)]
         if values:
             mean, worst = sum(values) / len(values), (min if suffix == "entropy" else max)(values)

@@ -12,6 +12,7 @@ from typing import Any
 from moelib.core.files import parse_json
 
 EVENTS_FILE = "events.jsonl"
+CONFIG_FILE = "config.txt"  # Next to it: the config of the run.
 
 
 def log_event(directory: str, event: str, **fields: Any) -> None:

@@ -105,4 +105,4 @@ def test_health_covers_every_metric_of_a_layer():
     known = (routing_metrics(routing, jnp.float32(0)).keys() - {"expert_counts"}) | {
         "bias_range"
     }  # Of moelib.layers.moe.balance.
-    assert {suffix for suffix, _, _ in report._EXPERT_HEALTH} == known
+    assert {suffix for suffix, _, _ in report.EXPERT_HEALTH} == known

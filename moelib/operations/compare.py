@@ -1,0 +1,147 @@
+"""Runs compared: lines of their configs, metrics at the same steps, and plots."""
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+
+from moelib.core.errors import UserError
+from moelib.core.files import read_text
+from moelib.core.table import Table
+from moelib.operations.curves import RunMetrics
+from moelib.train.metrics_file import MetricsReader, read_metrics
+from moelib.train.run_log import CONFIG_FILE
+
+_MAX_VALUES = 1000  # Values of a metric in memory; half are dropped at more.
+
+
+def config_differences(runs: Sequence[str]) -> dict[str, tuple[bool, list[str | None]]]:
+    """Returns the lines in which the configs of runs differ.
+
+    Args:
+        runs: Folders of the runs.
+
+    Returns:
+        {path: (whether it determines the numbers of a run, value in each run or None)}.
+
+    Raises:
+        UserError: If a config.txt is missing or cannot be read.
+    """
+    from moelib.train.identity import config_values, identity
+
+    texts = [read_text(os.path.join(run, CONFIG_FILE)) for run in runs]
+    values = list(map(config_values, texts))
+    decisive = {path for text in texts for path in identity(text)}
+    rows = {path: [each.get(path) for each in values] for each in values for path in each}
+    return {path: (path in decisive, x) for path, x in rows.items() if len(set(x)) > 1}
+
+
+def values_by_step(run: str, names: Sequence[str]) -> dict[str, dict[int, float]]:
+    """Returns {metric: {step: value}} of a run: of a long one, multiples of a power of two only.
+
+    The last value is always there.
+    """
+    found: dict[str, dict[int, float]] = {name: {} for name in names}
+    strides, last = dict.fromkeys(names, 1), {}
+    for line in read_metrics(run, names):
+        step = line["step"]
+        for name in [name for name in names if isinstance(line.get(name), int | float)]:
+            values, last[name] = found[name], (step, line[name])
+            if step % strides[name] == 0:
+                values[step] = line[name]
+            while len(values) > _MAX_VALUES:
+                strides[name] *= 2
+                values = {s: x for s, x in values.items() if s % strides[name] == 0}
+                found[name] = values
+    for name, (step, value) in last.items():
+        found[name][step] = value
+    return found
+
+
+def metrics_at_same_steps(
+    runs: Sequence[str], names: Sequence[str], num_steps: int = 12
+) -> dict[str, dict[int, list[float]]]:
+    """Returns {metric: {step: value in each run}}, at most `num_steps` steps of each metric.
+
+    They are spread evenly over the steps at which all runs have the metric.
+
+    Raises:
+        UserError: If no run has a metric.
+    """
+    found = [values_by_step(run, names) for run in runs]
+    rows: dict[str, dict[int, list[float]]] = {}
+    for name in names:
+        each = [values[name] for values in found]
+        if not any(each):
+            raise UserError(f"--metrics={name}: none of the runs has this metric.")
+        steps = sorted(set.intersection(*map(set, each)))
+        count = min(num_steps, len(steps))
+        chosen = [steps[math.ceil((i + 1) * len(steps) / count) - 1] for i in range(count)]
+        rows[name] = {step: [values[step] for values in each] for step in chosen}
+    return rows
+
+
+def comparison_tables(
+    runs: Sequence[str],
+    configs: Mapping[str, tuple[bool, list[str | None]]],
+    metrics: Mapping[str, Mapping[int, Sequence[float]]],
+) -> list[Table]:
+    """Returns a table of the configs, and one of each metric with the difference to the first."""
+    cells = lambda values: ["not set" if x is None else x for x in values]
+    rows = [[path, "yes" if decisive else "", *cells(x)] for path, (decisive, x) in configs.items()]
+    note = "Numbers: whether the line determines the numbers of a run, apart from its length."
+    tables = [Table("Config", ["path", "numbers", *runs], rows, [note])]
+    further = [f"{run} - {runs[0]}>" for run in runs[1:]]
+    for name, steps in metrics.items():
+        rows = []
+        for step, values in steps.items():
+            differences = (f"{x - values[0]:+.4g}" for x in values[1:])
+            rows.append([f"{step:,}", *(f"{x:.5g}" for x in values), *differences])
+        notes = [] if rows else ["There is no step at which all runs have it."]
+        tables.append(Table(name, ["step>", *(f"{run}>" for run in runs), *further], rows, notes))
+    return tables
+
+
+def plot_runs(image: str, runs: Sequence[str], names: Sequence[str]) -> None:
+    """Writes a picture of metrics over steps; an SVG has the same bytes every time.
+
+    Metrics with the same last part of their names, such as `mean_loss` and `validation/loss`, share
+    a panel. A line is the mean of neighboring steps, in a band from their least to their largest
+    value.
+
+    Args:
+        image: Path of the picture, whose ending gives the format.
+        runs: Folders of the runs.
+        names: Names of the metrics.
+
+    Raises:
+        UserError: If no run has a metric.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    curves = {run: RunMetrics(MetricsReader(run, names)) for run in runs}
+    for each in curves.values():
+        each.update()
+    panels: dict[str, list[str]] = {}
+    for name in names:
+        if not any(name in each.curves for each in curves.values()):
+            raise UserError(f"--metrics={name}: none of the runs has this metric.")
+        panels.setdefault(re.sub(r".*/|^mean_", "", name), []).append(name)
+    figure = Figure(figsize=(7, 0.6 + 3 * len(panels)), layout="constrained")
+    grid = figure.subplots(len(panels), squeeze=False)[:, 0]
+    for axes, (title, group) in zip(grid, panels.items(), strict=True):
+        for i, (run, each) in enumerate(curves.items()):
+            for style, name in zip(("-", "--", "-.", ":") * len(group), group, strict=False):
+                points = each.curves[name].points() if name in each.curves else []
+                steps, mean, least, most = zip(*points, strict=True) if points else [()] * 4
+                label = name if len(runs) == 1 else f"{run}: {name}"
+                marker = "o" if len(points) <= 30 else None
+                axes.plot(steps, mean, style, color=f"C{i}", marker=marker, ms=3, label=label)
+                axes.fill_between(steps, least, most, color=f"C{i}", alpha=0.2, lw=0)
+        axes.set(xlabel="step", ylabel=title)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    with mpl.rc_context({"svg.hashsalt": "moelib"}):
+        metadata = {"Date": None} if image.endswith(".svg") else None
+        figure.savefig(image, dpi=120, metadata=metadata)

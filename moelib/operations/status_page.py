@@ -1,0 +1,314 @@
+"""The status page: a read-only page that shows the runs below a folder, from their files alone.
+
+It has no authentication, and is therefore served to this machine only, unless a host is given.
+Requests name a run and a file, which are looked up among those that may be shown: no path of a
+request is opened.
+"""
+
+import base64
+import contextlib
+import functools
+import hashlib
+import importlib.resources
+import ipaddress
+import json
+import logging
+import os
+import re
+import socket
+import sys
+import threading
+import time
+import urllib.parse
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from moelib.core.errors import UserError
+from moelib.core.progress import format_seconds
+from moelib.operations.curves import RunMetrics
+from moelib.operations.runs import VALIDATION, describe_run, find_runs, runs_table, seconds_left
+from moelib.train.metrics_file import METRICS_FILE, MetricsReader
+from moelib.train.report import EXPERT_HEALTH
+from moelib.train.run_log import CONFIG_FILE, EVENTS_FILE, read_events
+
+logger = logging.getLogger(__name__)
+
+_LOOPBACK = "127.0.0.1"
+# Files of a run that are shown; logs are those of `moelib launch`.
+_FILES = re.compile(
+    rf"{re.escape(CONFIG_FILE)}|{METRICS_FILE}|{EVENTS_FILE}"
+    r"|process_\d+\.log|(?:job|processes)-\d+\.log"
+)
+# (title, unit, regex of metrics) of the charts; a chart without metrics is not shown.
+_CHARTS = (
+    ("Loss", "nats per token", rf"mean_loss|{VALIDATION}"),
+    ("Learning rate", "", r"learning_rate(?:/rule\d+)?"),
+    ("Gradient norm", "", "gradient_norm"),
+    ("Throughput", "per second, all devices", "(?:tokens|examples)_per_second"),
+    ("MFU and goodput", "share", "mfu|goodput"),
+    ("Time", "share of a log interval", r"time/\w+"),
+    ("Lost time", "seconds since the first start", r"time_lost/\w+"),
+    *((title, "per layer", rf".*[^/]/{name}(?:/\d+)?") for name, title, _ in EXPERT_HEALTH),
+)
+_NAMES = "|".join([*(names for _, _, names in _CHARTS), "step_seconds", "device_memory_gb"])
+_TILES = (
+    ("loss", "mean_loss", "{:.4f}"),
+    ("tokens/s", "tokens_per_second", "{:,.0f}"),
+    ("examples/s", "examples_per_second", "{:,.0f}"),
+    ("MFU", "mfu", "{:.1%}"),
+    ("goodput", "goodput", "{:.1%}"),
+    ("learning rate", "learning_rate", "{:.3g}"),
+    ("s/step", "step_seconds", "{:.3g}"),
+    ("device memory, GB", "device_memory_gb", "{:.1f}"),
+)
+_SECONDS_PER_READ = 0.1  # Of a request, which shares the interpreter with training.
+_MAX_VIEWS = 8  # Runs whose curves are in memory.
+_NUM_EVENTS = 30
+
+
+class StatusServer(ThreadingHTTPServer):
+    """Serves the page of a folder of runs, or of one run, from threads of this process."""
+
+    daemon_threads = True
+
+    def __init__(self, folder: str, port: int, host: str | None) -> None:
+        """Binds the port. Arguments are those of `status_page`."""
+        self.folder, self.host = folder, host or _LOOPBACK
+        self._views: dict[str, RunMetrics] = {}
+        self._listed: dict[str, RunMetrics] = {}
+        self._lock = threading.Lock()
+        super().__init__((self.host, port), _Handler)
+        self.url = f"http://{self.host}:{self.server_address[1]}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Logs an error of a request, unless the browser has gone away."""
+        del request, client_address
+        if not isinstance(error := sys.exception(), OSError):
+            logger.warning("A request for the status page failed: %r.", error)
+
+    def runs(self) -> dict[str, str]:
+        """Returns {name: folder} of the runs; the folder itself if there is none yet.
+
+        A run whose files are links, maybe out of the folder, is not shown.
+        """
+        found = list(find_runs(self.folder)) or [self.folder]
+        files = CONFIG_FILE, METRICS_FILE, EVENTS_FILE
+        own = [x for x in found if not any(os.path.islink(os.path.join(x, y)) for y in files)]
+        return {os.path.relpath(path, self.folder): path for path in own}
+
+    def overview(self) -> dict[str, Any]:
+        """Returns the names of the runs, and a table of them if there are several."""
+        runs = self.runs()
+        if len(runs) == 1:
+            return {"names": list(runs)}
+        described = []
+        with self._lock:
+            for name, path in runs.items():
+                reader = MetricsReader(path, only_last=True)
+                metrics = self._listed.setdefault(path, RunMetrics(reader, limit=0))
+                metrics.update()
+                described.append(describe_run(path, metrics, name))
+        table = runs_table(described)
+        columns = [name.removesuffix(">") for name in table.columns]
+        return {"names": list(runs), "columns": columns, "rows": table.rows}
+
+    def view(self, name: str) -> dict[str, Any] | None:
+        """Returns what the page shows of a run, as JSON; None if there is no such run."""
+        if (path := self.runs().get(name)) is None:
+            return None
+        with self._lock:
+            if path not in self._views and len(self._views) == _MAX_VIEWS:
+                del self._views[next(iter(self._views))]
+            metrics = self._views.setdefault(path, RunMetrics(MetricsReader(path), _NAMES))
+            return {
+                "is_complete": metrics.update(_SECONDS_PER_READ),
+                "files": files_of(path),
+                **_described(path, metrics, name if name != "." else os.path.basename(path)),
+            }
+
+
+def _described(path: str, metrics: RunMetrics, name: str) -> dict[str, Any]:
+    from moelib.checkpoint.contents import list_checkpoints
+
+    run = describe_run(path, metrics, name)
+    tiles = [(title, key, form) for title, key, form in _TILES if metrics.last(key) is not None]
+    shown = [(title, form.format(metrics.last(key))) for title, key, form in tiles]
+    for key, (last, best, step) in run.validation.items():
+        if last is not None:
+            shown.append((key, f"{last:.4f}"))
+        shown.append((f"best, at step {step:,}", f"{best:.4f}"))
+    if checkpoints := list_checkpoints(os.path.join(path, "checkpoints")):
+        shown.append(("newest checkpoint", f"{max(checkpoints):,}"))
+    seconds = seconds_left(run, metrics)
+    events = read_events(path)[-_NUM_EVENTS:]
+    return {
+        "name": run.name,
+        "state": run.state,
+        "notes": [text for text in (run.cause, run.damage) if text],
+        "step": run.step,
+        "max_step": run.max_step,
+        "left": "" if seconds is None else f"about {format_seconds(seconds)} left",
+        "changed": _clock(run.changed),
+        "tiles": shown,
+        "charts": [chart for chart in _charts(metrics) if chart["series"]],
+        "events": [[_clock(x.pop("time")), x.pop("event"), _fields(x)] for x in events[::-1]],
+    }
+
+
+def _charts(metrics: RunMetrics) -> Iterator[dict[str, Any]]:
+    in_order = sorted(
+        metrics.curves, key=lambda x: [int(p) if p.isdigit() else 0 for p in x.split("/")]
+    )
+    for title, unit, names in _CHARTS:
+        per_layer = unit == "per layer"
+        series = []
+        for name in in_order:
+            points = metrics.curves[name].points() if re.fullmatch(names, name) else []
+            if points:
+                rounded = [[float(f"{x:.7g}") for x in p[: 2 if per_layer else 4]] for p in points]
+                series.append({"name": name, "points": rounded})
+        yield {"title": title, "unit": unit, "per_layer": per_layer, "series": series}
+
+
+def _clock(seconds: Any) -> str:
+    if not isinstance(seconds, int | float) or not seconds:
+        return ""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def _fields(event: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in event.items())
+
+
+def files_of(directory: str) -> list[str]:
+    """Returns the names of a run's files that may be shown, which excludes links."""
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        found = (x.name for x in entries if x.is_file(follow_symlinks=False))
+        return sorted(name for name in found if _FILES.fullmatch(name))
+    return []
+
+
+@functools.cache
+def _page() -> tuple[bytes, str]:
+    """Returns the page, and a policy by which a browser runs its own script and style only."""
+    text = importlib.resources.files("moelib.operations").joinpath("status_page.html").read_bytes()
+    hashes = {}
+    for tag in (b"script", b"style"):
+        content = text.split(b"<%s>" % tag)[1].split(b"</%s>" % tag)[0]
+        digest = base64.b64encode(hashlib.sha256(content).digest()).decode()
+        hashes[tag] = f"'sha256-{digest}'"
+    return text, (
+        f"default-src 'none'; script-src {hashes[b'script']}; style-src {hashes[b'style']}; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers GET and HEAD."""
+
+    server: Any  # A StatusServer.
+    server_version, sys_version = "moelib", ""
+    timeout = 30.0  # Seconds that a client may take to send its request.
+
+    def do_GET(self) -> None:
+        """Sends the page, JSON or a file."""
+        url = urllib.parse.urlsplit(self.path)
+        query = dict(urllib.parse.parse_qsl(url.query))
+        name, file = query.get("run", "."), query.get("name", "")
+        if not self._is_own_host():
+            self.send_error(403, "The Host header names another site")
+        elif url.path == "/":
+            self._send(_page()[0], "text/html; charset=utf-8")
+        elif url.path == "/runs.json":
+            self._send(json.dumps(self.server.overview()).encode(), "application/json")
+        elif url.path == "/run.json" and (found := self.server.view(name)) is not None:
+            self._send(json.dumps(found).encode(), "application/json")
+        elif url.path == "/file" and file in files_of(path := self.server.runs().get(name, "")):
+            self._send_file(os.path.join(path, file))
+        else:
+            self.send_error(404)
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def _is_own_host(self) -> bool:
+        """Returns whether the request is for this server, not for a name that was bound to it.
+
+        A page of another site, whose name an attacker lets point here, could read answers.
+        """
+        host = urllib.parse.urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
+        with contextlib.suppress(ValueError):
+            return bool(ipaddress.ip_address(host))
+        own = {"localhost", self.server.host.lower()}
+        return host in (
+            own if self.server.host == _LOOPBACK else own | {socket.gethostname().lower()}
+        )
+
+    def _send(self, content: bytes, kind: str) -> None:
+        self._begin(len(content), kind)
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def _send_file(self, path: str) -> None:
+        """Sends a text file up to its present end; it may grow meanwhile."""
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        with open(path, "rb", opener=lambda path, _: os.open(path, flags)) as file:
+            size = os.fstat(file.fileno()).st_size
+            self._begin(size, "text/plain; charset=utf-8")
+            if self.command != "HEAD" and size:
+                self.wfile.flush()
+                self.connection.sendfile(file, count=size)
+
+    def _begin(self, size: int, kind: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(size))
+        self.end_headers()
+
+    def end_headers(self) -> None:
+        """Adds the headers of every answer."""
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Content-Security-Policy", _page()[1])
+        self.send_header("Cross-Origin-Resource-Policy", "same-origin")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.send_header("Cache-Control", "no-store")
+        super().end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Logs a request for debugging only."""
+        logger.debug(format, *args)
+
+
+@contextlib.contextmanager
+def status_page(folder: str, port: int, host: str | None = None) -> Iterator[str]:
+    """Serves the status page of a folder during the body, and yields its address.
+
+    Args:
+        folder: Folder of a run, or of runs; it may not exist yet.
+        port: Port; 0 for any free one.
+        host: Address to bind; by default 127.0.0.1. Others are a warning: there is no
+            authentication.
+
+    Raises:
+        UserError: If the port cannot be bound.
+    """
+    folder = os.path.abspath(folder)
+    try:
+        server = StatusServer(folder, port, host)
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            f"port {port} of {host or _LOOPBACK} cannot be used for the status page "
+            f"({error}); set another port, or 0 for any free one."
+        ) from error
+    with server:
+        if server.host not in (_LOOPBACK, "localhost"):
+            logger.warning(
+                "%s: the status page has no authentication, so that everyone who reaches this "
+                "address can read config, metrics and logs of the runs below %s.",
+                *(server.url, folder),
+            )
+        threading.Thread(target=server.serve_forever, name="status page", daemon=True).start()
+        try:
+            yield server.url
+        finally:
+            server.shutdown()

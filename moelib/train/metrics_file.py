@@ -1,0 +1,131 @@
+"""Metrics of a run in `metrics.jsonl`: a JSON object per line, with a step. Needs no JAX."""
+
+import logging
+import os
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from moelib.core.files import parse_json, readable
+
+logger = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+_OF_TRAINING = b'"mean_loss": '  # In lines of training, and not of evaluations.
+
+
+def read_metrics(
+    directory: str | os.PathLike[str], names: Sequence[str] = ()
+) -> Iterator[dict[str, Any]]:
+    """Yields the lines of a run's metrics, oldest first, one at a time; none without the file.
+
+    A line that is damaged or incomplete is skipped, and named in a warning at the end.
+
+    Args:
+        directory: Folder of the run.
+        names: Metrics to read; by default all, which takes several times as long.
+
+    Raises:
+        UserError: If the file cannot be read.
+    """
+    reader = MetricsReader(directory, names)
+    with readable(reader.path):
+        yield from reader.read()
+    if text := reader.damage():
+        logger.warning("%s: %s.", reader.path, text)
+
+
+class MetricsReader:
+    """Reads a run's metrics, and later the lines that were appended since."""
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        names: Sequence[str] = (),
+        *,
+        only_last: bool = False,
+    ) -> None:
+        """Reads nothing yet.
+
+        Args:
+            directory: Folder of the run.
+            names: Metrics to read; by default all.
+            only_last: Whether all lines of training but the last are skipped, unread.
+        """
+        self.path = os.path.join(directory, METRICS_FILE)
+        self._names = {name.encode(): name for name in ("step", *names)} if names else {}
+        pattern = b'"(%s)": ([^,}]+)' % b"|".join(map(re.escape, self._names))
+        self._pattern, self._only_last = re.compile(pattern), only_last
+        self.reset()
+
+    def reset(self) -> None:
+        """Goes back to the beginning of the file."""
+        self.offset = 0  # Bytes read.
+        self.damaged: list[int] = []  # Numbers of damaged lines, from 1.
+        self.incomplete = 0  # Bytes after the last line, which is still written or was cut off.
+        self._num_lines = 0
+        self._file_id: tuple[int, int] | None = None
+
+    def is_replaced(self) -> bool:
+        """Returns whether the file is another one than before, or shorter: a run has resumed."""
+        try:
+            stat = os.stat(self.path)
+        except FileNotFoundError:
+            return self.offset > 0
+        is_other = (stat.st_dev, stat.st_ino) != self._file_id or stat.st_size < self.offset
+        return self.offset > 0 and is_other
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Yields the lines that are new since the last call, {name: number, or None for NaN}."""
+        if not os.path.exists(self.path):
+            return
+        skipped = b""
+        with open(self.path, "rb") as file:
+            stat = os.fstat(file.fileno())
+            self._file_id = stat.st_dev, stat.st_ino
+            file.seek(self.offset)
+            self.incomplete = 0
+            for line in file:
+                if not line.endswith(b"\n"):
+                    self.incomplete = len(line)
+                    break
+                self.offset += len(line)
+                self._num_lines += 1
+                if self._only_last and _OF_TRAINING in line and _is_whole(line):
+                    skipped = line
+                else:
+                    yield from self._parsed(line)
+        yield from self._parsed(skipped) if skipped else ()
+
+    def _parsed(self, line: bytes) -> Iterator[dict[str, Any]]:
+        """Yields the values of a line, unless it is damaged."""
+        try:
+            if self._names and _is_whole(line):
+                pairs = self._pattern.findall(line)
+                found: dict[str, Any] = {
+                    self._names[k]: None if v == b"null" else float(v) for k, v in pairs
+                }
+                if len(found) < len(pairs):  # The end of a line is missing, and another follows.
+                    raise ValueError("A name is there twice.")
+            else:
+                found = parse_json(line)
+            step = int(found["step"])
+        except (ValueError, TypeError, KeyError, OverflowError):
+            self.damaged.append(self._num_lines)
+        else:
+            yield {**found, "step": step}
+
+    def damage(self) -> str:
+        """Returns a sentence on the lines that are skipped; an empty string if there are none."""
+        texts = []
+        if self.damaged:
+            more = f" and {len(self.damaged) - 5} more" if len(self.damaged) > 5 else ""
+            numbers = ", ".join(map(str, self.damaged[:5]))
+            texts.append(f"damaged lines are skipped: {numbers}{more}")
+        if self.incomplete:
+            texts.append(f"the last line, of {self.incomplete} bytes, is incomplete")
+        return "; ".join(texts)
+
+
+def _is_whole(line: bytes) -> bool:
+    return line.startswith(b'{"step": ') and line.endswith(b"}\n")
