@@ -82,7 +82,7 @@ def describe_run(directory: str, metrics: RunMetrics, name: str) -> Run:
         cause=cause,
         step=step,
         max_step=max_step,
-        loss=metrics.last("mean_loss"),
+        loss=metrics.last("mean_loss" if "mean_loss" in curves else "loss"),
         validation={
             key: (x.last[1], x.least[1], x.least[0])
             for key, x in sorted(curves.items())

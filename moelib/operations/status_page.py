@@ -40,6 +40,7 @@ _FILES = re.compile(
     rf"{re.escape(CONFIG_FILE)}|{METRICS_FILE}|{EVENTS_FILE}"
     r"|process_\d+\.log|(?:job|processes)-\d+\.log"
 )
+_PER_LAYER = "per layer"
 # (title, unit, regex of metrics) of the charts; a chart without metrics is not shown.
 _CHARTS = (
     ("Loss", "nats per token", rf"mean_loss|{VALIDATION}"),
@@ -49,10 +50,10 @@ _CHARTS = (
     ("MFU and goodput", "share", "mfu|goodput"),
     ("Time", "share of a log interval", r"time/\w+"),
     ("Lost time", "seconds since the first start", r"time_lost/\w+"),
-    *((title, "per layer", rf".*[^/]/{name}(?:/\d+)?") for name, title, _ in EXPERT_HEALTH),
+    *((title, _PER_LAYER, rf".*[^/]/{name}(?:/\d+)?") for name, title, _ in EXPERT_HEALTH),
 )
 _NAMES = "|".join([*(names for _, _, names in _CHARTS), "step_seconds", "device_memory_gb"])
-_TILES = (
+_TILES = (  # (title, metric, format)
     ("loss", "mean_loss", "{:.4f}"),
     ("tokens/s", "tokens_per_second", "{:,.0f}"),
     ("examples/s", "examples_per_second", "{:,.0f}"),
@@ -111,7 +112,8 @@ class StatusServer(ThreadingHTTPServer):
                 described.append(describe_run(path, metrics, name))
         table = runs_table(described)
         columns = [name.removesuffix(">") for name in table.columns]
-        return {"names": list(runs), "columns": columns, "rows": table.rows}
+        shown = {"columns": columns, "rows": table.rows, "footnotes": table.footnotes}
+        return {"names": list(runs), **shown}
 
     def view(self, name: str) -> dict[str, Any] | None:
         """Returns what the page shows of a run, as JSON; None if there is no such run."""
@@ -151,24 +153,31 @@ def _described(path: str, metrics: RunMetrics, name: str) -> dict[str, Any]:
         "left": "" if seconds is None else f"about {format_seconds(seconds)} left",
         "changed": _clock(run.changed),
         "tiles": shown,
-        "charts": [chart for chart in _charts(metrics) if chart["series"]],
+        "charts": list(_charts(metrics)),
         "events": [[_clock(x.pop("time")), x.pop("event"), _fields(x)] for x in events[::-1]],
     }
 
 
 def _charts(metrics: RunMetrics) -> Iterator[dict[str, Any]]:
-    in_order = sorted(
-        metrics.curves, key=lambda x: [int(p) if p.isdigit() else 0 for p in x.split("/")]
-    )
-    for title, unit, names in _CHARTS:
-        per_layer = unit == "per layer"
+    for title, unit, pattern in _CHARTS:
+        curves = {k: x.points() for k, x in metrics.curves.items() if re.fullmatch(pattern, k)}
+        names = sorted((name for name, points in curves.items() if points), key=_in_order)
+        shared = set.intersection(*(set(x.split("/")) for x in names)) if len(names) > 1 else set()
         series = []
-        for name in in_order:
-            points = metrics.curves[name].points() if re.fullmatch(names, name) else []
-            if points:
-                rounded = [[float(f"{x:.7g}") for x in p[: 2 if per_layer else 4]] for p in points]
-                series.append({"name": name, "points": rounded})
-        yield {"title": title, "unit": unit, "per_layer": per_layer, "series": series}
+        for name in names:
+            label = "/".join(x for x in name.split("/") if x not in shared) or name
+            size = 2 if unit == _PER_LAYER else 4  # Bands of many layers would hide each other.
+            points = [[float(f"{x:.7g}") for x in point[:size]] for point in curves[name]]
+            label = f"layer {label}" if label.isdigit() else label
+            series.append({"name": name, "label": label, "points": points})
+        if series:
+            per_layer = unit == _PER_LAYER
+            yield {"title": title, "unit": unit, "per_layer": per_layer, "series": series}
+
+
+def _in_order(name: str) -> list[Any]:
+    """Returns a key by which layer2 comes before layer10."""
+    return [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", name)]
 
 
 def _clock(seconds: Any) -> str:

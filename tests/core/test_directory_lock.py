@@ -1,15 +1,17 @@
 """One process per folder at a time."""
 
 import errno
+import fcntl
 import functools
 import os
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 
-from moelib.core.directory_lock import DirectoryInUseError
+from moelib.core.directory_lock import DirectoryInUseError, is_locked
 from moelib.core.directory_lock import directory_lock as lock
 from moelib.core.errors import UserError
 from moelib.train.fit import fit
@@ -38,6 +40,21 @@ def test_second_run_with_the_same_checkpoints_is_refused(tmp_path, checkpoints):
         pytest.raises(DirectoryInUseError, match=r"in use .*checkpointer\.dir"),
     ):
         fit(cfg)
+
+
+def test_looking_at_a_lock_leaves_it_as_it_is_and_disturbs_no_start(tmp_path):
+    assert not is_locked(str(tmp_path))
+    assert not list(tmp_path.iterdir())
+    with directory_lock(str(tmp_path)):
+        assert is_locked(str(tmp_path))
+        with pytest.raises(DirectoryInUseError):
+            directory_lock(str(tmp_path)).__enter__()
+    assert not is_locked(str(tmp_path))
+    with open(tmp_path / ".lock", "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)  # As `is_locked` does, for longer.
+        threading.Timer(0.02, fcntl.flock, (file, fcntl.LOCK_UN)).start()
+        with directory_lock(str(tmp_path)):
+            pass
 
 
 def test_removed_or_replaced_lock_is_an_error(tmp_path):

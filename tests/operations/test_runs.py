@@ -1,0 +1,87 @@
+"""Runs in folders: those that are found, and what is told of them."""
+
+import json
+
+import pytest
+
+from moelib.core.directory_lock import directory_lock
+from moelib.core.errors import UserError
+from moelib.operations.curves import RunMetrics
+from moelib.operations.runs import list_runs, runs_table, seconds_left
+from moelib.train.metrics_file import MetricsReader
+from moelib.train.run_log import log_event
+
+
+def write_run(path, num=3, *, max_step=30, loss=2.0, config=""):
+    """Writes the folder of a run with a line of metrics every ten steps."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.txt").write_text(f"max_step: {max_step}\n{config}")
+    with open(path / "metrics.jsonl", "w", encoding="utf-8") as file:
+        for step in range(10, 10 * num + 1, 10):
+            values = {"loss": loss + 1, "tokens_per_second": 1e3 * step, "step_seconds": 2.0}
+            line = {"step": step, "time": step, **values, "time/step": 0.8, "mean_loss": loss}
+            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps({"step": step, "time": step, "val/loss": abs(step - 20)}) + "\n")
+    return path
+
+
+def test_runs_below_a_folder_are_described(tmp_path):
+    write_run(tmp_path / "b/deep", 2)
+    write_run(tmp_path / "a")
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / ".hidden/config.txt").touch()
+    a, b = list_runs([str(tmp_path)])
+    assert (a.name, a.state, a.step, a.max_step) == (str(tmp_path / "a"), "finished", 30, 30)
+    assert (b.name, b.state, b.step) == (str(tmp_path / "b/deep"), "stopped", 20)
+    assert (a.loss, a.rate, a.goodput) == (2.0, 30e3, None)
+    assert a.validation == {"val/loss": (10, 0, 20)}
+    assert runs_table([a, b]).rows[0][1:7] == [
+        *("finished", "30 / 30", "2.0000", "10.0000", "0.0000 at 20", "30,000"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("events", "state", "cause"),
+    [
+        ([("start", {})], "failed", "killed"),
+        ([("start", {}), ("end", {"step": 30})], "finished", ""),
+        ([("start", {}), ("end", {"stopped_by": "SIGTERM"})], "stopped", "SIGTERM"),
+        ([("end", {"error": "NonFiniteError: step 3"})], "failed", "NonFiniteError: step 3"),
+        ([("end", {"error": "x"}), ("start", {}), ("restored", {})], "failed", "killed"),
+    ],
+)
+def test_the_log_of_events_gives_the_state(tmp_path, events, state, cause):
+    write_run(tmp_path)
+    for name, fields in events:
+        log_event(str(tmp_path), name, **fields)
+    (run,) = list_runs([str(tmp_path)])
+    assert run.state == state
+    assert cause in run.cause
+
+
+def test_a_locked_run_is_running_and_its_remaining_time_is_estimated(tmp_path):
+    write_run(tmp_path, 2)
+    log_event(str(tmp_path), "start")
+    with directory_lock(str(tmp_path), setting="dir"):
+        (run,) = list_runs([str(tmp_path)])
+        metrics = RunMetrics(MetricsReader(tmp_path))
+        metrics.update()
+    assert run.state == "running"
+    assert seconds_left(run, metrics) == pytest.approx(10 * 2.0 / 0.8)  # 10 steps are left.
+
+
+def test_damage_and_folders_that_are_no_runs_are_named(tmp_path, caplog):
+    write_run(tmp_path / "a")
+    with open(tmp_path / "a/metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write('nonsense\n{"step": 4')
+    (tmp_path / "lost/checkpoints").mkdir(parents=True)
+    (run,) = list_runs([str(tmp_path)])
+    assert "skipped: 7; the last line, of 10 bytes" in runs_table([run]).footnotes[0]
+    assert f"{tmp_path}/lost: no run" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["empty", "missing"])
+def test_a_folder_without_a_run_is_an_error(tmp_path, name):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=f"{name}: (no run|there is no)"):
+        list_runs([str(tmp_path / name)])
