@@ -66,6 +66,7 @@ _TILES = (  # (title, metric, format)
 _SECONDS_PER_READ = 0.1  # Of a request, which shares the interpreter with training.
 _MAX_VIEWS = 8  # Runs whose curves are in memory.
 _NUM_EVENTS = 30
+_SECONDS_TO_END = 0.1
 
 
 class StatusServer(ThreadingHTTPServer):
@@ -222,19 +223,19 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Sends the page, JSON or a file."""
-        url = urllib.parse.urlsplit(self.path)
-        query = dict(urllib.parse.parse_qsl(url.query))
+        path, _, text = self.path.partition("?")
+        query = dict(urllib.parse.parse_qsl(text))
         name, file = query.get("run", "."), query.get("name", "")
         if not self._is_own_host():
             self.send_error(403, "The Host header names another site")
-        elif url.path == "/":
+        elif path == "/":
             self._send(_page()[0], "text/html; charset=utf-8")
-        elif url.path == "/runs.json":
+        elif path == "/runs.json":
             self._send(json.dumps(self.server.overview()).encode(), "application/json")
-        elif url.path == "/run.json" and (found := self.server.view(name)) is not None:
+        elif path == "/run.json" and (found := self.server.view(name)) is not None:
             self._send(json.dumps(found).encode(), "application/json")
-        elif url.path == "/file" and file in files_of(path := self.server.runs().get(name, "")):
-            self._send_file(os.path.join(path, file))
+        elif path == "/file" and file in files_of(folder := self.server.runs().get(name, "")):
+            self._send_file(os.path.join(folder, file))
         else:
             self.send_error(404)
 
@@ -245,13 +246,14 @@ class _Handler(BaseHTTPRequestHandler):
 
         A page of another site, whose name an attacker lets point here, could read answers.
         """
-        host = urllib.parse.urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
         with contextlib.suppress(ValueError):
+            host = urllib.parse.urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
+            if host == "localhost":
+                return True
+            if self.server.host != _LOOPBACK and host in (self.server.host, socket.gethostname()):
+                return True
             return bool(ipaddress.ip_address(host))
-        own = {"localhost", self.server.host.lower()}
-        return host in (
-            own if self.server.host == _LOOPBACK else own | {socket.gethostname().lower()}
-        )
+        return False
 
     def _send(self, content: bytes, kind: str) -> None:
         self._begin(len(content), kind)
@@ -316,7 +318,8 @@ def status_page(folder: str, port: int, host: str | None = None) -> Iterator[str
                 "address can read config, metrics and logs of the runs below %s.",
                 *(server.url, folder),
             )
-        threading.Thread(target=server.serve_forever, name="status page", daemon=True).start()
+        arguments = {"name": "status page", "args": (_SECONDS_TO_END,), "daemon": True}
+        threading.Thread(target=server.serve_forever, **arguments).start()
         try:
             yield server.url
         finally:

@@ -25,9 +25,9 @@ class Page:
         self._to, self._from = to_browser, from_browser
         self._next_id, self._session, self._buffer = 0, None, b""
         self.messages = []  # Errors and output of the page's script, and what its policy blocked.
-        (target, *_) = self.call("Target.getTargets")["targetInfos"]
-        arguments = {"targetId": target["targetId"], "flatten": True}
-        self._session = self.call("Target.attachToTarget", **arguments)["sessionId"]
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
+        self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
 
