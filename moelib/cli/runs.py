@@ -98,6 +98,8 @@ def _serve(flags: Flags, folders: list[str]) -> None:
 
     if len(folders) != 1:
         raise UsageError(f"--serve={flags.serve}: name one folder, not {len(folders)}.")
+    if not os.path.isdir(folders[0]):
+        raise UsageError(f"{folders[0]}: there is no such folder.")
     with status_page(folders[0], flags.serve or 0, flags.serve_host) as url:
         print(f"{url} shows the runs below {folders[0]}; Ctrl+C ends it.", flush=True)
         with contextlib.suppress(KeyboardInterrupt):

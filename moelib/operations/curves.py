@@ -53,7 +53,7 @@ class Curve:
 class RunMetrics:
     """The curves of a run, brought up to date on demand."""
 
-    def __init__(self, reader: MetricsReader, names: str = "", limit: int = 240) -> None:
+    def __init__(self, reader: MetricsReader, names: str = "", limit: int = 160) -> None:
         """Reads nothing yet.
 
         Args:

@@ -1,13 +1,11 @@
 """The model on the first page: it trains by the command that is printed below it."""
 
-import json
 import shlex
 import sys
 
 import jax
 import pytest
 
-from docs import plot_quickstart
 from moelib import launch
 from moelib.core.command_line import parse_flags
 from moelib.core.config import config_for_function
@@ -79,13 +77,3 @@ def test_the_second_command_changes_sizes_and_the_mesh(train_flags):
     assert (cfg.max_step, cfg.model.dim) == (100, 128)
     assert sorted(cfg.mesh_shape)[-2:] == [2, 4]
     cfg.instantiate(parent=None)
-
-
-def test_the_picture_shows_both_losses(tmp_path):
-    records = [{"step": 10, "loss": 3.0}, {"step": 20, "loss": 2.0, "validation/loss": 2.5}]
-    lines = "".join(json.dumps(record) + "\n" for record in records)
-    (tmp_path / "metrics.jsonl").write_text(lines, encoding="utf-8")
-    plot_quickstart.plot(str(tmp_path), str(tmp_path / "loss.svg"))
-    text = (tmp_path / "loss.svg").read_text(encoding="utf-8")
-    assert "<!-- training -->" in text
-    assert "<!-- validation -->" in text
