@@ -188,8 +188,10 @@ class TrainFlags(ConfigFlags, DeviceFlags):
         """
         if self.status_host is not None and self.status_port is None:
             raise UsageError(f"--status_host={self.status_host} requires --status_port.")
+        import jax
+
         with contextlib.ExitStack() as stack:
-            if self.status_port is not None and _is_first_process():
+            if self.status_port is not None and jax.process_index() == 0:
                 from moelib.operations import status_page
 
                 page = status_page.status_page(directory, self.status_port, self.status_host)
@@ -198,12 +200,6 @@ class TrainFlags(ConfigFlags, DeviceFlags):
                 except UserError as error:
                     logger.warning("NO STATUS PAGE, training goes on: --status_port: %s", error)
             yield
-
-
-def _is_first_process() -> bool:
-    import jax
-
-    return jax.process_index() == 0
 
 
 # -- Configs -------------------------------------------------------------------------------------

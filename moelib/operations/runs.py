@@ -1,7 +1,6 @@
 """The runs below a folder: their state, their metrics, and how they differ."""
 
 import dataclasses
-import json
 import logging
 import os
 import re
@@ -74,7 +73,7 @@ def describe_run(directory: str, metrics: RunMetrics, name: str) -> Run:
     max_step = int(found[1]) if found else None
     events = read_events(directory)
     state, cause = _state(directory, events, max_step is not None and step >= max_step)
-    origin = next((x["origin"] for x in events if "origin" in x), "")
+    origin = next((x for x in events if x["event"] == "init_from"), {})
     is_validation = re.compile(VALIDATION)
     return Run(
         name=name,
@@ -91,7 +90,7 @@ def describe_run(directory: str, metrics: RunMetrics, name: str) -> Run:
         rate=metrics.last("tokens_per_second") or metrics.last("examples_per_second"),
         goodput=metrics.last("goodput"),
         changed=max((os.path.getmtime(x) for x in files if os.path.exists(x)), default=0.0),
-        origin=origin if isinstance(origin, str) else json.dumps(origin),
+        origin=f"{origin.get('run')}, step {origin.get('step')}" if origin else "",
         damage=metrics.reader.damage(),
     )
 

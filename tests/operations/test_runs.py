@@ -59,6 +59,12 @@ def test_the_log_of_events_gives_the_state(tmp_path, events, state, cause):
     assert cause in run.cause
 
 
+def test_a_run_that_began_with_the_state_of_another_names_it(tmp_path):
+    log_event(str(write_run(tmp_path)), "init_from", run="runs/first", step=100, state="all")
+    (run,) = list_runs([str(tmp_path)])
+    assert runs_table([run]).rows[0][-1] == "runs/first, step 100"
+
+
 def test_a_locked_run_is_running_and_its_remaining_time_is_estimated(tmp_path):
     write_run(tmp_path, 2)
     log_event(str(tmp_path), "start")
