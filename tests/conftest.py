@@ -5,10 +5,13 @@ Tests marked `gpu` run with `JAX_PLATFORMS=cuda,cpu pytest -m gpu`.
 """
 
 import fnmatch
+import logging
 import os
 import pathlib
 import sys
 import threading
+import uuid
+from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
@@ -33,6 +36,7 @@ import jax
 import jaxtyping
 import pytest
 
+from moelib.core import storage
 from tests import runtime_types
 
 _TESTS = pathlib.Path(__file__).parent
@@ -115,3 +119,32 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     jax.config.update("jax_numpy_dtype_promotion", mode)
     if (state := sys.modules.get("moelib.train.state")) is not None:  # A trainer's initial state.
         state._ON_CPU["xla_backend_optimization_level"] = 0
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """A server of S3's protocol on loopback; returns its address."""
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    yield "http://{}:{}".format(*server.get_host_and_port())
+    server.stop()
+
+
+@pytest.fixture
+def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of an empty bucket, whose server all packages use."""
+    variables = {
+        "AWS_ENDPOINT_URL": s3_server,
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    bucket = f"bucket-{uuid.uuid4().hex[:12]}"
+    storage.filesystem("s3://").mkdir(bucket)
+    return f"s3://{bucket}"

@@ -1,7 +1,8 @@
 """Checkpoints on Orbax: written in the background, complete or not at all, read under any mesh.
 
 A checkpoint is a folder `step_00001000` with the arrays and a record (moelib.checkpoint.contents).
-The folder gets this name when it is complete.
+The folder gets this name when it is complete; on an object store, it is complete when it has the
+record (moelib.checkpoint.object_store).
 """
 
 import contextlib
@@ -22,6 +23,7 @@ from moelib.checkpoint.contents import (
     UnreadableCheckpointError,
 )
 from moelib.checkpoint.local import LocalCheckpoints
+from moelib.checkpoint.object_store import ObjectStoreWriter, delete_checkpoint
 from moelib.checkpoint.orbax_messages import silence_orbax
 from moelib.checkpoint.policy import every_n_steps_and_last_policy, steps_to_keep
 from moelib.checkpoint.restore import (
@@ -31,7 +33,7 @@ from moelib.checkpoint.restore import (
     newest_readable,
     restore_checkpoint,
 )
-from moelib.core import tree
+from moelib.core import storage, tree
 from moelib.core.config import (
     REQUIRED,
     InstantiableConfig,
@@ -97,7 +99,7 @@ class Checkpointer(Module):
             path = f"{self.path() or self.name}.local_every_n_steps"
             raise UserError(f"{path}={cfg.local_every_n_steps}; set 1 or more.")
         self._policy = cfg.save_policy.instantiate()
-        self.dir = os.path.abspath(cfg.dir)
+        self.dir = storage.absolute(cfg.dir)
         self.local = LocalCheckpoints(cfg.local_dir, self.dir) if cfg.local_dir else None
         self._orbax: Any = None
         self._pending: int | None = None
@@ -162,9 +164,7 @@ class Checkpointer(Module):
         step, arrays = record.step, contents.describe_arrays(state)
         record = dataclasses.replace(record, arrays=arrays, versions=library_versions())
         try:
-            import orbax.checkpoint as ocp
-
-            os.makedirs(self.dir, exist_ok=True)
+            storage.make_folder(self.dir)
             started = checksums.start_checksums(tree.by_path(state))
 
             def write_record(path: str) -> None:
@@ -174,11 +174,7 @@ class Checkpointer(Module):
                 self._complete_step = step
 
             self._write_record = write_record
-            items = {contents.STATE_ITEM: ocp.args.PyTreeSave(tree.to_nested(state))}
-            path, args = contents.step_path(self.dir, step), ocp.args.Composite(**items)
-            if jax.process_index() == 0 and os.path.lexists(path):
-                _delete(path)
-            self._checkpointer().save(path, args=args, force=True)
+            self._start(contents.step_path(self.dir, step), state)
         except Exception as error:
             self._report_failure(step, error)
             return
@@ -186,6 +182,22 @@ class Checkpointer(Module):
         self._damaged.discard(step)
         if self.config.wait == "after_save":
             self.wait()
+
+    def _start(self, path: str, state: Any) -> None:
+        """Starts to write the arrays, and then the record."""
+        if storage.is_remote(path):
+            assert self._write_record is not None
+            self._orbax = self._orbax or ObjectStoreWriter()
+            self._orbax.save(path, state, self._write_record)
+            return
+        import orbax.checkpoint as ocp
+
+        args = ocp.args.Composite(
+            **{contents.STATE_ITEM: ocp.args.PyTreeSave(tree.to_nested(state))}
+        )
+        if jax.process_index() == 0 and os.path.lexists(path):
+            _delete(path)
+        self._checkpointer().save(path, args=args, force=True)
 
     @nowrap
     def wait(self) -> None:
@@ -343,6 +355,9 @@ class Checkpointer(Module):
 
 def _delete(path: str) -> None:
     """Deletes a checkpoint; a process that is killed meanwhile leaves an unfinished one."""
+    if storage.is_remote(path):
+        delete_checkpoint(path)
+        return
     unfinished = path + _UNFINISHED
     _remove(unfinished)
     os.rename(path, unfinished)
@@ -351,6 +366,10 @@ def _delete(path: str) -> None:
 
 def _remove(path: str) -> None:
     """Removes a folder or, in its place, a file or a link, as far as possible."""
+    if storage.is_remote(path):
+        with contextlib.suppress(OSError):
+            delete_checkpoint(path)
+        return
     try:
         os.unlink(path)
     except OSError:
@@ -358,5 +377,7 @@ def _remove(path: str) -> None:
 
 
 def _unfinished(directory: str) -> list[str]:
+    if storage.is_remote(directory):
+        return contents.list_unfinished(directory)
     names = os.listdir(directory) if os.path.isdir(directory) else []
     return [os.path.join(directory, name) for name in names if _UNFINISHED in name]

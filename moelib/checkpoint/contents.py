@@ -10,7 +10,7 @@ import re
 import typing
 from typing import Any, Self
 
-from moelib.core import tree
+from moelib.core import storage, tree
 from moelib.core.config import did_you_mean
 from moelib.core.config_types import fits
 from moelib.core.errors import MissingFileError, UserError
@@ -18,7 +18,7 @@ from moelib.core.errors import MissingFileError, UserError
 STEP_PREFIX = "step_"
 RECORD_ITEM = "record"
 STATE_ITEM = "state"
-_RECORD_FILE = os.path.join(RECORD_ITEM, "metadata")  # The file of Orbax's JSON item.
+RECORD_FILE = os.path.join(RECORD_ITEM, "metadata")  # The file of Orbax's JSON item.
 
 Arrays = dict[str, list[Any]]  # {"path/of/array": [dtype, [sizes]]}
 
@@ -60,9 +60,13 @@ class CheckpointRecord:
     def write(self, path: str) -> None:
         """Writes the record of the checkpoint at `path`, with a digest of the record itself."""
         values = {"format": 1, **dataclasses.asdict(self)}
+        text = json.dumps(values | {"digest": _digest(values)})
+        if storage.is_remote(path):
+            storage.write_bytes(os.path.join(path, RECORD_FILE), text.encode())
+            return
         os.makedirs(os.path.join(path, RECORD_ITEM), exist_ok=True)
-        with open(os.path.join(path, _RECORD_FILE), "w", encoding="utf-8") as file:
-            json.dump(values | {"digest": _digest(values)}, file)
+        with open(os.path.join(path, RECORD_FILE), "w", encoding="utf-8") as file:
+            file.write(text)
 
     @classmethod
     def read(cls, path: str) -> Self:
@@ -72,9 +76,9 @@ class CheckpointRecord:
             DamagedCheckpointError: If it is missing, damaged, or of another step than the folder.
             UnreadableCheckpointError: If it cannot be read for another reason: see `unreadable`.
         """
-        file = os.path.join(path, _RECORD_FILE)
+        file = os.path.join(path, RECORD_FILE)
         try:
-            with open(file, encoding="utf-8") as f:
+            with storage.open_to_read(file, encoding="utf-8") as f:
                 values = json.load(f)
             # Checkpoints of earlier versions have no digest, no checksums and no config.
             digest, checksums = values.pop("digest", None), values.get("checksums")
@@ -91,7 +95,7 @@ class CheckpointRecord:
             if _step_of(path) not in (None, record.step):
                 raise ValueError(f"it is the record of step {record.step}")
         except FileNotFoundError:
-            raise DamagedCheckpointError(f"{path}: the file {_RECORD_FILE} is missing.") from None
+            raise DamagedCheckpointError(f"{path}: the file {RECORD_FILE} is missing.") from None
         except Exception as error:
             kind = UnreadableCheckpointError if unreadable(error) else DamagedCheckpointError
             raise kind(f"{file} cannot be read: {error}.") from error
@@ -178,13 +182,33 @@ def _step_of(path: str) -> int | None:
 def list_checkpoints(directory: str) -> dict[int, str]:
     """Returns {step: path} of all complete checkpoints, oldest first.
 
-    Incomplete ones, whose process was killed while it wrote or deleted them, have other names.
+    Incomplete ones, whose process was killed while it wrote or deleted them, have other names; on
+    an object store, which renames nothing, they have no record.
 
     Raises:
         UserError: If the folder cannot be listed.
     """
+    found = _step_folders(directory)
+    if storage.is_remote(directory):
+        found = {step: path for step, path in found.items() if _has_record(path)}
+    return found
+
+
+def list_unfinished(directory: str) -> list[str]:
+    """Returns the folders of incomplete checkpoints of an object store."""
+    return [path for path in _step_folders(directory).values() if not _has_record(path)]
+
+
+def _has_record(path: str) -> bool:
     try:
-        names = os.listdir(directory)
+        return storage.exists(os.path.join(path, RECORD_FILE))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def _step_folders(directory: str) -> dict[int, str]:
+    try:
+        names = storage.list_names(directory)
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:

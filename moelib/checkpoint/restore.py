@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import logging
-import os
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import jax
 import numpy as np
 
-from moelib.checkpoint import checksums, contents
+from moelib.checkpoint import checksums, contents, object_store
 from moelib.checkpoint.contents import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
@@ -21,7 +20,7 @@ from moelib.checkpoint.contents import (
     unreadable,
 )
 from moelib.checkpoint.orbax_messages import silence_orbax
-from moelib.core import tree
+from moelib.core import storage, tree
 from moelib.core.errors import UserError
 from moelib.core.processes import gather_json
 
@@ -76,7 +75,7 @@ def restore_params_only(
         CheckpointNotFoundError: If there is no checkpoint.
         DamagedCheckpointError: If none can be read.
     """
-    found = find_checkpoints(os.path.abspath(directory), step, required=True)
+    found = find_checkpoints(storage.absolute(directory), step, required=True)
     read = lambda path: _restore_params(path, target, skip_checksums=skip_checksums)
     return newest_readable(found, read)
 
@@ -106,7 +105,7 @@ def restore_arrays(
         check_restored(path, nested, record, skip_checksums=skip_checksums)
         return Restored(tree.by_path(nested), record, path)
 
-    return newest_readable(find_checkpoints(os.path.abspath(directory), step, required=True), read)
+    return newest_readable(find_checkpoints(storage.absolute(directory), step, required=True), read)
 
 
 _AVERAGE = "learner/ema/params/"
@@ -192,6 +191,8 @@ def _read(path: str, target: dict[str, Any], *, partial: bool) -> dict[str, Any]
 
     def read() -> dict[str, Any]:
         try:
+            if not object_store.is_of_orbax(path):
+                return object_store.read_arrays(path, target)
             # Not by ocp.Checkpointer, at whose end processes wait for one that has failed.
             with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
                 return handler.restore(epath.Path(path) / contents.STATE_ITEM, args=args)

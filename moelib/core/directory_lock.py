@@ -9,8 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import IO
 
+from moelib.core import storage
 from moelib.core.errors import UserError
 from moelib.core.files import writing
+from moelib.core.lease import DirectoryInUseError, lease
 
 logger = logging.getLogger(__name__)
 
@@ -20,17 +22,14 @@ LOCK_FILE = ".lock"
 _NUM_ATTEMPTS = 3
 
 
-class DirectoryInUseError(UserError):
-    """Another process writes to the folder."""
-
-
 @contextlib.contextmanager
 def directory_lock(directory: str, *, setting: str) -> Iterator[Callable[[], None]]:
     """Creates a folder if it is missing, and locks it for the body.
 
     Yields a function that raises UserError if the folder was moved, or its lock removed, since.
 
-    On a file system without locks, a warning is logged and nothing is locked.
+    A URL gets a lease (moelib.core.lease). On a file system without locks, or a store without
+    conditional writes, a warning is logged and nothing is locked.
 
     Args:
         directory: The folder.
@@ -40,6 +39,10 @@ def directory_lock(directory: str, *, setting: str) -> Iterator[Callable[[], Non
         DirectoryInUseError: If another process has locked it.
         UserError: If files cannot be created in the folder.
     """
+    if storage.is_remote(directory):
+        with lease(directory, setting=setting) as check:
+            yield check
+        return
     path = os.path.abspath(os.path.join(directory, LOCK_FILE))
     try:
         os.makedirs(directory, exist_ok=True)
@@ -67,7 +70,7 @@ def directory_lock(directory: str, *, setting: str) -> Iterator[Callable[[], Non
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
 
-        def check() -> None:
+        def check_file() -> None:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
                     return
@@ -76,7 +79,7 @@ def directory_lock(directory: str, *, setting: str) -> Iterator[Callable[[], Non
                 "write to it: this one stops. Start it again once no other does."
             )
 
-        yield check
+        yield check_file
 
 
 def is_locked(directory: str) -> bool:

@@ -2,12 +2,14 @@
 
 import contextlib
 import errno
+import io
 import json
 import os
 import shutil
 from collections.abc import Iterator
 from typing import IO, Any
 
+from moelib.core import storage
 from moelib.core.errors import MissingFileError, UserError
 
 
@@ -26,8 +28,13 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 def atomic_file(path: str | os.PathLike[str]) -> Iterator[IO[str]]:
     """Opens a temporary text file next to `path`, which replaces `path` when the block ends.
 
-    The content is synced to disk first. An error inside the block leaves `path` as it was.
+    The content is synced to disk first; an object is written when the block ends. An error inside
+    the block leaves `path` as it was.
     """
+    if storage.is_remote(path):
+        yield (text := io.StringIO())
+        storage.write_bytes(os.fspath(path), text.getvalue().encode())
+        return
     temporary = f"{os.fspath(path)}.tmp-{os.getpid()}"
     try:
         with writing(path), open(temporary, "w", encoding="utf-8") as file:
@@ -42,7 +49,12 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[IO[str]]:
 
 
 def sync_folder(path: str | os.PathLike[str], *, recursive: bool = False) -> None:
-    """Waits until the names in a folder and, if recursive, all files below it are on the disk."""
+    """Waits until the names in a folder and, if recursive, all files below it are on the disk.
+
+    Objects are, once written.
+    """
+    if storage.is_remote(path):
+        return
     for folder, _, names in os.walk(path) if recursive else [(path, (), ())]:
         for name in (*names, "."):
             descriptor = os.open(os.path.join(folder, name), os.O_RDONLY)
@@ -78,7 +90,7 @@ def readable(path: str | os.PathLike[str]) -> Iterator[None]:
 
 def read_text(path: str | os.PathLike[str]) -> str:
     """Returns the text of a file in UTF-8. Raises UserError if it cannot be read."""
-    with readable(path), open(path, encoding="utf-8") as file:
+    with readable(path), storage.open_to_read(path, encoding="utf-8") as file:
         try:
             return file.read()
         except UnicodeDecodeError as error:
@@ -100,7 +112,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
         UserError: If it cannot be read, or holds something else.
     """
     try:
-        with open(path, encoding="utf-8") as file:
+        with storage.open_to_read(path, encoding="utf-8") as file:
             value = parse_json(file.read())
         if not isinstance(value, dict):
             raise ValueError(f"it holds a {type(value).__name__}")
@@ -113,9 +125,10 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def copy_file(source: str, target: str) -> None:
-    """Copies a file as a whole, with the permissions of a new file."""
+    """Copies a file or an object to a local file as a whole, with the permissions of a new file."""
     temporary = f"{target}.tmp-{os.getpid()}"
-    shutil.copyfile(source, temporary)
+    with storage.open_to_read(source, "rb") as read, open(temporary, "wb") as file:
+        shutil.copyfileobj(read, file)
     os.replace(temporary, target)
 
 

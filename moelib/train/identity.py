@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moelib.checkpoint.contents import CheckpointRecord
-from moelib.core import tree
+from moelib.core import storage, tree
 from moelib.core.config_parse import parse
 from moelib.core.config_paths import Line, lines
 from moelib.core.errors import UserError
@@ -141,7 +141,7 @@ def saved_config(
     """
     path, written = os.path.join(directory, CONFIG_FILE), ""
     try:
-        written = read_text(path) if os.path.exists(path) else ""
+        written = read_text(path) if storage.exists(path) else ""
     except UserError as error:
         if record is None or not record.config or use_file:
             raise
@@ -306,7 +306,7 @@ def write_config(cfg: Any, directory: str) -> None:
     run.json lists the folders, other than Python's own, that modules are imported from: the config
     may name layers of the user's modules.
     """
-    os.makedirs(directory, exist_ok=True)
+    storage.make_folder(directory)
     with atomic_file(os.path.join(directory, CONFIG_FILE)) as file:
         file.write(cfg.debug_string())
     python = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))

@@ -9,6 +9,7 @@ import os
 import time
 from typing import Any
 
+from moelib.core import storage
 from moelib.core.files import parse_json
 
 EVENTS_FILE = "events.jsonl"
@@ -24,16 +25,16 @@ def log_event(directory: str, event: str, **fields: Any) -> None:
         fields: JSON values.
     """
     line = json.dumps({"time": round(time.time(), 3), "event": event, **fields})
-    with open(os.path.join(directory, EVENTS_FILE), "a", encoding="utf-8") as file:
-        file.write(line + "\n")
+    with storage.open_to_append(os.path.join(directory, EVENTS_FILE)) as file:
+        file.write(f"{line}\n".encode())
 
 
 def read_events(directory: str) -> list[dict[str, Any]]:
     """Returns the events of a run, oldest first; without lines that a crash left incomplete."""
     path = os.path.join(directory, EVENTS_FILE)
-    if not os.path.exists(path):
+    if not storage.exists(path):
         return []
-    with open(path, encoding="utf-8", errors="replace") as file:
+    with storage.open_to_read(path, encoding="utf-8", errors="replace") as file:
         return [event for line in file if (event := _event_of(line)) is not None]
 
 

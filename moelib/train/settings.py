@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from moelib.checkpoint.object_store import check_url
+from moelib.core import storage
 from moelib.core.config import REQUIRED, RequiredFieldMissingError, did_you_mean
 from moelib.core.config_paths import join_path, sub_configs
 from moelib.core.errors import UserError
@@ -67,14 +69,21 @@ def _inputs(cfg: Any) -> dict[tuple[str, ...], Any]:
 
 
 def _check_folders(cfg: Any) -> None:
-    """Raises UserError if a folder of the run's output is not local."""
+    """Raises UserError if no package that serves a URL of the run's output is installed."""
     values = cfg.to_flat_dict()
     for path in ("dir", "checkpointer.dir", "summary_writer.dir", "summary_writer.jsonl_path"):
-        if isinstance(folder := values.get(path), str) and "://" in folder:
-            raise UserError(
-                f"{path} is {folder!r}, but remote folders are not supported yet; mount it (with "
-                "gcsfuse or s3fs, for example), and set the path of the mounted folder."
-            )
+        folder = values.get(path)
+        if path == "checkpointer.dir" and folder is REQUIRED:
+            folder = cfg.dir
+        if isinstance(folder, str) and storage.is_remote(folder):
+            storage.filesystem_class(folder)
+            if path == "checkpointer.dir":
+                check_url(path, folder)
+    if cfg.start_trace_steps and isinstance(cfg.dir, str) and storage.is_remote(cfg.dir):
+        raise UserError(
+            f"start_trace_steps is {list(cfg.start_trace_steps)}, but dir is {cfg.dir!r}: traces "
+            "are written to local folders; set dir to one in a run that is traced."
+        )
 
 
 def check_batch(cfg: Any, mesh_shape: Mapping[str, int]) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import jax
 
+from moelib.core import storage
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.files import atomic_file, parse_json, readable
 from moelib.core.metrics import Scalars
@@ -45,6 +46,8 @@ def tensorboard_tag(name: str) -> str:
 
 class SummaryWriter(Module):
     """Writes metrics; on process 0 only.
+
+    Files on an object store are uploaded once a minute, by `upload` and by `close`.
 
     `<dir>/<group>/` holds TensorBoard's files, `<jsonl_path>` one JSON object per line and step.
     """
@@ -104,7 +107,9 @@ class SummaryWriter(Module):
             if "json_lines" in self._formats:
                 values = {name: x if math.isfinite(x) else None for name, x in named.items()}
                 line = {"step": step, "time": round(time.time(), 3), **values}
-                self._open_json_lines().write(json.dumps(line) + "\n")
+                file = self._open_json_lines()
+                file.write(f"{json.dumps(line)}\n".encode())
+                file.flush()
             if "tensorboard" in self._formats:
                 tags = {tensorboard_tag(name): value for name, value in scalars.items()}
                 self._event_file(group).add_scalars(step, tags)
@@ -143,9 +148,7 @@ class SummaryWriter(Module):
 
     def _open_json_lines(self) -> Any:
         if self._json_lines is None:
-            path = self.config.jsonl_path
-            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-            self._json_lines = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+            self._json_lines = storage.open_to_append(self.config.jsonl_path)
         return self._json_lines
 
     def _event_file(self, group: str) -> "_EventFile":
@@ -154,6 +157,14 @@ class SummaryWriter(Module):
             if self._purge_step is not None:
                 self._events[group].purge(self._purge_step)
         return self._events[group]
+
+    @nowrap
+    def upload(self) -> None:
+        """Starts to upload what was written, such as before a checkpoint; returns at once."""
+        with self._failures_logged(self._purge_step or 0):
+            for file in (self._json_lines, *(each._file for each in self._events.values())):
+                if isinstance(file, storage.GrowingObject):
+                    file.flush_soon()
 
     @nowrap
     def close(self, stopped_by: str | None = None) -> None:
@@ -181,17 +192,17 @@ class _EventFile:
     def __init__(self, directory: str) -> None:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        os.makedirs(directory, exist_ok=True)
+        storage.make_folder(directory)
         name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
         path = os.path.join(directory, name)
-        self._file = open(path, "xb")  # noqa: SIM115
+        self._file = storage.open_to_append(path)
         self._records = RecordWriter(self._file)
         try:
             self._add(file_version="brain.Event:2")
         except OSError:
             with contextlib.suppress(OSError):
                 self._file.close()
-            os.remove(path)
+            storage.remove(path)
             raise
 
     def _add(self, **fields: Any) -> None:
@@ -235,9 +246,9 @@ def truncate_json_lines(path: str, step: int) -> None:
     Dropping all of them, at step 0, is a warning: checkpoints may have been lost. Others that are
     not in the order of their steps are one too.
     """
-    if not os.path.exists(path):
+    if not storage.exists(path):
         return
-    with readable(path), open(path, encoding="utf-8", errors="replace") as file:
+    with readable(path), storage.open_to_read(path, encoding="utf-8", errors="replace") as file:
         lines = list(file)
     kept = [line for line in lines if line.endswith("\n") and _step_of(line) <= step]
     if step == 0 and len(kept) < len(lines):

@@ -15,7 +15,7 @@ import numpy as np
 from moelib.checkpoint.checkpointer import Checkpointer
 from moelib.checkpoint.contents import CheckpointRecord, newest_record
 from moelib.checkpoint.safetensors import file_sums
-from moelib.core import tree
+from moelib.core import storage, tree
 from moelib.core.config import (
     REQUIRED,
     DType,
@@ -61,6 +61,7 @@ from moelib.train.loop import TrainLoop
 from moelib.train.memory import check_memory
 from moelib.train.no_gradient import warn_without_gradient
 from moelib.train.pipeline import PipelineConfig, stack_of, warn_empty_stages
+from moelib.train.run_log import CONFIG_FILE
 from moelib.train.settings import (
     check_batch,
     check_config,
@@ -436,6 +437,8 @@ class SpmdTrainer(Module):
             files=self._file_sums if jax.process_index() == 0 else {},
             mesh=dict(self.mesh().shape),
         )
+        if not local:
+            self.summary_writer.upload()
         save = self.checkpointer.save_locally if local else self.checkpointer.save
         save(self.trainer_state, record)
 
@@ -622,7 +625,8 @@ class SpmdTrainer(Module):
         if cfg.checkpointer is not None:
             folder, parent = self.checkpointer.dir, os.path.dirname(self.checkpointer.dir)
             if os.path.realpath(cfg.dir) not in map(os.path.realpath, (folder, parent)):
-                of_a_run = os.path.exists(os.path.join(parent, LOCK_FILE))  # Which locks only that.
+                mark = CONFIG_FILE if storage.is_remote(parent) else LOCK_FILE
+                of_a_run = storage.exists(os.path.join(parent, mark))  # Which locks only that.
                 folders["checkpointer.dir"] = parent if of_a_run else folder
         for setting, folder in folders.items():
             lock = directory_lock(folder, setting=setting)

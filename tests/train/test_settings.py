@@ -57,12 +57,23 @@ def test_micro_batches_that_do_not_divide_the_batch_are_refused(cfg):
 @pytest.mark.parametrize(
     "path", ["dir", "checkpointer.dir", "summary_writer.dir", "summary_writer.jsonl_path"]
 )
-def test_remote_folder_is_refused(cfg, path):
+def test_remote_folder_without_its_package_is_refused(cfg, path):
     *parents, name = path.split(".")
-    (getattr(cfg, parents[0]) if parents else cfg).set(**{name: "gs://bucket/run"})
-    wanted = rf"^{re.escape(path)} is 'gs://bucket/run'"
-    with pytest.raises(ValueError, match=wanted):
+    (getattr(cfg, parents[0]) if parents else cfg).set(**{name: "s3://bucket/run"})
+    check_config(cfg)
+    (getattr(cfg, parents[0]) if parents else cfg).set(**{name: "quantum://bucket/run"})
+    with pytest.raises(UserError, match="quantum://bucket/run"):
         check_config(cfg)
+
+
+def test_checkpoints_on_a_store_that_takes_no_arrays_are_refused(cfg):
+    with pytest.raises(UserError, match=r"checkpointer\.dir is 'memory://run'.*s3://"):
+        check_config(cfg.set(dir="memory://run"))
+
+
+def test_traces_in_a_remote_folder_are_refused(cfg):
+    with pytest.raises(UserError, match=r"start_trace_steps is \[2\].*'s3://bucket/run'"):
+        check_config(cfg.set(dir="s3://bucket/run", start_trace_steps=(2,)))
 
 
 def test_metric_of_an_unknown_evaler_is_refused(cfg):

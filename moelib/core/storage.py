@@ -1,0 +1,206 @@
+"""Files in folders that are local paths, or URLs of object stores: s3://, gs://, others of fsspec.
+
+An object is written as a whole, so that readers see the old content or the new one. Errors of a
+store are errors of the system: FileNotFoundError, PermissionError, OSError. Local paths take the
+calls of Python's own library, with its costs and errors.
+"""
+
+import concurrent.futures
+import contextlib
+import errno
+import io
+import os
+import time
+from collections.abc import Iterator
+from typing import IO, Any
+
+from moelib.core.errors import UserError
+
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # Extras of moelib, by scheme.
+_CODES = {
+    FileNotFoundError: errno.ENOENT,
+    PermissionError: errno.EACCES,
+    FileExistsError: errno.EEXIST,
+    IsADirectoryError: errno.EISDIR,
+}
+_UPLOAD_SECONDS = 60.0  # Between two uploads of a file that grows.
+_UPLOAD_SHARE = 0.05  # Of the time, at most, for files that take long.
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Returns whether a path is a URL."""
+    return "://" in os.fspath(path)
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """Returns the absolute path of a folder; of a URL, itself without a final slash."""
+    path = os.fspath(path)
+    return path.rstrip("/") if is_remote(path) else os.path.abspath(path)
+
+
+def filesystem_class(path: str | os.PathLike[str]) -> Any:
+    """Returns fsspec's class for a URL; contacts nothing.
+
+    Raises:
+        UserError: If no installed package serves such URLs.
+    """
+    import fsspec
+
+    path = os.fspath(path)
+    scheme = path.partition("://")[0]
+    try:
+        return fsspec.get_filesystem_class(scheme)
+    except (ImportError, ValueError) as error:
+        cure = f"{error}; install it, or use a local path, s3://, or gs://."
+        if extra := _EXTRAS.get(scheme):
+            cure = f"its package is missing; run `pip install 'moelib[{extra}]'`."
+        raise UserError(f"{path}: {cure}") from error
+
+
+def filesystem(path: str | os.PathLike[str]) -> Any:
+    """Returns fsspec's file system of a URL; its listings are not cached. Raises UserError."""
+    return filesystem_class(path)(use_listings_cache=False)
+
+
+@contextlib.contextmanager
+def _system_errors(path: str) -> Iterator[None]:
+    """Turns errors of a store's package into those of the system, which name the path."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        code = next((c for kind, c in _CODES.items() if isinstance(error, kind)), errno.EIO)
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        text = "no such object or bucket" if code == errno.ENOENT else lines[0][:300]
+        raise OSError(code, text, path) from error
+
+
+def exists(path: str | os.PathLike[str]) -> bool:
+    """Returns whether there is a file, an object or a folder."""
+    path = os.fspath(path)
+    if not is_remote(path):
+        return os.path.exists(path)
+    with _system_errors(path):
+        return filesystem(path).exists(path)
+
+
+def list_names(folder: str) -> list[str]:
+    """Returns the names in a folder. Raises OSError if it does not exist or cannot be listed."""
+    if not is_remote(folder):
+        return os.listdir(folder)
+    with _system_errors(folder):
+        found = filesystem(folder).ls(folder, detail=False)
+        return [x for each in found if (x := os.path.basename(each.rstrip("/")))]
+
+
+def make_folder(folder: str) -> None:
+    """Creates a folder that is missing; an object store needs none."""
+    if not is_remote(folder):
+        os.makedirs(folder, exist_ok=True)
+
+
+def read_bytes(path: str, start: int | None = None, end: int | None = None) -> bytes:
+    """Returns the bytes [start, end) of an object. Raises OSError."""
+    with _system_errors(path):
+        return filesystem(path).cat_file(path, start=start, end=end)
+
+
+def write_bytes(path: str, data: bytes, *, only_if_absent: bool = False) -> None:
+    """Writes an object. Raises OSError; FileExistsError if it exists and must not."""
+    with _system_errors(path):
+        filesystem(path).pipe_file(path, data, mode="create" if only_if_absent else "overwrite")
+
+
+def remove(path: str) -> None:
+    """Removes a file or an object, if it exists. Raises OSError."""
+    if not is_remote(path):
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(path)
+        return
+    with contextlib.suppress(FileNotFoundError), _system_errors(path):
+        filesystem(path).rm_file(path)
+
+
+def remove_tree(folder: str) -> None:
+    """Removes all objects below a URL. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError), _system_errors(folder):
+        filesystem(folder).rm(folder, recursive=True)
+
+
+def open_to_read(path: str | os.PathLike[str], mode: str = "r", **options: Any) -> IO[Any]:
+    """Opens a file to read, as `open` does; an object is read as a whole."""
+    path = os.fspath(path)
+    if not is_remote(path):
+        return open(path, mode, **options)
+    data = io.BytesIO(read_bytes(path))
+    return data if "b" in mode else io.TextIOWrapper(data, **options)
+
+
+def open_to_append(path: str) -> Any:
+    """Opens a file to append to, in a folder that is created if it is missing.
+
+    An object is uploaded as a whole: see `GrowingObject`.
+    """
+    if is_remote(path):
+        return GrowingObject(path)
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    return open(path, "ab")
+
+
+class GrowingObject(io.RawIOBase):
+    """An object that grows: held in memory, and uploaded as a whole by a thread.
+
+    A write starts an upload if the last one began a minute ago, `flush_soon` at once. A failure is
+    raised by the next write, and closing uploads the rest: a process that is killed loses what it
+    wrote since the last upload.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Reads the object, if it exists. Raises OSError."""
+        self._path, self._data = path, bytearray()
+        with contextlib.suppress(FileNotFoundError):
+            self._data += read_bytes(path)
+        self._num_uploaded = len(self._data)
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "upload")
+        self._upload: concurrent.futures.Future[float] | None = None
+        self._next = time.monotonic() + _UPLOAD_SECONDS
+
+    def writable(self) -> bool:
+        """Returns True."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Appends bytes; returns their number."""
+        self._data += data
+        if time.monotonic() >= self._next:
+            self.flush_soon()
+        return len(data)
+
+    def flush_soon(self) -> None:
+        """Starts an upload, unless one runs. Raises OSError if the one before failed."""
+        if self._upload is not None:
+            if not self._upload.done():
+                return
+            done, self._upload = self._upload, None
+            self._next = time.monotonic() + _UPLOAD_SECONDS
+            self._next = max(self._next, time.monotonic() + done.result() / _UPLOAD_SHARE)
+        if self._num_uploaded < len(self._data):
+            self._upload = self._thread.submit(self._put, bytes(self._data))
+            self._next = time.monotonic() + _UPLOAD_SECONDS
+
+    def _put(self, data: bytes) -> float:
+        """Uploads the content; returns the seconds that it takes."""
+        begin = time.monotonic()
+        write_bytes(self._path, data)
+        self._num_uploaded = len(data)
+        return time.monotonic() - begin
+
+    def close(self) -> None:
+        """Uploads the rest, and waits for it. Raises OSError."""
+        if self.closed:
+            return
+        super().close()
+        self._thread.shutdown()
+        if self._num_uploaded < len(self._data):
+            self._put(bytes(self._data))

@@ -1,0 +1,137 @@
+"""Checkpoints on a server of S3's protocol: complete with their record alone; damage; formats."""
+
+import jax
+import numpy as np
+import pytest
+
+from moelib.checkpoint import contents, object_store
+from moelib.checkpoint.contents import list_checkpoints, step_path
+from moelib.core import storage, tree
+from moelib.core.errors import UserError
+from tests.checkpoint.small import make, make_state, save, target_of
+
+
+def arrays_of(url):
+    return [x for x in storage.filesystem(url).find(f"{url}/state") if ".zarray" not in x]
+
+
+def assert_equal(restored, state):
+    assert restored.record.step == int(state["step"])
+    for (name, x), (_, y) in zip(
+        tree.flatten_items(restored.state), tree.flatten_items(state), strict=True
+    ):
+        assert x.dtype == y.dtype, name
+        np.testing.assert_array_equal(x, y, err_msg=name)
+
+
+def test_checkpoints_are_read_on_another_mesh_and_old_ones_deleted(s3):
+    checkpointer = make(f"{s3}/run/checkpoints/", keep_last_n=2)
+    assert checkpointer.restore(target_of(make_state())) is None
+    sharded = jax.tree.map(
+        lambda x, like: jax.device_put(x, like.sharding), make_state(3), target_of(make_state())
+    )
+    for step in (1, 2):
+        save(checkpointer, step)
+    save(checkpointer, 3, sharded)
+    assert checkpointer.last_error is None
+    checkpointer.close()
+    assert list(list_checkpoints(checkpointer.dir)) == [2, 3]
+    assert storage.list_names(checkpointer.dir) == ["step_00000002", "step_00000003"]
+    assert_equal(checkpointer.restore(target_of(make_state(), 2)), make_state(3))
+    assert_equal(checkpointer.restore(target_of(make_state()), step=2), make_state(2))
+
+
+def test_one_without_its_record_is_not_seen_and_is_removed(s3):
+    checkpointer = make(f"{s3}/run")
+    save(checkpointer, 1)
+    save(checkpointer, 2)
+    storage.remove(f"{step_path(checkpointer.dir, 2)}/{contents.RECORD_FILE}")
+    assert checkpointer.latest_step() == 1
+    assert_equal(checkpointer.restore(target_of(make_state())), make_state(1))
+    checkpointer.remove_unfinished()
+    assert storage.list_names(checkpointer.dir) == ["step_00000001"]
+    save(checkpointer, 2)
+    assert checkpointer.latest_step() == 2
+    checkpointer.close()
+
+
+def flip(url):
+    data = bytearray(storage.read_bytes(url))
+    data[-1] ^= 1
+    storage.write_bytes(url, bytes(data))
+
+
+def store_zeros(url):
+    name = url.rsplit("/state/", 1)[1].split("/")[0]
+    like = {"model.w": (8, 8)}[name]
+    import tensorstore as ts
+
+    store = ts.open(object_store._spec(url.rsplit("/state/", 1)[0], name), open=True).result()
+    store[...].write(np.zeros(like, np.float32)).result()
+
+
+@pytest.mark.parametrize("damage", [flip, storage.remove, store_zeros])
+def test_damage_of_an_object_is_found_and_the_one_before_read(s3, caplog, damage):
+    checkpointer = make(f"{s3}/run")
+    save(checkpointer, 1)
+    save(checkpointer, 2)
+    path = step_path(checkpointer.dir, 2)
+    damage(next(f"s3://{x}" for x in arrays_of(path) if "model.w" in x))
+    assert_equal(checkpointer.restore(target_of(make_state())), make_state(1))
+    assert "step_00000002" in caplog.text
+    save(checkpointer, 2)  # It can be written again.
+    assert_equal(checkpointer.restore(target_of(make_state())), make_state(2))
+    checkpointer.close()
+
+
+def test_a_failed_save_leaves_the_older_one(s3, caplog):
+    checkpointer = make(f"{s3}/run")
+    save(checkpointer, 1)
+    checkpointer.dir = f"{s3}-missing/run"
+    save(checkpointer, 2)
+    assert isinstance(checkpointer.last_error, OSError)
+    assert "NO CHECKPOINT of step 2" in caplog.text
+    assert "no such object or bucket" in caplog.text
+    checkpointer.dir = f"{s3}/run"
+    assert checkpointer.latest_step() == 1
+    checkpointer.close()
+
+
+def test_copies_are_read_in_both_directions(s3, tmp_path):
+    remote, local = make(f"{s3}/run"), make(tmp_path / "run")
+    fs = storage.filesystem(s3)
+    save(remote, 1)
+    save(local, 2)
+    fs.get(step_path(remote.dir, 1), step_path(local.dir, 1), recursive=True)
+    fs.put(step_path(local.dir, 2), step_path(remote.dir, 2), recursive=True)
+    assert_equal(local.restore(target_of(make_state()), step=1), make_state(1))
+    assert_equal(remote.restore(target_of(make_state()), step=2), make_state(2))
+    for each in (remote, local):
+        each.close()
+
+
+def test_a_store_without_arrays_is_refused():
+    with pytest.raises(UserError, match=r"checkpointer\.dir is 'memory://a'"):
+        object_store.check_url("checkpointer.dir", "memory://a")
+
+
+def test_chunks_divide_the_shard_and_fit_a_request():
+    assert object_store._chunks((24, 64, 2048, 1408), 4) == [1, 16, 2048, 1408]
+    assert object_store._chunks((3, 0), 4) == [3, 1]
+    assert object_store._chunks((), 4) == []
+    assert object_store._chunks((2, 1 << 28), 4) == [1, 1 << 26]
+
+
+def test_a_deletion_that_is_cut_short_leaves_no_complete_one(s3, monkeypatch):
+    checkpointer = make(f"{s3}/run")
+    save(checkpointer, 1)
+    checkpointer.close()
+
+    def fail(url):
+        raise OSError(f"{url}: killed")
+
+    monkeypatch.setattr(storage, "remove_tree", fail)
+    with pytest.raises(OSError, match="killed"):
+        object_store.delete_checkpoint(step_path(checkpointer.dir, 1))
+    assert checkpointer.latest_step() is None
+    assert len(arrays_of(step_path(checkpointer.dir, 1))) == 4
