@@ -52,7 +52,7 @@ class TpuVmJob(Job):
         service_account: str | None = None  # Service account of the hosts; it reads the bucket.
         network: str | None = None  # Network; None for `default`.
         # Requirement that is installed; ./dist/NAME.whl[tpu] for a wheel in the current folder.
-        package: str = "moelib[tpu]"
+        package: str = "moelib[gcs,tpu]"
         setup: Sequence[str] = ()  # Shell commands before the run, such as mounts of a bucket.
 
     def __init__(self, cfg: Config) -> None:
@@ -76,12 +76,13 @@ class TpuVmJob(Job):
     def check_trainer_dir(self, folder: str) -> None:
         """Raises UserError if the folder of the run is relative: it would lie on the hosts' disks.
 
-        An absolute folder must be on a file system that `setup` mounts on all hosts.
+        An absolute folder must be on a file system that `setup` mounts on all hosts. A URL is that
+        of an object store.
         """
-        if not posixpath.isabs(folder):
+        if not posixpath.isabs(folder) and "://" not in folder:
             raise UserError(
-                f"--trainer_dir={folder}: it is deleted with the TPU VMs; set an absolute path "
-                "on a file system that setup mounts, such as /mnt/runs/NAME."
+                f"--trainer_dir={folder}: it is deleted with the TPU VMs; set a bucket, such as "
+                "gs://BUCKET/NAME, or an absolute path on a file system that setup mounts."
             )
 
     def files(self) -> Mapping[str, str]:

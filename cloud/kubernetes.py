@@ -152,12 +152,15 @@ class KubernetesJob(Job):
                 )
 
     def check_trainer_dir(self, folder: str) -> None:
-        """Raises UserError if the folder of the run is in no volume: the run would be lost."""
+        """Raises UserError if the folder of the run is in no volume and no bucket: it is lost."""
+        if "://" in folder:
+            return
         mounts = self.config.volumes
         if not any(posixpath.join(folder, "").startswith(f"{path}/") for path in mounts):
             raise UserError(
-                f"--trainer_dir={folder}: a pod loses what it writes there; set an absolute path "
-                "in a volume: --job_set \"volumes={'/runs': 'CLAIM'}\" --trainer_dir=/runs/NAME"
+                f"--trainer_dir={folder}: a pod loses what it writes there; set a bucket, such as "
+                "gs://BUCKET/NAME, or a path in a volume: "
+                "--job_set \"volumes={'/runs': 'CLAIM'}\" --trainer_dir=/runs/NAME"
             )
 
     def files(self) -> Mapping[str, str]:

@@ -65,7 +65,8 @@ class XManagerJob(Job):
 
     def check_trainer_dir(self, folder: str) -> None:
         """Raises UserError if the folder of the run is in no volume: the run would be lost."""
-        if not any(folder.startswith(f"{path.rstrip('/')}/") for path in self.config.volumes):
+        volumes = [f"{path.rstrip('/')}/" for path in self.config.volumes]
+        if "://" not in folder and not any(map(folder.startswith, volumes)):
             raise UserError(
                 f"--trainer_dir={folder}: the container loses it; set an absolute path in a "
                 "volume: --job_set \"volumes={'/runs': '/home/me/runs'}\" --trainer_dir=/runs/NAME"

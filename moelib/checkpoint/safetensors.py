@@ -20,6 +20,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from moelib.core import storage
 from moelib.core.config_types import shortened
 from moelib.core.errors import ExistingFileError, MissingFileError, UserError
 from moelib.core.files import atomic_file, read_json, write_json, writing
@@ -55,6 +56,7 @@ class TensorFolder:
             DamagedTensorsError: If a file is not a safetensors file, is truncated, or lacks a
                 tensor that the index lists.
         """
+        storage.require_local("the folder of tensors", folder, "copy the model there first")
         self.folder = folder
         self._files: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
@@ -182,7 +184,7 @@ def _is_inside(name: str) -> bool:
 def _sha256(path: str) -> str:
     if os.path.exists(path) and not os.path.isfile(path):
         raise OSError(errno.EINVAL, "it is not a regular file", path)
-    with open(path, "rb") as file:
+    with storage.open_to_read(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -222,7 +224,7 @@ def check_sum(path: str, wanted: str, source: str, *, cure: str = "restore the f
 def file_sums(folder: str, names: Iterable[str]) -> dict[str, str]:
     """Returns {name: SHA-256} of those files of a folder that exist."""
     paths = {name: os.path.join(folder, name) for name in names}
-    return {name: _sha256(path) for name, path in paths.items() if os.path.exists(path)}
+    return {name: _sha256(path) for name, path in paths.items() if storage.exists(path)}
 
 
 def add_sums(folder: str, names: Iterable[str]) -> None:
@@ -242,6 +244,7 @@ def write_tensors(
     Raises:
         ExistingFileError: If the folder has tensors.
     """
+    storage.require_local("the folder of tensors", folder, "copy it to the store")
     os.makedirs(folder, exist_ok=True)
     for name in (SINGLE_FILE, INDEX_FILE):
         if os.path.exists(os.path.join(folder, name)):

@@ -12,6 +12,7 @@ import os
 from collections.abc import Sequence
 
 from moelib.cli.generate import ModelFlags
+from moelib.core import storage
 from moelib.core.command_line import flag, no_arguments
 from moelib.core.errors import UsageError
 from moelib.core.table import print_table
@@ -64,7 +65,7 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     # No reference to the model is kept, so that the next step replaces its parameters.
     results = evaluate(flags.load(), steps=steps, output=output, **options)
     print_table(results_table(flags.folder, results))
-    print(f"wrote {', '.join(sorted(os.listdir(output)))} in {output}")
+    print(f"wrote {', '.join(sorted(storage.list_names(output)))} in {output}")
 
 
 def find_steps(trainer_dir: str, wanted: str) -> list[int]:

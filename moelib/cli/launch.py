@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moelib import launch
-from moelib.core import config_parse
+from moelib.core import config_parse, storage
 from moelib.core.command_line import describe_flags, flag, no_arguments
 from moelib.core.config import config_origin, did_you_mean
 from moelib.core.errors import UsageError
@@ -81,7 +81,7 @@ def job_config(flags: Flags) -> Any:
         raise UsageError(f"--job={flags.job}: {module} has no {name!r}.")
     job = getattr(found, name)
     cfg, run_dir = job.default_config(), flags.trainer_dir or ""
-    if job.shares_files:
+    if job.shares_files and not storage.is_remote(run_dir):
         folder = os.path.join(run_dir, "job")
     else:
         folder = os.path.join("jobs", os.path.basename(run_dir.rstrip("/")))

@@ -125,7 +125,11 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def copy_file(source: str, target: str) -> None:
-    """Copies a file or an object to a local file as a whole, with the permissions of a new file."""
+    """Copies a file or an object as a whole, with the permissions of a new file."""
+    if storage.is_remote(target):
+        with storage.open_to_read(source, "rb") as read:
+            storage.write_bytes(target, read.read())
+        return
     temporary = f"{target}.tmp-{os.getpid()}"
     with storage.open_to_read(source, "rb") as read, open(temporary, "wb") as file:
         shutil.copyfileobj(read, file)

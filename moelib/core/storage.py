@@ -38,6 +38,12 @@ def absolute(path: str | os.PathLike[str]) -> str:
     return path.rstrip("/") if is_remote(path) else os.path.abspath(path)
 
 
+def require_local(setting: str, path: str | os.PathLike[str], cure: str) -> None:
+    """Raises UserError if a path is a URL."""
+    if is_remote(path):
+        raise UserError(f"{setting} is {os.fspath(path)!r}; set a local folder, and {cure}.")
+
+
 def filesystem_class(path: str | os.PathLike[str]) -> Any:
     """Returns fsspec's class for a URL; contacts nothing.
 
@@ -94,6 +100,14 @@ def list_names(folder: str) -> list[str]:
         return [x for each in found if (x := os.path.basename(each.rstrip("/")))]
 
 
+def size(path: str) -> int:
+    """Returns the number of bytes of a file or an object. Raises OSError."""
+    if not is_remote(path):
+        return os.path.getsize(path)
+    with _system_errors(path):
+        return filesystem(path).info(path)["size"]
+
+
 def make_folder(folder: str) -> None:
     """Creates a folder that is missing; an object store needs none."""
     if not is_remote(folder):
@@ -106,8 +120,18 @@ def read_bytes(path: str, start: int | None = None, end: int | None = None) -> b
         return filesystem(path).cat_file(path, start=start, end=end)
 
 
+def read_ranges(paths: list[str], starts: list[int], ends: list[int]) -> list[bytes]:
+    """Returns the bytes [start, end) of each object, by concurrent requests. Raises OSError."""
+    with _system_errors(paths[0]):
+        return filesystem(paths[0]).cat_ranges(paths, starts, ends, on_error="raise")
+
+
 def write_bytes(path: str, data: bytes, *, only_if_absent: bool = False) -> None:
-    """Writes an object. Raises OSError; FileExistsError if it exists and must not."""
+    """Writes a file or an object. Raises OSError; FileExistsError if it exists and must not."""
+    if not is_remote(path):
+        with open(path, "xb" if only_if_absent else "wb") as file:
+            file.write(data)
+        return
     with _system_errors(path):
         filesystem(path).pipe_file(path, data, mode="create" if only_if_absent else "overwrite")
 

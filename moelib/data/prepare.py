@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from moelib.core import storage
 from moelib.core.directory_lock import LOCK_FILE, directory_lock
 from moelib.core.errors import ExistingFileError, UserError
 from moelib.core.files import read_json, sync_folder, write_json
@@ -89,6 +90,7 @@ def prepare(
     token_store.check_splits(splits)
     if num_processes < 1:
         raise UserError(f"num_processes={num_processes}: set 1 or more.")
+    storage.require_local("output_dir (--output)", output_dir, "copy the store when it is complete")
     output_dir, parts = output_dir.rstrip("/"), source.parts()
     plan = {
         "source": fingerprint(parts),

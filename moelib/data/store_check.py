@@ -4,6 +4,8 @@ import hashlib
 import os
 from collections.abc import Sequence
 
+from moelib.core import storage
+
 BLOCK_BYTES = 4 << 20  # A block is read and hashed in some 10 ms.
 SAMPLED_BLOCKS = 8  # Largest number of blocks of tokens that opening a store checks.
 
@@ -25,13 +27,16 @@ def damage(folder: str, block: Block, hashes: Sequence[str]) -> str:
     name, number = block
     path = os.path.join(folder, name)
     try:
-        with open(path, "rb") as file:
-            file.seek(number * BLOCK_BYTES)
-            is_last = number == len(hashes) - 1
-            data = file.read(BLOCK_BYTES)
-            if _hash(data) == hashes[number] and not (is_last and file.read(1)):
-                return ""
+        is_last, begin = number == len(hashes) - 1, number * BLOCK_BYTES
+        if storage.is_remote(path):
+            data = storage.read_bytes(path, begin, begin + BLOCK_BYTES + 1)
+        else:
+            with open(path, "rb") as file:
+                file.seek(begin)
+                data = file.read(BLOCK_BYTES + 1)
+        data, more = data[:BLOCK_BYTES], data[BLOCK_BYTES:]
+        if _hash(data) == hashes[number] and not (is_last and more):
+            return ""
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
-    begin = number * BLOCK_BYTES
     return f"bytes {begin} to {begin + len(data)} of {name} are not those that were written"

@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from moelib.core import storage
 from moelib.core.config import REQUIRED, config_class
 from moelib.core.config_types import fits
 from moelib.core.errors import MissingFileError, UserError
@@ -107,7 +108,7 @@ def read_meta(path: str) -> StoreMeta:
     """
     file_path = os.path.join(path, META)
     try:
-        with open(file_path, encoding="utf-8") as file:
+        with storage.open_to_read(file_path, encoding="utf-8") as file:
             content = parse_json(file.read())
         if content.get("format") != FORMAT:
             raise ValueError(f"not of format {FORMAT}")
@@ -255,9 +256,11 @@ class TokenStore(TokenSource):
         itemsize = np.dtype(self.meta.dtype).itemsize
         for index, tokens in enumerate(self.meta.file_tokens):
             path = self._path(name := tokens_file(index))
-            if not os.path.exists(path):
-                raise self._damaged(f"{name} is missing")
-            if (size := os.path.getsize(path)) != tokens * itemsize:
+            try:
+                size = storage.size(path)
+            except FileNotFoundError:
+                raise self._damaged(f"{name} is missing") from None
+            if size != tokens * itemsize:
                 raise self._damaged(f"{name} has {size} bytes, not {tokens * itemsize}")
         if not self.meta.block_hashes:
             logger.warning(
@@ -292,7 +295,7 @@ class TokenStore(TokenSource):
     def _array(self, name: str, size: int) -> npt.NDArray[Any]:
         """Returns an array of the store. Raises UserError if it is damaged."""
         try:
-            with open(self._path(name), "rb") as file:
+            with storage.open_to_read(self._path(name), "rb") as file:
                 array = np.lib.format.read_array(file, allow_pickle=False)
         except OSError as error:
             raise self._damaged(f"{name} cannot be read ({error})") from None
@@ -304,6 +307,38 @@ class TokenStore(TokenSource):
 
     def _path(self, name: str) -> str:
         return os.path.join(self.config.path, name)
+
+    def read(
+        self,
+        starts: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int64],
+        out: npt.NDArray[np.int32],
+        offsets: npt.NDArray[np.int64] | Sequence[int],
+    ) -> None:
+        """Copies pieces, as any source does; those of a URL are requested at the same time."""
+        if not storage.is_remote(self.config.path):
+            super().read(starts, lengths, out, offsets)
+            return
+        dtype = np.dtype(self.meta.dtype).newbyteorder("<")
+        files = np.searchsorted(self.file_starts, starts, side="right") - 1
+        begins = (starts - self.file_starts[files]) * dtype.itemsize
+        ends = begins + lengths * dtype.itemsize
+        paths = [self._path(tokens_file(index)) for index in files.tolist()]
+        with readable(self.config.path):
+            pieces = storage.read_ranges(paths, begins.tolist(), ends.tolist())
+        for piece, length, offset in zip(pieces, lengths.tolist(), offsets, strict=True):
+            ids = np.frombuffer(piece, dtype)
+            if len(ids) != length:
+                raise self._damaged("it has been cut short while it was in use")
+            out[offset : offset + length] = ids
+
+    def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        """Returns single tokens [P]."""
+        if not storage.is_remote(self.config.path):
+            return super().at(positions)
+        out = np.empty(len(positions), np.int32)
+        self.read(positions, np.ones_like(positions), out, range(len(positions)))
+        return out
 
     def file(self, index: int) -> "_TokenFile":
         """Returns the tokens of a file, which are read on use."""
@@ -359,7 +394,7 @@ class TokenStore(TokenSource):
             hashes = []
             for index in range(len(self.meta.file_tokens)):
                 path = self._path(tokens_file(index))
-                with readable(path), open(path, "rb") as file:
+                with readable(path), storage.open_to_read(path, "rb") as file:
                     hashes.append(hashlib.file_digest(file, "sha256").hexdigest())
                     on_bytes(file.tell())
             lengths = self._array(LENGTHS, self.meta.num_documents)

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from moelib.core import storage
 from moelib.core.config import REQUIRED, Configurable, config_class, did_you_mean
 from moelib.core.errors import MissingFileError, UserError
 from moelib.core.files import atomic_file, read_json, write_json
@@ -163,10 +164,10 @@ class Tokenizer(Configurable):
 
 def _read_text(path: str) -> str:
     """Returns the text of a tokenizer.json, or of the one in a folder."""
-    if os.path.isdir(path):
+    if os.path.isdir(path) or (storage.is_remote(path) and not path.endswith(".json")):
         path = os.path.join(path, FILE_NAME)
     try:
-        with open(path, encoding="utf-8") as file:
+        with storage.open_to_read(path, encoding="utf-8") as file:
             return file.read()
     except FileNotFoundError:
         raise MissingFileError(

@@ -7,6 +7,7 @@ from typing import Any, overload
 
 import jax
 
+from moelib.core import storage
 from moelib.core.errors import ExistingFileError, UserError, refuse_single_strings
 from moelib.core.metrics import Scalars
 from moelib.core.progress import Progress
@@ -182,5 +183,5 @@ def _check_what(
         raise UserError("tasks and corpus are empty; set one of them to what to evaluate on.")
     if not isinstance(model, LoadedModel):
         raise UserError(f"model is {model!r}; pass a model from moelib.load_model.")
-    if output is not None and os.path.exists(os.path.join(output, report.RESULTS_FILE)):
+    if output is not None and storage.exists(os.path.join(output, report.RESULTS_FILE)):
         raise ExistingFileError(f"output {output} has results already; set another folder.")

@@ -1,10 +1,12 @@
 """Results of an evaluation: a table, results.json, results.csv, and a plot over steps."""
 
 import csv
+import io
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from moelib.core import storage
 from moelib.core.files import atomic_file, write_json
 from moelib.core.table import Table
 from moelib.evaluation.evaluations import Metrics
@@ -39,7 +41,7 @@ def write_results(
 
     The folder is created if it does not exist; the title is that of the plot.
     """
-    os.makedirs(folder, exist_ok=True)
+    storage.make_folder(folder)
     content = {**settings, "results": [result._asdict() for result in results]}
     write_json(os.path.join(folder, RESULTS_FILE), content)
     with atomic_file(os.path.join(folder, "results.csv")) as file:
@@ -98,7 +100,9 @@ def plot_results(path: str, title: str, results: Sequence[Result]) -> None:
         axes.set(xlabel="step", ylabel=metric)
         axes.legend(fontsize="small")
         _add_token_axis(axes, results)
-    figure.savefig(path, dpi=120)
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=120)
+    storage.write_bytes(path, image.getvalue())
 
 
 def _add_token_axis(axes: Any, results: Sequence[Result]) -> None:

@@ -16,6 +16,7 @@ from moelib.checkpoint.safetensors import (
     file_sums,
     write_tensors,
 )
+from moelib.core import storage
 from moelib.core.errors import UserError
 from moelib.core.files import atomic_file, copy_file, read_json, write_json
 from moelib.train.identity import CONFIG_FILE
@@ -52,7 +53,7 @@ def from_hugging_face(
         Exception: The errors of `load_pretrained`.
     """
     path = os.path.join(to, CONFIG_FILE)
-    if os.path.exists(path):
+    if storage.exists(path):
         raise UserError(f"{path} exists; choose another folder.")
     ignored = tuple(ignore_settings)
     (cfg, _), tokenizer = read_config(folder, ignore_settings=ignored), None
@@ -66,7 +67,7 @@ def from_hugging_face(
         ignore_settings=ignored,
         multi_token_prediction=multi_token_prediction,
     )
-    os.makedirs(to, exist_ok=True)
+    storage.make_folder(to)
     checkpoints = os.path.join(to, "checkpoints")
     writer = Checkpointer.default_config().set(dir=checkpoints).instantiate(parent=None)
     _copy(FILES, folder, to)
@@ -183,5 +184,5 @@ def to_safetensors(
 
 def _copy(names: Sequence[str], source: str, to: str) -> None:
     for name in names:
-        if os.path.exists(path := os.path.join(source, name)):
+        if storage.exists(path := os.path.join(source, name)):
             copy_file(path, os.path.join(to, name))

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from moelib.checkpoint.contents import CheckpointRecord, newest_record
 from moelib.checkpoint.restore import restore_params_only
 from moelib.checkpoint.safetensors import check_sum
-from moelib.core import config_parse, trusted_code
+from moelib.core import config_parse, storage, trusted_code
 from moelib.core.errors import UserError
 from moelib.core.files import read_json
 from moelib.core.param import ParameterSpec, is_spec
@@ -133,7 +133,7 @@ def load_model(
         trusted_code.allow_folder(module_dir)
     cfg, record = _read_config(folder, step, skip_checksums=skip_checksums)
     run = cfg is not None
-    if not run and not os.path.exists(os.path.join(folder, pretrained.CONFIG_FILE)):
+    if not run and not storage.exists(os.path.join(folder, pretrained.CONFIG_FILE)):
         raise UserError(
             f"{folder} holds no model: it has neither the {identity.CONFIG_FILE} of a run nor the "
             f"{pretrained.CONFIG_FILE} of a Hugging Face model."
@@ -219,7 +219,7 @@ def tokenizer_of_model(folder: str, vocab_size: int, cfg: Any = None) -> Tokeniz
     Raises:
         UserError: If there is none, or it has more tokens than the model.
     """
-    if cfg is not None and not os.path.exists(os.path.join(folder, FILE_NAME)):
+    if cfg is not None and not storage.exists(os.path.join(folder, FILE_NAME)):
         try:
             tokenizer = load_tokenizer(cfg)
         except (OSError, ValueError) as error:
@@ -228,7 +228,7 @@ def tokenizer_of_model(folder: str, vocab_size: int, cfg: Any = None) -> Tokeniz
                 f"{error} Copy {FILE_NAME} and {SETTINGS_FILE} of the data to {folder}."
             ) from error
     else:
-        published = os.path.exists(os.path.join(folder, pretrained.CONFIG_FILE))
+        published = storage.exists(os.path.join(folder, pretrained.CONFIG_FILE))
         tokenizer = read_tokenizer(folder, published=published)
     if tokenizer.vocab_size > vocab_size:
         raise UserError(

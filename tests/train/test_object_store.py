@@ -9,8 +9,14 @@ from moelib.core import lease, storage
 from moelib.core.directory_lock import DirectoryInUseError, directory_lock
 from moelib.core.errors import UserError
 from moelib.core.files import read_text
+from moelib.data.prepare import prepare
+from moelib.data.source import InMemorySource
+from moelib.data.token_store import TokenStore
+from moelib.train.convert import from_hugging_face, to_hugging_face
+from moelib.train.loading import load_model
 from moelib.train.run_log import log_event, read_events
 from tests import tiny
+from tests.train import small_run
 
 
 def run(directory, *, max_step=8, **fields):
@@ -77,3 +83,54 @@ def test_a_second_trainer_is_refused(s3, monkeypatch):
 def test_a_missing_bucket_is_one_line(s3):
     with pytest.raises(UserError, match=r"-missing/run.*no such object or bucket"):
         run(f"{s3}-missing/run")
+
+
+def test_a_run_on_a_store_at_a_url_is_read_evaluated_and_converted(s3, tmp_path):
+    source = small_run.make_store(tmp_path / "store")
+    fs = storage.filesystem(s3)
+    fs.put(str(tmp_path / "store"), f"{s3}/data/store", recursive=True)
+    remote = source.clone(path=f"{s3}/data/store")
+    losses = []
+    for url, store in ((f"{s3}/run", remote), (str(tmp_path / "run"), source)):
+        trainer = small_run.trainer_config(url, store, max_step=2).instantiate(parent=None)
+        losses.append(trainer.run()["loss"])
+    assert losses[0] == losses[1]
+    assert (
+        TokenStore.default_config()
+        .set(path=remote.path)
+        .instantiate()
+        .at(np.array([3, 40]))
+        .tolist()
+        == source.instantiate().at(np.array([3, 40])).tolist()
+    )
+    here, there = (load_model(url) for url in (str(tmp_path / "run"), f"{s3}/run"))
+    assert_equal(there.parameters, here.parameters)
+    assert there.tokenizer.encode("document") == here.tokenizer.encode("document")
+    to_hugging_face(f"{s3}/run", str(tmp_path / "hub"))
+    assert (tmp_path / "hub" / "model.safetensors").exists()
+    with pytest.raises(UserError, match=r"s3://.*/hub'; set a local folder"):
+        to_hugging_face(f"{s3}/run", f"{s3}/hub")
+    from_hugging_face(str(tmp_path / "hub"), f"{s3}/again")
+    assert_equal(load_model(f"{s3}/again").parameters, here.parameters)
+
+
+def test_damage_of_a_store_at_a_url_is_found(s3, tmp_path):
+    source = small_run.make_store(tmp_path / "store")
+    fs = storage.filesystem(s3)
+    fs.put(str(tmp_path / "store"), f"{s3}/store", recursive=True)
+    remote = source.clone(path=f"{s3}/store")
+    remote.instantiate().verify()
+    url = f"{s3}/store/tokens-00000.bin"
+    data = bytearray(storage.read_bytes(url))
+    data[10] ^= 1
+    storage.write_bytes(url, bytes(data))
+    with pytest.raises(UserError, match=r"tokens-00000\.bin are not those that were written"):
+        remote.instantiate()
+    storage.write_bytes(url, bytes(data[:-2]))
+    with pytest.raises(UserError, match=r"tokens-00000\.bin has \d+ bytes"):
+        remote.instantiate()
+    storage.remove(url)
+    with pytest.raises(UserError, match=r"tokens-00000\.bin is missing"):
+        remote.instantiate()
+    with pytest.raises(UserError, match=r"s3://.*/out'; set a local folder"):
+        prepare(InMemorySource.default_config().set(texts=["a"]).instantiate(), None, f"{s3}/out")
