@@ -294,9 +294,9 @@ class KubernetesJob(Job):
 
     def _image_commands(self) -> Sequence[Sequence[str]]:
         cfg = self.config
-        extra = "tpu" if self._num_hosts else "gpu" if cfg.gpus_per_node else ""
+        extra = "tpu," if self._num_hosts else "gpu," if cfg.gpus_per_node else ""
         dockerfile = os.path.relpath(_DOCKERFILE)
-        build = ["docker", "build", "--file", dockerfile, "--build-arg", f"EXTRA={extra}"]
+        build = ["docker", "build", "--file", dockerfile, "--build-arg", f"EXTRA={extra}gcs,s3"]
         return [[*build, "--tag", cfg.image, "."], ["docker", "push", cfg.image]]
 
     def describe(self) -> str:

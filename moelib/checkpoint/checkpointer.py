@@ -253,8 +253,11 @@ class Checkpointer(Module):
     def _report_failure(self, step: int, error: BaseException) -> None:
         """Logs that a checkpoint was not written, and removes its incomplete files."""
         self.last_error = error
-        older = self.latest_step()
-        has = "There is no older one." if older is None else f"Step {older} is the newest."
+        try:
+            older = self.latest_step()
+            has = "There is no older one." if older is None else f"Step {older} is the newest."
+        except UserError as unreachable:
+            has = str(unreachable)
         logger.error(
             "NO CHECKPOINT of step %d: it could not be written to %s: %s. Training continues. %s "
             "Free some space, or make the folder writable.",
@@ -269,7 +272,11 @@ class Checkpointer(Module):
             self._orbax = None
         # The storage's own threads may write for another moment, into a folder being removed.
         for _ in range(_REMOVE_TRIES if jax.process_index() == 0 else 0):
-            if not (left := _unfinished(self.dir)):
+            try:
+                left = _unfinished(self.dir)
+            except UserError:
+                break
+            if not left:
                 break
             for path in left:
                 _remove(path)
@@ -280,7 +287,11 @@ class Checkpointer(Module):
         cfg = self.config
         if jax.process_index() != 0 or cfg.keep_last_n is None:
             return
-        found = contents.list_checkpoints(self.dir)
+        try:
+            found = contents.list_checkpoints(self.dir)
+        except UserError as error:
+            logger.warning("No old checkpoint is deleted: %s", error)
+            return
         metrics: dict[int, float | None] = {}
         for step in found.keys() - self._damaged:
             try:

@@ -87,8 +87,11 @@ def exists(path: str | os.PathLike[str]) -> bool:
     path = os.fspath(path)
     if not is_remote(path):
         return os.path.exists(path)
-    with _system_errors(path):
-        return filesystem(path).exists(path)
+    # Not fsspec's `exists`, which some stores answer with False if they cannot be reached.
+    with contextlib.suppress(FileNotFoundError), _system_errors(path):
+        filesystem(path).info(path)
+        return True
+    return False
 
 
 def list_names(folder: str) -> list[str]:

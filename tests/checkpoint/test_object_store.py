@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+import s3fs
 
 from moelib.checkpoint import contents, object_store
 from moelib.checkpoint.contents import list_checkpoints, step_path
@@ -94,6 +95,25 @@ def test_a_failed_save_leaves_the_older_one(s3, caplog):
     assert "no such object or bucket" in caplog.text
     checkpointer.dir = f"{s3}/run"
     assert checkpointer.latest_step() == 1
+    checkpointer.close()
+
+
+def test_a_store_that_cannot_be_reached_deletes_nothing(s3, monkeypatch, caplog):
+    checkpointer = make(f"{s3}/run", keep_last_n=1)
+    save(checkpointer, 1)
+
+    with monkeypatch.context() as changed:
+        changed.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+        changed.setenv("AWS_MAX_ATTEMPTS", "1")
+        s3fs.S3FileSystem.clear_instance_cache()
+        save(checkpointer, 2)
+        assert "NO CHECKPOINT of step 2" in caplog.text
+        with pytest.raises(UserError, match="cannot be listed"):
+            checkpointer.remove_unfinished()
+    s3fs.S3FileSystem.clear_instance_cache()
+    assert list_checkpoints(checkpointer.dir) == {1: step_path(checkpointer.dir, 1)}
+    save(checkpointer, 2)
+    assert list(list_checkpoints(checkpointer.dir)) == [2]
     checkpointer.close()
 
 

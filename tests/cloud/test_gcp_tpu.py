@@ -94,7 +94,7 @@ def test_a_host_installs_the_code_and_starts_the_run(tmp_path):
     calls = [x.split() for x in (code / "calls").read_text().splitlines()]
     assert calls.pop()[:2] == ["moelib", "train"]
     assert [call[0] for call in calls] == ["gcloud", "pip", "pip", "uv", "uv"]  # pip failed once.
-    assert calls[-1][-1] == r"moelib\[tpu\]"
+    assert calls[-1][-1] == r"moelib\[gcs\,tpu\]"
 
 
 @pytest.mark.parametrize(
@@ -153,3 +153,4 @@ def test_a_relative_folder_is_refused(capsys):
     command = ["launch", "--job=gcp_tpu", "--module=tests.cli.test_launch", "--config=tiny"]
     assert run([*command, *fields, "--dry_run", "--trainer_dir=runs/a"]) == 2
     assert "--trainer_dir=runs/a" in capsys.readouterr().err
+    assert run([*command, *fields, "--dry_run", "--trainer_dir=gs://b/runs/a"]) == 0

@@ -236,7 +236,7 @@ def test_the_command_prints_the_manifest_and_what_to_run(capsys):
     fields = "--job_set=volumes={'/runs': 'claim'}", "--job_set=gpus_per_node=8"
     assert run([*_TRAIN, *_FLAGS, *fields, "--trainer_dir=/runs/small"]) == 0
     out = capsys.readouterr().out
-    assert "EXTRA=gpu --tag r/m:1 ." in out
+    assert "EXTRA=gpu,gcs,s3 --tag r/m:1 ." in out
     assert "# docker push r/m:1\n" in out
     assert out.endswith("\nkubectl apply -f jobs/small/jobset.json\n")
     assert '"--trainer_dir=/runs/small"' in out
@@ -245,7 +245,7 @@ def test_the_command_prints_the_manifest_and_what_to_run(capsys):
 def test_an_image_is_built_before_the_job_is_created():
     build, push, apply = job(**_TPU, build=True).commands()
     dockerfile = pathlib.Path(build[build.index("--file") + 1])
-    assert "EXTRA=tpu" in build
+    assert "EXTRA=tpu,gcs,s3" in build
     assert "runs/" in dockerfile.with_name("Dockerfile.dockerignore").read_text().split()
     assert push == ["docker", "push", "r/m:1"]
     assert apply[0] == "kubectl"

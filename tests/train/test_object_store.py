@@ -5,6 +5,8 @@ import json
 import numpy as np
 import pytest
 
+from moelib.checkpoint.checkpointer import Checkpointer
+from moelib.checkpoint.restore import restore_arrays
 from moelib.core import lease, storage
 from moelib.core.directory_lock import DirectoryInUseError, directory_lock
 from moelib.core.errors import UserError
@@ -17,6 +19,7 @@ from moelib.train.loading import load_model
 from moelib.train.run_log import log_event, read_events
 from tests import tiny
 from tests.train import small_run
+from tests.train.test_processes import finish, start, start_two
 
 
 def run(directory, *, max_step=8, **fields):
@@ -85,6 +88,7 @@ def test_a_missing_bucket_is_one_line(s3):
         run(f"{s3}-missing/run")
 
 
+@pytest.mark.slow
 def test_a_run_on_a_store_at_a_url_is_read_evaluated_and_converted(s3, tmp_path):
     source = small_run.make_store(tmp_path / "store")
     fs = storage.filesystem(s3)
@@ -134,3 +138,30 @@ def test_damage_of_a_store_at_a_url_is_found(s3, tmp_path):
         remote.instantiate()
     with pytest.raises(UserError, match=r"s3://.*/out'; set a local folder"):
         prepare(InMemorySource.default_config().set(texts=["a"]).instantiate(), None, f"{s3}/out")
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_resumed_with_the_same_losses(s3, tmp_path, monkeypatch):
+    monkeypatch.setattr(lease, "STALE_SECONDS", 2.0)
+    finish(start(f"{s3}/run", "--signal_at", 6, "--signal", "SIGKILL"), code=-9)
+    assert storage.list_names(f"{s3}/run/checkpoints") == ["step_00000004"]
+    assert storage.exists(f"{s3}/run/.lock-000001")
+    assert run(f"{s3}/run")[1] == run(tmp_path / "run")[1]
+
+
+@pytest.mark.slow
+def test_two_processes_save_and_restore(s3, tmp_path):
+    for finished in ("--max_step", 4), ("--max_step", 8):
+        processes = start_two(f"{s3}/run", *finished)
+        assert [finish(each)[0]["step"] for each in processes] == [finished[1]] * 2
+    assert storage.list_names(f"{s3}/run/checkpoints") == ["step_00000004", "step_00000008"]
+    for finished in ("--max_step", 4), ("--max_step", 8):
+        for each in start_two(tmp_path / "run", *finished):
+            finish(each)
+    restored = [
+        Checkpointer.default_config().set(dir=f"{folder}/checkpoints").instantiate(parent=None)
+        for folder in (f"{s3}/run", tmp_path / "run")
+    ]
+    remote, local = (restore_arrays(each.dir) for each in restored)
+    assert remote.record.checksums == local.record.checksums
+    assert_equal(remote.state, local.state)
