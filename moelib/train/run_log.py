@@ -6,6 +6,7 @@ a run resumes.
 
 import json
 import os
+import threading
 import time
 from typing import Any
 
@@ -14,6 +15,7 @@ from moelib.core.files import parse_json
 
 EVENTS_FILE = "events.jsonl"
 CONFIG_FILE = "config.txt"  # Next to it: the config of the run.
+_APPENDING = threading.Lock()  # An object is read and written again.
 
 
 def log_event(directory: str, event: str, **fields: Any) -> None:
@@ -25,7 +27,7 @@ def log_event(directory: str, event: str, **fields: Any) -> None:
         fields: JSON values.
     """
     line = json.dumps({"time": round(time.time(), 3), "event": event, **fields})
-    with storage.open_to_append(os.path.join(directory, EVENTS_FILE)) as file:
+    with _APPENDING, storage.open_to_append(os.path.join(directory, EVENTS_FILE)) as file:
         file.write(f"{line}\n".encode())
 
 
