@@ -10,7 +10,6 @@ from typing import Any
 
 from moelib.core.directory_lock import is_locked
 from moelib.core.errors import UserError
-from moelib.core.files import read_text
 from moelib.core.table import Table
 from moelib.operations.curves import RunMetrics
 from moelib.train.metrics_file import METRICS_FILE, MetricsReader
@@ -68,7 +67,10 @@ def describe_run(directory: str, metrics: RunMetrics, name: str) -> Run:
     curves = metrics.curves
     step = max((x.last[0] for x in curves.values()), default=0)
     files = [os.path.join(directory, x) for x in (CONFIG_FILE, METRICS_FILE, EVENTS_FILE)]
-    config = read_text(files[0]) if os.path.exists(files[0]) else ""
+    config = ""
+    if os.path.exists(files[0]):
+        with open(files[0], encoding="utf-8", errors="replace") as file:
+            config = file.read()
     found = re.search(r"^max_step: (\d+)$", config, re.MULTILINE)
     max_step = int(found[1]) if found else None
     events = read_events(directory)

@@ -80,10 +80,12 @@ def test_damage_and_folders_that_are_no_runs_are_named(tmp_path, caplog):
     write_run(tmp_path / "a")
     with open(tmp_path / "a/metrics.jsonl", "a", encoding="utf-8") as file:
         file.write('nonsense\n{"step": 4')
+    (tmp_path / "a/config.txt").write_bytes(b"\xff\nmax_step: 40\n")
     (tmp_path / "lost/checkpoints").mkdir(parents=True)
     (run,) = list_runs([str(tmp_path)])
     assert "skipped: 7; the last line, of 10 bytes" in runs_table([run]).footnotes[0]
     assert f"{tmp_path}/lost: no run" in caplog.text
+    assert run.max_step == 40
 
 
 @pytest.mark.parametrize("name", ["empty", "missing"])
