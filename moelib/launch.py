@@ -146,6 +146,21 @@ class TrainFlags(ConfigFlags, DeviceFlags):
     stopped_status: int = flag(
         0, "Exit status after SIGTERM, such as 75, so that a supervisor starts the run again."
     )
+    init_from: str | None = flag(
+        None, "Run, RUN@STEP or RUN@best, or Hugging Face model, that a new run starts from."
+    )
+    init_from_state: Literal["params", "all"] | None = flag(
+        None, "Whether it starts from the parameters, or also from step, optimizer and data."
+    )
+    init_from_rules: tuple[str, ...] = flag(
+        (), "Parameters with other names there: 'regex -> replacement', 'dropped ->', '-> new'."
+    )
+    rewind_to: int | None = flag(
+        None, "Step whose checkpoint the run resumes from, once; later ones are moved aside."
+    )
+    skip_batches: tuple[str, ...] = flag(
+        (), "Range first:stop of batches, counted from 0, that are never trained on."
+    )
     skip_kernel_check: bool | None = flag(
         None, "Whether to start without checking the accelerator's kernels against references."
     )
@@ -164,12 +179,23 @@ class TrainFlags(ConfigFlags, DeviceFlags):
         cfg = super().load()
         if mesh := mesh_of_flags(cfg, self.mesh, self.model_shards):
             set_field(cfg, f"mesh_shape={mesh}", flag="--mesh")
+        if self.init_from is not None:
+            from moelib.train.init_from import InitFrom
+
+            with config_origin("--init_from"):
+                cfg.init_from = InitFrom.default_config().set(run=self.init_from)
+        elif cfg.init_from is None and (self.init_from_state or self.init_from_rules):
+            raise UsageError("--init_from_state and --init_from_rules require --init_from.")
         fields = {
             "trainer_dir": "dir",
+            "init_from_state": "init_from.state",
+            "init_from_rules": "init_from.rules",
             "trainer_prng_seed": "prng_seed",
             "skip_kernel_check": "skip_kernel_check",
             "skip_checksums": "checkpointer.skip_checksums",
             "accept_changes": "accept_changes",
+            "rewind_to": "rewind_to",
+            "skip_batches": "skip_batches",
         }
         for name, field in fields.items():
             if (value := getattr(self, name)) not in (None, ()):

@@ -131,14 +131,7 @@ class Checkpointer(Module):
     @nowrap
     def best_step(self) -> int | None:
         """Returns the step of the checkpoint with the best `best_metric`; None if none has it."""
-        cfg, judged = self.config, []
-        sign = 1 if cfg.best_mode == "min" else -1
-        for step, path in contents.list_checkpoints(self.dir).items():
-            with contextlib.suppress(UserError):  # A damaged one, which is reported elsewhere.
-                metric = CheckpointRecord.read(path).metrics.get(cfg.best_metric or "")
-                if metric is not None and metric == metric:
-                    judged.append((sign * metric, -step))
-        return -min(judged)[1] if judged else None
+        return contents.best_step(self.dir, self.config.best_metric or "", self.config.best_mode)
 
     # Writing.
 

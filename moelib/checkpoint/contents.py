@@ -54,6 +54,8 @@ class CheckpointRecord:
     files: dict[str, str] = dataclasses.field(default_factory=dict)  # SHA-256 of the run's files.
     mesh: dict[str, int] = dataclasses.field(default_factory=dict)  # Sizes of the mesh axes.
     versions: dict[str, str] = dataclasses.field(default_factory=dict)  # Versions of libraries.
+    # Run, step and parts of the state that the run started from, if it was another one's.
+    origin: dict[str, Any] = dataclasses.field(default_factory=dict)
     # Checksums of the arrays by path; none in checkpoints of earlier versions of this library.
     checksums: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -125,6 +127,17 @@ def newest_record(directory: str, step: int | None = None) -> CheckpointRecord |
             with contextlib.suppress(DamagedCheckpointError):
                 return CheckpointRecord.read(path)
     return None
+
+
+def best_step(directory: str, metric: str, mode: str) -> int | None:
+    """Returns the step with the best metric, the "min" or "max" one; None if no step has it."""
+    judged = []
+    for step, path in list_checkpoints(directory).items():
+        with contextlib.suppress(UserError):  # A damaged one, which is reported elsewhere.
+            value = CheckpointRecord.read(path).metrics.get(metric)
+            if value is not None and value == value:
+                judged.append((value if mode == "min" else -value, -step))
+    return -min(judged)[1] if judged else None
 
 
 def _digest(values: dict[str, Any]) -> str:

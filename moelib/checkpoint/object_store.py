@@ -49,6 +49,15 @@ def delete_checkpoint(path: str) -> None:
     storage.remove_tree(path)
 
 
+def move_checkpoint(path: str, to: str) -> None:
+    """Renames a checkpoint, or copies and then deletes it on an object store."""
+    if not storage.is_remote(path):
+        os.rename(path, to)
+        return
+    storage.copy_tree(path, to)
+    delete_checkpoint(path)
+
+
 class ObjectStoreWriter:
     """Writes one checkpoint at a time, in the background, from all processes."""
 

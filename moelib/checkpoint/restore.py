@@ -57,7 +57,12 @@ def restore_checkpoint(path: str, target: Any, *, skip_checksums: bool = False) 
 
 
 def restore_params_only(
-    directory: str, target: Any, *, step: int | None = None, skip_checksums: bool = False
+    directory: str,
+    target: Any,
+    *,
+    step: int | None = None,
+    skip_checksums: bool = False,
+    partial: bool = False,
 ) -> Restored:
     """Returns the parameters that the learner evaluates; reads nothing else.
 
@@ -69,6 +74,7 @@ def restore_params_only(
         target: Nested dict of `jax.ShapeDtypeStruct`, with shardings or without.
         step: Step of the checkpoint; None for the newest that can be read.
         skip_checksums: Whether the arrays are not compared with their checksums.
+        partial: Whether the checkpoint may have more parameters than the target.
 
     Raises:
         CheckpointMismatchError: If the parameters are not those of the target.
@@ -76,7 +82,7 @@ def restore_params_only(
         DamagedCheckpointError: If none can be read.
     """
     found = find_checkpoints(storage.absolute(directory), step, required=True)
-    read = lambda path: _restore_params(path, target, skip_checksums=skip_checksums)
+    read = lambda path: _restore_params(path, target, skip_checksums, partial)
     return newest_readable(found, read)
 
 
@@ -111,9 +117,9 @@ def restore_arrays(
 _AVERAGE = "learner/ema/params/"
 
 
-def _restore_params(path: str, target: Any, *, skip_checksums: bool) -> Restored:
+def _restore_params(path: str, target: Any, skip_checksums: bool, partial: bool) -> Restored:
     wanted = contents.describe_arrays(target)
-    record = _read_record(path, target, prefix="model/")
+    record = _read_record(path, target, prefix="model/", partial=partial)
     averages = {
         name: _AVERAGE + name
         for name, (_, shape) in wanted.items()
@@ -154,7 +160,9 @@ def _schedule_free_bases(arrays: contents.Arrays) -> dict[str, str]:
     return found
 
 
-def _read_record(path: str, target: Any, *, prefix: str = "") -> CheckpointRecord:
+def _read_record(
+    path: str, target: Any, *, prefix: str = "", partial: bool = False
+) -> CheckpointRecord:
     """Returns a checkpoint's record, if its arrays below `prefix` are those of the target."""
 
     def read() -> CheckpointRecord:
@@ -164,7 +172,10 @@ def _read_record(path: str, target: Any, *, prefix: str = "") -> CheckpointRecor
             for name, array in record.arrays.items()
             if name.startswith(prefix)
         }
-        contents.check_arrays(saved, contents.describe_arrays(target), path)
+        wanted = contents.describe_arrays(target)
+        if partial:
+            saved = {name: array for name, array in saved.items() if name in wanted}
+        contents.check_arrays(saved, wanted, path)
         return record
 
     return on_all_processes(read, path)

@@ -12,7 +12,7 @@ import io
 import os
 import time
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import Any
 
 from moelib.core.errors import UserError
 
@@ -155,7 +155,13 @@ def remove_tree(folder: str) -> None:
         filesystem(folder).rm(folder, recursive=True)
 
 
-def open_to_read(path: str | os.PathLike[str], mode: str = "r", **options: Any) -> IO[Any]:
+def copy_tree(folder: str, to: str) -> None:
+    """Copies all objects below a URL to another one of the same store. Raises OSError."""
+    with _system_errors(folder):
+        filesystem(folder).copy(f"{folder}/", f"{to}/", recursive=True)
+
+
+def open_to_read(path: str | os.PathLike[str], mode: str = "r", **options: Any) -> Any:
     """Opens a file to read, as `open` does; an object is read as a whole."""
     path = os.fspath(path)
     if not is_remote(path):

@@ -33,6 +33,9 @@ TOKEN_ARRAYS = ("input_ids", "target_labels", "segment_ids", "positions")  # Eac
 class BatchIterator(Iterator["Batch"]):
     """One host's batches in order, from a position that can be saved and restored."""
 
+    # Whether each batch is a function of its position, to which `seek` can go.
+    can_seek: bool = False
+
     def __iter__(self) -> Self:
         """Returns itself."""
         return self
@@ -48,6 +51,10 @@ class BatchIterator(Iterator["Batch"]):
     @abstractmethod
     def restore(self, state: State) -> None:
         """Goes to a saved position. Raises UserError if it belongs to another input."""
+
+    def seek(self, position: int) -> None:
+        """Goes to batch `position`, counted from 0; only if `can_seek`."""
+        raise NotImplementedError
 
 
 class Input(Configurable):

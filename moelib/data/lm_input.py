@@ -210,6 +210,8 @@ class LMInput(Input):
 class LMInputIterator(BatchIterator):
     """The batches of one host. The state is the step and the input's identity."""
 
+    can_seek = True
+
     def __init__(self, lm_input: LMInput, host_index: int, num_hosts: int) -> None:
         self._input, self._host = lm_input, (host_index, num_hosts)
         self.step = 0  # The next one.
@@ -250,6 +252,10 @@ class LMInputIterator(BatchIterator):
         lm_input = self._input.as_saved(state)
         check_state(state, lm_input.identity)
         self._input, self.step = lm_input, state["step"]
+
+    def seek(self, position: int) -> None:
+        """Goes to the batch of a step."""
+        self.step = position
 
 
 class _PackedSource:

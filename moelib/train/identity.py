@@ -7,8 +7,10 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import jax
 
 from moelib.checkpoint.contents import CheckpointRecord
 from moelib.core import storage, tree
@@ -21,7 +23,7 @@ from moelib.core.trusted_code import UntrustedNameError
 from moelib.core.versions import library_versions
 from moelib.data.input import Input
 from moelib.parallel.mesh import describe_mesh
-from moelib.train.run_log import CONFIG_FILE
+from moelib.train.run_log import CONFIG_FILE, EVENTS_FILE, log_event, read_events
 from moelib.train.settings import completed
 
 logger = logging.getLogger(__name__)
@@ -34,9 +36,9 @@ _NOT_OF_THE_NUMBERS = re.compile(
     r"(name|max_step|train_dtype|num_microbatches|init_state_builder|mesh_shape|mesh_axis_names"
     r"|mesh_rules|auto_sharding|sharding_rules|pipeline_schedule|compiler_options"
     r"|kernel_backends|skip_kernel_check|dir|accept_changes|checkpointer|evalers|summary_writer"
-    r"|log_every_n_steps|stop_on_nan|watchdog_timeout_seconds|crash_on_hang_timeout_seconds"
+    r"|log_every_n_steps|stop_on_nan|init_from|bad_steps|rewind_to|skip_batches"
+    r"|watchdog_timeout_seconds|crash_on_hang_timeout_seconds|start_trace_steps|num_trace_steps"
     r"|device_check|deterministic|input_retries"
-    r"|start_trace_steps|num_trace_steps"
     r")\b.*"
 )
 
@@ -47,6 +49,18 @@ _MAY_CHANGE = re.compile(
     r".*\b(max_step|decay_steps|max_batches|dispatcher|\w*kernel|\w*backend|remat\w*"
     rf"|loss_chunk_size|offload_state|{_OF_A_PROCESS})\b.*"
 )
+
+# Settings of the learner that are tuned while a run trains: rates, clipping, skipped steps.
+_TUNED = re.compile(
+    r"learner\.(skip|norms_of)\b.*|learner\b.*\.(learning_rate|peak_lr|end_lr|max_norm|max_delta"
+    r"|clipping|clipping_threshold)"
+)
+# Changes that are not logged: reported elsewhere, or without an effect on what the run does.
+_NOT_LOGGED = re.compile(
+    r"accept_changes\b.*|init_from\b.*|rewind_to|skip_batches\b.*|mesh_(shape|axis_names)\b.*"
+    rf"|.*\b({_OF_A_PROCESS})\b.*"
+)
+_MOST_LINES = 10  # Lines of changes that are printed; all are events.
 
 # Settings that move a schedule.
 _SCHEDULE = re.compile(r"learner\b.*\b(max_step|decay_steps)\b.*")
@@ -85,6 +99,7 @@ def identity(config_text: str) -> dict[str, str]:
         path: value
         for path, value in values.items()
         if not _NOT_OF_THE_NUMBERS.fullmatch(path)
+        and not _TUNED.fullmatch(path)
         and (not _MAY_CHANGE.fullmatch(path) or drops(path))
     }
 
@@ -192,8 +207,8 @@ def check_directory(
     """Checks that a folder with checkpoints belongs to the run that `cfg` describes.
 
     The config of the run is read as today's first: classes that have moved since, and fields that
-    are new and left at their defaults, make no difference. Changes of length, mesh and versions are
-    logged.
+    are new and left at their defaults, make no difference. Other changes, also of the mesh and of
+    versions, are logged, and are events "changed" in the log of the run.
 
     Args:
         cfg: Config of the trainer.
@@ -228,9 +243,10 @@ def check_directory(
                 "are not converted; set it back, or begin a run in another directory."
             )
     if not different or "config" in accepted:
-        _check_changes(cfg, directory, config_values(text), dict.fromkeys(different, "config"))
-        if record is not None:
-            _log_changes(directory, record, mesh or {})
+        must_accept = dict.fromkeys(different, "config")
+        changes = _check_changes(cfg, directory, config_values(text), must_accept)
+        changes += [] if record is None else _other_changes(record, mesh or {})
+        _log_changes(directory, None if record is None else record.step, changes)
         return
     first = different[0]
     more = f" ({len(different) - 1} more lines differ)" if len(different) > 1 else ""
@@ -256,8 +272,8 @@ def _accepting(name: str) -> str:
 
 def _check_changes(
     cfg: Any, directory: str, before: dict[str, str], must_accept: dict[str, str]
-) -> None:
-    """Logs settings that differ from those of a run.
+) -> list[tuple[str, str, str]]:
+    """Returns (path, value before, value now) of the settings that differ from those of a run.
 
     Raises:
         TrainerDirConflictError: If a difference must be accepted.
@@ -266,6 +282,7 @@ def _check_changes(
     different = _different(before, now)
     moved = [p for p in different if _SCHEDULE.fullmatch(p) or (p == "max_step" and _is_moved(cfg))]
     must_accept = must_accept | dict.fromkeys(moved, "schedule") | _MUST_ACCEPT
+    changes = []
     for path in different:
         was, value = _pair_of(path, before, now)
         name = must_accept.get(path)
@@ -274,17 +291,36 @@ def _check_changes(
                 f"{path} is {was} in {directory}, and {value} in this config, which changes the "
                 f"{name} of all further steps; set it back, or pass {_accepting(name)}."
             )
-        if name is not None or path == "max_step":
-            logger.warning("%s was %s in %s, and is %s from now on.", path, was, directory, value)
+        if name is not None or not _NOT_LOGGED.fullmatch(path):
+            changes.append((path, was, value))
+    return changes
 
 
-def _log_changes(directory: str, record: CheckpointRecord, mesh: Mapping[str, int]) -> None:
-    """Logs the mesh and the versions of libraries that differ from those of a checkpoint."""
-    before = {"mesh": record.mesh and describe_mesh(record.mesh), **record.versions}
-    for name, now in {"mesh": mesh and describe_mesh(mesh), **library_versions()}.items():
-        if now and (was := before.get(name)) and was != now:
-            source = f"{directory} at step {record.step}"
-            logger.warning("%s was %.99s in %s, and is %s now.", name, was, source, now)
+def _other_changes(record: CheckpointRecord, mesh: Mapping[str, int]) -> list[tuple[str, str, str]]:
+    """Returns the mesh and the versions of libraries that differ from those of a checkpoint."""
+    before = {"mesh": describe_mesh(record.mesh) if record.mesh else "", **record.versions}
+    values = {"mesh": describe_mesh(mesh) if mesh else "", **library_versions()}.items()
+    return [
+        (name, was[:99], now)
+        for name, now in values
+        if now and (was := before.get(name)) and was != now
+    ]
+
+
+def _log_changes(directory: str, step: int | None, changes: Sequence[tuple[str, str, str]]) -> None:
+    """Prints changes since a step, and appends those that are new to the log of the run."""
+    source = directory if step is None else f"{directory} at step {step}"
+    for path, was, now in changes[:_MOST_LINES]:
+        logger.warning("%s was %s in %s, and is %s from now on.", path, was, source, now)
+    if (more := len(changes) - _MOST_LINES) > 0:
+        logger.warning("%d more changes of the config are in %s.", more, EVENTS_FILE)
+    if jax.process_index() != 0 or not changes:
+        return
+    known = [{**event, "time": None} for event in read_events(directory)]
+    for path, was, now in changes:
+        fields = {"step": step, "path": path, "before": was, "now": now}
+        if {"time": None, "event": "changed", **fields} not in known:
+            log_event(directory, "changed", **fields)
 
 
 def _named(line: Line) -> tuple[str, Any]:

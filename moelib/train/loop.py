@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,14 +26,25 @@ from moelib.core.progress import Progress
 from moelib.core.table import Table, print_table
 from moelib.data.input import Input, State, changes
 from moelib.data.prefetch import Prefetcher, host_rows, put_batch
+from moelib.data.skip_batches import SKIPPED, SkippingBatches
+from moelib.parallel.distributed import describe_processes
 from moelib.train import report
+from moelib.train.bad_steps import (
+    BAD_STEP,
+    SUSPECTED,
+    BadStepError,
+    BadSteps,
+    TakeAgain,
+    counts,
+    describe,
+)
 from moelib.train.device_check import DeviceCheck
 from moelib.train.evaler import SpmdEvaler
 from moelib.train.goodput import TimeAccount
 from moelib.train.identity import check_inputs
 from moelib.train.metrics import PackedMetrics, language_metrics, unpack
 from moelib.train.profiler import ProfilerWindow
-from moelib.train.run_log import CONFIG_FILE
+from moelib.train.run_log import CONFIG_FILE, log_event, read_events
 from moelib.train.signals import StopRequest, ended_by_sigterm
 from moelib.train.step import NON_FINITE
 from moelib.train.summary_writer import SummaryWriter
@@ -43,7 +54,7 @@ from moelib.train.watchdog import Watchdog
 logger = logging.getLogger(__name__)
 
 
-class NonFiniteError(UserError, FloatingPointError):
+class NonFiniteError(BadStepError, FloatingPointError):
     """A step whose loss or parameters are not finite."""
 
 
@@ -73,9 +84,13 @@ class TrainLoop:
     eval_params: Callable[[], Any]  # Returns the parameters to evaluate.
     save: Callable[..., None]  # (metrics, local=) Starts to save the state, with metrics.
     start_step: int  # Step of the current state.
+    saved_step: int | None  # The same, if the run has a checkpoint of it.
     input_state: dict[str, Any] | None  # Position in the data then, None at the beginning.
     restored_metrics: Scalars  # Metrics of the evaluations at that step.
     restored_evaluated: Mapping[str, State]  # Identities of their data, by evaler.
+    skip_ranges: Sequence[Sequence[int]]  # Ranges of batches that are skipped.
+    bad_steps: BadSteps | None
+    stop: StopRequest
 
     def __post_init__(self) -> None:
         cfg = self.config
@@ -97,14 +112,18 @@ class TrainLoop:
             name, _, metric = path.partition("/")
             self._evaluations.setdefault(name, {})[metric] = value
         self._stopped_by: str | None = None
-        self._pending: tuple[int, PackedMetrics] | None = None  # Dispatched, not yet checked.
+        # Dispatched, not yet checked: step, metrics, position of its batch.
+        self._pending: tuple[int, PackedMetrics, int | None] | None = None
+        self._next_position: int | None = (self.input_state or {"step": 0}).get("step")
+        self._saved_position = self._next_position  # That of the newest checkpoint.
+        self._can_skip = False
         self._summaries: Scalars = {}  # Metrics of the evaluations after the current step.
-        self._saved_step: int | None = self.start_step or None
+        self._saved_step = self.saved_step
         self._blocking_seconds = 0.0  # Of the last save.
         self._checked_step: int | None = None  # Whose state was compared between devices.
         self._skipped_save = False  # Whether the last checkpoint was not written: not finite.
         self._num_slots = cfg.input.global_batch_size * cfg.input.seq_len
-        self._stop = StopRequest()
+        self._stop = self.stop
         self._profiler = ProfilerWindow(
             cfg.dir, cfg.start_trace_steps, cfg.num_trace_steps, max_step=cfg.max_step
         )
@@ -129,7 +148,7 @@ class TrainLoop:
             stack.enter_context(self._progress)
             stack.enter_context(self._watchdog)
             self._progress.log(self.description)
-            if self._step and self.checkpointer is not None:
+            if self._saved_step is not None and self.checkpointer is not None:
                 self._progress.log(f"restored step {self._step} from {self.checkpointer.dir}")
                 self._evaluate(done=self.restored_metrics)  # The stopped run had no time for it.
             if self._stop_requested():
@@ -140,6 +159,7 @@ class TrainLoop:
                     self._warn_of_other_data(name, evaler)
                     evaler.try_out(self.eval_params(), self.mesh)
                 self._take_steps(stack.enter_context(self._open_input()))
+                self._check_pending()  # Before the input is closed: the last step may be bad too.
             else:
                 self._progress.log(f"max_step={self.config.max_step} is reached; no step is left")
             self._end()
@@ -160,9 +180,14 @@ class TrainLoop:
         opened = self.open_input()
         check_inputs("input", opened)
         batches = opened.iterator(*host_rows(sharding, batch_size))
+        self._can_skip = batches.can_seek
+        if self.skip_ranges:
+            batches = SkippingBatches(batches, self.skip_ranges)
         if self.input_state is not None:
             batches.restore(self.input_state)
         if self._is_main:
+            if self.skip_ranges != (self.input_state or {}).get(SKIPPED, self.skip_ranges[:0]):
+                log_event(cfg.dir, "skipped_ranges", step=self._step, ranges=self.skip_ranges)
             self.save_tokenizer()
         return Prefetcher(
             batches,
@@ -207,13 +232,16 @@ class TrainLoop:
             self._watchdog.beat(self._step)
         self._check_pending()
         self._step += 1
-        self._pending, self._summaries = (self._step, packed), {}
+        # Of an input that skips, the position before a batch is not that after the one before.
+        self._next_position = feed.state().get("step")
+        position = None if self._next_position is None else self._next_position - 1
+        self._pending, self._summaries = (self._step, packed, position), {}
 
     def _check_pending(self) -> None:
         """Waits for the last dispatched step, if it has not been checked yet, and checks it."""
         if self._pending is None:
             return
-        (step, packed), self._pending = self._pending, None
+        (step, packed, position), self._pending = self._pending, None
         scalars = unpack(packed)
         self._watchdog.beat(step)
         self._last, cfg, weight = scalars, self.config, scalars["num_tokens"]
@@ -226,11 +254,34 @@ class TrainLoop:
         self._throughput.step_done(counted, self._num_slots)
         cross_entropy = scalars.get("cross_entropy", scalars["loss"])
         self._losses.append((weight, scalars["loss"], cross_entropy))
-        if scalars[NON_FINITE] and cfg.stop_on_nan:
+        if self.bad_steps is not None:
+            self._judge(self.bad_steps, step, position, scalars)
+        elif scalars[NON_FINITE] and cfg.stop_on_nan:
             self._log(step, scalars)
             raise self._non_finite(step, scalars)
         if step % cfg.log_every_n_steps == 0 or step == cfg.max_step:
             self._log(step, scalars)
+
+    def _judge(self, policy: BadSteps, step: int, position: int | None, scalars: Scalars) -> None:
+        """Logs what the policy says of a step. Raises TakeAgain or BadStepError at a bad one."""
+        first = self._saved_position if self._can_skip else None
+        event = policy.judge(step, position, scalars, first=first)
+        if event is None:
+            return
+        if event["event"] == SUSPECTED:
+            devices = [str(device) for device in self.mesh.devices.flat]
+            event["devices"] = describe_processes(self.mesh) or devices
+        if self._is_main:
+            log_event(self.config.dir, **event)
+        self._progress.log(describe(event))
+        if event["event"] != BAD_STEP:
+            return
+        self._log(step, scalars)
+        if event["action"] != "stop":
+            raise TakeAgain
+        if scalars[NON_FINITE]:
+            raise self._non_finite(step, scalars)
+        raise BadStepError(f"{describe(event)}. {self._last_good()}")
 
     def _log(self, step: int, scalars: Scalars) -> None:
         self._last_report = self._throughput.report()
@@ -262,16 +313,19 @@ class TrainLoop:
         what = f"the loss is {scalars['objective']}"
         if math.isfinite(scalars["objective"]):
             what = f"the loss is {scalars['objective']:.4f}, but parameters after it are not finite"
-        back, saver = "There is no checkpoint before it.", self.checkpointer
+        return NonFiniteError(
+            f"step {step}: {what} (gradient norm {scalars.get('gradient_norm', math.nan):.4g}). "
+            f"{self._last_good()} Lower the learning rate, set learner.skip to skip such steps, or "
+            "set bad_steps to take them again, and start the run again: it resumes there."
+        )
+
+    def _last_good(self) -> str:
+        saver = self.checkpointer
         if saver is not None:
             saver.wait()
             if (good := saver.latest_step()) is not None:
-                back = f"The last good checkpoint is of step {good}, in {saver.dir}."
-        return NonFiniteError(
-            f"step {step}: {what} (gradient norm {scalars.get('gradient_norm', math.nan):.4g}). "
-            f"{back} Lower the learning rate, or set learner.skip to skip such steps, in a new "
-            "folder: a run keeps its settings."
-        )
+                return f"The last good checkpoint is of step {good}, in {saver.dir}."
+        return "There is no checkpoint before it."
 
     # Between steps.
 
@@ -394,6 +448,7 @@ class TrainLoop:
         self._blocking_seconds = time.perf_counter() - begin
         if not local:
             self._saved_step, self._skipped_save = step, False
+        self._saved_position = self._next_position
 
     def _check_best_metric(self, summaries: Scalars) -> None:
         """Raises UserError if the evaler of the best metric has run, and has no such metric."""
@@ -432,7 +487,9 @@ class TrainLoop:
     def _log_end(self, _: object, error: BaseException | None, __: object) -> None:
         """Logs the end of this start, and its error if there is one."""
         ended = {"stopped_by": self._stopped_by} if self._stopped_by else {}
-        if error is not None:
+        if isinstance(error, TakeAgain):
+            ended = {"stopped_by": "bad step"}
+        elif error is not None:
             ended = {"error": first_line(error)}
         if self._losses:  # Else all time is start-up.
             self._throughput.report()
@@ -450,6 +507,8 @@ class TrainLoop:
             over = f" (mean of the last {num_steps} steps)" if num_steps > 1 else ""
             rows.append(("loss", f"{self._mean_losses()[0]:.4f}{over}"))
         rows += [(name, report.evaluation_text(x)) for name, x in self._evaluations.items()]
+        if self.bad_steps and (text := counts(read_events(self.config.dir))):
+            rows.append(("bad steps", text))
         memory = {k: x for k, x in self._last_report.items() if k == "device_memory_gb"}
         rows += report.rates(self._throughput.overall() | memory)
         total_seconds = self._throughput.total_seconds

@@ -8,10 +8,17 @@ from typing import Any
 
 from moelib.checkpoint.object_store import check_url
 from moelib.core import storage
-from moelib.core.config import REQUIRED, RequiredFieldMissingError, did_you_mean
+from moelib.core.config import (
+    REQUIRED,
+    RequiredFieldMissingError,
+    config_for_function,
+    did_you_mean,
+)
 from moelib.core.config_paths import join_path, sub_configs
 from moelib.core.errors import UserError
 from moelib.core.precision import check_float
+from moelib.data.skip_batches import parse_range
+from moelib.learner.transforms import skip_bad_steps
 from moelib.parallel.pipeline.schedule import Schedule
 from moelib.parallel.sharding import PIPELINE_RULES, SplitError, mesh_axes
 
@@ -47,6 +54,7 @@ def check_config(cfg: Any) -> None:
         )
     _check_folders(cfg)
     _check_acceptable(cfg.accept_changes or ())
+    _check_course(cfg)
     if cfg.checkpointer is not None and (metric := cfg.checkpointer.best_metric) is not None:
         evaler = metric.partition("/")[0]
         if evaler not in cfg.evalers:
@@ -60,6 +68,18 @@ def _check_acceptable(names: Sequence[str]) -> None:
     for name in names:
         if name not in ACCEPTABLE:
             raise UserError(f"accept_changes has {name!r}; {did_you_mean(name, ACCEPTABLE)}")
+
+
+def _check_course(cfg: Any) -> None:
+    """Raises UserError if checkpoints are missing that a setting needs, or a range is no range."""
+    if cfg.init_from is not None and cfg.init_state_builder is not None:
+        raise UserError("init_from and init_state_builder are set; set one of them.")
+    for text in cfg.skip_batches or ():
+        parse_range(text)
+    rewinds = cfg.bad_steps and "rewind" in (cfg.bad_steps.non_finite, cfg.bad_steps.spike)
+    if cfg.checkpointer is None and (rewinds or cfg.rewind_to is not None):
+        name = "bad_steps" if rewinds else "rewind_to"
+        raise UserError(f"{name} is set, but checkpointer is None; set it, or {name}=None.")
 
 
 def _inputs(cfg: Any) -> dict[tuple[str, ...], Any]:
@@ -173,6 +193,8 @@ def completed(cfg: Any) -> Any:
     for path, holder in _inputs(cfg).items():
         _fill(holder.input, None, collate=dict(cfg.model.items()).get("collate"))
         _set_vocab_size(holder.input, dict(cfg.model.items()).get("vocab_size"), join_path(path))
+    if cfg.bad_steps and cfg.bad_steps.non_finite == "skip" and cfg.learner.skip is None:
+        cfg.learner.skip = config_for_function(skip_bad_steps)
     for _, inside in sub_configs(cfg.learner):
         _fill(inside, REQUIRED, max_step=cfg.max_step)
     for evaler in cfg.evalers.values():

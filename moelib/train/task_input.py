@@ -167,6 +167,11 @@ class TaskBatches(BatchIterator):
     def __init__(self, source: TaskInput, rows: range) -> None:
         """Starts at the first batch; `rows` are those of this host."""
         self._source, self._rows, self._step = source, rows, 0
+        self.can_seek = not source.reads_parameters
+
+    def seek(self, position: int) -> None:
+        """Goes to a batch."""
+        self._step = position
 
     def __next__(self) -> Batch:
         """Returns this host's rows of the next batch."""

@@ -22,6 +22,7 @@ from moelib.core.config import (
     InstantiableConfig,
     Required,
     config_class,
+    maybe_instantiate,
 )
 from moelib.core.directory_lock import LOCK_FILE, directory_lock
 from moelib.core.errors import UserError
@@ -45,7 +46,9 @@ from moelib.parallel.mesh import (
     shared_sides,
 )
 from moelib.parallel.pipeline.schedule import Schedule, check_microbatches
+from moelib.train import rewind
 from moelib.train import state as state_lib
+from moelib.train.bad_steps import BadSteps, TakeAgain
 from moelib.train.compiler_options import (
     compile_with,
     default_options,
@@ -56,12 +59,13 @@ from moelib.train.device_check import DeviceCheck
 from moelib.train.evaler import SpmdEvaler
 from moelib.train.goodput import TimeAccount
 from moelib.train.identity import check_directory, check_processes, write_config
+from moelib.train.init_from import InitFrom
 from moelib.train.input_state import gather_input_state, input_state_of
 from moelib.train.loop import TrainLoop
 from moelib.train.memory import check_memory
 from moelib.train.no_gradient import warn_without_gradient
 from moelib.train.pipeline import PipelineConfig, stack_of, warn_empty_stages
-from moelib.train.run_log import CONFIG_FILE
+from moelib.train.run_log import CONFIG_FILE, log_event
 from moelib.train.settings import (
     check_batch,
     check_config,
@@ -71,7 +75,7 @@ from moelib.train.settings import (
     warn_unused_schedule,
 )
 from moelib.train.shardings import shard_external_layers
-from moelib.train.signals import ended_by_sigterm
+from moelib.train.signals import StopRequest, ended_by_sigterm
 from moelib.train.state import TrainerState
 from moelib.train.step import make_own_train_step, make_train_step
 from moelib.train.summary_writer import SummaryWriter
@@ -113,6 +117,9 @@ class SpmdTrainer(Module):
         # Builds a function from the initial TrainerState to the one to start from. The builder gets
         # the model, if it has an argument of that name.
         init_state_builder: InstantiableConfig | None = None
+        # Another run's checkpoint, or a Hugging Face model, that a new run starts from; None starts
+        # from initial values. A run that resumes ignores it.
+        init_from: InitFrom.Config | None = None
 
         # -- Devices
         # Devices per mesh axis, in the order of mesh_axis_names; -1 for all that remain.
@@ -144,6 +151,12 @@ class SpmdTrainer(Module):
         # (max_step or decay_steps), "train_dtype", "accumulation" (num_microbatches), "config"
         # (settings that determine the numbers of a run). None accepts nothing.
         accept_changes: Sequence[str] | None = None
+        # Step whose checkpoint the run resumes from, once; later ones are moved aside. None resumes
+        # from the newest.
+        rewind_to: int | None = None
+        # Ranges "first:stop" of batches, counted from 0, that are never trained on. A run keeps
+        # them once its data have passed. None skips no batch.
+        skip_batches: Sequence[str] | None = None
         # Saves and restores the state; None saves nothing.
         checkpointer: Checkpointer.Config | None = Checkpointer.default_config()
         evalers: dict[str, SpmdEvaler.Config] = {}  # By the name that prefixes their metrics.
@@ -155,6 +168,8 @@ class SpmdTrainer(Module):
         # Times that a batch is read again after a transient error of the system, such as EIO, after
         # 1, 2, 4 ... seconds; 0 for none.
         input_retries: int = 5
+        # Policy that takes bad steps again, and replaces stop_on_nan; None has only stop_on_nan.
+        bad_steps: BadSteps.Config | None = None
         # Seconds without a step before the stacks of all threads are printed; None prints nothing.
         watchdog_timeout_seconds: float | None = 1800.0
         # Seconds without a step before the process exits; None never exits.
@@ -200,6 +215,10 @@ class SpmdTrainer(Module):
         if cfg.checkpointer is not None:
             self._add_child("checkpointer", cfg.checkpointer)
         self._add_child("summary_writer", cfg.summary_writer)
+        self._origin: dict[str, Any] = {}  # Of the initial state, if it is another run's.
+        self._saved_step: int | None = None  # Step of the checkpoint that was restored.
+        self._init_from: InitFrom | None = maybe_instantiate(cfg.init_from)
+        self._bad_steps: BadSteps | None = maybe_instantiate(cfg.bad_steps)
         self.input_state: dict[str, Any] | None = None  # Position in the data, None at first.
         self._compiled: Callable[..., Any] | None = None
         self.on_compiled: Callable[[Any, Any, Any], None] | None = None
@@ -377,7 +396,13 @@ class SpmdTrainer(Module):
                 given = {"model": self.model} if "model" in cfg.init_state_builder else {}
                 state = cfg.init_state_builder.instantiate(**given)(state)
                 state = jax.device_put(state, self.trainer_state_shardings)
-        self._state, self.input_state, self.step = state, None, int(state.step)
+            position = None
+            if self._init_from is not None:
+                again = self._origin.get("step")
+                start = self._init_from.start(state, self.model, self.learner, step=again)
+                state, self._origin = start.state, start.origin
+                position = input_state_of(start.input, self._host_rows)
+        self._state, self.input_state, self.step = state, position, int(state.step)
 
     @nowrap
     def restore_checkpoint(self, step: int | None = None) -> int | None:
@@ -403,6 +428,7 @@ class SpmdTrainer(Module):
         self.input_state = input_state_of(restored.record.input, self._host_rows)
         self._state, self.step = restored.state, restored.record.step
         self._restored_record = restored.record
+        self._saved_step, self._origin = self.step, restored.record.origin
         self._restored_evaluated = restored.record.evaluated
         self.restored_metrics, self._file_sums = restored.record.metrics, restored.record.files
         return self.step
@@ -436,6 +462,7 @@ class SpmdTrainer(Module):
             config=self.config.debug_string(),
             files=self._file_sums if jax.process_index() == 0 else {},
             mesh=dict(self.mesh().shape),
+            origin=self._origin,
         )
         if not local:
             self.summary_writer.upload()
@@ -596,23 +623,75 @@ class SpmdTrainer(Module):
             checked = None
             if cfg.checkpointer is not None:
                 self.checkpointer.remove_unfinished()
-                if self.checkpointer.latest_step() is not None:  # The folder is taken.
+                checked = self._rewind()
+                if checked is None and self.checkpointer.latest_step() is not None:
                     checked = self._check_directory(newest_record(self.checkpointer.dir))
-            begin = time.perf_counter()
-            with ended_by_sigterm("restoring"):
-                step = self.restore_checkpoint()
-                if step is None:
-                    _ = self.input  # Opened first: missing data is an error before computations.
-                    self.init(prng_key)
-                elif step != checked:  # A local one, or the one before a damaged one.
-                    self._check_directory(self._restored_record)
+            self._start(prng_key, checked)
             if is_writer:
                 write_config(cfg, cfg.dir)
-            self._account.resume(self.step, time.perf_counter() - begin)
-            self.summary_writer.resume(self.step)
             self.summary_writer.write_text(self.step, "config", cfg.debug_string())
-            self.summary_writer.start_trackers(cfg.debug_string())
-            return self._loop().run()
+            return self._take_steps(prng_key)
+
+    def _start(self, prng_key: jax.Array | int | None, checked: int | None) -> None:
+        """Restores the newest checkpoint, or initializes the state, and drops later metrics.
+
+        `checked` is the step whose config is known to be this run's.
+        """
+        begin = time.perf_counter()
+        with ended_by_sigterm("restoring"):
+            step = self.restore_checkpoint()
+            if step is None:
+                _ = self.input  # Opened first: missing data is an error before computations.
+                self.init(prng_key)
+                if self._origin and jax.process_index() == 0:
+                    log_event(self.config.dir, "init_from", **self._origin)
+                    logger.warning("The run starts from %(run)s, step %(step)s.", self._origin)
+            elif step != checked:  # A local one, or the one before a damaged one.
+                self._check_directory(self._restored_record)
+        self._account.resume(self.step, time.perf_counter() - begin)
+        self.summary_writer.resume(self.step)
+
+    def _take_steps(self, prng_key: jax.Array | int | None) -> dict[str, Any]:
+        """Runs the loop, again from the newest checkpoint after each bad step to take again."""
+        stop = StopRequest()
+        while True:
+            events = rewind.course_of(self.config.dir)
+            if self._bad_steps is not None:
+                self._bad_steps.resume(self.step, events)
+            ranges = rewind.ranges_to_skip(self.config, events, self.input_state)
+            self.summary_writer.start_trackers(self.config.debug_string())
+            with contextlib.suppress(TakeAgain):
+                return self._loop(ranges, stop).run()
+            self._state = None  # Frees its memory for the one to restore.
+            self._account = self._new_account()
+            self._account.start()
+            self._start(prng_key, self.step)
+
+    def _rewind(self) -> int | None:
+        """Moves the checkpoints after `rewind_to` aside, the first time that it has this value.
+
+        Returns the step if it did, whose checkpoint is then known to be this run's.
+        """
+        cfg, step = self.config, self.config.rewind_to
+        if not rewind.requested(step, rewind.course_of(cfg.dir)):
+            if step is not None:
+                logger.warning(
+                    "rewind_to=%d: the last start rewound the run already, and this one resumes "
+                    "it. To rewind it again, start it once without rewind_to.",
+                    step,
+                )
+            return None
+        moved = None
+        if step is not None:
+            self._check_directory(newest_record(self.checkpointer.dir, step))
+            moved = rewind.set_aside(self.checkpointer.dir, step)
+            if moved is not None:
+                logger.warning("rewind_to=%d: later checkpoints are in %s now.", step, moved)
+            if self.checkpointer.local is not None:
+                self.checkpointer.local.delete_after(step)
+        if jax.process_index() == 0:
+            log_event(cfg.dir, rewind.REWIND_TO, step=step, moved_to=moved)
+        return step
 
     def _new_account(self) -> TimeAccount:
         return TimeAccount(self.config.dir, self.summary_writer.config.jsonl_path)
@@ -637,7 +716,9 @@ class SpmdTrainer(Module):
         check_directory(self.config, self.config.dir, record, mesh=self.mesh().shape)
         return None if record is None else record.step
 
-    def _loop(self) -> TrainLoop:
+    def _loop(
+        self, skip_ranges: Sequence[Sequence[int]] = (), stop: StopRequest | None = None
+    ) -> TrainLoop:
         check = self.config.device_check
         return TrainLoop(
             config=self.config,
@@ -658,9 +739,13 @@ class SpmdTrainer(Module):
             eval_params=self.model_params_for_eval,
             save=self.save_checkpoint,
             start_step=self.step,
+            saved_step=self._saved_step,
             input_state=self.input_state,
             restored_metrics=self.restored_metrics,
             restored_evaluated=self._restored_evaluated,
+            skip_ranges=skip_ranges,
+            bad_steps=self._bad_steps,
+            stop=stop or StopRequest(),
         )
 
     @nowrap

@@ -9,6 +9,7 @@ from moelib.data.input import check_state
 from moelib.data.lm_input import LMInputIterator
 from moelib.data.synthetic import SyntheticInput
 from moelib.launch import DeviceFlags
+from moelib.train.bad_steps import BadSteps
 from tests.tiny import trainer_config
 
 
@@ -42,6 +43,7 @@ def main():
     parser.add_argument("--process_id", type=int, default=0)
     parser.add_argument("--num_processes", type=int, default=1)
     parser.add_argument("--own_positions", action="store_true")  # Of each host in the data.
+    parser.add_argument("--corrupt_after", type=int)  # Once, a step; with a policy for bad ones.
     parser.add_argument("--seeds", type=int, nargs=2, default=(0, 0))  # Of each process's input.
     args = parser.parse_args()
     if args.coordinator:
@@ -53,11 +55,17 @@ def main():
     cfg.input.seed = args.seeds[args.process_id]
     if args.own_positions:
         cfg.input = HostInput.default_config().set(**dict(cfg.input.items()))
+    if args.corrupt_after:
+        cfg.bad_steps = BadSteps.default_config()
     trainer = cfg.instantiate(parent=None)
     run_step = trainer.run_step
 
     def run_step_and_signal(batch, *, input_state=None):
         metrics = run_step(batch, input_state=input_state)
+        if trainer.step == args.corrupt_after:
+            args.corrupt_after, state = None, trainer.trainer_state
+            model = {**state.model, "head": state.model["head"] * float("nan")}
+            trainer._state = state._replace(model=model)
         if trainer.step == args.signal_at and args.process_id == args.signal_to:
             if args.signal == "SIGKILL":
                 trainer.checkpointer.wait()

@@ -14,7 +14,7 @@ from moelib.layers.moe.dispatch import SortedDispatcher
 from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
 from moelib.layers.moe.dispatch_ragged import RaggedDispatcher
 from moelib.layers.moe.layer import MoELayer
-from moelib.learner import schedules
+from moelib.learner import schedules, transforms
 from moelib.learner.moments import MomentFormat
 from moelib.train import identity as identity_lib
 from moelib.train.identity import (
@@ -25,6 +25,7 @@ from moelib.train.identity import (
     identity,
     write_config,
 )
+from moelib.train.run_log import read_events
 from tests import tiny
 
 
@@ -88,6 +89,54 @@ def test_a_change_of_all_further_steps_must_be_accepted(
     assert path in record.message
     write_config(cfg.set(accept_changes=None), str(tmp_path))
     check_directory(cfg, str(tmp_path))
+
+
+def with_clipping(**fields):
+    """Returns the config of a run whose gradients are clipped."""
+    cfg = scheduled(**fields)
+    clip = config_for_function(transforms.clip_by_global_norm).set(max_norm=1.0)
+    cfg.learner.optimizer = config_for_function(transforms.chain).set(
+        args=[clip, cfg.learner.optimizer]
+    )
+    return cfg
+
+
+def test_rates_clipping_skipping_and_operation_change_with_an_event(tmp_path, caplog):
+    write_config(with_clipping(), str(tmp_path))
+    cfg = with_clipping(log_every_n_steps=7, stop_on_nan=False, dir="moved")
+    first, second = cfg.learner.optimizer.args
+    first.max_norm = 0.5
+    second.learning_rate.peak_lr = 0.01
+    cfg.learner.skip = config_for_function(transforms.skip_bad_steps).set(drop_norm=2.0)
+    record = dataclasses.replace(record_of(with_clipping()), mesh={"fsdp": 8})
+    for _ in range(2):  # A start that takes no step logs no event again.
+        caplog.clear()
+        check_directory(cfg, str(tmp_path), record, mesh={"fsdp": 4})
+        events = [e for e in read_events(str(tmp_path)) if e["event"] == "changed"]
+        found = {event["path"]: (event["before"], event["now"]) for event in events}
+        assert found | {"log_every_n_steps": ("1", "7")} == found
+        assert found["learner.optimizer.args[0].max_norm"] == ("1.0", "0.5")
+        assert found["learner.optimizer.args[1].learning_rate.peak_lr"] == ("0.1", "0.01")
+        assert found["learner.skip.drop_norm"] == ("not set", "2.0")
+        assert found["mesh"] == ("fsdp=8", "fsdp=4")
+        assert {event["step"] for event in events} == {7}
+        assert "dir" not in found
+        assert len(found) == len(events) == len(caplog.records)
+    second.weight_decay = 0.5
+    with pytest.raises(TrainerDirConflictError, match=r"weight_decay is .* and 0\.5 in"):
+        check_directory(cfg, str(tmp_path), record)
+    check_directory(cfg.set(accept_changes=["config"]), str(tmp_path), record)
+    accepted = read_events(str(tmp_path))[-1]
+    assert accepted["path"] == "learner.optimizer.args[1].weight_decay"
+
+
+def test_many_changes_are_events_and_some_lines(tmp_path, caplog):
+    write_config(tiny.trainer_config("somewhere", evaler=False), str(tmp_path))
+    check_directory(tiny.trainer_config("somewhere"), str(tmp_path))
+    num = len(read_events(str(tmp_path)))
+    assert num > 10
+    assert len(caplog.records) == 11
+    assert f"{num - 10} more changes of the config are in events.jsonl" in caplog.text
 
 
 def test_moments_in_8_bits_are_not_converted(folder):

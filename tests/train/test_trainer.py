@@ -31,6 +31,7 @@ from moelib.planning.hardware.topologies import topology
 from moelib.train.compiler_options import compile_with, default_options, spelled
 from moelib.train.identity import TrainerDirConflictError, identity
 from moelib.train.loop import NonFiniteError
+from moelib.train.run_log import read_events
 from tests import tiny
 from tests.checkpoint.small import truncate_arrays
 
@@ -167,6 +168,19 @@ def test_nan_stops_at_its_step_and_names_the_last_good_checkpoint(tmp_path):
     with pytest.raises(NonFiniteError, match=r"step 7:.*step 6"):
         run(cfg)
     assert "step_00000008" not in os.listdir(tmp_path / "checkpoints")
+
+
+def test_after_a_nan_the_same_folder_continues_with_a_lower_rate(tmp_path):
+    cfg = tiny.trainer_config(tmp_path, save_every=2, evaler=False)
+    run(cfg.clone(max_step=2))
+    cfg.learner.optimizer.learning_rate = 1e30
+    with pytest.raises(NonFiniteError, match=r"step 4:.* step 2,.*again: it resumes there"):
+        run(cfg)
+    cfg.learner.optimizer.learning_rate = 1e-3
+    assert run(cfg)[1]["step"] == 8
+    changed = [e for e in read_events(str(tmp_path)) if e["event"] == "changed"]
+    rates = [(e["step"], e["before"], e["now"]) for e in changed if "rate" in e["path"]]
+    assert rates == [(2, "0.02", "1e+30"), (2, "0.02", "0.001")]
 
 
 def test_nan_in_the_step_to_be_saved_is_never_saved(tmp_path):

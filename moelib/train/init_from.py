@@ -1,0 +1,221 @@
+"""Starts of a new run: from the checkpoint of another run, or from a Hugging Face model."""
+
+import ast
+import functools
+import os
+import re
+from collections.abc import Collection, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+
+from moelib.checkpoint.contents import CheckpointRecord, best_step, step_path
+from moelib.checkpoint.restore import (
+    find_checkpoints,
+    on_all_processes,
+    restore_checkpoint,
+    restore_params_only,
+)
+from moelib.core import tree
+from moelib.core.config import REQUIRED, Configurable, Required, config_class, did_you_mean
+from moelib.core.errors import UserError
+from moelib.core.processes import gather_json
+from moelib.core.tree import Nested
+from moelib.train import pretrained
+from moelib.train.identity import config_values
+from moelib.train.state import TrainerState
+
+
+class Start(NamedTuple):
+    """State of a run before its first step."""
+
+    state: TrainerState
+    input: dict[str, Any] | None  # Position in the data as the record has it; None for the first.
+    origin: dict[str, Any]  # Where the state is from, for the log and the records of the run.
+
+
+class InitFrom(Configurable):
+    """Reads the state that a new run starts from, on any mesh."""
+
+    @config_class
+    class Config(Configurable.Config):
+        # Folder of a run, with its newest checkpoint, or that of "@STEP" or "@best" after it; or
+        # the folder of a Hugging Face model.
+        run: Required[str] = REQUIRED
+        # "params": the parameters, as evaluations use them, for a run from step 0 with a new state
+        # of the optimizer and all its data. "all": step, optimizer, random key and position too.
+        state: Literal["params", "all"] = "params"
+        # Rules "regex -> replacement" for paths of parameters there that have other names here;
+        # "regex ->" drops them, and "-> regex" keeps the initial values of parameters here. The
+        # first match wins; parameters without one have the same path in both runs.
+        rules: Sequence[str] = ()
+
+    def start(self, state: TrainerState, model: Any, learner: Any, *, step: int | None) -> Start:
+        """Returns the start of a run in place of its initial state, whose arrays are deleted.
+
+        `step` is that of an earlier call for the same run, which is then read again.
+
+        Raises:
+            CheckpointMismatchError: If the state is "all", and the arrays are others.
+            CheckpointNotFoundError: If there is no such checkpoint.
+            DamagedCheckpointError: If it cannot be read.
+            UserError: If a rule matches nothing, or a parameter is missing, left over, or of
+                another shape.
+        """
+        cfg = self.config
+        folder, _, at = cfg.run.rpartition("@")
+        if not folder or not re.fullmatch(r"\d+|best", at):
+            folder, at = cfg.run, ""
+        folder = os.path.abspath(folder)
+        origin = {"run": folder, "step": step, "state": cfg.state}
+        if cfg.rules and cfg.state == "all":
+            raise UserError("init_from.rules rename parameters only; set init_from.state='params'.")
+        checkpoints = os.path.join(folder, "checkpoints")
+        if not os.path.isdir(checkpoints) and os.path.exists(f"{folder}/{pretrained.CONFIG_FILE}"):
+            if at or cfg.rules or cfg.state == "all":
+                raise UserError(f"init_from.run={cfg.run!r} is no run; set it alone.")
+            state = pretrained.state_from_hugging_face(folder, model)(state)
+            return Start(_with_learner(state, learner), None, origin)
+        if step is None:
+            found = find_checkpoints(checkpoints, int(at) if at.isdigit() else None, required=True)
+            step = origin["step"] = max(found) if at != "best" else _best(checkpoints, max(found))
+        path = step_path(checkpoints, step)
+        if cfg.state == "all":
+            target = _targets(state)
+            jax.tree.map(lambda x: x.delete(), state)
+            restored = restore_checkpoint(path, target)
+            return Start(restored.state, restored.record.input, origin)
+        record = on_all_processes(functools.partial(CheckpointRecord.read, path), path)
+        params = self._parameters(state.model, record, checkpoints)
+        return Start(_with_learner(state._replace(model=params), learner), None, origin)
+
+    def _parameters(self, initial: Nested, record: CheckpointRecord, checkpoints: str) -> Nested:
+        own, run = tree.by_path(initial), self.config.run
+        saved = {
+            name.removeprefix("model/"): array
+            for name, array in record.arrays.items()
+            if name.startswith("model/")
+        }
+        names = sources(saved.keys(), own.keys(), self.config.rules, run)
+        targets = {
+            there: _target(own[here], saved[there], here, run) for here, there in names.items()
+        }
+        for here in names:
+            own[here].delete()
+        restored = restore_params_only(
+            checkpoints, tree.unflatten(targets), step=record.step, partial=True
+        )
+        found = tree.by_path(restored.state)
+        new = {
+            here: jax.device_put(found[there].astype(own[here].dtype), own[here].sharding)
+            for here, there in names.items()
+        }
+        return tree.map_by_path(new.get, initial)
+
+
+def sources(
+    there: Collection[str], here: Collection[str], rules: Sequence[str], run: str
+) -> dict[str, str]:
+    """Returns {path of a parameter here: its path there}, without those of initial values.
+
+    Args:
+        there: Paths of the parameters of the other run.
+        here: Paths of the parameters of this run.
+        rules: Rules of `InitFrom.Config`.
+        run: The other run, for errors.
+
+    Raises:
+        UserError: If a rule matches nothing, or a parameter is missing, left over, or twice there.
+    """
+    of_there, of_here = _parsed(rules)
+    names: dict[str, str] = {}
+    used = set()
+    for path in there:
+        rule, name = _renamed(path, of_there)
+        used.add(rule)
+        if name in names:
+            raise UserError(f"init_from: {names[name]!r} and {path!r} of {run} are both {name!r}.")
+        if name:
+            names[name] = path
+    kept = {path: rule for path in here for rule, p in of_here if p.fullmatch(path)}
+    if unused := [rule for rule in rules if rule not in used | set(kept.values())]:
+        raise UserError(f"init_from.rules has {unused[0]!r}, which matches no parameter.")
+    if extra := [name for name in names if name not in here or name in kept]:
+        raise UserError(
+            f"init_from: {run} has a parameter {names[extra[0]]!r}, which is none of this run; "
+            f"{did_you_mean(extra[0], here)} Rename it by a rule 'regex -> replacement', or drop "
+            "it by 'regex ->'."
+        )
+    if missing := [name for name in here if name not in names and name not in kept]:
+        raise UserError(
+            f"init_from: {run} has no parameter {missing[0]!r}; {did_you_mean(missing[0], there)} "
+            "Rename one by a rule 'regex -> replacement', or keep initial values by '-> regex'."
+        )
+    return names
+
+
+def _renamed(path: str, rules: Sequence[tuple[str, re.Pattern[str], str]]) -> tuple[str, str]:
+    """Returns the first rule that matches, or "", and the new path."""
+    for rule, pattern, new in rules:
+        if found := pattern.fullmatch(path):
+            try:
+                return rule, found.expand(new)
+            except (re.error, IndexError) as error:
+                raise UserError(f"init_from.rules has {rule!r}: {error}; correct it.") from None
+    return "", path
+
+
+def _parsed(
+    rules: Sequence[str],
+) -> tuple[list[tuple[str, re.Pattern[str], str]], list[tuple[str, re.Pattern[str]]]]:
+    """Returns (rule, pattern, replacement) of paths there, and (rule, pattern) of paths here."""
+    there, here = [], []
+    for rule in rules:
+        pattern, arrow, new = (part.strip() for part in rule.partition("->"))
+        try:
+            if pattern and arrow:
+                there.append((rule, re.compile(pattern), new))
+            else:
+                here.append((rule, re.compile(new)))
+        except re.error as error:
+            raise UserError(f"init_from.rules has {rule!r}: {error}; correct the regex.") from None
+        if not arrow or not (pattern or new):
+            raise UserError(f"init_from.rules has {rule!r}; set 'regex -> replacement'.")
+    return there, here
+
+
+def _target(own: jax.Array, saved: Any, here: str, run: str) -> jax.ShapeDtypeStruct:
+    dtype, shape = saved
+    if list(own.shape) != shape:
+        raise UserError(
+            f"init_from: {here!r} is {shape} in {run}, and {list(own.shape)} in this run; set the "
+            "same sizes, or drop it there and keep its initial values here."
+        )
+    return jax.ShapeDtypeStruct(own.shape, dtype, sharding=own.sharding)
+
+
+def _targets(arrays: Any) -> Any:
+    struct = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    return jax.tree.map(struct, arrays)
+
+
+def _with_learner(state: TrainerState, learner: Any) -> TrainerState:
+    """Returns the state with the learner's state at the beginning, as its parameters have it."""
+    shardings = jax.tree.map(lambda x: x.sharding, state.learner)
+    new = jax.jit(learner.init, out_shardings=shardings)(state.model)
+    return state._replace(learner=new)
+
+
+def _best(checkpoints: str, newest: int) -> int:
+    """Returns the step with the best metric of the run, by the config of its newest checkpoint."""
+    record = CheckpointRecord.read(step_path(checkpoints, newest))
+    values = config_values(record.config)
+    metric = ast.literal_eval(values.get("checkpointer.best_metric", "None"))
+    mode = ast.literal_eval(values.get("checkpointer.best_mode", "'min'"))
+    best = gather_json(metric and best_step(checkpoints, metric, mode))[0]
+    if best is None:
+        raise UserError(
+            f"init_from: no checkpoint in {checkpoints} has the metric checkpointer.best_metric, "
+            f"{metric}; set @STEP instead of @best."
+        )
+    return best

@@ -1,0 +1,236 @@
+"""New runs that start from the checkpoint of another run."""
+
+import json
+import os
+
+import jax
+import numpy as np
+import pytest
+
+from moelib.checkpoint.contents import (
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CheckpointRecord,
+    DamagedCheckpointError,
+)
+from moelib.core import tree
+from moelib.core.config import config_class, config_for_function
+from moelib.core.errors import UserError
+from moelib.train.init_from import InitFrom, sources
+from moelib.train.run_log import read_events
+from tests import tiny
+from tests.checkpoint.small import truncate_arrays
+
+
+def config(directory, **fields):
+    cfg = tiny.trainer_config(directory, save_every=2)
+    cfg.learner.ema.decay = 0.9
+    cfg.checkpointer.set(best_metric="val/loss", best_mode="max", keep_last_n=None)
+    return cfg.set(**fields)
+
+
+def start(run, **fields):
+    return InitFrom.default_config().set(run=str(run), **fields)
+
+
+def run(cfg):
+    trainer = cfg.instantiate(parent=None)
+    trainer.run()
+    return trainer
+
+
+def initialized(cfg):
+    trainer = cfg.instantiate(parent=None)
+    trainer.init()
+    return trainer
+
+
+def assert_same(a, b):
+    assert tree.by_path(a).keys() == tree.by_path(b).keys()
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """A run of 8 steps: its folder and trainer."""
+    folder = tmp_path_factory.mktemp("other")
+    return folder, run(config(folder))
+
+
+def test_a_branch_equals_the_continuation_bit_for_bit(other, tmp_path):
+    folder, unbroken = other
+    cfg = config(tmp_path, init_from=start(f"{folder}@4", state="all"))
+    branch = run(cfg)
+    assert_same(branch.trainer_state, unbroken.trainer_state)
+    assert branch.input_state == unbroken.input_state
+    want = {step: loss for step, loss in tiny.losses(folder).items() if step > 4}
+    assert tiny.losses(tmp_path) == want
+    origin = {"run": str(folder), "step": 4, "state": "all"}
+    record = CheckpointRecord.read(str(tmp_path / "checkpoints/step_00000008"))
+    assert record.origin == origin
+    (event,) = (e for e in read_events(str(tmp_path)) if e["event"] == "init_from")
+    assert event | origin == event
+
+
+def test_a_resumed_run_keeps_and_ignores_its_origin(other, tmp_path):
+    folder, unbroken = other
+    run(config(tmp_path, max_step=6, init_from=start(f"{folder}@4", state="all")))
+    resumed = run(config(tmp_path, init_from=start("nowhere")))
+    assert_same(resumed.trainer_state, unbroken.trainer_state)
+    record = CheckpointRecord.read(str(tmp_path / "checkpoints/step_00000008"))
+    assert record.origin["step"] == 4
+    assert "init_from.run: 'nowhere'" in (tmp_path / "config.txt").read_text()
+    assert [e["event"] for e in read_events(str(tmp_path))].count("init_from") == 1
+
+
+def test_a_branch_that_takes_no_step_is_saved(other, tmp_path):
+    run(config(tmp_path, init_from=start(other[0], state="all")))
+    assert os.listdir(tmp_path / "checkpoints") == ["step_00000008"]
+
+
+@pytest.mark.parametrize("mesh_shape", [(1, -1, 1, 1, 1, 1), (1, 2, 2, 2, 1, 1)])
+def test_a_warm_start_has_the_averages_and_a_new_learner(other, tmp_path, mesh_shape):
+    folder, unbroken = other
+    cfg = config(tmp_path, mesh_shape=mesh_shape, init_from=start(folder), prng_seed=3)
+    trainer = initialized(cfg)
+    state, learner = trainer.trainer_state, trainer.learner
+    assert_same(state.model, unbroken.model_params_for_eval())
+    assert (trainer.step, int(state.step), trainer.input_state) == (0, 0, None)
+    assert_same(state.learner, jax.jit(learner.init)(state.model))
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    assert shardings == trainer.trainer_state_shardings
+
+
+def test_the_best_checkpoint_is_that_of_the_other_run(other, tmp_path):
+    folder, unbroken = other
+    best = unbroken.best_step()
+    assert best != 8  # The largest loss, by best_mode.
+    cfg = config(tmp_path, init_from=start(f"{folder}@best"))
+    cfg.checkpointer.best_metric = None
+    assert initialized(cfg)._origin["step"] == best
+
+
+@pytest.mark.slow
+def test_a_hugging_face_model_is_a_start_too(tmp_path):
+    from tests.train.small_run import make_hub
+
+    (tmp_path / "hub").mkdir()
+    make_hub(tmp_path / "hub")
+    cfg = config(tmp_path / "run", init_from=start(tmp_path / "hub"))
+    cfg.model = tiny.dense_model(288, num_layers=2, dim=8)
+    cfg.input.vocab_size = 288
+    found = initialized(cfg)
+    assert_same(found.trainer_state.learner.ema.params, found.trainer_state.model)
+    with pytest.raises(UserError, match="is no run"):
+        initialized(cfg.set(init_from=start(tmp_path / "hub", state="all")))
+
+
+class Renamed(tiny.TinyModel):
+    """A model with other names, and one more parameter."""
+
+    @config_class
+    class Config(tiny.TinyModel.Config):
+        head_dim: int = 32
+
+    def _create_layer_parameter_specs(self):
+        specs = super()._create_layer_parameter_specs()
+        specs["output"] = specs.pop("head")
+        return specs
+
+    def forward(self, batch):
+        return super().forward(batch)
+
+
+def test_renamed_parameters(other, tmp_path):
+    folder, unbroken = other
+    rules = ["hea(.) -> out", r"(t)able -> \1able", "passes ->", "-> pas.*"]
+    cfg = config(tmp_path, init_from=start(folder, rules=["head -> output", *rules[2:]]))
+    cfg.model = Renamed.default_config()
+    found, want = initialized(cfg).trainer_state.model, unbroken.model_params_for_eval()
+    np.testing.assert_array_equal(found["output"], want["head"])
+    np.testing.assert_array_equal(found["table"], want["table"])
+    assert (float(found["passes"]), float(want["passes"])) == (0, 8)
+    cfg.init_from.rules = []
+    with pytest.raises(UserError, match=f"{folder} has a parameter 'head', which is none"):
+        initialized(cfg)
+
+
+def test_other_shapes_and_dtypes(other, tmp_path):
+    cfg = config(tmp_path, init_from=start(other[0]))
+    cfg.model.dim = 8
+    with pytest.raises(UserError, match=r"'head' is \[16, 32\] in .*, and \[8, 32\] in this run"):
+        initialized(cfg)
+    cfg.init_from.state = "all"
+    with pytest.raises(CheckpointMismatchError, match="model/head"):
+        initialized(cfg)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"at": "@5"}, CheckpointNotFoundError, "no checkpoint of step 5; there are steps 2, 4"),
+        ({"at": "/none"}, CheckpointNotFoundError, "no checkpoint; the folder has none"),
+        ({"rules": ["a ->"], "state": "all"}, UserError, r"init_from\.rules rename parameters"),
+    ],
+)
+def test_starts_that_are_refused(other, tmp_path, fields, error, message):
+    run = f"{other[0]}{fields.pop('at', '')}"
+    with pytest.raises(error, match=message):
+        initialized(config(tmp_path, init_from=start(run, **fields)))
+
+
+def test_two_starts_are_refused(tmp_path):
+    builder = config_for_function(lambda: None)
+    with pytest.raises(UserError, match="init_from and init_state_builder are set"):
+        config(tmp_path, init_from=start("a"), init_state_builder=builder).instantiate(parent=None)
+
+
+def test_checksums_are_compared(tmp_path):
+    run(config(tmp_path / "a", max_step=2))
+    truncate_arrays(str(tmp_path / "a/checkpoints/step_00000002"))
+    with pytest.raises(DamagedCheckpointError):
+        initialized(config(tmp_path / "b", init_from=start(tmp_path / "a")))
+
+
+# -- Rules ---------------------------------------------------------------------------------------
+
+THERE, HERE = ["a/w", "a/b", "c/w"], ["x/w", "x/b", "c/w"]
+
+
+def test_the_first_rule_that_matches_renames():
+    assert sources(HERE, HERE, (), "R") == {name: name for name in HERE}
+    assert sources(THERE, HERE, [r"a/(\w) -> x/\1"], "R") == {
+        "x/w": "a/w",
+        "x/b": "a/b",
+        "c/w": "c/w",
+    }
+    found = sources(THERE, HERE, ["a/w->x/w", "a/.*  ->", "->x/b"], "R")
+    assert found == {"x/w": "a/w", "c/w": "c/w"}
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ([r"a/(\w) -> x/\1", "d.* -> e"], r"'d\.\* -> e', which matches no parameter"),
+        (["a/.* ->", "a/b -> x/b", "-> x/.*"], "'a/b -> x/b', which matches no parameter"),
+        (["a/.* ->", "-> x/.*", "-> y"], "'-> y', which matches no parameter"),
+        (["a/b -> x/b"], "R has a parameter 'a/w', which is none of this run"),
+        (["a/b ->", "a/w -> x/w"], "R has no parameter 'x/b'"),
+        ([r"a/(\w) -> x/\1", "-> x/b"], "R has a parameter 'a/b', which is none"),
+        (["a/. -> x/w"], "'a/w' and 'a/b' of R are both 'x/w'"),
+        (["a/( -> b"], r"'a/\( -> b': .*; correct the regex"),
+        ([r"a/b -> \1"], "invalid group reference 1 .*; correct it"),
+        (["a/b"], "'a/b'; set 'regex -> replacement'"),
+        (["->"], "'->'; set"),
+    ],
+)
+def test_rules_that_do_not_fit_both_sides_are_refused(rules, message):
+    with pytest.raises(UserError, match=message):
+        sources(THERE, HERE, rules, "R")
+
+
+def test_the_origin_is_in_the_record_as_json(other, tmp_path):
+    run(config(tmp_path, max_step=2, init_from=start(other[0])))
+    record = json.loads((tmp_path / "checkpoints/step_00000002/record/metadata").read_text())
+    assert record["origin"] == {"run": str(other[0]), "step": 8, "state": "params"}
