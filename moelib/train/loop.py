@@ -27,7 +27,6 @@ from moelib.core.table import Table, print_table
 from moelib.data.input import Input, State, changes
 from moelib.data.prefetch import Prefetcher, host_rows, put_batch
 from moelib.data.skip_batches import SKIPPED, SkippingBatches
-from moelib.parallel.distributed import describe_processes
 from moelib.train import report
 from moelib.train.bad_steps import (
     BAD_STEP,
@@ -270,7 +269,8 @@ class TrainLoop:
             return
         if event["event"] == SUSPECTED:
             devices = [str(device) for device in self.mesh.devices.flat]
-            event["devices"] = describe_processes(self.mesh) or devices
+            # No collective of its own, as the next step is running.
+            event["devices"] = self.description.splitlines()[:-1] or devices
         if self._is_main:
             log_event(self.config.dir, **event)
         self._progress.log(describe(event))

@@ -662,6 +662,7 @@ class SpmdTrainer(Module):
             self.summary_writer.start_trackers(self.config.debug_string())
             with contextlib.suppress(TakeAgain):
                 return self._loop(ranges, stop).run()
+            jax.block_until_ready(self._state)  # No collective runs beside the next step's.
             self._state = None  # Frees its memory for the one to restore.
             self._account = self._new_account()
             self._account.start()
