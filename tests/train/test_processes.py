@@ -144,20 +144,6 @@ def test_two_processes_take_a_bad_step_again_together(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_hardware_of_all_processes_is_named(tmp_path):
-    for out in finish_two(tmp_path, "--corrupt_after", 6):
-        assert (out["step"], out["stopped_by"]) == (8, None)
-    finish_two(tmp_path / "unbroken")
-    assert tiny.losses(tmp_path) == tiny.losses(tmp_path / "unbroken")
-    bad, suspected = read_events(str(tmp_path))
-    assert (bad["step"], bad["action"], suspected["step"]) == (7, "rewind", 7)
-    assert [line.split(":")[0] for line in suspected["devices"]] == [
-        "Process 0 of 2",
-        "Process 1 of 2",
-    ]
-
-
-@pytest.mark.slow
 def test_processes_with_different_configs_are_refused_by_all(tmp_path):
     for process in start_two(tmp_path, "--seeds", 0, 7):
         _, err = process.communicate(timeout=120)
