@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.errors import UserError
 
-from .job import CONTINUED, LABEL, VARIABLE, Job, check_form
+from .job import LABEL, Job, check_form
 
 _SCRIPT, _BUNDLE = "startup.sh", "bundle.tar.gz"
 # Of the current folder; what the image of a Kubernetes job leaves out, too.
@@ -59,8 +59,6 @@ class TpuVmJob(Job):
         super().__init__(cfg)
         for field, (form, what) in _FORMS.items():
             check_form(field, getattr(cfg, field), form, what)
-        for name in cfg.env:
-            check_form(f"env has {name!r}", name, VARIABLE, "a name such as LIBTPU_INIT_ARGS")
         if cfg.num_processes != 1:
             raise UserError(
                 f"num_processes={cfg.num_processes}: leave it unset; each host of "
@@ -126,7 +124,7 @@ class TpuVmJob(Job):
             '        status=0; wait "$child" || status=$?',
             "    done",
             '    echo "The run ended with status $status."',
-            f"    case $status in {'|'.join(map(str, CONTINUED))}) ;; *) break ;; esac",
+            f"    case $status in {'|'.join(map(str, self.continued))}) ;; *) break ;; esac",
             f'    if [ -n "$stopped" ] || [ "$restarts" -ge {cfg.max_restarts} ]; then break; fi',
             "    restarts=$((restarts + 1))",
             f'    echo "Restart $restarts of at most {cfg.max_restarts}."',
@@ -144,15 +142,18 @@ class TpuVmJob(Job):
         nodes = {"node-id": cfg.name}
         if cfg.num_slices > 1:
             nodes = {"node-count": str(cfg.num_slices), "node-prefix": cfg.name}
+        fields = (
+            "project",
+            "zone",
+            "accelerator_type",
+            "runtime_version",
+            "service_account",
+            "network",
+        )
         options = {
-            "project": cfg.project,
-            "zone": cfg.zone,
-            "accelerator-type": cfg.accelerator_type,
-            "runtime-version": cfg.runtime_version,
+            **{field.replace("_", "-"): getattr(cfg, field) for field in fields},
             **nodes,
-            "service-account": cfg.service_account,
             "scopes": "cloud-platform",
-            "network": cfg.network,
             "metadata-from-file": f"startup-script={self.path(_SCRIPT)}",
         }
         flags = [f"--{name}={value}" for name, value in options.items() if value is not None]

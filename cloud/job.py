@@ -1,24 +1,25 @@
 """A job: the processes of one training run, and how a cluster is asked to start them."""
 
 import os
+import posixpath
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from moelib.core.config import REQUIRED, Configurable, Required, config_class
+from moelib.core.directory_lock import directory_lock
 from moelib.core.errors import SECRET_NAME, UserError
 from moelib.core.files import atomic_file
 
-# Exit status of a run that SIGTERM stopped, if --stopped_status sets it: EX_TEMPFAIL of sysexits.h.
-STOPPED = 75
-# Exit statuses after which the same command continues a run: it was stopped, it hung, another
-# process of the job was lost, or this one was killed by signal 6, 7, 9, 11 or 15.
+STOPPED = 75  # EX_TEMPFAIL of sysexits.h.
 LOST = 88
-CONTINUED = (STOPPED, 87, LOST, 134, 135, 137, 139, 143)
+# Exit statuses after which the same command continues a run, besides that of a stopped one: it
+# hung, another process was lost, or this one was killed by signal 6, 7, 9, 11 or 15.
+_CONTINUED = 87, LOST, 134, 135, 137, 139, 143
 LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"  # A name of RFC 1123.
-VARIABLE = "[A-Za-z_][A-Za-z0-9_]*"  # Name of an environment variable.
+_VARIABLE = "[A-Za-z_][A-Za-z0-9_]*"  # Name of an environment variable.
 
 
 def check_form(field: str, value: str | None, form: str, what: str) -> None:
@@ -34,10 +35,17 @@ def check_form(field: str, value: str | None, form: str, what: str) -> None:
         raise UserError(f"{field}={value!r}: set {what}.")
 
 
+def is_below(folder: str, others: Iterable[str]) -> bool:
+    """Returns whether a folder is one of some absolute paths, or below one, without `..`."""
+    path = posixpath.join(folder, "")
+    inside = any(path.startswith(posixpath.join(other, "")) for other in others)
+    return inside and posixpath.normpath(folder) == folder.rstrip("/")
+
+
 class Job(Configurable):
     """The processes of a training run.
 
-    `moelib launch` writes `files()` into the folder of the job, and runs `commands()`.
+    `moelib launch` writes `files()` into the folder of the job, and starts it by `commands()`.
     """
 
     # Whether the processes see the files of this machine; else the files of the job are in jobs/.
@@ -54,6 +62,7 @@ class Job(Configurable):
         env: dict[str, str] = {}  # Environment variables of the processes.
         # Number of times that the job starts again after it was stopped or has lost a process.
         max_restarts: int = 10
+        stopped_status: int = STOPPED  # Exit status of a run that SIGTERM stopped.
 
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)
@@ -61,6 +70,9 @@ class Job(Configurable):
             raise UserError(f"num_processes={cfg.num_processes}: set 1 or more.")
         if cfg.max_restarts < 0:
             raise UserError(f"max_restarts={cfg.max_restarts}: set 0 or more.")
+        if not 2 < cfg.stopped_status < 256:
+            raise UserError(f"stopped_status={cfg.stopped_status}: set 3 to 255, not an error's.")
+        self.check_variables("env", cfg.env)
         for name in cfg.env:
             if re.fullmatch(SECRET_NAME, name, re.IGNORECASE):  # Files of the job show its value.
                 raise UserError(
@@ -68,6 +80,13 @@ class Job(Configurable):
                     "local and slurm, name a secret of the cluster in `secrets` for kubernetes, or "
                     "fetch it in `setup` for gcp_tpu."
                 )
+        # Exit statuses after which the same command continues the run.
+        self.continued = sorted({cfg.stopped_status, *_CONTINUED})
+
+    def check_variables(self, field: str, names: Iterable[str]) -> None:
+        """Raises UserError if a field has a name that is none of an environment variable."""
+        for name in names:
+            check_form(f"{field} has {name!r}", name, _VARIABLE, "a name such as NCCL_DEBUG")
 
     def files(self) -> Mapping[str, str]:
         """Returns the text of each file, by its name in the folder of the job."""
@@ -94,11 +113,19 @@ class Job(Configurable):
         return "\n".join([*texts, *map(shlex.join, self.commands())])
 
     def launch(self) -> int:
-        """Writes the files, runs the commands, and returns the exit status of the last one."""
-        os.makedirs(self.config.folder, exist_ok=True)
-        for name, text in self.files().items():
-            with atomic_file(self.path(name)) as file:
-                file.write(text)
+        """Writes the files, starts the job, and returns its exit status.
+
+        Raises:
+            UserError: If another one uses the folder of the job, or it cannot be written.
+        """
+        with directory_lock(self.config.folder, setting="--trainer_dir"):
+            for name, text in self.files().items():
+                with atomic_file(self.path(name)) as file:
+                    file.write(text)
+            return self.start()
+
+    def start(self) -> int:
+        """Runs the commands until one fails, and returns the exit status of the last one."""
         for command in self.commands():
             try:
                 status = subprocess.run(command, check=False).returncode

@@ -17,7 +17,7 @@ from typing import Any
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.errors import UserError
 
-from .job import CONTINUED, LABEL, VARIABLE, Job, check_form
+from .job import LABEL, Job, check_form, is_below
 
 _MANIFEST = "jobset.json"
 _PODS = "worker"  # Name of the replicated job, and of the container.
@@ -138,9 +138,7 @@ class KubernetesJob(Job):
 
     def _check_variables(self) -> None:
         cfg = self.config
-        for field in ("env", "secrets"):
-            for name in getattr(cfg, field):
-                check_form(f"{field} has {name!r}", name, VARIABLE, "a name such as NCCL_DEBUG")
+        self.check_variables("secrets", cfg.secrets)
         if both := sorted(set(cfg.env) & set(cfg.secrets)):
             raise UserError(f"{both[0]} is in env and in secrets; remove it from env.")
         form = rf"{_SUBDOMAIN.replace('$', '/')}/[-._a-zA-Z0-9]+"
@@ -153,10 +151,7 @@ class KubernetesJob(Job):
 
     def check_trainer_dir(self, folder: str) -> None:
         """Raises UserError if the folder of the run is in no volume and no bucket: it is lost."""
-        if "://" in folder:
-            return
-        mounts = self.config.volumes
-        if not any(posixpath.join(folder, "").startswith(f"{path}/") for path in mounts):
+        if "://" not in folder and not is_below(folder, self.config.volumes):
             raise UserError(
                 f"--trainer_dir={folder}: a pod loses what it writes there; set a bucket, such as "
                 "gs://BUCKET/NAME, or a path in a volume: "
@@ -193,7 +188,7 @@ class KubernetesJob(Job):
                         "onExitCodes": {
                             "containerName": _PODS,
                             "operator": "NotIn",
-                            "values": list(CONTINUED),
+                            "values": self.continued,
                         },
                     },
                 ]

@@ -13,7 +13,7 @@ from typing import IO
 from moelib.core.config import config_class
 from moelib.parallel.cluster import visible_gpus_of_process
 
-from .job import CONTINUED, LOST, STOPPED, Job
+from .job import LOST, Job
 
 _POLL_SECONDS = 0.05
 # Runs a command, to which Linux sends SIGTERM when the process that started it has ended.
@@ -30,6 +30,8 @@ class LocalJob(Job):
     When one is lost, the others end, and all start again.
     """
 
+    is_stopped = False  # Whether SIGTERM or SIGINT ended the job.
+
     @config_class
     class Config(Job.Config):
         # Seconds that processes have to end after one has ended with an error, or after SIGTERM.
@@ -42,8 +44,8 @@ class LocalJob(Job):
 
     def _variables(self, index: int, address: str) -> dict[str, str]:
         cfg, number = self.config, self.config.num_processes
-        if number == 1:
-            return dict(cfg.env)
+        if number == 1:  # Also where a launcher of several processes has started this one.
+            return cfg.env | {"JAX_NUM_PROCESSES": "1"}
         job = {
             "JAX_COORDINATOR_ADDRESS": address,
             "JAX_NUM_PROCESSES": str(number),
@@ -56,18 +58,17 @@ class LocalJob(Job):
         variables = self._variables(index, address).items()
         return ["env", *(f"{name}={text}" for name, text in variables), *self.command_of_process()]
 
-    def launch(self) -> int:
+    def start(self) -> int:
         """Runs the processes until they end, and returns the exit status of the job.
 
         SIGTERM and SIGINT are passed on to the processes, which save and end; the job is then not
         started again.
         """
         cfg = self.config
-        os.makedirs(cfg.folder, exist_ok=True)
         with _signals() as received:
             for restarts in range(cfg.max_restarts + 1):
                 index, status = self._run_once(received)
-                if not status or received or status not in CONTINUED:
+                if not status or received or status not in self.continued:
                     break
                 self._tell(
                     f"Process {index} of {cfg.num_processes} ended with status {status}; see "
@@ -75,7 +76,8 @@ class LocalJob(Job):
                 )
                 if restarts < cfg.max_restarts:
                     self._tell(f"Restart {restarts + 1} of at most {cfg.max_restarts}.")
-        if received and status == STOPPED:  # The run has saved.
+        self.is_stopped = bool(received)
+        if received and status == cfg.stopped_status:  # The run has saved.
             return 0
         if status:
             self._tell(f"The job ended with status {status}; see {self._log(index)}.")

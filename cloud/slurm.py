@@ -8,9 +8,15 @@ from collections.abc import Mapping, Sequence
 from moelib.core.config import config_class
 from moelib.core.errors import UserError
 
-from .job import CONTINUED, Job
+from .job import LOST, Job, check_form
 
 _SCRIPT = "job.sbatch"
+_TIME = "[0-9]+(:[0-9]{2}){0,2}|[0-9]+-[0-9]+(:[0-9]{2}){0,2}|UNLIMITED"
+# srun has one status for all processes, and those that it ends have 143. This runs one, and writes
+# the status of the first that ended by itself. At SIGTERM, bash waits for the process.
+_TASK = f"""trap : TERM; "$@"; status=$?
+case $status in 0|{LOST}) ;; *) set -C; {{ echo $status >"$MOELIB_CAUSE"; }} 2>/dev/null; esac
+exit $status"""
 
 
 class SlurmJob(Job):
@@ -44,11 +50,14 @@ class SlurmJob(Job):
         for option in cfg.options:
             if not option.startswith("-"):
                 raise UserError(f"options={option!r}: write an option of sbatch, such as --nice.")
-        for field in ("name", "partition", "account", "qos", "time_limit", "memory"):
+        check_form("time_limit", cfg.time_limit, _TIME, "MINUTES, HH:MM:SS or D-HH:MM:SS")
+        for field in ("name", "partition", "account", "qos", "memory"):
             if re.search(r"\s", getattr(cfg, field) or ""):
                 raise UserError(f"{field}={getattr(cfg, field)!r}: remove the spaces.")
-        if os.path.isabs(cfg.folder) and re.search(r"\s", cfg.folder):
-            raise UserError(f"folder={cfg.folder!r}: sbatch reads no path with spaces.")
+        check_form("folder", self._path("x"), r'[^\n"\\]*', 'a path without " and \\')
+
+    def _path(self, name: str, percent: str = "%%") -> str:
+        return os.path.abspath(self.path("")).replace("%", percent) + "/" + name
 
     def files(self) -> Mapping[str, str]:
         """Returns the batch script."""
@@ -60,30 +69,32 @@ class SlurmJob(Job):
             "gpus-per-node": cfg.gpus_per_node,
             "cpus-per-task": cfg.cpus_per_process,
             "mem": cfg.memory,
-            "partition": cfg.partition,
-            "account": cfg.account,
-            "qos": cfg.qos,
+            **{field: getattr(cfg, field) for field in ("partition", "account", "qos")},
             "time": cfg.time_limit,
             "signal": f"TERM@{cfg.stop_seconds}",
-            "output": os.path.abspath(self.path("job-%j.log")),
+            "output": f'"{self._path("job-%j.log")}"',
             "open-mode": "append",
         }
         lines = [f"--{name}={value}" for name, value in options.items() if value is not None]
         srun = [
             *("srun", "--kill-on-bad-exit=1", "--label", "--open-mode=append"),
-            f"--output={os.path.abspath(self.path('processes-%j.log'))}",
-            *self.command_of_process(),
+            f"--output={self._path('processes-%j.log')}",
+            *("bash", "-c", _TASK, "bash", *self.command_of_process()),
         ]
         script = [
             "#!/bin/bash",
             *(f"#SBATCH {line}" for line in [*lines, "--requeue", *cfg.options]),
             "",
+            "unset JAX_COORDINATOR_ADDRESS JAX_NUM_PROCESSES JAX_PROCESS_ID  # Of an outer job.",
+            f'export MOELIB_CAUSE={shlex.quote(self._path("cause-", "%"))}"$SLURM_JOB_ID"',
+            'rm -f "$MOELIB_CAUSE"',
             *(f"export {name}={shlex.quote(text)}" for name, text in cfg.env.items()),
             *cfg.setup,
             "status=0",
             f"{shlex.join(srun)} || status=$?",
+            'if [ -s "$MOELIB_CAUSE" ]; then status=$(cat "$MOELIB_CAUSE"); fi',
             "# Stopped by SIGTERM, hung, or a process was lost: the run resumes.",
-            f"case $status in {'|'.join(map(str, CONTINUED))})",
+            f"case $status in {'|'.join(map(str, self.continued))})",
             f'    if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {cfg.max_restarts} ]; then',
             '        echo "Status $status; the job is queued again."',
             '        scontrol requeue "$SLURM_JOB_ID"',

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.errors import UserError
 
-from .job import VARIABLE, Job, check_form
+from .job import Job, check_form, is_below
 
 _SCRIPT = "launch_xm.py"
-_TEXT = '''"""Launches {name}: xmanager launch {path}"""
+_TEXT = '''"""An experiment of XManager; `xmanager launch` runs this script."""
 
 from absl import app
 from xmanager import xm, xm_local
@@ -53,8 +53,6 @@ class XManagerJob(Job):
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)
         check_form("image", cfg.image, r"\S+", "an image such as registry.example/small:1")
-        for name in cfg.env:
-            check_form(f"env has {name!r}", name, VARIABLE, "a name such as XLA_FLAGS")
         for field, known in (("num_processes", 1), ("max_restarts", 0), ("program", ())):
             if (value := getattr(cfg, field)) != known:
                 raise UserError(
@@ -65,8 +63,7 @@ class XManagerJob(Job):
 
     def check_trainer_dir(self, folder: str) -> None:
         """Raises UserError if the folder of the run is in no volume: the run would be lost."""
-        volumes = [f"{path.rstrip('/')}/" for path in self.config.volumes]
-        if "://" not in folder and not any(map(folder.startswith, volumes)):
+        if "://" not in folder and not is_below(folder, self.config.volumes):
             raise UserError(
                 f"--trainer_dir={folder}: the container loses it; set an absolute path in a "
                 "volume: --job_set \"volumes={'/runs': '/home/me/runs'}\" --trainer_dir=/runs/NAME"
@@ -77,7 +74,6 @@ class XManagerJob(Job):
         cfg = self.config
         text = _TEXT.format(
             name=cfg.name,
-            path=self.path(_SCRIPT),
             requirements="" if cfg.gpus is None else f"local_gpu={cfg.gpus}",
             volumes={host: path for path, host in cfg.volumes.items()},
             image=cfg.image,

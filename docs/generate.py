@@ -7,15 +7,26 @@ with `# --8<-- [start:NAME]` and `# --8<-- [end:NAME]`:
     ```python
     ...the region, after the imports that it needs...
     ```
+
+What `moelib launch` prints with --dry_run follows its command:
+
+    <!-- its dry run --> or <!-- the last 4 lines of its dry run -->
 """
 
 import ast
+import contextlib
+import io
+import os
 import pathlib
 import re
+import shlex
+import sys
+import tempfile
 import textwrap
+from unittest import mock
 
 from benchmarks import __main__ as benchmarks
-from moelib.cli.main import Command, describe_commands
+from moelib.cli.main import Command, describe_commands, run
 from moelib.core.command_line import describe_flags
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -27,6 +38,12 @@ REGION = re.compile(
     r"^ *# --8<-- \[start:(?P<name>\w+)\]\n(?P<code>.*?)^ *# --8<-- \[end:(?P=name)\]$",
     re.MULTILINE | re.DOTALL,
 )
+DRY_RUN = re.compile(
+    r"^(?P<head>```bash\n(?P<command>moelib launch (?:(?!```).*\n)+)```\n\n"
+    r"<!-- (?:the last (?P<num>\d+) lines? of )?its dry run -->\n)(?:```text\n(?s:.*?)^```\n)?",
+    re.MULTILINE,
+)
+MODEL = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)  # The first one of README.
 
 
 def pages() -> list[pathlib.Path]:
@@ -72,6 +89,44 @@ def with_quotes(page: str) -> str:
         return f"<!-- from {match['path']}:{match['name']} -->\n```python\n{code}```\n"
 
     return QUOTE.sub(quote, page)
+
+
+# -- Jobs ----------------------------------------------------------------------------------------
+
+
+def with_dry_runs(page: str) -> str:
+    """Returns the text of a page with what its jobs print."""
+
+    def show(match: re.Match[str]) -> str:
+        lines = dry_run(match["command"]).splitlines(keepends=True)
+        return f"{match['head']}```text\n{''.join(lines[-int(match['num'] or 0) :])}```\n"
+
+    return DRY_RUN.sub(show, page)
+
+
+def dry_run(command: str) -> str:
+    """Returns what `moelib launch` prints with --dry_run, for the model of the README."""
+    model = MODEL.findall((ROOT / "README.md").read_text(encoding="utf-8"))[0]
+    arguments = shlex.split(command.replace("\\\n", " "))[1:]
+    path, module = list(sys.path), sys.modules.pop("my_model", None)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.chdir(folder),
+        mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""),
+        contextlib.redirect_stdout(io.StringIO()) as out,
+    ):
+        pathlib.Path("my_model.py").write_text(model, encoding="utf-8")
+        assert run([*arguments, "--dry_run"]) == 0, command
+        package, here = os.path.relpath(ROOT / "cloud"), os.getcwd()
+    sys.path[:] = path
+    sys.modules.pop("my_model", None)
+    if module is not None:
+        sys.modules["my_model"] = module
+    texts = {package: "moelib_cloud", here: "/home/me", sys.executable: "python"}
+    printed = out.getvalue()
+    for found, shown in texts.items():
+        printed = printed.replace(found, shown)
+    return printed
 
 
 # -- Commands ------------------------------------------------------------------------------------
@@ -130,7 +185,7 @@ def generated(page: pathlib.Path) -> str:
     text = page.read_text(encoding="utf-8")
     if page == CLI:
         text = text.partition(BELOW)[0] + BELOW + "\n" + command_sections()
-    return with_quotes(text)
+    return with_dry_runs(with_quotes(text))
 
 
 if __name__ == "__main__":

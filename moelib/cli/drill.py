@@ -12,14 +12,19 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from moelib import launch
 from moelib.core.command_line import flag, no_arguments
 from moelib.core.config import config_for_function
+from moelib.core.directory_lock import directory_lock
 from moelib.core.errors import UsageError
 from moelib.core.moved_names import find_module
 from moelib.core.progress import Progress
 from moelib.core.table import print_table
+
+if TYPE_CHECKING:
+    from moelib.operations.drill import Outcome, Scenario
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,13 +47,13 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     no_arguments(arguments, Flags)
     if flags.devices % flags.num_processes:
         raise UsageError(f"--devices={flags.devices}: set a multiple of {flags.num_processes}.")
-    if os.path.exists(flags.folder) and os.listdir(flags.folder):
+    if os.path.isdir(flags.folder) and os.listdir(flags.folder):
         raise UsageError(f"--folder={flags.folder}: it is not empty; name a new one.")
     cfg = flags.load()
     os.environ["JAX_PLATFORMS"] = "cpu"  # Simulated devices only: no accelerator is taken.
     from moelib.checkpoint.checkpointer import Checkpointer
     from moelib.checkpoint.policy import every_n_steps_and_last_policy
-    from moelib.operations.drill import drill_table, random_kills, run_drill, scenarios
+    from moelib.operations.drill import drill_table, random_kills, scenarios
     from moelib.verify.shrink import shrink
 
     cfg, _ = shrink(cfg, flags.devices)
@@ -68,8 +73,18 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     if not chosen:
         names = ", ".join(x.name for x in scenarios(flags.interval, flags.num_processes))
         raise UsageError(f"--only={','.join(flags.only)}: no fault has this in its name ({names}).")
+    with directory_lock(flags.folder, setting="--folder"):
+        outcomes = _outcomes(flags, cfg, chosen)
+    print_table(drill_table(outcomes, flags.interval))
+    if not all(outcome.is_kept for outcome in outcomes):
+        sys.exit(1)
+
+
+def _outcomes(flags: Flags, cfg: Any, chosen: "Sequence[Scenario]") -> "list[Outcome]":
+    """Returns the outcomes of scenarios. Exits with 130 after Ctrl-C or SIGTERM."""
+    from moelib.operations.drill import run_drill
+
     module = importlib.import_module(find_module("cloud.local") or "cloud.local")
-    cache = os.path.join(os.path.abspath(flags.folder), "programs")
     job = module.LocalJob.default_config().set(
         program=[sys.executable, "-m", "moelib.operations.drill_process"],
         num_processes=flags.num_processes,
@@ -78,15 +93,27 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
         max_restarts=20,
         env={
             "JAX_NUM_CPU_DEVICES": str(flags.devices // flags.num_processes),
-            "JAX_COMPILATION_CACHE_DIR": cache,
+            # A start is mostly compilation. JAX's cache on disk serves process 0 only: it would
+            # wait for the others longer than the 30 s after which collectives on CPUs fail.
+            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0",
+            "JAX_ENABLE_COMPILATION_CACHE": "false",
         },
     )
-    start = lambda folder: job.clone(arguments=[folder], folder=folder).instantiate().launch()
+
+    def start(folder: str) -> int:
+        one = job.clone(arguments=[folder], folder=os.path.join(folder, "job")).instantiate()
+        status = one.launch()
+        if one.is_stopped:
+            raise KeyboardInterrupt
+        return status
+
     outcomes = []
-    with Progress("fault", len(chosen)) as progress:
-        for outcome in run_drill(cfg, os.path.abspath(flags.folder), chosen, start):
-            outcomes.append(outcome)
-            progress.update(len(outcomes))
-    print_table(drill_table(outcomes, flags.interval))
-    if not all(outcome.is_kept for outcome in outcomes):
-        sys.exit(1)
+    try:
+        with Progress("fault", len(chosen)) as progress:
+            for outcome in run_drill(cfg, os.path.abspath(flags.folder), chosen, start):
+                outcomes.append(outcome)
+                progress.update(len(outcomes))
+    except KeyboardInterrupt:
+        print(f"The drill was stopped; its runs are in {flags.folder}.", file=sys.stderr)
+        sys.exit(130)
+    return outcomes

@@ -84,14 +84,18 @@ def job_config(flags: Flags) -> Any:
     if job.shares_files and not storage.is_remote(run_dir):
         folder = os.path.join(run_dir, "job")
     else:
-        folder = os.path.join("jobs", os.path.basename(run_dir.rstrip("/")))
-    cfg.set(arguments=["train", *train_arguments(flags)], folder=folder)
+        folder = os.path.join("jobs", os.path.basename(os.path.normpath(run_dir)))
+    cfg.set(folder=folder)
+    if flags.stopped_status:
+        with config_origin(f"--stopped_status={flags.stopped_status}"):
+            cfg.set(stopped_status=flags.stopped_status)
     if flags.num_processes is not None:
         with config_origin(f"--num_processes={flags.num_processes}"):
             cfg.set(num_processes=flags.num_processes)
     for assignment in flags.job_set:
         config_parse.set_from_text(cfg, assignment, flag="--job_set")
-    return cfg
+    arguments = [*train_arguments(flags), f"--stopped_status={cfg.stopped_status}"]
+    return cfg.set(arguments=["train", *arguments])
 
 
 def train_arguments(flags: Flags) -> list[str]:
@@ -99,8 +103,8 @@ def train_arguments(flags: Flags) -> list[str]:
     arguments = []
     for info in describe_flags(launch.TrainFlags):
         value = getattr(flags, info.name)
-        if value == info.default or info.name == "num_processes":
+        if value == info.default or info.name in ("num_processes", "stopped_status"):
             continue
         values = [",".join(value)] if info.split else value if info.repeatable else [value]
         arguments += [f"--{info.name}={each}" for each in values]
-    return [*arguments, "--stopped_status=75"]
+    return arguments

@@ -40,6 +40,7 @@ def ended_with_others(
     timeout_seconds: float,
     *,
     bind_address: str | None = None,
+    setting: str = "address",
     description: str = "",
 ) -> Iterator[None]:
     """Waits for all processes of a job, runs the block, and ends this process with any other one.
@@ -52,6 +53,7 @@ def ended_with_others(
         index: Index of this process.
         timeout_seconds: Time to wait for the others.
         bind_address: Address at which process 0 listens, by default `address`.
+        setting: Setting of the address, for errors.
         description: Versions that must be equal in all processes, separated by commas.
 
     Raises:
@@ -60,7 +62,8 @@ def ended_with_others(
     """
     wait = _Wait(f"Process {index} of {num_processes}", timeout_seconds)
     if index == 0:
-        peers = _accept(bind_address or address, num_processes, description, wait)
+        server = _server(bind_address or address, f"{setting}={address}", wait)
+        peers = _accept(server, num_processes, description, wait)
     else:
         peers = {0: _connect(_host_and_port(address), index, description, wait)}
     job = _Job(index, num_processes, peers)
@@ -80,6 +83,7 @@ class _Job:
         # JAX aborts the others, without a message of ours, when process 0 has ended.
         self._grace_seconds = _GRACE_SECONDS + (index == 0)
         self._first = threading.Lock()  # Taken at the first loss: others that end then follow it.
+        self._follows = False  # Whether an error of this process follows from a loss.
 
     def _tell(self, number: int, text: bytes = b"") -> None:
         for peer in list(self._peers.values()):
@@ -92,6 +96,7 @@ class _Job:
             return
         self._peers.pop(other)
         self._tell(lost, error)
+        self._follows = not error
         if error:
             time.sleep(self._grace_seconds)
         if hasattr(sys, "last_exc"):  # This process has an error of its own, and ends.
@@ -114,7 +119,8 @@ class _Job:
         if self._index == 0:
             time.sleep(self._grace_seconds)
         sys.stdout.flush()
-        os._exit(getattr(error, "exit_status", 2 if isinstance(error, OSError) else 1))
+        code = getattr(error, "exit_status", 2 if isinstance(error, OSError) else 1)
+        os._exit(EXIT_CODE if self._follows else code)
 
 
 class _Wait:
@@ -140,11 +146,11 @@ class _Wait:
         return max(min(self._next_report, self._timeout) - seconds, 0.01)
 
 
-def _accept(address: str, num_processes: int, description: str, wait: _Wait) -> _Peers:
+def _accept(server: socket.socket, num_processes: int, description: str, wait: _Wait) -> _Peers:
     """Returns connections from all other processes, once they are there."""
     peers: _Peers = {}
     descriptions = {}
-    with _server(address, wait) as server:
+    with server:
         while missing := [str(i) for i in range(1, num_processes) if i not in peers]:
             names = f"{'es' * (len(missing) > 1)} {', '.join(missing)}"
             server.settimeout(wait.go_on(f"no connection from process{names:.99}"))
@@ -172,7 +178,7 @@ def _check_equal(number: int, description: str, expected: str, peers: _Peers) ->
             raise UserError(text)
 
 
-def _server(address: str, wait: _Wait) -> socket.socket:
+def _server(address: str, setting: str, wait: _Wait) -> socket.socket:
     host, port = _host_and_port(address)
     while True:
         try:
@@ -182,7 +188,7 @@ def _server(address: str, wait: _Wait) -> socket.socket:
             time.sleep(min(wait.go_on(f"{host}: {error.strerror}"), 0.5))
         except OSError as error:
             raise UserError(
-                f"--distributed_coordinator={address}: process 0 cannot listen there "
+                f"{setting}: process 0 cannot listen there "
                 f"({error.strerror}); set a free port of its own host."
             ) from error
 

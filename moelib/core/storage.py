@@ -44,8 +44,8 @@ def require_local(setting: str, path: str | os.PathLike[str], cure: str) -> None
         raise UserError(f"{setting} is {os.fspath(path)!r}; set a local folder, and {cure}.")
 
 
-def filesystem_class(path: str | os.PathLike[str]) -> Any:
-    """Returns fsspec's class for a URL; contacts nothing.
+def filesystem(path: str | os.PathLike[str]) -> Any:
+    """Returns fsspec's file system of a URL; its listings are not cached.
 
     Raises:
         UserError: If no installed package serves such URLs.
@@ -55,17 +55,13 @@ def filesystem_class(path: str | os.PathLike[str]) -> Any:
     path = os.fspath(path)
     scheme = path.partition("://")[0]
     try:
-        return fsspec.get_filesystem_class(scheme)
+        found = fsspec.get_filesystem_class(scheme)
     except (ImportError, ValueError) as error:
         cure = f"{error}; install it, or use a local path, s3://, or gs://."
         if extra := _EXTRAS.get(scheme):
             cure = f"its package is missing; run `pip install 'moelib[{extra}]'`."
         raise UserError(f"{path}: {cure}") from error
-
-
-def filesystem(path: str | os.PathLike[str]) -> Any:
-    """Returns fsspec's file system of a URL; its listings are not cached. Raises UserError."""
-    return filesystem_class(path)(use_listings_cache=False)
+    return found(use_listings_cache=False)
 
 
 @contextlib.contextmanager

@@ -131,7 +131,7 @@ def run_drill(
     if undisturbed.status:
         raise UserError(
             f"The undisturbed run ended with status {undisturbed.status}; see "
-            f"{folder}/undisturbed/process_0.log."
+            f"{folder}/undisturbed/job/process_0.log."
         )
     expected = losses(os.path.join(folder, "undisturbed"))
     for i, each in enumerate(chosen):

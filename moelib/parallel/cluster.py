@@ -5,7 +5,7 @@ import os
 import re
 import urllib.request
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from moelib.core.errors import UsageError, UserError
@@ -17,6 +17,10 @@ _TPU_PORT = 8482  # Open between the hosts of a Cloud TPU slice.
 _METADATA_SECONDS = 10.0
 
 
+_VARIABLES = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+_ADDRESS = r"([^\s:/\[\]]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})"
+
+
 class Cluster(NamedTuple):
     """A job of several processes, as one of them sees it."""
 
@@ -26,6 +30,22 @@ class Cluster(NamedTuple):
     process_id: int
     local_size: int = 1  # Number of the job's processes on this host.
     local_id: int = 0  # Index of this process among them.
+    # Settings of the coordinator, the number of processes and the index, for messages.
+    settings: Sequence[str] = "--distributed_coordinator", "--num_processes", "--process_id"
+
+    def check(self) -> None:
+        """Raises UsageError if the address or the index of this process cannot be used."""
+        address, number, index = self.settings
+        found = re.fullmatch(_ADDRESS, self.coordinator or "")
+        if not found or not 0 < int(found[2]) < 1 << 16:
+            raise UsageError(
+                f"{address}={self.coordinator}: set host:port, such as node1:8476 or "
+                "[fd00::1]:8476, with a port from 1 to 65535."
+            )
+        if self.process_id >= self.num_processes:
+            raise UsageError(
+                f"{index}={self.process_id}: set less than {number}={self.num_processes}."
+            )
 
 
 def find_cluster(environ: Mapping[str, str] = os.environ, *, tpu: bool = True) -> Cluster | None:
@@ -48,15 +68,17 @@ def find_cluster(environ: Mapping[str, str] = os.environ, *, tpu: bool = True) -
 
 
 def _from_variables(environ: Mapping[str, str]) -> Cluster | None:
-    names = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
-    missing = [name for name in names if not environ.get(name)]
-    if len(missing) == len(names):
+    missing = [name for name in _VARIABLES if not environ.get(name)]
+    if len(missing) == len(_VARIABLES):
         return None
+    address, number, index = _VARIABLES
+    if environ.get(number) == "1":
+        return Cluster("JAX's variables", None, 1, 0)
     if missing:
-        given = ", ".join(f"{name}={environ[name]}" for name in names if name not in missing)
+        given = ", ".join(f"{name}={environ[name]}" for name in _VARIABLES if name not in missing)
         raise UsageError(f"{given}: {', '.join(missing)} is not set; set all three variables.")
-    number, index = (_integer(environ, name) for name in names[1:])
-    return Cluster("JAX's variables", environ[names[0]], number, index)
+    numbers = _integer(environ, number), _integer(environ, index)
+    return Cluster("JAX's variables", environ[address], *numbers, settings=_VARIABLES)
 
 
 def _from_open_mpi(environ: Mapping[str, str]) -> Cluster | None:
@@ -82,6 +104,11 @@ def _from_open_mpi(environ: Mapping[str, str]) -> Cluster | None:
 def _from_slurm(environ: Mapping[str, str]) -> Cluster | None:
     if "SLURM_STEP_NODELIST" not in environ or "SLURM_PROCID" not in environ:
         return None  # Also in a batch script, outside of srun.
+    if (size := environ.get("SLURM_HET_SIZE", "1")) != "1":
+        raise UsageError(
+            f"SLURM_HET_SIZE={size}: the components of a heterogeneous job do not find each other; "
+            f"submit a job of one component, or set {', '.join(_VARIABLES)} for each process."
+        )
     hosts, tasks = environ["SLURM_STEP_NODELIST"], environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
     # Tasks of each host, such as 4(x2),3 for 4, 4 and 3.
     sizes = [

@@ -34,7 +34,7 @@ def initialize_distributed(
 
     Args:
         coordinator: Address of process 0, as host:port; alone, it replaces that of the environment.
-        num_processes: Number of processes of the job.
+        num_processes: Number of processes of the job; 1 also replaces what the environment has.
         process_id: Index of this process, from 0.
         start_timeout_seconds: Seconds that a process waits for the others to start.
         heartbeat_timeout_seconds: Seconds without a heartbeat of a process before the others end.
@@ -47,12 +47,7 @@ def initialize_distributed(
     if job is None or job.coordinator is None:
         return None
     address = job.coordinator
-    if not re.fullmatch(".+:[0-9]{1,5}", address):
-        raise UsageError(f"--distributed_coordinator={address}: write host:port.")
-    if job.process_id >= job.num_processes:
-        raise UsageError(
-            f"--process_id={job.process_id}: set less than --num_processes={job.num_processes}."
-        )
+    job.check()
     bind_address = _bind_address(job, address)
     with ended_with_others(
         address,
@@ -60,6 +55,7 @@ def initialize_distributed(
         job.process_id,
         start_timeout_seconds,
         bind_address=bind_address,
+        setting=job.settings[0],
         description=", ".join(f"{name} {version}" for name, version in library_versions().items()),
     ):
         jax.distributed.initialize(
@@ -119,6 +115,8 @@ def coordinates(mesh: jax.sharding.Mesh, devices: Collection[jax.Device]) -> str
 def _job(
     coordinator: str | None, num_processes: int | None, process_id: int | None
 ) -> Cluster | None:
+    if num_processes == 1 and process_id in (None, 0):
+        return None
     if num_processes is not None and process_id is not None and coordinator is not None:
         return Cluster("flags", coordinator, num_processes, process_id)
     if num_processes is not None or process_id is not None:
@@ -140,12 +138,15 @@ def _job(
             f"{found.launcher} does not tell where process 0 runs; set "
             "--distributed_coordinator=host:port, with a free port of its host."
         )
-    return found._replace(coordinator=coordinator or found.coordinator)
+    if coordinator is None:
+        return found
+    settings = Cluster._field_defaults["settings"][:1] + found.settings[1:]
+    return found._replace(coordinator=coordinator, settings=settings)
 
 
 def _warn_outside_srun(environ: Mapping[str, str]) -> None:
     number = environ.get("SLURM_NTASKS", "1")
-    if number != "1" and "SLURM_STEP_NODELIST" not in environ:
+    if number != "1" and "JAX_NUM_PROCESSES" not in environ:
         logger.warning(
             "SLURM_NTASKS=%s, but this is one process outside of srun; start it by srun to use "
             "all tasks of the job.",

@@ -27,10 +27,9 @@ def log_event(directory: str, event: str, **fields: Any) -> None:
         fields: JSON values.
     """
     line = json.dumps({"time": round(time.time(), 3), "event": event, **fields})
-    path = os.path.join(directory, EVENTS_FILE)
-    # A local folder that was moved is not made again.
-    append = storage.open_to_append if storage.is_remote(path) else lambda path: open(path, "ab")
-    with _APPENDING, append(path) as file:
+    if not storage.is_remote(directory):
+        os.stat(directory)  # A folder that was moved is not made again.
+    with _APPENDING, storage.open_to_append(os.path.join(directory, EVENTS_FILE)) as file:
         file.write(f"{line}\n".encode())
 
 

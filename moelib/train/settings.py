@@ -89,16 +89,11 @@ def _inputs(cfg: Any) -> dict[tuple[str, ...], Any]:
 
 
 def _check_folders(cfg: Any) -> None:
-    """Raises UserError if no package that serves a URL of the run's output is installed."""
-    values = cfg.to_flat_dict()
-    for path in ("dir", "checkpointer.dir", "summary_writer.dir", "summary_writer.jsonl_path"):
-        folder = values.get(path)
-        if path == "checkpointer.dir" and folder is REQUIRED:
-            folder = cfg.dir
-        if isinstance(folder, str) and storage.is_remote(folder):
-            storage.filesystem_class(folder)
-            if path == "checkpointer.dir":
-                check_url(path, folder)
+    """Raises UserError if checkpoints or traces cannot be written to their folder."""
+    folder = dict(cfg.checkpointer.items())["dir"] if cfg.checkpointer is not None else cfg.dir
+    folder = cfg.dir if folder is REQUIRED else folder
+    if isinstance(folder, str) and storage.is_remote(folder):
+        check_url("checkpointer.dir", folder)
     if cfg.start_trace_steps and isinstance(cfg.dir, str) and storage.is_remote(cfg.dir):
         raise UserError(
             f"start_trace_steps is {list(cfg.start_trace_steps)}, but dir is {cfg.dir!r}: traces "

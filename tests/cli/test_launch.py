@@ -6,6 +6,7 @@ import shlex
 import pytest
 
 from cloud.slurm import SlurmJob
+from docs import generate
 from moelib.cli import launch
 from moelib.cli.main import run
 from tests.docs import blocks
@@ -104,10 +105,9 @@ def test_references_to_secrets_are_shown(capsys, monkeypatch):
 
 
 def _commands_of_page():
-    texts = [each.text.replace("\\\n", "") for each in blocks.blocks("docs/how_to/clusters.md")]
-    return [
-        line for text in texts for line in text.splitlines() if line.startswith("moelib launch")
-    ]
+    pages = (generate.ROOT / "docs/how_to").glob("clusters*.md")
+    commands = [x for page in sorted(pages) for x in blocks.commands(str(page))]
+    return [line for line in commands if line.startswith("moelib launch")]
 
 
 @pytest.mark.parametrize("command", _commands_of_page())
@@ -115,6 +115,13 @@ def test_the_commands_of_the_page_describe_jobs(capsys, command):
     arguments = [x for x in shlex.split(command)[2:] if not x.startswith(("--module", "--config"))]
     folder = arguments.pop(next(i for i, x in enumerate(arguments) if "trainer_dir" in x))
     assert folder in dry_run(capsys, *arguments, folder)
+
+
+def test_the_exit_status_of_a_stopped_run_is_that_of_the_user(capsys):
+    out = dry_run(capsys, "--job=slurm", "--stopped_status=80")
+    assert "--stopped_status=80" in out
+    assert "case $status in 80|87|" in out
+    assert "75" not in out
 
 
 def test_a_job_may_be_a_class_of_ones_own():
@@ -129,6 +136,7 @@ def test_a_job_may_be_a_class_of_ones_own():
         (["--job=tests.cli.test_launch:Missing"], "tests.cli.test_launch has no 'Missing'"),
         (["--process_id=1"], "--process_id=1: the job sets it"),
         (["--num_processes=0"], "num_processes"),
+        (["--stopped_status=1"], "stopped_status=1"),
         (["--job_set=partition=gpu"], "partition"),
         (["--job=slurm", "--job_set=max_restarts=many"], "max_restarts"),
         (["--set=max_stepp=7"], "max_stepp"),  # Of the run: found before the job waits.

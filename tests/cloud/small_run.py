@@ -56,6 +56,10 @@ def processes_of(text):
             line = path.read_bytes()
         except OSError:
             continue
-        if text.encode() in line and b"moelib\0train" in line and not line.startswith(b"srun"):
+        if (
+            text.encode() in line
+            and b"moelib\0train" in line
+            and not line.startswith((b"srun", b"bash"))
+        ):
             found.append(int(path.parent.name))
     return sorted(found)

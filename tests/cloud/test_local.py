@@ -11,8 +11,16 @@ import time
 import pytest
 
 from cloud.local import LocalJob
+from moelib.core.directory_lock import directory_lock
 from moelib.core.errors import UserError
+from moelib.parallel.cluster import find_cluster
 from tests.cloud.small_run import FLAGS, launch, losses, processes_of, wait_for, write_model
+
+OUTER_JOB = {
+    "JAX_COORDINATOR_ADDRESS": "n:1",
+    "JAX_NUM_PROCESSES": "8",
+    "JAX_PROCESS_ID": "3",
+}
 
 # A process that ends as its argument for this start says: w waits, a number is an exit status, k
 # kills itself. `starts` has a line per start.
@@ -61,9 +69,31 @@ def test_processes_know_their_job_and_write_logs(tmp_path, capsys):
     assert capsys.readouterr().out == "process 0: 0\n"
 
 
-def test_one_process_needs_no_coordinator(tmp_path):
+def test_one_process_needs_no_coordinator(tmp_path, monkeypatch):
+    for name, text in OUTER_JOB.items():
+        monkeypatch.setenv(name, text)
+    assert "JAX_NUM_PROCESSES=1 " in job(tmp_path, "0").instantiate().describe()
+    assert find_cluster(OUTER_JOB | {"JAX_NUM_PROCESSES": "1"}) is None
+
+
+def test_a_folder_is_used_by_one_job(tmp_path):
+    with (
+        directory_lock(str(tmp_path), setting="--trainer_dir"),
+        pytest.raises(UserError, match=rf"{tmp_path} is in use \(process {os.getpid()} on"),
+    ):
+        job(tmp_path, "0").instantiate().launch()
+    assert not (tmp_path / "starts_0").exists()
+
+
+def test_a_folder_that_cannot_be_created_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"/file/job.*--trainer_dir"):
+        job(tmp_path, "0").set(folder=str(tmp_path / "file" / "job")).instantiate().launch()
+
+
+def test_one_process_starts(tmp_path):
     assert job(tmp_path, "0").instantiate().launch() == 0
-    assert starts(tmp_path, 0)[0][1] == "None"
+    assert len(starts(tmp_path, 0)) == 1
 
 
 @pytest.mark.parametrize("plans", [["w,0", "k,0"], ["k,0", "w,0"], ["88,0", "75,0"]])
@@ -87,9 +117,22 @@ def test_an_error_is_not_repeated(tmp_path, status, other):
     assert len(starts(tmp_path, 1)) == 1
 
 
-def test_a_negative_number_of_restarts_is_refused(tmp_path):
-    with pytest.raises(UserError, match="max_restarts=-1"):
-        job(tmp_path, "0", max_restarts=-1).instantiate()
+def test_a_run_continues_after_the_status_that_it_was_given(tmp_path):
+    assert job(tmp_path, "80,0", stopped_status=80).instantiate().launch() == 0
+    assert len(starts(tmp_path, 0)) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_restarts": -1}, "max_restarts=-1"),
+        ({"stopped_status": 2}, "stopped_status=2"),
+        ({"env": {"A B": ""}}, "env has 'A B'"),
+    ],
+)
+def test_wrong_fields_are_refused(tmp_path, fields, message):
+    with pytest.raises(UserError, match=message):
+        job(tmp_path, "0", **fields).instantiate()
 
 
 _LAUNCHER = "import sys; from tests.cloud.test_local import run; run(sys.argv[1], sys.argv[2:])"

@@ -14,7 +14,8 @@ from tests.cloud.small_run import launch, losses, processes_of, wait_for, write_
 
 
 def script(**fields):
-    cfg = SlurmJob.default_config().set(arguments=["train"], folder="runs/a/job", **fields)
+    fields = {"arguments": ["train"], "folder": "runs/a/job", **fields}
+    cfg = SlurmJob.default_config().set(**fields)
     return cfg.instantiate().files()["job.sbatch"]
 
 
@@ -47,23 +48,51 @@ def test_the_script_asks_for_nodes_and_gpus():
 
 @pytest.mark.parametrize(
     ("status", "restarts", "requeued"),
-    [(0, 0, False), (2, 0, False), (75, 0, True), (88, 9, True), (137, 10, False)],
+    [
+        *[(0, 0, False), (2, 0, False), (75, 0, True), (88, 9, True), (137, 10, False)],
+        # Others were ended by srun, or by themselves, after one process had an error or was killed.
+        *[("1 143", 0, False), ("88 2 143", 0, False), ("137 88", 0, True), ("88 139", 0, True)],
+    ],
 )
 def test_a_job_is_queued_again_where_its_run_can_resume(tmp_path, status, restarts, requeued):
-    (tmp_path / "srun").write_text(f"#!/bin/sh\nexit {status}\n")
+    """The fake srun runs its command for each status in turn, and ends with the highest."""
+    (tmp_path / "srun").write_text(
+        f"#!/bin/bash\nwhile [[ $1 = --* ]]; do shift; done\nfor each in {status}; do\n"
+        '    "${@:1:4}" sh -c "exit $each"\ndone\n'
+        f"exit {max(map(int, str(status).split()))}\n"
+    )
     (tmp_path / "scontrol").write_text('#!/bin/sh\necho scontrol "$@"\n')
     for name in ("srun", "scontrol"):
         (tmp_path / name).chmod(0o755)
+    (tmp_path / "a'b %d").mkdir()
     env = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "SLURM_JOB_ID": "71",
         "SLURM_RESTART_COUNT": str(restarts),
     }
     done = subprocess.run(
-        ["bash"], input=script(), env=env, capture_output=True, text=True, check=False
+        ["bash"],
+        input=script(folder=str(tmp_path / "a'b %d")),
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert done.returncode == status
+    first = next((x for x in map(int, str(status).split()) if x != 88), 88)
+    assert done.returncode == first
     assert ("scontrol requeue 71" in done.stdout) == requeued
+
+
+def test_the_folder_may_have_spaces_and_percent_signs():
+    lines = script(folder="/r/50% of $x").splitlines()
+    assert '#SBATCH --output="/r/50%% of $x/job-%j.log"' in lines
+    (srun,) = [line for line in lines if line.startswith("srun")]
+    assert "'--output=/r/50%% of $x/processes-%j.log'" in srun
+
+
+@pytest.mark.parametrize("limit", ["30", "30:00", "24:00:00", "2-00", "2-00:00:00", "UNLIMITED"])
+def test_time_limits_of_slurm_are_accepted(limit):
+    assert f"#SBATCH --time={limit}\n" in script(time_limit=limit)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +101,10 @@ def test_a_job_is_queued_again_where_its_run_can_resume(tmp_path, status, restar
         ({"num_processes": 9, "processes_per_node": 8}, "num_processes=9 .*processes_per_node=8"),
         ({"options": ["exclusive"]}, "options='exclusive'"),
         ({"partition": "a b"}, "partition='a b'"),
+        ({"time_limit": "1h"}, "time_limit='1h'.*HH:MM:SS"),
+        ({"time_limit": "1:2:3"}, "time_limit='1:2:3'"),
+        ({"env": {"A B": ""}}, "env has 'A B'"),
+        ({"folder": 'a"b'}, 'a"b'),
         ({"name": "x\n#SBATCH --uid=0"}, "name="),
     ],
 )

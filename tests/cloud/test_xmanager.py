@@ -54,7 +54,9 @@ def test_what_xmanager_cannot_do_is_refused(fields, message):
         job(**fields)
 
 
-@pytest.mark.parametrize(("folder", "status"), [("/runs/a", 0), ("runs/a", 2), ("/other/a", 2)])
+@pytest.mark.parametrize(
+    ("folder", "status"), [("/runs/a", 0), ("runs/a", 2), ("/other/a", 2), ("/runs/../a", 2)]
+)
 def test_the_run_must_be_in_a_volume(capsys, folder, status):
     fields = "--job_set=image=small:1", "--job_set=volumes={'/runs': '/home/me/runs'}"
     command = ["launch", "--job=xmanager", "--module=tests.cli.test_launch", "--config=tiny"]

@@ -16,7 +16,7 @@ from moelib.core.errors import UserError
 
 index, num_processes, port, timeout, end = sys.argv[1:]
 lost_process._FIRST_REPORT_SECONDS = lost_process._REPORT_SECONDS = 0.1
-lost_process._GRACE_SECONDS = 0.5
+lost_process._GRACE_SECONDS = 2 if end == 'follow' else 0.5
 address = f"localhost:{port}"
 versions = "jax 1.0, moelib " + end if end.startswith("0.") else ""
 with lost_process.ended_with_others(
@@ -25,6 +25,9 @@ with lost_process.ended_with_others(
     pass
 if end == "wait":
     time.sleep(100)
+if end == "follow":  # A collective that fails because another process is lost.
+    time.sleep(1)
+    raise RuntimeError("connection reset")
 if end == "kill":
     os.kill(os.getpid(), 9)
 if end == "error":
@@ -61,13 +64,15 @@ def test_an_error_of_one_process_ends_all_with_its_message(ends):
         assert (line in error) == (index != failed)
 
 
-@pytest.mark.parametrize("ends", [["kill", "wait", "wait"], ["wait", "wait", "kill"]])
+@pytest.mark.parametrize(
+    "ends", [["kill", "wait", "wait"], ["wait", "wait", "kill"], ["kill", "follow"]]
+)
 def test_a_killed_process_ends_all(ends):
     killed = ends.index("kill")
     for index, (status, error) in run(ends).items():
         if index != killed:
             assert status == EXIT_CODE
-            assert f"Process {killed} of 3 is lost, " in error
+            assert f"Process {killed} of {len(ends)} is lost, " in error
 
 
 def test_each_process_reports_its_own_error_alone():
@@ -111,4 +116,4 @@ def test_an_address_that_is_not_free_is_refused():
         program = [sys.executable, "-c", _PROGRAM, "0", "2", str(port), "9", "finish"]
         env = {**os.environ, "PYTHONPATH": os.getcwd()}
         out = subprocess.run(program, env=env, capture_output=True, text=True, check=False)
-    assert f"--distributed_coordinator=localhost:{port}: process 0 cannot listen" in out.stderr
+    assert f"address=localhost:{port}: process 0 cannot listen" in out.stderr

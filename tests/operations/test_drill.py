@@ -4,9 +4,12 @@ import json
 import os
 import pathlib
 import re
+import signal
+import threading
 
 import pytest
 
+from cloud.local import LocalJob
 from moelib.cli.main import run
 from moelib.operations import drill, faults
 from moelib.operations.drill import Outcome, Scenario, run_drill
@@ -125,6 +128,34 @@ def test_wrong_flags_are_refused(capsys, tmp_path, flags, message):
     names = ["--module=flame_moe", "--config=flame-moe-tiny", f"--folder={tmp_path / 'runs'}"]
     assert run(["drill", *names, *flags]) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+_NAMES = "drill", "--module=flame_moe", "--config=flame-moe-tiny"
+
+
+def test_a_folder_that_cannot_be_created_is_named(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "runs"):
+        assert run([*_NAMES, f"--folder={folder}"]) == 2
+        assert "set --folder" in capsys.readouterr().err
+
+
+def test_a_signal_ends_the_drill_and_names_its_folder(capsys, tmp_path, monkeypatch):
+    starts = []
+
+    def start(job):
+        starts.append(job.config.folder)
+        timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        return original(job)
+
+    original = LocalJob.start
+    monkeypatch.setattr(LocalJob, "start", start)
+    with pytest.raises(SystemExit) as error:
+        run([*_NAMES, f"--folder={tmp_path / 'runs'}"])
+    assert error.value.code == 130
+    assert f"its runs are in {tmp_path / 'runs'}" in capsys.readouterr().err
+    assert starts == [str(tmp_path / "runs" / "undisturbed" / "job")]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import contextlib
 import http.server
+import re
 import threading
 
 import pytest
@@ -65,7 +66,7 @@ def test_the_first_host_of_a_list(hosts, first):
 def test_a_job_of_open_mpi():
     found = find_cluster(SLURM | OPEN_MPI)  # In a job of SLURM.
     assert found.coordinator.startswith("192.0.2.2:")
-    assert found[2:] == (8, 5, 4, 1)
+    assert found[2:6] == (8, 5, 4, 1)
     on_one_host = find_cluster(OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"})
     assert on_one_host.coordinator.startswith("localhost:")
     uri = {"OMPI_MCA_orte_hnp_uri": "7.0;tcp6://[fd00::2,fd00::3]:46627"}
@@ -83,10 +84,35 @@ def test_variables_come_first():
         "JAX_NUM_PROCESSES": "3",
         "JAX_PROCESS_ID": "0",
     }
-    assert find_cluster(SLURM | job) == Cluster("JAX's variables", "a-0.a:1234", 3, 0)
+    expected = Cluster("JAX's variables", "a-0.a:1234", 3, 0, settings=tuple(job))
+    assert find_cluster(SLURM | job) == expected
     assert find_cluster(job | {"JAX_NUM_PROCESSES": "1"}) is None
+    with pytest.raises(UsageError, match=r"JAX_PROCESS_ID=3.*JAX_NUM_PROCESSES=3"):
+        find_cluster(job | {"JAX_PROCESS_ID": "3"}).check()
     with pytest.raises(UsageError, match=r"JAX_NUM_PROCESSES=3.* JAX_PROCESS_ID is not set"):
         find_cluster({"JAX_NUM_PROCESSES": "3"})
+
+
+def test_one_process_ignores_the_variables_of_an_outer_job():
+    assert find_cluster(SLURM | {"JAX_NUM_PROCESSES": "1"}) is None
+
+
+def test_heterogeneous_jobs_of_slurm_are_refused():
+    with pytest.raises(UsageError, match=r"SLURM_HET_SIZE=2.*JAX_COORDINATOR_ADDRESS"):
+        find_cluster(SLURM | {"SLURM_HET_SIZE": "2"})
+
+
+@pytest.mark.parametrize(
+    "address", ["localhost:99999", "n:0", "my host:77", "host", ":80", "::1:80", "[::1]", "h:x"]
+)
+def test_addresses_without_a_host_or_port_are_refused(address):
+    with pytest.raises(UsageError, match=f"--distributed_coordinator={re.escape(address)}: set"):
+        Cluster("flags", address, 2, 0).check()
+
+
+@pytest.mark.parametrize("address", ["[::1]:80", "10.0.0.2:65535", "a-0.a:1234", "node_1:80"])
+def test_addresses_of_a_host_and_a_port_are_accepted(address):
+    Cluster("flags", address, 2, 0).check()
 
 
 def test_a_number_that_is_none_is_named():
@@ -101,13 +127,13 @@ def tpu(monkeypatch):
 
 def test_slices_of_gke(tpu):
     job = {"TPU_WORKER_HOSTNAMES": "t-0.t,t-1.t,t-2.t,t-3.t", "TPU_WORKER_ID": "1"}
-    assert find_cluster(job)[1:] == ("t-0.t:8482", 4, 1, 1, 0)
+    assert find_cluster(job)[1:6] == ("t-0.t:8482", 4, 1, 1, 0)
     slices = {
         "MEGASCALE_NUM_SLICES": "2",
         "MEGASCALE_SLICE_ID": "1",
         "MEGASCALE_COORDINATOR_ADDRESS": "s-0.s:8080",
     }
-    assert find_cluster(job | slices)[1:] == ("s-0.s:8482", 8, 5, 1, 0)
+    assert find_cluster(job | slices)[1:6] == ("s-0.s:8482", 8, 5, 1, 0)
     assert find_cluster(job, tpu=False) is None
     assert find_cluster({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}) is None
 

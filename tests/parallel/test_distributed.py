@@ -48,8 +48,26 @@ def test_an_address_without_a_job_is_refused():
         distributed.initialize_distributed("n1:1")
 
 
-def test_one_process_of_a_slurm_job_is_named(monkeypatch, caplog):
-    monkeypatch.setenv("SLURM_NTASKS", "8")
+def test_a_setting_that_is_wrong_is_named_by_its_source(monkeypatch):
+    for name, text in {"NUM_PROCESSES": "2", "PROCESS_ID": "5"}.items():
+        monkeypatch.setenv(f"JAX_{name}", text)
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "n1:99999")
+    with pytest.raises(UsageError, match=r"^JAX_COORDINATOR_ADDRESS=n1:99999"):
+        distributed.initialize_distributed()
+    with pytest.raises(UsageError, match=r"^JAX_PROCESS_ID=5.*JAX_NUM_PROCESSES=2"):
+        distributed.initialize_distributed("n1:1")
+    with pytest.raises(UsageError, match=r"^--distributed_coordinator=n2"):
+        distributed.initialize_distributed("n2")
+    with pytest.raises(UsageError, match=r"^--process_id=2.*--num_processes=2"):
+        distributed.initialize_distributed("n1:1", 2, 2)
+    assert distributed.initialize_distributed(num_processes=1) is None
+
+
+@pytest.mark.parametrize("step", [{}, {"SLURM_STEP_NODELIST": "n1", "SLURM_STEP_NUM_TASKS": "1"}])
+def test_one_process_of_a_slurm_job_is_named(monkeypatch, caplog, step):
+    """The second one is the shell of salloc, as an interactive step."""
+    for name, text in {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", **step}.items():
+        monkeypatch.setenv(name, text)
     with caplog.at_level(logging.WARNING):
         assert distributed.initialize_distributed() is None
     assert "SLURM_NTASKS=8" in caplog.text
