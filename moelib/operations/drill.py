@@ -13,6 +13,7 @@ from moelib.core.files import write_json
 from moelib.core.table import Table
 from moelib.operations import faults
 from moelib.operations.faults import Fault
+from moelib.train.bad_steps import SUSPECTED, BadSteps
 from moelib.train.device_check import DeviceCheck
 from moelib.train.metrics_file import read_metrics
 from moelib.train.run_log import read_events
@@ -30,7 +31,8 @@ class Scenario(NamedTuple):
     faults: Sequence[Fault]
     max_lost: int | None  # Steps that may be taken twice; None if nothing is promised.
     by_hand: bool = False  # Whether the run ends with an error, and is started again by hand.
-    device_check: bool = False  # Whether devices are compared after every step.
+    setup: Callable[[Any], Any] = lambda cfg: cfg  # Changes the run's config.
+    event: str | None = None  # Event that the log of the run must have.
 
 
 class Outcome(NamedTuple):
@@ -69,9 +71,11 @@ def scenarios(interval: int, num_processes: int) -> list[Scenario]:
     in_save, in_restore = faults.SAVE, Fault("kill", faults.RESTORE, 0, last)
     of_file = lambda kind: [killed, Fault(kind, faults.START, 0, 0)]
     data = lambda kind: [Fault(kind, faults.BATCH, step, last)]
+    not_a_number = [at_step("not_a_number", None)]
     return [
         Scenario("a process is killed in a step", [killed], once),
         Scenario("the coordinator is killed", [at_step("kill", 0)], once),
+        Scenario("killed, local checkpoints", [killed], 2, setup=_save_locally),
         Scenario("killed in a save", [Fault("kill", in_save, 2 * interval, last)], once),
         Scenario("killed in a step, then in the restore", [killed, in_restore], once),
         Scenario("SIGTERM", [at_step("terminate")], 0),
@@ -86,17 +90,37 @@ def scenarios(interval: int, num_processes: int) -> list[Scenario]:
         Scenario(f"data come {faults.SLOW_SECONDS:.0f} s late", data("slow"), 0),
         Scenario("data cannot be read for a moment", data("fail_once"), 0),
         Scenario("data cannot be read", data("fail"), once, by_hand=True),
-        Scenario("parameters become NaN", [at_step("not_a_number", None)], once, by_hand=True),
+        Scenario("parameters become NaN", not_a_number, once, by_hand=True),
+        Scenario(
+            "parameters become NaN, bad_steps",
+            not_a_number,
+            once,
+            setup=_take_again,
+            event=SUSPECTED,
+        ),
         Scenario(
             "a bit flips in one replica, device_check",
             [at_step("replica_bit")],
             once,
             by_hand=True,
-            device_check=True,
+            setup=_check_devices,
+            event="device_difference",
         ),
         Scenario("an exponent bit flips", [at_step("exponent_bit", None)], None, by_hand=True),
         Scenario("a mantissa bit flips", [at_step("mantissa_bit", None)], None),
     ]
+
+
+def _save_locally(cfg: Any) -> None:
+    cfg.checkpointer.set(local_dir=os.path.join(cfg.dir, "local"), local_every_n_steps=1)
+
+
+def _take_again(cfg: Any) -> None:
+    cfg.bad_steps = BadSteps.default_config()
+
+
+def _check_devices(cfg: Any) -> None:
+    cfg.device_check = DeviceCheck.default_config().set(every_n_steps=1, dim=64)
 
 
 def random_kills(number: int, interval: int, num_processes: int, seed: int = 0) -> list[Scenario]:
@@ -143,8 +167,7 @@ def run_drill(
 def _run(cfg: Any, folder: str, scenario: Scenario, launch: Launch) -> Outcome:
     os.makedirs(folder)
     small = cfg.clone(dir=folder)
-    if scenario.device_check:
-        small.device_check = DeviceCheck.default_config().set(every_n_steps=1, dim=64)
+    scenario.setup(small)
     path = pathlib.Path(folder)
     (path / "config.txt").write_text(small.debug_string(), encoding="utf-8")
     write_json(path / "faults.json", [dataclasses.asdict(fault) for fault in scenario.faults])
@@ -152,7 +175,7 @@ def _run(cfg: Any, folder: str, scenario: Scenario, launch: Launch) -> Outcome:
     if status and scenario.by_hand:
         status = launch(folder)
     logged = {event["event"] for event in read_events(folder)}
-    if scenario.device_check and "device_difference" not in logged:
+    if scenario.event and scenario.event not in logged:
         status = status or 1  # The run ended for another reason.
     found = path / "drill.jsonl"  # None if the processes ended before the run.
     events = [json.loads(x) for x in found.read_text().splitlines()] if found.exists() else []

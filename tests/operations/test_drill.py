@@ -89,7 +89,7 @@ def test_a_run_that_ends_with_an_error_is_started_again_by_hand(cfg, tmp_path):
 
 
 def test_a_flipped_bit_that_was_not_found_is_a_broken_promise(cfg, tmp_path):
-    checked = KILL._replace(device_check=True)
+    checked = KILL._replace(event="device_difference")
     launch = launcher([(0, 6), (4, 8)], [1, 2], [0, 0])
 
     def finds(folder):
