@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from moelib.core import storage
 from moelib.core.directory_lock import is_locked
 from moelib.core.errors import UserError
 from moelib.core.table import Table
@@ -116,10 +117,11 @@ def list_runs(folders: Sequence[str]) -> list[Run]:
     """Returns the runs at or below folders.
 
     Raises:
-        UserError: If there is no run at or below one of them.
+        UserError: If there is no run at or below one of them, or it is a URL.
     """
     found = []
     for folder in folders:
+        storage.require_local("a folder of runs", folder, "copy the runs there")
         paths = list(find_runs(folder))
         if not paths:
             reason = "no run below it" if os.path.isdir(folder) else "there is no such folder"

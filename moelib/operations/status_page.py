@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from moelib.core import storage
 from moelib.core.errors import UserError
 from moelib.core.progress import format_seconds
 from moelib.operations.curves import RunMetrics
@@ -301,8 +302,9 @@ def status_page(folder: str, port: int, host: str | None = None) -> Iterator[str
             authentication.
 
     Raises:
-        UserError: If the port cannot be bound.
+        UserError: If the port cannot be bound, or the folder is a URL.
     """
+    storage.require_local("the folder of the status page", folder, "see TensorBoard otherwise")
     folder = os.path.abspath(folder)
     try:
         server = StatusServer(folder, port, host)

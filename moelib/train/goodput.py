@@ -5,9 +5,7 @@ A record holds `time`, `step` and, cumulative since the first start of the run, 
 the events "restored", "compiled" and "end" in the log of the run.
 """
 
-import contextlib
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,8 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from moelib.core.files import parse_json
 from moelib.core.metrics import Scalars
+from moelib.train.metrics_file import read_metrics
 from moelib.train.run_log import log_event, read_events
 
 logger = logging.getLogger(__name__)
@@ -96,7 +94,9 @@ class TimeAccount:
         if jax.process_index() != 0:
             return
         try:
-            events, lines = read_events(self._dir), _records(self._metrics_path)
+            names = ("time", *_NAMES)
+            lines = [x for x in read_metrics(self._metrics_path, names) if PRODUCTIVE in x]
+            events = read_events(self._dir)
             self._carried = carried_over(events, lines, step, self._time)
         except OSError as error:
             logger.error("GOODPUT excludes the earlier starts: %s.", error)
@@ -127,16 +127,3 @@ class TimeAccount:
             log_event(self._dir, event, **fields)
         except OSError as error:
             logger.error("NO EVENT %r in the log of the run: %s. Training continues.", event, error)
-
-
-def _records(path: str) -> list[dict[str, Any]]:
-    """Returns the records in a file of metrics, without other metrics."""
-    if not os.path.exists(path):
-        return []
-    found = []
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for line in file:
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # Incomplete lines.
-                value = parse_json(line)
-                found.append({name: value[name] for name in ("time", "step", *_NAMES)})
-    return found

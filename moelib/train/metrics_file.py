@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from moelib.core import storage
 from moelib.core.files import parse_json, readable
 
 logger = logging.getLogger(__name__)
@@ -15,20 +16,20 @@ _OF_TRAINING = b'"mean_loss": '  # In lines of training, and not of evaluations.
 
 
 def read_metrics(
-    directory: str | os.PathLike[str], names: Sequence[str] = ()
+    run: str | os.PathLike[str], names: Sequence[str] = ()
 ) -> Iterator[dict[str, Any]]:
     """Yields the lines of a run's metrics, oldest first, one at a time; none without the file.
 
     A line that is damaged or incomplete is skipped, and named in a warning at the end.
 
     Args:
-        directory: Folder of the run.
+        run: Folder of the run, or path of its file.
         names: Metrics to read; by default all, which takes several times as long.
 
     Raises:
         UserError: If the file cannot be read.
     """
-    reader = MetricsReader(directory, names)
+    reader = MetricsReader(run, names)
     with readable(reader.path):
         yield from reader.read()
     if text := reader.damage():
@@ -40,7 +41,7 @@ class MetricsReader:
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        run: str | os.PathLike[str],
         names: Sequence[str] = (),
         *,
         only_last: bool = False,
@@ -48,11 +49,12 @@ class MetricsReader:
         """Reads nothing yet.
 
         Args:
-            directory: Folder of the run.
+            run: Folder of the run, or path of its file.
             names: Metrics to read; by default all.
             only_last: Whether all lines of training but the last are skipped, unread.
         """
-        self.path = os.path.join(directory, METRICS_FILE)
+        run = os.fspath(run)
+        self.path = run if run.endswith(".jsonl") else os.path.join(run, METRICS_FILE)
         self._names = {name.encode(): name for name in ("step", *names)} if names else {}
         pattern = b'"(%s)": ([^,}]+)' % b"|".join(map(re.escape, self._names))
         self._pattern, self._only_last = re.compile(pattern), only_last
@@ -68,6 +70,8 @@ class MetricsReader:
 
     def is_replaced(self) -> bool:
         """Returns whether the file is another one than before, or shorter: a run has resumed."""
+        if storage.is_remote(self.path):
+            return self.offset > storage.size(self.path)
         try:
             stat = os.stat(self.path)
         except FileNotFoundError:
@@ -77,12 +81,13 @@ class MetricsReader:
 
     def read(self) -> Iterator[dict[str, Any]]:
         """Yields the lines that are new since the last call, {name: number, or None for NaN}."""
-        if not os.path.exists(self.path):
+        if not storage.exists(self.path):
             return
         skipped = b""
-        with open(self.path, "rb") as file:
-            stat = os.fstat(file.fileno())
-            self._file_id = stat.st_dev, stat.st_ino
+        with storage.open_to_read(self.path, "rb") as file:
+            if not storage.is_remote(self.path):
+                stat = os.fstat(file.fileno())
+                self._file_id = stat.st_dev, stat.st_ino
             file.seek(self.offset)
             self.incomplete = 0
             for line in file:

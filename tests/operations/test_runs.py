@@ -93,3 +93,8 @@ def test_a_folder_without_a_run_is_an_error(tmp_path, name):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=f"{name}: (no run|there is no)"):
         list_runs([str(tmp_path / name)])
+
+
+def test_runs_on_an_object_store_are_refused():
+    with pytest.raises(UserError, match="'s3://bucket/runs'"):
+        list_runs(["s3://bucket/runs"])
