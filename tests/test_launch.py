@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import os
+import socket
 import subprocess
 import sys
 
@@ -227,7 +228,10 @@ def test_function_that_returns_no_config_is_named(folder):
 
 @pytest.mark.parametrize(
     ("coordinator", "index", "named"),
-    [("localhost", 0, "localhost: write host:port"), ("localhost:1234", 2, "process_id=2")],
+    [
+        ("localhost", 0, "distributed_coordinator=localhost: set host:port"),
+        ("localhost:1234", 2, "process_id=2"),
+    ],
 )
 def test_wrong_flags_of_a_job_are_refused(coordinator, index, named):
     flags = launch.DeviceFlags(
@@ -239,19 +243,24 @@ def test_wrong_flags_of_a_job_are_refused(coordinator, index, named):
 
 def test_the_coordinator_listens_at_its_address_only():
     code = (
-        "import pathlib, socket\n"
+        "import pathlib, sys\n"
         "from moelib.launch import DeviceFlags\n"
-        "with socket.socket() as free:\n"
-        "    free.bind(('127.0.0.1', 0))\n"
-        "    port = free.getsockname()[1]\n"
-        "flags = DeviceFlags(distributed_coordinator=f'127.0.0.1:{port}', num_processes=1, "
-        "process_id=0)\n"
+        "port, index = map(int, sys.argv[1:])\n"
+        "flags = DeviceFlags(distributed_coordinator=f'127.0.0.1:{port}', num_processes=2, "
+        "process_id=index)\n"
         "flags.set_up()\n"
         "lines = [x for x in ('tcp', 'tcp6') for x in pathlib.Path(f'/proc/net/{x}').open()]\n"
         "print([x.split()[1] for x in lines if f':{port:04X} ' in x and x.split()[3] == '0A'])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    (address,) = ast.literal_eval(done.stdout.splitlines()[-1])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-c", code, port]
+    processes = [
+        subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True) for i in range(2)
+    ]
+    outputs = [process.communicate()[0] for process in processes]
+    (address,) = ast.literal_eval(outputs[0].splitlines()[-1])
     assert "0100007F:" in address  # 127.0.0.1, also as an IPv6 address.
 
 
