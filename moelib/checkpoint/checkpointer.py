@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 _UNFINISHED = ".orbax-checkpoint-tmp"  # In the name of a folder that is incomplete.
 _REMOVE_TRIES = 20
 _LONG_WAIT_SECONDS = 1.0
+_LOCAL_EVERY_N_STEPS = 20
 
 
 class CheckpointSaveError(UserError, RuntimeError):
@@ -74,7 +75,7 @@ class Checkpointer(Module):
         best_mode: Literal["min", "max"] = "min"  # Whether the least or the largest is the best.
         # Folder on each host for local checkpoints, such as /dev/shm/moelib; None writes none.
         local_dir: str | None = None
-        local_every_n_steps: int = 20  # Steps between local checkpoints.
+        local_every_n_steps: int | None = None  # Steps between local checkpoints; None for 20.
         wait: Literal["no", "after_save"] = "no"  # Whether a step waits until it is written.
         skip_checksums: bool = False  # If True, arrays are restored without a comparison.
 
@@ -95,9 +96,12 @@ class Checkpointer(Module):
                 f"{self.path() or self.name}.keep_best_n={cfg.keep_best_n}: set best_metric to "
                 "'<evaler>/<metric>' too."
             )
-        if cfg.local_every_n_steps < 1:
-            path = f"{self.path() or self.name}.local_every_n_steps"
-            raise UserError(f"{path}={cfg.local_every_n_steps}; set 1 or more.")
+        every, name = cfg.local_every_n_steps, self.path() or self.name
+        if every is not None and (every < 1 or cfg.local_dir is None):
+            cure = "set 1 or more" if every < 1 else "set local_dir, the folder on each host, too"
+            raise UserError(f"{name}.local_every_n_steps={every}; {cure}.")
+        if cfg.local_dir:
+            storage.require_local(f"{name}.local_dir", cfg.local_dir, "dir for an object store")
         self._policy = cfg.save_policy.instantiate()
         self.dir = storage.absolute(cfg.dir)
         self.local = LocalCheckpoints(cfg.local_dir, self.dir) if cfg.local_dir else None
@@ -116,7 +120,13 @@ class Checkpointer(Module):
     @nowrap
     def should_save_locally(self, *, step: int) -> bool:
         """Returns whether a local checkpoint is due after this step."""
-        return self.local is not None and step % self.config.local_every_n_steps == 0
+        every = self.config.local_every_n_steps or _LOCAL_EVERY_N_STEPS
+        return self.local is not None and step % every == 0
+
+    @nowrap
+    def is_local(self, path: str) -> bool:
+        """Returns whether a checkpoint is a local one."""
+        return self.local is not None and self.local.holds(path)
 
     @property
     def complete_step(self) -> int:
@@ -335,8 +345,6 @@ class Checkpointer(Module):
             restored = self.local.restore(target, after=max(found, default=0), skip_checksums=skip)
         if restored is None and found:
             restored = self._restore_durable(found, target, step)
-        if self.local is not None and restored is not None:
-            self.local.delete_after(restored.record.step)
         self._complete_step = 0 if restored is None else restored.record.step
         return restored
 

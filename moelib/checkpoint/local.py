@@ -36,7 +36,7 @@ from moelib.checkpoint.contents import (
     step_path,
 )
 from moelib.checkpoint.restore import Restored, check_restored, first_line, on_all_processes
-from moelib.core import tree
+from moelib.core import storage, tree
 from moelib.core.errors import UserError
 from moelib.core.files import read_json, write_json
 from moelib.core.processes import gather_json
@@ -81,7 +81,11 @@ class LocalCheckpoints:
         this returns. A failure is logged, and training continues.
         """
         self.wait()
-        own = self._own_dir(create=True)
+        try:
+            own = self._own_dir(create=True)
+        except OSError as error:
+            logger.error("NO LOCAL CHECKPOINT of step %d: %s.", record.step, first_line(error))
+            return
         self._delete_old(own)
         arrays = tree.by_path(state)
         record = dataclasses.replace(record, arrays=contents.describe_arrays(state), files={})
@@ -96,7 +100,7 @@ class LocalCheckpoints:
                 found = checksums.finish_checksums(started)
                 _write(path, shards, dataclasses.replace(record, checksums=found))
                 self.complete_step = record.step
-            except OSError as error:
+            except Exception as error:
                 shutil.rmtree(f"{path}.tmp", ignore_errors=True)
                 logger.error(
                     "NO LOCAL CHECKPOINT of step %d in %s: %s. Training continues; free some space "
@@ -112,6 +116,10 @@ class LocalCheckpoints:
             _remove(step_path(own, step))
         for path in glob.glob(os.path.join(glob.escape(own), "*.*")):
             shutil.rmtree(path, ignore_errors=True)
+        self._delete_of_other_processes()
+
+    def _delete_of_other_processes(self) -> None:
+        """Deletes the folders of processes that an earlier start of the run had."""
         for folder in self._folders():
             if int(folder[-4:]) >= jax.process_count():
                 shutil.rmtree(folder, ignore_errors=True)
@@ -119,8 +127,8 @@ class LocalCheckpoints:
     def wait(self) -> None:
         """Waits until the checkpoint being written is complete."""
         if self._writing is not None:
-            self._writing.result()
-            self._writing = None
+            writing, self._writing = self._writing, None
+            writing.result()
 
     def delete_until(self, step: int) -> None:
         """Deletes this process's checkpoints of `step` and before."""
@@ -128,6 +136,7 @@ class LocalCheckpoints:
         if self._run_dir is None:
             return
         own = self._own_dir()
+        self._delete_of_other_processes()
         for each, path in list_checkpoints(own).items():
             if each <= step:
                 _remove(path)
@@ -136,10 +145,20 @@ class LocalCheckpoints:
                 os.rmdir(folder)
 
     def delete_after(self, step: int) -> None:
-        """Deletes this process's checkpoints after `step`, from which the run continues."""
-        for each, path in list_checkpoints(self._own_dir()).items():
-            if each > step:
-                _remove(path)
+        """Deletes the checkpoints on this host after `step`, from which the run continues.
+
+        All processes must call it.
+        """
+        self.wait()
+        self.complete_step = min(self.complete_step, step)
+        for folder in self._folders():
+            for each, path in list_checkpoints(folder).items():
+                if each > step:
+                    _remove(path)
+
+    def holds(self, path: str) -> bool:
+        """Returns whether a checkpoint is a local one."""
+        return path.startswith(os.path.join(self._dir, ""))
 
     # Reading.
 
@@ -209,15 +228,13 @@ class LocalCheckpoints:
         its predecessor has left.
         """
         if self._run_dir is None:
-            path, own_id = os.path.join(self._durable_dir, _ID_FILE), ""
-            if jax.process_index() == 0:
-                own_id = str(read_json(path).get("id", ""))
-                if create and not own_id:
-                    own_id = secrets.token_hex(8)
-                    os.makedirs(self._durable_dir, exist_ok=True)
-                    write_json(path, {"id": own_id})
-            own_id = gather_json(own_id)[0]
-            name = hashlib.sha256(os.path.realpath(self._durable_dir).encode()).hexdigest()[:16]
+            own_id, error = self._id(create) if jax.process_index() == 0 else ("", None)
+            own_id, failed = gather_json([own_id, error and first_line(error)])[0]
+            if failed:
+                raise error or OSError(f"process 0 cannot name the local checkpoints: {failed}")
+            durable = self._durable_dir
+            durable = durable if storage.is_remote(durable) else os.path.realpath(durable)
+            name = hashlib.sha256(durable.encode()).hexdigest()[:16]
             folder = os.path.join(self._dir, f"{name}-{own_id}")
             if not own_id:
                 return folder  # There is none.
@@ -226,6 +243,19 @@ class LocalCheckpoints:
                 if other != folder:  # Of a run whose folder was deleted.
                     _remove(other)
         return self._run_dir
+
+    def _id(self, create: bool) -> tuple[str, OSError | None]:
+        """Returns the id of the run's local checkpoints, or an error of the system."""
+        path = os.path.join(self._durable_dir, _ID_FILE)
+        try:
+            own_id = str(read_json(path).get("id", ""))
+            if create and not own_id:
+                own_id = secrets.token_hex(8)
+                storage.make_folder(self._durable_dir)
+                write_json(path, {"id": own_id})
+        except OSError as error:
+            return "", error
+        return own_id, None
 
     def _own_dir(self, *, create: bool = False) -> str:
         return os.path.join(self._run_folder(create=create), f"process_{jax.process_index():04d}")
@@ -238,6 +268,8 @@ class LocalCheckpoints:
 
 
 def _digest(record: CheckpointRecord) -> str:
+    """Returns a digest of a record, without what may differ between processes: paths, threads."""
+    record = dataclasses.replace(record, config="", evaluated={})
     return hashlib.sha256(repr(record).encode()).hexdigest()
 
 

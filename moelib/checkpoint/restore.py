@@ -4,7 +4,7 @@ import contextlib
 import gc
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
@@ -224,23 +224,30 @@ def _read(path: str, target: dict[str, Any], *, partial: bool) -> dict[str, Any]
 def check_restored(
     path: str, nested: dict[str, Any], record: CheckpointRecord, *, skip_checksums: bool
 ) -> None:
-    """Compares arrays that were read from `path` with its record.
+    """Compares arrays that were read from `path` with its record; all processes must call it.
 
     Raises:
-        DamagedCheckpointError: If the checksum of an array differs, or the state's step.
+        DamagedCheckpointError: If the checksum of an array differs, or the state's step, in any
+            process: of a replicated array, each process compares its own replica.
     """
     arrays = tree.by_path(nested)
+    found = {}
+    if not skip_checksums and record.checksums:
+        found = checksums.finish_checksums(checksums.start_checksums(arrays))
+    elif not skip_checksums:
+        logger.info("%s has no checksums: an earlier version wrote it.", path)
+    on_all_processes(lambda: _compare(path, arrays, record, found), path)
+
+
+def _compare(
+    path: str, arrays: Mapping[str, Any], record: CheckpointRecord, found: Mapping[str, str]
+) -> None:
+    """Raises DamagedCheckpointError if the state's step or a checksum is not the record's."""
     step = arrays.get("step")
     if step is not None and step.ndim == 0 and int(step) != record.step:
         raise DamagedCheckpointError(
             f"{path} holds the state of step {int(step)}, and the record of step {record.step}."
         )
-    if skip_checksums:
-        return
-    if not record.checksums:
-        logger.info("%s has no checksums: an earlier version wrote it.", path)
-        return
-    found = checksums.finish_checksums(checksums.start_checksums(arrays))
     if wrong := [name for name in found if found[name] != record.checksums.get(name)]:
         more = f" and {len(wrong) - 1} more arrays differ" if len(wrong) > 1 else " differs"
         raise DamagedCheckpointError(f"{path}: {wrong[0]!r}{more} from the checksum in the record.")

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Sequence
 
 from moelib.cli.files import check_file
+from moelib.core import storage
 from moelib.core.command_line import flag
 from moelib.core.errors import UsageError
 from moelib.core.table import print_table
@@ -46,6 +47,10 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     """Lists the runs below folders, or does what a flag asks for."""
     if flags.serve_host is not None and flags.serve is None:
         raise UsageError(f"--serve_host={flags.serve_host} requires --serve.")
+    if flags.metrics and not flags.compare and flags.plot is None:
+        raise UsageError(f"--metrics={','.join(flags.metrics)} requires --compare or --plot.")
+    if flags.json and flags.plot is not None and not flags.compare:
+        raise UsageError("--json: --plot prints nothing; set --compare too, or remove one.")
     folders = list(arguments) or ["runs"]
     if flags.serve is not None:
         _serve(flags, folders)
@@ -71,6 +76,7 @@ def _compare(flags: Flags, runs: list[str]) -> None:
     from moelib.operations.runs import find_runs
 
     for folder in runs:
+        storage.require_local("a folder of runs", folder, "copy the run there")
         if folder not in find_runs(folder):
             raise UsageError(f"{folder} is no run; name folders with a config.txt.")
     if len(runs) < (2 if flags.compare else 1):
@@ -98,6 +104,7 @@ def _serve(flags: Flags, folders: list[str]) -> None:
 
     if len(folders) != 1:
         raise UsageError(f"--serve={flags.serve}: name one folder, not {len(folders)}.")
+    storage.require_local("a folder of runs", folders[0], "copy the runs there")
     if not os.path.isdir(folders[0]):
         raise UsageError(f"{folders[0]}: there is no such folder.")
     with status_page(folders[0], flags.serve or 0, flags.serve_host) as url:

@@ -83,11 +83,13 @@ def _take(directory: str, owner: str, setting: str) -> int:
         logger.warning(
             "%s cannot be locked (no conditional writes): start nothing else in it.", directory
         )
-    if others := set(_leases(directory)) - {before, before + 1}:  # Of an older listing.
+    leases = set(_leases(directory))
+    if later := {x for x in leases if x > before + 1}:  # Of an older listing.
         storage.remove(path)
-        raise _in_use(directory, max(others), setting)
-    if before:
-        storage.remove(_path(directory, before))
+        raise _in_use(directory, max(later), setting)
+    with contextlib.suppress(OSError):  # They are not the highest, and count for nothing.
+        for old in leases - {before + 1}:
+            storage.remove(_path(directory, old))
     return before + 1
 
 

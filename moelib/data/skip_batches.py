@@ -38,6 +38,20 @@ def merged(ranges: Iterable[Sequence[int]]) -> list[list[int]]:
     return union
 
 
+def check_ranges(ranges: Iterable[Sequence[int]], state: State) -> None:
+    """Raises UserError if a batch of the ranges was trained on before a saved position."""
+    position = state.get("step", 0)
+    for first, stop in ranges:
+        before = min(stop, position)
+        was_skipped = any(a <= first and before <= b for a, b in state.get(SKIPPED, ()))
+        if first < position and not was_skipped:
+            raise UserError(
+                f"skip_batches={first}:{stop}: batches of it have been trained on, as the run is "
+                f"at position {position}; set rewind_to to a step before them, or remove the "
+                "range."
+            )
+
+
 class SkippingBatches(BatchIterator):
     """The batches of another iterator, without those in some ranges.
 
@@ -76,13 +90,4 @@ class SkippingBatches(BatchIterator):
     def restore(self, state: State) -> None:
         """Goes to a saved position. Raises UserError if a batch to skip was trained on before."""
         self._batches.restore(state)
-        position = state["step"]
-        for first, stop in self._ranges:
-            before = min(stop, position)
-            was_skipped = any(a <= first and before <= b for a, b in state.get(SKIPPED, ()))
-            if first < position and not was_skipped:
-                raise UserError(
-                    f"skip_batches={first}:{stop}: batches of it have been trained on, as the run "
-                    f"is at position {position}; set rewind_to to a step before them, or remove "
-                    "the range."
-                )
+        check_ranges(self._ranges, state)

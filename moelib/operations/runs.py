@@ -47,7 +47,11 @@ def find_runs(folder: str) -> Iterator[str]:
     """
     fail = lambda error: logger.warning("%s: %s.", error.filename, error.strerror)
     for path, folders, files in os.walk(folder, onerror=fail):
-        if CONFIG_FILE in files or METRICS_FILE in files:
+        own = [x for x in (CONFIG_FILE, METRICS_FILE, EVENTS_FILE) if x in files]
+        if odd := [x for x in own if not os.path.isfile(os.path.join(path, x))]:
+            logger.warning("%s: no run, as its %s is no regular file.", path, odd[0])
+            folders.clear()
+        elif CONFIG_FILE in files or METRICS_FILE in files:
             yield path
             folders.clear()
         elif "checkpoints" in folders:
@@ -152,7 +156,7 @@ def runs_table(runs: Sequence[Run]) -> Table:
                 run.origin,
             ]
         )
-        notes += [f"{run.name}: {text}." for text in (run.cause, run.damage) if text]
+        notes += [f"{run.name}: {text.rstrip('.')}." for text in (run.cause, run.damage) if text]
     if any(len(run.validation) > 1 for run in runs):
         notes.append("Validation: the first evaler by name; --json shows all.")
     columns = ["run", "state", "step>", "loss>", "validation>", "best>", "tokens/s>", "goodput>"]

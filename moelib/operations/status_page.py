@@ -185,7 +185,9 @@ def _in_order(name: str) -> list[Any]:
 def _clock(seconds: Any) -> str:
     if not isinstance(seconds, int | float) or not seconds:
         return ""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    with contextlib.suppress(OverflowError, OSError, ValueError):  # Of a damaged line.
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    return ""
 
 
 def _fields(event: dict[str, Any]) -> str:

@@ -37,6 +37,11 @@ class BadStepError(UserError):
 class TakeAgain(Exception):  # noqa: N818 (no error)
     """A bad step after which the run goes back to its newest checkpoint."""
 
+    def __init__(self, *, skips_data: bool) -> None:
+        """Takes whether data are skipped then."""
+        super().__init__()
+        self.skips_data = skips_data
+
 
 class BadSteps(Configurable):
     """Decides what to do after each step, equally on all processes."""

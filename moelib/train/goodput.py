@@ -46,7 +46,7 @@ def goodput(events: _Records, lines: _Records = ()) -> Scalars:
     records = [x for x in (*events, *lines) if PRODUCTIVE in x]
     if not records:
         return {}
-    newest = max(records, key=lambda x: x["time"])
+    newest = max(records, key=_age)
     return _with_share({name: newest.get(name) or 0.0 for name in _NAMES})
 
 
@@ -56,7 +56,7 @@ def carried_over(events: _Records, lines: _Records, step: int, now: float) -> Sc
     The time of later steps, of which `lines` still has the metrics, was wasted. The time since the
     last record counts as infrastructure recovery.
     """
-    records = sorted((x for x in (*events, *lines) if PRODUCTIVE in x), key=lambda x: x["time"])
+    records = sorted((x for x in (*events, *lines) if PRODUCTIVE in x), key=_age)
     spent = dict.fromkeys(_NAMES, 0.0) | goodput(records)
     spent.pop("goodput", None)
     at_step = {0: 0.0} | {x["step"]: x[PRODUCTIVE] or 0.0 for x in records}
@@ -67,6 +67,11 @@ def carried_over(events: _Records, lines: _Records, step: int, now: float) -> Sc
     first = min((x["time"] for x in events if x["event"] == "start"), default=now)
     spent[WAITING] = max(now - first - (sum(spent.values()) - spent[WAITING]), spent[WAITING])
     return spent
+
+
+def _age(record: Mapping[str, Any]) -> float:
+    """Returns the seconds of a run at a record, which no clock of another host changes."""
+    return sum(record.get(name) or 0.0 for name in _NAMES)
 
 
 def _with_share(seconds: Scalars) -> Scalars:
@@ -86,7 +91,7 @@ class TimeAccount:
 
     def start(self) -> None:
         """Logs the start, once the folder belongs to this run."""
-        self._log("start", time=round(self._time, 3), num_processes=jax.process_count())
+        self.note("start", time=round(self._time, 3), num_processes=jax.process_count())
 
     def resume(self, step: int, restore_seconds: float) -> None:
         """Counts the earlier starts; to be called before the metrics after `step` are dropped."""
@@ -118,9 +123,10 @@ class TimeAccount:
     def log(self, event: str, step: int, parts: Mapping[str, float], **fields: Any) -> None:
         """Logs an event that is a record; see `metrics`."""
         record = {name: round(value, 4) for name, value in self.metrics(parts).items()}
-        self._log(event, step=step, **fields, **record)
+        self.note(event, step=step, **fields, **record)
 
-    def _log(self, event: str, **fields: Any) -> None:
+    def note(self, event: str, **fields: Any) -> None:
+        """Logs an event on process 0; a failure is logged, and training continues."""
         if jax.process_index() != 0:
             return
         try:

@@ -16,7 +16,7 @@ from moelib.checkpoint.restore import (
     restore_checkpoint,
     restore_params_only,
 )
-from moelib.core import tree
+from moelib.core import storage, tree
 from moelib.core.config import REQUIRED, Configurable, Required, config_class, did_you_mean
 from moelib.core.errors import UserError
 from moelib.core.processes import gather_json
@@ -66,12 +66,12 @@ class InitFrom(Configurable):
         folder, _, at = cfg.run.rpartition("@")
         if not folder or not re.fullmatch(r"\d+|best", at):
             folder, at = cfg.run, ""
-        folder = os.path.abspath(folder)
+        folder = storage.absolute(folder)
         origin = {"run": folder, "step": step, "state": cfg.state}
         if cfg.rules and cfg.state == "all":
             raise UserError("init_from.rules rename parameters only; set init_from.state='params'.")
         checkpoints = os.path.join(folder, "checkpoints")
-        if not os.path.isdir(checkpoints) and os.path.exists(f"{folder}/{pretrained.CONFIG_FILE}"):
+        if not storage.exists(checkpoints) and storage.exists(f"{folder}/{pretrained.CONFIG_FILE}"):
             if at or cfg.rules or cfg.state == "all":
                 raise UserError(f"init_from.run={cfg.run!r} is no run; set it alone.")
             state = pretrained.state_from_hugging_face(folder, model)(state)

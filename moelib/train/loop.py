@@ -83,7 +83,8 @@ class TrainLoop:
     eval_params: Callable[[], Any]  # Returns the parameters to evaluate.
     save: Callable[..., None]  # (metrics, local=) Starts to save the state, with metrics.
     start_step: int  # Step of the current state.
-    saved_step: int | None  # The same, if the run has a checkpoint of it.
+    saved_step: int | None  # The same, if the run has a durable checkpoint of it.
+    restored_from: str | None  # Folder of the checkpoint of that state, if there is one.
     input_state: dict[str, Any] | None  # Position in the data then, None at the beginning.
     restored_metrics: Scalars  # Metrics of the evaluations at that step.
     restored_evaluated: Mapping[str, State]  # Identities of their data, by evaler.
@@ -120,6 +121,7 @@ class TrainLoop:
         self._saved_step = self.saved_step
         self._blocking_seconds = 0.0  # Of the last save.
         self._checked_step: int | None = None  # Whose state was compared between devices.
+        self._good_step = self.start_step  # The last one without a difference.
         self._skipped_save = False  # Whether the last checkpoint was not written: not finite.
         self._num_slots = cfg.input.global_batch_size * cfg.input.seq_len
         self._stop = self.stop
@@ -139,16 +141,18 @@ class TrainLoop:
         begin = time.perf_counter()
         with contextlib.ExitStack() as stack:
             stack.push(self._log_end)
-            stack.callback(lambda: self.summary_writer.close(self._stopped_by))
+            stack.callback(self.summary_writer.close)
             if self.checkpointer is not None:
                 stack.callback(self.checkpointer.close)
             stack.callback(self._profiler.stop)
             stack.enter_context(self._stop)
             stack.enter_context(self._progress)
             stack.enter_context(self._watchdog)
+            stack.callback(self._stop_clock)
             self._progress.log(self.description)
-            if self._saved_step is not None and self.checkpointer is not None:
-                self._progress.log(f"restored step {self._step} from {self.checkpointer.dir}")
+            if self.restored_from is not None:
+                folder = os.path.dirname(self.restored_from)
+                self._progress.log(f"restored step {self._step} from {folder}")
                 self._evaluate(done=self.restored_metrics)  # The stopped run had no time for it.
             if self._stop_requested():
                 pass
@@ -186,7 +190,7 @@ class TrainLoop:
             batches.restore(self.input_state)
         if self._is_main:
             if self.skip_ranges != (self.input_state or {}).get(SKIPPED, self.skip_ranges[:0]):
-                log_event(cfg.dir, "skipped_ranges", step=self._step, ranges=self.skip_ranges)
+                self.account.note("skipped_ranges", step=self._step, ranges=self.skip_ranges)
             self.save_tokenizer()
         return Prefetcher(
             batches,
@@ -271,14 +275,16 @@ class TrainLoop:
             devices = [str(device) for device in self.mesh.devices.flat]
             # No collective of its own, as the next step is running.
             event["devices"] = self.description.splitlines()[:-1] or devices
-        if self._is_main:
+        if event["event"] != BAD_STEP:
+            self.account.note(**event)
+        elif self._is_main:  # Later decisions depend on it.
             log_event(self.config.dir, **event)
         self._progress.log(describe(event))
         if event["event"] != BAD_STEP:
             return
         self._log(step, scalars)
         if event["action"] != "stop":
-            raise TakeAgain
+            raise TakeAgain(skips_data=event["action"] == "skip_batches")
         if scalars[NON_FINITE]:
             raise self._non_finite(step, scalars)
         raise BadStepError(f"{describe(event)}. {self._last_good()}")
@@ -313,10 +319,13 @@ class TrainLoop:
         what = f"the loss is {scalars['objective']}"
         if math.isfinite(scalars["objective"]):
             what = f"the loss is {scalars['objective']:.4f}, but parameters after it are not finite"
+        cure = "Lower the learning rate, set learner.skip to skip such steps"
+        cure += ", or set bad_steps to take them again"
+        if (policy := self.config.bad_steps) is not None:
+            cure = f"Raise bad_steps.max_rewinds={policy.max_rewinds}, or lower the learning rate"
         return NonFiniteError(
             f"step {step}: {what} (gradient norm {scalars.get('gradient_norm', math.nan):.4g}). "
-            f"{self._last_good()} Lower the learning rate, set learner.skip to skip such steps, or "
-            "set bad_steps to take them again, and start the run again: it resumes there."
+            f"{self._last_good()} {cure}, and start the run again."
         )
 
     def _last_good(self) -> str:
@@ -357,9 +366,12 @@ class TrainLoop:
         self._check_pending()
         self._checked_step = self._step
         if found := self.device_check.check(self.state()):
+            if self.checkpointer is not None and self.checkpointer.local is not None:
+                self.checkpointer.local.delete_after(self._good_step)  # Later ones: not checked.
             parts = self._throughput.total_seconds
             self.account.log("device_difference", self._step, parts, differences=found)
             raise self.device_check.error(self._step, found)
+        self._good_step = self._step
 
     def _stop_requested(self) -> bool:
         if not self._stop.requested():
@@ -484,6 +496,11 @@ class TrainLoop:
 
     # After the run.
 
+    def _stop_clock(self) -> None:
+        """Counts the time until now; closing files and waiting for saves is no step."""
+        if self._losses:  # Else all time is start-up.
+            self._throughput.report()
+
     def _log_end(self, _: object, error: BaseException | None, __: object) -> None:
         """Logs the end of this start, and its error if there is one."""
         ended = {"stopped_by": self._stopped_by} if self._stopped_by else {}
@@ -491,8 +508,6 @@ class TrainLoop:
             ended = {"stopped_by": "bad step"}
         elif error is not None:
             ended = {"error": first_line(error)}
-        if self._losses:  # Else all time is start-up.
-            self._throughput.report()
         self.account.log("end", self._step, self._throughput.total_seconds, **ended)
 
     def _table(self, wall_seconds: float) -> Table:

@@ -16,6 +16,7 @@ import jax
 
 from moelib.core import storage
 from moelib.core.config import REQUIRED, Required, config_class
+from moelib.core.errors import UserError
 from moelib.core.files import atomic_file, parse_json, readable
 from moelib.core.metrics import Scalars
 from moelib.core.module import Module, nowrap
@@ -85,7 +86,7 @@ class SummaryWriter(Module):
         try:
             if "json_lines" in self._formats:
                 truncate_json_lines(path, step)
-        except OSError as error:
+        except (OSError, UserError) as error:
             logger.error("METRICS after step %d stay in %s: %s.", step, path, error)
 
     @nowrap
@@ -121,7 +122,7 @@ class SummaryWriter(Module):
         Raises:
             UserError: If a package or a setting of a tracker is missing.
         """
-        folder = os.path.dirname(os.path.abspath(self.config.jsonl_path))
+        folder = os.path.dirname(storage.absolute(self.config.jsonl_path))
         for name, tracker in self._trackers.items() if jax.process_index() == 0 else ():
             self._threads.append(TrackerThread(name, tracker, config_text, folder))
 
@@ -167,15 +168,16 @@ class SummaryWriter(Module):
                     file.flush_soon()
 
     @nowrap
-    def close(self, stopped_by: str | None = None) -> None:
-        """Closes the files; a later write opens them again. Errors of the disk are logged.
-
-        `stopped_by` names the signal that stops the run, for the trackers.
-        """
+    def close_trackers(self, stopped_by: str | None = None) -> None:
+        """Ends the run in all trackers; `stopped_by` names the signal that stopped it."""
         stopped = stopped_by is not None and stopped_by.startswith("SIG")
         while self._threads:
             status = "failed" if sys.exception() else "stopped" if stopped else "finished"
             self._threads.pop().close(status)
+
+    @nowrap
+    def close(self) -> None:
+        """Closes the files; a later write opens them again. Errors of the disk are logged."""
         files = [*self._events.values(), self._json_lines]
         self._events.clear()
         self._json_lines = None

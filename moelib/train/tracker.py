@@ -9,11 +9,13 @@ import math
 import os
 import queue
 import re
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any, Literal
 
+from moelib.core import storage
 from moelib.core.config import REQUIRED, Configurable, Required, config_class
 from moelib.core.config_types import cut
 from moelib.core.errors import UserError
@@ -83,7 +85,9 @@ class TrackerThread:
         except queue.Full:
             self._num_dropped += 1
             if self._num_dropped == 1:
-                logger.error("Tracker %s is slow: metrics from step %d on.", self._name, step)
+                logger.error(
+                    "Tracker %s is slow: metrics are dropped from step %d on.", self._name, step
+                )
 
     def close(self, status: Status) -> None:
         """Ends the run within `close_timeout_seconds`; writes that are not sent are an error."""
@@ -118,7 +122,7 @@ class TrackerThread:
         ids = {
             x.get("name"): x.get("id") for x in read_events(self._folder) if x["event"] == _EVENT
         }
-        name = self._tracker.config.run_name or os.path.basename(os.path.abspath(self._folder))
+        name = self._tracker.config.run_name or os.path.basename(self._folder)
         resume_id = ids.get(self._name)
         run_id = self._tracker.start(self._config_text, name, resume_id, self._folder)
         self._started = True
@@ -190,7 +194,7 @@ class WandbTracker(Tracker):
             name=run_name,
             id=resume_id,
             resume="allow",
-            dir=folder,
+            dir=tempfile.mkdtemp() if storage.is_remote(folder) else folder,
             config=dict(_lines(config_text)),
             settings=wandb.Settings(
                 silent=True,

@@ -28,8 +28,10 @@ from moelib.core.directory_lock import LOCK_FILE, directory_lock
 from moelib.core.errors import UserError
 from moelib.core.module import Module, nowrap
 from moelib.core.param import is_spec
+from moelib.core.processes import gather_json
 from moelib.data.input import Input, State, batch_spec, save_tokenizer
 from moelib.data.prefetch import HostRows, host_rows, row_sharding
+from moelib.data.skip_batches import check_ranges
 from moelib.data.tokenizer import FILE_NAME, SETTINGS_FILE
 from moelib.layers.kernel_backends import kernel_backends, warn_unused_backends
 from moelib.layers.kernel_check import check_kernels
@@ -216,7 +218,8 @@ class SpmdTrainer(Module):
             self._add_child("checkpointer", cfg.checkpointer)
         self._add_child("summary_writer", cfg.summary_writer)
         self._origin: dict[str, Any] = {}  # Of the initial state, if it is another run's.
-        self._saved_step: int | None = None  # Step of the checkpoint that was restored.
+        self._saved_step: int | None = None  # Step of the durable checkpoint that was restored.
+        self._restored_from: str | None = None  # Folder of the checkpoint that was restored.
         self._init_from: InitFrom | None = maybe_instantiate(cfg.init_from)
         self._bad_steps: BadSteps | None = maybe_instantiate(cfg.bad_steps)
         self.input_state: dict[str, Any] | None = None  # Position in the data, None at first.
@@ -423,12 +426,16 @@ class SpmdTrainer(Module):
         check_memory(self.trainer_state_specs, self.trainer_state_shardings)
         target = state_lib.abstract_state(self.trainer_state_specs, self.trainer_state_shardings)
         restored = self.checkpointer.restore(target, step=step)
+        self._saved_step = self._restored_from = None
         if restored is None:
             return None
+        self._restored_from = restored.path
+        if not self.checkpointer.is_local(restored.path):
+            self._saved_step = restored.record.step
         self.input_state = input_state_of(restored.record.input, self._host_rows)
         self._state, self.step = restored.state, restored.record.step
         self._restored_record = restored.record
-        self._saved_step, self._origin = self.step, restored.record.origin
+        self._origin = restored.record.origin
         self._restored_evaluated = restored.record.evaluated
         self.restored_metrics, self._file_sums = restored.record.metrics, restored.record.files
         return self.step
@@ -644,29 +651,54 @@ class SpmdTrainer(Module):
                 _ = self.input  # Opened first: missing data is an error before computations.
                 self.init(prng_key)
                 if self._origin and jax.process_index() == 0:
-                    log_event(self.config.dir, "init_from", **self._origin)
+                    self._account.note("init_from", **self._origin)
                     logger.warning("The run starts from %(run)s, step %(step)s.", self._origin)
-            elif step != checked:  # A local one, or the one before a damaged one.
+            elif self.config.init_from is not None and not self._origin:
+                logger.warning(
+                    "init_from.run=%s is ignored: %s has a checkpoint of step %d; set another dir "
+                    "(--trainer_dir) to start from it.",
+                    *(self.config.init_from.run, self.config.dir, step),
+                )
+            if step not in (None, checked):  # A local one, or the one before a damaged one.
                 self._check_directory(self._restored_record)
+        if self.config.checkpointer is not None and self.checkpointer.local is not None:
+            self.checkpointer.local.delete_after(self.step)
         self._account.resume(self.step, time.perf_counter() - begin)
         self.summary_writer.resume(self.step)
 
     def _take_steps(self, prng_key: jax.Array | int | None) -> dict[str, Any]:
         """Runs the loop, again from the newest checkpoint after each bad step to take again."""
         stop = StopRequest()
-        while True:
-            events = rewind.course_of(self.config.dir)
-            if self._bad_steps is not None:
-                self._bad_steps.resume(self.step, events)
-            ranges = rewind.ranges_to_skip(self.config, events, self.input_state)
+        stopped_by: str | None = None
+        try:
             self.summary_writer.start_trackers(self.config.debug_string())
-            with contextlib.suppress(TakeAgain):
-                return self._loop(ranges, stop).run()
-            jax.block_until_ready(self._state)  # No collective runs beside the next step's.
-            self._state = None  # Frees its memory for the one to restore.
-            self._account = self._new_account()
-            self._account.start()
-            self._start(prng_key, self.step)
+            while True:
+                events = rewind.course_of(self.config.dir)
+                if self._bad_steps is not None:
+                    self._bad_steps.resume(self.step, events)
+                ranges = rewind.ranges_to_skip(self.config, events, self.input_state)
+                try:
+                    result = self._loop(ranges, stop).run()
+                except TakeAgain as again:
+                    self._go_back(prng_key, again)
+                else:
+                    stopped_by = result["stopped_by"]
+                    return result
+        finally:
+            self.summary_writer.close_trackers(stopped_by)
+
+    def _go_back(self, prng_key: jax.Array | int | None, again: TakeAgain) -> None:
+        """Restores the newest checkpoint before a bad step.
+
+        If data are skipped, it is a durable one: a local one may be of a state that was damaged.
+        """
+        jax.block_until_ready(self._state)  # No collective runs beside the next step's.
+        self._state = None  # Frees its memory for the one to restore.
+        if again.skips_data and self.checkpointer.local is not None:
+            self.checkpointer.local.delete_after(self.checkpointer.latest_step() or 0)
+        self._account = self._new_account()
+        self._account.start()
+        self._start(prng_key, self.step)
 
     def _rewind(self) -> int | None:
         """Moves the checkpoints after `rewind_to` aside, the first time that it has this value.
@@ -674,7 +706,8 @@ class SpmdTrainer(Module):
         Returns the step if it did, whose checkpoint is then known to be this run's.
         """
         cfg, step = self.config, self.config.rewind_to
-        if not rewind.requested(step, rewind.course_of(cfg.dir)):
+        course = rewind.course_of(cfg.dir)
+        if not rewind.requested(step, course):
             if step is not None:
                 logger.warning(
                     "rewind_to=%d: the last start rewound the run already, and this one resumes "
@@ -684,12 +717,17 @@ class SpmdTrainer(Module):
             return None
         moved = None
         if step is not None:
-            self._check_directory(newest_record(self.checkpointer.dir, step))
+            record = newest_record(self.checkpointer.dir, step)
+            self._check_directory(record)
+            if record is not None and record.input:
+                state = input_state_of(record.input, self._host_rows) or {}
+                check_ranges(rewind.ranges_to_skip(cfg, course, state), state)
             moved = rewind.set_aside(self.checkpointer.dir, step)
             if moved is not None:
                 logger.warning("rewind_to=%d: later checkpoints are in %s now.", step, moved)
             if self.checkpointer.local is not None:
                 self.checkpointer.local.delete_after(step)
+                gather_json(None)  # The rewind is logged once all have.
         if jax.process_index() == 0:
             log_event(cfg.dir, rewind.REWIND_TO, step=step, moved_to=moved)
         return step
@@ -741,6 +779,7 @@ class SpmdTrainer(Module):
             save=self.save_checkpoint,
             start_step=self.step,
             saved_step=self._saved_step,
+            restored_from=self._restored_from,
             input_state=self.input_state,
             restored_metrics=self.restored_metrics,
             restored_evaluated=self._restored_evaluated,

@@ -81,7 +81,11 @@ def test_due_steps_are_multiples_and_none_without_a_folder(checkpointer, tmp_pat
     assert [x for x in range(1, 7) if checkpointer.should_save_locally(step=x)] == [2, 4, 6]
     assert not make(tmp_path).should_save_locally(step=20)
     with pytest.raises(ValueError, match="local_every_n_steps=0"):
-        make(tmp_path, local_every_n_steps=0)
+        make(tmp_path, local_dir=str(tmp_path), local_every_n_steps=0)
+    with pytest.raises(ValueError, match=r"local_every_n_steps=2; set local_dir"):
+        make(tmp_path, local_every_n_steps=2)
+    with pytest.raises(ValueError, match=r"local_dir is 's3://bucket/x'"):
+        make(tmp_path, local_dir="s3://bucket/x")
 
 
 def flip(path):
@@ -110,7 +114,6 @@ def test_damaged_one_is_not_used(checkpointer, tmp_path, caplog, damage):
     restored = checkpointer.restore(target_of(make_state()))
     assert restored.record.step == 2
     assert "step 4 is not used" in caplog.text
-    assert len(folders(tmp_path)) == 1  # The run takes the steps after it again.
 
 
 def test_shards_of_a_lost_process_are_missed(checkpointer, tmp_path, caplog):
@@ -141,11 +144,8 @@ def test_run_that_begins_again_in_an_emptied_folder_reads_nothing_of_the_other(t
 
 
 def test_full_disk_is_logged_and_the_next_one_written(checkpointer, tmp_path, caplog, monkeypatch):
-    def fail(*args):
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(local_module, "_write", fail)
+        patch.setattr(local_module, "_write", _fail)
         save_locally(checkpointer, 2)
     assert [x.levelno for x in caplog.records] == [logging.ERROR]
     assert "step 2" in caplog.text
@@ -162,3 +162,30 @@ def test_remains_of_killed_processes_are_deleted(checkpointer, tmp_path):
     save_locally(checkpointer, 4)
     assert sorted(os.listdir(own)) == ["step_00000002", "step_00000004"]
     assert os.listdir(os.path.dirname(own)) == ["process_0000"]
+
+
+def test_steps_after_a_restore_are_deleted_in_the_folders_of_all_processes(checkpointer, tmp_path):
+    save_locally(checkpointer, 2)
+    save_locally(checkpointer, 4)
+    own = os.path.dirname(folders(tmp_path)[0])
+    os.rename(own, os.path.join(os.path.dirname(own), "process_0001"))  # Of another rank.
+    checkpointer.local.delete_after(2)
+    assert checkpointer.restore(target_of(make_state())).record.step == 2
+    assert checkpointer.complete_step == 2
+
+
+def test_names_of_local_checkpoints_of_a_remote_run_depend_on_no_current_folder(tmp_path):
+    local = local_module.LocalCheckpoints(str(tmp_path), "s3://bucket/run/checkpoints")
+    local._id = lambda create: ("1", None)
+    assert local._own_dir().endswith("-1/process_0000")
+    assert str(tmp_path) in local._own_dir()
+
+
+def test_disk_of_the_run_that_is_full_is_logged(checkpointer, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(local_module, "write_json", _fail)
+    save_locally(checkpointer, 2)
+    assert "NO LOCAL CHECKPOINT of step 2" in caplog.text
+
+
+def _fail(*args):
+    raise OSError(28, "No space left on device")

@@ -73,3 +73,10 @@ def test_a_missing_bucket_is_an_error_of_the_user(s3):
         lock(f"{s3}-missing/run"),
     ):
         pass
+
+
+def test_a_lease_left_below_the_highest_blocks_nobody(s3):
+    for number in (1, 2):
+        storage.write_bytes(f"{s3}/run/.lock-{number:06d}", b"process 1 on a host that crashed")
+    with lock(f"{s3}/run"):
+        assert storage.list_names(f"{s3}/run") == [".lock-000003"]

@@ -51,7 +51,8 @@ def main():
         names = ("distributed_coordinator", "num_processes", "process_id")
         DeviceFlags(**dict(zip(names, job, strict=True))).set_up()
     cfg = trainer_config(args.dir, max_step=args.max_step, save_every=args.save_every)
-    cfg.checkpointer.set(local_dir=args.local_dir, local_every_n_steps=2)
+    if args.local_dir:
+        cfg.checkpointer.set(local_dir=args.local_dir, local_every_n_steps=2)
     cfg.input.seed = args.seeds[args.process_id]
     if args.own_positions:
         cfg.input = HostInput.default_config().set(**dict(cfg.input.items()))

@@ -72,6 +72,21 @@ def test_run_that_fails_resumes_from_its_last_local_checkpoint(unbroken, tmp_pat
     assert not os.listdir(tmp_path / "local")
 
 
+def test_run_that_stops_after_a_local_restore_saves_a_durable_checkpoint(tmp_path):
+    cfg = tiny.trainer_config(tmp_path / "run", save_every=100)
+    cfg.checkpointer.set(local_dir=str(tmp_path / "local"), local_every_n_steps=2)
+    trainer = cfg.instantiate(parent=None)
+    trainer.init()
+    trainer.step = 6
+    trainer._state = trainer.trainer_state._replace(step=trainer.trainer_state.step + 6)
+    trainer.input_state = trainer.input.iterator().state() | {"step": 6}
+    trainer.save_checkpoint(local=True)
+    trainer.checkpointer.close()
+    cfg.set(max_step=6, accept_changes=("schedule",))
+    assert run(cfg)[1]["step"] == 6
+    assert os.listdir(tmp_path / "run" / "checkpoints") == ["local.json", "step_00000006"]
+
+
 def test_run_writes_the_documented_files(unbroken):
     directory, _, out = unbroken
     assert sorted(os.listdir(directory)) == [
