@@ -4,16 +4,20 @@ A checkpoint is a "folder" step_00001000 of objects:
 
     started            the first object that is written, and the last that is deleted
     state/a.b/...      the array of the path a/b, in Zarr's format; chunks are parts of shards
+    done/0, ...        of each process that has written its shards
     record/metadata    the record; written last, and deleted first
 
 Orbax's own format is written to local folders alone: Orbax gives paths of s3:// to TensorStore as
 paths of files, and its merge of the processes' files copies the whole database of keys.
 """
 
+import asyncio
+import contextlib
 import math
 import os
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -27,7 +31,9 @@ from moelib.core.processes import gather_json
 _STARTED = "started"
 _CHUNK_BYTES = 256 << 20  # Largest chunk before compression; S3 takes 5 GB in one request.
 _OCDBT_MANIFEST = "manifest.ocdbt"  # Of Orbax's format.
-_BARRIER_SECONDS = 1800  # That the processes wait for the slowest.
+_DONE = "done"  # Folder of an object per process that has written its shards.
+_SLOWEST_SECONDS = 1800.0  # Time that process 0 waits for the slowest.
+_POLL_SECONDS = 0.5
 _THREADS = 16  # Arrays that are read at once.
 
 
@@ -59,12 +65,15 @@ def move_checkpoint(path: str, to: str) -> None:
 
 
 class ObjectStoreWriter:
-    """Writes one checkpoint at a time, in the background, from all processes."""
+    """Writes one checkpoint at a time, in the background, from all processes.
+
+    A process whose shards are written creates the object `done/<its index>`, which contains its
+    error if there is one. Process 0 waits for those of all, and then writes the record.
+    """
 
     def __init__(self) -> None:
-        from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
-
-        self._manager = GlobalAsyncCheckpointManager(timeout_secs=_BARRIER_SECONDS)
+        self._thread = ThreadPoolExecutor(1, "object_store")
+        self._writing: Future[None] | None = None
 
     def save(self, path: str, state: Any, write_record: Callable[[str], None]) -> None:
         """Starts to write a checkpoint, in place of an incomplete or damaged one.
@@ -84,29 +93,73 @@ class ObjectStoreWriter:
                 error = caught
         if any(gather_json(error is not None)):
             raise error or OSError(f"{path} cannot be written by process 0")
-        arrays = {name: _owned(x) for name, x in tree.flatten_items(state)}
-        specs = [
-            _spec(path, name)
-            | {
-                "dtype": str(x.dtype),
-                "metadata": {
-                    "shape": list(x.shape),
-                    "chunks": _chunks(x.sharding.shard_shape(x.shape), x.dtype.itemsize),
-                    "compressor": {"id": "zstd", "level": 1},
-                },
-            }
-            for name, x in arrays.items()
-        ]
-        commit = lambda: write_record(path)
-        self._manager.serialize(list(arrays.values()), specs, on_commit_callback=commit)
+        futures = asyncio.run(_start_to_write(path, state))
+        self._writing = self._thread.submit(_finish, path, futures, write_record)
 
     def wait_until_finished(self) -> None:
-        """Waits until the checkpoint is complete. Raises the error of a failed one."""
-        self._manager.wait_until_finished()
+        """Waits until the checkpoint is complete; all processes must call it.
+
+        Raises:
+            Exception: On all processes, if it failed on any.
+        """
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        error = writing.exception()
+        if not any(failed := gather_json(error is not None)):
+            return
+        index = failed.index(True)
+        raise error or OSError(f"process {index} could not write; its log has the reason")
 
     def close(self) -> None:
         """Waits as well."""
         self.wait_until_finished()
+
+
+async def _start_to_write(path: str, state: Any) -> list[Any]:
+    """Returns futures of the writes of this process's shards, once they are copied."""
+    from jax.experimental.array_serialization.tensorstore_impl import async_serialize
+
+    futures: list[Any] = []
+    writes = []
+    for name, x in tree.flatten_items(state):
+        metadata = {
+            "shape": list(x.shape),
+            "chunks": _chunks(x.sharding.shard_shape(x.shape), x.dtype.itemsize),
+            "compressor": {"id": "zstd", "level": 1},
+        }
+        spec = _spec(path, name) | {"dtype": str(x.dtype), "metadata": metadata}
+        writes.append(async_serialize(_owned(x), spec, commit_future=futures))
+    await asyncio.gather(*writes)
+    return futures
+
+
+def _finish(path: str, futures: Sequence[Any], write_record: Callable[[str], None]) -> None:
+    """Waits until this process's shards are written, and on process 0 writes the record."""
+    done = os.path.join(path, _DONE, str(jax.process_index()))
+    try:
+        for future in futures:
+            future.result()
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            storage.write_bytes(done, f"{type(error).__name__}".encode())
+        raise
+    storage.write_bytes(done, b"")
+    if jax.process_index() == 0:
+        _wait_for_all(os.path.join(path, _DONE))
+        write_record(path)
+
+
+def _wait_for_all(folder: str) -> None:
+    """Waits until all processes have written their shards. Raises OSError if one cannot."""
+    end = time.monotonic() + _SLOWEST_SECONDS
+    while (names := storage.list_names(folder)) and len(names) < jax.process_count():
+        if time.monotonic() > end:
+            raise OSError(f"{folder}: only processes {sorted(names)} have written their shards")
+        time.sleep(_POLL_SECONDS)
+    for name in names:
+        if error := storage.read_bytes(os.path.join(folder, name)):
+            raise OSError(f"process {name} could not write its shards: {error.decode()}")
 
 
 def read_arrays(path: str, target: Any) -> dict[str, Any]:

@@ -155,3 +155,14 @@ def test_a_deletion_that_is_cut_short_leaves_no_complete_one(s3, monkeypatch):
         object_store.delete_checkpoint(step_path(checkpointer.dir, 1))
     assert checkpointer.latest_step() is None
     assert len(arrays_of(step_path(checkpointer.dir, 1))) == 4
+
+
+def test_a_process_that_cannot_write_or_is_too_slow_ends_the_save(s3, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(object_store, "_SLOWEST_SECONDS", 0.2)
+    storage.write_bytes(f"{s3}/done/0", b"")
+    with pytest.raises(OSError, match=r"only processes \['0'\]"):
+        object_store._wait_for_all(f"{s3}/done")
+    storage.write_bytes(f"{s3}/done/1", b"PermissionError")
+    with pytest.raises(OSError, match="process 1 could not write its shards: PermissionError"):
+        object_store._wait_for_all(f"{s3}/done")
