@@ -260,6 +260,8 @@ class TokenStore(TokenSource):
                 size = storage.size(path)
             except FileNotFoundError:
                 raise self._damaged(f"{name} is missing") from None
+            except OSError as error:  # Such as a link to itself.
+                raise self._damaged(f"{name} cannot be read ({error.strerror})") from error
             if size != tokens * itemsize:
                 raise self._damaged(f"{name} has {size} bytes, not {tokens * itemsize}")
         if not self.meta.block_hashes:

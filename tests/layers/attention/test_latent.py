@@ -160,7 +160,9 @@ def test_a_mesh_gives_the_values_of_one_device_and_every_parameter_a_gradient(fi
         placed = jax.device_put(params, shardings)
         assert placed["kv_up"].sharding.shard_shape((4, H, NOPE + V)) == (2, H // 2, NOPE + V)
         got = value_and_grads(layer, placed, jnp.asarray(X))
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-5), got, want)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        # Small elements are differences of large ones, whose rounding differs between machines.
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6 * float(jnp.max(jnp.abs(y))))
 
 
 def test_what_remat_may_keep_has_the_names_of_other_attention():
