@@ -76,7 +76,7 @@ class ObjectStoreWriter:
         self._writing: Future[None] | None = None
 
     def save(self, path: str, state: Any, write_record: Callable[[str], None]) -> None:
-        """Starts to write a checkpoint, in place of an incomplete or damaged one.
+        """Starts to write a checkpoint, which replaces an incomplete or damaged one.
 
         The arrays may be donated when this returns. Process 0 writes the record, once all processes
         have written their shards.

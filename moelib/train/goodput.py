@@ -33,7 +33,7 @@ CATEGORIES = {
 STARTUP, DATA, SAVE, RESTORE, EVALUATION, WASTED, WAITING = (f"time_lost/{x}" for x in CATEGORIES)
 _NAMES = (PRODUCTIVE, STARTUP, DATA, SAVE, RESTORE, EVALUATION, WASTED, WAITING)
 _Records = Sequence[Mapping[str, Any]]
-# Of the parts of `moelib.train.throughput`.
+# {part of `moelib.train.throughput`: its metric}
 _OF_PART = {"step": PRODUCTIVE, "input": DATA, "checkpoint": SAVE, "evaluation": EVALUATION}
 
 

@@ -692,7 +692,7 @@ class SpmdTrainer(Module):
 
         If data are skipped, it is a durable one: a local one may be of a state that was damaged.
         """
-        jax.block_until_ready(self._state)  # No collective runs beside the next step's.
+        jax.block_until_ready(self._state)  # Else its collectives meet those of the restore.
         self._state = None  # Frees its memory for the one to restore.
         if again.skips_data and self.checkpointer.local is not None:
             self.checkpointer.local.delete_after(self.checkpointer.latest_step() or 0)
