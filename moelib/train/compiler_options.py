@@ -74,6 +74,22 @@ def deterministic_options(device_kind: str) -> Mapping[str, str]:
     return _DETERMINISTIC_GPU if device_kind.startswith("NVIDIA") else {}
 
 
+def step_options(device_kind: str, own: Mapping[str, str], deterministic: bool) -> dict[str, str]:
+    """Returns the options for a step on a kind of device; `own` overrides the defaults.
+
+    Raises:
+        UserError: If one of `own` contradicts `deterministic`.
+    """
+    fixed = deterministic_options(device_kind) if deterministic else {}
+    for name, value in spelled(own).items():
+        if value != fixed.get(name, value):
+            raise UserError(
+                f"compiler_options: {name}={value}, which deterministic=True sets to "
+                f"{fixed[name]}; remove one of them."
+            )
+    return spelled({**default_options(device_kind), **fixed, **own})
+
+
 def spelled(options: Mapping[str, str]) -> dict[str, str]:
     """Returns options with `true` and `false` as True and False, which every compiler reads."""
     return {k: v.title() if v in ("true", "false") else v for k, v in options.items()}

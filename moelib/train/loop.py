@@ -18,13 +18,13 @@ from typing import Any
 import jax
 
 from moelib.checkpoint.checkpointer import Checkpointer, CheckpointSaveError
-from moelib.checkpoint.restore import first_line
+from moelib.checkpoint.restore import Restored, first_line
 from moelib.core.config import did_you_mean
 from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
 from moelib.core.progress import Progress
 from moelib.core.table import Table, print_table
-from moelib.data.input import Input, State, changes
+from moelib.data.input import Input, changes
 from moelib.data.prefetch import Prefetcher, host_rows, put_batch
 from moelib.data.skip_batches import SKIPPED, SkippingBatches
 from moelib.train import report
@@ -83,11 +83,8 @@ class TrainLoop:
     eval_params: Callable[[], Any]  # Returns the parameters to evaluate.
     save: Callable[..., None]  # (metrics, local=) Starts to save the state, with metrics.
     start_step: int  # Step of the current state.
-    saved_step: int | None  # The same, if the run has a durable checkpoint of it.
-    restored_from: str | None  # Folder of the checkpoint of that state, if there is one.
+    restored: Restored | None  # The checkpoint of that state, without its arrays.
     input_state: dict[str, Any] | None  # Position in the data then, None at the beginning.
-    restored_metrics: Scalars  # Metrics of the evaluations at that step.
-    restored_evaluated: Mapping[str, State]  # Identities of their data, by evaler.
     skip_ranges: Sequence[Sequence[int]]  # Ranges of batches that are skipped.
     bad_steps: BadSteps | None
     stop: StopRequest
@@ -108,7 +105,7 @@ class TrainLoop:
             maxlen=cfg.log_every_n_steps
         )
         self._evaluations: dict[str, Scalars] = {}  # Latest metrics of each evaler.
-        for path, value in self.restored_metrics.items():
+        for path, value in (self.restored.record.metrics if self.restored else {}).items():
             name, _, metric = path.partition("/")
             self._evaluations.setdefault(name, {})[metric] = value
         self._stopped_by: str | None = None
@@ -118,7 +115,8 @@ class TrainLoop:
         self._saved_position = self._next_position  # That of the newest checkpoint.
         self._can_skip = False
         self._summaries: Scalars = {}  # Metrics of the evaluations after the current step.
-        self._saved_step = self.saved_step
+        # Of the newest durable checkpoint in this start.
+        self._saved_step = self.start_step if self._is_saved() else None
         self._blocking_seconds = 0.0  # Of the last save.
         self._checked_step: int | None = None  # Whose state was compared between devices.
         self._good_step = self.start_step  # The last one without a difference.
@@ -150,10 +148,12 @@ class TrainLoop:
             stack.enter_context(self._watchdog)
             stack.callback(self._stop_clock)
             self._progress.log(self.description)
-            if self.restored_from is not None:
-                folder = os.path.dirname(self.restored_from)
+            if self.restored is not None:
+                folder = os.path.dirname(self.restored.path)
                 self._progress.log(f"restored step {self._step} from {folder}")
-                self._evaluate(done=self.restored_metrics)  # The stopped run had no time for it.
+                self._evaluate(
+                    done=self.restored.record.metrics
+                )  # The stopped run had no time for it.
             if self._stop_requested():
                 pass
             elif self._step < self.config.max_step:
@@ -175,6 +175,11 @@ class TrainLoop:
             "step": self._step,
             "stopped_by": self._stopped_by,
         }
+
+    def _is_saved(self) -> bool:
+        """Returns whether the first state is that of a durable checkpoint."""
+        saver, restored = self.checkpointer, self.restored
+        return saver is not None and restored is not None and not saver.is_local(restored.path)
 
     def _open_input(self) -> Prefetcher[Any]:
         """Returns the training batches, from the position of the state."""
@@ -416,7 +421,8 @@ class TrainLoop:
 
     def _warn_of_other_data(self, name: str, evaler: SpmdEvaler) -> None:
         """Warns if an evaler's data are not those of the restored checkpoint."""
-        before, now = self.restored_evaluated.get(name), evaler.input_identity
+        before = self.restored.record.evaluated.get(name) if self.restored else None
+        now = evaler.input_identity
         if before and now and (changed := changes(before, now)):
             logger.warning(
                 "evalers.%s.input has changed: %.400s. Its metrics do not compare with earlier "

@@ -1,18 +1,25 @@
 """Rewinding a run to an earlier checkpoint, and the events of a run that decide its course."""
 
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 
-from moelib.checkpoint.contents import list_checkpoints
+from moelib.checkpoint.checkpointer import Checkpointer
+from moelib.checkpoint.contents import list_checkpoints, newest_record
 from moelib.checkpoint.object_store import move_checkpoint
 from moelib.checkpoint.restore import find_checkpoints, on_all_processes
 from moelib.core import storage
 from moelib.core.processes import gather_json
-from moelib.data.skip_batches import SKIPPED, merged, parse_range
-from moelib.train.run_log import read_events
+from moelib.data.prefetch import HostRows
+from moelib.data.skip_batches import SKIPPED, check_ranges, merged, parse_range
+from moelib.train.identity import check_directory
+from moelib.train.input_state import input_state_of
+from moelib.train.run_log import log_event, read_events
+
+logger = logging.getLogger(__name__)
 
 REWIND_TO = "rewind_to"
 _USED = (REWIND_TO, "changed", "bad_step", "silent_data_corruption_suspected")
@@ -41,6 +48,46 @@ def requested(step: int | None, events: Iterable[Mapping[str, Any]]) -> bool:
     """
     before = [event["step"] for event in events if event["event"] == REWIND_TO]
     return step != (before[-1] if before else None)
+
+
+def rewind(
+    cfg: Any, checkpointer: Checkpointer, rows: HostRows, mesh_shape: Mapping[str, int]
+) -> int | None:
+    """Moves the checkpoints after `cfg.rewind_to` aside, the first time that it has this value.
+
+    All processes must call it. Returns the step if it did, whose checkpoint is then known to be
+    this run's.
+
+    Raises:
+        CheckpointNotFoundError: If there is no checkpoint of the step.
+        TrainerDirConflictError: If it is not this run's.
+        UserError: If its position in the data is past the batches to skip.
+    """
+    step, course = cfg.rewind_to, course_of(cfg.dir)
+    if not requested(step, course):
+        if step is not None:
+            logger.warning(
+                "rewind_to=%d: the last start rewound the run already, and this one resumes it. To "
+                "rewind it again, start it once without rewind_to.",
+                step,
+            )
+        return None
+    moved = None
+    if step is not None:
+        record = newest_record(checkpointer.dir, step)
+        check_directory(cfg, cfg.dir, record, mesh=mesh_shape)
+        if record is not None and record.input:
+            state = input_state_of(record.input, rows) or {}
+            check_ranges(ranges_to_skip(cfg, course, state), state)
+        moved = set_aside(checkpointer.dir, step)
+        if moved is not None:
+            logger.warning("rewind_to=%d: later checkpoints are in %s now.", step, moved)
+        if checkpointer.local is not None:
+            checkpointer.local.delete_after(step)
+            gather_json(None)  # The rewind is logged once all have.
+    if jax.process_index() == 0:
+        log_event(cfg.dir, REWIND_TO, step=step, moved_to=moved)
+    return step
 
 
 def set_aside(folder: str, step: int) -> str | None:

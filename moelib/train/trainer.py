@@ -4,7 +4,6 @@ import contextlib
 import functools
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, cast
@@ -14,8 +13,9 @@ import numpy as np
 
 from moelib.checkpoint.checkpointer import Checkpointer
 from moelib.checkpoint.contents import CheckpointRecord, newest_record
+from moelib.checkpoint.restore import Restored
 from moelib.checkpoint.safetensors import file_sums
-from moelib.core import storage, tree
+from moelib.core import tree
 from moelib.core.config import (
     REQUIRED,
     DType,
@@ -24,14 +24,11 @@ from moelib.core.config import (
     config_class,
     maybe_instantiate,
 )
-from moelib.core.directory_lock import LOCK_FILE, directory_lock
 from moelib.core.errors import UserError
 from moelib.core.module import Module, nowrap
 from moelib.core.param import is_spec
-from moelib.core.processes import gather_json
-from moelib.data.input import Input, State, batch_spec, save_tokenizer
+from moelib.data.input import Input, batch_spec, save_tokenizer
 from moelib.data.prefetch import HostRows, host_rows, row_sharding
-from moelib.data.skip_batches import check_ranges
 from moelib.data.tokenizer import FILE_NAME, SETTINGS_FILE
 from moelib.layers.kernel_backends import kernel_backends, warn_unused_backends
 from moelib.layers.kernel_check import check_kernels
@@ -53,9 +50,7 @@ from moelib.train import state as state_lib
 from moelib.train.bad_steps import BadSteps, TakeAgain
 from moelib.train.compiler_options import (
     compile_with,
-    default_options,
-    deterministic_options,
-    spelled,
+    step_options,
 )
 from moelib.train.device_check import DeviceCheck
 from moelib.train.evaler import SpmdEvaler
@@ -67,7 +62,7 @@ from moelib.train.loop import TrainLoop
 from moelib.train.memory import check_memory
 from moelib.train.no_gradient import warn_without_gradient
 from moelib.train.pipeline import PipelineConfig, stack_of, warn_empty_stages
-from moelib.train.run_log import CONFIG_FILE, log_event
+from moelib.train.run_folder import locked_folders
 from moelib.train.settings import (
     check_batch,
     check_config,
@@ -218,19 +213,15 @@ class SpmdTrainer(Module):
             self._add_child("checkpointer", cfg.checkpointer)
         self._add_child("summary_writer", cfg.summary_writer)
         self._origin: dict[str, Any] = {}  # Of the initial state, if it is another run's.
-        self._saved_step: int | None = None  # Step of the durable checkpoint that was restored.
-        self._restored_from: str | None = None  # Folder of the checkpoint that was restored.
+        # The checkpoint that the state is from, without its arrays; None for an initial state.
+        self._restored: Restored | None = None
         self._init_from: InitFrom | None = maybe_instantiate(cfg.init_from)
         self._bad_steps: BadSteps | None = maybe_instantiate(cfg.bad_steps)
         self.input_state: dict[str, Any] | None = None  # Position in the data, None at first.
         self._compiled: Callable[..., Any] | None = None
         self.on_compiled: Callable[[Any, Any, Any], None] | None = None
         self._axes_used: set[str] = set()  # Logical axes of state, batch and activations.
-        self.restored_metrics: dict[str, float] = {}  # Of evaluations, in the restored checkpoint.
-        # Identities of the data of its evaluations.
-        self._restored_evaluated: dict[str, State] = {}
-        self._restored_record: CheckpointRecord | None = None
-        self._check_locks: list[Callable[[], None]] = []  # One per folder that this process locks.
+        self._check_locks: list[Callable[[], None]] = []  # Raise if a folder of the run was moved.
         self._file_sums: dict[str, str] = {}  # SHA-256 of the tokenizer's files, when written.
         self.step = 0  # Steps taken, known without waiting for the devices.
         self._account = self._new_account()
@@ -426,18 +417,14 @@ class SpmdTrainer(Module):
         check_memory(self.trainer_state_specs, self.trainer_state_shardings)
         target = state_lib.abstract_state(self.trainer_state_specs, self.trainer_state_shardings)
         restored = self.checkpointer.restore(target, step=step)
-        self._saved_step = self._restored_from = None
+        self._restored = None
         if restored is None:
             return None
-        self._restored_from = restored.path
-        if not self.checkpointer.is_local(restored.path):
-            self._saved_step = restored.record.step
-        self.input_state = input_state_of(restored.record.input, self._host_rows)
-        self._state, self.step = restored.state, restored.record.step
-        self._restored_record = restored.record
-        self._origin = restored.record.origin
-        self._restored_evaluated = restored.record.evaluated
-        self.restored_metrics, self._file_sums = restored.record.metrics, restored.record.files
+        record = restored.record
+        self._restored = restored._replace(state=None)
+        self._state, self.step = restored.state, record.step
+        self.input_state = input_state_of(record.input, self._host_rows)
+        self._origin, self._file_sums = record.origin, record.files
         return self.step
 
     def _save_tokenizer(self) -> None:
@@ -515,15 +502,8 @@ class SpmdTrainer(Module):
         Raises:
             UserError: If one contradicts `deterministic`.
         """
-        kind, own = self.mesh().devices.flat[0].device_kind, self.config.compiler_options or {}
-        fixed = deterministic_options(kind) if self.config.deterministic else {}
-        for name, value in spelled(own).items():
-            if value != fixed.get(name, value):
-                raise UserError(
-                    f"compiler_options: {name}={value}, which deterministic=True sets to "
-                    f"{fixed[name]}; remove one of them."
-                )
-        return spelled({**default_options(kind), **fixed, **own})
+        kind = self.mesh().devices.flat[0].device_kind
+        return step_options(kind, self.config.compiler_options or {}, self.config.deterministic)
 
     @nowrap
     def trace_train_step(
@@ -624,15 +604,17 @@ class SpmdTrainer(Module):
             _ = self.batch_sharding  # Refuses a mesh that does not divide the batch.
             if not cfg.skip_kernel_check:
                 check_kernels(cfg.train_dtype)
-            if is_writer:
-                self._lock_folders(stack)
-                self._account.start()
+            saver = None if cfg.checkpointer is None else self.checkpointer
             checked = None
-            if cfg.checkpointer is not None:
-                self.checkpointer.remove_unfinished()
-                checked = self._rewind()
-                if checked is None and self.checkpointer.latest_step() is not None:
-                    checked = self._check_directory(newest_record(self.checkpointer.dir))
+            if is_writer:
+                folders = locked_folders(cfg.dir, None if saver is None else saver.dir)
+                self._check_locks = stack.enter_context(folders)
+                self._account.start()
+            if saver is not None:
+                saver.remove_unfinished()
+                checked = rewind.rewind(cfg, saver, self._host_rows, self.mesh().shape)
+                if checked is None and saver.latest_step() is not None:
+                    checked = self._check_directory(newest_record(saver.dir))
             self._start(prng_key, checked)
             if is_writer:
                 write_config(cfg, cfg.dir)
@@ -659,8 +641,8 @@ class SpmdTrainer(Module):
                     "(--trainer_dir) to start from it.",
                     *(self.config.init_from.run, self.config.dir, step),
                 )
-            if step not in (None, checked):  # A local one, or the one before a damaged one.
-                self._check_directory(self._restored_record)
+            if self._restored is not None and step != checked:  # Local, or before a damaged one.
+                self._check_directory(self._restored.record)
         if self.config.checkpointer is not None and self.checkpointer.local is not None:
             self.checkpointer.local.delete_after(self.step)
         self._account.resume(self.step, time.perf_counter() - begin)
@@ -700,55 +682,8 @@ class SpmdTrainer(Module):
         self._account.start()
         self._start(prng_key, self.step)
 
-    def _rewind(self) -> int | None:
-        """Moves the checkpoints after `rewind_to` aside, the first time that it has this value.
-
-        Returns the step if it did, whose checkpoint is then known to be this run's.
-        """
-        cfg, step = self.config, self.config.rewind_to
-        course = rewind.course_of(cfg.dir)
-        if not rewind.requested(step, course):
-            if step is not None:
-                logger.warning(
-                    "rewind_to=%d: the last start rewound the run already, and this one resumes "
-                    "it. To rewind it again, start it once without rewind_to.",
-                    step,
-                )
-            return None
-        moved = None
-        if step is not None:
-            record = newest_record(self.checkpointer.dir, step)
-            self._check_directory(record)
-            if record is not None and record.input:
-                state = input_state_of(record.input, self._host_rows) or {}
-                check_ranges(rewind.ranges_to_skip(cfg, course, state), state)
-            moved = rewind.set_aside(self.checkpointer.dir, step)
-            if moved is not None:
-                logger.warning("rewind_to=%d: later checkpoints are in %s now.", step, moved)
-            if self.checkpointer.local is not None:
-                self.checkpointer.local.delete_after(step)
-                gather_json(None)  # The rewind is logged once all have.
-        if jax.process_index() == 0:
-            log_event(cfg.dir, rewind.REWIND_TO, step=step, moved_to=moved)
-        return step
-
     def _new_account(self) -> TimeAccount:
         return TimeAccount(self.config.dir, self.summary_writer.config.jsonl_path)
-
-    def _lock_folders(self, stack: contextlib.ExitStack) -> None:
-        """Locks the folder of the run and, if it is elsewhere, that of the checkpoints."""
-        cfg = self.config
-        stack.callback(self._check_locks.clear)
-        folders = {"dir (--trainer_dir)": cfg.dir}
-        if cfg.checkpointer is not None:
-            folder, parent = self.checkpointer.dir, os.path.dirname(self.checkpointer.dir)
-            if os.path.realpath(cfg.dir) not in map(os.path.realpath, (folder, parent)):
-                mark = CONFIG_FILE if storage.is_remote(parent) else LOCK_FILE
-                of_a_run = storage.exists(os.path.join(parent, mark))  # Which locks only that.
-                folders["checkpointer.dir"] = parent if of_a_run else folder
-        for setting, folder in folders.items():
-            lock = directory_lock(folder, setting=setting)
-            self._check_locks.append(stack.enter_context(lock))
 
     def _check_directory(self, record: CheckpointRecord | None) -> int | None:
         """Checks that a checkpoint is this run's, and returns its step."""
@@ -778,11 +713,8 @@ class SpmdTrainer(Module):
             eval_params=self.model_params_for_eval,
             save=self.save_checkpoint,
             start_step=self.step,
-            saved_step=self._saved_step,
-            restored_from=self._restored_from,
+            restored=self._restored,
             input_state=self.input_state,
-            restored_metrics=self.restored_metrics,
-            restored_evaluated=self._restored_evaluated,
             skip_ranges=skip_ranges,
             bad_steps=self._bad_steps,
             stop=stop or StopRequest(),

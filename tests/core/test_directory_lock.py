@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import functools
-import os
 import socket
 import subprocess
 import sys
@@ -14,32 +13,8 @@ import pytest
 from moelib.core.directory_lock import DirectoryInUseError, is_locked
 from moelib.core.directory_lock import directory_lock as lock
 from moelib.core.errors import UserError
-from moelib.train.fit import fit
-from tests import tiny
 
 directory_lock = functools.partial(lock, setting="dir (--trainer_dir)")
-
-
-def test_second_run_in_a_folder_is_refused_and_changes_nothing(tmp_path):
-    unfinished = tmp_path / "checkpoints" / "step_1.orbax-checkpoint-tmp"
-    unfinished.mkdir(parents=True)
-    with (
-        directory_lock(str(tmp_path)),
-        pytest.raises(DirectoryInUseError, match=f"{tmp_path.name} .*process {os.getpid()} "),
-    ):
-        fit(tiny.trainer_config(tmp_path, max_step=1))
-    assert unfinished.exists()
-
-
-@pytest.mark.parametrize("checkpoints", ["shared", "other/checkpoints"])
-def test_second_run_with_the_same_checkpoints_is_refused(tmp_path, checkpoints):
-    cfg = tiny.trainer_config(tmp_path / "run", max_step=1)
-    cfg.checkpointer.dir = str(tmp_path / checkpoints)
-    with (
-        directory_lock(str(tmp_path / checkpoints.removesuffix("/checkpoints"))),
-        pytest.raises(DirectoryInUseError, match=r"in use .*checkpointer\.dir"),
-    ):
-        fit(cfg)
 
 
 def test_looking_at_a_lock_leaves_it_as_it_is_and_disturbs_no_start(tmp_path):
