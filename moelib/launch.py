@@ -16,7 +16,7 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from moelib.core import config_parse, config_paths, platforms, trusted_code
+from moelib.core import config_parse, config_paths, platforms, storage, trusted_code
 from moelib.core.command_line import flag, no_arguments, run_command
 from moelib.core.compilation_cache import use_compilation_cache
 from moelib.core.config import ConfigBase, config_origin, get_named_trainer_config
@@ -235,16 +235,21 @@ def import_module(name: str) -> types.ModuleType:
     """Returns the module `name`, or else `experiments.<name>`; the current folder is searched too.
 
     The experiments of an installed moelib are found under the same names. An error inside the
-    module is raised unchanged. Config files may then name the code of its package.
+    module is raised unchanged, except for its syntax. Config files may then name the code of its
+    package.
 
     Raises:
-        UsageError: If there is no such module.
+        UsageError: If there is no such module, or it is no Python.
     """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     own = f"experiments.{name}"
     if found := find_module(name) or find_module(own):
-        module = importlib.import_module(found)
+        try:
+            module = importlib.import_module(found)
+        except SyntaxError as error:
+            where = f"{error.filename}:{error.lineno}"
+            raise UsageError(f"--module={name}: {where}: {error.msg}; correct it.") from error
         trusted_code.allow_module(module)
         return module
     raise UsageError(
@@ -385,6 +390,7 @@ def fit(cfg: Any, *, dump: str | None = None, name: str = "step") -> "FitResult"
 
     if dump is None:
         return fit(cfg)
+    storage.require_local("dump (--dump)", dump, "copy the files afterwards")
     from moelib.planning.compiled.dump import dump_when_compiled
 
     trainer = cfg.instantiate(parent=None)

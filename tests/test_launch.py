@@ -158,6 +158,14 @@ def test_error_inside_an_experiment_is_raised_as_it_is(folder, name, text, error
     assert f"{name}.py" in str(info.traceback[-1].path)
 
 
+def test_a_module_that_is_no_python_is_named_with_its_line(folder):
+    write(folder, "broken_syntax", "\nreturn 1")
+    with pytest.raises(
+        UsageError, match=r"--module=broken_syntax: .*broken_syntax\.py:2: 'return'"
+    ):
+        launch.import_module("broken_syntax")
+
+
 def test_module_without_configs_is_told_what_to_define(folder):
     write(folder, "no_configs", "")
     with pytest.raises(InvalidConfigNameError, match="named_trainer_configs"):

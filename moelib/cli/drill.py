@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from moelib import launch
+from moelib.core import storage
 from moelib.core.command_line import flag, no_arguments
 from moelib.core.config import config_for_function
 from moelib.core.directory_lock import directory_lock
@@ -73,6 +74,7 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     if not chosen:
         names = ", ".join(x.name for x in scenarios(flags.interval, flags.num_processes))
         raise UsageError(f"--only={','.join(flags.only)}: no fault has this in its name ({names}).")
+    storage.require_local("--folder", flags.folder, "the processes of the drill run here")
     with directory_lock(flags.folder, setting="--folder"):
         outcomes = _outcomes(flags, cfg, chosen)
     print_table(drill_table(outcomes, flags.interval))

@@ -19,7 +19,7 @@ from typing import Any
 from moelib import launch
 from moelib.core import config_parse, storage
 from moelib.core.command_line import describe_flags, flag, no_arguments
-from moelib.core.config import config_origin, did_you_mean
+from moelib.core.config import RequiredFieldMissingError, config_origin, did_you_mean
 from moelib.core.errors import UsageError
 from moelib.core.moved_names import find_module
 
@@ -53,7 +53,11 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     if not cfg.dir:
         raise UsageError("--trainer_dir is required: the folder that the run writes to.")
     cfg.instantiate(parent=None)  # Raises errors of the config before the job waits in a queue.
-    job = job_config(flags).instantiate()
+    try:
+        job = job_config(flags).instantiate()
+    except RequiredFieldMissingError as error:
+        name = error.args[1][0]
+        raise UsageError(f"--job={flags.job}: set {name} by --job_set={name}=VALUE.") from error
     job.check_trainer_dir(cfg.dir)
     if flags.dry_run:
         print(job.describe())

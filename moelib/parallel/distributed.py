@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import socket
+import time
 from collections.abc import Collection, Mapping
 
 import jax
@@ -16,6 +17,8 @@ from moelib.core.versions import library_versions
 from moelib.parallel.cluster import Cluster, find_cluster, gpus_of_process
 
 logger = logging.getLogger(__name__)
+
+_CLOCK_SKEW_SECONDS = 5.0  # Between hosts; more than a process may be late.
 
 
 def initialize_distributed(
@@ -71,7 +74,10 @@ def initialize_distributed(
 
 
 def check_job() -> None:
-    """Raises UserError if the processes of this job are not connected, or have unequal devices."""
+    """Raises UserError if the processes of this job are not connected, or have unequal devices.
+
+    Logs a warning if the clocks of their hosts differ, by which logs of hosts are compared.
+    """
     if jax.process_count() == 1:
         return
     if not jax.distributed.is_initialized():  # Those of a TPU slice compute without it.
@@ -86,6 +92,14 @@ def check_job() -> None:
             raise UserError(
                 f"process {index} on {each['host']} has {each['devices']} devices, process 0 on "
                 f"{first['host']} {first['devices']}; give all processes of a job the same number."
+            )
+    times = gather_json(time.time())  # All have left the exchange above at about the same time.
+    for each, seconds in zip(found, times, strict=True):
+        if abs(seconds - times[0]) > _CLOCK_SKEW_SECONDS:
+            logger.warning(
+                "the clock of %s is %+.0f s from that of %s; set both by NTP, or times in logs and "
+                "metrics do not compare.",
+                *(each["host"], seconds - times[0], first["host"]),
             )
 
 

@@ -20,9 +20,11 @@ from moelib.train.run_log import log_event, read_events
 logger = logging.getLogger(__name__)
 
 PRODUCTIVE = "productive_seconds"
-# {category of the library ml-goodput-measurement: title}; start-up includes initialization.
+# {category of the library ml-goodput-measurement: title}; compilation, and the first step with it,
+# are no part of start-up here.
 CATEGORIES = {
     "program_startup": "startup",
+    "compilation": "compilation",
     "data_loading": "input",
     "checkpoint_save": "save",
     "checkpoint_restore": "restore",
@@ -30,8 +32,9 @@ CATEGORIES = {
     "wasted_progress": "steps taken again",
     "infrastructure_recovery": "waiting",
 }
-STARTUP, DATA, SAVE, RESTORE, EVALUATION, WASTED, WAITING = (f"time_lost/{x}" for x in CATEGORIES)
-_NAMES = (PRODUCTIVE, STARTUP, DATA, SAVE, RESTORE, EVALUATION, WASTED, WAITING)
+_LOST = [f"time_lost/{category}" for category in CATEGORIES]
+STARTUP, COMPILATION, DATA, SAVE, RESTORE, EVALUATION, WASTED, WAITING = _LOST
+_NAMES = (PRODUCTIVE, *_LOST)
 _Records = Sequence[Mapping[str, Any]]
 # {part of `moelib.train.throughput`: its metric}
 _OF_PART = {"step": PRODUCTIVE, "input": DATA, "checkpoint": SAVE, "evaluation": EVALUATION}
@@ -86,7 +89,7 @@ class TimeAccount:
         """Begins the time of a start, of a run with this folder and this file of metrics."""
         self._dir, self._metrics_path = directory, metrics_path
         self._time, self._begin = time.time(), time.perf_counter()
-        self._restore_seconds = 0.0
+        self._restore_seconds = self._compile_seconds = 0.0
         self._carried = dict.fromkeys(_NAMES, 0.0)
 
     def start(self) -> None:
@@ -107,6 +110,11 @@ class TimeAccount:
             logger.error("GOODPUT excludes the earlier starts: %s.", error)
         self.log("restored", step, {}, seconds=round(self._restore_seconds, 3))
 
+    def compiled(self, step: int, seconds: float) -> None:
+        """Counts the compilation of the step, and logs it."""
+        self._compile_seconds += seconds
+        self.log("compiled", step, {}, seconds=round(seconds, 3))
+
     def metrics(self, parts: Mapping[str, float]) -> Scalars:
         """Returns `goodput` and the seconds of the run up to now.
 
@@ -116,7 +124,8 @@ class TimeAccount:
         for part, name in _OF_PART.items():
             found[name] += parts.get(part, 0.0)
         found[RESTORE] += self._restore_seconds
-        counted = sum(parts.values()) + self._restore_seconds
+        found[COMPILATION] += self._compile_seconds
+        counted = sum(parts.values()) + self._restore_seconds + self._compile_seconds
         found[STARTUP] += max(time.perf_counter() - self._begin - counted, 0.0)
         return _with_share(found)
 

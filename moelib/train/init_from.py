@@ -4,7 +4,7 @@ import ast
 import functools
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -23,6 +23,7 @@ from moelib.core.processes import gather_json
 from moelib.core.tree import Nested
 from moelib.train import pretrained
 from moelib.train.identity import config_values
+from moelib.train.rewind import INIT_FROM
 from moelib.train.state import TrainerState
 
 
@@ -50,6 +51,24 @@ class InitFrom(Configurable):
         # first match wins; parameters without one have the same path in both runs.
         rules: Sequence[str] = ()
 
+    def earlier_step(self, events: Sequence[Mapping[str, Any]]) -> int | None:
+        """Returns the step that an earlier start of this run chose, by its log; None without one.
+
+        A run that was killed before its first checkpoint begins again from the same state.
+        """
+        folder, at = self._named()
+        if at.isdigit():
+            return None
+        chosen = [x["step"] for x in events if x["event"] == INIT_FROM and x["run"] == folder]
+        return chosen[-1] if chosen else None
+
+    def _named(self) -> tuple[str, str]:
+        """Returns the absolute folder, and "", "best" or a step."""
+        folder, _, at = self.config.run.rpartition("@")
+        if not folder or not re.fullmatch(r"\d+|best", at):
+            folder, at = self.config.run, ""
+        return storage.absolute(folder), at
+
     def start(self, state: TrainerState, model: Any, learner: Any, *, step: int | None) -> Start:
         """Returns the start of a run in place of its initial state, whose arrays are deleted.
 
@@ -63,10 +82,7 @@ class InitFrom(Configurable):
                 another shape.
         """
         cfg = self.config
-        folder, _, at = cfg.run.rpartition("@")
-        if not folder or not re.fullmatch(r"\d+|best", at):
-            folder, at = cfg.run, ""
-        folder = storage.absolute(folder)
+        folder, at = self._named()
         origin = {"run": folder, "step": step, "state": cfg.state}
         if cfg.rules and cfg.state == "all":
             raise UserError("init_from.rules rename parameters only; set init_from.state='params'.")
@@ -141,14 +157,15 @@ def sources(
     if unused := [rule for rule in rules if rule not in used | set(kept.values())]:
         raise UserError(f"init_from.rules has {unused[0]!r}, which matches no parameter.")
     if extra := [name for name in names if name not in here or name in kept]:
+        nearest = did_you_mean(extra[0], set(here) - {extra[0]})
         raise UserError(
             f"init_from: {run} has a parameter {names[extra[0]]!r}, which is none of this run; "
-            f"{did_you_mean(extra[0], here)} Rename it by a rule 'regex -> replacement', or drop "
-            "it by 'regex ->'."
+            f"{nearest} Rename it by a rule 'regex -> replacement', or drop it by 'regex ->'."
         )
     if missing := [name for name in here if name not in names and name not in kept]:
+        nearest = did_you_mean(missing[0], set(there) - {missing[0]})
         raise UserError(
-            f"init_from: {run} has no parameter {missing[0]!r}; {did_you_mean(missing[0], there)} "
+            f"init_from: {run} has no parameter {missing[0]!r}; {nearest} "
             "Rename one by a rule 'regex -> replacement', or keep initial values by '-> regex'."
         )
     return names

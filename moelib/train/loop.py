@@ -212,7 +212,7 @@ class TrainLoop:
         with ended_by_sigterm("compiling"):
             self._take_step(first, feed)
         seconds = time.perf_counter() - begin
-        self.account.log("compiled", self._step, {}, seconds=round(seconds, 3))
+        self.account.compiled(self._step, seconds)
         self._progress.log(f"first step, compilation included: {seconds:.1f} s")
         self._throughput.restart()  # Rates do not include the compilation.
         while not self._after_step() and self._step < self.config.max_step:

@@ -22,7 +22,8 @@ from moelib.train.run_log import log_event, read_events
 logger = logging.getLogger(__name__)
 
 REWIND_TO = "rewind_to"
-_USED = (REWIND_TO, "changed", "bad_step", "silent_data_corruption_suspected")
+INIT_FROM = "init_from"
+_USED = (REWIND_TO, INIT_FROM, "changed", "bad_step", "silent_data_corruption_suspected")
 
 
 def course_of(directory: str) -> list[dict[str, Any]]:

@@ -78,6 +78,7 @@ from moelib.train.step import make_own_train_step, make_train_step
 from moelib.train.summary_writer import SummaryWriter
 from moelib.train.task import Task
 from moelib.train.task_input import TaskInput
+from moelib.train.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -627,13 +628,19 @@ class SpmdTrainer(Module):
         `checked` is the step whose config is known to be this run's.
         """
         begin = time.perf_counter()
-        with ended_by_sigterm("restoring"):
+        watchdog = Watchdog(self.config.watchdog_timeout_seconds)
+        with watchdog, ended_by_sigterm("restoring"):
+            watchdog.cause = ", while the run restores"
+            watchdog.beat(self.step)
             step = self.restore_checkpoint()
             if step is None:
                 _ = self.input  # Opened first: missing data is an error before computations.
+                if self._init_from is not None and not self._origin:
+                    earlier = self._init_from.earlier_step(rewind.course_of(self.config.dir))
+                    self._origin = {} if earlier is None else {"step": earlier}
                 self.init(prng_key)
                 if self._origin and jax.process_index() == 0:
-                    self._account.note("init_from", **self._origin)
+                    self._account.note(rewind.INIT_FROM, **self._origin)
                     logger.warning("The run starts from %(run)s, step %(step)s.", self._origin)
             elif self.config.init_from is not None and not self._origin:
                 logger.warning(

@@ -139,6 +139,7 @@ def test_a_job_may_be_a_class_of_ones_own():
         (["--stopped_status=1"], "stopped_status=1"),
         (["--job_set=partition=gpu"], "partition"),
         (["--job=slurm", "--job_set=max_restarts=many"], "max_restarts"),
+        (["--job=kubernetes"], "--job=kubernetes: set image by --job_set=image="),
         (["--set=max_stepp=7"], "max_stepp"),  # Of the run: found before the job waits.
         (["--set=num_microbatches=3"], "num_microbatches"),
     ],

@@ -102,6 +102,16 @@ def test_a_host_with_fewer_devices_is_named(monkeypatch):
         distributed.check_job()
 
 
+def test_a_clock_that_is_wrong_is_a_warning(monkeypatch, caplog):
+    parts = [{"host": "n1", "devices": 8}, {"host": "n2", "devices": 8}]
+    gathered = iter([parts, [1000.0, 700.0]])
+    monkeypatch.setattr(distributed, "gather_json", lambda _: next(gathered))
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    monkeypatch.setattr("jax.distributed.is_initialized", lambda: True)
+    distributed.check_job()
+    assert "the clock of n2 is -300 s from that of n1" in caplog.text
+
+
 def test_processes_that_are_not_connected_are_refused(monkeypatch):
     monkeypatch.setattr("jax.process_count", lambda: 4)
     with pytest.raises(UserError, match=r"4 processes.*initialize_distributed"):

@@ -55,7 +55,8 @@ def main():
         cfg.checkpointer.set(local_dir=args.local_dir, local_every_n_steps=2)
     cfg.input.seed = args.seeds[args.process_id]
     if args.own_positions:
-        cfg.input = HostInput.default_config().set(**dict(cfg.input.items()))
+        fields = {name: value for name, value in cfg.input.items() if name != "klass"}
+        cfg.input = HostInput.default_config().set(**fields)
     if args.corrupt_after:
         cfg.bad_steps = BadSteps.default_config()
     trainer = cfg.instantiate(parent=None)

@@ -113,8 +113,11 @@ def test_all_time_since_the_first_start_is_accounted_for(tmp_path, capsys, is_ki
     total = found.pop("goodput"), sum(found.values())
     assert total[1] == pytest.approx(events[-1]["time"] - events[0]["time"], abs=0.1)
     assert 0 < total[0] < 1
-    for name in ("wasted_progress", "program_startup", "checkpoint_restore", "checkpoint_save"):
+    wasted = ("wasted_progress", "compilation")
+    for name in (*wasted, "program_startup", "checkpoint_restore", "checkpoint_save"):
         assert found[f"time_lost/{name}"] > 0, name
+    compiled = [x["seconds"] for x in events if x["event"] == "compiled"]
+    assert found["time_lost/compilation"] == pytest.approx(sum(compiled), abs=1e-2)
     restored = events[-3]
     assert restored["step"] == 4
     lines = [json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]

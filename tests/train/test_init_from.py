@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import jax
 import numpy as np
@@ -196,6 +197,19 @@ def test_checksums_are_compared(tmp_path):
 # -- Rules ---------------------------------------------------------------------------------------
 
 THERE, HERE = ["a/w", "a/b", "c/w"], ["x/w", "x/b", "c/w"]
+
+
+def test_a_start_killed_before_its_first_checkpoint_begins_from_the_same_step_again(tmp_path):
+    run(config(tmp_path / "other", max_step=4))
+    cfg = config(tmp_path / "new", init_from=start(tmp_path / "other", state="all"))
+    cfg.clone(max_step=4).instantiate(parent=None).run()  # Takes no step.
+    shutil.rmtree(tmp_path / "new" / "checkpoints")
+    run(config(tmp_path / "other", max_step=6))
+    again = cfg.instantiate(parent=None)
+    again.run()
+    assert [e["step"] for e in read_events(str(tmp_path / "new")) if e["event"] == "init_from"] == [
+        4, 4,
+    ]  # fmt: skip
 
 
 def test_the_first_rule_that_matches_renames():

@@ -12,6 +12,7 @@ import pytest
 from moelib.data.prepare import prepare
 from moelib.data.source import InMemorySource
 from moelib.data.tokenizer import train_bpe
+from moelib.train.bad_steps import BAD_STEP, SUSPECTED
 from moelib.train.run_log import read_events
 from tests import tiny
 
@@ -142,15 +143,16 @@ def test_each_of_two_processes_resumes_at_its_own_position_in_the_data(tmp_path,
 
 
 @pytest.mark.slow
-def test_two_processes_take_a_bad_step_again_together(tmp_path):
-    args = ("--corrupt_after", 6, "--signal_at", 7)
-    for out in finish_two(tmp_path, *args):
-        assert out["stopped_by"] == "SIGTERM"
-    tiny.trainer_config(tmp_path).instantiate(parent=None).run()
+def test_two_processes_take_a_bad_step_again_and_name_their_hardware(tmp_path):
+    for out in finish_two(tmp_path, "--corrupt_after", 6):
+        assert (out["step"], out["stopped_by"]) == (8, None)
     finish_two(tmp_path / "unbroken")
-    events = [e for e in read_events(str(tmp_path)) if e["event"] != "changed"]
-    assert [(e["event"], e["step"]) for e in events][:1] == [("bad_step", 7)]
-    assert tiny.losses(tmp_path) == pytest.approx(tiny.losses(tmp_path / "unbroken"))
+    assert tiny.losses(tmp_path) == tiny.losses(tmp_path / "unbroken")
+    events = read_events(str(tmp_path))
+    bad, suspected = (e for e in events if e["event"] in (BAD_STEP, SUSPECTED))
+    assert (bad["step"], bad["action"], suspected["step"]) == (7, "rewind", 7)
+    named = [line.split(":")[0] for line in suspected["devices"]]
+    assert named == ["Process 0 of 2", "Process 1 of 2"]
 
 
 @pytest.mark.slow
