@@ -44,6 +44,7 @@ def test_resumes_with_the_loss_of_the_code_that_wrote_it(old_run):
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_generates_the_tokens_of_the_code_that_wrote_it(old_run):
     model = load_model(str(old_run))
     num = len(EXPECTED["generated"])

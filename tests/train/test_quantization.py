@@ -16,7 +16,7 @@ from tests import tiny
 NUM_WEIGHTS = 7  # Of a layer: q, kv, output; up and down of experts and of shared experts.
 
 
-@pytest.mark.parametrize("schedule", [None, Schedule.ZB_H1])
+@pytest.mark.parametrize("schedule", [None, pytest.param(Schedule.ZB_H1, marks=pytest.mark.slow)])
 def test_each_weight_is_quantized_once_per_step_of_four_micro_batches(schedule, tmp_path):
     shared = FeedForward.default_config().set(hidden_dim=40)
     model = tiny.model_config(tiny.decoder(hidden_dim=24, shared_experts=shared))

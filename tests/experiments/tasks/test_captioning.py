@@ -17,6 +17,7 @@ def test_captions_are_read_from_their_letters():
     assert found == {"exact": 0.5, "named": 1.0}
 
 
+@pytest.mark.slow
 def test_learns(tmp_path, monkeypatch):
     train, test = task.digits()
     monkeypatch.setattr(task, "digits", lambda: (train, test[:64]))  # One full batch.

@@ -7,6 +7,7 @@ import moelib
 from experiments.tasks import causal_lm
 
 
+@pytest.mark.slow
 def test_fine_tunes(tmp_path, monkeypatch):
     train, test = causal_lm.manual()
     monkeypatch.setattr(causal_lm, "manual", lambda: (train, test[:64]))

@@ -14,6 +14,7 @@ def test_tokens_are_those_of_the_text():
     assert {x["source"] for x in task.EXAMPLES}.isdisjoint(x["source"] for x in task.TEST)
 
 
+@pytest.mark.slow
 def test_learns(tmp_path, monkeypatch):
     monkeypatch.setattr(task, "TEST", task.TEST[:64])  # One full batch.
     assert task.run(str(tmp_path), max_step=10)["loss"] < 2.2

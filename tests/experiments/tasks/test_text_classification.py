@@ -20,6 +20,7 @@ def test_words_are_padded_and_labels_are_those_of_the_modules():
     assert batch["label"] == [3, 0]
 
 
+@pytest.mark.slow
 def test_learns(tmp_path, monkeypatch):
     train, test = text_classification.snippets()
     monkeypatch.setattr(text_classification, "snippets", lambda: (train, test[:64]))
