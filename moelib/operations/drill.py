@@ -69,7 +69,7 @@ def scenarios(interval: int, num_processes: int) -> list[Scenario]:
 
     killed, once = at_step("kill"), 2 * interval - 1
     in_save, in_restore = faults.SAVE, Fault("kill", faults.RESTORE, 0, last)
-    of_file = lambda kind: [killed, Fault(kind, faults.START, 0, 0)]
+    of_file = lambda kind: [at_step("kill_when_saved"), Fault(kind, faults.START, 0, 0)]
     data = lambda kind: [Fault(kind, faults.BATCH, step, last)]
     not_a_number = [at_step("not_a_number", None)]
     return [
