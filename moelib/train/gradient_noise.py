@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from moelib.core.errors import UserError
-from moelib.core.metrics import Metric, Scalars, WeightedScalar
+from moelib.core.metrics import Scalars, WeightedScalar
 from moelib.learner.transforms import global_norm
 
 SQUARED_NORM, TRACE = "gradient_noise/squared_norm", "gradient_noise/covariance_trace"
@@ -45,7 +45,7 @@ def check(log_gradient_noise: bool, num_microbatches: int, *, in_pipeline: bool)
         )
 
 
-def of_microbatch(gradients: Any, num_tokens: jax.Array, share: Any) -> dict[str, Metric]:
+def of_microbatch(gradients: Any, num_tokens: jax.Array, share: Any) -> dict[str, WeightedScalar]:
     """Returns what `estimates` needs of a micro-batch, as metrics that are combined over all.
 
     Args:
@@ -62,7 +62,7 @@ def of_microbatch(gradients: Any, num_tokens: jax.Array, share: Any) -> dict[str
         return {_SMALL: mean(jnp.square(norm)), _PER_TOKEN: mean(per_token)}
 
 
-def estimates(metrics: dict[str, Metric], norm: jax.Array) -> dict[str, jax.Array]:
+def estimates(metrics: dict[str, Any], norm: jax.Array) -> dict[str, jax.Array]:
     """Takes what `of_microbatch` added out of the metrics of a step, and returns the estimates.
 
     Args:
