@@ -19,6 +19,7 @@ COMMANDS = {
     "drill": ("moelib.cli.drill", "Break runs of a config, and check that they recover."),
     "runs": ("moelib.cli.runs", "List, compare, plot or serve runs."),
     "prepare": ("moelib.cli.prepare", "Tokenize a corpus into a token store."),
+    "data": ("moelib.cli.data", "Show the batch of a step as text."),
     "config": ("moelib.cli.config", "Print, explain, compare or count a named config."),
     "plan": ("moelib.cli.plan", "Estimate memory, time and cost of a run."),
     "verify": ("moelib.cli.verify", "Check that a config computes the same on every mesh."),

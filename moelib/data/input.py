@@ -12,10 +12,11 @@ Letters: B sequences of a batch, S sequence length.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from moelib.core.config import REQUIRED, Configurable, config_class
 from moelib.core.errors import UserError
@@ -65,6 +66,8 @@ class Input(Configurable):
 
     # Whether a batch depends on the parameters before its step, so that none is made ahead.
     reads_parameters: bool = False
+    # Names of the sources that `source_ids` tells apart, of a mixture; () for other inputs.
+    source_names: Sequence[str] = ()
 
     @config_class
     class Config(Configurable.Config):
@@ -94,6 +97,13 @@ class Input(Configurable):
     def identity(self) -> State:
         """Settings and data, as JSON values, that all hosts of a job must share."""
         return {}
+
+    def source_ids(self, position: int, host_index: int, num_hosts: int) -> npt.NDArray[np.int64]:
+        """Returns the index in `source_names` of each of a host's sequences of a batch [rows].
+
+        `position` is the number of the batch, from 0. Only of inputs with source names.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def iterator(self, host_index: int = 0, num_hosts: int = 1) -> BatchIterator:

@@ -92,8 +92,8 @@ class LMInput(Input):
             )
         if cfg.mode is InputMode.EVALUATE and len(sources) > 1:
             raise UserError(
-                "mode=EVALUATE: source is a mixture, which has no last sequence; set source to one "
-                "source, and define an input for each."
+                "mode=EVALUATE: source is a mixture, which has no last sequence; set mode=TRAIN "
+                "and max_batches, or source to one source, and define an input for each."
             )
         num_tokens = sum(source.num_tokens for source in sources)
         if cfg.mode is InputMode.TRAIN and cfg.seq_len > num_tokens:
@@ -151,9 +151,7 @@ class LMInput(Input):
         Raises UserError if the batch does not divide, or a token id is beyond the vocabulary.
         """
         cfg = self.config
-        first = step * cfg.global_batch_size
-        of_host = rows_of_host(cfg.global_batch_size, host_index, num_hosts)
-        numbers = np.arange(first + of_host.start, first + of_host.stop)
+        numbers = self._numbers(step, host_index, num_hosts)
         batch = empty_batch(len(numbers), cfg.seq_len, self.eos_id)
         if cfg.mode is InputMode.EVALUATE:
             numbers = numbers[numbers < self.sequences_per_epoch]
@@ -165,6 +163,22 @@ class LMInput(Input):
             rows = np.flatnonzero(source == k)
             packed.fill(numbers[rows], rows, batch)
         return batch
+
+    def _numbers(self, step: int, host_index: int, num_hosts: int) -> _Ints:
+        """Returns the numbers of a host's sequences of a step, over all epochs."""
+        batch_size = self.config.global_batch_size
+        of_host = rows_of_host(batch_size, host_index, num_hosts)
+        return step * batch_size + np.arange(of_host.start, of_host.stop)
+
+    @property
+    def source_names(self) -> Sequence[str]:  # pyrefly: ignore[bad-override]
+        """The names of a mixture's sources, in the order of `source_ids`; () of one source."""
+        return () if self._mixture is None else self._mixture.names
+
+    def source_ids(self, position: int, host_index: int = 0, num_hosts: int = 1) -> _Ints:
+        """Returns the source of each of a host's sequences of a step [rows]."""
+        assert self._mixture is not None
+        return self._mixture.locate(self._numbers(position, host_index, num_hosts))[0]
 
     def iterator(self, host_index: int = 0, num_hosts: int = 1) -> "LMInputIterator":
         """Returns a host's batches from step 0; they end unless the input is endless."""

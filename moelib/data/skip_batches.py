@@ -38,6 +38,15 @@ def merged(ranges: Iterable[Sequence[int]]) -> list[list[int]]:
     return union
 
 
+def position_of(step: int, ranges: Iterable[Sequence[int]]) -> int:
+    """Returns the position of the batch of a training step, from 1, of a run that skips ranges."""
+    position = step - 1
+    for first, stop in merged(ranges):
+        if first <= position:
+            position += stop - first
+    return position
+
+
 def check_ranges(ranges: Iterable[Sequence[int]], state: State) -> None:
     """Raises UserError if a batch of the ranges was trained on before a saved position."""
     position = state.get("step", 0)

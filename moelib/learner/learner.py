@@ -92,10 +92,11 @@ class Learner(Module):
         # Builds a transforms.SkipPolicy, for example config_for_function(skip_bad_steps). None
         # takes every step, whatever its gradients are.
         skip: InstantiableConfig | None = None
-        # Regexes of whole paths whose norms of gradient, parameter and update are metrics. One
-        # norm per parameter, or per text of the capture groups: ["([^/]+)/.*"] is one per top-level
-        # layer. None by default.
-        norms_of: Sequence[str] = ()
+        # Groups of updated parameters whose norms of gradient, parameter and update are metrics:
+        # {name: regex of whole paths}, where the first match wins and the rest is "other"; or
+        # regexes, one group per path or per text of the capture groups, so that ["([^/]+)/.*"] has
+        # one per top-level layer. None by default.
+        norms_of: Sequence[str] | dict[str, str] = ()
         # Storage of optimizers' means of gradients. A parameter takes 2 bytes in BFLOAT16 and 1 in
         # EIGHT_BIT, instead of 4. All other state is stored as the optimizer returns it.
         first_moment: MomentFormat = MomentFormat.FLOAT32
@@ -288,8 +289,7 @@ class Learner(Module):
         Metrics, float32 scalars: `gradient_norm` before clipping, over all updated parameters;
         `learning_rate` of the main optimizer and `learning_rate/rule<i>` where the state holds
         them; with a skip policy `skipped`, 1 if this step is skipped, and `skipped_steps`, their
-        number so far; with `norms_of`, `gradient_norm/<name>`, `parameter_norm/<name>` before the
-        step and `update_norm/<name>`.
+        number so far; with `norms_of`, those of `moelib.learner.norms.norms_of`, before clipping.
 
         A skipped step changes no bit of the parameters and of the state, except the count of
         skipped steps: schedules do not advance either.

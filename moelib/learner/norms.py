@@ -12,22 +12,36 @@ from moelib.core.errors import UserError
 from moelib.core.tree import Nested
 from moelib.learner.transforms import global_norm
 
+OTHER = "other"  # Group of the parameters that no regex of named groups matches.
+
 
 def group_paths(
-    paths: Sequence[str], patterns: Sequence[str], field: str
+    paths: Sequence[str], patterns: Sequence[str] | Mapping[str, str], field: str
 ) -> dict[str, Sequence[str]]:
     """Returns {name: paths} of the groups of parameters that have a norm.
 
     Args:
         paths: Paths of the parameters that are updated.
-        patterns: Regexes of whole paths. A group is named by the text of the capture groups, joined
-            by "/"; without any, by the path, which is then alone in it.
+        patterns: Regexes of whole paths. In a mapping {name of a group: regex}, the first match
+            wins, and parameters without a match are the group "other". In a sequence, a group is
+            named by the text of the capture groups, joined by "/"; without any, by the path, which
+            is then alone in it.
         field: Name of the config field with the regexes, for errors.
 
     Raises:
-        UserError: If a regex matches no path.
+        UserError: If a regex matches no path, or a named group is called "other".
     """
     groups: dict[str, list[str]] = {}
+    if isinstance(patterns, Mapping):
+        if OTHER in patterns:
+            raise UserError(
+                f"{field}: {OTHER!r} is the group of the parameters without a match; choose "
+                "another name."
+            )
+        rules = [(regex, name) for name, regex in patterns.items()]
+        for path, name in tree.match_rules(paths, rules, default=OTHER, field=field).items():
+            groups.setdefault(name, []).append(path)
+        return {name: groups[name] for name in (*patterns, OTHER) if name in groups}
     for pattern in patterns:
         found = {path: match for path in paths if (match := re.fullmatch(pattern, path))}
         if not found:
@@ -43,15 +57,19 @@ def group_paths(
 def norms_of(
     groups: Mapping[str, Sequence[str]], gradients: Nested, params: Nested, new_params: Nested
 ) -> dict[str, jax.Array]:
-    """Returns `gradient_norm/<name>`, `parameter_norm/<name>` and `update_norm/<name>`, float32."""
+    """Returns the norms of each group, and the ratio of two of them, float32 scalars.
+
+    They are `gradient_norm/<name>`, `parameter_norm/<name>` of `params`, `update_norm/<name>`, and
+    `update_ratio/<name>`, the norm of the update over that of the parameters (0 without an update).
+    """
     difference = lambda new, old: new.astype(jnp.float32) - old.astype(jnp.float32)
-    values = {
-        "gradient_norm": tree.by_path(gradients),
-        "parameter_norm": tree.by_path(params),
-        "update_norm": tree.by_path(jax.tree.map(difference, new_params, params)),
-    }
-    return {
-        f"{kind}/{name}": global_norm([value[path] for path in paths])
-        for kind, value in values.items()
-        for name, paths in groups.items()
-    }
+    trees = (gradients, params, jax.tree.map(difference, new_params, params))
+    values = list(map(tree.by_path, trees))
+    found = {}
+    for name, paths in groups.items():
+        gradient, parameter, update = (global_norm([x[path] for path in paths]) for x in values)
+        found[f"gradient_norm/{name}"] = gradient
+        found[f"parameter_norm/{name}"] = parameter
+        found[f"update_norm/{name}"] = update
+        found[f"update_ratio/{name}"] = jnp.where(update > 0, update / parameter, 0.0)
+    return found

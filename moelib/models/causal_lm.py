@@ -1,5 +1,7 @@
 """A causal language model: embedding, decoder, norm, head."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -23,7 +25,8 @@ class CausalLM(BaseLayer):
     """Predicts each token from those before it.
 
     A batch holds `input_ids [B, S] int32`, `target_labels [B, S]` (negative: ignored), and
-    optionally `segment_ids [B, S]` (0 is padding) and `positions [B, S]`.
+    optionally `segment_ids [B, S]` (0 is padding), `positions [B, S]`, and `sources [B, N]`, which
+    is 1 for the source of a sequence, of N, and 0 for the others.
     """
 
     @config_class
@@ -88,20 +91,20 @@ class CausalLM(BaseLayer):
         """Returns (loss, metrics): means over the batch's valid tokens and their number.
 
         The loss is the cross-entropy in nats plus the z-loss of the config; auxiliary losses of
-        layers are outputs of their own. The only metric is `cross_entropy`.
+        layers are outputs of their own. The metrics are `cross_entropy` and, if the batch has
+        sources, `cross_entropy_by_source [N]`, which is 0 for one without valid tokens.
         """
         hidden = self.hidden(batch)
         tied = self.config.lm_head is None
         # A cast as in `BaseLayer.operands`.
         head = self.parameters["embedding" if tied else "lm_head"]["weight"].astype(hidden.dtype)
 
-        def token_loss(hidden: Array, labels: Array, z_loss: float = 0.0) -> TokenLoss:
-            chunk_size = self.config.loss_chunk_size
-            return language_model_loss(
-                hidden, head, labels, tied=tied, z_loss=z_loss, chunk_size=chunk_size
-            )
+        def token_loss(hidden: Array, labels: Array, **options: Any) -> TokenLoss:
+            options["chunk_size"] = self.config.loss_chunk_size
+            return language_model_loss(hidden, head, labels, tied=tied, **options)
 
-        out = token_loss(hidden, batch["target_labels"], self.config.z_loss)
+        labels, sources = batch["target_labels"], batch.get("sources")
+        out = token_loss(hidden, labels, z_loss=self.config.z_loss, sources=sources)
         if self.config.multi_token_prediction is not None:
             self.multi_token_prediction(
                 hidden,
@@ -112,7 +115,12 @@ class CausalLM(BaseLayer):
             )
         num = jnp.maximum(out.num_tokens, 1.0)
         loss = WeightedScalar(out.objective / num, out.num_tokens)
-        return loss, {"cross_entropy": weighted(out.cross_entropy / num, out.num_tokens)}
+        metrics = {"cross_entropy": weighted(out.cross_entropy / num, out.num_tokens)}
+        if out.by_source is not None:
+            total, counted = out.by_source.T
+            mean = total / jnp.maximum(counted, 1.0)
+            metrics["cross_entropy_by_source"] = WeightedScalar(mean, counted)
+        return loss, metrics
 
     @nowrap
     def token_counts(self, batch: Batch) -> tuple[Array, Array]:

@@ -21,6 +21,8 @@ class TokenLoss(NamedTuple):
     objective: Float[Array, ""]
     cross_entropy: Float[Array, ""]  # Sum of cross-entropy, nats; for metrics, not differentiable.
     num_tokens: Float[Array, ""]  # Number of valid tokens.
+    # `cross_entropy` and `num_tokens` of each source, if the sequences have sources.
+    by_source: Float[Array, "N 2"] | None = None
 
 
 def language_model_loss(
@@ -31,6 +33,7 @@ def language_model_loss(
     tied: bool,
     z_loss: float = 0.0,
     chunk_size: int | None = None,
+    sources: Int[Array, "B N"] | None = None,
 ) -> TokenLoss:
     """Returns the loss of predicting `labels` from the last hidden states.
 
@@ -41,6 +44,8 @@ def language_model_loss(
         tied: Whether the head is the embedding table.
         z_loss: Weight of the squared logsumexp in the objective (PaLM, arXiv:2204.02311, sec. 5).
         chunk_size: Number of tokens whose logits a device holds at once, as for `cross_entropy`.
+        sources: 1 for the source of each sequence and 0 for the others, to sum by source; None
+            for no such sums.
 
     Raises:
         UserError: If the mesh does not divide the labels or the head, or an axis splits both tokens
@@ -48,7 +53,7 @@ def language_model_loss(
     """
     mesh = sharding.current_mesh()
     if mesh is None or mesh.size == 1:
-        return _sums(hidden, head, labels, tied, z_loss, (), chunk_size)
+        return _sums(hidden, head, labels, tied, z_loss, (), chunk_size, sources)
     shape = dict(mesh.shape)
     names = functools.partial(sharding.mesh_axes, mesh_shape=shape)
     tokens = sharding.partition_spec(
@@ -61,15 +66,15 @@ def language_model_loss(
     split = sharding.partition_spec(of_head, shape, shape=head.shape, array="the head")
     split = sharding.keep_axes(split, axes)  # Devices that share tokens share the head.
 
-    def summed(hidden: Array, head: Array, labels: Array) -> TokenLoss:
+    def summed(hidden: Array, head: Array, labels: Array, sources: Array | None) -> TokenLoss:
         head = gather(vary(head, axes), split, keep=vocab)
-        hidden, labels = vary((hidden, labels), axes)
-        out = _sums(hidden, head, labels, tied, z_loss, vocab, chunk_size)
+        hidden, labels, sources = vary((hidden, labels, sources), axes)
+        out = _sums(hidden, head, labels, tied, z_loss, vocab, chunk_size, sources)
         return jax.tree.map(lambda x: jax.lax.psum(x, axes) if axes else x, out)
 
-    specs = (tokens, split, tokens)
+    specs = (tokens, split, tokens, PartitionSpec(*tokens[:1]))
     run = jax.shard_map(summed, in_specs=specs, out_specs=PartitionSpec())
-    return run(hidden, head, labels)
+    return run(hidden, head, labels, sources)
 
 
 def held_logits(num_tokens: int, dim: int, vocab_size: int, chunk_size: int | None) -> int:
@@ -85,6 +90,7 @@ def _sums(
     z_loss: float,
     vocab_axes: tuple[str, ...],
     chunk_size: int | None,
+    sources: Int[Array, "B N"] | None,
 ) -> TokenLoss:
     """Returns the sums over the local tokens, divided among devices that split a vocabulary."""
     out = cross_entropy(
@@ -98,4 +104,10 @@ def _sums(
     )
     shards = jax.lax.axis_size(vocab_axes) if vocab_axes else 1
     num_tokens = jnp.sum(labels >= 0, dtype=jnp.float32)
-    return TokenLoss(out.loss, jnp.sum(out.nll) / shards, num_tokens / shards)
+    by_source = None
+    if sources is not None:
+        counted = jnp.sum(labels >= 0, 1, dtype=jnp.float32)
+        of_each = jnp.stack([jnp.sum(out.nll.reshape(labels.shape), 1), counted], 1) / shards
+        sources = sources.astype(jnp.float32)
+        by_source = jnp.sum(sources[:, :, None] * of_each[:, None], 0)  # [N, 2]
+    return TokenLoss(out.loss, jnp.sum(out.nll) / shards, num_tokens / shards, by_source)

@@ -2,10 +2,11 @@
 
 import collections
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from moelib.checkpoint.policy import every_n_steps_and_last_policy
 from moelib.core.config import (
@@ -18,12 +19,16 @@ from moelib.core.config import (
 from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
 from moelib.core.module import Module, nowrap
+from moelib.core.tree import Batch
 from moelib.data.input import Input, State
-from moelib.data.prefetch import HostRows, Prefetcher, host_rows, put_batch
+from moelib.data.prefetch import HostRows, Prefetcher, host_rows, put_batch, row_sharding
+from moelib.models.causal_lm import CausalLM
 from moelib.train.identity import check_inputs
 from moelib.train.metrics import language_metrics, unpack
 from moelib.train.state import batch_sharding
 from moelib.train.step import make_eval_step
+
+_BY_SOURCE = "cross_entropy_by_source"  # Metric of a CausalLM: one value per source.
 
 
 class SpmdEvaler(Module):
@@ -94,7 +99,9 @@ class SpmdEvaler(Module):
         """Returns the metrics over the whole input: `loss` and other means, weighted by tokens.
 
         `num_tokens`, `perplexity`, and `bits_per_byte` if batches have `target_num_bytes`, are over
-        all tokens together, without auxiliary losses. To be called inside `jax.set_mesh(mesh)`.
+        all tokens together, without auxiliary losses. Of a `CausalLM` on a mixture,
+        `cross_entropy/<source>` is over the tokens of one source, if there are some, and
+        `num_tokens/<source>` is their number. To be called inside `jax.set_mesh(mesh)`.
         `on_batch` is called after each batch with the number of the batch, from 0.
 
         Raises:
@@ -105,7 +112,16 @@ class SpmdEvaler(Module):
         rows = self.config.input.global_batch_size
         sharding, share = self._share(mesh)
         batches = self._input.iterator(*share)
-        put = lambda batch: put_batch(batch, sharding, rows)
+        names = self._input.source_names if isinstance(self._model, CausalLM) else ()
+
+        def put(batch: Batch) -> Any:
+            placed = put_batch(batch, sharding, rows)
+            if names:
+                ids = self._input.source_ids(batches.state()["step"] - 1, *share)
+                sources = {"sources": np.eye(len(names), dtype=np.int32)[ids]}
+                placed |= put_batch(sources, row_sharding(sharding, 1), rows)
+            return placed
+
         before = None  # The results of a batch are read while the next one runs.
         with Prefetcher(batches, put) as feed:
             for count, batch in enumerate(feed):
@@ -116,7 +132,7 @@ class SpmdEvaler(Module):
                     on_batch(count)
         _add(totals, before)
         self._check_weight(totals["num_tokens"])
-        means = _means(totals)
+        means = _named_by_source(_means(totals), totals, names)
         is_language_model = getattr(self._model, "is_language_model", True)
         return means | language_metrics(means) if is_language_model else means
 
@@ -140,6 +156,16 @@ def _add(totals: dict[str, float], packed: Any) -> None:
     for name, value in unpack(packed).items() if packed is not None else ():
         largest = name.startswith("max/") and name in totals
         totals[name] = max(totals[name], value) if largest else totals[name] + value
+
+
+def _named_by_source(means: Scalars, totals: Mapping[str, float], names: Sequence[str]) -> Scalars:
+    """Returns means with the names of sources instead of their indices."""
+    for i, name in enumerate(names):
+        mean = means.pop(f"{_BY_SOURCE}/{i}")
+        means[f"num_tokens/{name}"] = weight = totals[f"weight/{_BY_SOURCE}/{i}"]
+        if weight:
+            means[f"cross_entropy/{name}"] = mean
+    return means
 
 
 def _means(totals: Mapping[str, float]) -> Scalars:

@@ -38,7 +38,7 @@ _NOT_OF_THE_NUMBERS = re.compile(
     r"|kernel_backends|skip_kernel_check|dir|accept_changes|checkpointer|evalers|summary_writer"
     r"|log_every_n_steps|stop_on_nan|init_from|bad_steps|rewind_to|skip_batches"
     r"|watchdog_timeout_seconds|crash_on_hang_timeout_seconds|start_trace_steps|num_trace_steps"
-    r"|device_check|deterministic|input_retries"
+    r"|device_check|deterministic|input_retries|log_gradient_noise"
     r")\b.*"
 )
 

@@ -40,6 +40,7 @@ from moelib.train.bad_steps import (
 from moelib.train.device_check import DeviceCheck
 from moelib.train.evaler import SpmdEvaler
 from moelib.train.goodput import TimeAccount
+from moelib.train.gradient_noise import NoiseScale
 from moelib.train.identity import check_inputs
 from moelib.train.metrics import PackedMetrics, language_metrics, unpack
 from moelib.train.profiler import ProfilerWindow
@@ -104,6 +105,7 @@ class TrainLoop:
         self._losses: collections.deque[tuple[float, float, float]] = collections.deque(
             maxlen=cfg.log_every_n_steps
         )
+        self._noise_scale = NoiseScale()
         self._evaluations: dict[str, Scalars] = {}  # Latest metrics of each evaler.
         for path, value in (self.restored.record.metrics if self.restored else {}).items():
             name, _, metric = path.partition("/")
@@ -251,6 +253,7 @@ class TrainLoop:
             return
         (step, packed, position), self._pending = self._pending, None
         scalars = unpack(packed)
+        scalars |= self._noise_scale.after(scalars)
         self._watchdog.beat(step)
         self._last, cfg, weight = scalars, self.config, scalars["num_tokens"]
         if math.isnan(weight):

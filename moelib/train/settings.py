@@ -21,6 +21,7 @@ from moelib.data.skip_batches import parse_range
 from moelib.learner.transforms import skip_bad_steps
 from moelib.parallel.pipeline.schedule import Schedule
 from moelib.parallel.sharding import PIPELINE_RULES, SplitError, mesh_axes
+from moelib.train import gradient_noise
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ def check_config(cfg: Any) -> None:
     for name in ("max_step", "log_every_n_steps", "num_microbatches"):
         if getattr(cfg, name) < 1:
             raise UserError(f"{name} is {getattr(cfg, name)}; set it to 1 or more.")
+    gradient_noise.check(cfg.log_gradient_noise, cfg.num_microbatches, in_pipeline=False)
     if cfg.train_dtype is not None:
         check_float("train_dtype", cfg.train_dtype)
     batch_size, parts = cfg.input.global_batch_size, cfg.num_microbatches

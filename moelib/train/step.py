@@ -21,6 +21,7 @@ from moelib.layers.quantization import quantized_weights
 from moelib.learner.accumulation import Accumulated, accumulate
 from moelib.learner.learner import Learner, LearnerUpdate
 from moelib.parallel import sharding
+from moelib.train import gradient_noise
 from moelib.train.metrics import PackedMetrics, as_metric, collect, pack
 from moelib.train.no_gradient import tag_gradients
 from moelib.train.pipeline import PipelineConfig, accumulate_in_pipeline
@@ -39,6 +40,7 @@ def make_train_step(
     train_dtype: str | None = None,
     num_microbatches: int = 1,
     pipeline: PipelineConfig | None = None,
+    log_gradient_noise: bool = False,
 ) -> TrainStep:
     """Returns the function (state, batch) -> (state after the step, metrics of the step).
 
@@ -48,9 +50,17 @@ def make_train_step(
 
     Metrics: those of the model (see `SpmdTrainer`), its layers and the learner; `num_tokens`, the
     tokens of the loss; `objective`, nats per token; `non_finite`, 1 if the new parameters are not
-    finite, or the loss is not and the step was taken.
+    finite, or the loss is not and the step was taken; with `log_gradient_noise`, those of
+    `gradient_noise.estimates`.
+
+    Raises:
+        UserError: If `log_gradient_noise` is set in a pipeline, or without micro-batches.
     """
-    run = _accumulate if pipeline is None else functools.partial(accumulate_in_pipeline, pipeline)
+    if pipeline is None:
+        run = functools.partial(_accumulate, log_gradient_noise)
+    else:
+        run = functools.partial(accumulate_in_pipeline, pipeline)
+    gradient_noise.check(log_gradient_noise, num_microbatches, in_pipeline=pipeline is not None)
 
     def train_step(state: TrainerState, batch: Batch) -> tuple[TrainerState, PackedMetrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.prng_key), state.step)
@@ -64,8 +74,12 @@ def make_train_step(
                 key=jax.random.fold_in(key, num_microbatches),
             )
         num_tokens = done.metrics["loss"].weight
+        noise = {}
+        if log_gradient_noise:
+            noise = gradient_noise.estimates(done.metrics, update.metrics["gradient_norm"])
         metrics = {name: reading(value) for name, value in done.metrics.items()}
         metrics |= {**update.metrics, "num_tokens": num_tokens, "objective": done.objective}
+        metrics |= noise
         params = tree.merge(update.params, done.state)
         return _end_step(model, learner, state, params, update.state, metrics)
 
@@ -73,6 +87,7 @@ def make_train_step(
 
 
 def _accumulate(
+    log_gradient_noise: bool,
     model: Any,
     learner: Learner,
     params: Nested,
@@ -113,6 +128,9 @@ def _accumulate(
         (value, (metrics, updates)), gradients = jax.value_and_grad(objective, has_aux=True)(at)
         new_fixed = updated(fixed, updates, trained, learner)
         weight = metrics["loss"].weight if counts is None else jnp.ones(())
+        if log_gradient_noise:
+            num_tokens = metrics["loss"].weight
+            metrics |= gradient_noise.of_microbatch(gradients, num_tokens, shares[0])
         return value, weight, tag_gradients(gradients), metrics, (new_fixed, index + 1)
 
     carry = (fixed, jnp.zeros((), jnp.int32))

@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 # of the names of metrics}; metrics of layers and of the model are in "model".
 _TAG_GROUPS = {
     "loss": "loss mean_loss cross_entropy perplexity bits_per_byte objective aux_loss",
-    "optimizer": "learning_rate gradient_norm parameter_norm update_norm skipped skipped_steps",
+    "optimizer": "learning_rate gradient_norm parameter_norm update_norm update_ratio "
+    "gradient_noise skipped skipped_steps",
     "speed": "tokens_per_second examples_per_second step_seconds tflops_per_second mfu "
     "device_memory_gb",
     "time": "time",

@@ -45,7 +45,7 @@ from moelib.parallel.mesh import (
     shared_sides,
 )
 from moelib.parallel.pipeline.schedule import Schedule, check_microbatches
-from moelib.train import rewind
+from moelib.train import gradient_noise, rewind
 from moelib.train import state as state_lib
 from moelib.train.bad_steps import BadSteps, TakeAgain
 from moelib.train.compiler_options import (
@@ -174,6 +174,9 @@ class SpmdTrainer(Module):
         crash_on_hang_timeout_seconds: float | None = None
         # Compares what all devices compute and hold; None trusts them.
         device_check: DeviceCheck.Config | None = None
+        # Whether steps estimate the gradient-noise scale, from the gradients of micro-batches, of
+        # which there must be two or more. False adds nothing to a step.
+        log_gradient_noise: bool = False
         start_trace_steps: Sequence[int] = ()  # Steps before which a profiler trace starts.
         num_trace_steps: int = 3  # Steps per trace.
 
@@ -269,6 +272,9 @@ class SpmdTrainer(Module):
             return None
         stack_of(self.model)
         check_microbatches(schedule, num_ranks, self.config.num_microbatches)
+        gradient_noise.check(
+            self.config.log_gradient_noise, self.config.num_microbatches, in_pipeline=True
+        )
         on_cpus = self.mesh().devices.flat[0].platform == "cpu"
         return PipelineConfig(schedule, num_ranks, uniform=on_cpus)
 
@@ -544,6 +550,7 @@ class SpmdTrainer(Module):
                 train_dtype=cfg.train_dtype,
                 num_microbatches=cfg.num_microbatches,
                 pipeline=self.pipeline if pipeline == "own" else pipeline,
+                log_gradient_noise=cfg.log_gradient_noise and pipeline == "own",
             )
         replicated = jax.sharding.NamedSharding(self.mesh(), jax.sharding.PartitionSpec())
         out = (self.trainer_state_shardings, replicated)

@@ -170,7 +170,7 @@ def _smaller_widths(cfg: ConfigBase, num_devices: int) -> None:
 
 def _make_runnable(cfg: Any) -> None:
     """Sets every dtype to float32, so that meshes differ by the order of sums only."""
-    cfg.set(train_dtype=None)
+    cfg.set(train_dtype=None, log_gradient_noise=False)  # Steps run without micro-batches, too.
     in_full = MomentFormat.FLOAT32
     cfg.learner.set(first_moment=in_full, second_moment=in_full, stochastic_rounding=False)
     for holder in [*_configs(cfg.model), *_configs(cfg.learner)]:

@@ -3,11 +3,13 @@ import pathlib
 import numpy as np
 import pytest
 
-from moelib.data.describe import describe_batch
+from moelib.core.errors import UserError
+from moelib.data.describe import batch_of_step, describe_batch
 from moelib.data.input import load_tokenizer
 from moelib.data.lm_input import LMInput
 from moelib.data.packing import DocumentBoundary, Packing
 from moelib.data.prepare import prepare
+from moelib.data.skip_batches import SkippingBatches
 from moelib.data.source import InMemorySource
 from moelib.data.token_store import TokenStore
 from moelib.data.tokenizer import ByteTokenizer, train_bpe
@@ -52,3 +54,45 @@ def test_another_tokenizer_is_refused(config: LMInput.Config, tmp_path: pathlib.
     tokenizer = train_bpe(["some text"], 260, str(tmp_path))
     with pytest.raises(ValueError, match="id 270"):
         describe_batch(batch, tokenizer)
+
+
+def test_documents_of_one_segment_end_after_the_end_of_text(config: LMInput.Config):
+    stream = config.clone(
+        packing=Packing.CONCAT_AND_SPLIT, document_boundary=DocumentBoundary.CONTINUE, seq_len=41
+    )
+    opened = stream.instantiate()
+    text = describe_batch(
+        opened.batch(0), load_tokenizer(config), end_id=opened.eos_id, max_sequences=1
+    )
+    header, *documents = text.splitlines()
+    assert header.startswith("sequence 0: 3 documents, 41 of 41 tokens")
+    assert [line.split(": ")[0] for line in documents] == ["  1", "  2", "  3"]
+    assert sum("<|endoftext|>' > '" in line for line in documents) == 2  # It is read and predicted.
+
+
+def test_tokens_without_a_target_and_sources_are_marked(config: LMInput.Config):
+    batch = config.instantiate().batch(0)
+    ids = np.array([[*b"Hi there", 0, 0, 0, 0]], np.int32)
+    batch = {name: array[:1].copy() for name, array in batch.items()}
+    batch |= {"input_ids": ids, "segment_ids": (ids > 0).astype(np.int32)}
+    batch["target_labels"] = np.array([[-1, -1, *b"here!", -1, -1, -1, -1, -1]], np.int32)
+    lines = describe_batch(batch, load_tokenizer(config), sources=["web"]).splitlines()
+    assert lines[0].startswith("sequence 0 of web: 1 documents, 8 of 12 tokens")
+    assert "8 tokens, 5 with a target, " in lines[1]
+    assert lines[1].endswith(": [['Hi']] ' ther' [['e']] > (none)")
+
+
+def test_the_batch_of_a_step_is_the_one_that_the_run_reads(config: LMInput.Config):
+    ranges = [[1, 3], [4, 6], [6, 7]]
+    batches = SkippingBatches(config.instantiate().iterator(), ranges)
+    for step in range(1, 6):
+        want = next(batches)
+        position, got = batch_of_step(config.instantiate(), step, ranges)
+        assert position == batches.state()["step"] - 1
+        for name, array in want.items():
+            np.testing.assert_array_equal(got[name], array)
+
+
+def test_a_step_after_the_end_is_refused(config: LMInput.Config):
+    with pytest.raises(UserError, match=r"step=4.*batch 3"):
+        batch_of_step(config.clone(max_batches=3).instantiate(), 4)

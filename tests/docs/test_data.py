@@ -19,6 +19,7 @@ from moelib.data.streaming import StreamingInput
 from moelib.data.text_stream import JsonLinesStream
 from moelib.data.token_store import TokenStore
 from moelib.data.tokenizer import Tokenizer
+from moelib.train.evaler import SpmdEvaler
 
 
 def _prepare() -> TokenStore:
@@ -89,6 +90,10 @@ def test_a_mixture(store: TokenStore):
     source, number = opened.locate(np.arange(8))  # Of the first 8 sequences of the run.
     names = [opened.names[index] for index in source]
     # --8<-- [end:locate]
+    # --8<-- [start:evaler]
+    evaler = SpmdEvaler.default_config().set(input=cfg.clone(max_batches=20, seed=1))
+    # --8<-- [end:evaler]
+    assert evaler.input.instantiate().source_names == ["books", "more"]
     assert names.count("books") == 6
     assert cfg.instantiate().batch(0)["input_ids"].shape == (4, 128)
     assert len(number) == 8

@@ -7,7 +7,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from moelib.core import config_parse, tree
 from moelib.core.config import RequiredFieldMissingError, UnknownFieldError
-from moelib.core.errors import UserError
 from moelib.core.metrics import weighted
 from moelib.core.param import is_spec
 from moelib.core.precision import cast_floats
@@ -141,31 +140,6 @@ def test_unknown_learning_rate_is_a_warning(caplog):
     make_learner(hyper).state_specs()
     make_learner(optax.adamw(0.1)).state_specs()  # Built already; no setting would change it.
     assert not caplog.records
-
-
-def test_norms_by_parameter_and_by_group():
-    learner = make_learner(SGD, norms_of=["layer/qkv", "(emb|layer)/.*"])
-    out = step(learner)
-    gradients = gradients_like(PARAMS, 0)
-    members = {
-        "layer/qkv": ["layer/qkv"],
-        "emb": ["emb/weight"],
-        "layer": ["layer/experts", "layer/qkv", "layer/scale"],
-    }
-    kinds = {"gradient_norm": gradients, "parameter_norm": PARAMS, "update_norm": gradients}
-    for kind, values in kinds.items():  # SGD with a rate of 1 updates by the gradient.
-        for name, paths in members.items():
-            leaves = [np.ravel(tree.by_path(values)[path]) for path in paths]
-            want = np.linalg.norm(np.concatenate(leaves))
-            np.testing.assert_allclose(out.metrics[f"{kind}/{name}"], want, rtol=1e-5)
-    assert set(out.metrics) == {"gradient_norm", "learning_rate"} | {
-        f"{kind}/{name}" for kind in kinds for name in members
-    }
-
-
-def test_norms_of_no_parameter_are_refused():
-    with pytest.raises(UserError, match=r"norms_of:.*'layer/bias'"):
-        make_learner(SGD, norms_of=["layer/bias"])  # Not trainable.
 
 
 # Which parameters are updated.

@@ -33,7 +33,7 @@ def by_hand(z_loss):
 def test_sums_are_over_the_tokens_that_count(z_loss, tied):
     head = HEAD.T if tied else HEAD
     got = language_model_loss(HIDDEN, head, LABELS, tied=tied, z_loss=z_loss)
-    np.testing.assert_allclose(got, by_hand(z_loss), rtol=1e-5)
+    np.testing.assert_allclose(got[:3], by_hand(z_loss), rtol=1e-5)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -95,4 +95,4 @@ def test_an_axis_that_splits_tokens_and_the_vocabulary_is_refused():
 
 def test_no_token_that_counts_is_a_loss_of_zero():
     got = language_model_loss(HIDDEN, HEAD, jnp.full((B, S), -1), tied=False)
-    assert [float(x) for x in got] == [0, 0, 0]
+    assert [float(x) for x in got[:3]] == [0, 0, 0]

@@ -6,8 +6,12 @@ import jax
 import numpy as np
 import pytest
 
+from moelib.core.module import functional
 from moelib.data.input import PADDING_LABEL
 from moelib.data.lm_input import InputMode, LMInput
+from moelib.data.mixture import Mixture
+from moelib.data.packing import Packing
+from moelib.data.synthetic import SyntheticTokens
 from moelib.data.token_store import TokenStore
 from moelib.train.evaler import SpmdEvaler
 from tests import tiny
@@ -98,3 +102,51 @@ def test_inputs_of_evalers_are_opened_before_the_first_step(tmp_path, monkeypatc
     monkeypatch.setattr(trainer, "run_step", lambda *args, **kwargs: pytest.fail("took a step"))
     with pytest.raises(FileNotFoundError, match="nowhere"):
         trainer.run()
+
+
+MIXED_WEIGHTS = {"web": 3.0, "code": 1.0, "rare": 0.001}
+
+
+def mixed_input(batch_size=8):
+    """Returns an evaluation of two batches of a mixture, and none of the source `rare`."""
+    sources = {
+        name: SyntheticTokens.default_config().set(
+            vocab_size=32, num_documents=64, max_document_tokens=size, seed=size
+        )
+        for name, size in {"web": 20, "code": 40, "rare": 30}.items()
+    }
+    mixture = Mixture.default_config().set(sources=sources, weights=MIXED_WEIGHTS)
+    cfg = LMInput.default_config().set(source=mixture, packing=Packing.BEST_FIT, max_batches=2)
+    return cfg.set(seq_len=16, global_batch_size=batch_size)
+
+
+@pytest.mark.parametrize("axes", [{}, {"data": 2, "seq": 2, "model": 2}], ids=str)
+def test_losses_by_source_are_those_of_its_sequences_and_sum_to_the_whole(axes):
+    cfg = mixed_input()
+    model = tiny.dense_model(32, dim=8).instantiate(parent=None)
+    evaler = SpmdEvaler.default_config().set(name="val", input=cfg)
+    mesh, params = tiny.mesh(**axes), tiny.initial(model)
+    evaler = evaler.instantiate(parent=None, model=model)
+    with jax.set_mesh(mesh):
+        found = evaler.evaluate(params, mesh)
+    lm_input = cfg.instantiate()
+    forward = jax.jit(lambda batch: functional(model, None, params, (batch,), is_training=False))
+    for k, name in enumerate(lm_input.source_names):
+        nats = tokens = 0.0
+        for position in range(2):
+            batch = lm_input.batch(position)
+            other = lm_input.source_ids(position) != k
+            batch["target_labels"][other] = PADDING_LABEL
+            (loss, _), _ = forward(batch)
+            nats, tokens = nats + float(loss.mean * loss.weight), tokens + float(loss.weight)
+        assert found[f"num_tokens/{name}"] == tokens
+        if tokens:
+            assert found[f"cross_entropy/{name}"] == pytest.approx(nats / tokens, rel=1e-5)
+    assert "cross_entropy/rare" not in found  # It has no sequence among the first 16.
+    assert found["num_tokens/rare"] == 0
+    parts = [(found[f"num_tokens/{n}"], found[f"cross_entropy/{n}"]) for n in ("web", "code")]
+    assert sum(num for num, _ in parts) == found["num_tokens"]
+    assert min(num for num, _ in parts) > 20
+    total = sum(num * mean for num, mean in parts)
+    assert total / found["num_tokens"] == pytest.approx(found["loss"], rel=1e-6)
+    assert not any("by_source" in name for name in found)

@@ -102,6 +102,7 @@ class Candidate:
         if self.topology.num_slices > 1:
             shape = HybridMeshShape(ici=shape, dcn=sizes(self.mesh.across))
         cfg = cfg.clone(mesh_shape=shape, num_microbatches=self.num_microbatches)
+        cfg.log_gradient_noise = False  # It takes little, and restricts micro-batches.
         cfg.pipeline_schedule = self.schedule
         if self.remat != OWN:
             policy = None if self.remat == FULL else self.remat

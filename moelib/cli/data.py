@@ -1,0 +1,101 @@
+"""`moelib data`: shows the batches of a config as a training step reads them.
+
+moelib data show --module=M --config=C --data_dir=DATA --step=100
+moelib data show --module=M --config=C --data_dir=DATA --step=100 --trainer_dir=RUN
+moelib data show --module=M --config=C --step=1 --sequences=8:12 --max_chars=200
+
+Documents, sources of a mixture and padding are those of the batch, after packing and skipped
+batches. No accelerator is used, and nothing is written.
+"""
+
+import dataclasses
+import os
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from moelib import launch
+from moelib.core import storage
+from moelib.core.command_line import flag
+from moelib.core.errors import UsageError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flags(launch.ConfigFlags):
+    """Flags of the command."""
+
+    step: int | None = flag(None, "Training step whose batch is shown, from 1.", lower_bound=1)
+    sequences: str = flag("0:4", "Sequences of the batch to show, first:stop.")
+    max_chars: int | None = flag(
+        None, "Characters of a document to show, from both ends; all if not set.", lower_bound=2
+    )
+    trainer_dir: str | None = flag(
+        None, "Folder of a run of the config; batches that it skipped are skipped here too."
+    )
+
+
+def run(flags: Flags, arguments: Sequence[str]) -> None:
+    """Prints the batch."""
+    if list(arguments) != ["show"]:
+        raise UsageError(f"{' '.join(arguments) or 'no action'}: the only action is show.")
+    if flags.step is None:
+        raise UsageError("--step is required: the training step whose batch is shown, from 1.")
+    found = re.fullmatch(r"(\d+):(\d+)", flags.sequences)
+    if not found or int(found[1]) >= int(found[2]):
+        raise UsageError(f"--sequences={flags.sequences}: set first:stop with first < stop.")
+    cfg = flags.load()
+    os.environ["JAX_PLATFORMS"] = "cpu"  # No accelerator is taken.
+    print(show(flags, cfg, int(found[1]), int(found[2])))
+
+
+def show(flags: Flags, cfg: Any, first: int, stop: int) -> str:
+    """Returns the text of sequences [first, stop) of the batch of a step."""
+    from moelib.data.describe import batch_of_step, describe_batch
+    from moelib.data.input import load_tokenizer
+    from moelib.data.tokenizer import NoTokenizerError
+    from moelib.train.settings import check_config, completed
+
+    cfg = cfg.clone(dir=flags.trainer_dir or cfg.dir or "unused")
+    check_config(cfg)
+    ranges = _skipped(cfg, flags.trainer_dir)
+    lm_input = completed(cfg).input
+    opened: Any = lm_input.instantiate()
+    assert flags.step is not None
+    position, batch = batch_of_step(opened, flags.step, ranges)
+    num = cfg.input.global_batch_size
+    if first >= num:
+        raise UsageError(f"--sequences={flags.sequences}: a batch has {num} sequences.")
+    try:
+        tokenizer = load_tokenizer(lm_input)
+    except NoTokenizerError as error:
+        print(f"Token ids are shown instead of text: {error}", file=sys.stderr)
+        tokenizer = None
+    names = opened.source_names
+    text = describe_batch(
+        batch,
+        tokenizer,
+        first_sequence=first,
+        max_sequences=stop - first,
+        max_chars=flags.max_chars,
+        sources=[names[k] for k in opened.source_ids(position, 0, 1)] if names else (),
+        end_id=getattr(opened, "eos_id", None) if tokenizer is None else tokenizer.eos_id,
+    )
+    skipped = f", after skipped batches {ranges}" if ranges else ""
+    shown = f"sequences {first} to {min(stop, num) - 1} of {num:,}"
+    return f"step {flags.step}: batch {position} of the data{skipped}; {shown}\n{text}"
+
+
+def _skipped(cfg: Any, trainer_dir: str | None) -> list[list[int]]:
+    """Returns the ranges of batches that a config and its run skip."""
+    from moelib.data.skip_batches import merged
+    from moelib.train.rewind import course_of, ranges_to_skip
+    from moelib.train.run_log import CONFIG_FILE, read_events
+
+    if trainer_dir is None:
+        return ranges_to_skip(cfg, [], None)
+    if not storage.exists(os.path.join(trainer_dir, CONFIG_FILE)):
+        raise UsageError(f"--trainer_dir={trainer_dir}: there is no {CONFIG_FILE}; name a run.")
+    noted = [e["ranges"] for e in read_events(trainer_dir) if e["event"] == "skipped_ranges"]
+    before = noted[-1] if noted else []  # Of earlier starts with other flags, too.
+    return merged([*ranges_to_skip(cfg, course_of(trainer_dir), None), *before])
