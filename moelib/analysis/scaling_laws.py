@@ -23,7 +23,7 @@ from moelib.core.errors import UserError
 
 _HUBER_DELTA = 1e-3  # Of the residuals of log L, as in the source.
 _NUM_PARAMETERS = 5
-_NUM_STARTS = 12  # Best points of the grid of starts that are optimized.
+_NUM_STARTS = 8  # Best points of the grid of starts that are optimized.
 _NUM_WARM_STARTS = 2  # Distinct optima that every bootstrap starts from.
 _EXPONENTS = (1e-3, 3.0)  # Bounds of alpha and beta.
 NAMES = ("E", "A", "B", "alpha", "beta")
@@ -240,12 +240,12 @@ Data = tuple[Floats, Floats, Floats]  # Centered log N and log D, and log L.
 def _starts(data: Data) -> list[Floats]:
     """Returns the best starts of a grid: shares of the smallest loss, and exponents."""
     lowest = float(np.min(data[2]))
-    exponents = (0.05, 0.15, 0.3, 0.5, 0.8, 1.2)
+    exponents = (0.1, 0.3, 0.6, 1.2)
     grid = [
         np.asarray([lowest + math.log(a), lowest + math.log(b), lowest + math.log(e), alpha, beta])
         for e in (0.05, 0.3, 0.6, 0.9)
-        for a in (0.03, 0.1, 0.3, 0.7)
-        for b in (0.03, 0.1, 0.3, 0.7)
+        for a in (0.03, 0.2, 0.6)
+        for b in (0.03, 0.2, 0.6)
         for alpha in exponents
         for beta in exponents
     ]
@@ -259,7 +259,7 @@ def _optima(starts: Sequence[Floats], data: Data, weights: Floats) -> list[tuple
     from threadpoolctl import threadpool_limits
 
     bounds = [(-50.0, 50.0)] * 3 + [_EXPONENTS] * 2
-    options = {"maxiter": 2000, "maxfun": 4000, "ftol": 1e-10, "gtol": 1e-7}
+    options = {"maxiter": 1000, "maxfun": 2000, "ftol": 1e-10, "gtol": 1e-7}
     with threadpool_limits(1):  # Threads of BLAS make these small problems 20 times slower.
         found = [
             minimize(

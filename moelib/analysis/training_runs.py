@@ -29,6 +29,7 @@ class TrainingRun:
     name: str
     parameters: float  # Active parameters, embedding and output head included.
     non_embedding_parameters: float  # Active parameters without these two.
+    total_parameters: float = 0  # All parameters; 0 if unknown.
     tokens: float  # Valid tokens trained on.
     flops: float  # FLOPs of training: forward and backward pass, padding included.
     loss: float  # Nats per token; NaN if it is not finite.
@@ -47,7 +48,7 @@ class LossCurve:
     losses: npt.NDArray[np.float64]  # Nats per token.
     flops: npt.NDArray[np.float64]  # FLOPs of training so far.
     # Seconds of steps and of waiting for input so far, without compilation, evaluations and
-    # checkpoints; of the last start if the run was interrupted between two lines.
+    # checkpoints.
     seconds: npt.NDArray[np.float64]
 
 
@@ -69,25 +70,20 @@ def read_curve(folder: str, metric: str = TRAINING) -> LossCurve:
         raise UserError(f"{path}: model is no language model; name runs of language models.")
     batch = cfg.input.global_batch_size * cfg.input.seq_len  # Positions per step.
     cost = model_cost(cfg.model.instantiate(parent=None), seq_len=cfg.input.seq_len)
-    rows: list[tuple[float, float, float]] = []
-    step, seconds, per_step, last = 0, 0.0, [], 0
-    for line in read_metrics(folder, (metric, "step_seconds", "num_tokens")):
-        if (value := line.get("step_seconds")) is not None:
-            seconds, last = seconds + value * (line["step"] - last), line["step"]
-        if line.get("num_tokens") is not None:
-            per_step.append(line["num_tokens"])
-        if metric in line:
-            value = line[metric]
-            rows.append((line["step"], math.nan if value is None else value, seconds))
-        step = max(step, line["step"])
-    if not rows:
+    found = _columns(folder, (metric, "step_seconds", "num_tokens"))
+    if not found[metric]:
         raise UserError(f"{folder}: no line of its metrics.jsonl has {metric!r}; name another.")
-    steps, losses, times = np.asarray(rows, np.float64).T
+    steps, losses = np.asarray(found[metric], np.float64).T
+    timed, per_step = np.asarray([(0, 0.0), *found["step_seconds"]], np.float64).T
+    times = np.interp(steps, timed, np.cumsum(np.diff(timed, prepend=0) * per_step))
+    tokens = [value for _, value in found["num_tokens"]]
+    step = int(max(*timed, *steps))
     run = TrainingRun(
         name=folder,
+        total_parameters=cost.total_parameters,
         parameters=cost.active_parameters,
         non_embedding_parameters=cost.active_non_embedding_parameters,
-        tokens=step * (float(np.mean(per_step)) if per_step else batch),
+        tokens=step * (float(np.mean(tokens)) if tokens else batch),
         flops=cost.train_flops_per_token * batch * step,
         loss=float(losses[-1]),
         steps=step,
@@ -99,6 +95,17 @@ def read_curve(folder: str, metric: str = TRAINING) -> LossCurve:
     return LossCurve(run=run, steps=steps, losses=losses, flops=flops, seconds=times)
 
 
+def _columns(folder: str, names: Sequence[str]) -> dict[str, list[tuple[int, float]]]:
+    """Returns {metric: [(step, value or NaN), ...]} of a run."""
+    found: dict[str, list[tuple[int, float]]] = {name: [] for name in names}
+    for line in read_metrics(folder, names):
+        for name in names:
+            if name in line:
+                value = line[name]
+                found[name].append((line["step"], math.nan if value is None else value))
+    return found
+
+
 def _data(folder: str, cfg: Any) -> str:
     """Returns the identity of a run's data in its newest checkpoint, or else in its config."""
     record = newest_record(os.path.join(folder, "checkpoints"))
@@ -108,21 +115,10 @@ def _data(folder: str, cfg: Any) -> str:
     return "; ".join(f"{line.path}: {line.text}" for line in lines(cfg.input.source, unset=False))
 
 
-def collect(folders: Sequence[str], metric: str | None = None) -> tuple[list[TrainingRun], str]:
-    """Returns the runs in folders, and the metric that is their loss.
-
-    Args:
-        folders: Folders of runs.
-        metric: Name of the loss; None for the cross-entropy of the evaler "validation" if all runs
-            have it, else for the mean loss of the last log interval.
-
-    Raises:
-        UserError: If a run cannot be read or lacks the metric.
-    """
-    if metric is None:
-        evaluated = (any(VALIDATION in x for x in read_metrics(f, [VALIDATION])) for f in folders)
-        metric = VALIDATION if all(evaluated) else TRAINING
-    return [read_curve(folder, metric).run for folder in folders], metric
+def default_metric(folders: Sequence[str]) -> str:
+    """Returns the loss of the evaler "validation" if all runs have it, else that of training."""
+    evaluated = (any(VALIDATION in x for x in read_metrics(f, [VALIDATION])) for f in folders)
+    return VALIDATION if all(evaluated) else TRAINING
 
 
 def select(runs: Sequence[TrainingRun]) -> tuple[list[TrainingRun], dict[str, str]]:
