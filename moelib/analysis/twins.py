@@ -1,6 +1,7 @@
 """An MoE run compared with its dense twin, at equal FLOPs and at equal time."""
 
 import dataclasses
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -146,7 +147,11 @@ def write_report(folder: str, found: TwinComparison) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
+    """Returns a field as a JSON value, with None for a number that is not finite."""
+    if not isinstance(value, TrainingRun | AtEqual):
+        return value
+    fields = dataclasses.asdict(value)
+    return {k: None if v in (math.inf, -math.inf) or v != v else v for k, v in fields.items()}
 
 
 def plot(found: TwinComparison) -> Any:

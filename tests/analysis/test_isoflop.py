@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from experiments.flame_moe import MoESize, published_parameters
+from experiments.flame_moe import MoESize, named_trainer_configs, published_parameters
 from moelib.analysis.isoflop import fit_isoflop, fit_power_law, group_by_budget, isoflop_grid
 from moelib.core.errors import UserError
+from moelib.models.cost import model_cost
 
 BUDGETS = (1e18, 3e18, 6e18, 1e19, 3e19)
 TOKENS_PER_STEP = 2_097_152
@@ -42,6 +43,19 @@ def test_the_published_grid_has_the_steps_of_its_own_formula():
     assert len(grid) == 80
     assert [run.steps for run in grid] == [steps[n][i] for i in range(5) for n in steps]
     assert grid[0].tokens == 2377 * TOKENS_PER_STEP
+
+
+def test_a_grid_of_named_configs():
+    # --8<-- [start:grid]
+    flops = {}
+    for name in ("38m-100m", "98m-349m"):
+        cfg = named_trainer_configs()[f"flame-moe-{name}"]()
+        flops[name] = model_cost(cfg.model.set(name="model").instantiate(parent=None), seq_len=2048)
+    per_token = {name: cost.train_flops_per_token for name, cost in flops.items()}
+    for run in isoflop_grid(per_token, [1e18, 3e18], tokens_per_step=1024 * 2048):
+        print(f"flame-moe-{run.size}: --max_step={run.steps}")
+    # --8<-- [end:grid]
+    assert run.tokens * per_token["98m-349m"] == pytest.approx(3e18, rel=1e-3)
 
 
 def test_the_published_optima_give_the_published_exponent():

@@ -12,6 +12,18 @@ from moelib.models.dense_twin import dense_twin
 from tests.experiments.test_named_configs import CONFIGS
 
 
+# --8<-- [start:twin]
+def my_configs():
+    """Returns a named config and its dense twin by name."""
+    return {
+        "tiny": flame_moe.tiny,
+        "tiny-dense": lambda: dense_twin(flame_moe.tiny()).config,
+    }
+
+
+# --8<-- [end:twin]
+
+
 def has_moe(cfg):
     return any(isinstance(x, MoELayer.Config) for _, x in config_paths.sub_configs(cfg.model))
 
@@ -53,6 +65,12 @@ def test_layers_that_alternate_with_dense_ones_keep_their_places():
     cfg.model.decoder.set(num_layers=5, block=[moe, dense])
     layers = dense_twin(cfg).config.model.decoder.block
     assert [layer.feed_forward.hidden_dim for layer in layers] == [264, 40]
+
+
+def test_a_twin_may_be_a_named_config():
+    configs = my_configs()
+    assert not has_moe(configs["tiny-dense"]())
+    assert has_moe(configs["tiny"]())
 
 
 def test_a_model_without_experts_has_no_twin():
