@@ -7,13 +7,15 @@ moelib config --module=M --config=C --explain                   # where each val
 moelib config --module=M --config=C --diff=OTHER                # differences
 moelib config --module=M --config=C --count                     # parameters, FLOPs and bytes
 moelib config --module=M --config=C --shardings --mesh=fsdp=4   # sharding of each parameter
+moelib config --module=M --config=C --twin=flops                # its dense twin, of equal FLOPs
 """
 
 import dataclasses
 import json
 import os
+import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from moelib import launch
 from moelib.core import config_paths
@@ -38,12 +40,20 @@ class Flags(launch.ConfigFlags):
         "default the config's.",
     )
     model_shards: int | None = flag(None, launch.MODEL_SHARDS, lower_bound=1)
+    twin: Literal["flops", "time"] | None = flag(
+        None, "Show the dense twin instead: of equal FLOPs, or of equal step time, measured here."
+    )
+
+    def load(self) -> Any:
+        """Returns the config that the flags describe."""
+        cfg = super().load()
+        return cfg if self.twin is None else twin_of(cfg, self.twin)
 
 
 def run(flags: Flags, paths: Sequence[str]) -> None:
     """Prints the names of configs, or a config as the flags ask, below the paths if any."""
     if flags.module and not flags.config:
-        actions = ("diff", "explain", "count", "shardings")
+        actions = ("diff", "explain", "count", "shardings", "twin")
         used = [f"--{name}" for name in actions if getattr(flags, name)]
         if used or paths:
             raise UsageError(
@@ -71,6 +81,31 @@ def run(flags: Flags, paths: Sequence[str]) -> None:
         print_origins(cfg, paths)
     else:
         print("\n".join(f"{line.path}: {line.text}" for line in _below(cfg, paths)))
+
+
+def twin_of(cfg: Any, kind: str) -> Any:
+    """Returns the dense twin of a config, and prints its sizes and what differs to stderr.
+
+    Raises:
+        UserError: If the model has no MoE layer, or no twin takes as long.
+    """
+    from moelib.models.dense_twin import dense_twin
+    from moelib.planning.time_twin import time_twin
+
+    times = ""
+    if kind == "time":
+        found = time_twin(cfg)
+        twin = found.twin
+        times = f"; {found.dense_seconds:.4g} s per step, of {found.moe_seconds:.4g} s"
+    else:
+        twin = dense_twin(cfg)
+    sizes = ", ".join(f"{path} {size}" for path, size in twin.hidden_dims.items())
+    print(
+        f"dense twin: hidden_dim of {sizes}; {twin.dense_flops:,.0f} FLOPs per token, of "
+        f"{twin.moe_flops:,.0f} ({twin.difference:+.2%}){times}",
+        file=sys.stderr,
+    )
+    return twin.config
 
 
 def config_names(module_name: str) -> list[str]:

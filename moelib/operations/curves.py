@@ -5,7 +5,7 @@ import re
 import time
 from typing import Any
 
-from moelib.train.metrics_file import MetricsReader
+from moelib.core.metrics_file import MetricsReader
 
 _LINES_PER_CHECK = 20  # Lines between looks at the clock.
 

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 from moelib.core.errors import UserError
 from moelib.core.files import write_json
+from moelib.core.metrics_file import read_metrics
 from moelib.core.table import Table
 from moelib.operations import faults
 from moelib.operations.faults import Fault
 from moelib.train.bad_steps import SUSPECTED, BadSteps
 from moelib.train.device_check import DeviceCheck
-from moelib.train.metrics_file import read_metrics
 from moelib.train.run_log import read_events
 
 _KILLS_PER_RUN = 4

@@ -11,9 +11,9 @@ from typing import Any
 from moelib.core import storage
 from moelib.core.directory_lock import is_locked
 from moelib.core.errors import UserError
+from moelib.core.metrics_file import METRICS_FILE, MetricsReader
 from moelib.core.table import Table
 from moelib.operations.curves import RunMetrics
-from moelib.train.metrics_file import METRICS_FILE, MetricsReader
 from moelib.train.run_log import CONFIG_FILE, EVENTS_FILE, read_events
 
 logger = logging.getLogger(__name__)

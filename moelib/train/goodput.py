@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from moelib.core.metrics import Scalars
-from moelib.train.metrics_file import read_metrics
+from moelib.core.metrics_file import read_metrics
 from moelib.train.run_log import log_event, read_events
 
 logger = logging.getLogger(__name__)

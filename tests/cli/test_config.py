@@ -104,3 +104,13 @@ def test_shardings_of_every_parameter_are_printed(capsys):
     for unused in ("--mesh=fsdp=4", "--model_shards=2"):
         with pytest.raises(UsageError, match=f"{unused} requires --shardings"):
             config.run(*parse_flags(config.Flags, [*arguments[:2], unused]))
+
+
+def test_twin_prints_a_config_that_can_be_read(capsys):
+    flags = ["--module=experiments.flame_moe", "--config=flame-moe-tiny", "--twin=flops"]
+    config.run(*parse_flags(config.Flags, flags))
+    output = capsys.readouterr()
+    cfg = config_parse.parse(output.out)
+    assert cfg.model.decoder.block[0].feed_forward.hidden_dim == 264
+    assert "hidden_dim of decoder.block[0].feed_forward 264" in output.err
+    assert "(+0." in output.err

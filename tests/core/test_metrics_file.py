@@ -6,7 +6,7 @@ import math
 import pytest
 
 from moelib.core.errors import UserError
-from moelib.train.metrics_file import MetricsReader, read_metrics
+from moelib.core.metrics_file import MetricsReader, read_metrics
 from moelib.train.summary_writer import SummaryWriter
 
 WHOLE = b'{"step": 10, "time": 1.0, "loss": 2.5, "mean_loss": 2.5}\n'

@@ -1,0 +1,382 @@
+"""A study on two CPU cores: `python -m benchmarks.study`.
+
+Seven Mixture-of-Experts models at three budgets, and their dense twins of equal FLOPs, learn from
+English text of Debian packages. Each run is a `moelib train` of its own. A command that is started
+again skips finished runs and resumes the one that was interrupted. At the end, losses, scaling laws
+and comparisons of twins are written into a page, from the files of the runs.
+
+    python -m benchmarks.study --estimate              # measure a step of each model, and multiply
+    python -m benchmarks.study --page=docs/study.md    # fetch, train, analyze, write
+    python -m benchmarks.study --scale=10              # ten times the FLOPs of every run
+"""
+
+import dataclasses
+import gzip
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from moelib.core.command_line import flag, no_arguments, run_command
+from moelib.core.errors import UsageError, UserError
+from moelib.core.files import atomic_file, read_text
+from moelib.core.progress import format_seconds
+from moelib.core.table import Table, print_table, to_markdown
+
+# English text in packages of Debian: a dictionary, glosses, two encyclopedias of computing.
+PACKAGES = {
+    "dict-gcide": ["usr/share/dictd/gcide.dict.dz"],
+    "wordnet-base": [f"usr/share/wordnet/data.{x}" for x in ("noun", "verb", "adj", "adv")],
+    "dict-foldoc": ["usr/share/dictd/foldoc.dict.dz"],
+    "jargon-text": ["usr/share/doc/jargon-text/jargon.txt.gz"],
+}
+VOCAB_SIZE = 4096
+SEQ_LEN, BATCH_SIZE = 128, 4
+BUDGETS = (2.7e12, 6.5e12, 1.55e13)  # FLOPs of a run at --scale=1.
+KINDS = ("moe", "dense")
+METRIC = "validation/cross_entropy"
+_BEGIN, _END = "<!-- results of benchmarks.study -->", "<!-- end of the results -->"
+
+
+class Size(NamedTuple):
+    """Width and number of layers, the first of which is dense."""
+
+    dim: int
+    num_layers: int
+
+
+SIZES = [Size(*x) for x in ((32, 3), (48, 3), (64, 4), (96, 4), (128, 4), (160, 4), (192, 5))]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flags:
+    """Flags of the study."""
+
+    output: str = flag("runs/study", "Folder of the text, the runs and the analyses.")
+    scale: float = flag(1.0, "Factor of the FLOPs of all runs.", lower_bound=0.0)
+    num_sizes: int = flag(len(SIZES), "Number of models, from the smallest.", lower_bound=1)
+    text: str | None = flag(None, "File or folder of text to use instead of Debian packages.")
+    estimate: bool = flag(False, "Measure a step of each model, print the time of all, and stop.")
+    page: str | None = flag(
+        None, "Page whose part between the comments of the study is replaced; in its folder, plots."
+    )
+
+
+# -- Configs -------------------------------------------------------------------------------------
+
+
+def config(size: Size, kind: str) -> Any:
+    """Returns the config of a model, 16 experts of which 2 are active, or of its dense twin."""
+    from experiments import flame_moe
+    from moelib.checkpoint.policy import evenly_spaced_policy
+    from moelib.core.config import config_for_function
+    from moelib.models.dense_twin import dense_twin
+
+    cfg = flame_moe.tiny()
+    decoder = cfg.model.decoder
+    cfg.model.set(dim=size.dim, vocab_size=VOCAB_SIZE)
+    decoder.num_layers = size.num_layers
+    for layer in (*decoder.first_layers, *decoder.block):
+        layer.self_attention.num_heads = max(1, size.dim // 32)
+    decoder.first_layers[0].feed_forward.hidden_dim = 3 * size.dim
+    moe = decoder.block[0].feed_forward
+    moe.hidden_dim = size.dim // 2
+    moe.shared_experts.hidden_dim = size.dim
+    evaler = cfg.evalers["validation"]
+    cfg.input.set(seq_len=SEQ_LEN, global_batch_size=BATCH_SIZE, vocab_size=VOCAB_SIZE)
+    evaler.input.set(seq_len=SEQ_LEN, vocab_size=VOCAB_SIZE, max_batches=8)
+    evaler.eval_policy = config_for_function(evenly_spaced_policy).set(num=10)
+    cfg.checkpointer.set(save_policy=evaler.eval_policy.clone(), keep_last_n=1)
+    cfg.summary_writer.formats = ["json_lines"]
+    if kind == "dense":
+        return dense_twin(cfg).config
+    return _log_routing(cfg)
+
+
+def _log_routing(cfg: Any) -> Any:
+    """Returns the config of an MoE run with its routing log; the one place where it is set."""
+    return cfg
+
+
+def named_trainer_configs() -> Mapping[str, Callable[[], Any]]:
+    """Returns the configs by name, such as "moe-64x4"."""
+    names = {
+        (size, kind): f"{kind}-{size.dim}x{size.num_layers}" for size in SIZES for kind in KINDS
+    }
+    return {name: lambda key=key: config(*key) for key, name in names.items()}
+
+
+class Run(NamedTuple):
+    """A run of the study."""
+
+    name: str  # Of its folder.
+    config: str  # Name of its config.
+    budget: float  # FLOPs.
+    steps: int
+
+
+def runs(flags: Flags) -> list[Run]:
+    """Returns all runs, each dense twin after its MoE run and with as many steps."""
+    from moelib.analysis.isoflop import isoflop_grid
+    from moelib.models.cost import model_cost
+
+    configs = named_trainer_configs()
+    sizes = [f"{size.dim}x{size.num_layers}" for size in SIZES[: flags.num_sizes]]
+    flops = {}
+    for size in sizes:
+        model = configs[f"moe-{size}"]().model.clone(name="model").instantiate(parent=None)
+        flops[size] = model_cost(model, seq_len=SEQ_LEN).train_flops_per_token
+    budgets = [flags.scale * budget for budget in BUDGETS]
+    grid = isoflop_grid(flops, budgets, tokens_per_step=BATCH_SIZE * SEQ_LEN)
+    return [
+        Run(f"{kind}-{x.size}-{x.budget:.3g}", f"{kind}-{x.size}", x.budget, x.steps)
+        for x in grid
+        for kind in KINDS
+    ]
+
+
+# -- Text and training ---------------------------------------------------------------------------
+
+
+def fetch_text(folder: str) -> str:
+    """Returns a folder with the text of the packages, which are fetched if it does not exist.
+
+    Raises:
+        UserError: If apt-get cannot fetch a package, or a package has other files.
+    """
+    if os.path.isdir(folder):
+        return folder
+    with tempfile.TemporaryDirectory(dir=os.path.dirname(folder)) as temporary:
+        made = os.path.join(temporary, "text")
+        os.mkdir(made)
+        for package, files in PACKAGES.items():
+            _command(["apt-get", "download", package], cwd=temporary)
+            (archive,) = pathlib.Path(temporary).glob(f"{package}_*.deb")
+            unpacked = os.path.join(temporary, package)
+            _command(["dpkg-deb", "-x", str(archive), unpacked])
+            for file in files:
+                _extract(os.path.join(unpacked, file), made, f"{package}-{os.path.basename(file)}")
+        os.rename(made, folder)
+    return folder
+
+
+def _extract(path: str, folder: str, name: str) -> None:
+    """Writes the text of a file, which may be compressed, as UTF-8."""
+    try:
+        data = pathlib.Path(path).read_bytes()
+    except FileNotFoundError:
+        raise UserError(
+            f"{name}: the package has no such file; set --text to other text."
+        ) from None
+    data = gzip.decompress(data) if path.endswith((".dz", ".gz")) else data
+    text = data.decode("utf-8", errors="replace")
+    if name.startswith("wordnet"):  # A line per sense: numbers, a bar, and the gloss.
+        text = "\n".join(line.partition("| ")[2].strip() for line in text.splitlines())
+    with atomic_file(os.path.join(folder, f"{name}.txt")) as file:
+        file.write(text)
+
+
+def _command(command: Sequence[str], cwd: str | None = None) -> None:
+    try:
+        subprocess.run(command, cwd=cwd, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UserError(f"{' '.join(command)}: {error}; set --text to a folder of text.") from error
+
+
+def train(flags: Flags, planned: Sequence[Run]) -> list[str]:
+    """Trains the runs that are not finished, one after another; returns those that fail.
+
+    Raises:
+        UserError: If a run is stopped.
+    """
+    from moelib.cli.quickstart import prepare_text
+
+    store = os.path.join(flags.output, "data", "text")
+    os.makedirs(os.path.dirname(store), exist_ok=True)
+    if not os.path.exists(f"{store}.prepared"):
+        text = flags.text or fetch_text(os.path.join(os.path.abspath(flags.output), "data", "raw"))
+        prepare_text(text, store, VOCAB_SIZE)
+        pathlib.Path(f"{store}.prepared").touch()
+    failed = []
+    for i, run in enumerate(planned):
+        if is_finished(flags, run):
+            continue
+        print(f"study: run {i + 1} of {len(planned)}, {run.name}: {run.steps} steps", flush=True)
+        command = [
+            *(sys.executable, "-m", "moelib", "train", "--module=benchmarks.study"),
+            *(f"--config={run.config}", f"--max_step={run.steps}"),
+            *(f"--data_dir={os.path.dirname(store)}", f"--trainer_dir={_folder(flags, run)}"),
+        ]
+        if status := subprocess.run(command, check=False).returncode:
+            failed.append(f"{' '.join(command)}: exit status {status}")
+        elif not is_finished(flags, run):
+            raise UserError(f"{run.name} was stopped; run the same command again to continue.")
+    return failed
+
+
+def _folder(flags: Flags, run: Run) -> str:
+    return os.path.join(flags.output, "runs", run.name)
+
+
+def is_finished(flags: Flags, run: Run) -> bool:
+    """Returns whether a run has taken all of its steps."""
+    from moelib.core.metrics_file import read_metrics
+
+    lines = read_metrics(_folder(flags, run), [METRIC])
+    return any(line["step"] >= run.steps for line in lines if METRIC in line)
+
+
+def estimate(planned: Sequence[Run]) -> Table:
+    """Returns the time of all runs, from measured steps of each model, without evaluations."""
+    from moelib.planning.time_twin import measured_step_seconds
+
+    rows, total = [], 0.0
+    for name in dict.fromkeys(run.config for run in planned):
+        seconds = measured_step_seconds(named_trainer_configs()[name](), num_steps=20)
+        steps = [run.steps for run in planned if run.config == name]
+        total += seconds * sum(steps)
+        time = format_seconds(seconds * sum(steps))
+        rows.append([name, f"{1e3 * seconds:.1f}", " + ".join(f"{x:,}" for x in steps), time])
+    rows += [[], ["all", "", "", format_seconds(total)]]
+    return Table("Time of the study", ["config", "ms per step>", "steps>", "time>"], rows)
+
+
+# -- Results -------------------------------------------------------------------------------------
+
+
+def results(flags: Flags, planned: Sequence[Run]) -> Iterator[str]:
+    """Yields the parts of the page in Markdown; plots are written into its folder.
+
+    Runs that are not finished, or cannot be fitted, are named.
+    """
+    from moelib.analysis import twins
+    from moelib.analysis.scaling_report import plot as plot_laws
+
+    images = os.path.join(os.path.dirname(flags.page or os.path.join(flags.output, "x")), "images")
+    os.makedirs(images, exist_ok=True)
+    missing = [run for run in planned if not is_finished(flags, run)]
+    if missing:
+        yield f"Not finished, and not below: {', '.join(run.name for run in missing)}."
+    pairs = []
+    for moe, dense in zip(planned[::2], planned[1::2], strict=True):
+        if moe in missing or dense in missing:
+            continue
+        found = twins.compare_twins([_folder(flags, moe), _folder(flags, dense)], METRIC)
+        twins.write_report(os.path.join(flags.output, "analysis", moe.name), found)
+        pairs.append((moe, found))
+    yield to_markdown(_pairs_table(pairs))
+    if pairs:
+        _save(_plot_pairs(pairs), images, "study_twins.svg")
+        yield "![Final losses over FLOPs and over time](images/study_twins.svg)"
+    for kind in KINDS:
+        own = [run for run in planned if run.config.startswith(kind) and run not in missing]
+        yield f"### Scaling laws of the {'MoE' if kind == 'moe' else kind} models"
+        try:
+            analysis, tables = _laws(flags, own, kind)
+        except UserError as error:
+            yield f"Not fitted: {error}"
+            continue
+        _save(plot_laws(analysis), images, f"study_{kind}.svg")
+        yield f"![Loss over parameters, best parameters over FLOPs](images/study_{kind}.svg)"
+        for table in tables:
+            yield f"{table.title}:\n\n{to_markdown(table)}"
+
+
+def _laws(flags: Flags, own: Sequence[Run], kind: str) -> tuple[Any, list[Table]]:
+    """Returns the scaling laws of the runs of a kind, and their tables; writes their report."""
+    from moelib.analysis.scaling_laws import analyze
+    from moelib.analysis.scaling_report import tables, write_report
+    from moelib.analysis.training_runs import read_curve
+
+    points = [read_curve(_folder(flags, run), METRIC).run for run in own]
+    points = [dataclasses.replace(x, name=os.path.basename(x.name)) for x in points]
+    analysis = analyze(points, [10 * max(run.budget for run in own)])
+    write_report(os.path.join(flags.output, "analysis", kind), analysis, metric=METRIC)
+    return analysis, tables(analysis)
+
+
+def _pairs_table(pairs: Sequence[tuple[Run, Any]]) -> Table:
+    """Returns the final losses and times of all twins."""
+    rows = []
+    for run, x in pairs:
+        moe, dense = x.curves
+        seconds = [curve.seconds[-1] for curve in (moe, dense)]
+        losses = [f"{x.moe.loss:.4f}", f"{x.dense.loss:.4f}", f"{x.moe.loss - x.dense.loss:+.4f}"]
+        gain = "-" if x.equal_flops.gain is None else f"{x.equal_flops.gain:.2f}"
+        size = [run.config.removeprefix("moe-"), f"{run.budget:.3g}", f"{x.moe.tokens / 1e6:.2f}"]
+        times = [*map(format_seconds, seconds), f"{seconds[0] / seconds[1]:.2f}"]
+        rows.append([*size, f"{run.steps:,}", *losses, gain, *times])
+    gain_is = "FLOPs of the dense run over those of the MoE run at the same loss"
+    notes = [f"Loss: `{METRIC}` at the end, nats per token. Gain: {gain_is}. Times: of the steps."]
+    names = ["size", "FLOPs>", "M tokens>", "steps>", "MoE loss>", "dense loss>", "MoE - dense>"]
+    more = ["gain>", "MoE time>", "dense time>", "MoE / dense time>"]
+    return Table("MoE and dense twins", [*names, *more], rows, notes)
+
+
+def _plot_pairs(pairs: Sequence[tuple[Run, Any]]) -> Any:
+    """Returns the final losses over FLOPs and over time; a line joins the best run of each."""
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    panels = (("flops", "FLOPs"), ("seconds", "seconds of training steps"))
+    for axes, (name, label) in zip(figure.subplots(1, 2), panels, strict=True):
+        for i, kind in enumerate(("MoE", "dense")):
+            curves = [found.curves[i] for _, found in pairs]
+            spent, losses = (
+                np.asarray([getattr(x, y)[-1] for x in curves]) for y in (name, "losses")
+            )
+            order = np.argsort(spent)
+            best = np.minimum.accumulate(losses[order])
+            axes.plot(spent, losses, "o^"[i], color=f"C{i}", ms=4, label=kind)
+            axes.step(spent[order], best, color=f"C{i}", where="post")
+        axes.set(xlabel=label, ylabel="validation loss, nats per token", xscale="log")
+        axes.grid(alpha=0.3, which="both")
+        axes.legend()
+    return figure
+
+
+def _save(figure: Any, folder: str, name: str) -> None:
+    from moelib.analysis.figures import save_figure
+
+    save_figure(figure, os.path.join(folder, name))
+
+
+def write_page(page: str, parts: Sequence[str]) -> None:
+    """Replaces what is between the comments of the study in a page, or makes the page.
+
+    Raises:
+        UserError: If the page lacks the comments.
+    """
+    text = read_text(page) if os.path.exists(page) else f"# Study\n\n{_BEGIN}\n{_END}\n"
+    before, begin, rest = text.partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if not begin or not end:
+        raise UserError(f"--page={page}: it lacks the lines {_BEGIN} and {_END}; add them.")
+    with atomic_file(page) as file:
+        file.write(f"{before}{begin}\n\n" + "\n\n".join(parts) + f"\n\n{end}{after}")
+
+
+def run(flags: Flags, arguments: Sequence[str]) -> None:
+    """Fetches, trains, analyzes and writes; or estimates the time."""
+    no_arguments(arguments, Flags)
+    if not flags.scale > 0:
+        raise UsageError(f"--scale={flags.scale}: set it above 0.")
+    planned = runs(flags)
+    if flags.estimate:
+        print_table(estimate(planned))
+        return
+    failed = train(flags, planned)
+    if len(failed) < len(planned):
+        page = flags.page or os.path.join(flags.output, "study.md")
+        write_page(page, list(results(flags, planned)))
+        print(f"wrote {page}")
+    if failed:
+        raise UserError(f"{len(failed)} of {len(planned)} runs failed: {'; '.join(failed)}.")
+
+
+if __name__ == "__main__":
+    sys.exit(run_command("study", Flags, run, sys.argv[1:], __doc__ or ""))

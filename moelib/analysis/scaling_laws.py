@@ -1,0 +1,300 @@
+"""Scaling laws of finished runs: the parametric law, compared with the IsoFLOP analysis.
+
+Letters: N parameters, D tokens, C FLOPs, L loss.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from moelib.analysis.isoflop import (
+    MIN_RUNS,
+    Floats,
+    Interval,
+    IsoFlopFit,
+    fit_isoflop,
+    group_by_budget,
+    percentiles,
+)
+from moelib.analysis.training_runs import TrainingRun, select
+from moelib.core.errors import UserError
+
+_HUBER_DELTA = 1e-3  # Of the residuals of log L, as in the source.
+_NUM_PARAMETERS = 5
+_NUM_STARTS = 8  # Best points of the grid of starts that are optimized.
+_NUM_WARM_STARTS = 2  # Distinct optima that every bootstrap starts from.
+_EXPONENTS = (1e-3, 3.0)  # Bounds of alpha and beta.
+NAMES = ("E", "A", "B", "alpha", "beta")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParametricLaw:
+    """L = E + A / N^alpha + B / D^beta, and C = kappa N^gamma D.
+
+    kappa and gamma are fitted to the runs' own FLOPs: they are 6 and 1 for C = 6 N D.
+
+    Source: Hoffmann et al., arXiv:2203.15556, eq. 10.
+    """
+
+    E: float
+    A: float
+    B: float
+    alpha: float
+    beta: float
+    kappa: float
+    gamma: float
+    objective: float  # Mean Huber loss of log L.
+    problem: str = ""  # Exponents that the runs do not determine.
+
+    def loss(self, n: float, d: float) -> float:
+        """Returns L at N parameters and D tokens."""
+        return self.E + self.A * n**-self.alpha + self.B * d**-self.beta
+
+    @property
+    def exponent(self) -> float:
+        """The exponent a of N_opt ~ C^a: beta / (alpha + beta) for gamma = 1."""
+        return self.beta / (self.alpha + self.gamma * self.beta)
+
+    def tokens(self, c: float, n: float) -> float:
+        """Returns the tokens that a model of N parameters is trained on with C FLOPs."""
+        return math.exp(math.log(c / self.kappa) - self.gamma * math.log(n))
+
+    def optimum(self, c: float) -> tuple[float, float, float]:
+        """Returns (N, D, L) of the lowest loss with C FLOPs."""
+        both = self.alpha + self.gamma * self.beta
+        ratio = math.log(self.alpha * self.A) - math.log(self.gamma * self.beta * self.B)
+        n = math.exp((ratio + self.beta * math.log(c / self.kappa)) / both)
+        d = self.tokens(c, n)
+        return n, d, self.loss(n, d)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """The best model for a budget."""
+
+    budget: float
+    times_largest: float  # The budget over the largest one of the fit.
+    parametric: tuple[float, float, float]  # N, D and L.
+    parametric_interval: tuple[Interval, Interval, Interval]
+    # N and D of the IsoFLOP law, and the parametric law's L there; None without the former.
+    isoflop: tuple[float, float, float] | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScalingFit:
+    """Both fits for one way of counting parameters."""
+
+    isoflop: IsoFlopFit
+    parametric: ParametricLaw
+    intervals: dict[str, Interval]  # Of the law's five numbers, and of its exponent "a".
+    predictions: list[Prediction]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScalingAnalysis:
+    """The scaling laws of runs."""
+
+    runs: list[TrainingRun]  # Those that were fitted.
+    excluded: dict[str, str]  # {name of a run: reason}.
+    fits: dict[str, ScalingFit]  # With keys "with embeddings" and "without embeddings".
+
+
+COUNTS = {"with embeddings": "parameters", "without embeddings": "non_embedding_parameters"}
+
+
+def analyze(
+    runs: Sequence[TrainingRun],
+    budgets: Sequence[float] = (),
+    *,
+    num_bootstraps: int = 500,
+    seed: int = 0,
+) -> ScalingAnalysis:
+    """Fits both laws to runs, for parameters counted with and without embeddings.
+
+    Args:
+        runs: The runs. Those whose loss is not finite, that are not finished, or that have fewer
+            than 300 steps are excluded and listed.
+        budgets: FLOPs to predict the best model for.
+        num_bootstraps: Number of refits for the intervals.
+        seed: Seed of the bootstrap.
+
+    Raises:
+        UserError: If the runs cannot be compared, too few are left, or all have one budget.
+    """
+    kept, excluded = select(runs)
+    flops = np.asarray([run.flops for run in kept])
+    listed = "".join(f"; {name}: {reason}" for name, reason in excluded.items())
+    least = max(MIN_RUNS, _NUM_PARAMETERS + 1)
+    if len(kept) < least:
+        raise UserError(f"{len(kept)} runs for a fit, which requires {least}; add runs{listed}.")
+    if len(group_by_budget(flops)) < 2:
+        raise UserError(
+            f"all {len(kept)} runs have a budget of {flops.max():.3g} FLOPs; add another{listed}."
+        )
+    tokens, losses = (np.asarray([getattr(r, x) for r in kept]) for x in ("tokens", "loss"))
+    fits = {}
+    for name, field in COUNTS.items():
+        n = np.asarray([getattr(run, field) for run in kept], np.float64)
+        fits[name] = _fit(flops, n, tokens, losses, budgets, num_bootstraps, seed)
+    return ScalingAnalysis(runs=kept, excluded=excluded, fits=fits)
+
+
+def _fit(
+    flops: Floats,
+    n: Floats,
+    d: Floats,
+    losses: Floats,
+    budgets: Sequence[float],
+    num_bootstraps: int,
+    seed: int,
+) -> ScalingFit:
+    """Returns both fits and the predictions, with N counted in one way."""
+    isoflop = fit_isoflop(flops, n, losses, num_bootstraps=num_bootstraps, seed=seed)
+    law, boots = fit_parametric(flops, n, d, losses, num_bootstraps=num_bootstraps, seed=seed)
+    columns = {name: [getattr(each, name) for each in boots] for name in NAMES}
+    columns["a"] = [each.exponent for each in boots]
+    predictions = []
+    for budget in budgets:
+        optima = np.asarray([each.optimum(budget) for each in boots])
+        low_n, low_d, low_l = (percentiles(optima[:, i]) for i in range(3))
+        point = None
+        if isoflop.law is not None:
+            best = isoflop.law(budget)
+            tokens = law.tokens(budget, best)
+            point = best, tokens, law.loss(best, tokens)
+        predictions.append(
+            Prediction(
+                budget=budget,
+                times_largest=budget / float(flops.max()),
+                parametric=law.optimum(budget),
+                parametric_interval=(low_n, low_d, low_l),
+                isoflop=point,
+            )
+        )
+    intervals = {name: percentiles(np.asarray(values)) for name, values in columns.items()}
+    return ScalingFit(isoflop=isoflop, parametric=law, intervals=intervals, predictions=predictions)
+
+
+# -- The parametric law --------------------------------------------------------------------------
+
+
+def fit_parametric(
+    flops: Floats, n: Floats, d: Floats, losses: Floats, *, num_bootstraps: int, seed: int = 0
+) -> tuple[ParametricLaw, list[ParametricLaw]]:
+    """Returns the law, and those of bootstraps, which draw runs within each budget.
+
+    log A, log B, log E, alpha and beta minimize the Huber loss of log L by L-BFGS-B, from the best
+    points of a grid of starts. log N and log D are centered, so that A hardly depends on alpha.
+
+    Args:
+        flops: C of each run.
+        n: N of each run.
+        d: D of each run.
+        losses: L of each run.
+        num_bootstraps: Number of refits, at least 1.
+        seed: Seed of the draws.
+    """
+    x, y, log_loss = np.log(n), np.log(d), np.log(losses)
+    center_x, center_y = float(np.mean(x)), float(np.mean(y))
+    data = x - center_x, y - center_y, log_loss
+
+    def law(theta: Floats, value: float) -> ParametricLaw:
+        a, b, e, alpha, beta = map(float, theta)
+        stuck = [
+            f"{name}={exponent:.3g}"
+            for name, exponent in (("alpha", alpha), ("beta", beta))
+            if not _EXPONENTS[0] * 1.01 < exponent < _EXPONENTS[1] * 0.99
+        ]
+        problem = f"{' and '.join(stuck)} is at a bound of the fit" if stuck else ""
+        gamma, log_kappa = np.polyfit(x, np.log(flops) - y, 1)
+        return ParametricLaw(
+            E=math.exp(e),
+            A=math.exp(a + alpha * center_x),
+            B=math.exp(b + beta * center_y),
+            alpha=alpha,
+            beta=beta,
+            kappa=math.exp(log_kappa),
+            gamma=float(gamma),
+            objective=value * _HUBER_DELTA**2,
+            problem=problem,
+        )
+
+    ones = np.full(len(x), 1 / len(x))
+    optima = _optima(_starts(data), data, ones)
+    starts = _distinct([theta for _, theta in optima])[:_NUM_WARM_STARTS]
+    rng, groups = np.random.default_rng(seed), group_by_budget(flops)
+    boots = []
+    for _ in range(num_bootstraps):
+        drawn = np.concatenate([rng.choice(group, len(group)) for group in groups])
+        weights = np.bincount(drawn, minlength=len(x)) / len(x)
+        value, theta = _optima(starts, data, weights)[0]
+        boots.append(law(theta, value))
+    return law(optima[0][1], optima[0][0]), boots
+
+
+Data = tuple[Floats, Floats, Floats]  # Centered log N and log D, and log L.
+
+
+def _starts(data: Data) -> list[Floats]:
+    """Returns the best starts of a grid: shares of the smallest loss, and exponents."""
+    lowest = float(np.min(data[2]))
+    exponents = (0.1, 0.3, 0.6, 1.2)
+    grid = [
+        np.asarray([lowest + math.log(a), lowest + math.log(b), lowest + math.log(e), alpha, beta])
+        for e in (0.05, 0.3, 0.6, 0.9)
+        for a in (0.03, 0.2, 0.6)
+        for b in (0.03, 0.2, 0.6)
+        for alpha in exponents
+        for beta in exponents
+    ]
+    ones = np.full(len(data[0]), 1 / len(data[0]))
+    return sorted(grid, key=lambda theta: _objective(theta, data, ones)[0])[:_NUM_STARTS]
+
+
+def _optima(starts: Sequence[Floats], data: Data, weights: Floats) -> list[tuple[float, Floats]]:
+    """Returns (objective, parameters) of the optimum of each start, best first."""
+    from scipy.optimize import minimize
+    from threadpoolctl import threadpool_limits
+
+    bounds = [(-50.0, 50.0)] * 3 + [_EXPONENTS] * 2
+    options = {"maxiter": 1000, "maxfun": 2000, "ftol": 1e-10, "gtol": 1e-7}
+    with threadpool_limits(1):  # Threads of BLAS make these small problems 20 times slower.
+        found = [
+            minimize(
+                *(_objective, start, (data, weights), "L-BFGS-B"),
+                jac=True,
+                bounds=bounds,
+                options=options,
+            )
+            for start in starts
+        ]
+    return sorted(((float(x.fun), x.x) for x in found), key=lambda pair: pair[0])
+
+
+def _distinct(points: Sequence[Floats]) -> list[Floats]:
+    """Returns the points that differ from all before them."""
+    kept: list[Floats] = []
+    for point in points:
+        if all(np.max(np.abs(point - other)) > 1e-2 for other in kept):
+            kept.append(point)
+    return kept
+
+
+def _objective(theta: Floats, data: Data, weights: Floats) -> tuple[float, Floats]:
+    """Returns the weighted Huber loss of log L over the squared delta, and its gradient."""
+    a, b, e, alpha, beta = theta
+    x, y, log_loss = data
+    terms = np.stack([a - alpha * x, b - beta * y, np.full_like(x, e)])  # [3, runs]
+    top = np.max(terms, 0)
+    shares = np.exp(terms - top)
+    total = np.sum(shares, 0)
+    r = (top + np.log(total) - log_loss) / _HUBER_DELTA
+    shares /= total
+    small = np.abs(r) <= 1.0
+    value = float(weights @ np.where(small, 0.5 * r * r, np.abs(r) - 0.5))
+    slope = weights * np.where(small, r, np.sign(r)) / _HUBER_DELTA
+    on_a, on_b, on_e = shares @ slope
+    gradient = [on_a, on_b, on_e, -(shares[0] * x) @ slope, -(shares[1] * y) @ slope]
+    return value, np.asarray(gradient)
