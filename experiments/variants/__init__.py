@@ -14,7 +14,7 @@ from moelib.train.trainer import SpmdTrainer
 
 from ..flame_moe import tiny
 from .differential_attention import UseDifferentialAttention
-from .dynamic_moe import UseDynamicMoE
+from .dynamic_moe import TopAnyRouter, UseDynamicMoE
 from .expert_choice import UseExpertChoice
 from .moba import UseBlockAttention
 from .moe_plus_plus import UseMoEPlusPlus
@@ -22,7 +22,9 @@ from .moe_plus_plus import UseMoEPlusPlus
 # By name of the variant, at sizes for flame-moe-tiny: its sequences have 128 tokens.
 MODIFIERS: Mapping[str, ConfigModifier.Config] = {
     "differential-attention": UseDifferentialAttention.default_config(),
-    "dynamic-moe": UseDynamicMoE.default_config().set(num_initial_experts=8, window_steps=50),
+    "dynamic-moe": UseDynamicMoE.default_config().set(
+        router=TopAnyRouter.default_config().set(num_initial_experts=8, window_steps=50)
+    ),
     "moba": UseBlockAttention.default_config().set(block_size=16),
     "moe-plus-plus": UseMoEPlusPlus.default_config(),
     "expert-choice": UseExpertChoice.default_config(),

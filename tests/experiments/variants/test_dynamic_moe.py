@@ -169,28 +169,28 @@ def test_within_a_window_steps_are_counted():
     np.testing.assert_array_equal(new["weight"], state()["weight"])
 
 
-def test_a_run_adds_and_removes_experts(tmp_path):
+@pytest.mark.parametrize(("num_initial", "window", "sign"), [(3, 2, 1), (8, 4, -1)])
+def test_a_run_adds_and_removes_experts(num_initial, window, sign, tmp_path):
     moe = tiny.plain_moe(num_experts=8)
     model = tiny.model_config(tiny.stacked(tiny.transformer_layer(moe), num_layers=2))
-    cfg = tiny.trainer_config(tmp_path, model=model, max_step=8, evaler=False)
-    cfg = (
-        UseDynamicMoE.default_config().set(num_initial_experts=3, window_steps=2).instantiate()(cfg)
-    )
-    router = cfg.model.decoder.block[0].feed_forward.router
+    cfg = tiny.trainer_config(tmp_path, model=model, max_step=13, evaler=False)
+    modifier = UseDynamicMoE.default_config()
+    modifier.router.set(num_initial_experts=num_initial, window_steps=window)
+    cfg = modifier.instantiate()(cfg)
     cfg.learner.optimizer.set(learning_rate=0.3)  # Thresholds move by steps of this size.
-    assert router.num_initial_experts == 3
     cfg.instantiate(parent=None).run()
     with open(tmp_path / "metrics.jsonl", encoding="utf-8") as lines:
         found = [json.loads(line) for line in lines]
     name = "decoder/repeated0/feed_forward/router/active_experts"
     counts = np.array([[x[f"{name}/{i}"] for i in (0, 1)] for x in found if f"{name}/0" in x])
+    assert np.all(counts[0] == num_initial)
     changes = np.diff(counts, axis=0)
-    assert (changes > 0).any()
-    assert (changes < 0).any()
+    assert np.any(sign * changes > 0)
+    assert not np.any(changes[np.arange(1, 13) % window > 0])  # At ends of windows only.
 
 
 @pytest.mark.parametrize("field", ["num_initial_experts", "num_experts_per_token"])
 def test_more_experts_than_slots_are_refused(field):
     sizes = {"input_dim": D, "num_experts": E, "num_experts_per_token": 2} | {field: E + 1}
-    with pytest.raises(UserError, match=f"{field}={E + 1}; set it from 1 to num_experts={E}"):
+    with pytest.raises(UserError, match=f"{field}={E + 1}; set {E} at most"):
         build(ROUTER, **sizes)
