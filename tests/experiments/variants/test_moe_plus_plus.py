@@ -62,7 +62,7 @@ def operands(seed=0):
     made = build(CFG)
     p = initial(made)
     # Most tokens go to experts that compute nothing.
-    p["router"]["weight"] = p["router"]["weight"] * np.where(np.arange(N) < E, 1, 4)
+    p["router"]["weight"] = p["router"]["weight"].at[:, E:].multiply(4)
     return made, {"p": p, "x": normal(B, S, D, seed=seed), "before": normal(B, S, N, seed=seed + 1)}
 
 
