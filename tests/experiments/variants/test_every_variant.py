@@ -16,6 +16,7 @@ from moelib.inference.cache import new_cache, next_logits
 from moelib.layers.remat import remat
 from moelib.models.huggingface.families import NoFamilyError, settings_of
 from moelib.parallel.mesh import mesh_shape_from_axes
+from moelib.train.pipeline import stack_of
 from moelib.verify.outcome import Status
 from moelib.verify.run import verify_config
 from tests import tiny
@@ -45,6 +46,7 @@ def trainer(name, **fields):
     """Returns a trainer of two MoE layers in a scan, recomputed, in two micro-batches."""
     model = tiny.model_config(tiny.decoder())
     model.decoder.remat = config_for_function(remat)
+    model.decoder.block[0].self_attention.set(num_heads=8, num_kv_heads=4, head_dim=4)
     cfg = tiny.trainer_config("unused", model=model, max_step=4, evaler=False)
     return modifier(name)(cfg.set(num_microbatches=2, **fields))
 
@@ -118,6 +120,11 @@ def test_a_model_without_the_replaced_layer_is_refused(name):
     cfg = tiny.trainer_config("unused", evaler=False)
     with pytest.raises(UserError, match="nothing replaced"):
         modifier(name)(cfg)
+
+
+@pytest.mark.parametrize("name", ["moba", "dynamic-moe", "expert-choice"])
+def test_a_pipeline_may_cut_between_layers_that_carry_nothing(name):
+    assert stack_of(built(name)[0]).num_blocks == 2
 
 
 @pytest.mark.parametrize("name", NAMES)
