@@ -54,7 +54,7 @@ class BaseLayer(Module):
     """A module with parameters.
 
     A layer declares its own part: `_create_layer_parameter_specs`, and where they apply
-    `_create_layer_cache_specs`, `_end_step`, `_own_active_parameters`,
+    `_create_layer_cache_specs`, `_create_layer_carry_specs`, `_end_step`, `_own_active_parameters`,
     `_own_forward_flops_per_token`, `sees_other_tokens` and `copies`. The public methods that end in
     `_recursively`, and the counts, walk over the tree of layers and need no override.
 
@@ -109,6 +109,19 @@ class BaseLayer(Module):
             length: Maximum number of tokens of a sequence.
         """
         del batch_size, length
+        return {}
+
+    def _create_layer_carry_specs(self, batch_size: int, seq_len: int) -> dict[str, ParameterSpec]:
+        """Returns the specs of the values that this layer gives to the next transformer layer.
+
+        They are zeros before the first layer; see moelib.layers.carry. A spec without dtype gets
+        that of the activations.
+
+        Args:
+            batch_size: Number of sequences.
+            seq_len: Number of tokens of a sequence.
+        """
+        del batch_size, seq_len
         return {}
 
     @property

@@ -20,6 +20,7 @@ from moelib.core.errors import UserError
 from moelib.core.module import nowrap
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.base import BaseLayer
+from moelib.layers.carry import carrying, initial_carry, put_back
 from moelib.layers.feed_forward import FeedForward
 from moelib.layers.moe.balance import add_pooled_balance_loss, balance_pool
 from moelib.layers.norm import BaseNorm, RMSNorm
@@ -27,6 +28,9 @@ from moelib.layers.remat import names_checked_together
 from moelib.parallel.sharding import constrain
 
 _MAX_LAYERS = 10_000  # Far above any model; far more would be built for hours.
+
+# The residual stream, and what layers carry besides it.
+Stream = tuple[Array, dict[str, Array]]
 
 # Called instead of the repeated blocks of a ScanStack: (stack, x, side inputs) -> output.
 Cut = Callable[["ScanStack", Array, dict[str, Any]], Array]
@@ -135,33 +139,39 @@ class BaseStack(BaseLayer):
 
     def forward(self, x: Float[Array, "B S D"], **side_inputs: Any) -> Float[Array, "B S D"]:
         """Returns the last layer's output; the side inputs go to every layer."""
+        stream = x, initial_carry(self, x)
         with names_checked_together():
             for i in range(len(self.config.first_layers)):
-                x = self._apply([f"layer{i}"], x, side_inputs, self._remat_first)
-            x = self._apply_blocks(x, side_inputs) if self._repeats else x
+                stream = self._apply([f"layer{i}"], stream, side_inputs, self._remat_first)
+            x, carried = self._apply_blocks(stream, side_inputs) if self._repeats else stream
+        put_back(carried)
         if balance_pool(self) is None:
             add_pooled_balance_loss(self)
         return x
 
     @abstractmethod
-    def _apply_blocks(self, x: Array, side_inputs: dict[str, Any]) -> Array:
+    def _apply_blocks(self, stream: Stream, side_inputs: dict[str, Any]) -> Stream:
         """Returns the output of the repeated blocks."""
 
     def _apply(
         self,
         names: Sequence[str],
-        x: Array,
+        stream: Stream,
         side_inputs: dict[str, Any],
         remat: Callable[[Callable], Callable] | None,
-    ) -> Array:
+    ) -> Stream:
         """Returns the output of a sequence of children, wrapped by `remat` as one block."""
 
-        def run(x: Array) -> Array:
-            for name in names:
-                x = self.children[name](x, **side_inputs)
-            return x
+        def run(stream: Stream) -> Stream:
+            x, carried = stream
+            with carrying(carried) as carried:
+                for name in names:
+                    x = self.children[name](x, **side_inputs)
+            return x, carried
 
-        return run(x) if remat is None else remat_in_context(run, x, remat=remat, children=names)
+        if remat is None:
+            return run(stream)
+        return remat_in_context(run, stream, remat=remat, children=names)
 
 
 class LoopStack(BaseStack):
@@ -174,12 +184,12 @@ class LoopStack(BaseStack):
         for i, layer in enumerate(self.config.block * self._repeats):
             self._add_layer(f"layer{first + i}", layer)
 
-    def _apply_blocks(self, x: Array, side_inputs: dict[str, Any]) -> Array:
+    def _apply_blocks(self, stream: Stream, side_inputs: dict[str, Any]) -> Stream:
         cfg = self.config
         for start in range(len(cfg.first_layers), cfg.num_layers, len(cfg.block)):
             names = [f"layer{start + j}" for j in range(len(cfg.block))]
-            x = self._apply(names, x, side_inputs, self._remat_block)
-        return x
+            stream = self._apply(names, stream, side_inputs, self._remat_block)
+        return stream
 
 
 class ScanStack(BaseStack):
@@ -217,7 +227,8 @@ class ScanStack(BaseStack):
     ) -> Array:
         """Returns the output of one block, whose parameters are the state of this context.
 
-        It saves all activations: the caller recomputes several blocks at once.
+        It saves all activations: the caller recomputes several blocks at once. No layer inside may
+        carry values to the next one.
 
         Args:
             x: The residual stream.
@@ -229,24 +240,24 @@ class ScanStack(BaseStack):
         if key is not None:
             context.prng_key = jax.random.fold_in(key, block)
             context.child_keys = {name: self._child_key(key, name)[block] for name in names}
-        return self._apply(names, x, side_inputs, self._remat_block)
+        return self._apply(names, (x, {}), side_inputs, self._remat_block)[0]
 
-    def _apply_blocks(self, x: Array, side_inputs: dict[str, Any]) -> Array:
+    def _apply_blocks(self, stream: Stream, side_inputs: dict[str, Any]) -> Stream:
         if (cut := _cut.get()) is not None:
-            return cut(self, x, side_inputs)
+            return cut(self, stream[0], side_inputs), stream[1]
         names = self._block_names
 
-        def run(x: Array, _: None) -> tuple[Array, None]:
-            return self._apply(names, x, side_inputs, None), None
+        def run(stream: Stream, _: None) -> tuple[Stream, None]:
+            return self._apply(names, stream, side_inputs, None), None
 
         context = self.get_invocation_context()
         key, state = context.key(), context.state or {}
-        x, _ = scan_in_context(
+        stream, _ = scan_in_context(
             run,
-            carry=x,
+            carry=stream,
             length=self._repeats,
             state={name: state.get(name, {}) for name in names},
             child_keys={} if key is None else {n: self._child_key(key, n) for n in names},
             remat=self._remat_block,
         )
-        return x
+        return stream

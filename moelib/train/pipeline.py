@@ -34,6 +34,7 @@ from moelib.core.module import functional
 from moelib.core.param import ParameterSpec, specs_by_path
 from moelib.core.precision import gradient_dtype, read_parameters
 from moelib.core.tree import Batch, Nested
+from moelib.layers.carry import carry_names
 from moelib.layers.moe.balance import BalanceScope
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.quantization import QuantizedWeight, quantized_weights
@@ -76,6 +77,12 @@ def stack_of(model: Any) -> ScanStack:
             "its decoder a ScanStack, or set pipeline=1."
         )
     for layer in layers:
+        if names := carry_names(layer):
+            raise UserError(
+                f"mesh axis pipeline: {layer._title()} ({type(layer).__qualname__}) carries "
+                f"{', '.join(names)} from layer to layer, which a pipeline does not send; set "
+                "pipeline=1."
+            )
         loss = layer.config.load_balance_loss if isinstance(layer, MoELayer) else None
         if loss is not None and loss.scope is BalanceScope.ALL_LAYERS:
             raise UserError(

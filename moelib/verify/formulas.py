@@ -26,7 +26,7 @@ from moelib.layers.feed_forward import FeedForward
 from moelib.layers.linear import Linear
 from moelib.layers.moe.balance import BalanceScope
 from moelib.layers.moe.layer import MoELayer
-from moelib.layers.moe.router import GroupScore, Router, Score
+from moelib.layers.moe.router import GroupScore, Router, Routing, Score
 from moelib.layers.norm import LayerNorm, RMSNorm
 from moelib.layers.rope import (
     LinearRotaryEmbedding,
@@ -227,6 +227,9 @@ def _moe(
         own = own + (experts["down_bias"][i] if cfg.bias else 0.0)
         weight = np.where(kept & (routed["expert_ids"] == i), routed["weights"], 0.0).sum(-1)
         y += weight[..., None] * own
+    if layer.config.local_experts is not None:
+        at = Routing(**(routed | {"mask": mask}))
+        y = y + output(layer.local_experts, p.get("local_experts", {}), x, at)
     if "shared_experts" in p:
         gate = expit(x @ p["shared_gate"]) if "shared_gate" in p else 1.0
         y = y + gate * output(layer.shared_experts, p["shared_experts"], x, mask)

@@ -19,6 +19,7 @@ from moelib.core.tree import Nested
 from moelib.kernels.cross_entropy import cross_entropy
 from moelib.kernels.flash_attention import MaskSpec, flash_attention
 from moelib.kernels.gmm import gmm
+from moelib.layers.carry import carry_names
 from moelib.layers.moe.balance import BalanceScope, BiasBalancing, LoadCounter
 from moelib.layers.moe.experts import FeedForwardExperts
 from moelib.layers.moe.layer import MoELayer
@@ -183,6 +184,8 @@ def layers(known: Reference) -> Difference | str | None:
         named = ({f"{path[:-1]}: {n}": x for n, x in each.items()} for each in _layer(layer, own))
         if found := first_difference(*named, relative=1e-6, floor=1e-9):
             return found
+    if carrying := [each.path() for each, _ in form.model.walk() if carry_names(each)]:
+        return f"{carrying[0]} carries values from layer to layer: the whole model has no formula"
     left_out = f"without {form.unquantized}" if form.unquantized else None
     if type(form.model) is not CausalLM or known.is_random:
         return left_out
@@ -248,11 +251,13 @@ def _model(known: Reference, form: Plain) -> Difference | None:
 
 def _has_formula(layer: Any, *, is_random: bool) -> bool:
     """Returns whether a layer is compared by itself; those around it are by the model's loss."""
+    if any(carry_names(each) for each, _ in layer.walk()):
+        return False  # It does not run outside of a stack.
     known = {*formulas.FORMULAS, *formulas.FREQUENCIES, FeedForwardExperts, Router, *_HOLD_STATE}
     if is_random and any(type(each) not in known for each, _ in layer.walk()):
         return False  # Perhaps one of the user's own, with random numbers.
     if type(layer) is MoELayer:
-        return type(layer.experts) is FeedForwardExperts
+        return type(layer.experts) is FeedForwardExperts and layer.config.local_experts is None
     return type(layer) in (*formulas.FORMULAS, Router) and not isinstance(
         layer, TransformerLayer | LoopStack
     )

@@ -143,17 +143,32 @@ class GroupedQueryAttention(BaseLayer):
         segment_ids: Int[Array, "B S"] | None,
         sinks: Float[Array, "H"] | None,
     ) -> Float[Array, "B S H Dh"]:
+        """Returns the heads' outputs. Kinds of attention with the same projections override it."""
         cfg: GroupedQueryAttention.Config = self.config
         spec = MaskSpec(self._head_dim**-0.5, window=cfg.window, logit_cap=cfg.logit_cap)
-        cache = self.cache
-        if cache is not None:
-            at = (positions, segment_ids, spec.window)
-            k_cache = store(cache["k"], k.swapaxes(1, 2), *at)  # [B, G, L, Dh]
-            v_cache = store(cache["v"], v.swapaxes(1, 2), *at)
-            self.put_cache(k=k_cache, v=v_cache)
-            if q.shape[1] == 1:
-                return attend_to_cache(q, k_cache, v_cache, positions, sinks, spec)
+        if (cached := self._store(k, v, positions, segment_ids)) is not None:
+            return attend_to_cache(q, *cached, positions, sinks, spec)
         return attend(q, k, v, segment_ids, sinks, spec=spec)
+
+    def _store(
+        self,
+        k: Float[Array, "B S G Dh"],
+        v: Float[Array, "B S G Dh"],
+        positions: Int[Array, "B S"],
+        segment_ids: Int[Array, "B S"] | None,
+    ) -> tuple[Float[Array, "B G L Dh"], Float[Array, "B G L Dh"]] | None:
+        """Stores the tokens in the cache, if there is one.
+
+        Returns the cached keys and values if one new token per sequence attends to them; None for
+        whole sequences, which attend among themselves.
+        """
+        if (cache := self.cache) is None:
+            return None
+        at = (positions, segment_ids, self.config.window)
+        k_cache = store(cache["k"], k.swapaxes(1, 2), *at)
+        v_cache = store(cache["v"], v.swapaxes(1, 2), *at)
+        self.put_cache(k=k_cache, v=v_cache)
+        return (k_cache, v_cache) if k.shape[1] == 1 else None
 
     def _normalized(self, norm: BaseNorm, x: Float[Array, "B S N Dh"]) -> Float[Array, "B S N Dh"]:
         if not self.config.qk_norm_joint:

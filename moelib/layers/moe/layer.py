@@ -54,6 +54,9 @@ class MoELayer(BaseLayer):
         experts: BaseLayer.Config = FeedForwardExperts.default_config()  # Kind of the experts.
         # A feed-forward layer that all tokens visit, with its own hidden_dim; None for none.
         shared_experts: BaseLayer.Config | None = None
+        # Experts computed where the tokens are, called with (x, routing): they take assignments to
+        # the ids from num_experts on, which no dispatcher sends. None for none.
+        local_experts: BaseLayer.Config | None = None
         shared_gate: bool = False  # Whether sigmoid(x w) multiplies the shared experts' output.
         load_balance_loss: LoadBalanceLoss.Config | None = None  # None adds no such loss.
         router_z_loss: RouterZLoss.Config | None = None  # None adds no such loss.
@@ -69,6 +72,8 @@ class MoELayer(BaseLayer):
         }
         self._add_child("router", cfg.router.clone(**sizes))
         self._add_child("experts", cfg.experts.clone(hidden_dim=cfg.hidden_dim, **sizes))
+        if cfg.local_experts is not None:
+            self._add_child("local_experts", cfg.local_experts.clone(**sizes))
         if cfg.shared_experts is not None:
             self._add_child("shared_experts", cfg.shared_experts.clone(input_dim=cfg.input_dim))
         elif cfg.shared_gate:
@@ -104,6 +109,8 @@ class MoELayer(BaseLayer):
             mask = jnp.ones(x.shape[:2], bool)
         routing: Routing = self.router(x, mask)
         y, num_dropped = self._routed(self.parameters["experts"], x, routing)
+        if self.config.local_experts is not None:
+            y = y + self.local_experts(x, routing)
         if self.config.shared_experts is not None:
             y = y + self._from_shared_experts(x, mask)
         self._report(routing, num_dropped)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moelib.core.config import config_class
 from moelib.core.errors import UserError
 from moelib.core.module import UnconsumedAuxLossError, functional
 from moelib.core.precision import cast_parameters
@@ -22,6 +23,7 @@ from moelib.layers.moe.layer import MoELayer
 from moelib.layers.moe.router import Router, Score
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 from moelib.parallel.sharding import named_shardings, sharding_rules
+from tests import tiny
 from tests.layers.calling import QUICK, build, call, call_and_collect, float64, initial, normal
 
 B, S, D, F, E, K = 8, 6, 8, 8, 4, 2
@@ -304,6 +306,49 @@ def test_active_parameters_and_flops_are_counted_by_hand():
     matrices = 3 * D * (K * F + 12)
     assert LAYER.active_parameters() == matrices + D * E
     assert LAYER.forward_flops_per_token(S) == 2 * (matrices + D * E)
+
+
+class Halves(BaseLayer):
+    """Local experts that return their assignments' weights times x / 2."""
+
+    @config_class
+    class Config(BaseLayer.Config):
+        input_dim: int = D
+        num_experts: int = E
+        num_experts_per_token: int = K
+
+    def forward(self, x, routing):
+        weights = jnp.where(routing.expert_ids >= self.config.num_experts, routing.weights, 0.0)
+        return jnp.sum(weights, -1, keepdims=True) * x / 2
+
+
+class Widened(Router):
+    """A router with two experts more than the layer has parameters for."""
+
+    def __init__(self, cfg, *, parent):
+        super().__init__(cfg.clone(num_experts=cfg.num_experts + 2), parent=parent)
+
+
+@pytest.mark.parametrize("axes", [{}, {"expert": 4, "fsdp": 2}])
+def test_local_experts_take_the_ids_after_those_of_experts_on_every_mesh(axes):
+    router, local = Widened.default_config(), Halves.default_config()
+    made = layer(router=router, local_experts=local, load_balance_loss=None)
+    params = initial(made)
+    run = functools.partial(call_and_collect, made, params, jnp.asarray(X), MASK)
+    if axes:
+        with jax.set_mesh(tiny.mesh(**axes)):
+            got = run()[0]
+    else:
+        got = run()[0]
+    p, x = float64(params), X.astype(np.float64)
+    want = swiglu(x, p["shared_experts"]["up"], p["shared_experts"]["down"])
+    for b, s in zip(*np.nonzero(MASK), strict=True):
+        probs = np.exp(x[b, s] @ p["router"]["weight"])
+        probs /= probs.sum()
+        for e in np.argsort(-probs)[:K]:
+            up, down = (p["experts"][name][min(e, E - 1)] for name in ("up", "down"))
+            want[b, s] += probs[e] * (swiglu(x[b, s], up, down) if e < E else x[b, s] / 2)
+    np.testing.assert_allclose(got[MASK], want[MASK], rtol=1e-5, atol=1e-5)
 
 
 def test_more_assignments_than_experts_are_refused_with_the_routers_path():

@@ -1,0 +1,106 @@
+"""Differential attention against the paper's equations, per depth, with documents."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.variants.differential_attention import (
+    DifferentialAttention,
+    UseDifferentialAttention,
+)
+from moelib.core.errors import UserError
+from moelib.core.module import functional
+from moelib.layers.attention.grouped_query import GroupedQueryAttention
+from moelib.layers.carry import carrying
+from moelib.train.pipeline import stack_of
+from tests import tiny
+from tests.experiments.variants.compare import assert_equal_to_reference, softmax, turned
+from tests.layers.calling import build, initial, normal
+
+B, S, D, H, G, Dh = 2, 7, 6, 8, 4, 4
+SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 2], [1, 1, 1, 1, 1, 1, 0]], np.int32)
+POSITIONS = np.array([[0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 0]], np.int32)
+AT, IN = jnp.asarray(POSITIONS), jnp.asarray(SEGMENTS)
+CFG = DifferentialAttention.default_config().set(
+    input_dim=D, num_heads=H, num_kv_heads=G, head_dim=Dh
+)
+
+
+def reference(p, x, lambda_init):
+    """Returns equations 1 to 3, one pair of heads after another."""
+    q = turned(np.einsum("bsd,dhk->bshk", x, p["q"]), POSITIONS)
+    kv = np.einsum("bsd,dngk->bsngk", x, p["kv"])
+    k, v = turned(kv[:, :, 0], POSITIONS), kv[:, :, 1]
+    products = (p[f"lambda_q{i}"] @ p[f"lambda_k{i}"] for i in (1, 2))
+    first, second = map(np.exp, products)
+    lam = first - second + lambda_init
+    seen = np.tril(np.ones((S, S), bool)) & (SEGMENTS[:, :, None] == SEGMENTS[:, None])
+    out = np.zeros((B, S, D))
+    for pair in range(H // 2):
+        of = pair // (H // G)  # The pair of keys and the value.
+        maps = []
+        for i in (0, 1):
+            scores = q[:, :, 2 * pair + i] @ k[:, :, 2 * of + i].swapaxes(1, 2) / np.sqrt(Dh)
+            maps.append(softmax(np.where(seen, scores, -np.inf)))
+        value = np.concatenate([v[:, :, 2 * of], v[:, :, 2 * of + 1]], -1)  # [B, S, 2 Dh]
+        head = (maps[0] - lam * maps[1]) @ value
+        head = head / np.sqrt((head**2).mean(-1, keepdims=True) + 1e-5) * p["head_norm"]["scale"]
+        head = (1 - lambda_init) * head
+        for i in (0, 1):
+            out += head[..., i * Dh : (i + 1) * Dh] @ p["output"][2 * pair + i]
+    return out
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_values_and_gradients_are_those_of_the_equations(depth):
+    made = build(CFG)
+
+    def run(operands):
+        with carrying({"depth": jnp.float32(depth)}):
+            inputs = {"x": operands["x"], "positions": AT, "segment_ids": IN}
+            y, _ = functional(made, None, operands["p"], inputs, is_training=True)
+        return y
+
+    lambda_init = 0.8 - 0.6 * np.exp(-0.3 * depth)
+    operands = {"p": initial(made), "x": normal(B, S, D)}
+    at = lambda operands: reference(operands["p"], operands["x"], lambda_init)
+    assert_equal_to_reference(run, at, operands)
+
+
+def test_parameters_are_those_of_grouped_query_attention_and_four_vectors_and_a_norm():
+    plain = GroupedQueryAttention.default_config().set(
+        input_dim=D, num_heads=H, num_kv_heads=G, head_dim=Dh
+    )
+    count = lambda cfg: build(cfg).active_parameters()
+    assert count(CFG) == count(plain) + 4 * Dh + 2 * Dh
+
+
+def test_depth_counts_layers_in_a_scan():
+    layer = tiny.transformer_layer().set(self_attention=CFG.clone())
+    model = tiny.model_config(tiny.stacked(layer, num_layers=3)).instantiate(parent=None)
+    params = tiny.initial(model)
+    grad = lambda params: tiny.value_and_grad(model, params, tiny.packed_batch())[1]
+    vectors = grad(params)["decoder"]["repeated0"]["self_attention"]["lambda_q1"]
+    assert vectors.shape == (3, Dh)
+    assert np.all(np.any(vectors, -1))
+
+
+@pytest.mark.parametrize(("field", "number"), [("num_heads", 3), ("num_kv_heads", 1)])
+def test_heads_without_a_pair_are_refused(field, number):
+    cfg = CFG.clone(**({"num_kv_heads": None} | {field: number}))
+    with pytest.raises(UserError, match=rf"{field}={number}: .* in pairs; set an even"):
+        build(cfg)
+
+
+def test_sinks_are_refused():
+    with pytest.raises(UserError, match="sinks=True"):
+        build(CFG, sinks=True)
+
+
+def test_a_pipeline_requires_a_number_as_the_initial_lambda():
+    cfg = tiny.trainer_config("unused", model=tiny.model_config())
+    cfg = UseDifferentialAttention.default_config().instantiate()(cfg)
+    with pytest.raises(UserError, match=r"\(DifferentialAttention\) carries depth"):
+        stack_of(cfg.model.instantiate(parent=None))
+    cfg.model.decoder.block[0].self_attention.lambda_init = 0.8
+    assert stack_of(cfg.model.instantiate(parent=None)).num_blocks == 2
