@@ -24,6 +24,7 @@ COMMANDS = {
     "verify": ("moelib.cli.verify", "Check that a config computes the same on every mesh."),
     "generate": ("moelib.cli.generate", "Continue prompts with a trained model."),
     "evaluate": ("moelib.cli.evaluate", "Evaluate the checkpoints of a run on benchmarks."),
+    "analyze": ("moelib.cli.analyze", "Analyze the routing of a run."),
     "convert": ("moelib.cli.convert", "Read and write Hugging Face models."),
 }
 _MOVED = {"bench": "python -m benchmarks NAME"}  # For one version.

@@ -1,0 +1,1 @@
+"""Analyses of what runs wrote: they read files only."""
