@@ -148,9 +148,14 @@ def analyze(
         logs: The logs.
         settings: What to compute; None for the defaults.
         on_layer: Function called with each layer before it is read.
+
+    Raises:
+        UserError: If all tokens are padding.
     """
     settings = settings or Settings()
     token_ids = np.concatenate([ids[mask] for ids, mask in logs.last.tokens()])
+    if not len(token_ids):
+        raise UserError(f"{logs.last.folder}: all tokens are padding; log an input with text.")
     found: Series = {}
     for layer in logs.last.layers:
         on_layer(layer)

@@ -179,7 +179,8 @@ def report(logs: Any, found: Mapping[str, Any], decode: Callable[[int], str] | N
     for analysis, layers in found.items():
         title, _, text = PLOTS[analysis]
         lines += ["", f"## {title}", "", text, "", f"![{title}]({analysis}.svg)"]
-        cells = {name: _cells(analysis, x, first, decode) for name, x in layers.items()}
+        ends = logs.steps.index(first), logs.steps.index(header.step)
+        cells = {name: _cells(analysis, x, ends, decode) for name, x in layers.items()}
         if columns := list(next(iter(cells.values()))):
             rows = [[name, *map(_text, each.values())] for name, each in cells.items()]
             lines += ["", to_markdown(Table("", ["layer", *(f"{x}>" for x in columns)], rows))]
@@ -197,18 +198,22 @@ def _dead_experts(steps: Sequence[int], layers: Mapping[str, Any]) -> list[str]:
 
 
 def _cells(
-    analysis: str, numbers: Any, first: int, decode: Callable[[int], str] | None
+    analysis: str, numbers: Any, ends: tuple[int, int], decode: Callable[[int], str] | None
 ) -> dict[str, Any]:
-    """Returns a layer's line of the table of an analysis, by column; empty without a table."""
+    """Returns a layer's line of the table of an analysis, by column; empty without a table.
+
+    `ends` are the positions of the first and the last step with a log.
+    """
+    first, last = ends
     match analysis:
         case "load":
             return {
-                "max / mean - 1": numbers["max_violation"][-1],
-                "entropy": numbers["entropy"][-1],
-                "experts without a token": len(numbers["dead_experts"][-1]),
+                "max / mean - 1": numbers["max_violation"][last],
+                "entropy": numbers["entropy"][last],
+                "experts without a token": len(numbers["dead_experts"][last]),
             }
         case "saturation":
-            return {f"k = {k} at step {first}": _defined(x)[0] for k, x in numbers.items()}
+            return {f"k = {k}, first step": x[first] for k, x in numbers.items()}
         case "specialization":
             best = max(numbers["experts"], key=lambda each: each["share"] or 0.0)
             shown = (f"{(decode or str)(x['token'])!r} {x['share']:.2f}" for x in best["best"])
@@ -218,7 +223,7 @@ def _cells(
                 "best token ids": f"expert {best['expert']}: {', '.join(shown)}",
             }
         case "drift":
-            return {"assignments": numbers["changed"][-1], "load": numbers["load_shift"][-1]}
+            return {"assignments": numbers["changed"][last], "load": numbers["load_shift"][last]}
         case "replay":
             cells = {f"dropped at {factor}": x for factor, x in numbers["drops"].items()}
             for n, placements in numbers["expert_parallel"].items():
@@ -226,10 +231,6 @@ def _cells(
                     cells[f"rows, {n} devices, {name}"] = x["rows_per_token"]
             return cells
     return {}
-
-
-def _defined(values: Sequence[Any]) -> list[Any]:
-    return [value for value in values if value is not None]
 
 
 def _text(value: Any) -> str:
