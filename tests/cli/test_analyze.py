@@ -61,3 +61,25 @@ def test_checkpoints_without_a_log_get_one_that_equals_that_of_training(run, cap
         assert (run / f"analysis/routing/{name}.svg").stat().st_size > 1000
         assert f"({name}.svg)" in report
     assert "wrote" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name an analysis: routing"),
+        (["routin"], "'routin'.*'routing'"),
+        (["routing", "more"], "'more'"),
+        (["routing"], "--trainer_dir"),
+        (["routing", "--trainer_dir=x", "--steps=last"], "--steps=last"),
+        (["routing", "--trainer_dir=x", "--expert_parallel=2,0"], "--expert_parallel=2,0"),
+        (["routing", "--trainer_dir=x", "--capacity_factors=a"], "--capacity_factors=a"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, message):
+    with pytest.raises(UserError, match=message):
+        analyze.run(*parse_flags(analyze.Flags, arguments))
+
+
+def test_a_folder_without_checkpoints_and_logs_is_refused(tmp_path):
+    with pytest.raises(UserError, match=str(tmp_path)):
+        analyze_with(tmp_path)

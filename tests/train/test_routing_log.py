@@ -9,11 +9,13 @@ import pytest
 
 from moelib.checkpoint.policy import every_n_steps_and_last_policy
 from moelib.core.config import config_for_function
+from moelib.core.errors import UserError
 from moelib.core.module import functional
-from moelib.core.routing_file import RoutingLog, log_folder
+from moelib.core.routing_file import RoutingLog, list_logs, log_folder
 from moelib.layers.moe.router import Router
 from moelib.parallel.mesh import mesh_shape_from_axes
-from moelib.train.routing_log import RoutingEvaler
+from moelib.train import routing_log
+from moelib.train.routing_log import RoutingEvaler, RoutingLogError
 from tests import tiny
 from tests.layers.calling import QUICK
 
@@ -118,3 +120,52 @@ def test_a_mesh_with_expert_parallelism_gives_the_same_ids(trainer, tmp_path):
         for x, y in zip(got[:3], arrays(one, *fields)[name], strict=False):
             np.testing.assert_array_equal(x, y)
     assert one.header.config_hash == eight.header.config_hash
+
+
+def test_logs_of_later_steps_are_discarded_and_complete_ones_kept(trainer):
+    log = trainer.routing_log
+    assert log.should_log(step=4)
+    assert not log.should_log(step=3)
+    assert not log.should_log(step=4, unless_complete=True)
+    log.discard_after(4)
+    assert list_logs(trainer.config.dir, "val") == {4: True}
+    log.discard_after(3)
+    assert list_logs(trainer.config.dir, "val") == {4: False}
+    assert log.should_log(step=4, unless_complete=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda cfg: cfg.set(model=tiny.dense_model(32)), "no MoELayer"),
+        (lambda cfg: cfg.set(model=tiny.TinyModel.default_config()), "TinyModel"),
+        (lambda cfg: cfg.routing_log.set(evaler="vall"), "'vall'.*'val'"),
+        (lambda cfg: cfg.routing_log.set(max_batches=0), "max_batches=0"),
+    ],
+)
+def test_a_log_that_cannot_be_written_is_refused(tmp_path, change, message):
+    cfg = config(tmp_path)
+    change(cfg)
+    with pytest.raises(UserError, match=message):
+        cfg.instantiate(parent=None)
+
+
+def test_a_full_disk_is_an_error_of_the_log(trainer, monkeypatch):
+    def full(*unused):
+        raise OSError(28, "No space left on device", "batch_00000.process_0000.npz")
+
+    monkeypatch.setattr(routing_log, "write_part", full)
+    log = trainer.routing_log
+    with trainer.on_mesh(), pytest.raises(RoutingLogError, match="No space left"):
+        log.write(trainer.model_params_for_eval(), trainer.mesh(), step=8)
+    assert list_logs(trainer.config.dir, "val")[8] is False
+
+
+def test_the_training_step_is_the_same_with_and_without_logs(tmp_path):
+    programs = []
+    for kept in (True, False):
+        cfg = config(tmp_path, mesh_shape=mesh_shape_from_axes(data=1))
+        cfg.routing_log = cfg.routing_log if kept else None
+        made = cfg.instantiate(parent=None, devices=jax.devices()[:1])
+        programs.append(made.trace_train_step().lower().as_text())
+    assert programs[0] == programs[1]
