@@ -1,6 +1,7 @@
 """Statistics of planted routings, against arithmetic."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,14 +61,15 @@ def test_permuting_tokens_changes_nothing(num_tokens):
     other = np.argsort(rng.random((num_tokens, 8)), 1)[:, :3].astype(np.uint8)
     tokens = rng.integers(0, 9, num_tokens)
     order = rng.permutation(num_tokens)
-    for function, arrays in (
-        (counts.load, (ids,)),
-        (counts.coactivation, (ids,)),
-        (counts.overlap, (ids, other)),
-        (lambda a, b, n: counts.specialization(a, b, n, 9), (ids, tokens)),
-    ):
+    cases: list[tuple[Any, Any]] = [
+        (lambda a: counts.load(a, 8), (ids,)),
+        (lambda a: counts.coactivation(a, 8), (ids,)),
+        (lambda a, b: counts.overlap(a, b, 8), (ids, other)),
+        (lambda a, b: counts.specialization(a, b, 8, 9), (ids, tokens)),
+    ]
+    for function, arrays in cases:
         permuted = [array[order] for array in arrays]
-        np.testing.assert_array_equal(function(*arrays, 8), function(*permuted, 8))
+        np.testing.assert_array_equal(function(*arrays), function(*permuted))
 
 
 def test_numbers_that_are_not_finite_are_null():
