@@ -74,6 +74,7 @@ def config(size: Size, kind: str) -> Any:
     from moelib.checkpoint.policy import evenly_spaced_policy
     from moelib.core.config import config_for_function
     from moelib.models.dense_twin import dense_twin
+    from moelib.train.routing_log import RoutingEvaler
 
     cfg = flame_moe.tiny()
     decoder = cfg.model.decoder
@@ -89,16 +90,13 @@ def config(size: Size, kind: str) -> Any:
     cfg.input.set(seq_len=SEQ_LEN, global_batch_size=BATCH_SIZE, vocab_size=VOCAB_SIZE)
     evaler.input.set(seq_len=SEQ_LEN, vocab_size=VOCAB_SIZE, max_batches=8)
     evaler.eval_policy = config_for_function(evenly_spaced_policy).set(num=10)
+    assert cfg.checkpointer is not None
     cfg.checkpointer.set(save_policy=evaler.eval_policy.clone(), keep_last_n=1)
     cfg.summary_writer.formats = ["json_lines"]
     if kind == "dense":
         return dense_twin(cfg).config
-    return _log_routing(cfg)
-
-
-def _log_routing(cfg: Any) -> Any:
-    """Returns the config of an MoE run with its routing log; the one place where it is set."""
-    return cfg
+    log = RoutingEvaler.default_config().set(evaler="validation")
+    return cfg.set(routing_log=log.set(eval_policy=evaler.eval_policy.clone()))
 
 
 def named_trainer_configs() -> Mapping[str, Callable[[], Any]]:

@@ -16,9 +16,9 @@ from experiments.flame_moe import DENSE_SIZES, MOE_SIZES, named_trainer_configs
 from moelib.core.command_line import flag, no_arguments, run_command
 from moelib.core.config_paths import set_at
 from moelib.core.errors import UsageError
+from moelib.core.metrics_file import read_metrics
 from moelib.core.table import Table, print_table
 from moelib.launch import DeviceFlags
-from moelib.train.metrics_file import read_metrics
 from moelib.verify.shrink import shrink
 
 NAMES = [f"flame-moe-{name}" for name in MOE_SIZES] + [f"dense-{name}" for name in DENSE_SIZES]

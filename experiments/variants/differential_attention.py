@@ -71,7 +71,7 @@ class DifferentialAttention(GroupedQueryAttention):
         v: Float[Array, "B S G Dh"],
         positions: Int[Array, "B S"],
         segment_ids: Int[Array, "B S"] | None,
-        sinks: None,
+        sinks: Float[Array, "H"] | None,
     ) -> Float[Array, "B S H Dh"]:
         del sinks
         cfg, (batch, seq_len, _, dim) = self.config, q.shape

@@ -49,7 +49,7 @@ class BlockAttention(GroupedQueryAttention):
         v: Float[Array, "B S G Dh"],
         positions: Int[Array, "B S"],
         segment_ids: Int[Array, "B S"] | None,
-        sinks: None,
+        sinks: Float[Array, "H"] | None,
     ) -> Float[Array, "B S H Dh"]:
         del sinks
         if (cached := self._store(k, v, positions, segment_ids)) is not None:

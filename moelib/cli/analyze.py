@@ -1,59 +1,171 @@
-"""`moelib analyze`: analyzes what finished runs wrote.
+"""`moelib analyze`: analyzes what runs wrote.
 
+moelib analyze routing --trainer_dir=RUN                   # logs, numbers and plots of routing
 moelib analyze scaling --budgets=1e20,1e21 runs/grid       # scaling laws of the runs below folders
 moelib analyze twins runs/moe runs/dense                   # an MoE run and its dense twin
 
-Each writes JSON, a plot and report.md into a folder, and prints the tables.
+Each writes JSON, plots and report.md into a folder. `routing` first writes the routing logs of the
+checkpoints that have none, then load, saturation, co-activation, specialization and drift over
+steps, and a replay that predicts drops and all-to-all traffic.
 """
 
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+from moelib.cli.evaluate import find_steps
 from moelib.core import storage
-from moelib.core.command_line import flag
+from moelib.core.command_line import describe_flags, flag
 from moelib.core.config import did_you_mean
 from moelib.core.errors import UsageError
+from moelib.core.progress import Progress
 from moelib.core.table import print_table
+from moelib.launch import DeviceFlags, import_module
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Flags:
+class Flags(DeviceFlags):
     """Flags of the command."""
 
-    runs: tuple[str, ...] = flag((), "Folder of runs, besides those that are arguments.")
-    output: str | None = flag(None, "Folder of the report; by default analysis/NAME.")
-    metric: str | None = flag(
-        None,
-        "Loss to analyze; by default validation/cross_entropy if all runs have it, else mean_loss.",
+    output: str | None = flag(
+        None, "Folder of the results; by default analysis/NAME, of routing in the run."
     )
     module: str | None = flag(None, "Module of the runs' own layers, which configs may name.")
+    trainer_dir: str | None = flag(None, "routing: Folder of a run.")
+    steps: str = flag("all", "routing: Steps of the logs: all, or steps such as 100,200.")
+    evaler: str | None = flag(
+        None, "routing: Evaler of the run whose input is logged; by default its only."
+    )
+    max_batches: int | None = flag(
+        None,
+        "routing: Number of batches of a log; by default that of the run's logs.",
+        lower_bound=1,
+    )
+    mesh: str | None = flag(None, "routing: Mesh, such as fsdp=4,expert=2; by default one device.")
+    module_dir: str | None = flag(None, "routing: Folder of the modules of the run's own layers.")
+    skip_checksums: bool = flag(
+        False, "routing: Whether to read a run without comparing checksums."
+    )
+    min_count: int = flag(
+        100, "routing: Occurrences from which a token id has a share.", lower_bound=1
+    )
+    seed: int = flag(0, "routing: Seed of the permutation baseline.")
+    capacity_factors: tuple[str, ...] = flag(
+        (),
+        "routing: Capacity factors whose drops are predicted; by default 1,1.25,1.5,2.",
+        split=True,
+    )
+    expert_parallel: tuple[str, ...] = flag(
+        (),
+        "routing: Numbers of devices that share experts in the replay; by default 2,4,8.",
+        split=True,
+    )
+    runs: tuple[str, ...] = flag(
+        (), "scaling, twins: Folder of runs, besides those that are arguments."
+    )
+    metric: str | None = flag(
+        None,
+        "scaling, twins: Loss; by default validation/cross_entropy if all have it, else mean_loss.",
+    )
     budgets: tuple[str, ...] = flag(
         (), "scaling: FLOPs to predict the best model for, such as 1e20,1e21.", split=True
     )
     num_bootstraps: int = flag(500, "scaling: Refits for the intervals.", lower_bound=1)
 
 
+class _Analysis(NamedTuple):
+    """An analysis: its function of the flags and of the folders, and its own flags."""
+
+    write: Callable[[Flags, Sequence[str]], list[str]]  # Returns the paths of the files.
+    flags: Sequence[str]
+
+
 def run(flags: Flags, arguments: Sequence[str]) -> None:
-    """Runs the analysis that the first argument names on the runs that the others name."""
+    """Runs the analysis that the first argument names, on the runs that the others name."""
     if not arguments or arguments[0] not in ANALYSES:
         given = arguments[0] if arguments else ""
         raise UsageError(f"name an analysis, not {given!r}; {did_you_mean(given, ANALYSES)}")
     name, *folders = arguments
-    if flags.budgets and name != "scaling":
-        raise UsageError(f"--budgets={','.join(flags.budgets)} is of the analysis scaling.")
+    for info in describe_flags(Flags):
+        users = [each for each, (_, own) in ANALYSES.items() if info.name in own]
+        if users and name not in users and getattr(flags, info.name) != info.default:
+            raise UsageError(f"--{info.name} is of the analysis {' or '.join(users)}, not {name}.")
     if flags.module:
-        from moelib.launch import import_module
-
         import_module(flags.module)
-    folders = [*flags.runs, *folders]
-    for folder in folders:
-        storage.require_local("a folder of runs", folder, "copy the runs there")
-    written = ANALYSES[name](flags, folders, flags.output or os.path.join("analysis", name))
-    print(f"wrote {', '.join(written)}")
+    print(f"wrote {', '.join(ANALYSES[name].write(flags, folders))}")
 
 
-def scaling(flags: Flags, folders: Sequence[str], output: str) -> list[str]:
+def routing(flags: Flags, folders: Sequence[str]) -> list[str]:
+    """Writes missing routing logs, analyzes all, and returns the paths of the report."""
+    if flags.trainer_dir is None or folders:
+        raise UsageError("routing: set --trainer_dir to the folder of one run.")
+    run, settings = flags.trainer_dir, _settings(flags)
+    flags.set_up()
+    from moelib.analysis.routing import analyze, open_logs, write_analysis
+    from moelib.train.checkpoint_routing import expected_steps, write_missing_logs
+
+    wanted = None if flags.steps == "all" else _numbers("steps", flags.steps.split(","), int)
+    checkpoints = _checkpoints(run)
+    selected = [step for step in checkpoints if wanted is None or step in wanted]
+    with Progress("routing log of step", None) as progress:
+        name, missing = write_missing_logs(
+            run,
+            selected,
+            evaler=flags.evaler,
+            max_batches=flags.max_batches,
+            on_step=lambda step: progress.log(f"writing the routing log of step {step}"),
+            mesh=flags.mesh,
+            module_dir=flags.module_dir,
+            skip_checksums=flags.skip_checksums,
+        )
+    expected = expected_steps(run, name, max(checkpoints, default=0)) if wanted is None else ()
+    logs = open_logs(run, name, steps=wanted, expected=expected, missing=missing)
+    with Progress("layer", len(logs.last.layers)) as progress:
+        found = analyze(logs, settings, on_layer=lambda layer: progress.update(text=layer))
+    output = flags.output or os.path.join(run, "analysis", "routing")
+    files = write_analysis(logs, found, output, _decoder(run))
+    return [os.path.join(output, file) for file in files]
+
+
+def _settings(flags: Flags) -> Any:
+    from moelib.analysis.routing import Settings
+
+    lists = {"capacity_factors": float, "expert_parallel": int}
+    given = {name: kind for name, kind in lists.items() if getattr(flags, name)}
+    numbers = {name: _numbers(name, getattr(flags, name), kind) for name, kind in given.items()}
+    return Settings(min_count=flags.min_count, seed=flags.seed, **numbers)
+
+
+def _numbers(name: str, texts: Sequence[str], kind: Callable[[str], Any]) -> list[Any]:
+    """Returns the positive numbers of a flag. Raises UsageError."""
+    try:
+        values = [kind(text) for text in texts]
+    except ValueError:
+        values = []
+    if not values or not all(0 < value < 1e9 for value in values):
+        raise UsageError(f"--{name}={','.join(texts)}: write positive numbers with commas.")
+    return sorted(set(values))
+
+
+def _checkpoints(run: str) -> list[int]:
+    """Returns the steps of a run's checkpoints; none if it has only logs."""
+    if not storage.exists(os.path.join(run, "checkpoints")):
+        return []
+    return find_steps(run, "all")
+
+
+def _decoder(run: str) -> Callable[[int], str] | None:
+    """Returns the function from a token id to its text, if the run has a tokenizer."""
+    from moelib.data.tokenizer import FILE_NAME, read_tokenizer
+
+    if not storage.exists(os.path.join(run, FILE_NAME)):
+        return None
+    tokenizer = read_tokenizer(run)
+    return lambda token: tokenizer.decode([token])
+
+
+def scaling(flags: Flags, folders: Sequence[str]) -> list[str]:
     """Fits scaling laws to the runs below folders, and returns the paths of the report."""
     from moelib.analysis.scaling_laws import analyze
     from moelib.analysis.scaling_report import tables, write_report
@@ -61,6 +173,7 @@ def scaling(flags: Flags, folders: Sequence[str], output: str) -> list[str]:
     from moelib.operations.runs import find_runs
 
     budgets = [_number("--budgets", text) for text in flags.budgets]
+    folders = _folders(flags, folders)
     runs = [run for folder in folders for run in find_runs(folder)]
     if not runs:
         raise UsageError(f"no run below {', '.join(folders) or 'no folder'}; name folders of runs.")
@@ -69,16 +182,16 @@ def scaling(flags: Flags, folders: Sequence[str], output: str) -> list[str]:
     analysis = analyze(points, budgets, num_bootstraps=flags.num_bootstraps)
     for table in tables(analysis):
         print_table(table)
-    return write_report(output, analysis, metric=metric)
+    return write_report(_output(flags, "scaling"), analysis, metric=metric)
 
 
-def twins(flags: Flags, folders: Sequence[str], output: str) -> list[str]:
+def twins(flags: Flags, folders: Sequence[str]) -> list[str]:
     """Compares an MoE run with its dense twin, and returns the paths of the report."""
     from moelib.analysis.twins import compare_twins, twins_table, write_report
 
-    found = compare_twins(folders, flags.metric)
+    found = compare_twins(_folders(flags, folders), flags.metric)
     print_table(twins_table(found))
-    return write_report(output, found)
+    return write_report(_output(flags, "twins"), found)
 
 
 def _number(name: str, text: str) -> float:
@@ -91,8 +204,21 @@ def _number(name: str, text: str) -> float:
     return value
 
 
-# By name: function of the flags, the folders of runs and the folder of the report.
-ANALYSES: dict[str, Callable[[Flags, Sequence[str], str], list[str]]] = {
-    "scaling": scaling,
-    "twins": twins,
+def _folders(flags: Flags, folders: Sequence[str]) -> list[str]:
+    found = [*flags.runs, *folders]
+    for folder in found:
+        storage.require_local("a folder of runs", folder, "copy the runs there")
+    return found
+
+
+def _output(flags: Flags, name: str) -> str:
+    return flags.output or os.path.join("analysis", name)
+
+
+_OF_LOGS = ("trainer_dir", "steps", "evaler", "max_batches", "mesh", "module_dir", "skip_checksums")
+_OF_ROUTING = ("min_count", "seed", "capacity_factors", "expert_parallel")
+ANALYSES = {
+    "routing": _Analysis(routing, (*_OF_LOGS, *_OF_ROUTING)),
+    "scaling": _Analysis(scaling, ("runs", "metric", "budgets", "num_bootstraps")),
+    "twins": _Analysis(twins, ("runs", "metric")),
 }

@@ -25,7 +25,7 @@ COMMANDS = {
     "verify": ("moelib.cli.verify", "Check that a config computes the same on every mesh."),
     "generate": ("moelib.cli.generate", "Continue prompts with a trained model."),
     "evaluate": ("moelib.cli.evaluate", "Evaluate the checkpoints of a run on benchmarks."),
-    "analyze": ("moelib.cli.analyze", "Analyze finished runs: scaling laws, dense twins."),
+    "analyze": ("moelib.cli.analyze", "Analyze runs: routing, scaling laws, dense twins."),
     "convert": ("moelib.cli.convert", "Read and write Hugging Face models."),
 }
 _MOVED = {"bench": "python -m benchmarks NAME"}  # For one version.

@@ -38,7 +38,7 @@ _NOT_OF_THE_NUMBERS = re.compile(
     r"|kernel_backends|skip_kernel_check|dir|accept_changes|checkpointer|evalers|summary_writer"
     r"|log_every_n_steps|stop_on_nan|init_from|bad_steps|rewind_to|skip_batches"
     r"|watchdog_timeout_seconds|crash_on_hang_timeout_seconds|start_trace_steps|num_trace_steps"
-    r"|device_check|deterministic|input_retries|log_gradient_noise"
+    r"|device_check|deterministic|input_retries|log_gradient_noise|routing_log"
     r")\b.*"
 )
 
@@ -102,6 +102,12 @@ def identity(config_text: str) -> dict[str, str]:
         and not _TUNED.fullmatch(path)
         and (not _MAY_CHANGE.fullmatch(path) or drops(path))
     }
+
+
+def config_hash(config_text: str) -> str:
+    """Returns a digest of `identity`, by which the files of a run name its config."""
+    values = json.dumps(identity(config_text), sort_keys=True)
+    return hashlib.sha256(values.encode()).hexdigest()[:16]
 
 
 def check_processes(cfg: Any) -> None:

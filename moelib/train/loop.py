@@ -44,6 +44,7 @@ from moelib.train.gradient_noise import NoiseScale
 from moelib.train.identity import check_inputs
 from moelib.train.metrics import PackedMetrics, language_metrics, unpack
 from moelib.train.profiler import ProfilerWindow
+from moelib.train.routing_log import RoutingEvaler, RoutingLogError
 from moelib.train.run_log import CONFIG_FILE, log_event, read_events
 from moelib.train.signals import StopRequest, ended_by_sigterm
 from moelib.train.step import NON_FINITE
@@ -75,6 +76,7 @@ class TrainLoop:
     open_input: Callable[[], Input]  # Opens the training input.
     save_tokenizer: Callable[[], None]  # Writes the input's tokenizer into the folder of the run.
     evalers: Mapping[str, SpmdEvaler]
+    routing_log: RoutingEvaler | None
     checkpointer: Checkpointer | None
     summary_writer: SummaryWriter
     account: TimeAccount
@@ -150,12 +152,14 @@ class TrainLoop:
             stack.enter_context(self._watchdog)
             stack.callback(self._stop_clock)
             self._progress.log(self.description)
+            if self.routing_log is not None:
+                self.routing_log.discard_after(self._step)
             if self.restored is not None:
                 folder = os.path.dirname(self.restored.path)
                 self._progress.log(f"restored step {self._step} from {folder}")
-                self._evaluate(
-                    done=self.restored.record.metrics
-                )  # The stopped run had no time for it.
+                # The stopped run had no time for these.
+                self._evaluate(done=self.restored.record.metrics)
+                self._log_routing(unless_complete=True)
             if self._stop_requested():
                 pass
             elif self._step < self.config.max_step:
@@ -163,6 +167,8 @@ class TrainLoop:
                     evaler.open_input(self.mesh)
                     self._warn_of_other_data(name, evaler)
                     evaler.try_out(self.eval_params(), self.mesh)
+                if self.routing_log is not None:
+                    self.routing_log.open_input()
                 self._take_steps(stack.enter_context(self._open_input()))
                 self._check_pending()  # Before the input is closed: the last step may be bad too.
             else:
@@ -360,6 +366,7 @@ class TrainLoop:
         if self._stop_requested():
             return True
         summaries = self._evaluate()
+        self._log_routing()
         saver = self.checkpointer
         if saver is not None and saver.should_save(step=self._step, summaries=summaries):
             self._save(summaries)
@@ -421,6 +428,19 @@ class TrainLoop:
                 self._progress.log(f"step {step}  {name}: {report.evaluation_text(scalars)}")
         self._summaries = found
         return found
+
+    def _log_routing(self, *, unless_complete: bool = False) -> None:
+        """Writes the routing log if it is due; a failure is logged, and training continues."""
+        log, step = self.routing_log, self._step
+        if log is None or not log.should_log(step=step, unless_complete=unless_complete):
+            return
+        self._check_pending()
+        with self._throughput.spent_on("evaluation"), contextlib.suppress(_EvaluationStopped):
+            try:
+                log.write(self.eval_params(), self.mesh, step=step, on_batch=self._after_batch)
+            except RoutingLogError as error:
+                logger.error("NO ROUTING LOG of step %d: %s", step, error)
+                self.account.note("no_routing_log", step=step, error=first_line(error))
 
     def _warn_of_other_data(self, name: str, evaler: SpmdEvaler) -> None:
         """Warns if an evaler's data are not those of the restored checkpoint."""
@@ -554,6 +574,8 @@ class TrainLoop:
         saver = self.checkpointer
         if saver is not None and self._saved_step is not None:
             files.append(("checkpoint", f"step {self._saved_step} in {saver.config.dir}"))
+        if self.routing_log is not None:
+            files.append(("routing logs", self.routing_log.folder))
         if cfg.start_trace_steps:
             files.append(("traces", os.path.join(cfg.dir, "profile")))
         return files

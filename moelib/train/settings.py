@@ -198,6 +198,8 @@ def completed(cfg: Any) -> Any:
         _fill(inside, REQUIRED, max_step=cfg.max_step)
     for evaler in cfg.evalers.values():
         _fill(evaler.eval_policy, None, max_step=cfg.max_step)
+    if cfg.routing_log is not None:
+        _fill(cfg.routing_log.eval_policy, None, max_step=cfg.max_step)
     if cfg.checkpointer is not None:
         _fill(cfg.checkpointer.save_policy, None, max_step=cfg.max_step)
         _fill(cfg.checkpointer, REQUIRED, dir=os.path.join(cfg.dir, "checkpoints"))

@@ -55,13 +55,14 @@ from moelib.train.compiler_options import (
 from moelib.train.device_check import DeviceCheck
 from moelib.train.evaler import SpmdEvaler
 from moelib.train.goodput import TimeAccount
-from moelib.train.identity import check_directory, check_processes, write_config
+from moelib.train.identity import check_directory, check_processes, config_hash, write_config
 from moelib.train.init_from import InitFrom
 from moelib.train.input_state import gather_input_state, input_state_of
 from moelib.train.loop import TrainLoop
 from moelib.train.memory import check_memory
 from moelib.train.no_gradient import warn_without_gradient
 from moelib.train.pipeline import PipelineConfig, stack_of, warn_empty_stages
+from moelib.train.routing_log import RoutingEvaler
 from moelib.train.run_folder import locked_folders
 from moelib.train.settings import (
     check_batch,
@@ -158,6 +159,8 @@ class SpmdTrainer(Module):
         # Saves and restores the state; None saves nothing.
         checkpointer: Checkpointer.Config | None = Checkpointer.default_config()
         evalers: dict[str, SpmdEvaler.Config] = {}  # By the name that prefixes their metrics.
+        # Writes the experts of all tokens of an evaler's first batches; None for no such log.
+        routing_log: RoutingEvaler.Config | None = None
         summary_writer: SummaryWriter.Config = SummaryWriter.default_config()  # Metrics on disk.
         log_every_n_steps: int = 10  # Steps between log lines and written metrics.
 
@@ -213,6 +216,15 @@ class SpmdTrainer(Module):
             name: self._add_child(f"evaler_{name}", evaler, **shared)
             for name, evaler in cfg.evalers.items()
         }
+        if cfg.routing_log is not None:
+            digest = config_hash(self.config.debug_string())
+            self._add_child(
+                "routing_log",
+                cfg.routing_log,
+                model=self.model,
+                trainer_config=cfg,
+                digest=digest,
+            )
         if cfg.checkpointer is not None:
             self._add_child("checkpointer", cfg.checkpointer)
         self._add_child("summary_writer", cfg.summary_writer)
@@ -718,6 +730,7 @@ class SpmdTrainer(Module):
             open_input=lambda: self.input,
             save_tokenizer=self._save_tokenizer,
             evalers=self.evalers,
+            routing_log=None if self.config.routing_log is None else self.routing_log,
             checkpointer=None if self.config.checkpointer is None else self.checkpointer,
             summary_writer=self.summary_writer,
             account=self._account,

@@ -228,7 +228,8 @@ def _moe(
         weight = np.where(kept & (routed["expert_ids"] == i), routed["weights"], 0.0).sum(-1)
         y += weight[..., None] * own
     if layer.config.local_experts is not None:
-        at = Routing(**(routed | {"mask": mask}))
+        arrays: dict[str, Any] = {**routed, "mask": mask}
+        at = Routing(**arrays)
         y = y + output(layer.local_experts, p.get("local_experts", {}), x, at)
     if "shared_experts" in p:
         gate = expit(x @ p["shared_gate"]) if "shared_gate" in p else 1.0

@@ -6,8 +6,8 @@ from benchmarks import tiny_runs
 from experiments.flame_moe import named_trainer_configs
 from moelib.core import tree
 from moelib.core.command_line import run_command
+from moelib.core.metrics_file import read_metrics
 from moelib.layers.moe.layer import MoELayer
-from moelib.train.metrics_file import read_metrics
 
 
 def test_all_models_are_named():

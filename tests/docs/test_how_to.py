@@ -18,6 +18,7 @@ from moelib.layers.remat import remat
 from moelib.models.multi_token_prediction import MultiTokenModule, MultiTokenPrediction
 from moelib.parallel.mesh import HybridMeshShape, infer_mesh_shape, mesh_shape_from_axes
 from moelib.train.pretrained import read_config, state_from_hugging_face
+from moelib.train.routing_log import RoutingEvaler
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "models/huggingface/fixtures"
 
@@ -47,6 +48,17 @@ def test_scale():
     moe.dispatcher = RaggedDispatcher.default_config().set(buffer_factor=2.0)
     # --8<-- [end:memory]
     cfg.instantiate(parent=None)
+
+
+def test_a_run_logs_its_routing():
+    cfg = flame_moe.tiny().set(dir="runs/a")
+    # --8<-- [start:routing_log]
+    cfg.routing_log = RoutingEvaler.default_config().set(evaler="validation", max_batches=1)
+    # --8<-- [end:routing_log]
+    trainer = cfg.instantiate(parent=None)
+    assert [step for step in range(1, 701) if trainer.routing_log.should_log(step=step)] == [
+        70 * i for i in range(1, 11)
+    ]
 
 
 def test_a_run_starts_from_a_model_of_hugging_face(tmp_path, monkeypatch):

@@ -10,7 +10,8 @@ from moelib.data.lm_input import LMInputIterator
 from moelib.data.synthetic import SyntheticInput
 from moelib.launch import DeviceFlags
 from moelib.train.bad_steps import BadSteps
-from tests.tiny import trainer_config
+from moelib.train.routing_log import RoutingEvaler
+from tests.tiny import model_config, trainer_config
 
 
 class HostInput(SyntheticInput):
@@ -44,6 +45,7 @@ def main():
     parser.add_argument("--num_processes", type=int, default=1)
     parser.add_argument("--own_positions", action="store_true")  # Of each host in the data.
     parser.add_argument("--corrupt_after", type=int)  # Once, a step; with a policy for bad ones.
+    parser.add_argument("--routing_log", action="store_true")  # Of a model with MoE layers.
     parser.add_argument("--seeds", type=int, nargs=2, default=(0, 0))  # Of each process's input.
     args = parser.parse_args()
     if args.coordinator:
@@ -54,6 +56,9 @@ def main():
     if args.local_dir:
         cfg.checkpointer.set(local_dir=args.local_dir, local_every_n_steps=2)
     cfg.input.seed = args.seeds[args.process_id]
+    if args.routing_log:
+        cfg.model = model_config()
+        cfg.routing_log = RoutingEvaler.default_config().set(evaler="val", max_batches=2)
     if args.own_positions:
         fields = {name: value for name, value in cfg.input.items() if name != "klass"}
         cfg.input = HostInput.default_config().set(**fields)

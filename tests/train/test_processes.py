@@ -7,8 +7,10 @@ import socket
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
+from moelib.core.routing_file import RoutingLog, log_folder
 from moelib.data.prepare import prepare
 from moelib.data.source import InMemorySource
 from moelib.data.tokenizer import train_bpe
@@ -216,3 +218,17 @@ def test_an_error_of_the_user_in_one_process_ends_both(tmp_path, failing):
         in (errors[1 - failing])
     )
     assert "moelib train: There is no token store" in errors[failing]
+
+
+@pytest.mark.slow
+def test_two_processes_write_each_sequence_of_a_routing_log_once(tmp_path):
+    args = ("--routing_log", "--max_step", 1)
+    finish_two(tmp_path / "two", *args)
+    finish(start(tmp_path / "one", *args, devices=4))
+    logs = [RoutingLog(log_folder(str(tmp_path / name), "val", 1)) for name in ("one", "two")]
+    assert [len(log.header.files) for log in logs] == [2, 4]  # A file per batch and process.
+    fields = ("sequence", "input_ids", "expert_ids")
+    for layer in logs[0].layers:
+        for batches in zip(*(log.layer(layer, *fields) for log in logs), strict=True):
+            for one, two in zip(*batches, strict=True):
+                np.testing.assert_array_equal(one, two)

@@ -29,6 +29,7 @@ from moelib.layers.moe.dispatch import Assignments, DispatchContext, Dispatched
 from moelib.layers.moe.dispatch_ragged import RaggedDispatcher
 from moelib.layers.moe.experts import FeedForwardExperts
 from moelib.layers.moe.metrics import routing_metrics
+from moelib.layers.moe.recording import record_routing
 from moelib.layers.moe.router import Router, Routing
 from moelib.layers.quantization import divided
 from moelib.parallel import sharding
@@ -198,6 +199,7 @@ class MoELayer(BaseLayer):
     def _report(self, routing: Routing, num_dropped: Array) -> None:
         """Adds the auxiliary losses and the metrics of the routing."""
         cfg: MoELayer.Config = self.config
+        record_routing(self, routing)
         metrics = routing_metrics(routing, num_dropped)
         if not cfg.report_expert_counts:
             del metrics["expert_counts"]

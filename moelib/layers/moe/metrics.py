@@ -8,6 +8,11 @@ from moelib.layers.moe.balance import expert_counts
 from moelib.layers.moe.router import Routing
 
 
+def router_entropy(probs: Float[Array, "B S E"]) -> Float[Array, "B S"]:
+    """Returns the entropy of the router's probabilities of each token, nats."""
+    return -jnp.sum(probs * jnp.log(jnp.maximum(probs, 1e-30)), -1)
+
+
 def routing_metrics(routing: Routing, num_dropped: Float[Array, ""]) -> dict[str, Metric]:
     """Returns the metrics of one layer, over its valid tokens.
 
@@ -27,12 +32,11 @@ def routing_metrics(routing: Routing, num_dropped: Float[Array, ""]) -> dict[str
     def token_mean(values: Float[Array, "B S"]) -> Float[Array, ""]:
         return jnp.sum(jnp.where(routing.mask, values, 0.0)) / jnp.maximum(tokens, 1.0)
 
-    entropy = -jnp.sum(routing.probs * jnp.log(jnp.maximum(routing.probs, 1e-30)), -1)
     squares = jnp.mean(jnp.square(routing.logits), -1)
     return {
         "load_max_over_mean": maximum(jnp.max(counts) / mean),
         "dead_experts": weighted(jnp.sum(counts == 0, dtype=jnp.float32), tokens),
-        "entropy": weighted(token_mean(entropy), tokens),
+        "entropy": weighted(token_mean(router_entropy(routing.probs)), tokens),
         "drop_rate": weighted(num_dropped / jnp.maximum(jnp.sum(counts), 1.0), tokens),
         "logit_rms": weighted(jnp.sqrt(token_mean(squares)), tokens),
         "expert_counts": weighted(counts, jnp.broadcast_to(tokens, counts.shape)),

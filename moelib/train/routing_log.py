@@ -1,0 +1,323 @@
+"""The routing log: the experts of all tokens of fixed batches, written while a model trains.
+
+A program of its own runs the forward pass of an evaluation up to the last router. The training step
+is the same with and without it.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moelib.checkpoint.policy import evenly_spaced_policy
+from moelib.core import precision
+from moelib.core.config import InstantiableConfig, config_class, config_for_function, did_you_mean
+from moelib.core.errors import MissingFileError, UserError
+from moelib.core.module import Module, functional, nowrap
+from moelib.core.processes import gather_json
+from moelib.core.routing_file import (
+    LayerSizes,
+    RoutingHeader,
+    RoutingLog,
+    clear_log,
+    list_logs,
+    log_folder,
+    write_header,
+    write_part,
+)
+from moelib.core.tree import Nested
+from moelib.data.input import Input
+from moelib.data.prefetch import Prefetcher, host_rows, put_batch, row_sharding
+from moelib.layers.base import BaseLayer
+from moelib.layers.moe.layer import MoELayer
+from moelib.layers.moe.recording import RecordedRouting, recording_routing
+from moelib.models.multi_token_prediction import MULTI_TOKEN
+from moelib.train.identity import check_inputs
+from moelib.train.state import batch_sharding
+
+logger = logging.getLogger(__name__)
+
+
+class RoutingLogError(UserError):
+    """A routing log that could not be written."""
+
+
+class RoutingEvaler(Module):
+    """Writes the routing of the first batches of an evaler's data, at steps that a policy selects.
+
+    A log is a folder of `moelib.core.routing_file`. MoE layers of multi-token prediction are not in
+    it, since they route later tokens than those at their positions.
+    """
+
+    @config_class
+    class Config(Module.Config):
+        # Name in `evalers` of the evaler whose input is read; logs are in routing/<name>/.
+        evaler: str = "validation"
+        max_batches: int | None = 1  # Number of batches, from the first; None for all.
+        # Builds a moelib.checkpoint.policy.Policy, whose max_step is by default the trainer's.
+        eval_policy: InstantiableConfig = config_for_function(evenly_spaced_policy).set(num=10)
+
+    def __init__(
+        self, cfg: Any, *, parent: Module | None, model: Any, trainer_config: Any, digest: str
+    ) -> None:
+        """Builds the policy; the input is opened by `open_input` or the first log.
+
+        Args:
+            cfg: The config.
+            parent: The trainer, or None.
+            model: The model.
+            trainer_config: Config of the trainer, completed.
+            digest: `config_hash` of the run's config.
+
+        Raises:
+            UserError: If the model has no MoE layer, or the trainer no such evaler.
+        """
+        super().__init__(cfg, parent=parent)
+        cfg = self.config
+        if cfg.max_batches is not None and cfg.max_batches < 1:
+            raise UserError(f"routing_log.max_batches={cfg.max_batches}; set 1 or more, or None.")
+        is_layer = isinstance(model, BaseLayer)
+        if not is_layer or not any(isinstance(x, MoELayer) for x, _ in model.walk()):
+            raise UserError(
+                f"routing_log: the model, {type(model).__qualname__}, has no MoELayer, and so no "
+                "routing; set routing_log=None."
+            )
+        if cfg.evaler not in trainer_config.evalers:
+            raise UserError(
+                f"routing_log.evaler={cfg.evaler!r} is no evaler, whose input it could read; "
+                + did_you_mean(cfg.evaler, trainer_config.evalers)
+            )
+        self._policy = cfg.eval_policy.instantiate()
+        self.model, self._trainer, self._digest = model, trainer_config, digest
+        self._input_config = trainer_config.evalers[cfg.evaler].input
+        self._sizes: dict[str, LayerSizes] = {}  # By layer; known once the program is traced.
+        self._compiled: Callable[..., Any] | None = None
+
+    @functools.cached_property
+    def _input(self) -> Input:
+        opened = self._input_config.instantiate()
+        check_inputs("routing_log.input", opened)
+        return opened
+
+    @property
+    def folder(self) -> str:
+        """The folder of the logs of all steps."""
+        return os.path.dirname(self._folder(0))
+
+    def _folder(self, step: int) -> str:
+        return log_folder(self._trainer.dir, self.config.evaler, step)
+
+    @nowrap
+    def should_log(self, *, step: int, unless_complete: bool = False) -> bool:
+        """Returns whether the policy selects this step, and its log is missing if that matters."""
+        due = self._policy(step=step, summaries={})
+        return due and not (unless_complete and is_complete(self._folder(step)))
+
+    @nowrap
+    def open_input(self) -> None:
+        """Opens the input, unless it is open; reads no batch. Raises UserError."""
+        _ = self._input
+
+    @nowrap
+    def discard_after(self, step: int) -> None:
+        """Empties the logs of later steps, which a run that resumes will take again."""
+        if jax.process_index() == 0:
+            for later in list_logs(self._trainer.dir, self.config.evaler):
+                if later > step:
+                    clear_log(self._folder(later))
+
+    @nowrap
+    def write(
+        self,
+        params: Nested,
+        mesh: jax.sharding.Mesh,
+        *,
+        step: int,
+        on_batch: Callable[[int], None] | None = None,
+    ) -> str:
+        """Writes the log of a step, and returns its folder; all processes must call it.
+
+        Must be called inside `jax.set_mesh(mesh)`. An earlier log of the step is replaced.
+
+        Args:
+            params: Parameters of the model.
+            mesh: The mesh that they are sharded over.
+            step: Step of the parameters.
+            on_batch: Function called after each batch with the number of the batch, from 0.
+
+        Raises:
+            RoutingLogError: On all processes, if one cannot write.
+            UserError: If a batch has no `input_ids`, or no layer outputs its routing.
+        """
+        folder, files = self._folder(step), _Files()
+        with files.keeping_error():
+            if jax.process_index() == 0:
+                clear_log(folder)
+        gather_json(None)  # No process writes before the earlier log is gone.
+        num_batches = 0
+        for number, arrays in enumerate(self._batches(params, mesh)):
+            with files.keeping_error():
+                files.sizes |= write_part(folder, number, jax.process_index(), arrays)
+            num_batches = number + 1
+            if on_batch is not None:
+                on_batch(number)
+        all_files = files.gathered(folder)
+        cfg = self._input_config
+        dtype = self._trainer.train_dtype or self.model.config.dtype or "float32"
+        header = RoutingHeader(
+            step=step,
+            data=self.config.evaler,
+            layers=self._sizes,
+            vocab_size=self._vocab_size,
+            seq_len=cfg.seq_len,
+            batch_size=cfg.global_batch_size,
+            num_batches=num_batches,
+            itemsize=jnp.dtype(dtype).itemsize,
+            config_hash=self._digest,
+            input=self._input.identity,
+            mesh=dict(mesh.shape),
+            files=all_files,
+        )
+        done = _Files()
+        with done.keeping_error():
+            if jax.process_index() == 0:
+                write_header(folder, header)
+        done.gathered(folder)
+        return folder
+
+    @property
+    def _vocab_size(self) -> int:
+        return dict(self.model.config.items()).get("vocab_size") or 1 << 31
+
+    def _batches(self, params: Nested, mesh: jax.sharding.Mesh) -> Iterator[dict[str, np.ndarray]]:
+        """Yields this process's sequences of each batch, read while the next batch runs."""
+        cfg, before, number = self._input_config, None, 0
+        split = batch_sharding(cfg.global_batch_size, cfg.seq_len, mesh)
+        batches = self._input.iterator(*host_rows(split, cfg.global_batch_size))
+        put = lambda batch: put_batch(batch, split, cfg.global_batch_size)
+        with Prefetcher(batches, put, num_batches=0 if self.config.max_batches == 1 else 2) as feed:
+            for number, batch in enumerate(itertools.islice(feed, self.config.max_batches)):
+                if self._compiled is None:
+                    jitted = jax.jit(self._step, out_shardings=row_sharding(split, 1))
+                    self._compiled = jitted.lower(params, batch).compile()
+                after = self._compiled(params, batch)
+                if before is not None:
+                    yield self._own_rows(before, number - 1)
+                before = after
+        if before is None:
+            raise UserError(f"evalers.{self.config.evaler}.input has no batch; set another one.")
+        yield self._own_rows(before, number)
+
+    def _step(self, params: Nested, batch: Any) -> dict[str, Any]:
+        """Returns the tokens of a batch and the routing of all layers, by the names of arrays."""
+        if "input_ids" not in batch:
+            raise UserError(
+                f"routing_log: batches of evalers.{self.config.evaler} have no input_ids, only "
+                f"{', '.join(batch)}; set routing_log=None."
+            )
+        specs = self.model.create_parameter_specs_recursively()
+        params = precision.cast_parameters(params, specs, self._trainer.train_dtype)
+        with recording_routing():
+            _, outputs = functional(self.model, None, params, (batch,), is_training=False)
+        layers = dict(_by_layer(self.model, outputs.module_outputs))
+        if not layers:
+            raise UserError(
+                "routing_log: no MoE layer outputs its routing; call MoELayer.forward in your own "
+                "layer, or set routing_log=None."
+            )
+        masks, arrays = [], {"input_ids": batch["input_ids"]}
+        for name in sorted(layers, key=_natural):
+            self._sizes[name], found = layers[name]
+            masks.append(found.mask)
+            arrays |= {f"{name}/{x}": getattr(found, x) for x in ("expert_ids", "weights")}
+            arrays[f"{name}/entropy"] = found.entropy
+        return arrays | {"mask": masks[0]}
+
+    def _own_rows(self, arrays: Mapping[str, jax.Array], batch: int) -> dict[str, np.ndarray]:
+        """Returns the sequences that this process writes: the first replicas, on its devices."""
+        rows = self._input_config.global_batch_size
+
+        def own(array: jax.Array) -> list[jax.Shard]:
+            shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
+            return sorted(shards, key=lambda shard: shard.index[0].indices(rows)[0])
+
+        spans = [shard.index[0].indices(rows)[:2] for shard in own(arrays["mask"])]
+        numbers = [np.arange(*span, dtype=np.int64) for span in spans]
+        empty = np.zeros(0, np.int64)
+        found = {"sequence": np.concatenate([empty, *numbers]) + batch * rows}
+        for name in sorted(arrays, key=_natural):  # Compiled programs sort them as text.
+            parts = [np.asarray(shard.data) for shard in own(arrays[name])]
+            shape, dtype = (0, *arrays[name].shape[1:]), arrays[name].dtype
+            found[name] = np.concatenate(parts) if parts else np.zeros(shape, dtype)
+        token_ids = np.min_scalar_type(self._vocab_size - 1)
+        return found | {"input_ids": found["input_ids"].astype(token_ids)}
+
+
+@dataclasses.dataclass
+class _Files:
+    """Files that this process has written, and its first error, which the others must learn of."""
+
+    sizes: dict[str, int] = dataclasses.field(default_factory=dict)
+    error: str | None = None
+
+    @contextlib.contextmanager
+    def keeping_error(self) -> Iterator[None]:
+        """Keeps an error of the system until all processes are there to raise it."""
+        try:
+            yield
+        except OSError as error:
+            self.error = self.error or str(error)
+
+    def gathered(self, folder: str) -> dict[str, int]:
+        """Returns the files of all processes. Raises RoutingLogError if one has an error."""
+        found = gather_json([self.sizes, self.error])
+        for process, (_, error) in enumerate(found):
+            if error is not None:
+                raise RoutingLogError(
+                    f"{folder}: process {process} cannot write the routing log: {error}; free "
+                    "space, and write it from the checkpoint by `moelib analyze routing`."
+                )
+        return {name: size for sizes, _ in found for name, size in sizes.items()}
+
+
+def _natural(name: str) -> list[Any]:
+    """Returns the key that sorts "layer2" before "layer10"."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+def _by_layer(
+    module: Any, outputs: Nested, path: Sequence[str] = ()
+) -> Iterator[tuple[str, tuple[LayerSizes, RecordedRouting]]]:
+    """Yields (name, (sizes, routing)) of each layer, copies in a scan as those of a `LoopStack`."""
+    for name, value in outputs.items():
+        if isinstance(value, RecordedRouting):
+            cfg, top_k = module.config, value.expert_ids.shape[-1]
+            yield "/".join(path), (LayerSizes(cfg.num_experts, top_k, cfg.input_dim), value)
+        child = module.children.get(name.partition("#")[0])
+        if child is None or name == MULTI_TOKEN or not isinstance(value, dict):
+            continue
+        copies = module.copies(name) if isinstance(module, BaseLayer) else None
+        if copies is None:
+            yield from _by_layer(child, value, (*path, name))
+        for i, copy in enumerate(copies or ()):
+            yield from _by_layer(child, jax.tree.map(lambda x, i=i: x[i], value), (*path, copy))
+
+
+def is_complete(folder: str, num_batches: int | None = None) -> bool:
+    """Returns whether there is a complete log in a folder, of so many batches if that matters."""
+    try:
+        header = RoutingLog(folder).header
+    except UserError as error:
+        if not isinstance(error, MissingFileError):
+            logger.warning("%s", error)
+        return False
+    return num_batches in (None, header.num_batches)

@@ -1,0 +1,132 @@
+"""The replay equals what the dispatchers do, and a proposed placement is never worse."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from moelib.analysis import placement, routing_counts
+from moelib.core.routing_file import RoutingLog
+from moelib.core.varying import vary
+from moelib.layers.moe import dispatch_ragged
+from moelib.layers.moe.dispatch import Assignments, DispatchContext
+from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
+from moelib.layers.moe.layer import MoELayer
+from moelib.layers.moe.router import Routing
+from moelib.planning.estimate.transfers import _mean_destinations
+from tests import tiny
+from tests.analysis.planted import LAYER, plant
+from tests.layers.calling import QUICK, build, call, initial
+
+B, S, D, E, K = 8, 16, 4, 8, 3
+RNG = np.random.default_rng(0)
+IDS = np.argsort(RNG.random((B, S, E)) + np.linspace(0, 0.5, E), -1)[..., :K]  # Uneven.
+MASK = RNG.random((B, S)) < 0.8
+LOGGED = np.where(MASK[..., None], IDS, E).astype(np.uint8)
+
+
+def num_dropped(dispatcher):
+    """Returns the assignments that a layer drops, whose router has selected IDS."""
+    cfg = MoELayer.default_config().set(
+        input_dim=D, hidden_dim=D, num_experts=E, num_experts_per_token=K, dispatcher=dispatcher
+    )
+    layer = build(cfg)
+    params = initial(layer)
+
+    def run(x):
+        nothing = jnp.zeros((B, S, E))
+        weights = jnp.ones((B, S, K))
+        routing = Routing(jnp.asarray(IDS, jnp.int32), weights, nothing, nothing, jnp.asarray(MASK))
+        return call(layer, params, params["experts"], x, routing, method="_routed")
+
+    return int(jax.jit(run, compiler_options=QUICK)(jnp.ones((B, S, D))).num_dropped)
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 1.5])
+def test_predicted_drops_are_those_of_the_dispatcher(factor):
+    kept = placement.within_capacity(LOGGED, E, factor)
+    num_assignments = int((LOGGED < E).sum())
+    dropped = num_dropped(CapacityDispatcher.default_config().set(capacity_factor=factor))
+    assert 0 < dropped == num_assignments - int(kept.sum())
+
+
+class Identity:
+    """Experts that return their rows."""
+
+    added_once = ()
+
+    def batched(self, params, rows):
+        return rows
+
+    def grouped(self, params, rows, group_sizes, weights):
+        return rows
+
+    def weighted_biases(self, params, ids, weights):
+        return None
+
+
+def test_predicted_rows_are_those_that_the_ragged_exchange_sends(monkeypatch):
+    sizes, gather_sizes = [], dispatch_ragged.gather_sizes
+
+    def recording(sent, axes):
+        sizes.append(gather_sizes(sent, axes))
+        return sizes[-1]
+
+    monkeypatch.setattr(dispatch_ragged, "gather_sizes", recording)
+    dispatcher = dispatch_ragged.RaggedDispatcher.default_config().instantiate()
+
+    def run(ids, mask):
+        x, weights = jnp.ones((*ids.shape[:2], D)), jnp.ones(ids.shape)
+        assignments = Assignments(ids, *vary((weights, mask), ("data", "expert")))
+        context = DispatchContext(E, ("expert",))
+        dispatcher(Identity(), {}, vary(x, ("data", "expert")), assignments, context)
+        return sizes[0][None, None]  # Of this device's group.
+
+    split = PartitionSpec(("data", "expert"))
+    out = PartitionSpec("data", "expert")
+    with jax.set_mesh(tiny.mesh(data=2, expert=4)):
+        mapped = jax.shard_map(run, in_specs=(split, split), out_specs=out)
+        sent = jax.jit(mapped, compiler_options=QUICK)(jnp.asarray(IDS, jnp.int32), MASK)
+    rows = placement.rows_sent(LOGGED, placement.contiguous(E, 4), outer=2)
+    np.testing.assert_array_equal(np.asarray(sent)[:, 0].sum(0), rows)
+    assert 0 < placement.remote(rows) < rows.sum()
+
+
+def test_rows_of_uniform_routing_are_those_of_the_estimate():
+    uniform = np.array(list(itertools.combinations(range(6), 3)), np.uint8)  # 20 tokens.
+    rows = placement.rows_sent(uniform.reshape(4, 5, 3), placement.contiguous(6, 2))
+    assert rows.sum() / 20 == pytest.approx(_mean_destinations(6, 3, 2))
+
+
+def test_experts_used_together_share_a_device():
+    """Tokens go to experts i and i + 4, which the trainer holds on two devices."""
+    first = np.arange(400).reshape(8, 50, 1) % 4
+    ids = np.concatenate([first, first + 4], -1).astype(np.uint8)
+    devices = placement.propose_placement(routing_counts.coactivation(ids.reshape(-1, 2), 8), 4)
+    assert sorted(devices) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert (devices[:4] == devices[4:]).all()
+    assert placement.rows_sent(ids, devices).sum() == 8 * 50  # Each token travels once.
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_proposed_placement_is_never_worse(tmp_path, seed):
+    rng = np.random.default_rng(seed)
+    ids = np.argsort(rng.random((8, 12, 8)) + np.linspace(0, 1, 8), -1)[..., :2]
+    log = RoutingLog(plant(tmp_path, 1, ids, np.zeros((8, 12)), num_experts=8))
+    found = placement.replay(log, LAYER, [1.0], [2, 3, 4])["expert_parallel"]
+    assert set(found) == {"2", "4"}  # 3 divides neither experts nor batch.
+    for each in found.values():
+        for name in ("rows_per_token", "bytes_per_batch", "load_violation"):
+            assert each["proposed"][name] <= each["trainer"][name] + 1e-9
+        rows = each["trainer"]["rows_per_token"] * 96
+        assert each["trainer"]["bytes_per_batch"] == pytest.approx(rows * 8 * 2, rel=1e-4)
+
+
+def test_devices_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="num_devices=3"):
+        placement.contiguous(8, 3)
+    with pytest.raises(ValueError, match="8 sequences"):
+        placement.rows_sent(LOGGED, placement.contiguous(E, 4), outer=3)

@@ -1,0 +1,129 @@
+"""Analyses of planted logs: series over steps, and what is missing or does not compare."""
+
+import json
+
+import numpy as np
+import pytest
+
+from moelib.analysis.routing import Settings, analyze, open_logs, write_analysis
+from moelib.core.errors import UserError
+from moelib.core.routing_file import clear_log, log_folder
+from tests.analysis.planted import LAYER, plant
+
+# Two sequences of four tokens; the last two are padding. Expert 3 has no token, token id 9 neither.
+TOKENS = [[0, 0, 1, 1], [0, 1, 5, 5]]
+MASK = [[1, 1, 1, 1], [1, 1, 0, 0]]
+LAST = [[[0, 1], [0, 2], [1, 2], [1, 0]], [[0, 1], [2, 1], [4, 4], [4, 4]]]
+FIRST = [[[1, 0], [0, 1], [3, 2], [1, 0]], [[2, 3], [2, 1], [4, 4], [4, 4]]]
+SETTINGS = Settings(min_count=3, capacity_factors=[0.5], expert_parallel=[2])
+
+
+def planted(run, steps, **fields):
+    for step, ids in steps.items():
+        plant(run, step, ids, TOKENS, mask=np.array(MASK, bool), **fields)
+
+
+def analyzed(run, **options):
+    logs = open_logs(str(run), "val", **options)
+    return logs, {name: layers[LAYER] for name, layers in analyze(logs, SETTINGS).items()}
+
+
+def test_series_over_steps_are_those_of_arithmetic(tmp_path):
+    planted(tmp_path, {10: FIRST, 20: LAST})
+    logs, found = analyzed(tmp_path)
+    assert logs.steps == [10, 20]
+    load = found["load"]
+    assert load["load"] == [[3, 4, 3, 2], [4, 5, 3, 0]]
+    assert load["max_violation"] == [pytest.approx(1 / 3, abs=1e-4), pytest.approx(2 / 3, abs=1e-4)]
+    assert load["dead_experts"] == [[], [3]]
+    assert load["entropy"] == [0.25, 0.25]
+    # Best expert equal for tokens 1, 3, 5 of 6; common experts 2 + 1 + 1 + 2 + 0 + 2 of 12.
+    assert found["saturation"] == {"1": [0.5, 1.0], "2": [pytest.approx(8 / 12, abs=1e-4), 1.0]}
+    drift = found["drift"]
+    assert drift["changed"] == [None, pytest.approx(4 / 12, abs=1e-4)]
+    assert drift["load_shift"] == [None, pytest.approx(2 / 12, abs=1e-4)]
+    assert found["coactivation"]["20"][0] == [1.0, 0.75, 0.25, 0.0]  # P(j | 0): 3 and 1 of 4.
+    assert found["coactivation"]["20"][3] == [None] * 4
+    special = found["specialization"]
+    assert (special["token_ids"], special["token_ids_that_never_occur"]) == (2, 8)
+    assert special["experts"][0]["best"][0] == {"token": 0, "count": 3, "share": 1.0}
+    assert special["experts"][0]["shares_by_step"] == [[2 / 3, 1 / 3], [1.0, 1 / 3]]
+    assert special["experts"][3]["share"] is None
+    # Capacity 1 per sequence and expert of 8 * 0.5 / 4: kept 3 of 8 and 3 of 4.
+    assert found["replay"]["drops"] == {"0.5": 0.5}
+
+
+def test_chance_explains_the_shares_of_an_uneven_load(tmp_path):
+    """Experts that know no token have the share of the baseline, far above the mean share."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 10, (8, 200))
+    plant(tmp_path, 1, np.argsort(rng.random((8, 200, 4)), -1)[..., :2], tokens)
+    by_token = np.stack([tokens % 4, (tokens + 1) % 4], -1)
+    plant(tmp_path / "known", 1, by_token, tokens)
+    settings = Settings(min_count=100)
+    chance, known = (
+        analyze(open_logs(str(run), "val"), settings)["specialization"][LAYER]
+        for run in (tmp_path, tmp_path / "known")
+    )
+    assert chance["mean_share"] == pytest.approx(chance["mean_chance"], abs=0.05)
+    assert chance["mean_share"] > 0.52
+    assert known["mean_share"] == 1.0
+    assert known["mean_chance"] < 0.7
+
+
+def test_a_missing_step_is_null_and_named(tmp_path):
+    planted(tmp_path, {10: FIRST, 30: LAST, 40: LAST})
+    clear_log(log_folder(str(tmp_path), "val", 40))
+    logs, found = analyzed(tmp_path, expected=[10, 20, 30])
+    assert logs.steps == [10, 20, 30, 40]
+    assert list(logs.missing) == [20, 40]
+    assert "cut short" in logs.missing[40]
+    assert found["load"]["max_violation"][1] is None
+    assert found["load"]["max_violation"][3] is None
+    assert found["saturation"]["2"][1] is None
+    assert found["drift"]["changed"] == [None] * 4  # Not the change from 10 to 30.
+    kept = {name: {LAYER: found[name]} for name in ("load", "specialization")}
+    names = write_analysis(logs, kept, str(tmp_path))
+    report = (tmp_path / "report.md").read_text()
+    assert "step 20: " in report
+    assert "step 30: no token goes to the experts 3." in report
+    assert "8 never" in report
+    for name in names:
+        content = (tmp_path / name).read_text()
+        assert "NaN" not in content or name.endswith(".svg")
+    assert json.loads((tmp_path / "load.json").read_text())["missing"].keys() == {"20", "40"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"config_hash": "other"}, "config_hash is abc, and other"),
+        ({"vocab_size": 11}, "vocab_size is 10, and 11"),
+        ({"num_experts": 5}, "layers"),
+    ],
+)
+def test_logs_of_different_runs_are_not_compared(tmp_path, fields, message):
+    planted(tmp_path, {10: FIRST})
+    planted(tmp_path, {20: LAST}, **fields)
+    with pytest.raises(UserError, match=message):
+        open_logs(str(tmp_path), "val")
+    assert list(open_logs(str(tmp_path), "val", steps=[20]).logs) == [20]
+
+
+def test_logs_of_other_tokens_are_not_compared(tmp_path):
+    planted(tmp_path, {10: FIRST})
+    plant(tmp_path, 20, LAST, np.array(TOKENS) + 1, mask=np.array(MASK, bool))
+    with pytest.raises(UserError, match="input_ids of batch 0"):
+        open_logs(str(tmp_path), "val")
+
+
+def test_a_run_without_a_log_is_refused(tmp_path):
+    with pytest.raises(UserError, match="'val'"):
+        open_logs(str(tmp_path), "val", steps=[10])
+
+
+def test_a_log_of_padding_only_is_refused(tmp_path):
+    none = np.full((2, 4, 2), 4)
+    plant(tmp_path, 10, none, TOKENS, mask=np.zeros((2, 4), bool))
+    with pytest.raises(UserError, match="padding"):
+        analyzed(tmp_path)
