@@ -14,6 +14,8 @@ import dataclasses
 import gzip
 import os
 import pathlib
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -281,6 +283,22 @@ def results(flags: Flags, planned: Sequence[Run]) -> Iterator[str]:
         yield f"![Loss over parameters, best parameters over FLOPs](images/study_{kind}.svg)"
         for table in tables:
             yield f"{table.title}:\n\n{to_markdown(table)}"
+    if pairs:
+        yield from _routing(flags, min(pairs, key=lambda pair: pair[1].moe.loss)[0], images)
+
+
+def _routing(flags: Flags, run: Run, images: str) -> Iterator[str]:
+    """Yields the report of the routing of a run, with its plots."""
+    from moelib.cli import analyze
+
+    output = os.path.join(flags.output, "analysis", f"{run.name}-routing")
+    analyze.run(analyze.Flags(trainer_dir=_folder(flags, run), output=output), ["routing"])
+    yield f"### Routing of {run.config}, {run.budget:.3g} FLOPs"
+    for plot in pathlib.Path(output).glob("*.svg"):
+        shutil.copy(plot, os.path.join(images, f"study_routing_{plot.name}"))
+    report = read_text(os.path.join(output, "report.md")).partition("\n")[2].strip()
+    report = re.sub("^## ", "#### ", report, flags=re.MULTILINE)
+    yield re.sub(r"\]\((\w+\.svg)\)", r"](images/study_routing_\1)", report)
 
 
 def _laws(flags: Flags, own: Sequence[Run], kind: str) -> tuple[Any, list[Table]]:

@@ -2,7 +2,8 @@
 
 Each run is of the model's own config, made small as by `moelib verify`: widths, heads, vocabulary
 and batch are small, on synthetic data; the layers, their kinds and number, the experts and the
-schedule's shape are those of the config. A command that is stopped resumes when it is run again.
+schedule's shape are those of the config. The routing of those with experts is logged and analyzed. A
+command that is stopped resumes when it is run again.
 """
 
 import dataclasses
@@ -13,12 +14,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.flame_moe import DENSE_SIZES, MOE_SIZES, named_trainer_configs
+from moelib.cli import analyze
 from moelib.core.command_line import flag, no_arguments, run_command
 from moelib.core.config_paths import set_at
 from moelib.core.errors import UsageError
 from moelib.core.metrics_file import read_metrics
 from moelib.core.table import Table, print_table
+from moelib.data.lm_input import InputMode
 from moelib.launch import DeviceFlags
+from moelib.train.evaler import SpmdEvaler
+from moelib.train.routing_log import RoutingEvaler
 from moelib.verify.shrink import shrink
 
 NAMES = [f"flame-moe-{name}" for name in MOE_SIZES] + [f"dense-{name}" for name in DENSE_SIZES]
@@ -46,11 +51,18 @@ def tiny_config(name: str, folder: str, *, steps: int, num_devices: int) -> Any:
         dir=os.path.join(folder, name), max_step=steps, log_every_n_steps=1, skip_kernel_check=True
     )
     small.checkpointer.save_policy.set(n=steps)
+    data = small.input.clone(mode=InputMode.EVALUATE, max_batches=1)
+    evaler = SpmdEvaler.default_config().set(input=data)
+    evaler.eval_policy.set(n=steps)
+    small.evalers = {"validation": evaler}
+    if name.startswith("flame-moe"):
+        small.routing_log = RoutingEvaler.default_config()
+        small.routing_log.eval_policy.set(num=2)
     return small
 
 
 def run(flags: Flags, arguments: Sequence[str]) -> None:
-    """Trains the models, and prints a table."""
+    """Trains the models, analyzes their routing, and prints a table."""
     no_arguments(arguments, Flags)
     names = [x for x in NAMES if not flags.only or any(part in x for part in flags.only)]
     if not names:
@@ -70,6 +82,8 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
         experts = getattr(decoder.block[0].feed_forward, "num_experts", 0)
         cells = (decoder.num_layers, experts or "-", f"{losses[0]:.3f}", f"{losses[-1]:.3f}")
         rows.append([name, *map(str, cells), f"{seconds:.0f}"])
+        if trainer.config.routing_log is not None:
+            analyze.run(analyze.Flags(trainer_dir=trainer.config.dir), ["routing"])
     columns = ["config", "layers>", "experts>", "first loss>", "last loss>", "seconds>"]
     note = f"{flags.steps} steps each, compilation included; runs in {flags.folder}."
     print_table(Table("Tiny runs", columns, rows, [note]))

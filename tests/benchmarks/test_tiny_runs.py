@@ -41,6 +41,8 @@ def test_every_model_is_trained(tmp_path, capsys):
         assert name in table
         steps = [line["step"] for line in read_metrics(str(tmp_path / name), ["loss"])]
         assert steps[:8] == list(range(1, 9))
+        report = tmp_path / name / "analysis/routing/report.md"
+        assert report.exists() == name.startswith("flame-moe")
 
 
 def test_a_part_that_no_name_has_is_refused(capsys):
