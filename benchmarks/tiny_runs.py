@@ -2,8 +2,8 @@
 
 Each run is of the model's own config, made small as by `moelib verify`: widths, heads, vocabulary
 and batch are small, on synthetic data; the layers, their kinds and number, the experts and the
-schedule's shape are those of the config. The routing of those with experts is logged and analyzed. A
-command that is stopped resumes when it is run again.
+schedule's shape are those of the config. The routing of those with experts is logged and analyzed.
+A command that is stopped resumes when it is run again.
 """
 
 import dataclasses
