@@ -76,10 +76,11 @@ def test_predicted_rows_are_those_that_the_ragged_exchange_sends(monkeypatch):
         return sizes[-1]
 
     monkeypatch.setattr(dispatch_ragged, "gather_sizes", recording)
-    one_round = dispatch_ragged.RaggedDispatcher.default_config().set(round_factor=None)
-    dispatcher = one_round.instantiate()
+    cfg = dispatch_ragged.RaggedDispatcher.default_config().set(round_factor=None)  # One round.
+    dispatcher = cfg.instantiate()
 
     def run(ids, mask):
+        sizes.clear()
         x, weights = jnp.ones((*ids.shape[:2], D)), jnp.ones(ids.shape)
         assignments = Assignments(ids, *vary((weights, mask), ("data", "expert")))
         context = DispatchContext(E, ("expert",))

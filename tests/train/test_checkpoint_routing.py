@@ -3,6 +3,7 @@
 import jax
 import pytest
 
+from moelib.checkpoint.contents import RECORD_FILE
 from moelib.checkpoint.policy import every_n_steps_policy
 from moelib.core.config import config_for_function
 from moelib.core.errors import UserError
@@ -44,7 +45,7 @@ def test_a_checkpoint_that_cannot_be_read_is_named_and_the_others_are_logged(tmp
         trainer.save_checkpoint()
         trainer.checkpointer.wait()
     write_config(cfg, str(tmp_path))
-    (tmp_path / "checkpoints/step_00000001/record.json").write_text("{")
+    (tmp_path / "checkpoints/step_00000001" / RECORD_FILE).write_text("{")
     with pytest.raises(UserError, match="nothing"):
         write_missing_logs(str(tmp_path), [2], evaler="nothing")
     name, missing = write_missing_logs(str(tmp_path), [1, 2])
