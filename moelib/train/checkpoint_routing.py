@@ -79,6 +79,8 @@ def write_missing_logs(
         name = writer.config.evaler
         with model.on_mesh():
             writer.write(model.parameters, model.mesh, step=step)
+    if name is None and (logged := list_data(run)):
+        raise UserError(f"{run} has routing logs of {', '.join(logged)}; name one (--evaler).")
     if name is None:
         raise UserError(f"{run}: no checkpoint and no routing log can be read: {reasons}.")
     return name, reasons
