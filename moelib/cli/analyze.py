@@ -32,46 +32,46 @@ class Flags(DeviceFlags):
         None, "Folder of the results; by default analysis/NAME, of routing in the run."
     )
     module: str | None = flag(None, "Module of the runs' own layers, which configs may name.")
-    trainer_dir: str | None = flag(None, "routing: Folder of a run.")
-    steps: str = flag("all", "routing: Steps of the logs: all, or steps such as 100,200.")
+    trainer_dir: str | None = flag(None, "Routing: folder of a run.")
+    steps: str = flag("all", "Routing: steps of the logs: all, or steps such as 100,200.")
     evaler: str | None = flag(
-        None, "routing: Evaler of the run whose input is logged; by default its only."
+        None, "Routing: evaler of the run whose input is logged; by default its only."
     )
     max_batches: int | None = flag(
         None,
-        "routing: Number of batches of a log; by default that of the run's logs.",
+        "Routing: number of batches of a log; by default that of the run's logs.",
         lower_bound=1,
     )
-    mesh: str | None = flag(None, "routing: Mesh, such as fsdp=4,expert=2; by default one device.")
-    module_dir: str | None = flag(None, "routing: Folder of the modules of the run's own layers.")
+    mesh: str | None = flag(None, "Routing: mesh, such as fsdp=4,expert=2; by default one device.")
+    module_dir: str | None = flag(None, "Routing: folder of the modules of the run's own layers.")
     skip_checksums: bool = flag(
-        False, "routing: Whether to read a run without comparing checksums."
+        False, "Routing: whether to read a run without comparing checksums."
     )
     min_count: int = flag(
-        100, "routing: Occurrences from which a token id has a share.", lower_bound=1
+        100, "Routing: occurrences from which a token id has a share.", lower_bound=1
     )
-    seed: int = flag(0, "routing: Seed of the permutation baseline.")
+    seed: int = flag(0, "Routing: seed of the permutation baseline.")
     capacity_factors: tuple[str, ...] = flag(
         (),
-        "routing: Capacity factors whose drops are predicted; by default 1,1.25,1.5,2.",
+        "Routing: capacity factors whose drops are predicted; by default 1,1.25,1.5,2.",
         split=True,
     )
     expert_parallel: tuple[str, ...] = flag(
         (),
-        "routing: Numbers of devices that share experts in the replay; by default 2,4,8.",
+        "Routing: numbers of devices that share experts in the replay; by default 2,4,8.",
         split=True,
     )
     runs: tuple[str, ...] = flag(
-        (), "scaling, twins: Folder of runs, besides those that are arguments."
+        (), "Scaling, twins: folder of runs, besides those that are arguments."
     )
     metric: str | None = flag(
         None,
-        "scaling, twins: Loss; by default validation/cross_entropy if all have it, else mean_loss.",
+        "Scaling, twins: loss; by default validation/cross_entropy if all have it, else mean_loss.",
     )
     budgets: tuple[str, ...] = flag(
-        (), "scaling: FLOPs to predict the best model for, such as 1e20,1e21.", split=True
+        (), "Scaling: FLOPs to predict the best model for, such as 1e20,1e21.", split=True
     )
-    num_bootstraps: int = flag(500, "scaling: Refits for the intervals.", lower_bound=1)
+    num_bootstraps: int = flag(500, "Scaling: refits for the intervals.", lower_bound=1)
 
 
 class _Analysis(NamedTuple):

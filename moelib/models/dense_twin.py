@@ -33,7 +33,8 @@ def dense_twin(cfg: Any, *, width: float = 1.0, multiple_of: int = MULTIPLE) -> 
 
     Every MoE layer becomes a `FeedForward` layer whose FLOPs per token are those of its router, K
     experts and shared experts, with the hidden size rounded to the nearest multiple. Everything
-    else is equal, seed and data included. Biases of experts, without matmul FLOPs, have no twin.
+    else is equal, seed and data included, except that no routing is logged. Biases of experts,
+    without matmul FLOPs, have no twin.
 
     Args:
         cfg: Config of a trainer of a language model.
@@ -43,7 +44,7 @@ def dense_twin(cfg: Any, *, width: float = 1.0, multiple_of: int = MULTIPLE) -> 
     Raises:
         UserError: If the model has no MoE layer.
     """
-    moe, twin = cfg.model, cfg.clone()
+    moe, twin = cfg.model, cfg.clone(routing_log=None)
     dims: dict[str, int] = {}
     layers = [(path, x) for path, x in sub_configs(moe) if isinstance(x, MoELayer.Config)]
     if not layers:

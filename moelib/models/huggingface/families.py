@@ -11,7 +11,7 @@ from typing import Any
 from moelib.core.errors import UserError
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.moe.layer import MoELayer
-from moelib.layers.moe.router import GroupScore, Score
+from moelib.layers.moe.router import GroupScore, Router, Score
 from moelib.layers.quantization import Quantization
 from moelib.layers.transformer import LoopStack, ScanStack, TransformerLayer
 from moelib.models.causal_lm import CausalLM
@@ -181,7 +181,9 @@ def _computed(cfg: CausalLM.Config) -> dict[str, Any]:
             attention.head_dim = attention.head_dim or cfg.dim // attention.num_heads
         if isinstance(layer.feed_forward, MoELayer.Config):
             router = layer.feed_forward.router
-            if router.num_groups is None:  # Then group_score has no effect.
+            if (
+                isinstance(router, Router.Config) and router.num_groups is None
+            ):  # Then group_score has no effect.
                 router.group_score = GroupScore.MAX
     cfg.decoder = blocks.stack(layers)
     values = {
