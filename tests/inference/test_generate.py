@@ -109,6 +109,7 @@ def test_one_text_is_the_same_alone_and_in_a_batch(model, drawn):
     assert one(model, PROMPTS[0], **DRAWN, seed=5) != drawn[0]
 
 
+@pytest.mark.slow
 # Of one text, the programs are those of the test above.
 def test_a_model_with_weights_in_8_bits_gives_greedy_texts():
     quantized = model_of("scan", quantization=Quantization.FP8_BLOCK)

@@ -52,6 +52,7 @@ def test_what_is_no_trainer_is_refused():
         fit(None)  # pyrefly: ignore
 
 
+@pytest.mark.slow
 def test_a_disk_that_fails_ends_the_run_after_sound_checkpoints(tmp_path, monkeypatch):
     source = small_run.make_store(tmp_path / "store")
     read, num_reads = os.pread, 0

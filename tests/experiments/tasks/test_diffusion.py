@@ -25,6 +25,7 @@ def test_samples_depend_on_the_key():
     assert 0 <= np.min(a) < np.max(a) <= 1
 
 
+@pytest.mark.slow
 def test_learns(tmp_path, monkeypatch):
     train, test = diffusion.digits()
     monkeypatch.setattr(diffusion, "digits", lambda: (train, test[:64]))

@@ -169,6 +169,7 @@ def test_within_a_window_steps_are_counted():
     np.testing.assert_array_equal(new["weight"], state()["weight"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_initial", "window", "sign"), [(3, 2, 1), (8, 4, -1)])
 def test_a_run_adds_and_removes_experts(num_initial, window, sign, tmp_path):
     moe = tiny.plain_moe(num_experts=8)

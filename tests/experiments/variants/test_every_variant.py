@@ -68,6 +68,7 @@ def logits(model, params, ids, is_training):
 IDS = np.random.default_rng(0).integers(0, tiny.VOCAB_SIZE, (2, 12)).astype(np.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_later_tokens_change_no_earlier_logits(name):
     model, params = built(name)
@@ -80,6 +81,7 @@ def test_later_tokens_change_no_earlier_logits(name):
         assert np.any(np.abs(first[:, 7:] - second[:, 7:]) > 1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_one_by_one_have_the_logits_of_the_whole_text(name):
     model, params = built(name)

@@ -89,6 +89,7 @@ def test_parameters_are_no_activations(cfg):
     assert jnp.dtype(cfg.train_dtype).itemsize == 2
 
 
+@pytest.mark.slow
 def test_sizes_that_look_like_tokens_are_none(monkeypatch):
     cfg = tiny_moe.config().clone()
     found = []

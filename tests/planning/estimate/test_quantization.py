@@ -41,6 +41,7 @@ def estimate(works, scheme, topology):
     return Estimator(work, rules_of(cfg), {})(current_candidate(cfg, work, shape))
 
 
+@pytest.mark.slow
 def test_quantized_weights_are_gathered_and_held_in_8_bits(works):
     plain, quantized = (estimate(works, s, "h100:1x8") for s in (None, Quantization.FP8_BLOCK))
     cfg, work = works[Quantization.FP8_BLOCK]
