@@ -32,7 +32,7 @@ _NUM_BEST = 2  # Token ids that stand for an expert.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is computed from the logs."""
+    """Settings of the analyses."""
 
     min_count: int = 100  # Occurrences from which a token id has a share.
     seed: int = 0  # Of the permutation baseline.

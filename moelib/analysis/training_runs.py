@@ -1,4 +1,4 @@
-"""What analyses need of a run's folder: parameters, tokens, FLOPs, and losses over steps."""
+"""Runs as analyses read them: parameters, tokens, FLOPs, and losses over steps."""
 
 import dataclasses
 import json

@@ -24,7 +24,7 @@ class AtEqual:
     cost: float  # FLOPs, or seconds of training steps.
     moe_loss: float  # Nats per token.
     dense_loss: float
-    # What the dense run spent until it had its loss here, over what the MoE run spent until it had
+    # Spending of the dense run until it had its loss here, over that of the MoE run until it had
     # the same loss: above 1 if MoE gains; None if the MoE run had it nowhere.
     gain: float | None
 

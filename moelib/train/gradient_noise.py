@@ -82,7 +82,7 @@ def estimates(metrics: dict[str, Any], norm: jax.Array) -> dict[str, jax.Array]:
 
 
 class NoiseScale:
-    """Running averages of the estimates of all steps; they start anew with the process."""
+    """Running averages of the estimates of all steps; they start again with the process."""
 
     def __init__(self) -> None:
         self._averages: Scalars = {}

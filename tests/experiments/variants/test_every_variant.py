@@ -1,4 +1,4 @@
-"""What holds for every variant: no leak, a cache like the whole text, meshes, published shapes."""
+"""Properties of every variant: no leak, a cache like the whole text, meshes, published shapes."""
 
 import functools
 
