@@ -1,9 +1,10 @@
 """A study on two CPU cores: `python -m benchmarks.study`.
 
-Seven Mixture-of-Experts models at three budgets, and their dense twins of equal FLOPs, learn from
+Six Mixture-of-Experts models at three budgets, and their dense twins of equal FLOPs, learn from
 English text of Debian packages. Each run is a `moelib train` of its own. A command that is started
-again skips finished runs and resumes the one that was interrupted. At the end, losses, scaling laws
-and comparisons of twins are written into a page, from the files of the runs.
+again skips finished runs and resumes the one that was interrupted. Losses over time are those of
+steps that are measured side by side, whatever else the machine does during the runs. At the end,
+losses, scaling laws and comparisons of twins are written into a page, from the files of the runs.
 
     python -m benchmarks.study --estimate              # measure a step of each model, and multiply
     python -m benchmarks.study --page=docs/study.md    # fetch, train, analyze, write
@@ -12,6 +13,7 @@ and comparisons of twins are written into a page, from the files of the runs.
 
 import dataclasses
 import gzip
+import json
 import os
 import pathlib
 import re
@@ -24,7 +26,7 @@ from typing import Any, NamedTuple
 
 from moelib.core.command_line import flag, no_arguments, run_command
 from moelib.core.errors import UsageError, UserError
-from moelib.core.files import atomic_file, read_text
+from moelib.core.files import atomic_file, read_text, write_json
 from moelib.core.progress import format_seconds
 from moelib.core.table import Table, print_table, to_markdown
 
@@ -35,9 +37,9 @@ PACKAGES = {
     "dict-foldoc": ["usr/share/dictd/foldoc.dict.dz"],
     "jargon-text": ["usr/share/doc/jargon-text/jargon.txt.gz"],
 }
-VOCAB_SIZE = 4096
+VOCAB_SIZE = 1024  # With a larger one, most FLOPs would be those of the output head.
 SEQ_LEN, BATCH_SIZE = 128, 4
-BUDGETS = (2.7e12, 6.5e12, 1.55e13)  # FLOPs of a run at --scale=1.
+BUDGETS = (0.85e12, 1.7e12, 3.4e12)  # FLOPs of a run at --scale=1.
 KINDS = ("moe", "dense")
 METRIC = "validation/cross_entropy"
 _BEGIN, _END = "<!-- results of benchmarks.study -->", "<!-- end of the results -->"
@@ -50,7 +52,7 @@ class Size(NamedTuple):
     num_layers: int
 
 
-SIZES = [Size(*x) for x in ((32, 3), (48, 3), (64, 4), (96, 4), (128, 4), (160, 4), (192, 5))]
+SIZES = [Size(*x) for x in ((24, 2), (32, 3), (48, 3), (64, 4), (96, 4), (128, 4))]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -229,13 +231,32 @@ def is_finished(flags: Flags, run: Run) -> bool:
     return any(line["step"] >= run.steps for line in lines if METRIC in line)
 
 
-def estimate(planned: Sequence[Run]) -> Table:
-    """Returns the time of all runs, from measured steps of each model, without evaluations."""
+def step_seconds(flags: Flags, planned: Sequence[Run]) -> dict[str, float]:
+    """Returns {config: seconds per step}, measured at the first call, each model beside its twin.
+
+    Twins are measured in turn, twice, and the lower of two medians counts.
+    """
     from moelib.planning.time_twin import measured_step_seconds
 
+    path = os.path.join(flags.output, "step_seconds.json")
+    found: dict[str, float] = json.loads(read_text(path)) if os.path.exists(path) else {}
+    configs = named_trainer_configs()
+    for moe in dict.fromkeys(run.config for run in planned[::2]):
+        twins = [moe, moe.replace("moe", "dense")]
+        if any(name not in found for name in twins):
+            rounds = [
+                [measured_step_seconds(configs[x](), num_steps=20) for x in twins] for _ in range(2)
+            ]
+            found |= dict(zip(twins, map(min, *rounds), strict=True))
+            os.makedirs(flags.output, exist_ok=True)
+            write_json(path, found)
+    return found
+
+
+def estimate(flags: Flags, planned: Sequence[Run]) -> Table:
+    """Returns the time of all runs, from measured steps of each model, without evaluations."""
     rows, total = [], 0.0
-    for name in dict.fromkeys(run.config for run in planned):
-        seconds = measured_step_seconds(named_trainer_configs()[name](), num_steps=20)
+    for name, seconds in step_seconds(flags, planned).items():
         steps = [run.steps for run in planned if run.config == name]
         total += seconds * sum(steps)
         time = format_seconds(seconds * sum(steps))
@@ -260,11 +281,15 @@ def results(flags: Flags, planned: Sequence[Run]) -> Iterator[str]:
     missing = [run for run in planned if not is_finished(flags, run)]
     if missing:
         yield f"Not finished, and not below: {', '.join(run.name for run in missing)}."
-    pairs = []
+    pairs, seconds = [], step_seconds(flags, planned)
     for moe, dense in zip(planned[::2], planned[1::2], strict=True):
         if moe in missing or dense in missing:
             continue
-        found = twins.compare_twins([_folder(flags, moe), _folder(flags, dense)], METRIC)
+        found = twins.compare_twins(
+            [_folder(flags, moe), _folder(flags, dense)],
+            METRIC,
+            step_seconds=[seconds[moe.config], seconds[dense.config]],
+        )
         twins.write_report(os.path.join(flags.output, "analysis", moe.name), found)
         pairs.append((moe, found))
     yield to_markdown(_pairs_table(pairs))
@@ -326,7 +351,9 @@ def _pairs_table(pairs: Sequence[tuple[Run, Any]]) -> Table:
         times = [*map(format_seconds, seconds), f"{seconds[0] / seconds[1]:.2f}"]
         rows.append([*size, f"{run.steps:,}", *losses, gain, *times])
     gain_is = "FLOPs of the dense run over those of the MoE run at the same loss"
-    notes = [f"Loss: `{METRIC}` at the end, nats per token. Gain: {gain_is}. Times: of the steps."]
+    notes = [
+        f"Loss: `{METRIC}` at the end, nats per token. Gain: {gain_is}. Times: of the steps, measured side by side."
+    ]
     names = ["size", "FLOPs>", "M tokens>", "steps>", "MoE loss>", "dense loss>", "MoE - dense>"]
     more = ["gain>", "MoE time>", "dense time>", "MoE / dense time>"]
     return Table("MoE and dense twins", [*names, *more], rows, notes)
@@ -383,7 +410,7 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
         raise UsageError(f"--scale={flags.scale}: set it above 0.")
     planned = runs(flags)
     if flags.estimate:
-        print_table(estimate(planned))
+        print_table(estimate(flags, planned))
         return
     failed = train(flags, planned)
     if len(failed) < len(planned):

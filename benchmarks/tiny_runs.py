@@ -1,9 +1,9 @@
 """Tiny runs of FLAME-MoE's models and dense baselines: `python -m benchmarks.tiny_runs`.
 
-Each run is of the model's own config, made small as by `moelib verify`: widths, heads, vocabulary
-and batch are small, on synthetic data; the layers, their kinds and number, the experts and the
-schedule's shape are those of the config. The routing of those with experts is logged and analyzed.
-A command that is stopped resumes when it is run again.
+Each run is of the model's own config, made small as by `moelib verify`: heads, vocabulary and batch
+are small, and widths a 32nd, on synthetic data; the layers, their kinds and number, the experts and
+the schedule's shape are those of the config. The routing of those with experts is logged and
+analyzed. A command that is stopped resumes when it is run again.
 """
 
 import dataclasses
@@ -29,6 +29,8 @@ from moelib.verify.shrink import shrink
 NAMES = [f"flame-moe-{name}" for name in MOE_SIZES] + [f"dense-{name}" for name in DENSE_SIZES]
 # Sizes that keep their values: the analyses of routing are about them.
 _KEPT = ("num_layers", "num_experts", "num_experts_per_token")
+_WIDTHS = ("dim", "input_dim", "hidden_dim")
+_DIVISOR = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,8 +47,9 @@ def tiny_config(name: str, folder: str, *, steps: int, num_devices: int) -> Any:
     cfg = named_trainer_configs()[name]()
     small, changes = shrink(cfg, num_devices)
     for path, before, _ in changes:
-        if path.startswith("model.") and path.rpartition(".")[2] in _KEPT:
-            set_at(small, path, before)
+        field = path.rpartition(".")[2]
+        if path.startswith("model.") and field in (*_KEPT, *_WIDTHS):
+            set_at(small, path, before // _DIVISOR if field in _WIDTHS else before)
     small.set(
         dir=os.path.join(folder, name), max_step=steps, log_every_n_steps=1, skip_kernel_check=True
     )

@@ -43,12 +43,18 @@ class TwinComparison:
     notes: list[str]
 
 
-def compare_twins(folders: Sequence[str], metric: str | None = None) -> TwinComparison:
+def compare_twins(
+    folders: Sequence[str],
+    metric: str | None = None,
+    *,
+    step_seconds: Sequence[float] | None = None,
+) -> TwinComparison:
     """Returns the comparison of an MoE run and its dense twin.
 
     Args:
         folders: Folders of both runs, in any order.
         metric: Loss to compare; None as in `default_metric`.
+        step_seconds: Seconds per step of each run, measured elsewhere; None for those of the runs.
 
     Raises:
         UserError: If there are not two runs, one of them of a model with experts, on the same data
@@ -58,6 +64,8 @@ def compare_twins(folders: Sequence[str], metric: str | None = None) -> TwinComp
         raise UserError(f"{len(folders)} runs; name an MoE run and its dense twin.")
     metric = metric or default_metric(folders)
     curves = [read_curve(folder, metric) for folder in folders]
+    for i, seconds in enumerate(step_seconds or ()):
+        curves[i] = dataclasses.replace(curves[i], seconds=seconds * curves[i].steps)
     select([curve.run for curve in curves])  # Raises if they cannot be compared.
     is_moe = [curve.run.total_parameters > curve.run.parameters for curve in curves]
     if sum(is_moe) != 1:

@@ -93,15 +93,21 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
             raise UsageError(f"--{info.name} is of the analysis {' or '.join(users)}, not {name}.")
     if flags.module:
         import_module(flags.module)
-    print(f"wrote {', '.join(ANALYSES[name].write(flags, folders))}")
+    if files := ANALYSES[name].write(flags, folders):
+        print(f"wrote {', '.join(files)}")
 
 
 def routing(flags: Flags, folders: Sequence[str]) -> list[str]:
-    """Writes missing routing logs, analyzes all, and returns the paths of the report."""
+    """Writes missing routing logs, analyzes all, and returns the paths of the report.
+
+    All processes write logs; process 0 writes the report.
+    """
     if flags.trainer_dir is None or folders:
         raise UsageError("routing: set --trainer_dir to the folder of one run.")
     run, settings = flags.trainer_dir, _settings(flags)
     flags.set_up()
+    import jax
+
     from moelib.analysis.routing import analyze, open_logs, write_analysis
     from moelib.train.checkpoint_routing import expected_steps, write_missing_logs
 
@@ -119,6 +125,8 @@ def routing(flags: Flags, folders: Sequence[str]) -> list[str]:
             module_dir=flags.module_dir,
             skip_checksums=flags.skip_checksums,
         )
+    if jax.process_index() != 0:
+        return []
     expected = expected_steps(run, name, max(checkpoints, default=0)) if wanted is None else ()
     logs = open_logs(run, name, steps=wanted, expected=expected, missing=missing)
     with Progress("layer", len(logs.last.layers)) as progress:

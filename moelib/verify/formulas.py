@@ -42,11 +42,12 @@ Arrays = dict[str, np.ndarray]
 
 
 def run(layer: Any, params: Nested, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """Returns the outputs of a layer's own code in float64, and its auxiliary losses."""
+    """Returns the outputs of a layer's own code in float64, and its own auxiliary losses."""
 
     def forward(params: Nested, inputs: Any) -> Any:
         outputs, found = functional(layer, jax.random.key(0), params, inputs, is_training=True)
-        return outputs, {name: loss.value for name, loss in found.aux_losses.items()}
+        losses = {n: x for n, x in found.aux_losses.items() if not isinstance(x, dict)}
+        return outputs, {name: loss.value for name, loss in losses.items()}
 
     inputs = dict(zip(inspect.signature(layer.forward).parameters, args, strict=False)) | kwargs
     narrow = jax.tree.map(lambda x: np.float32(x) if x.dtype == np.float64 else x, (params, inputs))
@@ -171,7 +172,8 @@ def balance_loss(
     for of in sequences if scope is BalanceScope.SEQUENCE else [mask]:
         probs = np.concatenate([each["probs"][of] for each in routed])
         ids = np.concatenate([each["expert_ids"][of] for each in routed])
-        counts = np.bincount(ids.ravel(), minlength=probs.shape[1]) + earlier
+        # The id of an assignment to no expert is E.
+        counts = np.bincount(ids.ravel(), minlength=probs.shape[1])[: probs.shape[1]] + earlier
         load = float(counts / max(counts.sum(), 1) @ probs.sum(0)) / max(len(probs), 1)
         total += probs.shape[1] * load * of.sum() / mask.sum()
     return total

@@ -74,6 +74,7 @@ def _train(known: Reference, folder: str, batches: dict[int, Batch], end: int = 
     Raises:
         _InterruptedRunError: Before step `end`.
     """
+    os.makedirs(folder, exist_ok=True)
     cfg = known.config.clone(dir=folder)
     policy = config_for_function(every_n_steps_policy).set(n=4)
     cfg.checkpointer.set(save_policy=policy, wait="after_save")

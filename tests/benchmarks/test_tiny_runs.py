@@ -27,8 +27,18 @@ def test_layers_and_experts_are_those_of_the_config(name):
         assert tiny.num_experts_per_token == layer.num_experts_per_token == 6
         assert tiny.load_balance_loss == layer.load_balance_loss
     assert small.model.decoder.num_layers == own.model.decoder.num_layers
-    model = small.model.clone(name="model").instantiate(parent=None)
-    assert tree.count_elements(model.create_parameter_specs_recursively()) < 1_000_000
+    assert small.model.dim == own.model.dim // 32
+
+
+def test_models_have_different_sizes():
+    sizes = []
+    for name in tiny_runs.NAMES:
+        small = tiny_runs.tiny_config(name, "unused", steps=8, num_devices=1)
+        model = small.model.clone(name="model").instantiate(parent=None)
+        sizes.append(tree.count_elements(model.create_parameter_specs_recursively()))
+    assert sizes[:7] == sorted(set(sizes[:7]))  # Of FLAME-MoE, in the order of their names.
+    assert sizes[7:] == sorted(set(sizes[7:]))
+    assert max(sizes) < 20_000_000
 
 
 @pytest.mark.slow

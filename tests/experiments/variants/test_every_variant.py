@@ -97,20 +97,8 @@ def test_tokens_one_by_one_have_the_logits_of_the_whole_text(name):
         np.testing.assert_allclose(got, want[:, stop - 1], atol=2e-5)
 
 
-_FAILING = {
-    "dynamic-moe": "the gate loss is ill-conditioned at orthogonal initial values; check `layers`",
-    "expert-choice": "the check `layers` expects the formula of another router",
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(x, marks=[pytest.mark.xfail(reason=y)] if (y := _FAILING.get(x)) else [])
-        for x in NAMES
-    ],
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_numbers_are_equal_on_every_mesh(name):
     meshes = "expert=4,fsdp=2;expert=2,seq=2,model=2"
     left_out = ["kernels", *WITHOUT.get(name, ())]
