@@ -292,6 +292,7 @@ def results(flags: Flags, planned: Sequence[Run]) -> Iterator[str]:
         )
         twins.write_report(os.path.join(flags.output, "analysis", moe.name), found)
         pairs.append((moe, found))
+    yield to_markdown(_models_table(planned, seconds))
     yield to_markdown(_pairs_table(pairs))
     if pairs:
         _save(_plot_pairs(pairs), images, "study_twins.svg")
@@ -339,6 +340,22 @@ def _laws(flags: Flags, own: Sequence[Run], kind: str) -> tuple[Any, list[Table]
     return analysis, tables(analysis)
 
 
+def _models_table(planned: Sequence[Run], seconds: Mapping[str, float]) -> Table:
+    """Returns the parameters, FLOPs and step times of all models."""
+    from moelib.models.cost import model_cost
+
+    rows = []
+    for name in dict.fromkeys(run.config for run in planned):
+        model = named_trainer_configs()[name]().model.clone(name="model").instantiate(parent=None)
+        cost = model_cost(model, seq_len=SEQ_LEN)
+        numbers = [cost.total_parameters, cost.active_parameters]
+        numbers += [cost.active_non_embedding_parameters]
+        flops = f"{cost.train_flops_per_token / 1e6:.2f}"
+        rows.append([name, *(f"{x:,}" for x in numbers), flops, f"{1e3 * seconds[name]:.1f}"])
+    active = ["active>", "active, without embeddings>"]
+    return Table("Models", ["model", "parameters>", *active, "MFLOPs/token>", "ms/step>"], rows)
+
+
 def _pairs_table(pairs: Sequence[tuple[Run, Any]]) -> Table:
     """Returns the final losses and times of all twins."""
     rows = []
@@ -352,7 +369,8 @@ def _pairs_table(pairs: Sequence[tuple[Run, Any]]) -> Table:
         rows.append([*size, f"{run.steps:,}", *losses, gain, *times])
     gain_is = "FLOPs of the dense run over those of the MoE run at the same loss"
     notes = [
-        f"Loss: `{METRIC}` at the end, nats per token. Gain: {gain_is}. Times: of the steps, measured side by side."
+        f"Loss: `{METRIC}` at the end, nats per token. Gain: {gain_is}.",
+        "Times: of the steps, measured side by side.",
     ]
     names = ["size", "FLOPs>", "M tokens>", "steps>", "MoE loss>", "dense loss>", "MoE - dense>"]
     more = ["gain>", "MoE time>", "dense time>", "MoE / dense time>"]

@@ -95,15 +95,12 @@ class TopAnyRouter(BaseLayer):
         return Routing(ids, jnp.where(used, chosen, 0.0) / k, probs, similarity, mask)
 
     def _report(self, used: Array, without: Array, tokens: Float[Array, ""]) -> None:
-        """Adds the loss of eq. 7 and 8, and metrics.
-
-        The norm is smoothed below 0.01: at the orthogonal initial columns, where it is 0, its
-        gradient would have the direction of rounding errors.
-        """
+        """Adds the loss of eq. 7 and 8, and metrics."""
         weight, active = self.parameters["weight"], self.parameters["active"]
         columns = _unit(weight, 0) * active[None]
         away = jnp.einsum("de,df->ef", columns, columns, **_PRECISE) - jnp.diag(active)
         loss = jnp.linalg.norm(weight, axis=0) @ active / jnp.maximum(jnp.sum(active), 1.0)
+        # Smooth at 0, where orthogonal columns start: there, gradients would be rounding errors.
         loss = loss + jnp.sqrt(jnp.sum(jnp.square(away)) + 1e-4)
         self.add_aux_loss("gate_loss", loss, weight=self.config.loss_weight)
         for name, found in (("experts_per_token", used), ("tokens_without_expert", without)):
