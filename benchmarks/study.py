@@ -39,7 +39,7 @@ PACKAGES = {
 }
 VOCAB_SIZE = 1024  # With a larger one, most FLOPs would be those of the output head.
 SEQ_LEN, BATCH_SIZE = 128, 4
-BUDGETS = (0.85e12, 1.7e12, 3.4e12)  # FLOPs of a run at --scale=1.
+BUDGETS = (0.85e12, 1.7e12, 2.7e12)  # FLOPs of a run at --scale=1.
 KINDS = ("moe", "dense")
 METRIC = "validation/cross_entropy"
 _BEGIN, _END = "<!-- results of benchmarks.study -->", "<!-- end of the results -->"
