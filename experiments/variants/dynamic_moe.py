@@ -55,9 +55,7 @@ class TopAnyRouter(BaseLayer):
         dim, num = cfg.input_dim, cfg.num_experts
         draw = lambda key, spec: orthogonal(key, spec.shape, jnp.float32)
         first = lambda key, spec: jnp.float32(jnp.arange(num) < (cfg.num_initial_experts or num))
-        state = lambda *shape, **init: bias_spec(
-            shape, (None,) * len(shape), trainable=False, **init
-        )
+        state = lambda *dims, **init: bias_spec(dims, (None,) * len(dims), trainable=False, **init)
         return {
             "weight": weight_spec((dim, num), ("embed", None), initializer=draw, **FLOAT32),
             "threshold": bias_spec((num,), (None,)),
@@ -95,15 +93,13 @@ class TopAnyRouter(BaseLayer):
         return Routing(ids, jnp.where(used, chosen, 0.0) / k, probs, similarity, mask)
 
     def _report(self, used: Array, without: Array, tokens: Float[Array, ""]) -> None:
-        """Adds the loss of eq. 7 and 8, and metrics.
-
-        The norm is smoothed below 0.01: at the orthogonal initial columns, where it is 0, its
-        gradient would have the direction of rounding errors.
-        """
+        """Adds the loss of eq. 7 and 8, and metrics."""
         weight, active = self.parameters["weight"], self.parameters["active"]
         columns = _unit(weight, 0) * active[None]
         away = jnp.einsum("de,df->ef", columns, columns, **_PRECISE) - jnp.diag(active)
         loss = jnp.linalg.norm(weight, axis=0) @ active / jnp.maximum(jnp.sum(active), 1.0)
+        # Smoothed below 0.01: at the orthogonal initial columns, where the norm is 0, its gradient
+        # would have the direction of rounding errors.
         loss = loss + jnp.sqrt(jnp.sum(jnp.square(away)) + 1e-4)
         self.add_aux_loss("gate_loss", loss, weight=self.config.loss_weight)
         for name, found in (("experts_per_token", used), ("tokens_without_expert", without)):
