@@ -55,9 +55,7 @@ class TopAnyRouter(BaseLayer):
         dim, num = cfg.input_dim, cfg.num_experts
         draw = lambda key, spec: orthogonal(key, spec.shape, jnp.float32)
         first = lambda key, spec: jnp.float32(jnp.arange(num) < (cfg.num_initial_experts or num))
-        state = lambda *shape, **init: bias_spec(
-            shape, (None,) * len(shape), trainable=False, **init
-        )
+        state = lambda *dims, **init: bias_spec(dims, (None,) * len(dims), trainable=False, **init)
         return {
             "weight": weight_spec((dim, num), ("embed", None), initializer=draw, **FLOAT32),
             "threshold": bias_spec((num,), (None,)),

@@ -108,6 +108,8 @@ class IsoFlopFit:
 
     parabolas: list[Parabola]
     law: PowerLaw | None  # N_opt over C; None with minima at fewer than two budgets.
+    # Share of the bootstraps without a minimum at some budget, which are not in the intervals.
+    without_minimum: float = 0.0
 
 
 def fit_isoflop(
@@ -151,7 +153,8 @@ def fit_isoflop(
     if np.any(ok):
         slopes = np.polyfit(np.log(budgets), np.asarray(minima)[:, ok], 1)[0]
         interval = percentiles(slopes)
-    return IsoFlopFit(parabolas=fits, law=dataclasses.replace(law, interval=interval))
+    law = dataclasses.replace(law, interval=interval)
+    return IsoFlopFit(parabolas=fits, law=law, without_minimum=float(1 - np.mean(ok)))
 
 
 def percentiles(values: Floats) -> Interval:

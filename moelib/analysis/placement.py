@@ -81,6 +81,25 @@ def rows_sent(ids: Ids, devices: Devices, *, outer: int = 1, inner: int = 1) -> 
     return parts.sum((0, 2))
 
 
+def capacity_rows(log: RoutingLog, layer: str, factor: float, num_devices: int) -> int:
+    """Returns the rows per batch that a `CapacityDispatcher` sends to other devices, each way.
+
+    They are C rows of every sequence and expert, whatever the routing and the placement.
+
+    Args:
+        log: The log, whose batch and experts the devices divide.
+        layer: Name of the layer.
+        factor: Capacity factor, as in `within_capacity`.
+        num_devices: n.
+    """
+    from moelib.layers.moe.dispatch import capacity_for
+
+    (num_experts, top_k, _), header = log.sizes(layer), log.header
+    capacity = capacity_for(factor, header.seq_len * top_k / num_experts, header.seq_len)
+    rows = header.batch_size * num_experts * capacity
+    return rows - rows // num_devices
+
+
 def remote(rows: Counts) -> int:
     """Returns the rows that go to another device."""
     return int(rows.sum() - np.trace(rows))
@@ -167,7 +186,8 @@ def replay(
     `drops` has the share of assignments that a `CapacityDispatcher` drops, by capacity factor.
     `expert_parallel` has, by number of devices, the rows per token that a `RaggedDispatcher` sends
     to other devices in a forward pass, each way, and their bytes per batch, by the trainer's
-    placement and by a proposed one, which is never worse.
+    placement and by a proposed one, which is never worse. `capacity_bytes_per_batch` has those that
+    a `CapacityDispatcher` sends, by number of devices and capacity factor.
 
     Args:
         log: The log.
@@ -210,6 +230,13 @@ def replay(
     return {
         "drops": {str(factor): share(num) for factor, num in dropped.items()},
         "expert_parallel": parallel,
+        "capacity_bytes_per_batch": {
+            str(n): {
+                str(factor): capacity_rows(log, layer, factor, n) * width * log.header.itemsize
+                for factor in factors
+            }
+            for n in sizes
+        },
     }
 
 

@@ -197,9 +197,9 @@ def _over_steps(
         load["max_violation"].append(as_json(counts.load_violation(per_expert)))
         load["dead_experts"].append(np.flatnonzero(per_expert == 0).tolist())
         entropy.append(_mean_entropy(logs.logs[step], layer))
-        shares = counts.overlap(ids, last, num_experts) / len(ids)
+        both, every = counts.overlap(ids, last, num_experts), counts.assignments(ids, num_experts)
         for k, values in kept.items():
-            values.append(as_json(shares[int(k) - 1] / int(k)))
+            values.append(as_json(_share(both[int(k) - 1], every[int(k) - 1])))
         for name, value in _drift(before, (ids, per_expert), num_experts).items():
             drift[name].append(as_json(value))
         if step in shown:
@@ -245,9 +245,13 @@ def _drift(before: Any, now: Any, num_experts: int) -> dict[str, float]:
     if before is None:
         return {"changed": math.nan, "load_shift": math.nan}
     (old, old_load), (new, new_load) = before, now
-    kept = counts.overlap(old, new, num_experts)[-1] / new.size
+    kept = _share(counts.overlap(old, new, num_experts)[-1], new_load.sum())
     loads = [x / max(x.sum(), 1) for x in (old_load, new_load)]
     return {"changed": 1 - kept, "load_shift": float(np.abs(loads[0] - loads[1]).sum() / 2)}
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else math.nan
 
 
 def specialized(

@@ -53,12 +53,17 @@ def overlap(first: Ids, second: Ids, num_experts: int) -> Counts:
     top_k = first.shape[1]
     found = np.zeros(top_k, np.int64)
     for a, b in _chunks(first, second):
-        a, b = np.ascontiguousarray(a.T), np.ascontiguousarray(b.T)  # [K, N]
+        a, b = np.ascontiguousarray(a.T), np.array(b.T, order="C")  # [K, N], b a copy.
         b[b == num_experts] = num_experts + 1  # No expert equals no expert of another routing.
         for i in range(top_k):
             for j in range(top_k):
                 found[max(i, j)] += np.count_nonzero(a[i] == b[j])
     return np.cumsum(found)
+
+
+def assignments(ids: Ids, num_experts: int) -> Counts:
+    """Returns the number of assignments to the k best experts of tokens, k = 1 ... K [K]."""
+    return np.cumsum([np.count_nonzero(ids[:, i] < num_experts) for i in range(ids.shape[1])])
 
 
 def coactivation(ids: Ids, num_experts: int) -> Counts:

@@ -65,6 +65,12 @@ def _laws(fits: dict[str, ScalingFit]) -> Table:
         for name, fit in fits.items()
         if fit.parametric.problem
     ]
+    notes += [
+        f"N {name}: {fit.isoflop.without_minimum:.0%} of the bootstraps have no minimum at a "
+        "budget, and are missing in the interval of IsoFLOP."
+        for name, fit in fits.items()
+        if fit.isoflop.without_minimum
+    ]
     notes += [f"N {name}: {text}" for name, fit in fits.items() if (text := _disagreement(fit))]
     return Table("Laws", ["", *(f"N {name}>" for name in fits)], rows, notes)
 

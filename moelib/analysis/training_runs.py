@@ -33,7 +33,7 @@ class TrainingRun:
     tokens: float  # Valid tokens trained on.
     flops: float  # FLOPs of training: forward and backward pass, padding included.
     loss: float  # Nats per token; NaN if it is not finite.
-    steps: int
+    steps: int  # Those before the loss.
     max_step: int = 0  # Steps of a finished run; 0 if unknown.
     vocab_size: int = 0  # 0 if unknown.
     data: str = ""  # Identity of the training data; empty if unknown.
@@ -77,7 +77,7 @@ def read_curve(folder: str, metric: str = TRAINING) -> LossCurve:
     timed, per_step = np.asarray([(0, 0.0), *found["step_seconds"]], np.float64).T
     times = np.interp(steps, timed, np.cumsum(np.diff(timed, prepend=0) * per_step))
     tokens = [value for _, value in found["num_tokens"]]
-    step = int(max(*timed, *steps))
+    step = int(steps[-1])  # Of the loss, which the counts must be of, too.
     run = TrainingRun(
         name=folder,
         total_parameters=cost.total_parameters,
@@ -143,7 +143,7 @@ def select(runs: Sequence[TrainingRun]) -> tuple[list[TrainingRun], dict[str, st
         if not math.isfinite(run.loss):
             excluded[run.name] = f"its last loss is {run.loss}"
         elif run.steps < run.max_step:
-            excluded[run.name] = f"it is at step {run.steps} of {run.max_step}"
+            excluded[run.name] = f"its last loss is of step {run.steps} of {run.max_step}"
         elif run.steps < MIN_STEPS:
             excluded[run.name] = f"it has {run.steps} steps, fewer than {MIN_STEPS}"
     return [run for run in runs if run.name not in excluded], excluded

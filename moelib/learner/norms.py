@@ -71,5 +71,5 @@ def norms_of(
         found[f"gradient_norm/{name}"] = gradient
         found[f"parameter_norm/{name}"] = parameter
         found[f"update_norm/{name}"] = update
-        found[f"update_ratio/{name}"] = jnp.where(update > 0, update / parameter, 0.0)
+        found[f"update_ratio/{name}"] = jnp.where(update == 0, 0.0, update / parameter)
     return found

@@ -111,6 +111,12 @@ def test_the_exponent_of_noisy_parabolas_is_inside_its_interval():
     assert 0.005 < high - low < 0.1
 
 
+def test_bootstraps_without_a_minimum_are_counted():
+    assert fit_isoflop(*parabolas(noise=0.003)).without_minimum == 0
+    fit = fit_isoflop(*parabolas(noise=0.1))
+    assert 0 < fit.without_minimum < 1
+
+
 def test_minima_that_were_not_sampled_are_named_and_not_used():
     fit = fit_isoflop(*parabolas(shift=1.5))
     assert fit.law is None

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from moelib.analysis import placement, routing_counts
+from moelib.core.jaxpr import inner_jaxprs
 from moelib.core.routing_file import RoutingLog
 from moelib.core.varying import vary
 from moelib.layers.moe import dispatch_ragged
@@ -95,6 +96,38 @@ def test_predicted_rows_are_those_that_the_ragged_exchange_sends(monkeypatch):
     rows = placement.rows_sent(LOGGED, placement.contiguous(E, 4), outer=2)
     np.testing.assert_array_equal(np.asarray(sent)[:, 0].sum(0), rows)
     assert 0 < placement.remote(rows) < rows.sum()
+
+
+def operands_of(name, jaxpr):
+    """Yields the first operand of each equation of a kind, in the jaxprs inside others too."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == name:
+            yield eqn.invars[0].aval
+        for inner in inner_jaxprs(eqn):
+            yield from operands_of(name, inner.jaxpr)
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.25])
+def test_rows_of_a_capacity_are_those_of_its_all_to_all(tmp_path, factor):
+    dispatcher = CapacityDispatcher.default_config().set(capacity_factor=factor).instantiate()
+
+    def run(ids, mask):
+        x, weights = jnp.ones((*ids.shape[:2], D)), jnp.ones(ids.shape)
+        assignments = Assignments(ids, *vary((weights, mask), ("data", "expert")))
+        context = DispatchContext(E, ("expert",))
+        return dispatcher(Identity(), {}, vary(x, ("data", "expert")), assignments, context)[0]
+
+    split = PartitionSpec(("data", "expert"))
+    with jax.set_mesh(tiny.mesh(data=2, expert=4)):
+        mapped = jax.shard_map(run, in_specs=(split, split), out_specs=split)
+        traced = jax.make_jaxpr(mapped)(jnp.asarray(IDS, jnp.int32), MASK)
+    there, back = operands_of("all_to_all", traced.jaxpr)
+    assert there.size == back.size
+    rows = 8 * there.size // D  # Of 8 devices, each of which keeps a fourth.
+    log = RoutingLog(plant(tmp_path, 1, IDS, np.zeros((B, S)), num_experts=E))
+    assert placement.capacity_rows(log, LAYER, factor, 4) == rows - rows // 4 > 0
+    found = placement.replay(log, LAYER, [factor], [4])["capacity_bytes_per_batch"]
+    assert found == {"4": {str(factor): (rows - rows // 4) * 8 * 2}}  # Width 8 in the header.
 
 
 def test_rows_of_uniform_routing_are_those_of_the_estimate():

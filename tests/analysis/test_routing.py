@@ -53,6 +53,19 @@ def test_series_over_steps_are_those_of_arithmetic(tmp_path):
     assert found["replay"]["drops"] == {"0.5": 0.5}
 
 
+def test_tokens_with_fewer_experts_than_k_are_compared_by_those_they_have(tmp_path):
+    few = [[[0, 4], [0, 4], [1, 2], [1, 4]], [[0, 4], [4, 4], [4, 4], [4, 4]]]
+    planted(tmp_path, {10: few, 20: few, 30: LAST})
+    _, found = analyzed(tmp_path)
+    assert found["drift"]["changed"][1] == 0
+    # The five best experts are the same ones at step 30, and so is the second of token 3.
+    assert found["saturation"]["1"][1] == found["saturation"]["2"][1] == 1.0
+    planted(tmp_path, {40: few})
+    _, found = analyzed(tmp_path)
+    assert found["saturation"]["2"] == [1.0, 1.0, 0.5, 1.0]  # Six of twelve at step 30.
+    assert found["drift"]["changed"] == [None, 0.0, 0.5, 0.0]
+
+
 def test_chance_explains_the_shares_of_an_uneven_load(tmp_path):
     """Experts that know no token have the share of the baseline, far above the mean share."""
     rng = np.random.default_rng(0)

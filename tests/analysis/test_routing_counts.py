@@ -29,6 +29,18 @@ def test_overlap_counts_the_common_experts_of_the_best_k():
     assert counts.overlap(IDS, IDS, 4).tolist() == [5, 10]
 
 
+@pytest.mark.parametrize("shape", [(3, 1), (1, 3)])  # Transposed without a copy.
+def test_no_expert_equals_no_other_and_the_ids_are_not_changed(shape):
+    ids = np.full(shape, 4, np.uint8)
+    assert not counts.overlap(ids, ids, 4).any()
+    assert (ids == 4).all()
+
+
+def test_assignments_among_the_best_k_are_counted_without_no_expert():
+    assert counts.assignments(IDS, 4).tolist() == [5, 10]
+    assert counts.assignments(np.array([[4, 0], [1, 4]], np.uint8), 4).tolist() == [1, 2]
+
+
 def test_coactivation_is_directional():
     together = counts.coactivation(IDS, 4)
     assert together.tolist() == [[3, 2, 1, 0], [2, 4, 2, 0], [1, 2, 3, 0], [0, 0, 0, 0]]

@@ -105,7 +105,7 @@ def test_runs_that_say_nothing_of_the_law_are_listed_and_change_nothing():
     with_bad, without = (analyze(x, num_bootstraps=1) for x in (runs + bad, runs))
     assert list(with_bad.excluded) == ["nan", "short", "unfinished"]
     assert "299 steps, fewer than 300" in with_bad.excluded["short"]
-    assert "step 400 of 500" in with_bad.excluded["unfinished"]
+    assert "its last loss is of step 400 of 500" in with_bad.excluded["unfinished"]
     assert with_bad.fits == without.fits
 
 

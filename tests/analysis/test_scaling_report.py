@@ -47,6 +47,8 @@ def test_methods_that_disagree_are_named(analysis):
     fit = dataclasses.replace(
         analysis.fits[name], intervals={**analysis.fits[name].intervals, "a": (0.9, 0.95)}
     )
+    fit = dataclasses.replace(fit, isoflop=dataclasses.replace(fit.isoflop, without_minimum=0.25))
     other = dataclasses.replace(analysis, fits={name: fit})
     notes = tables(other)[0].footnotes
+    assert any("25% of the bootstraps have no minimum" in note for note in notes)
     assert any("the two methods disagree on a" in note for note in notes)

@@ -6,7 +6,13 @@ import math
 import numpy as np
 import pytest
 
-from moelib.analysis.training_runs import TRAINING, VALIDATION, default_metric, read_curve
+from moelib.analysis.training_runs import (
+    TRAINING,
+    VALIDATION,
+    default_metric,
+    read_curve,
+    select,
+)
 from moelib.core.errors import UserError
 from moelib.models.cost import model_cost
 from tests.analysis.runs import config, write_run
@@ -45,6 +51,18 @@ def test_losses_of_evaluations_are_used_if_all_runs_have_them(tmp_path):
     assert default_metric(folders) == VALIDATION
     curve = read_curve(folders[0], VALIDATION)
     assert (curve.run.loss, curve.seconds.tolist()) == (3.5, [200.0])
+
+
+def test_counts_are_those_at_the_step_of_the_loss(tmp_path):
+    """A run whose last steps were not evaluated is not finished with this loss."""
+    folder = write_run(tmp_path / "a", config(), [4.0, 3.0])
+    with open(f"{folder}/metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": 300, VALIDATION: 3.5}) + "\n")
+    trained, evaluated = (read_curve(folder, metric).run for metric in (TRAINING, VALIDATION))
+    assert evaluated.steps == 300
+    assert evaluated.tokens == pytest.approx(0.75 * trained.tokens)
+    assert evaluated.flops == pytest.approx(0.75 * trained.flops)
+    assert select([evaluated])[1] == {folder: "its last loss is of step 300 of 400"}
 
 
 def test_runs_that_cannot_be_read_are_named(tmp_path):

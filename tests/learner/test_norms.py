@@ -9,7 +9,7 @@ from moelib.core import tree
 from moelib.core.errors import UserError
 from moelib.learner import optimizers
 from moelib.learner.learner import Learner, UpdateType
-from moelib.learner.norms import group_paths
+from moelib.learner.norms import group_paths, norms_of
 from moelib.parallel import sharding
 from moelib.parallel.pipeline.schedule import Schedule
 from moelib.train import state as state_lib
@@ -91,6 +91,12 @@ def test_a_group_without_update_has_a_ratio_of_0():
     learner = make_learner(SGD, norms_of={"all": ".*"})
     out = update_of(learner)(zeros, learner.init(zeros), zeros)
     assert out.metrics["update_ratio/all"] == 0
+
+
+def test_a_group_whose_update_is_not_finite_has_no_ratio():
+    bad = jax.tree.map(lambda x: np.full_like(x, np.nan), PARAMS)
+    found = norms_of({"all": UPDATED}, PARAMS, PARAMS, bad)
+    assert np.isnan(found["update_ratio/all"])
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,8 @@ _recording: ContextVar[bool] = ContextVar("moelib_recording_routing", default=Fa
 class RecordedRouting(NamedTuple):
     """The routing of one layer; stacked over layers if it comes from a scan."""
 
-    expert_ids: UInt[Array, "*L B S K"]  # Best first; E for no expert, as for padding.
+    # Best first; E for padding, and for experts of the layer that no dispatcher sends tokens to.
+    expert_ids: UInt[Array, "*L B S K"]
     weights: Float[Array, "*L B S K"]  # Combine weights, float16.
     entropy: Float[Array, "*L B S"]  # Entropy of the router's probabilities, nats, float16.
     mask: Bool[Array, "*L B S"]  # False for padding.
@@ -43,7 +44,7 @@ def record_routing(layer: Module, routing: Routing) -> None:
     """Adds the routing to the outputs of a layer, inside `recording_routing`."""
     if not _recording.get():
         return
-    num_experts, ids = routing.probs.shape[-1], routing.expert_ids
+    num_experts, ids = layer.config.num_experts, routing.expert_ids
     valid = routing.mask[..., None] & (ids >= 0) & (ids < num_experts)
     recorded = RecordedRouting(
         jnp.where(valid, ids, num_experts).astype(expert_id_dtype(num_experts)),

@@ -1,6 +1,8 @@
 """Properties of every variant: no leak, a cache like the whole text, meshes, published shapes."""
 
 import functools
+import importlib
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -115,6 +117,13 @@ def test_a_step_of_qwen3_lowers(name, tmp_path):
     made = cfg.instantiate(parent=None, devices=jax.devices())
     with made.on_mesh():
         assert "func.func public @main" in made.trace_train_step().lower().as_text()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_variant_is_one_file_below_150_lines(name):
+    module = importlib.import_module(type(variants.MODIFIERS[name].instantiate()).__module__)
+    assert module is not variants
+    assert len(inspect.getsource(module).splitlines()) < 150
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -3,7 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.variants.moe_plus_plus import ResidualRouter, ZeroComputationExperts
 from moelib.core.module import functional
+from moelib.layers.carry import carrying
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.moe.recording import RecordedRouting, recording_routing
 from tests.layers.calling import build, initial, normal
@@ -12,12 +14,13 @@ B, S, D, E, K = 2, 4, 8, 4, 2
 MASK = np.arange(B * S).reshape(B, S) < 6
 
 
-def outputs(recording):
-    layer = build(
-        MoELayer.default_config().set(
-            input_dim=D, hidden_dim=D, num_experts=E, num_experts_per_token=K
-        )
-    )
+CFG = MoELayer.default_config().set(
+    input_dim=D, hidden_dim=D, num_experts=E, num_experts_per_token=K
+)
+
+
+def outputs(recording, **fields):
+    layer = build(CFG, **fields)
     inputs = (jnp.asarray(normal(B, S, D)), jnp.asarray(MASK))
     params = initial(layer)
     if recording:
@@ -37,3 +40,20 @@ def test_a_layer_outputs_its_routing_only_if_it_is_recorded():
     assert (ids[~MASK] == E).all()  # No expert.
     assert (np.asarray(found.weights)[~MASK] == 0).all()
     np.testing.assert_array_equal(found.mask, MASK)
+
+
+def test_experts_that_get_no_rows_are_recorded_as_no_expert():
+    """A router may select local experts, with ids from E on; dispatchers know E experts."""
+    fields = {
+        "router": ResidualRouter.default_config(),
+        "local_experts": ZeroComputationExperts.default_config(),
+        "load_balance_loss": None,
+        "router_z_loss": None,
+    }
+    with carrying({"router_logits": jnp.zeros((B, S, E + 3))}):
+        found = outputs(recording=True, **fields)["routing"]
+    ids, weights = np.asarray(found.expert_ids), np.asarray(found.weights)
+    assert ids.max() == E
+    assert (ids[MASK] < E).any()
+    assert (ids[MASK] == E).any()
+    assert ((weights > 0) == (ids < E)).all()
