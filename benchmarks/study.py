@@ -351,9 +351,8 @@ def _pairs_table(pairs: Sequence[tuple[Run, Any]]) -> Table:
         times = [*map(format_seconds, seconds), f"{seconds[0] / seconds[1]:.2f}"]
         rows.append([*size, f"{run.steps:,}", *losses, gain, *times])
     gain_is = "FLOPs of the dense run over those of the MoE run at the same loss"
-    notes = [
-        f"Loss: `{METRIC}` at the end, nats per token. Gain: {gain_is}. Times: of the steps, measured side by side."
-    ]
+    loss_is = f"Loss: `{METRIC}` at the end, nats per token. Gain: {gain_is}."
+    notes = [f"{loss_is} Times: of the steps, measured side by side."]
     names = ["size", "FLOPs>", "M tokens>", "steps>", "MoE loss>", "dense loss>", "MoE - dense>"]
     more = ["gain>", "MoE time>", "dense time>", "MoE / dense time>"]
     return Table("MoE and dense twins", [*names, *more], rows, notes)
