@@ -182,7 +182,8 @@ def scaling(flags: Flags, folders: Sequence[str]) -> list[str]:
 
     budgets = [_number("--budgets", text) for text in flags.budgets]
     folders = _folders(flags, folders)
-    runs = [run for folder in folders for run in find_runs(folder)]
+    found = (run for folder in folders for run in find_runs(folder))
+    runs = list({os.path.realpath(run): run for run in found}.values())  # Each once.
     if not runs:
         raise UsageError(f"no run below {', '.join(folders) or 'no folder'}; name folders of runs.")
     metric = flags.metric or default_metric(runs)

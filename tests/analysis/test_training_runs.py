@@ -6,7 +6,13 @@ import math
 import numpy as np
 import pytest
 
-from moelib.analysis.training_runs import TRAINING, VALIDATION, default_metric, read_curve
+from moelib.analysis.training_runs import (
+    TRAINING,
+    VALIDATION,
+    default_metric,
+    read_curve,
+    select,
+)
 from moelib.core.errors import UserError
 from moelib.models.cost import model_cost
 from tests.analysis.runs import config, write_run
@@ -53,3 +59,22 @@ def test_runs_that_cannot_be_read_are_named(tmp_path):
         read_curve(folder, "other")
     with pytest.raises(UserError, match=r"none/config.txt cannot be read"):
         read_curve(str(tmp_path / "none"))
+
+
+def test_a_run_that_has_just_begun_has_no_loss(tmp_path):
+    folder = write_run(tmp_path / "a", config(), [4.0, 3.0])
+    (tmp_path / "a/metrics.jsonl").unlink()
+    run = read_curve(folder).run
+    assert (run.steps, run.loss_step) == (0, 0)
+    assert math.isnan(run.loss)
+    assert select([run])[1] == {folder: "it is at step 0 of 400"}
+
+
+def test_a_loss_of_an_earlier_step_is_not_that_of_the_run(tmp_path):
+    folder = write_run(tmp_path / "a", config(), [4.0, 3.0])
+    with open(f"{folder}/metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": 300, VALIDATION: 3.5}) + "\n")
+    assert select([read_curve(folder, VALIDATION).run])[1] == {
+        folder: "its last loss is of step 300 of 400"
+    }
+    assert select([read_curve(folder).run])[1] == {}

@@ -106,6 +106,14 @@ def test_scaling_laws_of_the_runs_below_a_folder(grid, tmp_path, capsys):
     assert (tmp_path / "out/scaling.svg").stat().st_size > 10_000
 
 
+def test_a_run_below_two_of_the_folders_counts_once(grid, tmp_path):
+    for output, folders in (("a", ["runs"]), ("b", ["runs", "runs/400-16", "./runs"])):
+        arguments = ["scaling", "--num_bootstraps=1", f"--output={output}", *folders]
+        assert main.run(["analyze", *arguments]) == 0
+    once, twice = (json.loads((tmp_path / x / "scaling.json").read_text()) for x in "ab")
+    assert (len(twice["runs"]), twice["fits"]) == (8, once["fits"])
+
+
 def test_twins(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main.run(["analyze", "twins", *write_twins(tmp_path)]) == 0
