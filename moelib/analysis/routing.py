@@ -174,6 +174,7 @@ def _over_steps(
     """Returns the numbers of a layer by analysis; lists over steps have null where no log is."""
     num_experts, top_k, _ = logs.last.sizes(layer)
     last = ids_of_tokens(logs.last, layer)
+    of_last = np.cumsum(np.count_nonzero(last < num_experts, 0))  # Assignments of the k best [K].
     experts = specialized(last, token_ids, num_experts, logs.last.header.vocab_size, settings)
     load: dict[str, list[Any]] = {name: [] for name in ("load", "max_violation", "dead_experts")}
     entropy: list[float | None] = []
@@ -197,9 +198,10 @@ def _over_steps(
         load["max_violation"].append(as_json(counts.load_violation(per_expert)))
         load["dead_experts"].append(np.flatnonzero(per_expert == 0).tolist())
         entropy.append(_mean_entropy(logs.logs[step], layer))
-        shares = counts.overlap(ids, last, num_experts) / len(ids)
+        shared = counts.overlap(ids, last, num_experts)
         for k, values in kept.items():
-            values.append(as_json(shares[int(k) - 1] / int(k)))
+            num = shared[int(k) - 1], of_last[int(k) - 1]
+            values.append(as_json(num[0] / num[1] if num[1] else math.nan))
         for name, value in _drift(before, (ids, per_expert), num_experts).items():
             drift[name].append(as_json(value))
         if step in shown:
@@ -245,7 +247,8 @@ def _drift(before: Any, now: Any, num_experts: int) -> dict[str, float]:
     if before is None:
         return {"changed": math.nan, "load_shift": math.nan}
     (old, old_load), (new, new_load) = before, now
-    kept = counts.overlap(old, new, num_experts)[-1] / new.size
+    num = new_load.sum()  # Without those to no expert.
+    kept = counts.overlap(old, new, num_experts)[-1] / num if num else math.nan
     loads = [x / max(x.sum(), 1) for x in (old_load, new_load)]
     return {"changed": 1 - kept, "load_shift": float(np.abs(loads[0] - loads[1]).sum() / 2)}
 

@@ -71,6 +71,25 @@ def test_chance_explains_the_shares_of_an_uneven_load(tmp_path):
     assert known["mean_chance"] < 0.7
 
 
+def test_a_routing_with_fewer_experts_for_some_tokens_that_stays_is_no_drift(tmp_path):
+    """Token 0 has one expert, token 1 none, token 2 its second choice only."""
+    ids = [[[0, 4], [4, 4], [4, 2], [1, 0]]]
+    for step in (10, 20):
+        plant(tmp_path, step, ids, [[0, 1, 2, 3]])
+    _, found = analyzed(tmp_path)
+    assert found["saturation"] == {"1": [1.0, 1.0], "2": [1.0, 1.0]}
+    assert found["drift"] == {"changed": [None, 0.0], "load_shift": [None, 0.0]}
+
+
+def test_numbers_of_a_layer_without_assignments_are_not_defined(tmp_path):
+    for step in (10, 20):
+        plant(tmp_path, step, np.full((1, 4, 2), 4), [[0, 1, 2, 3]])
+    _, found = analyzed(tmp_path)
+    assert found["saturation"] == {"1": [None, None], "2": [None, None]}
+    assert found["drift"]["changed"] == [None, None]
+    assert found["load"]["max_violation"] == [None, None]
+
+
 def test_a_missing_step_is_null_and_named(tmp_path):
     planted(tmp_path, {10: FIRST, 30: LAST, 40: LAST})
     clear_log(log_folder(str(tmp_path), "val", 40))

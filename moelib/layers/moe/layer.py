@@ -199,7 +199,7 @@ class MoELayer(BaseLayer):
     def _report(self, routing: Routing, num_dropped: Array) -> None:
         """Adds the auxiliary losses and the metrics of the routing."""
         cfg: MoELayer.Config = self.config
-        record_routing(self, routing)
+        record_routing(self, routing, cfg.num_experts)
         metrics = routing_metrics(routing, num_dropped)
         if not cfg.report_expert_counts:
             del metrics["expert_counts"]

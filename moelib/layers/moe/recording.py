@@ -23,7 +23,7 @@ _recording: ContextVar[bool] = ContextVar("moelib_recording_routing", default=Fa
 class RecordedRouting(NamedTuple):
     """The routing of one layer; stacked over layers if it comes from a scan."""
 
-    expert_ids: UInt[Array, "*L B S K"]  # Best first; E for no expert, as for padding.
+    expert_ids: UInt[Array, "*L B S K"]  # Best first; E for no (dispatched) expert.
     weights: Float[Array, "*L B S K"]  # Combine weights, float16.
     entropy: Float[Array, "*L B S"]  # Entropy of the router's probabilities, nats, float16.
     mask: Bool[Array, "*L B S"]  # False for padding.
@@ -39,11 +39,18 @@ def recording_routing() -> Iterator[None]:
         _recording.reset(token)
 
 
-def record_routing(layer: Module, routing: Routing) -> None:
-    """Adds the routing to the outputs of a layer, inside `recording_routing`."""
+def record_routing(layer: Module, routing: Routing, num_experts: int) -> None:
+    """Adds the routing to the outputs of a layer, inside `recording_routing`.
+
+    Args:
+        layer: The layer.
+        routing: Its routing.
+        num_experts: E; ids from E on, of experts that are computed where the tokens are, are
+            recorded as no expert.
+    """
     if not _recording.get():
         return
-    num_experts, ids = routing.probs.shape[-1], routing.expert_ids
+    ids = routing.expert_ids
     valid = routing.mask[..., None] & (ids >= 0) & (ids < num_experts)
     recorded = RecordedRouting(
         jnp.where(valid, ids, num_experts).astype(expert_id_dtype(num_experts)),
