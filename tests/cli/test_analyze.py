@@ -65,6 +65,11 @@ def test_checkpoints_without_a_log_get_one_that_equals_that_of_training(run, cap
     assert "wrote" in capsys.readouterr().out
 
 
+def test_devices_that_do_not_divide_batch_or_experts_are_refused(run):
+    with pytest.raises(UserError, match=r"--expert_parallel=3: .* experts, 4"):
+        analyze_with(run, "--expert_parallel=2,3")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -75,6 +80,9 @@ def test_checkpoints_without_a_log_get_one_that_equals_that_of_training(run, cap
         (["routing", "--trainer_dir=x", "--steps=last"], "--steps=last"),
         (["routing", "--trainer_dir=x", "--expert_parallel=2,0"], "--expert_parallel=2,0"),
         (["routing", "--trainer_dir=x", "--capacity_factors=a"], "--capacity_factors=a"),
+        (["routing", "--trainer_dir=x", "--mesh=rows=2"], "rows"),
+        (["routing", "--trainer_dir=x"], "--trainer_dir=x: there is neither a checkpoint nor"),
+        (["routing", "--trainer_dir=x", f"--output={__file__}"], "is a file; name a folder"),
     ],
 )
 def test_wrong_arguments_of_routing_are_refused(arguments, message):
