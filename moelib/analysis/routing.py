@@ -97,7 +97,12 @@ def open_logs(
     for step, reason in sorted(reasons.items()):
         logger.warning("Step %d is missing: %s", step, reason)
     if not logs:
-        raise UserError(f"{run}: no step has a complete routing log of {data!r}: {reasons}.")
+        listed = "; ".join(f"step {step}: {reason}" for step, reason in reasons.items())
+        complete = ", ".join(str(step) for step, whole in found.items() if whole)
+        raise UserError(
+            f"{run}: no step has a complete routing log of {data!r}; steps with one: "
+            f"{complete or 'none'}; {listed}"
+        )
     result = Logs(run, data, logs, dict(sorted(reasons.items())))
     check_comparable(list(logs.values()))
     return result
@@ -123,10 +128,12 @@ def check_comparable(logs: Sequence[RoutingLog]) -> None:
         for name in fields:
             was, now = (getattr(each.header, name) for each in (log, first))
             if was != now:
+                cure = "select steps (--steps), or remove the other logs"
+                if name == "num_batches":
+                    cure += f", or set --max_batches={was} to write that of the checkpoint again"
                 raise UserError(
                     f"{log.folder}: {name} is {was!s:.200}, and {now!s:.200} in {first.folder}; "
-                    "compare logs of one config and the same batches: select steps (--steps), or "
-                    "remove the other logs."
+                    f"compare logs of one config and the same batches: {cure}."
                 )
         for batch, pair in enumerate(zip(log.tokens(), first.tokens(), strict=True)):
             if not all(np.array_equal(a, b) for a, b in zip(*pair, strict=True)):

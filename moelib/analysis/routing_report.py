@@ -216,11 +216,11 @@ def _cells(
             return {f"k = {k}, first step": x[first] for k, x in numbers.items()}
         case "specialization":
             best = max(numbers["experts"], key=lambda each: each["share"] or 0.0)
-            shown = (f"{(decode or str)(x['token'])!r} {x['share']:.2f}" for x in best["best"])
+            shown = [f"{(decode or str)(x['token'])!r} {x['share']:.2f}" for x in best["best"]]
             return {
                 "share": numbers["mean_share"],
                 "baseline": numbers["mean_chance"],
-                "best token ids": f"expert {best['expert']}: {', '.join(shown)}",
+                "best token ids": f"expert {best['expert']}: {', '.join(shown)}" if shown else "",
             }
         case "drift":
             return {"assignments": numbers["changed"][last], "load": numbers["load_shift"][last]}

@@ -114,14 +114,15 @@ def analyze(
     """Fits both laws to runs, for parameters counted with and without embeddings.
 
     Args:
-        runs: The runs. Those whose loss is not finite, that are not finished, or that have fewer
-            than 300 steps are excluded and listed.
+        runs: The runs. Those that are not finished, whose loss is not finite, not positive or not
+            of the last step, or that have fewer than 300 steps are excluded and listed.
         budgets: FLOPs to predict the best model for.
         num_bootstraps: Number of refits for the intervals.
         seed: Seed of the bootstrap.
 
     Raises:
-        UserError: If the runs cannot be compared, too few are left, or all have one budget.
+        UserError: If the runs cannot be compared, too few are left, or all have one budget, one
+            size or one loss, or if a budget is too far from theirs.
     """
     kept, excluded = select(runs)
     flops = np.asarray([run.flops for run in kept])
@@ -137,6 +138,12 @@ def analyze(
     fits = {}
     for name, field in COUNTS.items():
         n = np.asarray([getattr(run, field) for run in kept], np.float64)
+        for what, values in ((field, n), ("loss", losses)):
+            if np.ptp(values) == 0:
+                raise UserError(
+                    f"{what} is {values[0]:.6g} in all {len(kept)} runs; add runs with another"
+                    f"{listed}."
+                )
         fits[name] = _fit(flops, n, tokens, losses, budgets, num_bootstraps, seed)
     return ScalingAnalysis(runs=kept, excluded=excluded, fits=fits)
 
@@ -157,7 +164,13 @@ def _fit(
     columns["a"] = [each.exponent for each in boots]
     predictions = []
     for budget in budgets:
-        optima = np.asarray([each.optimum(budget) for each in boots])
+        try:
+            optima = np.asarray([each.optimum(budget) for each in (*boots, law)])[:-1]
+        except (ArithmeticError, ValueError):  # Also the logarithm of 0.
+            raise UserError(
+                f"budgets has {budget:g}: its prediction is beyond the range of numbers; set FLOPs "
+                f"nearer to those of the runs, {flops.min():.3g} to {flops.max():.3g}."
+            ) from None
         low_n, low_d, low_l = (percentiles(optima[:, i]) for i in range(3))
         point = None
         if isoflop.law is not None:

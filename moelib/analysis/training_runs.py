@@ -32,7 +32,7 @@ class TrainingRun:
     total_parameters: float = 0  # All parameters; 0 if unknown.
     tokens: float  # Valid tokens trained on.
     flops: float  # FLOPs of training: forward and backward pass, padding included.
-    loss: float  # Nats per token; NaN if it is not finite.
+    loss: float  # Nats per token; NaN if it is not finite, or if there is none.
     steps: int  # Those before the loss.
     max_step: int = 0  # Steps of a finished run; 0 if unknown.
     vocab_size: int = 0  # 0 if unknown.
@@ -60,7 +60,8 @@ def read_curve(folder: str, metric: str = TRAINING) -> LossCurve:
         metric: Loss to read.
 
     Raises:
-        UserError: If a file is missing or cannot be used, or no line has the metric.
+        UserError: If a file is missing or cannot be used, or no line of a finished run has the
+            metric.
     """
     from moelib.models.cost import model_cost
 
@@ -71,13 +72,13 @@ def read_curve(folder: str, metric: str = TRAINING) -> LossCurve:
     batch = cfg.input.global_batch_size * cfg.input.seq_len  # Positions per step.
     cost = model_cost(cfg.model.instantiate(parent=None), seq_len=cfg.input.seq_len)
     found = _columns(folder, (metric, "step_seconds", "num_tokens"))
-    if not found[metric]:
-        raise UserError(f"{folder}: no line of its metrics.jsonl has {metric!r}; name another.")
-    steps, losses = np.asarray(found[metric], np.float64).T
+    steps, losses = np.asarray(found[metric], np.float64).reshape(-1, 2).T
     timed, per_step = np.asarray([(0, 0.0), *found["step_seconds"]], np.float64).T
     times = np.interp(steps, timed, np.cumsum(np.diff(timed, prepend=0) * per_step))
     tokens = [value for _, value in found["num_tokens"]]
-    step = int(steps[-1])  # Of the loss, which the counts must be of, too.
+    if not len(steps) and timed[-1] >= cfg.max_step:
+        raise UserError(f"{folder}: no line of its metrics.jsonl has {metric!r}; name another.")
+    step = int(steps[-1] if len(steps) else timed[-1])  # Of the loss, and so of the counts.
     run = TrainingRun(
         name=folder,
         total_parameters=cost.total_parameters,
@@ -85,7 +86,7 @@ def read_curve(folder: str, metric: str = TRAINING) -> LossCurve:
         non_embedding_parameters=cost.active_non_embedding_parameters,
         tokens=step * (float(np.mean(tokens)) if tokens else batch),
         flops=cost.train_flops_per_token * batch * step,
-        loss=float(losses[-1]),
+        loss=float(losses[-1]) if len(losses) else math.nan,
         steps=step,
         max_step=cfg.max_step,
         vocab_size=cfg.model.vocab_size,
@@ -140,8 +141,10 @@ def select(runs: Sequence[TrainingRun]) -> tuple[list[TrainingRun], dict[str, st
             )
     excluded: dict[str, str] = {}
     for run in runs:
-        if not math.isfinite(run.loss):
-            excluded[run.name] = f"its last loss is {run.loss}"
+        if math.isnan(run.loss) and run.steps < run.max_step:
+            excluded[run.name] = f"it is at step {run.steps} of {run.max_step}, without a loss"
+        elif not 0 < run.loss < math.inf:
+            excluded[run.name] = f"its last loss is {run.loss:g}, which has no finite logarithm"
         elif run.steps < run.max_step:
             excluded[run.name] = f"its last loss is of step {run.steps} of {run.max_step}"
         elif run.steps < MIN_STEPS:

@@ -58,7 +58,7 @@ def compare_twins(
 
     Raises:
         UserError: If there are not two runs, one of them of a model with experts, on the same data
-            and vocabulary, with finite losses.
+            and vocabulary, with finite losses, and one does not end before the first of the other.
     """
     if len(folders) != 2:
         raise UserError(f"{len(folders)} runs; name an MoE run and its dense twin.")
@@ -103,8 +103,14 @@ def compare_twins(
 
 
 def _at_equal(name: str, moe: LossCurve, dense: LossCurve) -> AtEqual:
-    """Returns the losses at equal FLOPs or seconds."""
+    """Returns the losses at equal FLOPs or seconds. Raises UserError if no losses are."""
     cost = min(getattr(x, name)[-1] for x in (moe, dense))
+    for x in (moe, dense):
+        if (first := getattr(x, name)[0]) > cost:
+            raise UserError(
+                f"{x.run.name}: its first loss is after {first:.3g} {name}, and the other run ends "
+                f"at {cost:.3g}; name runs of equal length."
+            )
     a, b = (float(np.interp(cost, getattr(x, name), x.losses)) for x in (moe, dense))
     lowest = np.minimum.accumulate(moe.losses)
     gain = None

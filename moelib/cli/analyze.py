@@ -20,6 +20,7 @@ from moelib.core.command_line import describe_flags, flag
 from moelib.core.config import did_you_mean
 from moelib.core.errors import UsageError
 from moelib.core.progress import Progress
+from moelib.core.routing_file import RoutingLog, list_data
 from moelib.core.table import print_table
 from moelib.launch import DeviceFlags, import_module
 
@@ -91,6 +92,8 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
         users = [each for each, (_, own) in ANALYSES.items() if info.name in own]
         if users and name not in users and getattr(flags, info.name) != info.default:
             raise UsageError(f"--{info.name} is of the analysis {' or '.join(users)}, not {name}.")
+    if flags.output is not None and os.path.isfile(flags.output):
+        raise UsageError(f"--output={flags.output} is a file; name a folder.")
     if flags.module:
         import_module(flags.module)
     if files := ANALYSES[name].write(flags, folders):
@@ -110,9 +113,16 @@ def routing(flags: Flags, folders: Sequence[str]) -> list[str]:
 
     from moelib.analysis.routing import analyze, open_logs, write_analysis
     from moelib.train.checkpoint_routing import expected_steps, write_missing_logs
+    from moelib.train.loading import as_mesh
 
     wanted = None if flags.steps == "all" else _numbers("steps", flags.steps.split(","), int)
+    as_mesh(flags.mesh)  # Raises if it is wrong, although no log may be missing.
     checkpoints = _checkpoints(run)
+    if not checkpoints and not list_data(run):
+        raise UsageError(
+            f"--trainer_dir={run}: there is neither a checkpoint nor a routing log; name a run "
+            "that has saved one."
+        )
     selected = [step for step in checkpoints if wanted is None or step in wanted]
     with Progress("routing log of step", None) as progress:
         name, missing = write_missing_logs(
@@ -129,6 +139,7 @@ def routing(flags: Flags, folders: Sequence[str]) -> list[str]:
         return []
     expected = expected_steps(run, name, max(checkpoints, default=0)) if wanted is None else ()
     logs = open_logs(run, name, steps=wanted, expected=expected, missing=missing)
+    _check_parallel(flags, logs.last)
     with Progress("layer", len(logs.last.layers)) as progress:
         found = analyze(logs, settings, on_layer=lambda layer: progress.update(text=layer))
     output = flags.output or os.path.join(run, "analysis", "routing")
@@ -143,6 +154,18 @@ def _settings(flags: Flags) -> Any:
     given = {name: kind for name, kind in lists.items() if getattr(flags, name)}
     numbers = {name: _numbers(name, getattr(flags, name), kind) for name, kind in given.items()}
     return Settings(min_count=flags.min_count, seed=flags.seed, **numbers)
+
+
+def _check_parallel(flags: Flags, log: RoutingLog) -> None:
+    """Raises UsageError if no layer can be replayed on a number of devices that was asked for."""
+    batch, experts = log.header.batch_size, {log.sizes(x).num_experts for x in log.layers}
+    for n in map(int, flags.expert_parallel):
+        if batch % n or all(num % n for num in experts):
+            sizes = ", ".join(map(str, sorted(experts)))
+            raise UsageError(
+                f"--expert_parallel={n}: set divisors of the {batch} sequences of a batch and of "
+                f"the number of experts, {sizes}."
+            )
 
 
 def _numbers(name: str, texts: Sequence[str], kind: Callable[[str], Any]) -> list[Any]:
@@ -182,7 +205,8 @@ def scaling(flags: Flags, folders: Sequence[str]) -> list[str]:
 
     budgets = [_number("--budgets", text) for text in flags.budgets]
     folders = _folders(flags, folders)
-    runs = [run for folder in folders for run in find_runs(folder)]
+    found = (run for folder in folders for run in find_runs(folder))
+    runs = list({os.path.realpath(run): run for run in found}.values())  # Each once.
     if not runs:
         raise UsageError(f"no run below {', '.join(folders) or 'no folder'}; name folders of runs.")
     metric = flags.metric or default_metric(runs)

@@ -34,6 +34,7 @@ from moelib.core.files import read_json, write_json
 FOLDER = "routing"  # Below the folder of a run.
 FORMAT_VERSION = 1
 _HEADER = "header.json"
+_CURE = "remove the folder {}, and run `moelib analyze routing`, which logs its checkpoint, if any."
 AXES: dict[str, Sequence[str]] = {
     "sequence": ("sequence",),
     "input_ids": ("sequence", "position"),
@@ -120,7 +121,9 @@ def write_header(folder: str, header: RoutingHeader) -> None:
 def list_data(run: str) -> list[str]:
     """Returns the names of the data that a run has logs of."""
     folder = os.path.join(run, FOLDER)
-    return sorted(storage.list_names(folder)) if storage.exists(folder) else []
+    names = storage.list_names(folder) if storage.exists(folder) else []
+    is_folder = lambda name: storage.is_remote(run) or os.path.isdir(os.path.join(folder, name))
+    return sorted(name for name in names if is_folder(name))
 
 
 def list_logs(run: str, data: str) -> dict[int, bool]:
@@ -139,23 +142,23 @@ class RoutingLog:
         """Reads the header, and checks the sizes of the files.
 
         Raises:
-            DamagedLogError: If the log is incomplete.
+            DamagedLogError: If the log is incomplete, or its folder is named for another step.
             MissingFileError: If there is no such folder.
             UserError: If a later version of moelib wrote it.
         """
         self.folder = folder
         if not storage.exists(folder):
             raise MissingFileError(f"{folder}: there is no routing log.")
-        values = read_json(os.path.join(folder, _HEADER))
+        try:
+            values = read_json(os.path.join(folder, _HEADER))
+        except UserError as error:
+            raise self._damaged(str(error).partition(";")[0]) from error
         if not values:
-            raise DamagedLogError(
-                f"{folder} has no {_HEADER}: the routing log was cut short; remove the folder, and "
-                "write the log again from the checkpoint of its step."
-            )
+            raise self._damaged(f"{folder} has no {_HEADER}: the routing log was cut short")
         if (version := values.get("format_version")) != FORMAT_VERSION:
             raise UserError(
                 f"{folder}: format_version is {version!r}, and this version of moelib reads "
-                f"{FORMAT_VERSION}; write the log again."
+                f"{FORMAT_VERSION}; {_CURE.format(folder)}"
             )
         try:
             layers = {name: LayerSizes(*sizes) for name, sizes in values["layers"].items()}
@@ -165,18 +168,25 @@ class RoutingLog:
             for name in self.header.files:
                 found = re.fullmatch(r"batch_(\d+)\.process_\d+\.npz", name)
                 self._parts[int(found[1] if found else name)].append(name)
+            if empty := [i for i, parts in self._parts.items() if not parts]:
+                raise ValueError(f"num_batches={len(self._parts)}, without a file of {empty[0]}")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise DamagedLogError(f"{folder}/{_HEADER}: {error}; write the log again.") from error
+            raise self._damaged(f"{folder}/{_HEADER}: {error}") from error
+        step = re.fullmatch(r"step_(\d+)", os.path.basename(os.path.normpath(folder)))
+        if step and int(step[1]) != self.header.step:
+            raise self._damaged(f"{folder} holds the routing log of step={self.header.step}")
         for name, size in self.header.files.items():
             self._check_size(name, size)
+
+    def _damaged(self, problem: str) -> DamagedLogError:
+        return DamagedLogError(f"{problem}; {_CURE.format(self.folder)}")
 
     def _check_size(self, name: str, size: int) -> None:
         path = os.path.join(self.folder, name)
         found = storage.size(path) if storage.exists(path) else "no"
         if found != size:
-            raise DamagedLogError(
-                f"{path} has {found} bytes instead of {size}: the routing log is damaged; write it "
-                "again from the checkpoint of its step."
+            raise self._damaged(
+                f"{path} has {found} bytes instead of {size}: the routing log is damaged"
             )
 
     @property
@@ -220,9 +230,9 @@ class RoutingLog:
             order = np.argsort(sequence, kind="stable")
             expected = np.arange(first, first + header.batch_size)
             if not np.array_equal(sequence[order], expected):
-                raise DamagedLogError(
+                raise self._damaged(
                     f"{self.folder}: batch {batch} has {len(sequence)} sequences, not each of "
-                    f"{first} to {expected[-1]} once; write the log again."
+                    f"{first} to {expected[-1]} once"
                 )
             in_order = np.array_equal(sequence, expected)
             yield tuple(arrays) if in_order else tuple(x[order] for x in arrays)
@@ -234,9 +244,7 @@ class RoutingLog:
             with storage.open_to_read(path, "rb") as file, np.load(file) as arrays:
                 found = [arrays[name] for name in names]
         except (zipfile.BadZipFile, KeyError, ValueError, EOFError) as error:
-            raise DamagedLogError(
-                f"{path} is damaged ({error}); write the log again from the checkpoint of its step."
-            ) from error
+            raise self._damaged(f"{path} is damaged ({error})") from error
         for name, array in zip(names, found, strict=True):
             layer, _, field = name.rpartition("/")
             shape = [len(found[0]), self.header.seq_len]
@@ -244,8 +252,8 @@ class RoutingLog:
                 shape.append(self.sizes(layer).num_experts_per_token)
             expected = tuple(shape[: len(AXES[field])])
             if array.shape != expected:
-                raise DamagedLogError(
+                raise self._damaged(
                     f"{path}: {name} has the shape {list(array.shape)} instead of {list(expected)} "
-                    f"({', '.join(AXES[field])}); write the log again."
+                    f"({', '.join(AXES[field])})"
                 )
         return found

@@ -44,7 +44,7 @@ from moelib.train.gradient_noise import NoiseScale
 from moelib.train.identity import check_inputs
 from moelib.train.metrics import PackedMetrics, language_metrics, unpack
 from moelib.train.profiler import ProfilerWindow
-from moelib.train.routing_log import RoutingEvaler, RoutingLogError
+from moelib.train.routing_log import RoutingEvaler, RoutingLogError, discard_after
 from moelib.train.run_log import CONFIG_FILE, log_event, read_events
 from moelib.train.signals import StopRequest, ended_by_sigterm
 from moelib.train.step import NON_FINITE
@@ -152,8 +152,7 @@ class TrainLoop:
             stack.enter_context(self._watchdog)
             stack.callback(self._stop_clock)
             self._progress.log(self.description)
-            if self.routing_log is not None:
-                self.routing_log.discard_after(self._step)
+            discard_after(self.config.dir, self._step)
             if self.restored is not None:
                 folder = os.path.dirname(self.restored.path)
                 self._progress.log(f"restored step {self._step} from {folder}")

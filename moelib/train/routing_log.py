@@ -29,6 +29,7 @@ from moelib.core.routing_file import (
     RoutingHeader,
     RoutingLog,
     clear_log,
+    list_data,
     list_logs,
     log_folder,
     write_header,
@@ -126,14 +127,6 @@ class RoutingEvaler(Module):
     def open_input(self) -> None:
         """Opens the input, unless it is open; reads no batch. Raises UserError."""
         _ = self._input
-
-    @nowrap
-    def discard_after(self, step: int) -> None:
-        """Empties the logs of later steps, which a run that resumes will take again."""
-        if jax.process_index() == 0:
-            for later in list_logs(self._trainer.dir, self.config.evaler):
-                if later > step:
-                    clear_log(self._folder(later))
 
     @nowrap
     def write(
@@ -310,6 +303,19 @@ def _by_layer(
             yield from _by_layer(child, value, (*path, name))
         for i, copy in enumerate(copies or ()):
             yield from _by_layer(child, jax.tree.map(lambda x, i=i: x[i], value), (*path, copy))
+
+
+def discard_after(run: str, step: int) -> None:
+    """Empties a run's logs of later steps, which it reaches again once it resumes from `step`.
+
+    Those that `moelib analyze` wrote of other data, or of a run that writes none, are emptied too:
+    after a rewind, a checkpoint of the same step may have other parameters.
+    """
+    if jax.process_index() == 0:
+        for data in list_data(run):
+            for later in list_logs(run, data):
+                if later > step:
+                    clear_log(log_folder(run, data, later))
 
 
 def is_complete(folder: str, num_batches: int | None = None) -> bool:

@@ -1,6 +1,8 @@
 """Analyses of planted logs: series over steps, and what is missing or does not compare."""
 
 import json
+import os
+import shutil
 
 import numpy as np
 import pytest
@@ -82,6 +84,49 @@ def test_chance_explains_the_shares_of_an_uneven_load(tmp_path):
     assert chance["mean_share"] > 0.52
     assert known["mean_share"] == 1.0
     assert known["mean_chance"] < 0.7
+
+
+def test_a_routing_with_fewer_experts_for_some_tokens_that_stays_is_no_drift(tmp_path):
+    """Token 0 has one expert, token 1 none, token 2 its second choice only."""
+    ids = [[[0, 4], [4, 4], [4, 2], [1, 0]]]
+    for step in (10, 20):
+        plant(tmp_path, step, ids, [[0, 1, 2, 3]])
+    _, found = analyzed(tmp_path)
+    assert found["saturation"] == {"1": [1.0, 1.0], "2": [1.0, 1.0]}
+    assert found["drift"] == {"changed": [None, 0.0], "load_shift": [None, 0.0]}
+
+
+def test_numbers_of_a_layer_without_assignments_are_not_defined(tmp_path):
+    for step in (10, 20):
+        plant(tmp_path, step, np.full((1, 4, 2), 4), [[0, 1, 2, 3]])
+    _, found = analyzed(tmp_path)
+    assert found["saturation"] == {"1": [None, None], "2": [None, None]}
+    assert found["drift"]["changed"] == [None, None]
+    assert found["load"]["max_violation"] == [None, None]
+
+
+def test_a_log_copied_to_another_step_is_missing_there(tmp_path):
+    planted(tmp_path, {10: FIRST, 20: FIRST, 30: LAST})
+    shutil.rmtree(log_folder(str(tmp_path), "val", 20))
+    shutil.copytree(log_folder(str(tmp_path), "val", 10), log_folder(str(tmp_path), "val", 20))
+    logs, found = analyzed(tmp_path)
+    assert "holds the routing log of step=10" in logs.missing[20]
+    assert found["drift"]["changed"] == [None, None, None]
+
+
+def test_logs_of_different_numbers_of_batches_name_the_flag(tmp_path):
+    planted(tmp_path, {10: FIRST, 20: LAST})
+    path = os.path.join(log_folder(str(tmp_path), "val", 20), "header.json")
+    with open(path) as file:
+        header = json.load(file)
+    part = "batch_00001.process_0000.npz"
+    folder = os.path.dirname(path)
+    shutil.copy(os.path.join(folder, "batch_00000.process_0000.npz"), os.path.join(folder, part))
+    header["files"][part] = os.path.getsize(os.path.join(folder, part))
+    with open(path, "w") as file:
+        json.dump(header | {"num_batches": 2}, file)
+    with pytest.raises(UserError, match=r"num_batches is 1, and 2 .*--max_batches=1"):
+        open_logs(str(tmp_path), "val")
 
 
 def test_a_missing_step_is_null_and_named(tmp_path):

@@ -2,10 +2,12 @@
 
 import dataclasses
 import math
+import re
 
 import numpy as np
 import pytest
 
+from moelib.analysis import scaling_laws
 from moelib.analysis.scaling_laws import NAMES, ParametricLaw, analyze
 from moelib.analysis.training_runs import TrainingRun
 from moelib.core.errors import UserError
@@ -99,11 +101,14 @@ def test_runs_that_say_nothing_of_the_law_are_listed_and_change_nothing():
     odd = dataclasses.replace(runs[0], loss=5.0)
     bad = [
         dataclasses.replace(odd, name="nan", loss=math.nan),
+        dataclasses.replace(odd, name="zero", loss=0.0),
+        dataclasses.replace(odd, name="negative", loss=-1.0),
         dataclasses.replace(odd, name="short", steps=299),
         dataclasses.replace(odd, name="unfinished", steps=400, max_step=500),
     ]
     with_bad, without = (analyze(x, num_bootstraps=1) for x in (runs + bad, runs))
-    assert list(with_bad.excluded) == ["nan", "short", "unfinished"]
+    assert list(with_bad.excluded) == ["nan", "zero", "negative", "short", "unfinished"]
+    assert "loss is -1," in with_bad.excluded["negative"]
     assert "299 steps, fewer than 300" in with_bad.excluded["short"]
     assert "its last loss is of step 400 of 500" in with_bad.excluded["unfinished"]
     assert with_bad.fits == without.fits
@@ -119,6 +124,24 @@ def test_fewer_runs_than_the_law_has_numbers_are_an_error():
 def test_one_budget_is_an_error():
     with pytest.raises(UserError, match=r"all 7 runs have a budget of 1e\+18"):
         analyze(planted(budgets=[1e18]))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("parameters", 1e7), ("non_embedding_parameters", 1e7), ("loss", 2.5)]
+)
+def test_runs_of_one_size_or_one_loss_are_an_error(field, value):
+    runs = [dataclasses.replace(run, **{field: value}) for run in planted(budgets=(1e18, 1e19))]
+    with pytest.raises(UserError, match=re.escape(f"{field} is {value:.6g} in all 14 runs")):
+        analyze(runs, num_bootstraps=1)
+
+
+@pytest.mark.parametrize("factor", [1e3, 1e-3])
+def test_a_budget_whose_prediction_overflows_is_an_error(monkeypatch, factor):
+    """Exponents at their bounds, as of losses that hardly change: N_opt is exp(+-3450)."""
+    flat = dataclasses.replace(KNOWN, A=factor, B=1.0, alpha=0.001, beta=0.001)
+    monkeypatch.setattr(scaling_laws, "fit_parametric", lambda *_, **__: (flat, [flat]))
+    with pytest.raises(UserError, match=r"budgets has 1e\+20.* 1e\+18 to 1e\+19"):
+        analyze(planted(budgets=(1e18, 1e19)), [1e20], num_bootstraps=1)
 
 
 @pytest.mark.parametrize(("field", "value"), [("vocab_size", 64), ("data", "other")])

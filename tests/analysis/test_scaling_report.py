@@ -25,13 +25,13 @@ def test_a_report_has_numbers_a_plot_and_tables(tmp_path, analysis):
     fit = values["fits"]["without embeddings"]
     assert fit["isoflop"]["law"]["exponent"] == pytest.approx(0.45, abs=0.05)
     assert fit["parametric"]["alpha"] == pytest.approx(0.34, abs=0.05)
-    assert values["excluded"] == {"bad": "its last loss is nan"}
+    assert values["excluded"] == {"bad": "its last loss is nan, which has no finite logarithm"}
     picture = pathlib.Path(image).read_text()
     assert picture.count("<svg") == 1
     text = pathlib.Path(page).read_text()
     for heading in ("Laws", "Minima of the budgets", "The best model for a budget"):
         assert f"## {heading}\n" in text
-    assert "| bad | its last loss is nan |" in text
+    assert "| bad | its last loss is nan, which" in text
 
 
 def test_both_ways_of_counting_stand_side_by_side(analysis):

@@ -71,3 +71,12 @@ def test_runs_that_cannot_be_read_are_named(tmp_path):
         read_curve(folder, "other")
     with pytest.raises(UserError, match=r"none/config.txt cannot be read"):
         read_curve(str(tmp_path / "none"))
+
+
+def test_a_run_that_has_just_begun_has_no_loss(tmp_path):
+    folder = write_run(tmp_path / "a", config(), [4.0, 3.0])
+    (tmp_path / "a/metrics.jsonl").unlink()
+    run = read_curve(folder).run
+    assert run.steps == 0
+    assert math.isnan(run.loss)
+    assert select([run])[1] == {folder: "it is at step 0 of 400, without a loss"}

@@ -7,6 +7,7 @@ import pytest
 
 from moelib.analysis.twins import compare_twins, twins_table, write_report
 from moelib.core.errors import UserError
+from moelib.models.dense_twin import dense_twin
 from tests.analysis.runs import config, write_run, write_twins
 
 
@@ -51,6 +52,14 @@ def test_losses_that_are_not_finite_are_named_and_not_drawn(tmp_path):
     with pytest.raises(UserError, match="1 finite values of mean_loss"):
         compare_twins([none, dense])
     assert moe
+
+
+def test_a_run_that_ends_before_the_first_loss_of_the_other_is_refused(tmp_path):
+    moe = write_twins(tmp_path)[0]  # Its first loss is that of step 100.
+    twin = dense_twin(config(max_step=50)).config
+    short = write_run(tmp_path / "short", twin, [5.0, 4.0])
+    with pytest.raises(UserError, match=r"moe: its first loss is after .* flops"):
+        compare_twins([moe, short])
 
 
 @pytest.mark.parametrize("kinds", ["moe moe", "dense dense"])

@@ -65,6 +65,11 @@ def test_checkpoints_without_a_log_get_one_that_equals_that_of_training(run, cap
     assert "wrote" in capsys.readouterr().out
 
 
+def test_devices_that_do_not_divide_batch_or_experts_are_refused(run):
+    with pytest.raises(UserError, match=r"--expert_parallel=3: .* experts, 4"):
+        analyze_with(run, "--expert_parallel=2,3")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -75,6 +80,9 @@ def test_checkpoints_without_a_log_get_one_that_equals_that_of_training(run, cap
         (["routing", "--trainer_dir=x", "--steps=last"], "--steps=last"),
         (["routing", "--trainer_dir=x", "--expert_parallel=2,0"], "--expert_parallel=2,0"),
         (["routing", "--trainer_dir=x", "--capacity_factors=a"], "--capacity_factors=a"),
+        (["routing", "--trainer_dir=x", "--mesh=rows=2"], "rows"),
+        (["routing", "--trainer_dir=x"], "--trainer_dir=x: there is neither a checkpoint nor"),
+        (["routing", "--trainer_dir=x", f"--output={__file__}"], "is a file; name a folder"),
     ],
 )
 def test_wrong_arguments_of_routing_are_refused(arguments, message):
@@ -104,6 +112,14 @@ def test_scaling_laws_of_the_runs_below_a_folder(grid, tmp_path, capsys):
     assert "N_opt ~ C^a, IsoFLOP" in output
     assert "wrote out/scaling.json, out/scaling.svg, out/report.md" in output
     assert (tmp_path / "out/scaling.svg").stat().st_size > 10_000
+
+
+def test_a_run_below_two_of_the_folders_counts_once(grid, tmp_path):
+    for output, folders in (("a", ["runs"]), ("b", ["runs", "runs/400-16", "./runs"])):
+        arguments = ["scaling", "--num_bootstraps=1", f"--output={output}", *folders]
+        assert main.run(["analyze", *arguments]) == 0
+    once, twice = (json.loads((tmp_path / x / "scaling.json").read_text()) for x in "ab")
+    assert (len(twice["runs"]), twice["fits"]) == (8, once["fits"])
 
 
 def test_twins(tmp_path, monkeypatch, capsys):

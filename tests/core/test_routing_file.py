@@ -97,6 +97,8 @@ def change_header(folder, **values):
         ({"layers": 3}, "header.json"),
         ({"files": {"../../x.npz": 1}}, "header.json"),
         ({"surprise": 1}, "surprise"),
+        ({"num_batches": 2}, r"num_batches=2, without a file of 1; remove the folder"),
+        ({"step": 8}, r"step_00000007 holds the routing log of step=8; remove the folder"),
     ],
 )
 def test_a_header_that_does_not_fit_its_files_is_refused(tmp_path, values, message):
@@ -110,3 +112,17 @@ def test_an_unknown_layer_is_refused(tmp_path):
     log = RoutingLog(plant(tmp_path, 7, IDS, TOKENS))
     with pytest.raises(UserError, match="layer1"):
         next(log.layer("decoder/layer1/feed_forward", "expert_ids"))
+
+
+def test_a_header_that_is_no_json_is_damage(tmp_path):
+    folder = plant(tmp_path, 7, IDS, TOKENS)
+    with open(os.path.join(folder, "header.json"), "r+b") as file:
+        file.write(b"\xff")
+    with pytest.raises(DamagedLogError, match=r"header\.json is not a JSON object.*; remove the"):
+        RoutingLog(folder)
+
+
+def test_a_file_among_the_folders_of_logs_is_no_data(tmp_path):
+    plant(tmp_path, 7, IDS, TOKENS)
+    (tmp_path / "routing/notes.txt").write_text("mine")
+    assert list_data(str(tmp_path)) == ["val"]

@@ -1,6 +1,8 @@
 """The routing log of a run: the experts that the model's routers select, each sequence once."""
 
 import math
+import os
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,7 @@ from moelib.core.routing_file import RoutingLog, list_logs, log_folder
 from moelib.layers.moe.router import Router
 from moelib.parallel.mesh import mesh_shape_from_axes
 from moelib.train import routing_log
-from moelib.train.routing_log import RoutingEvaler, RoutingLogError
+from moelib.train.routing_log import RoutingEvaler, RoutingLogError, discard_after
 from tests import tiny
 from tests.layers.calling import QUICK
 
@@ -127,10 +129,12 @@ def test_logs_of_later_steps_are_discarded_and_complete_ones_kept(trainer):
     assert log.should_log(step=4)
     assert not log.should_log(step=3)
     assert not log.should_log(step=4, unless_complete=True)
-    log.discard_after(4)
-    assert list_logs(trainer.config.dir, "val") == {4: True}
-    log.discard_after(3)
-    assert list_logs(trainer.config.dir, "val") == {4: False}
+    run = trainer.config.dir
+    shutil.copytree(log.folder, os.path.join(os.path.dirname(log.folder), "other"))
+    discard_after(run, 4)
+    assert list_logs(run, "val") == list_logs(run, "other") == {4: True}
+    discard_after(run, 3)
+    assert list_logs(run, "val") == list_logs(run, "other") == {4: False}
     assert log.should_log(step=4, unless_complete=True)
 
 

@@ -15,6 +15,7 @@ from moelib.core.errors import UserError
 from moelib.core.module import functional
 from moelib.layers.carry import carrying
 from moelib.layers.moe.layer import MoELayer
+from moelib.layers.moe.recording import recording_routing
 from moelib.train.pipeline import stack_of
 from tests import tiny
 from tests.experiments.variants.compare import assert_equal_to_reference, expert, softmax
@@ -99,6 +100,17 @@ def test_the_balance_loss_weighs_experts_that_compute_nothing_less():
     assert float(loss.weight) == pytest.approx(0.01)
     share = found.summaries["router"]["zero_computation_share"].mean
     np.testing.assert_allclose(share, (ids >= E).mean(), rtol=1e-6)
+
+
+def test_experts_that_compute_nothing_are_logged_as_no_expert():
+    made, given = operands()
+    with recording_routing():
+        recorded = run_layer(made, given)[2].module_outputs["routing"]
+    probs, _ = routed(jax.device_get(given["p"]), given["x"], given["before"])
+    ids = np.argsort(-probs, -1)[..., :K]
+    expected = np.where(MASK[..., None] & (ids < E), ids, E)
+    assert 0 < (expected[MASK] < E).sum() < expected[MASK].size
+    np.testing.assert_array_equal(recorded.expert_ids, expected)
 
 
 @pytest.mark.parametrize(("num", "constant"), [(8, 1), (16, 2), (32, 6), (4, 1)])
