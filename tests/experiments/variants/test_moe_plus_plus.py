@@ -105,7 +105,7 @@ def test_the_balance_loss_weighs_experts_that_compute_nothing_less():
 def test_experts_that_compute_nothing_are_logged_as_no_expert():
     made, given = operands()
     with recording_routing():
-        recorded = run_layer(made, given)[2].module_outputs["routing"]
+        recorded = run_layer(made, jax.tree.map(jnp.asarray, given))[2].module_outputs["routing"]
     probs, _ = routed(jax.device_get(given["p"]), given["x"], given["before"])
     ids = np.argsort(-probs, -1)[..., :K]
     expected = np.where(MASK[..., None] & (ids < E), ids, E)
