@@ -54,6 +54,7 @@ def accumulate(fn: StepFn, batch: Any, *, num_microbatches: int, state: Any = No
         _check_metrics(metrics)
         return Accumulated(_float(objective), _float(weight), gradients, metrics, state)
     micro_batches = split_batch(batch, num_microbatches)
+    fn = jax.jit(fn, inline=True)  # The shapes of the sums and the loop then share one trace.
 
     def body(total: Accumulated, micro_batch: Any) -> tuple[Accumulated, None]:
         objective, weight, gradients, metrics, state = fn(micro_batch, total.state)
@@ -108,8 +109,8 @@ def split_batch(batch: Any, num_microbatches: int) -> Any:
 
 def _zeros(fn: StepFn, micro_batches: Any, state: Any) -> Accumulated:
     """Returns the sums before the first micro-batch."""
-    first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), micro_batches)
-    _, _, gradients, metrics, _ = jax.eval_shape(fn, first, state)
+    first = lambda batch, state: fn(jax.tree.map(lambda x: x[0], batch), state)
+    _, _, gradients, metrics, _ = jax.eval_shape(first, micro_batches, state)
     _check_metrics(metrics)
     zeros = lambda x: jnp.zeros(x.shape, jnp.float32)
     zero = jnp.zeros((), jnp.float32)

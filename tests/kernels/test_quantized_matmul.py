@@ -118,6 +118,8 @@ def test_a_bad_number_makes_its_block_nan(scheme, bad, block):
 
 # -- Matmuls ---------------------------------------------------------------------------------------
 
+quantized = jax.jit(quantize, static_argnums=(1, 2), compiler_options=QUICK)
+
 
 @functools.partial(jax.jit, static_argnums=(3,), compiler_options=QUICK)
 def dense(x, weight, grad, backend):
@@ -164,7 +166,7 @@ def test_matmuls_are_the_products_of_the_operands_of_the_table(backend, scheme, 
 
 
 def test_dots_of_8_bits_refuse_scales_of_blocks():
-    weight = quantize(jnp.ones((8, 8)), (128, 128), FP8)
+    weight = quantized(np.ones((8, 8), np.float32), (128, 128), FP8)
     with pytest.raises(ValueError, match=r"'float8' has no dots .* FP8_BLOCK; set FP8_TENSOR"):
         quantized_matmul(jnp.ones((1, 2, 8)), weight, jnp.ones((8, 8)), backend="float8")
 
@@ -199,15 +201,19 @@ def test_grouped_matmuls_are_the_products_of_the_operands_of_the_table(backend):
 
 def test_rows_of_no_group_change_nothing_with_one_scale_per_array():
     rng, sizes = np.random.default_rng(0), jnp.array([3, 4])
-    weight = quantize(jnp.ones((2, 8, 8)), (128, 128), Quantization.FP8_TENSOR)
+    weight = quantized(np.ones((2, 8, 8), np.float32), (128, 128), Quantization.FP8_TENSOR)
     rows, grad = (rng.standard_normal((9, 8)).astype(np.float32) for _ in range(2))
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def pulled(rows, grad):
+        fn = lambda rows, at: quantized_gmm(rows, weight, at, sizes)
+        y, pull = jax.vjp(fn, rows, jnp.zeros((2, 8, 8)))
+        rows_grad, w_grad = pull(grad)
+        return y[:7], rows_grad[:7], w_grad
 
     def run(last):
         rows[7:], grad[7:] = last, last
-        fn = lambda rows, at: quantized_gmm(rows, weight, at, sizes)
-        y, pull = jax.vjp(fn, jnp.asarray(rows), jnp.zeros((2, 8, 8)))
-        rows_grad, w_grad = pull(jnp.asarray(grad))
-        return y[:7], rows_grad[:7], w_grad
+        return jax.device_get(pulled(rows, grad))
 
     for last in (np.nan, 1e6):
         for got, want in zip(run(last), run(0.0), strict=True):

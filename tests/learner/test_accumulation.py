@@ -84,6 +84,21 @@ def test_state_goes_from_microbatch_to_microbatch():
     assert int(out.state) == 123
 
 
+def test_a_step_is_traced_once():
+    traced = []
+
+    def record(batch, state):
+        traced.append(batch)
+        return step(batch, state)
+
+    parts = functools.partial(accumulate, record, num_microbatches=4)
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4], axis_types=(AxisType.Auto,))
+    batch = make_batch()
+    with jax.set_mesh(mesh):
+        jax.jit(parts).trace(batch, state={"calls": jnp.int32(0)})
+    assert len(traced) == 1
+
+
 def test_sequences_are_dealt_out():
     out = split_batch({"ids": jnp.arange(8)}, 2)["ids"]
     np.testing.assert_array_equal(out, [[0, 2, 4, 6], [1, 3, 5, 7]])
