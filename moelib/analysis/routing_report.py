@@ -161,8 +161,9 @@ def report(logs: Any, found: Mapping[str, Any], decode: Callable[[int], str] | N
         decode: Function from a token id to its text; None shows ids only.
     """
     header, first = logs.last.header, min(logs.logs)
+    batches = "1 batch" if header.num_batches == 1 else f"{header.num_batches} batches"
     summary = (
-        f"{len(logs.logs)} steps, {first} to {header.step}, of {header.num_batches} batches of "
+        f"{len(logs.logs)} steps, {first} to {header.step}, of {batches} of "
         f"{header.batch_size} x {header.seq_len} tokens of {logs.data!r}. Numbers are of step "
         f"{header.step} where no step is named. Config: {header.config_hash}."
     )

@@ -67,7 +67,10 @@ def replace_layer_config_recursively(
         skipped.append(path + ".")
         count += 1
     if not count:
-        raise UserError(f"nothing replaced: no config of {target.__qualname__} is inside.")
+        raise UserError(
+            f"nothing replaced: no config of {target.__qualname__} is inside; remove the modifier, "
+            "or apply it to a config with one."
+        )
     return count
 
 

@@ -120,6 +120,8 @@ def expected_steps(run: str, evaler: str, last: int) -> list[int]:
     """
     try:
         text, source = saved_config(run, newest_record(os.path.join(run, "checkpoints")))
+        if not text:
+            raise UserError(f"{run} has no config")
         cfg = completed(parse(text, source=source))
     except UserError as error:
         logger.warning("Steps without a log are not known: %s", error)
