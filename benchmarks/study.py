@@ -295,8 +295,9 @@ def results(flags: Flags, planned: Sequence[Run]) -> Iterator[str]:
     yield to_markdown(_models_table(planned, seconds))
     yield to_markdown(_pairs_table(pairs))
     if pairs:
+        yield f"Best run of each budget:\n\n{to_markdown(_best_table(pairs))}"
         _save(_plot_pairs(pairs), images, "study_twins.svg")
-        yield "![Final losses over FLOPs and over time](images/study_twins.svg)"
+        yield "![Losses of all runs over FLOPs and over time](images/study_twins.svg)"
     for kind in KINDS:
         own = [run for run in planned if run.config.startswith(kind) and run not in missing]
         yield f"### Scaling laws of the {'MoE' if kind == 'moe' else kind} models"
@@ -377,24 +378,44 @@ def _pairs_table(pairs: Sequence[tuple[Run, Any]]) -> Table:
     return Table("MoE and dense twins", [*names, *more], rows, notes)
 
 
+def _best_table(pairs: Sequence[tuple[Run, Any]]) -> Table:
+    """Returns the best MoE and dense run of each budget."""
+    rows = []
+    for budget in dict.fromkeys(run.budget for run, _ in pairs):
+        curves = [found.curves for run, found in pairs if run.budget == budget]
+        moe, dense = (min(each, key=lambda x: x.losses[-1]) for each in zip(*curves, strict=True))
+        cells = [f"{budget:.3g}"]
+        for x in (moe, dense):
+            cells += [os.path.basename(x.run.name).rpartition("-")[0], f"{x.losses[-1]:.4f}"]
+        seconds = [x.seconds[-1] for x in (moe, dense)]
+        change, ratio = moe.losses[-1] - dense.losses[-1], seconds[0] / seconds[1]
+        rows.append([*cells, f"{change:+.4f}", *map(format_seconds, seconds), f"{ratio:.2f}"])
+    columns = ["FLOPs>", "MoE", "loss>", "dense", "loss>", "MoE - dense>"]
+    return Table("Best runs", [*columns, "MoE time>", "dense time>", "MoE / dense time>"], rows)
+
+
 def _plot_pairs(pairs: Sequence[tuple[Run, Any]]) -> Any:
-    """Returns the final losses over FLOPs and over time; a line joins the best run of each."""
-    import numpy as np
+    """Returns all losses over FLOPs and over time; a line joins the best runs of the budgets."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
-    panels = (("flops", "FLOPs"), ("seconds", "seconds of training steps"))
+    panels = (("flops", "training FLOPs"), ("seconds", "seconds of training steps"))
     for axes, (name, label) in zip(figure.subplots(1, 2), panels, strict=True):
+        highest = 0.0
         for i, kind in enumerate(("MoE", "dense")):
-            curves = [found.curves[i] for _, found in pairs]
-            spent, losses = (
-                np.asarray([getattr(x, y)[-1] for x in curves]) for y in (name, "losses")
-            )
-            order = np.argsort(spent)
-            best = np.minimum.accumulate(losses[order])
-            axes.plot(spent, losses, "o^"[i], color=f"C{i}", ms=4, label=kind)
-            axes.step(spent[order], best, color=f"C{i}", where="post")
+            best: dict[float, tuple[float, float]] = {}  # {budget: (loss, spent)}
+            for run, found in pairs:
+                curve = found.curves[i]
+                spent, losses = getattr(curve, name), curve.losses
+                axes.plot(spent, losses, color=f"C{i}", lw=0.7, alpha=0.3)
+                axes.plot(spent[-1], losses[-1], "o^"[i], color=f"C{i}", ms=4)
+                end = losses[-1], spent[-1]
+                best[run.budget] = min(best.get(run.budget, end), end)
+                highest = max(highest, losses[-1])
+            line = [(x, y) for y, x in best.values()]
+            axes.plot(*zip(*line, strict=True), color=f"C{i}", lw=2, label=f"{kind}, best runs")
         axes.set(xlabel=label, ylabel="validation loss, nats per token", xscale="log")
+        axes.set_ylim(top=highest + 0.1)
         axes.grid(alpha=0.3, which="both")
         axes.legend()
     return figure
