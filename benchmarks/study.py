@@ -21,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -438,8 +439,11 @@ def write_page(page: str, parts: Sequence[str]) -> None:
     _, end, after = rest.partition(_END)
     if not begin or not end:
         raise UserError(f"--page={page}: it lacks the lines {_BEGIN} and {_END}; add them.")
+    lines = "\n\n".join(parts).split("\n")
+    is_text = lambda line: not line.startswith(("|", "!", "#"))
+    lines = [textwrap.fill(x, 120, break_long_words=False) if is_text(x) else x for x in lines]
     with atomic_file(page) as file:
-        file.write(f"{before}{begin}\n\n" + "\n\n".join(parts) + f"\n\n{end}{after}")
+        file.write(f"{before}{begin}\n\n" + "\n".join(lines) + f"\n\n{end}{after}")
 
 
 def run(flags: Flags, arguments: Sequence[str]) -> None:
