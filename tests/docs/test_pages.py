@@ -8,9 +8,10 @@ import shlex
 import pytest
 
 from benchmarks import __main__ as benchmarks
+from benchmarks import study
 from docs.generate import ROOT, commands, pages
 from moelib.cli.main import COMMANDS
-from moelib.core.command_line import TRACEBACK, parse_flags
+from moelib.core.command_line import TRACEBACK, describe_flags, parse_flags
 from tests import tiny
 from tests.docs import blocks
 
@@ -28,8 +29,9 @@ BENCHMARK = "python -m benchmarks"
 
 @functools.cache
 def flag_names():
-    """Returns the names of the flags of all commands."""
-    return {flag.name for command in commands().values() for flag in command.flags}
+    """Returns the names of the flags of all commands, and of the study."""
+    flags = [flag for command in commands().values() for flag in command.flags]
+    return {flag.name for flag in (*flags, *describe_flags(study.Flags))}
 
 
 FOUND = [(page, line) for page in PAGES for line in blocks.commands(page)]
