@@ -13,7 +13,6 @@ losses, scaling laws and comparisons of twins are written into a page, from the 
 
 import dataclasses
 import gzip
-import json
 import os
 import pathlib
 import re
@@ -27,7 +26,7 @@ from typing import Any, NamedTuple
 
 from moelib.core.command_line import flag, no_arguments, run_command
 from moelib.core.errors import UsageError, UserError
-from moelib.core.files import atomic_file, read_text, write_json
+from moelib.core.files import atomic_file, read_json, read_text, write_json
 from moelib.core.progress import format_seconds
 from moelib.core.table import Table, print_table, to_markdown
 
@@ -233,14 +232,14 @@ def is_finished(flags: Flags, run: Run) -> bool:
 
 
 def step_seconds(flags: Flags, planned: Sequence[Run]) -> dict[str, float]:
-    """Returns {config: seconds per step}, measured at the first call, each model beside its twin.
+    """Returns {config: seconds per step}, measured at the first call.
 
-    Twins are measured in turn, twice, and the lower of two medians counts.
+    A model and its twin are measured alternately, twice each; the lower of two medians counts.
     """
     from moelib.planning.time_twin import measured_step_seconds
 
     path = os.path.join(flags.output, "step_seconds.json")
-    found: dict[str, float] = json.loads(read_text(path)) if os.path.exists(path) else {}
+    found: dict[str, float] = read_json(path)
     configs = named_trainer_configs()
     for moe in dict.fromkeys(run.config for run in planned[::2]):
         twins = [moe, moe.replace("moe", "dense")]
@@ -251,7 +250,7 @@ def step_seconds(flags: Flags, planned: Sequence[Run]) -> dict[str, float]:
             found |= dict(zip(twins, map(min, *rounds), strict=True))
             os.makedirs(flags.output, exist_ok=True)
             write_json(path, found)
-    return found
+    return {run.config: found[run.config] for run in planned}
 
 
 def estimate(flags: Flags, planned: Sequence[Run]) -> Table:

@@ -51,6 +51,15 @@ def test_a_run_is_finished_after_its_last_evaluation(tmp_path):
     assert not study.is_finished(flags, run._replace(steps=21))
 
 
+def test_measured_steps_are_read_again_for_the_planned_models(tmp_path):
+    flags = study.Flags(output=str(tmp_path), num_sizes=1)
+    seconds = dict.fromkeys(study.named_trainer_configs(), 0.1)
+    (tmp_path / "step_seconds.json").write_text(json.dumps(seconds))
+    planned = study.runs(flags)
+    assert study.step_seconds(flags, planned) == {"moe-24x2": 0.1, "dense-24x2": 0.1}
+    assert "32x3" not in str(study.estimate(flags, planned).rows)
+
+
 def test_the_results_replace_those_of_before(tmp_path):
     page = tmp_path / "study.md"
     study.write_page(str(page), ["first"])
