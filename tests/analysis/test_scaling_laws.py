@@ -122,7 +122,7 @@ def test_fewer_runs_than_the_law_has_numbers_are_an_error():
 
 
 def test_one_budget_is_an_error():
-    with pytest.raises(UserError, match=r"all 7 runs have a budget of 1e\+18"):
+    with pytest.raises(UserError, match=r"all 7 runs, of 1e\+18"):
         analyze(planted(budgets=[1e18]))
 
 
