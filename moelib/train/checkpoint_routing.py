@@ -78,7 +78,9 @@ def write_missing_logs(
             writer = _writer_for(model, run, name, max_batches)
         name = writer.config.evaler
         with model.on_mesh():
-            writer.write(model.parameters, model.mesh, step=step)
+            record = newest_record(os.path.join(run, "checkpoints"), step)
+            run_mesh = record.mesh if record is not None else None
+            writer.write(model.parameters, model.mesh, step=step, run_mesh=run_mesh)
     if name is None and (logged := list_data(run)):
         raise UserError(f"{run} has routing logs of {', '.join(logged)}; name one (--evaler).")
     if name is None:
