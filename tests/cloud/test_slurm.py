@@ -107,7 +107,6 @@ def test_time_limits_of_slurm_are_accepted(limit):
         ({"name": "it's"}, "name=.it's"),
         ({"account": "a#b"}, "account='a#b'"),
         ({"time_limit": "1h"}, "time_limit='1h'.*HH:MM:SS"),
-        ({"env": {"A B": ""}}, "env has 'A B'"),
         ({"folder": 'a"b'}, 'a"b'),
         ({"name": "x\n#SBATCH --uid=0"}, "name="),
     ],
