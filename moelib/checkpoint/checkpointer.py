@@ -244,7 +244,7 @@ class Checkpointer(Module):
             arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=1 << 20)
             registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
             item = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
-            handler = ocp.CompositeCheckpointHandler(**{contents.STATE_ITEM: item})
+            handler = ocp.CompositeCheckpointHandler(state=item)  # contents.STATE_ITEM
             finalize = handler.finalize
 
             def finalize_with_record(directory: Any) -> None:

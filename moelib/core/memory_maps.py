@@ -28,10 +28,7 @@ def warn_if_many() -> None:
     Call it before each program of a loop that compiles many.
     """
     maps = count()
-    if not maps:
-        return
-    limit = int(_LIMIT.read_text(encoding="ascii"))
-    if maps > _SHARE * limit:
+    if maps and maps > _SHARE * (limit := int(_LIMIT.read_text(encoding="ascii"))):
         _logger.warning(
             "This process has %d of at most %d memory maps, nearly all of compiled programs, and "
             "ends when it needs more: call jax.clear_caches(), or raise vm.max_map_count.",
