@@ -26,6 +26,7 @@ from moelib.models.huggingface.families import (
     NotTheModelError,
     check_computes,
     may_drop,
+    published_settings,
     quantizes,
     read_model,
     settings_of,
@@ -288,13 +289,9 @@ def _family_and_settings(
     """Returns the family of a model and its config.json, the published one if it is the model's."""
     if published:
         try:
-            # Settings that moelib does not read were accepted when the model was converted.
-            family = check_computes(published, CONFIG_FILE, cfg, ignored=published)
+            return published_settings(published, cfg)
         except UserError as error:
             logger.warning("The published config.json is not kept: %s", error)
-        else:
-            dropped = ("quantization_config", "torch_dtype")
-            return family, {n: x for n, x in published.items() if n not in dropped}
     family, settings = settings_of(cfg)
     names = {"architectures": [family.architecture], "model_type": family.model_type}
     # Without nulls the class's own ids apply, such as OLMoE's pad_token_id=1, which never trains.

@@ -255,16 +255,26 @@ def test_a_tied_model_may_hold_its_head_twice(tmp_path):
         load_pretrained(str(folder))
 
 
-def test_yarn_multiplies_scores_by_mscale_all_dim_independent_of_mscale(tmp_path):
-    folder = copy_of("deepseek_v3", tmp_path / "model")
-    factors = []
-    for mscale in (0.707, None):
-        rope = {"rope_type": "yarn", "factor": 40.0, "mscale": mscale, "mscale_all_dim": 0.707}
-        rope |= {"rope_theta": 1e4, "original_max_position_embeddings": 16}
-        change(folder, rope_parameters=rope)
-        attention = read_config(str(folder))[0].decoder.block[0].self_attention
-        factors.append(attention.score_factor)
-    assert factors[0] == factors[1] > 1.5
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("rope", "factor"),
+    [  # (0.1 x 0.707 x ln 40 + 1)^2, for every type but the default.
+        ({"rope_type": "yarn", "mscale": 0.707}, 1.589626),
+        ({"rope_type": "yarn"}, 1.589626),
+        ({"rope_type": "linear"}, 1.589626),
+        ({"rope_type": "llama3"}, 1.589626),
+        ({"rope_type": "default"}, 1.0),
+    ],
+    ids=str,
+)
+def test_mscale_all_dim_multiplies_the_scores(family, rope, factor, tmp_path, caplog):
+    folder = copy_of(family, tmp_path / "model")
+    sizes = {"original_max_position_embeddings": 16, "factor": 40.0, "mscale_all_dim": 0.707}
+    change(folder, rope_parameters={**rope, **sizes})
+    cfg, _ = read_config(str(folder))
+    assert cfg.decoder.block[0].self_attention.score_factor == pytest.approx(factor, rel=1e-6)
+    assert ("'mscale_all_dim'" in caplog.text) == (rope["rope_type"] == "default")
+    assert settings_of(cfg)[0].model_type == family
 
 
 def test_a_float16_that_would_be_infinite_is_refused(tmp_path):
@@ -319,11 +329,9 @@ def test_a_run_of_another_model_is_told_what_differs(tmp_path):
         ("qwen3_moe", {"decoder_sparse_step": 0}, r"decoder_sparse_step=0"),
         ("qwen3_moe", {"num_experts_per_tok": "2"}, r"(?s)config\.json: .*'2'"),
         ("llama3", {"rope_parameters": "yarn"}, r"rope_parameters='yarn'"),
-        (
-            "llama3",
-            {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
-            r"rope_parameters.*rope_scaling",
-        ),
+        ("llama3", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "high_freq_factor"),
+        ("llama3", {"rope_theta": 1e4}, r"rope_theta .*500000\.0 .*10000\.0"),
+        ("llama3", {"rope_parameters": {"type": "linear", "rope_type": "yarn"}}, "yarn.*linear"),
         ("mixtral", {"sliding_window": 8}, r"sliding_window=8; .*None"),
         ("qwen3", {"layer_types": ["sliding_attention"] * 2}, r"layer_types='sliding_att"),
         (
@@ -354,6 +362,20 @@ def test_settings_that_are_not_known_are_named(family, settings, message, tmp_pa
         ),
         ("mixtral", {"rope_parameters": ..., "rope_theta": ...}, {"rope.theta": 1e6}),
         ("gpt_oss", {"rope_parameters": ...}, {"rope.theta": 150000.0, "rope.factor": 32.0}),
+        (
+            "gpt_oss",
+            {"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 4}},
+            {"rope.theta": 150000.0, "rope.factor": 4.0},
+        ),
+        (
+            "llama3",
+            {
+                "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+                "rope_scaling": {"type": "linear", "factor": 4},
+                "rope_theta": 10000,
+            },
+            {"rope.theta": 1e4, "rope.factor": 4.0},
+        ),
         (
             "llama3",
             {
@@ -473,9 +495,9 @@ def test_the_published_config_is_written_back_while_it_describes_the_model(tmp_p
     made = load_pretrained(str(folder))
     published = read_settings(str(folder))
     settings, _ = round_trip(made.cfg, tmp_path / "same", published=published)
-    assert settings == {n: x for n, x in published.items() if n != "torch_dtype"} | {
-        "dtype": "float32"
-    }
+    older = {"rope_theta": 10000.0, "rope_scaling": None}  # As earlier versions read it.
+    published.pop("torch_dtype")
+    assert settings == published | {"dtype": "float32"} | older
     made.cfg.decoder.num_layers += 1
     settings, back = round_trip(made.cfg, tmp_path / "other", published=published)
     assert settings["num_hidden_layers"] == back.decoder.num_layers == made.cfg.decoder.num_layers

@@ -149,6 +149,27 @@ def settings_of(cfg: CausalLM.Config) -> tuple[Family, dict[str, Any]]:
     )
 
 
+def published_settings(values: Mapping[str, Any], cfg: CausalLM.Config) -> tuple[Family, dict]:
+    """Returns the family and the settings with which a model's published config.json is written.
+
+    The rotary embedding is described to all versions of transformers. The quantization, and modules
+    of multi-token prediction that the model lacks, are those of the published tensors.
+
+    Raises:
+        UserError: If the config.json describes another model or cannot be read.
+    """
+    dropped = ("quantization_config", "torch_dtype")
+    settings = {name: x for name, x in values.items() if name not in dropped}
+    # Settings that moelib does not read were accepted when the model was converted.
+    family = check_computes(settings, "config.json", cfg, ignored=settings)
+    if settings.get("rope_parameters"):
+        known = Settings(settings, "config.json", family.defaults)
+        settings |= blocks.rope_spellings(blocks.rope_parameters(known))
+    if cfg.multi_token_prediction is None and "num_nextn_predict_layers" in settings:
+        settings["num_nextn_predict_layers"] = 0
+    return family, settings
+
+
 def tensor_mappings(family: Family, model: CausalLM) -> list[TensorMapping]:
     """Returns the mapping of each tensor of the family to the parameters of a model."""
     return expand(model, blocks.IN_MODEL, family.in_layer(model.config))
