@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from experiments import flame_moe
 from moelib.checkpoint.contents import CheckpointMismatchError
+from moelib.checkpoint.safetensors import TensorFolder
 from moelib.core import tree
 from moelib.core.config import config_for_function
 from moelib.core.errors import UserError
@@ -28,7 +29,7 @@ from moelib.layers.quantization import Quantization
 from moelib.layers.transformer import LoopStack
 from moelib.learner.learner import LearnerState
 from moelib.models.huggingface.families import NoFamilyError, settings_of
-from moelib.models.huggingface.quantized import dequantize, scaled
+from moelib.models.huggingface.quantized import Dequantized, dequantize, scaled
 from moelib.models.huggingface.tensors import TensorMismatchError
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 from moelib.train.pretrained import (
@@ -636,14 +637,41 @@ def test_deepseek_v3_is_read_from_fp8(tmp_path):
     want = load_pretrained(str(folder)).params
     save_file(stored, folder / "model.safetensors")
     about = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-    change(folder, quantization_config=about | {"activation_scheme": "dynamic"})
+    change(folder, quantization_config=about | {"scale_fmt": "ue8m0"})
     check_equal(load_pretrained(str(folder)).params, want)
 
     change(folder, quantization_config=about | {"activation_scheme": "static"})
     with pytest.raises(ValueError, match=r"quantization_config=.*'static'"):
         load_pretrained(str(folder))
-    with pytest.raises(ValueError, match=r"w \(160, 200\).*scales \(1, 2\)"):
-        scaled(np.ones((160, 200)), np.ones((1, 2), np.float32), "w")
+    ignore = ["quantization_config"]
+    check_equal(load_pretrained(str(folder), ignore_settings=ignore).params, want)
+
+    name = "model.layers.0.self_attn.q_b_proj.weight"
+    dequantized = stored | {name: exact[name]}
+    stored.pop(name + "_scale_inv")
+    for tensors in (dequantized, stored):
+        save_file(tensors, folder / "model.safetensors")
+        with pytest.raises(TensorMismatchError, match=rf"{name} .* {name}_scale_inv"):
+            load_pretrained(str(folder), ignore_settings=ignore)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((1, 2), np.float32), ((2, 2), np.uint8)], ids=["shape", "dtype"]
+)
+def test_scales_of_another_shape_or_dtype_are_refused(shape, dtype):
+    with pytest.raises(ValueError, match=r"w \(160, 200\).*scales \(.*, 2\)"):
+        scaled(np.ones((160, 200)), np.ones(shape, dtype), "w")
+
+
+def test_scales_that_are_exponents_are_powers_of_two(tmp_path):
+    """Codes of a byte each: 1.0 and -1.5 in E4M3; 2^-3 and 2^4 in E8M0, whose bias is 127."""
+    codes = np.repeat(np.array([[0x38], [0xBC]], np.uint8), 200, axis=1)
+    tensors = {"w": codes.view(ml_dtypes.float8_e4m3fn)}
+    tensors["w_scale_inv"] = np.array([[124, 131]], np.uint8).view(ml_dtypes.float8_e8m0fnu)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with TensorFolder(str(tmp_path)) as folder:
+        values = Dequantized(folder).read("w")
+    np.testing.assert_array_equal(values[:, 127:129], [[0.125, 16.0], [-0.1875, -24.0]])
 
 
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]  # OCP MX 1.0, table 5.

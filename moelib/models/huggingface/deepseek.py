@@ -95,8 +95,11 @@ _FP8 = {  # DeepSeek-V3 is published so; its weights are dequantized when they a
 
 def _model(settings: Settings, router: Router.Config) -> CausalLM.Config:
     settings.expect(moe_layer_freq=1, mlp_bias=False)
-    if settings.take("quantization_config", None) is not None:
-        settings.expect(quantization_config=_FP8)
+    if quantization := settings.take("quantization_config", None):
+        neutral = ("modules_to_not_convert", "scale_fmt")  # Dtypes of tensors tell both.
+        found = {name: x for name, x in quantization.items() if name not in neutral}
+        if _FP8 | found != _FP8:
+            settings.expect(quantization_config=_FP8)
     moe = blocks.moe(settings, *_MOE, router=router)
     if num_shared := settings.take("n_shared_experts", None):
         moe.shared_experts = blocks.feed_forward(num_shared * moe.hidden_dim)
