@@ -194,6 +194,19 @@ def test_how_it_trains_changes_no_architecture():
 # -- Training that begins with them ----------------------------------------------------------------
 
 
+@pytest.mark.slow
+def test_training_moves_no_balancing_bias_that_was_read(tmp_path):
+    folder = str(FIXTURES / "deepseek_v3")
+    cfg, _ = read_config(folder)
+    builder = config_for_function(state_from_hugging_face).set(folder=folder)
+    trainer = trainer_of(cfg, tmp_path, init_state_builder=builder, max_step=2)
+    trainer.run()
+    router = trainer.trainer_state.model["decoder"]["repeated0"]["feed_forward"]["router"]
+    tensors = load_file(f"{folder}/model.safetensors")
+    biases = [tensors[f"model.layers.{n}.mlp.gate.e_score_correction_bias"] for n in (1, 2)]
+    np.testing.assert_array_equal(router["bias_balancing"]["bias"], biases)
+
+
 def trainer_of(model, folder, **fields):
     return trainer_config(str(folder)).set(model=model, **fields).instantiate(parent=None)
 

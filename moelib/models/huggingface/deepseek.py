@@ -132,7 +132,7 @@ def _v3(settings: Settings) -> CausalLM.Config:
         score=Score.SIGMOID,
         renormalize=settings.take("norm_topk_prob"),
         scaling_factor=float(settings.take("routed_scaling_factor")),
-        bias_balancing=BiasBalancing.default_config(),
+        bias_balancing=BiasBalancing.default_config().set(rate=0.0),  # Trained already.
     )
     groups = settings.take("n_group"), settings.take("topk_group")
     if groups[0] not in (None, 1):
