@@ -112,12 +112,6 @@ def load_pretrained(
     family, cfg = read_model(
         values, source, ignored=ignore_settings, multi_token_prediction=multi_token_prediction
     )
-    if values.get("num_nextn_predict_layers") and not multi_token_prediction:
-        logger.warning(
-            "The modules of multi-token prediction in %s are not read; multi_token_prediction=True "
-            "(moelib convert --multi_token_prediction) reads them.",
-            folder,
-        )
     if jnp.dtype(dtype) != jnp.float32:
         cfg = cfg.clone(dtype=str(jnp.dtype(dtype)))
     model = cfg.instantiate(parent=None)
@@ -175,11 +169,20 @@ def _read_tensors(folder: str, family: Family, model: CausalLM, targets: Nested)
     with TensorFolder(folder) as folder_tensors:
         tensors = Dequantized(folder_tensors)
         mappings, ignored = tensor_mappings(family, model), family.ignored(model.config)
+        present = tensors.keys()
+        unread = [name for name in present if any(re.fullmatch(p, name) for p in ignored)]
+        if unread:
+            logger.warning(
+                "The modules of multi-token prediction in %s, %d tensors, are not read; a model "
+                "with multi_token_prediction (moelib convert --multi_token_prediction) has them.",
+                folder,
+                len(unread),
+            )
         copies = family.copies(model.config)
         if model.config.lm_head is None:
             copies = {_HEAD: _EMBEDDING, **copies}
         for copy, name in copies.items():
-            if copy not in tensors.keys():  # noqa: SIM118, not a dict.
+            if copy not in present:
                 continue
             if not np.array_equal(tensors.read(copy), tensors.read(name)):
                 advice = (
