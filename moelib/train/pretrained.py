@@ -26,6 +26,7 @@ from moelib.models.huggingface.families import (
     NotTheModelError,
     check_computes,
     may_drop,
+    published_settings,
     quantizes,
     read_model,
     settings_of,
@@ -111,12 +112,6 @@ def load_pretrained(
     family, cfg = read_model(
         values, source, ignored=ignore_settings, multi_token_prediction=multi_token_prediction
     )
-    if values.get("num_nextn_predict_layers") and not multi_token_prediction:
-        logger.warning(
-            "The modules of multi-token prediction in %s are not read; multi_token_prediction=True "
-            "(moelib convert --multi_token_prediction) reads them.",
-            folder,
-        )
     if jnp.dtype(dtype) != jnp.float32:
         cfg = cfg.clone(dtype=str(jnp.dtype(dtype)))
     model = cfg.instantiate(parent=None)
@@ -174,11 +169,20 @@ def _read_tensors(folder: str, family: Family, model: CausalLM, targets: Nested)
     with TensorFolder(folder) as folder_tensors:
         tensors = Dequantized(folder_tensors)
         mappings, ignored = tensor_mappings(family, model), family.ignored(model.config)
+        present = tensors.keys()
+        unread = [name for name in present if any(re.fullmatch(p, name) for p in ignored)]
+        if unread:
+            logger.warning(
+                "The modules of multi-token prediction in %s, %d tensors, are not read; a model "
+                "with multi_token_prediction (moelib convert --multi_token_prediction) has them.",
+                folder,
+                len(unread),
+            )
         copies = family.copies(model.config)
         if model.config.lm_head is None:
             copies = {_HEAD: _EMBEDDING, **copies}
         for copy, name in copies.items():
-            if copy not in tensors.keys():  # noqa: SIM118, not a dict.
+            if copy not in present:
                 continue
             if not np.array_equal(tensors.read(copy), tensors.read(name)):
                 advice = (
@@ -288,13 +292,9 @@ def _family_and_settings(
     """Returns the family of a model and its config.json, the published one if it is the model's."""
     if published:
         try:
-            # Settings that moelib does not read were accepted when the model was converted.
-            family = check_computes(published, CONFIG_FILE, cfg, ignored=published)
+            return published_settings(published, cfg)
         except UserError as error:
             logger.warning("The published config.json is not kept: %s", error)
-        else:
-            dropped = ("quantization_config", "torch_dtype")
-            return family, {n: x for n, x in published.items() if n not in dropped}
     family, settings = settings_of(cfg)
     names = {"architectures": [family.architecture], "model_type": family.model_type}
     # Without nulls the class's own ids apply, such as OLMoE's pad_token_id=1, which never trains.
