@@ -7,6 +7,7 @@ tokens that a text spells out as ordinary text, whatever the file requests.
 Letters: V vocabulary.
 """
 
+import collections
 import functools
 import hashlib
 import json
@@ -93,8 +94,8 @@ class Tokenizer(Configurable):
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
-    def encode_long(self, text: bytes, name: str) -> Iterator[list[int]]:
-        """Yields the ids of a long text in UTF-8 in pieces, which bounds the memory.
+    def encode_long(self, text: bytes, name: str) -> Iterator[tuple[str, list[int]]]:
+        """Yields the pieces of a long text in UTF-8 and their ids, which bounds the memory.
 
         A text that cannot be divided is reported with `name`, that of its file.
         """
@@ -127,6 +128,29 @@ class Tokenizer(Configurable):
                 "tokenizer that the ids came from."
             )
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+
+    def lost_characters(
+        self, texts: Sequence[str], ids: Sequence[Sequence[int]]
+    ) -> collections.Counter[str]:
+        """Returns the characters of texts that their ids do not decode to, with their numbers.
+
+        Those are unknown characters, and those that a normalizer drops or replaces.
+        """
+        if (unknown := self._unknown_id) is not None:
+            ids = [[each for each in of_text if each != unknown] for of_text in ids]
+        decoded = self._tokenizer.decode_batch(ids, skip_special_tokens=False)
+        lost: collections.Counter[str] = collections.Counter()
+        for text, back in zip(texts, decoded, strict=True):
+            if text != back:
+                lost += collections.Counter(text) - collections.Counter(back)
+        return lost
+
+    @functools.cached_property
+    def _unknown_id(self) -> int | None:
+        """Id of the token of unknown text, if there is one."""
+        model = self._content["model"]  # Unigram has the id, others the token.
+        unknown = model.get("unk_token")
+        return model.get("unk_id") if unknown is None else self._tokenizer.token_to_id(unknown)
 
     # For token stores.
 
