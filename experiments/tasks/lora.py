@@ -136,7 +136,7 @@ def run(trainer_dir, *, base=None, base_steps=400, max_step=200, mesh="data=-1")
     save_adapter(os.path.join(trainer_dir, "adapter"), result.params["adapter"], base)
     folder = os.path.join(trainer_dir, "merged")
     whole = merged(result.params, adapted(loaded.model))
-    causal_lm.export(folder, loaded.model.config, whole, loaded.tokenizer)
+    causal_lm.export(folder, loaded.model.config, whole, loaded.tokenizer, base)
 
     plain = causal_lm.task_of(loaded.model.config, loaded.tokenizer)
     models = {

@@ -390,7 +390,7 @@ def test_a_setting_can_be_declared_to_change_nothing(tmp_path):
     found = load_pretrained(str(folder), ignore_settings=["new_thing"])
     assert found.cfg == want.cfg
     assert (
-        save_pretrained(str(tmp_path / "out"), found.cfg, found.params, published=found.settings)
+        save_pretrained(str(tmp_path / "out"), found.cfg, found.params, files_of=folder)
         == "LlamaForCausalLM"
     )
     assert read_settings(str(tmp_path / "out"))["new_thing"] == 3
@@ -472,12 +472,12 @@ def test_the_published_config_is_written_back_while_it_describes_the_model(tmp_p
     change(folder, eos_token_id=[7, 8], router_aux_loss_coef=0.02, torch_dtype="bfloat16")
     made = load_pretrained(str(folder))
     published = read_settings(str(folder))
-    settings, _ = round_trip(made.cfg, tmp_path / "same", published=published)
+    settings, _ = round_trip(made.cfg, tmp_path / "same", files_of=str(folder))
     assert settings == {n: x for n, x in published.items() if n != "torch_dtype"} | {
         "dtype": "float32"
     }
     made.cfg.decoder.num_layers += 1
-    settings, back = round_trip(made.cfg, tmp_path / "other", published=published)
+    settings, back = round_trip(made.cfg, tmp_path / "other", files_of=str(folder))
     assert settings["num_hidden_layers"] == back.decoder.num_layers == made.cfg.decoder.num_layers
     assert "decoder.num_layers" in caplog.text
 
