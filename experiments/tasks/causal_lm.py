@@ -116,8 +116,7 @@ def make_base(folder, *, max_step, **settings):
 
 def export(folder, model, params, tokenizer, base=None):
     """Writes a model for transformers, with the other files of the folder of its base."""
-    text, eos_token = tokenizer.to_json(), tokenizer.config.eos_token
-    save_pretrained(folder, model, params, tokenizer_json=text, eos_token=eos_token, files_of=base)
+    save_pretrained(folder, model, params, tokenizer=tokenizer, files_of=base)
 
 
 def run(trainer_dir, *, base=None, base_steps=400, max_step=200, mesh="data=-1"):

@@ -35,6 +35,10 @@ FILE_NAME = "tokenizer.json"
 SETTINGS_FILE = "tokenizer_config.json"  # As Hugging Face names it.
 
 
+# A text whose ids depend on the normalizer, the words and the merges of a tokenizer.
+_PROBE = "The naïve café costs 1,234.50 €;\n\n\tif x_1 != 'ÜNÏCODE': DON'T!  # 東京 🙂"
+
+
 class NoTokenizerError(UserError):
     """The data consist of token ids that no tokenizer made."""
 
@@ -50,14 +54,28 @@ class Tokenizer(Configurable):
     def __init__(self, cfg: Config) -> None:
         """Loads the file. Raises UserError if it is not a tokenizer with the end-of-text token."""
         super().__init__(cfg)
-        self._load(read_tokenizer_json(self.config.path), self.config.eos_token)
+        self._load(_read_text(self.config.path), self.config.eos_token)
 
     def _load(self, text: str, eos_token: str) -> None:
+        import tokenizers
+
         name = self.config.path or "the tokenizer"
-        self._tokenizer, self._text = _parse(text, name)
-        self._content: dict[str, Any] = json.loads(self._text)
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        eos_id = vocabulary.get(eos_token)
+        try:
+            self._content: dict[str, Any] = json.loads(text)
+            if dropout := self._content["model"].get("dropout"):
+                logger.warning("%s: model.dropout=%s would make ids random; unset.", name, dropout)
+                self._content["model"]["dropout"] = None
+                text = json.dumps(self._content, ensure_ascii=False)
+            self._tokenizer = tokenizers.Tokenizer.from_str(text)
+            eos_id = self._tokenizer.token_to_id(eos_token)
+        except Exception as error:  # The library raises bare Exception.
+            raise UserError(
+                f"{name} is not a tokenizer.json of the tokenizers library: {error}"
+            ) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        self._text = text
         if eos_id is None:
             special = [token["content"] for token in self._content.get("added_tokens", ())]
             raise UserError(
@@ -67,7 +85,7 @@ class Tokenizer(Configurable):
         self.eos_id: int = eos_id
         self.eos_token = eos_token
         self.bos_id: int | None = None  # The token that begins a text, if there is one.
-        self.vocab_size: int = 1 + max(vocabulary.values())
+        self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
     # Text and ids.
 
@@ -146,6 +164,21 @@ class Tokenizer(Configurable):
         canonical = json.dumps(self._content, sort_keys=True) + f"\neos {self.eos_id}"
         return hashlib.sha256(canonical.encode()).hexdigest()
 
+    def difference(self, other: "Tokenizer") -> str:
+        """Returns a token or a text to which another tokenizer gives other ids; "" without one.
+
+        Added tokens that only one of the two has make no difference: they extend a vocabulary.
+        """
+        pair = [self._tokenizer, other._tokenizer]
+        vocabularies = [each.get_vocab(with_added_tokens=True) for each in pair]
+        added = {x.content for each in pair for x in each.get_added_tokens_decoder().values()}
+        for token in {**vocabularies[0], **vocabularies[1]}:
+            ids = [vocabulary.get(token) for vocabulary in vocabularies]
+            if ids[0] != ids[1] and not (None in ids and token in added):
+                return f"the token {token!r} has the ids {ids[0]} and {ids[1]}"
+        ids = [each.encode(_PROBE) for each in (self, other)]
+        return "" if ids[0] == ids[1] else f"{_PROBE!r} has the ids {ids[0]} and {ids[1]}"
+
     def to_json(self) -> str:
         """Returns the text of the tokenizer.json."""
         return self._text
@@ -172,49 +205,7 @@ class Tokenizer(Configurable):
         return sizes
 
 
-def _parse(text: str, name: str) -> tuple[Any, str]:
-    """Returns the tokenizer in a tokenizer.json, which adds and drops nothing, and its text."""
-    import tokenizers
-
-    try:
-        content = json.loads(text)
-        if dropout := content["model"].get("dropout"):
-            logger.warning("%s: model.dropout=%s would make ids random; unset.", name, dropout)
-            content["model"]["dropout"] = None
-            text = json.dumps(content, ensure_ascii=False)
-        tokenizer = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # The library raises bare Exception.
-        raise UserError(
-            f"{name} is not a tokenizer.json of the tokenizers library: {error}"
-        ) from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True
-    return tokenizer, text
-
-
-_PROBE = "The naïve café costs 1,234.50 €;\n\n\tif x_1 != 'ÜNÏCODE': DON'T!  # 東京 🙂"
-
-
-def difference(first: str, second: str) -> str:
-    """Returns where two tokenizer.json give a text different ids; "" if they agree.
-
-    Added tokens that only one of them has make no difference: they extend a vocabulary.
-    """
-    if first == second:
-        return ""
-    pair = [_parse(text, "the tokenizer")[0] for text in (first, second)]
-    vocabularies = [each.get_vocab(with_added_tokens=True) for each in pair]
-    added = {x.content for each in pair for x in each.get_added_tokens_decoder().values()}
-    for token in {**vocabularies[0], **vocabularies[1]}:
-        ids = [vocabulary.get(token) for vocabulary in vocabularies]
-        if ids[0] != ids[1] and not (None in ids and token in added):
-            return f"the token {token!r} has the ids {ids[0]} and {ids[1]}"
-    ids = [each.encode(_PROBE, add_special_tokens=False).ids for each in pair]
-    return "" if ids[0] == ids[1] else f"{_PROBE!r} has the ids {ids[0]} and {ids[1]}"
-
-
-def read_tokenizer_json(path: str) -> str:
+def _read_text(path: str) -> str:
     """Returns the text of a tokenizer.json, or of the one in a folder. Raises UserError."""
     if os.path.isdir(path) or (storage.is_remote(path) and not path.endswith(".json")):
         path = os.path.join(path, FILE_NAME)
@@ -285,7 +276,7 @@ def read_tokenizer(folder: str, *, published: bool = False) -> Any:
     settings = read_json(path)
     tokens = map(settings.get, ("eos_token", "bos_token"))
     eos, bos = (token.get("content") if isinstance(token, dict) else token for token in tokens)
-    if eos is None and (published or END_OF_TEXT not in read_tokenizer_json(folder)):
+    if eos is None and (published or END_OF_TEXT not in _read_text(folder)):
         raise UserError(f"{path} has no eos_token; set it to the token that ends a text.")
     kind = PublishedTokenizer if published else Tokenizer
     cfg: Any = kind.default_config().set(path=folder, eos_token=eos or END_OF_TEXT)

@@ -127,8 +127,7 @@ def to_hugging_face(
         loaded.model.config,
         loaded.parameters,
         dtype=dtype,
-        tokenizer_json=tokenizer.to_json() if tokenizer else None,
-        eos_token=tokenizer.config.eos_token if tokenizer else None,
+        tokenizer=tokenizer,
         files_of=trainer_dir,
         more_settings=settings,
         generation={"eos_token_id": stop_ids if len(stop_ids) > 1 else stop_ids[0]}

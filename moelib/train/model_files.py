@@ -12,13 +12,7 @@ from moelib.core import storage
 from moelib.core.errors import UserError
 from moelib.core.files import atomic_file, read_json, write_json
 from moelib.data.input import load_tokenizer
-from moelib.data.tokenizer import (
-    FILE_NAME,
-    NoTokenizerError,
-    difference,
-    read_tokenizer,
-    read_tokenizer_json,
-)
+from moelib.data.tokenizer import FILE_NAME, NoTokenizerError, Tokenizer, read_tokenizer
 from moelib.train.loading import stop_ids_of_model
 from moelib.train.pretrained import CONFIG_FILE, GENERATION_FILE
 
@@ -39,11 +33,11 @@ def check_tokenizers(cfg: Any, weights: str | None) -> bool:
     data = _of_input(cfg.input)
     found = {f"evalers.{name}.input": _of_input(each.input) for name, each in cfg.evalers.items()}
     if weights is not None and storage.exists(os.path.join(weights, FILE_NAME)):
-        found[weights] = read_tokenizer_json(weights)
+        found[weights] = read_tokenizer(weights)
     elif weights not in (None, cfg.dir) and data:
         logger.warning("%s has no %s to compare with that of the input.", weights, FILE_NAME)
     different = {
-        n: x for n, text in found.items() if data and text and (x := difference(data, text))
+        n: x for n, each in found.items() if data and each and (x := data.difference(each))
     }
     for name, detail in different.items():
         message = f"input and {name} have different tokenizers: {detail}"
@@ -56,10 +50,10 @@ def check_tokenizers(cfg: Any, weights: str | None) -> bool:
     return weights not in different
 
 
-def _of_input(cfg: Any) -> str | None:
-    """Returns the tokenizer.json of an input; None if its token ids stand for no text."""
+def _of_input(cfg: Any) -> Tokenizer | None:
+    """Returns the tokenizer of an input; None if its token ids stand for no text."""
     try:
-        return load_tokenizer(cfg).to_json()
+        return load_tokenizer(cfg)
     except NoTokenizerError:
         return None
 
@@ -73,14 +67,12 @@ def save_tokenizer(cfg: Any) -> bool:
     Returns:
         False if the input has none.
     """
-    try:
-        tokenizer = load_tokenizer(cfg.input)
-    except NoTokenizerError:
+    if (tokenizer := _of_input(cfg.input)) is None:
         return False
     kept = None
     if storage.exists(os.path.join(cfg.dir, CONFIG_FILE)):
         kept = read_tokenizer(cfg.dir, published=True)
-    if kept is None or difference(kept.to_json(), tokenizer.to_json()):
+    if kept is None or kept.difference(tokenizer):
         tokenizer.save(cfg.dir)
         return True
     if tokenizer.vocab_size > kept.vocab_size:

@@ -657,11 +657,14 @@ class SpmdTrainer(Module):
             step = self.restore_checkpoint()
             if step is None:
                 _ = self.input  # Opened first: missing data is an error before computations.
-                self._take_files()
+                weights = self._weights_folder()
+                fits = check_tokenizers(self.config, weights)
                 if self._init_from is not None and not self._origin:
                     earlier = self._init_from.earlier_step(rewind.course_of(self.config.dir))
                     self._origin = {} if earlier is None else {"step": earlier}
                 self.init(prng_key)
+                if weights is not None and fits and jax.process_index() == 0:
+                    copy_files(weights, self.config.dir)
                 if self._origin and jax.process_index() == 0:
                     self._account.note(rewind.INIT_FROM, **self._origin)
                     logger.warning("The run starts from %(run)s, step %(step)s.", self._origin)
@@ -680,15 +683,12 @@ class SpmdTrainer(Module):
         self._account.resume(self.step, time.perf_counter() - begin)
         self.summary_writer.resume(self.step)
 
-    def _take_files(self) -> None:
-        """Copies the files of the model that a new run starts from, if the data fit it."""
+    def _weights_folder(self) -> str | None:
+        """Returns the folder whose weights a new run starts from, if there is one."""
         builder = self.config.init_state_builder
-        weights = None if self._init_from is None else self._init_from.folder
         if isinstance(builder, FunctionConfig) and builder.fn is state_from_hugging_face:
-            weights = builder.folder
-        fits = check_tokenizers(self.config, weights)
-        if weights is not None and fits and jax.process_index() == 0:
-            copy_files(weights, self.config.dir)
+            return builder.folder
+        return None if self._init_from is None else self._init_from.folder
 
     def _take_steps(self, prng_key: jax.Array | int | None) -> dict[str, Any]:
         """Runs the loop, again from the newest checkpoint after each bad step to take again."""

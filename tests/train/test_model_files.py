@@ -75,7 +75,7 @@ def test_files_of_a_published_model_travel_to_the_export_of_a_run(folder, tmp_pa
     assert settings[1] | {"dtype": "bfloat16"} == settings[0]
 
 
-def test_an_export_also_stops_at_the_end_of_text_of_the_data(folder, tmp_path):
+def test_an_export_also_stops_at_the_end_of_text_of_the_data(folder, tmp_path, caplog):
     cfg = trainer_config(folder, tmp_path / "run", "hub")
     shutil.copytree(folder / "hub", tmp_path / "base")
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
@@ -86,6 +86,7 @@ def test_an_export_also_stops_at_the_end_of_text_of_the_data(folder, tmp_path):
     convert.to_hugging_face(str(tmp_path / "run"), str(tmp_path / "back"))
     found = json.loads((tmp_path / "back/generation_config.json").read_text())
     assert sorted(found["eos_token_id"]) == [5, 7, 37, 256]  # 37: "%".
+    assert "eos_token '%' has id 37, but eos_token_id is [5, 7]" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,8 @@ def test_data_of_another_tokenizer_are_refused_unless_accepted(folder, tmp_path,
 def test_a_routing_log_of_data_of_another_tokenizer_is_refused(folder, tmp_path):
     cfg = trainer_config(folder, tmp_path, None, "other")
     evaler = SpmdEvaler.default_config().set(input=cfg.input.clone(max_batches=1))
-    shutil.copy(folder / "store/tokenizer.json", tmp_path)
+    for name in FILES[1:3]:
+        shutil.copy(folder / "store" / name, tmp_path)
     loaded = types.SimpleNamespace(config=cfg.set(evalers={"val": evaler}))
     with pytest.raises(UserError, match="different tokenizers"):
         checkpoint_routing._writer_for(loaded, str(tmp_path), "val", 1)

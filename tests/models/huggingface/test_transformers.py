@@ -2,8 +2,9 @@
 
     pytest -m hf tests/models/huggingface
 
-makes that Python once, in .cache/transformers (1.5 GB, a minute or two); `MOELIB_HF_PYTHON` names
-another that has torch, transformers and peft.
+makes a Python for each of two versions once, in .cache/transformers-VERSION (2.3 GB, a few
+minutes); `MOELIB_HF_PYTHON` and `MOELIB_HF4_PYTHON` name others that have torch, transformers and,
+the first, peft.
 """
 
 import json
@@ -31,6 +32,7 @@ from moelib.data.source import InMemorySource
 from moelib.data.token_store import TokenStore
 from moelib.data.tokenizer import train_bpe
 from moelib.layers.initializers import normal
+from moelib.models.huggingface.families import read_model
 from moelib.parallel.mesh import mesh_shape_from_axes
 from moelib.train import convert
 from moelib.train.pretrained import (
@@ -45,22 +47,29 @@ pytestmark = [pytest.mark.hf, pytest.mark.slow]
 
 HERE = pathlib.Path(__file__).parent
 FAMILIES = sorted(path.name for path in (HERE / "fixtures").iterdir())
-PINNED = ("torch==2.13.0", "transformers==5.23.0", "peft==0.21.2", "safetensors", "numpy")
+NEWEST, OLDER = "5.24.0", "4.57.6"
+VARIABLES = {NEWEST: "MOELIB_HF_PYTHON", OLDER: "MOELIB_HF4_PYTHON"}
+
+
+def python_with(version):
+    """Returns a Python that has torch and this version of transformers."""
+    if given := os.environ.get(VARIABLES[version]):
+        return given
+    folder = HERE.parents[2] / f".cache/transformers-{version}"
+    packages = ["torch==2.13.0", f"transformers=={version}", "safetensors", "numpy"]
+    packages += ["peft==0.21.2"] if version == NEWEST else []
+    done = folder / "done"
+    if not done.exists() or done.read_text() != " ".join(packages):
+        base = shutil.which("python3.11") or sys.executable
+        subprocess.run([base, "-m", "venv", "--clear", folder], check=True)
+        subprocess.run([folder / "bin/pip", "install", "--quiet", *packages], check=True)
+        done.write_text(" ".join(packages))
+    return folder / "bin/python"
 
 
 @pytest.fixture(scope="module")
 def python():
-    """Returns a Python that has torch and transformers."""
-    if given := os.environ.get("MOELIB_HF_PYTHON"):
-        return given
-    folder = HERE.parents[2] / ".cache/transformers"
-    done = folder / "done"
-    if not done.exists() or done.read_text() != " ".join(PINNED):
-        base = shutil.which("python3.11") or sys.executable
-        subprocess.run([base, "-m", "venv", "--clear", folder], check=True)
-        subprocess.run([folder / "bin/pip", "install", "--quiet", *PINNED], check=True)
-        done.write_text(" ".join(PINNED))
-    return folder / "bin/python"
+    return python_with(NEWEST)
 
 
 def in_transformers(python, folder, input_ids, *adapter):
@@ -100,13 +109,28 @@ def check(python, cfg, params, folder, architecture):
     np.testing.assert_array_equal(text, generated)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_loads_what_we_write_and_computes_the_same(family, python, tmp_path):
-    cfg, _ = read_config(str(HERE / "fixtures" / family))
+SCALED = {"factor": 8.0, "mscale_all_dim": 0.707}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, **SCALED}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "original_max_position_embeddings": 16}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, **SCALED}
+
+
+@pytest.mark.parametrize("version", [NEWEST, OLDER])
+@pytest.mark.parametrize(
+    ("family", "rope"),
+    [*((family, None) for family in FAMILIES), ("deepseek_v2", LINEAR), ("deepseek_v3", LLAMA3)],
+    ids=lambda x: x["rope_type"] if isinstance(x, dict) else x,
+)
+def test_transformers_loads_what_we_write_and_computes_the_same(family, rope, version, tmp_path):
+    settings = json.loads((HERE / "fixtures" / family / "config.json").read_text())
+    rope = {**(rope or settings["rope_parameters"])}
+    if family.startswith("deepseek_v2") and version == OLDER:  # It does not scale the scores.
+        rope.pop("mscale_all_dim")
+    _, cfg = read_model(settings | {"rope_parameters": rope}, family)
     model = cfg.clone(param_init=config_for_function(normal).set(std=0.3)).instantiate(parent=None)
     params = model.initialize_parameters_recursively(jax.random.key(0))
     architecture = save_pretrained(str(tmp_path), cfg, params)
-    check(python, cfg, params, tmp_path, architecture)
+    check(python_with(version), cfg, params, tmp_path, architecture)
     back = load_pretrained(str(tmp_path))
     assert back.cfg == cfg
 
