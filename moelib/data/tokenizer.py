@@ -169,15 +169,15 @@ class Tokenizer(Configurable):
 
         Added tokens that only one of the two has make no difference: they extend a vocabulary.
         """
-        pair = [self._tokenizer, other._tokenizer]
-        vocabularies = [each.get_vocab(with_added_tokens=True) for each in pair]
+        pair = (self._tokenizer, other._tokenizer)
+        first, second = (each.get_vocab(with_added_tokens=True) for each in pair)
         added = {x.content for each in pair for x in each.get_added_tokens_decoder().values()}
-        for token in {**vocabularies[0], **vocabularies[1]}:
-            ids = [vocabulary.get(token) for vocabulary in vocabularies]
-            if ids[0] != ids[1] and not (None in ids and token in added):
-                return f"the token {token!r} has the ids {ids[0]} and {ids[1]}"
-        ids = [each.encode(_PROBE) for each in (self, other)]
-        return "" if ids[0] == ids[1] else f"{_PROBE!r} has the ids {ids[0]} and {ids[1]}"
+        ids: dict[str, tuple[Any, Any]] = {x: (first.get(x), second.get(x)) for x in first | second}
+        ids[_PROBE] = self.encode(_PROBE), other.encode(_PROBE)
+        for text, found in ids.items():
+            if found[0] != found[1] and not (None in found and text in added):
+                return f"{text!r} has the ids {found[0]} and {found[1]}"
+        return ""
 
     def to_json(self) -> str:
         """Returns the text of the tokenizer.json."""
