@@ -18,6 +18,7 @@ from moelib.core.routing_file import RoutingLog, list_data, list_logs, log_folde
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 from moelib.train.identity import config_hash, saved_config
 from moelib.train.loading import as_mesh, load_model
+from moelib.train.model_files import check_tokenizers
 from moelib.train.routing_log import RoutingEvaler, is_complete
 from moelib.train.settings import completed
 
@@ -103,6 +104,9 @@ def _writer_for(model: Any, run: str, name: str | None, max_batches: int | None)
         name = cfg.evaler if cfg.evaler in names else _only(names)
     if name is None:
         raise UserError(f"{run} has the evalers {', '.join(names) or 'none'}; name one (--evaler).")
+    evaler = trainer_config.evalers.get(name)
+    if evaler is not None:  # Else an error of RoutingEvaler.
+        check_tokenizers(trainer_config.clone(input=evaler.input, evalers={}), run)
     logs = [step for step, complete in list_logs(run, name).items() if complete]
     if max_batches is None and logs:
         max_batches = RoutingLog(log_folder(run, name, logs[-1])).header.num_batches

@@ -23,6 +23,7 @@ from moelib.core import tree
 from moelib.core.config import config_for_function
 from moelib.core.errors import UserError
 from moelib.core.param import is_spec
+from moelib.data.tokenizer import ByteTokenizer, read_tokenizer
 from moelib.layers.moe.balance import BalanceScope, LoadBalanceLoss
 from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
 from moelib.layers.quantization import Quantization
@@ -96,19 +97,14 @@ def test_what_is_written_from_a_mesh_reads_back(family, tmp_path):
         str(tmp_path / "out"),
         made.cfg,
         made.params,
-        tokenizer_json='{"version": "1.0"}',
-        eos_token="<end>",
+        tokenizer=(tokenizer := ByteTokenizer.default_config().instantiate()),
         more_settings={"eos_token_id": 7},
         generation={"eos_token_id": 7},
         max_file_bytes=20_000,
     )
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     assert json.loads((tmp_path / "out/generation_config.json").read_text()) == {"eos_token_id": 7}
-    assert (tmp_path / "out/tokenizer.json").read_text() == '{"version": "1.0"}'
-    assert json.loads((tmp_path / "out/tokenizer_config.json").read_text()) == {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<end>",
-    }
+    assert read_tokenizer(str(tmp_path / "out")).fingerprint == tokenizer.fingerprint
     back = load_pretrained(str(tmp_path / "out"))
     assert back.cfg == made.cfg
     assert back.settings["eos_token_id"] == 7
@@ -426,7 +422,7 @@ def test_a_setting_can_be_declared_to_change_nothing(tmp_path):
     found = load_pretrained(str(folder), ignore_settings=["new_thing"])
     assert found.cfg == want.cfg
     assert (
-        save_pretrained(str(tmp_path / "out"), found.cfg, found.params, published=found.settings)
+        save_pretrained(str(tmp_path / "out"), found.cfg, found.params, files_of=folder)
         == "LlamaForCausalLM"
     )
     assert read_settings(str(tmp_path / "out"))["new_thing"] == 3
@@ -508,12 +504,12 @@ def test_the_published_config_is_written_back_while_it_describes_the_model(tmp_p
     change(folder, eos_token_id=[7, 8], router_aux_loss_coef=0.02, torch_dtype="bfloat16")
     made = load_pretrained(str(folder))
     published = read_settings(str(folder))
-    settings, _ = round_trip(made.cfg, tmp_path / "same", published=published)
+    settings, _ = round_trip(made.cfg, tmp_path / "same", files_of=str(folder))
     older = {"rope_theta": 10000.0, "rope_scaling": None}  # As earlier versions read it.
     published.pop("torch_dtype")
     assert settings == published | {"dtype": "float32"} | older
     made.cfg.decoder.num_layers += 1
-    settings, back = round_trip(made.cfg, tmp_path / "other", published=published)
+    settings, back = round_trip(made.cfg, tmp_path / "other", files_of=str(folder))
     assert settings["num_hidden_layers"] == back.decoder.num_layers == made.cfg.decoder.num_layers
     assert "decoder.num_layers" in caplog.text
 
@@ -522,7 +518,7 @@ def test_modules_that_were_not_read_are_not_in_the_config_that_is_written(tmp_pa
     folder = copy_of("deepseek_v3", tmp_path / "model")
     change(folder, num_nextn_predict_layers=1)
     made = load_pretrained(str(folder))
-    settings, _ = round_trip(made.cfg, tmp_path / "out", published=made.settings)
+    settings, _ = round_trip(made.cfg, tmp_path / "out", files_of=str(folder))
     assert settings["num_nextn_predict_layers"] == 0
 
 

@@ -172,7 +172,7 @@ def published_settings(values: Mapping[str, Any], cfg: CausalLM.Config) -> tuple
         settings |= blocks.rope_spellings(blocks.rope_parameters(known))
     if cfg.multi_token_prediction is None and "num_nextn_predict_layers" in settings:
         settings["num_nextn_predict_layers"] = 0
-    return family, settings
+    return family, settings | blocks.balance_settings(cfg)
 
 
 def tensor_mappings(family: Family, model: CausalLM) -> list[TensorMapping]:

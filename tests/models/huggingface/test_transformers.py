@@ -23,6 +23,7 @@ from safetensors.numpy import load_file, save_file
 import moelib
 from experiments import flame_moe
 from experiments.tasks import causal_lm, lora
+from moelib.core import tree
 from moelib.core.config import config_for_function
 from moelib.core.module import functional
 from moelib.data.lm_input import LMInput
@@ -157,6 +158,30 @@ def test_peft_loads_the_adapter_of_the_lora_example_and_computes_the_same(python
     assert np.abs(adapted - base).max() > 0.1
     np.testing.assert_allclose(adapted, ours, rtol=0, atol=1e-4)
     np.testing.assert_array_equal(generated, text)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "qwen2_moe", "deepseek_v3"])
+def test_peft_computes_the_same_with_an_adapter_of_a_model_with_biases_or_experts(
+    family, python, tmp_path
+):
+    shutil.copytree(HERE / "fixtures" / family, base := tmp_path / "base")
+    loaded = load_pretrained(str(base))
+    model, shapes = loaded.cfg.instantiate(parent=None), tree.by_path(loaded.params)
+    mappings = lora.adapted(model)
+    adapter = lora.make_adapter(jax.random.key(0), mappings, shapes)
+    for i, matrices in enumerate(adapter.values()):
+        b = matrices["lora_B"]
+        matrices["lora_B"] = 0.1 * jax.random.normal(jax.random.key(i), b.shape)
+    lora.save_adapter(str(tmp_path / "adapter"), adapter, str(base))
+    (base / "expected.safetensors").unlink()
+    ids = jax.random.randint(jax.random.key(1), (2, 12), 0, 40)
+    merged = lora.merged({"base": loaded.params, "adapter": adapter}, mappings)
+    ours, text = greedy(model, merged, ids)
+    _, before, _ = in_transformers(python, base, ids)
+    _, theirs, generated = in_transformers(python, base, ids, tmp_path / "adapter")
+    assert np.abs(theirs - before).max() > 0.1
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * max(1.0, np.abs(theirs).max()))
+    np.testing.assert_array_equal(text, generated)
 
 
 def run_of(folder, *, model=None, **fields):
