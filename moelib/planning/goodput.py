@@ -96,6 +96,8 @@ def goodput_table(
         costs: The costs of a failure and of a checkpoint; its `mtbf` is not used.
         interval: Seconds between checkpoints; None for the best of each number of devices.
     """
+    if interval is not None and not 0 < interval < math.inf:
+        raise UserError(f"interval={interval}: set a time above 0 s.")
     rows = []
     for number in num_devices:
         if number < 1:

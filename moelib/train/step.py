@@ -54,8 +54,10 @@ def make_train_step(
     `gradient_noise.estimates`.
 
     Raises:
-        UserError: If `log_gradient_noise` is set in a pipeline, or without micro-batches.
+        UserError: If `log_gradient_noise` is set in a pipeline, or without micro-batches; or if
+            gradients would be float16.
     """
+    precision.check_gradients(model.create_parameter_specs_recursively(), train_dtype)
     if pipeline is None:
         run = functools.partial(_accumulate, log_gradient_noise)
     else:

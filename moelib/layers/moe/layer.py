@@ -129,7 +129,9 @@ class MoELayer(BaseLayer):
 
     def _routed(self, params: Nested, x: Float[Array, "B S D"], routing: Routing) -> Dispatched:
         """Returns the weighted sums of the experts' outputs, and all devices' dropped count."""
-        assignments = Assignments(routing.expert_ids, routing.weights, routing.mask)
+        # Expert ids travel in the dtype of the weights; bfloat16 has no integers above 256.
+        weights = routing.weights.astype(jnp.float32)
+        assignments = Assignments(routing.expert_ids, weights, routing.mask)
         params = self.experts.operands(params, x.dtype)
         mesh = sharding.current_mesh()
         if mesh is None or mesh.size == 1:
