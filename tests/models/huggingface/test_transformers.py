@@ -14,8 +14,10 @@ import shutil
 import subprocess
 import sys
 
+import einops
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -121,7 +123,9 @@ LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, **SCALED}
     [*((family, None) for family in FAMILIES), ("deepseek_v2", LINEAR), ("deepseek_v3", LLAMA3)],
     ids=lambda x: x["rope_type"] if isinstance(x, dict) else x,
 )
-def test_transformers_loads_what_we_write_and_computes_the_same(family, rope, version, tmp_path):
+def test_transformers_computes_the_same_and_both_read_what_the_other_writes(
+    family, rope, version, tmp_path
+):
     settings = json.loads((HERE / "fixtures" / family / "config.json").read_text())
     rope = {**(rope or settings["rope_parameters"])}
     if family.startswith("deepseek_v2") and version == OLDER:  # It does not scale the scores.
@@ -131,8 +135,47 @@ def test_transformers_loads_what_we_write_and_computes_the_same(family, rope, ve
     params = model.initialize_parameters_recursively(jax.random.key(0))
     architecture = save_pretrained(str(tmp_path), cfg, params)
     check(python_with(version), cfg, params, tmp_path, architecture)
-    back = load_pretrained(str(tmp_path))
-    assert back.cfg == cfg
+    for folder in (tmp_path, tmp_path / "theirs"):
+        back = load_pretrained(str(folder))
+        assert back.cfg == cfg
+        jax.tree.map(np.testing.assert_array_equal, back.params, params)
+
+
+@pytest.mark.parametrize("scales_dtype", [np.float32, ml_dtypes.float8_e8m0fnu])
+def test_transformers_reads_the_same_from_deepseek_v3_in_fp8(
+    scales_dtype, python, tmp_path, caplog
+):
+    settings = json.loads((HERE / "fixtures/deepseek_v3/config.json").read_text())
+    _, cfg = read_model(settings | {"hidden_size": 256}, "deepseek_v3")
+    cfg.param_init = config_for_function(normal).set(std=0.05)
+    params = cfg.instantiate(parent=None).initialize_parameters_recursively(jax.random.key(0))
+    save_pretrained(str(tmp_path), cfg, params)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+        low, scales = in_float8(tensors[name])
+        tensors |= {name: low, f"{name}_scale_inv": scales.astype(scales_dtype)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    about = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    about |= {"scale_fmt": "float" if scales_dtype is np.float32 else "ue8m0"}
+    settings = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": about}
+    del settings["num_nextn_predict_layers"]  # The default in transformers is 1.
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    (tmp_path / "SHA256SUMS").unlink()
+    params = load_pretrained(str(tmp_path)).params
+    check(python, cfg, params, tmp_path, "DeepseekV3ForCausalLM")
+    theirs = load_pretrained(str(tmp_path / "theirs"))
+    assert theirs.settings["num_nextn_predict_layers"] == 1
+    assert "not read" not in caplog.text  # It has no modules of multi-token prediction.
+    jax.tree.map(np.testing.assert_array_equal, theirs.params, params)
+
+
+def in_float8(values):
+    """Returns (values, scales) of a matrix whose sizes are at most 128 or multiples of it."""
+    sizes = {axis: min(128, size) for axis, size in zip("ab", values.shape, strict=True)}
+    blocks = einops.rearrange(values, "(i a) (j b) -> i j a b", **sizes)
+    scales = np.exp2(np.ceil(np.log2(np.abs(blocks).max((2, 3)) / 448)))
+    low = (blocks / scales[..., None, None]).astype(ml_dtypes.float8_e4m3fn)
+    return einops.rearrange(low, "i j a b -> (i a) (j b)"), scales
 
 
 @pytest.mark.parametrize("name", ["flame-moe-tiny", "dense-77m"])
