@@ -26,13 +26,17 @@ def within_capacity(ids: Ids, num_experts: int, factor: float | None) -> npt.NDA
     Args:
         ids: Expert ids [B, S, K], E for no expert.
         num_experts: E.
-        factor: Capacity of an expert per sequence, as a multiple of S K / E; None keeps all.
+        factor: Capacity of an expert per sequence, as a multiple of the balanced load; None keeps
+            all.
     """
-    from moelib.layers.moe.dispatch import capacity_for
+    from moelib.layers.moe.dispatch import sequence_capacity
 
-    num_rows, seq_len, top_k = ids.shape
-    capacity = capacity_for(factor, seq_len * top_k / num_experts, seq_len)
-    flat = ids.reshape(num_rows, -1)
+    if factor is None:
+        return ids < num_experts
+    flat = ids.reshape(len(ids), -1)
+    num_tokens = np.sum(np.any(ids < num_experts, -1), 1, dtype=np.float32)
+    per_token = factor * ids.shape[-1] / num_experts
+    capacity = np.asarray(sequence_capacity(per_token, num_tokens))[:, None]
     order = np.argsort(flat, 1, kind="stable")  # By expert, then in the order of tokens.
     ordered = np.take_along_axis(flat, order, 1)
     index = np.arange(flat.shape[1])

@@ -181,7 +181,8 @@ def dropped_by_row(ids, mask, num_blocks, factor):
     """Returns (ids with E for dropped assignments, their number), in the order of tokens."""
     ids, num_dropped = np.array(ids), 0
     for b in range(B):
-        free = np.full(num_blocks, int(np.ceil(factor * S * K / num_blocks)))
+        balanced = np.sum(mask[b]) * K / num_blocks  # Of the sequence's own tokens.
+        free = np.full(num_blocks, max(1, int(np.ceil(factor * balanced))))
         for s, k in np.ndindex(S, K):
             block = ids[b, s, k] * num_blocks // E
             if mask[b, s] and free[block] == 0:
