@@ -4,6 +4,7 @@ import logging
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -15,17 +16,21 @@ from moelib.planning.choose_specs import Candidate, choose_specs
 from moelib.planning.report.step_report import Collective
 
 _MESH = ((1, 8), ("fsdp", "model"))
-_PARAMS = {"up": jnp.zeros((128, 512)), "down": jnp.zeros((512, 128))}
-_BATCH = (jnp.ones((4, 128)),)
+_PARAMS = {"up": np.zeros((128, 512), np.float32), "down": np.zeros((512, 128), np.float32)}
+_BATCH = (np.ones((4, 128), np.float32),)
 
 
 def _loss(params, x):
     return jnp.square(jnp.tanh(x @ params["up"]) @ params["down"]).sum()
 
 
-def _choose(loss, **options):
-    mesh = jax.make_mesh(*_MESH, axis_types=(AxisType.Auto,) * 2)
-    return choose_specs(loss, _PARAMS, *_BATCH, mesh=mesh, **options)
+def _mesh(shape, names, axis_type=AxisType.Auto):
+    return jax.make_mesh(shape, names, axis_types=(axis_type,) * len(names))
+
+
+def _choose(loss, mesh=_MESH, params=_PARAMS, **options):
+    mesh = _mesh(*mesh) if isinstance(mesh, tuple) else mesh
+    return choose_specs(loss, params, *_BATCH, mesh=mesh, **options)
 
 
 def test_the_candidate_that_sends_least_is_chosen():
@@ -74,42 +79,29 @@ def test_matmuls_that_are_not_sharded_cost():
 
 def test_logical_axes_shard_the_candidates():
     params = _PARAMS | {"up": ParameterSpec((128, 512), ("embed", "ffn"))}
-    mesh = jax.make_mesh(*_MESH, axis_types=(AxisType.Auto,) * 2)
-    choice = choose_specs(_loss, params, *_BATCH, mesh=mesh)
+    choice = _choose(_loss, params=params)
     specs = {each.name: each.specs["up"] for each in choice.candidates}
     assert specs == {"traced": P(None, "model"), "shapes": P(None, "model"), "replicated": P()}
 
 
-def test_a_loss_that_is_no_scalar_is_refused():
-    with pytest.raises(UserError, match=r"loss returns \(4, 512\)"):
-        _choose(lambda params, x: x @ params["up"])
+def _vector(params, x):
+    return x @ params["up"]
 
 
 @pytest.mark.parametrize(
-    ("mesh", "message"),
+    ("loss", "mesh", "others", "message"),
     [
-        (jax.sharding.AbstractMesh((8,), ("model",)), "mesh=AbstractMesh"),
-        (((8,), ("fsdp",), AxisType.Auto), "axis='model'.*fsdp"),
-        (((8,), ("model",), AxisType.Explicit), r"\('model',\).*Explicit.*AxisType.Auto,\) \* 1"),
+        (_vector, _MESH, None, r"\(4, 512\)"),
+        (_loss, jax.sharding.AbstractMesh((8,), ("model",)), None, "mesh=AbstractMesh"),
+        (_loss, ((8,), ("fsdp",)), None, "axis='model'.*fsdp"),
+        (_loss, ((8,), ("model",), AxisType.Explicit), None, "Explicit.*AxisType.Auto"),
+        (_loss, _MESH, [P()], r"others=\[P\(\)\]"),
+        (_loss, _MESH, {"traced": {"up": P(), "down": P()}}, "'traced'"),
+        (_loss, _MESH, {"own": {"up": P()}}, "'own'.*params"),
+        (_loss, _MESH, {"own": {"up": P(), "down": "model"}}, "'own'.*PartitionSpec"),
+        (_loss, _MESH, {"own": {"up": P(), "down": P("modle")}}, "'own'.*down: .*'modle'.*'model'"),
     ],
 )
-def test_a_mesh_that_cannot_be_used_is_refused(mesh, message):
-    if isinstance(mesh, tuple):
-        mesh = jax.make_mesh(*mesh[:2], axis_types=(mesh[2],))
+def test_what_cannot_be_compared_is_refused(loss, mesh, others, message):
     with pytest.raises(UserError, match=message):
-        choose_specs(_loss, _PARAMS, *_BATCH, mesh=mesh)
-
-
-@pytest.mark.parametrize(
-    ("others", "message"),
-    [
-        ([P()], r"others=\[P\(\)\]"),
-        ({"traced": {"up": P(), "down": P()}}, r"others\['traced'\]"),
-        ({"own": {"up": P()}}, r"others\['own'\] must be a tree like params"),
-        ({"own": {"up": P(), "down": "model"}}, r"others\['own'\].*a PartitionSpec for each"),
-        ({"own": {"up": P(), "down": P("modle")}}, r"others\['own'\]: down: .*'modle'.*'model'"),
-    ],
-)
-def test_candidates_that_do_not_fit_are_refused(others, message):
-    with pytest.raises(UserError, match=message):
-        _choose(_loss, others=others)
+        _choose(loss, mesh, others=others)

@@ -37,12 +37,6 @@ def test_a_simulation_agrees(failures, factor):
     assert failures.simulated_goodput(interval) == pytest.approx(expected, rel=0.015)
 
 
-def test_without_costs_every_second_counts():
-    free = Failures(mtbf=1e12, restart=0, save=0)
-    assert free.goodput(10) == pytest.approx(1, abs=1e-9)
-    assert Failures(mtbf=100, restart=0, save=10).goodput(1e9) == 0
-
-
 def test_an_interval_costs_what_the_exponential_says():
     # Without a restart, the expected time of a segment t is M (exp(t / M) - 1).
     failures = Failures(mtbf=50, restart=0, save=0)

@@ -72,16 +72,12 @@ def test_a_budget_excludes_meshes_that_cost_more():
         ({"tokens": -5.0}, "tokens=-5"),
         ({"tokens": float("nan")}, "tokens=nan"),
         ({"mesh": "fsdp=4", "current_mesh": True}, "mesh='fsdp=4'"),
+        ({"trainer_config": "flame"}, "trainer_config is 'flame'"),
     ],
 )
 def test_impossible_arguments_are_refused(arguments, message):
     with pytest.raises(UserError, match=message):
-        plan(tiny_moe.config(), "v6e:2x2", **arguments)
-
-
-def test_the_name_of_a_config_is_no_config():
-    with pytest.raises(UserError, match="trainer_config is 'flame'"):
-        plan("flame", "v6e:2x2")
+        plan(**({"trainer_config": tiny_moe.config(), "topologies": "v6e:2x2"} | arguments))
 
 
 @pytest.mark.parametrize(("share", "fits"), [(0.95, False), (0.85, True)])

@@ -58,33 +58,28 @@ def test_lint_knows_the_options_of_the_compilation(where, tmp_path, monkeypatch)
     assert told[0].compiler_options == BY_DEVICE_KIND["TPU v6 lite"] | {changed: "False"}
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("xla_tpu_no_such_option", "True"), ("xla_tpu_scoped_vmem_limit_kib", "many")],
-)
-def test_an_option_that_the_compiler_refuses_is_named(where, tmp_path, name, value):
-    cfg = tiny.trainer_config(tmp_path, evaler=False)
-    with pytest.raises(UserError, match=rf"{name}={value}"):
-        compile_step(cfg, where, name="tiny", compiler_options={name: value})
-
-
 def test_rows_routed_are_a_devices_tokens_times_their_experts():
     cfg = flame_moe.tiny().set(dir="unused", mesh_shape=(1, 1, 2, 2, 1, 1))
     trainer = cfg.instantiate(parent=None, devices=jax.devices()[:4])
     assert examine._rows_routed(trainer) == 8 * 128 // 4 * 2
 
 
-def test_a_mesh_that_does_not_fit_the_devices_is_refused(where, tmp_path):
-    cfg = tiny.trainer_config(tmp_path, mesh_shape=(1, 3, 1, 2, 1, 1))
-    with pytest.raises(UserError, match=r"6 devices.*4"):
-        compile_step(cfg, where, name="tiny")
-
-
-def test_a_batch_that_the_mesh_does_not_split_is_refused(where, tmp_path):
-    cfg = tiny.trainer_config(tmp_path)
-    cfg.input.global_batch_size = 6
-    with pytest.raises(UserError, match=r"global_batch_size.*6.*4 parts"):
-        compile_step(cfg, where, name="tiny")
+@pytest.mark.parametrize(
+    ("mesh_shape", "batch_size", "options", "message"),
+    [
+        ((1, 3, 1, 2, 1, 1), 8, {}, "6 devices.*4"),
+        (None, 6, {}, "global_batch_size.*6.*4 parts"),
+        (None, 8, {"xla_tpu_no_such_option": "True"}, "xla_tpu_no_such_option=True"),
+        (None, 8, {"xla_tpu_scoped_vmem_limit_kib": "many"}, "xla_tpu_scoped_vmem_limit_kib=many"),
+    ],
+)
+def test_what_cannot_be_compiled_is_named(
+    where, tmp_path, mesh_shape, batch_size, options, message
+):
+    cfg = tiny.trainer_config(tmp_path, evaler=False)
+    cfg.set(mesh_shape=mesh_shape or cfg.mesh_shape).input.global_batch_size = batch_size
+    with pytest.raises(UserError, match=message):
+        compile_step(cfg, where, name="tiny", compiler_options=options)
 
 
 def test_a_step_that_does_not_fit_names_its_memory_and_that_of_the_state(where, tmp_path):

@@ -22,7 +22,7 @@ FINDING = Finding(
 
 @pytest.fixture(scope="module")
 def dumped(tmp_path_factory):
-    """Returns the folder that a run left, and the trainer."""
+    """Returns the folder that a run left."""
     folder = tmp_path_factory.mktemp("run")
     cfg = tiny.trainer_config(folder / "run", mesh_shape=(1, 1, 1, 2, 1, 1), evaler=False)
     trainer = cfg.instantiate(parent=None, devices=jax.devices()[:2])
@@ -31,21 +31,18 @@ def dumped(tmp_path_factory):
     return folder / "new" / "dump"
 
 
-def test_all_stages_of_the_step_are_written(dumped):
+@pytest.fixture(scope="module")
+def report(dumped):
+    return StepReport.from_json((dumped / "report.json").read_text())
+
+
+def test_all_stages_of_the_step_are_written_and_measured(dumped, report):
     assert "lambda" in (dumped / "jaxpr.txt").read_text()
     assert "stablehlo." in (dumped / "stablehlo.txt").read_text()
     for name in ("hlo_before.txt", "hlo_optimized.txt"):
         assert (dumped / name).read_text().startswith("HloModule jit_train_step")
-
-
-def test_the_report_gives_the_size_of_each_stage(dumped):
-    report = StepReport.from_json((dumped / "report.json").read_text())
-    assert [stage.name for stage in report.stages] == [
-        "jaxpr",
-        "StableHLO",
-        "HLO, before",
-        "HLO, optimized",
-    ]
+    names = [stage.name for stage in report.stages]
+    assert names == ["jaxpr", "StableHLO", "HLO, before", "HLO, optimized"]
     for stage, name in zip(report.stages, ("jaxpr", "stablehlo"), strict=False):
         assert stage.lines == len((dumped / f"{name}.txt").read_text().splitlines())
     assert report.stages[2].instructions > 100
@@ -54,8 +51,7 @@ def test_the_report_gives_the_size_of_each_stage(dumped):
     assert sum(row.count for row in report.fusion_kinds) == report.fusions
 
 
-def test_memory_is_split_by_content(dumped):
-    report = StepReport.from_json((dumped / "report.json").read_text())
+def test_memory_is_split_by_content(report):
     shares = {share.category: share.amount for share in report.memory_shares}
     parameters = 2 * 32 * 16 * 4 // 2 + 2 * 4  # A table and a head, split in two; two counts.
     assert shares["parameters"] == parameters
@@ -65,8 +61,7 @@ def test_memory_is_split_by_content(dumped):
     assert report.memory.peak >= report.memory.arguments + shares["temporaries"]
 
 
-def test_flops_are_set_against_the_models_own(dumped):
-    report = StepReport.from_json((dumped / "report.json").read_text())
+def test_flops_are_set_against_the_models_own(report):
     tokens = 8 * 16 // 2
     assert report.model_flops == tokens * 6 * 16 * 32
     # The embedding is a gather: one matmul, forward, and two backward.
@@ -76,15 +71,8 @@ def test_flops_are_set_against_the_models_own(dumped):
 def test_the_report_can_be_read(dumped):
     text = (dumped / "report.md").read_text()
     assert text.startswith("# tiny on 2 x cpu")
-    for title in (
-        "Findings",
-        "Figures",
-        "Stages",
-        "Memory",
-        "Fusions",
-        "Collectives by groups of devices",
-    ):
-        assert f"## {title}\n" in text
+    titles = ["Findings", "Figures", "Stages", "Memory", "Fusions", "Collectives by groups"]
+    assert all(f"\n## {title}" in text for title in titles)
     assert "![memory](memory.png)" in text
     assert (dumped / "memory.png").read_bytes().startswith(b"\x89PNG")
     assert "does not estimate cycles" in text

@@ -13,26 +13,10 @@ import pytest
 
 from moelib.planning.compiled import in_subprocess as apart
 from moelib.planning.compiled.in_subprocess import CompileOptions, compile_in_subprocess
-from moelib.planning.report.step_report import Memory, StepReport
 from tests import tiny
+from tests.planning.report.test_step_report import make_report
 
-_REPORT = StepReport(
-    name="tiny",
-    topology="v6e:2x2",
-    mesh={"fsdp": 4},
-    memory=Memory(1, 2, 3, 4, 5, 6),
-    cycles=7,
-    sources=(),
-    costliest=(),
-    collectives=(),
-    kernels=(),
-    operations=(),
-    matmul_flops=8,
-    fusions=1,
-    fusion_executions=1,
-    instructions=1,
-    instructions_outside_fusions=1,
-)
+_REPORT = make_report()
 
 # First lines of a program that replaces the worker: it completes the stage "trace".
 _TRACES = """
@@ -132,9 +116,8 @@ def test_ctrl_c_stops_it_and_keeps_completed_stages(cfg, worker):
         if "traced" in line:
             threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
 
-    before = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # A background job ignores it.
+    # A background job ignores it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     outcome = _run(cfg, on_progress=interrupt)
     signal.signal(signal.SIGINT, before)
     assert outcome.interrupted
@@ -142,31 +125,25 @@ def test_ctrl_c_stops_it_and_keeps_completed_stages(cfg, worker):
     assert "traced in 0.5 s" in outcome.failure
 
 
-def test_a_crash_of_the_compiler_shows_its_last_lines(cfg, worker):
+def test_a_crash_of_the_compiler_and_an_error_of_the_step_show_their_last_lines(cfg, worker):
     worker("""
     print("Check failed: rank == 2 (3 vs. 2)", file=sys.stderr, flush=True)
     os.kill(os.getpid(), signal.SIGABRT)
     """)
-    outcome = _run(cfg)
-    assert "crashed with SIGABRT" in outcome.failure
-    assert "Check failed: rank == 2" in outcome.failure
-
-
-def test_an_error_of_the_step_is_shown(cfg, worker):
+    failure = _run(cfg).failure
+    assert "crashed with SIGABRT" in failure
+    assert "Check failed: rank == 2" in failure
     worker("raise TypeError('no such dtype')")
     assert "TypeError: no such dtype" in _run(cfg).failure
 
 
-def test_an_unknown_topology_starts_nothing(cfg, worker, tmp_path):
+def test_an_unknown_topology_or_time_limit_starts_nothing(cfg, worker, tmp_path):
     worker(_reports(tmp_path / "count"))
+    with pytest.raises(ValueError, match="timeout_seconds=0"):
+        _run(cfg, timeout_seconds=0)
     outcome = _run(cfg, "v6f:2x2")
     assert "unknown accelerator 'v6f'" in outcome.failure
     assert not (tmp_path / "count").exists()
-
-
-def test_a_time_limit_of_zero_is_refused(cfg):
-    with pytest.raises(ValueError, match=r"timeout_seconds=0"):
-        _run(cfg, timeout_seconds=0)
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ def test_parameters_and_optimizer_equal_those_of_the_trainer(tiny):
 
 
 def test_gradients_have_the_dtypes_of_the_step():
-    work = read_workload(tiny_moe.config().clone(train_dtype="bfloat16"))
+    work = tiny_moe.workload_of(tiny_moe.dense().set(train_dtype="bfloat16"))
     sizes = {leaf.axes: leaf.gradient_itemsize for leaf in work.parameters}
     assert (sizes["embed", "vocab"], sizes["vocab", "embed"], sizes["norm",]) == (2, 4, 4)
 
@@ -347,10 +347,8 @@ def test_the_receive_capacity_grows_with_devices_beyond_the_blocks_of_experts(ti
 
 
 def test_weights_of_layers_are_gathered_for_each_pass():
-    cfg = tiny_moe.config().clone()
-    cfg.model.decoder.block = cfg.model.decoder.first_layers
-    cfg.model.decoder.first_layers = []
-    work = read_workload(cfg)
+    cfg = tiny_moe.dense()
+    work = tiny_moe.workload_of(cfg)
     assert work.moe is None
     inside = [leaf for leaf in work.parameters if leaf.in_decoder and "embed" in leaf.axes]
     outside = [leaf for leaf in work.parameters if leaf.axes == ("embed", "vocab")]
@@ -394,7 +392,7 @@ def test_attention_in_a_window_sends_the_keys_that_are_seen(tiny):
         assert sent == pytest.approx(work.num_layers * shards * keys)
 
 
-def test_windows_are_those_of_the_layers(tiny):
-    cfg = tiny[0].clone()
+def test_windows_are_those_of_the_layers():
+    cfg = tiny_moe.dense()
     cfg.model.decoder.block[0].self_attention.window = 16
     assert read_workload(cfg).windows == ((16, 1), (None, 1))

@@ -34,7 +34,7 @@ def deep(num_layers=8):
 
 @pytest.fixture(scope="module")
 def work():
-    return read_workload(deep())
+    return tiny_moe.workload_of(deep())
 
 
 def without_head(work):
@@ -48,12 +48,6 @@ def test_the_idle_share_of_1f1b_is_that_of_the_papers(work, schedule, num):
     idle, _ = pipeline_of(without_head(work), schedule, 4, num).idle
     assert idle == pytest.approx(3 / (num + 3))
     assert pipeline_of(work, schedule, 4, num).idle[0] > idle  # The last rank has the head.
-
-
-@pytest.mark.parametrize("schedule", Schedule)
-def test_ranks_in_lockstep_idle_no_less(work, schedule):
-    idle, lockstep = pipeline_of(work, schedule, 4, 16).idle
-    assert 0 < idle <= lockstep < 1
 
 
 @pytest.mark.parametrize("schedule", Schedule)
@@ -92,9 +86,9 @@ def test_the_table_has_schedule_idle_share_and_bytes():
 @pytest.mark.parametrize(
     ("num_microbatches", "schedule", "message"),
     [
-        (4, Schedule.DUALPIPE_V, "num_microbatches=4: schedule 'dualpipe-v' requires at least 8"),
-        (2, Schedule.INTERLEAVED, "num_microbatches=2: schedule 'interleaved' requires a multiple"),
-        (8, None, "mesh axis pipeline=4: no sharding rule uses it; set pipeline_schedule, or"),
+        (4, Schedule.DUALPIPE_V, "num_microbatches=4.*'dualpipe-v'"),
+        (2, Schedule.INTERLEAVED, "num_microbatches=2.*'interleaved'"),
+        (8, None, "pipeline=4.*pipeline_schedule"),
     ],
 )
 def test_errors_are_those_of_the_trainer(work, num_microbatches, schedule, message):
@@ -112,10 +106,9 @@ def test_a_schedule_without_effect_is_reported(work, caplog):
     assert "pipeline_schedule is ZB_V, but the mesh axis pipeline is 1" in caplog.text
 
 
-def test_a_sweep_without_enough_blocks_for_a_stage_each_says_so():
-    message = "pipeline=4: the model has 2 blocks, and schedule 'gpipe' has 4 stages; set fewer"
-    with pytest.raises(UserError, match=message):
-        plan(deep(num_layers=2), "h100:1x8", mesh="pipeline=4,fsdp=2")
+def test_a_model_has_at_most_as_many_stages_as_blocks(work):
+    with pytest.raises(UserError, match=r"pipeline=4.* 2 blocks.*'gpipe' has 4 stages"):
+        candidates(deep(), dataclasses.replace(work, num_blocks=2), EIGHT, mesh="pipeline=4,fsdp=2")
 
 
 def test_a_model_without_a_scan_stack_has_no_pipeline(work):

@@ -14,37 +14,28 @@ from moelib.planning.estimate.candidates import current_candidate, rules_of
 from moelib.planning.estimate.estimate import Estimator
 from moelib.planning.estimate.memory import Placement
 from moelib.planning.estimate.transfers import weight_transfers
-from moelib.planning.estimate.workload import read_workload
 from moelib.planning.hardware.topologies import describe
 from tests.planning import tiny_moe
 
 SCHEMES = (None, Quantization.FP8_BLOCK, Quantization.FP8_TENSOR)
 
 
-@pytest.fixture(scope="module")
-def works():
-    """Workloads in bfloat16: not quantized, and quantized by two schemes."""
-    cfg = tiny_moe.config().clone(
-        train_dtype="bfloat16", mesh_shape=mesh_shape_from_axes(fsdp=8), name="tiny"
-    )
-    found = {None: (cfg, read_workload(cfg))}
-    for scheme in (Quantization.FP8_BLOCK, Quantization.FP8_TENSOR):
-        model = cfg.model.clone(quantization=scheme)
-        own = cfg.clone(model=model)
-        found[scheme] = own, read_workload(own)
-    return found
+def of_scheme(scheme, cfg=None):
+    """Returns a config in bfloat16, whose weights a scheme quantizes, and its workload."""
+    cfg = (cfg or tiny_moe.dense()).clone(name="tiny", train_dtype="bfloat16")
+    cfg.set(mesh_shape=mesh_shape_from_axes(fsdp=8)).model.quantization = scheme
+    return cfg, tiny_moe.workload_of(cfg)
 
 
-def estimate(works, scheme, topology):
-    cfg, work = works[scheme]
-    shape = describe(topology)
-    return Estimator(work, rules_of(cfg), {})(current_candidate(cfg, work, shape))
+def estimate(cfg, work, topology="h100:1x8"):
+    return Estimator(work, rules_of(cfg), {})(current_candidate(cfg, work, describe(topology)))
 
 
 @pytest.mark.slow
-def test_quantized_weights_are_gathered_and_held_in_8_bits(works):
-    plain, quantized = (estimate(works, s, "h100:1x8") for s in (None, Quantization.FP8_BLOCK))
-    cfg, work = works[Quantization.FP8_BLOCK]
+def test_quantized_weights_are_gathered_and_held_in_8_bits():
+    plain = estimate(*of_scheme(None, tiny_moe.config()))
+    cfg, work = of_scheme(Quantization.FP8_BLOCK, tiny_moe.config())
+    quantized = estimate(cfg, work)
     specs = cfg.instantiate(parent=None).trainer_state_specs.model
     elements = sum(s.size for s in jax.tree.leaves(specs, is_leaf=is_spec) if s.quantization)
     assert elements == sum(leaf.size for leaf in work.parameters if leaf.quantized) > 0
@@ -53,16 +44,15 @@ def test_quantized_weights_are_gathered_and_held_in_8_bits(works):
     wide = dataclasses.replace(
         work, parameters=tuple(dataclasses.replace(x, quantized=False) for x in work.parameters)
     )
-    works["wide"] = cfg, wide
-    saved = estimate(works, "wide", "h100:1x8").links_bytes - quantized.links_bytes
+    saved = estimate(cfg, wide).links_bytes - quantized.links_bytes
     assert saved >= elements * 7 / 8 > 0  # One byte of each, gathered once at least.
 
 
-def test_8_bit_weights_are_gathered_where_others_are_windowed(works):
+def test_8_bit_weights_are_gathered_where_others_are_windowed():
     found = []
     for scheme in (None, Quantization.FP8_BLOCK):
-        cfg, work = works[scheme]
-        dense = [x for x in work.parameters if "ffn" in x.axes]  # Those of experts: expert_ffn.
+        cfg, work = of_scheme(scheme)
+        dense = [x for x in work.parameters if "ffn" in x.axes]
         work = dataclasses.replace(work, parameters=tuple(dense))
         placement = Placement(
             work, current_candidate(cfg, work, describe("v6e:2x4")), rules_of(cfg)
@@ -78,8 +68,9 @@ def test_8_bit_weights_are_gathered_where_others_are_windowed(works):
     assert plain["collective-permute"] > quantized["collective-permute"] > 0  # Sums of gradients.
 
 
-def test_float8_units_multiply_where_there_is_one_scale_per_array(works):
-    plain, blocks, tensor = (estimate(works, s, "h100:1x8").seconds_at_peak for s in SCHEMES)
-    assert tensor["compute"] < plain["compute"] == pytest.approx(blocks["compute"])
-    plain, _, tensor = (estimate(works, s, "v6e:2x4").seconds_at_peak for s in SCHEMES)
-    assert tensor["compute"] == pytest.approx(plain["compute"])  # It has no such units.
+def test_float8_units_multiply_where_there_is_one_scale_per_array():
+    seconds = lambda scheme, name: estimate(*of_scheme(scheme), name).seconds_at_peak["compute"]
+    plain, blocks, tensor = (seconds(scheme, "h100:1x8") for scheme in SCHEMES)
+    assert tensor < plain == pytest.approx(blocks)
+    plain, _, tensor = (seconds(scheme, "v6e:2x4") for scheme in SCHEMES)
+    assert tensor == pytest.approx(plain)  # It has no such units.

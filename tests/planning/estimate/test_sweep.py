@@ -1,6 +1,5 @@
 """The sweep: order of rows, prices, and how long it takes."""
 
-import json
 import time
 
 import pytest
@@ -75,20 +74,16 @@ def test_candidates_that_do_not_fit_come_last_nearest_first():
         ('{"v6e": NaN}', "'v6e': nan"),
         ('{"v6e": true}', "'v6e': True"),
         ('{"v6e": -1}', "'v6e': -1"),
-        ("{", "dollars per device-hour"),
+        ("{", "prices.json"),
     ],
 )
-def test_prices_that_are_none_are_refused(tmp_path, text, message):
+def test_prices_are_read_and_what_is_none_is_refused(tmp_path, text, message):
     path = tmp_path / "prices.json"
+    path.write_text('{"v6e": 1.5}')
+    assert read_prices(str(path)) == {"v6e": 1.5}
     path.write_text(text)
     with pytest.raises(UserError, match=message):
         read_prices(str(path))
-
-
-def test_prices_are_read(tmp_path):
-    path = tmp_path / "prices.json"
-    path.write_text(json.dumps({"v6e": 1.5}))
-    assert read_prices(str(path)) == {"v6e": 1.5}
 
 
 @pytest.mark.slow

@@ -156,9 +156,11 @@ def test_only_the_limit_of_a_counter_bounds_a_loop(more, executions):
     assert found.loops_of_unknown_length == (() if executions else ("while",))
 
 
-def test_the_costliest_branch_is_the_one_that_runs(program):
+def test_the_costliest_branch_runs_and_fused_computations_are_marked(program):
     assert program.computations["dear"].executions == 1
     assert program.computations["cheap"].executions == 0
+    assert program.computations["fused_computation"].fused
+    assert not program.computations["inner_body"].fused
 
 
 def test_the_slots_of_a_pipeline_run_as_its_schedule_has_them():
@@ -174,11 +176,6 @@ def test_the_slots_of_a_pipeline_run_as_its_schedule_has_them():
     assert (found["cheap"].executions, found["dear"].executions) == (0, 45)
 
 
-def test_instructions_in_a_fusion_are_marked(program):
-    assert program.computations["fused_computation"].fused
-    assert not program.computations["inner_body"].fused
-
-
 def test_attributes_of_several_lines_belong_to_their_instruction(program):
     kernel = program.computations["main"].instructions["kernel"]
     assert kernel.operands == ("chosen", "a")
@@ -188,22 +185,18 @@ def test_attributes_of_several_lines_belong_to_their_instruction(program):
     )
     assert kernel.op_name == "jit(step)/gmm/pallas_call"
     assert kernel.cycles == 0  # The compiler does not know.
-
-
-def test_shapes_of_tuples_lose_their_comments(program):
-    assert program.computations["inner_body"].instructions["p.1"].shape == (
-        "(s32[], f32[8]{0:T(128)S(1)})"
-    )
-
-
-def test_a_wrapped_collective_is_asynchronous():
-    wrapped = hlo.parse(ASYNC).computations["wrapped"]
-    assert (wrapped.executions, wrapped.asynchronous) == (1, True)
+    in_loop = program.computations["inner_body"].instructions["p.1"]
+    assert in_loop.shape == "(s32[], f32[8]{0:T(128)S(1)})"
 
 
 def test_a_text_without_entry_is_refused():
     with pytest.raises(ValueError, match="ENTRY"):
         hlo.parse("HloModule empty\n")
+
+
+def test_a_wrapped_collective_is_asynchronous():
+    wrapped = hlo.parse(ASYNC).computations["wrapped"]
+    assert (wrapped.executions, wrapped.asynchronous) == (1, True)
 
 
 def test_locations_are_source_lines_innermost_first(program):

@@ -88,9 +88,6 @@ def test_state_that_nothing_splits_is_found(tmp_path):
     assert lint(EMPTY, facts_of(split), thresholds=SMALL) == []
 
 
-# -- Remat ---------------------------------------------------------------------------------------
-
-
 def _no_such_point(prevent_cse: bool = False):
     policy = jax.checkpoint_policies.save_only_these_names("no_such_point")
     return lambda fn: jax.checkpoint(fn, policy=policy, prevent_cse=prevent_cse)
@@ -117,9 +114,6 @@ def _trainer_with_remat(tmp_path, wrapper):
 def test_a_remat_policy_that_matches_nothing_is_found(tmp_path, wrapper, count):
     found = remats_that_save_nothing(_trainer_with_remat(tmp_path, wrapper))
     assert [each.config_path for each in found] == ["model.decoder.remat"] * count
-
-
-# -- A compiler for TPUs -------------------------------------------------------------------------
 
 
 def test_a_weight_that_each_turn_gathers_again_in_float32_is_found_in_a_tpus_program():

@@ -50,9 +50,6 @@ def _found(*statements, facts=FACTS, sizes=None, model_flops=0):
     return [(each.rule, each.instruction.partition(" ")[0]) for each in found]
 
 
-# -- Collectives ---------------------------------------------------------------------------------
-
-
 def _gather(shape, groups=OVER_FSDP, dimension=0, where="jit(s)/jvp(decoder)/add"):
     return (
         f"%g = {shape} all-gather(%a), {groups}, dimensions={{{dimension}}}, "
@@ -60,46 +57,81 @@ def _gather(shape, groups=OVER_FSDP, dimension=0, where="jit(s)/jvp(decoder)/add
     )
 
 
-def test_a_weight_gathered_in_float32_but_computed_in_bfloat16_is_found():
-    assert _found(_gather("f32[1024,4096]{1,0}")) == [("float32 gather of weights", "g")]
+def _state(array, **changes):
+    return {"state": (dataclasses.replace(array, **changes),)}
+
+
+SENT = "%r = bf16[8192,8192]{1,0} reduce-scatter(%a), replica_groups=[2,2]<=[4], dimensions={0}"
+LEFT = "%l = f32[1024,1024]{1,0} parameter(0)"
+DENSE = (
+    "%d = f32[1024,1024]{1,0} dot(%l, %l), lhs_contracting_dims={1}, rhs_contracting_dims={0}, "
+    'metadata={op_name="jit(s)/jvp(decoder)/ragged_dot_general"}'
+)
+KERNEL = (
+    '%k = f32[8]{0} custom-call(%l), custom_call_target="tpu_custom_call", '
+    'metadata={op_name="ragged_dot_general"}'
+)
+STACKED = StateArray("w", (16, 1024, 4096), ("layers", "embed", "ffn"), MIB, True, True)
+LAYERS = StateArray("model/w", (4, 2048, 8, 4, 128), (
+    "layers", "embed", None, "kv_heads", "head_dim"), MIB, True, True)  # fmt: skip
+FOUR = {"batch_size": 4, "seq_len": 4096, "platform": "cpu"} | _state(LAYERS)
 
 
 @pytest.mark.parametrize(
-    ("shape", "where", "facts"),
+    ("statement", "changes", "rule"),
     [
-        ("bf16[1024,4096]{1,0}", "jit(s)/jvp(decoder)/add", FACTS),
-        ("f32[1024,4000]{1,0}", "jit(s)/jvp(decoder)/add", FACTS),  # No weight has this shape.
-        ("f32[1024,4096]{1,0}", "jit(s)/learner/add", FACTS),  # The update is in float32.
+        (_gather("f32[1024,4096]{1,0}"), {}, "float32 gather of weights"),
+        (_gather("bf16[1024,4096]{1,0}"), {}, None),
+        (_gather("f32[1024,4000]{1,0}"), {}, None),  # No weight has this shape.
+        (_gather("f32[1024,4096]{1,0}", where="jit(s)/learner/add"), {}, None),  # In float32.
+        (_gather("f32[1024,4096]{1,0}"), {"train_dtype": "float32"}, None),
+        (_gather("f32[1024,4096]{1,0}"), _state(WEIGHT, cast=False), None),
+        (_gather("bf16[16,1024,512]{2,1,0}", OVER_EXPERT), {}, "all-gather for all-to-all"),
+        (_gather("bf16[8,1024,512]{2,1,0}", OVER_FSDP, 1), {}, None),  # The device's own experts.
+        (_gather("bf16[1024,4096]{1,0}", OVER_EXPERT), {}, None),  # Weights that all tokens need.
+        (SENT, {"platform": "cpu"}, None),
+        (SENT.replace("8192,8192", "1024,1024"), {}, None),  # Too small to wait for.
+        # Activations of all rows.
+        ("%x = bf16[16,2048,1024]{2,1,0} add(%a, %a)", {}, "unsplit activation"),
         (
-            "f32[1024,4096]{1,0}",
-            "jit(s)/jvp()/add",
-            dataclasses.replace(FACTS, train_dtype="float32"),
+            "%x = bf16[32768,1024]{1,0} all-gather(%a), replica_groups=[1,4]<=[4], dimensions={0}",
+            {"platform": "cpu"},
+            "unsplit activation",
         ),
-        (
-            "f32[1024,4096]{1,0}",
-            "jit(s)/jvp()/add",
-            dataclasses.replace(FACTS, state=(dataclasses.replace(WEIGHT, cast=False),)),
-        ),
+        ("%x = bf16[4,2048,8192]{2,1,0} add(%a, %a)", {}, None),  # A device's own rows.
+        ("%x = bf16[16,2048,64]{2,1,0} add(%a, %a)", {}, None),  # Small.
+        ("%x = bf16[16,2048,1024]{2,1,0} add(%a, %a)", {"batch_axes": ()}, None),
+        ("%x = bf16[32768,1024]{1,0} add(%a, %a)", {}, None),  # Rows sent to experts.
+        # A quarter of the width; not of the other side.
+        ("%x = bf16[16,2048,1024]{2,1,0} add(%a, %a)", _state(WEIGHT, shape=(4096, 4096)), None),
+        ("%x = bf16[16,2048,1024]{2,1,0} add(%a, %a)", _state(WEIGHT, shape=(4096, 1024)), None),
+        # Stacked weights.
+        ("%x = f32[16,1024,4096]{2,1,0} add(%a, %a)", _state(STACKED), None),
+        ("%x = f32[16,512,4096]{2,1,0} add(%a, %a)", _state(STACKED), None),
+        ("%x = f32[16,1024,4096]{2,1,0} add(%a, %a)", {}, "unsplit activation"),
+        ("%x = f32[16,512,4096]{2,1,0} add(%a, %a)", {}, "unsplit activation"),
+        # Layers and heads as many as the devices.
+        ("%x = bf16[4,1,4096,2048]{3,2,1,0} add(%a, %a)", FOUR, None),  # The residual stream.
+        ("%x = f32[1,4,8,128,4096]{4,3,2,1,0} add(%a, %a)", FOUR, None),  # Key heads, transposed.
+        ("%x = f32[1,4,4096,1024]{3,2,1,0} add(%a, %a)", FOUR, None),
+        ("%x = bf16[4,4096,2048]{2,1,0} add(%a, %a)", FOUR, "unsplit activation"),
+        ("%x = bf16[4,2048,2048]{2,1,0} add(%a, %a)", FOUR, "unsplit activation"),
+        ("%x = f32[262144,4]{1,0:T(8,128)} add(%a, %a)", {}, "padding"),
+        ("%x = f32[262144,4]{0,1:T(8,128)} add(%a, %a)", {}, None),  # The large one is innermost.
+        ("%x = f32[1024,4]{1,0:T(8,128)} add(%a, %a)", {}, None),
+        ("%x = bf16[8192,4096]{1,0} copy(%a)", {}, "copy of a large array"),
+        ("%x = bf16[1024,4096]{1,0} copy(%a)", {}, None),
+        ("%x = bf16[8192,4096]{1,0} negate(%a)", {}, None),
+        (DENSE, {}, "dense grouped matmul"),
+        (DENSE.replace("ragged_dot_general", "dot_general"), {}, None),
+        (KERNEL, {}, None),  # A TPU has a kernel for it.
     ],
 )
-def test_other_gathers_are_no_float32_gathers_of_weights(shape, where, facts):
-    assert _found(_gather(shape, where=where), facts=facts) == []
-
-
-def test_weights_of_all_experts_gathered_over_their_axis_are_found():
-    statement = _gather("bf16[16,1024,512]{2,1,0}", OVER_EXPERT)
-    assert _found(statement) == [("all-gather for all-to-all", "g")]
-
-
-@pytest.mark.parametrize(
-    ("shape", "groups", "dimension"),
-    [
-        ("bf16[8,1024,512]{2,1,0}", OVER_FSDP, 1),  # The device's own experts.
-        ("bf16[1024,4096]{1,0}", OVER_EXPERT, 0),  # Weights that all tokens need.
-    ],
-)
-def test_gathers_that_every_device_needs_are_no_all_to_all(shape, groups, dimension):
-    assert _found(_gather(shape, groups, dimension)) == []
+def test_a_rule_finds_its_instruction_and_no_other(statement, changes, rule):
+    sizes = Thresholds(activation=16 * MIB) if changes is FOUR else None
+    facts = dataclasses.replace(FACTS, **changes)
+    found = _found(LEFT, statement, facts=facts, sizes=sizes)
+    assert found == ([(rule, statement[1])] if rule else [])
 
 
 LOOP = """%condition (t: (s32[], bf16[4096,1024], f32[8])) -> pred[] {{
@@ -141,9 +173,6 @@ def test_zeros_that_a_windowed_matmul_passes_on_first_are_no_loop_invariant_coll
     )
     text = text.replace("%c = bf16[4096,1024]{1,0} negate(%w)", zeros)
     assert lint(hlo.parse(text), _all_options_set()) == []
-
-
-SENT = "%r = bf16[8192,8192]{1,0} reduce-scatter(%a), replica_groups=[2,2]<=[4], dimensions={0}"
 
 
 def test_a_synchronous_collective_names_the_options_that_are_not_set():
@@ -190,11 +219,6 @@ def test_a_synchronous_collective_without_an_option_names_the_mesh(kind, groups,
     assert all(f"fsdp={mesh['fsdp']}" in each.advice for each in found)
 
 
-def test_other_synchronous_collectives_are_no_findings():
-    assert _found(SENT, facts=dataclasses.replace(FACTS, platform="cpu")) == []
-    assert _found(SENT.replace("8192,8192", "1024,1024")) == []  # Too small to wait for.
-
-
 @pytest.mark.parametrize("synchronous", [True, False])
 def test_no_option_is_advised_on_gpus(synchronous):
     facts = dataclasses.replace(FACTS, platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
@@ -208,92 +232,18 @@ def test_no_option_is_advised_on_gpus(synchronous):
     assert is_asynchronous(computation, each) == (not synchronous)
 
 
-# -- Arrays --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    "statement",
+    ("size", "mesh", "count"),
     [
-        "%x = bf16[16,2048,1024]{2,1,0} add(%a, %a)",
-        "%x = bf16[32768,1024]{1,0} all-gather(%a), replica_groups=[1,4]<=[4], dimensions={0}",
+        (64, FACTS.mesh, 1),
+        (63, FACTS.mesh, 0),
+        (64, {"data": 1, "expert": 1, "fsdp": 1}, 0),
     ],
 )
-def test_an_activation_of_all_rows_is_found(statement):
-    facts = dataclasses.replace(FACTS, platform="cpu")
-    assert _found(statement, facts=facts) == [("unsplit activation", "x")]
-
-
-@pytest.mark.parametrize(
-    ("statement", "changes"),
-    [
-        ("%x = bf16[4,2048,8192]{2,1,0} add(%a, %a)", {}),  # A device's own rows.
-        ("%x = bf16[16,2048,64]{2,1,0} add(%a, %a)", {}),  # Small.
-        ("%x = bf16[16,2048,1024]{2,1,0} add(%a, %a)", {"batch_axes": ()}),
-        ("%x = bf16[32768,1024]{1,0} add(%a, %a)", {}),  # Rows that a device sends to experts.
-        ("%x = bf16[16,2048,1024]{2,1,0} add(%a, %a)",
-         {"state": (dataclasses.replace(WEIGHT, shape=(4096, 4096)),)}),  # A quarter of the width.
-        ("%x = bf16[16,2048,1024]{2,1,0} add(%a, %a)",
-         {"state": (dataclasses.replace(WEIGHT, shape=(4096, 1024)),)}),  # Not of the other side.
-    ],
-)  # fmt: skip
-def test_other_activations_are_no_findings(statement, changes):
-    assert _found(statement, facts=dataclasses.replace(FACTS, **changes)) == []
-
-
-@pytest.mark.parametrize("shape", ["f32[16,1024,4096]", "f32[16,512,4096]"])
-def test_stacked_weights_are_no_activations(shape):
-    layers = StateArray("w", (16, 1024, 4096), ("layers", "embed", "ffn"), MIB, True, True)
-    facts = dataclasses.replace(FACTS, state=(layers,))
-    statement = f"%x = {shape}{{2,1,0}} add(%a, %a)"
-    assert _found(statement, facts=facts) == []
-    assert _found(statement) == [("unsplit activation", "x")]  # No weight of this shape.
-
-
-LAYERS = StateArray("model/w", (4, 2048, 8, 4, 128), (
-    "layers", "embed", None, "kv_heads", "head_dim"), MIB, True, True)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("shape", "found"),
-    [
-        ("bf16[4,1,4096,2048]{3,2,1,0}", False),  # The residual stream of four layers.
-        ("f32[1,4,8,128,4096]{4,3,2,1,0}", False),  # Four key heads, transposed.
-        ("f32[1,4,4096,1024]{3,2,1,0}", False),
-        ("bf16[4,4096,2048]{2,1,0}", True),  # The sequences of all devices.
-        ("bf16[4,2048,2048]{2,1,0}", True),
-    ],
-)
-def test_layers_and_heads_as_many_as_the_devices_are_no_batch(shape, found):
-    facts = dataclasses.replace(FACTS, batch_size=4, seq_len=4096, state=(LAYERS,), platform="cpu")
-    sizes = Thresholds(activation=16 * MIB)
-    assert _found(f"%x = {shape} add(%a, %a)", facts=facts, sizes=sizes) == (
-        [("unsplit activation", "x")] if found else []
-    )
-
-
-def test_state_that_no_axis_splits_is_found_if_it_is_large():
-    whole = dataclasses.replace(WEIGHT, split=False, shard_bytes=64 * MIB)
-    assert _found(facts=dataclasses.replace(FACTS, state=(whole,))) == [
-        ("replicated state", "model/layer0/up")
-    ]
-    small = dataclasses.replace(whole, shard_bytes=63 * MIB)
-    assert _found(facts=dataclasses.replace(FACTS, state=(small,))) == []
-    alone = {"data": 1, "expert": 1, "fsdp": 1}
-    assert _found(facts=dataclasses.replace(FACTS, state=(whole,), mesh=alone)) == []
-
-
-def test_tiles_that_are_mostly_padding_are_found():
-    large = "%x = f32[262144,4]{1,0:T(8,128)} add(%a, %a)"
-    assert _found(large) == [("padding", "x")]
-    assert _found(large.replace("{1,0", "{0,1")) == []  # The large dimension lies innermost.
-    assert _found(large.replace("262144", "1024")) == []
-
-
-def test_large_copies_are_found_and_those_of_a_fusion_are_not():
-    copy = "%x = bf16[8192,4096]{1,0} copy(%a)"
-    assert _found(copy) == [("copy of a large array", "x")]
-    assert _found(copy.replace("8192", "1024")) == []
-    assert _found(copy.replace("copy(", "negate(")) == []
+def test_state_that_no_axis_splits_is_found_if_it_is_large(size, mesh, count):
+    whole = _state(WEIGHT, split=False, shard_bytes=size * MIB)
+    found = _found(facts=dataclasses.replace(FACTS, mesh=mesh, **whole))
+    assert found == [("replicated state", "model/layer0/up")] * count
 
 
 def test_memory_that_stays_when_there_are_more_devices_is_found():
@@ -327,27 +277,10 @@ def test_memory_far_above_the_estimate_is_found_with_the_largest_temporaries():
     assert all(name in finding.advice for name in names)
 
 
-# -- Computation ---------------------------------------------------------------------------------
-
-
-DOT = (
-    "%d = f32[1024,1024]{1,0} dot(%l, %l), lhs_contracting_dims={1}, rhs_contracting_dims={0}, "
-    'metadata={op_name="jit(s)/jvp(decoder)/OP"}'
-)
-LEFT = "%l = f32[1024,1024]{1,0} parameter(0)"
-
-
-def test_a_grouped_matmul_that_became_dense_is_found():
-    found = _found(LEFT, DOT.replace("OP", "ragged_dot_general"))
-    assert found == [("dense grouped matmul", "d")]
-    assert _found(LEFT, DOT.replace("OP", "dot_general")) == []
-    kernel = '%k = f32[8]{0} custom-call(%l), custom_call_target="tpu_custom_call", metadata={op_name="ragged_dot_general"}'  # noqa: E501 (a TPU has a kernel for it)
-    assert _found(LEFT, kernel) == []
-
-
 @pytest.mark.parametrize(("model_flops", "count"), [(2**29, 1), (2**31, 0), (0, 0)])
 def test_far_more_matmuls_than_the_model_counts_are_found(model_flops, count):
-    found = _found(LEFT, DOT, model_flops=model_flops)  # 2^31 FLOPs.
+    dot = DENSE.replace("ragged_dot_general", "dot_general")
+    found = _found(LEFT, dot, model_flops=model_flops)  # 2^31 FLOPs.
     assert found == [("more FLOPs than the model", "d")] * count
 
 
@@ -380,9 +313,6 @@ def test_large_arrays_are_found_in_a_trace(subscripts, shapes, dtype, rule):
     step = Step(hlo.parse(EMPTY), SMALL_STEP, SourceMap(""), Thresholds(activation=256))
     found = [each.rule for each in traced_large_arrays(step, traced)]
     assert found == ([rule] if rule else [])
-
-
-# -- All together --------------------------------------------------------------------------------
 
 
 def test_equal_findings_become_one_the_largest():

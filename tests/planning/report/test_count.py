@@ -101,27 +101,15 @@ def test_over_the_whole_torus_weights_are_gathered_and_gradients_scattered(name)
     assert kinds == {"all-gather": (2 * L, 0), "reduce-scatter": (L, 0)}
 
 
-def test_a_collective_in_a_loop_counts_each_time_and_knows_its_axis(layers):
-    gathers = total(layers.collectives, "all-gather")
-    assert gathers is not None
+def test_a_loop_counts_each_time_and_a_scalars_reduction_is_told_apart(layers):
+    gathers, reduces = (total(layers.collectives, kind) for kind in ("all-gather", "all-reduce"))
     assert (gathers.executions, gathers.bytes) == (L, L * D * D * 2)
     assert (gathers.axes, gathers.group_size, gathers.small) == (("fsdp",), 2, 0)
     assert gathers.asynchronous == gathers.count
-
-
-def test_a_scalars_reduction_is_told_apart(layers):
-    reduces = total(layers.collectives, "all-reduce")
-    assert reduces is not None
     assert (reduces.count, reduces.small, reduces.executions, reduces.bytes) == (1, 1, 1, 4)
     assert reduces.axes == ("expert", "fsdp")
-
-
-def test_matmuls_in_a_loop_count_each_time(layers):
     assert layers.matmul_flops == L * 2 * B * D * D
     assert layers.loops_of_unknown_length == ()
-
-
-def test_memory_is_that_of_the_arguments_and_more(layers):
     assert layers.memory.arguments == L * D * D + B * D * 2
     assert layers.memory.peak >= layers.memory.arguments
 

@@ -4,7 +4,7 @@ from moelib.layers.moe.rows import SUM_ROWS
 from moelib.planning.hlo import program as hlo
 from moelib.planning.hlo.source import phase
 from moelib.planning.report.collectives import collectives_by_axes, collectives_by_groups
-from moelib.planning.report.fusions import fusion_kinds, phase_of
+from moelib.planning.report.fusions import fusion_kinds
 from moelib.planning.report.kernels import kernels
 from moelib.planning.report.step_report import CollectiveGroups, Fusions, Kernel
 
@@ -79,11 +79,6 @@ def test_fusions_are_counted_by_kind_and_phase():
     )
 
 
-def test_an_instruction_without_a_name_has_no_phase():
-    program = hlo.parse(GPU)
-    assert phase_of(program, program.computations["main"].instructions["c"]) == "other"
-
-
 def test_phases_follow_from_the_transformations_in_a_name():
     assert phase("jit(step)/jvp(decoder)/while/body/mul") == "forward"
     assert phase("jit(step)/transpose(jvp(decoder))/while/body/mul") == "backward"
@@ -113,12 +108,8 @@ def test_a_grouped_matmul_that_sums_rows_has_a_kind_of_its_own():
 
 def test_a_start_that_a_gpu_runs_at_once_is_synchronous():
     gather, reduce = collectives_by_axes(hlo.parse(GPU), MESH)
-    assert (gather.kind, gather.axes, gather.executions, gather.bytes) == (
-        "all-gather",
-        ("fsdp",),
-        6,
-        6 * 32,
-    )
+    assert (gather.kind, gather.axes) == ("all-gather", ("fsdp",))
+    assert (gather.executions, gather.bytes) == (6, 6 * 32)
     assert (gather.asynchronous, reduce.asynchronous) == (1, 0)
 
 

@@ -72,9 +72,6 @@ def test_sums_of_rows_are_not_rows_that_experts_compute():
     summing = Kernel("gmm", 2, 2, 1, 1, rows=4096, groups=64, rows_at_once=64, kind="row sum")
     both = make_report(rows_routed=2048, kernels=(*report.kernels, summing))
     assert both.rows_computed_over_routed == report.rows_computed_over_routed
-
-
-def test_without_grouped_matmuls_there_is_no_ratio():
     assert make_report(kernels=()).rows_computed_over_routed is None
 
 
