@@ -75,18 +75,14 @@ def test_documents_of_a_split_are_those_that_the_store_has(tmp_path: pathlib.Pat
         list(documents_of_split(source, splits, "test"))
 
 
-def test_a_sample_comes_from_all_over_and_has_the_asked_size():
+def test_a_sample_or_share_comes_from_all_over_and_has_the_asked_size():
     texts = [f"{i:04d}" for i in range(1000)]
-    source = InMemorySource.default_config().set(texts=texts, documents_per_part=50).instantiate()
+    source = _source(texts)
     sample = list(sample_documents(source, 400))
     assert len(sample) == 100
     assert len({int(text) // 50 for text in sample}) == 20
     assert sample == list(sample_documents(source, 400))
     assert sorted(sample_documents(source, 10_000)) == texts
-
-
-def test_a_share_of_texts_is_spread_over_all():
-    texts = [f"{i:04d}" for i in range(1000)]
     taken = [int(text) for text in spread(texts, 0.1)]
     assert len(taken) == 101  # The first, and then a tenth.
     assert {number // 100 for number in taken} == set(range(10))

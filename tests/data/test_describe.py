@@ -48,12 +48,15 @@ def test_ids_are_shown_without_a_tokenizer_and_long_texts_shortened(config: LMIn
     assert " ... " in describe_batch(batch, max_chars=10)
 
 
-def test_another_tokenizer_is_refused(config: LMInput.Config, tmp_path: pathlib.Path):
+def test_another_tokenizer_and_a_step_after_the_end_are_refused(
+    config: LMInput.Config, tmp_path: pathlib.Path
+):
     batch = config.instantiate().batch(0)
     batch["input_ids"] = np.full_like(batch["input_ids"], 270)
-    tokenizer = train_bpe(["some text"], 260, str(tmp_path))
     with pytest.raises(ValueError, match="id 270"):
-        describe_batch(batch, tokenizer)
+        describe_batch(batch, train_bpe(["some text"], 260, str(tmp_path)))
+    with pytest.raises(UserError, match=r"step=4.*batch 3"):
+        batch_of_step(config.clone(max_batches=3).instantiate(), 4)
 
 
 def test_documents_of_one_segment_end_after_the_end_of_text(config: LMInput.Config):
@@ -91,8 +94,3 @@ def test_the_batch_of_a_step_is_the_one_that_the_run_reads(config: LMInput.Confi
         assert position == batches.state()["step"] - 1
         for name, array in want.items():
             np.testing.assert_array_equal(got[name], array)
-
-
-def test_a_step_after_the_end_is_refused(config: LMInput.Config):
-    with pytest.raises(UserError, match=r"step=4.*batch 3"):
-        batch_of_step(config.clone(max_batches=3).instantiate(), 4)

@@ -28,32 +28,9 @@ _DEEPSEEK = (
 def _text(num_words: int, seed: int = 0) -> str:
     """Returns words, numbers, quotes, code, Chinese and emoji with all kinds of white space."""
     rng = random.Random(seed)
-    words = [
-        "the",
-        "it's",
-        "Don't",
-        "12345",
-        "3.14",
-        '"quoted',
-        'text"',
-        "f(x)",
-        "x=[1]",
-        "e\u0301te\u0301",
-    ]
-    words += [
-        "中文文本",
-        "文。字，",
-        "🙂",
-        "👩‍👩‍👧",
-        "<b>",
-        "</b>",
-        "...",
-        "--",
-        "_",
-        "ÜBER",
-        "ǅ",
-        "# a",
-    ]
+    words = ["the", "it's", "Don't", "12345", "3.14", '"quoted', 'text"', "f(x)", "x=[1]"]
+    words += ["e\u0301te\u0301", "中文文本", "文。字，", "🙂", "👩‍👩‍👧", "<b>", "</b>", "..."]
+    words += ["--", "_", "ÜBER", "ǅ", "# a"]
     spaces = [" "] * 12 + ["\n", "\n\n", "  ", "\t", "\r\n", "\u00a0", "", "\n    ", " \n"]
     return "".join(rng.choice(words) + rng.choice(spaces) for _ in range(num_words))
 

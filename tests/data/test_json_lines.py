@@ -63,13 +63,13 @@ def test_ranges_of_bytes_give_every_line_once(
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b'{"text": "cut', r"not JSON: Unterminated string"),
-        (b"[", r"not JSON \(.*array"),
-        (b"[1]", r"a list, not an object with a field 'text'"),
-        (b'{"body": "x"}', r"no field 'text'; it has \['body'\]: set text_field"),
-        (b'{"text": null}', r"field 'text' is None, not text"),
-        (b'{"text": "\\ud800"}', r"field 'text' has half a surrogate pair"),
-        (b"\xff", r"not JSON: .*can't decode"),
+        (b'{"text": "cut', "not JSON"),
+        (b"[", "not JSON"),
+        (b"[1]", "a list.*'text'"),
+        (b'{"body": "x"}', r"'text'.*\['body'\].*text_field"),
+        (b'{"text": null}', "'text'.*None"),
+        (b'{"text": "\\ud800"}', "'text'.*surrogate"),
+        (b"\xff", "not JSON"),
     ],
 )
 @pytest.mark.parametrize("size", [16, 1 << 20])
@@ -79,7 +79,7 @@ def test_a_broken_line_is_named_or_counted(
     monkeypatch.setattr(files, "_MIN_PART_BYTES", size)
     monkeypatch.setattr(files, "_MAX_PART_BYTES", size)
     (tmp_path / "a.jsonl").write_bytes(_lines(["good"]) + b"\n" + line + b"\n" + _lines(["end"]))
-    with pytest.raises(BadRecordError, match=r"a\.jsonl:3: " + reason):
+    with pytest.raises(BadRecordError, match=r"a\.jsonl:3: .*" + reason):
         list(_json_lines(tmp_path).documents())
     bad = BadRecords()
     assert list(_json_lines(tmp_path).documents(bad)) == ["good", "end"]
@@ -143,20 +143,8 @@ def _long_and_whole(line: bytes, monkeypatch: pytest.MonkeyPatch) -> list[object
 
 def test_long_lines_are_read_like_short_ones(monkeypatch: pytest.MonkeyPatch):
     rng = random.Random(0)
-    pieces = [
-        "a" * 70,
-        "é",
-        "🙂",
-        "한",
-        '\\"',
-        "\\",
-        "\n",
-        "\u0000",
-        "\ufdd00",
-        "\x7f",
-        "\ud83d",
-        "[",
-    ]
+    pieces = ["a" * 70, "é", "🙂", "한", '\\"', "\\", "\n", "\u0000", "\ufdd00", "\x7f", "["]
+    pieces.append("\ud83d")
     lines = []
     for number in range(300):
         text = "".join(rng.choices(pieces, k=rng.randrange(20)))
@@ -164,9 +152,8 @@ def test_long_lines_are_read_like_short_ones(monkeypatch: pytest.MonkeyPatch):
         line = json.dumps(record, ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")
         if number % 3 == 0:
             at = rng.randrange(len(line))
-            line = (
-                line[:at] + rng.choice([b"", b'"', b"\\", b"\x80", b"\\u", b"\0"]) + line[at + 1 :]
-            )
+            new = rng.choice([b"", b'"', b"\\", b"\x80", b"\\u", b"\0"])
+            line = line[:at] + new + line[at + 1 :]
         lines.append(line)
     lines.append(json.dumps({"text": "한🙂" * 9000}).encode())
     for line in lines:

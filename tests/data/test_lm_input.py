@@ -216,20 +216,27 @@ def test_bytes_of_targets_are_those_of_the_text(tmp_path: pathlib.Path):
     assert np.array_equal(batch["target_num_bytes"], (valid & ~ends).sum(1))
 
 
-def test_documents_longer_than_a_sequence_can_be_refused():
-    refusing = LongDocuments.ERROR
-    _config(seq_len=39, long_documents=refusing).instantiate()
-    with pytest.raises(ValueError, match=r"seq_len=38: document 2.*40 tokens"):
-        _config(seq_len=38, long_documents=refusing).instantiate()
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"seq_len": 38, "long_documents": LongDocuments.ERROR}, "seq_len=38: document 2.*40 tok"),
+        ({"seq_len": 10_000_000}, f"seq_len=10000000:.*{sum(LENGTHS)} tokens"),
+        ({"seq_len": 10_000_000, "mixed": True}, f"seq_len=10000000:.*{2 * sum(LENGTHS)} tokens"),
+        ({"mode": InputMode.EVALUATE, "mixed": True}, "mode=EVALUATE"),
+        ({"vocab_size": 512}, "999.*vocab_size.*1000"),
+    ],
+)
+def test_data_that_do_not_fit_the_settings_are_refused(fields: dict[str, Any], message: str):
+    config = _mixed if fields.pop("mixed", False) else _config
+    with pytest.raises(ValueError, match=message):
+        config(**fields).instantiate()
 
 
-def test_a_sequence_longer_than_all_data_is_refused():
-    total = sum(LENGTHS)
-    _config(seq_len=total).instantiate()
-    for cfg, tokens in ((_config(), total), (_mixed(), 2 * total)):
-        with pytest.raises(ValueError, match=rf"seq_len=10000000:.*{tokens} tokens"):
-            cfg.set(seq_len=10_000_000).instantiate()
+def test_data_that_just_fit_the_settings_are_taken():
+    _config(seq_len=39, long_documents=LongDocuments.ERROR).instantiate()
+    _config(seq_len=sum(LENGTHS)).instantiate()
     _config(seq_len=1000, mode=InputMode.EVALUATE).instantiate()  # A small split is padded.
+    _config(vocab_size=1000).instantiate()
 
 
 def test_an_epoch_is_planned_ahead_in_a_thread(monkeypatch: pytest.MonkeyPatch):
@@ -277,17 +284,6 @@ def test_a_restored_iterator_ends_where_an_unbroken_one_does():
     longer = cfg.clone(max_batches=9).instantiate().iterator()
     longer.restore(unbroken.state())
     assert len(list(longer)) == 2
-
-
-def test_an_evaluation_of_a_mixture_is_refused():
-    with pytest.raises(ValueError, match="mode=EVALUATE"):
-        _mixed(mode=InputMode.EVALUATE).instantiate()
-
-
-def test_a_vocabulary_beyond_the_models_is_refused():
-    _config(vocab_size=1000).instantiate()
-    with pytest.raises(ValueError, match=r"999.*vocab_size.*1000"):
-        _config(vocab_size=512).instantiate()
 
 
 def test_hosts_that_do_not_divide_the_batch_are_refused_at_once():

@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -43,22 +45,17 @@ def test_sequences_of_a_source_are_numbered_without_gaps():
     assert np.array_equal(mixture.locate(later), (source[later], number[later]))
 
 
-@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
-def test_weights_must_be_positive(weight: float):
-    with pytest.raises(ValueError, match=rf"weights\['b'\]={weight}"):
-        _mixture({"a": 1.0, "b": weight})
-
-
-def test_a_weight_too_small_to_ever_be_drawn_is_refused():
-    with pytest.raises(ValueError, match=r"weights\['b'\]=1e-06: .* 10000"):
-        _mixture({"a": 1.0, "b": 1e-6})
-
-
-def test_names_must_agree():
-    with pytest.raises(ValueError, match=r"\['a', 'b'\].*\['a'\]"):
-        _mixture({"a": 1.0}, names="ab")
-
-
-def test_sources_of_different_tokenizers_are_refused():
-    with pytest.raises(ValueError, match=r"11.*10\)"):
-        _mixture({"a": 1.0, "b": 1.0}, vocab_sizes=[10, 11])
+@pytest.mark.parametrize(
+    ("weight", "arguments", "message"),
+    [
+        *((x, {}, rf"weights\['b'\]={x}") for x in (0.0, -1.0, float("nan"), float("inf"))),
+        (1e-6, {}, r"weights\['b'\]=1e-06: .* 10000"),  # Too small to ever be drawn.
+        (1.0, {"names": "abc"}, r"\['a', 'b', 'c'\].*\['a', 'b'\]"),
+        (1.0, {"vocab_sizes": [10, 11]}, r"11.*10\)"),
+    ],
+)
+def test_sources_that_cannot_be_mixed_are_refused(
+    weight: float, arguments: dict[str, Any], message: str
+):
+    with pytest.raises(ValueError, match=message):
+        _mixture({"a": 1.0, "b": weight}, **arguments)

@@ -184,11 +184,6 @@ def test_closing_ends_the_thread_at_any_time():
         next(batches)
 
 
-def test_none_kept_ready_is_refused():
-    with pytest.raises(ValueError, match="num_batches=-1"):
-        Prefetcher(_input().iterator(), _same, num_batches=-1)
-
-
 def test_batches_lie_on_devices_as_told():
     sharding = _sharding((4, 2), ("data", "seq"), PartitionSpec("data", "seq"))
     lm_input = _input()
@@ -206,6 +201,19 @@ def test_one_process_holds_all_sequences():
     for spec in (PartitionSpec(("data", "seq")), PartitionSpec(None, "seq"), PartitionSpec()):
         sharding = _sharding((4, 2), ("data", "seq"), spec)
         assert host_rows(sharding, 8) == HostRows(0, 1)
+    sharding = _sharding((8,), ("data",), PartitionSpec("data"))
+    with pytest.raises(ValueError, match="global_batch_size=6"):
+        host_rows(sharding, 6)
+
+
+def test_batches_are_read_on_request_if_none_is_kept_ready():
+    read = []
+    with Prefetcher(_input().iterator(), read.append, num_batches=0) as batches:
+        next(batches)
+        assert len(read) == 1
+        assert batches.state()["step"] == 1
+    with pytest.raises(ValueError, match="num_batches=-1"):
+        Prefetcher(_input().iterator(), _same, num_batches=-1)
 
 
 class _OneOfSeveral:
@@ -226,17 +234,3 @@ def test_a_process_with_some_devices_gets_their_share(monkeypatch: pytest.Monkey
     apart = _OneOfSeveral(slice(0, 2), slice(4, 6))
     with pytest.raises(ValueError, match=r"\[\(0, 2\), \(4, 6\)\].*8"):
         host_rows(apart, 8)  # type: ignore[arg-type]
-
-
-def test_a_batch_that_the_mesh_does_not_divide_is_refused():
-    sharding = _sharding((8,), ("data",), PartitionSpec("data"))
-    with pytest.raises(ValueError, match="global_batch_size=6"):
-        host_rows(sharding, 6)
-
-
-def test_batches_are_made_on_request_if_none_is_kept_ready():
-    made = []
-    with Prefetcher(_input().iterator(), made.append, num_batches=0) as batches:
-        next(batches)
-        assert len(made) == 1
-        assert batches.state()["step"] == 1

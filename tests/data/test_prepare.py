@@ -34,9 +34,11 @@ def _source(texts: list[str], documents_per_part: int = 10) -> InMemorySource:
     return cfg.set(texts=texts, documents_per_part=documents_per_part).instantiate()
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return ByteTokenizer.default_config().instantiate()
+BYTES = ByteTokenizer.default_config().instantiate()
+
+
+def _prepare(source: Source, path: object, **options: Any) -> TokenStore:
+    return prepare(source, BYTES, str(path), **options)
 
 
 def _contents(store: TokenStore) -> dict[str, bytes]:
@@ -44,22 +46,22 @@ def _contents(store: TokenStore) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def test_any_number_of_processes_makes_the_same_store(tmp_path: pathlib.Path, tokenizer: Tokenizer):
-    one, two = (
-        prepare(_source(TEXTS), tokenizer, str(tmp_path / str(n)), num_processes=n) for n in (1, 2)
-    )
+def test_any_number_of_processes_makes_the_same_store(tmp_path: pathlib.Path):
+    one, two = (_prepare(_source(TEXTS), tmp_path / str(n), num_processes=n) for n in (1, 2))
     assert _contents(one) == _contents(two)
     assert len(one.meta.file_tokens) == 4
     assert not os.path.exists(tmp_path / "1.partial")
     one.verify()
+    with pytest.raises(ValueError, match="num_processes=0"):
+        _prepare(_source(TEXTS), tmp_path / "store", num_processes=0)
 
 
-def test_errors_of_worker_processes_arrive(tmp_path: pathlib.Path, tokenizer: Tokenizer):
+def test_errors_of_worker_processes_arrive(tmp_path: pathlib.Path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{name}"}}\n{name}\n')
     source = JsonLines.default_config().set(paths=[str(tmp_path)]).instantiate()
     with pytest.raises(BadRecordError, match=r"[ab]\.jsonl:2:.*JSON.*--skip_bad_lines"):
-        prepare(source, tokenizer, str(tmp_path / "store"), num_processes=2)
+        _prepare(source, tmp_path / "store", num_processes=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,16 +85,16 @@ class _DeadlySource(Source):
         return [_DeadlyPart("a"), _DeadlyPart("b")]
 
 
-def test_a_worker_that_dies_is_noticed(tmp_path: pathlib.Path, tokenizer: Tokenizer):
+def test_a_worker_that_dies_is_noticed(tmp_path: pathlib.Path):
     source = _DeadlySource.default_config().instantiate()
     with pytest.raises(UserError, match="num_processes below 2"):
-        prepare(source, tokenizer, str(tmp_path / "store"), num_processes=2)
+        _prepare(source, tmp_path / "store", num_processes=2)
 
 
-def test_empty_documents_and_bad_records_are_counted(tmp_path: pathlib.Path, tokenizer: Tokenizer):
+def test_empty_documents_and_bad_records_are_counted(tmp_path: pathlib.Path):
     (tmp_path / "a.jsonl").write_text('{"text": "good"}\nbad\n{"text": ""}\n')
     source = JsonLines.default_config().set(paths=[str(tmp_path)]).instantiate()
-    store = prepare(source, tokenizer, str(tmp_path / "store"), skip_bad_records=True)
+    store = _prepare(source, tmp_path / "store", skip_bad_records=True)
     meta = store.meta
     assert (meta.num_documents, meta.num_empty, meta.num_bad_records) == (1, 1, 1)
 
@@ -110,15 +112,15 @@ def _lossy(folder: pathlib.Path, unknown: str | None, normalizer: Any = None) ->
 
 
 @pytest.mark.parametrize(
-    ("unknown", "normalizer", "text", "lost"),
+    ("unknown", "normalizer", "text", "lost", "piece_bytes"),
     [
-        ("?", None, "caf\u00e9 \u6771", 2 + 3),  # UTF-8: two and three bytes.
-        (None, None, "caf\u00e9 \u6771", 2 + 3),
-        (None, normalizers.Lowercase(), "The End", 2),
-        (None, normalizers.Strip(), " end  ", 3),
+        ("?", None, "caf\u00e9 \u6771", 2 + 3, 1 << 17),  # UTF-8: two and three bytes.
+        (None, None, "caf\u00e9 \u6771", 2 + 3, 1 << 17),
+        (None, normalizers.Lowercase(), "The End", 2, 1 << 17),
+        (None, normalizers.Strip(), " end  ", 3, 1 << 17),
+        ("?", None, "caf\u00e9 \u6771", 2 + 3, 2),
     ],
 )
-@pytest.mark.parametrize("piece_bytes", [1 << 17, 2])
 def test_a_tokenizer_that_loses_text_is_refused_unless_accepted(
     tmp_path: pathlib.Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -140,11 +142,11 @@ def test_a_tokenizer_that_loses_text_is_refused_unless_accepted(
     assert caplog.text.count(f"loses {lost} of") == 2
 
 
-def test_a_source_without_text_is_refused(tmp_path: pathlib.Path, tokenizer: Tokenizer):
+def test_a_source_without_text_is_refused(tmp_path: pathlib.Path):
     (tmp_path / "a.jsonl").write_text('{"text": ""}\nbad\n')
     source = JsonLines.default_config().set(paths=[str(tmp_path)]).instantiate()
     with pytest.raises(ValueError, match=r"1 empty.*1 bad.*a.json"):
-        prepare(source, tokenizer, str(tmp_path / "store"), skip_bad_records=True)
+        _prepare(source, tmp_path / "store", skip_bad_records=True)
     assert sorted(os.listdir(tmp_path)) == ["a.jsonl"]
 
 
@@ -161,36 +163,39 @@ def _fails_after(count: int, error: Exception) -> Callable[..., Any]:
     return tokenize
 
 
+def _killed(path: object, step: str = "tokenize_part", count: int = 2, **options: Any) -> None:
+    """Prepares a store, until a step of it has succeeded some times and is interrupted."""
+    source = options.pop("source", _source(TEXTS))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare_module, step, _fails_after(count, KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            _prepare(source, path, **options)
+
+
 def test_a_killed_run_resumes_from_its_finished_parts(
-    tmp_path: pathlib.Path,
-    tokenizer: Tokenizer,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    whole = prepare(_source(TEXTS), tokenizer, str(tmp_path / "whole"))
-    path = str(tmp_path / "store")
-    monkeypatch.setattr(prepare_module, "tokenize_part", _fails_after(2, KeyboardInterrupt()))
-    with pytest.raises(KeyboardInterrupt):
-        prepare(_source(TEXTS), tokenizer, path)
+    whole, path = _prepare(_source(TEXTS), tmp_path / "whole"), tmp_path / "store"
+    _killed(path)
     # A part that was cut off while being written counts as unfinished.
-    cut = pathlib.Path(path + ".partial", "tokens-00003.bin")
+    cut = pathlib.Path(f"{path}.partial", "tokens-00003.bin")
     cut.write_bytes(cut.read_bytes()[:3] if cut.exists() else b"abc")
     left = _fails_after(2, AssertionError("more than the two parts that were left"))
     monkeypatch.setattr(prepare_module, "tokenize_part", left)
-    store = prepare(_source(TEXTS), tokenizer, path)
+    store = _prepare(_source(TEXTS), path)
     assert "2 of 4 parts are finished" in capsys.readouterr().err
     assert _contents(store) == _contents(whole)
 
 
 def test_a_finished_part_that_is_damaged_is_tokenized_again(
-    tmp_path: pathlib.Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ):
-    whole = prepare(_source(TEXTS), tokenizer, str(tmp_path / "whole"))
+    whole = _prepare(_source(TEXTS), tmp_path / "whole")
     path = str(tmp_path / "store")
     with monkeypatch.context() as patch:
         patch.setattr(prepare_module, "_finish", _fails_after(0, KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
-            prepare(_source(TEXTS), tokenizer, path)
+            _prepare(_source(TEXTS), path)
     folder = pathlib.Path(path + ".partial")
     for name in ("tokens-00000.bin", "parts/00001.lengths.npy", "parts/00002.num_bytes.npy"):
         data = bytearray((folder / name).read_bytes())
@@ -198,23 +203,16 @@ def test_a_finished_part_that_is_damaged_is_tokenized_again(
         (folder / name).write_bytes(data)
     result = folder / "parts/00003.json"
     result.write_text(result.read_text().replace('"num_bytes": ', '"num_bytes": 1'))
-    assert _contents(prepare(_source(TEXTS), tokenizer, path)) == _contents(whole)
+    assert _contents(_prepare(_source(TEXTS), path)) == _contents(whole)
 
 
 @pytest.mark.parametrize("change", ["source", "tokenizer"])
 def test_an_unfinished_run_of_something_else_starts_over(
-    tmp_path: pathlib.Path,
-    tokenizer: Tokenizer,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    change: str,
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], change: str
 ):
     path = str(tmp_path / "store")
-    with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "tokenize_part", _fails_after(2, KeyboardInterrupt()))
-        with pytest.raises(KeyboardInterrupt):
-            prepare(_source(TEXTS), tokenizer, path)
-    source = _source(TEXTS[1:] if change == "source" else TEXTS)
+    _killed(path)
+    source, tokenizer = _source(TEXTS[1:] if change == "source" else TEXTS), BYTES
     if change == "tokenizer":
         tokenizer = train_bpe(TEXTS, 270, str(tmp_path / "tokenizer.json"))
     store = prepare(source, tokenizer, path)
@@ -226,55 +224,56 @@ def test_an_unfinished_run_of_something_else_starts_over(
 
 
 def test_a_finished_store_is_found_again_and_never_replaced(
-    tmp_path: pathlib.Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ):
-    path = str(tmp_path / "store")
-    prepare(_source(TEXTS), tokenizer, path)
+    path = tmp_path / "store"
+    _prepare(_source(TEXTS), path)
     assert "40 documents" in capsys.readouterr().err
-    prepare(_source(TEXTS), tokenizer, path)
-    assert "is prepared already" in capsys.readouterr().err
+    for skip in (False, True):  # Without bad records, it is also that without them.
+        _prepare(_source(TEXTS), path, skip_bad_records=skip)
+        assert "is prepared already" in capsys.readouterr().err
     other = train_bpe(TEXTS, 270, str(tmp_path / "tokenizer.json"))
     with pytest.raises(FileExistsError, match="output_dir"):
-        prepare(_source(TEXTS[1:]), other, path)
+        prepare(_source(TEXTS[1:]), other, str(path))
     os.mkdir(tmp_path / "mine")
     with pytest.raises(FileExistsError, match="`moelib prepare`"):
-        prepare(_source(TEXTS), tokenizer, str(tmp_path / "mine"))
+        _prepare(_source(TEXTS), tmp_path / "mine")
 
 
-def test_a_partial_folder_of_something_else_is_kept(tmp_path: pathlib.Path, tokenizer: Tokenizer):
+def test_a_partial_folder_of_something_else_is_kept(tmp_path: pathlib.Path):
     mine = tmp_path / "store.partial" / "mine.txt"
     mine.parent.mkdir()
     mine.write_text("years of work")
     with pytest.raises(FileExistsError, match=r"store\.partial.*`moelib"):
-        prepare(_source(TEXTS), tokenizer, str(tmp_path / "store"))
+        _prepare(_source(TEXTS), tmp_path / "store")
     assert mine.read_text() == "years of work"
     mine.unlink()  # An empty one may be one of ours that was killed at once.
-    prepare(_source(TEXTS), tokenizer, str(tmp_path / "store")).verify()
+    _prepare(_source(TEXTS), tmp_path / "store").verify()
 
 
-def test_two_at_a_time_are_refused(tmp_path: pathlib.Path, tokenizer: Tokenizer):
+def test_two_at_a_time_are_refused(tmp_path: pathlib.Path):
     path = str(tmp_path / "store")
     with (
         directory_lock(f"{path}.partial", setting="output_dir"),
         pytest.raises(DirectoryInUseError, match=rf"store\.partial .*process {os.getpid()} "),
     ):
-        prepare(_source(TEXTS), tokenizer, path)
-    prepare(_source(TEXTS), tokenizer, path)
+        _prepare(_source(TEXTS), path)
+    _prepare(_source(TEXTS), path)
     assert not (tmp_path / "store/.lock").exists()
 
 
 def test_a_run_that_was_killed_while_beginning_resumes(
-    tmp_path: pathlib.Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ):
     def killed(path: str) -> str:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(tokenizer, "save", killed)
+        patch.setattr(BYTES, "save", killed)
         with pytest.raises(KeyboardInterrupt):
-            prepare(_source(TEXTS), tokenizer, str(tmp_path / "store"))
-    store = prepare(_source(TEXTS), tokenizer, str(tmp_path / "store"))
-    assert store.tokenizer().fingerprint == tokenizer.fingerprint
+            _prepare(_source(TEXTS), tmp_path / "store")
+    store = _prepare(_source(TEXTS), tmp_path / "store")
+    assert store.tokenizer().fingerprint == BYTES.fingerprint
 
 
 def _broken_source(folder: pathlib.Path) -> JsonLines:
@@ -285,54 +284,40 @@ def _broken_source(folder: pathlib.Path) -> JsonLines:
 
 
 def test_skipping_bad_records_keeps_the_parts_that_were_finished_without(
-    tmp_path: pathlib.Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ):
     source, path = _broken_source(tmp_path), str(tmp_path / "store")
     with pytest.raises(BadRecordError, match=r"b\.jsonl:2:.*JSON"):
-        prepare(source, tokenizer, path)
-    store = prepare(source, tokenizer, path, skip_bad_records=True)
+        _prepare(source, path)
+    store = _prepare(source, path, skip_bad_records=True)
     assert "1 of 2 parts are finished" in capsys.readouterr().err
     assert (store.meta.num_documents, store.meta.num_bad_records) == (2, 1)
-    whole = prepare(source, tokenizer, str(tmp_path / "whole"), skip_bad_records=True)
+    whole = _prepare(source, tmp_path / "whole", skip_bad_records=True)
     assert _contents(store) == _contents(whole)
 
 
 def test_parts_and_stores_without_their_bad_records_are_used_only_where_they_are_skipped(
-    tmp_path: pathlib.Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path,
 ):
-    source, path = _broken_source(tmp_path), str(tmp_path / "store")
-    with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "_finish", _fails_after(0, KeyboardInterrupt()))
-        with pytest.raises(KeyboardInterrupt):
-            prepare(source, tokenizer, path, skip_bad_records=True)
+    source, path = _broken_source(tmp_path), tmp_path / "store"
+    _killed(path, "_finish", 0, source=source, skip_bad_records=True)
     with pytest.raises(BadRecordError, match=r"b\.jsonl:2:.*JSON.*--skip_bad_lines"):
-        prepare(source, tokenizer, path)
-    prepare(source, tokenizer, path, skip_bad_records=True).verify()
+        _prepare(source, path)
+    _prepare(source, path, skip_bad_records=True).verify()
     with pytest.raises(FileExistsError, match="skip_bad_records"):
-        prepare(source, tokenizer, path)
-
-
-def test_a_store_without_bad_records_is_used_where_they_are_skipped_too(
-    tmp_path: pathlib.Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
-):
-    path = str(tmp_path / "store")
-    prepare(_source(TEXTS), tokenizer, path)
-    prepare(_source(TEXTS), tokenizer, path, skip_bad_records=True)
-    assert "is prepared already" in capsys.readouterr().err
+        _prepare(source, path)
 
 
 def test_too_small_a_disk_is_noticed_before_the_work(
-    tmp_path: pathlib.Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ):
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(OSError, match=r"\d+\.\d kB and 1\.0 kB .*/store"):
-        prepare(_source(TEXTS), tokenizer, str(tmp_path / "store"))
+        _prepare(_source(TEXTS), tmp_path / "store")
 
 
-def test_a_full_disk_keeps_finished_parts(
-    tmp_path: pathlib.Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_full_disk_keeps_finished_parts(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
     path = str(tmp_path / "store")
     finished: list[str] = []
 
@@ -346,14 +331,9 @@ def test_a_full_disk_keeps_finished_parts(
     with monkeypatch.context() as patch:
         patch.setattr(prepare_part, "write_json", write)
         with pytest.raises(OSError, match="/store"):
-            prepare(_source(TEXTS), tokenizer, path)
+            _prepare(_source(TEXTS), path)
     assert len(finished) == 2
-    prepare(_source(TEXTS), tokenizer, path).verify()
-
-
-def test_no_processes_are_refused(tmp_path: pathlib.Path, tokenizer: Tokenizer):
-    with pytest.raises(ValueError, match="num_processes=0"):
-        prepare(_source(TEXTS), tokenizer, str(tmp_path / "store"), num_processes=0)
+    _prepare(_source(TEXTS), path).verify()
 
 
 def _write_corpus(folder: pathlib.Path, last: str = "end") -> JsonLines:
@@ -364,40 +344,39 @@ def _write_corpus(folder: pathlib.Path, last: str = "end") -> JsonLines:
 
 
 def test_a_copied_corpus_is_known_by_its_text(
-    tmp_path: pathlib.Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ):
     path = str(tmp_path / "store")
-    prepare(_write_corpus(tmp_path / "here"), tokenizer, path)
+    _prepare(_write_corpus(tmp_path / "here"), path)
     copy = _write_corpus(tmp_path / "there")
-    prepare(copy, tokenizer, path)
+    _prepare(copy, path)
     assert "comparing their text" in capsys.readouterr().err
-    prepare(copy, tokenizer, path)  # The copy's own sizes and times are known now.
+    _prepare(copy, path)  # The copy's own sizes and times are known now.
     assert "comparing" not in capsys.readouterr().err
     with pytest.raises(FileExistsError, match="different source"):  # Of the same size.
-        prepare(_write_corpus(tmp_path / "there", last="END"), tokenizer, path)
+        _prepare(_write_corpus(tmp_path / "there", last="END"), path)
     with pytest.raises(FileExistsError, match="different source"):
-        prepare(_write_corpus(tmp_path / "there", last="longer"), tokenizer, path)
+        _prepare(_write_corpus(tmp_path / "there", last="longer"), path)
 
 
 def test_a_store_of_an_older_version_is_known_by_its_files_alone(
-    tmp_path: pathlib.Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ):
     path = tmp_path / "store"
     source = _write_corpus(tmp_path / "here")
-    prepare(source, tokenizer, str(path))
+    _prepare(source, path)
     meta = json.loads((path / "meta.json").read_text())
     for name in ("source_class", "source_bytes", "text_hash", "block_hashes", "digest"):
         del meta[name]
     (path / "meta.json").write_text(json.dumps(meta))
-    prepare(source, tokenizer, str(path)).verify()
+    _prepare(source, path).verify()
     assert "is prepared already" in capsys.readouterr().err
     with pytest.raises(FileExistsError, match="different source"):
-        prepare(_write_corpus(tmp_path / "there"), tokenizer, str(path))
+        _prepare(_write_corpus(tmp_path / "there"), path)
 
 
 def test_pythons_own_library_may_be_upgraded(
     tmp_path: pathlib.Path,
-    tokenizer: Tokenizer,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
@@ -407,12 +386,12 @@ def test_pythons_own_library_may_be_upgraded(
     of_python = {"stdlib": str(library)}
     monkeypatch.setattr(files, "sysconfig", types.SimpleNamespace(get_path=of_python.get))
     source = PythonSourceCode.default_config().instantiate()
-    prepare(source, tokenizer, path)
+    _prepare(source, path)
     (library / "a.py").write_text("new = 1\nmore = 2\n")
-    prepare(source, tokenizer, path)
+    _prepare(source, path)
     assert "made from another version of the text" in capsys.readouterr().err
     with pytest.raises(FileExistsError, match="different source"):
-        prepare(_source(TEXTS), tokenizer, path)
+        _prepare(_source(TEXTS), path)
     fixed = PythonSourceCode.default_config().set(path=str(library)).instantiate()
     with pytest.raises(FileExistsError, match="different source"):
-        prepare(fixed, tokenizer, path)
+        _prepare(fixed, path)

@@ -84,17 +84,13 @@ def test_a_part_leaves_its_tokens_lengths_and_bytes(folder: str, tokenizer: Toke
     )
 
 
-def test_documents_can_go_without_an_end(folder: str, tokenizer: Tokenizer):
+def test_documents_can_go_without_an_end_and_a_part_without_text(folder: str, tokenizer: Tokenizer):
     options = dataclasses.replace(OPTIONS, append_eos=False)
     tokenize_part(folder, 0, TextsPart(("ab", "c")), tokenizer, options)
     assert _tokens(folder, 0) == [97, 98, 99]
-
-
-def test_a_part_without_text_is_finished_too(folder: str, tokenizer: Tokenizer):
-    tokenize_part(folder, 0, TextsPart(("",)), tokenizer, OPTIONS)
-    assert _tokens(folder, 0) == []
-    result = read_result(folder, 0)
-    assert result is not None
+    result = tokenize_part(folder, 1, TextsPart(("",)), tokenizer, OPTIONS)
+    assert _tokens(folder, 1) == []
+    assert read_result(folder, 1) == result
     assert (result.num_documents, result.num_empty) == (0, 1)
 
 
@@ -191,11 +187,15 @@ class _FailingPart:
         raise OSError(self.code, os.strerror(self.code), "where")
 
 
-def test_a_full_disk_is_named_with_the_cure(folder: str, tokenizer: Tokenizer):
+def test_a_full_disk_is_named_with_the_cure_and_another_error_as_it_is(
+    folder: str, tokenizer: Tokenizer
+):
     with pytest.raises(DiskFullError, match="output_dir") as caught:
         tokenize_part(folder, 0, _FailingPart(errno.ENOSPC), tokenizer, OPTIONS)
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, folder)
     assert read_result(folder, 0) is None
+    with pytest.raises(OSError, match=r"\[Errno 5\] .*'where'"):
+        tokenize_part(folder, 0, _FailingPart(errno.EIO), tokenizer, OPTIONS)
 
 
 @pytest.mark.parametrize("file", ["lengths.npy", "json"])
@@ -211,22 +211,13 @@ def test_a_disk_that_is_full_at_the_end_leaves_no_finished_part(
     assert read_result(folder, 0) is None
 
 
-def test_another_error_of_the_system_is_raised_as_it_is(folder: str, tokenizer: Tokenizer):
-    with pytest.raises(OSError, match=r"\[Errno 5\] Input/output error: 'where'"):
-        tokenize_part(folder, 0, _FailingPart(errno.EIO), tokenizer, OPTIONS)
-
-
-def test_files_of_a_part_are_named_by_its_number(tmp_path: pathlib.Path):
-    assert part_file(str(tmp_path), 12, "json") == str(tmp_path / "parts" / "00012.json")
-
-
 @pytest.mark.parametrize("encoded", [False, True])
 def test_a_long_document_is_encoded_in_pieces(
     folder: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, encoded: bool
 ):
     monkeypatch.setattr(prepare_part, "PIECE_BYTES", 5000)
     monkeypatch.setattr(tokenizer_module, "PIECE_BYTES", 5000)
-    text = "".join(f"word{i} Grüße, " for i in range(10_000))
+    text = "".join(f"word{i} Grüße, " for i in range(1000))
     encode, sizes = tokenizer.encode_batch, []
     monkeypatch.setattr(
         tokenizer, "encode_batch", lambda texts: sizes.append(sum(map(len, texts))) or encode(texts)

@@ -17,29 +17,21 @@ def test_the_names_of_files_decide(tmp_path: pathlib.Path, name: str, kind: type
     (tmp_path / name).write_text("")
     assert source_for_path(str(tmp_path)).klass is kind
     assert source_for_path(str(tmp_path / name)).klass is kind
+    (tmp_path / "README").write_text("x")  # A single file of unknown kind is text.
+    assert list(source_for_path(str(tmp_path / "README")).instantiate().documents()) == ["x"]
 
 
-def test_a_single_file_of_unknown_kind_is_text(tmp_path: pathlib.Path):
-    (tmp_path / "README").write_text("x")
-    source = source_for_path(str(tmp_path / "README")).instantiate()
-    assert list(source.documents()) == ["x"]
-
-
-@pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
-def test_a_table_of_text_is_refused(tmp_path: pathlib.Path, name: str):
-    (tmp_path / name).write_text("a,b")
-    with pytest.raises(UserError, match=f"{name}.*JSON lines"):
-        source_for_path(str(tmp_path / name))
-
-
-def test_a_mixed_folder_and_an_empty_one_are_refused(tmp_path: pathlib.Path):
+def test_tables_of_text_mixed_folders_and_empty_ones_are_refused(tmp_path: pathlib.Path):
     with pytest.raises(FileNotFoundError, match=str(tmp_path)):
         source_for_path(str(tmp_path))
     with pytest.raises(FileNotFoundError, match="absent does not exist"):
         source_for_path(str(tmp_path / "absent"))
-    (tmp_path / "a.txt").write_text("")
-    (tmp_path / "a.jsonl").write_text("")
+    for name in ("a.txt", "a.jsonl", "a.csv", "a.tsv"):
+        (tmp_path / name).write_text("a,b")
     with pytest.raises(ValueError, match=r"\(JSON"):
         source_for_path(str(tmp_path))
+    for name in ("a.csv", "a.tsv"):
+        with pytest.raises(UserError, match=f"{name}.*JSON lines"):
+            source_for_path(str(tmp_path / name))
     pattern = str(tmp_path / "*.jsonl")
     assert source_for_path(pattern).paths == [pattern]

@@ -75,16 +75,13 @@ def test_beam_writes_the_same_documents(tmp_path: pathlib.Path):
     assert sorted(read.documents()) == sorted(TEXTS)
 
 
-def test_a_broken_record_is_an_error(tmp_path: pathlib.Path):
-    (tmp_path / "a.jsonl").write_text('{"text": "good"}\nbad\n')
-    source = JsonLines.default_config().set(paths=[str(tmp_path)]).instantiate()
-    with pytest.raises(BadRecordError, match=r"a.jsonl:2:.*JSON"):
-        build_text_corpus(source, "broken", str(tmp_path))
-
-
-def test_beam_that_is_not_installed_is_named(
+def test_a_broken_record_and_a_missing_package_are_named(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ):
+    (tmp_path / "a.jsonl").write_text('{"text": "good"}\nbad\n')
+    source = JsonLines.default_config().set(paths=[str(tmp_path)]).instantiate()
+    with pytest.raises(BadRecordError, match=r"a\.jsonl:2:.*JSON"):
+        build_text_corpus(source, "broken", str(tmp_path))
     monkeypatch.setitem(sys.modules, "apache_beam", None)
     with pytest.raises(ModuleNotFoundError, match=r"'moelib\[beam\]'"):
         build_text_corpus(_source(), "x", str(tmp_path), beam_runner="DirectRunner")

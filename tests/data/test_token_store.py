@@ -19,7 +19,7 @@ from moelib.data import store_check, token_store
 from moelib.data.lm_input import InputMode, LMInput
 from moelib.data.prepare import prepare
 from moelib.data.source import InMemorySource
-from moelib.data.token_store import TokenStore, check_splits, split_of_documents, token_dtype
+from moelib.data.token_store import TokenStore, split_of_documents, token_dtype
 from moelib.data.tokenizer import ByteTokenizer
 
 TEXTS = [f"document {i} " + "x" * (i % 7) for i in range(200)]
@@ -85,15 +85,6 @@ def test_ids_are_stored_in_the_smallest_type():
     assert [token_dtype(size) for size in (257, 65_536, 65_537)] == ["uint16", "uint16", "uint32"]
 
 
-@pytest.mark.parametrize(
-    "splits",
-    [{}, {"train": 0.5}, {"train": 1.5, "validation": -0.5}, {"train": math.nan}, {"": 1.0}],
-)
-def test_fractions_that_make_no_whole_are_refused(splits: dict[str, float]):
-    with pytest.raises(ValueError, match=re.escape(str(splits))):
-        check_splits(splits)
-
-
 def test_a_missing_store_is_named_with_the_cure(tmp_path: pathlib.Path):
     with pytest.raises(FileNotFoundError, match="`moelib"):
         _open(tmp_path / "store")
@@ -102,51 +93,40 @@ def test_a_missing_store_is_named_with_the_cure(tmp_path: pathlib.Path):
         _open(tmp_path / "store")
 
 
-def test_an_unknown_split_is_named(path: pathlib.Path):
+def test_splits_and_tokenizers_that_the_store_does_not_have_are_refused(path: pathlib.Path):
     with pytest.raises(ValueError, match=r"'test'.*\['train', 'vali"):
         _open(path, split="test")
-
-
-def test_a_split_without_documents_is_refused(path: pathlib.Path):
-    _as_older_version(path, splits={"train": 1 - 1e-9, "validation": 1e-9})
-    with pytest.raises(ValueError, match=r"Split 'validation'.*1e-09.*200 documents"):
-        _open(path, split="validation")
-
-
-def test_another_tokenizer_is_refused(path: pathlib.Path):
     own = _open(path).meta.tokenizer_hash
     _open(path, tokenizer_hash=own)
     with pytest.raises(ValueError, match=f"tokenizer {own[:12]}"):
         _open(path, tokenizer_hash="abcdef" * 10)
-
-
-def test_a_changed_tokenizer_file_is_noticed(path: pathlib.Path):
     content = json.loads((path / "tokenizer.json").read_text())
     content["pre_tokenizer"]["use_regex"] = False
     (path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"tokenizer.json"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
         _open(path).tokenizer()
+    _as_older_version(path, splits={"train": 1 - 1e-9, "validation": 1e-9})
+    with pytest.raises(ValueError, match=r"'validation'.*1e-09.*200 documents"):
+        _open(path, split="validation")
 
 
 def test_a_damaged_store_is_refused(path: pathlib.Path):
     tokens = path / token_store.tokens_file(1)
     content = tokens.read_bytes()
     tokens.write_bytes(content[:-2])
-    with pytest.raises(ValueError, match=rf"damaged: tokens-00001.bin.*{len(content) - 2} bytes"):
+    with pytest.raises(ValueError, match=rf"tokens-00001.bin.*{len(content) - 2} bytes"):
         _open(path)
     tokens.unlink()
-    with pytest.raises(ValueError, match=r"damaged: tokens-00001.bin"):
+    with pytest.raises(ValueError, match=r"tokens-00001\.bin"):
         _open(path)
     tokens.write_bytes(content)
     _as_older_version(path)
-    np.save(path / "lengths.npy", np.ones(3, np.uint32))
-    with pytest.raises(ValueError, match=r"damaged: lengths.npy.*3 entries.*200"):
-        _open(path)
-    np.save(path / "lengths.npy", np.ones(200, np.uint32))
-    with pytest.raises(ValueError, match=r"damaged: lengths.npy.*200"):
-        _open(path)
+    for lengths, message in (([1] * 3, "3 entries.*200"), ([1] * 200, "200, not to")):
+        np.save(path / "lengths.npy", np.array(lengths, np.uint32))
+        with pytest.raises(ValueError, match=rf"lengths\.npy.* {message}"):
+            _open(path)
     (path / "lengths.npy").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"damaged: lengths.npy"):
+    with pytest.raises(ValueError, match=r"lengths\.npy"):
         _open(path)
 
 
@@ -160,8 +140,14 @@ class _Hostile:
         return pathlib.Path.touch, (pathlib.Path(self._path),)
 
 
-@pytest.mark.parametrize("kind", ["objects", "pickle", "zip", "negative"])
-@pytest.mark.parametrize("name", ["lengths.npy", "num_bytes.npy", "token_num_bytes.npy"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *(("lengths.npy", kind) for kind in ("objects", "pickle", "zip", "negative")),
+        ("num_bytes.npy", "objects"),
+        ("token_num_bytes.npy", "objects"),
+    ],
+)
 def test_arrays_that_are_not_counts_are_refused(path: pathlib.Path, name: str, kind: str):
     _as_older_version(path)
     hostile = np.full(len(np.load(path / name)), _Hostile(path / "ran"), object)
@@ -187,8 +173,9 @@ def test_meta_that_names_a_file_outside_the_store_is_refused(path: pathlib.Path)
         _open(path)
 
 
-@pytest.mark.parametrize("name", ["tokens-00000.bin", "lengths.npy", None])
-@pytest.mark.parametrize("left", [{}, {"num_bytes.npy": []}])
+@pytest.mark.parametrize(
+    ("name", "left"), [("tokens-00000.bin", {}), (None, {}), ("lengths.npy", {"num_bytes.npy": []})]
+)
 def test_meta_without_the_hashes_of_a_file_is_refused(
     path: pathlib.Path, name: str | None, left: dict[str, list[str]]
 ):
@@ -206,9 +193,7 @@ def test_tokens_that_cannot_be_read_are_named(path: pathlib.Path, monkeypatch: p
     store = _open(path)
     with monkeypatch.context() as patch:
         patch.setattr(os, "pread", fail)
-        with pytest.raises(
-            UserError, match=r"tokens-0000.\.bin cannot be read: Input/output error"
-        ):
+        with pytest.raises(UserError, match=r"tokens-0000.\.bin.*Input/output error"):
             store.document(0)
     store = _open(path)
     shutil.rmtree(path)
@@ -334,6 +319,9 @@ def test_a_file_that_shrinks_ends_a_command_with_one_line(path: pathlib.Path):
         ("splits", {"train": math.nan}),
         ("splits", {"train": "1"}),
         ("splits", {"": 1.0}),
+        ("splits", {}),
+        ("splits", {"train": 0.5}),
+        ("splits", {"train": 1.5, "validation": -0.5}),
         ("append_eos", 1),
         ("tokenizer_hash", None),
     ],
@@ -341,12 +329,6 @@ def test_a_file_that_shrinks_ends_a_command_with_one_line(path: pathlib.Path):
 def test_a_wrong_value_in_meta_is_named(path: pathlib.Path, key: str, value: object):
     _as_older_version(path, **{key: value})
     with pytest.raises(UserError, match=re.escape(f"{key}=")):
-        _open(path)
-
-
-def test_meta_of_great_depth_is_refused(path: pathlib.Path):
-    (path / "meta.json").write_text("[" * 100_000)
-    with pytest.raises(UserError, match=r"meta\.json"):
         _open(path)
 
 
