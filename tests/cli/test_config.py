@@ -15,8 +15,10 @@ def tiny():
     return flame_moe.tiny()
 
 
-def test_counts_include_every_array(tiny):
+def test_counts_include_every_array_and_need_no_folder_and_no_data(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     counts = config.count(tiny)
+    assert not list(tmp_path.iterdir())
     assert counts["parameter_bytes"] == 4 * counts["total_parameters"]
     # AdamW keeps two moments, and a few counters.
     assert 0 <= counts["learner_bytes"] - 2 * counts["parameter_bytes"] < 100
@@ -25,19 +27,9 @@ def test_counts_include_every_array(tiny):
     assert counts["active_non_embedding_parameters"] == counts["active_parameters"] - embeddings
 
 
-def test_counting_needs_no_folder_and_no_data(tiny, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config.count(tiny)
-    assert not list(tmp_path.iterdir())
-
-
 def test_diff_shows_both_sides_of_what_differs(tiny, capsys):
-    other = tiny.clone(max_step=9)
-    config.print_diff(tiny, other, "a", "b")
+    config.print_diff(tiny, tiny.clone(max_step=9), "a", "b")
     assert capsys.readouterr().out == f"--- a\n+++ b\n- max_step: {tiny.max_step}\n+ max_step: 9\n"
-
-
-def test_equal_configs_have_no_difference(tiny, capsys):
     config.print_diff(tiny, tiny.clone(), "a", "b")
     assert capsys.readouterr().out.endswith("(no difference)\n")
 
@@ -76,9 +68,6 @@ def test_what_needs_a_config_is_refused_without(capsys, asked):
     with pytest.raises(UsageError, match="--config"):
         run_config("--module=experiments.flame_moe", asked)
     assert not capsys.readouterr().out
-
-
-def test_module_without_configs_is_named():
     with pytest.raises(InvalidConfigNameError, match=r"json .*named_trainer_configs"):
         run_config("--module=json")
 
@@ -93,22 +82,21 @@ def test_values_that_are_none_are_shown(capsys):
 
 def test_shardings_of_every_parameter_are_printed(capsys):
     arguments = ["--module=experiments.flame_moe", "--config=flame-moe-tiny", "--shardings"]
-    config.run(*parse_flags(config.Flags, [*arguments, "--mesh=fsdp=4,model=2"]))
+    run_config(*arguments, "--mesh=fsdp=4,model=2")
     shown = capsys.readouterr().out
     line = next(x for x in shown.splitlines() if "experts/down " in x)
     assert "(None, 'model', 'fsdp')" in line
     assert "65.5 kB" in line  # 16 x 64 x 128 float32 in eight parts.
     assert "expert_ffn over model" in line
     with pytest.raises(UsageError, match="--model_shards=2 requires --mesh=auto"):
-        config.run(*parse_flags(config.Flags, [*arguments, "--model_shards=2"]))
+        run_config(*arguments, "--model_shards=2")
     for unused in ("--mesh=fsdp=4", "--model_shards=2"):
         with pytest.raises(UsageError, match=f"{unused} requires --shardings"):
-            config.run(*parse_flags(config.Flags, [*arguments[:2], unused]))
+            run_config(*arguments[:2], unused)
 
 
 def test_twin_prints_a_config_that_can_be_read(capsys):
-    flags = ["--module=experiments.flame_moe", "--config=flame-moe-tiny", "--twin=flops"]
-    config.run(*parse_flags(config.Flags, flags))
+    run_config("--module=experiments.flame_moe", "--config=flame-moe-tiny", "--twin=flops")
     output = capsys.readouterr()
     cfg = config_parse.parse(output.out)
     assert cfg.model.decoder.block[0].feed_forward.hidden_dim == 264

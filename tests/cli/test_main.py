@@ -13,50 +13,39 @@ from moelib.core.config import UnknownFieldError
 TINY = ("train", "--module=experiments.flame_moe", "--config=flame-moe-tiny")
 
 
-def test_help_lists_every_command(capsys):
+def test_help_lists_every_command_and_its_flags(capsys):
     assert main.run(["--help"]) == 0
     text = capsys.readouterr().out
     assert all(f"  {name} " in text for name in main.COMMANDS)
+    assert main.run(["train", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "--config, -c: " in text
+    assert "(cpu|gpu|tpu)" in text
 
 
 def test_no_command_is_an_error_that_shows_the_help(capsys):
     assert main.run([]) == 2
     assert "Usage: moelib" in capsys.readouterr().out
-
-
-def test_unknown_command_names_the_nearest(capsys):
-    assert main.run(["trian"]) == 2
-    assert "'trian'; did you mean 'train'?" in capsys.readouterr().err
-
-
-def test_a_moved_command_names_the_new_one(capsys):
-    assert main.run(["bench", "step"]) == 2
-    assert "python -m benchmarks" in capsys.readouterr().err
-
-
-def test_version(capsys):
     assert main.run(["--version"]) == 0
     assert capsys.readouterr().out == f"moelib {moelib.__version__}\n"
 
 
-def test_unknown_flag_names_the_nearest(capsys):
-    assert main.run(["config", "--modul", "m"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("moelib config: unknown flag '--modul'; did you mean '--module'")
-
-
-def test_missing_flags_are_one_line(capsys):
-    assert main.run(["config"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("moelib config: --module and --config")
-    assert error.count("\n") == 1
-
-
-def test_help_of_a_command_shows_its_flags(capsys):
-    assert main.run(["train", "--help"]) == 0
-    text = capsys.readouterr().out
-    assert "--config, -c: " in text
-    assert "(cpu|gpu|tpu)" in text
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "'trian'; did you mean 'train'"),
+        (["bench", "step"], "python -m benchmarks"),  # It has moved.
+        (
+            ["config", "--modul", "m"],
+            "moelib config: unknown flag '--modul'; did you mean '--module'",
+        ),
+        (["config"], "moelib config: --module and --config"),
+    ],
+)
+def test_wrong_commands_and_flags_are_one_line(capsys, arguments, message):
+    assert main.run(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
 
 
 def test_flags_of_commands_are_described_for_the_documentation():
@@ -87,14 +76,6 @@ def test_a_missing_store_is_one_line_that_names_the_cure(tmp_path, capsys):
     assert "moelib prepare" in last
 
 
-@pytest.mark.parametrize("module", ["moelib", "moelib.launch"])
-def test_modules_run_as_commands(module):
-    command = [sys.executable, "-m", module, "--no_such"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "'--no_such'" in done.stderr
-
-
 @pytest.mark.parametrize("module", ["moelib", "moelib.launch", "benchmarks"])
 def test_commands_print_nothing_about_absent_tpus(module, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
@@ -106,6 +87,7 @@ def test_commands_print_nothing_about_absent_tpus(module, tmp_path):
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=env)
     assert done.returncode == 2
     assert done.stdout.split()[-1] == "1"
+    assert "'--no'" in done.stdout + done.stderr
 
 
 def test_machines_without_tpus_print_nothing_about_them():

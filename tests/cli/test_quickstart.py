@@ -29,15 +29,11 @@ def test_one_file_is_prepared_once_and_held_out_in_part(text, tmp_path, capsys):
     assert 0.005 < len(texts[1]) / len(texts[0]) < 0.1
 
 
-def test_too_little_text_is_an_error(tmp_path):
+def test_too_little_text_and_missing_text_are_errors(tmp_path):
     (tmp_path / "little.txt").write_text("a few words")
-    with pytest.raises(UserError, match="store"):
-        quickstart.prepare_text(f"{tmp_path}/little.txt", str(tmp_path / "store"), 300)
-
-
-def test_missing_text_is_an_error_that_names_it(tmp_path):
-    with pytest.raises(UserError, match=r"nothing\.txt"):
-        quickstart.prepare_text(f"{tmp_path}/nothing.txt", str(tmp_path / "store"), 300)
+    for name, message in (("little", "store"), ("nothing", r"nothing\.txt")):
+        with pytest.raises(UserError, match=message):
+            quickstart.prepare_text(f"{tmp_path}/{name}.txt", str(tmp_path / "store"), 300)
 
 
 def test_a_wrong_config_is_an_error_before_text_is_prepared(text, tmp_path):

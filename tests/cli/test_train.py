@@ -49,20 +49,19 @@ def test_the_step_that_runs_is_dumped_if_asked_for(command, tmp_path):
     assert list(tiny.losses(tmp_path / "run")) == [1]
 
 
-def test_a_dump_that_cannot_be_written_is_refused(command, tmp_path):
-    (tmp_path / "file").write_text("")
-    args = ["--module=named_tiny", "--config=tiny", f"--trainer_dir={tmp_path}/run"]
-    with pytest.raises(UserError, match="file/dump: Not"):
-        command(*args, f"--dump={tmp_path}/file/dump")
-
-
-def test_an_argument_that_is_no_flag_is_refused(command):
-    with pytest.raises(UsageError, match=r"'trainer_dir'.*'--trainer_dir'"):
-        command("--module=named_tiny", "--config=tiny", "trainer_dir")
-
-
-def test_config_and_folder_are_required(command):
-    with pytest.raises(UsageError, match="--module and --config"):
-        command()
-    with pytest.raises(UsageError, match="--trainer_dir"):
-        command("--module=named_tiny", "--config=tiny")
+@pytest.mark.parametrize(
+    ("args", "error", "message"),
+    [
+        (
+            ["--trainer_dir=run", "--dump=named_tiny.py/dump"],
+            UserError,
+            r"named_tiny\.py/dump: Not",
+        ),
+        (["trainer_dir"], UsageError, "'trainer_dir'.*'--trainer_dir'"),
+        (["--config="], UsageError, "--module and --config"),
+        ([], UsageError, "--trainer_dir"),
+    ],
+)
+def test_wrong_flags_are_refused(command, args, error, message):
+    with pytest.raises(error, match=message):
+        command("--module=named_tiny", "--config=tiny", *args)

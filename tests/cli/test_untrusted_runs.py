@@ -67,8 +67,14 @@ def folder(trained, tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("lines", LINES, ids=lambda lines: lines.split("\n")[0])
+@pytest.mark.parametrize(
+    ("command", "lines"),
+    [
+        *(("generate", lines) for lines in LINES),
+        *((command, LINES[0]) for command in COMMANDS if command != "generate"),
+    ],
+    ids=lambda value: value.split("\n")[0],
+)
 def test_code_that_a_run_names_is_refused_and_not_run(command, lines, folder, capsys):
     text = (folder / "config.txt").read_text()
     kept = [line for line in text.splitlines() if not line.startswith("dir")]
