@@ -313,7 +313,6 @@ class Checkpointer(Module):
             keep_best_n=cfg.keep_best_n,
             best_mode=cfg.best_mode,
         )
-        # Also those that earlier versions were deleting when they were killed.
         oldest, every = min(kept, default=0), cfg.keep_every_n_steps
         damaged = {x for x in self._damaged if x < oldest and not (every and x % every == 0)}
         for step in metrics.keys() - kept | found.keys() & damaged:

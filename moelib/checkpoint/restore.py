@@ -232,10 +232,8 @@ def check_restored(
     """
     arrays = tree.by_path(nested)
     found = {}
-    if not skip_checksums and record.checksums:
+    if not skip_checksums:
         found = checksums.finish_checksums(checksums.start_checksums(arrays))
-    elif not skip_checksums:
-        logger.info("%s has no checksums: an earlier version wrote it.", path)
     on_all_processes(lambda: _compare(path, arrays, record, found), path)
 
 

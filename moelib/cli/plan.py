@@ -37,9 +37,7 @@ class Flags(launch.ConfigFlags):
         None, "Sizes of mesh axes, such as fsdp=2,expert=-1, or auto; by default all meshes."
     )
     model_shards: int | None = flag(None, launch.MODEL_SHARDS, lower_bound=1)
-    current_mesh: bool = flag(
-        False, "Plan the config's own mesh, micro-batches and remat only.", old_name="as_is"
-    )
+    current_mesh: bool = flag(False, "Plan the config's own mesh, micro-batches and remat only.")
     tokens: float | None = flag(None, "Tokens of the whole run, for its days and dollars.")
     budget: float | None = flag(None, "Dollars of the whole run; excludes meshes that cost more.")
     prices: str | None = flag(None, "JSON file of dollars per device-hour by accelerator.")
@@ -69,7 +67,7 @@ class Flags(launch.ConfigFlags):
     dump: str | None = flag(None, "Folder for a compiled step at each stage, with a report.")
     top: int = flag(0, "Number of costliest functions and instructions to list.", lower_bound=0)
     compare: tuple[str, ...] = flag(
-        (), "File of a report, or of figures by key, to show in another column.", old_name="beside"
+        (), "File of a report, or of figures by key, to show in another column."
     )
 
     def check(self) -> None:

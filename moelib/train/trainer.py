@@ -62,6 +62,7 @@ from moelib.train.loop import TrainLoop
 from moelib.train.memory import check_memory
 from moelib.train.no_gradient import warn_without_gradient
 from moelib.train.pipeline import PipelineConfig, stack_of, warn_empty_stages
+from moelib.train.readable import check_readable
 from moelib.train.routing_log import RoutingEvaler
 from moelib.train.run_folder import locked_folders
 from moelib.train.settings import (
@@ -622,6 +623,9 @@ class SpmdTrainer(Module):
             check_processes(cfg)
             stack.enter_context(self.on_mesh())
             _ = self.batch_sharding  # Refuses a mesh that does not divide the batch.
+            # The functions of a task are passed again wherever its weights are read.
+            if cfg.checkpointer is not None and not isinstance(self.model, Task):
+                check_readable(cfg, self.trainer_state_specs.model)
             if not cfg.skip_kernel_check:
                 check_kernels(cfg.train_dtype)
             saver = None if cfg.checkpointer is None else self.checkpointer

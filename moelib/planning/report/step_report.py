@@ -12,8 +12,6 @@ from typing import Any
 
 SMALL_BYTES = 1024  # Collectives up to this size carry scalars or counts and cost latency only.
 
-_RENAMED = {"places": "locations"}  # Keys in reports of earlier versions.
-
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
@@ -252,9 +250,8 @@ def _build(kind: Any, value: Any) -> Any:
     """Returns a JSON value as an instance of a field's type."""
     if dataclasses.is_dataclass(kind):
         types = typing.get_type_hints(kind)
-        fields = {_RENAMED.get(name, name): inside for name, inside in value.items()}
         return typing.cast(Any, kind)(
-            **{name: _build(types.get(name, Any), inside) for name, inside in fields.items()}
+            **{name: _build(types.get(name, Any), inside) for name, inside in value.items()}
         )
     if typing.get_origin(kind) is tuple:
         return tuple(_build(typing.get_args(kind)[0], inside) for inside in value)
