@@ -143,14 +143,6 @@ def test_configs_load_no_jax():
     assert "jax" not in _loaded_by("import moelib.core.config")
 
 
-@pytest.mark.parametrize("path", _MODULES, ids=lambda p: p.relative_to(_ROOT).as_posix())
-def test_every_module_has_a_docstring_that_starts_with_a_sentence(path: pathlib.Path):
-    docstring = ast.get_docstring(ast.parse(path.read_text()))
-    assert docstring, "no docstring"
-    first = docstring.splitlines()[0]
-    assert re.search(r"[.:?]$", first), f"the first line is not a sentence: {first!r}"
-
-
 def test_every_folder_is_a_package_and_every_name_describes_its_content():
     for path in _MODULES:
         assert (path.parent / "__init__.py").exists(), f"{path.parent} has no __init__.py"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from moelib.core import tree
+from moelib.core import memory_maps, tree
 from moelib.core.config import did_you_mean
 from moelib.core.errors import UserError
 from moelib.core.param import is_spec
@@ -188,6 +188,7 @@ def compile_sharded(
         count = mesh.size // mesh.shape[axis]
         return NamedSharding(mesh, PartitionSpec(parallel if rows and rows % count == 0 else None))
 
+    memory_maps.warn_if_many()
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     replicated = NamedSharding(mesh, PartitionSpec())
     with jax.set_mesh(mesh):

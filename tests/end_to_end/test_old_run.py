@@ -31,6 +31,7 @@ def old_run(tmp_path, monkeypatch):
     return tmp_path / "run"
 
 
+@pytest.mark.slow
 def test_resumes_with_the_loss_of_the_code_that_wrote_it(old_run):
     cfg = parse((old_run / "config.txt").read_text()).set(max_step=3)
     out = cfg.instantiate(parent=None, devices=jax.devices()[:1]).run()
