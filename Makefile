@@ -34,7 +34,7 @@ test-fast: $(STAMP)  ## Run the checks that take seconds: no docs, no test that 
 	@.ci/run --fast
 
 test-all: $(STAMP)  ## Run every check, slow tests included.
-	@.ci/run -m "not gpu and not tpu and not hf"
+	@.ci/run -m "not gpu and not tpu and not hf" -o faulthandler_timeout=3600 --run_seconds=36000
 
 format: $(STAMP)  ## Format the code, apply the linter's fixes, and rewrite what docs quote.
 	@$(BIN)/ruff check --fix-only --quiet .

@@ -134,7 +134,7 @@ class TrainFlags(ConfigFlags, DeviceFlags):
     trainer_dir: str | None = flag(None, "Folder of the run, which an existing run resumes from.")
     accept_changes: tuple[str, ...] = flag(
         (),
-        "Changes to a run that resumes: schedule, train_dtype, accumulation, config.",
+        "Changes to a run: schedule, train_dtype, accumulation, config, tokenizer.",
         split=True,
     )
     trainer_prng_seed: int | None = flag(None, "Seed of initial parameters and dropout.")

@@ -4,6 +4,7 @@ Environment variables are set before JAX is imported, and subprocesses inherit t
 Tests marked `gpu` run with `JAX_PLATFORMS=cuda,cpu pytest -m gpu`.
 """
 
+import faulthandler
 import fnmatch
 import logging
 import os
@@ -15,16 +16,13 @@ from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # Silences TensorFlow's greeting on stderr.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # Errors of XLA, no greeting of TensorFlow.
 
 # Several processes compile for TPUs at a time, without a request to a cloud's metadata server.
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 
-# The persistent compilation cache: the learner's tests take 22 s instead of 90 s.
-os.environ.setdefault(
-    "JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parents[1] / ".cache/jax")
-)
+# Every program is kept: the learner's tests take 22 s instead of 90 s.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
@@ -38,11 +36,15 @@ import pytest
 
 from moelib.core import storage
 from tests import runtime_types
+from tests.compiled_programs import CompiledPrograms
+from tests.limits import Limits
 
 _TESTS = pathlib.Path(__file__).parent
 
-# Shapes and types in the signatures of these packages are checked at every call.
+# Shapes and types in the signatures of these packages are checked at every call, by the tests of
+# these folders: a checked trace takes half as long again.
 _CHECKED_PACKAGES = ("moelib.kernels", "moelib.layers", "moelib.models")
+_CHECKED_FOLDERS = ("kernels", "layers", "models", "test_conftest.py")
 
 # Folders that run optimizers: Optax mixes dtypes in its updates.
 _STANDARD_PROMOTION = (
@@ -78,8 +80,9 @@ _FAST = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds --fast."""
+    """Adds --fast and --run_seconds."""
     parser.addoption("--fast", action="store_true", help="run quick tests that compile no program")
+    parser.addoption("--run_seconds", type=int, default=3600, help="limit of a run with -n")
 
 
 def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
@@ -98,8 +101,13 @@ def _skip_compilation(event: str, **unused: object) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Enables JAX's checks, and the type checker for later imports."""
-    del config
+    """Enables JAX's checks, the type checker for later imports, and the limits of a process."""
+    limits = Limits(config)
+    config.pluginmanager.register(limits)
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        config.pluginmanager.register(CompiledPrograms())
+    else:  # A run whose workers answer no more.
+        faulthandler.dump_traceback_later(config.getoption("run_seconds"), exit=True)
     jax.config.update("jax_numpy_rank_promotion", "raise")
     checker = f"{runtime_types.__name__}.checked"
     jaxtyping.install_import_hook(list(_CHECKED_PACKAGES), checker)
@@ -117,6 +125,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     folder = item.path.relative_to(_TESTS).parts[0]
     mode = "standard" if folder in _STANDARD_PROMOTION else "strict"
     jax.config.update("jax_numpy_dtype_promotion", mode)
+    jaxtyping.config.update("jaxtyping_disable", folder not in _CHECKED_FOLDERS)
     if (state := sys.modules.get("moelib.train.state")) is not None:  # A trainer's initial state.
         state._ON_CPU["xla_backend_optimization_level"] = 0
 

@@ -240,7 +240,11 @@ class Checkpointer(Module):
             import orbax.checkpoint as ocp
 
             silence_orbax()
-            handler = ocp.CompositeCheckpointHandler()
+            # Replicas of smaller arrays write none of their own: each slice would be a program.
+            arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=1 << 20)
+            registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+            item = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+            handler = ocp.CompositeCheckpointHandler(state=item)  # contents.STATE_ITEM
             finalize = handler.finalize
 
             def finalize_with_record(directory: Any) -> None:

@@ -6,6 +6,7 @@ elements that are exchanged, remains undetected with a probability of about 2^-6
 """
 
 import functools
+from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -24,12 +25,27 @@ def start_checksums(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
     All processes that hold shards of the arrays must call it. The arrays may be donated afterward.
     """
-    structs = {name: _struct(x) for name, x in arrays.items()}
-    unique = set(structs.values())
-    if len(unique) > 1:
+    alike: dict[jax.ShapeDtypeStruct, list[str]] = defaultdict(list)
+    for name, x in arrays.items():
+        alike[_struct(x)].append(name)
+    # A program takes an array of each of its structs, of which the state has the same number.
+    groups: dict[Any, list[jax.ShapeDtypeStruct]] = defaultdict(list)
+    for like, names in alike.items():
+        # The devices hold a copy of one array of the host's memory at a time.
+        apart = like if _is_on_host(like) else None
+        groups[_mesh_of(like) or like.sharding, len(names), apart].append(like)
+    programs = [tuple(likes) for likes in groups.values()]
+    if len(programs) > 1:
         with ThreadPoolExecutor() as pool:  # A TPU's compiler takes a second for each.
-            list(pool.map(_program, unique))
-    return {name: _start(structs[name], x) for name, x in arrays.items()}
+            list(pool.map(_program, programs))
+    started = {}
+    for likes in programs:
+        for names in zip(*(alike[like] for like in likes), strict=True):
+            sums = _program(likes)([arrays[name] for name in names])
+            started.update(zip(names, sums, strict=True))
+            if _is_on_host(likes[0]):
+                jax.block_until_ready(sums)
+    return {name: started[name] for name in arrays}
 
 
 def finish_checksums(started: Mapping[str, Any]) -> dict[str, str]:
@@ -42,22 +58,25 @@ def _struct(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))
 
 
-@functools.cache
-def _program(like: jax.ShapeDtypeStruct) -> jax.stages.Compiled:
-    """Returns the compiled checksum of an array, whose result is on all of its devices."""
+def _mesh_of(like: jax.ShapeDtypeStruct) -> jax.sharding.Mesh | None:
     mesh = getattr(like.sharding, "mesh", None)
-    if not isinstance(mesh, jax.sharding.Mesh):  # On one device.
-        return jax.jit(checksum).lower(like).compile()
+    return mesh if isinstance(mesh, jax.sharding.Mesh) else None
+
+
+def _is_on_host(like: jax.ShapeDtypeStruct) -> bool:
+    return getattr(like.sharding, "memory_kind", None) == "pinned_host"
+
+
+@functools.cache
+def _program(likes: tuple[jax.ShapeDtypeStruct, ...]) -> jax.stages.Compiled:
+    """Returns the compiled checksums of some arrays, whose results are on all of their devices."""
+    run = lambda arrays: [checksum(x) for x in arrays]
+    mesh = _mesh_of(likes[0])
+    if mesh is None:  # On one device.
+        return jax.jit(run).lower(list(likes)).compile()
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     with jax.set_mesh(mesh):
-        return jax.jit(checksum, out_shardings=replicated).lower(like).compile()
-
-
-def _start(like: jax.ShapeDtypeStruct, x: Any) -> tuple[jax.Array, jax.Array]:
-    sums = _program(like)(x)
-    if getattr(like.sharding, "memory_kind", None) == "pinned_host":
-        jax.block_until_ready(sums)  # The devices hold a copy of one such array at a time.
-    return sums
+        return jax.jit(run, out_shardings=replicated).lower(list(likes)).compile()
 
 
 def checksum(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -342,11 +342,6 @@ def _assembled(name: str, struct: Any, shards: Iterable[_Shard]) -> jax.Array:
     return jax.make_array_from_callback(struct.shape, sharding, part)
 
 
-def _slices(spans: Iterable[tuple[int, int]], origin: Iterable[int]) -> tuple[slice, ...]:
-    """Returns spans of an array as slices of the part that begins at `origin`."""
-    return tuple(slice(a - o, b - o) for (a, b), o in zip(spans, origin, strict=True))
-
-
 def _filled(
     name: str, ranges: list[tuple[int, int]], dtype: Any, shards: Iterable[_Shard]
 ) -> np.ndarray:

@@ -133,12 +133,13 @@ def _restore_params(path: str, target: Any, skip_checksums: bool, partial: bool)
 
     def struct(source: str, like: Any) -> jax.ShapeDtypeStruct:
         dtype, shape = record.arrays[source]
-        sharding = getattr(like, "sharding", None) if shape else None
+        sharding = getattr(like, "sharding", None)
         return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=sharding)
 
     arrays = {source: struct(source, leaves[name]) for name, source in sources.items()}
     for name, base in bases.items():
-        arrays |= {f"{base}{x}": struct(f"{base}{x}", leaves[name]) for x in ("b1", f"z/{name}")}
+        arrays[f"{base}b1"] = struct(f"{base}b1", None)  # A scalar, read by each process.
+        arrays[f"{base}z/{name}"] = struct(f"{base}z/{name}", leaves[name])
     nested = _read(path, tree.unflatten(arrays), partial=True)
     check_restored(path, nested, record, skip_checksums=skip_checksums)
     read = tree.by_path(nested)

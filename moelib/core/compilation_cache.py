@@ -33,7 +33,7 @@ def use_compilation_cache() -> None:
     config = jax.config
     if config.jax_compilation_cache_dir is not None or not config.jax_enable_compilation_cache:
         return
-    folder = pathlib.Path(user_cache_dir("programs"), _kind_of_processor())
+    folder = pathlib.Path(user_cache_dir("programs"), kind_of_processor())
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _delete_incomplete_entries(folder)
@@ -50,7 +50,7 @@ def use_compilation_cache() -> None:
             config.update(name, value)
 
 
-def _kind_of_processor() -> str:
+def kind_of_processor() -> str:
     """Returns a name that differs between processors of different instructions."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

@@ -1,5 +1,6 @@
 """`choose_specs`: candidate shardings compiled ahead of time, and the cheapest of them."""
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from moelib.core import tree
+from moelib.core import memory_maps, tree
 from moelib.core.config import did_you_mean
 from moelib.core.errors import UserError
 from moelib.core.param import is_spec
@@ -23,6 +24,7 @@ from moelib.parallel.auto_sharding.specs import (
     Leftover,
     auto_partition_specs,
     check_spec,
+    check_windows,
 )
 from moelib.parallel.sharding import mesh_axes_of
 from moelib.planning.hlo import program
@@ -75,9 +77,9 @@ def choose_specs(
 ) -> Choice:
     """Compiles the loss and its gradient for several shardings, and returns the cheapest.
 
-    The candidates are the traced sharding, the one from shapes, replication, and `others`. Nothing
-    runs: parameters and batch may be `jax.ShapeDtypeStruct`s, and the mesh may be one of described
-    devices.
+    The candidates are the traced sharding, the one from shapes unless it shards a convolution's
+    window, replication, and `others`. Nothing runs: parameters and batch may be
+    `jax.ShapeDtypeStruct`s, and the mesh may be one of described devices.
 
     Args:
         loss: Function of (params, *example_batch) with a scalar result.
@@ -126,13 +128,16 @@ def choose_specs(
     whole = jax.tree.map(lambda _: PartitionSpec(), traced.specs)
     named = {
         "traced": (traced.specs, traced.use_specs),
-        "shapes": (by_shape.specs, by_shape.use_specs),
         "replicated": (whole, whole),
     }
+    with contextlib.suppress(UserError):  # Shapes do not show all windows of convolutions.
+        _check_windows("shapes", by_shape.specs, traced)
+        named["shapes"] = by_shape.specs, by_shape.use_specs
     if not isinstance(others := others or {}, Mapping):
         raise UserError(f"others={others!r}: pass trees of PartitionSpecs by name.")
     for name, specs in others.items():
         _check_candidate(name, specs, arrays, sizes, taken=named)
+        _check_windows(name, specs, traced)
         named[name] = specs, specs
     compiled = []
     for name, (specs, use_specs) in named.items():
@@ -165,6 +170,13 @@ def _check_candidate(
         check_spec(spec, leaf.shape, sizes, f"others[{name!r}]: {path}")
 
 
+def _check_windows(name: str, specs: Any, traced: AutoShardings) -> None:
+    for spec, (path, windows) in zip(
+        jax.tree.leaves(specs), traced.report.windows.items(), strict=True
+    ):
+        check_windows(spec, windows, f"others[{name!r}]: {path}")
+
+
 def compile_sharded(
     step: Callable[..., Any], params: Any, batch: Any, specs: Any, mesh: Mesh, axis: str
 ) -> str:
@@ -176,6 +188,7 @@ def compile_sharded(
         count = mesh.size // mesh.shape[axis]
         return NamedSharding(mesh, PartitionSpec(parallel if rows and rows % count == 0 else None))
 
+    memory_maps.warn_if_many()
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     replicated = NamedSharding(mesh, PartitionSpec())
     with jax.set_mesh(mesh):

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import jax
 
+from moelib.core import memory_maps
 from moelib.core.errors import UserError
 
 # Without these, an all-gather or a reduce-scatter over the whole torus is an all-reduce of a buffer
@@ -97,6 +98,7 @@ def spelled(options: Mapping[str, str]) -> dict[str, str]:
 
 def compile_with(lowered: jax.stages.Lowered, options: Mapping[str, str]) -> jax.stages.Compiled:
     """Returns the compiled step. Raises UserError for an option that the compiler refuses."""
+    memory_maps.warn_if_many()
     try:
         return lowered.compile(compiler_options=dict(options))
     except jax.errors.JaxRuntimeError as error:

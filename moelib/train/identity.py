@@ -146,7 +146,7 @@ def saved_config(
 
     Args:
         directory: Folder of the run.
-        record: The record; None for config.txt.
+        record: The record; None, or one without a config, for config.txt.
         names: Classes and functions that the config may name, as in `parse`.
         use_file: Whether config.txt is preferred to the record.
 
@@ -158,10 +158,10 @@ def saved_config(
     try:
         written = read_text(path) if storage.exists(path) else ""
     except UserError as error:
-        if record is None or use_file:
+        if record is None or not record.config or use_file:
             raise
         logger.warning("%s The config of step %d is used.", error, record.step)
-    if record is None or written == record.config or (written and use_file):
+    if record is None or not record.config or written == record.config or (written and use_file):
         return (written, f"{path}:") if written else ("", "")
     source = f"{directory}, config in the record of step {record.step}, line "
     if written:
@@ -207,8 +207,8 @@ def check_directory(
     """Checks that a folder with checkpoints belongs to the run that `cfg` describes.
 
     The config of the run is read first: fields that are new since and left at their defaults make
-    no difference. Other changes, also of the mesh and of
-    versions, are logged, and are events "changed" in the log of the run.
+    no difference. Other changes, also of the mesh and of versions, are logged, and are events
+    "changed" in the log of the run.
 
     Args:
         cfg: Config of the trainer.

@@ -62,6 +62,11 @@ class InitFrom(Configurable):
         chosen = [x["step"] for x in events if x["event"] == INIT_FROM and x["run"] == folder]
         return chosen[-1] if chosen else None
 
+    @property
+    def folder(self) -> str:
+        """The absolute folder of the weights."""
+        return self._named()[0]
+
     def _named(self) -> tuple[str, str]:
         """Returns the absolute folder, and "", "best" or a step."""
         folder, _, at = self.config.run.rpartition("@")

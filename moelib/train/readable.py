@@ -3,11 +3,11 @@
 import itertools
 import re
 import sys
-from typing import Any
+from typing import Any, cast
 
 from moelib.core import config_types, tree, trusted_code
 from moelib.core.config_parse import parse
-from moelib.core.config_paths import is_plain, lines
+from moelib.core.config_paths import Line, is_plain, lines
 from moelib.core.errors import UserError
 from moelib.train.identity import named
 from moelib.train.run_log import CONFIG_FILE
@@ -38,7 +38,7 @@ def check_readable(cfg: Any, specs: tree.Nested) -> None:
     back = parse(cfg.debug_string(), source=f"{CONFIG_FILE}:", trusted=True)
     for line, other in itertools.zip_longest(written, lines(back, unset=False)):
         if line is None or other is None or line[:2] != other[:2]:
-            path, text, *_ = line or other
+            path, text = (line or cast("Line", other))[:2]
             read = "not set" if other is None else config_types.cut(f"{other.path}: {other.text}")
             raise UserError(
                 f"{path} is {config_types.cut(text)}, but {CONFIG_FILE} would read {read}; set it "

@@ -42,6 +42,7 @@ from moelib.layers.base import BaseLayer
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.moe.recording import RecordedRouting, recording_routing
 from moelib.models.multi_token_prediction import MULTI_TOKEN
+from moelib.parallel.sharding import current_rules
 from moelib.train.identity import check_inputs
 from moelib.train.state import batch_sharding
 
@@ -135,6 +136,7 @@ class RoutingEvaler(Module):
         mesh: jax.sharding.Mesh,
         *,
         step: int,
+        run_mesh: Mapping[str, int] | None = None,
         on_batch: Callable[[int], None] | None = None,
     ) -> str:
         """Writes the log of a step, and returns its folder; all processes must call it.
@@ -145,6 +147,7 @@ class RoutingEvaler(Module):
             params: Parameters of the model.
             mesh: The mesh that they are sharded over.
             step: Step of the parameters.
+            run_mesh: Sizes of the mesh axes in training; None for those of `mesh`.
             on_batch: Function called after each batch with the number of the batch, from 0.
 
         Raises:
@@ -164,7 +167,7 @@ class RoutingEvaler(Module):
             if on_batch is not None:
                 on_batch(number)
         all_files = files.gathered(folder)
-        cfg = self._input_config
+        cfg, sizes = self._input_config, run_mesh or dict(mesh.shape)
         dtype = self._trainer.train_dtype or self.model.config.dtype or "float32"
         header = RoutingHeader(
             step=step,
@@ -177,7 +180,7 @@ class RoutingEvaler(Module):
             itemsize=jnp.dtype(dtype).itemsize,
             config_hash=self._digest,
             input=self._input.identity,
-            mesh=dict(mesh.shape),
+            mesh={axis: sizes[axis] for axis in current_rules()["batch"] if axis in sizes},
             files=all_files,
         )
         done = _Files()

@@ -19,6 +19,7 @@ from moelib.core import tree
 from moelib.core.config import (
     REQUIRED,
     DType,
+    FunctionConfig,
     InstantiableConfig,
     Required,
     config_class,
@@ -27,9 +28,8 @@ from moelib.core.config import (
 from moelib.core.errors import UserError
 from moelib.core.module import Module, nowrap
 from moelib.core.param import is_spec
-from moelib.data.input import Input, batch_spec, save_tokenizer
+from moelib.data.input import Input, batch_spec
 from moelib.data.prefetch import HostRows, host_rows, row_sharding
-from moelib.data.tokenizer import FILE_NAME, SETTINGS_FILE
 from moelib.layers.kernel_backends import kernel_backends, warn_unused_backends
 from moelib.layers.kernel_check import check_kernels
 from moelib.learner.learner import Learner
@@ -60,8 +60,10 @@ from moelib.train.init_from import InitFrom
 from moelib.train.input_state import gather_input_state, input_state_of
 from moelib.train.loop import TrainLoop
 from moelib.train.memory import check_memory
+from moelib.train.model_files import check_tokenizers, save_tokenizer
 from moelib.train.no_gradient import warn_without_gradient
 from moelib.train.pipeline import PipelineConfig, stack_of, warn_empty_stages
+from moelib.train.pretrained import FILES, copy_files, state_from_hugging_face
 from moelib.train.readable import check_readable
 from moelib.train.routing_log import RoutingEvaler
 from moelib.train.run_folder import locked_folders
@@ -149,7 +151,8 @@ class SpmdTrainer(Module):
         dir: Required[str] = REQUIRED  # Folder of the run.
         # Accepted differences from the run in `dir` that change all further steps: "schedule"
         # (max_step or decay_steps), "train_dtype", "accumulation" (num_microbatches), "config"
-        # (settings that determine the numbers of a run). None accepts nothing.
+        # (settings that determine the numbers of a run). Also "tokenizer": the input has another
+        # one than the initial weights or an evaler. None accepts nothing.
         accept_changes: Sequence[str] | None = None
         # Step whose checkpoint the run resumes from, once; later ones are moved aside. None resumes
         # from the newest.
@@ -449,8 +452,8 @@ class SpmdTrainer(Module):
 
     def _save_tokenizer(self) -> None:
         """Writes the input's tokenizer into the folder of the run, and hashes its files."""
-        if save_tokenizer(self.config.input, self.config.dir) or not self._file_sums:
-            self._file_sums = file_sums(self.config.dir, (FILE_NAME, SETTINGS_FILE))
+        if save_tokenizer(self.config) or not self._file_sums:
+            self._file_sums = file_sums(self.config.dir, FILES)
 
     @nowrap
     def save_checkpoint(
@@ -658,10 +661,14 @@ class SpmdTrainer(Module):
             step = self.restore_checkpoint()
             if step is None:
                 _ = self.input  # Opened first: missing data is an error before computations.
+                weights = self._weights_folder()
+                fits = check_tokenizers(self.config, weights)
                 if self._init_from is not None and not self._origin:
                     earlier = self._init_from.earlier_step(rewind.course_of(self.config.dir))
                     self._origin = {} if earlier is None else {"step": earlier}
                 self.init(prng_key)
+                if weights is not None and fits and jax.process_index() == 0:
+                    copy_files(weights, self.config.dir)
                 if self._origin and jax.process_index() == 0:
                     self._account.note(rewind.INIT_FROM, **self._origin)
                     logger.warning("The run starts from %(run)s, step %(step)s.", self._origin)
@@ -671,12 +678,21 @@ class SpmdTrainer(Module):
                     "(--trainer_dir) to start from it.",
                     *(self.config.init_from.run, self.config.dir, step),
                 )
+            if step is not None and step < self.config.max_step:
+                check_tokenizers(self.config, self.config.dir)
             if self._restored is not None and step != checked:  # Local, or before a damaged one.
                 self._check_directory(self._restored.record)
         if self.config.checkpointer is not None and self.checkpointer.local is not None:
             self.checkpointer.local.delete_after(self.step)
         self._account.resume(self.step, time.perf_counter() - begin)
         self.summary_writer.resume(self.step)
+
+    def _weights_folder(self) -> str | None:
+        """Returns the folder whose weights a new run starts from, if there is one."""
+        builder = self.config.init_state_builder
+        if isinstance(builder, FunctionConfig) and builder.fn is state_from_hugging_face:
+            return builder.folder
+        return None if self._init_from is None else self._init_from.folder
 
     def _take_steps(self, prng_key: jax.Array | int | None) -> dict[str, Any]:
         """Runs the loop, again from the newest checkpoint after each bad step to take again."""

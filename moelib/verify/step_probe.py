@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from moelib.checkpoint.contents import CheckpointRecord
-from moelib.core import tree
+from moelib.core import memory_maps, tree
 from moelib.core.jaxpr import abstract_parameters, forward_pass, walk
 from moelib.core.tree import Nested
 from moelib.data.prefetch import row_sharding
@@ -102,6 +102,7 @@ class Probe:
             )
             return after, packed, recorder.gradients, update.params, update.state
 
+        memory_maps.warn_if_many()
         with trainer.on_mesh():
             out = (self.shardings, None, None, None, self.shardings.learner)
             arguments = self._put(state, batch, gradients)

@@ -151,8 +151,8 @@ def test_parameters_of_nothing_are_refused(tmp_path):
 
 @pytest.mark.parametrize("num_devices", [4, None])
 def test_parameters_have_the_targets_sharding_or_one_device(checkpointer, num_devices):
-    save(checkpointer, 4)
-    model = make_state()["model"]
+    model = make_state()["model"] | {"scale": jnp.float32(2)}
+    save(checkpointer, 4, make_state(4) | {"model": model})
     target = target_of(model, num_devices) if num_devices else jax.eval_shape(lambda: model)
     restored = restore_params_only(checkpointer.dir, target).state
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])

@@ -93,18 +93,6 @@ class Fusions:
 
 
 @dataclasses.dataclass(frozen=True)
-class DeepFusion:
-    """A fusion of many instructions."""
-
-    name: str
-    kind: str
-    instructions: int  # Instructions inside.
-    levels: int  # Levels of nested fusions.
-    executions: int
-    op_name: str
-
-
-@dataclasses.dataclass(frozen=True)
 class Share:
     """The amount of a category, in the unit of its table (bytes or cycles)."""
 
@@ -123,7 +111,7 @@ class Finding:
     config_path: str  # Field of the trainer's config to change.
     advice: str  # The problem, and the setting that avoids it.
     bytes: int = 0  # Of the instruction's result, or of an array of the state, per device.
-    executions: int = 0  # Per step; 0 if the subject is not an instruction.
+    executions: float = 0  # Per step; 0 if the subject is not an instruction.
     op_name: str = ""
     locations: tuple[str, ...] = ()  # Source lines, innermost first.
     count: int = 1  # Number of instructions with the same rule, config_path and advice.
@@ -158,7 +146,7 @@ class Costly:
     op_name: str
     source: str  # Function that made it.
     locations: tuple[str, ...]  # Innermost source lines of the calls to it.
-    executions: int
+    executions: float
     cycles: int
 
 
@@ -198,7 +186,6 @@ class StepReport:
     stages: tuple[Stage, ...] = ()  # From the jaxpr to the compiled program.
     collective_groups: tuple[CollectiveGroups, ...] = ()
     fusion_kinds: tuple[Fusions, ...] = ()
-    deepest_fusions: tuple[DeepFusion, ...] = ()
     memory_shares: tuple[Share, ...] = ()  # Bytes by content.
     cycle_shares: tuple[Share, ...] = ()  # Cycles by kind of work and phase.
     findings: tuple[Finding, ...] = ()

@@ -1,0 +1,65 @@
+"""Limits of a process that runs tests: its memory maps and its memory.
+
+A compiled program takes 6 to 150 memory maps, and Linux grants a process some 65,000: XLA ends a
+process that needs more.
+"""
+
+import gc
+import resource
+import sys
+
+import jax
+import pytest
+
+from moelib.core import memory_maps
+
+_CLEAR_MAPS, _MAX_MAPS = 12_000, 30_000
+_MAX_MEMORY = 3 << 30  # Bytes.
+
+
+class Limits:
+    """The plugin of a process that runs tests, and of one that reports on its workers."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._maps, self._memory = (0, ""), (0, "")  # The largest, each with its file.
+        self._lines: list[str] = []  # Of xdist's workers.
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
+        """Measures the process after each file, and frees compiled programs if there are many."""
+        if nextitem is not None and nextitem.path == item.path:
+            return
+        file, maps = item.nodeid.partition("::")[0], memory_maps.count()
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        memory *= 1 if sys.platform == "darwin" else 1024
+        was_within = self._memory[0] <= _MAX_MEMORY
+        self._maps, self._memory = max(self._maps, (maps, file)), max(self._memory, (memory, file))
+        if maps > _CLEAR_MAPS:
+            gc.collect()
+            jax.clear_caches()
+        if maps > _MAX_MAPS:
+            pytest.fail(f"{file}: {maps:,} memory maps, above {_MAX_MAPS:,}.")
+        if memory > _MAX_MEMORY and was_within:
+            pytest.fail(f"{file}: {memory / 2**30:.2f} GiB at peak, above {_MAX_MEMORY >> 30}.")
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self) -> None:
+        """Hands the largest numbers of a worker to the process that reports."""
+        if hasattr(self._config, "workeroutput"):
+            self._config.workeroutput["limits"] = self._line()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: object) -> None:
+        """Keeps the numbers of a worker that ends."""
+        line = getattr(node, "workeroutput", {}).get("limits", "ended without numbers")
+        self._lines.append(f"{node.gateway.id}: {line}")
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Reports the largest numbers of each process that ran tests."""
+        for line in sorted(self._lines) or [self._line()]:
+            terminalreporter.write_line(line)
+
+    def _line(self) -> str:
+        (maps, most), (memory, largest) = self._maps, self._memory
+        return f"at most {maps:,} memory maps ({most}), {memory / 2**30:.2f} GiB ({largest})"
