@@ -28,6 +28,7 @@ from moelib.core.config import (
 from moelib.core.errors import UserError
 from moelib.core.module import Module, nowrap
 from moelib.core.param import is_spec
+from moelib.core.processes import agreed, on_process_0
 from moelib.data.input import Input, batch_spec
 from moelib.data.prefetch import HostRows, host_rows, row_sharding
 from moelib.layers.kernel_backends import kernel_backends, warn_unused_backends
@@ -468,8 +469,7 @@ class SpmdTrainer(Module):
         Raises:
             UserError: If a folder of the run was moved, or its lock removed.
         """
-        for check in self._check_locks:
-            check()
+        on_process_0(lambda: [check() for check in self._check_locks])
         record = CheckpointRecord(
             step=self.step,
             arrays={},
@@ -619,7 +619,6 @@ class SpmdTrainer(Module):
             CheckpointSaveError: If the last checkpoint could not be written.
         """
         cfg = self.config
-        is_writer = jax.process_index() == 0
         self._account = self._new_account()
         check_job()
         with contextlib.ExitStack() as stack:
@@ -633,18 +632,20 @@ class SpmdTrainer(Module):
                 check_kernels(cfg.train_dtype)
             saver = None if cfg.checkpointer is None else self.checkpointer
             checked = None
-            if is_writer:
+
+            def lock() -> None:
                 folders = locked_folders(cfg.dir, None if saver is None else saver.dir)
                 self._check_locks = stack.enter_context(folders)
-                self._account.start()
+
+            on_process_0(lock)
             if saver is not None:
                 saver.remove_unfinished()
                 checked = rewind.rewind(cfg, saver, self._host_rows, self.mesh().shape)
-                if checked is None and saver.latest_step() is not None:
-                    checked = self._check_directory(newest_record(saver.dir))
+                if checked is None:
+                    checked = agreed(self._check_newest)
+            self._account.start()
             self._start(prng_key, checked)
-            if is_writer:
-                write_config(cfg, cfg.dir)
+            on_process_0(lambda: write_config(cfg, cfg.dir))
             self.summary_writer.write_text(self.step, "config", cfg.debug_string())
             return self._take_steps(prng_key)
 
@@ -660,15 +661,16 @@ class SpmdTrainer(Module):
             watchdog.beat(self.step)
             step = self.restore_checkpoint()
             if step is None:
-                _ = self.input  # Opened first: missing data is an error before computations.
+                # Opened first: missing data is an error before computations.
                 weights = self._weights_folder()
-                fits = check_tokenizers(self.config, weights)
+                agreed(lambda: self.input)
+                fits = agreed(lambda: check_tokenizers(self.config, weights))
                 if self._init_from is not None and not self._origin:
                     earlier = self._init_from.earlier_step(rewind.course_of(self.config.dir))
                     self._origin = {} if earlier is None else {"step": earlier}
                 self.init(prng_key)
-                if weights is not None and fits and jax.process_index() == 0:
-                    copy_files(weights, self.config.dir)
+                if weights is not None and fits:
+                    on_process_0(lambda: copy_files(weights, self.config.dir))
                 if self._origin and jax.process_index() == 0:
                     self._account.note(rewind.INIT_FROM, **self._origin)
                     logger.warning("The run starts from %(run)s, step %(step)s.", self._origin)
@@ -730,6 +732,13 @@ class SpmdTrainer(Module):
 
     def _new_account(self) -> TimeAccount:
         return TimeAccount(self.config.dir, self.summary_writer.config.jsonl_path)
+
+    def _check_newest(self) -> int | None:
+        """Checks that the newest checkpoint is this run's; returns its step, None without any."""
+        saver = self.checkpointer
+        if saver.latest_step() is None:
+            return None
+        return self._check_directory(newest_record(saver.dir))
 
     def _check_directory(self, record: CheckpointRecord | None) -> int | None:
         """Checks that a checkpoint is this run's, and returns its step."""
