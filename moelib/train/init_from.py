@@ -24,7 +24,7 @@ from moelib.core.processes import gather_json
 from moelib.core.tree import Nested
 from moelib.train import pretrained
 from moelib.train.rewind import INIT_FROM
-from moelib.train.state import TrainerState
+from moelib.train.state import TrainerState, restart_learner
 
 
 class Start(NamedTuple):
@@ -96,7 +96,7 @@ class InitFrom(Configurable):
             if at or cfg.rules or cfg.state == "all":
                 raise UserError(f"init_from.run={cfg.run!r} is no run; set it alone.")
             state = pretrained.state_from_hugging_face(folder, model)(state)
-            return Start(_with_learner(state, learner), None, origin)
+            return Start(restart_learner(state, learner), None, origin)
         if step is None:
             found = find_checkpoints(checkpoints, int(at) if at.isdigit() else None, required=True)
             step = origin["step"] = max(found) if at != "best" else _best(checkpoints, max(found))
@@ -108,7 +108,7 @@ class InitFrom(Configurable):
             return Start(restored.state, restored.record.input, origin)
         record = on_all_processes(functools.partial(CheckpointRecord.read, path), path)
         params = self._parameters(state.model, record, checkpoints)
-        return Start(_with_learner(state._replace(model=params), learner), None, origin)
+        return Start(restart_learner(state._replace(model=params), learner), None, origin)
 
     def _parameters(self, initial: Nested, record: CheckpointRecord, checkpoints: str) -> Nested:
         own, run = tree.by_path(initial), self.config.run
@@ -219,13 +219,6 @@ def _target(own: jax.Array, saved: Any, here: str, run: str) -> jax.ShapeDtypeSt
 def _targets(arrays: Any) -> Any:
     struct = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
     return jax.tree.map(struct, arrays)
-
-
-def _with_learner(state: TrainerState, learner: Any) -> TrainerState:
-    """Returns the state with the learner's state at the beginning, as its parameters have it."""
-    shardings = jax.tree.map(lambda x: x.sharding, state.learner)
-    new = jax.jit(learner.init, out_shardings=shardings)(state.model)
-    return state._replace(learner=new)
 
 
 def _best(checkpoints: str, newest: int) -> int:

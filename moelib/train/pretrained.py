@@ -15,7 +15,7 @@ import numpy as np
 
 from moelib.checkpoint.contents import CheckpointMismatchError
 from moelib.checkpoint.safetensors import TensorFolder, add_sums, write_tensors
-from moelib.core import storage, tree
+from moelib.core import storage
 from moelib.core.errors import UserError
 from moelib.core.files import copy_file, read_json, write_json
 from moelib.core.param import specs_by_path
@@ -129,8 +129,8 @@ def state_from_hugging_face(
 
         cfg.init_state_builder = config_for_function(state_from_hugging_face).set(folder="...")
 
-    Averages of the parameters start from the same weights. State that only the run's model has,
-    such as load counters, starts at 0. The initial parameters are freed before any weight is read.
+    State that only the run's model has, such as load counters, starts at 0. The initial parameters
+    are freed before any weight is read.
 
     Args:
         folder: Folder with config.json and safetensors.
@@ -156,14 +156,7 @@ def state_from_hugging_face(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state.model
         )
         jax.tree.map(lambda x: x.delete(), state.model)
-        params = _read_tensors(folder, family, model, targets)
-        learner = state.learner
-        if learner.ema is not None:
-            found = tree.by_path(params)
-            copied = lambda path, old: jnp.array(found[path], old.dtype, copy=True)
-            average = tree.map_by_path(copied, learner.ema.params)
-            learner = learner._replace(ema=learner.ema._replace(params=average))
-        return state._replace(model=params, learner=learner)
+        return state._replace(model=_read_tensors(folder, family, model, targets))
 
     return build
 

@@ -118,7 +118,8 @@ class SpmdTrainer(Module):
         # Parts of a batch computed one after the other, with one set of gradients.
         num_microbatches: int = 1
         # Builds a function from the initial TrainerState to the one to start from. The builder gets
-        # the model, if it has an argument of that name.
+        # the model, if it has an argument of that name. The state of the learner follows from the
+        # new parameters, unless the function replaces it too.
         init_state_builder: InstantiableConfig | None = None
         # Another run's checkpoint, or a Hugging Face model, that a new run starts from; None starts
         # from initial values. A run that resumes ignores it.
@@ -412,8 +413,12 @@ class SpmdTrainer(Module):
             )
             if cfg.init_state_builder is not None:
                 given = {"model": self.model} if "model" in cfg.init_state_builder else {}
+                initial = state.learner
                 state = cfg.init_state_builder.instantiate(**given)(state)
+                is_learner_initial = state.learner is initial
                 state = jax.device_put(state, self.trainer_state_shardings)
+                if is_learner_initial:  # It may hold copies of the parameters, such as averages.
+                    state = state_lib.restart_learner(state, self.learner)
             position = None
             if self._init_from is not None:
                 again = self._origin.get("step")
