@@ -178,7 +178,7 @@ def _read_tensors(folder: str, family: Family, model: CausalLM, targets: Nested)
         if model.config.lm_head is None:
             copies = {_HEAD: _EMBEDDING, **copies}
         for copy, name in copies.items():
-            if copy not in present:
+            if copy not in present or name not in present:  # `load_parameters` names the latter.
                 continue
             if not np.array_equal(tensors.read(copy), tensors.read(name)):
                 advice = (

@@ -263,6 +263,10 @@ def test_a_tied_model_may_hold_its_head_twice(tmp_path):
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(TensorMismatchError, match=r"lm_head\.weight .*model\.embed_tokens"):
         load_pretrained(str(folder))
+    del tensors["model.embed_tokens.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(TensorMismatchError, match=r"1 missing: model\.embed_tokens\.weight"):
+        load_pretrained(str(folder))
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
@@ -349,6 +353,8 @@ def test_a_run_of_another_model_is_told_what_differs(tmp_path):
             {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
             r"rope_type='longrope'; .*yarn",
         ),
+        ("qwen3_moe", {"num_experts": 8, "num_local_experts": 4}, r"num_local_experts=4; .*8"),
+        ("gpt_oss", {"experts_per_token": 3}, r"experts_per_token=3; .*2"),
         ("deepseek_v2", {"topk_method": "best"}, r"topk_method='best'; .*greedy"),
         ("gpt_oss", {"layer_types": ["half_attention"] * 2}, r"layer_types='half_attention'"),
     ],
