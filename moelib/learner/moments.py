@@ -34,7 +34,7 @@ _MOMENTS: dict[type, tuple[tuple[str, ...], tuple[str, ...]]] = {
     optax.ScaleByLionState: (("mu",), ()),
     optax.ScaleByNovogradState: (("mu",), ()),
     optax.ScaleByRmsState: ((), ("nu",)),
-    type(optax.scale_by_rms(bias_correction=True).init(())): ((), ("nu",)),
+    type(jax.eval_shape(optax.scale_by_rms(bias_correction=True).init, ())): ((), ("nu",)),
     optax.ScaleBySM3State: (("nu",), ()),
     optax.TraceState: (("trace",), ()),
     optax.contrib.DAdaptAdamWState: (("exp_avg",), ("exp_avg_sq",)),
