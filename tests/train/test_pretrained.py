@@ -215,12 +215,9 @@ def test_training_goes_on_from_an_export_with_the_same_loss(tmp_path):
     assert np.isfinite(loss)
     save_pretrained(str(tmp_path / "hf"), cfg, first.trainer_state.model)
     builder = config_for_function(state_from_hugging_face).set(folder=str(tmp_path / "hf"))
-    learner = first.config.learner.clone()
-    learner.ema.decay = 0.9
-    second = trainer_of(cfg, tmp_path / "second", init_state_builder=builder, learner=learner)
+    second = trainer_of(cfg, tmp_path / "second", init_state_builder=builder)
     second.init(prng_key=5)
     check_equal(second.trainer_state.model, first.trainer_state.model)
-    check_equal(second.model_params_for_eval(), first.trainer_state.model)
     losses = []
     for trainer in (first, second):
         with jax.set_mesh(trainer.mesh()):
