@@ -20,7 +20,7 @@ from moelib.core import storage, tree
 from moelib.core.config import REQUIRED, Configurable, Required, config_class, did_you_mean
 from moelib.core.config_paths import text_lines
 from moelib.core.errors import UserError
-from moelib.core.processes import gather_json
+from moelib.core.processes import on_process_0
 from moelib.core.tree import Nested
 from moelib.train import pretrained
 from moelib.train.rewind import INIT_FROM
@@ -223,11 +223,14 @@ def _targets(arrays: Any) -> Any:
 
 def _best(checkpoints: str, newest: int) -> int:
     """Returns the step with the best metric of the run, by the config of its newest checkpoint."""
-    record = CheckpointRecord.read(step_path(checkpoints, newest))
-    values = text_lines(record.config)
-    metric = ast.literal_eval(values.get("checkpointer.best_metric", "None"))
-    mode = ast.literal_eval(values.get("checkpointer.best_mode", "'min'"))
-    best = gather_json(metric and best_step(checkpoints, metric, mode))[0]
+
+    def find() -> tuple[str | None, int | None]:
+        values = text_lines(CheckpointRecord.read(step_path(checkpoints, newest)).config)
+        metric = ast.literal_eval(values.get("checkpointer.best_metric", "None"))
+        mode = ast.literal_eval(values.get("checkpointer.best_mode", "'min'"))
+        return metric, metric and best_step(checkpoints, metric, mode)
+
+    metric, best = on_process_0(find)
     if best is None:
         raise UserError(
             f"init_from: no checkpoint in {checkpoints} has the metric checkpointer.best_metric, "

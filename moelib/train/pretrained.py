@@ -19,6 +19,7 @@ from moelib.core import storage
 from moelib.core.errors import UserError
 from moelib.core.files import copy_file, read_json, write_json
 from moelib.core.param import specs_by_path
+from moelib.core.processes import agreed
 from moelib.core.tree import Nested
 from moelib.data.tokenizer import FILE_NAME, SETTINGS_FILE, Tokenizer
 from moelib.models.causal_lm import CausalLM
@@ -119,7 +120,8 @@ def load_pretrained(
         cfg = cfg.clone(dtype=str(jnp.dtype(dtype)))
     model = cfg.instantiate(parent=None)
     targets = abstract_arrays(model.create_parameter_specs_recursively(), mesh)
-    return Pretrained(cfg, _read_tensors(folder, family, model, targets), values)
+    params = agreed(lambda: _read_tensors(folder, family, model, targets))
+    return Pretrained(cfg, params, values)
 
 
 def state_from_hugging_face(
@@ -142,21 +144,20 @@ def state_from_hugging_face(
         Exception: On the call of the builder, the errors of `load_pretrained`.
     """
 
-    def build(state: TrainerState) -> TrainerState:
+    def read_family() -> Family:
+        settings, path = read_settings(folder), os.path.join(folder, CONFIG_FILE)
         try:
-            family = check_computes(
-                read_settings(folder),
-                os.path.join(folder, CONFIG_FILE),
-                model.config,
-                ignored=ignore_settings,
-            )
+            return check_computes(settings, path, model.config, ignored=ignore_settings)
         except NotTheModelError as error:
             raise CheckpointMismatchError(str(error)) from error
+
+    def build(state: TrainerState) -> TrainerState:
+        family = agreed(read_family)
         targets = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state.model
         )
         jax.tree.map(lambda x: x.delete(), state.model)
-        return state._replace(model=_read_tensors(folder, family, model, targets))
+        return state._replace(model=agreed(lambda: _read_tensors(folder, family, model, targets)))
 
     return build
 

@@ -33,6 +33,7 @@ from moelib.models.huggingface.families import NoFamilyError, settings_of
 from moelib.models.huggingface.quantized import Dequantized, dequantize, scaled
 from moelib.models.huggingface.tensors import TensorMismatchError
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
+from moelib.train import pretrained
 from moelib.train.pretrained import (
     load_pretrained,
     read_config,
@@ -43,6 +44,7 @@ from moelib.train.pretrained import (
 from moelib.train.state import TrainerState
 from tests.tiny import trainer_config
 from tests.train import import_memory
+from tests.two_processes import run_as_two
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "models/huggingface/fixtures"
 
@@ -323,6 +325,26 @@ def test_a_run_of_another_model_is_told_what_differs(tmp_path):
 
 
 # -- What cannot be read ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["read_settings", "TensorFolder"])
+def test_what_one_process_cannot_read_is_an_error_of_all(name, monkeypatch):
+    folder = str(FIXTURES / "llama3")
+    cfg, _ = read_config(folder)
+    state = TrainerState(
+        0, 0, random_parameters(cfg), LearnerState({}, None, jnp.zeros((), jnp.int32))
+    )
+    real = getattr(pretrained, name)
+
+    def fail(folder):
+        if jax.process_index() == 1:
+            raise OSError("planted")
+        return real(folder)
+
+    monkeypatch.setattr(pretrained, name, fail)
+    build = state_from_hugging_face(folder, cfg.instantiate(parent=None))
+    found = run_as_two(monkeypatch, lambda _: build(state))
+    assert ["planted" in str(error) for error in found] == [True, True], found
 
 
 @pytest.mark.parametrize(
