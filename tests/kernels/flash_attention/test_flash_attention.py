@@ -30,7 +30,7 @@ attend = jax.jit(flash_attention, static_argnames=("spec", "backend"))  # One pr
     [
         Case(7, 4, 4, 8, causal=False),
         Case(7, 3, 1, 8, causal=False, packed=True, sinks=True, v_dim=5),
-        Case(7, 4, 2, 8, window=1, cap=0.5),
+        Case(7, 4, 2, 8, window=3, cap=0.5),
         Case(90, 4, 2, 8, window=16, packed=True, sinks=True),
         Case(7, 4, 2, 8, dtype="bfloat16"),
     ],

@@ -270,10 +270,9 @@ _SPILLED = {"cap and window": 44, "head dim of 256": 116}
 
 @pytest.mark.slow
 def test_values_and_gradients_compile_for_h100():
+    lines = printed("tests.kernels.flash_attention.compile_for_gpu").splitlines()
     found, spilled = {}, 0
-    for line in printed(
-        "tests.kernels.flash_attention.compile_for_gpu"
-    ).splitlines():  # ptxas prints a program's spills before its figures.
+    for line in lines:  # ptxas prints a program's spills before its figures.
         spilled += sum(int(x) for x in re.findall(r"frame, (\d+) bytes spill stores", line))
         if line.startswith("{"):
             each = json.loads(line)
